@@ -1,0 +1,1 @@
+"""What the scripts share. Scripts import from here; nothing here knows a script."""
