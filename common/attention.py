@@ -1,0 +1,204 @@
+"""Self-attention over a pack of sequences: every token attends to the tokens of its own sequence, and to no other.
+
+Three ways to the same numbers, chosen by `packed_attention`:
+- CUDA, bf16/fp16: `torch.nn.attention.varlen.varlen_attn`, one fused kernel over the whole pack;
+- CPU: `_CpuAttention`, sequence by sequence. The library's flash kernel in fp32; in bf16 (where that kernel's
+  backward is two to ten times slower) batched matrix products over a scratch block that stays in the cache;
+- anything else (float64, fp32 on CUDA): `scaled_dot_product_attention`, sequence by sequence.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+SCRATCH_ELEMENTS = 2 << 20  # scores worked on at a time in the bf16 CPU path: 8 MiB of fp32, to stay in the cache
+LN_2 = math.log(2.0)
+
+
+def rotary_tables(positions: Tensor, head_dim: int, base: float = 10000.0) -> tuple[Tensor, Tensor]:
+    """Cosines and sines of the rotary embedding, fp32 [T, D/2], for integer positions [T] (RoFormer, eq. 34)."""
+    exponents = torch.arange(0, head_dim, 2, dtype=torch.int64, device=positions.device).float() / head_dim
+    angles = positions.float()[:, None] * (1.0 / base**exponents)
+    return angles.cos(), angles.sin()
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate the pairs (i, i + D/2) of x [T, H, D] by the angles of `rotary_tables`; in fp32, returned in x's dtype."""
+    first, second = x.to(cos.dtype).chunk(2, dim=-1)
+    cos, sin = cos[:, None], sin[:, None]
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
+
+
+def packed_attention(qkv: Tensor, cos: Tensor, sin: Tensor, cu_seqlens: Tensor, max_seqlen: int) -> Tensor:
+    """Rotary self-attention of a pack.
+
+    qkv [T, H, 3, D] (query, key, value of each head, not yet rotated), cos and sin [T, D/2], cu_seqlens int32 [B + 1]
+    (on the CPU too when qkv is there), max_seqlen the longest sequence. Returns [T, H * D]. Scores are scaled by
+    1/sqrt(D).
+    """
+    if qkv.device.type == "cpu" and qkv.dtype in (torch.float32, torch.bfloat16):
+        return _CpuAttention.apply(qkv, cos, sin, cu_seqlens.tolist()).flatten(1)
+    q, k, v = qkv.unbind(2)
+    q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+    if qkv.device.type == "cuda" and qkv.dtype in (torch.float16, torch.bfloat16):
+        from torch.nn.attention.varlen import varlen_attn  # torch >= 2.10; CUDA only
+
+        return varlen_attn(q, k, v.contiguous(), cu_seqlens, cu_seqlens, max_seqlen, max_seqlen).flatten(1)
+    lengths = cu_seqlens.diff().tolist()
+    parts = zip(*(x.transpose(0, 1).split(lengths, dim=1) for x in (q, k, v)), strict=True)
+    attended = [F.scaled_dot_product_attention(*(x[None] for x in part))[0] for part in parts]
+    return torch.cat(attended, dim=1).transpose(0, 1).flatten(1)
+
+
+class _CpuAttention(torch.autograd.Function):
+    """Rotary attention of a pack on the CPU; nothing of size L x L outlives the sequence it belongs to.
+
+    Queries are stored multiplied by log2(e)/sqrt(D), so that weights are powers of two of the scores: `exp2` is
+    several times faster than `exp` on a CPU. `lse` is the base-2 logarithm of the sum of the weights, fp32 [H, T].
+    """
+
+    @staticmethod
+    @torch.autocast("cpu", enabled=False)  # autocast would turn the fp32 products of the scores into bf16 ones
+    def forward(ctx, qkv: Tensor, cos: Tensor, sin: Tensor, bounds: list[int]) -> Tensor:
+        tokens, heads, _, dim = qkv.shape
+        rotated = _rotate_qkv(qkv, cos, sin)  # [3, H, T, D]
+        out = qkv.new_empty(heads, tokens, dim)
+        lse = torch.empty(heads, tokens, dtype=torch.float32)
+        (_flash_forward if qkv.dtype == torch.float32 else _bmm_forward)(rotated, out, lse, bounds)
+        ctx.save_for_backward(rotated, out, lse, cos, sin)
+        ctx.bounds = bounds
+        return out.transpose(0, 1)
+
+    @staticmethod
+    @torch.autocast("cpu", enabled=False)
+    def backward(ctx, grad_out: Tensor):
+        rotated, out, lse, cos, sin = ctx.saved_tensors
+        grad_out = grad_out.transpose(0, 1).contiguous()  # [H, T, D]
+        grads = torch.empty_like(rotated)
+        backward = _flash_backward if rotated.dtype == torch.float32 else _bmm_backward
+        backward(grads, grad_out, rotated, out, lse, ctx.bounds)
+        return _unrotate_grads(grads, cos, sin), None, None, None
+
+
+def _query_scale(dim: int) -> float:
+    return 1.0 / (LN_2 * math.sqrt(dim))
+
+
+def _rotate_qkv(qkv: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """qkv [T, H, 3, D] -> [3, H, T, D] with queries and keys rotated (in fp32) and queries scaled."""
+    tokens, heads, _, dim = qkv.shape
+    out = qkv.new_empty(3, heads, tokens, dim)
+    for which, scale in ((0, _query_scale(dim)), (1, 1.0)):
+        first, second = qkv[:, :, which].transpose(0, 1).float().chunk(2, dim=-1)
+        c, s = cos * scale, sin * scale
+        out[which, ..., : dim // 2] = (first * c).addcmul_(second, s, value=-1)
+        out[which, ..., dim // 2 :] = (second * c).addcmul_(first, s)
+    out[2] = qkv[:, :, 2].transpose(0, 1)
+    return out
+
+
+def _unrotate_grads(grads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Gradients of the scaled, rotated [3, H, T, D] -> gradients of qkv [T, H, 3, D]: the transposed rotation."""
+    _, heads, tokens, dim = grads.shape
+    out = grads.new_empty(tokens, heads, 3, dim)
+    for which, scale in ((0, _query_scale(dim)), (1, 1.0)):
+        first, second = grads[which].float().chunk(2, dim=-1)
+        c, s = cos * scale, sin * scale
+        target = out[:, :, which].transpose(0, 1)
+        target[..., : dim // 2] = (first * c).addcmul_(second, s)
+        target[..., dim // 2 :] = (second * c).addcmul_(first, s, value=-1)
+    out[:, :, 2] = grads[2].transpose(0, 1)
+    return out
+
+
+def _spans(bounds: list[int]) -> list[slice]:
+    return [slice(a, b) for a, b in zip(bounds, bounds[1:], strict=False) if b > a]
+
+
+def _flash_forward(qkv: Tensor, out: Tensor, lse: Tensor, bounds: list[int]) -> None:
+    for span in _spans(bounds):
+        q, k, v = (x[None] for x in qkv[:, :, span])
+        o, logsumexp = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, False, scale=LN_2)
+        out[:, span] = o[0]
+        lse[:, span] = logsumexp[0]  # natural logarithm here: the same kernel's backward is its only reader
+
+
+def _flash_backward(grads: Tensor, grad_out: Tensor, qkv: Tensor, out: Tensor, lse: Tensor, bounds: list[int]) -> None:
+    backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+    for span in _spans(bounds):
+        inputs = (x[None, :, span] for x in (grad_out, *qkv, out))
+        results = backward(*inputs, lse[None, :, span], 0.0, False, scale=LN_2)
+        for grad, result in zip(grads, results, strict=True):
+            grad[:, span] = result[0]
+
+
+def _head_groups(heads: int, span: slice) -> list[slice]:
+    length = span.stop - span.start
+    size = max(1, min(heads, SCRATCH_ELEMENTS // (length * length)))
+    return [slice(h, min(heads, h + size)) for h in range(0, heads, size)]
+
+
+def _scratch(heads: int, bounds: list[int], dtype: torch.dtype) -> Tensor:
+    """One flat buffer for the largest score block of a pack: fresh memory each time would cost page faults."""
+    longest = max((s.stop - s.start for s in _spans(bounds)), default=0)
+    return torch.empty(min(heads * longest * longest, max(SCRATCH_ELEMENTS, longest * longest)), dtype=dtype)
+
+
+def _block(scratch: Tensor, group: slice, span: slice) -> Tensor:
+    heads, length = group.stop - group.start, span.stop - span.start
+    return scratch[: heads * length * length].view(heads, length, length)
+
+
+def _bmm_forward(qkv: Tensor, out: Tensor, lse: Tensor, bounds: list[int]) -> None:
+    """Scores and softmax in fp32, weights rounded to bf16 for the product with the values."""
+    heads = qkv.shape[1]
+    queries, keys = qkv[:2].float()
+    wide, narrow = _scratch(heads, bounds, torch.float32), _scratch(heads, bounds, qkv.dtype)
+    for span in _spans(bounds):
+        for group in _head_groups(heads, span):
+            scores = _block(wide, group, span)
+            torch.bmm(queries[group, span], keys[group, span].transpose(1, 2), out=scores)
+            peak = scores.amax(-1, keepdim=True)
+            total = scores.sub_(peak).exp2_().sum(-1, keepdim=True)
+            weights = _block(narrow, group, span).copy_(scores)
+            out[group, span] = torch.bmm(weights, qkv[2, group, span]).float().div_(total)
+            lse[group, span] = peak.add_(total.log2_()).squeeze(-1)
+
+
+def _bmm_backward(grads: Tensor, grad_out: Tensor, qkv: Tensor, out: Tensor, lse: Tensor, bounds: list[int]) -> None:
+    """All products in bf16 with fp32 accumulation.
+
+    `scores - lse` and `d_weights - delta` are differences of nearly equal numbers, of which bf16 would leave mostly
+    rounding. So both subtractions happen inside a product's fp32 accumulators, as three more columns: the subtrahend
+    as the sum of three bf16 numbers (24 bits) against ones.
+    """
+    _, heads, tokens, dim = qkv.shape
+    delta = (grad_out.float() * out).sum(-1)
+    query, d_out = _minus_columns(qkv[0], lse), _minus_columns(grad_out, delta)
+    ones = qkv.new_ones(1, 1, 1).expand(heads, tokens, query.shape[-1] - dim)
+    key, value = (torch.cat((x, ones), dim=-1) for x in qkv[1:])
+    first, second = (_scratch(heads, bounds, qkv.dtype) for _ in range(2))
+    for span in _spans(bounds):
+        for group in _head_groups(heads, span):
+            weights, d_scores = _block(first, group, span), _block(second, group, span)
+            torch.bmm(query[group, span], key[group, span].transpose(1, 2), out=weights)
+            weights.exp2_()
+            grads[2, group, span] = torch.bmm(weights.transpose(1, 2), grad_out[group, span])
+            torch.bmm(d_out[group, span], value[group, span].transpose(1, 2), out=d_scores)
+            d_scores.mul_(weights)
+            grads[0, group, span] = torch.bmm(d_scores, qkv[1, group, span])
+            grads[1, group, span] = torch.bmm(d_scores.transpose(1, 2), qkv[0, group, span])
+    grads[:2].mul_(LN_2)  # the scores are in base 2
+
+
+def _minus_columns(x: Tensor, subtrahend: Tensor) -> Tensor:
+    """[H, T, D] and fp32 [H, T] -> [H, T, D + 3]: columns that add up to minus the subtrahend."""
+    columns, rest = [x], -subtrahend
+    for _ in range(3):
+        columns.append(rest.to(x.dtype).unsqueeze(-1))
+        rest = rest - columns[-1].squeeze(-1).float()
+    return torch.cat(columns, dim=-1)

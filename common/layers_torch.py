@@ -1,0 +1,72 @@
+"""The encoder layer in plain PyTorch, on any device, with Transformer Engine's parameter names and shapes.
+
+Pre-norm transformer layer as in ESM-2: x + proj(attention(LN(x))), then x + fc2(gelu(fc1(LN(x)))). GELU is the exact
+(erf) one. Every activation is [T, hidden]: tokens of all sequences of a pack end to end.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import EsmConfig
+
+from common.attention import packed_attention
+
+
+class LayerNormLinear(nn.Module):
+    """Linear(LayerNorm(x)). QKV rows are interleaved per head: q, k, v of head 0, then of head 1, ..."""
+
+    def __init__(self, in_features: int, out_features: int, eps: float):
+        super().__init__()
+        self.eps = eps
+        self.layer_norm_weight = nn.Parameter(torch.empty(in_features))
+        self.layer_norm_bias = nn.Parameter(torch.empty(in_features))
+        self.weight = nn.Parameter(torch.empty(out_features, in_features))
+        self.bias = nn.Parameter(torch.empty(out_features))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.layer_norm(x, self.layer_norm_weight.shape, self.layer_norm_weight, self.layer_norm_bias, self.eps)
+        return F.linear(x, self.weight, self.bias)
+
+
+class LayerNormMLP(nn.Module):
+    """fc2(gelu(fc1(LayerNorm(x))))."""
+
+    def __init__(self, hidden_size: int, ffn_size: int, eps: float):
+        super().__init__()
+        self.eps = eps
+        self.layer_norm_weight = nn.Parameter(torch.empty(hidden_size))
+        self.layer_norm_bias = nn.Parameter(torch.empty(hidden_size))
+        self.fc1_weight = nn.Parameter(torch.empty(ffn_size, hidden_size))
+        self.fc1_bias = nn.Parameter(torch.empty(ffn_size))
+        self.fc2_weight = nn.Parameter(torch.empty(hidden_size, ffn_size))
+        self.fc2_bias = nn.Parameter(torch.empty(hidden_size))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.layer_norm(x, self.layer_norm_weight.shape, self.layer_norm_weight, self.layer_norm_bias, self.eps)
+        x = F.gelu(F.linear(x, self.fc1_weight, self.fc1_bias))
+        return F.linear(x, self.fc2_weight, self.fc2_bias)
+
+
+class SelfAttention(nn.Module):
+    def __init__(self, config: EsmConfig):
+        super().__init__()
+        self.heads = config.num_attention_heads
+        self.layernorm_qkv = LayerNormLinear(config.hidden_size, 3 * config.hidden_size, config.layer_norm_eps)
+        self.proj = nn.Linear(config.hidden_size, config.hidden_size)
+
+    def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor], cu_seqlens: Tensor, max_seqlen: int) -> Tensor:
+        qkv = self.layernorm_qkv(x).view(len(x), self.heads, 3, -1)  # [T, H, 3, D]
+        return self.proj(packed_attention(qkv, *rotary, cu_seqlens, max_seqlen))
+
+
+class TransformerLayer(nn.Module):
+    def __init__(self, config: EsmConfig):
+        super().__init__()
+        self.self_attention = SelfAttention(config)
+        self.layernorm_mlp = LayerNormMLP(config.hidden_size, config.intermediate_size, config.layer_norm_eps)
+
+    def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor], cu_seqlens: Tensor, max_seqlen: int) -> Tensor:
+        x = x + self.self_attention(x, rotary, cu_seqlens, max_seqlen)
+        return x + self.layernorm_mlp(x)

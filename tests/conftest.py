@@ -1,0 +1,26 @@
+"""Shared fixtures. Tests never reach for the network, and each process computes on one thread (xdist runs several)."""
+
+from __future__ import annotations
+
+import os
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["HF_DATASETS_OFFLINE"] = "1"
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+REAL_FASTA = ROOT.parent / "shared" / "data" / "uniref90_sample_8k.fasta.gz"
+
+torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def real_fasta() -> Path:
+    if not REAL_FASTA.exists():
+        pytest.skip("the sample of 8,000 UniRef90 proteins is not beside this checkout")
+    return REAL_FASTA
