@@ -27,7 +27,7 @@ def rotary_tables(positions: Tensor, head_dim: int, base: float = 10000.0) -> tu
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate the pairs (i, i + D/2) of x [T, H, D] by the angles of `rotary_tables`; in fp32, returned in x's dtype."""
+    """Rotate the pairs (i, i + D/2) of x [T, H, D] by the angles of `rotary_tables`, in fp32; keeps x's dtype."""
     first, second = x.to(cos.dtype).chunk(2, dim=-1)
     cos, sin = cos[:, None], sin[:, None]
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)

@@ -56,6 +56,10 @@ def _names(config: EsmConfig) -> dict[str, str]:
     return names
 
 
+def _qkv_names(layer: int, kind: str) -> list[str]:
+    return [f"esm.encoder.layer.{layer}.attention.self.{x}.{kind}" for x in ("query", "key", "value")]
+
+
 def _interleave(parts: list[Tensor], heads: int) -> Tensor:
     """q, k, v, each [H * D, ...] -> [H * 3 * D, ...]."""
     return torch.stack([p.unflatten(0, (heads, -1)) for p in parts], dim=1).flatten(0, 2)
@@ -66,7 +70,7 @@ def _deinterleave(fused: Tensor, heads: int) -> list[Tensor]:
 
 
 def from_hf(theirs: dict[str, Tensor], config: EsmConfig, where: str = "") -> tuple[dict[str, Tensor], dict]:
-    """Hugging Face weights -> (our state dict, extras). Raises UserError naming missing, extra or misshapen tensors."""
+    """Hugging Face weights -> (our state dict, extras). UserError names a missing or unknown tensor."""
     # A bare EsmModel checkpoint has no "esm." prefix and no LM head: not something to go on pretraining from.
     left = {k: v for k, v in theirs.items() if k not in _REDUNDANT and not k.endswith(_ROTARY)}
     try:

@@ -106,7 +106,7 @@ class Esm2ForMaskedLM(nn.Module):
         labels: Tensor | None = None,
         output_hidden: bool = False,
     ) -> Esm2Output:
-        """Run a pack (`input_ids` [T], `cu_seqlens` int32 [B + 1]) or a padded batch (`input_ids` [B, S], mask [B, S]).
+        """Run a pack (`input_ids` [T], `cu_seqlens` int32 [B + 1]) or a padded batch (`input_ids`, mask [B, S]).
 
         `labels` has the shape of `input_ids`, -100 where nothing is predicted; the LM head then runs on the labelled
         positions only. Padding may be on either side, but not inside a sequence.
