@@ -1,0 +1,248 @@
+"""Deliver the batch plan to the ranks: which packs are whose, worker processes, and where to resume.
+
+Every process (rank or worker) walks through the same plan and builds only the packs that are its own, so nothing is
+handed out, counted or kept in step between them, and any number of workers delivers the same batches.
+"""
+
+from __future__ import annotations
+
+import atexit
+import signal
+import sys
+import weakref
+from collections.abc import Callable, Iterator
+from itertools import chain, count, islice
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+
+from common.cli import UserError
+from common.collators import Batch
+from common.packing import BatchPlan, Pack, Position
+from common.token_store import TokenStore
+
+ALIGNMENT = 64  # bytes, of the tensors in a bundle
+Collator = Callable[[Pack, np.ndarray], Batch]
+
+
+class TrainStep(NamedTuple):
+    """One rank's share of a step.
+
+    step: number of the step, from 0; micro_batches: G / dp_size batches; position: of the next step's first pack (what
+    a checkpoint keeps); epoch: epochs done after this step, a fraction.
+    """
+
+    step: int
+    micro_batches: list[Batch]
+    position: Position
+    epoch: float
+
+
+class TrainLoader:
+    """Iterate over the training steps of one data-parallel rank; every iteration starts at `start`.
+
+    packs_per_step: G, packs in the global batch; rank r takes packs r, r + dp_size, … of each step's G; start: number
+    of the first step and the position of its first pack; num_steps: end after that many (None: never);
+    num_workers: processes (0: none); prefetch_factor: steps each of them holds ready.
+    Raises UserError when G is no multiple of dp_size.
+    """
+
+    def __init__(
+        self,
+        store: TokenStore,
+        plan: BatchPlan,
+        collator: Collator,
+        packs_per_step: int,
+        dp_rank: int = 0,
+        dp_size: int = 1,
+        start: tuple[int, Position] = (0, Position()),
+        num_steps: int | None = None,
+        num_workers: int = 0,
+        prefetch_factor: int = 2,
+        pin_memory: bool = False,
+    ):
+        check_divisible(packs_per_step, dp_size)
+        assert 0 <= dp_rank < dp_size
+        plan.position_after(start[1], 0)  # a position of other data fails here, not in a worker
+        self._steps = _TrainSteps(store, plan, collator, packs_per_step, dp_rank, dp_size, start, num_steps)
+        self._workers = (num_workers, prefetch_factor, pin_memory)
+
+    def __iter__(self) -> Iterator[TrainStep]:
+        for bundle, (step, position, epoch) in _deliver(self._steps, *self._workers):
+            yield TrainStep(step, _unbundle(bundle), Position(*position), epoch)
+
+
+class EvalLoader:
+    """Iterate over one rank's batches of a whole split: epoch 0 of `plan` (shuffle=False), dealt round robin.
+
+    Every record comes exactly once whatever dp_size is, and with the same masks each time; all ranks yield equally
+    many batches, those that have nothing left an empty one (all counts zero).
+    """
+
+    def __init__(
+        self,
+        store: TokenStore,
+        plan: BatchPlan,
+        collator: Collator,
+        dp_rank: int = 0,
+        dp_size: int = 1,
+        num_workers: int = 0,
+        prefetch_factor: int = 2,
+        pin_memory: bool = False,
+    ):
+        assert 0 <= dp_rank < dp_size
+        self._batches = _EvalBatches(store, plan, collator, dp_rank, dp_size)
+        self._workers = (num_workers, prefetch_factor, pin_memory)
+
+    def __iter__(self) -> Iterator[Batch]:
+        for bundle, _ in _deliver(self._batches, *self._workers):
+            yield from _unbundle(bundle)
+
+
+def check_divisible(packs_per_step: int, dp_size: int) -> None:
+    """Raise UserError, with numbers that work, unless `packs_per_step` packs can be dealt evenly to the ranks."""
+    if packs_per_step < 1 or packs_per_step % dp_size:
+        sizes = ", ".join(str(n) for n in range(1, packs_per_step + 1) if packs_per_step % n == 0)
+        lower = packs_per_step // dp_size * dp_size
+        batches = " or ".join(str(n) for n in (lower, lower + dp_size) if n > 0)
+        raise UserError(
+            f"a global batch of {packs_per_step} packs does not divide among {dp_size} data-parallel ranks: "
+            f"use {sizes or 'no'} ranks, or {batches} packs a step (ranks x accumulation steps)"
+        )
+
+
+class _TrainSteps(IterableDataset):
+    """The steps of one rank; worker w of W builds those with (step - first step) % W == w."""
+
+    def __init__(self, store, plan, collator, packs_per_step, dp_rank, dp_size, start, num_steps):
+        self.store, self.plan, self.collator = store, plan, collator
+        self.packs_per_step, self.dp_rank, self.dp_size = packs_per_step, dp_rank, dp_size
+        self.start, self.num_steps = start, num_steps
+
+    def __iter__(self):
+        worker, workers = _this_worker()
+        first_step, position = self.start
+        packs = self.plan.packs(position)
+        for index in count() if self.num_steps is None else range(self.num_steps):
+            of_step = list(islice(packs, self.packs_per_step))
+            if index % workers == worker:
+                mine = of_step[self.dp_rank :: self.dp_size]
+                batches = [_build(self.store, self.collator, pack) for _, pack in mine]
+                following = self.plan.position_after(of_step[-1][0], 1)
+                # Plain values: pinned memory knows numbers and lists, not our classes.
+                where = (following.epoch, following.window, following.pack_in_window)
+                yield _bundle(batches), (first_step + index, where, self.plan.epochs_before(following))
+
+
+class _EvalBatches(IterableDataset):
+    """The batches of one rank; worker w of W builds those with number % W == w."""
+
+    def __init__(self, store, plan, collator, dp_rank, dp_size):
+        self.store, self.plan, self.collator = store, plan, collator
+        self.dp_rank, self.dp_size = dp_rank, dp_size
+
+    def __iter__(self):
+        worker, workers = _this_worker()
+        packs = chain.from_iterable(
+            (window.pack(number) for number in range(len(window))) for window in self.plan.windows(epoch=0)
+        )
+        for index in count():
+            dealt = list(islice(packs, self.dp_size))  # one pack for each rank
+            if not dealt:
+                return
+            if index % workers == worker:
+                pack = dealt[self.dp_rank] if self.dp_rank < len(dealt) else Pack.empty()
+                yield _bundle([_build(self.store, self.collator, pack)]), ()
+
+
+def _build(store: TokenStore, collator: Collator, pack: Pack) -> Batch:
+    ids, _ = store.gather(pack.records, pack.starts, pack.lengths)
+    return collator(pack, ids)
+
+
+def _bundle(batches: list[Batch]) -> tuple[torch.Tensor, list[dict]]:
+    """One tensor of bytes for all tensors of a step, and what is where in it.
+
+    A worker sends each tensor through shared memory of its own, with an open file each: a step of many micro-batches
+    would run into the limit of open files.
+    """
+    contents, parts, end = [], [], 0
+    for batch in batches:
+        layout = {}
+        for name, value in batch.items():
+            if isinstance(value, torch.Tensor):
+                data = value.contiguous().view(-1).view(torch.uint8).numpy()
+                layout[name] = [value.dtype, list(value.shape), end, data.size]
+                parts.append((end, data))
+                end += -(-data.size // ALIGNMENT) * ALIGNMENT
+            else:
+                layout[name] = value
+        contents.append(layout)
+    flat = np.empty(end, dtype=np.uint8)  # copied by NumPy: torch would wake its thread pool
+    for begin, data in parts:
+        flat[begin : begin + data.size] = data
+    return torch.from_numpy(flat), contents
+
+
+def _unbundle(bundle: tuple[torch.Tensor, list[dict]]) -> list[Batch]:
+    """The batches of a bundle; their tensors are views of its one tensor."""
+    flat, contents = bundle
+    batches = []
+    for layout in contents:
+        batch = {}
+        for name, value in layout.items():
+            if isinstance(value, list):
+                dtype, shape, begin, size = value
+                value = flat[begin : begin + size].view(dtype).view(shape)
+            batch[name] = value
+        batches.append(batch)
+    return batches
+
+
+def _as_it_is(item):
+    return item
+
+
+def _this_worker() -> tuple[int, int]:
+    info = get_worker_info()
+    return (info.id, info.num_workers) if info else (0, 1)
+
+
+def _deliver(dataset: IterableDataset, num_workers: int, prefetch_factor: int, pin_memory: bool) -> Iterator:
+    """The dataset's items in order: DataLoader takes from its workers in turn, as they take the steps."""
+    if num_workers == 0:
+        yield from DataLoader(dataset, batch_size=None, collate_fn=_as_it_is, pin_memory=pin_memory)
+        return
+    loader = DataLoader(
+        dataset,
+        batch_size=None,
+        collate_fn=_as_it_is,
+        num_workers=num_workers,
+        prefetch_factor=prefetch_factor,
+        pin_memory=pin_memory,
+        worker_init_fn=_ignore_signals,
+        # A fork costs nothing here (the data are memory-mapped); it isn't safe where system libraries start threads.
+        multiprocessing_context="fork" if sys.platform == "linux" else "spawn",
+    )
+    iterator = iter(loader)
+    # Workers ignore SIGTERM, which is also how Python ends the ones that are left at exit: tell them before that.
+    alive = weakref.ref(iterator)
+    stop = atexit.register(lambda: _stop_workers(alive()))
+    try:
+        yield from iterator
+    finally:
+        atexit.unregister(stop)
+        _stop_workers(iterator)
+
+
+def _ignore_signals(worker_id: int) -> None:
+    """Schedulers signal the whole process group: the main process finishes its step and saves, with its workers."""
+    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)
+
+
+def _stop_workers(iterator) -> None:
+    if iterator is not None:
+        iterator._shutdown_workers()

@@ -1,0 +1,302 @@
+"""The batch plan: one global order of packs, the same on any number of ranks, workers and restarts.
+
+A pack is a list of sequence crops of at most `tokens_per_pack` tokens (packed batches), or of `sequences_per_pack`
+crops (padded batches). The packs of epoch 0, 1, 2, … follow each other without a gap and are numbered 0, 1, 2, …;
+a step takes the next G of them, whoever computes it. An epoch is planned in windows of about 16,000 records:
+
+- the records, rotated by a random shift, are cut into blocks of 256; a keyed bijection permutes the blocks; a window
+  is the next 64 or so (blocks keep a shared filesystem at sequential reads: the store is globally shuffled on disk);
+- within the window the records are shuffled, cropped to `max_seq_length` at a random place, packed and the packs
+  shuffled, all by hashes keyed with (seed, epoch, record or pack).
+
+Every window is planned by itself, so a position (epoch, window, pack) is all there is to resume from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from common.cli import UserError
+from common.hashing import (
+    BLOCK_ORDER,
+    CROP,
+    PACK_ORDER,
+    RECORD_ORDER,
+    ROTATION,
+    Permutation,
+    derive_key,
+    hash_counters,
+    scale,
+)
+
+RECORDS_PER_BLOCK = 256
+BLOCKS_PER_WINDOW = 64
+USUAL_TOKENS_PER_PACK = 16384
+LOOK_AHEAD = 512  # sequences among which the end of a pack is chosen
+SAMPLED_WINDOWS = 64  # planned to estimate the number of packs of a larger epoch
+
+
+@dataclass(frozen=True)
+class Position:
+    """Where a pack lies in the global order. `dataclasses.asdict` and `Position(**d)` take it to JSON and back."""
+
+    epoch: int = 0
+    window: int = 0
+    pack_in_window: int = 0
+
+
+@dataclass(frozen=True)
+class Pack:
+    """n crops: record i contributes tokens [starts[i], starts[i] + lengths[i]); int64 [n] each."""
+
+    records: np.ndarray
+    starts: np.ndarray
+    lengths: np.ndarray
+    epoch: int
+
+    @classmethod
+    def empty(cls, epoch: int = 0) -> Pack:
+        """A pack without a sequence: for a rank that has nothing left to evaluate."""
+        nothing = np.zeros(0, dtype=np.int64)
+        return cls(nothing, nothing, nothing, epoch)
+
+
+@dataclass(frozen=True)
+class Window:
+    """A planned window: its crops in the order of the packs, int64 [n] each; pack p holds [bounds[p], bounds[p+1])."""
+
+    epoch: int
+    records: np.ndarray
+    starts: np.ndarray
+    lengths: np.ndarray
+    bounds: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.bounds) - 1
+
+    def pack(self, number: int) -> Pack:
+        here = slice(self.bounds[number], self.bounds[number + 1])
+        return Pack(self.records[here], self.starts[here], self.lengths[here], self.epoch)
+
+
+@dataclass(frozen=True)
+class PlanStatistics:
+    """Of one epoch: counts, the share of token places that hold a token, and whether every window was counted."""
+
+    packs: int
+    tokens: int
+    fill: float
+    is_exact: bool
+
+
+class BatchPlan:
+    """The order of packs; see the module's docstring.
+
+    lengths_of: tokens int64 [n] of records int64 [n] (`TokenStore.lengths`); seed: any integer; max_seq_length:
+    longest crop in tokens, `<cls>` and `<eos>` included; tokens_per_pack or sequences_per_pack: one of them, the size
+    of a packed or of a padded batch; shuffle: False keeps the store's order (evaluation).
+    Raises UserError for sizes that cannot work.
+    """
+
+    def __init__(
+        self,
+        lengths_of: Callable[[np.ndarray], np.ndarray],
+        num_records: int,
+        seed: int,
+        max_seq_length: int,
+        tokens_per_pack: int | None = None,
+        sequences_per_pack: int | None = None,
+        shuffle: bool = True,
+    ):
+        assert (tokens_per_pack is None) != (sequences_per_pack is None), "either packed or padded"
+        if num_records < 1:
+            raise UserError("no record to plan batches for")
+        if max_seq_length < 1:
+            raise UserError(f"max_seq_length must be at least 1, not {max_seq_length}")
+        if sequences_per_pack is not None and sequences_per_pack < 1:
+            raise UserError(f"a batch needs at least 1 sequence, not {sequences_per_pack}")
+        if tokens_per_pack is not None and tokens_per_pack < max_seq_length:
+            raise UserError(
+                f"{tokens_per_pack} tokens a pack do not hold one sequence of max_seq_length {max_seq_length}"
+            )
+        self.lengths_of, self.num_records, self.seed = lengths_of, num_records, seed
+        self.max_seq_length, self.shuffle = max_seq_length, shuffle
+        self.tokens_per_pack, self.sequences_per_pack = tokens_per_pack, sequences_per_pack
+        # Padded: a block is a multiple of the batch, so only the epoch's last batch is short.
+        batch = sequences_per_pack or 1
+        self.block = batch * -(-RECORDS_PER_BLOCK // batch)
+        self.num_full_blocks, rest = divmod(num_records, self.block)
+        self.num_blocks = self.num_full_blocks + (rest > 0)
+        # A window ends in one badly filled pack, so it grows with the packs; windows of equal size, so that the last
+        # one is no small one.
+        records = BLOCKS_PER_WINDOW * RECORDS_PER_BLOCK * max(1, (tokens_per_pack or 0) // USUAL_TOKENS_PER_PACK)
+        self.num_windows = max(1, round(self.num_blocks / max(1, records // self.block)))
+        self._planned: dict[tuple[int, int], Window] = {}  # the last few windows
+        self._counted: dict[int, PlanStatistics] = {}  # by epoch
+
+    def packs(self, position: Position = Position()) -> Iterator[tuple[Position, Pack]]:
+        """All packs from a position on, epoch after epoch, without end."""
+        position = self.position_after(position, 0)
+        while True:
+            window = self._window(position.epoch, position.window)
+            for number in range(position.pack_in_window, len(window)):
+                yield Position(position.epoch, position.window, number), window.pack(number)
+            position = self.position_after(Position(position.epoch, position.window, len(window)), 0)
+
+    def windows(self, epoch: int) -> Iterator[Window]:
+        """The windows of one epoch."""
+        for number in range(self.num_windows):
+            yield self._window(epoch, number)
+
+    def position_after(self, position: Position, num_packs: int) -> Position:
+        """The position of the pack `num_packs` after the one at `position`. Plans the windows between, none before.
+
+        Raises UserError when this plan has no such position (other data or other arguments than the checkpoint's).
+        """
+        epoch, number, pack = position.epoch, position.window, position.pack_in_window
+        if not (epoch >= 0 and 0 <= number < self.num_windows and 0 <= pack <= len(self._window(epoch, number))):
+            raise UserError(
+                f"{position} does not exist in this data: it belongs to other data or other batch arguments"
+            )
+        pack += num_packs
+        empty_windows = 0
+        while pack >= (size := len(self._window(epoch, number))):
+            pack -= size
+            empty_windows = 0 if size else empty_windows + 1
+            if empty_windows > self.num_windows:
+                raise UserError("every record of the dataset is empty")
+            number += 1
+            if number == self.num_windows:
+                epoch, number = epoch + 1, 0
+        return Position(epoch, number, pack)
+
+    def epochs_before(self, position: Position) -> float:
+        """Epochs the packs before `position` make, as a fraction: 1.5 in the middle of the second epoch."""
+        if position.pack_in_window == 0:
+            return position.epoch + position.window / self.num_windows
+        within = position.pack_in_window / len(self._window(position.epoch, position.window))
+        return position.epoch + (position.window + within) / self.num_windows
+
+    def packs_per_epoch(self, epoch: int = 0) -> int:
+        """Packs of one epoch. Exact up to 64 windows (a million records) and for padded batches; beyond that
+        extrapolated from 64 evenly spaced windows (the same on every call and machine)."""
+        if self.sequences_per_pack:
+            return -(-self.num_records // self.sequences_per_pack)
+        return self.statistics(epoch).packs
+
+    def statistics(self, epoch: int = 0) -> PlanStatistics:
+        """Packs, tokens and fill of one epoch: from all windows up to 64, extrapolated from 64 beyond."""
+        if epoch not in self._counted:
+            sampled = min(self.num_windows, SAMPLED_WINDOWS)
+            numbers = [i * self.num_windows // sampled for i in range(sampled)]
+            windows = [self._plan_window(epoch, number) for number in numbers]
+            packs, tokens = sum(map(len, windows)), sum(int(window.lengths.sum()) for window in windows)
+            room = packs * (self.tokens_per_pack or self.sequences_per_pack * self.max_seq_length)
+            # By records, not by windows: these differ by a block in size.
+            share = self.num_records / sum(last - first for first, last in map(self._window_range, numbers))
+            self._counted[epoch] = PlanStatistics(
+                round(packs * share), round(tokens * share), tokens / max(1, room), sampled == self.num_windows
+            )
+        return self._counted[epoch]
+
+    def _window(self, epoch: int, number: int) -> Window:
+        """The planned window; the last two stay in memory."""
+        if (epoch, number) not in self._planned:
+            while len(self._planned) > 1:
+                del self._planned[next(iter(self._planned))]
+            self._planned[epoch, number] = self._plan_window(epoch, number)
+        return self._planned[epoch, number]
+
+    def _window_range(self, number: int) -> tuple[int, int]:
+        """First and one past the last record of a window, counted in the epoch's order of blocks."""
+        first, last = (i * self.num_blocks // self.num_windows * self.block for i in (number, number + 1))
+        return first, min(last, self.num_records)
+
+    def _window_records(self, epoch: int, number: int) -> np.ndarray:
+        """Records int64 [n] of a window, blocks in the epoch's order and in store order within each."""
+        order = np.arange(*self._window_range(number))
+        if not self.shuffle:
+            return order
+        block, within = np.divmod(order, self.block)
+        # The one block that may be short stays last, so that every window knows its records without the others.
+        full = block < self.num_full_blocks
+        if full.any():
+            permute = Permutation(self.num_full_blocks, derive_key(self.seed, epoch, BLOCK_ORDER))
+            distinct, inverse = np.unique(block[full], return_inverse=True)
+            block[full] = permute(distinct)[inverse]
+        # Rotated, so that the blocks (the last one above all) are other records in every epoch.
+        shift = derive_key(self.seed, epoch, ROTATION) % self.num_records
+        return (block * self.block + within + shift) % self.num_records
+
+    def _plan_window(self, epoch: int, number: int) -> Window:
+        records = self._window_records(epoch, number)
+        lengths = self.lengths_of(records)  # asked for in store order: the offsets are read sequentially
+        if self.shuffle:
+            hashes = hash_counters(derive_key(self.seed, epoch, RECORD_ORDER), records)
+            order = np.argsort(hashes, kind="stable")
+            records, lengths = records[order], lengths[order]
+        crops = np.minimum(lengths, self.max_seq_length)
+        starts = np.zeros_like(crops)
+        long = np.flatnonzero(lengths > crops)
+        hashes = hash_counters(derive_key(self.seed, epoch, CROP), records[long])
+        starts[long] = scale(hashes, lengths[long] - crops[long] + 1)
+
+        if self.sequences_per_pack:
+            bounds = np.append(np.arange(0, len(records), self.sequences_per_pack), len(records))
+            keep = crops > 0  # records without a token add nothing to a batch but trouble
+            bounds = np.concatenate(([0], np.cumsum(keep)))[bounds]
+            return Window(epoch, records[keep], starts[keep], crops[keep], bounds)
+        order, bounds = fill_packs(crops, self.tokens_per_pack)
+        if self.shuffle:  # the last packs of a window are made of what was left
+            key = derive_key(self.seed, epoch, PACK_ORDER, number)
+            packs = np.argsort(hash_counters(key, np.arange(len(bounds) - 1)), kind="stable")
+            sizes = np.diff(bounds)[packs]
+            ends = np.cumsum(sizes)
+            order = order[np.repeat(bounds[packs] - (ends - sizes), sizes) + np.arange(len(order))]
+            bounds = np.concatenate(([0], ends))
+        return Window(epoch, records[order], starts[order], crops[order], bounds)
+
+
+def fill_packs(lengths: np.ndarray, capacity: int) -> tuple[np.ndarray, np.ndarray]:
+    """Distribute sequences over packs of at most `capacity` tokens.
+
+    Every pack takes the sequences in the order given until the next one doesn't fit; what room is left is closed by
+    the longest of the next 512 that fits, again and again. So all but the last few members of a pack are a random
+    sample of the lengths, the others only move up, and nearly nothing is left empty.
+
+    lengths: int64 [n], none above `capacity`; those of length 0 are left out. Returns the sequences' indices int64
+    [m <= n] in the order of the packs, and bounds int64 [packs + 1]: pack p holds order[bounds[p] : bounds[p + 1]].
+    """
+    queue = np.flatnonzero(lengths)
+    lengths = lengths[queue]  # of the queue's members, moved about with them
+    bounds, head = [0], 0
+    usual = 2 * int(capacity // lengths.mean() + 1) if len(queue) else 0
+    while head < len(queue):
+        total, count = np.cumsum(lengths[head : head + usual]), usual
+        while total[-1] <= capacity and head + len(total) < len(queue):
+            count *= 2
+            total = np.cumsum(lengths[head : head + count])
+        taken = int(np.searchsorted(total, capacity, side="right"))
+        room = capacity - int(total[taken - 1])
+        head += taken
+        ahead = slice(head, head + LOOK_AHEAD)
+        candidates, chosen = lengths[ahead].copy(), []
+        while room > 0 and len(candidates):
+            best = int(np.where(candidates <= room, candidates, 0).argmax())  # the first of the longest that fit
+            if not 0 < candidates[best] <= room:
+                break
+            room -= int(candidates[best])
+            candidates[best] = 0
+            chosen.append(best)
+        if chosen:
+            rest = np.ones(len(candidates), dtype=bool)
+            rest[chosen] = False
+            for array in (queue, lengths):
+                waiting = array[ahead]
+                array[ahead] = np.concatenate((waiting[chosen], waiting[rest]))
+            head += len(chosen)
+        bounds.append(head)
+    return queue, np.array(bounds, dtype=np.int64)
