@@ -10,6 +10,7 @@ from pathlib import Path
 from common.cli import UserError
 
 BLOCK_BYTES = 4 << 20
+NEWLINE = b"\n"
 WHITESPACE = b" \t\r\n\v\f"
 
 
@@ -32,14 +33,17 @@ def read_fasta(path: Path | str, block_bytes: int = BLOCK_BYTES) -> Iterator[tup
         try:
             block = next(blocks, b"")
         except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-            what = "ends too early (cut short)" if isinstance(error, EOFError) else f"is corrupt ({error})"
-            raise UserError(
-                f"{path}: the gzip file {what} after {records:,} records, line {line + rest.count(b'\n')}: fetch it again"
-            ) from None
+            what = "is cut short" if isinstance(error, EOFError) else f"is corrupt ({error})"
+            where = f"after {records:,} records, line {line + rest.count(NEWLINE)}"
+            raise UserError(f"{path}: the gzip file {what} {where}: fetch it again") from None
         at_end = not block
+        if line == 1 and not rest:
+            block = block.removeprefix(b"\xef\xbb\xbf")  # the byte order mark of Windows editors
         rest += block
         if records == 0:  # also after a first block of blank lines
-            rest, line = _skip_blank_lines(rest, line)
+            begins = rest.lstrip(WHITESPACE)
+            line += rest.count(NEWLINE, 0, len(rest) - len(begins))
+            rest = begins
             if rest and not rest.startswith(b">"):
                 start = rest.split(b"\n", 1)[0][:40].decode("ascii", "replace").strip()
                 raise UserError(
@@ -76,16 +80,6 @@ def _read_blocks(path: Path, block_bytes: int) -> Iterator[bytes]:
         with gzip.open(raw, "rb") if gzipped else raw as file:
             while block := file.read(block_bytes):
                 yield block
-
-
-def _skip_blank_lines(text: bytes, line: int) -> tuple[bytes, int]:
-    if line == 1:
-        text = text.removeprefix(b"\xef\xbb\xbf")  # the byte order mark that Windows editors write
-    while text and not (first := text.partition(b"\n"))[0].strip(WHITESPACE):
-        if not first[1]:  # white space without a line end: more of the line may follow
-            return (b"", line) if len(text) == len(text.strip(b"\r\n")) == 0 else (text.lstrip(WHITESPACE), line)
-        text, line = first[2], line + 1
-    return text, line
 
 
 def _complaint(path: Path, line: int, record: int, words: list[bytes], body: bytes) -> UserError:

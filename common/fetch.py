@@ -91,7 +91,7 @@ def download(url: str, directory: Path, timeout_s: float = 60.0, attempts: int =
     part, note = target.with_name(target.name + ".part"), target.with_name(target.name + ".json")
     failures = 0
     while not target.exists():
-        known = json.loads(note.read_text()) if note.exists() else {"version": "", "total": None}
+        known = _read_note(note)
         have = part.stat().st_size if part.exists() and known["version"] else 0
         if have == 0 or have != known["total"]:
             problem, arrived = _transfer(url, scheme, part, note, have, known["version"], timeout_s)
@@ -172,7 +172,7 @@ def _open_http(url: str, start: int, version: str, timeout_s: float) -> Transfer
             raise http.client.HTTPException(f"asked for bytes from {start}, was sent those from {first}")
     etag = response.headers.get("ETag", "")
     version = response.headers.get("Last-Modified", "") if etag.startswith("W/") or not etag else etag
-    return Transfer(response.read, response.close, first, first + int(length) if length else None, version)
+    return Transfer(response.read1, response.close, first, first + int(length) if length else None, version)
 
 
 def _open_ftp(url: str, start: int, version: str, timeout_s: float) -> Transfer:
@@ -236,6 +236,14 @@ def _open_s3(url: str, start: int, version: str, timeout_s: float) -> Transfer:
             raise ConnectionError(str(error)) from error
 
     return Transfer(read, body.close, start, head["ContentLength"], head["ETag"])
+
+
+def _read_note(note: Path) -> dict:
+    """Which remote file the bytes that have arrived belong to; unknown after a kill in mid-write."""
+    try:
+        return json.loads(note.read_text())
+    except (FileNotFoundError, ValueError):
+        return {"version": "", "total": None}
 
 
 def _describe(error: BaseException) -> str:

@@ -245,7 +245,8 @@ def _read_state(directory: Path) -> dict:
             raise UserError(
                 f"{directory}: holds the splits {', '.join(splits)}: name one, {directory / splits[0]} say"
             )
-        raise UserError(f"{directory}: no dataset here (no state.json and no Arrow files): tokenise first")
+        found = "Arrow files but no state.json" if any(directory.glob("*.arrow")) else "no Arrow files"
+        raise UserError(f"{directory}: {found}: not a directory that datasets' save_to_disk completed: tokenise first")
     try:
         return {"_data_files": [], **json.loads(state_file.read_text(encoding="utf-8"))}
     except (ValueError, TypeError) as error:
@@ -255,7 +256,7 @@ def _read_state(directory: Path) -> dict:
 def _arrow_files(directory: Path, entries: list[dict]) -> list[Path]:
     files = [directory / entry["filename"] for entry in entries]
     if not files:
-        raise UserError(f"{directory}: no Arrow files listed in state.json: tokenise again")
+        raise UserError(f"{directory}: the dataset is empty: its state.json lists no Arrow files")
     for file in files:
         if not file.is_file():
             raise UserError(f"{file}: listed in state.json but not there: tokenise or copy the dataset again")

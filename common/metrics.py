@@ -1,0 +1,132 @@
+"""What a run counts and writes: metrics.jsonl, the guides' *_results.json, the step line, FLOPs and MFU."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import torch
+from transformers import EsmConfig
+
+# Dense bf16 peak in FLOP/s, from the vendors' data sheets (without sparsity). The longest matching name wins.
+PEAK_FLOPS = {
+    "A10G": 70e12,
+    "A100": 312e12,
+    "L4": 121e12,
+    "L40S": 362e12,
+    "H100 PCIe": 756e12,
+    "H100": 989e12,
+    "H200": 989e12,
+    "GH200": 989e12,
+    "B200": 2250e12,
+    "B300": 2250e12,
+    "GB200": 2500e12,
+}
+
+
+def step_flops(config: EsmConfig, tokens: int, squared_lengths: int, predicted: int) -> float:
+    """Floating-point operations of a training step: matrix products only, forward plus twice as much backward.
+
+    Linears cost 2 per weight and token; scores and weighted sums 4 x hidden per pair of tokens of the same sequence
+    (so the sum of squared lengths counts, not tokens x maximum); the LM head runs on predicted positions only.
+    """
+    hidden, ffn = config.hidden_size, config.intermediate_size
+    per_token = 2 * config.num_hidden_layers * (4 * hidden * hidden + 2 * hidden * ffn)
+    attention = 4 * config.num_hidden_layers * hidden * squared_lengths
+    head = 2 * predicted * (hidden * hidden + hidden * config.vocab_size)
+    return 3.0 * (per_token * tokens + attention + head)
+
+
+def peak_flops(device: torch.device, bf16: bool) -> float | None:
+    """The device's dense bf16 peak, or None where it is not known (CPUs, other precisions): then no MFU is claimed."""
+    if device.type != "cuda" or not bf16:
+        return None
+    name = torch.cuda.get_device_name(device)
+    matches = [key for key in PEAK_FLOPS if key in name]
+    return PEAK_FLOPS[max(matches, key=len)] if matches else None
+
+
+def peak_memory_gb(device: torch.device) -> float:
+    """Most memory in use so far, in GB: of the allocator on a GPU, resident on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 1e9
+    for line in Path("/proc/self/status").read_text().splitlines() if Path("/proc/self/status").exists() else ():
+        if line.startswith("VmHWM"):
+            return int(line.split()[1]) * 1024 / 1e9
+    return 0.0
+
+
+class MetricsLog:
+    """`metrics.jsonl`: one object a logged step, each step once."""
+
+    def __init__(self, path: Path, resume_step: int):
+        """Rows beyond `resume_step` belong to steps that will be taken again: they are dropped."""
+        self.path = path
+        kept = [row for row in read_metrics(path) if row["step"] <= resume_step] if resume_step else []
+        partial = path.with_suffix(".partial")
+        partial.write_text("".join(json.dumps(row) + "\n" for row in kept))
+        os.replace(partial, path)
+
+    def write(self, row: dict) -> None:
+        with open(self.path, "a") as file:
+            file.write(json.dumps(row) + "\n")
+
+
+def read_metrics(path: Path) -> list[dict]:
+    """The rows of a metrics.jsonl; a last line torn by a crash is left out."""
+    rows = []
+    for line in path.read_text().splitlines() if path.exists() else ():
+        try:
+            rows.append(json.loads(line))
+        except ValueError:
+            break
+    return rows
+
+
+def write_results(output_dir: Path, split: str, results: dict) -> None:
+    """`<split>_results.json`, and the same keys merged into all_results.json, as transformers' Trainer does."""
+    write_json(output_dir / f"{split}_results.json", results)
+    merged = output_dir / "all_results.json"
+    known = json.loads(merged.read_text()) if merged.exists() else {}
+    write_json(merged, known | results)
+
+
+def write_json(path: Path, value: dict) -> None:
+    partial = path.with_name(f"{path.name}.partial")
+    partial.write_text(json.dumps(value, indent=4, sort_keys=True) + "\n")
+    os.replace(partial, path)
+
+
+def format_block(split: str, results: dict) -> str:
+    """The guides' `***** train metrics *****` block."""
+    shown = {k: _shown(k, v) for k, v in sorted(results.items())}
+    width, right = max(map(len, shown), default=0), max(map(len, shown.values()), default=0)
+    return "\n".join([f"***** {split} metrics *****", *(f"  {k:<{width}} = {v:>{right}}" for k, v in shown.items())])
+
+
+def _shown(key: str, value) -> str:
+    if key.endswith("_runtime"):
+        hours, rest = divmod(value, 3600)
+        return f"{int(hours)}:{int(rest // 60):02d}:{rest % 60:05.2f}"
+    if key == "total_flos":
+        return f"{value / 1e9:,.0f}GF"
+    return f"{value:.4f}" if isinstance(value, float) else str(value)
+
+
+def step_line(row: dict) -> str:
+    """One line a logged step, in torchtitan's spirit."""
+    parts = [
+        f"step: {row['step']}/{row['total_steps']}",
+        f"epoch: {row['epoch']:.2f}",
+        f"loss: {row['loss']:.4f}",
+        f"grad_norm: {row['grad_norm']:.3f}",
+        f"lr: {row['learning_rate']:.2e}",
+        f"memory: {row['peak_memory_gb']:.2f}GB",
+        f"tps: {row['tokens_per_second']:,.0f}",
+        f"tflops: {row['tflops_per_device']:.2f}",
+    ]
+    if "mfu" in row:
+        parts.append(f"mfu: {row['mfu']:.1%}")
+    parts.append(f"data wait: {row['data_wait_seconds'] / max(row['step_seconds'], 1e-9):.0%}")
+    return "  ".join(parts)

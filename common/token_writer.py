@@ -1,0 +1,135 @@
+"""Write a `datasets` directory (Arrow IPC stream shards and three JSON files) without going through `datasets`.
+
+The form is that of `Dataset.save_to_disk` of datasets 5.2; `datasets.load_from_disk` opens it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+
+import pyarrow as pa
+
+from common.output_directory import sync
+
+ROWS_PER_BATCH = 10_000
+SHARD_BYTES = 500 << 20
+
+_STRING = {"dtype": "string", "_type": "Value"}
+TEXT_FEATURES = {"id": _STRING, "text": _STRING}
+TOKEN_FEATURES = {"id": _STRING, "input_ids": {"feature": {"dtype": "uint8", "_type": "Value"}, "_type": "List"}}
+
+
+def arrow_schema(features: dict) -> pa.Schema:
+    """The Arrow schema of `features`, with the metadata by which `datasets` recognises its types."""
+
+    def arrow_type(feature: dict) -> pa.DataType:
+        if feature["_type"] == "List":
+            return pa.list_(arrow_type(feature["feature"]))
+        return pa.type_for_alias(feature["dtype"])
+
+    fields = [pa.field(name, arrow_type(feature)) for name, feature in features.items()]
+    return pa.schema(fields, metadata={"huggingface": json.dumps({"info": {"features": features}})})
+
+
+class DatasetWriter:
+    """Writes record batches to `data-XXXXX-of-YYYYY.arrow`; `close` gives the shards their names and adds the JSON.
+
+    Rows are regrouped into record batches of ROWS_PER_BATCH (the last of a shard may be shorter), so that a small
+    split does not become thousands of tiny pieces. A shard ends after `shard_bytes` or at `end_shard`. A dataset
+    without rows has one empty shard, because `datasets` cannot open one without any.
+    """
+
+    def __init__(self, directory: Path, features: dict, shard_bytes: int | None = SHARD_BYTES) -> None:
+        directory.mkdir(parents=True, exist_ok=True)
+        self.directory = directory
+        self.features = features
+        self.schema = arrow_schema(features)
+        self.shard_bytes = shard_bytes
+        self.shards = 0
+        self.rows = 0
+        self.bytes = 0  # of the shards that have ended
+        self._file = self._stream = None
+        self._pending: list[pa.RecordBatch] = []
+        self._pending_rows = 0
+
+    def write(self, batch: pa.RecordBatch) -> None:
+        """Add rows; the columns are those of the schema."""
+        if not batch.num_rows:
+            return
+        self._pending.append(batch)
+        self._pending_rows += batch.num_rows
+        self.rows += batch.num_rows
+        if self._pending_rows >= ROWS_PER_BATCH:
+            self._flush(self._pending_rows - self._pending_rows % ROWS_PER_BATCH)
+
+    def end_shard(self) -> None:
+        """End the current shard, empty or not."""
+        self._flush(self._pending_rows)
+        if self._stream is None:
+            self._open()
+        self._close_shard()
+
+    def close(self) -> None:
+        if self._stream is not None or self._pending or not self.shards:
+            self.end_shard()
+        digest = hashlib.sha256(json.dumps([self.features, self.rows, self.bytes]).encode())
+        names = [f"data-{shard:05d}-of-{self.shards:05d}.arrow" for shard in range(self.shards)]
+        for shard, name in enumerate(names):
+            path = self._shard_path(shard)
+            with open(path, "rb") as file:
+                digest.update(file.read(1 << 20))
+            path.rename(self.directory / name)
+        state = {
+            "_data_files": [{"filename": name} for name in names],
+            "_fingerprint": digest.hexdigest()[:16],
+            "_format_columns": None,
+            "_format_kwargs": {},
+            "_format_type": None,
+            "_output_all_columns": False,
+            "_split": None,
+        }
+        info = {"citation": "", "description": "", "features": self.features, "homepage": "", "license": ""}
+        write_json(self.directory / "state.json", state)
+        write_json(self.directory / "dataset_info.json", info)
+
+    def _flush(self, rows: int) -> None:
+        if not rows:
+            return
+        table = pa.Table.from_batches(self._pending, self.schema)
+        now, later = table.slice(0, rows).combine_chunks(), table.slice(rows)
+        self._pending = later.to_batches()
+        self._pending_rows = later.num_rows
+        for batch in now.to_batches(max_chunksize=ROWS_PER_BATCH):
+            if self._stream is None:
+                self._open()
+            self._stream.write_batch(batch)
+            if self.shard_bytes is not None and self._file.tell() >= self.shard_bytes:
+                self._close_shard()
+
+    def _close_shard(self) -> None:
+        self._stream.close()
+        sync(self._file)
+        self.bytes += self._file.tell()
+        self._file.close()
+        self._file = self._stream = None
+        self.shards += 1
+
+    def _open(self) -> None:
+        self._file = open(self._shard_path(self.shards), "wb")  # noqa: SIM115
+        self._stream = pa.ipc.new_stream(self._file, self.schema)
+
+    def _shard_path(self, shard: int) -> Path:
+        return self.directory / f"data-{shard:05d}.arrow"
+
+
+def write_dataset_dict(directory: Path, splits: list[str]) -> None:
+    """Make `load_from_disk(directory)` give a DatasetDict of the splits below it."""
+    write_json(directory / "dataset_dict.json", {"splits": splits})
+
+
+def write_json(path: Path, content: dict) -> None:
+    with open(path, "w") as file:
+        json.dump(content, file, indent=2, sort_keys=True)
+        sync(file)
