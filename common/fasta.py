@@ -11,6 +11,7 @@ from common.cli import UserError
 
 BLOCK_BYTES = 4 << 20
 NEWLINE = b"\n"
+BYTE_ORDER_MARK = b"\xef\xbb\xbf"  # Windows editors write it
 WHITESPACE = b" \t\r\n\v\f"
 
 
@@ -37,8 +38,6 @@ def read_fasta(path: Path | str, block_bytes: int = BLOCK_BYTES) -> Iterator[tup
             where = f"after {records:,} records, line {line + rest.count(NEWLINE)}"
             raise UserError(f"{path}: the gzip file {what} {where}: fetch it again") from None
         at_end = not block
-        if line == 1 and not rest:
-            block = block.removeprefix(b"\xef\xbb\xbf")  # the byte order mark of Windows editors
         rest += block
         if records == 0:  # also after a first block of blank lines
             begins = rest.lstrip(WHITESPACE)
@@ -78,6 +77,8 @@ def _read_blocks(path: Path, block_bytes: int) -> Iterator[bytes]:
         gzipped = raw.read(2) == b"\x1f\x8b"  # the name may lie
         raw.seek(0)
         with gzip.open(raw, "rb") if gzipped else raw as file:
+            if first := file.read(len(BYTE_ORDER_MARK)).removeprefix(BYTE_ORDER_MARK):
+                yield first
             while block := file.read(block_bytes):
                 yield block
 

@@ -1,0 +1,71 @@
+"""What the data-preparation tests share: the scripts as modules, command lines, FASTA files, the real sample."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+REAL_SAMPLE = ROOT.parent / "shared/data/uniref90_sample_8k.fasta.gz"
+needs_real_sample = pytest.mark.skipif(not REAL_SAMPLE.exists(), reason=f"no {REAL_SAMPLE}")
+LOG_LINE = re.compile(r"\d\d/\d\d/\d{4} \d\d:\d\d:\d\d - (INFO|WARNING) - .*")
+
+
+def load_script(name: str):
+    """Import `0.download_data.py` and the like, whose names are no module names."""
+    spec = importlib.util.spec_from_file_location(name.replace(".", "_"), ROOT / name)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+DOWNLOAD, TOKENIZE = load_script("0.download_data.py"), load_script("1.tokenize_uniref_csv.py")
+
+
+def call(script, *argv) -> None:
+    """Run a script's main in this process; UserErrors come through."""
+    before, sys.argv = sys.argv, [script.__name__, *map(str, argv)]
+    try:
+        script.main()
+    finally:
+        sys.argv = before
+
+
+def command(name: str, *argv) -> list[str]:
+    return [sys.executable, str(ROOT / name), *map(str, argv)]
+
+
+def environment() -> dict:
+    return os.environ | {"HF_HUB_OFFLINE": "1"}
+
+
+def expect_error(name: str, *argv) -> str:
+    """Run a script as a user does; returns its one line of error. Whatever else it says are log lines."""
+    done = subprocess.run(command(name, *argv), capture_output=True, text=True, env=environment(), timeout=60)
+    lines = [line for line in done.stderr.replace("\r", "\n").splitlines() if line and " records/s]" not in line]
+    assert done.returncode == 2, done.stderr
+    assert lines[-1].startswith("error: ")
+    assert all(LOG_LINE.fullmatch(line) for line in lines[:-1]), done.stderr
+    return lines[-1]
+
+
+def write_fasta(path: Path, records: Iterable[tuple[str, str]]) -> Path:
+    path.write_text("".join(f">{name} description of {name}\n{sequence}\n" for name, sequence in records))
+    return path
+
+
+def numbered(count: int) -> list[tuple[str, str]]:
+    """Records of rising length, as in a sorted input: P0, P1, ... of 1, 2, ... residues at most 500 long."""
+    return [(f"P{i}", "ACDEFGHIKLMNPQRSTVWY"[i % 20] * (1 + i * 500 // count)) for i in range(count)]
+
+
+def everything_in(directory: Path) -> dict[str, bytes]:
+    return {str(p.relative_to(directory)): p.read_bytes() for p in sorted(directory.rglob("*")) if p.is_file()}

@@ -1,0 +1,454 @@
+"""0.download_data.py and what it stands on: numbering, the shuffle, formats, restarts, downloads, bad input."""
+
+import csv
+import gzip
+import itertools
+import json
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import types
+from collections import Counter
+
+import datasets
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+
+from common import fetch
+from common.cli import UserError
+from common.fasta import read_fasta
+from common.partitions import batches_of_lines, in_random_order
+from common.sample import write_sample
+from tests.data_fixtures import (
+    DOWNLOAD,
+    REAL_SAMPLE,
+    call,
+    command,
+    environment,
+    everything_in,
+    expect_error,
+    needs_real_sample,
+    numbered,
+    write_fasta,
+)
+from tests.local_servers import ftp_server, http_server
+
+SCRIPT = "0.download_data.py"
+
+
+def rows_of(path) -> list[tuple[str, str]]:
+    with open(path, newline="") as file:
+        header, *rows = csv.reader(file)
+    assert header == ["id", "text"]
+    return [tuple(row) for row in rows]
+
+
+def partitions(directory) -> list[list[tuple[str, str]]]:
+    return [rows_of(path) for path in sorted(directory.glob("*.csv"))]
+
+
+# --- partitions
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+@pytest.mark.parametrize("count", [1, 6, 7, 8, 14, 15])
+def test_partitions_are_exactly_numbered(tmp_path, count, shuffle):
+    records = numbered(count)
+    source = write_fasta(tmp_path / "in.fasta", records)
+    call(
+        DOWNLOAD, "--source", source, "--output_dir", tmp_path, "--max_records_per_partition", 7, "--shuffle", shuffle
+    )
+    names = sorted(path.name for path in (tmp_path / "csv").glob("*.csv"))
+    assert names == [f"x{i:03d}.csv" for i in range(-(-count // 7))]
+    parts = partitions(tmp_path / "csv")
+    assert [len(part) for part in parts] == [7] * (count // 7) + [count % 7] * (count % 7 > 0)
+    found = list(itertools.chain(*parts))
+    assert sorted(found) == sorted(records)
+    if not shuffle:
+        assert found == records
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["csv", "in.fasta"]
+
+
+def test_the_csv_is_plain(tmp_path):
+    source = write_fasta(tmp_path / "in.fasta", [("a", "MKV"), ("b,c", "LA"), ('d"e', "G,G")])
+    call(DOWNLOAD, "--source", source, "--output_dir", tmp_path, "--shuffle", "False")
+    assert (tmp_path / "csv/x000.csv").read_bytes() == b'id,text\na,MKV\n"b,c",LA\n"d""e","G,G"\n'
+    simple = write_fasta(tmp_path / "simple.fasta", [("a", "MKV"), ("b", "la*g")])
+    call(DOWNLOAD, "--source", simple, "--output_dir", tmp_path / "simple", "--no_shuffle")
+    assert (tmp_path / "simple/csv/x000.csv").read_bytes() == b"id,text\na,MKV\nb,la*g\n"
+
+
+def test_all_formats_hold_the_same(tmp_path):
+    source = write_fasta(tmp_path / "in.fasta", numbered(25))
+    flags = ["--save_arrow", "--save_fasta", "True", "--save_parquet=True", "--max_records_per_partition", 10]
+    call(DOWNLOAD, "--source", source, "--output_dir", tmp_path, *flags)
+    parts = partitions(tmp_path / "csv")
+    assert [len(part) for part in parts] == [10, 10, 5]
+    for number, part in enumerate(parts):
+        fasta = [(n.decode(), s.decode()) for n, s in read_fasta(tmp_path / f"fasta/x{number:03d}.fasta")]
+        table = pq.read_table(tmp_path / f"parquet/x{number:03d}.parquet").to_pylist()
+        assert fasta == [(row["id"], row["text"]) for row in table] == part
+    dataset = datasets.load_from_disk(str(tmp_path / "arrow"))
+    assert [(row["id"], row["text"]) for row in dataset] == list(itertools.chain(*parts))
+    assert len(list((tmp_path / "arrow").glob("data-*-of-00003.arrow"))) == 3
+
+
+def test_formats_can_be_added_later(tmp_path):
+    source = write_fasta(tmp_path / "in.fasta", numbered(25))
+    call(DOWNLOAD, "--source", source, "--output_dir", tmp_path)
+    before = (tmp_path / "csv").stat().st_mtime_ns
+    call(DOWNLOAD, "--source", source, "--output_dir", tmp_path, "--save_fasta")
+    assert [(n.decode(), s.decode()) for n, s in read_fasta(tmp_path / "fasta/x000.fasta")] == rows_of(
+        tmp_path / "csv/x000.csv"
+    )
+    assert (tmp_path / "csv").stat().st_mtime_ns == before
+
+
+# --- the shuffle
+
+
+def test_every_partition_is_a_sample_of_the_whole_input(tmp_path):
+    """On an input sorted by length: partition membership is independent of the position, and mean lengths agree."""
+    count, size = 4000, 400
+    source = write_fasta(tmp_path / "in.fasta", numbered(count))
+    call(DOWNLOAD, "--source", source, "--output_dir", tmp_path, "--max_records_per_partition", size)
+    parts = partitions(tmp_path / "csv")
+    table = np.zeros((10, 10))
+    for number, part in enumerate(parts):
+        for name, _ in part:
+            table[number, int(name[1:]) * 10 // count] += 1
+    chi_square = ((table - 40) ** 2 / 40).sum()  # 81 degrees of freedom: mean 81, standard deviation 12.7
+    assert 40 < chi_square < 135
+    lengths = [np.array([len(text) for _, text in part]) for part in parts]
+    whole = np.concatenate(lengths)
+    for part in lengths:
+        assert abs(part.mean() - whole.mean()) < 4 * whole.std() / np.sqrt(size)
+
+
+def test_all_permutations_are_equally_likely(tmp_path):
+    lines = [b"a", b"b", b"c", b"d"]
+    orders = Counter(
+        b"".join(itertools.chain(*in_random_order([lines[:3], lines[3:]], tmp_path, seed))) for seed in range(4800)
+    )
+    assert len(orders) == 24
+    chi_square = sum((n - 200) ** 2 / 200 for n in orders.values())  # 23 degrees of freedom
+    assert chi_square < 55
+
+
+@pytest.mark.parametrize(("memory_bytes", "levels"), [(100_000, 1), (1000, 2)])
+def test_the_order_does_not_depend_on_memory(tmp_path, monkeypatch, memory_bytes, levels):
+    lines = [b"P%d\t%s" % (i, b"M" * (i % 50 + 1)) for i in range(6000)]
+
+    def batches(size):
+        return ([*lines[i : i + size]] for i in range(0, len(lines), size))
+
+    in_memory = list(itertools.chain(*in_random_order(batches(1000), tmp_path, 3)))
+    made = []
+    original = type(tmp_path).mkdir
+    monkeypatch.setattr(type(tmp_path), "mkdir", lambda path: (made.append(path.name), original(path)))
+    bounded = list(itertools.chain(*in_random_order(batches(77), tmp_path, 3, memory_bytes)))
+    assert bounded == in_memory != lines
+    assert sorted(in_memory) == sorted(lines)
+    assert {f"level{level}" for level in range(levels)} <= set(made)
+    assert not list(tmp_path.iterdir())
+    assert list(in_random_order([], tmp_path, 3)) == []
+
+
+def test_seed_decides(tmp_path):
+    source = write_fasta(tmp_path / "in.fasta", numbered(50))
+    for name, seed in (("a", 1), ("b", 1), ("c", 2)):
+        call(DOWNLOAD, "--source", source, "--output_dir", tmp_path / name, "--seed", seed)
+    a, b, c = (partitions(tmp_path / name / "csv") for name in "abc")
+    assert a == b != c
+
+
+def every_record_once(tmp_path, source):
+    call(DOWNLOAD, "--source", source, "--output_dir", tmp_path / "out", "--max_records_per_partition", 3000)
+    expected = sorted((n.decode(), s.decode()) for n, s in read_fasta(source))
+    assert sorted(itertools.chain(*partitions(tmp_path / "out/csv"))) == expected
+
+
+@needs_real_sample
+def test_real_sample(tmp_path):
+    every_record_once(tmp_path, REAL_SAMPLE)
+
+
+def test_generated_sample(tmp_path):
+    write_sample(tmp_path / "s.fasta.gz", num_proteins=700)
+    every_record_once(tmp_path, tmp_path / "s.fasta.gz")
+
+
+# --- started again
+
+
+def test_second_run_does_nothing_and_another_one_is_refused(tmp_path, caplog):
+    source = write_fasta(tmp_path / "in.fasta", numbered(30))
+    out = tmp_path / "out"
+    same = ("--source", source, "--output_dir", out)
+    call(DOWNLOAD, *same)
+    first, inode = everything_in(out), (out / "csv/x000.csv").stat().st_ino
+    with caplog.at_level("INFO"):
+        call(DOWNLOAD, *same, "--max_records_per_partition", 500_000)
+    assert "nothing to do" in caplog.text
+    assert (out / "csv/x000.csv").stat().st_ino == inode
+
+    with pytest.raises(UserError, match="csv: was made from other input or arguments: give --overwrite"):
+        call(DOWNLOAD, *same, "--seed", 7)
+    write_fasta(source, numbered(31))
+    with pytest.raises(UserError, match="give --overwrite"):
+        call(DOWNLOAD, *same)
+    assert everything_in(out) == first
+
+    call(DOWNLOAD, *same, "--overwrite")
+    assert sum(map(len, partitions(out / "csv"))) == 31
+    assert [path.name for path in out.iterdir()] == ["csv"]
+    assert json.loads((out / "csv/.complete.json").read_text())["results"] == {"records": 31}
+
+
+def test_a_directory_of_the_users_own_is_refused(tmp_path):
+    source = write_fasta(tmp_path / "in.fasta", numbered(3))
+    (tmp_path / "csv").mkdir()
+    call(DOWNLOAD, "--source", source, "--output_dir", tmp_path)  # an empty one is taken
+    shutil.rmtree(tmp_path / "csv")
+    (tmp_path / "csv").mkdir()
+    (tmp_path / "csv/mine.csv").write_text("id,text\n")
+    with pytest.raises(UserError, match="exists and is not from this script"):
+        call(DOWNLOAD, "--source", source, "--output_dir", tmp_path)
+    assert (tmp_path / "csv/mine.csv").exists()
+
+
+def test_failing_while_overwriting_keeps_the_old(tmp_path):
+    source = write_fasta(tmp_path / "in.fasta", numbered(3))
+    call(DOWNLOAD, "--source", source, "--output_dir", tmp_path)
+    before = everything_in(tmp_path / "csv")
+    source.write_text(">a\nMK\n>b\n")
+    with pytest.raises(UserError, match="no sequence"):
+        call(DOWNLOAD, "--source", source, "--output_dir", tmp_path, "--overwrite")
+    assert everything_in(tmp_path / "csv") == before
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["csv", "in.fasta"]
+
+
+def kill_when(arguments, ready) -> None:
+    """Start the script and end it with SIGKILL once `ready()`."""
+    process = subprocess.Popen(command(SCRIPT, *arguments), env=environment(), stderr=subprocess.DEVNULL)
+    deadline = time.monotonic() + 30
+    while not ready() and process.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.002)
+    process.send_signal(signal.SIGKILL)
+    assert process.wait() == -signal.SIGKILL, "the script was through before it could be killed"
+
+
+@pytest.mark.parametrize("sign_of_life", ["scratch", "csv/x004.csv"])
+def test_killed_and_started_again(tmp_path, sign_of_life):
+    source = write_fasta(tmp_path / "in.fasta", [(f"P{i}", "MKVLAGTY" * 30) for i in range(200_000)])
+    out = tmp_path / "out"
+    arguments = ("--source", source, "--output_dir", out, "--max_records_per_partition", 20_000)
+    kill_when(arguments, (out / ".building" / sign_of_life).exists)
+    assert not (out / "csv").exists()
+    assert (out / ".building").exists()
+    call(DOWNLOAD, *arguments)
+    call(DOWNLOAD, *arguments[:2], "--output_dir", tmp_path / "undisturbed", *arguments[4:])
+    assert everything_in(out) == everything_in(tmp_path / "undisturbed")
+    assert [path.name for path in out.iterdir()] == ["csv"]
+
+
+def test_two_runs_at_once_are_refused(tmp_path):
+    from common.output_directory import building
+
+    source = write_fasta(tmp_path / "in.fasta", numbered(3))
+    with building(tmp_path / "out", ["csv"], {}, overwrite=False):
+        with pytest.raises(UserError, match="another run is writing here"):
+            call(DOWNLOAD, "--source", source, "--output_dir", tmp_path / "out")
+        assert (tmp_path / "out/.building/csv").exists()
+
+
+# --- downloads
+
+
+@pytest.fixture
+def content():
+    return gzip.compress("".join(f">P{i} x\nMKVLAGTYRR\n" for i in range(50_000)).encode(), mtime=0)
+
+
+def test_broken_download_goes_on_where_it_ended(tmp_path, content):
+    with http_server(content, break_after=[60_000, 30_000]) as server:
+        path = fetch.download(f"{server.url}/u.fasta.gz", tmp_path, first_wait_s=0.01)
+    assert path.read_bytes() == content
+    assert [path] == list(tmp_path.iterdir())
+    assert server.ranges == [None, "bytes=60000-", "bytes=90000-"]
+
+
+def test_a_changed_remote_file_is_fetched_from_its_start(tmp_path, content):
+    newer = content[::-1]
+    with http_server(content, break_after=[60_000]) as server:
+        server.then(newer, etag='"2"')
+        path = fetch.download(f"{server.url}/u.fasta.gz", tmp_path, first_wait_s=0.01)
+    assert path.read_bytes() == newer
+
+
+@pytest.mark.parametrize("kind", ["no ranges", "no validator", "no length"])
+def test_servers_that_cannot_resume(tmp_path, content, kind):
+    with http_server(content, break_after=[60_000], lacking=kind) as server:
+        if kind == "no length":  # nothing tells a broken transfer from a whole one but what is in the file
+            with pytest.raises(UserError, match="cut short"):
+                call(DOWNLOAD, "--source", f"{server.url}/u.fasta.gz", "--output_dir", tmp_path / "out")
+            assert not (tmp_path / "out").exists()
+        else:
+            path = fetch.download(f"{server.url}/u.fasta.gz", tmp_path, first_wait_s=0.01)
+            assert path.read_bytes() == content
+
+
+def test_a_hopeless_download_keeps_what_came(tmp_path, content):
+    with http_server(content, break_after=[50_000, 0, 0, 0]) as server:
+        url = f"{server.url}/u.fasta.gz"
+        with pytest.raises(fetch.TransferError, match=r"\(3 attempts\)"):
+            fetch.download(url, tmp_path, attempts=3, first_wait_s=0.01)
+        assert sorted(path.suffix for path in tmp_path.iterdir()) == [".json", ".part"]
+        server.break_after.clear()
+        assert fetch.download(url, tmp_path).read_bytes() == content
+    assert server.ranges[-1] == "bytes=50000-"
+
+
+def test_failures_of_the_server_are_retried(tmp_path, content):
+    with http_server(content, statuses=[503, 429, 500]) as server:
+        assert fetch.download(f"{server.url}/a", tmp_path, first_wait_s=0.01).read_bytes() == content
+
+
+def test_stalled_download_times_out_and_goes_on(tmp_path, content):
+    with http_server(content, break_after=[60_000], stall_s=1.0) as server:
+        path = fetch.download(f"{server.url}/a", tmp_path, timeout_s=0.2, first_wait_s=0.01)
+    assert path.read_bytes() == content
+    assert server.ranges == [None, "bytes=60000-"]
+
+
+def test_url_as_source_also_after_a_kill(tmp_path, content):
+    out = tmp_path / "out"
+    with http_server(content, break_after=[60_000], stall_s=20.0) as server:
+        arguments = ("--source", f"{server.url}/u.fasta.gz", "--output_dir", out)
+        kill_when(arguments, lambda: any(p.stat().st_size >= 60_000 for p in out.glob(".download/*.part")))
+        call(DOWNLOAD, *arguments)
+        requests = len(server.ranges)
+        call(DOWNLOAD, *arguments)  # complete: no network needed
+    assert server.ranges == [None, "bytes=60000-"]
+    assert requests == 2
+    assert sum(map(len, partitions(out / "csv"))) == 50_000
+    assert [path.name for path in out.iterdir()] == ["csv"]
+
+
+def test_wrong_addresses_leave_nothing(tmp_path, content):
+    with http_server(content, statuses=[404]) as server, pytest.raises(UserError, match="HTTP 404"):
+        call(DOWNLOAD, "--source", f"{server.url}/u.fasta.gz", "--output_dir", tmp_path / "out")
+    with pytest.raises(UserError, match="cannot fetch gopher://"):
+        call(DOWNLOAD, "--source", "gopher://x/y", "--output_dir", tmp_path / "out")
+    with http_server(b"<html>login</html>") as server, pytest.raises(UserError, match="not FASTA"):
+        call(DOWNLOAD, "--source", f"{server.url}/u.fasta.gz", "--output_dir", tmp_path / "out")
+    assert not list(tmp_path.iterdir())
+
+
+def test_nobody_listens(tmp_path):
+    with pytest.raises(fetch.TransferError, match=r"refused.*\(2 attempts\)"):
+        fetch.download("http://127.0.0.1:1/u.fasta", tmp_path / "d", attempts=2, first_wait_s=0.01)
+    assert not list(tmp_path.iterdir())
+
+
+def test_ftp_goes_on_where_it_ended(tmp_path, content):
+    with ftp_server(content, break_after=[60_000]) as server:
+        path = fetch.download(f"{server.url}/pub/u.fasta.gz", tmp_path, first_wait_s=0.01)
+        assert path.read_bytes() == content
+        assert server.starts == [0, 60_000]
+        with pytest.raises(UserError, match="FTP 550"):
+            fetch.download(f"{server.url}/absent", tmp_path / "d")
+    assert not (tmp_path / "d").exists()
+
+
+def test_s3(tmp_path, monkeypatch, content):
+    asked = []
+
+    class Client:
+        def head_object(self, **where):
+            return {"ETag": '"1"', "ContentLength": len(content)}
+
+        def get_object(self, Bucket, Key, Range="bytes=0-"):
+            start = int(Range[6:-1])
+            asked.append((Bucket, Key, start))
+            pieces = [content[start : start + 60_000]] + ([content[start + 60_000 :]] if start else [])
+
+            def read(_count):
+                if not pieces and not start:
+                    raise ConnectionError("gone")
+                return pieces.pop(0) if pieces else b""
+
+            return {"Body": types.SimpleNamespace(read=read, close=lambda: None)}
+
+    errors = types.SimpleNamespace(BotoCoreError=OSError, ClientError=KeyError)
+    modules = {
+        "boto3": types.SimpleNamespace(client=lambda *_, **__: Client()),
+        "botocore": types.SimpleNamespace(),
+        "botocore.config": types.SimpleNamespace(Config=lambda **_: None),
+        "botocore.exceptions": errors,
+    }
+    for name, module in modules.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    path = fetch.download("s3://bucket/dir/u.fasta.gz", tmp_path, first_wait_s=0.01)
+    assert path.read_bytes() == content
+    assert asked == [("bucket", "dir/u.fasta.gz", 0), ("bucket", "dir/u.fasta.gz", 60_000)]
+
+
+def test_s3_without_boto3(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "boto3", None)
+    with pytest.raises(UserError, match="pip install boto3"):
+        call(DOWNLOAD, "--source", "s3://bucket/u.fasta", "--output_dir", tmp_path / "out")
+    assert not list(tmp_path.iterdir())
+
+
+# --- bad input, as the user sees it
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "bad.fasta: empty file"),
+        (b"id,text\na,MK\n", "bad.fasta: line 1: not FASTA"),
+        (b">a\nMK\n>b\n", "line 3: record 2 (b) has no sequence"),
+        (b">a\nMK\n>\nMK\n", "line 3: record 2 has no id"),
+        (b">a\nM\xc3\xa9K\n", "line 2: non-ASCII byte"),
+        (gzip.compress(b">a\nMKVLA\n" * 1000)[:-20], "bad.fasta: the gzip file is cut short"),
+    ],
+)
+def test_bad_fasta_leaves_nothing(tmp_path, content, message):
+    (tmp_path / "bad.fasta").write_bytes(content)
+    with pytest.raises(UserError) as error:
+        call(DOWNLOAD, "--source", tmp_path / "bad.fasta", "--output_dir", tmp_path / "new/out", "--save_arrow")
+    assert message in str(error.value)
+    assert [path.name for path in tmp_path.iterdir()] == ["bad.fasta"]
+
+
+def test_bad_input_on_the_command_line(tmp_path):
+    bad = tmp_path / "bad.fasta"
+    bad.write_bytes(b">a\nMK\n>b\n")
+    line = expect_error(SCRIPT, "--source", bad, "--output_dir", tmp_path / "out")
+    assert line == f"error: {bad}: line 3: record 2 (b) has no sequence: remove the record or fetch the file again"
+    line = expect_error(SCRIPT, "--source", tmp_path / "absent", "--output_dir", tmp_path / "out")
+    assert "no such file" in line
+    line = expect_error(SCRIPT, "--source", bad, "--output_dir", bad / "out")
+    assert f"--output_dir {bad / 'out'}: Not a directory: choose a directory you can write to" in line
+    assert "--no_such_flag" in expect_error(SCRIPT, "--source", bad, "--no_such_flag", "1")
+    assert list(tmp_path.iterdir()) == [bad]
+
+
+@pytest.mark.parametrize(
+    "flags", [("--max_records_per_partition", 0), ("--seed", -1), ("--save_csv", "False"), ("--source", "/")]
+)
+def test_impossible_flags(tmp_path, flags):
+    with pytest.raises(UserError):
+        call(DOWNLOAD, "--output_dir", tmp_path / "out", *flags)
+    assert not list(tmp_path.iterdir())
+
+
+def test_batches_hold_every_record():
+    records = [(b"%d" % i, b"MK") for i in range(7)]
+    assert [len(batch) for batch in batches_of_lines(records, 3)] == [3, 3, 1]
+    assert [len(batch) for batch in batches_of_lines(records[:6], 3)] == [3, 3]
