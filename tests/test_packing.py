@@ -135,6 +135,14 @@ def test_windows_take_whole_blocks_from_everywhere():
     assert not np.array_equal(window, np.sort(plan._window(1, 3).records))
 
 
+def test_every_epoch_has_its_own_blocks_in_its_own_order():
+    plan = plan_of(np.full(1_000_000, 300))
+    begins = [plan._window_records(epoch, 3)[:: packing.RECORDS_PER_BLOCK] for epoch in (0, 1)]
+    assert begins[0][0] % packing.RECORDS_PER_BLOCK != begins[1][0] % packing.RECORDS_PER_BLOCK
+    steps = [np.diff(of) % plan.num_records for of in begins]
+    assert (steps[0] == steps[1]).sum() < 3
+
+
 @pytest.mark.parametrize(("tokens_per_pack", "least"), [(16_384, 0.99), (8192, 0.97)])
 @pytest.mark.parametrize("count", [8000, 100_000])
 def test_fill_of_generated_lengths(tokens_per_pack, least, count):
@@ -162,6 +170,12 @@ def test_packs_are_random_mixtures_of_lengths():
     by_chance = lengths.std() / np.sqrt(len(lengths) / len(packs))
     assert 0.8 < means.std() / by_chance < 1.25
     assert abs(np.corrcoef(np.arange(len(means)), means)[0, 1]) < 4 / len(means) ** 0.5
+
+
+def test_what_is_left_over_is_not_always_the_end_of_a_window():
+    plan = plan_of(np.full(1000, 300), tokens_per_pack=1200 * 3)  # 12 a pack, 83 packs and 4 over
+    places = {int(np.argmin([len(pack.records) for pack in epoch_of(plan, epoch)])) for epoch in range(8)}
+    assert len(places) > 4
 
 
 @pytest.mark.parametrize("seed", range(20))
