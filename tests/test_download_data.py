@@ -20,6 +20,7 @@ import pytest
 from common import fetch
 from common.cli import UserError
 from common.fasta import read_fasta
+from common.output_directory import building, read_record
 from common.partitions import batches_of_lines, in_random_order
 from common.sample import write_sample
 from tests.data_fixtures import (
@@ -255,9 +256,19 @@ def test_killed_and_started_again(tmp_path, sign_of_life):
     assert [path.name for path in out.iterdir()] == ["csv"]
 
 
-def test_two_runs_at_once_are_refused(tmp_path):
-    from common.output_directory import building
+def test_outputs_appear_at_once(tmp_path):
+    """The finished directory itself takes the final name, record of completion included; nothing is copied there."""
+    with building(tmp_path, ["csv", "fasta"], {"seed": (1, 2)}, overwrite=False) as build:
+        inodes = {name: path.stat().st_ino for name, path in build.paths.items()}
+        assert not (tmp_path / "csv").exists()
+        build.results["records"] = 3
+    assert {path.name: path.stat().st_ino for path in tmp_path.iterdir()} == inodes
+    assert read_record(tmp_path / "csv") == {"made_from": {"seed": [1, 2]}, "results": {"records": 3}}
+    with building(tmp_path, ["csv", "fasta", "arrow"], {"seed": (1, 2)}, overwrite=False) as build:
+        assert list(build.paths) == ["arrow"]
 
+
+def test_two_runs_at_once_are_refused(tmp_path):
     source = write_fasta(tmp_path / "in.fasta", numbered(3))
     with building(tmp_path / "out", ["csv"], {}, overwrite=False):
         with pytest.raises(UserError, match="another run is writing here"):
