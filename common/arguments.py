@@ -16,9 +16,11 @@ def flag(default, text: str):
 @dataclass
 class ModelArguments:
     config_name: str | None = flag(
-        None, "Train from random weights: facebook/esm2_* (built in), a directory with config.json, or a Hub name."
+        None, "Train from random weights: facebook/esm2_* (built in), a directory with config.json, a Hub name."
     )
-    model_name_or_path: str | None = flag(None, "Start from these weights: a directory (our final_model/) or a Hub name.")
+    model_name_or_path: str | None = flag(
+        None, "Start from these weights: a directory (say final_model/) or a Hub name."
+    )
     config_overrides: str | None = flag(
         None, "Change the configuration of --config_name: num_hidden_layers=2,hidden_size=64,..."
     )
@@ -104,9 +106,9 @@ class TrainArguments(ModelArguments, DataArguments):
 
     def __post_init__(self) -> None:
         self._require("output_dir", self.output_dir, "where the results go")
-        self._require("dataset_dir", self.dataset_dir, "the processed/arrow directory of 1.tokenize_uniref_csv.py")
+        self._require("dataset_dir", self.dataset_dir, "the processed/arrow that 1.tokenize_uniref_csv.py wrote")
         if self.config_name and self.model_name_or_path:
-            raise UserError("--config_name (random weights) and --model_name_or_path (given weights) exclude each other")
+            raise UserError("--config_name (random weights) excludes --model_name_or_path (given weights)")
         if not self.config_name and not self.model_name_or_path:
             raise UserError("--config_name is missing: the model to train, say facebook/esm2_t6_8M_UR50D")
         if self.config_overrides and not self.config_name:
@@ -117,9 +119,9 @@ class TrainArguments(ModelArguments, DataArguments):
             raise UserError("--pad_to_max_length and --sequence_packing exclude each other")
         if self.tokens_per_pack is not None and not self.packing:
             raise UserError("--tokens_per_pack needs packing: drop --pad_to_max_length or --sequence_packing False")
-        if self.tokens_per_pack is None:
+        if self.packing and self.tokens_per_pack is None:
             self.tokens_per_pack = self.per_device_train_batch_size * self.max_seq_length
-        if self.tokens_per_pack < self.max_seq_length:
+        if self.packing and self.tokens_per_pack < self.max_seq_length:
             raise UserError(
                 f"--tokens_per_pack {self.tokens_per_pack} is less than one sequence of --max_seq_length "
                 f"{self.max_seq_length}: raise the one or lower the other"

@@ -41,7 +41,7 @@ def packed_attention(qkv: Tensor, cos: Tensor, sin: Tensor, cu_seqlens: Tensor, 
     1/sqrt(D).
     """
     if qkv.device.type == "cpu" and qkv.dtype in (torch.float32, torch.bfloat16):
-        return _CpuAttention.apply(qkv, cos, sin, cu_seqlens.tolist()).flatten(1)
+        return _cpu_attention(qkv, cos, sin, cu_seqlens)
     q, k, v = qkv.unbind(2)
     q, k = rotate(q, cos, sin), rotate(k, cos, sin)
     if qkv.device.type == "cuda" and qkv.dtype in (torch.float16, torch.bfloat16):
@@ -52,6 +52,11 @@ def packed_attention(qkv: Tensor, cos: Tensor, sin: Tensor, cu_seqlens: Tensor, 
     parts = zip(*(x.transpose(0, 1).split(lengths, dim=1) for x in (q, k, v)), strict=True)
     attended = [F.scaled_dot_product_attention(*(x[None] for x in part))[0] for part in parts]
     return torch.cat(attended, dim=1).transpose(0, 1).flatten(1)
+
+
+@torch.compiler.disable  # a loop over sequences: not to be unrolled into a graph
+def _cpu_attention(qkv: Tensor, cos: Tensor, sin: Tensor, cu_seqlens: Tensor) -> Tensor:
+    return _CpuAttention.apply(qkv, cos, sin, cu_seqlens.tolist()).flatten(1)
 
 
 class _CpuAttention(torch.autograd.Function):

@@ -71,7 +71,8 @@ class Checkpointer:
         if not self.background:
             self._write(step, state, trainer_state)
             return self._raise_failure()
-        self.thread = threading.Thread(target=self._write, args=(step, _copied(state), trainer_state), name="checkpoint")
+        arguments = (step, _copied(state), trainer_state)
+        self.thread = threading.Thread(target=self._write, args=arguments, name="checkpoint writer")
         self.thread.start()
         return None
 

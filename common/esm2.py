@@ -8,6 +8,7 @@ padding costs no arithmetic.
 from __future__ import annotations
 
 import hashlib
+import shutil
 from dataclasses import dataclass
 
 import torch
@@ -17,6 +18,7 @@ from transformers import EsmConfig
 
 from common import alphabet
 from common.attention import rotary_tables
+from common.cli import UserError
 from common.layers_torch import TransformerLayer
 
 PADDED_VOCAB = 64  # rows of the embedding; a multiple that matrix units like. Rows past 33 stay zero and unseen.
@@ -92,6 +94,7 @@ class Esm2ForMaskedLM(nn.Module):
     def __init__(self, config: EsmConfig):
         super().__init__()
         self.config = config
+        self.extras: dict[str, Tensor] = {}  # of a Hub checkpoint: what is exported again but plays no part here
         self.embeddings = Embeddings(config)
         self.encoder = Encoder(config)
         self.lm_head = LMHead(config)
@@ -175,3 +178,12 @@ def build_model(config: EsmConfig, seed: int, device: torch.device | str = "cpu"
     model.to_empty(device=device)
     initialise(model, seed)
     return model
+
+
+def compile_layers(model: Esm2ForMaskedLM) -> None:
+    """torch.compile each layer (in place): all layers share one compiled graph, and packs of any length too."""
+    device = model.lm_head.bias.device.type
+    if device == "cpu" and not any(shutil.which(c) for c in ("g++", "clang++", "c++")):
+        raise UserError("--torch_compile needs a C++ compiler on a CPU (apt-get install g++), or drop the flag")
+    for layer in model.encoder.layers:
+        layer.compile(dynamic=True)

@@ -90,3 +90,20 @@ def check_supported(config: EsmConfig, where: str) -> None:
             f"{where}: config.json: hidden_size {config.hidden_size} is not a multiple of 2 x num_attention_heads "
             f"({config.num_attention_heads}): rotary embeddings need an even head dimension"
         )
+
+
+def override(config: EsmConfig, changes: str) -> EsmConfig:
+    """Apply `--config_overrides name=value,name=value`; values take the type of what they replace."""
+    for change in changes.split(","):
+        name, _, text = (part.strip() for part in change.partition("="))
+        old = getattr(config, name, None)
+        try:
+            if not isinstance(old, int | float):
+                raise ValueError
+            kind = {"true": True, "false": False}.__getitem__ if isinstance(old, bool) else type(old)
+            value = kind(text.lower())
+        except (ValueError, KeyError):
+            raise UserError(f"--config_overrides {change}: expected name=value, a number or true/false") from None
+        setattr(config, name, value)
+    check_supported(config, "--config_overrides")
+    return config

@@ -1,0 +1,96 @@
+"""Held-out loss, accuracy and perplexity, and what a predictor that only knows residue frequencies would get.
+
+Sums are taken over all masked residues of a split, on all ranks, and divided once: no mean of means. Masks are a
+function of the protein alone, so two evaluations, two models and any number of ranks face the same questions.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+
+import numpy as np
+import torch
+from torch import nn
+
+from common import alphabet
+from common.batches import evaluation_loader, to_device
+from common.distributed import World
+from common.token_store import TokenStore
+
+UNIGRAM_SAMPLE = 200_000  # proteins, evenly spaced over the training split, that the unigram predictor is fitted on
+
+
+@torch.no_grad()
+def evaluate(model: nn.Module, args, split: str, world: World, prefix: str = "eval") -> dict | None:
+    """`{prefix}_{loss,accuracy,perplexity,samples,runtime,...}` of a split; None if there is no such split.
+
+    Returns {} when the run was told to stop meanwhile (all ranks agree on that).
+    """
+    opened = evaluation_loader(args, split, world)
+    if opened is None:
+        return None
+    loader, samples = opened
+    started = time.perf_counter()
+    sums = torch.zeros(3, dtype=torch.float64, device=world.device)  # loss in nats, correct, masked residues
+    batches = 0
+    was_training = model.training
+    model.eval()
+    for batch in loader:
+        if world.any(world.stop_requested):
+            return {}
+        with torch.autocast(world.device.type, torch.bfloat16, enabled=args.bf16):
+            output = model(**to_device(batch, world.device))
+        sums += torch.stack([output.loss_sum.double(), output.correct.double(), sums.new_tensor(batch["num_masked"])])
+        batches += 1
+    model.train(was_training)
+    loss_sum, correct, masked = world.sum(sums).tolist()
+    runtime = time.perf_counter() - started
+    masked = max(masked, 1)
+    return {
+        f"{prefix}_loss": loss_sum / masked,
+        f"{prefix}_accuracy": correct / masked,
+        "perplexity" if prefix == "eval" else f"{prefix}_perplexity": math.exp(min(loss_sum / masked, 700)),
+        f"{prefix}_masked_tokens": int(masked),
+        f"{prefix}_samples": samples,
+        f"{prefix}_runtime": runtime,
+        f"{prefix}_samples_per_second": samples / runtime,
+        f"{prefix}_steps_per_second": batches / runtime,
+    }
+
+
+def unigram(store: TokenStore, args, split: str, world: World, prefix: str = "eval") -> dict:
+    """The same questions answered from the training residues' frequencies alone: the line a model has to beat.
+
+    Frequencies have one added to every count, so that a residue never seen in training costs a finite number.
+    """
+    opened = evaluation_loader(args, split, world)
+    if opened is None:
+        return {}
+    log_p = np.log(residue_frequencies(store))
+    sums = torch.zeros(3, dtype=torch.float64)
+    for batch in opened[0]:
+        labels = batch["labels"].flatten().numpy()
+        labels = labels[labels >= 0]
+        correct = (labels == log_p.argmax()).sum()
+        sums += torch.tensor([-log_p[labels].sum(), correct, len(labels)], dtype=torch.float64)
+    loss_sum, correct, masked = world.sum(sums).tolist()
+    masked = max(masked, 1)
+    return {
+        f"{prefix}_unigram_loss": loss_sum / masked,
+        f"{prefix}_unigram_accuracy": correct / masked,
+        f"{prefix}_unigram_perplexity": math.exp(loss_sum / masked),
+    }
+
+
+def residue_frequencies(store: TokenStore) -> np.ndarray:
+    """Relative frequencies of the 33 tokens among the residues, float64 [33]; zero for what is never masked."""
+    counts = np.zeros(alphabet.VOCAB_SIZE)
+    chosen = np.unique(np.linspace(0, len(store) - 1, min(len(store), UNIGRAM_SAMPLE)).astype(np.int64))
+    for block in np.array_split(chosen, -(-len(chosen) // 4096)):
+        ids, _ = store.gather(block, np.zeros_like(block), store.lengths(block))
+        counts += np.bincount(ids, minlength=alphabet.VOCAB_SIZE)
+    residues = slice(alphabet.FIRST_RESIDUE, alphabet.LAST_RESIDUE + 1)
+    frequencies = np.full_like(counts, 1e-300)
+    frequencies[residues] = (counts[residues] + 1) / (counts[residues] + 1).sum()
+    return frequencies

@@ -1,0 +1,49 @@
+#!/usr/bin/env python3
+"""Pretrain ESM-2 with DistributedDataParallel: every GPU (or process) holds the whole model.
+
+torchrun --nproc_per_node=8 train_ddp.py --config_name facebook/esm2_t12_35M_UR50D --dataset_dir processed/arrow \
+    --output_dir out --bf16 --do_eval
+python train_ddp.py ...        the same on one GPU or on a CPU
+"""
+
+from __future__ import annotations
+
+import common  # noqa: F401  # isort: skip  (before torch: see there)
+from dataclasses import dataclass
+
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from common.arguments import TrainArguments, flag
+from common.cli import parse_arguments, run
+from common.distributed import World, distributed_run
+from common.trainer import load_model, train
+
+
+@dataclass
+class DdpArguments(TrainArguments):
+    ddp_bucket_cap_mb: int = flag(25, "Megabytes of gradients that are exchanged at a time.")
+    ddp_static_graph: bool = flag(False, "Promise DDP that every step runs the same graph.")
+
+
+def replicate(model: nn.Module, world: World, args: DdpArguments) -> nn.Module:
+    """The strategy: one replica a rank, gradients averaged in buckets while the backward pass still runs."""
+    if world.size == 1:
+        return model
+    return DistributedDataParallel(
+        model,
+        device_ids=[world.local_rank] if world.device.type == "cuda" else None,
+        bucket_cap_mb=args.ddp_bucket_cap_mb,
+        static_graph=args.ddp_static_graph,
+        gradient_as_bucket_view=True,
+    )
+
+
+def main() -> None:
+    (args,) = parse_arguments(__doc__, DdpArguments)
+    with distributed_run(args) as world:
+        train(replicate(load_model(args, world), world, args), args, world)
+
+
+if __name__ == "__main__":
+    run(main)
