@@ -103,7 +103,7 @@ def distributed_run(args) -> Iterator[World]:
         if args.tf32 is not None:
             torch.backends.cuda.matmul.allow_tf32 = args.tf32
         _init_process_group(world, args.ddp_timeout)
-        _keep_freed_memory()
+        keep_freed_memory()
         handlers = {s: signal.signal(s, _request_stop(world)) for s in (signal.SIGTERM, signal.SIGUSR1)}
         try:
             yield world
@@ -132,7 +132,7 @@ def _init_process_group(world: World, timeout_s: int) -> None:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
 
 
-def _keep_freed_memory() -> None:
+def keep_freed_memory() -> None:
     """Tell glibc to keep freed blocks for the next step instead of returning them to the kernel.
 
     Activations are large blocks, freed and asked for again every step; by default each is mapped and zeroed by the

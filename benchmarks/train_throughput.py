@@ -1,0 +1,186 @@
+"""Training speed and memory on this machine: our packed model beside transformers' EsmForMaskedLM, in one run.
+
+    python -m benchmarks.train_throughput --dataset_dir quickstart/sample/processed/arrow [--output table.md]
+
+The peer gets the same proteins, crops and masks, as padded batches (to 512, and to the longest of the batch) of as
+many positions as our packs have tokens, the same optimiser, dtype and clipping, scaled-dot-product attention, and runs
+both as a plain script would and with our process settings (allocator, thread spinning); ratios are against the faster
+of the two. Speeds are real residues and <cls>/<eos> a second: padding counts for nobody. Every measurement is a fresh
+process, rounds are interleaved, and the median is reported.
+"""
+
+from __future__ import annotations
+
+import common  # noqa: F401  # isort: skip  (before torch: see there)
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+
+from common.arguments import flag
+from common.cli import UserError, parse_arguments, run
+
+MODES = {
+    "ours": "ours, packed",
+    "ours-compiled": "ours, packed, --torch_compile",
+    "longest": "EsmForMaskedLM, padded to the longest",
+    "pad512": "EsmForMaskedLM, padded to 512",
+}
+
+
+@dataclass
+class Arguments:
+    dataset_dir: str | None = flag(None, "processed/arrow, as 1.tokenize_uniref_csv.py writes it.")
+    config_name: str = flag("facebook/esm2_t6_8M_UR50D", "The model.")
+    tokens: int = flag(8192, "Tokens in a pack; positions in a padded batch.")
+    max_seq_length: int = flag(512, "Crop, for all.")
+    steps: int = flag(8, "Steps timed, after two that are not.")
+    rounds: int = flag(3, "Times that every measurement is repeated.")
+    dtypes: str = flag("fp32,bf16", "Which precisions.")
+    compiled: bool = flag(False, "Measure --torch_compile too.")
+    output: str | None = flag(None, "Also write the table there.")
+    worker: str | None = flag(None, "Internal: measure this one in this process and print JSON.")
+
+    def __post_init__(self) -> None:
+        if not self.dataset_dir:
+            raise UserError("--dataset_dir is missing: processed/arrow of 1.tokenize_uniref_csv.py")
+
+
+def measure(args: Arguments) -> dict:
+    """One mode in this process: real tokens a second and peak resident memory."""
+    import torch
+
+    from common.batches import to_device
+    from common.collators import PackedCollator, PaddedCollator
+    from common.distributed import keep_freed_memory
+    from common.esm2 import build_model, compile_layers
+    from common.loader import TrainLoader
+    from common.metrics import peak_memory_gb
+    from common.packing import BatchPlan
+    from common.presets import load_config
+    from common.token_store import open_split
+
+    mode, dtype, tuned = args.worker.split(":")
+    if tuned == "tuned":
+        keep_freed_memory()
+    config = load_config(args.config_name)
+    ours = mode.startswith("ours")
+    if ours:
+        model = build_model(config, seed=0)
+        if mode == "ours-compiled":
+            compile_layers(model)
+    else:
+        from transformers import EsmForMaskedLM
+
+        config._attn_implementation = "sdpa"
+        model = EsmForMaskedLM(config)
+    store = open_split(args.dataset_dir, "train")
+    if ours:
+        size, collator = {"tokens_per_pack": args.tokens}, PackedCollator(0, args.max_seq_length)
+    else:
+        size = {"sequences_per_pack": args.tokens // args.max_seq_length}
+        collator = PaddedCollator(0, args.max_seq_length, pad_to_max_length=mode == "pad512")
+    plan = BatchPlan(store.lengths, len(store), 0, args.max_seq_length, **size)
+    loader = TrainLoader(store, plan, collator, packs_per_step=1)
+    prepared = [share.micro_batches[0] for share in islice(loader, args.steps + 2)]
+
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, weight_decay=0.01, fused=True)
+    model.train()
+    tokens = 0
+    for number, batch in enumerate(prepared):
+        if number == 2:
+            started, tokens = time.perf_counter(), 0
+        inputs = to_device(batch, torch.device("cpu"))
+        with torch.autocast("cpu", torch.bfloat16, enabled=dtype == "bf16"):
+            output = model(**inputs)
+            loss = output.loss_sum / batch["num_masked"] if ours else output.loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        tokens += batch["num_tokens"]
+    speed = tokens / (time.perf_counter() - started)
+    return {"tokens_per_second": speed, "peak_gb": peak_memory_gb(torch.device("cpu")), "loss": loss.item()}
+
+
+def compare(args: Arguments) -> str:
+    import torch
+    import transformers
+
+    jobs = []
+    for dtype in args.dtypes.split(","):
+        jobs += [f"ours:{dtype}:tuned"] + ([f"ours-compiled:{dtype}:tuned"] if args.compiled else [])
+        jobs += [f"{mode}:{dtype}:{tuned}" for mode in ("longest", "pad512") for tuned in ("plain", "tuned")]
+    found: dict[str, list[dict]] = {job: [] for job in jobs}
+    for number in range(args.rounds):
+        for job in jobs:
+            found[job].append(_in_process(args, job))
+            speed = found[job][-1]["tokens_per_second"]
+            print(f"round {number + 1}/{args.rounds}  {job:<24} {speed:9,.0f} tokens/s", file=sys.stderr, flush=True)
+    speeds = {job: statistics.median(r["tokens_per_second"] for r in runs) for job, runs in found.items()}
+    lines = [
+        f"{args.config_name}, {args.tokens} tokens a step, crops of {args.max_seq_length}, {os.cpu_count()} cores, "
+        f"{_processor()}, Python {platform.python_version()}, torch {torch.__version__}, "
+        f"transformers {transformers.__version__}, commit {_commit()}",
+        "",
+        f"`{' '.join(['python -m benchmarks.train_throughput', *sys.argv[1:]])}`, median of {args.rounds}",
+        "",
+        "| precision | model | tokens/s | spread | ours is faster by | peak memory, GB |",
+        "|---|---|--:|--:|--:|--:|",
+    ]
+    for dtype in args.dtypes.split(","):
+        for job in (j for j in jobs if f":{dtype}:" in j):
+            mode, _, tuned = job.split(":")
+            name = MODES[mode] + (", our process settings" if tuned == "tuned" and not mode.startswith("ours") else "")
+            runs = [r["tokens_per_second"] for r in found[job]]
+            ratio = "" if mode.startswith("ours") else f"{speeds[f'ours:{dtype}:tuned'] / speeds[job]:.2f} x"
+            memory = max(r["peak_gb"] for r in found[job])
+            spread = (max(runs) - min(runs)) / speeds[job]
+            lines.append(f"| {dtype} | {name} | {speeds[job]:,.0f} | {spread:.0%} | {ratio} | {memory:.2f} |")
+    return "\n".join(lines) + "\n"
+
+
+def _in_process(args: Arguments, job: str) -> dict:
+    command = [sys.executable, "-m", "benchmarks.train_throughput", "--worker", job]
+    for name in ("dataset_dir", "config_name", "tokens", "max_seq_length", "steps"):
+        command += [f"--{name}", str(getattr(args, name))]
+    environment = {k: v for k, v in os.environ.items() if k != "GOMP_SPINCOUNT"}
+    if job.endswith(":plain"):
+        environment["GOMP_SPINCOUNT"] = "30000000000"  # what GNU OpenMP does unless told otherwise
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=Path(__file__).parent.parent)
+    if done.returncode:
+        raise UserError(f"{job}: failed: {done.stderr.strip().splitlines()[-1]}")
+    return json.loads(done.stdout.strip().splitlines()[-1])
+
+
+def _processor() -> str:
+    for line in Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else ():
+        if line.startswith("model name"):
+            return line.split(":", 1)[1].strip()
+    return platform.processor()
+
+
+def _commit() -> str:
+    done = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True)
+    return done.stdout.strip() or "unknown"
+
+
+def main() -> None:
+    (args,) = parse_arguments(__doc__, Arguments)
+    if args.worker:
+        print(json.dumps(measure(args)))
+        return
+    table = compare(args)
+    print(table)
+    if args.output:
+        Path(args.output).write_text(table)
+
+
+if __name__ == "__main__":
+    run(main)

@@ -1,0 +1,21 @@
+#!/usr/bin/env bash
+# Install what the tests need and run them, with the linters, on a machine with or without a GPU.
+#
+#   ./test.sh               everything
+#   ./test.sh -k packing    any arguments of pytest
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")"
+
+./install.sh --dev
+export HF_HUB_OFFLINE=1 HF_DATASETS_OFFLINE=1 PYTHONUNBUFFERED=1
+
+if [ $# -eq 0 ]; then
+  echo "Linters"
+  .venv/bin/ruff check .
+  .venv/bin/ruff format --check .
+  # shellcheck disable=SC2046  # file names here have no spaces
+  .venv/bin/shellcheck $(git ls-files '*.sh' .ci/run 2>/dev/null || ls ./*.sh .ci/run)
+fi
+
+echo "Tests"
+exec .venv/bin/python -m pytest -n "${TEST_PROCESSES:-auto}" --dist worksteal "$@"
