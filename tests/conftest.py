@@ -13,6 +13,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.training_fixtures import dataset  # noqa: F401
+
 ROOT = Path(__file__).resolve().parent.parent
 REAL_FASTA = ROOT.parent / "shared" / "data" / "uniref90_sample_8k.fasta.gz"
 

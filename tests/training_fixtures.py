@@ -1,0 +1,189 @@
+"""What the training tests share: a small dataset, a tiny model, and ways to run train_ddp.py and read what it left.
+
+`run_training` starts the script as a user does (`python train_ddp.py` or `torchrun ... train_ddp.py`). `train` runs
+the same `main` in processes forked from a server that has imported torch already: no mock, several times quicker.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import multiprocessing
+import os
+import runpy
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+from common.metrics import read_metrics
+from common.sample import write_sample
+from tests.data_fixtures import DOWNLOAD, TOKENIZE, call
+
+ROOT = Path(__file__).resolve().parent.parent
+TIMEOUT_S = 180  # of a run that takes seconds; the machine may be busy with other things
+TINY_OVERRIDES = "num_hidden_layers=2,hidden_size=64,num_attention_heads=4,intermediate_size=256"
+TINY_MODEL = {"config_name": "facebook/esm2_t6_8M_UR50D", "config_overrides": TINY_OVERRIDES}
+NUM_TRAIN, NUM_VALIDATION, NUM_TEST = 240, 40, 20
+MAX_SEQ_LENGTH = 128
+DEFAULTS = {
+    "max_seq_length": MAX_SEQ_LENGTH,
+    "per_device_train_batch_size": 4,  # packed: 512 tokens a pack
+    "max_steps": 20,
+    "learning_rate": 1e-3,
+    "logging_steps": 1,
+    "dataloader_num_workers": 0,
+    "disable_tqdm": True,
+}
+
+
+def make_dataset(directory: Path, num_proteins: int, validation: int, test: int, seed: int = 7) -> Path:
+    """Generated proteins through steps 0 and 1; returns the directory of the splits."""
+    fasta = directory / "sample.fasta"
+    write_sample(fasta, num_proteins=num_proteins, families=min(12, num_proteins), seed=seed)
+    call(DOWNLOAD, "--source", fasta, "--output_dir", directory)
+    sizes = ("--train_size", num_proteins - validation - test, "--validation_size", validation, "--test_size", test)
+    where = ("--input_dir", directory / "csv", "--output_dir", directory / "processed")
+    call(TOKENIZE, *where, *sizes, "--preprocessing_num_workers", 1)
+    return directory / "processed" / "arrow"
+
+
+@pytest.fixture(scope="session")
+def dataset(tmp_path_factory) -> Path:
+    """processed/arrow with 240 training, 40 validation and 20 test proteins of 40 to 1,000 residues."""
+    total = NUM_TRAIN + NUM_VALIDATION + NUM_TEST
+    return make_dataset(tmp_path_factory.mktemp("proteins"), total, NUM_VALIDATION, NUM_TEST)
+
+
+def flags_of(dataset_dir: Path, output_dir: Path, **flags) -> list[str]:
+    """The command line of a run of the tiny model for 20 steps, each logged; `flags` add to it, None takes away."""
+    model = {} if {"config_name", "model_name_or_path"} & flags.keys() else TINY_MODEL
+    chosen = {"dataset_dir": dataset_dir, "output_dir": output_dir} | model | DEFAULTS | flags
+    return [f"--{name}={value}" for name, value in chosen.items() if value is not None]
+
+
+def environment() -> dict[str, str]:
+    return os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+
+
+def training_command(dataset_dir: Path, output_dir: Path, nproc: int = 1, **flags) -> list[str]:
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={nproc}"] if nproc > 1 else []
+    return [sys.executable, *launcher, str(ROOT / "train_ddp.py"), *flags_of(dataset_dir, output_dir, **flags)]
+
+
+def run_training(
+    dataset_dir: Path, output_dir: Path, nproc: int = 1, timeout: float = TIMEOUT_S, **flags
+) -> subprocess.CompletedProcess:
+    """Run the script as a user does (nproc > 1: under torchrun). The caller looks at the return code."""
+    command = training_command(dataset_dir, output_dir, nproc, **flags)
+    return subprocess.run(
+        command, capture_output=True, text=True, env=environment(), timeout=timeout, cwd=ROOT, check=False
+    )
+
+
+def train(dataset_dir: Path, output_dir: Path, nproc: int = 1, expect: int = 0, **flags) -> str:
+    """The same in forked processes; asserts that all exit with status `expect`, returns what rank 0 printed."""
+    codes, said = on_ranks(nproc, _main, flags_of(dataset_dir, output_dir, **flags))
+    assert codes == [expect] * nproc, f"exit codes {codes}\n" + "\n".join(said)
+    return said[0]
+
+
+def on_ranks(nproc: int, function: Callable, *arguments) -> tuple[list[int], list[str]]:
+    """Call `function(*arguments)` in `nproc` processes that find torchrun's environment variables set.
+
+    Returns exit codes and what each printed on standard output and standard error.
+    """
+    context = _context()
+    directory = Path(os.environ.get("TMPDIR", "/tmp"))
+    logs = [directory / f"rank-{os.getpid()}-{time.monotonic_ns()}-{rank}.log" for rank in range(nproc)]
+    port = _free_port()
+    processes = [
+        context.Process(target=_as_rank, args=(rank, nproc, port, log, function, arguments))
+        for rank, log in enumerate(logs)
+    ]
+    for process in processes:
+        process.start()
+    deadline = time.monotonic() + TIMEOUT_S
+    try:
+        for process in processes:
+            process.join(max(0.0, deadline - time.monotonic()))
+        codes = [process.exitcode for process in processes]
+    finally:
+        for process in processes:
+            if process.is_alive():
+                process.kill()
+                process.join()
+    said = [log.read_text() if log.exists() else "" for log in logs]
+    for log in logs:
+        log.unlink(missing_ok=True)
+    assert None not in codes, f"still running after {TIMEOUT_S} s: exit codes {codes}\n" + "\n".join(said)
+    return codes, said
+
+
+@functools.cache
+def _context():
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tests.training_fixtures", "common.trainer", "common.report"])
+    return context
+
+
+def _free_port() -> int:
+    with contextlib.closing(socket.socket()) as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
+
+
+def _as_rank(rank: int, nproc: int, port: int, log: Path, function: Callable, arguments: tuple) -> None:
+    with open(log, "w") as file:
+        for descriptor in (1, 2):
+            os.dup2(file.fileno(), descriptor)
+    sys.stdout, sys.stderr = os.fdopen(1, "w", buffering=1), os.fdopen(2, "w", buffering=1)
+    if nproc > 1:
+        world = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": nproc, "MASTER_PORT": port}
+        os.environ |= {name: str(value) for name, value in world.items()} | {"MASTER_ADDR": "127.0.0.1"}
+    torch.set_num_threads(1)
+    function(*arguments)
+
+
+def _main(argv: list[str]) -> None:
+    sys.argv = ["train_ddp.py", *argv]
+    runpy.run_path(str(ROOT / "train_ddp.py"), run_name="__main__")
+
+
+def rows(output_dir: Path) -> list[dict]:
+    """metrics.jsonl."""
+    return read_metrics(output_dir / "metrics.jsonl")
+
+
+def losses(output_dir: Path) -> list[float]:
+    return [row["loss"] for row in rows(output_dir) if "loss" in row]
+
+
+def final_weights(output_dir: Path) -> dict[str, torch.Tensor]:
+    """The exported model, under Hugging Face's names."""
+    return load_file(output_dir / "final_model" / "model.safetensors")
+
+
+def checkpoint_state(checkpoint: Path, scratch: Path) -> dict:
+    """{"model": ..., "optimizer": ...} of a checkpoint-<step> directory, as saved; `scratch`: a directory to use."""
+    file = scratch / f"{checkpoint.parent.name}-{checkpoint.name}.pt"
+    dcp_to_torch_save(checkpoint, file)
+    return torch.load(file, weights_only=False)
+
+
+def relative_difference(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
+    """|a - b| / |b| over all tensors together (Euclidean norms in fp64)."""
+    assert a.keys() == b.keys()
+    difference = sum((a[name].double() - b[name].double()).square().sum() for name in a)
+    return (difference / sum(b[name].double().square().sum() for name in b)).sqrt().item()
+
+
+def same_bits(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
