@@ -1,0 +1,59 @@
+"""What only a GPU can show. Skipped without one: see docs/hardware.md for what has run where."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from common.esm2 import build_model, compile_layers
+from common.presets import esm2_config
+from tests.reference import ours_like, packed, random_batch, reference_model
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU")
+LENGTHS = [1, 2, 3, 40, 129, 17, 64, 300]
+
+
+def on_gpu(batch: dict) -> dict:
+    return {k: v.cuda() if isinstance(v, torch.Tensor) else v for k, v in batch.items()}
+
+
+def relative(a: torch.Tensor, b: torch.Tensor) -> float:
+    return ((a.double().cpu() - b.double().cpu()).norm() / b.double().cpu().norm()).item()
+
+
+def test_fp32_equals_the_reference_on_the_same_gpu():
+    reference = reference_model(esm2_config(3, 320, 20)).cuda()
+    model = ours_like(reference.cpu()).cuda()
+    reference.cuda()
+    batch = random_batch(LENGTHS)
+    keep = batch["attention_mask"].bool()
+    inputs = on_gpu({k: v for k, v in packed(batch).items() if k != "labels"})
+    with torch.no_grad():
+        theirs = reference(**on_gpu({k: batch[k] for k in ("input_ids", "attention_mask")})).logits[keep.cuda()]
+        ours = model(**inputs).logits
+    assert ((ours - theirs).abs().max() / (theirs.max() - theirs.min())).item() < 1e-5
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_bf16_varlen_attention_equals_fp32_on_the_cpu(compiled):
+    """Logits, loss and gradients; bf16 has 8 bits, so a few per cent after three layers and a backward pass."""
+    config = esm2_config(3, 320, 20)
+    exact, model = build_model(config, seed=0), build_model(config, seed=0, device="cuda")
+    if compiled:
+        compile_layers(model)
+    batch = packed(random_batch(LENGTHS))
+    expected = exact(**batch).loss_sum
+    expected.backward()
+    with torch.autocast("cuda", torch.bfloat16):
+        loss = model(**on_gpu(batch)).loss_sum
+    loss.backward()
+    assert abs(loss.item() / expected.item() - 1) < 5e-3
+    for (name, ours), theirs in zip(model.named_parameters(), exact.parameters(), strict=True):
+        assert ours.dtype == torch.float32
+        assert relative(ours.grad, theirs.grad) < 0.05, name
+
+
+def test_initial_weights_do_not_depend_on_the_device():
+    config = esm2_config(2, 64, 4)
+    for a, b in zip(build_model(config, 3).parameters(), build_model(config, 3, "cuda").parameters(), strict=True):
+        assert torch.equal(a, b.cpu())
