@@ -4,13 +4,15 @@ TrainingArguments wherever the two have the flag; what cannot be honoured is not
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 from common.cli import UserError
+from common.optim import lr_schedule
 
 
 def flag(default, text: str):
-    return field(default=default, metadata={"help": text})
+    return field(default=default, metadata={"help": text.replace("%", "%%")})  # argparse formats it with %
 
 
 @dataclass
@@ -95,7 +97,10 @@ class TrainArguments(ModelArguments, DataArguments):
     eval_on_start: bool = flag(False, "Evaluate before the first step, with --do_eval.")
     save_steps: float = flag(500, "Steps between checkpoints (below 1: a fraction of the run).")
     save_total_limit: int | None = flag(None, "Keep the newest N checkpoints.")
-    save_final_model: bool = flag(True, "Export final_model/ at the end, for transformers.")
+    save_final_model: bool | None = flag(
+        None,
+        "Export final_model/ for transformers. Default: once all steps are done; True: at any end of the run.",
+    )
     async_save: bool = flag(True, "Write checkpoints in the background.")
     resume_from_checkpoint: str | None = flag(
         None, "A checkpoint directory; `false`: none. Default: the newest complete one of --output_dir."
@@ -150,6 +155,13 @@ class TrainArguments(ModelArguments, DataArguments):
             raise UserError(f"--mlm_probability {self.mlm_probability}: must be between 0 and 1")
         if self.max_steps == 0 or (self.max_steps < 0 and self.num_train_epochs <= 0):
             raise UserError("nothing to train: --max_steps and --num_train_epochs are both zero or below")
+        for name in ("learning_rate", "weight_decay", "adam_epsilon", "max_grad_norm", "warmup_steps"):
+            if getattr(self, name) is not None and not 0 <= getattr(self, name) < math.inf:
+                raise UserError(f"--{name} {getattr(self, name)}: must be a number that is not negative")
+        for name in ("adam_beta1", "adam_beta2"):
+            if not 0 <= getattr(self, name) < 1:
+                raise UserError(f"--{name} {getattr(self, name)}: must be at least 0 and below 1")
+        lr_schedule(self, total_steps=1000)  # an unknown --lr_scheduler_type is a UserError
         if self.report_to not in ("none", "tensorboard", "wandb"):
             raise UserError(f"--report_to {self.report_to}: must be none, tensorboard or wandb")
 

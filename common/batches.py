@@ -66,6 +66,13 @@ def training_loader(
     )
 
 
+def require_validation(args) -> None:
+    """UserError unless there is a validation split with a protein in it."""
+    if not (Path(args.dataset_dir) / "validation").is_dir():
+        raise UserError(f"{args.dataset_dir}: no validation split to evaluate on: drop --do_eval")
+    open_split(args.dataset_dir, "validation", args.max_eval_samples)
+
+
 def evaluation_loader(args, split: str, world: World) -> tuple[EvalLoader, int] | None:
     """(loader, number of proteins), or None when the split is empty or absent."""
     if not (Path(args.dataset_dir) / split).is_dir():
@@ -76,8 +83,9 @@ def evaluation_loader(args, split: str, world: World) -> tuple[EvalLoader, int] 
         if "empty" in str(error):
             return None
         raise
-    # As many tokens a pack as in training: nothing of the result depends on it.
-    size = _pack_size(args, args.per_device_eval_batch_size)
+    size = {"sequences_per_pack": args.per_device_eval_batch_size}
+    if args.packing:  # nothing of the result depends on the size
+        size = {"tokens_per_pack": args.per_device_eval_batch_size * args.max_seq_length}
     plan = BatchPlan(store.lengths, len(store), EVAL_SEED, args.max_seq_length, **size, shuffle=False)
     loader = EvalLoader(store, plan, _collator(args, EVAL_SEED), dp_rank=world.rank, dp_size=world.size)
     return loader, len(store)

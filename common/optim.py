@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -29,7 +30,8 @@ def build_optimizer(model: nn.Module, args) -> torch.optim.AdamW:
 def warmup_steps(args, total_steps: int) -> int:
     if args.warmup_steps is None:
         return min(ESM2_WARMUP_STEPS, total_steps // 20)
-    return int(args.warmup_steps * total_steps) if 0 < args.warmup_steps < 1 else int(args.warmup_steps)
+    # As in transformers' TrainingArguments.get_warmup_steps.
+    return math.ceil(args.warmup_steps * total_steps) if args.warmup_steps < 1 else int(args.warmup_steps)
 
 
 def lr_schedule(args, total_steps: int) -> Callable[[int], float]:

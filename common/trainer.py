@@ -86,10 +86,13 @@ def load_model(args, world: World) -> esm2.Esm2ForMaskedLM:
 def train(model: nn.Module, args, world: World) -> None:
     """Train, evaluate, save and export as the flags say. `model` is what `load_model` gave, wrapped or not."""
     output_dir = Path(args.output_dir)
+    data = batches.open_training(args)  # bad input is found before anything is removed or written
+    if args.do_eval:
+        batches.require_validation(args)
     with world.main_does() as mine:
         if mine:
             _prepare_output(output_dir, args)
-    run = _Run(model, args, world, output_dir)
+    run = _Run(model, data, args, world, output_dir)
     try:
         run.resume()
         if args.do_train:
@@ -101,11 +104,11 @@ def train(model: nn.Module, args, world: World) -> None:
 
 
 class _Run:
-    def __init__(self, model: nn.Module, args, world: World, output_dir: Path):
+    def __init__(self, model: nn.Module, data: batches.TrainData, args, world: World, output_dir: Path):
         self.model, self.args, self.world, self.output_dir = model, args, world, output_dir
         self.core: esm2.Esm2ForMaskedLM = getattr(model, "module", model)
         self.config = self.core.config
-        self.data = batches.open_training(args)
+        self.data = data
         self.optimizer = build_optimizer(model, args)
         self.checkpointer = Checkpointer(output_dir, model, self.optimizer, self.config, world, args)
         self.tracker = open_tracker(args, output_dir) if world.is_main else Tracker()
@@ -128,7 +131,7 @@ class _Run:
         self.lr = lr_schedule(args, self.total_steps)
         self.eval_every, self.save_every = (_steps(n, self.total_steps) for n in (args.eval_steps, args.save_steps))
         self.state = replace(self.state, packs_per_step=self.packs, data=data.identity, arguments=_plain(asdict(args)))
-        if self.world.is_main:
+        if self.world.is_main and args.do_train:
             self.log = MetricsLog(self.output_dir / "metrics.jsonl", self.state.step)
         self._announce()
 
@@ -265,8 +268,7 @@ class _Run:
 
     def _evaluate(self) -> dict:
         results = evaluate(self.core, self.args, "validation", self.world)
-        if results is None:
-            raise UserError(f"{self.args.dataset_dir}: no validation split to evaluate on: drop --do_eval")
+        assert results is not None, "train() has looked for the split"
         if results:
             logger.info(
                 "Held-out loss %.4f, perplexity %.3f, accuracy %.4f (%d masked residues)",
@@ -305,10 +307,11 @@ class _Run:
                 if found:
                     found |= unigram(self.data.store, args, split, world, prefix)
                     self._report(name, {"epoch": state.epoch} | found)
-        if world.is_main:
+        if world.is_main and args.do_train:
             history = read_metrics(self.output_dir / "metrics.jsonl")
             write_json(self.output_dir / "trainer_state.json", asdict(state) | {"log_history": history})
-        if args.do_train and args.save_final_model and state.step >= self.total_steps:
+        finished = args.do_train and state.step >= self.total_steps
+        if finished if args.save_final_model is None else args.save_final_model:
             with world.main_does() as mine:
                 if mine:
                     final = self.output_dir / "final_model"
