@@ -7,18 +7,20 @@ embeddings that rotary models leave idle) is carried along untouched as `extras`
 
 from __future__ import annotations
 
+import copy
 import json
 import shutil
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import EsmConfig
 
 from common import alphabet
 from common.cli import UserError
-from common.esm2 import PADDED_VOCAB
+from common.esm2 import PADDED_VOCAB, Esm2ForMaskedLM
 
 # one layer: ours -> theirs. QKV is handled apart.
 _LAYER = {
@@ -47,6 +49,8 @@ _REDUNDANT = {"lm_head.decoder.weight", "lm_head.decoder.bias", "esm.embeddings.
 _POSITIONS = "esm.embeddings.position_embeddings.weight"
 _CONTACT = "esm.contact_head.regression"
 _ROTARY = "rotary_embeddings.inv_freq"
+# transformers 5 saves the layers' norms under TensorFlow's old names (and reads both).
+_OLD_NAMES = {".gamma": ".weight", ".beta": ".bias"}
 
 
 def _names(config: EsmConfig) -> dict[str, str]:
@@ -72,25 +76,39 @@ def _deinterleave(fused: Tensor, heads: int) -> list[Tensor]:
 def from_hf(theirs: dict[str, Tensor], config: EsmConfig, where: str = "") -> tuple[dict[str, Tensor], dict]:
     """Hugging Face weights -> (our state dict, extras). UserError names a missing or unknown tensor."""
     # A bare EsmModel checkpoint has no "esm." prefix and no LM head: not something to go on pretraining from.
-    left = {k: v for k, v in theirs.items() if k not in _REDUNDANT and not k.endswith(_ROTARY)}
-    try:
-        ours = {a: left.pop(b) for a, b in _names(config).items()}
-        for n in range(config.num_hidden_layers):
-            for kind in ("weight", "bias"):
-                parts = [
-                    left.pop(f"esm.encoder.layer.{n}.attention.self.{x}.{kind}") for x in ("query", "key", "value")
-                ]
-                fused = _interleave(parts, config.num_attention_heads)
-                ours[f"encoder.layers.{n}.self_attention.layernorm_qkv.{kind}"] = fused
-        for a, b in _VOCAB.items():
-            value = left.pop(b)
-            ours[a] = torch.cat((value, value.new_zeros(PADDED_VOCAB - len(value), *value.shape[1:])))
-    except KeyError as missing:
-        raise UserError(f"{where}: not an EsmForMaskedLM checkpoint: it has no tensor {missing.args[0]}") from missing
-    extras = {k: left.pop(k) for k in list(left) if k == _POSITIONS or k.startswith(_CONTACT)}
-    if left:
-        raise UserError(f"{where}: not an ESM-2 checkpoint: unknown tensor {next(iter(left))}")
-    return ours, extras
+    left = {_new_name(k): v for k, v in theirs.items() if k not in _REDUNDANT and not k.endswith(_ROTARY)}
+    _check_shapes(left, config, where)
+    ours = {a: left.pop(b) for a, b in _names(config).items()}
+    for n in range(config.num_hidden_layers):
+        for kind in ("weight", "bias"):
+            fused = _interleave([left.pop(name) for name in _qkv_names(n, kind)], config.num_attention_heads)
+            ours[f"encoder.layers.{n}.self_attention.layernorm_qkv.{kind}"] = fused
+    for a, b in _VOCAB.items():
+        value = left.pop(b)
+        ours[a] = torch.cat((value, value.new_zeros(PADDED_VOCAB - len(value), *value.shape[1:])))
+    return ours, left
+
+
+def _new_name(name: str) -> str:
+    return next((name.removesuffix(old) + new for old, new in _OLD_NAMES.items() if name.endswith(old)), name)
+
+
+def _check_shapes(theirs: dict[str, Tensor], config: EsmConfig, where: str) -> None:
+    """UserError unless `theirs` are the tensors of an EsmForMaskedLM of this configuration; extras may be absent."""
+    with torch.device("meta"):
+        expected = to_hf(Esm2ForMaskedLM(config).state_dict(), config)
+    for name, tensor in expected.items():
+        if name not in theirs:
+            if name == _POSITIONS or name.startswith(_CONTACT):
+                continue
+            raise UserError(f"{where}: not an EsmForMaskedLM checkpoint: it has no tensor {name}")
+        if theirs[name].shape != tensor.shape:
+            raise UserError(
+                f"{where}: {name} is {list(theirs[name].shape)}, its config.json asks for {list(tensor.shape)}"
+            )
+    for name in theirs:
+        if name not in expected:
+            raise UserError(f"{where}: not an ESM-2 checkpoint: unknown tensor {name}")
 
 
 def to_hf(ours: dict[str, Tensor], config: EsmConfig, extras: dict[str, Tensor] | None = None) -> dict[str, Tensor]:
@@ -99,10 +117,7 @@ def to_hf(ours: dict[str, Tensor], config: EsmConfig, extras: dict[str, Tensor] 
     for n in range(config.num_hidden_layers):
         for kind in ("weight", "bias"):
             fused = ours[f"encoder.layers.{n}.self_attention.layernorm_qkv.{kind}"]
-            for x, part in zip(
-                ("query", "key", "value"), _deinterleave(fused, config.num_attention_heads), strict=True
-            ):
-                theirs[f"esm.encoder.layer.{n}.attention.self.{x}.{kind}"] = part
+            theirs |= zip(_qkv_names(n, kind), _deinterleave(fused, config.num_attention_heads), strict=True)
     theirs |= {b: ours[a][: alphabet.VOCAB_SIZE] for a, b in _VOCAB.items()}
     # Stock EsmForMaskedLM owns these even where nothing reads them; absent, it would draw random ones and warn.
     device = {"device": ours["lm_head.bias"].device}
@@ -127,15 +142,29 @@ def load_weights(directory: str, config: EsmConfig) -> tuple[dict[str, Tensor], 
                 f"{directory}: weights not found, neither there nor on the Hub ({reason}); "
                 "to start from random weights use --config_name"
             ) from error
-    index = root / "model.safetensors.index.json"
-    files = sorted(set(json.loads(index.read_text())["weight_map"].values())) if index.exists() else []
-    files = files or ["model.safetensors"]
     theirs: dict[str, Tensor] = {}
-    for file in files:
-        if not (root / file).is_file():
-            raise UserError(f"{root / file}: no such file; weights are read from safetensors only")
-        theirs |= load_file(root / file)
+    for path in _weight_files(root):
+        try:
+            theirs |= load_file(path)
+        except (SafetensorError, OSError) as error:
+            raise UserError(f"{path}: cannot be read: {error}; cut short? Copy or download it again") from error
     return from_hf(theirs, config, str(root))
+
+
+def _weight_files(root: Path) -> list[Path]:
+    index = root / "model.safetensors.index.json"
+    names = ["model.safetensors"]
+    if index.exists():
+        try:
+            names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise UserError(f"{index}: not an index of safetensors shards") from error
+    for name in names:
+        if not (root / name).is_file():
+            other = next(root.glob("pytorch_model*.bin"), None)
+            hint = f"; {other.name} there is pickled: convert it with transformers' save_pretrained" if other else ""
+            raise UserError(f"{root / name}: no such file; weights are read from safetensors only{hint}")
+    return [root / name for name in names]
 
 
 def save_pretrained(ours: dict[str, Tensor], config: EsmConfig, extras: dict, directory: Path) -> None:
@@ -143,6 +172,8 @@ def save_pretrained(ours: dict[str, Tensor], config: EsmConfig, extras: dict, di
     partial = directory.with_name(f"{directory.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
+    config = copy.deepcopy(config)  # as loaded it may name another class, and the precision it was stored in
+    config.architectures, config.dtype = ["EsmForMaskedLM"], "float32"
     config.save_pretrained(partial)
     theirs = {k: v.float() for k, v in to_hf(ours, config, extras).items()}
     save_file(theirs, partial / "model.safetensors", {"format": "pt"})

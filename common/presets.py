@@ -5,6 +5,7 @@ Source: config.json of the facebook/esm2_* checkpoints and table S1 of Lin et al
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 from transformers import EsmConfig
@@ -55,9 +56,11 @@ def load_config(name: str) -> EsmConfig:
         return esm2_config(*ESM2_SIZES[name])
     if not Path(name).is_dir() and not (name.count("/") == 1 and not name.startswith((".", "/"))):
         raise UserError(f"{name}: no such model: neither a directory nor one of {', '.join(ESM2_SIZES)}")
+    if Path(name).is_dir() and not (Path(name) / "config.json").is_file():
+        raise UserError(f"{name}: this directory has no config.json: give one written by save_pretrained")
     try:
         config = EsmConfig.from_pretrained(name)
-    except (OSError, ValueError) as error:
+    except Exception as error:  # whatever a broken config.json makes of transformers
         reason = " ".join(str(error).split())[:160]
         raise UserError(
             f"{name}: no configuration found, neither there nor on the Hub ({reason}); "
@@ -80,14 +83,22 @@ def check_supported(config: EsmConfig, where: str) -> None:
         "mask_token_id": alphabet.MASK,
         "tie_word_embeddings": True,
         "is_folding_model": (False, None),
+        "is_decoder": (False, None),
+        "rope_theta": (10000.0, None),
     }
     for field, allowed in expected.items():
-        value = getattr(config, field)
-        if value not in (allowed if isinstance(allowed, tuple) else (allowed,)):
-            raise UserError(f"{where}: config.json: {field} is {value!r}, ESM-2 pretraining here needs {allowed!r}")
+        value, allowed = getattr(config, field, None), allowed if isinstance(allowed, tuple) else (allowed,)
+        if value not in allowed:
+            raise UserError(f"{where}: {field} is {value!r}, ESM-2 pretraining here needs {allowed[0]!r}")
+    for field in ("num_hidden_layers", "hidden_size", "num_attention_heads", "intermediate_size"):
+        if getattr(config, field) < 1:
+            raise UserError(f"{where}: {field} is {getattr(config, field)}: must be at least 1")
+    for field in ("max_position_embeddings", "layer_norm_eps", "initializer_range"):
+        if not 0 < getattr(config, field) < math.inf:
+            raise UserError(f"{where}: {field} is {getattr(config, field)}: must be above 0")
     if config.hidden_size % (2 * config.num_attention_heads):
         raise UserError(
-            f"{where}: config.json: hidden_size {config.hidden_size} is not a multiple of 2 x num_attention_heads "
+            f"{where}: hidden_size {config.hidden_size} is not a multiple of 2 x num_attention_heads "
             f"({config.num_attention_heads}): rotary embeddings need an even head dimension"
         )
 
