@@ -22,18 +22,20 @@ def draw_curves(output_dir: Path) -> Path | None:
 
     rows = read_metrics(output_dir / "metrics.jsonl")
     trained = [r for r in rows if "loss" in r]
-    held_out = [r for r in rows if "eval_loss" in r]
     if not trained:
         return None
-    unigram = _results(output_dir).get("eval_unigram_loss")
+    results = _results(output_dir)
+    held_out = {r["step"]: r["eval_loss"] for r in rows if "eval_loss" in r}
+    if "eval_loss" in results:  # the evaluation at the end is no row
+        held_out[rows[-1]["step"]] = results["eval_loss"]
+    unigram = results.get("eval_unigram_loss")
     steps = [r["step"] for r in trained]
     figure, axes = plt.subplots(2, 2, figsize=(11, 7), layout="constrained")
     loss, rate, norm, speed = axes.flat
     loss.plot(steps, [r["loss"] for r in trained], color="0.75", linewidth=0.8, label="training, each logged step")
     loss.plot(steps, _smoothed([r["loss"] for r in trained]), color="tab:blue", label="training, smoothed")
     if held_out:
-        x, y = [r["step"] for r in held_out], [r["eval_loss"] for r in held_out]
-        loss.plot(x, y, "o-", color="tab:red", markersize=4, label="held-out proteins")
+        loss.plot(held_out.keys(), held_out.values(), "o-", color="tab:red", markersize=4, label="held-out proteins")
     if unigram is not None:
         loss.axhline(unigram, color="black", linestyle="--", linewidth=1, label="unigram predictor, held-out")
     loss.set(title="Masked-language-modelling loss", ylabel="nats per masked residue")
