@@ -175,12 +175,22 @@ def save_pretrained(ours: dict[str, Tensor], config: EsmConfig, extras: dict, di
     config = copy.deepcopy(config)  # as loaded it may name another class, and the precision it was stored in
     config.architectures, config.dtype = ["EsmForMaskedLM"], "float32"
     config.save_pretrained(partial)
-    theirs = {k: v.float() for k, v in to_hf(ours, config, extras).items()}
+    theirs = {k: v.float() for k, v in (to_hf(ours, config, extras) | _frequencies(config)).items()}
     save_file(theirs, partial / "model.safetensors", {"format": "pt"})
     write_tokenizer(partial)
     if directory.exists():
         shutil.rmtree(directory)
     partial.rename(directory)
+
+
+def _frequencies(config: EsmConfig) -> dict[str, Tensor]:
+    """The rotary frequencies that every layer of a Hub checkpoint holds: transformers warns where they are missing."""
+    dim = config.hidden_size // config.num_attention_heads
+    layers = range(config.num_hidden_layers)
+    return {
+        f"esm.encoder.layer.{n}.attention.self.{_ROTARY}": 1.0 / 10000 ** (torch.arange(0, dim, 2) / dim)
+        for n in layers
+    }
 
 
 def write_tokenizer(directory: Path) -> None:
