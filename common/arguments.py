@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 
 from common.cli import UserError
 from common.optim import lr_schedule
@@ -164,6 +165,8 @@ class TrainArguments(ModelArguments, DataArguments):
         lr_schedule(self, total_steps=1000)  # an unknown --lr_scheduler_type is a UserError
         if self.report_to not in ("none", "tensorboard", "wandb"):
             raise UserError(f"--report_to {self.report_to}: must be none, tensorboard or wandb")
+        if self.report_to != "none" and find_spec(self.report_to) is None:
+            raise UserError(f"--report_to {self.report_to}: not installed: pip install {self.report_to}")
 
     @staticmethod
     def _require(name: str, value: str | None, what: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import logging
 import os
 import sys
@@ -10,7 +11,10 @@ from collections.abc import Callable
 from contextlib import contextmanager
 from pathlib import Path
 
+import yaml
+
 BAD_INPUT = 2  # exit status for anything the user can mend; tracebacks (status 1) are for our bugs
+INTERRUPTED = 130  # Ctrl-C, as shells have it
 
 
 class UserError(ValueError):
@@ -38,7 +42,7 @@ def parse_arguments(description: str | None, *dataclass_types: type, argv: list[
 
     class Parser(HfArgumentParser):
         def error(self, message: str) -> None:
-            self.exit(BAD_INPUT, f"error: {message} (see {self.prog} --help)\n")
+            self.exit(BAD_INPUT, f"error: {message} (see {self.prog} --help)\n" if _speaks_for_the_node() else None)
 
     parser = Parser(
         dataclass_types,
@@ -49,41 +53,64 @@ def parse_arguments(description: str | None, *dataclass_types: type, argv: list[
     argv = sys.argv[1:] if argv is None else argv
     try:
         if len(argv) == 1 and argv[0].endswith((".json", ".yaml", ".yml")):
-            if not Path(argv[0]).is_file():
-                raise UserError(f"{argv[0]}: no such file of flags")
-            read = parser.parse_json_file if argv[0].endswith(".json") else parser.parse_yaml_file
-            return read(argv[0], allow_extra_keys=False)
+            argv = _flags_of_file(Path(argv[0]))
         return parser.parse_args_into_dataclasses(argv)
     except UserError:
         raise
-    except ValueError as error:  # raised by a dataclass' own checks or by a file with unknown keys
+    except ValueError as error:  # raised by a dataclass' own checks
         raise UserError(" ".join(str(error).split())) from error
 
 
+def _flags_of_file(path: Path) -> list[str]:
+    """The file's keys and values as a command line, so that types and names are checked as there."""
+    if not path.is_file():
+        raise UserError(f"{path}: no such file of flags")
+    try:
+        if path.suffix == ".json":
+            flags = json.loads(path.read_text(encoding="utf-8"))
+        else:
+            flags = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (ValueError, yaml.YAMLError) as error:
+        raise UserError(f"{path}: cannot be read: {' '.join(str(error).split())}") from error
+    if not isinstance(flags, dict):
+        raise UserError(f"{path}: expected names of flags and their values")
+    for name, value in flags.items():
+        if isinstance(value, list | dict):
+            raise UserError(f"{path}: {name}: expected one value, not {value}")
+    return [f"--{name}={value}" for name, value in flags.items() if value is not None]
+
+
+def _speaks_for_the_node() -> bool:
+    """One line a node for what all its processes find wrong (torchrun starts each with the same command line)."""
+    return os.environ.get("LOCAL_RANK", "0") == "0"
+
+
 @contextmanager
-def user_errors(where: str = ""):
+def user_errors(where: str = "", quiet: bool = False):
     """Turn the errors a user causes (bad input, unwritable paths, full disks) into one line and status 2.
 
-    `where` names the process (the rank, say) in that line.
+    where: names the process (the rank, say) in that line; quiet: another process prints the same line.
     """
     try:
         yield
-    except UserError as error:
-        sys.stderr.write(f"error: {where}{error}\n")
-        raise SystemExit(BAD_INPUT) from None
-    except OSError as error:
-        if error.errno is None or os.environ.get("TRACEBACK"):
+    except (UserError, OSError) as error:
+        if os.environ.get("TRACEBACK") or (isinstance(error, OSError) and error.errno is None):
             raise
-        path = f"{error.filename}: " if error.filename else ""
-        sys.stderr.write(f"error: {where}{path}{error.strerror} (set TRACEBACK=1 for the full stack)\n")
+        message = str(error)
+        if isinstance(error, OSError):
+            path = f"{error.filename}: " if error.filename else ""
+            message = f"{path}{error.strerror} (set TRACEBACK=1 for the full stack)"
+        if not quiet:
+            sys.stderr.write(f"error: {where}{message}\n")
         raise SystemExit(BAD_INPUT) from None
     except KeyboardInterrupt:
-        sys.stderr.write("interrupted\n")
-        raise SystemExit(130) from None
+        if not (quiet or where):  # Ctrl-C reaches all processes of a terminal: one says so
+            sys.stderr.write("interrupted\n")
+        raise SystemExit(INTERRUPTED) from None
 
 
 def run(main: Callable[[], None]) -> None:
-    """Entry point of the scripts that run as one process: logging, then `main` with one-line errors."""
+    """Entry point of the scripts: logging, then `main` with one-line errors."""
     setup_logging()
-    with user_errors():
+    with user_errors(quiet=not _speaks_for_the_node()):
         main()

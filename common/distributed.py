@@ -5,27 +5,30 @@ from __future__ import annotations
 import faulthandler
 import logging
 import os
-import signal
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from common.cli import UserError, setup_logging, user_errors
+from common.cli import BAD_INPUT, UserError, setup_logging, user_errors
+from common.stopping import PREEMPTED, Preempted, StopRequest
 
 logger = logging.getLogger(__name__)
 
-# Exit status of a run that was told to stop and has saved: sysexits.h's "temporary failure, try again". A batch
-# system requeues on it; 0 means finished, 2 bad input, 1 a bug.
-PREEMPTED = 75
+OUR_BUG = 1  # exit status beside a traceback
 
 
-class Preempted(Exception):
-    """All ranks have agreed to stop, and the state is saved."""
+class FailedElsewhere(Exception):
+    """Another rank has failed and says why: this one leaves without a word, with the same exit status."""
+
+    def __init__(self, status: int):
+        super().__init__("another rank failed")
+        self.status = status
 
 
 @dataclass
@@ -36,11 +39,15 @@ class World:
     local_rank: int
     size: int
     device: torch.device
-    stop_requested: bool = False
+    stop: StopRequest = field(default_factory=StopRequest)
 
     @property
     def is_main(self) -> bool:
         return self.rank == 0
+
+    @property
+    def stop_requested(self) -> bool:
+        return self.stop.requested
 
     def sum(self, values: Tensor) -> Tensor:
         """Sum over the ranks, in place."""
@@ -64,27 +71,49 @@ class World:
         return box[0]
 
     def barrier(self) -> None:
+        self.any(False)
+
+    @contextmanager
+    def together(self, group: dist.ProcessGroup | None = None) -> Iterator[None]:
+        """Every rank does the body, which must hold no collective of its own. If it fails on some rank, all end.
+
+        Without this the others would wait in their next collective for a rank that never comes.
+        """
+        failure: Exception | None = None
+        try:
+            yield
+        except Exception as error:
+            failure = error
+        self.end_together(failure, group)
+
+    def end_together(self, failure: Exception | None, group: dist.ProcessGroup | None = None) -> None:
+        """Return if no rank has a failure. Else the first rank that has raises its own, the others FailedElsewhere."""
+        if isinstance(failure, FailedElsewhere):
+            failure = None  # its own rank tells
         if self.size > 1:
-            self.any(False)
+            # One number that tells the rank and the kind of failure.
+            kind = OUR_BUG if not isinstance(failure, UserError | OSError) else BAD_INPUT
+            value = torch.tensor(self.size * 8 if failure is None else self.rank * 8 + kind)
+            dist.all_reduce(value, op=dist.ReduceOp.MIN, group=group)
+            first, status = divmod(int(value.item()), 8)
+            if first < self.size and first != self.rank:
+                raise FailedElsewhere(status) from failure
+        if failure is not None:
+            raise failure
 
     @contextmanager
     def main_does(self) -> Iterator[bool]:
-        """Only rank 0 does the body's work (`with ... as mine: if mine: ...`); its UserError reaches every rank."""
-        failure: Exception | None = None
-        try:
+        """Only rank 0 does the body's work (`with ... as mine: if mine: ...`); if it fails, every rank ends."""
+        with self.together():
             yield self.is_main
-        except (UserError, OSError) as error:
-            failure = error
-        failure = self.share(failure)
-        if failure is not None:
-            raise failure
 
 
 @contextmanager
 def distributed_run(args) -> Iterator[World]:
     """Set up logging, device, process group and signals; take them down in order, whatever happens.
 
-    Bad input ends every rank with status 2 and rank 0 alone with a line; a stop by signal ends with PREEMPTED.
+    Bad input ends every rank with status 2, and the first rank that found it says so in one line; a stop by signal
+    ends every rank with PREEMPTED.
     """
     rank, size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     local_rank = int(os.environ.get("LOCAL_RANK", 0))
@@ -93,7 +122,9 @@ def distributed_run(args) -> Iterator[World]:
     use_gpu = torch.cuda.is_available() and not args.use_cpu
     device = torch.device("cuda", local_rank) if use_gpu else torch.device("cpu")
     world = World(rank, local_rank, size, device)
-    with user_errors(f"rank {rank}: " if rank else ""):
+    world.stop.listen()
+    where = f"rank {rank}: " if rank else ""
+    with user_errors(where):
         if use_gpu and local_rank >= torch.cuda.device_count():
             raise UserError(
                 f"rank {rank} has no GPU of its own: --nproc_per_node is above the {torch.cuda.device_count()} here"
@@ -104,23 +135,32 @@ def distributed_run(args) -> Iterator[World]:
             torch.backends.cuda.matmul.allow_tf32 = args.tf32
         _init_process_group(world, args.ddp_timeout)
         keep_freed_memory()
-        handlers = {s: signal.signal(s, _request_stop(world)) for s in (signal.SIGTERM, signal.SIGUSR1)}
         try:
             yield world
         except Preempted:
             logger.info("Stopped as asked, the state is saved: the same command goes on from there")
             raise SystemExit(PREEMPTED) from None
+        except FailedElsewhere as failure:
+            raise SystemExit(failure.status) from None
+        except RuntimeError as error:
+            if not _lost_a_rank(error):
+                raise
+            sys.stderr.write(f"error: {where}another rank is gone: see what it said ({_one_line(error)})\n")
+            raise SystemExit(OUR_BUG) from None
         finally:
-            for signum, handler in handlers.items():
-                signal.signal(signum, handler)
+            world.stop.ignore()  # the exit status stands: torchrun signals the ranks that are left when one has ended
             dist.destroy_process_group()
+    world.stop.default()
 
 
-def _request_stop(world: World):
-    def handler(signum, frame):
-        world.stop_requested = True
+def _lost_a_rank(error: RuntimeError) -> bool:
+    """Whether a collective failed because the process at the other end is dead. gloo has no exception for that."""
+    text = str(error)
+    return isinstance(error, dist.DistNetworkError) or ("gloo" in text and ("onnection" in text or "peer" in text))
 
-    return handler
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())[:160]
 
 
 def _init_process_group(world: World, timeout_s: int) -> None:

@@ -157,6 +157,19 @@ class _EvalBatches(IterableDataset):
                 yield _bundle([_build(self.store, self.collator, pack)]), ()
 
 
+class _WithErrors(IterableDataset):
+    """The dataset's items; a UserError comes as one, for DataLoader would fold a worker's traceback into it."""
+
+    def __init__(self, dataset: IterableDataset):
+        self.dataset = dataset
+
+    def __iter__(self):
+        try:
+            yield from self.dataset
+        except UserError as error:
+            yield error
+
+
 def _build(store: TokenStore, collator: Collator, pack: Pack) -> Batch:
     ids, _ = store.gather(pack.records, pack.starts, pack.lengths)
     return collator(pack, ids)
@@ -216,7 +229,7 @@ def _deliver(dataset: IterableDataset, num_workers: int, prefetch_factor: int, p
         yield from DataLoader(dataset, batch_size=None, collate_fn=_as_it_is, pin_memory=pin_memory)
         return
     loader = DataLoader(
-        dataset,
+        _WithErrors(dataset),
         batch_size=None,
         collate_fn=_as_it_is,
         num_workers=num_workers,
@@ -231,7 +244,10 @@ def _deliver(dataset: IterableDataset, num_workers: int, prefetch_factor: int, p
     alive = weakref.ref(iterator)
     stop = atexit.register(lambda: _stop_workers(alive()))
     try:
-        yield from iterator
+        for item in iterator:
+            if isinstance(item, UserError):
+                raise item
+            yield item
     finally:
         atexit.unregister(stop)
         _stop_workers(iterator)
@@ -244,5 +260,10 @@ def _ignore_signals(worker_id: int) -> None:
 
 
 def _stop_workers(iterator) -> None:
-    if iterator is not None:
-        iterator._shutdown_workers()
+    if iterator is None:
+        return
+    iterator._shutdown_workers()  # waits for each of them a few seconds
+    for worker in iterator._workers:
+        if worker.is_alive():  # hangs in a read, say; the process could not end before it does
+            worker.kill()
+            worker.join()

@@ -60,10 +60,10 @@ def peak_memory_gb(device: torch.device) -> float:
 class MetricsLog:
     """`metrics.jsonl`: one object a logged step, each step once."""
 
-    def __init__(self, path: Path, resume_step: int):
-        """Rows beyond `resume_step` belong to steps that will be taken again: they are dropped."""
+    def __init__(self, path: Path, keep_through: int):
+        """Rows beyond step `keep_through` belong to steps that will be taken again: they are dropped."""
         self.path = path
-        kept = [row for row in read_metrics(path) if row["step"] <= resume_step] if resume_step else []
+        kept = [row for row in read_metrics(path) if row["step"] <= keep_through]
         partial = path.with_suffix(".partial")
         partial.write_text("".join(json.dumps(row) + "\n" for row in kept))
         os.replace(partial, path)

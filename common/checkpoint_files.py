@@ -1,0 +1,140 @@
+"""Checkpoint directories as files: which are there, whether one is whole, how old ones leave.
+
+`verify` holds a directory against its own manifest.json (written last: format version, the model's fingerprint, every
+file with its size and CRC-32). What is removed is first renamed to tmp-checkpoint-*, so that a kill in between leaves
+nothing under a checkpoint's name that is no checkpoint.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+import shutil
+import zlib
+from pathlib import Path
+
+from common.cli import UserError
+
+logger = logging.getLogger(__name__)
+
+FORMAT_VERSION = 1
+NAME = re.compile(r"checkpoint-(\d+)")
+PARTIAL, SUPERSEDED = "tmp-checkpoint-", "superseded-"
+
+
+class Corrupt(Exception):
+    """A checkpoint that must not be read, and why."""
+
+
+def list_checkpoints(output_dir: Path) -> list[tuple[int, Path]]:
+    """(step, directory), newest (by number) first."""
+    found = [(m, p) for p in output_dir.glob("checkpoint-*") if (m := NAME.fullmatch(p.name)) and p.is_dir()]
+    return sorted(((int(m[1]), p) for m, p in found), reverse=True)
+
+
+def newest_usable(output_dir: Path, fingerprint: dict) -> Path | None:
+    """The newest whole checkpoint, None where there is none at all; a damaged one is skipped with a warning.
+
+    UserError if the newest whole one is of another model, and if there are checkpoints and none is whole: to start at
+    step 0 over the remains of a run is for the user to decide.
+    """
+    damages = []
+    for _, path in list_checkpoints(output_dir):
+        try:
+            verify(path, fingerprint)
+            return path
+        except Corrupt as damage:
+            damages.append(f"{path.name}: {damage}")
+            logger.warning("%s: skipped: %s", path, damage)
+    if damages:
+        raise UserError(
+            f"{output_dir}: none of its checkpoints is whole ({'; '.join(damages)}): to start at step 0 give "
+            "--resume_from_checkpoint false (sets them aside) or --overwrite_output_dir (removes them)"
+        )
+    return None
+
+
+def verify(path: Path, fingerprint: dict) -> None:
+    """Raise Corrupt unless every file is there with its size and checksum; UserError if of another model."""
+    if not path.is_dir():
+        raise Corrupt("no such directory")
+    try:
+        manifest = json.loads((path / "manifest.json").read_text())
+        version, model, files = manifest["format_version"], dict(manifest["model"]), dict(manifest["files"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise Corrupt("not a checkpoint of this program, or torn: no readable manifest.json") from error
+    if version != FORMAT_VERSION:
+        raise Corrupt(f"format {version}, this program reads {FORMAT_VERSION}")
+    differing = [f"{k} {model.get(k)!r} (now {v!r})" for k, v in fingerprint.items() if model.get(k) != v]
+    if differing:
+        raise UserError(
+            f"{path}: the checkpoint is of another model: {', '.join(differing)}; choose another --output_dir, "
+            "or --overwrite_output_dir"
+        )
+    for name, recorded in files.items():
+        try:
+            found = size_and_crc(path / name)
+        except OSError as error:
+            raise Corrupt(f"{name} is missing or unreadable ({error.strerror})") from error
+        if found != recorded:
+            raise Corrupt(f"{name} is damaged ({found[0]} bytes, {recorded[0]} written, or checksum differs)")
+
+
+def clear_partial(output_dir: Path) -> None:
+    """Remove what a killed run was writing or removing."""
+    for leftover in output_dir.glob(f"{PARTIAL}*"):
+        shutil.rmtree(leftover, ignore_errors=True)
+
+
+def remove(path: Path) -> None:
+    gone = path.with_name(f"{PARTIAL}removed-{path.name}")
+    shutil.rmtree(gone, ignore_errors=True)
+    path.rename(gone)
+    shutil.rmtree(gone, ignore_errors=True)
+
+
+def prune(output_dir: Path, step: int, keep: int) -> None:
+    """Leave the newest `keep` of the checkpoints up to `step`, the one just saved."""
+    up_to = [path for number, path in list_checkpoints(output_dir) if number <= step]
+    for path in up_to[max(keep, 1) :]:
+        remove(path)
+
+
+def set_aside_beyond(output_dir: Path, step: int) -> None:
+    """Rename the checkpoints beyond `step`: the run goes another way from there (or they are damaged).
+
+    Left in place they would be taken for this run's newest, by the next restart and by --save_total_limit.
+    """
+    for number, path in list_checkpoints(output_dir):
+        if number > step:
+            aside = path.with_name(SUPERSEDED + path.name)
+            if aside.exists():
+                remove(aside)
+            path.rename(aside)
+            logger.warning("%s is not of this run, which goes on from step %d: renamed to %s", path, step, aside.name)
+
+
+def size_and_crc(path: Path) -> list[int]:
+    size = crc = 0
+    with open(path, "rb") as file:
+        while block := file.read(1 << 22):
+            size, crc = size + len(block), zlib.crc32(block, crc)
+    return [size, crc]
+
+
+def write_json(path: Path, value: dict) -> None:
+    """Write and flush to disk."""
+    with open(path, "w") as file:
+        json.dump(value, file, indent=2)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def flush_directory(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,86 @@
+"""The end of a run: results, held-out evaluation, the exported model, the picture."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import sys
+from dataclasses import asdict
+from typing import TYPE_CHECKING
+
+from safetensors import SafetensorError
+
+from common import convert
+from common.cli import UserError
+from common.evaluate import evaluate, unigram
+from common.metrics import format_block, read_metrics, write_json, write_results
+from common.stopping import Preempted
+
+if TYPE_CHECKING:
+    from common.trainer import Run
+
+logger = logging.getLogger(__name__)
+
+
+def finish(run: Run) -> None:
+    """Report, evaluate, export and draw as the flags say. Raises Preempted if told to stop during an evaluation."""
+    args, state, world = run.args, run.state, run.world
+    if args.do_train:
+        _report(run, "train", _training_results(run))
+    if args.do_eval:
+        logger.info("*** Evaluate ***")
+        for split, prefix in (("validation", "eval"), ("test", "test")):
+            found = run.evaluate() if prefix == "eval" else evaluate(run.core, args, split, world, prefix)
+            if found == {}:
+                raise Preempted
+            if found:
+                found |= unigram(run.data.store, args, split, world, prefix)
+                _report(run, prefix, {"epoch": state.epoch} | found)
+    with world.main_does() as mine:
+        if mine and args.do_train:
+            history = read_metrics(run.output_dir / "metrics.jsonl")
+            write_json(run.output_dir / "trainer_state.json", asdict(state) | {"log_history": history})
+        finished = args.do_train and state.step >= run.total_steps
+        if mine and (finished if args.save_final_model is None else args.save_final_model):
+            _export(run)
+        if mine and args.do_train:
+            from common.report import draw_curves
+
+            draw_curves(run.output_dir)
+
+
+def _training_results(run: Run) -> dict:
+    state, seconds = run.state, max(run.state.seconds, 1e-9)
+    return {
+        "epoch": state.epoch,
+        "total_flos": state.total_flos,
+        "train_loss": state.loss_total / max(state.step, 1),
+        "train_runtime": state.seconds,
+        "train_samples": len(run.data.store),
+        "train_samples_per_second": state.sequences / seconds,
+        "train_steps_per_second": state.step / seconds,
+        "train_tokens_per_second": state.tokens / seconds,
+    }
+
+
+def _report(run: Run, split: str, results: dict) -> None:
+    with run.world.main_does() as mine:
+        if mine:
+            write_results(run.output_dir, split, results)
+            run.tracker.write({"step": run.state.step, **results})
+            if not run.args.disable_tqdm or sys.stdout.isatty():
+                print(format_block(split, results), flush=True)
+
+
+def _export(run: Run) -> None:
+    final = run.output_dir / "final_model"
+    try:
+        convert.save_pretrained(run.core.state_dict(), run.config, run.core.extras, final)
+    except (OSError, SafetensorError) as error:
+        shutil.rmtree(final.with_name("final_model.partial"), ignore_errors=True)
+        reason = " ".join(str(error).split())[:160]
+        raise UserError(
+            f"{final}: not exported: {reason}; the last checkpoint holds everything: make room and run the same "
+            "command again"
+        ) from error
+    logger.info("Model for transformers' from_pretrained: %s", final)

@@ -1,0 +1,75 @@
+"""Being told to stop: SIGTERM (Kubernetes, torchrun, scancel) and SIGUSR1 (sbatch --signal) save the run and end it.
+
+What the signal does depends on the moment:
+- before the first step (`StopRequest.at_once`) there is nothing to save: the process ends there and then;
+- while the run waits for data (`wait_for`) the wait is broken off: a loader that hangs cannot cost the save;
+- at any other moment it is remembered, and the ranks agree on it before the next step or evaluation batch.
+The exit status is PREEMPTED each time. During the first seconds, while Python imports torch, the default holds: the
+process dies of the signal, with nothing lost.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+
+# Exit status of a run that was told to stop and has saved: sysexits.h's "temporary failure, try again". A batch
+# system requeues on it; 0 means finished, 2 bad input, 1 a bug.
+PREEMPTED = 75
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+
+
+class Preempted(Exception):
+    """All ranks have agreed to stop, and the state is saved."""
+
+
+class _BreakOff(BaseException):
+    """Raised by the signal handler out of a wait; no library's `except Exception` must swallow it."""
+
+
+class StopRequest:
+    """Whether this process was told to stop."""
+
+    def __init__(self) -> None:
+        self.requested = False
+        self.at_once = True  # until the run has something to save
+        self._waiting = False
+
+    def listen(self) -> None:
+        for number in SIGNALS:
+            signal.signal(number, self._handle)
+
+    @staticmethod
+    def ignore() -> None:
+        """For the way out: a signal now must not change the exit status."""
+        for number in SIGNALS:
+            signal.signal(number, signal.SIG_IGN)
+
+    @staticmethod
+    def default() -> None:
+        for number in SIGNALS:
+            signal.signal(number, signal.SIG_DFL)
+
+    def wait_for(self, items: Iterator):
+        """The next item, or None as soon as the signal has come, however long the item takes."""
+        if self.requested:
+            return None
+        self._waiting = True
+        try:
+            return next(items)
+        except _BreakOff:
+            return None
+        finally:
+            self._waiting = False
+
+    def _handle(self, number, frame) -> None:
+        self.requested = True
+        if self.at_once:
+            # No exception: one rank may stand in a collective, and nothing has to be tidied up.
+            if int(os.environ.get("RANK", 0)) == 0:
+                os.write(2, b"Stopped as asked, before the first step: the same command starts again\n")
+            os._exit(PREEMPTED)
+        if self._waiting:
+            self._waiting = False  # once: a second signal finds the process on its way out
+            raise _BreakOff
