@@ -23,6 +23,7 @@ import torch
 from safetensors.torch import load_file
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
+from common.arguments import TrainArguments
 from common.metrics import read_metrics
 from common.sample import write_sample
 from tests.data_fixtures import DOWNLOAD, TOKENIZE, call
@@ -67,6 +68,12 @@ def flags_of(dataset_dir: Path, output_dir: Path, **flags) -> list[str]:
     model = {} if {"config_name", "model_name_or_path"} & flags.keys() else TINY_MODEL
     chosen = {"dataset_dir": dataset_dir, "output_dir": output_dir} | model | DEFAULTS | flags
     return [f"--{name}={value}" for name, value in chosen.items() if value is not None]
+
+
+def arguments(dataset_dir: Path, **flags) -> TrainArguments:
+    """The arguments of such a run, for calling parts of it in this process."""
+    model = {} if {"config_name", "model_name_or_path"} & flags.keys() else TINY_MODEL
+    return TrainArguments(dataset_dir=str(dataset_dir), output_dir="unused", **model | DEFAULTS | flags)
 
 
 def environment() -> dict[str, str]:
