@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import json
 import logging
 import os
@@ -54,6 +55,11 @@ def parse_arguments(description: str | None, *dataclass_types: type, argv: list[
     try:
         if len(argv) == 1 and argv[0].endswith((".json", ".yaml", ".yml")):
             argv = _flags_of_file(Path(argv[0]))
+        unknown = parser.parse_known_args(argv)[1]
+        if unknown:
+            known = [option for action in parser._actions for option in action.option_strings]
+            near = difflib.get_close_matches(unknown[0].partition("=")[0], known, n=1)
+            parser.error(f"unknown flag {' '.join(unknown)}" + (f": did you mean {near[0]}?" if near else ""))
         return parser.parse_args_into_dataclasses(argv)
     except UserError:
         raise
