@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import shutil
-import sys
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
@@ -68,8 +67,7 @@ def _report(run: Run, split: str, results: dict) -> None:
         if mine:
             write_results(run.output_dir, split, results)
             run.tracker.write({"step": run.state.step, **results})
-            if not run.args.disable_tqdm or sys.stdout.isatty():
-                print(format_block(split, results), flush=True)
+            print(format_block(split, results), flush=True)
 
 
 def _export(run: Run) -> None:

@@ -9,19 +9,25 @@ from pathlib import Path
 import torch
 from transformers import EsmConfig
 
-# Dense bf16 peak in FLOP/s, from the vendors' data sheets (without sparsity). The longest matching name wins.
+# Dense bf16 peak in FLOP/s, from the vendors' data sheets (without sparsity), by words of the device's name. The key
+# with most words wins.
 PEAK_FLOPS = {
+    "A10": 125e12,
     "A10G": 70e12,
     "A100": 312e12,
     "L4": 121e12,
+    "L40": 181e12,
     "L40S": 362e12,
-    "H100 PCIe": 756e12,
     "H100": 989e12,
+    "H100 PCIe": 756e12,
+    "H100 NVL": 835e12,
     "H200": 989e12,
+    "H200 NVL": 835e12,
     "GH200": 989e12,
     "B200": 2250e12,
     "B300": 2250e12,
     "GB200": 2500e12,
+    "GB300": 2500e12,
 }
 
 
@@ -39,12 +45,13 @@ def step_flops(config: EsmConfig, tokens: int, squared_lengths: int, predicted: 
 
 
 def peak_flops(device: torch.device, bf16: bool) -> float | None:
-    """The device's dense bf16 peak, or None where it is not known (CPUs, other precisions): then no MFU is claimed."""
+    """The device's dense bf16 peak, or None where it is not known (CPUs, slices of a GPU, other precisions): then no
+    MFU is claimed."""
     if device.type != "cuda" or not bf16:
         return None
-    name = torch.cuda.get_device_name(device)
-    matches = [key for key in PEAK_FLOPS if key in name]
-    return PEAK_FLOPS[max(matches, key=len)] if matches else None
+    words = set(torch.cuda.get_device_name(device).replace("-", " ").split())
+    matches = [key for key in PEAK_FLOPS if words.issuperset(key.split())]
+    return PEAK_FLOPS[max(matches, key=len)] if matches and "MIG" not in words else None
 
 
 def peak_memory_gb(device: torch.device) -> float:
