@@ -10,12 +10,14 @@ Three ways to the same numbers, chosen by `packed_attention`:
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 SCRATCH_ELEMENTS = 2 << 20  # scores worked on at a time in the bf16 CPU path: 8 MiB of fp32, to stay in the cache
+BLOCK_MULTIPLE = 16  # lengths of the products there are rounded up to this
 LN_2 = math.log(2.0)
 
 
@@ -141,37 +143,67 @@ def _flash_backward(grads: Tensor, grad_out: Tensor, qkv: Tensor, out: Tensor, l
             grad[:, span] = result[0]
 
 
-def _head_groups(heads: int, span: slice) -> list[slice]:
-    length = span.stop - span.start
-    size = max(1, min(heads, SCRATCH_ELEMENTS // (length * length)))
-    return [slice(h, min(heads, h + size)) for h in range(0, heads, size)]
+@dataclass(frozen=True)
+class _Block:
+    """Some heads of one sequence: what the bf16 path works on at a time.
+
+    Products are `padded` tokens long, a multiple of 16: the library compiles and caches a kernel for every new shape,
+    which took time and gigabytes when every length had its own. The tokens past the sequence's end belong to whatever
+    follows it in the pack (buffers end in zeros); `only` cuts them off.
+    """
+
+    heads: slice
+    real: slice  # the sequence's tokens in the pack
+    padded: slice
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        length = self.padded.stop - self.padded.start
+        return self.heads.stop - self.heads.start, length, length
+
+    def only(self, x: Tensor) -> Tensor:
+        return x[:, : self.real.stop - self.real.start]
+
+    def view(self, scratch: Tensor) -> Tensor:
+        return scratch[: math.prod(self.shape)].view(self.shape)
 
 
-def _scratch(heads: int, bounds: list[int], dtype: torch.dtype) -> Tensor:
+def _blocks(heads: int, bounds: list[int]) -> list[_Block]:
+    blocks = []
+    for span in _spans(bounds):
+        length = -(-(span.stop - span.start) // BLOCK_MULTIPLE) * BLOCK_MULTIPLE
+        padded = slice(span.start, span.start + length)
+        step = max(1, min(heads, SCRATCH_ELEMENTS // (length * length)))
+        blocks += [_Block(slice(h, min(heads, h + step)), span, padded) for h in range(0, heads, step)]
+    return blocks
+
+
+def _scratch(blocks: list[_Block], dtype: torch.dtype) -> Tensor:
     """One flat buffer for the largest score block of a pack: fresh memory each time would cost page faults."""
-    longest = max((s.stop - s.start for s in _spans(bounds)), default=0)
-    return torch.empty(min(heads * longest * longest, max(SCRATCH_ELEMENTS, longest * longest)), dtype=dtype)
+    return torch.empty(max((math.prod(b.shape) for b in blocks), default=0), dtype=dtype)
 
 
-def _block(scratch: Tensor, group: slice, span: slice) -> Tensor:
-    heads, length = group.stop - group.start, span.stop - span.start
-    return scratch[: heads * length * length].view(heads, length, length)
+def _with_tail(x: Tensor) -> Tensor:
+    """[..., T, D] -> [..., T + 15, D]: zeros for the last block's padding to read."""
+    return F.pad(x, (0, 0, 0, BLOCK_MULTIPLE - 1))
 
 
 def _bmm_forward(qkv: Tensor, out: Tensor, lse: Tensor, bounds: list[int]) -> None:
     """Scores and softmax in fp32, weights rounded to bf16 for the product with the values."""
-    heads = qkv.shape[1]
-    queries, keys = qkv[:2].float()
-    wide, narrow = _scratch(heads, bounds, torch.float32), _scratch(heads, bounds, qkv.dtype)
-    for span in _spans(bounds):
-        for group in _head_groups(heads, span):
-            scores = _block(wide, group, span)
-            torch.bmm(queries[group, span], keys[group, span].transpose(1, 2), out=scores)
-            peak = scores.amax(-1, keepdim=True)
-            total = scores.sub_(peak).exp2_().sum(-1, keepdim=True)
-            weights = _block(narrow, group, span).copy_(scores)
-            out[group, span] = torch.bmm(weights, qkv[2, group, span]).float().div_(total)
-            lse[group, span] = peak.add_(total.log2_()).squeeze(-1)
+    blocks = _blocks(qkv.shape[1], bounds)
+    values = _with_tail(qkv[2])
+    queries, keys = _with_tail(qkv[:2].float())
+    wide, narrow = _scratch(blocks, torch.float32), _scratch(blocks, qkv.dtype)
+    for block in blocks:
+        where = block.heads, block.padded
+        scores = torch.bmm(queries[where], keys[where].transpose(1, 2), out=block.view(wide))
+        scores[:, :, block.real.stop - block.real.start :] = -math.inf
+        peak = scores.amax(-1, keepdim=True)
+        total = scores.sub_(peak).exp2_().sum(-1, keepdim=True)
+        weights = block.view(narrow).copy_(scores)
+        attended = torch.bmm(weights, values[where]).float().div_(total)
+        out[block.heads, block.real] = block.only(attended)
+        lse[block.heads, block.real] = block.only(peak.add_(total.log2_())).squeeze(-1)
 
 
 def _bmm_backward(grads: Tensor, grad_out: Tensor, qkv: Tensor, out: Tensor, lse: Tensor, bounds: list[int]) -> None:
@@ -183,20 +215,21 @@ def _bmm_backward(grads: Tensor, grad_out: Tensor, qkv: Tensor, out: Tensor, lse
     """
     _, heads, tokens, dim = qkv.shape
     delta = (grad_out.float() * out).sum(-1)
-    query, d_out = _minus_columns(qkv[0], lse), _minus_columns(grad_out, delta)
+    query, d_out = _with_tail(_minus_columns(qkv[0], lse)), _with_tail(_minus_columns(grad_out, delta))
     ones = qkv.new_ones(1, 1, 1).expand(heads, tokens, query.shape[-1] - dim)
-    key, value = (torch.cat((x, ones), dim=-1) for x in qkv[1:])
-    first, second = (_scratch(heads, bounds, qkv.dtype) for _ in range(2))
-    for span in _spans(bounds):
-        for group in _head_groups(heads, span):
-            weights, d_scores = _block(first, group, span), _block(second, group, span)
-            torch.bmm(query[group, span], key[group, span].transpose(1, 2), out=weights)
-            weights.exp2_()
-            grads[2, group, span] = torch.bmm(weights.transpose(1, 2), grad_out[group, span])
-            torch.bmm(d_out[group, span], value[group, span].transpose(1, 2), out=d_scores)
-            d_scores.mul_(weights)
-            grads[0, group, span] = torch.bmm(d_scores, qkv[1, group, span])
-            grads[1, group, span] = torch.bmm(d_scores.transpose(1, 2), qkv[0, group, span])
+    key, value = (_with_tail(torch.cat((x, ones), dim=-1)) for x in qkv[1:])
+    blocks = _blocks(heads, bounds)
+    first, second = (_scratch(blocks, qkv.dtype) for _ in range(2))
+    for block in blocks:
+        where, target = (block.heads, block.padded), (block.heads, block.real)
+        length = block.real.stop - block.real.start
+        weights = torch.bmm(query[where], key[where].transpose(1, 2), out=block.view(first)).exp2_()
+        weights[:, length:] = 0
+        weights[:, :, length:] = 0
+        grads[2][target] = block.only(torch.bmm(weights.transpose(1, 2), d_out[where][..., :dim]))
+        d_scores = torch.bmm(d_out[where], value[where].transpose(1, 2), out=block.view(second)).mul_(weights)
+        grads[0][target] = block.only(torch.bmm(d_scores, key[where][..., :dim]))
+        grads[1][target] = block.only(torch.bmm(d_scores.transpose(1, 2), query[where][..., :dim]))
     grads[:2].mul_(LN_2)  # the scores are in base 2
 
 

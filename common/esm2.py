@@ -22,6 +22,9 @@ from common.cli import UserError
 from common.layers_torch import TransformerLayer
 
 PADDED_VOCAB = 64  # rows of the embedding; a multiple that matrix units like. Rows past 33 stay zero and unseen.
+# Numbers of tokens and of predicted positions are rounded up to this with fillers: CPU and GPU libraries make, and
+# keep, a kernel for every new shape of a product, in milliseconds and up to megabytes each.
+SHAPE_MULTIPLE = 64
 # ESM-2 was trained with 15 % of the tokens selected, 80 % of them replaced by <mask>: 12 % of the input.
 TRAIN_MASK_RATIO = 0.15 * 0.8
 
@@ -124,18 +127,25 @@ class Esm2ForMaskedLM(nn.Module):
             max_seqlen = int(lengths.max())
             input_ids = input_ids.flatten()[kept]
             labels = labels.flatten()[kept] if labels is not None else None
-        hidden = self.encoder(self.embeddings(input_ids, cu_seqlens), cu_seqlens, max_seqlen)
+        tokens = len(input_ids)
+        if mock := -tokens % SHAPE_MULTIPLE:  # one more sequence, of <pad>, whose results are cut off below
+            input_ids = F.pad(input_ids, (0, mock), value=alphabet.PAD)
+            cu_seqlens = torch.cat((cu_seqlens, cu_seqlens[-1:] + mock))
+            max_seqlen = max(max_seqlen, mock)
+        hidden = self.encoder(self.embeddings(input_ids, cu_seqlens), cu_seqlens, max_seqlen)[:tokens]
         embedding = self.embeddings.word_embeddings.weight
         if labels is not None:
             predicted = (labels != -100).nonzero().squeeze(1)
+            targets = F.pad(labels[predicted], (0, -len(predicted) % SHAPE_MULTIPLE), value=-100)
+            predicted = F.pad(predicted, (0, len(targets) - len(predicted)))  # the fillers' loss is ignored
             logits = self.lm_head(hidden[predicted], embedding)
-            targets = labels[predicted]
             loss_sum = F.cross_entropy(logits, targets, reduction="sum")
             correct = (logits.argmax(-1) == targets).sum()
             return Esm2Output(loss_sum=loss_sum, correct=correct, hidden=hidden if output_hidden else None)
         logits = self.lm_head(hidden, embedding)
         if kept is not None:
-            logits = logits.new_zeros(shape.numel(), logits.shape[-1]).index_copy(0, kept, logits).view(*shape, -1)
+            everywhere = logits.new_zeros(shape.numel(), logits.shape[-1])
+            logits = everywhere.index_copy(0, kept, logits).view(*shape, -1)
         return Esm2Output(logits=logits, hidden=hidden if output_hidden else None)
 
 
