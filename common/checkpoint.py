@@ -11,11 +11,13 @@ Saving copies the state and returns; a thread writes it, over a process group of
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
 import shutil
 import threading
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 
@@ -23,6 +25,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 from common import checkpoint_files as files
@@ -55,7 +58,7 @@ class Checkpointer:
         # Collectives of the writer thread must not interleave with the training step's.
         self.group = dist.new_group(backend="gloo", timeout=timedelta(seconds=args.ddp_timeout))
         self.thread: threading.Thread | None = None
-        self.failure: Exception | None = None
+        self.failure: BaseException | None = None
 
     # ---- saving ---------------------------------------------------------------------------------------------
 
@@ -74,7 +77,9 @@ class Checkpointer:
 
     def wait(self) -> None:
         """Return when no save is under way; raise if it failed, on every rank."""
-        self.close()
+        if self.thread is not None:
+            self.thread.join()
+            self.thread = None
         self._raise_failure()
 
     def close(self) -> None:
@@ -117,8 +122,8 @@ class Checkpointer:
             with together(self.group):
                 if is_main:
                     self._finish(step, partial, checksums, trainer_state)
-        except Exception as error:
-            self.failure = error
+        except (Exception, CheckpointException) as error:  # DCP's own is no Exception
+            self.failure = _named(error, self.output_dir)
             if is_main:
                 shutil.rmtree(partial, ignore_errors=True)
 
@@ -205,8 +210,16 @@ def _copied(state):
     return state
 
 
+def _named(error: BaseException, directory: Path) -> BaseException:
+    """A full disk by its name: torch's file writer reports how many bytes it wrote, not why there are no more."""
+    with suppress(OSError):
+        if shutil.disk_usage(directory).free < 1 << 20:
+            return OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    return error
+
+
 def _reason(error: BaseException) -> str:
-    """The innermost cause in one line: DCP wraps a full disk in an exception that lists every rank's stack."""
+    """The innermost cause in one line: DCP wraps it in an exception that lists every rank's stack."""
     causes = getattr(error, "failures", None)
     if causes:
         first = next(iter(causes.values()))

@@ -5,7 +5,10 @@ from __future__ import annotations
 import faulthandler
 import logging
 import os
+import socket
 import sys
+import time
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -123,20 +126,36 @@ def distributed_run(args) -> Iterator[World]:
     device = torch.device("cuda", local_rank) if use_gpu else torch.device("cpu")
     world = World(rank, local_rank, size, device)
     world.stop.listen()
-    where = f"rank {rank}: " if rank else ""
-    with user_errors(where):
-        if use_gpu and local_rank >= torch.cuda.device_count():
-            raise UserError(
-                f"rank {rank} has no GPU of its own: --nproc_per_node is above the {torch.cuda.device_count()} here"
-            )
-        if use_gpu:
-            torch.cuda.set_device(device)
-        if args.tf32 is not None:
-            torch.backends.cuda.matmul.allow_tf32 = args.tf32
-        _init_process_group(world, args.ddp_timeout)
-        keep_freed_memory()
-        try:
+    try:
+        with _exit_status(world):
+            if use_gpu and local_rank >= torch.cuda.device_count():
+                count = torch.cuda.device_count()
+                raise UserError(f"rank {rank} has no GPU of its own: --nproc_per_node is above the {count} here")
+            if use_gpu:
+                torch.cuda.set_device(device)
+            if args.tf32 is not None:
+                torch.backends.cuda.matmul.allow_tf32 = args.tf32
+            _init_process_group(world, args.ddp_timeout)
+            keep_freed_memory()
             yield world
+    except BaseException as error:
+        world.stop.ignore()  # the exit status stands: torchrun signals the ranks that are left when one has ended
+        if size > 1:
+            _leave(error)
+        raise
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+    world.stop.default()
+
+
+@contextmanager
+def _exit_status(world: World) -> Iterator[None]:
+    """Turn what ended the run into an exit status and at most one line, but for our own bugs."""
+    where = f"rank {world.rank}: " if world.rank else ""
+    with user_errors(where):
+        try:
+            yield
         except Preempted:
             logger.info("Stopped as asked, the state is saved: the same command goes on from there")
             raise SystemExit(PREEMPTED) from None
@@ -147,10 +166,22 @@ def distributed_run(args) -> Iterator[World]:
                 raise
             sys.stderr.write(f"error: {where}another rank is gone: see what it said ({_one_line(error)})\n")
             raise SystemExit(OUR_BUG) from None
-        finally:
-            world.stop.ignore()  # the exit status stands: torchrun signals the ranks that are left when one has ended
-            dist.destroy_process_group()
-    world.stop.default()
+
+
+def _leave(error: BaseException) -> None:
+    """End this rank of several now, without taking the process group down.
+
+    Taking it down can hang: NCCL waits for ranks that are gone, and with gloo (torch 2.13) half of such exits hung in
+    a destructor, after the last line of Python, for the exception's frames had kept model and groups alive until
+    then. A rank that hangs keeps its connections open, and the others waiting.
+    """
+    status = error.code if isinstance(error, SystemExit) and isinstance(error.code, int) else OUR_BUG
+    if not isinstance(error, SystemExit):
+        traceback.print_exception(error)
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
 
 
 def _lost_a_rank(error: RuntimeError) -> bool:
@@ -166,10 +197,42 @@ def _one_line(error: Exception) -> str:
 def _init_process_group(world: World, timeout_s: int) -> None:
     timeout = timedelta(seconds=timeout_s)
     backend = "cpu:gloo,cuda:nccl" if world.device.type == "cuda" else "gloo"
-    if "RANK" in os.environ:
+    if "RANK" not in os.environ:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+    elif os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         dist.init_process_group(backend, timeout=timeout)
     else:
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+        store = _store_of_this_attempt(world, timeout_s)
+        dist.init_process_group(backend, store=store, rank=world.rank, world_size=world.size, timeout=timeout)
+
+
+def _store_of_this_attempt(world: World, timeout_s: int) -> dist.Store:
+    """A store that holds nothing of an earlier attempt of the same torchrun.
+
+    torchrun's own store outlives its restarts, with the addresses of the dead ranks in it: whoever reads one before
+    the new rank has written its own fails to connect, and the restart with it (pytorch issue 135712, still so in torch
+    2.13). So rank 0 serves a new store and says in the old one where; a stale answer is a dead port.
+    """
+    key = "common.distributed/store"
+    agents, _, _ = next(dist.rendezvous("env://", world.rank, world.size))
+    timeout = timedelta(seconds=timeout_s)
+    if world.is_main:
+        host = os.environ["MASTER_ADDR"]  # as torchrun tells rank 0: its own node
+        store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=timeout)
+        agents.set(key, f"{host} {store.port}")
+        return store
+    deadline = time.monotonic() + timeout_s
+    while True:
+        host, port = agents.get(key).decode().split()
+        try:
+            socket.create_connection((host, int(port)), timeout=5).close()
+            store = dist.TCPStore(host, int(port), is_master=False, timeout=timedelta(seconds=30))
+            store.set_timeout(timeout)
+            return store
+        except (OSError, RuntimeError):
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.1)
 
 
 def keep_freed_memory() -> None:

@@ -235,7 +235,7 @@ def _deliver(dataset: IterableDataset, num_workers: int, prefetch_factor: int, p
         num_workers=num_workers,
         prefetch_factor=prefetch_factor,
         pin_memory=pin_memory,
-        worker_init_fn=_ignore_signals,
+        worker_init_fn=_outlive_signals,
         # A fork costs nothing here (the data are memory-mapped); it isn't safe where system libraries start threads.
         multiprocessing_context="fork" if sys.platform == "linux" else "spawn",
     )
@@ -253,10 +253,17 @@ def _deliver(dataset: IterableDataset, num_workers: int, prefetch_factor: int, p
         _stop_workers(iterator)
 
 
-def _ignore_signals(worker_id: int) -> None:
+def _outlive_signals(worker_id: int) -> None:
     """Schedulers signal the whole process group: the main process finishes its step and saves, with its workers."""
     for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
+    sys.excepthook = _but_a_lost_connection
+
+
+def _but_a_lost_connection(kind, error, stack) -> None:
+    """A main process that is told to stop while it takes a batch hangs up on the thread that hands it over."""
+    if not issubclass(kind, ConnectionError | EOFError):
+        sys.__excepthook__(kind, error, stack)
 
 
 def _stop_workers(iterator) -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 from collections.abc import Iterator
 
 # Exit status of a run that was told to stop and has saved: sysexits.h's "temporary failure, try again". A batch
@@ -39,6 +40,12 @@ class StopRequest:
     def listen(self) -> None:
         for number in SIGNALS:
             signal.signal(number, self._handle)
+        # A Python handler runs between two lines of Python, so not while the process waits in a collective for ranks
+        # that are gone. The interpreter also writes each signal's number to this pipe, at once.
+        self._pipe, end = os.pipe()
+        os.set_blocking(end, False)
+        signal.set_wakeup_fd(end, warn_on_full_buffer=False)
+        threading.Thread(target=self._watch, name="signals before the first step", daemon=True).start()
 
     @staticmethod
     def ignore() -> None:
@@ -65,11 +72,13 @@ class StopRequest:
 
     def _handle(self, number, frame) -> None:
         self.requested = True
-        if self.at_once:
-            # No exception: one rank may stand in a collective, and nothing has to be tidied up.
-            if int(os.environ.get("RANK", 0)) == 0:
-                os.write(2, b"Stopped as asked, before the first step: the same command starts again\n")
-            os._exit(PREEMPTED)
         if self._waiting:
             self._waiting = False  # once: a second signal finds the process on its way out
             raise _BreakOff
+
+    def _watch(self) -> None:
+        while number := os.read(self._pipe, 1):
+            if self.at_once and number[0] in SIGNALS:
+                if int(os.environ.get("RANK", 0)) == 0:
+                    os.write(2, b"Stopped as asked, before the first step: the same command starts again\n")
+                os._exit(PREEMPTED)

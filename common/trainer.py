@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -158,10 +158,8 @@ class Run:
             state.unfinished_row = {"step": 0, "epoch": 0.0}
         if state.unfinished_row is not None and not self._complete(state.unfinished_row):
             raise Preempted
-        steps = iter(
-            batches.training_loader(
-                args, self.data, world, self.packs, state.step, Position(**state.position), self.last_step
-            )
+        loader = batches.training_loader(
+            args, self.data, world, self.packs, state.step, Position(**state.position), self.last_step
         )
         bar = tqdm(
             total=self.last_step,
@@ -172,7 +170,7 @@ class Run:
         self.model.train()
         interval = _Interval()
         stopping = False
-        with logging_redirect_tqdm(), bar:
+        with closing(iter(loader)) as steps, logging_redirect_tqdm(), bar:
             while state.step < self.last_step and not stopping:
                 started = time.perf_counter()
                 share, counts = self._next(steps)
@@ -193,7 +191,7 @@ class Run:
                             self._record(row)
                 if stopping or state.step == self.last_step or state.step % self.save_every == 0:
                     self._save()
-        self.checkpointer.wait()
+            self.checkpointer.wait()
         if stopping:
             raise Preempted
 
@@ -292,6 +290,7 @@ class Run:
 
     def evaluate(self) -> dict:
         """On the validation split; {} if the run was told to stop meanwhile (all ranks agree)."""
+        logger.info("***** Running Evaluation *****")
         results = evaluate(self.core, self.args, "validation", self.world)
         assert results is not None, "train() has looked for the split"
         if results:

@@ -1,0 +1,185 @@
+"""Runs that a test watches, signals and kills while under way: forked processes, or torchrun as users start it.
+
+The processes are real and so are the signals; `LiveRun` only saves them the seconds of importing torch.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from common.checkpoint_files import list_checkpoints
+from tests.training_fixtures import (
+    ROOT,
+    TIMEOUT_S,
+    _as_rank,
+    _context,
+    _free_port,
+    _main,
+    checkpoint_state,
+    environment,
+    flags_of,
+    rows,
+)
+
+PREEMPTED = 75
+TIMES = ("tokens_per_second", "step_seconds", "data_wait_seconds", "tflops_per_device", "peak_memory_gb")
+
+
+def wait_until(happened: Callable[[], bool], alive: Callable[[], bool] = lambda: True, poll: float = 0.0005) -> bool:
+    """Poll until it happened (True) or nothing is alive that could make it happen (False)."""
+    deadline = time.monotonic() + TIMEOUT_S
+    while not happened():
+        if not alive():
+            return happened()
+        assert time.monotonic() < deadline, "nothing happened"
+        time.sleep(poll)
+    return True
+
+
+class LiveRun:
+    """train_ddp.py's `main` in `nproc` forked processes. A context manager: nothing it started survives it."""
+
+    def __init__(self, dataset: Path, output_dir: Path, logs: Path, nproc: int = 1, env: dict | None = None, **flags):
+        self.output_dir = output_dir
+        logs.mkdir(parents=True, exist_ok=True)
+        number = len(list(logs.iterdir()))
+        self.logs = [logs / f"{number}-rank{rank}.log" for rank in range(nproc)]
+        port, argv = _free_port(), flags_of(dataset, output_dir, **flags)
+        self.processes = [
+            _context().Process(target=_as_rank, args=(rank, nproc, port, log, _main_with, (argv, env or {})))
+            for rank, log in enumerate(self.logs)
+        ]
+
+    def __enter__(self) -> LiveRun:
+        for process in self.processes:
+            process.start()
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.signal(signal.SIGKILL)
+        for process in self.processes:
+            process.join()
+
+    def alive(self) -> bool:
+        return all(process.is_alive() for process in self.processes)
+
+    def signal(self, number: int, rank: int | None = None) -> None:
+        for process in self.processes if rank is None else [self.processes[rank]]:
+            if process.is_alive():
+                os.kill(process.pid, number)
+
+    def said(self, rank: int = 0) -> str:
+        return self.logs[rank].read_text() if self.logs[rank].exists() else ""
+
+    def children(self, rank: int = 0) -> list[int]:
+        """Process ids of the rank's loader workers."""
+        pid = self.processes[rank].pid
+        return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+    def until(self, happened: Callable[[], bool]) -> None:
+        assert wait_until(happened, self.alive), f"ended before:\n{self.said()}"
+
+    def until_said(self, text: str, rank: int = 0) -> None:
+        self.until(lambda: text in self.said(rank))
+
+    def until_step(self, step: int) -> None:
+        """Until that step is in metrics.jsonl."""
+        self.until(lambda: any(row["step"] >= step for row in rows(self.output_dir)))
+
+    def end(self) -> list[int]:
+        """Exit codes, once all have ended."""
+        deadline = time.monotonic() + TIMEOUT_S
+        for process in self.processes:
+            process.join(max(0.0, deadline - time.monotonic()))
+        codes = [process.exitcode for process in self.processes]
+        assert None not in codes, "still running:\n" + "\n".join(map(self.said, range(len(self.processes))))
+        return codes
+
+
+def _main_with(argv: list[str], env: dict) -> None:
+    os.environ |= env
+    _main(argv)
+
+
+def torchrun(dataset: Path, output_dir: Path, nproc: int, *launcher: str, **flags) -> subprocess.Popen:
+    """torchrun in a process group of its own, its output and that of its ranks in one pipe."""
+    start = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={nproc}", *launcher]
+    command = [*start, str(ROOT / "train_ddp.py"), *flags_of(dataset, output_dir, **flags)]
+    return subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=environment(),
+        cwd=ROOT,
+        start_new_session=True,
+    )
+
+
+def ranks_of(agent: int) -> dict[int, int]:
+    """{rank: process id} of a torchrun's ranks."""
+    found = {}
+    for child in Path(f"/proc/{agent}/task/{agent}/children").read_text().split():
+        try:
+            variables = Path(f"/proc/{child}/environ").read_bytes().split(b"\0")
+        except OSError:
+            continue  # has just ended
+        found |= {int(v.removeprefix(b"RANK=")): int(child) for v in variables if v.startswith(b"RANK=")}
+    return found
+
+
+def kill_all(job: subprocess.Popen) -> None:
+    """Kill -9 a torchrun and its ranks, which have sessions of their own, if they are still there."""
+    if job.poll() is None:
+        for pid in (*ranks_of(job.pid).values(), job.pid):
+            os.kill(pid, signal.SIGKILL)
+    job.communicate(timeout=TIMEOUT_S)
+
+
+def newest_step(output_dir: Path) -> int:
+    checkpoints = list_checkpoints(output_dir)
+    return checkpoints[0][0] if checkpoints else 0
+
+
+def trajectory(output_dir: Path) -> list[dict]:
+    """metrics.jsonl without the times."""
+    return [
+        {
+            key: value
+            for key, value in row.items()
+            if key not in TIMES and not key.startswith("eval_") or key == "eval_loss"
+        }
+        for row in rows(output_dir)
+    ]
+
+
+def outcome(output_dir: Path, step: int, scratch: Path) -> dict:
+    """All tensors of a checkpoint, weights and optimiser, flat."""
+    return _flat(checkpoint_state(output_dir / f"checkpoint-{step}", scratch))
+
+
+def _flat(tree, prefix: str = "") -> dict:
+    if isinstance(tree, dict):
+        return {name: value for key, part in tree.items() for name, value in _flat(part, f"{prefix}{key}/").items()}
+    if isinstance(tree, list | tuple):
+        return _flat(dict(enumerate(tree)), prefix)
+    return {prefix: tree}
+
+
+def assert_same_run(one: Path, other: Path, step: int, scratch: Path) -> None:
+    """The same trajectory, each step once, and the same weights and optimiser state: bit for bit."""
+    assert trajectory(one) == trajectory(other)
+    a, b = outcome(one, step, scratch), outcome(other, step, scratch)
+    assert a.keys() == b.keys()
+    different = [name for name in a if not _same(a[name], b[name])]
+    assert not different
+
+
+def _same(a, b) -> bool:
+    return bool((a == b).all()) if hasattr(a, "all") else a == b
