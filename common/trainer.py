@@ -237,10 +237,11 @@ class Run:
         loss, norm = torch.stack([loss, norm]).tolist()
         if not (math.isfinite(loss) and math.isfinite(norm)):
             # Before anything of it is saved: --save_total_limit would let garbage replace the good checkpoints.
-            raise UserError(
+            diverged = UserError(
                 f"step {state.step}: the run has diverged: loss {loss}, gradient norm {norm}; nothing of this step is "
                 "kept: go on from an earlier checkpoint with a lower --learning_rate or --max_grad_norm"
             )
+            world.end_together(diverged)
         state.position, state.epoch = asdict(share.position), share.epoch
         state.tokens += tokens
         state.sequences += sequences

@@ -169,7 +169,7 @@ def _flat(tree, prefix: str = "") -> dict:
         return {name: value for key, part in tree.items() for name, value in _flat(part, f"{prefix}{key}/").items()}
     if isinstance(tree, list | tuple):
         return _flat(dict(enumerate(tree)), prefix)
-    return {prefix: tree}
+    return {prefix.rstrip("/"): tree}
 
 
 def assert_same_run(one: Path, other: Path, step: int, scratch: Path) -> None:

@@ -1,230 +1,392 @@
-"""Checkpoints are complete or not there: layout, damage, other models, pruning, a full disk, saves in flight."""
+"""Checkpoints: what is in them, when they may be used, and that no full disk, kill or late step ruins one."""
 
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
+import random
 import shutil
+import signal
 import subprocess
+import threading
+import time
+from argparse import Namespace
 from pathlib import Path
 
 import pytest
 import torch
 
-from tests.training_fixtures import (
-    TINY_OVERRIDES,
-    checkpoint_state,
-    final_weights,
-    losses,
-    run_training,
-    same_bits,
-    train,
-)
+from common import checkpoint_files, esm2, presets
+from common.checkpoint import Checkpointer
+from common.cli import UserError
+from common.distributed import World
+from common.run_directory import hold
+from tests.live_runs import LiveRun, assert_same_run, newest_step, outcome
+from tests.training_fixtures import TIMEOUT_S, environment, losses, on_ranks, rows, train, training_command
 
-SHORT = {"max_steps": 6, "save_steps": 2}
-
-
-def steps_saved(output_dir: Path) -> list[int]:
-    return sorted(int(path.name.split("-")[1]) for path in output_dir.glob("checkpoint-*"))
+FLAGS = {"max_steps": 6, "save_steps": 2, "save_final_model": False}
 
 
 @pytest.fixture(scope="module")
 def finished(dataset, tmp_path_factory) -> Path:
     """A run of 6 steps with checkpoints 2, 4 and 6."""
-    output_dir = tmp_path_factory.mktemp("finished") / "out"
-    train(dataset, output_dir, **SHORT)
-    return output_dir
+    out = tmp_path_factory.mktemp("finished") / "out"
+    train(dataset, out, **FLAGS)
+    return out
 
 
 @pytest.fixture
-def copy(finished, tmp_path) -> Path:
-    """The same run as if it had been stopped after checkpoint 4."""
-    shutil.copytree(finished, tmp_path / "out")
-    shutil.rmtree(tmp_path / "out" / "checkpoint-6")
-    shutil.rmtree(tmp_path / "out" / "final_model")
-    return tmp_path / "out"
+def run(finished, tmp_path) -> Path:
+    """A copy of it to damage."""
+    return Path(shutil.copytree(finished, tmp_path / "out"))
 
 
-def test_layout_manifest_and_canonical_names(finished, dataset, tmp_path):
-    assert steps_saved(finished) == [2, 4, 6]
-    assert not list(finished.glob("tmp-*"))
-    checkpoint = finished / "checkpoint-4"
-    manifest = json.loads((checkpoint / "manifest.json").read_text())
-    assert manifest["step"] == 4
+def names(out: Path) -> list[str]:
+    return sorted(path.name for path in out.glob("*checkpoint-*"))
+
+
+def test_a_checkpoint_holds_canonical_names_and_a_manifest_of_every_file(finished, dataset, tmp_path):
+    assert names(finished) == ["checkpoint-2", "checkpoint-4", "checkpoint-6"]
+    directory = finished / "checkpoint-4"
+    manifest = json.loads((directory / "manifest.json").read_text())
+    assert manifest.keys() == {"format_version", "step", "model", "files"}
+    assert (manifest["format_version"], manifest["step"]) == (1, 4)
     assert manifest["model"]["hidden_size"] == 64
-    on_disk = {path.name for path in checkpoint.iterdir()} - {"manifest.json"}
-    assert set(manifest["files"]) == on_disk
-    for name, (size, _) in manifest["files"].items():
-        assert (checkpoint / name).stat().st_size == size
-    train(dataset, tmp_path / "two", nproc=2, **SHORT)
-    for run in (finished, tmp_path / "two"):
-        state = checkpoint_state(run / "checkpoint-4", tmp_path)
-        assert "encoder.layers.1.self_attention.layernorm_qkv.weight" in state["model"]
-        assert not any("module." in name for name in state["model"])
-        assert all(tensor.dtype == torch.float32 for tensor in state["model"].values())
+    files = {path.name for path in directory.iterdir()} - {"manifest.json"}
+    assert files == {".metadata", "__0_0.distcp", "trainer_state.json"} == manifest["files"].keys()
+    for name, recorded in manifest["files"].items():
+        assert recorded == checkpoint_files.size_and_crc(directory / name)
+    assert json.loads((directory / "trainer_state.json").read_text())["step"] == 4
+
+    train(dataset, tmp_path / "two", nproc=2, **FLAGS | {"max_steps": 2})
+    of_two, of_one = (set(outcome(out, 2, tmp_path)) for out in (tmp_path / "two", finished))
+    assert of_two == of_one
+    # The same names as the unwrapped model's own.
+    assert "model/encoder.layers.0.self_attention.layernorm_qkv.weight" in of_one
+    assert not [name for name in of_two if "module." in name]
 
 
-def test_background_and_foreground_saves_are_the_same_and_not_touched_by_later_steps(finished, dataset, tmp_path):
-    train(dataset, tmp_path / "out", async_save=False, **SHORT)
-    for step in (2, 4):
-        a = checkpoint_state(finished / f"checkpoint-{step}", tmp_path)["model"]
-        b = checkpoint_state(tmp_path / "out" / f"checkpoint-{step}", tmp_path)["model"]
-        assert same_bits(a, b)
-    early = checkpoint_state(finished / "checkpoint-2", tmp_path)["model"]
-    late = checkpoint_state(finished / "checkpoint-4", tmp_path)["model"]
-    assert not same_bits(early, late)
+def test_saving_in_the_background_changes_neither_the_run_nor_what_is_written(finished, dataset, tmp_path):
+    train(dataset, tmp_path / "sync", **FLAGS, async_save=False)
+    for step in (2, 4, 6):
+        assert_same_run(tmp_path / "sync", finished, step, tmp_path)
 
 
-def _truncate(checkpoint: Path) -> None:
-    shard = next(checkpoint.glob("*.distcp"))
-    os.truncate(shard, shard.stat().st_size // 2)
+def checkpointer_of_a_small_model(out: Path, **args) -> Checkpointer:
+    config = presets.override(
+        presets.load_config("facebook/esm2_t6_8M_UR50D"),
+        "num_hidden_layers=1,hidden_size=32,num_attention_heads=2,intermediate_size=64",
+    )
+    world = World(int(os.environ.get("RANK", 0)), 0, int(os.environ.get("WORLD_SIZE", 1)), torch.device("cpu"))
+    if "RANK" in os.environ:
+        torch.distributed.init_process_group("gloo")
+    else:
+        torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    model = esm2.build_model(config, 1, world.device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    settings = {"save_total_limit": None, "async_save": True, "ddp_timeout": 60} | args
+    return Checkpointer(out, model, optimizer, config, world, Namespace(**settings))
 
 
-def _flip_a_byte(checkpoint: Path) -> None:
-    shard = next(checkpoint.glob("*.distcp"))
-    content = bytearray(shard.read_bytes())
-    content[len(content) // 2] ^= 1
-    shard.write_bytes(content)
+def _take_steps(checkpointer: Checkpointer) -> None:
+    for p in checkpointer.model.parameters():
+        p.grad = torch.ones_like(p)
+    checkpointer.optimizer.step()
 
 
-def _empty(checkpoint: Path) -> None:
-    for path in checkpoint.iterdir():
-        path.unlink()
+def _later_steps(out: Path) -> None:
+    checkpointer = checkpointer_of_a_small_model(out)
+    model, optimizer = checkpointer.model, checkpointer.optimizer
+    expected = []
+    for step in (1, 2, 3):
+        _take_steps(checkpointer)
+        moments = [s["exp_avg"].clone() for s in optimizer.state.values()]
+        expected.append(([p.detach().clone() for p in model.parameters()], moments))
+        checkpointer.save(step, {"step": step})
+        for _ in range(20):  # while the writer is at work
+            _take_steps(checkpointer)
+    checkpointer.wait()
+    for step, (parameters, moments) in enumerate(expected, 1):
+        assert checkpointer.restore(str(out / f"checkpoint-{step}")) == {"step": step}
+        assert all(map(torch.equal, model.parameters(), parameters))
+        assert all(map(torch.equal, (s["exp_avg"] for s in optimizer.state.values()), moments))
 
 
-DAMAGE = {
-    "truncated shard": _truncate,
-    "flipped byte": _flip_a_byte,
+def test_steps_taken_while_a_save_is_under_way_do_not_change_it(tmp_path):
+    codes, said = on_ranks(1, _later_steps, tmp_path)
+    assert codes == [0], said
+    assert names(tmp_path) == ["checkpoint-1", "checkpoint-2", "checkpoint-3"]
+
+
+def _count_writers(out: Path) -> None:
+    checkpointer = checkpointer_of_a_small_model(out)
+    _take_steps(checkpointer)
+    most = 0
+    for step in range(1, 9):
+        checkpointer.save(step, {})
+        most = max(most, sum(thread.name == "checkpoint writer" for thread in threading.enumerate()))
+        assert len(list(out.glob("tmp-checkpoint-*"))) <= 1
+    checkpointer.wait()
+    assert most == 1
+
+
+def test_at_most_one_save_is_under_way(tmp_path):
+    codes, said = on_ranks(1, _count_writers, tmp_path)
+    assert codes == [0], said
+    assert len(names(tmp_path)) == 8
+
+
+def test_the_limit_keeps_the_newest_and_there_is_always_a_whole_one(dataset, tmp_path):
+    """Killed again and again while it saves every step and keeps one: a whole one is there each time."""
+    out, generator = tmp_path / "out", random.Random(3)
+    flags = FLAGS | {"max_steps": 400, "save_steps": 1, "save_total_limit": 1}
+    for _ in range(8):
+        with LiveRun(dataset, out, tmp_path / "logs", **flags) as run:
+            reached = newest_step(out)
+            run.until(lambda n=reached: newest_step(out) > n)
+            time.sleep(generator.uniform(0, 0.05))
+            run.signal(signal.SIGKILL)
+            assert run.end() == [-signal.SIGKILL]
+        model = json.loads(next(out.glob("checkpoint-*/manifest.json")).read_text())["model"]
+        assert checkpoint_files.newest_usable(out, model) is not None
+        assert len(names(out)) <= 3  # it, one not yet removed, one being written or removed
+    train(dataset, out, **flags, stop_at_step=newest_step(out) + 1)
+    assert len(names(out)) == 1
+    train(dataset, tmp_path / "three", **FLAGS | {"save_steps": 1, "save_total_limit": 3})
+    assert names(tmp_path / "three") == ["checkpoint-4", "checkpoint-5", "checkpoint-6"]
+
+
+DAMAGES = {
+    "a shard cut short": lambda c: os.truncate(c / "__0_0.distcp", 1000),
+    "a flipped byte": lambda c: _flip(c / "__0_0.distcp"),
     "no manifest": lambda c: (c / "manifest.json").unlink(),
-    "torn manifest": lambda c: os.truncate(c / "manifest.json", 20),
+    "half a manifest": lambda c: os.truncate(c / "manifest.json", 100),
+    "another manifest": lambda c: (c / "manifest.json").write_text("[1]"),
     "no metadata": lambda c: (c / ".metadata").unlink(),
-    "no trainer state": lambda c: (c / "trainer_state.json").unlink(),
-    "empty directory": _empty,
+    "no state": lambda c: (c / "trainer_state.json").unlink(),
+    "nothing": lambda c: [path.unlink() for path in c.iterdir()],
 }
 
 
-@pytest.mark.parametrize("damage", DAMAGE.values(), ids=DAMAGE)
-def test_a_damaged_checkpoint_is_skipped_and_the_next_older_used(damage, copy, finished, dataset):
-    damage(copy / "checkpoint-4")
-    said = train(dataset, copy, **SHORT)
-    assert "checkpoint-4: skipped" in said
-    assert "Resuming after step 2" in said
-    assert same_bits(final_weights(copy), final_weights(finished))
-    assert losses(copy) == losses(finished)
-    assert steps_saved(copy) == [2, 4, 6]
+def _flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
 
 
-def test_when_every_checkpoint_is_damaged_the_run_says_so_and_does_not_start_over(copy, dataset):
-    for step in (2, 4):
-        _truncate(copy / f"checkpoint-{step}")
-    said = train(dataset, copy, expect=2, **SHORT)
-    assert "none of its checkpoints is whole" in said
-    assert "--overwrite_output_dir" in said
-    said = train(dataset, copy, overwrite_output_dir=True, **SHORT)
-    assert "Resuming" not in said
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_checkpoint_is_told_from_a_whole_one(run, damage):
+    model = json.loads((run / "checkpoint-6/manifest.json").read_text())["model"]
+    checkpoint_files.verify(run / "checkpoint-6", model)
+    DAMAGES[damage](run / "checkpoint-6")
+    with pytest.raises(checkpoint_files.Corrupt):
+        checkpoint_files.verify(run / "checkpoint-6", model)
+    assert checkpoint_files.newest_usable(run, model) == run / "checkpoint-4"
 
 
-def test_leftovers_of_a_killed_save_are_cleared(copy, dataset):
-    shutil.copytree(copy / "checkpoint-4", copy / "tmp-checkpoint-5")
-    said = train(dataset, copy, **SHORT)
+def test_a_damaged_newest_one_is_skipped_set_aside_and_written_anew(run, finished, dataset, tmp_path):
+    """Also with --save_total_limit 1: the damaged one must not count as the newest and crowd out the whole ones."""
+    DAMAGES["a flipped byte"](run / "checkpoint-6")
+    (run / "tmp-checkpoint-5").mkdir()
+    (run / "tmp-checkpoint-5" / "__0_0.distcp").write_bytes(b"torn")
+    said = train(dataset, run, **FLAGS, save_total_limit=1)
+    assert "checkpoint-6: skipped: __0_0.distcp is damaged" in said
     assert "Resuming after step 4" in said
-    assert not list(copy.glob("tmp-*"))
+    assert names(run) == ["checkpoint-6", "superseded-checkpoint-6"]
+    assert_same_run(run, finished, 6, tmp_path)
 
 
-def test_the_newest_is_by_number_not_by_name_or_time(copy, dataset):
-    (copy / "checkpoint-4").rename(copy / "checkpoint-10")
-    os.utime(copy / "checkpoint-2")
-    said = train(dataset, copy, **SHORT)
-    assert "Resuming after step 4" in said  # what is inside counts
+def test_newest_is_by_number_not_by_time(run, dataset):
+    os.utime(run / "checkpoint-2")
+    (run / "checkpoint-4").rename(run / "checkpoint-10")  # text order would put it first
+    model = json.loads((run / "checkpoint-6/manifest.json").read_text())["model"]
+    assert checkpoint_files.newest_usable(run, model).name == "checkpoint-10"
+    assert [step for step, _ in checkpoint_files.list_checkpoints(run)] == [10, 6, 2]
 
 
-def test_another_model_is_refused_with_the_differing_fields_named(copy, dataset):
-    other = TINY_OVERRIDES.replace("num_hidden_layers=2", "num_hidden_layers=3")
-    for where in ({}, {"resume_from_checkpoint": str(copy / "checkpoint-2")}):
-        said = train(dataset, copy, expect=2, config_overrides=other, **where, **SHORT)
-        assert "num_hidden_layers 2 (now 3)" in said
-    assert steps_saved(copy) == [2, 4]
+def test_when_no_checkpoint_is_whole_the_user_decides(run, finished, dataset, tmp_path):
+    """A run that silently started at step 0 would throw away what can perhaps be rescued."""
+    for checkpoint in run.glob("checkpoint-*"):
+        DAMAGES["a shard cut short"](checkpoint)
+    said = train(dataset, run, expect=2, **FLAGS)
+    assert said.count("error: ") == 1
+    assert "none of its checkpoints is whole (checkpoint-6: __0_0.distcp is damaged" in said
+    assert names(run) == ["checkpoint-2", "checkpoint-4", "checkpoint-6"]
+    train(dataset, run, **FLAGS, resume_from_checkpoint="False")
+    assert names(run) == sorted([*names(finished), *(f"superseded-{name}" for name in names(finished))])
+    assert_same_run(run, finished, 6, tmp_path)
+    for checkpoint in run.glob("checkpoint-*"):
+        DAMAGES["no manifest"](checkpoint)
+    train(dataset, run, **FLAGS, overwrite_output_dir=True)
+    assert names(run) == names(finished)
+
+
+def test_resume_from_a_named_checkpoint_and_from_none(run, finished, dataset, tmp_path):
+    """What lies beyond is of another way from there: set aside, or a restart would go on from it."""
+    said = train(dataset, run, **FLAGS, resume_from_checkpoint=run / "checkpoint-2")
+    assert "Resuming after step 2" in said
+    assert names(run) == sorted([*names(finished), "superseded-checkpoint-4", "superseded-checkpoint-6"])
+    assert_same_run(run, finished, 6, tmp_path)
+    said = train(dataset, tmp_path / "other", **FLAGS, resume_from_checkpoint=finished / "checkpoint-4")
+    assert [row["step"] for row in rows(tmp_path / "other")] == [5, 6]
+    assert losses(tmp_path / "other") == losses(finished)[4:]
+    said = train(dataset, run, **FLAGS, resume_from_checkpoint="False")
+    assert "Resuming" not in said
+    assert_same_run(run, finished, 6, tmp_path)
 
 
 @pytest.mark.parametrize(
-    ("flags", "named"),
+    ("flags", "reasons"),
     [
-        ({"seed": 1}, "seed 42 (now 1)"),
-        ({"max_seq_length": 64}, "max_seq_length"),
-        ({"max_train_samples": 9}, "dataset"),
+        ({"seed": 7}, ["seed 42 (now 7)"]),
+        ({"max_seq_length": 64}, ["max_seq_length 128 (now 64)", "tokens_per_pack 512 (now 256)"]),
+        ({"max_train_samples": 100}, ["dataset "]),
+        ({"pad_to_max_length": True}, ["sequences_per_pack None (now 4)", "tokens_per_pack 512 (now not used)"]),
+        (
+            {"config_overrides": "num_hidden_layers=1,hidden_size=32,num_attention_heads=2,intermediate_size=64"},
+            ["another model: hidden_size 64 (now 32), num_hidden_layers 2 (now 1), num_attention_heads 4 (now 2)"],
+        ),
     ],
 )
-def test_another_order_of_batches_is_refused(flags, named, copy, dataset):
-    assert named in train(dataset, copy, expect=2, **SHORT | flags)
-    assert steps_saved(copy) == [2, 4]
+def test_a_checkpoint_of_another_model_or_other_data_is_refused_naming_what_differs(run, dataset, flags, reasons):
+    before = {path: path.stat().st_mtime_ns for path in run.rglob("*")}
+    for where in (None, run / "checkpoint-2"):
+        said = train(dataset, run, expect=2, **FLAGS | flags, resume_from_checkpoint=where)
+        errors = [line for line in said.splitlines() if line.startswith("error: ")]
+        assert len(errors) == 1
+        assert all(reason in errors[0] for reason in reasons)
+        assert "Traceback" not in said
+    assert {path: path.stat().st_mtime_ns for path in run.rglob("*") if path.name != ".run"} == {
+        path: time for path, time in before.items() if path.name != ".run"
+    }
 
 
-def test_resume_from_a_named_checkpoint_and_from_none(copy, finished, dataset):
-    said = train(dataset, copy, resume_from_checkpoint=str(copy / "checkpoint-2"), **SHORT)
-    assert "Resuming after step 2" in said
-    assert losses(copy) == losses(finished)
-    said = train(dataset, copy, resume_from_checkpoint="false", **SHORT)
-    assert "Resuming" not in said
-    assert losses(copy) == losses(finished)
-
-
-def test_a_damaged_checkpoint_that_was_asked_for_by_name_is_an_error(copy, dataset):
-    _truncate(copy / "checkpoint-4")
-    said = train(dataset, copy, expect=2, resume_from_checkpoint=str(copy / "checkpoint-4"), **SHORT)
-    assert "damaged" in said
-
-
-@pytest.mark.parametrize("limit", [1, 2])
-def test_save_total_limit_keeps_the_newest(limit, dataset, tmp_path):
-    train(dataset, tmp_path / "out", max_steps=5, save_steps=1, save_total_limit=limit)
-    assert steps_saved(tmp_path / "out") == [4, 5][-limit:]
+@pytest.mark.parametrize("damage", ["a flipped byte", "nothing"])
+def test_a_named_checkpoint_that_is_damaged_is_refused(run, dataset, damage):
+    DAMAGES[damage](run / "checkpoint-4")
+    said = train(dataset, run, expect=2, **FLAGS, resume_from_checkpoint=run / "checkpoint-4")
+    assert f"error: --resume_from_checkpoint {run / 'checkpoint-4'}: " in said
+    said = train(dataset, run, expect=2, **FLAGS, resume_from_checkpoint=run / "checkpoint-5")
+    assert "checkpoint-5: no such directory" in said
 
 
 @pytest.fixture
 def small_disk(tmp_path):
-    """A tmpfs of 4 MB: room for one or two of the tiny model's checkpoints."""
-    directory = tmp_path / "disk"
-    directory.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(directory)], capture_output=True)
+    """A file system of 12 MB with a checkpoint's room many times over, until something fills it."""
+    if os.geteuid() != 0:
+        pytest.skip("mounting a small tmpfs needs root")
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=12m", "tmpfs", disk], capture_output=True)
     if mounted.returncode:
-        pytest.skip("mounting a tmpfs needs root")
-    yield directory
-    subprocess.run(["umount", "-l", str(directory)], check=True)
+        pytest.skip(f"cannot mount a tmpfs: {mounted.stderr.decode().strip()}")
+    try:
+        yield disk
+    finally:
+        subprocess.run(["umount", "-l", disk], check=True)
 
 
-@pytest.mark.parametrize("in_background", [True, False])
-def test_a_full_disk_is_one_line_and_the_last_checkpoint_survives(in_background, small_disk, finished, dataset):
+@pytest.mark.parametrize(("async_save", "nproc"), [(True, 1), (False, 1), (True, 2)])
+def test_a_full_disk_costs_no_checkpoint(small_disk, dataset, tmp_path, async_save, nproc):
     out = small_disk / "out"
-    size = sum(path.stat().st_size for path in (finished / "checkpoint-2").iterdir())
-    assert size < 2_000_000  # one fits, three do not
-    train(dataset, out, stop_at_step=2, async_save=in_background, **SHORT)
-    (small_disk / "ballast").write_bytes(bytes(4_000_000 - size - size // 2 - 200_000))
-    said = train(dataset, out, expect=2, async_save=in_background, **SHORT)
+    flags = FLAGS | {"async_save": async_save}
+    train(dataset, out, nproc, **flags, stop_at_step=2)
+    free = shutil.disk_usage(small_disk).free
+    (small_disk / "ballast").write_bytes(bytes(free - 600_000))  # a checkpoint takes twice that
+    with LiveRun(dataset, out, tmp_path / "logs", nproc, **flags) as run:
+        assert run.end() == [2] * nproc
+        said = [run.said(rank) for rank in range(nproc)]
+    errors = [line for text in said for line in text.splitlines() if "error: " in line]
+    assert len(errors) == 1
+    assert "checkpoint not saved" in errors[0]
+    assert "the last complete one is untouched" in errors[0]
+    assert "Traceback" not in "".join(said)
+    assert names(out) == ["checkpoint-2"]
+    (small_disk / "ballast").unlink()
+    assert "Resuming after step 2" in train(dataset, out, nproc, **flags)
+    train(dataset, tmp_path / "whole", nproc, **flags)
+    assert_same_run(out, tmp_path / "whole", 6, tmp_path)
+
+
+def test_an_export_that_finds_the_disk_full_leaves_nothing_half_written(small_disk, dataset):
+    out = small_disk / "out"
+    flags = {"max_steps": 2}
+    train(dataset, out, **flags, save_final_model=False)
+    (small_disk / "ballast").write_bytes(bytes(shutil.disk_usage(small_disk).free - 100_000))
+    said = train(dataset, out, expect=2, **flags)
     errors = [line for line in said.splitlines() if line.startswith("error: ")]
     assert len(errors) == 1
-    assert "No space left" in errors[0]
+    assert "final_model: not exported" in errors[0]
     assert "Traceback" not in said
-    assert steps_saved(out) == [2]
-    assert not list(out.glob("tmp-*"))
+    assert not list(out.glob("final_model*"))
     (small_disk / "ballast").unlink()
-    said = train(dataset, out, save_total_limit=1, async_save=in_background, **SHORT)
-    assert "Resuming after step 2" in said
-    assert same_bits(final_weights(out), final_weights(finished))
+    train(dataset, out, **flags)
+    assert (out / "final_model/model.safetensors").exists()
 
 
-def test_exit_waits_for_the_save_in_flight(dataset, tmp_path):
-    """A writer that outlived its process group used to abort about one exit in six; two ranks, eight exits."""
-    for number in range(8):
+def _save_and_end(out: Path) -> None:
+    checkpointer = checkpointer_of_a_small_model(out)
+    _take_steps(checkpointer)
+    try:
+        checkpointer.save(1, {"step": 1})
+    finally:
+        checkpointer.close()
+        torch.distributed.destroy_process_group()
+
+
+def test_the_end_of_a_process_neither_loses_nor_aborts_its_save(dataset, tmp_path):
+    """20 processes that save in the background and end at once, half of them pairs; and a real command line."""
+    for number in range(20):
         out = tmp_path / str(number)
-        said = train(dataset, out, nproc=2, max_steps=1, save_final_model=False)
-        assert "terminate called" not in said
-        assert steps_saved(out) == [1]
+        out.mkdir()
+        nproc = 1 + number % 2
+        codes, said = on_ranks(nproc, _save_and_end, out)
+        assert codes == [0] * nproc, said
+        assert "terminate called" not in "".join(said)
+        assert names(out) == ["checkpoint-1"]
+        model = json.loads((out / "checkpoint-1/manifest.json").read_text())["model"]
+        checkpoint_files.verify(out / "checkpoint-1", model)
+    done = subprocess.run(
+        training_command(dataset, tmp_path / "real", **FLAGS),
+        capture_output=True,
+        text=True,
+        env=environment(),
+        timeout=TIMEOUT_S,
+    )
+    assert done.returncode == 0
+    assert not [line for line in done.stderr.splitlines() if " - INFO - " not in line]
+    assert names(tmp_path / "real") == ["checkpoint-2", "checkpoint-4", "checkpoint-6"]
 
 
-def test_a_real_torchrun_leaves_whole_checkpoints(dataset, tmp_path):
-    done = run_training(dataset, tmp_path / "out", nproc=2, **SHORT)
-    assert done.returncode == 0, done.stderr
-    assert "Traceback" not in done.stderr
-    assert "UserWarning" not in done.stderr
-    said = train(dataset, tmp_path / "out", **SHORT | {"max_steps": 8})
-    assert "Resuming after step 6" in said
+def test_another_run_in_the_same_directory_is_waited_for(dataset, tmp_path):
+    """The lock goes with the process that holds it, and its loader workers do not inherit it."""
+    out, flags = tmp_path / "out", FLAGS | {"max_steps": 500, "save_steps": 50, "dataloader_num_workers": 2}
+    with LiveRun(dataset, out, tmp_path / "logs", **flags) as first:
+        first.until(lambda: newest_step(out) >= 50)
+        with LiveRun(dataset, out, tmp_path / "logs", **flags, stop_at_step=1) as second:
+            second.until_said("another run is writing here: waiting")
+            first.signal(signal.SIGKILL)
+            assert second.end() == [0]
+            assert "is done already" in second.said()
+
+
+def test_a_directory_that_stays_locked_is_refused(tmp_path):
+    context = multiprocessing.get_context("spawn")
+    held = context.Event()
+    other = context.Process(target=_hold, args=(tmp_path / ".run", held))
+    other.start()
+    try:
+        assert held.wait(60)
+        with pytest.raises(UserError, match="another run is writing here"):
+            hold(tmp_path / ".run", patience_s=0.3)
+    finally:
+        other.kill()
+        other.join()
+
+
+def _hold(path: Path, held) -> None:
+    handle = hold(path)
+    held.set()
+    time.sleep(60)
+    handle.close()

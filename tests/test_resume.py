@@ -10,9 +10,7 @@ import time
 import pytest
 
 from tests.live_runs import LiveRun, assert_same_run, kill_all, newest_step, ranks_of, torchrun, trajectory, wait_until
-from tests.training_fixtures import dataset, final_weights, relative_difference, rows, same_bits, train
-
-__all__ = ["dataset"]
+from tests.training_fixtures import final_weights, relative_difference, rows, same_bits, train
 
 KILLS = 22
 STEPS = 90

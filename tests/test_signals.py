@@ -20,9 +20,7 @@ from tests.live_runs import (
     torchrun,
     wait_until,
 )
-from tests.training_fixtures import ROOT, TIMEOUT_S, dataset, environment, rows, train, training_command
-
-__all__ = ["dataset"]
+from tests.training_fixtures import ROOT, TIMEOUT_S, environment, rows, train, training_command
 
 STEPS = 300
 FLAGS = {"max_steps": STEPS, "save_steps": 1000, "per_device_train_batch_size": 1, "save_final_model": False}
