@@ -6,7 +6,7 @@
 #   ./quickstart.sh                          a generated sample of protein families
 #   ./quickstart.sh --fasta my.fasta[.gz]    your own proteins
 #   ./quickstart.sh --source URL             proteins from the web, say UniRef50 (13.6 GB)
-#   ./quickstart.sh --steps 2000             train for longer (default: 160 steps of 8,192 tokens)
+#   ./quickstart.sh --steps 2000             train for longer (default: 120 steps of 8,192 tokens)
 #   ./quickstart.sh --output DIR             where it all goes (default: quickstart/<name of the proteins>)
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")"
@@ -14,7 +14,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")"
 fail() { echo "error: $*" >&2; exit 2; }
 say() { printf '\n== %s\n' "$*"; }
 
-source_="" output="" steps=160
+source_="" output="" steps=120
 while [ $# -gt 0 ]; do
   case "$1" in
     --fasta | --source | --steps | --output) [ $# -ge 2 ] || fail "$1 needs a value" ;;&
