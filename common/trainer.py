@@ -10,7 +10,7 @@ import logging
 import math
 import time
 from contextlib import closing, nullcontext
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
@@ -27,17 +27,16 @@ from common.encode_records import check_tokenizer
 from common.evaluate import evaluate
 from common.finish import finish
 from common.loader import TrainStep
-from common.metrics import MetricsLog, peak_flops, peak_memory_gb, step_flops, step_line
+from common.metrics import MetricsLog, peak_flops, step_line
 from common.optim import build_optimizer, lr_schedule
 from common.packing import Position
+from common.progress import COUNTS, Interval, announce, flops_of
 from common.run_directory import RunDirectory
 from common.run_state import TrainerState, check_same_data, plain, warn_of_changes
 from common.stopping import Preempted
 from common.trackers import Tracker, open_tracker
 
 logger = logging.getLogger(__name__)
-
-COUNTS = ("num_masked", "num_tokens", "sum_squared_lengths", "num_sequences")  # of a batch; summed over the step
 
 
 def load_model(args, world: World) -> esm2.Esm2ForMaskedLM:
@@ -116,29 +115,7 @@ class Run:
         self.eval_every, self.save_every = (_steps(n, self.total_steps) for n in (args.eval_steps, args.save_steps))
         self.state = replace(self.state, packs_per_step=self.packs, data=data.identity, arguments=plain(asdict(args)))
         self.saved_step = self.state.step
-        self._announce()
-
-    def _announce(self) -> None:
-        args, state = self.args, self.state
-        per_rank = args.tokens_per_pack if args.packing else args.per_device_train_batch_size
-        unit = "tokens" if args.packing else "sequences"
-        logger.info("***** Running training *****" if args.do_train else "***** No training *****")
-        for name, value in (
-            ("Num examples", len(self.data.store)),
-            ("Num Epochs", math.ceil(args.num_train_epochs) if args.max_steps <= 0 else "as --max_steps says"),
-            (f"Instantaneous batch size per device ({unit})", per_rank),
-            (f"Total train batch size (w. parallel, distributed & accumulation; {unit})", per_rank * self.packs),
-            ("Gradient Accumulation steps", self.accumulation),
-            ("Total optimization steps", self.total_steps),
-            ("Number of trainable parameters", esm2.count_parameters(self.core)),
-        ):
-            logger.info("  %s = %s", name, f"{value:,}" if isinstance(value, int) else value)
-        precision = "bfloat16, fp32 master weights" if args.bf16 else "fp32"
-        logger.info("  Device = %s x %d, computing in %s", self.world.device.type, self.world.size, precision)
-        if state.step:
-            logger.info("Resuming after step %d (epoch %.2f)", state.step, state.epoch)
-        if self.accumulation != args.gradient_accumulation_steps:
-            logger.info("Accumulation is %d, to keep %d packs a step", self.accumulation, self.packs)
+        announce(self)
 
     # ---- the loop -------------------------------------------------------------------------------------------
 
@@ -168,7 +145,7 @@ class Run:
             unit="step",
         )
         self.model.train()
-        interval = _Interval()
+        interval = Interval()
         stopping = False
         with closing(iter(loader)) as steps, logging_redirect_tqdm(), bar:
             while state.step < self.last_step and not stopping:
@@ -178,13 +155,13 @@ class Run:
                 if not stopping:
                     waited = time.perf_counter() - started
                     loss, grad_norm = self._step(share, counts)
-                    interval.add(counts, self._flops(counts), time.perf_counter() - started, waited)
+                    interval.add(counts, flops_of(self.config, counts), time.perf_counter() - started, waited)
                     state.seconds += time.perf_counter() - started
                     bar.update()
                     evaluating = self.eval_every and state.step % self.eval_every == 0
                     if evaluating or state.step % args.logging_steps == 0 or state.step in (1, self.last_step):
-                        row = self._row(loss, grad_norm, interval)
-                        interval = _Interval()
+                        row = interval.row(self, loss, grad_norm)
+                        interval = Interval()
                         if evaluating:
                             stopping = not self._complete(row)
                         else:
@@ -245,32 +222,9 @@ class Run:
         state.position, state.epoch = asdict(share.position), share.epoch
         state.tokens += tokens
         state.sequences += sequences
-        state.total_flos += self._flops(counts)
+        state.total_flos += flops_of(self.config, counts)
         state.loss_total += loss
         return loss, norm
-
-    def _flops(self, counts: list[int]) -> float:
-        masked, tokens, squared, _ = counts
-        return step_flops(self.config, tokens, squared, masked)
-
-    def _row(self, loss: float, grad_norm: float, interval) -> dict:
-        seconds = max(interval.seconds, 1e-9)
-        flops = interval.flops / seconds / self.world.size
-        row = {
-            "step": self.state.step,
-            "total_steps": self.total_steps,
-            "epoch": self.state.epoch,
-            "loss": loss,
-            "grad_norm": grad_norm,
-            "learning_rate": self.lr(self.state.step - 1),
-            "tokens": self.state.tokens,
-            "tokens_per_second": interval.tokens / seconds,
-            "step_seconds": seconds / interval.steps,
-            "data_wait_seconds": interval.waited / interval.steps,
-            "tflops_per_device": flops / 1e12,
-            "peak_memory_gb": peak_memory_gb(self.world.device),
-        }
-        return row | ({"mfu": flops / self.peak} if self.peak else {})
 
     def _record(self, row: dict) -> None:
         if self.world.is_main:
@@ -306,24 +260,6 @@ class Run:
         if self.state.step > self.saved_step:
             self.checkpointer.save(self.state.step, asdict(self.state))
             self.saved_step = self.state.step
-
-
-@dataclass
-class _Interval:
-    """Sums since the last row of metrics."""
-
-    tokens: int = 0
-    flops: float = 0.0
-    seconds: float = 0.0
-    waited: float = 0.0
-    steps: int = 0
-
-    def add(self, counts: list[int], flops: float, seconds: float, waited: float) -> None:
-        self.tokens += counts[COUNTS.index("num_tokens")]
-        self.flops += flops
-        self.seconds += seconds
-        self.waited += waited
-        self.steps += 1
 
 
 def _gradient_sync(model: nn.Module, last: bool):
