@@ -105,8 +105,9 @@ def _line(name: str, loss: float, perplexity: float, accuracy: float) -> tuple[s
     return name, f"{loss:.4f}", f"{perplexity:.2f}", f"{accuracy:.1%}"
 
 
-def _smoothed(values: list[float], weight: float = 0.9) -> list[float]:
-    """Exponential moving average, its start corrected for having no past."""
+def _smoothed(values: list[float]) -> list[float]:
+    """Exponential moving average, its start corrected for having no past; over fewer values it forgets sooner."""
+    weight = min(0.9, max(0.0, 1 - 10 / max(len(values), 1)))
     out, mean, total = [], 0.0, 0.0
     for value in values:
         mean, total = weight * mean + (1 - weight) * value, weight * total + (1 - weight)
