@@ -36,7 +36,7 @@ if ! supported .venv/bin/python || [ "$(.venv/bin/python -c 'import platform; pr
   rm -rf .venv
   "$python" -m venv .venv || fail "python -m venv failed: on Debian and Ubuntu, apt-get install python3-venv"
 fi
-rm -f .venv/installed-*
+rm -f "$stamp"
 pip() { .venv/bin/python -m pip --disable-pip-version-check "$@"; }
 
 torch=$(grep '^torch==' requirements.txt)
