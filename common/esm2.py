@@ -20,6 +20,7 @@ from common import alphabet
 from common.attention import rotary_tables
 from common.cli import UserError
 from common.layers_torch import TransformerLayer
+from common.linear import Linear, linear
 
 PADDED_VOCAB = 64  # rows of the embedding; a multiple that matrix units like. Rows past 33 stay zero and unseen.
 # Numbers of tokens and of predicted positions are rounded up to this with fillers: CPU and GPU libraries make, and
@@ -82,13 +83,13 @@ class LMHead(nn.Module):
 
     def __init__(self, config: EsmConfig):
         super().__init__()
-        self.dense = nn.Linear(config.hidden_size, config.hidden_size)
+        self.dense = Linear(config.hidden_size, config.hidden_size)
         self.layer_norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
         self.bias = nn.Parameter(torch.empty(PADDED_VOCAB))
 
     def forward(self, x: Tensor, embedding: Tensor) -> Tensor:
         x = self.layer_norm(F.gelu(self.dense(x)))
-        return F.linear(x, embedding, self.bias)[..., : alphabet.VOCAB_SIZE].float()
+        return linear(x, embedding, self.bias)[..., : alphabet.VOCAB_SIZE].float()
 
 
 class Esm2ForMaskedLM(nn.Module):

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from transformers import EsmConfig
 
 from common.attention import packed_attention
+from common.linear import Linear, linear
 
 
 class LayerNormLinear(nn.Module):
@@ -27,7 +28,7 @@ class LayerNormLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = F.layer_norm(x, self.layer_norm_weight.shape, self.layer_norm_weight, self.layer_norm_bias, self.eps)
-        return F.linear(x, self.weight, self.bias)
+        return linear(x, self.weight, self.bias)
 
 
 class LayerNormMLP(nn.Module):
@@ -45,8 +46,8 @@ class LayerNormMLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = F.layer_norm(x, self.layer_norm_weight.shape, self.layer_norm_weight, self.layer_norm_bias, self.eps)
-        x = F.gelu(F.linear(x, self.fc1_weight, self.fc1_bias))
-        return F.linear(x, self.fc2_weight, self.fc2_bias)
+        x = F.gelu(linear(x, self.fc1_weight, self.fc1_bias))
+        return linear(x, self.fc2_weight, self.fc2_bias)
 
 
 class SelfAttention(nn.Module):
@@ -54,7 +55,7 @@ class SelfAttention(nn.Module):
         super().__init__()
         self.heads = config.num_attention_heads
         self.layernorm_qkv = LayerNormLinear(config.hidden_size, 3 * config.hidden_size, config.layer_norm_eps)
-        self.proj = nn.Linear(config.hidden_size, config.hidden_size)
+        self.proj = Linear(config.hidden_size, config.hidden_size)
 
     def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor], cu_seqlens: Tensor, max_seqlen: int) -> Tensor:
         qkv = self.layernorm_qkv(x).view(len(x), self.heads, 3, -1)  # [T, H, 3, D]
