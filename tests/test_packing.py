@@ -17,7 +17,8 @@ from common.alphabet import encode
 from common.cli import UserError
 from common.fasta import read_fasta
 from common.hashing import Permutation
-from common.packing import BatchPlan, Pack, Position, fill_packs
+from common.packing import BatchPlan, Pack, Position
+from common.windows import fill_packs
 
 
 def protein_lengths(count: int, seed: int = 0) -> np.ndarray:
