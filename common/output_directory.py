@@ -2,6 +2,8 @@
 
 A complete directory holds `.complete.json`: what it was made from (source, arguments) and what came out. The same
 command started again sees that and does nothing; another command replaces the directory only with --overwrite.
+
+What a killed run leaves under the temporary name has a journal: the same command goes on from what is noted there.
 """
 
 from __future__ import annotations
@@ -21,16 +23,57 @@ from common.cli import UserError
 logger = logging.getLogger(__name__)
 RECORD = ".complete.json"
 BUILDING = ".building"
+SCRATCH, JOURNAL, MADE_FROM = "scratch", "journal.jsonl", "made from"
+
+
+class Journal:
+    """Notes (key -> anything JSON holds) in a file that stays readable whenever the process is killed."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._values = {}
+        whole = 0
+        for line in path.read_bytes().splitlines(keepends=True) if path.exists() else ():
+            try:
+                key, self._values[key] = json.loads(line) if line.endswith(b"\n") else None
+            except (TypeError, ValueError):  # torn: the process or the machine stopped while it was written
+                os.truncate(path, whole)
+                break
+            whole += len(line)
+
+    def done(self, key: str):
+        """The latest value noted under `key`, or None."""
+        return self._values.get(key)
+
+    def note(self, key: str, value) -> None:
+        """Have (key, value) on the disk on return; sync what it speaks of first."""
+        line = json.dumps([key, value]) + "\n"
+        with open(self.path, "a") as file:
+            file.write(line)
+            sync(file)
+        self._values[key] = json.loads(line)[1]  # what the next run will read
 
 
 @dataclass
 class Build:
     """`paths`: where to write each output that is not complete yet; `scratch`: room for temporary files;
-    `results`: numbers to put into the record of completion."""
+    `results`: numbers to put into the record of completion; `journal`: what is done already, by a run that was killed.
+
+    `paths` and `scratch` are as that run left them, or empty directories together with an empty journal.
+    """
 
     paths: dict[str, Path]
     scratch: Path
+    journal: Journal
     results: dict = field(default_factory=dict)
+
+    def done(self, key: str):
+        """What was noted under `key`, in this run or in the killed one before it; None if nothing was."""
+        return self.journal.done(key)
+
+    def note(self, key: str, value) -> None:
+        """Note that something is done; what it speaks of must be on the disk (`sync`)."""
+        self.journal.note(key, value)
 
 
 def read_record(directory: Path) -> dict | None:
@@ -45,40 +88,36 @@ def read_record(directory: Path) -> dict | None:
 def building(parent: Path, names: list[str], made_from: dict, overwrite: bool) -> Iterator[Build]:
     """Build parent/name for each of `names` that is not there yet; `paths` is empty when all of them are.
 
-    On a clean exit each output appears under its name at once; otherwise nothing stays behind. What a killed run
-    left is cleared first. UserError if an output exists and was made from something else (unless `overwrite`), if
-    `parent` is not writable or if another run is at work in it.
+    On a clean exit each output appears under its name at once. A run that is killed or interrupted (Ctrl-C) leaves its
+    work, and the next one with the same `made_from` goes on from it; any other failure leaves nothing, and what was
+    made from something else is cleared. UserError if an output exists and was made from something else (unless
+    `overwrite`), if `parent` is not writable or if another run is at work in it.
     """
-    missing = [name for name in names if not _is_complete(parent / name, made_from)]
-    for name in names:
-        if name not in missing:
-            logger.info("%s is complete and was made from the same input and arguments: nothing to do", parent / name)
-    if not missing:
-        yield Build({}, parent)
-        return
-    for name in missing:
-        _refuse_to_replace(parent / name, overwrite)
     created = [path for path in (parent, *parent.parents) if not path.exists()]
-    work = parent / BUILDING
     lock = None
     try:
         try:
             parent.mkdir(parents=True, exist_ok=True)
             lock = _lock(parent)
-            _clear(parent)
-            work.mkdir()
-            (work / "scratch").mkdir()
+            missing = _missing(parent, names, made_from, overwrite)
+            build = _open_work(parent, missing, made_from) if missing else None
         except OSError as error:
             raise UserError(f"--output_dir {parent}: {error.strerror}: choose a directory you can write to") from None
-        build = Build({name: work / name for name in missing}, work / "scratch")
-        for path in build.paths.values():
-            path.mkdir()
+        if build is None:
+            _clear(parent)  # a run killed between its last rename and the end
+            yield Build({}, parent, Journal(parent / BUILDING / JOURNAL))
+            return
+        interrupted = False
         try:
             yield build
             for name, path in build.paths.items():
                 _publish(path, parent / name, {"made_from": made_from, "results": build.results})
+        except KeyboardInterrupt:
+            interrupted = True
+            raise
         finally:
-            _clear(parent)
+            if not interrupted:
+                _clear(parent)
         created = []
     finally:
         if lock is not None:
@@ -88,10 +127,46 @@ def building(parent: Path, names: list[str], made_from: dict, overwrite: bool) -
                 path.rmdir()
 
 
+def _missing(parent: Path, names: list[str], made_from: dict, overwrite: bool) -> list[str]:
+    missing = [name for name in names if not _is_complete(parent / name, made_from)]
+    for name in names:
+        if name in missing:
+            _refuse_to_replace(parent / name, overwrite)
+        else:
+            logger.info("%s is complete and was made from the same input and arguments: nothing to do", parent / name)
+    return missing
+
+
+def _open_work(parent: Path, names: list[str], made_from: dict) -> Build:
+    """The work of a killed run where it was for the same outputs, otherwise empty directories."""
+    work = parent / BUILDING
+    paths = {name: work / name for name in names}
+    journal = Journal(work / JOURNAL)
+    of = journal.done(MADE_FROM)
+    # A directory of its outputs that is gone was published, just before the kill.
+    if (
+        of is None
+        or of["made_from"] != _as_json(made_from)
+        or not all(name in of["names"] and path.is_dir() for name, path in paths.items())
+    ):
+        _clear(parent)
+        for path in (work, work / SCRATCH, *paths.values()):
+            path.mkdir()
+        journal = Journal(work / JOURNAL)
+        journal.note(MADE_FROM, {"made_from": made_from, "names": names})
+    else:
+        logger.info("Going on from what a stopped run left in %s", work)
+    return Build(paths, work / SCRATCH, journal)
+
+
+def _as_json(value: dict) -> dict:
+    """As it reads once written, so that tuples and the like compare equal."""
+    return json.loads(json.dumps(value))
+
+
 def _is_complete(directory: Path, made_from: dict) -> bool:
     record = read_record(directory)
-    # Through JSON, so that tuples and the like compare as what was written.
-    return record is not None and record["made_from"] == json.loads(json.dumps(made_from))
+    return record is not None and record["made_from"] == _as_json(made_from)
 
 
 def _refuse_to_replace(directory: Path, overwrite: bool) -> None:
