@@ -5,7 +5,10 @@ from __future__ import annotations
 import gzip
 import zlib
 from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
+
+import pyarrow as pa
 
 from common.cli import UserError
 
@@ -13,6 +16,14 @@ BLOCK_BYTES = 4 << 20
 NEWLINE = b"\n"
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"  # Windows editors write it
 WHITESPACE = b" \t\r\n\v\f"
+
+
+def read_fasta_batches(path: Path | str, block_bytes: int = BLOCK_BYTES) -> Iterator[pa.RecordBatch]:
+    """The records of `read_fasta` in record batches with columns id and text, both string."""
+    records = read_fasta(path, block_bytes)
+    while batch := list(islice(records, 10_000)):
+        columns = [pa.array(column, pa.binary()).cast(pa.string()) for column in zip(*batch, strict=True)]
+        yield pa.RecordBatch.from_arrays(columns, names=["id", "text"])
 
 
 def read_fasta(path: Path | str, block_bytes: int = BLOCK_BYTES) -> Iterator[tuple[bytes, bytes]]:
