@@ -1,8 +1,8 @@
 """FASTA to csv/x000.csv, x001.csv, ... (`id,text`): downloaded if need be, shuffled as a whole, exactly partitioned.
 
-    python 0.download_data.py --output_dir DIR [--source FILE_OR_URL]
+    python 0.download_data.py --output_dir DIR [--source FILE_OR_URL ...]
 
-The source is UniRef50 by default; a plain or gzipped FASTA file, an http(s)://, ftp:// or s3:// URL otherwise. What is
+The source is UniRef50 by default; plain or gzipped FASTA files, http(s)://, ftp:// or s3:// URLs otherwise. What is
 under OUTPUT_DIR/csv is always complete. Stopped at any moment and started again, the same command gives the same files
 (a download goes on where it broke off); once they are there it does nothing.
 """
@@ -12,13 +12,15 @@ import os
 import sys
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 
 from tqdm import tqdm
 
 from common.cli import UserError, parse_arguments, run
+from common.download import download_directory
 from common.fasta import read_fasta
-from common.fetch import download, download_directory, is_url, local_file
+from common.fetch import describe_sources, fetch, parse_sources
 from common.output_directory import building
 from common.partitions import PartitionWriter, batches_of_lines, in_random_order
 
@@ -37,7 +39,12 @@ class Arguments:
     shuffle: bool = field(
         default=True, metadata={"help": "one random order over the whole input; False keeps its own"}
     )
-    source: str = field(default=UNIREF50, metadata={"help": "FASTA file (plain or .gz), or http(s), ftp or s3 URL"})
+    source: list[str] = field(
+        default_factory=lambda: [UNIREF50],
+        metadata={"help": "FASTA files (plain or .gz), http(s), ftp or s3 URLs, read in order (default: UniRef50)"},
+    )
+    md5: list[str] = field(default_factory=list, metadata={"help": "checksums of the sources, in their order"})
+    sha256: list[str] = field(default_factory=list, metadata={"help": "likewise"})
     seed: int = field(default=42, metadata={"help": "of the shuffle"})
     overwrite: bool = field(default=False, metadata={"help": "replace outputs made from other input or arguments"})
 
@@ -48,6 +55,7 @@ class Arguments:
             raise UserError(f"--seed {self.seed}: must not be negative")
         if not self.formats:
             raise UserError("nothing to write: leave --save_csv True or set another --save_... flag")
+        self.sources = parse_sources(self.source, self.md5, self.sha256)
 
     @property
     def formats(self) -> list[str]:
@@ -56,11 +64,8 @@ class Arguments:
 
 def describe(args: Arguments) -> dict:
     """What decides the output: an output directory made from the same is not made again."""
-    made_from = {"source": args.source, "max_records_per_partition": args.max_records_per_partition}
+    made_from = describe_sources(args.sources) | {"max_records_per_partition": args.max_records_per_partition}
     made_from |= {"shuffle": args.shuffle, "seed": args.seed if args.shuffle else None}
-    if not is_url(args.source):  # the same file may be mounted elsewhere
-        path = local_file(args.source)
-        made_from |= {"source": path.name, "size": path.stat().st_size, "mtime_ns": path.stat().st_mtime_ns}
     return made_from
 
 
@@ -79,14 +84,10 @@ def main() -> None:
     ):
         if not build.paths:
             return
-        if is_url(args.source):
-            logger.info("Downloading FASTA")
-            logger.info("Downloading %s to %s", args.source, downloads)
-            source = download(args.source, downloads)
-        else:
-            source = local_file(args.source)
-        logger.info("Reading FASTA file %s", source)
-        batches = batches_of_lines(progress(read_fasta(source), "Reading"))
+        paths = fetch(args.sources, downloads)
+        logger.info("Reading FASTA file %s", ", ".join(map(str, paths)))
+        records = chain.from_iterable(map(read_fasta, paths))
+        batches = batches_of_lines(progress(records, "Reading"))
         if args.shuffle:
             batches = in_random_order(batches, build.scratch, args.seed)
         logger.info("Generating %s files", " and ".join(build.paths))

@@ -7,9 +7,7 @@ import json
 import shutil
 import signal
 import subprocess
-import sys
 import time
-import types
 from collections import Counter
 
 import datasets
@@ -17,7 +15,6 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
-from common import fetch
 from common.cli import UserError
 from common.fasta import read_fasta
 from common.output_directory import building, read_record
@@ -35,7 +32,6 @@ from tests.data_fixtures import (
     numbered,
     write_fasta,
 )
-from tests.local_servers import ftp_server, http_server
 
 SCRIPT = "0.download_data.py"
 
@@ -274,145 +270,6 @@ def test_two_runs_at_once_are_refused(tmp_path):
         with pytest.raises(UserError, match="another run is writing here"):
             call(DOWNLOAD, "--source", source, "--output_dir", tmp_path / "out")
         assert (tmp_path / "out/.building/csv").exists()
-
-
-# --- downloads
-
-
-@pytest.fixture
-def content():
-    return gzip.compress("".join(f">P{i} x\nMKVLAGTYRR\n" for i in range(50_000)).encode(), mtime=0)
-
-
-def test_broken_download_goes_on_where_it_ended(tmp_path, content):
-    with http_server(content, break_after=[60_000, 30_000]) as server:
-        path = fetch.download(f"{server.url}/u.fasta.gz", tmp_path, first_wait_s=0.01)
-    assert path.read_bytes() == content
-    assert [path] == list(tmp_path.iterdir())
-    assert server.ranges == [None, "bytes=60000-", "bytes=90000-"]
-
-
-def test_a_changed_remote_file_is_fetched_from_its_start(tmp_path, content):
-    newer = content[::-1]
-    with http_server(content, break_after=[60_000]) as server:
-        server.then(newer, etag='"2"')
-        path = fetch.download(f"{server.url}/u.fasta.gz", tmp_path, first_wait_s=0.01)
-    assert path.read_bytes() == newer
-
-
-@pytest.mark.parametrize("kind", ["no ranges", "no validator", "no length"])
-def test_servers_that_cannot_resume(tmp_path, content, kind):
-    with http_server(content, break_after=[60_000], lacking=kind) as server:
-        if kind == "no length":  # nothing tells a broken transfer from a whole one but what is in the file
-            with pytest.raises(UserError, match="cut short"):
-                call(DOWNLOAD, "--source", f"{server.url}/u.fasta.gz", "--output_dir", tmp_path / "out")
-            assert not (tmp_path / "out").exists()
-        else:
-            path = fetch.download(f"{server.url}/u.fasta.gz", tmp_path, first_wait_s=0.01)
-            assert path.read_bytes() == content
-
-
-def test_a_hopeless_download_keeps_what_came(tmp_path, content):
-    with http_server(content, break_after=[50_000, 0, 0, 0]) as server:
-        url = f"{server.url}/u.fasta.gz"
-        with pytest.raises(fetch.TransferError, match=r"\(3 attempts\)"):
-            fetch.download(url, tmp_path, attempts=3, first_wait_s=0.01)
-        assert sorted(path.suffix for path in tmp_path.iterdir()) == [".json", ".part"]
-        server.break_after.clear()
-        assert fetch.download(url, tmp_path).read_bytes() == content
-    assert server.ranges[-1] == "bytes=50000-"
-
-
-def test_failures_of_the_server_are_retried(tmp_path, content):
-    with http_server(content, statuses=[503, 429, 500]) as server:
-        assert fetch.download(f"{server.url}/a", tmp_path, first_wait_s=0.01).read_bytes() == content
-
-
-def test_stalled_download_times_out_and_goes_on(tmp_path, content):
-    with http_server(content, break_after=[60_000], stall_s=1.0) as server:
-        path = fetch.download(f"{server.url}/a", tmp_path, timeout_s=0.2, first_wait_s=0.01)
-    assert path.read_bytes() == content
-    assert server.ranges == [None, "bytes=60000-"]
-
-
-def test_url_as_source_also_after_a_kill(tmp_path, content):
-    out = tmp_path / "out"
-    with http_server(content, break_after=[60_000], stall_s=20.0) as server:
-        arguments = ("--source", f"{server.url}/u.fasta.gz", "--output_dir", out)
-        kill_when(arguments, lambda: any(p.stat().st_size >= 60_000 for p in out.glob(".download/*.part")))
-        call(DOWNLOAD, *arguments)
-        requests = len(server.ranges)
-        call(DOWNLOAD, *arguments)  # complete: no network needed
-    assert server.ranges == [None, "bytes=60000-"]
-    assert requests == 2
-    assert sum(map(len, partitions(out / "csv"))) == 50_000
-    assert [path.name for path in out.iterdir()] == ["csv"]
-
-
-def test_wrong_addresses_leave_nothing(tmp_path, content):
-    with http_server(content, statuses=[404]) as server, pytest.raises(UserError, match="HTTP 404"):
-        call(DOWNLOAD, "--source", f"{server.url}/u.fasta.gz", "--output_dir", tmp_path / "out")
-    with pytest.raises(UserError, match="cannot fetch gopher://"):
-        call(DOWNLOAD, "--source", "gopher://x/y", "--output_dir", tmp_path / "out")
-    with http_server(b"<html>login</html>") as server, pytest.raises(UserError, match="not FASTA"):
-        call(DOWNLOAD, "--source", f"{server.url}/u.fasta.gz", "--output_dir", tmp_path / "out")
-    assert not list(tmp_path.iterdir())
-
-
-def test_nobody_listens(tmp_path):
-    with pytest.raises(fetch.TransferError, match=r"refused.*\(2 attempts\)"):
-        fetch.download("http://127.0.0.1:1/u.fasta", tmp_path / "d", attempts=2, first_wait_s=0.01)
-    assert not list(tmp_path.iterdir())
-
-
-def test_ftp_goes_on_where_it_ended(tmp_path, content):
-    with ftp_server(content, break_after=[60_000]) as server:
-        path = fetch.download(f"{server.url}/pub/u.fasta.gz", tmp_path, first_wait_s=0.01)
-        assert path.read_bytes() == content
-        assert server.starts == [0, 60_000]
-        with pytest.raises(UserError, match="FTP 550"):
-            fetch.download(f"{server.url}/absent", tmp_path / "d")
-    assert not (tmp_path / "d").exists()
-
-
-def test_s3(tmp_path, monkeypatch, content):
-    asked = []
-
-    class Client:
-        def head_object(self, **where):
-            return {"ETag": '"1"', "ContentLength": len(content)}
-
-        def get_object(self, Bucket, Key, Range="bytes=0-"):
-            start = int(Range[6:-1])
-            asked.append((Bucket, Key, start))
-            pieces = [content[start : start + 60_000]] + ([content[start + 60_000 :]] if start else [])
-
-            def read(_count):
-                if not pieces and not start:
-                    raise ConnectionError("gone")
-                return pieces.pop(0) if pieces else b""
-
-            return {"Body": types.SimpleNamespace(read=read, close=lambda: None)}
-
-    errors = types.SimpleNamespace(BotoCoreError=OSError, ClientError=KeyError)
-    modules = {
-        "boto3": types.SimpleNamespace(client=lambda *_, **__: Client()),
-        "botocore": types.SimpleNamespace(),
-        "botocore.config": types.SimpleNamespace(Config=lambda **_: None),
-        "botocore.exceptions": errors,
-    }
-    for name, module in modules.items():
-        monkeypatch.setitem(sys.modules, name, module)
-    path = fetch.download("s3://bucket/dir/u.fasta.gz", tmp_path, first_wait_s=0.01)
-    assert path.read_bytes() == content
-    assert asked == [("bucket", "dir/u.fasta.gz", 0), ("bucket", "dir/u.fasta.gz", 60_000)]
-
-
-def test_s3_without_boto3(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "boto3", None)
-    with pytest.raises(UserError, match="pip install boto3"):
-        call(DOWNLOAD, "--source", "s3://bucket/u.fasta", "--output_dir", tmp_path / "out")
-    assert not list(tmp_path.iterdir())
 
 
 # --- bad input, as the user sees it
