@@ -120,9 +120,7 @@ def _check_address(source: Source) -> None:
 def _check_file(source: Source) -> None:
     path, takes = source.path, "--source takes FASTA files (plain or .gz) and URLs"
     if path.is_dir():
-        raise UserError(
-            f"{source.address}: not a file but a directory: {takes}: {source.address.rstrip('/')}/*.fasta.gz"
-        )
+        raise UserError(f"{source.address}: not a file but a directory: {takes}: name the files that are in it")
     if not path.exists():
         pattern = any(character in source.address for character in "*?[")
         hint = ": write a pattern without quotes, for the shell to replace" if pattern else ""

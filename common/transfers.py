@@ -216,7 +216,7 @@ def _open_s3(url: str, start: int, version: str, timeout_s: float) -> Transfer:
         _raise_for_status(url, status, code, metadata.get("HTTPHeaders", {}).get("retry-after"))
     except aws.SSLError as error:
         raise FetchError(f"{url}: bad TLS certificate: {error}: {CERTIFICATES.format('AWS_CA_BUNDLE')}") from None
-    except aws.HTTPClientError as error:
+    except (aws.ConnectionError, aws.HTTPClientError) as error:
         raise TemporaryError(str(error)) from error
     except aws.ParamValidationError as error:
         raise FetchError(f"{url}: {' '.join(str(error).split())}: check the address") from None
