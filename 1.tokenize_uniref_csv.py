@@ -7,22 +7,24 @@ records and depend on --seed; training records keep the order of the CSV files. 
 asked for. What is under OUTPUT_DIR/arrow is always complete; once it is there the same command does nothing.
 """
 
+import functools
 import hashlib
 import logging
+import shutil
 import sys
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import numpy as np
-import pyarrow as pa
 from tqdm import tqdm
 
+from common.bad_records import BadRecords, Policy
 from common.cli import UserError, parse_arguments, run
-from common.csv_records import count_rows, csv_files, read_rows
-from common.encode_records import Chunker, check_tokenizer, encode_rows, in_order
-from common.output_directory import building
-from common.splits import SPLITS, split_labels, split_sizes
+from common.csv_records import count_rows, csv_files
+from common.encode_files import FileEncoder, usable_threads
+from common.encode_records import Chunker, check_tokenizer, encode_rows
+from common.output_directory import Build, building
+from common.shards import Piece, assemble, read_pieces
+from common.splits import SPLITS, labels_by_file, split_labels, split_sizes
 from common.token_writer import TOKEN_FEATURES, DatasetWriter, write_dataset_dict
 
 logger = logging.getLogger(__name__)
@@ -48,6 +50,10 @@ class Arguments:
     )
     line_by_line: bool = field(
         default=True, metadata={"help": "False: concatenate records and cut into chunks of --max_seq_length (or 1024)"}
+    )
+    on_bad_record: Policy = field(
+        default="error",
+        metadata={"help": "a row without text, not ASCII or not of two columns: error (stop) or skip (and count)"},
     )
     seed: int = field(default=42, metadata={"help": "of the choice of splits"})
     overwrite: bool = field(default=False, metadata={"help": "replace an output made from other input or arguments"})
@@ -80,20 +86,82 @@ def describe(args: Arguments, files: list[Path]) -> dict:
     return {
         "input": listing | {"listing": hashlib.sha256(repr(stats).encode()).hexdigest()},
         **{name: getattr(args, name) for name in deciding},
+        **({"on_bad_record": args.on_bad_record} if args.on_bad_record != "error" else {}),
     }
 
 
-def rows_by_split(files: list[Path], records: int, sizes: tuple, seed: int) -> Iterator[tuple[int, pa.RecordBatch]]:
-    """(split, its rows) of every block of the input, in order."""
-    labels_ahead = np.empty(0, np.uint8)
-    windows = split_labels(records, sizes, seed)
-    for path in files:
-        for rows in read_rows(path):
-            while len(labels_ahead) < rows.num_rows:
-                labels_ahead = np.concatenate([labels_ahead, next(windows)])
-            labels, labels_ahead = labels_ahead[: rows.num_rows], labels_ahead[rows.num_rows :]
-            for split in range(len(SPLITS)):
-                yield split, rows.filter(pa.array(labels == split))
+def count_records(build: Build, files: list[Path], on_bad_record: str) -> tuple[list[int], BadRecords]:
+    """Usable records of every file, and what is known about the bad ones."""
+    if (found := build.done("records")) is None:
+        bad_records = BadRecords(on_bad_record)
+        # What stops the run anyway is found when the records are read.
+        counts = [count_rows(path, bad_records if on_bad_record == "skip" else None) for path in files]
+        found = {"counts": counts, "bad": bad_records.state}
+        build.note("records", found)
+    return found["counts"], BadRecords(on_bad_record, **found["bad"])
+
+
+def finish_split(build: Build, split: str, pieces: list[Piece], chunker: Chunker | None) -> None:
+    """Make the split's directory of its pieces, once."""
+    directory = build.paths["arrow"] / split
+    if build.done(f"split {split}"):
+        return
+    if chunker is None:
+        assemble(directory, pieces, build.scratch, TOKEN_FEATURES)
+    else:
+        shutil.rmtree(directory, ignore_errors=True)
+        writer = DatasetWriter(directory, TOKEN_FEATURES)
+        for rows in read_pieces(pieces, build.scratch):
+            writer.write(chunker.add(rows))
+        writer.write(chunker.finish())
+        writer.close()
+    build.note(f"split {split}", True)
+
+
+def tokenize(args: Arguments, files: list[Path], build: Build) -> None:
+    logger.info("Loading csv files from %s", args.input_dir)
+    counts, bad_records = count_records(build, files, args.on_bad_record)
+    records = sum(counts)
+    logger.info("%s records in %d files", f"{records:,}", len(files))
+    logger.info("Splitting dataset")
+    sizes = split_sizes(records, args.train_size, args.validation_size, args.test_size)
+    labels = split_labels(records, sizes, args.seed)
+    logger.info("train %s, validation %s, test %s records", *(f"{size:,}" for size in sizes))
+
+    truncate, pad, chunkers = args.max_seq_length, args.pad_to_max_length, [None] * len(SPLITS)
+    if args.line_by_line:
+        logger.info("Processing line by line")
+    else:
+        length = args.max_seq_length or 1024
+        logger.info("Concatenating records and cutting them into chunks of %d tokens", length)
+        chunkers = [Chunker(length, pad) for _ in SPLITS]
+        truncate, pad = None, False
+    workers = usable_threads(args.preprocessing_num_workers)
+    with tqdm(total=records, unit=" records", mininterval=0.5 if sys.stderr.isatty() else 10.0) as bar:
+
+        def progress(records: int, tokens: int) -> None:
+            bar.set_description(f"{tokens / 1e9:.2f} GB", refresh=False)
+            bar.update(records)
+
+        encode = functools.partial(encode_rows, max_seq_length=truncate, pad=pad)
+        encoder = FileEncoder(build, encode, args.on_bad_record, workers, len(files), progress)
+        made = list(encoder.run(zip(files, labels_by_file(labels, counts), strict=True)))
+    for split, chunker in zip(SPLITS, chunkers, strict=True):
+        pieces = [Piece(*piece) for of_file in made for piece in of_file["pieces"][split]]
+        finish_split(build, split, pieces, chunker)
+    write_dataset_dict(build.paths["arrow"], list(SPLITS))
+
+    tokens, unknown, with_unknown = (
+        sum(of_file[key] for of_file in made) for key in ("tokens", "unknown", "records_with_unknown")
+    )
+    written = sum(path.stat().st_size for path in build.paths["arrow"].rglob("*.arrow"))
+    build.results |= {"records": sum(sizes), "tokens": tokens, "bytes": written, "unknown_characters": unknown}
+    build.results |= {"records_with_unknown": with_unknown, **dict(zip(SPLITS, sizes, strict=True))}
+    build.results |= {"bad_records": bad_records.count}
+    logger.info("%s tokens, %.0f bytes a record", f"{tokens:,}", written / sum(sizes))
+    if unknown:
+        logger.warning("%s characters in %s records are no residues: <unk>", f"{unknown:,}", f"{with_unknown:,}")
+    bad_records.report()
 
 
 def main() -> None:
@@ -103,46 +171,7 @@ def main() -> None:
     with building(Path(args.output_dir), ["arrow"], describe(args, files), args.overwrite) as build:
         if not build.paths:
             return
-        logger.info("Loading csv files from %s", args.input_dir)
-        records = sum(count_rows(path) for path in files)
-        logger.info("%s records in %d files", f"{records:,}", len(files))
-        logger.info("Splitting dataset")
-        sizes = split_sizes(records, args.train_size, args.validation_size, args.test_size)
-        logger.info("train %s, validation %s, test %s records", *(f"{size:,}" for size in sizes))
-
-        writers = [DatasetWriter(build.paths["arrow"] / split, TOKEN_FEATURES) for split in SPLITS]
-        chunkers = None
-        if args.line_by_line:
-            logger.info("Processing line by line")
-        else:
-            length = args.max_seq_length or 1024
-            logger.info("Concatenating records and cutting them into chunks of %d tokens", length)
-            chunkers = [Chunker(length, args.pad_to_max_length) for _ in SPLITS]
-        truncate, pad = (args.max_seq_length, args.pad_to_max_length) if args.line_by_line else (None, False)
-        tokens = unknown = records_with_unknown = 0
-        items = rows_by_split(files, records, sizes, args.seed)
-        bar = tqdm(total=sum(sizes), unit=" records", mininterval=0.5 if sys.stderr.isatty() else 10.0)
-        with bar:
-            encode = lambda item: (item[0], encode_rows(item[1], truncate, pad))  # noqa: E731
-            for split, encoded in in_order(encode, items, args.preprocessing_num_workers):
-                writers[split].write(chunkers[split].add(encoded.rows) if chunkers else encoded.rows)
-                tokens += encoded.tokens
-                unknown += encoded.unknown
-                records_with_unknown += encoded.records_with_unknown
-                bar.update(encoded.rows.num_rows)
-        for split, writer in enumerate(writers):
-            if chunkers:
-                writer.write(chunkers[split].finish())
-            writer.close()
-        write_dataset_dict(build.paths["arrow"], list(SPLITS))
-        written = sum(writer.bytes for writer in writers)
-        build.results |= {"records": sum(sizes), "tokens": tokens, "bytes": written, "unknown_characters": unknown}
-        build.results |= {"records_with_unknown": records_with_unknown, **dict(zip(SPLITS, sizes, strict=True))}
-        logger.info("%s tokens, %.0f bytes a record", f"{tokens:,}", written / sum(sizes))
-        if unknown:
-            logger.warning(
-                "%s characters in %s records are no residues: <unk>", f"{unknown:,}", f"{records_with_unknown:,}"
-            )
+        tokenize(args, files, build)
     logger.info("Save complete")
 
 

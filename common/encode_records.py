@@ -6,17 +6,23 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Event
 from typing import NamedTuple, TypeVar
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from common.alphabet import PAD, TOKENS, UNK, encode_many
+from common.alphabet import BYTE_TO_ID, CLS, EOS, PAD, TOKENS, UNK
 from common.cli import UserError
 from common.csv_records import characters
 from common.token_writer import TOKEN_FEATURES, arrow_schema
 
+# Bytes that stand for <cls> and <eos> around a text, which is ASCII.
+BEGIN, END = b"\x80", b"\x81"
+FRAMED_TO_ID = BYTE_TO_ID.copy()
+FRAMED_TO_ID[[BEGIN[0], END[0]]] = CLS, EOS
+FRAMED_TO_ID = FRAMED_TO_ID.tobytes()
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
@@ -47,10 +53,13 @@ def encode_rows(rows: pa.RecordBatch, max_seq_length: int | None, pad: bool) -> 
     At most max_seq_length tokens: <cls>, the first max_seq_length - 2 residues, <eos>, as tokenizers truncate. With
     `pad`, <pad> up to max_seq_length.
     """
-    text = rows.column("text")
+    text = rows.column("text").cast(pa.binary())
     if max_seq_length is not None:
-        text = pc.binary_slice(text.cast(pa.binary()), 0, max_seq_length - 2)
-    ids, offsets = encode_many(*characters(text))
+        text = pc.binary_slice(text, 0, max_seq_length - 2)
+    # Copies of whole rows and one look-up a byte: several times as fast as placing the ends among the ids.
+    data, offsets = characters(pc.binary_join_element_wise(BEGIN, text, END, b""))
+    raw = data[offsets[0] : offsets[-1]].tobytes().translate(FRAMED_TO_ID)
+    ids, offsets = np.frombuffer(raw, np.uint8), offsets - offsets[0]
     unknown_at = np.flatnonzero(ids == UNK)
     records_with_unknown = len(np.unique(np.searchsorted(offsets, unknown_at, side="right")))
     tokens = len(ids)
@@ -94,8 +103,13 @@ class Chunker:
         return token_batch(names, pa.ListArray.from_arrays(pa.array(offsets.astype(np.int32)), pa.array(tokens)))
 
 
-def in_order(function: Callable[[Item], Result], items: Iterable[Item], workers: int) -> Iterator[Result]:
-    """`map` over threads: results in the order of the items, few of them in memory at a time."""
+def in_order(
+    function: Callable[[Item], Result], items: Iterable[Item], workers: int, stop: Event | None = None
+) -> Iterator[Result]:
+    """`map` over threads: results in the order of the items, few of them in memory at a time.
+
+    stop: set when no more results are wanted (an error, Ctrl-C, the end), for long calls to look at.
+    """
     with ThreadPoolExecutor(workers) as pool:
         running: deque = deque()
         try:
@@ -106,6 +120,8 @@ def in_order(function: Callable[[Item], Result], items: Iterable[Item], workers:
             while running:
                 yield running.popleft().result()
         finally:
+            if stop is not None:
+                stop.set()
             for future in running:
                 future.cancel()
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 
@@ -64,6 +64,18 @@ def split_labels(records: int, sizes: tuple[int, int, int], seed: int) -> Iterat
         generator.shuffle(labels)
         remaining -= counts
         yield labels
+
+
+def labels_by_file(windows: Iterable[np.ndarray], counts: list[int]) -> Iterator[np.ndarray]:
+    """The labels of all records, which come in windows, dealt to files of so many records."""
+    windows, ahead = iter(windows), np.empty(0, np.uint8)
+    for count in counts:
+        parts = [ahead]
+        while sum(map(len, parts)) < count:
+            parts.append(next(windows))
+        labels = np.concatenate(parts)
+        ahead = labels[count:]
+        yield labels[:count]
 
 
 def _count(name: str, size: float, records: int) -> int:

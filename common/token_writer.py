@@ -9,6 +9,7 @@ import hashlib
 import json
 from pathlib import Path
 
+import numpy as np
 import pyarrow as pa
 
 from common.output_directory import sync
@@ -33,26 +34,33 @@ def arrow_schema(features: dict) -> pa.Schema:
     return pa.schema(fields, metadata={"huggingface": json.dumps({"info": {"features": features}})})
 
 
-class DatasetWriter:
-    """Writes record batches to `data-XXXXX-of-YYYYY.arrow`; `close` gives the shards their names and adds the JSON.
+class ShardWriter:
+    """Writes record batches to `data-XXXXX.arrow` in a directory of its own: Arrow IPC streams, flushed when they end.
 
     Rows are regrouped into record batches of ROWS_PER_BATCH (the last of a shard may be shorter), so that a small
-    split does not become thousands of tiny pieces. A shard ends after `shard_bytes` or at `end_shard`. A dataset
-    without rows has one empty shard, because `datasets` cannot open one without any.
+    split does not become thousands of tiny pieces. A shard ends after `shard_bytes` or at `end_shard`.
     """
 
-    def __init__(self, directory: Path, features: dict, shard_bytes: int | None = SHARD_BYTES) -> None:
+    def __init__(self, directory: Path, schema: pa.Schema, shard_bytes: int | None = SHARD_BYTES) -> None:
         directory.mkdir(parents=True, exist_ok=True)
         self.directory = directory
-        self.features = features
-        self.schema = arrow_schema(features)
+        self.schema = schema
         self.shard_bytes = shard_bytes
-        self.shards = 0
-        self.rows = 0
-        self.bytes = 0  # of the shards that have ended
+        self.ended: list[tuple[Path, int, int]] = []  # path, rows, bytes of the shards that have ended
+        self._rows_in_shard = 0
         self._file = self._stream = None
         self._pending: list[pa.RecordBatch] = []
         self._pending_rows = 0
+
+    @property
+    def shards(self) -> int:
+        """Shards that have ended."""
+        return len(self.ended)
+
+    @property
+    def bytes(self) -> int:
+        """Of the shards that have ended."""
+        return sum(size for _, _, size in self.ended)
 
     def write(self, batch: pa.RecordBatch) -> None:
         """Add rows; the columns are those of the schema."""
@@ -60,7 +68,6 @@ class DatasetWriter:
             return
         self._pending.append(batch)
         self._pending_rows += batch.num_rows
-        self.rows += batch.num_rows
         if self._pending_rows >= ROWS_PER_BATCH:
             self._flush(self._pending_rows - self._pending_rows % ROWS_PER_BATCH)
 
@@ -71,28 +78,10 @@ class DatasetWriter:
             self._open()
         self._close_shard()
 
-    def close(self) -> None:
-        if self._stream is not None or self._pending or not self.shards:
+    def end(self) -> None:
+        """End the current shard if anything was written to it."""
+        if self._stream is not None or self._pending:
             self.end_shard()
-        digest = hashlib.sha256(json.dumps([self.features, self.rows, self.bytes]).encode())
-        names = [f"data-{shard:05d}-of-{self.shards:05d}.arrow" for shard in range(self.shards)]
-        for shard, name in enumerate(names):
-            path = self._shard_path(shard)
-            with open(path, "rb") as file:
-                digest.update(file.read(1 << 20))
-            path.rename(self.directory / name)
-        state = {
-            "_data_files": [{"filename": name} for name in names],
-            "_fingerprint": digest.hexdigest()[:16],
-            "_format_columns": None,
-            "_format_kwargs": {},
-            "_format_type": None,
-            "_output_all_columns": False,
-            "_split": None,
-        }
-        info = {"citation": "", "description": "", "features": self.features, "homepage": "", "license": ""}
-        write_json(self.directory / "state.json", state)
-        write_json(self.directory / "dataset_info.json", info)
 
     def _flush(self, rows: int) -> None:
         if not rows:
@@ -104,24 +93,65 @@ class DatasetWriter:
         for batch in now.to_batches(max_chunksize=ROWS_PER_BATCH):
             if self._stream is None:
                 self._open()
-            self._stream.write_batch(batch)
+            # A copy: of a slice of something longer, what comes after it would be written as padding.
+            self._stream.write_batch(batch.take(np.arange(batch.num_rows)))
+            self._rows_in_shard += batch.num_rows
             if self.shard_bytes is not None and self._file.tell() >= self.shard_bytes:
                 self._close_shard()
+
+    def _open(self) -> None:
+        self._file = open(self.directory / f"data-{self.shards:05d}.arrow", "wb")  # noqa: SIM115
+        self._stream = pa.ipc.new_stream(self._file, self.schema)
 
     def _close_shard(self) -> None:
         self._stream.close()
         sync(self._file)
-        self.bytes += self._file.tell()
+        self.ended.append((Path(self._file.name), self._rows_in_shard, self._file.tell()))
         self._file.close()
         self._file = self._stream = None
-        self.shards += 1
+        self._rows_in_shard = 0
 
-    def _open(self) -> None:
-        self._file = open(self._shard_path(self.shards), "wb")  # noqa: SIM115
-        self._stream = pa.ipc.new_stream(self._file, self.schema)
 
-    def _shard_path(self, shard: int) -> Path:
-        return self.directory / f"data-{shard:05d}.arrow"
+class DatasetWriter(ShardWriter):
+    """A whole dataset: `close` gives the shards their names, `data-XXXXX-of-YYYYY.arrow`, and adds the JSON files."""
+
+    def __init__(self, directory: Path, features: dict, shard_bytes: int | None = SHARD_BYTES) -> None:
+        super().__init__(directory, arrow_schema(features), shard_bytes)
+        self.features = features
+
+    def close(self) -> None:
+        self.end()
+        if not self.ended:  # `datasets` cannot open a dataset without a shard
+            self.end_shard()
+        for number, (path, _, _) in enumerate(self.ended):
+            path.rename(self.directory / shard_name(number, self.shards))
+        write_dataset_files(self.directory, self.features, self.shards, sum(rows for _, rows, _ in self.ended))
+
+
+def shard_name(number: int, shards: int) -> str:
+    return f"data-{number:05d}-of-{shards:05d}.arrow"
+
+
+def write_dataset_files(directory: Path, features: dict, shards: int, rows: int) -> None:
+    """The JSON files of a dataset whose shards stand in their places."""
+    names = [shard_name(number, shards) for number in range(shards)]
+    size = sum((directory / name).stat().st_size for name in names)
+    digest = hashlib.sha256(json.dumps([features, rows, size]).encode())
+    for name in names:
+        with open(directory / name, "rb") as file:
+            digest.update(file.read(1 << 20))
+    state = {
+        "_data_files": [{"filename": name} for name in names],
+        "_fingerprint": digest.hexdigest()[:16],
+        "_format_columns": None,
+        "_format_kwargs": {},
+        "_format_type": None,
+        "_output_all_columns": False,
+        "_split": None,
+    }
+    info = {"citation": "", "description": "", "features": features, "homepage": "", "license": ""}
+    write_json(directory / "state.json", state)
+    write_json(directory / "dataset_info.json", info)
 
 
 def write_dataset_dict(directory: Path, splits: list[str]) -> None:

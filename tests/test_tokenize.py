@@ -3,9 +3,12 @@
 import csv
 import itertools
 import json
+import os
+import re
 import shutil
 import signal
 import subprocess
+import sys
 import time
 
 import datasets
@@ -15,10 +18,11 @@ import pytest
 from datasets import List, Value
 from transformers import EsmTokenizer
 
-from common import splits
+from common import csv_records, splits
 from common.alphabet import PAD, TOKENS, UNK, encode
+from common.bad_records import BadRecords
 from common.cli import UserError
-from common.csv_records import csv_files, read_rows
+from common.csv_records import count_rows, csv_files, read_rows
 from common.encode_records import encode_rows, in_order
 from common.fasta import read_fasta
 from common.sample import write_sample
@@ -27,6 +31,7 @@ from common.token_writer import ROWS_PER_BATCH, TOKEN_FEATURES, DatasetWriter
 from tests.data_fixtures import (
     DOWNLOAD,
     REAL_SAMPLE,
+    ROOT,
     TOKENIZE,
     call,
     command,
@@ -269,10 +274,13 @@ def test_shards_and_record_batches(tmp_path):
     assert loaded["input_ids"][:] == tokens
 
 
-def test_workers_do_not_change_the_bytes(tmp_path, monkeypatch):
-    write_csv(tmp_path / "csv", proteins(3000))
-    small_blocks = lambda path: read_rows(path, 2000)  # noqa: E731
-    monkeypatch.setattr(TOKENIZE, "read_rows", small_blocks)
+@pytest.mark.parametrize("partitions", [1, 5])
+def test_workers_do_not_change_the_bytes(tmp_path, monkeypatch, partitions):
+    rows = proteins(3000)
+    for i in range(partitions):
+        write_csv(tmp_path / "csv", rows[i::partitions], f"x{i:03d}.csv")
+    monkeypatch.setattr(csv_records, "BLOCK_BYTES", 2000)
+    monkeypatch.setattr(TOKENIZE, "usable_threads", lambda asked: asked)  # even on one processor
     for workers in (1, 8):
         flags = ("--preprocessing_num_workers", workers, "--output_dir", tmp_path / str(workers))
         call(TOKENIZE, "--input_dir", tmp_path / "csv", *flags)
@@ -299,13 +307,54 @@ def test_results_come_in_order_and_few_are_held():
 
 
 @pytest.mark.parametrize("block_bytes", [100, 1000, 1 << 20])
-def test_rows_do_not_depend_on_blocks(tmp_path, block_bytes):
+def test_rows_do_not_depend_on_blocks(tmp_path, monkeypatch, block_bytes):
+    """Nor on whether the parser read them or the short cut for plain lines, which ends at the first other one."""
     rows = [*proteins(100), ("with,comma", "MK"), ('quo"te', "NA"), ("null", "NULL"), ("émile", "MK"), ("", "MK")]
     write_csv(tmp_path / "csv", rows)
-    found = [
-        tuple(row.values()) for batch in read_rows(tmp_path / "csv/x000.csv", block_bytes) for row in batch.to_pylist()
-    ]
+    for name in ("BLOCK_BYTES", "PARSED_BYTES"):
+        monkeypatch.setattr(csv_records, name, block_bytes)
+    found = [tuple(row.values()) for batch in read_rows(tmp_path / "csv/x000.csv") for row in batch.to_pylist()]
     assert found == rows
+    assert count_rows(tmp_path / "csv/x000.csv") == len(rows)
+
+
+@pytest.mark.parametrize("odd", ["a,MK\r\n", "\n", '"a",MK\n', "é,MK\n", 'a,"M\nK"\n', '"a""b",MK\n', ",MK\n"])
+@pytest.mark.parametrize("place", [0, 1, 37, 100])
+@pytest.mark.parametrize("end", ["", "\n"])
+def test_plain_lines_and_others_as_the_csv_module_reads_them(tmp_path, monkeypatch, odd, place, end):
+    monkeypatch.setattr(csv_records, "BLOCK_BYTES", 500)
+    lines = [f"{name},{text}\n" for name, text in proteins(100)]
+    lines.insert(place, odd)
+    path = tmp_path / "x.csv"
+    path.write_bytes(("id,text\n" + "".join(lines).rstrip("\n") + end).encode())
+    with open(path, newline="", encoding="utf-8") as file:
+        expected = [tuple(row) for row in csv.reader(file) if row][1:]
+    found = [tuple(row.values()) for batch in read_rows(path) for row in batch.to_pylist()]
+    assert found == expected
+    assert count_rows(path) == len(expected)
+
+
+def test_the_parser_and_the_short_cut_give_the_same_bytes(tmp_path):
+    rows = proteins(1000)
+    write_csv(tmp_path / "plain", rows)
+    (tmp_path / "quoted").mkdir()
+    quoted = (tmp_path / "plain/x000.csv").read_text().replace("P0,", '"P0",')
+    (tmp_path / "quoted/x000.csv").write_text(quoted)
+    for name in ("plain", "quoted"):
+        call(TOKENIZE, "--input_dir", tmp_path / name, "--output_dir", tmp_path / name)
+        (tmp_path / name / "arrow/.complete.json").unlink()  # the inputs differ
+    assert everything_in(tmp_path / "plain/arrow") == everything_in(tmp_path / "quoted/arrow")
+
+
+def test_titin_spaces_stops_lower_case_and_repeated_ids(tmp_path):
+    titin = "".join(text for _, text in proteins(2000))[:35_000]
+    assert len(titin) == 35_000
+    rows = [("titin", titin), ("twice", "MKV"), ("twice", "MKVLA"), ("twice", "MKV"), ("odd", "mk v*L*"), ("x", " ")]
+    write_csv(tmp_path / "csv", rows)
+    call(TOKENIZE, "--input_dir", tmp_path / "csv", "--output_dir", tmp_path)
+    found = sorted(itertools.chain(*load(tmp_path).values()))
+    assert found == sorted((name, encode(text).tolist()) for name, text in rows)
+    assert dict(found)["odd"] == [0, 20, 15, UNK, 7, UNK, 4, UNK, 2]
 
 
 def test_other_columns_and_orders_are_fine(tmp_path):
@@ -350,8 +399,7 @@ def test_killed_and_started_again(tmp_path):
         write_csv(tmp_path / "csv", rows, f"x{i:03d}.csv")
     arguments = ("--input_dir", tmp_path / "csv", "--output_dir", tmp_path / "out")
     process = subprocess.Popen(command(SCRIPT, *arguments), env=environment(), stderr=subprocess.DEVNULL)
-    shard = tmp_path / "out/.building/arrow/train/data-00000.arrow"
-    while not shard.exists() and process.poll() is None:
+    while not (tmp_path / "out/.building/scratch/file-00005").exists() and process.poll() is None:
         time.sleep(0.002)
     process.send_signal(signal.SIGKILL)
     assert process.wait() == -signal.SIGKILL, "the script was through before it could be killed"
@@ -362,6 +410,117 @@ def test_killed_and_started_again(tmp_path):
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["arrow"]
 
 
+# Imports once, then forks a process for every run. "dies N": ends by SIGKILL at the N-th thing that reaches the disk.
+FORKS = """
+import os, signal, sys
+from pathlib import Path
+sys.path.insert(0, {root!r})
+import transformers.hf_argparser
+from common import encode_files, shards
+from tests.data_fixtures import TOKENIZE, call
+
+def dying_at(number):
+    count = [0]
+    def wrap(function):
+        def wrapped(*args, **kwargs):
+            count[0] += 1
+            if count[0] == number:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return function(*args, **kwargs)
+        return wrapped
+    os.fsync = lambda handle: None  # a kill leaves the page cache; the disk would only make this slow
+    for name in ("fsync", "rename", "unlink"):
+        setattr(os, name, wrap(getattr(os, name)))
+
+def noting(path):
+    read_rows = encode_files.read_rows
+    def wrapped(source, *args):
+        with open(path, "a") as file:
+            file.write(source.name + "\\n")
+        return read_rows(source, *args)
+    encode_files.read_rows = wrapped
+
+def run(out, *flags, dies=None, notes=None):
+    pid = os.fork()
+    if pid == 0:
+        shards.SMALL_BYTES = 2000  # some pieces are renamed, some copied together
+        dying_at(dies)
+        if notes:
+            noting(notes)
+        call(TOKENIZE, "--output_dir", out, *flags)
+        os._exit(0)
+    status = os.waitpid(pid, 0)[1]
+    assert status in (0, signal.SIGKILL), status
+    return status == 0
+
+base, step, flags = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3:]
+run(base / "undisturbed", *flags)
+number = 0
+while True:
+    number += step
+    out = base / str(number)
+    through = run(out, *flags, dies=number)
+    if not through and number % 3 == 0:
+        run(out, *flags, dies=1 + number // 2)  # and again
+    journal = out / ".building/journal.jsonl"
+    if journal.exists():
+        (base / f"{{number}}.journal").write_bytes(journal.read_bytes())
+    run(out, *flags, notes=base / f"{{number}}.read")
+    if through:
+        break
+print(number)
+"""
+
+
+@pytest.mark.parametrize(("step", "flags"), [(1, ()), (4, ("--line_by_line", "False", "--max_seq_length", "50"))])
+def test_killed_at_every_moment(tmp_path, step, flags):
+    rows = proteins(420)
+    bounds = [0, 200, 210, 220, 420]
+    for i, (first, last) in enumerate(itertools.pairwise(bounds)):
+        write_csv(tmp_path / "csv", rows[first:last], f"x{i:03d}.csv")
+    sizes = ("--validation_size", "20", "--test_size", "20")
+    arguments = (tmp_path, str(step), "--input_dir", tmp_path / "csv", *sizes, *flags)
+    driver = [sys.executable, "-c", FORKS.format(root=str(ROOT)), *arguments]
+    done = subprocess.run(driver, capture_output=True, text=True, env=environment(), timeout=300)
+    assert done.returncode == 0, done.stderr
+    moments = int(done.stdout)
+    assert moments > 40
+    expected = everything_in(tmp_path / "undisturbed")
+    assert flags or len(list((tmp_path / "undisturbed/arrow/train").glob("*.arrow"))) == 3
+    resumed = 0
+    for number in range(step, moments + 1, step):
+        assert everything_in(tmp_path / str(number)) == expected, number
+        assert [path.name for path in (tmp_path / str(number)).iterdir()] == ["arrow"]
+        journal, read = tmp_path / f"{number}.journal", tmp_path / f"{number}.read"
+        notes = [json.loads(line)[0] for line in journal.read_text().splitlines()] if journal.exists() else []
+        noted = {f"x{int(note.split()[1]):03d}.csv" for note in notes if note.startswith("file ")}
+        again = set(read.read_text().split()) if read.exists() else set()
+        assert not noted & again, number
+        resumed += bool(noted)
+    assert resumed > 20 / step
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    if os.geteuid():
+        pytest.skip("mounting a small tmpfs needs root")
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", disk], capture_output=True)
+    if mounted.returncode:
+        pytest.skip(f"cannot mount a tmpfs: {mounted.stderr.decode().strip()}")
+    yield disk
+    subprocess.run(["umount", "-l", disk], check=True)
+
+
+def test_a_full_disk(tmp_path, small_disk):
+    for i in range(4):
+        write_csv(tmp_path / "csv", proteins(20_000, seed=i), f"x{i:03d}.csv")
+    line = expect_error(SCRIPT, "--input_dir", tmp_path / "csv", "--output_dir", small_disk / "out")
+    assert "No space left on device" in line
+    assert not list(small_disk.iterdir())
+
+
 # --- bad input
 
 
@@ -369,6 +528,7 @@ def test_killed_and_started_again(tmp_path):
     ("content", "message"),
     [
         (b"", "x001.csv: Empty CSV file"),
+        (b"id,text\na,MK\nb\n", "x001.csv: row 2: Expected 2 columns, got 1"),
         (b"name,sequence\na,MK\n", "x001.csv: row 0: the header is 'name,sequence': expected id,text"),
         (b"id,text,text\na,MK,V\n", "x001.csv: row 0: the header"),
         (b"id,text\na,MK\nb,\nc,\n", "x001.csv: row 2: the text is empty"),
@@ -387,11 +547,51 @@ def test_bad_csv_names_file_and_row(tmp_path, content, message):
     assert [path.name for path in tmp_path.iterdir()] == ["csv"]
 
 
-def test_row_numbers_count_over_blocks(tmp_path):
+def test_row_numbers_count_over_blocks(tmp_path, monkeypatch):
     rows = [*proteins(500), ("bad", "MKé")]
     write_csv(tmp_path / "csv", rows)
+    for name in ("BLOCK_BYTES", "PARSED_BYTES"):
+        monkeypatch.setattr(csv_records, name, 300)
     with pytest.raises(UserError, match="row 501: non-ASCII"):
-        list(read_rows(tmp_path / "csv/x000.csv", 300))
+        list(read_rows(tmp_path / "csv/x000.csv"))
+
+
+BAD_ROWS = [b"a,", b"b,M\xc3\xa9K", b"\xff,MK", b"c,MK,V", b"d", b'"",""']
+
+
+@pytest.mark.parametrize("block_bytes", [300, 1 << 20])
+@pytest.mark.parametrize("header", [b"id,text\n", b"id,text\r\n"])
+def test_bad_rows_are_skipped_and_counted(tmp_path, monkeypatch, caplog, block_bytes, header):
+    for name in ("BLOCK_BYTES", "PARSED_BYTES"):
+        monkeypatch.setattr(csv_records, name, block_bytes)
+    good = proteins(500)
+    places = [3, 60, 61, 200, 202, 470]  # of the bad rows among all
+    lines = [f"{name},{text}".encode() for name, text in good]
+    for place, bad in zip(places, BAD_ROWS, strict=True):
+        lines.insert(place - 1, bad)
+    (tmp_path / "csv").mkdir()
+    (tmp_path / "csv/x000.csv").write_bytes(header + b"\n".join(lines))
+    found = []
+    bad_records = BadRecords("skip")
+    for batch in read_rows(tmp_path / "csv/x000.csv", bad_records):
+        found += [tuple(row.values()) for row in batch.to_pylist()]
+    assert found == good
+    assert count_rows(tmp_path / "csv/x000.csv", BadRecords("skip")) == 500
+    words = ["the text is empty", "non-ASCII byte 0xc3", "the id is not UTF-8", "Expected 2 columns, got 3"]
+    words += ["Expected 2 columns, got 1", "the text is empty"]
+    said = sorted(bad_records.first, key=lambda line: int(re.search(r"row (\d+)", line)[1]))
+    for line, place in zip(said, places, strict=False):
+        assert f"x000.csv: row {place}: {words[places.index(place)]}" in line
+    assert bad_records.count == 6
+
+    with pytest.raises(UserError, match=r"x000.csv: row \d+: .*--on_bad_record skip"):
+        call(TOKENIZE, "--input_dir", tmp_path / "csv", "--output_dir", tmp_path / "out")
+    with caplog.at_level("INFO"):
+        call(TOKENIZE, "--input_dir", tmp_path / "csv", "--output_dir", tmp_path / "out", "--on_bad_record", "skip")
+    assert "6 bad records were skipped" in caplog.text
+    assert dict(itertools.chain(*load(tmp_path / "out").values())) == {n: encode(t).tolist() for n, t in good}
+    results = json.loads((tmp_path / "out/arrow/.complete.json").read_text())["results"]
+    assert (results["records"], results["bad_records"]) == (500, 6)
 
 
 def test_too_few_records(tmp_path):
@@ -443,8 +643,9 @@ def test_tokenizers_that_are_ours_by_another_name(tmp_path):
 def test_bad_input_on_the_command_line(tmp_path):
     write_csv(tmp_path / "csv", [*proteins(10), ("bad", "")])
     line = expect_error(SCRIPT, "--input_dir", tmp_path / "csv", "--output_dir", tmp_path / "out")
-    assert line == f"error: {tmp_path}/csv/x000.csv: row 11: the text is empty: remove the row"
+    assert line == f"error: {tmp_path}/csv/x000.csv: row 11: the text is empty: {csv_records.REMEDY}"
     assert "--pad" in expect_error(SCRIPT, "--pad", "True")
+    assert "--on_bad_record" in expect_error(SCRIPT, "--on_bad_record", "ignore")
     shutil.rmtree(tmp_path / "csv")
     line = expect_error(SCRIPT, "--input_dir", tmp_path / "csv", "--output_dir", tmp_path / "out")
     assert "no such directory: run 0.download_data.py first" in line
