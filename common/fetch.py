@@ -46,7 +46,7 @@ def parse_sources(addresses: list[str], md5: list[str] = (), sha256: list[str] =
         given = {"md5": md5, "sha256": sha256}
         sums = {name: parse_sum(name, values[number]) for name, values in given.items() if values}
         source = Source(address, Expected(sums))
-        if source in sources or any(source.address == other.address for other in sources):
+        if address in addresses[:number]:
             raise UserError(f"--source {address}: given twice: its records would come twice")
         (_check_address if source.is_url else _check_file)(source)
         sources.append(source)
