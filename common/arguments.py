@@ -35,6 +35,13 @@ class ModelArguments:
 @dataclass
 class DataArguments:
     dataset_dir: str | None = flag(None, "The directory step 1 wrote: .../processed/arrow, with train and validation.")
+    dataset: str | None = flag(
+        None,
+        "Instead of --dataset_dir, proteins as they are: a file, directory or glob of parquet, JSON lines, CSV or "
+        "FASTA (column sequence or text), or a Hub dataset. Needs --max_steps.",
+    )
+    streaming: bool = flag(False, "Read a Hub --dataset in place, instead of downloading it first.")
+    eval_dataset: str | None = flag(None, "Held-out proteins for --do_eval, where --dataset has no validation files.")
     max_seq_length: int = flag(1024, "Tokens, <cls> and <eos> included; longer proteins are cropped at random.")
     sequence_packing: bool | None = flag(
         None, "Lay sequences end to end, no padding. Default: on, unless --pad_to_max_length."
@@ -112,7 +119,14 @@ class TrainArguments(ModelArguments, DataArguments):
 
     def __post_init__(self) -> None:
         self._require("output_dir", self.output_dir, "where the results go")
-        self._require("dataset_dir", self.dataset_dir, "the processed/arrow that 1.tokenize_uniref_csv.py wrote")
+        if not self.dataset:
+            self._require("dataset_dir", self.dataset_dir, "the processed/arrow that 1.tokenize_uniref_csv.py wrote")
+        if self.dataset and self.dataset_dir:
+            raise UserError("--dataset (files as they are) excludes --dataset_dir (the output of step 1)")
+        if (self.streaming or self.eval_dataset) and not self.dataset:
+            raise UserError("--streaming and --eval_dataset go with --dataset")
+        if self.dataset and self.max_train_samples:
+            raise UserError("--max_train_samples needs --dataset_dir: a --dataset is not counted; use --max_steps")
         if self.config_name and self.model_name_or_path:
             raise UserError("--config_name (random weights) excludes --model_name_or_path (given weights)")
         if not self.config_name and not self.model_name_or_path:

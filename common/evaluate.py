@@ -16,21 +16,17 @@ from torch import nn
 from common import alphabet
 from common.batches import evaluation_loader, to_device
 from common.distributed import World
-from common.token_store import TokenStore
 
 UNIGRAM_SAMPLE = 200_000  # proteins, evenly spaced over the training split, that the unigram predictor is fitted on
 
 
 @torch.no_grad()
-def evaluate(model: nn.Module, args, split: str, world: World, prefix: str = "eval") -> dict | None:
-    """`{prefix}_{loss,accuracy,perplexity,samples,runtime,...}` of a split; None if there is no such split.
+def evaluate(model: nn.Module, store, args, world: World, prefix: str = "eval") -> dict:
+    """`{prefix}_{loss,accuracy,perplexity,samples,runtime,...}` on the proteins of a store.
 
     Returns {} when the run was told to stop meanwhile (all ranks agree on that).
     """
-    opened = evaluation_loader(args, split, world)
-    if opened is None:
-        return None
-    loader, samples = opened
+    loader = evaluation_loader(args, store, world)
     started = time.perf_counter()
     sums = torch.zeros(3, dtype=torch.float64, device=world.device)  # loss in nats, correct, masked residues
     batches = 0
@@ -52,24 +48,21 @@ def evaluate(model: nn.Module, args, split: str, world: World, prefix: str = "ev
         f"{prefix}_accuracy": correct / masked,
         "perplexity" if prefix == "eval" else f"{prefix}_perplexity": math.exp(min(loss_sum / masked, 700)),
         f"{prefix}_masked_tokens": int(masked),
-        f"{prefix}_samples": samples,
+        f"{prefix}_samples": len(store),
         f"{prefix}_runtime": runtime,
-        f"{prefix}_samples_per_second": samples / runtime,
+        f"{prefix}_samples_per_second": len(store) / runtime,
         f"{prefix}_steps_per_second": batches / runtime,
     }
 
 
-def unigram(store: TokenStore, args, split: str, world: World, prefix: str = "eval") -> dict:
-    """The same questions answered from the training residues' frequencies alone: the line a model has to beat.
+def unigram(training, store, args, world: World, prefix: str = "eval") -> dict:
+    """The same questions answered from the residue frequencies of training proteins (a store) alone: the line to beat.
 
     Frequencies have one added to every count, so that a residue never seen in training costs a finite number.
     """
-    opened = evaluation_loader(args, split, world)
-    if opened is None:
-        return {}
-    log_p = np.log(residue_frequencies(store))
+    log_p = np.log(residue_frequencies(training))
     sums = torch.zeros(3, dtype=torch.float64)
-    for batch in opened[0]:
+    for batch in evaluation_loader(args, store, world):
         labels = batch["labels"].flatten().numpy()
         labels = labels[labels >= 0]
         correct = (labels == log_p.argmax()).sum()
@@ -83,7 +76,7 @@ def unigram(store: TokenStore, args, split: str, world: World, prefix: str = "ev
     }
 
 
-def residue_frequencies(store: TokenStore) -> np.ndarray:
+def residue_frequencies(store) -> np.ndarray:
     """Relative frequencies of the 33 tokens among the residues, float64 [33]; zero for what is never masked."""
     counts = np.zeros(alphabet.VOCAB_SIZE)
     chosen = np.unique(np.linspace(0, len(store) - 1, min(len(store), UNIGRAM_SAMPLE)).astype(np.int64))

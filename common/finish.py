@@ -29,12 +29,13 @@ def finish(run: Run) -> None:
     if args.do_eval:
         logger.info("*** Evaluate ***")
         for split, prefix in (("validation", "eval"), ("test", "test")):
-            found = run.evaluate() if prefix == "eval" else evaluate(run.core, args, split, world, prefix)
-            if found == {}:
+            if (store := run.data.held_out(split)) is None:
+                continue
+            found = run.evaluate() if prefix == "eval" else evaluate(run.core, store, args, world, prefix)
+            if not found:
                 raise Preempted
-            if found:
-                found |= unigram(run.data.store, args, split, world, prefix)
-                _report(run, prefix, {"epoch": state.epoch} | found)
+            found |= unigram(run.data.sample(), store, args, world, prefix)
+            _report(run, prefix, {"epoch": state.epoch} | found)
     with world.main_does() as mine:
         if mine and args.do_train:
             history = read_metrics(run.output_dir / "metrics.jsonl")
@@ -55,7 +56,7 @@ def _training_results(run: Run) -> dict:
         "total_flos": state.total_flos,
         "train_loss": state.loss_total / max(state.step, 1),
         "train_runtime": state.seconds,
-        "train_samples": len(run.data.store),
+        "train_samples": run.data.num_examples or state.sequences,
         "train_samples_per_second": state.sequences / seconds,
         "train_steps_per_second": state.step / seconds,
         "train_tokens_per_second": state.tokens / seconds,

@@ -70,8 +70,8 @@ class TrainLoader:
         self._workers = (num_workers, prefetch_factor, pin_memory)
 
     def __iter__(self) -> Iterator[TrainStep]:
-        for bundle, (step, position, epoch) in _deliver(self._steps, *self._workers):
-            yield TrainStep(step, _unbundle(bundle), Position(*position), epoch)
+        for bundle, (step, position, epoch) in deliver(self._steps, *self._workers):
+            yield TrainStep(step, unbundle(bundle), Position(*position), epoch)
 
 
 class EvalLoader:
@@ -97,8 +97,8 @@ class EvalLoader:
         self._workers = (num_workers, prefetch_factor, pin_memory)
 
     def __iter__(self) -> Iterator[Batch]:
-        for bundle, _ in _deliver(self._batches, *self._workers):
-            yield from _unbundle(bundle)
+        for bundle, _ in deliver(self._batches, *self._workers):
+            yield from unbundle(bundle)
 
 
 def check_divisible(packs_per_step: int, dp_size: int) -> None:
@@ -122,7 +122,7 @@ class _TrainSteps(IterableDataset):
         self.start, self.num_steps = start, num_steps
 
     def __iter__(self):
-        worker, workers = _this_worker()
+        worker, workers = this_worker()
         first_step, position = self.start
         packs = self.plan.packs(position)
         for index in count() if self.num_steps is None else range(self.num_steps):
@@ -133,7 +133,7 @@ class _TrainSteps(IterableDataset):
                 following = self.plan.position_after(of_step[-1][0], 1)
                 # Plain values: pinned memory knows numbers and lists, not our classes.
                 where = (following.epoch, following.window, following.pack_in_window)
-                yield _bundle(batches), (first_step + index, where, self.plan.epochs_before(following))
+                yield bundle(batches), (first_step + index, where, self.plan.epochs_before(following))
 
 
 class _EvalBatches(IterableDataset):
@@ -144,7 +144,7 @@ class _EvalBatches(IterableDataset):
         self.dp_rank, self.dp_size = dp_rank, dp_size
 
     def __iter__(self):
-        worker, workers = _this_worker()
+        worker, workers = this_worker()
         packs = chain.from_iterable(
             (window.pack(number) for number in range(len(window))) for window in self.plan.windows(epoch=0)
         )
@@ -154,7 +154,7 @@ class _EvalBatches(IterableDataset):
                 return
             if index % workers == worker:
                 pack = dealt[self.dp_rank] if self.dp_rank < len(dealt) else Pack.empty()
-                yield _bundle([_build(self.store, self.collator, pack)]), ()
+                yield bundle([_build(self.store, self.collator, pack)]), ()
 
 
 class _WithErrors(IterableDataset):
@@ -175,7 +175,7 @@ def _build(store: TokenStore, collator: Collator, pack: Pack) -> Batch:
     return collator(pack, ids)
 
 
-def _bundle(batches: list[Batch]) -> tuple[torch.Tensor, list[dict]]:
+def bundle(batches: list[Batch]) -> tuple[torch.Tensor, list[dict]]:
     """One tensor of bytes for all tensors of a step, and what is where in it.
 
     A worker sends each tensor through shared memory of its own, with an open file each: a step of many micro-batches
@@ -199,7 +199,7 @@ def _bundle(batches: list[Batch]) -> tuple[torch.Tensor, list[dict]]:
     return torch.from_numpy(flat), contents
 
 
-def _unbundle(bundle: tuple[torch.Tensor, list[dict]]) -> list[Batch]:
+def unbundle(bundle: tuple[torch.Tensor, list[dict]]) -> list[Batch]:
     """The batches of a bundle; their tensors are views of its one tensor."""
     flat, contents = bundle
     batches = []
@@ -218,12 +218,12 @@ def _as_it_is(item):
     return item
 
 
-def _this_worker() -> tuple[int, int]:
+def this_worker() -> tuple[int, int]:
     info = get_worker_info()
     return (info.id, info.num_workers) if info else (0, 1)
 
 
-def _deliver(dataset: IterableDataset, num_workers: int, prefetch_factor: int, pin_memory: bool) -> Iterator:
+def deliver(dataset: IterableDataset, num_workers: int, prefetch_factor: int, pin_memory: bool) -> Iterator:
     """The dataset's items in order: DataLoader takes from its workers in turn, as they take the steps."""
     if num_workers == 0:
         yield from DataLoader(dataset, batch_size=None, collate_fn=_as_it_is, pin_memory=pin_memory)

@@ -24,7 +24,7 @@ def announce(run: Run) -> None:
     unit = "tokens" if args.packing else "sequences"
     logger.info("***** Running training *****" if args.do_train else "***** No training *****")
     for name, value in (
-        ("Num examples", len(run.data.store)),
+        ("Num examples", run.data.num_examples or "not counted: they are streamed"),
         ("Num Epochs", math.ceil(args.num_train_epochs) if args.max_steps <= 0 else "as --max_steps says"),
         (f"Instantaneous batch size per device ({unit})", per_rank),
         (f"Total train batch size (w. parallel, distributed & accumulation; {unit})", per_rank * run.packs),

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 
 from common.cli import UserError
-from common.packing import Position
 
 logger = logging.getLogger(__name__)
 
@@ -19,7 +18,7 @@ class TrainerState:
     """With the weights and the optimiser, all there is to go on from."""
 
     step: int = 0
-    position: dict = field(default_factory=lambda: asdict(Position()))  # of the next step's first pack
+    position: dict = field(default_factory=dict)  # in the data, where the next step begins
     packs_per_step: int | None = None
     epoch: float = 0.0
     tokens: int = 0  # real ones: no padding

@@ -29,12 +29,12 @@ from common.finish import finish
 from common.loader import TrainStep
 from common.metrics import MetricsLog, peak_flops, step_line
 from common.optim import build_optimizer, lr_schedule
-from common.packing import Position
 from common.progress import COUNTS, Interval, announce, flops_of
 from common.run_directory import RunDirectory
 from common.run_state import TrainerState, check_same_data, plain, warn_of_changes
 from common.stopping import Preempted
 from common.trackers import Tracker, open_tracker
+from common.training_data import TrainingData, find_source, open_training
 
 logger = logging.getLogger(__name__)
 
@@ -59,10 +59,13 @@ def load_model(args, world: World) -> esm2.Esm2ForMaskedLM:
 def train(model: nn.Module, args, world: World) -> None:
     """Train, evaluate, save and export as the flags say. `model` is what `load_model` gave, wrapped or not."""
     output_dir = Path(args.output_dir)
-    with world.together():  # bad input is found before anything is removed or written
-        data = batches.open_training(args)
-        if args.do_eval:
-            batches.require_validation(args)
+    source = None
+    with world.main_does() as mine:  # bad input is found before anything is removed or written
+        if mine:
+            source = find_source(args)
+    source = world.share(source)
+    with world.together():
+        data = open_training(args, source)
     directory = None
     with world.main_does() as mine:
         if mine:
@@ -83,7 +86,7 @@ def train(model: nn.Module, args, world: World) -> None:
 class Run:
     """What the steps of a run share."""
 
-    def __init__(self, model: nn.Module, data: batches.TrainData, args, world: World, output_dir: Path):
+    def __init__(self, model: nn.Module, data: TrainingData, args, world: World, output_dir: Path):
         self.model, self.args, self.world, self.output_dir = model, args, world, output_dir
         self.core: esm2.Esm2ForMaskedLM = getattr(model, "module", model)
         self.config = self.core.config
@@ -109,7 +112,7 @@ class Run:
                 warn_of_changes(self.state.arguments, asdict(args))
             self.packs = batches.packs_per_step(args, self.world, self.state.packs_per_step)
         self.accumulation = self.packs // self.world.size
-        self.total_steps = batches.total_steps(args, data.plan, self.packs)
+        self.total_steps = data.total_steps(self.packs)
         self.last_step = min(self.total_steps, args.stop_at_step or self.total_steps)
         self.lr = lr_schedule(args, self.total_steps)
         self.eval_every, self.save_every = (_steps(n, self.total_steps) for n in (args.eval_steps, args.save_steps))
@@ -135,9 +138,8 @@ class Run:
             state.unfinished_row = {"step": 0, "epoch": 0.0}
         if state.unfinished_row is not None and not self._complete(state.unfinished_row):
             raise Preempted
-        loader = batches.training_loader(
-            args, self.data, world, self.packs, state.step, Position(**state.position), self.last_step
-        )
+        with world.together():
+            loader = self.data.steps(world, self.packs, state.step, state.position, self.last_step)
         bar = tqdm(
             total=self.last_step,
             initial=state.step,
@@ -219,7 +221,7 @@ class Run:
                 "kept: go on from an earlier checkpoint with a lower --learning_rate or --max_grad_norm"
             )
             world.end_together(diverged)
-        state.position, state.epoch = asdict(share.position), share.epoch
+        state.position, state.epoch = self.data.position_after(share), share.epoch
         state.tokens += tokens
         state.sequences += sequences
         state.total_flos += flops_of(self.config, counts)
@@ -246,8 +248,7 @@ class Run:
     def evaluate(self) -> dict:
         """On the validation split; {} if the run was told to stop meanwhile (all ranks agree)."""
         logger.info("***** Running Evaluation *****")
-        results = evaluate(self.core, self.args, "validation", self.world)
-        assert results is not None, "train() has looked for the split"
+        results = evaluate(self.core, self.data.held_out("validation"), self.args, self.world)
         if results:
             logger.info(
                 "Held-out loss %.4f, perplexity %.3f, accuracy %.4f (%d masked residues)",
@@ -258,7 +259,8 @@ class Run:
 
     def _save(self) -> None:
         if self.state.step > self.saved_step:
-            self.checkpointer.save(self.state.step, asdict(self.state))
+            position = self.data.position_of_all(self.state.position, self.world)
+            self.checkpointer.save(self.state.step, asdict(self.state) | {"position": position})
             self.saved_step = self.state.step
 
 

@@ -45,12 +45,14 @@ def wait_until(happened: Callable[[], bool], alive: Callable[[], bool] = lambda:
 class LiveRun:
     """train_ddp.py's `main` in `nproc` forked processes. A context manager: nothing it started survives it."""
 
-    def __init__(self, dataset: Path, output_dir: Path, logs: Path, nproc: int = 1, env: dict | None = None, **flags):
+    def __init__(
+        self, dataset_dir: Path | None, output_dir: Path, logs: Path, nproc: int = 1, env: dict | None = None, **flags
+    ):
         self.output_dir = output_dir
         logs.mkdir(parents=True, exist_ok=True)
         number = len(list(logs.iterdir()))
         self.logs = [logs / f"{number}-rank{rank}.log" for rank in range(nproc)]
-        port, argv = _free_port(), flags_of(dataset, output_dir, **flags)
+        port, argv = _free_port(), flags_of(dataset_dir, output_dir, **flags)
         self.processes = [
             _context().Process(target=_as_rank, args=(rank, nproc, port, log, _main_with, (argv, env or {})))
             for rank, log in enumerate(self.logs)

@@ -14,10 +14,11 @@ from datasets import load_from_disk
 from transformers import EsmForMaskedLM
 
 from common import convert, evaluate
-from common.batches import evaluation_loader, open_training
+from common.batches import evaluation_loader
 from common.distributed import World
 from common.esm2 import build_model
 from common.presets import load_config, override
+from common.training_data import open_training
 from tests.training_fixtures import NUM_TEST, NUM_VALIDATION, TINY_MODEL, TINY_OVERRIDES, arguments, rows, train
 
 ALONE = World(0, 0, 1, torch.device("cpu"))
@@ -35,15 +36,16 @@ def model():
 
 
 def numbers(model, dataset, split="validation", prefix="eval", **flags) -> dict:
-    found = evaluate.evaluate(model, arguments(dataset, **flags), split, ALONE, prefix)
+    args = arguments(dataset, **flags)
+    found = evaluate.evaluate(model, open_training(args).held_out(split), args, ALONE, prefix)
     return {k: v for k, v in found.items() if "runtime" not in k and "per_second" not in k}
 
 
 def questions(dataset, **flags) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """(input_ids, labels) of every protein of the validation split, out of the padded batches."""
-    loader, _ = evaluation_loader(arguments(dataset, sequence_packing=False, **flags), "validation", ALONE)
+    args = arguments(dataset, sequence_packing=False, **flags)
     found = []
-    for batch in loader:
+    for batch in evaluation_loader(args, open_training(args).held_out("validation"), ALONE):
         real = batch["attention_mask"].bool()
         found += [(i[k], t[k]) for i, t, k in zip(batch["input_ids"], batch["labels"], real, strict=True)]
     return found
@@ -142,13 +144,14 @@ def test_the_unigram_predictor_is_the_one_worked_out_by_hand(dataset):
     labels = torch.cat([labels[labels != -100] for _, labels in questions(dataset)]).numpy() - 4
     assert labels.min() >= 0
     args = arguments(dataset)
-    found = evaluate.unigram(open_training(args).store, args, "validation", ALONE)
+    data = open_training(args)
+    found = evaluate.unigram(data.sample(), data.held_out("validation"), args, ALONE)
     assert found["eval_unigram_loss"] == pytest.approx(-log_p[labels].mean(), rel=1e-12)
     assert found["eval_unigram_perplexity"] == pytest.approx(np.exp(-log_p[labels].mean()), rel=1e-12)
     assert found["eval_unigram_accuracy"] == (labels == counts.argmax()).mean()
     assert 2.7 < found["eval_unigram_loss"] < 3.0  # facts.md: 2.87 nats on UniRef
     other = arguments(dataset, seed=9, sequence_packing=False)
-    again = evaluate.unigram(open_training(other).store, other, "validation", ALONE)
+    again = evaluate.unigram(data.sample(), data.held_out("validation"), other, ALONE)
     assert again == pytest.approx(found, rel=1e-12)
 
 

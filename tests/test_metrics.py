@@ -13,10 +13,10 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import EsmForMaskedLM
 
 from common import metrics
-from common.batches import open_training
 from common.metrics import MetricsLog, format_block, peak_flops, read_metrics, step_flops, step_line, write_results
 from common.presets import esm2_config
 from common.report import draw_curves, held_out_table
+from common.training_data import open_training
 from tests.reference import random_batch
 from tests.training_fixtures import NUM_TEST, NUM_TRAIN, NUM_VALIDATION, arguments, rows, run_training, train
 

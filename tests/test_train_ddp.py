@@ -15,11 +15,10 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from transformers import EsmForMaskedLM, get_scheduler
 
 from common import convert
-from common.batches import open_training, training_loader
 from common.distributed import World
 from common.esm2 import Esm2ForMaskedLM, build_model
-from common.packing import Position
 from common.presets import load_config, override
+from common.training_data import open_training
 from tests.data_fixtures import DOWNLOAD, TOKENIZE, call, write_fasta
 from tests.training_fixtures import (
     NUM_TRAIN,
@@ -52,8 +51,8 @@ def micro_batches(dataset_dir, step: int = 0, packs: int = PACKS_PER_STEP, **fla
     """What the micro-batches of a global step hold, as one process would read them."""
     args = arguments(dataset_dir, **flags)
     world = World(0, 0, 1, torch.device("cpu"))
-    loader = training_loader(args, open_training(args), world, packs, 0, Position(), step + 1)
-    return list(loader)[step].micro_batches
+    steps = open_training(args).steps(world, packs, 0, {}, step + 1)
+    return list(steps)[step].micro_batches
 
 
 def proteins(batch: dict) -> list[tuple[torch.Tensor, torch.Tensor]]:

@@ -63,7 +63,7 @@ def dataset(tmp_path_factory) -> Path:
     return make_dataset(tmp_path_factory.mktemp("proteins"), total, NUM_VALIDATION, NUM_TEST)
 
 
-def flags_of(dataset_dir: Path, output_dir: Path, **flags) -> list[str]:
+def flags_of(dataset_dir: Path | None, output_dir: Path, **flags) -> list[str]:
     """The command line of a run of the tiny model for 20 steps, each logged; `flags` add to it, None takes away."""
     model = {} if {"config_name", "model_name_or_path"} & flags.keys() else TINY_MODEL
     chosen = {"dataset_dir": dataset_dir, "output_dir": output_dir} | model | DEFAULTS | flags
@@ -80,13 +80,13 @@ def environment() -> dict[str, str]:
     return os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
 
 
-def training_command(dataset_dir: Path, output_dir: Path, nproc: int = 1, **flags) -> list[str]:
+def training_command(dataset_dir: Path | None, output_dir: Path, nproc: int = 1, **flags) -> list[str]:
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={nproc}"] if nproc > 1 else []
     return [sys.executable, *launcher, str(ROOT / "train_ddp.py"), *flags_of(dataset_dir, output_dir, **flags)]
 
 
 def run_training(
-    dataset_dir: Path, output_dir: Path, nproc: int = 1, timeout: float = TIMEOUT_S, **flags
+    dataset_dir: Path | None, output_dir: Path, nproc: int = 1, timeout: float = TIMEOUT_S, **flags
 ) -> subprocess.CompletedProcess:
     """Run the script as a user does (nproc > 1: under torchrun). The caller looks at the return code."""
     command = training_command(dataset_dir, output_dir, nproc, **flags)
@@ -95,7 +95,7 @@ def run_training(
     )
 
 
-def train(dataset_dir: Path, output_dir: Path, nproc: int = 1, expect: int = 0, **flags) -> str:
+def train(dataset_dir: Path | None, output_dir: Path, nproc: int = 1, expect: int = 0, **flags) -> str:
     """The same in forked processes; asserts that all exit with status `expect`, returns what rank 0 printed."""
     codes, said = on_ranks(nproc, _main, flags_of(dataset_dir, output_dir, **flags))
     assert codes == [expect] * nproc, f"exit codes {codes}\n" + "\n".join(said)
