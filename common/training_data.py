@@ -150,8 +150,10 @@ def open_training(args, source: Source | None = None) -> TrainingData:
     UserError if they cannot be trained on, or not be evaluated on with --do_eval.
     """
     data = PreparedData(args) if source is None else StreamedData(args, source)
-    if args.do_eval and source is None and data.held_out("validation") is None:
-        raise UserError(f"{args.dataset_dir}: no validation split to evaluate on: drop --do_eval")
+    if args.do_eval and source is None:
+        if not (Path(args.dataset_dir) / "validation").is_dir():
+            raise UserError(f"{args.dataset_dir}: no validation split to evaluate on: drop --do_eval")
+        open_split(args.dataset_dir, "validation", args.max_eval_samples)  # says so if there is no protein in it
     if args.do_eval and source is not None and "validation" not in source.splits:
         raise UserError(f"--dataset {args.dataset}: no validation files in it: give --eval_dataset, or drop --do_eval")
     return data
