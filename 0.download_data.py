@@ -9,23 +9,24 @@ under OUTPUT_DIR/csv is always complete. Stopped at any moment and started again
 
 import logging
 import os
-import sys
-from collections.abc import Iterable
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from itertools import chain
 from pathlib import Path
 
-from tqdm import tqdm
-
+from common.bad_records import BadRecords, Policy
+from common.bars import Bars
 from common.cli import UserError, parse_arguments, run
 from common.download import download_directory
-from common.fasta import read_fasta
+from common.fasta import read_fasta_lines
 from common.fetch import describe_sources, fetch, parse_sources
-from common.output_directory import building
-from common.partitions import PartitionWriter, batches_of_lines, in_random_order
+from common.output_directory import Build, building
+from common.partitions import PartitionWriter
+from common.record_lines import Lines, skip
+from common.shuffle import in_random_order
 
 logger = logging.getLogger(__name__)
 UNIREF50 = "https://ftp.uniprot.org/pub/databases/uniprot/uniref/uniref50/uniref50.fasta.gz"
+READ = "records read"  # in the journal of the build
 
 
 @dataclass
@@ -45,6 +46,9 @@ class Arguments:
     )
     md5: list[str] = field(default_factory=list, metadata={"help": "checksums of the sources, in their order"})
     sha256: list[str] = field(default_factory=list, metadata={"help": "likewise"})
+    on_bad_record: Policy = field(
+        default="error", metadata={"help": "skip: leave out records without id or sequence etc., and count them"}
+    )
     seed: int = field(default=42, metadata={"help": "of the shuffle"})
     overwrite: bool = field(default=False, metadata={"help": "replace outputs made from other input or arguments"})
 
@@ -66,12 +70,36 @@ def describe(args: Arguments) -> dict:
     """What decides the output: an output directory made from the same is not made again."""
     made_from = describe_sources(args.sources) | {"max_records_per_partition": args.max_records_per_partition}
     made_from |= {"shuffle": args.shuffle, "seed": args.seed if args.shuffle else None}
+    if args.on_bad_record == "skip":
+        made_from["on_bad_record"] = "skip"
     return made_from
 
 
-def progress(records: Iterable, what: str) -> tqdm:
-    """A bar on a terminal; in a log file, a line now and then."""
-    return tqdm(records, desc=what, unit=" records", mininterval=0.5 if sys.stderr.isatty() else 10.0)
+def read_records(args: Arguments, build: Build, downloads: Path, bars: Bars) -> Iterator[Lines]:
+    """The records of all sources, which are fetched first; how many there were is noted at the end."""
+    paths = fetch(args.sources, downloads)
+    sizes = [path.stat().st_size for path in paths]
+    bad_records = BadRecords(args.on_bad_record)
+    records = before = 0
+    bars.bytes("Reading", sum(sizes))
+    for path, size in zip(paths, sizes, strict=True):
+        logger.info("Reading FASTA file %s", path)
+        position = [0]
+        for lines in read_fasta_lines(path, bad_records=bad_records, on_read=position.append):
+            records += len(lines)
+            bars.read(before + position[-1], records)
+            yield lines
+        before += size
+    build.note(READ, {"records": records, "bad": bad_records.state})
+
+
+def with_bar(batches: Iterator[Lines], build: Build, written: int, bars: Bars) -> Iterator[Lines]:
+    """The same lines; the bar begins with the first: by then all records have been read, and their number is known."""
+    for number, lines in enumerate(batches):
+        if number == 0:
+            bars.records("Writing", build.done(READ)["records"], written)
+        bars.add(len(lines))
+        yield lines
 
 
 def main() -> None:
@@ -81,20 +109,27 @@ def main() -> None:
     with (
         building(output_dir, args.formats, describe(args), args.overwrite) as build,
         download_directory(output_dir / ".download") as downloads,
+        Bars() as bars,
     ):
         if not build.paths:
             return
-        paths = fetch(args.sources, downloads)
-        logger.info("Reading FASTA file %s", ", ".join(map(str, paths)))
-        records = chain.from_iterable(map(read_fasta, paths))
-        batches = batches_of_lines(progress(records, "Reading"))
+        writer = PartitionWriter(build, output_dir, args.max_records_per_partition)
+        records = read_records(args, build, downloads, bars)
         if args.shuffle:
-            batches = in_random_order(batches, build.scratch, args.seed)
+            records = in_random_order(records, build, args.seed, lambda: writer.written)
+            records = with_bar(records, build, writer.written, bars)
+        else:
+            records = skip(records, writer.written)
         logger.info("Generating %s files", " and ".join(build.paths))
-        writer = PartitionWriter(build.paths, output_dir, args.max_records_per_partition)
-        for batch in batches:
-            writer.write(batch)
-        build.results["records"] = writer.close()
+        read = build.done(READ)
+        if read is None or writer.written < read["records"]:  # else killed when all was written
+            for lines in records:
+                writer.write(lines)
+            read = build.done(READ)
+        if not read["records"]:
+            raise UserError(f"{read['bad']['first'][0]} (and no other record can be used either)")
+        build.results |= {"records": writer.close(), "skipped_records": read["bad"]["count"]}
+        BadRecords(args.on_bad_record, **read["bad"]).report()
     logger.info("Save complete")
 
 

@@ -115,6 +115,9 @@ def building(parent: Path, names: list[str], made_from: dict, overwrite: bool) -
         except KeyboardInterrupt:
             interrupted = True
             raise
+        except OSError as error:
+            error.filename = error.filename or str(parent)  # writing to a full disk does not say where
+            raise
         finally:
             if not interrupted:
                 _clear(parent)

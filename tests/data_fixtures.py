@@ -50,7 +50,9 @@ def environment() -> dict:
 def expect_error(name: str, *argv) -> str:
     """Run a script as a user does; returns its one line of error. Whatever else it says are log lines."""
     done = subprocess.run(command(name, *argv), capture_output=True, text=True, env=environment(), timeout=60)
-    lines = [line for line in done.stderr.replace("\r", "\n").splitlines() if line and " records/s]" not in line]
+    lines = [
+        line for line in done.stderr.replace("\r", "\n").splitlines() if line.strip() and " records/s]" not in line
+    ]
     assert done.returncode == 2, done.stderr
     assert lines[-1].startswith("error: ")
     assert all(LOG_LINE.fullmatch(line) for line in lines[:-1]), done.stderr

@@ -1,14 +1,14 @@
-"""0.download_data.py and what it stands on: numbering, the shuffle, formats, restarts, downloads, bad input."""
+"""0.download_data.py and what it stands on: numbering, the shuffle, formats, restarts, bad input."""
 
 import csv
 import gzip
 import itertools
 import json
+import re
 import shutil
 import signal
 import subprocess
 import time
-from collections import Counter
 
 import datasets
 import numpy as np
@@ -18,7 +18,6 @@ import pytest
 from common.cli import UserError
 from common.fasta import read_fasta
 from common.output_directory import building, read_record
-from common.partitions import batches_of_lines, in_random_order
 from common.sample import write_sample
 from tests.data_fixtures import (
     DOWNLOAD,
@@ -125,35 +124,6 @@ def test_every_partition_is_a_sample_of_the_whole_input(tmp_path):
         assert abs(part.mean() - whole.mean()) < 4 * whole.std() / np.sqrt(size)
 
 
-def test_all_permutations_are_equally_likely(tmp_path):
-    lines = [b"a", b"b", b"c", b"d"]
-    orders = Counter(
-        b"".join(itertools.chain(*in_random_order([lines[:3], lines[3:]], tmp_path, seed))) for seed in range(4800)
-    )
-    assert len(orders) == 24
-    chi_square = sum((n - 200) ** 2 / 200 for n in orders.values())  # 23 degrees of freedom
-    assert chi_square < 55
-
-
-@pytest.mark.parametrize(("memory_bytes", "levels"), [(100_000, 1), (1000, 2)])
-def test_the_order_does_not_depend_on_memory(tmp_path, monkeypatch, memory_bytes, levels):
-    lines = [b"P%d\t%s" % (i, b"M" * (i % 50 + 1)) for i in range(6000)]
-
-    def batches(size):
-        return ([*lines[i : i + size]] for i in range(0, len(lines), size))
-
-    in_memory = list(itertools.chain(*in_random_order(batches(1000), tmp_path, 3)))
-    made = []
-    original = type(tmp_path).mkdir
-    monkeypatch.setattr(type(tmp_path), "mkdir", lambda path: (made.append(path.name), original(path)))
-    bounded = list(itertools.chain(*in_random_order(batches(77), tmp_path, 3, memory_bytes)))
-    assert bounded == in_memory != lines
-    assert sorted(in_memory) == sorted(lines)
-    assert {f"level{level}" for level in range(levels)} <= set(made)
-    assert not list(tmp_path.iterdir())
-    assert list(in_random_order([], tmp_path, 3)) == []
-
-
 def test_seed_decides(tmp_path):
     source = write_fasta(tmp_path / "in.fasta", numbered(50))
     for name, seed in (("a", 1), ("b", 1), ("c", 2)):
@@ -202,7 +172,7 @@ def test_second_run_does_nothing_and_another_one_is_refused(tmp_path, caplog):
     call(DOWNLOAD, *same, "--overwrite")
     assert sum(map(len, partitions(out / "csv"))) == 31
     assert [path.name for path in out.iterdir()] == ["csv"]
-    assert json.loads((out / "csv/.complete.json").read_text())["results"] == {"records": 31}
+    assert json.loads((out / "csv/.complete.json").read_text())["results"] == {"records": 31, "skipped_records": 0}
 
 
 def test_a_directory_of_the_users_own_is_refused(tmp_path):
@@ -316,7 +286,40 @@ def test_impossible_flags(tmp_path, flags):
     assert not list(tmp_path.iterdir())
 
 
-def test_batches_hold_every_record():
-    records = [(b"%d" % i, b"MK") for i in range(7)]
-    assert [len(batch) for batch in batches_of_lines(records, 3)] == [3, 3, 1]
-    assert [len(batch) for batch in batches_of_lines(records[:6], 3)] == [3, 3]
+def test_bad_records_are_skipped_and_counted(tmp_path):
+    source = tmp_path / "in.fasta"
+    source.write_text(">a\nMK\n" + ">b\n" * 7 + ">c\nMV\n>\nMK\n>a\nMK\n")
+    out, flags = tmp_path / "out", ("--on_bad_record", "skip", "--shuffle", "False")
+    done = subprocess.run(
+        command(SCRIPT, "--source", source, "--output_dir", out, *flags), capture_output=True, text=True, check=True
+    )
+    assert rows_of(out / "csv/x000.csv") == [("a", "MK"), ("c", "MV"), ("a", "MK")]  # ids may come twice
+    assert "WARNING - 8 bad records were skipped, the first 5:" in done.stderr
+    assert f"WARNING -   {source}: line 3: record 2 (b) has no sequence" in done.stderr
+    assert f"{source}: line 7: record 6 (b)" in done.stderr
+    assert "record 7" not in done.stderr
+    assert done.stderr.splitlines()[-1].endswith("Save complete")
+    assert read_record(out / "csv")["results"] == {"records": 3, "skipped_records": 8}
+
+    with pytest.raises(UserError, match="line 3: record 2"):
+        call(DOWNLOAD, "--source", source, "--output_dir", tmp_path / "error", "--on_bad_record", "error")
+    source.write_text(">b\n>c\n")
+    with pytest.raises(UserError, match=r"line 1: record 1 \(b\) .* no other record can be used either"):
+        call(DOWNLOAD, "--source", source, "--output_dir", tmp_path / "error", *flags)
+    source.write_bytes(gzip.compress(b">a\nMK\n" * 1000)[:-9])
+    with pytest.raises(UserError, match="cut short"):
+        call(DOWNLOAD, "--source", source, "--output_dir", tmp_path / "error", *flags)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["in.fasta", "out"]
+    assert "--on_bad_record" in expect_error(SCRIPT, "--source", source, "--on_bad_record", "mend")
+
+
+def test_what_is_said(tmp_path):
+    """The guides' log lines, and bars with bytes and records a second, ETA included."""
+    source = write_fasta(tmp_path / "in.fasta", numbered(300))
+    flags = ("--source", source, "--output_dir", tmp_path, "--max_records_per_partition", 200)
+    said = subprocess.run(command(SCRIPT, *flags), capture_output=True, text=True, check=True).stderr
+    assert re.search(rf"INFO - Writing 200 records to {tmp_path}/csv/x000.csv\n", said)
+    assert re.search(rf"INFO - Writing 100 records to {tmp_path}/csv/x001.csv\n", said)
+    assert re.search(r"Reading: 100%.* 82.8k/82.8k \[.*<.*B/s, 300 records, [\d,]+ records/s\]", said)
+    assert re.search(r"Writing: 100%.* 300/300 \[.*<.* records/s\]", said)
+    assert said.endswith("INFO - Save complete\n")
