@@ -19,6 +19,7 @@ from tqdm import tqdm
 
 from common.bad_records import BadRecords, Policy
 from common.cli import UserError, parse_arguments, run
+from common.cluster_splits import publish_index, split_by_clusters
 from common.csv_records import count_rows, csv_files
 from common.encode_files import FileEncoder, usable_threads
 from common.encode_records import Chunker, check_tokenizer, encode_rows
@@ -51,6 +52,10 @@ class Arguments:
     line_by_line: bool = field(
         default=True, metadata={"help": "False: concatenate records and cut into chunks of --max_seq_length (or 1024)"}
     )
+    cluster_table: str | None = field(
+        default=None,
+        metadata={"help": "table of ur50_id, ur90_id (parquet, CSV, TSV): split by clusters, index them for training"},
+    )
     on_bad_record: Policy = field(
         default="error",
         metadata={"help": "a row without text, not ASCII or not of two columns: error (stop) or skip (and count)"},
@@ -66,13 +71,15 @@ class Arguments:
             raise UserError("--pad_to_max_length True needs --max_seq_length")
         if self.preprocessing_num_workers < 1:
             raise UserError(f"--preprocessing_num_workers {self.preprocessing_num_workers}: at least 1")
+        if self.cluster_table and not self.line_by_line:
+            raise UserError("--cluster_table needs --line_by_line True: a chunk belongs to no cluster")
         if self.seed < 0:
             raise UserError(f"--seed {self.seed}: must not be negative")
 
 
 def describe(args: Arguments, files: list[Path]) -> dict:
     """What decides the output: an output directory made from the same is not made again."""
-    stats = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in files]
+    stats = _listing(files)
     deciding = (
         "train_size",
         "validation_size",
@@ -83,11 +90,21 @@ def describe(args: Arguments, files: list[Path]) -> dict:
         "seed",
     )
     listing = {"files": len(stats), "bytes": sum(size for _, size, _ in stats)}
+    optional = {}
+    if args.on_bad_record != "error":
+        optional["on_bad_record"] = args.on_bad_record
+    if args.cluster_table:
+        table = Path(args.cluster_table)
+        optional["cluster_table"] = _listing([table]) if table.is_file() else None
     return {
         "input": listing | {"listing": hashlib.sha256(repr(stats).encode()).hexdigest()},
         **{name: getattr(args, name) for name in deciding},
-        **({"on_bad_record": args.on_bad_record} if args.on_bad_record != "error" else {}),
+        **optional,
     }
+
+
+def _listing(files: list[Path]) -> list[tuple[str, int, int]]:
+    return [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in files]
 
 
 def count_records(build: Build, files: list[Path], on_bad_record: str) -> tuple[list[int], BadRecords]:
@@ -120,12 +137,22 @@ def finish_split(build: Build, split: str, pieces: list[Piece], chunker: Chunker
 
 def tokenize(args: Arguments, files: list[Path], build: Build) -> None:
     logger.info("Loading csv files from %s", args.input_dir)
-    counts, bad_records = count_records(build, files, args.on_bad_record)
+    sizes_of = functools.partial(
+        split_sizes, train=args.train_size, validation=args.validation_size, test=args.test_size
+    )
+    if args.cluster_table:
+        logger.info("Splitting dataset by the clusters of %s", args.cluster_table)
+        counts, sizes, labels, bad_records, found = split_by_clusters(
+            build, files, Path(args.cluster_table), sizes_of, args.train_size is None, args.seed, args.on_bad_record
+        )
+        build.results |= found
+    else:
+        counts, bad_records = count_records(build, files, args.on_bad_record)
+        logger.info("Splitting dataset")
+        sizes = sizes_of(sum(counts))
+        labels = split_labels(sum(counts), sizes, args.seed)
     records = sum(counts)
     logger.info("%s records in %d files", f"{records:,}", len(files))
-    logger.info("Splitting dataset")
-    sizes = split_sizes(records, args.train_size, args.validation_size, args.test_size)
-    labels = split_labels(records, sizes, args.seed)
     logger.info("train %s, validation %s, test %s records", *(f"{size:,}" for size in sizes))
 
     truncate, pad, chunkers = args.max_seq_length, args.pad_to_max_length, [None] * len(SPLITS)
@@ -149,6 +176,8 @@ def tokenize(args: Arguments, files: list[Path], build: Build) -> None:
     for split, chunker in zip(SPLITS, chunkers, strict=True):
         pieces = [Piece(*piece) for of_file in made for piece in of_file["pieces"][split]]
         finish_split(build, split, pieces, chunker)
+    if args.cluster_table:
+        publish_index(build)
     write_dataset_dict(build.paths["arrow"], list(SPLITS))
 
     tokens, unknown, with_unknown = (

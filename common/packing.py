@@ -9,6 +9,9 @@ a step takes the next G of them, whoever computes it. An epoch is planned in win
 - within the window the records are shuffled, cropped to `max_seq_length` at a random place, packed and the packs
   shuffled, all by hashes keyed with (seed, epoch, record or pack).
 
+With `clusters`, what is permuted, cut into blocks and gone through once an epoch are clusters, and each contributes
+one member, drawn by a hash of (seed, epoch, cluster).
+
 Every window is planned by itself, so a position (epoch, window, pack) is all there is to resume from.
 """
 
@@ -20,7 +23,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from common.cli import UserError
-from common.hashing import BLOCK_ORDER, ROTATION, Permutation, derive_key
+from common.clusters import Clusters
+from common.hashing import BLOCK_ORDER, MEMBER, ROTATION, Permutation, derive_key
 from common.windows import Pack, Window, plan_window
 
 RECORDS_PER_BLOCK = 256
@@ -53,7 +57,8 @@ class BatchPlan:
 
     lengths_of: tokens int64 [n] of records int64 [n] (`TokenStore.lengths`); seed: any integer; max_seq_length:
     longest crop in tokens, `<cls>` and `<eos>` included; tokens_per_pack or sequences_per_pack: one of them, the size
-    of a packed or of a padded batch; shuffle: False keeps the store's order (evaluation).
+    of a packed or of a padded batch; shuffle: False keeps the store's order (evaluation); clusters: of the records, to
+    draw by (`open_clusters`).
     Raises UserError for sizes that cannot work.
     """
 
@@ -66,7 +71,9 @@ class BatchPlan:
         tokens_per_pack: int | None = None,
         sequences_per_pack: int | None = None,
         shuffle: bool = True,
+        clusters: Clusters | None = None,
     ):
+        assert clusters is None or clusters.num_records == num_records
         assert (tokens_per_pack is None) != (sequences_per_pack is None), "either packed or padded"
         if num_records < 1:
             raise UserError("no record to plan batches for")
@@ -78,13 +85,14 @@ class BatchPlan:
             raise UserError(
                 f"{tokens_per_pack} tokens a pack do not hold one sequence of max_seq_length {max_seq_length}"
             )
-        self.lengths_of, self.num_records, self.seed = lengths_of, num_records, seed
+        self.lengths_of, self.seed, self.clusters = lengths_of, seed, clusters
+        self.num_drawn = num_records if clusters is None else len(clusters)  # records of an epoch
         self.max_seq_length, self.shuffle = max_seq_length, shuffle
         self.tokens_per_pack, self.sequences_per_pack = tokens_per_pack, sequences_per_pack
         # Padded: a block is a multiple of the batch, so only the epoch's last batch is short.
         batch = sequences_per_pack or 1
         self.block = batch * -(-RECORDS_PER_BLOCK // batch)
-        self.num_full_blocks, rest = divmod(num_records, self.block)
+        self.num_full_blocks, rest = divmod(self.num_drawn, self.block)
         self.num_blocks = self.num_full_blocks + (rest > 0)
         # A window ends in one badly filled pack, so it grows with the packs; windows of equal size, so that the last
         # one is no small one.
@@ -140,7 +148,7 @@ class BatchPlan:
         """Packs of one epoch. Exact up to 64 windows (a million records) and for padded batches; beyond that
         extrapolated from 64 evenly spaced windows (the same on every call and machine)."""
         if self.sequences_per_pack:
-            return -(-self.num_records // self.sequences_per_pack)
+            return -(-self.num_drawn // self.sequences_per_pack)
         return self.statistics(epoch).packs
 
     def statistics(self, epoch: int = 0) -> PlanStatistics:
@@ -152,7 +160,7 @@ class BatchPlan:
             packs, tokens = sum(map(len, windows)), sum(int(window.lengths.sum()) for window in windows)
             room = packs * (self.tokens_per_pack or self.sequences_per_pack * self.max_seq_length)
             # By records, not by windows: these differ by a block in size.
-            share = self.num_records / sum(last - first for first, last in map(self._window_range, numbers))
+            share = self.num_drawn / sum(last - first for first, last in map(self._window_range, numbers))
             self._counted[epoch] = PlanStatistics(
                 round(packs * share), round(tokens * share), tokens / max(1, room), sampled == self.num_windows
             )
@@ -169,10 +177,15 @@ class BatchPlan:
     def _window_range(self, number: int) -> tuple[int, int]:
         """First and one past the last record of a window, counted in the epoch's order of blocks."""
         first, last = (i * self.num_blocks // self.num_windows * self.block for i in (number, number + 1))
-        return first, min(last, self.num_records)
+        return first, min(last, self.num_drawn)
 
     def _window_records(self, epoch: int, number: int) -> np.ndarray:
         """Records int64 [n] of a window, blocks in the epoch's order and in store order within each."""
+        order = self._window_order(epoch, number)
+        return order if self.clusters is None else self.clusters.draw(order, derive_key(self.seed, epoch, MEMBER))
+
+    def _window_order(self, epoch: int, number: int) -> np.ndarray:
+        """Records, or clusters, int64 [n] of a window."""
         order = np.arange(*self._window_range(number))
         if not self.shuffle:
             return order
@@ -184,8 +197,8 @@ class BatchPlan:
             distinct, inverse = np.unique(block[full], return_inverse=True)
             block[full] = permute(distinct)[inverse]
         # Rotated, so that the blocks (the last one above all) are other records in every epoch.
-        shift = derive_key(self.seed, epoch, ROTATION) % self.num_records
-        return (block * self.block + within + shift) % self.num_records
+        shift = derive_key(self.seed, epoch, ROTATION) % self.num_drawn
+        return (block * self.block + within + shift) % self.num_drawn
 
     def _plan_window(self, epoch: int, number: int) -> Window:
         records = self._window_records(epoch, number)

@@ -140,7 +140,7 @@ def test_every_epoch_has_its_own_blocks_in_its_own_order():
     plan = plan_of(np.full(1_000_000, 300))
     begins = [plan._window_records(epoch, 3)[:: packing.RECORDS_PER_BLOCK] for epoch in (0, 1)]
     assert begins[0][0] % packing.RECORDS_PER_BLOCK != begins[1][0] % packing.RECORDS_PER_BLOCK
-    steps = [np.diff(of) % plan.num_records for of in begins]
+    steps = [np.diff(of) % plan.num_drawn for of in begins]
     assert (steps[0] == steps[1]).sum() < 3
 
 
