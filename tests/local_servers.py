@@ -27,7 +27,7 @@ class Server:
     statuses: list[int] = field(default_factory=list)  # errors to answer first
     retry_after: str = ""  # sent with them
     lacking: str = ""  # "ranges", "if-range", "validator", "length"; FTP: "mdtm"
-    claims: int = 0  # bytes to add to the true Content-Length
+    claims: int = 0  # bytes to add to the true Content-Length, or SIZE
     encoding: str = ""  # Content-Encoding to declare; `content` is what is sent
     redirects: dict[str, str] = field(default_factory=dict)
     tls: tuple[str, str] | None = None  # files of certificate and key
@@ -135,7 +135,7 @@ def ftp_server(content: bytes | dict[str, bytes], **behaviour) -> Iterator[Serve
                 if verb in ("SIZE", "MDTM", "RETR") and content is None:
                     self.answer("550 no such file")
                 elif verb == "SIZE":
-                    self.answer(f"213 {len(content)}")
+                    self.answer(f"213 {len(content) + state.claims}")
                 elif verb == "MDTM":
                     self.answer("500 unknown command" if state.lacking == "mdtm" else "213 20250101000000")
                 elif verb == "REST":
@@ -199,9 +199,11 @@ def breaking_proxy(target_url: str, break_after: list[int], **behaviour) -> Iter
                     state.passed += len(part)
                     if left is not None and (left := left - len(part)) == 0:
                         state.before_closing()
-                        for byte in (data + upstream.recv(4096))[len(part) :] if state.trickle else b"":
-                            self.request.sendall(bytes([byte]))
-                            time.sleep(0.001)
+                        rest = data[len(part) :]
+                        while state.trickle and (rest := rest or upstream.recv(4096)):
+                            self.request.sendall(rest[:10])
+                            rest = rest[10:]
+                            time.sleep(0.01)
                         break
 
         def pass_requests(self, upstream: socket.socket) -> None:

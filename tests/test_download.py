@@ -4,7 +4,6 @@ import datetime
 import gzip
 import hashlib
 import ipaddress
-import os
 import random
 import subprocess
 import time
@@ -22,6 +21,7 @@ from common.cli import UserError
 from common.download import Patience, download, download_directory
 from common.transfers import FetchError
 from tests.local_servers import ftp_server, http_server
+from tests.small_disk import small_disk
 
 QUICK = Patience(timeout_s=5.0, attempts=3, first_wait_s=0.01, longest_wait_s=0.05)
 CONTENT = gzip.compress("".join(f">P{i} x\nMKVLAGTYRR\n" for i in range(50_000)).encode(), mtime=0)
@@ -43,12 +43,14 @@ def test_broken_download_goes_on_where_it_ended(tmp_path):
     assert server.ranges == [None, f"bytes={THIRD}-", f"bytes={THIRD + 20_000}-"]
 
 
-@pytest.mark.parametrize("lacking", ["", "if-range"])
-def test_a_changed_remote_file_is_fetched_from_its_start(tmp_path, lacking):
+@pytest.mark.parametrize(("lacking", "requests"), [("", 2), ("if-range", 3)])
+def test_a_changed_remote_file_is_fetched_from_its_start(tmp_path, lacking, requests):
+    """By the answer to If-Range; by the ETag of the rest, where the server does not know If-Range."""
     newer = CONTENT[::-1]
     with http_server(CONTENT, break_after=[THIRD], lacking=lacking, next=(newer, '"2"')) as server:
-        path = download(f"{server.url}/u.fasta.gz", tmp_path, sums(newer), QUICK)
+        path = download(f"{server.url}/u.fasta.gz", tmp_path, patience=QUICK)
     assert path.read_bytes() == newer
+    assert server.ranges == [None, f"bytes={THIRD}-", None][:requests]
 
 
 def test_last_modified_stands_in_for_an_etag_and_a_weak_etag_does_not(tmp_path):
@@ -353,43 +355,36 @@ def test_ftp_without_dates_starts_over(tmp_path):
         assert server.starts == [0, 0]
 
 
+def test_more_bytes_than_there_should_be_are_no_start_to_go_on_from(tmp_path):
+    with (
+        ftp_server(CONTENT, claims=-100) as server,
+        pytest.raises(FetchError, match=rf"{len(CONTENT):,} of {len(CONTENT) - 100:,} bytes arrived \(3 attempts\)"),
+    ):
+        download(f"{server.url}/a", tmp_path / "d", patience=QUICK)
+    assert server.starts == [0, 0, 0]
+    assert not list(tmp_path.iterdir())
+
+
 # --- full disks
 
 
-@pytest.fixture
-def small_disk(tmp_path):
-    """A file system of 1 MB."""
-    if os.geteuid() != 0:
-        pytest.skip("mounting a small tmpfs needs root")
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", disk], capture_output=True)
-    if mounted.returncode:
-        pytest.skip(f"cannot mount a tmpfs: {mounted.stderr.decode().strip()}")
-    try:
-        yield disk
-    finally:
-        subprocess.run(["umount", "-l", disk], check=True)
+def test_a_disk_that_is_too_small_is_said_before_anything_is_fetched(tmp_path):
+    with small_disk(tmp_path, "1m") as disk, http_server(bytes(2_000_000)) as server:
+        with pytest.raises(
+            FetchError, match=r"no room for http.*: 2,000,000 bytes to come, 1,\d+,\d+ free: make room"
+        ):
+            download(f"{server.url}/a", disk / "d", patience=QUICK)
+        assert not list(disk.iterdir())
 
 
-def test_a_disk_that_is_too_small_is_said_before_anything_is_fetched(small_disk):
-    content = bytes(2_000_000)
-    with (
-        http_server(content) as server,
-        pytest.raises(FetchError, match=r"no room for http.*: 2,000,000 bytes to come, 1,\d+,\d+ free: make room"),
-    ):
-        download(f"{server.url}/a", small_disk / "d", patience=QUICK)
-    assert not list(small_disk.iterdir())
-
-
-def test_a_disk_that_fills_up_keeps_what_came_for_when_there_is_room(small_disk):
+def test_a_disk_that_fills_up_keeps_what_came_for_when_there_is_room(tmp_path):
     content = random.Random(0).randbytes(2_000_000)
-    with http_server(content, lacking="length") as server:
+    with small_disk(tmp_path, "1m") as disk, http_server(content, lacking="length") as server:
         url = f"{server.url}/a"
         with pytest.raises(FetchError, match=r"d: no space left for http.* bytes have arrived and are kept\)"):
-            download(url, small_disk / "d", sums(content), QUICK)
-        subprocess.run(["mount", "-o", "remount,size=4m", small_disk], check=True)
-        assert download(url, small_disk / "d", sums(content), QUICK).read_bytes() == content
+            download(url, disk / "d", sums(content), QUICK)
+        subprocess.run(["mount", "-o", "remount,size=4m", disk], check=True)
+        assert download(url, disk / "d", sums(content), QUICK).read_bytes() == content
     assert len(server.ranges) == 2
     assert int(server.ranges[1][6:-1]) > 900_000
 
