@@ -17,7 +17,8 @@ from common import alphabet
 from common.batches import evaluation_loader, to_device
 from common.distributed import World
 
-UNIGRAM_SAMPLE = 200_000  # proteins, evenly spaced over the training split, that the unigram predictor is fitted on
+UNIGRAM_SAMPLE = 200_000  # proteins, from all over the training split, that the unigram predictor is fitted on
+UNIGRAM_RUN = 1000  # of them that are neighbours
 
 
 @torch.no_grad()
@@ -79,8 +80,12 @@ def unigram(training, store, args, world: World, prefix: str = "eval") -> dict:
 def residue_frequencies(store) -> np.ndarray:
     """Relative frequencies of the 33 tokens among the residues, float64 [33]; zero for what is never masked."""
     counts = np.zeros(alphabet.VOCAB_SIZE)
-    chosen = np.unique(np.linspace(0, len(store) - 1, min(len(store), UNIGRAM_SAMPLE)).astype(np.int64))
-    for block in np.array_split(chosen, -(-len(chosen) // 4096)):
+    # Runs of neighbours: single records all over a large store would be as many reads of the filesystem.
+    starts = np.arange(0, len(store), UNIGRAM_RUN)
+    if len(store) > UNIGRAM_SAMPLE:
+        starts = np.linspace(0, len(store) - UNIGRAM_RUN, UNIGRAM_SAMPLE // UNIGRAM_RUN).astype(np.int64)
+    for start in starts:
+        block = np.arange(start, min(start + UNIGRAM_RUN, len(store)))
         ids, _ = store.gather(block, np.zeros_like(block), store.lengths(block))
         counts += np.bincount(ids, minlength=alphabet.VOCAB_SIZE)
     residues = slice(alphabet.FIRST_RESIDUE, alphabet.LAST_RESIDUE + 1)
