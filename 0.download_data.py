@@ -113,22 +113,22 @@ def main() -> None:
     ):
         if not build.paths:
             return
-        writer = PartitionWriter(build, output_dir, args.max_records_per_partition)
-        records = read_records(args, build, downloads, bars)
-        if args.shuffle:
-            records = in_random_order(records, build, args.seed, lambda: writer.written)
-            records = with_bar(records, build, writer.written, bars)
-        else:
-            records = skip(records, writer.written)
-        logger.info("Generating %s files", " and ".join(build.paths))
-        read = build.done(READ)
-        if read is None or writer.written < read["records"]:  # else killed when all was written
-            for lines in records:
-                writer.write(lines)
+        with PartitionWriter(build, output_dir, args.max_records_per_partition) as writer:
+            records = read_records(args, build, downloads, bars)
+            if args.shuffle:
+                records = in_random_order(records, build, args.seed, lambda: writer.written)
+                records = with_bar(records, build, writer.written, bars)
+            else:
+                records = skip(records, writer.written)
+            logger.info("Generating %s files", " and ".join(build.paths))
             read = build.done(READ)
-        if not read["records"]:
-            raise UserError(f"{read['bad']['first'][0]} (and no other record can be used either)")
-        build.results |= {"records": writer.close(), "skipped_records": read["bad"]["count"]}
+            if read is None or writer.written < read["records"]:  # else killed when all was written
+                for lines in records:
+                    writer.write(lines)
+                read = build.done(READ)
+            if not read["records"]:
+                raise UserError(f"{read['bad']['first'][0]} (and no other record can be used either)")
+            build.results |= {"records": writer.close(), "skipped_records": read["bad"]["count"]}
         BadRecords(args.on_bad_record, **read["bad"]).report()
     logger.info("Save complete")
 

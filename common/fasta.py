@@ -20,7 +20,7 @@ from common.bad_records import BadRecords
 from common.cli import UserError
 from common.record_lines import NEWLINE, TAB, Lines
 
-BLOCK_BYTES = 4 << 20
+BLOCK_BYTES = 1 << 20  # that and what is made of it stay in the cache
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"  # Windows editors write it
 WHITESPACE = b" \t\r\n\v\f"
 GREATER, STAR = b">*"

@@ -8,6 +8,7 @@ from __future__ import annotations
 import csv
 import io
 import logging
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import pyarrow as pa
@@ -24,8 +25,8 @@ WRITTEN = "partitions written"  # in the journal of the build
 class PartitionWriter:
     """Cuts a stream of lines into partitions of exactly `max_records` (the last: what is left), in several formats.
 
-    A partition is noted in the build's journal once it is on the disk in all formats. `written` is the number of
-    records in those; a new writer of the same build expects the records after them.
+    A partition is noted in the build's journal once it is on the disk in all formats, while the next one is written.
+    `written` is the number of records in those; a new writer of the same build expects the records after them.
     """
 
     def __init__(self, build: Build, final_parent: Path, max_records: int) -> None:
@@ -36,6 +37,16 @@ class PartitionWriter:
         self.number, self.written = build.done(WRITTEN) or (0, 0)  # number: of the partition being written
         self.filled = 0  # records in it
         self.formats = {name: FORMATS[name](path) for name, path in build.paths.items()}
+        self._before = self.written  # records in the partitions before this one
+        self._flushing = Future()  # the partition before this one
+        self._flushing.set_result(None)
+
+    def __enter__(self) -> PartitionWriter:
+        self._pool = ThreadPoolExecutor(1)
+        return self
+
+    def __exit__(self, *error) -> None:
+        self._pool.shutdown()
 
     def write(self, lines: Lines) -> None:
         while len(lines):
@@ -50,18 +61,29 @@ class PartitionWriter:
         """Finish; returns the number of records written, by killed runs before this one too."""
         if self.filled:  # an input that is an exact multiple ends without an empty file
             self._end_partition()
+        self._flushing.result()
         for output in self.formats.values():
             output.close(self.number, self.written)
         return self.written
 
     def _end_partition(self) -> None:
+        files = []
         for name, output in self.formats.items():
-            file_name = output.end_partition()
+            file_name, file = output.end_partition()
+            files.append(file)
             logger.info("Writing %d records to %s", self.filled, self.final_parent / name / file_name)
         self.number += 1
-        self.written += self.filled
+        self._before += self.filled
         self.filled = 0
-        self.build.note(WRITTEN, [self.number, self.written])
+        self._flushing.result()
+        self._flushing = self._pool.submit(self._flush, files, self.number, self._before)
+
+    def _flush(self, files: list, number: int, written: int) -> None:
+        for file in files:
+            with file:
+                sync(file)
+        self.build.note(WRITTEN, [number, written])
+        self.written = written
 
 
 class _Files:
@@ -82,13 +104,11 @@ class _Files:
             self.begin()
         self.add(lines)
 
-    def end_partition(self) -> str:
+    def end_partition(self) -> tuple[str, io.BufferedWriter]:
+        """The file, whole but not flushed, and the name to call it by."""
         self.end()
-        sync(self.file)
-        name = Path(self.file.name).name
-        self.file.close()
-        self.file = None
-        return name
+        file, self.file = self.file, None
+        return Path(file.name).name, file
 
     def begin(self) -> None: ...
 
@@ -153,8 +173,9 @@ class _Arrow(_Files):
     def end(self) -> None:
         self.writer.close()
 
-    def end_partition(self) -> str:
-        return super().end_partition().replace(".arrow", "-of-*.arrow")  # how many there will be is known at the end
+    def end_partition(self) -> tuple[str, io.BufferedWriter]:
+        name, file = super().end_partition()
+        return name.replace(".arrow", "-of-*.arrow"), file  # how many there will be is known at the end
 
     def close(self, partitions: int, records: int) -> None:
         for number in range(partitions):

@@ -8,6 +8,8 @@ for every part of it that fits into memory.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
 
@@ -41,12 +43,24 @@ def in_random_order(
     if counts is None:
         for path in build.scratch.iterdir():  # of a run that was killed while it scattered
             path.unlink()
-        held, counts = _scatter(_with_keys(batches, seed), buckets, memory_bytes)
+        held, counts = _scatter(ahead(_with_keys(batches, seed)), buckets, memory_bytes)
         if not any(counts):
             yield from skip(_sorted_lines(held), written())
             return
-        build.note(SCATTERED, counts)
+        # Read from memory while it goes to the disk; killed before that is noted, a run scatters again, to the same.
+        with ThreadPoolExecutor(1) as pool:
+            flushed = pool.submit(_flush, build, buckets, counts)
+            yield from ahead(_in_buckets(buckets, counts, written, memory_bytes))
+            flushed.result()
+        return
     yield from ahead(_in_buckets(buckets, counts, written, memory_bytes))
+
+
+def _flush(build: Build, buckets: list[Path], counts: list[int]) -> None:
+    for path in buckets:
+        with suppress(FileNotFoundError), open(path, "rb") as file:  # absent: empty, or used up
+            sync(file)
+    build.note(SCATTERED, counts)
 
 
 def _with_keys(batches: Iterable[Lines], seed: int) -> Iterator[pa.RecordBatch]:
@@ -91,10 +105,6 @@ def _scatter(
             size = 0
     if counts.any():
         counts += _append(held, buckets)
-        for path in buckets:
-            if path.exists():
-                with open(path, "rb") as file:
-                    sync(file)
     return held, counts.tolist()
 
 

@@ -1,0 +1,158 @@
+"""How fast the data steps are, beside the guides' way of doing them: same input, same run, a fresh process each.
+
+    pip install pyfastx
+    python -m benchmarks.data_pipeline [--fasta proteins.fasta.gz] [--output table.md]
+
+Inputs of 0.2 and 2 million records are made by repeating real ones under new ids. Time is the whole process from start
+to end, so it includes unpacking, imports and flushing to the disk (ours); memory is the peak of the resident set.
+Rounds are interleaved and the median is reported.
+"""
+
+from __future__ import annotations
+
+import gzip
+import importlib.metadata
+import os
+import platform
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from common.arguments import flag
+from common.cli import UserError, parse_arguments, run
+from common.fasta import read_fasta
+from common.sample import write_sample
+
+ROOT = Path(__file__).resolve().parent.parent
+REAL_SAMPLE = ROOT.parent / "shared/data/uniref90_sample_8k.fasta.gz"
+
+
+@dataclass
+class BenchmarkArguments:
+    fasta: str | None = flag(None, "FASTA file whose records are repeated (default: the real sample, or a generated)")
+    records: list[int] = field(
+        default_factory=lambda: [200_000, 2_000_000], metadata={"help": "sizes of the inputs to measure"}
+    )
+    rounds: int = flag(3, "Measure everything so many times and report the median.")
+    work_dir: str | None = flag(None, "Room for inputs and outputs, some GB; default: the system's temporary files.")
+    output: str | None = flag(None, "Also write the table to this file.")
+
+
+@dataclass
+class Case:
+    """One way to do a step. `command` writes to `output`, which must not exist before; the first case of a step is
+    ours, the second the one it is compared with."""
+
+    what: str
+    command: list[str]
+    output: Path
+
+
+@dataclass
+class Step:
+    """A row of cases for one input."""
+
+    title: str
+    records: int
+    cases: list[Case]
+    seconds: list[list[float]] = field(default_factory=list)  # [round][case]
+    peak_mb: list[list[float]] = field(default_factory=list)
+
+
+def fasta_to_csv(fasta: Path, records: int, work: Path) -> Step:
+    ours, guides = work / "ours", work / "guides"
+    script, method = str(ROOT / "0.download_data.py"), str(ROOT / "benchmarks/guides_method.py")
+    cases = [
+        Case(
+            "`0.download_data.py`, one shuffle over all records",
+            [sys.executable, script, "--source", str(fasta), "--output_dir", str(ours)],
+            ours,
+        ),
+        Case(
+            "pyfastx and the csv module, shuffled within 500,000 records",
+            [sys.executable, method, str(fasta), str(guides)],
+            guides,
+        ),
+    ]
+    return Step("FASTA.gz to CSV", records, cases)
+
+
+STEPS: list[Callable[[Path, int, Path], Step]] = [fasta_to_csv]
+
+
+def make_input(fasta: Path, records: int, path: Path) -> None:
+    """Write `records` records: those of `fasta` again and again, each time under new ids."""
+    sample = list(read_fasta(fasta))
+    with gzip.open(path, "wb", compresslevel=6) as file:
+        for begin in range(0, records, len(sample)):
+            some = sample[: records - begin]
+            file.write(b"".join(b">%s_%d\n%s\n" % (name, begin, wrapped(text)) for name, text in some))
+
+
+def wrapped(text: bytes) -> bytes:
+    """In lines of 60, as UniProt has them."""
+    return b"\n".join(text[i : i + 60] for i in range(0, len(text), 60))
+
+
+def measure(case: Case) -> tuple[float, float]:
+    """(seconds, peak memory in MB) of one run in a fresh process; its output is removed."""
+    with open(case.output.with_suffix(".log"), "w") as log:
+        started = time.perf_counter()
+        process = subprocess.Popen(case.command, stdout=log, stderr=log, cwd=ROOT)
+        _, status, usage = os.wait4(process.pid, 0)
+        seconds = time.perf_counter() - started
+    process.returncode = os.waitstatus_to_exitcode(status)
+    if process.returncode:
+        raise UserError(f"{case.what}: {case.output.with_suffix('.log').read_text().strip().splitlines()[-1]}")
+    shutil.rmtree(case.output)
+    return seconds, usage.ru_maxrss / (1 << 20 if sys.platform == "darwin" else 1 << 10)
+
+
+def table(steps: list[Step], rounds: int) -> Iterator[str]:
+    versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in ("pyarrow", "isal", "pyfastx"))
+    yield f"{os.cpu_count()} CPU cores ({platform.machine()}), Python {platform.python_version()}, {versions}; "
+    yield f"median of {rounds} rounds. Ratio: records a second against the guides' method.\n"
+    yield "| step | records | method | seconds | records/s | ratio | peak memory, MB |"
+    yield "|---|---|---|---|---|---|---|"
+    for step in steps:
+        seconds = [statistics.median(times) for times in zip(*step.seconds, strict=True)]
+        peaks = [max(peaks) for peaks in zip(*step.peak_mb, strict=True)]
+        for case, took, peak in zip(step.cases, seconds, peaks, strict=True):
+            yield (
+                f"| {step.title} | {step.records:,} | {case.what} | {took:.1f} | {step.records / took:,.0f} "
+                f"| {seconds[1] / took:.1f} | {peak:,.0f} |"
+            )
+
+
+def main() -> None:
+    (args,) = parse_arguments(__doc__, BenchmarkArguments)
+    with tempfile.TemporaryDirectory(dir=args.work_dir) as directory:
+        work = Path(directory)
+        sample = Path(args.fasta) if args.fasta else REAL_SAMPLE
+        if not args.fasta and not sample.exists():
+            sample = work / "sample.fasta.gz"
+            write_sample(sample, num_proteins=8000)
+        steps = []
+        for records in args.records:
+            make_input(sample, records, work / f"{records}.fasta.gz")
+            steps += [make(work / f"{records}.fasta.gz", records, work) for make in STEPS]
+        for number in range(args.rounds):
+            for step in steps:
+                measured = [measure(case) for case in step.cases]
+                step.seconds.append([seconds for seconds, _ in measured])
+                step.peak_mb.append([peak for _, peak in measured])
+            print(f"round {number + 1} of {args.rounds} done", file=sys.stderr)
+        lines = list(table(steps, args.rounds))
+    print("\n".join(lines))
+    if args.output:
+        Path(args.output).write_text("# Data pipeline\n\n" + "\n".join(lines) + "\n")
+
+
+if __name__ == "__main__":
+    run(main)
