@@ -10,6 +10,8 @@ first asked for and kept (4 bytes a record).
 from __future__ import annotations
 
 import json
+import mmap
+import os
 from pathlib import Path
 
 import numpy as np
@@ -166,8 +168,9 @@ class _ArrowFile:
 
     def __init__(self, path: Path):
         try:
-            # The views below keep the mapping alive; an empty file cannot be mapped.
-            raw = pa.memory_map(str(path)).read_buffer() if path.stat().st_size else pa.py_buffer(b"")
+            mapped = _map(path)
+            raw = pa.py_buffer(mapped)  # the views below keep it alive
+            _advise(mapped, "MADV_RANDOM")  # a page a record batch is read, not what lies around it
             schema = pa.ipc.open_stream(raw).schema
             self._check_type(path, schema)
             options = pa.ipc.IpcReadOptions(included_fields=[schema.get_field_index(COLUMN)])
@@ -179,6 +182,7 @@ class _ArrowFile:
             if error.errno is not None:
                 raise
             raise UserError(f"{path}: cut short: tokenise again ({_one_line(error)})") from error
+        _advise(mapped, "MADV_NORMAL")
         self.chunk_rows, self.offset_slot, self.token_slot = np.array(chunks, dtype=np.int64).reshape(-1, 3).T
         self.tokens, self.offsets = (
             np.frombuffer(raw, dtype, count=raw.size // np.dtype(dtype).itemsize)
@@ -270,6 +274,19 @@ def _indices_mapping(directory: Path, state: dict) -> np.ndarray | None:
         return None
     tables = [pa.ipc.open_stream(pa.memory_map(str(file))).read_all() for file in _arrow_files(directory, entries)]
     return pa.concat_tables(tables).column("indices").to_numpy()
+
+
+def _map(path: Path) -> mmap.mmap | bytes:
+    """The file, memory-mapped. (Not by pyarrow: reading from its mappings has the system fetch the whole file.)"""
+    with open(path, "rb") as file:
+        if os.fstat(file.fileno()).st_size == 0:  # cannot be mapped
+            return b""
+        return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+
+
+def _advise(mapped: mmap.mmap | bytes, advice: str) -> None:
+    if mapped and hasattr(mmap, advice):
+        mapped.madvise(getattr(mmap, advice))
 
 
 def _one_line(error: Exception) -> str:

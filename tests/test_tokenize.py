@@ -3,12 +3,10 @@
 import csv
 import itertools
 import json
-import os
 import re
 import shutil
 import signal
 import subprocess
-import sys
 import time
 
 import datasets
@@ -18,7 +16,7 @@ import pytest
 from datasets import List, Value
 from transformers import EsmTokenizer
 
-from common import csv_records, splits
+from common import csv_records, encode_files, shards, splits
 from common.alphabet import PAD, TOKENS, UNK, encode
 from common.bad_records import BadRecords
 from common.cli import UserError
@@ -31,7 +29,6 @@ from common.token_writer import ROWS_PER_BATCH, TOKEN_FEATURES, DatasetWriter
 from tests.data_fixtures import (
     DOWNLOAD,
     REAL_SAMPLE,
-    ROOT,
     TOKENIZE,
     call,
     command,
@@ -40,6 +37,8 @@ from tests.data_fixtures import (
     expect_error,
     needs_real_sample,
 )
+from tests.killed_runs import run_killed_at
+from tests.small_disk import small_disk
 
 SCRIPT = "1.tokenize_uniref_csv.py"
 
@@ -410,119 +409,56 @@ def test_killed_and_started_again(tmp_path):
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["arrow"]
 
 
-# Imports once, then forks a process for every run. "dies N": ends by SIGKILL at the N-th thing that reaches the disk.
-FORKS = """
-import os, signal, sys
-from pathlib import Path
-sys.path.insert(0, {root!r})
-import transformers.hf_argparser
-from common import encode_files, shards
-from tests.data_fixtures import TOKENIZE, call
-
-def dying_at(number):
-    count = [0]
-    def wrap(function):
-        def wrapped(*args, **kwargs):
-            count[0] += not kwargs  # those of shutil.rmtree have some, and are many
-            if count[0] == number:
-                os.kill(os.getpid(), signal.SIGKILL)
-            return function(*args, **kwargs)
-        return wrapped
-    os.fsync = lambda handle: None  # a kill leaves the page cache; the disk would only make this slow
-    for name in ("fsync", "rename", "unlink"):
-        setattr(os, name, wrap(getattr(os, name)))
-
-def noting(path):
-    read_rows = encode_files.read_rows
-    def wrapped(source, *args):
-        with open(path, "a") as file:
-            file.write(source.name + "\\n")
-        return read_rows(source, *args)
-    encode_files.read_rows = wrapped
-
-def run(out, *flags, dies=None, notes=None):
-    pid = os.fork()
-    if pid == 0:
-        shards.SMALL_BYTES = 2000  # some pieces are renamed, some copied together
-        dying_at(dies)
-        if notes:
-            noting(notes)
-        call(TOKENIZE, "--output_dir", out, *flags)
-        os._exit(0)
-    status = os.waitpid(pid, 0)[1]
-    assert status in (0, signal.SIGKILL), status
-    return status == 0
-
-base, step, flags = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3:]
-run(base / "undisturbed", *flags)
-number = 0
-while True:
-    number += step
-    out = base / str(number)
-    through = run(out, *flags, dies=number)
-    if not through and number % 3 == 0:
-        run(out, *flags, dies=1 + number // 2)  # and again
-    journal = out / ".building/journal.jsonl"
-    if journal.exists():
-        (base / f"{{number}}.journal").write_bytes(journal.read_bytes())
-    run(out, *flags, notes=base / f"{{number}}.read")
-    if through:
-        break
-print(number)
-"""
-
-
 CHUNKS = ("--line_by_line", "False", "--max_seq_length", "50")
 
 
-@pytest.mark.parametrize(("step", "flags"), [(3, ()), (7, CHUNKS), (8, ("--cluster_table", "table.tsv"))])
-def test_killed_at_many_moments(tmp_path, step, flags):
+@pytest.mark.parametrize(("moments", "flags"), [(20, ()), (6, CHUNKS), (10, ("--cluster_table", "table.tsv"))])
+def test_killed_at_many_moments(tmp_path, monkeypatch, moments, flags):
+    """Counting, encoding, renaming, copying pieces together: always the same bytes, and no whole file read again."""
+    monkeypatch.chdir(tmp_path)
+    small = {"common.shards.SMALL_BYTES": 2000}  # some pieces are renamed, some copied together
+    monkeypatch.setattr(shards, "SMALL_BYTES", 2000)
     rows = [(f"UniRef90_{name}", text) for name, text in proteins(420)]
-    bounds = [0, 200, 210, 220, 420]
-    for i, (first, last) in enumerate(itertools.pairwise(bounds)):
+    for i, (first, last) in enumerate(itertools.pairwise([0, 200, 210, 220, 420])):
         write_csv(tmp_path / "csv", rows[first:last], f"x{i:03d}.csv")
-    sizes = ("--validation_size", "20", "--test_size", "20")
     (tmp_path / "table.tsv").write_text("".join(f"UniRef50_{i // 3}\tUniRef90_P{i}\n" for i in range(400)))
-    arguments = (tmp_path, str(step), "--input_dir", tmp_path / "csv", *sizes, *flags)
-    driver = [sys.executable, "-c", FORKS.format(root=str(ROOT)), *arguments]
-    done = subprocess.run(driver, capture_output=True, text=True, env=environment(), timeout=300, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    moments = int(done.stdout)
-    assert moments > 40
-    expected = everything_in(tmp_path / "undisturbed")
-    assert flags == CHUNKS or len(list((tmp_path / "undisturbed/arrow/train").glob("*.arrow"))) == 3
-    resumed = 0
-    for number in range(step, moments + 1, step):
-        assert everything_in(tmp_path / str(number)) == expected, number
-        assert [path.name for path in (tmp_path / str(number)).iterdir()] == ["arrow"]
-        journal, read = tmp_path / f"{number}.journal", tmp_path / f"{number}.read"
+    arguments = ("--input_dir", tmp_path / "csv", "--validation_size", "20", "--test_size", "20", *flags)
+    out = tmp_path / "undisturbed"
+    touches = run_killed_at(None, SCRIPT, out, *arguments, "--output_dir", out, settings=small)
+    expected = everything_in(out)
+    assert flags == CHUNKS or len(list((out / "arrow/train").glob("*.arrow"))) == 3
+
+    resumed, again = 0, []
+
+    def noting(path, *others):
+        again.append(path.name)
+        return read_rows(path, *others)
+
+    monkeypatch.setattr(encode_files, "read_rows", noting)
+    for number, touch in enumerate(np.linspace(1, touches - 1, moments).astype(int).tolist()):
+        out = tmp_path / str(touch)
+        run_killed_at(touch, SCRIPT, out, *arguments, "--output_dir", out, settings=small)
+        if number % 3 == 0:
+            run_killed_at(touch // 2, SCRIPT, out, *arguments, "--output_dir", out, settings=small)  # and again
+        journal = out / ".building/journal.jsonl"
         notes = [json.loads(line)[0] for line in journal.read_text().splitlines()] if journal.exists() else []
-        noted = {f"x{int(note.split()[1]):03d}.csv" for note in notes if note.startswith("file ")}
-        again = set(read.read_text().split()) if read.exists() else set()
-        assert not noted & again, number
-        resumed += bool(noted)
-    assert resumed > 20 / step
+        done = {f"x{int(note.split()[1]):03d}.csv" for note in notes if note.startswith("file ")}
+        again.clear()
+        call(TOKENIZE, *arguments, "--output_dir", out)
+        assert everything_in(out) == expected, touch
+        assert [path.name for path in out.iterdir()] == ["arrow"]
+        assert not done & set(again), touch
+        resumed += bool(done)
+    assert resumed >= moments // 5
 
 
-@pytest.fixture
-def small_disk(tmp_path):
-    if os.geteuid():
-        pytest.skip("mounting a small tmpfs needs root")
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", disk], capture_output=True)
-    if mounted.returncode:
-        pytest.skip(f"cannot mount a tmpfs: {mounted.stderr.decode().strip()}")
-    yield disk
-    subprocess.run(["umount", "-l", disk], check=True)
-
-
-def test_a_full_disk(tmp_path, small_disk):
+def test_a_full_disk(tmp_path):
     for i in range(4):
         write_csv(tmp_path / "csv", proteins(20_000, seed=i), f"x{i:03d}.csv")
-    line = expect_error(SCRIPT, "--input_dir", tmp_path / "csv", "--output_dir", small_disk / "out")
-    assert "No space left on device" in line
-    assert not list(small_disk.iterdir())
+    with small_disk(tmp_path, "2m") as disk:
+        line = expect_error(SCRIPT, "--input_dir", tmp_path / "csv", "--output_dir", disk / "out")
+        assert "No space left on device" in line
+        assert not list(disk.iterdir())
 
 
 # --- bad input
