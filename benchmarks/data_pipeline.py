@@ -22,6 +22,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 
 from common.arguments import flag
@@ -30,6 +31,7 @@ from common.fasta import read_fasta
 from common.sample import write_sample
 
 ROOT = Path(__file__).resolve().parent.parent
+SUBSET = 16_000
 REAL_SAMPLE = ROOT.parent / "shared/data/uniref90_sample_8k.fasta.gz"
 
 
@@ -52,6 +54,8 @@ class Case:
     what: str
     command: list[str]
     output: Path
+    records: int | None = None  # where not those of the step
+    bytes: int = 0  # of the output
 
 
 @dataclass
@@ -83,7 +87,33 @@ def fasta_to_csv(fasta: Path, records: int, work: Path) -> Step:
     return Step("FASTA.gz to CSV", records, cases)
 
 
-STEPS: list[Callable[[Path, int, Path], Step]] = [fasta_to_csv]
+def csv_to_arrow(fasta: Path, records: int, work: Path) -> Step:
+    """From the CSV files of step 0. The guides' method gets the first SUBSET records, for it is slow."""
+    made, subset = work / f"csv-{records}", work / f"subset-{records}"
+    source = ["--source", str(fasta), "--output_dir", str(made)]
+    subprocess.run([sys.executable, str(ROOT / "0.download_data.py"), *source], check=True, capture_output=True)
+    subset.mkdir()
+    with open(made / "csv/x000.csv") as lines, open(subset / "x000.csv", "w") as some:
+        some.writelines(islice(lines, SUBSET + 1))
+    ours, guides = work / "ours", work / "guides"
+    script, method = str(ROOT / "1.tokenize_uniref_csv.py"), str(ROOT / "benchmarks/guides_tokenize.py")
+    cases = [
+        Case(
+            "`1.tokenize_uniref_csv.py`",
+            [sys.executable, script, "--input_dir", str(made / "csv"), "--output_dir", str(ours)],
+            ours,
+        ),
+        Case(
+            "`datasets.map`, EsmTokenizer, padded to 512; without imports",
+            [sys.executable, method, str(subset), str(guides)],
+            guides,
+            records=min(SUBSET, records),
+        ),
+    ]
+    return Step("CSV to Arrow", records, cases)
+
+
+STEPS: list[Callable[[Path, int, Path], Step]] = [fasta_to_csv, csv_to_arrow]
 
 
 def make_input(fasta: Path, records: int, path: Path) -> None:
@@ -107,6 +137,7 @@ def measure(case: Case) -> tuple[float, float]:
         process = subprocess.Popen(case.command, stdout=log, stderr=log, cwd=ROOT)
         _, status, usage = os.wait4(process.pid, 0)
         seconds = time.perf_counter() - started
+    case.bytes = sum(path.stat().st_size for path in case.output.rglob("*") if path.is_file())
     process.returncode = os.waitstatus_to_exitcode(status)
     if process.returncode:
         raise UserError(f"{case.what}: {case.output.with_suffix('.log').read_text().strip().splitlines()[-1]}")
@@ -116,7 +147,7 @@ def measure(case: Case) -> tuple[float, float]:
 
 def table(steps: list[Step], rounds: int) -> Iterator[str]:
     versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in ("pyarrow", "isal", "pyfastx"))
-    yield f"{os.cpu_count()} CPU cores ({platform.machine()}), Python {platform.python_version()}, {versions}; "
+    yield f"{os.cpu_count()} CPU cores ({platform.machine()}), Python {platform.python_version()}, {versions};"
     yield f"median of {rounds} rounds. Ratio: records a second against the guides' method.\n"
     yield "| step | records | method | seconds | records/s | ratio | peak memory, MB |"
     yield "|---|---|---|---|---|---|---|"

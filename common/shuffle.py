@@ -1,8 +1,8 @@
 """One random order over records that do not fit into memory, made in two passes over temporary files.
 
 Every record gets a random 64-bit key. Records are scattered over 256 files by the key's first bits, and file after
-file is read and sorted by the whole key: one level is enough up to 40 GB of text, and beyond that a file is read once
-for every part of it that fits into memory.
+file is read and sorted by the whole key. Each fits into memory up to 32 GB of text; beyond that it is read once for
+every part of it that fits.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from common.background import ahead
 from common.output_directory import Build, sync
 from common.record_lines import Lines, skip, view
 
-MEMORY_BYTES = 160 << 20  # text of the records held at once; the peak is about twice that
-BATCH_BYTES = 8 << 20  # text of the records passed on at once
+MEMORY_BYTES = 128 << 20  # text of the records held at once; the peak is about twice that
+BATCH_BYTES = 2 << 20  # text of the records passed on at once
 BUCKET_BITS = 8
 BUCKETS = 1 << BUCKET_BITS
 SCHEMA = pa.schema([("key", pa.uint64()), ("line", pa.large_binary())])
