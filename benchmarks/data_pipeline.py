@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import gzip
 import importlib.metadata
+import multiprocessing
 import os
 import platform
 import re
@@ -126,6 +127,15 @@ def make_input(fasta: Path, records: int, path: Path) -> None:
             file.write(b"".join(b">%s_%d\n%s\n" % (name, begin, wrapped(text)) for name, text in some))
 
 
+def in_a_process(function: Callable, *arguments) -> None:
+    """So that this process stays small: the peak memory of its children counts from its own."""
+    process = multiprocessing.get_context("spawn").Process(target=function, args=arguments)
+    process.start()
+    process.join()
+    if process.exitcode:
+        raise UserError(f"{function.__name__} failed, see above")
+
+
 def wrapped(text: bytes) -> bytes:
     """In lines of 60, as UniProt has them."""
     return b"\n".join(text[i : i + 60] for i in range(0, len(text), 60))
@@ -191,7 +201,7 @@ def main() -> None:
             write_sample(sample, num_proteins=8000)
         steps = []
         for records in args.records:
-            make_input(sample, records, work / f"{records}.fasta.gz")
+            in_a_process(make_input, sample, records, work / f"{records}.fasta.gz")
             steps += [make(work / f"{records}.fasta.gz", records, work) for make in STEPS]
         for number in range(args.rounds):
             for step in steps:
