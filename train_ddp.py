@@ -17,7 +17,8 @@ from torch.nn.parallel import DistributedDataParallel
 from common.arguments import TrainArguments, flag
 from common.cli import parse_arguments, run
 from common.distributed import World, distributed_run
-from common.trainer import load_model, train
+from common.load_model import load_model
+from common.trainer import train
 
 
 @dataclass

@@ -74,7 +74,7 @@ def measure(args: Arguments) -> dict:
     if ours:
         model = build_model(config, seed=0)
         if mode == "ours-compiled":
-            compile_layers(model)
+            compile_layers(model, "cpu")
     else:
         from transformers import EsmForMaskedLM
 

@@ -7,7 +7,7 @@ padding costs no arithmetic.
 
 from __future__ import annotations
 
-import hashlib
+import math
 import shutil
 from dataclasses import dataclass
 
@@ -16,9 +16,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import EsmConfig
 
-from common import alphabet
+from common.alphabet import MASK, PAD, VOCAB_SIZE
 from common.attention import rotary_tables
 from common.cli import UserError
+from common.initialise import VOCABULARY, initialise
 from common.layers_torch import TransformerLayer
 from common.linear import Linear, linear
 
@@ -51,7 +52,7 @@ class Embeddings(nn.Module):
         x = self.word_embeddings(input_ids)
         if not self.token_dropout:
             return x
-        is_mask = input_ids == alphabet.MASK
+        is_mask = input_ids == MASK
         cu_seqlens = cu_seqlens.long()
         masks_before = F.pad(is_mask.cumsum(0), (1, 0))
         lengths = cu_seqlens.diff()
@@ -89,7 +90,7 @@ class LMHead(nn.Module):
 
     def forward(self, x: Tensor, embedding: Tensor) -> Tensor:
         x = self.layer_norm(F.gelu(self.dense(x)))
-        return linear(x, embedding, self.bias)[..., : alphabet.VOCAB_SIZE].float()
+        return linear(x, embedding, self.bias)[..., :VOCAB_SIZE].float()
 
 
 class Esm2ForMaskedLM(nn.Module):
@@ -130,7 +131,7 @@ class Esm2ForMaskedLM(nn.Module):
             labels = labels.flatten()[kept] if labels is not None else None
         tokens = len(input_ids)
         if mock := -tokens % SHAPE_MULTIPLE:  # one more sequence, of <pad>, whose results are cut off below
-            input_ids = F.pad(input_ids, (0, mock), value=alphabet.PAD)
+            input_ids = F.pad(input_ids, (0, mock), value=PAD)
             cu_seqlens = torch.cat((cu_seqlens, cu_seqlens[-1:] + mock))
             max_seqlen = max(max_seqlen, mock)
         hidden = self.encoder(self.embeddings(input_ids, cu_seqlens), cu_seqlens, max_seqlen)[:tokens]
@@ -150,36 +151,13 @@ class Esm2ForMaskedLM(nn.Module):
         return Esm2Output(logits=logits, hidden=hidden if output_hidden else None)
 
 
-def count_parameters(model: Esm2ForMaskedLM) -> int:
-    """Trainable parameters, the vocabulary's padding rows left out. Works on the meta device and on DDP's module."""
-    padding = sum(p.numel() - p[: alphabet.VOCAB_SIZE].numel() for p in _padded_parameters(model))
-    return sum(p.numel() for p in model.parameters() if p.requires_grad) - padding
-
-
-def _padded_parameters(model: Esm2ForMaskedLM) -> tuple[Tensor, Tensor]:
-    return model.embeddings.word_embeddings.weight, model.lm_head.bias
-
-
-@torch.no_grad()
-def initialise(model: Esm2ForMaskedLM, seed: int) -> None:
-    """ESM-2's initial weights: N(0, 0.02) matrices and embeddings, zero biases, unit norms; <pad> embeds to zero.
-
-    Each tensor has a random stream of its own, keyed by (seed, name), drawn on the CPU in fp32: the values do not
-    depend on device, order of construction or world size.
-    """
+def count_parameters(model: nn.Module) -> int:
+    """Trainable parameters, the vocabulary's padding rows left out. Works on the meta device and on wrapped models."""
+    total = 0
     for name, parameter in model.named_parameters():
-        if name.endswith("bias"):
-            parameter.zero_()
-        elif parameter.dim() == 1:
-            parameter.fill_(1.0)
-        else:
-            key = hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=8).digest()
-            stream = torch.Generator().manual_seed(int.from_bytes(key, "little") >> 1)
-            values = torch.empty(parameter.shape, dtype=torch.float32)
-            parameter.copy_(values.normal_(0.0, model.config.initializer_range, generator=stream))
-    for parameter in _padded_parameters(model):
-        parameter[alphabet.VOCAB_SIZE :].zero_()
-    model.embeddings.word_embeddings.weight[alphabet.PAD].zero_()
+        rows = VOCAB_SIZE if name.removeprefix("module.") in VOCABULARY else parameter.shape[0]
+        total += rows * math.prod(parameter.shape[1:]) if parameter.requires_grad else 0
+    return total
 
 
 def build_model(config: EsmConfig, seed: int, device: torch.device | str = "cpu") -> Esm2ForMaskedLM:
@@ -187,13 +165,12 @@ def build_model(config: EsmConfig, seed: int, device: torch.device | str = "cpu"
     with torch.device("meta"):
         model = Esm2ForMaskedLM(config)
     model.to_empty(device=device)
-    initialise(model, seed)
+    initialise(model, seed, config.initializer_range)
     return model
 
 
-def compile_layers(model: Esm2ForMaskedLM) -> None:
+def compile_layers(model: Esm2ForMaskedLM, device: str) -> None:
     """torch.compile each layer (in place): all layers share one compiled graph, and packs of any length too."""
-    device = model.lm_head.bias.device.type
     if device == "cpu" and not any(shutil.which(c) for c in ("g++", "clang++", "c++")):
         raise UserError("--torch_compile needs a C++ compiler on a CPU (apt-get install g++), or drop the flag")
     for layer in model.encoder.layers:

@@ -13,6 +13,8 @@ from common import convert
 from common.cli import UserError
 from common.evaluate import evaluate, unigram
 from common.metrics import format_block, read_metrics, write_json, write_results
+from common.pretrained import save_pretrained
+from common.sharding import whole
 from common.stopping import Preempted
 
 if TYPE_CHECKING:
@@ -40,9 +42,10 @@ def finish(run: Run) -> None:
         if mine and args.do_train:
             history = read_metrics(run.output_dir / "metrics.jsonl")
             write_json(run.output_dir / "trainer_state.json", asdict(state) | {"log_history": history})
-        finished = args.do_train and state.step >= run.total_steps
-        if mine and (finished if args.save_final_model is None else args.save_final_model):
-            _export(run)
+    finished = args.do_train and state.step >= run.total_steps
+    if finished if args.save_final_model is None else args.save_final_model:
+        _export(run)
+    with world.main_does() as mine:
         if mine and args.do_train:
             from common.report import draw_curves
 
@@ -72,14 +75,22 @@ def _report(run: Run, split: str, results: dict) -> None:
 
 
 def _export(run: Run) -> None:
+    """Write final_model/; all ranks together, which gather one tensor after the other for rank 0 to write."""
     final = run.output_dir / "final_model"
+    parameters = dict(run.core.named_parameters())
+    pieces = convert.pieces_to_hf(lambda name: whole(parameters[name].detach()), run.config, run.core.extras)
+    failure = None
     try:
-        convert.save_pretrained(run.core.state_dict(), run.config, run.core.extras, final)
+        if run.world.is_main:
+            save_pretrained(pieces, run.config, final)
     except (OSError, SafetensorError) as error:
         shutil.rmtree(final.with_name("final_model.partial"), ignore_errors=True)
         reason = " ".join(str(error).split())[:160]
-        raise UserError(
+        failure = UserError(
             f"{final}: not exported: {reason}; the last checkpoint holds everything: make room and run the same "
             "command again"
-        ) from error
+        )
+    for _ in pieces:  # those that rank 0 did not come to, too: the others wait for it
+        pass
+    run.world.end_together(failure)
     logger.info("Model for transformers' from_pretrained: %s", final)

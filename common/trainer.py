@@ -19,11 +19,10 @@ from torch.nn.utils import clip_grad_norm_
 from tqdm.auto import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
-from common import batches, convert, esm2, presets
+from common import batches, esm2
 from common.checkpoint import Checkpointer
 from common.cli import UserError
 from common.distributed import World
-from common.encode_records import check_tokenizer
 from common.evaluate import evaluate
 from common.finish import finish
 from common.loader import TrainStep
@@ -37,23 +36,6 @@ from common.trackers import Tracker, open_tracker
 from common.training_data import TrainingData, find_source, open_training
 
 logger = logging.getLogger(__name__)
-
-
-def load_model(args, world: World) -> esm2.Esm2ForMaskedLM:
-    """The model on the rank's device: random weights of --config_name, or those of --model_name_or_path."""
-    with world.together():
-        if args.tokenizer_name:
-            check_tokenizer(args.tokenizer_name)
-        config = presets.load_config(args.config_name or args.model_name_or_path)
-        if args.config_overrides:
-            config = presets.override(config, args.config_overrides)
-        model = esm2.build_model(config, args.seed, world.device)
-        if args.model_name_or_path:
-            weights, model.extras = convert.load_weights(args.model_name_or_path, config)
-            model.load_state_dict(weights)
-        if args.torch_compile:
-            esm2.compile_layers(model)
-    return model
 
 
 def train(model: nn.Module, args, world: World) -> None:

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModel, AutoModelForMaskedLM, AutoTokenizer, EsmForMaskedLM, EsmModel
 
-from common import convert
+from common import convert, pretrained
 from common.alphabet import TOKENS
 from common.cli import UserError
 from common.esm2 import Esm2ForMaskedLM, build_model
@@ -54,14 +54,14 @@ def hub(tmp_path_factory):
 
 
 def _tokenizer(directory):
-    convert.write_tokenizer(directory)
+    pretrained.write_tokenizer(directory)
     return directory
 
 
 def ours(directory) -> Esm2ForMaskedLM:
     config = load_config(str(directory))
     model = Esm2ForMaskedLM(config)
-    weights, model.extras = convert.load_weights(str(directory), config)
+    weights, model.extras = pretrained.load_weights(str(directory), config)
     model.load_state_dict(weights)
     return model.eval()
 
@@ -180,7 +180,11 @@ def test_half_precision_and_repeated_tied_tensors_are_read(hub, tmp_path):
     expected = model.state_dict()
     assert all(torch.equal(back[k].half(), expected[k]) for k in back if k in expected)
     assert {p.dtype for p in read.parameters()} == {torch.float32}
-    convert.save_pretrained(read.state_dict(), read.config, read.extras, tmp_path / "exported")
+    pretrained.save_pretrained(
+        convert.pieces_to_hf(read.state_dict().__getitem__, read.config, read.extras),
+        read.config,
+        tmp_path / "exported",
+    )
     assert EsmForMaskedLM.from_pretrained(tmp_path / "exported").dtype == torch.float32
 
 
@@ -195,7 +199,7 @@ def broken(hub, tmp_path):
 
 def refusal(directory) -> str:
     with pytest.raises(UserError) as caught:
-        convert.load_weights(str(directory), load_config(str(directory)))
+        pretrained.load_weights(str(directory), load_config(str(directory)))
     message = str(caught.value)
     assert "\n" not in message
     assert str(directory) in message

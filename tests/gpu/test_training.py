@@ -40,7 +40,7 @@ def test_bf16_varlen_attention_equals_fp32_on_the_cpu(compiled):
     config = esm2_config(3, 320, 20)
     exact, model = build_model(config, seed=0), build_model(config, seed=0, device="cuda")
     if compiled:
-        compile_layers(model)
+        compile_layers(model, "cuda")
     batch = packed(random_batch(LENGTHS))
     expected = exact(**batch).loss_sum
     expected.backward()

@@ -1,0 +1,43 @@
+"""The model of a run, on its device: built without storage, sharded if the strategy shards, then given its weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+from common import esm2, presets
+from common.distributed import World
+from common.encode_records import check_tokenizer
+from common.initialise import initialise
+from common.pretrained import read_pretrained
+from common.sharding import copy_rows
+
+
+def load_model(args, world: World, shard: Callable[[esm2.Esm2ForMaskedLM], None] | None = None) -> nn.Module:
+    """The model on the rank's device: random weights of --config_name, or those of --model_name_or_path.
+
+    `shard` is called while the model has no storage yet; then each rank makes, or reads, only what is its own.
+    """
+    with world.together():
+        if args.tokenizer_name:
+            check_tokenizer(args.tokenizer_name)
+        config = presets.load_config(args.config_name or args.model_name_or_path)
+        if args.config_overrides:
+            config = presets.override(config, args.config_overrides)
+        with torch.device("meta"):
+            model = esm2.Esm2ForMaskedLM(config)
+        if args.torch_compile:
+            esm2.compile_layers(model, world.device.type)
+    if shard is not None:
+        shard(model)
+    with world.together():
+        model.to_empty(device=world.device)
+        initialise(model, args.seed, config.initializer_range)
+        if args.model_name_or_path:
+            pieces, model.extras = read_pretrained(args.model_name_or_path, config)
+            parameters = dict(model.named_parameters())
+            for name, tensor in pieces:
+                copy_rows(parameters[name], tensor)
+    return model
