@@ -43,6 +43,7 @@ class World:
     size: int
     device: torch.device
     stop: StopRequest = field(default_factory=StopRequest)
+    local_size: int = 1  # ranks of this node
 
     @property
     def is_main(self) -> bool:
@@ -124,7 +125,7 @@ def distributed_run(args) -> Iterator[World]:
     faulthandler.enable()
     use_gpu = torch.cuda.is_available() and not args.use_cpu
     device = torch.device("cuda", local_rank) if use_gpu else torch.device("cpu")
-    world = World(rank, local_rank, size, device)
+    world = World(rank, local_rank, size, device, local_size=int(os.environ.get("LOCAL_WORLD_SIZE", size)))
     world.stop.listen()
     try:
         with _exit_status(world):

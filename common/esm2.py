@@ -20,7 +20,7 @@ from common.alphabet import MASK, PAD, VOCAB_SIZE
 from common.attention import rotary_tables
 from common.cli import UserError
 from common.initialise import VOCABULARY, initialise
-from common.layers_torch import TransformerLayer
+from common.layers_torch import TransformerLayer, layer_norm
 from common.linear import Linear, linear
 
 PADDED_VOCAB = 64  # rows of the embedding; a multiple that matrix units like. Rows past 33 stay zero and unseen.
@@ -50,6 +50,8 @@ class Embeddings(nn.Module):
     def forward(self, input_ids: Tensor, cu_seqlens: Tensor) -> Tensor:
         """[T] -> [T, hidden]. Token dropout is counted sequence by sequence, as if each were alone in its batch."""
         x = self.word_embeddings(input_ids)
+        if torch.is_autocast_enabled(x.device.type):
+            x = x.float()  # the residual stream is fp32, also where a strategy hands out bf16 weights
         if not self.token_dropout:
             return x
         is_mask = input_ids == MASK
@@ -76,7 +78,8 @@ class Encoder(nn.Module):
         rotary = rotary_tables(positions, self.head_dim)
         for layer in self.layers:
             x = layer(x, rotary, cu_seqlens, max_seqlen)
-        return self.emb_layer_norm_after(x)
+        norm = self.emb_layer_norm_after
+        return layer_norm(x, norm.weight, norm.bias, norm.eps)
 
 
 class LMHead(nn.Module):
@@ -89,7 +92,8 @@ class LMHead(nn.Module):
         self.bias = nn.Parameter(torch.empty(PADDED_VOCAB))
 
     def forward(self, x: Tensor, embedding: Tensor) -> Tensor:
-        x = self.layer_norm(F.gelu(self.dense(x)))
+        norm = self.layer_norm
+        x = layer_norm(F.gelu(self.dense(x)), norm.weight, norm.bias, norm.eps)
         return linear(x, embedding, self.bias)[..., :VOCAB_SIZE].float()
 
 

@@ -16,6 +16,7 @@ from torch import nn
 from common import alphabet
 from common.batches import evaluation_loader, to_device
 from common.distributed import World
+from common.sharding import reshard
 
 UNIGRAM_SAMPLE = 200_000  # proteins, from all over the training split, that the unigram predictor is fitted on
 UNIGRAM_RUN = 1000  # of them that are neighbours
@@ -41,6 +42,7 @@ def evaluate(model: nn.Module, store, args, world: World, prefix: str = "eval") 
         sums += torch.stack([output.loss_sum.double(), output.correct.double(), sums.new_tensor(batch["num_masked"])])
         batches += 1
     model.train(was_training)
+    reshard(model)
     loss_sum, correct, masked = world.sum(sums).tolist()
     runtime = time.perf_counter() - started
     masked = max(masked, 1)

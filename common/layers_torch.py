@@ -15,6 +15,13 @@ from common.attention import packed_attention
 from common.linear import Linear, linear
 
 
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+    """LayerNorm over the last dimension of x, whose parameters may be narrower: bf16 weights, fp32 residual stream."""
+    if weight.dtype != torch.float32:
+        weight, bias = weight.to(x.dtype), bias.to(x.dtype)
+    return F.layer_norm(x, weight.shape, weight, bias, eps)
+
+
 class LayerNormLinear(nn.Module):
     """Linear(LayerNorm(x)). QKV rows are interleaved per head: q, k, v of head 0, then of head 1, ..."""
 
@@ -27,7 +34,7 @@ class LayerNormLinear(nn.Module):
         self.bias = nn.Parameter(torch.empty(out_features))
 
     def forward(self, x: Tensor) -> Tensor:
-        x = F.layer_norm(x, self.layer_norm_weight.shape, self.layer_norm_weight, self.layer_norm_bias, self.eps)
+        x = layer_norm(x, self.layer_norm_weight, self.layer_norm_bias, self.eps)
         return linear(x, self.weight, self.bias)
 
 
@@ -45,7 +52,7 @@ class LayerNormMLP(nn.Module):
         self.fc2_bias = nn.Parameter(torch.empty(hidden_size))
 
     def forward(self, x: Tensor) -> Tensor:
-        x = F.layer_norm(x, self.layer_norm_weight.shape, self.layer_norm_weight, self.layer_norm_bias, self.eps)
+        x = layer_norm(x, self.layer_norm_weight, self.layer_norm_bias, self.eps)
         x = F.gelu(linear(x, self.fc1_weight, self.fc1_bias))
         return linear(x, self.fc2_weight, self.fc2_bias)
 

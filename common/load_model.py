@@ -33,7 +33,7 @@ def load_model(args, world: World, shard: Callable[[esm2.Esm2ForMaskedLM], None]
     if shard is not None:
         shard(model)
     with world.together():
-        model.to_empty(device=world.device)
+        model.to_empty(device="cpu" if getattr(args, "cpu_offload", False) else world.device)
         initialise(model, args.seed, config.initializer_range)
         if args.model_name_or_path:
             pieces, model.extras = read_pretrained(args.model_name_or_path, config)

@@ -1,9 +1,12 @@
-"""Parameters that may be sharded: which rows are here, and the whole of one."""
+"""Models and parameters that may be sharded or replicated: what is asked of them in one way whatever they are."""
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard
 
 
@@ -34,3 +37,19 @@ def copy_rows(parameter: Tensor, whole: Tensor) -> None:
 def whole(parameter: Tensor) -> Tensor:
     """All of a parameter, gathered from the ranks (all call together) where it is sharded."""
     return parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+
+
+def gradient_sync(model: nn.Module, last: bool):
+    """A context for one micro-batch: gradients are exchanged with the last one of a step only."""
+    if isinstance(model, FSDPModule):
+        model.set_requires_gradient_sync(last)
+        return nullcontext()
+    return nullcontext() if last or not hasattr(model, "no_sync") else model.no_sync()
+
+
+def reshard(model: nn.Module) -> None:
+    """After a forward pass without a backward pass: what was gathered for it is let go."""
+    if isinstance(model, FSDPModule):
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from contextlib import closing, nullcontext
+from contextlib import closing
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -31,6 +31,7 @@ from common.optim import build_optimizer, lr_schedule
 from common.progress import COUNTS, Interval, announce, flops_of
 from common.run_directory import RunDirectory
 from common.run_state import TrainerState, check_same_data, plain, warn_of_changes
+from common.sharding import gradient_sync, whole
 from common.stopping import Preempted
 from common.trackers import Tracker, open_tracker
 from common.training_data import TrainingData, find_source, open_training
@@ -183,14 +184,14 @@ class Run:
         loss = torch.zeros((), device=world.device)
         for number, batch in enumerate(share.micro_batches):
             last = number == len(share.micro_batches) - 1
-            with _gradient_sync(self.model, last):
+            with gradient_sync(self.model, last):
                 with torch.autocast(world.device.type, torch.bfloat16, enabled=args.bf16):
                     output = self.model(**batches.to_device(batch, world.device))
                 # Gradients are averaged over the ranks, so the sum over the global batch is scaled up by their number.
                 (output.loss_sum * (world.size / max(masked, 1))).backward()
             loss += output.loss_sum.detach()
         loss = world.sum(loss) / max(masked, 1)
-        norm = clip_grad_norm_(self.model.parameters(), args.max_grad_norm or math.inf)
+        norm = whole(clip_grad_norm_(self.model.parameters(), args.max_grad_norm or math.inf))
         self.optimizer.step()
         self.optimizer.zero_grad()
 
@@ -244,11 +245,6 @@ class Run:
             position = self.data.position_of_all(self.state.position, self.world)
             self.checkpointer.save(self.state.step, asdict(self.state) | {"position": position})
             self.saved_step = self.state.step
-
-
-def _gradient_sync(model: nn.Module, last: bool):
-    """Gradients are exchanged with the last micro-batch of a step only."""
-    return nullcontext() if last or not hasattr(model, "no_sync") else model.no_sync()
 
 
 def _steps(every: float | None, total: int) -> int:

@@ -95,9 +95,11 @@ def run_training(
     )
 
 
-def train(dataset_dir: Path | None, output_dir: Path, nproc: int = 1, expect: int = 0, **flags) -> str:
+def train(
+    dataset_dir: Path | None, output_dir: Path, nproc: int = 1, expect: int = 0, script: str = "train_ddp.py", **flags
+) -> str:
     """The same in forked processes; asserts that all exit with status `expect`, returns what rank 0 printed."""
-    codes, said = on_ranks(nproc, _main, flags_of(dataset_dir, output_dir, **flags))
+    codes, said = on_ranks(nproc, _main, flags_of(dataset_dir, output_dir, **flags), script)
     assert codes == [expect] * nproc, f"exit codes {codes}\n" + "\n".join(said)
     return said[0]
 
@@ -159,9 +161,9 @@ def _as_rank(rank: int, nproc: int, port: int, log: Path, function: Callable, ar
     function(*arguments)
 
 
-def _main(argv: list[str]) -> None:
-    sys.argv = ["train_ddp.py", *argv]
-    runpy.run_path(str(ROOT / "train_ddp.py"), run_name="__main__")
+def _main(argv: list[str], script: str = "train_ddp.py") -> None:
+    sys.argv = [script, *argv]
+    runpy.run_path(str(ROOT / script), run_name="__main__")
 
 
 def rows(output_dir: Path) -> list[dict]:

@@ -1,0 +1,97 @@
+#!/usr/bin/env python3
+"""Pretrain ESM-2 with FSDP2: weights, gradients and optimiser are dealt out to the ranks, layer by layer.
+
+torchrun --nproc_per_node=8 train_fsdp2.py --config_name facebook/esm2_t33_650M_UR50D --dataset_dir processed/arrow \
+    --output_dir out --bf16 --do_eval
+"""
+
+from __future__ import annotations
+
+import common  # noqa: F401  # isort: skip  (before torch: see there)
+from dataclasses import dataclass
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+
+from common.arguments import TrainArguments, flag
+from common.cli import UserError, parse_arguments, run
+from common.distributed import World, distributed_run
+from common.esm2 import Esm2ForMaskedLM
+from common.load_model import load_model
+from common.recompute import MODES, save_activations
+from common.trainer import train
+
+STRATEGIES = {
+    "full": "weights too are gathered anew for the backward pass (ZeRO-3)",
+    "grad_op": "weights stay gathered from forward to backward: more memory, less traffic (ZeRO-2)",
+    "hybrid": "full inside groups of --hsdp_shard_size ranks, which replicate each other (HSDP)",
+}
+
+
+@dataclass
+class FsdpArguments(TrainArguments):
+    sharding_strategy: str = flag("full", "; ".join(f"{name}: {what}" for name, what in STRATEGIES.items()) + ".")
+    hsdp_shard_size: int | None = flag(None, "Ranks that share one copy, with hybrid. Default: those of a node.")
+    param_dtype: str = flag("fp32", "fp32 master weights; bf16: weights, gradients and moments in half the memory.")
+    activation_checkpointing: str = flag("none", "Activations: none recomputed, selective (cheap ones), full.")
+    offload_activations: bool = flag(False, "Keep activations in host memory between forward and backward.")
+    cpu_offload: bool = flag(False, "Keep weights, gradients and optimiser in host memory.")
+    forward_prefetch: int = flag(1, "Layers whose weights are gathered ahead of use.")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name, choices in (
+            ("sharding_strategy", STRATEGIES),
+            ("param_dtype", ("fp32", "bf16")),
+            ("activation_checkpointing", MODES),
+        ):
+            if getattr(self, name) not in choices:
+                raise UserError(f"--{name} {getattr(self, name)}: choose {', '.join(choices)}")
+        if self.hsdp_shard_size is not None and self.sharding_strategy != "hybrid":
+            raise UserError("--hsdp_shard_size goes with --sharding_strategy hybrid")
+        if self.param_dtype == "bf16" and not self.bf16:
+            raise UserError("--param_dtype bf16 stores what --bf16 computes with: give both")
+        if self.forward_prefetch < 0:
+            raise UserError(f"--forward_prefetch {self.forward_prefetch}: must not be negative")
+
+
+def make_mesh(args: FsdpArguments, world: World) -> DeviceMesh:
+    """(shard,), or for hybrid (replicate, shard): neighbours in rank, that is in a node, share a copy."""
+    if args.sharding_strategy != "hybrid":
+        return init_device_mesh(world.device.type, (world.size,), mesh_dim_names=("shard",))
+    size = args.hsdp_shard_size or world.local_size
+    if size < 1 or world.size % size:
+        fitting = ", ".join(str(n) for n in range(1, world.size + 1) if world.size % n == 0)
+        raise UserError(f"--hsdp_shard_size {size} does not divide {world.size} ranks: choose {fitting}")
+    return init_device_mesh(world.device.type, (world.size // size, size), mesh_dim_names=("replicate", "shard"))
+
+
+def shard(model: Esm2ForMaskedLM, world: World, args: FsdpArguments) -> None:
+    """The strategy: each layer is gathered just before its turn; the rest (embeddings, head) is the root's."""
+    if args.param_dtype == "bf16":
+        model.to(torch.bfloat16)
+    # Compute in bf16 from fp32 master weights; gradients are summed in fp32 either way.
+    compute = torch.bfloat16 if args.bf16 else None
+    options = {
+        "mesh": make_mesh(args, world),
+        "mp_policy": MixedPrecisionPolicy(compute, reduce_dtype=torch.float32, cast_forward_inputs=False),
+        "offload_policy": CPUOffloadPolicy() if args.cpu_offload else OffloadPolicy(),
+    }
+    layers = list(model.encoder.layers)
+    save_activations(layers, args.activation_checkpointing, args.offload_activations)
+    for layer in layers:
+        fully_shard(layer, reshard_after_forward=args.sharding_strategy != "grad_op", **options)
+    fully_shard(model, reshard_after_forward=False, **options)
+    for number, layer in enumerate(layers):
+        layer.set_modules_to_forward_prefetch(layers[number + 1 : number + 1 + args.forward_prefetch])
+
+
+def main() -> None:
+    (args,) = parse_arguments(__doc__, FsdpArguments)
+    with distributed_run(args) as world:
+        train(load_model(args, world, lambda model: shard(model, world, args)), args, world)
+
+
+if __name__ == "__main__":
+    run(main)
