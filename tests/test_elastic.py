@@ -1,0 +1,93 @@
+"""torchrun --nnodes=1:2: nodes go and come back, the run goes on with the same global batch."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import uuid
+
+import pytest
+
+from tests.live_runs import newest_step, ranks_of, wait_until
+from tests.training_fixtures import ROOT, _free_port, environment, flags_of, losses, rows, train
+
+FLAGS = {"max_steps": 100_000, "packs_per_step": 2, "save_steps": 10, "save_total_limit": 2, "logging_steps": 1}
+
+
+class Agent:
+    """One node's torchrun, in a process group of its own."""
+
+    def __init__(self, log, endpoint: str, job: str, argv: list[str]):
+        # Waits of seconds instead of minutes, as a small machine can afford them.
+        patience = "join_timeout=60,last_call_timeout=1,keep_alive_interval=1,keep_alive_max_attempt=3"
+        self.log = log
+        command = [sys.executable, "-m", "torch.distributed.run", "--nnodes=1:2", "--nproc_per_node=1"]
+        command += ["--max_restarts=10", "--rdzv_backend=c10d", f"--rdzv_endpoint={endpoint}", f"--rdzv_id={job}"]
+        command += [f"--rdzv_conf={patience}", "--local_addr=127.0.0.1", "--monitor_interval=0.3", *argv]
+        with open(log, "w") as file:
+            self.process = subprocess.Popen(
+                command, stdout=file, stderr=subprocess.STDOUT, env=environment(), cwd=ROOT, start_new_session=True
+            )
+
+    def alive(self) -> bool:
+        return self.process.poll() is None
+
+    def kill(self) -> None:
+        """The node is gone: agent and ranks at once."""
+        for pid in (*ranks_of(self.process.pid).values(), self.process.pid):
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except ProcessLookupError:
+                pass
+        self.process.wait()
+
+
+@pytest.mark.parametrize("script", ["train_fsdp2.py", "train_ddp.py"])
+def test_a_node_that_goes_and_comes_back_does_not_change_the_run(dataset, tmp_path, script):
+    out = tmp_path / "out"
+    argv = [script, *flags_of(dataset, out, **FLAGS)]
+    endpoint, job = f"127.0.0.1:{_free_port()}", uuid.uuid4().hex
+    first = Agent(tmp_path / "first.log", endpoint, job, argv)
+    agents = [first]
+
+    def said() -> str:
+        return first.log.read_text()
+
+    def reaches(step: int) -> None:
+        assert wait_until(lambda: newest_step(out) >= step, first.alive, poll=0.05), said()
+
+    def sizes() -> list[str]:
+        """Ranks of each start so far, as rank 0 announces them."""
+        texts = [agent.log.read_text() for agent in agents]
+        return [
+            line.rsplit(" x ")[1].split(",")[0] for text in texts for line in text.splitlines() if "Device =" in line
+        ]
+
+    try:
+        assert wait_until(lambda: ranks_of(first.process.pid), first.alive, poll=0.05), said()
+        second = Agent(tmp_path / "second.log", endpoint, job, argv)
+        agents.append(second)
+        reaches(20)
+        assert wait_until(lambda: "2" in sizes(), first.alive, poll=0.05), said()
+        reaches(newest_step(out) + 20)
+        second.kill()
+        starts = len(sizes())
+        assert wait_until(lambda: len(sizes()) > starts and sizes()[-1] == "1", first.alive, poll=0.05), said()
+        reaches(newest_step(out) + 20)
+        third = Agent(tmp_path / "third.log", endpoint, job, argv)
+        agents.append(third)
+        starts = len(sizes())
+        assert wait_until(lambda: "2" in sizes()[starts:], first.alive, poll=0.05), said()
+        reaches(newest_step(out) + 20)
+    finally:
+        for agent in agents:
+            agent.kill()
+    done = newest_step(out)
+    found = [row for row in rows(out) if row["step"] <= done]
+    assert [row["step"] for row in found] == list(range(1, done + 1))
+    train(dataset, tmp_path / "whole", **FLAGS, stop_at_step=done)
+    # fp32 sums in two orders, and a few hundred steps for the difference to grow in
+    assert [row["loss"] for row in found] == pytest.approx(losses(tmp_path / "whole"), rel=1e-3)
+    assert [row["loss"] for row in found][:30] == pytest.approx(losses(tmp_path / "whole")[:30], rel=1e-5)
