@@ -7,9 +7,9 @@ every part of it that fits.
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
 
@@ -17,7 +17,7 @@ import numpy as np
 import pyarrow as pa
 
 from common.background import ahead
-from common.output_directory import Build, sync
+from common.output_directory import Build
 from common.record_lines import Lines, skip, view
 
 MEMORY_BYTES = 128 << 20  # text of the records held at once; the peak is about twice that
@@ -39,28 +39,27 @@ def in_random_order(
     """
     memory_bytes = memory_bytes or MEMORY_BYTES
     buckets = [build.scratch / f"{number:03d}.bucket" for number in range(BUCKETS)]
-    counts = build.done(SCATTERED)
-    if counts is None:
+    noted = build.done(SCATTERED)
+    if noted is not None and noted["boot"] == _boot():
+        counts = noted["counts"]
+    else:
         for path in build.scratch.iterdir():  # of a run that was killed while it scattered
             path.unlink()
         held, counts = _scatter(ahead(_with_keys(batches, seed)), buckets, memory_bytes)
         if not any(counts):
             yield from skip(_sorted_lines(held), written())
             return
-        # Read from memory while it goes to the disk; killed before that is noted, a run scatters again, to the same.
-        with ThreadPoolExecutor(1) as pool:
-            flushed = pool.submit(_flush, build, buckets, counts)
-            yield from ahead(_in_buckets(buckets, counts, written, memory_bytes))
-            flushed.result()
-        return
+        build.note(SCATTERED, {"boot": _boot(), "counts": counts})
     yield from ahead(_in_buckets(buckets, counts, written, memory_bytes))
 
 
-def _flush(build: Build, buckets: list[Path], counts: list[int]) -> None:
-    for path in buckets:
-        with suppress(FileNotFoundError), open(path, "rb") as file:  # absent: empty, or used up
-            sync(file)
-    build.note(SCATTERED, counts)
+def _boot() -> str:
+    """Which start of which machine this is. The buckets outlive the process there; they are not flushed to the disk,
+    most of which they would reach only to be deleted, so nobody else can count on them."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return str(uuid.uuid4())  # never the same again
 
 
 def _with_keys(batches: Iterable[Lines], seed: int) -> Iterator[pa.RecordBatch]:
@@ -69,13 +68,26 @@ def _with_keys(batches: Iterable[Lines], seed: int) -> Iterator[pa.RecordBatch]:
         yield pa.RecordBatch.from_arrays([pa.array(source.random_raw(len(lines))), lines], schema=SCHEMA)
 
 
-def _sorted(batches: list[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-    """The rows by their keys, in new batches; `batches` is emptied."""
+def _by_key(keys: np.ndarray) -> np.ndarray:
+    """The order of the keys; equal ones keep theirs."""
+    order = np.argsort(keys)  # not stable, and several times as fast
+    found = keys[order]
+    return np.argsort(keys, kind="stable") if (found[1:] == found[:-1]).any() else order
+
+
+def _by_bucket(keys: np.ndarray) -> np.ndarray:
+    return np.argsort((keys >> np.uint64(64 - BUCKET_BITS)).astype(np.uint8), kind="stable")  # a radix sort
+
+
+def _sorted(
+    batches: list[pa.RecordBatch], ordered: Callable[[np.ndarray], np.ndarray] = _by_key
+) -> Iterator[pa.RecordBatch]:
+    """The rows in the order of their keys, in new batches; `batches` is emptied."""
     rows = pa.concat_batches(batches) if batches else []
     batches.clear()
     if not len(rows):
         return
-    order = np.argsort(rows.column("key").to_numpy(), kind="stable")
+    order = ordered(rows.column("key").to_numpy())
     _, offsets = view(rows.column("line"))
     ends = np.cumsum(np.diff(offsets)[order])
     cuts = np.searchsorted(ends, np.arange(BATCH_BYTES, ends[-1], BATCH_BYTES))
@@ -96,24 +108,27 @@ def _scatter(
     Where all rows fit into memory they are returned instead, and no bucket has any.
     """
     counts = np.zeros(BUCKETS, np.int64)
-    held, size = [], 0
-    for batch in batches:
-        held.append(batch)
-        size += batch.nbytes
-        if size > memory_bytes:
+    held, size, appending = [], 0, None
+    with ThreadPoolExecutor(1) as pool:  # one half is written while the other is read
+        for batch in batches:
+            held.append(batch)
+            size += batch.nbytes
+            if size > memory_bytes // 2:
+                counts += appending.result() if appending else 0
+                appending = pool.submit(_append, held, buckets)
+                held, size = [], 0
+        if appending:
+            counts += appending.result()
             counts += _append(held, buckets)
-            size = 0
-    if counts.any():
-        counts += _append(held, buckets)
     return held, counts.tolist()
 
 
 def _append(held: list[pa.RecordBatch], buckets: list[Path]) -> np.ndarray:
     """Move what is held to the files; returns how many rows went to each."""
     counts = np.zeros(BUCKETS, np.int64)
-    bounds = np.arange(1, BUCKETS, dtype=np.uint64) << np.uint64(64 - BUCKET_BITS)
-    for batch in _sorted(held):
-        cuts = [0, *np.searchsorted(batch.column("key").to_numpy(), bounds).tolist(), batch.num_rows]
+    for batch in _sorted(held, _by_bucket):
+        number_of = (batch.column("key").to_numpy() >> np.uint64(64 - BUCKET_BITS)).astype(np.int64)
+        cuts = np.searchsorted(number_of, np.arange(BUCKETS + 1)).tolist()
         for number, (begin, end) in enumerate(pairwise(cuts)):
             if begin < end:
                 # Opened for each append: 256 files held open would come close to the usual limits.
