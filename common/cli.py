@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import gc
 import json
 import logging
 import os
@@ -45,6 +46,9 @@ def parse_arguments(description: str | None, *dataclass_types: type, argv: list[
         def error(self, message: str) -> None:
             self.exit(BAD_INPUT, f"error: {message} (see {self.prog} --help)\n" if _speaks_for_the_node() else None)
 
+    # What is imported by now stays for good: the garbage collector need not walk through it again and again, which is
+    # a tenth of step 0's time.
+    gc.freeze()
     parser = Parser(
         dataclass_types,
         description=description,
