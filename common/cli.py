@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import gc
+import importlib.util
 import json
 import logging
 import os
@@ -40,9 +41,7 @@ def parse_arguments(description: str | None, *dataclass_types: type, argv: list[
     argument ending in .json, .yaml or .yml is read as a file of flags instead. Unknown flags and values of the
     wrong type end the program with one line and status 2.
     """
-    from transformers import HfArgumentParser
-
-    class Parser(HfArgumentParser):
+    class Parser(_hf_argument_parser()):
         def error(self, message: str) -> None:
             self.exit(BAD_INPUT, f"error: {message} (see {self.prog} --help)\n" if _speaks_for_the_node() else None)
 
@@ -69,6 +68,23 @@ def parse_arguments(description: str | None, *dataclass_types: type, argv: list[
         raise
     except ValueError as error:  # raised by a dataclass' own checks
         raise UserError(" ".join(str(error).split())) from error
+
+
+def _hf_argument_parser() -> type[argparse.ArgumentParser]:
+    """transformers' HfArgumentParser, without the half second that importing transformers takes.
+
+    Its module imports nothing of the package.
+    """
+    if "transformers" in sys.modules:
+        from transformers import HfArgumentParser
+
+        return HfArgumentParser
+    package = importlib.util.find_spec("transformers").submodule_search_locations[0]
+    spec = importlib.util.spec_from_file_location("transformers_hf_argparser", Path(package) / "hf_argparser.py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module.HfArgumentParser
 
 
 def _flags_of_file(path: Path) -> list[str]:
