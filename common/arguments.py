@@ -42,6 +42,9 @@ class DataArguments:
     )
     streaming: bool = flag(False, "Read a Hub --dataset in place, instead of downloading it first.")
     eval_dataset: str | None = flag(None, "Held-out proteins for --do_eval, where --dataset has no validation files.")
+    sample_clusters: bool = flag(
+        False, "Draw UniRef50 clusters, then a member of each, as ESM-2 was trained (step 1's --cluster_table)."
+    )
     max_seq_length: int = flag(1024, "Tokens, <cls> and <eos> included; longer proteins are cropped at random.")
     sequence_packing: bool | None = flag(
         None, "Lay sequences end to end, no padding. Default: on, unless --pad_to_max_length."
@@ -125,6 +128,8 @@ class TrainArguments(ModelArguments, DataArguments):
             raise UserError("--dataset (files as they are) excludes --dataset_dir (the output of step 1)")
         if (self.streaming or self.eval_dataset) and not self.dataset:
             raise UserError("--streaming and --eval_dataset go with --dataset")
+        if self.dataset and self.sample_clusters:
+            raise UserError("--sample_clusters needs --dataset_dir, tokenised with --cluster_table")
         if self.dataset and self.max_train_samples:
             raise UserError("--max_train_samples needs --dataset_dir: a --dataset is not counted; use --max_steps")
         if self.config_name and self.model_name_or_path:

@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from common.batches import collator, pack_size
 from common.cli import UserError
+from common.clusters import open_clusters
 from common.distributed import World
 from common.loader import TrainLoader, TrainStep
 from common.memory_store import MemoryStore
@@ -37,9 +38,15 @@ class PreparedData:
         self.args = args
         self.store = open_split(args.dataset_dir, "train", args.max_train_samples)
         size = pack_size(args, args.per_device_train_batch_size)
-        self.plan = BatchPlan(self.store.lengths, len(self.store), args.seed, args.max_seq_length, **size)
         self.identity = {"dataset": self.store.fingerprint, "seed": args.seed, "max_seq_length": args.max_seq_length}
         self.identity |= size
+        clusters = None
+        if args.sample_clusters:
+            clusters = open_clusters(Path(args.dataset_dir) / "train", len(self.store))
+            self.identity["sample_clusters"] = True
+        self.plan = BatchPlan(
+            self.store.lengths, len(self.store), args.seed, args.max_seq_length, **size, clusters=clusters
+        )
         self.num_examples = len(self.store)
 
     def total_steps(self, packs_per_step: int) -> int:

@@ -22,6 +22,7 @@ from common.clusters import Clusters, open_clusters
 from common.hashing import hash_bytes
 from common.packing import BatchPlan, Position
 from tests.data_fixtures import TOKENIZE, call, everything_in
+from tests.training_fixtures import losses, train
 
 # --- names and tables
 
@@ -306,3 +307,20 @@ def test_resuming_anywhere_and_pickling(tmp_path):
             assert np.array_equal(expected[1].records, found[1].records)
             assert np.array_equal(expected[1].starts, found[1].starts)
     assert Counter(position.epoch for position, _ in everything).keys() == {0, 1}
+
+
+def test_training_draws_by_clusters_and_goes_on_where_it_stopped(dataset, tmp_path):
+    make_input(tmp_path / "csv", count=2000)
+    names = tokenize(tmp_path / "csv", tmp_path / "out")["train"]
+    splits = tmp_path / "out" / "arrow"
+    flags = {"sample_clusters": True, "logging_steps": 2, "max_steps": None}
+    train(splits, tmp_path / "whole", num_train_epochs=1, **flags)
+    train(splits, tmp_path / "parts", num_train_epochs=1, stop_at_step=4, **flags)
+    train(splits, tmp_path / "parts", num_train_epochs=1, **flags)
+    assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
+    state = json.loads((tmp_path / "whole" / "trainer_state.json").read_text())
+    assert state["sequences"] == len(open_clusters(splits / "train", len(names))) < len(names)
+    said = train(splits, tmp_path / "parts", num_train_epochs=1, expect=2, **flags | {"sample_clusters": False})
+    assert "sample_clusters True (now not used)" in said
+    said = train(dataset, tmp_path / "none", expect=2, **flags)
+    assert "no clusters: tokenise with --cluster_table" in said
