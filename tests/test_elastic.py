@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -27,8 +28,10 @@ class Agent:
         command += ["--max_restarts=10", "--rdzv_backend=c10d", f"--rdzv_endpoint={endpoint}", f"--rdzv_id={job}"]
         command += [f"--rdzv_conf={patience}", "--local_addr=127.0.0.1", "--monitor_interval=0.3", *argv]
         with open(log, "w") as file:
+            # torch 2.13: agents that share the ranks' store never tell a new one where it is, and both wait for ever.
+            env = environment() | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
             self.process = subprocess.Popen(
-                command, stdout=file, stderr=subprocess.STDOUT, env=environment(), cwd=ROOT, start_new_session=True
+                command, stdout=file, stderr=subprocess.STDOUT, env=env, cwd=ROOT, start_new_session=True
             )
 
     def alive(self) -> bool:
@@ -36,18 +39,16 @@ class Agent:
 
     def kill(self) -> None:
         """The node is gone: agent and ranks at once."""
-        for pid in (*ranks_of(self.process.pid).values(), self.process.pid):
-            try:
+        ranks = ranks_of(self.process.pid).values() if self.alive() else ()
+        for pid in (*ranks, self.process.pid):
+            with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-            except ProcessLookupError:
-                pass
         self.process.wait()
 
 
-@pytest.mark.parametrize("script", ["train_fsdp2.py", "train_ddp.py"])
-def test_a_node_that_goes_and_comes_back_does_not_change_the_run(dataset, tmp_path, script):
+def test_a_node_that_goes_and_comes_back_does_not_change_the_run(dataset, tmp_path):
     out = tmp_path / "out"
-    argv = [script, *flags_of(dataset, out, **FLAGS)]
+    argv = ["train_fsdp2.py", *flags_of(dataset, out, **FLAGS)]
     endpoint, job = f"127.0.0.1:{_free_port()}", uuid.uuid4().hex
     first = Agent(tmp_path / "first.log", endpoint, job, argv)
     agents = [first]
@@ -58,29 +59,23 @@ def test_a_node_that_goes_and_comes_back_does_not_change_the_run(dataset, tmp_pa
     def reaches(step: int) -> None:
         assert wait_until(lambda: newest_step(out) >= step, first.alive, poll=0.05), said()
 
-    def sizes() -> list[str]:
-        """Ranks of each start so far, as rank 0 announces them."""
-        texts = [agent.log.read_text() for agent in agents]
-        return [
-            line.rsplit(" x ")[1].split(",")[0] for text in texts for line in text.splitlines() if "Device =" in line
-        ]
+    def starts(ranks: int) -> int:
+        """How often the run has started with so many ranks; rank 0 announces it, on whichever node it is."""
+        return sum(agent.log.read_text().count(f"Device = cpu x {ranks},") for agent in agents)
+
+    def starts_again(ranks: int, before: int) -> None:
+        assert wait_until(lambda: starts(ranks) > before, first.alive, poll=0.05), said()
+        reaches(newest_step(out) + 20)
 
     try:
         assert wait_until(lambda: ranks_of(first.process.pid), first.alive, poll=0.05), said()
-        second = Agent(tmp_path / "second.log", endpoint, job, argv)
-        agents.append(second)
-        reaches(20)
-        assert wait_until(lambda: "2" in sizes(), first.alive, poll=0.05), said()
-        reaches(newest_step(out) + 20)
-        second.kill()
-        starts = len(sizes())
-        assert wait_until(lambda: len(sizes()) > starts and sizes()[-1] == "1", first.alive, poll=0.05), said()
-        reaches(newest_step(out) + 20)
-        third = Agent(tmp_path / "third.log", endpoint, job, argv)
-        agents.append(third)
-        starts = len(sizes())
-        assert wait_until(lambda: "2" in sizes()[starts:], first.alive, poll=0.05), said()
-        reaches(newest_step(out) + 20)
+        agents.append(Agent(tmp_path / "second.log", endpoint, job, argv))
+        starts_again(2, 0)
+        alone, both = starts(1), starts(2)
+        agents[-1].kill()
+        starts_again(1, alone)
+        agents.append(Agent(tmp_path / "third.log", endpoint, job, argv))
+        starts_again(2, both)
     finally:
         for agent in agents:
             agent.kill()
