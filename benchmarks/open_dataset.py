@@ -153,7 +153,6 @@ MEASUREMENTS: dict[str, Callable] = {
     ),
     "... by clusters": lambda directory, args: first_batch(directory, args, True, Position(3, 1, 5)),
     "number of packs of an epoch": count_packs,
-    "tokens of the dataset": lambda directory, args: open_split(directory, "train").total_tokens(args.max_seq_length),
     "residue frequencies (evaluation)": lambda directory, args: residue_frequencies(open_split(directory, "train")),
 }
 

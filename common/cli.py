@@ -41,6 +41,7 @@ def parse_arguments(description: str | None, *dataclass_types: type, argv: list[
     argument ending in .json, .yaml or .yml is read as a file of flags instead. Unknown flags and values of the
     wrong type end the program with one line and status 2.
     """
+
     class Parser(_hf_argument_parser()):
         def error(self, message: str) -> None:
             self.exit(BAD_INPUT, f"error: {message} (see {self.prog} --help)\n" if _speaks_for_the_node() else None)

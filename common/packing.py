@@ -152,11 +152,12 @@ class BatchPlan:
         return self.statistics(epoch).packs
 
     def statistics(self, epoch: int = 0) -> PlanStatistics:
-        """Packs, tokens and fill of one epoch: from all windows up to 64, extrapolated from 64 beyond."""
+        """Packs, tokens and fill of one epoch: from all windows up to 64; beyond, extrapolated from 64 stretches of
+        the store. (Windows gather blocks from everywhere in it: reading 64 off a disk took half a minute.)"""
         if epoch not in self._counted:
             sampled = min(self.num_windows, SAMPLED_WINDOWS)
             numbers = [i * self.num_windows // sampled for i in range(sampled)]
-            windows = [self._plan_window(epoch, number) for number in numbers]
+            windows = [self._plan_window(epoch, number, self.num_windows > sampled) for number in numbers]
             packs, tokens = sum(map(len, windows)), sum(int(window.lengths.sum()) for window in windows)
             room = packs * (self.tokens_per_pack or self.sequences_per_pack * self.max_seq_length)
             # By records, not by windows: these differ by a block in size.
@@ -179,9 +180,9 @@ class BatchPlan:
         first, last = (i * self.num_blocks // self.num_windows * self.block for i in (number, number + 1))
         return first, min(last, self.num_drawn)
 
-    def _window_records(self, epoch: int, number: int) -> np.ndarray:
-        """Records int64 [n] of a window, blocks in the epoch's order and in store order within each."""
-        order = self._window_order(epoch, number)
+    def _window_records(self, epoch: int, number: int, as_stored: bool = False) -> np.ndarray:
+        """Records int64 [n] of a window, blocks in the epoch's order (or as stored) and in store order within each."""
+        order = np.arange(*self._window_range(number)) if as_stored else self._window_order(epoch, number)
         return order if self.clusters is None else self.clusters.draw(order, derive_key(self.seed, epoch, MEMBER))
 
     def _window_order(self, epoch: int, number: int) -> np.ndarray:
@@ -200,8 +201,8 @@ class BatchPlan:
         shift = derive_key(self.seed, epoch, ROTATION) % self.num_drawn
         return (block * self.block + within + shift) % self.num_drawn
 
-    def _plan_window(self, epoch: int, number: int) -> Window:
-        records = self._window_records(epoch, number)
+    def _plan_window(self, epoch: int, number: int, as_stored: bool = False) -> Window:
+        records = self._window_records(epoch, number, as_stored)
         lengths = self.lengths_of(records)  # asked for in store order: the offsets are read sequentially
         size = (self.max_seq_length, self.tokens_per_pack, self.sequences_per_pack)
         return plan_window(records, lengths, self.seed, epoch, number, *size, self.shuffle)

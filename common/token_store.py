@@ -19,8 +19,6 @@ from common.alphabet import PAD, VOCAB_SIZE
 from common.arrow_file import COLUMN, ArrowFile, one_line
 from common.cli import UserError
 
-RECORDS_AT_ONCE = 1 << 18  # of a scan over all lengths
-
 
 class TokenStore:
     """Random access to the token ids of one split. Cheap to fork; pickles as its path.
@@ -76,14 +74,6 @@ class TokenStore:
         if self._is_padded:
             return self._stripped_lengths(self._rows(indices))
         return self._locate(indices)[2]
-
-    def total_tokens(self, max_seq_length: int | None = None) -> int:
-        """Tokens of the split, each record counted up to max_seq_length. One pass over the lengths, in blocks."""
-        total = 0
-        for first in range(0, len(self), RECORDS_AT_ONCE):
-            lengths = self.lengths(np.arange(first, min(first + RECORDS_AT_ONCE, len(self))))
-            total += int(np.minimum(lengths, max_seq_length or np.iinfo(np.int64).max).sum())
-        return total
 
     def gather(self, indices: np.ndarray, starts: np.ndarray, lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Tokens [start, start + length) of each of n records, end to end.
