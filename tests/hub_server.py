@@ -92,6 +92,8 @@ def hub_server(repo: str, root: Path, **behaviour) -> Iterator[Hub]:
         def fail(self, status: int, code: str) -> None:
             self.send_response(status)
             self.send_header("X-Error-Code", code)
+            if status == 429:
+                self.send_header("Retry-After", "0")
             self.send_header("Content-Length", "0")
             self.end_headers()
 

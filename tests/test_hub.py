@@ -14,10 +14,12 @@ from tests.training_fixtures import ROOT
 
 READ = """
 import sys
-from common import cli
+from common import cli, stream_reader
 from common.sources import open_source
 from common.stream_loader import plan_streams
 from tests.test_streams import first_epoch, PACKED
+if "--impatient" in sys.argv:
+    stream_reader.ATTEMPTS = 1
 with cli.user_errors():
     source = open_source("org/proteins", "--streaming" in sys.argv)
     print(source.revision)
@@ -62,6 +64,15 @@ def test_an_overloaded_hub_is_asked_again(repo, tmp_path):
     with hub_server("org/proteins", repo, refuse=1) as hub:
         done = read(tmp_path / "home", hub.url, "--streaming")
     assert len(done.stdout.split()) == 121, done.stderr
+
+
+def test_a_hub_that_stays_overloaded_is_one_line_that_says_what_to_do(repo, tmp_path):
+    with hub_server("org/proteins", repo, refuse=10**6) as hub:
+        failed = read(tmp_path / "home", hub.url, "--streaming", "--impatient")
+        assert hub.calls["GET"] > 1
+    assert failed.returncode == 2, failed.stderr
+    last = failed.stderr.strip().splitlines()[-1]
+    assert "429 (too many requests, usually from many nodes at once): set HF_TOKEN, or better hf download" in last
 
 
 @pytest.mark.parametrize(
