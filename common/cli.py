@@ -10,6 +10,7 @@ import json
 import logging
 import os
 import sys
+import time
 from collections.abc import Callable
 from contextlib import contextmanager
 from pathlib import Path
@@ -44,7 +45,10 @@ def parse_arguments(description: str | None, *dataclass_types: type, argv: list[
 
     class Parser(_hf_argument_parser()):
         def error(self, message: str) -> None:
-            self.exit(BAD_INPUT, f"error: {message} (see {self.prog} --help)\n" if _speaks_for_the_node() else None)
+            if not _speaks_for_the_node():
+                _let_the_speaker_end()
+                self.exit(BAD_INPUT)
+            self.exit(BAD_INPUT, f"error: {message} (see {self.prog} --help)\n")
 
     # What is imported by now stays for good: the garbage collector need not walk through it again and again, which is
     # a tenth of step 0's time.
@@ -112,6 +116,11 @@ def _speaks_for_the_node() -> bool:
     return os.environ.get("LOCAL_RANK", "0") == "0"
 
 
+def _let_the_speaker_end() -> None:
+    """torchrun ends all processes when the first has ended: let that not be one that says nothing."""
+    time.sleep(10)  # or until torchrun ends this one
+
+
 @contextmanager
 def user_errors(where: str = "", quiet: bool = False):
     """Turn the errors a user causes (bad input, unwritable paths, full disks) into one line and status 2.
@@ -127,7 +136,9 @@ def user_errors(where: str = "", quiet: bool = False):
         if isinstance(error, OSError):
             path = f"{error.filename}: " if error.filename else ""
             message = f"{path}{error.strerror} (set TRACEBACK=1 for the full stack)"
-        if not quiet:
+        if quiet:
+            _let_the_speaker_end()
+        else:
             sys.stderr.write(f"error: {where}{message}\n")
         raise SystemExit(BAD_INPUT) from None
     except KeyboardInterrupt:
