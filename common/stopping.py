@@ -38,14 +38,15 @@ class StopRequest:
         self._waiting = False
 
     def listen(self) -> None:
-        for number in SIGNALS:
-            signal.signal(number, self._handle)
         # A Python handler runs between two lines of Python, so not while the process waits in a collective for ranks
-        # that are gone. The interpreter also writes each signal's number to this pipe, at once.
+        # that are gone. The interpreter also writes each signal's number to this pipe, at once. It comes first: a
+        # signal between the two would be remembered and never looked at.
         self._pipe, end = os.pipe()
         os.set_blocking(end, False)
         signal.set_wakeup_fd(end, warn_on_full_buffer=False)
         threading.Thread(target=self._watch, name="signals before the first step", daemon=True).start()
+        for number in SIGNALS:
+            signal.signal(number, self._handle)
 
     @staticmethod
     def ignore() -> None:
