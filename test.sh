@@ -1,11 +1,16 @@
 #!/usr/bin/env bash
 # Install what the tests need and run them, with the linters, on a machine with or without a GPU.
 #
-#   ./test.sh               everything
-#   ./test.sh -k packing    any arguments of pytest
+#   ./test.sh                     everything this machine has the tools for
+#   ./test.sh --system-packages   first install, as root, what the tests of Slurm, containers and Kubernetes need
+#   ./test.sh -k packing          any arguments of pytest
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")"
 
+if [ "${1:-}" = --system-packages ]; then
+  tests/ops/install_packages.sh
+  shift
+fi
 ./install.sh --dev
 export HF_HUB_OFFLINE=1 HF_DATASETS_OFFLINE=1 PYTHONUNBUFFERED=1
 
