@@ -167,7 +167,7 @@ def tokenize(args: Arguments, files: list[Path], build: Build) -> None:
     with tqdm(total=records, unit=" records", mininterval=0.5 if sys.stderr.isatty() else 10.0) as bar:
 
         def progress(records: int, tokens: int) -> None:
-            bar.set_description(f"{tokens / 1e9:.2f} GB", refresh=False)
+            bar.set_postfix_str(f"{tokens:,} tokens", refresh=False)
             bar.update(records)
 
         encode = functools.partial(encode_rows, max_seq_length=truncate, pad=pad)

@@ -72,7 +72,7 @@ def read_fasta_lines(
             block, position = next(blocks, (b"", None))
         except (EOFError, zlib.error, isal_zlib.error, igzip.BadGzipFile) as error:
             what = "is cut short" if isinstance(error, EOFError) else f"is corrupt ({error})"
-            where = f"after {records:,} records, line {line + rest.count(NEWLINE)}"
+            where = f"somewhere after {records:,} records, line {line + rest.count(NEWLINE)}"
             raise UserError(f"{path}: the gzip file {what} {where}: fetch it again") from None
         if on_read and position is not None:
             on_read(position)

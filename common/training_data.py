@@ -108,7 +108,8 @@ class StreamedData:
 
     def steps(self, world: World, packs: int, step: int, position: dict, last_step: int) -> Iterator[TrainStep]:
         plan = plan_streams(self.source.splits["train"], packs, **self.packing)
-        logger.info("Streaming %s: %d pieces in %d streams", self.source.name, len(plan.units), plan.num_streams)
+        counts = (self.source.name, len(plan.units), plan.num_streams)
+        logger.info("Streaming %s: files or row groups: %d, streams: %d", *counts)
         where = {"dp_rank": world.rank, "dp_size": world.size, "first_step": step, "position": position}
         common = _loading(self.args, world, step, last_step)
         return StreamLoader(plan, collator(self.args, self.args.seed), packs, **where, **common)
@@ -148,6 +149,9 @@ def find_source(args) -> Source | None:
         held_out = open_source(args.eval_dataset, args.streaming)
         files = held_out.splits.get("validation") or held_out.splits["train"]
         source = Source(source.name, source.splits | {"validation": files}, source.revision)
+    for files in source.splits.values():
+        if not args.streaming:
+            MemoryStore.read(files[:1], max_records=1)  # a file of the wrong kind is found before anything is written
     return source
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import importlib.util
 import os
 import re
@@ -10,6 +11,8 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
+import datasets
+import numpy as np
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -51,7 +54,7 @@ def expect_error(name: str, *argv) -> str:
     """Run a script as a user does; returns its one line of error. Whatever else it says are log lines."""
     done = subprocess.run(command(name, *argv), capture_output=True, text=True, env=environment(), timeout=60)
     lines = [
-        line for line in done.stderr.replace("\r", "\n").splitlines() if line.strip() and " records/s]" not in line
+        line for line in done.stderr.replace("\r", "\n").splitlines() if line.strip() and " records/s" not in line
     ]
     assert done.returncode == 2, done.stderr
     assert lines[-1].startswith("error: ")
@@ -71,3 +74,27 @@ def numbered(count: int) -> list[tuple[str, str]]:
 
 def everything_in(directory: Path) -> dict[str, bytes]:
     return {str(p.relative_to(directory)): p.read_bytes() for p in sorted(directory.rglob("*")) if p.is_file()}
+
+
+def write_csv(directory: Path, rows: Iterable[tuple[str, str]], name: str = "x000.csv") -> Path:
+    directory.mkdir(exist_ok=True)
+    with open(directory / name, "w", newline="") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow(["id", "text"])
+        writer.writerows(rows)
+    return directory
+
+
+def proteins(count: int, seed: int = 0) -> list[tuple[str, str]]:
+    generator = np.random.default_rng(seed)
+    letters = np.frombuffer(b"LAGVSERTIDPKQNFYMHWCX", np.uint8)
+    return [
+        (f"P{i}", letters[generator.integers(21, size=generator.integers(1, 80))].tobytes().decode())
+        for i in range(count)
+    ]
+
+
+def load(out) -> dict[str, list[tuple[str, list[int]]]]:
+    """{split: [(id, input_ids), ...]} through `datasets`."""
+    loaded = datasets.load_from_disk(str(out / "arrow"))
+    return {split: list(zip(rows["id"], rows["input_ids"], strict=True)) for split, rows in loaded.items()}
