@@ -45,6 +45,15 @@ class World:
     stop: StopRequest = field(default_factory=StopRequest)
     local_size: int = 1  # ranks of this node
 
+    @classmethod
+    def from_environment(cls, use_cpu: bool) -> World:
+        """The place that torchrun's variables tell."""
+        rank, size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+        local_rank = int(os.environ.get("LOCAL_RANK", 0))
+        use_gpu = torch.cuda.is_available() and not use_cpu
+        device = torch.device("cuda", local_rank) if use_gpu else torch.device("cpu")
+        return cls(rank, local_rank, size, device, local_size=int(os.environ.get("LOCAL_WORLD_SIZE", size)))
+
     @property
     def is_main(self) -> bool:
         return self.rank == 0
@@ -119,13 +128,11 @@ def distributed_run(args) -> Iterator[World]:
     Bad input ends every rank with status 2, and the first rank that found it says so in one line; a stop by signal
     ends every rank with PREEMPTED.
     """
-    rank, size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-    local_rank = int(os.environ.get("LOCAL_RANK", 0))
+    world = World.from_environment(args.use_cpu)
+    rank, size, local_rank, device = world.rank, world.size, world.local_rank, world.device
+    use_gpu = device.type == "cuda"
     setup_logging(logging.INFO if rank == 0 else logging.ERROR)
     faulthandler.enable()
-    use_gpu = torch.cuda.is_available() and not args.use_cpu
-    device = torch.device("cuda", local_rank) if use_gpu else torch.device("cpu")
-    world = World(rank, local_rank, size, device, local_size=int(os.environ.get("LOCAL_WORLD_SIZE", size)))
     world.stop.listen()
     try:
         with _exit_status(world):

@@ -60,15 +60,19 @@ def open_source(name: str, streaming: bool) -> Source:
 
     UserError for what isn't there, holds no file of a known format or has no training split.
     """
-    path = Path(name).expanduser()
-    is_local = path.exists() or any(c in name for c in "*?[") or name.startswith(("/", ".", "~"))
-    if not is_local and not HUB_NAME.fullmatch(name):
+    local = is_local(name)
+    if not local and not HUB_NAME.fullmatch(name):
         raise UserError(f"--dataset {name}: neither a file, directory or glob, nor a Hub dataset (owner/name)")
-    source = _local(name, path) if is_local else _hub(name, streaming)
+    source = _local(name, Path(name).expanduser()) if local else _hub(name, streaming)
     if not source.splits.get("train"):
         known = ", ".join(suffix for suffixes in FORMATS.values() for suffix in suffixes)
         raise UserError(f"--dataset {name}: no training files in it: expected {known} (but parquet also with .gz)")
     return source
+
+
+def is_local(name: str) -> bool:
+    """Whether --dataset names files, not a Hub dataset."""
+    return Path(name).expanduser().exists() or any(c in name for c in "*?[") or name.startswith(("/", ".", "~"))
 
 
 def format_of(path: str) -> str | None:
