@@ -1,0 +1,52 @@
+#!/usr/bin/env bash
+# Print the manifest of a template: variables filled in, none of them missing, switches set.
+#
+#   kubernetes/render.sh train-ddp-template.yaml | kubectl apply -f -
+#   kubernetes/render.sh --with kueue,hyperpod train-fsdp-template.yaml > train-fsdp.yaml
+#
+# Switches (docs/kubernetes.md) are the template's lines `# [NAME] ...`, which are uncommented, and `...  # [not NAME]`,
+# which are dropped. kubernetes/env_vars.sh lists the variables; *_FLAGS may be empty, RUN_ID has a default.
+set -euo pipefail
+
+fail() { echo "error: $*" >&2; exit 2; }
+
+here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+usage="usage: kubernetes/render.sh [--with SWITCH,...] TEMPLATE"
+switches=()
+if [ "${1:-}" = --with ]; then
+  [ $# -ge 2 ] || fail "--with needs the names of switches; $usage"
+  IFS=, read -ra switches <<<"$2"
+  shift 2
+fi
+[ $# -eq 1 ] || fail "$usage"
+template=$1
+[ -f "$template" ] || template=$here/$1
+[ -f "$template" ] || fail "$1: no such template; there are $(cd "$here" && echo *.yaml)"
+command -v envsubst >/dev/null || fail "envsubst is missing: apt-get install gettext-base"
+
+text=$(<"$template")
+for switch in "${switches[@]}"; do
+  grep -qE "^ *# \[$switch\] " <<<"$text" || fail "$1 has no switch '$switch'"
+  text=$(sed -E "s/^( *)# \[$switch\] /\1/; /# \[not $switch\]$/d" <<<"$text")
+done
+text=$(sed -E '/^ *# \[[a-z0-9]+\] /d; s/ +# \[not [a-z0-9]+\]$//' <<<"$text")
+
+export RUN_ID=${RUN_ID:-$(date -u +%Y%m%d-%H%M%S)}
+missing=()
+for name in $(envsubst --variables "$(grep -vE '^ *#' <<<"$text")" | sort -u); do
+  [ -n "${!name:-}" ] || [[ $name = *_FLAGS ]] || missing+=("$name")
+done
+[ "${#missing[@]}" -eq 0 ] || fail "unset or empty: ${missing[*]}; see kubernetes/env_vars.sh"
+for name in TARGET_PATH OUTPUT_DIR; do
+  case "${!name:-/fsx-shared}/" in
+    /fsx-shared/*) ;;
+    *) fail "$name=${!name} is not on the volume, which is mounted at /fsx-shared" ;;
+  esac
+done
+for name in NUM_NODES GPU_PER_NODE EFA_PER_NODE; do
+  [[ ${!name:-0} =~ ^[0-9]+$ ]] || fail "$name=${!name} is not a number"
+done
+
+# EFA's huge pages are not there where EFA isn't.
+if [ "${EFA_PER_NODE:-}" = 0 ]; then text=${text//hugepages-2Mi: 5120Mi/hugepages-2Mi: 0}; fi
+envsubst <<<"$text"

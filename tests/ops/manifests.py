@@ -1,0 +1,129 @@
+"""The Kubernetes templates as the tests see them: rendered by render.sh, and the pods that come of them."""
+
+from __future__ import annotations
+
+import copy
+import os
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import yaml
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+KUBERNETES = ROOT / "kubernetes"
+TEMPLATES = sorted(path.name for path in KUBERNETES.glob("*.yaml"))
+TRAINING = [name for name in TEMPLATES if name.startswith("train")]
+SWITCHES = ("elastic", "etcd", "hyperpod", "instance", "kueue")
+# Section 1 of the guide for EKS, and what the file system's template and the switches add.
+GUIDE = {
+    "TARGET_PATH": "/fsx-shared/esm",
+    "DOCKER_IMAGE_NAME": "esm",
+    "TAG": "aws",
+    "MODEL": "facebook/esm2_t36_3B_UR50D",
+    "AWS_REGION": "us-east-1",
+    "ACCOUNT": "123456789012",
+    "REGISTRY": "123456789012.dkr.ecr.us-east-1.amazonaws.com/",
+    "GPU_PER_NODE": "8",
+    "EFA_PER_NODE": "32",
+    "NUM_NODES": "2",
+    "OUTPUT_DIR": "/fsx-shared",
+}
+FILE_SYSTEM = {"FSX_ID": "fs-0123456789abcdef0", "FSX_MOUNT_NAME": "fsx"}
+SWITCHED = {"QUEUE_NAME": "team", "INSTANCE_TYPE": "p5.48xlarge", "MIN_NODES": "1"}
+CPU_ONLY = {"GPU_PER_NODE": "0", "EFA_PER_NODE": "0"}
+IMAGE = "123456789012.dkr.ecr.us-east-1.amazonaws.com/esm:aws"
+
+
+def run_shell(command: str, variables: dict, cwd: Path = ROOT) -> subprocess.CompletedProcess:
+    """bash with these variables and no others but PATH."""
+    environment = {"PATH": os.environ["PATH"]} | {name: str(value) for name, value in variables.items()}
+    return subprocess.run(
+        ["bash", "-euo", "pipefail", "-c", command],
+        cwd=cwd,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+def render(template: str, *switches: str, **variables) -> str:
+    """What render.sh prints, with the guide's variables unless told otherwise."""
+    flags = f"--with {','.join(switches)} " if switches else ""
+    done = run_shell(f"kubernetes/render.sh {flags}{template}", GUIDE | FILE_SYSTEM | SWITCHED | variables)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def documents(text: str) -> list[dict]:
+    return list(yaml.safe_load_all(text))
+
+
+def switches_of(template: str) -> list[str]:
+    text = (KUBERNETES / template).read_text()
+    return [switch for switch in SWITCHES if f"# [{switch}] " in text]
+
+
+def pods(document: dict) -> list[dict]:
+    """The pods that will run, each as a document of kind Pod: what the controllers make of the rest is left out."""
+    kind, name, spec = document["kind"], document["metadata"]["name"], document.get("spec", {})
+    if kind == "Pod":
+        templates = [document]
+    elif kind in ("Job", "Deployment"):
+        templates = [spec["template"]]
+    elif kind == "PyTorchJob":
+        templates = [replica["template"] for replica in spec["pytorchReplicaSpecs"].values()]
+    elif kind == "TrainJob":
+        templates = [_train_job_pod(spec)]
+    else:
+        templates = []
+    return [
+        {
+            "apiVersion": "v1",
+            "kind": "Pod",
+            "metadata": {"name": name} | template.get("metadata", {}),
+            "spec": template["spec"],
+        }
+        for template in copy.deepcopy(templates)
+    ]
+
+
+def _train_job_pod(spec: dict) -> dict:
+    """The runtime's pod, patched: its container `node` is what `trainer` and the patches say."""
+    jobs = [job for patch in spec["runtimePatches"] for job in _jobs(patch)]
+    (job,) = [job for job in jobs if job["name"] == "node"]
+    pod = copy.deepcopy(job["template"]["spec"]["template"])
+    (container,) = pod["spec"]["containers"]
+    trainer = spec["trainer"]
+    container |= {key: trainer[key] for key in ("image", "command", "args", "env") if key in trainer}
+    container["resources"] = trainer.get("resourcesPerNode", {})
+    return pod
+
+
+def _jobs(patch: dict) -> list[dict]:
+    return patch["trainingRuntimeSpec"]["template"]["spec"]["replicatedJobs"]
+
+
+def containers(document: dict) -> Iterator[dict]:
+    for pod in pods(document):
+        yield from pod["spec"].get("initContainers", [])
+        yield from pod["spec"]["containers"]
+
+
+def values(container: dict) -> dict[str, str]:
+    """Its plain environment variables."""
+    return {entry["name"]: entry["value"] for entry in container.get("env", []) if "value" in entry}
+
+
+def holders(node, key: str) -> Iterator[dict]:
+    """Every mapping below `node` that has the key."""
+    if isinstance(node, dict):
+        if key in node:
+            yield node
+        for value in list(node.values()):
+            yield from holders(value, key)
+    elif isinstance(node, list):
+        for value in node:
+            yield from holders(value, key)

@@ -1,0 +1,248 @@
+"""The project's own rules for its Kubernetes manifests, which no schema knows. `broken_rules` names those a manifest
+breaks. Each rule yields one message a violation; tests/ops/mutations.py has, for each, changes that it must catch.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+
+from tests.ops import job_schemas
+from tests.ops.manifests import IMAGE, ROOT, containers, pods, values
+
+VOLUME = "/fsx-shared"
+TRAIN_SCRIPTS = ("train_ddp.py", "train_fsdp2.py")
+JOBS = ("PyTorchJob", "TrainJob")
+# Images that are not ours: pinned, and only where a pod needs nothing of ours.
+OTHER_IMAGES = {
+    "fsx-share-test": "public.ecr.aws/docker/library/debian:12-slim",
+    "fsx-owner": "public.ecr.aws/docker/library/debian:12-slim",
+    "etcd": "quay.io/coreos/etcd:v3.5.19",  # the v2 API that torch speaks is gone in 3.6
+}
+DEVICES = ("nvidia.com/gpu", "vpc.amazonaws.com/efa", "hugepages-2Mi")
+SAVE_S = 300  # the least that ranks get to save once told to stop
+RULES: dict[str, Callable[[dict], Iterator[str]]] = {}
+
+
+def rule(check: Callable[[dict], Iterator[str]]) -> Callable[[dict], Iterator[str]]:
+    RULES[check.__name__] = check
+    return check
+
+
+def broken_rules(document: dict) -> dict[str, list[str]]:
+    """{rule: messages}. A rule may stumble over a manifest that breaks the schema, and only over such a one."""
+    found = {"schema": list(job_schemas.errors(document))}
+    for name, check in RULES.items():
+        try:
+            found[name] = list(check(document))
+        except (LookupError, TypeError, ValueError, AttributeError):
+            if not found["schema"]:
+                raise
+    return {name: messages for name, messages in found.items() if messages}
+
+
+@rule
+def image(document: dict) -> Iterator[str]:
+    for container in containers(document):
+        wanted = OTHER_IMAGES.get(container["name"], IMAGE)
+        if container["image"] != wanted:
+            yield f"{container['name']}: image {container['image']}, not {wanted}"
+
+
+@rule
+def pytorch_container(document: dict) -> Iterator[str]:
+    """The operator finds the container by its name and the rendezvous by its port's; only one container computes."""
+    if document["kind"] in JOBS:
+        wanted = "pytorch" if document["kind"] == "PyTorchJob" else "node"
+        names = [container["name"] for container in containers(document)]
+        if names != [wanted]:
+            yield f"containers {names}, not [{wanted}]"
+    if document["kind"] == "PyTorchJob":
+        (container,) = containers(document)
+        ports = {port["name"]: port["containerPort"] for port in container["ports"]}
+        if ports != {"pytorchjob-port": 23456}:
+            yield f"ports {ports}"
+
+
+@rule
+def volumes(document: dict) -> Iterator[str]:
+    for pod in pods(document):
+        declared = {volume["name"]: volume for volume in pod["spec"].get("volumes", [])}
+        mounts = [mount for c in pod["spec"]["containers"] for mount in c.get("volumeMounts", [])]
+        mounted = {mount["mountPath"]: mount["name"] for mount in mounts}
+        if set(declared) != set(mounted.values()) or len(mounts) != len(mounted):
+            yield f"volumes {sorted(declared)}, mounts {mounted}"
+        for volume in declared.values():
+            if "hostPath" in volume:
+                yield f"hostPath {volume['hostPath']}"
+        if pod["spec"]["containers"][0]["name"] == "etcd":
+            if "/var/lib/etcd" not in mounted:
+                yield "etcd's data directory is not a volume"
+            continue
+        claim = declared.get(mounted.get(VOLUME), {}).get("persistentVolumeClaim")
+        if claim != {"claimName": "fsx-claim"}:
+            yield f"{VOLUME} is not the claim fsx-claim but {claim}"
+        if document["kind"] in JOBS:
+            shared_memory = declared.get(mounted.get("/dev/shm"), {}).get("emptyDir", {})
+            if shared_memory.get("medium") != "Memory" or not shared_memory.get("sizeLimit"):
+                yield "/dev/shm is not a volume of memory with a size limit"
+
+
+@rule
+def resources(document: dict) -> Iterator[str]:
+    """Memory and CPU are asked for; devices as limits and requests alike, huge pages exactly where EFA is."""
+    for container in containers(document):
+        requests, limits = container["resources"]["requests"], container["resources"]["limits"]
+        for name in ("cpu", "memory"):
+            if not requests.get(name):
+                yield f"{container['name']}: no request for {name}"
+        for name in sorted(limits):
+            if limits[name] != requests.get(name):
+                yield f"{container['name']}: {name}: limit {limits[name]}, request {requests.get(name)}"
+        if document["kind"] in JOBS:
+            if missing := [name for name in DEVICES if name not in limits or name not in requests]:
+                yield f"no request or limit for {missing}"
+            if limits.get("hugepages-2Mi") != ("5120Mi" if limits.get("vpc.amazonaws.com/efa") else 0):
+                yield f"huge pages {limits.get('hugepages-2Mi')}, EFA {limits.get('vpc.amazonaws.com/efa')}"
+        elif set(requests) != {"cpu", "memory"}:
+            yield f"{container['name']}: requests {sorted(requests)}"
+
+
+@rule
+def security(document: dict) -> Iterator[str]:
+    for pod in pods(document):
+        spec = pod["spec"]
+        root = spec["containers"][0]["name"] == "fsx-owner"  # gives the volume's top directory away, and no more
+        context = spec["securityContext"]
+        if not root and not (context.get("runAsNonRoot") and context.get("runAsUser", 0) > 0):
+            yield "may run as root"
+        if context.get("seccompProfile") != {"type": "RuntimeDefault"}:
+            yield "no seccomp profile"
+        if shared := [name for name in ("hostNetwork", "hostPID", "hostIPC") if spec.get(name)]:
+            yield f"shares {shared} with the host"
+        # A TrainJob's patches have no such field; its runtime decides.
+        if spec.get("automountServiceAccountToken", document["kind"] != "TrainJob"):
+            yield "the pod gets the API's token"
+        allowed = {"CHOWN"} if root else {"IPC_LOCK"} if document["kind"] in JOBS else set()
+        for container in spec["containers"]:
+            context = container["securityContext"]
+            added = set(context["capabilities"].get("add", []))
+            if context["capabilities"]["drop"] != ["ALL"] or not added <= allowed:
+                yield f"capabilities {context['capabilities']}"
+            if context.get("privileged") or context.get("allowPrivilegeEscalation", True):
+                yield "can gain privileges"
+            if not root and context.get("runAsUser", 1000) == 0:
+                yield "runs as root"
+
+
+@rule
+def secrets(document: dict) -> Iterator[str]:
+    for container in containers(document):
+        for name, value in values(container).items():
+            if re.search(r"TOKEN|SECRET|PASSWORD|API_?KEY|ACCESS_KEY", name):
+                yield f"{name}={value[:3]}... in clear: take it from a Secret"
+    if found := re.search(r"hf_[A-Za-z0-9]{8,}|AKIA[A-Z0-9]{12,}", str(document)):
+        yield f"{found[0][:5]}... looks like a credential"
+    if document["kind"] in JOBS:
+        tokens = [entry for c in containers(document) for entry in c["env"] if entry["name"] == "HF_TOKEN"]
+        if [t.get("valueFrom", {}).get("secretKeyRef", {}).get("optional") for t in tokens] != [True]:
+            yield "HF_TOKEN is not an optional Secret"
+
+
+@rule
+def lifetime(document: dict) -> Iterator[str]:
+    """Nothing lives for ever, and a pod told to stop has the time to save."""
+    spec = document.get("spec", {})
+    policy = spec.get("runPolicy", {}) if document["kind"] == "PyTorchJob" else spec
+    wanted = {
+        "Job": ("activeDeadlineSeconds", "ttlSecondsAfterFinished", "backoffLimit"),
+        "PyTorchJob": ("activeDeadlineSeconds", "ttlSecondsAfterFinished", "backoffLimit"),
+        "TrainJob": ("activeDeadlineSeconds",),
+        "Pod": ("activeDeadlineSeconds",),
+    }.get(document["kind"], ())
+    if missing := [name for name in wanted if not policy.get(name)]:
+        yield f"without {missing}"
+    if document["kind"] in JOBS:
+        (pod,), (container,) = pods(document), containers(document)
+        to_save = int(values(container).get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", 30))
+        if to_save < SAVE_S:
+            yield f"{to_save} s to save"
+        if pod["spec"].get("terminationGracePeriodSeconds", 30) <= to_save:
+            yield f"the pod is killed before the {to_save} s to save are over"
+
+
+@rule
+def restarts(document: dict) -> Iterator[str]:
+    """Preempted work comes back by itself, and meets its own in a rendezvous of its own."""
+    if document["kind"] == "Job" and document["spec"]["template"]["spec"]["restartPolicy"] != "OnFailure":
+        yield "does not start again"
+    if document["kind"] != "PyTorchJob":
+        return
+    spec = document["spec"]
+    worker, elastic = spec["pytorchReplicaSpecs"]["Worker"], spec["elasticPolicy"]
+    if worker["restartPolicy"] != "OnFailure":
+        yield f"restartPolicy {worker['restartPolicy']}: torchrun ends with 1 when told to stop"
+    if not 1 <= elastic["minReplicas"] <= worker["replicas"] <= elastic["maxReplicas"]:
+        yield f"{worker['replicas']} replicas, elastic {elastic['minReplicas']} to {elastic['maxReplicas']}"
+    if not 1 <= elastic.get("maxRestarts", 0) <= 100:
+        yield "maxRestarts"
+    if not re.fullmatch(r"esm2-\w+-[\w-]+", elastic["rdzvId"]):
+        yield f"rdzvId {elastic['rdzvId']}: not this run's own"
+    if elastic["rdzvBackend"] != "c10d" and not (elastic.get("rdzvHost") and elastic.get("rdzvPort")):
+        yield "etcd without host and port"
+    (container,) = containers(document)
+    if values(container).get("TORCH_DISABLE_SHARE_RDZV_TCP_STORE") != "1":
+        yield "a node that joins later never hears of the others' store"
+
+
+@rule
+def launch(document: dict) -> Iterator[str]:
+    """A bare `torchrun script.py`: its own flags would beat what the operator says through PET_* variables."""
+    for container in containers(document):
+        script = "\n".join(container.get("args", []))
+        if document["kind"] in JOBS:
+            found = re.search(r"^exec torchrun (\S+) \\$", script, re.MULTILINE)
+            if not found or found[1] not in TRAIN_SCRIPTS:
+                yield "no bare `exec torchrun script.py`"
+            if container.get("command") != ["/bin/bash", "-euc"]:
+                yield f"command {container.get('command')}"
+            if "$(TRAIN_FLAGS)" not in script:
+                yield "TRAIN_FLAGS are not used"
+        for file in re.findall(r"[\w.]+\.py\b", script):
+            if not (ROOT / file).is_file():
+                yield f"{file}: no such script"
+        if left := re.findall(r"\$\{\w*\}", str(container)):
+            yield f"variables left: {left}"
+
+
+@rule
+def paths(document: dict) -> Iterator[str]:
+    """What is to stay is on the volume; so are the caches, which fill small nodes' disks."""
+    for container in containers(document):
+        script = "\n".join(container.get("args", []))
+        for flag, path in re.findall(r"--(\w+_dir)=(\S+)", script):
+            if not path.startswith(f"{VOLUME}/"):
+                yield f"--{flag} {path} is not on {VOLUME}"
+        wanted = ("HF_HOME", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR") if document["kind"] in JOBS else ()
+        found = {k: v for k, v in values(container).items() if k in wanted or k.endswith(("_HOME", "_CACHE_DIR"))}
+        for name in {*wanted, *found}:
+            if not found.get(name, "").startswith(f"{VOLUME}/"):
+                yield f"{name}={found.get(name)} is not on {VOLUME}"
+
+
+@rule
+def spread(document: dict) -> Iterator[str]:
+    """One pod a node, where there are enough nodes; the label is the one the operator gives its pods."""
+    if document["kind"] not in JOBS:
+        return
+    (pod,), name = pods(document), document["metadata"]["name"]
+    if document["kind"] == "PyTorchJob":
+        terms = pod["spec"].get("topologySpreadConstraints", [])
+        label = "training.kubeflow.org/job-name"
+    else:
+        affinity = pod["spec"].get("affinity", {}).get("podAntiAffinity", {})
+        terms = [t["podAffinityTerm"] for t in affinity.get("preferredDuringSchedulingIgnoredDuringExecution", [])]
+        label = "jobset.sigs.k8s.io/jobset-name"
+    found = [(term["topologyKey"], term["labelSelector"]["matchLabels"]) for term in terms]
+    if found != [("kubernetes.io/hostname", {label: name})]:
+        yield f"not spread over nodes: {found}"

@@ -1,0 +1,189 @@
+"""kubernetes/: every template renders to what the API, the operators and our own rules want, and broken ones don't."""
+
+from __future__ import annotations
+
+import copy
+import os
+import re
+import shutil
+
+import pytest
+import yaml
+
+from tests.ops.job_schemas import DEFINITIONS, METADATA, definition_of
+from tests.ops.manifests import (
+    CPU_ONLY,
+    FILE_SYSTEM,
+    GUIDE,
+    KUBERNETES,
+    ROOT,
+    SWITCHES,
+    TEMPLATES,
+    TRAINING,
+    containers,
+    documents,
+    render,
+    run_shell,
+    switches_of,
+    values,
+)
+from tests.ops.mutations import MUTATIONS
+from tests.ops.policy import RULES, broken_rules
+
+pytestmark = pytest.mark.skipif(not shutil.which("envsubst"), reason="envsubst (gettext-base) is not installed")
+SETTINGS = {"": {}, "without devices": CPU_ONLY}
+
+
+def assert_good(text: str) -> None:
+    for document in documents(text):
+        assert broken_rules(document) == {}
+
+
+def test_the_guides_names_are_there():
+    guides = {"download-data", "preprocess", "train-ddp", "train-fsdp", "trainjob", "fsx-pv-pvc"}
+    assert {f"{name}-template.yaml" for name in guides} | {"view-fsx.yaml", "etcd.yaml"} == set(TEMPLATES)
+    names = {d["metadata"]["name"] for template in TEMPLATES for d in documents(render(template))}
+    assert {"download-uniref-data", "preprocess-data", "fsx-share-test", "fsx-claim", "esm2", "etcd"} <= names
+
+
+@pytest.mark.parametrize("settings", SETTINGS)
+@pytest.mark.parametrize("template", TEMPLATES)
+def test_rendered_manifests_are_good(template, settings):
+    assert_good(render(template, **SETTINGS[settings]))
+
+
+@pytest.mark.parametrize("template", TEMPLATES)
+def test_each_switch_and_all_together(template):
+    switches = switches_of(template)
+    plain = documents(render(template, RUN_ID="1"))
+    for chosen in [[s] for s in switches] + ([switches] if len(switches) > 1 else []):
+        text = render(template, *chosen, RUN_ID="1")
+        assert_good(text)
+        assert documents(text) != plain, f"{chosen} changes nothing"
+        assert not re.search(r"# \[(not )?\w+\] ", text)
+
+
+def test_switches_say_what_they_mean():
+    (job,) = documents(render("train-ddp-template.yaml", *SWITCHES))
+    assert job["metadata"]["labels"] == {"kueue.x-k8s.io/queue-name": "team"}
+    assert job["spec"]["runPolicy"]["suspend"] is True
+    assert job["metadata"]["annotations"] == {
+        "sagemaker.amazonaws.com/enable-job-auto-resume": "true",
+        "sagemaker.amazonaws.com/job-max-retry-count": "10",
+    }
+    elastic = job["spec"]["elasticPolicy"]
+    assert (elastic["rdzvBackend"], elastic["rdzvHost"], elastic["rdzvPort"]) == ("etcd", "etcd", 2379)
+    assert (elastic["minReplicas"], elastic["maxReplicas"]) == (1, 2)
+    pod = job["spec"]["pytorchReplicaSpecs"]["Worker"]["template"]["spec"]
+    assert pod["nodeSelector"] == {"node.kubernetes.io/instance-type": "p5.48xlarge"}
+    (term,) = pod["affinity"]["nodeAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]["nodeSelectorTerms"]
+    assert term["matchExpressions"][0]["values"] == ["Schedulable"]
+    service, _ = documents(render("etcd.yaml"))
+    assert (service["metadata"]["name"], service["spec"]["ports"][0]["port"]) == ("etcd", 2379)
+
+
+@pytest.mark.parametrize("template", TEMPLATES)
+def test_plain_envsubst_with_the_guides_variables_alone(template):
+    """As in the guide: `cat TEMPLATE | envsubst`. Shell and $(...) inside the containers' commands survive."""
+    variables = GUIDE | (FILE_SYSTEM if template.startswith("fsx") else {})
+    done = run_shell(f"cat kubernetes/{template} | envsubst", variables)
+    assert done.returncode == 0, done.stderr
+    plain, rendered = documents(done.stdout), documents(render(template, RUN_ID="", **variables))
+    for document in [*plain, *rendered]:
+        for elastic in [d["elasticPolicy"] for d in [document.get("spec", {})] if "elasticPolicy" in d]:
+            assert elastic.pop("rdzvId").startswith("esm2-")
+    assert without_run_id(plain) == without_run_id(rendered)
+
+
+def without_run_id(found: list[dict]) -> list[dict]:
+    return yaml.safe_load(re.sub(r"(esm2-\w+-)\d{8}-\d{6}", r"\1", yaml.safe_dump(found)))
+
+
+def test_every_variable_of_the_templates_is_explained():
+    explained = (KUBERNETES / "env_vars.sh").read_text() + (ROOT / "docs" / "kubernetes.md").read_text()
+    for template in TEMPLATES:
+        for name in re.findall(r"\$\{(\w+)\}", (KUBERNETES / template).read_text()):
+            assert name in explained, f"{template}: {name}"
+
+
+def test_env_vars_holds_the_guides_values_and_keeps_what_is_set(tmp_path):
+    (tmp_path / "aws").write_text("#!/bin/sh\necho 123456789012\n")
+    (tmp_path / "aws").chmod(0o755)
+    show = "source kubernetes/env_vars.sh; env"
+    path = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    found = dict(line.split("=", 1) for line in run_shell(show, path).stdout.splitlines())
+    assert {name: found.get(name) for name in GUIDE} == GUIDE
+    assert re.fullmatch(r"\d{8}-\d{6}", found["RUN_ID"])
+    mine = {"MODEL": "facebook/esm2_t6_8M_UR50D", "REGISTRY": "localhost:5000/", "ACCOUNT": "1", "RUN_ID": "mine"}
+    found = dict(line.split("=", 1) for line in run_shell(show, mine).stdout.splitlines())
+    assert {name: found[name] for name in mine} == mine
+
+
+@pytest.mark.parametrize(
+    ("arguments", "variables", "message"),
+    [
+        ("train-ddp-template.yaml", {"TAG": "", "MODEL": ""}, "error: unset or empty: MODEL TAG; see"),
+        ("fsx-pv-pvc-template.yaml", {}, "error: unset or empty: FSX_ID FSX_MOUNT_NAME; see"),
+        ("--with kueue train-ddp-template.yaml", {}, "error: unset or empty: QUEUE_NAME; see"),
+        ("--with kueu train-ddp-template.yaml", {}, "has no switch 'kueu'"),
+        ("train-dpp-template.yaml", {}, "no such template; there are"),
+        ("train-ddp-template.yaml", {"OUTPUT_DIR": "/scratch"}, "OUTPUT_DIR=/scratch is not on the volume"),
+        ("train-ddp-template.yaml", {"NUM_NODES": "two"}, "NUM_NODES=two is not a number"),
+        ("", {}, "usage:"),
+        ("--with", {}, "usage:"),
+    ],
+)
+def test_render_refuses_in_one_line(arguments, variables, message):
+    done = run_shell(f"kubernetes/render.sh {arguments}", GUIDE | variables)
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert message in done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1
+
+
+def test_render_from_anywhere_and_with_a_path(tmp_path):
+    command = f"{KUBERNETES}/render.sh {KUBERNETES}/train-ddp-template.yaml"
+    by_path = run_shell(command, GUIDE | {"RUN_ID": "1"}, tmp_path)
+    assert by_path.stdout == render("train-ddp-template.yaml", RUN_ID="1")
+
+
+@pytest.mark.parametrize("template", TRAINING)
+def test_flags_of_the_user_come_last_and_whole(template):
+    (job,) = documents(render(template, TRAIN_FLAGS="--max_steps=5 --learning_rate=1e-4"))
+    (container,) = containers(job)
+    assert values(container)["TRAIN_FLAGS"] == "--max_steps=5 --learning_rate=1e-4"
+    assert container["args"][0].rstrip().endswith("$(TRAIN_FLAGS)")
+
+
+@pytest.mark.parametrize("template", TEMPLATES)
+def test_broken_manifests_are_caught(template):
+    """Each change that can be made to the template is caught, by the rule it is meant for; each rule has some."""
+    caught, uncaught = set(), []
+    for document in documents(render(template)):
+        for rule, what, change in MUTATIONS:
+            broken = copy.deepcopy(document)
+            if not change(broken):
+                continue
+            if rule in broken_rules(broken):
+                caught.add(rule)
+            else:
+                uncaught.append(f"{document['kind']}: {rule}: {what}")
+    assert not uncaught
+    assert {"schema", "image", "volumes", "resources", "security"} <= caught
+    if template in TRAINING:
+        assert {"schema", *RULES} - caught <= ({"restarts"} if template == "trainjob-template.yaml" else set())
+
+
+def test_every_change_applies_to_some_template():
+    everything = [document for template in TEMPLATES for document in documents(render(template))]
+    for rule, what, change in MUTATIONS:
+        assert any(change(copy.deepcopy(document)) for document in everything), f"{rule}: {what}"
+
+
+@pytest.mark.parametrize("kind", DEFINITIONS)
+def test_the_operators_own_definition_was_used(kind):
+    definition = definition_of(kind)
+    if definition is None:
+        pytest.skip(f"{DEFINITIONS[kind]} is not beside this checkout")
+    assert definition["additionalProperties"] is False
+    assert definition["properties"]["metadata"] is METADATA
