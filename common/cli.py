@@ -61,7 +61,7 @@ def parse_arguments(description: str | None, *dataclass_types: type, argv: list[
     )
     argv = sys.argv[1:] if argv is None else argv
     try:
-        if len(argv) == 1 and argv[0].endswith((".json", ".yaml", ".yml")):
+        if len(argv) == 1 and argv[0][:1] != "-" and argv[0].endswith((".json", ".yaml", ".yml")):
             argv = _flags_of_file(Path(argv[0]))
         unknown = parser.parse_known_args(argv)[1]
         if unknown:

@@ -149,7 +149,7 @@ def distributed_run(args) -> Iterator[World]:
     except BaseException as error:
         world.stop.ignore()  # the exit status stands: torchrun signals the ranks that are left when one has ended
         if size > 1:
-            _leave(error)
+            leave(error)
         raise
     finally:
         if dist.is_initialized():
@@ -176,7 +176,7 @@ def _exit_status(world: World) -> Iterator[None]:
             raise SystemExit(OUR_BUG) from None
 
 
-def _leave(error: BaseException) -> None:
+def leave(error: BaseException) -> None:
     """End this rank of several now, without taking the process group down.
 
     Taking it down can hang: NCCL waits for ranks that are gone, and with gloo (torch 2.13) half of such exits hung in

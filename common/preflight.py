@@ -22,7 +22,7 @@ from common import preflight_network as network
 from common import preflight_node as node
 from common.arguments import flag
 from common.cli import BAD_INPUT, UserError, parse_arguments, run
-from common.distributed import World
+from common.distributed import World, leave
 from common.metrics import write_json
 from common.preflight_exchange import Exchange
 from common.preflight_meeting import Meeting
@@ -105,9 +105,7 @@ def main() -> None:
     else:
         status = meeting.hear("status", patience=4)
         meeting.post("left", True)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(status)  # a thread may still wait for a filesystem or a rank that never answers
+    raise SystemExit(status)
 
 
 def local_checks(args: PreflightArguments, world: World, attempts: Attempts) -> None:
@@ -181,9 +179,9 @@ def roll_call(meeting: Meeting, report: RankReport) -> tuple[list[dict], list[in
 
 
 def absent(rank: int, leaders: list[dict], world: World, seconds: float, what: str = "has not come") -> Finding:
-    """A rank that others wait for. torchrun numbers ranks node by node: its node is that of the leader before it."""
-    before = [each for each in leaders if each["rank"] < rank < each["rank"] + world.local_size]
-    host = f" ({before[-1]['host']})" if before else f" (node {rank // world.local_size}, of which nobody has come)"
+    """A rank that others wait for. torchrun numbers ranks node by node: its host is that of its leader."""
+    hosts = [each["host"] for each in leaders if each["rank"] <= rank < each["rank"] + world.local_size]
+    host = f" ({hosts[-1]})" if hosts else f" (node {rank // world.local_size}, of which nobody has come)"
     todo = "see that node's log: is its process alive, can it import torch, does its filesystem answer?"
     return Finding("ranks", ERROR, f"rank {rank}{host} {what} within {seconds:g} s", todo)
 
@@ -205,4 +203,7 @@ def publish(report: dict, args: PreflightArguments) -> int:
 
 
 if __name__ == "__main__":
-    run(main)
+    try:
+        run(main)
+    except BaseException as end:
+        leave(end)  # at once: a thread may still wait for a filesystem or a rank that never answers

@@ -1,0 +1,66 @@
+"""docs/diagnosing.md quotes this program's own messages as the source has them, and describes flags that exist."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+from tests.conftest import ROOT
+
+PAGE = (ROOT / "docs" / "diagnosing.md").read_text()
+VALUE = "\0"  # stands for what an f-string formats
+
+
+def blocks(kind: str) -> list[str]:
+    return re.findall(rf"```{kind}\n(.*?)```", PAGE, re.DOTALL)
+
+
+def literals(file: Path) -> list[str]:
+    """The strings of a Python file, adjacent ones joined; of a script, its lines."""
+    if file.suffix != ".py":
+        return re.sub(r"\$\{[^}]*\}|\$\w+", VALUE, file.read_text()).splitlines()
+    found = []
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            found.append(node.value)
+        elif isinstance(node, ast.JoinedStr):
+            found.append("".join(part.value if isinstance(part, ast.Constant) else VALUE for part in node.values))
+    return found
+
+
+def is_said(line: str, said: list[str]) -> bool:
+    """Whether some string holds the line, with any text in place of each `...`."""
+    pattern = re.compile(".*".join(re.escape(part) for part in line.strip().split("...")), re.DOTALL)
+    return any(pattern.search(text) for text in said)
+
+
+def test_our_messages_are_in_the_source():
+    files = [
+        *ROOT.glob("*.py"),
+        *ROOT.glob("common/*.py"),
+        *(ROOT / "kubernetes").glob("*.sh"),
+        *ROOT.glob("slurm/*.sh"),
+    ]
+    said = [text for file in files for text in literals(file)]
+    quoted = [line for block in blocks("ours") for line in block.splitlines()]
+    assert len(quoted) >= 15
+    assert [line for line in quoted if not is_said(line, said)] == []
+    assert not is_said("a message ... that nobody says", said)
+
+
+def test_flags_variables_and_links_exist():
+    sources = "".join(file.read_text() for file in [*ROOT.glob("common/*.py"), *ROOT.glob("*.py"), *ROOT.glob("*.sh")])
+    flags = set(re.findall(r"(?<![\w-])--([a-z]+(?:_[a-z]+)+)", PAGE))
+    torchrun = {"nproc_per_node", "rdzv_id", "rdzv_endpoint"}
+    assert [flag for flag in sorted(flags - torchrun) if not re.search(rf"\b{flag}\b", sources)] == []
+    for link in re.findall(r"\]\(([^)]+)\)", PAGE):
+        assert (ROOT / "docs" / link).exists(), link
+
+
+def test_enough_failures_each_with_its_lines():
+    entries = re.split(r"```log\n", PAGE)[1:]
+    assert len(entries) >= 15
+    for entry in entries:
+        text = re.sub(r"```\w*\n.*?```", "", entry.partition("```")[2], flags=re.DOTALL)
+        assert len(text.split()) >= 15, entry  # says what to do
