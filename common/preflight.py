@@ -198,7 +198,11 @@ def publish(report: dict, args: PreflightArguments) -> int:
 
         print(json.dumps(report, indent=4), flush=True)
     elif args.json:
-        write_json(Path(args.json), report)
+        try:
+            write_json(Path(args.json), report)
+        except OSError as error:  # the other ranks still wait to be told the status
+            print(f"error: --json {args.json}: {error.strerror}", file=sys.stderr, flush=True)
+            failed = True
     return BAD_INPUT if failed else 0
 
 

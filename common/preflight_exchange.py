@@ -40,7 +40,7 @@ class Exchange:
         world, seconds = self.world, self.meeting.seconds
         several = len(self.leaders) > 1
         if several and self.args.output_dir:
-            self._shared_output(report)
+            self._attempt(report, "looking at --output_dir from every node", self._shared_output, report)
         log = self._have_nccl_tell() if several else None
         store = self.meeting.connect("group")
         started = self._attempt(report, "starting the process group", ranks.start_group, world, store, seconds)

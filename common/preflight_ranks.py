@@ -6,6 +6,7 @@ have no node in common: hundreds of nodes take as long as four, and each node is
 
 from __future__ import annotations
 
+import os
 import statistics
 import time
 from dataclasses import dataclass
@@ -35,7 +36,8 @@ class Timing:
 
 
 def start_group(world: World, store: dist.Store, seconds: float) -> None:
-    """The process group of all ranks, in which a lost rank is an exception and not a hang."""
+    """The process group of all ranks, in which a lost rank is an exception, not a hang nor the end of this one."""
+    os.environ.setdefault("TORCH_NCCL_BLOCKING_WAIT", "1")  # else NCCL's watchdog ends a rank before it can say why
     backend = "cpu:gloo,cuda:nccl" if world.device.type == "cuda" else "gloo"
     dist.init_process_group(
         backend, store=store, rank=world.rank, world_size=world.size, timeout=timedelta(seconds=seconds)

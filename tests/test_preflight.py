@@ -235,6 +235,11 @@ def test_network_variables_that_leave_nothing():
     fails(said, codes, "interfaces: rank 0", "GLOO_SOCKET_IFNAME=nope0: there is no nope0")
 
 
+def test_a_report_that_cannot_be_written(tmp_path):
+    codes, said = preflight(f"--json={tmp_path}/nowhere/report.json")
+    fails(said, codes, f"error: --json {tmp_path}/nowhere/report.json: No such file or directory")
+
+
 def test_flags_that_are_wrong():
     for flag, what in (
         ("--frobnicate", "unknown flag --frobnicate"),
