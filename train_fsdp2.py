@@ -37,6 +37,7 @@ class FsdpArguments(TrainArguments):
     activation_checkpointing: str = flag("none", "Activations: none recomputed, selective (cheap ones), full.")
     offload_activations: bool = flag(False, "Keep activations in host memory between forward and backward.")
     cpu_offload: bool = flag(False, "Keep weights, gradients and optimiser in host memory.")
+    sync_each_batch: bool = flag(False, "Exchange gradients after every micro-batch, rather than hold them whole.")
     forward_prefetch: int = flag(1, "Layers whose weights are gathered ahead of use.")
 
     def __post_init__(self) -> None:
@@ -73,16 +74,18 @@ def shard(model: Esm2ForMaskedLM, world: World, args: FsdpArguments) -> None:
         model.to(torch.bfloat16)
     # Compute in bf16 from fp32 master weights; gradients are summed in fp32 either way.
     compute = torch.bfloat16 if args.bf16 else None
+    offload = CPUOffloadPolicy(pin_memory=world.device.type == "cuda") if args.cpu_offload else OffloadPolicy()
     options = {
         "mesh": make_mesh(args, world),
         "mp_policy": MixedPrecisionPolicy(compute, reduce_dtype=torch.float32, cast_forward_inputs=False),
-        "offload_policy": CPUOffloadPolicy() if args.cpu_offload else OffloadPolicy(),
+        "offload_policy": offload,
     }
     layers = list(model.encoder.layers)
     save_activations(layers, args.activation_checkpointing, args.offload_activations)
     for layer in layers:
         fully_shard(layer, reshard_after_forward=args.sharding_strategy != "grad_op", **options)
     fully_shard(model, reshard_after_forward=False, **options)
+    model.sync_each_batch = args.sync_each_batch
     for number, layer in enumerate(layers):
         layer.set_modules_to_forward_prefetch(layers[number + 1 : number + 1 + args.forward_prefetch])
 

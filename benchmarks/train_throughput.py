@@ -14,7 +14,6 @@ from __future__ import annotations
 import common  # noqa: F401  # isort: skip  (before torch: see there)
 import json
 import os
-import platform
 import statistics
 import subprocess
 import sys
@@ -23,6 +22,7 @@ from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 
+from benchmarks.machine import where_measured
 from common.arguments import flag
 from common.cli import UserError, parse_arguments, run
 
@@ -110,8 +110,8 @@ def measure(args: Arguments) -> dict:
 
 
 def compare(args: Arguments) -> str:
-    import torch
-    import transformers
+    import torch  # noqa: F401  (its version)
+    import transformers  # noqa: F401
 
     jobs = []
     for dtype in args.dtypes.split(","):
@@ -124,12 +124,11 @@ def compare(args: Arguments) -> str:
             speed = found[job][-1]["tokens_per_second"]
             print(f"round {number + 1}/{args.rounds}  {job:<24} {speed:9,.0f} tokens/s", file=sys.stderr, flush=True)
     speeds = {job: statistics.median(r["tokens_per_second"] for r in runs) for job, runs in found.items()}
+    hardware, command = where_measured("benchmarks.train_throughput", "torch", "transformers")
     lines = [
-        f"{args.config_name}, {args.tokens} tokens a step, crops of {args.max_seq_length}, {os.cpu_count()} cores, "
-        f"{_processor()}, Python {platform.python_version()}, torch {torch.__version__}, "
-        f"transformers {transformers.__version__}, commit {_commit()}",
+        f"{args.config_name}, {args.tokens} tokens a step, crops of {args.max_seq_length}, {hardware}",
         "",
-        f"`{' '.join(['python -m benchmarks.train_throughput', *sys.argv[1:]])}`, median of {args.rounds}",
+        f"{command}, median of {args.rounds}",
         "",
         "| precision | model | tokens/s | spread | ours is faster by | peak memory, GB |",
         "|---|---|--:|--:|--:|--:|",
@@ -157,18 +156,6 @@ def _in_process(args: Arguments, job: str) -> dict:
     if done.returncode:
         raise UserError(f"{job}: failed: {done.stderr.strip().splitlines()[-1]}")
     return json.loads(done.stdout.strip().splitlines()[-1])
-
-
-def _processor() -> str:
-    for line in Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else ():
-        if line.startswith("model name"):
-            return line.split(":", 1)[1].strip()
-    return platform.processor()
-
-
-def _commit() -> str:
-    done = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True)
-    return done.stdout.strip() or "unknown"
 
 
 def main() -> None:

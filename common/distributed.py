@@ -247,10 +247,13 @@ def keep_freed_memory() -> None:
     """Tell glibc to keep freed blocks for the next step instead of returning them to the kernel.
 
     Activations are large blocks, freed and asked for again every step; by default each is mapped and zeroed by the
-    kernel anew. benchmarks/results/train_throughput_cpu.md has transformers' model with and without it.
+    kernel anew. benchmarks/results/train_throughput_cpu.md has transformers' model with and without it. Whoever sets
+    glibc's own variables (MALLOC_MMAP_THRESHOLD_=65536 gives every large block back at once) is left alone.
     """
     import ctypes
 
+    if any(name.startswith("MALLOC_") for name in os.environ):
+        return
     try:
         mallopt = ctypes.CDLL(None).mallopt
     except (OSError, AttributeError):

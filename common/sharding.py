@@ -40,9 +40,12 @@ def whole(parameter: Tensor) -> Tensor:
 
 
 def gradient_sync(model: nn.Module, last: bool):
-    """A context for one micro-batch: gradients are exchanged with the last one of a step only."""
+    """A context for one micro-batch: gradients are exchanged with the last one of a step only.
+
+    Until then a sharded model holds whole gradients in fp32; those of one with `sync_each_batch` stay sharded.
+    """
     if isinstance(model, FSDPModule):
-        model.set_requires_gradient_sync(last)
+        model.set_requires_gradient_sync(last or model.sync_each_batch)
         return nullcontext()
     return nullcontext() if last or not hasattr(model, "no_sync") else model.no_sync()
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+
 import pytest
 import torch
 
@@ -50,6 +52,7 @@ def assert_same(out, alone) -> None:
         (2, {"gradient_accumulation_steps": 2, "activation_checkpointing": "full"}),
         (2, {"gradient_accumulation_steps": 2, "activation_checkpointing": "selective", "forward_prefetch": 0}),
         (2, {"gradient_accumulation_steps": 2, "sharding_strategy": "grad_op", "offload_activations": True}),
+        (2, {"gradient_accumulation_steps": 2, "cpu_offload": True, "forward_prefetch": 2, "sync_each_batch": True}),
         (4, {}),
         (4, {"sharding_strategy": "hybrid", "hsdp_shard_size": 2, "activation_checkpointing": "full"}),
     ],
@@ -57,6 +60,13 @@ def assert_same(out, alone) -> None:
 def test_every_layout_is_the_run_of_a_single_process(dataset, tmp_path, alone, nproc, flags):
     train(dataset, tmp_path, nproc, script=FSDP, max_steps=STEPS, **flags)
     assert_same(tmp_path, alone)
+
+
+@pytest.mark.skipif(not shutil.which("g++"), reason="torch.compile needs a C++ compiler on a CPU")
+def test_compiled_layers_take_the_same_steps(dataset, tmp_path, alone):
+    flags = {"activation_checkpointing": "selective", "torch_compile": True, "stop_at_step": 3}
+    train(dataset, tmp_path, 2, script=FSDP, packs_per_step=4, max_steps=STEPS, **flags)
+    assert losses(tmp_path) == pytest.approx(losses(alone)[:3], rel=LOSS)
 
 
 def test_bf16_follows_ddp_and_its_master_weights_are_fp32(dataset, tmp_path):

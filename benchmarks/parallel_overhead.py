@@ -1,0 +1,150 @@
+"""What sharding and checkpoints cost: DDP and FSDP2 on two ranks beside a single process that does the same tokens.
+
+    python -m benchmarks.parallel_overhead --dataset_dir processed/arrow [--output table.md]
+
+Every run is a train script as a user starts it, with the same global batch (two packs a step) on the same cores: one
+process with all of them, or two ranks with half each. Its own metrics.jsonl is read. A checkpoint's stall is the time
+that training stood still for it, the last one's left out: that one is waited for anyway. Rounds are interleaved and
+medians reported.
+"""
+
+from __future__ import annotations
+
+import common  # noqa: F401  # isort: skip  (before torch: see there)
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks.machine import where_measured
+from common.arguments import flag
+from common.cli import UserError, parse_arguments, run
+
+ROOT = Path(__file__).parent.parent
+LAYOUTS = {  # script, ranks, flags
+    "single process": ("train_ddp.py", 1, ()),
+    "DDP x 2": ("train_ddp.py", 2, ()),
+    "FSDP2 x 2, grad_op": ("train_fsdp2.py", 2, ("--sharding_strategy", "grad_op")),
+    "FSDP2 x 2, full": ("train_fsdp2.py", 2, ()),
+}
+UNTIMED = 2  # steps in which memory is touched for the first time and kernels are chosen
+
+
+@dataclass
+class Arguments:
+    dataset_dir: str | None = flag(None, "processed/arrow, as 1.tokenize_uniref_csv.py writes it.")
+    config_name: str = flag("facebook/esm2_t6_8M_UR50D", "The model whose steps are timed.")
+    tokens: int = flag(8192, "Tokens in a pack; a step takes two.")
+    steps: int = flag(8, "Steps timed.")
+    rounds: int = flag(3, "Times that every measurement is repeated.")
+    checkpoint_models: str = flag(
+        "facebook/esm2_t6_8M_UR50D,facebook/esm2_t12_35M_UR50D,facebook/esm2_t30_150M_UR50D",
+        "The models whose checkpoints are timed.",
+    )
+    checkpoint_tokens: int = flag(1024, "Tokens in a pack there: what is timed does not depend on them.")
+    work_dir: str | None = flag(None, "A directory on the disk that checkpoints are to be timed on.")
+    output: str | None = flag(None, "Also write the tables there.")
+
+    def __post_init__(self) -> None:
+        if not self.dataset_dir:
+            raise UserError("--dataset_dir is missing: processed/arrow of 1.tokenize_uniref_csv.py")
+
+
+def train(args: Arguments, layout: str, **flags) -> list[dict]:
+    """The rows of metrics.jsonl of one run."""
+    script, ranks, extra = LAYOUTS[layout]
+    with tempfile.TemporaryDirectory(dir=args.work_dir) as out:
+        flags = {
+            "dataset_dir": args.dataset_dir,
+            "output_dir": out,
+            "packs_per_step": 2,
+            "logging_steps": 1,
+            "max_seq_length": 512,
+            "warmup_steps": 2,
+            "disable_tqdm": True,
+            "save_total_limit": 1,
+        } | flags
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
+        command += [script, *extra, *(word for name, value in flags.items() for word in (f"--{name}", str(value)))]
+        environment = os.environ | {"OMP_NUM_THREADS": str(os.cpu_count() // ranks)}
+        done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True)
+        if done.returncode:
+            raise UserError(f"{layout}: failed: {done.stderr.strip().splitlines()[-1]}")
+        return [json.loads(line) for line in (Path(out) / "metrics.jsonl").read_text().splitlines()]
+
+
+def steps_table(args: Arguments) -> list[str]:
+    last = args.steps + UNTIMED
+    flags = {"config_name": args.config_name, "tokens_per_pack": args.tokens, "max_steps": last, "save_steps": last}
+    seconds: dict[str, list[float]] = {layout: [] for layout in LAYOUTS}
+    memory = dict.fromkeys(LAYOUTS, 0.0)
+    for number in range(args.rounds):
+        for layout in LAYOUTS:
+            rows = train(args, layout, **flags)
+            seconds[layout].append(statistics.median(row["step_seconds"] for row in rows[UNTIMED:]))
+            memory[layout] = max(memory[layout], rows[-1]["peak_memory_gb"])
+            _say(f"round {number + 1}/{args.rounds}  {layout:<20} {seconds[layout][-1]:.3f} s a step")
+    lines = [
+        f"{args.config_name}, {2 * args.tokens} tokens a step, fp32:",
+        "",
+        "| layout | a step, s | spread | of a single process | peak memory of rank 0, GB |",
+        "|---|--:|--:|--:|--:|",
+    ]
+    single = statistics.median(seconds["single process"])
+    for layout, runs in seconds.items():
+        middle = statistics.median(runs)
+        spread = (max(runs) - min(runs)) / middle
+        lines.append(f"| {layout} | {middle:.3f} | {spread:.0%} | {middle / single:.2f} x | {memory[layout]:.2f} |")
+    return lines
+
+
+def checkpoints_table(args: Arguments) -> list[str]:
+    lines = [
+        "A checkpoint every 4 steps (weights and both moments of AdamW, flushed to disk):",
+        "",
+        "| model | layout | written at once, s | in the background, s | ratio |",
+        "|---|---|--:|--:|--:|",
+    ]
+    for model in args.checkpoint_models.split(","):
+        for layout in ("single process", "FSDP2 x 2, full"):
+            stalls: dict[bool, list[float]] = {False: [], True: []}
+            for number in range(args.rounds):
+                for background in stalls:
+                    stalls[background] += _stalls(args, model, layout, background)
+                    _say(f"round {number + 1}/{args.rounds}  {model} {layout} {background} {stalls[background]}")
+            at_once, background = (statistics.median(found) for found in stalls.values())
+            name = model.split("_")[2]
+            lines.append(f"| {name} | {layout} | {at_once:.3f} | {background:.3f} | {background / at_once:.1%} |")
+    return lines
+
+
+def _stalls(args: Arguments, model: str, layout: str, background: bool) -> list[float]:
+    """Seconds that training stood still for each checkpoint but the first, which finds its memory, and the last."""
+    flags = {"config_name": model, "tokens_per_pack": args.checkpoint_tokens, "async_save": background}
+    rows = train(args, layout, max_steps=17, save_steps=4, **flags)
+    found = [row["checkpoint_seconds"] for row in rows if row["checkpoint_seconds"] > 1e-4]
+    return found[1:]
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def main() -> None:
+    (args,) = parse_arguments(__doc__, Arguments)
+    import torch  # noqa: F401  (its version)
+
+    hardware, command = where_measured("benchmarks.parallel_overhead", "torch")
+    table = [hardware, "", f"{command}, median of {args.rounds}", ""]
+    text = "\n".join([*table, *steps_table(args), "", *checkpoints_table(args)]) + "\n"
+    print(text)
+    if args.output:
+        Path(args.output).write_text(text)
+
+
+if __name__ == "__main__":
+    run(main)
