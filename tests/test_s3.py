@@ -2,9 +2,7 @@
 
 import os
 import random
-import re
 import subprocess
-import sys
 from collections.abc import Iterator
 
 import boto3
@@ -14,6 +12,7 @@ from common.download import Patience, download
 from common.transfers import FetchError
 from tests.data_fixtures import command, environment, everything_in
 from tests.local_servers import breaking_proxy, http_server
+from tests.moto_server import moto_server
 from tests.test_download import QUICK, sums
 
 CONTENT = random.Random(0).randbytes(300_000)
@@ -30,20 +29,8 @@ ALONE = {
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[str]:
-    """The address of moto's server, a process of its own."""
-    moto = [sys.executable, "-u", "-m", "moto.server", "-p", "0"]
-    process = subprocess.Popen(moto, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
-    try:
-        for line in process.stderr:
-            if found := re.search(r"Running on (http://127\.0\.0\.1:\d+)", line):
-                yield found[1]
-                break
-        else:
-            pytest.fail("moto's server did not start")
-    finally:
-        process.kill()
-        process.wait()
-        process.stderr.close()
+    with moto_server() as url:
+        yield url
 
 
 @pytest.fixture

@@ -76,3 +76,22 @@ def docker_engine(hosts: dict[str, str] | None = None) -> Iterator[dict[str, str
 def _free_memory() -> int:
     fields = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
     return int(fields["MemAvailable"].split()[0]) << 10
+
+
+def sh(command: list, environment: dict, cwd: Path | None = None, timeout: int = 300) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        [str(part) for part in command], env=environment, cwd=cwd, capture_output=True, text=True, timeout=timeout
+    )
+
+
+def ok(command: list, environment: dict, **kwargs) -> str:
+    done = sh(command, environment, **kwargs)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def tiny_image(name: str, content: str, directory: Path, environment: dict[str, str]) -> None:
+    """An image of one file."""
+    (directory / "content").write_text(content)
+    ok(["tar", "-C", directory, "-cf", directory / "content.tar", "content"], environment)
+    ok(["docker", "import", directory / "content.tar", name], environment)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import subprocess
 import tarfile
 from importlib import metadata
 from pathlib import Path
@@ -15,23 +14,11 @@ import pytest
 from docker.install_requirements import plan
 from tests.conftest import ROOT
 from tests.ops.base_image import BASE_TQDM, import_base_image
-from tests.ops.docker_engine import docker_engine, need
+from tests.ops.docker_engine import docker_engine, need, ok
 from tests.training_fixtures import DEFAULTS, TINY_MODEL
 
 ON_THE_TEST_BASE = ("BASE_IMAGE=base:1", "EFA_INSTALLER_VERSION=", "REQUIREMENTS=requirements.txt")
 SECRET = "hf_secret_of_the_user"
-
-
-def sh(command: list, environment: dict, cwd: Path | None = None, timeout: int = 300) -> subprocess.CompletedProcess:
-    return subprocess.run(
-        [str(part) for part in command], env=environment, cwd=cwd, capture_output=True, text=True, timeout=timeout
-    )
-
-
-def ok(command: list, environment: dict, **kwargs) -> str:
-    done = sh(command, environment, **kwargs)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
 
 
 @pytest.fixture
