@@ -13,7 +13,7 @@ wanted=(
   dockerd:docker.io docker:docker.io docker-registry:docker-registry debootstrap:debootstrap
   openssl:openssl htpasswd:apache2-utils
   faketime:faketime
-  envsubst:gettext-base kubectl:kubernetes-client
+  envsubst:gettext-base kubectl:kubernetes-client etcd:etcd-server
 )
 
 missing=()

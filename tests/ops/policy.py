@@ -201,6 +201,8 @@ def launch(document: dict) -> Iterator[str]:
     for container in containers(document):
         script = "\n".join(container.get("args", []))
         if document["kind"] in JOBS:
+            if not re.search(r"^trap 'exit 143' TERM.*\npython3 -m common\.preflight ", script, re.MULTILINE):
+                yield "no preflight, or one that is deaf to signals"
             found = re.search(r"^exec torchrun (\S+) \\$", script, re.MULTILINE)
             if not found or found[1] not in TRAIN_SCRIPTS:
                 yield "no bare `exec torchrun script.py`"

@@ -1,0 +1,108 @@
+"""A pod's container as processes on this machine: its very command and environment, and what the operator adds.
+
+Left out are image, resources and user; the volume /fsx-shared is a temporary directory, /workspace this checkout.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.live_runs import ranks_of
+from tests.ops.manifests import ROOT, containers, documents, render, values
+from tests.training_fixtures import TIMEOUT_S
+
+# Seconds instead of minutes until a node counts as gone; names need not resolve.
+PATIENCE = "join_timeout=120,last_call_timeout=1,keep_alive_interval=1,keep_alive_max_attempt=3"
+TEST_MACHINE = {
+    "OMP_NUM_THREADS": "1",
+    "HF_HUB_OFFLINE": "1",
+    "PET_LOCAL_ADDR": "127.0.0.1",
+    "PET_MONITOR_INTERVAL": "0.3",
+}
+
+
+def local_job(template: str, volume: Path, *switches: str, **variables) -> dict:
+    """The job of a template with its paths on this machine."""
+    text = (
+        render(template, *switches, **variables).replace("/fsx-shared", str(volume)).replace("/workspace", str(ROOT))
+    )
+    (job,) = documents(text)
+    return job
+
+
+def operator_variables(job: dict, index: int, port: int) -> dict[str, str]:
+    """What the operator of the job's kind tells torchrun in the pod of that index; the pods here share one host."""
+    spec = job["spec"]
+    if job["kind"] == "PyTorchJob":
+        elastic = spec["elasticPolicy"]
+        return {
+            "PET_NPROC_PER_NODE": spec["nprocPerNode"],
+            "PET_NNODES": f"{elastic['minReplicas']}:{elastic['maxReplicas']}",
+            "PET_RDZV_BACKEND": elastic["rdzvBackend"],
+            "PET_RDZV_ENDPOINT": f"127.0.0.1:{port}",
+            "PET_RDZV_ID": elastic["rdzvId"],
+            "PET_MAX_RESTARTS": str(elastic["maxRestarts"]),
+            "PET_RDZV_CONF": PATIENCE,
+            "PYTHONUNBUFFERED": "0",
+        }
+    if job["kind"] == "TrainJob":
+        return {
+            "PET_NPROC_PER_NODE": "auto",
+            "PET_NNODES": str(spec["trainer"]["numNodes"]),
+            "PET_NODE_RANK": str(index),
+            "PET_MASTER_ADDR": "127.0.0.1",
+            "PET_MASTER_PORT": str(port),
+        }
+    return {}
+
+
+class Pod:
+    """The container of a job's pod, started."""
+
+    def __init__(self, job: dict, log: Path, index: int = 0, port: int = 0):
+        (container,) = containers(job)
+        told = values(container) | operator_variables(job, index, port)
+        command = [
+            re.sub(r"\$\((\w+)\)", lambda match: told.get(match[1], match[0]), word)
+            for word in [*container["command"], *container.get("args", [])]
+        ]
+        path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+        self.log = log
+        with open(log, "w") as file:
+            self.process = subprocess.Popen(
+                command,
+                cwd=container.get("workingDir"),
+                env={"PATH": path, "HOME": str(log.parent)} | TEST_MACHINE | told,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    def said(self) -> str:
+        return self.log.read_text()
+
+    def alive(self) -> bool:
+        return self.process.poll() is None
+
+    def delete(self) -> None:
+        """As the kubelet does: SIGTERM to process 1, then the time to save."""
+        self.process.terminate()
+
+    def end(self) -> int:
+        return self.process.wait(TIMEOUT_S)
+
+    def kill(self) -> None:
+        """Whatever is left of it, the ranks too, which have sessions of their own."""
+        ranks = ranks_of(self.process.pid).values() if self.alive() else ()
+        for pid in (*ranks, self.process.pid):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()

@@ -1,0 +1,188 @@
+"""`kubectl apply` of every template against a real API server, with the operators' definitions.
+
+    KUBE_APISERVER=/path/to/kube-apiserver pytest tests/ops/test_kubernetes_api.py
+
+Server and etcd run on loopback. There is no scheduler: objects are accepted or refused, and nothing runs.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.live_runs import wait_until
+from tests.ops.job_schemas import DEFINITIONS, REFERENCE
+from tests.ops.manifests import CPU_ONLY, TEMPLATES, documents, render, switches_of
+from tests.training_fixtures import _free_port
+
+SERVER = os.environ.get("KUBE_APISERVER", "")
+TOOLS = ("etcd", "kubectl", "openssl", "envsubst")
+MISSING = [tool for tool in TOOLS if not shutil.which(tool)]
+pytestmark = [
+    pytest.mark.skipif(not SERVER, reason="KUBE_APISERVER does not name a kube-apiserver"),
+    pytest.mark.skipif(bool(MISSING), reason=f"not installed: {' '.join(MISSING)}"),
+    pytest.mark.skipif(not REFERENCE.is_dir(), reason="the operators' definitions are not beside this checkout"),
+    pytest.mark.xdist_group("kubernetes_api"),
+]
+Kubectl = Callable[..., subprocess.CompletedProcess]
+
+
+@pytest.fixture(scope="module")
+def kubectl(tmp_path_factory) -> Iterator[Kubectl]:
+    """kubectl against a server of this module's own, which has the operators' definitions."""
+    directory = tmp_path_factory.mktemp("kubernetes")
+    port = _free_port()
+    _keys(directory)
+    processes: list[subprocess.Popen] = []
+    try:
+        processes += _start(directory, port)
+        _write_config(directory, port)
+
+        def run(*arguments: str, text: str | None = None) -> subprocess.CompletedProcess:
+            command = ["kubectl", f"--kubeconfig={directory}/config", *arguments]
+            return subprocess.run(command, input=text, capture_output=True, text=True, timeout=60, check=False)
+
+        alive = lambda: all(process.poll() is None for process in processes)  # noqa: E731
+        ready = lambda: run("get", "--raw=/readyz").returncode == 0  # noqa: E731
+        assert wait_until(ready, alive, poll=0.2), (directory / "server.log").read_text()[-2000:]
+        for file in DEFINITIONS.values():
+            definition = yaml.load((REFERENCE / file).read_text(), Loader=yaml.CSafeLoader)
+            made = run("create", "--validate=false", "-f", "-", text=json.dumps(_for_old_servers(definition)))
+            assert made.returncode == 0, made.stderr
+        done = run("wait", "--for=condition=Established", "crd", "--all", "--timeout=60s")
+        assert done.returncode == 0, done.stderr
+        for group in ("kubeflow.org/v1", "trainer.kubeflow.org/v1alpha1"):
+            assert wait_until(lambda group=group: run("get", f"--raw=/apis/{group}").returncode == 0, alive, poll=0.2)
+        yield run
+    finally:
+        for process in reversed(processes):
+            process.kill()
+            process.wait()
+
+
+def _for_old_servers(node):
+    """The definition without what Kubernetes 1.20 refuses: `default: ""`, which it reads as null, and with it the keys
+    of lists that need the default. Fields and types stay."""
+    if isinstance(node, dict):
+        dropped = [key for key in node if key.startswith("x-kubernetes-list-")]
+        dropped += ["default"] if node.get("default") == "" else []
+        return {key: _for_old_servers(value) for key, value in node.items() if key not in dropped}
+    return [_for_old_servers(item) for item in node] if isinstance(node, list) else node
+
+
+def _keys(directory: Path) -> None:
+    subject = ["-subj", "/CN=127.0.0.1", "-addext", "subjectAltName=IP:127.0.0.1"]
+    certificate = [
+        "req",
+        "-x509",
+        "-newkey",
+        "rsa:2048",
+        "-nodes",
+        "-days",
+        "2",
+        "-keyout",
+        "tls.key",
+        "-out",
+        "tls.crt",
+    ]
+    for command in (["genrsa", "-out", "accounts.key", "2048"], [*certificate, *subject]):
+        subprocess.run(["openssl", *command], cwd=directory, check=True, capture_output=True)
+    (directory / "tokens.csv").write_text("for-this-test,admin,1,system:masters\n")
+
+
+def _start(directory: Path, port: int) -> Iterator[subprocess.Popen]:
+    store, peers = f"http://127.0.0.1:{_free_port()}", f"http://127.0.0.1:{_free_port()}"
+    etcd = ["etcd", "--data-dir=etcd", f"--listen-client-urls={store}", f"--advertise-client-urls={store}"]
+    etcd += [f"--listen-peer-urls={peers}", f"--initial-advertise-peer-urls={peers}"]
+    etcd += [f"--initial-cluster=default={peers}"]
+    server = [SERVER, f"--etcd-servers={store}", "--bind-address=127.0.0.1", "--advertise-address=127.0.0.1"]
+    server += [f"--secure-port={port}", "--tls-cert-file=tls.crt", "--tls-private-key-file=tls.key"]
+    server += ["--service-cluster-ip-range=10.96.0.0/24", "--authorization-mode=RBAC"]
+    server += ["--service-account-key-file=accounts.key", "--service-account-signing-key-file=accounts.key"]
+    server += ["--service-account-issuer=https://kubernetes.default.svc", "--token-auth-file=tokens.csv"]
+    server += ["--disable-admission-plugins=ServiceAccount", "--endpoint-reconciler-type=none"]
+    for name, command in (("etcd", etcd), ("server", server)):
+        with open(directory / f"{name}.log", "w") as log:
+            yield subprocess.Popen(command, cwd=directory, stdout=log, stderr=subprocess.STDOUT)
+
+
+def _write_config(directory: Path, port: int) -> None:
+    cluster = {"server": f"https://127.0.0.1:{port}", "certificate-authority": f"{directory}/tls.crt"}
+    config = {
+        "apiVersion": "v1",
+        "kind": "Config",
+        "clusters": [{"name": "test", "cluster": cluster}],
+        "users": [{"name": "admin", "user": {"token": "for-this-test"}}],
+        "contexts": [{"name": "test", "context": {"cluster": "test", "user": "admin", "namespace": "default"}}],
+        "current-context": "test",
+    }
+    (directory / "config").write_text(json.dumps(config))
+
+
+@pytest.mark.parametrize("switched", [False, True], ids=["plain", "all switches, no devices"])
+@pytest.mark.parametrize("template", TEMPLATES)
+def test_apply_twice_and_delete(kubectl, template, switched):
+    switches = switches_of(template) if switched else []
+    text = render(template, *switches, RUN_ID="1", **(CPU_ONLY if switched else {}))
+    if template == "download-data-template.yaml":
+        text = text.replace("  suspend: true\n", "")  # a Job's field since Kubernetes 1.21
+    wanted = documents(text)
+    try:
+        first = kubectl("apply", "-f", "-", text=text)
+        assert first.returncode == 0, first.stderr
+        assert first.stdout.count(" created") == len(wanted), first.stdout
+        again = kubectl("apply", "-f", "-", text=text)
+        assert again.returncode == 0, again.stderr
+        assert " created" not in again.stdout
+        for document in wanted:
+            found = kubectl("get", document["kind"], document["metadata"]["name"], "-o", "json")
+            kept = json.loads(found.stdout)
+            if document["kind"] in DEFINITIONS:  # the server drops what the definition does not know
+                assert kept["spec"].items() >= _without_defaults(document["spec"], kept["spec"]).items()
+    finally:
+        kubectl("delete", "--ignore-not-found", "--grace-period=0", "--force", "--wait=false", "-f", "-", text=text)
+        for document in wanted:
+            _let_go(kubectl, document)
+
+
+def _without_defaults(wanted, kept):
+    """`wanted`, with the fields that the server has filled in added, so that what it dropped shows as a difference."""
+    if isinstance(wanted, dict) and isinstance(kept, dict):
+        return kept | {key: _without_defaults(value, kept.get(key)) for key, value in wanted.items()}
+    if isinstance(wanted, list) and isinstance(kept, list) and len(wanted) == len(kept):
+        return [_without_defaults(*pair) for pair in zip(wanted, kept, strict=True)]
+    return wanted
+
+
+def _let_go(kubectl: Kubectl, document: dict) -> None:
+    """No controller is there to remove finalizers."""
+    kind, name = document["kind"], document["metadata"]["name"]
+    kubectl("patch", kind, name, "--type=merge", "-p", '{"metadata":{"finalizers":null}}')
+    deadline = time.monotonic() + 20
+    while kubectl("get", kind, name).returncode == 0 and time.monotonic() < deadline:
+        time.sleep(0.1)
+
+
+@pytest.mark.parametrize(
+    ("template", "old", "new"),
+    [
+        ("train-ddp-template.yaml", "replicas: 2", "replicas: two"),
+        ("trainjob-template.yaml", "numNodes: 2", "numNodes: two"),
+        ("download-data-template.yaml", "mountPath: /fsx-shared", "mountPath: []"),
+        ("preprocess-template.yaml", "restartPolicy: OnFailure", "restartPolicy: Sometimes"),
+        ("view-fsx.yaml", "- name: fsx\n          mountPath", "- name: other\n          mountPath"),
+    ],
+)
+def test_the_server_refuses_a_broken_one(kubectl, template, old, new):
+    text = render(template)
+    assert old in text
+    done = kubectl("apply", "-f", "-", text=text.replace(old, new))
+    assert done.returncode != 0, done.stdout

@@ -1,0 +1,201 @@
+"""The templates' containers do their work: each one's very command and environment, from FASTA to a trained model."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import socket
+import subprocess
+import time
+import urllib.request
+from pathlib import Path
+
+import pytest
+
+from common.sample import write_sample
+from tests.live_runs import newest_step, wait_until
+from tests.ops.manifests import CPU_ONLY, containers, documents, render
+from tests.ops.pod import Pod, local_job
+from tests.training_fixtures import TINY_OVERRIDES, _free_port, losses, rows, train
+
+pytestmark = [
+    pytest.mark.skipif(not shutil.which("envsubst"), reason="envsubst (gettext-base) is not installed"),
+    pytest.mark.xdist_group("kubernetes_run"),
+]
+MODEL = "facebook/esm2_t6_8M_UR50D"
+SMALL = {
+    "config_overrides": TINY_OVERRIDES,
+    "max_seq_length": 128,
+    "per_device_train_batch_size": 4,
+    "learning_rate": 1e-3,
+    "logging_steps": 1,
+    "dataloader_num_workers": 0,
+}
+
+
+def flags(**more) -> str:
+    return " ".join(f"--{name}={value}" for name, value in (SMALL | more).items())
+
+
+def job(template: str, volume: Path, *switches: str, **variables) -> dict:
+    return local_job(template, volume, *switches, MODEL=MODEL, RUN_ID="test", **CPU_ONLY | variables)
+
+
+@pytest.fixture(scope="module")
+def volume(tmp_path_factory) -> Path:
+    """/fsx-shared with the data that the two data templates make of a FASTA file on it."""
+    volume = tmp_path_factory.mktemp("fsx-shared")
+    write_sample(volume / "mine.fasta", num_proteins=300, families=12, seed=7)
+    sizes = "--train_size=240 --validation_size=40 --test_size=20 --preprocessing_num_workers=1"
+    for template, variables in (
+        ("download-data-template.yaml", {"DOWNLOAD_FLAGS": "--source=/fsx-shared/mine.fasta"}),
+        ("preprocess-template.yaml", {"PREPROCESS_FLAGS": sizes}),
+    ):
+        pod = Pod(job(template, volume, **variables), volume / f"{template}.log")
+        assert pod.end() == 0, pod.said()
+    return volume
+
+
+@pytest.fixture
+def pods():
+    """Pods to which a test adds its own; none is left."""
+    started: list[Pod] = []
+    yield started
+    for pod in started:
+        pod.kill()
+
+
+def test_data_templates(volume):
+    assert sorted(path.name for path in (volume / "esm").iterdir() if path.is_dir() and path.name[0] != ".") == [
+        "csv",
+        "processed",
+    ]
+    assert (volume / "esm" / "csv" / "x000.csv").read_text().count("\n") == 301
+    assert json.loads((volume / "esm/processed/arrow/train/state.json").read_text())["_data_files"]
+
+
+@pytest.mark.parametrize(
+    ("template", "place"),
+    [("train-fsdp-template.yaml", "fsdp"), ("trainjob-template.yaml", "trainjob")],
+)
+def test_two_pods_train_to_the_end(volume, pods, tmp_path, template, place):
+    made, port = job(template, volume, TRAIN_FLAGS=flags(max_steps=4)), _free_port()
+    pods += [Pod(made, tmp_path / f"{index}.log", index, port) for index in range(2)]
+    assert [pod.end() for pod in pods] == [0, 0], "\n".join(pod.said() for pod in pods)
+    out = volume / place / MODEL
+    assert [row["step"] for row in rows(out) if "loss" in row] == [1, 2, 3, 4]
+    results = json.loads((out / "all_results.json").read_text())
+    assert results["train_loss"] > 0
+    assert results["eval_samples"] == 40
+    assert (out / "final_model" / "config.json").is_file()
+    said = "\n".join(pod.said() for pod in pods)
+    assert "Device = cpu x 2" in said
+    train(volume / "esm/processed/arrow", tmp_path / "one", nproc=2, **SMALL, max_steps=4, bf16=True)
+    assert losses(out) == pytest.approx(losses(tmp_path / "one"), rel=1e-3)
+
+
+def test_a_deleted_pod_comes_back_and_the_run_goes_on(volume, pods, tmp_path):
+    """The drain of a node: SIGTERM to one pod; its successor and the other pod finish the run, as if never stopped."""
+    steps = 300
+    more = {"max_steps": steps, "save_steps": 100_000, "eval_steps": steps}
+    made, port = job("train-ddp-template.yaml", volume, TRAIN_FLAGS=flags(**more)), _free_port()
+    out = volume / "ddp" / MODEL
+
+    def said() -> str:
+        return "\n".join(pod.said() for pod in pods)
+
+    stays = Pod(made, tmp_path / "0.log", 0, port)
+    pods.append(stays)
+    assert wait_until(lambda: _listens(port), stays.alive, poll=0.1), said()  # it holds the rendezvous
+    goes = Pod(made, tmp_path / "1.log", 1, port)
+    pods.append(goes)
+    assert wait_until(lambda: _steps(out) >= 3, stays.alive, poll=0.05), said()
+    goes.delete()
+    assert goes.end() == 1, said()  # torchrun's own status; hence restartPolicy OnFailure
+    saved = newest_step(out)
+    assert 3 <= saved < steps
+    pods.append(Pod(made, tmp_path / "successor.log", 1, port))
+    assert [stays.end(), pods[-1].end()] == [0, 0], said()
+    assert f"Resuming after step {saved}" in said()
+    found = [row for row in rows(out) if "loss" in row]
+    assert [row["step"] for row in found] == list(range(1, steps + 1))
+    train(volume / "esm/processed/arrow", tmp_path / "whole", nproc=2, **SMALL, max_steps=steps, bf16=True)
+    assert losses(out)[: saved + 20] == pytest.approx(losses(tmp_path / "whole")[: saved + 20], rel=1e-3)
+
+
+def _steps(out: Path) -> int:
+    return len(rows(out)) if (out / "metrics.jsonl").exists() else 0
+
+
+def _listens(port: int) -> bool:
+    with contextlib.closing(socket.socket()) as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
+
+
+@pytest.mark.parametrize("template", ["train-ddp-template.yaml", "trainjob-template.yaml"])
+def test_preflight_stops_a_pod_without_data(tmp_path, pods, template):
+    pods.append(Pod(job(template, tmp_path), tmp_path / "log", 0, _free_port()))
+    assert pods[0].end() == 2, pods[0].said()
+    assert str(tmp_path / "esm/processed/arrow") in pods[0].said()
+    assert not (tmp_path / "ddp").exists()
+
+
+def test_preflight_of_all_nodes(volume, pods, tmp_path):
+    made, port = job("train-ddp-template.yaml", volume, "preflight"), _free_port()
+    pods += [Pod(made, tmp_path / f"{index}.log", index, port) for index in range(2)]
+    assert [pod.end() for pod in pods] == [0, 0], "\n".join(pod.said() for pod in pods)
+    assert "2 ranks" in "\n".join(pod.said() for pod in pods)
+
+
+def test_deleted_during_the_preflight(volume, pods, tmp_path):
+    """The shell is process 1 then: without its trap the signal would be lost."""
+    pods.append(Pod(job("train-ddp-template.yaml", volume), tmp_path / "log", 0, _free_port()))
+    wait_until(lambda: _children(pods[0]), pods[0].alive, poll=0.01)
+    pods[0].delete()
+    assert pods[0].end() == 143, pods[0].said()
+
+
+def _children(pod: Pod) -> str:
+    pid = pod.process.pid
+    return Path(f"/proc/{pid}/task/{pid}/children").read_text() if pod.alive() else ""
+
+
+def test_view_fsx_waits_and_ends_when_told(tmp_path):
+    (made,) = documents(render("view-fsx.yaml"))
+    pod = Pod(made, tmp_path / "log")
+    time.sleep(0.3)
+    assert pod.alive()
+    pod.delete()
+    assert pod.end() == -15
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="giving a directory away needs root, as in the pod")
+def test_fsx_owner_gives_the_volume_to_the_pods_user(tmp_path):
+    (_, _, made) = documents(render("fsx-pv-pvc-template.yaml").replace("/fsx-shared", str(tmp_path)))
+    assert Pod(made, tmp_path / "log").end() == 0
+    assert (tmp_path.stat().st_uid, tmp_path.stat().st_gid) == (1000, 1000)
+
+
+@pytest.mark.skipif(not shutil.which("etcd"), reason="etcd (etcd-server) is not installed")
+def test_etcd_speaks_the_api_that_torch_needs(tmp_path):
+    port, peers = _free_port(), _free_port()
+    text = render("etcd.yaml").replace("/usr/local/bin/etcd", shutil.which("etcd")).replace(":2379", f":{port}")
+    text = text.replace("/var/lib/etcd", str(tmp_path / "data"))
+    (container,) = containers(documents(text)[1])
+    command = [*container["command"], *container["args"], f"--listen-peer-urls=http://127.0.0.1:{peers}"]
+    with open(tmp_path / "log", "w") as log:
+        process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
+    try:
+        assert wait_until(lambda: _answers(f"http://127.0.0.1:{port}/v2/keys"), lambda: process.poll() is None, 0.1)
+    finally:
+        process.kill()
+        process.wait()
+
+
+def _answers(url: str) -> bool:
+    try:
+        return json.loads(urllib.request.urlopen(url, timeout=5).read())["action"] == "get"
+    except OSError:
+        return False
