@@ -10,6 +10,7 @@ from importlib.util import find_spec
 
 from common.cli import UserError
 from common.optim import lr_schedule
+from common.precision_plan import FP8_RECIPES, recipes
 
 
 def flag(default, text: str):
@@ -67,7 +68,24 @@ class DataArguments:
 
 
 @dataclass
-class TrainArguments(ModelArguments, DataArguments):
+class PrecisionArguments:
+    fp8: bool = flag(False, "Compute encoder layers in FP8 (docs/precision.md).")
+    fp8_recipe: str = flag("delayed", f"Where FP8's scales come from: {', '.join(FP8_RECIPES)}.")
+    fp8_format: str | None = flag(
+        None, "hybrid (E4M3, gradients E5M2) or e4m3. Default: hybrid; e4m3 for block and mxfp8."
+    )
+    fp8_layers: str | None = flag(None, "Layers in FP8, counted from 1: 1-3,6. Default: all that --fp4 leaves.")
+    fp8_recipe_kwargs: str | None = flag(None, 'Arguments of the recipe as JSON: {"amax_history_len": 16}.')
+    fp8_params: bool = flag(False, "Keep the weights of those layers in FP8 on the GPU.")
+    fp4: bool = flag(False, "Compute encoder layers in NVFP4.")
+    fp4_format: str = flag("e2m1", "FP4's only format.")
+    fp4_layers: str | None = flag(None, "Layers in NVFP4, counted from 1. Default: all that --fp8 leaves.")
+    fp4_recipe_kwargs: str | None = flag(None, 'Arguments of the recipe as JSON: {"disable_rht": true}.')
+    emulate_precision: bool = flag(False, "Round as those formats do, in plain PyTorch, on any device.")
+
+
+@dataclass
+class TrainArguments(ModelArguments, DataArguments, PrecisionArguments):
     output_dir: str | None = flag(None, "Where checkpoints, metrics and final_model/ go.")
     overwrite_output_dir: bool = flag(
         False, "Remove an earlier run's files there and start at step 0 (a restart of this very job still resumes)."
@@ -181,6 +199,7 @@ class TrainArguments(ModelArguments, DataArguments):
         for name in ("adam_beta1", "adam_beta2"):
             if not 0 <= getattr(self, name) < 1:
                 raise UserError(f"--{name} {getattr(self, name)}: must be at least 0 and below 1")
+        recipes(self)
         lr_schedule(self, total_steps=1000)  # an unknown --lr_scheduler_type is a UserError
         if self.report_to not in ("none", "tensorboard", "wandb"):
             raise UserError(f"--report_to {self.report_to}: must be none, tensorboard or wandb")

@@ -48,9 +48,14 @@ def fingerprint(config) -> dict:
 class Checkpointer:
     """Saves and restores one run's (model, optimizer, trainer state) under `output_dir`; all ranks call together."""
 
-    def __init__(self, output_dir: Path, model: nn.Module, optimizer, config, world: World, args):
+    def __init__(
+        self, output_dir: Path, model: nn.Module, optimizer, config, world: World, args, scales: dict | None = None
+    ):
         self.output_dir = output_dir
         self.model, self.optimizer = model, optimizer
+        self.scales = (
+            scales or {}
+        )  # of --fp8_recipe delayed: tensors that are restored in place, the same on all ranks
         self.fingerprint = fingerprint(config)
         self.world = world
         self.keep = args.save_total_limit
@@ -66,7 +71,7 @@ class Checkpointer:
         """Save now; returns once the state is copied (`async_save`) or written. Raises what the last save raised."""
         self.wait()
         model_state, optimizer_state = get_state_dict(self.model, self.optimizer)
-        state = {"model": model_state, "optimizer": optimizer_state}
+        state = {"model": model_state, "optimizer": optimizer_state} | self._scales()
         if not self.background:
             self._write(step, state, trainer_state)
             return self._raise_failure()
@@ -168,8 +173,11 @@ class Checkpointer:
         if path is None:
             return None
         model_state, optimizer_state = get_state_dict(self.model, self.optimizer)
-        state = {"model": model_state, "optimizer": optimizer_state}
-        dcp.load(state, storage_reader=dcp.FileSystemReader(path), process_group=self.group)
+        reader = dcp.FileSystemReader(path)
+        with self.world.together():
+            scales = self._scales(reader.read_metadata().state_dict_metadata)
+        state = {"model": model_state, "optimizer": optimizer_state} | scales
+        dcp.load(state, storage_reader=reader, process_group=self.group)
         set_state_dict(
             self.model,
             self.optimizer,
@@ -177,6 +185,22 @@ class Checkpointer:
             optim_state_dict=state["optimizer"],
         )
         return json.loads((path / "trainer_state.json").read_text())
+
+    def _scales(self, saved: dict | None = None) -> dict:
+        """What delayed scaling adds to a checkpoint; of a `saved` one, only if it is there, and fits."""
+        if saved is None or not self.scales:
+            return {"scales": self.scales} if self.scales else {}
+        there = {name: saved.get(f"scales.{name}") for name in self.scales}
+        if None in there.values():
+            logger.warning("The checkpoint has no FP8 scales: they start anew, at 1")
+            return {}
+        for name, tensor in self.scales.items():
+            if there[name].size != tensor.shape:
+                raise UserError(
+                    f"--fp8_recipe_kwargs: the checkpoint's {name} has the shape {list(there[name].size)}, not "
+                    f"{list(tensor.shape)}: give the same amax_history_len"
+                )
+        return {"scales": self.scales}
 
     def _choose(self, where: str | None, restarted: bool) -> Path | None:
         told = (where or "true").lower()

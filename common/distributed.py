@@ -68,6 +68,12 @@ class World:
             dist.all_reduce(values)
         return values
 
+    def max(self, values: Tensor) -> Tensor:
+        """Maximum over the ranks, in place."""
+        if self.size > 1:
+            dist.all_reduce(values, op=dist.ReduceOp.MAX)
+        return values
+
     def any(self, flag: bool) -> bool:
         """Whether the flag is set on some rank: every rank gets the same answer."""
         if self.size == 1:

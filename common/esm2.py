@@ -104,6 +104,7 @@ class Esm2ForMaskedLM(nn.Module):
         super().__init__()
         self.config = config
         self.extras: dict[str, Tensor] = {}  # of a Hub checkpoint: what is exported again but plays no part here
+        self.emulation = None  # of another precision: common.fake_quant sets it
         self.embeddings = Embeddings(config)
         self.encoder = Encoder(config)
         self.lm_head = LMHead(config)

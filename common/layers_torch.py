@@ -28,6 +28,7 @@ class LayerNormLinear(nn.Module):
     def __init__(self, in_features: int, out_features: int, eps: float):
         super().__init__()
         self.eps = eps
+        self.product = linear  # or what emulates it in another precision
         self.layer_norm_weight = nn.Parameter(torch.empty(in_features))
         self.layer_norm_bias = nn.Parameter(torch.empty(in_features))
         self.weight = nn.Parameter(torch.empty(out_features, in_features))
@@ -35,7 +36,7 @@ class LayerNormLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = layer_norm(x, self.layer_norm_weight, self.layer_norm_bias, self.eps)
-        return linear(x, self.weight, self.bias)
+        return self.product(x, self.weight, self.bias)
 
 
 class LayerNormMLP(nn.Module):
@@ -44,6 +45,7 @@ class LayerNormMLP(nn.Module):
     def __init__(self, hidden_size: int, ffn_size: int, eps: float):
         super().__init__()
         self.eps = eps
+        self.fc1_product = self.fc2_product = linear
         self.layer_norm_weight = nn.Parameter(torch.empty(hidden_size))
         self.layer_norm_bias = nn.Parameter(torch.empty(hidden_size))
         self.fc1_weight = nn.Parameter(torch.empty(ffn_size, hidden_size))
@@ -53,8 +55,8 @@ class LayerNormMLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = layer_norm(x, self.layer_norm_weight, self.layer_norm_bias, self.eps)
-        x = F.gelu(linear(x, self.fc1_weight, self.fc1_bias))
-        return linear(x, self.fc2_weight, self.fc2_bias)
+        x = F.gelu(self.fc1_product(x, self.fc1_weight, self.fc1_bias))
+        return self.fc2_product(x, self.fc2_weight, self.fc2_bias)
 
 
 class SelfAttention(nn.Module):

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 
 import torch
 from torch import nn
 
 from common import esm2, presets
+from common.cli import UserError
 from common.distributed import World
 from common.encode_records import check_tokenizer
+from common.fake_quant import Emulation
 from common.initialise import initialise
+from common.precision_plan import check_device, check_dimensions, describe, resolve
 from common.pretrained import read_pretrained
 from common.sharding import copy_rows
+
+logger = logging.getLogger(__name__)
 
 
 def load_model(args, world: World, shard: Callable[[esm2.Esm2ForMaskedLM], None] | None = None) -> nn.Module:
@@ -28,6 +34,7 @@ def load_model(args, world: World, shard: Callable[[esm2.Esm2ForMaskedLM], None]
             config = presets.override(config, args.config_overrides)
         with torch.device("meta"):
             model = esm2.Esm2ForMaskedLM(config)
+        set_precision(model, args, world)
         if args.torch_compile:
             esm2.compile_layers(model, world.device.type)
     if shard is not None:
@@ -41,3 +48,20 @@ def load_model(args, world: World, shard: Callable[[esm2.Esm2ForMaskedLM], None]
             for name, tensor in pieces:
                 copy_rows(parameters[name], tensor)
     return model
+
+
+def set_precision(model: esm2.Esm2ForMaskedLM, args, world: World) -> None:
+    """Give each layer the number format that --fp8 and --fp4 ask for."""
+    config = model.config
+    plan = resolve(args, config.num_hidden_layers)
+    if plan is None:
+        return
+    sizes = {name: getattr(config, name) for name in ("hidden_size", "intermediate_size")}
+    check_dimensions(plan, sizes)
+    if not args.emulate_precision:
+        on_gpu = world.device.type == "cuda"
+        name = torch.cuda.get_device_name(world.device) if on_gpu else "a CPU"
+        check_device(plan, name, torch.cuda.get_device_capability(world.device) if on_gpu else None)
+        raise UserError("--fp8 and --fp4 on the GPU's own units are not here yet: add --emulate_precision")
+    Emulation(model, plan, args.seed, world.device)
+    logger.info("Emulated precision:\n%s", describe(plan, "BF16" if args.bf16 else "FP32"))

@@ -13,15 +13,24 @@ specification's example rounds down, and clips), NVFP4's tensor scale maps the l
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from common.hashing import GAMMA, MULTIPLIERS
 
-E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
-LARGEST = {E4M3: 448.0, E5M2: 57344.0}
-E2M1_LARGEST = 6.0
+
+class Element(NamedTuple):
+    """A format of one number: the largest, bits of the mantissa, and the exponent of the smallest normal one."""
+
+    largest: float
+    mantissa_bits: int
+    smallest_exponent: int
+
+
+E4M3, E5M2, E2M1 = Element(448.0, 3, -6), Element(57344.0, 2, -14), Element(6.0, 1, 0)
 MX_BLOCK, NVFP4_BLOCK, FP8_BLOCK, HADAMARD_SIZE = 32, 16, 128, 16
 FP32_LARGEST = torch.finfo(torch.float32).max
 # The signs that make Transformer Engine's Hadamard transform "random": fixed ones, the same for every tensor.
@@ -30,25 +39,20 @@ HADAMARD_SIGNS = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
 Block = tuple[int, int]  # rows, columns that share a scale
 
 
-def to_fp8(x: Tensor, element: torch.dtype) -> Tensor:
-    """x (fp32, is overwritten) to the nearest number of an FP8 format, ties to even; saturating, NaN stays NaN."""
-    largest = LARGEST[element]
-    return x.clamp_(-largest, largest).to(element)
+def round_to(x: Tensor, element: Element, noise: Tensor | None = None) -> Tensor:
+    """x (fp32, contiguous, is overwritten) to the nearest numbers of the format, ties to even; saturating, NaN stays.
 
-
-def to_e2m1(x: Tensor, noise: Tensor | None = None) -> Tensor:
-    """x (fp32, is overwritten) rounded to 0, 0.5, 1, 1.5, 2, 3, 4, 6 and their negatives: to nearest, ties to even.
-
-    noise: in (-0.5, 0.5), shape of x (is overwritten): instead, rounded up with the probability of x's distance from
-    the number below (stochastic rounding).
+    noise: in (-0.5, 0.5), shape of x: instead, up with the probability of x's distance from the number below
+    (stochastic rounding).
     """
-    x.clamp_(-E2M1_LARGEST, E2M1_LARGEST)
-    # 2^floor(log2 |x|), at least 1: numbers here are half of it apart. Adding 1.5 * 2^22 times that leaves room for
-    # nothing smaller in an fp32, whose own rounding is to nearest even.
-    power = x.view(torch.int32).bitwise_and(0x7F800000).clamp_(min=0x3F800000).view(torch.float32)
+    x.clamp_(-element.largest, element.largest)
+    # Numbers around x are 2^(floor(log2 |x|) - mantissa bits) apart, subnormal ones as far as the smallest normal. In
+    # fp32, adding 1.5 * 2^23 times that leaves room for nothing smaller: its own rounding, to nearest even, is ours.
+    smallest = (127 + element.smallest_exponent) << 23
+    power = x.view(torch.int32).bitwise_and(0x7F800000).clamp_(min=smallest).view(torch.float32)
     if noise is not None:
-        x.addcmul_(noise, power, value=0.5)
-    power.mul_(1.5 * 2**22)
+        x.addcmul_(noise, power, value=2.0**-element.mantissa_bits)
+    power.mul_(1.5 * 2.0 ** (23 - element.mantissa_bits))
     return x.add_(power).sub_(power)
 
 
@@ -61,18 +65,18 @@ def tensor_amax(x: Tensor) -> Tensor:
     return torch.maximum(-low, high).float()
 
 
-def fp8_scale(amax: Tensor, element: torch.dtype, previous: Tensor | float = 1.0, power_of_2: bool = False) -> Tensor:
+def fp8_scale(amax: Tensor, element: Element, previous: Tensor | float = 1.0, power_of_2: bool = False) -> Tensor:
     """fp32 factors that take amax (any shape) to the largest number of the format. `previous` where there is none:
     amax is 0 or not finite."""
-    scale = (amax.new_tensor(LARGEST[element]) / amax).clamp(max=FP32_LARGEST)
+    scale = (amax.new_tensor(element.largest) / amax).clamp(max=FP32_LARGEST)
     if power_of_2:
         scale = scale.view(torch.int32).bitwise_and(0x7F800000).view(torch.float32)
     return torch.where((amax > 0) & amax.isfinite(), scale, previous)
 
 
-def quantize_tensor(x: Tensor, scale: Tensor, element: torch.dtype) -> tuple[Tensor, Tensor]:
+def quantize_tensor(x: Tensor, scale: Tensor, element: Element) -> tuple[Tensor, Tensor]:
     """FP8 with one fp32 factor `scale` for all of x [R, C]."""
-    values = to_fp8(x.float() * scale, element).to(x.dtype)
+    values = round_to(x.float() * scale, element).to(x.dtype)
     return values, scale.reciprocal()
 
 
@@ -80,27 +84,27 @@ def quantize_tensor(x: Tensor, scale: Tensor, element: torch.dtype) -> tuple[Ten
 
 
 def quantize_fp8_blocks(
-    x: Tensor, block: Block, element: torch.dtype = E4M3, power_of_2: bool = True
+    x: Tensor, block: Block, element: Element = E4M3, power_of_2: bool = True
 ) -> tuple[Tensor, Tensor]:
     """FP8 with an fp32 factor for each block of x [R, C]; blocks at the rim may be smaller."""
     blocks = _blocked(x, block)
     scale = fp8_scale(_block_amax(blocks), element, power_of_2=power_of_2)
-    values = to_fp8(blocks * scale, element).float().mul_(scale.reciprocal())
+    values = round_to(blocks * scale, element).mul_(scale.reciprocal())
     # Values times powers of two are exact in bf16 too; others stay fp32.
     dtype = x.dtype if power_of_2 else torch.float32
     return _unblocked(values, x, dtype), torch.ones((), device=x.device)
 
 
-def quantize_mx(x: Tensor, block: Block, element: torch.dtype = E4M3) -> tuple[Tensor, Tensor]:
+def quantize_mx(x: Tensor, block: Block, element: Element = E4M3) -> tuple[Tensor, Tensor]:
     """MXFP8: an E8M0 scale (a power of two) for each block of x [R, C]: (1, 32) or (32, 1), along the contraction."""
     blocks = _blocked(x, block)
-    ratio = _block_amax(blocks).mul_(1 / LARGEST[element])
+    ratio = _block_amax(blocks).mul_(1 / element.largest)
     bits = ratio.view(torch.int32)
     # The exponent of the power of two at or above: any bit of the mantissa carries. 2^-127 is half a step into fp32's
     # subnormals; infinity takes the largest scale, NaN stays.
     exponent = ((bits + 0x7FFFFF) >> 23).masked_fill_(bits <= 0x400000, 0).clamp_(max=254)
     encode = _power_of_2(254 - exponent).masked_fill_(ratio.isnan(), torch.nan)
-    values = to_fp8(blocks * encode, element).float().mul_(_power_of_2(exponent))
+    values = round_to(blocks * encode, element).mul_(_power_of_2(exponent))
     return _unblocked(values, x, x.dtype), torch.ones((), device=x.device)
 
 
@@ -120,13 +124,13 @@ def quantize_nvfp4(x: Tensor, block: Block, key: int | None = None) -> tuple[Ten
     blocks = _blocked(x, block)
     block_amax = _block_amax(blocks)
     amax = block_amax.amax()
-    encode_tensor = (amax.new_tensor(LARGEST[E4M3] * E2M1_LARGEST) / amax).clamp(max=FP32_LARGEST)
+    encode_tensor = (amax.new_tensor(E4M3.largest * E2M1.largest) / amax).clamp(max=FP32_LARGEST)
     encode_tensor = torch.where((amax == 0) | (encode_tensor == 0), 1.0, encode_tensor)
     decode_tensor = encode_tensor.reciprocal()
-    scale = to_fp8(block_amax * (encode_tensor * (1 / E2M1_LARGEST)), E4M3).float()
+    scale = round_to(block_amax * (encode_tensor * (1 / E2M1.largest)), E4M3)
     encode = (scale * decode_tensor).reciprocal().clamp(max=FP32_LARGEST)
     noise = None if key is None else rounding_noise(key, blocks.numel(), x.device).view(blocks.shape)
-    values = to_e2m1(blocks * encode, noise).mul_(scale)
+    values = round_to(blocks * encode, E2M1, noise).mul_(scale)
     return _unblocked(values, x, x.dtype), decode_tensor
 
 
@@ -183,4 +187,5 @@ def _block_amax(blocks: Tensor) -> Tensor:
 
 
 def _unblocked(blocks: Tensor, like: Tensor, dtype: torch.dtype) -> Tensor:
-    return blocks.flatten(2, 3).flatten(0, 1)[: like.shape[0], : like.shape[1]].to(dtype)
+    # Contiguous: oneDNN multiplies rows with gaps between them, those of a cut-off rim, a hundred times slower.
+    return blocks.flatten(2, 3).flatten(0, 1)[: like.shape[0], : like.shape[1]].contiguous().to(dtype)

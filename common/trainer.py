@@ -75,7 +75,8 @@ class Run:
         self.config = self.core.config
         self.data = data
         self.optimizer = build_optimizer(model, args)
-        self.checkpointer = Checkpointer(output_dir, model, self.optimizer, self.config, world, args)
+        scales = self.core.emulation.state if self.core.emulation else {}
+        self.checkpointer = Checkpointer(output_dir, model, self.optimizer, self.config, world, args, scales)
         self.tracker = Tracker()
         with world.main_does() as mine:
             if mine:
@@ -184,6 +185,8 @@ class Run:
         loss = torch.zeros((), device=world.device)
         for number, batch in enumerate(share.micro_batches):
             last = number == len(share.micro_batches) - 1
+            if self.core.emulation:
+                self.core.emulation.begin(state.step, number * world.size + world.rank)
             with gradient_sync(self.model, last):
                 with torch.autocast(world.device.type, torch.bfloat16, enabled=args.bf16):
                     output = self.model(**batches.to_device(batch, world.device))
@@ -194,6 +197,8 @@ class Run:
         norm = whole(clip_grad_norm_(self.model.parameters(), args.max_grad_norm or math.inf))
         self.optimizer.step()
         self.optimizer.zero_grad()
+        if self.core.emulation:
+            self.core.emulation.end_step(world)
 
         state.step += 1
         loss, norm = torch.stack([loss, norm]).tolist()

@@ -11,6 +11,7 @@ from common.hashing import hash_counters
 from tests import format_reference as reference
 
 NUMBERS = {formats.E4M3: reference.E4M3, formats.E5M2: reference.E5M2}
+TORCH = {formats.E4M3: torch.float8_e4m3fn, formats.E5M2: torch.float8_e5m2}
 FORMATS = pytest.mark.parametrize("element", NUMBERS, ids=["E4M3", "E5M2"])
 
 
@@ -52,11 +53,13 @@ def samples(shape: tuple[int, int], seed: int = 0) -> dict[str, torch.Tensor]:
 @FORMATS
 def test_fp8_of_every_bf16_number(element):
     x = all_bf16().float()
-    found = formats.to_fp8(x.clone(), element).double()
+    found = formats.round_to(x.clone(), element).double()
     assert equal(found, np.array([reference.nearest_even(v, NUMBERS[element]) for v in x.tolist()]))
-    within = x.abs() <= formats.LARGEST[element]
-    assert torch.equal(found[within], x[within].to(element).double())  # torch's own cast, where it does not overflow
-    assert torch.equal(found[x == torch.inf], torch.tensor([formats.LARGEST[element]]).double())
+    within = x.abs() <= element.largest
+    assert torch.equal(
+        found[within], x[within].to(TORCH[element]).double()
+    )  # torch's own cast, where it does not overflow
+    assert torch.equal(found[x == torch.inf], torch.tensor([element.largest]).double())
 
 
 @FORMATS
@@ -65,8 +68,10 @@ def test_fp8_of_fp32_numbers_at_and_beside_every_tie(element):
     ties = (numbers[1:] + numbers[:-1]) / 2
     x = torch.cat((numbers, ties, ties.nextafter(torch.tensor(0.0)), ties.nextafter(torch.tensor(torch.inf))))
     x = torch.cat((x, -x))
+    assert torch.equal(formats.round_to(x.clone(), element), x.to(TORCH[element]).float())
     assert equal(
-        formats.to_fp8(x.clone(), element), np.array([reference.nearest_even(v, NUMBERS[element]) for v in x.tolist()])
+        formats.round_to(x.clone(), element),
+        np.array([reference.nearest_even(v, NUMBERS[element]) for v in x.tolist()]),
     )
 
 
@@ -75,7 +80,7 @@ def test_fp8_of_fp32_numbers_at_and_beside_every_tie(element):
 def test_scaled_by_the_tensor(element, power_of_2):
     for name, x in samples((8, 48)).items():
         scale = formats.fp8_scale(formats.tensor_amax(x), element, power_of_2=power_of_2)
-        expected_scale = reference.fp8_scale(x.abs().max().item(), formats.LARGEST[element], power_of_2)
+        expected_scale = reference.fp8_scale(x.abs().max().item(), element.largest, power_of_2)
         assert scale.item() == expected_scale, name
         values, decode = formats.quantize_tensor(x, scale, element)
         assert equal(values, reference.fp8_tensor(x.numpy(), expected_scale, NUMBERS[element])), name
@@ -139,7 +144,7 @@ def test_nvfp4(block, shape):
 def test_e2m1_of_every_bf16_number():
     x = all_bf16().float()
     expected = np.array([reference.nearest_even(v, reference.E2M1) for v in x.tolist()])
-    assert equal(formats.to_e2m1(x.clone()), expected)
+    assert equal(formats.round_to(x.clone(), formats.E2M1), expected)
 
 
 @pytest.mark.parametrize("x", [torch.inf, torch.nan])
@@ -200,7 +205,7 @@ def test_stochastic_rounding_is_unbiased():
     n = 4096
     x = torch.arange(-192, 193).float()[:, None] / 32
     noise = formats.rounding_noise(11, len(x) * n).view(len(x), n)
-    rounded = formats.to_e2m1(x.expand(-1, n).clone(), noise)
+    rounded = formats.round_to(x.expand(-1, n).clone(), formats.E2M1, noise)
     step = torch.where(x.abs() < 2, 0.5, torch.where(x.abs() < 4, 1.0, 2.0))
     fraction = (x.abs() / step) % 1
     standard_error = step * (fraction * (1 - fraction) / n).sqrt()
