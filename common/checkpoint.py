@@ -28,6 +28,7 @@ from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
+from common import alphabet
 from common import checkpoint_files as files
 from common.cli import INTERRUPTED, UserError
 from common.distributed import FailedElsewhere, World
@@ -42,7 +43,8 @@ FINGERPRINT_FIELDS = (
 
 
 def fingerprint(config) -> dict:
-    return {name: getattr(config, name, None) for name in FINGERPRINT_FIELDS}
+    """What a checkpoint's model is: its shape, and which residue each of its ids stands for."""
+    return {name: getattr(config, name, None) for name in FINGERPRINT_FIELDS} | {"alphabet": " ".join(alphabet.TOKENS)}
 
 
 class Checkpointer:
@@ -59,7 +61,7 @@ class Checkpointer:
         self.fingerprint = fingerprint(config)
         self.world = world
         self.keep = args.save_total_limit
-        self.background = args.async_save
+        self.background, self.training = args.async_save, args.do_train
         # Collectives of the writer thread must not interleave with the training step's.
         self.group = dist.new_group(backend="gloo", timeout=timedelta(seconds=args.ddp_timeout))
         self.thread: threading.Thread | None = None
@@ -140,6 +142,7 @@ class Checkpointer:
         files.write_json(partial / "manifest.json", manifest)
         files.flush_directory(partial)
         partial.rename(final)
+        (self.output_dir / files.SAVED).touch()
         files.flush_directory(self.output_dir)
         if self.keep is not None:
             files.prune(self.output_dir, step, self.keep)
@@ -163,7 +166,7 @@ class Checkpointer:
         """Load `where`, or the newest usable checkpoint of the output directory; returns its trainer state or None.
 
         A restarted job takes the newest of its own even when told where to start. Damaged checkpoints are skipped
-        with a warning; a checkpoint of another model is a UserError.
+        with a warning. UserError: a checkpoint of another model, none of several whole, or none left where one was.
         """
         path = None
         with self.world.main_does() as mine:
@@ -205,7 +208,10 @@ class Checkpointer:
     def _choose(self, where: str | None, restarted: bool) -> Path | None:
         told = (where or "true").lower()
         if told in ("true", "yes", "1") or (restarted and files.list_checkpoints(self.output_dir)):
-            return files.newest_usable(self.output_dir, self.fingerprint)
+            newest = files.newest_usable(self.output_dir, self.fingerprint)
+            if newest is None and self.training:
+                files.check_nothing_was_completed(self.output_dir)
+            return newest
         if told in ("false", "no", "none", "0"):
             return None
         path = Path(where)
@@ -221,6 +227,8 @@ class Checkpointer:
             if mine:
                 files.clear_partial(self.output_dir)
                 files.set_aside_beyond(self.output_dir, step)
+                if step == 0:
+                    (self.output_dir / files.SAVED).unlink(missing_ok=True)
 
 
 def _copied(state):

@@ -22,6 +22,8 @@ logger = logging.getLogger(__name__)
 FORMAT_VERSION = 1
 NAME = re.compile(r"checkpoint-(\d+)")
 PARTIAL, SUPERSEDED = "tmp-checkpoint-", "superseded-"
+SAVED = ".saved"  # an empty file: some checkpoint was once complete here
+OF_A_FINISHED_RUN = ("train_results.json", "final_model")
 
 
 class Corrupt(Exception):
@@ -54,6 +56,20 @@ def newest_usable(output_dir: Path, fingerprint: dict) -> Path | None:
             "--resume_from_checkpoint false (sets them aside) or --overwrite_output_dir (removes them)"
         )
     return None
+
+
+def check_nothing_was_completed(output_dir: Path) -> None:
+    """UserError where a run has saved or finished, and its checkpoints are gone: step 0 would overwrite what is left.
+
+    A run that was killed before its first checkpoint was complete has left nothing of the kind: it starts over.
+    """
+    found = [name for name in OF_A_FINISHED_RUN if (output_dir / name).exists()]
+    if (output_dir / SAVED).exists() or found:
+        left = f"there is {' and '.join(found)}" if found else "one was saved here"
+        raise UserError(
+            f"{output_dir}: no checkpoint is left of an earlier run ({left}): put it back, or to start at step 0 give "
+            "--overwrite_output_dir (removes that run's files), --resume_from_checkpoint false or another --output_dir"
+        )
 
 
 def verify(path: Path, fingerprint: dict) -> None:

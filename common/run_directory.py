@@ -13,7 +13,7 @@ import time
 from io import TextIOWrapper
 from pathlib import Path
 
-from common.checkpoint_files import NAME, PARTIAL, SUPERSEDED, list_checkpoints
+from common.checkpoint_files import NAME, PARTIAL, SAVED, SUPERSEDED, list_checkpoints
 from common.cli import UserError
 
 logger = logging.getLogger(__name__)
@@ -22,6 +22,7 @@ RUN = ".run"  # lock, and identity of the job that wrote here last
 OWN_FILES = (
     *("metrics.jsonl", "metrics.partial", "trainer_state.json", "training_curves.png", "training_curves.partial.png"),
     *(f"{name}_results.json" for name in ("train", "eval", "test", "all")),
+    SAVED,
 )
 OWN_DIRECTORIES = ("final_model", "final_model.partial")
 TRACKER_FILES = "logs/events.out.tfevents.*"

@@ -4,14 +4,17 @@ What the signal does depends on the moment:
 - before the first step (`StopRequest.at_once`) there is nothing to save: the process ends there and then;
 - while the run waits for data (`wait_for`) the wait is broken off: a loader that hangs cannot cost the save;
 - at any other moment it is remembered, and the ranks agree on it before the next step or evaluation batch.
+When torchrun itself is killed the kernel sends SIGTERM in its name.
 The exit status is PREEMPTED each time. During the first seconds, while Python imports torch, the default holds: the
 process dies of the signal, with nothing lost.
 """
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
+import sys
 import threading
 from collections.abc import Iterator
 
@@ -19,6 +22,17 @@ from collections.abc import Iterator
 # system requeues on it; 0 means finished, 2 bad input, 1 a bug.
 PREEMPTED = 75
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+
+
+def stop_with_the_launcher() -> None:
+    """Have the kernel send this rank SIGTERM when torchrun dies (Linux; elsewhere nothing happens).
+
+    Ranks have sessions of their own: orphaned, they would train on, and hold output directory and devices against the
+    very job that is started in their place. To be called early: an orphan of before cannot be told from others.
+    """
+    if sys.platform == "linux" and "TORCHELASTIC_RUN_ID" in os.environ:
+        pr_set_pdeathsig = 1
+        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGTERM)
 
 
 class Preempted(Exception):

@@ -111,13 +111,15 @@ class Run:
         if state.step >= self.last_step and state.unfinished_row is None:
             logger.info("Step %d of %d is done already: nothing to train", state.step, self.last_step)
             return
+        # From here on a signal is agreed on and the state is saved. Ranks meet below before the first of them begins:
+        # none that is still to come here may then leave the others by itself.
+        world.stop.at_once = False
         self.checkpointer.begin(state.step)
         with world.main_does() as mine:
             if mine:
                 directory.claim()
                 keep_through = -1 if state.step == 0 else state.step - (state.unfinished_row is not None)
                 self.log = MetricsLog(self.output_dir / "metrics.jsonl", keep_through)
-        world.stop.at_once = False  # from here on a signal is agreed on and the state is saved
         if args.eval_on_start and state.step == 0:
             state.unfinished_row = {"step": 0, "epoch": 0.0}
         if state.unfinished_row is not None and not self._complete(state.unfinished_row):

@@ -26,3 +26,8 @@ def real_fasta() -> Path:
     if not REAL_FASTA.exists():
         pytest.skip("the sample of 8,000 UniRef90 proteins is not beside this checkout")
     return REAL_FASTA
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--soak-rounds", type=int, default=4, help="Kills in each soak test; the long form has 30.")
+    parser.addoption("--soak-seed", type=int, default=0, help="Repeats the moments of a soak test that failed.")

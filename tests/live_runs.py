@@ -43,10 +43,17 @@ def wait_until(happened: Callable[[], bool], alive: Callable[[], bool] = lambda:
 
 
 class LiveRun:
-    """train_ddp.py's `main` in `nproc` forked processes. A context manager: nothing it started survives it."""
+    """A script's `main` in `nproc` forked processes. A context manager: nothing it started survives it."""
 
     def __init__(
-        self, dataset_dir: Path | None, output_dir: Path, logs: Path, nproc: int = 1, env: dict | None = None, **flags
+        self,
+        dataset_dir: Path | None,
+        output_dir: Path,
+        logs: Path,
+        nproc: int = 1,
+        env: dict | None = None,
+        script: str = "train_ddp.py",
+        **flags,
     ):
         self.output_dir = output_dir
         logs.mkdir(parents=True, exist_ok=True)
@@ -54,7 +61,7 @@ class LiveRun:
         self.logs = [logs / f"{number}-rank{rank}.log" for rank in range(nproc)]
         port, argv = _free_port(), flags_of(dataset_dir, output_dir, **flags)
         self.processes = [
-            _context().Process(target=_as_rank, args=(rank, nproc, port, log, _main_with, (argv, env or {})))
+            _context().Process(target=_as_rank, args=(rank, nproc, port, log, _main_with, (argv, script, env or {})))
             for rank, log in enumerate(self.logs)
         ]
 
@@ -104,15 +111,17 @@ class LiveRun:
         return codes
 
 
-def _main_with(argv: list[str], env: dict) -> None:
+def _main_with(argv: list[str], script: str, env: dict) -> None:
     os.environ |= env
-    _main(argv)
+    _main(argv, script)
 
 
-def torchrun(dataset: Path, output_dir: Path, nproc: int, *launcher: str, **flags) -> subprocess.Popen:
+def torchrun(
+    dataset: Path, output_dir: Path, nproc: int, *launcher: str, script: str = "train_ddp.py", **flags
+) -> subprocess.Popen:
     """torchrun in a process group of its own, its output and that of its ranks in one pipe."""
     start = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={nproc}", *launcher]
-    command = [*start, str(ROOT / "train_ddp.py"), *flags_of(dataset, output_dir, **flags)]
+    command = [*start, str(ROOT / script), *flags_of(dataset, output_dir, **flags)]
     return subprocess.Popen(
         command,
         stdout=subprocess.PIPE,

@@ -23,6 +23,7 @@ from common.cli import UserError
 from common.distributed import World
 from common.run_directory import hold
 from tests.live_runs import LiveRun, assert_same_run, newest_step, outcome
+from tests.small_disk import small_disk
 from tests.training_fixtures import TIMEOUT_S, environment, losses, on_ranks, rows, train, training_command
 
 FLAGS = {"max_steps": 6, "save_steps": 2, "save_final_model": False}
@@ -85,7 +86,7 @@ def checkpointer_of_a_small_model(out: Path, **args) -> Checkpointer:
         torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
     model = esm2.build_model(config, 1, world.device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    settings = {"save_total_limit": None, "async_save": True, "ddp_timeout": 60} | args
+    settings = {"save_total_limit": None, "async_save": True, "ddp_timeout": 60, "do_train": True} | args
     return Checkpointer(out, model, optimizer, config, world, Namespace(**settings))
 
 
@@ -158,8 +159,8 @@ def test_the_limit_keeps_the_newest_and_there_is_always_a_whole_one(dataset, tmp
 
 
 DAMAGES = {
-    "a shard cut short": lambda c: os.truncate(c / "__0_0.distcp", 1000),
-    "a flipped byte": lambda c: _flip(c / "__0_0.distcp"),
+    "a shard cut short": lambda c: os.truncate(shard(c), 1000),
+    "a flipped byte": lambda c: _flip(shard(c)),
     "no manifest": lambda c: (c / "manifest.json").unlink(),
     "half a manifest": lambda c: os.truncate(c / "manifest.json", 100),
     "another manifest": lambda c: (c / "manifest.json").write_text("[1]"),
@@ -167,6 +168,11 @@ DAMAGES = {
     "no state": lambda c: (c / "trainer_state.json").unlink(),
     "nothing": lambda c: [path.unlink() for path in c.iterdir()],
 }
+
+
+def shard(checkpoint: Path) -> Path:
+    """The last rank's."""
+    return max(checkpoint.glob("*.distcp"))
 
 
 def _flip(path: Path) -> None:
@@ -222,6 +228,39 @@ def test_when_no_checkpoint_is_whole_the_user_decides(run, finished, dataset, tm
     assert names(run) == names(finished)
 
 
+def test_a_run_whose_checkpoints_are_gone_is_not_written_over(run, finished, dataset):
+    """Moved away, or removed to save room; with and without what a finished run leaves."""
+    for checkpoint in run.glob("checkpoint-*"):
+        shutil.rmtree(checkpoint)
+    before = (run / "metrics.jsonl").read_text()
+    for left in ("there is train_results.json", "one was saved here"):
+        said = train(dataset, run, expect=2, **FLAGS)
+        errors = [line for line in said.splitlines() if line.startswith("error: ")]
+        assert len(errors) == 1
+        assert f"{run}: no checkpoint is left of an earlier run ({left}): put it back, or" in errors[0]
+        assert (run / "metrics.jsonl").read_text() == before
+        (run / "train_results.json").unlink(missing_ok=True)
+    train(dataset, run, **FLAGS, resume_from_checkpoint="false", stop_at_step=1)
+    shutil.rmtree(run / "checkpoint-1")
+    train(dataset, run, **FLAGS, overwrite_output_dir=True)
+    assert losses(run) == losses(finished)
+
+
+@pytest.mark.parametrize("flags", [{}, {"resume_from_checkpoint": "false"}, {"overwrite_output_dir": True}], ids=str)
+def test_a_run_killed_before_its_first_checkpoint_was_complete_starts_over(run, finished, dataset, tmp_path, flags):
+    """By the same command, also where it had begun to take an earlier run's place."""
+    out = run if flags else tmp_path / "new"
+    with LiveRun(dataset, out, tmp_path / "logs", **FLAGS | {"max_steps": 500, "save_steps": 400}, **flags) as live:
+        live.until_said("step: 3/500")
+        live.signal(signal.SIGKILL)
+        assert live.end() == [-signal.SIGKILL]
+    (out / "tmp-checkpoint-4").mkdir()
+    assert not list(out.glob("checkpoint-*"))
+    train(dataset, out, **FLAGS, **flags)
+    assert [row["step"] for row in rows(out)] == list(range(1, 7))
+    assert_same_run(out, finished, 6, tmp_path)
+
+
 def test_resume_from_a_named_checkpoint_and_from_none(run, finished, dataset, tmp_path):
     """What lies beyond is of another way from there: set aside, or a restart would go on from it."""
     said = train(dataset, run, **FLAGS, resume_from_checkpoint=run / "checkpoint-2")
@@ -262,6 +301,17 @@ def test_a_checkpoint_of_another_model_or_other_data_is_refused_naming_what_diff
     }
 
 
+def test_a_checkpoint_of_another_alphabet_is_refused(run, dataset):
+    """Its ids stand for other residues: nothing else would tell."""
+    for manifest in run.glob("checkpoint-*/manifest.json"):
+        contents = json.loads(manifest.read_text())
+        contents["model"]["alphabet"] = contents["model"]["alphabet"].replace("L A G", "A L G")
+        manifest.write_text(json.dumps(contents))
+    said = train(dataset, run, expect=2, **FLAGS)
+    assert "checkpoint-6: the checkpoint is of another model: alphabet '<cls> <pad> <eos> <unk> A L G" in said
+    assert "(now '<cls> <pad> <eos> <unk> L A G" in said
+
+
 @pytest.mark.parametrize("damage", ["a flipped byte", "nothing"])
 def test_a_named_checkpoint_that_is_damaged_is_refused(run, dataset, damage):
     DAMAGES[damage](run / "checkpoint-4")
@@ -272,28 +322,22 @@ def test_a_named_checkpoint_that_is_damaged_is_refused(run, dataset, damage):
 
 
 @pytest.fixture
-def small_disk(tmp_path):
-    """A file system of 12 MB with a checkpoint's room many times over, until something fills it."""
-    if os.geteuid() != 0:
-        pytest.skip("mounting a small tmpfs needs root")
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=12m", "tmpfs", disk], capture_output=True)
-    if mounted.returncode:
-        pytest.skip(f"cannot mount a tmpfs: {mounted.stderr.decode().strip()}")
-    try:
+def disk(tmp_path):
+    """A checkpoint's room many times over, until something fills it."""
+    with small_disk(tmp_path, "12m") as disk:
         yield disk
-    finally:
-        subprocess.run(["umount", "-l", disk], check=True)
 
 
-@pytest.mark.parametrize(("async_save", "nproc"), [(True, 1), (False, 1), (True, 2)])
-def test_a_full_disk_costs_no_checkpoint(small_disk, dataset, tmp_path, async_save, nproc):
-    out = small_disk / "out"
-    flags = FLAGS | {"async_save": async_save}
+@pytest.mark.parametrize(
+    ("async_save", "nproc", "script"),
+    [(True, 1, "train_ddp.py"), (False, 1, "train_ddp.py"), (True, 2, "train_ddp.py"), (True, 2, "train_fsdp2.py")],
+)
+def test_a_full_disk_costs_no_checkpoint(disk, dataset, tmp_path, async_save, nproc, script):
+    out = disk / "out"
+    flags = FLAGS | {"async_save": async_save, "script": script}
     train(dataset, out, nproc, **flags, stop_at_step=2)
-    free = shutil.disk_usage(small_disk).free
-    (small_disk / "ballast").write_bytes(bytes(free - 600_000))  # a checkpoint takes twice that
+    free = shutil.disk_usage(disk).free
+    (disk / "ballast").write_bytes(bytes(free - 600_000))  # a checkpoint takes twice that
     with LiveRun(dataset, out, tmp_path / "logs", nproc, **flags) as run:
         assert run.end() == [2] * nproc
         said = [run.said(rank) for rank in range(nproc)]
@@ -303,24 +347,24 @@ def test_a_full_disk_costs_no_checkpoint(small_disk, dataset, tmp_path, async_sa
     assert "the last complete one is untouched" in errors[0]
     assert "Traceback" not in "".join(said)
     assert names(out) == ["checkpoint-2"]
-    (small_disk / "ballast").unlink()
+    (disk / "ballast").unlink()
     assert "Resuming after step 2" in train(dataset, out, nproc, **flags)
     train(dataset, tmp_path / "whole", nproc, **flags)
     assert_same_run(out, tmp_path / "whole", 6, tmp_path)
 
 
-def test_an_export_that_finds_the_disk_full_leaves_nothing_half_written(small_disk, dataset):
-    out = small_disk / "out"
+def test_an_export_that_finds_the_disk_full_leaves_nothing_half_written(disk, dataset):
+    out = disk / "out"
     flags = {"max_steps": 2}
     train(dataset, out, **flags, save_final_model=False)
-    (small_disk / "ballast").write_bytes(bytes(shutil.disk_usage(small_disk).free - 100_000))
+    (disk / "ballast").write_bytes(bytes(shutil.disk_usage(disk).free - 100_000))
     said = train(dataset, out, expect=2, **flags)
     errors = [line for line in said.splitlines() if line.startswith("error: ")]
     assert len(errors) == 1
     assert "final_model: not exported" in errors[0]
     assert "Traceback" not in said
     assert not list(out.glob("final_model*"))
-    (small_disk / "ballast").unlink()
+    (disk / "ballast").unlink()
     train(dataset, out, **flags)
     assert (out / "final_model/model.safetensors").exists()
 
