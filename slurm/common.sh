@@ -1,0 +1,131 @@
+# What the job scripts share; they source it from the repository's root, before anything else.
+#
+#   launch ARGS...               run torchrun's ARGS on all nodes of the job
+#   train SCRIPT ARGS...         the same for a train script, with MODEL, DATASET_DIR and OUTPUT_DIR; requeues the job
+#   on_one_node ARGS...          run python ARGS on the first node
+# shellcheck shell=bash
+set -euo pipefail
+
+fail() { echo "error: $*" >&2; exit 2; }
+
+[ -n "${SLURM_JOB_ID:-}" ] || fail "this is no Slurm job: submit with sbatch [--nodes=N --gpus-per-node=G] slurm/NAME.sh"
+# shellcheck source=slurm/env.sh
+. slurm/env.sh
+[ -n "$TARGET_PATH" ] || fail "TARGET_PATH is not set: a directory on the nodes' shared filesystem (see slurm/env.sh)"
+mkdir -p "$TARGET_PATH" || fail "TARGET_PATH=$TARGET_PATH: cannot be made on $(hostname)"
+
+PREEMPTED=75 # exit status of a run that was told to stop and has saved (common/stopping.py)
+restarts=${SLURM_RESTART_COUNT:-0}
+log_dir=logs/${SLURM_JOB_NAME}_$SLURM_JOB_ID/$restarts
+
+# ---- what every step gets: a venv on the shared filesystem, or a container with the same directories in it ------------
+
+steps=(srun --label --export=ALL --cpu-bind=none --wait="$GRACE_SECONDS")
+if [ -n "${SLURM_CPUS_PER_TASK:-}" ]; then steps+=(--cpus-per-task="$SLURM_CPUS_PER_TASK"); fi
+if [ -n "$CONTAINER_IMAGE" ]; then
+  [[ $CONTAINER_IMAGE != /* || -f $CONTAINER_IMAGE ]] || fail "CONTAINER_IMAGE=$CONTAINER_IMAGE: no such file: run ./enroot.sh"
+  [[ $(srun --help) == *--container-image* ]] || fail "CONTAINER_IMAGE is set, but this Slurm has no pyxis: use a venv"
+  mounts=$PWD:$PWD,$TARGET_PATH:$TARGET_PATH${CONTAINER_MOUNTS:+,$CONTAINER_MOUNTS}
+  steps+=(--container-image="$CONTAINER_IMAGE" --container-mounts="$mounts" --container-workdir="$PWD")
+  steps+=(--no-container-remap-root)
+  python=python
+else
+  python=$PWD/.venv/bin/python
+  [ -x "$python" ] || fail "no .venv in $PWD: run . slurm/create_venv.sh, or set CONTAINER_IMAGE"
+fi
+
+export NPROC_PER_NODE NCCL_DEBUG NCCL_SOCKET_IFNAME PYTHONUNBUFFERED=1
+export PYTORCH_ALLOC_CONF=${PYTORCH_ALLOC_CONF:-expandable_segments:True}
+# When a collective hangs, each rank leaves a record of the last ones beside its logs.
+export TORCH_FR_BUFFER_SIZE=${TORCH_FR_BUFFER_SIZE:-20000} TORCH_NCCL_DUMP_ON_TIMEOUT=1
+export TORCH_FR_DUMP_TEMP_FILE=$PWD/$log_dir/nccl_trace_rank_
+# torch 2.13: agents that share the ranks' store never tell one that joins later where it is.
+export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
+if [ -n "$FI_PROVIDER" ]; then export FI_PROVIDER; else unset FI_PROVIDER; fi
+if [ "${FI_PROVIDER:-}" = efa ]; then export FI_EFA_USE_HUGE_PAGE=${FI_EFA_USE_HUGE_PAGE:-0}; fi
+
+# ---- signals -----------------------------------------------------------------------------------------------------------
+
+# sbatch --signal=B:USR1@S warns this script alone, S seconds before the walltime is over: the ranks are told. SIGTERM
+# (scancel, the walltime itself, a preemption) Slurm sends to them as well: this script only stays to hear the outcome.
+stop="" step=""
+stop_soon() {
+  stop=USR1
+  echo "$(date +%T) SIGUSR1: the job's time is nearly over: telling the run to save and stop"
+  [ -z "$step" ] || kill -USR1 "$step" 2>/dev/null || true
+}
+trap stop_soon USR1
+trap 'stop=${stop:-TERM}' TERM
+
+# run COMMAND...: its exit status, whatever signals come while it runs; 75 if a signal came before it could take any.
+run() {
+  local status=0
+  [ -z "$stop" ] || return "$PREEMPTED"
+  "$@" &
+  step=$!
+  wait "$step" || status=$?
+  while kill -0 "$step" 2>/dev/null; do # a trap has ended the wait, not the command
+    status=0
+    wait "$step" || status=$?
+  done
+  step=""
+  # srun itself died of the signal
+  if [ -n "$stop" ] && [ "$status" -eq $((128 + $(kill -l "$stop"))) ]; then status=$PREEMPTED; fi
+  return "$status"
+}
+
+# ---- steps -------------------------------------------------------------------------------------------------------------
+
+on_one_node() { run "${steps[@]}" --nodes=1 --ntasks=1 "$python" "$@"; }
+
+launch() {
+  local nodes=$SLURM_JOB_NUM_NODES hyperpod=()
+  if [ -d /opt/sagemaker_cluster ]; then hyperpod=(--auto-resume=1); fi
+  # The rendezvous is on the first node, where this script runs: another one for each job and restart.
+  run "${steps[@]}" ${hyperpod[@]+"${hyperpod[@]}"} --nodes="$nodes" --ntasks="$nodes" --ntasks-per-node=1 \
+    slurm/node.sh "$python" "$log_dir" --nnodes="$nodes" --shutdown_timeout="$GRACE_SECONDS" \
+    --rdzv_backend=c10d --rdzv_endpoint="$(hostname):$((10000 + SLURM_JOB_ID % 20000))" \
+    --rdzv_id="$SLURM_JOB_ID.$restarts" "$@"
+}
+
+train() {
+  local script=$1 status=0
+  shift
+  [ -n "$MODEL" ] || fail "MODEL is not set: say facebook/esm2_t33_650M_UR50D (see slurm/env.sh)"
+  [ -z "$DATASET_DIR" ] || [ -d "$DATASET_DIR" ] ||
+    fail "DATASET_DIR=$DATASET_DIR: no such directory on $(hostname): run slurm/submit_data.sh first"
+  local data=(${DATASET_DIR:+--dataset_dir="$DATASET_DIR"} --output_dir="$OUTPUT_DIR")
+  if [ "$PREFLIGHT" != off ]; then launch -m common.preflight "${data[@]}" --fail_on="$PREFLIGHT" || status=$?; fi
+  if [ "$status" -eq 0 ]; then
+    launch "$script" --config_name="$MODEL" "${data[@]}" "$@" || status=$?
+  fi
+  case $status in
+    0 | 2) ;;
+    "$PREEMPTED") requeue "told to stop, and saved" ;;
+    *) nodes_answer || requeue "a node does not answer" ;;
+  esac
+  exit "$status"
+}
+
+# Slurm takes minutes to notice a dead node, and the ranks on the others may have failed by then. Do all still answer?
+nodes_answer() {
+  timeout "$GRACE_SECONDS" srun --overlap --nodes="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 true
+}
+
+# Put this job back into the queue: same number, same script, same arguments. Not after scancel.
+requeue() {
+  local state
+  state=$(squeue --noheader --jobs="$SLURM_JOB_ID" --format="%T %r")
+  case "$1, $state" in
+    *", RUNNING"* | *TimeLimit) ;;
+    # After scancel; it would start again if it were told to.
+    "told to stop"*) echo "$(date +%T) not requeueing job $SLURM_JOB_ID: Slurm says $state"; return ;;
+    # Slurm has noticed by itself, and requeues the job; a script that exits meanwhile makes it one that has failed.
+    *) sleep "$GRACE_SECONDS"; return ;;
+  esac
+  if [ "$restarts" -ge "$MAX_REQUEUES" ]; then fail "not requeued: $restarts times is MAX_REQUEUES"; fi
+  echo "$(date +%T) requeueing job $SLURM_JOB_ID: $1"
+  trap - TERM
+  scontrol requeue "$SLURM_JOB_ID"
+  sleep "$GRACE_SECONDS" # until Slurm ends this script
+}

@@ -1,0 +1,33 @@
+# The settings of the jobs. Each can be given in the environment instead, for one submission or for good:
+#   MODEL=facebook/esm2_t36_3B_UR50D sbatch slurm/train_fsdp.sh
+# shellcheck shell=bash disable=SC2034
+
+# Where data and results go: a directory on a filesystem that all nodes share. No default.
+: "${TARGET_PATH:=}"
+# The model: facebook/esm2_t{6_8M,12_35M,30_150M,33_650M,36_3B,48_15B}_UR50D. No default.
+: "${MODEL:=}"
+# Proteins to train on, as slurm/preprocess.sh writes them. Set it to nothing to pass --dataset instead.
+: "${DATASET_DIR=${TARGET_PATH}/processed/arrow}"
+# Checkpoints, metrics and final_model/. Default: $TARGET_PATH/out-ddp or out-fsdp. Another model needs another one.
+: "${OUTPUT_DIR:=}"
+
+# Ranks a node. Default: the GPUs that Slurm gives the job there. Set it on CPUs, or where Slurm does not manage the GPUs.
+: "${NPROC_PER_NODE:=}"
+
+# A container image for pyxis: a file that enroot.sh wrote, or REGISTRY#IMAGE:TAG. Empty: the .venv of create_venv.sh.
+: "${CONTAINER_IMAGE:=}"
+# Mounted in it, besides the repository and TARGET_PATH: SRC:DST, comma-separated.
+: "${CONTAINER_MOUNTS:=}"
+
+# efa on instances with Elastic Fabric Adapters (p4d, p5, g5.8xlarge, ...); empty elsewhere.
+: "${FI_PROVIDER:=}"
+: "${NCCL_DEBUG:=WARN}"
+# Interfaces that NCCL must not use, for its first connections or without EFA.
+: "${NCCL_SOCKET_IFNAME:=^docker,lo,veth}"
+
+# Before training, common.preflight looks at every node: error or warn, what stops the job; or off.
+: "${PREFLIGHT:=error}"
+# Seconds that the other ranks and nodes have to end once the first has: more than a save takes.
+: "${GRACE_SECONDS:=120}"
+# A job that is stopped (walltime, preemption) puts itself back into the queue at most so many times.
+: "${MAX_REQUEUES:=100}"

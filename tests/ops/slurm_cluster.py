@@ -1,0 +1,245 @@
+"""A throw-away Slurm cluster of a head and two nodes on this machine: the real daemons, for tests.
+
+Each host has its own network, host name, process and mount namespace, so killing a node kills everything on it, as
+pulling its plug would. Nothing outside the cluster's temporary directory is touched; all of it ends with this process,
+however this process ends (setpriv --pdeathsig, unshare --kill-child).
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+NODES = {"head": "10.231.77.1", "n1": "10.231.77.11", "n2": "10.231.77.12"}
+GPUS = 8  # a node, made of null devices: Slurm counts them, torch sees none
+TOOLS = ("slurmctld", "slurmd", "sbatch", "munged", "ip", "unshare", "nsenter", "setpriv")
+SBIN = "/usr/sbin:/sbin"
+
+# Waits of seconds in place of minutes; no cgroups, no MPI. Node sizes are taken as written.
+CONFIGURATION = """\
+ClusterName=test
+SlurmctldHost=head({head})
+AuthType=auth/munge
+AuthInfo=socket={directory}/munge/socket
+SlurmUser=root
+SlurmdUser=root
+StateSaveLocation={directory}/state
+SlurmdSpoolDir={directory}/spool/%n
+SlurmctldPidFile={directory}/slurmctld.pid
+SlurmdPidFile={directory}/slurmd.%n.pid
+SlurmctldLogFile={directory}/log/slurmctld
+SlurmdLogFile={directory}/log/slurmd.%n
+PlugStackConfig={directory}/plugstack.conf
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+MpiDefault=none
+JobAcctGatherType=jobacct_gather/none
+AccountingStorageType=accounting_storage/none
+SelectType=select/cons_tres
+SelectTypeParameters=CR_CPU_Memory
+SlurmdParameters=config_overrides
+GresTypes=gpu
+ReturnToService=2
+SlurmdTimeout=10
+MessageTimeout=10
+KillWait=30
+MinJobAge=600
+SchedulerParameters=batch_sched_delay=0,sched_min_interval=0,bf_interval=1,bf_window=60
+NodeName=n1 NodeAddr={n1} CPUs=16 RealMemory=1000 Gres=gpu:{gpus}
+NodeName=n2 NodeAddr={n2} CPUs=16 RealMemory=1000 Gres=gpu:{gpus}
+PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP
+"""
+
+# Process 1 of a host: waits for its network, then starts the daemons. `--kill-child` ends it, and the host with it.
+HOST = """\
+set -eu
+hostname "$1"
+mount --bind "$2/hosts" /etc/hosts
+mount -t proc proc /proc
+mount -t tmpfs tmpfs /dev/shm
+mount -t tmpfs tmpfs /run
+until ip -4 addr show scope global | grep -q inet; do sleep 0.02; done
+if [ "$1" = head ]; then
+  munged --foreground --force --key-file="$2/munge/key" --socket="$2/munge/socket" --pid-file="$2/munge/pid" \\
+    --log-file="$2/log/munged" --seed-file="$2/munge/seed" &
+  until [ -S "$2/munge/socket" ]; do sleep 0.02; done
+  slurmctld -D -f "$2/slurm.conf" &
+else
+  slurmd -D -N "$1" -f "$2/slurm.conf" &
+fi
+while :; do wait || true; sleep 0.2; done
+"""
+
+
+def missing() -> str:
+    """Why there can be no cluster here; empty if there can."""
+    if os.geteuid() != 0:
+        return "a Slurm cluster of network namespaces needs root"
+    absent = [tool for tool in TOOLS if not shutil.which(tool, path=f"{os.environ['PATH']}:{SBIN}")]
+    return f"not installed: {', '.join(absent)} (tests/ops/install_packages.sh)" if absent else ""
+
+
+class SlurmCluster:
+    """A context manager. Commands run on the head, in `checkout`, with `environment` added to the process' own."""
+
+    def __init__(self, checkout: Path, environment: dict[str, str]):
+        self.checkout = checkout
+        # A short path: that of a socket has at most 107 characters.
+        self.directory = Path(tempfile.mkdtemp(prefix="slurm-"))
+        self.environment = os.environ | environment | {"SLURM_CONF": str(self.directory / "slurm.conf")}
+        self.environment["PATH"] += f":{SBIN}"
+        self.hosts: dict[str, subprocess.Popen] = {}
+
+    def __enter__(self) -> SlurmCluster:
+        try:
+            self._configure()
+            for name in NODES:
+                self.up(name)
+            self.until(lambda: self.on_head("sinfo -h -N -t idle -o %N").split() == ["n1", "n2"], "no idle nodes", 60)
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *_) -> None:
+        for name in [*self.hosts]:
+            self.kill(name)
+        shutil.rmtree(self.directory)
+
+    def _configure(self) -> None:
+        directory = self.directory
+        directory.chmod(0o755)
+        for name in ("munge", "state", "spool/n1", "spool/n2", "log", "devices"):
+            (directory / name).mkdir(parents=True)
+        (directory / "munge" / "key").write_bytes(os.urandom(1024))
+        (directory / "munge" / "key").chmod(0o600)
+        for number in range(GPUS):
+            os.mknod(directory / "devices" / f"gpu{number}", 0o666 | 0o020000, os.makedev(1, 3))
+        files = {
+            "slurm.conf": CONFIGURATION.format(directory=directory, gpus=GPUS, **NODES),
+            "gres.conf": f"NodeName=n[1-2] Name=gpu File={directory}/devices/gpu[0-{GPUS - 1}]\n",
+            "cgroup.conf": "CgroupPlugin=cgroup/v1\n",  # found without mounting anything
+            "plugstack.conf": "",
+            "hosts": "127.0.0.1 localhost\n" + "".join(f"{address} {name}\n" for name, address in NODES.items()),
+            "host.sh": HOST,
+        }
+        for name, text in files.items():
+            (directory / name).write_text(text)
+
+    def up(self, name: str) -> None:
+        """Start a host; nodes are plugged into the head's switch."""
+        with open(self.directory / "log" / f"{name}.out", "a") as log:
+            unshare = ["unshare", "--net", "--uts", "--ipc", "--mount", "--pid", "--fork", "--kill-child"]
+            command = ["setpriv", "--pdeathsig", "KILL", *unshare, "bash", self.directory / "host.sh"]
+            self.hosts[name] = subprocess.Popen(
+                [*command, name, self.directory],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env=self.environment,
+                start_new_session=True,
+            )
+        self.until(lambda: self._process_1(name), f"{name} does not start", 10)
+        address = f"{NODES[name]}/24"
+        if name == "head":
+            commands = ["link set lo up", "link add switch type bridge", f"addr add {address} dev switch"]
+            self._ip("head", *commands, "link set switch up")
+            return
+        # Of a node that was killed, the kernel takes its end of the cable away soon after.
+        self.until(lambda: f"to-{name}" not in self._ip("head", "-o link"), f"{name}'s cable stays", 20)
+        self._ip("head", f"link add to-{name} type veth peer name eth0 netns {self._process_1(name)}")
+        self._ip("head", f"link set to-{name} master switch up")
+        self._ip(name, "link set lo up", f"addr add {address} dev eth0", "link set eth0 up")
+
+    def kill(self, name: str) -> None:
+        """The host loses its power."""
+        host = self.hosts.pop(name)
+        host.kill()
+        host.wait()
+
+    def _process_1(self, name: str) -> int | None:
+        unshare = self.hosts[name].pid
+        children = Path(f"/proc/{unshare}/task/{unshare}/children").read_text().split()
+        namespaces = [os.readlink(f"/proc/{pid}/ns/net") for pid in children]
+        return int(children[0]) if namespaces and namespaces[0] != os.readlink("/proc/self/ns/net") else None
+
+    def _ip(self, host: str, *commands: str) -> str:
+        found = ""
+        for command in commands:
+            inside = ["nsenter", "-t", str(self._process_1(host)), "--net", "ip", *command.split()]
+            found = subprocess.run(inside, check=True, capture_output=True, text=True, env=self.environment).stdout
+        return found
+
+    def on_head(self, command: str, check: bool = True, **environment: str) -> str:
+        """Run a shell command on the head; what it printed on both outputs. Asserts that it worked, unless told."""
+        namespaces = ["--net", "--uts", "--ipc", "--mount", "--pid", f"--wd={self.checkout}"]
+        inside = ["nsenter", "-t", str(self._process_1("head")), *namespaces, "--", "bash", "-c", command]
+        done = subprocess.run(
+            inside,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env=self.environment | environment,
+            timeout=120,
+        )
+        assert done.returncode == 0 or not check, f"{command}: {done.stdout}"
+        return done.stdout.strip()
+
+    def submit(self, options: str, **environment: str) -> int:
+        """The new job's number."""
+        return int(self.on_head(f"sbatch --parsable {options}", **environment))
+
+    def job(self, number: int) -> dict[str, str]:
+        """What scontrol shows of a job."""
+        words = self.on_head(f"scontrol --oneliner show job {number}").split()
+        return dict(word.split("=", 1) for word in words if "=" in word)
+
+    def end(self, number: int, seconds: float = 120) -> str:
+        """The state a job ends in. A job that was put back into the queue starts at once, not after two minutes."""
+        final = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY")
+
+        def ended() -> bool:
+            self.start_now(number)
+            return self.job(number)["JobState"] in final
+
+        self.until(ended, f"job {number} does not end", seconds, 0.3)
+        return self.job(number)["JobState"]
+
+    def start_now(self, number: int) -> None:
+        job = self.job(number)
+        if job["JobState"] == "PENDING" and job["Reason"] == "BeginTime":
+            self.on_head(f"scontrol update JobId={number} StartTime=now", check=False)
+
+    def ranks(self, number: int) -> list[int]:
+        """Process ids, outside the hosts, of a job's ranks."""
+        found = []
+        for entry in Path("/proc").iterdir():
+            try:
+                variables = (entry / "environ").read_bytes().split(b"\0") if entry.name.isdigit() else []
+            except OSError:
+                continue  # has just ended
+            mine = {f"SLURM_JOB_ID={number}".encode(), f"SLURM_CONF={self.environment['SLURM_CONF']}".encode()}
+            if mine <= set(variables) and any(variable.startswith(b"LOCAL_RANK=") for variable in variables):
+                found.append(int(entry.name))
+        return found
+
+    def signal_ranks(self, number: int, which: signal.Signals) -> None:
+        for pid in self.ranks(number):
+            os.kill(pid, which)
+
+    def until(self, happened: Callable[[], object], otherwise: str, seconds: float = 120, poll: float = 0.05) -> None:
+        deadline = time.monotonic() + seconds
+        while not happened():
+            assert time.monotonic() < deadline, f"{otherwise}\n{self.said()}"
+            time.sleep(poll)
+
+    def said(self) -> str:
+        """The ends of all logs: the cluster's and the jobs'."""
+        logs = [*(self.directory / "log").iterdir(), *self.checkout.glob("*.out")]
+        return "\n".join(f"== {log.name}\n{log.read_text(errors='replace')[-2000:]}" for log in logs)
