@@ -8,6 +8,7 @@ import math
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 
+from common.backend import BACKENDS
 from common.cli import UserError
 from common.optim import lr_schedule
 from common.precision_plan import FP8_RECIPES, recipes
@@ -30,6 +31,13 @@ class ModelArguments:
     )
     tokenizer_name: str | None = flag(
         None, "Accepted for the guides' sake: the vocabulary is ESM-2's, and a directory with another one is refused."
+    )
+    backend: str = flag(
+        "auto",
+        "Encoder layers by te (Transformer Engine; NVIDIA GPUs) or torch (any device). auto: te if it is there.",
+    )
+    gelu: str | None = flag(
+        None, "exact (ESM-2's own) or tanh (an approximation, Transformer Engine's only one). Default: the backend's."
     )
 
 
@@ -201,6 +209,9 @@ class TrainArguments(ModelArguments, DataArguments, PrecisionArguments):
                 raise UserError(f"--{name} {getattr(self, name)}: must be at least 0 and below 1")
         recipes(self)
         lr_schedule(self, total_steps=1000)  # an unknown --lr_scheduler_type is a UserError
+        for name, choices in (("backend", BACKENDS), ("gelu", (None, "exact", "tanh"))):
+            if getattr(self, name) not in choices:
+                raise UserError(f"--{name} {getattr(self, name)}: choose {', '.join(c for c in choices if c)}")
         if self.report_to not in ("none", "tensorboard", "wandb"):
             raise UserError(f"--report_to {self.report_to}: must be none, tensorboard or wandb")
         if self.report_to != "none" and find_spec(self.report_to) is None:

@@ -21,10 +21,15 @@ BLOCK_MULTIPLE = 16  # lengths of the products there are rounded up to this
 LN_2 = math.log(2.0)
 
 
-def rotary_tables(positions: Tensor, head_dim: int, base: float = 10000.0) -> tuple[Tensor, Tensor]:
-    """Cosines and sines of the rotary embedding, fp32 [T, D/2], for integer positions [T] (RoFormer, eq. 34)."""
+def rotary_angles(positions: Tensor, head_dim: int, base: float = 10000.0) -> Tensor:
+    """Angles of the rotary embedding, fp32 [T, D/2], for integer positions [T] (RoFormer, eq. 34)."""
     exponents = torch.arange(0, head_dim, 2, dtype=torch.int64, device=positions.device).float() / head_dim
-    angles = positions.float()[:, None] * (1.0 / base**exponents)
+    return positions.float()[:, None] * (1.0 / base**exponents)
+
+
+def rotary_tables(positions: Tensor, head_dim: int) -> tuple[Tensor, Tensor]:
+    """Cosines and sines of those angles."""
+    angles = rotary_angles(positions, head_dim)
     return angles.cos(), angles.sin()
 
 

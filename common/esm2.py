@@ -7,8 +7,10 @@ padding costs no arithmetic.
 
 from __future__ import annotations
 
+import importlib
 import math
 import shutil
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -17,10 +19,9 @@ from torch import Tensor, nn
 from transformers import EsmConfig
 
 from common.alphabet import MASK, PAD, VOCAB_SIZE
-from common.attention import rotary_tables
 from common.cli import UserError
 from common.initialise import VOCABULARY, initialise
-from common.layers_torch import TransformerLayer, layer_norm
+from common.layers_torch import layer_norm
 from common.linear import Linear, linear
 
 PADDED_VOCAB = 64  # rows of the embedding; a multiple that matrix units like. Rows past 33 stay zero and unseen.
@@ -66,18 +67,20 @@ class Embeddings(nn.Module):
 
 
 class Encoder(nn.Module):
-    def __init__(self, config: EsmConfig):
+    def __init__(self, config: EsmConfig, backend: str = "torch"):
         super().__init__()
         self.head_dim = config.hidden_size // config.num_attention_heads
-        self.layers = nn.ModuleList(TransformerLayer(config) for _ in range(config.num_hidden_layers))
+        self.backend = importlib.import_module(f"common.layers_{backend}")
+        self.layers = nn.ModuleList(self.backend.TransformerLayer(config, n) for n in range(config.num_hidden_layers))
+        self.quantised = None  # contexts in which Transformer Engine computes in other formats: common.precision_te
         self.emb_layer_norm_after = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
 
     def forward(self, x: Tensor, cu_seqlens: Tensor, max_seqlen: int) -> Tensor:
-        starts = torch.repeat_interleave(cu_seqlens[:-1], cu_seqlens.diff(), output_size=len(x))
-        positions = torch.arange(len(x), device=x.device) - starts
-        rotary = rotary_tables(positions, self.head_dim)
-        for layer in self.layers:
-            x = layer(x, rotary, cu_seqlens, max_seqlen)
+        rotary, max_seqlen = self.backend.prepare(len(x), cu_seqlens, max_seqlen, self.head_dim)
+        with self.quantised.all() if self.quantised else nullcontext():
+            for number, layer in enumerate(self.layers):
+                with self.quantised.layer(number) if self.quantised else nullcontext():
+                    x = layer(x, rotary, cu_seqlens, max_seqlen)
         norm = self.emb_layer_norm_after
         return layer_norm(x, norm.weight, norm.bias, norm.eps)
 
@@ -98,15 +101,18 @@ class LMHead(nn.Module):
 
 
 class Esm2ForMaskedLM(nn.Module):
-    """ESM-2 of any size. `config` is a `transformers.EsmConfig`; build it under `torch.device("meta")` if large."""
+    """ESM-2 of any size. `config` is a `transformers.EsmConfig`; build it under `torch.device("meta")` if large.
 
-    def __init__(self, config: EsmConfig):
+    backend: of the encoder layers, `torch` (any device) or `te` (Transformer Engine; CUDA). Parameters are the same.
+    """
+
+    def __init__(self, config: EsmConfig, backend: str = "torch"):
         super().__init__()
-        self.config = config
+        self.config, self.backend = config, backend
         self.extras: dict[str, Tensor] = {}  # of a Hub checkpoint: what is exported again but plays no part here
         self.emulation = None  # of another precision: common.fake_quant sets it
         self.embeddings = Embeddings(config)
-        self.encoder = Encoder(config)
+        self.encoder = Encoder(config, backend)
         self.lm_head = LMHead(config)
 
     def forward(
@@ -165,10 +171,12 @@ def count_parameters(model: nn.Module) -> int:
     return total
 
 
-def build_model(config: EsmConfig, seed: int, device: torch.device | str = "cpu") -> Esm2ForMaskedLM:
+def build_model(
+    config: EsmConfig, seed: int, device: torch.device | str = "cpu", backend: str = "torch"
+) -> Esm2ForMaskedLM:
     """A freshly initialised fp32 model on `device`."""
     with torch.device("meta"):
-        model = Esm2ForMaskedLM(config)
+        model = Esm2ForMaskedLM(config, backend)
     model.to_empty(device=device)
     initialise(model, seed, config.initializer_range)
     return model

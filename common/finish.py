@@ -55,7 +55,9 @@ def finish(run: Run) -> None:
 def _training_results(run: Run) -> dict:
     state, seconds = run.state, max(run.state.seconds, 1e-9)
     return {
+        "backend": run.args.backend,
         "epoch": state.epoch,
+        "gelu": run.args.gelu,
         "total_flos": state.total_flos,
         "train_loss": state.loss_total / max(state.step, 1),
         "train_runtime": state.seconds,

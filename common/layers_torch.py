@@ -1,7 +1,7 @@
 """The encoder layer in plain PyTorch, on any device, with Transformer Engine's parameter names and shapes.
 
-Pre-norm transformer layer as in ESM-2: x + proj(attention(LN(x))), then x + fc2(gelu(fc1(LN(x)))). GELU is the exact
-(erf) one. Every activation is [T, hidden]: tokens of all sequences of a pack end to end.
+Pre-norm transformer layer as in ESM-2: x + proj(attention(LN(x))), then x + fc2(gelu(fc1(LN(x)))), with the GELU that
+the configuration names (common.gelu). Every activation is [T, hidden]: tokens of all sequences of a pack end to end.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import EsmConfig
 
-from common.attention import packed_attention
+from common.attention import packed_attention, rotary_tables
+from common.gelu import gelu_of
 from common.linear import Linear, linear
 
 
@@ -42,10 +43,11 @@ class LayerNormLinear(nn.Module):
 class LayerNormMLP(nn.Module):
     """fc2(gelu(fc1(LayerNorm(x))))."""
 
-    def __init__(self, hidden_size: int, ffn_size: int, eps: float):
+    def __init__(self, hidden_size: int, ffn_size: int, eps: float, gelu: str):
         super().__init__()
         self.eps = eps
         self.fc1_product = self.fc2_product = linear
+        self.approximate = "tanh" if gelu == "tanh" else "none"
         self.layer_norm_weight = nn.Parameter(torch.empty(hidden_size))
         self.layer_norm_bias = nn.Parameter(torch.empty(hidden_size))
         self.fc1_weight = nn.Parameter(torch.empty(ffn_size, hidden_size))
@@ -55,7 +57,7 @@ class LayerNormMLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = layer_norm(x, self.layer_norm_weight, self.layer_norm_bias, self.eps)
-        x = F.gelu(self.fc1_product(x, self.fc1_weight, self.fc1_bias))
+        x = F.gelu(self.fc1_product(x, self.fc1_weight, self.fc1_bias), approximate=self.approximate)
         return self.fc2_product(x, self.fc2_weight, self.fc2_bias)
 
 
@@ -72,11 +74,18 @@ class SelfAttention(nn.Module):
 
 
 class TransformerLayer(nn.Module):
-    def __init__(self, config: EsmConfig):
+    def __init__(self, config: EsmConfig, number: int = 0):
         super().__init__()
         self.self_attention = SelfAttention(config)
-        self.layernorm_mlp = LayerNormMLP(config.hidden_size, config.intermediate_size, config.layer_norm_eps)
+        size, ffn_size, eps = config.hidden_size, config.intermediate_size, config.layer_norm_eps
+        self.layernorm_mlp = LayerNormMLP(size, ffn_size, eps, gelu_of(config))
 
     def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor], cu_seqlens: Tensor, max_seqlen: int) -> Tensor:
         x = x + self.self_attention(x, rotary, cu_seqlens, max_seqlen)
         return x + self.layernorm_mlp(x)
+
+
+def prepare(tokens: int, cu_seqlens: Tensor, max_seqlen: int, head_dim: int) -> tuple[tuple[Tensor, Tensor], int]:
+    """What all layers share: (cosines and sines of each token's position in its sequence, the longest sequence)."""
+    starts = torch.repeat_interleave(cu_seqlens[:-1], cu_seqlens.diff(), output_size=tokens)
+    return rotary_tables(torch.arange(tokens, device=cu_seqlens.device) - starts, head_dim), max_seqlen

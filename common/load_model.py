@@ -9,10 +9,12 @@ import torch
 from torch import nn
 
 from common import esm2, presets
+from common.backend import choose_backend
 from common.cli import UserError
 from common.distributed import World
 from common.encode_records import check_tokenizer
 from common.fake_quant import Emulation
+from common.gelu import choose_gelu
 from common.initialise import initialise
 from common.precision_plan import check_device, check_dimensions, describe, resolve
 from common.pretrained import read_pretrained
@@ -32,8 +34,11 @@ def load_model(args, world: World, shard: Callable[[esm2.Esm2ForMaskedLM], None]
         config = presets.load_config(args.config_name or args.model_name_or_path)
         if args.config_overrides:
             config = presets.override(config, args.config_overrides)
+        # From here on, and on record, what was chosen.
+        args.backend, why = choose_backend(args, world.device)
+        args.gelu, remark = choose_gelu(args.gelu, args.backend, config)
         with torch.device("meta"):
-            model = esm2.Esm2ForMaskedLM(config)
+            model = esm2.Esm2ForMaskedLM(config, args.backend)
         set_precision(model, args, world)
         if args.torch_compile:
             esm2.compile_layers(model, world.device.type)
@@ -47,6 +52,9 @@ def load_model(args, world: World, shard: Callable[[esm2.Esm2ForMaskedLM], None]
             parameters = dict(model.named_parameters())
             for name, tensor in pieces:
                 copy_rows(parameters[name], tensor)
+    for line in (f"Backend: {args.backend} ({why})", remark):
+        if line:
+            logger.info(line)
     return model
 
 

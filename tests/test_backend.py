@@ -1,0 +1,90 @@
+"""--backend: what is chosen, what is said, and what is refused where Transformer Engine cannot be."""
+
+from __future__ import annotations
+
+import sys
+from importlib.util import find_spec
+
+import pytest
+import torch
+
+from common.backend import choose_backend
+from common.cli import UserError
+from tests.test_bad_input import refused
+from tests.training_fixtures import arguments, train
+
+CPU = torch.device("cpu")
+without_te = pytest.mark.skipif(find_spec("transformer_engine") is not None, reason="Transformer Engine is installed")
+
+
+@pytest.fixture
+def installed(tmp_path, monkeypatch):
+    """A function that installs a package of the name whose import does what it is told: found, but broken."""
+
+    def install(body: str) -> None:
+        package = tmp_path / "transformer_engine"
+        (package / "pytorch").mkdir(parents=True)
+        (package / "__init__.py").touch()
+        (package / "pytorch" / "__init__.py").write_text(body)
+        monkeypatch.syspath_prepend(str(tmp_path))
+        for name in [n for n in sys.modules if n.startswith("transformer_engine")]:
+            monkeypatch.delitem(sys.modules, name)
+
+    return install
+
+
+@without_te
+def test_te_that_is_not_there_is_one_line(dataset, tmp_path):
+    error = refused(dataset, tmp_path / "out", backend="te")
+    assert "--backend te: Transformer Engine is not installed (pip install" in error
+    assert "--backend torch" in error
+    assert not (tmp_path / "out").exists()
+
+
+@without_te
+def test_auto_takes_torch_and_says_why(dataset, tmp_path):
+    said = train(dataset, tmp_path, max_steps=1)
+    assert "Backend: torch (not te: Transformer Engine is not installed" in said
+
+
+def test_te_on_a_cpu_is_one_line(dataset, installed):
+    installed("")
+    with pytest.raises(UserError, match="--backend te: it needs an NVIDIA GPU.*--backend torch"):
+        choose_backend(arguments(dataset, backend="te"), CPU)
+    chosen, why = choose_backend(arguments(dataset), CPU)
+    assert chosen == "torch"
+    assert "GPU" in why
+
+
+def test_te_that_does_not_load_is_one_line(dataset, installed):
+    installed("raise OSError('libcudnn.so.9: cannot open shared object file:\\n  No such file')")
+    with pytest.raises(UserError, match=r"does not load \(OSError: libcudnn.so.9: cannot .*file: No such file\)"):
+        choose_backend(arguments(dataset, backend="te"), torch.device("cuda"))
+
+
+@pytest.mark.parametrize(
+    ("flags", "named"), [({"torch_compile": True}, "--torch_compile"), ({"gelu": "exact"}, "--gelu exact")]
+)
+def test_what_only_torch_does_is_refused_with_te_and_decides_auto(dataset, installed, flags, named):
+    installed("")
+    gpu = torch.device("cuda")  # nothing is computed on it here
+    with pytest.raises(UserError, match=f"--backend te: {named}"):
+        choose_backend(arguments(dataset, backend="te", bf16=True, **flags), gpu)
+    assert choose_backend(arguments(dataset, bf16=True, **flags), gpu) == (
+        "torch",
+        f"not te: {named} is the torch backend's",
+    )
+
+
+def test_auto_takes_te_where_it_fits_and_torch_in_fp32(dataset, installed):
+    installed("")
+    assert choose_backend(arguments(dataset, bf16=True), torch.device("cuda")) == ("te", "Transformer Engine is here")
+    chosen, why = choose_backend(arguments(dataset), torch.device("cuda"))
+    assert chosen == "torch"
+    assert "TF32" in why
+
+
+@pytest.mark.parametrize("flags", [{"backend": "jax"}, {"gelu": "sigmoid"}])
+def test_unknown_choices_are_refused_by_name(dataset, tmp_path, flags):
+    ((name, value),) = flags.items()
+    assert f"--{name} {value}: choose" in refused(dataset, tmp_path / "out", **flags)
