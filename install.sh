@@ -5,7 +5,8 @@
 #   ./install.sh --dev    what the tests and linters need, too
 #
 # PYTHON=/path/to/python3.12 chooses the interpreter. Where there is no NVIDIA GPU, torch comes as a CPU build: the
-# default one for Linux brings gigabytes of CUDA libraries.
+# default one for Linux brings gigabytes of CUDA libraries. TORCH_BUILD=cuda or cpu says which (a cluster's login node
+# has no GPU, but its nodes do).
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")"
 
@@ -25,9 +26,16 @@ for candidate in "${PYTHON:-}" python3 python3.12 python3.11; do
 done
 [ -n "$python" ] || fail "Python 3.11 or 3.12 is needed and none was found; name one with PYTHON=/path/to/python"
 
+build=${TORCH_BUILD:-}
+if [ -z "$build" ]; then
+  build=cuda
+  if [ "$(uname -s) $(uname -m)" = "Linux x86_64" ] && ! nvidia-smi >/dev/null 2>&1; then build=cpu; fi
+fi
+[[ $build =~ ^(cuda|cpu)$ ]] || fail "TORCH_BUILD=$build: cuda or cpu"
+
 # Done already, with these very files?
 version=$("$python" -c 'import platform; print(platform.python_version(), platform.machine())')
-wanted="$version $(cat install.sh constraints.txt "${requirements[@]}" | cksum)"
+wanted="$version $build $(cat install.sh constraints.txt "${requirements[@]}" | cksum)"
 stamp=".venv/installed-${#requirements[@]}"
 if [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$wanted" ]; then exit 0; fi
 
@@ -40,9 +48,13 @@ rm -f "$stamp"
 pip() { .venv/bin/python -m pip --disable-pip-version-check "$@"; }
 
 torch=$(grep '^torch==' requirements.txt)
-if [ "$(uname -s) $(uname -m)" = "Linux x86_64" ] && ! nvidia-smi >/dev/null 2>&1; then
+installed=$(.venv/bin/python -c 'import importlib.metadata as m; print("torch==" + m.version("torch"))' 2>/dev/null || true)
+if [ "$build" = cuda ]; then
+  # To pip the CPU build would do.
+  if [ "$installed" = "${torch}+cpu" ]; then pip uninstall --quiet --yes torch; fi
+else
   cpu=${torch}+cpu
-  if ! .venv/bin/python -c "import torch, sys; sys.exit('torch==' + torch.__version__ != '$cpu')" 2>/dev/null; then
+  if [ "$installed" != "$cpu" ]; then
     echo "No NVIDIA GPU here: installing the CPU build of torch"
     # From wherever this machine's pip is set up to look, else from PyTorch's own index.
     pip install --quiet "$cpu" -c constraints.txt 2>/dev/null ||

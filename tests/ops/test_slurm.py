@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import sys
 from pathlib import Path
@@ -16,7 +17,7 @@ from tests.training_fixtures import ROOT, TINY_MODEL, TINY_OVERRIDES, flags_of, 
 
 pytestmark = pytest.mark.skipif(bool(missing()), reason=missing())
 
-STEPS = 600
+STEPS = 300
 FLAGS = {"max_steps": STEPS, "save_steps": 50, "bf16": True, "save_final_model": False}
 TWO_NODES = "--nodes=2 --gpus-per-node=1"  # one rank on each
 
@@ -32,7 +33,7 @@ def cluster(tmp_path_factory):
     checkout = tmp_path_factory.mktemp("slurm") / "checkout"
     checkout.mkdir()
     for path in ROOT.iterdir():
-        if path.suffix in (".py", ".sh") or path.name in ("common", "slurm"):
+        if path.suffix in (".py", ".sh", ".txt") or path.name in ("common", "slurm"):
             (checkout / path.name).symlink_to(path)
     (checkout / ".venv").symlink_to(sys.prefix)
     variables = {"MODEL": TINY_MODEL["config_name"], "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
@@ -44,7 +45,7 @@ def cluster(tmp_path_factory):
 def whole(dataset, tmp_path_factory) -> Path:
     """The run of FLAGS on two ranks, never interrupted."""
     out = tmp_path_factory.mktemp("whole")
-    train(dataset, out, 2, **FLAGS | {"do_eval": True})
+    train(dataset, out, 2, **FLAGS)
     return out
 
 
@@ -65,18 +66,24 @@ def said(cluster, job: int) -> str:
     return log.read_text()
 
 
-def test_data_then_training(cluster, tmp_path):
-    """FASTA to a model by three jobs, each of which waits for the one before."""
+def test_the_readme_from_fasta_to_a_model(cluster, tmp_path):
+    """The README's commands on two nodes and a few proteins: three jobs, each of which waits for the one before."""
     target = tmp_path / "target"
     write_sample(tmp_path / "my.fasta", num_proteins=150, seed=1)
-    data = cluster.on_head(
-        f"slurm/submit_data.sh --source {tmp_path}/my.fasta -- --validation_size 10 --test_size 5 2>/dev/null",
-        TARGET_PATH=str(target),
-    )
-    job = cluster.submit(
-        f"--dependency=afterok:{data} --kill-on-invalid-dep=yes --gpus-per-node=2 slurm/train_fsdp.sh {flags()}",
-        TARGET_PATH=str(target),
-    )
+    commands = re.search(r"## On a Slurm cluster\n.*?```sh\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)[1]
+    smaller = {
+        r"^\. slurm/create_venv\.sh.*$": ":",
+        r"(?<=TARGET_PATH=)\S+": str(target),
+        r"(?<=MODEL=)\S+": TINY_MODEL["config_name"],
+        r"submit_data\.sh": f"submit_data.sh --source {tmp_path}/my.fasta -- --validation_size 10 --test_size 5",
+        r"--nodes=4 --gpus-per-node=8": "--nodes=2 --gpus-per-node=2",
+        r"train_fsdp\.sh": f"train_fsdp.sh {flags()}",
+        r"^tail -F": "tail -n 0",
+    }
+    for pattern, replacement in smaller.items():
+        commands, count = re.subn(pattern, replacement, commands, flags=re.MULTILINE)
+        assert count == 1, pattern
+    job = int(re.search(r"Submitted batch job (\d+)", cluster.on_head(commands, check=False))[1])
     assert cluster.job(job)["JobState"] == "PENDING"
     assert cluster.end(job) == "COMPLETED", cluster.said()
     out = target / "out-fsdp"
@@ -84,7 +91,7 @@ def test_data_then_training(cluster, tmp_path):
     train(target / "processed" / "arrow", tmp_path / "one", 4, script="train_fsdp2.py", bf16=True)
     assert losses(out) == losses(tmp_path / "one")
     logs = [*(cluster.checkout / "logs" / f"esm2-fsdp_{job}" / "0").glob("n[12]/*/attempt_0/[01]/stderr.log")]
-    assert len(logs) == 4
+    assert len(logs) == 2 * 4  # of the preflight, and of training
     assert sum("***** Running training *****" in log.read_text() for log in logs) == 1
     assert "***** Running training *****" in said(cluster, job)
 
@@ -126,3 +133,57 @@ def test_scancel_saves_and_the_job_does_not_come_back(cluster, dataset, whole, t
     assert newest_step(out) == rows(out)[-1]["step"] < STEPS
     assert cluster.job(job)["Restarts"] == "0"
 
+
+WRONG = {
+    "TARGET_PATH is not set": ("slurm/download_data.sh", {"TARGET_PATH": ""}),
+    "MODEL is not set": ("slurm/train_ddp.sh", {"MODEL": ""}),
+    "no such directory on n": ("slurm/train_ddp.sh", {"DATASET_DIR": "/no/data"}),
+    "this job has no GPUs": ("slurm/train_fsdp.sh", {}),
+    "CONTAINER_IMAGE=/no/image.sqsh: no such file": ("slurm/train_ddp.sh", {"CONTAINER_IMAGE": "/no/image.sqsh"}),
+    "this Slurm has no pyxis": ("slurm/preprocess.sh", {"CONTAINER_IMAGE": "registry#image:1"}),
+    "no .venv in": ("--chdir={no_venv} slurm/preprocess.sh", {}),
+    "no repository in": ("--chdir={empty} slurm/train_ddp.sh", {}),
+    "/no/fasta": ("slurm/download_data.sh --source /no/fasta", {}),
+    "unknown flag --frobnicate": (f"slurm/train_ddp.sh --frobnicate {flags()}", {"NPROC_PER_NODE": "1"}),
+}
+
+
+def test_what_is_wrong_is_said_in_one_line_within_seconds(cluster, dataset, tmp_path):
+    """All at once, on nodes that they share; none comes back."""
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "no_venv").mkdir()
+    (tmp_path / "no_venv" / "slurm").symlink_to(ROOT / "slurm")
+    logs = {}
+    usual = {"TARGET_PATH": str(tmp_path), "DATASET_DIR": str(dataset), "PREFLIGHT": "off"}
+    for number, (message, (script, variables)) in enumerate(WRONG.items()):
+        log = tmp_path / f"{number}.out"
+        script = script.format(no_venv=tmp_path / "no_venv", empty=tmp_path / "empty")
+        job = cluster.submit(f"--nodes=1 --oversubscribe --mem=1 --output={log} {script}", **usual | variables)
+        logs[job] = log, message
+    for job, (log, message) in logs.items():
+        assert cluster.end(job, 30) == "FAILED", message
+        errors = [line for line in log.read_text().splitlines() if "error: " in line and "srun: error" not in line]
+        assert len(errors) == 1, log.read_text()
+        assert message in errors[0]
+        assert cluster.job(job)["ExitCode"] == "2:0", message
+
+
+def test_submit_data_refuses_what_cannot_work(cluster):
+    assert cluster.on_head("slurm/submit_data.sh", check=False).startswith("error: TARGET_PATH is not set")
+    assert cluster.on_head("squeue -h --name=esm2-download") == ""
+
+
+def test_a_failed_download_does_not_leave_the_next_job_waiting(cluster, tmp_path):
+    last = cluster.on_head("slurm/submit_data.sh --source /no/fasta 2>/dev/null", TARGET_PATH=str(tmp_path))
+    assert cluster.end(int(last), 30) == "CANCELLED"
+
+
+@pytest.mark.skipif(not (Path(sys.prefix) / "installed-1").exists(), reason="this environment is not install.sh's")
+def test_create_venv_leaves_the_shell_that_sources_it_as_it_is(cluster):
+    source = 'before=$-$(shopt -p)$(set +o)$PWD; . slurm/create_venv.sh; echo "status $?"'
+    same = '[ "$before" = "$-$(shopt -p)$(set +o)$PWD" ] && echo same; realpath "$VIRTUAL_ENV"'
+    for _ in range(2):
+        found = cluster.on_head(f"{source}; {same}", TORCH_BUILD="cpu").splitlines()
+        assert found[-3:] == ["status 0", "same", str(Path(sys.prefix).resolve())]
+    found = cluster.on_head(f"{source}; {same}", TORCH_BUILD="tpu", check=False).splitlines()
+    assert found[:3] == ["error: TORCH_BUILD=tpu: cuda or cpu", "status 2", "same"]

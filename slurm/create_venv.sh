@@ -1,0 +1,14 @@
+#!/usr/bin/env bash
+# Make .venv in the repository, on the filesystem that the nodes share, and activate it. A second run is instant.
+#
+#   . slurm/create_venv.sh                   (sourced: the shell stays as it is, whatever happens, but for the venv)
+#   TORCH_BUILD=cpu . slurm/create_venv.sh   for nodes without GPUs; the login node itself needs none either way
+#
+# PYTHON=/path/to/python3.12 chooses the interpreter, which must be there on the nodes, too.
+# shellcheck disable=SC1091  # .venv/bin/activate is not there yet
+# The work is done in a shell of its own: `set -e` and exits do not reach the one that sources this.
+(
+  set -euo pipefail
+  cd "$(dirname "${BASH_SOURCE[0]:-$0}")/.."
+  TORCH_BUILD=${TORCH_BUILD:-cuda} ./install.sh
+) && . "$(dirname "${BASH_SOURCE[0]:-$0}")/../.venv/bin/activate"
