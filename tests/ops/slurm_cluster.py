@@ -153,7 +153,11 @@ class SlurmCluster:
             return
         # Of a node that was killed, the kernel takes its end of the cable away soon after.
         self.until(lambda: f"to-{name}" not in self._ip("head", "-o link"), f"{name}'s cable stays", 20)
-        self._ip("head", f"link add to-{name} type veth peer name eth0 netns {self._process_1(name)}")
+        # A host that comes back has the hardware address that the others remember.
+        hardware = f"02:00:00:00:00:{NODES[name].rsplit('.', 1)[1]}"
+        self._ip(
+            "head", f"link add to-{name} type veth peer name eth0 address {hardware} netns {self._process_1(name)}"
+        )
         self._ip("head", f"link set to-{name} master switch up")
         self._ip(name, "link set lo up", f"addr add {address} dev eth0", "link set eth0 up")
 
