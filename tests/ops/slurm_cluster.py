@@ -204,7 +204,7 @@ class SlurmCluster:
         words = self.on_head(f"scontrol --oneliner show job {number}").split()
         return dict(word.split("=", 1) for word in words if "=" in word)
 
-    def end(self, number: int, seconds: float = 120) -> str:
+    def end(self, number: int, seconds: float = 300) -> str:
         """The state a job ends in. A job that was put back into the queue starts at once, not after two minutes."""
         final = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY")
 
@@ -237,7 +237,7 @@ class SlurmCluster:
         for pid in self.ranks(number):
             os.kill(pid, which)
 
-    def until(self, happened: Callable[[], object], otherwise: str, seconds: float = 120, poll: float = 0.05) -> None:
+    def until(self, happened: Callable[[], object], otherwise: str, seconds: float = 300, poll: float = 0.05) -> None:
         deadline = time.monotonic() + seconds
         while not happened():
             assert time.monotonic() < deadline, f"{otherwise}\n{self.said()}"

@@ -161,7 +161,7 @@ def test_what_is_wrong_is_said_in_one_line_within_seconds(cluster, dataset, tmp_
         job = cluster.submit(f"--nodes=1 --oversubscribe --mem=1 --output={log} {script}", **usual | variables)
         logs[job] = log, message
     for job, (log, message) in logs.items():
-        assert cluster.end(job, 30) == "FAILED", message
+        assert cluster.end(job) == "FAILED", message
         errors = [line for line in log.read_text().splitlines() if "error: " in line and "srun: error" not in line]
         assert len(errors) == 1, log.read_text()
         assert message in errors[0]
@@ -175,7 +175,7 @@ def test_submit_data_refuses_what_cannot_work(cluster):
 
 def test_a_failed_download_does_not_leave_the_next_job_waiting(cluster, tmp_path):
     last = cluster.on_head("slurm/submit_data.sh --source /no/fasta 2>/dev/null", TARGET_PATH=str(tmp_path))
-    assert cluster.end(int(last), 30) == "CANCELLED"
+    assert cluster.end(int(last)) == "CANCELLED"
 
 
 @pytest.mark.skipif(not (Path(sys.prefix) / "installed-1").exists(), reason="this environment is not install.sh's")
