@@ -112,20 +112,17 @@ nodes_answer() {
   timeout "$GRACE_SECONDS" srun --overlap --nodes="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 true
 }
 
-# Put this job back into the queue: same number, same script, same arguments. Not after scancel.
+# Put this job back into the queue: same number, same script, same arguments.
 requeue() {
   local state
   state=$(squeue --noheader --jobs="$SLURM_JOB_ID" --format="%T %r")
-  case "$1, $state" in
-    *", RUNNING"* | *TimeLimit) ;;
-    # After scancel; it would start again if it were told to.
-    "told to stop"*) echo "$(date +%T) not requeueing job $SLURM_JOB_ID: Slurm says $state"; return ;;
-    # Slurm has noticed by itself, and requeues the job; a script that exits meanwhile makes it one that has failed.
-    *) sleep "$GRACE_SECONDS"; return ;;
+  # After scancel the job is COMPLETING without a reason, and would start again if it were told to; so it is when Slurm
+  # has noticed a dead node and requeues by itself. After the walltime the reason is TimeLimit.
+  case $state in
+    RUNNING* | *TimeLimit) ;;
+    *) echo "$(date +%T) not requeueing job $SLURM_JOB_ID: Slurm says $state"; return ;;
   esac
   if [ "$restarts" -ge "$MAX_REQUEUES" ]; then fail "not requeued: $restarts times is MAX_REQUEUES"; fi
   echo "$(date +%T) requeueing job $SLURM_JOB_ID: $1"
-  trap - TERM
   scontrol requeue "$SLURM_JOB_ID"
-  sleep "$GRACE_SECONDS" # until Slurm ends this script
 }

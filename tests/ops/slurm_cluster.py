@@ -218,6 +218,7 @@ class SlurmCluster:
     def start_now(self, number: int) -> None:
         job = self.job(number)
         if job["JobState"] == "PENDING" and job["Reason"] == "BeginTime":
+            time.sleep(3)  # its old credential is revoked, to the second: a new one of the same second would be, too
             self.on_head(f"scontrol update JobId={number} StartTime=now", check=False)
 
     def ranks(self, number: int) -> list[int]:
