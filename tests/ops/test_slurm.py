@@ -70,7 +70,7 @@ def test_the_readme_from_fasta_to_a_model(cluster, tmp_path):
     """The README's commands on two nodes and a few proteins: three jobs, each of which waits for the one before."""
     target = tmp_path / "target"
     write_sample(tmp_path / "my.fasta", num_proteins=150, seed=1)
-    commands = re.search(r"## On a Slurm cluster\n.*?```sh\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)[1]
+    commands = re.search(r"### Slurm\n.*?```sh\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)[1]
     smaller = {
         r"^\. slurm/create_venv\.sh.*$": ":",
         r"(?<=TARGET_PATH=)\S+": str(target),
