@@ -42,7 +42,7 @@ class PreflightArguments:
     dataloader_num_workers: int = flag(1, "Loader workers of the job, which need shared memory.")
     min_free_gb: float = flag(20.0, "Warn of less room than this for checkpoints, in 1e9 bytes.")
     max_clock_skew: float = flag(1.0, "Warn of clocks that differ by more seconds than this.")
-    timeout: float = flag(30.0, "Seconds to wait for a rank, a filesystem or a network that does not answer.")
+    timeout: float = flag(60.0, "Seconds to wait for a rank, a filesystem or a network that does not answer.")
     fail_on: str = flag("error", "error, or warn: what the exit status 2 is for.")
     json: str | None = flag(
         None, "Write the report there as JSON; -: on standard output (the table on standard error)."

@@ -9,6 +9,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
 
+import torch.distributed as dist
+
 from common import preflight_ranks as ranks
 from common.cli import UserError
 from common.preflight_meeting import GRACE_S, Meeting
@@ -96,20 +98,25 @@ class Exchange:
         fine, timings = True, []
         for number, pairs in enumerate(ranks.ring_rounds(len(self.leaders))):
             pairs = [(self.leaders[a], self.leaders[b]) for a, b in pairs]
-            timing = None
+            timing = group = None
             for pair in pairs:
                 if self.world.rank in pair:
                     names = " and ".join(f"rank {rank} ({self.hosts[rank]})" for rank in sorted(pair))
                     what = f"an all-reduce between {names}"
-                    timing = self._attempt(report, what, ranks.time_pair, self.world, pair, self.meeting.seconds)
-                    fine &= timing is not None
+                    measured = self._attempt(report, what, ranks.time_pair, self.world, pair, self.meeting.seconds)
+                    fine &= measured is not None
+                    timing, group = measured or (None, None)
             name = f"pairs/{number}"
             self.meeting.post(name, timing and asdict(timing))
             if self.world.is_main:
                 found, missing = self.meeting.collect(name, [min(pair) for pair in pairs])
                 timings += [ranks.Timing(**value) for value in found.values() if value]
             # The next round begins when this one is over everywhere: who is late is then not the next pair's fault.
-            fine &= self._agree(f"{name}/done", fine)
+            if not self._agree(f"{name}/done", fine):
+                fine = False
+                break
+            if group is not None:
+                dist.destroy_process_group(group)
         if self.world.is_main and timings:
             self._judge(timings)
         return fine

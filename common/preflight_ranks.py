@@ -90,10 +90,14 @@ def ring_rounds(count: int) -> list[list[tuple[int, int]]]:
     return [each for each in rounds if each]
 
 
-def time_pair(world: World, pair: tuple[int, int], seconds: float) -> Timing:
-    """Both ranks of the pair call, no other."""
+def time_pair(world: World, pair: tuple[int, int], seconds: float) -> tuple[Timing, dist.ProcessGroup]:
+    """Both ranks of the pair call, no other. The group is to be destroyed before either rank's next pair.
+
+    torch 2.13 names such a group by its ranks and by how many groups a rank has: unless that is the same number on
+    both, they wait for each other under different names.
+    """
     group = dist.new_group(sorted(pair), timeout=timedelta(seconds=seconds), use_local_synchronization=True)
-    return time_all_reduce(world, sorted(pair), group)
+    return time_all_reduce(world, sorted(pair), group), group
 
 
 def time_all_reduce(world: World, ranks: list[int], group: dist.ProcessGroup | None = None) -> Timing:

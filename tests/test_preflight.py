@@ -8,6 +8,7 @@ import os
 import runpy
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -24,18 +25,16 @@ NEW_MOUNTS, NEW_HOSTNAME = 0x00020000, 0x04000000  # flags of unshare(2)
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="namespaces need root")
 
 
-def preflight(
-    *flags, nproc: int = 2, one_node: bool = False, before: dict | None = None
-) -> tuple[list[int], list[str]]:
-    """Exit statuses and output of `nproc` ranks, each a node of its own. before: what to do first, by rank."""
-    return on_ranks(nproc, _as_node, [str(flag) for flag in flags], one_node, before or {})
+def preflight(*flags, nproc: int = 2, per_node: int = 1, before: dict | None = None) -> tuple[list[int], list[str]]:
+    """Exit statuses and output of `nproc` ranks, `per_node` of them a "node". before: what to do first, by rank."""
+    return on_ranks(nproc, _as_rank, [str(flag) for flag in flags], per_node, before or {})
 
 
-def _as_node(flags: list[str], one_node: bool, before: dict) -> None:
-    rank = os.environ.get("RANK", "0")
-    if not one_node:
-        os.environ |= {"GROUP_RANK": rank, "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
-    for function, *arguments in before.get(int(rank), ()):
+def _as_rank(flags: list[str], per_node: int, before: dict) -> None:
+    rank = int(os.environ.get("RANK", 0))
+    place = {"GROUP_RANK": rank // per_node, "LOCAL_RANK": rank % per_node, "LOCAL_WORLD_SIZE": per_node}
+    os.environ |= {name: str(value) for name, value in place.items()}
+    for function, *arguments in before.get(rank, ()):
         function(*arguments)
     sys.argv = ["common/preflight.py", *flags]
     runpy.run_module("common.preflight", run_name="__main__")
@@ -54,7 +53,7 @@ def test_two_nodes_under_torchrun_as_the_job_scripts_start_it(dataset, tmp_path)
     command = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc_per_node=1"]
     command += ["--rdzv_backend=c10d", f"--rdzv_endpoint=127.0.0.1:{_free_port()}", f"--rdzv_id={os.getpid()}"]
     command += ["-m", "common.preflight", f"--dataset_dir={dataset}", f"--output_dir={output}", "--fail_on=error"]
-    command += ["--min_free_gb=0.1", f"--json={tmp_path / 'report.json'}"]
+    command += ["--min_free_gb=0.1", "--timeout=150", f"--json={tmp_path / 'report.json'}"]
     agents = [
         subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment(), cwd=ROOT
@@ -81,6 +80,18 @@ def test_two_nodes_under_torchrun_as_the_job_scripts_start_it(dataset, tmp_path)
     assert pair["bandwidth"] > 1e6
     assert not output.exists()
     assert not list(tmp_path.glob(".preflight*"))
+
+
+def test_three_nodes_of_two_ranks_in_a_ring(tmp_path):
+    """Only the first rank of a node stands for it; each node is in two pairs, though their number is odd."""
+    codes, said = preflight(f"--json={tmp_path}/report.json", nproc=6, per_node=2)
+    assert codes == [0] * 6, said
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert (report["ranks"], report["nodes"]) == (6, 3)
+    assert sorted(sorted(pair["ranks"]) for pair in report["pairs"]) == [[0, 2], [0, 4], [2, 4]]
+    checks = {row["check"]: row for row in report["checks"]}
+    assert [place.split(" (")[0] for place in checks["shm"]["where"]] == ["rank 0", "rank 2", "rank 4"]
+    assert checks["all-reduce"]["found"].startswith("all 6 ranks: ")
 
 
 def test_one_process_by_itself(dataset):
@@ -226,9 +237,8 @@ def test_efa_that_was_asked_for_and_is_not_there():
 
 
 def test_network_variables_that_leave_nothing():
-    codes, said = preflight(
-        "--fail_on=warn", before={1: [(_environ, "NCCL_SOCKET_IFNAME", "^docker,lo,veth,eth,ifb")]}
-    )
+    names = ",".join(name for _, name in socket.if_nameindex())
+    codes, said = preflight("--fail_on=warn", before={1: [(_environ, "NCCL_SOCKET_IFNAME", f"^{names}")]})
     assert codes == [2, 2]  # a warning only: gloo does not read that variable
     assert "rank 1" in "".join(lines_of(said[0], "warning"))
     codes, said = preflight(nproc=1, before={0: [(_environ, "GLOO_SOCKET_IFNAME", "nope0")]})
@@ -262,6 +272,13 @@ def test_a_rank_that_never_comes_is_named_in_time():
     assert "rank 1 (node 1, of which nobody has come) has not come within 4 s" in line
     assert float(said[0].split(" nodes, ")[1].split(" s")[0]) < 20
     assert not lines_of(said[2])
+
+
+def test_a_rank_that_never_comes_though_its_node_does():
+    codes, said = preflight("--timeout=4", nproc=4, per_node=2, before={3: [(_stay_away, 12)]})
+    assert codes == [2, 2, 2, 9]
+    (line,) = lines_of(said[0])
+    assert f"rank 3 ({socket.gethostname()}) has not come within 4 s" in line
 
 
 def _stay_away(seconds: float) -> None:
@@ -310,7 +327,7 @@ def test_clocks_that_differ(tmp_path):
         variables = {"RANK": rank, "LOCAL_RANK": 0, "WORLD_SIZE": 3, "LOCAL_WORLD_SIZE": 1, "GROUP_RANK": rank}
         variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "FAKETIME_DONT_FAKE_MONOTONIC": 1}
         variables = environment() | {name: str(value) for name, value in variables.items()}
-        command = [sys.executable, "-m", "common.preflight", f"--json={tmp_path}/report.json"]
+        command = [sys.executable, "-m", "common.preflight", "--timeout=150", f"--json={tmp_path}/report.json"]
         start = ["faketime", "-f", shift] if shift else []
         pipes = {"stderr": subprocess.PIPE, "text": True}
         nodes.append(subprocess.Popen([*start, *command], env=variables, cwd=ROOT, **pipes))
@@ -320,6 +337,7 @@ def test_clocks_that_differ(tmp_path):
         for node in nodes:
             node.kill()
     assert [node.returncode for node in nodes] == [2, 2, 2], said
+    assert len(lines_of(said[0])) == 1
     report = json.loads((tmp_path / "report.json").read_text())
     found = [(row["level"], row["found"]) for row in report["checks"] if row["check"] == "clocks"]
     for (level, what), (expected, who, direction, seconds) in zip(
