@@ -73,7 +73,7 @@ class Checkpointer:
         """Save now; returns once the state is copied (`async_save`) or written. Raises what the last save raised."""
         self.wait()
         model_state, optimizer_state = get_state_dict(self.model, self.optimizer)
-        state = {"model": model_state, "optimizer": optimizer_state} | self._scales()
+        state = {"model": _canonical(model_state), "optimizer": optimizer_state} | self._scales()
         if not self.background:
             self._write(step, state, trainer_state)
             return self._raise_failure()
@@ -179,18 +179,20 @@ class Checkpointer:
         reader = dcp.FileSystemReader(path)
         with self.world.together():
             scales = self._scales(reader.read_metadata().state_dict_metadata)
-        state = {"model": model_state, "optimizer": optimizer_state} | scales
+        state = {"model": _canonical(model_state), "optimizer": optimizer_state} | scales
         dcp.load(state, storage_reader=reader, process_group=self.group)
         set_state_dict(
             self.model,
             self.optimizer,
-            model_state_dict=state["model"],
+            model_state_dict=model_state | state["model"],
             optim_state_dict=state["optimizer"],
         )
         return json.loads((path / "trainer_state.json").read_text())
 
     def _scales(self, saved: dict | None = None) -> dict:
         """What delayed scaling adds to a checkpoint; of a `saved` one, only if it is there, and fits."""
+        if saved is not None and not self.scales and any(name.startswith("scales.") for name in saved):
+            logger.info("The checkpoint's FP8 scales are left out: nothing here scales by history")
         if saved is None or not self.scales:
             return {"scales": self.scales} if self.scales else {}
         there = {name: saved.get(f"scales.{name}") for name in self.scales}
@@ -229,6 +231,11 @@ class Checkpointer:
                 files.set_aside_beyond(self.output_dir, step)
                 if step == 0:
                     (self.output_dir / files.SAVED).unlink(missing_ok=True)
+
+
+def _canonical(model_state: dict) -> dict:
+    """Without the `_extra_state` of Transformer Engine: pickles of what `scales` holds, and of no use elsewhere."""
+    return {name: value for name, value in model_state.items() if not name.endswith("_extra_state")}
 
 
 def _copied(state):

@@ -70,13 +70,14 @@ class Encoder(nn.Module):
     def __init__(self, config: EsmConfig, backend: str = "torch"):
         super().__init__()
         self.head_dim = config.hidden_size // config.num_attention_heads
-        self.backend = importlib.import_module(f"common.layers_{backend}")
-        self.layers = nn.ModuleList(self.backend.TransformerLayer(config, n) for n in range(config.num_hidden_layers))
+        layers = importlib.import_module(f"common.layers_{backend}")
+        self.prepare = layers.prepare
+        self.layers = nn.ModuleList(layers.TransformerLayer(config, n) for n in range(config.num_hidden_layers))
         self.quantised = None  # contexts in which Transformer Engine computes in other formats: common.precision_te
         self.emb_layer_norm_after = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
 
     def forward(self, x: Tensor, cu_seqlens: Tensor, max_seqlen: int) -> Tensor:
-        rotary, max_seqlen = self.backend.prepare(len(x), cu_seqlens, max_seqlen, self.head_dim)
+        rotary, max_seqlen = self.prepare(len(x), cu_seqlens, max_seqlen, self.head_dim)
         with self.quantised.all() if self.quantised else nullcontext():
             for number, layer in enumerate(self.layers):
                 with self.quantised.layer(number) if self.quantised else nullcontext():

@@ -24,7 +24,9 @@ _KEPT = (
 def save_activations(layers: list[nn.Module], mode: str, offload: bool) -> None:
     """Set the MODES of these layers, in place: names and parameters stay as they are."""
     for layer in layers:
-        if mode != "none":
+        if mode != "none" and hasattr(layer, "recompute"):
+            layer.recompute()  # Transformer Engine's own way: `full` only (see common.backend)
+        elif mode != "none":
             contexts = {"context_fn": partial(create_selective_checkpoint_contexts, _policy)}
             layer.forward = partial(
                 checkpoint,

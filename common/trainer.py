@@ -75,7 +75,8 @@ class Run:
         self.config = self.core.config
         self.data = data
         self.optimizer = build_optimizer(model, args)
-        scales = self.core.emulation.state if self.core.emulation else {}
+        quantised = self.core.emulation or self.core.encoder.quantised
+        scales = quantised.state if quantised else {}
         self.checkpointer = Checkpointer(output_dir, model, self.optimizer, self.config, world, args, scales)
         self.tracker = Tracker()
         with world.main_does() as mine:

@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 import sys
+from argparse import Namespace
 from importlib.util import find_spec
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 
 from common.backend import choose_backend
-from common.cli import UserError
+from common.checkpoint import Checkpointer
+from common.cli import UserError, setup_logging
+from common.distributed import World
+from common.esm2 import build_model
+from common.linear import Linear
+from common.presets import esm2_config
+from tests.reference import packed, random_batch
 from tests.test_bad_input import refused
-from tests.training_fixtures import arguments, train
+from tests.training_fixtures import arguments, on_ranks, train
 
 CPU = torch.device("cpu")
 without_te = pytest.mark.skipif(find_spec("transformer_engine") is not None, reason="Transformer Engine is installed")
@@ -88,3 +96,51 @@ def test_auto_takes_te_where_it_fits_and_torch_in_fp32(dataset, installed):
 def test_unknown_choices_are_refused_by_name(dataset, tmp_path, flags):
     ((name, value),) = flags.items()
     assert f"--{name} {value}: choose" in refused(dataset, tmp_path / "out", **flags)
+
+
+class WithExtraState(torch.nn.Linear):
+    """As Transformer Engine's modules do it: bytes, none before the first forward pass, refused when loaded."""
+
+    def get_extra_state(self):
+        return torch.tensor(list(b"scales") if self.forwarded else [], dtype=torch.uint8)
+
+    def set_extra_state(self, state):
+        assert state.numel() == 0, "a pickle"
+
+
+def _saved_and_restored(out) -> None:
+    setup_logging()
+    world = World(0, 0, 1, CPU)
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    flags = Namespace(save_total_limit=None, async_save=False, ddp_timeout=60, do_train=True, output_dir=str(out))
+    config = esm2_config(1, 64, 4)
+
+    def checkpointer(seed: int, kind: type, scales: dict):
+        model = build_model(config, seed)
+        model.lm_head.dense.__class__, model.lm_head.dense.forwarded = kind, False
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        model(**packed(random_batch([9, 20]))).loss_sum.backward()
+        optimizer.step()
+        return model, Checkpointer(out, model, optimizer, config, world, flags, scales)
+
+    scale = {"layers.0.proj.scaling_fwd.scale": torch.tensor([3.0])}
+    first, writer = checkpointer(0, WithExtraState, scale)
+    first.lm_head.dense.forwarded = True
+    writer.save(1, {"step": 1})
+    kept = dcp.FileSystemReader(out / "checkpoint-1").read_metadata().state_dict_metadata
+    assert not [name for name in kept if "extra_state" in name]
+    assert "scales.layers.0.proj.scaling_fwd.scale" in kept
+    # into a fresh model of the same kind, whose scales are there already; and into one without any
+    scale = {name: torch.ones(1) for name in scale}
+    for seed, kind, scales in ((1, WithExtraState, scale), (2, Linear, {})):
+        model, reader = checkpointer(seed, kind, scales)
+        assert reader.restore(None) == {"step": 1}
+        for (name, ours), theirs in zip(model.named_parameters(), first.parameters(), strict=True):
+            assert torch.equal(ours, theirs), name
+    assert scale["layers.0.proj.scaling_fwd.scale"].item() == 3.0
+
+
+def test_checkpoints_hold_scales_as_tensors_and_move_between_backends(tmp_path):
+    codes, said = on_ranks(1, _saved_and_restored, tmp_path)
+    assert codes == [0], said
+    assert said[0].count("FP8 scales are left out") == 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 
 import pytest
@@ -88,6 +89,12 @@ def test_the_choice(asked, backend, own, chosen):
     assert settled == chosen == gelu_of(config)
     assert config.hidden_act == HIDDEN_ACT[chosen]
     assert bool(remark) == ("tanh" in (chosen, own))  # ESM-2 as published goes without saying
+
+
+def test_a_copy_of_a_model_computes_the_same():
+    model = build_model(esm2_config(**TINY, hidden_act=HIDDEN_ACT["tanh"]), seed=0)
+    batch = packed(random_batch([9, 20]))
+    assert torch.equal(copy.deepcopy(model)(**batch).loss_sum, model(**batch).loss_sum)
 
 
 def test_other_names_count_for_nothing_as_in_transformers():
