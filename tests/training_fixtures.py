@@ -80,9 +80,11 @@ def environment() -> dict[str, str]:
     return os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
 
 
-def training_command(dataset_dir: Path | None, output_dir: Path, nproc: int = 1, **flags) -> list[str]:
+def training_command(
+    dataset_dir: Path | None, output_dir: Path, nproc: int = 1, script: str = "train_ddp.py", **flags
+) -> list[str]:
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={nproc}"] if nproc > 1 else []
-    return [sys.executable, *launcher, str(ROOT / "train_ddp.py"), *flags_of(dataset_dir, output_dir, **flags)]
+    return [sys.executable, *launcher, str(ROOT / script), *flags_of(dataset_dir, output_dir, **flags)]
 
 
 def run_training(

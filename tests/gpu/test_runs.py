@@ -1,0 +1,70 @@
+"""Whole runs on a GPU, as a user starts them: NCCL, both backends, checkpoints that move between them."""
+
+from __future__ import annotations
+
+import json
+from importlib.util import find_spec
+
+import pytest
+import torch
+
+from tests.training_fixtures import losses, run_training
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU")
+BACKENDS = [
+    "torch",
+    pytest.param(
+        "te",
+        marks=pytest.mark.skipif(find_spec("transformer_engine") is None, reason="Transformer Engine is not here"),
+    ),
+]
+SCRIPTS = ["train_ddp.py", "train_fsdp2.py"]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_a_run_trains_saves_and_resumes(dataset, tmp_path, backend, script):
+    flags = {"backend": backend, "bf16": True, "max_steps": 20, "save_steps": 10}
+    done = run_training(dataset, tmp_path / "a", script=script, **flags)
+    assert done.returncode == 0, done.stderr
+    assert losses(tmp_path / "a")[-1] < losses(tmp_path / "a")[0] - 0.1
+    results = json.loads((tmp_path / "a" / "train_results.json").read_text())
+    assert (results["backend"], results["gelu"]) == (backend, "tanh" if backend == "te" else "exact")
+    for part in ({"stop_at_step": 10}, {}):
+        done = run_training(dataset, tmp_path / "b", script=script, **flags | part)
+        assert done.returncode == 0, done.stderr
+    assert losses(tmp_path / "b") == pytest.approx(losses(tmp_path / "a"), abs=5e-3)
+
+
+@pytest.mark.skipif(find_spec("transformer_engine") is None, reason="Transformer Engine is not installed")
+def test_a_checkpoint_goes_on_with_the_other_backend(dataset, tmp_path):
+    flags = {"bf16": True, "gelu": "tanh", "max_steps": 20, "save_steps": 5}
+    for backend, until in (("te", 5), ("torch", 10), ("te", 15), ("torch", 20)):
+        done = run_training(dataset, tmp_path, backend=backend, stop_at_step=until, **flags)
+        assert done.returncode == 0, done.stderr
+    alone = tmp_path / "alone"
+    run_training(dataset, alone, backend="torch", **flags)
+    assert losses(tmp_path) == pytest.approx(losses(alone), abs=0.02)
+
+
+@pytest.mark.skipif(find_spec("transformer_engine") is None, reason="Transformer Engine is not installed")
+@pytest.mark.skipif(
+    torch.cuda.is_available() and torch.cuda.get_device_capability() < (9, 0), reason="FP8 needs Hopper"
+)
+def test_an_fp8_run_resumes_with_its_scales(dataset, tmp_path):
+    flags = {"backend": "te", "bf16": True, "fp8": True, "fp8_layers": "1", "max_steps": 12, "save_steps": 6}
+    done = run_training(dataset, tmp_path / "a", **flags)
+    assert done.returncode == 0, done.stderr
+    for part in ({"stop_at_step": 6}, {}):
+        done = run_training(dataset, tmp_path / "b", **flags | part)
+        assert done.returncode == 0, done.stderr
+        assert "start anew" not in done.stderr
+    assert losses(tmp_path / "b") == pytest.approx(losses(tmp_path / "a"), abs=5e-3)
+
+
+def test_weights_in_host_memory(dataset, tmp_path):
+    flags = {"bf16": True, "max_steps": 5, "backend": "torch", "script": "train_fsdp2.py"}
+    for where, offload in (("a", False), ("b", True)):
+        done = run_training(dataset, tmp_path / where, cpu_offload=offload, **flags)
+        assert done.returncode == 0, done.stderr
+    assert losses(tmp_path / "b") == pytest.approx(losses(tmp_path / "a"), abs=5e-3)

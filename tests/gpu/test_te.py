@@ -1,0 +1,243 @@
+"""Transformer Engine beside the torch backend and transformers, on a GPU that has it. Not run anywhere yet: the
+tolerances are expectations from the formats' precision (docs/hardware.md)."""
+
+from __future__ import annotations
+
+import copy
+from contextlib import contextmanager
+from importlib.util import find_spec
+
+import pytest
+import torch
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+from common.distributed import World
+from common.esm2 import Esm2ForMaskedLM, build_model
+from common.fake_quant import Emulation
+from common.gelu import HIDDEN_ACT
+from common.precision_plan import BlockScaling, CurrentScaling, DelayedScaling, NVFP4BlockScaling
+from common.presets import esm2_config
+from common.recompute import save_activations
+from tests.gpu.test_training import LENGTHS, on_gpu, relative
+from tests.reference import ours_like, packed, random_batch, reference_model
+
+pytestmark = [
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU"),
+    pytest.mark.skipif(find_spec("transformer_engine") is None, reason="Transformer Engine is not installed"),
+]
+TANH = {"hidden_act": HIDDEN_ACT["tanh"]}
+CONFIG = (3, 320, 20)
+HOPPER = pytest.mark.skipif(
+    torch.cuda.is_available() and torch.cuda.get_device_capability() < (9, 0), reason="FP8 needs Hopper"
+)
+RECIPES = {"delayed": DelayedScaling(amax_history_len=16), "current": CurrentScaling(), "block": BlockScaling("e4m3")}
+
+
+def te_like(model: Esm2ForMaskedLM, attention: str | None = None) -> Esm2ForMaskedLM:
+    """The same weights with Transformer Engine's layers."""
+    from common.layers_te import TransformerLayer
+
+    other = build_model(model.config, seed=1, device="cuda", backend="te")
+    if attention:
+        with torch.device("meta"):
+            layers = [TransformerLayer(model.config, n, attention) for n in range(len(model.encoder.layers))]
+        other.encoder.layers = torch.nn.ModuleList(layers).to_empty(device="cuda")
+    weights = {name: tensor for name, tensor in model.state_dict().items() if not name.endswith("_extra_state")}
+    missing, unexpected = other.load_state_dict(weights, strict=False)
+    assert not unexpected
+    assert all(name.endswith("_extra_state") for name in missing)
+    return other
+
+
+def loss_and_gradients(model, batch: dict, bf16: bool) -> tuple[float, dict[str, torch.Tensor]]:
+    model.zero_grad()
+    with torch.autocast("cuda", torch.bfloat16, enabled=bf16):
+        loss = model(**on_gpu(batch)).loss_sum
+    loss.backward()
+    return loss.item(), {name: p.grad.detach().clone() for name, p in model.named_parameters()}
+
+
+@pytest.fixture(autouse=True)
+def forget():
+    """Call it between two FP8 models: Transformer Engine updates the scales of all that have equal recipes at once."""
+    from transformer_engine.pytorch.quantization import FP8GlobalStateManager
+
+    FP8GlobalStateManager.reset()
+    return FP8GlobalStateManager.reset
+
+
+@contextmanager
+def process_group():
+    torch.distributed.init_process_group(
+        "cpu:gloo,cuda:nccl", store=torch.distributed.HashStore(), rank=0, world_size=1
+    )
+    try:
+        yield
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def test_names_and_shapes_are_those_of_the_torch_backend():
+    config = esm2_config(*CONFIG, **TANH)
+    shapes = [
+        {name: tuple(p.shape) for name, p in build_model(config, 0, "cuda", backend).named_parameters()}
+        for backend in ("torch", "te")
+    ]
+    assert shapes[0] == shapes[1]
+    weights = [dict(build_model(config, 0, "cuda", backend).named_parameters()) for backend in ("torch", "te")]
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+
+
+@pytest.mark.parametrize("attention", ["thd", "bshd"])
+def test_fp32_equals_the_torch_backend(attention):
+    """Transformer Engine multiplies fp32 in TF32 (10 bits) unless NVIDIA_TF32_OVERRIDE=0: see tests/gpu/README.md."""
+    model = build_model(esm2_config(*CONFIG, **TANH), 0, "cuda")
+    batch = packed(random_batch(LENGTHS))
+    loss, gradients = loss_and_gradients(model, batch, bf16=False)
+    theirs, other = loss_and_gradients(te_like(model, attention), batch, bf16=False)
+    assert abs(theirs / loss - 1) < 1e-4
+    for name, gradient in gradients.items():
+        assert relative(other[name], gradient) < 5e-3, name
+
+
+def test_logits_equal_transformers_but_for_gelu():
+    reference = reference_model(esm2_config(*CONFIG))
+    reference.config.hidden_act = HIDDEN_ACT["tanh"]
+    model = te_like(ours_like(reference).cuda())
+    batch = random_batch(LENGTHS)
+    keep = batch["attention_mask"].bool()
+    with torch.no_grad():
+        theirs = reference.cuda()(**on_gpu({k: batch[k] for k in ("input_ids", "attention_mask")})).logits[keep.cuda()]
+        ours = model(**on_gpu({k: v for k, v in packed(batch).items() if k != "labels"})).logits
+    assert ((ours - theirs).abs().max() / (theirs.max() - theirs.min())).item() < 2e-3
+
+
+@pytest.mark.parametrize("attention", ["thd", "bshd"])
+def test_bf16_equals_fp32(attention):
+    model = build_model(esm2_config(*CONFIG, **TANH), 0, "cuda")
+    batch = packed(random_batch(LENGTHS))
+    loss, gradients = loss_and_gradients(model, batch, bf16=False)
+    theirs, other = loss_and_gradients(te_like(model, attention), batch, bf16=True)
+    assert abs(theirs / loss - 1) < 5e-3
+    for name, gradient in gradients.items():
+        assert other[name].dtype == torch.float32
+        assert relative(other[name], gradient) < 0.05, name
+
+
+def test_sequences_of_a_pack_do_not_see_each_other():
+    model = te_like(build_model(esm2_config(*CONFIG, **TANH), 0, "cuda"))
+    batch = {k: v for k, v in packed(random_batch([40, 129, 17])).items() if k != "labels"}
+    alone = {"input_ids": batch["input_ids"][40:169], "cu_seqlens": torch.tensor([0, 129]).int(), "max_seqlen": 129}
+    with torch.no_grad(), torch.autocast("cuda", torch.bfloat16):
+        together = model(**on_gpu(batch)).logits[40:169]
+        assert relative(model(**on_gpu(alone)).logits, together) < 0.02
+
+
+def test_recipes_have_the_fields_that_were_asked_for():
+    from common.precision_te import te_recipe
+
+    delayed = te_recipe(DelayedScaling("e4m3", margin=1, amax_history_len=16, amax_compute_algo="most_recent"))
+    assert (delayed.margin, delayed.amax_history_len, delayed.amax_compute_algo) == (1, 16, "most_recent")
+    assert delayed.fp8_format.name == "E4M3"
+    assert te_recipe(CurrentScaling(use_power_2_scales=True)).fp8_quant_bwd_grad.power_2_scale
+    assert not te_recipe(CurrentScaling()).fp8_quant_bwd_grad.power_2_scale
+    assert not te_recipe(BlockScaling("e4m3", use_f32_scales=True)).fp8_quant_fwd_inp.power_2_scale
+    assert te_recipe(BlockScaling("e4m3")).fp8_quant_fwd_inp.power_2_scale
+    fp4 = te_recipe(NVFP4BlockScaling("e4m3", disable_rht=True))
+    assert not fp4.fp4_quant_fwd_inp.random_hadamard_transform
+    assert fp4.fp4_quant_bwd_grad.stochastic_rounding
+
+
+@HOPPER
+@pytest.mark.parametrize("name", RECIPES)
+def test_fp8_training_stays_close_to_bf16_and_to_its_emulation(name):
+    """20 steps: Transformer Engine in BF16, in FP8, and the torch backend that emulates FP8."""
+    from common.precision_te import Quantised
+
+    start = build_model(esm2_config(*CONFIG, **TANH), 0, "cuda")
+    plan = (RECIPES[name],) * 2 + (None,)
+    plain, quantised = te_like(start), te_like(start)
+    Quantised(quantised, plan)
+    emulated = copy.deepcopy(start)
+    emulation = Emulation(emulated, plan, seed=0, device="cuda")
+    losses = {}
+    for kind, model in (("bf16", plain), ("fp8", quantised), ("emulated", emulated)):
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+        losses[kind] = []
+        for step in range(20):
+            if kind == "emulated":
+                emulation.begin(step, 0)
+            batch = packed(random_batch(LENGTHS, seed=step % 4))
+            loss, _ = loss_and_gradients(model, batch, bf16=True)
+            optimizer.step()
+            if kind == "emulated":
+                emulation.end_step(World(0, 0, 1, torch.device("cuda")))
+            losses[kind].append(loss / (batch["labels"] != -100).sum().item())
+    assert losses["fp8"] != losses["bf16"]
+    assert losses["fp8"][-1] < losses["fp8"][0]
+    for other in ("bf16", "emulated"):
+        assert max(abs(a - b) for a, b in zip(losses["fp8"], losses[other], strict=True)) < 0.1, losses
+
+
+@HOPPER
+def test_delayed_scaling_resumes_bit_exactly_and_rolls_once_a_step(forget, monkeypatch):
+    from common.precision_te import Quantised
+
+    monkeypatch.setenv("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")
+    plan = (RECIPES["delayed"], None, RECIPES["delayed"])
+    batches = [packed(random_batch(LENGTHS, seed=n)) for n in range(4)]
+    first = te_like(build_model(esm2_config(*CONFIG, **TANH), 0, "cuda"))
+    scales = Quantised(first, plan)
+    assert len(scales.state) == 2 * 3 * 4  # layers x modules x (scale and history, forward and backward)
+    for batch in batches[:2]:
+        loss_and_gradients(first, batch, bf16=True)
+    history = next(v for k, v in scales.state.items() if k.endswith("qkv.scaling_bwd.amax_history"))
+    assert int((history[:, 0] != 0).sum()) == 2, "one entry a step"
+    saved = {name: tensor.clone() for name, tensor in scales.state.items()}
+    expected = [loss_and_gradients(first, batch, bf16=True) for batch in batches[2:]]
+
+    forget()
+    second = te_like(first)
+    restored = Quantised(second, plan)
+    for name, tensor in restored.state.items():
+        tensor.copy_(saved[name])
+    for batch, (loss, gradients) in zip(batches[2:], expected, strict=True):
+        ours, found = loss_and_gradients(second, batch, bf16=True)
+        assert ours == loss
+        assert all(torch.equal(found[name], gradients[name]) for name in gradients)
+    assert all(torch.equal(restored.state[name], tensor) for name, tensor in scales.state.items())
+
+
+@HOPPER
+@pytest.mark.parametrize("fp8", [False, True])
+def test_fsdp2_and_recomputation_change_nothing(fp8, forget):
+    from common.precision_te import Quantised
+
+    batch = packed(random_batch(LENGTHS))
+    start = te_like(build_model(esm2_config(*CONFIG, **TANH), 0, "cuda"))
+
+    def three_steps(change) -> list[tuple[float, dict]]:
+        forget()
+        model = te_like(start)
+        change(model)
+        if fp8:
+            Quantised(model, (RECIPES["delayed"],) * 3)
+        return [loss_and_gradients(model, batch, bf16=True) for _ in range(3)]
+
+    def shard(model) -> None:
+        policy = MixedPrecisionPolicy(torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False)
+        for layer in model.encoder.layers:
+            fully_shard(layer, mp_policy=policy)
+        fully_shard(model, mp_policy=policy, reshard_after_forward=False)
+
+    def recompute(model) -> None:
+        save_activations(list(model.encoder.layers), "full", offload=False)
+
+    with process_group():
+        expected = three_steps(lambda model: None)
+        for change in (shard, recompute):
+            for (loss, gradients), (ours, found) in zip(expected, three_steps(change), strict=True):
+                assert abs(ours / loss - 1) < 2e-3
+                for name, gradient in found.items():
+                    whole = gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient
+                    assert relative(whole, gradients[name]) < (0.1 if fp8 else 0.03), name
