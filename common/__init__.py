@@ -1,6 +1,6 @@
 """What the scripts share. Scripts import from here; nothing here knows a script.
 
-Importing this package comes before importing torch (the train scripts see to it), because of the one setting below.
+Importing this package comes before importing torch (the train scripts see to it), because of the settings below.
 """
 
 import os
@@ -12,5 +12,8 @@ from common.stopping import stop_with_the_launcher
 # and 2,598 in the others; with a million turns at 1,869 to 2,404, with ten thousand at 1,232 to 1,651.
 os.environ.setdefault("GOMP_SPINCOUNT", "1000000")
 
+# Where a rank has died, torch's store prints C++ stacks for every message to it that fails: warnings that bury the one
+# line that matters (common/watchdog.py). Its errors are still printed.
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 # Here, for the seconds of importing torch would be a time in which a rank is left behind for good.
 stop_with_the_launcher()

@@ -12,6 +12,7 @@ from common.backend import BACKENDS
 from common.cli import UserError
 from common.optim import lr_schedule
 from common.precision_plan import FP8_RECIPES, recipes
+from common.profiling import parse_steps
 
 
 def flag(default, text: str):
@@ -123,16 +124,21 @@ class TrainArguments(ModelArguments, DataArguments, PrecisionArguments):
     adam_epsilon: float = flag(1e-8, "AdamW's epsilon.")
     max_grad_norm: float = flag(1.0, "Clip the global gradient norm to this; 0: don't.")
 
+    max_skipped_steps: int = flag(
+        5, "A step whose loss or gradient norm is no number is skipped; after this many in a row the run stops."
+    )
+
     bf16: bool = flag(False, "Compute in bfloat16; weights, gradients and optimiser stay fp32.")
     tf32: bool | None = flag(None, "Allow TF32 for fp32 matrix products (NVIDIA Ampere and later).")
     torch_compile: bool = flag(False, "Compile the layers (needs a C++ compiler on a CPU).")
     use_cpu: bool = flag(False, "Train on the CPU even where there is a GPU.")
-    ddp_timeout: int = flag(1800, "Seconds after which a collective that hangs ends the run.")
+    ddp_timeout: int = flag(1800, "Seconds after which a rank that hangs ends the run, and is named.")
 
     logging_steps: int = flag(10, "Steps between log lines and rows of metrics.jsonl.")
     eval_steps: float | None = flag(None, "Evaluate every N steps (below 1: a fraction of the run), with --do_eval.")
     eval_on_start: bool = flag(False, "Evaluate before the first step, with --do_eval.")
     save_steps: float = flag(500, "Steps between checkpoints (below 1: a fraction of the run).")
+    save_minutes: float | None = flag(None, "Save also when so many minutes have passed since the last checkpoint.")
     save_total_limit: int | None = flag(None, "Keep the newest N checkpoints.")
     save_final_model: bool | None = flag(
         None,
@@ -142,6 +148,8 @@ class TrainArguments(ModelArguments, DataArguments, PrecisionArguments):
     resume_from_checkpoint: str | None = flag(
         None, "A checkpoint directory; `false`: none. Default: the newest complete one of --output_dir."
     )
+    straggler_every: int = flag(100, "Steps between comparisons of the ranks' own work; the slowest is named. 0: off.")
+    profile_steps: str | None = flag(None, "Write a torch profiler trace of the steps A-B under output_dir/profile/.")
     report_to: str = flag("none", "none, tensorboard or wandb (each must be installed).")
     run_name: str | None = flag(None, "Name of the run for --report_to.")
     disable_tqdm: bool = flag(False, "No progress bar.")
@@ -188,13 +196,15 @@ class TrainArguments(ModelArguments, DataArguments, PrecisionArguments):
             ("dataloader_num_workers", 0),
             ("dataloader_prefetch_factor", 1),
             ("ddp_timeout", 1),
+            ("max_skipped_steps", 1),
+            ("straggler_every", 0),
         ):
             if getattr(self, name) < least:
                 raise UserError(f"--{name} {getattr(self, name)}: must be at least {least}")
         for name in ("max_train_samples", "max_eval_samples", "packs_per_step", "stop_at_step", "save_total_limit"):
             if getattr(self, name) is not None and getattr(self, name) < 1:
                 raise UserError(f"--{name} {getattr(self, name)}: must be at least 1")
-        for name in ("save_steps", "eval_steps"):
+        for name in ("save_steps", "save_minutes", "eval_steps"):
             if getattr(self, name) is not None and getattr(self, name) <= 0:
                 raise UserError(f"--{name} {getattr(self, name)}: must be above 0")
         if not 0 < self.mlm_probability < 1:
@@ -208,6 +218,8 @@ class TrainArguments(ModelArguments, DataArguments, PrecisionArguments):
             if not 0 <= getattr(self, name) < 1:
                 raise UserError(f"--{name} {getattr(self, name)}: must be at least 0 and below 1")
         recipes(self)
+        if self.profile_steps:
+            parse_steps(self.profile_steps)
         lr_schedule(self, total_steps=1000)  # an unknown --lr_scheduler_type is a UserError
         for name, choices in (("backend", BACKENDS), ("gelu", (None, "exact", "tanh"))):
             if getattr(self, name) not in choices:

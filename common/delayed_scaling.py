@@ -39,7 +39,11 @@ class DelayedScales:
         torch.maximum(seen, amax, out=seen)
 
     @torch.no_grad()
-    def end_step(self, world: World) -> None:
+    def end_step(self, world: World, skipped: bool) -> None:
+        """Scales for the next step. What a skipped one has seen is no number perhaps: it is forgotten."""
+        if skipped:
+            self.amax.zero_()
+            return
         history, scale = self.state["amax_history"], self.state["scale"]
         history.copy_(history.roll(1, 0))
         history[0] = world.max(self.amax)

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from common.cli import BAD_INPUT, UserError, setup_logging, user_errors
 from common.stopping import PREEMPTED, Preempted, StopRequest
+from common.watchdog import Watch
 
 logger = logging.getLogger(__name__)
 
@@ -44,6 +45,7 @@ class World:
     device: torch.device
     stop: StopRequest = field(default_factory=StopRequest)
     local_size: int = 1  # ranks of this node
+    watch: Watch = field(default_factory=Watch)
 
     @classmethod
     def from_environment(cls, use_cpu: bool) -> World:
@@ -155,9 +157,11 @@ def distributed_run(args) -> Iterator[World]:
     except BaseException as error:
         world.stop.ignore()  # the exit status stands: torchrun signals the ranks that are left when one has ended
         if size > 1:
+            world.watch.end()
             leave(error)
         raise
     finally:
+        world.watch.end()
         if dist.is_initialized():
             dist.destroy_process_group()
     world.stop.default()
@@ -178,7 +182,9 @@ def _exit_status(world: World) -> Iterator[None]:
         except RuntimeError as error:
             if not _lost_a_rank(error):
                 raise
-            sys.stderr.write(f"error: {where}another rank is gone: see what it said ({_one_line(error)})\n")
+            who = world.watch.missing()
+            told = f"{who}: see what it said" if who else "see what it said"
+            sys.stderr.write(f"error: {where}another rank is gone: {told} ({_one_line(error)})\n")
             raise SystemExit(OUR_BUG) from None
 
 
@@ -199,9 +205,10 @@ def leave(error: BaseException) -> None:
 
 
 def _lost_a_rank(error: RuntimeError) -> bool:
-    """Whether a collective failed because the process at the other end is dead. gloo has no exception for that."""
+    """Whether a collective failed because the process at the other end is dead or silent. gloo has no exception."""
     text = str(error)
-    return isinstance(error, dist.DistNetworkError) or ("gloo" in text and ("onnection" in text or "peer" in text))
+    of_gloo = "gloo" in text and any(word in text for word in ("onnection", "peer", "Timed out"))
+    return isinstance(error, dist.DistNetworkError) or of_gloo
 
 
 def _one_line(error: Exception) -> str:
@@ -212,11 +219,14 @@ def _init_process_group(world: World, timeout_s: int) -> None:
     timeout = timedelta(seconds=timeout_s)
     backend = "cpu:gloo,cuda:nccl" if world.device.type == "cuda" else "gloo"
     if "RANK" not in os.environ:
+        world.watch.begin(0, 1, None, timeout_s)
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
-    elif os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        dist.init_process_group(backend, timeout=timeout)
     else:
-        store = _store_of_this_attempt(world, timeout_s)
+        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+            store = _store_of_this_attempt(world, timeout_s)
+        else:
+            store, _, _ = next(dist.rendezvous("env://", world.rank, world.size, timeout=timeout))
+        world.watch.begin(world.rank, world.size, store, timeout_s)
         dist.init_process_group(backend, store=store, rank=world.rank, world_size=world.size, timeout=timeout)
 
 

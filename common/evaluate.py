@@ -23,10 +23,10 @@ UNIGRAM_RUN = 1000  # of them that are neighbours
 
 
 @torch.no_grad()
-def evaluate(model: nn.Module, store, args, world: World, prefix: str = "eval") -> dict:
+def evaluate(model: nn.Module, store, args, world: World, prefix: str = "eval", step: int = 0) -> dict:
     """`{prefix}_{loss,accuracy,perplexity,samples,runtime,...}` on the proteins of a store.
 
-    Returns {} when the run was told to stop meanwhile (all ranks agree on that).
+    step: of the run, for the watch on hangs. Returns {} when the run was told to stop meanwhile (all ranks agree).
     """
     loader = evaluation_loader(args, store, world)
     started = time.perf_counter()
@@ -34,13 +34,16 @@ def evaluate(model: nn.Module, store, args, world: World, prefix: str = "eval") 
     batches = 0
     was_training = model.training
     model.eval()
+    world.watch.mark("evaluation", step)
     for batch in loader:
+        world.watch.mark("evaluation", step)
         if world.any(world.stop_requested):
             return {}
         with torch.autocast(world.device.type, torch.bfloat16, enabled=args.bf16):
             output = model(**to_device(batch, world.device))
         sums += torch.stack([output.loss_sum.double(), output.correct.double(), sums.new_tensor(batch["num_masked"])])
         batches += 1
+    world.watch.rest()
     model.train(was_training)
     reshard(model)
     loss_sum, correct, masked = world.sum(sums).tolist()

@@ -75,11 +75,11 @@ class Emulation:
         self.key = derive_key(self.seed, ROUNDING, step, pack)
         self.training = True
 
-    def end_step(self, world: World) -> None:
-        """After the optimiser step; all ranks together."""
+    def end_step(self, world: World, skipped: bool) -> None:
+        """After the optimiser step, or where it would have been; all ranks together."""
         self.training = False
         if self.scales is not None:
-            self.scales.end_step(world)
+            self.scales.end_step(world, skipped)
 
     @property
     def state(self) -> dict[str, Tensor]:

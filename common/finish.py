@@ -33,7 +33,7 @@ def finish(run: Run) -> None:
         for split, prefix in (("validation", "eval"), ("test", "test")):
             if (store := run.data.held_out(split)) is None:
                 continue
-            found = run.evaluate() if prefix == "eval" else evaluate(run.core, store, args, world, prefix)
+            found = run.evaluate() if prefix == "eval" else evaluate(run.core, store, args, world, prefix, state.step)
             if not found:
                 raise Preempted
             found |= unigram(run.data.sample(), store, args, world, prefix)
@@ -59,7 +59,7 @@ def _training_results(run: Run) -> dict:
         "epoch": state.epoch,
         "gelu": run.args.gelu,
         "total_flos": state.total_flos,
-        "train_loss": state.loss_total / max(state.step, 1),
+        "train_loss": state.loss_total / max(state.step - state.skipped_steps, 1),
         "train_runtime": state.seconds,
         "train_samples": run.data.num_examples or state.sequences,
         "train_samples_per_second": state.sequences / seconds,

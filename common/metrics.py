@@ -136,4 +136,8 @@ def step_line(row: dict) -> str:
     if "mfu" in row:
         parts.append(f"mfu: {row['mfu']:.1%}")
     parts.append(f"data wait: {row['data_wait_seconds'] / max(row['step_seconds'], 1e-9):.0%}")
+    if row.get("checkpoint_seconds", 0) >= 0.05:
+        parts.append(f"checkpoint: {row['checkpoint_seconds']:.1f}s")
+    if row.get("skipped_steps"):
+        parts.append(f"skipped: {row['skipped_steps']}")
     return "  ".join(parts)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import logging
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from common import esm2
 from common.metrics import peak_memory_gb, step_flops
 
 if TYPE_CHECKING:
+    from common.step import StepResult
     from common.trainer import Run
 
 logger = logging.getLogger(__name__)
@@ -55,31 +56,40 @@ class Interval:
     flops: float = 0.0
     seconds: float = 0.0
     waited: float = 0.0
+    forward_backward: float = 0.0
+    optimizer: float = 0.0
+    checkpoints: float = 0.0  # seconds that training stood still for them
     steps: int = 0
+    ranks: dict = field(default_factory=dict)  # the last comparison of the ranks, common/stragglers.py
 
-    def add(self, counts: list[int], flops: float, seconds: float, waited: float) -> None:
+    def add(self, counts: list[int], flops: float, seconds: float, waited: float, result: StepResult) -> None:
         self.tokens += counts[COUNTS.index("num_tokens")]
         self.flops += flops
         self.seconds += seconds
         self.waited += waited
+        self.forward_backward += result.forward_backward
+        self.optimizer += result.optimizer
         self.steps += 1
 
-    def row(self, run: Run, loss: float, grad_norm: float) -> dict:
-        """The row of metrics.jsonl after the step just taken."""
+    def row(self, run: Run, result: StepResult) -> dict:
+        """The row of metrics.jsonl after the step just taken; without loss and norm if that was skipped."""
         seconds = max(self.seconds, 1e-9)
         flops = self.flops / seconds / run.world.size
         row = {
             "step": run.state.step,
             "total_steps": run.total_steps,
             "epoch": run.state.epoch,
-            "loss": loss,
-            "grad_norm": grad_norm,
+            **({} if result.skipped else {"loss": result.loss, "grad_norm": result.grad_norm}),
             "learning_rate": run.lr(run.state.step - 1),
             "tokens": run.state.tokens,
             "tokens_per_second": self.tokens / seconds,
             "step_seconds": seconds / self.steps,
             "data_wait_seconds": self.waited / self.steps,
+            "forward_backward_seconds": self.forward_backward / self.steps,
+            "optimizer_seconds": self.optimizer / self.steps,
+            "checkpoint_seconds": self.checkpoints,
+            "skipped_steps": run.state.skipped_steps,
             "tflops_per_device": flops / 1e12,
             "peak_memory_gb": peak_memory_gb(run.world.device),
         }
-        return row | ({"mfu": flops / run.peak} if run.peak else {})
+        return row | self.ranks | ({"mfu": flops / run.peak} if run.peak else {})

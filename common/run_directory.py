@@ -15,6 +15,7 @@ from pathlib import Path
 
 from common.checkpoint_files import NAME, PARTIAL, SAVED, SUPERSEDED, list_checkpoints
 from common.cli import UserError
+from common.profiling import TRACES
 
 logger = logging.getLogger(__name__)
 
@@ -96,7 +97,7 @@ def clear(output_dir: Path) -> None:
     if list_checkpoints(output_dir):
         logger.warning("Removing the earlier run in %s, as --overwrite_output_dir says", output_dir)
     numbered = (p for p in output_dir.iterdir() if NAME.fullmatch(p.name.removeprefix(SUPERSEDED)))
-    own = [*numbered, *output_dir.glob(f"{PARTIAL}*"), *output_dir.glob(TRACKER_FILES)]
+    own = [*numbered, *output_dir.glob(f"{PARTIAL}*"), *output_dir.glob(TRACKER_FILES), *output_dir.glob(TRACES)]
     for path in [*own, *(output_dir / name for name in (*OWN_FILES, *OWN_DIRECTORIES))]:
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)

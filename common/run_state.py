@@ -24,7 +24,9 @@ class TrainerState:
     tokens: int = 0  # real ones: no padding
     sequences: int = 0
     total_flos: float = 0.0
-    loss_total: float = 0.0  # sum of the steps' losses
+    loss_total: float = 0.0  # sum of the losses of the steps not skipped
+    skipped_steps: int = 0  # whose loss or gradient norm was no number: counted in `step`
+    skipped_lately: list[str] = field(default_factory=list)  # what those in a row up to now looked like
     seconds: float = 0.0  # spent in steps, over all restarts
     unfinished_row: dict | None = None  # of metrics.jsonl: its evaluation was broken off by a signal
     data: dict = field(default_factory=dict)  # identity of the batch plan

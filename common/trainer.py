@@ -7,7 +7,6 @@ A strategy (train_ddp.py, ...) hands in its wrapped model; everything else is he
 from __future__ import annotations
 
 import logging
-import math
 import time
 from contextlib import closing
 from dataclasses import asdict, replace
@@ -15,26 +14,27 @@ from pathlib import Path
 
 import torch
 from torch import nn
-from torch.nn.utils import clip_grad_norm_
 from tqdm.auto import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
 from common import batches, esm2
 from common.checkpoint import Checkpointer
-from common.cli import UserError
 from common.distributed import World
 from common.evaluate import evaluate
 from common.finish import finish
 from common.loader import TrainStep
 from common.metrics import MetricsLog, peak_flops, step_line
 from common.optim import build_optimizer, lr_schedule
+from common.profiling import StepProfiler
 from common.progress import COUNTS, Interval, announce, flops_of
 from common.run_directory import RunDirectory
 from common.run_state import TrainerState, check_same_data, plain, warn_of_changes
-from common.sharding import gradient_sync, whole
+from common.step import take_step
 from common.stopping import Preempted
+from common.stragglers import Stragglers
 from common.trackers import Tracker, open_tracker
 from common.training_data import TrainingData, find_source, open_training
+from common.watchdog import SAVE
 
 logger = logging.getLogger(__name__)
 
@@ -78,6 +78,8 @@ class Run:
         quantised = self.core.emulation or self.core.encoder.quantised
         scales = quantised.state if quantised else {}
         self.checkpointer = Checkpointer(output_dir, model, self.optimizer, self.config, world, args, scales)
+        self.stragglers = Stragglers(model, world, args.straggler_every)
+        self.profiler = StepProfiler(args.profile_steps, world, output_dir)
         self.tracker = Tracker()
         with world.main_does() as mine:
             if mine:
@@ -102,7 +104,7 @@ class Run:
         self.lr = lr_schedule(args, self.total_steps)
         self.eval_every, self.save_every = (_steps(n, self.total_steps) for n in (args.eval_steps, args.save_steps))
         self.state = replace(self.state, packs_per_step=self.packs, data=data.identity, arguments=plain(asdict(args)))
-        self.saved_step = self.state.step
+        self.saved_step, self.saved_at, self.save_asked = self.state.step, time.monotonic(), False
         announce(self)
 
     # ---- the loop -------------------------------------------------------------------------------------------
@@ -134,30 +136,41 @@ class Run:
             unit="step",
         )
         self.model.train()
+        if args.torch_compile:
+            world.watch.compilation_counts_as_progress()
         interval = Interval()
+        self.saved_at = time.monotonic()
         stopping = False
         with closing(iter(loader)) as steps, logging_redirect_tqdm(), bar:
             while state.step < self.last_step and not stopping:
+                world.watch.mark("data", state.step + 1)
                 started = time.perf_counter()
                 share, counts = self._next(steps)
                 stopping = share is None
                 if not stopping:
                     waited = time.perf_counter() - started
-                    loss, grad_norm = self._step(share, counts)
-                    interval.add(counts, flops_of(self.config, counts), time.perf_counter() - started, waited)
-                    state.seconds += time.perf_counter() - started
+                    self.profiler.before(state.step + 1)
+                    result = take_step(self, share, counts)
+                    seconds = time.perf_counter() - started
+                    interval.add(counts, flops_of(self.config, counts), seconds, waited, result)
+                    state.seconds += seconds
                     bar.update()
+                    self.profiler.after(state.step)
+                    interval.ranks |= self.stragglers.compare(state.step)
                     evaluating = self.eval_every and state.step % self.eval_every == 0
                     if evaluating or state.step % args.logging_steps == 0 or state.step in (1, self.last_step):
-                        row = interval.row(self, loss, grad_norm)
+                        row = interval.row(self, result)
                         interval = Interval()
                         if evaluating:
                             stopping = not self._complete(row)
                         else:
                             self._record(row)
-                if stopping or state.step == self.last_step or state.step % self.save_every == 0:
-                    self._save()
+                if stopping or state.step == self.last_step or self._save_due():
+                    interval.checkpoints += self._save()
+            self.profiler.after(state.step, ends=True)
+            world.watch.mark(SAVE, state.step)
             self.checkpointer.wait()
+            world.watch.rest()
         if stopping:
             raise Preempted
 
@@ -167,57 +180,22 @@ class Run:
         A rank that waits for data in vain, or whose data are damaged, tells the others here: no rank waits for it.
         """
         share, failure = None, None
+        started = time.perf_counter()
         try:
             share = self.world.stop.wait_for(steps)
         except Exception as error:
             failure = error
+        self.stragglers.waited(time.perf_counter() - started)
         counts = [sum(batch[key] for batch in share.micro_batches) if share else 0 for key in COUNTS]
         stop = failure is None and (share is None or self.world.stop_requested)
-        *counts, stop, failed = self.world.sum(torch.tensor([*counts, stop, failure is not None])).tolist()
+        minutes = self.args.save_minutes if self.world.is_main else None  # one clock decides for all
+        save = minutes is not None and time.monotonic() - self.saved_at >= 60 * minutes
+        ours = torch.tensor([*counts, stop, failure is not None, save])
+        *counts, stop, failed, save = self.world.sum(ours).tolist()
+        self.save_asked |= bool(save)
         if failed:
             self.world.end_together(failure)
         return (None if stop else share), counts
-
-    def _step(self, share: TrainStep, counts: list[int]) -> tuple[float, float]:
-        """One optimiser step: (the global batch's loss, its gradient norm)."""
-        args, world, state = self.args, self.world, self.state
-        masked, tokens, _, sequences = counts
-        lr = self.lr(state.step)
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr
-        loss = torch.zeros((), device=world.device)
-        for number, batch in enumerate(share.micro_batches):
-            last = number == len(share.micro_batches) - 1
-            if self.core.emulation:
-                self.core.emulation.begin(state.step, number * world.size + world.rank)
-            with gradient_sync(self.model, last):
-                with torch.autocast(world.device.type, torch.bfloat16, enabled=args.bf16):
-                    output = self.model(**batches.to_device(batch, world.device))
-                # Gradients are averaged over the ranks, so the sum over the global batch is scaled up by their number.
-                (output.loss_sum * (world.size / max(masked, 1))).backward()
-            loss += output.loss_sum.detach()
-        loss = world.sum(loss) / max(masked, 1)
-        norm = whole(clip_grad_norm_(self.model.parameters(), args.max_grad_norm or math.inf))
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        if self.core.emulation:
-            self.core.emulation.end_step(world)
-
-        state.step += 1
-        loss, norm = torch.stack([loss, norm]).tolist()
-        if not (math.isfinite(loss) and math.isfinite(norm)):
-            # Before anything of it is saved: --save_total_limit would let garbage replace the good checkpoints.
-            diverged = UserError(
-                f"step {state.step}: the run has diverged: loss {loss}, gradient norm {norm}; nothing of this step is "
-                "kept: go on from an earlier checkpoint with a lower --learning_rate or --max_grad_norm"
-            )
-            world.end_together(diverged)
-        state.position, state.epoch = self.data.position_after(share), share.epoch
-        state.tokens += tokens
-        state.sequences += sequences
-        state.total_flos += flops_of(self.config, counts)
-        state.loss_total += loss
-        return loss, norm
 
     def _record(self, row: dict) -> None:
         if self.world.is_main:
@@ -239,7 +217,7 @@ class Run:
     def evaluate(self) -> dict:
         """On the validation split; {} if the run was told to stop meanwhile (all ranks agree)."""
         logger.info("***** Running Evaluation *****")
-        results = evaluate(self.core, self.data.held_out("validation"), self.args, self.world)
+        results = evaluate(self.core, self.data.held_out("validation"), self.args, self.world, step=self.state.step)
         if results:
             logger.info(
                 "Held-out loss %.4f, perplexity %.3f, accuracy %.4f (%d masked residues)",
@@ -248,11 +226,20 @@ class Run:
         self.model.train()
         return results
 
-    def _save(self) -> None:
+    def _save_due(self) -> bool:
+        if self.state.skipped_lately:
+            return False  # the weights may be what is wrong: no good checkpoint makes room for them
+        return self.save_asked or self.state.step // self.save_every > self.saved_step // self.save_every
+
+    def _save(self) -> float:
+        """Save what is not saved yet; the seconds that training stood still for it."""
+        started = time.perf_counter()
         if self.state.step > self.saved_step:
+            self.world.watch.mark(SAVE, self.state.step)
             position = self.data.position_of_all(self.state.position, self.world)
             self.checkpointer.save(self.state.step, asdict(self.state) | {"position": position})
-            self.saved_step = self.state.step
+            self.saved_step, self.saved_at, self.save_asked = self.state.step, time.monotonic(), False
+        return time.perf_counter() - started
 
 
 def _steps(every: float | None, total: int) -> int:

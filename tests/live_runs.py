@@ -28,7 +28,11 @@ from tests.training_fixtures import (
 )
 
 PREEMPTED = 75
-TIMES = ("tokens_per_second", "step_seconds", "data_wait_seconds", "tflops_per_device", "peak_memory_gb")
+TIMES = (
+    *("tokens_per_second", "step_seconds", "data_wait_seconds", "tflops_per_device", "peak_memory_gb"),
+    *("forward_backward_seconds", "optimizer_seconds", "checkpoint_seconds", "slowest_rank", "slowest_host"),
+    *("rank_seconds_min", "rank_seconds_median", "rank_seconds_max"),
+)
 
 
 def wait_until(happened: Callable[[], bool], alive: Callable[[], bool] = lambda: True, poll: float = 0.0005) -> bool:
