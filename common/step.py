@@ -1,7 +1,7 @@
 """One optimiser step, the same on every rank and for every strategy; and what is done about one that goes wrong.
 
-A loss or gradient norm that is no number, or infinite, is the same on every rank (both are global), so all of them
-skip the step: no optimiser step, weights and optimiser state as they were; the data and the schedule move on.
+A step whose loss or gradient norm is infinite or no number, if only on one rank, is skipped by all of them: no
+optimiser step, weights and optimiser state as they were; the data and the schedule move on.
 """
 
 from __future__ import annotations
@@ -65,9 +65,13 @@ def take_step(run: Run, share: TrainStep, counts: list[int]) -> StepResult:
             (output.loss_sum * (world.size / max(masked, 1))).backward()
         loss += output.loss_sum.detach()
     world.watch.mark("loss and gradient norm", state.step + 1)
-    loss = world.sum(loss) / max(masked, 1)
-    norm = whole(clip_grad_norm_(run.model.parameters(), args.max_grad_norm or math.inf))
-    loss, norm = torch.stack([loss, norm]).tolist()
+    norm = whole(clip_grad_norm_(run.model.parameters(), args.max_grad_norm or math.inf)).to(world.device)
+    # The norm minus itself is 0, or no number where the norm is none: that of one rank (a replica that went wrong by
+    # itself) reaches all with the loss, in no exchange of its own. Nor is there a wait for the device of its own: loss
+    # and norm are read once a step, to be logged; here, and not after the optimiser has been started.
+    loss, stray = world.sum(torch.stack([loss, norm - norm]))
+    loss, norm, stray = torch.stack([loss / max(masked, 1), norm, stray]).tolist()
+    norm = norm + stray if math.isfinite(norm) else norm
     computed = time.perf_counter()
     run.stragglers.end()
 

@@ -23,6 +23,8 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from common import flight_recorder
+
 SAVE = "save"  # a phase in which disk traffic counts as progress: a large checkpoint takes its time
 SHARE_OF_TIMEOUT = 0.9
 STATUS = 1
@@ -62,11 +64,12 @@ class Watch:
         self.rank, self.size, self.timeout_s = rank, size, timeout_s
         self.limit_s = SHARE_OF_TIMEOUT * timeout_s
         self.poll_s = min(1.0, timeout_s / 20)
+        self.silence_s = max(2.5 * self.poll_s, self.limit_s / 3)  # without a message: a busy machine delays some
         self.host = socket.gethostname()
         targets = [self._look]
         if size > 1:
             self._store = store.clone()  # a connection of its own: the other one may be busy waiting
-            self._store.set_timeout(timedelta(seconds=5))
+            self._store.set_timeout(timedelta(seconds=timeout_s))
             self._tell()
             targets.append(self._talk)
         for target in targets:
@@ -104,11 +107,13 @@ class Watch:
         self._victim = True
         self._asking = True
         self._wake.set()
-        deadline = time.monotonic() + 5 * self.poll_s + 0.5
+        self.silence_s = 2.5 * self.poll_s  # somebody is gone for certain: no need to wait long
+        deadline = time.monotonic() + 2 * self.silence_s + 0.5
         while time.monotonic() < deadline and not self._store_is_gone():
             if any(message["ended"] for rank, (message, _) in list(self._heard.items()) if rank != self.rank):
                 break
             time.sleep(0.02)
+        self._write_flight_record()
         silent, named = self._culprits()
         return self._describe(silent, named) if silent or len(named) < self.size else ""
 
@@ -168,7 +173,8 @@ class Watch:
         place = f"step {self.step}, {self.phase}"
         told = "a single process"
         if self.size > 1:
-            told = self._describe(*self._culprits())
+            silent, ranks = self._culprits()
+            told, self._victim = self._describe(silent, ranks), self.rank not in ranks
         name = f"rank {self.rank}: " if self.rank else ""
         line = f"error: {name}no progress for {stalled:.0f} s in {place} (--ddp_timeout {self.timeout_s:g}): {told}"
         os.write(2, f"{line}\nStacks of rank {self.rank}:\n".encode())
@@ -177,19 +183,26 @@ class Watch:
         self._wake.set()
         if self.size > 1:
             self._threads[-1].join(timeout=1.0)
+            self._write_flight_record()
         os._exit(STATUS)
+
+    def _write_flight_record(self) -> None:
+        # Asking a device that hangs may hang too, with Python's lock: then a thread outside Python ends the process.
+        faulthandler.dump_traceback_later(max(1.0, self.timeout_s - self.limit_s), exit=True)
+        os.write(2, f"{flight_recorder.write(self.rank)}\n".lstrip().encode())
+        faulthandler.cancel_dump_traceback_later()
 
     # ---- who is it? -----------------------------------------------------------------------------------------
 
     def _store_is_gone(self) -> bool:
-        return self._store_lost or time.monotonic() - self._store_answered > 3 * self.poll_s + 0.5
+        return self._store_lost or time.monotonic() - self._store_answered > self.silence_s + 0.5
 
     def _culprits(self) -> tuple[bool, list[int]]:
         """(whether they are silent, the ranks); all ranks where nothing tells them apart."""
         if self._store_is_gone() and self.rank != 0:
             return True, [0]
         now, heard = time.monotonic(), dict(self._heard)
-        silent = [r for r, (message, at) in heard.items() if message["ended"] or now - at > 2.5 * self.poll_s]
+        silent = [r for r, (message, at) in heard.items() if message["ended"] or now - at > self.silence_s]
         if silent := [r for r in silent if r != self.rank]:
             return True, [r for r in silent if not heard[r][0]["victim"]] or silent
         most = max((message["marks"] for message, _ in heard.values()), default=0)

@@ -7,12 +7,21 @@ import math
 
 import pytest
 import torch
+from torch.nn.utils import clip_grad_norm_
 
+import common.step
 from common.esm2 import Esm2ForMaskedLM
 from tests.live_runs import assert_same_run, outcome
 from tests.training_fixtures import _main, flags_of, on_ranks, rows, train
 
 FLAGS = {"max_steps": 8, "save_steps": 1, "save_final_model": False, "warmup_steps": 0, "lr_scheduler_type": "linear"}
+
+FSDP2 = {"script": "train_fsdp2.py"}
+LAYOUTS = pytest.mark.parametrize(
+    ("nproc", "flags"),
+    [(1, {}), (2, {}), (2, FSDP2), (4, FSDP2 | {"sharding_strategy": "hybrid", "hsdp_shard_size": 2})],
+    ids=["one", "ddp", "fsdp2", "hsdp"],
+)
 
 
 def _main_poisoned(argv: list[str], script: str, steps: set[int], what: str, rank: int, first: int) -> None:
@@ -71,10 +80,37 @@ def test_a_step_that_is_no_number_changes_nothing_and_is_counted(dataset, tmp_pa
     assert history[4]["loss"] != rows(whole)[4]["loss"]
 
 
-@pytest.mark.parametrize("nproc", [1, 2])
-def test_the_weights_and_the_optimiser_after_a_skipped_step_are_those_before_it(dataset, tmp_path, nproc):
+def _main_with_a_rank_gone_wrong(argv: list[str], script: str, step: int, rank: int) -> None:
+    """train_ddp.py; in one step one rank by itself finds no number for the norm, as with a fault in its memory."""
+    calls = 0
+
+    def clip(*args, **kwargs):
+        nonlocal calls
+        calls += 1
+        norm = clip_grad_norm_(*args, **kwargs)
+        return norm * math.inf if calls == step and torch.distributed.get_rank() == rank else norm
+
+    common.step.clip_grad_norm_ = clip
+    _main(argv, script)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_what_only_one_rank_finds_all_skip(dataset, tmp_path, rank):
+    out = tmp_path / "out"
+    argv = flags_of(dataset, out, **FLAGS)
+    codes, said = on_ranks(2, _main_with_a_rank_gone_wrong, argv, "train_ddp.py", 4, rank)
+    assert codes == [0, 0], said
+    assert f"gradient norm {'nan' if rank else 'inf'}\n" in said[0]
+    assert [row["skipped_steps"] for row in rows(out)] == [0, 0, 0, 1, 1, 1, 1, 1]
+    # Skipped on both: replicas that had gone apart would give other losses than those of a step poisoned on both.
+    poisoned(dataset, tmp_path / "both", 2, {4})
+    assert [row.get("loss") for row in rows(out)] == [row.get("loss") for row in rows(tmp_path / "both")]
+
+
+@LAYOUTS
+def test_the_weights_and_the_optimiser_after_a_skipped_step_are_those_before_it(dataset, tmp_path, nproc, flags):
     """The run is stopped right after the step that is skipped: what it saves then is checkpoint 3 in everything."""
-    poisoned(dataset, tmp_path / "out", nproc, {4}, stop_at_step=4)
+    poisoned(dataset, tmp_path / "out", nproc, {4}, rank=nproc - 1, stop_at_step=4, **flags)
     before, after = (outcome(tmp_path / "out", step, tmp_path) for step in (3, 4))
     assert before.keys() == after.keys()
     rates = {name for name in after if name.endswith("lr")}  # the schedule has moved on
@@ -84,20 +120,21 @@ def test_the_weights_and_the_optimiser_after_a_skipped_step_are_those_before_it(
         assert bool(same.all() if isinstance(same, torch.Tensor) else same), name
 
 
-@pytest.mark.parametrize("stop", [4, 5])
-def test_a_run_resumed_after_a_skipped_step_is_the_uninterrupted_one(dataset, tmp_path, stop):
-    poisoned(dataset, tmp_path / "whole", 2, {4, 5}, rank=1)
-    poisoned(dataset, tmp_path / "out", 2, {4, 5}, rank=1, stop_at_step=stop)
-    poisoned(dataset, tmp_path / "out", 2, {4, 5}, rank=1, first=stop + 1)
+@LAYOUTS
+def test_a_run_resumed_after_a_skipped_step_is_the_uninterrupted_one(dataset, tmp_path, nproc, flags):
+    """Stopped after the first of two that are skipped in a row."""
+    poisoned(dataset, tmp_path / "whole", nproc, {4, 5}, **flags)
+    poisoned(dataset, tmp_path / "out", nproc, {4, 5}, **flags, stop_at_step=4)
+    poisoned(dataset, tmp_path / "out", nproc, {4, 5}, **flags, first=5)
     assert_same_run(tmp_path / "out", tmp_path / "whole", 8, tmp_path)
     assert rows(tmp_path / "out")[-1]["skipped_steps"] == 2
 
 
-@pytest.mark.parametrize("nproc", [1, 2])
-def test_too_many_in_a_row_end_the_run_with_one_line_and_good_checkpoints(dataset, tmp_path, nproc):
+@LAYOUTS
+def test_too_many_in_a_row_end_the_run_with_one_line_and_good_checkpoints(dataset, tmp_path, nproc, flags):
     """Steps 2 and 4-6; three in a row are too many, of which the first two come with nothing saved either."""
     out = tmp_path / "out"
-    said = poisoned(dataset, out, nproc, {2, 4, 5, 6}, rank=nproc - 1, expect=2, max_skipped_steps=3)
+    said = poisoned(dataset, out, nproc, {2, 4, 5, 6}, rank=nproc - 1, expect=2, max_skipped_steps=3, **flags)
     errors = [line for rank in said for line in rank.splitlines() if line.startswith("error: ")]
     assert len(errors) == 1
     assert "--max_skipped_steps 3 skipped in a row (step 4: loss inf, gradient norm nan; step 5: " in errors[0]
