@@ -194,7 +194,7 @@ def test_delayed_scales_follow_the_amax_of_the_steps_before(algorithm):
             y.backward(grad)
         seen.append(torch.stack([t.detach().abs().max() for t in (x, weight, grad)]))
         before = emulation.state["scale"][columns].clone()
-        emulation.end_step(ALONE)
+        emulation.end_step(ALONE, skipped=False)
         window = torch.stack(seen[-2:] if algorithm == "max" else seen[-1:]).amax(0)
         expected = torch.where(window > 0, torch.tensor([448.0, 448.0, 57344.0]) / window / 2, before)
         assert torch.equal(emulation.state["scale"][columns], expected)
