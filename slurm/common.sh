@@ -95,7 +95,14 @@ train() {
   [ -z "$DATASET_DIR" ] || [ -d "$DATASET_DIR" ] ||
     fail "DATASET_DIR=$DATASET_DIR: no such directory on $(hostname): run slurm/submit_data.sh first"
   local data=(${DATASET_DIR:+--dataset_dir="$DATASET_DIR"} --output_dir="$OUTPUT_DIR")
-  if [ "$PREFLIGHT" != off ]; then launch -m common.preflight "${data[@]}" --fail_on="$PREFLIGHT" || status=$?; fi
+  if [ "$PREFLIGHT" != off ]; then
+    # Without this number a job whose nodes have all lost their driver would train on their CPUs.
+    local gpus=${SLURM_GPUS_PER_NODE:-} checks=(--fail_on="$PREFLIGHT") more=()
+    gpus=${gpus##*:} # of h200:8
+    if [[ -z $NPROC_PER_NODE && $gpus =~ ^[0-9]+$ ]]; then checks+=(--gpus_per_node="$gpus"); fi
+    read -ra more <<<"$PREFLIGHT_FLAGS"
+    launch -m common.preflight "${data[@]}" "${checks[@]}" ${more[@]+"${more[@]}"} || status=$?
+  fi
   if [ "$status" -eq 0 ]; then
     launch "$script" --config_name="$MODEL" "${data[@]}" "$@" || status=$?
   fi

@@ -27,6 +27,8 @@
 
 # Before training, common.preflight looks at every node: error or warn, what stops the job; or off.
 : "${PREFLIGHT:=error}"
+# Further flags of it; they win: --gpus_per_node=0, --max_clock_skew=5, ...
+: "${PREFLIGHT_FLAGS:=}"
 # Seconds that the other ranks and nodes have to end once the first has: more than a save takes.
 : "${GRACE_SECONDS:=120}"
 # A job that is stopped (walltime, preemption) puts itself back into the queue at most so many times.

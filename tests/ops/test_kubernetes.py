@@ -15,6 +15,7 @@ from tests.ops.manifests import (
     CPU_ONLY,
     FILE_SYSTEM,
     GUIDE,
+    IMAGE,
     KUBERNETES,
     ROOT,
     SWITCHES,
@@ -45,6 +46,25 @@ def test_the_guides_names_are_there():
     assert {f"{name}-template.yaml" for name in guides} | {"view-fsx.yaml", "etcd.yaml"} == set(TEMPLATES)
     names = {d["metadata"]["name"] for template in TEMPLATES for d in documents(render(template))}
     assert {"download-uniref-data", "preprocess-data", "fsx-share-test", "fsx-claim", "esm2", "etcd"} <= names
+
+
+def test_the_readmes_commands(tmp_path):
+    """All but the image, which test_containers.py builds and test_push.py pushes; kubectl keeps what it is given."""
+    (tmp_path / "kubectl").write_text(
+        f'#!/bin/sh\n[ "$*" = "apply -f -" ] && cat >>{tmp_path}/applied && echo --- >>{tmp_path}/applied\n'
+    )
+    (tmp_path / "kubectl").chmod(0o755)
+    readme = (ROOT / "README.md").read_text()
+    commands = re.search(r"### Kubernetes.*?```sh\n(.*?)```", readme, re.DOTALL)[1]
+    assert "./build.sh && ./push.sh\n" in commands
+    commands = commands.replace("./build.sh && ./push.sh\n", "")
+    done = run_shell(commands, {"PATH": f"{tmp_path}:{os.environ['PATH']}", "ACCOUNT": GUIDE["ACCOUNT"]})
+    assert done.returncode == 0, done.stderr
+    applied = [document for document in documents((tmp_path / "applied").read_text()) if document]
+    assert [document["kind"] for document in applied] == ["Job", "Pod", "PyTorchJob"]
+    for document in applied:
+        assert broken_rules(document) == {}
+        assert {container["image"] for container in containers(document)} == {IMAGE}
 
 
 @pytest.mark.parametrize("settings", SETTINGS)

@@ -83,7 +83,9 @@ def test_the_readme_from_fasta_to_a_model(cluster, tmp_path):
     for pattern, replacement in smaller.items():
         commands, count = re.subn(pattern, replacement, commands, flags=re.MULTILINE)
         assert count == 1, pattern
-    job = int(re.search(r"Submitted batch job (\d+)", cluster.on_head(commands, check=False))[1])
+    # The cluster's GPUs are character devices: Slurm counts them, torch does not see them.
+    submitted = cluster.on_head(commands, check=False, PREFLIGHT_FLAGS="--gpus_per_node=0")
+    job = int(re.search(r"Submitted batch job (\d+)", submitted)[1])
     assert cluster.job(job)["JobState"] == "PENDING"
     assert cluster.end(job) == "COMPLETED", cluster.said()
     out = target / "out-fsdp"
@@ -144,6 +146,7 @@ WRONG = {
     "no .venv in": ("--chdir={no_venv} slurm/preprocess.sh", {}),
     "no repository in": ("--chdir={empty} slurm/train_ddp.sh", {}),
     "/no/fasta": ("slurm/download_data.sh --source /no/fasta", {}),
+    "gpus: none, 2 asked for": ("--gpus-per-node=2 slurm/train_ddp.sh", {"PREFLIGHT": "error"}),
     "unknown flag --frobnicate": (f"slurm/train_ddp.sh --frobnicate {flags()}", {"NPROC_PER_NODE": "1"}),
 }
 
