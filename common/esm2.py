@@ -111,6 +111,7 @@ class Esm2ForMaskedLM(nn.Module):
         super().__init__()
         self.config, self.backend = config, backend
         self.extras: dict[str, Tensor] = {}  # of a Hub checkpoint: what is exported again but plays no part here
+        self.remarks: list[str] = []  # how it came to be, for the log of the run
         self.emulation = None  # of another precision: common.fake_quant sets it
         self.embeddings = Embeddings(config)
         self.encoder = Encoder(config, backend)

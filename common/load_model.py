@@ -52,9 +52,7 @@ def load_model(args, world: World, shard: Callable[[esm2.Esm2ForMaskedLM], None]
             parameters = dict(model.named_parameters())
             for name, tensor in pieces:
                 copy_rows(parameters[name], tensor)
-    for line in (f"Backend: {args.backend} ({why})", remark):
-        if line:
-            logger.info(line)
+    model.remarks = [line for line in (f"Backend: {args.backend} ({why})", remark) if line]
     return model
 
 

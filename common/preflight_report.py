@@ -104,7 +104,7 @@ def table(report: dict) -> str:
         elif shown[check] == fine[check]:
             lines.append(f"{check:{width}}  {OK:5}  and {fine[check] - ALIKE} more  [see --json]")
     lines.append(
-        f"preflight: {report['level']}: {report['ranks']} ranks on {report['nodes']} nodes, {report['seconds']:.1f} s"
+        f"preflight of {report['ranks']} ranks on {report['nodes']} nodes, {report['seconds']:.1f} s: {report['level']}"
     )
     return "\n".join(lines)
 

@@ -35,6 +35,8 @@ def announce(run: Run) -> None:
     ):
         logger.info("  %s = %s", name, f"{value:,}" if isinstance(value, int) else value)
     precision = "bfloat16, fp32 master weights" if args.bf16 else "fp32"
+    for line in run.core.remarks:
+        logger.info("  %s", line)
     logger.info("  Device = %s x %d, computing in %s", run.world.device.type, run.world.size, precision)
     if state.step:
         logger.info("Resuming after step %d (epoch %.2f)", state.step, state.epoch)

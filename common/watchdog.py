@@ -219,7 +219,8 @@ class Watch:
             if message is None:
                 parts.append(f"rank {rank}" + (" (which holds the store)" if rank == 0 else ""))
                 continue
-            place = f"in step {message['step']}, {message['phase']}" if message["phase"] else "between the steps"
+            step = message["step"]
+            place = f"in step {step}, {message['phase']}" if message["phase"] else f"after step {step}"
             place = f", last heard of {place}" if silent else f" {place}"  # up to a second ago
             place += f", at {message['where']}" if message.get("where") and not silent else ""
             parts.append(f"rank {rank} (host {message['host']}){place}")
