@@ -146,7 +146,7 @@ WRONG = {
     "no .venv in": ("--chdir={no_venv} slurm/preprocess.sh", {}),
     "no repository in": ("--chdir={empty} slurm/train_ddp.sh", {}),
     "/no/fasta": ("slurm/download_data.sh --source /no/fasta", {}),
-    "gpus: none, 2 asked for": ("--gpus-per-node=2 slurm/train_ddp.sh", {"PREFLIGHT": "error"}),
+    "none, 2 asked for": ("--gpus-per-node=2 slurm/train_ddp.sh", {"PREFLIGHT": "error"}),
     "unknown flag --frobnicate": (f"slurm/train_ddp.sh --frobnicate {flags()}", {"NPROC_PER_NODE": "1"}),
 }
 
