@@ -103,9 +103,8 @@ def table(report: dict) -> str:
             lines.append(f"{check:{width}}  {row['level']:5}  {row['found']}  [{row['at']}]")
         elif shown[check] == fine[check]:
             lines.append(f"{check:{width}}  {OK:5}  and {fine[check] - ALIKE} more  [see --json]")
-    lines.append(
-        f"preflight of {report['ranks']} ranks on {report['nodes']} nodes, {report['seconds']:.1f} s: {report['level']}"
-    )
+    whole = f"{report['ranks']} ranks on {report['nodes']} nodes, {report['seconds']:.1f} s"
+    lines.append(f"preflight of {whole}: {report['level']}")
     return "\n".join(lines)
 
 
