@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import common  # noqa: F401  # isort: skip  (before torch: see there)
 import copy
-import platform
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
+from benchmarks.machine import where_measured
 from common.arguments import TrainArguments, flag
 from common.batches import to_device
 from common.cli import UserError, parse_arguments, run
@@ -104,11 +104,11 @@ def compare(args: Arguments) -> str:
         losses[gelu, seed] = train(args, models[gelu, seed], batches, f"{gelu}, seed {seed}")
     trained = logit_differences(models["exact", 0], batches[0])
     exact = losses["exact", 0]
+    hardware, command = where_measured("benchmarks.gelu", "torch")
     lines = [
-        f"{args.config_name}, fp32, {len(batches)} steps of {args.tokens} tokens; torch {torch.__version__}, "
-        f"Python {platform.python_version()}, {platform.machine()} CPU",
+        f"{args.config_name}, fp32, {len(batches)} steps of {args.tokens} tokens; {hardware}",
         "",
-        f"`{' '.join(['python -m benchmarks.gelu', *sys.argv[1:]])}`",
+        command,
         "",
         "The same weights, exact GELU against tanh:",
         "",

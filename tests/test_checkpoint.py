@@ -1,32 +1,23 @@
-"""Checkpoints: what is in them, when they may be used, and that no full disk, kill or late step ruins one."""
+"""Checkpoints: what is in them, when they may be used, and that neither damage nor a late step ruins a run."""
 
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 import random
 import shutil
 import signal
-import subprocess
 import threading
 import time
-from argparse import Namespace
 from pathlib import Path
 
 import pytest
 import torch
 
-from common import checkpoint_files, esm2, presets
-from common.checkpoint import Checkpointer
-from common.cli import UserError
-from common.distributed import World
-from common.run_directory import hold
+from common import checkpoint_files
+from tests.checkpoint_fixtures import DAMAGES, FLAGS, checkpointer_of_a_small_model, names, take_steps
 from tests.live_runs import LiveRun, assert_same_run, newest_step, outcome
-from tests.small_disk import small_disk
-from tests.training_fixtures import TIMEOUT_S, environment, losses, on_ranks, rows, train, training_command
-
-FLAGS = {"max_steps": 6, "save_steps": 2, "save_final_model": False}
+from tests.training_fixtures import losses, on_ranks, rows, train
 
 
 @pytest.fixture(scope="module")
@@ -41,10 +32,6 @@ def finished(dataset, tmp_path_factory) -> Path:
 def run(finished, tmp_path) -> Path:
     """A copy of it to damage."""
     return Path(shutil.copytree(finished, tmp_path / "out"))
-
-
-def names(out: Path) -> list[str]:
-    return sorted(path.name for path in out.glob("*checkpoint-*"))
 
 
 def test_a_checkpoint_holds_canonical_names_and_a_manifest_of_every_file(finished, dataset, tmp_path):
@@ -74,39 +61,17 @@ def test_saving_in_the_background_changes_neither_the_run_nor_what_is_written(fi
         assert_same_run(tmp_path / "sync", finished, step, tmp_path)
 
 
-def checkpointer_of_a_small_model(out: Path, **args) -> Checkpointer:
-    config = presets.override(
-        presets.load_config("facebook/esm2_t6_8M_UR50D"),
-        "num_hidden_layers=1,hidden_size=32,num_attention_heads=2,intermediate_size=64",
-    )
-    world = World(int(os.environ.get("RANK", 0)), 0, int(os.environ.get("WORLD_SIZE", 1)), torch.device("cpu"))
-    if "RANK" in os.environ:
-        torch.distributed.init_process_group("gloo")
-    else:
-        torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
-    model = esm2.build_model(config, 1, world.device)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    settings = {"save_total_limit": None, "async_save": True, "ddp_timeout": 60, "do_train": True} | args
-    return Checkpointer(out, model, optimizer, config, world, Namespace(**settings))
-
-
-def _take_steps(checkpointer: Checkpointer) -> None:
-    for p in checkpointer.model.parameters():
-        p.grad = torch.ones_like(p)
-    checkpointer.optimizer.step()
-
-
 def _later_steps(out: Path) -> None:
     checkpointer = checkpointer_of_a_small_model(out)
     model, optimizer = checkpointer.model, checkpointer.optimizer
     expected = []
     for step in (1, 2, 3):
-        _take_steps(checkpointer)
+        take_steps(checkpointer)
         moments = [s["exp_avg"].clone() for s in optimizer.state.values()]
         expected.append(([p.detach().clone() for p in model.parameters()], moments))
         checkpointer.save(step, {"step": step})
         for _ in range(20):  # while the writer is at work
-            _take_steps(checkpointer)
+            take_steps(checkpointer)
     checkpointer.wait()
     for step, (parameters, moments) in enumerate(expected, 1):
         assert checkpointer.restore(str(out / f"checkpoint-{step}")) == {"step": step}
@@ -122,7 +87,7 @@ def test_steps_taken_while_a_save_is_under_way_do_not_change_it(tmp_path):
 
 def _count_writers(out: Path) -> None:
     checkpointer = checkpointer_of_a_small_model(out)
-    _take_steps(checkpointer)
+    take_steps(checkpointer)
     most = 0
     for step in range(1, 9):
         checkpointer.save(step, {})
@@ -156,29 +121,6 @@ def test_the_limit_keeps_the_newest_and_there_is_always_a_whole_one(dataset, tmp
     assert len(names(out)) == 1
     train(dataset, tmp_path / "three", **FLAGS | {"save_steps": 1, "save_total_limit": 3})
     assert names(tmp_path / "three") == ["checkpoint-4", "checkpoint-5", "checkpoint-6"]
-
-
-DAMAGES = {
-    "a shard cut short": lambda c: os.truncate(shard(c), 1000),
-    "a flipped byte": lambda c: _flip(shard(c)),
-    "no manifest": lambda c: (c / "manifest.json").unlink(),
-    "half a manifest": lambda c: os.truncate(c / "manifest.json", 100),
-    "another manifest": lambda c: (c / "manifest.json").write_text("[1]"),
-    "no metadata": lambda c: (c / ".metadata").unlink(),
-    "no state": lambda c: (c / "trainer_state.json").unlink(),
-    "nothing": lambda c: [path.unlink() for path in c.iterdir()],
-}
-
-
-def shard(checkpoint: Path) -> Path:
-    """The last rank's."""
-    return max(checkpoint.glob("*.distcp"))
-
-
-def _flip(path: Path) -> None:
-    data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 1
-    path.write_bytes(data)
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
@@ -319,118 +261,3 @@ def test_a_named_checkpoint_that_is_damaged_is_refused(run, dataset, damage):
     assert f"error: --resume_from_checkpoint {run / 'checkpoint-4'}: " in said
     said = train(dataset, run, expect=2, **FLAGS, resume_from_checkpoint=run / "checkpoint-5")
     assert "checkpoint-5: no such directory" in said
-
-
-@pytest.fixture
-def disk(tmp_path):
-    """A checkpoint's room many times over, until something fills it."""
-    with small_disk(tmp_path, "12m") as disk:
-        yield disk
-
-
-@pytest.mark.parametrize(
-    ("async_save", "nproc", "script"),
-    [(True, 1, "train_ddp.py"), (False, 1, "train_ddp.py"), (True, 2, "train_ddp.py"), (True, 2, "train_fsdp2.py")],
-)
-def test_a_full_disk_costs_no_checkpoint(disk, dataset, tmp_path, async_save, nproc, script):
-    out = disk / "out"
-    flags = FLAGS | {"async_save": async_save, "script": script}
-    train(dataset, out, nproc, **flags, stop_at_step=2)
-    free = shutil.disk_usage(disk).free
-    (disk / "ballast").write_bytes(bytes(free - 600_000))  # a checkpoint takes twice that
-    with LiveRun(dataset, out, tmp_path / "logs", nproc, **flags) as run:
-        assert run.end() == [2] * nproc
-        said = [run.said(rank) for rank in range(nproc)]
-    errors = [line for text in said for line in text.splitlines() if "error: " in line]
-    assert len(errors) == 1
-    assert "checkpoint not saved" in errors[0]
-    assert "the last complete one is untouched" in errors[0]
-    assert "Traceback" not in "".join(said)
-    assert names(out) == ["checkpoint-2"]
-    (disk / "ballast").unlink()
-    assert "Resuming after step 2" in train(dataset, out, nproc, **flags)
-    train(dataset, tmp_path / "whole", nproc, **flags)
-    assert_same_run(out, tmp_path / "whole", 6, tmp_path)
-
-
-def test_an_export_that_finds_the_disk_full_leaves_nothing_half_written(disk, dataset):
-    out = disk / "out"
-    flags = {"max_steps": 2}
-    train(dataset, out, **flags, save_final_model=False)
-    (disk / "ballast").write_bytes(bytes(shutil.disk_usage(disk).free - 100_000))
-    said = train(dataset, out, expect=2, **flags)
-    errors = [line for line in said.splitlines() if line.startswith("error: ")]
-    assert len(errors) == 1
-    assert "final_model: not exported" in errors[0]
-    assert "Traceback" not in said
-    assert not list(out.glob("final_model*"))
-    (disk / "ballast").unlink()
-    train(dataset, out, **flags)
-    assert (out / "final_model/model.safetensors").exists()
-
-
-def _save_and_end(out: Path) -> None:
-    checkpointer = checkpointer_of_a_small_model(out)
-    _take_steps(checkpointer)
-    try:
-        checkpointer.save(1, {"step": 1})
-    finally:
-        checkpointer.close()
-        torch.distributed.destroy_process_group()
-
-
-def test_the_end_of_a_process_neither_loses_nor_aborts_its_save(dataset, tmp_path):
-    """20 processes that save in the background and end at once, half of them pairs; and a real command line."""
-    for number in range(20):
-        out = tmp_path / str(number)
-        out.mkdir()
-        nproc = 1 + number % 2
-        codes, said = on_ranks(nproc, _save_and_end, out)
-        assert codes == [0] * nproc, said
-        assert "terminate called" not in "".join(said)
-        assert names(out) == ["checkpoint-1"]
-        model = json.loads((out / "checkpoint-1/manifest.json").read_text())["model"]
-        checkpoint_files.verify(out / "checkpoint-1", model)
-    done = subprocess.run(
-        training_command(dataset, tmp_path / "real", **FLAGS),
-        capture_output=True,
-        text=True,
-        env=environment(),
-        timeout=TIMEOUT_S,
-    )
-    assert done.returncode == 0
-    assert not [line for line in done.stderr.splitlines() if " - INFO - " not in line]
-    assert names(tmp_path / "real") == ["checkpoint-2", "checkpoint-4", "checkpoint-6"]
-
-
-def test_another_run_in_the_same_directory_is_waited_for(dataset, tmp_path):
-    """The lock goes with the process that holds it, and its loader workers do not inherit it."""
-    out, flags = tmp_path / "out", FLAGS | {"max_steps": 500, "save_steps": 50, "dataloader_num_workers": 2}
-    with LiveRun(dataset, out, tmp_path / "logs", **flags) as first:
-        first.until(lambda: newest_step(out) >= 50)
-        with LiveRun(dataset, out, tmp_path / "logs", **flags, stop_at_step=1) as second:
-            second.until_said("another run is writing here: waiting")
-            first.signal(signal.SIGKILL)
-            assert second.end() == [0]
-            assert "is done already" in second.said()
-
-
-def test_a_directory_that_stays_locked_is_refused(tmp_path):
-    context = multiprocessing.get_context("spawn")
-    held = context.Event()
-    other = context.Process(target=_hold, args=(tmp_path / ".run", held))
-    other.start()
-    try:
-        assert held.wait(60)
-        with pytest.raises(UserError, match="another run is writing here"):
-            hold(tmp_path / ".run", patience_s=0.3)
-    finally:
-        other.kill()
-        other.join()
-
-
-def _hold(path: Path, held) -> None:
-    handle = hold(path)
-    held.set()
-    time.sleep(60)
-    handle.close()

@@ -19,8 +19,8 @@ from torch.distributed.fsdp import fully_shard
 from common import esm2, presets
 from common.checkpoint import Checkpointer
 from common.distributed import World
+from tests.checkpoint_fixtures import DAMAGES
 from tests.live_runs import PREEMPTED, LiveRun, assert_same_run, kill_all, newest_step, ranks_of, torchrun, wait_until
-from tests.test_checkpoint import DAMAGES
 from tests.training_fixtures import TIMEOUT_S, TINY_OVERRIDES, on_ranks, rows, train
 
 FLAGS = {"script": "train_fsdp2.py", "per_device_train_batch_size": 1, "save_final_model": False}
