@@ -184,11 +184,12 @@ def test_bad_records_can_be_skipped(tmp_path):
     ("content", "message"),
     [
         (gzip.compress(b">a\nMKVLA\n" * 5000)[:-20], "cut short"),
-        (gzip.compress(b">a\nMKVLA\n")[:-8] + b"\0" * 8, "is corrupt"),  # the checksum
+        (gzip.compress(b">a\nMKVLA\n")[:-8] + b"\0" * 8, "is corrupt"),
         (gzip.compress(b">a\nMK\n") + b"garbage" * 9, "is corrupt"),
         (b"MK\n>a\nMK\n", "line 1: not FASTA"),
         (b"", "empty file"),
     ],
+    ids=["cut", "checksum", "garbage behind", "not FASTA", "empty"],  # gzip's bytes hold the time of day
 )
 def test_a_damaged_file_is_never_skipped(tmp_path, content, message):
     path = tmp_path / "bad.fasta.gz"
