@@ -13,6 +13,7 @@ from common.cli import UserError
 from common.optim import lr_schedule
 from common.precision_plan import FP8_RECIPES, recipes
 from common.profiling import parse_steps
+from common.quant_stats_plan import check_flags
 
 
 def flag(default, text: str):
@@ -91,6 +92,12 @@ class PrecisionArguments:
     fp4_layers: str | None = flag(None, "Layers in NVFP4, counted from 1. Default: all that --fp8 leaves.")
     fp4_recipe_kwargs: str | None = flag(None, 'Arguments of the recipe as JSON: {"disable_rht": true}.')
     emulate_precision: bool = flag(False, "Round as those formats do, in plain PyTorch, on any device.")
+    quant_stats: bool = flag(False, "Log statistics of the quantised tensors: underflow, scales, error, norms.")
+    quant_stats_freq: int | None = flag(None, "Every so many steps. Default: as the file says, 10 without one.")
+    quant_stats_dir: str | None = flag(None, "Where quant_stats.jsonl goes. Default: --output_dir.")
+    quant_stats_file: str | None = flag(
+        None, "Which layers, tensors and statistics: YAML as Transformer Engine's debug configuration."
+    )
 
 
 @dataclass
@@ -220,6 +227,7 @@ class TrainArguments(ModelArguments, DataArguments, PrecisionArguments):
         recipes(self)
         if self.profile_steps:
             parse_steps(self.profile_steps)
+        check_flags(self)
         lr_schedule(self, total_steps=1000)  # an unknown --lr_scheduler_type is a UserError
         for name, choices in (("backend", BACKENDS), ("gelu", (None, "exact", "tanh"))):
             if getattr(self, name) not in choices:

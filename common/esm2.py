@@ -113,6 +113,7 @@ class Esm2ForMaskedLM(nn.Module):
         self.extras: dict[str, Tensor] = {}  # of a Hub checkpoint: what is exported again but plays no part here
         self.remarks: list[str] = []  # how it came to be, for the log of the run
         self.emulation = None  # of another precision: common.fake_quant sets it
+        self.quant_stats = None  # --quant_stats: common.load_model sets it
         self.embeddings = Embeddings(config)
         self.encoder = Encoder(config, backend)
         self.lm_head = LMHead(config)

@@ -8,6 +8,8 @@ is one of fp32 (or, with --bf16, of bf16, exact for the operands) with fp32 accu
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor, nn
 
@@ -22,6 +24,7 @@ from common.number_formats import (
     MX_BLOCK,
     NVFP4_BLOCK,
     Element,
+    Quantized,
     fp8_scale,
     hadamard_rows,
     quantize_fp8_blocks,
@@ -40,11 +43,14 @@ from common.precision_plan import (
     Recipe,
 )
 
+if TYPE_CHECKING:
+    from common.quant_stats import QuantStats
+
 PRODUCTS = ("qkv", "proj", "fc1", "fc2")
 INPUT, WEIGHT, GRADIENT = ROLES = range(3)
 COLUMNS, ROWS = 1, 0  # the dimension a product sums over, that is along which blocks lie
 
-Quantized = tuple[Tensor, Tensor]  # values, scale: see common.number_formats
+Factor = tuple[Tensor, Tensor]  # values, scale: see common.number_formats
 
 
 def element_of(recipe: Recipe, role: int) -> Element:
@@ -52,11 +58,15 @@ def element_of(recipe: Recipe, role: int) -> Element:
 
 
 class Emulation:
-    """What the emulated products of a model share: their scales, and the key of the random bits."""
+    """What the emulated products of a model share: their scales, and the key of the random bits.
 
-    def __init__(self, model: nn.Module, plan: Plan, seed: int, device: torch.device | str = "cpu"):
-        self.plan, self.seed, self.training = plan, seed, False
+    ranks: of the run. Gradients are as many times those of the global batch, for they are averaged over the ranks.
+    """
+
+    def __init__(self, model: nn.Module, plan: Plan, seed: int, device: torch.device | str = "cpu", ranks: int = 1):
+        self.plan, self.seed, self.ranks, self.training = plan, seed, ranks, False
         self.key = 0
+        self.watcher: QuantStats | None = None  # sees every operand; set for the steps whose statistics are wanted
         self.scales: DelayedScales | None = None
         if delayed := next((r for r in plan if isinstance(r, DelayedScaling)), None):
             # Of all layers, whatever their format: a checkpoint fits a run with another plan.
@@ -74,6 +84,8 @@ class Emulation:
         """Before the pass over a pack, its number in the global step: the same random bits on whatever rank."""
         self.key = derive_key(self.seed, ROUNDING, step, pack)
         self.training = True
+        if self.watcher:
+            self.watcher.begin_pack()
 
     def end_step(self, world: World, skipped: bool) -> None:
         """After the optimiser step, or where it would have been; all ranks together."""
@@ -105,15 +117,20 @@ class Product:
 
     @property
     def whole_tensor(self) -> bool:
-        """Whether a quantised tensor is the same along both dimensions."""
-        return isinstance(self.recipe, DelayedScaling | CurrentScaling)
+        return self.recipe.whole_tensor
 
-    def quantize(self, x: Tensor, role: int, along: int, key: int = 0) -> Quantized:
+    def quantize(self, x: Tensor, role: int, along: int, key: int = 0) -> Factor:
         """x [R, C] as the factor of a product that sums over its columns or its rows."""
+        if isinstance(self.recipe, NVFP4BlockScaling) and along == ROWS and role != WEIGHT:
+            x = x if self.recipe.disable_rht else hadamard_rows(x)
+        quantized = self._quantize(x, role, along, key)
+        if self.emulation.watcher:
+            self.emulation.watcher.operand(self, role, along, x, quantized)
+        return quantized.values, quantized.scale
+
+    def _quantize(self, x: Tensor, role: int, along: int, key: int) -> Quantized:
         recipe, element = self.recipe, element_of(self.recipe, role)
         if isinstance(recipe, NVFP4BlockScaling):
-            if along == ROWS and role != WEIGHT and not recipe.disable_rht:
-                x = hadamard_rows(x)
             square = role == WEIGHT and not recipe.disable_2d_quantization
             stochastic = role == GRADIENT and not recipe.disable_stochastic_rounding
             noise_key = derive_key(key, self.layer, self.product, along) if stochastic else None
@@ -126,9 +143,16 @@ class Product:
             return quantize_tensor(x, fp8_scale(tensor_amax(x), element, 1.0, recipe.use_power_2_scales), element)
         number = (self.layer * len(PRODUCTS) + self.product) * len(ROLES) + role
         scales = self.emulation.scales
+        # Histories and scales are those of the global batch: the same on any number of ranks, from the first step on.
+        ranks = self.emulation.ranks if role == GRADIENT else 1
         if self.emulation.training:
-            scales.record(number, tensor_amax(x))
-        return quantize_tensor(x, scales.scale(number), element)
+            scales.record(number, tensor_amax(x) / ranks)
+        return quantize_tensor(x, scales.scale(number) / ranks, element)
+
+    def watch_result(self, gemm: str, x: Tensor) -> None:
+        """x: the result of `fprop`, `dgrad` or `wgrad`."""
+        if self.emulation.watcher:
+            self.emulation.watcher.result(self, gemm, x)
 
 
 def _block(size: int, along: int, square: bool = False) -> tuple[int, int]:
@@ -144,7 +168,9 @@ class _QuantizedLinear(torch.autograd.Function):
             ctx.save_for_backward(weight, *quantized)
         else:
             ctx.save_for_backward(weight, x)
-        return _multiply(quantized, product.quantize(weight, WEIGHT, COLUMNS), x.dtype, bias)
+        y = _multiply(quantized, product.quantize(weight, WEIGHT, COLUMNS), x.dtype, bias)
+        product.watch_result("fprop", y)
+        return y
 
     @staticmethod
     def backward(ctx, grad: Tensor):
@@ -157,6 +183,7 @@ class _QuantizedLinear(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             values, scale = product.quantize(weight, WEIGHT, ROWS)
             grad_x = _multiply(along_columns, (values.t(), scale), dtype)
+            product.watch_result("dgrad", grad_x)
         if ctx.needs_input_grad[1]:
             along_rows = along_columns if product.whole_tensor else product.quantize(grad, GRADIENT, ROWS, key)
             values, scale = saved if product.whole_tensor else product.quantize(saved[0], INPUT, ROWS)
@@ -165,12 +192,13 @@ class _QuantizedLinear(torch.autograd.Function):
                 grad_weight = _multiply((values.t(), scale), (along_rows[0].t(), along_rows[1]), dtype).t()
             else:
                 grad_weight = _multiply((along_rows[0].t(), along_rows[1]), (values.t(), scale), dtype)
+            product.watch_result("wgrad", grad_weight)
         if ctx.needs_input_grad[2]:
             grad_bias = grad.sum(0)
         return grad_x, grad_weight, grad_bias, None, None
 
 
-def _multiply(a: Quantized, b: Quantized, dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
+def _multiply(a: Factor, b: Factor, dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
     """a [m, k] times the transpose of b [n, k], both scales applied to the result: [m, n] of `dtype`."""
     (left, left_scale), (right, right_scale) = a, b
     with torch.autocast(left.device.type, enabled=False):

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from common import esm2, presets
+from common import esm2, presets, quant_stats
 from common.backend import choose_backend
 from common.cli import UserError
 from common.distributed import World
@@ -16,8 +16,9 @@ from common.encode_records import check_tokenizer
 from common.fake_quant import Emulation
 from common.gelu import choose_gelu
 from common.initialise import initialise
-from common.precision_plan import check_device, check_dimensions, describe, resolve
+from common.precision_plan import Plan, check_device, check_dimensions, describe, resolve
 from common.pretrained import read_pretrained
+from common.quant_stats_plan import select
 from common.sharding import copy_rows
 
 logger = logging.getLogger(__name__)
@@ -37,9 +38,17 @@ def load_model(args, world: World, shard: Callable[[esm2.Esm2ForMaskedLM], None]
         # From here on, and on record, what was chosen.
         args.backend, why = choose_backend(args, world.device)
         args.gelu, remark = choose_gelu(args.gelu, args.backend, config)
+        plan = check_precision(config, args, world, why)
+        watch_te = None
+        if args.quant_stats and not args.emulate_precision:  # before there are layers: they look for it when built
+            from common.quant_stats_te import TeStats
+
+            watch_te = TeStats(select(args, plan), plan, world, quant_stats.directory_of(args))
         with torch.device("meta"):
             model = esm2.Esm2ForMaskedLM(config, args.backend)
-        set_precision(model, args, world, why)
+        model.quant_stats = watch_te
+        if plan is not None:
+            set_precision(model, plan, args, world)
         if args.torch_compile:
             esm2.compile_layers(model, world.device.type)
     if shard is not None:
@@ -56,12 +65,11 @@ def load_model(args, world: World, shard: Callable[[esm2.Esm2ForMaskedLM], None]
     return model
 
 
-def set_precision(model: esm2.Esm2ForMaskedLM, args, world: World, why: str) -> None:
-    """Give each layer the number format that --fp8 and --fp4 ask for. why: the backend was chosen."""
-    config = model.config
+def check_precision(config, args, world: World, why: str) -> Plan | None:
+    """The number format of each layer, if this model, backend and device can have it. why: the backend was chosen."""
     plan = resolve(args, config.num_hidden_layers)
     if plan is None:
-        return
+        return None
     sizes = {name: getattr(config, name) for name in ("hidden_size", "intermediate_size")}
     check_dimensions(plan, sizes)
     if not args.emulate_precision:
@@ -77,10 +85,18 @@ def set_precision(model: esm2.Esm2ForMaskedLM, args, world: World, why: str) -> 
             raise UserError(f"--{'fp8' if args.fp8 else 'fp4'} needs --bf16: what is not quantised is bfloat16")
         if args.fp8_params:
             raise UserError("--fp8_params is not here yet: weights stay fp32 masters; drop the flag")
+    return plan
+
+
+def set_precision(model: esm2.Esm2ForMaskedLM, plan: Plan, args, world: World) -> None:
+    """Give each layer its format."""
+    if not args.emulate_precision:
         from common.precision_te import Quantised
 
         Quantised(model, plan)
         logger.info("Precision:\n%s", describe(plan, "BF16"))
         return
-    Emulation(model, plan, args.seed, world.device)
+    emulation = Emulation(model, plan, args.seed, world.device, world.size)
+    if args.quant_stats:
+        model.quant_stats = quant_stats.QuantStats(emulation, select(args, plan), world)
     logger.info("Emulated precision:\n%s", describe(plan, "BF16" if args.bf16 else "FP32"))

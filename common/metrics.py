@@ -65,7 +65,7 @@ def peak_memory_gb(device: torch.device) -> float:
 
 
 class MetricsLog:
-    """`metrics.jsonl`: one object a logged step, each step once."""
+    """`metrics.jsonl`: one object a logged step, each step once. (quant_stats.jsonl: several objects a step.)"""
 
     def __init__(self, path: Path, keep_through: int):
         """Rows beyond step `keep_through` belong to steps that will be taken again: they are dropped."""
@@ -75,9 +75,9 @@ class MetricsLog:
         partial.write_text("".join(json.dumps(row) + "\n" for row in kept))
         os.replace(partial, path)
 
-    def write(self, row: dict) -> None:
+    def write(self, *rows: dict) -> None:
         with open(self.path, "a") as file:
-            file.write(json.dumps(row) + "\n")
+            file.write("".join(json.dumps(row) + "\n" for row in rows))
 
 
 def read_metrics(path: Path) -> list[dict]:

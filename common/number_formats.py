@@ -1,6 +1,6 @@
 """FP8, MXFP8 and NVFP4 in plain PyTorch, on any device: what a tensor becomes when it is stored in them.
 
-Every `quantize_*` returns (values, scale): the tensor is values * scale. `values` holds what the format can hold,
+Every `quantize_*` returns `Quantized`: the tensor is values * scale. `values` holds what the format can hold,
 times the scale of its block where there is one, and is exact in bfloat16 (but for blocks with fp32 scales); `scale` is
 the fp32 scale of the whole tensor. So a product of two such tensors is the product of their values, in any dtype,
 times both scales: as matrix units do it.
@@ -39,6 +39,14 @@ HADAMARD_SIGNS = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
 Block = tuple[int, int]  # rows, columns that share a scale
 
 
+class Quantized(NamedTuple):
+    """A tensor x [R, C] in a format: it is values * scale."""
+
+    values: Tensor  # [R, C]: stored numbers, times the scale of their block
+    scale: Tensor  # fp32 scalar
+    block_scale: Tensor | None = None  # fp32, expanded to [R / r, r, C / c, c]: what is in `values` already
+
+
 def round_to(x: Tensor, element: Element, noise: Tensor | None = None) -> Tensor:
     """x (fp32, contiguous, is overwritten) to the nearest numbers of the format, ties to even; saturating, NaN stays.
 
@@ -74,38 +82,38 @@ def fp8_scale(amax: Tensor, element: Element, previous: Tensor | float = 1.0, po
     return torch.where((amax > 0) & amax.isfinite(), scale, previous)
 
 
-def quantize_tensor(x: Tensor, scale: Tensor, element: Element) -> tuple[Tensor, Tensor]:
+def quantize_tensor(x: Tensor, scale: Tensor, element: Element) -> Quantized:
     """FP8 with one fp32 factor `scale` for all of x [R, C]."""
     values = round_to(x.float() * scale, element).to(x.dtype)
-    return values, scale.reciprocal()
+    return Quantized(values, scale.reciprocal())
 
 
 # ---- one scale a block: FP8 128 x 128 or 1 x 128, and MXFP8 ------------------------------------------------------
 
 
-def quantize_fp8_blocks(
-    x: Tensor, block: Block, element: Element = E4M3, power_of_2: bool = True
-) -> tuple[Tensor, Tensor]:
+def quantize_fp8_blocks(x: Tensor, block: Block, element: Element = E4M3, power_of_2: bool = True) -> Quantized:
     """FP8 with an fp32 factor for each block of x [R, C]; blocks at the rim may be smaller."""
-    blocks = _blocked(x, block)
+    blocks = blocked(x, block)
     scale = fp8_scale(_block_amax(blocks), element, power_of_2=power_of_2)
-    values = round_to(blocks * scale, element).mul_(scale.reciprocal())
+    decode = scale.reciprocal()
+    values = round_to(blocks * scale, element).mul_(decode)
     # Values times powers of two are exact in bf16 too; others stay fp32.
     dtype = x.dtype if power_of_2 else torch.float32
-    return _unblocked(values, x, dtype), torch.ones((), device=x.device)
+    return Quantized(_unblocked(values, x, dtype), torch.ones((), device=x.device), decode.expand_as(blocks))
 
 
-def quantize_mx(x: Tensor, block: Block, element: Element = E4M3) -> tuple[Tensor, Tensor]:
+def quantize_mx(x: Tensor, block: Block, element: Element = E4M3) -> Quantized:
     """MXFP8: an E8M0 scale (a power of two) for each block of x [R, C]: (1, 32) or (32, 1), along the contraction."""
-    blocks = _blocked(x, block)
+    blocks = blocked(x, block)
     ratio = _block_amax(blocks).mul_(1 / element.largest)
     bits = ratio.view(torch.int32)
     # The exponent of the power of two at or above: any bit of the mantissa carries. 2^-127 is half a step into fp32's
     # subnormals; infinity takes the largest scale, NaN stays.
     exponent = ((bits + 0x7FFFFF) >> 23).masked_fill_(bits <= 0x400000, 0).clamp_(max=254)
     encode = _power_of_2(254 - exponent).masked_fill_(ratio.isnan(), torch.nan)
-    values = round_to(blocks * encode, element).mul_(_power_of_2(exponent))
-    return _unblocked(values, x, x.dtype), torch.ones((), device=x.device)
+    decode = _power_of_2(exponent)
+    values = round_to(blocks * encode, element).mul_(decode)
+    return Quantized(_unblocked(values, x, x.dtype), torch.ones((), device=x.device), decode.expand_as(blocks))
 
 
 def _power_of_2(biased: Tensor) -> Tensor:
@@ -116,12 +124,12 @@ def _power_of_2(biased: Tensor) -> Tensor:
 # ---- two levels of scales: NVFP4 ---------------------------------------------------------------------------------
 
 
-def quantize_nvfp4(x: Tensor, block: Block, key: int | None = None) -> tuple[Tensor, Tensor]:
+def quantize_nvfp4(x: Tensor, block: Block, key: int | None = None) -> Quantized:
     """E2M1 numbers with an E4M3 scale for each block of x [R, C], (1, 16), (16, 1) or (16, 16), and an fp32 scale.
 
     key: of the random bits of stochastic rounding; None rounds to nearest.
     """
-    blocks = _blocked(x, block)
+    blocks = blocked(x, block)
     block_amax = _block_amax(blocks)
     amax = block_amax.amax()
     encode_tensor = (amax.new_tensor(E4M3.largest * E2M1.largest) / amax).clamp(max=FP32_LARGEST)
@@ -131,7 +139,7 @@ def quantize_nvfp4(x: Tensor, block: Block, key: int | None = None) -> tuple[Ten
     encode = (scale * decode_tensor).reciprocal().clamp(max=FP32_LARGEST)
     noise = None if key is None else rounding_noise(key, blocks.numel(), x.device).view(blocks.shape)
     values = round_to(blocks * encode, E2M1, noise).mul_(scale)
-    return _unblocked(values, x, x.dtype), decode_tensor
+    return Quantized(_unblocked(values, x, x.dtype), decode_tensor, scale.expand_as(blocks))
 
 
 def rounding_noise(key: int, count: int, device: torch.device | str = "cpu") -> Tensor:
@@ -173,7 +181,7 @@ def hadamard_rows(x: Tensor) -> Tensor:
 # ---- blocks ------------------------------------------------------------------------------------------------------
 
 
-def _blocked(x: Tensor, block: Block) -> Tensor:
+def blocked(x: Tensor, block: Block) -> Tensor:
     """x [R, C] as fp32 [R / r, r, C / c, c], zeros added at the end where a block is not full."""
     rows, columns = (-size % step for size, step in zip(x.shape, block, strict=True))
     if rows or columns:

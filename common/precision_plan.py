@@ -24,6 +24,7 @@ class Recipe:
     title = ""
     flag = "--fp8"
     capability = HOPPER
+    whole_tensor = False  # one scale a tensor: quantised, it is the same along both dimensions
     multiple = 16  # of tokens and of every dimension of a product
     default_format = "hybrid"
 
@@ -33,6 +34,7 @@ class Recipe:
 @dataclass(frozen=True)
 class DelayedScaling(Recipe):
     title = "FP8, delayed scaling"
+    whole_tensor = True
 
     margin: int = 0
     amax_history_len: int = 1024
@@ -42,6 +44,7 @@ class DelayedScaling(Recipe):
 @dataclass(frozen=True)
 class CurrentScaling(Recipe):
     title = "FP8, current scaling"
+    whole_tensor = True
 
     use_power_2_scales: bool = False
 

@@ -54,6 +54,8 @@ def take_step(run: Run, share: TrainStep, counts: list[int]) -> StepResult:
     for group in run.optimizer.param_groups:
         group["lr"] = lr
     loss = torch.zeros((), device=world.device)
+    if run.core.quant_stats:
+        run.core.quant_stats.begin_step(state.step + 1)
     for number, batch in enumerate(share.micro_batches):
         last = number == len(share.micro_batches) - 1
         if run.core.emulation:
@@ -82,6 +84,8 @@ def take_step(run: Run, share: TrainStep, counts: list[int]) -> StepResult:
     run.optimizer.zero_grad()
     if run.core.emulation:
         run.core.emulation.end_step(world, skipped)
+    if run.core.quant_stats:  # of a skipped step too: they may tell why
+        run.record_quant_stats(run.core.quant_stats.end_step())
     result = StepResult(loss, norm, skipped, computed - started, time.perf_counter() - computed)
 
     state.step += 1

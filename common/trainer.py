@@ -17,7 +17,7 @@ from torch import nn
 from tqdm.auto import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
-from common import batches, esm2
+from common import batches, esm2, quant_stats
 from common.checkpoint import Checkpointer
 from common.distributed import World
 from common.evaluate import evaluate
@@ -46,6 +46,7 @@ def train(model: nn.Module, args, world: World) -> None:
     with world.main_does() as mine:  # bad input is found before anything is removed or written
         if mine:
             source = find_source(args)
+            quant_stats.check_directory(args)
     source = world.share(source)
     with world.together():
         data = open_training(args, source)
@@ -123,6 +124,8 @@ class Run:
                 directory.claim()
                 keep_through = -1 if state.step == 0 else state.step - (state.unfinished_row is not None)
                 self.log = MetricsLog(self.output_dir / "metrics.jsonl", keep_through)
+                if self.core.quant_stats:
+                    self.quant_log = MetricsLog(quant_stats.directory_of(args) / quant_stats.FILE, state.step)
         if args.eval_on_start and state.step == 0:
             state.unfinished_row = {"step": 0, "epoch": 0.0}
         if state.unfinished_row is not None and not self._complete(state.unfinished_row):
@@ -203,6 +206,11 @@ class Run:
             self.tracker.write(row)
             if "loss" in row:
                 logger.info(step_line(row))
+
+    def record_quant_stats(self, rows: list[dict]) -> None:
+        if rows and self.world.is_main:
+            self.quant_log.write(*rows)
+            self.tracker.write(quant_stats.scalars(rows))
 
     def _complete(self, row: dict) -> bool:
         """Evaluate, add that to the row and record it; False if told to stop meanwhile: then the next start does."""

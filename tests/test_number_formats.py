@@ -82,7 +82,7 @@ def test_scaled_by_the_tensor(element, power_of_2):
         scale = formats.fp8_scale(formats.tensor_amax(x), element, power_of_2=power_of_2)
         expected_scale = reference.fp8_scale(x.abs().max().item(), element.largest, power_of_2)
         assert scale.item() == expected_scale, name
-        values, decode = formats.quantize_tensor(x, scale, element)
+        values, decode, _ = formats.quantize_tensor(x, scale, element)
         assert equal(values, reference.fp8_tensor(x.numpy(), expected_scale, NUMBERS[element])), name
         assert decode.item() == np.float32(1) / expected_scale, name
 
@@ -101,7 +101,7 @@ def test_a_scale_stays_where_there_is_no_amax():
 @pytest.mark.parametrize("block", [(1, 128), (128, 1), (128, 128)])
 def test_fp8_blocks_also_where_they_are_not_full(element, power_of_2, block):
     for name, x in samples((130, 160)).items():
-        values, scale = formats.quantize_fp8_blocks(x, block, element, power_of_2)
+        values, scale, _ = formats.quantize_fp8_blocks(x, block, element, power_of_2)
         assert equal(values, reference.fp8_blocks(x.numpy(), block, NUMBERS[element], power_of_2)), name
         assert scale == 1
 
@@ -111,7 +111,7 @@ def test_fp8_blocks_also_where_they_are_not_full(element, power_of_2, block):
 @pytest.mark.parametrize("shape", [(64, 64), (33, 40)])
 def test_mx(element, block, shape):
     for name, x in samples(shape).items():
-        values, scale = formats.quantize_mx(x, block, element)
+        values, scale, _ = formats.quantize_mx(x, block, element)
         assert equal(values, reference.mx(x.numpy(), block, NUMBERS[element])), name
         assert scale == 1
 
@@ -122,7 +122,7 @@ def test_the_mx_scale_is_the_smallest_that_fits():
     amax = amax[(amax > 1e-30) & (amax < 2.0**127)]
     x = torch.zeros(len(amax), 32)
     x[:, 0] = amax
-    values, _ = formats.quantize_mx(x, (1, 32))
+    values, *_ = formats.quantize_mx(x, (1, 32))
     found, exact = values[:, 0].double().numpy(), amax.double().numpy()
     step = 2.0 ** np.ceil(np.log2(exact / 448))
     # At half the step, amax would not fit; at twice the step, it would be below 224 steps.
@@ -135,7 +135,7 @@ def test_the_mx_scale_is_the_smallest_that_fits():
 @pytest.mark.parametrize("shape", [(32, 48), (17, 40)])
 def test_nvfp4(block, shape):
     for name, x in samples(shape).items():
-        values, scale = formats.quantize_nvfp4(x, block)
+        values, scale, _ = formats.quantize_nvfp4(x, block)
         expected, expected_scale = reference.nvfp4(x.numpy(), block)
         assert scale.item() == expected_scale, name
         assert equal(values, expected), name
@@ -153,7 +153,7 @@ def test_one_bad_number(x):
     448 times the largest scale, which is infinity in fp32, for MX."""
     tensor = torch.ones(32, 64)
     tensor[0, 0] = x
-    for values, scale in (
+    for values, scale, _ in (
         formats.quantize_mx(tensor, (1, 32)),
         formats.quantize_nvfp4(tensor, (1, 16)),
         formats.quantize_fp8_blocks(tensor, (1, 128)),
@@ -176,8 +176,8 @@ def test_one_bad_number(x):
 def test_values_are_exact_in_bf16_and_the_input_is_left_alone(quantize):
     x = torch.randn(64, 128, generator=torch.Generator().manual_seed(1)).bfloat16()
     before = x.clone()
-    values, scale = quantize(x)
-    wide, wide_scale = quantize(x.float())
+    values, scale, _ = quantize(x)
+    wide, wide_scale, _ = quantize(x.float())
     assert values.dtype == torch.bfloat16
     assert torch.equal(values.float(), wide)
     assert torch.equal(scale, wide_scale)
@@ -216,7 +216,7 @@ def test_stochastic_rounding_is_unbiased():
 
 def test_stochastic_nvfp4_is_keyed_and_unbiased_and_rounds_to_a_neighbour():
     x = torch.randn(16, 64, generator=torch.Generator().manual_seed(3))
-    first, scale = formats.quantize_nvfp4(x, (1, 16), key=1)
+    first, scale, _ = formats.quantize_nvfp4(x, (1, 16), key=1)
     assert torch.equal(first, formats.quantize_nvfp4(x, (1, 16), key=1)[0])
     assert not torch.equal(first, formats.quantize_nvfp4(x, (1, 16), key=2)[0])
     n = 2000
