@@ -4,21 +4,21 @@
 
 One process, one model, the same packed batch of random proteins; rounds are interleaved (all recipes, then all again)
 and the median step is reported, with the smallest and the largest. A step is forward, backward, AdamW and, where there
-are any, the scales' update.
+are any, the scales' update. With statistics (--quant_stats) it is the same step, watched: every time, or once in ten.
 """
 
 from __future__ import annotations
 
 import common  # noqa: F401  # isort: skip  (before torch: see there)
-import os
-import platform
 import statistics
 import time
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
+from benchmarks.machine import where_measured
 from common.arguments import PrecisionArguments, flag
-from common.cli import parse_arguments, run
+from common.cli import UserError, parse_arguments, run
 
 RECIPES = {
     "none": {},
@@ -33,6 +33,7 @@ RECIPES = {
     "MXFP8": {"fp8": True, "fp8_recipe": "mxfp8"},
     "NVFP4": {"fp4": True},
 }
+TEN = range(1, 11)
 
 
 @dataclass
@@ -42,11 +43,15 @@ class Arguments:
     length: int = flag(256, "Tokens in a protein.")
     rounds: int = flag(5, "Steps timed for each recipe, after one that is not.")
     dtypes: str = flag("fp32,bf16", "Which precisions the emulation runs in.")
+    watched: str = flag("FP8 delayed;MXFP8;NVFP4", "Recipes whose statistics are timed too, separated by semicolons.")
     output: str | None = flag(None, "Also write the table there.")
 
 
+EVERY, TENTH = ", every step", ", every 10 steps"
+
+
 def measure(args: Arguments, dtype: str) -> dict[str, list[float]]:
-    """Seconds of every timed step of each recipe."""
+    """Seconds a step, of every round, of each recipe; for watched ones with statistics too: name + EVERY, + TENTH."""
     import torch
 
     from common.alphabet import MASK
@@ -55,6 +60,8 @@ def measure(args: Arguments, dtype: str) -> dict[str, list[float]]:
     from common.fake_quant import Emulation
     from common.precision_plan import resolve
     from common.presets import load_config
+    from common.quant_stats import QuantStats
+    from common.quant_stats_plan import select
 
     keep_freed_memory()
     config = load_config(args.config_name)
@@ -71,12 +78,15 @@ def measure(args: Arguments, dtype: str) -> dict[str, list[float]]:
     steps = {}
     for name, flags in RECIPES.items():
         model = build_model(config, seed=0)
-        plan = resolve(PrecisionArguments(**flags), config.num_hidden_layers)
+        flags = PrecisionArguments(**flags)
+        plan = resolve(flags, config.num_hidden_layers)
         emulation = Emulation(model, plan, seed=0) if plan else None
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
 
-        def step(model=model, emulation=emulation, optimizer=optimizer) -> float:
+        def step(model=model, emulation=emulation, optimizer=optimizer, stats=None, number=1) -> float:
             started = time.perf_counter()
+            if stats:
+                stats.begin_step(number)
             if emulation:
                 emulation.begin(0, 0)
             with torch.autocast("cpu", torch.bfloat16, enabled=dtype == "bf16"):
@@ -86,11 +96,17 @@ def measure(args: Arguments, dtype: str) -> dict[str, list[float]]:
             optimizer.zero_grad()
             if emulation:
                 emulation.end_step(world)
+            if stats:
+                stats.end_step()
             return time.perf_counter() - started
 
         step()
         steps[name] = step
-    seconds: dict[str, list[float]] = {name: [] for name in RECIPES}
+        if name in args.watched.split(";"):
+            stats = QuantStats(emulation, select(flags, plan), world)  # its default: every 10 steps
+            steps[name + EVERY] = partial(step, stats=stats, number=10)
+            steps[name + TENTH] = lambda step=step, stats=stats: sum(step(stats=stats, number=n) for n in TEN) / 10
+    seconds: dict[str, list[float]] = {name: [] for name in steps}
     for _ in range(args.rounds):
         for name, step in steps.items():
             seconds[name].append(step())
@@ -100,9 +116,15 @@ def measure(args: Arguments, dtype: str) -> dict[str, list[float]]:
 def table(args: Arguments, dtype: str, seconds: dict[str, list[float]]) -> list[str]:
     base = statistics.median(seconds["none"])
     rows = ["| recipe | step, s | smallest to largest | times the step without |", "|---|--:|--:|--:|"]
-    for name, times in seconds.items():
-        median = statistics.median(times)
-        rows.append(f"| {name} | {median:.3f} | {min(times):.3f} to {max(times):.3f} | {median / base:.2f} |")
+    medians = {name: statistics.median(times) for name, times in seconds.items()}
+    for name in RECIPES:
+        low, high = min(seconds[name]), max(seconds[name])
+        rows.append(f"| {name} | {medians[name]:.3f} | {low:.3f} to {high:.3f} | {medians[name] / base:.2f} |")
+    if watched := [name for name in RECIPES if name + EVERY in seconds]:
+        rows += ["", "| statistics, added to the step | every step | every 10 steps |", "|---|--:|--:|"]
+        for name in watched:
+            added = (f"{medians[name + how] / medians[name] - 1:+.1%}" for how in (EVERY, TENTH))
+            rows.append(f"| {name} | {' | '.join(added)} |")
     return [f"### {dtype}", "", *rows, ""]
 
 
@@ -110,12 +132,17 @@ def main() -> None:
     (args,) = parse_arguments(__doc__, Arguments)
     import torch
 
+    for name in filter(None, args.watched.split(";")):
+        if name not in RECIPES or not RECIPES[name]:
+            raise UserError(f"--watched {name}: no such recipe: choose of {'; '.join(list(RECIPES)[1:])}")
+    hardware, command = where_measured("benchmarks.emulation_cost", "torch")
     lines = [
         "# Cost of emulated precision",
         "",
-        f"`python -m benchmarks.emulation_cost --tokens {args.tokens} --rounds {args.rounds}`: {args.config_name}, "
-        f"packs of {args.tokens} tokens, proteins of {args.length}; {platform.machine()}, {os.cpu_count()} cores, "
-        f"{torch.get_num_threads()} threads, torch {torch.__version__}.",
+        f"{args.config_name}, packs of {args.tokens} tokens, proteins of {args.length}, median of {args.rounds} "
+        f"rounds; {hardware}, {torch.get_num_threads()} threads",
+        "",
+        command,
         "",
     ]
     for dtype in args.dtypes.split(","):

@@ -81,9 +81,10 @@ def draw(directory: Path, step: int | None = None) -> Path:
     figure, axes = plt.subplots(2, 1, figsize=size, layout="constrained", sharex=True)
     for axis, (kind, title) in zip(axes, titles.items(), strict=True):
         grid = [[found[kind].get((layer, column), math.nan) for column in columns] for layer in layers]
-        values = [v for v in found[kind].values() if v > 0]
-        low, high = (min(values), max(values)) if values else (0.1, 1.0)
-        norm = Normalize(0, high) if kind == "underflows%" else LogNorm(low, high if high > low else 10 * low)
+        values = [v for v in found[kind].values() if v > 0] or [1.0]
+        # At least 1 % and a factor of ten across the colours: what is small, or all the same, shall look so.
+        under = Normalize(0, max(*values, 1.0))
+        norm = under if kind == "underflows%" else LogNorm(min(values), max(*values, 10 * min(values)))
         colours = plt.get_cmap("viridis").with_extremes(bad="0.9", under="white")
         image = axis.imshow(grid, norm=norm, cmap=colours, aspect="auto", interpolation="nearest")
         figure.colorbar(image, ax=axis, pad=0.01)
@@ -95,7 +96,7 @@ def draw(directory: Path, step: int | None = None) -> Path:
                 axis.axvline(number - 0.5, color="white", linewidth=2)
         if len(layers) <= ANNOTATED_LAYERS:
             for (layer, column), value in found[kind].items():
-                text = f"{value:.1f}" if kind == "underflows%" else f"{value:.0e}".replace("e-0", "e-")
+                text = f"{value:.2g}" if kind == "underflows%" else f"{value:.0e}".replace("e-0", "e-")
                 shade = "black" if norm(value) > 0.6 else "white"
                 axis.text(columns.index(column), layer - 1, text, ha="center", va="center", color=shade, fontsize=7)
     path = directory / "quant_stats.png"

@@ -1,0 +1,220 @@
+"""What low precision does to training: held-out loss of BF16, FP8, MXFP8 and NVFP4, emulated, on the same batches.
+
+    python -m benchmarks.precision_convergence --dataset_dir quickstart/sample/processed/arrow --output_dir convergence
+        [--steps 2000] [--seeds 1,2,3] [--formats BF16,NVFP4] [--max_runs 2] [--report path.md]
+
+Each (format, seed) is a run of train_ddp.py in output_dir/<format>-<seed>: of one seed, all formats start from the
+same weights and see the same batches and masks. Finished runs are kept, a broken one goes on from its checkpoint, and
+--max_runs stops after so many, so that it can all be done in pieces; the table and the plot show what there is.
+Differences are those to BF16 of the same seed; their noise is over the seeds.
+"""
+
+from __future__ import annotations
+
+import common  # noqa: F401  # isort: skip  (before torch: see there)
+import json
+import math
+import statistics
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks.machine import where_measured
+from common.arguments import flag
+from common.cli import UserError, parse_arguments, run
+from common.metrics import read_metrics
+from common.presets import load_config, override
+
+ROOT = Path(__file__).resolve().parent.parent
+BASE = "BF16"
+# Flags of each; of a model with n layers, {half} is 1 to n/2: NVFP4's authors keep the last layers in BF16.
+FORMATS = {
+    BASE: [],
+    "FP8 delayed": ["--fp8", "--emulate_precision"],
+    "MXFP8": ["--fp8", "--fp8_recipe=mxfp8", "--emulate_precision"],
+    "NVFP4 half": ["--fp4", "--fp4_layers={half}", "--emulate_precision"],
+    "NVFP4 all": ["--fp4", "--emulate_precision"],
+}
+LAST_PART = 0.25  # of the curve, whose mean is less noisy than its last point
+
+
+@dataclass
+class Arguments:
+    dataset_dir: str | None = flag(None, "processed/arrow, as 1.tokenize_uniref_csv.py writes it.")
+    output_dir: str | None = flag(None, "Where the runs, the table and the plot go.")
+    config_name: str = flag("facebook/esm2_t6_8M_UR50D", "The model.")
+    config_overrides: str | None = flag(None, "Change it: num_hidden_layers=2,...")
+    formats: str = flag(",".join(FORMATS), "Which formats.")
+    seeds: str = flag("1,2,3", "Of weights, order, crops and masks.")
+    steps: int = flag(2000, "Optimiser steps of each run.")
+    evaluations: int = flag(20, "Points of each curve.")
+    tokens_per_pack: int = flag(8192, "Tokens of a batch.")
+    max_seq_length: int = flag(512, "Crop.")
+    learning_rate: float = flag(4e-4, "Peak.")
+    max_eval_samples: int | None = flag(None, "Evaluate on the first N held-out proteins only.")
+    max_runs: int | None = flag(None, "Start at most so many runs in this call; 0: only the report.")
+    report: str | None = flag(None, "The table's path; the plot gets .png. Default: output_dir/convergence.md.")
+
+    def __post_init__(self) -> None:
+        for name in ("dataset_dir", "output_dir"):
+            if not getattr(self, name):
+                raise UserError(f"--{name} is missing")
+        for name in self.formats.split(","):
+            if name not in FORMATS:
+                raise UserError(f"--formats {name}: choose of {','.join(FORMATS)}")
+        if not all(seed.isdigit() for seed in self.seeds.split(",")):
+            raise UserError(f"--seeds {self.seeds}: expected numbers such as 1,2,3")
+        if not 1 <= self.evaluations <= self.steps:
+            raise UserError(f"--evaluations {self.evaluations}: between 1 and --steps, {self.steps}")
+
+
+def directory_of(args: Arguments, name: str, seed: str) -> Path:
+    return Path(args.output_dir) / f"{name.replace(' ', '_')}-{seed}"
+
+
+def command_of(args: Arguments, name: str, seed: str) -> list[str]:
+    config = load_config(args.config_name)
+    config = override(config, args.config_overrides) if args.config_overrides else config
+    every = max(1, args.steps // args.evaluations)
+    shared = {
+        "config_name": args.config_name,
+        "config_overrides": args.config_overrides,
+        "dataset_dir": args.dataset_dir,
+        "output_dir": directory_of(args, name, seed),
+        "seed": seed,
+        "max_steps": args.steps,
+        "tokens_per_pack": args.tokens_per_pack,
+        "max_seq_length": args.max_seq_length,
+        "learning_rate": args.learning_rate,
+        "max_eval_samples": args.max_eval_samples,
+        "eval_steps": every,
+        "save_steps": every,
+        "save_total_limit": 1,
+        "logging_steps": every,
+        "backend": "torch",
+        "save_final_model": False,
+    }
+    flags = [f"--{key}={value}" for key, value in shared.items() if value is not None]
+    half = f"1-{max(1, config.num_hidden_layers // 2)}"
+    own = [flag.format(half=half) for flag in FORMATS[name]]
+    return [sys.executable, str(ROOT / "train_ddp.py"), *flags, "--bf16", "--do_eval", "--disable_tqdm", *own]
+
+
+def train(args: Arguments) -> int:
+    """Take the runs that are missing, seed by seed; how many are still to do."""
+    pairs = [(name, seed) for seed in args.seeds.split(",") for name in args.formats.split(",")]
+    missing = [pair for pair in pairs if not finished(directory_of(args, *pair), args.steps)]
+    for number, (name, seed) in enumerate(missing):
+        if number == args.max_runs:
+            return len(missing) - number
+        print(f"run {number + 1} of {len(missing)}: {name}, seed {seed}", file=sys.stderr, flush=True)
+        done = subprocess.run(command_of(args, name, seed), capture_output=True, text=True, cwd=ROOT, check=False)
+        if done.returncode:
+            said = done.stderr.strip().splitlines() or [f"exit status {done.returncode}"]
+            raise UserError(f"{name}, seed {seed}: {said[-1].removeprefix('error: ')}")
+    return 0
+
+
+def finished(directory: Path, steps: int) -> bool:
+    results, state = directory / "eval_results.json", directory / "trainer_state.json"
+    return results.exists() and state.exists() and json.loads(state.read_text())["step"] >= steps
+
+
+def curves(args: Arguments) -> dict[str, dict[str, dict[int, float]]]:
+    """Held-out loss by format, seed and step, of the finished runs."""
+    found: dict[str, dict[str, dict[int, float]]] = {}
+    for name in args.formats.split(","):
+        for seed in args.seeds.split(","):
+            directory = directory_of(args, name, seed)
+            if finished(directory, args.steps):
+                rows = read_metrics(directory / "metrics.jsonl")
+                curve = {row["step"]: row["eval_loss"] for row in rows if "eval_loss" in row}
+                curve[args.steps] = json.loads((directory / "eval_results.json").read_text())["eval_loss"]
+                found.setdefault(name, {})[seed] = curve
+    return found
+
+
+def mean_and_noise(values: list[float]) -> tuple[float, float]:
+    """Mean over the seeds and its standard error (nan of one)."""
+    error = statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else math.nan
+    return statistics.mean(values), error
+
+
+def last_part(curve: dict[int, float]) -> float:
+    return statistics.mean(loss for step, loss in curve.items() if step >= (1 - LAST_PART) * max(curve))
+
+
+def table(args: Arguments, found: dict) -> list[str]:
+    def shown(values: list[float], form: str) -> str:
+        mean, error = mean_and_noise(values)
+        return f"{mean:{form}}" + ("" if math.isnan(error) else f" ± {error:.4f}")
+
+    lines = [
+        "| format | seeds | held-out loss | difference from BF16 | the same over the last quarter |",
+        "|---|--:|--:|--:|--:|",
+    ]
+    for name, runs in found.items():
+        paired = [seed for seed in runs if seed in found.get(BASE, {})]
+        cells = [name, str(len(runs)), shown([curve[args.steps] for curve in runs.values()], ".4f")]
+        for of in (lambda curve: curve[args.steps], last_part):
+            differences = [of(runs[seed]) - of(found[BASE][seed]) for seed in paired]
+            cells.append(shown(differences, "+.4f") if differences and name != BASE else "")
+        lines.append(f"| {' | '.join(cells)} |")
+    return lines
+
+
+def draw(found: dict, path: Path) -> None:
+    """Mean over the seeds, shaded from the smallest to the largest; beside it the difference from BF16."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, (losses, differences) = plt.subplots(1, 2, figsize=(12, 4.6), layout="constrained")
+    base = found.get(BASE, {})
+    for number, (name, runs) in enumerate(found.items()):
+        off = {s: {k: v - base[s][k] for k, v in c.items() if k in base[s]} for s, c in runs.items() if s in base}
+        for axis, of in ((losses, runs), (differences, off)):
+            steps = sorted(set.intersection(*(set(curve) for curve in of.values()))) if of else []
+            values = [[curve[step] for curve in of.values()] for step in steps]
+            axis.plot(steps, [statistics.mean(v) for v in values], color=f"C{number}", label=name, linewidth=1.4)
+            low, high = [min(v) for v in values], [max(v) for v in values]
+            axis.fill_between(steps, low, high, color=f"C{number}", alpha=0.15, linewidth=0)
+    losses.set(title="Held-out loss", ylabel="nats per masked residue")
+    differences.set(title="Difference from BF16 of the same seed", ylabel="nats")
+    for axis in (losses, differences):
+        axis.set_xlabel("step")
+        axis.grid(alpha=0.3)
+        axis.legend(fontsize=8)
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+
+
+def main() -> None:
+    (args,) = parse_arguments(__doc__, Arguments)
+    left = train(args)
+    found = curves(args)
+    if not found:
+        raise UserError(f"{args.output_dir}: no run is finished there yet: raise --max_runs")
+    import torch  # noqa: F401  (its version)
+
+    path = Path(args.report or Path(args.output_dir) / "convergence.md")
+    hardware, command = where_measured("benchmarks.precision_convergence", "torch")
+    text = [
+        f"{args.config_name}{f' ({args.config_overrides})' if args.config_overrides else ''}, {args.steps} steps of "
+        f"{args.tokens_per_pack} tokens, formats emulated, --bf16; means over the seeds ± their standard error; "
+        f"{hardware}",
+        "",
+        command,
+        "",
+        *table(args, found),
+    ]
+    path.write_text("\n".join(text) + "\n", encoding="utf-8")
+    draw(found, path.with_suffix(".png"))
+    print("\n".join(text))
+    print(f"\nplot    {path.with_suffix('.png')}" + (f"\n{left} runs are still to do" if left else ""))
+
+
+if __name__ == "__main__":
+    run(main)
