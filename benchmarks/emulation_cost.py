@@ -95,7 +95,7 @@ def measure(args: Arguments, dtype: str) -> dict[str, list[float]]:
             optimizer.step()
             optimizer.zero_grad()
             if emulation:
-                emulation.end_step(world)
+                emulation.end_step(world, skipped=False)
             if stats:
                 stats.end_step()
             return time.perf_counter() - started
