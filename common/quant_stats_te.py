@@ -4,7 +4,7 @@ Written against Transformer Engine 2.20 and nvdlfw_inspect 0.2.2. The configurat
 each quantised layer, with the features of the layer's format; what the API logs comes back as the rows of
 common.quant_stats. It has to be started before the first layer is built.
 
-What the API does not have is left out: overflows but for delayed scaling, scales of NVFP4.
+What the API does not have is left out: overflows but for delayed scaling, scales of NVFP4 and its second dimension.
 """
 
 from __future__ import annotations
