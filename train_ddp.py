@@ -16,7 +16,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from common.arguments import TrainArguments, flag
 from common.cli import parse_arguments, run
-from common.distributed import World, distributed_run
+from common.distributed import World
+from common.distributed_run import distributed_run
 from common.load_model import load_model
 from common.trainer import train
 

@@ -16,7 +16,8 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 
 from common.arguments import TrainArguments, flag
 from common.cli import UserError, parse_arguments, run
-from common.distributed import World, distributed_run
+from common.distributed import World
+from common.distributed_run import distributed_run
 from common.esm2 import Esm2ForMaskedLM
 from common.load_model import load_model
 from common.recompute import MODES, save_activations

@@ -55,9 +55,10 @@ def measure(args: Arguments, dtype: str) -> dict[str, list[float]]:
     import torch
 
     from common.alphabet import MASK
-    from common.distributed import World, keep_freed_memory
+    from common.distributed import World
     from common.esm2 import build_model
     from common.fake_quant import Emulation
+    from common.host_memory import keep_freed_memory
     from common.precision_plan import resolve
     from common.presets import load_config
     from common.quant_stats import QuantStats

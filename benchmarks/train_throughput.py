@@ -58,8 +58,8 @@ def measure(args: Arguments) -> dict:
 
     from common.batches import to_device
     from common.collators import PackedCollator, PaddedCollator
-    from common.distributed import keep_freed_memory
     from common.esm2 import build_model, compile_layers
+    from common.host_memory import keep_freed_memory
     from common.loader import TrainLoader
     from common.metrics import peak_memory_gb
     from common.packing import BatchPlan

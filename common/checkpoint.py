@@ -32,6 +32,7 @@ from common import alphabet
 from common import checkpoint_files as files
 from common.cli import INTERRUPTED, UserError
 from common.distributed import FailedElsewhere, World
+from common.distributed_run import leave_if_rank_lost, rank_lost
 
 logger = logging.getLogger(__name__)
 
@@ -89,9 +90,15 @@ class Checkpointer:
             self.thread = None
         self._raise_failure()
 
-    def close(self) -> None:
-        """Join the writer without raising: for the way out of a run that has failed already. Not collective."""
-        if self.thread is None:
+    def __enter__(self) -> Checkpointer:
+        return self
+
+    def __exit__(self, kind, error: BaseException | None, stack) -> None:
+        """Join the writer without raising, also when the run has failed. Not collective.
+
+        Unless a rank is gone: then the writer may wait for a rank that waits for this one.
+        """
+        if self.thread is None or rank_lost(error):
             return
         try:
             self.thread.join()
@@ -130,6 +137,7 @@ class Checkpointer:
                 if is_main:
                     self._finish(step, partial, checksums, trainer_state)
         except (Exception, CheckpointException) as error:  # DCP's own is no Exception
+            leave_if_rank_lost(self.world, error)
             self.failure = _named(error, self.output_dir)
             if is_main:
                 shutil.rmtree(partial, ignore_errors=True)

@@ -22,7 +22,8 @@ from common import preflight_network as network
 from common import preflight_node as node
 from common.arguments import flag
 from common.cli import BAD_INPUT, UserError, parse_arguments, run
-from common.distributed import World, leave
+from common.distributed import World
+from common.distributed_run import leave
 from common.metrics import write_json
 from common.preflight_exchange import Exchange
 from common.preflight_meeting import Meeting

@@ -30,9 +30,25 @@ def stop_with_the_launcher() -> None:
     Ranks have sessions of their own: orphaned, they would train on, and hold output directory and devices against the
     very job that is started in their place. To be called early: an orphan of before cannot be told from others.
     """
-    if sys.platform == "linux" and "TORCHELASTIC_RUN_ID" in os.environ:
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        _when_parent_dies(signal.SIGTERM)
+
+
+def end_with(parent: int) -> None:
+    """Have the kernel kill this process as soon as its parent has died, or now if it has (Linux only).
+
+    A loader's worker holds the connections of the rank it was forked from: until it ends, the other ranks wait for
+    the dead one. By itself it looks for its parent once in five seconds.
+    """
+    _when_parent_dies(signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+def _when_parent_dies(number: int) -> None:
+    if sys.platform == "linux":
         pr_set_pdeathsig = 1
-        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGTERM)
+        ctypes.CDLL(None).prctl(pr_set_pdeathsig, number)
 
 
 class Preempted(Exception):

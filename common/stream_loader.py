@@ -13,7 +13,8 @@ from itertools import count
 from torch.utils.data import IterableDataset
 
 from common.cli import UserError
-from common.loader import Collator, TrainStep, bundle, check_divisible, deliver, this_worker, unbundle
+from common.loader import Collator, TrainStep, check_divisible
+from common.loader_workers import bundle, deliver, this_worker, unbundle
 from common.sources import File
 from common.stream_reader import units_of
 from common.streams import Stream, StreamPlan, StreamPosition

@@ -56,12 +56,12 @@ def train(model: nn.Module, args, world: World) -> None:
             directory = RunDirectory(output_dir, overwrite=args.overwrite_output_dir and args.do_train)
     run = Run(model, data, args, world, output_dir)
     try:
-        run.resume(restarted=world.share(directory and directory.restarted))
-        if args.do_train:
-            run.loop(directory)
-        finish(run)
+        with run.checkpointer:
+            run.resume(restarted=world.share(directory and directory.restarted))
+            if args.do_train:
+                run.loop(directory)
+            finish(run)
     finally:
-        run.checkpointer.close()
         run.tracker.close()
         if directory is not None:
             directory.close()

@@ -110,8 +110,9 @@ class Watch:
         self.silence_s = 2.5 * self.poll_s  # somebody is gone for certain: no need to wait long
         deadline = time.monotonic() + 2 * self.silence_s + 0.5
         while time.monotonic() < deadline and not self._store_is_gone():
-            if any(message["ended"] for rank, (message, _) in list(self._heard.items()) if rank != self.rank):
-                break
+            silent, named = self._culprits()
+            if silent and any(rank in self._heard and not self._heard[rank][0]["victim"] for rank in named):
+                break  # those who were left alone, as this one, have ended too, perhaps before it
             time.sleep(0.02)
         self._write_flight_record()
         silent, named = self._culprits()

@@ -30,16 +30,16 @@ def names(out: Path) -> list[str]:
     return sorted(path.name for path in out.glob("*checkpoint-*"))
 
 
-def checkpointer_of_a_small_model(out: Path, **args) -> Checkpointer:
+def checkpointer_of_a_small_model(out: Path, world: World | None = None, **args) -> Checkpointer:
+    """`world`: that of a process group which is there already."""
     config = presets.override(
         presets.load_config("facebook/esm2_t6_8M_UR50D"),
         "num_hidden_layers=1,hidden_size=32,num_attention_heads=2,intermediate_size=64",
     )
-    world = World(int(os.environ.get("RANK", 0)), 0, int(os.environ.get("WORLD_SIZE", 1)), torch.device("cpu"))
-    if "RANK" in os.environ:
-        torch.distributed.init_process_group("gloo")
-    else:
-        torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    if world is None:
+        world = World(int(os.environ.get("RANK", 0)), 0, int(os.environ.get("WORLD_SIZE", 1)), torch.device("cpu"))
+        here = {} if "RANK" in os.environ else {"store": torch.distributed.HashStore(), "rank": 0, "world_size": 1}
+        torch.distributed.init_process_group("gloo", **here)
     model = esm2.build_model(config, 1, world.device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     settings = {"save_total_limit": None, "async_save": True, "ddp_timeout": 60, "do_train": True} | args

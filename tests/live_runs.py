@@ -149,6 +149,14 @@ def ranks_of(agent: int) -> dict[int, int]:
     return found
 
 
+def is_running(pid: int) -> bool:
+    """Whether it is there and no zombie."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
 def kill_all(job: subprocess.Popen) -> None:
     """Kill -9 a torchrun and its ranks, which have sessions of their own, if they are still there."""
     if job.poll() is None:

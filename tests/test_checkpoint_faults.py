@@ -74,9 +74,9 @@ def _save_and_end(out: Path) -> None:
     checkpointer = checkpointer_of_a_small_model(out)
     take_steps(checkpointer)
     try:
-        checkpointer.save(1, {"step": 1})
+        with checkpointer:
+            checkpointer.save(1, {"step": 1})
     finally:
-        checkpointer.close()
         torch.distributed.destroy_process_group()
 
 

@@ -13,7 +13,8 @@ import datasets
 import pytest
 
 from common.cli import UserError
-from common.distributed import World, distributed_run
+from common.distributed import World
+from common.distributed_run import distributed_run
 from common.run_directory import clear
 from tests.live_runs import LiveRun, assert_same_run, newest_step, outcome
 from tests.training_fixtures import ROOT, losses, on_ranks, rows, run_training, train

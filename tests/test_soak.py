@@ -21,6 +21,7 @@ from tests.live_runs import (
     PREEMPTED,
     LiveRun,
     assert_same_run,
+    is_running,
     kill_all,
     newest_step,
     outcome,
@@ -89,14 +90,6 @@ def strike(job: subprocess.Popen, kind: str, generator: random.Random) -> list[i
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGTERM if kind == "SIGTERM" else signal.SIGKILL)
     return ranks
-
-
-def is_running(pid: int) -> bool:
-    """Whether it is there and no zombie."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
 
 
 def assert_each_step_once(out: Path, steps: int) -> None:
