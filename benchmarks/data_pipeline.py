@@ -11,10 +11,8 @@ Rounds are interleaved and the median is reported.
 from __future__ import annotations
 
 import gzip
-import importlib.metadata
 import multiprocessing
 import os
-import platform
 import re
 import shutil
 import statistics
@@ -27,6 +25,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 
+from benchmarks.tables import publish, where_measured
 from common.arguments import flag
 from common.cli import UserError, parse_arguments, run
 from common.fasta import read_fasta
@@ -159,9 +158,8 @@ def measure(case: Case) -> tuple[float, float]:
 
 
 def table(steps: list[Step], rounds: int) -> Iterator[str]:
-    versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in ("pyarrow", "isal", "pyfastx"))
-    yield f"{os.cpu_count()} CPU cores ({platform.machine()}), Python {platform.python_version()}, {versions};"
-    yield f"median of {rounds} rounds. Ratio: records a second against the guides' method.\n"
+    hardware, command = where_measured("benchmarks.data_pipeline", "pyarrow", "isal", "pyfastx")
+    yield f"{hardware}\n\n{command}, median of {rounds} rounds. Ratio: records a second against the guides' method.\n"
     yield "| step | records | method | seconds | records/s | ratio | peak memory, MB |"
     yield "|---|---|---|---|---|---|---|"
     for step in steps:
@@ -210,9 +208,7 @@ def main() -> None:
                 step.peak_mb.append([peak for _, peak in measured])
             print(f"round {number + 1} of {args.rounds} done", file=sys.stderr)
         lines = list(table(steps, args.rounds))
-    print("\n".join(lines))
-    if args.output:
-        Path(args.output).write_text("# Data pipeline\n\n" + "\n".join(lines) + "\n")
+    publish("\n".join(["# Data pipeline", "", *lines]), args.output)
 
 
 if __name__ == "__main__":

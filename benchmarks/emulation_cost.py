@@ -14,9 +14,8 @@ import statistics
 import time
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 
-from benchmarks.machine import where_measured
+from benchmarks.tables import publish, where_measured
 from common.arguments import PrecisionArguments, flag
 from common.cli import UserError, parse_arguments, run
 
@@ -148,10 +147,7 @@ def main() -> None:
     ]
     for dtype in args.dtypes.split(","):
         lines += table(args, dtype, measure(args, dtype))
-    text = "\n".join(lines).rstrip() + "\n"
-    print(text)
-    if args.output:
-        Path(args.output).write_text(text, encoding="utf-8")
+    publish("\n".join(lines), args.output)
 
 
 if __name__ == "__main__":

@@ -12,11 +12,10 @@ import common  # noqa: F401  # isort: skip  (before torch: see there)
 import copy
 import sys
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
-from benchmarks.machine import where_measured
+from benchmarks.tables import publish, where_measured
 from common.arguments import TrainArguments, flag
 from common.batches import to_device
 from common.cli import UserError, parse_arguments, run
@@ -135,9 +134,7 @@ def compare(args: Arguments) -> str:
 def main() -> None:
     (args,) = parse_arguments(__doc__, Arguments)
     table = compare(args)
-    print(table)
-    if args.output:
-        Path(args.output).write_text(table)
+    publish(table, args.output)
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.machine import where_measured
+from benchmarks.tables import publish, where_measured
 from common.arguments import flag
 from common.cli import UserError, parse_arguments, run
 
@@ -141,9 +141,7 @@ def main() -> None:
     hardware, command = where_measured("benchmarks.parallel_overhead", "torch")
     table = [hardware, "", f"{command}, median of {args.rounds}", ""]
     text = "\n".join([*table, *steps_table(args), "", *checkpoints_table(args)]) + "\n"
-    print(text)
-    if args.output:
-        Path(args.output).write_text(text)
+    publish(text, args.output)
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.machine import where_measured
+from benchmarks.tables import where_measured
 from common.arguments import flag
 from common.cli import UserError, parse_arguments, run
 from common.metrics import read_metrics

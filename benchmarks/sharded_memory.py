@@ -19,7 +19,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.machine import where_measured
+from benchmarks.tables import publish, where_measured
 from common.arguments import flag
 from common.cli import UserError, parse_arguments, run
 
@@ -126,9 +126,7 @@ def main() -> None:
     (args,) = parse_arguments(__doc__, Arguments)
     lines = table(args)
     text = "\n\n".join([*where_measured("benchmarks.sharded_memory", "torch"), "\n".join(lines)]) + "\n"
-    print(text)
-    if args.output:
-        Path(args.output).write_text(text)
+    publish(text, args.output)
 
 
 if __name__ == "__main__":

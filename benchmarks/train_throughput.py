@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 
-from benchmarks.machine import where_measured
+from benchmarks.tables import publish, where_measured
 from common.arguments import flag
 from common.cli import UserError, parse_arguments, run
 
@@ -164,9 +164,7 @@ def main() -> None:
         print(json.dumps(measure(args)))
         return
     table = compare(args)
-    print(table)
-    if args.output:
-        Path(args.output).write_text(table)
+    publish(table, args.output)
 
 
 if __name__ == "__main__":
