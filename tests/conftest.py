@@ -31,3 +31,8 @@ def real_fasta() -> Path:
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--soak-rounds", type=int, default=4, help="Kills in each soak test; the long form has 30.")
     parser.addoption("--soak-seed", type=int, default=0, help="Repeats the moments of a soak test that failed.")
+
+
+def pytest_make_parametrize_id(config, val, argname: str) -> str | None:
+    """Contents of files are no names: gzip's hold the time of day, and xdist's workers would collect other tests."""
+    return argname if isinstance(val, bytes) else None
