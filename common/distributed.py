@@ -82,9 +82,6 @@ class World:
             dist.broadcast_object_list(box, src=0)
         return box[0]
 
-    def barrier(self) -> None:
-        self.any(False)
-
     @contextmanager
     def together(self, group: dist.ProcessGroup | None = None) -> Iterator[None]:
         """Every rank does the body, which must hold no collective of its own. If it fails on some rank, all end.

@@ -17,9 +17,9 @@ from common.preflight_report import ERROR, OK, WARN, Finding
 from common.sources import Source, open_source
 from common.token_store import TokenStore, open_split
 
-MB, GB = 1e6, 1e9
 DOCKER_SHM = 64 << 20  # bytes of /dev/shm in a container nobody asked more for: a few batches of a loader worker
 ROOMY_SHM = 1 << 30
+GB = 1e9
 FULL_DISK = 1 * GB
 SPLITS = ("train", "validation", "test")
 GOES_WITH_THE_CONTAINER = ("overlay", "tmpfs", "ramfs")

@@ -52,12 +52,6 @@ def read_pretrained(directory: str, config: EsmConfig) -> tuple[Iterator[tuple[s
     return convert.pieces_from_hf(theirs, config, str(root))
 
 
-def load_weights(directory: str, config: EsmConfig) -> tuple[dict[str, Tensor], dict]:
-    """The same as (our state dict, extras)."""
-    pieces, extras = read_pretrained(directory, config)
-    return dict(pieces), extras
-
-
 def _weight_files(root: Path) -> list[Path]:
     index = root / INDEX
     names = ["model.safetensors"]

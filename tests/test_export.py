@@ -61,8 +61,8 @@ def _tokenizer(directory):
 def ours(directory) -> Esm2ForMaskedLM:
     config = load_config(str(directory))
     model = Esm2ForMaskedLM(config)
-    weights, model.extras = pretrained.load_weights(str(directory), config)
-    model.load_state_dict(weights)
+    pieces, model.extras = pretrained.read_pretrained(str(directory), config)
+    model.load_state_dict(dict(pieces))
     return model.eval()
 
 
@@ -199,7 +199,7 @@ def broken(hub, tmp_path):
 
 def refusal(directory) -> str:
     with pytest.raises(UserError) as caught:
-        pretrained.load_weights(str(directory), load_config(str(directory)))
+        dict(pretrained.read_pretrained(str(directory), load_config(str(directory)))[0])
     message = str(caught.value)
     assert "\n" not in message
     assert str(directory) in message

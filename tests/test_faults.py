@@ -38,7 +38,7 @@ def _user_error_on_rank_1(world: World) -> None:
     with world.together():
         if world.rank == 1:
             raise UserError("rank 1 has no such file")
-    world.barrier()
+    world.any(False)
 
 
 def _user_error_on_every_rank(world: World) -> None:
@@ -50,27 +50,27 @@ def _user_error_while_the_main_rank_works(world: World) -> None:
     with world.main_does() as mine:
         if mine:
             raise UserError("no such file")
-    world.barrier()
+    world.any(False)
 
 
 def _bug_while_the_main_rank_works(world: World) -> None:
     with world.main_does() as mine:
         if mine:
             raise ZeroDivisionError("a bug")
-    world.barrier()
+    world.any(False)
 
 
 def _bug_on_rank_1_in_what_only_the_main_rank_should_do(world: World) -> None:
     with world.main_does():
         if world.rank == 1:
             raise ZeroDivisionError("a bug")
-    world.barrier()
+    world.any(False)
 
 
 def _bug_on_rank_1_where_no_one_expects_it(world: World) -> None:
     if world.rank == 1:
         raise ZeroDivisionError("a bug")
-    world.barrier()
+    world.any(False)
 
 
 BODIES = {
