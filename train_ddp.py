@@ -35,6 +35,7 @@ def replicate(model: nn.Module, world: World, args: DdpArguments) -> nn.Module:
     return DistributedDataParallel(
         model,
         device_ids=[world.local_rank] if world.device.type == "cuda" else None,
+        init_sync=not args.fp8_params,  # all ranks have made the same weights; sent, FP8 ones would be rounded again
         bucket_cap_mb=args.ddp_bucket_cap_mb,
         static_graph=args.ddp_static_graph,
         gradient_as_bucket_view=True,

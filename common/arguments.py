@@ -86,7 +86,7 @@ class PrecisionArguments:
     )
     fp8_layers: str | None = flag(None, "Layers in FP8, counted from 1: 1-3,6. Default: all that --fp4 leaves.")
     fp8_recipe_kwargs: str | None = flag(None, 'Arguments of the recipe as JSON: {"amax_history_len": 16}.')
-    fp8_params: bool = flag(False, "Keep the weights of those layers in FP8 on the GPU.")
+    fp8_params: bool = flag(False, "Keep the weights of those layers in FP8 on the GPU, beside fp32 masters.")
     fp4: bool = flag(False, "Compute encoder layers in NVFP4.")
     fp4_format: str = flag("e2m1", "FP4's only format.")
     fp4_layers: str | None = flag(None, "Layers in NVFP4, counted from 1. Default: all that --fp8 leaves.")

@@ -114,6 +114,7 @@ class Esm2ForMaskedLM(nn.Module):
         self.remarks: list[str] = []  # how it came to be, for the log of the run
         self.emulation = None  # of another precision: common.fake_quant sets it
         self.quant_stats = None  # --quant_stats: common.load_model sets it
+        self.masters = None  # of parameters stored in another format, --fp8_params: common.load_model sets it
         self.embeddings = Embeddings(config)
         self.encoder = Encoder(config, backend)
         self.lm_head = LMHead(config)

@@ -79,7 +79,7 @@ def _report(run: Run, split: str, results: dict) -> None:
 def _export(run: Run) -> None:
     """Write final_model/; all ranks together, which gather one tensor after the other for rank 0 to write."""
     final = run.output_dir / "final_model"
-    parameters = dict(run.core.named_parameters())
+    parameters = dict(run.weights.named_parameters())
     pieces = convert.pieces_to_hf(lambda name: whole(parameters[name].detach()), run.config, run.core.extras)
     failure = None
     try:

@@ -10,6 +10,7 @@ Written against Transformer Engine 2.20. Needs a CUDA device even to build a lay
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from functools import partial
 
 import torch
@@ -71,8 +72,16 @@ class TransformerLayer(te.TransformerLayer):
         return super().forward(padded, attention_mask=~real[:, None, None], rotary_pos_emb=rotary)[real]
 
     def recompute(self) -> None:
-        """Keep no activations: run the forward pass again when the backward pass comes. FP8 scales are minded."""
-        self.forward = partial(te.checkpoint, self.forward, use_reentrant=False)
+        """Keep no activations: run the forward pass again when the backward pass comes.
+
+        te.checkpoint minds FP8's scales, but takes each layer's second forward pass for the end of a step: the amax
+        history would age as many times as there are layers. Inside another autocast it is no outermost one that ends.
+        """
+
+        def contexts():
+            return nullcontext(), te.autocast(enabled=False)  # of the first pass, of the second
+
+        self.forward = partial(te.checkpoint, self.forward, use_reentrant=False, context_fn=contexts)
 
 
 def prepare(tokens: int, cu_seqlens: Tensor, max_seqlen: int, head_dim: int) -> tuple[Tensor, int]:

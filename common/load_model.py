@@ -38,7 +38,7 @@ def load_model(args, world: World, shard: Callable[[esm2.Esm2ForMaskedLM], None]
         # From here on, and on record, what was chosen.
         args.backend, why = choose_backend(args, world.device)
         args.gelu, remark = choose_gelu(args.gelu, args.backend, config)
-        plan = check_precision(config, args, world, why)
+        plan = check_precision(config, args, world, why, sharded=shard is not None)
         watch_te = None
         if args.quant_stats and not args.emulate_precision:  # before there are layers: they look for it when built
             from common.quant_stats_te import TeStats
@@ -61,17 +61,25 @@ def load_model(args, world: World, shard: Callable[[esm2.Esm2ForMaskedLM], None]
             parameters = dict(model.named_parameters())
             for name, tensor in pieces:
                 copy_rows(parameters[name], tensor)
+        if args.fp8_params:
+            model.masters = model.encoder.quantised.quantise_weights()
     model.remarks = [line for line in (f"Backend: {args.backend} ({why})", remark) if line]
     return model
 
 
-def check_precision(config, args, world: World, why: str) -> Plan | None:
+def check_precision(config, args, world: World, why: str, sharded: bool) -> Plan | None:
     """The number format of each layer, if this model, backend and device can have it. why: the backend was chosen."""
     plan = resolve(args, config.num_hidden_layers)
     if plan is None:
         return None
     sizes = {name: getattr(config, name) for name in ("hidden_size", "intermediate_size")}
     check_dimensions(plan, sizes)
+    if args.fp8_params and sharded:
+        raise UserError("--fp8_params: sharded weights cannot be FP8: use train_ddp.py, or drop the flag")
+    if args.fp8_params and args.quant_stats:
+        raise UserError(
+            "--quant_stats: with --fp8_params there are no weights to compare FP8 with: drop one of the two"
+        )
     if not args.emulate_precision:
         on_gpu = world.device.type == "cuda"
         name = torch.cuda.get_device_name(world.device) if on_gpu else "a CPU"
@@ -83,8 +91,6 @@ def check_precision(config, args, world: World, why: str) -> Plan | None:
             )
         if not args.bf16:
             raise UserError(f"--{'fp8' if args.fp8 else 'fp4'} needs --bf16: what is not quantised is bfloat16")
-        if args.fp8_params:
-            raise UserError("--fp8_params is not here yet: weights stay fp32 masters; drop the flag")
     return plan
 
 
@@ -93,7 +99,7 @@ def set_precision(model: esm2.Esm2ForMaskedLM, plan: Plan, args, world: World) -
     if not args.emulate_precision:
         from common.precision_te import Quantised
 
-        Quantised(model, plan)
+        Quantised(model, plan, args.fp8_params)
         logger.info("Precision:\n%s", describe(plan, "BF16"))
         return
     emulation = Emulation(model, plan, args.seed, world.device, world.size)

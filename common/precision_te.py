@@ -7,15 +7,20 @@ whose format differs from the outer one's enter another. Amaxes are reduced over
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
 
+import torch
 import transformer_engine.pytorch as te
 from torch import Tensor, nn
 from transformer_engine.common import recipe as te_recipes
 from transformer_engine.common.recipe import Format, QParams
+from transformer_engine.pytorch.quantization import check_recipe_support
 
 from common import precision_plan as plans
+from common.cli import UserError
+from common.layers_te import TransformerLayer
+from common.masters import Masters
 from common.precision_plan import Plan, Recipe
 
 _FORMATS = {"hybrid": Format.HYBRID, "e4m3": Format.E4M3}
@@ -31,9 +36,16 @@ _PRODUCTS = {te.LayerNormLinear: 1, te.Linear: 1, te.LayerNormMLP: 2}
 
 
 def te_recipe(recipe: Recipe):
-    """Transformer Engine's recipe with the same fields."""
+    """Transformer Engine's recipe with the same fields. UserError where it refuses (a CUDA too old, consumer GPUs)."""
     settings = asdict(recipe) | {"fp8_format": _FORMATS[recipe.fp8_format]}
     made = _KINDS[type(recipe)](**settings)
+    try:
+        check_recipe_support(made)
+    except RuntimeError as error:
+        raise UserError(
+            f"{recipe.flag}: {recipe.title}: Transformer Engine says: {str(error).rstrip('.')}: choose another "
+            "--fp8_recipe, or add --emulate_precision"
+        ) from error
     # These two fields only set class-wide defaults, when the package is imported; what counts are the QParams.
     power_2 = settings.get("use_power_2_scales")
     if "use_f32_scales" in settings:
@@ -45,20 +57,52 @@ def te_recipe(recipe: Recipe):
 
 
 class Quantised:
-    """The contexts of an encoder's layers (`Encoder.quantised`), and the state of delayed scaling."""
+    """The contexts of an encoder's layers (`Encoder.quantised`), and the state of delayed scaling.
 
-    def __init__(self, model: nn.Module, plan: Plan):
+    fp8_params: layers in FP8 (not NVFP4) are to keep their weights in it: `quantise_weights`, once they have values.
+    """
+
+    def __init__(self, model: nn.Module, plan: Plan, fp8_params: bool = False):
         self.plan = plan
         made = {recipe: te_recipe(recipe) for recipe in plan if recipe is not None}
         # Delayed scaling has to be the outer one: see above. The other recipes keep nothing.
         self.outer = min(made, key=lambda recipe: not isinstance(recipe, plans.DelayedScaling))
         self.recipes = made
-        self.layers = model.encoder.layers
+        self.model, self.layers = model, model.encoder.layers
         self._state: dict[str, Tensor] | None = None
         model.encoder.quantised = self
+        if fp8_params:
+            for number, recipe in enumerate(plan):
+                if recipe is not None and not isinstance(recipe, plans.NVFP4BlockScaling):
+                    with te.quantized_model_init(recipe=made[recipe]):
+                        self.layers[number] = TransformerLayer(model.config, number)
 
+    def quantise_weights(self) -> Masters:
+        """Put the weights of layers that keep them in FP8 into it; what they were become their masters.
+
+        Layers are built without storage, so Transformer Engine has not done it yet, and as it would afterwards
+        (`reset_parameters`, preserve_high_precision_init_val) all values would be its own, and the masters on the CPU.
+        """
+        convert = {}
+        for path, module in self.model.named_modules():
+            if type(module) in _PRODUCTS and module.primary_weights_in_fp8:
+                for name, _ in module.named_parameters(recurse=False):
+                    if (index := module.param_init_meta[name].fp8_meta_index) is not None:
+                        quantizer = module.quantizers["scaling_fwd"][index]
+                        quantizer.set_usage(rowwise=True, columnwise=True)
+                        quantizer.internal = False  # a torch.Tensor, not the bare storage
+                        convert[f"{path}.{name}"] = quantizer
+        return Masters(self.model, convert)
+
+    @contextmanager
     def all(self):
-        return te.autocast(enabled=True, recipe=self.recipes[self.outer])
+        """Around all layers. What an evaluation sees leaves no trace in the amaxes: the run is the same without it."""
+        histories = [] if torch.is_grad_enabled() else self._histories("scaling_fwd")
+        latest = [history[0].clone() for history in histories]
+        with te.autocast(enabled=True, recipe=self.recipes[self.outer]):
+            yield
+        for history, before in zip(histories, latest, strict=True):
+            history[0].copy_(before)
 
     def layer(self, number: int):
         recipe = self.plan[number]
@@ -80,6 +124,14 @@ class Quantised:
                         if products := _PRODUCTS.get(type(module)):
                             self._add(f"layers.{number}.{name}", module, products)
         return self._state
+
+    def forget_overflows(self) -> None:
+        """After a skipped step: an infinite amax would keep a scale as it is for as long as it is in the history."""
+        for history in self._histories(""):
+            history.masked_fill_(~history.isfinite(), 0.0)
+
+    def _histories(self, direction: str) -> list[Tensor]:
+        return [tensor for name, tensor in self.state.items() if name.endswith(f"{direction}.amax_history")]
 
     def _add(self, name: str, module: nn.Module, products: int) -> None:
         module.fp8_meta["num_gemms"] = products  # as the first forward pass would

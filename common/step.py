@@ -81,9 +81,11 @@ def take_step(run: Run, share: TrainStep, counts: list[int]) -> StepResult:
     skipped = not (math.isfinite(loss) and math.isfinite(norm))
     if not skipped:
         run.optimizer.step()
-    run.optimizer.zero_grad()
+    run.model.zero_grad()
     if run.core.emulation:
         run.core.emulation.end_step(world, skipped)
+    if skipped and run.core.encoder.quantised:
+        run.core.encoder.quantised.forget_overflows()
     if run.core.quant_stats:  # of a skipped step too: they may tell why
         run.record_quant_stats(run.core.quant_stats.end_step())
     result = StepResult(loss, norm, skipped, computed - started, time.perf_counter() - computed)

@@ -75,10 +75,14 @@ class Run:
         self.core: esm2.Esm2ForMaskedLM = getattr(model, "module", model)
         self.config = self.core.config
         self.data = data
-        self.optimizer = build_optimizer(model, args)
+        masters = self.core.masters
+        self.weights = masters.weights if masters else self.core  # what is updated, saved and exported
+        self.optimizer = build_optimizer(self.weights, args)
+        if masters:
+            masters.follow(self.optimizer)
         quantised = self.core.emulation or self.core.encoder.quantised
         scales = quantised.state if quantised else {}
-        self.checkpointer = Checkpointer(output_dir, model, self.optimizer, self.config, world, args, scales)
+        self.checkpointer = Checkpointer(output_dir, self.weights, self.optimizer, self.config, world, args, scales)
         self.stragglers = Stragglers(model, world, args.straggler_every)
         self.profiler = StepProfiler(args.profile_steps, world, output_dir)
         self.tracker = Tracker()
@@ -93,6 +97,8 @@ class Run:
     def resume(self, restarted: bool = False) -> None:
         args, data = self.args, self.data
         saved = self.checkpointer.restore(args.resume_from_checkpoint, restarted)
+        if self.core.masters:
+            self.core.masters.hand_out()
         with self.world.together():
             if saved is not None:
                 self.state = TrainerState(**saved)

@@ -24,8 +24,8 @@ LAYOUTS = pytest.mark.parametrize(
 )
 
 
-def _main_poisoned(argv: list[str], script: str, steps: set[int], what: str, rank: int, first: int) -> None:
-    """A train script; in `steps` (the first forward pass is step `first`) one rank's loss or gradient is infinite."""
+def poison_steps(steps: set[int], what: str, rank: int, first: int) -> None:
+    """In `steps` (the first forward pass is step `first`) one rank's loss or gradient is to be infinite."""
     passes = first - 1
 
     def poison(module, inputs, output):
@@ -40,6 +40,10 @@ def _main_poisoned(argv: list[str], script: str, steps: set[int], what: str, ran
                 output.loss_sum.register_hook(lambda gradient: gradient * math.nan)
 
     torch.nn.modules.module.register_module_forward_hook(poison)
+
+
+def _main_poisoned(argv: list[str], script: str, *poison) -> None:
+    poison_steps(*poison)
     _main(argv, script)
 
 

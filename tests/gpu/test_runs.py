@@ -8,7 +8,7 @@ from importlib.util import find_spec
 import pytest
 import torch
 
-from tests.training_fixtures import losses, run_training
+from tests.training_fixtures import final_weights, losses, run_training
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU")
 BACKENDS = [
@@ -60,6 +60,26 @@ def test_an_fp8_run_resumes_with_its_scales(dataset, tmp_path):
         assert done.returncode == 0, done.stderr
         assert "start anew" not in done.stderr
     assert losses(tmp_path / "b") == pytest.approx(losses(tmp_path / "a"), abs=5e-3)
+
+
+@pytest.mark.skipif(find_spec("transformer_engine") is None, reason="Transformer Engine is not installed")
+@pytest.mark.skipif(
+    torch.cuda.is_available() and torch.cuda.get_device_capability() < (9, 0), reason="FP8 needs Hopper"
+)
+def test_weights_in_fp8_resume_evaluate_and_go_on_in_bf16(dataset, tmp_path):
+    flags = {"bf16": True, "max_steps": 12, "save_steps": 4, "do_eval": True, "gelu": "tanh"}
+    fp8 = flags | {"backend": "te", "fp8": True, "fp8_params": True}
+    done = run_training(dataset, tmp_path / "a", **fp8)
+    assert done.returncode == 0, done.stderr
+    assert all(weight.dtype == torch.float32 for weight in final_weights(tmp_path / "a").values())
+    for part in ({"stop_at_step": 4}, {}):
+        done = run_training(dataset, tmp_path / "b", **fp8 | part)
+        assert done.returncode == 0, done.stderr
+    assert losses(tmp_path / "b") == pytest.approx(losses(tmp_path / "a"), abs=5e-3)
+    for part in (fp8 | {"stop_at_step": 8}, flags | {"backend": "torch"}):
+        done = run_training(dataset, tmp_path / "c", **part)
+        assert done.returncode == 0, done.stderr
+    assert losses(tmp_path / "c") == pytest.approx(losses(tmp_path / "a"), abs=0.05)
 
 
 def test_weights_in_host_memory(dataset, tmp_path):

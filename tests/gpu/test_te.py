@@ -11,15 +11,17 @@ import pytest
 import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
+from common.cli import UserError
 from common.distributed import World
 from common.esm2 import Esm2ForMaskedLM, build_model
 from common.fake_quant import Emulation
 from common.gelu import HIDDEN_ACT
-from common.precision_plan import BlockScaling, CurrentScaling, DelayedScaling, NVFP4BlockScaling
+from common.precision_plan import BlockScaling, CurrentScaling, DelayedScaling, MXFP8BlockScaling, NVFP4BlockScaling
 from common.presets import esm2_config
 from common.recompute import save_activations
 from tests.gpu.test_training import LENGTHS, on_gpu, relative
 from tests.reference import ours_like, packed, random_batch, reference_model
+from tests.training_fixtures import same_bits
 
 pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU"),
@@ -146,6 +148,49 @@ def test_recipes_have_the_fields_that_were_asked_for():
     fp4 = te_recipe(NVFP4BlockScaling("e4m3", disable_rht=True))
     assert not fp4.fp4_quant_fwd_inp.random_hadamard_transform
     assert fp4.fp4_quant_bwd_grad.stochastic_rounding
+    if torch.cuda.get_device_capability() < (10, 0):
+        with pytest.raises(UserError, match="MXFP8: Transformer Engine says: .* choose another --fp8_recipe"):
+            te_recipe(MXFP8BlockScaling())
+
+
+@HOPPER
+@pytest.mark.parametrize("name", RECIPES)
+def test_fp8_params_are_the_same_training_with_weights_quantised_once_a_step(name, forget, monkeypatch):
+    from transformer_engine.pytorch.quantized_tensor import QuantizedTensor
+
+    from common.precision_te import Quantised
+
+    monkeypatch.setenv("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")
+    start = build_model(esm2_config(*CONFIG, **TANH), 0, "cuda")
+    plan = (RECIPES[name], None, RECIPES[name])
+
+    def losses(fp8_params: bool) -> list[float]:
+        forget()
+        with torch.device("meta"):
+            model = Esm2ForMaskedLM(start.config, "te")
+        quantised = Quantised(model, plan, fp8_params)
+        model.to_empty(device="cuda")
+        with torch.no_grad():
+            for name, theirs in start.named_parameters():
+                model.get_parameter(name).copy_(theirs)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+        if fp8_params:
+            masters = quantised.quantise_weights()
+            assert sum(isinstance(p, QuantizedTensor) for p in model.parameters()) == 2 * 4
+            weights = dict(masters.weights.named_parameters())
+            assert same_bits(weights, dict(start.named_parameters()))
+            optimizer = torch.optim.AdamW(masters.weights.parameters(), lr=1e-3, fused=True)
+            masters.follow(optimizer)
+        found = []
+        for step in range(6):
+            loss, gradients = loss_and_gradients(model, packed(random_batch(LENGTHS, seed=step)), bf16=True)
+            assert all(g.dtype == torch.float32 and g.isfinite().all() for g in gradients.values())
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            found.append(loss)
+        return found
+
+    assert losses(True) == pytest.approx(losses(False), rel=1e-4)
 
 
 @HOPPER
@@ -194,6 +239,12 @@ def test_delayed_scaling_resumes_bit_exactly_and_rolls_once_a_step(forget, monke
     history = next(v for k, v in scales.state.items() if k.endswith("qkv.scaling_bwd.amax_history"))
     assert int((history[:, 0] != 0).sum()) == 2, "one entry a step"
     saved = {name: tensor.clone() for name, tensor in scales.state.items()}
+    with torch.no_grad(), torch.autocast("cuda", torch.bfloat16):
+        first(**on_gpu(batches[3]))
+    assert all(torch.equal(saved[name], tensor) for name, tensor in scales.state.items()), "evaluation left a trace"
+    history[3, 0] = torch.inf
+    scales.forget_overflows()
+    assert all(torch.equal(saved[name], tensor) for name, tensor in scales.state.items())
     expected = [loss_and_gradients(first, batch, bf16=True) for batch in batches[2:]]
 
     forget()
@@ -220,9 +271,13 @@ def test_fsdp2_and_recomputation_change_nothing(fp8, forget):
         forget()
         model = te_like(start)
         change(model)
-        if fp8:
-            Quantised(model, (RECIPES["delayed"],) * 3)
-        return [loss_and_gradients(model, batch, bf16=True) for _ in range(3)]
+        scales = Quantised(model, (RECIPES["delayed"],) * 3) if fp8 else None
+        found = [loss_and_gradients(model, batch, bf16=True) for _ in range(3)]
+        if fp8:  # one row a step, the newest last; the first is for the step to come
+            for name, history in scales.state.items():
+                if name.endswith("qkv.scaling_fwd.amax_history"):
+                    assert (history[:, 0] != 0).nonzero().flatten().tolist() == [13, 14, 15], name
+        return found
 
     def shard(model) -> None:
         policy = MixedPrecisionPolicy(torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False)
