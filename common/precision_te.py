@@ -15,7 +15,7 @@ import transformer_engine.pytorch as te
 from torch import Tensor, nn
 from transformer_engine.common import recipe as te_recipes
 from transformer_engine.common.recipe import Format, QParams
-from transformer_engine.pytorch.quantization import check_recipe_support
+from transformer_engine.pytorch.quantization import FP8GlobalStateManager, check_recipe_support
 
 from common import precision_plan as plans
 from common.cli import UserError
@@ -106,9 +106,16 @@ class Quantised:
 
     def layer(self, number: int):
         recipe = self.plan[number]
-        if recipe == self.outer:
-            return nullcontext()
-        return te.autocast(enabled=recipe is not None, recipe=self.recipes.get(recipe))
+        return nullcontext() if recipe == self.outer else self._inner(recipe)
+
+    @contextmanager
+    def _inner(self, recipe: Recipe | None):
+        with te.autocast(enabled=recipe is not None, recipe=self.recipes.get(recipe)):
+            # The first module of a pass ends it when the backward pass gets there: then gradients' histories move on.
+            # Each autocast hands the mark back as it found it, so that each layer in one of its own would have a first
+            # module, and move them on once more. It is to be one of the outer recipe's.
+            FP8GlobalStateManager.quantization_state.is_first_fp8_module = False
+            yield
 
     @property
     def state(self) -> dict[str, Tensor]:

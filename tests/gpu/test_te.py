@@ -260,6 +260,22 @@ def test_delayed_scaling_resumes_bit_exactly_and_rolls_once_a_step(forget, monke
 
 
 @HOPPER
+def test_layers_of_another_recipe_do_not_age_the_histories():
+    """One row a step, the newest last, in whatever order the recipes come; the first is for the step to come."""
+    from common.precision_te import Quantised
+
+    delayed = RECIPES["delayed"]
+    model = te_like(build_model(esm2_config(*CONFIG, **TANH), 0, "cuda"))
+    scales = Quantised(model, (RECIPES["current"], None, delayed))
+    for seed in range(3):
+        loss_and_gradients(model, packed(random_batch(LENGTHS, seed=seed)), bf16=True)
+    histories = {name: tensor for name, tensor in scales.state.items() if name.endswith("history")}
+    assert len(histories) == 3 * 2
+    for name, history in histories.items():
+        assert (history[:, 0] != 0).nonzero().flatten().tolist() == [13, 14, 15], name
+
+
+@HOPPER
 @pytest.mark.parametrize("fp8", [False, True])
 def test_fsdp2_and_recomputation_change_nothing(fp8, forget):
     from common.precision_te import Quantised
