@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+
 import numpy as np
 import pytest
 import torch
@@ -244,6 +246,19 @@ def test_every_layout_is_the_run_of_a_single_process(dataset, tmp_path, full_pre
     assert alone != full_precision
     assert alone == pytest.approx(full_precision, rel=0.05 if name == "nvfp4" else 0.02)
     assert alone[-1] < alone[0] - 0.1
+
+
+@pytest.mark.skipif(not shutil.which("g++"), reason="torch.compile needs a C++ compiler on a CPU")
+@pytest.mark.parametrize(
+    ("name", "more"),
+    [("delayed", {}), ("nvfp4", {"script": "train_fsdp2.py", "activation_checkpointing": "selective", "bf16": True})],
+)
+def test_compiled_layers_take_the_same_steps(dataset, tmp_path, name, more):
+    """Products stay outside the graphs; what is compiled around them sums in another order."""
+    flags = STEPS | RECIPES[name] | more | {"stop_at_step": 4}
+    for compiled in (False, True):
+        train(dataset, tmp_path / str(compiled), **flags, torch_compile=compiled)
+    assert losses(tmp_path / "True") == pytest.approx(losses(tmp_path / "False"), rel=LAYOUT)
 
 
 @pytest.mark.parametrize("name", ["delayed", "nvfp4"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -231,6 +232,15 @@ def test_the_log_does_not_depend_on_strategy_and_ranks(dataset, tmp_path, name):
     for layout, (nproc, more) in layouts.items():
         train(dataset, tmp_path / layout, nproc, **flags, **more)
         assert_same_rows(log(tmp_path / layout), alone, 1e-6)
+
+
+@pytest.mark.skipif(not shutil.which("g++"), reason="torch.compile needs a C++ compiler on a CPU")
+def test_compiled_layers_leave_the_same_log(dataset, tmp_path):
+    flags = RUN | FP8 | {"fp8_layers": "1", "fp4": True, "learning_rate": 0, "max_steps": 2}
+    for compiled in (False, True):
+        train(dataset, tmp_path / str(compiled), **flags, torch_compile=compiled)
+    assert losses(tmp_path / "True") == pytest.approx(losses(tmp_path / "False"), rel=1e-4)
+    assert_same_rows(log(tmp_path / "True"), log(tmp_path / "False"), 1e-3)
 
 
 def test_a_resumed_run_leaves_each_step_once(dataset, tmp_path):
