@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import shutil
 import subprocess
 import sys
 from importlib.metadata import version
@@ -34,5 +35,7 @@ def _processor() -> str:
 
 
 def _commit() -> str:
+    if not shutil.which("git"):
+        return "unknown"
     done = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True)
     return done.stdout.strip() or "unknown"

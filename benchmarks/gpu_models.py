@@ -1,0 +1,109 @@
+"""What the GPU benchmarks compare: the models, by kind and size, and the same generated proteins for each."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import nn
+from transformers import EsmConfig, EsmForMaskedLM
+
+from common.alphabet import CLS, EOS
+from common.backend import te_missing
+from common.cli import UserError
+from common.collators import Batch, PackedCollator, PaddedCollator
+from common.esm2 import Esm2ForMaskedLM, compile_layers
+from common.fake_quant import Emulation
+from common.packing import Pack
+from common.precision_plan import FP8_RECIPES
+
+# layers, hidden size, heads; of 15B as many layers as fit beside their optimiser
+SIZES = {
+    "650M": (33, 1280, 20),
+    "3B": (36, 2560, 40),
+    "8M": (6, 320, 20),
+    "150M": (30, 640, 20),
+    "15B/8": (6, 5120, 40),
+    "tiny": (2, 64, 4),
+}
+KINDS = {
+    "te": "TE",
+    "te-fp8": "TE, FP8",
+    "te-fp8-params": "TE, FP8, weights in FP8",
+    "torch-compiled": "torch, compiled",
+    "torch": "torch",
+    "emulated": "torch, FP8 emulated",
+    "peer": "EsmForMaskedLM, padded, sdpa",
+}
+MAX_LENGTH = 1024
+LOG_MEDIAN, LOG_SPREAD = 5.6, 0.75  # of the lengths
+
+
+def proteins(tokens: int, rng: np.random.Generator) -> tuple[Pack, np.ndarray]:
+    """A pack of `tokens` tokens, or two less: (pack, ids uint8 [tokens])."""
+    lengths = []
+    while (left := tokens - sum(lengths)) > 0:
+        length = int(np.clip(np.exp(rng.normal(LOG_MEDIAN, LOG_SPREAD)), 30, MAX_LENGTH - 2)) + 2
+        lengths.append(left if left - length < 3 else length)
+    lengths = np.minimum(np.array(lengths), MAX_LENGTH)
+    ids = rng.integers(4, 24, lengths.sum()).astype(np.uint8)
+    ends = lengths.cumsum()
+    ids[ends - lengths], ids[ends - 1] = CLS, EOS
+    number = np.arange(len(lengths))
+    return Pack(records=number, starts=np.zeros_like(number), lengths=lengths, epoch=0), ids
+
+
+def batches_for(kind: str, tokens: int, count: int) -> list[Batch]:
+    """Packs of `tokens` tokens; for the peer, of each as many sequences as have no more positions when padded."""
+    rng = np.random.default_rng(0)
+    packs = [proteins(tokens, rng) for _ in range(count)]
+    if kind != "peer":
+        return [PackedCollator(0, MAX_LENGTH)(*pack) for pack in packs]
+    collate, batches = PaddedCollator(0, MAX_LENGTH), []
+    for pack, ids in packs:
+        rows = next(n for n in range(len(pack.lengths), 0, -1) if n * pack.lengths[:n].max() <= tokens or n == 1)
+        part = Pack(pack.records[:rows], pack.starts[:rows], pack.lengths[:rows], 0)
+        batches.append(collate(part, ids[: part.lengths.sum()]))
+    return batches
+
+
+def build(kind: str, config: EsmConfig, device: str, fp8_recipe: str) -> nn.Module:
+    """A model in fp32 with random weights; ours have the same ones whatever the kind. UserError without what it needs.
+
+    Drawn on the device: common.initialise, on the CPU, takes half a minute for 3B.
+    """
+    if kind == "peer":
+        config._attn_implementation = "sdpa"
+        with torch.device(device):
+            return EsmForMaskedLM(config)
+    backend = "te" if kind.startswith("te") else "torch"
+    if backend == "te" and (missing := te_missing(torch.device(device))):
+        raise UserError(missing)
+    with torch.device("meta"):
+        model = Esm2ForMaskedLM(config, backend)
+    plan = (FP8_RECIPES[fp8_recipe](FP8_RECIPES[fp8_recipe].default_format),) * config.num_hidden_layers
+    if kind.startswith("te-fp8"):
+        from transformer_engine.pytorch.quantization import FP8GlobalStateManager
+
+        from common.precision_te import Quantised
+
+        FP8GlobalStateManager.reset()  # it would go on scaling for the models before
+        Quantised(model, plan, fp8_params=kind == "te-fp8-params")
+    model.to_empty(device=device)
+    fill(model)
+    if kind == "te-fp8-params":
+        model.masters = model.encoder.quantised.quantise_weights()
+    if kind == "emulated":
+        Emulation(model, plan, seed=0, device=device)
+    if kind == "torch-compiled":
+        torch._dynamo.reset()
+        compile_layers(model, device)
+    return model
+
+
+@torch.no_grad()
+def fill(model: nn.Module) -> None:
+    """Random numbers everywhere, in biases and norms too, so that a swapped tensor shows."""
+    for number, (name, parameter) in enumerate(sorted(model.named_parameters())):
+        generator = torch.Generator(parameter.device).manual_seed(number)
+        centre = 1.0 if parameter.dim() == 1 and name.endswith("weight") else 0.0
+        parameter.normal_(centre, 0.02, generator=generator)
