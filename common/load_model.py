@@ -68,7 +68,10 @@ def load_model(args, world: World, shard: Callable[[esm2.Esm2ForMaskedLM], None]
 
 
 def check_precision(config, args, world: World, why: str, sharded: bool) -> Plan | None:
-    """The number format of each layer, if this model, backend and device can have it. why: the backend was chosen."""
+    """The number format of each layer, if this model, backend, strategy and device can have it.
+
+    why: the backend was chosen. UserError names the flag that asks for what is not possible.
+    """
     plan = resolve(args, config.num_hidden_layers)
     if plan is None:
         return None

@@ -142,7 +142,9 @@ class Quantised:
 
     def _add(self, name: str, module: nn.Module, products: int) -> None:
         module.fp8_meta["num_gemms"] = products  # as the first forward pass would
-        module.init_fp8_meta_tensors(self.recipes[self.outer])
+        recipe = self.recipes[self.outer]
+        with te.quantized_model_init(enabled=False, recipe=recipe):  # it looks there for the recipe, too
+            module.init_fp8_meta_tensors(recipe)
         for direction in ("scaling_fwd", "scaling_bwd"):
             for tensor in ("scale", "amax_history"):
                 self._state[f"{name}.{direction}.{tensor}"] = getattr(module.fp8_meta[direction], tensor)

@@ -10,6 +10,7 @@ from importlib.util import find_spec
 import pytest
 import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.nn.parallel import DistributedDataParallel
 
 from common.cli import UserError
 from common.distributed import World
@@ -164,7 +165,7 @@ def test_fp8_params_are_the_same_training_with_weights_quantised_once_a_step(nam
     start = build_model(esm2_config(*CONFIG, **TANH), 0, "cuda")
     plan = (RECIPES[name], None, RECIPES[name])
 
-    def losses(fp8_params: bool) -> list[float]:
+    def losses(fp8_params: bool, ddp: bool = False) -> list[float]:
         forget()
         with torch.device("meta"):
             model = Esm2ForMaskedLM(start.config, "te")
@@ -181,6 +182,8 @@ def test_fp8_params_are_the_same_training_with_weights_quantised_once_a_step(nam
             assert same_bits(weights, dict(start.named_parameters()))
             optimizer = torch.optim.AdamW(masters.weights.parameters(), lr=1e-3, fused=True)
             masters.follow(optimizer)
+        if ddp:
+            model = DistributedDataParallel(model, [0], init_sync=False, gradient_as_bucket_view=True)
         found = []
         for step in range(6):
             loss, gradients = loss_and_gradients(model, packed(random_batch(LENGTHS, seed=step)), bf16=True)
@@ -190,7 +193,10 @@ def test_fp8_params_are_the_same_training_with_weights_quantised_once_a_step(nam
             found.append(loss)
         return found
 
-    assert losses(True) == pytest.approx(losses(False), rel=1e-4)
+    expected = losses(False)
+    assert losses(True) == pytest.approx(expected, rel=1e-4)
+    with process_group():
+        assert losses(True, ddp=True) == pytest.approx(expected, rel=1e-4)
 
 
 @HOPPER
