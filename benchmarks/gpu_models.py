@@ -15,16 +15,11 @@ from common.esm2 import Esm2ForMaskedLM, compile_layers
 from common.fake_quant import Emulation
 from common.packing import Pack
 from common.precision_plan import FP8_RECIPES
+from common.presets import ESM2_SIZES
 
-# layers, hidden size, heads; of 15B as many layers as fit beside their optimiser
-SIZES = {
-    "650M": (33, 1280, 20),
-    "3B": (36, 2560, 40),
-    "8M": (6, 320, 20),
-    "150M": (30, 640, 20),
-    "15B/8": (6, 5120, 40),
-    "tiny": (2, 64, 4),
-}
+# layers, hidden size, heads; of 15B also as many layers as fit beside their optimiser
+SIZES = {name.split("_")[2]: shape for name, shape in ESM2_SIZES.items()}
+SIZES |= {"15B/8": (6, *SIZES["15B"][1:]), "tiny": (2, 64, 4)}
 KINDS = {
     "te": "TE",
     "te-fp8": "TE, FP8",
