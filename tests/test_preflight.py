@@ -264,21 +264,23 @@ def test_flags_that_are_wrong():
 
 # ---- faults between nodes -----------------------------------------------------------------------------------
 
+PATIENCE = 10  # seconds; on a busy machine the ranks that do come are seconds apart
+
 
 def test_a_rank_that_never_comes_is_named_in_time():
-    codes, said = preflight("--timeout=4", nproc=3, before={1: [(_stay_away, 12)]})
+    codes, said = preflight(f"--timeout={PATIENCE}", nproc=3, before={1: [(_stay_away, 2 * PATIENCE)]})
     assert codes[0] == codes[2] == 2
     (line,) = lines_of(said[0])
-    assert "rank 1 (node 1, of which nobody has come) has not come within 4 s" in line
-    assert float(said[0].split(" nodes, ")[1].split(" s")[0]) < 20
+    assert f"rank 1 (node 1, of which nobody has come) has not come within {PATIENCE} s" in line
+    assert float(said[0].split(" nodes, ")[1].split(" s")[0]) < 3 * PATIENCE
     assert not lines_of(said[2])
 
 
 def test_a_rank_that_never_comes_though_its_node_does():
-    codes, said = preflight("--timeout=4", nproc=4, per_node=2, before={3: [(_stay_away, 12)]})
+    codes, said = preflight(f"--timeout={PATIENCE}", nproc=4, per_node=2, before={3: [(_stay_away, 2 * PATIENCE)]})
     assert codes == [2, 2, 2, 9]
     (line,) = lines_of(said[0])
-    assert f"rank 3 ({socket.gethostname()}) has not come within 4 s" in line
+    assert f"rank 3 ({socket.gethostname()}) has not come within {PATIENCE} s" in line
 
 
 def _stay_away(seconds: float) -> None:
@@ -287,7 +289,7 @@ def _stay_away(seconds: float) -> None:
 
 
 def test_rank_0_never_comes():
-    codes, said = preflight("--timeout=3", before={0: [(_stay_away, 10)]})
+    codes, said = preflight(f"--timeout={PATIENCE}", before={0: [(_stay_away, 2 * PATIENCE)]})
     assert codes == [9, 2]
     (line,) = lines_of(said[1])
     assert "rank 1: rank 0 does not answer at 127.0.0.1:" in line
