@@ -13,16 +13,16 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from common.bad_records import BadRecords, Policy
-from common.bars import Bars
 from common.cli import UserError, parse_arguments, run
-from common.download import download_directory
-from common.fasta import read_fasta_lines
-from common.fetch import describe_sources, fetch, parse_sources
-from common.output_directory import Build, building
-from common.partitions import PartitionWriter
-from common.record_lines import Lines, skip
-from common.shuffle import in_random_order
+from common.files.bad_records import BadRecords, Policy
+from common.files.fasta import read_fasta_lines
+from common.files.output_directory import Build, building
+from common.files.records import Lines, skip
+from common.prepare.bars import Bars
+from common.prepare.download import download_directory
+from common.prepare.fetch import describe_sources, fetch, parse_sources
+from common.prepare.partitions import PartitionWriter
+from common.prepare.shuffle import in_random_order
 
 logger = logging.getLogger(__name__)
 UNIREF50 = "https://ftp.uniprot.org/pub/databases/uniprot/uniref/uniref50/uniref50.fasta.gz"

@@ -38,7 +38,7 @@ python=.venv/bin/python
 say "2/5 Proteins"
 if [ -z "$source_" ]; then
   source_=$output/sample.fasta.gz
-  [ -f "$source_" ] || $python -m common.sample "$source_"
+  [ -f "$source_" ] || $python -m common.prepare.sample "$source_"
 fi
 $python 0.download_data.py --source "$source_" --output_dir "$output"
 
@@ -56,7 +56,7 @@ gpus=$($python -c 'import torch; print(torch.cuda.device_count())')
   --do_eval --eval_on_start --eval_steps 40 --max_eval_samples 500
 
 say "5/5 Result"
-$python -m common.report "$output/model"
+$python -m common.training.report "$output/model"
 cat <<EOF
 
 Next:  train longer    the same command with --steps 2000 (it goes on from here)

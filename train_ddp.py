@@ -14,12 +14,12 @@ from dataclasses import dataclass
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from common.arguments import TrainArguments, flag
-from common.cli import parse_arguments, run
-from common.distributed import World
-from common.distributed_run import distributed_run
-from common.load_model import load_model
-from common.trainer import train
+from common.cli import flag, parse_arguments, run
+from common.ranks.run import distributed_run
+from common.ranks.world import World
+from common.training.arguments import TrainArguments
+from common.training.load_model import load_model
+from common.training.trainer import train
 
 
 @dataclass

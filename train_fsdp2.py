@@ -14,14 +14,14 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
-from common.arguments import TrainArguments, flag
-from common.cli import UserError, parse_arguments, run
-from common.distributed import World
-from common.distributed_run import distributed_run
-from common.esm2 import Esm2ForMaskedLM
-from common.load_model import load_model
-from common.recompute import MODES, save_activations
-from common.trainer import train
+from common.cli import UserError, flag, parse_arguments, run
+from common.model.esm2 import Esm2ForMaskedLM
+from common.model.recompute import MODES, save_activations
+from common.ranks.run import distributed_run
+from common.ranks.world import World
+from common.training.arguments import TrainArguments
+from common.training.load_model import load_model
+from common.training.trainer import train
 
 STRATEGIES = {
     "full": "weights too are gathered anew for the backward pass (ZeRO-3)",

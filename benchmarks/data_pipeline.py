@@ -26,10 +26,9 @@ from itertools import islice
 from pathlib import Path
 
 from benchmarks.tables import publish, where_measured
-from common.arguments import flag
-from common.cli import UserError, parse_arguments, run
-from common.fasta import read_fasta
-from common.sample import write_sample
+from common.cli import UserError, flag, parse_arguments, run
+from common.files.fasta import read_fasta
+from common.prepare.sample import write_sample
 
 ROOT = Path(__file__).resolve().parent.parent
 SUBSET = 16_000

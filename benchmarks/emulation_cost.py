@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from functools import partial
 
 from benchmarks.tables import publish, where_measured
-from common.arguments import PrecisionArguments, flag
-from common.cli import UserError, parse_arguments, run
+from common.cli import UserError, flag, parse_arguments, run
+from common.training.arguments import PrecisionArguments
 
 RECIPES = {
     "none": {},
@@ -53,15 +53,15 @@ def measure(args: Arguments, dtype: str) -> dict[str, list[float]]:
     """Seconds a step, of every round, of each recipe; for watched ones with statistics too: name + EVERY, + TENTH."""
     import torch
 
-    from common.alphabet import MASK
-    from common.distributed import World
-    from common.esm2 import build_model
-    from common.fake_quant import Emulation
-    from common.host_memory import keep_freed_memory
-    from common.precision_plan import resolve
-    from common.presets import load_config
-    from common.quant_stats import QuantStats
-    from common.quant_stats_plan import select
+    from common.files.alphabet import MASK
+    from common.model.esm2 import build_model
+    from common.model.presets import load_config
+    from common.precision.emulation import Emulation
+    from common.precision.plan import resolve
+    from common.precision.stats import QuantStats
+    from common.precision.stats_plan import select
+    from common.ranks.host_memory import keep_freed_memory
+    from common.ranks.world import World
 
     keep_freed_memory()
     config = load_config(args.config_name)

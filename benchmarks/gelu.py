@@ -16,17 +16,17 @@ from dataclasses import dataclass
 import torch
 
 from benchmarks.tables import publish, where_measured
-from common.arguments import TrainArguments, flag
-from common.batches import to_device
-from common.cli import UserError, parse_arguments, run
-from common.collators import PackedCollator
-from common.esm2 import Esm2ForMaskedLM, build_model
-from common.gelu import HIDDEN_ACT
-from common.loader import TrainLoader
-from common.optim import build_optimizer, lr_schedule
-from common.packing import BatchPlan
-from common.presets import load_config
-from common.token_store import open_split
+from common.batches.batches import to_device
+from common.batches.collators import PackedCollator
+from common.batches.loader import TrainLoader
+from common.batches.packing import BatchPlan
+from common.cli import UserError, flag, parse_arguments, run
+from common.files.token_store import open_split
+from common.model.esm2 import Esm2ForMaskedLM, build_model
+from common.model.gelu import HIDDEN_ACT
+from common.model.presets import load_config
+from common.training.arguments import TrainArguments
+from common.training.optim import build_optimizer, lr_schedule
 
 
 @dataclass

@@ -23,13 +23,12 @@ from torch import Tensor
 
 from benchmarks.gpu_models import SIZES, batches_for, build
 from benchmarks.tables import publish, where_measured
-from common.arguments import flag
-from common.batches import to_device
-from common.cli import UserError, parse_arguments, run
-from common.convert import from_hf, to_hf
-from common.distributed import World
-from common.gelu import HIDDEN_ACT
-from common.presets import esm2_config
+from common.batches.batches import to_device
+from common.cli import UserError, flag, parse_arguments, run
+from common.model.convert import from_hf, to_hf
+from common.model.gelu import HIDDEN_ACT
+from common.model.presets import esm2_config
+from common.ranks.world import World
 
 PASSES_BEFORE = 3
 

@@ -7,15 +7,15 @@ import torch
 from torch import nn
 from transformers import EsmConfig, EsmForMaskedLM
 
-from common.alphabet import CLS, EOS
-from common.backend import te_missing
+from common.batches.collators import Batch, PackedCollator, PaddedCollator
+from common.batches.packing import Pack
 from common.cli import UserError
-from common.collators import Batch, PackedCollator, PaddedCollator
-from common.esm2 import Esm2ForMaskedLM, compile_layers
-from common.fake_quant import Emulation
-from common.packing import Pack
-from common.precision_plan import FP8_RECIPES
-from common.presets import ESM2_SIZES
+from common.files.alphabet import CLS, EOS
+from common.model.backend import te_missing
+from common.model.esm2 import Esm2ForMaskedLM, compile_layers
+from common.model.presets import ESM2_SIZES
+from common.precision.emulation import Emulation
+from common.precision.plan import FP8_RECIPES
 
 # layers, hidden size, heads; of 15B also as many layers as fit beside their optimiser
 SIZES = {name.split("_")[2]: shape for name, shape in ESM2_SIZES.items()}
@@ -64,7 +64,7 @@ def batches_for(kind: str, tokens: int, count: int) -> list[Batch]:
 def build(kind: str, config: EsmConfig, device: str, fp8_recipe: str) -> nn.Module:
     """A model in fp32 with random weights; ours have the same ones whatever the kind. UserError without what it needs.
 
-    Drawn on the device: common.initialise, on the CPU, takes half a minute for 3B.
+    Drawn on the device: common.model.initialise, on the CPU, takes half a minute for 3B.
     """
     if kind == "peer":
         config._attn_implementation = "sdpa"
@@ -79,7 +79,7 @@ def build(kind: str, config: EsmConfig, device: str, fp8_recipe: str) -> nn.Modu
     if kind.startswith("te-fp8"):
         from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
-        from common.precision_te import Quantised
+        from common.precision.te import Quantised
 
         FP8GlobalStateManager.reset()  # it would go on scaling for the models before
         Quantised(model, plan, fp8_params=kind == "te-fp8-params")

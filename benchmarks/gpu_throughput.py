@@ -30,13 +30,12 @@ import torch
 
 from benchmarks.gpu_models import KINDS, MAX_LENGTH, SIZES, batches_for, build
 from benchmarks.tables import publish, where_measured
-from common.arguments import flag
-from common.batches import to_device
-from common.cli import UserError, parse_arguments, run
-from common.gelu import HIDDEN_ACT
-from common.metrics import peak_flops, peak_memory_gb, step_flops
-from common.precision_plan import FP8_RECIPES
-from common.presets import esm2_config
+from common.batches.batches import to_device
+from common.cli import UserError, flag, parse_arguments, run
+from common.model.gelu import HIDDEN_ACT
+from common.model.presets import esm2_config
+from common.precision.plan import FP8_RECIPES
+from common.training.metrics import peak_flops, peak_memory_gb, step_flops
 
 MODES = [kind for kind in KINDS if kind != "emulated"]
 

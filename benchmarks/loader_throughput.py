@@ -23,16 +23,16 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import numpy as np
 import pyarrow as pa
 
-from common.alphabet import encode
+from common.batches.collators import PackedCollator
+from common.batches.loader import TrainLoader, TrainStep
+from common.batches.packing import BatchPlan
+from common.batches.stream_loader import StreamLoader, plan_streams
 from common.cli import UserError, parse_arguments, run
-from common.collators import PackedCollator
-from common.fasta import read_fasta
-from common.loader import TrainLoader, TrainStep
-from common.packing import BatchPlan
-from common.sources import open_source
-from common.stream_loader import StreamLoader, plan_streams
-from common.token_store import open_split
-from common.token_writer import TOKEN_FEATURES, DatasetWriter
+from common.files.alphabet import encode
+from common.files.dataset_writer import TOKEN_FEATURES, DatasetWriter
+from common.files.fasta import read_fasta
+from common.files.sources import open_source
+from common.files.token_store import open_split
 
 
 @dataclass

@@ -29,14 +29,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import numpy as np
 import pyarrow as pa
 
+from common.batches.collators import PackedCollator
+from common.batches.loader import TrainLoader
+from common.batches.packing import BatchPlan, Position
 from common.cli import parse_arguments, run
-from common.clusters import open_clusters
-from common.collators import PackedCollator
-from common.evaluate import residue_frequencies
-from common.loader import TrainLoader
-from common.packing import BatchPlan, Position
-from common.token_store import open_split
-from common.token_writer import (
+from common.files.clusters import open_clusters
+from common.files.dataset_writer import (
     ROWS_PER_BATCH,
     TOKEN_FEATURES,
     arrow_schema,
@@ -44,6 +42,8 @@ from common.token_writer import (
     write_dataset_dict,
     write_dataset_files,
 )
+from common.files.token_store import open_split
+from common.training.evaluate import residue_frequencies
 
 RECORDS_PER_SHARD = 500_000
 HOLE = 1 << 16  # bytes: what is written in larger pieces is tokens

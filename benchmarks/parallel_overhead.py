@@ -21,8 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.tables import publish, where_measured
-from common.arguments import flag
-from common.cli import UserError, parse_arguments, run
+from common.cli import UserError, flag, parse_arguments, run
 
 ROOT = Path(__file__).parent.parent
 LAYOUTS = {  # script, ranks, flags

@@ -21,10 +21,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.tables import where_measured
-from common.arguments import flag
-from common.cli import UserError, parse_arguments, run
-from common.metrics import read_metrics
-from common.presets import load_config, override
+from common.cli import UserError, flag, parse_arguments, run
+from common.model.presets import load_config, override
+from common.training.metrics import read_metrics
 
 ROOT = Path(__file__).resolve().parent.parent
 BASE = "BF16"

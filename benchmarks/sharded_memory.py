@@ -20,8 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.tables import publish, where_measured
-from common.arguments import flag
-from common.cli import UserError, parse_arguments, run
+from common.cli import UserError, flag, parse_arguments, run
 
 ROOT = Path(__file__).parent.parent
 PHASES = ("start", "training", "saving", "export")
@@ -98,8 +97,8 @@ def _resident(pid: int) -> int:
 def table(args: Arguments) -> list[str]:
     import torch
 
-    from common.esm2 import Esm2ForMaskedLM, count_parameters
-    from common.presets import load_config
+    from common.model.esm2 import Esm2ForMaskedLM, count_parameters
+    from common.model.presets import load_config
 
     with torch.device("meta"):
         parameters = count_parameters(Esm2ForMaskedLM(load_config(args.config_name)))

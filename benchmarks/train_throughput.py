@@ -23,8 +23,7 @@ from itertools import islice
 from pathlib import Path
 
 from benchmarks.tables import publish, where_measured
-from common.arguments import flag
-from common.cli import UserError, parse_arguments, run
+from common.cli import UserError, flag, parse_arguments, run
 
 MODES = {
     "ours": "ours, packed",
@@ -56,15 +55,15 @@ def measure(args: Arguments) -> dict:
     """One mode in this process: real tokens a second and peak resident memory."""
     import torch
 
-    from common.batches import to_device
-    from common.collators import PackedCollator, PaddedCollator
-    from common.esm2 import build_model, compile_layers
-    from common.host_memory import keep_freed_memory
-    from common.loader import TrainLoader
-    from common.metrics import peak_memory_gb
-    from common.packing import BatchPlan
-    from common.presets import load_config
-    from common.token_store import open_split
+    from common.batches.batches import to_device
+    from common.batches.collators import PackedCollator, PaddedCollator
+    from common.batches.loader import TrainLoader
+    from common.batches.packing import BatchPlan
+    from common.files.token_store import open_split
+    from common.model.esm2 import build_model, compile_layers
+    from common.model.presets import load_config
+    from common.ranks.host_memory import keep_freed_memory
+    from common.training.metrics import peak_memory_gb
 
     mode, dtype, tuned = args.worker.split(":")
     if tuned == "tuned":

@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import contextmanager
+from dataclasses import field
 from pathlib import Path
 
 import yaml
@@ -23,6 +24,11 @@ INTERRUPTED = 130  # Ctrl-C, as shells have it
 
 class UserError(ValueError):
     """Bad input. The message is one line: what is wrong, where (file, line or record), what to do."""
+
+
+def flag(default, text: str):
+    """A field of a dataclass of flags: its default and its line of help."""
+    return field(default=default, metadata={"help": text.replace("%", "%%")})  # argparse formats it with %
 
 
 def setup_logging(level: int = logging.INFO) -> None:

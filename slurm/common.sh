@@ -14,7 +14,7 @@ fail() { echo "error: $*" >&2; exit 2; }
 [ -n "$TARGET_PATH" ] || fail "TARGET_PATH is not set: a directory on the nodes' shared filesystem (see slurm/env.sh)"
 mkdir -p "$TARGET_PATH" || fail "TARGET_PATH=$TARGET_PATH: cannot be made on $(hostname)"
 
-PREEMPTED=75 # exit status of a run that was told to stop and has saved (common/stopping.py)
+PREEMPTED=75 # exit status of a run that was told to stop and has saved (common/ranks/stopping.py)
 restarts=${SLURM_RESTART_COUNT:-0}
 log_dir=logs/${SLURM_JOB_NAME}_$SLURM_JOB_ID/$restarts
 

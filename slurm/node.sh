@@ -13,4 +13,4 @@ if ! [[ $ranks =~ ^[1-9][0-9]*$ ]]; then
   exit 2
 fi
 mkdir -p "$logs"
-exec "$python" -m common.launch --nproc_per_node="$ranks" --log_dir="$logs" --tee=3 "$@"
+exec "$python" -m common.ranks.launch --nproc_per_node="$ranks" --log_dir="$logs" --tee=3 "$@"

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from common.checkpoint_files import list_checkpoints
+from common.training.checkpoint_files import list_checkpoints
 from tests.training_fixtures import (
     ROOT,
     TIMEOUT_S,

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from common.sample import write_sample
+from common.prepare.sample import write_sample
 from tests.conftest import ROOT
 
 README = (ROOT / "README.md").read_text()

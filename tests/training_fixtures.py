@@ -23,9 +23,9 @@ import torch
 from safetensors.torch import load_file
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-from common.arguments import TrainArguments
-from common.metrics import read_metrics
-from common.sample import write_sample
+from common.prepare.sample import write_sample
+from common.training.arguments import TrainArguments
+from common.training.metrics import read_metrics
 from tests.data_fixtures import DOWNLOAD, TOKENIZE, call
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -141,7 +141,7 @@ def on_ranks(nproc: int, function: Callable, *arguments) -> tuple[list[int], lis
 @functools.cache
 def _context():
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.training_fixtures", "common.trainer", "common.report"])
+    context.set_forkserver_preload(["tests.training_fixtures", "common.training.trainer", "common.training.report"])
     return context
 
 

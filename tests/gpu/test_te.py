@@ -13,15 +13,15 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from common.cli import UserError
-from common.distributed import World
-from common.esm2 import Esm2ForMaskedLM, build_model
-from common.fake_quant import Emulation
-from common.gelu import HIDDEN_ACT
-from common.precision_plan import BlockScaling, CurrentScaling, DelayedScaling, MXFP8BlockScaling, NVFP4BlockScaling
-from common.presets import esm2_config
-from common.recompute import save_activations
+from common.model.esm2 import Esm2ForMaskedLM, build_model
+from common.model.gelu import HIDDEN_ACT
+from common.model.presets import esm2_config
+from common.model.recompute import save_activations
+from common.precision.emulation import Emulation
+from common.precision.plan import BlockScaling, CurrentScaling, DelayedScaling, MXFP8BlockScaling, NVFP4BlockScaling
+from common.ranks.world import World
 from tests.gpu.test_training import LENGTHS, on_gpu, relative
-from tests.reference import ours_like, packed, random_batch, reference_model
+from tests.model.reference import ours_like, packed, random_batch, reference_model
 from tests.training_fixtures import same_bits
 
 pytestmark = [
@@ -38,7 +38,7 @@ RECIPES = {"delayed": DelayedScaling(amax_history_len=16), "current": CurrentSca
 
 def te_like(model: Esm2ForMaskedLM, attention: str | None = None) -> Esm2ForMaskedLM:
     """The same weights with Transformer Engine's layers."""
-    from common.layers_te import TransformerLayer
+    from common.model.layers_te import TransformerLayer
 
     other = build_model(model.config, seed=1, device="cuda", backend="te")
     if attention:
@@ -137,7 +137,7 @@ def test_sequences_of_a_pack_do_not_see_each_other():
 
 
 def test_recipes_have_the_fields_that_were_asked_for():
-    from common.precision_te import te_recipe
+    from common.precision.te import te_recipe
 
     delayed = te_recipe(DelayedScaling("e4m3", margin=1, amax_history_len=16, amax_compute_algo="most_recent"))
     assert (delayed.margin, delayed.amax_history_len, delayed.amax_compute_algo) == (1, 16, "most_recent")
@@ -159,7 +159,7 @@ def test_recipes_have_the_fields_that_were_asked_for():
 def test_fp8_params_are_the_same_training_with_weights_quantised_once_a_step(name, forget, monkeypatch):
     from transformer_engine.pytorch.quantized_tensor import QuantizedTensor
 
-    from common.precision_te import Quantised
+    from common.precision.te import Quantised
 
     monkeypatch.setenv("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")
     start = build_model(esm2_config(*CONFIG, **TANH), 0, "cuda")
@@ -203,7 +203,7 @@ def test_fp8_params_are_the_same_training_with_weights_quantised_once_a_step(nam
 @pytest.mark.parametrize("name", RECIPES)
 def test_fp8_training_stays_close_to_bf16_and_to_its_emulation(name):
     """20 steps: Transformer Engine in BF16, in FP8, and the torch backend that emulates FP8."""
-    from common.precision_te import Quantised
+    from common.precision.te import Quantised
 
     start = build_model(esm2_config(*CONFIG, **TANH), 0, "cuda")
     plan = (RECIPES[name],) * 2 + (None,)
@@ -232,7 +232,7 @@ def test_fp8_training_stays_close_to_bf16_and_to_its_emulation(name):
 
 @HOPPER
 def test_delayed_scaling_resumes_bit_exactly_and_rolls_once_a_step(forget, monkeypatch):
-    from common.precision_te import Quantised
+    from common.precision.te import Quantised
 
     monkeypatch.setenv("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")
     plan = (RECIPES["delayed"], None, RECIPES["delayed"])
@@ -268,7 +268,7 @@ def test_delayed_scaling_resumes_bit_exactly_and_rolls_once_a_step(forget, monke
 @HOPPER
 def test_layers_of_another_recipe_do_not_age_the_histories():
     """One row a step, the newest last, in whatever order the recipes come; the first is for the step to come."""
-    from common.precision_te import Quantised
+    from common.precision.te import Quantised
 
     delayed = RECIPES["delayed"]
     model = te_like(build_model(esm2_config(*CONFIG, **TANH), 0, "cuda"))
@@ -284,7 +284,7 @@ def test_layers_of_another_recipe_do_not_age_the_histories():
 @HOPPER
 @pytest.mark.parametrize("fp8", [False, True])
 def test_fsdp2_and_recomputation_change_nothing(fp8, forget):
-    from common.precision_te import Quantised
+    from common.precision.te import Quantised
 
     batch = packed(random_batch(LENGTHS))
     start = te_like(build_model(esm2_config(*CONFIG, **TANH), 0, "cuda"))

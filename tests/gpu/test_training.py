@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from common.esm2 import build_model, compile_layers
-from common.presets import esm2_config
-from tests.reference import ours_like, packed, random_batch, reference_model
+from common.model.esm2 import build_model, compile_layers
+from common.model.presets import esm2_config
+from tests.model.reference import ours_like, packed, random_batch, reference_model
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU")
 LENGTHS = [1, 2, 3, 40, 129, 17, 64, 300]

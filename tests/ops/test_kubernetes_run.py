@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from common.sample import write_sample
+from common.prepare.sample import write_sample
 from tests.live_runs import newest_step, wait_until
 from tests.ops.manifests import CPU_ONLY, containers, documents, render
 from tests.ops.pod import Pod, local_job

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from common.sample import write_sample
+from common.prepare.sample import write_sample
 from tests.live_runs import assert_same_run, newest_step
 from tests.ops.slurm_cluster import SlurmCluster, missing
 from tests.training_fixtures import ROOT, TINY_MODEL, TINY_OVERRIDES, flags_of, losses, rows, train

@@ -1,0 +1,200 @@
+"""Training data packed on the fly from files nobody prepared: S streams, each an endless, exactly resumable one.
+
+The units of a source (files, or row groups) are dealt to S streams anew each epoch, by a hash of (seed, epoch, unit);
+where there are fewer units than streams, several streams share one, each taking every n-th of its rows. So every
+protein belongs to one stream, and streams never speak to each other. A stream takes its next few thousand proteins at
+a time, a window, and shuffles, crops and packs it as a batch plan does. Its position is (epoch, unit, row, packs taken
+of the window that begins there): nothing else need be kept to go on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from common.batches.windows import Pack, Window, plan_window
+from common.cli import UserError
+from common.files.alphabet import encode_many
+from common.files.hashing import BLOCK_ORDER, derive_key, hash_counters
+from common.files.stream_reader import Unit, read_sequences
+
+WINDOW_TOKENS = 1 << 20  # about: of a usual protein length; the window's last pack is badly filled
+USUAL_PROTEIN = 256
+PACKS_PER_WINDOW = 128
+ROW_BITS = 40  # a record's number is (number of its unit, row)
+
+
+class StreamPosition(NamedTuple):
+    """Where a stream stands: `pack` packs are taken of the window that begins at `row` of its `unit`-th unit."""
+
+    epoch: int = 0
+    unit: int = 0
+    row: int = 0
+    pack: int = 0
+
+
+class Share(NamedTuple):
+    """The rows of a unit that are a stream's own: those whose number leaves `part` when divided by `parts`."""
+
+    unit: int  # its place in StreamPlan.units
+    part: int
+    parts: int
+
+
+@dataclass(frozen=True)
+class StreamPlan:
+    """Which stream reads what, and how it is packed; sizes as in BatchPlan."""
+
+    units: list[Unit]
+    num_streams: int
+    seed: int
+    max_seq_length: int
+    tokens_per_pack: int | None = None
+    sequences_per_pack: int | None = None
+
+    @property
+    def window_records(self) -> int:
+        batch = self.sequences_per_pack or 1
+        tokens = self.tokens_per_pack or batch * self.max_seq_length
+        return max(1, max(WINDOW_TOKENS, PACKS_PER_WINDOW * tokens) // USUAL_PROTEIN // batch) * batch
+
+    def shares(self, stream: int, epoch: int) -> list[Share]:
+        """What a stream reads in an epoch, in order. The streams' shares of an epoch are all rows, each once."""
+        keys = hash_counters(derive_key(self.seed, epoch, BLOCK_ORDER), np.arange(len(self.units)))
+        order = np.argsort(keys, kind="stable").tolist()
+        if len(order) >= self.num_streams:
+            return [Share(unit, 0, 1) for unit in order[stream :: self.num_streams]]
+        part, place = divmod(stream, len(order))
+        return [Share(order[place], part, len(range(place, self.num_streams, len(order))))]
+
+
+class Stream:
+    """One stream from a position on: an endless iterator of (pack, its tokens uint8, the position after it)."""
+
+    def __init__(self, plan: StreamPlan, index: int, position: StreamPosition | None = None):
+        self.plan, self.index, self.position = plan, index, position or StreamPosition()
+        self._buffer: _Buffer | None = None  # of the window the position is in
+        self._blocks: Iterator[_Block] | None = None  # what is left of the epoch after it
+        self._left: _Block | None = None  # of the block that the window's end cut in two
+
+    def __iter__(self) -> Stream:
+        return self
+
+    def __next__(self) -> tuple[Pack, np.ndarray, StreamPosition]:
+        barren_epochs = 0
+        while self._buffer is None or self.position.pack >= len(self._buffer.window):
+            if self._buffer is not None:
+                self.position = self._buffer.following
+            self._buffer = self._next_window()
+            barren_epochs += self._buffer.following.epoch > self.position.epoch and not len(self._buffer.window)
+            if barren_epochs > 1:
+                raise UserError(
+                    f"the data do not hold a protein for each of the {self.plan.num_streams} packs of a step: give "
+                    "more data, or fewer --packs_per_step (ranks x --gradient_accumulation_steps)"
+                )
+        pack = self._buffer.window.pack(self.position.pack)
+        self.position = self.position._replace(pack=self.position.pack + 1)
+        return pack, self._buffer.gather(pack), self.position
+
+    def epochs(self) -> float:
+        """Epochs done, about: units are counted, not rows."""
+        return self.position.epoch + self.position.unit / len(self.plan.shares(self.index, self.position.epoch))
+
+    def _next_window(self) -> _Buffer:
+        """Read the window that begins at the position."""
+        start = self.position
+        if self._blocks is None:
+            self._blocks, self._left = self._read(start.epoch, start.unit, start.row), None
+        missing, taken, end = self.plan.window_records, [], None
+        while missing and (block := self._left or next(self._blocks, None)):
+            now, self._left = block.split(missing)
+            taken.append(now)
+            missing -= len(now.rows)
+            end = start._replace(unit=now.unit_index, row=now.end, pack=0)
+        if missing:
+            self._blocks, end = None, StreamPosition(start.epoch + 1)
+        records = np.concatenate([block.records for block in taken] or [np.zeros(0, np.int64)])
+        lengths = np.concatenate([np.diff(block.offsets) for block in taken] or [np.zeros(0, np.int64)])
+        ids = np.concatenate([block.ids for block in taken] or [np.zeros(0, np.uint8)])
+        plan = self.plan
+        # By the number of its first row: unique in the epoch, and known wherever one starts.
+        number = int(records[0]) if len(records) else 0
+        window = plan_window(
+            records,
+            np.where(lengths > 2, lengths, 0),  # no protein is only <cls> and <eos>: an empty row
+            plan.seed,
+            start.epoch,
+            number,
+            plan.max_seq_length,
+            plan.tokens_per_pack,
+            plan.sequences_per_pack,
+            shuffle=True,
+        )
+        return _Buffer(window, records, np.append(0, np.cumsum(lengths)), ids, end)
+
+    def _read(self, epoch: int, first_unit: int, first_row: int) -> Iterator[_Block]:
+        """The stream's rows of one epoch."""
+        for index, share in enumerate(self.plan.shares(self.index, epoch)):
+            if index < first_unit:
+                continue
+            row = first_row if index == first_unit else 0
+            for characters, offsets in read_sequences(self.plan.units[share.unit], row):
+                yield _Block.encode(index, share, row, characters, offsets)
+                row += len(offsets) - 1
+
+
+class _Block(NamedTuple):
+    """Some rows of a unit, those of other streams left out."""
+
+    unit_index: int  # among the stream's units of the epoch
+    unit: int
+    rows: np.ndarray  # int64 [n], row numbers in the unit
+    ids: np.ndarray  # uint8 [T]
+    offsets: np.ndarray  # int64 [n + 1]
+    end: int  # the row to go on from
+
+    @classmethod
+    def encode(cls, index: int, share: Share, first: int, characters: np.ndarray, offsets: np.ndarray) -> _Block:
+        ids, offsets = encode_many(characters, offsets)
+        rows = np.arange(first, first + len(offsets) - 1)
+        if share.parts > 1:
+            mine, lengths = rows % share.parts == share.part, np.diff(offsets)
+            ids, rows = ids[np.repeat(mine, lengths)], rows[mine]
+            offsets = np.append(0, np.cumsum(lengths[mine]))
+        return cls(index, share.unit, rows, ids, offsets, first + len(mine) if share.parts > 1 else first + len(rows))
+
+    @property
+    def records(self) -> np.ndarray:
+        return (self.unit << ROW_BITS) + self.rows
+
+    def split(self, count: int) -> tuple[_Block, _Block | None]:
+        """The first `count` rows and the rest."""
+        if count >= len(self.rows):
+            return self, None
+        cut = int(self.offsets[count])
+        now = self._replace(
+            rows=self.rows[:count],
+            ids=self.ids[:cut],
+            offsets=self.offsets[: count + 1],
+            end=int(self.rows[count - 1]) + 1,
+        )
+        rest = self._replace(rows=self.rows[count:], ids=self.ids[cut:], offsets=self.offsets[count:] - cut)
+        return now, rest
+
+
+class _Buffer:
+    """A planned window and the tokens of its records."""
+
+    def __init__(self, window: Window, records: np.ndarray, offsets: np.ndarray, ids: np.ndarray, following):
+        self.window, self.ids, self.following = window, ids, following
+        self._offsets, self._sorter = offsets, np.argsort(records)
+        self._records = records[self._sorter]
+
+    def gather(self, pack: Pack) -> np.ndarray:
+        """The pack's tokens uint8 [T]."""
+        begin = self._offsets[self._sorter[np.searchsorted(self._records, pack.records)]] + pack.starts
+        pieces = [self.ids[a:b] for a, b in zip(begin.tolist(), (begin + pack.lengths).tolist(), strict=True)]
+        return np.concatenate(pieces or [self.ids[:0]])

@@ -1,0 +1,135 @@
+"""Plan one window of records: crop them, fill packs with them, put the packs in order.
+
+A pack is a list of sequence crops of at most `tokens_per_pack` tokens (packed batches), or of `sequences_per_pack`
+crops (padded batches). What comes out is a function of the records, their lengths and the keys (seed, epoch, record or
+window); where the records come from (the blocks of a batch plan, the buffer of a stream) is the caller's affair.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from common.files.hashing import CROP, PACK_ORDER, RECORD_ORDER, derive_key, hash_counters, scale
+
+LOOK_AHEAD = 512  # sequences among which the end of a pack is chosen
+
+
+@dataclass(frozen=True)
+class Pack:
+    """n crops: record i contributes tokens [starts[i], starts[i] + lengths[i]); int64 [n] each."""
+
+    records: np.ndarray
+    starts: np.ndarray
+    lengths: np.ndarray
+    epoch: int
+
+    @classmethod
+    def empty(cls, epoch: int = 0) -> Pack:
+        """A pack without a sequence: for a rank that has nothing left to evaluate."""
+        nothing = np.zeros(0, dtype=np.int64)
+        return cls(nothing, nothing, nothing, epoch)
+
+
+@dataclass(frozen=True)
+class Window:
+    """A planned window: its crops in the order of the packs, int64 [n] each; pack p holds [bounds[p], bounds[p+1])."""
+
+    epoch: int
+    records: np.ndarray
+    starts: np.ndarray
+    lengths: np.ndarray
+    bounds: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.bounds) - 1
+
+    def pack(self, number: int) -> Pack:
+        here = slice(self.bounds[number], self.bounds[number + 1])
+        return Pack(self.records[here], self.starts[here], self.lengths[here], self.epoch)
+
+
+def plan_window(
+    records: np.ndarray,
+    lengths: np.ndarray,
+    seed: int,
+    epoch: int,
+    number: int,
+    max_seq_length: int,
+    tokens_per_pack: int | None,
+    sequences_per_pack: int | None,
+    shuffle: bool,
+) -> Window:
+    """Crop n records to at most max_seq_length tokens at random places and distribute them over packs.
+
+    records: int64 [n], the numbers by which crops (and order) are keyed; lengths: tokens int64 [n]; number: of the
+    window in its epoch; tokens_per_pack or sequences_per_pack: the other is None; shuffle: False keeps the order of
+    the records. Records without a token are left out.
+    """
+    if shuffle:
+        hashes = hash_counters(derive_key(seed, epoch, RECORD_ORDER), records)
+        order = np.argsort(hashes, kind="stable")
+        records, lengths = records[order], lengths[order]
+    crops = np.minimum(lengths, max_seq_length)
+    starts = np.zeros_like(crops)
+    long = np.flatnonzero(lengths > crops)
+    hashes = hash_counters(derive_key(seed, epoch, CROP), records[long])
+    starts[long] = scale(hashes, lengths[long] - crops[long] + 1)
+
+    if sequences_per_pack:
+        bounds = np.append(np.arange(0, len(records), sequences_per_pack), len(records))
+        keep = crops > 0  # records without a token add nothing to a batch but trouble
+        bounds = np.concatenate(([0], np.cumsum(keep)))[bounds]
+        return Window(epoch, records[keep], starts[keep], crops[keep], bounds)
+    order, bounds = fill_packs(crops, tokens_per_pack)
+    if shuffle:  # the last packs of a window are made of what was left
+        key = derive_key(seed, epoch, PACK_ORDER, number)
+        packs = np.argsort(hash_counters(key, np.arange(len(bounds) - 1)), kind="stable")
+        sizes = np.diff(bounds)[packs]
+        ends = np.cumsum(sizes)
+        order = order[np.repeat(bounds[packs] - (ends - sizes), sizes) + np.arange(len(order))]
+        bounds = np.concatenate(([0], ends))
+    return Window(epoch, records[order], starts[order], crops[order], bounds)
+
+
+def fill_packs(lengths: np.ndarray, capacity: int) -> tuple[np.ndarray, np.ndarray]:
+    """Distribute sequences over packs of at most `capacity` tokens.
+
+    Every pack takes the sequences in the order given until the next one doesn't fit; what room is left is closed by
+    the longest of the next 512 that fits, again and again. So all but the last few members of a pack are a random
+    sample of the lengths, the others only move up, and nearly nothing is left empty.
+
+    lengths: int64 [n], none above `capacity`; those of length 0 are left out. Returns the sequences' indices int64
+    [m <= n] in the order of the packs, and bounds int64 [packs + 1]: pack p holds order[bounds[p] : bounds[p + 1]].
+    """
+    queue = np.flatnonzero(lengths)
+    lengths = lengths[queue]  # of the queue's members, moved about with them
+    bounds, head = [0], 0
+    usual = 2 * int(capacity // lengths.mean() + 1) if len(queue) else 0
+    while head < len(queue):
+        total, count = np.cumsum(lengths[head : head + usual]), usual
+        while total[-1] <= capacity and head + len(total) < len(queue):
+            count *= 2
+            total = np.cumsum(lengths[head : head + count])
+        taken = int(np.searchsorted(total, capacity, side="right"))
+        room = capacity - int(total[taken - 1])
+        head += taken
+        ahead = slice(head, head + LOOK_AHEAD)
+        candidates, chosen = lengths[ahead].copy(), []
+        while room > 0 and len(candidates):
+            best = int(np.where(candidates <= room, candidates, 0).argmax())  # the first of the longest that fit
+            if not 0 < candidates[best] <= room:
+                break
+            room -= int(candidates[best])
+            candidates[best] = 0
+            chosen.append(best)
+        if chosen:
+            rest = np.ones(len(candidates), dtype=bool)
+            rest[chosen] = False
+            for array in (queue, lengths):
+                waiting = array[ahead]
+                array[ahead] = np.concatenate((waiting[chosen], waiting[rest]))
+            head += len(chosen)
+        bounds.append(head)
+    return queue, np.array(bounds, dtype=np.int64)

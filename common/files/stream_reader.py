@@ -1,0 +1,209 @@
+"""Read the sequences of a source's files piece by piece: what a stream is made of.
+
+A unit is what is read from one end to the other: a file, or a row group of a parquet file where files are few.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator
+from contextlib import closing
+from dataclasses import dataclass
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.csv
+import pyarrow.json
+import pyarrow.parquet
+
+from common.cli import UserError
+from common.files.csv_records import characters
+from common.files.fasta import read_fasta_batches
+from common.files.sources import REMOTE, File, hub_advice, one_line, refused
+
+logger = logging.getLogger(__name__)
+
+COLUMNS = ("sequence", "text")
+ROWS_AT_ONCE = 4096
+BLOCK_BYTES = 4 << 20  # of CSV and JSON lines
+ATTEMPTS = 6  # failures in a row, without a row in between, that end the run
+FIRST_WAIT_S = 1.0
+
+
+@dataclass(frozen=True)
+class Unit:
+    file: File
+    row_group: int | None = None  # None: the whole file
+
+    def __str__(self) -> str:
+        return self.file.path + ("" if self.row_group is None else f", row group {self.row_group}")
+
+
+def units_of(files: tuple[File, ...], wanted: int) -> list[Unit]:
+    """The units of some files: the files themselves when there are `wanted` or more, else parquet's row groups."""
+    if len(files) >= wanted:
+        return [Unit(file) for file in files]
+    units = []
+    for file in files:
+        if file.kind != "parquet":
+            units.append(Unit(file))
+            continue
+        units += [Unit(file, group) for group in range(_row_groups(file))]
+    return units
+
+
+def _row_groups(file: File) -> int:
+    patience = _Patience(file.path)
+    while True:
+        try:
+            with _reporting(file.path), _open(file) as handle:
+                return pa.parquet.ParquetFile(handle).num_row_groups
+        except _Network as trouble:
+            patience.wait_after(trouble.error)
+
+
+def read_sequences(
+    unit: Unit, first_row: int, wait_s: float = FIRST_WAIT_S
+) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """The rows of a unit from `first_row` on, in blocks: characters uint8 [C] and where each row begins [n + 1].
+
+    A missing value is an empty row. Network trouble is retried with growing waits and goes on at the row where it
+    broke off; UserError after ATTEMPTS in vain, and for files that aren't what their names say.
+    """
+    row, patience = first_row, _Patience(str(unit), wait_s)
+    while True:
+        try:
+            with _reporting(str(unit)):
+                for text in _blocks(unit, row):
+                    yield characters(text)
+                    row, patience.failures = row + len(text), 0
+                return
+        except _Network as trouble:
+            patience.wait_after(trouble.error)
+
+
+def _blocks(unit: Unit, first_row: int) -> Iterator[pa.Array]:
+    """Arrays of strings, the first `first_row` rows of the unit left out."""
+    readers = {"parquet": _parquet, "json": _json, "csv": _csv, "fasta": _fasta}
+    with closing(readers[unit.file.kind](unit)) as blocks:
+        for text in blocks:
+            if first_row >= len(text):
+                first_row -= len(text)
+                continue
+            if isinstance(text, pa.ChunkedArray):
+                text = text.combine_chunks()
+            if not (pa.types.is_string(text.type) or pa.types.is_binary(text.type)):
+                text = text.cast(pa.string())  # of a dictionary, a large string, a view
+            yield (text.fill_null("") if text.null_count else text)[first_row:]
+            first_row = 0
+
+
+def _parquet(unit: Unit) -> Iterator[pa.Array]:
+    with _open(unit.file) as handle:
+        file = pa.parquet.ParquetFile(handle)
+        groups = range(file.num_row_groups) if unit.row_group is None else [unit.row_group]
+        column = _column(unit, file.schema_arrow.names)
+        for batch in file.iter_batches(ROWS_AT_ONCE, row_groups=list(groups), columns=[column], use_threads=False):
+            yield batch.column(0)
+
+
+def _json(unit: Unit) -> Iterator[pa.Array]:
+    options = pa.json.ReadOptions(block_size=BLOCK_BYTES, use_threads=False)
+    with _local_stream(unit) as stream, pa.json.open_json(stream, read_options=options) as reader:
+        column = _column(unit, reader.schema.names)
+        for batch in reader:
+            yield batch.column(column)
+
+
+def _csv(unit: Unit) -> Iterator[pa.Array]:
+    read = pa.csv.ReadOptions(block_size=BLOCK_BYTES, use_threads=False)
+    parse = pa.csv.ParseOptions(delimiter="\t" if ".tsv" in unit.file.path.lower() else ",")
+    types = dict.fromkeys(COLUMNS, pa.string())  # else a file of sequences "NAN", "1" would make numbers of them
+    convert = pa.csv.ConvertOptions(column_types=types, strings_can_be_null=False)
+    with (
+        _local_stream(unit) as stream,
+        pa.csv.open_csv(stream, read_options=read, parse_options=parse, convert_options=convert) as reader,
+    ):
+        column = _column(unit, reader.schema.names)
+        for batch in reader:
+            yield batch.column(column)
+
+
+def _fasta(unit: Unit) -> Iterator[pa.Array]:
+    for batch in read_fasta_batches(_local_path(unit)):
+        yield batch.column("text")
+
+
+def _column(unit: Unit, names: list[str]) -> str:
+    for column in COLUMNS:
+        if column in names:
+            return column
+    found = ", ".join(names)[:80]
+    raise UserError(f"{unit}: no column {' or '.join(COLUMNS)}, only {found}: rename the one that holds the proteins")
+
+
+def _open(file: File):
+    """A binary file to seek in."""
+    if not file.path.startswith(REMOTE):
+        return pa.memory_map(file.path)
+    from huggingface_hub import HfFileSystem
+
+    return HfFileSystem().open(file.path, "rb", block_size=8 << 20)
+
+
+def _local_stream(unit: Unit) -> pa.NativeFile:
+    """The file's bytes in order, gunzipped."""
+    return pa.input_stream(_local_path(unit), compression="gzip" if unit.file.path.endswith(".gz") else None)
+
+
+def _local_path(unit: Unit) -> str:
+    """Formats that are read from end to end anyway are fetched to the Hub's cache first."""
+    path = unit.file.path
+    if not path.startswith(REMOTE):
+        return path
+    from huggingface_hub import hf_hub_download
+
+    owner, rest, name = path.removeprefix(REMOTE + "datasets/").split("/", 2)
+    repo, revision = rest.split("@")
+    return hf_hub_download(f"{owner}/{repo}", name, repo_type="dataset", revision=revision)
+
+
+class _Patience:
+    """Growing waits between attempts, and their end."""
+
+    def __init__(self, what: str, first_wait_s: float = FIRST_WAIT_S):
+        self.what, self.first_wait_s, self.failures = what, first_wait_s, 0
+
+    def wait_after(self, error: Exception) -> None:
+        self.failures += 1
+        if self.failures == ATTEMPTS or refused(error):
+            repo = "/".join(self.what.removeprefix(REMOTE).split("/")[1:3]).split("@")[0]
+            raise UserError(f"{self.what}: {hub_advice(repo, error)} (attempts: {self.failures})")
+        wait_s = self.first_wait_s * 2 ** (self.failures - 1)
+        logger.warning("%s: %s; trying again in %.0f s", self.what, one_line(error), wait_s)
+        time.sleep(wait_s)
+
+
+class _Network(Exception):
+    def __init__(self, error: Exception):
+        super().__init__(str(error))
+        self.error = error
+
+
+class _reporting:
+    """Damaged files become a UserError, what may be better the next time a _Network."""
+
+    def __init__(self, what: str):
+        self.what = what
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind, error, stack) -> None:
+        if isinstance(error, pa.ArrowInvalid | pa.ArrowTypeError | UnicodeDecodeError):
+            raise UserError(f"{self.what}: cannot be read: {one_line(error)}: mend the file or leave it out") from None
+        if self.what.startswith(REMOTE) and isinstance(error, OSError | RuntimeError):
+            raise _Network(error) from error
+        if isinstance(error, OSError):  # of Arrow: a damaged file has no errno
+            reason = error.strerror or one_line(error)
+            raise UserError(f"{self.what}: cannot be read: {reason}: mend the file or leave it out") from None

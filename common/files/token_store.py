@@ -1,0 +1,201 @@
+"""Read one tokenised split (`processed/arrow/train`, say): memory-mapped, nothing loaded, nothing indexed per record.
+
+A split is a directory that `datasets.load_from_disk` opens. Its own format is one `list<uint8>` column `input_ids` =
+`<cls> residues <eos>`: a record's length and place follow from the Arrow offsets in the file, so opening costs a few
+bytes for each record batch and reading costs one copy of the tokens. Datasets of other tools (wider integers,
+fixed-size or large lists, trailing `<pad>`) are read too; for those, the lengths without padding are found when
+first asked for and kept (4 bytes a record).
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+
+from common.cli import UserError
+from common.files.alphabet import PAD, VOCAB_SIZE
+from common.files.arrow_file import COLUMN, ArrowFile, one_line
+
+
+class TokenStore:
+    """Random access to the token ids of one split. Cheap to fork; pickles as its path.
+
+    path: directory of one split; max_records: use the first that many records only.
+    Raises UserError for anything that isn't such a directory. Token ids are checked when they are read.
+    """
+
+    def __init__(self, path: str | Path, max_records: int | None = None):
+        self.path, self.max_records = Path(path), max_records
+        state = _read_state(self.path)
+        self._files = [ArrowFile(file) for file in _arrow_files(self.path, state["_data_files"])]
+        kinds = {file.kind for file in self._files}
+        if len(kinds) > 1:
+            raise UserError(f"{self.path}: its Arrow files differ in the type of {COLUMN}: tokenise again")
+        self._width, self._is_padded = self._files[0].width, self._files[0].is_foreign
+
+        # Tables over record batches ("chunks"): first row, file, slot of the first offset, index of the first token.
+        rows = np.concatenate([file.chunk_rows for file in self._files])
+        self._chunk_start = np.cumsum(rows) - rows
+        self._chunk_file = np.repeat(np.arange(len(self._files)), [len(file.chunk_rows) for file in self._files])
+        self._offset_slot = np.concatenate([file.offset_slot for file in self._files])
+        self._token_slot = np.concatenate([file.token_slot for file in self._files])
+        self._num_rows = int(rows.sum())
+        self._mapping = _indices_mapping(self.path, state)
+
+        self._num_records = self._num_rows if self._mapping is None else len(self._mapping)
+        if self._num_records == 0:
+            raise UserError(f"{self.path}: the dataset is empty")
+        if max_records is not None:
+            if max_records < 1:
+                raise UserError(f"{self.path}: the number of records to use must be at least 1, not {max_records}")
+            self._num_records = min(self._num_records, max_records)
+        self.fingerprint = f"{state.get('_fingerprint')}-{self._num_records}"
+
+        self._lengths = None  # int32 [rows], -1 where not yet known: padded datasets only
+        if not self._is_padded:
+            # uint8 rows that another tool padded and stripped of their masks look like ours but for their ends
+            first = zip(*self._locate(np.arange(min(self._num_records, 256))), strict=True)
+            ends = [self._files[file].tokens[begin + length - 1] for file, begin, length in first if length]
+            self._is_padded = PAD in ends
+        if self._is_padded:
+            self._lengths = np.full(self._num_rows, -1, dtype=np.int32)
+
+    def __reduce__(self):
+        return TokenStore, (self.path, self.max_records)
+
+    def __len__(self) -> int:
+        return self._num_records
+
+    def lengths(self, indices: np.ndarray) -> np.ndarray:
+        """Tokens (with `<cls>` and `<eos>`, without padding) int64 [n] of the records int64 [n]."""
+        if self._is_padded:
+            return self._stripped_lengths(self._rows(indices))
+        return self._locate(indices)[2]
+
+    def gather(self, indices: np.ndarray, starts: np.ndarray, lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Tokens [start, start + length) of each of n records, end to end.
+
+        Returns ids uint8 [sum(lengths)] and offsets int64 [n + 1]. Raises UserError for an id that is none of the 33
+        tokens and for `<pad>` inside a sequence.
+        """
+        files, begin, stored = self._locate(indices)
+        assert np.all((starts >= 0) & (lengths >= 0) & (starts + lengths <= stored)), "crop outside its record"
+        offsets = np.zeros(len(indices) + 1, dtype=np.int64)
+        np.cumsum(lengths, out=offsets[1:])
+        ids = np.empty(offsets[-1], dtype=self._files[0].tokens.dtype)
+        at, tokens = offsets.tolist(), [file.tokens for file in self._files]
+        for i, (file, source) in enumerate(zip(files.tolist(), (begin + starts).tolist(), strict=True)):
+            ids[at[i] : at[i + 1]] = tokens[file][source : source + at[i + 1] - at[i]]
+        self._check(ids, indices, offsets)
+        return ids.astype(np.uint8, copy=False), offsets
+
+    def _check(self, ids: np.ndarray, indices: np.ndarray, offsets: np.ndarray) -> None:
+        wrong = (ids >= VOCAB_SIZE) | (ids < 0) | (ids == PAD)
+        if wrong.any():
+            at = int(wrong.argmax())
+            record = int(indices[np.searchsorted(offsets, at, side="right") - 1])
+            what = (
+                "<pad> inside its sequence" if ids[at] == PAD else f"token id {ids[at]}, ESM-2 has 0-{VOCAB_SIZE - 1}"
+            )
+            raise UserError(f"{self.path}: record {record}: {what}: tokenise again with the ESM-2 alphabet")
+
+    def _rows(self, indices: np.ndarray) -> np.ndarray:
+        """Stored rows of records: the same unless the dataset carries an indices mapping."""
+        indices = np.asarray(indices, dtype=np.int64)
+        if len(indices) and not (indices.min() >= 0 and indices.max() < self._num_records):
+            raise IndexError(f"records are numbered 0 to {self._num_records - 1}")
+        return indices if self._mapping is None else self._mapping[indices].astype(np.int64)
+
+    def _locate(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """File, index of the first token in that file's `tokens` and stored length of each record, int64 [n] each."""
+        rows = self._rows(indices)
+        chunk = np.searchsorted(self._chunk_start, rows, side="right") - 1
+        local, file_of = rows - self._chunk_start[chunk], self._chunk_file[chunk]
+        if self._width:
+            return file_of, self._token_slot[chunk] + local * self._width, np.full(len(rows), self._width)
+        slot = self._offset_slot[chunk] + local
+        begin, length = np.empty_like(rows), np.empty_like(rows)
+        for number in np.unique(file_of):
+            here = np.flatnonzero(file_of == number)
+            offsets = self._files[number].offsets
+            first = offsets[slot[here]]
+            begin[here], length[here] = first, offsets[slot[here] + 1] - first
+        return file_of, self._token_slot[chunk] + begin, length
+
+    def _stripped_lengths(self, rows: np.ndarray) -> np.ndarray:
+        """Lengths without trailing <pad> of stored rows, whole chunks at a time."""
+        unknown = rows[self._lengths[rows] < 0]
+        for chunk in np.unique(np.searchsorted(self._chunk_start, unknown, side="right") - 1):
+            file = self._files[self._chunk_file[chunk]]
+            first = self._chunk_start[chunk]
+            last = self._chunk_start[chunk + 1] if chunk + 1 < len(self._chunk_start) else self._num_rows
+            if self._width:
+                bounds = np.arange(last - first + 1) * self._width
+            else:
+                slot = self._offset_slot[chunk]
+                bounds = file.offsets[slot : slot + last - first + 1].astype(np.int64)
+            tokens = file.tokens[self._token_slot[chunk] + bounds[0] : self._token_slot[chunk] + bounds[-1]]
+            bounds = bounds - bounds[0]
+            # one past the last token that is no <pad>, before each row's end
+            past = np.concatenate(([0], np.flatnonzero(tokens != PAD) + 1))
+            ends = past[np.searchsorted(past, bounds[1:], side="right") - 1]
+            self._lengths[first:last] = np.maximum(ends - bounds[:-1], 0)
+        return self._lengths[rows].astype(np.int64)
+
+
+def open_split(dataset_dir: str | Path, split: str, max_records: int | None = None) -> TokenStore:
+    """The store of one split ("train", "validation", "test") of a tokenised dataset directory."""
+    directory = Path(dataset_dir)
+    if not directory.is_dir():
+        raise UserError(f"{directory}: no such directory: tokenise first (1.tokenize_uniref_csv.py)")
+    if (directory / "state.json").is_file():
+        raise UserError(f"{directory}: is one split: give the directory that holds train, validation and test")
+    if not (directory / split).is_dir():
+        raise UserError(
+            f"{directory}: no split {split}: it holds {', '.join(_splits(directory)) or 'no split at all'}"
+        )
+    return TokenStore(directory / split, max_records)
+
+
+def _splits(directory: Path) -> list[str]:
+    return sorted(child.parent.name for child in directory.glob("*/state.json"))
+
+
+def _read_state(directory: Path) -> dict:
+    if not directory.is_dir():
+        what = "not a directory" if directory.exists() else "no such directory"
+        raise UserError(f"{directory}: {what}: tokenise first (1.tokenize_uniref_csv.py)")
+    state_file = directory / "state.json"
+    if not state_file.is_file():
+        if splits := _splits(directory):
+            raise UserError(
+                f"{directory}: holds the splits {', '.join(splits)}: name one, {directory / splits[0]} say"
+            )
+        found = "Arrow files but no state.json" if any(directory.glob("*.arrow")) else "no Arrow files"
+        raise UserError(f"{directory}: {found}: not a directory that datasets' save_to_disk completed: tokenise first")
+    try:
+        return {"_data_files": [], **json.loads(state_file.read_text(encoding="utf-8"))}
+    except (ValueError, TypeError) as error:
+        raise UserError(f"{state_file}: not a dataset's state ({one_line(error)}): tokenise again") from error
+
+
+def _arrow_files(directory: Path, entries: list[dict]) -> list[Path]:
+    files = [directory / entry["filename"] for entry in entries]
+    if not files:
+        raise UserError(f"{directory}: the dataset is empty: its state.json lists no Arrow files")
+    for file in files:
+        if not file.is_file():
+            raise UserError(f"{file}: listed in state.json but not there: tokenise or copy the dataset again")
+    return files
+
+
+def _indices_mapping(directory: Path, state: dict) -> np.ndarray | None:
+    """Rows in the order of records, uint64 [records]: written beside the table by datasets 1.x after a select."""
+    entries = state.get("_indices_data_files")
+    if not entries:
+        return None
+    tables = [pa.ipc.open_stream(pa.memory_map(str(file))).read_all() for file in _arrow_files(directory, entries)]
+    return pa.concat_tables(tables).column("indices").to_numpy()

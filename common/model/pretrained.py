@@ -1,0 +1,126 @@
+"""Directories of `transformers`: weights read from one, and a trained model written as one; a tensor at a time.
+
+A model of many gigabytes is never whole in memory here: tensors are read when asked for, and written in files of at
+most SHARD_BYTES, each as soon as its tensors are there.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import shutil
+from collections.abc import Iterator
+from itertools import chain
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import EsmConfig
+
+from common.cli import UserError
+from common.files import alphabet
+from common.model import convert
+from common.model.esm2 import Esm2ForMaskedLM
+
+SHARD_BYTES = 5 * 10**9
+INDEX = "model.safetensors.index.json"
+
+
+def read_pretrained(directory: str, config: EsmConfig) -> tuple[Iterator[tuple[str, Tensor]], dict]:
+    """(our parameters as (name, tensor), extras) of a local directory's safetensors, or of a Hub repository's."""
+    root = Path(directory)
+    if not root.is_dir():
+        from huggingface_hub import snapshot_download
+
+        try:
+            root = Path(snapshot_download(directory, allow_patterns=["*.safetensors", "*.json"]))
+        except Exception as error:
+            reason = " ".join(str(error).split())[:160]
+            raise UserError(
+                f"{directory}: weights not found, neither there nor on the Hub ({reason}); "
+                "to start from random weights use --config_name"
+            ) from error
+    theirs: dict[str, Tensor] = {}
+    for path in _weight_files(root):
+        try:
+            with safe_open(path, framework="pt") as file:
+                # Memory-mapped: what is not used is not read.
+                theirs |= {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        except (SafetensorError, OSError) as error:
+            raise UserError(f"{path}: cannot be read: {error}; cut short? Copy or download it again") from error
+    return convert.pieces_from_hf(theirs, config, str(root))
+
+
+def _weight_files(root: Path) -> list[Path]:
+    index = root / INDEX
+    names = ["model.safetensors"]
+    if index.exists():
+        try:
+            names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise UserError(f"{index}: not an index of safetensors shards") from error
+    for name in names:
+        if not (root / name).is_file():
+            other = next(root.glob("pytorch_model*.bin"), None)
+            hint = f"; {other.name} there is pickled: convert it with transformers' save_pretrained" if other else ""
+            raise UserError(f"{root / name}: no such file; weights are read from safetensors only{hint}")
+    return [root / name for name in names]
+
+
+def save_pretrained(
+    pieces: Iterator[tuple[str, Tensor]], config: EsmConfig, directory: Path, shard_bytes: int = SHARD_BYTES
+) -> None:
+    """Write a directory that stock `EsmForMaskedLM` / `AutoModel` / `AutoTokenizer.from_pretrained` open offline.
+
+    pieces: Hugging Face's tensors as `convert.pieces_to_hf` gives them; written in fp32.
+    """
+    partial = directory.with_name(f"{directory.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    config = copy.deepcopy(config)  # as loaded it may name another class, and the precision it was stored in
+    config.architectures, config.dtype = ["EsmForMaskedLM"], "float32"
+    config.save_pretrained(partial)
+    frequencies = convert.frequencies(config)
+    files = _file_of_each(config, frequencies, shard_bytes)
+    held: dict[str, Tensor] = {}
+    file = None
+    for name, tensor in chain(pieces, frequencies.items()):
+        if held and files[name] != file:
+            save_file(held, partial / file, {"format": "pt"})
+            held = {}
+        file = files[name]
+        held[name] = tensor.detach().to("cpu", torch.float32)
+    save_file(held, partial / file, {"format": "pt"})
+    if file != "model.safetensors":
+        total = sum((partial / file).stat().st_size for file in set(files.values()))
+        index = {"metadata": {"total_size": total}, "weight_map": files}
+        (partial / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True))
+    write_tokenizer(partial)
+    if directory.exists():
+        shutil.rmtree(directory)
+    partial.rename(directory)
+
+
+def _file_of_each(config: EsmConfig, frequencies: dict[str, Tensor], shard_bytes: int) -> dict[str, str]:
+    """{tensor: file}, in the order they come; file names as transformers gives them."""
+    with torch.device("meta"):
+        tensors = convert.to_hf(Esm2ForMaskedLM(config).state_dict(), config) | frequencies
+    shard, size, shards = 0, 0, {}
+    for name, tensor in tensors.items():
+        if size and size + 4 * tensor.numel() > shard_bytes:
+            shard, size = shard + 1, 0
+        shards[name] = shard
+        size += 4 * tensor.numel()
+    if shard == 0:
+        return dict.fromkeys(tensors, "model.safetensors")
+    return {name: f"model-{n + 1:05d}-of-{shard + 1:05d}.safetensors" for name, n in shards.items()}
+
+
+def write_tokenizer(directory: Path) -> None:
+    from transformers import EsmTokenizer
+
+    vocabulary = directory / "vocab.txt"
+    vocabulary.write_text("\n".join(alphabet.TOKENS))
+    EsmTokenizer(str(vocabulary), model_max_length=1026).save_pretrained(directory)

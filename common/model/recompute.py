@@ -1,0 +1,52 @@
+"""What becomes of a layer's activations between forward and backward: kept, recomputed, or kept in host memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import nn
+from torch.autograd.graph import save_on_cpu
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+MODES = ("none", "selective", "full")
+
+# Results of products and of fused attention are kept by `selective`; norms, GELU, rotary and the like are recomputed.
+_KEPT = (
+    *("aten::mm", "aten::addmm", "mkldnn::_linear_pointwise"),
+    *("aten::_scaled_dot_product_flash_attention", "aten::_scaled_dot_product_flash_attention_for_cpu"),
+    *("aten::_scaled_dot_product_efficient_attention", "aten::_scaled_dot_product_cudnn_attention"),
+    "torch_attn::_varlen_attn",
+)
+
+
+def save_activations(layers: list[nn.Module], mode: str, offload: bool) -> None:
+    """Set the MODES of these layers, in place: names and parameters stay as they are."""
+    for layer in layers:
+        if mode != "none" and hasattr(layer, "recompute"):
+            layer.recompute()  # Transformer Engine's own way: `full` only (see common.model.backend)
+        elif mode != "none":
+            contexts = {"context_fn": partial(create_selective_checkpoint_contexts, _policy)}
+            layer.forward = partial(
+                checkpoint,
+                layer.forward,
+                use_reentrant=False,
+                preserve_rng_state=False,  # there is nothing random in a layer
+                **(contexts if mode == "selective" else {}),
+            )
+        if offload:
+            layer.forward = _offloaded(layer.forward)
+
+
+def _policy(context, operator, *args, **kwargs) -> CheckpointPolicy:
+    name = operator.name().split(".")[0]
+    return CheckpointPolicy.MUST_SAVE if name in _KEPT else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def _offloaded(forward: Callable) -> Callable:
+    def call(*args):
+        with save_on_cpu(pin_memory=torch.cuda.is_available()):
+            return forward(*args)
+
+    return call

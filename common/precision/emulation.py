@@ -1,0 +1,208 @@
+"""--emulate_precision: a model whose products round as FP8, MXFP8 and NVFP4 hardware does, on any device.
+
+The encoder's four products (qkv, proj, fc1, fc2) are replaced; embeddings, norms, attention and LM head stay as they
+are. Each product is quantised as its recipe has Transformer Engine do it: forward x W^T, backward dy W and dy^T x,
+every operand in blocks along the dimension that is summed over, from the same unquantised tensor. The product itself
+is one of fp32 (or, with --bf16, of bf16, exact for the operands) with fp32 accumulators.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from common.files.hashing import ROUNDING, derive_key
+from common.model.linear import linear
+from common.precision.delayed_scaling import DelayedScales
+from common.precision.formats import (
+    E4M3,
+    E5M2,
+    FP8_BLOCK,
+    MX_BLOCK,
+    NVFP4_BLOCK,
+    Element,
+    Quantized,
+    fp8_scale,
+    hadamard_rows,
+    quantize_fp8_blocks,
+    quantize_mx,
+    quantize_nvfp4,
+    quantize_tensor,
+    tensor_amax,
+)
+from common.precision.plan import (
+    BlockScaling,
+    CurrentScaling,
+    DelayedScaling,
+    MXFP8BlockScaling,
+    NVFP4BlockScaling,
+    Plan,
+    Recipe,
+)
+from common.ranks.world import World
+
+if TYPE_CHECKING:
+    from common.precision.stats import QuantStats
+
+PRODUCTS = ("qkv", "proj", "fc1", "fc2")
+INPUT, WEIGHT, GRADIENT = ROLES = range(3)
+COLUMNS, ROWS = 1, 0  # the dimension a product sums over, that is along which blocks lie
+
+Factor = tuple[Tensor, Tensor]  # values, scale: see common.precision.formats
+
+
+def element_of(recipe: Recipe, role: int) -> Element:
+    return E5M2 if recipe.fp8_format == "hybrid" and role == GRADIENT else E4M3
+
+
+class Emulation:
+    """What the emulated products of a model share: their scales, and the key of the random bits.
+
+    ranks: of the run. Gradients are as many times those of the global batch, for they are averaged over the ranks.
+    """
+
+    def __init__(self, model: nn.Module, plan: Plan, seed: int, device: torch.device | str = "cpu", ranks: int = 1):
+        self.plan, self.seed, self.ranks, self.training = plan, seed, ranks, False
+        self.key = 0
+        self.watcher: QuantStats | None = None  # sees every operand; set for the steps whose statistics are wanted
+        self.scales: DelayedScales | None = None
+        if delayed := next((r for r in plan if isinstance(r, DelayedScaling)), None):
+            # Of all layers, whatever their format: a checkpoint fits a run with another plan.
+            elements = [element_of(delayed, role) for _ in plan for _ in PRODUCTS for role in ROLES]
+            self.scales = DelayedScales(delayed, elements, device)
+        for number, (layer, recipe) in enumerate(zip(model.encoder.layers, plan, strict=True)):
+            if recipe is not None:
+                qkv, proj, fc1, fc2 = (Product(self, recipe, number, product) for product in range(len(PRODUCTS)))
+                layer.self_attention.layernorm_qkv.product = qkv
+                layer.self_attention.proj.product = proj
+                layer.layernorm_mlp.fc1_product, layer.layernorm_mlp.fc2_product = fc1, fc2
+        model.emulation = self
+
+    def begin(self, step: int, pack: int) -> None:
+        """Before the pass over a pack, its number in the global step: the same random bits on whatever rank."""
+        self.key = derive_key(self.seed, ROUNDING, step, pack)
+        self.training = True
+        if self.watcher:
+            self.watcher.begin_pack()
+
+    def end_step(self, world: World, skipped: bool) -> None:
+        """After the optimiser step, or where it would have been; all ranks together."""
+        self.training = False
+        if self.scales is not None:
+            self.scales.end_step(world, skipped)
+
+    @property
+    def state(self) -> dict[str, Tensor]:
+        """Tensors, the same on every rank, that a checkpoint holds and restores in place."""
+        return {} if self.scales is None else self.scales.state
+
+
+class Product:
+    """Takes the place of `common.model.linear.linear` in a layer."""
+
+    def __init__(self, emulation: Emulation, recipe: Recipe, layer: int, product: int):
+        self.emulation, self.recipe = emulation, recipe
+        self.layer, self.product = layer, product
+
+    @torch.compiler.disable
+    def __call__(self, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        """x [T, in], weight [out, in], bias [out] -> [T, out]."""
+        device = x.device.type
+        if torch.is_autocast_enabled(device):
+            dtype = torch.get_autocast_dtype(device)
+            x, weight = x.to(dtype), weight.to(dtype)
+        return _QuantizedLinear.apply(x, weight, bias, self, self.emulation.key)
+
+    @property
+    def whole_tensor(self) -> bool:
+        return self.recipe.whole_tensor
+
+    def quantize(self, x: Tensor, role: int, along: int, key: int = 0) -> Factor:
+        """x [R, C] as the factor of a product that sums over its columns or its rows."""
+        if isinstance(self.recipe, NVFP4BlockScaling) and along == ROWS and role != WEIGHT:
+            x = x if self.recipe.disable_rht else hadamard_rows(x)
+        quantized = self._quantize(x, role, along, key)
+        if self.emulation.watcher:
+            self.emulation.watcher.operand(self, role, along, x, quantized)
+        return quantized.values, quantized.scale
+
+    def _quantize(self, x: Tensor, role: int, along: int, key: int) -> Quantized:
+        recipe, element = self.recipe, element_of(self.recipe, role)
+        if isinstance(recipe, NVFP4BlockScaling):
+            square = role == WEIGHT and not recipe.disable_2d_quantization
+            stochastic = role == GRADIENT and not recipe.disable_stochastic_rounding
+            noise_key = derive_key(key, self.layer, self.product, along) if stochastic else None
+            return quantize_nvfp4(x, _block(NVFP4_BLOCK, along, square), noise_key)
+        if isinstance(recipe, MXFP8BlockScaling):
+            return quantize_mx(x, _block(MX_BLOCK, along), element)
+        if isinstance(recipe, BlockScaling):
+            return quantize_fp8_blocks(x, _block(FP8_BLOCK, along, role == WEIGHT), element, not recipe.use_f32_scales)
+        if isinstance(recipe, CurrentScaling):
+            return quantize_tensor(x, fp8_scale(tensor_amax(x), element, 1.0, recipe.use_power_2_scales), element)
+        number = (self.layer * len(PRODUCTS) + self.product) * len(ROLES) + role
+        scales = self.emulation.scales
+        # Histories and scales are those of the global batch: the same on any number of ranks, from the first step on.
+        ranks = self.emulation.ranks if role == GRADIENT else 1
+        if self.emulation.training:
+            scales.record(number, tensor_amax(x) / ranks)
+        return quantize_tensor(x, scales.scale(number) / ranks, element)
+
+    def watch_result(self, gemm: str, x: Tensor) -> None:
+        """x: the result of `fprop`, `dgrad` or `wgrad`."""
+        if self.emulation.watcher:
+            self.emulation.watcher.result(self, gemm, x)
+
+
+def _block(size: int, along: int, square: bool = False) -> tuple[int, int]:
+    return (size, size) if square else (1, size) if along == COLUMNS else (size, 1)
+
+
+class _QuantizedLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, weight: Tensor, bias: Tensor, product: Product, key: int) -> Tensor:
+        ctx.product, ctx.key = product, key
+        quantized = product.quantize(x, INPUT, COLUMNS)
+        if product.whole_tensor:
+            ctx.save_for_backward(weight, *quantized)
+        else:
+            ctx.save_for_backward(weight, x)
+        y = _multiply(quantized, product.quantize(weight, WEIGHT, COLUMNS), x.dtype, bias)
+        product.watch_result("fprop", y)
+        return y
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        product, key, dtype = ctx.product, ctx.key, grad.dtype
+        weight, *saved = ctx.saved_tensors
+        grad_x = grad_weight = grad_bias = None
+        along_columns = along_rows = None
+        if ctx.needs_input_grad[0] or product.whole_tensor:
+            along_columns = product.quantize(grad, GRADIENT, COLUMNS, key)
+        if ctx.needs_input_grad[0]:
+            values, scale = product.quantize(weight, WEIGHT, ROWS)
+            grad_x = _multiply(along_columns, (values.t(), scale), dtype)
+            product.watch_result("dgrad", grad_x)
+        if ctx.needs_input_grad[1]:
+            along_rows = along_columns if product.whole_tensor else product.quantize(grad, GRADIENT, ROWS, key)
+            values, scale = saved if product.whole_tensor else product.quantize(saved[0], INPUT, ROWS)
+            # Both factors are read column-wise here; the wider one is faster as the second.
+            if weight.shape[0] > weight.shape[1]:
+                grad_weight = _multiply((values.t(), scale), (along_rows[0].t(), along_rows[1]), dtype).t()
+            else:
+                grad_weight = _multiply((along_rows[0].t(), along_rows[1]), (values.t(), scale), dtype)
+            product.watch_result("wgrad", grad_weight)
+        if ctx.needs_input_grad[2]:
+            grad_bias = grad.sum(0)
+        return grad_x, grad_weight, grad_bias, None, None
+
+
+def _multiply(a: Factor, b: Factor, dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
+    """a [m, k] times the transpose of b [n, k], both scales applied to the result: [m, n] of `dtype`."""
+    (left, left_scale), (right, right_scale) = a, b
+    with torch.autocast(left.device.type, enabled=False):
+        kind = torch.promote_types(left.dtype, right.dtype)
+        # Not in place: selective checkpointing keeps the product's result.
+        result = linear(left.to(kind), right.to(kind)).float() * (left_scale * right_scale)
+        return (result if bias is None else result.add_(bias)).to(dtype)

@@ -1,0 +1,150 @@
+"""The precision plan on the GPU's own units: each encoder layer inside Transformer Engine's autocast of its recipe.
+
+Written against Transformer Engine 2.20. All layers share one outer autocast: delayed scaling updates its scales when
+the outermost one is left, so one for each layer would update all of them as often as there are layers. Only layers
+whose format differs from the outer one's enter another. Amaxes are reduced over all ranks (the default group).
+"""
+
+from __future__ import annotations
+
+from contextlib import contextmanager, nullcontext
+from dataclasses import asdict
+
+import torch
+import transformer_engine.pytorch as te
+from torch import Tensor, nn
+from transformer_engine.common import recipe as te_recipes
+from transformer_engine.common.recipe import Format, QParams
+from transformer_engine.pytorch.quantization import FP8GlobalStateManager, check_recipe_support
+
+from common.cli import UserError
+from common.model.layers_te import TransformerLayer
+from common.precision import plan as plans
+from common.precision.masters import Masters
+from common.precision.plan import Plan, Recipe
+
+_FORMATS = {"hybrid": Format.HYBRID, "e4m3": Format.E4M3}
+_KINDS = {
+    plans.DelayedScaling: te_recipes.DelayedScaling,
+    plans.CurrentScaling: te_recipes.Float8CurrentScaling,
+    plans.BlockScaling: te_recipes.Float8BlockScaling,
+    plans.MXFP8BlockScaling: te_recipes.MXFP8BlockScaling,
+    plans.NVFP4BlockScaling: te_recipes.NVFP4BlockScaling,
+}
+# Products whose operands are quantised, by kind of module: each has scales of its own.
+_PRODUCTS = {te.LayerNormLinear: 1, te.Linear: 1, te.LayerNormMLP: 2}
+
+
+def te_recipe(recipe: Recipe):
+    """Transformer Engine's recipe with the same fields. UserError where it refuses (a CUDA too old, consumer GPUs)."""
+    settings = asdict(recipe) | {"fp8_format": _FORMATS[recipe.fp8_format]}
+    made = _KINDS[type(recipe)](**settings)
+    try:
+        check_recipe_support(made)
+    except RuntimeError as error:
+        raise UserError(
+            f"{recipe.flag}: {recipe.title}: Transformer Engine says: {str(error).rstrip('.')}: choose another "
+            "--fp8_recipe, or add --emulate_precision"
+        ) from error
+    # These two fields only set class-wide defaults, when the package is imported; what counts are the QParams.
+    power_2 = settings.get("use_power_2_scales")
+    if "use_f32_scales" in settings:
+        power_2 = not settings["use_f32_scales"]
+    if power_2 is not None:
+        for tensor in ("fwd_inp", "fwd_weight", "bwd_grad"):
+            setattr(made, f"fp8_quant_{tensor}", QParams(power_2_scale=power_2, amax_epsilon=0.0))
+    return made
+
+
+class Quantised:
+    """The contexts of an encoder's layers (`Encoder.quantised`), and the state of delayed scaling.
+
+    fp8_params: layers in FP8 (not NVFP4) are to keep their weights in it: `quantise_weights`, once they have values.
+    """
+
+    def __init__(self, model: nn.Module, plan: Plan, fp8_params: bool = False):
+        self.plan = plan
+        made = {recipe: te_recipe(recipe) for recipe in plan if recipe is not None}
+        # Delayed scaling has to be the outer one: see above. The other recipes keep nothing.
+        self.outer = min(made, key=lambda recipe: not isinstance(recipe, plans.DelayedScaling))
+        self.recipes = made
+        self.model, self.layers = model, model.encoder.layers
+        self._state: dict[str, Tensor] | None = None
+        model.encoder.quantised = self
+        if fp8_params:
+            for number, recipe in enumerate(plan):
+                if recipe is not None and not isinstance(recipe, plans.NVFP4BlockScaling):
+                    with te.quantized_model_init(recipe=made[recipe]):
+                        self.layers[number] = TransformerLayer(model.config, number)
+
+    def quantise_weights(self) -> Masters:
+        """Put the weights of layers that keep them in FP8 into it; what they were become their masters.
+
+        Layers are built without storage, so Transformer Engine has not done it yet, and as it would afterwards
+        (`reset_parameters`, preserve_high_precision_init_val) all values would be its own, and the masters on the CPU.
+        """
+        convert = {}
+        for path, module in self.model.named_modules():
+            if type(module) in _PRODUCTS and module.primary_weights_in_fp8:
+                for name, _ in module.named_parameters(recurse=False):
+                    if (index := module.param_init_meta[name].fp8_meta_index) is not None:
+                        quantizer = module.quantizers["scaling_fwd"][index]
+                        quantizer.set_usage(rowwise=True, columnwise=True)
+                        quantizer.internal = False  # a torch.Tensor, not the bare storage
+                        convert[f"{path}.{name}"] = quantizer
+        return Masters(self.model, convert)
+
+    @contextmanager
+    def all(self):
+        """Around all layers. What an evaluation sees leaves no trace in the amaxes: the run is the same without it."""
+        histories = [] if torch.is_grad_enabled() else self._histories("scaling_fwd")
+        latest = [history[0].clone() for history in histories]
+        with te.autocast(enabled=True, recipe=self.recipes[self.outer]):
+            yield
+        for history, before in zip(histories, latest, strict=True):
+            history[0].copy_(before)
+
+    def layer(self, number: int):
+        recipe = self.plan[number]
+        return nullcontext() if recipe == self.outer else self._inner(recipe)
+
+    @contextmanager
+    def _inner(self, recipe: Recipe | None):
+        with te.autocast(enabled=recipe is not None, recipe=self.recipes.get(recipe)):
+            # The first module of a pass ends it when the backward pass gets there: then gradients' histories move on.
+            # Each autocast hands the mark back as it found it, so that each layer in one of its own would have a first
+            # module, and move them on once more. It is to be one of the outer recipe's.
+            FP8GlobalStateManager.quantization_state.is_first_fp8_module = False
+            yield
+
+    @property
+    def state(self) -> dict[str, Tensor]:
+        """Delayed scaling's scales and amax histories, the same on every rank, to be restored in place.
+
+        Transformer Engine's own `_extra_state` holds them pickled, and refuses to load that unless told to trust it.
+        """
+        if self._state is None:
+            self._state = {}
+            for number, layer in enumerate(self.layers):
+                if isinstance(self.plan[number], plans.DelayedScaling):
+                    for name, module in layer.named_modules():
+                        if products := _PRODUCTS.get(type(module)):
+                            self._add(f"layers.{number}.{name}", module, products)
+        return self._state
+
+    def forget_overflows(self) -> None:
+        """After a skipped step: an infinite amax would keep a scale as it is for as long as it is in the history."""
+        for history in self._histories(""):
+            history.masked_fill_(~history.isfinite(), 0.0)
+
+    def _histories(self, direction: str) -> list[Tensor]:
+        return [tensor for name, tensor in self.state.items() if name.endswith(f"{direction}.amax_history")]
+
+    def _add(self, name: str, module: nn.Module, products: int) -> None:
+        module.fp8_meta["num_gemms"] = products  # as the first forward pass would
+        recipe = self.recipes[self.outer]
+        with te.quantized_model_init(enabled=False, recipe=recipe):  # it looks there for the recipe, too
+            module.init_fp8_meta_tensors(recipe)
+        for direction in ("scaling_fwd", "scaling_bwd"):
+            for tensor in ("scale", "amax_history"):
+                self._state[f"{name}.{direction}.{tensor}"] = getattr(module.fp8_meta[direction], tensor)

@@ -1,0 +1,131 @@
+"""Tokenise CSV files in parallel, each into pieces of its own for every split.
+
+A piece directory appears under its name when it is complete, and is noted: after a kill, only the files that were
+being worked on are read again.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from threading import Event, Lock
+
+import numpy as np
+import pyarrow as pa
+
+from common.cli import UserError
+from common.files.bad_records import BadRecords
+from common.files.csv_records import read_rows
+from common.files.dataset_writer import TOKEN_FEATURES, ShardWriter, arrow_schema
+from common.files.output_directory import Build
+from common.prepare.encode_records import Encoded, in_order
+from common.prepare.shards import Piece
+from common.prepare.splits import SPLITS
+
+Encode = Callable[[pa.RecordBatch], Encoded]
+Progress = Callable[[int, int], None]
+
+
+class FileEncoder:
+    """Tokenises one file a call; calls may run in several threads.
+
+    encode: rows to token lists; on_bad_record: error or skip; workers: threads in all, of which
+    each of `files` at work has its share; progress: called with the records just done and the tokens done in all.
+    """
+
+    def __init__(self, build: Build, encode: Encode, on_bad_record: str, workers: int, files: int, progress: Progress):
+        self.build, self.encode, self.on_bad_record, self.progress = build, encode, on_bad_record, progress
+        self.at_once = min(workers, files)
+        self.threads_a_file = workers // self.at_once
+        self.lock, self.stop = Lock(), Event()
+        self.tokens = 0
+
+    def run(self, files: Iterable[tuple[Path, np.ndarray]]) -> Iterator[dict]:
+        """What `_make` returns for every (file, labels), in order."""
+        items = ((number, *item) for number, item in enumerate(files))
+        return in_order(self._note, items, self.at_once, self.stop)
+
+    def _note(self, item: tuple[int, Path, np.ndarray]) -> dict | None:
+        number, path, labels = item
+        key = f"file {number}"
+        found = self.build.done(key)
+        if found is not None:
+            self._advance(len(labels), found["tokens"])
+            return found
+        try:
+            found = self._make(path, labels, self.build.scratch / f"file-{number:05d}")
+        except BaseException:
+            self.stop.set()
+            raise
+        if found is not None:
+            with self.lock:
+                self.build.note(key, found)
+        return found
+
+    def _make(self, path: Path, labels: np.ndarray, directory: Path) -> dict | None:
+        """Pieces of the splits (by name), and counts. None when told to stop.
+
+        labels: the split of every record, uint8 [records]: an index into SPLITS, or beyond for none.
+        """
+        part = directory.with_suffix(".part")
+        for left in (part, directory):
+            shutil.rmtree(left, ignore_errors=True)
+        writers = [ShardWriter(part / split, arrow_schema(TOKEN_FEATURES)) for split in SPLITS]
+        counts = {"tokens": 0, "unknown": 0, "records_with_unknown": 0}
+        for rows, encoded in in_order(
+            self._encode_block, _labelled(path, labels, self.on_bad_record), self.threads_a_file
+        ):
+            if self.stop.is_set():
+                return None
+            for split, found in encoded:
+                writers[split].write(found.rows)
+                counts["tokens"] += found.tokens
+                counts["unknown"] += found.unknown
+                counts["records_with_unknown"] += found.records_with_unknown
+            self._advance(rows, sum(found.tokens for _, found in encoded))
+        for writer in writers:
+            writer.end()
+        part.rename(directory)
+        _sync_directory(directory.parent)
+        pieces = {
+            split: [Piece(f"{directory.name}/{split}/{shard.name}", *sizes) for shard, *sizes in writer.ended]
+            for split, writer in zip(SPLITS, writers, strict=True)
+        }
+        return counts | {"pieces": pieces}
+
+    def _encode_block(self, item: tuple[pa.RecordBatch, np.ndarray]) -> tuple[int, list[tuple[int, Encoded]]]:
+        rows, labels = item
+        chosen = [(split, labels == split) for split in np.unique(labels) if split < len(SPLITS)]
+        return len(labels), [(split, self.encode(rows.filter(pa.array(mask)))) for split, mask in chosen]
+
+    def _advance(self, records: int, tokens: int) -> None:
+        with self.lock:
+            self.tokens += tokens
+            self.progress(records, self.tokens)
+
+
+def usable_threads(asked: int) -> int:
+    """More threads than processors only take memory."""
+    return max(1, min(asked, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()))
+
+
+def _labelled(path: Path, labels: np.ndarray, on_bad_record: str) -> Iterator[tuple[pa.RecordBatch, np.ndarray]]:
+    """Blocks of rows with their labels."""
+    first = 0
+    for rows in read_rows(path, BadRecords(on_bad_record)):
+        last = first + rows.num_rows
+        if last <= len(labels):
+            yield rows, labels[first:last]
+        first = last
+    if first != len(labels):
+        raise UserError(f"{path}: changed while it was read: start again when it is complete")
+
+
+def _sync_directory(directory: Path) -> None:
+    handle = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -1,0 +1,129 @@
+"""Turn sources (files, http, https, ftp and s3 URLs) into local files that have been verified."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+from common.cli import UserError
+from common.files.checksums import Digest, Expected, metalink_beside, parse_sum, read_metalink
+from common.prepare.download import ANYTHING, PATIENCE, Patience, download
+from common.prepare.download_files import DownloadFiles
+from common.prepare.transfers import SCHEMES, FetchError, TemporaryError
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Source:
+    """A file or URL as the user gave it, and what it should be."""
+
+    address: str
+    expected: Expected = ANYTHING
+
+    @property
+    def is_url(self) -> bool:
+        return "://" in self.address
+
+    @property
+    def path(self) -> Path:
+        """Of a local source."""
+        return Path(self.address).expanduser()
+
+
+def parse_sources(addresses: list[str], md5: list[str] = (), sha256: list[str] = ()) -> list[Source]:
+    """`addresses` with their checksums: none, or one for each, in order.
+
+    Raises UserError: no readable file, no address that can be fetched, one given twice, no checksum, too few of them.
+    """
+    for flag, sums in (("--md5", md5), ("--sha256", sha256)):
+        if sums and len(sums) != len(addresses):
+            raise UserError(f"{flag}: {len(sums)} checksums for {len(addresses)} sources: give one each, in order")
+    sources = []
+    for number, address in enumerate(addresses):
+        given = {"md5": md5, "sha256": sha256}
+        sums = {name: parse_sum(name, values[number]) for name, values in given.items() if values}
+        source = Source(address, Expected(sums))
+        if address in addresses[:number]:
+            raise UserError(f"--source {address}: given twice: its records would come twice")
+        (_check_address if source.is_url else _check_file)(source)
+        sources.append(source)
+    return sources
+
+
+def describe_sources(sources: list[Source]) -> dict:
+    """What tells these sources from others, for the record of an output made from them."""
+    described = []
+    for source in sources:
+        if source.is_url:
+            about = {"source": source.address}
+        else:  # the same file may be mounted elsewhere
+            stat = source.path.stat()
+            about = {"source": source.path.name, "size": stat.st_size, "mtime_ns": stat.st_mtime_ns}
+        described.append(about | source.expected.sums)
+    return described[0] if len(described) == 1 else {"sources": described}
+
+
+def fetch(sources: list[Source], directory: Path, patience: Patience = PATIENCE) -> list[Path]:
+    """The sources as files, in order; those that are URLs are downloaded into `directory`. FetchError if one fails."""
+    paths = []
+    for source in sources:
+        address, expected = source.address, source.expected
+        if source.is_url:
+            if not expected.sums and (metalink := metalink_beside(address)):
+                expected = published_checksums(address, metalink, directory, patience)
+            logger.info("Downloading FASTA")
+            logger.info("Downloading %s to %s", address, directory)
+            path = download(address, directory, expected, patience)
+        else:
+            path = source.path
+            if expected.sums and (complaint := Digest(expected).complaint(path)):
+                raise FetchError(f"{path}: {complaint}: it is another file, or damaged: get it again")
+        for name, value in expected.sums.items():
+            logger.info("Verified %s: %s %s", address, name, value)
+        paths.append(path)
+    return paths
+
+
+def published_checksums(url: str, metalink: str, directory: Path, patience: Patience = PATIENCE) -> Expected:
+    """What the publisher's `metalink` says of the file at `url`; with a warning, `ANYTHING` if it says nothing."""
+    name = Path(unquote(urlsplit(url).path)).name
+    DownloadFiles(directory, metalink).remove()  # of an earlier run, maybe of an earlier release
+    try:
+        path = download(metalink, directory, patience=patience)
+    except FetchError as error:
+        if isinstance(error.__cause__, TemporaryError):
+            raise
+        logger.warning("%s: only the size of %s will be checked", error, name)
+        return ANYTHING
+    expected = read_metalink(path.read_bytes(), name)
+    path.unlink()
+    if expected is None:
+        logger.warning("%s does not list %s: only its size will be checked", metalink, name)
+    return expected or ANYTHING
+
+
+def _check_address(source: Source) -> None:
+    scheme = source.address.partition("://")[0].lower()
+    if scheme not in SCHEMES:
+        raise UserError(f"{source.address}: cannot fetch {scheme}:// (only {', '.join(SCHEMES)}, or a local file)")
+    try:
+        complete = bool(urlsplit(source.address).hostname and (scheme == "s3" or urlsplit(source.address).port != 0))
+    except ValueError:  # no number for a port, brackets without an end
+        complete = False
+    if not complete:
+        raise UserError(f"{source.address}: not a complete address: expected {scheme}://HOST/PATH")
+
+
+def _check_file(source: Source) -> None:
+    path, takes = source.path, "--source takes FASTA files (plain or .gz) and URLs"
+    if path.is_dir():
+        raise UserError(f"{source.address}: not a file but a directory: {takes}: name the files that are in it")
+    if not path.exists():
+        pattern = any(character in source.address for character in "*?[")
+        hint = ": write a pattern without quotes, for the shell to replace" if pattern else ""
+        raise UserError(f"{source.address}: no such file: {takes}{hint}")
+    if not path.is_file():
+        raise UserError(f"{source.address}: not a file: {takes}")

@@ -1,0 +1,162 @@
+"""A run of several processes from its first line to its last: logging, signals, process group, how each rank ends.
+
+When a rank is dead or silent the others end at once, whichever of their threads finds it (`leave_if_rank_lost`): a
+thread that waited for another one first, or for a rank that does the same, would wait until --ddp_timeout.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import logging
+import os
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from common.cli import UserError, setup_logging, user_errors
+from common.ranks.host_memory import keep_freed_memory
+from common.ranks.stopping import PREEMPTED, Preempted
+from common.ranks.world import OUR_BUG, FailedElsewhere, World
+
+logger = logging.getLogger(__name__)
+
+
+@contextmanager
+def distributed_run(args) -> Iterator[World]:
+    """Set up logging, device, process group and signals; take them down in order, whatever happens.
+
+    Bad input ends every rank with status 2, and the first rank that found it says so in one line; a stop by signal
+    ends every rank with PREEMPTED.
+    """
+    world = World.from_environment(args.use_cpu)
+    rank, size, local_rank, device = world.rank, world.size, world.local_rank, world.device
+    use_gpu = device.type == "cuda"
+    setup_logging(logging.INFO if rank == 0 else logging.ERROR)
+    faulthandler.enable()
+    world.stop.listen()
+    try:
+        with _exit_status(world):
+            if use_gpu and local_rank >= torch.cuda.device_count():
+                count = torch.cuda.device_count()
+                raise UserError(f"rank {rank} has no GPU of its own: --nproc_per_node is above the {count} here")
+            if use_gpu:
+                torch.cuda.set_device(device)
+            if args.tf32 is not None:
+                torch.backends.cuda.matmul.allow_tf32 = args.tf32
+            _init_process_group(world, args.ddp_timeout)
+            keep_freed_memory()
+            yield world
+    except BaseException as error:
+        world.stop.ignore()  # the exit status stands: torchrun signals the ranks that are left when one has ended
+        if size > 1:
+            world.watch.end()
+            leave(error)
+        raise
+    finally:
+        world.watch.end()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+    world.stop.default()
+
+
+@contextmanager
+def _exit_status(world: World) -> Iterator[None]:
+    """Turn what ended the run into an exit status and at most one line, but for our own bugs."""
+    where = f"rank {world.rank}: " if world.rank else ""
+    with user_errors(where):
+        try:
+            yield
+        except Preempted:
+            logger.info("Stopped as asked, the state is saved: the same command goes on from there")
+            raise SystemExit(PREEMPTED) from None
+        except FailedElsewhere as failure:
+            raise SystemExit(failure.status) from None
+        except RuntimeError as error:
+            leave_if_rank_lost(world, error)
+            raise
+
+
+def rank_lost(error: BaseException | None) -> bool:
+    """Whether a collective failed because the process at the other end is dead or silent. gloo has no exception."""
+    text = str(error)
+    of_gloo = "gloo" in text and any(word in text for word in ("onnection", "peer", "Timed out"))
+    return isinstance(error, dist.DistNetworkError) or (isinstance(error, RuntimeError) and of_gloo)
+
+
+def leave_if_rank_lost(world: World, error: BaseException) -> None:
+    """If the error says that another rank is gone: say who, and end this rank, from any thread. Else return."""
+    if not rank_lost(error):
+        return
+    where = f"rank {world.rank}: " if world.rank else ""
+    who = world.watch.missing()
+    told = f"{who}: see what it said" if who else "see what it said"
+    sys.stderr.write(f"error: {where}another rank is gone: {told} ({' '.join(str(error).split())[:160]})\n")
+    world.watch.end()
+    leave(SystemExit(OUR_BUG))
+
+
+def leave(error: BaseException) -> None:
+    """End this rank of several now, without taking the process group down.
+
+    Taking it down can hang: NCCL waits for ranks that are gone, and with gloo (torch 2.13) half of such exits hung in
+    a destructor, after the last line of Python, for the exception's frames had kept model and groups alive until
+    then. A rank that hangs keeps its connections open, and the others waiting.
+    """
+    status = error.code if isinstance(error, SystemExit) and isinstance(error.code, int) else OUR_BUG
+    if not isinstance(error, SystemExit):
+        traceback.print_exception(error)
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
+
+
+def _init_process_group(world: World, timeout_s: int) -> None:
+    timeout = timedelta(seconds=timeout_s)
+    backend = "cpu:gloo,cuda:nccl" if world.device.type == "cuda" else "gloo"
+    if "RANK" not in os.environ:
+        world.watch.begin(0, 1, None, timeout_s)
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+    else:
+        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+            store = _store_of_this_attempt(world, timeout_s)
+        else:
+            store, _, _ = next(dist.rendezvous("env://", world.rank, world.size, timeout=timeout))
+        world.watch.begin(world.rank, world.size, store, timeout_s)
+        dist.init_process_group(backend, store=store, rank=world.rank, world_size=world.size, timeout=timeout)
+
+
+def _store_of_this_attempt(world: World, timeout_s: int) -> dist.Store:
+    """A store that holds nothing of an earlier attempt of the same torchrun.
+
+    torchrun's own store outlives its restarts, with the addresses of the dead ranks in it: whoever reads one before
+    the new rank has written its own fails to connect, and the restart with it (pytorch issue 135712, still so in torch
+    2.13). So rank 0 serves a new store and says in the old one where; a stale answer is a dead port.
+    """
+    key = "common.ranks.world/store"
+    agents, _, _ = next(dist.rendezvous("env://", world.rank, world.size))
+    timeout = timedelta(seconds=timeout_s)
+    if world.is_main:
+        host = os.environ["MASTER_ADDR"]  # as torchrun tells rank 0: its own node
+        store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=timeout)
+        agents.set(key, f"{host} {store.port}")
+        return store
+    deadline = time.monotonic() + timeout_s
+    while True:
+        host, port = agents.get(key).decode().split()
+        try:
+            socket.create_connection((host, int(port)), timeout=5).close()
+            store = dist.TCPStore(host, int(port), is_master=False, timeout=timedelta(seconds=30))
+            store.set_timeout(timeout)
+            return store
+        except (OSError, RuntimeError):
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.1)

@@ -1,0 +1,117 @@
+"""The processes of a run: who am I, which device is mine, how do we agree, how do we fail together."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from common.cli import BAD_INPUT, UserError
+from common.ranks.stopping import StopRequest
+from common.ranks.watchdog import Watch
+
+OUR_BUG = 1  # exit status beside a traceback
+
+
+class FailedElsewhere(Exception):
+    """Another rank has failed and says why: this one leaves without a word, with the same exit status."""
+
+    def __init__(self, status: int):
+        super().__init__("another rank failed")
+        self.status = status
+
+
+@dataclass
+class World:
+    """The process' place in the run. Without torchrun: a world of one."""
+
+    rank: int
+    local_rank: int
+    size: int
+    device: torch.device
+    stop: StopRequest = field(default_factory=StopRequest)
+    local_size: int = 1  # ranks of this node
+    watch: Watch = field(default_factory=Watch)
+
+    @classmethod
+    def from_environment(cls, use_cpu: bool) -> World:
+        """The place that torchrun's variables tell."""
+        rank, size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+        local_rank = int(os.environ.get("LOCAL_RANK", 0))
+        use_gpu = torch.cuda.is_available() and not use_cpu
+        device = torch.device("cuda", local_rank) if use_gpu else torch.device("cpu")
+        return cls(rank, local_rank, size, device, local_size=int(os.environ.get("LOCAL_WORLD_SIZE", size)))
+
+    @property
+    def is_main(self) -> bool:
+        return self.rank == 0
+
+    @property
+    def stop_requested(self) -> bool:
+        return self.stop.requested
+
+    def sum(self, values: Tensor) -> Tensor:
+        """Sum over the ranks, in place."""
+        if self.size > 1:
+            dist.all_reduce(values)
+        return values
+
+    def max(self, values: Tensor) -> Tensor:
+        """Maximum over the ranks, in place."""
+        if self.size > 1:
+            dist.all_reduce(values, op=dist.ReduceOp.MAX)
+        return values
+
+    def any(self, flag: bool) -> bool:
+        """Whether the flag is set on some rank: every rank gets the same answer."""
+        if self.size == 1:
+            return flag
+        value = torch.tensor(int(flag))
+        dist.all_reduce(value, op=dist.ReduceOp.MAX)
+        return bool(value.item())
+
+    def share(self, value):
+        """Rank 0's value (anything that pickles) on every rank."""
+        box = [value]
+        if self.size > 1:
+            dist.broadcast_object_list(box, src=0)
+        return box[0]
+
+    @contextmanager
+    def together(self, group: dist.ProcessGroup | None = None) -> Iterator[None]:
+        """Every rank does the body, which must hold no collective of its own. If it fails on some rank, all end.
+
+        Without this the others would wait in their next collective for a rank that never comes.
+        """
+        failure: Exception | None = None
+        try:
+            yield
+        except Exception as error:
+            failure = error
+        self.end_together(failure, group)
+
+    def end_together(self, failure: Exception | None, group: dist.ProcessGroup | None = None) -> None:
+        """Return if no rank has a failure. Else the first rank that has raises its own, the others FailedElsewhere."""
+        if isinstance(failure, FailedElsewhere):
+            failure = None  # its own rank tells
+        if self.size > 1:
+            # One number that tells the rank and the kind of failure.
+            kind = OUR_BUG if not isinstance(failure, UserError | OSError) else BAD_INPUT
+            value = torch.tensor(self.size * 8 if failure is None else self.rank * 8 + kind)
+            dist.all_reduce(value, op=dist.ReduceOp.MIN, group=group)
+            first, status = divmod(int(value.item()), 8)
+            if first < self.size and first != self.rank:
+                raise FailedElsewhere(status) from failure
+        if failure is not None:
+            raise failure
+
+    @contextmanager
+    def main_does(self) -> Iterator[bool]:
+        """Only rank 0 does the body's work (`with ... as mine: if mine: ...`); if it fails, every rank ends."""
+        with self.together():
+            yield self.is_main

@@ -1,0 +1,275 @@
+"""Checkpoints that are complete or not there.
+
+`output_dir/checkpoint-<step>/` holds torch.distributed.checkpoint shards under canonical (unwrapped) names, so any
+strategy on any number of ranks reads what any other wrote; `trainer_state.json`, what the trainer needs to go on; and
+`manifest.json`: format version, the model's fingerprint, every file with its size and CRC-32. All of it is written
+under a temporary name, flushed to disk, and renamed last: a directory with the final name is complete.
+
+Saving copies the state and returns; a thread writes it, over a process group of its own. At most one save is under way
+(so at most one copy is held), and `close` waits for it: a process that ended sooner would lose the checkpoint.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import logging
+import os
+import shutil
+import threading
+from contextlib import suppress
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+from common.cli import INTERRUPTED, UserError
+from common.files import alphabet
+from common.ranks.run import leave_if_rank_lost, rank_lost
+from common.ranks.world import FailedElsewhere, World
+from common.training import checkpoint_files as files
+
+logger = logging.getLogger(__name__)
+
+# What must agree for a checkpoint to be of the same model; the rest of config.json is free to differ.
+FINGERPRINT_FIELDS = (
+    *("model_type", "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size"),
+    *("max_position_embeddings", "layer_norm_eps", "token_dropout", "position_embedding_type"),
+)
+
+
+def fingerprint(config) -> dict:
+    """What a checkpoint's model is: its shape, and which residue each of its ids stands for."""
+    return {name: getattr(config, name, None) for name in FINGERPRINT_FIELDS} | {"alphabet": " ".join(alphabet.TOKENS)}
+
+
+class Checkpointer:
+    """Saves and restores one run's (model, optimizer, trainer state) under `output_dir`; all ranks call together."""
+
+    def __init__(
+        self, output_dir: Path, model: nn.Module, optimizer, config, world: World, args, scales: dict | None = None
+    ):
+        self.output_dir = output_dir
+        self.model, self.optimizer = model, optimizer
+        self.scales = (
+            scales or {}
+        )  # of --fp8_recipe delayed: tensors that are restored in place, the same on all ranks
+        self.fingerprint = fingerprint(config)
+        self.world = world
+        self.keep = args.save_total_limit
+        self.background, self.training = args.async_save, args.do_train
+        # Collectives of the writer thread must not interleave with the training step's.
+        self.group = dist.new_group(backend="gloo", timeout=timedelta(seconds=args.ddp_timeout))
+        self.thread: threading.Thread | None = None
+        self.failure: BaseException | None = None
+
+    # ---- saving ---------------------------------------------------------------------------------------------
+
+    def save(self, step: int, trainer_state: dict) -> None:
+        """Save now; returns once the state is copied (`async_save`) or written. Raises what the last save raised."""
+        self.wait()
+        model_state, optimizer_state = get_state_dict(self.model, self.optimizer)
+        state = {"model": _canonical(model_state), "optimizer": optimizer_state} | self._scales()
+        if not self.background:
+            self._write(step, state, trainer_state)
+            return self._raise_failure()
+        arguments = (step, _copied(state), trainer_state)
+        self.thread = threading.Thread(target=self._write, args=arguments, name="checkpoint writer")
+        self.thread.start()
+        return None
+
+    def wait(self) -> None:
+        """Return when no save is under way; raise if it failed, on every rank."""
+        if self.thread is not None:
+            self.thread.join()
+            self.thread = None
+        self._raise_failure()
+
+    def __enter__(self) -> Checkpointer:
+        return self
+
+    def __exit__(self, kind, error: BaseException | None, stack) -> None:
+        """Join the writer without raising, also when the run has failed. Not collective.
+
+        Unless ranks have lost each other (NCCL does not say more than that it failed): then the writer may wait for a
+        rank that waits for this one.
+        """
+        if self.thread is None or rank_lost(error) or isinstance(error, dist.DistError):
+            return
+        try:
+            self.thread.join()
+        except KeyboardInterrupt:
+            # A second Ctrl-C, while the last save is being finished: the user means it. Leaving by the front door
+            # would tear the process group down under the writer and abort.
+            os._exit(INTERRUPTED)
+        self.thread = None
+
+    def _raise_failure(self) -> None:
+        # A full disk on one rank ends the run on all, or the others would wait for it in the next step.
+        failure, self.failure = self.failure, None
+        error = failure
+        if failure is not None and not isinstance(failure, FailedElsewhere):
+            error = UserError(
+                f"{self.output_dir}: checkpoint not saved: {_reason(failure)}; the last complete one is untouched: "
+                "make room (or lower --save_total_limit) and run the same command again"
+            )
+            error.__cause__ = failure
+        self.world.end_together(error)
+
+    def _write(self, step: int, state: dict, trainer_state: dict) -> None:
+        partial = self.output_dir / f"{files.PARTIAL}{step}"
+        is_main, together = self.world.is_main, self.world.together
+        try:
+            with together(self.group):
+                if is_main:
+                    files.clear_partial(self.output_dir)
+                    partial.mkdir(parents=True)
+            writer = dcp.FileSystemWriter(partial, sync_files=True)
+            dcp.save(state, storage_writer=writer, process_group=self.group)  # fails on all ranks if it does on one
+            with together(self.group):
+                mine = self._checksums(partial)
+            checksums = self._gathered(mine)
+            with together(self.group):
+                if is_main:
+                    self._finish(step, partial, checksums, trainer_state)
+        except (Exception, CheckpointException) as error:  # DCP's own is no Exception
+            leave_if_rank_lost(self.world, error)
+            self.failure = _named(error, self.output_dir)
+            if is_main:
+                shutil.rmtree(partial, ignore_errors=True)
+
+    def _finish(self, step: int, partial: Path, checksums: dict, trainer_state: dict) -> None:
+        final = self.output_dir / f"checkpoint-{step}"
+        files.write_json(partial / "trainer_state.json", trainer_state)
+        contents = checksums | {"trainer_state.json": files.size_and_crc(partial / "trainer_state.json")}
+        manifest = {"format_version": files.FORMAT_VERSION, "step": step, "model": self.fingerprint, "files": contents}
+        files.write_json(partial / "manifest.json", manifest)
+        files.flush_directory(partial)
+        partial.rename(final)
+        (self.output_dir / files.SAVED).touch()
+        files.flush_directory(self.output_dir)
+        if self.keep is not None:
+            files.prune(self.output_dir, step, self.keep)
+        logger.info("Saved %s", final)
+
+    def _checksums(self, directory: Path) -> dict[str, list[int]]:
+        """{file: [bytes, CRC-32]}; each rank reads back its own shards, the main rank the metadata."""
+        prefix = f"__{self.world.rank}_"
+        mine = [p for p in directory.iterdir() if p.name.startswith(prefix)]
+        mine += [directory / ".metadata"] if self.world.is_main else []
+        return {p.name: files.size_and_crc(p) for p in mine}
+
+    def _gathered(self, sums: dict) -> dict:
+        gathered: list[dict] = [{}] * self.world.size
+        dist.all_gather_object(gathered, sums, group=self.group)
+        return {name: value for part in gathered for name, value in part.items()}
+
+    # ---- restoring ------------------------------------------------------------------------------------------
+
+    def restore(self, where: str | None, restarted: bool = False) -> dict | None:
+        """Load `where`, or the newest usable checkpoint of the output directory; returns its trainer state or None.
+
+        A restarted job takes the newest of its own even when told where to start. Damaged checkpoints are skipped
+        with a warning. UserError: a checkpoint of another model, none of several whole, or none left where one was.
+        """
+        path = None
+        with self.world.main_does() as mine:
+            if mine:
+                path = self._choose(where, restarted)
+        path = self.world.share(path)
+        if path is None:
+            return None
+        model_state, optimizer_state = get_state_dict(self.model, self.optimizer)
+        reader = dcp.FileSystemReader(path)
+        with self.world.together():
+            scales = self._scales(reader.read_metadata().state_dict_metadata)
+        state = {"model": _canonical(model_state), "optimizer": optimizer_state} | scales
+        dcp.load(state, storage_reader=reader, process_group=self.group)
+        set_state_dict(
+            self.model,
+            self.optimizer,
+            model_state_dict=model_state | state["model"],
+            optim_state_dict=state["optimizer"],
+        )
+        return json.loads((path / "trainer_state.json").read_text())
+
+    def _scales(self, saved: dict | None = None) -> dict:
+        """What delayed scaling adds to a checkpoint; of a `saved` one, only if it is there, and fits."""
+        if saved is not None and not self.scales and any(name.startswith("scales.") for name in saved):
+            logger.info("The checkpoint's FP8 scales are left out: nothing here scales by history")
+        if saved is None or not self.scales:
+            return {"scales": self.scales} if self.scales else {}
+        there = {name: saved.get(f"scales.{name}") for name in self.scales}
+        if None in there.values():
+            logger.warning("The checkpoint has no FP8 scales: they start anew, at 1")
+            return {}
+        for name, tensor in self.scales.items():
+            if there[name].size != tensor.shape:
+                raise UserError(
+                    f"--fp8_recipe_kwargs: the checkpoint's {name} has the shape {list(there[name].size)}, not "
+                    f"{list(tensor.shape)}: give the same amax_history_len"
+                )
+        return {"scales": self.scales}
+
+    def _choose(self, where: str | None, restarted: bool) -> Path | None:
+        told = (where or "true").lower()
+        if told in ("true", "yes", "1") or (restarted and files.list_checkpoints(self.output_dir)):
+            newest = files.newest_usable(self.output_dir, self.fingerprint)
+            if newest is None and self.training:
+                files.check_nothing_was_completed(self.output_dir)
+            return newest
+        if told in ("false", "no", "none", "0"):
+            return None
+        path = Path(where)
+        try:
+            files.verify(path, self.fingerprint)
+        except files.Corrupt as damage:
+            raise UserError(f"--resume_from_checkpoint {path}: {damage}") from damage
+        return path
+
+    def begin(self, step: int) -> None:
+        """Before training goes on from `step`: clear what an earlier run left that is not of this one."""
+        with self.world.main_does() as mine:
+            if mine:
+                files.clear_partial(self.output_dir)
+                files.set_aside_beyond(self.output_dir, step)
+                if step == 0:
+                    (self.output_dir / files.SAVED).unlink(missing_ok=True)
+
+
+def _canonical(model_state: dict) -> dict:
+    """Without the `_extra_state` of Transformer Engine: pickles of what `scales` holds, and of no use elsewhere."""
+    return {name: value for name, value in model_state.items() if not name.endswith("_extra_state")}
+
+
+def _copied(state):
+    """A copy in host memory that later optimiser steps cannot change."""
+    if isinstance(state, torch.Tensor):
+        return state.detach().to("cpu", copy=True)
+    if isinstance(state, dict):
+        return {key: _copied(value) for key, value in state.items()}
+    if isinstance(state, list | tuple):
+        return type(state)(_copied(value) for value in state)
+    return state
+
+
+def _named(error: BaseException, directory: Path) -> BaseException:
+    """A full disk by its name: torch's file writer reports how many bytes it wrote, not why there are no more."""
+    with suppress(OSError):
+        if shutil.disk_usage(directory).free < 1 << 20:
+            return OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    return error
+
+
+def _reason(error: BaseException) -> str:
+    """The innermost cause in one line: DCP wraps it in an exception that lists every rank's stack."""
+    causes = getattr(error, "failures", None)
+    if causes:
+        first = next(iter(causes.values()))
+        error = first[0] if isinstance(first, tuple) else first
+    return " ".join(str(error).split())[:200] or type(error).__name__

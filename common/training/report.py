@@ -1,0 +1,119 @@
+"""Pictures and tables of a finished run, from the files it left: training_curves.png and the table quickstart ends on.
+
+python -m common.training.report OUTPUT_DIR
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+from common.cli import UserError, run
+from common.training.metrics import read_metrics
+
+
+def draw_curves(output_dir: Path) -> Path | None:
+    """Loss (training, held-out, unigram), learning rate, gradient norm and speed over the steps; None without rows."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    rows = read_metrics(output_dir / "metrics.jsonl")
+    trained = [r for r in rows if "loss" in r]
+    if not trained:
+        return None
+    results = _results(output_dir)
+    held_out = {r["step"]: r["eval_loss"] for r in rows if "eval_loss" in r}
+    if "eval_loss" in results:  # the evaluation at the end is no row
+        held_out[rows[-1]["step"]] = results["eval_loss"]
+    unigram = results.get("eval_unigram_loss")
+    steps = [r["step"] for r in trained]
+    figure, axes = plt.subplots(2, 2, figsize=(11, 7), layout="constrained")
+    loss, rate, norm, speed = axes.flat
+    loss.plot(steps, [r["loss"] for r in trained], color="0.75", linewidth=0.8, label="training, each logged step")
+    loss.plot(steps, _smoothed([r["loss"] for r in trained]), color="tab:blue", label="training, smoothed")
+    if held_out:
+        loss.plot(held_out.keys(), held_out.values(), "o-", color="tab:red", markersize=4, label="held-out proteins")
+    if unigram is not None:
+        loss.axhline(unigram, color="black", linestyle="--", linewidth=1, label="unigram predictor, held-out")
+    loss.set(title="Masked-language-modelling loss", ylabel="nats per masked residue")
+    loss.legend(fontsize=8)
+    for axis, key, title, unit in (
+        (rate, "learning_rate", "Learning rate", ""),
+        (norm, "grad_norm", "Gradient norm before clipping", ""),
+        (speed, "tokens_per_second", "Speed", "tokens/s, without padding"),
+    ):
+        axis.plot(steps, [r[key] for r in trained], color="tab:blue", linewidth=1)
+        axis.set(title=title, ylabel=unit)
+        axis.set_ylim(bottom=0)
+    for axis in axes.flat:
+        axis.set_xlabel("step")
+        axis.grid(alpha=0.3)
+    path = output_dir / "training_curves.png"
+    figure.savefig(path.with_suffix(".partial.png"), dpi=120)
+    plt.close(figure)
+    path.with_suffix(".partial.png").replace(path)
+    return path
+
+
+def held_out_table(output_dir: Path) -> str:
+    """Held-out loss, perplexity and accuracy before and after training, beside the unigram predictor's."""
+    results = _results(output_dir)
+    rows = [r for r in read_metrics(output_dir / "metrics.jsonl") if "eval_loss" in r]
+    lines = [("held-out proteins", "loss (nats)", "perplexity", "accuracy")]
+    first = next((r for r in rows if r["step"] == 0), None)
+    if first:
+        lines.append(_line("before training", first["eval_loss"], first["perplexity"], first["eval_accuracy"]))
+    if "eval_unigram_loss" in results:
+        unigram = (results[f"eval_unigram_{k}"] for k in ("loss", "perplexity", "accuracy"))
+        lines.append(_line("unigram predictor", *unigram))
+    if "eval_loss" in results:
+        after = (results[k] for k in ("eval_loss", "perplexity", "eval_accuracy"))
+        lines.append(_line("after training", *after))
+    widths = [max(len(row[n]) for row in lines) for n in range(4)]
+    text = [
+        f"{name:<{widths[0]}}  " + "  ".join(f"{c:>{w}}" for c, w in zip(cells, widths[1:], strict=True))
+        for name, *cells in lines
+    ]
+    return "\n".join([text[0], "-" * len(text[0]), *text[1:]])
+
+
+def main() -> None:
+    if len(sys.argv) != 2:
+        raise UserError("usage: python -m common.training.report OUTPUT_DIR")
+    output_dir = Path(sys.argv[1])
+    results = _results(output_dir)
+    if not results:
+        raise UserError(f"{output_dir}: no finished run there: it has no all_results.json")
+    print(held_out_table(output_dir))
+    print()
+    if "train_tokens_per_second" in results:
+        print(f"speed   {results['train_tokens_per_second']:,.0f} tokens/s, without padding")
+    for name, path in (("model", output_dir / "final_model"), ("plot", output_dir / "training_curves.png")):
+        if path.exists():
+            print(f"{name:<7} {path}")
+
+
+def _results(output_dir: Path) -> dict:
+    path = output_dir / "all_results.json"
+    return json.loads(path.read_text()) if path.exists() else {}
+
+
+def _line(name: str, loss: float, perplexity: float, accuracy: float) -> tuple[str, str, str, str]:
+    return name, f"{loss:.4f}", f"{perplexity:.2f}", f"{accuracy:.1%}"
+
+
+def _smoothed(values: list[float]) -> list[float]:
+    """Exponential moving average, its start corrected for having no past; over fewer values it forgets sooner."""
+    weight = min(0.9, max(0.0, 1 - 10 / max(len(values), 1)))
+    out, mean, total = [], 0.0, 0.0
+    for value in values:
+        mean, total = weight * mean + (1 - weight) * value, weight * total + (1 - weight)
+        out.append(mean / total)
+    return out
+
+
+if __name__ == "__main__":
+    run(main)

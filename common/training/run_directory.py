@@ -1,0 +1,106 @@
+"""The directory a run writes to: made, tried, locked, and cleared of an earlier run if --overwrite_output_dir says so.
+
+It may hold other things (the guides use the data directory): only what a run writes itself is ever removed.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+import shutil
+import time
+from io import TextIOWrapper
+from pathlib import Path
+
+from common.cli import UserError
+from common.training.checkpoint_files import NAME, PARTIAL, SAVED, SUPERSEDED, list_checkpoints
+from common.training.profiling import TRACES
+
+logger = logging.getLogger(__name__)
+
+RUN = ".run"  # lock, and identity of the job that wrote here last
+OWN_FILES = (
+    *("metrics.jsonl", "metrics.partial", "trainer_state.json", "training_curves.png", "training_curves.partial.png"),
+    *(f"{name}_results.json" for name in ("train", "eval", "test", "all")),
+    *("quant_stats.jsonl", "quant_stats.partial", "quant_stats.png", "quant_stats.partial.png"),
+    SAVED,
+)
+OWN_DIRECTORIES = ("final_model", "final_model.partial")
+TRACKER_FILES = "logs/events.out.tfevents.*"
+# A file server lets go of a dead machine's lock after its lease: 90 s by default for NFS 4.
+LOCK_PATIENCE_S = 150.0
+
+
+class RunDirectory:
+    """The output directory, held for this process until `close`. For rank 0 alone.
+
+    restarted: this is a restart of the very job that wrote here last, with the same command line: it must go on, and
+    neither wipe out what it did before nor go back to where --resume_from_checkpoint made it start.
+    Raises OSError where the directory is not writable, UserError while another run writes there.
+    """
+
+    def __init__(self, path: Path, overwrite: bool):
+        path.mkdir(parents=True, exist_ok=True)
+        self._handle = hold(path / RUN)
+        self._job, restartable = _job()
+        self.restarted = restartable and self._handle.read() == self._job
+        if overwrite and self.restarted:
+            logger.info("--overwrite_output_dir: not applied, this is a restart of the job that wrote %s", path)
+        elif overwrite:
+            clear(path)
+
+    def claim(self) -> None:
+        """From now on what is here is this job's."""
+        self._handle.truncate(0)
+        self._handle.write(self._job)
+        self._handle.flush()
+
+    def close(self) -> None:
+        self._handle.close()
+
+
+def hold(path: Path, patience_s: float = LOCK_PATIENCE_S) -> TextIOWrapper:
+    """Open `path` and lock it. The lock is the process' own (POSIX): it ends with it, and forked workers lack it."""
+    handle = open(path, "a+")  # noqa: SIM115  (the caller's to close)
+    handle.seek(0)
+    deadline = time.monotonic() + patience_s
+    told = False
+    while True:
+        try:
+            fcntl.lockf(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return handle
+        except (BlockingIOError, PermissionError):
+            if time.monotonic() > deadline:
+                handle.close()
+                raise UserError(
+                    f"{path.parent}: another run is writing here: wait for it, or choose another --output_dir"
+                ) from None
+            if not told:
+                logger.warning("%s: another run is writing here: waiting up to %.0f s", path.parent, patience_s)
+                told = True
+            time.sleep(0.2)
+        except OSError:  # a file system without locks
+            return handle
+
+
+def _job() -> tuple[str, bool]:
+    """What stays the same when this very job is restarted by torchrun, an operator or the batch system; whether it
+    tells a restart from a new job by the same user."""
+    if os.environ.get("SLURM_JOB_ID"):
+        return f"slurm {os.environ['SLURM_JOB_ID']}", True
+    run_id = os.environ.get("TORCHELASTIC_RUN_ID", "none")  # torchrun's --rdzv_id; "none" is its default for all jobs
+    return f"torchelastic {run_id}", run_id != "none" or int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0
+
+
+def clear(output_dir: Path) -> None:
+    """Remove an earlier run's files, and nothing else."""
+    if list_checkpoints(output_dir):
+        logger.warning("Removing the earlier run in %s, as --overwrite_output_dir says", output_dir)
+    numbered = (p for p in output_dir.iterdir() if NAME.fullmatch(p.name.removeprefix(SUPERSEDED)))
+    own = [*numbered, *output_dir.glob(f"{PARTIAL}*"), *output_dir.glob(TRACKER_FILES), *output_dir.glob(TRACES)]
+    for path in [*own, *(output_dir / name for name in (*OWN_FILES, *OWN_DIRECTORIES))]:
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink(missing_ok=True)

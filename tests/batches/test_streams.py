@@ -1,0 +1,239 @@
+"""Files read as they are: every protein once an epoch, the same batches for everybody, resumable at any step."""
+
+from __future__ import annotations
+
+import gzip
+import json
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet
+import pytest
+
+from common.batches.collators import PackedCollator
+from common.batches.stream_loader import StreamLoader, merge_positions, plan_streams
+from common.batches.streams import Stream
+from common.cli import UserError
+from common.files import alphabet
+from common.files.sources import open_source, split_of
+from common.files.stream_reader import read_sequences, units_of
+
+COUNT = 600
+PACKED = {"seed": 3, "max_seq_length": 128, "tokens_per_pack": 512}
+PADDED = {"seed": 3, "max_seq_length": 128, "sequences_per_pack": 4}
+
+
+def proteins(count: int = COUNT, seed: int = 1) -> list[str]:
+    generator = np.random.default_rng(seed)
+    letters = np.array(list("ACDEFGHIKLMNPQRSTVWY"))
+    return ["".join(generator.choice(letters, generator.integers(5, 120))) for _ in range(count)]
+
+
+def write(path, texts: list[str], column: str = "sequence", row_group: int = 50):
+    """The proteins in the format that the name says."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    name = path.name.removesuffix(".gz")
+    if name.endswith(".parquet"):
+        table = pa.table({"id": [str(i) for i in range(len(texts))], column: texts})
+        pa.parquet.write_table(table, path, row_group_size=row_group)
+        return path
+    if name.endswith(".jsonl"):
+        text = "".join(json.dumps({"id": i, column: t}) + "\n" for i, t in enumerate(texts))
+    elif name.endswith(".csv"):
+        text = f"id,{column}\n" + "".join(f"{i},{t}\n" for i, t in enumerate(texts))
+    else:
+        text = "".join(f">{i} a protein\n{t}\n" for i, t in enumerate(texts))
+    path.write_bytes(gzip.compress(text.encode()) if path.name.endswith(".gz") else text.encode())
+    return path
+
+
+def plan_of(path, packs_per_step: int = 4, **packing):
+    return plan_streams(open_source(str(path), streaming=False).splits["train"], packs_per_step, **packing or PACKED)
+
+
+def texts_of(ids: np.ndarray) -> list[str]:
+    """The sequences of a pack that were not cropped."""
+    return [alphabet.decode(part) for part in np.split(ids, np.flatnonzero(ids == alphabet.CLS)[1:])]
+
+
+def first_epoch(plan) -> list[str]:
+    """All proteins of epoch 0, stream by stream."""
+    found = []
+    for index in range(plan.num_streams):
+        for pack, ids, _ in Stream(plan, index):
+            if pack.epoch > 0:
+                break
+            found += texts_of(ids)
+    return found
+
+
+@pytest.mark.parametrize("name", ["a.parquet", "a.jsonl", "a.jsonl.gz", "a.csv", "a.csv.gz", "a.fasta", "a.fa.gz"])
+@pytest.mark.parametrize("packing", [PACKED, PADDED])
+def test_every_format_gives_every_protein_once_an_epoch(tmp_path, name, packing):
+    plan = plan_of(write(tmp_path / name, proteins()), **packing)
+    assert sorted(first_epoch(plan)) == sorted(proteins())
+
+
+SHAPES = [(1, 1000, 4), (1, 50, 4), (3, 20, 2), (40, 5, 4), (3, 99, 5)]
+
+
+@pytest.mark.parametrize(("files", "row_group", "packs"), SHAPES)
+def test_units_are_dealt_without_overlap_or_loss(tmp_path, files, row_group, packs):
+    for number, part in enumerate(np.array_split(proteins(), files)):
+        write(tmp_path / f"train-{number:05d}.parquet", part.tolist(), row_group=row_group)
+    plan = plan_of(tmp_path, packs)
+    assert sorted(first_epoch(plan)) == sorted(proteins())
+    for epoch in (0, 1):
+        dealt = sorted(s for stream in range(plan.num_streams) for s in plan.shares(stream, epoch))
+        whole = [unit for unit, part, parts in dealt if part == 0]
+        assert whole == list(range(len(plan.units)))  # each unit, and all its parts
+        assert all((unit, p, parts) in dealt for unit, _, parts in dealt for p in range(parts))
+    if files == 40:
+        assert plan.shares(0, 0) != plan.shares(0, 1), "the same files for the same stream in every epoch"
+
+
+def test_windows_do_not_depend_on_how_the_file_is_read(tmp_path, monkeypatch):
+    path = write(tmp_path / "a.parquet", proteins(), row_group=600)
+    packs = [ids for (_, ids, _), _ in zip(Stream(plan_of(path, 1), 0), range(40), strict=False)]
+    monkeypatch.setattr("common.files.stream_reader.ROWS_AT_ONCE", 7)
+    again = [ids for (_, ids, _), _ in zip(Stream(plan_of(path, 1), 0), range(40), strict=False)]
+    assert all(np.array_equal(a, b) for a, b in zip(packs, again, strict=True))
+
+
+@pytest.mark.parametrize("window_tokens", [3000, 1 << 20])
+def test_a_stream_goes_on_from_any_position(tmp_path, monkeypatch, window_tokens):
+    monkeypatch.setattr("common.batches.streams.WINDOW_TOKENS", window_tokens)  # several windows in a unit, or one
+    monkeypatch.setattr("common.batches.streams.PACKS_PER_WINDOW", 2)
+    plan = plan_of(write(tmp_path / "a.parquet", proteins(200)), 1)
+    stream = Stream(plan, 0)
+    made = [next(stream) for _ in range(60)]  # more than an epoch
+    assert made[-1][0].epoch > 0
+    for done in range(1, 60):
+        pack, ids, position = next(Stream(plan, 0, made[done - 1][2]))
+        assert np.array_equal(ids, made[done][1])
+        assert np.array_equal(pack.records, made[done][0].records)
+        assert position == made[done][2]
+
+
+def steps_of(plan, packs: int, number: int, ranks: int = 1, workers: int = 0, first: int = 0, position=None):
+    """[(input_ids and labels of each pack of the step, in the order of the packs; position)], over all ranks."""
+    loaders = [
+        StreamLoader(plan, PackedCollator(0, 128), packs, r, ranks, first, position, number, num_workers=workers)
+        for r in range(ranks)
+    ]
+    steps = []
+    for of_ranks in zip(*loaders, strict=True):
+        batches = [None] * packs
+        for rank, step in enumerate(of_ranks):
+            batches[rank::ranks] = [(b["input_ids"].tolist(), b["labels"].tolist()) for b in step.micro_batches]
+        steps.append((batches, merge_positions([step.position for step in of_ranks])))
+    return steps
+
+
+@pytest.mark.parametrize("name", ["a.parquet", "a.csv"])  # 12 row groups: two lanes; one file: one lane
+def test_a_step_holds_the_same_packs_on_any_number_of_ranks_and_workers(tmp_path, name):
+    plan = plan_of(write(tmp_path / name, proteins()))
+    expected = steps_of(plan, 4, 30)
+    for ranks, workers in ((2, 0), (4, 0), (1, 1), (2, 2), (1, 3)):
+        assert steps_of(plan, 4, 30, ranks, workers) == expected
+    assert len({str(batches) for batches, _ in expected}) == 30
+
+
+def test_resume_on_any_number_of_ranks_and_workers(tmp_path):
+    plan = plan_of(write(tmp_path / "a.parquet", proteins()))
+    whole = steps_of(plan, 4, 40)
+    for done, ranks, workers in ((1, 2, 0), (7, 1, 2), (20, 4, 0), (33, 2, 1)):
+        position = json.loads(json.dumps(whole[done - 1][1]))  # as a checkpoint keeps it
+        went_on = steps_of(plan, 4, 40 - done, ranks, workers, first=done, position=position)
+        assert [batches for batches, _ in went_on] == [batches for batches, _ in whole[done:]]
+
+
+def test_a_position_of_another_global_batch_is_refused(tmp_path):
+    path = write(tmp_path / "a.csv", proteins())
+    position = steps_of(plan_of(path, 4), 4, 1)[0][1]
+    with pytest.raises(UserError, match="packs_per_step"):
+        StreamLoader(plan_of(path, 2), PackedCollator(0, 128), 2, position=position)
+
+
+def test_masks_differ_from_epoch_to_epoch_and_proteins_do_not(tmp_path):
+    plan = plan_of(write(tmp_path / "a.csv", proteins(8)), 1)
+    epochs: dict[int, list] = {}
+    collate = PackedCollator(0, 128)
+    for pack, ids, _ in Stream(plan, 0):
+        if pack.epoch > 1:
+            break
+        epochs.setdefault(pack.epoch, []).append((sorted(texts_of(ids)), collate(pack, ids)["labels"].tolist()))
+    assert sorted(t for texts, _ in epochs[0] for t in texts) == sorted(t for texts, _ in epochs[1] for t in texts)
+    assert [labels for _, labels in epochs[0]] != [labels for _, labels in epochs[1]]
+
+
+def test_empty_rows_are_left_out_and_odd_characters_are_unknown(tmp_path):
+    path = tmp_path / "a.parquet"
+    pa.parquet.write_table(pa.table({"text": ["", "MKV", None, "acd", "M*é"]}), path)
+    found = sorted(first_epoch(plan_of(path, 1)))
+    assert found == ["ACD", "M???", "MKV"]  # an é is two bytes
+
+
+def test_fewer_proteins_than_packs_is_an_error_not_a_hang(tmp_path):
+    plan = plan_of(write(tmp_path / "a.csv", proteins(3)), 8)
+    with pytest.raises(UserError, match="do not hold a protein for each"):
+        [next(Stream(plan, index)) for index in range(8)]
+
+
+@pytest.mark.parametrize(
+    ("path", "split"),
+    [
+        ("data/train-00000-of-00004.parquet", "train"),
+        ("validation/part.csv", "validation"),
+        ("train/val.jsonl", "validation"),
+        ("uniref_test.fasta.gz", "test"),
+        ("proteins.fasta", "train"),
+        ("my_constraints.csv", "train"),  # not: train
+    ],
+)
+def test_which_split_a_name_means(path, split):
+    assert split_of(path) == split
+
+
+def test_directories_and_globs(tmp_path):
+    write(tmp_path / "data" / "train-0.parquet", ["MKV"])
+    write(tmp_path / "data" / "validation-0.parquet", ["MKL"])
+    (tmp_path / "README.md").write_text("about")
+    (tmp_path / "dataset_infos.json").write_text("{}")
+    write(tmp_path / ".cache" / "train-1.parquet", ["MKV"])
+    source = open_source(str(tmp_path), streaming=False)
+    assert {split: len(files) for split, files in source.splits.items()} == {"train": 1, "validation": 1}
+    source = open_source(str(tmp_path / "data" / "*.parquet"), streaming=False)
+    assert set(source.splits) == {"train", "validation"}
+    moved = tmp_path / "moved"
+    (tmp_path / "data").rename(moved)
+    assert open_source(str(moved), streaming=False).identity("train") == source.identity("train")
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("missing.parquet", None, "no such file"),
+        ("a.parquet", b"no parquet at all", "cannot be read"),
+        ("a.jsonl", b'{"sequence": "MKV"}\n{"sequence": \n', "cannot be read"),
+        ("a.jsonl", b'{"protein": "MKV"}\n', "no column sequence or text, only protein"),
+        ("a.csv", b"", "cannot be read"),
+        ("a.csv", b"id,protein\n1,MKV\n", "no column sequence or text, only id, protein"),
+        ("a.csv.gz", b"not gzip", "cannot be read"),
+        ("a.fasta", b"MKV\n", "not FASTA"),
+        ("a.txt", b"MKV\n", "its name says no format"),
+    ],
+)
+def test_bad_files_are_named(tmp_path, name, content, message):
+    path = tmp_path / name
+    if content is not None:
+        path.write_bytes(content)
+
+    def read():
+        for unit in units_of(open_source(str(path), streaming=False).splits["train"], 8):
+            list(read_sequences(unit, 0))
+
+    with pytest.raises(UserError, match=message) as error:
+        read()
+    assert name in str(error.value)
+    assert "\n" not in str(error.value)

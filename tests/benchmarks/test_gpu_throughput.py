@@ -1,0 +1,101 @@
+"""The GPU benchmarks as far as a CPU goes: what is fed to whom, a table after every row, and rows that fail."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+
+from benchmarks import gpu_agreement, gpu_throughput
+from benchmarks.gpu_agreement import PEER, TE_BF16, TORCH, TORCH_BF16, in_fp8
+from benchmarks.gpu_models import batches_for
+from benchmarks.gpu_throughput import Arguments, rows_of
+from common.cli import UserError
+from tests.training_fixtures import ROOT, TIMEOUT_S
+
+
+def test_the_peer_gets_the_same_proteins_in_no_more_positions():
+    for pack, padded in zip(batches_for("torch", 4096, 2), batches_for("peer", 4096, 2), strict=True):
+        assert 4094 <= pack["num_tokens"] <= 4096
+        assert pack["max_seqlen"] <= 1024
+        assert padded["input_ids"].numel() <= 4096
+        kept = padded["attention_mask"].bool()
+        assert torch.equal(padded["input_ids"][kept], pack["input_ids"][: int(kept.sum())])
+        assert torch.equal(padded["labels"][kept], pack["labels"][: int(kept.sum())])
+        assert padded["input_ids"].shape[1] * (len(kept) + 1) > 4096 * 0.5  # and not needlessly few
+
+
+def test_rows_that_fail_leave_the_others(tmp_path, monkeypatch, capsys):
+    out = tmp_path / "table.md"
+    flags = ["--device=cpu", "--sizes=tiny", "--modes=te,torch,peer", "--tokens=256", "--steps=1", "--warmup=1"]
+    monkeypatch.setattr("sys.argv", ["gpu_throughput", *flags, f"--output={out}"])
+    gpu_throughput.main()
+    te, ours, peer = json.loads(out.with_suffix(".json").read_text())
+    assert "Transformer Engine" in te["error"] or "GPU" in te["error"]
+    for row in (ours, peer):
+        assert row["tokens_per_second"] > 0
+        assert 3.2 < row["loss"] < 3.9  # one step away from a uniform guess among 33
+    assert out.read_text().strip() == capsys.readouterr().out.strip()
+    assert "1.00 x" in out.read_text()
+
+
+def _misbehave(cases: list[tuple[str, str]], args: Arguments, results) -> None:
+    """A process of rows in which `te` hangs, `torch-compiled` dies, and `torch` leaves its GPU unusable."""
+    for size, mode in cases:
+        if mode == "te":
+            time.sleep(600)
+        if mode == "torch-compiled":
+            os._exit(7)
+        results.send({"size": size, "mode": mode, "process": os.getpid()})
+        if mode == "torch":
+            return
+
+
+def test_a_row_that_hangs_or_kills_its_process_costs_itself_only():
+    modes = ["peer", "te", "te-fp8", "torch-compiled", "torch", "te-fp8-params"]
+    found = list(rows_of([("tiny", mode) for mode in modes], Arguments(device="cpu", row_seconds=15), _misbehave))
+    assert [row["mode"] for row in found] == modes
+    assert "given up after 15 s" in found[1]["error"]
+    assert "its process died (7)" in found[3]["error"]
+    processes = [found[n]["process"] for n in (0, 2, 4, 5)]
+    assert len(set(processes)) == 4
+
+
+def test_all_ends_when_the_minutes_are_over():
+    started = time.monotonic()
+    found = list(rows_of([("tiny", "te")] * 3, Arguments(device="cpu", minutes=0.05), _misbehave))
+    assert len(found) == 1
+    assert time.monotonic() - started < 20
+
+
+def test_agreement_is_measured_between_equal_weights():
+    args = gpu_agreement.Arguments(device="cpu", size="tiny", tokens=512)
+    emulated = in_fp8("current")[1]
+    pairs = [(TORCH, PEER), (TORCH_BF16, TORCH), emulated, (TE_BF16, TORCH_BF16)]
+    exact, rounded, fp8, te = (found for _, found in gpu_agreement.rows_of(pairs, args))
+    assert max(exact.values()) < 1e-5
+    assert 1e-3 < rounded["gradients"] < 2e-2
+    assert 2e-2 < fp8["gradients"] < 0.2
+    assert isinstance(te, str)
+    assert "Transformer Engine" in te or "GPU" in te
+
+
+def test_a_session_without_a_gpu_says_so_twice_and_fails(tmp_path):
+    command = [ROOT / "tests/gpu/session.sh", tmp_path / "out"]
+    environment = os.environ | {"PYTHON": sys.executable, "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=TIMEOUT_S)
+    assert done.returncode == 2
+    assert done.stderr.count("error: --device cuda: no GPU here") == 2
+    assert not list((tmp_path / "out").iterdir())
+
+
+@pytest.mark.parametrize("flags", [{"sizes": "9B"}, {"modes": "jax"}, {"device": "cuda"}])
+def test_bad_flags_are_one_line(flags, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(UserError, match=f"--{next(iter(flags))}"):
+        Arguments(**flags)

@@ -1,0 +1,84 @@
+"""The benchmarks of emulated precision, at sizes that take seconds: they run, in pieces too, and add up rightly."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import subprocess
+import sys
+
+import pytest
+
+from common.model.presets import load_config, override
+from common.training.metrics import read_metrics
+from tests.training_fixtures import ROOT, TINY_OVERRIDES, environment
+
+
+def benchmark(name: str, *flags) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-m", f"benchmarks.{name}", *map(str, flags)]
+    return subprocess.run(
+        command, capture_output=True, text=True, cwd=ROOT, env=environment(), timeout=180, check=False
+    )
+
+
+def cells(line: str) -> list[str]:
+    return [cell.strip() for cell in line.strip("|").split("|")]
+
+
+def test_convergence_is_measured_in_pieces_and_against_the_same_seed(dataset, tmp_path):
+    out = tmp_path / "out"
+    flags = ["--dataset_dir", dataset, "--output_dir", out, "--config_overrides", TINY_OVERRIDES, "--steps", 4]
+    flags += ["--evaluations", 2, "--tokens_per_pack", 512, "--max_seq_length", 128, "--max_eval_samples", 10]
+    flags += ["--seeds", "1,2", "--formats", "BF16,NVFP4 half"]
+    first = benchmark("precision_convergence", *flags, "--max_runs", 1)
+    assert first.returncode == 0, first.stderr
+    assert "3 runs are still to do" in first.stdout
+    done = out / "BF16-1" / "eval_results.json"
+    when = done.stat().st_mtime_ns
+    second = benchmark("precision_convergence", *flags)
+    assert second.returncode == 0, second.stderr
+    assert done.stat().st_mtime_ns == when, "a finished run was run again"
+    assert sorted(path.name for path in out.iterdir() if path.is_dir()) == [
+        *("BF16-1", "BF16-2", "NVFP4_half-1", "NVFP4_half-2")
+    ]
+
+    def loss(name: str) -> float:
+        return json.loads((out / name / "eval_results.json").read_text())["eval_loss"]
+
+    text = (out / "convergence.md").read_text()
+    assert text.strip() in second.stdout
+    rows = {cells(line)[0]: cells(line) for line in text.splitlines() if line.startswith("| ")}
+    differences = [loss(f"NVFP4_half-{seed}") - loss(f"BF16-{seed}") for seed in (1, 2)]
+    assert 0 not in differences
+    assert float(rows["NVFP4 half"][3].split()[0]) == pytest.approx(statistics.mean(differences), abs=1e-4)
+    error = statistics.stdev(differences) / 2**0.5
+    assert float(rows["NVFP4 half"][3].split()[2]) == pytest.approx(error, abs=1e-4)
+    mean = statistics.mean((loss("BF16-1"), loss("BF16-2")))
+    assert float(rows["BF16"][2].split()[0]) == pytest.approx(mean, abs=1e-4)
+    assert rows["BF16"][1] == "2"
+    evaluated = [row["step"] for row in read_metrics(out / "BF16-1" / "metrics.jsonl") if "eval_loss" in row]
+    assert evaluated == [2, 4]
+    assert (out / "convergence.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_convergence_of_a_format_that_does_not_exist(tmp_path):
+    said = benchmark("precision_convergence", "--dataset_dir", tmp_path, "--output_dir", tmp_path, "--formats", "FP2")
+    assert said.returncode == 2
+    assert said.stderr.strip() == "error: --formats FP2: choose of BF16,FP8 delayed,MXFP8,NVFP4 half,NVFP4 all"
+
+
+def test_cost_of_emulation_and_of_statistics(tmp_path):
+    override(load_config("facebook/esm2_t6_8M_UR50D"), TINY_OVERRIDES).save_pretrained(tmp_path / "model")
+    flags = ("--config_name", tmp_path / "model", "--tokens", 128, "--length", 64, "--rounds", 1, "--dtypes", "fp32")
+    said = benchmark("emulation_cost", *flags, "--watched", "MXFP8", "--output", tmp_path / "cost.md")
+    assert said.returncode == 0, said.stderr
+    text = (tmp_path / "cost.md").read_text()
+    assert text.strip() == said.stdout.strip()
+    rows = [cells(line) for line in text.splitlines() if line.startswith("| ")]
+    steps, added = rows[1:8], rows[9]
+    assert [row[0] for row in steps][::6] == ["none", "NVFP4"]
+    assert float(steps[0][3]) == 1
+    for row in steps:
+        assert float(row[3]) == pytest.approx(float(row[1]) / float(steps[0][1]), abs=0.5)
+    assert added[0] == "MXFP8"
+    assert all(cell.endswith("%") for cell in added[1:])

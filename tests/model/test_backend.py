@@ -1,0 +1,146 @@
+"""--backend: what is chosen, what is said, and what is refused where Transformer Engine cannot be."""
+
+from __future__ import annotations
+
+import sys
+from argparse import Namespace
+from importlib.util import find_spec
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+from common.cli import UserError, setup_logging
+from common.model.backend import choose_backend
+from common.model.esm2 import build_model
+from common.model.linear import Linear
+from common.model.presets import esm2_config
+from common.ranks.world import World
+from common.training.checkpoint import Checkpointer
+from tests.model.reference import packed, random_batch
+from tests.training.test_bad_input import refused
+from tests.training_fixtures import arguments, on_ranks, train
+
+CPU = torch.device("cpu")
+without_te = pytest.mark.skipif(find_spec("transformer_engine") is not None, reason="Transformer Engine is installed")
+
+
+@pytest.fixture
+def installed(tmp_path, monkeypatch):
+    """A function that installs a package of the name whose import does what it is told: found, but broken."""
+
+    def install(body: str) -> None:
+        package = tmp_path / "transformer_engine"
+        (package / "pytorch").mkdir(parents=True)
+        (package / "__init__.py").touch()
+        (package / "pytorch" / "__init__.py").write_text(body)
+        monkeypatch.syspath_prepend(str(tmp_path))
+        for name in [n for n in sys.modules if n.startswith("transformer_engine")]:
+            monkeypatch.delitem(sys.modules, name)
+
+    return install
+
+
+@without_te
+def test_te_that_is_not_there_is_one_line(dataset, tmp_path):
+    error = refused(dataset, tmp_path / "out", backend="te")
+    assert "--backend te: Transformer Engine is not installed (pip install" in error
+    assert "--backend torch" in error
+    assert not (tmp_path / "out").exists()
+
+
+@without_te
+def test_auto_takes_torch_and_says_why(dataset, tmp_path):
+    said = train(dataset, tmp_path, max_steps=1)
+    assert "Backend: torch (not te: Transformer Engine is not installed" in said
+
+
+def test_te_on_a_cpu_is_one_line(dataset, installed):
+    installed("")
+    with pytest.raises(UserError, match="--backend te: it needs an NVIDIA GPU.*--backend torch"):
+        choose_backend(arguments(dataset, backend="te"), CPU)
+    chosen, why = choose_backend(arguments(dataset), CPU)
+    assert chosen == "torch"
+    assert "GPU" in why
+
+
+def test_te_that_does_not_load_is_one_line(dataset, installed):
+    installed("raise OSError('libcudnn.so.9: cannot open shared object file:\\n  No such file')")
+    with pytest.raises(UserError, match=r"does not load \(OSError: libcudnn.so.9: cannot .*file: No such file\)"):
+        choose_backend(arguments(dataset, backend="te"), torch.device("cuda"))
+
+
+@pytest.mark.parametrize(
+    ("flags", "named"), [({"torch_compile": True}, "--torch_compile"), ({"gelu": "exact"}, "--gelu exact")]
+)
+def test_what_only_torch_does_is_refused_with_te_and_decides_auto(dataset, installed, flags, named):
+    installed("")
+    gpu = torch.device("cuda")  # nothing is computed on it here
+    with pytest.raises(UserError, match=f"--backend te: {named}"):
+        choose_backend(arguments(dataset, backend="te", bf16=True, **flags), gpu)
+    assert choose_backend(arguments(dataset, bf16=True, **flags), gpu) == (
+        "torch",
+        f"not te: {named} is the torch backend's",
+    )
+
+
+def test_auto_takes_te_where_it_fits_and_torch_in_fp32(dataset, installed):
+    installed("")
+    assert choose_backend(arguments(dataset, bf16=True), torch.device("cuda")) == ("te", "Transformer Engine is here")
+    chosen, why = choose_backend(arguments(dataset), torch.device("cuda"))
+    assert chosen == "torch"
+    assert "TF32" in why
+
+
+@pytest.mark.parametrize("flags", [{"backend": "jax"}, {"gelu": "sigmoid"}])
+def test_unknown_choices_are_refused_by_name(dataset, tmp_path, flags):
+    ((name, value),) = flags.items()
+    assert f"--{name} {value}: choose" in refused(dataset, tmp_path / "out", **flags)
+
+
+class WithExtraState(torch.nn.Linear):
+    """As Transformer Engine's modules do it: bytes, none before the first forward pass, refused when loaded."""
+
+    def get_extra_state(self):
+        return torch.tensor(list(b"scales") if self.forwarded else [], dtype=torch.uint8)
+
+    def set_extra_state(self, state):
+        assert state.numel() == 0, "a pickle"
+
+
+def _saved_and_restored(out) -> None:
+    setup_logging()
+    world = World(0, 0, 1, CPU)
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    flags = Namespace(save_total_limit=None, async_save=False, ddp_timeout=60, do_train=True, output_dir=str(out))
+    config = esm2_config(1, 64, 4)
+
+    def checkpointer(seed: int, kind: type, scales: dict):
+        model = build_model(config, seed)
+        model.lm_head.dense.__class__, model.lm_head.dense.forwarded = kind, False
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        model(**packed(random_batch([9, 20]))).loss_sum.backward()
+        optimizer.step()
+        return model, Checkpointer(out, model, optimizer, config, world, flags, scales)
+
+    scale = {"layers.0.proj.scaling_fwd.scale": torch.tensor([3.0])}
+    first, writer = checkpointer(0, WithExtraState, scale)
+    first.lm_head.dense.forwarded = True
+    writer.save(1, {"step": 1})
+    kept = dcp.FileSystemReader(out / "checkpoint-1").read_metadata().state_dict_metadata
+    assert not [name for name in kept if "extra_state" in name]
+    assert "scales.layers.0.proj.scaling_fwd.scale" in kept
+    # into a fresh model of the same kind, whose scales are there already; and into one without any
+    scale = {name: torch.ones(1) for name in scale}
+    for seed, kind, scales in ((1, WithExtraState, scale), (2, Linear, {})):
+        model, reader = checkpointer(seed, kind, scales)
+        assert reader.restore(None) == {"step": 1}
+        for (name, ours), theirs in zip(model.named_parameters(), first.parameters(), strict=True):
+            assert torch.equal(ours, theirs), name
+    assert scale["layers.0.proj.scaling_fwd.scale"].item() == 3.0
+
+
+def test_checkpoints_hold_scales_as_tensors_and_move_between_backends(tmp_path):
+    codes, said = on_ranks(1, _saved_and_restored, tmp_path)
+    assert codes == [0], said
+    assert said[0].count("FP8 scales are left out") == 1

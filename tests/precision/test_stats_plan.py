@@ -1,0 +1,237 @@
+"""Which statistics are wanted: flags, files, those that are wrong; and the same asked of Transformer Engine."""
+
+from __future__ import annotations
+
+import copy
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+from common.cli import UserError
+from common.precision.plan import resolve
+from common.precision.stats_plan import check_flags, select
+from common.precision.stats_te import TeStats, configuration, logged_names, to_rows
+from common.ranks.world import World
+from common.training.arguments import PrecisionArguments
+from tests.training_fixtures import ROOT, train
+
+FP8 = {"fp8": True, "emulate_precision": True}
+EXAMPLE = ROOT / "fp8_debugging_stats.yaml"
+# As in the guides (their names of the tensors of LogTensorStats included).
+GUIDES = {
+    "example_fp8_tensor_stat_collection": {
+        "enabled": True,
+        "layers": {"layer_types": ["layernorm_qkv", "proj", "fc1", "fc2"]},
+        "transformer_engine": {
+            "LogFp8TensorStats": {
+                "enabled": True,
+                "tensors_struct": [
+                    {"tensor": tensor, "stats": ["underflows%", "scale_inv_min", "scale_inv_max", "mse"], "freq": 10}
+                    for tensor in ("activation", "gradient", "weight")
+                ],
+            },
+            "LogTensorStats": {
+                "enabled": True,
+                "stats": ["max", "min", "mean", "std", "l1_norm"],
+                "tensors": ["dgrad", "wgrad", "fprop"],
+                "freq": 1,
+            },
+        },
+    }
+}
+
+
+def write(directory: Path, content) -> Path:
+    path = directory / "stats.yaml"
+    path.write_text(content if isinstance(content, str) else yaml.safe_dump(content))
+    return path
+
+
+def selected(layers: int = 6, **flags):
+    args = PrecisionArguments(quant_stats=True, **{"fp8": True} | flags)
+    check_flags(args)
+    return select(args, resolve(args, layers))
+
+
+# ---- flags and files ---------------------------------------------------------------------------------------------
+
+
+def test_the_example_file_selects_what_it_says():
+    selection = selected(quant_stats_file=str(EXAMPLE), fp8_layers="2-3")
+    assert {key[0] for key in selection} == {2, 3}
+    assert {key[1] for key in selection} == {"qkv", "proj", "fc1", "fc2"}
+    quantised, plain = selection[3, "fc1", "gradient"]
+    assert (quantised.stats[0], quantised.freq, plain.freq) == ("underflows%", 10, 10)
+    (results,) = selection[3, "fc1", "wgrad"]
+    assert [step for step in range(1, 301) if results.due(step)] == [100, 200, 300]
+    overridden = selected(quant_stats_file=str(EXAMPLE), quant_stats_freq=7)
+    assert {w.freq for wanted in overridden.values() for w in wanted} == {7}
+
+
+@pytest.mark.parametrize(
+    ("layers", "expected"),
+    [
+        ({"layer_numbers": [1, "3-4"]}, {1, 3, 4}),
+        ({"layer_numbers": "all"}, {1, 2, 3, 4, 5, 6}),
+        ({"layer_numbers": 2, "layer_types": ["fc1"]}, {2}),
+        ({"layer_name_regex_pattern": r"layers\.(5|6)\..*proj"}, {5, 6}),
+    ],
+)
+def test_layers_are_chosen_as_the_file_says(tmp_path, layers, expected):
+    content = copy.deepcopy(GUIDES)
+    content["example_fp8_tensor_stat_collection"]["layers"] = layers
+    selection = selected(quant_stats_file=str(write(tmp_path, content)))
+    assert {key[0] for key in selection} == expected
+    if "layer_types" in layers:
+        assert {key[1] for key in selection} == {"fc1"}
+    if "layer_name_regex_pattern" in layers:
+        assert {key[1] for key in selection} == {"proj"}
+
+
+def changed(*path, value=None) -> dict:
+    """GUIDES with one value set (or a key removed: None)."""
+    content = copy.deepcopy(GUIDES)
+    at = content
+    for key in path[:-1]:
+        at = at[key]
+    if value is None:
+        del at[path[-1]]
+    else:
+        at[path[-1]] = value
+    return content
+
+
+NAME = "example_fp8_tensor_stat_collection"
+FEATURES = (NAME, "transformer_engine")
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (
+            changed(NAME, "freqency", value=3),
+            f"{NAME}: unknown freqency: known are enabled, layers, transformer_engine",
+        ),
+        (changed(*FEATURES, "LogFp4", value={}), "transformer_engine: unknown LogFp4: known are LogFp8TensorStats"),
+        (changed(*FEATURES, "LogTensorStats", "every", value=3), "LogTensorStats: unknown every: known are enabled"),
+        (
+            changed(*FEATURES, "LogFp8TensorStats", "tensors_struct", 0, "stat", value=1),
+            "LogFp8TensorStats: unknown stat: known are tensor, stats, freq",
+        ),
+        (
+            changed(*FEATURES, "LogTensorStats", "stats", value=["median"]),
+            "unknown statistic median: known are min, max",
+        ),
+        (changed(*FEATURES, "LogTensorStats", "tensors", value=["bias"]), "unknown tensor bias: known are activation"),
+        (changed(*FEATURES, "LogTensorStats", "freq", value=0), "freq 0: expected a number of steps, at least 1"),
+        (
+            changed(NAME, "layers", "layer_kinds", value=["fc1"]),
+            "layers: unknown layer_kinds: known are layer_numbers",
+        ),
+        (changed(NAME, "layers", value={"layer_numbers": ["3-x"]}), "'3-x' is no layer and no range"),
+        (changed(NAME, "layers", value={"layer_name_regex_pattern": "("}), "layer_name_regex_pattern: missing )"),
+        (changed(NAME, "layers", value={"layer_types": ["lm_head"]}), "selects no quantised layer: names are like"),
+        (changed(NAME, "enabled"), f"{NAME}: expected enabled: True or False"),
+        (GUIDES | {"more": GUIDES[NAME]}, f"{NAME} and more both select encoder.layers.1."),
+        ("- a\n- list\n", "expected named sections"),
+        ("a: [1,\n", "no YAML: "),
+    ],
+)
+def test_a_file_that_cannot_be_honoured_is_one_line(tmp_path, content, message):
+    path = write(tmp_path, content)
+    with pytest.raises(UserError) as caught:
+        selected(quant_stats_file=str(path))
+    assert str(caught.value).startswith(f"--quant_stats_file {path}: ")
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ({"quant_stats": True}, "--quant_stats: nothing is quantised: add --fp8 or --fp4"),
+        ({"quant_stats_freq": 5} | FP8, "--quant_stats_freq goes with --quant_stats"),
+        ({"quant_stats": True, "quant_stats_freq": 0} | FP8, "--quant_stats_freq 0: must be at least 1"),
+        (
+            {"quant_stats": True, "quant_stats_file": "nowhere.yaml"} | FP8,
+            "nowhere.yaml: cannot be read: No such file",
+        ),
+        (
+            {"quant_stats": True, "quant_stats_dir": "/proc/none/here"} | FP8,
+            "--quant_stats_dir /proc/none/here: not wri",
+        ),
+    ],
+)
+def test_bad_flags_are_one_line_and_leave_nothing(dataset, tmp_path, flags, message):
+    said = train(dataset, tmp_path / "out", expect=2, **flags)
+    (line,) = (line for line in said.splitlines() if line.startswith("error:"))
+    assert message in line
+    assert not (tmp_path / "out").exists()
+
+
+# ---- Transformer Engine ------------------------------------------------------------------------------------------
+
+
+def te(layers: int = 3, **flags):
+    args = PrecisionArguments(quant_stats=True, quant_stats_freq=4, **flags)
+    plan = resolve(args, layers)
+    return select(args, plan), plan
+
+
+def test_transformer_engine_is_asked_for_what_it_has():
+    asked = configuration(*te(fp8=True, fp8_recipe="mxfp8", fp8_layers="1", fp4=True))
+    assert len(asked) == 3 * 4
+    first = asked["layer 1 qkv"]
+    assert first["layers"] == {
+        "layer_name_regex_pattern": r"^encoder\.layers\.0\.self_attention\.layernorm_linear_qkv$"
+    }
+    quantised = first["transformer_engine"]["LogFp8TensorStats"]["tensors_struct"]
+    assert [item["tensor"] for item in quantised] == ["activation", "weight", "gradient"]
+    assert {item["freq"] for item in quantised} == {4}
+    once = ["underflows%", "scale_inv_min", "scale_inv_max", "mse"]
+    assert quantised[0]["stats"] == once + [f"{stat}_columnwise" for stat in once]
+    last = asked["layer 3 fc2"]["transformer_engine"]
+    assert last["LogNvfp4TensorStats"]["tensors_struct"][2]["stats"] == ["underflows%", "mse"]
+    assert "LogFp8TensorStats" not in last
+    assert last["LogTensorStats"]["tensors_struct"][0]["stats"] == ["cur_amax", "l2_norm", "mean", "std"]
+    delayed = configuration(*te(fp8=True))["layer 2 fc1"]["transformer_engine"]["LogFp8TensorStats"]
+    assert "overflows%" in delayed["tensors_struct"][0]["stats"]
+    assert not any(stat.endswith("_columnwise") for stat in delayed["tensors_struct"][0]["stats"])
+
+
+@pytest.mark.skipif(find_spec("nvdlfw_inspect") is not None, reason="nvdlfw_inspect is installed")
+def test_transformer_engines_statistics_without_its_debug_api_are_one_line(tmp_path):
+    with pytest.raises(UserError, match="need nvdlfw_inspect: pip install nvdlfw-inspect, or add --emulate_precision"):
+        TeStats(*te(fp8=True), World(0, 0, 1, torch.device("cpu")), tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_transformer_engine_logs_becomes_the_same_rows():
+    selection, plan = te(fp8=True, fp8_recipe="mxfp8", fp8_layers="1-2", fp4=True)
+    fc1 = "encoder.layers.0.layernorm_mlp.fc1"
+    found = {
+        f"{fc1}_gradient_underflows%": 7.0,
+        f"{fc1}_gradient_mse": 8.0,
+        f"{fc1}_gradient_l2_norm": 6.0,
+        f"{fc1}_gradient_underflows%_columnwise": 9.0,
+        "encoder.layers.2.self_attention.layernorm_linear_qkv_weight_nvfp4_mse": 0.25,
+    }
+    world = World(0, 0, 2, torch.device("cpu"))
+    rows = to_rows(found, logged_names(selection, plan), 12, plan, world)
+    where = {"step": 12, "layer": 1, "module": "fc1", "tensor": "gradient", "format": "MXFP8"}
+    assert rows == [
+        where | {"gemms": ["dgrad"], "underflows%": 7.0, "mse": 2.0, "l2_norm": 3.0},  # of two ranks' average
+        where | {"gemms": ["wgrad"], "underflows%": 9.0},
+        {
+            "step": 12,
+            "layer": 3,
+            "module": "qkv",
+            "tensor": "weight",
+            "gemms": ["fprop"],
+            "format": "NVFP4",
+            "mse": 0.25,
+        },
+    ]

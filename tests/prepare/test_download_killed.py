@@ -1,0 +1,141 @@
+"""0.download_data.py killed at any moment and started again: the same bytes, nothing done twice, nothing left over."""
+
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from common.files.output_directory import Journal
+from common.prepare.shuffle import SCATTERED
+from tests.data_fixtures import DOWNLOAD, ROOT, call, command, environment, everything_in, numbered, write_fasta
+from tests.prepare.killed_runs import run_killed_at
+from tests.small_disk import small_disk
+
+SCRIPT = "0.download_data.py"
+# Of 75,000 bytes: the shuffle goes through files.
+IN_FILES = {
+    "common.prepare.shuffle.MEMORY_BYTES": 20_000,
+    "common.prepare.shuffle.BUCKET_BITS": 3,
+    "common.prepare.shuffle.BUCKETS": 8,
+}
+
+
+@pytest.mark.parametrize(
+    ("flags", "settings"),
+    [
+        (("--save_arrow", "--save_fasta", "--save_parquet"), {}),
+        (("--save_arrow", "--save_fasta", "--save_parquet"), IN_FILES),
+        (("--shuffle", "False"), {}),
+    ],
+    ids=["in memory", "through files", "in the order of the input"],
+)
+def test_killed_anywhere(tmp_path, flags, settings):
+    """Before every touch of the disk in turn where there are few, else before a random choice and the last of them."""
+    source = write_fasta(tmp_path / "in.fasta", numbered(300))
+    flags = ("--source", source, "--max_records_per_partition", 90, *flags, "--output_dir")
+    touches = run_killed_at(None, SCRIPT, tmp_path / "a", *flags, tmp_path / "a", settings=settings)
+    expected = everything_in(tmp_path / "a")
+    assert sum(name.startswith("csv/x") for name in expected) == 4
+    moments = {*random.Random(0).sample(range(touches), min(touches, 25)), *range(touches - 5, touches)}
+    for moment in sorted(moments):
+        out = tmp_path / str(moment)
+        run_killed_at(moment, SCRIPT, out, *flags, out, settings=settings)
+        for path in out.glob("[!.]*"):  # what is there is complete
+            assert (
+                everything_in(path).items()
+                <= {name.removeprefix(f"{path.name}/"): content for name, content in expected.items()}.items()
+            ), moment
+        run_killed_at(None, SCRIPT, out, *flags, out, settings=settings)
+        assert everything_in(out) == expected, moment
+        assert sorted(path.name for path in out.iterdir()) == sorted({name.split("/")[0] for name in expected})
+
+
+def test_killed_again_and_again(tmp_path):
+    """Every run gets a little further than the one before, and the last one is through."""
+    source = write_fasta(tmp_path / "in.fasta", numbered(300))
+    flags = ("--source", source, "--max_records_per_partition", 30, "--output_dir")
+    touches = run_killed_at(None, SCRIPT, tmp_path / "a", *flags, tmp_path / "a", settings=IN_FILES)
+    out, runs = tmp_path / "b", 0
+    while not (out / "csv").exists():
+        run_killed_at(touches * 9 // 10, SCRIPT, out, *flags, out, settings=IN_FILES)
+        runs += 1
+        assert runs < 20
+    assert runs > 1
+    assert everything_in(out) == everything_in(tmp_path / "a")
+
+
+def stamps(directory) -> dict:
+    return {path.name: (path.stat().st_ino, path.stat().st_mtime_ns) for path in directory.glob("x*.csv")}
+
+
+def test_nothing_is_done_twice(tmp_path):
+    """A run that goes on after the scatter neither reads the source nor writes finished partitions again."""
+    source = write_fasta(tmp_path / "in.fasta", numbered(300))
+    out = tmp_path / "out"
+    flags = ("--source", source, "--output_dir", out, "--max_records_per_partition", 30)
+    while True:
+        run_killed_at("csv/x006.csv", SCRIPT, out, *flags, settings=IN_FILES)
+        if Journal(out / ".building/journal.jsonl").done(SCATTERED):
+            break
+        shutil.rmtree(out)  # it takes the disk a moment to have the temporary files
+    finished = stamps(out / ".building/csv")
+    assert sorted(finished) == [f"x{number:03d}.csv" for number in range(6)]
+    del finished["x005.csv"]  # likewise
+    stat = source.stat()
+    source.write_bytes(b"?" * stat.st_size)  # whoever reads it now fails
+    os.utime(source, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    run_killed_at(None, SCRIPT, out, *flags, settings=IN_FILES)
+    after = stamps(out / "csv")
+    assert len(after) == 10
+    assert finished.items() <= after.items()
+
+
+@pytest.mark.parametrize("room", ["400k", "900k", "1300k"])
+def test_a_full_disk_leaves_nothing(tmp_path, room):
+    """Full while records are scattered, and while partitions are written, in several formats."""
+    records = [(f"P{number}", "MKVLAGTYRR" * 30) for number in range(2000)]  # 0.6 MB
+    source = write_fasta(tmp_path / "in.fasta", records)
+    with small_disk(tmp_path, room) as disk:
+        (disk / "mine").write_bytes(b"stays")
+        flags = ("--max_records_per_partition", "300", "--save_parquet", "--save_arrow")
+        code = f"import runpy, sys, common.prepare.shuffle as s; s.MEMORY_BYTES = 100_000; sys.argv[0] = {SCRIPT!r}; "
+        code += f"runpy.run_path({SCRIPT!r}, run_name='__main__')"
+        done = subprocess.run(
+            [sys.executable, "-c", code, "--source", source, "--output_dir", disk / "out", *flags],
+            capture_output=True,
+            text=True,
+            env=environment(),
+            cwd=ROOT,
+        )
+        assert done.returncode == 2, done.stderr
+        assert "Traceback" not in done.stderr
+        assert "Exception ignored" not in done.stderr
+        last = done.stderr.strip().splitlines()[-1]
+        assert last.startswith("error: "), done.stderr
+        assert "No space left on device" in last
+        assert [path.name for path in disk.iterdir()] == ["mine"]
+
+
+def test_stopped_by_the_keyboard_it_goes_on(tmp_path):
+    source = write_fasta(tmp_path / "in.fasta", [(f"P{number}", "MKVLAGTY" * 30) for number in range(100_000)])
+    flags = ("--source", source, "--max_records_per_partition", 10_000, "--output_dir")
+    process = subprocess.Popen(
+        command(SCRIPT, *flags, tmp_path / "out"), stderr=subprocess.PIPE, text=True, env=environment()
+    )
+    deadline = time.monotonic() + 30
+    while not (tmp_path / "out/.building/csv/x002.csv").exists() and time.monotonic() < deadline:
+        time.sleep(0.002)
+    process.send_signal(signal.SIGINT)
+    said = process.communicate()[1]
+    assert process.returncode == 130, said
+    assert "Traceback" not in said
+    assert not (tmp_path / "out/csv").exists()
+    call(DOWNLOAD, *flags, tmp_path / "out")
+    call(DOWNLOAD, *flags, tmp_path / "undisturbed")
+    assert everything_in(tmp_path / "out") == everything_in(tmp_path / "undisturbed")
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["csv"]

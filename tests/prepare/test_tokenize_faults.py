@@ -1,0 +1,258 @@
+"""1.tokenize_uniref_csv.py started again, killed, without room, and given bad input."""
+
+import itertools
+import json
+import re
+import shutil
+import signal
+import subprocess
+import time
+
+import numpy as np
+import pytest
+
+from common.cli import UserError
+from common.files import csv_records
+from common.files.alphabet import TOKENS, encode
+from common.files.bad_records import BadRecords
+from common.files.csv_records import count_rows, csv_files, read_rows
+from common.prepare import encode_files, shards
+from tests.data_fixtures import (
+    TOKENIZE,
+    call,
+    command,
+    environment,
+    everything_in,
+    expect_error,
+    load,
+    proteins,
+    write_csv,
+)
+from tests.prepare.killed_runs import run_killed_at
+from tests.small_disk import small_disk
+
+SCRIPT = "1.tokenize_uniref_csv.py"
+
+
+# --- started again
+
+
+def test_second_run_does_nothing_and_another_one_is_refused(tmp_path, caplog):
+    write_csv(tmp_path / "csv", proteins(50))
+    same = ("--input_dir", tmp_path / "csv", "--output_dir", tmp_path)
+    call(TOKENIZE, *same)
+    first = everything_in(tmp_path / "arrow")
+    with caplog.at_level("INFO"):
+        call(TOKENIZE, *same, "--preprocessing_num_workers", 2)
+    assert "nothing to do" in caplog.text
+    with pytest.raises(UserError, match="give --overwrite"):
+        call(TOKENIZE, *same, "--max_seq_length", 30)
+    write_csv(tmp_path / "csv", proteins(60), "x001.csv")
+    with pytest.raises(UserError, match="give --overwrite"):
+        call(TOKENIZE, *same)
+    assert everything_in(tmp_path / "arrow") == first
+    call(TOKENIZE, *same, "--overwrite")
+    assert sum(map(len, load(tmp_path).values())) == 110
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["arrow", "csv"]
+
+
+def test_killed_and_started_again(tmp_path):
+    rows = proteins(1000)
+    for i in range(200):
+        write_csv(tmp_path / "csv", rows, f"x{i:03d}.csv")
+    arguments = ("--input_dir", tmp_path / "csv", "--output_dir", tmp_path / "out")
+    process = subprocess.Popen(command(SCRIPT, *arguments), env=environment(), stderr=subprocess.DEVNULL)
+    while not (tmp_path / "out/.building/scratch/file-00005").exists() and process.poll() is None:
+        time.sleep(0.002)
+    process.send_signal(signal.SIGKILL)
+    assert process.wait() == -signal.SIGKILL, "the script was through before it could be killed"
+    assert not (tmp_path / "out/arrow").exists()
+    call(TOKENIZE, *arguments)
+    call(TOKENIZE, *arguments[:2], "--output_dir", tmp_path / "undisturbed")
+    assert everything_in(tmp_path / "out") == everything_in(tmp_path / "undisturbed")
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["arrow"]
+
+
+CHUNKS = ("--line_by_line", "False", "--max_seq_length", "50")
+
+
+@pytest.mark.parametrize(("moments", "flags"), [(20, ()), (6, CHUNKS), (10, ("--cluster_table", "table.tsv"))])
+def test_killed_at_many_moments(tmp_path, monkeypatch, moments, flags):
+    """Counting, encoding, renaming, copying pieces together: always the same bytes, and no whole file read again."""
+    monkeypatch.chdir(tmp_path)
+    small = {"common.prepare.shards.SMALL_BYTES": 2000}  # some pieces are renamed, some copied together
+    monkeypatch.setattr(shards, "SMALL_BYTES", 2000)
+    rows = [(f"UniRef90_{name}", text) for name, text in proteins(420)]
+    for i, (first, last) in enumerate(itertools.pairwise([0, 200, 210, 220, 420])):
+        write_csv(tmp_path / "csv", rows[first:last], f"x{i:03d}.csv")
+    (tmp_path / "table.tsv").write_text("".join(f"UniRef50_{i // 3}\tUniRef90_P{i}\n" for i in range(400)))
+    arguments = ("--input_dir", tmp_path / "csv", "--validation_size", "20", "--test_size", "20", *flags)
+    out = tmp_path / "undisturbed"
+    touches = run_killed_at(None, SCRIPT, out, *arguments, "--output_dir", out, settings=small)
+    expected = everything_in(out)
+    assert flags == CHUNKS or len(list((out / "arrow/train").glob("*.arrow"))) == 3
+
+    resumed, again = 0, []
+
+    def noting(path, *others):
+        again.append(path.name)
+        return read_rows(path, *others)
+
+    monkeypatch.setattr(encode_files, "read_rows", noting)
+    # Of the whole run, and of its end: most touches of the disk are those of the clusters' temporary files.
+    chosen = np.concatenate([np.linspace(begin, touches - 1, moments // 2) for begin in (1, max(2, touches - 60))])
+    for number, touch in enumerate(sorted(set(chosen.astype(int).tolist()))):
+        out = tmp_path / str(touch)
+        run_killed_at(touch, SCRIPT, out, *arguments, "--output_dir", out, settings=small)
+        if number % 3 == 0:
+            run_killed_at(touch // 2, SCRIPT, out, *arguments, "--output_dir", out, settings=small)  # and again
+        journal = out / ".building/journal.jsonl"
+        notes = [json.loads(line)[0] for line in journal.read_text().splitlines()] if journal.exists() else []
+        done = {f"x{int(note.split()[1]):03d}.csv" for note in notes if note.startswith("file ")}
+        again.clear()
+        call(TOKENIZE, *arguments, "--output_dir", out)
+        assert everything_in(out) == expected, touch
+        assert [path.name for path in out.iterdir()] == ["arrow"]
+        assert not done & set(again), touch
+        resumed += bool(done)
+    assert resumed >= moments // 5
+
+
+def test_a_full_disk(tmp_path):
+    for i in range(4):
+        write_csv(tmp_path / "csv", proteins(20_000, seed=i), f"x{i:03d}.csv")
+    with small_disk(tmp_path, "2m") as disk:
+        line = expect_error(SCRIPT, "--input_dir", tmp_path / "csv", "--output_dir", disk / "out")
+        assert "No space left on device" in line
+        assert not list(disk.iterdir())
+
+
+# --- bad input
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "x001.csv: Empty CSV file"),
+        (b"id,text\na,MK\nb\n", "x001.csv: row 2: Expected 2 columns, got 1"),
+        (b"name,sequence\na,MK\n", "x001.csv: row 0: the header is 'name,sequence': expected id,text"),
+        (b"id,text,text\na,MK,V\n", "x001.csv: row 0: the header"),
+        (b"id,text\na,MK\nb,\nc,\n", "x001.csv: row 2: the text is empty"),
+        (b"id,text\na,MK\nb,MK\nc,M\xc3\xa9K\n", "x001.csv: row 3: non-ASCII byte 0xc3 in the text"),
+        (b"id,text\na,MK\nb\xff,MK\n", "x001.csv: row 2: the id is not UTF-8"),
+        (b"id,text\na,MK\nb,MK,V\n", "x001.csv: row 2: Expected 2 columns, got 3"),
+    ],
+)
+def test_bad_csv_names_file_and_row(tmp_path, content, message):
+    write_csv(tmp_path / "csv", proteins(10))
+    (tmp_path / "csv/x001.csv").write_bytes(content)
+    with pytest.raises(UserError) as error:
+        call(TOKENIZE, "--input_dir", tmp_path / "csv", "--output_dir", tmp_path / "new/out")
+    assert message in str(error.value)
+    assert "\n" not in str(error.value)
+    assert [path.name for path in tmp_path.iterdir()] == ["csv"]
+
+
+def test_row_numbers_count_over_blocks(tmp_path, monkeypatch):
+    rows = [*proteins(500), ("bad", "MKé")]
+    write_csv(tmp_path / "csv", rows)
+    for name in ("BLOCK_BYTES", "PARSED_BYTES"):
+        monkeypatch.setattr(csv_records, name, 300)
+    with pytest.raises(UserError, match="row 501: non-ASCII"):
+        list(read_rows(tmp_path / "csv/x000.csv"))
+
+
+BAD_ROWS = [b"a,", b"b,M\xc3\xa9K", b"\xff,MK", b"c,MK,V", b"d", b'"",""']
+
+
+@pytest.mark.parametrize("block_bytes", [300, 1 << 20])
+@pytest.mark.parametrize("header", [b"id,text\n", b"id,text\r\n"])
+def test_bad_rows_are_skipped_and_counted(tmp_path, monkeypatch, caplog, block_bytes, header):
+    for name in ("BLOCK_BYTES", "PARSED_BYTES"):
+        monkeypatch.setattr(csv_records, name, block_bytes)
+    good = proteins(500)
+    places = [3, 60, 61, 200, 202, 470]  # of the bad rows among all
+    lines = [f"{name},{text}".encode() for name, text in good]
+    for place, bad in zip(places, BAD_ROWS, strict=True):
+        lines.insert(place - 1, bad)
+    (tmp_path / "csv").mkdir()
+    (tmp_path / "csv/x000.csv").write_bytes(header + b"\n".join(lines))
+    found = []
+    bad_records = BadRecords("skip")
+    for batch in read_rows(tmp_path / "csv/x000.csv", bad_records):
+        found += [tuple(row.values()) for row in batch.to_pylist()]
+    assert found == good
+    assert count_rows(tmp_path / "csv/x000.csv", BadRecords("skip")) == 500
+    words = ["the text is empty", "non-ASCII byte 0xc3", "the id is not UTF-8", "Expected 2 columns, got 3"]
+    words += ["Expected 2 columns, got 1", "the text is empty"]
+    said = sorted(bad_records.first, key=lambda line: int(re.search(r"row (\d+)", line)[1]))
+    for line, place in zip(said, places, strict=False):
+        assert f"x000.csv: row {place}: {words[places.index(place)]}" in line
+    assert bad_records.count == 6
+
+    with pytest.raises(UserError, match=r"x000.csv: row \d+: .*--on_bad_record skip"):
+        call(TOKENIZE, "--input_dir", tmp_path / "csv", "--output_dir", tmp_path / "out")
+    with caplog.at_level("INFO"):
+        call(TOKENIZE, "--input_dir", tmp_path / "csv", "--output_dir", tmp_path / "out", "--on_bad_record", "skip")
+    assert "6 bad records were skipped" in caplog.text
+    assert dict(itertools.chain(*load(tmp_path / "out").values())) == {n: encode(t).tolist() for n, t in good}
+    results = json.loads((tmp_path / "out/arrow/.complete.json").read_text())["results"]
+    assert (results["records"], results["bad_records"]) == (500, 6)
+
+
+def test_too_few_records(tmp_path):
+    write_csv(tmp_path / "csv", proteins(2))
+    with pytest.raises(UserError, match="at least 3"):
+        call(TOKENIZE, "--input_dir", tmp_path / "csv", "--output_dir", tmp_path / "out")
+    assert [path.name for path in tmp_path.iterdir()] == ["csv"]
+
+
+def test_input_directories(tmp_path):
+    with pytest.raises(UserError, match="no such directory"):
+        csv_files(tmp_path / "absent")
+    (tmp_path / ".hidden.csv").write_text("id,text\n")
+    with pytest.raises(UserError, match=r"no \*.csv files"):
+        csv_files(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ("--pad_to_max_length", "True"),
+        ("--max_seq_length", 2),
+        ("--preprocessing_num_workers", 0),
+        ("--tokenizer_name", "bert-base-uncased"),
+        ("--validation_size", -1),
+        ("--seed", -1),
+    ],
+)
+def test_impossible_flags(tmp_path, flags):
+    write_csv(tmp_path / "csv", proteins(10))
+    with pytest.raises(UserError, match=flags[0]):
+        call(TOKENIZE, "--input_dir", tmp_path / "csv", "--output_dir", tmp_path / "out", *flags)
+    assert [path.name for path in tmp_path.iterdir()] == ["csv"]
+
+
+def test_tokenizers_that_are_ours_by_another_name(tmp_path):
+    write_csv(tmp_path / "csv", proteins(10))
+    local = tmp_path / "tokenizer"
+    local.mkdir()
+    (local / "vocab.txt").write_text("\n".join(TOKENS) + "\n")
+    for i, name in enumerate(("facebook/esm2_t6_8M_UR50D", local)):
+        call(TOKENIZE, "--input_dir", tmp_path / "csv", "--output_dir", tmp_path / str(i), "--tokenizer_name", name)
+    assert everything_in(tmp_path / "0") == everything_in(tmp_path / "1")
+    (local / "vocab.txt").write_text("\n".join(reversed(TOKENS)))
+    with pytest.raises(UserError, match="33 ESM-2 tokens"):
+        call(TOKENIZE, "--input_dir", tmp_path / "csv", "--output_dir", tmp_path / "x", "--tokenizer_name", local)
+
+
+def test_bad_input_on_the_command_line(tmp_path):
+    write_csv(tmp_path / "csv", [*proteins(10), ("bad", "")])
+    line = expect_error(SCRIPT, "--input_dir", tmp_path / "csv", "--output_dir", tmp_path / "out")
+    assert line == f"error: {tmp_path}/csv/x000.csv: row 11: the text is empty: {csv_records.REMEDY}"
+    assert "--pad" in expect_error(SCRIPT, "--pad", "True")
+    assert "--on_bad_record" in expect_error(SCRIPT, "--on_bad_record", "ignore")
+    shutil.rmtree(tmp_path / "csv")
+    line = expect_error(SCRIPT, "--input_dir", tmp_path / "csv", "--output_dir", tmp_path / "out")
+    assert "no such directory: run 0.download_data.py first" in line
+    assert not list(tmp_path.iterdir())

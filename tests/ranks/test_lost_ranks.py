@@ -1,0 +1,101 @@
+"""When a rank has died no other one stays behind, whatever its threads were waiting for."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import time
+from argparse import Namespace
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.utils.data import IterableDataset
+
+from common.batches.workers import deliver
+from common.ranks.run import distributed_run
+from common.ranks.stopping import end_with
+from tests.live_runs import is_running, wait_until
+from tests.training.checkpoint_fixtures import checkpointer_of_a_small_model
+from tests.training_fixtures import on_ranks
+
+FLAGS = Namespace(use_cpu=True, tf32=None, ddp_timeout=3600)  # a rank that stays behind does so for this long
+
+
+def _lose_rank_2(out: Path, finder: str) -> None:
+    """Rank 2 dies. One thread of rank 0 finds it; the other waits for rank 1, which waits for rank 0 in another group.
+
+    The groups are what sharding and replication make of larger runs: not every rank talks to every other.
+    """
+    with distributed_run(FLAGS) as world:
+        with_the_dead, first, second = (dist.new_group(ranks) for ranks in ([0, 2], [0, 1], [0, 1]))
+        checkpointer = checkpointer_of_a_small_model(out, world)
+        of_main, of_writer = (with_the_dead, first) if finder != "checkpoint writer" else (first, with_the_dead)
+        if world.rank == 0:
+            checkpointer.group = of_writer
+            with checkpointer:
+                checkpointer.save(1, {"step": 1})
+                if finder == "NCCL":
+                    raise dist.DistBackendError("NCCL error: remote process exited or there was a network error")
+                dist.all_reduce(torch.ones(1), group=of_main)
+        world.end_together(None)  # rank 0 does so in `save`
+        if world.rank == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        dist.all_reduce(torch.ones(1), group=second)
+
+
+@pytest.mark.parametrize("finder", ["main", "checkpoint writer"])
+def test_the_thread_that_finds_a_lost_rank_waits_for_no_other_thread(tmp_path, finder):
+    codes, said = on_ranks(3, _lose_rank_2, tmp_path, finder)
+    assert codes == [1, 1, -signal.SIGKILL], "\n".join(said)
+    assert said[0].startswith("error: another rank is gone: no answer from rank 2 (host "), said[0]
+    assert said[0].count("\n") == 1
+    assert said[1].startswith("error: rank 1: another rank is gone: no answer from rank "), said[1]
+
+
+class _Hangs(IterableDataset):
+    """Says who its worker is, then never has a second item: as a read from a server that is gone."""
+
+    def __iter__(self):
+        yield torch.tensor(os.getpid())
+        time.sleep(3600)
+
+
+def _wait_with_a_worker(told) -> None:
+    items = deliver(_Hangs(), num_workers=1, prefetch_factor=2, pin_memory=False)
+    told.send(int(next(items)))
+    next(items)
+
+
+def _die_before_the_child_looks(told) -> None:
+    parent = os.getpid()
+    if os.fork():
+        os._exit(0)
+    wait_until(lambda: os.getppid() != parent)
+    told.send(os.getpid())
+    end_with(parent)
+    time.sleep(3600)
+
+
+def test_an_error_of_nccl_waits_for_no_other_thread_either(tmp_path):
+    codes, said = on_ranks(3, _lose_rank_2, tmp_path, "NCCL")
+    assert codes == [1, 1, -signal.SIGKILL], "\n".join(said)
+    assert "DistBackendError: NCCL error" in said[0]
+
+
+@pytest.mark.parametrize("body", [_wait_with_a_worker, _die_before_the_child_looks])
+def test_workers_end_with_their_rank(body):
+    """A worker holds its rank's connections: while it is there, the others wait for a rank that is dead."""
+    listener, told = multiprocessing.get_context("fork").Pipe(duplex=False)
+    rank = multiprocessing.get_context("fork").Process(target=body, args=(told,))
+    rank.start()
+    worker = listener.recv()
+    try:
+        rank.kill()
+        rank.join()
+        assert wait_until(lambda: not is_running(worker), poll=0.05)
+    finally:
+        if is_running(worker):
+            os.kill(worker, signal.SIGKILL)

@@ -1,0 +1,196 @@
+"""Bad input to train_ddp.py: status 2, one line that says what, where and what to do, nothing left behind."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import datasets
+import pytest
+import yaml
+
+from common.files import alphabet
+from common.model.presets import ESM2_SIZES
+from tests.training_fixtures import ROOT, TIMEOUT_S, environment, flags_of, losses, run_training, train
+
+
+def error_of(said: str) -> str:
+    """The one error line; there must be no traceback and no second one."""
+    assert "Traceback" not in said, said
+    errors = [line for line in said.splitlines() if line.startswith("error: ")]
+    assert len(errors) == 1, said
+    return errors[0]
+
+
+def refused(dataset_dir, output_dir, **flags) -> str:
+    return error_of(train(dataset_dir, output_dir, expect=2, **flags))
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ({"frobnicate": 1}, "--frobnicate"),
+        ({"max_step": 3}, "--max_step"),  # an abbreviation is an unknown flag
+        ({"bf16": "maybe"}, "--bf16"),
+        ({"max_steps": "ten"}, "--max_steps"),
+        ({"output_dir": ""}, "--output_dir is missing"),
+        ({"dataset_dir": ""}, "--dataset_dir is missing"),
+        ({"config_name": None}, "--config_name is missing"),
+        ({"model_name_or_path": "somewhere", "config_name": "facebook/esm2_t6_8M_UR50D"}, "--model_name_or_path"),
+        ({"config_name": "facebook/esm3"}, next(iter(ESM2_SIZES))),
+        ({"config_name": "./no/such/directory"}, next(iter(ESM2_SIZES))),
+        ({"config_overrides": "hidden_size=big"}, "hidden_size=big"),
+        ({"config_overrides": "hidden_size=60,num_attention_heads=7"}, "multiple"),
+        ({"tokenizer_name": "gpt2"}, "--tokenizer_name gpt2"),
+        ({"tokens_per_pack": 100, "max_seq_length": 128}, "--tokens_per_pack 100"),
+        ({"pad_to_max_length": True, "tokens_per_pack": 4096}, "--tokens_per_pack"),
+        ({"pad_to_max_length": True, "sequence_packing": True}, "exclude"),
+        ({"mlm_probability": 1.5}, "--mlm_probability"),
+        ({"gradient_accumulation_steps": 0}, "--gradient_accumulation_steps"),
+        ({"eval_steps": 10}, "--do_eval"),
+        ({"do_preprocess": True}, "1.tokenize_uniref_csv.py"),
+        ({"lr_scheduler_type": "sawtooth"}, "--lr_scheduler_type sawtooth"),
+        ({"report_to": "carrier-pigeon"}, "--report_to"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, dict) else "",
+)
+def test_flags_are_refused_by_name(dataset, tmp_path, flags, message):
+    flags = {"dataset_dir": dataset, "output_dir": tmp_path / "out"} | flags
+    assert message in refused(**flags)
+    assert not (tmp_path / "out").exists() or not any((tmp_path / "out").iterdir())
+
+
+def test_a_missing_tracker_names_the_package(dataset, tmp_path):
+    for name in ("wandb", "tensorboard"):
+        try:
+            __import__(name)
+        except ImportError:
+            assert f"pip install {name}" in refused(dataset, tmp_path / "out", report_to=name)
+
+
+def test_directories_that_hold_no_dataset(dataset, tmp_path):
+    (tmp_path / "empty").mkdir()
+    for directory in (tmp_path / "empty", tmp_path / "nowhere"):
+        assert str(directory) in refused(directory, tmp_path / "out")
+    only_test = tmp_path / "only_test"
+    only_test.mkdir()
+    (only_test / "test").symlink_to(dataset / "test")
+    assert "train" in refused(only_test, tmp_path / "out")
+
+
+def test_a_dataset_without_validation_split_is_refused_before_training(dataset, tmp_path):
+    only_train = tmp_path / "only_train"
+    only_train.mkdir()
+    (only_train / "train").symlink_to(dataset / "train")
+    assert "validation" in refused(only_train, tmp_path / "out", do_eval=True)
+    assert not (tmp_path / "out" / "metrics.jsonl").exists()
+
+
+def test_token_ids_outside_the_vocabulary_are_refused(tmp_path):
+    rows = {"input_ids": [[0, 5, 40, 2]] * 50}
+    datasets.Dataset.from_dict(rows).save_to_disk(tmp_path / "data" / "train")
+    assert "40" in refused(tmp_path / "data", tmp_path / "out")
+
+
+def test_a_dataset_of_the_guides_script_is_accepted(dataset, tmp_path):
+    """Padded to 512 with attention_mask and special_tokens_mask, int64 or int32, as datasets.map writes them."""
+    columns: dict[str, list] = {"input_ids": [], "attention_mask": [], "special_tokens_mask": []}
+    for row in datasets.load_from_disk(str(dataset / "train")).select(range(60)):
+        ids = row["input_ids"][:511] + ([alphabet.EOS] if len(row["input_ids"]) > 511 else [])
+        padding = 512 - len(ids)
+        columns["input_ids"].append(ids + [alphabet.PAD] * padding)
+        columns["attention_mask"].append([1] * len(ids) + [0] * padding)
+        columns["special_tokens_mask"].append([int(i in (0, 2)) for i in ids] + [1] * padding)
+    datasets.Dataset.from_dict(columns).save_to_disk(tmp_path / "data" / "train")
+    train(tmp_path / "data", tmp_path / "out", max_steps=3)
+    assert len(losses(tmp_path / "out")) == 3
+
+
+@pytest.mark.parametrize("kind", ["a file in its place", "a file above it"])
+def test_an_output_directory_that_cannot_be_made(dataset, tmp_path, kind):
+    blocker = tmp_path / "out"
+    blocker.write_text("mine")
+    target = blocker if kind == "a file in its place" else blocker / "deeper"
+    assert str(blocker) in refused(dataset, target)
+    assert blocker.read_text() == "mine"
+
+
+def test_a_read_only_output_directory(dataset):
+    assert "/proc" in refused(dataset, Path("/proc/no_such_output"))
+
+
+def test_a_world_size_that_does_not_divide_the_global_batch(dataset, tmp_path):
+    said = run_training(dataset, tmp_path / "out", nproc=2, packs_per_step=3)
+    assert said.returncode != 0
+    message = next(line for line in said.stderr.splitlines() if line.startswith("error: "))
+    assert "3 packs" in message
+    assert re.search(r"use 1, 3 ranks, or 2 or 4 packs", message), message
+
+
+def test_torchrun_ends_promptly_on_a_bad_flag(dataset, tmp_path):
+    done = run_training(dataset, tmp_path / "out", nproc=2, frobnicate=1)
+    assert done.returncode != 0
+    assert "--frobnicate" in done.stderr
+    assert 'train_ddp.py", line' not in done.stderr, "a traceback of ours, not only torchrun's"
+
+
+@pytest.mark.parametrize("suffix", ["json", "yaml"])
+def test_a_file_of_flags(dataset, tmp_path, suffix):
+    flags = dict(flag[2:].split("=", 1) for flag in flags_of(dataset, tmp_path / "out", max_steps=2))
+    typed = {k: yaml.safe_load(v) for k, v in flags.items()}
+    write = json.dumps if suffix == "json" else yaml.safe_dump
+
+    def run(values: dict) -> subprocess.CompletedProcess:
+        file = tmp_path / f"flags.{suffix}"
+        file.write_text(write(values))
+        return _run_script(str(file))
+
+    bad = run(typed | {"frobnicate": 1})
+    assert bad.returncode == 2
+    assert "frobnicate" in error_of(bad.stderr)
+    good = run(typed)
+    assert good.returncode == 0, good.stderr
+    assert len(losses(tmp_path / "out")) == 2
+    missing = _run_script(f"nowhere.{suffix}")
+    assert missing.returncode == 2
+    assert "nowhere" in error_of(missing.stderr)
+
+
+def test_overwriting_spares_what_is_not_ours(dataset, tmp_path):
+    """In the guides the output directory is often the data directory."""
+    out = tmp_path / "out"
+    (out / "csv").mkdir(parents=True)
+    (out / "csv" / "x000.csv").write_text("id,text\n")
+    (out / "processed" / "arrow").mkdir(parents=True)
+    (out / "notes.txt").write_text("mine")
+    train(dataset, out, max_steps=2, save_steps=1)
+    train(dataset, out, max_steps=1, overwrite_output_dir=True)
+    assert [p.name for p in out.glob("checkpoint-*")] == ["checkpoint-1"]
+    assert len(losses(out)) == 1
+    assert (out / "notes.txt").read_text() == "mine"
+    assert (out / "csv" / "x000.csv").exists()
+    assert (out / "processed" / "arrow").is_dir()
+
+
+def test_overwriting_does_not_defeat_the_restart_of_the_same_job(dataset, tmp_path, monkeypatch):
+    """A hundred restarts come with the same command line; the guides' runs started over each time."""
+    flags = {"overwrite_output_dir": True, "max_steps": 4}
+    monkeypatch.setenv("SLURM_JOB_ID", "17")
+    first = run_training(dataset, tmp_path / "out", stop_at_step=2, **flags)
+    assert first.returncode == 0, first.stderr
+    again = run_training(dataset, tmp_path / "out", **flags)
+    assert "Resuming after step 2" in again.stderr
+    monkeypatch.setenv("SLURM_JOB_ID", "18")
+    other = run_training(dataset, tmp_path / "out", stop_at_step=2, **flags)
+    assert other.returncode == 0, other.stderr
+    assert "Resuming" not in other.stderr
+
+
+def _run_script(argument: str) -> subprocess.CompletedProcess:
+    command = [sys.executable, str(ROOT / "train_ddp.py"), argument]
+    return subprocess.run(
+        command, capture_output=True, text=True, env=environment(), timeout=TIMEOUT_S, cwd=ROOT, check=False
+    )

@@ -1,0 +1,148 @@
+"""train_fsdp2.py when things break: ranks that die, damaged shards, signals, and saves on a slow disk."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import shutil
+import signal
+import time
+from argparse import Namespace
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from common.model import esm2, presets
+from common.ranks.world import World
+from common.training.checkpoint import Checkpointer
+from tests.live_runs import PREEMPTED, LiveRun, assert_same_run, kill_all, newest_step, ranks_of, torchrun, wait_until
+from tests.training.checkpoint_fixtures import DAMAGES
+from tests.training_fixtures import TIMEOUT_S, TINY_OVERRIDES, on_ranks, rows, train
+
+FLAGS = {"script": "train_fsdp2.py", "per_device_train_batch_size": 1, "save_final_model": False}
+
+
+def test_torchrun_restarts_by_itself_when_a_rank_is_killed(dataset, tmp_path):
+    flags, out = FLAGS | {"max_steps": 60, "save_steps": 3}, tmp_path / "killed"
+    job = torchrun(dataset, out, 2, "--max_restarts=1", **flags)
+    try:
+        assert wait_until(lambda: newest_step(out) >= 6, lambda: job.poll() is None)
+        os.kill(ranks_of(job.pid)[1], signal.SIGKILL)
+        said, _ = job.communicate(timeout=TIMEOUT_S)
+    finally:
+        kill_all(job)
+    assert job.returncode == 0
+    assert "Resuming after step" in said
+    train(dataset, tmp_path / "whole", 2, **flags)
+    assert_same_run(out, tmp_path / "whole", 60, tmp_path)
+
+
+def test_every_damaged_checkpoint_is_named_and_skipped_and_the_newest_whole_one_used(dataset, tmp_path):
+    flags, out = FLAGS | {"max_steps": 14, "save_steps": 2}, tmp_path / "damaged"
+    train(dataset, out, 2, **flags)
+    shutil.copytree(out, tmp_path / "whole")
+    damages = ("a shard cut short", "a flipped byte", "no metadata", "no manifest", "nothing")
+    for step, damage in zip((6, 8, 10, 12, 14), damages, strict=True):
+        DAMAGES[damage](out / f"checkpoint-{step}")
+    said = train(dataset, out, 2, **flags)
+    for step, reason in (
+        (6, "__1_0.distcp is damaged (1000 bytes,"),
+        (8, "__1_0.distcp is damaged"),
+        (10, ".metadata is missing"),
+        (12, "not a checkpoint of this program, or torn: no readable manifest.json"),
+        (14, "not a checkpoint of this program, or torn: no readable manifest.json"),
+    ):
+        assert f"WARNING - {out}/checkpoint-{step}: skipped: {reason}" in said
+    assert "Resuming after step 4" in said
+    assert_same_run(out, tmp_path / "whole", 14, tmp_path)
+
+    other = flags | {"config_overrides": TINY_OVERRIDES.replace("256", "128")}
+    said = train(dataset, out, 2, expect=2, **other)
+    assert said.count("error: ") == 1
+    assert "checkpoint-14: the checkpoint is of another model: intermediate_size 256 (now 128);" in said
+
+
+def test_signals_in_a_step_and_in_an_evaluation_save_and_the_same_command_goes_on(dataset, tmp_path):
+    """SIGUSR1 to one rank; SIGTERM to torchrun, and to one rank, while the ranks evaluate (a second or more)."""
+    data = tmp_path / "data"
+    data.mkdir()
+    for split in ("train", "validation"):
+        (data / split).symlink_to(dataset / "train")
+    flags = FLAGS | {"max_steps": 30, "do_eval": True, "eval_steps": 15, "per_device_eval_batch_size": 1}
+    train(data, tmp_path / "whole", 2, **flags)
+    out = tmp_path / "out"
+    with LiveRun(data, out, tmp_path / "logs", 2, **flags) as run:
+        run.until_step(4)
+        run.signal(signal.SIGUSR1, rank=1)
+        last = rows(out)[-1]["step"]
+        assert run.end() == [PREEMPTED] * 2
+    # The step under way, and one more if its agreement was under way too.
+    assert newest_step(out) == rows(out)[-1]["step"] <= last + 2
+
+    job = torchrun(data, out, 2, **flags)
+    try:
+        assert any("Running Evaluation" in line for line in job.stdout)
+        job.terminate()
+        said, _ = job.communicate(timeout=TIMEOUT_S)
+    finally:
+        kill_all(job)
+    assert "Stopped as asked, the state is saved" in said
+    assert newest_step(out) == 15
+
+    with LiveRun(data, out, tmp_path / "logs", 2, **flags) as run:
+        run.until_said("Running Evaluation")
+        run.signal(signal.SIGTERM, rank=1)
+        assert run.end() == [PREEMPTED] * 2
+    assert newest_step(out) == 15
+    assert json.loads((out / "checkpoint-15/trainer_state.json").read_text())["unfinished_row"]["step"] == 15
+    train(data, out, 2, **flags)
+    assert_same_run(out, tmp_path / "whole", 30, tmp_path)
+
+
+# ---- saving in the background --------------------------------------------------------------------------------
+
+
+def held_bytes() -> int:
+    """Of all tensors of this process, each storage once."""
+    plain = (t for t in gc.get_objects() if type(t) in (torch.Tensor, torch.nn.Parameter))
+    return sum({s.data_ptr(): s.nbytes() for t in plain if (s := t.untyped_storage()).nbytes()}.values())
+
+
+def _saves_on_a_slow_disk(out: Path) -> None:
+    """On a rank: saves in quick succession, where flushing a file takes half a second."""
+    flush = os.fsync
+    os.fsync = lambda file: (time.sleep(0.5), flush(file))
+    dist.init_process_group("gloo")
+    world = World(dist.get_rank(), 0, dist.get_world_size(), torch.device("cpu"))
+    model = esm2.build_model(presets.override(presets.load_config("facebook/esm2_t6_8M_UR50D"), TINY_OVERRIDES), 1)
+    whole = sum(p.numel() for p in model.parameters())
+    fully_shard(model, mesh=init_device_mesh("cpu", (world.size,)))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+    optimizer.zero_grad()
+    settings = Namespace(save_total_limit=None, async_save=True, ddp_timeout=60, do_train=True)
+    checkpointer = Checkpointer(out, model, optimizer, model.config, world, settings)
+    gc.collect()
+    before, copy = held_bytes(), 3 * 4 * whole / world.size  # fp32 weights and two moments, this rank's share
+    for step in (1, 2, 3):
+        checkpointer.save(step, {"step": step})
+        gc.collect()
+        assert not (out / f"checkpoint-{step}").exists(), "it was written before save returned"
+        assert step == 1 or (out / f"checkpoint-{step - 1}").exists(), "two saves were under way"
+        assert 0.9 * copy < held_bytes() - before < 1.1 * copy
+    checkpointer.wait()
+    gc.collect()
+    assert (out / "checkpoint-3").exists()
+    assert held_bytes() - before < 0.1 * copy
+    dist.destroy_process_group()
+
+
+def test_a_save_waits_for_the_one_before_and_one_copy_of_a_ranks_share_is_held(tmp_path):
+    codes, said = on_ranks(2, _saves_on_a_slow_disk, tmp_path)
+    assert codes == [0, 0], "\n".join(said)

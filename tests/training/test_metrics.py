@@ -1,0 +1,323 @@
+"""What a run counts and leaves: FLOPs, MFU's peak, metrics.jsonl, the guides' JSON files, blocks, tables, pictures."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import EsmForMaskedLM
+
+from common.batches.training_data import open_training
+from common.model.presets import esm2_config
+from common.training import metrics
+from common.training.metrics import (
+    MetricsLog,
+    format_block,
+    peak_flops,
+    read_metrics,
+    step_flops,
+    step_line,
+    write_results,
+)
+from common.training.report import draw_curves, held_out_table
+from tests.model.reference import random_batch
+from tests.training_fixtures import NUM_TEST, NUM_TRAIN, NUM_VALIDATION, arguments, rows, run_training, train
+
+TRAIN_KEYS = {
+    *("epoch", "total_flos", "train_loss", "train_runtime", "train_samples"),
+    *("train_samples_per_second", "train_steps_per_second"),
+}
+EVAL_KEYS = {
+    *("eval_accuracy", "eval_loss", "eval_runtime", "eval_samples", "eval_samples_per_second"),
+    *("eval_steps_per_second", "perplexity", "epoch"),
+}
+ROW_KEYS = {
+    *("step", "loss", "grad_norm", "learning_rate", "tokens", "tokens_per_second", "step_seconds"),
+    *("data_wait_seconds", "peak_memory_gb", "epoch", "total_steps", "tflops_per_device"),
+    *("forward_backward_seconds", "optimizer_seconds", "checkpoint_seconds", "skipped_steps"),
+}
+
+
+@pytest.fixture(scope="module")
+def run(dataset, tmp_path_factory):
+    """A finished run of 12 steps on two ranks with everything on, and what rank 0 said."""
+    output_dir = tmp_path_factory.mktemp("run")
+    flags = {"max_steps": 12, "do_eval": True, "eval_on_start": True, "eval_steps": 4, "logging_steps": 5}
+    return output_dir, train(dataset, output_dir, 2, **flags)
+
+
+def read(path) -> dict:
+    return json.loads(path.read_text())
+
+
+def test_flops_are_those_that_pytorch_counts_for_each_protein_alone():
+    """PyTorch's counter on transformers' model, forward and backward: the matrix products it really runs.
+
+    The reference runs the LM head on every position and the rotary angles as a product; ours does neither.
+    """
+    config = esm2_config(2, 64, 4)
+    config._attn_implementation = "eager"
+    model = EsmForMaskedLM(config)
+    counted, lengths = 0, [5, 33, 120]
+    for length in lengths:
+        batch = random_batch([length])
+        with FlopCounterMode(display=False) as counter:
+            model(**batch).loss.backward()
+        counted += counter.get_total_flops()
+        angles = 2 * length * 16 // 2  # forward only: [D/2, 1] x [1, L]
+        counted -= angles
+    tokens, squared = sum(lengths), sum(n * n for n in lengths)
+    assert step_flops(config, tokens, squared, predicted=tokens) == counted
+    masked = 24
+    head = 3 * 2 * (64 * 64 + 64 * 33)
+    assert step_flops(config, tokens, squared, masked) == counted - head * (tokens - masked)
+
+
+def test_total_flos_add_up_over_the_proteins_really_read(dataset, tmp_path):
+    train(dataset, tmp_path, num_train_epochs=1, max_steps=None, max_seq_length=1500, tokens_per_pack=1500)
+    store = open_training(arguments(dataset)).store
+    lengths = store.lengths(np.arange(len(store))).astype(float)
+    state = read(tmp_path / "trainer_state.json")
+    assert state["tokens"] == lengths.sum()
+    per_token = 2 * 2 * (4 * 64 * 64 + 2 * 64 * 256)
+    body = 3 * (per_token * lengths.sum() + 4 * 2 * 64 * (lengths**2).sum())
+    head = 3 * 2 * (64 * 64 + 64 * 33) * lengths.sum()
+    # of the head we only know here that about 15 % of the positions are predicted
+    assert body + 0.13 * head < state["total_flos"] < body + 0.17 * head
+    assert read(tmp_path / "train_results.json")["total_flos"] == state["total_flos"]
+
+
+@pytest.mark.parametrize(
+    ("name", "peak"),
+    [
+        ("NVIDIA A100-SXM4-80GB", 312e12),
+        ("NVIDIA A10G", 70e12),
+        ("NVIDIA L4", 121e12),
+        ("NVIDIA L40S", 362e12),
+        ("NVIDIA H100 80GB HBM3", 989e12),
+        ("NVIDIA H100 PCIe", 756e12),
+        ("NVIDIA H200", 989e12),
+        ("NVIDIA GH200 480GB", 989e12),
+        ("NVIDIA B200", 2250e12),
+        ("NVIDIA GB200", 2500e12),
+        ("NVIDIA GB300", 2500e12),
+        ("Tesla V100-SXM2-16GB", None),
+        ("NVIDIA GeForce RTX 4090", None),
+        ("NVIDIA L40", 181e12),
+        ("NVIDIA H200 NVL", 835e12),
+        ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", None),
+        ("NVIDIA A16", None),
+    ],
+)
+def test_the_peak_is_looked_up_by_the_devices_name_and_never_guessed(monkeypatch, name, peak):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)  # the driver's answer
+    assert peak_flops(torch.device("cuda"), bf16=True) == peak
+    assert peak_flops(torch.device("cuda"), bf16=False) is None
+    assert peak_flops(torch.device("cpu"), bf16=True) is None
+
+
+def test_a_run_leaves_the_guides_files_with_the_guides_keys(run):
+    output_dir, _ = run
+    trained, evaluated, tested, everything = (
+        read(output_dir / f"{name}_results.json") for name in ("train", "eval", "test", "all")
+    )
+    assert trained.keys() >= TRAIN_KEYS
+    assert evaluated.keys() >= EVAL_KEYS
+    assert everything == trained | evaluated | tested
+    assert (trained["train_samples"], evaluated["eval_samples"]) == (NUM_TRAIN, NUM_VALIDATION)
+    assert tested["test_samples"] == NUM_TEST
+    state = read(output_dir / "trainer_state.json")
+    assert state["log_history"] == rows(output_dir)
+    # The ratios are of the whole run: all ranks' proteins over the seconds spent in steps.
+    assert trained["train_samples_per_second"] * trained["train_runtime"] == pytest.approx(state["sequences"])
+    assert trained["train_steps_per_second"] * trained["train_runtime"] == pytest.approx(12)
+    assert trained["train_tokens_per_second"] * trained["train_runtime"] == pytest.approx(state["tokens"])
+
+
+def test_rows_come_once_a_logged_step_with_all_their_keys(run):
+    output_dir, _ = run
+    history = rows(output_dir)
+    assert [row["step"] for row in history] == [0, 1, 4, 5, 8, 10, 12]
+    for row in history[1:]:
+        evaluated = {k for k in row if k.startswith("eval_") or k == "perplexity"}
+        assert row.keys() - evaluated == ROW_KEYS
+        assert bool(evaluated) == (row["step"] in (4, 8, 12))
+        assert 0 <= row["data_wait_seconds"] <= row["step_seconds"]
+        assert row["peak_memory_gb"] > 0.05
+    tokens = [row["tokens"] for row in history[1:]]
+    assert tokens == sorted(set(tokens))
+    # tokens/s of the interval since the last row, not of its last step
+    for before, row in zip(history[1:], history[2:], strict=False):
+        steps = row["step"] - before["step"]
+        expected = (row["tokens"] - before["tokens"]) / (row["step_seconds"] * steps)
+        assert row["tokens_per_second"] == pytest.approx(expected)
+
+
+def test_train_loss_is_the_mean_over_all_steps_through_stops(dataset, tmp_path):
+    for stop in ({"stop_at_step": 3}, {}):
+        train(dataset, tmp_path, max_steps=7, **stop)
+    assert len(rows(tmp_path)) == 7
+    mean = np.mean([row["loss"] for row in rows(tmp_path)])
+    assert read(tmp_path / "train_results.json")["train_loss"] == pytest.approx(mean, rel=1e-9)
+
+
+def test_a_log_that_is_resumed_drops_what_will_come_again_and_a_torn_last_line(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    log = MetricsLog(path, keep_through=-1)
+    for step in (1, 5, 10, 15):
+        log.write({"step": step, "loss": 3.0 - step / 100})
+    with open(path, "a") as file:
+        file.write('{"step": 20, "lo')  # the crash
+    assert [row["step"] for row in read_metrics(path)] == [1, 5, 10, 15]
+    resumed = MetricsLog(path, keep_through=10)
+    assert [row["step"] for row in read_metrics(path)] == [1, 5, 10]
+    resumed.write({"step": 15, "loss": 0.5})
+    assert read_metrics(path)[-1] == {"step": 15, "loss": 0.5}
+    assert len(read_metrics(path)) == 4
+    MetricsLog(path, keep_through=-1)
+    assert read_metrics(path) == []
+
+
+def test_a_resumed_run_leaves_each_step_once(dataset, tmp_path):
+    flags = {"max_steps": 8, "save_steps": 4}
+    train(dataset, tmp_path, stop_at_step=6, **flags)
+    for path in (tmp_path / "checkpoint-6").iterdir():
+        path.unlink()  # as if the machine had died after step 6 and before its checkpoint
+    (tmp_path / "checkpoint-6").rmdir()
+    with open(tmp_path / "metrics.jsonl", "a") as file:
+        file.write('{"step": 7, "loss": 99.0}\n{"step": 8, "l')
+    train(dataset, tmp_path, **flags)
+    assert [row["step"] for row in rows(tmp_path)] == list(range(1, 9))
+    assert max(row["loss"] for row in rows(tmp_path)) < 4
+
+
+def test_results_of_several_splits_are_merged_and_later_ones_win(tmp_path):
+    write_results(tmp_path, "train", {"train_loss": 2.0, "epoch": 1.0})
+    write_results(tmp_path, "eval", {"eval_loss": 2.5, "epoch": 2.0})
+    assert read(tmp_path / "train_results.json") == {"train_loss": 2.0, "epoch": 1.0}
+    assert read(tmp_path / "all_results.json") == {"train_loss": 2.0, "eval_loss": 2.5, "epoch": 2.0}
+
+
+def test_the_block_is_the_guides():
+    results = {
+        "epoch": 1.0,
+        "total_flos": 304_667_017_000_000.0,
+        "train_loss": 2.638123,
+        "train_runtime": 1367.08,
+        "train_samples": 100000,
+    }
+    assert format_block("train", results).splitlines() == [
+        "***** train metrics *****",
+        "  epoch         =     1.0000",
+        "  total_flos    =  304,667GF",
+        "  train_loss    =     2.6381",
+        "  train_runtime = 0:22:47.08",
+        "  train_samples =     100000",
+    ]
+
+
+def test_the_step_line_says_what_the_row_says():
+    row = {"step": 20, "total_steps": 100, "epoch": 0.5, "loss": 2.71828, "grad_norm": 1.2344, "learning_rate": 4e-4}
+    row |= {"peak_memory_gb": 12.345, "tokens_per_second": 95_900.4, "tflops_per_device": 123.456}
+    row |= {"step_seconds": 0.5, "data_wait_seconds": 0.01}
+    assert step_line(row) == (
+        "step: 20/100  epoch: 0.50  loss: 2.7183  grad_norm: 1.234  lr: 4.00e-04  memory: 12.35GB  tps: 95,900  "
+        "tflops: 123.46  data wait: 2%"
+    )
+    assert "mfu: 41.0%" in step_line(row | {"mfu": 0.41})
+
+
+def test_the_log_has_the_step_lines_and_both_blocks(run):
+    _, said = run
+    assert said.count("step: 12/12") == 1
+    assert said.count("Held-out loss") == 5  # at steps 0, 4, 8, 12 and the end
+    for split in ("train", "eval", "test"):
+        assert said.count(f"***** {split} metrics *****") == 1
+
+
+def test_the_picture_shows_the_rows(tmp_path):
+    """Two runs that differ in one point differ in the picture, there and nowhere else."""
+
+    def pixels(losses: list[float]) -> np.ndarray:
+        log = MetricsLog(tmp_path / "metrics.jsonl", -1)
+        for step, loss in enumerate(losses, 1):
+            log.write({"step": step, "loss": loss, "learning_rate": 1e-3, "grad_norm": 1.0, "tokens_per_second": 9.0})
+        path = draw_curves(tmp_path)
+        assert path == tmp_path / "training_curves.png"
+        return np.asarray(Image.open(path).convert("RGB"), dtype=int)
+
+    falling = [3.0 - 0.02 * n for n in range(40)]
+    whole, changed = pixels(falling), pixels([*falling[:20], 2.9, *falling[21:]])
+    height, width, _ = whole.shape
+    assert min(height, width) > 600
+    assert len(np.unique(whole.reshape(-1, 3), axis=0)) > 50, "blank"
+    rows_changed, columns_changed = np.nonzero(np.abs(whole - changed).sum(-1))
+    assert len(rows_changed) > 50
+    assert rows_changed.max() < height // 2, "the loss is the upper left panel"
+    assert columns_changed.max() < width // 2
+    assert columns_changed.min() > width // 8, "the start of the curve is as it was"
+    blue = (
+        (whole[..., 2] > 150)
+        & (whole[..., 0] < 80)
+        & (np.arange(width) < width // 2)
+        & (np.arange(height) < height // 2)[:, None]
+    )
+    left, right = (
+        np.nonzero(blue & span)[0].mean() for span in (np.arange(width) < width // 4, np.arange(width) > width // 3)
+    )
+    assert right > left + 30, "a falling loss falls"
+
+
+def test_the_picture_has_the_held_out_points_and_the_unigram_line(run, tmp_path):
+    output_dir, _ = run
+    for name in ("metrics.jsonl", "all_results.json"):
+        (tmp_path / name).write_text((output_dir / name).read_text())
+    whole = (output_dir / "training_curves.png").read_bytes()
+    assert draw_curves(tmp_path).read_bytes() == whole, "a function of the files"
+    results = read(tmp_path / "all_results.json")
+    for key in ("eval_loss", "eval_unigram_loss"):
+        (tmp_path / "all_results.json").write_text(json.dumps(results | {key: results[key] + 0.5}))
+        assert draw_curves(tmp_path).read_bytes() != whole, key
+    (tmp_path / "metrics.jsonl").write_text("")
+    (tmp_path / "training_curves.png").unlink()
+    assert draw_curves(tmp_path) is None
+    assert not (tmp_path / "training_curves.png").exists()
+
+
+def test_the_held_out_table_shows_before_unigram_and_after(run):
+    output_dir, _ = run
+    before, results = rows(output_dir)[0], read(output_dir / "all_results.json")
+    lines = held_out_table(output_dir).splitlines()
+    assert lines[0].split("  ")[0] == "held-out proteins"
+    assert set(lines[1]) == {"-"}
+    assert len({len(line) for line in lines}) == 1
+    expected = {
+        "before training": (before["eval_loss"], before["perplexity"], before["eval_accuracy"]),
+        "unigram predictor": tuple(results[f"eval_unigram_{k}"] for k in ("loss", "perplexity", "accuracy")),
+        "after training": (results["eval_loss"], results["perplexity"], results["eval_accuracy"]),
+    }
+    assert [line.split("  ")[0] for line in lines[2:]] == list(expected)
+    for line, (loss, perplexity, accuracy) in zip(lines[2:], expected.values(), strict=True):
+        assert line.split()[-3:] == [f"{loss:.4f}", f"{perplexity:.2f}", f"{accuracy:.1%}"]
+
+
+def test_peak_memory_is_a_peak():
+    block = torch.ones(100_000_000)  # 0.4 GB
+    during = metrics.peak_memory_gb(torch.device("cpu"))
+    del block
+    assert during > 0.4
+    # The kernel's count of pages lags by a few per core.
+    assert metrics.peak_memory_gb(torch.device("cpu")) > during - 0.01
+
+
+def test_a_tracker_that_is_not_installed_is_one_line(dataset, tmp_path):
+    if importlib.util.find_spec("wandb"):
+        pytest.skip("wandb is installed here")
+    done = run_training(dataset, tmp_path, report_to="wandb", max_steps=1)
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[-1] == "error: --report_to wandb: not installed: pip install wandb"

@@ -1,0 +1,158 @@
+"""A step whose loss or gradients are no number is skipped by all ranks and counted; too many in a row end the run."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+import torch
+from torch.nn.utils import clip_grad_norm_
+
+import common.training.step
+from common.model.esm2 import Esm2ForMaskedLM
+from tests.live_runs import assert_same_run, outcome
+from tests.training_fixtures import _main, flags_of, on_ranks, rows, train
+
+FLAGS = {"max_steps": 8, "save_steps": 1, "save_final_model": False, "warmup_steps": 0, "lr_scheduler_type": "linear"}
+
+FSDP2 = {"script": "train_fsdp2.py"}
+LAYOUTS = pytest.mark.parametrize(
+    ("nproc", "flags"),
+    [(1, {}), (2, {}), (2, FSDP2), (4, FSDP2 | {"sharding_strategy": "hybrid", "hsdp_shard_size": 2})],
+    ids=["one", "ddp", "fsdp2", "hsdp"],
+)
+
+
+def poison_steps(steps: set[int], what: str, rank: int, first: int) -> None:
+    """In `steps` (the first forward pass is step `first`) one rank's loss or gradient is to be infinite."""
+    passes = first - 1
+
+    def poison(module, inputs, output):
+        nonlocal passes
+        if not isinstance(module, Esm2ForMaskedLM) or not module.training:
+            return
+        passes += 1
+        if passes in steps and torch.distributed.get_rank() == rank:
+            if what == "loss":
+                output.loss_sum = output.loss_sum * math.inf
+            else:
+                output.loss_sum.register_hook(lambda gradient: gradient * math.nan)
+
+    torch.nn.modules.module.register_module_forward_hook(poison)
+
+
+def _main_poisoned(argv: list[str], script: str, *poison) -> None:
+    poison_steps(*poison)
+    _main(argv, script)
+
+
+def poisoned(
+    dataset, out, nproc, steps, what="loss", rank=0, expect=0, first=1, script="train_ddp.py", **flags
+) -> list[str]:
+    argv = flags_of(dataset, out, **FLAGS | flags)
+    codes, said = on_ranks(nproc, _main_poisoned, argv, script, steps, what, rank, first)
+    assert codes == [expect] * nproc, "\n".join(said)
+    return said
+
+
+@pytest.mark.parametrize("what", ["loss", "gradient"])
+@pytest.mark.parametrize(
+    ("nproc", "rank", "script"), [(1, 0, "train_ddp.py"), (2, 1, "train_ddp.py"), (2, 1, "train_fsdp2.py")]
+)
+def test_a_step_that_is_no_number_changes_nothing_and_is_counted(dataset, tmp_path, nproc, what, rank, script):
+    out = tmp_path / "out"
+    said = poisoned(dataset, out, nproc, {4, 7}, what, rank, script=script)
+    assert said[0].count("Skipped step 4: loss") == said[0].count("Skipped step 7: loss") == 1
+    history = rows(out)
+    assert [row["step"] for row in history] == list(range(1, 9))
+    assert [row["skipped_steps"] for row in history] == [0, 0, 0, 1, 1, 1, 2, 2]
+    assert [row["step"] for row in history if "loss" not in row] == [4, 7]
+    assert all(json.dumps(row, allow_nan=False) for row in history)
+    # A skipped step is saved with the next one that is taken: steps 4 and 7 have no checkpoint of their own.
+    assert sorted(int(path.name[11:]) for path in out.glob("checkpoint-*")) == [1, 2, 3, 5, 6, 8]
+    results = json.loads((out / "train_results.json").read_text())
+    taken = [row["loss"] for row in history if "loss" in row]
+    assert results["train_loss"] == pytest.approx(sum(taken) / len(taken), rel=1e-9)
+    # The schedule is a function of the step: linear from 1e-3 to 0.
+    assert [row["learning_rate"] for row in history] == pytest.approx([1e-3 * (8 - k) / 8 for k in range(8)])
+    # Up to the skipped step it is the run without it, and the next step starts from the weights before it.
+    whole = tmp_path / "whole"
+    train(dataset, whole, nproc, script=script, **FLAGS)
+    assert [row["tokens"] for row in history] == [row["tokens"] for row in rows(whole)]
+    assert [row["loss"] for row in history[:3]] == [row["loss"] for row in rows(whole)[:3]]
+    assert history[4]["loss"] != rows(whole)[4]["loss"]
+
+
+def _main_with_a_rank_gone_wrong(argv: list[str], script: str, step: int, rank: int) -> None:
+    """train_ddp.py; in one step one rank by itself finds no number for the norm, as with a fault in its memory."""
+    calls = 0
+
+    def clip(*args, **kwargs):
+        nonlocal calls
+        calls += 1
+        norm = clip_grad_norm_(*args, **kwargs)
+        return norm * math.inf if calls == step and torch.distributed.get_rank() == rank else norm
+
+    common.training.step.clip_grad_norm_ = clip
+    _main(argv, script)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_what_only_one_rank_finds_all_skip(dataset, tmp_path, rank):
+    out = tmp_path / "out"
+    argv = flags_of(dataset, out, **FLAGS)
+    codes, said = on_ranks(2, _main_with_a_rank_gone_wrong, argv, "train_ddp.py", 4, rank)
+    assert codes == [0, 0], said
+    assert f"gradient norm {'nan' if rank else 'inf'}\n" in said[0]
+    assert [row["skipped_steps"] for row in rows(out)] == [0, 0, 0, 1, 1, 1, 1, 1]
+    # Skipped on both: replicas that had gone apart would give other losses than those of a step poisoned on both.
+    poisoned(dataset, tmp_path / "both", 2, {4})
+    assert [row.get("loss") for row in rows(out)] == [row.get("loss") for row in rows(tmp_path / "both")]
+
+
+@LAYOUTS
+def test_the_weights_and_the_optimiser_after_a_skipped_step_are_those_before_it(dataset, tmp_path, nproc, flags):
+    """The run is stopped right after the step that is skipped: what it saves then is checkpoint 3 in everything."""
+    poisoned(dataset, tmp_path / "out", nproc, {4}, rank=nproc - 1, stop_at_step=4, **flags)
+    before, after = (outcome(tmp_path / "out", step, tmp_path) for step in (3, 4))
+    assert before.keys() == after.keys()
+    rates = {name for name in after if name.endswith("lr")}  # the schedule has moved on
+    assert rates
+    for name in before.keys() - rates:
+        same = before[name] == after[name]
+        assert bool(same.all() if isinstance(same, torch.Tensor) else same), name
+
+
+@LAYOUTS
+def test_a_run_resumed_after_a_skipped_step_is_the_uninterrupted_one(dataset, tmp_path, nproc, flags):
+    """Stopped after the first of two that are skipped in a row."""
+    poisoned(dataset, tmp_path / "whole", nproc, {4, 5}, **flags)
+    poisoned(dataset, tmp_path / "out", nproc, {4, 5}, **flags, stop_at_step=4)
+    poisoned(dataset, tmp_path / "out", nproc, {4, 5}, **flags, first=5)
+    assert_same_run(tmp_path / "out", tmp_path / "whole", 8, tmp_path)
+    assert rows(tmp_path / "out")[-1]["skipped_steps"] == 2
+
+
+@LAYOUTS
+def test_too_many_in_a_row_end_the_run_with_one_line_and_good_checkpoints(dataset, tmp_path, nproc, flags):
+    """Steps 2 and 4-6; three in a row are too many, of which the first two come with nothing saved either."""
+    out = tmp_path / "out"
+    said = poisoned(dataset, out, nproc, {2, 4, 5, 6}, rank=nproc - 1, expect=2, max_skipped_steps=3, **flags)
+    errors = [line for rank in said for line in rank.splitlines() if line.startswith("error: ")]
+    assert len(errors) == 1
+    assert "--max_skipped_steps 3 skipped in a row (step 4: loss inf, gradient norm nan; step 5: " in errors[0]
+    assert "step 6: loss inf" in errors[0]
+    assert not any("Traceback" in rank for rank in said)
+    assert sorted(int(path.name[11:]) for path in out.glob("checkpoint-*")) == [1, 3]
+
+
+def test_a_huge_learning_rate_is_found_out_by_itself(dataset, tmp_path):
+    said = train(dataset, tmp_path / "out", 2, expect=2, **FLAGS | {"learning_rate": 1e38, "max_steps": 40})
+    assert "the run has diverged: --max_skipped_steps 5 skipped in a row (step " in said
+    assert said.count("Skipped step") == 5
+
+
+def test_none_allowed_is_refused(dataset, tmp_path):
+    said = train(dataset, tmp_path / "out", expect=2, max_skipped_steps=0)
+    assert said == "error: --max_skipped_steps 0: must be at least 1\n"

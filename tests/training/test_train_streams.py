@@ -1,0 +1,92 @@
+"""train_ddp.py --dataset: proteins as they are, no preparation; the same run whatever interrupts it."""
+
+from __future__ import annotations
+
+import json
+import random
+import subprocess
+import sys
+
+import pytest
+
+from common.training.metrics import read_metrics
+from tests.batches.test_streams import proteins, write
+from tests.data_fixtures import REAL_SAMPLE, needs_real_sample
+from tests.live_runs import assert_same_run, newest_step
+from tests.training.test_resume import killed_again_and_again
+from tests.training_fixtures import ROOT, environment, final_weights, flags_of, losses, same_bits, train
+
+FLAGS = {"max_steps": 24, "gradient_accumulation_steps": 2, "save_steps": 1, "save_total_limit": 2}
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory):
+    """Parquet files with enough row groups for two lanes of two streams, and a held-out file."""
+    root = tmp_path_factory.mktemp("source")
+    for number in range(2):
+        write(root / f"train-{number}.parquet", proteins(300, seed=number), row_group=60)
+    write(root / "validation.fasta", proteins(30, seed=9))
+    return root
+
+
+def test_kill_9_at_any_moment_changes_no_bit(source, tmp_path):
+    flags = FLAGS | {"dataset": source, "dataloader_num_workers": 2, "do_eval": True, "eval_steps": 5}
+    train(None, tmp_path / "whole", **flags)
+    killed = tmp_path / "killed"
+    killed_again_and_again(None, killed, tmp_path / "logs", 1, 6, random.Random(4), **flags)
+    assert 0 < newest_step(killed) < 24
+    train(None, killed, **flags)
+    assert_same_run(killed, tmp_path / "whole", 24, tmp_path)
+    assert same_bits(final_weights(killed), final_weights(tmp_path / "whole"))
+    results = json.loads((killed / "eval_results.json").read_text())
+    assert results["eval_samples"] == 30
+    assert 2.7 < results["eval_unigram_loss"] < 3.1
+
+
+def test_any_number_of_ranks_makes_the_same_run(source, tmp_path):
+    """Two ranks x 1, stopped half way, then one process x 2: the losses of one process x 2."""
+    flags = {"dataset": source, "max_steps": 24}
+    train(None, tmp_path / "whole", gradient_accumulation_steps=2, **flags)
+    out = tmp_path / "moved"
+    train(None, out, nproc=2, stop_at_step=11, **flags)
+    train(None, out, **flags)
+    assert losses(out) == pytest.approx(losses(tmp_path / "whole"), rel=1e-6)
+
+
+def test_another_dataset_is_refused_on_resume(source, tmp_path):
+    train(None, tmp_path / "out", dataset=source, max_steps=4, stop_at_step=2)
+    said = train(None, tmp_path / "out", expect=2, dataset=write(tmp_path / "b.csv", proteins(90)), max_steps=4)
+    assert "another order of batches: dataset" in said
+
+
+@needs_real_sample
+def test_real_proteins_straight_from_the_fasta_file(tmp_path):
+    """The command line of a user, --streaming included, which says nothing about a local file."""
+    flags = flags_of(
+        None, tmp_path, dataset=REAL_SAMPLE, eval_dataset=REAL_SAMPLE, do_eval=True, max_eval_samples=20, max_steps=3
+    )
+    command = [sys.executable, "train_ddp.py", *flags, "--streaming"]
+    done = subprocess.run(
+        command, capture_output=True, text=True, cwd=ROOT, env=environment(), timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert [row["step"] for row in read_metrics(tmp_path / "metrics.jsonl")] == [1, 2, 3]
+    assert json.loads((tmp_path / "eval_results.json").read_text())["eval_samples"] == 20
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ({"max_steps": None}, "--max_steps is missing: a --dataset has no length"),
+        ({"do_eval": True}, "no validation files in it: give --eval_dataset, or drop --do_eval"),
+        ({"dataset": "missing.csv"}, "--dataset missing.csv: neither a file, directory or glob, nor a Hub dataset"),
+        ({"dataset_dir": "x"}, "--dataset (files as they are) excludes --dataset_dir"),
+        ({"max_train_samples": 5}, "--max_train_samples needs --dataset_dir"),
+        ({"dataset": None, "dataset_dir": "x", "streaming": True}, "--streaming and --eval_dataset go with --dataset"),
+    ],
+)
+def test_bad_input(tmp_path, flags, message):
+    flags = {"dataset": write(tmp_path / "a.csv", proteins(20))} | flags
+    said = train(flags.pop("dataset_dir", None), tmp_path / "out", expect=2, **flags)
+    assert message in said
+    assert not (tmp_path / "out").exists()
