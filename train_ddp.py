@@ -11,14 +11,14 @@ from __future__ import annotations
 import common  # noqa: F401  # isort: skip  (before torch: see there)
 from dataclasses import dataclass
 
-from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from common.cli import flag, parse_arguments, run
 from common.ranks.run import distributed_run
+from common.ranks.strategy import Strategy
 from common.ranks.world import World
 from common.training.arguments import TrainArguments
-from common.training.load_model import load_model
+from common.training.load_model import Built, load_model
 from common.training.trainer import train
 
 
@@ -28,24 +28,27 @@ class DdpArguments(TrainArguments):
     ddp_static_graph: bool = flag(False, "Promise DDP that every step runs the same graph.")
 
 
-def replicate(model: nn.Module, world: World, args: DdpArguments) -> nn.Module:
+def replicate(built: Built, world: World, args: DdpArguments) -> Strategy:
     """The strategy: one replica a rank, gradients averaged in buckets while the backward pass still runs."""
     if world.size == 1:
-        return model
-    return DistributedDataParallel(
-        model,
+        return Strategy(built.model)
+    replica = DistributedDataParallel(
+        built.model,
         device_ids=[world.local_rank] if world.device.type == "cuda" else None,
-        init_sync=not args.fp8_params,  # all ranks have made the same weights; sent, FP8 ones would be rounded again
+        # All ranks have made the same weights; sent, those in FP8 would be rounded again.
+        init_sync=built.precision.masters is None,
         bucket_cap_mb=args.ddp_bucket_cap_mb,
         static_graph=args.ddp_static_graph,
         gradient_as_bucket_view=True,
     )
+    return Strategy(replica)
 
 
 def main() -> None:
     (args,) = parse_arguments(__doc__, DdpArguments)
     with distributed_run(args) as world:
-        train(replicate(load_model(args, world), world, args), args, world)
+        built = load_model(args, world)
+        train(replicate(built, world, args), built, args, world)
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ from common.cli import UserError, flag, parse_arguments, run
 from common.model.esm2 import Esm2ForMaskedLM
 from common.model.recompute import MODES, save_activations
 from common.ranks.run import distributed_run
+from common.ranks.strategy import FullySharded
 from common.ranks.world import World
 from common.training.arguments import TrainArguments
 from common.training.load_model import load_model
@@ -41,15 +42,10 @@ class FsdpArguments(TrainArguments):
     sync_each_batch: bool = flag(False, "Exchange gradients after every micro-batch, rather than hold them whole.")
     forward_prefetch: int = flag(1, "Layers whose weights are gathered ahead of use.")
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        for name, choices in (
-            ("sharding_strategy", STRATEGIES),
-            ("param_dtype", ("fp32", "bf16")),
-            ("activation_checkpointing", MODES),
-        ):
-            if getattr(self, name) not in choices:
-                raise UserError(f"--{name} {getattr(self, name)}: choose {', '.join(choices)}")
+    def check(self) -> None:
+        self.require_choice("sharding_strategy", STRATEGIES)
+        self.require_choice("param_dtype", ("fp32", "bf16"))
+        self.require_choice("activation_checkpointing", MODES)
         if self.hsdp_shard_size is not None and self.sharding_strategy != "hybrid":
             raise UserError("--hsdp_shard_size goes with --sharding_strategy hybrid")
         if self.param_dtype == "bf16" and not self.bf16:
@@ -81,12 +77,11 @@ def shard(model: Esm2ForMaskedLM, world: World, args: FsdpArguments) -> None:
         "mp_policy": MixedPrecisionPolicy(compute, reduce_dtype=torch.float32, cast_forward_inputs=False),
         "offload_policy": offload,
     }
-    layers = list(model.encoder.layers)
+    layers = list(model.layers)
     save_activations(layers, args.activation_checkpointing, args.offload_activations)
     for layer in layers:
         fully_shard(layer, reshard_after_forward=args.sharding_strategy != "grad_op", **options)
     fully_shard(model, reshard_after_forward=False, **options)
-    model.sync_each_batch = args.sync_each_batch
     for number, layer in enumerate(layers):
         layer.set_modules_to_forward_prefetch(layers[number + 1 : number + 1 + args.forward_prefetch])
 
@@ -94,7 +89,15 @@ def shard(model: Esm2ForMaskedLM, world: World, args: FsdpArguments) -> None:
 def main() -> None:
     (args,) = parse_arguments(__doc__, FsdpArguments)
     with distributed_run(args) as world:
-        train(load_model(args, world, lambda model: shard(model, world, args)), args, world)
+        selective = args.activation_checkpointing == "selective"
+        built = load_model(
+            args,
+            world,
+            shard=lambda model: shard(model, world, args),
+            device=torch.device("cpu") if args.cpu_offload else None,
+            torch_only=("--activation_checkpointing selective",) * selective,
+        )
+        train(FullySharded(built.model, args.sync_each_batch), built, args, world)
 
 
 if __name__ == "__main__":

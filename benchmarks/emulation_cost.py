@@ -17,7 +17,7 @@ from functools import partial
 
 from benchmarks.tables import publish, where_measured
 from common.cli import UserError, flag, parse_arguments, run
-from common.training.arguments import PrecisionArguments
+from common.precision.stats_plan import StatsFlags
 
 RECIPES = {
     "none": {},
@@ -78,7 +78,7 @@ def measure(args: Arguments, dtype: str) -> dict[str, list[float]]:
     steps = {}
     for name, flags in RECIPES.items():
         model = build_model(config, seed=0)
-        flags = PrecisionArguments(**flags)
+        flags = StatsFlags(**flags)
         plan = resolve(flags, config.num_hidden_layers)
         emulation = Emulation(model, plan, seed=0) if plan else None
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)

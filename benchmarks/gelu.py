@@ -16,14 +16,13 @@ from dataclasses import dataclass
 import torch
 
 from benchmarks.tables import publish, where_measured
-from common.batches.batches import to_device
-from common.batches.collators import PackedCollator
-from common.batches.loader import TrainLoader
+from common.batches.collators import MaskingCollator, to_device
+from common.batches.loader import PlannedOrder, TrainLoader
 from common.batches.packing import BatchPlan
 from common.cli import UserError, flag, parse_arguments, run
 from common.files.token_store import open_split
+from common.model.backend import HIDDEN_ACT
 from common.model.esm2 import Esm2ForMaskedLM, build_model
-from common.model.gelu import HIDDEN_ACT
 from common.model.presets import load_config
 from common.training.arguments import TrainArguments
 from common.training.optim import build_optimizer, lr_schedule
@@ -54,7 +53,7 @@ def with_gelu(args: Arguments, gelu: str, seed: int) -> Esm2ForMaskedLM:
 def batches_of(args: Arguments) -> list[dict]:
     store = open_split(args.dataset_dir, "train")
     plan = BatchPlan(store.lengths, len(store), 0, args.max_seq_length, tokens_per_pack=args.tokens)
-    loader = TrainLoader(store, plan, PackedCollator(0, args.max_seq_length), packs_per_step=1)
+    loader = TrainLoader(PlannedOrder(store, plan, packs_per_step=1), MaskingCollator(0))
     return [share.micro_batches[0] for share, _ in zip(loader, range(args.steps), strict=False)]
 
 
@@ -82,7 +81,7 @@ def train(args: Arguments, model: Esm2ForMaskedLM, batches: list[dict], name: st
 def logit_differences(model: Esm2ForMaskedLM, batch: dict) -> tuple[float, float, float]:
     """(largest difference, its share of the logits' range, root mean square difference), the same weights in both."""
     other = copy.deepcopy(model)
-    for layer in other.encoder.layers:
+    for layer in other.layers:
         layer.layernorm_mlp.approximate = {"none": "tanh", "tanh": "none"}[layer.layernorm_mlp.approximate]
     inputs = {k: batch[k] for k in ("input_ids", "cu_seqlens", "max_seqlen")}
     ours, theirs = (m(**inputs).logits for m in (model, other))

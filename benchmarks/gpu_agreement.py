@@ -22,11 +22,12 @@ import torch
 from torch import Tensor
 
 from benchmarks.gpu_models import SIZES, batches_for, build
+from benchmarks.peer import padded
 from benchmarks.tables import publish, where_measured
-from common.batches.batches import to_device
+from common.batches.collators import to_device
 from common.cli import UserError, flag, parse_arguments, run
+from common.model.backend import HIDDEN_ACT
 from common.model.convert import from_hf, to_hf
-from common.model.gelu import HIDDEN_ACT
 from common.model.presets import esm2_config
 from common.ranks.world import World
 
@@ -88,14 +89,13 @@ def outcome(which: Model, args: Arguments) -> Outcome:
     device = torch.device(args.device)
     config = esm2_config(*SIZES[args.size])
     config.hidden_act = HIDDEN_ACT[which.gelu]
-    model = build(which.kind, config, args.device, which.fp8_recipe)
+    model, precision = build(which.kind, config, args.device, which.fp8_recipe)
+    emulation = precision.emulation
     if which.kind == "peer":
-        ours = build("torch", config, args.device, which.fp8_recipe)
+        ours, _ = build("torch", config, args.device, which.fp8_recipe)
         model.load_state_dict(to_hf(ours.state_dict(), config), strict=False)
     (batch,) = batches_for("torch", args.tokens, 1)
-    lengths = batch["cu_seqlens"].long().diff()
-    inputs = to_device(batch if which.kind != "peer" else padded(batch, lengths), device)
-    emulation = getattr(model, "emulation", None)
+    inputs = to_device(batch if which.kind != "peer" else padded(batch), device)
     passes = 1 + PASSES_BEFORE * ("fp8" in which.kind or emulation is not None)
     model.train()
     for number in range(passes):
@@ -116,15 +116,7 @@ def outcome(which: Model, args: Arguments) -> Outcome:
         gradients = from_hf(gradients, config)[0]
         logits = logits[inputs["attention_mask"].bool()]
     flat = torch.cat([gradients[name].float().flatten().cpu() for name in sorted(gradients)])
-    return Outcome(loss.item(), logits[: int(lengths.sum())].cpu(), flat)
-
-
-def padded(batch: dict, lengths: Tensor) -> dict[str, Tensor]:
-    """The sequences of a pack as rows: input_ids, attention_mask, labels, each [B, S]."""
-    rows = [batch[name].split(lengths.tolist()) for name in ("input_ids", "labels")]
-    ids, labels = (torch.nn.utils.rnn.pad_sequence(row, True, fill) for row, fill in zip(rows, (1, -100), strict=True))
-    mask = torch.arange(ids.shape[1]) < lengths[:, None]
-    return {"input_ids": ids, "attention_mask": mask.long(), "labels": labels}
+    return Outcome(loss.item(), logits[: len(batch["input_ids"])].cpu(), flat)
 
 
 def compare(ours: Outcome, theirs: Outcome) -> dict[str, float]:

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import torch
 from torch import nn
 from transformers import EsmConfig, EsmForMaskedLM
 
-from common.batches.collators import Batch, PackedCollator, PaddedCollator
+from benchmarks.peer import padded
+from common.batches.collators import Batch, MaskingCollator
 from common.batches.packing import Pack
 from common.cli import UserError
 from common.files.alphabet import CLS, EOS
 from common.model.backend import te_missing
 from common.model.esm2 import Esm2ForMaskedLM, compile_layers
 from common.model.presets import ESM2_SIZES
+from common.precision.build import Precision
 from common.precision.emulation import Emulation
 from common.precision.plan import FP8_RECIPES
 
@@ -52,16 +56,18 @@ def batches_for(kind: str, tokens: int, count: int) -> list[Batch]:
     rng = np.random.default_rng(0)
     packs = [proteins(tokens, rng) for _ in range(count)]
     if kind != "peer":
-        return [PackedCollator(0, MAX_LENGTH)(*pack) for pack in packs]
-    collate, batches = PaddedCollator(0, MAX_LENGTH), []
+        return [MaskingCollator(0)(*pack) for pack in packs]
+    batches = []
     for pack, ids in packs:
         rows = next(n for n in range(len(pack.lengths), 0, -1) if n * pack.lengths[:n].max() <= tokens or n == 1)
         part = Pack(pack.records[:rows], pack.starts[:rows], pack.lengths[:rows], 0)
-        batches.append(collate(part, ids[: part.lengths.sum()]))
+        batch = MaskingCollator(0)(part, ids[: part.lengths.sum()])
+        counts = {name: value for name, value in batch.items() if isinstance(value, int) and name != "max_seqlen"}
+        batches.append(padded(batch) | counts)
     return batches
 
 
-def build(kind: str, config: EsmConfig, device: str, fp8_recipe: str) -> nn.Module:
+def build(kind: str, config: EsmConfig, device: str, fp8_recipe: str) -> tuple[nn.Module, Precision]:
     """A model in fp32 with random weights; ours have the same ones whatever the kind. UserError without what it needs.
 
     Drawn on the device: common.model.initialise, on the CPU, takes half a minute for 3B.
@@ -69,12 +75,13 @@ def build(kind: str, config: EsmConfig, device: str, fp8_recipe: str) -> nn.Modu
     if kind == "peer":
         config._attn_implementation = "sdpa"
         with torch.device(device):
-            return EsmForMaskedLM(config)
+            return EsmForMaskedLM(config), Precision()
     backend = "te" if kind.startswith("te") else "torch"
     if backend == "te" and (missing := te_missing(torch.device(device))):
         raise UserError(missing)
     with torch.device("meta"):
         model = Esm2ForMaskedLM(config, backend)
+    precision = Precision()
     plan = (FP8_RECIPES[fp8_recipe](FP8_RECIPES[fp8_recipe].default_format),) * config.num_hidden_layers
     if kind.startswith("te-fp8"):
         from transformer_engine.pytorch.quantization import FP8GlobalStateManager
@@ -82,17 +89,17 @@ def build(kind: str, config: EsmConfig, device: str, fp8_recipe: str) -> nn.Modu
         from common.precision.te import Quantised
 
         FP8GlobalStateManager.reset()  # it would go on scaling for the models before
-        Quantised(model, plan, fp8_params=kind == "te-fp8-params")
+        precision = Precision(plan, quantised=Quantised(model, plan, fp8_params=kind == "te-fp8-params"))
     model.to_empty(device=device)
     fill(model)
     if kind == "te-fp8-params":
-        model.masters = model.encoder.quantised.quantise_weights()
+        precision = replace(precision, masters=precision.quantised.quantise_weights())
     if kind == "emulated":
-        Emulation(model, plan, seed=0, device=device)
+        precision = Precision(plan, emulation=Emulation(model, plan, seed=0, device=device))
     if kind == "torch-compiled":
         torch._dynamo.reset()
         compile_layers(model, device)
-    return model
+    return model, precision
 
 
 @torch.no_grad()

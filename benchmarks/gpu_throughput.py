@@ -30,9 +30,9 @@ import torch
 
 from benchmarks.gpu_models import KINDS, MAX_LENGTH, SIZES, batches_for, build
 from benchmarks.tables import publish, where_measured
-from common.batches.batches import to_device
+from common.batches.collators import to_device
 from common.cli import UserError, flag, parse_arguments, run
-from common.model.gelu import HIDDEN_ACT
+from common.model.backend import HIDDEN_ACT
 from common.model.presets import esm2_config
 from common.precision.plan import FP8_RECIPES
 from common.training.metrics import peak_flops, peak_memory_gb, step_flops
@@ -75,8 +75,9 @@ def measure(mode: str, size: str, args: Arguments) -> dict:
     if mode.startswith("te"):
         config.hidden_act = HIDDEN_ACT["tanh"]
     batches = batches_for(mode, args.tokens, args.warmup + args.steps)
-    model = build(mode, config, args.device, args.fp8_recipe).train()
-    masters = getattr(model, "masters", None)
+    model, precision = build(mode, config, args.device, args.fp8_recipe)
+    model.train()
+    masters = precision.masters
     weights = (masters.weights if masters else model).parameters()
     optimizer = torch.optim.AdamW(weights, lr=1e-4, weight_decay=0.01, fused=True)
     if masters:

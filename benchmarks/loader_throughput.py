@@ -23,10 +23,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import numpy as np
 import pyarrow as pa
 
-from common.batches.collators import PackedCollator
-from common.batches.loader import TrainLoader, TrainStep
+from common.batches.collators import MaskingCollator
+from common.batches.loader import PlannedOrder, TrainLoader, TrainStep
 from common.batches.packing import BatchPlan
-from common.batches.stream_loader import StreamLoader, plan_streams
+from common.batches.streams import StreamedOrder, plan_streams
 from common.cli import UserError, parse_arguments, run
 from common.files.alphabet import encode
 from common.files.dataset_writer import TOKEN_FEATURES, DatasetWriter
@@ -57,16 +57,16 @@ def tokenise(fasta: str, directory: Path) -> None:
     writer.close()
 
 
-def loader(where: str, args: BenchmarkArguments, tokens_per_pack: int, num_workers: int) -> TrainLoader | StreamLoader:
+def loader(where: str, args: BenchmarkArguments, tokens_per_pack: int, num_workers: int) -> TrainLoader:
     """Of one pack a step."""
     packing = {"seed": 0, "max_seq_length": args.max_seq_length, "tokens_per_pack": tokens_per_pack}
-    workers = {"packs_per_step": 1, "num_workers": num_workers, "prefetch_factor": 4}
-    collator = PackedCollator(0, args.max_seq_length)
     if args.dataset:
         plan = plan_streams(open_source(args.dataset, streaming=False).splits["train"], 1, **packing)
-        return StreamLoader(plan, collator, **workers)
-    store = open_split(where, "train")
-    return TrainLoader(store, BatchPlan(store.lengths, len(store), **packing), collator, **workers)
+        order = StreamedOrder(plan, packs_per_step=1)
+    else:
+        store = open_split(where, "train")
+        order = PlannedOrder(store, BatchPlan(store.lengths, len(store), **packing), packs_per_step=1)
+    return TrainLoader(order, MaskingCollator(0), num_workers=num_workers, prefetch_factor=4)
 
 
 def measure(steps: Iterator[TrainStep], seconds: float) -> tuple[float, float]:

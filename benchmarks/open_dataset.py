@@ -21,7 +21,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -29,8 +29,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import numpy as np
 import pyarrow as pa
 
-from common.batches.collators import PackedCollator
-from common.batches.loader import TrainLoader
+from common.batches.collators import MaskingCollator
+from common.batches.loader import PlannedOrder, TrainLoader
 from common.batches.packing import BatchPlan, Position
 from common.cli import parse_arguments, run
 from common.files.clusters import open_clusters
@@ -43,7 +43,7 @@ from common.files.dataset_writer import (
     write_dataset_files,
 )
 from common.files.token_store import open_split
-from common.training.evaluate import residue_frequencies
+from common.training.masked_lm import residue_frequencies
 
 RECORDS_PER_SHARD = 500_000
 HOLE = 1 << 16  # bytes: what is written in larger pieces is tokens
@@ -133,7 +133,8 @@ def first_batch(directory: Path, args: BenchmarkArguments, by_clusters: bool, st
     plan = BatchPlan(store.lengths, len(store), 0, args.max_seq_length, **size)
     if start.window:
         start = Position(start.epoch, plan.num_windows // 2, start.pack_in_window)
-    loader = TrainLoader(store, plan, PackedCollator(0, args.max_seq_length), packs_per_step=1, start=(0, start))
+    order = PlannedOrder(store, plan, packs_per_step=1)
+    loader = TrainLoader(order, MaskingCollator(0), position=asdict(start))
     steps = iter(loader)
     return next(steps), steps, loader  # in memory together
 

@@ -55,9 +55,9 @@ def measure(args: Arguments) -> dict:
     """One mode in this process: real tokens a second and peak resident memory."""
     import torch
 
-    from common.batches.batches import to_device
-    from common.batches.collators import PackedCollator, PaddedCollator
-    from common.batches.loader import TrainLoader
+    from benchmarks.peer import padded
+    from common.batches.collators import MaskingCollator, to_device
+    from common.batches.loader import PlannedOrder, TrainLoader
     from common.batches.packing import BatchPlan
     from common.files.token_store import open_split
     from common.model.esm2 import build_model, compile_layers
@@ -80,14 +80,15 @@ def measure(args: Arguments) -> dict:
         config._attn_implementation = "sdpa"
         model = EsmForMaskedLM(config)
     store = open_split(args.dataset_dir, "train")
-    if ours:
-        size, collator = {"tokens_per_pack": args.tokens}, PackedCollator(0, args.max_seq_length)
-    else:
+    size = {"tokens_per_pack": args.tokens}
+    if not ours:
         size = {"sequences_per_pack": args.tokens // args.max_seq_length}
-        collator = PaddedCollator(0, args.max_seq_length, pad_to_max_length=mode == "pad512")
     plan = BatchPlan(store.lengths, len(store), 0, args.max_seq_length, **size)
-    loader = TrainLoader(store, plan, collator, packs_per_step=1)
+    loader = TrainLoader(PlannedOrder(store, plan, packs_per_step=1), MaskingCollator(0))
     prepared = [share.micro_batches[0] for share in islice(loader, args.steps + 2)]
+    if not ours:
+        width = args.max_seq_length if mode == "pad512" else 0
+        prepared = [batch | padded(batch, width) for batch in prepared]
 
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, weight_decay=0.01, fused=True)
     model.train()

@@ -11,7 +11,7 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import contextmanager
 from dataclasses import field
 from pathlib import Path
@@ -29,6 +29,36 @@ class UserError(ValueError):
 def flag(default, text: str):
     """A field of a dataclass of flags: its default and its line of help."""
     return field(default=default, metadata={"help": text.replace("%", "%%")})  # argparse formats it with %
+
+
+class Flags:
+    """Base of the dataclasses of flags, one a concern, each beside the code that reads it.
+
+    A script's own dataclass inherits from those it needs, and its one instance is handed to all of them. Each class
+    looks at what it declares in a method `check`, which raises UserError; nothing is written after that.
+    """
+
+    def __post_init__(self) -> None:
+        for kind in reversed(type(self).__mro__):
+            if "check" in vars(kind):
+                kind.check(self)
+
+    def require_at_least(self, least: float, *names: str) -> None:
+        """UserError for a flag below `least`; None stands for one that is not given."""
+        for name in names:
+            if (value := getattr(self, name)) is not None and not value >= least:
+                raise UserError(f"--{name} {value}: must be at least {least}")
+
+    def require_above(self, least: float, *names: str) -> None:
+        """UserError for a flag that is not above `least`; None stands for one that is not given."""
+        for name in names:
+            if (value := getattr(self, name)) is not None and not value > least:
+                raise UserError(f"--{name} {value}: must be above {least}")
+
+    def require_choice(self, name: str, choices: Iterable[str | None]) -> None:
+        """UserError unless the flag is one of the choices."""
+        if getattr(self, name) not in choices:
+            raise UserError(f"--{name} {getattr(self, name)}: choose {', '.join(c for c in choices if c)}")
 
 
 def setup_logging(level: int = logging.INFO) -> None:

@@ -1,99 +1,128 @@
-"""Deliver the batch plan to the ranks: which packs are whose, and where to resume.
+"""Deliver packs to the ranks: which are whose, where to resume, and which worker makes them.
 
-Every process (rank or worker) walks through the same plan and builds only the packs that are its own, so nothing is
-handed out, counted or kept in step between them, and any number of workers delivers the same batches.
+Every process (rank or worker) walks through the same order and builds only what is its own, so nothing is handed out,
+counted or kept in step between them, and any number of workers delivers the same batches.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from itertools import chain, count, islice
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 from torch.utils.data import IterableDataset
 
 from common.batches.collators import Batch
-from common.batches.packing import BatchPlan, Pack, Position
+from common.batches.packing import BatchPlan, Position
+from common.batches.windows import Pack
 from common.batches.workers import bundle, deliver, this_worker, unbundle
 from common.cli import UserError
 from common.files.token_store import TokenStore
+from common.ranks.world import Mesh
 
 Collator = Callable[[Pack, np.ndarray], Batch]
+ALONE = Mesh()
 
 
 class TrainStep(NamedTuple):
-    """One rank's share of a step.
+    """One data rank's share of a step.
 
-    step: number of the step, from 0; micro_batches: G / dp_size batches; position: of the next step's first pack (what
-    a checkpoint keeps); epoch: epochs done after this step, a fraction.
+    step: number of the step, from 0; micro_batches: G / dp_size batches; position: where the next step begins, plain
+    values (what a checkpoint keeps, after `merge_positions`); epoch: epochs done after this step, a fraction.
     """
 
     step: int
     micro_batches: list[Batch]
-    position: Position
+    position: dict
     epoch: float
 
 
-class TrainLoader:
-    """Iterate over the training steps of one data-parallel rank; every iteration starts at `start`.
+class Order(Protocol):
+    """An order of packs, of which each step takes G: a batch plan's (`PlannedOrder`) or streams' (`StreamedOrder`)."""
 
-    packs_per_step: G, packs in the global batch; rank r takes packs r, r + dp_size, … of each step's G; start: number
-    of the first step and the position of its first pack; num_steps: end after that many (None: never);
-    num_workers: processes (0: none); prefetch_factor: steps each of them holds ready.
-    Raises UserError when G is no multiple of dp_size.
+    packs_per_step: int  # G
+
+    def check_position(self, position: dict) -> None:
+        """UserError where there is no such position: one of other data fails here, not in a worker."""
+
+    def most_workers(self, wanted: int) -> int:
+        """Of so many workers, those that can share the work."""
+
+    def steps(
+        self, mesh: Mesh, position: dict, first: int, numbers: Iterator[int], mine: Callable[[int], bool]
+    ) -> Iterator[tuple[int, list[tuple[Pack, np.ndarray]], dict, float]]:
+        """For each of `numbers`, counted from the step `first` on, that is `mine`: the step, what a data rank takes of
+        it (packs and their tokens), what is new of its position after it, and the epochs done by then."""
+
+
+class PlannedOrder:
+    """The packs of a batch plan over a store; rank r takes packs r, r + dp_size, ... of each step's G."""
+
+    def __init__(self, store: TokenStore, plan: BatchPlan, packs_per_step: int):
+        self.store, self.plan, self.packs_per_step = store, plan, packs_per_step
+
+    def check_position(self, position: dict) -> None:
+        self.plan.position_after(Position(**position), 0)
+
+    def most_workers(self, wanted: int) -> int:
+        return wanted
+
+    def steps(self, mesh, position, first, numbers, mine):
+        packs = self.plan.packs(Position(**position))
+        for number in numbers:
+            of_step = list(islice(packs, self.packs_per_step))
+            if mine(number):
+                following = self.plan.position_after(of_step[-1][0], 1)
+                taken = [(pack, read(self.store, pack)) for _, pack in of_step[mesh.dp_rank :: mesh.dp_size]]
+                yield first + number, taken, asdict(following), self.plan.epochs_before(following)
+
+
+class TrainLoader:
+    """Iterate over the training steps of one data rank.
+
+    mesh: whose share; first_step, position: of the first step, {} at the beginning; num_steps: end after that many
+    (None: never); num_workers: processes (0: none); prefetch_factor: steps each of them holds ready.
+    Raises UserError when G is no multiple of dp_size, or the position is not one of this order.
     """
 
     def __init__(
         self,
-        store: TokenStore,
-        plan: BatchPlan,
+        order: Order,
         collator: Collator,
-        packs_per_step: int,
-        dp_rank: int = 0,
-        dp_size: int = 1,
-        start: tuple[int, Position] = (0, Position()),
+        mesh: Mesh = ALONE,
+        first_step: int = 0,
+        position: dict | None = None,
         num_steps: int | None = None,
         num_workers: int = 0,
         prefetch_factor: int = 2,
         pin_memory: bool = False,
     ):
-        check_divisible(packs_per_step, dp_size)
-        assert 0 <= dp_rank < dp_size
-        plan.position_after(start[1], 0)  # a position of other data fails here, not in a worker
-        self._steps = _TrainSteps(store, plan, collator, packs_per_step, dp_rank, dp_size, start, num_steps)
-        self._workers = (num_workers, prefetch_factor, pin_memory)
+        check_divisible(order.packs_per_step, mesh.dp_size)
+        self.position = dict(position or {})
+        order.check_position(self.position)
+        self._steps = _Steps(order, collator, mesh, first_step, self.position, num_steps)
+        self._workers = (order.most_workers(num_workers), prefetch_factor, pin_memory)
 
     def __iter__(self) -> Iterator[TrainStep]:
-        for item, (step, position, epoch) in deliver(self._steps, *self._workers):
-            yield TrainStep(step, unbundle(item), Position(*position), epoch)
+        for made, (step, moved, epoch) in deliver(self._steps, *self._workers):
+            self.position |= moved
+            yield TrainStep(step, unbundle(made), dict(self.position), epoch)
 
 
-class EvalLoader:
-    """Iterate over one rank's batches of a whole split: epoch 0 of `plan` (shuffle=False), dealt round robin.
+def evaluation_batches(store: TokenStore, plan: BatchPlan, collator: Collator, mesh: Mesh = ALONE) -> Iterator[Batch]:
+    """One data rank's batches of a whole split: epoch 0 of `plan` (shuffle=False), dealt round robin.
 
     Every record comes exactly once whatever dp_size is, and with the same masks each time; all ranks yield equally
     many batches, those that have nothing left an empty one (all counts zero).
     """
-
-    def __init__(
-        self,
-        store: TokenStore,
-        plan: BatchPlan,
-        collator: Collator,
-        dp_rank: int = 0,
-        dp_size: int = 1,
-        num_workers: int = 0,
-        prefetch_factor: int = 2,
-        pin_memory: bool = False,
-    ):
-        assert 0 <= dp_rank < dp_size
-        self._batches = _EvalBatches(store, plan, collator, dp_rank, dp_size)
-        self._workers = (num_workers, prefetch_factor, pin_memory)
-
-    def __iter__(self) -> Iterator[Batch]:
-        for item, _ in deliver(self._batches, *self._workers):
-            yield from unbundle(item)
+    packs = chain.from_iterable(
+        (window.pack(number) for number in range(len(window))) for window in plan.windows(epoch=0)
+    )
+    while dealt := list(islice(packs, mesh.dp_size)):  # one pack for each rank
+        pack = dealt[mesh.dp_rank] if mesh.dp_rank < len(dealt) else Pack.empty()
+        yield collator(pack, read(store, pack))
 
 
 def check_divisible(packs_per_step: int, dp_size: int) -> None:
@@ -108,50 +137,27 @@ def check_divisible(packs_per_step: int, dp_size: int) -> None:
         )
 
 
-class _TrainSteps(IterableDataset):
+def merge_positions(parts: list[dict]) -> dict:
+    """One position for all ranks: each knows how far its own streams are, and an older place of the others'."""
+    keys = {key: None for part in parts for key in part}
+    return {key: max(part[key] for part in parts if key in part) for key in keys}
+
+
+class _Steps(IterableDataset):
     """The steps of one rank; worker w of W builds those with (step - first step) % W == w."""
 
-    def __init__(self, store, plan, collator, packs_per_step, dp_rank, dp_size, start, num_steps):
-        self.store, self.plan, self.collator = store, plan, collator
-        self.packs_per_step, self.dp_rank, self.dp_size = packs_per_step, dp_rank, dp_size
-        self.start, self.num_steps = start, num_steps
+    def __init__(self, order: Order, collator: Collator, mesh: Mesh, first: int, position: dict, num: int | None):
+        self.order, self.collator, self.mesh = order, collator, mesh
+        self.first, self.position, self.num = first, dict(position), num
 
     def __iter__(self):
         worker, workers = this_worker()
-        first_step, position = self.start
-        packs = self.plan.packs(position)
-        for index in count() if self.num_steps is None else range(self.num_steps):
-            of_step = list(islice(packs, self.packs_per_step))
-            if index % workers == worker:
-                mine = of_step[self.dp_rank :: self.dp_size]
-                batches = [_build(self.store, self.collator, pack) for _, pack in mine]
-                following = self.plan.position_after(of_step[-1][0], 1)
-                # Plain values: pinned memory knows numbers and lists, not our classes.
-                where = (following.epoch, following.window, following.pack_in_window)
-                yield bundle(batches), (first_step + index, where, self.plan.epochs_before(following))
+        numbers = count() if self.num is None else range(self.num)
+        steps = self.order.steps(self.mesh, self.position, self.first, numbers, lambda n: n % workers == worker)
+        for step, packs, moved, epoch in steps:
+            yield bundle([self.collator(*pack) for pack in packs]), (step, moved, epoch)
 
 
-class _EvalBatches(IterableDataset):
-    """The batches of one rank; worker w of W builds those with number % W == w."""
-
-    def __init__(self, store, plan, collator, dp_rank, dp_size):
-        self.store, self.plan, self.collator = store, plan, collator
-        self.dp_rank, self.dp_size = dp_rank, dp_size
-
-    def __iter__(self):
-        worker, workers = this_worker()
-        packs = chain.from_iterable(
-            (window.pack(number) for number in range(len(window))) for window in self.plan.windows(epoch=0)
-        )
-        for index in count():
-            dealt = list(islice(packs, self.dp_size))  # one pack for each rank
-            if not dealt:
-                return
-            if index % workers == worker:
-                pack = dealt[self.dp_rank] if self.dp_rank < len(dealt) else Pack.empty()
-                yield bundle([_build(self.store, self.collator, pack)]), ()
-
-
-def _build(store: TokenStore, collator: Collator, pack: Pack) -> Batch:
-    ids, _ = store.gather(pack.records, pack.starts, pack.lengths)
-    return collator(pack, ids)
+def read(store: TokenStore, pack: Pack) -> np.ndarray:
+    """The pack's tokens uint8 [T]."""
+    return store.gather(pack.records, pack.starts, pack.lengths)[0]

@@ -9,7 +9,7 @@ of the window that begins there): nothing else need be kept to go on.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -19,11 +19,14 @@ from common.batches.windows import Pack, Window, plan_window
 from common.cli import UserError
 from common.files.alphabet import encode_many
 from common.files.hashing import BLOCK_ORDER, derive_key, hash_counters
-from common.files.stream_reader import Unit, read_sequences
+from common.files.sources import File
+from common.files.stream_reader import Unit, read_sequences, units_of
+from common.ranks.world import Mesh
 
 WINDOW_TOKENS = 1 << 20  # about: of a usual protein length; the window's last pack is badly filled
 USUAL_PROTEIN = 256
 PACKS_PER_WINDOW = 128
+LANES = (8, 4, 2, 1)
 ROW_BITS = 40  # a record's number is (number of its unit, row)
 
 
@@ -144,6 +147,53 @@ class Stream:
             for characters, offsets in read_sequences(self.plan.units[share.unit], row):
                 yield _Block.encode(index, share, row, characters, offsets)
                 row += len(offsets) - 1
+
+
+class StreamedOrder:
+    """Step k of a run takes one pack of each of G streams, those of lane k % lanes (a lane is G streams).
+
+    So which packs make a step depends on G alone; rank r takes every dp_size-th of them. A lane is read by one worker
+    only: lanes are there so that several workers can each have their own. A position names streams, as texts, and
+    where they stand; a rank's own names at least those it has read.
+    """
+
+    def __init__(self, plan: StreamPlan, packs_per_step: int):
+        assert plan.num_streams % packs_per_step == 0
+        self.plan, self.packs_per_step = plan, packs_per_step
+        self.lanes = plan.num_streams // packs_per_step
+
+    def check_position(self, position: dict[str, list[int]]) -> None:
+        if position and max(map(int, position)) >= self.plan.num_streams:
+            raise UserError(
+                f"the checkpoint stands in {max(map(int, position)) + 1} streams of the data, and there are "
+                f"{self.plan.num_streams} now: go on with the --packs_per_step and the files it was made with"
+            )
+
+    def most_workers(self, wanted: int) -> int:
+        """A worker more would share a lane with another one."""
+        return max((n for n in LANES if n <= min(wanted, self.lanes)), default=0)
+
+    def steps(self, mesh: Mesh, position: dict, first: int, numbers: Iterable[int], mine: Callable[[int], bool]):
+        """As `common.batches.loader.Order` has it."""
+        streams: dict[int, Stream] = {}
+        for step in (first + number for number in numbers if mine(number)):
+            lane = step % self.lanes * self.packs_per_step
+            taken, moved, epochs = [], {}, 0.0
+            for number in range(lane + mesh.dp_rank, lane + self.packs_per_step, mesh.dp_size):
+                if number not in streams:
+                    streams[number] = Stream(self.plan, number, StreamPosition(*position.get(str(number), ())))
+                pack, ids, after = next(streams[number])
+                taken.append((pack, ids))
+                moved[str(number)] = list(after)
+                epochs += streams[number].epochs()
+            yield step, taken, moved, epochs / len(taken)
+
+
+def plan_streams(files: tuple[File, ...], packs_per_step: int, **packing) -> StreamPlan:
+    """The streams for a global batch of G packs: as many lanes as there are units for."""
+    units = units_of(files, wanted=LANES[0] * packs_per_step)
+    lanes = next(n for n in LANES if n * packs_per_step <= len(units) or n == 1)
+    return StreamPlan(units, lanes * packs_per_step, **packing)
 
 
 class _Block(NamedTuple):

@@ -1,7 +1,7 @@
 """What a run trains on: a split that step 1 prepared (`--dataset_dir`), or files read as they are (`--dataset`).
 
 Both kinds answer the trainer's questions alike: what is the identity that a position belongs to, how many steps are
-there, the batches from a position on, what a checkpoint must keep, and the held-out proteins.
+there, the batches from a position on, and the held-out proteins.
 """
 
 from __future__ import annotations
@@ -9,75 +9,69 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections.abc import Iterator
-from dataclasses import asdict
 from pathlib import Path
 
-import torch.distributed as dist
-
-from common.batches.batches import collator, pack_size
-from common.batches.loader import TrainLoader, TrainStep
-from common.batches.packing import BatchPlan, Position
-from common.batches.stream_loader import StreamLoader, merge_positions, plan_streams
+from common.batches.flags import DataFlags
+from common.batches.loader import (
+    Collator,
+    Order,
+    PlannedOrder,
+    check_divisible,
+    evaluation_batches,
+)
+from common.batches.packing import BatchPlan
+from common.batches.streams import StreamedOrder, plan_streams
 from common.cli import UserError
 from common.files.clusters import open_clusters
 from common.files.memory_store import MemoryStore
 from common.files.sources import Source, open_source
 from common.files.token_store import TokenStore, open_split
-from common.ranks.world import World
+from common.ranks.world import Mesh, World
 
 logger = logging.getLogger(__name__)
 
 HELD_OUT_RECORDS = 10_000  # of a source that is not prepared: read into memory, unless --max_eval_samples says else
 SAMPLE_RECORDS = 20_000  # of such a source, that the unigram predictor is fitted on
+EVAL_SEED = 0  # masks of an evaluation never change: not with --seed, not between two evaluations
 
 
 class PreparedData:
     """The splits of a --dataset_dir, in the order of a batch plan."""
 
-    def __init__(self, args):
-        self.args = args
-        self.store = open_split(args.dataset_dir, "train", args.max_train_samples)
-        size = pack_size(args, args.per_device_train_batch_size)
-        self.identity = {"dataset": self.store.fingerprint, "seed": args.seed, "max_seq_length": args.max_seq_length}
-        self.identity |= size
+    def __init__(self, flags: DataFlags):
+        self.flags = flags
+        self.store = open_split(flags.dataset_dir, "train", flags.max_train_samples)
+        self.identity = {
+            "dataset": self.store.fingerprint,
+            "seed": flags.seed,
+            "max_seq_length": flags.max_seq_length,
+            **flags.pack_size,
+        }
         clusters = None
-        if args.sample_clusters:
-            clusters = open_clusters(Path(args.dataset_dir) / "train", len(self.store))
+        if flags.sample_clusters:
+            clusters = open_clusters(Path(flags.dataset_dir) / "train", len(self.store))
             self.identity["sample_clusters"] = True
         self.plan = BatchPlan(
-            self.store.lengths, len(self.store), args.seed, args.max_seq_length, **size, clusters=clusters
+            self.store.lengths, len(self.store), flags.seed, flags.max_seq_length, **flags.pack_size, clusters=clusters
         )
         self.num_examples = len(self.store)
 
     def total_steps(self, packs_per_step: int) -> int:
         """Optimiser steps of the whole run. Exact up to a million proteins, estimated from 64 windows beyond."""
-        if self.args.max_steps > 0:
-            return self.args.max_steps
-        return max(1, -(-int(self.args.num_train_epochs * self.plan.packs_per_epoch()) // packs_per_step))
+        if self.flags.max_steps > 0:
+            return self.flags.max_steps
+        return max(1, -(-int(self.flags.num_train_epochs * self.plan.packs_per_epoch()) // packs_per_step))
 
-    def steps(self, world: World, packs: int, step: int, position: dict, last_step: int) -> Iterator[TrainStep]:
-        """This rank's share of the steps from number `step` on, which begins at `position`, up to `last_step`."""
-        start = (step, Position(**position))
-        where = {"dp_rank": world.rank, "dp_size": world.size, "start": start}
-        common = _loading(self.args, world, step, last_step)
-        return TrainLoader(self.store, self.plan, collator(self.args, self.args.seed), packs, **where, **common)
-
-    @staticmethod
-    def position_after(share: TrainStep) -> dict:
-        """What the trainer's state keeps of a step, as plain values."""
-        return asdict(share.position)
-
-    @staticmethod
-    def position_of_all(position: dict, world: World) -> dict:
-        """The position for a checkpoint; all ranks call together."""
-        return position
+    def order(self, packs_per_step: int) -> Order:
+        """The packs of the run, so many a step."""
+        return PlannedOrder(self.store, self.plan, packs_per_step)
 
     def held_out(self, split: str) -> TokenStore | None:
         """The store of "validation" or "test"; None where the split is absent or empty."""
-        if not (Path(self.args.dataset_dir) / split).is_dir():
+        if not (Path(self.flags.dataset_dir) / split).is_dir():
             return None
         try:
-            return open_split(self.args.dataset_dir, split, self.args.max_eval_samples)
+            return open_split(self.flags.dataset_dir, split, self.flags.max_eval_samples)
         except UserError as error:
             if "empty" in str(error):
                 return None
@@ -93,43 +87,28 @@ class StreamedData:
 
     num_examples = None  # nobody has counted
 
-    def __init__(self, args, source: Source):
-        if args.max_steps <= 0:
+    def __init__(self, flags: DataFlags, source: Source):
+        if flags.max_steps <= 0:
             raise UserError("--max_steps is missing: a --dataset has no length known beforehand")
-        self.args, self.source = args, source
-        self.packing = pack_size(args, args.per_device_train_batch_size)
-        self.packing |= {"seed": args.seed, "max_seq_length": args.max_seq_length}
+        self.flags, self.source = flags, source
+        self.packing = {**flags.pack_size, "seed": flags.seed, "max_seq_length": flags.max_seq_length}
         listing = repr(source.identity("train")).encode()
         self.identity = {"dataset": hashlib.sha256(listing).hexdigest()[:16]} | self.packing
         self._held_out: dict[str, MemoryStore | None] = {}
 
     def total_steps(self, packs_per_step: int) -> int:
-        return self.args.max_steps
+        return self.flags.max_steps
 
-    def steps(self, world: World, packs: int, step: int, position: dict, last_step: int) -> Iterator[TrainStep]:
-        plan = plan_streams(self.source.splits["train"], packs, **self.packing)
+    def order(self, packs_per_step: int) -> Order:
+        plan = plan_streams(self.source.splits["train"], packs_per_step, **self.packing)
         counts = (self.source.name, len(plan.units), plan.num_streams)
         logger.info("Streaming %s: files or row groups: %d, streams: %d", *counts)
-        where = {"dp_rank": world.rank, "dp_size": world.size, "first_step": step, "position": position}
-        common = _loading(self.args, world, step, last_step)
-        return StreamLoader(plan, collator(self.args, self.args.seed), packs, **where, **common)
-
-    @staticmethod
-    def position_after(share: TrainStep) -> dict:
-        return share.position
-
-    @staticmethod
-    def position_of_all(position: dict, world: World) -> dict:
-        if world.size == 1:
-            return position
-        gathered: list[dict] = [{}] * world.size
-        dist.all_gather_object(gathered, position)
-        return merge_positions(gathered)
+        return StreamedOrder(plan, packs_per_step)
 
     def held_out(self, split: str) -> MemoryStore | None:
         if split not in self._held_out:
             files = self.source.splits.get(split)
-            store = MemoryStore.read(files, self.args.max_eval_samples or HELD_OUT_RECORDS) if files else None
+            store = MemoryStore.read(files, self.flags.max_eval_samples or HELD_OUT_RECORDS) if files else None
             self._held_out[split] = store if store is not None and len(store) else None
         return self._held_out[split]
 
@@ -140,40 +119,65 @@ class StreamedData:
 TrainingData = PreparedData | StreamedData
 
 
-def find_source(args) -> Source | None:
+def open_data(flags: DataFlags, world: World, evaluate: bool) -> TrainingData:
+    """The data of a run; all ranks call together. UserError if they cannot be trained, or `evaluate`d, on.
+
+    One rank finds the files of a --dataset for all: a Hub counts its requests.
+    """
+    source = None
+    with world.main_does() as mine:
+        if mine:
+            source = find_source(flags)
+    source = world.share(source)
+    with world.together():
+        data = open_training(flags, source)
+        if evaluate:
+            _check_held_out(flags, source)
+    return data
+
+
+def find_source(flags: DataFlags) -> Source | None:
     """The files of --dataset and, in place of its own validation split, those of --eval_dataset; None without."""
-    if not args.dataset:
+    if not flags.dataset:
         return None
-    source = open_source(args.dataset, args.streaming)
-    if args.eval_dataset:
-        held_out = open_source(args.eval_dataset, args.streaming)
+    source = open_source(flags.dataset, flags.streaming)
+    if flags.eval_dataset:
+        held_out = open_source(flags.eval_dataset, flags.streaming)
         files = held_out.splits.get("validation") or held_out.splits["train"]
         source = Source(source.name, source.splits | {"validation": files}, source.revision)
     for files in source.splits.values():
-        if not args.streaming:
+        if not flags.streaming:
             MemoryStore.read(files[:1], max_records=1)  # a file of the wrong kind is found before anything is written
     return source
 
 
-def open_training(args, source: Source | None = None) -> TrainingData:
-    """The data of a run; `source` is what find_source gave, on one rank for all (a Hub counts its requests).
-
-    UserError if they cannot be trained on, or not be evaluated on with --do_eval.
-    """
-    data = PreparedData(args) if source is None else StreamedData(args, source)
-    if args.do_eval and source is None:
-        if not (Path(args.dataset_dir) / "validation").is_dir():
-            raise UserError(f"{args.dataset_dir}: no validation split to evaluate on: drop --do_eval")
-        open_split(args.dataset_dir, "validation", args.max_eval_samples)  # says so if there is no protein in it
-    if args.do_eval and source is not None and "validation" not in source.splits:
-        raise UserError(f"--dataset {args.dataset}: no validation files in it: give --eval_dataset, or drop --do_eval")
-    return data
+def open_training(flags: DataFlags, source: Source | None = None) -> TrainingData:
+    """The data to train on; `source` is what find_source gave."""
+    return PreparedData(flags) if source is None else StreamedData(flags, source)
 
 
-def _loading(args, world: World, step: int, last_step: int) -> dict:
-    return {
-        "num_steps": max(0, last_step - step),
-        "num_workers": args.dataloader_num_workers,
-        "prefetch_factor": args.dataloader_prefetch_factor,
-        "pin_memory": args.dataloader_pin_memory and world.device.type == "cuda",
-    }
+def _check_held_out(flags: DataFlags, source: Source | None) -> None:
+    if source is None:
+        if not (Path(flags.dataset_dir) / "validation").is_dir():
+            raise UserError(f"{flags.dataset_dir}: no validation split to evaluate on: drop --do_eval")
+        open_split(flags.dataset_dir, "validation", flags.max_eval_samples)  # says so if there is no protein in it
+    elif "validation" not in source.splits:
+        raise UserError(
+            f"--dataset {flags.dataset}: no validation files in it: give --eval_dataset, or drop --do_eval"
+        )
+
+
+def packs_per_step(flags: DataFlags, mesh: Mesh, saved: int | None) -> int:
+    """Packs of a global step: the flag, else what the run was started with, else what the ranks take at once."""
+    packs = flags.packs_per_step or saved or mesh.dp_size * flags.gradient_accumulation_steps
+    check_divisible(packs, mesh.dp_size)
+    return packs
+
+
+def held_out_batches(flags: DataFlags, store, collator: Collator, world: World) -> Iterator:
+    """This rank's batches of all proteins of a held-out store."""
+    size = {"sequences_per_pack": flags.per_device_eval_batch_size}
+    if flags.packing:  # nothing of the result depends on the size
+        size = {"tokens_per_pack": flags.per_device_eval_batch_size * flags.max_seq_length}
+    plan = BatchPlan(store.lengths, len(store), EVAL_SEED, flags.max_seq_length, **size, shuffle=False)
+    return evaluation_batches(store, plan, collator, world.mesh)

@@ -1,15 +1,59 @@
-"""Who computes the encoder layers: Transformer Engine (`te`) or plain PyTorch (`torch`). Weights fit both."""
+"""Who computes the encoder layers, Transformer Engine (`te`) or plain PyTorch (`torch`), and with which GELU.
+
+Weights fit both. GELU is ESM-2's own (exact, by erf) or the tanh approximation, the only one that Transformer Engine's
+fused kernels have. A run records its choice as `hidden_act` in config.json (transformers' names), which stock
+`EsmForMaskedLM` does not read: its GELU is always the exact one. What that changes is measured in
+benchmarks/results/gelu.md. The LM head's GELU is exact everywhere.
+"""
 
 from __future__ import annotations
 
 import importlib
+from dataclasses import dataclass
 from importlib.util import find_spec
 
 import torch
+from transformers import EsmConfig
 
-from common.cli import UserError
+from common.cli import Flags, UserError, flag
 
 BACKENDS = ("auto", "te", "torch")
+HIDDEN_ACT = {"exact": "gelu", "tanh": "gelu_pytorch_tanh"}
+ONLY_GELU = {"te": "tanh"}  # a backend with one kind
+
+
+@dataclass
+class ModelFlags(Flags):
+    config_name: str | None = flag(
+        None, "Train from random weights: facebook/esm2_* (built in), a directory with config.json, a Hub name."
+    )
+    model_name_or_path: str | None = flag(
+        None, "Start from these weights: a directory (say final_model/) or a Hub name."
+    )
+    config_overrides: str | None = flag(
+        None, "Change the configuration of --config_name: num_hidden_layers=2,hidden_size=64,..."
+    )
+    tokenizer_name: str | None = flag(
+        None, "Accepted for the guides' sake: the vocabulary is ESM-2's, and a directory with another one is refused."
+    )
+    backend: str = flag(
+        "auto",
+        "Encoder layers by te (Transformer Engine; NVIDIA GPUs) or torch (any device). auto: te if it is there.",
+    )
+    gelu: str | None = flag(
+        None, "exact (ESM-2's own) or tanh (an approximation, Transformer Engine's only one). Default: the backend's."
+    )
+    torch_compile: bool = flag(False, "Compile the layers (needs a C++ compiler on a CPU).")
+
+    def check(self) -> None:
+        if self.config_name and self.model_name_or_path:
+            raise UserError("--config_name (random weights) excludes --model_name_or_path (given weights)")
+        if not self.config_name and not self.model_name_or_path:
+            raise UserError("--config_name is missing: the model to train, say facebook/esm2_t6_8M_UR50D")
+        if self.config_overrides and not self.config_name:
+            raise UserError("--config_overrides changes --config_name; it cannot change --model_name_or_path")
+        self.require_choice("backend", BACKENDS)
+        self.require_choice("gelu", (None, *HIDDEN_ACT))
 
 
 def te_missing(device: torch.device) -> str | None:
@@ -26,32 +70,52 @@ def te_missing(device: torch.device) -> str | None:
     return None
 
 
-def choose_backend(args, device: torch.device) -> tuple[str, str]:
-    """(`te` or `torch`, why). UserError if --backend te asks for what is not there."""
-    if args.backend == "torch":
+def choose_backend(
+    flags: ModelFlags, device: torch.device, bf16: bool, torch_only: tuple[str, ...] = ()
+) -> tuple[str, str]:
+    """(`te` or `torch`, why). UserError if --backend te asks for what is not there.
+
+    torch_only: flags that are given and only the torch backend can honour. `auto` gives way; a user who asked for te
+    is told.
+    """
+    if flags.backend == "torch":
         return "torch", "--backend torch"
     missing = te_missing(device)
-    # What only the torch backend does. `auto` gives way; a user who asked for te is told.
-    conflict = next(
-        (
-            flag
-            for flag, wanted in (
-                ("--emulate_precision", getattr(args, "emulate_precision", False)),
-                ("--torch_compile", args.torch_compile),
-                ("--gelu exact", args.gelu == "exact"),
-                ("--activation_checkpointing selective", getattr(args, "activation_checkpointing", "") == "selective"),
-            )
-            if wanted
-        ),
-        None,
-    )
-    if args.backend == "te":
+    conflicts = [*torch_only, *["--torch_compile"] * flags.torch_compile, *["--gelu exact"] * (flags.gelu == "exact")]
+    if flags.backend == "te":
         if missing:
             raise UserError(f"--backend te: {missing}: use --backend torch, or auto")
-        if conflict:
-            raise UserError(f"--backend te: {conflict} is the torch backend's: drop one of the two")
+        if conflicts:
+            raise UserError(f"--backend te: {conflicts[0]} is the torch backend's: drop one of the two")
         return "te", "--backend te"
-    reason = missing or (f"{conflict} is the torch backend's" if conflict else None)
-    if reason is None and not args.bf16:
+    reason = missing or (f"{conflicts[0]} is the torch backend's" if conflicts else None)
+    if reason is None and not bf16:
         reason = "without --bf16 its products would be TF32 and its attention unfused"
     return ("torch", f"not te: {reason}") if reason else ("te", "Transformer Engine is here")
+
+
+def gelu_of(config: EsmConfig) -> str:
+    """`exact` or `tanh`, as config.json says. Any other `hidden_act` counts for nothing, as in transformers."""
+    return "tanh" if getattr(config, "hidden_act", None) == HIDDEN_ACT["tanh"] else "exact"
+
+
+def choose_gelu(asked: str | None, backend: str, config: EsmConfig) -> tuple[str, str | None]:
+    """Settle on --gelu, write it into the configuration, and return it with what is to be said about it.
+
+    asked: None leaves it to the backend, and then to the weights' own configuration. UserError where the backend has
+    only another.
+    """
+    own, only = gelu_of(config), ONLY_GELU.get(backend)
+    if asked and only and asked != only:
+        raise UserError(f"--gelu {asked}: --backend {backend} has the {only} GELU only: drop the flag, or the backend")
+    chosen = asked or only or own
+    config.hidden_act = HIDDEN_ACT[chosen]
+    if chosen == "tanh":
+        why = "asked for" if asked else f"--backend {backend} has no other" if only else "as the weights were trained"
+        return chosen, (
+            f"GELU: the tanh approximation ({why}), recorded as hidden_act {config.hidden_act}; EsmForMaskedLM "
+            "computes the exact one"
+        )
+    if own == "tanh":
+        return chosen, "GELU: the exact one (asked for); these weights were trained with the tanh approximation"
+    return chosen, None  # ESM-2 as published goes without saying

@@ -110,14 +110,14 @@ class Esm2ForMaskedLM(nn.Module):
     def __init__(self, config: EsmConfig, backend: str = "torch"):
         super().__init__()
         self.config, self.backend = config, backend
-        self.extras: dict[str, Tensor] = {}  # of a Hub checkpoint: what is exported again but plays no part here
-        self.remarks: list[str] = []  # how it came to be, for the log of the run
-        self.emulation = None  # of another precision: common.precision.emulation sets it
-        self.quant_stats = None  # --quant_stats: common.training.load_model sets it
-        self.masters = None  # of parameters stored in another format, --fp8_params: common.training.load_model sets it
         self.embeddings = Embeddings(config)
         self.encoder = Encoder(config, backend)
         self.lm_head = LMHead(config)
+
+    @property
+    def layers(self) -> nn.ModuleList:
+        """What strategies wrap, recompute, compile and quantise one by one; the rest is small."""
+        return self.encoder.layers
 
     def forward(
         self,
@@ -186,9 +186,9 @@ def build_model(
     return model
 
 
-def compile_layers(model: Esm2ForMaskedLM, device: str) -> None:
+def compile_layers(model: nn.Module, device: str) -> None:
     """torch.compile each layer (in place): all layers share one compiled graph, and packs of any length too."""
     if device == "cpu" and not any(shutil.which(c) for c in ("g++", "clang++", "c++")):
         raise UserError("--torch_compile needs a C++ compiler on a CPU (apt-get install g++), or drop the flag")
-    for layer in model.encoder.layers:
+    for layer in model.layers:
         layer.compile(dynamic=True)

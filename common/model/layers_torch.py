@@ -1,7 +1,7 @@
 """The encoder layer in plain PyTorch, on any device, with Transformer Engine's parameter names and shapes.
 
 Pre-norm transformer layer as in ESM-2: x + proj(attention(LN(x))), then x + fc2(gelu(fc1(LN(x)))), with the GELU that
-the configuration names (common.model.gelu). Every activation is [T, hidden]: all tokens of a pack end to end.
+the configuration names (common.model.backend). Every activation is [T, hidden]: all tokens of a pack end to end.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers import EsmConfig
 
 from common.model.attention import packed_attention, rotary_tables
-from common.model.gelu import gelu_of
+from common.model.backend import gelu_of
 from common.model.linear import Linear, linear
 
 

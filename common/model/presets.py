@@ -37,7 +37,7 @@ def esm2_config(layers: int, hidden_size: int, heads: int, **overrides) -> EsmCo
         "max_position_embeddings": 1026,
         "position_embedding_type": "rotary",
         "layer_norm_eps": 1e-5,
-        "hidden_act": "gelu",  # exact: see common.model.gelu
+        "hidden_act": "gelu",  # exact: see common.model.backend
         "initializer_range": 0.02,
         "token_dropout": True,
         "emb_layer_norm_before": False,

@@ -8,14 +8,13 @@ is one of fp32 (or, with --bf16, of bf16, exact for the operands) with fp32 accu
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
 from common.files.hashing import ROUNDING, derive_key
 from common.model.linear import linear
-from common.precision.delayed_scaling import DelayedScales
 from common.precision.formats import (
     E4M3,
     E5M2,
@@ -43,9 +42,6 @@ from common.precision.plan import (
 )
 from common.ranks.world import World
 
-if TYPE_CHECKING:
-    from common.precision.stats import QuantStats
-
 PRODUCTS = ("qkv", "proj", "fc1", "fc2")
 INPUT, WEIGHT, GRADIENT = ROLES = range(3)
 COLUMNS, ROWS = 1, 0  # the dimension a product sums over, that is along which blocks lie
@@ -57,6 +53,59 @@ def element_of(recipe: Recipe, role: int) -> Element:
     return E5M2 if recipe.fp8_format == "hybrid" and role == GRADIENT else E4M3
 
 
+class DelayedScales:
+    """FP8's delayed scaling: the amax history and scales of as many tensors as there are `elements`, their formats.
+
+    Scales change between optimiser steps: all micro-batches of all ranks of a step use the same, and what they see
+    counts together. So they depend on neither the number of ranks nor on accumulation. (Transformer Engine moves on
+    after every micro-batch, which is the same without accumulation.)
+
+    `state` is what a checkpoint holds; it is updated in place.
+    """
+
+    def __init__(self, recipe: DelayedScaling, elements: list[Element], device: torch.device | str):
+        self.recipe, self.elements = recipe, elements
+        count = len(elements)
+        self.state = {
+            "amax_history": torch.zeros(recipe.amax_history_len, count, device=device),
+            "scale": torch.ones(count, device=device),
+        }
+        self.amax = torch.zeros(count, device=device)  # of the step under way, as far as this rank has seen
+
+    def scale(self, number: int) -> Tensor:
+        return self.state["scale"][number]
+
+    def record(self, number: int, amax: Tensor) -> None:
+        """Seen once or, by a recomputed forward pass, twice: the maximum is the same."""
+        seen = self.amax[number]
+        torch.maximum(seen, amax, out=seen)
+
+    @torch.no_grad()
+    def end_step(self, world: World, skipped: bool) -> None:
+        """Scales for the next step. What a skipped one has seen is no number perhaps: it is forgotten."""
+        if skipped:
+            self.amax.zero_()
+            return
+        history, scale = self.state["amax_history"], self.state["scale"]
+        history.copy_(history.roll(1, 0))
+        history[0] = world.max(self.amax)
+        amax = history[0] if self.recipe.amax_compute_algo == "most_recent" else history.amax(0)
+        for element in set(self.elements):
+            mine = torch.tensor([e == element for e in self.elements], device=scale.device)
+            scale[mine] = fp8_scale(amax[mine], element, scale[mine] * 2**self.recipe.margin) / 2**self.recipe.margin
+        self.amax.zero_()
+
+
+class Watcher(Protocol):
+    """Sees every operand and every result (common.precision.stats)."""
+
+    def begin_pack(self) -> None: ...
+
+    def operand(self, product: Product, role: int, along: int, x: Tensor, quantized: Quantized) -> None: ...
+
+    def result(self, product: Product, gemm: str, x: Tensor) -> None: ...
+
+
 class Emulation:
     """What the emulated products of a model share: their scales, and the key of the random bits.
 
@@ -66,19 +115,18 @@ class Emulation:
     def __init__(self, model: nn.Module, plan: Plan, seed: int, device: torch.device | str = "cpu", ranks: int = 1):
         self.plan, self.seed, self.ranks, self.training = plan, seed, ranks, False
         self.key = 0
-        self.watcher: QuantStats | None = None  # sees every operand; set for the steps whose statistics are wanted
+        self.watcher: Watcher | None = None  # set for the steps whose statistics are wanted
         self.scales: DelayedScales | None = None
         if delayed := next((r for r in plan if isinstance(r, DelayedScaling)), None):
             # Of all layers, whatever their format: a checkpoint fits a run with another plan.
             elements = [element_of(delayed, role) for _ in plan for _ in PRODUCTS for role in ROLES]
             self.scales = DelayedScales(delayed, elements, device)
-        for number, (layer, recipe) in enumerate(zip(model.encoder.layers, plan, strict=True)):
+        for number, (layer, recipe) in enumerate(zip(model.layers, plan, strict=True)):
             if recipe is not None:
                 qkv, proj, fc1, fc2 = (Product(self, recipe, number, product) for product in range(len(PRODUCTS)))
                 layer.self_attention.layernorm_qkv.product = qkv
                 layer.self_attention.proj.product = proj
                 layer.layernorm_mlp.fc1_product, layer.layernorm_mlp.fc2_product = fc1, fc2
-        model.emulation = self
 
     def begin(self, step: int, pack: int) -> None:
         """Before the pass over a pack, its number in the global step: the same random bits on whatever rank."""

@@ -11,7 +11,7 @@ import re
 from dataclasses import dataclass, fields
 from itertools import groupby
 
-from common.cli import UserError
+from common.cli import Flags, UserError, flag
 
 HOPPER, BLACKWELL = (9, 0), (10, 0)
 NAMES = {HOPPER: "Hopper", BLACKWELL: "Blackwell"}
@@ -82,44 +82,65 @@ FP8_RECIPES = {"delayed": DelayedScaling, "current": CurrentScaling, "block": Bl
 Plan = tuple[Recipe | None, ...]  # one entry a layer; None: BF16, or what the run computes in
 
 
-def recipes(args) -> dict[str, Recipe]:
+@dataclass
+class PrecisionFlags(Flags):
+    bf16: bool = flag(False, "Compute in bfloat16; weights, gradients and optimiser stay fp32.")
+    fp8: bool = flag(False, "Compute encoder layers in FP8 (docs/precision.md).")
+    fp8_recipe: str = flag("delayed", f"Where FP8's scales come from: {', '.join(FP8_RECIPES)}.")
+    fp8_format: str | None = flag(
+        None, "hybrid (E4M3, gradients E5M2) or e4m3. Default: hybrid; e4m3 for block and mxfp8."
+    )
+    fp8_layers: str | None = flag(None, "Layers in FP8, counted from 1: 1-3,6. Default: all that --fp4 leaves.")
+    fp8_recipe_kwargs: str | None = flag(None, 'Arguments of the recipe as JSON: {"amax_history_len": 16}.')
+    fp8_params: bool = flag(False, "Keep the weights of those layers in FP8 on the GPU, beside fp32 masters.")
+    fp4: bool = flag(False, "Compute encoder layers in NVFP4.")
+    fp4_format: str = flag("e2m1", "FP4's only format.")
+    fp4_layers: str | None = flag(None, "Layers in NVFP4, counted from 1. Default: all that --fp8 leaves.")
+    fp4_recipe_kwargs: str | None = flag(None, 'Arguments of the recipe as JSON: {"disable_rht": true}.')
+    emulate_precision: bool = flag(False, "Round as those formats do, in plain PyTorch, on any device.")
+
+    def check(self) -> None:
+        recipes(self)
+
+
+def recipes(flags: PrecisionFlags) -> dict[str, Recipe]:
     """{"fp8": ..., "fp4": ...}, those that are enabled. UserError for flags that contradict each other."""
     for name in ("fp8", "fp4"):
         for detail in ("layers", "recipe_kwargs"):
-            if getattr(args, f"{name}_{detail}") is not None and not getattr(args, name):
+            if getattr(flags, f"{name}_{detail}") is not None and not getattr(flags, name):
                 raise UserError(f"--{name}_{detail} goes with --{name}")
-    if args.fp8_params and not args.fp8:
+    if flags.fp8_params and not flags.fp8:
         raise UserError("--fp8_params goes with --fp8")
-    if args.emulate_precision and not (args.fp8 or args.fp4):
+    if flags.emulate_precision and not (flags.fp8 or flags.fp4):
         raise UserError("--emulate_precision: nothing to emulate: add --fp8 or --fp4")
-    if args.emulate_precision and args.fp8_params:
+    if flags.emulate_precision and flags.fp8_params:
         raise UserError("--fp8_params keeps weights in a GPU's memory in FP8: drop it with --emulate_precision")
-    _choose("--fp8_recipe", args.fp8_recipe, FP8_RECIPES)
-    _choose("--fp8_format", args.fp8_format, (None, "hybrid", "e4m3"))
-    _choose("--fp4_format", args.fp4_format, ("e2m1",))
+    flags.require_choice("fp8_recipe", FP8_RECIPES)
+    flags.require_choice("fp8_format", (None, "hybrid", "e4m3"))
+    flags.require_choice("fp4_format", ("e2m1",))
     enabled = {}
-    if args.fp8:
-        kind = FP8_RECIPES[args.fp8_recipe]
-        element = args.fp8_format or kind.default_format
-        enabled["fp8"] = kind(element, **_kwargs("--fp8_recipe_kwargs", args.fp8_recipe_kwargs, kind))
-    if args.fp4:
+    if flags.fp8:
+        kind = FP8_RECIPES[flags.fp8_recipe]
+        element = flags.fp8_format or kind.default_format
+        enabled["fp8"] = kind(element, **_kwargs("--fp8_recipe_kwargs", flags.fp8_recipe_kwargs, kind))
+    if flags.fp4:
         kind = NVFP4BlockScaling
-        enabled["fp4"] = kind(kind.default_format, **_kwargs("--fp4_recipe_kwargs", args.fp4_recipe_kwargs, kind))
+        enabled["fp4"] = kind(kind.default_format, **_kwargs("--fp4_recipe_kwargs", flags.fp4_recipe_kwargs, kind))
     return enabled
 
 
-def resolve(args, num_layers: int) -> Plan | None:
+def resolve(flags: PrecisionFlags, num_layers: int) -> Plan | None:
     """The recipe of each layer; None if no format is enabled.
 
     Layers are counted from 1. A format without a list takes the layers that are left.
     """
-    enabled = recipes(args)
+    enabled = recipes(flags)
     if not enabled:
         return None
     lists = {
-        name: parse_layers(f"--{name}_layers", getattr(args, f"{name}_layers"), num_layers)
+        name: parse_layers(f"--{name}_layers", getattr(flags, f"{name}_layers"), num_layers)
         for name in enabled
-        if getattr(args, f"{name}_layers") is not None
+        if getattr(flags, f"{name}_layers") is not None
     }
     if len(enabled) == 2 and not lists:
         raise UserError("--fp8 and --fp4 without lists of layers: give --fp8_layers, --fp4_layers, or both")
@@ -186,14 +207,19 @@ def check_dimensions(plan: Plan, sizes: dict[str, int]) -> None:
                 )
 
 
-def describe(plan: Plan, rest: str) -> str:
-    """A small table of the plan; `rest`: what the other layers compute in."""
-    rows = [("layers", "format")]
-    at = 1
+def formats(plan: Plan, rest: str) -> dict[str, str]:
+    """{"1-3": "MXFP8, e4m3", ...} of runs of layers alike; `rest`: what the other layers compute in."""
+    found, at = {}, 1
     for recipe, group in groupby(plan):
         last = at + len(list(group)) - 1
-        rows.append((_ranges(range(at, last + 1)), rest if recipe is None else _detailed(recipe)))
+        found[_ranges(range(at, last + 1))] = rest if recipe is None else _detailed(recipe)
         at = last + 1
+    return found
+
+
+def describe(plan: Plan, rest: str) -> str:
+    """A small table of the plan."""
+    rows = [("layers", "format"), *formats(plan, rest).items()]
     rows.append(("rest", f"{rest} (embeddings, final norm, LM head)"))
     width = max(len(left) for left, _ in rows)
     return "\n".join(f"  {left:<{width}}  {right}" for left, right in rows)
@@ -212,11 +238,6 @@ def _ranges(layers) -> str:
         run = [layer for _, layer in group]
         parts.append(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}")
     return ",".join(parts)
-
-
-def _choose(flag: str, value, choices) -> None:
-    if value not in choices:
-        raise UserError(f"{flag} {value}: choose {', '.join(c for c in choices if c)}")
 
 
 def _kwargs(flag: str, text: str | None, kind: type[Recipe]) -> dict:

@@ -9,22 +9,16 @@ nothing: nobody watches then.
 from __future__ import annotations
 
 import math
-from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from common.cli import UserError
 from common.precision.emulation import WEIGHT, Emulation, Product, element_of
 from common.precision.formats import E2M1, Element, Quantized, blocked
 from common.precision.plan import NVFP4BlockScaling
 from common.precision.stats_plan import MODULES, OPERANDS, RESULTS, Key, Selection
+from common.ranks.world import World
 
-if TYPE_CHECKING:
-    from common.ranks.world import World
-
-FILE = "quant_stats.jsonl"
 # The products that an operand enters, quantised along its columns and along its rows.
 GEMMS = {"activation": ("fprop", "wgrad"), "weight": ("fprop", "dgrad"), "gradient": ("dgrad", "wgrad")}
 # What is added up over packs and ranks, and what the maximum is taken of.
@@ -190,21 +184,3 @@ def scalars(rows: list[dict]) -> dict:
         where = f"{row['layer']}.{row['module']}.{row['tensor']}.{'+'.join(row['gemms'])}"
         flat |= {f"quant_stats/{where}/{k}": v for k, v in row.items() if isinstance(v, float)}
     return flat
-
-
-def directory_of(args) -> Path:
-    return Path(args.quant_stats_dir or args.output_dir)
-
-
-def check_directory(args) -> None:
-    """UserError unless --quant_stats_dir can be made and written to. (The output directory is tried by its owner.)"""
-    if args.quant_stats and args.quant_stats_dir:
-        probe = directory_of(args) / f"{FILE}.probe"
-        try:
-            probe.parent.mkdir(parents=True, exist_ok=True)
-            probe.touch()
-            probe.unlink()
-        except OSError as error:
-            raise UserError(
-                f"--quant_stats_dir {args.quant_stats_dir}: not writable ({error.strerror}): choose another directory"
-            ) from error

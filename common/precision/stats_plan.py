@@ -14,9 +14,10 @@ from pathlib import Path
 
 import yaml
 
-from common.cli import UserError
-from common.precision.plan import NVFP4BlockScaling, Plan
+from common.cli import UserError, flag
+from common.precision.plan import NVFP4BlockScaling, Plan, PrecisionFlags
 
+FILE = "quant_stats.jsonl"
 MODULES = {
     "qkv": "self_attention.layernorm_qkv",
     "proj": "self_attention.proj",
@@ -33,6 +34,44 @@ _FP8, _FP4, _TENSOR = "LogFp8TensorStats", "LogNvfp4TensorStats", "LogTensorStat
 _KNOWN_STATS = {_FP8: QUANTISED, _FP4: QUANTISED, _TENSOR: PLAIN}
 _KNOWN_TENSORS = {_FP8: OPERANDS, _FP4: OPERANDS, _TENSOR: (*OPERANDS, *RESULTS, *_ALIASES)}
 _TIMES = ("freq", "start_step", "end_step")
+
+
+@dataclass
+class StatsFlags(PrecisionFlags):
+    quant_stats: bool = flag(False, "Log statistics of the quantised tensors: underflow, scales, error, norms.")
+    quant_stats_freq: int | None = flag(None, "Every so many steps. Default: as the file says, 10 without one.")
+    quant_stats_dir: str | None = flag(None, "Where quant_stats.jsonl goes. Default: --output_dir.")
+    quant_stats_file: str | None = flag(
+        None, "Which layers, tensors and statistics: YAML as Transformer Engine's debug configuration."
+    )
+
+    def check(self) -> None:
+        for detail in ("freq", "dir", "file"):
+            if getattr(self, f"quant_stats_{detail}") is not None and not self.quant_stats:
+                raise UserError(f"--quant_stats_{detail} goes with --quant_stats")
+        if self.quant_stats and not (self.fp8 or self.fp4):
+            raise UserError("--quant_stats: nothing is quantised: add --fp8 or --fp4")
+        self.require_at_least(1, "quant_stats_freq")
+        if self.quant_stats_file is not None:
+            read_file(self.quant_stats_file)
+
+    def log_directory(self, output_dir: str) -> Path:
+        """Where quant_stats.jsonl goes."""
+        return Path(self.quant_stats_dir or output_dir)
+
+    def check_log_directory(self) -> None:
+        """UserError unless --quant_stats_dir can be made and written to. (The output directory's owner tries that.)"""
+        if self.quant_stats_dir:
+            probe = Path(self.quant_stats_dir) / f"{FILE}.probe"
+            try:
+                probe.parent.mkdir(parents=True, exist_ok=True)
+                probe.touch()
+                probe.unlink()
+            except OSError as error:
+                raise UserError(
+                    f"--quant_stats_dir {self.quant_stats_dir}: not writable ({error.strerror}): choose another "
+                    "directory"
+                ) from error
 
 
 @dataclass(frozen=True)
@@ -68,26 +107,13 @@ def layer_name(layer: int, module: str) -> str:
     return f"encoder.layers.{layer}.{MODULES[module]}"
 
 
-def check_flags(args) -> None:
-    """UserError for --quant_stats* flags that make no sense together, or a file that cannot be honoured."""
-    for detail in ("freq", "dir", "file"):
-        if getattr(args, f"quant_stats_{detail}") is not None and not args.quant_stats:
-            raise UserError(f"--quant_stats_{detail} goes with --quant_stats")
-    if args.quant_stats and not (args.fp8 or args.fp4):
-        raise UserError("--quant_stats: nothing is quantised: add --fp8 or --fp4")
-    if args.quant_stats_freq is not None and args.quant_stats_freq < 1:
-        raise UserError(f"--quant_stats_freq {args.quant_stats_freq}: must be at least 1")
-    if args.quant_stats_file is not None:
-        read_file(args.quant_stats_file)
-
-
-def select(args, plan: Plan) -> Selection:
+def select(flags: StatsFlags, plan: Plan) -> Selection:
     """What is wanted of the tensors of the plan's quantised layers. UserError if the file selects none of them."""
-    if args.quant_stats_file is None:
+    if flags.quant_stats_file is None:
         everything = dict.fromkeys(OPERANDS, Wanted(DEFAULT_STATS, DEFAULT_FREQ))
         sections = [Section("default", lambda name: True, {_FP8: everything})]
     else:
-        sections = read_file(args.quant_stats_file)
+        sections = read_file(flags.quant_stats_file)
     selection: Selection = {}
     for layer, recipe in enumerate(plan, 1):
         for module in MODULES if recipe else ():
@@ -95,7 +121,7 @@ def select(args, plan: Plan) -> Selection:
             mine = [section for section in sections if section.accepts(name)]
             if len(mine) > 1:
                 names = " and ".join(section.name for section in mine)
-                raise UserError(f"--quant_stats_file {args.quant_stats_file}: {names} both select {name}: let one do")
+                raise UserError(f"--quant_stats_file {flags.quant_stats_file}: {names} both select {name}: let one do")
             for section in mine:
                 # Either of the two means the format that the layer has.
                 order = (_FP4, _FP8) if isinstance(recipe, NVFP4BlockScaling) else (_FP8, _FP4)
@@ -105,11 +131,11 @@ def select(args, plan: Plan) -> Selection:
                         selection[layer, module, tensor] = (*selection.get((layer, module, tensor), ()), what)
     if not selection:
         raise UserError(
-            f"--quant_stats_file {args.quant_stats_file}: selects no quantised layer: names are like "
+            f"--quant_stats_file {flags.quant_stats_file}: selects no quantised layer: names are like "
             f"{layer_name(next(n for n, recipe in enumerate(plan, 1) if recipe), 'fc1')}"
         )
-    if args.quant_stats_freq is not None:
-        every = args.quant_stats_freq
+    if flags.quant_stats_freq is not None:
+        every = flags.quant_stats_freq
         return {k: tuple(Wanted(w.stats, every, w.start, w.end) for w in ws) for k, ws in selection.items()}
     return selection
 

@@ -68,7 +68,7 @@ class Quantised:
         # Delayed scaling has to be the outer one: see above. The other recipes keep nothing.
         self.outer = min(made, key=lambda recipe: not isinstance(recipe, plans.DelayedScaling))
         self.recipes = made
-        self.model, self.layers = model, model.encoder.layers
+        self.model, self.layers = model, model.layers
         self._state: dict[str, Tensor] | None = None
         model.encoder.quantised = self
         if fp8_params:

@@ -15,12 +15,13 @@ import time
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
-from common.cli import UserError, setup_logging, user_errors
+from common.cli import Flags, UserError, flag, setup_logging, user_errors
 from common.ranks.host_memory import keep_freed_memory
 from common.ranks.stopping import PREEMPTED, Preempted
 from common.ranks.world import OUR_BUG, FailedElsewhere, World
@@ -28,8 +29,20 @@ from common.ranks.world import OUR_BUG, FailedElsewhere, World
 logger = logging.getLogger(__name__)
 
 
+@dataclass
+class ProcessFlags(Flags):
+    """The flags of a run's processes."""
+
+    tf32: bool | None = flag(None, "Allow TF32 for fp32 matrix products (NVIDIA Ampere and later).")
+    use_cpu: bool = flag(False, "Train on the CPU even where there is a GPU.")
+    ddp_timeout: int = flag(1800, "Seconds after which a rank that hangs ends the run, and is named.")
+
+    def check(self) -> None:
+        self.require_at_least(1, "ddp_timeout")
+
+
 @contextmanager
-def distributed_run(args) -> Iterator[World]:
+def distributed_run(args: ProcessFlags) -> Iterator[World]:
     """Set up logging, device, process group and signals; take them down in order, whatever happens.
 
     Bad input ends every rank with status 2, and the first rank that found it says so in one line; a stop by signal

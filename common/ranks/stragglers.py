@@ -16,7 +16,6 @@ from collections.abc import Callable
 from dataclasses import is_dataclass
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
@@ -62,8 +61,7 @@ class Stragglers:
             return {}
         mine = (self.seconds / max(self.steps, 1), socket.gethostname())
         steps, self.seconds, self.steps = self.steps, 0.0, 0
-        everyone: list[tuple[float, str]] = [mine] * self.world.size
-        dist.all_gather_object(everyone, mine)
+        everyone: list[tuple[float, str]] = self.world.gather(mine)
         seconds = [s for s, _ in everyone]
         slowest = max(range(len(seconds)), key=seconds.__getitem__)
         found = {

@@ -26,6 +26,26 @@ class FailedElsewhere(Exception):
         self.status = status
 
 
+@dataclass(frozen=True)
+class Mesh:
+    """A rank's place among those that share the data: (dp, cp), cp innermost. Ranks of one cp group share a pack.
+
+    Whoever deals out data asks for `dp_rank` of `dp_size`; whoever averages over all ranks, for the World's size.
+    """
+
+    rank: int = 0
+    size: int = 1
+    cp_size: int = 1
+
+    @property
+    def dp_rank(self) -> int:
+        return self.rank // self.cp_size
+
+    @property
+    def dp_size(self) -> int:
+        return self.size // self.cp_size
+
+
 @dataclass
 class World:
     """The process' place in the run. Without torchrun: a world of one."""
@@ -37,6 +57,7 @@ class World:
     stop: StopRequest = field(default_factory=StopRequest)
     local_size: int = 1  # ranks of this node
     watch: Watch = field(default_factory=Watch)
+    cp_size: int = 1
 
     @classmethod
     def from_environment(cls, use_cpu: bool) -> World:
@@ -46,6 +67,10 @@ class World:
         use_gpu = torch.cuda.is_available() and not use_cpu
         device = torch.device("cuda", local_rank) if use_gpu else torch.device("cpu")
         return cls(rank, local_rank, size, device, local_size=int(os.environ.get("LOCAL_WORLD_SIZE", size)))
+
+    @property
+    def mesh(self) -> Mesh:
+        return Mesh(self.rank, self.size, self.cp_size)
 
     @property
     def is_main(self) -> bool:
@@ -81,6 +106,13 @@ class World:
         if self.size > 1:
             dist.broadcast_object_list(box, src=0)
         return box[0]
+
+    def gather(self, value, group: dist.ProcessGroup | None = None) -> list:
+        """Every rank's value (anything that pickles), in order, on every rank."""
+        everyone = [value] * self.size
+        if self.size > 1:
+            dist.all_gather_object(everyone, value, group=group)
+        return everyone
 
     @contextmanager
     def together(self, group: dist.ProcessGroup | None = None) -> Iterator[None]:

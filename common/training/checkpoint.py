@@ -18,6 +18,7 @@ import os
 import shutil
 import threading
 from contextlib import suppress
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 
@@ -28,8 +29,9 @@ from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
-from common.cli import INTERRUPTED, UserError
+from common.cli import INTERRUPTED, Flags, UserError, flag
 from common.files import alphabet
+from common.files.json_files import write_json_flushed
 from common.ranks.run import leave_if_rank_lost, rank_lost
 from common.ranks.world import FailedElsewhere, World
 from common.training import checkpoint_files as files
@@ -43,28 +45,57 @@ FINGERPRINT_FIELDS = (
 )
 
 
+@dataclass
+class CheckpointFlags(Flags):
+    output_dir: str | None = flag(None, "Where checkpoints, metrics and final_model/ go.")
+    overwrite_output_dir: bool = flag(
+        False, "Remove an earlier run's files there and start at step 0 (a restart of this very job still resumes)."
+    )
+    save_steps: float = flag(500, "Steps between checkpoints (below 1: a fraction of the run).")
+    save_minutes: float | None = flag(None, "Save also when so many minutes have passed since the last checkpoint.")
+    save_total_limit: int | None = flag(None, "Keep the newest N checkpoints.")
+    async_save: bool = flag(True, "Write checkpoints in the background.")
+    resume_from_checkpoint: str | None = flag(
+        None, "A checkpoint directory; `false`: none. Default: the newest complete one of --output_dir."
+    )
+
+    def check(self) -> None:
+        if not self.output_dir:
+            raise UserError("--output_dir is missing: where the results go")
+        self.require_at_least(1, "save_total_limit")
+        self.require_above(0, "save_steps", "save_minutes")
+
+
 def fingerprint(config) -> dict:
     """What a checkpoint's model is: its shape, and which residue each of its ids stands for."""
     return {name: getattr(config, name, None) for name in FINGERPRINT_FIELDS} | {"alphabet": " ".join(alphabet.TOKENS)}
 
 
 class Checkpointer:
-    """Saves and restores one run's (model, optimizer, trainer state) under `output_dir`; all ranks call together."""
+    """Saves and restores one run's (model, optimizer, trainer state) under --output_dir; all ranks call together.
+
+    scales: of --fp8_recipe delayed, tensors that are restored in place, the same on all ranks; training: whether the
+    run is to go on from what is restored.
+    """
 
     def __init__(
-        self, output_dir: Path, model: nn.Module, optimizer, config, world: World, args, scales: dict | None = None
+        self,
+        flags: CheckpointFlags,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        config,
+        world: World,
+        timeout_s: float,
+        scales: dict[str, torch.Tensor] | None = None,
+        training: bool = True,
     ):
-        self.output_dir = output_dir
+        self.flags, self.output_dir = flags, Path(flags.output_dir)
         self.model, self.optimizer = model, optimizer
-        self.scales = (
-            scales or {}
-        )  # of --fp8_recipe delayed: tensors that are restored in place, the same on all ranks
+        self.scales = scales or {}
         self.fingerprint = fingerprint(config)
-        self.world = world
-        self.keep = args.save_total_limit
-        self.background, self.training = args.async_save, args.do_train
+        self.world, self.training = world, training
         # Collectives of the writer thread must not interleave with the training step's.
-        self.group = dist.new_group(backend="gloo", timeout=timedelta(seconds=args.ddp_timeout))
+        self.group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
         self.thread: threading.Thread | None = None
         self.failure: BaseException | None = None
 
@@ -75,7 +106,7 @@ class Checkpointer:
         self.wait()
         model_state, optimizer_state = get_state_dict(self.model, self.optimizer)
         state = {"model": _canonical(model_state), "optimizer": optimizer_state} | self._scales()
-        if not self.background:
+        if not self.flags.async_save:
             self._write(step, state, trainer_state)
             return self._raise_failure()
         arguments = (step, _copied(state), trainer_state)
@@ -145,16 +176,16 @@ class Checkpointer:
 
     def _finish(self, step: int, partial: Path, checksums: dict, trainer_state: dict) -> None:
         final = self.output_dir / f"checkpoint-{step}"
-        files.write_json(partial / "trainer_state.json", trainer_state)
+        write_json_flushed(partial / "trainer_state.json", trainer_state, sort_keys=False)
         contents = checksums | {"trainer_state.json": files.size_and_crc(partial / "trainer_state.json")}
         manifest = {"format_version": files.FORMAT_VERSION, "step": step, "model": self.fingerprint, "files": contents}
-        files.write_json(partial / "manifest.json", manifest)
+        write_json_flushed(partial / "manifest.json", manifest, sort_keys=False)
         files.flush_directory(partial)
         partial.rename(final)
         (self.output_dir / files.SAVED).touch()
         files.flush_directory(self.output_dir)
-        if self.keep is not None:
-            files.prune(self.output_dir, step, self.keep)
+        if self.flags.save_total_limit is not None:
+            files.prune(self.output_dir, step, self.flags.save_total_limit)
         logger.info("Saved %s", final)
 
     def _checksums(self, directory: Path) -> dict[str, list[int]]:
@@ -165,13 +196,11 @@ class Checkpointer:
         return {p.name: files.size_and_crc(p) for p in mine}
 
     def _gathered(self, sums: dict) -> dict:
-        gathered: list[dict] = [{}] * self.world.size
-        dist.all_gather_object(gathered, sums, group=self.group)
-        return {name: value for part in gathered for name, value in part.items()}
+        return {name: value for part in self.world.gather(sums, self.group) for name, value in part.items()}
 
     # ---- restoring ------------------------------------------------------------------------------------------
 
-    def restore(self, where: str | None, restarted: bool = False) -> dict | None:
+    def restore(self, where: str | None = None, restarted: bool = False) -> dict | None:
         """Load `where`, or the newest usable checkpoint of the output directory; returns its trainer state or None.
 
         A restarted job takes the newest of its own even when told where to start. Damaged checkpoints are skipped

@@ -4,87 +4,89 @@ from __future__ import annotations
 
 import logging
 import shutil
+from collections.abc import Callable
 from dataclasses import asdict
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 from safetensors import SafetensorError
 
 from common.cli import UserError
-from common.model import convert
-from common.model.pretrained import save_pretrained
-from common.ranks.sharding import whole
+from common.files.json_files import read_json_lines, write_json
 from common.ranks.stopping import Preempted
-from common.training.evaluate import evaluate, unigram
-from common.training.metrics import format_block, read_metrics, write_json, write_results
-
-if TYPE_CHECKING:
-    from common.training.trainer import Run
+from common.ranks.strategy import whole
+from common.ranks.world import World
+from common.training.arguments import TrainArguments
+from common.training.logbook import METRICS, Logbook
+from common.training.masked_lm import MaskedLM
+from common.training.progress import Resolved, TrainerState
+from common.training.report import draw_curves
 
 logger = logging.getLogger(__name__)
 
 
-def finish(run: Run) -> None:
+def finish(
+    task: MaskedLM,
+    state: TrainerState,
+    resolved: Resolved,
+    log: Logbook,
+    args: TrainArguments,
+    world: World,
+    evaluate: Callable[[str, str], dict],
+) -> None:
     """Report, evaluate, export and draw as the flags say. Raises Preempted if told to stop during an evaluation."""
-    args, state, world = run.args, run.state, run.world
+    output_dir = Path(args.output_dir)
+
+    def report(split: str, results: dict) -> None:
+        with world.main_does() as mine:
+            if mine:
+                log.results(split, state.step, results)
+
     if args.do_train:
-        _report(run, "train", _training_results(run))
+        report("train", _training_results(state, resolved, task.data.num_examples))
     if args.do_eval:
         logger.info("*** Evaluate ***")
         for split, prefix in (("validation", "eval"), ("test", "test")):
-            if (store := run.data.held_out(split)) is None:
+            if task.data.held_out(split) is None:
                 continue
-            found = run.evaluate() if prefix == "eval" else evaluate(run.core, store, args, world, prefix, state.step)
+            found = evaluate(split, prefix)
             if not found:
                 raise Preempted
-            found |= unigram(run.data.sample(), store, args, world, prefix)
-            _report(run, prefix, {"epoch": state.epoch} | found)
+            report(prefix, {"epoch": state.epoch} | found | task.baseline(split, prefix))
     with world.main_does() as mine:
         if mine and args.do_train:
-            history = read_metrics(run.output_dir / "metrics.jsonl")
-            write_json(run.output_dir / "trainer_state.json", asdict(state) | {"log_history": history})
-    finished = args.do_train and state.step >= run.total_steps
+            history = read_json_lines(output_dir / METRICS)
+            write_json(output_dir / "trainer_state.json", asdict(state) | {"log_history": history})
+    finished = args.do_train and state.step >= resolved.total_steps
     if finished if args.save_final_model is None else args.save_final_model:
-        _export(run)
+        _export(task, output_dir / "final_model", world)
     with world.main_does() as mine:
         if mine and args.do_train:
-            from common.training.report import draw_curves
-
-            draw_curves(run.output_dir)
+            draw_curves(output_dir)
 
 
-def _training_results(run: Run) -> dict:
-    state, seconds = run.state, max(run.state.seconds, 1e-9)
+def _training_results(state: TrainerState, resolved: Resolved, num_examples: int | None) -> dict:
+    seconds = max(state.seconds, 1e-9)
     return {
-        "backend": run.args.backend,
+        "backend": resolved.backend,
         "epoch": state.epoch,
-        "gelu": run.args.gelu,
+        "gelu": resolved.gelu,
         "total_flos": state.total_flos,
         "train_loss": state.loss_total / max(state.step - state.skipped_steps, 1),
         "train_runtime": state.seconds,
-        "train_samples": run.data.num_examples or state.sequences,
+        "train_samples": num_examples or state.sequences,
         "train_samples_per_second": state.sequences / seconds,
         "train_steps_per_second": state.step / seconds,
         "train_tokens_per_second": state.tokens / seconds,
     }
 
 
-def _report(run: Run, split: str, results: dict) -> None:
-    with run.world.main_does() as mine:
-        if mine:
-            write_results(run.output_dir, split, results)
-            run.tracker.write({"step": run.state.step, **results})
-            print(format_block(split, results), flush=True)
-
-
-def _export(run: Run) -> None:
+def _export(task: MaskedLM, final: Path, world: World) -> None:
     """Write final_model/; all ranks together, which gather one tensor after the other for rank 0 to write."""
-    final = run.output_dir / "final_model"
-    parameters = dict(run.weights.named_parameters())
-    pieces = convert.pieces_to_hf(lambda name: whole(parameters[name].detach()), run.config, run.core.extras)
+    pieces = task.exported(whole)
     failure = None
     try:
-        if run.world.is_main:
-            save_pretrained(pieces, run.config, final)
+        if world.is_main:
+            task.export(pieces, final)
     except (OSError, SafetensorError) as error:
         shutil.rmtree(final.with_name("final_model.partial"), ignore_errors=True)
         reason = " ".join(str(error).split())[:160]
@@ -94,5 +96,5 @@ def _export(run: Run) -> None:
         )
     for _ in pieces:  # those that rank 0 did not come to, too: the others wait for it
         pass
-    run.world.end_together(failure)
+    world.end_together(failure)
     logger.info("Model for transformers' from_pretrained: %s", final)

@@ -4,62 +4,90 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import SchedulerType, get_scheduler
 
-from common.cli import UserError
+from common.cli import Flags, UserError, flag
 
 ESM2_WARMUP_STEPS = 2000  # Lin et al. 2023, supplement A.2.4; also: decay to a tenth of the peak at 90 % of the run
 ESM2_FINAL_FRACTION, ESM2_DECAY_END = 0.1, 0.9
 
 
-def build_optimizer(model: nn.Module, args) -> torch.optim.AdamW:
+@dataclass
+class OptimizerFlags(Flags):
+    learning_rate: float = flag(4e-4, "Peak learning rate (ESM-2: 4e-4; 15B: 1.6e-4).")
+    lr_scheduler_type: str = flag(
+        "esm2", "esm2 (linear to a tenth at 90 % of the run), linear, cosine, constant, constant_with_warmup, ..."
+    )
+    warmup_steps: float | None = flag(None, "Steps, or a fraction of the run below 1. Default: 2000, at most 5 %.")
+    weight_decay: float = flag(0.01, "On matrices and embeddings; never on biases and norms.")
+    adam_beta1: float = flag(0.9, "AdamW's first moment.")
+    adam_beta2: float = flag(0.98, "AdamW's second moment.")
+    adam_epsilon: float = flag(1e-8, "AdamW's epsilon.")
+    max_grad_norm: float = flag(1.0, "Clip the global gradient norm to this; 0: don't.")
+    max_skipped_steps: int = flag(
+        5, "A step whose loss or gradient norm is no number is skipped; after this many in a row the run stops."
+    )
+
+    def check(self) -> None:
+        for name in ("learning_rate", "weight_decay", "adam_epsilon", "max_grad_norm", "warmup_steps"):
+            if getattr(self, name) is not None and not 0 <= getattr(self, name) < math.inf:
+                raise UserError(f"--{name} {getattr(self, name)}: must be a number that is not negative")
+        for name in ("adam_beta1", "adam_beta2"):
+            if not 0 <= getattr(self, name) < 1:
+                raise UserError(f"--{name} {getattr(self, name)}: must be at least 0 and below 1")
+        self.require_at_least(1, "max_skipped_steps")
+        lr_schedule(self, total_steps=1000)  # an unknown --lr_scheduler_type is a UserError
+
+
+def build_optimizer(model: nn.Module, flags: OptimizerFlags) -> torch.optim.AdamW:
     """AdamW over fp32 master weights; no decay on biases and norms (everything with one dimension)."""
     parameters = [p for p in model.parameters() if p.requires_grad]
     groups = [
-        {"params": [p for p in parameters if p.dim() > 1], "weight_decay": args.weight_decay},
+        {"params": [p for p in parameters if p.dim() > 1], "weight_decay": flags.weight_decay},
         {"params": [p for p in parameters if p.dim() <= 1], "weight_decay": 0.0},
     ]
-    betas = (args.adam_beta1, args.adam_beta2)
-    return torch.optim.AdamW(groups, lr=args.learning_rate, betas=betas, eps=args.adam_epsilon, fused=True)
+    betas = (flags.adam_beta1, flags.adam_beta2)
+    return torch.optim.AdamW(groups, lr=flags.learning_rate, betas=betas, eps=flags.adam_epsilon, fused=True)
 
 
-def warmup_steps(args, total_steps: int) -> int:
-    if args.warmup_steps is None:
+def warmup_steps(flags: OptimizerFlags, total_steps: int) -> int:
+    if flags.warmup_steps is None:
         return min(ESM2_WARMUP_STEPS, total_steps // 20)
     # As in transformers' TrainingArguments.get_warmup_steps.
-    return math.ceil(args.warmup_steps * total_steps) if args.warmup_steps < 1 else int(args.warmup_steps)
+    return math.ceil(flags.warmup_steps * total_steps) if flags.warmup_steps < 1 else int(flags.warmup_steps)
 
 
-def lr_schedule(args, total_steps: int) -> Callable[[int], float]:
+def lr_schedule(flags: OptimizerFlags, total_steps: int) -> Callable[[int], float]:
     """step (0-based, the one about to be taken) -> learning rate.
 
     `esm2` reaches the peak with the last step of the warm-up; the others are transformers' own schedules.
     """
-    warmup = warmup_steps(args, total_steps)
-    if args.lr_scheduler_type == "esm2":
+    warmup = warmup_steps(flags, total_steps)
+    if flags.lr_scheduler_type == "esm2":
         decay_end = max(ESM2_DECAY_END * total_steps, warmup + 1)
 
         def esm2(step: int) -> float:
             if step < warmup:
-                return args.learning_rate * (step + 1) / warmup
+                return flags.learning_rate * (step + 1) / warmup
             progress = min(1.0, (step - warmup) / (decay_end - warmup))
-            return args.learning_rate * (1 - (1 - ESM2_FINAL_FRACTION) * progress)
+            return flags.learning_rate * (1 - (1 - ESM2_FINAL_FRACTION) * progress)
 
         return esm2
     try:
-        kind = SchedulerType(args.lr_scheduler_type)
-        scratch = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=args.learning_rate)
+        kind = SchedulerType(flags.lr_scheduler_type)
+        scratch = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=flags.learning_rate)
         scheduler = get_scheduler(kind, scratch, num_warmup_steps=warmup, num_training_steps=total_steps)
         if not isinstance(scheduler, LambdaLR):
             raise ValueError("not a function of the step alone")
     except (ValueError, TypeError) as error:
         raise UserError(
-            f"--lr_scheduler_type {args.lr_scheduler_type}: choose esm2, linear, cosine, constant, "
+            f"--lr_scheduler_type {flags.lr_scheduler_type}: choose esm2, linear, cosine, constant, "
             "constant_with_warmup, polynomial or inverse_sqrt"
         ) from error
     factor = scheduler.lr_lambdas[0]
-    return lambda step: args.learning_rate * factor(step)
+    return lambda step: flags.learning_rate * factor(step)

@@ -5,15 +5,12 @@ from __future__ import annotations
 import logging
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from torch.profiler import ProfilerActivity, profile
 
 from common.cli import UserError
 from common.ranks.watchdog import SAVE
-
-if TYPE_CHECKING:
-    from common.ranks.world import World
+from common.ranks.world import World
 
 logger = logging.getLogger(__name__)
 

@@ -1,53 +1,145 @@
-"""What a run says and counts while it is under way: how it starts, and the rows of metrics.jsonl."""
+"""How far a run is, and what it has settled on: the state a checkpoint keeps, and the numbers of metrics.jsonl."""
 
 from __future__ import annotations
 
 import logging
 import math
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from dataclasses import asdict, dataclass, field
 
-from common.model import esm2
-from common.training.metrics import peak_memory_gb, step_flops
-
-if TYPE_CHECKING:
-    from common.training.step import StepResult
-    from common.training.trainer import Run
+from common.batches.collators import Counts
+from common.batches.loader import TrainStep
+from common.batches.training_data import TrainingData
+from common.cli import UserError
+from common.model.esm2 import count_parameters
+from common.ranks.world import World
+from common.training.arguments import TrainArguments
+from common.training.load_model import Built
+from common.training.metrics import peak_memory_gb
+from common.training.step import StepResult
 
 logger = logging.getLogger(__name__)
 
-COUNTS = ("num_masked", "num_tokens", "sum_squared_lengths", "num_sequences")  # of a batch; summed over the step
+# May change between a run and its continuation without a word.
+HARMLESS = {"resume_from_checkpoint", "overwrite_output_dir", "stop_at_step", "disable_tqdm"}
 
 
-def announce(run: Run) -> None:
-    args, state = run.args, run.state
-    per_rank = args.tokens_per_pack if args.packing else args.per_device_train_batch_size
-    unit = "tokens" if args.packing else "sequences"
+@dataclass(frozen=True)
+class Resolved:
+    """What flags leave open, as a run has settled it; log, results and checkpoint show it.
+
+    formats: of the layers, where some are quantised; eval_every, save_every: in steps, 0 for never.
+    """
+
+    backend: str
+    gelu: str
+    formats: dict[str, str]
+    packs_per_step: int
+    accumulation: int
+    total_steps: int
+    last_step: int
+    eval_every: int
+    save_every: int
+
+
+@dataclass
+class TrainerState:
+    """With the weights and the optimiser, all there is to go on from."""
+
+    step: int = 0
+    position: dict = field(default_factory=dict)  # in the data, where the next step begins
+    packs_per_step: int | None = None
+    epoch: float = 0.0
+    tokens: int = 0  # real ones: no padding
+    sequences: int = 0
+    total_flos: float = 0.0
+    loss_total: float = 0.0  # sum of the losses of the steps not skipped
+    skipped_steps: int = 0  # whose loss or gradient norm was no number: counted in `step`
+    skipped_lately: list[str] = field(default_factory=list)  # what those in a row up to now looked like
+    seconds: float = 0.0  # spent in steps, over all restarts
+    unfinished_row: dict | None = None  # of metrics.jsonl: its evaluation was broken off by a signal
+    data: dict = field(default_factory=dict)  # identity of the batch plan
+    arguments: dict = field(default_factory=dict)
+    resolved: dict = field(default_factory=dict)
+
+    def advance(self, share: TrainStep, counts: Counts, flops: float, result: StepResult, seconds: float) -> None:
+        """One step further."""
+        self.step += 1
+        self.position, self.epoch = share.position, share.epoch
+        self.tokens += counts.num_tokens  # read and computed, learned from or not
+        self.sequences += counts.num_sequences
+        self.total_flos += flops
+        self.seconds += seconds
+        if result.skipped:
+            self.skipped_steps += 1
+            seen = f"step {self.step}: loss {result.loss:.4g}, gradient norm {result.grad_norm:.4g}"
+            self.skipped_lately = [*self.skipped_lately, seen]
+            logger.warning("Skipped %s", seen)
+        else:
+            self.loss_total += result.loss
+            self.skipped_lately = []
+
+    def check_divergence(self, most: int) -> None:
+        """UserError when so many steps in a row were skipped."""
+        if len(self.skipped_lately) >= most:
+            seen = "; ".join(self.skipped_lately[-10:])
+            raise UserError(
+                f"the run has diverged: --max_skipped_steps {most} skipped in a row ({seen}); nothing is saved of "
+                "them: go on from an earlier checkpoint with a lower --learning_rate or --max_grad_norm"
+            )
+
+    def go_on(self, identity: dict, arguments: dict, resolved: Resolved) -> None:
+        """Take over what this start of the run has settled, and say which flags are others than before."""
+        # Not refused (a user may well want another --save_steps), but said.
+        arguments = {k: v for k, v in arguments.items() if isinstance(v, str | int | float | bool | None)}
+        arguments |= {"backend": resolved.backend, "gelu": resolved.gelu}
+        saved = self.arguments
+        changed = [
+            f"{k} {saved[k]} -> {v}" for k, v in arguments.items() if k not in HARMLESS and saved.get(k, v) != v
+        ]
+        if changed:
+            logger.warning("Flags differ from those of the checkpoint: %s", ", ".join(changed))
+        self.data, self.arguments, self.resolved = identity, arguments, asdict(resolved)
+        self.packs_per_step = resolved.packs_per_step
+
+
+def check_same_data(saved: dict, now: dict) -> None:
+    """UserError naming what differs, unless a position in the one batch plan is valid in the other."""
+    differing = [f"{k} {saved.get(k)!r} (now {v!r})" for k, v in now.items() if saved.get(k) != v]
+    differing += [f"{k} {v!r} (now not used)" for k, v in saved.items() if k not in now]
+    if differing:
+        raise UserError(
+            f"the checkpoint stands in another order of batches: {', '.join(differing)}; give the same flags, or "
+            "start a new run from its final_model/ with --model_name_or_path and another --output_dir"
+        )
+
+
+def announce(
+    args: TrainArguments, built: Built, data: TrainingData, resolved: Resolved, state: TrainerState, world: World
+) -> None:
+    """How a run begins, for the log."""
+    per_rank, unit = args.per_device_train_batch_size, "sequences"
+    if args.packing:
+        per_rank, unit = args.tokens_per_pack, "tokens"
+    in_all = per_rank * resolved.packs_per_step
     logger.info("***** Running training *****" if args.do_train else "***** No training *****")
     for name, value in (
-        ("Num examples", run.data.num_examples or "not counted: they are streamed"),
+        ("Num examples", data.num_examples or "not counted: they are streamed"),
         ("Num Epochs", math.ceil(args.num_train_epochs) if args.max_steps <= 0 else "as --max_steps says"),
         (f"Instantaneous batch size per device ({unit})", per_rank),
-        (f"Total train batch size (w. parallel, distributed & accumulation; {unit})", per_rank * run.packs),
-        ("Gradient Accumulation steps", run.accumulation),
-        ("Total optimization steps", run.total_steps),
-        ("Number of trainable parameters", esm2.count_parameters(run.core)),
+        (f"Total train batch size (w. parallel, distributed & accumulation; {unit})", in_all),
+        ("Gradient Accumulation steps", resolved.accumulation),
+        ("Total optimization steps", resolved.total_steps),
+        ("Number of trainable parameters", count_parameters(built.model)),
     ):
         logger.info("  %s = %s", name, f"{value:,}" if isinstance(value, int) else value)
-    precision = "bfloat16, fp32 master weights" if args.bf16 else "fp32"
-    for line in run.core.remarks:
+    for line in built.remarks:
         logger.info("  %s", line)
-    logger.info("  Device = %s x %d, computing in %s", run.world.device.type, run.world.size, precision)
+    precision = "bfloat16, fp32 master weights" if args.bf16 else "fp32"
+    logger.info("  Device = %s x %d, computing in %s", world.device.type, world.size, precision)
     if state.step:
         logger.info("Resuming after step %d (epoch %.2f)", state.step, state.epoch)
-    if run.accumulation != args.gradient_accumulation_steps:
-        logger.info("Accumulation is %d, to keep %d packs a step", run.accumulation, run.packs)
-
-
-def flops_of(config, counts: list[int]) -> float:
-    """Of a step with these COUNTS."""
-    masked, tokens, squared, _ = counts
-    return step_flops(config, tokens, squared, masked)
+    if resolved.accumulation != args.gradient_accumulation_steps:
+        logger.info("Accumulation is %d, to keep %d packs a step", resolved.accumulation, resolved.packs_per_step)
 
 
 @dataclass
@@ -64,8 +156,8 @@ class Interval:
     steps: int = 0
     ranks: dict = field(default_factory=dict)  # the last comparison of the ranks, common/ranks/stragglers.py
 
-    def add(self, counts: list[int], flops: float, seconds: float, waited: float, result: StepResult) -> None:
-        self.tokens += counts[COUNTS.index("num_tokens")]
+    def add(self, counts: Counts, flops: float, seconds: float, waited: float, result: StepResult) -> None:
+        self.tokens += counts.num_tokens
         self.flops += flops
         self.seconds += seconds
         self.waited += waited
@@ -73,25 +165,30 @@ class Interval:
         self.optimizer += result.optimizer
         self.steps += 1
 
-    def row(self, run: Run, result: StepResult) -> dict:
-        """The row of metrics.jsonl after the step just taken; without loss and norm if that was skipped."""
+    def row(
+        self, state: TrainerState, total_steps: int, lr: float, result: StepResult, world: World, peak: float | None
+    ) -> dict:
+        """The row of metrics.jsonl after the step just taken; without loss and norm if that was skipped.
+
+        peak: the device's, in FLOP/s, None where it is not known.
+        """
         seconds = max(self.seconds, 1e-9)
-        flops = self.flops / seconds / run.world.size
+        flops = self.flops / seconds / world.size
         row = {
-            "step": run.state.step,
-            "total_steps": run.total_steps,
-            "epoch": run.state.epoch,
+            "step": state.step,
+            "total_steps": total_steps,
+            "epoch": state.epoch,
             **({} if result.skipped else {"loss": result.loss, "grad_norm": result.grad_norm}),
-            "learning_rate": run.lr(run.state.step - 1),
-            "tokens": run.state.tokens,
+            "learning_rate": lr,
+            "tokens": state.tokens,
             "tokens_per_second": self.tokens / seconds,
             "step_seconds": seconds / self.steps,
             "data_wait_seconds": self.waited / self.steps,
             "forward_backward_seconds": self.forward_backward / self.steps,
             "optimizer_seconds": self.optimizer / self.steps,
             "checkpoint_seconds": self.checkpoints,
-            "skipped_steps": run.state.skipped_steps,
+            "skipped_steps": state.skipped_steps,
             "tflops_per_device": flops / 1e12,
-            "peak_memory_gb": peak_memory_gb(run.world.device),
+            "peak_memory_gb": peak_memory_gb(world.device),
         }
-        return row | self.ranks | ({"mfu": flops / run.peak} if run.peak else {})
+        return row | self.ranks | ({"mfu": flops / peak} if peak else {})

@@ -1,127 +1,120 @@
 """The training run: one trajectory, a function of (data, arguments, seed), whatever interrupts it.
 
-A strategy (train_ddp.py, ...) hands in its wrapped model; everything else is here, readable from top to bottom:
-`train` sets up, resumes, and loops over steps; `Run` holds what the steps share.
+A strategy (train_ddp.py, ...) hands in its wrapped model; the rest is here, in the order in which it happens: set up,
+resume, loop over steps, end.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from contextlib import closing
-from dataclasses import asdict, replace
+from contextlib import ExitStack, closing
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
-from torch import nn
 from tqdm.auto import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
-from common.batches import batches
-from common.batches.loader import TrainStep
-from common.batches.training_data import TrainingData, find_source, open_training
-from common.model import esm2
-from common.precision import stats as quant_stats
+from common.batches.collators import Counts
+from common.batches.loader import TrainStep, merge_positions
+from common.batches.training_data import packs_per_step
 from common.ranks.stopping import Preempted
 from common.ranks.stragglers import Stragglers
+from common.ranks.strategy import Strategy
 from common.ranks.watchdog import SAVE
 from common.ranks.world import World
+from common.training.arguments import TrainArguments
 from common.training.checkpoint import Checkpointer
-from common.training.evaluate import evaluate
 from common.training.finish import finish
-from common.training.metrics import MetricsLog, peak_flops, step_line
+from common.training.load_model import Built
+from common.training.logbook import Logbook
+from common.training.masked_lm import MaskedLM
+from common.training.metrics import peak_flops
 from common.training.optim import build_optimizer, lr_schedule
 from common.training.profiling import StepProfiler
-from common.training.progress import COUNTS, Interval, announce, flops_of
+from common.training.progress import Interval, Resolved, TrainerState, announce, check_same_data
 from common.training.run_directory import RunDirectory
-from common.training.run_state import TrainerState, check_same_data, plain, warn_of_changes
-from common.training.step import take_step
-from common.training.trackers import Tracker, open_tracker
+from common.training.step import Stepper
 
 logger = logging.getLogger(__name__)
 
 
-def train(model: nn.Module, args, world: World) -> None:
-    """Train, evaluate, save and export as the flags say. `model` is what `load_model` gave, wrapped or not."""
-    output_dir = Path(args.output_dir)
-    source = None
+def train(strategy: Strategy, built: Built, args: TrainArguments, world: World) -> None:
+    """Train, evaluate, save and export as the flags say. `strategy` holds the model of `built`, wrapped or not."""
     with world.main_does() as mine:  # bad input is found before anything is removed or written
-        if mine:
-            source = find_source(args)
-            quant_stats.check_directory(args)
-    source = world.share(source)
-    with world.together():
-        data = open_training(args, source)
-    directory = None
-    with world.main_does() as mine:
-        if mine:
-            directory = RunDirectory(output_dir, overwrite=args.overwrite_output_dir and args.do_train)
-    run = Run(model, data, args, world, output_dir)
-    try:
-        with run.checkpointer:
-            run.resume(restarted=world.share(directory and directory.restarted))
-            if args.do_train:
-                run.loop(directory)
-            finish(run)
-    finally:
-        run.tracker.close()
-        if directory is not None:
-            directory.close()
-
-
-class Run:
-    """What the steps of a run share."""
-
-    def __init__(self, model: nn.Module, data: TrainingData, args, world: World, output_dir: Path):
-        self.model, self.args, self.world, self.output_dir = model, args, world, output_dir
-        self.core: esm2.Esm2ForMaskedLM = getattr(model, "module", model)
-        self.config = self.core.config
-        self.data = data
-        masters = self.core.masters
-        self.weights = masters.weights if masters else self.core  # what is updated, saved and exported
-        self.optimizer = build_optimizer(self.weights, args)
-        if masters:
-            masters.follow(self.optimizer)
-        quantised = self.core.emulation or self.core.encoder.quantised
-        scales = quantised.state if quantised else {}
-        self.checkpointer = Checkpointer(output_dir, self.weights, self.optimizer, self.config, world, args, scales)
-        self.stragglers = Stragglers(model, world, args.straggler_every)
-        self.profiler = StepProfiler(args.profile_steps, world, output_dir)
-        self.tracker = Tracker()
+        if mine and args.quant_stats:
+            args.check_log_directory()
+    task = MaskedLM(built, args, args.bf16, world, evaluates=args.do_eval)
+    with ExitStack() as way_out:
+        directory = None
         with world.main_does() as mine:
             if mine:
-                self.tracker = open_tracker(args, output_dir)
-        self.peak = peak_flops(world.device, args.bf16)
+                overwrite = args.overwrite_output_dir and args.do_train
+                directory = way_out.enter_context(closing(RunDirectory(Path(args.output_dir), overwrite)))
+        log = way_out.enter_context(closing(Logbook(args, Path(args.output_dir), world)))
+        trainer = Trainer(strategy, built, task, log, args, world)
+        with trainer.checkpointer:
+            trainer.resume(restarted=world.share(directory and directory.restarted))
+            if args.do_train:
+                trainer.loop(directory)
+            finish(task, trainer.state, trainer.resolved, log, args, world, trainer.evaluate)
+
+
+class Trainer:
+    """A run under way: `state` is how far it is, `resolved` what it has settled on."""
+
+    def __init__(
+        self, strategy: Strategy, built: Built, task: MaskedLM, log: Logbook, args: TrainArguments, world: World
+    ):
+        self.strategy, self.built, self.task, self.log = strategy, built, task, log
+        self.args, self.world = args, world
         self.state = TrainerState()
+        optimizer = build_optimizer(built.weights, args)
+        if built.precision.masters:
+            built.precision.masters.follow(optimizer)
+        self.checkpointer = Checkpointer(
+            *(args, built.weights, optimizer, built.config, world, args.ddp_timeout),
+            scales=built.precision.scales,
+            training=args.do_train,
+        )
+        self.stragglers = Stragglers(strategy.model, world, args.straggler_every)
+        self.profiler = StepProfiler(args.profile_steps, world, Path(args.output_dir))
+        self.stepper = Stepper(task, strategy, built.precision, optimizer, self.stragglers, world, args.max_grad_norm)
 
-    # ---- where to start -------------------------------------------------------------------------------------
-
-    def resume(self, restarted: bool = False) -> None:
-        args, data = self.args, self.data
+    def resume(self, restarted: bool) -> None:
+        """Take up the newest checkpoint if there is one, settle what the flags leave open, and say so."""
+        args, data, world = self.args, self.task.data, self.world
         saved = self.checkpointer.restore(args.resume_from_checkpoint, restarted)
-        if self.core.masters:
-            self.core.masters.hand_out()
-        with self.world.together():
+        if self.built.precision.masters:
+            self.built.precision.masters.hand_out()
+        with world.together():
             if saved is not None:
                 self.state = TrainerState(**saved)
                 check_same_data(self.state.data, data.identity)
-                warn_of_changes(self.state.arguments, asdict(args))
-            self.packs = batches.packs_per_step(args, self.world, self.state.packs_per_step)
-        self.accumulation = self.packs // self.world.size
-        self.total_steps = data.total_steps(self.packs)
-        self.last_step = min(self.total_steps, args.stop_at_step or self.total_steps)
-        self.lr = lr_schedule(args, self.total_steps)
-        self.eval_every, self.save_every = (_steps(n, self.total_steps) for n in (args.eval_steps, args.save_steps))
-        self.state = replace(self.state, packs_per_step=self.packs, data=data.identity, arguments=plain(asdict(args)))
+            packs = packs_per_step(args, world.mesh, self.state.packs_per_step)
+            total_steps = data.total_steps(packs)
+        self.resolved = Resolved(
+            backend=self.built.backend,
+            gelu=self.built.gelu,
+            formats=self.built.precision.formats,
+            packs_per_step=packs,
+            accumulation=packs // world.mesh.dp_size,
+            total_steps=total_steps,
+            last_step=min(total_steps, args.stop_at_step or total_steps),
+            eval_every=_steps(args.eval_steps, total_steps),
+            save_every=_steps(args.save_steps, total_steps),
+        )
+        self.state.go_on(data.identity, asdict(args), self.resolved)
+        self.lr = lr_schedule(args, total_steps)
         self.saved_step, self.saved_at, self.save_asked = self.state.step, time.monotonic(), False
-        announce(self)
-
-    # ---- the loop -------------------------------------------------------------------------------------------
+        announce(args, self.built, data, self.resolved, self.state, world)
 
     def loop(self, directory: RunDirectory | None) -> None:
-        args, state, world = self.args, self.state, self.world
-        if state.step >= self.last_step and state.unfinished_row is None:
-            logger.info("Step %d of %d is done already: nothing to train", state.step, self.last_step)
+        """Train up to the last step, or until told to stop: then Preempted, with the state saved."""
+        args, state, world, resolved = self.args, self.state, self.world, self.resolved
+        if state.step >= resolved.last_step and state.unfinished_row is None:
+            logger.info("Step %d of %d is done already: nothing to train", state.step, resolved.last_step)
             return
         # From here on a signal is agreed on and the state is saved. Ranks meet below before the first of them begins:
         # none that is still to come here may then leave the others by itself.
@@ -131,29 +124,29 @@ class Run:
             if mine:
                 directory.claim()
                 keep_through = -1 if state.step == 0 else state.step - (state.unfinished_row is not None)
-                self.log = MetricsLog(self.output_dir / "metrics.jsonl", keep_through)
-                if self.core.quant_stats:
-                    self.quant_log = MetricsLog(quant_stats.directory_of(args) / quant_stats.FILE, state.step)
+                quant_stats_in = args.log_directory(args.output_dir) if args.quant_stats else None
+                self.log.begin(keep_through, quant_stats_in, state.step)
         if args.eval_on_start and state.step == 0:
             state.unfinished_row = {"step": 0, "epoch": 0.0}
         if state.unfinished_row is not None and not self._complete(state.unfinished_row):
             raise Preempted
         with world.together():
-            loader = self.data.steps(world, self.packs, state.step, state.position, self.last_step)
+            loader = self.task.steps(resolved.packs_per_step, state.step, state.position, resolved.last_step)
         bar = tqdm(
-            total=self.last_step,
+            total=resolved.last_step,
             initial=state.step,
             disable=True if args.disable_tqdm or not world.is_main else None,  # None: only on a terminal
             unit="step",
         )
-        self.model.train()
+        self.strategy.model.train()
         if args.torch_compile:
             world.watch.compilation_counts_as_progress()
         interval = Interval()
+        peak = peak_flops(world.device, args.bf16)
         self.saved_at = time.monotonic()
         stopping = False
         with closing(iter(loader)) as steps, logging_redirect_tqdm(), bar:
-            while state.step < self.last_step and not stopping:
+            while state.step < resolved.last_step and not stopping:
                 world.watch.mark("data", state.step + 1)
                 started = time.perf_counter()
                 share, counts = self._next(steps)
@@ -161,22 +154,27 @@ class Run:
                 if not stopping:
                     waited = time.perf_counter() - started
                     self.profiler.before(state.step + 1)
-                    result = take_step(self, share, counts)
+                    lr, flops = self.lr(state.step), self.task.flops(counts)
+                    result = self.stepper.take(state.step, lr, share.micro_batches, counts)
+                    self.log.quant_stats_rows(result.quant_stats)
                     seconds = time.perf_counter() - started
-                    interval.add(counts, flops_of(self.config, counts), seconds, waited, result)
-                    state.seconds += seconds
+                    interval.add(counts, flops, seconds, waited, result)
+                    state.advance(share, counts, flops, result, seconds)
+                    if result.skipped:
+                        with world.together():
+                            state.check_divergence(args.max_skipped_steps)
                     bar.update()
                     self.profiler.after(state.step)
                     interval.ranks |= self.stragglers.compare(state.step)
-                    evaluating = self.eval_every and state.step % self.eval_every == 0
-                    if evaluating or state.step % args.logging_steps == 0 or state.step in (1, self.last_step):
-                        row = interval.row(self, result)
+                    evaluating = resolved.eval_every and state.step % resolved.eval_every == 0
+                    if evaluating or state.step % args.logging_steps == 0 or state.step in (1, resolved.last_step):
+                        row = interval.row(state, resolved.total_steps, lr, result, world, peak)
                         interval = Interval()
                         if evaluating:
                             stopping = not self._complete(row)
                         else:
-                            self._record(row)
-                if stopping or state.step == self.last_step or self._save_due():
+                            self.log.row(row)
+                if stopping or state.step == resolved.last_step or self._save_due():
                     interval.checkpoints += self._save()
             self.profiler.after(state.step, ends=True)
             world.watch.mark(SAVE, state.step)
@@ -185,8 +183,10 @@ class Run:
         if stopping:
             raise Preempted
 
-    def _next(self, steps) -> tuple[TrainStep | None, list[int]]:
-        """This rank's share of the next step and the COUNTS of the whole of it; (None, _) if a rank is to stop.
+    # ---- the parts of the loop ------------------------------------------------------------------------------
+
+    def _next(self, steps) -> tuple[TrainStep | None, Counts]:
+        """This rank's share of the next step and the counts of the whole of it; (None, _) if a rank is to stop.
 
         A rank that waits for data in vain, or whose data are damaged, tells the others here: no rank waits for it.
         """
@@ -197,7 +197,7 @@ class Run:
         except Exception as error:
             failure = error
         self.stragglers.waited(time.perf_counter() - started)
-        counts = [sum(batch[key] for batch in share.micro_batches) if share else 0 for key in COUNTS]
+        counts = self.task.counts(share.micro_batches if share else [])
         stop = failure is None and (share is None or self.world.stop_requested)
         minutes = self.args.save_minutes if self.world.is_main else None  # one clock decides for all
         save = minutes is not None and time.monotonic() - self.saved_at >= 60 * minutes
@@ -206,19 +206,7 @@ class Run:
         self.save_asked |= bool(save)
         if failed:
             self.world.end_together(failure)
-        return (None if stop else share), counts
-
-    def _record(self, row: dict) -> None:
-        if self.world.is_main:
-            self.log.write(row)
-            self.tracker.write(row)
-            if "loss" in row:
-                logger.info(step_line(row))
-
-    def record_quant_stats(self, rows: list[dict]) -> None:
-        if rows and self.world.is_main:
-            self.quant_log.write(*rows)
-            self.tracker.write(quant_stats.scalars(rows))
+        return (None if stop else share), Counts(*counts)
 
     def _complete(self, row: dict) -> bool:
         """Evaluate, add that to the row and record it; False if told to stop meanwhile: then the next start does."""
@@ -227,32 +215,33 @@ class Run:
         if not results:
             return False
         self.state.unfinished_row = None
-        self._record(row | results)
+        self.log.row(row | results)
         return True
 
-    def evaluate(self) -> dict:
-        """On the validation split; {} if the run was told to stop meanwhile (all ranks agree)."""
-        logger.info("***** Running Evaluation *****")
-        results = evaluate(self.core, self.data.held_out("validation"), self.args, self.world, step=self.state.step)
-        if results:
-            logger.info(
-                "Held-out loss %.4f, perplexity %.3f, accuracy %.4f (%d masked residues)",
-                *(results[k] for k in ("eval_loss", "perplexity", "eval_accuracy", "eval_masked_tokens")),
-            )
-        self.model.train()
+    def evaluate(self, split: str = "validation", prefix: str = "eval") -> dict:
+        """On a held-out split; {} if the run was told to stop meanwhile (all ranks agree)."""
+        told = split == "validation"  # of the test split only the results at the end
+        if told:
+            logger.info("***** Running Evaluation *****")
+        results = self.task.evaluate(split, prefix, self.state.step)
+        self.strategy.release()
+        if told and results:
+            logger.info(self.task.summary(results))
+        self.strategy.model.train()
         return results
 
     def _save_due(self) -> bool:
         if self.state.skipped_lately:
             return False  # the weights may be what is wrong: no good checkpoint makes room for them
-        return self.save_asked or self.state.step // self.save_every > self.saved_step // self.save_every
+        every = self.resolved.save_every
+        return self.save_asked or self.state.step // every > self.saved_step // every
 
     def _save(self) -> float:
         """Save what is not saved yet; the seconds that training stood still for it."""
         started = time.perf_counter()
         if self.state.step > self.saved_step:
             self.world.watch.mark(SAVE, self.state.step)
-            position = self.data.position_of_all(self.state.position, self.world)
+            position = merge_positions(self.world.gather(self.state.position))
             self.checkpointer.save(self.state.step, asdict(self.state) | {"position": position})
             self.saved_step, self.saved_at, self.save_asked = self.state.step, time.monotonic(), False
         return time.perf_counter() - started

@@ -17,7 +17,7 @@ import sys
 from common import cli
 from common.files import stream_reader
 from common.files.sources import open_source
-from common.batches.stream_loader import plan_streams
+from common.batches.streams import plan_streams
 from tests.batches.test_streams import first_epoch, PACKED
 if "--impatient" in sys.argv:
     stream_reader.ATTEMPTS = 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import multiprocessing
 import os
 import pickle
@@ -17,20 +18,20 @@ import pytest
 import torch
 from datasets import Dataset, Features, List, Value
 
-from common.batches.collators import PackedCollator, PaddedCollator
-from common.batches.loader import EvalLoader, TrainLoader
+from common.batches.collators import MaskingCollator
+from common.batches.loader import PlannedOrder, TrainLoader, evaluation_batches
 from common.batches.packing import BatchPlan, Position
 from common.cli import UserError
 from common.files.alphabet import CLS, EOS, encode
 from common.files.fasta import read_fasta
 from common.files.token_store import TokenStore
+from common.ranks.world import Mesh
 from tests.conftest import ROOT
 
 # Four workers on a machine with fewer cores are the point here, not a mistake.
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
 
 LONGEST = 256
-BEGINNING = (0, Position())
 FEATURES = Features({"id": Value("string"), "input_ids": List(Value("uint8"))})
 
 
@@ -51,12 +52,16 @@ def store(tmp_path_factory):
 
 def packed(store, shuffle=True, seed=1):
     plan = BatchPlan(store.lengths, len(store), seed, LONGEST, tokens_per_pack=2048, shuffle=shuffle)
-    return plan, PackedCollator(seed, LONGEST)
+    return plan, MaskingCollator(seed)
 
 
 def padded(store, shuffle=True, seed=1):
     plan = BatchPlan(store.lengths, len(store), seed, LONGEST, sequences_per_pack=9, shuffle=shuffle)
-    return plan, PaddedCollator(seed, LONGEST, pad_to_max_length=True)
+    return plan, MaskingCollator(seed)
+
+
+def loader_of(store, plan, collator, packs_per_step, dp_rank=0, dp_size=1, **arguments):
+    return TrainLoader(PlannedOrder(store, plan, packs_per_step), collator, Mesh(dp_rank, dp_size), **arguments)
 
 
 def tensors(batch):
@@ -64,17 +69,15 @@ def tensors(batch):
     return {key: value.tolist() if isinstance(value, torch.Tensor) else value for key, value in batch.items()}
 
 
-def global_batches(store, mode, dp_size, steps, start=BEGINNING, packs_per_step=8, **arguments):
+def global_batches(store, mode, dp_size, steps, packs_per_step=8, **arguments):
     """[step][pack] of the global batch, put together from all ranks; and the steps of rank 0."""
     ranks = []
     for rank in range(dp_size):
-        loader = TrainLoader(
-            store, *mode(store), packs_per_step, rank, dp_size, start=start, num_steps=steps, **arguments
-        )
+        loader = loader_of(store, *mode(store), packs_per_step, rank, dp_size, num_steps=steps, **arguments)
         ranks.append(list(loader))
         assert len(ranks[-1]) == steps
     for of_step in zip(*ranks, strict=True):
-        assert len({(step.step, step.position, step.epoch) for step in of_step}) == 1
+        assert len({(step.step, str(step.position), step.epoch) for step in of_step}) == 1
         assert {len(step.micro_batches) for step in of_step} == {packs_per_step // dp_size}
     batches = [
         [tensors(of_step[i % dp_size].micro_batches[i // dp_size]) for i in range(packs_per_step)]
@@ -108,8 +111,8 @@ def test_same_batches_for_any_number_of_workers(store, mode, num_workers):
 def test_restart_from_any_step_with_another_number_of_ranks(store, mode):
     expected, steps = global_batches(store, mode, 1, 20)
     for done, dp_size, num_workers in ((1, 2, 0), (7, 4, 0), (12, 8, 0), (19, 2, 0), (9, 2, 2)):
-        position = Position(**asdict(steps[done - 1].position))  # as a checkpoint keeps it
-        found, after = global_batches(store, mode, dp_size, 20 - done, start=(done, position), num_workers=num_workers)
+        start = {"first_step": done, "position": json.loads(json.dumps(steps[done - 1].position))}  # a checkpoint's
+        found, after = global_batches(store, mode, dp_size, 20 - done, **start, num_workers=num_workers)
         assert found == expected[done:]
         assert after[-1][2:] == steps[-1][2:]
         assert after[0].step == done
@@ -118,16 +121,16 @@ def test_restart_from_any_step_with_another_number_of_ranks(store, mode):
 def test_another_global_batch_goes_on_where_the_first_ended(store):
     packs = list(itertools.chain.from_iterable(global_batches(store, packed, 1, 12)[0]))
     _, steps = global_batches(store, packed, 2, 3)
-    larger, _ = global_batches(store, packed, 4, 4, start=(3, steps[-1].position), packs_per_step=16)
+    larger, _ = global_batches(store, packed, 4, 4, first_step=3, position=steps[-1].position, packs_per_step=16)
     assert list(itertools.chain.from_iterable(larger)) == packs[24 : 24 + 64]
 
 
 @pytest.mark.parametrize("mode", [packed, padded])
 def test_an_epoch_delivers_every_token_once(store, mode):
     plan, collator = mode(store)
-    steps = list(TrainLoader(store, plan, collator, 1, num_steps=plan.packs_per_epoch()))
+    steps = list(loader_of(store, plan, collator, 1, num_steps=plan.packs_per_epoch()))
     assert steps[-1].epoch == 1
-    assert steps[-1].position == Position(1, 0, 0)
+    assert steps[-1].position == asdict(Position(1, 0, 0))
     batches = [step.micro_batches[0] for step in steps]
     assert sum(batch["num_sequences"] for batch in batches) == len(store)
     lengths = store.lengths(np.arange(len(store)))
@@ -136,7 +139,7 @@ def test_an_epoch_delivers_every_token_once(store, mode):
 
 def test_batches_hold_the_crops_of_the_plan(store):
     plan, collator = packed(store)
-    loader = TrainLoader(store, plan, collator, 1, num_steps=30)
+    loader = loader_of(store, plan, collator, 1, num_steps=30)
     for step, (_, pack) in zip(loader, plan.packs(), strict=False):
         batch = step.micro_batches[0]
         ids = torch.where(batch["labels"] == -100, batch["input_ids"], batch["labels"]).numpy()
@@ -151,7 +154,7 @@ def test_epochs_and_seeds_bring_other_masks_and_orders(store):
     firsts = []
     for seed, epoch in ((1, 0), (1, 1), (2, 0)):
         plan, collator = packed(store, seed=seed)
-        step = next(iter(TrainLoader(store, plan, collator, 1, start=(0, Position(epoch)))))
+        step = next(iter(loader_of(store, plan, collator, 1, position=asdict(Position(epoch)))))
         firsts.append(step.micro_batches[0]["input_ids"].tolist())
     assert len({tuple(ids) for ids in firsts}) == 3
 
@@ -159,7 +162,7 @@ def test_epochs_and_seeds_bring_other_masks_and_orders(store):
 def test_tensors_of_a_step_share_one_piece_of_memory(store):
     """Each shared tensor is an open file: a step of many micro-batches must not open hundreds."""
     plan, collator = packed(store)
-    step = next(iter(TrainLoader(store, plan, collator, 32, num_workers=1)))
+    step = next(iter(loader_of(store, plan, collator, 32, num_workers=1)))
     batches = step.micro_batches
     storages = {v.untyped_storage().data_ptr() for b in batches for v in b.values() if isinstance(v, torch.Tensor)}
     assert len(batches) == 32
@@ -168,7 +171,7 @@ def test_tensors_of_a_step_share_one_piece_of_memory(store):
 
 def test_loader_pickles_for_platforms_that_spawn(store):
     plan, collator = packed(store)
-    loader = TrainLoader(store, plan, collator, 4, num_steps=3)
+    loader = loader_of(store, plan, collator, 4, num_steps=3)
     again = pickle.loads(pickle.dumps(loader))
     for one, other in zip(loader, again, strict=True):
         assert list(map(tensors, one.micro_batches)) == list(map(tensors, other.micro_batches))
@@ -176,28 +179,28 @@ def test_loader_pickles_for_platforms_that_spawn(store):
 
 def test_world_size_that_does_not_divide_the_global_batch(store):
     with pytest.raises(UserError) as error:
-        TrainLoader(store, *packed(store), packs_per_step=8, dp_rank=0, dp_size=3)
+        loader_of(store, *packed(store), packs_per_step=8, dp_rank=0, dp_size=3)
     message = str(error.value)
     assert "8 packs" in message
     assert "3 data-parallel ranks" in message
     assert "use 1, 2, 4, 8 ranks, or 6 or 9 packs" in message
     with pytest.raises(UserError, match="2 packs"):
-        TrainLoader(store, *packed(store), packs_per_step=1, dp_rank=0, dp_size=2)
+        loader_of(store, *packed(store), packs_per_step=1, dp_rank=0, dp_size=2)
 
 
 def test_position_of_other_data_is_refused_at_once(store):
     with pytest.raises(UserError, match="other data"):
-        TrainLoader(store, *packed(store), packs_per_step=1, start=(5, Position(0, 3, 0)))
+        loader_of(store, *packed(store), packs_per_step=1, first_step=5, position=asdict(Position(0, 3, 0)))
 
 
 @pytest.mark.parametrize("mode", [packed, padded])
-@pytest.mark.parametrize(("dp_size", "num_workers"), [(1, 0), (1, 3), (2, 0), (3, 2), (64, 0)])
-def test_evaluation_sees_every_record_once_with_the_same_masks(store, mode, dp_size, num_workers):
+@pytest.mark.parametrize("dp_size", [1, 2, 3, 64])
+def test_evaluation_sees_every_record_once_with_the_same_masks(store, mode, dp_size):
     plan, collator = mode(store, shuffle=False)
-    expected = [tensors(batch) for batch in EvalLoader(store, plan, collator)]
+    expected = [tensors(batch) for batch in evaluation_batches(store, plan, collator)]
     assert sum(batch["num_sequences"] for batch in expected) == len(store)
     ranks = [
-        [tensors(batch) for batch in EvalLoader(store, plan, collator, rank, dp_size, num_workers=num_workers)]
+        [tensors(batch) for batch in evaluation_batches(store, plan, collator, Mesh(rank, dp_size))]
         for rank in range(dp_size)
     ]
     rounds = -(-len(expected) // dp_size)
@@ -212,15 +215,16 @@ def test_evaluation_of_fewer_records_than_ranks(tmp_path):
     save(tmp_path / "s", [encode("MKV")])
     store = TokenStore(tmp_path / "s")
     plan, collator = packed(store, shuffle=False)
-    sizes = [[batch["num_tokens"] for batch in EvalLoader(store, plan, collator, rank, 4)] for rank in range(4)]
+    ranks = [evaluation_batches(store, plan, collator, Mesh(rank, 4)) for rank in range(4)]
+    sizes = [[batch["num_tokens"] for batch in of_rank] for of_rank in ranks]
     assert sizes == [[5], [0], [0], [0]]
 
 
 def test_workers_ignore_the_signals_of_the_scheduler(store):
     """SIGTERM, SIGUSR1 and SIGINT go to the whole process group; the batches go on as if nothing had been sent."""
     plan, collator = packed(store)
-    expected = [tensors(step.micro_batches[0]) for step in TrainLoader(store, plan, collator, 1, num_steps=40)]
-    steps = iter(TrainLoader(store, plan, collator, 1, num_steps=40, num_workers=2))
+    expected = [tensors(step.micro_batches[0]) for step in loader_of(store, plan, collator, 1, num_steps=40)]
+    steps = iter(loader_of(store, plan, collator, 1, num_steps=40, num_workers=2))
     found = [tensors(next(steps).micro_batches[0]) for _ in range(5)]
     workers = multiprocessing.active_children()
     assert len(workers) == 2
@@ -236,7 +240,7 @@ def test_workers_ignore_the_signals_of_the_scheduler(store):
 
 
 def test_closing_ends_the_workers(store):
-    steps = iter(TrainLoader(store, *packed(store), packs_per_step=1, num_workers=2))
+    steps = iter(loader_of(store, *packed(store), packs_per_step=1, num_workers=2))
     next(steps)
     assert len(multiprocessing.active_children()) == 2
     steps.close()
@@ -248,13 +252,14 @@ def test_process_ends_at_once_with_workers_still_at_work(store, ending, status):
     """Workers that ignore SIGTERM must not outlive or hold up the process that started them."""
     script = f"""
 import multiprocessing
-from common.batches.collators import PackedCollator
-from common.batches.loader import TrainLoader
+from common.batches.collators import MaskingCollator
+from common.batches.loader import PlannedOrder, TrainLoader
 from common.batches.packing import BatchPlan
 from common.files.token_store import TokenStore
+from common.ranks.world import Mesh
 store = TokenStore({str(store.path)!r})
 plan = BatchPlan(store.lengths, len(store), 0, {LONGEST}, tokens_per_pack=2048)
-steps = iter(TrainLoader(store, plan, PackedCollator(0, {LONGEST}), 1, num_workers=2))
+steps = iter(TrainLoader(PlannedOrder(store, plan, 1), MaskingCollator(0), num_workers=2))
 next(steps)
 print(*[child.pid for child in multiprocessing.active_children()], flush=True)
 {ending}
@@ -278,8 +283,7 @@ def test_real_proteins(tmp_path, real_fasta):
     plan = BatchPlan(store.lengths, len(store), 0, 1024, tokens_per_pack=8192)
     steps = plan.packs_per_epoch() // 4
     loaders = [
-        TrainLoader(store, plan, PackedCollator(0, 1024), 4, rank, 2, num_steps=steps, num_workers=rank)
-        for rank in range(2)
+        loader_of(store, plan, MaskingCollator(0), 4, rank, 2, num_steps=steps, num_workers=rank) for rank in range(2)
     ]
     batches = [batch for loader in loaders for step in loader for batch in step.micro_batches]
     assert steps * 4 == plan.packs_per_epoch() == len(batches)

@@ -10,13 +10,14 @@ import pyarrow as pa
 import pyarrow.parquet
 import pytest
 
-from common.batches.collators import PackedCollator
-from common.batches.stream_loader import StreamLoader, merge_positions, plan_streams
-from common.batches.streams import Stream
+from common.batches.collators import MaskingCollator
+from common.batches.loader import TrainLoader, merge_positions
+from common.batches.streams import Stream, StreamedOrder, plan_streams
 from common.cli import UserError
 from common.files import alphabet
 from common.files.sources import open_source, split_of
 from common.files.stream_reader import read_sequences, units_of
+from common.ranks.world import Mesh
 
 COUNT = 600
 PACKED = {"seed": 3, "max_seq_length": 128, "tokens_per_pack": 512}
@@ -118,7 +119,10 @@ def test_a_stream_goes_on_from_any_position(tmp_path, monkeypatch, window_tokens
 def steps_of(plan, packs: int, number: int, ranks: int = 1, workers: int = 0, first: int = 0, position=None):
     """[(input_ids and labels of each pack of the step, in the order of the packs; position)], over all ranks."""
     loaders = [
-        StreamLoader(plan, PackedCollator(0, 128), packs, r, ranks, first, position, number, num_workers=workers)
+        TrainLoader(
+            *(StreamedOrder(plan, packs), MaskingCollator(0), Mesh(r, ranks), first, position, number),
+            num_workers=workers,
+        )
         for r in range(ranks)
     ]
     steps = []
@@ -152,13 +156,13 @@ def test_a_position_of_another_global_batch_is_refused(tmp_path):
     path = write(tmp_path / "a.csv", proteins())
     position = steps_of(plan_of(path, 4), 4, 1)[0][1]
     with pytest.raises(UserError, match="packs_per_step"):
-        StreamLoader(plan_of(path, 2), PackedCollator(0, 128), 2, position=position)
+        TrainLoader(StreamedOrder(plan_of(path, 2), 2), MaskingCollator(0), position=position)
 
 
 def test_masks_differ_from_epoch_to_epoch_and_proteins_do_not(tmp_path):
     plan = plan_of(write(tmp_path / "a.csv", proteins(8)), 1)
     epochs: dict[int, list] = {}
-    collate = PackedCollator(0, 128)
+    collate = MaskingCollator(0)
     for pack, ids, _ in Stream(plan, 0):
         if pack.epoch > 1:
             break

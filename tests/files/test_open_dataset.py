@@ -10,7 +10,7 @@ import pytest
 from benchmarks import open_dataset
 from common.files.dataset_writer import TOKEN_FEATURES, DatasetWriter
 from common.files.token_store import TokenStore
-from common.training import evaluate
+from common.training import masked_lm
 
 
 def test_private_memory_of_a_process(tmp_path, monkeypatch):
@@ -46,12 +46,12 @@ def test_frequencies_of_a_large_store_are_those_of_a_sample(tmp_path, monkeypatc
     asked = []
     gather = store.gather
     store.gather = lambda records, *where: asked.append(records) or gather(records, *where)
-    whole = evaluate.residue_frequencies(store)
+    whole = masked_lm.residue_frequencies(store)
     assert np.array_equal(np.concatenate(asked), np.arange(20_000))
-    monkeypatch.setattr(evaluate, "UNIGRAM_SAMPLE", 4000)
-    monkeypatch.setattr(evaluate, "UNIGRAM_RUN", 100)
+    monkeypatch.setattr(masked_lm, "UNIGRAM_SAMPLE", 4000)
+    monkeypatch.setattr(masked_lm, "UNIGRAM_RUN", 100)
     asked.clear()
-    assert evaluate.residue_frequencies(store) == pytest.approx(whole, abs=0.03)  # 40 runs, 2 of each kind
+    assert masked_lm.residue_frequencies(store) == pytest.approx(whole, abs=0.03)  # 40 runs, 2 of each kind
     assert len(asked) == 40
     assert all((np.diff(records) == 1).all() for records in asked)
     assert min(map(np.min, asked)) == 0

@@ -13,8 +13,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from common.cli import UserError
+from common.model.backend import HIDDEN_ACT
 from common.model.esm2 import Esm2ForMaskedLM, build_model
-from common.model.gelu import HIDDEN_ACT
 from common.model.presets import esm2_config
 from common.model.recompute import save_activations
 from common.precision.emulation import Emulation

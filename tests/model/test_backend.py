@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from argparse import Namespace
 from importlib.util import find_spec
 
 import pytest
@@ -16,7 +15,7 @@ from common.model.esm2 import build_model
 from common.model.linear import Linear
 from common.model.presets import esm2_config
 from common.ranks.world import World
-from common.training.checkpoint import Checkpointer
+from common.training.checkpoint import Checkpointer, CheckpointFlags
 from tests.model.reference import packed, random_batch
 from tests.training.test_bad_input import refused
 from tests.training_fixtures import arguments, on_ranks, train
@@ -58,8 +57,8 @@ def test_auto_takes_torch_and_says_why(dataset, tmp_path):
 def test_te_on_a_cpu_is_one_line(dataset, installed):
     installed("")
     with pytest.raises(UserError, match="--backend te: it needs an NVIDIA GPU.*--backend torch"):
-        choose_backend(arguments(dataset, backend="te"), CPU)
-    chosen, why = choose_backend(arguments(dataset), CPU)
+        choose_backend(arguments(dataset, backend="te"), CPU, bf16=False)
+    chosen, why = choose_backend(arguments(dataset), CPU, bf16=False)
     assert chosen == "torch"
     assert "GPU" in why
 
@@ -67,7 +66,7 @@ def test_te_on_a_cpu_is_one_line(dataset, installed):
 def test_te_that_does_not_load_is_one_line(dataset, installed):
     installed("raise OSError('libcudnn.so.9: cannot open shared object file:\\n  No such file')")
     with pytest.raises(UserError, match=r"does not load \(OSError: libcudnn.so.9: cannot .*file: No such file\)"):
-        choose_backend(arguments(dataset, backend="te"), torch.device("cuda"))
+        choose_backend(arguments(dataset, backend="te"), torch.device("cuda"), bf16=False)
 
 
 @pytest.mark.parametrize(
@@ -77,8 +76,8 @@ def test_what_only_torch_does_is_refused_with_te_and_decides_auto(dataset, insta
     installed("")
     gpu = torch.device("cuda")  # nothing is computed on it here
     with pytest.raises(UserError, match=f"--backend te: {named}"):
-        choose_backend(arguments(dataset, backend="te", bf16=True, **flags), gpu)
-    assert choose_backend(arguments(dataset, bf16=True, **flags), gpu) == (
+        choose_backend(arguments(dataset, backend="te", **flags), gpu, bf16=True)
+    assert choose_backend(arguments(dataset, **flags), gpu, bf16=True) == (
         "torch",
         f"not te: {named} is the torch backend's",
     )
@@ -86,7 +85,7 @@ def test_what_only_torch_does_is_refused_with_te_and_decides_auto(dataset, insta
 
 def test_auto_takes_te_where_it_fits_and_torch_in_fp32(dataset, installed):
     installed("")
-    assert choose_backend(arguments(dataset, bf16=True), torch.device("cuda")) == ("te", "Transformer Engine is here")
+    assert choose_backend(arguments(dataset), torch.device("cuda"), bf16=True) == ("te", "Transformer Engine is here")
     chosen, why = choose_backend(arguments(dataset), torch.device("cuda"))
     assert chosen == "torch"
     assert "TF32" in why
@@ -112,7 +111,7 @@ def _saved_and_restored(out) -> None:
     setup_logging()
     world = World(0, 0, 1, CPU)
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
-    flags = Namespace(save_total_limit=None, async_save=False, ddp_timeout=60, do_train=True, output_dir=str(out))
+    flags = CheckpointFlags(str(out), async_save=False)
     config = esm2_config(1, 64, 4)
 
     def checkpointer(seed: int, kind: type, scales: dict):
@@ -121,7 +120,7 @@ def _saved_and_restored(out) -> None:
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
         model(**packed(random_batch([9, 20]))).loss_sum.backward()
         optimizer.step()
-        return model, Checkpointer(out, model, optimizer, config, world, flags, scales)
+        return model, Checkpointer(flags, model, optimizer, config, world, 60, scales)
 
     scale = {"layers.0.proj.scaling_fwd.scale": torch.tensor([3.0])}
     first, writer = checkpointer(0, WithExtraState, scale)
@@ -134,7 +133,7 @@ def _saved_and_restored(out) -> None:
     scale = {name: torch.ones(1) for name in scale}
     for seed, kind, scales in ((1, WithExtraState, scale), (2, Linear, {})):
         model, reader = checkpointer(seed, kind, scales)
-        assert reader.restore(None) == {"step": 1}
+        assert reader.restore() == {"step": 1}
         for (name, ours), theirs in zip(model.named_parameters(), first.parameters(), strict=True):
             assert torch.equal(ours, theirs), name
     assert scale["layers.0.proj.scaling_fwd.scale"].item() == 3.0

@@ -12,8 +12,8 @@ from transformers import EsmForMaskedLM
 from transformers.models.esm.modeling_esm import EsmIntermediate
 
 from common.cli import UserError
+from common.model.backend import HIDDEN_ACT, choose_gelu, gelu_of
 from common.model.esm2 import build_model
-from common.model.gelu import HIDDEN_ACT, choose_gelu, gelu_of
 from common.model.presets import esm2_config
 from tests.model.reference import ours_like, packed, random_batch, reference_model
 from tests.training_fixtures import losses, train

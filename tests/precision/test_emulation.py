@@ -15,8 +15,8 @@ from common.precision import emulation as fake_quant
 from common.precision import plan as precision_plan
 from common.precision.emulation import Emulation
 from common.precision.formats import hadamard_matrix
+from common.precision.plan import PrecisionFlags
 from common.ranks.world import World
-from common.training.arguments import PrecisionArguments
 from tests.precision import format_reference as reference
 from tests.training_fixtures import TINY_OVERRIDES, losses, train
 
@@ -39,7 +39,7 @@ TOKENS, INPUTS, OUTPUTS = 64, 96, 160
 def tiny_model(**flags):
     config = override(load_config("facebook/esm2_t6_8M_UR50D"), TINY_OVERRIDES)
     model = build_model(config, seed=1)
-    plan = precision_plan.resolve(PrecisionArguments(**flags), config.num_hidden_layers)
+    plan = precision_plan.resolve(PrecisionFlags(**flags), config.num_hidden_layers)
     return model, Emulation(model, plan, seed=1)
 
 

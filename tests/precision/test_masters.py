@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
 
+from common.precision.build import Precision
 from common.precision.masters import Masters
 from common.ranks.run import distributed_run
 from common.training.load_model import load_model
@@ -43,13 +45,14 @@ def _train_with_masters(argv: list[str], poison: tuple | None) -> None:
     sys.argv = ["train_ddp.py", *argv]
     (args,) = script.parse_arguments("", script.DdpArguments)
     with distributed_run(args) as world:
-        model = load_model(args, world)
+        built = load_model(args, world)
+        model = built.model
         matrices = [name for name, p in model.encoder.named_parameters(prefix="encoder") if p.dim() > 1]
-        model.masters = Masters(model, dict.fromkeys(matrices, torch.Tensor.bfloat16))
+        masters = Masters(model, dict.fromkeys(matrices, torch.Tensor.bfloat16))
         assert len(matrices) == len([p for p in model.parameters() if p.dtype == torch.bfloat16]) == 2 * 4
-        assert all(p.dtype == torch.float32 for p in model.masters.weights.parameters())
-        args.fp8_params = True  # DDP is not to send the stored weights around
-        train(script.replicate(model, world, args), args, world)
+        assert all(p.dtype == torch.float32 for p in masters.weights.parameters())
+        built = replace(built, precision=Precision(masters=masters))
+        train(script.replicate(built, world, args), built, args, world)
 
 
 def train_with_masters(dataset, output_dir, nproc: int = 1, poison: tuple | None = None, **flags) -> None:

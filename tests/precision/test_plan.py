@@ -15,20 +15,20 @@ from common.precision.plan import (
     DelayedScaling,
     MXFP8BlockScaling,
     NVFP4BlockScaling,
+    PrecisionFlags,
     check_device,
     check_dimensions,
     describe,
     recipes,
     resolve,
 )
-from common.training.arguments import PrecisionArguments
 
 LETTERS = {DelayedScaling: "8", NVFP4BlockScaling: "4", type(None): "-"}
 
 
 def plan_of(layers: int = 6, **flags) -> str:
     """The plan as a word, a letter a layer."""
-    plan = resolve(PrecisionArguments(**flags), layers)
+    plan = resolve(PrecisionFlags(**flags), layers)
     return None if plan is None else "".join(LETTERS[type(recipe)] for recipe in plan)
 
 
@@ -108,7 +108,7 @@ def test_bad_flags(flags, message):
 
 def test_recipes_formats_and_arguments():
     def recipe(**flags):
-        return recipes(PrecisionArguments(**flags)).popitem()[1]
+        return recipes(PrecisionFlags(**flags)).popitem()[1]
 
     assert recipe(fp8=True) == DelayedScaling("hybrid", 0, 1024, "max")
     assert recipe(fp8=True, fp8_recipe="current") == CurrentScaling("hybrid")
@@ -122,7 +122,7 @@ def test_recipes_formats_and_arguments():
 
 def test_the_command_line():
     argv = ["--fp8", "--fp8_layers", "1-3", "--fp4", "True", "--fp4_layers=4-6", "--emulate_precision"]
-    (args,) = parse_arguments("", PrecisionArguments, argv=argv)
+    (args,) = parse_arguments("", PrecisionFlags, argv=argv)
     assert "".join(LETTERS[type(r)] for r in resolve(args, 6)) == "888444"
 
 
@@ -134,7 +134,7 @@ def test_the_plan_is_printed():
         "fp4_layers": "4",
         "fp4_recipe_kwargs": '{"disable_rht": true}',
     }
-    assert describe(resolve(PrecisionArguments(**flags), 6), "BF16") == (
+    assert describe(resolve(PrecisionFlags(**flags), 6), "BF16") == (
         "  layers  format\n"
         "  1-2     FP8, delayed scaling, hybrid\n"
         "  3       BF16\n"
@@ -165,7 +165,7 @@ WORKS = "--fp8 with --fp8_recipe delayed, current or block works on it; or add -
     ],
 )
 def test_what_the_device_can_do(flags, device, capability, message):
-    plan = resolve(PrecisionArguments(**flags), 6)
+    plan = resolve(PrecisionFlags(**flags), 6)
     if message is None:
         check_device(plan, device, capability)
     else:
@@ -176,7 +176,7 @@ def test_what_the_device_can_do(flags, device, capability, message):
 
 @pytest.mark.parametrize(("recipe", "multiple"), [("delayed", 16), ("current", 16), ("block", 16), ("mxfp8", 32)])
 def test_sizes_are_multiples(recipe, multiple):
-    plan = resolve(PrecisionArguments(fp8=True, fp8_recipe=recipe), 2)
+    plan = resolve(PrecisionFlags(fp8=True, fp8_recipe=recipe), 2)
     check_dimensions(plan, {"hidden_size": multiple * 3})
     with pytest.raises(
         UserError, match=f"multiples of {multiple}.*--config_overrides intermediate_size={multiple * 2}"

@@ -11,12 +11,11 @@ import pytest
 import torch
 
 from common.cli import UserError
+from common.files.json_files import read_json_lines
 from common.precision.emulation import GRADIENT, INPUT, WEIGHT
 from common.precision.stats import QuantStats, scalars
-from common.precision.stats_plan import PLAIN, QUANTISED, select
+from common.precision.stats_plan import PLAIN, QUANTISED, StatsFlags, select
 from common.precision.stats_report import cells, draw
-from common.training.arguments import PrecisionArguments
-from common.training.metrics import read_metrics
 from tests.precision.test_emulation import ALONE, FP8, RECIPES, by_definition, operands, tiny_model
 from tests.precision.test_stats_plan import GUIDES, selected, write
 from tests.training_fixtures import losses, train
@@ -28,7 +27,7 @@ def one_step(name: str, file: Path, tensors: list[torch.Tensor], **more) -> dict
     """The rows of fc1 of layer 2, by (tensor, products), after one pack."""
     flags = RECIPES[name] | more
     model, emulation = tiny_model(**flags)
-    args = PrecisionArguments(**flags, quant_stats=True, quant_stats_freq=1, quant_stats_file=str(file))
+    args = StatsFlags(**flags, quant_stats=True, quant_stats_freq=1, quant_stats_file=str(file))
     stats = QuantStats(emulation, select(args, emulation.plan), ALONE)
     x, weight, bias, grad = tensors
     stats.begin_step(1)
@@ -155,7 +154,7 @@ def test_packs_add_up_and_a_recomputed_pass_counts_once(tmp_path):
     """Two packs, the second seen twice, are the rows of both packs as one; weights count once."""
     flags = RECIPES["mxfp8"]
     model, emulation = tiny_model(**flags)
-    args = PrecisionArguments(**flags, quant_stats=True, quant_stats_file=str(everything(tmp_path)))
+    args = StatsFlags(**flags, quant_stats=True, quant_stats_file=str(everything(tmp_path)))
     stats = QuantStats(emulation, select(args, emulation.plan), ALONE)
     product = model.encoder.layers[1].layernorm_mlp.fc1_product
     x, weight, bias, grad = operands()
@@ -193,7 +192,7 @@ MIXED = {"fp8_recipe": "mxfp8", "fp8_layers": "1", "fp4": True}
 
 
 def log(directory: Path) -> list[dict]:
-    return read_metrics(directory / "quant_stats.jsonl")
+    return read_json_lines(directory / "quant_stats.jsonl")
 
 
 def assert_same_rows(ours: list[dict], expected: list[dict], rel: float) -> None:

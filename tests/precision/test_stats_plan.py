@@ -12,10 +12,9 @@ import yaml
 
 from common.cli import UserError
 from common.precision.plan import resolve
-from common.precision.stats_plan import check_flags, select
+from common.precision.stats_plan import StatsFlags, select
 from common.precision.stats_te import TeStats, configuration, logged_names, to_rows
 from common.ranks.world import World
-from common.training.arguments import PrecisionArguments
 from tests.training_fixtures import ROOT, train
 
 FP8 = {"fp8": True, "emulate_precision": True}
@@ -51,8 +50,7 @@ def write(directory: Path, content) -> Path:
 
 
 def selected(layers: int = 6, **flags):
-    args = PrecisionArguments(quant_stats=True, **{"fp8": True} | flags)
-    check_flags(args)
+    args = StatsFlags(quant_stats=True, **{"fp8": True} | flags)
     return select(args, resolve(args, layers))
 
 
@@ -176,7 +174,7 @@ def test_bad_flags_are_one_line_and_leave_nothing(dataset, tmp_path, flags, mess
 
 
 def te(layers: int = 3, **flags):
-    args = PrecisionArguments(quant_stats=True, quant_stats_freq=4, **flags)
+    args = StatsFlags(quant_stats=True, quant_stats_freq=4, **flags)
     plan = resolve(args, layers)
     return select(args, plan), plan
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import os
-from argparse import Namespace
 from pathlib import Path
 
 import torch
 
 from common.model import esm2, presets
 from common.ranks.world import World
-from common.training.checkpoint import Checkpointer
+from common.training.checkpoint import Checkpointer, CheckpointFlags
 
 FLAGS = {"max_steps": 6, "save_steps": 2, "save_final_model": False}
 
@@ -42,8 +41,7 @@ def checkpointer_of_a_small_model(out: Path, world: World | None = None, **args)
         torch.distributed.init_process_group("gloo", **here)
     model = esm2.build_model(config, 1, world.device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    settings = {"save_total_limit": None, "async_save": True, "ddp_timeout": 60, "do_train": True} | args
-    return Checkpointer(out, model, optimizer, config, world, Namespace(**settings))
+    return Checkpointer(CheckpointFlags(str(out), **args), model, optimizer, config, world, timeout_s=60)
 
 
 def take_steps(checkpointer: Checkpointer) -> None:

@@ -13,13 +13,13 @@ import torch.nn.functional as F
 from datasets import load_from_disk
 from transformers import EsmForMaskedLM
 
-from common.batches.batches import evaluation_loader
-from common.batches.training_data import open_training
+from common.batches.collators import MaskingCollator
+from common.batches.training_data import EVAL_SEED, held_out_batches, open_training
 from common.model import convert
 from common.model.esm2 import build_model
 from common.model.presets import load_config, override
 from common.ranks.world import World
-from common.training import evaluate
+from common.training import masked_lm
 from tests.training_fixtures import NUM_TEST, NUM_VALIDATION, TINY_MODEL, TINY_OVERRIDES, arguments, rows, train
 
 ALONE = World(0, 0, 1, torch.device("cpu"))
@@ -38,17 +38,17 @@ def model():
 
 def numbers(model, dataset, split="validation", prefix="eval", **flags) -> dict:
     args = arguments(dataset, **flags)
-    found = evaluate.evaluate(model, open_training(args).held_out(split), args, ALONE, prefix)
+    found = masked_lm.evaluate(model, open_training(args).held_out(split), args, ALONE, prefix)
     return {k: v for k, v in found.items() if "runtime" not in k and "per_second" not in k}
 
 
 def questions(dataset, **flags) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """(input_ids, labels) of every protein of the validation split, out of the padded batches."""
+    """(input_ids, labels) of every protein of the validation split."""
     args = arguments(dataset, sequence_packing=False, **flags)
     found = []
-    for batch in evaluation_loader(args, open_training(args).held_out("validation"), ALONE):
-        real = batch["attention_mask"].bool()
-        found += [(i[k], t[k]) for i, t, k in zip(batch["input_ids"], batch["labels"], real, strict=True)]
+    for batch in held_out_batches(args, open_training(args).held_out("validation"), MaskingCollator(EVAL_SEED), ALONE):
+        lengths = batch["cu_seqlens"].diff().tolist()
+        found += zip(batch["input_ids"].split(lengths), batch["labels"].split(lengths), strict=True)
     return found
 
 
@@ -146,13 +146,13 @@ def test_the_unigram_predictor_is_the_one_worked_out_by_hand(dataset):
     assert labels.min() >= 0
     args = arguments(dataset)
     data = open_training(args)
-    found = evaluate.unigram(data.sample(), data.held_out("validation"), args, ALONE)
+    found = masked_lm.unigram(data.sample(), data.held_out("validation"), args, ALONE)
     assert found["eval_unigram_loss"] == pytest.approx(-log_p[labels].mean(), rel=1e-12)
     assert found["eval_unigram_perplexity"] == pytest.approx(np.exp(-log_p[labels].mean()), rel=1e-12)
     assert found["eval_unigram_accuracy"] == (labels == counts.argmax()).mean()
     assert 2.7 < found["eval_unigram_loss"] < 3.0  # facts.md: 2.87 nats on UniRef
     other = arguments(dataset, seed=9, sequence_packing=False)
-    again = evaluate.unigram(data.sample(), data.held_out("validation"), other, ALONE)
+    again = masked_lm.unigram(data.sample(), data.held_out("validation"), other, ALONE)
     assert again == pytest.approx(found, rel=1e-12)
 
 

@@ -87,7 +87,7 @@ def _inspect(argv: list[str], path: str) -> None:
     script = load_script(FSDP)
     (args,) = script.parse_arguments("", script.FsdpArguments, argv=argv)
     with script.distributed_run(args) as world:
-        model = load_model(args, world, lambda model: script.shard(model, world, args))
+        model = load_model(args, world, lambda model: script.shard(model, world, args)).model
         parameters = {k: (p.full_tensor(), p.to_local().clone()) for k, p in model.named_parameters()}
         torch.save((parameters, esm2.count_parameters(model)), f"{path}.{world.rank}")
 
@@ -100,7 +100,7 @@ def test_a_sharded_model_starts_with_the_very_values_of_a_whole_one(dataset, tmp
     assert codes == [0] * nproc, "\n".join(said)
     ranks = [torch.load(f"{tmp_path}/rank.{rank}", weights_only=False) for rank in range(nproc)]
     args = load_script(FSDP).parse_arguments("", load_script(FSDP).FsdpArguments, argv=argv)[0]
-    whole = load_model(args, World(0, 0, 1, torch.device("cpu")))
+    whole = load_model(args, World(0, 0, 1, torch.device("cpu"))).model
     assert {k for k, _ in whole.named_parameters()} == set(ranks[0][0])
     shards = 2 if hybrid else nproc
     for name, parameter in whole.named_parameters():

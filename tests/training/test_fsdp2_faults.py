@@ -8,7 +8,6 @@ import os
 import shutil
 import signal
 import time
-from argparse import Namespace
 from pathlib import Path
 
 import torch
@@ -18,7 +17,7 @@ from torch.distributed.fsdp import fully_shard
 
 from common.model import esm2, presets
 from common.ranks.world import World
-from common.training.checkpoint import Checkpointer
+from common.training.checkpoint import Checkpointer, CheckpointFlags
 from tests.live_runs import PREEMPTED, LiveRun, assert_same_run, kill_all, newest_step, ranks_of, torchrun, wait_until
 from tests.training.checkpoint_fixtures import DAMAGES
 from tests.training_fixtures import TIMEOUT_S, TINY_OVERRIDES, on_ranks, rows, train
@@ -126,8 +125,7 @@ def _saves_on_a_slow_disk(out: Path) -> None:
         p.grad = torch.ones_like(p)
     optimizer.step()
     optimizer.zero_grad()
-    settings = Namespace(save_total_limit=None, async_save=True, ddp_timeout=60, do_train=True)
-    checkpointer = Checkpointer(out, model, optimizer, model.config, world, settings)
+    checkpointer = Checkpointer(CheckpointFlags(str(out)), model, optimizer, model.config, world, timeout_s=60)
     gc.collect()
     before, copy = held_bytes(), 3 * 4 * whole / world.size  # fp32 weights and two moments, this rank's share
     for step in (1, 2, 3):

@@ -14,11 +14,12 @@ import torch.nn.functional as F
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from transformers import EsmForMaskedLM, get_scheduler
 
+from common.batches.collators import MaskingCollator
+from common.batches.loader import TrainLoader
 from common.batches.training_data import open_training
 from common.model import convert
 from common.model.esm2 import Esm2ForMaskedLM, build_model
 from common.model.presets import load_config, override
-from common.ranks.world import World
 from tests.data_fixtures import DOWNLOAD, TOKENIZE, call, write_fasta
 from tests.training_fixtures import (
     NUM_TRAIN,
@@ -50,18 +51,14 @@ def tiny_config():
 def micro_batches(dataset_dir, step: int = 0, packs: int = PACKS_PER_STEP, **flags) -> list[dict]:
     """What the micro-batches of a global step hold, as one process would read them."""
     args = arguments(dataset_dir, **flags)
-    world = World(0, 0, 1, torch.device("cpu"))
-    steps = open_training(args).steps(world, packs, 0, {}, step + 1)
+    steps = TrainLoader(open_training(args).order(packs), MaskingCollator(args.seed), num_steps=step + 1)
     return list(steps)[step].micro_batches
 
 
 def proteins(batch: dict) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """(input_ids, labels) of each sequence of a packed or padded batch, without padding."""
-    if "cu_seqlens" in batch:
-        lengths = batch["cu_seqlens"].diff().tolist()
-        return list(zip(batch["input_ids"].split(lengths), batch["labels"].split(lengths), strict=True))
-    real = batch["attention_mask"].bool()
-    return [(ids[k], labels[k]) for ids, labels, k in zip(batch["input_ids"], batch["labels"], real, strict=True)]
+    """(input_ids, labels) of each sequence of a batch."""
+    lengths = batch["cu_seqlens"].diff().tolist()
+    return list(zip(batch["input_ids"].split(lengths), batch["labels"].split(lengths), strict=True))
 
 
 def reference(model: Esm2ForMaskedLM) -> EsmForMaskedLM:

@@ -1,0 +1,126 @@
+"""Give a model's layers their number formats, and tell those of every step: what was built, in one record."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import EsmConfig
+
+from common.cli import UserError
+from common.precision.emulation import Emulation
+from common.precision.masters import Masters
+from common.precision.plan import Plan, check_device, check_dimensions, describe, formats, resolve
+from common.precision.stats import QuantStats
+from common.precision.stats_plan import StatsFlags, select
+from common.ranks.world import World
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Precision:
+    """The formats of a model, and what a step tells them. One without a plan does nothing.
+
+    emulation or quantised (Transformer Engine's contexts, common.precision.te); stats: of either; masters: of weights
+    that the model itself holds in another format.
+    """
+
+    plan: Plan | None = None
+    rest: str = "BF16"  # what layers without a format compute in
+    emulation: Emulation | None = None
+    quantised: Any = None
+    stats: Any = None
+    masters: Masters | None = None
+
+    @property
+    def formats(self) -> dict[str, str]:
+        """Of the layers; {} where none is quantised."""
+        return formats(self.plan, self.rest) if self.plan else {}
+
+    @property
+    def scales(self) -> dict[str, Tensor]:
+        """Delayed scaling's tensors, the same on every rank, that a checkpoint holds and restores in place."""
+        made = self.emulation or self.quantised
+        return made.state if made else {}
+
+    def begin_step(self, step: int) -> None:
+        """Before the first pack of step `step`, counted from 0."""
+        if self.stats:
+            self.stats.begin_step(step + 1)
+
+    def begin_pack(self, step: int, pack: int) -> None:
+        """Before the pass over a pack, its number in the global step."""
+        if self.emulation:
+            self.emulation.begin(step, pack)
+
+    def end_step(self, world: World, skipped: bool) -> list[dict]:
+        """After the optimiser step, or where it would have been; all ranks together. The rows of quant_stats.jsonl."""
+        if self.emulation:
+            self.emulation.end_step(world, skipped)
+        if self.quantised and skipped:
+            self.quantised.forget_overflows()
+        return self.stats.end_step() if self.stats else []  # of a skipped step too: they may tell why
+
+
+def choose_plan(
+    flags: StatsFlags, config: EsmConfig, device: torch.device, backend: str, why: str, sharded: bool
+) -> Plan | None:
+    """The number format of each layer, if this model, backend, strategy and device can have it; None: nothing to do.
+
+    why: the backend was chosen. UserError names the flag that asks for what is not possible.
+    """
+    plan = resolve(flags, config.num_hidden_layers)
+    if plan is None:
+        return None
+    check_dimensions(plan, {name: getattr(config, name) for name in ("hidden_size", "intermediate_size")})
+    if flags.fp8_params and sharded:
+        raise UserError("--fp8_params: sharded weights cannot be FP8: use train_ddp.py, or drop the flag")
+    if flags.fp8_params and flags.quant_stats:
+        raise UserError(
+            "--quant_stats: with --fp8_params there are no weights to compare FP8 with: drop one of the two"
+        )
+    if not flags.emulate_precision:
+        on_gpu = device.type == "cuda"
+        name = torch.cuda.get_device_name(device) if on_gpu else "a CPU"
+        check_device(plan, name, torch.cuda.get_device_capability(device) if on_gpu else None)
+        if backend != "te":
+            raise UserError(
+                f"--{'fp8' if flags.fp8 else 'fp4'}: only Transformer Engine computes in it ({why}): mend that, or "
+                "add --emulate_precision"
+            )
+        if not flags.bf16:
+            raise UserError(f"--{'fp8' if flags.fp8 else 'fp4'} needs --bf16: what is not quantised is bfloat16")
+    return plan
+
+
+def start_te_stats(flags: StatsFlags, plan: Plan | None, world: World, directory: Path):
+    """Transformer Engine's statistics, where wanted: before there are layers, which look for it when built."""
+    if not flags.quant_stats or flags.emulate_precision:
+        return None
+    from common.precision.stats_te import TeStats
+
+    return TeStats(select(flags, plan), plan, world, directory)
+
+
+def set_formats(
+    model: nn.Module, plan: Plan | None, flags: StatsFlags, seed: int, world: World, te_stats
+) -> Precision:
+    """Give each layer of a model, which has no values yet, its format."""
+    if plan is None:
+        return Precision()
+    if not flags.emulate_precision:
+        from common.precision.te import Quantised
+
+        quantised = Quantised(model, plan, flags.fp8_params)
+        logger.info("Precision:\n%s", describe(plan, "BF16"))
+        return Precision(plan, quantised=quantised, stats=te_stats)
+    emulation = Emulation(model, plan, seed, world.device, world.size)
+    stats = QuantStats(emulation, select(flags, plan), world) if flags.quant_stats else None
+    rest = "BF16" if flags.bf16 else "FP32"
+    logger.info("Emulated precision:\n%s", describe(plan, rest))
+    return Precision(plan, rest, emulation, stats=stats)

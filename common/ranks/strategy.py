@@ -1,0 +1,86 @@
+"""What a strategy does to a model, in one interface: the training loop does not know which one it has.
+
+`Strategy` is one process, or replicas behind DistributedDataParallel; `FullySharded` is FSDP2's `fully_shard`.
+"""
+
+from __future__ import annotations
+
+import math
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, Shard
+from torch.nn.utils import clip_grad_norm_
+
+
+class Strategy:
+    """`model`: as the forward pass wants it called, wrapped or not."""
+
+    def __init__(self, model: nn.Module):
+        self.model = model
+
+    def micro_batch(self, last: bool) -> AbstractContextManager:
+        """Around forward and backward pass of a micro-batch: gradients are exchanged with a step's last one only."""
+        return nullcontext() if last or not hasattr(self.model, "no_sync") else self.model.no_sync()
+
+    def clip(self, max_norm: float) -> Tensor:
+        """Clip the global gradient norm (0: don't); fp32 scalar, the norm before."""
+        return whole(clip_grad_norm_(self.model.parameters(), max_norm or math.inf))
+
+    def clear_gradients(self) -> None:
+        self.model.zero_grad()
+
+    def release(self) -> None:
+        """After a forward pass without a backward pass: what was gathered for it is let go."""
+
+
+class FullySharded(Strategy):
+    """Weights, gradients and optimiser state dealt out by rows.
+
+    sync_each_batch: gradients are exchanged after every micro-batch; else each rank holds whole ones in fp32 until the
+    last.
+    """
+
+    def __init__(self, model: FSDPModule, sync_each_batch: bool = False):
+        super().__init__(model)
+        self.sync_each_batch = sync_each_batch
+
+    def micro_batch(self, last: bool) -> AbstractContextManager:
+        self.model.set_requires_gradient_sync(last or self.sync_each_batch)
+        return nullcontext()
+
+    def release(self) -> None:
+        for module in self.model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+
+
+def local_rows(parameter: Tensor) -> tuple[Tensor, int]:
+    """This rank's rows of a parameter, to be written to, and the number of the first. A plain tensor is all here.
+
+    `fully_shard` deals dimension 0 in chunks of equal size, the last one shorter (torch.chunk); a rank may get none.
+    """
+    if not isinstance(parameter, DTensor):
+        return parameter, 0
+    rows = parameter.shape[0]
+    first = 0
+    for dimension, placement in enumerate(parameter.placements):
+        if isinstance(placement, Shard):
+            assert placement.dim == 0, "only rows are dealt"
+            size = parameter.device_mesh.size(dimension)
+            first = min(rows, -(-rows // size) * parameter.device_mesh.get_coordinate()[dimension])
+    return parameter.to_local(), first
+
+
+@torch.no_grad()
+def copy_rows(parameter: Tensor, whole: Tensor) -> None:
+    """Set a parameter to a value, of which this rank takes its own rows."""
+    local, first = local_rows(parameter)
+    local.copy_(whole[first : first + len(local)])
+
+
+def whole(parameter: Tensor) -> Tensor:
+    """All of a parameter, gathered from the ranks (all call together) where it is sharded."""
+    return parameter.full_tensor() if isinstance(parameter, DTensor) else parameter

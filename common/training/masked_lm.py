@@ -1,0 +1,179 @@
+"""The task: masked language modelling with ESM-2. What is learned, counted, evaluated and exported.
+
+The trainer knows these methods and nothing else of batches and model; another task has the same ones.
+
+Held-out sums are taken over all masked residues of a split, on all ranks, and divided once: no mean of means. Masks
+are a function of the protein alone, so two evaluations, two models and any number of ranks face the same questions.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from common.batches.collators import Batch, Counts, MaskingCollator, to_device
+from common.batches.flags import DataFlags
+from common.batches.loader import TrainLoader
+from common.batches.training_data import EVAL_SEED, TrainingData, held_out_batches, open_data
+from common.files import alphabet
+from common.model import convert
+from common.model.pretrained import save_pretrained
+from common.ranks.world import World
+from common.training.load_model import Built
+from common.training.metrics import step_flops
+
+UNIGRAM_SAMPLE = 200_000  # proteins, from all over the training split, that the unigram predictor is fitted on
+UNIGRAM_RUN = 1000  # of them that are neighbours
+
+
+class MaskedLM:
+    """The task of a run: its data, opened by all ranks together, and the model that was built for it."""
+
+    def __init__(self, built: Built, flags: DataFlags, bf16: bool, world: World, evaluates: bool):
+        self.built, self.flags, self.bf16, self.world = built, flags, bf16, world
+        self.data: TrainingData = open_data(flags, world, evaluates)
+
+    def steps(self, packs_per_step: int, step: int, position: dict, last_step: int) -> TrainLoader:
+        """This rank's share of the steps from number `step` on, which begins at `position`, up to `last_step`."""
+        flags = self.flags
+        return TrainLoader(
+            self.data.order(packs_per_step),
+            MaskingCollator(flags.seed, flags.mlm_probability),
+            self.world.mesh,
+            step,
+            position,
+            num_steps=max(0, last_step - step),
+            num_workers=flags.dataloader_num_workers,
+            prefetch_factor=flags.dataloader_prefetch_factor,
+            pin_memory=flags.dataloader_pin_memory and self.world.device.type == "cuda",
+        )
+
+    @staticmethod
+    def counts(micro_batches: list[Batch]) -> Counts:
+        return Counts.of(micro_batches)
+
+    def loss_sum(self, model: nn.Module, batch: Batch) -> Tensor:
+        """Cross-entropy in nats, summed over the masked residues of a batch; fp32 scalar."""
+        with torch.autocast(self.world.device.type, torch.bfloat16, enabled=self.bf16):
+            return model(**to_device(batch, self.world.device)).loss_sum
+
+    def flops(self, counts: Counts) -> float:
+        """Of a training step with these counts."""
+        return step_flops(self.built.config, counts.num_tokens, counts.sum_squared_lengths, counts.num_masked)
+
+    def evaluate(self, split: str, prefix: str, step: int) -> dict:
+        """As `evaluate`, on a split."""
+        store = self.data.held_out(split)
+        return evaluate(self.built.model, store, self.flags, self.world, prefix, step, self.bf16)
+
+    @staticmethod
+    def summary(results: dict) -> str:
+        """Those of the validation split in a line."""
+        return (
+            f"Held-out loss {results['eval_loss']:.4f}, perplexity {results['perplexity']:.3f}, "
+            f"accuracy {results['eval_accuracy']:.4f} ({results['eval_masked_tokens']} masked residues)"
+        )
+
+    def baseline(self, split: str, prefix: str) -> dict:
+        """As `unigram`, on a split: the line to beat."""
+        return unigram(self.data.sample(), self.data.held_out(split), self.flags, self.world, prefix)
+
+    def exported(self, gather: Callable[[Tensor], Tensor]) -> Iterator[tuple[str, Tensor]]:
+        """The tensors to export; all ranks ask for one after the other, which `gather` makes whole."""
+        parameters = dict(self.built.weights.named_parameters())
+        return convert.pieces_to_hf(
+            lambda name: gather(parameters[name].detach()), self.built.config, self.built.extras
+        )
+
+    def export(self, pieces: Iterator[tuple[str, Tensor]], directory: Path) -> None:
+        """Write them where transformers' from_pretrained opens them; the main rank only."""
+        save_pretrained(pieces, self.built.config, directory)
+
+
+@torch.no_grad()
+def evaluate(
+    model: nn.Module,
+    store,
+    flags: DataFlags,
+    world: World,
+    prefix: str = "eval",
+    step: int = 0,
+    bf16: bool = False,
+) -> dict:
+    """`{prefix}_{loss,accuracy,perplexity,samples,runtime,...}` on the proteins of a store.
+
+    step: of the run, for the watch on hangs. Returns {} when the run was told to stop meanwhile (all ranks agree).
+    """
+    started = time.perf_counter()
+    sums = torch.zeros(3, dtype=torch.float64, device=world.device)  # loss in nats, correct, masked residues
+    batches = 0
+    was_training = model.training
+    model.eval()
+    world.watch.mark("evaluation", step)
+    for batch in held_out_batches(flags, store, MaskingCollator(EVAL_SEED, flags.mlm_probability), world):
+        world.watch.mark("evaluation", step)
+        if world.any(world.stop_requested):
+            return {}
+        with torch.autocast(world.device.type, torch.bfloat16, enabled=bf16):
+            output = model(**to_device(batch, world.device))
+        sums += torch.stack([output.loss_sum.double(), output.correct.double(), sums.new_tensor(batch["num_masked"])])
+        batches += 1
+    world.watch.rest()
+    model.train(was_training)
+    runtime = time.perf_counter() - started
+    loss_sum, correct, masked = world.sum(sums).tolist()
+    masked = max(masked, 1)
+    return {
+        f"{prefix}_loss": loss_sum / masked,
+        f"{prefix}_accuracy": correct / masked,
+        "perplexity" if prefix == "eval" else f"{prefix}_perplexity": math.exp(min(loss_sum / masked, 700)),
+        f"{prefix}_masked_tokens": int(masked),
+        f"{prefix}_samples": len(store),
+        f"{prefix}_runtime": runtime,
+        f"{prefix}_samples_per_second": len(store) / runtime,
+        f"{prefix}_steps_per_second": batches / runtime,
+    }
+
+
+def unigram(training, store, flags: DataFlags, world: World, prefix: str = "eval") -> dict:
+    """The same questions answered from the residue frequencies of training proteins (a store) alone.
+
+    Frequencies have one added to every count, so that a residue never seen in training costs a finite number.
+    """
+    log_p = np.log(residue_frequencies(training))
+    sums = torch.zeros(3, dtype=torch.float64)
+    for batch in held_out_batches(flags, store, MaskingCollator(EVAL_SEED, flags.mlm_probability), world):
+        labels = batch["labels"].flatten().numpy()
+        labels = labels[labels >= 0]
+        correct = (labels == log_p.argmax()).sum()
+        sums += torch.tensor([-log_p[labels].sum(), correct, len(labels)], dtype=torch.float64)
+    loss_sum, correct, masked = world.sum(sums).tolist()
+    masked = max(masked, 1)
+    return {
+        f"{prefix}_unigram_loss": loss_sum / masked,
+        f"{prefix}_unigram_accuracy": correct / masked,
+        f"{prefix}_unigram_perplexity": math.exp(loss_sum / masked),
+    }
+
+
+def residue_frequencies(store) -> np.ndarray:
+    """Relative frequencies of the 33 tokens among the residues, float64 [33]; zero for what is never masked."""
+    counts = np.zeros(alphabet.VOCAB_SIZE)
+    # Runs of neighbours: single records all over a large store would be as many reads of the filesystem.
+    starts = np.arange(0, len(store), UNIGRAM_RUN)
+    if len(store) > UNIGRAM_SAMPLE:
+        starts = np.linspace(0, len(store) - UNIGRAM_RUN, UNIGRAM_SAMPLE // UNIGRAM_RUN).astype(np.int64)
+    for start in starts:
+        block = np.arange(start, min(start + UNIGRAM_RUN, len(store)))
+        ids, _ = store.gather(block, np.zeros_like(block), store.lengths(block))
+        counts += np.bincount(ids, minlength=alphabet.VOCAB_SIZE)
+    residues = slice(alphabet.FIRST_RESIDUE, alphabet.LAST_RESIDUE + 1)
+    frequencies = np.full_like(counts, 1e-300)
+    frequencies[residues] = (counts[residues] + 1) / (counts[residues] + 1).sum()
+    return frequencies
