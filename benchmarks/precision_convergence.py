@@ -22,8 +22,8 @@ from pathlib import Path
 
 from benchmarks.tables import where_measured
 from common.cli import UserError, flag, parse_arguments, run
+from common.files.json_files import read_json_lines
 from common.model.presets import load_config, override
-from common.training.metrics import read_metrics
 
 ROOT = Path(__file__).resolve().parent.parent
 BASE = "BF16"
@@ -127,7 +127,7 @@ def curves(args: Arguments) -> dict[str, dict[str, dict[int, float]]]:
         for seed in args.seeds.split(","):
             directory = directory_of(args, name, seed)
             if finished(directory, args.steps):
-                rows = read_metrics(directory / "metrics.jsonl")
+                rows = read_json_lines(directory / "metrics.jsonl")
                 curve = {row["step"]: row["eval_loss"] for row in rows if "eval_loss" in row}
                 curve[args.steps] = json.loads((directory / "eval_results.json").read_text())["eval_loss"]
                 found.setdefault(name, {})[seed] = curve

@@ -23,9 +23,9 @@ import torch
 from safetensors.torch import load_file
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
+from common.files.json_files import read_json_lines
 from common.prepare.sample import write_sample
 from common.training.arguments import TrainArguments
-from common.training.metrics import read_metrics
 from tests.data_fixtures import DOWNLOAD, TOKENIZE, call
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -170,7 +170,7 @@ def _main(argv: list[str], script: str = "train_ddp.py") -> None:
 
 def rows(output_dir: Path) -> list[dict]:
     """metrics.jsonl."""
-    return read_metrics(output_dir / "metrics.jsonl")
+    return read_json_lines(output_dir / "metrics.jsonl")
 
 
 def losses(output_dir: Path) -> list[float]:

@@ -13,9 +13,9 @@ import sys
 from pathlib import Path
 
 from common.cli import UserError, run
+from common.files.json_files import read_json_lines
 from common.precision.stats import FILE, GEMMS
 from common.precision.stats_plan import MODULES, OPERANDS
-from common.training.metrics import read_metrics
 
 Cell = tuple[int, str]  # layer, name of the column
 ANNOTATED_LAYERS = 12  # of models with more, numbers would not be read in the cells
@@ -62,7 +62,7 @@ def draw(directory: Path, step: int | None = None) -> Path:
     import matplotlib.pyplot as plt
     from matplotlib.colors import LogNorm, Normalize
 
-    rows = [row for row in read_metrics(directory / FILE) if "underflows%" in row or "mse" in row]
+    rows = [row for row in read_json_lines(directory / FILE) if "underflows%" in row or "mse" in row]
     if not rows:
         raise UserError(f"{directory}: no statistics there: {FILE} is missing or empty: train with --quant_stats")
     steps = sorted({row["step"] for row in rows})

@@ -30,6 +30,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 
 from common.cli import INTERRUPTED, UserError
 from common.files import alphabet
+from common.files.json_files import write_json_flushed
 from common.ranks.run import leave_if_rank_lost, rank_lost
 from common.ranks.world import FailedElsewhere, World
 from common.training import checkpoint_files as files
@@ -145,10 +146,10 @@ class Checkpointer:
 
     def _finish(self, step: int, partial: Path, checksums: dict, trainer_state: dict) -> None:
         final = self.output_dir / f"checkpoint-{step}"
-        files.write_json(partial / "trainer_state.json", trainer_state)
+        write_json_flushed(partial / "trainer_state.json", trainer_state, sort_keys=False)
         contents = checksums | {"trainer_state.json": files.size_and_crc(partial / "trainer_state.json")}
         manifest = {"format_version": files.FORMAT_VERSION, "step": step, "model": self.fingerprint, "files": contents}
-        files.write_json(partial / "manifest.json", manifest)
+        write_json_flushed(partial / "manifest.json", manifest, sort_keys=False)
         files.flush_directory(partial)
         partial.rename(final)
         (self.output_dir / files.SAVED).touch()

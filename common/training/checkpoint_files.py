@@ -140,14 +140,6 @@ def size_and_crc(path: Path) -> list[int]:
     return [size, crc]
 
 
-def write_json(path: Path, value: dict) -> None:
-    """Write and flush to disk."""
-    with open(path, "w") as file:
-        json.dump(value, file, indent=2)
-        file.flush()
-        os.fsync(file.fileno())
-
-
 def flush_directory(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY)
     try:

@@ -10,12 +10,13 @@ from typing import TYPE_CHECKING
 from safetensors import SafetensorError
 
 from common.cli import UserError
+from common.files.json_files import read_json_lines, write_json
 from common.model import convert
 from common.model.pretrained import save_pretrained
 from common.ranks.sharding import whole
 from common.ranks.stopping import Preempted
 from common.training.evaluate import evaluate, unigram
-from common.training.metrics import format_block, read_metrics, write_json, write_results
+from common.training.metrics import format_block, write_results
 
 if TYPE_CHECKING:
     from common.training.trainer import Run
@@ -40,7 +41,7 @@ def finish(run: Run) -> None:
             _report(run, prefix, {"epoch": state.epoch} | found)
     with world.main_does() as mine:
         if mine and args.do_train:
-            history = read_metrics(run.output_dir / "metrics.jsonl")
+            history = read_json_lines(run.output_dir / "metrics.jsonl")
             write_json(run.output_dir / "trainer_state.json", asdict(state) | {"log_history": history})
     finished = args.do_train and state.step >= run.total_steps
     if finished if args.save_final_model is None else args.save_final_model:

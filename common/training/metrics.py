@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 
 import torch
 from transformers import EsmConfig
+
+from common.files.json_files import write_json
 
 # Dense bf16 peak in FLOP/s, from the vendors' data sheets (without sparsity), by words of the device's name. The key
 # with most words wins.
@@ -64,45 +65,12 @@ def peak_memory_gb(device: torch.device) -> float:
     return 0.0
 
 
-class MetricsLog:
-    """`metrics.jsonl`: one object a logged step, each step once. (quant_stats.jsonl: several objects a step.)"""
-
-    def __init__(self, path: Path, keep_through: int):
-        """Rows beyond step `keep_through` belong to steps that will be taken again: they are dropped."""
-        self.path = path
-        kept = [row for row in read_metrics(path) if row["step"] <= keep_through]
-        partial = path.with_suffix(".partial")
-        partial.write_text("".join(json.dumps(row) + "\n" for row in kept))
-        os.replace(partial, path)
-
-    def write(self, *rows: dict) -> None:
-        with open(self.path, "a") as file:
-            file.write("".join(json.dumps(row) + "\n" for row in rows))
-
-
-def read_metrics(path: Path) -> list[dict]:
-    """The rows of a metrics.jsonl; a last line torn by a crash is left out."""
-    rows = []
-    for line in path.read_text().splitlines() if path.exists() else ():
-        try:
-            rows.append(json.loads(line))
-        except ValueError:
-            break
-    return rows
-
-
 def write_results(output_dir: Path, split: str, results: dict) -> None:
     """`<split>_results.json`, and the same keys merged into all_results.json, as transformers' Trainer does."""
     write_json(output_dir / f"{split}_results.json", results)
     merged = output_dir / "all_results.json"
     known = json.loads(merged.read_text()) if merged.exists() else {}
     write_json(merged, known | results)
-
-
-def write_json(path: Path, value: dict) -> None:
-    partial = path.with_name(f"{path.name}.partial")
-    partial.write_text(json.dumps(value, indent=4, sort_keys=True) + "\n")
-    os.replace(partial, path)
 
 
 def format_block(split: str, results: dict) -> str:

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 from common.cli import UserError, run
-from common.training.metrics import read_metrics
+from common.files.json_files import read_json_lines
 
 
 def draw_curves(output_dir: Path) -> Path | None:
@@ -20,7 +20,7 @@ def draw_curves(output_dir: Path) -> Path | None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    rows = read_metrics(output_dir / "metrics.jsonl")
+    rows = read_json_lines(output_dir / "metrics.jsonl")
     trained = [r for r in rows if "loss" in r]
     if not trained:
         return None
@@ -61,7 +61,7 @@ def draw_curves(output_dir: Path) -> Path | None:
 def held_out_table(output_dir: Path) -> str:
     """Held-out loss, perplexity and accuracy before and after training, beside the unigram predictor's."""
     results = _results(output_dir)
-    rows = [r for r in read_metrics(output_dir / "metrics.jsonl") if "eval_loss" in r]
+    rows = [r for r in read_json_lines(output_dir / "metrics.jsonl") if "eval_loss" in r]
     lines = [("held-out proteins", "loss (nats)", "perplexity", "accuracy")]
     first = next((r for r in rows if r["step"] == 0), None)
     if first:

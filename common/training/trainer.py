@@ -20,6 +20,7 @@ from tqdm.contrib.logging import logging_redirect_tqdm
 from common.batches import batches
 from common.batches.loader import TrainStep
 from common.batches.training_data import TrainingData, find_source, open_training
+from common.files.json_files import JsonLinesLog
 from common.model import esm2
 from common.precision import stats as quant_stats
 from common.ranks.stopping import Preempted
@@ -29,7 +30,7 @@ from common.ranks.world import World
 from common.training.checkpoint import Checkpointer
 from common.training.evaluate import evaluate
 from common.training.finish import finish
-from common.training.metrics import MetricsLog, peak_flops, step_line
+from common.training.metrics import peak_flops, step_line
 from common.training.optim import build_optimizer, lr_schedule
 from common.training.profiling import StepProfiler
 from common.training.progress import COUNTS, Interval, announce, flops_of
@@ -131,9 +132,9 @@ class Run:
             if mine:
                 directory.claim()
                 keep_through = -1 if state.step == 0 else state.step - (state.unfinished_row is not None)
-                self.log = MetricsLog(self.output_dir / "metrics.jsonl", keep_through)
+                self.log = JsonLinesLog(self.output_dir / "metrics.jsonl", keep_through)
                 if self.core.quant_stats:
-                    self.quant_log = MetricsLog(quant_stats.directory_of(args) / quant_stats.FILE, state.step)
+                    self.quant_log = JsonLinesLog(quant_stats.directory_of(args) / quant_stats.FILE, state.step)
         if args.eval_on_start and state.step == 0:
             state.unfinished_row = {"step": 0, "epoch": 0.0}
         if state.unfinished_row is not None and not self._complete(state.unfinished_row):

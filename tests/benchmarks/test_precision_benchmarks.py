@@ -9,8 +9,8 @@ import sys
 
 import pytest
 
+from common.files.json_files import read_json_lines
 from common.model.presets import load_config, override
-from common.training.metrics import read_metrics
 from tests.training_fixtures import ROOT, TINY_OVERRIDES, environment
 
 
@@ -56,7 +56,7 @@ def test_convergence_is_measured_in_pieces_and_against_the_same_seed(dataset, tm
     mean = statistics.mean((loss("BF16-1"), loss("BF16-2")))
     assert float(rows["BF16"][2].split()[0]) == pytest.approx(mean, abs=1e-4)
     assert rows["BF16"][1] == "2"
-    evaluated = [row["step"] for row in read_metrics(out / "BF16-1" / "metrics.jsonl") if "eval_loss" in row]
+    evaluated = [row["step"] for row in read_json_lines(out / "BF16-1" / "metrics.jsonl") if "eval_loss" in row]
     assert evaluated == [2, 4]
     assert (out / "convergence.png").read_bytes().startswith(b"\x89PNG")
 

@@ -11,12 +11,12 @@ import pytest
 import torch
 
 from common.cli import UserError
+from common.files.json_files import read_json_lines
 from common.precision.emulation import GRADIENT, INPUT, WEIGHT
 from common.precision.stats import QuantStats, scalars
 from common.precision.stats_plan import PLAIN, QUANTISED, select
 from common.precision.stats_report import cells, draw
 from common.training.arguments import PrecisionArguments
-from common.training.metrics import read_metrics
 from tests.precision.test_emulation import ALONE, FP8, RECIPES, by_definition, operands, tiny_model
 from tests.precision.test_stats_plan import GUIDES, selected, write
 from tests.training_fixtures import losses, train
@@ -193,7 +193,7 @@ MIXED = {"fp8_recipe": "mxfp8", "fp8_layers": "1", "fp4": True}
 
 
 def log(directory: Path) -> list[dict]:
-    return read_metrics(directory / "quant_stats.jsonl")
+    return read_json_lines(directory / "quant_stats.jsonl")
 
 
 def assert_same_rows(ours: list[dict], expected: list[dict], rel: float) -> None:

@@ -13,17 +13,10 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import EsmForMaskedLM
 
 from common.batches.training_data import open_training
+from common.files.json_files import JsonLinesLog
 from common.model.presets import esm2_config
 from common.training import metrics
-from common.training.metrics import (
-    MetricsLog,
-    format_block,
-    peak_flops,
-    read_metrics,
-    step_flops,
-    step_line,
-    write_results,
-)
+from common.training.metrics import format_block, peak_flops, step_flops, step_line, write_results
 from common.training.report import draw_curves, held_out_table
 from tests.model.reference import random_batch
 from tests.training_fixtures import NUM_TEST, NUM_TRAIN, NUM_VALIDATION, arguments, rows, run_training, train
@@ -166,23 +159,6 @@ def test_train_loss_is_the_mean_over_all_steps_through_stops(dataset, tmp_path):
     assert read(tmp_path / "train_results.json")["train_loss"] == pytest.approx(mean, rel=1e-9)
 
 
-def test_a_log_that_is_resumed_drops_what_will_come_again_and_a_torn_last_line(tmp_path):
-    path = tmp_path / "metrics.jsonl"
-    log = MetricsLog(path, keep_through=-1)
-    for step in (1, 5, 10, 15):
-        log.write({"step": step, "loss": 3.0 - step / 100})
-    with open(path, "a") as file:
-        file.write('{"step": 20, "lo')  # the crash
-    assert [row["step"] for row in read_metrics(path)] == [1, 5, 10, 15]
-    resumed = MetricsLog(path, keep_through=10)
-    assert [row["step"] for row in read_metrics(path)] == [1, 5, 10]
-    resumed.write({"step": 15, "loss": 0.5})
-    assert read_metrics(path)[-1] == {"step": 15, "loss": 0.5}
-    assert len(read_metrics(path)) == 4
-    MetricsLog(path, keep_through=-1)
-    assert read_metrics(path) == []
-
-
 def test_a_resumed_run_leaves_each_step_once(dataset, tmp_path):
     flags = {"max_steps": 8, "save_steps": 4}
     train(dataset, tmp_path, stop_at_step=6, **flags)
@@ -244,7 +220,7 @@ def test_the_picture_shows_the_rows(tmp_path):
     """Two runs that differ in one point differ in the picture, there and nowhere else."""
 
     def pixels(losses: list[float]) -> np.ndarray:
-        log = MetricsLog(tmp_path / "metrics.jsonl", -1)
+        log = JsonLinesLog(tmp_path / "metrics.jsonl", -1)
         for step, loss in enumerate(losses, 1):
             log.write({"step": step, "loss": loss, "learning_rate": 1e-3, "grad_norm": 1.0, "tokens_per_second": 9.0})
         path = draw_curves(tmp_path)

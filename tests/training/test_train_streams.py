@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from common.training.metrics import read_metrics
+from common.files.json_files import read_json_lines
 from tests.batches.test_streams import proteins, write
 from tests.data_fixtures import REAL_SAMPLE, needs_real_sample
 from tests.live_runs import assert_same_run, newest_step
@@ -70,7 +70,7 @@ def test_real_proteins_straight_from_the_fasta_file(tmp_path):
         command, capture_output=True, text=True, cwd=ROOT, env=environment(), timeout=120, check=False
     )
     assert done.returncode == 0, done.stderr
-    assert [row["step"] for row in read_metrics(tmp_path / "metrics.jsonl")] == [1, 2, 3]
+    assert [row["step"] for row in read_json_lines(tmp_path / "metrics.jsonl")] == [1, 2, 3]
     assert json.loads((tmp_path / "eval_results.json").read_text())["eval_samples"] == 20
 
 
