@@ -18,14 +18,13 @@ from pathlib import Path
 from tqdm import tqdm
 
 from common.cli import UserError, parse_arguments, run
-from common.files.bad_records import BadRecords, Policy
 from common.files.csv_records import count_rows, csv_files
 from common.files.dataset_writer import TOKEN_FEATURES, DatasetWriter, write_dataset_dict
 from common.files.output_directory import Build, building
+from common.files.records import BadRecords, Policy
 from common.prepare.cluster_splits import publish_index, split_by_clusters
-from common.prepare.encode_files import FileEncoder, usable_threads
+from common.prepare.encode_files import FileEncoder, Piece, assemble, read_pieces, usable_threads
 from common.prepare.encode_records import Chunker, check_tokenizer, encode_rows
-from common.prepare.shards import Piece, assemble, read_pieces
 from common.prepare.splits import SPLITS, labels_by_file, split_labels, split_sizes
 
 logger = logging.getLogger(__name__)

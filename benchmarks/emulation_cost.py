@@ -60,7 +60,7 @@ def measure(args: Arguments, dtype: str) -> dict[str, list[float]]:
     from common.precision.plan import resolve
     from common.precision.stats import QuantStats
     from common.precision.stats_plan import select
-    from common.ranks.host_memory import keep_freed_memory
+    from common.ranks.run import keep_freed_memory
     from common.ranks.world import World
 
     keep_freed_memory()

@@ -62,7 +62,7 @@ def measure(args: Arguments) -> dict:
     from common.files.token_store import open_split
     from common.model.esm2 import build_model, compile_layers
     from common.model.presets import load_config
-    from common.ranks.host_memory import keep_freed_memory
+    from common.ranks.run import keep_freed_memory
     from common.training.metrics import peak_memory_gb
 
     mode, dtype, tuned = args.worker.split(":")

@@ -23,8 +23,8 @@ from common.batches.packing import BatchPlan
 from common.batches.streams import StreamedOrder, plan_streams
 from common.cli import UserError
 from common.files.clusters import open_clusters
-from common.files.memory_store import MemoryStore
 from common.files.sources import Source, open_source
+from common.files.stream_reader import MemoryStore
 from common.files.token_store import TokenStore, open_split
 from common.ranks.world import Mesh, World
 

@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.csv
 
 from common.cli import UserError
-from common.files.bad_records import BadRecords
+from common.files.records import BadRecords
 
 BLOCK_BYTES = 1 << 20  # what is worked on stays in the processor's cache
 PARSED_BYTES = 4 << 20  # a row must fit

@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 
+from common.files.json_files import write_json_flushed
 from common.files.output_directory import sync
 
 ROWS_PER_BATCH = 10_000
@@ -150,16 +151,10 @@ def write_dataset_files(directory: Path, features: dict, shards: int, rows: int)
         "_split": None,
     }
     info = {"citation": "", "description": "", "features": features, "homepage": "", "license": ""}
-    write_json(directory / "state.json", state)
-    write_json(directory / "dataset_info.json", info)
+    write_json_flushed(directory / "state.json", state, sort_keys=True)
+    write_json_flushed(directory / "dataset_info.json", info, sort_keys=True)
 
 
 def write_dataset_dict(directory: Path, splits: list[str]) -> None:
     """Make `load_from_disk(directory)` give a DatasetDict of the splits below it."""
-    write_json(directory / "dataset_dict.json", {"splits": splits})
-
-
-def write_json(path: Path, content: dict) -> None:
-    with open(path, "w") as file:
-        json.dump(content, file, indent=2, sort_keys=True)
-        sync(file)
+    write_json_flushed(directory / "dataset_dict.json", {"splits": splits}, sort_keys=True)

@@ -15,10 +15,7 @@ import pyarrow as pa
 from isal import igzip, isal_zlib
 
 from common.cli import UserError
-from common.files import records as record_lines
-from common.files.background import ahead
-from common.files.bad_records import BadRecords
-from common.files.records import NEWLINE, TAB, Lines
+from common.files.records import NEWLINE, TAB, BadRecords, Lines, ahead, columns, cut
 
 BLOCK_BYTES = 1 << 20  # that and what is made of it stay in the cache
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"  # Windows editors write it
@@ -44,7 +41,7 @@ def read_fasta_batches(
     Raises UserError, naming file and line: not FASTA, empty file, a gzip file cut short or corrupt (whatever
     `bad_records` does); and for records without id or without sequence, `>` inside a sequence, non-ASCII bytes.
     """
-    return map(record_lines.columns, read_fasta_lines(path, block_bytes, bad_records, on_read))
+    return map(columns, read_fasta_lines(path, block_bytes, bad_records, on_read))
 
 
 def read_fasta(path: Path | str, block_bytes: int = BLOCK_BYTES) -> Iterator[tuple[bytes, bytes]]:
@@ -60,7 +57,7 @@ def read_fasta_lines(
     bad_records: Callable[[UserError], None] | None = None,
     on_read: Callable[[int], None] | None = None,
 ) -> Iterator[Lines]:
-    """`read_fasta_batches`, each record one line `id TAB sequence NEWLINE` (see `record_lines`)."""
+    """`read_fasta_batches`, each record one line `id TAB sequence NEWLINE` (common/files/records.py)."""
     path = Path(path)
     bad_records = bad_records or BadRecords("error")
     line, records = 1, 0  # line: that of the first byte of `rest`
@@ -175,7 +172,7 @@ class _Records:
         begin, end = self.begin[words], self.end[words]
         end[ids] += 1
         end[last] += 1
-        pieces = record_lines.cut(self.data, np.stack([begin, end], axis=1))
+        pieces = cut(self.data, np.stack([begin, end], axis=1))
         _, offsets, text = pieces.buffers()
         offsets = np.frombuffer(offsets, np.int64)[np.append(ids, len(words))]
         yield Lines.from_buffers(pa.large_binary(), len(ids), [None, pa.py_buffer(offsets), text])

@@ -1,18 +1,29 @@
-"""Records as lines of bytes: `id TAB text NEWLINE`, many of them in one Arrow array, end to end in memory.
+"""Records as lines of bytes, `id TAB text NEWLINE`; the count of bad ones; and work ahead of them in a thread.
 
 Neither id nor text holds white space, so nothing is ever quoted or escaped: a record is one element to sort by, and
-a batch of them is one buffer to write.
+a batch of them, in one Arrow array end to end in memory, is one buffer to write.
 """
 
 from __future__ import annotations
 
+import logging
+from collections import deque
 from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Literal, TypeVar
 
 import numpy as np
 import pyarrow as pa
 
+from common.cli import UserError
+
+logger = logging.getLogger(__name__)
 Lines = pa.LargeBinaryArray
 TAB, NEWLINE = b"\t\n"
+Policy = Literal["error", "skip"]  # what becomes of a record that cannot be used
+REMEMBERED = 5
+Item = TypeVar("Item")
+_END = object()
 
 
 def view(lines: Lines) -> tuple[np.ndarray, np.ndarray]:
@@ -50,3 +61,50 @@ def skip(batches: Iterable[Lines], count: int) -> Iterator[Lines]:
         if count < len(lines):
             yield lines.slice(count)
         count = max(0, count - len(lines))
+
+
+class BadRecords:
+    """Call it with the complaint about each bad record: "error" raises the first, "skip" counts them all."""
+
+    def __init__(self, policy: Policy = "error", count: int = 0, first: list[str] | None = None) -> None:
+        """count, first: what was skipped before, the `state` that a stopped run left."""
+        self.policy = policy
+        self.count = count
+        self.first = list(first or [])  # complaints about the first few
+
+    def __call__(self, complaint: UserError) -> None:
+        if self.policy == "error":
+            raise complaint
+        self.count += 1
+        if len(self.first) < REMEMBERED:
+            self.first.append(str(complaint))
+
+    @property
+    def state(self) -> dict:
+        return {"count": self.count, "first": self.first}
+
+    def report(self) -> None:
+        """Say at the end how many there were, and show the first few."""
+        if self.count:
+            first = f"the first {len(self.first)}" if self.count > len(self.first) else "these"
+            logger.warning("%s bad records were skipped, %s:", f"{self.count:,}", first)
+            for complaint in self.first:
+                logger.warning("  %s", complaint)
+
+
+def ahead(items: Iterable[Item], depth: int = 2) -> Iterator[Item]:
+    """The same items, up to `depth` of them made before they are asked for; errors come where they came from.
+
+    Pays where the work leaves Python's lock: decompression, numpy and Arrow on large arrays, files.
+    """
+    items = iter(items)
+    with ThreadPoolExecutor(1, thread_name_prefix="ahead") as pool:
+        coming = deque(pool.submit(next, items, _END) for _ in range(depth))
+        try:
+            while (item := coming.popleft().result()) is not _END:
+                coming.append(pool.submit(next, items, _END))
+                yield item
+        finally:
+            pool.shutdown(cancel_futures=True)
+            if hasattr(items, "close"):
+                items.close()

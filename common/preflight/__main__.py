@@ -22,8 +22,7 @@ from common.cli import BAD_INPUT, UserError, flag, parse_arguments, run
 from common.files.json_files import write_json
 from common.files.sources import is_local
 from common.preflight import network, node
-from common.preflight.exchange import Exchange
-from common.preflight.meeting import Meeting
+from common.preflight.exchange import Exchange, Meeting
 from common.preflight.report import ERROR, LEVELS, Finding, RankReport, differences, merge, problems, table
 from common.ranks.run import leave
 from common.ranks.world import World

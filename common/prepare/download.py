@@ -1,6 +1,6 @@
 """Download a URL into a directory, through broken connections, restarts, busy servers and full disks; verified.
 
-`common.prepare.transfers` opens a download, `common.files.checksums` says whether what arrived is what should have.
+`transfers` opens a download, `download_files` says whether what has arrived is what should have.
 """
 
 from __future__ import annotations
@@ -18,13 +18,11 @@ from pathlib import Path
 from tqdm import tqdm
 
 from common.cli import UserError
-from common.files.checksums import Digest, Expected
-from common.prepare.download_files import DownloadFiles
+from common.prepare.download_files import ANYTHING, Digest, DownloadFiles, Expected
 from common.prepare.transfers import FetchError, TemporaryError, Transfer, open_transfer
 
 logger = logging.getLogger(__name__)
 CHUNK_BYTES = 1 << 20
-ANYTHING = Expected()
 MAKE_ROOM = "make room and start again, or choose another --output_dir"
 
 

@@ -1,4 +1,4 @@
-"""The files of a download that is under way: what has arrived, what it belongs to, and how it becomes whole."""
+"""The files of a download that is under way: what has arrived, whether it is right, and how it becomes whole."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import json
 import shutil
 import zlib
 from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
@@ -15,6 +16,58 @@ from common.prepare.transfers import TemporaryError, Transfer
 
 GZIP = b"\x1f\x8b"
 COPY_BYTES = 1 << 20
+HASHED_BYTES = 4 << 20
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What a file should be: `sums` by algorithm (hex, lower case), `size` in bytes or None, and who says so."""
+
+    sums: dict[str, str] = field(default_factory=dict)
+    size: int | None = None
+    authority: str = ""
+
+
+ANYTHING = Expected()
+
+
+class Digest:
+    """The checksums that are asked for, of the first `position` bytes of a file that grows."""
+
+    def __init__(self, expected: Expected) -> None:
+        self.expected = expected
+        self.restart()
+
+    def restart(self) -> None:
+        self.position = 0
+        self._hashes = {name: hashlib.new(name, usedforsecurity=False) for name in self.expected.sums}
+
+    def update(self, data: bytes) -> None:
+        for each in self._hashes.values():
+            each.update(data)
+        self.position += len(data)
+
+    def catch_up(self, path: Path, end: int) -> None:
+        """Have `position` be `end`, reading from `path` what has not been seen."""
+        assert self.position <= end
+        if not self._hashes:
+            self.position = end
+            return
+        with open(path, "rb") as file:
+            file.seek(self.position)
+            while data := file.read(min(HASHED_BYTES, end - self.position)):
+                self.update(data)
+
+    def complaint(self, path: Path) -> str | None:
+        """What is wrong with the whole file, or None; what was hashed while it arrived is not read again."""
+        size, expected = path.stat().st_size, self.expected
+        if expected.size is not None and size != expected.size:
+            return f"has {size:,} bytes, {expected.authority} says {expected.size:,}"
+        self.catch_up(path, size)
+        for name, wanted in expected.sums.items():
+            if (found := self._hashes[name].hexdigest()) != wanted:
+                return f"its {name} is {found}, {expected.authority or '--' + name} says {wanted}"
+        return None
 
 
 class DownloadFiles:

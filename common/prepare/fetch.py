@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import logging
+import re
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from urllib.parse import unquote, urlsplit
+from xml.etree import ElementTree
 
 from common.cli import UserError
-from common.files.checksums import Digest, Expected, metalink_beside, parse_sum, read_metalink
-from common.prepare.download import ANYTHING, PATIENCE, Patience, download
-from common.prepare.download_files import DownloadFiles
+from common.prepare.download import PATIENCE, Patience, download
+from common.prepare.download_files import ANYTHING, Digest, DownloadFiles, Expected
 from common.prepare.transfers import SCHEMES, FetchError, TemporaryError
 
 logger = logging.getLogger(__name__)
+HEX_DIGITS = {"md5": 32, "sha256": 64}
+# UniProt's server and its two official mirrors; every directory with data has a RELEASE.metalink.
+UNIPROT_HOSTS = ("ftp.uniprot.org", "ftp.ebi.ac.uk", "ftp.expasy.org")
+METALINK = "RELEASE.metalink"
 
 
 @dataclass(frozen=True)
@@ -44,13 +49,20 @@ def parse_sources(addresses: list[str], md5: list[str] = (), sha256: list[str] =
     sources = []
     for number, address in enumerate(addresses):
         given = {"md5": md5, "sha256": sha256}
-        sums = {name: parse_sum(name, values[number]) for name, values in given.items() if values}
+        sums = {name: _parse_sum(name, values[number]) for name, values in given.items() if values}
         source = Source(address, Expected(sums))
         if address in addresses[:number]:
             raise UserError(f"--source {address}: given twice: its records would come twice")
         (_check_address if source.is_url else _check_file)(source)
         sources.append(source)
     return sources
+
+
+def _parse_sum(algorithm: str, text: str) -> str:
+    """The checksum in lower case. UserError where it cannot be one."""
+    if not re.fullmatch(rf"[0-9a-fA-F]{{{HEX_DIGITS[algorithm]}}}", text):
+        raise UserError(f"--{algorithm} {text}: expected {HEX_DIGITS[algorithm]} hexadecimal digits")
+    return text.lower()
 
 
 def describe_sources(sources: list[Source]) -> dict:
@@ -103,6 +115,37 @@ def published_checksums(url: str, metalink: str, directory: Path, patience: Pati
     if expected is None:
         logger.warning("%s does not list %s: only its size will be checked", metalink, name)
     return expected or ANYTHING
+
+
+def metalink_beside(url: str) -> str | None:
+    """The address of the metalink that lists a file of UniProt's; None for files of others."""
+    parts = urlsplit(url)
+    if parts.hostname not in UNIPROT_HOSTS or "/uniprot/" not in parts.path:
+        return None
+    return parts._replace(path=str(PurePosixPath(parts.path).parent / METALINK), query="", fragment="").geturl()
+
+
+def read_metalink(text: bytes, name: str) -> Expected | None:
+    """What a metalink (version 3.0, http://www.metalinker.org) says of the file `name`; None if that is nothing.
+
+    <metalink><files><file name="..."><size>...</size><verification><hash type="md5">...
+    """
+    try:
+        root = ElementTree.fromstring(text)
+    except ElementTree.ParseError:
+        return None
+    for file in root.iterfind(".//{*}file"):
+        if PurePosixPath(file.get("name", "")).name != name:
+            continue
+        sums = {
+            kind: (each.text or "").strip().lower()
+            for each in file.iterfind(".//{*}verification/{*}hash")
+            if (kind := each.get("type", "").lower().replace("-", "")) in HEX_DIGITS
+        }
+        size = file.findtext("{*}size", "").strip()
+        if sums or size.isdigit():
+            return Expected(sums, int(size) if size.isdigit() else None, METALINK)
+    return None
 
 
 def _check_address(source: Source) -> None:

@@ -1,6 +1,6 @@
 """Records to exactly numbered partitions, in several formats at once; a killed run goes on after the last whole one.
 
-Records come as lines of bytes, `id TAB text NEWLINE` (see `record_lines`).
+Records come as lines of bytes, `id TAB text NEWLINE` (common/files/records.py).
 """
 
 from __future__ import annotations

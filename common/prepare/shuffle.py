@@ -16,9 +16,8 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 
-from common.files.background import ahead
 from common.files.output_directory import Build
-from common.files.records import Lines, skip, view
+from common.files.records import Lines, ahead, skip, view
 
 MEMORY_BYTES = 128 << 20  # text of the records held at once; the peak is about twice that
 BATCH_BYTES = 2 << 20  # text of the records passed on at once

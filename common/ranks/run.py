@@ -6,6 +6,7 @@ thread that waited for another one first, or for a rank that does the same, woul
 
 from __future__ import annotations
 
+import ctypes
 import faulthandler
 import logging
 import os
@@ -22,7 +23,6 @@ import torch
 import torch.distributed as dist
 
 from common.cli import Flags, UserError, flag, setup_logging, user_errors
-from common.ranks.host_memory import keep_freed_memory
 from common.ranks.stopping import PREEMPTED, Preempted
 from common.ranks.world import OUR_BUG, FailedElsewhere, World
 
@@ -129,6 +129,24 @@ def leave(error: BaseException) -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)
+
+
+def keep_freed_memory() -> None:
+    """Tell glibc to keep freed blocks for the next step instead of returning them to the kernel.
+
+    Activations are large blocks, freed and asked for again every step; by default each is mapped and zeroed by the
+    kernel anew. benchmarks/results/train_throughput_cpu.md has transformers' model with and without it. Whoever sets
+    glibc's own variables (MALLOC_MMAP_THRESHOLD_=65536 gives every large block back at once) is left alone.
+    """
+    if any(name.startswith("MALLOC_") for name in os.environ):
+        return
+    try:
+        mallopt = ctypes.CDLL(None).mallopt
+    except (OSError, AttributeError):
+        return  # not glibc
+    m_trim_threshold, m_mmap_max = -1, -4
+    mallopt(m_mmap_max, 0)
+    mallopt(m_trim_threshold, 2**31 - 1)
 
 
 def _init_process_group(world: World, timeout_s: int) -> None:

@@ -22,12 +22,12 @@ from datetime import timedelta
 from pathlib import Path
 
 import torch.distributed as dist
-
-from common.ranks import flight_recorder
+from torch._C import _distributed_c10d as c10d
 
 SAVE = "save"  # a phase in which disk traffic counts as progress: a large checkpoint takes its time
 SHARE_OF_TIMEOUT = 0.9
 STATUS = 1
+RECORDER_PREFIXES = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")  # torch's names: the new, the old
 
 
 class Watch:
@@ -190,7 +190,7 @@ class Watch:
     def _write_flight_record(self) -> None:
         # Asking a device that hangs may hang too, with Python's lock: then a thread outside Python ends the process.
         faulthandler.dump_traceback_later(max(1.0, self.timeout_s - self.limit_s), exit=True)
-        os.write(2, f"{flight_recorder.write(self.rank)}\n".lstrip().encode())
+        os.write(2, f"{_write_flight_recorder(self.rank)}\n".lstrip().encode())
         faulthandler.cancel_dump_traceback_later()
 
     # ---- who is it? -----------------------------------------------------------------------------------------
@@ -246,3 +246,22 @@ def _disk_traffic() -> int:
     except OSError:
         return 0
     return sum(int(line.split()[1]) for line in lines if line.startswith(("rchar", "wchar")))
+
+
+def _write_flight_recorder(rank: int) -> str:
+    """Torch's latest collectives of this rank to `<prefix><rank>`; a line that says so, "" where no prefix is set.
+
+    Torch itself writes them when a collective times out on NCCL, with TORCH_NCCL_DUMP_ON_TIMEOUT. The watch ends the
+    process before that, so it has them written, by gloo too, to the same place and in the same format.
+    """
+    prefix = next((os.environ[name] for name in RECORDER_PREFIXES if os.environ.get(name)), None)
+    if prefix is None:
+        return ""
+    path = Path(f"{prefix}{rank}")
+    try:
+        # Builds with CUDA keep NCCL's collectives apart from gloo's.
+        dump = getattr(c10d, "_dump_nccl_trace", None) or c10d._dump_fr_trace
+        path.write_bytes(dump())
+    except Exception as error:  # the run ends for another reason, which must be told whatever comes of this
+        return f"Flight recorder: not written to {path}: {' '.join(str(error).split())[:160]}"
+    return f"Flight recorder: {path}"

@@ -8,8 +8,8 @@ import pyarrow as pa
 import pytest
 
 from common.cli import UserError
-from common.files.bad_records import BadRecords
 from common.files.fasta import read_fasta, read_fasta_batches
+from common.files.records import BadRecords
 from tests.data_fixtures import REAL_SAMPLE, needs_real_sample
 
 MESSY = (

@@ -3,8 +3,8 @@
 import gzip
 import hashlib
 
-from common.files.checksums import Expected
 from common.prepare.download import Patience
+from common.prepare.download_files import Expected
 
 QUICK = Patience(timeout_s=5.0, attempts=3, first_wait_s=0.01, longest_wait_s=0.05)
 CONTENT = gzip.compress("".join(f">P{i} x\nMKVLAGTYRR\n" for i in range(50_000)).encode(), mtime=0)

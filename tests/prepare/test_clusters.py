@@ -20,7 +20,7 @@ from common.files.clusters import Clusters, open_clusters
 from common.files.hashing import hash_bytes
 from common.prepare import cluster_index
 from common.prepare.cluster_index import _fitting
-from common.prepare.cluster_table import hash_names, read_table
+from common.prepare.cluster_splits import hash_names, read_table
 from tests.data_fixtures import TOKENIZE, call, everything_in
 from tests.training_fixtures import losses, train
 

@@ -10,8 +10,8 @@ from email.utils import formatdate
 import pytest
 
 from common.cli import UserError
-from common.files.checksums import Expected
 from common.prepare.download import Patience, download, download_directory
+from common.prepare.download_files import Expected
 from common.prepare.transfers import FetchError
 from tests.prepare.download_fixtures import CONTENT, QUICK, THIRD, sums
 from tests.prepare.local_servers import ftp_server, http_server

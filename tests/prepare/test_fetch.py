@@ -10,9 +10,16 @@ import time
 import pytest
 
 from common.cli import UserError
-from common.files.checksums import Expected, metalink_beside, read_metalink
 from common.files.output_directory import read_record
-from common.prepare.fetch import describe_sources, fetch, parse_sources, published_checksums
+from common.prepare.download_files import Expected
+from common.prepare.fetch import (
+    describe_sources,
+    fetch,
+    metalink_beside,
+    parse_sources,
+    published_checksums,
+    read_metalink,
+)
 from common.prepare.transfers import FetchError
 from tests.data_fixtures import DOWNLOAD, call, command, environment, everything_in
 from tests.prepare.local_servers import ftp_server, http_server

@@ -14,9 +14,9 @@ import pytest
 from common.cli import UserError
 from common.files import csv_records
 from common.files.alphabet import TOKENS, encode
-from common.files.bad_records import BadRecords
 from common.files.csv_records import count_rows, csv_files, read_rows
-from common.prepare import encode_files, shards
+from common.files.records import BadRecords
+from common.prepare import encode_files
 from tests.data_fixtures import (
     TOKENIZE,
     call,
@@ -80,8 +80,8 @@ CHUNKS = ("--line_by_line", "False", "--max_seq_length", "50")
 def test_killed_at_many_moments(tmp_path, monkeypatch, moments, flags):
     """Counting, encoding, renaming, copying pieces together: always the same bytes, and no whole file read again."""
     monkeypatch.chdir(tmp_path)
-    small = {"common.prepare.shards.SMALL_BYTES": 2000}  # some pieces are renamed, some copied together
-    monkeypatch.setattr(shards, "SMALL_BYTES", 2000)
+    small = {"common.prepare.encode_files.SMALL_BYTES": 2000}  # some pieces are renamed, some copied together
+    monkeypatch.setattr(encode_files, "SMALL_BYTES", 2000)
     rows = [(f"UniRef90_{name}", text) for name, text in proteins(420)]
     for i, (first, last) in enumerate(itertools.pairwise([0, 200, 210, 220, 420])):
         write_csv(tmp_path / "csv", rows[first:last], f"x{i:03d}.csv")

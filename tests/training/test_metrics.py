@@ -13,16 +13,10 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import EsmForMaskedLM
 
 from common.batches.training_data import open_training
-from common.files.json_files import JsonLinesLog, read_json_lines
+from common.files.json_files import JsonLinesLog
 from common.model.presets import esm2_config
 from common.training import metrics
-from common.training.metrics import (
-    format_block,
-    peak_flops,
-    step_flops,
-    step_line,
-    write_results,
-)
+from common.training.metrics import format_block, peak_flops, step_flops, step_line, write_results
 from common.training.report import draw_curves, held_out_table
 from tests.model.reference import random_batch
 from tests.training_fixtures import NUM_TEST, NUM_TRAIN, NUM_VALIDATION, arguments, rows, run_training, train
@@ -163,23 +157,6 @@ def test_train_loss_is_the_mean_over_all_steps_through_stops(dataset, tmp_path):
     assert len(rows(tmp_path)) == 7
     mean = np.mean([row["loss"] for row in rows(tmp_path)])
     assert read(tmp_path / "train_results.json")["train_loss"] == pytest.approx(mean, rel=1e-9)
-
-
-def test_a_log_that_is_resumed_drops_what_will_come_again_and_a_torn_last_line(tmp_path):
-    path = tmp_path / "metrics.jsonl"
-    log = JsonLinesLog(path, keep_through=-1)
-    for step in (1, 5, 10, 15):
-        log.write({"step": step, "loss": 3.0 - step / 100})
-    with open(path, "a") as file:
-        file.write('{"step": 20, "lo')  # the crash
-    assert [row["step"] for row in read_json_lines(path)] == [1, 5, 10, 15]
-    resumed = JsonLinesLog(path, keep_through=10)
-    assert [row["step"] for row in read_json_lines(path)] == [1, 5, 10]
-    resumed.write({"step": 15, "loss": 0.5})
-    assert read_json_lines(path)[-1] == {"step": 15, "loss": 0.5}
-    assert len(read_json_lines(path)) == 4
-    JsonLinesLog(path, keep_through=-1)
-    assert read_json_lines(path) == []
 
 
 def test_a_resumed_run_leaves_each_step_once(dataset, tmp_path):

@@ -1,0 +1,20 @@
+"""JSON lines: what a resumed log keeps."""
+
+from common.files.json_files import JsonLinesLog, read_json_lines
+
+
+def test_a_log_that_is_resumed_drops_what_will_come_again_and_a_torn_last_line(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    log = JsonLinesLog(path, keep_through=-1)
+    for step in (1, 5, 10, 15):
+        log.write({"step": step, "loss": 3.0 - step / 100})
+    with open(path, "a") as file:
+        file.write('{"step": 20, "lo')  # the crash
+    assert [row["step"] for row in read_json_lines(path)] == [1, 5, 10, 15]
+    resumed = JsonLinesLog(path, keep_through=10)
+    assert [row["step"] for row in read_json_lines(path)] == [1, 5, 10]
+    resumed.write({"step": 15, "loss": 0.5})
+    assert read_json_lines(path)[-1] == {"step": 15, "loss": 0.5}
+    assert len(read_json_lines(path)) == 4
+    JsonLinesLog(path, keep_through=-1)
+    assert read_json_lines(path) == []
