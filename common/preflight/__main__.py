@@ -18,7 +18,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from common.cli import BAD_INPUT, UserError, flag, parse_arguments, run
+from common.cli import BAD_INPUT, UserError, flag, one_line, parse_arguments, run
 from common.files.json_files import write_json
 from common.files.sources import is_local
 from common.preflight import network, node
@@ -152,7 +152,7 @@ class Attempts:
             except UserError as error:
                 found = Finding(check, ERROR, str(error))
             except (OSError, RuntimeError) as error:
-                found = Finding(check, ERROR, " ".join(str(error).split()))
+                found = Finding(check, ERROR, one_line(error))
             for each in found if isinstance(found, list | tuple) else [found]:
                 if isinstance(each, Finding):
                     report.findings.append(each)
