@@ -8,6 +8,7 @@ A table (and --json) of what was found, then one line a problem. Exit status 2 i
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import socket
@@ -192,8 +193,6 @@ def publish(report: dict, args: PreflightArguments) -> int:
     for line in problems(report):
         print(line, file=sys.stderr, flush=True)
     if args.json == "-":
-        import json
-
         print(json.dumps(report, indent=4), flush=True)
     elif args.json:
         try:
