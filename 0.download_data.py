@@ -18,7 +18,7 @@ from pathlib import Path
 from tqdm import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
-from common.cli import UserError, parse_arguments, run
+from common.cli import UserError, flag, parse_arguments, run
 from common.files.fasta import read_fasta_lines
 from common.files.output_directory import Build, building
 from common.files.records import BadRecords, Lines, Policy, skip
@@ -34,26 +34,22 @@ READ = "records read"  # in the journal of the build
 
 @dataclass
 class Arguments:
-    max_records_per_partition: int = field(default=500_000, metadata={"help": "records in a file; the last has fewer"})
+    max_records_per_partition: int = flag(500_000, "records in a file; the last has fewer")
     output_dir: str = field(default_factory=os.getcwd, metadata={"help": "files go to OUTPUT_DIR/csv (default: here)"})
-    save_csv: bool = field(default=True, metadata={"help": "write OUTPUT_DIR/csv/xNNN.csv"})
-    save_arrow: bool = field(default=False, metadata={"help": "write OUTPUT_DIR/arrow, for datasets.load_from_disk"})
-    save_fasta: bool = field(default=False, metadata={"help": "write OUTPUT_DIR/fasta/xNNN.fasta"})
-    save_parquet: bool = field(default=False, metadata={"help": "write OUTPUT_DIR/parquet/xNNN.parquet"})
-    shuffle: bool = field(
-        default=True, metadata={"help": "one random order over the whole input; False keeps its own"}
-    )
+    save_csv: bool = flag(True, "write OUTPUT_DIR/csv/xNNN.csv")
+    save_arrow: bool = flag(False, "write OUTPUT_DIR/arrow, for datasets.load_from_disk")
+    save_fasta: bool = flag(False, "write OUTPUT_DIR/fasta/xNNN.fasta")
+    save_parquet: bool = flag(False, "write OUTPUT_DIR/parquet/xNNN.parquet")
+    shuffle: bool = flag(True, "one random order over the whole input; False keeps its own")
     source: list[str] = field(
         default_factory=lambda: [UNIREF50],
         metadata={"help": "FASTA files (plain or .gz), http(s), ftp or s3 URLs, read in order (default: UniRef50)"},
     )
     md5: list[str] = field(default_factory=list, metadata={"help": "checksums of the sources, in their order"})
     sha256: list[str] = field(default_factory=list, metadata={"help": "likewise"})
-    on_bad_record: Policy = field(
-        default="error", metadata={"help": "skip: leave out records without id or sequence etc., and count them"}
-    )
-    seed: int = field(default=42, metadata={"help": "of the shuffle"})
-    overwrite: bool = field(default=False, metadata={"help": "replace outputs made from other input or arguments"})
+    on_bad_record: Policy = flag("error", "skip: leave out records without id or sequence etc., and count them")
+    seed: int = flag(42, "of the shuffle")
+    overwrite: bool = flag(False, "replace outputs made from other input or arguments")
 
     def __post_init__(self) -> None:
         if self.max_records_per_partition < 1:

@@ -12,12 +12,12 @@ import hashlib
 import logging
 import shutil
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from tqdm import tqdm
 
-from common.cli import UserError, parse_arguments, run
+from common.cli import UserError, flag, parse_arguments, run
 from common.files.csv_records import count_rows, csv_files
 from common.files.dataset_writer import TOKEN_FEATURES, DatasetWriter, write_dataset_dict
 from common.files.output_directory import Build, building
@@ -32,35 +32,26 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class Arguments:
-    input_dir: str = field(default="csv", metadata={"help": "directory of the CSV files"})
-    output_dir: str = field(default="processed", metadata={"help": "the splits go to OUTPUT_DIR/arrow"})
-    train_size: float | None = field(
-        default=None, metadata={"help": "records, or a fraction; default: all that is left"}
+    input_dir: str = flag("csv", "directory of the CSV files")
+    output_dir: str = flag("processed", "the splits go to OUTPUT_DIR/arrow")
+    train_size: float | None = flag(None, "records, or a fraction; default: all that is left")
+    validation_size: float = flag(50_000, "records, or a fraction below 1")
+    test_size: float = flag(50_000, "records, or a fraction below 1")
+    max_seq_length: int | None = flag(None, "truncate to so many tokens; default: keep all")
+    pad_to_max_length: bool = flag(False, "pad every record to --max_seq_length")
+    preprocessing_num_workers: int = flag(8, "threads; the result is the same for any")
+    tokenizer_name: str = flag(
+        "facebook/esm2_t30_150M_UR50D", "any facebook/esm2_*, or a directory with its vocab.txt"
     )
-    validation_size: float = field(default=50_000, metadata={"help": "records, or a fraction below 1"})
-    test_size: float = field(default=50_000, metadata={"help": "records, or a fraction below 1"})
-    max_seq_length: int | None = field(
-        default=None, metadata={"help": "truncate to so many tokens; default: keep all"}
+    line_by_line: bool = flag(True, "False: concatenate records and cut into chunks of --max_seq_length (or 1024)")
+    cluster_table: str | None = flag(
+        None, "table of ur50_id, ur90_id (parquet, CSV, TSV): split by clusters, index them for training"
     )
-    pad_to_max_length: bool = field(default=False, metadata={"help": "pad every record to --max_seq_length"})
-    preprocessing_num_workers: int = field(default=8, metadata={"help": "threads; the result is the same for any"})
-    tokenizer_name: str = field(
-        default="facebook/esm2_t30_150M_UR50D",
-        metadata={"help": "any facebook/esm2_*, or a directory with its vocab.txt"},
+    on_bad_record: Policy = flag(
+        "error", "a row without text, not ASCII or not of two columns: error (stop) or skip (and count)"
     )
-    line_by_line: bool = field(
-        default=True, metadata={"help": "False: concatenate records and cut into chunks of --max_seq_length (or 1024)"}
-    )
-    cluster_table: str | None = field(
-        default=None,
-        metadata={"help": "table of ur50_id, ur90_id (parquet, CSV, TSV): split by clusters, index them for training"},
-    )
-    on_bad_record: Policy = field(
-        default="error",
-        metadata={"help": "a row without text, not ASCII or not of two columns: error (stop) or skip (and count)"},
-    )
-    seed: int = field(default=42, metadata={"help": "of the choice of splits"})
-    overwrite: bool = field(default=False, metadata={"help": "replace an output made from other input or arguments"})
+    seed: int = flag(42, "of the choice of splits")
+    overwrite: bool = flag(False, "replace an output made from other input or arguments")
 
     def __post_init__(self) -> None:
         check_tokenizer(self.tokenizer_name)

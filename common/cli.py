@@ -26,6 +26,11 @@ class UserError(ValueError):
     """Bad input. The message is one line: what is wrong, where (file, line or record), what to do."""
 
 
+def one_line(error: BaseException) -> str:
+    """What an exception says, for the middle of a line."""
+    return " ".join(str(error).split()) or type(error).__name__
+
+
 def flag(default, text: str):
     """A field of a dataclass of flags: its default and its line of help."""
     return field(default=default, metadata={"help": text.replace("%", "%%")})  # argparse formats it with %
@@ -108,7 +113,7 @@ def parse_arguments(description: str | None, *dataclass_types: type, argv: list[
     except UserError:
         raise
     except ValueError as error:  # raised by a dataclass' own checks
-        raise UserError(" ".join(str(error).split())) from error
+        raise UserError(one_line(error)) from error
 
 
 def _hf_argument_parser() -> type[argparse.ArgumentParser]:
@@ -138,7 +143,7 @@ def _flags_of_file(path: Path) -> list[str]:
         else:
             flags = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (ValueError, yaml.YAMLError) as error:
-        raise UserError(f"{path}: cannot be read: {' '.join(str(error).split())}") from error
+        raise UserError(f"{path}: cannot be read: {one_line(error)}") from error
     if not isinstance(flags, dict):
         raise UserError(f"{path}: expected names of flags and their values")
     for name, value in flags.items():

@@ -47,8 +47,3 @@ def encode_many(characters: np.ndarray, offsets: np.ndarray) -> tuple[np.ndarray
         is_residue[positions] = False
     ids[is_residue] = BYTE_TO_ID[characters]
     return ids, out_offsets
-
-
-def decode(ids: np.ndarray) -> str:
-    """Ids back to text, special tokens left out: the sequence that was encoded, upper case, `<unk>` as `?`."""
-    return "".join(TOKENS[i] if FIRST_RESIDUE <= i <= LAST_RESIDUE else "?" for i in ids if i not in (CLS, EOS, PAD))

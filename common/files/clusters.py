@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from common.cli import UserError
+from common.cli import UserError, one_line
 from common.files.hashing import hash_counters, scale
 
 DIRECTORY = "clusters"
@@ -55,7 +55,7 @@ def open_clusters(split_directory: str | Path, num_records: int) -> Clusters:
     try:
         clusters = Clusters(directory)
     except (ValueError, EOFError, FileNotFoundError) as error:
-        raise UserError(f"{directory}: cannot be read ({' '.join(str(error).split())}): tokenise again") from error
+        raise UserError(f"{directory}: cannot be read ({one_line(error)}): tokenise again") from error
     if clusters.num_records != num_records:
         raise UserError(
             f"{directory}: clusters of {clusters.num_records:,} records, but {num_records:,} are in use: "

@@ -11,7 +11,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.csv
 
-from common.cli import UserError
+from common.cli import UserError, one_line
 from common.files.records import BadRecords
 
 BLOCK_BYTES = 1 << 20  # what is worked on stays in the processor's cache
@@ -151,7 +151,7 @@ def _parse(
             for batch in reader:
                 yield batch.select(COLUMNS)
     except pa.ArrowInvalid as error:
-        message = re.sub(r"^CSV parse error: ", "", " ".join(str(error).split()))
+        message = re.sub(r"^CSV parse error: ", "", one_line(error))
         message = re.sub(r"Row #(\d+)", lambda match: f"row {number(int(match[1]))}", message)
         raise UserError(f"{path}: {message[:200]}: {REMEDY}") from None
 

@@ -53,16 +53,6 @@ class ShardWriter:
         self._pending: list[pa.RecordBatch] = []
         self._pending_rows = 0
 
-    @property
-    def shards(self) -> int:
-        """Shards that have ended."""
-        return len(self.ended)
-
-    @property
-    def bytes(self) -> int:
-        """Of the shards that have ended."""
-        return sum(size for _, _, size in self.ended)
-
     def write(self, batch: pa.RecordBatch) -> None:
         """Add rows; the columns are those of the schema."""
         if not batch.num_rows:
@@ -101,7 +91,7 @@ class ShardWriter:
                 self._close_shard()
 
     def _open(self) -> None:
-        self._file = open(self.directory / f"data-{self.shards:05d}.arrow", "wb")  # noqa: SIM115
+        self._file = open(self.directory / f"data-{len(self.ended):05d}.arrow", "wb")  # noqa: SIM115
         self._stream = pa.ipc.new_stream(self._file, self.schema)
 
     def _close_shard(self) -> None:
@@ -124,9 +114,10 @@ class DatasetWriter(ShardWriter):
         self.end()
         if not self.ended:  # `datasets` cannot open a dataset without a shard
             self.end_shard()
+        shards = len(self.ended)
         for number, (path, _, _) in enumerate(self.ended):
-            path.rename(self.directory / shard_name(number, self.shards))
-        write_dataset_files(self.directory, self.features, self.shards, sum(rows for _, rows, _ in self.ended))
+            path.rename(self.directory / shard_name(number, shards))
+        write_dataset_files(self.directory, self.features, shards, sum(rows for _, rows, _ in self.ended))
 
 
 def shard_name(number: int, shards: int) -> str:

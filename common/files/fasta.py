@@ -15,7 +15,7 @@ import pyarrow as pa
 from isal import igzip, isal_zlib
 
 from common.cli import UserError
-from common.files.records import NEWLINE, TAB, BadRecords, Lines, ahead, columns, cut
+from common.files.records import NEWLINE, TAB, BadRecords, Lines, ahead, cut
 
 BLOCK_BYTES = 1 << 20  # that and what is made of it stay in the cache
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"  # Windows editors write it
@@ -24,13 +24,13 @@ GREATER, STAR = b">*"
 IS_WHITESPACE = np.isin(np.arange(256), list(WHITESPACE))
 
 
-def read_fasta_batches(
+def read_fasta_lines(
     path: Path | str,
     block_bytes: int = BLOCK_BYTES,
     bad_records: Callable[[UserError], None] | None = None,
     on_read: Callable[[int], None] | None = None,
-) -> Iterator[pa.RecordBatch]:
-    """Yield all records, in file order, in record batches with columns `id` and `text`, both string.
+) -> Iterator[Lines]:
+    """Yield all records, in file order, in batches: each one line `id TAB sequence NEWLINE` (common/files/records.py).
 
     The id is the first word after `>`. White space (Windows line ends, blank lines) is taken out of the sequence
     and so is one `*` at its end, which marks a stop; letters keep their case and any other ASCII character stays.
@@ -41,23 +41,6 @@ def read_fasta_batches(
     Raises UserError, naming file and line: not FASTA, empty file, a gzip file cut short or corrupt (whatever
     `bad_records` does); and for records without id or without sequence, `>` inside a sequence, non-ASCII bytes.
     """
-    return map(columns, read_fasta_lines(path, block_bytes, bad_records, on_read))
-
-
-def read_fasta(path: Path | str, block_bytes: int = BLOCK_BYTES) -> Iterator[tuple[bytes, bytes]]:
-    """Yield (id, sequence) of every record of `read_fasta_batches`, for those with time to look at each."""
-    for lines in read_fasta_lines(path, block_bytes):
-        for line in lines.to_pylist():
-            yield tuple(line[:-1].split(b"\t"))
-
-
-def read_fasta_lines(
-    path: Path | str,
-    block_bytes: int = BLOCK_BYTES,
-    bad_records: Callable[[UserError], None] | None = None,
-    on_read: Callable[[int], None] | None = None,
-) -> Iterator[Lines]:
-    """`read_fasta_batches`, each record one line `id TAB sequence NEWLINE` (common/files/records.py)."""
     path = Path(path)
     bad_records = bad_records or BadRecords("error")
     line, records = 1, 0  # line: that of the first byte of `rest`
@@ -99,6 +82,13 @@ def read_fasta_lines(
     if rest[-1] != NEWLINE:
         rest.append(NEWLINE)
     yield from _Records(rest).lines(path, line, records, bad_records)
+
+
+def read_fasta(path: Path | str, block_bytes: int = BLOCK_BYTES) -> Iterator[tuple[bytes, bytes]]:
+    """Yield (id, sequence) of every record, for those with time to look at each."""
+    for lines in read_fasta_lines(path, block_bytes):
+        for line in lines.to_pylist():
+            yield tuple(line[:-1].split(b"\t"))
 
 
 def _read_blocks(path: Path, block_bytes: int) -> Iterator[tuple[bytes, int]]:

@@ -186,17 +186,22 @@ def _publish(path: Path, final: Path, record: dict) -> None:
     if final.exists():
         final.rename(final.parent / f"{BUILDING}-replaced-{final.name}")
     path.rename(final)
-    directory = os.open(final.parent, os.O_RDONLY)
-    try:
-        os.fsync(directory)
-    finally:
-        os.close(directory)
+    sync_directory(final.parent)
 
 
 def sync(file) -> None:
     """Have a file that was written reach the disk; call before the rename that makes it visible."""
     file.flush()
     os.fsync(file.fileno())
+
+
+def sync_directory(path: Path) -> None:
+    """Have the names in a directory reach the disk: what was renamed or removed there."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
 
 
 def _clear(parent: Path) -> None:

@@ -14,7 +14,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from common.cli import UserError
+from common.cli import UserError, one_line
 
 logger = logging.getLogger(__name__)
 
@@ -94,6 +94,14 @@ def split_of(path: str) -> str:
     return "train"
 
 
+def _file(path: str, name: str, size: int) -> File | None:
+    """The file of that name if it holds proteins, as far as name and size tell."""
+    kind = format_of(name)
+    if kind is None or (name.endswith(".json") and size < 1 << 16):
+        return None  # dataset_infos.json and the like lie beside the data of many Hub datasets
+    return File(path, kind, size)
+
+
 def _by_split(files: list[tuple[str, File]]) -> dict[str, tuple[File, ...]]:
     """(relative path, file) pairs to splits, in the order of the paths."""
     splits: dict[str, list[File]] = {}
@@ -119,11 +127,9 @@ def _local(name: str, path: Path) -> Source:
     files = []
     for member in found:
         relative = member.relative_to(root)
-        if any(part.startswith(".") for part in relative.parts) or (kind := format_of(member.name)) is None:
-            continue
-        if kind == "json" and member.suffix == ".json" and member.stat().st_size < 1 << 16:
-            continue  # dataset_infos.json and the like lie beside the data of many Hub datasets
-        files.append((str(relative), File(str(member), kind, member.stat().st_size)))
+        hidden = any(part.startswith(".") for part in relative.parts)
+        if not hidden and (file := _file(str(member), member.name, member.stat().st_size)):
+            files.append((str(relative), file))
     return Source(name, _by_split(files))
 
 
@@ -150,15 +156,14 @@ def _hub(name: str, streaming: bool) -> Source:
         raise UserError(f"--dataset {name}: {hub_advice(name, error)}") from None
     except OSError as error:
         raise UserError(
-            f"--dataset {name}: the Hub cannot be reached ({one_line(error)}): check the network, or download the "
+            f"--dataset {name}: the Hub cannot be reached ({brief(error)}): check the network, or download the "
             f"dataset elsewhere: hf download {name} --repo-type dataset --local-dir DIR, then --dataset DIR"
         ) from None
     files = []
     for member in info.siblings or ():
-        kind = format_of(member.rfilename)
-        if kind and not (member.rfilename.endswith(".json") and (member.size or 0) < 1 << 16):
-            address = f"{REMOTE}datasets/{name}@{info.sha}/{member.rfilename}"
-            files.append((member.rfilename, File(address, kind, member.size or 0)))
+        address = f"{REMOTE}datasets/{name}@{info.sha}/{member.rfilename}"
+        if file := _file(address, member.rfilename, member.size or 0):
+            files.append((member.rfilename, file))
     return Source(name, _by_split(files), info.sha)
 
 
@@ -175,7 +180,7 @@ def hub_advice(name: str, error: Exception) -> str:
         )
     if refused(error):
         return f"the Hub refuses access ({status}): accept the dataset's terms on its page and set HF_TOKEN"
-    return f"the Hub failed ({one_line(error)}): try again later, or hf download the dataset and pass its directory"
+    return f"the Hub failed ({brief(error)}): try again later, or hf download the dataset and pass its directory"
 
 
 def refused(error: Exception) -> bool:
@@ -187,5 +192,5 @@ def _status(error: Exception) -> int | None:
     return getattr(getattr(error, "response", None), "status_code", None)
 
 
-def one_line(error: BaseException) -> str:
-    return " ".join(str(error).split())[:160] or type(error).__name__
+def brief(error: BaseException) -> str:
+    return one_line(error)[:160]

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,8 +20,9 @@ import pyarrow.parquet
 from common.cli import UserError
 from common.files.alphabet import encode_many
 from common.files.csv_records import characters
-from common.files.fasta import read_fasta_batches
-from common.files.sources import REMOTE, File, hub_advice, one_line, refused
+from common.files.fasta import read_fasta_lines
+from common.files.records import columns
+from common.files.sources import REMOTE, File, brief, hub_advice, refused
 
 logger = logging.getLogger(__name__)
 
@@ -132,8 +133,8 @@ def _csv(unit: Unit) -> Iterator[pa.Array]:
 
 
 def _fasta(unit: Unit) -> Iterator[pa.Array]:
-    for batch in read_fasta_batches(_local_path(unit)):
-        yield batch.column("text")
+    for lines in read_fasta_lines(_local_path(unit)):
+        yield columns(lines).column("text")
 
 
 def _column(unit: Unit, names: list[str]) -> str:
@@ -182,7 +183,7 @@ class _Patience:
             repo = "/".join(self.what.removeprefix(REMOTE).split("/")[1:3]).split("@")[0]
             raise UserError(f"{self.what}: {hub_advice(repo, error)} (attempts: {self.failures})")
         wait_s = self.first_wait_s * 2 ** (self.failures - 1)
-        logger.warning("%s: %s; trying again in %.0f s", self.what, one_line(error), wait_s)
+        logger.warning("%s: %s; trying again in %.0f s", self.what, brief(error), wait_s)
         time.sleep(wait_s)
 
 
@@ -192,22 +193,20 @@ class _Network(Exception):
         self.error = error
 
 
-class _reporting:
+@contextmanager
+def _reporting(what: str) -> Iterator[None]:
     """Damaged files become a UserError, what may be better the next time a _Network."""
-
-    def __init__(self, what: str):
-        self.what = what
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, kind, error, stack) -> None:
-        if isinstance(error, pa.ArrowInvalid | pa.ArrowTypeError | UnicodeDecodeError):
-            raise UserError(f"{self.what}: cannot be read: {one_line(error)}: mend the file or leave it out") from None
-        if self.what.startswith(REMOTE) and isinstance(error, OSError | RuntimeError):
+    try:
+        yield
+    except (pa.ArrowInvalid, pa.ArrowTypeError, UnicodeDecodeError) as error:
+        raise UserError(f"{what}: cannot be read: {brief(error)}: mend the file or leave it out") from None
+    except (OSError, RuntimeError) as error:
+        if what.startswith(REMOTE):
             raise _Network(error) from error
-        if isinstance(error, OSError):  # of Arrow: a damaged file has no errno
-            reason = error.strerror or one_line(error)
-            raise UserError(f"{self.what}: cannot be read: {reason}: mend the file or leave it out") from None
+        if not isinstance(error, OSError):
+            raise
+        reason = error.strerror or brief(error)  # of Arrow: a damaged file has no errno
+        raise UserError(f"{what}: cannot be read: {reason}: mend the file or leave it out") from None
 
 
 class MemoryStore:

@@ -10,14 +10,17 @@ first asked for and kept (4 bytes a record).
 from __future__ import annotations
 
 import json
+import mmap
+import os
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 
-from common.cli import UserError
+from common.cli import UserError, one_line
 from common.files.alphabet import PAD, VOCAB_SIZE
-from common.files.arrow_file import COLUMN, ArrowFile, one_line
+
+COLUMN = "input_ids"
 
 
 class TokenStore:
@@ -30,9 +33,8 @@ class TokenStore:
     def __init__(self, path: str | Path, max_records: int | None = None):
         self.path, self.max_records = Path(path), max_records
         state = _read_state(self.path)
-        self._files = [ArrowFile(file) for file in _arrow_files(self.path, state["_data_files"])]
-        kinds = {file.kind for file in self._files}
-        if len(kinds) > 1:
+        self._files = [_ArrowFile(file) for file in _arrow_files(self.path, state["_data_files"])]
+        if len({file.kind for file in self._files}) > 1:
             raise UserError(f"{self.path}: its Arrow files differ in the type of {COLUMN}: tokenise again")
         self._width, self._is_padded = self._files[0].width, self._files[0].is_foreign
 
@@ -199,3 +201,72 @@ def _indices_mapping(directory: Path, state: dict) -> np.ndarray | None:
         return None
     tables = [pa.ipc.open_stream(pa.memory_map(str(file))).read_all() for file in _arrow_files(directory, entries)]
     return pa.concat_tables(tables).column("indices").to_numpy()
+
+
+class _ArrowFile:
+    """The `input_ids` column of one memory-mapped Arrow stream, as NumPy views of the file and numbers into them.
+
+    tokens: the whole file as the values' type; offsets: the whole file as the offsets' type; width: of fixed-size
+    lists, else 0; chunk_rows, offset_slot, token_slot: int64 [chunks], rows of a record batch, and where its first
+    offset and the token its offsets count from lie in the views.
+    """
+
+    def __init__(self, path: Path):
+        try:
+            with open(path, "rb") as file:  # an empty file cannot be mapped
+                size = os.fstat(file.fileno()).st_size
+                # Not by pyarrow: reading from its mappings has the system fetch the whole file.
+                mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if size else b""
+            raw = pa.py_buffer(mapped)  # the views below keep it alive
+            _advise(mapped, "MADV_RANDOM")  # a page a record batch is read, not what lies around it
+            schema = pa.ipc.open_stream(raw).schema
+            self._check_type(path, schema)
+            options = pa.ipc.IpcReadOptions(included_fields=[schema.get_field_index(COLUMN)])
+            batches = pa.ipc.open_stream(raw, options=options)
+            chunks = [self._describe(path, raw, batch.column(0)) for batch in batches if len(batch)]
+        except pa.ArrowInvalid as error:
+            raise UserError(f"{path}: no complete Arrow stream: tokenise again ({one_line(error)})") from error
+        except OSError as error:
+            if error.errno is not None:
+                raise
+            raise UserError(f"{path}: cut short: tokenise again ({one_line(error)})") from error
+        _advise(mapped, "MADV_NORMAL")
+        self.chunk_rows, self.offset_slot, self.token_slot = np.array(chunks, dtype=np.int64).reshape(-1, 3).T
+        types = self._token_type, self._offset_type
+        self.tokens, self.offsets = (np.frombuffer(raw, each, raw.size // each.itemsize) for each in types)
+
+    def _check_type(self, path: Path, schema: pa.Schema) -> None:
+        if COLUMN not in schema.names:
+            raise UserError(f"{path}: no column {COLUMN}, only {', '.join(schema.names)}: not a tokenised dataset")
+        kind = schema.field(COLUMN).type
+        is_fixed, is_large = pa.types.is_fixed_size_list(kind), pa.types.is_large_list(kind)
+        if not (is_fixed or is_large or pa.types.is_list(kind)) or not pa.types.is_integer(kind.value_type):
+            raise UserError(f"{path}: {COLUMN} is {kind}, not a list of integers")
+        self.kind, self.width = kind, kind.list_size if is_fixed else 0
+        self._token_type = np.dtype(kind.value_type.to_pandas_dtype())
+        self._offset_type = np.dtype(np.int64 if is_large else np.int32)
+        self.is_foreign = is_fixed or self._token_type != np.uint8 or "attention_mask" in schema.names
+
+    def _describe(self, path: Path, raw: pa.Buffer, lists: pa.Array) -> tuple[int, int, int]:
+        values = lists.values
+        if lists.null_count or values.null_count:
+            raise UserError(f"{path}: {COLUMN} holds nulls: tokenise again")
+        if len(values) == 0:  # only empty lists: no buffer to point to
+            return len(lists), self._slot(path, raw, lists, self._offset_type), 0
+        token_slot = self._slot(path, raw, values, self._token_type)
+        if self.width:
+            return len(lists), 0, token_slot + lists.offset * self.width
+        return len(lists), self._slot(path, raw, lists, self._offset_type), token_slot
+
+    @staticmethod
+    def _slot(path: Path, raw: pa.Buffer, array: pa.Array, dtype: np.dtype) -> int:
+        """Where the array's offsets (of a list) or values begin in the file, counted in elements."""
+        position = array.buffers()[1].address - raw.address
+        if not 0 <= position < raw.size or position % dtype.itemsize:
+            raise UserError(f"{path}: compressed Arrow: save it with datasets' save_to_disk")
+        return position // dtype.itemsize + array.offset
+
+
+def _advise(mapped: mmap.mmap | bytes, advice: str) -> None:
+    if mapped and hasattr(mmap, advice):
+        mapped.madvise(getattr(mmap, advice))

@@ -48,6 +48,16 @@ class Precision:
         made = self.emulation or self.quantised
         return made.state if made else {}
 
+    def follow(self, optimizer: torch.optim.Optimizer) -> None:
+        """The optimiser updates `masters`, if there are any: the model's own weights are to follow."""
+        if self.masters:
+            self.masters.follow(optimizer)
+
+    def follow_restored(self) -> None:
+        """The same when a checkpoint has been read."""
+        if self.masters:
+            self.masters.hand_out()
+
     def begin_step(self, step: int) -> None:
         """Before the first pack of step `step`, counted from 0."""
         if self.stats:

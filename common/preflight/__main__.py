@@ -8,6 +8,7 @@ A table (and --json) of what was found, then one line a problem. Exit status 2 i
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import socket
@@ -18,7 +19,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from common.cli import BAD_INPUT, UserError, flag, parse_arguments, run
+from common.cli import BAD_INPUT, UserError, flag, one_line, parse_arguments, run
 from common.files.json_files import write_json
 from common.files.sources import is_local
 from common.preflight import network, node
@@ -152,7 +153,7 @@ class Attempts:
             except UserError as error:
                 found = Finding(check, ERROR, str(error))
             except (OSError, RuntimeError) as error:
-                found = Finding(check, ERROR, " ".join(str(error).split()))
+                found = Finding(check, ERROR, one_line(error))
             for each in found if isinstance(found, list | tuple) else [found]:
                 if isinstance(each, Finding):
                     report.findings.append(each)
@@ -192,8 +193,6 @@ def publish(report: dict, args: PreflightArguments) -> int:
     for line in problems(report):
         print(line, file=sys.stderr, flush=True)
     if args.json == "-":
-        import json
-
         print(json.dumps(report, indent=4), flush=True)
     elif args.json:
         try:

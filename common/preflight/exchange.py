@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from common.cli import UserError
+from common.cli import UserError, one_line
 from common.preflight import ranks
 from common.preflight.network import check_nccl_log
 from common.preflight.node import existing
@@ -223,7 +223,7 @@ class Exchange:
         except TimeoutError:
             said = f"{what}: no answer within {self.meeting.seconds:g} s"
         except (RuntimeError, OSError, UserError) as error:
-            said = f"{what} failed: {' '.join(str(error).split())[:160]}"
+            said = f"{what} failed: {one_line(error)[:160]}"
         report.findings.append(Finding("network", ERROR, said, ROUTE))
         return None
 

@@ -18,7 +18,7 @@ import pyarrow as pa
 import pyarrow.csv
 import pyarrow.parquet
 
-from common.cli import UserError
+from common.cli import UserError, one_line
 from common.files.clusters import DIRECTORY
 from common.files.csv_records import characters, read_rows
 from common.files.hashing import hash_bytes
@@ -136,7 +136,7 @@ def read_table(path: Path) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     except (pa.ArrowInvalid, OSError) as error:
         if isinstance(error, OSError) and error.errno is not None:
             raise
-        raise UserError(f"--cluster_table {path}: {' '.join(str(error).split())[:200]}: fetch it again") from None
+        raise UserError(f"--cluster_table {path}: {one_line(error)[:200]}: fetch it again") from None
 
 
 def hash_names(names: pa.Array) -> np.ndarray:

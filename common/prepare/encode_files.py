@@ -28,7 +28,7 @@ from common.files.dataset_writer import (
     shard_name,
     write_dataset_files,
 )
-from common.files.output_directory import Build
+from common.files.output_directory import Build, sync_directory
 from common.files.records import BadRecords
 from common.prepare.encode_records import Encoded, in_order
 from common.prepare.splits import SPLITS
@@ -106,7 +106,7 @@ class FileEncoder:
         for writer in writers:
             writer.end()
         part.rename(directory)
-        _sync_directory(directory.parent)
+        sync_directory(directory.parent)
         pieces = {
             split: [Piece(f"{directory.name}/{split}/{shard.name}", *sizes) for shard, *sizes in writer.ended]
             for split, writer in zip(SPLITS, writers, strict=True)
@@ -139,14 +139,6 @@ def _labelled(path: Path, labels: np.ndarray, on_bad_record: str) -> Iterator[tu
         first = last
     if first != len(labels):
         raise UserError(f"{path}: changed while it was read: start again when it is complete")
-
-
-def _sync_directory(directory: Path) -> None:
-    handle = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def group_pieces(pieces: list[Piece]) -> list[list[Piece]]:

@@ -65,13 +65,13 @@ def encode_rows(rows: pa.RecordBatch, max_seq_length: int | None, pad: bool) -> 
     tokens = len(ids)
     if pad:
         ids, offsets = _pad(ids, offsets, max_seq_length)
-    lists = pa.ListArray.from_arrays(pa.array(offsets.astype(np.int32)), pa.array(ids))
-    return Encoded(token_batch(rows.column("id"), lists), tokens, len(unknown_at), records_with_unknown)
+    return Encoded(_token_batch(rows.column("id"), ids, offsets), tokens, len(unknown_at), records_with_unknown)
 
 
-def token_batch(ids: pa.Array, input_ids: pa.ListArray) -> pa.RecordBatch:
-    """A record batch in the schema of the token datasets."""
-    return pa.RecordBatch.from_arrays([ids, input_ids], schema=arrow_schema(TOKEN_FEATURES))
+def _token_batch(names: pa.Array, ids: np.ndarray, offsets: np.ndarray) -> pa.RecordBatch:
+    """A record batch in the schema of the token datasets, of ids uint8 end to end and where each record begins."""
+    input_ids = pa.ListArray.from_arrays(pa.array(offsets.astype(np.int32)), pa.array(ids))
+    return pa.RecordBatch.from_arrays([names, input_ids], schema=arrow_schema(TOKEN_FEATURES))
 
 
 class Chunker:
@@ -100,7 +100,7 @@ class Chunker:
         count = len(offsets) - 1
         names = pa.array([f"chunk-{self.made + i}" for i in range(count)], pa.string())
         self.made += count
-        return token_batch(names, pa.ListArray.from_arrays(pa.array(offsets.astype(np.int32)), pa.array(tokens)))
+        return _token_batch(names, tokens, offsets)
 
 
 def in_order(

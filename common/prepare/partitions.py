@@ -195,7 +195,7 @@ class _Batches(_File):
     """Record batches, written by `writer`."""
 
     def add(self, lines: Lines) -> None:
-        self.writer.write_batch(_record_batch(lines))
+        self.writer.write_batch(pa.RecordBatch.from_arrays(columns(lines).columns, schema=arrow_schema(TEXT_FEATURES)))
 
     def end(self) -> None:
         self.writer.close()
@@ -232,7 +232,3 @@ def _name_shards(directory: Path, partitions: int, records: int) -> None:
         if _Arrow.path(directory, number).exists():  # else a run that was killed here has renamed it
             _Arrow.path(directory, number).rename(directory / shard_name(number, partitions))
     write_dataset_files(directory, TEXT_FEATURES, partitions, records)
-
-
-def _record_batch(lines: Lines) -> pa.RecordBatch:
-    return pa.RecordBatch.from_arrays(columns(lines).columns, schema=arrow_schema(TEXT_FEATURES))

@@ -11,12 +11,12 @@ recurring motifs, and the family itself, of which a random split holds out some 
 import gzip
 import os
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
-from common.cli import UserError, parse_arguments, run
+from common.cli import UserError, flag, parse_arguments, run
 
 RESIDUES = "ARNDCQEGHILKMFPSTWYV"
 
@@ -163,14 +163,12 @@ def write_sample(
 
 @dataclass
 class Arguments:
-    num_proteins: int = field(default=4000, metadata={"help": "sequences to write"})
-    families: int = field(default=40, metadata={"help": "families they belong to, of equal size"})
-    motifs: int = field(default=12, metadata={"help": "motifs in the library all ancestors are made from"})
-    min_divergence: float = field(default=0.10, metadata={"help": "least share of residues substituted in a member"})
-    max_divergence: float = field(
-        default=0.40, metadata={"help": "greatest share of residues substituted in a member"}
-    )
-    seed: int = field(default=42, metadata={"help": "the same seed gives the same file"})
+    num_proteins: int = flag(4000, "sequences to write")
+    families: int = flag(40, "families they belong to, of equal size")
+    motifs: int = flag(12, "motifs in the library all ancestors are made from")
+    min_divergence: float = flag(0.10, "least share of residues substituted in a member")
+    max_divergence: float = flag(0.40, "greatest share of residues substituted in a member")
+    seed: int = flag(42, "the same seed gives the same file")
 
 
 def main() -> None:

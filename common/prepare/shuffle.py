@@ -27,16 +27,13 @@ SCHEMA = pa.schema([("key", pa.uint64()), ("line", pa.large_binary())])
 SCATTERED = "records in buckets"  # in the journal of the build
 
 
-def in_random_order(
-    batches: Iterable[Lines], build: Build, seed: int, written: Callable[[], int], memory_bytes: int | None = None
-) -> Iterator[Lines]:
+def in_random_order(batches: Iterable[Lines], build: Build, seed: int, written: Callable[[], int]) -> Iterator[Lines]:
     """The lines of `batches` in an order drawn uniformly from all permutations.
 
     The order depends on (seed, number of records) alone, not on how much memory there is. `written()` says how many
     records of it are written for good: the first that is yielded is the one after them, and temporary files with
     nothing but them are removed. A killed build that had scattered all records goes on from there, without `batches`.
     """
-    memory_bytes = memory_bytes or MEMORY_BYTES
     buckets = [build.scratch / f"{number:03d}.bucket" for number in range(BUCKETS)]
     noted = build.done(SCATTERED)
     if noted is not None and noted["boot"] == _boot():
@@ -44,12 +41,12 @@ def in_random_order(
     else:
         for path in build.scratch.iterdir():  # of a run that was killed while it scattered
             path.unlink()
-        held, counts = _scatter(ahead(_with_keys(batches, seed)), buckets, memory_bytes)
+        held, counts = _scatter(ahead(_with_keys(batches, seed)), buckets)
         if not any(counts):
             yield from skip(_sorted_lines(held), written())
             return
         build.note(SCATTERED, {"boot": _boot(), "counts": counts})
-    yield from ahead(_in_buckets(buckets, counts, written, memory_bytes))
+    yield from ahead(_in_buckets(buckets, counts, written))
 
 
 def _boot() -> str:
@@ -99,9 +96,7 @@ def _sorted_lines(batches: list[pa.RecordBatch]) -> Iterator[Lines]:
     return (rows.column("line") for rows in _sorted(batches))
 
 
-def _scatter(
-    batches: Iterator[pa.RecordBatch], buckets: list[Path], memory_bytes: int
-) -> tuple[list[pa.RecordBatch], list[int]]:
+def _scatter(batches: Iterator[pa.RecordBatch], buckets: list[Path]) -> tuple[list[pa.RecordBatch], list[int]]:
     """Append each row to the file of its bucket and return (nothing, how many rows each got).
 
     Where all rows fit into memory they are returned instead, and no bucket has any.
@@ -112,7 +107,7 @@ def _scatter(
         for batch in batches:
             held.append(batch)
             size += batch.nbytes
-            if size > memory_bytes // 2:
+            if size > MEMORY_BYTES // 2:
                 counts += appending.result() if appending else 0
                 appending = pool.submit(_append, held, buckets)
                 held, size = [], 0
@@ -137,9 +132,7 @@ def _append(held: list[pa.RecordBatch], buckets: list[Path]) -> np.ndarray:
     return counts
 
 
-def _in_buckets(
-    buckets: list[Path], counts: list[int], written: Callable[[], int], memory_bytes: int
-) -> Iterator[Lines]:
+def _in_buckets(buckets: list[Path], counts: list[int], written: Callable[[], int]) -> Iterator[Lines]:
     ends = np.cumsum(counts)
     first = written()
     used_up = 0
@@ -149,11 +142,11 @@ def _in_buckets(
             used_up += 1
         if ends[number] > first and counts[number]:
             begin = int(ends[number]) - counts[number]
-            yield from skip(_sorted_bucket(number, path, memory_bytes), max(0, first - begin))
+            yield from skip(_sorted_bucket(number, path), max(0, first - begin))
 
 
-def _sorted_bucket(number: int, path: Path, memory_bytes: int) -> Iterator[Lines]:
-    parts = -(-path.stat().st_size // memory_bytes)
+def _sorted_bucket(number: int, path: Path) -> Iterator[Lines]:
+    parts = -(-path.stat().st_size // MEMORY_BYTES)
     span = 1 << (64 - BUCKET_BITS)  # of keys
     bounds = [number * span + span * part // parts for part in range(parts + 1)]
     for low, high in pairwise(bounds):

@@ -22,7 +22,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from common.cli import Flags, UserError, flag, setup_logging, user_errors
+from common.cli import Flags, UserError, flag, one_line, setup_logging, user_errors
 from common.ranks.stopping import PREEMPTED, Preempted
 from common.ranks.world import OUR_BUG, FailedElsewhere, World
 
@@ -110,7 +110,7 @@ def leave_if_rank_lost(world: World, error: BaseException) -> None:
     where = f"rank {world.rank}: " if world.rank else ""
     who = world.watch.missing()
     told = f"{who}: see what it said" if who else "see what it said"
-    sys.stderr.write(f"error: {where}another rank is gone: {told} ({' '.join(str(error).split())[:160]})\n")
+    sys.stderr.write(f"error: {where}another rank is gone: {told} ({one_line(error)[:160]})\n")
     world.watch.end()
     leave(SystemExit(OUR_BUG))
 

@@ -24,6 +24,8 @@ from pathlib import Path
 import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 
+from common.cli import one_line
+
 SAVE = "save"  # a phase in which disk traffic counts as progress: a large checkpoint takes its time
 SHARE_OF_TIMEOUT = 0.9
 STATUS = 1
@@ -263,5 +265,5 @@ def _write_flight_recorder(rank: int) -> str:
         dump = getattr(c10d, "_dump_nccl_trace", None) or c10d._dump_fr_trace
         path.write_bytes(dump())
     except Exception as error:  # the run ends for another reason, which must be told whatever comes of this
-        return f"Flight recorder: not written to {path}: {' '.join(str(error).split())[:160]}"
+        return f"Flight recorder: not written to {path}: {one_line(error)[:160]}"
     return f"Flight recorder: {path}"

@@ -71,8 +71,7 @@ class Trainer:
         self.args, self.world = args, world
         self.state = TrainerState()
         optimizer = build_optimizer(built.weights, args)
-        if built.precision.masters:
-            built.precision.masters.follow(optimizer)
+        built.precision.follow(optimizer)
         self.checkpointer = Checkpointer(
             *(args, built.weights, optimizer, built.config, world, args.ddp_timeout),
             scales=built.precision.scales,
@@ -86,8 +85,7 @@ class Trainer:
         """Take up the newest checkpoint if there is one, settle what the flags leave open, and say so."""
         args, data, world = self.args, self.task.data, self.world
         saved = self.checkpointer.restore(args.resume_from_checkpoint, restarted)
-        if self.built.precision.masters:
-            self.built.precision.masters.hand_out()
+        self.built.precision.follow_restored()
         with world.together():
             if saved is not None:
                 self.state = TrainerState(**saved)

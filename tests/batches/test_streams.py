@@ -53,8 +53,9 @@ def plan_of(path, packs_per_step: int = 4, **packing):
 
 
 def texts_of(ids: np.ndarray) -> list[str]:
-    """The sequences of a pack that were not cropped."""
-    return [alphabet.decode(part) for part in np.split(ids, np.flatnonzero(ids == alphabet.CLS)[1:])]
+    """The sequences of a pack that were not cropped, `<unk>` as `?`."""
+    letters = dict(enumerate(alphabet.TOKENS)) | {alphabet.UNK: "?"} | dict.fromkeys((alphabet.CLS, alphabet.EOS), "")
+    return ["".join(map(letters.get, part)) for part in np.split(ids, np.flatnonzero(ids == alphabet.CLS)[1:])]
 
 
 def first_epoch(plan) -> list[str]:

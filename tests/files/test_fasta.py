@@ -8,8 +8,8 @@ import pyarrow as pa
 import pytest
 
 from common.cli import UserError
-from common.files.fasta import read_fasta, read_fasta_batches
-from common.files.records import BadRecords
+from common.files.fasta import read_fasta, read_fasta_lines
+from common.files.records import BadRecords, columns
 from tests.data_fixtures import REAL_SAMPLE, needs_real_sample
 
 MESSY = (
@@ -61,6 +61,11 @@ def test_bad_files_are_named_with_their_line(tmp_path, content, message, block_b
     path.write_bytes(content)
     with pytest.raises(UserError, match=f"bad.fasta.*{message}"):
         list(read_fasta(path, block_bytes))
+
+
+def record_batches(*arguments, **options):
+    """In columns `id` and `text`."""
+    return map(columns, read_fasta_lines(*arguments, **options))
 
 
 def test_descriptions_may_hold_anything(tmp_path):
@@ -128,7 +133,7 @@ def test_any_bytes_are_read_as_one_by_one(tmp_path, seed):
     expected = one_by_one(content)
     for block_bytes in (1, 7, draw.randrange(2, 2000), 1 << 20):
         bad = []
-        batches = list(read_fasta_batches(path, block_bytes, bad.append))
+        batches = list(record_batches(path, block_bytes, bad.append))
         found = [(row["id"].encode(), row["text"].encode()) for batch in batches for row in batch.to_pylist()]
         assert found == [(name, sequence) for _, name, sequence, usable in expected if usable]
         assert [re.search(r"line (\d+)", str(complaint))[1] for complaint in bad if "record" in str(complaint)] == [
@@ -143,11 +148,11 @@ def test_batches_are_columns_of_strings(tmp_path):
     path = tmp_path / "a.fasta"
     path.write_bytes(MESSY)
     for block_bytes in (5, 1 << 20):
-        batches = list(read_fasta_batches(path, block_bytes))
+        batches = list(record_batches(path, block_bytes))
         assert {batch.schema for batch in batches} == {pa.schema([("id", pa.string()), ("text", pa.string())])}
         rows = [row for batch in batches for row in batch.to_pylist()]
         assert rows == [{"id": name.decode(), "text": sequence.decode()} for name, sequence in CLEAN]
-    assert len(list(read_fasta_batches(path, 5))) > 1
+    assert len(list(record_batches(path, 5))) > 1
 
 
 @pytest.mark.parametrize("line_end", [b"\n", b"\r\n"])
@@ -173,7 +178,7 @@ def test_bad_records_can_be_skipped(tmp_path):
     path.write_bytes(content)
     for block_bytes in (1, 1 << 20):
         bad = BadRecords("skip")
-        rows = [row for batch in read_fasta_batches(path, block_bytes, bad) for row in batch.to_pylist()]
+        rows = [row for batch in record_batches(path, block_bytes, bad) for row in batch.to_pylist()]
         assert [(row["id"], row["text"]) for row in rows] == [("a", "MK"), ("c", "MV"), ("g", "MK"), ("i", "MV")]
         assert bad.count == 6
         wheres = ["3: record 2", "6: record 4", "9: '>'", "10: record 6", "13: non-ASCII"]  # the first five are kept
@@ -195,7 +200,7 @@ def test_a_damaged_file_is_never_skipped(tmp_path, content, message):
     path = tmp_path / "bad.fasta.gz"
     path.write_bytes(content)
     with pytest.raises(UserError, match=message):
-        list(read_fasta_batches(path, bad_records=BadRecords("skip")))
+        list(record_batches(path, bad_records=BadRecords("skip")))
 
 
 def test_progress_ends_with_the_size_of_the_file(tmp_path):
@@ -205,7 +210,7 @@ def test_progress_ends_with_the_size_of_the_file(tmp_path):
         gzip.compress(b"".join(b">P%d\n%s\n" % (at, residues[at : at + 300]) for at in range(0, 3_000_000, 300)))
     )
     positions = []
-    list(read_fasta_batches(path, 100_000, on_read=positions.append))
+    list(record_batches(path, 100_000, on_read=positions.append))
     assert positions == sorted(positions)
     assert len(set(positions)) > 2
     assert positions[-1] == path.stat().st_size

@@ -2,6 +2,7 @@
 
 import itertools
 from collections import Counter
+from unittest import mock
 
 import pyarrow as pa
 import pytest
@@ -23,8 +24,9 @@ def batches(lines, size):
 
 
 def shuffled(build, lines=LINES, seed=3, size=1000, written=lambda: 0, memory_bytes=None) -> list[bytes]:
-    order = in_random_order(batches(lines, size), build, seed, written, memory_bytes)
-    return list(itertools.chain.from_iterable(part.to_pylist() for part in order))
+    with mock.patch.object(shuffle, "MEMORY_BYTES", memory_bytes or shuffle.MEMORY_BYTES):
+        order = in_random_order(batches(lines, size), build, seed, written)
+        return list(itertools.chain.from_iterable(part.to_pylist() for part in order))
 
 
 def test_all_permutations_are_equally_likely(tmp_path):
@@ -65,10 +67,11 @@ def test_what_a_run_left_while_it_scattered_is_not_used(tmp_path):
     assert sorted(shuffled(build, memory_bytes=50_000)) == sorted(LINES)
 
 
-def test_temporary_files_go_once_their_records_are_written(tmp_path):
+def test_temporary_files_go_once_their_records_are_written(tmp_path, monkeypatch):
+    monkeypatch.setattr(shuffle, "MEMORY_BYTES", 50_000)
     build = build_in(tmp_path)
     seen, left = [0], []
-    for part in in_random_order(batches(LINES, 1000), build, 3, lambda: seen[0] // 1000 * 1000, 50_000):
+    for part in in_random_order(batches(LINES, 1000), build, 3, lambda: seen[0] // 1000 * 1000):
         seen[0] += len(part)
         left.append(len(list(build.scratch.iterdir())))
     assert seen == [6000]

@@ -233,7 +233,7 @@ def test_shards_and_record_batches(tmp_path):
     shards = sorted(tmp_path.glob("*.arrow"))
     assert [path.name for path in shards] == [f"data-{i:05d}-of-{len(shards):05d}.arrow" for i in range(len(shards))]
     assert len(shards) == 2
-    assert writer.bytes == sum(path.stat().st_size for path in shards)
+    assert sum(size for _, _, size in writer.ended) == sum(path.stat().st_size for path in shards)
     rows = [batch.num_rows for path in shards for batch in pa.ipc.open_stream(path.read_bytes())]
     assert rows == [ROWS_PER_BATCH] * 3 + [5000]
     loaded = datasets.load_from_disk(str(tmp_path))
