@@ -15,7 +15,7 @@ from importlib.util import find_spec
 import torch
 from transformers import EsmConfig
 
-from common.cli import Flags, UserError, flag
+from common.cli import Flags, UserError, flag, one_line
 
 BACKENDS = ("auto", "te", "torch")
 HIDDEN_ACT = {"exact": "gelu", "tanh": "gelu_pytorch_tanh"}
@@ -65,7 +65,7 @@ def te_missing(device: torch.device) -> str | None:
     try:
         importlib.import_module("transformer_engine.pytorch")
     except Exception as error:  # libraries that do not fit each other fail in many ways
-        reason = " ".join(str(error).split())[:160]
+        reason = one_line(error)[:160]
         return f"Transformer Engine is installed but does not load ({type(error).__name__}: {reason})"
     return None
 

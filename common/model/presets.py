@@ -10,7 +10,7 @@ from pathlib import Path
 
 from transformers import EsmConfig
 
-from common.cli import UserError
+from common.cli import UserError, one_line
 from common.files import alphabet
 
 # name: (layers, hidden size, attention heads); the feed-forward size is four times the hidden size
@@ -62,7 +62,7 @@ def load_config(name: str) -> EsmConfig:
     try:
         config = EsmConfig.from_pretrained(name)
     except Exception as error:  # whatever a broken config.json makes of transformers
-        reason = " ".join(str(error).split())[:160]
+        reason = one_line(error)[:160]
         raise UserError(
             f"{name}: no configuration found, neither there nor on the Hub ({reason}); "
             f"built-in names: {', '.join(ESM2_SIZES)}"

@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import EsmConfig
 
-from common.cli import UserError
+from common.cli import UserError, one_line
 from common.files import alphabet
 from common.model import convert
 from common.model.esm2 import Esm2ForMaskedLM
@@ -37,7 +37,7 @@ def read_pretrained(directory: str, config: EsmConfig) -> tuple[Iterator[tuple[s
         try:
             root = Path(snapshot_download(directory, allow_patterns=["*.safetensors", "*.json"]))
         except Exception as error:
-            reason = " ".join(str(error).split())[:160]
+            reason = one_line(error)[:160]
             raise UserError(
                 f"{directory}: weights not found, neither there nor on the Hub ({reason}); "
                 "to start from random weights use --config_name"

@@ -29,9 +29,10 @@ from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
-from common.cli import INTERRUPTED, Flags, UserError, flag
+from common.cli import INTERRUPTED, Flags, UserError, flag, one_line
 from common.files import alphabet
 from common.files.json_files import write_json_flushed
+from common.files.output_directory import sync_directory
 from common.ranks.run import leave_if_rank_lost, rank_lost
 from common.ranks.world import FailedElsewhere, World
 from common.training import checkpoint_files as files
@@ -180,10 +181,10 @@ class Checkpointer:
         contents = checksums | {"trainer_state.json": files.size_and_crc(partial / "trainer_state.json")}
         manifest = {"format_version": files.FORMAT_VERSION, "step": step, "model": self.fingerprint, "files": contents}
         write_json_flushed(partial / "manifest.json", manifest, sort_keys=False)
-        files.flush_directory(partial)
+        sync_directory(partial)
         partial.rename(final)
         (self.output_dir / files.SAVED).touch()
-        files.flush_directory(self.output_dir)
+        sync_directory(self.output_dir)
         if self.flags.save_total_limit is not None:
             files.prune(self.output_dir, step, self.flags.save_total_limit)
         logger.info("Saved %s", final)
@@ -301,4 +302,4 @@ def _reason(error: BaseException) -> str:
     if causes:
         first = next(iter(causes.values()))
         error = first[0] if isinstance(first, tuple) else first
-    return " ".join(str(error).split())[:200] or type(error).__name__
+    return one_line(error)[:200]

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import re
 import shutil
 import zlib
@@ -138,11 +137,3 @@ def size_and_crc(path: Path) -> list[int]:
         while block := file.read(1 << 22):
             size, crc = size + len(block), zlib.crc32(block, crc)
     return [size, crc]
-
-
-def flush_directory(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

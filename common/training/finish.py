@@ -10,7 +10,7 @@ from pathlib import Path
 
 from safetensors import SafetensorError
 
-from common.cli import UserError
+from common.cli import UserError, one_line
 from common.files.json_files import read_json_lines, write_json
 from common.ranks.stopping import Preempted
 from common.ranks.strategy import whole
@@ -89,7 +89,7 @@ def _export(task: MaskedLM, final: Path, world: World) -> None:
             task.export(pieces, final)
     except (OSError, SafetensorError) as error:
         shutil.rmtree(final.with_name("final_model.partial"), ignore_errors=True)
-        reason = " ".join(str(error).split())[:160]
+        reason = one_line(error)[:160]
         failure = UserError(
             f"{final}: not exported: {reason}; the last checkpoint holds everything: make room and run the same "
             "command again"

@@ -118,6 +118,20 @@ def test_restart_from_any_step_with_another_number_of_ranks(store, mode):
         assert after[0].step == done
 
 
+def test_ranks_of_a_context_parallel_group_get_the_same_packs(store):
+    plan, collator = packed(store)
+    expected, _ = global_batches(store, packed, 2, 3)
+    for rank in range(4):
+        steps = TrainLoader(PlannedOrder(store, plan, 8), collator, Mesh(rank, 4, cp_size=2), num_steps=3)
+        assert [list(map(tensors, s.micro_batches)) for s in steps] == [step[rank // 2 :: 2] for step in expected]
+    plan, _ = packed(store, shuffle=False)
+    of_ranks = [list(evaluation_batches(store, plan, collator, Mesh(rank, 4, cp_size=2))) for rank in range(4)]
+    assert [[tensors(b) for b in of_rank] for of_rank in of_ranks[::2]] == [
+        [tensors(b) for b in of_rank] for of_rank in of_ranks[1::2]
+    ]
+    assert sum(b["num_sequences"] for of_rank in of_ranks[::2] for b in of_rank) == len(store)
+
+
 def test_another_global_batch_goes_on_where_the_first_ended(store):
     packs = list(itertools.chain.from_iterable(global_batches(store, packed, 1, 12)[0]))
     _, steps = global_batches(store, packed, 2, 3)

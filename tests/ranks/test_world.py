@@ -1,0 +1,23 @@
+"""The mesh: which ranks share a pack, and which have their own."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from common.ranks.world import Mesh, World
+
+
+@pytest.mark.parametrize(
+    ("size", "cp_size", "data_ranks"),
+    [(4, 1, [0, 1, 2, 3]), (4, 2, [0, 0, 1, 1]), (4, 4, [0, 0, 0, 0]), (6, 2, [0, 0, 1, 1, 2, 2])],
+)
+def test_neighbours_share_the_data_of_a_context_parallel_group(size, cp_size, data_ranks):
+    meshes = [Mesh(rank, size, cp_size) for rank in range(size)]
+    assert [mesh.dp_rank for mesh in meshes] == data_ranks
+    assert {mesh.dp_size for mesh in meshes} == {len(set(data_ranks))}
+
+
+def test_a_world_has_the_mesh_of_its_rank():
+    assert World(3, 1, 8, torch.device("cpu"), cp_size=2).mesh == Mesh(3, 8, 2)
+    assert World(3, 1, 8, torch.device("cpu")).mesh.dp_size == 8

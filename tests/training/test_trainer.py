@@ -1,0 +1,96 @@
+"""The run around its steps: flags stay as they were given, and what they leave open is settled once and shown."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import asdict
+
+import pytest
+
+from common.batches.collators import Counts
+from common.batches.loader import TrainStep
+from common.cli import UserError
+from common.ranks.run import distributed_run
+from common.training.load_model import load_model
+from common.training.progress import Resolved, TrainerState
+from common.training.step import StepResult
+from common.training.trainer import train as train_model
+from tests.data_fixtures import load_script
+from tests.training_fixtures import flags_of, on_ranks, train
+
+RESOLVED = Resolved("torch", "exact", {}, 4, 2, 10, 10, 0, 5)
+
+
+def _train_and_compare_flags(argv: list[str]) -> None:
+    script = load_script("train_ddp.py")
+    sys.argv = ["train_ddp.py", *argv]
+    (args,) = script.parse_arguments("", script.DdpArguments)
+    before = asdict(args)
+    with distributed_run(args) as world:
+        built = load_model(args, world)
+        train_model(script.replicate(built, world, args), built, args, world)
+    assert asdict(args) == before
+
+
+def test_nothing_is_written_to_the_flags_after_parsing(dataset, tmp_path):
+    flags = {"max_steps": 3, "fp8": True, "emulate_precision": True, "do_eval": True, "gradient_accumulation_steps": 2}
+    codes, said = on_ranks(1, _train_and_compare_flags, flags_of(dataset, tmp_path, **flags))
+    assert codes == [0], said
+
+
+def test_what_was_resolved_is_in_log_results_and_checkpoint(dataset, tmp_path):
+    flags = {"max_steps": 4, "save_steps": 0.5, "do_eval": True, "eval_steps": 2, "packs_per_step": 4}
+    said = train(dataset, tmp_path, 2, fp8=True, fp8_layers="2", emulate_precision=True, **flags)
+    state = json.loads((tmp_path / "checkpoint-2" / "trainer_state.json").read_text())
+    expected = {
+        "backend": "torch",
+        "gelu": "exact",
+        "formats": {"1": "FP32", "2": "FP8, delayed scaling, hybrid"},
+        "packs_per_step": 4,
+        "accumulation": 2,
+        "total_steps": 4,
+        "last_step": 4,
+        "eval_every": 2,
+        "save_every": 2,
+    }
+    assert state["resolved"] == expected
+    results = json.loads((tmp_path / "train_results.json").read_text())
+    assert (results["backend"], results["gelu"]) == ("torch", "exact")
+    for line in (
+        "Gradient Accumulation steps = 2",
+        "Accumulation is 2, to keep 4 packs",
+        "2       FP8, delayed scaling",
+    ):
+        assert line in said, line
+    assert "Flags differ" not in train(dataset, tmp_path, 2, fp8=True, fp8_layers="2", emulate_precision=True, **flags)
+
+
+def test_a_state_of_before_there_was_a_record_goes_on_without_a_word(caplog):
+    """Checkpoints of earlier versions hold backend and GELU, as resolved, among the arguments, and no `resolved`."""
+    saved = asdict(TrainerState(step=5, arguments={"backend": "torch", "gelu": "exact", "save_steps": 7}))
+    del saved["resolved"]
+    state = TrainerState(**saved)
+    state.go_on({}, {"backend": "auto", "gelu": None, "save_steps": 7}, RESOLVED)
+    assert not caplog.records
+    assert state.arguments == {"backend": "torch", "gelu": "exact", "save_steps": 7}
+    assert state.resolved == asdict(RESOLVED)
+    state.go_on({}, {"backend": "auto", "gelu": "tanh", "save_steps": 9}, RESOLVED)
+    assert [record.getMessage() for record in caplog.records] == [
+        "Flags differ from those of the checkpoint: save_steps 7 -> 9"
+    ]
+
+
+def test_too_many_skipped_steps_in_a_row_are_an_end_and_one_good_step_forgives(caplog):
+    state, share, counts = TrainerState(), TrainStep(0, [], {"epoch": 1}, 1.5), Counts(3, 10, 100, 2)
+    bad, good = (StepResult(loss, 1.0, loss != 2.0, 0.1, 0.1, []) for loss in (float("inf"), 2.0))
+    for result in (bad, good, bad, bad):
+        state.advance(share, counts, 7.0, result, 0.5)
+    assert (state.step, state.skipped_steps, state.loss_total) == (4, 3, 2.0)
+    assert (state.tokens, state.sequences, state.total_flos, state.seconds) == (40, 8, 28.0, 2.0)
+    assert (state.position, state.epoch) == ({"epoch": 1}, 1.5)
+    state.check_divergence(3)
+    with pytest.raises(
+        UserError, match="--max_skipped_steps 2 skipped in a row .step 3: loss inf.*; step 4: loss inf"
+    ):
+        state.check_divergence(2)
