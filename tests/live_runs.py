@@ -14,11 +14,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 from common.training.checkpoint_files import list_checkpoints
+from tests.forked import context
 from tests.training_fixtures import (
     ROOT,
     TIMEOUT_S,
     _as_rank,
-    _context,
     _free_port,
     _main,
     checkpoint_state,
@@ -65,7 +65,7 @@ class LiveRun:
         self.logs = [logs / f"{number}-rank{rank}.log" for rank in range(nproc)]
         port, argv = _free_port(), flags_of(dataset_dir, output_dir, **flags)
         self.processes = [
-            _context().Process(target=_as_rank, args=(rank, nproc, port, log, _main_with, (argv, script, env or {})))
+            context().Process(target=_as_rank, args=(rank, nproc, port, log, _main_with, (argv, script, env or {})))
             for rank, log in enumerate(self.logs)
         ]
 

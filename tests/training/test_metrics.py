@@ -26,7 +26,7 @@ from common.training.metrics import (
 )
 from common.training.report import draw_curves, held_out_table
 from tests.model.reference import random_batch
-from tests.training_fixtures import NUM_TEST, NUM_TRAIN, NUM_VALIDATION, arguments, rows, run_training, train
+from tests.training_fixtures import NUM_TEST, NUM_TRAIN, NUM_VALIDATION, arguments, rows, run_forked, train
 
 TRAIN_KEYS = {
     *("epoch", "total_flos", "train_loss", "train_runtime", "train_samples"),
@@ -318,6 +318,6 @@ def test_peak_memory_is_a_peak():
 def test_a_tracker_that_is_not_installed_is_one_line(dataset, tmp_path):
     if importlib.util.find_spec("wandb"):
         pytest.skip("wandb is installed here")
-    done = run_training(dataset, tmp_path, report_to="wandb", max_steps=1)
+    done = run_forked(dataset, tmp_path, report_to="wandb", max_steps=1)
     assert done.returncode == 2
     assert done.stderr.splitlines()[-1] == "error: --report_to wandb: not installed: pip install wandb"
