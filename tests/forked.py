@@ -29,15 +29,17 @@ def context():
 class Script:
     """`python SCRIPT.py ARGUMENTS` or `python -m MODULE ARGUMENTS`, running, its outputs in files.
 
-    env: all of its environment, this process' by default. Variables that a library reads when it is imported do
-    nothing. settings: {"module.NAME": value} to set first.
+    env: all of its environment, this process' by default. anew: packages that are imported again; the others have
+    seen the environment of their server alone. settings: {"module.NAME": value} to set first.
     """
 
-    def __init__(self, name: str, *argv, env: dict | None = None, cwd: Path = ROOT, settings: dict | None = None):
+    def __init__(
+        self, name: str, *argv, env: dict | None = None, settings: dict | None = None, anew: tuple[str, ...] = ()
+    ):
         self.outputs = [tempfile.NamedTemporaryFile("r") for _ in ("stdout", "stderr")]  # noqa: SIM115
         names = [file.name for file in self.outputs]
         environment = dict(os.environ if env is None else env)
-        told = (name, [str(argument) for argument in argv], environment, cwd, settings or {}, names)
+        told = (name, [str(argument) for argument in argv], environment, settings or {}, anew, names)
         self.process = context().Process(target=_run, args=told)
         self.process.start()
         self.pid = self.process.pid
@@ -70,15 +72,17 @@ def run_script(name: str, *argv, **how) -> subprocess.CompletedProcess:
     return subprocess.CompletedProcess([name, *argv], code, stdout, stderr)
 
 
-def _run(name: str, argv: list[str], environment: dict, cwd: Path, settings: dict, outputs: list[str]) -> None:
+def _run(name: str, argv: list[str], environment: dict, settings: dict, anew: tuple, outputs: list[str]) -> None:
     for descriptor, output in zip((1, 2), outputs, strict=True):
         file = os.open(output, os.O_WRONLY | os.O_APPEND)
         os.dup2(file, descriptor)
         os.close(file)
     sys.stdout, sys.stderr = os.fdopen(1, "w", buffering=1), os.fdopen(2, "w", buffering=1)
-    os.chdir(cwd)
+    os.chdir(ROOT)
     os.environ.clear()
     os.environ.update(environment)
+    for module in [module for module in sys.modules if module.split(".")[0] in anew]:
+        del sys.modules[module]
     for setting, value in settings.items():
         module, _, attribute = setting.rpartition(".")
         setattr(sys.modules[module], attribute, value)

@@ -57,7 +57,7 @@ def test_second_run_does_nothing_and_another_one_is_refused(tmp_path, caplog):
 
 def test_killed_and_started_again(tmp_path):
     rows = proteins(1000)
-    for i in range(200):
+    for i in range(60):
         write_csv(tmp_path / "csv", rows, f"x{i:03d}.csv")
     arguments = ("--input_dir", tmp_path / "csv", "--output_dir", tmp_path / "out")
     process = Script(SCRIPT, *arguments, env=environment())
