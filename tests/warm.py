@@ -31,8 +31,9 @@ import common.training.load_model
 import common.training.report
 import common.training.trainer  # noqa: F401
 import tests.live_runs  # noqa: F401
+from tests.forked import UNNUMBERED_AXES
 
-matplotlib.rcParams.update({"xtick.labelbottom": False, "ytick.labelleft": False})
+matplotlib.rcParams.update(UNNUMBERED_AXES)
 figure, axes = plt.subplots(2, 2, layout="constrained")
 axes[0, 0].plot([1, 2], [1, 2], "o-", label="line")
 axes[0, 0].set(title="title", xlabel="x", ylabel="y")
