@@ -6,7 +6,6 @@ import csv
 import importlib.util
 import os
 import re
-import subprocess
 import sys
 from collections.abc import Iterable
 from pathlib import Path
@@ -14,6 +13,8 @@ from pathlib import Path
 import datasets
 import numpy as np
 import pytest
+
+from tests.forked import run_script
 
 ROOT = Path(__file__).resolve().parent.parent
 REAL_SAMPLE = ROOT.parent / "shared/data/uniref90_sample_8k.fasta.gz"
@@ -51,8 +52,8 @@ def environment() -> dict:
 
 
 def expect_error(name: str, *argv) -> str:
-    """Run a script as a user does; returns its one line of error. Whatever else it says are log lines."""
-    done = subprocess.run(command(name, *argv), capture_output=True, text=True, env=environment(), timeout=60)
+    """Run a script as a user does, forked; returns its one line of error. Whatever else it says are log lines."""
+    done = run_script(name, *argv, env=environment())
     lines = [
         line for line in done.stderr.replace("\r", "\n").splitlines() if line.strip() and " records/s" not in line
     ]

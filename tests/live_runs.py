@@ -14,11 +14,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 from common.training.checkpoint_files import list_checkpoints
+from tests.forked import context
 from tests.training_fixtures import (
     ROOT,
     TIMEOUT_S,
     _as_rank,
-    _context,
     _free_port,
     _main,
     checkpoint_state,
@@ -65,7 +65,7 @@ class LiveRun:
         self.logs = [logs / f"{number}-rank{rank}.log" for rank in range(nproc)]
         port, argv = _free_port(), flags_of(dataset_dir, output_dir, **flags)
         self.processes = [
-            _context().Process(target=_as_rank, args=(rank, nproc, port, log, _main_with, (argv, script, env or {})))
+            context().Process(target=_as_rank, args=(rank, nproc, port, log, _main_with, (argv, script, env or {})))
             for rank, log in enumerate(self.logs)
         ]
 
@@ -195,9 +195,13 @@ def _flat(tree, prefix: str = "") -> dict:
     return {prefix.rstrip("/"): tree}
 
 
-def assert_same_run(one: Path, other: Path, step: int, scratch: Path) -> None:
-    """The same trajectory, each step once, and the same weights and optimiser state: bit for bit."""
-    assert trajectory(one) == trajectory(other)
+def assert_same_run(one: Path, other: Path, step: int, scratch: Path, stopped: bool = False) -> None:
+    """The same trajectory, each step once, and the same weights and optimiser state: bit for bit.
+
+    stopped: `one` was stopped after that step, `other` was not.
+    """
+    expected = trajectory(other)
+    assert trajectory(one) == ([row for row in expected if row["step"] <= step] if stopped else expected)
     a, b = outcome(one, step, scratch), outcome(other, step, scratch)
     assert a.keys() == b.keys()
     different = [name for name in a if not _same(a[name], b[name])]

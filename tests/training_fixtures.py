@@ -7,8 +7,6 @@ the same `main` in processes forked from a server that has imported torch alread
 from __future__ import annotations
 
 import contextlib
-import functools
-import multiprocessing
 import os
 import runpy
 import socket
@@ -27,9 +25,8 @@ from common.files.json_files import read_json_lines
 from common.prepare.sample import write_sample
 from common.training.arguments import TrainArguments
 from tests.data_fixtures import DOWNLOAD, TOKENIZE, call
+from tests.forked import ROOT, TIMEOUT_S, context, run_script
 
-ROOT = Path(__file__).resolve().parent.parent
-TIMEOUT_S = 180  # of a run that takes seconds; the machine may be busy with other things
 TINY_OVERRIDES = "num_hidden_layers=2,hidden_size=64,num_attention_heads=4,intermediate_size=256"
 TINY_MODEL = {"config_name": "facebook/esm2_t6_8M_UR50D", "config_overrides": TINY_OVERRIDES}
 NUM_TRAIN, NUM_VALIDATION, NUM_TEST = 240, 40, 20
@@ -97,6 +94,11 @@ def run_training(
     )
 
 
+def run_forked(dataset_dir: Path | None, output_dir: Path, **flags) -> subprocess.CompletedProcess:
+    """One process, forked; what it printed, by stream. The caller looks at the return code."""
+    return run_script("train_ddp.py", *flags_of(dataset_dir, output_dir, **flags), env=environment())
+
+
 def train(
     dataset_dir: Path | None, output_dir: Path, nproc: int = 1, expect: int = 0, script: str = "train_ddp.py", **flags
 ) -> str:
@@ -111,12 +113,11 @@ def on_ranks(nproc: int, function: Callable, *arguments) -> tuple[list[int], lis
 
     Returns exit codes and what each printed on standard output and standard error.
     """
-    context = _context()
     directory = Path(os.environ.get("TMPDIR", "/tmp"))
     logs = [directory / f"rank-{os.getpid()}-{time.monotonic_ns()}-{rank}.log" for rank in range(nproc)]
     port = _free_port()
     processes = [
-        context.Process(target=_as_rank, args=(rank, nproc, port, log, function, arguments))
+        context().Process(target=_as_rank, args=(rank, nproc, port, log, function, arguments))
         for rank, log in enumerate(logs)
     ]
     for process in processes:
@@ -136,13 +137,6 @@ def on_ranks(nproc: int, function: Callable, *arguments) -> tuple[list[int], lis
         log.unlink(missing_ok=True)
     assert None not in codes, f"still running after {TIMEOUT_S} s: exit codes {codes}\n" + "\n".join(said)
     return codes, said
-
-
-@functools.cache
-def _context():
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.training_fixtures", "common.training.trainer", "common.training.report"])
-    return context
 
 
 def _free_port() -> int:

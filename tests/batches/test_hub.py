@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 
 import pytest
 
 from tests.batches.hub_server import COMMIT, hub_server
 from tests.batches.test_streams import first_epoch, plan_of, proteins, write
-from tests.training_fixtures import ROOT
+from tests.forked import run_script
 
 READ = """
 import sys
@@ -39,11 +38,12 @@ def repo(tmp_path):
 
 
 def read(home, url: str, *flags, **variables) -> subprocess.CompletedProcess:
-    """What another process makes of dataset org/proteins on that Hub."""
+    """What another process makes of dataset org/proteins on that Hub, whose address is read by an import."""
     environment = {k: v for k, v in os.environ.items() if not k.startswith("HF_")}
     environment |= {"HF_ENDPOINT": url, "HF_HOME": str(home), "HF_HUB_DISABLE_XET": "1"} | variables
-    command = [sys.executable, "-c", READ, *flags]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, cwd=ROOT, timeout=120, check=False)
+    script = home.with_suffix(".py")
+    script.write_text(READ)
+    return run_script(str(script), *flags, env=environment, anew=("huggingface_hub", "common"))
 
 
 def test_in_place_downloaded_and_offline_are_the_same(repo, tmp_path):

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from benchmarks.gpu_agreement import PEER, TE_BF16, TORCH, TORCH_BF16, in_fp8
 from benchmarks.gpu_models import batches_for
 from benchmarks.gpu_throughput import Arguments, rows_of
 from common.cli import UserError
+from tests.benchmarks.misbehaving import misbehave
 from tests.training_fixtures import ROOT, TIMEOUT_S
 
 
@@ -44,21 +46,9 @@ def test_rows_that_fail_leave_the_others(tmp_path, monkeypatch, capsys):
     assert "1.00 x" in out.read_text()
 
 
-def _misbehave(cases: list[tuple[str, str]], args: Arguments, results) -> None:
-    """A process of rows in which `te` hangs, `torch-compiled` dies, and `torch` leaves its GPU unusable."""
-    for size, mode in cases:
-        if mode == "te":
-            time.sleep(600)
-        if mode == "torch-compiled":
-            os._exit(7)
-        results.send({"size": size, "mode": mode, "process": os.getpid()})
-        if mode == "torch":
-            return
-
-
 def test_a_row_that_hangs_or_kills_its_process_costs_itself_only():
     modes = ["peer", "te", "te-fp8", "torch-compiled", "torch", "te-fp8-params"]
-    found = list(rows_of([("tiny", mode) for mode in modes], Arguments(device="cpu", row_seconds=15), _misbehave))
+    found = list(rows_of([("tiny", mode) for mode in modes], SimpleNamespace(row_seconds=15, minutes=10), misbehave))
     assert [row["mode"] for row in found] == modes
     assert "given up after 15 s" in found[1]["error"]
     assert "its process died (7)" in found[3]["error"]
@@ -68,7 +58,7 @@ def test_a_row_that_hangs_or_kills_its_process_costs_itself_only():
 
 def test_all_ends_when_the_minutes_are_over():
     started = time.monotonic()
-    found = list(rows_of([("tiny", "te")] * 3, Arguments(device="cpu", minutes=0.05), _misbehave))
+    found = list(rows_of([("tiny", "te")] * 3, SimpleNamespace(row_seconds=15, minutes=0.05), misbehave))
     assert len(found) == 1
     assert time.monotonic() - started < 20
 

@@ -5,20 +5,17 @@ from __future__ import annotations
 import json
 import statistics
 import subprocess
-import sys
 
 import pytest
 
 from common.files.json_files import read_json_lines
 from common.model.presets import load_config, override
-from tests.training_fixtures import ROOT, TINY_OVERRIDES, environment
+from tests.forked import run_script
+from tests.training_fixtures import TINY_OVERRIDES, environment
 
 
 def benchmark(name: str, *flags) -> subprocess.CompletedProcess:
-    command = [sys.executable, "-m", f"benchmarks.{name}", *map(str, flags)]
-    return subprocess.run(
-        command, capture_output=True, text=True, cwd=ROOT, env=environment(), timeout=180, check=False
-    )
+    return run_script(f"benchmarks.{name}", *flags, env=environment())
 
 
 def cells(line: str) -> list[str]:

@@ -20,7 +20,7 @@ from tests.training_fixtures import (
     checkpoint_state,
     final_weights,
     losses,
-    run_training,
+    run_forked,
     same_bits,
     train,
 )
@@ -268,7 +268,7 @@ def test_a_model_without_its_lm_head_is_refused(tmp_path):
 def test_what_is_wrong_with_a_checkpoint_or_tokenizer_ends_the_run_with_one_line(dataset, hub, broken, tmp_path):
     directory, tensors = broken
     (directory / "model.safetensors").write_bytes(b"torn")
-    done = run_training(dataset, tmp_path / "out", model_name_or_path=directory)
+    done = run_forked(dataset, tmp_path / "out", model_name_or_path=directory)
     assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
     assert done.stderr.startswith(f"error: {directory}/model.safetensors: cannot be read")
     (directory / "vocab.txt").write_text("\n".join([*TOKENS[:4], *sorted(TOKENS[4:])]))

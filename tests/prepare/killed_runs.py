@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import signal
 import sys
 from pathlib import Path
 
-# Here, once, and not in each of the processes: what the scripts import when they get to it.
-import pandas  # noqa: F401
-from transformers import HfArgumentParser  # noqa: F401
-
 from tests.data_fixtures import call, load_script
+from tests.forked import context
 
 TOUCHES = ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.truncate")  # audit events, before each
-_context = multiprocessing.get_context("forkserver")  # a fresh process costs the fork alone
-_context.set_forkserver_preload([__name__])
 
 
 def run_killed_at(touch: int | str | None, script: str, out: Path, *arguments, settings: dict | None = None) -> int:
@@ -25,8 +19,8 @@ def run_killed_at(touch: int | str | None, script: str, out: Path, *arguments, s
 
     settings: {"module.NAME": value} to set first. Returns the number of touches. AssertionError if it fails.
     """
-    count = _context.Value("i", 0)
-    process = _context.Process(target=_run, args=(count, touch, script, str(out), arguments, settings or {}))
+    count = context().Value("i", 0)
+    process = context().Process(target=_run, args=(count, touch, script, str(out), arguments, settings or {}))
     process.start()
     process.join(60)
     # Threads touch the disk in another order every time, some of it or not: the last touch may not come.

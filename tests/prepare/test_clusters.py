@@ -179,20 +179,20 @@ def test_the_result_depends_on_seed_and_not_on_memory(tmp_path, monkeypatch):
 
 
 def test_clusters_of_every_size_are_as_likely_to_be_held_out(tmp_path):
-    sizes = np.arange(400) % 4 + 1
-    names = hash_names(pa.array([f"UniRef50_{i}" for i in range(400)]))
-    held_out = np.zeros(400)
-    for seed in range(100):
+    sizes = np.arange(1600) % 4 + 1
+    names = hash_names(pa.array([f"UniRef50_{i}" for i in range(1600)]))
+    held_out = np.zeros(1600)
+    for seed in range(25):
         scratch = tmp_path / str(seed)
         joined = cluster_index.join([np.repeat(names, sizes)], [], seed, scratch)
-        assert (joined.missing, joined.repeated) == (1000, 0)
-        labels = cluster_index.draw_splits(joined.buckets, (500, 400, 100), True, scratch / "labels.npy")
+        assert (joined.missing, joined.repeated) == (4000, 0)
+        labels = cluster_index.draw_splits(joined.buckets, (2000, 1600, 400), True, scratch / "labels.npy")
         by_cluster = np.split(np.array(labels), np.cumsum(sizes)[:-1])
         assert all(len(set(part.tolist())) == 1 for part in by_cluster)
-        assert np.bincount(labels).tolist() == [500, 400, 100]
+        assert np.bincount(labels).tolist() == [2000, 1600, 400]
         held_out += [part[0] == cluster_index.VALIDATION for part in by_cluster]
     for size in range(1, 5):
-        assert held_out[sizes == size].mean() / 100 == pytest.approx(0.4, abs=0.03)
+        assert held_out[sizes == size].mean() / 25 == pytest.approx(0.4, abs=0.03)
 
 
 @pytest.mark.parametrize("room", [0, 1, 7, 100, 10_000])

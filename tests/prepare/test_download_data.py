@@ -31,6 +31,7 @@ from tests.data_fixtures import (
     numbered,
     write_fasta,
 )
+from tests.forked import Script, run_script
 
 SCRIPT = "0.download_data.py"
 
@@ -200,7 +201,7 @@ def test_failing_while_overwriting_keeps_the_old(tmp_path):
 
 def kill_when(arguments, ready) -> None:
     """Start the script and end it with SIGKILL once `ready()`."""
-    process = subprocess.Popen(command(SCRIPT, *arguments), env=environment(), stderr=subprocess.DEVNULL)
+    process = Script(SCRIPT, *arguments, env=environment())
     deadline = time.monotonic() + 30
     while not ready() and process.poll() is None and time.monotonic() < deadline:
         time.sleep(0.002)
@@ -290,9 +291,8 @@ def test_bad_records_are_skipped_and_counted(tmp_path):
     source = tmp_path / "in.fasta"
     source.write_text(">a\nMK\n" + ">b\n" * 7 + ">c\nMV\n>\nMK\n>a\nMK\n")
     out, flags = tmp_path / "out", ("--on_bad_record", "skip", "--shuffle", "False")
-    done = subprocess.run(
-        command(SCRIPT, "--source", source, "--output_dir", out, *flags), capture_output=True, text=True, check=True
-    )
+    done = run_script(SCRIPT, "--source", source, "--output_dir", out, *flags)
+    assert done.returncode == 0, done.stderr
     assert rows_of(out / "csv/x000.csv") == [("a", "MK"), ("c", "MV"), ("a", "MK")]  # ids may come twice
     assert "WARNING - 8 bad records were skipped, the first 5:" in done.stderr
     assert f"WARNING -   {source}: line 3: record 2 (b) has no sequence" in done.stderr

@@ -5,14 +5,14 @@ import random
 import shutil
 import signal
 import subprocess
-import sys
 import time
 
 import pytest
 
 from common.files.output_directory import Journal
 from common.prepare.shuffle import SCATTERED
-from tests.data_fixtures import DOWNLOAD, ROOT, call, command, environment, everything_in, numbered, write_fasta
+from tests.data_fixtures import DOWNLOAD, call, command, environment, everything_in, numbered, write_fasta
+from tests.forked import run_script
 from tests.prepare.killed_runs import run_killed_at
 from tests.small_disk import small_disk
 
@@ -103,15 +103,9 @@ def test_a_full_disk_leaves_nothing(tmp_path, room):
     with small_disk(tmp_path, room) as disk:
         (disk / "mine").write_bytes(b"stays")
         flags = ("--max_records_per_partition", "300", "--save_parquet", "--save_arrow")
-        code = f"import runpy, sys, common.prepare.shuffle as s; s.MEMORY_BYTES = 100_000; sys.argv[0] = {SCRIPT!r}; "
-        code += f"runpy.run_path({SCRIPT!r}, run_name='__main__')"
-        done = subprocess.run(
-            [sys.executable, "-c", code, "--source", source, "--output_dir", disk / "out", *flags],
-            capture_output=True,
-            text=True,
-            env=environment(),
-            cwd=ROOT,
-        )
+        settings = {"common.prepare.shuffle.MEMORY_BYTES": 100_000}
+        arguments = ("--source", source, "--output_dir", disk / "out", *flags)
+        done = run_script(SCRIPT, *arguments, env=environment(), settings=settings)
         assert done.returncode == 2, done.stderr
         assert "Traceback" not in done.stderr
         assert "Exception ignored" not in done.stderr

@@ -4,7 +4,6 @@ import gzip
 import hashlib
 import itertools
 import signal
-import subprocess
 import time
 
 import pytest
@@ -21,7 +20,8 @@ from common.prepare.fetch import (
     read_metalink,
 )
 from common.prepare.transfers import FetchError
-from tests.data_fixtures import DOWNLOAD, call, command, environment, everything_in
+from tests.data_fixtures import DOWNLOAD, call, environment, everything_in
+from tests.forked import Script, run_script
 from tests.prepare.local_servers import ftp_server, http_server
 from tests.prepare.test_download import CONTENT, QUICK, THIRD
 
@@ -165,7 +165,7 @@ def test_a_wrong_checksum_on_the_command_line(tmp_path):
     with http_server(CONTENT) as server:
         url = f"{server.url}/u.fasta.gz"
         arguments = ("--source", url, "--md5", "0" * 32, "--output_dir", tmp_path / "out")
-        done = subprocess.run(command(SCRIPT, *arguments), env=environment(), capture_output=True, text=True)
+        done = run_script(SCRIPT, *arguments, env=environment())
     assert done.returncode == 2
     errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
     assert errors == done.stderr.splitlines()[-1:]
@@ -254,7 +254,7 @@ def test_killed_in_mid_download_and_started_again(tmp_path):
     out = tmp_path / "out"
     with http_server(CONTENT, break_after=[THIRD], stall_s=60.0) as server:
         arguments = ("--source", f"{server.url}/u.fasta.gz", "--sha256", SHA256, "--output_dir", out)
-        process = subprocess.Popen(command(SCRIPT, *arguments), env=environment(), stderr=subprocess.DEVNULL)
+        process = Script(SCRIPT, *arguments, env=environment())
         deadline = time.monotonic() + 60
         while not any(path.stat().st_size >= THIRD for path in out.glob(".download/*.part")):
             assert process.poll() is None, "the script ended before it could be killed"

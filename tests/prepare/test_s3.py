@@ -2,7 +2,6 @@
 
 import os
 import random
-import subprocess
 from collections.abc import Iterator
 
 import boto3
@@ -10,7 +9,8 @@ import pytest
 
 from common.prepare.download import Patience, download
 from common.prepare.transfers import FetchError
-from tests.data_fixtures import command, environment, everything_in
+from tests.data_fixtures import environment, everything_in
+from tests.forked import run_script
 from tests.moto_server import moto_server
 from tests.prepare.local_servers import breaking_proxy, http_server
 from tests.prepare.test_download import QUICK, sums
@@ -111,12 +111,8 @@ def test_busy_denied_and_unreachable(s3, tmp_path, monkeypatch):
 def test_as_a_source_and_without_credentials(s3, server, tmp_path):
     def start(**variables):
         own = {name: value for name, value in environment().items() if not name.startswith("AWS_")}
-        return subprocess.run(
-            command("0.download_data.py", "--source", "s3://proteins/u.fasta", "--output_dir", tmp_path / "out"),
-            env=own | ALONE | {"AWS_ENDPOINT_URL": server} | variables,
-            capture_output=True,
-            text=True,
-        )
+        flags = ("--source", "s3://proteins/u.fasta", "--output_dir", tmp_path / "out")
+        return run_script("0.download_data.py", *flags, env=own | ALONE | {"AWS_ENDPOINT_URL": server} | variables)
 
     done = start()
     assert done.returncode == 2

@@ -1,8 +1,6 @@
 """common/prepare/sample.py: reproducible, realistic in length and composition, of families that can be learned."""
 
 import gzip
-import subprocess
-import sys
 from collections import Counter
 
 import numpy as np
@@ -11,7 +9,7 @@ import pytest
 from common.cli import UserError
 from common.files.fasta import read_fasta
 from common.prepare import sample
-from tests.data_fixtures import ROOT, environment
+from tests.forked import run_script
 
 
 @pytest.fixture(scope="module")
@@ -76,13 +74,12 @@ def test_members_resemble_their_own_family(proteins):
 
 def test_command_line(tmp_path):
     out = tmp_path / "s.fasta.gz"
-    module = [sys.executable, "-m", "common.prepare.sample"]
-    run = {"cwd": ROOT, "env": environment(), "capture_output": True, "text": True}
-    subprocess.run([*module, str(out), "--num_proteins", "30", "--families", "3", "--seed", "5"], check=True, **run)
+    flags = ("--num_proteins", "30", "--families", "3", "--seed", "5")
+    assert run_script("common.prepare.sample", out, *flags).returncode == 0
     sample.write_sample(tmp_path / "t.fasta.gz", num_proteins=30, families=3, seed=5)
     assert out.read_bytes() == (tmp_path / "t.fasta.gz").read_bytes()
     assert len(list(read_fasta(out))) == 30
-    done = subprocess.run([*module, "--seed", "5"], **run)
+    done = run_script("common.prepare.sample", "--seed", "5")
     assert (done.returncode, done.stderr.count("\n")) == (2, 1)
 
 

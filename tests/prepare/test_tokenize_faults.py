@@ -5,7 +5,6 @@ import json
 import re
 import shutil
 import signal
-import subprocess
 import time
 
 import numpy as np
@@ -20,7 +19,6 @@ from common.prepare import encode_files
 from tests.data_fixtures import (
     TOKENIZE,
     call,
-    command,
     environment,
     everything_in,
     expect_error,
@@ -28,6 +26,7 @@ from tests.data_fixtures import (
     proteins,
     write_csv,
 )
+from tests.forked import Script
 from tests.prepare.killed_runs import run_killed_at
 from tests.small_disk import small_disk
 
@@ -58,10 +57,10 @@ def test_second_run_does_nothing_and_another_one_is_refused(tmp_path, caplog):
 
 def test_killed_and_started_again(tmp_path):
     rows = proteins(1000)
-    for i in range(200):
+    for i in range(60):
         write_csv(tmp_path / "csv", rows, f"x{i:03d}.csv")
     arguments = ("--input_dir", tmp_path / "csv", "--output_dir", tmp_path / "out")
-    process = subprocess.Popen(command(SCRIPT, *arguments), env=environment(), stderr=subprocess.DEVNULL)
+    process = Script(SCRIPT, *arguments, env=environment())
     while not (tmp_path / "out/.building/scratch/file-00005").exists() and process.poll() is None:
         time.sleep(0.002)
     process.send_signal(signal.SIGKILL)

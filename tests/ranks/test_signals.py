@@ -24,6 +24,7 @@ from tests.training_fixtures import ROOT, TIMEOUT_S, environment, rows, train, t
 
 STEPS = 300
 FLAGS = {"max_steps": STEPS, "save_steps": 1000, "per_device_train_batch_size": 1, "save_final_model": False}
+LEG = 25  # steps between the checkpoints of an uninterrupted run
 
 
 @pytest.fixture(scope="module")
@@ -35,10 +36,20 @@ def whole(dataset, tmp_path_factory):
         key = (nproc, *sorted(flags.items()))
         if key not in made:
             made[key] = directory / str(len(made))
-            train(dataset, made[key], nproc, **FLAGS | flags)
+            train(dataset, made[key], nproc, **FLAGS | flags | {"save_steps": LEG})
         return made[key]
 
     return run
+
+
+def assert_goes_on(dataset: Path, out: Path, whole: Path, scratch: Path, nproc: int = 1, **flags) -> None:
+    """The same command does what the uninterrupted run did, bit for bit: up to its next checkpoint, to be sooner done.
+
+    One test goes on to the end.
+    """
+    stop = (newest_step(out) // LEG + 1) * LEG
+    train(dataset, out, nproc, **FLAGS | flags, stop_at_step=stop)
+    assert_same_run(out, whole, stop, scratch, stopped=True)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
@@ -51,8 +62,7 @@ def test_a_signal_during_a_step_saves_after_it(dataset, whole, tmp_path, number)
     assert "Stopped as asked, the state is saved" in run.said()
     assert "Traceback" not in run.said()
     assert newest_step(out) == rows(out)[-1]["step"] < STEPS
-    train(dataset, out, **FLAGS)
-    assert_same_run(out, whole(), STEPS, tmp_path)
+    assert_goes_on(dataset, out, whole(), tmp_path)
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -64,25 +74,25 @@ def test_a_signal_to_one_rank_stops_them_all_at_the_same_step(dataset, whole, tm
         assert run.end() == [PREEMPTED] * 2
     assert "Traceback" not in run.said(0) + run.said(1)
     assert newest_step(out) == rows(out)[-1]["step"] < STEPS
-    train(dataset, out, 2, **FLAGS)
-    assert_same_run(out, whole(2), STEPS, tmp_path)
+    assert_goes_on(dataset, out, whole(2), tmp_path, 2)
 
 
 def test_a_signal_during_an_evaluation_breaks_it_off_and_the_next_start_does_it(dataset, whole, tmp_path):
     """Each evaluation is in metrics.jsonl once, also the ones that were broken off: at the start, and one twice."""
-    flags = {"do_eval": True, "eval_steps": 100, "eval_on_start": True, "per_device_eval_batch_size": 1}
+    flags = FLAGS | {"max_steps": 60, "do_eval": True, "eval_steps": 20, "eval_on_start": True}
+    flags["per_device_eval_batch_size"] = 1
     out = tmp_path / "out"
-    for evaluation, step in ((1, 0), (2, 100), (1, 100), (2, 200)):
-        with LiveRun(dataset, out, tmp_path / "logs", **FLAGS, **flags) as run:
+    for evaluation, step in ((1, 0), (2, 20), (1, 20), (2, 40)):
+        with LiveRun(dataset, out, tmp_path / "logs", **flags) as run:
             run.until(lambda n=evaluation: run.said().count("Running Evaluation") == n)
             run.signal(signal.SIGTERM)
             assert run.end() == [PREEMPTED], run.said()
         assert newest_step(out) == step
         if step:
             assert json.loads((out / f"checkpoint-{step}/trainer_state.json").read_text())["unfinished_row"]
-    train(dataset, out, **FLAGS, **flags)
-    assert_same_run(out, whole(**flags), STEPS, tmp_path)
-    assert [row["step"] for row in rows(out) if "eval_loss" in row] == [0, 100, 200, 300]
+    train(dataset, out, **flags)
+    assert_same_run(out, whole(**flags), 60, tmp_path)
+    assert [row["step"] for row in rows(out) if "eval_loss" in row] == [0, 20, 40, 60]
 
 
 def test_a_signal_while_a_loader_hangs_still_saves(dataset, whole, tmp_path):
@@ -105,8 +115,7 @@ def test_a_signal_while_a_loader_hangs_still_saves(dataset, whole, tmp_path):
         assert run.end() == [PREEMPTED] * 2
     assert newest_step(out) == rows(out)[-1]["step"] < STEPS
     assert not [worker for worker in workers if os.path.exists(f"/proc/{worker}")]
-    train(dataset, out, 2, **FLAGS)
-    assert_same_run(out, whole(2), STEPS, tmp_path)
+    assert_goes_on(dataset, out, whole(2), tmp_path, 2)
 
 
 @pytest.mark.parametrize("async_save", [True, False])
@@ -124,8 +133,7 @@ def test_a_signal_to_the_whole_process_tree_while_a_save_is_under_way(dataset, w
     assert "Traceback" not in run.said()
     assert newest_step(out) == rows(out)[-1]["step"] < STEPS
     assert not list(out.glob("tmp-*"))
-    train(dataset, out, **flags)
-    assert_same_run(out, whole(), STEPS, tmp_path)
+    assert_goes_on(dataset, out, whole(), tmp_path, **flags)
 
 
 def test_a_signal_before_the_first_step_ends_the_run_at_once(dataset, tmp_path):
@@ -147,16 +155,16 @@ def test_a_signal_before_the_first_step_ends_the_run_at_once(dataset, tmp_path):
 
 
 def test_a_signal_during_the_last_evaluation_keeps_the_finished_training(dataset, whole, tmp_path):
-    flags = {"do_eval": True, "per_device_eval_batch_size": 1}
+    flags = FLAGS | {"max_steps": LEG, "do_eval": True, "per_device_eval_batch_size": 1}
     out = tmp_path / "out"
-    with LiveRun(dataset, out, tmp_path / "logs", 2, **FLAGS, **flags) as run:
+    with LiveRun(dataset, out, tmp_path / "logs", 2, **flags) as run:
         run.until_said("*** Evaluate ***")
         run.signal(signal.SIGUSR1)
         assert run.end() in ([PREEMPTED] * 2, [0, 0])
-    assert newest_step(out) == STEPS
-    train(dataset, out, 2, **FLAGS, **flags)
+    assert newest_step(out) == LEG
+    train(dataset, out, 2, **flags)
     assert (out / "test_results.json").exists()
-    assert_same_run(out, whole(2), STEPS, tmp_path)
+    assert_same_run(out, whole(2, max_steps=LEG), LEG, tmp_path)
 
 
 def test_sigterm_to_torchrun_saves_and_the_same_command_goes_on(dataset, whole, tmp_path):

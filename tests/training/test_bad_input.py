@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import datasets
@@ -14,7 +13,8 @@ import yaml
 
 from common.files import alphabet
 from common.model.presets import ESM2_SIZES
-from tests.training_fixtures import ROOT, TIMEOUT_S, environment, flags_of, losses, run_training, train
+from tests.forked import run_script
+from tests.training_fixtures import flags_of, losses, run_forked, train
 
 
 def error_of(said: str) -> str:
@@ -123,18 +123,9 @@ def test_a_read_only_output_directory(dataset):
 
 
 def test_a_world_size_that_does_not_divide_the_global_batch(dataset, tmp_path):
-    said = run_training(dataset, tmp_path / "out", nproc=2, packs_per_step=3)
-    assert said.returncode != 0
-    message = next(line for line in said.stderr.splitlines() if line.startswith("error: "))
+    message = refused(dataset, tmp_path / "out", nproc=2, packs_per_step=3)
     assert "3 packs" in message
     assert re.search(r"use 1, 3 ranks, or 2 or 4 packs", message), message
-
-
-def test_torchrun_ends_promptly_on_a_bad_flag(dataset, tmp_path):
-    done = run_training(dataset, tmp_path / "out", nproc=2, frobnicate=1)
-    assert done.returncode != 0
-    assert "--frobnicate" in done.stderr
-    assert 'train_ddp.py", line' not in done.stderr, "a traceback of ours, not only torchrun's"
 
 
 @pytest.mark.parametrize("suffix", ["json", "yaml"])
@@ -146,7 +137,7 @@ def test_a_file_of_flags(dataset, tmp_path, suffix):
     def run(values: dict) -> subprocess.CompletedProcess:
         file = tmp_path / f"flags.{suffix}"
         file.write_text(write(values))
-        return _run_script(str(file))
+        return run_script("train_ddp.py", str(file))
 
     bad = run(typed | {"frobnicate": 1})
     assert bad.returncode == 2
@@ -154,7 +145,7 @@ def test_a_file_of_flags(dataset, tmp_path, suffix):
     good = run(typed)
     assert good.returncode == 0, good.stderr
     assert len(losses(tmp_path / "out")) == 2
-    missing = _run_script(f"nowhere.{suffix}")
+    missing = run_script("train_ddp.py", f"nowhere.{suffix}")
     assert missing.returncode == 2
     assert "nowhere" in error_of(missing.stderr)
 
@@ -179,18 +170,11 @@ def test_overwriting_does_not_defeat_the_restart_of_the_same_job(dataset, tmp_pa
     """A hundred restarts come with the same command line; the guides' runs started over each time."""
     flags = {"overwrite_output_dir": True, "max_steps": 4}
     monkeypatch.setenv("SLURM_JOB_ID", "17")
-    first = run_training(dataset, tmp_path / "out", stop_at_step=2, **flags)
+    first = run_forked(dataset, tmp_path / "out", stop_at_step=2, **flags)
     assert first.returncode == 0, first.stderr
-    again = run_training(dataset, tmp_path / "out", **flags)
+    again = run_forked(dataset, tmp_path / "out", **flags)
     assert "Resuming after step 2" in again.stderr
     monkeypatch.setenv("SLURM_JOB_ID", "18")
-    other = run_training(dataset, tmp_path / "out", stop_at_step=2, **flags)
+    other = run_forked(dataset, tmp_path / "out", stop_at_step=2, **flags)
     assert other.returncode == 0, other.stderr
     assert "Resuming" not in other.stderr
-
-
-def _run_script(argument: str) -> subprocess.CompletedProcess:
-    command = [sys.executable, str(ROOT / "train_ddp.py"), argument]
-    return subprocess.run(
-        command, capture_output=True, text=True, env=environment(), timeout=TIMEOUT_S, cwd=ROOT, check=False
-    )

@@ -17,7 +17,7 @@ from common.ranks.run import distributed_run
 from common.ranks.world import World
 from common.training.run_directory import clear
 from tests.live_runs import LiveRun, assert_same_run, newest_step, outcome
-from tests.training_fixtures import ROOT, losses, on_ranks, rows, run_training, train
+from tests.training_fixtures import ROOT, losses, on_ranks, rows, run_forked, run_training, train
 
 LONG = {"max_steps": 300, "save_steps": 10, "per_device_train_batch_size": 1, "save_final_model": False}
 
@@ -183,7 +183,7 @@ def test_output_directories_with_spaces_links_and_relative_paths(dataset, tmp_pa
         train(dataset, out, **flags, stop_at_step=1)
         assert "Resuming after step 1" in train(dataset, out, **flags)
         assert losses(out) == losses(tmp_path / "plain")
-    done = run_training(Path(os.path.relpath(dataset, ROOT)), relative, **flags)
+    done = run_forked(Path(os.path.relpath(dataset, ROOT)), relative, **flags)
     assert done.returncode == 0, done.stderr
     assert losses(tmp_path / "relative") == losses(tmp_path / "plain")
 
@@ -255,6 +255,8 @@ def test_torchrun_with_a_bad_flag_says_so_once_and_each_rank_ends_with_2(dataset
     done = run_training(dataset, tmp_path / "out", nproc=2, bf16="maybe")
     assert done.returncode == 1  # torchrun's own
     assert len(errors_of(done.stderr)) == 1
+    assert "--bf16" in done.stderr
+    assert 'train_ddp.py", line' not in done.stderr, "a traceback of ours, not only torchrun's"
     codes, said = on_ranks(2, _parse_nonsense)
     assert codes == [2, 2]
     assert said[1] == ""

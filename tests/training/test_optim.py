@@ -13,7 +13,7 @@ from common.cli import UserError
 from common.model.esm2 import build_model
 from common.model.presets import esm2_config
 from common.training.optim import build_optimizer, lr_schedule, warmup_steps
-from tests.training_fixtures import run_training
+from tests.training_fixtures import run_forked
 
 
 def arguments(**changes) -> SimpleNamespace:
@@ -129,7 +129,7 @@ def test_a_schedule_that_is_unknown_or_needs_more_than_the_step_is_refused(name)
 def test_a_wrong_schedule_ends_the_run_with_one_line_before_an_earlier_run_is_removed(dataset, tmp_path):
     earlier = tmp_path / "metrics.jsonl"
     earlier.write_text('{"step": 1}\n')
-    done = run_training(dataset, tmp_path, lr_scheduler_type="lineer", overwrite_output_dir=True)
+    done = run_forked(dataset, tmp_path, lr_scheduler_type="lineer", overwrite_output_dir=True)
     assert done.returncode == 2
     assert done.stderr.startswith("error: --lr_scheduler_type lineer: choose")
     assert done.stderr.count("\n") == 1

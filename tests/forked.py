@@ -1,0 +1,95 @@
+"""Scripts in processes forked from a server that has imported torch and the rest already: real processes, soon there.
+
+What is not tested that way: the interpreter's own start and end, and launchers that start interpreters themselves.
+"""
+
+from __future__ import annotations
+
+import functools
+import multiprocessing
+import os
+import runpy
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+UNNUMBERED_AXES = {"xtick.labelbottom": False, "ytick.labelleft": False}  # matplotlib's settings in forked processes
+TIMEOUT_S = 180  # of a run that takes seconds; the machine may be busy with other things
+
+
+@functools.cache
+def context():
+    """One server for all of a test process; it ends with it."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tests.warm"])
+    return context
+
+
+class Script:
+    """`python SCRIPT.py ARGUMENTS` or `python -m MODULE ARGUMENTS`, running, its outputs in files.
+
+    env: all of its environment, this process' by default. anew: packages that are imported again; the others have
+    seen the environment of their server alone. settings: {"module.NAME": value} to set first.
+    """
+
+    def __init__(
+        self, name: str, *argv, env: dict | None = None, settings: dict | None = None, anew: tuple[str, ...] = ()
+    ):
+        self.outputs = [tempfile.NamedTemporaryFile("r") for _ in ("stdout", "stderr")]  # noqa: SIM115
+        names = [file.name for file in self.outputs]
+        environment = dict(os.environ if env is None else env)
+        told = (name, [str(argument) for argument in argv], environment, settings or {}, anew, names)
+        self.process = context().Process(target=_run, args=told)
+        self.process.start()
+        self.pid = self.process.pid
+
+    def poll(self) -> int | None:
+        return self.process.exitcode
+
+    def send_signal(self, number: int) -> None:
+        if self.process.is_alive():
+            os.kill(self.pid, number)
+
+    def wait(self, timeout: float = TIMEOUT_S) -> int:
+        self.process.join(timeout)
+        if self.process.exitcode is None:
+            self.process.kill()
+            self.process.join()
+            raise AssertionError(f"still running after {timeout} s:\n" + "\n".join(self.said()))
+        return self.process.exitcode
+
+    def said(self) -> list[str]:
+        """Standard output and standard error so far."""
+        return [Path(file.name).read_text() for file in self.outputs]
+
+
+def run_script(name: str, *argv, **how) -> subprocess.CompletedProcess:
+    """Until it ends; the caller looks at the return code."""
+    script = Script(name, *argv, **how)
+    code = script.wait()
+    stdout, stderr = script.said()
+    return subprocess.CompletedProcess([name, *argv], code, stdout, stderr)
+
+
+def _run(name: str, argv: list[str], environment: dict, settings: dict, anew: tuple, outputs: list[str]) -> None:
+    for descriptor, output in zip((1, 2), outputs, strict=True):
+        file = os.open(output, os.O_WRONLY | os.O_APPEND)
+        os.dup2(file, descriptor)
+        os.close(file)
+    sys.stdout, sys.stderr = os.fdopen(1, "w", buffering=1), os.fdopen(2, "w", buffering=1)
+    os.chdir(ROOT)
+    os.environ.clear()
+    os.environ.update(environment)
+    for module in [module for module in sys.modules if module.split(".")[0] in anew]:
+        del sys.modules[module]
+    for setting, value in settings.items():
+        module, _, attribute = setting.rpartition(".")
+        setattr(sys.modules[module], attribute, value)
+    sys.argv = [name, *argv]
+    if name.endswith(".py"):
+        runpy.run_path(str(ROOT / name), run_name="__main__")
+    else:
+        sys.modules.pop(name, None)  # what the server imported of that name is not what runs
+        runpy.run_module(name, run_name="__main__", alter_sys=True)
