@@ -79,6 +79,7 @@ def _run(name: str, argv: list[str], environment: dict, settings: dict, anew: tu
         os.dup2(file, descriptor)
         os.close(file)
     sys.stdout, sys.stderr = os.fdopen(1, "w", buffering=1), os.fdopen(2, "w", buffering=1)
+    assert "tests.warm" in sys.modules, "the server's imports have failed, of which it says nothing"
     os.chdir(ROOT)
     os.environ.clear()
     os.environ.update(environment)

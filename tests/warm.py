@@ -13,7 +13,6 @@ import matplotlib
 
 matplotlib.use("Agg")
 
-import common.preflight.meeting
 import matplotlib.pyplot as plt
 import pandas  # noqa: F401
 import torch.distributed.checkpoint
