@@ -13,6 +13,7 @@ if [ "${1:-}" = --system-packages ]; then
 fi
 ./install.sh --dev
 export HF_HUB_OFFLINE=1 HF_DATASETS_OFFLINE=1 PYTHONUNBUFFERED=1
+unset PYTHONDONTWRITEBYTECODE # the tests start hundreds of processes: each would compile all of common/ anew
 
 if [ $# -eq 0 ]; then
   echo "Linters"
@@ -26,4 +27,6 @@ if [ $# -eq 0 ]; then
 fi
 
 echo "Tests"
-exec .venv/bin/python -m pytest -n "${TEST_PROCESSES:-auto}" --dist worksteal "$@"
+# More than cores: tests of several processes wait for each other a good part of their time.
+processes=${TEST_PROCESSES:-$((($(nproc) * 3 + 1) / 2))}
+exec .venv/bin/python -m pytest -n "$processes" --dist worksteal "$@"

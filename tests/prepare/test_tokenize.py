@@ -51,8 +51,9 @@ def ids_equal_the_tokenizers(source, tmp_path, tokenizer):
     found = dict(itertools.chain(*load(tmp_path / "processed").values()))
     records = [(name.decode(), sequence.decode().upper()) for name, sequence in read_fasta(source)]
     assert len(found) == len(records)
-    expected = tokenizer([sequence for _, sequence in records])["input_ids"]
-    assert all(list(found[name]) == ids for (name, _), ids in zip(records, expected, strict=True))
+    some = records[:: max(1, len(records) // 2000)]  # transformers' tokenizer is a hundred times as slow
+    expected = tokenizer([sequence for _, sequence in some])["input_ids"]
+    assert all(list(found[name]) == ids for (name, _), ids in zip(some, expected, strict=True))
 
 
 @needs_real_sample

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.nn.utils import clip_grad_norm_
 
-import common.training.step
+import common.ranks.strategy
 from common.model.esm2 import Esm2ForMaskedLM
 from tests.live_runs import assert_same_run, outcome
 from tests.training_fixtures import _main, flags_of, on_ranks, rows, train
@@ -94,7 +94,7 @@ def _main_with_a_rank_gone_wrong(argv: list[str], script: str, step: int, rank: 
         norm = clip_grad_norm_(*args, **kwargs)
         return norm * math.inf if calls == step and torch.distributed.get_rank() == rank else norm
 
-    common.training.step.clip_grad_norm_ = clip
+    common.ranks.strategy.clip_grad_norm_ = clip
     _main(argv, script)
 
 
