@@ -52,3 +52,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_make_parametrize_id(config, val, argname: str) -> str | None:
     """Contents of files are no names: gzip's hold the time of day, and xdist's workers would collect other tests."""
     return argname if isinstance(val, bytes) else None
+
+
+# Files whose tests wait for clusters, engines and torchrun: begun first, they leave no tail of their own.
+LONG = (
+    *("ops/test_slurm", "ops/test_containers", "ops/test_kubernetes_run", "ops/test_push", "test_readme"),
+    *("training/test_soak", "training/test_resume", "training/test_fsdp2_faults", "ranks/", "preflight/"),
+)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: not item.nodeid.startswith(tuple(f"tests/{name}" for name in LONG)))

@@ -15,10 +15,7 @@ from common.files.json_files import read_json_lines
 
 def draw_curves(output_dir: Path) -> Path | None:
     """Loss (training, held-out, unigram), learning rate, gradient norm and speed over the steps; None without rows."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
+    from matplotlib.figure import Figure
 
     rows = read_json_lines(output_dir / "metrics.jsonl")
     trained = [r for r in rows if "loss" in r]
@@ -30,7 +27,10 @@ def draw_curves(output_dir: Path) -> Path | None:
         held_out[rows[-1]["step"]] = results["eval_loss"]
     unigram = results.get("eval_unigram_loss")
     steps = [r["step"] for r in trained]
-    figure, axes = plt.subplots(2, 2, figsize=(11, 7), layout="constrained")
+    # Fixed margins: a layout engine draws everything many times over, most of the time that a short run takes.
+    figure = Figure(figsize=(11, 7))
+    axes = figure.subplots(2, 2)
+    figure.subplots_adjust(left=0.07, right=0.985, top=0.95, bottom=0.07, wspace=0.2, hspace=0.28)
     loss, rate, norm, speed = axes.flat
     loss.plot(steps, [r["loss"] for r in trained], color="0.75", linewidth=0.8, label="training, each logged step")
     loss.plot(steps, _smoothed([r["loss"] for r in trained]), color="tab:blue", label="training, smoothed")
@@ -38,7 +38,8 @@ def draw_curves(output_dir: Path) -> Path | None:
         loss.plot(held_out.keys(), held_out.values(), "o-", color="tab:red", markersize=4, label="held-out proteins")
     if unigram is not None:
         loss.axhline(unigram, color="black", linestyle="--", linewidth=1, label="unigram predictor, held-out")
-    loss.set(title="Masked-language-modelling loss", ylabel="nats per masked residue")
+    loss.set_title("Masked-language-modelling loss", y=1.0)  # given y, it is not looked for among the ticks
+    loss.set_ylabel("nats per masked residue")
     loss.legend(fontsize=8)
     for axis, key, title, unit in (
         (rate, "learning_rate", "Learning rate", ""),
@@ -46,14 +47,14 @@ def draw_curves(output_dir: Path) -> Path | None:
         (speed, "tokens_per_second", "Speed", "tokens/s, without padding"),
     ):
         axis.plot(steps, [r[key] for r in trained], color="tab:blue", linewidth=1)
-        axis.set(title=title, ylabel=unit)
+        axis.set_title(title, y=1.0)
+        axis.set_ylabel(unit)
         axis.set_ylim(bottom=0)
     for axis in axes.flat:
         axis.set_xlabel("step")
         axis.grid(alpha=0.3)
     path = output_dir / "training_curves.png"
     figure.savefig(path.with_suffix(".partial.png"), dpi=120)
-    plt.close(figure)
     path.with_suffix(".partial.png").replace(path)
     return path
 
