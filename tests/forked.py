@@ -15,7 +15,6 @@ import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-UNNUMBERED_AXES = {"xtick.labelbottom": False, "ytick.labelleft": False}  # matplotlib's settings in forked processes
 TIMEOUT_S = 180  # of a run that takes seconds; the machine may be busy with other things
 
 

@@ -24,8 +24,9 @@ def reference_model(config: EsmConfig, seed: int = 0) -> EsmForMaskedLM:
 
 
 def ours_like(reference: EsmForMaskedLM) -> Esm2ForMaskedLM:
-    model = Esm2ForMaskedLM(reference.config)
-    model.load_state_dict(from_hf(reference.state_dict(), reference.config)[0])
+    with torch.device("meta"):
+        model = Esm2ForMaskedLM(reference.config)
+    model.load_state_dict(from_hf(reference.state_dict(), reference.config)[0], assign=True)
     return model
 
 

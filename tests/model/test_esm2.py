@@ -19,7 +19,7 @@ TINY = {"layers": 2, "hidden_size": 64, "heads": 4}
 
 
 def size(tensor: torch.Tensor) -> float:
-    return torch.linalg.vector_norm(tensor, dtype=torch.float64).item()
+    return torch.linalg.vector_norm(tensor).item()
 
 
 def relative(ours: torch.Tensor, theirs: torch.Tensor) -> float:

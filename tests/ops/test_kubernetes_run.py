@@ -98,7 +98,7 @@ def test_two_pods_train_to_the_end(volume, pods, tmp_path, template, place):
 
 def test_a_deleted_pod_comes_back_and_the_run_goes_on(volume, pods, tmp_path):
     """The drain of a node: SIGTERM to one pod; its successor and the other pod finish the run, as if never stopped."""
-    steps = 300
+    steps = 120
     more = {"max_steps": steps, "save_steps": 100_000, "eval_steps": steps}
     made, port = job("train-ddp-template.yaml", volume, TRAIN_FLAGS=flags(**more)), _free_port()
     out = volume / "ddp" / MODEL

@@ -100,9 +100,9 @@ def test_two_replicas_with_accumulation_follow_one(dataset, tmp_path):
 
 
 def test_a_skipped_step_leaves_no_gradient_behind(dataset, tmp_path):
-    poison = {5}, "gradient", 0, 1
+    poison = {5: "gradient"}, 0, 1
     train_with_masters(dataset, tmp_path / "masters", poison=poison, **FLAGS)
-    poisoned(dataset, tmp_path / "plain", 1, *poison[:2], **FLAGS | {"save_final_model": True})
+    poisoned(dataset, tmp_path / "plain", 1, poison[0], **FLAGS | {"save_final_model": True})
     assert rows(tmp_path / "masters")[-1]["skipped_steps"] == 1
     assert same_bits(final_weights(tmp_path / "masters"), final_weights(tmp_path / "plain"))
 

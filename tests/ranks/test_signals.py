@@ -22,7 +22,7 @@ from tests.live_runs import (
 )
 from tests.training_fixtures import ROOT, TIMEOUT_S, environment, rows, train, training_command
 
-STEPS = 300
+STEPS = 150
 FLAGS = {"max_steps": STEPS, "save_steps": 1000, "per_device_train_batch_size": 1, "save_final_model": False}
 LEG = 25  # steps between the checkpoints of an uninterrupted run
 

@@ -24,8 +24,8 @@ LAYOUTS = pytest.mark.parametrize(
 )
 
 
-def poison_steps(steps: set[int], what: str, rank: int, first: int) -> None:
-    """In `steps` (the first forward pass is step `first`) one rank's loss or gradient is to be infinite."""
+def poison_steps(steps: dict[int, str], rank: int, first: int) -> None:
+    """In `steps` (the first forward pass is step `first`) one rank's "loss" or "gradient" is to be no number."""
     passes = first - 1
 
     def poison(module, inputs, output):
@@ -33,11 +33,11 @@ def poison_steps(steps: set[int], what: str, rank: int, first: int) -> None:
         if not isinstance(module, Esm2ForMaskedLM) or not module.training:
             return
         passes += 1
-        if passes in steps and torch.distributed.get_rank() == rank:
-            if what == "loss":
-                output.loss_sum = output.loss_sum * math.inf
-            else:
-                output.loss_sum.register_hook(lambda gradient: gradient * math.nan)
+        what = steps.get(passes) if torch.distributed.get_rank() == rank else None
+        if what == "loss":
+            output.loss_sum = output.loss_sum * math.inf
+        elif what == "gradient":
+            output.loss_sum.register_hook(lambda gradient: gradient * math.nan)
 
     torch.nn.modules.module.register_module_forward_hook(poison)
 
@@ -48,21 +48,21 @@ def _main_poisoned(argv: list[str], script: str, *poison) -> None:
 
 
 def poisoned(
-    dataset, out, nproc, steps, what="loss", rank=0, expect=0, first=1, script="train_ddp.py", **flags
+    dataset, out, nproc, steps: dict[int, str], rank=0, expect=0, first=1, script="train_ddp.py", **flags
 ) -> list[str]:
     argv = flags_of(dataset, out, **FLAGS | flags)
-    codes, said = on_ranks(nproc, _main_poisoned, argv, script, steps, what, rank, first)
+    codes, said = on_ranks(nproc, _main_poisoned, argv, script, steps, rank, first)
     assert codes == [expect] * nproc, "\n".join(said)
     return said
 
 
-@pytest.mark.parametrize("what", ["loss", "gradient"])
 @pytest.mark.parametrize(
     ("nproc", "rank", "script"), [(1, 0, "train_ddp.py"), (2, 1, "train_ddp.py"), (2, 1, "train_fsdp2.py")]
 )
-def test_a_step_that_is_no_number_changes_nothing_and_is_counted(dataset, tmp_path, nproc, what, rank, script):
+def test_a_step_that_is_no_number_changes_nothing_and_is_counted(dataset, tmp_path, nproc, rank, script):
+    """Of step 4 the loss, of step 7 the gradient."""
     out = tmp_path / "out"
-    said = poisoned(dataset, out, nproc, {4, 7}, what, rank, script=script)
+    said = poisoned(dataset, out, nproc, {4: "loss", 7: "gradient"}, rank, script=script)
     assert said[0].count("Skipped step 4: loss") == said[0].count("Skipped step 7: loss") == 1
     history = rows(out)
     assert [row["step"] for row in history] == list(range(1, 9))
@@ -107,14 +107,16 @@ def test_what_only_one_rank_finds_all_skip(dataset, tmp_path, rank):
     assert f"gradient norm {'nan' if rank else 'inf'}\n" in said[0]
     assert [row["skipped_steps"] for row in rows(out)] == [0, 0, 0, 1, 1, 1, 1, 1]
     # Skipped on both: replicas that had gone apart would give other losses than those of a step poisoned on both.
-    poisoned(dataset, tmp_path / "both", 2, {4})
+    poisoned(dataset, tmp_path / "both", 2, {4: "loss"})
     assert [row.get("loss") for row in rows(out)] == [row.get("loss") for row in rows(tmp_path / "both")]
 
 
 @LAYOUTS
-def test_the_weights_and_the_optimiser_after_a_skipped_step_are_those_before_it(dataset, tmp_path, nproc, flags):
-    """The run is stopped right after the step that is skipped: what it saves then is checkpoint 3 in everything."""
-    poisoned(dataset, tmp_path / "out", nproc, {4}, rank=nproc - 1, stop_at_step=4, **flags)
+def test_a_run_resumed_after_a_skipped_step_is_the_uninterrupted_one(dataset, tmp_path, nproc, flags):
+    """Stopped after the first of two that are skipped in a row: what it saves then is checkpoint 3 in everything."""
+    steps = {4: "loss", 5: "loss"}
+    poisoned(dataset, tmp_path / "whole", nproc, steps, nproc - 1, **flags)
+    poisoned(dataset, tmp_path / "out", nproc, steps, nproc - 1, **flags, stop_at_step=4)
     before, after = (outcome(tmp_path / "out", step, tmp_path) for step in (3, 4))
     assert before.keys() == after.keys()
     rates = {name for name in after if name.endswith("lr")}  # the schedule has moved on
@@ -122,14 +124,7 @@ def test_the_weights_and_the_optimiser_after_a_skipped_step_are_those_before_it(
     for name in before.keys() - rates:
         same = before[name] == after[name]
         assert bool(same.all() if isinstance(same, torch.Tensor) else same), name
-
-
-@LAYOUTS
-def test_a_run_resumed_after_a_skipped_step_is_the_uninterrupted_one(dataset, tmp_path, nproc, flags):
-    """Stopped after the first of two that are skipped in a row."""
-    poisoned(dataset, tmp_path / "whole", nproc, {4, 5}, **flags)
-    poisoned(dataset, tmp_path / "out", nproc, {4, 5}, **flags, stop_at_step=4)
-    poisoned(dataset, tmp_path / "out", nproc, {4, 5}, **flags, first=5)
+    poisoned(dataset, tmp_path / "out", nproc, steps, nproc - 1, **flags, first=5)
     assert_same_run(tmp_path / "out", tmp_path / "whole", 8, tmp_path)
     assert rows(tmp_path / "out")[-1]["skipped_steps"] == 2
 
@@ -138,7 +133,8 @@ def test_a_run_resumed_after_a_skipped_step_is_the_uninterrupted_one(dataset, tm
 def test_too_many_in_a_row_end_the_run_with_one_line_and_good_checkpoints(dataset, tmp_path, nproc, flags):
     """Steps 2 and 4-6; three in a row are too many, of which the first two come with nothing saved either."""
     out = tmp_path / "out"
-    said = poisoned(dataset, out, nproc, {2, 4, 5, 6}, rank=nproc - 1, expect=2, max_skipped_steps=3, **flags)
+    steps = dict.fromkeys((2, 4, 5, 6), "loss")
+    said = poisoned(dataset, out, nproc, steps, nproc - 1, expect=2, max_skipped_steps=3, **flags)
     errors = [line for rank in said for line in rank.splitlines() if line.startswith("error: ")]
     assert len(errors) == 1
     assert "--max_skipped_steps 3 skipped in a row (step 4: loss inf, gradient norm nan; step 5: " in errors[0]
