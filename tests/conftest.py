@@ -45,7 +45,7 @@ def real_fasta() -> Path:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--soak-rounds", type=int, default=4, help="Kills in each soak test; the long form has 30.")
+    parser.addoption("--soak-rounds", type=int, help="Kills in each soak test (2 and 4); the long form has 30.")
     parser.addoption("--soak-seed", type=int, default=0, help="Repeats the moments of a soak test that failed.")
 
 

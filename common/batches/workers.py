@@ -15,7 +15,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from common.batches.collators import Batch
-from common.cli import UserError
+from common.cli import UserError, one_line
 from common.ranks.stopping import end_with
 
 ALIGNMENT = 64  # bytes, of the tensors in a bundle
@@ -51,6 +51,11 @@ def deliver(dataset: IterableDataset, num_workers: int, prefetch_factor: int, pi
             if isinstance(item, UserError):
                 raise item
             yield item
+    except (OSError, EOFError) as error:
+        if isinstance(error, OSError) and error.errno is None:
+            raise  # a worker's own, as DataLoader passes it on
+        # It was gone while it handed a tensor over, which must not pass for bad input.
+        raise RuntimeError(f"a DataLoader worker is gone ({one_line(error)})") from error
     finally:
         atexit.unregister(stop)
         _stop_workers(iterator)

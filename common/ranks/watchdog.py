@@ -202,9 +202,15 @@ class Watch:
 
     def _culprits(self) -> tuple[bool, list[int]]:
         """(whether they are silent, the ranks); all ranks where nothing tells them apart."""
-        if self._store_is_gone() and self.rank != 0:
-            return True, [0]
         now, heard = time.monotonic(), dict(self._heard)
+        if self._store_is_gone() and self.rank != 0:
+            # Rank 0 may have left for the same reason; whoever was silent while it still answered is the reason.
+            before = [
+                r
+                for r, (message, at) in heard.items()
+                if r not in (0, self.rank) and self._store_answered - at > self.silence_s and not message["victim"]
+            ]
+            return True, before or [0]
         silent = [r for r, (message, at) in heard.items() if message["ended"] or now - at > self.silence_s]
         if silent := [r for r in silent if r != self.rank]:
             return True, [r for r in silent if not heard[r][0]["victim"]] or silent

@@ -67,6 +67,18 @@ def test_a_rank_that_is_stopped_is_named_by_all_others(dataset, tmp_path, script
     assert not first
 
 
+def test_who_fell_silent_first_is_named_though_rank_0_has_left_with_the_store_since():
+    watch = Watch()
+    watch.rank, watch.silence_s = 3, 2.0
+    said = {"victim": False, "ended": False, "marks": 9, "host": HOST, "step": 6, "phase": "data"}
+    watch._store_answered = now = time.monotonic()
+    watch._heard = {0: (said, now - 0.5), 1: (said, now - 0.4), 2: (said, now - 5.0)}
+    watch._store_lost = True
+    assert watch._culprits() == (True, [2])
+    watch._heard[2] = (said, now - 0.5)
+    assert watch._culprits() == (True, [0])
+
+
 def _main_that_sleeps(argv: list[str], step: int, rank: int, seconds: float, script: str, env: dict) -> None:
     """A train script; one rank sleeps in the forward pass of a step."""
     os.environ |= env

@@ -11,7 +11,9 @@ from pathlib import Path
 
 import datasets
 import pytest
+import torch
 
+from common.batches.workers import deliver
 from common.cli import UserError
 from common.ranks.run import distributed_run
 from common.ranks.world import World
@@ -145,6 +147,19 @@ def test_a_killed_loader_worker_ends_all_ranks_and_the_same_command_goes_on(data
     train(dataset, out, 2, **flags)
     train(dataset, tmp_path / "whole", 2, **flags)
     assert_same_run(out, tmp_path / "whole", 100, tmp_path)
+
+
+def test_a_worker_that_goes_while_it_hands_a_batch_over_is_no_bad_input(monkeypatch):
+    """Then the connection breaks, which is an OSError, as an unreadable file is."""
+
+    def broken(*_) -> None:
+        raise ConnectionResetError(104, "Connection reset by peer")
+
+    items = deliver([torch.zeros(1)] * 3, num_workers=1, prefetch_factor=2, pin_memory=False)
+    next(items)
+    monkeypatch.setattr("torch.utils.data.dataloader._MultiProcessingDataLoaderIter._next_data", broken)
+    with pytest.raises(RuntimeError, match="a DataLoader worker is gone .*Connection reset by peer"):
+        next(items)
 
 
 # ---- the run itself goes wrong ------------------------------------------------------------------------------

@@ -18,26 +18,11 @@ from torch.distributed.fsdp import fully_shard
 from common.model import esm2, presets
 from common.ranks.world import World
 from common.training.checkpoint import Checkpointer, CheckpointFlags
-from tests.live_runs import PREEMPTED, LiveRun, assert_same_run, kill_all, newest_step, ranks_of, torchrun, wait_until
+from tests.live_runs import PREEMPTED, LiveRun, assert_same_run, newest_step
 from tests.training.checkpoint_fixtures import DAMAGES
-from tests.training_fixtures import TIMEOUT_S, TINY_OVERRIDES, on_ranks, rows, train
+from tests.training_fixtures import TINY_OVERRIDES, on_ranks, rows, train
 
 FLAGS = {"script": "train_fsdp2.py", "per_device_train_batch_size": 1, "save_final_model": False}
-
-
-def test_torchrun_restarts_by_itself_when_a_rank_is_killed(dataset, tmp_path):
-    flags, out = FLAGS | {"max_steps": 60, "save_steps": 3}, tmp_path / "killed"
-    job = torchrun(dataset, out, 2, "--max_restarts=1", **flags)
-    try:
-        assert wait_until(lambda: newest_step(out) >= 6, lambda: job.poll() is None)
-        os.kill(ranks_of(job.pid)[1], signal.SIGKILL)
-        said, _ = job.communicate(timeout=TIMEOUT_S)
-    finally:
-        kill_all(job)
-    assert job.returncode == 0
-    assert "Resuming after step" in said
-    train(dataset, tmp_path / "whole", 2, **flags)
-    assert_same_run(out, tmp_path / "whole", 60, tmp_path)
 
 
 def test_every_damaged_checkpoint_is_named_and_skipped_and_the_newest_whole_one_used(dataset, tmp_path):
@@ -66,7 +51,7 @@ def test_every_damaged_checkpoint_is_named_and_skipped_and_the_newest_whole_one_
 
 
 def test_signals_in_a_step_and_in_an_evaluation_save_and_the_same_command_goes_on(dataset, tmp_path):
-    """SIGUSR1 to one rank; SIGTERM to torchrun, and to one rank, while the ranks evaluate (a second or more)."""
+    """SIGUSR1 to one rank; SIGTERM to both, and to one, while the ranks evaluate (a second or more)."""
     data = tmp_path / "data"
     data.mkdir()
     for split in ("train", "validation"):
@@ -82,13 +67,11 @@ def test_signals_in_a_step_and_in_an_evaluation_save_and_the_same_command_goes_o
     # The step under way, and one more if its agreement was under way too.
     assert newest_step(out) == rows(out)[-1]["step"] <= last + 2
 
-    job = torchrun(data, out, 2, **flags)
-    try:
-        assert any("Running Evaluation" in line for line in job.stdout)
-        job.terminate()
-        said, _ = job.communicate(timeout=TIMEOUT_S)
-    finally:
-        kill_all(job)
+    with LiveRun(data, out, tmp_path / "logs", 2, **flags) as run:
+        run.until_said("Running Evaluation")
+        run.signal(signal.SIGTERM)  # as torchrun hands it on
+        assert run.end() == [PREEMPTED] * 2
+        said = run.said()
     assert "Stopped as asked, the state is saved" in said
     assert newest_step(out) == 15
 

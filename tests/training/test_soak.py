@@ -46,7 +46,7 @@ LAYOUTS = ((2, {}), (4, HYBRID), (2, {"script": "train_ddp.py"}), (1, {}), (4, {
 
 
 @pytest.fixture
-def rounds(request) -> int:
+def rounds(request) -> int | None:
     return request.config.getoption("--soak-rounds")
 
 
@@ -98,11 +98,16 @@ def assert_each_step_once(out: Path, steps: int) -> None:
 
 
 def test_a_torchrun_that_is_killed_in_every_way_changes_no_bit(dataset, tmp_path, rounds, generator):
-    """Ranks, launcher or all killed, or told to stop; each time the same command is given at once."""
+    """Ranks, launcher or all killed, or told to stop; each time the same command is given at once.
+
+    The short form leaves out what tests/training/test_resume.py and tests/ranks/test_signals.py do with a torchrun.
+    """
+    all_kinds = ("one rank", "launcher", "all", "SIGTERM")
+    kinds = in_turn(all_kinds, rounds, generator) if rounds else ["launcher", "all"]
+    rounds = len(kinds)
     flags = FLAGS | {"max_steps": rounds * STEPS_A_ROUND}
     train(dataset, tmp_path / "whole", 2, **flags)
     out, torn, left = tmp_path / "killed", 0, []
-    kinds = in_turn(("one rank", "launcher", "all", "SIGTERM"), rounds, generator)
     try:
         for number, kind in enumerate(kinds):
             reached = newest_step(out)
@@ -131,6 +136,7 @@ def test_a_torchrun_that_is_killed_in_every_way_changes_no_bit(dataset, tmp_path
 
 def test_killed_and_started_on_another_layout_each_time_it_is_the_same_run(dataset, tmp_path, rounds, generator):
     """FSDP2, hybrid and DDP on 1, 2 and 4 ranks, killed (all ranks, or one) or told to stop; sums in another order."""
+    rounds = rounds or 4
     flags = FLAGS | {"max_steps": rounds * STEPS_A_ROUND}
     steps = flags["max_steps"]
     train(dataset, tmp_path / "whole", 2, **flags)
