@@ -18,6 +18,7 @@ from pathlib import Path
 from tqdm import tqdm
 
 from common.cli import UserError, flag, parse_arguments, run
+from common.files import csv_records
 from common.files.csv_records import count_rows, csv_files
 from common.files.dataset_writer import TOKEN_FEATURES, DatasetWriter, write_dataset_dict
 from common.files.output_directory import Build, building
@@ -25,7 +26,7 @@ from common.files.records import BadRecords, Policy
 from common.prepare.cluster_splits import publish_index, split_by_clusters
 from common.prepare.encode_files import FileEncoder, Piece, assemble, read_pieces, usable_threads
 from common.prepare.encode_records import Chunker, check_tokenizer, encode_rows
-from common.prepare.splits import SPLITS, labels_by_file, split_labels, split_sizes
+from common.prepare.splits import HELD_OUT, SPLITS, labels_by_file, split_labels, split_sizes
 
 logger = logging.getLogger(__name__)
 
@@ -35,8 +36,10 @@ class Arguments:
     input_dir: str = flag("csv", "directory of the CSV files")
     output_dir: str = flag("processed", "the splits go to OUTPUT_DIR/arrow")
     train_size: float | None = flag(None, "records, or a fraction; default: all that is left")
-    validation_size: float = flag(50_000, "records, or a fraction below 1")
-    test_size: float = flag(50_000, "records, or a fraction below 1")
+    validation_size: float | None = flag(
+        None, "records, or a fraction below 1; default: 50,000, with test at most a tenth unless --train_size is given"
+    )
+    test_size: float | None = flag(None, "as --validation_size")
     max_seq_length: int | None = flag(None, "truncate to so many tokens; default: keep all")
     pad_to_max_length: bool = flag(False, "pad every record to --max_seq_length")
     preprocessing_num_workers: int = flag(8, "threads; the result is the same for any")
@@ -50,6 +53,7 @@ class Arguments:
     on_bad_record: Policy = flag(
         "error", "a row without text, not ASCII or not of two columns: error (stop) or skip (and count)"
     )
+    line_ends_in_text: bool = flag(False, "texts in quotes may go on over line ends, which are taken out")
     seed: int = flag(42, "of the choice of splits")
     overwrite: bool = flag(False, "replace an output made from other input or arguments")
 
@@ -63,6 +67,8 @@ class Arguments:
             raise UserError(f"--preprocessing_num_workers {self.preprocessing_num_workers}: at least 1")
         if self.cluster_table and not self.line_by_line:
             raise UserError("--cluster_table needs --line_by_line True: a chunk belongs to no cluster")
+        if self.cluster_table and self.line_ends_in_text:
+            raise UserError("--line_ends_in_text does not go with --cluster_table: take the line ends out first")
         if self.seed < 0:
             raise UserError(f"--seed {self.seed}: must not be negative")
 
@@ -80,15 +86,21 @@ def describe(args: Arguments, files: list[Path]) -> dict:
         "seed",
     )
     listing = {"files": len(stats), "bytes": sum(size for _, size, _ in stats)}
-    optional = {}
+    # The default is written as it was when it was a number; the same number given as a flag is taken at its word.
+    held_out = ("validation_size", "test_size")
+    said = [name for name in held_out if getattr(args, name) == HELD_OUT]
+    optional = {"said": said} if said else {}
     if args.on_bad_record != "error":
         optional["on_bad_record"] = args.on_bad_record
+    if args.line_ends_in_text:
+        optional["line_ends_in_text"] = True
     if args.cluster_table:
         table = Path(args.cluster_table)
         optional["cluster_table"] = _listing([table]) if table.is_file() else None
     return {
         "input": listing | {"listing": hashlib.sha256(repr(stats).encode()).hexdigest()},
         **{name: getattr(args, name) for name in deciding},
+        **{name: HELD_OUT for name in held_out if getattr(args, name) is None},
         **optional,
     }
 
@@ -97,12 +109,19 @@ def _listing(files: list[Path]) -> list[tuple[str, int, int]]:
     return [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in files]
 
 
-def count_records(build: Build, files: list[Path], on_bad_record: str) -> tuple[list[int], BadRecords]:
+def rows_of(path: Path, args: Arguments):
+    """The rows of a file, a new count of bad ones for each."""
+    return csv_records.read_rows(path, BadRecords(args.on_bad_record), args.line_ends_in_text)
+
+
+def count_records(
+    build: Build, files: list[Path], on_bad_record: str, line_ends: bool
+) -> tuple[list[int], BadRecords]:
     """Usable records of every file, and what is known about the bad ones."""
     if (found := build.done("records")) is None:
         bad_records = BadRecords(on_bad_record)
         # What stops the run anyway is found when the records are read.
-        counts = [count_rows(path, bad_records if on_bad_record == "skip" else None) for path in files]
+        counts = [count_rows(path, bad_records if on_bad_record == "skip" else None, line_ends) for path in files]
         found = {"counts": counts, "bad": bad_records.state}
         build.note("records", found)
     return found["counts"], BadRecords(on_bad_record, **found["bad"])
@@ -137,7 +156,7 @@ def tokenize(args: Arguments, files: list[Path], build: Build) -> None:
         )
         build.results |= found
     else:
-        counts, bad_records = count_records(build, files, args.on_bad_record)
+        counts, bad_records = count_records(build, files, args.on_bad_record, args.line_ends_in_text)
         logger.info("Splitting dataset")
         sizes = sizes_of(sum(counts))
         labels = split_labels(sum(counts), sizes, args.seed)
@@ -161,7 +180,8 @@ def tokenize(args: Arguments, files: list[Path], build: Build) -> None:
             bar.update(records)
 
         encode = functools.partial(encode_rows, max_seq_length=truncate, pad=pad)
-        encoder = FileEncoder(build, encode, args.on_bad_record, workers, len(files), progress)
+        read = functools.partial(rows_of, args=args)
+        encoder = FileEncoder(build, encode, read, workers, len(files), progress)
         made = list(encoder.run(zip(files, labels_by_file(labels, counts), strict=True)))
     for split, chunker in zip(SPLITS, chunkers, strict=True):
         pieces = [Piece(*piece) for of_file in made for piece in of_file["pieces"][split]]

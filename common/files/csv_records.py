@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import BinaryIO
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute
 import pyarrow.csv
 
 from common.cli import UserError, one_line
+from common.files.csv_header import column_named, read_header
 from common.files.records import BadRecords
 
 BLOCK_BYTES = 1 << 20  # what is worked on stays in the processor's cache
 PARSED_BYTES = 4 << 20  # a row must fit
 COLUMNS = ("id", "text")
 HEADER = b"id,text\n"
+STRAY_QUOTE = (
+    "a text that goes on over a line end, after a quote that is not closed: mend or remove the quote (or, if texts "
+    "may hold line ends, give --line_ends_in_text to 1.tokenize_uniref_csv.py)"
+)
 REMEDY = "mend or remove the row, or give --on_bad_record skip"
 
 
@@ -31,17 +37,18 @@ def csv_files(directory: Path) -> list[Path]:
     return sorted(files, key=lambda path: [int(p) if p.isdigit() else p for p in re.split(r"(\d+)", path.name)])
 
 
-def count_rows(path: Path, bad_records: BadRecords | None = None) -> int:
+def count_rows(path: Path, bad_records: BadRecords | None = None, line_ends: bool = False) -> int:
     """Rows that `read_rows` will give: without `bad_records`, rows after the header (not yet looked into)."""
     rows = _count_lines(path) if bad_records is None else None
-    return sum(batch.num_rows for batch in read_rows(path, bad_records)) if rows is None else rows
+    return sum(batch.num_rows for batch in read_rows(path, bad_records, line_ends)) if rows is None else rows
 
 
-def read_rows(path: Path, bad_records: BadRecords | None = None) -> Iterator[pa.RecordBatch]:
+def read_rows(path: Path, bad_records: BadRecords | None = None, line_ends: bool = False) -> Iterator[pa.RecordBatch]:
     """Record batches with `id` and `text`, both string; text is not empty and ASCII. Memory is a few blocks.
 
     bad_records: called with the complaint about each row that is not so, or has more or fewer columns than the header;
-    such rows are left out (UserError without it).
+    such rows are left out (UserError without it). line_ends: texts in quotes may hold some, which are taken out. Else
+    one is a UserError whatever bad_records says: after a stray quote, all up to the next one is one "text".
     """
     with open(path, "rb") as file:
         rows = 0
@@ -51,7 +58,7 @@ def read_rows(path: Path, bad_records: BadRecords | None = None) -> Iterator[pa.
                 rows += batch.num_rows
         else:
             file.seek(0)
-        yield from _parsed_rows(path, file, rows, bad_records)
+        yield from _parsed_rows(path, file, rows, bad_records, line_ends)
 
 
 def _plain_rows(file: BinaryIO) -> Iterator[pa.RecordBatch]:
@@ -82,7 +89,9 @@ def _cut_plain(data: bytes) -> pa.RecordBatch | None:
     """The rows of whole lines, if each is `id,text` with some text, all ASCII, without quotes or carriage returns."""
     raw = np.frombuffer(data, np.uint8)
     commas, ends = np.flatnonzero(raw == ord(",")), np.flatnonzero(raw == ord("\n"))
-    if not len(ends) or len(commas) != len(ends) or b'"' in data or b"\r" in data or raw.max() >= 128:
+    if not len(ends) or len(commas) != len(ends) or b'"' in data or raw.max() >= 128:
+        return None
+    if np.count_nonzero(raw < ord(" ")) != len(ends):  # carriage returns and other control characters
         return None
     if not ((commas + 1 < ends).all() and (commas[1:] > ends[:-1]).all()):
         return None
@@ -94,14 +103,20 @@ def _cut_plain(data: bytes) -> pa.RecordBatch | None:
     return pa.RecordBatch.from_arrays(columns, names=COLUMNS)
 
 
-def _parsed_rows(path: Path, file: BinaryIO, before: int, bad_records: BadRecords | None) -> Iterator[pa.RecordBatch]:
+def _parsed_rows(
+    path: Path, file: BinaryIO, before: int, bad_records: BadRecords | None, line_ends: bool
+) -> Iterator[pa.RecordBatch]:
     """The rows from where the file stands, by pyarrow's parser; `before` rows came before them."""
     misshapen: list[int] = []  # rows of a wrong number of columns, which the parser leaves out
     parsed = before
-    for batch in _parse(path, file, before, misshapen, bad_records):
+    for batch in _parse(path, file, before, misshapen, bad_records, line_ends):
         rows = np.arange(parsed + 1, parsed + batch.num_rows + 1)
         rows += np.searchsorted(np.array(misshapen) - np.arange(len(misshapen)), rows, side="right")
         parsed += batch.num_rows
+        if line_ends:
+            batch = _joined(batch)
+        elif (row := first_with_line_end(batch.columns)) is not None:
+            raise UserError(f"{path}: row {rows[row]}: {STRAY_QUOTE}")
         bad = _complaints(batch)
         for i, complaint in sorted(bad.items()):
             (bad_records or BadRecords())(UserError(f"{path}: row {rows[i]}: {complaint}: {REMEDY}"))
@@ -120,40 +135,78 @@ def characters(text: pa.Array) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _parse(
-    path: Path, file: BinaryIO, before: int, misshapen: list[int], bad_records: BadRecords | None
+    path: Path,
+    file: BinaryIO,
+    before: int,
+    misshapen: list[int],
+    bad_records: BadRecords | None,
+    line_ends: bool,
 ) -> Iterator[pa.RecordBatch]:
     """`id` and `text` as binary; rows of a wrong number of columns are an error, or left out and noted."""
-    at_header = file.tell() == 0
-    if not at_header and not file.peek(1):
+    names = list(COLUMNS)
+    if file.tell() == 0:
+        names = read_header(file, str(path))
+    chosen = [column_named(names, (column,)) for column in COLUMNS]
+    if None in chosen:
+        raise UserError(f"{path}: row 0: the header is {','.join(names)[:80]!r}: expected id,text")
+    if not file.peek(1):
         return
+    swallowed: list[int] = []
 
-    def number(counted: int) -> int:  # pyarrow counts the header as row 1
-        return counted + before - at_header
+    def number(counted: int) -> int:
+        return counted + before
 
     def leave_out(row) -> str:
+        if "\n" in row.text and not line_ends:
+            swallowed.append(number(row.number))
+            return "error"
         misshapen.append(number(row.number))
         complaint = f"Expected {row.expected_columns} columns, got {row.actual_columns}"
         bad_records(UserError(f"{path}: row {misshapen[-1]}: {complaint}: {REMEDY}"))
         return "skip"
 
     # Threads lose the row number of an error.
-    read = pa.csv.ReadOptions(block_size=PARSED_BYTES, use_threads=False, column_names=None if at_header else COLUMNS)
+    read = pa.csv.ReadOptions(block_size=PARSED_BYTES, use_threads=False, column_names=names)
     # Binary: pyarrow's own complaint about bytes that are no UTF-8 does not say where they are.
-    convert = pa.csv.ConvertOptions(column_types=dict.fromkeys(COLUMNS, pa.binary()), strings_can_be_null=False)
+    convert = pa.csv.ConvertOptions(
+        column_types=dict.fromkeys(chosen, pa.binary()), include_columns=chosen, strings_can_be_null=False
+    )
     parse = pa.csv.ParseOptions(
-        invalid_row_handler=leave_out if bad_records and bad_records.policy == "skip" else None
+        newlines_in_values=line_ends,
+        invalid_row_handler=leave_out if bad_records and bad_records.policy == "skip" else None,
     )
     try:
         with pa.csv.open_csv(file, read_options=read, convert_options=convert, parse_options=parse) as reader:
-            names = reader.schema.names
-            if any(names.count(column) != 1 for column in COLUMNS):
-                raise UserError(f"{path}: row 0: the header is {','.join(names)[:80]!r}: expected id,text")
             for batch in reader:
-                yield batch.select(COLUMNS)
+                yield batch.rename_columns(COLUMNS)
     except pa.ArrowInvalid as error:
+        if swallowed:
+            raise UserError(f"{path}: row {swallowed[0]}: {STRAY_QUOTE}") from None
+        if "out of sync" in str(error):  # the quote that is not closed is in the block after those given
+            raise UserError(f"{path}: {STRAY_QUOTE}") from None
         message = re.sub(r"^CSV parse error: ", "", one_line(error))
         message = re.sub(r"Row #(\d+)", lambda match: f"row {number(int(match[1]))}", message)
         raise UserError(f"{path}: {message[:200]}: {REMEDY}") from None
+
+
+def first_with_line_end(columns: Iterable[pa.Array]) -> int | None:
+    """The first row that has a line end in one of its values (binary or string), if any has."""
+    found = []
+    for column in columns:
+        data, offsets = characters(column)
+        places = np.flatnonzero((data == ord("\n")) | (data == ord("\r")))
+        places = places[(places >= offsets[0]) & (places < offsets[-1])]
+        found += [int(np.searchsorted(offsets, places[0], side="right")) - 1] if len(places) else []
+    return min(found, default=None)
+
+
+def _joined(batch: pa.RecordBatch) -> pa.RecordBatch:
+    """Line ends taken out of the texts, as out of those of a FASTA file."""
+    text = batch.column("text")
+    if first_with_line_end([text]) is not None:
+        for end in (b"\n", b"\r"):
+            text = pa.compute.replace_substring(text, end, b"")
+    return pa.RecordBatch.from_arrays([batch.column("id"), text], names=COLUMNS)
 
 
 def _complaints(batch: pa.RecordBatch) -> dict[int, str]:
@@ -166,11 +219,13 @@ def _complaints(batch: pa.RecordBatch) -> dict[int, str]:
         found |= dict.fromkeys(bad, "the id is not UTF-8")
     data, offsets = characters(batch.column("text"))
     data, offsets = data[offsets[0] : offsets[-1]], offsets - offsets[0]
-    if len(data) and data.max() >= 128:
-        places = np.flatnonzero(data >= 128)
+    control = data < ord(" ")
+    if len(data) and (data.max() >= 128 or control.any()):
+        places = np.flatnonzero((data >= 128) | control)
         rows, first = np.unique(np.searchsorted(offsets, places, side="right") - 1, return_index=True)
         for row, place in zip(rows.tolist(), places[first], strict=True):
-            found[row] = f"non-ASCII byte 0x{data[place]:02x} in the text"
+            kind = "non-ASCII" if data[place] >= 128 else "control"
+            found[row] = f"{kind} byte 0x{data[place]:02x} in the text"
     return found | dict.fromkeys(np.flatnonzero(np.diff(offsets) == 0).tolist(), "the text is empty")
 
 

@@ -1,13 +1,16 @@
-"""FASTA records from a plain or gzipped file, a block of megabytes at a time, with file and line in every complaint.
+"""FASTA records from a file, plain or packed by gzip, bzip2 or xz; every complaint has file and line.
 
-A block is taken apart by a handful of passes over all its bytes (numpy, Arrow); Python sees single records only to
-complain about them.
+It is read a block of megabytes at a time, and a block is taken apart by a handful of passes over all its bytes (numpy,
+Arrow); Python sees single records only to complain about them.
 """
 
 from __future__ import annotations
 
+import bz2
+import lzma
 import zlib
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
@@ -20,6 +23,15 @@ from common.files.records import NEWLINE, TAB, BadRecords, Lines, ahead, cut
 BLOCK_BYTES = 1 << 20  # that and what is made of it stay in the cache
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"  # Windows editors write it
 WHITESPACE = b" \t\r\n\v\f"
+# What a file begins with: what reads it, and what has to be unpacked first.
+UNPACKED = {b"\x1f\x8b": igzip.open, b"BZh": bz2.open, b"\xfd7zXZ\0": lzma.open}
+OTHERS = {
+    b"\x28\xb5\x2f\xfd": "it is compressed by zstd: unpack it: zstd -d FILE",
+    b"PK\x03\x04": "it is a zip archive: unpack it: unzip FILE",
+    b"\x1f\x8b": "it is gzipped twice: unpack it once: gunzip FILE",
+    b"\xff\xfe": "it is UTF-16: convert it: iconv -f UTF-16 -t UTF-8 FILE > NEW_FILE",
+    b"\xfe\xff": "it is UTF-16: convert it: iconv -f UTF-16 -t UTF-8 FILE > NEW_FILE",
+}
 GREATER, STAR = b">*"
 IS_WHITESPACE = np.isin(np.arange(256), list(WHITESPACE))
 
@@ -38,7 +50,7 @@ def read_fasta_lines(
 
     bad_records: called with the complaint about each record that cannot be used, which is left out if that returns;
     by default it is raised. on_read: called now and then with the number of bytes of the file read so far.
-    Raises UserError, naming file and line: not FASTA, empty file, a gzip file cut short or corrupt (whatever
+    Raises UserError, naming file and line: not FASTA, empty file, a packed file cut short or corrupt (whatever
     `bad_records` does); and for records without id or without sequence, `>` inside a sequence, non-ASCII bytes.
     """
     path = Path(path)
@@ -46,42 +58,43 @@ def read_fasta_lines(
     line, records = 1, 0  # line: that of the first byte of `rest`
     rest = bytearray()  # what may be the beginning of a record
     begun = False
-    blocks = ahead(_read_blocks(path, block_bytes), depth=4)
-    while True:
-        try:
-            block, position = next(blocks, (b"", None))
-        except (EOFError, zlib.error, isal_zlib.error, igzip.BadGzipFile) as error:
-            what = "is cut short" if isinstance(error, EOFError) else f"is corrupt ({error})"
-            where = f"somewhere after {records:,} records, line {line + rest.count(NEWLINE)}"
-            raise UserError(f"{path}: the gzip file {what} {where}: fetch it again") from None
-        if on_read and position is not None:
-            on_read(position)
-        searched = max(len(rest) - 1, 0)
-        rest += block
-        if not begun:
-            blank = len(rest) - len(rest.lstrip(WHITESPACE))
-            line += rest.count(NEWLINE, 0, blank)
-            del rest[:blank]
-            begun = bool(rest)
-            if begun and rest[0] != GREATER:
-                start = rest.split(b"\n", 1)[0][:40].decode("ascii", "replace").strip()
-                raise UserError(
-                    f"{path}: line {line}: not FASTA: expected a line that starts with '>', found {start!r}"
-                )
-        if not block:
-            break
-        # Only what stands before the last header is known to be complete.
-        if end := rest.rfind(b"\n>", searched) + 1:
-            complete, rest = rest[:end], rest[end:]
-            found = _Records(complete)
-            yield from found.lines(path, line, records, bad_records)
-            line += found.num_lines
-            records += found.num_records
-    if not rest:
-        raise UserError(f"{path}: empty file: expected FASTA records ('>id', then the sequence)")
-    if rest[-1] != NEWLINE:
-        rest.append(NEWLINE)
-    yield from _Records(rest).lines(path, line, records, bad_records)
+    # Closed here and now, also when a record is refused: left to the garbage collector, which may run in any thread at
+    # any moment, the wait for its thread may never end.
+    with closing(ahead(_read_blocks(path, block_bytes), depth=4)) as blocks:
+        while True:
+            try:
+                block, position = next(blocks, (b"", None))
+            except (EOFError, zlib.error, isal_zlib.error, igzip.BadGzipFile, lzma.LZMAError, OSError) as error:
+                if isinstance(error, OSError) and error.errno is not None:
+                    raise
+                what = "is cut short" if isinstance(error, EOFError) else f"is corrupt ({error})"
+                where = f"somewhere after {records:,} records, line {line + rest.count(NEWLINE)}"
+                raise UserError(f"{path}: the compressed file {what} {where}: fetch it again") from None
+            if on_read and position is not None:
+                on_read(position)
+            searched = max(len(rest) - 1, 0)
+            rest += block
+            if not begun:
+                blank = len(rest) - len(rest.lstrip(WHITESPACE))
+                line += rest.count(NEWLINE, 0, blank)
+                del rest[:blank]
+                begun = bool(rest)
+                if begun and rest[0] != GREATER:
+                    raise UserError(f"{path}: line {line}: not FASTA: {what_it_is(bytes(rest[:512]))}")
+            if not block:
+                break
+            # Only what stands before the last header is known to be complete.
+            if end := rest.rfind(b"\n>", searched) + 1:
+                complete, rest = rest[:end], rest[end:]
+                found = _Records(complete)
+                yield from found.lines(path, line, records, bad_records)
+                line += found.num_lines
+                records += found.num_records
+        if not rest:
+            raise UserError(f"{path}: empty file: expected FASTA records ('>id', then the sequence)")
+        if rest[-1] != NEWLINE:
+            rest.append(NEWLINE)
+        yield from _Records(rest).lines(path, line, records, bad_records)
 
 
 def read_fasta(path: Path | str, block_bytes: int = BLOCK_BYTES) -> Iterator[tuple[bytes, bytes]]:
@@ -94,13 +107,29 @@ def read_fasta(path: Path | str, block_bytes: int = BLOCK_BYTES) -> Iterator[tup
 def _read_blocks(path: Path, block_bytes: int) -> Iterator[tuple[bytes, int]]:
     """Blocks of text, unpacked, each with the number of bytes of the file that were read for it."""
     with open(path, "rb") as raw:
-        gzipped = raw.read(2) == b"\x1f\x8b"  # the name may lie
+        start = raw.read(8)  # the name may lie
         raw.seek(0)
-        with igzip.open(raw, "rb") if gzipped else raw as file:
-            if first := file.read(len(BYTE_ORDER_MARK)).removeprefix(BYTE_ORDER_MARK):
+        unpack = next((opened for magic, opened in UNPACKED.items() if start.startswith(magic)), None)
+        with unpack(raw, "rb") if unpack else raw as file:
+            if first := file.read(max(block_bytes, len(BYTE_ORDER_MARK))).removeprefix(BYTE_ORDER_MARK):
                 yield first, raw.tell()
             while block := file.read(block_bytes):
                 yield block, raw.tell()
+
+
+def what_it_is(start: bytes) -> str:
+    """What begins like this, and how to make text of it; nothing is shown of what is no text."""
+    for magic, told in OTHERS.items():
+        if start.startswith(magic):
+            return told
+    if start[257:262] == b"ustar":
+        return "it is a tar archive: unpack it: tar -xf FILE"
+    if start[:15].lstrip().lower().startswith((b"<!doctype", b"<html")):
+        return "it is a web page: a server's answer in place of the file: fetch it again"
+    line = start.partition(b"\n")[0][:40]
+    if b"\0" in start or not line.isascii() or any(byte < 32 and byte not in WHITESPACE for byte in line):
+        return "it is a binary file: expected text, with a line that starts with '>'"
+    return f"expected a line that starts with '>', found {line.decode('ascii').strip()!r}"
 
 
 class _Records:

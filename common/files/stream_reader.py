@@ -5,6 +5,8 @@ A unit is what is read from one end to the other: a file, or a row group of a pa
 
 from __future__ import annotations
 
+import io
+import json
 import logging
 import time
 from collections.abc import Iterator
@@ -17,9 +19,10 @@ import pyarrow.csv
 import pyarrow.json
 import pyarrow.parquet
 
-from common.cli import UserError
+from common.cli import UserError, one_line
 from common.files.alphabet import encode_many
-from common.files.csv_records import characters
+from common.files.csv_header import column_named, read_header
+from common.files.csv_records import STRAY_QUOTE, characters, first_with_line_end
 from common.files.fasta import read_fasta_lines
 from common.files.records import columns
 from common.files.sources import REMOTE, File, brief, hub_advice, refused
@@ -112,24 +115,51 @@ def _parquet(unit: Unit) -> Iterator[pa.Array]:
 
 def _json(unit: Unit) -> Iterator[pa.Array]:
     options = pa.json.ReadOptions(block_size=BLOCK_BYTES, use_threads=False)
-    with _local_stream(unit) as stream, pa.json.open_json(stream, read_options=options) as reader:
-        column = _column(unit, reader.schema.names)
+    with _local_stream(unit) as stream:
+        column = _column(unit, _names_of_first_object(stream))
+    # No other field is looked at: it may have any type, another one in each row, or come late.
+    parse = pa.json.ParseOptions(
+        explicit_schema=pa.schema([(column, pa.string())]), unexpected_field_behavior="ignore"
+    )
+    with (
+        _local_stream(unit) as stream,
+        pa.json.open_json(stream, read_options=options, parse_options=parse) as reader,
+    ):
         for batch in reader:
             yield batch.column(column)
+
+
+def _names_of_first_object(stream: pa.NativeFile) -> list[str]:
+    line = b""
+    while not line.strip() and (block := stream.read(BLOCK_BYTES)):
+        line = (line + block).lstrip().partition(b"\n")[0]
+    try:
+        return [*json.loads(line).keys()]
+    except (ValueError, AttributeError) as error:
+        raise pa.ArrowInvalid(f"its first line is no JSON object ({one_line(error)})") from None
 
 
 def _csv(unit: Unit) -> Iterator[pa.Array]:
     read = pa.csv.ReadOptions(block_size=BLOCK_BYTES, use_threads=False)
-    parse = pa.csv.ParseOptions(delimiter="\t" if ".tsv" in unit.file.path.lower() else ",")
-    types = dict.fromkeys(COLUMNS, pa.string())  # else a file of sequences "NAN", "1" would make numbers of them
-    convert = pa.csv.ConvertOptions(column_types=types, strings_can_be_null=False)
-    with (
-        _local_stream(unit) as stream,
-        pa.csv.open_csv(stream, read_options=read, parse_options=parse, convert_options=convert) as reader,
-    ):
-        column = _column(unit, reader.schema.names)
-        for batch in reader:
-            yield batch.column(column)
+    delimiter = "\t" if unit.file.path.lower().removesuffix(".gz").endswith(".tsv") else ","
+    with io.BufferedReader(_local_stream(unit)) as stream:
+        names = read_header(stream, str(unit), delimiter)
+        column = _column(unit, names)
+        # The one column, as text: others would be parsed as numbers or dates, until a row that is none ends the run.
+        convert = pa.csv.ConvertOptions(
+            column_types={column: pa.string()}, include_columns=[column], strings_can_be_null=False
+        )
+        read.column_names = names
+        if not stream.peek(1):
+            return
+        parse = pa.csv.ParseOptions(delimiter=delimiter)
+        row = 0
+        with pa.csv.open_csv(stream, read_options=read, parse_options=parse, convert_options=convert) as reader:
+            for batch in reader:
+                if (bad := first_with_line_end(batch.columns)) is not None:
+                    raise UserError(f"{unit}: row {row + bad + 1}: {STRAY_QUOTE}")
+                row += batch.num_rows
+                yield batch.column(0)
 
 
 def _fasta(unit: Unit) -> Iterator[pa.Array]:
@@ -138,9 +168,8 @@ def _fasta(unit: Unit) -> Iterator[pa.Array]:
 
 
 def _column(unit: Unit, names: list[str]) -> str:
-    for column in COLUMNS:
-        if column in names:
-            return column
+    if (column := column_named(names, COLUMNS)) is not None:
+        return column
     found = ", ".join(names)[:80]
     raise UserError(f"{unit}: no column {' or '.join(COLUMNS)}, only {found}: rename the one that holds the proteins")
 

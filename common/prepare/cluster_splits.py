@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute
 import pyarrow.csv
 import pyarrow.parquet
 
@@ -97,9 +98,15 @@ def _make(directory: Path, files: list[Path], table: Path, draw: Callable, seed:
             counts.append(0)
             for rows in read_rows(path, bad):
                 counts[-1] += rows.num_rows
-                yield hash_names(rows.column("id"))
+                yield hash_names(without_prefix(rows.column("id")))
 
     joined = join(names(), read_table(table), seed, directory)
+    if 2 * joined.missing > joined.buckets.rows:  # with each record a cluster of its own, relatives would be split
+        raise UserError(
+            f"--cluster_table {table}: names only {joined.buckets.rows - joined.missing:,} of the "
+            f"{joined.buckets.rows:,} records: is it the table of these proteins, and its columns the right way round "
+            "(cluster, then member)?"
+        )
     labels = draw(joined.buckets)
     clusters = write_index(joined.buckets, labels, directory / "index", directory)
     joined.buckets.remove()
@@ -131,12 +138,17 @@ def read_table(path: Path) -> Iterator[tuple[np.ndarray, np.ndarray]]:
             for names in (clusters, members):
                 if bad := np.flatnonzero(np.diff(characters(names)[1]) == 0).tolist():
                     raise UserError(f"--cluster_table {path}: row {row + bad[0]}: a name is empty: remove the row")
-            yield hash_names(clusters), hash_names(members)
+            yield hash_names(clusters), hash_names(without_prefix(members))
             row += len(members)
     except (pa.ArrowInvalid, OSError) as error:
         if isinstance(error, OSError) and error.errno is not None:
             raise
         raise UserError(f"--cluster_table {path}: {one_line(error)[:200]}: fetch it again") from None
+
+
+def without_prefix(names: pa.Array) -> pa.Array:
+    """Names of members without `UniRef90_`, which one of table and records may have and the other not."""
+    return pa.compute.replace_substring_regex(names, "^UniRef90_", "")
 
 
 def hash_names(names: pa.Array) -> np.ndarray:

@@ -19,7 +19,6 @@ import numpy as np
 import pyarrow as pa
 
 from common.cli import UserError
-from common.files.csv_records import read_rows
 from common.files.dataset_writer import (
     SHARD_BYTES,
     TOKEN_FEATURES,
@@ -29,12 +28,12 @@ from common.files.dataset_writer import (
     write_dataset_files,
 )
 from common.files.output_directory import Build, sync_directory
-from common.files.records import BadRecords
 from common.prepare.encode_records import Encoded, in_order
 from common.prepare.splits import SPLITS
 
 Encode = Callable[[pa.RecordBatch], Encoded]
 Progress = Callable[[int, int], None]
+Read = Callable[[Path], Iterator[pa.RecordBatch]]
 SMALL_BYTES = 64 << 20
 
 
@@ -49,12 +48,12 @@ class Piece(NamedTuple):
 class FileEncoder:
     """Tokenises one file a call; calls may run in several threads.
 
-    encode: rows to token lists; on_bad_record: error or skip; workers: threads in all, of which
-    each of `files` at work has its share; progress: called with the records just done and the tokens done in all.
+    encode: rows to token lists; read: `read_rows`, of a path; workers: threads in all, of which each of `files` at
+    work has its share; progress: called with the records just done and the tokens done in all.
     """
 
-    def __init__(self, build: Build, encode: Encode, on_bad_record: str, workers: int, files: int, progress: Progress):
-        self.build, self.encode, self.on_bad_record, self.progress = build, encode, on_bad_record, progress
+    def __init__(self, build: Build, encode: Encode, read: Read, workers: int, files: int, progress: Progress):
+        self.build, self.encode, self.read, self.progress = build, encode, read, progress
         self.at_once = min(workers, files)
         self.threads_a_file = workers // self.at_once
         self.lock, self.stop = Lock(), Event()
@@ -92,9 +91,7 @@ class FileEncoder:
             shutil.rmtree(left, ignore_errors=True)
         writers = [ShardWriter(part / split, arrow_schema(TOKEN_FEATURES)) for split in SPLITS]
         counts = {"tokens": 0, "unknown": 0, "records_with_unknown": 0}
-        for rows, encoded in in_order(
-            self._encode_block, _labelled(path, labels, self.on_bad_record), self.threads_a_file
-        ):
+        for rows, encoded in in_order(self._encode_block, _labelled(path, labels, self.read), self.threads_a_file):
             if self.stop.is_set():
                 return None
             for split, found in encoded:
@@ -129,10 +126,10 @@ def usable_threads(asked: int) -> int:
     return max(1, min(asked, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()))
 
 
-def _labelled(path: Path, labels: np.ndarray, on_bad_record: str) -> Iterator[tuple[pa.RecordBatch, np.ndarray]]:
+def _labelled(path: Path, labels: np.ndarray, read: Read) -> Iterator[tuple[pa.RecordBatch, np.ndarray]]:
     """Blocks of rows with their labels."""
     first = 0
-    for rows in read_rows(path, BadRecords(on_bad_record)):
+    for rows in read(path):
         last = first + rows.num_rows
         if last <= len(labels):
             yield rows, labels[first:last]

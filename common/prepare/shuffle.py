@@ -10,6 +10,7 @@ from __future__ import annotations
 import uuid
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from itertools import pairwise
 from pathlib import Path
 
@@ -41,7 +42,8 @@ def in_random_order(batches: Iterable[Lines], build: Build, seed: int, written: 
     else:
         for path in build.scratch.iterdir():  # of a run that was killed while it scattered
             path.unlink()
-        held, counts = _scatter(ahead(_with_keys(batches, seed)), buckets)
+        with closing(ahead(_with_keys(batches, seed))) as keyed:
+            held, counts = _scatter(keyed, buckets)
         if not any(counts):
             yield from skip(_sorted_lines(held), written())
             return

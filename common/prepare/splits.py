@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Iterable, Iterator
 
 import numpy as np
@@ -13,40 +14,50 @@ logger = logging.getLogger(__name__)
 SPLITS = ("train", "validation", "test")
 UNUSED = len(SPLITS)
 WINDOW = 1 << 16  # records whose labels are drawn together
+HELD_OUT = 50_000  # records of validation, and of test, where nothing is said
 MAX_HELD_OUT = 0.1  # of the records go to validation + test when the size of train is "what is left"
 
 
-def split_sizes(records: int, train: float | None, validation: float, test: float) -> tuple[int, int, int]:
+def split_sizes(
+    records: int, train: float | None = None, validation: float | None = None, test: float | None = None
+) -> tuple[int, int, int]:
     """Records in (train, validation, test), out of `records`.
 
-    Sizes are counts, or fractions of the records where below 1; train None is all that is left. What does not fit
-    is scaled down in proportion, with a warning: to the input, and, where train is None, counts of validation + test
-    to a tenth of the input (fractions are taken at their word as long as they leave something to train on). A split
-    that was asked for keeps at least one record. UserError below 3 records or for a negative or broken size.
+    Sizes are counts, or fractions of the records where below 1. What is said is taken at its word as long as it fits;
+    None is what nobody has said: for validation and test HELD_OUT records, of what is left by a given train, else no
+    more than a tenth of the input together; for train all that is left then. What is said and does not fit is scaled
+    down in proportion, with a warning: to the input, and, where train is not said, counts of validation + test to a
+    tenth of it. A split that was asked for keeps at least one record. UserError below 3 records, for a size that is
+    none, and where all three are 0.
     """
     if records < 3:
         raise UserError(f"{records} records: at least 3 are needed to make the splits")
-    asked = [_count(name, size, records) for name, size in (("validation", validation), ("test", test))]
-    if train is None:
-        fractions = all(size < 1 for size in (validation, test))
-        room = records - 1 if fractions else max(int(MAX_HELD_OUT * records), sum(n > 0 for n in asked))
-        held_out = _scale(asked, min(room, records - 1))
-        sizes = (records - sum(held_out), *held_out)
-        if held_out != asked:
-            logger.warning(
-                "validation + test (%s + %s) would leave too little of the %s records to train on: scaled down to"
-                " %s + %s (fractions or --train_size set them exactly)",
-                *(f"{n:,}" for n in (*asked, records, *held_out)),
-            )
-    else:
-        wanted = [_count("train", train, records), *asked]
-        sizes = tuple(_scale(wanted, records))
-        if sizes != tuple(wanted):
-            logger.warning(
-                "train + validation + test (%s + %s + %s) are more than the %s records: scaled down to %s + %s + %s",
-                *(f"{n:,}" for n in (*wanted, records, *sizes)),
-            )
-    return sizes
+    asked = dict(zip(SPLITS, (train, validation, test), strict=True))
+    said = {name: _count(name, size, records) for name, size in asked.items() if size is not None}
+    if len(said) == len(SPLITS) and not any(said.values()):
+        raise UserError("--train_size, --validation_size and --test_size are 0: nothing would be left")
+    unsaid = [name for name in SPLITS[1:] if name not in said]
+    tenth = int(MAX_HELD_OUT * records)
+    modest = min(HELD_OUT, max(1, tenth // 2))
+    sizes, total = said, sum(said.values())
+    if train is None and total + len(unsaid) >= records:
+        fractions = all(asked[name] < 1 for name in said)
+        room = records - 1 if fractions else max(tenth, sum(n > 0 for n in said.values()))
+        sizes = _scale(said, min(room, records - 1 - len(unsaid)))
+    elif train is not None and total + len(unsaid) > records:
+        sizes = _scale(said, records - modest * len(unsaid))
+    if sizes != said:
+        logger.warning(
+            "%s do not fit into %s records: scaled down to %s (fractions, or sizes that fit, are taken exactly)",
+            " + ".join(f"{name} {n:,}" for name, n in said.items()),
+            f"{records:,}",
+            " + ".join(f"{n:,}" for n in sizes.values()),
+        )
+    rest = records - sum(sizes.values())
+    most = (rest - 1 if train is None else rest) // max(len(unsaid), 1)
+    found = dict.fromkeys(unsaid, min(HELD_OUT if train is not None else modest, most)) | sizes
+    found.setdefault("train", records - sum(found.values()))
+    return tuple(found[name] for name in SPLITS)
 
 
 def split_labels(records: int, sizes: tuple[int, int, int], seed: int) -> Iterator[np.ndarray]:
@@ -79,19 +90,19 @@ def labels_by_file(windows: Iterable[np.ndarray], counts: list[int]) -> Iterator
 
 
 def _count(name: str, size: float, records: int) -> int:
-    if size < 0 or (size >= 1 and size != int(size)):
+    if not (math.isfinite(size) and size >= 0) or (size >= 1 and size != int(size)):
         raise UserError(f"--{name}_size {size:g}: give a number of records, or a fraction below 1")
     if size >= 1:
         return int(size)
     return max(1, round(size * records)) if size else 0
 
 
-def _scale(wanted: list[int], room: int) -> list[int]:
+def _scale(wanted: dict[str, int], room: int) -> dict[str, int]:
     """`wanted` in proportion, each that is not 0 at least 1, with a sum of at most `room`."""
-    total = sum(wanted)
+    total = sum(wanted.values())
     if total <= room:
-        return list(wanted)
-    scaled = [max(1, n * room // total) if n else 0 for n in wanted]
-    largest = scaled.index(max(scaled))
-    scaled[largest] += room - sum(scaled)  # what rounding left over, or what the ones took
+        return wanted
+    scaled = {name: max(1, n * room // total) if n else 0 for name, n in wanted.items()}
+    largest = max(scaled, key=scaled.__getitem__)
+    scaled[largest] += room - sum(scaled.values())  # what rounding left over, or what the ones took
     return scaled

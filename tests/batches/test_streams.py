@@ -222,10 +222,13 @@ def test_directories_and_globs(tmp_path):
         ("a.parquet", b"no parquet at all", "cannot be read"),
         ("a.jsonl", b'{"sequence": "MKV"}\n{"sequence": \n', "cannot be read"),
         ("a.jsonl", b'{"protein": "MKV"}\n', "no column sequence or text, only protein"),
-        ("a.csv", b"", "cannot be read"),
+        ("a.csv", b"", "Empty CSV file"),
         ("a.csv", b"id,protein\n1,MKV\n", "no column sequence or text, only id, protein"),
         ("a.csv.gz", b"not gzip", "cannot be read"),
         ("a.fasta", b"MKV\n", "not FASTA"),
+        ("a.csv", b'id,text\n1,MKV\n2,"MKV\n3,MKL\n4,MK"\n', "row 2: a text that goes on over a line end"),
+        ("a.csv", "id,text\n1,MKV\n".encode("utf-16"), "is UTF-16: convert it"),
+        ("a.jsonl", b"[1, 2]\n", "first line is no JSON object"),
         ("a.txt", b"MKV\n", "its name says no format"),
     ],
 )
@@ -242,3 +245,22 @@ def test_bad_files_are_named(tmp_path, name, content, message):
         read()
     assert name in str(error.value)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("name", ["a.csv", "a.tsv.gz", "my.tsv.d/a.csv", "a.jsonl"])
+def test_fields_that_nobody_asked_for_are_not_looked_at(tmp_path, name):
+    """Numbers that turn into words after many rows, and a field that appears late."""
+    path = tmp_path / name
+    path.parent.mkdir(exist_ok=True)
+    numbers = [*map(str, range(40_000)), "word"]
+    if name.endswith(".jsonl"):
+        rows = [json.dumps({"n": n, "text": "MKVLA"}) for n in range(40_000)]
+        content = "\n".join([*rows, '{"n": "word", "late": [1], "text": "MKVLA"}']).encode()
+    else:
+        between = b"\t" if name.endswith(".tsv.gz") else b","
+        content = b"\n".join(
+            between.join(row) for row in [(b"N", b"Text"), *((n.encode(), b"MKVLA") for n in numbers)]
+        )
+    path.write_bytes(gzip.compress(content) if name.endswith(".gz") else content)
+    (unit,) = units_of(open_source(str(path), streaming=False).splits["train"], 1)
+    assert sum(len(offsets) - 1 for _, offsets in read_sequences(unit, 0)) == 40_001

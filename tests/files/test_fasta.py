@@ -1,6 +1,8 @@
 """common/files/fasta.py: what a record is, and where the complaints point."""
 
+import bz2
 import gzip
+import lzma
 import random
 import re
 
@@ -84,7 +86,9 @@ def test_damaged_gzip(tmp_path, damage, message):
         packed[len(packed) // 2] ^= 0xFF
     path = tmp_path / "bad.fasta.gz"
     path.write_bytes(packed)
-    with pytest.raises(UserError, match=rf"bad.fasta.gz: the gzip file {message}.*after [\d,]+ records, line \d+"):
+    with pytest.raises(
+        UserError, match=rf"bad.fasta.gz: the compressed file {message}.*after [\d,]+ records, line \d+"
+    ):
         list(read_fasta(path, 1000))
 
 
@@ -214,3 +218,39 @@ def test_progress_ends_with_the_size_of_the_file(tmp_path):
     assert positions == sorted(positions)
     assert len(set(positions)) > 2
     assert positions[-1] == path.stat().st_size
+
+
+TWO = b">a one\nMKV\nLA\n>b\nMK\n"
+
+
+@pytest.mark.parametrize("pack", [gzip.compress, bz2.compress, lzma.compress])
+def test_packed_files_are_read_whatever_their_name(tmp_path, pack):
+    path = tmp_path / "a.fasta"
+    path.write_bytes(pack(TWO))
+    assert list(read_fasta(path)) == [(b"a", b"MKVLA"), (b"b", b"MK")]
+    path.write_bytes(pack(TWO * 1000)[:-20])
+    with pytest.raises(UserError, match=r"a\.fasta: the compressed file is (cut short|corrupt)"):
+        list(read_fasta(path))
+
+
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        (b"\x28\xb5\x2f\xfd\x04\x00", "compressed by zstd: unpack it: zstd -d"),
+        (b"PK\x03\x04\x14\x00", "a zip archive: unpack it: unzip"),
+        (gzip.compress(gzip.compress(TWO)), "gzipped twice: unpack it once: gunzip"),
+        (b"a.fasta".ljust(257, b"\0") + b"ustar\x00", "a tar archive: unpack it: tar -xf"),
+        (TWO.decode().encode("utf-16"), "UTF-16: convert it: iconv -f UTF-16 -t UTF-8"),
+        (b"<!DOCTYPE html>\n<html>Not found</html>", "a web page: a server's answer in place of the file"),
+        (b"\x1b[2Jhello\n", "a binary file: expected text"),
+        (b"LOCUS       AB000001\n", "expected a line that starts with '>', found 'LOCUS       AB000001'"),
+    ],
+)
+def test_what_is_no_fasta_is_called_by_its_name(tmp_path, content, told):
+    path = tmp_path / "a.fasta"
+    path.write_bytes(content)
+    with pytest.raises(UserError) as error:
+        list(read_fasta(path))
+    assert str(error.value).startswith(f"{path}: line 1: not FASTA: ")
+    assert told in str(error.value)
+    assert str(error.value).isprintable()

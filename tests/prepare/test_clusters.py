@@ -20,7 +20,7 @@ from common.files.clusters import Clusters, open_clusters
 from common.files.hashing import hash_bytes
 from common.prepare import cluster_index
 from common.prepare.cluster_index import _fitting
-from common.prepare.cluster_splits import hash_names, read_table
+from common.prepare.cluster_splits import hash_names, read_table, without_prefix
 from tests.data_fixtures import TOKENIZE, call, everything_in
 from tests.training_fixtures import losses, train
 
@@ -69,8 +69,9 @@ def parquet(path):
 def test_tables_of_every_form(tmp_path, write):
     write(tmp_path / "table")
     found = [np.concatenate(part) for part in zip(*read_table(tmp_path / "table"), strict=True)]
-    for hashes, names in zip(found, zip(*PAIRS, strict=True), strict=True):
-        assert np.array_equal(hashes, hash_names(pa.array(names)))
+    clusters, members = map(pa.array, zip(*PAIRS, strict=True))
+    for hashes, names in zip(found, (clusters, without_prefix(members)), strict=True):
+        assert np.array_equal(hashes, hash_names(names))
 
 
 @pytest.mark.parametrize(
@@ -324,3 +325,36 @@ def test_training_draws_by_clusters_and_goes_on_where_it_stopped(dataset, tmp_pa
     assert "sample_clusters True (now not used)" in said
     said = train(dataset, tmp_path / "none", expect=2, **flags)
     assert "no clusters: tokenise with --cluster_table" in said
+
+
+@pytest.mark.parametrize(
+    "table",
+    [
+        "ur50_id\tur90_id\n",
+        "ur50_id\tur90_id\n" + "".join(f"UniRef90_{i}\tUniRef50_{i}\n" for i in range(20)),
+        "".join(f"UniRef50_A{i}\tUniRef90_X{i}\n" for i in range(20)),
+        "".join(f"UniRef50_A{i}\tUniRef90_{i}\n" for i in range(9)),
+    ],
+    ids=["header only", "columns the other way round", "other proteins", "less than half of them"],
+)
+def test_a_table_of_other_proteins_is_an_error(tmp_path, table):
+    """Each record would be a cluster of its own, and relatives stand in training and validation."""
+    (tmp_path / "csv").mkdir()
+    (tmp_path / "csv/table.tsv").write_text(table)
+    (tmp_path / "csv/x000.csv").write_text("id,text\n" + "".join(f"UniRef90_{i},MKV\n" for i in range(20)))
+    with pytest.raises(UserError, match=r"names only \d of the 20 records: is it the table of these proteins"):
+        tokenize(tmp_path / "csv", tmp_path / "out", "--validation_size", 2, "--test_size", 1)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(("of_records", "of_table"), [("", "UniRef90_"), ("UniRef90_", "UniRef90_")])
+def test_names_with_and_without_their_prefix(tmp_path, of_records, of_table, caplog):
+    (tmp_path / "csv").mkdir()
+    rows = "".join(f"UniRef50_{i // 2}\t{of_table}{i}\n" for i in range(20))
+    (tmp_path / "csv/table.tsv").write_text("ur50_id\tur90_id\n" + rows)
+    (tmp_path / "csv/x000.csv").write_text("id,text\n" + "".join(f"{of_records}{i},MKV\n" for i in range(20)))
+    names = tokenize(tmp_path / "csv", tmp_path / "out", "--validation_size", 2, "--test_size", 2)
+    assert "are not in" not in caplog.text
+    assert {
+        split: len({int(name.removeprefix(of_records)) // 2 for name in part}) for split, part in names.items()
+    } == {"train": 8, "validation": 1, "test": 1}

@@ -254,7 +254,7 @@ def test_two_runs_at_once_are_refused(tmp_path):
         (b">a\nMK\n>b\n", "line 3: record 2 (b) has no sequence"),
         (b">a\nMK\n>\nMK\n", "line 3: record 2 has no id"),
         (b">a\nM\xc3\xa9K\n", "line 2: non-ASCII byte"),
-        (gzip.compress(b">a\nMKVLA\n" * 1000)[:-20], "bad.fasta: the gzip file is cut short"),
+        (gzip.compress(b">a\nMKVLA\n" * 1000)[:-20], "bad.fasta: the compressed file is cut short"),
     ],
 )
 def test_bad_fasta_leaves_nothing(tmp_path, content, message):

@@ -3,6 +3,7 @@
 import csv
 import itertools
 import json
+import math
 import time
 
 import datasets
@@ -167,6 +168,19 @@ def test_an_empty_split_opens(tmp_path, size):
         (100, (None, 1e-6, 0), (99, 1, 0), False),
         (100, (10_000, 1, 1), (98, 1, 1), True),
         (100, (0, 50, 50), (0, 50, 50), False),
+        # What is said is taken at its word, and defaults share the rest.
+        (2000, (100, None, None), (100, 950, 950), False),
+        (2000, (0.9, None, None), (1800, 100, 100), False),
+        (69_000_000, (100, None, None), (100, 50_000, 50_000), False),
+        (69_000_000, (None, None, None), (68_900_000, 50_000, 50_000), False),
+        (8000, (None, None, None), (7200, 400, 400), False),
+        (8000, (None, 1000, None), (6600, 1000, 400), False),
+        (8000, (None, 500, 7000), (500, 500, 7000), False),
+        (8000, (None, None, 0), (7600, 400, 0), False),
+        (8000, (7000, 500, None), (7000, 500, 500), False),
+        (8000, (8000, None, None), (7200, 400, 400), True),
+        (8000, (10_000_000, None, 100), (7599, 400, 1), True),
+        (3, (None, None, None), (1, 1, 1), False),
     ],
 )
 def test_sizes(caplog, records, asked, expected, warns):
@@ -180,7 +194,9 @@ def test_sizes(caplog, records, asked, expected, warns):
     assert ("scaled down" in caplog.text) == warns
 
 
-@pytest.mark.parametrize("asked", [(None, -1, 5), (None, 1.5, 5), (-0.5, 5, 5)])
+@pytest.mark.parametrize(
+    "asked", [(None, -1, 5), (None, 1.5, 5), (-0.5, 5, 5), (None, math.nan, 5), (math.inf, 5, 5), (0, 0, 0)]
+)
 def test_impossible_sizes(asked):
     with pytest.raises(UserError, match="_size"):
         split_sizes(100, *asked)
@@ -296,10 +312,10 @@ def test_plain_lines_and_others_as_the_csv_module_reads_them(tmp_path, monkeypat
     path = tmp_path / "x.csv"
     path.write_bytes(("id,text\n" + "".join(lines).rstrip("\n") + end).encode())
     with open(path, newline="", encoding="utf-8") as file:
-        expected = [tuple(row) for row in csv.reader(file) if row][1:]
-    found = [tuple(row.values()) for batch in read_rows(path) for row in batch.to_pylist()]
+        expected = [(name, text.replace("\n", "")) for name, text in filter(None, csv.reader(file))][1:]
+    found = [tuple(row.values()) for batch in read_rows(path, line_ends=True) for row in batch.to_pylist()]
     assert found == expected
-    assert count_rows(path) == len(expected)
+    assert count_rows(path, line_ends=True) == len(expected)
 
 
 def test_the_parser_and_the_short_cut_give_the_same_bytes(tmp_path):

@@ -97,7 +97,7 @@ def test_killed_at_many_moments(tmp_path, monkeypatch, moments, flags):
         again.append(path.name)
         return read_rows(path, *others)
 
-    monkeypatch.setattr(encode_files, "read_rows", noting)
+    monkeypatch.setattr(csv_records, "read_rows", noting)
     # Of the whole run, and of its end: most touches of the disk are those of the clusters' temporary files.
     chosen = np.concatenate([np.linspace(begin, touches - 1, moments // 2) for begin in (1, max(2, touches - 60))])
     for number, touch in enumerate(sorted(set(chosen.astype(int).tolist()))):
@@ -255,3 +255,72 @@ def test_bad_input_on_the_command_line(tmp_path):
     line = expect_error(SCRIPT, "--input_dir", tmp_path / "csv", "--output_dir", tmp_path / "out")
     assert "no such directory: run 0.download_data.py first" in line
     assert not list(tmp_path.iterdir())
+
+
+# --- quotes, line ends and columns that nobody asked for
+
+
+def quoted(places: dict[int, bytes], count: int = 2000) -> bytes:
+    """A file of so many rows, those at `places` (from 1) as given."""
+    lines = [places.get(n, f"P{n},MKVLA".encode()) for n in range(1, count + 1)]
+    return b"id,text\n" + b"\n".join(lines) + b"\n"
+
+
+@pytest.mark.parametrize("policy", ["error", "skip"])
+@pytest.mark.parametrize("block_bytes", [4000, 4 << 20])
+@pytest.mark.parametrize(
+    "places",
+    [{3: b'P3,"MKVLA', 1500: b'P1500,MKVLA"'}, {3: b'P3,"MKVLA'}, {3: b'"P3,MKVLA', 1500: b'P1500",MKVLA'}],
+    ids=["closed far away", "never closed", "in the id"],
+)
+def test_a_stray_quote_is_an_error_and_swallows_nothing(tmp_path, monkeypatch, places, block_bytes, policy):
+    monkeypatch.setattr(csv_records, "PARSED_BYTES", block_bytes)
+    (tmp_path / "csv").mkdir()
+    (tmp_path / "csv/x000.csv").write_bytes(quoted(places))
+    with pytest.raises(UserError, match=r"x000\.csv: (row 3: )?a text that goes on over a line end, after a quote"):
+        call(TOKENIZE, "--input_dir", tmp_path / "csv", "--output_dir", tmp_path / "out", "--on_bad_record", policy)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("block_bytes", [400, 4 << 20])
+def test_texts_that_may_hold_line_ends(tmp_path, monkeypatch, block_bytes):
+    monkeypatch.setattr(csv_records, "PARSED_BYTES", block_bytes)
+    (tmp_path / "csv").mkdir()
+    long = "\n".join(["MKVLA" * 12] * 4)
+    (tmp_path / "csv/x000.csv").write_bytes(quoted({3: b'P3,"MK\nVL\r\nA"', 900: f'P900,"{long}"'.encode()}))
+    call(TOKENIZE, "--input_dir", tmp_path / "csv", "--output_dir", tmp_path / "out", "--line_ends_in_text", "True")
+    found = dict(itertools.chain(*load(tmp_path / "out").values()))
+    assert len(found) == 2000
+    assert found["P3"] == encode("MKVLA").tolist()
+    assert found["P900"] == encode("MKVLA" * 48).tolist()
+
+
+def test_other_columns_are_not_looked_at(tmp_path):
+    """Numbers that turn into words, bytes that are no UTF-8: in a column that nobody asked for."""
+    rows = [b"%d,P%d,MKVLA,\xe9" % (n, n) for n in range(1, 3000)] + [b"word,P3000,MKVLA,x"]
+    (tmp_path / "csv").mkdir()
+    (tmp_path / "csv/x000.csv").write_bytes(b"number,ID,Text,note\n" + b"\n".join(rows))
+    call(TOKENIZE, "--input_dir", tmp_path / "csv", "--output_dir", tmp_path / "out")
+    assert len(dict(itertools.chain(*load(tmp_path / "out").values()))) == 3000
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("id,text\na,MK\n".encode("utf-16"), "x000.csv: is UTF-16: convert it: iconv -f UTF-16 -t UTF-8"),
+        (b"\x1f\x8b\x08\x00\x00", "x000.csv: row 0: a NUL byte in the header"),
+        (b"id,text,\xe9\na,MK,b\n", "x000.csv: row 0: the header is not UTF-8: byte 0xe9"),
+        (b"id,text\na,MK\nb,M\x00K\nc,MK\nd,MK\n", "x000.csv: row 2: control byte 0x00 in the text"),
+    ],
+)
+def test_what_is_no_csv_file_is_said(tmp_path, content, message):
+    (tmp_path / "csv").mkdir()
+    (tmp_path / "csv/x000.csv").write_bytes(content)
+    for policy in ("error", "skip"):
+        if policy == "error" or "row 2" not in message:
+            with pytest.raises(UserError) as error:
+                call(
+                    *(TOKENIZE, "--input_dir", tmp_path / "csv", "--output_dir", tmp_path / "out"),
+                    *("--on_bad_record", policy),
+                )
+            assert message in str(error.value)

@@ -1,0 +1,43 @@
+"""The first line of a CSV file, read before a parser sees the file: only the columns that are needed are then parsed.
+
+A parser that is let loose on all of them infers their types, and fails in the middle of a file for a column that
+nobody asked for.
+"""
+
+from __future__ import annotations
+
+import csv
+from typing import BinaryIO
+
+from common.cli import UserError
+
+LONGEST = 1 << 20  # bytes of a header
+ENCODINGS = {b"\xff\xfe": "UTF-16", b"\xfe\xff": "UTF-16"}  # by their first bytes
+
+
+def read_header(file: BinaryIO, where: str, delimiter: str = ",") -> list[str]:
+    """The names of the columns, as written; the file is left at the second line.
+
+    UserError for what is no line of text: another encoding, a binary file, nothing at all.
+    """
+    line = file.readline(LONGEST)
+    if not line:
+        raise UserError(f"{where}: Empty CSV file")
+    if encoding := ENCODINGS.get(line[:2]):
+        raise UserError(f"{where}: is {encoding}: convert it: iconv -f {encoding} -t UTF-8 FILE > NEW_FILE")
+    if b"\0" in line:
+        raise UserError(f"{where}: row 0: a NUL byte in the header: this is no CSV file")
+    if len(line) == LONGEST:
+        raise UserError(f"{where}: row 0: the header has no end: this is no CSV file")
+    try:
+        text = line.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise UserError(f"{where}: row 0: the header is not UTF-8: byte 0x{line[error.start]:02x}") from None
+    return next(csv.reader([text.rstrip("\r\n")], delimiter=delimiter), [])
+
+
+def column_named(names: list[str], wanted: tuple[str, ...]) -> str | None:
+    """The column among `names` that is called as the first of `wanted` that is there, in any case."""
+    lower = [name.strip().lower() for name in names]
+    found = [names[lower.index(name)] for name in wanted if lower.count(name) == 1]
+    return found[0] if found else None
