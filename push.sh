@@ -36,6 +36,7 @@ if [ -z "${REGISTRY:-}" ]; then
   REGISTRY=$ACCOUNT.dkr.ecr.$AWS_REGION.$suffix
 fi
 REGISTRY=${REGISTRY%/}
+case $REGISTRY in [./:]* | "") fail "REGISTRY=$REGISTRY has no host: unset it, or export REGISTRY=HOST/" ;; esac
 remote=$REGISTRY/$DOCKER_IMAGE_NAME
 
 # What the tag has in the repository: sets `there` to its digest if that is this very image, to nothing if there is no

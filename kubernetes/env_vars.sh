@@ -3,6 +3,7 @@
 #   source kubernetes/env_vars.sh
 #   kubernetes/render.sh train-ddp-template.yaml | kubectl apply -f -
 #
+# or, without render.sh's checks and switches: envsubst < kubernetes/train-ddp-template.yaml | kubectl apply -f -
 # What the environment has already is kept.
 # shellcheck shell=bash
 
@@ -10,8 +11,16 @@
 export DOCKER_IMAGE_NAME=${DOCKER_IMAGE_NAME:-esm}
 export TAG=${TAG:-aws}
 export AWS_REGION=${AWS_REGION:-us-east-1}
-export ACCOUNT=${ACCOUNT:-$(aws sts get-caller-identity --query Account --output text)}
-export REGISTRY=${REGISTRY:-${ACCOUNT}.dkr.ecr.${AWS_REGION}.amazonaws.com/} # ends with a slash
+if [ -z "${IMAGE_URI:-}${REGISTRY:-}${ACCOUNT:-}" ]; then
+  ACCOUNT=$(aws sts get-caller-identity --query Account --output text) || {
+    echo "error: ACCOUNT is not set and the aws command cannot tell it: export ACCOUNT=..., REGISTRY=... or IMAGE_URI=..." >&2
+    return 2
+  }
+fi
+export ACCOUNT=${ACCOUNT:-}
+export REGISTRY=${REGISTRY:-${ACCOUNT:+${ACCOUNT}.dkr.ecr.${AWS_REGION}.amazonaws.com/}} # ends with a slash
+# What the pods run. By digest, whatever becomes of the tag: export IMAGE_URI=$(./push.sh)
+export IMAGE_URI=${IMAGE_URI:-${REGISTRY}${DOCKER_IMAGE_NAME}:${TAG}}
 
 # Directories on the claim fsx-claim, which is mounted at /fsx-shared: data, and results of training.
 export TARGET_PATH=${TARGET_PATH:-/fsx-shared/esm}
@@ -23,6 +32,9 @@ export MODEL=${MODEL:-facebook/esm2_t36_3B_UR50D}
 export NUM_NODES=${NUM_NODES:-2}
 export GPU_PER_NODE=${GPU_PER_NODE:-8}
 export EFA_PER_NODE=${EFA_PER_NODE:-32}
+# Huge pages, which EFA needs and nodes without it do not have.
+if [ "$EFA_PER_NODE" = 0 ]; then HUGEPAGES=${HUGEPAGES:-0}; fi
+export HUGEPAGES=${HUGEPAGES:-5120Mi}
 
 # Further flags of the scripts; they win over those of the templates. The guides' short first run:
 #   export TRAIN_FLAGS="--max_train_samples=100000"

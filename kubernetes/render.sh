@@ -5,7 +5,8 @@
 #   kubernetes/render.sh --with kueue,hyperpod train-fsdp-template.yaml > train-fsdp.yaml
 #
 # Switches (docs/kubernetes.md) are the template's lines `# [NAME] ...`, which are uncommented, and `...  # [not NAME]`,
-# which are dropped. kubernetes/env_vars.sh lists the variables; *_FLAGS may be empty, RUN_ID has a default.
+# which are dropped. kubernetes/env_vars.sh lists the variables; *_FLAGS may be empty, RUN_ID, IMAGE_URI and HUGEPAGES have
+# defaults. Any envsubst will do, gettext's or the one written in Go.
 set -euo pipefail
 
 fail() { echo "error: $*" >&2; exit 2; }
@@ -32,8 +33,15 @@ done
 text=$(sed -E '/^ *# \[[a-z0-9]+\] /d; s/ +# \[not [a-z0-9]+\]$//' <<<"$text")
 
 export RUN_ID=${RUN_ID:-$(date -u +%Y%m%d-%H%M%S)}
+names=$(grep -vE '^ *#' <<<"$text" | { grep -oE '\$\{[A-Z_0-9]+\}' || true; } | tr -d '${}' | sort -u)
+if grep -qx IMAGE_URI <<<"$names" && [ -z "${IMAGE_URI:-}" ]; then
+  names+=$'\nDOCKER_IMAGE_NAME\nREGISTRY\nTAG'
+  export IMAGE_URI=${REGISTRY:-}${DOCKER_IMAGE_NAME:-}:${TAG:-}
+fi
+if [ "${EFA_PER_NODE:-}" = 0 ]; then huge=0; else huge=5120Mi; fi # EFA's huge pages are not there where EFA isn't
+export HUGEPAGES=${HUGEPAGES:-$huge}
 missing=()
-for name in $(envsubst --variables "$(grep -vE '^ *#' <<<"$text")" | sort -u); do
+for name in $names; do
   [ -n "${!name:-}" ] || [[ $name = *_FLAGS ]] || missing+=("$name")
 done
 [ "${#missing[@]}" -eq 0 ] || fail "unset or empty: ${missing[*]}; see kubernetes/env_vars.sh"
@@ -46,7 +54,5 @@ done
 for name in NUM_NODES GPU_PER_NODE EFA_PER_NODE; do
   [[ ${!name:-0} =~ ^[0-9]+$ ]] || fail "$name=${!name} is not a number"
 done
-
-# EFA's huge pages are not there where EFA isn't.
-if [ "${EFA_PER_NODE:-}" = 0 ]; then text=${text//hugepages-2Mi: 5120Mi/hugepages-2Mi: 0}; fi
+case ${IMAGE_URI:-} in [./:]*) fail "IMAGE_URI=$IMAGE_URI is no image: REGISTRY has no host" ;; esac
 envsubst <<<"$text"

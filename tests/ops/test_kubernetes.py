@@ -6,9 +6,9 @@ import copy
 import os
 import re
 import shutil
+import sys
 
 import pytest
-import yaml
 
 from tests.ops.job_schemas import DEFINITIONS, METADATA, definition_of
 from tests.ops.manifests import (
@@ -56,8 +56,8 @@ def test_the_readmes_commands(tmp_path):
     (tmp_path / "kubectl").chmod(0o755)
     readme = (ROOT / "README.md").read_text()
     commands = re.search(r"### Kubernetes.*?```sh\n(.*?)```", readme, re.DOTALL)[1]
-    assert "./build.sh && ./push.sh\n" in commands
-    commands = commands.replace("./build.sh && ./push.sh\n", "")
+    assert "./build.sh && IMAGE_URI=$(./push.sh)\n" in commands
+    commands = commands.replace("./build.sh && IMAGE_URI=$(./push.sh)\n", "")
     done = run_shell(commands, {"PATH": f"{tmp_path}:{os.environ['PATH']}", "ACCOUNT": GUIDE["ACCOUNT"]})
     assert done.returncode == 0, done.stderr
     applied = [document for document in documents((tmp_path / "applied").read_text()) if document]
@@ -103,23 +103,50 @@ def test_switches_say_what_they_mean():
     assert (service["metadata"]["name"], service["spec"]["ports"][0]["port"]) == ("etcd", 2379)
 
 
+@pytest.mark.parametrize("settings", SETTINGS)
 @pytest.mark.parametrize("template", TEMPLATES)
-def test_plain_envsubst_with_the_guides_variables_alone(template):
-    """As in the guide: `cat TEMPLATE | envsubst`. Shell and $(...) inside the containers' commands survive."""
-    variables = GUIDE | (FILE_SYSTEM if template.startswith("fsx") else {})
-    done = run_shell(f"cat kubernetes/{template} | envsubst", variables)
-    assert done.returncode == 0, done.stderr
-    plain, rendered = documents(done.stdout), documents(render(template, RUN_ID="", **variables))
-    for document in [*plain, *rendered]:
-        for elastic in [d["elasticPolicy"] for d in [document.get("spec", {})] if "elasticPolicy" in d]:
-            assert elastic.pop("rdzvId").startswith("esm2-")
-    assert without_run_id(plain) == without_run_id(rendered)
-
-
-def without_run_id(found: list[dict]) -> list[dict]:
+def test_plain_envsubst_makes_what_render_makes(template, settings):
+    """After `source env_vars.sh`, as in the guides. Shell and $(...) inside the containers' commands survive."""
+    variables = {"ACCOUNT": GUIDE["ACCOUNT"], "RUN_ID": "1"} | FILE_SYSTEM | SETTINGS[settings]
+    source = "source kubernetes/env_vars.sh"
+    plain = run_shell(f"{source}; envsubst < kubernetes/{template}", variables)
+    rendered = run_shell(f"{source}; kubernetes/render.sh {template}", variables)
+    assert (plain.returncode, rendered.returncode) == (0, 0), plain.stderr + rendered.stderr
+    found = documents(plain.stdout)
     for container in [c for document in found for c in holders(document, "args")]:  # switches in a script are comments
         container["args"] = [re.sub(r"(?m)^# \[\w+\] .*\n", "", text) for text in container["args"]]
-    return yaml.safe_load(re.sub(r"(esm2-\w+-)\d{8}-\d{6}", r"\1", yaml.safe_dump(found)))
+    assert found == documents(rendered.stdout)
+
+
+def test_render_with_the_envsubst_that_is_written_in_go(tmp_path):
+    """It fills in variables and knows none of gettext's flags: what is missing must be found without it."""
+    script = "import os, sys\nif sys.argv[1:]: sys.exit('flag provided but not defined')\n"
+    script += "print(os.path.expandvars(sys.stdin.read()), end='')\n"
+    (tmp_path / "envsubst").write_text(f"#!{sys.executable}\n{script}")
+    (tmp_path / "envsubst").chmod(0o755)
+    go = GUIDE | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "RUN_ID": "1"}
+    done = run_shell("kubernetes/render.sh train-ddp-template.yaml", go)
+    assert done.returncode == 0, done.stderr
+    for document in documents(done.stdout):
+        assert {container["image"] for container in containers(document)} == {IMAGE}
+    done = run_shell("kubernetes/render.sh train-ddp-template.yaml", go | {"MODEL": ""})
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("error: unset or empty: MODEL; see")
+
+
+def test_the_image_that_push_prints_is_the_one_that_runs(tmp_path):
+    image = f"{GUIDE['REGISTRY']}esm@sha256:{'a' * 64}"
+    for template in TRAINING:
+        (job,) = documents(render(template, IMAGE_URI=image))
+        assert {container["image"] for container in containers(job)} == {image}
+    (tmp_path / "aws").write_text("#!/bin/sh\necho 'Unable to locate credentials' >&2; exit 253\n")
+    (tmp_path / "aws").chmod(0o755)
+    path = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    done = run_shell('source kubernetes/env_vars.sh || echo "status $? ${REGISTRY:-none}"', path)
+    assert done.stdout == "status 2 none\n"
+    assert done.stderr.splitlines()[-1].startswith("error: ACCOUNT is not set and the aws command cannot tell it: ")
+    done = run_shell('source kubernetes/env_vars.sh && echo "$IMAGE_URI"', path | {"IMAGE_URI": image})
+    assert (done.stdout, done.stderr) == (f"{image}\n", "")
 
 
 def test_every_variable_of_the_templates_is_explained():
@@ -152,6 +179,8 @@ def test_env_vars_holds_the_guides_values_and_keeps_what_is_set(tmp_path):
         ("train-dpp-template.yaml", {}, "no such template; there are"),
         ("train-ddp-template.yaml", {"OUTPUT_DIR": "/scratch"}, "OUTPUT_DIR=/scratch is not on the volume"),
         ("train-ddp-template.yaml", {"NUM_NODES": "two"}, "NUM_NODES=two is not a number"),
+        ("train-ddp-template.yaml", {"REGISTRY": ".dkr.ecr.eu-1.amazonaws.com/"}, "is no image: REGISTRY has no host"),
+        ("train-ddp-template.yaml", {"REGISTRY": ""}, "error: unset or empty: REGISTRY; see"),
         ("", {}, "usage:"),
         ("--with", {}, "usage:"),
     ],

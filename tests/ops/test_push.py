@@ -148,6 +148,7 @@ def test_what_is_wrong_is_said_in_one_line(tmp_path):
         keyless = environment | {"AWS_ACCESS_KEY_ID": "", "AWS_SECRET_ACCESS_KEY": ""}
         assert re.search("^error: ACCOUNT is not set .*credentials", error(keyless))
         assert re.search("^error: cannot look up the repository esm .*credentials", error(keyless, ACCOUNT=ACCOUNT))
+        assert "has no host: unset it" in error(environment, REGISTRY=".dkr.ecr.us-east-1.amazonaws.com/")
         nobody = {"DOCKER_HOST": f"unix://{tmp_path}/nothing.sock"}
         assert "no Docker engine answers" in error(environment, **nobody)
 
