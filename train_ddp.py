@@ -25,7 +25,9 @@ from common.training.trainer import train
 @dataclass
 class DdpArguments(TrainArguments):
     ddp_bucket_cap_mb: int = flag(25, "Megabytes of gradients that are exchanged at a time.")
-    ddp_static_graph: bool = flag(False, "Promise DDP that every step runs the same graph.")
+
+    def check(self) -> None:
+        self.require_at_least(1, "ddp_bucket_cap_mb")
 
 
 def replicate(built: Built, world: World, args: DdpArguments) -> Strategy:
@@ -38,7 +40,6 @@ def replicate(built: Built, world: World, args: DdpArguments) -> Strategy:
         # All ranks have made the same weights; sent, those in FP8 would be rounded again.
         init_sync=built.precision.masters is None,
         bucket_cap_mb=args.ddp_bucket_cap_mb,
-        static_graph=args.ddp_static_graph,
         gradient_as_bucket_view=True,
     )
     return Strategy(replica)

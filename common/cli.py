@@ -18,8 +18,13 @@ from pathlib import Path
 
 import yaml
 
+MACHINE_FAULT = 1
 BAD_INPUT = 2  # exit status for anything the user can mend; tracebacks (status 1) are for our bugs
 INTERRUPTED = 130  # Ctrl-C, as shells have it
+
+
+class MachineFault(RuntimeError):
+    """Something that is neither the user's fault nor ours, in one line. Status 1: what starts jobs again does so."""
 
 
 class UserError(ValueError):
@@ -182,6 +187,11 @@ def user_errors(where: str = "", quiet: bool = False):
         else:
             sys.stderr.write(f"error: {where}{message}\n")
         raise SystemExit(BAD_INPUT) from None
+    except MachineFault as error:
+        if os.environ.get("TRACEBACK"):
+            raise
+        sys.stderr.write(f"error: {where}{error}\n")
+        raise SystemExit(MACHINE_FAULT) from None
     except KeyboardInterrupt:
         if not (quiet or where):  # Ctrl-C reaches all processes of a terminal: one says so
             sys.stderr.write("interrupted\n")

@@ -62,6 +62,9 @@ class PreparedData:
             return self.flags.max_steps
         return max(1, -(-int(self.flags.num_train_epochs * self.plan.packs_per_epoch()) // packs_per_step))
 
+    def check_packs(self, saved: int, packs_per_step: int) -> None:
+        """A position in a batch plan is one for any number of packs a step."""
+
     def order(self, packs_per_step: int) -> Order:
         """The packs of the run, so many a step."""
         return PlannedOrder(self.store, self.plan, packs_per_step)
@@ -98,6 +101,14 @@ class StreamedData:
 
     def total_steps(self, packs_per_step: int) -> int:
         return self.flags.max_steps
+
+    def check_packs(self, saved: int, packs_per_step: int) -> None:
+        """UserError where a checkpoint's position, of `saved` packs a step, is none for so many."""
+        if saved != packs_per_step:
+            raise UserError(
+                f"--packs_per_step {packs_per_step}: the checkpoint stands in streams of the data for {saved} packs a "
+                "step, of which another number would skip or repeat proteins: drop the flag, or give that number"
+            )
 
     def order(self, packs_per_step: int) -> Order:
         plan = plan_streams(self.source.splits["train"], packs_per_step, **self.packing)

@@ -71,12 +71,16 @@ def te_missing(device: torch.device) -> str | None:
 
 
 def choose_backend(
-    flags: ModelFlags, device: torch.device, bf16: bool, torch_only: tuple[str, ...] = ()
+    flags: ModelFlags,
+    device: torch.device,
+    bf16: bool,
+    torch_only: tuple[str, ...] = (),
+    so_far: str | None = None,
 ) -> tuple[str, str]:
     """(`te` or `torch`, why). UserError if --backend te asks for what is not there.
 
     torch_only: flags that are given and only the torch backend can honour. `auto` gives way; a user who asked for te
-    is told.
+    is told. so_far: what the run that goes on has computed with, which `auto` keeps.
     """
     if flags.backend == "torch":
         return "torch", "--backend torch"
@@ -88,6 +92,13 @@ def choose_backend(
         if conflicts:
             raise UserError(f"--backend te: {conflicts[0]} is the torch backend's: drop one of the two")
         return "te", "--backend te"
+    if so_far == "torch":
+        return "torch", "as this run so far"
+    if so_far == "te" and (missing or conflicts):
+        raise UserError(
+            f"this run computes with Transformer Engine so far, and now not: {missing or conflicts[0]}: mend that, or "
+            "give --backend torch to go on without it"
+        )
     reason = missing or (f"{conflicts[0]} is the torch backend's" if conflicts else None)
     if reason is None and not bf16:
         reason = "without --bf16 its products would be TF32 and its attention unfused"

@@ -91,6 +91,11 @@ def _exit_status(world: World) -> Iterator[None]:
             raise SystemExit(PREEMPTED) from None
         except FailedElsewhere as failure:
             raise SystemExit(failure.status) from None
+        except torch.OutOfMemoryError as error:
+            raise UserError(
+                f"out of memory on {world.device}: {one_line(error).partition('. ')[0]}: lower --tokens_per_pack (or "
+                "--per_device_train_batch_size), recompute with --activation_checkpointing, or shard over more ranks"
+            ) from error
         except RuntimeError as error:
             leave_if_rank_lost(world, error)
             raise

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -113,6 +114,24 @@ class World:
         if self.size > 1:
             dist.all_gather_object(everyone, value, group=group)
         return everyone
+
+    def agree(self, facts: dict) -> None:
+        """UserError, on all ranks together, unless these plain values are the same on every rank."""
+        everyone = self.gather((socket.gethostname(), {name: repr(value) for name, value in facts.items()}))
+        failure = None
+        for rank, (host, theirs) in enumerate(everyone):
+            main = everyone[0][1]
+            names = [name for name in {**main, **theirs} if main.get(name) != theirs.get(name)]
+            if names:
+                others = [n for n, (_, more) in enumerate(everyone) if n > rank and more == theirs]
+                also = f" (so do ranks {', '.join(map(str, others))})" if others else ""
+                differing = "; ".join(f"{name} {theirs.get(name)}, not {main.get(name)}" for name in names[:5])
+                failure = UserError(
+                    f"rank {rank} (host {host}) differs from rank 0 (host {everyone[0][0]}) in {differing}{also}: "
+                    "start all ranks with the same command, data and software"
+                )
+                break
+        self.end_together(failure)
 
     @contextmanager
     def together(self, group: dist.ProcessGroup | None = None) -> Iterator[None]:

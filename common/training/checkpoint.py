@@ -36,13 +36,14 @@ from common.files.output_directory import sync_directory
 from common.ranks.run import leave_if_rank_lost, rank_lost
 from common.ranks.world import FailedElsewhere, World
 from common.training import checkpoint_files as files
+from common.training.checkpoint_reader import Planner, Reader
 
 logger = logging.getLogger(__name__)
 
 # What must agree for a checkpoint to be of the same model; the rest of config.json is free to differ.
 FINGERPRINT_FIELDS = (
     *("model_type", "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size"),
-    *("max_position_embeddings", "layer_norm_eps", "token_dropout", "position_embedding_type"),
+    *("max_position_embeddings", "layer_norm_eps", "token_dropout", "position_embedding_type", "hidden_act"),
 )
 
 
@@ -65,6 +66,12 @@ class CheckpointFlags(Flags):
             raise UserError("--output_dir is missing: where the results go")
         self.require_at_least(1, "save_total_limit")
         self.require_above(0, "save_steps", "save_minutes")
+
+
+def resume_from(told: str | None) -> bool | Path:
+    """--resume_from_checkpoint: True for the newest one, False for none, or that of a directory."""
+    words = {"true": True, "yes": True, "1": True, "false": False, "no": False, "none": False, "0": False}
+    return words.get((told or "true").lower(), told and Path(told))
 
 
 def fingerprint(config) -> dict:
@@ -145,7 +152,7 @@ class Checkpointer:
         # A full disk on one rank ends the run on all, or the others would wait for it in the next step.
         failure, self.failure = self.failure, None
         error = failure
-        if failure is not None and not isinstance(failure, FailedElsewhere):
+        if failure is not None and not isinstance(failure, FailedElsewhere | UserError):
             error = UserError(
                 f"{self.output_dir}: checkpoint not saved: {_reason(failure)}; the last complete one is untouched: "
                 "make room (or lower --save_total_limit) and run the same command again"
@@ -172,11 +179,11 @@ class Checkpointer:
         except (Exception, CheckpointException) as error:  # DCP's own is no Exception
             leave_if_rank_lost(self.world, error)
             self.failure = _named(error, self.output_dir)
-            if is_main:
-                shutil.rmtree(partial, ignore_errors=True)
+            shutil.rmtree(partial, ignore_errors=True)  # by every rank: where nodes share no disk, each has its own
 
     def _finish(self, step: int, partial: Path, checksums: dict, trainer_state: dict) -> None:
         final = self.output_dir / f"checkpoint-{step}"
+        files.see_all(partial, checksums)
         write_json_flushed(partial / "trainer_state.json", trainer_state, sort_keys=False)
         contents = checksums | {"trainer_state.json": files.size_and_crc(partial / "trainer_state.json")}
         manifest = {"format_version": files.FORMAT_VERSION, "step": step, "model": self.fingerprint, "files": contents}
@@ -215,11 +222,16 @@ class Checkpointer:
         if path is None:
             return None
         model_state, optimizer_state = get_state_dict(self.model, self.optimizer)
-        reader = dcp.FileSystemReader(path)
+        reader = Reader(path)
         with self.world.together():
+            if not (path / ".metadata").exists():
+                raise UserError(f"{path}: not to be seen from here: --output_dir must be one directory for all nodes")
             scales = self._scales(reader.read_metadata().state_dict_metadata)
         state = {"model": _canonical(model_state), "optimizer": optimizer_state} | scales
-        dcp.load(state, storage_reader=reader, process_group=self.group)
+        try:
+            dcp.load(state, storage_reader=reader, planner=Planner(), process_group=self.group)
+        except CheckpointException as error:  # on all ranks
+            self.world.end_together(UserError(f"{path}: cannot be read: {_reason(error)}"))
         set_state_dict(
             self.model,
             self.optimizer,
@@ -247,20 +259,19 @@ class Checkpointer:
         return {"scales": self.scales}
 
     def _choose(self, where: str | None, restarted: bool) -> Path | None:
-        told = (where or "true").lower()
-        if told in ("true", "yes", "1") or (restarted and files.list_checkpoints(self.output_dir)):
+        told = resume_from(where)
+        if told is True or (restarted and files.list_checkpoints(self.output_dir)):
             newest = files.newest_usable(self.output_dir, self.fingerprint)
             if newest is None and self.training:
                 files.check_nothing_was_completed(self.output_dir)
             return newest
-        if told in ("false", "no", "none", "0"):
+        if told is False:
             return None
-        path = Path(where)
         try:
-            files.verify(path, self.fingerprint)
+            files.verify(told, self.fingerprint)
         except files.Corrupt as damage:
-            raise UserError(f"--resume_from_checkpoint {path}: {damage}") from damage
-        return path
+            raise UserError(f"--resume_from_checkpoint {told}: {damage}") from damage
+        return told
 
     def begin(self, step: int) -> None:
         """Before training goes on from `step`: clear what an earlier run left that is not of this one."""

@@ -9,8 +9,11 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import re
 import shutil
+import socket
+import time
 import zlib
 from pathlib import Path
 
@@ -21,6 +24,8 @@ logger = logging.getLogger(__name__)
 FORMAT_VERSION = 1
 NAME = re.compile(r"checkpoint-(\d+)")
 PARTIAL, SUPERSEDED = "tmp-checkpoint-", "superseded-"
+# File servers may show a file that another machine made as late as this (attribute caches of NFS: a minute).
+SHARED_PATIENCE_S = 90.0
 SAVED = ".saved"  # an empty file: some checkpoint was once complete here
 OF_A_FINISHED_RUN = ("train_results.json", "final_model")
 
@@ -82,6 +87,7 @@ def verify(path: Path, fingerprint: dict) -> None:
         raise Corrupt("not a checkpoint of this program, or torn: no readable manifest.json") from error
     if version != FORMAT_VERSION:
         raise Corrupt(f"format {version}, this program reads {FORMAT_VERSION}")
+    model = {"hidden_act": fingerprint.get("hidden_act")} | model  # what older checkpoints do not tell
     differing = [f"{k} {model.get(k)!r} (now {v!r})" for k, v in fingerprint.items() if model.get(k) != v]
     if differing:
         raise UserError(
@@ -95,6 +101,28 @@ def verify(path: Path, fingerprint: dict) -> None:
             raise Corrupt(f"{name} is missing or unreadable ({error.strerror})") from error
         if found != recorded:
             raise Corrupt(f"{name} is damaged ({found[0]} bytes, {recorded[0]} written, or checksum differs)")
+
+
+def see_all(directory: Path, written: dict[str, list[int]]) -> None:
+    """Return once every shard that some rank has `written` is to be seen here with its size, as a file server may
+    take its time to show; else UserError: the ranks have no directory in common."""
+    deadline = time.monotonic() + SHARED_PATIENCE_S
+    while unseen := [name for name, (size, _) in written.items() if _size(directory / name) != size]:
+        if time.monotonic() > deadline:
+            ranks = ", ".join(sorted({name.split("_")[2] for name in unseen if name.startswith("__")}, key=int))
+            raise UserError(
+                f"{directory.parent}: what rank {ranks} wrote there is not to be seen from rank 0 (host "
+                f"{socket.gethostname()}): --output_dir must be one directory for all nodes, on a shared file system"
+            )
+        os.listdir(directory)  # a client of NFS forgets names that it has not found, and looks again
+        time.sleep(0.2)
+
+
+def _size(path: Path) -> int | None:
+    try:
+        return path.stat().st_size
+    except OSError:
+        return None
 
 
 def clear_partial(output_dir: Path) -> None:

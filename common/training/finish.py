@@ -46,7 +46,9 @@ def finish(
     if args.do_eval:
         logger.info("*** Evaluate ***")
         for split, prefix in (("validation", "eval"), ("test", "test")):
-            if task.data.held_out(split) is None:
+            with world.together():
+                absent = task.data.held_out(split) is None
+            if absent:
                 continue
             found = evaluate(split, prefix)
             if not found:

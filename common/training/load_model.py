@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,12 @@ from common.prepare.encode_records import check_tokenizer
 from common.ranks.strategy import copy_rows
 from common.ranks.world import World
 from common.training.arguments import TrainArguments
+from common.training.run_directory import settled_so_far
+
+# Flags that need not be the same on all ranks: places, which may have other names on another node, and what changes
+# nothing of the run.
+OF_A_RANK = {"dataset_dir", "output_dir", "log_dir", "run_name", "report_to", "disable_tqdm"}
+OF_A_RANK |= {"dataloader_num_workers", "dataloader_prefetch_factor", "dataloader_pin_memory"}
 
 
 @dataclass(frozen=True)
@@ -59,6 +65,11 @@ def load_model(
     where the weights are kept, if not on the rank's own; torch_only: the strategy's flags that only the torch backend
     can honour.
     """
+    so_far = {}
+    with world.main_does() as mine:
+        if mine:
+            so_far = settled_so_far(args)
+    so_far = world.share(so_far)
     with world.together():
         if args.tokenizer_name:
             check_tokenizer(args.tokenizer_name)
@@ -66,8 +77,12 @@ def load_model(
         if args.config_overrides:
             config = presets.override(config, args.config_overrides)
         torch_only += ("--emulate_precision",) * args.emulate_precision
-        backend, why = choose_backend(args, world.device, args.bf16, torch_only)
-        gelu, remark = choose_gelu(args.gelu, backend, config)
+        backend, why = choose_backend(args, world.device, args.bf16, torch_only, so_far.get("backend"))
+        gelu, remark = choose_gelu(args.gelu or so_far.get("gelu"), backend, config)
+    flags = {name: value for name, value in asdict(args).items() if name not in OF_A_RANK}
+    software = {"torch": torch.__version__, "device": world.device.type, "backend": f"{backend} ({why})", "gelu": gelu}
+    world.agree(flags | software | {f"model's {name}": value for name, value in config.to_dict().items()})
+    with world.together():
         plan = choose_plan(args, config, world.device, backend, why, sharded=shard is not None)
         te_stats = start_te_stats(args, plan, world, args.log_directory(args.output_dir))
         with torch.device("meta"):

@@ -82,7 +82,7 @@ class MaskedLM:
 
     def baseline(self, split: str, prefix: str) -> dict:
         """As `unigram`, on a split: the line to beat."""
-        return unigram(self.data.sample(), self.data.held_out(split), self.flags, self.world, prefix)
+        return unigram(self.data.sample, self.data.held_out(split), self.flags, self.world, prefix)
 
     def exported(self, gather: Callable[[Tensor], Tensor]) -> Iterator[tuple[str, Tensor]]:
         """The tensors to export; all ranks ask for one after the other, which `gather` makes whole."""
@@ -116,10 +116,21 @@ def evaluate(
     was_training = model.training
     model.eval()
     world.watch.mark("evaluation", step)
-    for batch in held_out_batches(flags, store, MaskingCollator(EVAL_SEED, flags.mlm_probability), world):
+    made = held_out_batches(flags, store, MaskingCollator(EVAL_SEED, flags.mlm_probability), world)
+    while True:
         world.watch.mark("evaluation", step)
-        if world.any(world.stop_requested):
+        batch, failure = None, None
+        try:
+            batch = next(made, None)
+        except Exception as error:  # the others wait for this rank: they are told
+            failure = error
+        stop, failed = world.max(torch.tensor([int(world.stop_requested), int(failure is not None)])).tolist()
+        if failed:
+            world.end_together(failure)
+        if stop:
             return {}
+        if batch is None:  # on all ranks at once
+            break
         with torch.autocast(world.device.type, torch.bfloat16, enabled=bf16):
             output = model(**to_device(batch, world.device))
         sums += torch.stack([output.loss_sum.double(), output.correct.double(), sums.new_tensor(batch["num_masked"])])
@@ -141,18 +152,19 @@ def evaluate(
     }
 
 
-def unigram(training, store, flags: DataFlags, world: World, prefix: str = "eval") -> dict:
-    """The same questions answered from the residue frequencies of training proteins (a store) alone.
+def unigram(training: Callable, store, flags: DataFlags, world: World, prefix: str = "eval") -> dict:
+    """The same questions answered from the residue frequencies of training proteins alone: what `training()` opens.
 
     Frequencies have one added to every count, so that a residue never seen in training costs a finite number.
     """
-    log_p = np.log(residue_frequencies(training))
     sums = torch.zeros(3, dtype=torch.float64)
-    for batch in held_out_batches(flags, store, MaskingCollator(EVAL_SEED, flags.mlm_probability), world):
-        labels = batch["labels"].flatten().numpy()
-        labels = labels[labels >= 0]
-        correct = (labels == log_p.argmax()).sum()
-        sums += torch.tensor([-log_p[labels].sum(), correct, len(labels)], dtype=torch.float64)
+    with world.together():
+        log_p = np.log(residue_frequencies(training()))
+        for batch in held_out_batches(flags, store, MaskingCollator(EVAL_SEED, flags.mlm_probability), world):
+            labels = batch["labels"].flatten().numpy()
+            labels = labels[labels >= 0]
+            correct = (labels == log_p.argmax()).sum()
+            sums += torch.tensor([-log_p[labels].sum(), correct, len(labels)], dtype=torch.float64)
     loss_sum, correct, masked = world.sum(sums).tolist()
     masked = max(masked, 1)
     return {

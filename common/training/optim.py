@@ -55,6 +55,13 @@ def build_optimizer(model: nn.Module, flags: OptimizerFlags) -> torch.optim.Adam
     return torch.optim.AdamW(groups, lr=flags.learning_rate, betas=betas, eps=flags.adam_epsilon, fused=True)
 
 
+def set_hyperparameters(optimizer: torch.optim.AdamW, flags: OptimizerFlags) -> None:
+    """What the flags say, in place of what a checkpoint brought along; the learning rate is set at every step."""
+    for group, weight_decay in zip(optimizer.param_groups, (flags.weight_decay, 0.0), strict=True):
+        group |= {"weight_decay": weight_decay, "eps": flags.adam_epsilon}
+        group["betas"] = type(group["betas"])((flags.adam_beta1, flags.adam_beta2))
+
+
 def warmup_steps(flags: OptimizerFlags, total_steps: int) -> int:
     if flags.warmup_steps is None:
         return min(ESM2_WARMUP_STEPS, total_steps // 20)

@@ -6,14 +6,17 @@ It may hold other things (the guides use the data directory): only what a run wr
 from __future__ import annotations
 
 import fcntl
+import json
 import logging
 import os
 import shutil
 import time
+from contextlib import suppress
 from io import TextIOWrapper
 from pathlib import Path
 
 from common.cli import UserError
+from common.training.checkpoint import CheckpointFlags, resume_from
 from common.training.checkpoint_files import NAME, PARTIAL, SAVED, SUPERSEDED, list_checkpoints
 from common.training.profiling import TRACES
 
@@ -43,8 +46,8 @@ class RunDirectory:
     def __init__(self, path: Path, overwrite: bool):
         path.mkdir(parents=True, exist_ok=True)
         self._handle = hold(path / RUN)
-        self._job, restartable = _job()
-        self.restarted = restartable and self._handle.read() == self._job
+        self._job, _ = _job()
+        self.restarted = is_restart(path)
         if overwrite and self.restarted:
             logger.info("--overwrite_output_dir: not applied, this is a restart of the job that wrote %s", path)
         elif overwrite:
@@ -58,6 +61,29 @@ class RunDirectory:
 
     def close(self) -> None:
         self._handle.close()
+
+
+def is_restart(path: Path) -> bool:
+    """Whether this is a restart of the very job that wrote to `path` last."""
+    job, restartable = _job()
+    try:
+        return restartable and (path / RUN).read_text() == job
+    except OSError:
+        return False
+
+
+def settled_so_far(flags: CheckpointFlags) -> dict:
+    """{"backend": ..., "gelu": ...} of the run that these flags go on with; {} where they start one."""
+    path, told = Path(flags.output_dir), resume_from(flags.resume_from_checkpoint)
+    if is_restart(path) and list_checkpoints(path):
+        told = True
+    elif flags.overwrite_output_dir:
+        told = False
+    for checkpoint in [p for _, p in list_checkpoints(path)] if told is True else [told] if told else []:
+        with suppress(OSError, ValueError, KeyError, TypeError):
+            arguments = json.loads((checkpoint / "trainer_state.json").read_text())["arguments"]
+            return {"backend": arguments["backend"], "gelu": arguments["gelu"]}
+    return {}
 
 
 def hold(path: Path, patience_s: float = LOCK_PATIENCE_S) -> TextIOWrapper:

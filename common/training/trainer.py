@@ -19,6 +19,7 @@ from tqdm.contrib.logging import logging_redirect_tqdm
 from common.batches.collators import Counts
 from common.batches.loader import TrainStep, merge_positions
 from common.batches.training_data import packs_per_step
+from common.ranks.replicas import Replicas
 from common.ranks.stopping import Preempted
 from common.ranks.stragglers import Stragglers
 from common.ranks.strategy import Strategy
@@ -31,7 +32,7 @@ from common.training.load_model import Built
 from common.training.logbook import Logbook
 from common.training.masked_lm import MaskedLM
 from common.training.metrics import peak_flops
-from common.training.optim import build_optimizer, lr_schedule
+from common.training.optim import build_optimizer, lr_schedule, set_hyperparameters
 from common.training.profiling import StepProfiler
 from common.training.progress import Interval, Resolved, TrainerState, announce, check_same_data
 from common.training.run_directory import RunDirectory
@@ -46,6 +47,7 @@ def train(strategy: Strategy, built: Built, args: TrainArguments, world: World) 
         if mine and args.quant_stats:
             args.check_log_directory()
     task = MaskedLM(built, args, args.bf16, world, evaluates=args.do_eval)
+    world.agree(task.data.identity)
     with ExitStack() as way_out:
         directory = None
         with world.main_does() as mine:
@@ -78,6 +80,7 @@ class Trainer:
             training=args.do_train,
         )
         self.stragglers = Stragglers(strategy.model, world, args.straggler_every)
+        self.replicas = Replicas(built.weights, world)
         self.profiler = StepProfiler(args.profile_steps, world, Path(args.output_dir))
         self.stepper = Stepper(task, strategy, built.precision, optimizer, self.stragglers, world, args.max_grad_norm)
 
@@ -85,13 +88,16 @@ class Trainer:
         """Take up the newest checkpoint if there is one, settle what the flags leave open, and say so."""
         args, data, world = self.args, self.task.data, self.world
         saved = self.checkpointer.restore(args.resume_from_checkpoint, restarted)
+        set_hyperparameters(self.checkpointer.optimizer, args)
         self.built.precision.follow_restored()
         with world.together():
             if saved is not None:
                 self.state = TrainerState(**saved)
                 check_same_data(self.state.data, data.identity)
             packs = packs_per_step(args, world.mesh, self.state.packs_per_step)
+            data.check_packs(self.state.packs_per_step or packs, packs)
             total_steps = data.total_steps(packs)
+        world.agree({"total_steps": total_steps, "packs_per_step": packs})
         self.resolved = Resolved(
             backend=self.built.backend,
             gelu=self.built.gelu,
@@ -164,6 +170,8 @@ class Trainer:
                     bar.update()
                     self.profiler.after(state.step)
                     interval.ranks |= self.stragglers.compare(state.step)
+                    if args.straggler_every and state.step % args.straggler_every == 0:
+                        self.replicas.check(state.step)
                     evaluating = resolved.eval_every and state.step % resolved.eval_every == 0
                     if evaluating or state.step % args.logging_steps == 0 or state.step in (1, resolved.last_step):
                         row = interval.row(state, resolved.total_steps, lr, result, world, peak)
@@ -238,6 +246,7 @@ class Trainer:
         """Save what is not saved yet; the seconds that training stood still for it."""
         started = time.perf_counter()
         if self.state.step > self.saved_step:
+            self.replicas.check(self.state.step)
             self.world.watch.mark(SAVE, self.state.step)
             position = merge_positions(self.world.gather(self.state.position))
             self.checkpointer.save(self.state.step, asdict(self.state) | {"position": position})

@@ -146,13 +146,13 @@ def test_the_unigram_predictor_is_the_one_worked_out_by_hand(dataset):
     assert labels.min() >= 0
     args = arguments(dataset)
     data = open_training(args)
-    found = masked_lm.unigram(data.sample(), data.held_out("validation"), args, ALONE)
+    found = masked_lm.unigram(data.sample, data.held_out("validation"), args, ALONE)
     assert found["eval_unigram_loss"] == pytest.approx(-log_p[labels].mean(), rel=1e-12)
     assert found["eval_unigram_perplexity"] == pytest.approx(np.exp(-log_p[labels].mean()), rel=1e-12)
     assert found["eval_unigram_accuracy"] == (labels == counts.argmax()).mean()
     assert 2.7 < found["eval_unigram_loss"] < 3.0  # facts.md: 2.87 nats on UniRef
     other = arguments(dataset, seed=9, sequence_packing=False)
-    again = masked_lm.unigram(data.sample(), data.held_out("validation"), other, ALONE)
+    again = masked_lm.unigram(data.sample, data.held_out("validation"), other, ALONE)
     assert again == pytest.approx(found, rel=1e-12)
 
 
