@@ -33,7 +33,7 @@ done
 text=$(sed -E '/^ *# \[[a-z0-9]+\] /d; s/ +# \[not [a-z0-9]+\]$//' <<<"$text")
 
 export RUN_ID=${RUN_ID:-$(date -u +%Y%m%d-%H%M%S)}
-names=$(grep -vE '^ *#' <<<"$text" | { grep -oE '\$\{[A-Z_0-9]+\}' || true; } | tr -d '${}' | sort -u)
+names=$(grep -vE '^ *#' <<<"$text" | grep -oE '\$\{[A-Z_0-9]+\}' | grep -oE '[A-Z_0-9]+' | sort -u || true) # none: fine
 if grep -qx IMAGE_URI <<<"$names" && [ -z "${IMAGE_URI:-}" ]; then
   names+=$'\nDOCKER_IMAGE_NAME\nREGISTRY\nTAG'
   export IMAGE_URI=${REGISTRY:-}${DOCKER_IMAGE_NAME:-}:${TAG:-}
