@@ -29,6 +29,7 @@ from common.prepare.shuffle import in_random_order
 
 logger = logging.getLogger(__name__)
 UNIREF50 = "https://ftp.uniprot.org/pub/databases/uniprot/uniref/uniref50/uniref50.fasta.gz"
+FORMATS = ("csv", "arrow", "fasta", "parquet")
 READ = "records read"  # in the journal of the build
 
 
@@ -49,7 +50,8 @@ class Arguments:
     sha256: list[str] = field(default_factory=list, metadata={"help": "likewise"})
     on_bad_record: Policy = flag("error", "skip: leave out records without id or sequence etc., and count them")
     seed: int = flag(42, "of the shuffle")
-    overwrite: bool = flag(False, "replace outputs made from other input or arguments")
+    overwrite: bool = flag(False, "make the outputs anew, whatever is there")
+    verify: bool = flag(False, "read what is complete, and compare its checksums")
 
     def __post_init__(self) -> None:
         if self.max_records_per_partition < 1:
@@ -62,7 +64,7 @@ class Arguments:
 
     @property
     def formats(self) -> list[str]:
-        return [name for name in ("csv", "arrow", "fasta", "parquet") if getattr(self, f"save_{name}")]
+        return [name for name in FORMATS if getattr(self, f"save_{name}")]
 
 
 def describe(args: Arguments) -> dict:
@@ -151,7 +153,7 @@ def main() -> None:
     (args,) = parse_arguments(__doc__, Arguments)
     output_dir = Path(args.output_dir)
     with (
-        building(output_dir, args.formats, describe(args), args.overwrite) as build,
+        building(output_dir, args.formats, describe(args), args.overwrite, args.verify, FORMATS) as build,
         download_directory(output_dir / ".download") as downloads,
         Bars() as bars,
     ):

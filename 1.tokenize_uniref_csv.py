@@ -19,6 +19,7 @@ from tqdm import tqdm
 
 from common.cli import UserError, flag, parse_arguments, run
 from common.files import csv_records
+from common.files.alphabet import check_residues
 from common.files.csv_records import count_rows, csv_files
 from common.files.dataset_writer import TOKEN_FEATURES, DatasetWriter, write_dataset_dict
 from common.files.output_directory import Build, building
@@ -55,7 +56,8 @@ class Arguments:
     )
     line_ends_in_text: bool = flag(False, "texts in quotes may go on over line ends, which are taken out")
     seed: int = flag(42, "of the choice of splits")
-    overwrite: bool = flag(False, "replace an output made from other input or arguments")
+    overwrite: bool = flag(False, "make the output anew, whatever is there")
+    verify: bool = flag(False, "read what is complete, and compare its checksums")
 
     def __post_init__(self) -> None:
         check_tokenizer(self.tokenizer_name)
@@ -183,6 +185,10 @@ def tokenize(args: Arguments, files: list[Path], build: Build) -> None:
         read = functools.partial(rows_of, args=args)
         encoder = FileEncoder(build, encode, read, workers, len(files), progress)
         made = list(encoder.run(zip(files, labels_by_file(labels, counts), strict=True)))
+    tokens, unknown, with_unknown = (
+        sum(of_file[key] for of_file in made) for key in ("tokens", "unknown", "records_with_unknown")
+    )
+    check_residues(f"--input_dir {args.input_dir}", unknown, tokens)
     for split, chunker in zip(SPLITS, chunkers, strict=True):
         pieces = [Piece(*piece) for of_file in made for piece in of_file["pieces"][split]]
         finish_split(build, split, pieces, chunker)
@@ -190,9 +196,6 @@ def tokenize(args: Arguments, files: list[Path], build: Build) -> None:
         publish_index(build)
     write_dataset_dict(build.paths["arrow"], list(SPLITS))
 
-    tokens, unknown, with_unknown = (
-        sum(of_file[key] for of_file in made) for key in ("tokens", "unknown", "records_with_unknown")
-    )
     written = sum(path.stat().st_size for path in build.paths["arrow"].rglob("*.arrow"))
     build.results |= {"records": sum(sizes), "tokens": tokens, "bytes": written, "unknown_characters": unknown}
     build.results |= {"records_with_unknown": with_unknown, **dict(zip(SPLITS, sizes, strict=True))}
@@ -207,7 +210,7 @@ def main() -> None:
     logger.info("Parsing arguments")
     (args,) = parse_arguments(__doc__, Arguments)
     files = csv_files(Path(args.input_dir))
-    with building(Path(args.output_dir), ["arrow"], describe(args, files), args.overwrite) as build:
+    with building(Path(args.output_dir), ["arrow"], describe(args, files), args.overwrite, args.verify) as build:
         if not build.paths:
             return
         tokenize(args, files, build)

@@ -91,6 +91,8 @@ def _cut_plain(data: bytes) -> pa.RecordBatch | None:
     commas, ends = np.flatnonzero(raw == ord(",")), np.flatnonzero(raw == ord("\n"))
     if not len(ends) or len(commas) != len(ends) or b'"' in data or raw.max() >= 128:
         return None
+    if data.startswith(HEADER) or b"\n" + HEADER in data:  # once more: files that were joined
+        return None
     if np.count_nonzero(raw < ord(" ")) != len(ends):  # carriage returns and other control characters
         return None
     if not ((commas + 1 < ends).all() and (commas[1:] > ends[:-1]).all()):
@@ -226,6 +228,8 @@ def _complaints(batch: pa.RecordBatch) -> dict[int, str]:
         for row, place in zip(rows.tolist(), places[first], strict=True):
             kind = "non-ASCII" if data[place] >= 128 else "control"
             found[row] = f"{kind} byte 0x{data[place]:02x} in the text"
+    repeated = pa.compute.and_(*(pa.compute.equal(batch.column(n), name.encode()) for n, name in enumerate(COLUMNS)))
+    found |= dict.fromkeys(np.flatnonzero(repeated).tolist(), "the header once more")
     return found | dict.fromkeys(np.flatnonzero(np.diff(offsets) == 0).tolist(), "the text is empty")
 
 

@@ -1,7 +1,8 @@
 """Output directories that are either complete or not there: built under a temporary name, renamed at the end.
 
-A complete directory holds `.complete.json`: what it was made from (source, arguments) and what came out. The same
-command started again sees that and does nothing; another command replaces the directory only with --overwrite.
+A complete directory holds `.complete.json`: what it was made from (source, arguments), what came out, and every file
+with size and CRC-32. The same command started again sees that, looks whether the files are as they were written, and
+does nothing; another command replaces the directory only with --overwrite, which makes everything anew.
 
 What a killed run leaves under the temporary name has a journal: the same command goes on from what is noted there.
 """
@@ -14,9 +15,12 @@ import logging
 import os
 import shutil
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+
+from isal import isal_zlib
 
 from common.cli import UserError
 
@@ -85,8 +89,18 @@ def read_record(directory: Path) -> dict | None:
 
 
 @contextmanager
-def building(parent: Path, names: list[str], made_from: dict, overwrite: bool) -> Iterator[Build]:
+def building(
+    parent: Path,
+    names: list[str],
+    made_from: dict,
+    overwrite: bool,
+    verify: bool = False,
+    siblings: tuple[str, ...] = (),
+) -> Iterator[Build]:
     """Build parent/name for each of `names` that is not there yet; `paths` is empty when all of them are.
+
+    overwrite: make all of them anew; verify: look at the checksums of what is there, not only at sizes; siblings: what
+    the same script may have made there before, in other forms: of other input it must not stay beside the new.
 
     On a clean exit each output appears under its name at once. A run that is killed or interrupted (Ctrl-C) leaves its
     work, and the next one with the same `made_from` goes on from it; any other failure leaves nothing, and what was
@@ -99,7 +113,10 @@ def building(parent: Path, names: list[str], made_from: dict, overwrite: bool) -
         try:
             parent.mkdir(parents=True, exist_ok=True)
             lock = _lock(parent)
-            missing = _missing(parent, names, made_from, overwrite)
+            missing = _missing(parent, names, made_from, overwrite, verify)
+            stale = [name for name in siblings if name not in names and _is_stale(parent / name, made_from)]
+            for name in stale:
+                _refuse_to_replace(parent / name, overwrite)
             build = _open_work(parent, missing, made_from) if missing else None
         except OSError as error:
             raise UserError(f"--output_dir {parent}: {error.strerror}: choose a directory you can write to") from None
@@ -111,7 +128,11 @@ def building(parent: Path, names: list[str], made_from: dict, overwrite: bool) -
         try:
             yield build
             for name, path in build.paths.items():
-                _publish(path, parent / name, {"made_from": made_from, "results": build.results})
+                made = {"made_from": made_from, "results": build.results, "files": _files(path)}
+                _publish(path, parent / name, made)
+            for name in stale:
+                logger.warning("%s was made from other input: removed", parent / name)
+                shutil.rmtree(parent / name)
         except KeyboardInterrupt:
             interrupted = True
             raise
@@ -130,9 +151,17 @@ def building(parent: Path, names: list[str], made_from: dict, overwrite: bool) -
                 path.rmdir()
 
 
-def _missing(parent: Path, names: list[str], made_from: dict, overwrite: bool) -> list[str]:
+def _missing(parent: Path, names: list[str], made_from: dict, overwrite: bool, verify: bool) -> list[str]:
+    if overwrite:
+        begun = Journal(parent / BUILDING / JOURNAL).done(MADE_FROM)
+        if begun is None or begun["made_from"] != _as_json(made_from):
+            return list(names)
+        # A run that did the same was killed: what it had published already is new.
+        return [name for name in names if name not in begun["names"] or (parent / BUILDING / name).is_dir()]
     missing = [name for name in names if not _is_complete(parent / name, made_from)]
     for name in names:
+        if name not in missing and (change := _changed(parent / name, verify)):
+            raise UserError(f"{parent / name}: {change} since it was written: give --overwrite to make it again")
         if name in missing:
             _refuse_to_replace(parent / name, overwrite)
         else:
@@ -170,6 +199,44 @@ def _as_json(value: dict) -> dict:
 def _is_complete(directory: Path, made_from: dict) -> bool:
     record = read_record(directory)
     return record is not None and record["made_from"] == _as_json(made_from)
+
+
+def _is_stale(directory: Path, made_from: dict) -> bool:
+    """Whether the same script made it from something else: what it was made from has the same keys."""
+    record = read_record(directory)
+    if record is None or record["made_from"] == _as_json(made_from):
+        return False
+    always = {name for name in made_from if not name.startswith("on_")}  # others are there where they are given
+    return always <= record["made_from"].keys()
+
+
+def _files(directory: Path) -> dict[str, list[int]]:
+    """{path below the directory: [bytes, CRC-32]}."""
+    paths = sorted(path for path in directory.rglob("*") if path.is_file() and path.name != RECORD)
+    names = [str(path.relative_to(directory)) for path in paths]
+    with ThreadPoolExecutor(4) as pool:
+        return dict(zip(names, pool.map(_size_and_crc, paths), strict=True))
+
+
+def _size_and_crc(path: Path) -> list[int]:
+    size = crc = 0
+    with open(path, "rb") as file:
+        while block := file.read(1 << 20):
+            size, crc = size + len(block), isal_zlib.crc32(block, crc)
+    return [size, crc]
+
+
+def _changed(directory: Path, verify: bool) -> str | None:
+    """What is not as the record of completion has it. Records of earlier versions do not tell."""
+    for name, (size, crc) in (read_record(directory) or {}).get("files", {}).items():
+        path = directory / name
+        if not path.is_file():
+            return f"{name} has gone"
+        if path.stat().st_size != size:
+            return f"{name} has changed ({path.stat().st_size:,} bytes, {size:,} written)"
+        if verify and _size_and_crc(path) != [size, crc]:
+            return f"{name} has changed (its checksum differs)"
+    return None
 
 
 def _refuse_to_replace(directory: Path, overwrite: bool) -> None:

@@ -15,12 +15,13 @@ from dataclasses import dataclass
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute
 import pyarrow.csv
 import pyarrow.json
 import pyarrow.parquet
 
 from common.cli import UserError, one_line
-from common.files.alphabet import encode_many
+from common.files.alphabet import BYTE_TO_ID, UNK, check_residues, encode_many
 from common.files.csv_header import column_named, read_header
 from common.files.csv_records import STRAY_QUOTE, characters, first_with_line_end
 from common.files.fasta import read_fasta_lines
@@ -31,6 +32,8 @@ logger = logging.getLogger(__name__)
 
 COLUMNS = ("sequence", "text")
 ROWS_AT_ONCE = 4096
+TEXTS = (pa.types.is_string, pa.types.is_binary, pa.types.is_large_string, pa.types.is_large_binary)
+TEXTS += (pa.types.is_string_view, pa.types.is_binary_view, pa.types.is_null)
 BLOCK_BYTES = 4 << 20  # of CSV and JSON lines
 ATTEMPTS = 6  # failures in a row, without a row in between, that end the run
 FIRST_WAIT_S = 1.0
@@ -81,7 +84,10 @@ def read_sequences(
         try:
             with _reporting(str(unit)):
                 for text in _blocks(unit, row):
-                    yield characters(text)
+                    data, offsets = characters(text)
+                    block = data[offsets[0] : offsets[-1]]
+                    check_residues(str(unit), np.count_nonzero(BYTE_TO_ID[block] == UNK), len(block))
+                    yield data, offsets
                     row, patience.failures = row + len(text), 0
                 return
         except _Network as trouble:
@@ -98,10 +104,19 @@ def _blocks(unit: Unit, first_row: int) -> Iterator[pa.Array]:
                 continue
             if isinstance(text, pa.ChunkedArray):
                 text = text.combine_chunks()
-            if not (pa.types.is_string(text.type) or pa.types.is_binary(text.type)):
-                text = text.cast(pa.string())  # of a dictionary, a large string, a view
+            text = _as_text(unit, text)
             yield (text.fill_null("") if text.null_count else text)[first_row:]
             first_row = 0
+
+
+def _as_text(unit: Unit, text: pa.Array) -> pa.Array:
+    """A string or binary array of whatever Arrow keeps texts in; UserError for what is no text."""
+    if pa.types.is_string(text.type) or pa.types.is_binary(text.type):
+        return text
+    kind = text.type.value_type if pa.types.is_dictionary(text.type) else text.type
+    if not any(is_text(kind) for is_text in TEXTS):
+        raise UserError(f"{unit}: the column of proteins holds {text.type}: expected texts")
+    return text.cast(pa.string())
 
 
 def _parquet(unit: Unit) -> Iterator[pa.Array]:
@@ -158,6 +173,9 @@ def _csv(unit: Unit) -> Iterator[pa.Array]:
             for batch in reader:
                 if (bad := first_with_line_end(batch.columns)) is not None:
                     raise UserError(f"{unit}: row {row + bad + 1}: {STRAY_QUOTE}")
+                again = pa.compute.equal(batch.column(0), column)
+                if (found := pa.compute.index(again, True).as_py()) >= 0:
+                    raise UserError(f"{unit}: row {row + found + 1}: the header once more: remove the row")
                 row += batch.num_rows
                 yield batch.column(0)
 

@@ -228,6 +228,9 @@ def test_directories_and_globs(tmp_path):
         ("a.fasta", b"MKV\n", "not FASTA"),
         ("a.csv", b'id,text\n1,MKV\n2,"MKV\n3,MKL\n4,MK"\n', "row 2: a text that goes on over a line end"),
         ("a.csv", "id,text\n1,MKV\n".encode("utf-16"), "is UTF-16: convert it"),
+        ("a.csv", b"id,text\n1,MKV\nid,text\n2,MKV\n", "row 2: the header once more"),
+        ("a.csv", b"id,text\n" + b"1,12345\n" * 300, "100% of the characters are no residues"),
+        ("a.csv", b"id,text\n" + b"1,A protein of the cell wall.\n" * 50, "of the characters are no residues"),
         ("a.jsonl", b"[1, 2]\n", "first line is no JSON object"),
         ("a.txt", b"MKV\n", "its name says no format"),
     ],
@@ -264,3 +267,14 @@ def test_fields_that_nobody_asked_for_are_not_looked_at(tmp_path, name):
     path.write_bytes(gzip.compress(content) if name.endswith(".gz") else content)
     (unit,) = units_of(open_source(str(path), streaming=False).splits["train"], 1)
     assert sum(len(offsets) - 1 for _, offsets in read_sequences(unit, 0)) == 40_001
+
+
+@pytest.mark.parametrize(
+    ("values", "kind"),
+    [([1, 2], "int64"), ([["MKV"], ["L"]], "list<"), ([{"a": 1}] * 2, "struct<"), ([1.5, 2.5], "double")],
+)
+def test_columns_that_are_no_texts_are_refused(tmp_path, values, kind):
+    pa.parquet.write_table(pa.table({"text": values}), tmp_path / "a.parquet")
+    (unit,) = units_of(open_source(str(tmp_path / "a.parquet"), streaming=False).splits["train"], 1)
+    with pytest.raises(UserError, match=rf"a\.parquet.*: the column of proteins holds {kind}.*: expected texts"):
+        list(read_sequences(unit, 0))

@@ -2,7 +2,9 @@
 
 import multiprocessing
 import os
+import shutil
 import signal
+import zlib
 
 import pytest
 
@@ -43,7 +45,8 @@ def test_a_killed_build_is_gone_on_from(tmp_path):
         build.results["records"] = 3
     assert sorted(path.name for path in tmp_path.iterdir()) == NAMES
     assert sorted(path.name for path in (tmp_path / "csv").iterdir()) == [".complete.json", "x000.csv"]
-    assert read_record(tmp_path / "csv") == {"made_from": {"seed": [1, 2]}, "results": {"records": 3}}
+    files = {"x000.csv": [4, zlib.crc32(b"half")]}
+    assert read_record(tmp_path / "csv") == {"made_from": {"seed": [1, 2]}, "results": {"records": 3}, "files": files}
 
 
 @pytest.mark.parametrize(("names", "seed"), [(NAMES, 8), ([*NAMES, "arrow"], 7)])
@@ -119,7 +122,8 @@ def test_killed_while_publishing(tmp_path, number, after):
     assert sorted(path.name for path in tmp_path.iterdir()) == NAMES
     for name in NAMES:
         assert (tmp_path / name / "content").read_text() == "new"
-        assert read_record(tmp_path / name) == {"made_from": {"seed": 1}, "results": {"records": 3}}
+        files = {"content": [3, zlib.crc32(b"new")]}
+        assert read_record(tmp_path / name) == {"made_from": {"seed": 1}, "results": {"records": 3}, "files": files}
 
 
 @pytest.mark.parametrize("torn", [b'["b", {"x', b'["b", 2]', b"\0\0\0\0\n", b"7\n"])
@@ -132,3 +136,71 @@ def test_a_torn_note_is_no_note(tmp_path, torn):
     journal.note("b", {"x": 3})
     assert Journal(path).done("b") == {"x": 3}
     assert Journal(path).done("a") == [1]
+
+
+def build_all(parent, seed=1, names=("csv",), **how) -> bool:
+    """Whether there was something to make."""
+    with building(
+        parent, list(names), {"seed": seed}, **{"overwrite": False, "siblings": ("csv", "fasta")} | how
+    ) as build:
+        for path in build.paths.values():
+            (path / "x000").write_text(f"made with {seed}")
+            (path / "below").mkdir()
+            (path / "below" / "x001").write_text("more")
+        return bool(build.paths)
+
+
+def remove(directory) -> None:
+    (directory / "x000").unlink()
+
+
+def lengthen(directory) -> None:
+    (directory / "below" / "x001").write_text("much more")
+
+
+def flip(directory) -> None:
+    (directory / "x000").write_text("made with 7")
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (remove, "x000 has gone"),
+        (lengthen, r"below/x001 has changed \(9 bytes, 4 written\)"),
+        (flip, r"x000 has changed \(its checksum differs\)"),
+    ],
+)
+def test_complete_output_is_looked_at_again(tmp_path, change, told):
+    assert build_all(tmp_path)
+    assert not build_all(tmp_path)
+    assert not build_all(tmp_path, verify=True)
+    change(tmp_path / "csv")
+    if change is flip:
+        assert not build_all(tmp_path), "sizes only, unless asked for"
+    with pytest.raises(UserError, match=rf"csv: {told} since it was written: give --overwrite"):
+        build_all(tmp_path, verify=True)
+    assert build_all(tmp_path, overwrite=True)
+    assert (tmp_path / "csv/x000").read_text() == "made with 1"
+    assert not build_all(tmp_path, verify=True)
+
+
+def test_overwriting_makes_what_is_complete_anew(tmp_path):
+    build_all(tmp_path)
+    before = (tmp_path / "csv/x000").stat().st_ino
+    assert build_all(tmp_path, overwrite=True)
+    assert (tmp_path / "csv/x000").stat().st_ino != before
+    assert [path.name for path in tmp_path.iterdir()] == ["csv"]
+
+
+def test_other_forms_of_other_input_do_not_stay(tmp_path):
+    build_all(tmp_path, names=("csv", "fasta"))
+    (tmp_path / "arrow").mkdir()  # of another script: none of this one's business
+    with pytest.raises(UserError, match=r"csv: was made from other input"):
+        build_all(tmp_path, seed=2)
+    shutil.rmtree(tmp_path / "csv")
+    with pytest.raises(UserError, match=r"fasta: was made from other input or arguments: give --overwrite"):
+        build_all(tmp_path, seed=2)
+    assert build_all(tmp_path, seed=2, overwrite=True)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["arrow", "csv"]
+    assert build_all(tmp_path, seed=2, names=("fasta",)), "of the same input it may come later"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["arrow", "csv", "fasta"]

@@ -230,7 +230,7 @@ def test_outputs_appear_at_once(tmp_path):
         assert not (tmp_path / "csv").exists()
         build.results["records"] = 3
     assert {path.name: path.stat().st_ino for path in tmp_path.iterdir()} == inodes
-    assert read_record(tmp_path / "csv") == {"made_from": {"seed": [1, 2]}, "results": {"records": 3}}
+    assert read_record(tmp_path / "csv") == {"made_from": {"seed": [1, 2]}, "results": {"records": 3}, "files": {}}
     with building(tmp_path, ["csv", "fasta", "arrow"], {"seed": (1, 2)}, overwrite=False) as build:
         assert list(build.paths) == ["arrow"]
 

@@ -310,6 +310,8 @@ def test_other_columns_are_not_looked_at(tmp_path):
         ("id,text\na,MK\n".encode("utf-16"), "x000.csv: is UTF-16: convert it: iconv -f UTF-16 -t UTF-8"),
         (b"\x1f\x8b\x08\x00\x00", "x000.csv: row 0: a NUL byte in the header"),
         (b"id,text,\xe9\na,MK,b\n", "x000.csv: row 0: the header is not UTF-8: byte 0xe9"),
+        (b"id,text\na,MK\nid,text\nc,MK\nd,MK\n", "x000.csv: row 2: the header once more"),
+        (b"id,text\n" + b"a,12345\n" * 300, "71% of the characters are no residues: are these proteins?"),
         (b"id,text\na,MK\nb,M\x00K\nc,MK\nd,MK\n", "x000.csv: row 2: control byte 0x00 in the text"),
     ],
 )
