@@ -61,8 +61,9 @@ def packed_attention(qkv: Tensor, cos: Tensor, sin: Tensor, cu_seqlens: Tensor, 
     return torch.cat(attended, dim=1).transpose(0, 1).flatten(1)
 
 
-@torch.compiler.disable  # a loop over sequences: not to be unrolled into a graph
 def _cpu_attention(qkv: Tensor, cos: Tensor, sin: Tensor, cu_seqlens: Tensor) -> Tensor:
+    if torch.compiler.is_compiling():
+        return _in_a_graph(qkv, cos, sin, cu_seqlens)[0]
     return _CpuAttention.apply(qkv, cos, sin, cu_seqlens.tolist()).flatten(1)
 
 
@@ -94,6 +95,63 @@ class _CpuAttention(torch.autograd.Function):
         backward = _flash_backward if rotated.dtype == torch.float32 else _bmm_backward
         backward(grads, grad_out, rotated, out, lse, ctx.bounds)
         return _unrotate_grads(grads, cos, sin), None, None, None
+
+
+# In a graph that is compiled the loop over sequences is one operator: neither unrolled nor a break in the graph.
+@torch.library.custom_op("esm2::attention", mutates_args=())
+def _in_a_graph(qkv: Tensor, cos: Tensor, sin: Tensor, cu_seqlens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """As `_CpuAttention`; also what its backward pass needs: rotated [3, H, T, D] and lse [H, T]."""
+    context = _Kept()
+    out = _CpuAttention.forward(context, qkv, cos, sin, cu_seqlens.tolist())
+    rotated, _, lse, _, _ = context.saved_tensors
+    return out.flatten(1), rotated, lse
+
+
+@_in_a_graph.register_fake
+def _(qkv: Tensor, cos: Tensor, sin: Tensor, cu_seqlens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    tokens, heads, _, dim = qkv.shape
+    lse = qkv.new_empty(heads, tokens, dtype=torch.float32)
+    return qkv.new_empty(tokens, heads * dim), qkv.new_empty(3, heads, tokens, dim), lse
+
+
+@torch.library.custom_op("esm2::attention_backward", mutates_args=())
+def _backward_in_a_graph(
+    grad: Tensor, rotated: Tensor, out: Tensor, lse: Tensor, cos: Tensor, sin: Tensor, cu_seqlens: Tensor
+) -> Tensor:
+    _, heads, tokens, dim = rotated.shape
+    by_head = out.view(tokens, heads, dim).transpose(0, 1).contiguous()
+    context = _Kept((rotated, by_head, lse, cos, sin), cu_seqlens.tolist())
+    return _CpuAttention.backward(context, grad.view(tokens, heads, dim))[0]
+
+
+@_backward_in_a_graph.register_fake
+def _(grad, rotated, out, lse, cos, sin, cu_seqlens) -> Tensor:
+    _, heads, tokens, dim = rotated.shape
+    return rotated.new_empty(tokens, heads, 3, dim)
+
+
+def _keep(ctx, inputs, output) -> None:
+    _, cos, sin, cu_seqlens = inputs
+    out, rotated, lse = output
+    ctx.save_for_backward(rotated, out, lse, cos, sin, cu_seqlens)
+
+
+def _backward(ctx, grad: Tensor, *_):
+    return _backward_in_a_graph(grad.contiguous(), *ctx.saved_tensors), None, None, None
+
+
+_in_a_graph.register_autograd(_backward, setup_context=_keep)
+
+
+@dataclass
+class _Kept:
+    """The part of a context of autograd that `_CpuAttention` uses."""
+
+    saved_tensors: tuple[Tensor, ...] = ()
+    bounds: list[int] | None = None
+
+    def save_for_backward(self, *tensors: Tensor) -> None:
+        self.saved_tensors = tensors
 
 
 def _query_scale(dim: int) -> float:

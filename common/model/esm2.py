@@ -186,9 +186,9 @@ def build_model(
     return model
 
 
-def compile_layers(model: nn.Module, device: str) -> None:
+def compile_layers(model: nn.Module, device: str, backend: str = "inductor") -> None:
     """torch.compile each layer (in place): all layers share one compiled graph, and packs of any length too."""
-    if device == "cpu" and not any(shutil.which(c) for c in ("g++", "clang++", "c++")):
+    if backend == "inductor" and device == "cpu" and not any(shutil.which(c) for c in ("g++", "clang++", "c++")):
         raise UserError("--torch_compile needs a C++ compiler on a CPU (apt-get install g++), or drop the flag")
     for layer in model.layers:
-        layer.compile(dynamic=True)
+        layer.compile(dynamic=True, backend=backend)

@@ -11,6 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+_AVAILABLE = torch.backends.mkldnn.is_available()  # asked for once: a graph that is compiled would break there
+
 
 class Linear(nn.Linear):
     """`nn.Linear` by way of `linear`, or of what takes its place as `product`."""
@@ -32,19 +34,30 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 def _onednn_takes(x: Tensor, weight: Tensor) -> bool:
     return (
-        x.device.type == "cpu"
+        _AVAILABLE
+        and x.device.type == "cpu"
         and x.dtype == weight.dtype == torch.float32
-        and x.numel() > 0
-        and torch.backends.mkldnn.enabled
-        and torch.backends.mkldnn.is_available()
         and not torch.is_autocast_enabled("cpu")
-        and not torch.compiler.is_compiling()
+        and (torch.compiler.is_compiling() or (x.numel() > 0 and torch.backends.mkldnn.enabled))
     )
 
 
 def _product(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
     """a [m, k] times the transpose of b [n, k]; any strides."""
+    if torch.compiler.is_compiling():
+        return _product_in_a_graph(a, b, bias)
     return torch.ops.mkldnn._linear_pointwise(a, b, bias, "none", [], "")
+
+
+# Inductor takes oneDNN's own operator for one of inference, whose weights are constants; this one it calls as it is.
+@torch.library.custom_op("esm2::product", mutates_args=())
+def _product_in_a_graph(a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
+    return torch.ops.mkldnn._linear_pointwise(a, b, bias, "none", [], "")
+
+
+@_product_in_a_graph.register_fake
+def _(a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
+    return a.new_empty(a.shape[0], b.shape[0])
 
 
 class _OneDnnLinear(torch.autograd.Function):

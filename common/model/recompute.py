@@ -14,7 +14,7 @@ MODES = ("none", "selective", "full")
 
 # Results of products and of fused attention are kept by `selective`; norms, GELU, rotary and the like are recomputed.
 _KEPT = (
-    *("aten::mm", "aten::addmm", "mkldnn::_linear_pointwise"),
+    *("aten::mm", "aten::addmm", "mkldnn::_linear_pointwise", "esm2::product", "esm2::attention"),
     *("aten::_scaled_dot_product_flash_attention", "aten::_scaled_dot_product_flash_attention_for_cpu"),
     *("aten::_scaled_dot_product_efficient_attention", "aten::_scaled_dot_product_cudnn_attention"),
     "torch_attn::_varlen_attn",
@@ -27,16 +27,19 @@ def save_activations(layers: list[nn.Module], mode: str, offload: bool) -> None:
         if mode != "none" and hasattr(layer, "recompute"):
             layer.recompute()  # Transformer Engine's own way: `full` only (see common.model.backend)
         elif mode != "none":
-            contexts = {"context_fn": partial(create_selective_checkpoint_contexts, _policy)}
-            layer.forward = partial(
-                checkpoint,
-                layer.forward,
-                use_reentrant=False,
-                preserve_rng_state=False,  # there is nothing random in a layer
-                **(contexts if mode == "selective" else {}),
-            )
+            layer.forward = _recomputed(layer.forward, selective=mode == "selective")
         if offload:
             layer.forward = _offloaded(layer.forward)
+
+
+def _recomputed(forward: Callable, selective: bool) -> Callable:
+    contexts = {"context_fn": partial(create_selective_checkpoint_contexts, _policy)} if selective else {}
+
+    def call(*args):  # torch.compile looks into a function, and not into a partial of `checkpoint`
+        # There is nothing random in a layer.
+        return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, **contexts)
+
+    return call
 
 
 def _policy(context, operator, *args, **kwargs) -> CheckpointPolicy:
