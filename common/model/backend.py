@@ -19,6 +19,8 @@ from common.cli import Flags, UserError, flag, one_line
 
 BACKENDS = ("auto", "te", "torch")
 HIDDEN_ACT = {"exact": "gelu", "tanh": "gelu_pytorch_tanh"}
+BF16_SINCE = (8, 0)  # compute capability
+HEAD_MULTIPLE = 8  # of the flash kernels behind torch's varlen attention
 ONLY_GELU = {"te": "tanh"}  # a backend with one kind
 
 
@@ -68,6 +70,20 @@ def te_missing(device: torch.device) -> str | None:
         reason = one_line(error)[:160]
         return f"Transformer Engine is installed but does not load ({type(error).__name__}: {reason})"
     return None
+
+
+def check_device(device: torch.device, bf16: bool, head_dim: int, backend: str) -> None:
+    """UserError for what a GPU cannot do, before the first kernel says so in its own words."""
+    if device.type != "cuda" or not bf16:
+        return
+    if torch.cuda.get_device_capability(device) < BF16_SINCE:
+        name = torch.cuda.get_device_name(device)
+        raise UserError(f"--bf16: {name} has no bf16 instructions (Ampere, sm80, and later have): drop the flag")
+    if backend == "torch" and head_dim % HEAD_MULTIPLE:
+        raise UserError(
+            f"--bf16: heads of {head_dim} (hidden_size / num_attention_heads) are no multiple of {HEAD_MULTIPLE}, which "
+            "a GPU's attention needs: choose another number of heads, or drop the flag"
+        )
 
 
 def choose_backend(

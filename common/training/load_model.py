@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from transformers import EsmConfig
 
 from common.model import esm2, presets
-from common.model.backend import choose_backend, choose_gelu
+from common.model.backend import check_device, choose_backend, choose_gelu
 from common.model.initialise import initialise
 from common.model.pretrained import read_pretrained
 from common.precision.build import Precision, choose_plan, set_formats, start_te_stats
@@ -78,6 +78,7 @@ def load_model(
             config = presets.override(config, args.config_overrides)
         torch_only += ("--emulate_precision",) * args.emulate_precision
         backend, why = choose_backend(args, world.device, args.bf16, torch_only, so_far.get("backend"))
+        check_device(world.device, args.bf16, config.hidden_size // config.num_attention_heads, backend)
         gelu, remark = choose_gelu(args.gelu or so_far.get("gelu"), backend, config)
     flags = {name: value for name, value in asdict(args).items() if name not in OF_A_RANK}
     software = {"torch": torch.__version__, "device": world.device.type, "backend": f"{backend} ({why})", "gelu": gelu}

@@ -10,7 +10,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from common.cli import UserError, setup_logging
-from common.model.backend import choose_backend
+from common.model.backend import check_device, choose_backend
 from common.model.esm2 import build_model
 from common.model.linear import Linear
 from common.model.presets import esm2_config
@@ -143,3 +143,24 @@ def test_checkpoints_hold_scales_as_tensors_and_move_between_backends(tmp_path):
     codes, said = on_ranks(1, _saved_and_restored, tmp_path)
     assert codes == [0], said
     assert said[0].count("FP8 scales are left out") == 1
+
+
+@pytest.mark.parametrize(
+    ("capability", "head_dim", "backend", "message"),
+    [
+        ((7, 5), 64, "torch", "Tesla T4 has no bf16 instructions"),
+        ((8, 0), 20, "torch", "heads of 20 .* are no multiple of 8"),
+        ((8, 0), 20, "te", None),
+        ((9, 0), 64, "torch", None),
+    ],
+)
+def test_what_a_gpu_cannot_do_is_said_before_its_kernels_do(monkeypatch, capability, head_dim, backend, message):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla T4")
+    check_device(torch.device("cpu"), True, head_dim, backend)
+    check_device(torch.device("cuda"), False, head_dim, backend)
+    if message is None:
+        check_device(torch.device("cuda"), True, head_dim, backend)
+    else:
+        with pytest.raises(UserError, match=message):
+            check_device(torch.device("cuda"), True, head_dim, backend)

@@ -136,6 +136,24 @@ def test_a_damaged_record_is_named_once_whichever_rank_and_worker_reads_it(datas
         assert newest_step(out) == rows(out)[-1]["step"] < 300
 
 
+@pytest.mark.parametrize("flags", [{"eval_steps": 2}, {}], ids=["in the run", "at its end"])
+def test_a_damaged_held_out_record_ends_all_ranks_with_one_line(dataset, tmp_path, flags):
+    """One rank meets it, in an evaluation that the others are in too."""
+    sequences = [row["input_ids"] for row in datasets.load_from_disk(str(dataset / "validation"))]
+    sequences[7] = [0, 5, 40, 2]
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "train").symlink_to(dataset / "train")
+    datasets.Dataset.from_dict({"input_ids": sequences}).save_to_disk(tmp_path / "data" / "validation")
+    out = tmp_path / "out"
+    run = {"max_steps": 4, "do_eval": True, "per_device_eval_batch_size": 1, "save_final_model": False}
+    with LiveRun(tmp_path / "data", out, tmp_path / "logs", 2, **run | flags) as live:
+        assert live.end() == [2, 2]
+        said = live.said(0) + live.said(1)
+    assert "Traceback" not in said
+    (error,) = errors_of(said)
+    assert "record 7: token id 40, ESM-2 has 0-32" in error
+
+
 def test_a_killed_loader_worker_ends_all_ranks_and_the_same_command_goes_on(dataset, tmp_path):
     out, flags = tmp_path / "out", LONG | {"max_steps": 100}
     with LiveRun(dataset, out, tmp_path / "logs", 2, **flags, dataloader_num_workers=1) as run:
