@@ -81,8 +81,8 @@ def check_device(device: torch.device, bf16: bool, head_dim: int, backend: str) 
         raise UserError(f"--bf16: {name} has no bf16 instructions (Ampere, sm80, and later have): drop the flag")
     if backend == "torch" and head_dim % HEAD_MULTIPLE:
         raise UserError(
-            f"--bf16: heads of {head_dim} (hidden_size / num_attention_heads) are no multiple of {HEAD_MULTIPLE}, which "
-            "a GPU's attention needs: choose another number of heads, or drop the flag"
+            f"--bf16: heads of {head_dim} (hidden_size / num_attention_heads): attention on a GPU needs multiples of "
+            f"{HEAD_MULTIPLE}: choose another number of heads, or drop the flag"
         )
 
 

@@ -46,8 +46,8 @@ class RunDirectory:
     def __init__(self, path: Path, overwrite: bool):
         path.mkdir(parents=True, exist_ok=True)
         self._handle = hold(path / RUN)
-        self._job, _ = _job()
-        self.restarted = is_restart(path)
+        # Read through this very handle: to close another one of the file would let go of the lock.
+        self.restarted = _is_restart_of(self._handle.read())
         if overwrite and self.restarted:
             logger.info("--overwrite_output_dir: not applied, this is a restart of the job that wrote %s", path)
         elif overwrite:
@@ -56,7 +56,7 @@ class RunDirectory:
     def claim(self) -> None:
         """From now on what is here is this job's."""
         self._handle.truncate(0)
-        self._handle.write(self._job)
+        self._handle.write(json.dumps(_job()))
         self._handle.flush()
 
     def close(self) -> None:
@@ -65,9 +65,8 @@ class RunDirectory:
 
 def is_restart(path: Path) -> bool:
     """Whether this is a restart of the very job that wrote to `path` last."""
-    job, restartable = _job()
     try:
-        return restartable and (path / RUN).read_text() == job
+        return _is_restart_of((path / RUN).read_text())
     except OSError:
         return False
 
@@ -110,13 +109,44 @@ def hold(path: Path, patience_s: float = LOCK_PATIENCE_S) -> TextIOWrapper:
             return handle
 
 
-def _job() -> tuple[str, bool]:
-    """What stays the same when this very job is restarted by torchrun, an operator or the batch system; whether it
-    tells a restart from a new job by the same user."""
+def _job() -> dict:
+    """What tells a restart of this very job, by torchrun, an operator or the batch system, from a new one of the same
+    user: the batch system's number, or torchrun's --rdzv_id and the torchrun itself."""
     if os.environ.get("SLURM_JOB_ID"):
-        return f"slurm {os.environ['SLURM_JOB_ID']}", True
-    run_id = os.environ.get("TORCHELASTIC_RUN_ID", "none")  # torchrun's --rdzv_id; "none" is its default for all jobs
-    return f"torchelastic {run_id}", run_id != "none" or int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0
+        return {"job": f"slurm {os.environ['SLURM_JOB_ID']}"}
+    run_id = os.environ.get("TORCHELASTIC_RUN_ID")
+    if run_id is None:
+        return {"job": None}
+    one_node = os.environ.get("WORLD_SIZE") == os.environ.get("LOCAL_WORLD_SIZE")
+    return {
+        "job": None if run_id == "none" else f"torchelastic {run_id}",  # torchrun's default, for all jobs
+        "torchrun": _parent(),
+        "by_hand": one_node and "KUBERNETES_SERVICE_HOST" not in os.environ,
+    }
+
+
+def _parent() -> str | None:
+    """This process' parent, unlike any other one of this or another machine; None where the system does not say."""
+    pid = os.getppid()
+    try:
+        began = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+        return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {pid} {began}"
+    except OSError:
+        return None
+
+
+def _is_restart_of(text: str) -> bool:
+    """text: what `claim` has written, or an earlier version of it."""
+    now = _job()
+    try:
+        before = json.loads(text)
+    except ValueError:
+        before = {"job": text}
+    if now.get("torchrun") and before.get("torchrun") == now["torchrun"]:
+        return True
+    # Nobody but a user starts a torchrun of one machine anew: with the same --rdzv_id it is a new job all the same.
+    both_by_hand = now.get("by_hand") and before.get("by_hand")
+    return now["job"] is not None and now["job"] == before.get("job") and not both_by_hand
 
 
 def clear(output_dir: Path) -> None:

@@ -149,7 +149,7 @@ def test_checkpoints_hold_scales_as_tensors_and_move_between_backends(tmp_path):
     ("capability", "head_dim", "backend", "message"),
     [
         ((7, 5), 64, "torch", "Tesla T4 has no bf16 instructions"),
-        ((8, 0), 20, "torch", "heads of 20 .* are no multiple of 8"),
+        ((8, 0), 20, "torch", "heads of 20 .* needs multiples of 8"),
         ((8, 0), 20, "te", None),
         ((9, 0), 64, "torch", None),
     ],

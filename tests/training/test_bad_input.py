@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import re
 import subprocess
+from contextlib import closing
 from pathlib import Path
 
 import datasets
 import pytest
 import yaml
 
+from common.cli import UserError
 from common.files import alphabet
 from common.model.presets import ESM2_SIZES
+from common.training import run_directory
 from tests.forked import run_script
 from tests.training_fixtures import flags_of, losses, run_forked, train
 
@@ -178,3 +182,51 @@ def test_overwriting_does_not_defeat_the_restart_of_the_same_job(dataset, tmp_pa
     other = run_forked(dataset, tmp_path / "out", stop_at_step=2, **flags)
     assert other.returncode == 0, other.stderr
     assert "Resuming" not in other.stderr
+
+
+def test_a_new_torchrun_is_a_new_job_though_its_rendezvous_id_is_the_old_one(tmp_path, monkeypatch):
+    """Nobody but the user starts one on one machine; an operator, and several nodes, start the same job again."""
+    for name, value in (("TORCHELASTIC_RUN_ID", "esm2"), ("WORLD_SIZE", "1"), ("LOCAL_WORLD_SIZE", "1")):
+        monkeypatch.setenv(name, value)
+    parent = "A"
+    monkeypatch.setattr(run_directory, "_parent", lambda: parent)
+    out = tmp_path / "out"
+
+    def restarted() -> bool:
+        with closing(run_directory.RunDirectory(out, overwrite=False)) as directory:
+            directory.claim()
+            return directory.restarted
+
+    assert not restarted()
+    assert restarted(), "a restart within one torchrun"
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    assert restarted()
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "esm2")
+    assert restarted()
+    parent = "B"
+    assert not restarted(), "another torchrun with the same id"
+    monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "10.0.0.1")
+    parent = "C"
+    assert restarted(), "a pod that the operator has started again"
+    monkeypatch.delenv("KUBERNETES_SERVICE_HOST")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    parent = "D"
+    assert restarted(), "the first rank is on another node now"
+
+
+def _try(path, told) -> None:
+    with pytest.raises(UserError, match="another run is writing here"):
+        run_directory.hold(path, patience_s=0.3)
+    told.put(True)
+
+
+def test_a_directory_is_held_while_it_is_open(tmp_path):
+    """POSIX locks go with any handle of the file that is closed."""
+    context = multiprocessing.get_context("fork")
+    told = context.Queue()
+    with closing(run_directory.RunDirectory(tmp_path, overwrite=False)) as directory:
+        directory.claim()
+        other = context.Process(target=_try, args=(tmp_path / ".run", told))
+        other.start()
+        assert told.get(timeout=30)
+        other.join()
