@@ -212,11 +212,16 @@ class Watch:
             ]
             return True, before or [0]
         silent = [r for r, (message, at) in heard.items() if message["ended"] or now - at > self.silence_s]
-        if silent := [r for r in silent if r != self.rank]:
-            return True, [r for r in silent if not heard[r][0]["victim"]] or silent
+        silent = [r for r in silent if r != self.rank]
+        if guilty := [r for r in silent if not heard[r][0]["victim"]]:
+            return True, guilty
+        # Victims have left because of another one, which is still there: this rank itself, it may be.
+        there = {r: message for r, (message, _) in heard.items() if r not in silent}
         most = max((message["marks"] for message, _ in heard.values()), default=0)
-        behind = [r for r, (message, _) in heard.items() if message["marks"] < most]
-        busy = [r for r, (message, _) in heard.items() if not message.get("waits", True)]
+        behind = [r for r, message in there.items() if message["marks"] < most]
+        busy = [r for r, message in there.items() if not message.get("waits", True)]
+        if silent and not behind and not busy:
+            return True, silent
         return False, behind or busy or sorted(heard)
 
     def _describe(self, silent: bool, ranks: list[int]) -> str:

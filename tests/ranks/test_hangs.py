@@ -79,6 +79,20 @@ def test_who_fell_silent_first_is_named_though_rank_0_has_left_with_the_store_si
     assert watch._culprits() == (True, [0])
 
 
+def test_a_rank_that_others_have_left_for_names_itself():
+    """They had waited for it, and said so; it must not take them for the reason."""
+    watch = Watch()
+    watch.rank, watch.silence_s, watch._store_answered = 0, 2.0, time.monotonic()
+    said = {"victim": False, "ended": False, "marks": 9, "host": HOST, "step": 6, "phase": "data", "waits": False}
+    left = said | {"victim": True, "ended": True, "waits": True}
+    watch._heard = {0: (said, time.monotonic()), 1: (left, time.monotonic())}
+    assert watch._culprits() == (False, [0])
+    watch._heard[0] = (said | {"waits": True}, time.monotonic())
+    assert watch._culprits() == (True, [1])
+    watch._heard[1] = (left | {"victim": False}, time.monotonic())
+    assert watch._culprits() == (True, [1])
+
+
 def _main_that_sleeps(argv: list[str], step: int, rank: int, seconds: float, script: str, env: dict) -> None:
     """A train script; one rank sleeps in the forward pass of a step."""
     os.environ |= env
