@@ -215,10 +215,11 @@ def _files(directory: Path) -> dict[str, list[int]]:
     paths = sorted(path for path in directory.rglob("*") if path.is_file() and path.name != RECORD)
     names = [str(path.relative_to(directory)) for path in paths]
     with ThreadPoolExecutor(4) as pool:
-        return dict(zip(names, pool.map(_size_and_crc, paths), strict=True))
+        return dict(zip(names, pool.map(size_and_crc, paths), strict=True))
 
 
-def _size_and_crc(path: Path) -> list[int]:
+def size_and_crc(path: Path) -> list[int]:
+    """[bytes, CRC-32] of a file, as manifests keep them."""
     size = crc = 0
     with open(path, "rb") as file:
         while block := file.read(1 << 20):
@@ -234,7 +235,7 @@ def _changed(directory: Path, verify: bool) -> str | None:
             return f"{name} has gone"
         if path.stat().st_size != size:
             return f"{name} has changed ({path.stat().st_size:,} bytes, {size:,} written)"
-        if verify and _size_and_crc(path) != [size, crc]:
+        if verify and size_and_crc(path) != [size, crc]:
             return f"{name} has changed (its checksum differs)"
     return None
 

@@ -32,7 +32,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from common.cli import INTERRUPTED, Flags, UserError, flag, one_line
 from common.files import alphabet
 from common.files.json_files import write_json_flushed
-from common.files.output_directory import sync_directory
+from common.files.output_directory import size_and_crc, sync_directory
 from common.ranks.run import leave_if_rank_lost, rank_lost
 from common.ranks.world import FailedElsewhere, World
 from common.training import checkpoint_files as files
@@ -185,7 +185,7 @@ class Checkpointer:
         final = self.output_dir / f"checkpoint-{step}"
         files.see_all(partial, checksums)
         write_json_flushed(partial / "trainer_state.json", trainer_state, sort_keys=False)
-        contents = checksums | {"trainer_state.json": files.size_and_crc(partial / "trainer_state.json")}
+        contents = checksums | {"trainer_state.json": size_and_crc(partial / "trainer_state.json")}
         manifest = {"format_version": files.FORMAT_VERSION, "step": step, "model": self.fingerprint, "files": contents}
         write_json_flushed(partial / "manifest.json", manifest, sort_keys=False)
         sync_directory(partial)
@@ -201,7 +201,7 @@ class Checkpointer:
         prefix = f"__{self.world.rank}_"
         mine = [p for p in directory.iterdir() if p.name.startswith(prefix)]
         mine += [directory / ".metadata"] if self.world.is_main else []
-        return {p.name: files.size_and_crc(p) for p in mine}
+        return {p.name: size_and_crc(p) for p in mine}
 
     def _gathered(self, sums: dict) -> dict:
         return {name: value for part in self.world.gather(sums, self.group) for name, value in part.items()}

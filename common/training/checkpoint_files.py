@@ -14,10 +14,10 @@ import re
 import shutil
 import socket
 import time
-import zlib
 from pathlib import Path
 
 from common.cli import UserError
+from common.files.output_directory import size_and_crc
 
 logger = logging.getLogger(__name__)
 
@@ -157,11 +157,3 @@ def set_aside_beyond(output_dir: Path, step: int) -> None:
                 remove(aside)
             path.rename(aside)
             logger.warning("%s is not of this run, which goes on from step %d: renamed to %s", path, step, aside.name)
-
-
-def size_and_crc(path: Path) -> list[int]:
-    size = crc = 0
-    with open(path, "rb") as file:
-        while block := file.read(1 << 22):
-            size, crc = size + len(block), zlib.crc32(block, crc)
-    return [size, crc]

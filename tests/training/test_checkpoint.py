@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from common.files.output_directory import size_and_crc
 from common.training import checkpoint_files
 from tests.live_runs import LiveRun, assert_same_run, newest_step, outcome
 from tests.training.checkpoint_fixtures import DAMAGES, FLAGS, checkpointer_of_a_small_model, names, take_steps
@@ -44,7 +45,7 @@ def test_a_checkpoint_holds_canonical_names_and_a_manifest_of_every_file(finishe
     files = {path.name for path in directory.iterdir()} - {"manifest.json"}
     assert files == {".metadata", "__0_0.distcp", "trainer_state.json"} == manifest["files"].keys()
     for name, recorded in manifest["files"].items():
-        assert recorded == checkpoint_files.size_and_crc(directory / name)
+        assert recorded == size_and_crc(directory / name)
     assert json.loads((directory / "trainer_state.json").read_text())["step"] == 4
 
     train(dataset, tmp_path / "two", nproc=2, **FLAGS | {"max_steps": 2})

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from common.cli import UserError
-from common.training.checkpoint_files import size_and_crc
+from common.files.output_directory import size_and_crc
 from common.training.checkpoint_reader import Planner, Reader
 from tests.training_fixtures import train
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 
 import numpy as np
@@ -18,8 +17,18 @@ from common.model.presets import esm2_config
 from common.training import metrics
 from common.training.metrics import format_block, peak_flops, step_flops, step_line, write_results
 from common.training.report import draw_curves, held_out_table
+from tests.forked import run_script
 from tests.model.reference import random_batch
-from tests.training_fixtures import NUM_TEST, NUM_TRAIN, NUM_VALIDATION, arguments, rows, run_forked, train
+from tests.training_fixtures import (
+    NUM_TEST,
+    NUM_TRAIN,
+    NUM_VALIDATION,
+    arguments,
+    environment,
+    flags_of,
+    rows,
+    train,
+)
 
 TRAIN_KEYS = {
     *("epoch", "total_flos", "train_loss", "train_runtime", "train_samples"),
@@ -292,9 +301,13 @@ def test_peak_memory_is_a_peak():
     assert metrics.peak_memory_gb(torch.device("cpu")) > during - 0.01
 
 
+def nothing_is_installed(name: str) -> None:
+    """In place of importlib's find_spec."""
+
+
 def test_a_tracker_that_is_not_installed_is_one_line(dataset, tmp_path):
-    if importlib.util.find_spec("wandb"):
-        pytest.skip("wandb is installed here")
-    done = run_forked(dataset, tmp_path, report_to="wandb", max_steps=1)
+    flags = flags_of(dataset, tmp_path, report_to="wandb", max_steps=1)
+    absent = {"common.training.logbook.find_spec": nothing_is_installed}
+    done = run_script("train_ddp.py", *flags, env=environment(), settings=absent)
     assert done.returncode == 2
     assert done.stderr.splitlines()[-1] == "error: --report_to wandb: not installed: pip install wandb"
