@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 from torch import nn
-from transformers import EsmConfig, EsmForMaskedLM
+from transformers import EsmForMaskedLM
 
 from benchmarks.peer import padded
 from common.batches.collators import Batch, MaskingCollator
@@ -15,6 +15,7 @@ from common.batches.packing import Pack
 from common.cli import UserError
 from common.files.alphabet import CLS, EOS
 from common.model.backend import te_missing
+from common.model.config import Esm2Config
 from common.model.esm2 import Esm2ForMaskedLM, compile_layers
 from common.model.presets import ESM2_SIZES
 from common.precision.build import Precision
@@ -67,15 +68,16 @@ def batches_for(kind: str, tokens: int, count: int) -> list[Batch]:
     return batches
 
 
-def build(kind: str, config: EsmConfig, device: str, fp8_recipe: str) -> tuple[nn.Module, Precision]:
+def build(kind: str, config: Esm2Config, device: str, fp8_recipe: str) -> tuple[nn.Module, Precision]:
     """A model in fp32 with random weights; ours have the same ones whatever the kind. UserError without what it needs.
 
     Drawn on the device: common.model.initialise, on the CPU, takes half a minute for 3B.
     """
     if kind == "peer":
-        config._attn_implementation = "sdpa"
+        stock = config.to_transformers()
+        stock._attn_implementation = "sdpa"
         with torch.device(device):
-            return EsmForMaskedLM(config), Precision()
+            return EsmForMaskedLM(stock), Precision()
     backend = "te" if kind.startswith("te") else "torch"
     if backend == "te" and (missing := te_missing(torch.device(device))):
         raise UserError(missing)

@@ -23,7 +23,8 @@ from pathlib import Path
 from benchmarks.tables import where_measured
 from common.cli import UserError, flag, parse_arguments, run
 from common.files.json_files import read_json_lines
-from common.model.presets import load_config, override
+from common.model.config import override
+from common.model.presets import load_config
 
 ROOT = Path(__file__).resolve().parent.parent
 BASE = "BF16"

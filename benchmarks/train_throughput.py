@@ -77,8 +77,9 @@ def measure(args: Arguments) -> dict:
     else:
         from transformers import EsmForMaskedLM
 
-        config._attn_implementation = "sdpa"
-        model = EsmForMaskedLM(config)
+        stock = config.to_transformers()
+        stock._attn_implementation = "sdpa"
+        model = EsmForMaskedLM(stock)
     store = open_split(args.dataset_dir, "train")
     size = {"tokens_per_pack": args.tokens}
     if not ours:

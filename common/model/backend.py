@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 
 import torch
-from transformers import EsmConfig
 
 from common.cli import Flags, UserError, flag, one_line
+from common.model.config import Esm2Config
 
 BACKENDS = ("auto", "te", "torch")
 HIDDEN_ACT = {"exact": "gelu", "tanh": "gelu_pytorch_tanh"}
@@ -121,12 +121,12 @@ def choose_backend(
     return ("torch", f"not te: {reason}") if reason else ("te", "Transformer Engine is here")
 
 
-def gelu_of(config: EsmConfig) -> str:
+def gelu_of(config: Esm2Config) -> str:
     """`exact` or `tanh`, as config.json says. Any other `hidden_act` counts for nothing, as in transformers."""
     return "tanh" if getattr(config, "hidden_act", None) == HIDDEN_ACT["tanh"] else "exact"
 
 
-def choose_gelu(asked: str | None, backend: str, config: EsmConfig) -> tuple[str, str | None]:
+def choose_gelu(asked: str | None, backend: str, config: Esm2Config) -> tuple[str, str | None]:
     """Settle on --gelu, write it into the configuration, and return it with what is to be said about it.
 
     asked: None leaves it to the backend, and then to the weights' own configuration. UserError where the backend has

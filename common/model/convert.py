@@ -11,10 +11,10 @@ from collections.abc import Callable, Iterator, Mapping
 
 import torch
 from torch import Tensor
-from transformers import EsmConfig
 
 from common.cli import UserError
 from common.files import alphabet
+from common.model.config import Esm2Config
 from common.model.esm2 import PADDED_VOCAB, Esm2ForMaskedLM
 
 # one layer: ours -> theirs. QKV is handled apart.
@@ -49,7 +49,7 @@ _KINDS = ("weight", "bias")
 _OLD_NAMES = {".gamma": ".weight", ".beta": ".bias"}
 
 
-def _names(config: EsmConfig) -> dict[str, str]:
+def _names(config: Esm2Config) -> dict[str, str]:
     names = dict(_REST)
     for n in range(config.num_hidden_layers):
         names |= {f"encoder.layers.{n}.{a}": f"esm.encoder.layer.{n}.{b}" for a, b in _LAYER.items()}
@@ -73,14 +73,14 @@ def _deinterleave(fused: Tensor, heads: int) -> list[Tensor]:
     return [p.flatten(0, 1) for p in fused.unflatten(0, (heads, 3, -1)).unbind(1)]
 
 
-def from_hf(theirs: Mapping[str, Tensor], config: EsmConfig, where: str = "") -> tuple[dict[str, Tensor], dict]:
+def from_hf(theirs: Mapping[str, Tensor], config: Esm2Config, where: str = "") -> tuple[dict[str, Tensor], dict]:
     """Hugging Face weights -> (our state dict, extras). UserError names a missing or unknown tensor."""
     pieces, extras = pieces_from_hf(theirs, config, where)
     return dict(pieces), extras
 
 
 def pieces_from_hf(
-    theirs: Mapping[str, Tensor], config: EsmConfig, where: str = ""
+    theirs: Mapping[str, Tensor], config: Esm2Config, where: str = ""
 ) -> tuple[Iterator[tuple[str, Tensor]], dict]:
     """The same, one of our tensors at a time: `theirs` may read each when it is asked for."""
     # A bare EsmModel checkpoint has no "esm." prefix and no LM head: not something to go on pretraining from.
@@ -92,7 +92,7 @@ def pieces_from_hf(
     return _pieces_from_hf(lambda name: theirs[known[name]], config), extras
 
 
-def _pieces_from_hf(get: Callable[[str], Tensor], config: EsmConfig) -> Iterator[tuple[str, Tensor]]:
+def _pieces_from_hf(get: Callable[[str], Tensor], config: Esm2Config) -> Iterator[tuple[str, Tensor]]:
     for ours, name in _names(config).items():
         yield ours, get(name)
     for n in range(config.num_hidden_layers):
@@ -108,7 +108,7 @@ def _new_name(name: str) -> str:
     return next((name.removesuffix(old) + new for old, new in _OLD_NAMES.items() if name.endswith(old)), name)
 
 
-def _check_shapes(theirs: dict[str, Tensor], config: EsmConfig, where: str) -> None:
+def _check_shapes(theirs: dict[str, Tensor], config: Esm2Config, where: str) -> None:
     """UserError unless `theirs` are the tensors of an EsmForMaskedLM of this configuration; extras may be absent."""
     with torch.device("meta"):
         expected = to_hf(Esm2ForMaskedLM(config).state_dict(), config)
@@ -126,13 +126,13 @@ def _check_shapes(theirs: dict[str, Tensor], config: EsmConfig, where: str) -> N
             raise UserError(f"{where}: not an ESM-2 checkpoint: unknown tensor {name}")
 
 
-def to_hf(ours: dict[str, Tensor], config: EsmConfig, extras: dict[str, Tensor] | None = None) -> dict[str, Tensor]:
+def to_hf(ours: dict[str, Tensor], config: Esm2Config, extras: dict[str, Tensor] | None = None) -> dict[str, Tensor]:
     """Our state dict -> Hugging Face weights, complete enough for `from_pretrained` to load without a warning."""
     return dict(pieces_to_hf(ours.__getitem__, config, extras))
 
 
 def pieces_to_hf(
-    get: Callable[[str], Tensor], config: EsmConfig, extras: dict[str, Tensor] | None = None
+    get: Callable[[str], Tensor], config: Esm2Config, extras: dict[str, Tensor] | None = None
 ) -> Iterator[tuple[str, Tensor]]:
     """The same, one tensor at a time: `get` is asked for each of our parameters once, always in the same order."""
     extras = dict(extras or {})
@@ -156,7 +156,7 @@ def pieces_to_hf(
     yield from extras.items()
 
 
-def frequencies(config: EsmConfig) -> dict[str, Tensor]:
+def frequencies(config: Esm2Config) -> dict[str, Tensor]:
     """The rotary frequencies that every layer of a Hub checkpoint holds: transformers warns where they are missing."""
     dim = config.hidden_size // config.num_attention_heads
     layers = range(config.num_hidden_layers)

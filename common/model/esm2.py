@@ -16,10 +16,10 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import EsmConfig
 
 from common.cli import UserError
 from common.files.alphabet import MASK, PAD, VOCAB_SIZE
+from common.model.config import Esm2Config
 from common.model.initialise import VOCABULARY, initialise
 from common.model.layers_torch import layer_norm
 from common.model.linear import Linear, linear
@@ -43,7 +43,7 @@ class Esm2Output:
 
 
 class Embeddings(nn.Module):
-    def __init__(self, config: EsmConfig):
+    def __init__(self, config: Esm2Config):
         super().__init__()
         self.token_dropout = config.token_dropout
         self.word_embeddings = nn.Embedding(PADDED_VOCAB, config.hidden_size)
@@ -67,7 +67,7 @@ class Embeddings(nn.Module):
 
 
 class Encoder(nn.Module):
-    def __init__(self, config: EsmConfig, backend: str = "torch"):
+    def __init__(self, config: Esm2Config, backend: str = "torch"):
         super().__init__()
         self.head_dim = config.hidden_size // config.num_attention_heads
         layers = importlib.import_module(f"common.model.layers_{backend}")
@@ -89,7 +89,7 @@ class Encoder(nn.Module):
 class LMHead(nn.Module):
     """dense -> GELU -> LayerNorm -> decoder tied to the embedding + bias."""
 
-    def __init__(self, config: EsmConfig):
+    def __init__(self, config: Esm2Config):
         super().__init__()
         self.dense = Linear(config.hidden_size, config.hidden_size)
         self.layer_norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
@@ -102,12 +102,12 @@ class LMHead(nn.Module):
 
 
 class Esm2ForMaskedLM(nn.Module):
-    """ESM-2 of any size. `config` is a `transformers.EsmConfig`; build it under `torch.device("meta")` if large.
+    """ESM-2 of any size. Build it under `torch.device("meta")` if large.
 
     backend: of the encoder layers, `torch` (any device) or `te` (Transformer Engine; CUDA). Parameters are the same.
     """
 
-    def __init__(self, config: EsmConfig, backend: str = "torch"):
+    def __init__(self, config: Esm2Config, backend: str = "torch"):
         super().__init__()
         self.config, self.backend = config, backend
         self.embeddings = Embeddings(config)
@@ -176,7 +176,7 @@ def count_parameters(model: nn.Module) -> int:
 
 
 def build_model(
-    config: EsmConfig, seed: int, device: torch.device | str = "cpu", backend: str = "torch"
+    config: Esm2Config, seed: int, device: torch.device | str = "cpu", backend: str = "torch"
 ) -> Esm2ForMaskedLM:
     """A freshly initialised fp32 model on `device`."""
     with torch.device("meta"):

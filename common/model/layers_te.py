@@ -16,9 +16,9 @@ from functools import partial
 import torch
 import transformer_engine.pytorch as te
 from torch import Tensor
-from transformers import EsmConfig
 
 from common.model.attention import rotary_angles
+from common.model.config import Esm2Config
 
 # cuDNN makes, and keeps, a graph for every longest sequence it sees: lengths are rounded up to this.
 LENGTH_MULTIPLE = 128
@@ -31,7 +31,7 @@ class TransformerLayer(te.TransformerLayer):
     kernels take no packs).
     """
 
-    def __init__(self, config: EsmConfig, number: int = 0, attention: str | None = None):
+    def __init__(self, config: Esm2Config, number: int = 0, attention: str | None = None):
         attention = attention or ("thd" if torch.cuda.get_device_capability() >= (9, 0) else "bshd")
         super().__init__(
             config.hidden_size,

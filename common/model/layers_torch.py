@@ -9,10 +9,10 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import EsmConfig
 
 from common.model.attention import packed_attention, rotary_tables
 from common.model.backend import gelu_of
+from common.model.config import Esm2Config
 from common.model.linear import Linear, linear
 
 
@@ -62,7 +62,7 @@ class LayerNormMLP(nn.Module):
 
 
 class SelfAttention(nn.Module):
-    def __init__(self, config: EsmConfig):
+    def __init__(self, config: Esm2Config):
         super().__init__()
         self.heads = config.num_attention_heads
         self.layernorm_qkv = LayerNormLinear(config.hidden_size, 3 * config.hidden_size, config.layer_norm_eps)
@@ -74,7 +74,7 @@ class SelfAttention(nn.Module):
 
 
 class TransformerLayer(nn.Module):
-    def __init__(self, config: EsmConfig, number: int = 0):
+    def __init__(self, config: Esm2Config, number: int = 0):
         super().__init__()
         self.self_attention = SelfAttention(config)
         size, ffn_size, eps = config.hidden_size, config.intermediate_size, config.layer_norm_eps

@@ -1,17 +1,15 @@
-"""The six published ESM-2 sizes, so that their names resolve without a network.
+"""The six published ESM-2 sizes, so that their names resolve without a network; and every other name's configuration.
 
 Source: config.json of the facebook/esm2_* checkpoints and table S1 of Lin et al., Science 379:1123 (2023).
 """
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
-
-from transformers import EsmConfig
 
 from common.cli import UserError, one_line
 from common.files import alphabet
+from common.model.config import Esm2Config, check_supported
 
 # name: (layers, hidden size, attention heads); the feed-forward size is four times the hidden size
 ESM2_SIZES = {
@@ -24,12 +22,10 @@ ESM2_SIZES = {
 }
 
 
-def esm2_config(layers: int, hidden_size: int, heads: int, **overrides) -> EsmConfig:
+def esm2_config(layers: int, hidden_size: int, heads: int, **overrides) -> Esm2Config:
     """An ESM-2 configuration of any size, with everything but the size as published."""
     settings = {
-        "architectures": ["EsmForMaskedLM"],
         "vocab_size": alphabet.VOCAB_SIZE,
-        "vocab_list": None,
         "num_hidden_layers": layers,
         "hidden_size": hidden_size,
         "num_attention_heads": heads,
@@ -45,77 +41,31 @@ def esm2_config(layers: int, hidden_size: int, heads: int, **overrides) -> EsmCo
         "attention_probs_dropout_prob": 0.0,
         "pad_token_id": alphabet.PAD,
         "mask_token_id": alphabet.MASK,
-        "tie_word_embeddings": True,
-        "is_folding_model": False,
+        "others": {"architectures": ["EsmForMaskedLM"], "vocab_list": None},
     }
-    return EsmConfig(**(settings | overrides))
+    return Esm2Config(**(settings | overrides))
 
 
-def load_config(name: str) -> EsmConfig:
+def load_config(name: str) -> Esm2Config:
     """The configuration behind a built-in name, a local directory, or a name on the Hub (in this order)."""
     if name in ESM2_SIZES:
         return esm2_config(*ESM2_SIZES[name])
+    path = Path(name) / "config.json"
     if not Path(name).is_dir() and not (name.count("/") == 1 and not name.startswith((".", "/"))):
         raise UserError(f"{name}: no such model: neither a directory nor one of {', '.join(ESM2_SIZES)}")
-    if Path(name).is_dir() and not (Path(name) / "config.json").is_file():
+    if Path(name).is_dir() and not path.is_file():
         raise UserError(f"{name}: this directory has no config.json: give one written by save_pretrained")
     try:
-        config = EsmConfig.from_pretrained(name)
-    except Exception as error:  # whatever a broken config.json makes of transformers
+        if not Path(name).is_dir():
+            from huggingface_hub import hf_hub_download
+
+            path = Path(hf_hub_download(name, "config.json"))
+        config = Esm2Config.read(path)
+    except Exception as error:  # of the Hub's many, and of a broken config.json
         reason = one_line(error)[:160]
         raise UserError(
             f"{name}: no configuration found, neither there nor on the Hub ({reason}); "
             f"built-in names: {', '.join(ESM2_SIZES)}"
         ) from error
     check_supported(config, name)
-    return config
-
-
-def check_supported(config: EsmConfig, where: str) -> None:
-    """Refuse what this implementation of ESM-2 would silently compute differently."""
-    expected = {
-        "model_type": "esm",
-        "vocab_size": alphabet.VOCAB_SIZE,
-        "position_embedding_type": "rotary",
-        "emb_layer_norm_before": (False, None),
-        "hidden_dropout_prob": 0.0,
-        "attention_probs_dropout_prob": 0.0,
-        "pad_token_id": alphabet.PAD,
-        "mask_token_id": alphabet.MASK,
-        "tie_word_embeddings": True,
-        "is_folding_model": (False, None),
-        "is_decoder": (False, None),
-        "rope_theta": (10000.0, None),
-    }
-    for field, allowed in expected.items():
-        value, allowed = getattr(config, field, None), allowed if isinstance(allowed, tuple) else (allowed,)
-        if value not in allowed:
-            raise UserError(f"{where}: {field} is {value!r}, ESM-2 pretraining here needs {allowed[0]!r}")
-    for field in ("num_hidden_layers", "hidden_size", "num_attention_heads", "intermediate_size"):
-        if getattr(config, field) < 1:
-            raise UserError(f"{where}: {field} is {getattr(config, field)}: must be at least 1")
-    for field in ("max_position_embeddings", "layer_norm_eps", "initializer_range"):
-        if not 0 < getattr(config, field) < math.inf:
-            raise UserError(f"{where}: {field} is {getattr(config, field)}: must be above 0")
-    if config.hidden_size % (2 * config.num_attention_heads):
-        raise UserError(
-            f"{where}: hidden_size {config.hidden_size} is not a multiple of 2 x num_attention_heads "
-            f"({config.num_attention_heads}): rotary embeddings need an even head dimension"
-        )
-
-
-def override(config: EsmConfig, changes: str) -> EsmConfig:
-    """Apply `--config_overrides name=value,name=value`; values take the type of what they replace."""
-    for change in changes.split(","):
-        name, _, text = (part.strip() for part in change.partition("="))
-        old = getattr(config, name, None)
-        try:
-            if not isinstance(old, int | float):
-                raise ValueError
-            kind = {"true": True, "false": False}.__getitem__ if isinstance(old, bool) else type(old)
-            value = kind(text.lower())
-        except (ValueError, KeyError):
-            raise UserError(f"--config_overrides {change}: expected name=value, a number or true/false") from None
-        setattr(config, name, value)
-    check_supported(config, "--config_overrides")
     return config

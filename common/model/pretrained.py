@@ -6,7 +6,6 @@ most SHARD_BYTES, each as soon as its tensors are there.
 
 from __future__ import annotations
 
-import copy
 import json
 import shutil
 from collections.abc import Iterator
@@ -17,18 +16,18 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
-from transformers import EsmConfig
 
 from common.cli import UserError, one_line
 from common.files import alphabet
 from common.model import convert
+from common.model.config import Esm2Config
 from common.model.esm2 import Esm2ForMaskedLM
 
 SHARD_BYTES = 5 * 10**9
 INDEX = "model.safetensors.index.json"
 
 
-def read_pretrained(directory: str, config: EsmConfig) -> tuple[Iterator[tuple[str, Tensor]], dict]:
+def read_pretrained(directory: str, config: Esm2Config) -> tuple[Iterator[tuple[str, Tensor]], dict]:
     """(our parameters as (name, tensor), extras) of a local directory's safetensors, or of a Hub repository's."""
     root = Path(directory)
     if not root.is_dir():
@@ -70,7 +69,7 @@ def _weight_files(root: Path) -> list[Path]:
 
 
 def save_pretrained(
-    pieces: Iterator[tuple[str, Tensor]], config: EsmConfig, directory: Path, shard_bytes: int = SHARD_BYTES
+    pieces: Iterator[tuple[str, Tensor]], config: Esm2Config, directory: Path, shard_bytes: int = SHARD_BYTES
 ) -> None:
     """Write a directory that stock `EsmForMaskedLM` / `AutoModel` / `AutoTokenizer.from_pretrained` open offline.
 
@@ -79,9 +78,9 @@ def save_pretrained(
     partial = directory.with_name(f"{directory.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
-    config = copy.deepcopy(config)  # as loaded it may name another class, and the precision it was stored in
-    config.architectures, config.dtype = ["EsmForMaskedLM"], "float32"
-    config.save_pretrained(partial)
+    stock = config.to_transformers()  # as loaded it may name another class, and the precision it was stored in
+    stock.architectures, stock.dtype = ["EsmForMaskedLM"], "float32"
+    stock.save_pretrained(partial)
     frequencies = convert.frequencies(config)
     files = _file_of_each(config, frequencies, shard_bytes)
     held: dict[str, Tensor] = {}
@@ -103,7 +102,7 @@ def save_pretrained(
     partial.rename(directory)
 
 
-def _file_of_each(config: EsmConfig, frequencies: dict[str, Tensor], shard_bytes: int) -> dict[str, str]:
+def _file_of_each(config: Esm2Config, frequencies: dict[str, Tensor], shard_bytes: int) -> dict[str, str]:
     """{tensor: file}, in the order they come; file names as transformers gives them."""
     with torch.device("meta"):
         tensors = convert.to_hf(Esm2ForMaskedLM(config).state_dict(), config) | frequencies

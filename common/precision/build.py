@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import EsmConfig
 
 from common.cli import UserError
+from common.model.config import Esm2Config
 from common.precision.emulation import Emulation
 from common.precision.masters import Masters
 from common.precision.plan import Plan, check_device, check_dimensions, describe, formats, resolve
@@ -78,7 +78,7 @@ class Precision:
 
 
 def choose_plan(
-    flags: StatsFlags, config: EsmConfig, device: torch.device, backend: str, why: str, sharded: bool
+    flags: StatsFlags, config: Esm2Config, device: torch.device, backend: str, why: str, sharded: bool
 ) -> Plan | None:
     """The number format of each layer, if this model, backend, strategy and device can have it; None: nothing to do.
 

@@ -7,10 +7,10 @@ from dataclasses import asdict, dataclass, replace
 
 import torch
 from torch import Tensor, nn
-from transformers import EsmConfig
 
 from common.model import esm2, presets
 from common.model.backend import check_device, choose_backend, choose_gelu
+from common.model.config import Esm2Config, override
 from common.model.initialise import initialise
 from common.model.pretrained import read_pretrained
 from common.precision.build import Precision, choose_plan, set_formats, start_te_stats
@@ -42,7 +42,7 @@ class Built:
     extras: dict[str, Tensor]
 
     @property
-    def config(self) -> EsmConfig:
+    def config(self) -> Esm2Config:
         return self.model.config
 
     @property
@@ -75,14 +75,14 @@ def load_model(
             check_tokenizer(args.tokenizer_name)
         config = presets.load_config(args.config_name or args.model_name_or_path)
         if args.config_overrides:
-            config = presets.override(config, args.config_overrides)
+            config = override(config, args.config_overrides)
         torch_only += ("--emulate_precision",) * args.emulate_precision
         backend, why = choose_backend(args, world.device, args.bf16, torch_only, so_far.get("backend"))
         check_device(world.device, args.bf16, config.hidden_size // config.num_attention_heads, backend)
         gelu, remark = choose_gelu(args.gelu or so_far.get("gelu"), backend, config)
     flags = {name: value for name, value in asdict(args).items() if name not in OF_A_RANK}
     software = {"torch": torch.__version__, "device": world.device.type, "backend": f"{backend} ({why})", "gelu": gelu}
-    world.agree(flags | software | {f"model's {name}": value for name, value in config.to_dict().items()})
+    world.agree(flags | software | {f"model's {name}": value for name, value in asdict(config).items()})
     with world.together():
         plan = choose_plan(args, config, world.device, backend, why, sharded=shard is not None)
         te_stats = start_te_stats(args, plan, world, args.log_directory(args.output_dir))

@@ -6,9 +6,9 @@ import json
 from pathlib import Path
 
 import torch
-from transformers import EsmConfig
 
 from common.files.json_files import write_json
+from common.model.config import Esm2Config
 
 # Dense bf16 peak in FLOP/s, from the vendors' data sheets (without sparsity), by words of the device's name. The key
 # with most words wins.
@@ -32,7 +32,7 @@ PEAK_FLOPS = {
 }
 
 
-def step_flops(config: EsmConfig, tokens: int, squared_lengths: int, predicted: int) -> float:
+def step_flops(config: Esm2Config, tokens: int, squared_lengths: int, predicted: int) -> float:
     """Floating-point operations of a training step: matrix products only, forward plus twice as much backward.
 
     Linears cost 2 per weight and token; scores and weighted sums 4 x hidden per pair of tokens of the same sequence

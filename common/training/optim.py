@@ -9,7 +9,6 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
-from transformers import SchedulerType, get_scheduler
 
 from common.cli import Flags, UserError, flag
 
@@ -85,6 +84,8 @@ def lr_schedule(flags: OptimizerFlags, total_steps: int) -> Callable[[int], floa
             return flags.learning_rate * (1 - (1 - ESM2_FINAL_FRACTION) * progress)
 
         return esm2
+    from transformers import SchedulerType, get_scheduler  # here: they take a second to import
+
     try:
         kind = SchedulerType(flags.lr_scheduler_type)
         scratch = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=flags.learning_rate)

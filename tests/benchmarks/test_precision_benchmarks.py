@@ -9,7 +9,8 @@ import subprocess
 import pytest
 
 from common.files.json_files import read_json_lines
-from common.model.presets import load_config, override
+from common.model.config import override
+from common.model.presets import load_config
 from tests.forked import run_script
 from tests.training_fixtures import TINY_OVERRIDES, environment
 
@@ -65,7 +66,8 @@ def test_convergence_of_a_format_that_does_not_exist(tmp_path):
 
 
 def test_cost_of_emulation_and_of_statistics(tmp_path):
-    override(load_config("facebook/esm2_t6_8M_UR50D"), TINY_OVERRIDES).save_pretrained(tmp_path / "model")
+    config = override(load_config("facebook/esm2_t6_8M_UR50D"), TINY_OVERRIDES)
+    config.to_transformers().save_pretrained(tmp_path / "model")
     flags = ("--config_name", tmp_path / "model", "--tokens", 128, "--length", 64, "--rounds", 1, "--dtypes", "fp32")
     said = benchmark("emulation_cost", *flags, "--watched", "MXFP8", "--output", tmp_path / "cost.md")
     assert said.returncode == 0, said.stderr

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-from transformers import EsmConfig, EsmForMaskedLM
+from transformers import EsmForMaskedLM
 
 from common.files import alphabet
+from common.model.config import Esm2Config
 from common.model.convert import from_hf
 from common.model.esm2 import Esm2ForMaskedLM
 
 
 @torch.no_grad()
-def reference_model(config: EsmConfig, seed: int = 0) -> EsmForMaskedLM:
+def reference_model(config: Esm2Config, seed: int = 0) -> EsmForMaskedLM:
     """A stock model whose every parameter is random (biases and norms too, so that a swapped tensor shows)."""
     torch.manual_seed(seed)
-    config._attn_implementation = "eager"
-    model = EsmForMaskedLM(config)
+    stock = config.to_transformers()
+    stock._attn_implementation = "eager"
+    model = EsmForMaskedLM(stock)
     for name, parameter in model.named_parameters():
         centre = 1.0 if "LayerNorm.weight" in name or "layer_norm" in name and name.endswith("weight") else 0.0
         parameter.normal_(centre, 0.05 if parameter.dim() == 1 else 0.02)

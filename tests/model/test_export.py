@@ -261,7 +261,7 @@ def test_missing_and_unknown_tensors_are_refused_by_name(broken):
 
 
 def test_a_model_without_its_lm_head_is_refused(tmp_path):
-    EsmModel(esm2_config(2, 64, 4)).save_pretrained(tmp_path)
+    EsmModel(esm2_config(2, 64, 4).to_transformers()).save_pretrained(tmp_path)
     assert "not an EsmForMaskedLM checkpoint" in refusal(tmp_path)
 
 

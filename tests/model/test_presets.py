@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
-from transformers import BertConfig
+from transformers import BertConfig, EsmConfig
 
 from common.cli import UserError
-from common.model.presets import ESM2_SIZES, esm2_config, load_config, override
+from common.model.config import Esm2Config, override
+from common.model.presets import ESM2_SIZES, esm2_config, load_config
+from tests.conftest import ROOT
 
 # facts.md: layers, hidden size, heads
 PUBLISHED = {
@@ -43,7 +48,7 @@ def test_an_unknown_name_is_one_line_that_lists_the_known_ones(name):
 
 
 def test_a_local_directory_gives_its_own_configuration(tmp_path):
-    esm2_config(3, 96, 6, layer_norm_eps=1e-6, token_dropout=False).save_pretrained(tmp_path)
+    esm2_config(3, 96, 6, layer_norm_eps=1e-6, token_dropout=False).to_transformers().save_pretrained(tmp_path)
     config = load_config(str(tmp_path))
     assert (config.num_hidden_layers, config.hidden_size, config.num_attention_heads) == (3, 96, 6)
     assert (config.layer_norm_eps, config.token_dropout) == (1e-6, False)
@@ -70,10 +75,33 @@ def test_a_model_that_would_be_computed_differently_is_refused(tmp_path, changes
     config = esm2_config(2, 64, 4)
     for field, value in changes.items():
         setattr(config, field, value)
-    config.save_pretrained(tmp_path)
+    config.to_transformers().save_pretrained(tmp_path)
     with pytest.raises(UserError, match=named) as caught:
         load_config(str(tmp_path))
     assert str(caught.value).startswith(f"{tmp_path}: ")
+
+
+def test_what_a_config_json_leaves_out_is_what_transformers_makes_of_it(tmp_path):
+    """transformers' own defaults, read through its own class from the same file."""
+    (tmp_path / "config.json").write_text('{"model_type": "esm"}')
+    stock, ours = EsmConfig.from_pretrained(tmp_path), Esm2Config.read(tmp_path / "config.json")
+    fields = {name: value for name, value in vars(ours).items() if name not in ("others", "hidden_act")}
+    assert fields == {name: getattr(stock, name) for name in fields}
+    assert not hasattr(stock, "hidden_act")
+
+
+def test_a_configuration_goes_to_transformers_and_back_whole(tmp_path):
+    stock = EsmConfig(**esm2_config(3, 96, 6).to_transformers().to_dict() | {"a_lab": {"of": ["its", "own"]}})
+    stock.save_pretrained(tmp_path)
+    assert Esm2Config.read(tmp_path / "config.json").to_transformers().to_dict() == stock.to_dict()
+
+
+def test_a_run_of_a_built_in_size_never_imports_transformers():
+    """It would take longer than everything else that a process imports for its first step."""
+    code = "import sys, train_ddp, common.training.optim as o; from common.model.presets import load_config as l; "
+    code += "l('facebook/esm2_t6_8M_UR50D'); o.OptimizerFlags().check(); print('transformers' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.stdout.strip() == "False", done.stderr
 
 
 def test_another_architecture_is_refused(tmp_path):

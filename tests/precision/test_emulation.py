@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 import torch
 
+from common.model.config import override
 from common.model.esm2 import build_model
 from common.model.linear import linear
-from common.model.presets import load_config, override
+from common.model.presets import load_config
 from common.precision import emulation as fake_quant
 from common.precision import plan as precision_plan
 from common.precision.emulation import Emulation

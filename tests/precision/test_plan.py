@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-from transformers import EsmConfig
 
 from common.cli import UserError, parse_arguments
 from common.model.esm2 import SHAPE_MULTIPLE
@@ -189,7 +188,7 @@ def test_every_esm2_and_every_batch_fits_every_format():
     multiples = {kind.multiple for kind in (*FP8_RECIPES.values(), NVFP4BlockScaling)}
     assert multiples == {16, 32}
     for name in ESM2_SIZES:
-        config: EsmConfig = load_config(name)
+        config = load_config(name)
         assert not any(size % m for size in (config.hidden_size, config.intermediate_size) for m in multiples)
     # whatever --tokens_per_pack is: the model fills its tokens up to this
     assert not any(SHAPE_MULTIPLE % m for m in multiples)

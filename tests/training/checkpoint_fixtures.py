@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 
 from common.model import esm2, presets
+from common.model.config import override
 from common.ranks.world import World
 from common.training.checkpoint import Checkpointer, CheckpointFlags
 
@@ -31,7 +32,7 @@ def names(out: Path) -> list[str]:
 
 def checkpointer_of_a_small_model(out: Path, world: World | None = None, **args) -> Checkpointer:
     """`world`: that of a process group which is there already."""
-    config = presets.override(
+    config = override(
         presets.load_config("facebook/esm2_t6_8M_UR50D"),
         "num_hidden_layers=1,hidden_size=32,num_attention_heads=2,intermediate_size=64",
     )

@@ -16,8 +16,9 @@ from transformers import EsmForMaskedLM
 from common.batches.collators import MaskingCollator
 from common.batches.training_data import EVAL_SEED, held_out_batches, open_training
 from common.model import convert
+from common.model.config import override
 from common.model.esm2 import build_model
-from common.model.presets import load_config, override
+from common.model.presets import load_config
 from common.ranks.world import World
 from common.training import masked_lm
 from tests.training_fixtures import NUM_TEST, NUM_VALIDATION, TINY_MODEL, TINY_OVERRIDES, arguments, rows, train
@@ -53,7 +54,7 @@ def questions(dataset, **flags) -> list[tuple[torch.Tensor, torch.Tensor]]:
 
 
 def test_loss_accuracy_and_perplexity_are_those_of_transformers_on_the_same_masks(model, dataset):
-    reference = EsmForMaskedLM(model.config).eval()
+    reference = EsmForMaskedLM(model.config.to_transformers()).eval()
     reference.load_state_dict(convert.to_hf(model.state_dict(), model.config), strict=False)
     loss, correct, masked = 0.0, 0, 0
     for ids, labels in questions(dataset):

@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from common.model import esm2, presets
+from common.model.config import override
 from common.ranks.world import World
 from common.training.checkpoint import Checkpointer, CheckpointFlags
 from tests.live_runs import PREEMPTED, LiveRun, assert_same_run, newest_step
@@ -100,7 +101,7 @@ def _saves_on_a_slow_disk(out: Path) -> None:
     os.fsync = lambda file: (time.sleep(0.5), flush(file))
     dist.init_process_group("gloo")
     world = World(dist.get_rank(), 0, dist.get_world_size(), torch.device("cpu"))
-    model = esm2.build_model(presets.override(presets.load_config("facebook/esm2_t6_8M_UR50D"), TINY_OVERRIDES), 1)
+    model = esm2.build_model(override(presets.load_config("facebook/esm2_t6_8M_UR50D"), TINY_OVERRIDES), 1)
     whole = sum(p.numel() for p in model.parameters())
     fully_shard(model, mesh=init_device_mesh("cpu", (world.size,)))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)

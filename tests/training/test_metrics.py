@@ -63,8 +63,9 @@ def test_flops_are_those_that_pytorch_counts_for_each_protein_alone():
     The reference runs the LM head on every position and the rotary angles as a product; ours does neither.
     """
     config = esm2_config(2, 64, 4)
-    config._attn_implementation = "eager"
-    model = EsmForMaskedLM(config)
+    stock = config.to_transformers()
+    stock._attn_implementation = "eager"
+    model = EsmForMaskedLM(stock)
     counted, lengths = 0, [5, 33, 120]
     for length in lengths:
         batch = random_batch([length])

@@ -18,8 +18,9 @@ from common.batches.collators import MaskingCollator
 from common.batches.loader import TrainLoader
 from common.batches.training_data import open_training
 from common.model import convert
+from common.model.config import override
 from common.model.esm2 import Esm2ForMaskedLM, build_model
-from common.model.presets import load_config, override
+from common.model.presets import load_config
 from tests.data_fixtures import DOWNLOAD, TOKENIZE, call, write_fasta
 from tests.training_fixtures import (
     NUM_TRAIN,
@@ -62,7 +63,7 @@ def proteins(batch: dict) -> list[tuple[torch.Tensor, torch.Tensor]]:
 
 
 def reference(model: Esm2ForMaskedLM) -> EsmForMaskedLM:
-    theirs = EsmForMaskedLM(tiny_config())
+    theirs = EsmForMaskedLM(tiny_config().to_transformers())
     weights = convert.to_hf(model.state_dict(), model.config)
     missing, _ = theirs.load_state_dict(weights, strict=False)
     assert all("inv_freq" in name or "decoder" in name for name in missing), missing
