@@ -15,7 +15,7 @@ fail() { echo "error: $*" >&2; exit 2; }
 mkdir -p "$TARGET_PATH" || fail "TARGET_PATH=$TARGET_PATH: cannot be made on $(hostname)"
 
 PREEMPTED=75 # exit status of a run that was told to stop and has saved (common/ranks/stopping.py)
-restarts=${SLURM_RESTART_COUNT:-0}
+restarts=${SLURM_RESTART_COUNT:-0} attempt=0
 log_dir=logs/${SLURM_JOB_NAME}_$SLURM_JOB_ID/$restarts
 
 # ---- what every step gets: a venv on the shared filesystem, or a container with the same directories in it ------------
@@ -85,11 +85,11 @@ launch() {
   run "${steps[@]}" ${hyperpod[@]+"${hyperpod[@]}"} --nodes="$nodes" --ntasks="$nodes" --ntasks-per-node=1 \
     slurm/node.sh "$python" "$log_dir" --nnodes="$nodes" --shutdown_timeout="$GRACE_SECONDS" \
     --rdzv_backend=c10d --rdzv_endpoint="$(hostname):$((10000 + SLURM_JOB_ID % 20000))" \
-    --rdzv_id="$SLURM_JOB_ID.$restarts" "$@"
+    --rdzv_id="$SLURM_JOB_ID.$restarts.$attempt" "$@"
 }
 
 train() {
-  local script=$1 status=0
+  local script=$1 status=0 lost=""
   shift
   [ -n "$MODEL" ] || fail "MODEL is not set: say facebook/esm2_t33_650M_UR50D (see slurm/env.sh)"
   [ -z "$DATASET_DIR" ] || [ -d "$DATASET_DIR" ] ||
@@ -103,20 +103,31 @@ train() {
     read -ra more <<<"$PREFLIGHT_FLAGS"
     launch -m common.preflight "${data[@]}" "${checks[@]}" ${more[@]+"${more[@]}"} || status=$?
   fi
-  if [ "$status" -eq 0 ]; then
+  # What ends a run but is no fault of the user's (a rank out of memory, a failed collective, a node that was away)
+  # starts again: here if all nodes are free, else from the queue. The third start in a row that makes no new checkpoint
+  # ends with 2 (common/ranks/starts.py).
+  while [ "$status" -eq 0 ]; do
     launch "$script" --config_name="$MODEL" "${data[@]}" "$@" || status=$?
-  fi
+    case $status in
+      0 | 2 | "$PREEMPTED") break ;;
+    esac
+    nodes_are_free || { lost=yes; break; }
+    attempt=$((attempt + 1))
+    echo "$(date +%T) the run ended with $status and all nodes are there: starting it again in this job"
+    status=0
+  done
   case $status in
     0 | 2) ;;
     "$PREEMPTED") requeue "told to stop, and saved" ;;
-    *) nodes_answer || requeue "a node does not answer" ;;
+    *) if [ -n "$lost" ] || ! nodes_are_free; then requeue "a node does not answer, or has lost its step"; fi ;;
   esac
   exit "$status"
 }
 
-# Slurm takes minutes to notice a dead node, and the ranks on the others may have failed by then. Do all still answer?
-nodes_answer() {
-  timeout "$GRACE_SECONDS" srun --overlap --nodes="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 true
+# Can all nodes take a step again? Not a dead one, which Slurm takes minutes to notice, nor one that was away for seconds:
+# for Slurm it is still busy with the step that it has lost.
+nodes_are_free() {
+  timeout "$GRACE_SECONDS" srun --nodes="$SLURM_JOB_NUM_NODES" --ntasks="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 true
 }
 
 # Put this job back into the queue: same number, same script, same arguments.

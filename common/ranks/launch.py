@@ -1,10 +1,13 @@
-"""torchrun for batch systems: a signal to stop is passed on to the ranks, and their exit status becomes its own.
+"""torchrun for batch systems: it passes on what its ranks say, and knows when to start them again.
 
 python -m common.ranks.launch --nnodes=2 --nproc_per_node=8 --rdzv_backend=c10d ... train_ddp.py ...  (as for torchrun)
 
-torchrun itself takes SIGTERM as a failure and exits with 1, whatever the ranks say, so that who started it cannot
-tell a run that has saved (75: start it again) from one that has crashed. And with cgroups Slurm signals only the
-process that it started, which is torchrun.
+- A signal to stop reaches the ranks, and their exit status becomes its own. torchrun itself takes SIGTERM as a failure
+  and ends with 1, whatever the ranks say, so that who started it cannot tell a run that has saved (75: start it again)
+  from one that has crashed. And with cgroups Slurm signals only the process that it started, which is torchrun.
+- Bad input (2) ends the job: --max_restarts are for ends that are not the user's fault.
+- So does the third start in a row without a new checkpoint (common.ranks.starts), with the reason and status 2.
+- In a pod every other end is told as TRY_AGAIN: the training operator's restartPolicy ExitCode tries again above 127.
 """
 
 from __future__ import annotations
@@ -15,7 +18,10 @@ import sys
 from contextlib import suppress
 from pathlib import Path
 
+from common.cli import BAD_INPUT, one_line, user_errors
 from common.ranks.stopping import PREEMPTED, SIGNALS
+
+TRY_AGAIN = 128 + signal.SIGTERM
 
 told: list[int] = []  # the signals that have come
 
@@ -23,23 +29,55 @@ told: list[int] = []  # the signals that have come
 def main() -> None:
     for number in SIGNALS:
         signal.signal(number, _pass_on)
+    try:
+        with user_errors():
+            status = _torchrun(sys.argv[1:])
+    except SystemExit as end:
+        status = end.code if isinstance(end.code, int) else 1
+    sys.exit(_for_the_starter(status))
+
+
+def _torchrun(arguments: list[str]) -> int:
     # After the handlers: importing torch takes seconds.
     from torch.distributed import run
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.elastic.rendezvous import RendezvousError
+    from torch.distributed.launcher import api
 
-    # torchrun sets its own handlers for the signals named here: no longer for those of a stop.
-    arguments = ["--signals_to_handle=SIGINT,SIGHUP,SIGQUIT", *sys.argv[1:]]
+    from common.ranks.agent import Agent, Stopped
+
+    Agent.told, Agent.output_dir = told, _output_dir(arguments)
+    api.LocalElasticAgent = Agent
     try:
-        run.main(arguments)
+        # torchrun sets its own handlers for the signals named here: no longer for those of a stop.
+        run.main(["--signals_to_handle=SIGINT,SIGHUP,SIGQUIT", *arguments])
     except ChildFailedError as error:  # torchrun has printed which rank it was
-        sys.exit(_status(error.get_first_failure()[1].exitcode))
+        return _status(error.get_first_failure()[1].exitcode)
+    except Stopped as stop:
+        return _status(stop.failure.exitcode)
+    except RendezvousError as error:
+        sys.stderr.write(f"error: the other nodes are gone, or the job is over: {one_line(error)}\n")
+        return 1
+    return 0
+
+
+def _output_dir(arguments: list[str]) -> Path | None:
+    """What a train script will take for its --output_dir; None for `-m module`, which is no run."""
+    if "-m" in arguments or "--module" in arguments:
+        return None
+    given = None
+    for word, after in zip(arguments, [*arguments[1:], None], strict=True):
+        name, equals, value = word.partition("=")
+        if name in ("--output_dir", "--output-dir"):
+            given = value if equals else after
+    return Path(given) if given else None
 
 
 def _pass_on(number: int, frame) -> None:
     told.append(number)
     ranks = _children()
     if not ranks:
-        os._exit(PREEMPTED)  # nothing has begun yet, or all is over: the next start knows
+        os._exit(_for_the_starter(PREEMPTED))  # nothing has begun yet, or all is over: the next start knows
     for pid in ranks:
         with suppress(ProcessLookupError):
             os.kill(pid, number)
@@ -54,6 +92,10 @@ def _status(exitcode: int) -> int:
     if -exitcode in told:  # while it imported torch: nothing to save
         return PREEMPTED
     return exitcode if exitcode >= 0 else 128 - exitcode
+
+
+def _for_the_starter(status: int) -> int:
+    return TRY_AGAIN if "KUBERNETES_SERVICE_HOST" in os.environ and status not in (0, BAD_INPUT) else status
 
 
 if __name__ == "__main__":

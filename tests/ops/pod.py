@@ -20,6 +20,7 @@ from tests.training_fixtures import TIMEOUT_S
 # Seconds instead of minutes until a node counts as gone; names need not resolve.
 PATIENCE = "join_timeout=120,last_call_timeout=1,keep_alive_interval=1,keep_alive_max_attempt=3"
 TEST_MACHINE = {
+    "KUBERNETES_SERVICE_HOST": "10.100.0.1",  # as in every pod
     "OMP_NUM_THREADS": "1",
     "HF_HUB_OFFLINE": "1",
     "PET_LOCAL_ADDR": "127.0.0.1",

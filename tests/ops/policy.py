@@ -180,8 +180,8 @@ def restarts(document: dict) -> Iterator[str]:
         return
     spec = document["spec"]
     worker, elastic = spec["pytorchReplicaSpecs"]["Worker"], spec["elasticPolicy"]
-    if worker["restartPolicy"] != "OnFailure":
-        yield f"restartPolicy {worker['restartPolicy']}: torchrun ends with 1 when told to stop"
+    if worker["restartPolicy"] != "ExitCode":
+        yield f"restartPolicy {worker['restartPolicy']}: starts again what can never work (status 2)"
     if not 1 <= elastic["minReplicas"] <= worker["replicas"] <= elastic["maxReplicas"]:
         yield f"{worker['replicas']} replicas, elastic {elastic['minReplicas']} to {elastic['maxReplicas']}"
     if not 1 <= elastic.get("maxRestarts", 0) <= 100:
@@ -197,15 +197,15 @@ def restarts(document: dict) -> Iterator[str]:
 
 @rule
 def launch(document: dict) -> Iterator[str]:
-    """A bare `torchrun script.py`: its own flags would beat what the operator says through PET_* variables."""
+    """A bare launcher and `script.py`: torchrun's flags would beat what the operator says through PET_* variables."""
     for container in containers(document):
         script = "\n".join(container.get("args", []))
         if document["kind"] in JOBS:
             if not re.search(r"^trap 'exit 143' TERM.*\npython3 -m common\.preflight ", script, re.MULTILINE):
                 yield "no preflight, or one that is deaf to signals"
-            found = re.search(r"^exec torchrun (\S+) \\$", script, re.MULTILINE)
+            found = re.search(r"^exec python3 -m common\.ranks\.launch (\S+) \\$", script, re.MULTILINE)
             if not found or found[1] not in TRAIN_SCRIPTS:
-                yield "no bare `exec torchrun script.py`"
+                yield "no bare `exec python3 -m common.ranks.launch script.py`"
             if container.get("command") != ["/bin/bash", "-euc"]:
                 yield f"command {container.get('command')}"
             if "$(TRAIN_FLAGS)" not in script:

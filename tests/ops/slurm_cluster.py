@@ -48,7 +48,7 @@ GresTypes=gpu
 ReturnToService=2
 SlurmdTimeout=10
 MessageTimeout=10
-KillWait=30
+KillWait=10
 MinJobAge=600
 SchedulerParameters=batch_sched_delay=0,sched_min_interval=0,bf_interval=1,bf_window=60
 NodeName=n1 NodeAddr={n1} CPUs=16 RealMemory=1000 Gres=gpu:{gpus}
@@ -166,6 +166,13 @@ class SlurmCluster:
         host = self.hosts.pop(name)
         host.kill()
         host.wait()
+
+    def cut(self, name: str, other: str, but_port: int) -> None:
+        """All connections between two hosts break, once; but those to that port."""
+        command = f"ss -K dst {NODES[other]} and not dport = :{but_port}"
+        inside = ["nsenter", "-t", str(self._process_1(name)), "--net", *command.split()]
+        done = subprocess.run(inside, check=True, capture_output=True, text=True, env=self.environment)
+        assert "ESTAB" in done.stdout, f"{command}: nothing cut: {done.stdout}{done.stderr}"
 
     def _process_1(self, name: str) -> int | None:
         unshare = self.hosts[name].pid

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from common.prepare.sample import write_sample
+from common.ranks.launch import TRY_AGAIN
 from tests.live_runs import newest_step, wait_until
 from tests.ops.manifests import CPU_ONLY, containers, documents, render
 from tests.ops.pod import Pod, local_job
@@ -113,7 +114,7 @@ def test_a_deleted_pod_comes_back_and_the_run_goes_on(volume, pods, tmp_path):
     pods.append(goes)
     assert wait_until(lambda: _steps(out) >= 3, stays.alive, poll=0.05), said()
     goes.delete()
-    assert goes.end() == 1, said()  # torchrun's own status; hence restartPolicy OnFailure
+    assert goes.end() == TRY_AGAIN, said()
     saved = newest_step(out)
     assert 3 <= saved < steps
     pods.append(Pod(made, tmp_path / "successor.log", 1, port))

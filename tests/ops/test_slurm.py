@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import signal
 import sys
@@ -17,7 +18,7 @@ from tests.training_fixtures import ROOT, TINY_MODEL, TINY_OVERRIDES, flags_of, 
 
 pytestmark = pytest.mark.skipif(bool(missing()), reason=missing())
 
-STEPS = 160
+STEPS = 240
 FLAGS = {"max_steps": STEPS, "save_steps": 20, "bf16": True, "save_final_model": False}
 TWO_NODES = "--nodes=2 --gpus-per-node=1"  # one rank on each
 
@@ -49,13 +50,14 @@ def whole(dataset, tmp_path_factory) -> Path:
     return out
 
 
-def start(cluster, dataset: Path, target: Path, options: str = "") -> int:
+def start(cluster, dataset: Path, target: Path, **variables: str) -> int:
     """Submit a job that does the run of FLAGS; it is under way."""
     job = cluster.submit(
-        f"{TWO_NODES} {options} slurm/train_ddp.sh {flags(**FLAGS)}",
+        f"{TWO_NODES} slurm/train_ddp.sh {flags(**FLAGS)}",
         TARGET_PATH=str(target),
         DATASET_DIR=str(dataset),
         PREFLIGHT="off",
+        **variables,
     )
     cluster.until(lambda: len(rows(target / "out-ddp")) > 25, "no step was done")
     return job
@@ -115,14 +117,38 @@ def test_the_walltime_comes_near(cluster, dataset, whole, tmp_path):
     assert_same_run(tmp_path / "out-ddp", whole, STEPS, tmp_path)
 
 
-def test_a_node_dies(cluster, dataset, whole, tmp_path):
-    job = start(cluster, dataset, tmp_path)
+def test_ends_that_are_nobodys_fault(cluster, dataset, whole, tmp_path):
+    """A rank is killed, a collective fails, a node reboots within seconds, a node stays away.
+
+    The job goes on each time, in itself or from the queue; at last it is the run that nothing happened to, to the bit.
+    """
+    out, job = tmp_path / "out-ddp", start(cluster, dataset, tmp_path, GRACE_SECONDS="20")
+
+    def restarted() -> tuple[int, int]:
+        return said(cluster, job).count("starting it again in this job"), int(cluster.job(job)["Restarts"])
+
+    def gets_on() -> None:
+        step = newest_step(out)
+        cluster.until(lambda: newest_step(out) > step, "no step was done")
+
+    os.kill(cluster.ranks(job)[0], signal.SIGKILL)
+    cluster.until(lambda: restarted() == (1, 0), "a killed rank: not started again")
+    gets_on()
+    cluster.cut("n2", "n1", but_port=10000 + job)
+    cluster.until(lambda: restarted() == (2, 0), "a failed collective: not started again")
+    gets_on()
     cluster.kill("n2")
-    cluster.until(lambda: cluster.job(job)["Restarts"] == "1", "not requeued")
-    assert newest_step(tmp_path / "out-ddp") < STEPS
+    cluster.up("n2")
+    cluster.until(lambda: sum(restarted()) == 3, "a node that rebooted: not started again")
+    cluster.until(lambda: cluster.start_now(job) or len(cluster.ranks(job)) == 2, "a node that rebooted: no ranks")
+    gets_on()
+    cluster.kill("n2")
+    requeues = restarted()[1]
+    cluster.until(lambda: restarted()[1] > requeues, "a node that stays away: not requeued")
+    assert newest_step(out) < STEPS
     cluster.up("n2")
     assert cluster.end(job) == "COMPLETED", cluster.said()
-    assert_same_run(tmp_path / "out-ddp", whole, STEPS, tmp_path)
+    assert_same_run(out, whole, STEPS, tmp_path)
 
 
 def test_scancel_saves_and_the_job_does_not_come_back(cluster, dataset, whole, tmp_path):
@@ -146,6 +172,10 @@ WRONG = {
     "no .venv in": ("--chdir={no_venv} slurm/preprocess.sh", {}),
     "no repository in": ("--chdir={empty} slurm/train_ddp.sh", {}),
     "/no/fasta": ("slurm/download_data.sh --source /no/fasta", {}),
+    "3 starts of this job in a row made no new checkpoint": (
+        "--chdir={broken} slurm/train_ddp.sh",
+        {"NPROC_PER_NODE": "1"},
+    ),
     "none, 2 asked for": ("--gpus-per-node=2 slurm/train_ddp.sh", {"PREFLIGHT": "error"}),
     "unknown flag --frobnicate": (f"slurm/train_ddp.sh --frobnicate {flags()}", {"NPROC_PER_NODE": "1"}),
 }
@@ -153,14 +183,17 @@ WRONG = {
 
 def test_what_is_wrong_is_said_in_one_line_within_seconds(cluster, dataset, tmp_path):
     """All at once, on nodes that they share; none comes back."""
-    (tmp_path / "empty").mkdir()
-    (tmp_path / "no_venv").mkdir()
-    (tmp_path / "no_venv" / "slurm").symlink_to(ROOT / "slurm")
+    for name, has in (("empty", ()), ("no_venv", ("slurm",)), ("broken", ("slurm", "common"))):
+        (tmp_path / name).mkdir()
+        for part in has:
+            (tmp_path / name / part).symlink_to(ROOT / part)
+    (tmp_path / "broken" / ".venv").symlink_to(sys.prefix)
+    (tmp_path / "broken" / "train_ddp.py").write_text("raise SystemExit(1)\n")
     logs = {}
     usual = {"TARGET_PATH": str(tmp_path), "DATASET_DIR": str(dataset), "PREFLIGHT": "off"}
     for number, (message, (script, variables)) in enumerate(WRONG.items()):
         log = tmp_path / f"{number}.out"
-        script = script.format(no_venv=tmp_path / "no_venv", empty=tmp_path / "empty")
+        script = script.format(**{name: tmp_path / name for name in ("empty", "no_venv", "broken")})
         job = cluster.submit(f"--nodes=1 --oversubscribe --mem=1 --output={log} {script}", **usual | variables)
         logs[job] = log, message
     for job, (log, message) in logs.items():

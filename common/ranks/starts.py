@@ -1,0 +1,80 @@
+"""How often a job has started and got nowhere: three times in a row, and it is over.
+
+A run that ends by no fault of its user's is started again, by slurm/common.sh, by torchrun's own restarts or by
+Kubernetes: for ever, if nothing counted. What a start has achieved is a newer checkpoint than it found. The count lies
+with the checkpoints (`.starts`), for a job may start on other machines each time; a new job counts anew.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from contextlib import suppress
+from pathlib import Path
+
+from common.cli import UserError
+
+IN_A_ROW = 3
+FILE = ".starts"
+_CHECKPOINT = re.compile(r"checkpoint-(\d+)")
+
+
+class Starts:
+    """The starts of `job` (its name in the batch system) that write to `output_dir`. For the launcher of rank 0 alone.
+
+    Where the count cannot be kept (no such directory, no space) nothing is counted: the run itself will say why.
+    """
+
+    def __init__(self, output_dir: Path, job: str):
+        self.output_dir, self.job = output_dir, job
+        self._made = [path for path in (output_dir, *output_dir.parents) if not path.exists()]
+
+    def begin(self) -> None:
+        """Count a start. UserError where too many in a row have got nowhere."""
+        if self.spent():
+            raise UserError(self.verdict())
+        self._write(self._in_a_row() + 1)
+
+    def spent(self) -> bool:
+        """Whether another start is one too many."""
+        return self._in_a_row() >= IN_A_ROW
+
+    def forget(self) -> None:
+        """The last start does not count: it ended because it was told to."""
+        self._write(max(0, self._in_a_row() - 1))
+
+    def end(self) -> None:
+        """The job is over, one way or the other: nothing is left of the count, nor of a directory made for it."""
+        with suppress(OSError):
+            (self.output_dir / FILE).unlink(missing_ok=True)
+            for path in self._made:  # upwards, as far as they are empty
+                path.rmdir()
+
+    def verdict(self) -> str:
+        newest = self._newest()
+        stands = "there is none" if newest is None else f"the newest is still checkpoint-{newest}"
+        return (
+            f"{self.output_dir}: not started again: {IN_A_ROW} starts of this job in a row made no new checkpoint "
+            f"({stands}): mend what ended them, or save more often (--save_steps), then submit it anew"
+        )
+
+    def _in_a_row(self) -> int:
+        with suppress(OSError, ValueError, KeyError, TypeError):
+            told = json.loads((self.output_dir / FILE).read_text())
+            if (told["job"], told["newest"]) == (self.job, self._newest()):
+                return int(told["starts"])
+        return 0
+
+    def _write(self, starts: int) -> None:
+        with suppress(OSError):
+            self.output_dir.mkdir(parents=True, exist_ok=True)
+            content = json.dumps({"job": self.job, "newest": self._newest(), "starts": starts})
+            (self.output_dir / FILE).write_text(content)
+
+    def _newest(self) -> int | None:
+        """The step of the newest checkpoint; a checkpoint gets its name when it is complete."""
+        try:
+            found = [_CHECKPOINT.fullmatch(path.name) for path in self.output_dir.iterdir()]
+        except OSError:
+            return None
+        return max((int(match[1]) for match in found if match), default=None)
