@@ -42,5 +42,10 @@ export DOWNLOAD_FLAGS=${DOWNLOAD_FLAGS:-}
 export PREPROCESS_FLAGS=${PREPROCESS_FLAGS:-}
 export TRAIN_FLAGS=${TRAIN_FLAGS:-}
 
-# Tells this run from others of the same name. Keep it when you apply the manifest of a running job again.
-export RUN_ID=${RUN_ID:-$(date -u +%Y%m%d-%H%M%S)}
+# Tells this run from others of the same name: a new one each time this file is sourced, unless you have set it yourself.
+# Keep it when you apply the manifest of a running job again.
+if [ -z "${RUN_ID:-}" ] || [ "$RUN_ID" = "${RUN_ID_OF_ENV_VARS:-}" ]; then
+  RUN_ID=$(date -u +%Y%m%d-%H%M%S)
+  RUN_ID_OF_ENV_VARS=$RUN_ID
+fi
+export RUN_ID RUN_ID_OF_ENV_VARS

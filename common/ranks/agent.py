@@ -51,8 +51,12 @@ class Agent(LocalElasticAgent):
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         if worker_group.group_rank == 0 and self.output_dir:
-            job = os.environ.get("SLURM_JOB_ID") or worker_group.spec.rdzv_handler.get_run_id()
-            self._starts = Starts(self.output_dir, job)
+            ids = (
+                os.environ.get("SLURM_JOB_ID"),
+                os.environ.get("JOB_UID"),
+                worker_group.spec.rdzv_handler.get_run_id(),
+            )
+            self._starts = Starts(self.output_dir, next(filter(None, ids)))
             if self._counts:
                 self._starts.begin()
         else:

@@ -32,7 +32,9 @@ class Starts:
     def begin(self) -> None:
         """Count a start. UserError where too many in a row have got nowhere."""
         if self.spent():
-            raise UserError(self.verdict())
+            verdict = self.verdict()
+            self.end()  # who submits it anew, even under the same name, has been told
+            raise UserError(verdict)
         self._write(self._in_a_row() + 1)
 
     def spent(self) -> bool:

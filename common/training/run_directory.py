@@ -8,8 +8,10 @@ from __future__ import annotations
 import fcntl
 import json
 import logging
+import math
 import os
 import shutil
+import sys
 import time
 from contextlib import suppress
 from io import TextIOWrapper
@@ -33,6 +35,8 @@ OWN_DIRECTORIES = ("final_model", "final_model.partial")
 TRACKER_FILES = "logs/events.out.tfevents.*"
 # A file server lets go of a dead machine's lock after its lease: 90 s by default for NFS 4.
 LOCK_PATIENCE_S = 150.0
+# No operator starts a pod of a job again that has been done for so long; a user may start the same job anew.
+DONE_FOR_S = 3600.0
 
 
 class RunDirectory:
@@ -55,12 +59,19 @@ class RunDirectory:
 
     def claim(self) -> None:
         """From now on what is here is this job's."""
-        self._handle.truncate(0)
-        self._handle.write(json.dumps(_job()))
-        self._handle.flush()
+        self._write(_job())
+
+    def done(self) -> None:
+        """The job has done all it was told to."""
+        self._write(_job() | {"done": time.time()})
 
     def close(self) -> None:
         self._handle.close()
+
+    def _write(self, job: dict) -> None:
+        self._handle.truncate(0)
+        self._handle.write(json.dumps(job))
+        self._handle.flush()
 
 
 def is_restart(path: Path) -> bool:
@@ -111,9 +122,12 @@ def hold(path: Path, patience_s: float = LOCK_PATIENCE_S) -> TextIOWrapper:
 
 def _job() -> dict:
     """What tells a restart of this very job, by torchrun, an operator or the batch system, from a new one of the same
-    user: the batch system's number, or torchrun's --rdzv_id and the torchrun itself."""
+    user: the batch system's number or the API's UID, which no two jobs share, or torchrun's --rdzv_id, which they may
+    (the guides' variables give a constant), with the torchrun itself and the command line."""
     if os.environ.get("SLURM_JOB_ID"):
-        return {"job": f"slurm {os.environ['SLURM_JOB_ID']}"}
+        return {"job": f"slurm {os.environ['SLURM_JOB_ID']}", "unique": True}
+    if os.environ.get("JOB_UID"):
+        return {"job": f"uid {os.environ['JOB_UID']}", "unique": True}
     run_id = os.environ.get("TORCHELASTIC_RUN_ID")
     if run_id is None:
         return {"job": None}
@@ -122,6 +136,7 @@ def _job() -> dict:
         "job": None if run_id == "none" else f"torchelastic {run_id}",  # torchrun's default, for all jobs
         "torchrun": _parent(),
         "by_hand": one_node and "KUBERNETES_SERVICE_HOST" not in os.environ,
+        "command": sys.argv[1:],
     }
 
 
@@ -144,9 +159,14 @@ def _is_restart_of(text: str) -> bool:
         before = {"job": text}
     if now.get("torchrun") and before.get("torchrun") == now["torchrun"]:
         return True
-    # Nobody but a user starts a torchrun of one machine anew: with the same --rdzv_id it is a new job all the same.
+    if now["job"] is None or now["job"] != before.get("job"):
+        return False
+    # Nobody but a user starts a torchrun of one machine anew: with the same --rdzv_id it is a new job all the same. So
+    # it is elsewhere, with other flags or long after the end.
     both_by_hand = now.get("by_hand") and before.get("by_hand")
-    return now["job"] is not None and now["job"] == before.get("job") and not both_by_hand
+    other_flags = before.get("command", now.get("command")) != now.get("command")
+    over = time.time() - before.get("done", math.inf) > DONE_FOR_S
+    return bool(now.get("unique")) or not (both_by_hand or other_flags or over)
 
 
 def clear(output_dir: Path) -> None:

@@ -61,6 +61,8 @@ def train(strategy: Strategy, built: Built, args: TrainArguments, world: World) 
             if args.do_train:
                 trainer.loop(directory)
             finish(task, trainer.state, trainer.resolved, log, args, world, trainer.evaluate)
+            if directory and args.do_train:
+                directory.done()
 
 
 class Trainer:

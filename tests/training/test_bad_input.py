@@ -6,7 +6,9 @@ import json
 import multiprocessing
 import re
 import subprocess
+import sys
 from contextlib import closing
+from itertools import count
 from pathlib import Path
 
 import datasets
@@ -212,6 +214,34 @@ def test_a_new_torchrun_is_a_new_job_though_its_rendezvous_id_is_the_old_one(tmp
     monkeypatch.setenv("WORLD_SIZE", "2")
     parent = "D"
     assert restarted(), "the first rank is on another node now"
+
+
+def test_an_operators_new_job_of_the_old_name_is_told_by_its_uid_its_flags_or_the_time(tmp_path, monkeypatch):
+    """As with the guides' constant rendezvous id, or env_vars.sh sourced once for two jobs."""
+    for name, value in (("TORCHELASTIC_RUN_ID", "esm2"), ("KUBERNETES_SERVICE_HOST", "10.0.0.1")):
+        monkeypatch.setenv(name, value)
+    pods = count()
+    monkeypatch.setattr(run_directory, "_parent", lambda: str(next(pods)))
+
+    def restarted(done: bool = False) -> bool:
+        with closing(run_directory.RunDirectory(tmp_path, overwrite=False)) as directory:
+            directory.claim()
+            if done:
+                directory.done()
+            return directory.restarted
+
+    assert not restarted()
+    assert restarted(done=True)
+    assert restarted(done=True), "a pod that is started again while the job ends"
+    monkeypatch.setattr(run_directory, "DONE_FOR_S", -1.0)
+    assert not restarted()
+    assert restarted()
+    monkeypatch.setattr(sys, "argv", [*sys.argv, "--learning_rate=1"])
+    assert not restarted()
+    for uid, known in (("1", False), ("1", True), ("2", False)):
+        monkeypatch.setenv("JOB_UID", uid)
+        monkeypatch.setattr(sys, "argv", [*sys.argv, uid])
+        assert restarted() is known
 
 
 def _try(path, told) -> None:
