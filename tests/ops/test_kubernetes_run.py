@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import time
@@ -16,7 +17,7 @@ import pytest
 
 from common.prepare.sample import write_sample
 from common.ranks.launch import TRY_AGAIN
-from tests.live_runs import newest_step, wait_until
+from tests.live_runs import newest_step, ranks_of, wait_until
 from tests.ops.manifests import CPU_ONLY, containers, documents, render
 from tests.ops.pod import Pod, local_job
 from tests.training_fixtures import TINY_OVERRIDES, _free_port, losses, rows, train
@@ -97,10 +98,11 @@ def test_two_pods_train_to_the_end(volume, pods, tmp_path, template, place):
     assert losses(out) == pytest.approx(losses(tmp_path / "one"), rel=1e-3)
 
 
-def test_a_deleted_pod_comes_back_and_the_run_goes_on(volume, pods, tmp_path):
-    """The drain of a node: SIGTERM to one pod; its successor and the other pod finish the run, as if never stopped."""
+def test_a_killed_rank_and_a_deleted_pod_come_back_and_the_run_goes_on(volume, pods, tmp_path):
+    """A rank out of memory: torchrun starts all again. The drain of a node: SIGTERM to one pod; its successor and the
+    other pod finish the run, as if nothing had happened."""
     steps = 120
-    more = {"max_steps": steps, "save_steps": 100_000, "eval_steps": steps}
+    more = {"max_steps": steps, "save_steps": 10, "eval_steps": steps}
     made, port = job("train-ddp-template.yaml", volume, TRAIN_FLAGS=flags(**more)), _free_port()
     out = volume / "ddp" / MODEL
 
@@ -112,11 +114,15 @@ def test_a_deleted_pod_comes_back_and_the_run_goes_on(volume, pods, tmp_path):
     assert wait_until(lambda: _listens(port), stays.alive, poll=0.1), said()  # it holds the rendezvous
     goes = Pod(made, tmp_path / "1.log", 1, port)
     pods.append(goes)
-    assert wait_until(lambda: _steps(out) >= 3, stays.alive, poll=0.05), said()
+    assert wait_until(lambda: newest_step(out) >= 10, stays.alive, poll=0.05), said()
+    os.kill(*ranks_of(goes.process.pid).values(), signal.SIGKILL)
+    assert wait_until(lambda: "Resuming after step" in said(), stays.alive, poll=0.05), said()
+    killed = newest_step(out)
+    assert wait_until(lambda: newest_step(out) > killed, stays.alive, poll=0.05), said()
     goes.delete()
     assert goes.end() == TRY_AGAIN, said()
     saved = newest_step(out)
-    assert 3 <= saved < steps
+    assert killed < saved < steps
     pods.append(Pod(made, tmp_path / "successor.log", 1, port))
     assert [stays.end(), pods[-1].end()] == [0, 0], said()
     assert f"Resuming after step {saved}" in said()
@@ -125,10 +131,6 @@ def test_a_deleted_pod_comes_back_and_the_run_goes_on(volume, pods, tmp_path):
     whole = SMALL | {"max_steps": steps, "stop_at_step": saved + 20, "bf16": True}
     train(volume / "esm/processed/arrow", tmp_path / "whole", nproc=2, **whole)
     assert losses(out)[: saved + 20] == pytest.approx(losses(tmp_path / "whole"), rel=1e-3)
-
-
-def _steps(out: Path) -> int:
-    return len(rows(out)) if (out / "metrics.jsonl").exists() else 0
 
 
 def _listens(port: int) -> bool:
