@@ -68,8 +68,13 @@ class CheckpointFlags(Flags):
         self.require_above(0, "save_steps", "save_minutes")
 
 
-def resume_from(told: str | None) -> bool | Path:
-    """--resume_from_checkpoint: True for the newest one, False for none, or that of a directory."""
+def resume_from(told: str | None, output_dir: Path, restarted: bool) -> bool | Path:
+    """--resume_from_checkpoint: True for the newest one, False for none, or that of a directory.
+
+    A restart of the job that wrote to `output_dir` goes on from its own newest one, whatever its flags say.
+    """
+    if restarted and files.list_checkpoints(output_dir):
+        return True
     words = {"true": True, "yes": True, "1": True, "false": False, "no": False, "none": False, "0": False}
     return words.get((told or "true").lower(), told and Path(told))
 
@@ -259,8 +264,8 @@ class Checkpointer:
         return {"scales": self.scales}
 
     def _choose(self, where: str | None, restarted: bool) -> Path | None:
-        told = resume_from(where)
-        if told is True or (restarted and files.list_checkpoints(self.output_dir)):
+        told = resume_from(where, self.output_dir, restarted)
+        if told is True:
             newest = files.newest_usable(self.output_dir, self.fingerprint)
             if newest is None and self.training:
                 files.check_nothing_was_completed(self.output_dir)

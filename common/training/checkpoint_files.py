@@ -88,7 +88,10 @@ def verify(path: Path, fingerprint: dict) -> None:
     if version != FORMAT_VERSION:
         raise Corrupt(f"format {version}, this program reads {FORMAT_VERSION}")
     model = {"hidden_act": fingerprint.get("hidden_act")} | model  # what older checkpoints do not tell
-    differing = [f"{k} {model.get(k)!r} (now {v!r})" for k, v in fingerprint.items() if model.get(k) != v]
+    flags = {"hidden_act": "hidden_act (--gelu)"}
+    differing = [
+        f"{flags.get(k, k)} {model.get(k)!r} (now {v!r})" for k, v in fingerprint.items() if model.get(k) != v
+    ]
     if differing:
         raise UserError(
             f"{path}: the checkpoint is of another model: {', '.join(differing)}; choose another --output_dir, "

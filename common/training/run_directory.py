@@ -84,10 +84,9 @@ def is_restart(path: Path) -> bool:
 
 def settled_so_far(flags: CheckpointFlags) -> dict:
     """{"backend": ..., "gelu": ...} of the run that these flags go on with; {} where they start one."""
-    path, told = Path(flags.output_dir), resume_from(flags.resume_from_checkpoint)
-    if is_restart(path) and list_checkpoints(path):
-        told = True
-    elif flags.overwrite_output_dir:
+    path, restarted = Path(flags.output_dir), is_restart(Path(flags.output_dir))
+    told = resume_from(flags.resume_from_checkpoint, path, restarted)
+    if flags.overwrite_output_dir and not restarted:
         told = False
     for checkpoint in [p for _, p in list_checkpoints(path)] if told is True else [told] if told else []:
         with suppress(OSError, ValueError, KeyError, TypeError):

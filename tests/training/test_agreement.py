@@ -154,7 +154,10 @@ def test_a_resumed_run_keeps_its_gelu_and_another_one_is_refused(dataset, tmp_pa
     out = tmp_path / "out"
     train(dataset, out, gelu="tanh", **flags, stop_at_step=3)
     said = train(dataset, out, gelu="exact", expect=2, **flags)
-    assert "checkpoint-3: the checkpoint is of another model: hidden_act 'gelu_pytorch_tanh' (now 'gelu')" in said
+    assert (
+        "checkpoint-3: the checkpoint is of another model: hidden_act (--gelu) 'gelu_pytorch_tanh' (now 'gelu')"
+        in said
+    )
     assert "GELU: the tanh approximation" in train(dataset, out, **flags)
     assert_same_run(out, tmp_path / "whole", 6, tmp_path)
     said = train(dataset, out, **flags, overwrite_output_dir=True, stop_at_step=1)
