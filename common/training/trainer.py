@@ -16,7 +16,6 @@ import torch
 from tqdm.auto import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
-from common.batches.collators import Counts
 from common.batches.loader import TrainStep, merge_positions
 from common.batches.training_data import packs_per_step
 from common.ranks.replicas import Replicas
@@ -30,7 +29,7 @@ from common.training.checkpoint import Checkpointer
 from common.training.finish import finish
 from common.training.load_model import Built
 from common.training.logbook import Logbook
-from common.training.masked_lm import MaskedLM
+from common.training.masked_lm import MaskedLM, StepCounts
 from common.training.metrics import peak_flops
 from common.training.optim import build_optimizer, lr_schedule, set_hyperparameters
 from common.training.profiling import StepProfiler
@@ -191,7 +190,7 @@ class Trainer:
 
     # ---- the parts of the loop ------------------------------------------------------------------------------
 
-    def _next(self, steps) -> tuple[TrainStep | None, Counts]:
+    def _next(self, steps) -> tuple[TrainStep | None, StepCounts]:
         """This rank's share of the next step and the counts of the whole of it; (None, _) if a rank is to stop.
 
         A rank that waits for data in vain, or whose data are damaged, tells the others here: no rank waits for it.
@@ -212,7 +211,7 @@ class Trainer:
         self.save_asked |= bool(save)
         if failed:
             self.world.end_together(failure)
-        return (None if stop else share), Counts(*counts)
+        return (None if stop else share), StepCounts(*counts)
 
     def _complete(self, row: dict) -> bool:
         """Evaluate, add that to the row and record it; False if told to stop meanwhile: then the next start does."""
