@@ -53,10 +53,12 @@ def train(strategy: Strategy, built: Built, args: TrainArguments, world: World) 
             if mine:
                 overwrite = args.overwrite_output_dir and args.do_train
                 directory = way_out.enter_context(closing(RunDirectory(Path(args.output_dir), overwrite)))
-        log = way_out.enter_context(closing(Logbook(args, Path(args.output_dir), world)))
+        log = way_out.enter_context(Logbook(args, Path(args.output_dir), world))
         trainer = Trainer(strategy, built, task, log, args, world)
         with trainer.checkpointer:
-            trainer.resume(restarted=world.share(directory and directory.restarted))
+            restarted = world.share(directory and directory.restarted)
+            trainer.resume(restarted)
+            log.track(trainer.first_row if args.do_train else None, anew=trainer.state.step == 0 and not restarted)
             if args.do_train:
                 trainer.loop(directory)
             finish(task, trainer.state, trainer.resolved, log, args, world, trainer.evaluate)
@@ -113,10 +115,20 @@ class Trainer:
         self.saved_step, self.saved_at, self.save_asked = self.state.step, time.monotonic(), False
         announce(args, self.built, data, self.resolved, self.state, world)
 
+    @property
+    def first_row(self) -> int | None:
+        """The step of the first row that is to come; None where nothing is to be trained."""
+        step = self.state.step
+        if self.state.unfinished_row is not None:
+            return step
+        if step >= self.resolved.last_step:
+            return None
+        return step + 1 if step else 0
+
     def loop(self, directory: RunDirectory | None) -> None:
         """Train up to the last step, or until told to stop: then Preempted, with the state saved."""
         args, state, world, resolved = self.args, self.state, self.world, self.resolved
-        if state.step >= resolved.last_step and state.unfinished_row is None:
+        if self.first_row is None:
             logger.info("Step %d of %d is done already: nothing to train", state.step, resolved.last_step)
             return
         # From here on a signal is agreed on and the state is saved. Ranks meet below before the first of them begins:
@@ -126,9 +138,8 @@ class Trainer:
         with world.main_does() as mine:
             if mine:
                 directory.claim()
-                keep_through = -1 if state.step == 0 else state.step - (state.unfinished_row is not None)
                 quant_stats_in = args.log_directory(args.output_dir) if args.quant_stats else None
-                self.log.begin(keep_through, quant_stats_in, state.step)
+                self.log.begin(self.first_row, quant_stats_in, state.step)
         if args.eval_on_start and state.step == 0:
             state.unfinished_row = {"step": 0, "epoch": 0.0}
         if state.unfinished_row is not None and not self._complete(state.unfinished_row):
