@@ -54,8 +54,8 @@ class _TensorBoard(Tracker):
     def write(self, row: dict) -> None:
         for name, value in _numbers(row).items():
             self.writer.add_scalar(name, value, row["step"])
-        # What waits in its queue (for up to 120 s) when the process is killed may stand before the newest checkpoint:
-        # it would not come again.
+        # What a thread of its own has still to write (where TensorFlow is installed, for up to 120 s) is lost when the
+        # process is killed, and does not come again if it stands before a checkpoint.
         self.writer.flush()
 
     def close(self, status: int) -> None:

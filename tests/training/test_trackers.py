@@ -89,14 +89,20 @@ def test_what_a_run_that_starts_over_had_written_is_seen_no_more(dataset, tmp_pa
     assert list(found["loss"]) == [1, 2]
 
 
+def _write_a_row_and_die(directory: Path, row: dict) -> None:
+    tracker = open_tracker("tensorboard", None, arguments(directory), directory, 0, anew=True)
+    tracker.write(row)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
 def test_a_row_is_in_the_event_file_when_it_has_been_written(tmp_path):
     """A run that is killed goes on after its checkpoint: what was before it does not come again."""
     pytest.importorskip("tensorboard")
-    tracker = open_tracker("tensorboard", None, arguments(tmp_path), tmp_path, 0, anew=True)
-    for step in (1, 2):
-        tracker.write({"step": step, "loss": 2.5, "slowest_host": "no number"})
-        assert scalars(tmp_path / "logs") == {"loss": dict.fromkeys(range(1, step + 1), 2.5)}
-    tracker.close(0)
+    numbers = {f"number {n}": n / 2 for n in range(20)}
+    row = numbers | {"step": 3, "slowest_host": "no number"}
+    codes, said = on_ranks(1, _write_a_row_and_die, tmp_path, row)
+    assert codes == [-signal.SIGKILL], said
+    assert scalars(tmp_path / "logs") == {name: {3: value} for name, value in numbers.items()}
 
 
 # ---- W&B ----------------------------------------------------------------------------------------------------
@@ -179,6 +185,8 @@ def test_what_starts_over_is_a_new_run_in_wandb(dataset, tmp_path, settings):
     tracked(dataset, out, settings, "wandb", **flags, overwrite_output_dir=True)
     ids = [start.run.run_id for start in starts(out)]
     assert len(set(ids)) == 3
+    tracked(dataset, out, settings, "none", **flags, overwrite_output_dir=True)
+    assert not (out / "wandb_run.json").exists()
 
 
 def test_a_job_that_is_started_again_before_its_first_checkpoint_goes_on_with_its_run(dataset, tmp_path, settings):
