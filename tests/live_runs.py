@@ -31,6 +31,7 @@ PREEMPTED = 75
 TIMES = (
     *("tokens_per_second", "step_seconds", "data_wait_seconds", "tflops_per_device", "peak_memory_gb"),
     *("forward_backward_seconds", "optimizer_seconds", "checkpoint_seconds", "slowest_rank", "slowest_host"),
+    *("tokens_per_second_per_gpu", "unpadded_tokens_per_second_per_gpu"),
     *("rank_seconds_min", "rank_seconds_median", "rank_seconds_max"),
 )
 

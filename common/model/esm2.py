@@ -145,7 +145,7 @@ class Esm2ForMaskedLM(nn.Module):
             input_ids = input_ids.flatten()[kept]
             labels = labels.flatten()[kept] if labels is not None else None
         tokens = len(input_ids)
-        if mock := -tokens % SHAPE_MULTIPLE:  # one more sequence, of <pad>, whose results are cut off below
+        if mock := computed_tokens(tokens) - tokens:  # one more sequence, of <pad>, whose results are cut off below
             input_ids = F.pad(input_ids, (0, mock), value=PAD)
             cu_seqlens = torch.cat((cu_seqlens, cu_seqlens[-1:] + mock))
             max_seqlen = max(max_seqlen, mock)
@@ -164,6 +164,11 @@ class Esm2ForMaskedLM(nn.Module):
             everywhere = logits.new_zeros(shape.numel(), logits.shape[-1])
             logits = everywhere.index_copy(0, kept, logits).view(*shape, -1)
         return Esm2Output(logits=logits, hidden=hidden if output_hidden else None)
+
+
+def computed_tokens(tokens: int) -> int:
+    """How many the layers run on for a pack of so many: fillers included."""
+    return -(-tokens // SHAPE_MULTIPLE) * SHAPE_MULTIPLE
 
 
 def count_parameters(model: nn.Module) -> int:

@@ -39,7 +39,7 @@ def finish(
     def report(split: str, results: dict) -> None:
         with world.main_does() as mine:
             if mine:
-                log.results(split, state.step, results)
+                log.results(split, state.step, results, of_training=args.do_train)
 
     if args.do_train:
         report("train", _training_results(state, resolved, task.data.num_examples))

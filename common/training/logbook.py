@@ -7,13 +7,15 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
-from common.cli import Flags, UserError, flag
-from common.files.json_files import JsonLinesLog
+from common.cli import MACHINE_FAULT, Flags, UserError, flag
+from common.files.json_files import JsonLinesLog, read_json_lines
 from common.precision import stats_plan
 from common.precision.stats import scalars
+from common.ranks.stopping import PREEMPTED, Preempted
 from common.ranks.world import World
-from common.training.metrics import format_block, step_line, write_results
+from common.training.metrics import format_block, results_file, step_line, write_results
 from common.training.profiling import parse_steps
+from common.training.trackers import Tracker, open_tracker
 
 logger = logging.getLogger(__name__)
 METRICS = "metrics.jsonl"
@@ -39,92 +41,68 @@ class LogFlags(Flags):
 
 
 class Logbook:
-    """Writes on the main rank; on the others nothing happens."""
+    """Writes on the main rank; on the others nothing happens. Leaving it as a context closes the tracker."""
 
     def __init__(self, flags: LogFlags, output_dir: Path, world: World):
-        self.output_dir, self.is_main = output_dir, world.is_main
+        self.flags, self.output_dir, self.world = flags, output_dir, world
         self.tracker = Tracker()
-        with world.main_does() as mine:
-            if mine:
-                self.tracker = open_tracker(flags, output_dir)
+        self.metrics: JsonLinesLog | None = None  # None until rows are to come
+        self.last_row: dict = {}
 
-    def begin(self, keep_through: int, quant_stats_in: Path | None, step: int) -> None:
-        """Open the files of rows before the first step; rows beyond `keep_through` (`step`) will come again."""
-        self.metrics = JsonLinesLog(self.output_dir / METRICS, keep_through)
+    def __enter__(self) -> Logbook:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error, stack) -> None:
+        ended = PREEMPTED if kind and issubclass(kind, Preempted) else MACHINE_FAULT
+        self.tracker.close(ended if kind else 0)
+
+    def track(self, first_row: int | None, anew: bool) -> None:
+        """Open what --report_to says, on all ranks together; see `open_tracker`."""
+        flags = self.flags
+        with self.world.main_does() as mine:
+            if mine:
+                where = (flags, self.output_dir, first_row, anew)
+                self.tracker = open_tracker(flags.report_to, flags.run_name, *where)
+
+    def begin(self, first_row: int, quant_stats_in: Path | None, step: int) -> None:
+        """Open the files of rows before the first step. Rows of metrics.jsonl from `first_row` on, and of
+        quant_stats.jsonl beyond `step`, will come again: they are dropped."""
+        self.metrics = JsonLinesLog(self.output_dir / METRICS, first_row - 1)
+        self.tracker.go_on(read_json_lines(self.output_dir / METRICS))
         if quant_stats_in:
             self.quant_stats = JsonLinesLog(quant_stats_in / stats_plan.FILE, step)
 
     def row(self, row: dict) -> None:
         """A row of metrics.jsonl."""
-        if self.is_main:
+        if self.world.is_main:
             self.metrics.write(row)
+            self.last_row = row
             self.tracker.write(row)
             if "loss" in row:
                 logger.info(step_line(row))
 
     def quant_stats_rows(self, rows: list[dict]) -> None:
         """The rows of quant_stats.jsonl of a step, if there are any."""
-        if rows and self.is_main:
+        if rows and self.world.is_main:
             self.quant_stats.write(*rows)
             self.tracker.write(scalars(rows))
 
-    def results(self, split: str, step: int, results: dict) -> None:
-        """`<split>_results.json` and the guides' block of them; the main rank only."""
+    def results(self, split: str, step: int, results: dict, of_training: bool) -> None:
+        """`<split>_results.json` and the guides' block of them; the main rank only.
+
+        of_training: these end a run that trains, not an evaluation by itself; of them a tracker is told what it does
+        not know.
+        """
+        known = self._known(split, step, results) if of_training else {}
         write_results(self.output_dir, split, results)
-        self.tracker.write({"step": step, **results})
+        self.tracker.write({"step": step} | {k: v for k, v in results.items() if k not in known})
         print(format_block(split, results), flush=True)
 
-    def close(self) -> None:
-        self.tracker.close()
-
-
-class Tracker:
-    """Tracks nothing: what the ranks other than 0 use, and rank 0 unless --report_to says more."""
-
-    def write(self, row: dict) -> None: ...
-
-    def close(self) -> None: ...
-
-
-class _TensorBoard(Tracker):
-    def __init__(self, directory: Path):
-        try:
-            from torch.utils.tensorboard import SummaryWriter
-        except ImportError as error:
-            raise UserError("--report_to tensorboard: not installed: pip install tensorboard") from error
-        self.writer = SummaryWriter(str(directory))
-
-    def write(self, row: dict) -> None:
-        for name, value in _numbers(row).items():
-            self.writer.add_scalar(name, value, row["step"])
-
-    def close(self) -> None:
-        self.writer.close()
-
-
-class _WandB(Tracker):
-    def __init__(self, flags: LogFlags, directory: Path):
-        try:
-            import wandb
-        except ImportError as error:
-            raise UserError("--report_to wandb: not installed: pip install wandb") from error
-        self.run = wandb.init(name=flags.run_name, dir=str(directory), config=vars(flags), resume="allow")
-
-    def write(self, row: dict) -> None:
-        self.run.log(_numbers(row), step=row["step"])
-
-    def close(self) -> None:
-        self.run.finish()
-
-
-def open_tracker(flags: LogFlags, output_dir: Path) -> Tracker:
-    """A tracker with `write(row)` (a row of metrics.jsonl) and `close()`."""
-    if flags.report_to == "tensorboard":
-        return _TensorBoard(output_dir / "logs")
-    if flags.report_to == "wandb":
-        return _WandB(flags, output_dir)
-    return Tracker()
-
-
-def _numbers(row: dict) -> dict[str, float]:
-    return {k: v for k, v in row.items() if isinstance(v, int | float) and k != "step"}
+    def _known(self, split: str, step: int, results: dict) -> dict:
+        """What a tracker has of them: the row of this very step; all, where a finished run was only started again."""
+        if self.metrics is None and results_file(self.output_dir, split).exists():
+            return results
+        row = self.last_row
+        if self.metrics is None:  # killed between its last row and its results
+            row = next(iter(read_json_lines(self.output_dir / METRICS)[-1:]), {})
+        return row if row.get("step") == step else {}

@@ -12,6 +12,7 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -23,6 +24,7 @@ from common.batches.loader import TrainLoader
 from common.batches.training_data import EVAL_SEED, TrainingData, held_out_batches, open_data
 from common.files import alphabet
 from common.model import convert
+from common.model.esm2 import computed_tokens
 from common.model.pretrained import save_pretrained
 from common.ranks.world import World
 from common.training.load_model import Built
@@ -30,6 +32,16 @@ from common.training.metrics import step_flops
 
 UNIGRAM_SAMPLE = 200_000  # proteins, from all over the training split, that the unigram predictor is fitted on
 UNIGRAM_RUN = 1000  # of them that are neighbours
+
+
+class StepCounts(NamedTuple):
+    """What micro-batches hold (`Counts`), and on how many tokens, fillers included, the layers run for them."""
+
+    num_masked: int
+    num_tokens: int
+    sum_squared_lengths: int
+    num_sequences: int
+    num_computed: int
 
 
 class MaskedLM:
@@ -55,15 +67,17 @@ class MaskedLM:
         )
 
     @staticmethod
-    def counts(micro_batches: list[Batch]) -> Counts:
-        return Counts.of(micro_batches)
+    def counts(micro_batches: list[Batch]) -> StepCounts:
+        """Summed over this rank's micro-batches; none: all zero."""
+        computed = sum(computed_tokens(len(batch["input_ids"])) for batch in micro_batches)
+        return StepCounts(*Counts.of(micro_batches), computed)
 
     def loss_sum(self, model: nn.Module, batch: Batch) -> Tensor:
         """Cross-entropy in nats, summed over the masked residues of a batch; fp32 scalar."""
         with torch.autocast(self.world.device.type, torch.bfloat16, enabled=self.bf16):
             return model(**to_device(batch, self.world.device)).loss_sum
 
-    def flops(self, counts: Counts) -> float:
+    def flops(self, counts: StepCounts) -> float:
         """Of a training step with these counts."""
         return step_flops(self.built.config, counts.num_tokens, counts.sum_squared_lengths, counts.num_masked)
 

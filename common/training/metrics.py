@@ -65,9 +65,13 @@ def peak_memory_gb(device: torch.device) -> float:
     return 0.0
 
 
+def results_file(output_dir: Path, split: str) -> Path:
+    return output_dir / f"{split}_results.json"
+
+
 def write_results(output_dir: Path, split: str, results: dict) -> None:
     """`<split>_results.json`, and the same keys merged into all_results.json, as transformers' Trainer does."""
-    write_json(output_dir / f"{split}_results.json", results)
+    write_json(results_file(output_dir, split), results)
     merged = output_dir / "all_results.json"
     known = json.loads(merged.read_text()) if merged.exists() else {}
     write_json(merged, known | results)
@@ -90,19 +94,25 @@ def _shown(key: str, value) -> str:
 
 
 def step_line(row: dict) -> str:
-    """One line a logged step, in torchtitan's spirit."""
-    parts = [
-        f"step: {row['step']}/{row['total_steps']}",
-        f"epoch: {row['epoch']:.2f}",
-        f"loss: {row['loss']:.4f}",
-        f"grad_norm: {row['grad_norm']:.3f}",
-        f"lr: {row['learning_rate']:.2e}",
-        f"memory: {row['peak_memory_gb']:.2f}GB",
-        f"tps: {row['tokens_per_second']:,.0f}",
-        f"tflops: {row['tflops_per_device']:.2f}",
+    """One line a logged step, in torchtitan's spirit. What the row does not have is left out."""
+    parts = [f"step: {row['step']}/{row['total_steps']}"]
+    parts += [
+        f"{name}: {row[key]:{form}}{unit}"
+        for name, key, form, unit in (
+            ("epoch", "epoch", ".2f", ""),
+            ("loss", "loss", ".4f", ""),
+            ("this step's", "step_loss", ".4f", ""),
+            ("ppl", "train_perplexity", ".3f", ""),
+            ("grad_norm", "grad_norm", ".3f", ""),
+            ("lr", "learning_rate", ".2e", ""),
+            ("memory", "peak_memory_gb", ".2f", "GB"),
+            ("tps", "tokens_per_second", ",.0f", ""),
+            ("tps/gpu", "unpadded_tokens_per_second_per_gpu", ",.0f", ""),
+            ("tflops", "tflops_per_device", ".2f", ""),
+            ("mfu", "mfu", ".1%", ""),
+        )
+        if key in row
     ]
-    if "mfu" in row:
-        parts.append(f"mfu: {row['mfu']:.1%}")
     parts.append(f"data wait: {row['data_wait_seconds'] / max(row['step_seconds'], 1e-9):.0%}")
     if row.get("checkpoint_seconds", 0) >= 0.05:
         parts.append(f"checkpoint: {row['checkpoint_seconds']:.1f}s")

@@ -6,7 +6,6 @@ import logging
 import math
 from dataclasses import asdict, dataclass, field
 
-from common.batches.collators import Counts
 from common.batches.loader import TrainStep
 from common.batches.training_data import TrainingData
 from common.cli import UserError
@@ -14,6 +13,7 @@ from common.model.esm2 import count_parameters
 from common.ranks.world import World
 from common.training.arguments import TrainArguments
 from common.training.load_model import Built
+from common.training.masked_lm import StepCounts
 from common.training.metrics import peak_memory_gb
 from common.training.step import StepResult
 
@@ -53,6 +53,8 @@ class TrainerState:
     sequences: int = 0
     total_flos: float = 0.0
     loss_total: float = 0.0  # sum of the losses of the steps not skipped
+    row_loss: float = 0.0  # the same since the last row of metrics.jsonl
+    row_steps: int = 0  # not skipped since then
     skipped_steps: int = 0  # whose loss or gradient norm was no number: counted in `step`
     skipped_lately: list[str] = field(default_factory=list)  # what those in a row up to now looked like
     seconds: float = 0.0  # spent in steps, over all restarts
@@ -61,7 +63,7 @@ class TrainerState:
     arguments: dict = field(default_factory=dict)
     resolved: dict = field(default_factory=dict)
 
-    def advance(self, share: TrainStep, counts: Counts, flops: float, result: StepResult, seconds: float) -> None:
+    def advance(self, share: TrainStep, counts: StepCounts, flops: float, result: StepResult, seconds: float) -> None:
         """One step further."""
         self.step += 1
         self.position, self.epoch = share.position, share.epoch
@@ -76,7 +78,19 @@ class TrainerState:
             logger.warning("Skipped %s", seen)
         else:
             self.loss_total += result.loss
+            self.row_loss += result.loss
+            self.row_steps += 1
             self.skipped_lately = []
+
+    def loss_of_row(self) -> dict:
+        """`loss`, the mean over the steps since the last row, and `train_perplexity`; {} where all were skipped.
+
+        The next row's begins here. It is part of the state: a run that was killed between two rows writes the second
+        as if it had not been.
+        """
+        steps, total = self.row_steps, self.row_loss
+        self.row_steps, self.row_loss = 0, 0.0
+        return {"loss": total / steps, "train_perplexity": math.exp(min(total / steps, 700))} if steps else {}
 
     def check_divergence(self, most: int) -> None:
         """UserError when so many steps in a row were skipped."""
@@ -144,9 +158,10 @@ def announce(
 
 @dataclass
 class Interval:
-    """Sums since the last row of metrics."""
+    """Sums since the last row of metrics, or since this start of the run."""
 
     tokens: int = 0
+    computed: int = 0  # tokens that the layers ran on
     flops: float = 0.0
     seconds: float = 0.0
     waited: float = 0.0
@@ -156,8 +171,9 @@ class Interval:
     steps: int = 0
     ranks: dict = field(default_factory=dict)  # the last comparison of the ranks, common/ranks/stragglers.py
 
-    def add(self, counts: Counts, flops: float, seconds: float, waited: float, result: StepResult) -> None:
+    def add(self, counts: StepCounts, flops: float, seconds: float, waited: float, result: StepResult) -> None:
         self.tokens += counts.num_tokens
+        self.computed += counts.num_computed
         self.flops += flops
         self.seconds += seconds
         self.waited += waited
@@ -168,8 +184,9 @@ class Interval:
     def row(
         self, state: TrainerState, total_steps: int, lr: float, result: StepResult, world: World, peak: float | None
     ) -> dict:
-        """The row of metrics.jsonl after the step just taken; without loss and norm if that was skipped.
+        """The row of metrics.jsonl after the step just taken; without that one's loss and norm if it was skipped.
 
+        The next row's mean loss begins here, with the caller's next interval.
         peak: the device's, in FLOP/s, None where it is not known.
         """
         seconds = max(self.seconds, 1e-9)
@@ -178,10 +195,13 @@ class Interval:
             "step": state.step,
             "total_steps": total_steps,
             "epoch": state.epoch,
-            **({} if result.skipped else {"loss": result.loss, "grad_norm": result.grad_norm}),
+            **state.loss_of_row(),
+            **({} if result.skipped else {"step_loss": result.loss, "grad_norm": result.grad_norm}),
             "learning_rate": lr,
             "tokens": state.tokens,
             "tokens_per_second": self.tokens / seconds,
+            "tokens_per_second_per_gpu": self.computed / seconds / world.size,
+            "unpadded_tokens_per_second_per_gpu": self.tokens / seconds / world.size,
             "step_seconds": seconds / self.steps,
             "data_wait_seconds": self.waited / self.steps,
             "forward_backward_seconds": self.forward_backward / self.steps,

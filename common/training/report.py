@@ -32,7 +32,7 @@ def draw_curves(output_dir: Path) -> Path | None:
     axes = figure.subplots(2, 2)
     figure.subplots_adjust(left=0.07, right=0.985, top=0.95, bottom=0.07, wspace=0.2, hspace=0.28)
     loss, rate, norm, speed = axes.flat
-    loss.plot(steps, [r["loss"] for r in trained], color="0.75", linewidth=0.8, label="training, each logged step")
+    loss.plot(steps, [r["loss"] for r in trained], color="0.75", linewidth=0.8, label="training, mean of each row")
     loss.plot(steps, _smoothed([r["loss"] for r in trained]), color="tab:blue", label="training, smoothed")
     if held_out:
         loss.plot(held_out.keys(), held_out.values(), "o-", color="tab:red", markersize=4, label="held-out proteins")
@@ -46,7 +46,7 @@ def draw_curves(output_dir: Path) -> Path | None:
         (norm, "grad_norm", "Gradient norm before clipping", ""),
         (speed, "tokens_per_second", "Speed", "tokens/s, without padding"),
     ):
-        axis.plot(steps, [r[key] for r in trained], color="tab:blue", linewidth=1)
+        axis.plot(*zip(*((r["step"], r[key]) for r in rows if key in r), strict=True), color="tab:blue", linewidth=1)
         axis.set_title(title, y=1.0)
         axis.set_ylabel(unit)
         axis.set_ylim(bottom=0)

@@ -21,6 +21,7 @@ from common.cli import UserError
 from common.training.checkpoint import CheckpointFlags, resume_from
 from common.training.checkpoint_files import NAME, PARTIAL, SAVED, SUPERSEDED, list_checkpoints
 from common.training.profiling import TRACES
+from common.training.trackers import EVENTS, WANDB_RUN
 
 logger = logging.getLogger(__name__)
 
@@ -29,10 +30,10 @@ OWN_FILES = (
     *("metrics.jsonl", "metrics.partial", "trainer_state.json", "training_curves.png", "training_curves.partial.png"),
     *(f"{name}_results.json" for name in ("train", "eval", "test", "all")),
     *("quant_stats.jsonl", "quant_stats.partial", "quant_stats.png", "quant_stats.partial.png"),
-    SAVED,
+    *(SAVED, WANDB_RUN),
 )
 OWN_DIRECTORIES = ("final_model", "final_model.partial")
-TRACKER_FILES = "logs/events.out.tfevents.*"
+TRACKER_FILES = f"{EVENTS}/events.out.tfevents.*"
 # A file server lets go of a dead machine's lock after its lease: 90 s by default for NFS 4.
 LOCK_PATIENCE_S = 150.0
 # No operator starts a pod of a job again that has been done for so long; a user may start the same job anew.

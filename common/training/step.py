@@ -12,12 +12,12 @@ from dataclasses import dataclass
 
 import torch
 
-from common.batches.collators import Batch, Counts
+from common.batches.collators import Batch
 from common.precision.build import Precision
 from common.ranks.stragglers import Stragglers
 from common.ranks.strategy import Strategy
 from common.ranks.world import World
-from common.training.masked_lm import MaskedLM
+from common.training.masked_lm import MaskedLM, StepCounts
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Stepper:
     world: World
     max_grad_norm: float
 
-    def take(self, step: int, lr: float, micro_batches: list[Batch], counts: Counts) -> StepResult:
+    def take(self, step: int, lr: float, micro_batches: list[Batch], counts: StepCounts) -> StepResult:
         """Take step number `step`, from 0, or skip it. counts: of the global batch; micro_batches: this rank's."""
         world, strategy = self.world, self.strategy
         world.watch.mark("forward/backward", step + 1)

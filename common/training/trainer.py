@@ -16,7 +16,6 @@ import torch
 from tqdm.auto import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
-from common.batches.collators import Counts
 from common.batches.loader import TrainStep, merge_positions
 from common.batches.training_data import packs_per_step
 from common.ranks.replicas import Replicas
@@ -30,7 +29,7 @@ from common.training.checkpoint import Checkpointer
 from common.training.finish import finish
 from common.training.load_model import Built
 from common.training.logbook import Logbook
-from common.training.masked_lm import MaskedLM
+from common.training.masked_lm import MaskedLM, StepCounts
 from common.training.metrics import peak_flops
 from common.training.optim import build_optimizer, lr_schedule, set_hyperparameters
 from common.training.profiling import StepProfiler
@@ -54,10 +53,12 @@ def train(strategy: Strategy, built: Built, args: TrainArguments, world: World) 
             if mine:
                 overwrite = args.overwrite_output_dir and args.do_train
                 directory = way_out.enter_context(closing(RunDirectory(Path(args.output_dir), overwrite)))
-        log = way_out.enter_context(closing(Logbook(args, Path(args.output_dir), world)))
+        log = way_out.enter_context(Logbook(args, Path(args.output_dir), world))
         trainer = Trainer(strategy, built, task, log, args, world)
         with trainer.checkpointer:
-            trainer.resume(restarted=world.share(directory and directory.restarted))
+            restarted = world.share(directory and directory.restarted)
+            trainer.resume(restarted)
+            log.track(trainer.first_row if args.do_train else None, anew=trainer.state.step == 0 and not restarted)
             if args.do_train:
                 trainer.loop(directory)
             finish(task, trainer.state, trainer.resolved, log, args, world, trainer.evaluate)
@@ -116,10 +117,20 @@ class Trainer:
         self.saved_step, self.saved_at, self.save_asked = self.state.step, time.monotonic(), False
         announce(args, self.built, data, self.resolved, self.state, world)
 
+    @property
+    def first_row(self) -> int | None:
+        """The step of the first row that is to come; None where nothing is to be trained."""
+        step = self.state.step
+        if self.state.unfinished_row is not None:
+            return step
+        if step >= self.resolved.last_step:
+            return None
+        return step + 1 if step else 0
+
     def loop(self, directory: RunDirectory | None) -> None:
         """Train up to the last step, or until told to stop: then Preempted, with the state saved."""
         args, state, world, resolved = self.args, self.state, self.world, self.resolved
-        if state.step >= resolved.last_step and state.unfinished_row is None:
+        if self.first_row is None:
             logger.info("Step %d of %d is done already: nothing to train", state.step, resolved.last_step)
             return
         # From here on a signal is agreed on and the state is saved. Ranks meet below before the first of them begins:
@@ -129,9 +140,8 @@ class Trainer:
         with world.main_does() as mine:
             if mine:
                 directory.claim()
-                keep_through = -1 if state.step == 0 else state.step - (state.unfinished_row is not None)
                 quant_stats_in = args.log_directory(args.output_dir) if args.quant_stats else None
-                self.log.begin(keep_through, quant_stats_in, state.step)
+                self.log.begin(self.first_row, quant_stats_in, state.step)
         if args.eval_on_start and state.step == 0:
             state.unfinished_row = {"step": 0, "epoch": 0.0}
         if state.unfinished_row is not None and not self._complete(state.unfinished_row):
@@ -193,7 +203,7 @@ class Trainer:
 
     # ---- the parts of the loop ------------------------------------------------------------------------------
 
-    def _next(self, steps) -> tuple[TrainStep | None, Counts]:
+    def _next(self, steps) -> tuple[TrainStep | None, StepCounts]:
         """This rank's share of the next step and the counts of the whole of it; (None, _) if a rank is to stop.
 
         A rank that waits for data in vain, or whose data are damaged, tells the others here: no rank waits for it.
@@ -214,7 +224,7 @@ class Trainer:
         self.save_asked |= bool(save)
         if failed:
             self.world.end_together(failure)
-        return (None if stop else share), Counts(*counts)
+        return (None if stop else share), StepCounts(*counts)
 
     def _complete(self, row: dict) -> bool:
         """Evaluate, add that to the row and record it; False if told to stop meanwhile: then the next start does."""

@@ -69,14 +69,6 @@ def test_flags_are_refused_by_name(dataset, tmp_path, flags, message):
     assert not (tmp_path / "out").exists() or not any((tmp_path / "out").iterdir())
 
 
-def test_a_missing_tracker_names_the_package(dataset, tmp_path):
-    for name in ("wandb", "tensorboard"):
-        try:
-            __import__(name)
-        except ImportError:
-            assert f"pip install {name}" in refused(dataset, tmp_path / "out", report_to=name)
-
-
 def test_directories_that_hold_no_dataset(dataset, tmp_path):
     (tmp_path / "empty").mkdir()
     for directory in (tmp_path / "empty", tmp_path / "nowhere"):

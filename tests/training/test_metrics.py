@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 
 import numpy as np
 import pytest
@@ -11,21 +12,24 @@ from PIL import Image
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import EsmForMaskedLM
 
+from common.batches.collators import MaskingCollator, to_device
 from common.batches.training_data import open_training
+from common.batches.windows import Pack
+from common.files.alphabet import LAST_RESIDUE
 from common.files.json_files import JsonLinesLog
+from common.model.esm2 import build_model
 from common.model.presets import esm2_config
 from common.training import metrics
+from common.training.masked_lm import MaskedLM
 from common.training.metrics import format_block, peak_flops, step_flops, step_line, write_results
 from common.training.report import draw_curves, held_out_table
-from tests.forked import run_script
+from tests.live_runs import trajectory
 from tests.model.reference import random_batch
 from tests.training_fixtures import (
     NUM_TEST,
     NUM_TRAIN,
     NUM_VALIDATION,
     arguments,
-    environment,
-    flags_of,
     rows,
     train,
 )
@@ -39,7 +43,8 @@ EVAL_KEYS = {
     *("eval_steps_per_second", "perplexity", "epoch"),
 }
 ROW_KEYS = {
-    *("step", "loss", "grad_norm", "learning_rate", "tokens", "tokens_per_second", "step_seconds"),
+    *("step", "loss", "step_loss", "train_perplexity", "grad_norm", "learning_rate", "tokens", "step_seconds"),
+    *("tokens_per_second", "tokens_per_second_per_gpu", "unpadded_tokens_per_second_per_gpu"),
     *("data_wait_seconds", "peak_memory_gb", "epoch", "total_steps", "tflops_per_device"),
     *("forward_backward_seconds", "optimizer_seconds", "checkpoint_seconds", "skipped_steps"),
 }
@@ -161,6 +166,57 @@ def test_rows_come_once_a_logged_step_with_all_their_keys(run):
         assert row["tokens_per_second"] == pytest.approx(expected)
 
 
+def test_the_loss_of_a_row_is_the_mean_since_the_last_with_the_steps_own_beside_it(run, dataset, tmp_path):
+    train(dataset, tmp_path, 2, max_steps=12)
+    every = {row["step"]: row["loss"] for row in rows(tmp_path)}
+    history = rows(run[0])
+    for before, row in zip(history, history[1:], strict=False):
+        since = [every[step] for step in range(before["step"] + 1, row["step"] + 1)]
+        assert row["loss"] == pytest.approx(np.mean(since), rel=1e-12)
+        assert row["step_loss"] == every[row["step"]]
+        assert row["train_perplexity"] == pytest.approx(np.exp(np.mean(since)), rel=1e-12)
+    assert any(row["loss"] != row["step_loss"] for row in history[2:])
+
+
+def test_a_run_killed_between_two_rows_writes_the_rows_of_one_that_was_not(dataset, tmp_path):
+    flags = {"max_steps": 11, "logging_steps": 5, "save_steps": 4, "save_final_model": False}
+    train(dataset, tmp_path, **flags)
+    expected = trajectory(tmp_path)
+    assert [row["step"] for row in expected] == [1, 5, 10, 11]
+    shutil.rmtree(tmp_path / "checkpoint-11")  # as if the machine had died before: three steps into the row
+    train(dataset, tmp_path, **flags)
+    assert trajectory(tmp_path) == expected
+
+
+def test_speeds_are_told_for_each_gpu_with_and_without_fillers(run):
+    """Two ranks, one pack each a step, filled up to a multiple of 64 tokens."""
+    output_dir, _ = run
+    history = rows(output_dir)[1:]
+    filled = []
+    for before, row in zip(history, history[1:], strict=False):
+        steps = row["step"] - before["step"]
+        assert 2 * row["unpadded_tokens_per_second_per_gpu"] == pytest.approx(row["tokens_per_second"])
+        computed = 2 * row["tokens_per_second_per_gpu"] * row["step_seconds"] * steps
+        assert computed / 64 == pytest.approx(round(computed / 64)), "whole products"
+        filled.append(computed - (row["tokens"] - before["tokens"]))
+        assert -1e-6 < filled[-1] < 64 * 2 * steps
+    assert max(filled) > 0
+
+
+def test_the_tokens_counted_as_computed_are_those_that_a_layer_sees():
+    model, collator = build_model(esm2_config(1, 64, 4), 0), MaskingCollator(0)
+    seen = []
+    model.layers[0].register_forward_hook(lambda layer, inputs, output: seen.append(len(inputs[0])))
+    batches = []
+    for lengths in ([64], [30, 35], [5], []):
+        zeros = np.zeros(len(lengths), dtype=np.int64)
+        ids = np.full(sum(lengths), LAST_RESIDUE, dtype=np.uint8)
+        batches.append(collator(Pack(zeros, zeros, np.array(lengths, dtype=np.int64), 0), ids))
+        model(**to_device(batches[-1], torch.device("cpu")))
+    assert MaskedLM.counts(batches).num_computed == sum(seen) == 64 + 128 + 64 + 64
+    assert MaskedLM.counts(batches).num_tokens == 64 + 65 + 5
+
+
 def test_train_loss_is_the_mean_over_all_steps_through_stops(dataset, tmp_path):
     for stop in ({"stop_at_step": 3}, {}):
         train(dataset, tmp_path, max_steps=7, **stop)
@@ -210,10 +266,14 @@ def test_the_block_is_the_guides():
 def test_the_step_line_says_what_the_row_says():
     row = {"step": 20, "total_steps": 100, "epoch": 0.5, "loss": 2.71828, "grad_norm": 1.2344, "learning_rate": 4e-4}
     row |= {"peak_memory_gb": 12.345, "tokens_per_second": 95_900.4, "tflops_per_device": 123.456}
-    row |= {"step_seconds": 0.5, "data_wait_seconds": 0.01}
+    row |= {"step_seconds": 0.5, "data_wait_seconds": 0.01, "step_loss": 2.5, "train_perplexity": 15.15423}
+    row |= {"unpadded_tokens_per_second_per_gpu": 47_950.2, "tokens_per_second_per_gpu": 48_000.0}
     assert step_line(row) == (
-        "step: 20/100  epoch: 0.50  loss: 2.7183  grad_norm: 1.234  lr: 4.00e-04  memory: 12.35GB  tps: 95,900  "
-        "tflops: 123.46  data wait: 2%"
+        "step: 20/100  epoch: 0.50  loss: 2.7183  this step's: 2.5000  ppl: 15.154  grad_norm: 1.234  lr: 4.00e-04  "
+        "memory: 12.35GB  tps: 95,900  tps/gpu: 47,950  tflops: 123.46  data wait: 2%"
+    )
+    assert "loss: 2.7183  ppl: 15.154  lr:" in step_line(  # its last step was skipped
+        {key: value for key, value in row.items() if key not in ("step_loss", "grad_norm")}
     )
     assert "mfu: 41.0%" in step_line(row | {"mfu": 0.41})
 
@@ -300,15 +360,3 @@ def test_peak_memory_is_a_peak():
     assert during > 0.4
     # The kernel's count of pages lags by a few per core.
     assert metrics.peak_memory_gb(torch.device("cpu")) > during - 0.01
-
-
-def nothing_is_installed(name: str) -> None:
-    """In place of importlib's find_spec."""
-
-
-def test_a_tracker_that_is_not_installed_is_one_line(dataset, tmp_path):
-    flags = flags_of(dataset, tmp_path, report_to="wandb", max_steps=1)
-    absent = {"common.training.logbook.find_spec": nothing_is_installed}
-    done = run_script("train_ddp.py", *flags, env=environment(), settings=absent)
-    assert done.returncode == 2
-    assert done.stderr.splitlines()[-1] == "error: --report_to wandb: not installed: pip install wandb"

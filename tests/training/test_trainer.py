@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 from dataclasses import asdict
 
 import pytest
 
-from common.batches.collators import Counts
 from common.batches.loader import TrainStep
 from common.cli import UserError
 from common.ranks.run import distributed_run
 from common.training.load_model import load_model
+from common.training.masked_lm import StepCounts
 from common.training.progress import Resolved, TrainerState
 from common.training.step import StepResult
 from common.training.trainer import train as train_model
@@ -82,7 +83,7 @@ def test_a_state_of_before_there_was_a_record_goes_on_without_a_word(caplog):
 
 
 def test_too_many_skipped_steps_in_a_row_are_an_end_and_one_good_step_forgives(caplog):
-    state, share, counts = TrainerState(), TrainStep(0, [], {"epoch": 1}, 1.5), Counts(3, 10, 100, 2)
+    state, share, counts = TrainerState(), TrainStep(0, [], {"epoch": 1}, 1.5), StepCounts(3, 10, 100, 2, 64)
     bad, good = (StepResult(loss, 1.0, loss != 2.0, 0.1, 0.1, []) for loss in (float("inf"), 2.0))
     for result in (bad, good, bad, bad):
         state.advance(share, counts, 7.0, result, 0.5)
@@ -94,3 +95,27 @@ def test_too_many_skipped_steps_in_a_row_are_an_end_and_one_good_step_forgives(c
         UserError, match="--max_skipped_steps 2 skipped in a row .step 3: loss inf.*; step 4: loss inf"
     ):
         state.check_divergence(2)
+
+
+def test_the_loss_of_a_row_is_the_mean_of_the_steps_taken_since_the_last():
+    state, share, counts = TrainerState(), TrainStep(0, [], {}, 1.5), StepCounts(3, 10, 100, 2, 64)
+
+    def after(*losses: float) -> dict:
+        for loss in losses:
+            state.advance(share, counts, 7.0, StepResult(loss, 1.0, not math.isfinite(loss), 0.1, 0.1, []), 0.5)
+        return state.loss_of_row()
+
+    assert after(3.0, math.inf, 2.0) == {"loss": 2.5, "train_perplexity": math.exp(2.5)}
+    assert after(math.nan) == {}, "all skipped"
+    assert after(800.0)["train_perplexity"] == math.exp(700), "no overflow"
+    assert (state.loss_total, state.skipped_steps) == (805.0, 2)
+
+
+def test_a_checkpoint_of_before_rows_had_means_goes_on_with_those_of_its_own_steps():
+    saved = asdict(TrainerState(step=5, loss_total=15.0))
+    del saved["row_loss"], saved["row_steps"]
+    state = TrainerState(**saved)
+    state.advance(
+        TrainStep(5, [], {}, 1.5), StepCounts(3, 10, 100, 2, 64), 7.0, StepResult(2.0, 1, False, 1, 1, []), 1
+    )
+    assert (state.loss_of_row()["loss"], state.loss_total) == (2.0, 17.0)
