@@ -51,6 +51,7 @@ class TrainerState:
     epoch: float = 0.0
     tokens: int = 0  # real ones: no padding
     sequences: int = 0
+    unknown: int = 0  # tokens that stand for characters that are no residues
     total_flos: float = 0.0
     loss_total: float = 0.0  # sum of the losses of the steps not skipped
     skipped_steps: int = 0  # whose loss or gradient norm was no number: counted in `step`
@@ -67,6 +68,9 @@ class TrainerState:
         self.position, self.epoch = share.position, share.epoch
         self.tokens += counts.num_tokens  # read and computed, learned from or not
         self.sequences += counts.num_sequences
+        if counts.num_unknown and not self.unknown:
+            logger.warning("Step %d: characters that are no residues: <unk>; they are counted", self.step)
+        self.unknown += counts.num_unknown
         self.total_flos += flops
         self.seconds += seconds
         if result.skipped:
@@ -181,6 +185,7 @@ class Interval:
             **({} if result.skipped else {"loss": result.loss, "grad_norm": result.grad_norm}),
             "learning_rate": lr,
             "tokens": state.tokens,
+            "unknown_characters": state.unknown,
             "tokens_per_second": self.tokens / seconds,
             "step_seconds": seconds / self.steps,
             "data_wait_seconds": self.waited / self.steps,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+from itertools import islice, takewhile
 
 import numpy as np
 import pyarrow as pa
@@ -12,9 +13,10 @@ import pytest
 
 from common.batches.collators import MaskingCollator
 from common.batches.loader import TrainLoader, merge_positions
-from common.batches.streams import Stream, StreamedOrder, plan_streams
+from common.batches.streams import Stream, StreamedOrder, StreamPosition, plan_streams
 from common.cli import UserError
 from common.files import alphabet
+from common.files.memory_store import MemoryStore
 from common.files.sources import open_source, split_of
 from common.files.stream_reader import read_sequences, units_of
 from common.ranks.world import Mesh
@@ -97,7 +99,7 @@ def test_units_are_dealt_without_overlap_or_loss(tmp_path, files, row_group, pac
 def test_windows_do_not_depend_on_how_the_file_is_read(tmp_path, monkeypatch):
     path = write(tmp_path / "a.parquet", proteins(), row_group=600)
     packs = [ids for (_, ids, _), _ in zip(Stream(plan_of(path, 1), 0), range(40), strict=False)]
-    monkeypatch.setattr("common.files.stream_reader.ROWS_AT_ONCE", 7)
+    monkeypatch.setattr("common.files.sequence_files.ROWS_AT_ONCE", 7)
     again = [ids for (_, ids, _), _ in zip(Stream(plan_of(path, 1), 0), range(40), strict=False)]
     assert all(np.array_equal(a, b) for a, b in zip(packs, again, strict=True))
 
@@ -151,6 +153,80 @@ def test_resume_on_any_number_of_ranks_and_workers(tmp_path):
         position = json.loads(json.dumps(whole[done - 1][1]))  # as a checkpoint keeps it
         went_on = steps_of(plan, 4, 40 - done, ranks, workers, first=done, position=position)
         assert [batches for batches, _ in went_on] == [batches for batches, _ in whole[done:]]
+
+
+LONG = {"seed": 3, "max_seq_length": 4000, "tokens_per_pack": 4096}
+
+
+@pytest.fixture
+def small_windows(monkeypatch):
+    """About 31 proteins, or 4,960 tokens."""
+    for name, value in (("WINDOW_TOKENS", 8000), ("PACKS_PER_WINDOW", 1), ("LONG_PROTEIN", 160)):
+        monkeypatch.setattr(f"common.batches.streams.{name}", value)
+
+
+def lengths_of(count: int, long: int) -> list[str]:
+    """Proteins of 50 residues, of which a third in the middle have `long`."""
+    third = range(count // 3, 2 * count // 3)
+    return ["MKVLAGTYRS" * ((long if number in third else 50) // 10) for number in range(count)]
+
+
+@pytest.mark.parametrize("rows_at_once", [7, 4096])
+@pytest.mark.parametrize("name", ["a.parquet", "a.csv"])
+def test_windows_of_long_proteins_hold_fewer_of_them(tmp_path, monkeypatch, small_windows, name, rows_at_once):
+    monkeypatch.setattr("common.files.sequence_files.ROWS_AT_ONCE", rows_at_once)
+    texts = [*lengths_of(300, 1000), "M" * 9000, *lengths_of(60, 50)]
+    plan = plan_of(write(tmp_path / name, texts, row_group=999), 1, **LONG)
+    stream, held, packs = Stream(plan, 0), [], []
+    for pack, ids, position in stream:
+        if pack.epoch > 0:
+            break
+        packs.append((ids.tolist(), list(position)))
+        held.append((len(stream._buffer.ids), len(stream._buffer.window.records)))
+    assert max(records for _, records in held) == plan.window_records
+    assert max(tokens for tokens, _ in held) <= plan.window_tokens
+    assert sum(len(ids) for ids, _ in packs) == sum(min(len(text) + 2, 4000) for text in texts)
+    for (_, position), (ids, _) in zip(packs, packs[1:], strict=False):  # from every position
+        assert next(Stream(plan, 0, StreamPosition.of(position)))[1].tolist() == ids
+
+
+def test_windows_of_usual_proteins_are_those_of_old(tmp_path, monkeypatch, small_windows):
+    """A bound that does not bite changes no bit; nor does holding crops alone."""
+    texts = [*proteins(300), "MKVLA" * 2000, *lengths_of(90, 120)]
+    plan = plan_of(write(tmp_path / "a.csv", texts), 1)
+    some = [(ids.tolist(), pack.starts.tolist()) for pack, ids, _ in islice(Stream(plan, 0), 100)]
+    monkeypatch.setattr("common.batches.streams.LONG_PROTEIN", 1 << 40)
+    monkeypatch.setattr("common.batches.streams._Block.cropped", lambda block, *_: block)
+    assert [(ids.tolist(), pack.starts.tolist()) for pack, ids, _ in islice(Stream(plan, 0), 100)] == some
+
+
+def test_a_position_of_old_goes_on_in_its_window(tmp_path, monkeypatch, small_windows):
+    """In the middle of a window that would have fewer proteins now: to its end as it was, then as they are now."""
+    texts = lengths_of(300, 1000)
+    plan = plan_of(write(tmp_path / "a.csv", texts), 1, **LONG)
+    with monkeypatch.context() as before:
+        before.setattr("common.batches.streams.LONG_PROTEIN", 1 << 40)
+        old = [(ids.tolist(), list(position)[:4]) for _, ids, position in islice(Stream(plan, 0), 30)]
+    number = next(n for n, (_, position) in enumerate(old) if position[2] >= 90 and position[3] == 2)
+    assert len(StreamPosition.of(json.loads(json.dumps(old[number][1])))) == 5
+    stream = Stream(plan, 0, StreamPosition.of(old[number][1]))
+    went_on = [ids.tolist() for _, ids, _ in islice(stream, 3)]
+    assert went_on == [ids for ids, _ in old[number + 1 : number + 4]]
+    left = went_on + [ids.tolist() for pack, ids, _ in takewhile(lambda made: made[0].epoch == 0, stream)]
+    done = [ids for ids, _ in old[: number + 1]]
+    assert sorted(texts_of(np.array(sum(done + left, [])))) == sorted(texts)
+
+
+def test_texts_are_cleaned_and_what_is_no_residue_is_counted(tmp_path):
+    """In every format, as FASTA files and step 1 have it."""
+    texts = ["MKV LAG*", " mk\tv ", "MKV**", "M1K*J", "M K V L A"]
+    for name in ("a.parquet", "a.jsonl", "a.csv", "a.fasta"):
+        plan = plan_of(write(tmp_path / name, texts), 1)
+        assert sorted(first_epoch(plan)) == sorted(["MKVLAG", "MKV", "MKV", "M?K??", "MKVLA"]), name
+        pack, ids, _ = next(Stream(plan, 0))
+        assert MaskingCollator(0)(pack, ids)["num_unknown"] == 3
+        store = MemoryStore.read(open_source(str(tmp_path / name), False).splits["train"], 10)
+        assert store.unknown() == (3, 1)
 
 
 def test_a_position_of_another_global_batch_is_refused(tmp_path):
@@ -224,13 +300,18 @@ def test_directories_and_globs(tmp_path):
         ("a.jsonl", b'{"protein": "MKV"}\n', "no column sequence or text, only protein"),
         ("a.csv", b"", "Empty CSV file"),
         ("a.csv", b"id,protein\n1,MKV\n", "no column sequence or text, only id, protein"),
-        ("a.csv.gz", b"not gzip", "cannot be read"),
+        ("a.csv.gz", gzip.compress(b"id,text\n1,MKV\n" * 99)[:-9], "the compressed file is cut short"),
+        ("a.jsonl", gzip.compress(gzip.compress(b"{}")), "not JSON lines: it is gzipped twice"),
         ("a.fasta", b"MKV\n", "not FASTA"),
         ("a.csv", b'id,text\n1,MKV\n2,"MKV\n3,MKL\n4,MK"\n', "row 2: a text that goes on over a line end"),
-        ("a.csv", "id,text\n1,MKV\n".encode("utf-16"), "is UTF-16: convert it"),
+        ("a.csv", "id,text\n1,MKV\n".encode("utf-16"), "not CSV: it is UTF-16: convert it"),
         ("a.csv", b"id,text\n1,MKV\nid,text\n2,MKV\n", "row 2: the header once more"),
         ("a.csv", b"id,text\n" + b"1,12345\n" * 300, "100% of the characters are no residues"),
-        ("a.csv", b"id,text\n" + b"1,A protein of the cell wall.\n" * 50, "of the characters are no residues"),
+        (
+            "a.csv",
+            b"id,text\n" + b"1,A protein of the cell wall.\n" * 50,
+            "19% of the characters are blanks",
+        ),
         ("a.jsonl", b"[1, 2]\n", "first line is no JSON object"),
         ("a.txt", b"MKV\n", "its name says no format"),
     ],

@@ -155,8 +155,8 @@ def test_bad_csv_names_file_and_row(tmp_path, content, message):
 def test_row_numbers_count_over_blocks(tmp_path, monkeypatch):
     rows = [*proteins(500), ("bad", "MKé")]
     write_csv(tmp_path / "csv", rows)
-    for name in ("BLOCK_BYTES", "PARSED_BYTES"):
-        monkeypatch.setattr(csv_records, name, 300)
+    for name in ("csv_plain.BLOCK_BYTES", "csv_records.PARSED_BYTES"):
+        monkeypatch.setattr(f"common.files.{name}", 300)
     with pytest.raises(UserError, match="row 501: non-ASCII"):
         list(read_rows(tmp_path / "csv/x000.csv"))
 
@@ -167,8 +167,8 @@ BAD_ROWS = [b"a,", b"b,M\xc3\xa9K", b"\xff,MK", b"c,MK,V", b"d", b'"",""']
 @pytest.mark.parametrize("block_bytes", [300, 1 << 20])
 @pytest.mark.parametrize("header", [b"id,text\n", b"id,text\r\n"])
 def test_bad_rows_are_skipped_and_counted(tmp_path, monkeypatch, caplog, block_bytes, header):
-    for name in ("BLOCK_BYTES", "PARSED_BYTES"):
-        monkeypatch.setattr(csv_records, name, block_bytes)
+    for name in ("csv_plain.BLOCK_BYTES", "csv_records.PARSED_BYTES"):
+        monkeypatch.setattr(f"common.files.{name}", block_bytes)
     good = proteins(500)
     places = [3, 60, 61, 200, 202, 470]  # of the bad rows among all
     lines = [f"{name},{text}".encode() for name, text in good]
@@ -307,8 +307,13 @@ def test_other_columns_are_not_looked_at(tmp_path):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("id,text\na,MK\n".encode("utf-16"), "x000.csv: is UTF-16: convert it: iconv -f UTF-16 -t UTF-8"),
-        (b"\x1f\x8b\x08\x00\x00", "x000.csv: row 0: a NUL byte in the header"),
+        (
+            "id,text\na,MK\n".encode("utf-16"),
+            "x000.csv: row 0: not CSV: it is UTF-16: convert it: iconv",
+        ),
+        (b"\x1f\x8b\x08\x00\x00", "x000.csv: the compressed file is cut short: fetch it again"),
+        (b"PK\x03\x04\x14\x00\n", "x000.csv: row 0: not CSV: it is a zip archive: unpack it: unzip FILE"),
+        (b"id\x00,text\n", "x000.csv: row 0: not CSV: it is a binary file"),
         (b"id,text,\xe9\na,MK,b\n", "x000.csv: row 0: the header is not UTF-8: byte 0xe9"),
         (b"id,text\na,MK\nid,text\nc,MK\nd,MK\n", "x000.csv: row 2: the header once more"),
         (b"id,text\n" + b"a,12345\n" * 300, "71% of the characters are no residues: are these proteins?"),
