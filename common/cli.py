@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import errno
 import gc
 import importlib.util
 import json
@@ -20,6 +21,8 @@ import yaml
 
 MACHINE_FAULT = 1
 BAD_INPUT = 2  # exit status for anything the user can mend; tracebacks (status 1) are for our bugs
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
+MAKE_ROOM = "make room, or choose another --output_dir"
 INTERRUPTED = 130  # Ctrl-C, as shells have it
 
 
@@ -181,7 +184,8 @@ def user_errors(where: str = "", quiet: bool = False):
         message = str(error)
         if isinstance(error, OSError):
             path = f"{error.filename}: " if error.filename else ""
-            message = f"{path}{error.strerror} (set TRACEBACK=1 for the full stack)"
+            what_to_do = f": {MAKE_ROOM}" if error.errno in NO_ROOM else ""
+            message = f"{path}{error.strerror}{what_to_do} (set TRACEBACK=1 for the full stack)"
         if quiet:
             _let_the_speaker_end()
         else:

@@ -51,8 +51,10 @@ PACKED = {
 def check_file(path: Path, given: str) -> None:
     """UserError unless `path` leads to a regular file; nothing is opened, as a pipe's other end may never come.
 
-    given: how the user named it, for the beginning of the line.
+    given: how the user named it, for the beginning of the line; `-` as its last word is standard input.
     """
+    if given == "-" or given.endswith(" -"):
+        raise UserError(f"{given}: standard input can be read once only, a stopped run could not go on: {TO_A_FILE}")
     try:
         mode = path.stat().st_mode
     except FileNotFoundError:
@@ -62,7 +64,7 @@ def check_file(path: Path, given: str) -> None:
     if stat.S_ISDIR(mode):
         raise UserError(f"{given}: not a file but a directory")
     kind = "pipe" if stat.S_ISFIFO(mode) else "socket" if stat.S_ISSOCK(mode) else "device"
-    raise UserError(f"{given}: not a file but a {kind}, to be read once only: {TO_A_FILE}")
+    raise UserError(f"{given}: not a file but a {kind}, which can be read once only: {TO_A_FILE}")
 
 
 @contextmanager

@@ -91,7 +91,7 @@ def held_out_files(source: Source) -> str:
 def is_local(name: str) -> bool:
     """Whether --dataset names files, not a Hub dataset."""
     path = os.path.expanduser(name)
-    return os.path.lexists(path) or any(c in name for c in "*?[") or name.startswith(("/", ".", "~"))
+    return name == "-" or os.path.lexists(path) or any(c in name for c in "*?[") or name.startswith(("/", ".", "~"))
 
 
 def format_of(path: str) -> str | None:
@@ -131,7 +131,7 @@ def _by_split(files: list[tuple[str, File]]) -> dict[str, tuple[File, ...]]:
 
 def _local(given: str, name: str) -> Source:
     path = Path(name).expanduser()
-    if os.path.lexists(path) and not path.is_dir():
+    if name == "-" or (os.path.lexists(path) and not path.is_dir()):
         check_file(path, given)
         if (kind := format_of(path.name)) is None:
             raise UserError(f"{given}: its name says no format: expected .parquet, .jsonl, .csv or .fasta")

@@ -53,13 +53,15 @@ def train(strategy: Strategy, built: Built, args: TrainArguments, world: World) 
         with world.main_does() as mine:
             if mine:
                 overwrite = args.overwrite_output_dir and args.do_train
-                directory = way_out.enter_context(closing(RunDirectory(Path(args.output_dir), overwrite)))
+                directory = way_out.enter_context(RunDirectory(Path(args.output_dir), overwrite))
         log = way_out.enter_context(closing(Logbook(args, Path(args.output_dir), world)))
         trainer = Trainer(strategy, built, task, log, args, world)
         with trainer.checkpointer:
             trainer.resume(restarted=world.share(directory and directory.restarted))
             if args.do_train:
                 trainer.loop(directory)
+            if directory:
+                directory.begun = True
             finish(task, trainer.state, trainer.resolved, log, args, world, trainer.evaluate)
 
 
@@ -130,6 +132,7 @@ class Trainer:
                 keep_through = -1 if state.step == 0 else state.step - (state.unfinished_row is not None)
                 quant_stats_in = args.log_directory(args.output_dir) if args.quant_stats else None
                 self.log.begin(keep_through, quant_stats_in, state.step)
+                directory.begun = True
         if args.eval_on_start and state.step == 0:
             state.unfinished_row = {"step": 0, "epoch": 0.0}
         if state.unfinished_row is not None and not self._complete(state.unfinished_row):

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import bz2
 import gzip
 import json
+import lzma
 from itertools import islice, takewhile
 
 import numpy as np
@@ -12,8 +14,10 @@ import pyarrow.parquet
 import pytest
 
 from common.batches.collators import MaskingCollator
+from common.batches.flags import DataFlags
 from common.batches.loader import TrainLoader, merge_positions
 from common.batches.streams import Stream, StreamedOrder, StreamPosition, plan_streams
+from common.batches.training_data import find_source
 from common.cli import UserError
 from common.files import alphabet
 from common.files.memory_store import MemoryStore
@@ -42,7 +46,7 @@ def write(path, texts: list[str], column: str = "sequence", row_group: int = 50)
         return path
     if name.endswith(".jsonl"):
         text = "".join(json.dumps({"id": i, column: t}) + "\n" for i, t in enumerate(texts))
-    elif name.endswith(".csv"):
+    elif name.endswith((".csv", ".tsv")):
         text = f"id,{column}\n" + "".join(f"{i},{t}\n" for i, t in enumerate(texts))
     else:
         text = "".join(f">{i} a protein\n{t}\n" for i, t in enumerate(texts))
@@ -276,6 +280,61 @@ def test_which_split_a_name_means(path, split):
     assert split_of(path) == split
 
 
+def test_a_file_by_itself_is_trained_on_whatever_its_name(tmp_path):
+    path = write(tmp_path / "my_test.csv", ["MKV"])
+    assert list(open_source(str(path), False).splits) == ["train"]
+
+
+def test_files_that_took_the_name_of_a_split_are_named(tmp_path):
+    for name in ("my_test.csv", "val.fasta"):
+        write(tmp_path / name, ["MKV"])
+    for given in (str(tmp_path), f"{tmp_path}/*.csv"):
+        with pytest.raises(
+            UserError, match=r"no training files in it: by their names, .*my_test\.csv.*give one file by"
+        ):
+            open_source(given, False)
+    assert set(open_source(str(tmp_path), False, "--eval_dataset").splits) == {"test", "validation"}
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(UserError, match="no files of proteins in it: expected .parquet"):
+        open_source(str(tmp_path / "empty"), False)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        (
+            "metadata.csv",
+            b"name,organism\na,b\n",
+            r"metadata\.csv: no column sequence or text, only name, organism: .*'DIR/",
+        ),
+        ("z.jsonl", b'{"name": "a"}\n', r"z\.jsonl: no column sequence or text, only name"),
+        ("z.tsv", b"\x28\xb5\x2f\xfd\0", r"z\.tsv: the compressed file is (cut short|corrupt)"),
+    ],
+)
+def test_a_table_beside_the_data_is_named_before_anything_is_written(tmp_path, name, content, message):
+    """Not only when its turn comes to be read, days later."""
+    write(tmp_path / "a.csv", proteins(20))
+    (tmp_path / name).write_bytes(content)
+    flags = DataFlags(dataset=str(tmp_path), max_steps=1)
+    with pytest.raises(UserError, match=message):
+        find_source(flags)
+    flags.dataset = f"{tmp_path}/a.*"
+    assert find_source(flags)
+    pa.parquet.write_table(pa.table({"text": [1, 2]}), tmp_path / "a.parquet")
+    with pytest.raises(UserError, match=r"a\.parquet: the column of proteins holds int64: expected texts"):
+        find_source(flags)
+
+
+@pytest.mark.parametrize("pack", [gzip.compress, bz2.compress, lzma.compress])
+@pytest.mark.parametrize("name", ["a.csv", "a.tsv", "a.jsonl", "a.fasta"])
+def test_packed_files_are_told_by_content(tmp_path, name, pack):
+    path = write(tmp_path / name, proteins(40))
+    content = path.read_bytes()
+    path.write_bytes(pack(content.replace(b",", b"\t") if name == "a.tsv" else content))
+    assert sorted(first_epoch(plan_of(path))) == sorted(proteins(40))
+    assert len(open_source(str(path.rename(f"{path}.xz")), False).splits["train"]) == 1
+
+
 def test_directories_and_globs(tmp_path):
     write(tmp_path / "data" / "train-0.parquet", ["MKV"])
     write(tmp_path / "data" / "validation-0.parquet", ["MKL"])
@@ -306,6 +365,8 @@ def test_directories_and_globs(tmp_path):
         ("a.csv", b'id,text\n1,MKV\n2,"MKV\n3,MKL\n4,MK"\n', "row 2: a text that goes on over a line end"),
         ("a.csv", "id,text\n1,MKV\n".encode("utf-16"), "not CSV: it is UTF-16: convert it"),
         ("a.csv", b"id,text\n1,MKV\nid,text\n2,MKV\n", "row 2: the header once more"),
+        ("a.csv", b"id,text\n" + b"1,12345\n" * 3, "100% of the characters are no residues"),
+        ("a.csv", b"ID,Text\n1,MKV\nid,text\n2,MKV\n", "row 2: the header once more"),
         ("a.csv", b"id,text\n" + b"1,12345\n" * 300, "100% of the characters are no residues"),
         (
             "a.csv",

@@ -25,10 +25,11 @@ from tests.data_fixtures import (
     load,
     proteins,
     write_csv,
+    write_fasta,
 )
 from tests.forked import Script
 from tests.prepare.killed_runs import run_killed_at
-from tests.small_disk import small_disk
+from tests.small_disk import fill, small_disk
 
 SCRIPT = "1.tokenize_uniref_csv.py"
 
@@ -124,6 +125,21 @@ def test_a_full_disk(tmp_path):
         line = expect_error(SCRIPT, "--input_dir", tmp_path / "csv", "--output_dir", disk / "out")
         assert "No space left on device" in line
         assert not list(disk.iterdir())
+
+
+def test_a_disk_that_is_full_at_the_start(tmp_path):
+    write_csv(tmp_path / "csv", proteins(50))
+    source = write_fasta(tmp_path / "a.fasta", proteins(50))
+    commands = [
+        ("0.download_data.py", "--source", source, "--output_dir"),
+        (SCRIPT, "--input_dir", tmp_path / "csv", "--output_dir"),
+    ]
+    with small_disk(tmp_path, "64k") as disk:
+        fill(disk)
+        for command in commands:
+            line = expect_error(*command, disk / "new/out")
+            assert line.startswith(f"error: --output_dir {disk}/new/out: No space left on device: make room")
+            assert [path.name for path in disk.iterdir()] == ["mine"]
 
 
 # --- bad input
@@ -316,6 +332,16 @@ def test_other_columns_are_not_looked_at(tmp_path):
         (b"id\x00,text\n", "x000.csv: row 0: not CSV: it is a binary file"),
         (b"id,text,\xe9\na,MK,b\n", "x000.csv: row 0: the header is not UTF-8: byte 0xe9"),
         (b"id,text\na,MK\nid,text\nc,MK\nd,MK\n", "x000.csv: row 2: the header once more"),
+        (b"id,text\na,MK\nID,Text\nc,MK\nd,MK\n", "x000.csv: row 2: the header once more"),
+        (b"Id,Text\na,MK\nId,TEXT\nc,MK\nd,MK\n", "x000.csv: row 2: the header once more"),
+        (
+            b"id,text\n" + b"a,A protein of the cell wall\n" * 90,
+            "x000.csv: 19% of the characters are blanks",
+        ),
+        (
+            b"name,organism\na,b\n",
+            "the header is 'name,organism': expected id,text: rename the",
+        ),
         (b"id,text\n" + b"a,12345\n" * 300, "71% of the characters are no residues: are these proteins?"),
         (b"id,text\na,MK\nb,M\x00K\nc,MK\nd,MK\n", "x000.csv: row 2: control byte 0x00 in the text"),
     ],
