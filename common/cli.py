@@ -35,8 +35,9 @@ class UserError(ValueError):
 
 
 def one_line(error: BaseException) -> str:
-    """What an exception says, for the middle of a line."""
-    return " ".join(str(error).split()) or type(error).__name__
+    """What an exception says, for the middle of a line: it may quote a file, and nothing of one rules a terminal."""
+    said = "".join(character if character.isprintable() else "?" for character in " ".join(str(error).split()))
+    return said or type(error).__name__
 
 
 def flag(default, text: str):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import io
 import re
 from collections.abc import Iterable, Iterator
@@ -20,6 +21,7 @@ from common.files.packed import SUFFIXES, check_file, open_unpacked, refuse_twic
 from common.files.records import BadRecords, characters, texts
 from common.files.residues import clean
 
+NOT_UTF8 = "\ufffd"
 PARSED_BYTES = 4 << 20  # a row must fit
 STRAY_QUOTE = (
     "a text that goes on over a line end, after a quote that is not closed: mend or remove the quote (or, if texts "
@@ -70,6 +72,7 @@ def read_rows(path: Path, bad_records: BadRecords | None = None, line_ends: bool
                 rows += batch.num_rows
         left = io.BufferedReader(_Joined(plain.rest if begin == HEADER else begin, file))
         names = list(COLUMNS) if begin == HEADER else read_header(left, str(path))
+        left = io.BufferedReader(_Utf8(left))
         yield from _parsed_rows(path, left, names, rows, bad_records, line_ends)
 
 
@@ -87,6 +90,31 @@ class _Joined(io.RawIOBase):
             return self.rest.readinto(buffer)
         count = min(len(buffer), len(self.begin))
         buffer[:count], self.begin = self.begin[:count], self.begin[count:]
+        return count
+
+
+class _Utf8(io.RawIOBase):
+    """A file's bytes, with NOT_UTF8 in place of what is not UTF-8: of a row with such bytes, and of a wrong number of
+    columns, pyarrow only says that it cannot be decoded, and stops."""
+
+    def __init__(self, file: BinaryIO):
+        self.file, self.ready = file, memoryview(b"")
+        self.decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer) -> int:
+        while not self.ready:
+            data = self.file.read(PARSED_BYTES)
+            at_end = not data
+            if not data.isascii() or self.decoder.getstate()[0]:
+                data = self.decoder.decode(data, final=at_end).encode()
+            self.ready = memoryview(data)
+            if at_end:
+                break
+        count = min(len(buffer), len(self.ready))
+        buffer[:count], self.ready = self.ready[:count], self.ready[count:]
         return count
 
 
@@ -162,7 +190,7 @@ def _parse(
             raise UserError(f"{path}: row {swallowed[0]}: {STRAY_QUOTE}") from None
         if "out of sync" in str(error):  # the quote that is not closed is in the block after those given
             raise UserError(f"{path}: {STRAY_QUOTE}") from None
-        message = re.sub(r"^CSV parse error: ", "", one_line(error))
+        message = re.sub(r"^CSV parse error: |(?<=got \d): .*|(?<=got \d\d): .*", "", one_line(error))
         message = re.sub(r"Row #(\d+)", lambda match: f"row {number(int(match[1]))}", message)
         raise UserError(f"{path}: {message[:200]}: {REMEDY}") from None
 
@@ -180,12 +208,8 @@ def first_with_line_end(columns: Iterable[pa.Array]) -> int | None:
 
 def _complaints(batch: pa.RecordBatch) -> dict[int, str]:
     """What is wrong with which row."""
-    found = {}
-    try:
-        batch.column("id").cast(pa.string())
-    except pa.ArrowInvalid:
-        bad = [i for i, name in enumerate(batch.column("id")) if not _is_utf8(name.as_py())]
-        found |= dict.fromkeys(bad, "the id is not UTF-8")
+    damaged = [pa.compute.match_substring(column, NOT_UTF8) for column in batch.columns]
+    found = dict.fromkeys(np.flatnonzero(damaged[0]).tolist(), "the id is not UTF-8")
     data, offsets = characters(batch.column("text"))
     data, offsets = data[offsets[0] : offsets[-1]], offsets - offsets[0]
     control = data < ord(" ")
@@ -195,16 +219,9 @@ def _complaints(batch: pa.RecordBatch) -> dict[int, str]:
         for row, place in zip(rows.tolist(), places[first], strict=True):
             kind = "non-ASCII" if data[place] >= 128 else "control"
             found[row] = f"{kind} byte 0x{data[place]:02x} in the text"
+    found |= dict.fromkeys(np.flatnonzero(damaged[1]).tolist(), "bytes in the text that are not UTF-8")
     lengths = [np.diff(characters(column)[1]) for column in batch.columns]
     for row in np.flatnonzero((lengths[0] == len(COLUMNS[0])) & (lengths[1] == len(COLUMNS[1]))).tolist():
         if all(batch.column(n)[row].as_py().lower() == name.encode() for n, name in enumerate(COLUMNS)):
             found[row] = "the header once more"
     return found | dict.fromkeys(np.flatnonzero(np.diff(offsets) == 0).tolist(), "the text is empty")
-
-
-def _is_utf8(raw: bytes) -> bool:
-    try:
-        raw.decode()
-    except UnicodeDecodeError:
-        return False
-    return True

@@ -298,6 +298,21 @@ def test_a_stray_quote_is_an_error_and_swallows_nothing(tmp_path, monkeypatch, p
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize("block_bytes", [64, 4 << 20])
+def test_rows_that_are_not_utf_8_are_skipped_whatever_else_is_wrong_with_them(tmp_path, monkeypatch, block_bytes):
+    monkeypatch.setattr(csv_records, "PARSED_BYTES", block_bytes)
+    places = {3: b"P3,MK,\xe9,x", 5: b"P5\xe9,MK", 7: b"P7,M\xe9K", 8: b"P8\xc3", 9: "P9é,MKVLA".encode()}
+    path = tmp_path / "x000.csv"
+    path.write_bytes(quoted(places, 40))
+    bad = BadRecords("skip")
+    rows = [row for batch in read_rows(path, bad) for row in batch.to_pylist()]
+    assert [row["id"] for row in rows] == [f"P{n}" if n != 9 else "P9é" for n in range(1, 41) if n not in (3, 5, 7, 8)]
+    assert [re.search(r"row (\d+)", line)[1] for line in sorted(bad.first)] == ["3", "5", "7", "8"]
+    with pytest.raises(UserError, match=r"row 3: Expected 2 columns, got 4: mend or") as error:
+        list(read_rows(path))
+    assert str(error.value).isprintable()
+
+
 @pytest.mark.parametrize("block_bytes", [400, 4 << 20])
 def test_texts_that_may_hold_line_ends(tmp_path, monkeypatch, block_bytes):
     monkeypatch.setattr(csv_records, "PARSED_BYTES", block_bytes)
