@@ -12,6 +12,7 @@ from common.batches.collators import Counts
 from common.batches.loader import TrainStep
 from common.cli import UserError
 from common.ranks.run import distributed_run
+from common.training.finish import _training_results
 from common.training.load_model import load_model
 from common.training.progress import Resolved, TrainerState
 from common.training.step import StepResult
@@ -94,3 +95,15 @@ def test_too_many_skipped_steps_in_a_row_are_an_end_and_one_good_step_forgives(c
         UserError, match="--max_skipped_steps 2 skipped in a row .step 3: loss inf.*; step 4: loss inf"
     ):
         state.check_divergence(2)
+
+
+def test_what_is_no_residue_is_counted_and_said_once(caplog):
+    state, share, result = TrainerState(), TrainStep(0, [], {}, 0.0), StepResult(2.0, 1.0, False, 0.1, 0.1, [])
+    for unknown in (0, 3, 4):
+        state.advance(share, Counts(3, 10, 100, 2, unknown), 7.0, result, 0.5)
+    assert state.unknown == 7
+    assert [record.getMessage() for record in caplog.records] == [
+        "Step 2: characters that are no residues: <unk>; they are counted"
+    ]
+    assert TrainerState(step=3).unknown == 0  # a checkpoint of before they were counted
+    assert _training_results(state, RESOLVED, None)["train_unknown_characters"] == 7
