@@ -17,9 +17,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from common.batches.windows import Pack, Window, crop, plan_window
+from common.batches.stream_blocks import Block, Buffer, Share
+from common.batches.windows import Pack, plan_window
 from common.cli import UserError
-from common.files.alphabet import encode_many
 from common.files.hashing import BLOCK_ORDER, derive_key, hash_counters
 from common.files.sequence_files import Unit
 from common.files.sources import File
@@ -31,7 +31,6 @@ USUAL_PROTEIN = 256
 LONG_PROTEIN = 2048  # tokens, after cropping: a window of the usual number of proteins holds no more than of these
 PACKS_PER_WINDOW = 128
 LANES = (8, 4, 2, 1)
-ROW_BITS = 40  # a record's number is (number of its unit, row)
 
 
 class StreamPosition(NamedTuple):
@@ -50,14 +49,6 @@ class StreamPosition(NamedTuple):
     def of(cls, saved: Sequence[int]) -> StreamPosition:
         """As a checkpoint has it: [] at the beginning; four numbers from the time when windows were whole."""
         return cls(*saved) if len(saved) != 4 else cls(*saved, whole=saved[3] > 0)
-
-
-class Share(NamedTuple):
-    """The rows of a unit that are a stream's own: those whose number leaves `part` when divided by `parts`."""
-
-    unit: int  # its place in StreamPlan.units
-    part: int
-    parts: int
 
 
 @dataclass(frozen=True)
@@ -96,9 +87,9 @@ class Stream:
 
     def __init__(self, plan: StreamPlan, index: int, position: StreamPosition | None = None):
         self.plan, self.index, self.position = plan, index, position or StreamPosition()
-        self._buffer: _Buffer | None = None  # of the window the position is in
-        self._blocks: Iterator[_Block] | None = None  # what is left of the epoch after it
-        self._left: _Block | None = None  # of the block that the window's end cut in two
+        self._buffer: Buffer | None = None  # of the window the position is in
+        self._blocks: Iterator[Block] | None = None  # what is left of the epoch after it
+        self._left: Block | None = None  # of the block that the window's end cut in two
 
     def __iter__(self) -> Stream:
         return self
@@ -123,7 +114,7 @@ class Stream:
         """Epochs done, about: units are counted, not rows."""
         return self.position.epoch + self.position.unit / len(self.plan.shares(self.index, self.position.epoch))
 
-    def _next_window(self) -> _Buffer:
+    def _next_window(self) -> Buffer:
         """Read the window that begins at the position."""
         start = self.position
         if self._blocks is None:
@@ -165,16 +156,18 @@ class Stream:
             plan.sequences_per_pack,
             shuffle=True,
         )
-        return _Buffer(window, records, np.append(0, np.cumsum(held))[:-1] - starts, ids, end)
+        return Buffer(window, records, np.append(0, np.cumsum(held))[:-1] - starts, ids, end)
 
-    def _read(self, epoch: int, first_unit: int, first_row: int) -> Iterator[_Block]:
+    def _read(self, epoch: int, first_unit: int, first_row: int) -> Iterator[Block]:
         """The stream's rows of one epoch."""
-        for index, share in enumerate(self.plan.shares(self.index, epoch)):
+        plan = self.plan
+        for index, share in enumerate(plan.shares(self.index, epoch)):
             if index < first_unit:
                 continue
             row = first_row if index == first_unit else 0
-            for characters, offsets in read_sequences(self.plan.units[share.unit], row):
-                yield _Block.encode(index, share, row, characters, offsets).cropped(self.plan, epoch)
+            for characters, offsets in read_sequences(plan.units[share.unit], row):
+                block = Block.encode(index, share, row, characters, offsets)
+                yield block.cropped(plan.seed, epoch, plan.max_seq_length)
                 row += len(offsets) - 1
 
 
@@ -223,78 +216,3 @@ def plan_streams(files: tuple[File, ...], packs_per_step: int, **packing) -> Str
     units = units_of(files, wanted=LANES[0] * packs_per_step)
     lanes = next(n for n in LANES if n * packs_per_step <= len(units) or n == 1)
     return StreamPlan(units, lanes * packs_per_step, **packing)
-
-
-class _Block(NamedTuple):
-    """Some rows of a unit, those of other streams left out."""
-
-    unit_index: int  # among the stream's units of the epoch
-    unit: int
-    rows: np.ndarray  # int64 [n], row numbers in the unit
-    ids: np.ndarray  # uint8 [T], of each record its crop
-    offsets: np.ndarray  # int64 [n + 1], from 0
-    lengths: np.ndarray  # int64 [n], of the whole records
-    starts: np.ndarray  # int64 [n], of the crops
-    end: int  # the row to go on from
-
-    @classmethod
-    def encode(cls, index: int, share: Share, first: int, characters: np.ndarray, offsets: np.ndarray) -> _Block:
-        ids, offsets = encode_many(characters, offsets)
-        rows = np.arange(first, first + len(offsets) - 1)
-        if share.parts > 1:
-            mine, lengths = rows % share.parts == share.part, np.diff(offsets)
-            ids, rows = ids[np.repeat(mine, lengths)], rows[mine]
-            offsets = np.append(0, np.cumsum(lengths[mine]))
-        end = first + len(mine) if share.parts > 1 else first + len(rows)
-        return cls(index, share.unit, rows, ids, offsets, np.diff(offsets), np.zeros_like(rows), end)
-
-    def cropped(self, plan: StreamPlan, epoch: int) -> _Block:
-        """With no more of each record than its crop, which a window's plan will choose again."""
-        if not (self.lengths > plan.max_seq_length).any():
-            return self
-        starts, crops = crop(self.records, self.lengths, plan.seed, epoch, plan.max_seq_length)
-        begins = self.offsets[:-1] + starts
-        pieces = [self.ids[a:b] for a, b in zip(begins.tolist(), (begins + crops).tolist(), strict=True)]
-        return self._replace(ids=np.concatenate(pieces), offsets=np.append(0, np.cumsum(crops)), starts=starts)
-
-    @property
-    def records(self) -> np.ndarray:
-        return (self.unit << ROW_BITS) + self.rows
-
-    def split(self, count: int) -> tuple[_Block, _Block | None]:
-        """The first `count` rows and the rest."""
-        if count >= len(self.rows):
-            return self, None
-        cut = int(self.offsets[count])
-        now = self._replace(
-            rows=self.rows[:count],
-            ids=self.ids[:cut],
-            offsets=self.offsets[: count + 1],
-            lengths=self.lengths[:count],
-            starts=self.starts[:count],
-            end=int(self.rows[count - 1]) + 1,
-        )
-        rest = self._replace(
-            rows=self.rows[count:],
-            ids=self.ids[cut:],
-            offsets=self.offsets[count:] - cut,
-            lengths=self.lengths[count:],
-            starts=self.starts[count:],
-        )
-        return now, rest
-
-
-class _Buffer:
-    """A planned window and the tokens of its records."""
-
-    def __init__(self, window: Window, records: np.ndarray, begins: np.ndarray, ids: np.ndarray, following):
-        """begins: where in `ids` each record would begin, int64 [n]; of a crop, only its own part is there."""
-        self.window, self.ids, self.following = window, ids, following
-        self._begins, self._sorter = begins, np.argsort(records)
-        self._records = records[self._sorter]
-
-    def gather(self, pack: Pack) -> np.ndarray:
-        """The pack's tokens uint8 [T]."""
-        begin = self._begins[self._sorter[np.searchsorted(self._records, pack.records)]] + pack.starts
-        pieces = [self.ids[a:b] for a, b in zip(begin.tolist(), (begin + pack.lengths).tolist(), strict=True)]
-        return np.concatenate(pieces or [self.ids[:0]])

@@ -200,7 +200,7 @@ def test_windows_of_usual_proteins_are_those_of_old(tmp_path, monkeypatch, small
     plan = plan_of(write(tmp_path / "a.csv", texts), 1)
     some = [(ids.tolist(), pack.starts.tolist()) for pack, ids, _ in islice(Stream(plan, 0), 100)]
     monkeypatch.setattr("common.batches.streams.LONG_PROTEIN", 1 << 40)
-    monkeypatch.setattr("common.batches.streams._Block.cropped", lambda block, *_: block)
+    monkeypatch.setattr("common.batches.stream_blocks.Block.cropped", lambda block, *_: block)
     assert [(ids.tolist(), pack.starts.tolist()) for pack, ids, _ in islice(Stream(plan, 0), 100)] == some
 
 

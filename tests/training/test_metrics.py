@@ -42,6 +42,7 @@ ROW_KEYS = {
     *("step", "loss", "grad_norm", "learning_rate", "tokens", "tokens_per_second", "step_seconds"),
     *("data_wait_seconds", "peak_memory_gb", "epoch", "total_steps", "tflops_per_device"),
     *("forward_backward_seconds", "optimizer_seconds", "checkpoint_seconds", "skipped_steps"),
+    "unknown_characters",
 }
 
 
