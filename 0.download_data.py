@@ -2,9 +2,9 @@
 
     python 0.download_data.py --output_dir DIR [--source FILE_OR_URL ...]
 
-The source is UniRef50 by default; plain or gzipped FASTA files, http(s)://, ftp:// or s3:// URLs otherwise. What is
-under OUTPUT_DIR/csv is always complete. Stopped at any moment and started again, the same command gives the same files
-(a download goes on where it broke off); once they are there it does nothing.
+The source is UniRef50 by default; FASTA files, plain or packed (gzip, bzip2, xz, zstd), and http(s)://, ftp:// or
+s3:// URLs otherwise. What is under OUTPUT_DIR/csv is always complete. Stopped at any moment and started again, the
+same command gives the same files (a download goes on where it broke off); once they are there it does nothing.
 """
 
 import logging
@@ -44,7 +44,7 @@ class Arguments:
     shuffle: bool = flag(True, "one random order over the whole input; False keeps its own")
     source: list[str] = field(
         default_factory=lambda: [UNIREF50],
-        metadata={"help": "FASTA files (plain or .gz), http(s), ftp or s3 URLs, read in order (default: UniRef50)"},
+        metadata={"help": "FASTA files (plain or packed), http(s), ftp or s3 URLs, read in order (default: UniRef50)"},
     )
     md5: list[str] = field(default_factory=list, metadata={"help": "checksums of the sources, in their order"})
     sha256: list[str] = field(default_factory=list, metadata={"help": "likewise"})

@@ -19,11 +19,11 @@ from tqdm import tqdm
 
 from common.cli import UserError, flag, parse_arguments, run
 from common.files import csv_records
-from common.files.alphabet import check_residues
 from common.files.csv_records import count_rows, csv_files
 from common.files.dataset_writer import TOKEN_FEATURES, DatasetWriter, write_dataset_dict
 from common.files.output_directory import Build, building
 from common.files.records import BadRecords, Policy
+from common.files.residues import check_residues
 from common.prepare.cluster_splits import publish_index, split_by_clusters
 from common.prepare.encode_files import FileEncoder, Piece, assemble, read_pieces, usable_threads
 from common.prepare.encode_records import Chunker, check_tokenizer, encode_rows

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import errno
 import gc
 import importlib.util
 import json
@@ -20,6 +21,8 @@ import yaml
 
 MACHINE_FAULT = 1
 BAD_INPUT = 2  # exit status for anything the user can mend; tracebacks (status 1) are for our bugs
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
+MAKE_ROOM = "make room, or choose another --output_dir"
 INTERRUPTED = 130  # Ctrl-C, as shells have it
 
 
@@ -32,8 +35,9 @@ class UserError(ValueError):
 
 
 def one_line(error: BaseException) -> str:
-    """What an exception says, for the middle of a line."""
-    return " ".join(str(error).split()) or type(error).__name__
+    """What an exception says, for the middle of a line: it may quote a file, and nothing of one rules a terminal."""
+    said = "".join(character if character.isprintable() else "?" for character in " ".join(str(error).split()))
+    return said or type(error).__name__
 
 
 def flag(default, text: str):
@@ -181,7 +185,8 @@ def user_errors(where: str = "", quiet: bool = False):
         message = str(error)
         if isinstance(error, OSError):
             path = f"{error.filename}: " if error.filename else ""
-            message = f"{path}{error.strerror} (set TRACEBACK=1 for the full stack)"
+            what_to_do = f": {MAKE_ROOM}" if error.errno in NO_ROOM else ""
+            message = f"{path}{error.strerror}{what_to_do} (set TRACEBACK=1 for the full stack)"
         if quiet:
             _let_the_speaker_end()
         else:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -25,3 +25,10 @@ def small_disk(parent: Path, size: str) -> Iterator[Path]:
         yield disk
     finally:
         subprocess.run(["umount", "-l", disk], check=True)
+
+
+def fill(disk: Path) -> None:
+    """Leave no room, by a file called `mine`."""
+    with suppress(OSError), open(disk / "mine", "wb", buffering=0) as file:
+        while file.write(bytes(1000)):
+            pass

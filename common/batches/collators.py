@@ -14,7 +14,7 @@ import torch
 from common.batches.masking import IGNORE, mask_tokens
 from common.batches.windows import Pack
 from common.cli import UserError
-from common.files.alphabet import PAD
+from common.files.alphabet import PAD, UNK
 
 Batch = dict[str, torch.Tensor | int]
 INPUTS = ("input_ids", "labels", "attention_mask", "cu_seqlens", "max_seqlen")  # of a model
@@ -27,6 +27,7 @@ class Counts(NamedTuple):
     num_tokens: int
     sum_squared_lengths: int
     num_sequences: int
+    num_unknown: int = 0  # tokens that stand for a character that is no residue
 
     @classmethod
     def of(cls, batches: Iterable[Batch]) -> Counts:
@@ -57,7 +58,8 @@ class MaskingCollator:
             ids, pack.records, pack.starts, pack.lengths, self.seed, pack.epoch, self.mlm_probability
         )
         masked = int(np.count_nonzero(labels != IGNORE))
-        counts = Counts(masked, len(ids), int((pack.lengths**2).sum()), len(pack.lengths))
+        unknown = int(np.count_nonzero(ids == UNK))
+        counts = Counts(masked, len(ids), int((pack.lengths**2).sum()), len(pack.lengths), unknown)
         lengths = pack.lengths
         if len(ids) == 0:
             lengths = np.array([1])

@@ -3,48 +3,52 @@
 The units of a source (files, or row groups) are dealt to S streams anew each epoch, by a hash of (seed, epoch, unit);
 where there are fewer units than streams, several streams share one, each taking every n-th of its rows. So every
 protein belongs to one stream, and streams never speak to each other. A stream takes its next few thousand proteins at
-a time, a window, and shuffles, crops and packs it as a batch plan does. Its position is (epoch, unit, row, packs taken
-of the window that begins there): nothing else need be kept to go on.
+a time, a window, or fewer where they are long, and shuffles, crops and packs it as a batch plan does. Only what the
+crops leave of a protein is held. Its position is (epoch, unit, row, packs taken of the window that begins there):
+nothing else need be kept to go on.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 
-from common.batches.windows import Pack, Window, plan_window
+from common.batches.stream_blocks import Block, Buffer, Share
+from common.batches.windows import Pack, plan_window
 from common.cli import UserError
-from common.files.alphabet import encode_many
 from common.files.hashing import BLOCK_ORDER, derive_key, hash_counters
+from common.files.sequence_files import Unit
 from common.files.sources import File
-from common.files.stream_reader import Unit, read_sequences, units_of
+from common.files.stream_reader import read_sequences, units_of
 from common.ranks.world import Mesh
 
 WINDOW_TOKENS = 1 << 20  # about: of a usual protein length; the window's last pack is badly filled
 USUAL_PROTEIN = 256
+LONG_PROTEIN = 2048  # tokens, after cropping: a window of the usual number of proteins holds no more than of these
 PACKS_PER_WINDOW = 128
 LANES = (8, 4, 2, 1)
-ROW_BITS = 40  # a record's number is (number of its unit, row)
 
 
 class StreamPosition(NamedTuple):
-    """Where a stream stands: `pack` packs are taken of the window that begins at `row` of its `unit`-th unit."""
+    """Where a stream stands: `pack` packs are taken of the window that begins at `row` of its `unit`-th unit.
+
+    whole: that window ends after so many proteins, however long, as all did once.
+    """
 
     epoch: int = 0
     unit: int = 0
     row: int = 0
     pack: int = 0
+    whole: bool = False
 
-
-class Share(NamedTuple):
-    """The rows of a unit that are a stream's own: those whose number leaves `part` when divided by `parts`."""
-
-    unit: int  # its place in StreamPlan.units
-    part: int
-    parts: int
+    @classmethod
+    def of(cls, saved: Sequence[int]) -> StreamPosition:
+        """As a checkpoint has it: [] at the beginning; four numbers from the time when windows were whole."""
+        return cls(*saved) if len(saved) != 4 else cls(*saved, whole=saved[3] > 0)
 
 
 @dataclass(frozen=True)
@@ -64,6 +68,10 @@ class StreamPlan:
         tokens = self.tokens_per_pack or batch * self.max_seq_length
         return max(1, max(WINDOW_TOKENS, PACKS_PER_WINDOW * tokens) // USUAL_PROTEIN // batch) * batch
 
+    @property
+    def window_tokens(self) -> int:
+        return self.window_records * LONG_PROTEIN
+
     def shares(self, stream: int, epoch: int) -> list[Share]:
         """What a stream reads in an epoch, in order. The streams' shares of an epoch are all rows, each once."""
         keys = hash_counters(derive_key(self.seed, epoch, BLOCK_ORDER), np.arange(len(self.units)))
@@ -79,9 +87,9 @@ class Stream:
 
     def __init__(self, plan: StreamPlan, index: int, position: StreamPosition | None = None):
         self.plan, self.index, self.position = plan, index, position or StreamPosition()
-        self._buffer: _Buffer | None = None  # of the window the position is in
-        self._blocks: Iterator[_Block] | None = None  # what is left of the epoch after it
-        self._left: _Block | None = None  # of the block that the window's end cut in two
+        self._buffer: Buffer | None = None  # of the window the position is in
+        self._blocks: Iterator[Block] | None = None  # what is left of the epoch after it
+        self._left: Block | None = None  # of the block that the window's end cut in two
 
     def __iter__(self) -> Stream:
         return self
@@ -106,21 +114,33 @@ class Stream:
         """Epochs done, about: units are counted, not rows."""
         return self.position.epoch + self.position.unit / len(self.plan.shares(self.index, self.position.epoch))
 
-    def _next_window(self) -> _Buffer:
+    def _next_window(self) -> Buffer:
         """Read the window that begins at the position."""
         start = self.position
         if self._blocks is None:
             self._blocks, self._left = self._read(start.epoch, start.unit, start.row), None
         missing, taken, end = self.plan.window_records, [], None
+        room = math.inf if start.whole else self.plan.window_tokens
         while missing and (block := self._left or next(self._blocks, None)):
-            now, self._left = block.split(missing)
+            count = min(missing, int(np.searchsorted(block.offsets[1:], room, side="right")))
+            if missing == self.plan.window_records:
+                count = max(count, 1)  # even if that is longer than a window should be
+            if count == 0 and len(block.rows):
+                self._left = block
+                break
+            now, self._left = block.split(count)
             taken.append(now)
-            missing -= len(now.rows)
-            end = start._replace(unit=now.unit_index, row=now.end, pack=0)
-        if missing:
-            self._blocks, end = None, StreamPosition(start.epoch + 1)
+            missing, room = missing - len(now.rows), room - int(now.offsets[-1])
+            end = StreamPosition(start.epoch, now.unit_index, now.end)
+            if self._left is not None:
+                break
+        else:
+            if missing:
+                self._blocks, end = None, StreamPosition(start.epoch + 1)
         records = np.concatenate([block.records for block in taken] or [np.zeros(0, np.int64)])
-        lengths = np.concatenate([np.diff(block.offsets) for block in taken] or [np.zeros(0, np.int64)])
+        lengths = np.concatenate([block.lengths for block in taken] or [np.zeros(0, np.int64)])
+        held = np.concatenate([np.diff(block.offsets) for block in taken] or [np.zeros(0, np.int64)])
+        starts = np.concatenate([block.starts for block in taken] or [np.zeros(0, np.int64)])
         ids = np.concatenate([block.ids for block in taken] or [np.zeros(0, np.uint8)])
         plan = self.plan
         # By the number of its first row: unique in the epoch, and known wherever one starts.
@@ -136,16 +156,18 @@ class Stream:
             plan.sequences_per_pack,
             shuffle=True,
         )
-        return _Buffer(window, records, np.append(0, np.cumsum(lengths)), ids, end)
+        return Buffer(window, records, np.append(0, np.cumsum(held))[:-1] - starts, ids, end)
 
-    def _read(self, epoch: int, first_unit: int, first_row: int) -> Iterator[_Block]:
+    def _read(self, epoch: int, first_unit: int, first_row: int) -> Iterator[Block]:
         """The stream's rows of one epoch."""
-        for index, share in enumerate(self.plan.shares(self.index, epoch)):
+        plan = self.plan
+        for index, share in enumerate(plan.shares(self.index, epoch)):
             if index < first_unit:
                 continue
             row = first_row if index == first_unit else 0
-            for characters, offsets in read_sequences(self.plan.units[share.unit], row):
-                yield _Block.encode(index, share, row, characters, offsets)
+            for characters, offsets in read_sequences(plan.units[share.unit], row):
+                block = Block.encode(index, share, row, characters, offsets)
+                yield block.cropped(plan.seed, epoch, plan.max_seq_length)
                 row += len(offsets) - 1
 
 
@@ -181,7 +203,7 @@ class StreamedOrder:
             taken, moved, epochs = [], {}, 0.0
             for number in range(lane + mesh.dp_rank, lane + self.packs_per_step, mesh.dp_size):
                 if number not in streams:
-                    streams[number] = Stream(self.plan, number, StreamPosition(*position.get(str(number), ())))
+                    streams[number] = Stream(self.plan, number, StreamPosition.of(position.get(str(number), ())))
                 pack, ids, after = next(streams[number])
                 taken.append((pack, ids))
                 moved[str(number)] = list(after)
@@ -194,57 +216,3 @@ def plan_streams(files: tuple[File, ...], packs_per_step: int, **packing) -> Str
     units = units_of(files, wanted=LANES[0] * packs_per_step)
     lanes = next(n for n in LANES if n * packs_per_step <= len(units) or n == 1)
     return StreamPlan(units, lanes * packs_per_step, **packing)
-
-
-class _Block(NamedTuple):
-    """Some rows of a unit, those of other streams left out."""
-
-    unit_index: int  # among the stream's units of the epoch
-    unit: int
-    rows: np.ndarray  # int64 [n], row numbers in the unit
-    ids: np.ndarray  # uint8 [T]
-    offsets: np.ndarray  # int64 [n + 1]
-    end: int  # the row to go on from
-
-    @classmethod
-    def encode(cls, index: int, share: Share, first: int, characters: np.ndarray, offsets: np.ndarray) -> _Block:
-        ids, offsets = encode_many(characters, offsets)
-        rows = np.arange(first, first + len(offsets) - 1)
-        if share.parts > 1:
-            mine, lengths = rows % share.parts == share.part, np.diff(offsets)
-            ids, rows = ids[np.repeat(mine, lengths)], rows[mine]
-            offsets = np.append(0, np.cumsum(lengths[mine]))
-        return cls(index, share.unit, rows, ids, offsets, first + len(mine) if share.parts > 1 else first + len(rows))
-
-    @property
-    def records(self) -> np.ndarray:
-        return (self.unit << ROW_BITS) + self.rows
-
-    def split(self, count: int) -> tuple[_Block, _Block | None]:
-        """The first `count` rows and the rest."""
-        if count >= len(self.rows):
-            return self, None
-        cut = int(self.offsets[count])
-        now = self._replace(
-            rows=self.rows[:count],
-            ids=self.ids[:cut],
-            offsets=self.offsets[: count + 1],
-            end=int(self.rows[count - 1]) + 1,
-        )
-        rest = self._replace(rows=self.rows[count:], ids=self.ids[cut:], offsets=self.offsets[count:] - cut)
-        return now, rest
-
-
-class _Buffer:
-    """A planned window and the tokens of its records."""
-
-    def __init__(self, window: Window, records: np.ndarray, offsets: np.ndarray, ids: np.ndarray, following):
-        self.window, self.ids, self.following = window, ids, following
-        self._offsets, self._sorter = offsets, np.argsort(records)
-        self._records = records[self._sorter]
-
-    def gather(self, pack: Pack) -> np.ndarray:
-        """The pack's tokens uint8 [T]."""
-        begin = self._offsets[self._sorter[np.searchsorted(self._records, pack.records)]] + pack.starts
-        pieces = [self.ids[a:b] for a, b in zip(begin.tolist(), (begin + pack.lengths).tolist(), strict=True)]
-        return np.concatenate(pieces or [self.ids[:0]])

@@ -20,11 +20,12 @@ from common.batches.loader import (
     evaluation_batches,
 )
 from common.batches.packing import BatchPlan
-from common.batches.streams import StreamedOrder, plan_streams
+from common.batches.streams import LONG_PROTEIN, StreamedOrder, plan_streams
 from common.cli import UserError
 from common.files.clusters import open_clusters
-from common.files.sources import Source, open_source
-from common.files.stream_reader import MemoryStore
+from common.files.memory_store import MemoryStore
+from common.files.sources import Source, held_out_files, open_source
+from common.files.stream_reader import check_columns
 from common.files.token_store import TokenStore, open_split
 from common.ranks.world import Mesh, World
 
@@ -32,6 +33,7 @@ logger = logging.getLogger(__name__)
 
 HELD_OUT_RECORDS = 10_000  # of a source that is not prepared: read into memory, unless --max_eval_samples says else
 SAMPLE_RECORDS = 20_000  # of such a source, that the unigram predictor is fitted on
+SAMPLE_TOKENS = SAMPLE_RECORDS * LONG_PROTEIN  # or fewer records: files may begin with the longest proteins
 EVAL_SEED = 0  # masks of an evaluation never change: not with --seed, not between two evaluations
 
 
@@ -121,10 +123,14 @@ class StreamedData:
             files = self.source.splits.get(split)
             store = MemoryStore.read(files, self.flags.max_eval_samples or HELD_OUT_RECORDS) if files else None
             self._held_out[split] = store if store is not None and len(store) else None
+            if store is not None and (unknown := store.unknown())[0]:
+                logger.warning(
+                    "%s: %s characters in %s records are no residues: <unk>", split, *(f"{n:,}" for n in unknown)
+                )
         return self._held_out[split]
 
     def sample(self) -> MemoryStore:
-        return MemoryStore.read(self.source.splits["train"], SAMPLE_RECORDS)
+        return MemoryStore.read(self.source.splits["train"], SAMPLE_RECORDS, SAMPLE_TOKENS)
 
 
 TrainingData = PreparedData | StreamedData
@@ -153,12 +159,16 @@ def find_source(flags: DataFlags) -> Source | None:
         return None
     source = open_source(flags.dataset, flags.streaming)
     if flags.eval_dataset:
-        held_out = open_source(flags.eval_dataset, flags.streaming)
-        files = held_out.splits.get("validation") or held_out.splits["train"]
+        held_out = open_source(flags.eval_dataset, flags.streaming, "--eval_dataset").splits
+        files = held_out.get("validation") or held_out.get("test") or held_out["train"]
         source = Source(source.name, source.splits | {"validation": files}, source.revision)
+    elif len(source.splits) > 1:
+        logger.info("--dataset %s: held out by their names: %s", flags.dataset, held_out_files(source))
+    # A file of the wrong kind is found before anything is written.
     for files in source.splits.values():
+        check_columns(files)
         if not flags.streaming:
-            MemoryStore.read(files[:1], max_records=1)  # a file of the wrong kind is found before anything is written
+            MemoryStore.read(files[:1], max_records=1)
     return source
 
 

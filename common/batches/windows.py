@@ -71,12 +71,7 @@ def plan_window(
         hashes = hash_counters(derive_key(seed, epoch, RECORD_ORDER), records)
         order = np.argsort(hashes, kind="stable")
         records, lengths = records[order], lengths[order]
-    crops = np.minimum(lengths, max_seq_length)
-    starts = np.zeros_like(crops)
-    long = np.flatnonzero(lengths > crops)
-    hashes = hash_counters(derive_key(seed, epoch, CROP), records[long])
-    starts[long] = scale(hashes, lengths[long] - crops[long] + 1)
-
+    starts, crops = crop(records, lengths, seed, epoch, max_seq_length)
     if sequences_per_pack:
         bounds = np.append(np.arange(0, len(records), sequences_per_pack), len(records))
         keep = crops > 0  # records without a token add nothing to a batch but trouble
@@ -91,6 +86,18 @@ def plan_window(
         order = order[np.repeat(bounds[packs] - (ends - sizes), sizes) + np.arange(len(order))]
         bounds = np.concatenate(([0], ends))
     return Window(epoch, records[order], starts[order], crops[order], bounds)
+
+
+def crop(
+    records: np.ndarray, lengths: np.ndarray, seed: int, epoch: int, max_seq_length: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Starts and lengths of the crops of n records to at most max_seq_length tokens; all int64 [n]."""
+    crops = np.minimum(lengths, max_seq_length)
+    starts = np.zeros_like(crops)
+    long = np.flatnonzero(lengths > crops)
+    hashes = hash_counters(derive_key(seed, epoch, CROP), records[long])
+    starts[long] = scale(hashes, lengths[long] - crops[long] + 1)
+    return starts, crops
 
 
 def fill_packs(lengths: np.ndarray, capacity: int) -> tuple[np.ndarray, np.ndarray]:

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import numpy as np
 
-from common.cli import UserError
-
 TOKENS = (
     *("<cls>", "<pad>", "<eos>", "<unk>"),
     *"LAGVSERTIDPKQNFYMHWCXBUZO.-",
@@ -20,21 +18,10 @@ VOCAB_SIZE = len(TOKENS)
 FIRST_RESIDUE, LAST_RESIDUE = 4, 30  # L .. '-': every one-character token; only these are ever masked
 STANDARD_RESIDUES = np.arange(4, 24, dtype=np.uint8)  # the 20 amino acids, L .. C
 
-ENOUGH, MOST_UNKNOWN = 1000, 0.1  # characters to judge by; more than this share of them is no protein any more
-
 # byte -> token id. Lower case counts as upper case (UniRef marks low-complexity regions so); anything else is <unk>.
 BYTE_TO_ID = np.full(256, UNK, dtype=np.uint8)
 for _id in range(FIRST_RESIDUE, LAST_RESIDUE + 1):
     BYTE_TO_ID[ord(TOKENS[_id])] = BYTE_TO_ID[ord(TOKENS[_id].lower())] = _id
-
-
-def check_residues(where: str, unknown: int, characters: int) -> None:
-    """UserError where so many of the characters are `unknown` that they are no proteins: names, prose, numbers."""
-    if characters >= ENOUGH and unknown > MOST_UNKNOWN * characters:
-        raise UserError(
-            f"{where}: {unknown / characters:.0%} of the characters are no residues: are these proteins? "
-            "(a column of names or numbers is not)"
-        )
 
 
 def encode(sequence: str | bytes) -> np.ndarray:

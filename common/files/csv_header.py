@@ -10,9 +10,9 @@ import csv
 from typing import BinaryIO
 
 from common.cli import UserError
+from common.files.packed import LOOKED_AT, what_it_is
 
 LONGEST = 1 << 20  # bytes of a header
-ENCODINGS = {b"\xff\xfe": "UTF-16", b"\xfe\xff": "UTF-16"}  # by their first bytes
 
 
 def read_header(file: BinaryIO, where: str, delimiter: str = ",") -> list[str]:
@@ -20,13 +20,12 @@ def read_header(file: BinaryIO, where: str, delimiter: str = ",") -> list[str]:
 
     UserError for what is no line of text: another encoding, a binary file, nothing at all.
     """
+    told = what_it_is(file.peek(LOOKED_AT)[:LOOKED_AT])
     line = file.readline(LONGEST)
     if not line:
         raise UserError(f"{where}: Empty CSV file")
-    if encoding := ENCODINGS.get(line[:2]):
-        raise UserError(f"{where}: is {encoding}: convert it: iconv -f {encoding} -t UTF-8 FILE > NEW_FILE")
-    if b"\0" in line:
-        raise UserError(f"{where}: row 0: a NUL byte in the header: this is no CSV file")
+    if told or b"\0" in line:
+        raise UserError(f"{where}: row 0: not CSV: {told or 'a NUL byte in the header'}")
     if len(line) == LONGEST:
         raise UserError(f"{where}: row 0: the header has no end: this is no CSV file")
     try:

@@ -1,7 +1,9 @@
-"""Stream `id,text` CSV files; every complaint names file and row."""
+"""Stream `id,text` CSV files, plain or packed; every complaint names file and row."""
 
 from __future__ import annotations
 
+import codecs
+import io
 import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -14,111 +16,122 @@ import pyarrow.csv
 
 from common.cli import UserError, one_line
 from common.files.csv_header import column_named, read_header
-from common.files.records import BadRecords
+from common.files.csv_plain import COLUMNS, HEADER, PlainRows, count_lines
+from common.files.packed import SUFFIXES, check_file, open_unpacked, refuse_twice
+from common.files.records import BadRecords, characters, texts
+from common.files.residues import clean
 
-BLOCK_BYTES = 1 << 20  # what is worked on stays in the processor's cache
+NOT_UTF8 = "\ufffd"
 PARSED_BYTES = 4 << 20  # a row must fit
-COLUMNS = ("id", "text")
-HEADER = b"id,text\n"
 STRAY_QUOTE = (
     "a text that goes on over a line end, after a quote that is not closed: mend or remove the quote (or, if texts "
     "may hold line ends, give --line_ends_in_text to 1.tokenize_uniref_csv.py)"
 )
+SIDECAR = "rename the columns, or move the file away if it holds no proteins"
 REMEDY = "mend or remove the row, or give --on_bad_record skip"
 
 
 def csv_files(directory: Path) -> list[Path]:
-    """The *.csv files of a directory, x999 before x1000. UserError if there are none."""
+    """The *.csv files of a directory, packed ones too, x999 before x1000.
+
+    UserError if there are none, for what is no file, and for a file that is there plain and packed.
+    """
     if not directory.is_dir():
         raise UserError(f"--input_dir {directory}: no such directory: run 0.download_data.py first")
-    files = [path for path in directory.glob("*.csv") if not path.name.startswith(".")]
+    names = [f"*.csv{packed}" for packed in ("", *SUFFIXES)]
+    files = [path for name in names for path in directory.glob(name) if not path.name.startswith(".")]
     if not files:
         raise UserError(f"--input_dir {directory}: no *.csv files in it: run 0.download_data.py first")
+    for path in files:
+        check_file(path, str(path))
+    refuse_twice(f"--input_dir {directory}", files)
     return sorted(files, key=lambda path: [int(p) if p.isdigit() else p for p in re.split(r"(\d+)", path.name)])
 
 
 def count_rows(path: Path, bad_records: BadRecords | None = None, line_ends: bool = False) -> int:
     """Rows that `read_rows` will give: without `bad_records`, rows after the header (not yet looked into)."""
-    rows = _count_lines(path) if bad_records is None else None
+    rows = count_lines(path) if bad_records is None else None
     return sum(batch.num_rows for batch in read_rows(path, bad_records, line_ends)) if rows is None else rows
 
 
 def read_rows(path: Path, bad_records: BadRecords | None = None, line_ends: bool = False) -> Iterator[pa.RecordBatch]:
-    """Record batches with `id` and `text`, both string; text is not empty and ASCII. Memory is a few blocks.
+    """Record batches with `id` and `text`, both string; text is ASCII, clean (common/files/residues.py) and not empty.
 
-    bad_records: called with the complaint about each row that is not so, or has more or fewer columns than the header;
-    such rows are left out (UserError without it). line_ends: texts in quotes may hold some, which are taken out. Else
-    one is a UserError whatever bad_records says: after a stray quote, all up to the next one is one "text".
+    Memory is a few blocks. bad_records: called with the complaint about each row that is not so, or has more or fewer
+    columns than the header; such rows are left out (UserError without it). line_ends: texts in quotes may hold some,
+    which are taken out. Else one is a UserError whatever bad_records says: after a stray quote, all up to the next one
+    is one "text".
     """
-    with open(path, "rb") as file:
+    with open_unpacked(path) as file:
+        begin = file.readline(len(HEADER) + 1)
+        plain = PlainRows(file, str(path))
         rows = 0
-        if file.readline(len(HEADER) + 1) == HEADER:
-            for batch in _plain_rows(file):
+        if begin == HEADER:
+            for batch in plain:
                 yield batch
                 rows += batch.num_rows
-        else:
-            file.seek(0)
-        yield from _parsed_rows(path, file, rows, bad_records, line_ends)
+        left = io.BufferedReader(_Joined(plain.rest if begin == HEADER else begin, file))
+        names = list(COLUMNS) if begin == HEADER else read_header(left, str(path))
+        left = io.BufferedReader(_Utf8(left))
+        yield from _parsed_rows(path, left, names, rows, bad_records, line_ends)
 
 
-def _plain_rows(file: BinaryIO) -> Iterator[pa.RecordBatch]:
-    """The rows up to the first block that holds anything but plain lines of two columns, or to the end of the file.
+class _Joined(io.RawIOBase):
+    """Bytes that were read of a file already, then the rest of it."""
 
-    A plain block is cut at its commas and line ends, ten times as fast as a CSV parser reads it. The file is left at
-    the beginning of the first row that was not given.
-    """
-    begin, rest = file.tell(), b""
-    while data := file.read(BLOCK_BYTES):
-        data = rest + data
-        data, rest = data[: (cut := data.rfind(b"\n") + 1)], data[cut:]
-        batch = _cut_plain(data)
-        if batch is None:
-            file.seek(begin)
-            return
-        begin += len(data)
-        yield batch
-    if rest:
-        batch = _cut_plain(rest + b"\n")
-        if batch is None:
-            file.seek(begin)
-        else:
-            yield batch
+    def __init__(self, begin: bytes, rest: BinaryIO):
+        self.begin, self.rest = memoryview(begin), rest
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer) -> int:
+        if not self.begin:
+            return self.rest.readinto(buffer)
+        count = min(len(buffer), len(self.begin))
+        buffer[:count], self.begin = self.begin[:count], self.begin[count:]
+        return count
 
 
-def _cut_plain(data: bytes) -> pa.RecordBatch | None:
-    """The rows of whole lines, if each is `id,text` with some text, all ASCII, without quotes or carriage returns."""
-    raw = np.frombuffer(data, np.uint8)
-    commas, ends = np.flatnonzero(raw == ord(",")), np.flatnonzero(raw == ord("\n"))
-    if not len(ends) or len(commas) != len(ends) or b'"' in data or raw.max() >= 128:
-        return None
-    if data.startswith(HEADER) or b"\n" + HEADER in data:  # once more: files that were joined
-        return None
-    if np.count_nonzero(raw < ord(" ")) != len(ends):  # carriage returns and other control characters
-        return None
-    if not ((commas + 1 < ends).all() and (commas[1:] > ends[:-1]).all()):
-        return None
-    # One binary array over the block, four values a line (id, comma, text, line end), of which two are taken.
-    offsets = np.zeros(4 * len(ends) + 1, np.int32)
-    offsets[1::4], offsets[2::4], offsets[3::4], offsets[4::4] = commas, commas + 1, ends, ends + 1
-    pieces = pa.StringArray.from_buffers(4 * len(ends), pa.py_buffer(offsets), pa.py_buffer(data))
-    columns = [pieces.take(pa.array(np.arange(first, 4 * len(ends), 4))) for first in (0, 2)]
-    return pa.RecordBatch.from_arrays(columns, names=COLUMNS)
+class _Utf8(io.RawIOBase):
+    """A file's bytes, with NOT_UTF8 in place of what is not UTF-8: of a row with such bytes, and of a wrong number of
+    columns, pyarrow only says that it cannot be decoded, and stops."""
+
+    def __init__(self, file: BinaryIO):
+        self.file, self.ready = file, memoryview(b"")
+        self.decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer) -> int:
+        while not self.ready:
+            data = self.file.read(PARSED_BYTES)
+            at_end = not data
+            if not data.isascii() or self.decoder.getstate()[0]:
+                data = self.decoder.decode(data, final=at_end).encode()
+            self.ready = memoryview(data)
+            if at_end:
+                break
+        count = min(len(buffer), len(self.ready))
+        buffer[:count], self.ready = self.ready[:count], self.ready[count:]
+        return count
 
 
 def _parsed_rows(
-    path: Path, file: BinaryIO, before: int, bad_records: BadRecords | None, line_ends: bool
+    path: Path, file: BinaryIO, names: list[str], before: int, bad_records: BadRecords | None, line_ends: bool
 ) -> Iterator[pa.RecordBatch]:
-    """The rows from where the file stands, by pyarrow's parser; `before` rows came before them."""
+    """The rows from where the file stands, by pyarrow's parser; `before` rows came before them. names: of columns."""
     misshapen: list[int] = []  # rows of a wrong number of columns, which the parser leaves out
     parsed = before
-    for batch in _parse(path, file, before, misshapen, bad_records, line_ends):
+    for batch in _parse(path, file, names, before, misshapen, bad_records, line_ends):
         rows = np.arange(parsed + 1, parsed + batch.num_rows + 1)
         rows += np.searchsorted(np.array(misshapen) - np.arange(len(misshapen)), rows, side="right")
         parsed += batch.num_rows
-        if line_ends:
-            batch = _joined(batch)
-        elif (row := first_with_line_end(batch.columns)) is not None:
+        if not line_ends and (row := first_with_line_end(batch.columns)) is not None:
             raise UserError(f"{path}: row {rows[row]}: {STRAY_QUOTE}")
+        text = texts(*clean(*characters(batch.column("text")), str(path)), pa.binary())
+        batch = pa.RecordBatch.from_arrays([batch.column("id"), text], names=COLUMNS)
         bad = _complaints(batch)
         for i, complaint in sorted(bad.items()):
             (bad_records or BadRecords())(UserError(f"{path}: row {rows[i]}: {complaint}: {REMEDY}"))
@@ -129,28 +142,19 @@ def _parsed_rows(
         yield pa.RecordBatch.from_arrays([column.cast(pa.string()) for column in batch.columns], names=COLUMNS)
 
 
-def characters(text: pa.Array) -> tuple[np.ndarray, np.ndarray]:
-    """The bytes of a string or binary array end to end, uint8 [C], and where each row begins, int32 [N + 1]; views."""
-    _, offsets, data = text.buffers()
-    offsets = np.frombuffer(offsets, np.int32)[text.offset : text.offset + len(text) + 1]
-    return np.frombuffer(data or b"", np.uint8), offsets
-
-
 def _parse(
     path: Path,
     file: BinaryIO,
+    names: list[str],
     before: int,
     misshapen: list[int],
     bad_records: BadRecords | None,
     line_ends: bool,
 ) -> Iterator[pa.RecordBatch]:
     """`id` and `text` as binary; rows of a wrong number of columns are an error, or left out and noted."""
-    names = list(COLUMNS)
-    if file.tell() == 0:
-        names = read_header(file, str(path))
     chosen = [column_named(names, (column,)) for column in COLUMNS]
     if None in chosen:
-        raise UserError(f"{path}: row 0: the header is {','.join(names)[:80]!r}: expected id,text")
+        raise UserError(f"{path}: row 0: the header is {','.join(names)[:80]!r}: expected id,text: {SIDECAR}")
     if not file.peek(1):
         return
     swallowed: list[int] = []
@@ -186,7 +190,7 @@ def _parse(
             raise UserError(f"{path}: row {swallowed[0]}: {STRAY_QUOTE}") from None
         if "out of sync" in str(error):  # the quote that is not closed is in the block after those given
             raise UserError(f"{path}: {STRAY_QUOTE}") from None
-        message = re.sub(r"^CSV parse error: ", "", one_line(error))
+        message = re.sub(r"^CSV parse error: |(?<=got \d): .*|(?<=got \d\d): .*", "", one_line(error))
         message = re.sub(r"Row #(\d+)", lambda match: f"row {number(int(match[1]))}", message)
         raise UserError(f"{path}: {message[:200]}: {REMEDY}") from None
 
@@ -202,23 +206,10 @@ def first_with_line_end(columns: Iterable[pa.Array]) -> int | None:
     return min(found, default=None)
 
 
-def _joined(batch: pa.RecordBatch) -> pa.RecordBatch:
-    """Line ends taken out of the texts, as out of those of a FASTA file."""
-    text = batch.column("text")
-    if first_with_line_end([text]) is not None:
-        for end in (b"\n", b"\r"):
-            text = pa.compute.replace_substring(text, end, b"")
-    return pa.RecordBatch.from_arrays([batch.column("id"), text], names=COLUMNS)
-
-
 def _complaints(batch: pa.RecordBatch) -> dict[int, str]:
     """What is wrong with which row."""
-    found = {}
-    try:
-        batch.column("id").cast(pa.string())
-    except pa.ArrowInvalid:
-        bad = [i for i, name in enumerate(batch.column("id")) if not _is_utf8(name.as_py())]
-        found |= dict.fromkeys(bad, "the id is not UTF-8")
+    damaged = [pa.compute.match_substring(column, NOT_UTF8) for column in batch.columns]
+    found = dict.fromkeys(np.flatnonzero(damaged[0]).tolist(), "the id is not UTF-8")
     data, offsets = characters(batch.column("text"))
     data, offsets = data[offsets[0] : offsets[-1]], offsets - offsets[0]
     control = data < ord(" ")
@@ -228,30 +219,9 @@ def _complaints(batch: pa.RecordBatch) -> dict[int, str]:
         for row, place in zip(rows.tolist(), places[first], strict=True):
             kind = "non-ASCII" if data[place] >= 128 else "control"
             found[row] = f"{kind} byte 0x{data[place]:02x} in the text"
-    repeated = pa.compute.and_(*(pa.compute.equal(batch.column(n), name.encode()) for n, name in enumerate(COLUMNS)))
-    found |= dict.fromkeys(np.flatnonzero(repeated).tolist(), "the header once more")
+    found |= dict.fromkeys(np.flatnonzero(damaged[1]).tolist(), "bytes in the text that are not UTF-8")
+    lengths = [np.diff(characters(column)[1]) for column in batch.columns]
+    for row in np.flatnonzero((lengths[0] == len(COLUMNS[0])) & (lengths[1] == len(COLUMNS[1]))).tolist():
+        if all(batch.column(n)[row].as_py().lower() == name.encode() for n, name in enumerate(COLUMNS)):
+            found[row] = "the header once more"
     return found | dict.fromkeys(np.flatnonzero(np.diff(offsets) == 0).tolist(), "the text is empty")
-
-
-def _count_lines(path: Path) -> int | None:
-    """Lines after the header of a file in which every line is a row; None where only a CSV parser can tell."""
-    lines, last = 0, b"\n"
-    with open(path, "rb") as file:
-        if file.readline(len(HEADER) + 1) != HEADER:
-            return None
-        while block := file.read(BLOCK_BYTES):
-            raw = np.frombuffer(last + block, np.uint8)
-            ends = np.flatnonzero(raw == ord("\n"))
-            if b'"' in block or b"\r" in block or (np.diff(ends) == 1).any():  # the parser leaves empty lines out
-                return None
-            lines += len(ends) - (last == b"\n")
-            last = block[-1:]
-    return lines + (last != b"\n")
-
-
-def _is_utf8(raw: bytes) -> bool:
-    try:
-        raw.decode()
-    except UnicodeDecodeError:
-        return False
-    return True

@@ -1,4 +1,4 @@
-"""FASTA records from a file, plain or packed by gzip, bzip2 or xz; every complaint has file and line.
+"""FASTA records from a file, plain or packed (common/files/packed.py); every complaint has file and line.
 
 It is read a block of megabytes at a time, and a block is taken apart by a handful of passes over all its bytes (numpy,
 Arrow); Python sees single records only to complain about them.
@@ -6,34 +6,21 @@ Arrow); Python sees single records only to complain about them.
 
 from __future__ import annotations
 
-import bz2
-import lzma
-import zlib
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
-from isal import igzip, isal_zlib
 
 from common.cli import UserError
+from common.files.packed import LOOKED_AT, TROUBLE, check_file, damage, unpacked, what_it_is
 from common.files.records import NEWLINE, TAB, BadRecords, Lines, ahead, cut
+from common.files.residues import IS_WHITESPACE, STOP, WHITESPACE
 
 BLOCK_BYTES = 1 << 20  # that and what is made of it stay in the cache
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"  # Windows editors write it
-WHITESPACE = b" \t\r\n\v\f"
-# What a file begins with: what reads it, and what has to be unpacked first.
-UNPACKED = {b"\x1f\x8b": igzip.open, b"BZh": bz2.open, b"\xfd7zXZ\0": lzma.open}
-OTHERS = {
-    b"\x28\xb5\x2f\xfd": "it is compressed by zstd: unpack it: zstd -d FILE",
-    b"PK\x03\x04": "it is a zip archive: unpack it: unzip FILE",
-    b"\x1f\x8b": "it is gzipped twice: unpack it once: gunzip FILE",
-    b"\xff\xfe": "it is UTF-16: convert it: iconv -f UTF-16 -t UTF-8 FILE > NEW_FILE",
-    b"\xfe\xff": "it is UTF-16: convert it: iconv -f UTF-16 -t UTF-8 FILE > NEW_FILE",
-}
-GREATER, STAR = b">*"
-IS_WHITESPACE = np.isin(np.arange(256), list(WHITESPACE))
+GREATER = b">"[0]
 
 
 def read_fasta_lines(
@@ -45,7 +32,7 @@ def read_fasta_lines(
     """Yield all records, in file order, in batches: each one line `id TAB sequence NEWLINE` (common/files/records.py).
 
     The id is the first word after `>`. White space (Windows line ends, blank lines) is taken out of the sequence
-    and so is one `*` at its end, which marks a stop; letters keep their case and any other ASCII character stays.
+    and so are `*` at its end, which mark a stop; letters keep their case and any other ASCII character stays.
     Neither contains white space. Memory is a few blocks, or the largest record.
 
     bad_records: called with the complaint about each record that cannot be used, which is left out if that returns;
@@ -64,10 +51,9 @@ def read_fasta_lines(
         while True:
             try:
                 block, position = next(blocks, (b"", None))
-            except (EOFError, zlib.error, isal_zlib.error, igzip.BadGzipFile, lzma.LZMAError, OSError) as error:
-                if isinstance(error, OSError) and error.errno is not None:
+            except TROUBLE as error:
+                if (what := damage(error)) is None:
                     raise
-                what = "is cut short" if isinstance(error, EOFError) else f"is corrupt ({error})"
                 where = f"somewhere after {records:,} records, line {line + rest.count(NEWLINE)}"
                 raise UserError(f"{path}: the compressed file {what} {where}: fetch it again") from None
             if on_read and position is not None:
@@ -80,7 +66,7 @@ def read_fasta_lines(
                 del rest[:blank]
                 begun = bool(rest)
                 if begun and rest[0] != GREATER:
-                    raise UserError(f"{path}: line {line}: not FASTA: {what_it_is(bytes(rest[:512]))}")
+                    raise UserError(f"{path}: line {line}: not FASTA: {_what_else(bytes(rest[:LOOKED_AT]))}")
             if not block:
                 break
             # Only what stands before the last header is known to be complete.
@@ -106,29 +92,21 @@ def read_fasta(path: Path | str, block_bytes: int = BLOCK_BYTES) -> Iterator[tup
 
 def _read_blocks(path: Path, block_bytes: int) -> Iterator[tuple[bytes, int]]:
     """Blocks of text, unpacked, each with the number of bytes of the file that were read for it."""
-    with open(path, "rb") as raw:
-        start = raw.read(8)  # the name may lie
-        raw.seek(0)
-        unpack = next((opened for magic, opened in UNPACKED.items() if start.startswith(magic)), None)
-        with unpack(raw, "rb") if unpack else raw as file:
-            if first := file.read(max(block_bytes, len(BYTE_ORDER_MARK))).removeprefix(BYTE_ORDER_MARK):
-                yield first, raw.tell()
-            while block := file.read(block_bytes):
-                yield block, raw.tell()
+    check_file(path, str(path))
+    with open(path, "rb") as raw, unpacked(raw) as file:
+        if first := file.read(max(block_bytes, len(BYTE_ORDER_MARK))).removeprefix(BYTE_ORDER_MARK):
+            yield first, raw.tell()
+        while block := file.read(block_bytes):
+            yield block, raw.tell()
 
 
-def what_it_is(start: bytes) -> str:
-    """What begins like this, and how to make text of it; nothing is shown of what is no text."""
-    for magic, told in OTHERS.items():
-        if start.startswith(magic):
-            return told
-    if start[257:262] == b"ustar":
-        return "it is a tar archive: unpack it: tar -xf FILE"
-    if start[:15].lstrip().lower().startswith((b"<!doctype", b"<html")):
-        return "it is a web page: a server's answer in place of the file: fetch it again"
+def _what_else(start: bytes) -> str:
+    """What a file is that is no FASTA; nothing is shown of what is no text."""
+    if told := what_it_is(start):
+        return told
     line = start.partition(b"\n")[0][:40]
-    if b"\0" in start or not line.isascii() or any(byte < 32 and byte not in WHITESPACE for byte in line):
-        return "it is a binary file: expected text, with a line that starts with '>'"
+    if b"\0" in start or not line.isascii():
+        return "it is a binary file: expected text"
     return f"expected a line that starts with '>', found {line.decode('ascii').strip()!r}"
 
 
@@ -198,12 +176,25 @@ class _Records:
 
     def _drop_stops(self) -> None:
         """Shorten sequences by the `*` at their end."""
-        if STAR not in self.block:
+        if STOP not in self.block:
             return
         words = np.flatnonzero(~self.in_header & (self.end > self.begin))
         before_next = np.searchsorted(words, np.append(self.first[1:], len(self.begin))) - 1
-        last = words[np.unique(before_next[before_next >= 0])]
-        self.end[last[self.data[self.end[last] - 1] == STAR]] -= 1
+        places = np.unique(before_next[before_next >= 0])  # in `words`, of the records' last ones
+        last = words[places]
+        stopped = self.data[self.end[last] - 1] == STOP
+        self.end[last[stopped]] -= 1
+        # More than one is rare: those are looked at one by one, from word to word where one holds nothing else.
+        end = self.end[last]
+        more = stopped & ((end == self.begin[last]) | (self.data[end - 1] == STOP))
+        for place in places[more].tolist():
+            record = np.searchsorted(self.first, words[place], side="right")
+            while place >= 0 and np.searchsorted(self.first, word := words[place], side="right") == record:
+                kept = self.block[self.begin[word] : self.end[word]].rstrip(b"*")
+                self.end[word] = self.begin[word] + len(kept)
+                if kept:
+                    break
+                place -= 1
 
     def _find_ids(self) -> np.ndarray:
         """The first word of each header that is not empty; where there is none, an empty one."""

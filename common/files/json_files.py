@@ -43,8 +43,12 @@ class JsonLinesLog:
         self.path = path
         kept = [row for row in read_json_lines(path) if row["step"] <= keep_through]
         partial = path.with_suffix(".partial")
-        partial.write_text(_lines(kept))
-        os.replace(partial, path)
+        try:
+            partial.write_text(_lines(kept))
+            os.replace(partial, path)
+        except OSError:
+            partial.unlink(missing_ok=True)
+            raise
 
     def write(self, *rows: dict) -> None:
         with open(self.path, "a") as file:

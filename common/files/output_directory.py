@@ -22,7 +22,7 @@ from pathlib import Path
 
 from isal import isal_zlib
 
-from common.cli import UserError
+from common.cli import MAKE_ROOM, NO_ROOM, UserError
 
 logger = logging.getLogger(__name__)
 RECORD = ".complete.json"
@@ -119,7 +119,8 @@ def building(
                 _refuse_to_replace(parent / name, overwrite)
             build = _open_work(parent, missing, made_from) if missing else None
         except OSError as error:
-            raise UserError(f"--output_dir {parent}: {error.strerror}: choose a directory you can write to") from None
+            what_to_do = MAKE_ROOM if error.errno in NO_ROOM else "choose a directory you can write to"
+            raise UserError(f"--output_dir {parent}: {error.strerror}: {what_to_do}") from None
         if build is None:
             _clear(parent)  # a run killed between its last rename and the end
             yield Build({}, parent, Journal(parent / BUILDING / JOURNAL))
@@ -182,10 +183,14 @@ def _open_work(parent: Path, names: list[str], made_from: dict) -> Build:
         or not all(name in of["names"] and path.is_dir() for name, path in paths.items())
     ):
         _clear(parent)
-        for path in (work, work / SCRATCH, *paths.values()):
-            path.mkdir()
-        journal = Journal(work / JOURNAL)
-        journal.note(MADE_FROM, {"made_from": made_from, "names": names})
+        try:
+            for path in (work, work / SCRATCH, *paths.values()):
+                path.mkdir()
+            journal = Journal(work / JOURNAL)
+            journal.note(MADE_FROM, {"made_from": made_from, "names": names})
+        except OSError:  # a disk that is full already
+            _clear(parent)
+            raise
     else:
         logger.info("Going on from what a stopped run left in %s", work)
     return Build(paths, work / SCRATCH, journal)

@@ -44,15 +44,28 @@ def cut(data: np.ndarray, pieces: np.ndarray) -> pa.LargeBinaryArray:
     return alternating.take(pa.array(np.arange(0, len(offsets), 2)))
 
 
+def characters(text: pa.Array) -> tuple[np.ndarray, np.ndarray]:
+    """The bytes of a string or binary array end to end, uint8 [C], and where each row begins, int32 [N + 1]; views."""
+    _, offsets, data = text.buffers()
+    offsets = np.frombuffer(offsets, np.int32)[text.offset : text.offset + len(text) + 1]
+    return np.frombuffer(data or b"", np.uint8), offsets
+
+
+def texts(data: np.ndarray, offsets: np.ndarray, kind: pa.DataType) -> pa.Array:
+    """The array, string or binary, of which `characters` gives these."""
+    buffers = [None, pa.py_buffer(np.ascontiguousarray(offsets, np.int32)), pa.py_buffer(np.ascontiguousarray(data))]
+    return pa.Array.from_buffers(kind, len(offsets) - 1, buffers)
+
+
 def columns(lines: Lines) -> pa.RecordBatch:
     """The same records in columns `id` and `text`, both string."""
     data, offsets = view(lines)
     tabs = np.flatnonzero(data == TAB)
-    ids, texts = (
+    ids, sequences = (
         cut(data, np.stack(pieces, axis=1)).cast(pa.string())
         for pieces in ((offsets[:-1], tabs), (tabs + 1, offsets[1:] - 1))
     )
-    return pa.RecordBatch.from_arrays([ids, texts], names=["id", "text"])
+    return pa.RecordBatch.from_arrays([ids, sequences], names=["id", "text"])
 
 
 def skip(batches: Iterable[Lines], count: int) -> Iterator[Lines]:

@@ -1,6 +1,6 @@
 """Where `--dataset` finds proteins: a local file, directory or glob, or a Hub dataset; and which files are its splits.
 
-Formats are told by the name: parquet, JSON lines, CSV, FASTA; all but parquet also gzipped. A file belongs to the
+Formats are told by the name: parquet, JSON lines, CSV, FASTA; all but parquet also packed. A file belongs to the
 split that its path names (train-00000-of-00004.parquet, validation/part.csv, test.jsonl.gz), and to `train` when it
 names none.
 """
@@ -11,10 +11,11 @@ import glob
 import logging
 import os
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from common.cli import UserError, one_line
+from common.files.packed import check_file, refuse_twice, unpacked_name
 
 logger = logging.getLogger(__name__)
 
@@ -55,31 +56,49 @@ class Source:
         return [self.revision] + [[os.path.basename(file.path), file.size] for file in self.splits.get(split, ())]
 
 
-def open_source(name: str, streaming: bool) -> Source:
-    """The source that --dataset names. A Hub dataset is read in place with `streaming`, else downloaded first.
+def open_source(name: str, streaming: bool, flag: str = "--dataset") -> Source:
+    """The source that a flag names. A Hub dataset is read in place with `streaming`, else downloaded first.
 
-    UserError for what isn't there, holds no file of a known format or has no training split.
+    UserError for what isn't there or is no file, and where no file is of a known format, or none is for training (for
+    --dataset).
     """
+    given = f"{flag} {name}"
     local = is_local(name)
     if not local and not HUB_NAME.fullmatch(name):
-        raise UserError(f"--dataset {name}: neither a file, directory or glob, nor a Hub dataset (owner/name)")
-    source = _local(name, Path(name).expanduser()) if local else _hub(name, streaming)
-    if not source.splits.get("train"):
+        raise UserError(f"{given}: neither a file, directory or glob, nor a Hub dataset (owner/name)")
+    source = _local(given, name) if local else _hub(given, name, streaming)
+    if not source.splits:
         known = ", ".join(suffix for suffixes in FORMATS.values() for suffix in suffixes)
-        raise UserError(f"--dataset {name}: no training files in it: expected {known} (but parquet also with .gz)")
+        raise UserError(f"{given}: no files of proteins in it: expected {known} (all but parquet also packed)")
+    if flag == "--dataset" and "train" not in source.splits:
+        raise UserError(
+            f"{given}: no training files in it: by their names, these are held out: {held_out_files(source)}: give "
+            f"one file by itself ({flag} FILE), or rename them"
+        )
     return source
+
+
+def held_out_files(source: Source) -> str:
+    """The files of the splits that nobody trains on, a few of them by name."""
+    told = []
+    for split, files in source.splits.items():
+        if split != "train":
+            names = [os.path.basename(file.path) for file in files]
+            told.append(f"{split}: {', '.join(names[:3])}{' ...' if len(names) > 3 else ''}")
+    return "; ".join(told)
 
 
 def is_local(name: str) -> bool:
     """Whether --dataset names files, not a Hub dataset."""
-    return Path(name).expanduser().exists() or any(c in name for c in "*?[") or name.startswith(("/", ".", "~"))
+    path = os.path.expanduser(name)
+    return name == "-" or os.path.lexists(path) or any(c in name for c in "*?[") or name.startswith(("/", ".", "~"))
 
 
 def format_of(path: str) -> str | None:
     """The key of FORMATS that a file's name stands for."""
-    name = path.lower().removesuffix(".gz")
+    name = unpacked_name(path.lower())
     for kind, suffixes in FORMATS.items():
-        if name.endswith(suffixes) and not (kind == "parquet" and path.lower().endswith(".gz")):
+        if name.endswith(suffixes) and not (kind == "parquet" and name != path.lower()):
             return kind
     return None
 
@@ -110,30 +129,43 @@ def _by_split(files: list[tuple[str, File]]) -> dict[str, tuple[File, ...]]:
     return {split: tuple(members) for split, members in splits.items()}
 
 
-def _local(name: str, path: Path) -> Source:
-    if path.is_file():
+def _local(given: str, name: str) -> Source:
+    path = Path(name).expanduser()
+    if name == "-" or (os.path.lexists(path) and not path.is_dir()):
+        check_file(path, given)
         if (kind := format_of(path.name)) is None:
-            raise UserError(f"--dataset {name}: its name says no format: expected .parquet, .jsonl, .csv or .fasta")
+            raise UserError(f"{given}: its name says no format: expected .parquet, .jsonl, .csv or .fasta")
         return Source(name, {"train": (File(str(path), kind, path.stat().st_size),)})
     if path.is_dir():
-        root, found = path, [p for p in path.rglob("*") if p.is_file()]
+        root, found = path, list(path.rglob("*"))
         if (path / "dataset_dict.json").exists() or (path / "state.json").exists():
-            raise UserError(f"--dataset {name}: holds tokenised data already: give it as --dataset_dir")
+            raise UserError(f"{given}: holds tokenised data already: give it as --dataset_dir")
     else:
-        found = [Path(p) for p in glob.glob(os.path.expanduser(name), recursive=True) if os.path.isfile(p)]
-        if not found:
-            raise UserError(f"--dataset {name}: no such file or directory, and no file matches it")
+        found = [Path(p) for p in glob.glob(str(path), recursive=True)]
+        if not any(p.is_file() for p in found):
+            raise UserError(f"{given}: no such file or directory, and no file matches it")
         root = Path(os.path.commonpath([p.parent for p in found]))
-    files = []
-    for member in found:
-        relative = member.relative_to(root)
-        hidden = any(part.startswith(".") for part in relative.parts)
-        if not hidden and (file := _file(str(member), member.name, member.stat().st_size)):
-            files.append((str(relative), file))
-    return Source(name, _by_split(files))
+    relative = {str(p.relative_to(root)): p for p in found if format_of(p.name) and not p.is_dir()}
+    shown = {name: p for name, p in relative.items() if not any(part.startswith(".") for part in Path(name).parts)}
+    for member in shown.values():
+        check_file(member, f"{given}: {member}")
+    refuse_twice(given, list(shown.values()))
+    files = [(name, _file(str(p), p.name, p.stat().st_size)) for name, p in shown.items()]
+    return Source(name, _by_split(_each_once([(name, file) for name, file in files if file])))
 
 
-def _hub(name: str, streaming: bool) -> Source:
+def _each_once(files: list[tuple[str, File]]) -> list[tuple[str, File]]:
+    """Without those of a split that are links to others of it."""
+    kept: dict[tuple, str] = {}
+    for name, file in sorted(files, key=lambda pair: pair[0]):
+        stat = os.stat(file.path)
+        first = kept.setdefault((split_of(name), stat.st_dev, stat.st_ino), name)
+        if first != name:
+            logger.warning("%s is %s once more (a link): it is read once", name, first)
+    return [(name, file) for name, file in files if name in kept.values()]
+
+
+def _hub(given: str, name: str, streaming: bool) -> Source:
     from huggingface_hub import HfApi, snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError
 
@@ -141,22 +173,22 @@ def _hub(name: str, streaming: bool) -> Source:
     try:
         if offline or not streaming:
             folder = snapshot_download(name, repo_type="dataset", local_files_only=offline)
-            return _local(name, Path(folder))
+            return replace(_local(given, folder), name=name)
         info = HfApi().dataset_info(name, files_metadata=True)
     except LocalEntryNotFoundError:
         raise UserError(
-            f"--dataset {name}: not in the local cache, and the Hub is switched off or cannot be reached: "
+            f"{given}: not in the local cache, and the Hub is switched off or cannot be reached: "
             f"hf download {name} --repo-type dataset --local-dir DIR, then --dataset DIR"
         ) from None
     except RepositoryNotFoundError:
         raise UserError(
-            f"--dataset {name}: no such file, and no such dataset on the Hub, or it is private: set HF_TOKEN"
+            f"{given}: no such file, and no such dataset on the Hub, or it is private: set HF_TOKEN"
         ) from None
     except HfHubHTTPError as error:
-        raise UserError(f"--dataset {name}: {hub_advice(name, error)}") from None
+        raise UserError(f"{given}: {hub_advice(name, error)}") from None
     except OSError as error:
         raise UserError(
-            f"--dataset {name}: the Hub cannot be reached ({brief(error)}): check the network, or download the "
+            f"{given}: the Hub cannot be reached ({brief(error)}): check the network, or download the "
             f"dataset elsewhere: hf download {name} --repo-type dataset --local-dir DIR, then --dataset DIR"
         ) from None
     files = []

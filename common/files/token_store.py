@@ -152,6 +152,8 @@ def open_split(dataset_dir: str | Path, split: str, max_records: int | None = No
     """The store of one split ("train", "validation", "test") of a tokenised dataset directory."""
     directory = Path(dataset_dir)
     if not directory.is_dir():
+        if directory.exists():
+            raise UserError(f"{directory}: a file, not the directory that step 1 writes: train on it by --dataset")
         raise UserError(f"{directory}: no such directory: tokenise first (1.tokenize_uniref_csv.py)")
     if (directory / "state.json").is_file():
         raise UserError(f"{directory}: is one split: give the directory that holds train, validation and test")

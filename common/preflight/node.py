@@ -12,8 +12,8 @@ import numpy as np
 import torch
 
 from common.cli import UserError
+from common.files.memory_store import MemoryStore
 from common.files.sources import Source, open_source
-from common.files.stream_reader import MemoryStore
 from common.files.token_store import TokenStore, open_split
 from common.preflight.report import ERROR, OK, WARN, Finding
 

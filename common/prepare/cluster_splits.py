@@ -1,6 +1,6 @@
 """Step 1 with --cluster_table: splits of whole clusters and the index of the training records' clusters.
 
-The table (UniRef50 cluster, UniRef90 member) is parquet, or CSV or TSV, plain or gzipped. With a header, the columns
+The table (UniRef50 cluster, UniRef90 member) is parquet, or CSV or TSV, plain or packed. With a header, the columns
 are `ur50_id` and `ur90_id`, in any order and beside any others. Without one there are two columns, a UniRef50_... and
 a UniRef90_... name in each line.
 """
@@ -21,10 +21,11 @@ import pyarrow.parquet
 
 from common.cli import UserError, one_line
 from common.files.clusters import DIRECTORY
-from common.files.csv_records import characters, read_rows
+from common.files.csv_records import read_rows
 from common.files.hashing import hash_bytes
 from common.files.output_directory import Build
-from common.files.records import BadRecords, Policy
+from common.files.packed import check_file, open_unpacked
+from common.files.records import BadRecords, Policy, characters
 from common.prepare.cluster_index import Buckets, draw_splits, join, write_index
 from common.prepare.splits import SPLITS
 
@@ -126,15 +127,12 @@ def _make(directory: Path, files: list[Path], table: Path, draw: Callable, seed:
 
 def read_table(path: Path) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """Hashes of the clusters' names and of the members' names, uint64 [n] each, block by block."""
-    if not path.is_file():
-        raise UserError(f"--cluster_table {path}: no such file")
+    check_file(path, f"--cluster_table {path}")
     with open(path, "rb") as file:
         magic = file.read(4)
     row = 1
     try:
-        for clusters, members in (
-            _parquet_rows(path) if magic == b"PAR1" else _text_rows(path, magic[:2] == b"\x1f\x8b")
-        ):
+        for clusters, members in _parquet_rows(path) if magic == b"PAR1" else _text_rows(path):
             for names in (clusters, members):
                 if bad := np.flatnonzero(np.diff(characters(names)[1]) == 0).tolist():
                     raise UserError(f"--cluster_table {path}: row {row + bad[0]}: a name is empty: remove the row")
@@ -165,15 +163,15 @@ def _parquet_rows(path: Path) -> Iterator[tuple[pa.Array, pa.Array]]:
             yield tuple(batch.column(name).cast(pa.binary()).fill_null(b"") for name in COLUMNS)
 
 
-def _text_rows(path: Path, is_gzip: bool) -> Iterator[tuple[pa.Array, pa.Array]]:
-    with _open_text(path, is_gzip) as stream:
+def _text_rows(path: Path) -> Iterator[tuple[pa.Array, pa.Array]]:
+    with open_unpacked(path) as stream:
         first = stream.read(1 << 16).split(b"\n")[0].decode("utf-8", "replace").strip("\ufeff\r\n")
     delimiter = "\t" if "\t" in first else ","
     fields = [field.strip('"') for field in first.split(delimiter)]
     has_header = all(name in fields for name in COLUMNS)
     if not has_header and [field[:9] for field in fields] != ["UniRef50_", "UniRef90_"]:
         raise UserError(f"--cluster_table {path}: its first line is {first[:80]!r}: {WANTED}")
-    with _open_text(path, is_gzip) as stream:
+    with open_unpacked(path) as stream:
         read = pa.csv.ReadOptions(block_size=BLOCK_BYTES, column_names=None if has_header else COLUMNS)
         convert = pa.csv.ConvertOptions(
             column_types=dict.fromkeys(COLUMNS, pa.binary()),
@@ -184,7 +182,3 @@ def _text_rows(path: Path, is_gzip: bool) -> Iterator[tuple[pa.Array, pa.Array]]
         with pa.csv.open_csv(stream, read_options=read, convert_options=convert, parse_options=options) as reader:
             for batch in reader:
                 yield tuple(batch.columns)
-
-
-def _open_text(path: Path, is_gzip: bool) -> pa.NativeFile:
-    return pa.CompressedInputStream(str(path), "gzip") if is_gzip else pa.OSFile(str(path))

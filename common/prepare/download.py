@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import errno
 import logging
 import shutil
 import sys
@@ -17,13 +16,12 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from common.cli import UserError
+from common.cli import MAKE_ROOM, NO_ROOM, UserError
 from common.prepare.download_files import ANYTHING, Digest, DownloadFiles, Expected
 from common.prepare.transfers import FetchError, TemporaryError, Transfer, open_transfer
 
 logger = logging.getLogger(__name__)
 CHUNK_BYTES = 1 << 20
-MAKE_ROOM = "make room and start again, or choose another --output_dir"
 
 
 @dataclass(frozen=True)
@@ -196,7 +194,7 @@ def _full_disk(url: str, files: DownloadFiles) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+        if error.errno not in NO_ROOM:
             raise
         where = files.part.parent
         raise FetchError(f"{where}: no space left for {url}: {MAKE_ROOM}{files.keep()}") from error

@@ -15,8 +15,8 @@ import pyarrow.compute as pc
 
 from common.cli import UserError
 from common.files.alphabet import BYTE_TO_ID, CLS, EOS, PAD, TOKENS, UNK
-from common.files.csv_records import characters
 from common.files.dataset_writer import TOKEN_FEATURES, arrow_schema
+from common.files.records import characters
 
 # Bytes that stand for <cls> and <eos> around a text, which is ASCII.
 BEGIN, END = b"\x80", b"\x81"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import re
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -10,6 +11,7 @@ from urllib.parse import unquote, urlsplit
 from xml.etree import ElementTree
 
 from common.cli import UserError
+from common.files.packed import check_file, refuse_twice
 from common.prepare.download import PATIENCE, Patience, download
 from common.prepare.download_files import ANYTHING, Digest, DownloadFiles, Expected
 from common.prepare.transfers import SCHEMES, FetchError, TemporaryError
@@ -54,7 +56,11 @@ def parse_sources(addresses: list[str], md5: list[str] = (), sha256: list[str] =
         if address in addresses[:number]:
             raise UserError(f"--source {address}: given twice: its records would come twice")
         (_check_address if source.is_url else _check_file)(source)
+        for other in () if source.is_url else sources:
+            if not other.is_url and source.path.samefile(other.path):
+                raise UserError(f"--source {address}: the same file as {other.address}: its records would come twice")
         sources.append(source)
+    refuse_twice("--source", [source.path for source in sources if not source.is_url])
     return sources
 
 
@@ -161,12 +167,11 @@ def _check_address(source: Source) -> None:
 
 
 def _check_file(source: Source) -> None:
-    path, takes = source.path, "--source takes FASTA files (plain or .gz) and URLs"
+    path, takes = source.path, "--source takes FASTA files (plain or packed) and URLs"
     if path.is_dir():
         raise UserError(f"{source.address}: not a file but a directory: {takes}: name the files that are in it")
-    if not path.exists():
+    if not os.path.lexists(path) and source.address != "-":
         pattern = any(character in source.address for character in "*?[")
         hint = ": write a pattern without quotes, for the shell to replace" if pattern else ""
         raise UserError(f"{source.address}: no such file: {takes}{hint}")
-    if not path.is_file():
-        raise UserError(f"{source.address}: not a file: {takes}")
+    check_file(path, source.address)

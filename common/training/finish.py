@@ -42,6 +42,9 @@ def finish(
                 log.results(split, state.step, results, of_training=args.do_train)
 
     if args.do_train:
+        if state.unknown:
+            share = state.unknown / max(state.tokens, 1)
+            logger.warning("%s characters (%.2g of the tokens) are no residues: <unk>", f"{state.unknown:,}", share)
         report("train", _training_results(state, resolved, task.data.num_examples))
     if args.do_eval:
         logger.info("*** Evaluate ***")
@@ -79,6 +82,7 @@ def _training_results(state: TrainerState, resolved: Resolved, num_examples: int
         "train_samples_per_second": state.sequences / seconds,
         "train_steps_per_second": state.step / seconds,
         "train_tokens_per_second": state.tokens / seconds,
+        "train_unknown_characters": state.unknown,
     }
 
 

@@ -41,6 +41,7 @@ class StepCounts(NamedTuple):
     num_tokens: int
     sum_squared_lengths: int
     num_sequences: int
+    num_unknown: int
     num_computed: int
 
 

@@ -51,6 +51,7 @@ class TrainerState:
     epoch: float = 0.0
     tokens: int = 0  # real ones: no padding
     sequences: int = 0
+    unknown: int = 0  # tokens that stand for characters that are no residues
     total_flos: float = 0.0
     loss_total: float = 0.0  # sum of the losses of the steps not skipped
     row_loss: float = 0.0  # the same since the last row of metrics.jsonl
@@ -69,6 +70,9 @@ class TrainerState:
         self.position, self.epoch = share.position, share.epoch
         self.tokens += counts.num_tokens  # read and computed, learned from or not
         self.sequences += counts.num_sequences
+        if counts.num_unknown and not self.unknown:
+            logger.warning("Step %d: characters that are no residues: <unk>; they are counted", self.step)
+        self.unknown += counts.num_unknown
         self.total_flos += flops
         self.seconds += seconds
         if result.skipped:
@@ -199,6 +203,7 @@ class Interval:
             **({} if result.skipped else {"step_loss": result.loss, "grad_norm": result.grad_norm}),
             "learning_rate": lr,
             "tokens": state.tokens,
+            "unknown_characters": state.unknown,
             "tokens_per_second": self.tokens / seconds,
             "tokens_per_second_per_gpu": self.computed / seconds / world.size,
             "unpadded_tokens_per_second_per_gpu": self.tokens / seconds / world.size,

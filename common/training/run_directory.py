@@ -41,22 +41,39 @@ DONE_FOR_S = 3600.0
 
 
 class RunDirectory:
-    """The output directory, held for this process until `close`. For rank 0 alone.
+    """The output directory, held for this process until `close`, or as a context. For rank 0 alone.
 
     restarted: this is a restart of the very job that wrote here last, with the same command line: it must go on, and
-    neither wipe out what it did before nor go back to where --resume_from_checkpoint made it start.
+    neither wipe out what it did before nor go back to where --resume_from_checkpoint made it start. begun: set it once
+    there is something to keep; a context that ends by an error before that leaves nothing of what it has made.
     Raises OSError where the directory is not writable, UserError while another run writes there.
     """
 
     def __init__(self, path: Path, overwrite: bool):
-        path.mkdir(parents=True, exist_ok=True)
-        self._handle = hold(path / RUN)
+        self.path, self.begun = path, False
+        self._created = [made for made in (path / RUN, path, *path.parents) if not made.exists()]
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+            self._handle = hold(path / RUN)
+        except OSError:
+            self._remove_created()
+            raise
         # Read through this very handle: to close another one of the file would let go of the lock.
         self.restarted = _is_restart_of(self._handle.read())
         if overwrite and self.restarted:
             logger.info("--overwrite_output_dir: not applied, this is a restart of the job that wrote %s", path)
         elif overwrite:
             clear(path)
+
+    def __enter__(self) -> RunDirectory:
+        return self
+
+    def __exit__(self, kind, *error) -> None:
+        if kind is not None and not self.begun:
+            if self.path in self._created:
+                clear(self.path)
+            self._remove_created()
+        self.close()
 
     def claim(self) -> None:
         """From now on what is here is this job's."""
@@ -67,12 +84,22 @@ class RunDirectory:
         self._write(_job() | {"done": time.time()})
 
     def close(self) -> None:
-        self._handle.close()
+        with suppress(OSError):  # what a full disk did not take is still to be written
+            self._handle.close()
+
+    def _remove_created(self) -> None:
+        for path in self._created:  # the innermost first; those that hold something stay
+            with suppress(OSError):
+                path.unlink() if path.name == RUN else path.rmdir()
 
     def _write(self, job: dict) -> None:
-        self._handle.truncate(0)
-        self._handle.write(json.dumps(job))
-        self._handle.flush()
+        try:
+            self._handle.truncate(0)
+            self._handle.write(json.dumps(job))
+            self._handle.flush()
+        except OSError as error:
+            error.filename = str(self.path)  # writing to a full disk does not say where
+            raise
 
 
 def is_restart(path: Path) -> bool:
@@ -99,13 +126,17 @@ def settled_so_far(flags: CheckpointFlags) -> dict:
 def hold(path: Path, patience_s: float = LOCK_PATIENCE_S) -> TextIOWrapper:
     """Open `path` and lock it. The lock is the process' own (POSIX): it ends with it, and forked workers lack it."""
     handle = open(path, "a+")  # noqa: SIM115  (the caller's to close)
-    handle.seek(0)
     deadline = time.monotonic() + patience_s
     told = False
     while True:
         try:
             fcntl.lockf(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return handle
+            if _is(path, handle):
+                break
+            # The run that was waited for has left nothing, its lock included.
+            handle.close()
+            path.parent.mkdir(parents=True, exist_ok=True)
+            handle = open(path, "a+")  # noqa: SIM115
         except (BlockingIOError, PermissionError):
             if time.monotonic() > deadline:
                 handle.close()
@@ -117,7 +148,17 @@ def hold(path: Path, patience_s: float = LOCK_PATIENCE_S) -> TextIOWrapper:
                 told = True
             time.sleep(0.2)
         except OSError:  # a file system without locks
-            return handle
+            break
+    handle.seek(0)
+    return handle
+
+
+def _is(path: Path, handle: TextIOWrapper) -> bool:
+    """Whether the open file is the one of that name."""
+    try:
+        return os.path.samestat(os.fstat(handle.fileno()), os.stat(path))
+    except FileNotFoundError:
+        return False
 
 
 def _job() -> dict:

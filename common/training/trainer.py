@@ -52,7 +52,7 @@ def train(strategy: Strategy, built: Built, args: TrainArguments, world: World) 
         with world.main_does() as mine:
             if mine:
                 overwrite = args.overwrite_output_dir and args.do_train
-                directory = way_out.enter_context(closing(RunDirectory(Path(args.output_dir), overwrite)))
+                directory = way_out.enter_context(RunDirectory(Path(args.output_dir), overwrite))
         log = way_out.enter_context(Logbook(args, Path(args.output_dir), world))
         trainer = Trainer(strategy, built, task, log, args, world)
         with trainer.checkpointer:
@@ -61,6 +61,8 @@ def train(strategy: Strategy, built: Built, args: TrainArguments, world: World) 
             log.track(trainer.first_row if args.do_train else None, anew=trainer.state.step == 0 and not restarted)
             if args.do_train:
                 trainer.loop(directory)
+            if directory:
+                directory.begun = True
             finish(task, trainer.state, trainer.resolved, log, args, world, trainer.evaluate)
             if directory and args.do_train:
                 directory.done()
@@ -142,6 +144,7 @@ class Trainer:
                 directory.claim()
                 quant_stats_in = args.log_directory(args.output_dir) if args.quant_stats else None
                 self.log.begin(self.first_row, quant_stats_in, state.step)
+                directory.begun = True
         if args.eval_on_start and state.step == 0:
             state.unfinished_row = {"step": 0, "epoch": 0.0}
         if state.unfinished_row is not None and not self._complete(state.unfinished_row):

@@ -9,7 +9,7 @@ import torch
 from common.batches.collators import Counts, MaskingCollator
 from common.batches.packing import Pack
 from common.cli import UserError
-from common.files.alphabet import PAD
+from common.files.alphabet import PAD, UNK
 
 
 def random_pack(lengths, seed=0):
@@ -21,6 +21,7 @@ def random_pack(lengths, seed=0):
 
 def test_batch_of_a_pack():
     pack, ids = random_pack([7, 100, 1, 42])
+    ids[[3, 20, 21]] = UNK
     batch = MaskingCollator(seed=3)(pack, ids)
     assert batch["input_ids"].shape == batch["labels"].shape == (150,)
     assert batch["input_ids"].dtype == batch["labels"].dtype == torch.int64
@@ -31,7 +32,7 @@ def test_batch_of_a_pack():
     assert 0 < selected.sum() < 60
     original = torch.where(selected, batch["labels"], batch["input_ids"])
     assert np.array_equal(original.numpy(), ids)
-    assert Counts.of([batch]) == (int(selected.sum()), 150, 49 + 10_000 + 1 + 1764, 4)
+    assert Counts.of([batch]) == (int(selected.sum()), 150, 49 + 10_000 + 1 + 1764, 4, 3)
 
 
 def test_empty_pack():
@@ -40,15 +41,15 @@ def test_empty_pack():
     assert batch["labels"].tolist() == [-100]
     assert batch["cu_seqlens"].tolist() == [0, 1]
     assert batch["max_seqlen"] == 1
-    assert Counts.of([batch]) == (0, 0, 0, 0)
+    assert Counts.of([batch]) == (0, 0, 0, 0, 0)
 
 
 def test_counts_of_a_step_are_those_of_its_batches():
     batches = [MaskingCollator(seed=0)(*random_pack(lengths)) for lengths in ([30, 20], [50], [])]
     counts = Counts.of(batches)
     assert counts.num_masked == sum(int((batch["labels"] != -100).sum()) for batch in batches)
-    assert counts[1:] == (100, 900 + 400 + 2500, 3)
-    assert Counts.of([]) == (0, 0, 0, 0)
+    assert counts[1:] == (100, 900 + 400 + 2500, 3, 0)
+    assert Counts.of([]) == (0, 0, 0, 0, 0)
 
 
 @pytest.mark.parametrize("probability", [15, -0.1])

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import bz2
 import gzip
 import json
+import lzma
+from itertools import islice, takewhile
 
 import numpy as np
 import pyarrow as pa
@@ -11,10 +14,13 @@ import pyarrow.parquet
 import pytest
 
 from common.batches.collators import MaskingCollator
+from common.batches.flags import DataFlags
 from common.batches.loader import TrainLoader, merge_positions
-from common.batches.streams import Stream, StreamedOrder, plan_streams
+from common.batches.streams import Stream, StreamedOrder, StreamPosition, plan_streams
+from common.batches.training_data import find_source
 from common.cli import UserError
 from common.files import alphabet
+from common.files.memory_store import MemoryStore
 from common.files.sources import open_source, split_of
 from common.files.stream_reader import read_sequences, units_of
 from common.ranks.world import Mesh
@@ -40,7 +46,7 @@ def write(path, texts: list[str], column: str = "sequence", row_group: int = 50)
         return path
     if name.endswith(".jsonl"):
         text = "".join(json.dumps({"id": i, column: t}) + "\n" for i, t in enumerate(texts))
-    elif name.endswith(".csv"):
+    elif name.endswith((".csv", ".tsv")):
         text = f"id,{column}\n" + "".join(f"{i},{t}\n" for i, t in enumerate(texts))
     else:
         text = "".join(f">{i} a protein\n{t}\n" for i, t in enumerate(texts))
@@ -97,7 +103,7 @@ def test_units_are_dealt_without_overlap_or_loss(tmp_path, files, row_group, pac
 def test_windows_do_not_depend_on_how_the_file_is_read(tmp_path, monkeypatch):
     path = write(tmp_path / "a.parquet", proteins(), row_group=600)
     packs = [ids for (_, ids, _), _ in zip(Stream(plan_of(path, 1), 0), range(40), strict=False)]
-    monkeypatch.setattr("common.files.stream_reader.ROWS_AT_ONCE", 7)
+    monkeypatch.setattr("common.files.sequence_files.ROWS_AT_ONCE", 7)
     again = [ids for (_, ids, _), _ in zip(Stream(plan_of(path, 1), 0), range(40), strict=False)]
     assert all(np.array_equal(a, b) for a, b in zip(packs, again, strict=True))
 
@@ -153,6 +159,80 @@ def test_resume_on_any_number_of_ranks_and_workers(tmp_path):
         assert [batches for batches, _ in went_on] == [batches for batches, _ in whole[done:]]
 
 
+LONG = {"seed": 3, "max_seq_length": 4000, "tokens_per_pack": 4096}
+
+
+@pytest.fixture
+def small_windows(monkeypatch):
+    """About 31 proteins, or 4,960 tokens."""
+    for name, value in (("WINDOW_TOKENS", 8000), ("PACKS_PER_WINDOW", 1), ("LONG_PROTEIN", 160)):
+        monkeypatch.setattr(f"common.batches.streams.{name}", value)
+
+
+def lengths_of(count: int, long: int) -> list[str]:
+    """Proteins of 50 residues, of which a third in the middle have `long`."""
+    third = range(count // 3, 2 * count // 3)
+    return ["MKVLAGTYRS" * ((long if number in third else 50) // 10) for number in range(count)]
+
+
+@pytest.mark.parametrize("rows_at_once", [7, 4096])
+@pytest.mark.parametrize("name", ["a.parquet", "a.csv"])
+def test_windows_of_long_proteins_hold_fewer_of_them(tmp_path, monkeypatch, small_windows, name, rows_at_once):
+    monkeypatch.setattr("common.files.sequence_files.ROWS_AT_ONCE", rows_at_once)
+    texts = [*lengths_of(300, 1000), "M" * 9000, *lengths_of(60, 50)]
+    plan = plan_of(write(tmp_path / name, texts, row_group=999), 1, **LONG)
+    stream, held, packs = Stream(plan, 0), [], []
+    for pack, ids, position in stream:
+        if pack.epoch > 0:
+            break
+        packs.append((ids.tolist(), list(position)))
+        held.append((len(stream._buffer.ids), len(stream._buffer.window.records)))
+    assert max(records for _, records in held) == plan.window_records
+    assert max(tokens for tokens, _ in held) <= plan.window_tokens
+    assert sum(len(ids) for ids, _ in packs) == sum(min(len(text) + 2, 4000) for text in texts)
+    for (_, position), (ids, _) in zip(packs, packs[1:], strict=False):  # from every position
+        assert next(Stream(plan, 0, StreamPosition.of(position)))[1].tolist() == ids
+
+
+def test_windows_of_usual_proteins_are_those_of_old(tmp_path, monkeypatch, small_windows):
+    """A bound that does not bite changes no bit; nor does holding crops alone."""
+    texts = [*proteins(300), "MKVLA" * 2000, *lengths_of(90, 120)]
+    plan = plan_of(write(tmp_path / "a.csv", texts), 1)
+    some = [(ids.tolist(), pack.starts.tolist()) for pack, ids, _ in islice(Stream(plan, 0), 100)]
+    monkeypatch.setattr("common.batches.streams.LONG_PROTEIN", 1 << 40)
+    monkeypatch.setattr("common.batches.stream_blocks.Block.cropped", lambda block, *_: block)
+    assert [(ids.tolist(), pack.starts.tolist()) for pack, ids, _ in islice(Stream(plan, 0), 100)] == some
+
+
+def test_a_position_of_old_goes_on_in_its_window(tmp_path, monkeypatch, small_windows):
+    """In the middle of a window that would have fewer proteins now: to its end as it was, then as they are now."""
+    texts = lengths_of(300, 1000)
+    plan = plan_of(write(tmp_path / "a.csv", texts), 1, **LONG)
+    with monkeypatch.context() as before:
+        before.setattr("common.batches.streams.LONG_PROTEIN", 1 << 40)
+        old = [(ids.tolist(), list(position)[:4]) for _, ids, position in islice(Stream(plan, 0), 30)]
+    number = next(n for n, (_, position) in enumerate(old) if position[2] >= 90 and position[3] == 2)
+    assert len(StreamPosition.of(json.loads(json.dumps(old[number][1])))) == 5
+    stream = Stream(plan, 0, StreamPosition.of(old[number][1]))
+    went_on = [ids.tolist() for _, ids, _ in islice(stream, 3)]
+    assert went_on == [ids for ids, _ in old[number + 1 : number + 4]]
+    left = went_on + [ids.tolist() for pack, ids, _ in takewhile(lambda made: made[0].epoch == 0, stream)]
+    done = [ids for ids, _ in old[: number + 1]]
+    assert sorted(texts_of(np.array(sum(done + left, [])))) == sorted(texts)
+
+
+def test_texts_are_cleaned_and_what_is_no_residue_is_counted(tmp_path):
+    """In every format, as FASTA files and step 1 have it."""
+    texts = ["MKV LAG*", " mk\tv ", "MKV**", "M1K*J", "M K V L A"]
+    for name in ("a.parquet", "a.jsonl", "a.csv", "a.fasta"):
+        plan = plan_of(write(tmp_path / name, texts), 1)
+        assert sorted(first_epoch(plan)) == sorted(["MKVLAG", "MKV", "MKV", "M?K??", "MKVLA"]), name
+        pack, ids, _ = next(Stream(plan, 0))
+        assert MaskingCollator(0)(pack, ids)["num_unknown"] == 3
+        store = MemoryStore.read(open_source(str(tmp_path / name), False).splits["train"], 10)
+        assert store.unknown() == (3, 1)
+
+
 def test_a_position_of_another_global_batch_is_refused(tmp_path):
     path = write(tmp_path / "a.csv", proteins())
     position = steps_of(plan_of(path, 4), 4, 1)[0][1]
@@ -200,6 +280,61 @@ def test_which_split_a_name_means(path, split):
     assert split_of(path) == split
 
 
+def test_a_file_by_itself_is_trained_on_whatever_its_name(tmp_path):
+    path = write(tmp_path / "my_test.csv", ["MKV"])
+    assert list(open_source(str(path), False).splits) == ["train"]
+
+
+def test_files_that_took_the_name_of_a_split_are_named(tmp_path):
+    for name in ("my_test.csv", "val.fasta"):
+        write(tmp_path / name, ["MKV"])
+    for given in (str(tmp_path), f"{tmp_path}/*.csv"):
+        with pytest.raises(
+            UserError, match=r"no training files in it: by their names, .*my_test\.csv.*give one file by"
+        ):
+            open_source(given, False)
+    assert set(open_source(str(tmp_path), False, "--eval_dataset").splits) == {"test", "validation"}
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(UserError, match="no files of proteins in it: expected .parquet"):
+        open_source(str(tmp_path / "empty"), False)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        (
+            "metadata.csv",
+            b"name,organism\na,b\n",
+            r"metadata\.csv: no column sequence or text, only name, organism: .*'DIR/",
+        ),
+        ("z.jsonl", b'{"name": "a"}\n', r"z\.jsonl: no column sequence or text, only name"),
+        ("z.tsv", b"\x28\xb5\x2f\xfd\0", r"z\.tsv: the compressed file is (cut short|corrupt)"),
+    ],
+)
+def test_a_table_beside_the_data_is_named_before_anything_is_written(tmp_path, name, content, message):
+    """Not only when its turn comes to be read, days later."""
+    write(tmp_path / "a.csv", proteins(20))
+    (tmp_path / name).write_bytes(content)
+    flags = DataFlags(dataset=str(tmp_path), max_steps=1)
+    with pytest.raises(UserError, match=message):
+        find_source(flags)
+    flags.dataset = f"{tmp_path}/a.*"
+    assert find_source(flags)
+    pa.parquet.write_table(pa.table({"text": [1, 2]}), tmp_path / "a.parquet")
+    with pytest.raises(UserError, match=r"a\.parquet: the column of proteins holds int64: expected texts"):
+        find_source(flags)
+
+
+@pytest.mark.parametrize("pack", [gzip.compress, bz2.compress, lzma.compress])
+@pytest.mark.parametrize("name", ["a.csv", "a.tsv", "a.jsonl", "a.fasta"])
+def test_packed_files_are_told_by_content(tmp_path, name, pack):
+    path = write(tmp_path / name, proteins(40))
+    content = path.read_bytes()
+    path.write_bytes(pack(content.replace(b",", b"\t") if name == "a.tsv" else content))
+    assert sorted(first_epoch(plan_of(path))) == sorted(proteins(40))
+    assert len(open_source(str(path.rename(f"{path}.xz")), False).splits["train"]) == 1
+
+
 def test_directories_and_globs(tmp_path):
     write(tmp_path / "data" / "train-0.parquet", ["MKV"])
     write(tmp_path / "data" / "validation-0.parquet", ["MKL"])
@@ -224,13 +359,20 @@ def test_directories_and_globs(tmp_path):
         ("a.jsonl", b'{"protein": "MKV"}\n', "no column sequence or text, only protein"),
         ("a.csv", b"", "Empty CSV file"),
         ("a.csv", b"id,protein\n1,MKV\n", "no column sequence or text, only id, protein"),
-        ("a.csv.gz", b"not gzip", "cannot be read"),
+        ("a.csv.gz", gzip.compress(b"id,text\n1,MKV\n" * 99)[:-9], "the compressed file is cut short"),
+        ("a.jsonl", gzip.compress(gzip.compress(b"{}")), "not JSON lines: it is gzipped twice"),
         ("a.fasta", b"MKV\n", "not FASTA"),
         ("a.csv", b'id,text\n1,MKV\n2,"MKV\n3,MKL\n4,MK"\n', "row 2: a text that goes on over a line end"),
-        ("a.csv", "id,text\n1,MKV\n".encode("utf-16"), "is UTF-16: convert it"),
+        ("a.csv", "id,text\n1,MKV\n".encode("utf-16"), "not CSV: it is UTF-16: convert it"),
         ("a.csv", b"id,text\n1,MKV\nid,text\n2,MKV\n", "row 2: the header once more"),
+        ("a.csv", b"id,text\n" + b"1,12345\n" * 3, "100% of the characters are no residues"),
+        ("a.csv", b"ID,Text\n1,MKV\nid,text\n2,MKV\n", "row 2: the header once more"),
         ("a.csv", b"id,text\n" + b"1,12345\n" * 300, "100% of the characters are no residues"),
-        ("a.csv", b"id,text\n" + b"1,A protein of the cell wall.\n" * 50, "of the characters are no residues"),
+        (
+            "a.csv",
+            b"id,text\n" + b"1,A protein of the cell wall.\n" * 50,
+            "19% of the characters are blanks",
+        ),
         ("a.jsonl", b"[1, 2]\n", "first line is no JSON object"),
         ("a.txt", b"MKV\n", "its name says no format"),
     ],

@@ -99,7 +99,7 @@ def one_by_one(content: bytes) -> list[tuple[int, bytes, bytes, bool]]:
     for part in content.strip()[1:].split(b"\n>"):
         header, _, body = part.partition(b"\n")
         name, sequence = (header.split() or [b""])[0], b"".join(body.split())
-        sequence = sequence.removesuffix(b"*")
+        sequence = sequence.rstrip(b"*")
         usable = bool(name and sequence) and b">" not in sequence and (name + sequence).isascii()
         records.append((line, name, sequence, usable))
         line += part.count(b"\n") + 1
@@ -173,7 +173,7 @@ def test_what_is_kept_as_it_is(tmp_path):
     """Lower case, stops and gaps inside, ids that come twice."""
     path = tmp_path / "a.fasta"
     path.write_bytes(b">same\nmkVL-A.X\n>same\nMK*LA**\n>same\nMK\n*\n")
-    assert list(read_fasta(path)) == [(b"same", b"mkVL-A.X"), (b"same", b"MK*LA*"), (b"same", b"MK")]
+    assert list(read_fasta(path)) == [(b"same", b"mkVL-A.X"), (b"same", b"MK*LA"), (b"same", b"MK")]
 
 
 def test_bad_records_can_be_skipped(tmp_path):
@@ -223,7 +223,13 @@ def test_progress_ends_with_the_size_of_the_file(tmp_path):
 TWO = b">a one\nMKV\nLA\n>b\nMK\n"
 
 
-@pytest.mark.parametrize("pack", [gzip.compress, bz2.compress, lzma.compress])
+def zstd(data: bytes) -> bytes:
+    """In two frames, as parallel packers write it."""
+    frames = [pa.compress(part, "zstd", asbytes=True) for part in (data[: len(data) // 2], data[len(data) // 2 :])]
+    return b"".join(frames)
+
+
+@pytest.mark.parametrize("pack", [gzip.compress, bz2.compress, lzma.compress, zstd])
 def test_packed_files_are_read_whatever_their_name(tmp_path, pack):
     path = tmp_path / "a.fasta"
     path.write_bytes(pack(TWO))
@@ -236,9 +242,9 @@ def test_packed_files_are_read_whatever_their_name(tmp_path, pack):
 @pytest.mark.parametrize(
     ("content", "told"),
     [
-        (b"\x28\xb5\x2f\xfd\x04\x00", "compressed by zstd: unpack it: zstd -d"),
         (b"PK\x03\x04\x14\x00", "a zip archive: unpack it: unzip"),
         (gzip.compress(gzip.compress(TWO)), "gzipped twice: unpack it once: gunzip"),
+        (gzip.compress(lzma.compress(TWO)), "packed twice, inside by xz: unpack it once: gunzip"),
         (b"a.fasta".ljust(257, b"\0") + b"ustar\x00", "a tar archive: unpack it: tar -xf"),
         (TWO.decode().encode("utf-16"), "UTF-16: convert it: iconv -f UTF-16 -t UTF-8"),
         (b"<!DOCTYPE html>\n<html>Not found</html>", "a web page: a server's answer in place of the file"),

@@ -1,8 +1,11 @@
 """1.tokenize_uniref_csv.py and what it stands on: token ids, splits, the Arrow directory, blocks and workers."""
 
+import bz2
 import csv
+import gzip
 import itertools
 import json
+import lzma
 import math
 import time
 
@@ -14,7 +17,6 @@ from datasets import List, Value
 from transformers import EsmTokenizer
 
 from common.cli import UserError
-from common.files import csv_records
 from common.files.alphabet import PAD, TOKENS, UNK, encode
 from common.files.csv_records import count_rows, read_rows
 from common.files.dataset_writer import ROWS_PER_BATCH, TOKEN_FEATURES, DatasetWriter
@@ -68,7 +70,7 @@ def test_ids_of_a_generated_sample(tmp_path, tokenizer):
 
 
 def test_every_token_lower_case_and_unknown_characters(tmp_path, caplog):
-    rows = [("all", "LAGVSERTIDPKQNFYMHWCXBUZO.-"), ("lower", "mkvla"), ("odd", "M*K1V J")]
+    rows = [("all", "LAGVSERTIDPKQNFYMHWCXBUZO.-"), ("lower", "mkvla"), ("odd", "M*K1V?J")]
     write_csv(tmp_path / "csv", rows)
     with caplog.at_level("INFO"):
         call(TOKENIZE, "--input_dir", tmp_path / "csv", "--output_dir", tmp_path)
@@ -263,7 +265,7 @@ def test_workers_do_not_change_the_bytes(tmp_path, monkeypatch, partitions):
     rows = proteins(3000)
     for i in range(partitions):
         write_csv(tmp_path / "csv", rows[i::partitions], f"x{i:03d}.csv")
-    monkeypatch.setattr(csv_records, "BLOCK_BYTES", 2000)
+    monkeypatch.setattr("common.files.csv_plain.BLOCK_BYTES", 2000)
     monkeypatch.setattr(TOKENIZE, "usable_threads", lambda asked: asked)  # even on one processor
     for workers in (1, 8):
         flags = ("--preprocessing_num_workers", workers, "--output_dir", tmp_path / str(workers))
@@ -295,8 +297,8 @@ def test_rows_do_not_depend_on_blocks(tmp_path, monkeypatch, block_bytes):
     """Nor on whether the parser read them or the short cut for plain lines, which ends at the first other one."""
     rows = [*proteins(100), ("with,comma", "MK"), ('quo"te', "NA"), ("null", "NULL"), ("émile", "MK"), ("", "MK")]
     write_csv(tmp_path / "csv", rows)
-    for name in ("BLOCK_BYTES", "PARSED_BYTES"):
-        monkeypatch.setattr(csv_records, name, block_bytes)
+    for name in ("csv_plain.BLOCK_BYTES", "csv_records.PARSED_BYTES"):
+        monkeypatch.setattr(f"common.files.{name}", block_bytes)
     found = [tuple(row.values()) for batch in read_rows(tmp_path / "csv/x000.csv") for row in batch.to_pylist()]
     assert found == rows
     assert count_rows(tmp_path / "csv/x000.csv") == len(rows)
@@ -306,7 +308,7 @@ def test_rows_do_not_depend_on_blocks(tmp_path, monkeypatch, block_bytes):
 @pytest.mark.parametrize("place", [0, 1, 37, 100])
 @pytest.mark.parametrize("end", ["", "\n"])
 def test_plain_lines_and_others_as_the_csv_module_reads_them(tmp_path, monkeypatch, odd, place, end):
-    monkeypatch.setattr(csv_records, "BLOCK_BYTES", 500)
+    monkeypatch.setattr("common.files.csv_plain.BLOCK_BYTES", 500)
     lines = [f"{name},{text}\n" for name, text in proteins(100)]
     lines.insert(place, odd)
     path = tmp_path / "x.csv"
@@ -330,15 +332,43 @@ def test_the_parser_and_the_short_cut_give_the_same_bytes(tmp_path):
     assert everything_in(tmp_path / "plain/arrow") == everything_in(tmp_path / "quoted/arrow")
 
 
-def test_titin_spaces_stops_lower_case_and_repeated_ids(tmp_path):
+@pytest.mark.parametrize("quote", [False, True])
+def test_texts_are_cleaned_as_those_of_fasta_files_are(tmp_path, quote):
+    """Whether by the short cut for plain lines or by the parser."""
     titin = "".join(text for _, text in proteins(2000))[:35_000]
     assert len(titin) == 35_000
-    rows = [("titin", titin), ("twice", "MKV"), ("twice", "MKVLA"), ("twice", "MKV"), ("odd", "mk v*L*"), ("x", " ")]
+    rows = [
+        ("titin", titin),
+        ("twice", "MKV"),
+        ("twice", "MKVLA*"),
+        ("twice", "MKV"),
+        ("odd", " mk v*L1* **"),
+        ("x", "*M "),
+    ]
     write_csv(tmp_path / "csv", rows)
+    if quote:
+        text = (tmp_path / "csv/x000.csv").read_text()
+        (tmp_path / "csv/x000.csv").write_text(text.replace("odd,", '"odd",').replace("v*L", "v\t*L"))
     call(TOKENIZE, "--input_dir", tmp_path / "csv", "--output_dir", tmp_path)
     found = sorted(itertools.chain(*load(tmp_path).values()))
-    assert found == sorted((name, encode(text).tolist()) for name, text in rows)
-    assert dict(found)["odd"] == [0, 20, 15, UNK, 7, UNK, 4, UNK, 2]
+    kept = [(name, text.replace(" ", "").rstrip("*")) for name, text in rows]
+    assert found == sorted((name, encode(text).tolist()) for name, text in kept)
+    assert dict(found)["odd"] == [0, 20, 15, 7, UNK, 4, UNK, 2]
+
+
+@pytest.mark.parametrize("pack", [gzip.compress, bz2.compress, lzma.compress])
+def test_packed_files_are_read_whatever_their_names(tmp_path, pack):
+    write_csv(tmp_path / "plain", proteins(500))
+    (tmp_path / "packed").mkdir()
+    content = (tmp_path / "plain/x000.csv").read_bytes()
+    for number, part in enumerate((content, content.replace(b"P0,", b'"P0",'))):
+        (tmp_path / "packed/x000.csv").write_bytes(pack(part))
+        for name in ("plain", "packed"):
+            call(TOKENIZE, "--input_dir", tmp_path / name, "--output_dir", tmp_path / f"{name}{number}")
+        assert load(tmp_path / f"packed{number}") == load(tmp_path / f"plain{number}")
+    (tmp_path / "packed/x000.csv").rename(tmp_path / "packed/x000.csv.gz")
+    call(TOKENIZE, "--input_dir", tmp_path / "packed", "--output_dir", tmp_path / "named")
+    assert load(tmp_path / "named") == load(tmp_path / "plain0")
 
 
 def test_other_columns_and_orders_are_fine(tmp_path):

@@ -25,10 +25,11 @@ from tests.data_fixtures import (
     load,
     proteins,
     write_csv,
+    write_fasta,
 )
 from tests.forked import Script
 from tests.prepare.killed_runs import run_killed_at
-from tests.small_disk import small_disk
+from tests.small_disk import fill, small_disk
 
 SCRIPT = "1.tokenize_uniref_csv.py"
 
@@ -126,6 +127,21 @@ def test_a_full_disk(tmp_path):
         assert not list(disk.iterdir())
 
 
+def test_a_disk_that_is_full_at_the_start(tmp_path):
+    write_csv(tmp_path / "csv", proteins(50))
+    source = write_fasta(tmp_path / "a.fasta", proteins(50))
+    commands = [
+        ("0.download_data.py", "--source", source, "--output_dir"),
+        (SCRIPT, "--input_dir", tmp_path / "csv", "--output_dir"),
+    ]
+    with small_disk(tmp_path, "64k") as disk:
+        fill(disk)
+        for command in commands:
+            line = expect_error(*command, disk / "new/out")
+            assert line.startswith(f"error: --output_dir {disk}/new/out: No space left on device: make room")
+            assert [path.name for path in disk.iterdir()] == ["mine"]
+
+
 # --- bad input
 
 
@@ -155,8 +171,8 @@ def test_bad_csv_names_file_and_row(tmp_path, content, message):
 def test_row_numbers_count_over_blocks(tmp_path, monkeypatch):
     rows = [*proteins(500), ("bad", "MKé")]
     write_csv(tmp_path / "csv", rows)
-    for name in ("BLOCK_BYTES", "PARSED_BYTES"):
-        monkeypatch.setattr(csv_records, name, 300)
+    for name in ("csv_plain.BLOCK_BYTES", "csv_records.PARSED_BYTES"):
+        monkeypatch.setattr(f"common.files.{name}", 300)
     with pytest.raises(UserError, match="row 501: non-ASCII"):
         list(read_rows(tmp_path / "csv/x000.csv"))
 
@@ -167,8 +183,8 @@ BAD_ROWS = [b"a,", b"b,M\xc3\xa9K", b"\xff,MK", b"c,MK,V", b"d", b'"",""']
 @pytest.mark.parametrize("block_bytes", [300, 1 << 20])
 @pytest.mark.parametrize("header", [b"id,text\n", b"id,text\r\n"])
 def test_bad_rows_are_skipped_and_counted(tmp_path, monkeypatch, caplog, block_bytes, header):
-    for name in ("BLOCK_BYTES", "PARSED_BYTES"):
-        monkeypatch.setattr(csv_records, name, block_bytes)
+    for name in ("csv_plain.BLOCK_BYTES", "csv_records.PARSED_BYTES"):
+        monkeypatch.setattr(f"common.files.{name}", block_bytes)
     good = proteins(500)
     places = [3, 60, 61, 200, 202, 470]  # of the bad rows among all
     lines = [f"{name},{text}".encode() for name, text in good]
@@ -282,6 +298,21 @@ def test_a_stray_quote_is_an_error_and_swallows_nothing(tmp_path, monkeypatch, p
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize("block_bytes", [64, 4 << 20])
+def test_rows_that_are_not_utf_8_are_skipped_whatever_else_is_wrong_with_them(tmp_path, monkeypatch, block_bytes):
+    monkeypatch.setattr(csv_records, "PARSED_BYTES", block_bytes)
+    places = {3: b"P3,MK,\xe9,x", 5: b"P5\xe9,MK", 7: b"P7,M\xe9K", 8: b"P8\xc3", 9: "P9é,MKVLA".encode()}
+    path = tmp_path / "x000.csv"
+    path.write_bytes(quoted(places, 40))
+    bad = BadRecords("skip")
+    rows = [row for batch in read_rows(path, bad) for row in batch.to_pylist()]
+    assert [row["id"] for row in rows] == [f"P{n}" if n != 9 else "P9é" for n in range(1, 41) if n not in (3, 5, 7, 8)]
+    assert [re.search(r"row (\d+)", line)[1] for line in sorted(bad.first)] == ["3", "5", "7", "8"]
+    with pytest.raises(UserError, match=r"row 3: Expected 2 columns, got 4: mend or") as error:
+        list(read_rows(path))
+    assert str(error.value).isprintable()
+
+
 @pytest.mark.parametrize("block_bytes", [400, 4 << 20])
 def test_texts_that_may_hold_line_ends(tmp_path, monkeypatch, block_bytes):
     monkeypatch.setattr(csv_records, "PARSED_BYTES", block_bytes)
@@ -307,10 +338,25 @@ def test_other_columns_are_not_looked_at(tmp_path):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("id,text\na,MK\n".encode("utf-16"), "x000.csv: is UTF-16: convert it: iconv -f UTF-16 -t UTF-8"),
-        (b"\x1f\x8b\x08\x00\x00", "x000.csv: row 0: a NUL byte in the header"),
+        (
+            "id,text\na,MK\n".encode("utf-16"),
+            "x000.csv: row 0: not CSV: it is UTF-16: convert it: iconv",
+        ),
+        (b"\x1f\x8b\x08\x00\x00", "x000.csv: the compressed file is cut short: fetch it again"),
+        (b"PK\x03\x04\x14\x00\n", "x000.csv: row 0: not CSV: it is a zip archive: unpack it: unzip FILE"),
+        (b"id\x00,text\n", "x000.csv: row 0: not CSV: it is a binary file"),
         (b"id,text,\xe9\na,MK,b\n", "x000.csv: row 0: the header is not UTF-8: byte 0xe9"),
         (b"id,text\na,MK\nid,text\nc,MK\nd,MK\n", "x000.csv: row 2: the header once more"),
+        (b"id,text\na,MK\nID,Text\nc,MK\nd,MK\n", "x000.csv: row 2: the header once more"),
+        (b"Id,Text\na,MK\nId,TEXT\nc,MK\nd,MK\n", "x000.csv: row 2: the header once more"),
+        (
+            b"id,text\n" + b"a,A protein of the cell wall\n" * 90,
+            "x000.csv: 19% of the characters are blanks",
+        ),
+        (
+            b"name,organism\na,b\n",
+            "the header is 'name,organism': expected id,text: rename the",
+        ),
         (b"id,text\n" + b"a,12345\n" * 300, "71% of the characters are no residues: are these proteins?"),
         (b"id,text\na,MK\nb,M\x00K\nc,MK\nd,MK\n", "x000.csv: row 2: control byte 0x00 in the text"),
     ],

@@ -7,6 +7,7 @@ import multiprocessing
 import re
 import subprocess
 import sys
+import time
 from contextlib import closing
 from itertools import count
 from pathlib import Path
@@ -20,6 +21,7 @@ from common.files import alphabet
 from common.model.presets import ESM2_SIZES
 from common.training import run_directory
 from tests.forked import run_script
+from tests.small_disk import fill, small_disk
 from tests.training_fixtures import flags_of, losses, run_forked, train
 
 
@@ -73,6 +75,10 @@ def test_directories_that_hold_no_dataset(dataset, tmp_path):
     (tmp_path / "empty").mkdir()
     for directory in (tmp_path / "empty", tmp_path / "nowhere"):
         assert str(directory) in refused(directory, tmp_path / "out")
+    (tmp_path / "a.csv").write_text("id,text\n")
+    assert "a file, not the directory that step 1 writes: train on it by --dataset" in refused(
+        tmp_path / "a.csv", tmp_path / "out"
+    )
     only_test = tmp_path / "only_test"
     only_test.mkdir()
     (only_test / "test").symlink_to(dataset / "test")
@@ -118,6 +124,61 @@ def test_an_output_directory_that_cannot_be_made(dataset, tmp_path, kind):
 
 def test_a_read_only_output_directory(dataset):
     assert "/proc" in refused(dataset, Path("/proc/no_such_output"))
+
+
+def test_a_disk_that_is_full_at_the_start_keeps_nothing_of_a_run(dataset, tmp_path):
+    with small_disk(tmp_path, "64k") as disk:
+        fill(disk)
+        assert f"{disk}/new/out: No space left on device: make room" in refused(dataset, disk / "new/out")
+        assert [path.name for path in disk.iterdir()] == ["mine"]
+
+
+@pytest.mark.parametrize(
+    ("name", "begun", "left"),
+    [("there", False, []), ("new/out", False, None), ("kept", True, [".run", "metrics.jsonl"])],
+)
+def test_a_run_that_fails_before_it_has_begun_leaves_only_what_was_there(tmp_path, name, begun, left):
+    """And once it has something to keep, all of it."""
+    path = tmp_path / name
+    (tmp_path / "there").mkdir()
+
+    def run():
+        with run_directory.RunDirectory(path, overwrite=False) as directory:
+            directory.claim()
+            if name != "there":
+                (path / "metrics.jsonl").touch()
+            directory.begun = begun
+            raise OSError("full")
+
+    with pytest.raises(OSError, match="full"):
+        run()
+    assert (sorted(p.name for p in path.iterdir()) if path.exists() else None) == left
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_lock_whose_file_has_gone_meanwhile_is_no_lock(tmp_path):
+    """The run that held it has left nothing; who waited for it must hold what the next one will look at."""
+    context = multiprocessing.get_context("fork")
+    told = context.Queue()
+
+    def hold_next():
+        told.put("waiting")
+        with closing(run_directory.hold(tmp_path / "out" / ".run")):
+            told.put((tmp_path / "out" / ".run").exists())
+
+    other = context.Process(target=hold_next)
+
+    def run():
+        with run_directory.RunDirectory(tmp_path / "out", overwrite=False):
+            other.start()
+            assert told.get(timeout=30) == "waiting"
+            time.sleep(0.5)  # it has opened the file
+            raise OSError("full")
+
+    with pytest.raises(OSError, match="full"):
+        run()
+    assert told.get(timeout=30) is True
+    other.join()
 
 
 def test_a_world_size_that_does_not_divide_the_global_batch(dataset, tmp_path):

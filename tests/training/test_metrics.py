@@ -47,6 +47,7 @@ ROW_KEYS = {
     *("tokens_per_second", "tokens_per_second_per_gpu", "unpadded_tokens_per_second_per_gpu"),
     *("data_wait_seconds", "peak_memory_gb", "epoch", "total_steps", "tflops_per_device"),
     *("forward_backward_seconds", "optimizer_seconds", "checkpoint_seconds", "skipped_steps"),
+    "unknown_characters",
 }
 
 

@@ -12,6 +12,7 @@ import pytest
 from common.batches.loader import TrainStep
 from common.cli import UserError
 from common.ranks.run import distributed_run
+from common.training.finish import _training_results
 from common.training.load_model import load_model
 from common.training.masked_lm import StepCounts
 from common.training.progress import Resolved, TrainerState
@@ -83,7 +84,7 @@ def test_a_state_of_before_there_was_a_record_goes_on_without_a_word(caplog):
 
 
 def test_too_many_skipped_steps_in_a_row_are_an_end_and_one_good_step_forgives(caplog):
-    state, share, counts = TrainerState(), TrainStep(0, [], {"epoch": 1}, 1.5), StepCounts(3, 10, 100, 2, 64)
+    state, share, counts = TrainerState(), TrainStep(0, [], {"epoch": 1}, 1.5), StepCounts(3, 10, 100, 2, 0, 64)
     bad, good = (StepResult(loss, 1.0, loss != 2.0, 0.1, 0.1, []) for loss in (float("inf"), 2.0))
     for result in (bad, good, bad, bad):
         state.advance(share, counts, 7.0, result, 0.5)
@@ -98,7 +99,7 @@ def test_too_many_skipped_steps_in_a_row_are_an_end_and_one_good_step_forgives(c
 
 
 def test_the_loss_of_a_row_is_the_mean_of_the_steps_taken_since_the_last():
-    state, share, counts = TrainerState(), TrainStep(0, [], {}, 1.5), StepCounts(3, 10, 100, 2, 64)
+    state, share, counts = TrainerState(), TrainStep(0, [], {}, 1.5), StepCounts(3, 10, 100, 2, 0, 64)
 
     def after(*losses: float) -> dict:
         for loss in losses:
@@ -116,6 +117,18 @@ def test_a_checkpoint_of_before_rows_had_means_goes_on_with_those_of_its_own_ste
     del saved["row_loss"], saved["row_steps"]
     state = TrainerState(**saved)
     state.advance(
-        TrainStep(5, [], {}, 1.5), StepCounts(3, 10, 100, 2, 64), 7.0, StepResult(2.0, 1, False, 1, 1, []), 1
+        TrainStep(5, [], {}, 1.5), StepCounts(3, 10, 100, 2, 0, 64), 7.0, StepResult(2.0, 1, False, 1, 1, []), 1
     )
     assert (state.loss_of_row()["loss"], state.loss_total) == (2.0, 17.0)
+
+
+def test_what_is_no_residue_is_counted_and_said_once(caplog):
+    state, share, result = TrainerState(), TrainStep(0, [], {}, 0.0), StepResult(2.0, 1.0, False, 0.1, 0.1, [])
+    for unknown in (0, 3, 4):
+        state.advance(share, StepCounts(3, 10, 100, 2, unknown, 64), 7.0, result, 0.5)
+    assert state.unknown == 7
+    assert [record.getMessage() for record in caplog.records] == [
+        "Step 2: characters that are no residues: <unk>; they are counted"
+    ]
+    assert TrainerState(step=3).unknown == 0  # a checkpoint of before they were counted
+    assert _training_results(state, RESOLVED, None)["train_unknown_characters"] == 7

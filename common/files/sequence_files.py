@@ -1,0 +1,220 @@
+"""The one column of proteins of a file: parquet, JSON lines, CSV, TSV or FASTA, all but parquet packed or not.
+
+No other column or field is looked at: it may have any type, another one in each row, or come late.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute
+import pyarrow.csv
+import pyarrow.json
+import pyarrow.parquet as pq
+
+from common.cli import UserError, one_line
+from common.files.csv_header import column_named, read_header
+from common.files.csv_records import STRAY_QUOTE, first_with_line_end
+from common.files.fasta import read_fasta_lines
+from common.files.packed import LOOKED_AT, check_file, open_unpacked, unpacked_name, what_it_is
+from common.files.records import columns
+from common.files.sources import REMOTE, File
+
+COLUMNS = ("sequence", "text")
+ROWS_AT_ONCE = 4096
+TEXTS = (pa.types.is_string, pa.types.is_binary, pa.types.is_large_string, pa.types.is_large_binary)
+TEXTS += (pa.types.is_string_view, pa.types.is_binary_view, pa.types.is_null)
+BLOCK_BYTES = 4 << 20
+
+
+@dataclass(frozen=True)
+class Unit:
+    """What is read from one end to the other."""
+
+    file: File
+    row_group: int | None = None  # None: the whole file
+
+    def __str__(self) -> str:
+        return self.file.path + ("" if self.row_group is None else f", row group {self.row_group}")
+
+
+def read_texts(unit: Unit, first_row: int) -> Iterator[pa.Array]:
+    """The proteins as they stand there, string or binary, "" for a missing one; without the first `first_row` rows.
+
+    UserError for what is no text; Arrow's errors for a damaged file.
+    """
+    readers = {"parquet": _parquet, "json": _json, "csv": _csv, "fasta": _fasta}
+    with closing(readers[unit.file.kind](unit)) as blocks:
+        for text in blocks:
+            if first_row >= len(text):
+                first_row -= len(text)
+                continue
+            if isinstance(text, pa.ChunkedArray):
+                text = text.combine_chunks()
+            text = _as_text(unit, text)
+            yield (text.fill_null("") if text.null_count else text)[first_row:]
+            first_row = 0
+
+
+def column_of(file: File) -> str | None:
+    """The name of the column of proteins, None for FASTA. UserError where there is none, or it cannot hold texts."""
+    unit = Unit(file)
+    if file.kind == "parquet":
+        with _open(file) as handle:
+            schema = pq.read_schema(handle)
+        column = _column(unit, schema.names)
+        _check_text(unit, schema.field(column).type)
+        return column
+    if file.kind == "fasta":
+        check_file(Path(file.path), file.path)
+        return None
+    with open_unpacked(_local_path(unit)) as stream:
+        if file.kind == "csv":
+            return _column(unit, read_header(stream, str(unit), _delimiter(unit)))
+        return _column(unit, _names_of_first_object(unit, stream))
+
+
+def row_groups(file: File) -> int:
+    """Of a parquet file."""
+    with _open(file) as handle:
+        return pq.ParquetFile(handle).num_row_groups
+
+
+def _as_text(unit: Unit, text: pa.Array) -> pa.Array:
+    """A string or binary array of whatever Arrow keeps texts in; UserError for what is no text."""
+    if pa.types.is_string(text.type) or pa.types.is_binary(text.type):
+        return text
+    _check_text(unit, text.type)
+    return text.cast(pa.string())
+
+
+def _check_text(unit: Unit, kind: pa.DataType) -> None:
+    of_values = kind.value_type if pa.types.is_dictionary(kind) else kind
+    if not any(is_text(of_values) for is_text in TEXTS):
+        raise UserError(f"{unit}: the column of proteins holds {kind}: expected texts")
+
+
+def _parquet(unit: Unit) -> Iterator[pa.Array]:
+    with _open(unit.file) as handle:
+        file = pq.ParquetFile(handle)
+        groups = range(file.num_row_groups) if unit.row_group is None else [unit.row_group]
+        column = _column(unit, file.schema_arrow.names)
+        for group in groups:
+            rows = _rows_at_once(file.metadata.row_group(group), column)
+            for batch in file.iter_batches(rows, row_groups=[group], columns=[column], use_threads=False):
+                yield batch.column(0)
+
+
+def _rows_at_once(group: pq.RowGroupMetaData, column: str) -> int:
+    """So many rows that long proteins do not add up to more than short ones."""
+    chunks = (group.column(number) for number in range(group.num_columns))
+    size = sum(chunk.total_uncompressed_size for chunk in chunks if chunk.path_in_schema == column)
+    return max(1, min(ROWS_AT_ONCE, BLOCK_BYTES * group.num_rows // max(size, 1)))
+
+
+def _json(unit: Unit) -> Iterator[pa.Array]:
+    options = pa.json.ReadOptions(block_size=BLOCK_BYTES, use_threads=False)
+    column = column_of(unit.file)
+    # No other field is looked at: it may have any type, another one in each row, or come late.
+    parse = pa.json.ParseOptions(
+        explicit_schema=pa.schema([(column, pa.string())]), unexpected_field_behavior="ignore"
+    )
+    with (
+        open_unpacked(_local_path(unit)) as stream,
+        pa.json.open_json(stream, read_options=options, parse_options=parse) as reader,
+    ):
+        for batch in reader:
+            yield batch.column(column)
+
+
+def _names_of_first_object(unit: Unit, stream: BinaryIO) -> list[str]:
+    if told := what_it_is(stream.peek(LOOKED_AT)[:LOOKED_AT]):
+        raise UserError(f"{unit}: not JSON lines: {told}")
+    line = b"\n"
+    while line and not line.strip():
+        line = stream.readline()
+    try:
+        return [*json.loads(line).keys()]
+    except (ValueError, AttributeError) as error:
+        raise pa.ArrowInvalid(f"its first line is no JSON object ({one_line(error)})") from None
+
+
+def _csv(unit: Unit) -> Iterator[pa.Array]:
+    read = pa.csv.ReadOptions(block_size=BLOCK_BYTES, use_threads=False)
+    parse = pa.csv.ParseOptions(delimiter=_delimiter(unit))
+    with open_unpacked(_local_path(unit)) as stream:
+        names = read_header(stream, str(unit), parse.delimiter)
+        column = _column(unit, names)
+        # The one column, as text: others would be parsed as numbers or dates, until a row that is none ends the run.
+        convert = pa.csv.ConvertOptions(
+            column_types={column: pa.string()}, include_columns=[column], strings_can_be_null=False
+        )
+        read.column_names = names
+        if not stream.peek(1):
+            return
+        row = 0
+        with pa.csv.open_csv(stream, read_options=read, parse_options=parse, convert_options=convert) as reader:
+            for batch in reader:
+                if (bad := first_with_line_end(batch.columns)) is not None:
+                    raise UserError(f"{unit}: row {row + bad + 1}: {STRAY_QUOTE}")
+                if (again := _header_again(batch.column(0), column)) is not None:
+                    raise UserError(f"{unit}: row {row + again + 1}: the header once more: remove the row")
+                row += batch.num_rows
+                yield batch.column(0)
+
+
+def _delimiter(unit: Unit) -> str:
+    return "\t" if unpacked_name(unit.file.path.lower()).endswith(".tsv") else ","
+
+
+def _header_again(text: pa.Array, column: str) -> int | None:
+    """The first row that holds the column's name: files that were joined. In capitals, it may be a protein."""
+    length = pa.compute.equal(pa.compute.binary_length(text), len(column.encode()))
+    for row in np.flatnonzero(length).tolist():
+        found = text[row].as_py()
+        if found == column or (found.lower() == column.lower() and not found.isupper()):
+            return row
+    return None
+
+
+def _fasta(unit: Unit) -> Iterator[pa.Array]:
+    for lines in read_fasta_lines(_local_path(unit)):
+        yield columns(lines).column("text")
+
+
+def _column(unit: Unit, names: list[str]) -> str:
+    if (column := column_named(names, COLUMNS)) is not None:
+        return column
+    found = ", ".join(names)[:80]
+    raise UserError(
+        f"{unit}: no column {' or '.join(COLUMNS)}, only {found}: rename the one that holds "
+        "the proteins; or if none does, leave the file out by a pattern in place of a directory ('DIR/*.fasta')"
+    )
+
+
+def _open(file: File):
+    """A binary file to seek in."""
+    if not file.path.startswith(REMOTE):
+        return pa.memory_map(file.path)
+    from huggingface_hub import HfFileSystem
+
+    return HfFileSystem().open(file.path, "rb", block_size=8 << 20)
+
+
+def _local_path(unit: Unit) -> str:
+    """Formats that are read from end to end anyway are fetched to the Hub's cache first."""
+    path = unit.file.path
+    if not path.startswith(REMOTE):
+        return path
+    from huggingface_hub import hf_hub_download
+
+    owner, rest, name = path.removeprefix(REMOTE + "datasets/").split("/", 2)
+    repo, revision = rest.split("@")
+    return hf_hub_download(f"{owner}/{repo}", name, repo_type="dataset", revision=revision)
