@@ -15,8 +15,9 @@ from common.batches.packing import Pack
 from common.cli import UserError
 from common.files.alphabet import CLS, EOS
 from common.model.backend import te_missing
+from common.model.compiling import compile_layers
 from common.model.config import Esm2Config
-from common.model.esm2 import Esm2ForMaskedLM, compile_layers
+from common.model.esm2 import Esm2ForMaskedLM
 from common.model.presets import ESM2_SIZES
 from common.precision.build import Precision
 from common.precision.emulation import Emulation

@@ -60,7 +60,8 @@ def measure(args: Arguments) -> dict:
     from common.batches.loader import PlannedOrder, TrainLoader
     from common.batches.packing import BatchPlan
     from common.files.token_store import open_split
-    from common.model.esm2 import build_model, compile_layers
+    from common.model.compiling import compile_layers
+    from common.model.esm2 import build_model
     from common.model.presets import load_config
     from common.ranks.run import keep_freed_memory
     from common.training.metrics import peak_memory_gb

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import signal
-import tempfile
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["HF_DATASETS_OFFLINE"] = "1"
@@ -17,17 +15,6 @@ import pytest
 import torch
 
 from tests.training_fixtures import dataset  # noqa: F401
-
-
-def of_this_cpu() -> str:
-    """A name for the instructions that compiled code may use here."""
-    cpuinfo = Path("/proc/cpuinfo")
-    flags = {line for line in cpuinfo.read_text().splitlines() if line.startswith("flags")} if cpuinfo.exists() else {}
-    return hashlib.sha256(f"{torch.backends.cpu.get_cpu_capability()} {sorted(flags)}".encode()).hexdigest()[:8]
-
-
-# What torch.compile has made for one CPU, and keeps in its cache, may crash on another one.
-os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{tempfile.gettempdir()}/inductor-{os.getuid()}-{of_this_cpu()}")
 
 ROOT = Path(__file__).resolve().parent.parent
 REAL_FASTA = ROOT.parent / "shared" / "data" / "uniref90_sample_8k.fasta.gz"

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import importlib
 import math
-import shutil
 from contextlib import nullcontext
 from dataclasses import dataclass
 
@@ -17,7 +16,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from common.cli import UserError
 from common.files.alphabet import MASK, PAD, VOCAB_SIZE
 from common.model.config import Esm2Config
 from common.model.initialise import VOCABULARY, initialise
@@ -189,11 +187,3 @@ def build_model(
     model.to_empty(device=device)
     initialise(model, seed, config.initializer_range)
     return model
-
-
-def compile_layers(model: nn.Module, device: str, backend: str = "inductor") -> None:
-    """torch.compile each layer (in place): all layers share one compiled graph, and packs of any length too."""
-    if backend == "inductor" and device == "cpu" and not any(shutil.which(c) for c in ("g++", "clang++", "c++")):
-        raise UserError("--torch_compile needs a C++ compiler on a CPU (apt-get install g++), or drop the flag")
-    for layer in model.layers:
-        layer.compile(dynamic=True, backend=backend)

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from common.model import esm2, presets
 from common.model.backend import check_device, choose_backend, choose_gelu
+from common.model.compiling import compile_layers
 from common.model.config import Esm2Config, override
 from common.model.initialise import initialise
 from common.model.pretrained import read_pretrained
@@ -90,7 +91,7 @@ def load_model(
             model = esm2.Esm2ForMaskedLM(config, backend)
         precision = set_formats(model, plan, args, args.seed, world, te_stats)
         if args.torch_compile:
-            esm2.compile_layers(model, world.device.type)
+            compile_layers(model, world.device.type)
     if shard is not None:
         shard(model)
     extras = {}

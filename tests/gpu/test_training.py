@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from common.model.esm2 import build_model, compile_layers
+from common.model.compiling import compile_layers
+from common.model.esm2 import build_model
 from common.model.presets import esm2_config
 from tests.model.reference import ours_like, packed, random_batch, reference_model
 

@@ -9,8 +9,9 @@ import torch
 from transformers import EsmForMaskedLM
 
 from common.files import alphabet
+from common.model.compiling import compile_layers
 from common.model.convert import from_hf, to_hf
-from common.model.esm2 import Esm2ForMaskedLM, build_model, compile_layers, count_parameters
+from common.model.esm2 import Esm2ForMaskedLM, build_model, count_parameters
 from common.model.presets import ESM2_SIZES, esm2_config, load_config
 from common.model.recompute import save_activations
 from tests.model.reference import ours_like, packed, random_batch, reference_model
