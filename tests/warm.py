@@ -7,6 +7,7 @@ one (tests/training/test_metrics.py looks at what is in it, and runs in processe
 from __future__ import annotations
 
 import gc
+from contextlib import suppress
 from pathlib import Path
 
 import pandas  # noqa: F401
@@ -25,6 +26,10 @@ import common.training.load_model
 import common.training.report
 import common.training.trainer  # noqa: F401
 import tests.live_runs  # noqa: F401
+
+with suppress(ImportError):  # what --report_to opens, where it is installed
+    import torch.utils.tensorboard
+    import wandb  # noqa: F401
 
 draw = Figure.savefig
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import shutil
 import signal
 import socket
@@ -17,6 +18,7 @@ import pytest
 
 from common.prepare.sample import write_sample
 from common.ranks.launch import TRY_AGAIN
+from tests.conftest import ROOT
 from tests.live_runs import newest_step, ranks_of, wait_until
 from tests.ops.manifests import CPU_ONLY, containers, documents, render
 from tests.ops.pod import Pod, local_job
@@ -78,24 +80,30 @@ def test_data_templates(volume):
     assert json.loads((volume / "esm/processed/arrow/train/state.json").read_text())["_data_files"]
 
 
-@pytest.mark.parametrize(
-    ("template", "place"),
-    [("train-fsdp-template.yaml", "fsdp"), ("trainjob-template.yaml", "trainjob")],
-)
-def test_two_pods_train_to_the_end(volume, pods, tmp_path, template, place):
-    made, port = job(template, volume, TRAIN_FLAGS=flags(max_steps=4)), _free_port()
+def test_the_two_train_templates_differ_in_script_and_names_alone():
+    """The one whose pods run below stands for the other."""
+    ddp, fsdp = ((ROOT / f"kubernetes/train-{name}-template.yaml").read_text() for name in ("ddp", "fsdp"))
+    fsdp = re.sub(r"\n *--sharding_strategy=full \\\n", "\n", fsdp).replace("train_fsdp2.py", "train_fsdp.py")
+    assert fsdp.replace("fsdp", "ddp").replace("FSDP2", "DDP") == ddp
+
+
+def test_two_pods_of_a_trainjob_train_to_the_end(volume, pods, tmp_path):
+    made, port = job("trainjob-template.yaml", volume, TRAIN_FLAGS=flags(max_steps=4)), _free_port()
     pods += [Pod(made, tmp_path / f"{index}.log", index, port) for index in range(2)]
     assert [pod.end() for pod in pods] == [0, 0], "\n".join(pod.said() for pod in pods)
-    out = volume / place / MODEL
+    out = volume / "trainjob" / MODEL
     assert [row["step"] for row in rows(out) if "loss" in row] == [1, 2, 3, 4]
+    assert_complete(out)
+    assert "Device = cpu x 2" in "\n".join(pod.said() for pod in pods)
+    train(volume / "esm/processed/arrow", tmp_path / "one", nproc=2, **SMALL, max_steps=4, bf16=True)
+    assert losses(out) == pytest.approx(losses(tmp_path / "one"), rel=1e-3)
+
+
+def assert_complete(out: Path) -> None:
     results = json.loads((out / "all_results.json").read_text())
     assert results["train_loss"] > 0
     assert results["eval_samples"] == 40
     assert (out / "final_model" / "config.json").is_file()
-    said = "\n".join(pod.said() for pod in pods)
-    assert "Device = cpu x 2" in said
-    train(volume / "esm/processed/arrow", tmp_path / "one", nproc=2, **SMALL, max_steps=4, bf16=True)
-    assert losses(out) == pytest.approx(losses(tmp_path / "one"), rel=1e-3)
 
 
 def test_a_killed_rank_and_a_deleted_pod_come_back_and_the_run_goes_on(volume, pods, tmp_path):
@@ -103,8 +111,8 @@ def test_a_killed_rank_and_a_deleted_pod_come_back_and_the_run_goes_on(volume, p
     other pod finish the run, as if nothing had happened."""
     steps = 120
     more = {"max_steps": steps, "save_steps": 10, "eval_steps": steps}
-    made, port = job("train-ddp-template.yaml", volume, TRAIN_FLAGS=flags(**more)), _free_port()
-    out = volume / "ddp" / MODEL
+    made, port = job("train-fsdp-template.yaml", volume, TRAIN_FLAGS=flags(**more)), _free_port()
+    out = volume / "fsdp" / MODEL
 
     def said() -> str:
         return "\n".join(pod.said() for pod in pods)
@@ -129,7 +137,8 @@ def test_a_killed_rank_and_a_deleted_pod_come_back_and_the_run_goes_on(volume, p
     found = [row for row in rows(out) if "loss" in row]
     assert [row["step"] for row in found] == list(range(1, steps + 1))
     whole = SMALL | {"max_steps": steps, "stop_at_step": saved + 20, "bf16": True}
-    train(volume / "esm/processed/arrow", tmp_path / "whole", nproc=2, **whole)
+    assert_complete(out)
+    train(volume / "esm/processed/arrow", tmp_path / "whole", nproc=2, script="train_fsdp2.py", **whole)
     assert losses(out)[: saved + 20] == pytest.approx(losses(tmp_path / "whole"), rel=1e-3)
 
 
