@@ -13,9 +13,13 @@ from pathlib import Path
 
 import jsonschema
 import kubernetes_validate
+import kubernetes_validate.utils
 import yaml
 
 from tests.ops.manifests import ROOT, pods
+
+# Megabytes, that it would read anew for each document.
+kubernetes_validate.utils.schema_contents = functools.cache(kubernetes_validate.utils.schema_contents)
 
 REFERENCE = ROOT.parent / "shared" / "reference"
 DEFINITIONS = {"PyTorchJob": "pytorchjob-crd.yaml", "TrainJob": "trainer-v2.3.0-trainjobs-crd.yaml"}
