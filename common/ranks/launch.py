@@ -45,7 +45,9 @@ def _torchrun(arguments: list[str]) -> int:
     from torch.distributed.launcher import api
 
     from common.ranks.agent import Agent, Stopped
+    from common.ranks.job_uid import set_job_uid
 
+    set_job_uid()
     Agent.told, Agent.output_dir = told, _output_dir(arguments)
     api.LocalElasticAgent = Agent
     try:

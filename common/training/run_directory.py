@@ -166,9 +166,7 @@ def _job() -> dict:
     user: the batch system's number or the API's UID, which no two jobs share, or torchrun's --rdzv_id, which they may
     (the guides' variables give a constant), with the torchrun itself and the command line."""
     if os.environ.get("SLURM_JOB_ID"):
-        return {"job": f"slurm {os.environ['SLURM_JOB_ID']}", "unique": True}
-    if os.environ.get("JOB_UID"):
-        return {"job": f"uid {os.environ['JOB_UID']}", "unique": True}
+        return {"job": f"slurm {os.environ['SLURM_JOB_ID']}", "uid": os.environ["SLURM_JOB_ID"]}
     run_id = os.environ.get("TORCHELASTIC_RUN_ID")
     if run_id is None:
         return {"job": None}
@@ -178,6 +176,7 @@ def _job() -> dict:
         "torchrun": _parent(),
         "by_hand": one_node and "KUBERNETES_SERVICE_HOST" not in os.environ,
         "command": sys.argv[1:],
+        "uid": os.environ.get("JOB_UID"),
     }
 
 
@@ -200,6 +199,8 @@ def _is_restart_of(text: str) -> bool:
         before = {"job": text}
     if now.get("torchrun") and before.get("torchrun") == now["torchrun"]:
         return True
+    if now.get("uid") and before.get("uid"):  # either may be missing where the API did not answer
+        return (now["job"], now["uid"]) == (before.get("job"), before["uid"])
     if now["job"] is None or now["job"] != before.get("job"):
         return False
     # Nobody but a user starts a torchrun of one machine anew: with the same --rdzv_id it is a new job all the same. So
@@ -207,7 +208,7 @@ def _is_restart_of(text: str) -> bool:
     both_by_hand = now.get("by_hand") and before.get("by_hand")
     other_flags = before.get("command", now.get("command")) != now.get("command")
     over = time.time() - before.get("done", math.inf) > DONE_FOR_S
-    return bool(now.get("unique")) or not (both_by_hand or other_flags or over)
+    return not (both_by_hand or other_flags or over)
 
 
 def clear(output_dir: Path) -> None:

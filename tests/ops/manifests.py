@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 KUBERNETES = ROOT / "kubernetes"
 TEMPLATES = sorted(path.name for path in KUBERNETES.glob("*.yaml"))
 TRAINING = [name for name in TEMPLATES if name.startswith("train")]
-SWITCHES = ("elastic", "etcd", "hyperpod", "instance", "kueue", "preflight")
+SWITCHES = ("elastic", "etcd", "hyperpod", "instance", "kueue", "preflight", "uid")
 # Section 1 of the guide for EKS, and what the file system's template and the switches add.
 GUIDE = {
     "TARGET_PATH": "/fsx-shared/esm",

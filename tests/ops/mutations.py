@@ -183,6 +183,8 @@ set_field("security", "allowPrivilegeEscalation", DELETE)
 set_field("security", "capabilities", {"drop": ["ALL"], "add": ["SYS_ADMIN"]})
 set_field("security", "capabilities", {"drop": ["NET_RAW"]})
 set_field("security", "automountServiceAccountToken", True)
+set_field("security", "verbs", ["*"], kinds=("Role",))
+set_field("security", "resources", ["secrets"], kinds=("Role",))
 
 
 @mutation("security", "privileged")

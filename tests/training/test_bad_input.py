@@ -291,10 +291,17 @@ def test_an_operators_new_job_of_the_old_name_is_told_by_its_uid_its_flags_or_th
     assert restarted()
     monkeypatch.setattr(sys, "argv", [*sys.argv, "--learning_rate=1"])
     assert not restarted()
-    for uid, known in (("1", False), ("1", True), ("2", False)):
+    # With a UID flags count for nothing; where the API did not answer, it does not count.
+    for uid, more, known in (
+        ("1", "", False),
+        ("1", "-x", True),
+        ("2", "-x", False),
+        ("", "-x", True),
+        ("2", "", False),
+    ):
         monkeypatch.setenv("JOB_UID", uid)
-        monkeypatch.setattr(sys, "argv", [*sys.argv, uid])
-        assert restarted() is known
+        monkeypatch.setattr(sys, "argv", ["train_ddp.py", more])
+        assert restarted() is known, (uid, more)
 
 
 def _try(path, told) -> None:
