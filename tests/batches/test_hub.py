@@ -8,7 +8,7 @@ import subprocess
 import pytest
 
 from tests.batches.hub_server import COMMIT, hub_server
-from tests.batches.test_streams import first_epoch, plan_of, proteins, write
+from tests.batches.stream_fixtures import first_epoch, plan_of, proteins, write
 from tests.forked import run_script
 
 READ = """
@@ -17,7 +17,7 @@ from common import cli
 from common.files import stream_reader
 from common.files.sources import open_source
 from common.batches.streams import plan_streams
-from tests.batches.test_streams import first_epoch, PACKED
+from tests.batches.stream_fixtures import first_epoch, PACKED
 if "--impatient" in sys.argv:
     stream_reader.ATTEMPTS = 1
 with cli.user_errors():

@@ -10,7 +10,7 @@ import sys
 import pytest
 
 from common.files.json_files import read_json_lines
-from tests.batches.test_streams import proteins, write
+from tests.batches.stream_fixtures import proteins, write
 from tests.data_fixtures import REAL_SAMPLE, needs_real_sample
 from tests.live_runs import assert_same_run, newest_step
 from tests.training.test_resume import killed_again_and_again
