@@ -17,9 +17,8 @@ RESIDUES = np.flatnonzero(BYTE_TO_ID != UNK).astype(np.uint8).tobytes()  # as le
 IS_WHITESPACE = np.isin(np.arange(256), list(WHITESPACE))
 # Characters to judge by, and more than which share of them is no protein any more; below ENOUGH, a half.
 ENOUGH, MOST_UNKNOWN = 1000, 0.1
-SPACED = (
-    0.4  # gaps a character: more than in any prose, they stand between single letters, as some tools have proteins
-)
+# Gaps a character: more than in any prose, they stand between single letters, as some tools have proteins.
+SPACED = 0.4
 
 
 def clean(data: np.ndarray, offsets: np.ndarray, where: str) -> tuple[np.ndarray, np.ndarray]:

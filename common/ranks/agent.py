@@ -5,7 +5,6 @@ What is overridden are methods that torch documents for an agent of one's own (t
 
 from __future__ import annotations
 
-import os
 import socket
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from common.cli import BAD_INPUT, UserError
+from common.ranks.job_uid import unique_id
 from common.ranks.starts import Starts
 from common.ranks.stopping import PREEMPTED
 
@@ -51,12 +51,7 @@ class Agent(LocalElasticAgent):
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         if worker_group.group_rank == 0 and self.output_dir:
-            ids = (
-                os.environ.get("SLURM_JOB_ID"),
-                os.environ.get("JOB_UID"),
-                worker_group.spec.rdzv_handler.get_run_id(),
-            )
-            self._starts = Starts(self.output_dir, next(filter(None, ids)))
+            self._starts = Starts(self.output_dir, unique_id() or worker_group.spec.rdzv_handler.get_run_id())
             if self._counts:
                 self._starts.begin()
         else:

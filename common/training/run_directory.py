@@ -18,6 +18,7 @@ from io import TextIOWrapper
 from pathlib import Path
 
 from common.cli import UserError
+from common.ranks.job_uid import unique_id
 from common.training.checkpoint import CheckpointFlags, resume_from
 from common.training.checkpoint_files import NAME, PARTIAL, SAVED, SUPERSEDED, list_checkpoints
 from common.training.profiling import TRACES
@@ -166,7 +167,7 @@ def _job() -> dict:
     user: the batch system's number or the API's UID, which no two jobs share, or torchrun's --rdzv_id, which they may
     (the guides' variables give a constant), with the torchrun itself and the command line."""
     if os.environ.get("SLURM_JOB_ID"):
-        return {"job": f"slurm {os.environ['SLURM_JOB_ID']}", "uid": os.environ["SLURM_JOB_ID"]}
+        return {"job": f"slurm {os.environ['SLURM_JOB_ID']}", "uid": unique_id()}
     run_id = os.environ.get("TORCHELASTIC_RUN_ID")
     if run_id is None:
         return {"job": None}
@@ -176,7 +177,7 @@ def _job() -> dict:
         "torchrun": _parent(),
         "by_hand": one_node and "KUBERNETES_SERVICE_HOST" not in os.environ,
         "command": sys.argv[1:],
-        "uid": os.environ.get("JOB_UID"),
+        "uid": unique_id(),
     }
 
 
