@@ -68,7 +68,7 @@ class Logbook:
         """Open the files of rows before the first step. Rows of metrics.jsonl from `first_row` on, and of
         quant_stats.jsonl beyond `step`, will come again: they are dropped."""
         self.metrics = JsonLinesLog(self.output_dir / METRICS, first_row - 1)
-        self.tracker.go_on(read_json_lines(self.output_dir / METRICS))
+        self.tracker.go_on(self.output_dir / METRICS)
         if quant_stats_in:
             self.quant_stats = JsonLinesLog(quant_stats_in / stats_plan.FILE, step)
 

@@ -101,7 +101,7 @@ def step_line(row: dict) -> str:
         for name, key, form, unit in (
             ("epoch", "epoch", ".2f", ""),
             ("loss", "loss", ".4f", ""),
-            ("this step's", "step_loss", ".4f", ""),
+            ("step_loss", "step_loss", ".4f", ""),
             ("ppl", "train_perplexity", ".3f", ""),
             ("grad_norm", "grad_norm", ".3f", ""),
             ("lr", "learning_rate", ".2e", ""),

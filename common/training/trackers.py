@@ -16,7 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from common.cli import Flags, MachineFault, UserError, one_line
-from common.files.json_files import write_json
+from common.files.json_files import read_json_lines, write_json
 from common.ranks.stopping import PREEMPTED
 
 logger = logging.getLogger(__name__)
@@ -33,8 +33,8 @@ class Tracker:
     def write(self, row: dict) -> None:
         """The numbers of a row of metrics.jsonl, or of any {"step": ..., name: value}."""
 
-    def go_on(self, rows: list[dict]) -> None:
-        """Before the first new row: those of metrics.jsonl that the run goes on from."""
+    def go_on(self, metrics: Path) -> None:
+        """Before the first new row: metrics.jsonl, with the rows that the run goes on from."""
 
     def close(self, status: int) -> None:
         """status: the exit status that the process is about to have."""
@@ -94,10 +94,10 @@ class _WandB(Tracker):
     def write(self, row: dict) -> None:
         self.run.log({STEP: row["step"]} | _numbers(row))
 
-    def go_on(self, rows: list[dict]) -> None:
-        """The newest once more: a process that was killed took with it what W&B's had not written, and has no way to
-        wait for that at each row."""
-        for row in rows[-RESENT:]:
+    def go_on(self, metrics: Path) -> None:
+        """The newest rows once more: a process that was killed took with it what W&B's had not written, and has no way
+        to wait for that at each row."""
+        for row in read_json_lines(metrics)[-RESENT:]:
             self.write(row)
 
     def close(self, status: int) -> None:
@@ -123,8 +123,8 @@ class _Dispensable(Tracker):
     def write(self, row: dict) -> None:
         self._try(lambda: self.tracker.write(row))
 
-    def go_on(self, rows: list[dict]) -> None:
-        self._try(lambda: self.tracker.go_on(rows))
+    def go_on(self, metrics: Path) -> None:
+        self._try(lambda: self.tracker.go_on(metrics))
 
     def close(self, status: int) -> None:
         self._try(lambda: self.tracker.close(status))
