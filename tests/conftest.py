@@ -41,12 +41,24 @@ def pytest_make_parametrize_id(config, val, argname: str) -> str | None:
     return argname if isinstance(val, bytes) else None
 
 
-# Files whose tests wait for clusters, engines and torchrun: begun first, they leave no tail of their own.
-LONG = (
-    *("ops/test_slurm", "ops/test_containers", "ops/test_kubernetes_run", "ops/test_push", "test_readme"),
-    *("training/test_soak", "training/test_resume", "training/test_fsdp2_faults", "ranks/", "preflight/"),
+# Files whose tests wait for clusters, engines, torchrun and each other, in two parts that take about as long.
+WAITING = (
+    ("ops/test_slurm", "test_readme", "ops/test_containers", "ops/test_kubernetes_run", "ops/test_push"),
+    (
+        *("ranks/", "preflight/", "training/test_soak", "training/test_resume", "training/test_fsdp2_faults"),
+        *("training/test_observability", "training/test_trackers"),
+    ),
 )
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    items.sort(key=lambda item: not item.nodeid.startswith(tuple(f"tests/{name}" for name in LONG)))
+    """Those that wait come first, each part on a worker of its own: others compute meanwhile, and no tail is left.
+
+    xdist gives each worker as many neighbours; who has done his own takes from the end of what another still has.
+    """
+    starts = [tuple(f"tests/{name}" for name in names) for names in WAITING]
+    parts = {item: next((n for n, of in enumerate(starts) if item.nodeid.startswith(of)), 2) for item in items}
+    first, second, others = ([item for item in items if parts[item] == n] for n in range(3))
+    share = len(items) // int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    filled = max(0, share - len(first))
+    items[:] = first + others[:filled] + second + others[filled:]

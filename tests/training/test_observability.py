@@ -24,7 +24,6 @@ FLAGS = {"max_steps": 10, "save_final_model": False}
 
 FSDP2 = {"script": "train_fsdp2.py"}
 HYBRID = FSDP2 | {"sharding_strategy": "hybrid", "hsdp_shard_size": 2}
-LAYOUTS = pytest.mark.parametrize(("nproc", "flags"), [(2, {}), (2, FSDP2), (4, HYBRID)], ids=["ddp", "fsdp2", "hsdp"])
 
 
 def _main_slow(argv: list[str], script: str, rank: int, seconds: float, forward: int) -> None:
@@ -79,8 +78,11 @@ def test_a_checkpoint_that_stalls_training_is_in_the_next_row(dataset, tmp_path)
     assert {step for step, seconds in stalls.items() if seconds > 1e-3} == {5, 9}
 
 
-@pytest.mark.parametrize(("rank", "accumulation"), [(0, 1), (1, 2)])
-@LAYOUTS
+@pytest.mark.parametrize(
+    ("nproc", "rank", "accumulation", "flags"),
+    [(2, 1, 2, {}), (2, 0, 1, FSDP2), (4, 1, 2, HYBRID)],
+    ids=["ddp", "fsdp2", "hsdp"],
+)
 def test_the_slow_rank_is_named_in_the_row_and_in_one_line(dataset, tmp_path, nproc, rank, accumulation, flags):
     """Slow in the forward passes up to the first comparison, then in the backward passes."""
     flags = flags | {"straggler_every": 5, "gradient_accumulation_steps": accumulation}

@@ -317,42 +317,37 @@ def test_an_epoch_of_packs_sees_every_protein(dataset, tmp_path):
 
 def test_the_guides_command_line_trains_evaluates_and_exports_under_torchrun(dataset, tmp_path):
     """The first guide's flags, as it writes them; the model is the tiny one."""
-    done = run_training(
-        dataset,
-        tmp_path,
-        nproc=2,
-        dataloader_num_workers=2,
-        bf16=True,
-        do_eval=True,
-        do_preprocess=False,
-        do_train=True,
-        gradient_accumulation_steps=1,
-        logging_steps=16,
-        num_train_epochs=1,
-        max_steps=None,
-        per_device_train_batch_size=8,
-        max_train_samples=200,
-        tokenizer_name="facebook/esm2_t6_8M_UR50D",
-        torch_compile=False,
-        pad_to_max_length=True,
-        max_seq_length=96,
-        ddp_bucket_cap_mb=125,
-        disable_tqdm=None,
-    )
+    flags = {
+        "dataloader_num_workers": 2,
+        "bf16": True,
+        "do_eval": True,
+        "do_preprocess": False,
+        "do_train": True,
+        "gradient_accumulation_steps": 1,
+        "logging_steps": 16,
+        "num_train_epochs": 1,
+        "max_steps": None,
+        "per_device_train_batch_size": 8,
+        "max_train_samples": 200,
+        "tokenizer_name": "facebook/esm2_t6_8M_UR50D",
+        "torch_compile": False,
+        "pad_to_max_length": True,
+        "max_seq_length": 96,
+        "ddp_bucket_cap_mb": 125,
+        "disable_tqdm": None,
+    }
+    out = tmp_path / "out"
+    done = run_training(dataset, out, nproc=2, **flags)
     assert done.returncode == 0, done.stderr
     for split in ("train", "eval"):
         assert done.stdout.count(f"***** {split} metrics *****") == 1, "rank 0 alone speaks"
     assert done.stderr.count("step: 13/13") == 1
-    assert [row["step"] for row in rows(tmp_path)] == [1, 13]
-    written = {path.name for path in tmp_path.iterdir()}
+    assert [row["step"] for row in rows(out)] == [1, 13]
+    written = {path.name for path in out.iterdir()}
     results = {f"{name}_results.json" for name in ("train", "eval", "test", "all")}
     assert results | {"metrics.jsonl", "training_curves.png", "trainer_state.json", "final_model"} <= written
     assert "UserWarning" not in done.stderr
-
-
-def test_one_process_needs_no_torchrun(dataset, tmp_path):
-    done = run_training(dataset, tmp_path / "script", max_steps=2)
-    assert done.returncode == 0, done.stderr
-    train(dataset, tmp_path / "forked", max_steps=2)
-    assert losses(tmp_path / "script") == losses(tmp_path / "forked")
-    assert same_bits(final_weights(tmp_path / "script"), final_weights(tmp_path / "forked"))
+    # What the other tests start in forked processes is this very run.
+    train(dataset, tmp_path / "forked", nproc=2, **flags | {"do_eval": False})
+    assert losses(out) == losses(tmp_path / "forked")
+    assert same_bits(final_weights(out), final_weights(tmp_path / "forked"))

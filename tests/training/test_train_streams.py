@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import json
 import random
-import subprocess
-import sys
 
 import pytest
 
 from common.files.json_files import read_json_lines
 from tests.batches.stream_fixtures import proteins, write
 from tests.data_fixtures import REAL_SAMPLE, needs_real_sample
+from tests.forked import run_script
 from tests.live_runs import assert_same_run, newest_step
 from tests.training.test_resume import killed_again_and_again
-from tests.training_fixtures import ROOT, environment, final_weights, flags_of, losses, same_bits, train
+from tests.training_fixtures import environment, final_weights, flags_of, losses, same_bits, train
 
 FLAGS = {"max_steps": 24, "gradient_accumulation_steps": 2, "save_steps": 1, "save_total_limit": 2}
 
@@ -65,10 +64,7 @@ def test_real_proteins_straight_from_the_fasta_file(tmp_path):
     flags = flags_of(
         None, tmp_path, dataset=REAL_SAMPLE, eval_dataset=REAL_SAMPLE, do_eval=True, max_eval_samples=20, max_steps=3
     )
-    command = [sys.executable, "train_ddp.py", *flags, "--streaming"]
-    done = subprocess.run(
-        command, capture_output=True, text=True, cwd=ROOT, env=environment(), timeout=120, check=False
-    )
+    done = run_script("train_ddp.py", *flags, "--streaming", env=environment())
     assert done.returncode == 0, done.stderr
     assert [row["step"] for row in read_json_lines(tmp_path / "metrics.jsonl")] == [1, 2, 3]
     assert json.loads((tmp_path / "eval_results.json").read_text())["eval_samples"] == 20
