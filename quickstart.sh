@@ -6,7 +6,7 @@
 #   ./quickstart.sh                          a generated sample of protein families
 #   ./quickstart.sh --fasta my.fasta[.gz]    your own proteins
 #   ./quickstart.sh --source URL             proteins from the web, say UniRef50 (13.6 GB)
-#   ./quickstart.sh --steps 2000             train for longer (default: 120 steps of 8,192 tokens)
+#   ./quickstart.sh --steps 2000             train for longer (default: what takes about two minutes here)
 #   ./quickstart.sh --output DIR             where it all goes (default: quickstart/<name of the proteins>)
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")"
@@ -14,13 +14,13 @@ cd "$(dirname "${BASH_SOURCE[0]}")"
 fail() { echo "error: $*" >&2; exit 2; }
 say() { printf '\n== %s\n' "$*"; }
 
-source_="" output="" steps=120
+source_="" output="" longer=()
 while [ $# -gt 0 ]; do
   case "$1" in
     --fasta | --source | --steps | --output) [ $# -ge 2 ] || fail "$1 needs a value" ;;&
     --fasta) [ -f "$2" ] || fail "--fasta $2: no such file"; source_=$2; shift 2 ;;
     --source) source_=$2; shift 2 ;;
-    --steps) [[ "$2" =~ ^[1-9][0-9]*$ ]] || fail "--steps $2: a number of steps"; steps=$2; shift 2 ;;
+    --steps) [[ "$2" =~ ^[1-9][0-9]*$ ]] || fail "--steps $2: a number of steps"; longer=(--max_steps "$2"); shift 2 ;;
     --output) output=$2; shift 2 ;;
     -h | --help) sed -n '2,/^set/{/^set/d;s/^# \{0,1\}//;p}' "$0"; exit 0 ;;
     *) fail "unknown argument $1 (see ./quickstart.sh --help)" ;;
@@ -50,10 +50,12 @@ say "4/5 Training (and evaluating before, during and after)"
 launch=("$python")
 gpus=$($python -c 'import torch; print(torch.cuda.device_count())')
 [ "$gpus" -le 1 ] || launch=(.venv/bin/torchrun --standalone --nproc_per_node="$gpus")
-"${launch[@]}" train_ddp.py --config_name facebook/esm2_t6_8M_UR50D --dataset_dir "$output/processed/arrow" \
-  --output_dir "$output/model" --bf16 --max_seq_length 512 --tokens_per_pack 8192 --learning_rate 1e-3 \
-  --max_steps "$steps" --logging_steps 10 --save_steps 20 --save_total_limit 2 \
-  --do_eval --eval_on_start --eval_steps 40 --max_eval_samples 500
+run=$output/run.json  # once written, it stays: started again, the run goes on as it began
+[ -f "$run" ] || $python -m common.training.pace --flags_file "$run" --seconds 120 \
+  --config_name facebook/esm2_t6_8M_UR50D --dataset_dir "$output/processed/arrow" --output_dir "$output/model" \
+  --max_seq_length 512 --tokens_per_pack 4096 --learning_rate 1e-3 --logging_steps 10 --save_steps 20 \
+  --save_total_limit 2 --do_eval --eval_on_start --eval_steps 0.334 --max_eval_samples 500
+"${launch[@]}" train_ddp.py "$run" "${longer[@]}"
 
 say "5/5 Result"
 $python -m common.training.report "$output/model"

@@ -72,11 +72,16 @@ def te_missing(device: torch.device) -> str | None:
     return None
 
 
+def has_bf16(device: torch.device) -> bool:
+    """Whether it computes in bf16: every CPU (common.model.cpu), and GPUs that have the instructions."""
+    return device.type != "cuda" or torch.cuda.get_device_capability(device) >= BF16_SINCE
+
+
 def check_device(device: torch.device, bf16: bool, head_dim: int, backend: str) -> None:
     """UserError for what a GPU cannot do, before the first kernel says so in its own words."""
     if device.type != "cuda" or not bf16:
         return
-    if torch.cuda.get_device_capability(device) < BF16_SINCE:
+    if not has_bf16(device):
         name = torch.cuda.get_device_name(device)
         raise UserError(f"--bf16: {name} has no bf16 instructions (Ampere, sm80, and later have): drop the flag")
     if backend == "torch" and head_dim % HEAD_MULTIPLE:
