@@ -13,11 +13,11 @@ from dataclasses import dataclass
 
 from torch.nn.parallel import DistributedDataParallel
 
-from common.cli import flag, parse_arguments, run
+from common.cli import flag, run
 from common.ranks.run import distributed_run
 from common.ranks.strategy import Strategy
 from common.ranks.world import World
-from common.training.arguments import TrainArguments
+from common.training.arguments import TrainArguments, parse_run
 from common.training.load_model import Built, load_model
 from common.training.trainer import train
 
@@ -46,7 +46,7 @@ def replicate(built: Built, world: World, args: DdpArguments) -> Strategy:
 
 
 def main() -> None:
-    (args,) = parse_arguments(__doc__, DdpArguments)
+    args = parse_run(__doc__, DdpArguments)
     with distributed_run(args) as world:
         built = load_model(args, world)
         train(replicate(built, world, args), built, args, world)
