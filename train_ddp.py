@@ -4,6 +4,7 @@
 torchrun --nproc_per_node=8 train_ddp.py --config_name facebook/esm2_t12_35M_UR50D --dataset_dir processed/arrow \
     --output_dir out --bf16 --do_eval
 python train_ddp.py ...        the same on one GPU or on a CPU
+python train_ddp.py            a short run on generated proteins: configs/sanity.yaml
 """
 
 from __future__ import annotations

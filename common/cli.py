@@ -73,9 +73,11 @@ class Flags:
         kinds = list(reversed(type(self).__mro__))
         lacking = [each for kind in kinds if "missing" in vars(kind) for each in kind.missing(self)]
         if lacking:
-            first = list({each.flag: each for each in reversed(lacking)}.values())[::-1]  # of each flag, in order
-            named = ", ".join(f"{each.flag} ({each.what})" for each in first)
-            examples = " ".join(f"{each.flag} {each.example}".strip() for each in first)
+            each_once: dict[str, Missing] = {}
+            for each in lacking:
+                each_once.setdefault(each.flag, each)
+            named = ", ".join(f"{each.flag} ({each.what})" for each in each_once.values())
+            examples = " ".join(f"{each.flag} {each.example}".strip() for each in each_once.values())
             raise UserError(f"missing: {named}: add, say, {examples}")
         for kind in kinds:
             if "check" in vars(kind):

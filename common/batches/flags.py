@@ -73,7 +73,7 @@ class DataFlags(Flags):
         if not self.dataset and (self.streaming or self.eval_dataset):
             yield Missing("--dataset", "--streaming and --eval_dataset go with it", "proteins.fasta")
         elif not self.dataset and not self.dataset_dir:
-            what = "the processed/arrow that 1.tokenize_uniref_csv.py wrote; or --dataset and --max_steps: untokenised"
+            what = "what 1.tokenize_uniref_csv.py wrote; or --dataset and --max_steps"
             yield Missing("--dataset_dir", what, "processed/arrow")
         if self.dataset and self.max_steps < 0:
             yield Missing("--max_steps", "a --dataset has no length known beforehand", "1000")
