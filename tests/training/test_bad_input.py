@@ -24,9 +24,8 @@ from tests.forked import run_script
 from tests.small_disk import fill, small_disk
 from tests.training_fixtures import flags_of, losses, run_forked, train
 
-
 MISSING = "add, say, --config_name facebook/esm2_t6_8M_UR50D {} --output_dir out"
-STREAMED = MISSING.format("--max_steps 1000")
+NO_LENGTH = MISSING.format("--max_steps 1000")
 
 
 def error_of(said: str) -> str:
@@ -54,7 +53,7 @@ def refused(dataset_dir, output_dir, **flags) -> str:
         ({"config_name": None, "dataset_dir": "", "output_dir": ""}, MISSING.format("--dataset_dir processed/arrow")),
         (
             {"config_name": None, "dataset_dir": None, "dataset": "a.csv", "max_steps": None, "output_dir": ""},
-            STREAMED,
+            NO_LENGTH,
         ),
         ({"model_name_or_path": "somewhere", "config_name": "facebook/esm2_t6_8M_UR50D"}, "--model_name_or_path"),
         ({"config_name": "facebook/esm3"}, next(iter(ESM2_SIZES))),
