@@ -18,7 +18,7 @@ from pathlib import Path
 from tqdm import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
-from common.cli import UserError, flag, parse_arguments, run
+from common.cli import Flags, UserError, flag, parse_arguments, run
 from common.files.fasta import read_fasta_lines
 from common.files.output_directory import Build, building
 from common.files.records import BadRecords, Lines, Policy, skip
@@ -34,7 +34,7 @@ READ = "records read"  # in the journal of the build
 
 
 @dataclass
-class Arguments:
+class Arguments(Flags):
     max_records_per_partition: int = flag(500_000, "records in a file; the last has fewer")
     output_dir: str = field(default_factory=os.getcwd, metadata={"help": "files go to OUTPUT_DIR/csv (default: here)"})
     save_csv: bool = flag(True, "write OUTPUT_DIR/csv/xNNN.csv")
@@ -53,11 +53,9 @@ class Arguments:
     overwrite: bool = flag(False, "make the outputs anew, whatever is there")
     verify: bool = flag(False, "read what is complete, and compare its checksums")
 
-    def __post_init__(self) -> None:
-        if self.max_records_per_partition < 1:
-            raise UserError(f"--max_records_per_partition {self.max_records_per_partition}: must be at least 1")
-        if self.seed < 0:
-            raise UserError(f"--seed {self.seed}: must not be negative")
+    def check(self) -> None:
+        self.require_at_least(1, "max_records_per_partition")
+        self.require_at_least(0, "seed")
         if not self.formats:
             raise UserError("nothing to write: leave --save_csv True or set another --save_... flag")
         self.sources = parse_sources(self.source, self.md5, self.sha256)

@@ -12,12 +12,13 @@ import hashlib
 import logging
 import shutil
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from tqdm import tqdm
 
-from common.cli import UserError, flag, parse_arguments, run
+from common.cli import Flags, Missing, UserError, flag, parse_arguments, run
 from common.files import csv_records
 from common.files.csv_records import count_rows, csv_files
 from common.files.dataset_writer import TOKEN_FEATURES, DatasetWriter, write_dataset_dict
@@ -33,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass
-class Arguments:
+class Arguments(Flags):
     input_dir: str = flag("csv", "directory of the CSV files")
     output_dir: str = flag("processed", "the splits go to OUTPUT_DIR/arrow")
     train_size: float | None = flag(None, "records, or a fraction; default: all that is left")
@@ -59,12 +60,14 @@ class Arguments:
     overwrite: bool = flag(False, "make the output anew, whatever is there")
     verify: bool = flag(False, "read what is complete, and compare its checksums")
 
-    def __post_init__(self) -> None:
+    def missing(self) -> Iterator[Missing]:
+        if self.pad_to_max_length and self.max_seq_length is None:
+            yield Missing("--max_seq_length", "--pad_to_max_length True needs it", "512")
+
+    def check(self) -> None:
         check_tokenizer(self.tokenizer_name)
         if self.max_seq_length is not None and self.max_seq_length < 3:
             raise UserError(f"--max_seq_length {self.max_seq_length}: at least 3 (<cls>, a residue, <eos>)")
-        if self.pad_to_max_length and self.max_seq_length is None:
-            raise UserError("--pad_to_max_length True needs --max_seq_length")
         if self.preprocessing_num_workers < 1:
             raise UserError(f"--preprocessing_num_workers {self.preprocessing_num_workers}: at least 1")
         if self.cluster_table and not self.line_by_line:

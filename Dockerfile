@@ -19,6 +19,7 @@ RUN python3 install_requirements.py ${REQUIREMENTS}
 
 WORKDIR /workspace
 COPY common common/
+COPY configs configs/
 COPY *.py LICENSE ./
 COPY docker/finish_image.sh /tmp/build/
 RUN /bin/bash /tmp/build/finish_image.sh

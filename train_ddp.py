@@ -4,6 +4,7 @@
 torchrun --nproc_per_node=8 train_ddp.py --config_name facebook/esm2_t12_35M_UR50D --dataset_dir processed/arrow \
     --output_dir out --bf16 --do_eval
 python train_ddp.py ...        the same on one GPU or on a CPU
+python train_ddp.py            a short run on generated proteins: configs/sanity.yaml
 """
 
 from __future__ import annotations
@@ -13,11 +14,11 @@ from dataclasses import dataclass
 
 from torch.nn.parallel import DistributedDataParallel
 
-from common.cli import flag, parse_arguments, run
+from common.cli import flag, run
 from common.ranks.run import distributed_run
 from common.ranks.strategy import Strategy
 from common.ranks.world import World
-from common.training.arguments import TrainArguments
+from common.training.arguments import TrainArguments, parse_run
 from common.training.load_model import Built, load_model
 from common.training.trainer import train
 
@@ -46,7 +47,7 @@ def replicate(built: Built, world: World, args: DdpArguments) -> Strategy:
 
 
 def main() -> None:
-    (args,) = parse_arguments(__doc__, DdpArguments)
+    args = parse_run(__doc__, DdpArguments)
     with distributed_run(args) as world:
         built = load_model(args, world)
         train(replicate(built, world, args), built, args, world)

@@ -8,19 +8,20 @@ torchrun --nproc_per_node=8 train_fsdp2.py --config_name facebook/esm2_t33_650M_
 from __future__ import annotations
 
 import common  # noqa: F401  # isort: skip  (before torch: see there)
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
-from common.cli import UserError, flag, parse_arguments, run
+from common.cli import Missing, UserError, flag, run
 from common.model.esm2 import Esm2ForMaskedLM
 from common.model.recompute import MODES, save_activations
 from common.ranks.run import distributed_run
 from common.ranks.strategy import FullySharded
 from common.ranks.world import World
-from common.training.arguments import TrainArguments
+from common.training.arguments import TrainArguments, parse_run
 from common.training.load_model import load_model
 from common.training.trainer import train
 
@@ -42,14 +43,16 @@ class FsdpArguments(TrainArguments):
     sync_each_batch: bool = flag(False, "Exchange gradients after every micro-batch, rather than hold them whole.")
     forward_prefetch: int = flag(1, "Layers whose weights are gathered ahead of use.")
 
+    def missing(self) -> Iterator[Missing]:
+        if self.hsdp_shard_size is not None and self.sharding_strategy != "hybrid":
+            yield Missing("--sharding_strategy", "--hsdp_shard_size goes with hybrid", "hybrid")
+        if self.param_dtype == "bf16" and not self.bf16:
+            yield Missing("--bf16", "--param_dtype bf16 stores what it computes with")
+
     def check(self) -> None:
         self.require_choice("sharding_strategy", STRATEGIES)
         self.require_choice("param_dtype", ("fp32", "bf16"))
         self.require_choice("activation_checkpointing", MODES)
-        if self.hsdp_shard_size is not None and self.sharding_strategy != "hybrid":
-            raise UserError("--hsdp_shard_size goes with --sharding_strategy hybrid")
-        if self.param_dtype == "bf16" and not self.bf16:
-            raise UserError("--param_dtype bf16 stores what --bf16 computes with: give both")
         if self.forward_prefetch < 0:
             raise UserError(f"--forward_prefetch {self.forward_prefetch}: must not be negative")
 
@@ -87,7 +90,7 @@ def shard(model: Esm2ForMaskedLM, world: World, args: FsdpArguments) -> None:
 
 
 def main() -> None:
-    (args,) = parse_arguments(__doc__, FsdpArguments)
+    args = parse_run(__doc__, FsdpArguments)
     with distributed_run(args) as world:
         selective = args.activation_checkpointing == "selective"
         built = load_model(

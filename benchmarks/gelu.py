@@ -15,11 +15,12 @@ from dataclasses import dataclass
 
 import torch
 
+from benchmarks.prepared import PreparedFlags
 from benchmarks.tables import publish, where_measured
 from common.batches.collators import MaskingCollator, to_device
 from common.batches.loader import PlannedOrder, TrainLoader
 from common.batches.packing import BatchPlan
-from common.cli import UserError, flag, parse_arguments, run
+from common.cli import flag, parse_arguments, run
 from common.files.token_store import open_split
 from common.model.backend import HIDDEN_ACT
 from common.model.esm2 import Esm2ForMaskedLM, build_model
@@ -29,8 +30,7 @@ from common.training.optim import build_optimizer, lr_schedule
 
 
 @dataclass
-class Arguments:
-    dataset_dir: str | None = flag(None, "processed/arrow, as 1.tokenize_uniref_csv.py writes it.")
+class Arguments(PreparedFlags):
     config_name: str = flag("facebook/esm2_t6_8M_UR50D", "The model.")
     tokens: int = flag(2048, "Tokens a step.")
     max_seq_length: int = flag(256, "Crop.")
@@ -38,10 +38,6 @@ class Arguments:
     learning_rate: float = flag(2e-3, "Peak learning rate.")
     last: int = flag(25, "The final losses are means over this many last steps.")
     output: str | None = flag(None, "Also write the table there.")
-
-    def __post_init__(self) -> None:
-        if not self.dataset_dir:
-            raise UserError("--dataset_dir is missing: processed/arrow of 1.tokenize_uniref_csv.py")
 
 
 def with_gelu(args: Arguments, gelu: str, seed: int) -> Esm2ForMaskedLM:

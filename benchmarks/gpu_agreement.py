@@ -25,7 +25,7 @@ from benchmarks.gpu_models import SIZES, batches_for, build
 from benchmarks.peer import padded
 from benchmarks.tables import publish, where_measured
 from common.batches.collators import to_device
-from common.cli import UserError, flag, parse_arguments, run
+from common.cli import Flags, UserError, flag, parse_arguments, run
 from common.model.backend import HIDDEN_ACT
 from common.model.convert import from_hf, to_hf
 from common.model.presets import esm2_config
@@ -35,13 +35,13 @@ PASSES_BEFORE = 3
 
 
 @dataclass
-class Arguments:
+class Arguments(Flags):
     device: str = flag("cuda", "cuda or cpu.")
     size: str = flag("8M", f"Which: {', '.join(SIZES)}.")
     tokens: int = flag(4096, "In the batch.")
     output: str | None = flag(None, "Also write the table there.")
 
-    def __post_init__(self) -> None:
+    def check(self) -> None:
         if self.size not in SIZES:
             raise UserError(f"--size {self.size}: choose {', '.join(SIZES)}")
         if self.device == "cuda" and not torch.cuda.is_available():

@@ -31,7 +31,7 @@ import torch
 from benchmarks.gpu_models import KINDS, MAX_LENGTH, SIZES, batches_for, build
 from benchmarks.tables import publish, where_measured
 from common.batches.collators import to_device
-from common.cli import UserError, flag, parse_arguments, run
+from common.cli import Flags, UserError, flag, parse_arguments, run
 from common.model.backend import HIDDEN_ACT
 from common.model.presets import esm2_config
 from common.precision.plan import FP8_RECIPES
@@ -41,7 +41,7 @@ MODES = [kind for kind in KINDS if kind != "emulated"]
 
 
 @dataclass
-class Arguments:
+class Arguments(Flags):
     device: str = flag("cuda", "cuda or cpu.")
     sizes: str = flag("650M,3B,8M,150M,15B/8", f"Which, in this order: {', '.join(SIZES)}.")
     modes: str = flag(",".join(MODES), "Which rows of each size.")
@@ -53,7 +53,7 @@ class Arguments:
     row_seconds: float = flag(120.0, "Give a row up after this.")
     output: str | None = flag(None, "Write the table there, and its rows beside it as .json.")
 
-    def __post_init__(self) -> None:
+    def check(self) -> None:
         for name, known in (("sizes", SIZES), ("modes", MODES), ("fp8_recipe", FP8_RECIPES)):
             for value in getattr(self, name).split(","):
                 if value not in known:

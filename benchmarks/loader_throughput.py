@@ -27,7 +27,7 @@ from common.batches.collators import MaskingCollator
 from common.batches.loader import PlannedOrder, TrainLoader, TrainStep
 from common.batches.packing import BatchPlan
 from common.batches.streams import StreamedOrder, plan_streams
-from common.cli import UserError, parse_arguments, run
+from common.cli import Flags, Missing, UserError, parse_arguments, run
 from common.files.alphabet import encode
 from common.files.dataset_writer import TOKEN_FEATURES, DatasetWriter
 from common.files.fasta import read_fasta
@@ -36,7 +36,7 @@ from common.files.token_store import open_split
 
 
 @dataclass
-class BenchmarkArguments:
+class BenchmarkArguments(Flags):
     fasta: str | None = field(default=None, metadata={"help": "FASTA file (plain or .gz) to tokenise and read"})
     dataset_dir: str | None = field(default=None, metadata={"help": "tokenised dataset; its train split is read"})
     dataset: str | None = field(default=None, metadata={"help": "file, directory or glob to stream, as for training"})
@@ -44,6 +44,14 @@ class BenchmarkArguments:
     tokens_per_pack: list[int] = field(default_factory=lambda: [8192, 16384], metadata={"help": "sizes to measure"})
     num_workers: list[int] = field(default_factory=lambda: [0, 1, 2], metadata={"help": "worker counts to measure"})
     seconds: float = field(default=5.0, metadata={"help": "of every measurement"})
+
+    def missing(self) -> Iterator[Missing]:
+        if not (self.fasta or self.dataset_dir or self.dataset):
+            yield Missing("--fasta", "or --dataset_dir, or --dataset: the proteins", "proteins.fasta")
+
+    def check(self) -> None:
+        if sum(map(bool, (self.fasta, self.dataset_dir, self.dataset))) != 1:
+            raise UserError("--fasta, --dataset_dir and --dataset exclude each other: give one")
 
 
 def tokenise(fasta: str, directory: Path) -> None:
@@ -84,8 +92,6 @@ def measure(steps: Iterator[TrainStep], seconds: float) -> tuple[float, float]:
 
 def main() -> None:
     (args,) = parse_arguments(__doc__, BenchmarkArguments)
-    if sum(map(bool, (args.fasta, args.dataset_dir, args.dataset))) != 1:
-        raise UserError("give one of --fasta, --dataset_dir and --dataset")
     with tempfile.TemporaryDirectory() as scratch:
         if args.fasta:
             tokenise(args.fasta, Path(scratch) / "train")

@@ -20,6 +20,7 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
+from benchmarks.prepared import PreparedFlags
 from benchmarks.tables import publish, where_measured
 from common.cli import UserError, flag, parse_arguments, run
 
@@ -34,8 +35,7 @@ UNTIMED = 2  # steps in which memory is touched for the first time and kernels a
 
 
 @dataclass
-class Arguments:
-    dataset_dir: str | None = flag(None, "processed/arrow, as 1.tokenize_uniref_csv.py writes it.")
+class Arguments(PreparedFlags):
     config_name: str = flag("facebook/esm2_t6_8M_UR50D", "The model whose steps are timed.")
     tokens: int = flag(8192, "Tokens in a pack; a step takes two.")
     steps: int = flag(8, "Steps timed.")
@@ -47,10 +47,6 @@ class Arguments:
     checkpoint_tokens: int = flag(1024, "Tokens in a pack there: what is timed does not depend on them.")
     work_dir: str | None = flag(None, "A directory on the disk that checkpoints are to be timed on.")
     output: str | None = flag(None, "Also write the tables there.")
-
-    def __post_init__(self) -> None:
-        if not self.dataset_dir:
-            raise UserError("--dataset_dir is missing: processed/arrow of 1.tokenize_uniref_csv.py")
 
 
 def train(args: Arguments, layout: str, **flags) -> list[dict]:

@@ -17,11 +17,13 @@ import math
 import statistics
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from benchmarks.prepared import PreparedFlags
 from benchmarks.tables import where_measured
-from common.cli import UserError, flag, parse_arguments, run
+from common.cli import Missing, UserError, flag, parse_arguments, run
 from common.files.json_files import read_json_lines
 from common.model.config import override
 from common.model.presets import load_config
@@ -40,8 +42,7 @@ LAST_PART = 0.25  # of the curve, whose mean is less noisy than its last point
 
 
 @dataclass
-class Arguments:
-    dataset_dir: str | None = flag(None, "processed/arrow, as 1.tokenize_uniref_csv.py writes it.")
+class Arguments(PreparedFlags):
     output_dir: str | None = flag(None, "Where the runs, the table and the plot go.")
     config_name: str = flag("facebook/esm2_t6_8M_UR50D", "The model.")
     config_overrides: str | None = flag(None, "Change it: num_hidden_layers=2,...")
@@ -56,10 +57,11 @@ class Arguments:
     max_runs: int | None = flag(None, "Start at most so many runs in this call; 0: only the report.")
     report: str | None = flag(None, "The table's path; the plot gets .png. Default: output_dir/convergence.md.")
 
-    def __post_init__(self) -> None:
-        for name in ("dataset_dir", "output_dir"):
-            if not getattr(self, name):
-                raise UserError(f"--{name} is missing")
+    def missing(self) -> Iterator[Missing]:
+        if not self.output_dir:
+            yield Missing("--output_dir", "where the runs, the table and the plot go", "out")
+
+    def check(self) -> None:
         for name in self.formats.split(","):
             if name not in FORMATS:
                 raise UserError(f"--formats {name}: choose of {','.join(FORMATS)}")

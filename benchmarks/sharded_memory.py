@@ -19,6 +19,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from benchmarks.prepared import PreparedFlags
 from benchmarks.tables import publish, where_measured
 from common.cli import UserError, flag, parse_arguments, run
 
@@ -29,16 +30,11 @@ EVERY_S = 0.005
 
 
 @dataclass
-class Arguments:
-    dataset_dir: str | None = flag(None, "processed/arrow, as 1.tokenize_uniref_csv.py writes it.")
+class Arguments(PreparedFlags):
     config_name: str = flag("facebook/esm2_t30_150M_UR50D", "The model.")
     ranks: str = flag("1,2,4", "Numbers of ranks.")
     work_dir: str | None = flag(None, "Where checkpoints are written.")
     output: str | None = flag(None, "Also write the table there.")
-
-    def __post_init__(self) -> None:
-        if not self.dataset_dir:
-            raise UserError("--dataset_dir is missing: processed/arrow of 1.tokenize_uniref_csv.py")
 
 
 def peaks(args: Arguments, ranks: int, accumulation: int, *extra: str) -> dict[str, float]:

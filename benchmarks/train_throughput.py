@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 
+from benchmarks.prepared import PreparedFlags
 from benchmarks.tables import publish, where_measured
 from common.cli import UserError, flag, parse_arguments, run
 
@@ -34,8 +35,7 @@ MODES = {
 
 
 @dataclass
-class Arguments:
-    dataset_dir: str | None = flag(None, "processed/arrow, as 1.tokenize_uniref_csv.py writes it.")
+class Arguments(PreparedFlags):
     config_name: str = flag("facebook/esm2_t6_8M_UR50D", "The model.")
     tokens: int = flag(8192, "Tokens in a pack; positions in a padded batch.")
     max_seq_length: int = flag(512, "Crop, for all.")
@@ -45,10 +45,6 @@ class Arguments:
     compiled: bool = flag(False, "Measure --torch_compile too.")
     output: str | None = flag(None, "Also write the table there.")
     worker: str | None = flag(None, "Internal: measure this one in this process and print JSON.")
-
-    def __post_init__(self) -> None:
-        if not self.dataset_dir:
-            raise UserError("--dataset_dir is missing: processed/arrow of 1.tokenize_uniref_csv.py")
 
 
 def measure(args: Arguments) -> dict:

@@ -10,12 +10,14 @@ import importlib.util
 import json
 import logging
 import os
+import re
 import sys
 import time
 from collections.abc import Callable, Iterable
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import field
 from pathlib import Path
+from typing import ClassVar, NamedTuple
 
 import yaml
 
@@ -24,6 +26,7 @@ BAD_INPUT = 2  # exit status for anything the user can mend; tracebacks (status 
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 MAKE_ROOM = "make room, or choose another --output_dir"
 INTERRUPTED = 130  # Ctrl-C, as shells have it
+LAUNCHER_SPEAKS = "LAUNCHER_SPEAKS"  # in the environment: what started this rank prints its error line, after all else
 
 
 class MachineFault(RuntimeError):
@@ -45,15 +48,38 @@ def flag(default, text: str):
     return field(default=default, metadata={"help": text.replace("%", "%%")})  # argparse formats it with %
 
 
+class Missing(NamedTuple):
+    """A flag that is needed and was not given. For the error line: what it is for, and a value to copy."""
+
+    flag: str
+    what: str
+    example: str = ""
+
+
 class Flags:
     """Base of the dataclasses of flags, one a concern, each beside the code that reads it.
 
     A script's own dataclass inherits from those it needs, and its one instance is handed to all of them. Each class
-    looks at what it declares in a method `check`, which raises UserError; nothing is written after that.
+    tells what it lacks in a method `missing` (an iterable of Missing): all of it, of all classes, is one error. Then
+    it looks at what it declares in a method `check`, which raises UserError; nothing is written after that.
+
+    instead_of: {flag: those it stands in the place of}. Given on a command line, it puts away what a file of flags
+    says of them.
     """
 
+    instead_of: ClassVar[dict[str, tuple[str, ...]]] = {}
+
     def __post_init__(self) -> None:
-        for kind in reversed(type(self).__mro__):
+        kinds = list(reversed(type(self).__mro__))
+        lacking = [each for kind in kinds if "missing" in vars(kind) for each in kind.missing(self)]
+        if lacking:
+            each_once: dict[str, Missing] = {}
+            for each in lacking:
+                each_once.setdefault(each.flag, each)
+            named = ", ".join(f"{each.flag} ({each.what})" for each in each_once.values())
+            examples = " ".join(f"{each.flag} {each.example}".strip() for each in each_once.values())
+            raise UserError(f"missing: {named}: add, say, {examples}")
+        for kind in kinds:
             if "check" in vars(kind):
                 kind.check(self)
 
@@ -88,17 +114,16 @@ def setup_logging(level: int = logging.INFO) -> None:
 def parse_arguments(description: str | None, *dataclass_types: type, argv: list[str] | None = None) -> tuple:
     """Parse the command line into one instance of each dataclass.
 
-    Flags are the dataclasses' field names (`--bf16`, `--bf16 True` and `--no_...` as in transformers). A single
-    argument ending in .json, .yaml or .yml is read as a file of flags instead. Unknown flags and values of the
-    wrong type end the program with one line and status 2.
+    Flags are the dataclasses' field names (`--bf16`, `--bf16 True` and `--no_...` as in transformers). A first
+    argument that ends in .json, .yaml or .yml is read as a file of flags; those after it win. UserError for unknown
+    flags and values of the wrong type, naming the file if they are its.
     """
 
     class Parser(_hf_argument_parser()):
+        where = ""  # the file whose flags are looked at
+
         def error(self, message: str) -> None:
-            if not _speaks_for_the_node():
-                _let_the_speaker_end()
-                self.exit(BAD_INPUT)
-            self.exit(BAD_INPUT, f"error: {message} (see {self.prog} --help)\n")
+            raise UserError(f"{self.where}{message} (see {self.prog} --help)")
 
     # What is imported by now stays for good: the garbage collector need not walk through it again and again, which is
     # a tenth of step 0's time.
@@ -110,19 +135,24 @@ def parse_arguments(description: str | None, *dataclass_types: type, argv: list[
         allow_abbrev=False,
     )
     argv = sys.argv[1:] if argv is None else argv
+    file, of_file = None, {}
+    if argv and is_file_of_flags(argv[0]):
+        file, *argv = argv
+        parser.where = f"{file}: "
+        of_file = _flags_of_file(file, parser)
+        parser.where = ""
+    _refuse_unknown(parser, argv)
+    for name in _given(parser, argv):
+        for kind in (base for each in dataclass_types for base in each.__mro__):
+            for replaced in (name, *vars(kind).get("instead_of", {}).get(name, ())):
+                of_file.pop(replaced, None)
     try:
-        if len(argv) == 1 and argv[0][:1] != "-" and argv[0].endswith((".json", ".yaml", ".yml")):
-            argv = _flags_of_file(Path(argv[0]))
-        unknown = parser.parse_known_args(argv)[1]
-        if unknown:
-            known = [option for action in parser._actions for option in action.option_strings]
-            near = difflib.get_close_matches(unknown[0].partition("=")[0], known, n=1)
-            parser.error(f"unknown flag {' '.join(unknown)}" + (f": did you mean {near[0]}?" if near else ""))
-        return parser.parse_args_into_dataclasses(argv)
-    except UserError:
-        raise
+        return parser.parse_args_into_dataclasses([word for words in of_file.values() for word in words] + argv)
     except ValueError as error:  # raised by a dataclass' own checks
-        raise UserError(one_line(error)) from error
+        where = file if any(f"--{name}" in re.findall(r"--\w+", str(error)) for name in of_file) else None
+        if where is None and isinstance(error, UserError):
+            raise
+        raise UserError(f"{where}: {one_line(error)}" if where else one_line(error)) from error
 
 
 def _hf_argument_parser() -> type[argparse.ArgumentParser]:
@@ -142,23 +172,52 @@ def _hf_argument_parser() -> type[argparse.ArgumentParser]:
     return module.HfArgumentParser
 
 
-def _flags_of_file(path: Path) -> list[str]:
-    """The file's keys and values as a command line, so that types and names are checked as there."""
+def is_file_of_flags(word: str) -> bool:
+    """Whether a command line's word names a file of flags."""
+    return word[:1] != "-" and word.endswith((".json", ".yaml", ".yml"))
+
+
+def _flags_of_file(name: str, parser: argparse.ArgumentParser) -> dict[str, list[str]]:
+    """{flag: its part of a command line}, so that types and names are checked as there. A null is the default."""
+    path = Path(name)
     if not path.is_file():
         raise UserError(f"{path}: no such file of flags")
     try:
-        if path.suffix == ".json":
-            flags = json.loads(path.read_text(encoding="utf-8"))
-        else:
-            flags = yaml.safe_load(path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8")
+        flags = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
     except (ValueError, yaml.YAMLError) as error:
         raise UserError(f"{path}: cannot be read: {one_line(error)}") from error
     if not isinstance(flags, dict):
         raise UserError(f"{path}: expected names of flags and their values")
-    for name, value in flags.items():
-        if isinstance(value, list | dict):
-            raise UserError(f"{path}: {name}: expected one value, not {value}")
-    return [f"--{name}={value}" for name, value in flags.items() if value is not None]
+    words = {}
+    for key, value in flags.items():
+        if (action := parser._option_string_actions.get(f"--{key}")) is None:
+            parser.error(_unknown(parser, [f"--{key}"]))
+        if isinstance(value, dict) or (isinstance(value, list) and action.nargs != "+"):
+            raise UserError(f"{path}: {key}: expected one value, not {value}")
+        if value is not None:
+            words[action.dest] = [f"--{key}", *map(str, value)] if isinstance(value, list) else [f"--{key}={value}"]
+            parser.parse_known_args(words[action.dest])  # a value of the wrong type is an error of this file
+    return words
+
+
+def _refuse_unknown(parser: argparse.ArgumentParser, argv: list[str]) -> None:
+    unknown = parser.parse_known_args(argv)[1]
+    if unknown and is_file_of_flags(unknown[0]):
+        parser.error(f"{unknown[0]}: a file of flags comes first, flags after it")
+    if unknown:
+        parser.error(_unknown(parser, unknown))
+
+
+def _unknown(parser: argparse.ArgumentParser, words: list[str]) -> str:
+    near = difflib.get_close_matches(words[0].partition("=")[0], list(parser._option_string_actions), n=1)
+    return f"unknown flag {' '.join(words)}" + (f": did you mean {near[0]}?" if near else "")
+
+
+def _given(parser: argparse.ArgumentParser, argv: list[str]) -> list[str]:
+    """The names of the flags on a command line."""
+    actions = (parser._option_string_actions.get(word.partition("=")[0]) for word in argv)
+    return [action.dest for action in actions if action]
 
 
 def _speaks_for_the_node() -> bool:
@@ -166,9 +225,23 @@ def _speaks_for_the_node() -> bool:
     return os.environ.get("LOCAL_RANK", "0") == "0"
 
 
-def _let_the_speaker_end() -> None:
-    """torchrun ends all processes when the first has ended: let that not be one that says nothing."""
-    time.sleep(10)  # or until torchrun ends this one
+def _say(line: str, quiet: bool = False) -> None:
+    """The line that a process ends with, unless `quiet`; always in the file from which torchrun makes its report.
+
+    torchrun's last words are then this line. Otherwise they would be "To enable traceback see: ...".
+    """
+    report = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if report:
+        message = {"message": line, "extraInfo": {"timestamp": str(int(time.time()))}}
+        with suppress(OSError):
+            Path(report).write_text(json.dumps({"message": message}))
+    if report and LAUNCHER_SPEAKS in os.environ:
+        return
+    if quiet:
+        # torchrun ends all processes when the first has ended: let that not be one that says nothing.
+        time.sleep(10)  # or until torchrun ends this one
+    else:
+        sys.stderr.write(f"{line}\n")
 
 
 @contextmanager
@@ -187,15 +260,12 @@ def user_errors(where: str = "", quiet: bool = False):
             path = f"{error.filename}: " if error.filename else ""
             what_to_do = f": {MAKE_ROOM}" if error.errno in NO_ROOM else ""
             message = f"{path}{error.strerror}{what_to_do} (set TRACEBACK=1 for the full stack)"
-        if quiet:
-            _let_the_speaker_end()
-        else:
-            sys.stderr.write(f"error: {where}{message}\n")
+        _say(f"error: {where}{message}", quiet)
         raise SystemExit(BAD_INPUT) from None
     except MachineFault as error:
         if os.environ.get("TRACEBACK"):
             raise
-        sys.stderr.write(f"error: {where}{error}\n")
+        _say(f"error: {where}{error}")
         raise SystemExit(MACHINE_FAULT) from None
     except KeyboardInterrupt:
         if not (quiet or where):  # Ctrl-C reaches all processes of a terminal: one says so

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
 
 import pytest
 
-from common.cli import Flags, UserError, flag, parse_arguments
+from common.cli import Flags, Missing, UserError, flag, parse_arguments
 
 
 @dataclass
@@ -33,6 +35,32 @@ class Drawing(Colour, Size):
         self.require_above(0, "zoom")
 
 
+@dataclass
+class Paper(Flags):
+    paper: str | None = flag(None, "A file.")
+    inks: list[str] = field(default_factory=list, metadata={"help": "Some."})
+    speed: float = flag(1.0, "Any.")
+    dry: bool = flag(True, "Wait.")
+
+    instead_of = {"paper": ("colour",)}
+
+    def missing(self) -> Iterator[Missing]:
+        if not self.paper:
+            yield Missing("--paper", "to draw on", "a4")
+        if not self.inks:
+            yield Missing("--inks", "to draw with", "black")
+
+
+@dataclass
+class Printed(Paper, Drawing):
+    copies: int | None = flag(None, "So many.")
+
+    def missing(self) -> Iterator[Missing]:
+        if self.copies is None:
+            yield Missing("--copies", "how many", "3")
+        yield from () if self.inks else [Missing("--inks", "said by another class, too")]
+
+
 def test_one_object_has_the_flags_of_every_class():
     (args,) = parse_arguments("", Drawing, argv=["--width=5", "--colour=red", "--zoom=0.5"])
     assert (args.width, args.colour, args.zoom) == (5, "red", 0.5)
@@ -53,3 +81,77 @@ def test_each_class_checks_its_own_flags(flags, message):
     with pytest.raises(UserError) as error:
         Drawing(**flags)
     assert str(error.value) == message
+
+
+def printed(*argv) -> Printed:
+    (args,) = parse_arguments("", Printed, argv=[str(word) for word in argv])
+    return args
+
+
+def refused(*argv) -> str:
+    with pytest.raises(UserError) as error:
+        printed(*argv)
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+def test_all_that_is_missing_is_one_error_with_an_example_to_copy():
+    assert refused("--width=0") == (
+        "missing: --paper (to draw on), --inks (to draw with), --copies (how many): "
+        "add, say, --paper a4 --inks black --copies 3"
+    )
+    assert refused("--paper=a4", "--inks=red") == "missing: --copies (how many): add, say, --copies 3"
+    assert refused("--width=0", "--paper=a4", "--inks=black", "--copies=3") == "--width 0: must be at least 1"
+
+
+COMPLETE = "paper: a4\ninks: [red, blue]\ncopies: 2\n"
+
+
+def written(tmp_path: Path, text: str, name: str = "flags.yaml") -> Path:
+    (tmp_path / name).write_text(text)
+    return tmp_path / name
+
+
+def test_a_file_of_flags_comes_first_and_flags_win(tmp_path):
+    file = written(tmp_path, COMPLETE + "speed: 4e-4\ndry: false\nzoom: null\nwidth: 1_000\n")
+    args = printed(file)
+    assert (args.paper, args.inks, args.copies) == ("a4", ["red", "blue"], 2)
+    assert (args.speed, args.dry, args.zoom, args.width) == (4e-4, False, None, 1000)  # YAML reads 4e-4 as a text
+    args = printed(file, "--copies", 5, "--inks", "green", "--dry")
+    assert (args.copies, args.inks, args.dry, args.speed) == (5, ["green"], True, 4e-4)
+    as_json = written(tmp_path, '{"paper": "a5", "inks": ["red"], "copies": 1, "dry": true}', "flags.json")
+    assert printed(as_json, "--paper=a3").paper == "a3"
+
+
+def test_a_flag_puts_away_what_it_stands_in_the_place_of(tmp_path):
+    file = written(tmp_path, COMPLETE + "colour: red\n")
+    assert printed(file).colour == "red"
+    assert printed(file, "--paper=a5").colour is None
+    assert printed(file, "--paper=a5", "--colour=blue").colour == "blue"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("widht: 3", "unknown flag --widht: did you mean --width?"),
+        ("width: wide", "argument --width: invalid int value: 'wide'"),
+        ("width: {columns: 3}", "width: expected one value, not {'columns': 3}"),
+        ("paper: [a4, a5]", "paper: expected one value, not ['a4', 'a5']"),
+        ("width: 0", "--width 0: must be at least 1"),
+        ("- width", "expected names of flags and their values"),
+        ("width: [", "cannot be read: "),
+        ("", "expected names of flags and their values"),
+    ],
+)
+def test_an_error_of_a_file_names_the_file_and_the_key(tmp_path, text, message):
+    file = written(tmp_path, text)
+    rest = ["--paper=a4", "--inks=red", "--copies=1"]
+    assert refused(file, *rest).startswith(f"{file}: {message}")
+
+
+def test_an_error_of_the_command_line_does_not_name_the_file(tmp_path):
+    file = written(tmp_path, COMPLETE + "width: 3\n")
+    assert refused(file, "--width=0") == "--width 0: must be at least 1"
+    assert refused(file, "--widht=1").startswith("unknown flag --widht=1: did you mean --width?")
+    assert refused("--width=1", file).startswith(f"{file}: a file of flags comes first")
+    assert refused(tmp_path / "none.yaml") == f"{tmp_path / 'none.yaml'}: no such file of flags"

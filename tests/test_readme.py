@@ -48,7 +48,7 @@ def checkout(tmp_path_factory) -> Path:
     """A directory that looks like a checkout, so that the commands' relative paths land in a temporary place."""
     directory = tmp_path_factory.mktemp("checkout")
     for path in ROOT.iterdir():
-        if path.suffix in (".py", ".sh") or path.name == "common":
+        if path.suffix in (".py", ".sh") or path.name in ("common", "configs"):
             (directory / path.name).symlink_to(path)
     write_sample(directory / "my_proteins.fasta", num_proteins=150, seed=1)
     return directory

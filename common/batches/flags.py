@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
-from common.cli import Flags, UserError, flag
+from common.cli import Flags, Missing, UserError, flag
 
 
 @dataclass
@@ -13,7 +14,7 @@ class DataFlags(Flags):
     dataset: str | None = flag(
         None,
         "Instead of --dataset_dir, proteins as they are: a file, directory or glob of parquet, JSON lines, CSV or "
-        "FASTA (column sequence or text), or a Hub dataset. Needs --max_steps.",
+        "FASTA (column sequence or text), a Hub dataset, or `sample`: generated proteins. Needs --max_steps.",
     )
     streaming: bool = flag(False, "Read a Hub --dataset in place, instead of downloading it first.")
     eval_dataset: str | None = flag(None, "Held-out proteins for --do_eval, where --dataset has no validation files.")
@@ -48,6 +49,15 @@ class DataFlags(Flags):
         None, "Packs (batches) in a global step. Default: ranks x --gradient_accumulation_steps. Kept on resume."
     )
 
+    instead_of = {
+        "dataset_dir": ("dataset", "streaming", "eval_dataset"),
+        "dataset": ("dataset_dir", "sample_clusters", "max_train_samples"),
+        "num_train_epochs": ("max_steps",),
+        "tokens_per_pack": ("pad_to_max_length", "sequence_packing"),
+        "sequence_packing": ("pad_to_max_length", "tokens_per_pack"),
+        "pad_to_max_length": ("tokens_per_pack", "sequence_packing"),
+    }
+
     @property
     def packing(self) -> bool:
         return not self.pad_to_max_length if self.sequence_packing is None else self.sequence_packing
@@ -59,13 +69,18 @@ class DataFlags(Flags):
             return {"sequences_per_pack": self.per_device_train_batch_size}
         return {"tokens_per_pack": self.tokens_per_pack}
 
+    def missing(self) -> Iterator[Missing]:
+        if not self.dataset and (self.streaming or self.eval_dataset):
+            yield Missing("--dataset", "--streaming and --eval_dataset go with it", "proteins.fasta")
+        elif not self.dataset and not self.dataset_dir:
+            what = "what 1.tokenize_uniref_csv.py wrote; or --dataset and --max_steps"
+            yield Missing("--dataset_dir", what, "processed/arrow")
+        if self.dataset and self.max_steps < 0:
+            yield Missing("--max_steps", "a --dataset has no length known beforehand", "1000")
+
     def check(self) -> None:
-        if not self.dataset and not self.dataset_dir:
-            raise UserError("--dataset_dir is missing: the processed/arrow that 1.tokenize_uniref_csv.py wrote")
         if self.dataset and self.dataset_dir:
             raise UserError("--dataset (files as they are) excludes --dataset_dir (the output of step 1)")
-        if (self.streaming or self.eval_dataset) and not self.dataset:
-            raise UserError("--streaming and --eval_dataset go with --dataset")
         if self.dataset and self.sample_clusters:
             raise UserError("--sample_clusters needs --dataset_dir, tokenised with --cluster_table")
         if self.dataset and self.max_train_samples:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from common.batches.flags import DataFlags
@@ -16,7 +16,6 @@ from common.batches.loader import (
     Collator,
     Order,
     PlannedOrder,
-    check_divisible,
     evaluation_batches,
 )
 from common.batches.packing import BatchPlan
@@ -93,8 +92,6 @@ class StreamedData:
     num_examples = None  # nobody has counted
 
     def __init__(self, flags: DataFlags, source: Source):
-        if flags.max_steps <= 0:
-            raise UserError("--max_steps is missing: a --dataset has no length known beforehand")
         self.flags, self.source = flags, source
         self.packing = {**flags.pack_size, "seed": flags.seed, "max_seq_length": flags.max_seq_length}
         listing = repr(source.identity("train")).encode()
@@ -134,17 +131,18 @@ class StreamedData:
 
 
 TrainingData = PreparedData | StreamedData
+Makers = dict[str, Callable[[], Path]]  # a --dataset that is no path, and what writes its files and says where
 
 
-def open_data(flags: DataFlags, world: World, evaluate: bool) -> TrainingData:
+def open_data(flags: DataFlags, world: World, evaluate: bool, makers: Makers | None = None) -> TrainingData:
     """The data of a run; all ranks call together. UserError if they cannot be trained, or `evaluate`d, on.
 
-    One rank finds the files of a --dataset for all: a Hub counts its requests.
+    One rank finds, or makes, the files of a --dataset for all: a Hub counts its requests.
     """
     source = None
     with world.main_does() as mine:
         if mine:
-            source = find_source(flags)
+            source = find_source(flags, makers)
     source = world.share(source)
     with world.together():
         data = open_training(flags, source)
@@ -153,11 +151,14 @@ def open_data(flags: DataFlags, world: World, evaluate: bool) -> TrainingData:
     return data
 
 
-def find_source(flags: DataFlags) -> Source | None:
+def find_source(flags: DataFlags, makers: Makers | None = None) -> Source | None:
     """The files of --dataset and, in place of its own validation split, those of --eval_dataset; None without."""
     if not flags.dataset:
         return None
-    source = open_source(flags.dataset, flags.streaming)
+    dataset, make = flags.dataset, (makers or {}).get(flags.dataset)
+    if make and Path(dataset).exists():
+        raise UserError(f"--dataset {dataset}: built in, but ./{dataset} is here, too: rename it, or say ./{dataset}")
+    source = open_source(str(make()) if make else dataset, flags.streaming)
     if flags.eval_dataset:
         held_out = open_source(flags.eval_dataset, flags.streaming, "--eval_dataset").splits
         files = held_out.get("validation") or held_out.get("test") or held_out["train"]
@@ -189,10 +190,11 @@ def _check_held_out(flags: DataFlags, source: Source | None) -> None:
 
 
 def packs_per_step(flags: DataFlags, mesh: Mesh, saved: int | None) -> int:
-    """Packs of a global step: the flag, else what the run was started with, else what the ranks take at once."""
-    packs = flags.packs_per_step or saved or mesh.dp_size * flags.gradient_accumulation_steps
-    check_divisible(packs, mesh.dp_size)
-    return packs
+    """Packs of a global step: the flag, else what the run was started with, else what the ranks take at once.
+
+    Whether the ranks can share them is a question for `check_divisible`, once there is a step to take.
+    """
+    return flags.packs_per_step or saved or mesh.dp_size * flags.gradient_accumulation_steps
 
 
 def held_out_batches(flags: DataFlags, store, collator: Collator, world: World) -> Iterator:

@@ -9,12 +9,13 @@ benchmarks/results/gelu.md. The LM head's GELU is exact everywhere.
 from __future__ import annotations
 
 import importlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.util import find_spec
 
 import torch
 
-from common.cli import Flags, UserError, flag, one_line
+from common.cli import Flags, Missing, UserError, flag, one_line
 from common.model.config import Esm2Config
 
 BACKENDS = ("auto", "te", "torch")
@@ -47,11 +48,15 @@ class ModelFlags(Flags):
     )
     torch_compile: bool = flag(False, "Compile the layers (needs a C++ compiler on a CPU).")
 
+    instead_of = {"config_name": ("model_name_or_path",), "model_name_or_path": ("config_name", "config_overrides")}
+
+    def missing(self) -> Iterator[Missing]:
+        if not self.config_name and not self.model_name_or_path:
+            yield Missing("--config_name", "the model to train", "facebook/esm2_t6_8M_UR50D")
+
     def check(self) -> None:
         if self.config_name and self.model_name_or_path:
             raise UserError("--config_name (random weights) excludes --model_name_or_path (given weights)")
-        if not self.config_name and not self.model_name_or_path:
-            raise UserError("--config_name is missing: the model to train, say facebook/esm2_t6_8M_UR50D")
         if self.config_overrides and not self.config_name:
             raise UserError("--config_overrides changes --config_name; it cannot change --model_name_or_path")
         self.require_choice("backend", BACKENDS)

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from itertools import groupby
 
-from common.cli import Flags, UserError, flag
+from common.cli import Flags, Missing, UserError, flag
 
 HOPPER, BLACKWELL = (9, 0), (10, 0)
 NAMES = {HOPPER: "Hopper", BLACKWELL: "Blackwell"}
@@ -99,20 +100,22 @@ class PrecisionFlags(Flags):
     fp4_recipe_kwargs: str | None = flag(None, 'Arguments of the recipe as JSON: {"disable_rht": true}.')
     emulate_precision: bool = flag(False, "Round as those formats do, in plain PyTorch, on any device.")
 
+    def missing(self) -> Iterator[Missing]:
+        for name in ("fp8", "fp4"):
+            for detail in ("layers", "recipe_kwargs"):
+                if getattr(self, f"{name}_{detail}") is not None and not getattr(self, name):
+                    yield Missing(f"--{name}", f"--{name}_{detail} goes with --{name}")
+        if self.fp8_params and not self.fp8:
+            yield Missing("--fp8", "--fp8_params goes with --fp8")
+        if self.emulate_precision and not (self.fp8 or self.fp4):
+            yield Missing("--fp8", "or --fp4: there is nothing to emulate")
+
     def check(self) -> None:
         recipes(self)
 
 
 def recipes(flags: PrecisionFlags) -> dict[str, Recipe]:
     """{"fp8": ..., "fp4": ...}, those that are enabled. UserError for flags that contradict each other."""
-    for name in ("fp8", "fp4"):
-        for detail in ("layers", "recipe_kwargs"):
-            if getattr(flags, f"{name}_{detail}") is not None and not getattr(flags, name):
-                raise UserError(f"--{name}_{detail} goes with --{name}")
-    if flags.fp8_params and not flags.fp8:
-        raise UserError("--fp8_params goes with --fp8")
-    if flags.emulate_precision and not (flags.fp8 or flags.fp4):
-        raise UserError("--emulate_precision: nothing to emulate: add --fp8 or --fp4")
     if flags.emulate_precision and flags.fp8_params:
         raise UserError("--fp8_params keeps weights in a GPU's memory in FP8: drop it with --emulate_precision")
     flags.require_choice("fp8_recipe", FP8_RECIPES)

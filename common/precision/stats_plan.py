@@ -8,13 +8,13 @@ It means the same whichever backend quantises. Unlike there, what cannot be hono
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import yaml
 
-from common.cli import UserError, flag
+from common.cli import Missing, UserError, flag
 from common.precision.plan import NVFP4BlockScaling, Plan, PrecisionFlags
 
 FILE = "quant_stats.jsonl"
@@ -45,12 +45,14 @@ class StatsFlags(PrecisionFlags):
         None, "Which layers, tensors and statistics: YAML as Transformer Engine's debug configuration."
     )
 
-    def check(self) -> None:
+    def missing(self) -> Iterator[Missing]:
         for detail in ("freq", "dir", "file"):
             if getattr(self, f"quant_stats_{detail}") is not None and not self.quant_stats:
-                raise UserError(f"--quant_stats_{detail} goes with --quant_stats")
+                yield Missing("--quant_stats", f"--quant_stats_{detail} goes with --quant_stats")
         if self.quant_stats and not (self.fp8 or self.fp4):
-            raise UserError("--quant_stats: nothing is quantised: add --fp8 or --fp4")
+            yield Missing("--fp8", "or --fp4: nothing is quantised for --quant_stats")
+
+    def check(self) -> None:
         self.require_at_least(1, "quant_stats_freq")
         if self.quant_stats_file is not None:
             read_file(self.quant_stats_file)

@@ -19,7 +19,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from common.cli import BAD_INPUT, UserError, flag, one_line, parse_arguments, run
+from common.cli import BAD_INPUT, Flags, UserError, flag, one_line, parse_arguments, run
 from common.files.json_files import write_json
 from common.files.sources import is_local
 from common.preflight import network, node
@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass
-class PreflightArguments:
+class PreflightArguments(Flags):
     dataset_dir: str | None = flag(None, "The directory of the tokenised splits, as for training.")
     dataset: str | None = flag(None, "Instead of it, files or a Hub dataset as they are, as for training.")
     output_dir: str | None = flag(None, "Where checkpoints will go; it is not created.")
@@ -47,13 +47,13 @@ class PreflightArguments:
         None, "Write the report there as JSON; -: on standard output (the table on standard error)."
     )
 
-    def __post_init__(self) -> None:
-        if self.fail_on not in ("error", "warn"):
-            raise UserError(f"--fail_on {self.fail_on}: must be error or warn")
+    instead_of = {"dataset_dir": ("dataset",), "dataset": ("dataset_dir",)}
+
+    def check(self) -> None:
+        self.require_choice("fail_on", ("error", "warn"))
         if self.dataset and self.dataset_dir:
             raise UserError("--dataset (files as they are) excludes --dataset_dir (the output of step 1)")
-        if self.timeout <= 0:
-            raise UserError(f"--timeout {self.timeout:g}: must be above 0")
+        self.require_above(0, "timeout")
 
 
 def main() -> None:

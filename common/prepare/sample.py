@@ -1,6 +1,7 @@
 """A generated protein sample: families of related sequences, for trying the whole pipeline without a download.
 
     python -m common.prepare.sample OUT.fasta[.gz] --num_proteins 4000 --seed 42
+    python train_ddp.py --dataset sample ...     the same proteins, made in the run's own directory
 
 An ancestor is a mosaic: segments drawn from a small library of motifs, shared by all families as protein domains are,
 joined by linkers drawn from the family's own residue composition. A member is its ancestor after substitutions,
@@ -11,6 +12,7 @@ recurring motifs, and the family itself, of which a random split holds out some 
 import gzip
 import os
 import sys
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,6 +20,8 @@ import numpy as np
 
 from common.cli import UserError, flag, parse_arguments, run
 
+SAMPLE = "sample"  # as a --dataset
+HELD_OUT_EVERY = 20  # proteins of such a one: some of every family
 RESIDUES = "ARNDCQEGHILKMFPSTWYV"
 
 # Percent of residues in UniProtKB/Swiss-Prot: section "amino acid composition" of its release statistics
@@ -144,9 +148,26 @@ def write_sample(
         raise UserError("--num_proteins, --families and --motifs must be at least 1")
     if not 0 <= min_divergence <= max_divergence <= 1:
         raise UserError(f"divergence {min_divergence:g} to {max_divergence:g}: give 0 <= min <= max <= 1")
-    path = Path(path)
+    _write(Path(path), make_proteins(num_proteins, families, motifs, (min_divergence, max_divergence), seed))
+
+
+def make_sample(directory: Path) -> Path:
+    """The proteins of the defaults as a --dataset directory, with a twentieth held out; made where it is not there."""
+    train, held_out = directory / "train.fasta", directory / "validation.fasta"
+    if not train.exists():  # it is written last
+        defaults = Arguments()
+        divergence = (defaults.min_divergence, defaults.max_divergence)
+        proteins = list(
+            make_proteins(defaults.num_proteins, defaults.families, defaults.motifs, divergence, defaults.seed)
+        )
+        directory.mkdir(parents=True, exist_ok=True)
+        _write(held_out, proteins[::HELD_OUT_EVERY])
+        _write(train, [each for number, each in enumerate(proteins) if number % HELD_OUT_EVERY])
+    return directory
+
+
+def _write(path: Path, proteins: Iterable[tuple[str, str]]) -> None:
     lines = []
-    proteins = make_proteins(num_proteins, families, motifs, (min_divergence, max_divergence), seed)
     for header, sequence in proteins:
         lines.append(f">{header}")
         lines += [sequence[i : i + 60] for i in range(0, len(sequence), 60)]

@@ -5,12 +5,17 @@ What is overridden are methods that torch documents for an agent of one's own (t
 
 from __future__ import annotations
 
+import logging
 import socket
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from torch.distributed.elastic.agent.server import RunResult, WorkerGroup, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing import api
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
@@ -60,10 +65,16 @@ class Agent(LocalElasticAgent):
         return super()._start_workers(worker_group)
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
-        result = super()._monitor_workers(worker_group)
+        with _held_back(api.logger) as records:
+            result = super()._monitor_workers(worker_group)
+        statuses = {failure.exitcode for failure in result.failures.values()}
+        if BAD_INPUT not in statuses:  # that one's line says all there is to know
+            for record in records:
+                api.logger.handle(record)
         if result.state in (WorkerState.FAILED, WorkerState.UNHEALTHY):
+            sys.stderr.writelines(_last_words(result.failures))
             self._counts = True
-            self._decide({failure.exitcode for failure in result.failures.values()})
+            self._decide(statuses)
         elif result.state == WorkerState.SUCCEEDED and self._starts:
             self._starts.end()
         return result
@@ -82,6 +93,29 @@ class Agent(LocalElasticAgent):
             self._remaining_restarts = 0
             self._verdict = self._starts.verdict()
             self._starts.end()
+
+
+@contextmanager
+def _held_back(logger: logging.Logger) -> Iterator[list[logging.LogRecord]]:
+    """What the logger would have said."""
+    records: list[logging.LogRecord] = []
+
+    def hold(record: logging.LogRecord) -> bool:
+        records.append(record)
+        return False
+
+    logger.addFilter(hold)
+    try:
+        yield records
+    finally:
+        logger.removeFilter(hold)
+
+
+def _last_words(failures: dict[int, ProcessFailure]) -> list[str]:
+    """The error lines that ranks have left (common.cli), each once: the ranks of a node share a command line."""
+    said = [failure.message for failure in sorted(failures.values(), key=lambda failure: failure.timestamp)]
+    ours = [each["message"] for each in said if isinstance(each, dict) and "py_callstack" not in each["extraInfo"]]
+    return [f"{line}\n" for line in dict.fromkeys(ours)]
 
 
 def _first(failures: dict[int, ProcessFailure]) -> ProcessFailure:

@@ -6,6 +6,7 @@ python -m common.ranks.launch --nnodes=2 --nproc_per_node=8 --rdzv_backend=c10d 
   and ends with 1, whatever the ranks say, so that who started it cannot tell a run that has saved (75: start it again)
   from one that has crashed. And with cgroups Slurm signals only the process that it started, which is torchrun.
 - Bad input (2) ends the job: --max_restarts are for ends that are not the user's fault.
+- What ranks have to say of it is one line, printed here, after all else and without torchrun's report around it.
 - So does the third start in a row without a new checkpoint (common.ranks.starts), with the reason and status 2.
 - In a pod every other end is told as TRY_AGAIN: the training operator's restartPolicy ExitCode tries again above 127.
 """
@@ -18,7 +19,7 @@ import sys
 from contextlib import suppress
 from pathlib import Path
 
-from common.cli import BAD_INPUT, one_line, user_errors
+from common.cli import BAD_INPUT, LAUNCHER_SPEAKS, one_line, user_errors
 from common.ranks.stopping import PREEMPTED, SIGNALS
 
 TRY_AGAIN = 128 + signal.SIGTERM
@@ -49,11 +50,12 @@ def _torchrun(arguments: list[str]) -> int:
 
     set_job_uid()
     Agent.told, Agent.output_dir = told, _output_dir(arguments)
+    os.environ[LAUNCHER_SPEAKS] = "1"
     api.LocalElasticAgent = Agent
     try:
         # torchrun sets its own handlers for the signals named here: no longer for those of a stop.
-        run.main(["--signals_to_handle=SIGINT,SIGHUP,SIGQUIT", *arguments])
-    except ChildFailedError as error:  # torchrun has printed which rank it was
+        run.run(run.parse_args(["--signals_to_handle=SIGINT,SIGHUP,SIGQUIT", *arguments]))
+    except ChildFailedError as error:  # torchrun or the agent has printed which rank it was
         return _status(error.get_first_failure()[1].exitcode)
     except Stopped as stop:
         return _status(stop.failure.exitcode)

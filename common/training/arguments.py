@@ -6,16 +6,24 @@ cannot be honoured is not here, and an unknown flag is an error.
 
 from __future__ import annotations
 
+import logging
+import os
+import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 from common.batches.flags import DataFlags
-from common.cli import UserError, flag
+from common.cli import Missing, flag, parse_arguments
 from common.model.backend import ModelFlags
 from common.precision.stats_plan import StatsFlags
 from common.ranks.run import ProcessFlags
 from common.training.checkpoint import CheckpointFlags
 from common.training.logbook import LogFlags
 from common.training.optim import OptimizerFlags
+
+logger = logging.getLogger(__name__)
+SANITY = Path(__file__).parents[2] / "configs" / "sanity.yaml"
 
 
 @dataclass
@@ -30,8 +38,23 @@ class TrainArguments(LogFlags, CheckpointFlags, ProcessFlags, StatsFlags, Optimi
         "Export final_model/ for transformers. Default: once all steps are done; True: at any end of the run.",
     )
 
-    def check(self) -> None:
+    def missing(self) -> Iterator[Missing]:
         if (self.eval_steps or self.eval_on_start) and not self.do_eval:
-            raise UserError("--eval_steps and --eval_on_start need --do_eval")
+            yield Missing("--do_eval", "--eval_steps and --eval_on_start need it")
+
+    def check(self) -> None:
         self.require_at_least(1, "stop_at_step")
         self.require_above(0, "eval_steps")
+
+
+def parse_run(description: str | None, kind: type[TrainArguments], argv: list[str] | None = None) -> TrainArguments:
+    """The flags of a train script, one instance of its `kind`. No flags stand for configs/sanity.yaml."""
+    argv = sys.argv[1:] if argv is None else argv
+    (args,) = parse_arguments(description, kind, argv=argv or [str(SANITY)])
+    if not argv and os.environ.get("RANK", "0") == "0":
+        script, file = os.path.basename(sys.argv[0]), os.path.relpath(SANITY)
+        logger.info(
+            f"No flags given, so those of {file}: {args.max_steps} short steps of {args.config_name} on generated "
+            f"proteins, into {args.output_dir}. On your own: {script} {file} --dataset my.fasta --output_dir out/mine"
+        )
+    return args

@@ -17,6 +17,7 @@ import logging
 import os
 import shutil
 import threading
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -29,7 +30,7 @@ from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
-from common.cli import INTERRUPTED, Flags, UserError, flag, one_line
+from common.cli import INTERRUPTED, Flags, Missing, UserError, flag, one_line
 from common.files import alphabet
 from common.files.json_files import write_json_flushed
 from common.files.output_directory import size_and_crc, sync_directory
@@ -61,9 +62,11 @@ class CheckpointFlags(Flags):
         None, "A checkpoint directory; `false`: none. Default: the newest complete one of --output_dir."
     )
 
-    def check(self) -> None:
+    def missing(self) -> Iterator[Missing]:
         if not self.output_dir:
-            raise UserError("--output_dir is missing: where the results go")
+            yield Missing("--output_dir", "where the results go", "out")
+
+    def check(self) -> None:
         self.require_at_least(1, "save_total_limit")
         self.require_above(0, "save_steps", "save_minutes")
 

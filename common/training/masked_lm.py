@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from common.batches.collators import Batch, Counts, MaskingCollator, to_device
 from common.batches.flags import DataFlags
 from common.batches.loader import TrainLoader
-from common.batches.training_data import EVAL_SEED, TrainingData, held_out_batches, open_data
+from common.batches.training_data import EVAL_SEED, Makers, TrainingData, held_out_batches, open_data
 from common.files import alphabet
 from common.model import convert
 from common.model.esm2 import computed_tokens
@@ -48,9 +48,9 @@ class StepCounts(NamedTuple):
 class MaskedLM:
     """The task of a run: its data, opened by all ranks together, and the model that was built for it."""
 
-    def __init__(self, built: Built, flags: DataFlags, bf16: bool, world: World, evaluates: bool):
+    def __init__(self, built: Built, flags: DataFlags, bf16: bool, world: World, evaluates: bool, makers: Makers):
         self.built, self.flags, self.bf16, self.world = built, flags, bf16, world
-        self.data: TrainingData = open_data(flags, world, evaluates)
+        self.data: TrainingData = open_data(flags, world, evaluates, makers)
 
     def steps(self, packs_per_step: int, step: int, position: dict, last_step: int) -> TrainLoader:
         """This rank's share of the steps from number `step` on, which begins at `position`, up to `last_step`."""

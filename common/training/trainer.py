@@ -16,8 +16,9 @@ import torch
 from tqdm.auto import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
-from common.batches.loader import TrainStep, merge_positions
+from common.batches.loader import TrainStep, check_divisible, merge_positions
 from common.batches.training_data import packs_per_step
+from common.prepare.sample import SAMPLE, make_sample
 from common.ranks.replicas import Replicas
 from common.ranks.stopping import Preempted
 from common.ranks.stragglers import Stragglers
@@ -45,7 +46,8 @@ def train(strategy: Strategy, built: Built, args: TrainArguments, world: World) 
     with world.main_does() as mine:  # bad input is found before anything is removed or written
         if mine and args.quant_stats:
             args.check_log_directory()
-    task = MaskedLM(built, args, args.bf16, world, evaluates=args.do_eval)
+    makers = {SAMPLE: lambda: make_sample(Path(args.output_dir) / SAMPLE)}
+    task = MaskedLM(built, args, args.bf16, world, evaluates=args.do_eval, makers=makers)
     world.agree(task.data.identity)
     with ExitStack() as way_out:
         directory = None
@@ -102,15 +104,18 @@ class Trainer:
             packs = packs_per_step(args, world.mesh, self.state.packs_per_step)
             data.check_packs(self.state.packs_per_step or packs, packs)
             total_steps = data.total_steps(packs)
+            last_step = min(total_steps, args.stop_at_step or total_steps)
+            if args.do_train and self.state.step < last_step:
+                check_divisible(packs, world.mesh.dp_size)
         world.agree({"total_steps": total_steps, "packs_per_step": packs})
         self.resolved = Resolved(
             backend=self.built.backend,
             gelu=self.built.gelu,
             formats=self.built.precision.formats,
             packs_per_step=packs,
-            accumulation=packs // world.mesh.dp_size,
+            accumulation=max(1, packs // world.mesh.dp_size),  # which need not divide where nothing is trained
             total_steps=total_steps,
-            last_step=min(total_steps, args.stop_at_step or total_steps),
+            last_step=last_step,
             eval_every=_steps(args.eval_steps, total_steps),
             save_every=_steps(args.save_steps, total_steps),
         )

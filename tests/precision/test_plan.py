@@ -78,7 +78,7 @@ def test_layers_get_their_formats(flags, expected):
         ({"fp8": True, "fp4_layers": "1-3"}, "--fp4_layers goes with --fp4"),
         ({"fp4": True, "fp8_recipe_kwargs": "{}"}, "--fp8_recipe_kwargs goes with --fp8"),
         ({"fp8_params": True}, "--fp8_params goes with --fp8"),
-        ({"emulate_precision": True}, "--emulate_precision: nothing to emulate: add --fp8 or --fp4"),
+        ({"emulate_precision": True}, "missing: --fp8 (or --fp4: there is nothing to emulate)"),
         ({"emulate_precision": True, "fp8": True, "fp8_params": True}, "--fp8_params keeps weights in a GPU's memory"),
         ({"fp8": True, "fp8_recipe": "slow"}, "--fp8_recipe slow: choose delayed, current, block, mxfp8"),
         ({"fp8": True, "fp8_format": "e5m2"}, "--fp8_format e5m2: choose hybrid, e4m3"),

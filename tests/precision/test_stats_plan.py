@@ -150,7 +150,7 @@ def test_a_file_that_cannot_be_honoured_is_one_line(tmp_path, content, message):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ({"quant_stats": True}, "--quant_stats: nothing is quantised: add --fp8 or --fp4"),
+        ({"quant_stats": True}, "missing: --fp8 (or --fp4: nothing is quantised for --quant_stats)"),
         ({"quant_stats_freq": 5} | FP8, "--quant_stats_freq goes with --quant_stats"),
         ({"quant_stats": True, "quant_stats_freq": 0} | FP8, "--quant_stats_freq 0: must be at least 1"),
         (

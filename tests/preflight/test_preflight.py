@@ -259,8 +259,8 @@ def test_a_report_that_cannot_be_written(tmp_path):
 def test_flags_that_are_wrong():
     for flag, what in (
         ("--frobnicate", "unknown flag --frobnicate"),
-        ("--fail_on=never", "--fail_on never: must be error or warn"),
-        ("--timeout=0", "--timeout 0: must be above 0"),
+        ("--fail_on=never", "--fail_on never: choose error, warn"),
+        ("--timeout=0", "--timeout 0.0: must be above 0"),
     ):
         codes, (said,) = preflight(flag, nproc=1)
         assert codes == [2]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -11,7 +13,7 @@ import pytest
 from common.ranks.launch import TRY_AGAIN
 from common.ranks.starts import FILE, IN_A_ROW, Starts
 from common.ranks.stopping import PREEMPTED
-from tests.forked import Script
+from tests.forked import ROOT, TIMEOUT_S, Script
 from tests.live_runs import wait_until
 from tests.training_fixtures import environment
 
@@ -107,6 +109,40 @@ def test_bad_input_is_not_tried_again_and_leaves_no_directory(tmp_path):
     assert script.wait() == 2
     assert starts(tmp_path) == 1
     assert not (tmp_path / "new").exists()
+
+
+# Ranks without torch, too, started as train_ddp.py is and without the flags that they need.
+WITHOUT_FLAGS = """
+from common.batches.flags import DataFlags
+from common.cli import parse_arguments, run
+run(lambda: parse_arguments("", DataFlags))
+"""
+MISSING = "error: missing: --dataset_dir ("
+
+
+def without_flags(tmp_path: Path) -> tuple[list[str], dict[str, str]]:
+    """The end of a launcher's command line, and its environment."""
+    (tmp_path / "rank.py").write_text(WITHOUT_FLAGS)
+    return ["--nproc_per_node=2", str(tmp_path / "rank.py")], environment() | {"PYTHONPATH": str(ROOT)}
+
+
+def test_under_the_launcher_the_error_line_is_alone(tmp_path):
+    argv, env = without_flags(tmp_path)
+    script = Script("common.ranks.launch", "--max_restarts=3", *argv, env=env)
+    assert script.wait() == 2
+    (line,) = [*script.said()[0].splitlines(), *script.said()[1].splitlines()]
+    assert line.startswith(MISSING)
+
+
+def test_under_torchrun_the_error_line_is_there_at_once_and_again_where_its_report_ends(tmp_path):
+    """Of what torchrun prints around it a rank can only choose the last words: its own line."""
+    argv, env = without_flags(tmp_path)
+    command = [sys.executable, "-m", "torch.distributed.run", *argv]
+    done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=TIMEOUT_S, check=False)
+    lines = [line for line in done.stderr.splitlines() if line.strip("=- ")]
+    (at_once,) = [line for line in lines if line.startswith("error: ")]
+    assert at_once.startswith(MISSING)
+    assert lines[-1].strip() == f"traceback : {at_once}"
 
 
 @pytest.mark.parametrize(("pod", "status"), [({}, PREEMPTED), ({"KUBERNETES_SERVICE_HOST": "10.0.0.1"}, TRY_AGAIN)])

@@ -24,6 +24,9 @@ from tests.forked import run_script
 from tests.small_disk import fill, small_disk
 from tests.training_fixtures import flags_of, losses, run_forked, train
 
+MISSING = "add, say, --config_name facebook/esm2_t6_8M_UR50D {} --output_dir out"
+NO_LENGTH = MISSING.format("--max_steps 1000")
+
 
 def error_of(said: str) -> str:
     """The one error line; there must be no traceback and no second one."""
@@ -44,9 +47,14 @@ def refused(dataset_dir, output_dir, **flags) -> str:
         ({"max_step": 3}, "--max_step"),  # an abbreviation is an unknown flag
         ({"bf16": "maybe"}, "--bf16"),
         ({"max_steps": "ten"}, "--max_steps"),
-        ({"output_dir": ""}, "--output_dir is missing"),
-        ({"dataset_dir": ""}, "--dataset_dir is missing"),
-        ({"config_name": None}, "--config_name is missing"),
+        ({"output_dir": ""}, "missing: --output_dir (where the results go): add, say, --output_dir out"),
+        ({"dataset_dir": ""}, "missing: --dataset_dir ("),
+        ({"config_name": None}, "missing: --config_name ("),
+        ({"config_name": None, "dataset_dir": "", "output_dir": ""}, MISSING.format("--dataset_dir processed/arrow")),
+        (
+            {"config_name": None, "dataset_dir": None, "dataset": "a.csv", "max_steps": None, "output_dir": ""},
+            NO_LENGTH,
+        ),
         ({"model_name_or_path": "somewhere", "config_name": "facebook/esm2_t6_8M_UR50D"}, "--model_name_or_path"),
         ({"config_name": "facebook/esm3"}, next(iter(ESM2_SIZES))),
         ({"config_name": "./no/such/directory"}, next(iter(ESM2_SIZES))),

@@ -73,12 +73,12 @@ def test_real_proteins_straight_from_the_fasta_file(tmp_path):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ({"max_steps": None}, "--max_steps is missing: a --dataset has no length"),
+        ({"max_steps": None}, "missing: --max_steps (a --dataset has no length known"),
         ({"do_eval": True}, "no validation files in it: give --eval_dataset, or drop --do_eval"),
         ({"dataset": "missing.csv"}, "--dataset missing.csv: neither a file, directory or glob, nor a Hub dataset"),
         ({"dataset_dir": "x"}, "--dataset (files as they are) excludes --dataset_dir"),
         ({"max_train_samples": 5}, "--max_train_samples needs --dataset_dir"),
-        ({"dataset": None, "dataset_dir": "x", "streaming": True}, "--streaming and --eval_dataset go with --dataset"),
+        ({"dataset": None, "dataset_dir": "x", "streaming": True}, "missing: --dataset (--streaming and"),
     ],
 )
 def test_bad_input(tmp_path, flags, message):

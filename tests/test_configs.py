@@ -1,0 +1,133 @@
+"""configs/: every file is taken by the scripts it is for, says what its source says, and the sanity run runs."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from common.batches.training_data import open_data
+from common.cli import UserError
+from common.prepare.sample import SAMPLE
+from common.ranks.world import World
+from common.training.arguments import SANITY
+from common.training.checkpoint_files import list_checkpoints
+from tests.conftest import ROOT
+from tests.data_fixtures import load_script
+from tests.forked import run_script
+from tests.training_fixtures import TINY_OVERRIDES, _main, environment, losses, on_ranks, rows
+
+DDP, FSDP = ("train_ddp.py", "DdpArguments"), ("train_fsdp2.py", "FsdpArguments")
+PAPER = {"adam_beta1": 0.9, "adam_beta2": 0.98, "adam_epsilon": 1e-8, "max_seq_length": 1024, "mlm_probability": 0.15}
+LARGE = PAPER | {"max_steps": 500_000, "save_steps": 1000, "save_total_limit": 5, "logging_steps": 100, "bf16": True}
+LARGE |= {"streaming": True, "dataset": "nvidia/esm2_uniref_pretraining_data", "dataset_dir": None}
+CONFIGS = {  # NAME: (what the source says, scripts)
+    "sanity": (PAPER | {"max_steps": 250, "per_device_train_batch_size": 2, "warmup_steps": 100}, [DDP, FSDP]),
+    "esm2_650m": (LARGE | {"per_device_train_batch_size": 4, "warmup_steps": 2000}, [DDP, FSDP]),
+    "esm2_3b": (LARGE | {"per_device_train_batch_size": 16, "warmup_steps": 20_000}, [DDP, FSDP]),
+    "esm2_15b": (
+        LARGE | {"per_device_train_batch_size": 12, "learning_rate": 1.6e-4, "weight_decay": 0.1},
+        [DDP, FSDP],
+    ),
+    "guide_eks": (
+        {"max_seq_length": 512, "per_device_train_batch_size": 8, "max_train_samples": 100_000, "num_train_epochs": 1}
+        | {"pad_to_max_length": True, "learning_rate": 5e-5, "lr_scheduler_type": "linear", "ddp_bucket_cap_mb": 125},
+        [DDP],
+    ),
+}
+
+
+def parse(script: tuple[str, str], *argv):
+    module = load_script(script[0])
+    return module.parse_run("", getattr(module, script[1]), [str(word) for word in argv])
+
+
+def test_every_file_is_looked_at():
+    assert {path.stem for path in (ROOT / "configs").iterdir()} == set(CONFIGS)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_file_says_what_its_source_says(name):
+    said, scripts = CONFIGS[name]
+    for script in scripts:
+        args = parse(script, ROOT / "configs" / f"{name}.yaml")
+        assert {flag: getattr(args, flag) for flag in said} == said
+
+
+def test_prepared_proteins_stand_in_the_place_of_those_of_a_file():
+    args = parse(FSDP, ROOT / "configs" / "esm2_650m.yaml", "--dataset_dir=processed/arrow")
+    assert (args.dataset_dir, args.dataset, args.streaming) == ("processed/arrow", None, False)
+    args = parse(FSDP, ROOT / "configs" / "esm2_650m.yaml", "--model_name_or_path=final_model")
+    assert (args.model_name_or_path, args.config_name) == ("final_model", None)
+
+
+@pytest.mark.parametrize("script", [DDP, FSDP], ids=["ddp", "fsdp2"])
+def test_no_flags_stand_for_the_sanity_run(script, caplog):
+    with caplog.at_level(logging.INFO):
+        assert vars(parse(script)) == vars(parse(script, SANITY))
+    (line,) = caplog.messages
+    assert "250 short steps" in line
+    assert "into out/sanity" in line
+    assert "sanity.yaml --dataset my.fasta --output_dir out/mine" in line
+
+
+def _without_flags(directory: str, script: str) -> None:
+    """`python SCRIPT` in a directory of its own, told to stop once the first step is in metrics.jsonl."""
+    os.chdir(directory)
+    metrics = Path("out/sanity/metrics.jsonl")
+
+    def stop() -> None:
+        while not (metrics.exists() and metrics.stat().st_size):
+            time.sleep(0.02)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=stop, daemon=True).start()
+    _main([], script)
+
+
+def test_a_script_without_flags_trains_here(tmp_path):
+    codes, said = on_ranks(1, _without_flags, str(tmp_path), "train_ddp.py")
+    assert codes == [75], said[0]
+    assert "No flags given" in said[0]
+    assert rows(tmp_path / "out" / "sanity")[0]["total_steps"] == 250
+    assert list_checkpoints(tmp_path / "out" / "sanity")
+
+
+def sanity(out: Path, *more: str) -> list[str]:
+    where = [f"--output_dir={out}", f"--config_overrides={TINY_OVERRIDES}"]
+    return ["configs/sanity.yaml", "--max_steps=3", *where, *more]
+
+
+def test_the_sanity_run_on_one_process_is_done_for_two_as_well(tmp_path):
+    """README's two first commands one after the other: what one of them has done, the other finds done."""
+    done = run_script("train_ddp.py", *sanity(tmp_path), env=environment())
+    assert done.returncode == 0, done.stderr
+    assert len(losses(tmp_path)) == 2  # after the first step and the last
+    made = (tmp_path / SAMPLE / "train.fasta").stat().st_mtime_ns
+    codes, said = on_ranks(2, _main, sanity(tmp_path), "train_fsdp2.py")
+    assert codes == [0, 0], "\n".join(said)
+    assert "Step 3 of 3 is done already: nothing to train" in said[0]
+    assert (tmp_path / SAMPLE / "train.fasta").stat().st_mtime_ns == made
+    codes, said = on_ranks(2, _main, sanity(tmp_path, "--max_steps=4"), "train_fsdp2.py")
+    assert codes == [2, 2]
+    assert "a global batch of 1 packs does not divide among 2 data-parallel ranks" in said[0]
+
+
+def test_the_sanity_run_on_two_processes_with_evaluation(tmp_path):
+    codes, said = on_ranks(2, _main, sanity(tmp_path, "--do_eval", "--max_eval_samples=20"), "train_fsdp2.py")
+    assert codes == [0, 0], "\n".join(said)
+    assert "nothing to train" not in said[0]
+    assert "eval_loss" in (tmp_path / "eval_results.json").read_text()
+
+
+def test_the_sample_is_not_mistaken_for_a_directory_of_that_name(tmp_path, monkeypatch):
+    (tmp_path / SAMPLE).mkdir()
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match="--dataset sample: built in, but ./sample is here, too"):
+        open_data(parse(DDP), World(0, 0, 1, torch.device("cpu")), False, {SAMPLE: lambda: pytest.fail("made")})
