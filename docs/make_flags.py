@@ -98,8 +98,8 @@ Flags of `TrainingArguments` and `run_mlm.py` that are here under the same name.
 {table(("flag", "default", "there", ""), same)}
 ## Not here
 
-{len(absent)} other flags of `TrainingArguments` and `run_mlm.py` are unknown: one that is given ends the run with status 2
-before it begins.
+{len(absent)} other flags of `TrainingArguments` and `run_mlm.py` are unknown: one that is given ends the run with
+status 2 before it begins.
 
 {", ".join(f"`--{name}`" for name in absent)}
 
