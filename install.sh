@@ -18,7 +18,7 @@ requirements=(requirements.txt)
 gpu=""
 case "${1:-}" in
   "") ;;
-  --dev) requirements+=(requirements-dev.txt) ;;
+  --dev) requirements+=(requirements-test.txt requirements-dev.txt) ;;
   --gpu) gpu=yes ;;
   *) fail "unknown argument $1: usage: ./install.sh [--dev | --gpu]" ;;
 esac
