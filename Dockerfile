@@ -11,8 +11,8 @@ ARG AWS_OFI_NCCL_VERSION=
 COPY docker/install_efa.sh /tmp/build/
 RUN /bin/bash /tmp/build/install_efa.sh
 
-ARG REQUIREMENTS="requirements.txt requirements-gpu.txt"
-COPY docker/install_requirements.py requirements.txt requirements-gpu.txt constraints.txt /tmp/build/
+ARG REQUIREMENTS="requirements.txt requirements-gpu.txt requirements-test.txt"
+COPY docker/install_requirements.py requirements*.txt constraints.txt /tmp/build/
 WORKDIR /tmp/build
 # hadolint ignore=SC2086
 RUN python3 install_requirements.py ${REQUIREMENTS}
@@ -20,7 +20,9 @@ RUN python3 install_requirements.py ${REQUIREMENTS}
 WORKDIR /workspace
 COPY common common/
 COPY configs configs/
-COPY *.py LICENSE ./
+COPY benchmarks benchmarks/
+COPY tests tests/
+COPY *.py LICENSE pytest.ini fp8_debugging_stats.yaml ./
 COPY docker/finish_image.sh /tmp/build/
 RUN /bin/bash /tmp/build/finish_image.sh
 

@@ -3,6 +3,8 @@
 #
 #   ./install.sh          what training needs
 #   ./install.sh --dev    what the tests and linters need, too
+#   ./install.sh --gpu    Transformer Engine and flash-attn, too (requirements-gpu.txt): they compile against torch, which
+#                         takes long, with CUDA's toolkit. NVIDIA's image has them (docs/containers.md)
 #
 # PYTHON=/path/to/python3.12 chooses the interpreter. Where there is no NVIDIA GPU, torch comes as a CPU build: the
 # default one for Linux brings gigabytes of CUDA libraries. TORCH_BUILD=cuda or cpu says which (a cluster's login node
@@ -13,10 +15,12 @@ cd "$(dirname "${BASH_SOURCE[0]}")"
 fail() { echo "error: $*" >&2; exit 2; }
 
 requirements=(requirements.txt)
+gpu=""
 case "${1:-}" in
   "") ;;
-  --dev) requirements+=(requirements-dev.txt) ;;
-  *) fail "unknown argument $1: usage: ./install.sh [--dev]" ;;
+  --dev) requirements+=(requirements-test.txt requirements-dev.txt) ;;
+  --gpu) gpu=yes ;;
+  *) fail "unknown argument $1: usage: ./install.sh [--dev | --gpu]" ;;
 esac
 
 supported() { "$1" -c 'import sys; sys.exit(sys.version_info[:2] not in ((3, 11), (3, 12)))' 2>/dev/null; }
@@ -33,8 +37,71 @@ if [ -z "$build" ]; then
 fi
 [[ $build =~ ^(cuda|cpu)$ ]] || fail "TORCH_BUILD=$build: cuda or cpu"
 
-# Done already, with these very files?
 version=$("$python" -c 'import platform; print(platform.python_version(), platform.machine())')
+pip() { .venv/bin/python -m pip --disable-pip-version-check "$@"; }
+torch=$(grep '^torch==' requirements.txt)
+
+# ---- --gpu: after all the rest ------------------------------------------------------------------------------------------
+
+# Fails, in one line, without anything that compiling needs: it takes an hour to find out by itself. Sets CUDA_HOME.
+check_can_compile() {
+  local lacking=() nvcc release driver tool all
+  if [ "$build" = cpu ]; then
+    lacking+=("an NVIDIA GPU with its driver (nvidia-smi; TORCH_BUILD=cuda: for nodes that have one)")
+  elif driver=$(nvidia-smi --query-gpu=driver_version --format=csv,noheader 2>/dev/null) && [ "${driver%%.*}" -lt 580 ]; then
+    lacking+=("a driver for CUDA $cuda: 580 or later, not ${driver%%[[:space:]]*}")
+  fi
+  nvcc=$(PATH=${CUDA_HOME:-$PATH:/usr/local/cuda}/bin command -v nvcc || true)
+  release=$([ -z "$nvcc" ] || "$nvcc" --version | sed -nE 's/.*release ([0-9]+)\..*/\1/p')
+  if [ "$release" = "$cuda" ]; then
+    CUDA_HOME=$(cd "$(dirname "$nvcc")/.." && pwd)
+    export CUDA_HOME
+  else
+    lacking+=("the toolkit of CUDA $cuda (nvcc, on PATH or in CUDA_HOME/bin${nvcc:+; $nvcc is of CUDA $release})")
+  fi
+  for tool in c++ ninja; do
+    command -v "$tool" >/dev/null || lacking+=("$tool (on Debian and Ubuntu: apt-get install g++ ninja-build)")
+  done
+  "$python" -c 'import os, sys, sysconfig as s; sys.exit(not os.path.exists(s.get_path("include") + "/Python.h"))' ||
+    lacking+=("Python.h of $python (on Debian and Ubuntu: apt-get install python3-dev)")
+  [ "${#lacking[@]}" -gt 0 ] || return 0
+  all=$(printf ', %s' "${lacking[@]}")
+  fail "Transformer Engine cannot be compiled here: missing: ${all:2}; or take the image (docs/containers.md)"
+}
+
+install_gpu() {
+  local cuda line of wanted stamp=.venv/installed-gpu
+  cuda=$(sed -nE 's/^transformer-engine\[core-cu([0-9]+).*/\1/p' requirements-gpu.txt)
+  wanted="$version $torch $(cksum <requirements-gpu.txt)"
+  if [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$wanted" ]; then return; fi
+  check_can_compile
+  TORCH_BUILD=cuda PYTHON=$python ./install.sh
+  of=$(.venv/bin/python -c 'import torch; print((torch.version.cuda or "(none: for CPUs)").split(".")[0])')
+  [ "$of" = "$cuda" ] || fail "pip gave a $torch for CUDA $of, Transformer Engine needs one for CUDA $cuda: see where pip looks (pip config list)"
+  # What was compiled against another torch looks the same to pip, in .venv and in its cache.
+  if [ -f "$stamp" ]; then pip uninstall --quiet --yes transformer-engine-torch flash-attn; fi
+  rm -f "$stamp"
+  echo "Compiling Transformer Engine and flash-attn against $torch: this takes long (MAX_JOBS: how many files at a time)"
+  pip install --quiet -c constraints.txt packaging pybind11 setuptools wheel
+  # One after the other: what is there when a later one fails need not be compiled again.
+  grep -E '^[a-z]' requirements-gpu.txt | while read -r line; do
+    pip install --quiet --no-cache-dir --no-build-isolation -c constraints.txt "$line" </dev/null ||
+      fail "pip could not install $line: see above"
+  done
+  if nvidia-smi >/dev/null 2>&1; then
+    .venv/bin/python -c 'import flash_attn, transformer_engine.pytorch' || fail "Transformer Engine is installed but does not load: see above"
+  fi
+  echo "$wanted" >"$stamp"
+}
+
+if [ -n "$gpu" ]; then
+  install_gpu
+  exit
+fi
+
+# ---- the rest -----------------------------------------------------------------------------------------------------------
+
+# Done already, with these very files?
 wanted="$version $build $(cat install.sh constraints.txt "${requirements[@]}" | cksum)"
 stamp=".venv/installed-${#requirements[@]}"
 if [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$wanted" ]; then exit 0; fi
@@ -45,9 +112,7 @@ if ! supported .venv/bin/python || [ "$(.venv/bin/python -c 'import platform; pr
   "$python" -m venv .venv || fail "python -m venv failed: on Debian and Ubuntu, apt-get install python3-venv"
 fi
 rm -f "$stamp"
-pip() { .venv/bin/python -m pip --disable-pip-version-check "$@"; }
 
-torch=$(grep '^torch==' requirements.txt)
 installed=$(.venv/bin/python -c 'import importlib.metadata as m; print("torch==" + m.version("torch"))' 2>/dev/null || true)
 if [ "$build" = cuda ]; then
   # To pip the CPU build would do.

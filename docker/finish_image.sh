@@ -6,7 +6,7 @@ set -euo pipefail
 getent passwd 1000 >/dev/null || useradd --uid 1000 --create-home --shell /bin/bash trainer
 # The checkout may have been private to its owner.
 chmod a+rx /workspace
-chmod -R a+rX /workspace/common /workspace/*.py /workspace/LICENSE
+chmod -R a+rX /workspace
 # Bytecode cannot be written later.
-python3 -m compileall -q /workspace/common
+python3 -m compileall -q /workspace/common /workspace/tests
 rm -rf /tmp/build

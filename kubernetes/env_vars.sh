@@ -36,8 +36,8 @@ export EFA_PER_NODE=${EFA_PER_NODE:-32}
 if [ "$EFA_PER_NODE" = 0 ]; then HUGEPAGES=${HUGEPAGES:-0}; fi
 export HUGEPAGES=${HUGEPAGES:-5120Mi}
 
-# Further flags of the scripts; they win over those of the templates. The guides' short first run:
-#   export TRAIN_FLAGS="--max_train_samples=100000"
+# Further flags of the scripts; they win over those of the templates. The guides' short first run, of 100,000 proteins:
+# TRAIN_FLAGS as in docs/slurm.md, "The guides' run".
 export DOWNLOAD_FLAGS=${DOWNLOAD_FLAGS:-}
 export PREPROCESS_FLAGS=${PREPROCESS_FLAGS:-}
 export TRAIN_FLAGS=${TRAIN_FLAGS:-}

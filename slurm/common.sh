@@ -11,8 +11,22 @@ fail() { echo "error: $*" >&2; exit 2; }
 [ -n "${SLURM_JOB_ID:-}" ] || fail "this is no Slurm job: submit with sbatch [--nodes=N --gpus-per-node=G] slurm/NAME.sh"
 # shellcheck source=slurm/env.sh
 . slurm/env.sh
-[ -n "$TARGET_PATH" ] || fail "TARGET_PATH is not set: a directory on the nodes' shared filesystem (see slurm/env.sh)"
-mkdir -p "$TARGET_PATH" || fail "TARGET_PATH=$TARGET_PATH: cannot be made on $(hostname)"
+
+# What a job lacks is gathered, and said in one line before its first step: nobody is to queue once for each.
+missing=()
+lacks() { missing+=("$*"); }
+all_there() {
+  local all
+  [ "${#missing[@]}" -gt 0 ] || return 0
+  all=$(printf '; %s' "${missing[@]}")
+  fail "${all:2}"
+}
+
+if [ -z "$TARGET_PATH" ]; then
+  lacks "TARGET_PATH is not set: a directory on the nodes' shared filesystem (see slurm/env.sh)"
+else
+  mkdir -p "$TARGET_PATH" 2>/dev/null || lacks "TARGET_PATH=$TARGET_PATH: cannot be made on $(hostname)"
+fi
 
 PREEMPTED=75 # exit status of a run that was told to stop and has saved (common/ranks/stopping.py)
 restarts=${SLURM_RESTART_COUNT:-0} attempt=0
@@ -23,15 +37,17 @@ log_dir=logs/${SLURM_JOB_NAME}_$SLURM_JOB_ID/$restarts
 steps=(srun --label --export=ALL --cpu-bind=none --wait="$GRACE_SECONDS")
 if [ -n "${SLURM_CPUS_PER_TASK:-}" ]; then steps+=(--cpus-per-task="$SLURM_CPUS_PER_TASK"); fi
 if [ -n "$CONTAINER_IMAGE" ]; then
-  [[ $CONTAINER_IMAGE != /* || -f $CONTAINER_IMAGE ]] || fail "CONTAINER_IMAGE=$CONTAINER_IMAGE: no such file: run ./enroot.sh"
-  [[ $(srun --help) == *--container-image* ]] || fail "CONTAINER_IMAGE is set, but this Slurm has no pyxis: use a venv"
+  [[ $CONTAINER_IMAGE != /* || -f $CONTAINER_IMAGE ]] || lacks "CONTAINER_IMAGE=$CONTAINER_IMAGE: no such file: run ./enroot.sh"
+  [[ $(srun --help) == *--container-image* ]] ||
+    lacks "CONTAINER_IMAGE=$CONTAINER_IMAGE, but this Slurm has no pyxis: set it to nothing for a venv"
+  echo "Steps run in the container $CONTAINER_IMAGE"
   mounts=$PWD:$PWD,$TARGET_PATH:$TARGET_PATH${CONTAINER_MOUNTS:+,$CONTAINER_MOUNTS}
   steps+=(--container-image="$CONTAINER_IMAGE" --container-mounts="$mounts" --container-workdir="$PWD")
   steps+=(--no-container-remap-root)
   python=python
 else
   python=$PWD/.venv/bin/python
-  [ -x "$python" ] || fail "no .venv in $PWD: run . slurm/create_venv.sh, or set CONTAINER_IMAGE"
+  [ -x "$python" ] || lacks "no .venv in $PWD: run . slurm/create_venv.sh, or set CONTAINER_IMAGE"
 fi
 
 export NPROC_PER_NODE NCCL_DEBUG NCCL_SOCKET_IFNAME PYTHONUNBUFFERED=1
@@ -76,7 +92,10 @@ run() {
 
 # ---- steps -------------------------------------------------------------------------------------------------------------
 
-on_one_node() { run "${steps[@]}" --nodes=1 --ntasks=1 "$python" "$@"; }
+on_one_node() {
+  all_there
+  run "${steps[@]}" --nodes=1 --ntasks=1 "$python" "$@"
+}
 
 launch() {
   local nodes=$SLURM_JOB_NUM_NODES hyperpod=()
@@ -88,18 +107,44 @@ launch() {
     --rdzv_id="$SLURM_JOB_ID.$restarts.$attempt" "$@"
 }
 
+# Ranks a node, where NPROC_PER_NODE is not set: the GPUs that the job asked Slurm for, which node.sh counts; else, where
+# Slurm manages none, those of the driver. gpus_per_node: how many of them the preflight is to find; empty: as many as
+# there are ranks.
+gpus_per_node=""
+count_gpus() {
+  [ -z "$NPROC_PER_NODE" ] || return 0
+  if [[ $(scontrol --oneliner show job "$SLURM_JOB_ID") =~ \ TresPer[A-Za-z]+=[^\ ]*gpu ]]; then
+    # Without this number a job whose nodes have all lost their driver would train on their CPUs.
+    gpus_per_node=${SLURM_GPUS_PER_NODE:-}
+    gpus_per_node=${gpus_per_node##*:} # of h200:8
+  elif [[ $(sinfo --noheader --nodes="$SLURM_JOB_NODELIST" --format=%G) == *gpu* ]]; then
+    lacks "this job has no GPUs: submit with --gpus-per-node=N, or set NPROC_PER_NODE to train on CPUs (see slurm/env.sh)"
+  else
+    gpus_per_node=$(nvidia-smi -L 2>/dev/null | grep -c '^GPU ' || true)
+    NPROC_PER_NODE=$gpus_per_node
+    echo "Slurm manages no GPUs here; nvidia-smi -L lists $gpus_per_node on $(hostname)"
+    [ "$gpus_per_node" -gt 0 ] || lacks "no GPUs on $(hostname): set NPROC_PER_NODE to train on CPUs (see slurm/env.sh)"
+  fi
+}
+
+# Of every training job, before its own flags; kubernetes/train-*-template.yaml have the same.
+defaults=(
+  --bf16 --do_eval --num_train_epochs=1 --max_seq_length=512 --per_device_train_batch_size=8
+  --gradient_accumulation_steps=1 --save_total_limit=3 --dataloader_num_workers=2
+)
+
 train() {
   local script=$1 status=0 lost=""
   shift
-  [ -n "$MODEL" ] || fail "MODEL is not set: say facebook/esm2_t33_650M_UR50D (see slurm/env.sh)"
+  [ -n "$MODEL" ] || lacks "MODEL is not set: say facebook/esm2_t33_650M_UR50D (see slurm/env.sh)"
   [ -z "$DATASET_DIR" ] || [ -d "$DATASET_DIR" ] ||
-    fail "DATASET_DIR=$DATASET_DIR: no such directory on $(hostname): run slurm/submit_data.sh first"
+    lacks "DATASET_DIR=$DATASET_DIR: no such directory on $(hostname): run slurm/submit_data.sh first"
+  count_gpus
+  all_there
   local data=(${DATASET_DIR:+--dataset_dir="$DATASET_DIR"} --output_dir="$OUTPUT_DIR")
   if [ "$PREFLIGHT" != off ]; then
-    # Without this number a job whose nodes have all lost their driver would train on their CPUs.
-    local gpus=${SLURM_GPUS_PER_NODE:-} checks=(--fail_on="$PREFLIGHT") more=()
-    gpus=${gpus##*:} # of h200:8
-    if [[ -z $NPROC_PER_NODE && $gpus =~ ^[0-9]+$ ]]; then checks+=(--gpus_per_node="$gpus"); fi
+    local checks=(--fail_on="$PREFLIGHT") more=()
+    if [[ $gpus_per_node =~ ^[0-9]+$ ]]; then checks+=(--gpus_per_node="$gpus_per_node"); fi
     read -ra more <<<"$PREFLIGHT_FLAGS"
     launch -m common.preflight "${data[@]}" "${checks[@]}" ${more[@]+"${more[@]}"} || status=$?
   fi
@@ -107,7 +152,7 @@ train() {
   # starts again: here if all nodes are free, else from the queue. The third start in a row that makes no new checkpoint
   # ends with 2 (common/ranks/starts.py).
   while [ "$status" -eq 0 ]; do
-    launch "$script" --config_name="$MODEL" "${data[@]}" "$@" || status=$?
+    launch "$script" --config_name="$MODEL" "${data[@]}" "${defaults[@]}" "$@" || status=$?
     case $status in
       0 | 2 | "$PREEMPTED") break ;;
     esac

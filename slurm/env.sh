@@ -7,14 +7,20 @@
 # The model: facebook/esm2_t{6_8M,12_35M,30_150M,33_650M,36_3B,48_15B}_UR50D. No default.
 : "${MODEL:=}"
 # Proteins to train on, as slurm/preprocess.sh writes them. Set it to nothing to pass --dataset instead.
-: "${DATASET_DIR=${TARGET_PATH}/processed/arrow}"
+: "${DATASET_DIR=${TARGET_PATH:+$TARGET_PATH/processed/arrow}}"
 # Checkpoints, metrics and final_model/. Default: $TARGET_PATH/out-ddp or out-fsdp. Another model needs another one.
 : "${OUTPUT_DIR:=}"
 
-# Ranks a node. Default: the GPUs that Slurm gives the job there. Set it on CPUs, or where Slurm does not manage the GPUs.
+# Ranks a node. Default: the GPUs that Slurm gives the job there; where it manages none, those that `nvidia-smi -L` lists on
+# the first node. Set it on CPUs.
 : "${NPROC_PER_NODE:=}"
 
-# A container image for pyxis: a file that enroot.sh wrote, or REGISTRY#IMAGE:TAG. Empty: the .venv of create_venv.sh.
+# A container image for pyxis: a file that enroot.sh wrote, or REGISTRY#IMAGE:TAG. Default: what enroot.sh has written for
+# this TARGET_PATH and DOCKER_IMAGE_NAME, if it is there. Empty: the .venv of create_venv.sh.
+: "${DOCKER_IMAGE_NAME:=esm}"
+if [ -n "$TARGET_PATH" ] && [ -f "$TARGET_PATH/$DOCKER_IMAGE_NAME.sqsh" ]; then
+  : "${CONTAINER_IMAGE=$TARGET_PATH/$DOCKER_IMAGE_NAME.sqsh}"
+fi
 : "${CONTAINER_IMAGE:=}"
 # Mounted in it, besides the repository and TARGET_PATH: SRC:DST, comma-separated.
 : "${CONTAINER_MOUNTS:=}"

@@ -10,7 +10,8 @@
 #SBATCH --open-mode=append
 #SBATCH --requeue
 set -euo pipefail
-# sbatch runs a copy of this file: the repository is where it was submitted.
+# sbatch runs a copy of this file: the repository is where it was submitted, or that was its slurm/.
+[ -f slurm/common.sh ] || [ ! -f ../slurm/common.sh ] || cd ..
 [ -f slurm/common.sh ] || { echo "error: no repository in $PWD: submit from there, or with --chdir" >&2; exit 2; }
 # shellcheck source=slurm/common.sh
 . slurm/common.sh

@@ -11,10 +11,11 @@
 #SBATCH --requeue
 #SBATCH --signal=B:USR1@300
 set -euo pipefail
-# sbatch runs a copy of this file: the repository is where it was submitted.
+# sbatch runs a copy of this file: the repository is where it was submitted, or that was its slurm/.
+[ -f slurm/common.sh ] || [ ! -f ../slurm/common.sh ] || cd ..
 [ -f slurm/common.sh ] || { echo "error: no repository in $PWD: submit from there, or with --chdir" >&2; exit 2; }
 # shellcheck source=slurm/common.sh
 . slurm/common.sh
 
 OUTPUT_DIR=${OUTPUT_DIR:-$TARGET_PATH/out-fsdp}
-train train_fsdp2.py --bf16 --do_eval --dataloader_num_workers=4 "$@"
+train train_fsdp2.py "$@"

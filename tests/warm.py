@@ -22,6 +22,7 @@ import common.model.recompute
 import common.preflight.exchange
 import common.preflight.network
 import common.preflight.report
+import common.training.export
 import common.training.load_model
 import common.training.report
 import common.training.trainer  # noqa: F401

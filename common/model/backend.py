@@ -21,6 +21,8 @@ from common.model.config import Esm2Config
 BACKENDS = ("auto", "te", "torch")
 HIDDEN_ACT = {"exact": "gelu", "tanh": "gelu_pytorch_tanh"}
 BF16_SINCE = (8, 0)  # compute capability
+# What a GPU does without, where Transformer Engine is not: said at the start of a run.
+LOST = "its fused kernels, and FP8, MXFP8 and NVFP4 on the GPU's own units"
 HEAD_MULTIPLE = 8  # of the flash kernels behind torch's varlen attention
 ONLY_GELU = {"te": "tanh"}  # a backend with one kind
 
@@ -65,10 +67,10 @@ class ModelFlags(Flags):
 
 def te_missing(device: torch.device) -> str | None:
     """What Transformer Engine lacks here, or None."""
-    if find_spec("transformer_engine") is None:
-        return "Transformer Engine is not installed (pip install -r requirements-gpu.txt)"
     if device.type != "cuda":
         return "it needs an NVIDIA GPU, and this run is on a CPU"
+    if find_spec("transformer_engine") is None:
+        return "Transformer Engine is not installed (./install.sh --gpu, or the container image)"
     try:
         importlib.import_module("transformer_engine.pytorch")
     except Exception as error:  # libraries that do not fit each other fail in many ways
@@ -125,6 +127,8 @@ def choose_backend(
             f"this run computes with Transformer Engine so far, and now not: {missing or conflicts[0]}: mend that, or "
             "give --backend torch to go on without it"
         )
+    if missing and device.type == "cuda":
+        missing += f"; this run goes without {LOST}"
     reason = missing or (f"{conflicts[0]} is the torch backend's" if conflicts else None)
     if reason is None and not bf16:
         reason = "without --bf16 its products would be TF32 and its attention unfused"

@@ -58,15 +58,19 @@ class Esm2Config:
         values = {name: value for name, value in content.items() if name in known}
         return cls(**values, others={name: value for name, value in content.items() if name not in known})
 
-    def to_transformers(self):
-        """The same as a `transformers.EsmConfig`."""
-        from transformers import EsmConfig
-
+    def content(self) -> dict[str, Any]:
+        """What `read` makes this of: names and values of a config.json."""
         values = asdict(self)
         others = values.pop("others")
         if values["hidden_act"] is None:  # a field of ours only: absent stays absent
             del values["hidden_act"]
-        return EsmConfig.from_dict(others | values)
+        return others | values
+
+    def to_transformers(self):
+        """The same as a `transformers.EsmConfig`."""
+        from transformers import EsmConfig
+
+        return EsmConfig.from_dict(self.content())
 
 
 def _check_type(name: str, value: Any, annotation: str) -> None:

@@ -64,6 +64,8 @@ def _weight_files(root: Path) -> list[Path]:
         if not (root / name).is_file():
             other = next(root.glob("pytorch_model*.bin"), None)
             hint = f"; {other.name} there is pickled: convert it with transformers' save_pretrained" if other else ""
+            if next(root.glob("*.distcp"), None):
+                hint = f"; a checkpoint of a run: python -m common.training.export {root} OUT makes a model of it"
             raise UserError(f"{root / name}: no such file; weights are read from safetensors only{hint}")
     return [root / name for name in names]
 
@@ -73,11 +75,23 @@ def save_pretrained(
 ) -> None:
     """Write a directory that stock `EsmForMaskedLM` / `AutoModel` / `AutoTokenizer.from_pretrained` open offline.
 
-    pieces: Hugging Face's tensors as `convert.pieces_to_hf` gives them; written in fp32.
+    pieces: Hugging Face's tensors as `convert.pieces_to_hf` gives them; written in fp32. The directory appears when it
+    is complete, or not at all; one that is there already is replaced.
     """
     partial = directory.with_name(f"{directory.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
+    try:
+        _write(pieces, config, partial, shard_bytes)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+    if directory.exists():
+        shutil.rmtree(directory)
+    partial.rename(directory)
+
+
+def _write(pieces: Iterator[tuple[str, Tensor]], config: Esm2Config, partial: Path, shard_bytes: int) -> None:
     stock = config.to_transformers()  # as loaded it may name another class, and the precision it was stored in
     stock.architectures, stock.dtype = ["EsmForMaskedLM"], "float32"
     stock.save_pretrained(partial)
@@ -97,9 +111,6 @@ def save_pretrained(
         index = {"metadata": {"total_size": total}, "weight_map": files}
         (partial / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True))
     write_tokenizer(partial)
-    if directory.exists():
-        shutil.rmtree(directory)
-    partial.rename(directory)
 
 
 def _file_of_each(config: Esm2Config, frequencies: dict[str, Tensor], shard_bytes: int) -> dict[str, str]:

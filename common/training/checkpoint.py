@@ -1,9 +1,10 @@
 """Checkpoints that are complete or not there.
 
 `output_dir/checkpoint-<step>/` holds torch.distributed.checkpoint shards under canonical (unwrapped) names, so any
-strategy on any number of ranks reads what any other wrote; `trainer_state.json`, what the trainer needs to go on; and
-`manifest.json`: format version, the model's fingerprint, every file with its size and CRC-32. All of it is written
-under a temporary name, flushed to disk, and renamed last: a directory with the final name is complete.
+strategy on any number of ranks reads what any other wrote; `trainer_state.json`, what the trainer needs to go on;
+`config.json`, which with the weights makes a model (common/training/export.py); and `manifest.json`: format version,
+the model's fingerprint, every file with its size and CRC-32. All of it is written under a temporary name, flushed to
+disk, and renamed last: a directory with the final name is complete.
 
 Saving copies the state and returns; a thread writes it, over a process group of its own. At most one save is under way
 (so at most one copy is held), and `close` waits for it: a process that ended sooner would lose the checkpoint.
@@ -30,17 +31,18 @@ from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
-from common.cli import INTERRUPTED, Flags, Missing, UserError, flag, one_line
+from common.cli import INTERRUPTED, Flags, Missing, UserError, flag
 from common.files import alphabet
 from common.files.json_files import write_json_flushed
 from common.files.output_directory import size_and_crc, sync_directory
 from common.ranks.run import leave_if_rank_lost, rank_lost
 from common.ranks.world import FailedElsewhere, World
 from common.training import checkpoint_files as files
-from common.training.checkpoint_reader import Planner, Reader
+from common.training.checkpoint_reader import Planner, Reader, reason_of
 
 logger = logging.getLogger(__name__)
 
+CONFIG = "config.json"
 # What must agree for a checkpoint to be of the same model; the rest of config.json is free to differ.
 FINGERPRINT_FIELDS = (
     *("model_type", "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size"),
@@ -90,8 +92,9 @@ def fingerprint(config) -> dict:
 class Checkpointer:
     """Saves and restores one run's (model, optimizer, trainer state) under --output_dir; all ranks call together.
 
-    scales: of --fp8_recipe delayed, tensors that are restored in place, the same on all ranks; training: whether the
-    run is to go on from what is restored.
+    scales: of --fp8_recipe delayed, tensors that are restored in place, the same on all ranks; extras: of the weights
+    that the run began with, what is exported again but not trained; training: whether the run is to go on from what is
+    restored.
     """
 
     def __init__(
@@ -103,12 +106,14 @@ class Checkpointer:
         world: World,
         timeout_s: float,
         scales: dict[str, torch.Tensor] | None = None,
+        extras: dict[str, torch.Tensor] | None = None,
         training: bool = True,
     ):
         self.flags, self.output_dir = flags, Path(flags.output_dir)
         self.model, self.optimizer = model, optimizer
         self.scales = scales or {}
-        self.fingerprint = fingerprint(config)
+        self.extras = {"extras": extras} if extras else {}
+        self.config, self.fingerprint = config, fingerprint(config)
         self.world, self.training = world, training
         # Collectives of the writer thread must not interleave with the training step's.
         self.group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
@@ -121,7 +126,7 @@ class Checkpointer:
         """Save now; returns once the state is copied (`async_save`) or written. Raises what the last save raised."""
         self.wait()
         model_state, optimizer_state = get_state_dict(self.model, self.optimizer)
-        state = {"model": _canonical(model_state), "optimizer": optimizer_state} | self._scales()
+        state = {"model": _canonical(model_state), "optimizer": optimizer_state} | self._scales() | self.extras
         if not self.flags.async_save:
             self._write(step, state, trainer_state)
             return self._raise_failure()
@@ -162,7 +167,7 @@ class Checkpointer:
         error = failure
         if failure is not None and not isinstance(failure, FailedElsewhere | UserError):
             error = UserError(
-                f"{self.output_dir}: checkpoint not saved: {_reason(failure)}; the last complete one is untouched: "
+                f"{self.output_dir}: checkpoint not saved: {reason_of(failure)}; the last complete one is untouched: "
                 "make room (or lower --save_total_limit) and run the same command again"
             )
             error.__cause__ = failure
@@ -193,9 +198,10 @@ class Checkpointer:
         final = self.output_dir / f"checkpoint-{step}"
         files.see_all(partial, checksums)
         write_json_flushed(partial / "trainer_state.json", trainer_state, sort_keys=False)
-        contents = checksums | {"trainer_state.json": size_and_crc(partial / "trainer_state.json")}
+        write_json_flushed(partial / CONFIG, self.config.content(), sort_keys=True)
+        contents = checksums | {name: size_and_crc(partial / name) for name in ("trainer_state.json", CONFIG)}
         manifest = {"format_version": files.FORMAT_VERSION, "step": step, "model": self.fingerprint, "files": contents}
-        write_json_flushed(partial / "manifest.json", manifest, sort_keys=False)
+        write_json_flushed(partial / files.MANIFEST, manifest, sort_keys=False)
         sync_directory(partial)
         partial.rename(final)
         (self.output_dir / files.SAVED).touch()
@@ -239,7 +245,7 @@ class Checkpointer:
         try:
             dcp.load(state, storage_reader=reader, planner=Planner(), process_group=self.group)
         except CheckpointException as error:  # on all ranks
-            self.world.end_together(UserError(f"{path}: cannot be read: {_reason(error)}"))
+            self.world.end_together(UserError(f"{path}: cannot be read: {reason_of(error)}"))
         set_state_dict(
             self.model,
             self.optimizer,
@@ -313,12 +319,3 @@ def _named(error: BaseException, directory: Path) -> BaseException:
         if shutil.disk_usage(directory).free < 1 << 20:
             return OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     return error
-
-
-def _reason(error: BaseException) -> str:
-    """The innermost cause in one line: DCP wraps it in an exception that lists every rank's stack."""
-    causes = getattr(error, "failures", None)
-    if causes:
-        first = next(iter(causes.values()))
-        error = first[0] if isinstance(first, tuple) else first
-    return one_line(error)[:200]

@@ -9,14 +9,15 @@ from __future__ import annotations
 
 import io
 import pickle
-from pathlib import PurePath
+from pathlib import Path, PurePath
 
 import torch
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import ReadItem
 
-from common.cli import UserError
+from common.cli import UserError, one_line
 
 _OF_METADATA = "torch.distributed.checkpoint.metadata"
 KNOWN = {
@@ -58,8 +59,40 @@ class Reader(dcp.FileSystemReader):
         return metadata
 
 
+def reason_of(error: BaseException) -> str:
+    """The innermost cause in one line: DCP wraps it in an exception that lists every rank's stack."""
+    causes = getattr(error, "failures", None)
+    if causes:
+        first = next(iter(causes.values()))
+        error = first[0] if isinstance(first, tuple) else first
+    return one_line(error)[:200]
+
+
 class Planner(dcp.DefaultLoadPlanner):
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         torch.load(value, weights_only=True)  # raises for what is more than numbers, texts and tensors
         value.seek(0)
         super().load_bytes(read_item, value)
+
+
+class StoredTensors:
+    """The tensors of a checkpoint, read one at a time in one process, whatever ranks wrote them."""
+
+    def __init__(self, path: Path):
+        self._reader = Reader(path)
+        self._metadata = self._reader.read_metadata()
+        self._reader.set_up_storage_reader(self._metadata, is_coordinator=True)
+        self.shapes = {
+            name: stored.size
+            for name, stored in self._metadata.state_dict_metadata.items()
+            if isinstance(stored, TensorStorageMetadata)
+        }
+
+    def read(self, name: str) -> Tensor:
+        """One of `shapes`, in the precision in which it was stored."""
+        stored = self._metadata.state_dict_metadata[name]
+        tensor = torch.empty(stored.size, dtype=stored.properties.dtype)
+        planner = Planner()
+        planner.set_up_planner({name: tensor}, self._metadata, is_coordinator=True)
+        self._reader.read_data(planner.create_local_plan(), planner).wait()
+        return tensor

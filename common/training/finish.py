@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import shutil
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -94,7 +93,6 @@ def _export(task: MaskedLM, final: Path, world: World) -> None:
         if world.is_main:
             task.export(pieces, final)
     except (OSError, SafetensorError) as error:
-        shutil.rmtree(final.with_name("final_model.partial"), ignore_errors=True)
         reason = one_line(error)[:160]
         failure = UserError(
             f"{final}: not exported: {reason}; the last checkpoint holds everything: make room and run the same "

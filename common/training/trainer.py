@@ -84,6 +84,7 @@ class Trainer:
         self.checkpointer = Checkpointer(
             *(args, built.weights, optimizer, built.config, world, args.ddp_timeout),
             scales=built.precision.scales,
+            extras=built.extras,
             training=args.do_train,
         )
         self.stragglers = Stragglers(strategy.model, world, args.straggler_every)

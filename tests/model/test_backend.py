@@ -43,15 +43,33 @@ def installed(tmp_path, monkeypatch):
 @without_te
 def test_te_that_is_not_there_is_one_line(dataset, tmp_path):
     error = refused(dataset, tmp_path / "out", backend="te")
-    assert "--backend te: Transformer Engine is not installed (pip install" in error
+    assert "--backend te: it needs an NVIDIA GPU" in error
     assert "--backend torch" in error
     assert not (tmp_path / "out").exists()
+    with pytest.raises(UserError, match=r"--backend te: Transformer Engine is not installed \(\./install\.sh --gpu"):
+        choose_backend(arguments(dataset, backend="te"), torch.device("cuda"), bf16=True)
 
 
 @without_te
 def test_auto_takes_torch_and_says_why(dataset, tmp_path):
     said = train(dataset, tmp_path, max_steps=1)
-    assert "Backend: torch (not te: Transformer Engine is not installed" in said
+    assert "Backend: torch (not te: it needs an NVIDIA GPU, and this run is on a CPU)" in said
+
+
+@without_te
+def test_a_gpu_without_te_is_told_what_it_loses(dataset, installed):
+    """Where the run is on one, and would have used it: not with a flag that is the torch backend's."""
+    gpu, lost = torch.device("cuda"), "; this run goes without its fused kernels, and FP8, MXFP8 and NVFP4"
+    chosen, why = choose_backend(arguments(dataset), gpu, bf16=True)
+    assert (chosen, why.startswith("not te: Transformer Engine is not installed (./install.sh --gpu")) == (
+        "torch",
+        True,
+    )
+    assert lost in why
+    assert lost not in choose_backend(arguments(dataset), CPU, bf16=True)[1]
+    assert lost not in choose_backend(arguments(dataset, backend="torch"), gpu, bf16=True)[1]
+    installed("raise OSError('libcudnn.so.9')")
+    assert lost in choose_backend(arguments(dataset), gpu, bf16=True)[1]
 
 
 def test_te_on_a_cpu_is_one_line(dataset, installed):

@@ -1,4 +1,4 @@
-"""A throw-away Slurm cluster of a head and two nodes on this machine: the real daemons, for tests.
+"""A throw-away Slurm cluster of a head and three nodes on this machine: the real daemons, for tests.
 
 Each host has its own network, host name, process and mount namespace, so killing a node kills everything on it, as
 pulling its plug would. Nothing outside the cluster's temporary directory is touched; all of it ends with this process,
@@ -16,8 +16,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-NODES = {"head": "10.231.77.1", "n1": "10.231.77.11", "n2": "10.231.77.12"}
-GPUS = 8  # a node, made of null devices: Slurm counts them, torch sees none
+NODES = {"head": "10.231.77.1", "n1": "10.231.77.11", "n2": "10.231.77.12", "n3": "10.231.77.13"}
+GPUS = 8  # a node, made of null devices: Slurm counts them, torch sees none; n3, in partition `plain`, has none
 TOOLS = ("slurmctld", "slurmd", "sbatch", "munged", "ip", "unshare", "nsenter", "setpriv")
 SBIN = "/usr/sbin:/sbin"
 
@@ -53,7 +53,9 @@ MinJobAge=600
 SchedulerParameters=batch_sched_delay=0,sched_min_interval=0,bf_interval=1,bf_window=60
 NodeName=n1 NodeAddr={n1} CPUs=16 RealMemory=1000 Gres=gpu:{gpus}
 NodeName=n2 NodeAddr={n2} CPUs=16 RealMemory=1000 Gres=gpu:{gpus}
-PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP
+NodeName=n3 NodeAddr={n3} CPUs=16 RealMemory=1000
+PartitionName=main Nodes=n1,n2 Default=YES MaxTime=INFINITE State=UP
+PartitionName=plain Nodes=n3 MaxTime=INFINITE State=UP
 """
 
 # Process 1 of a host: waits for its network, then starts the daemons. `--kill-child` ends it, and the host with it.
@@ -101,7 +103,7 @@ class SlurmCluster:
             self._configure()
             for name in NODES:
                 self.up(name)
-            self.until(lambda: self.on_head("sinfo -h -N -t idle -o %N").split() == ["n1", "n2"], "no idle nodes", 60)
+            self.until(lambda: self.on_head("sinfo -h -N -t idle -o %N").split() == [*NODES][1:], "no idle nodes", 60)
         except BaseException:
             self.__exit__()
             raise
@@ -115,7 +117,7 @@ class SlurmCluster:
     def _configure(self) -> None:
         directory = self.directory
         directory.chmod(0o755)
-        for name in ("munge", "state", "spool/n1", "spool/n2", "log", "devices"):
+        for name in ("munge", "state", *(f"spool/{name}" for name in NODES), "log", "devices"):
             (directory / name).mkdir(parents=True)
         (directory / "munge" / "key").write_bytes(os.urandom(1024))
         (directory / "munge" / "key").chmod(0o600)

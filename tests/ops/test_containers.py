@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import tarfile
 from importlib import metadata
@@ -17,15 +18,17 @@ from tests.ops.base_image import BASE_TQDM, import_base_image
 from tests.ops.docker_engine import docker_engine, need, ok
 from tests.training_fixtures import DEFAULTS, TINY_MODEL
 
-ON_THE_TEST_BASE = ("BASE_IMAGE=base:1", "EFA_INSTALLER_VERSION=", "REQUIREMENTS=requirements.txt")
-SECRET = "hf_secret_of_the_user"
+REQUIREMENTS = "REQUIREMENTS=requirements.txt requirements-test.txt"
+ON_THE_TEST_BASE = ("BASE_IMAGE=base:1", "EFA_INSTALLER_VERSION=", REQUIREMENTS)
+TESTS = {"tests", "benchmarks", "pytest.ini", "fp8_debugging_stats.yaml"}
+SECRET = "_".join(("hf", "secret", "of", "the", "user"))  # not as it stands in this file, which the images hold
 
 
 @pytest.fixture
 def checkout(tmp_path) -> Path:
     """A commit of this project's files in a private folder, with data, secrets and results lying about."""
     directory = tmp_path / "checkout"
-    ignored = shutil.ignore_patterns(".git", ".venv", "__pycache__", "shared", "out", "out-*", ".*_cache", "tests")
+    ignored = shutil.ignore_patterns(".git", ".venv", "__pycache__", "shared", "out", "out-*", ".*_cache")
     shutil.copytree(ROOT, directory, ignore=ignored)
     git = ["git", "-C", str(directory), "-c", "user.name=t", "-c", "user.email=t@t"]
     for step in (["init", "-q"], ["add", "--all"], ["commit", "-qm", "One commit"]):
@@ -61,10 +64,21 @@ def test_the_image(checkout, dataset, tmp_path):
         assert run("id", "-u").strip() == "1000"
         files = set(run("ls", "-A", "/workspace").split())
         assert {"train_ddp.py", "0.download_data.py", "common"} <= files
-        assert files <= {path.name for path in ROOT.glob("*.py")} | {"common", "LICENSE"}
+        assert files <= {path.name for path in ROOT.glob("*.py")} | {"common", "LICENSE"} | TESTS
         of = "from importlib.metadata import version as v; print(v('torch'), v('tqdm'), v('transformers'))"
         versions = [metadata.version("torch"), BASE_TQDM, metadata.version("transformers")]
         assert run("python3", "-c", of).split() == versions, "torch and constraints of the base, the rest ours"
+
+        # `pytest` finds its tests, and those of the model, of data and of a run pass.
+        found = run("python3", "-m", "pytest", "--collect-only")
+        assert "error" not in found.splitlines()[-1], found
+        rooms = set(re.findall(r"^tests/(\w+)/", found, re.M))
+        assert {"model", "training", "gpu"} <= rooms
+        assert "ops" not in rooms
+        run_of_a_model = "training/test_train_ddp.py::test_an_epoch_of_packs_sees_every_protein"
+        some = ("model/test_attention.py", "files/test_alphabet.py", run_of_a_model)
+        passed = run("python3", "-m", "pytest", *(f"tests/{name}" for name in some), options=("--ipc=host",))
+        assert re.search(r"^\.+ +\[100%\]$", passed, re.M), passed
 
         # As the image's user on two ranks; then as somebody whom the image does not know.
         for user, launch in (

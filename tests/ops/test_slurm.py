@@ -1,10 +1,11 @@
-"""The scripts of slurm/, submitted to a real cluster of two nodes: gloo on CPUs, a tiny model, real faults."""
+"""The scripts of slurm/, submitted to a real cluster of three nodes: gloo on CPUs, a tiny model, real faults."""
 
 from __future__ import annotations
 
 import json
 import os
 import re
+import shutil
 import signal
 import sys
 from pathlib import Path
@@ -30,12 +31,13 @@ def flags(**more) -> str:
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory):
-    """Two nodes, and a checkout where jobs are submitted: their logs stay there."""
+    """The nodes, and a checkout where jobs are submitted: their logs stay there."""
     checkout = tmp_path_factory.mktemp("slurm") / "checkout"
     checkout.mkdir()
     for path in ROOT.iterdir():
-        if path.suffix in (".py", ".sh", ".txt") or path.name in ("common", "slurm"):
+        if path.suffix in (".py", ".sh", ".txt") or path.name == "common":
             (checkout / path.name).symlink_to(path)
+    shutil.copytree(ROOT / "slurm", checkout / "slurm")  # where a user may be, with the checkout above
     (checkout / ".venv").symlink_to(sys.prefix)
     variables = {"MODEL": TINY_MODEL["config_name"], "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     with SlurmCluster(checkout, variables) as cluster:
@@ -150,7 +152,80 @@ def test_a_job_goes_on_whatever_ends_it_until_it_is_cancelled(cluster, dataset, 
     assert_same_run(out, whole, STEPS, tmp_path)
 
 
+# What n3 has besides Slurm's own: a driver that lists two GPUs, one of them divided; and a srun that knows containers,
+# and runs what is to be in one where it is.
+NVIDIA_SMI = """\
+#!/bin/sh
+echo "GPU 0: NVIDIA H200 (UUID: GPU-1)"
+echo "  MIG 1g.18gb     Device  0: (UUID: MIG-1)"
+echo "GPU 1: NVIDIA H200 (UUID: GPU-2)"
+"""
+PYXIS = """\
+#!/bin/bash
+if [ "$1" = --help ]; then {srun} --help; echo "  --container-image=[USER@][REGISTRY#]IMAGE[:TAG]|PATH"; exit; fi
+arguments=()
+for argument; do
+  case $argument in
+    --container-* | --no-container-*) echo "$argument" >>{log} ;;
+    *) arguments+=("$argument") ;;
+  esac
+done
+exec {srun} "${{arguments[@]}}"
+"""
+
+
+def stand_ins(directory: Path, **texts: str) -> str:
+    """A PATH with these programs first."""
+    directory.mkdir()
+    for name, text in texts.items():
+        (directory / name.replace("_", "-")).write_text(text)
+        (directory / name.replace("_", "-")).chmod(0o755)
+    return f"{directory}:{Path(sys.prefix) / 'bin'}:{os.environ['PATH']}"
+
+
+def test_from_slurm_itself_on_gpus_that_slurm_does_not_manage_in_the_image_that_is_there(cluster, dataset, tmp_path):
+    """The guides' `sbatch train_ddp.sh`, with nothing more; the run is one epoch, as the templates have it."""
+    target, log = tmp_path / "target", tmp_path / "pyxis"
+    target.mkdir()
+    (target / "esm-slurm.sqsh").touch()
+    path = stand_ins(tmp_path / "bin", nvidia_smi=NVIDIA_SMI, srun=PYXIS.format(srun=shutil.which("srun"), log=log))
+    variables = {"TARGET_PATH": str(target), "DATASET_DIR": str(dataset), "DOCKER_IMAGE_NAME": "esm-slurm"}
+    tiny = f"--config_overrides={TINY_OVERRIDES} --disable_tqdm=True"
+    submitted = cluster.on_head(
+        f"cd slurm && sbatch --parsable --partition=plain --nodes=1 train_ddp.sh {tiny}",
+        **variables | {"PATH": path, "PREFLIGHT": "off"},
+    )
+    assert cluster.end(int(submitted)) == "COMPLETED", cluster.said()
+    said = (cluster.checkout / "slurm" / f"esm2-ddp_{submitted}.out").read_text()
+    assert "Slurm manages no GPUs here; nvidia-smi -L lists 2 on n3" in said
+    assert "Device = cpu x 2" in said
+    assert f"Steps run in the container {target}/esm-slurm.sqsh" in said
+    mounts = f"--container-mounts={cluster.checkout}:{cluster.checkout},{target}:{target}"
+    image = f"--container-image={target}/esm-slurm.sqsh"
+    told = [image, mounts, f"--container-workdir={cluster.checkout}", "--no-container-remap-root"]
+    assert log.read_text().splitlines() == told
+    assert json.loads((target / "out-ddp" / "all_results.json").read_text())["epoch"] == 1.0
+    assert (cluster.checkout / "logs" / f"esm2-ddp_{submitted}").is_dir()
+
+
 WRONG = {
+    "TARGET_PATH is not set … no .venv in … MODEL is not set … this job has no GPUs": (
+        "--chdir={no_venv} slurm/train_fsdp.sh",
+        {"TARGET_PATH": "", "MODEL": "", "DATASET_DIR": None},
+    ),
+    "MODEL is not set … DATASET_DIR=/no/data: no such directory on n3": (
+        "--partition=plain slurm/train_ddp.sh",
+        {"MODEL": "", "DATASET_DIR": "/no/data", "PATH": "{nvidia_smi}"},
+    ),
+    "no GPUs on n3: set NPROC_PER_NODE": ("--partition=plain slurm/train_ddp.sh", {}),
+    "(n3): none, 2 asked for": (
+        "--partition=plain slurm/train_ddp.sh",
+        {"PATH": "{nvidia_smi}", "PREFLIGHT": "error"},
+    ),
+    "/esm-slurm.sqsh, but this Slurm has no pyxis": (
+        "slurm/preprocess.sh",
+        {"TARGET_PATH": "{images}", "DOCKER_IMAGE_NAME": "esm-slurm"},
+    ),
     "TARGET_PATH is not set": ("slurm/download_data.sh", {"TARGET_PATH": ""}),
     "MODEL is not set": ("slurm/train_ddp.sh", {"MODEL": ""}),
     "no such directory on n": ("slurm/train_ddp.sh", {"DATASET_DIR": "/no/data"}),
@@ -171,24 +246,30 @@ WRONG = {
 
 def test_what_is_wrong_is_said_in_one_line_within_seconds(cluster, dataset, tmp_path):
     """All at once, on nodes that they share; none comes back."""
-    for name, has in (("empty", ()), ("no_venv", ("slurm",)), ("broken", ("slurm", "common"))):
+    directories = {"empty": (), "no_venv": ("slurm",), "broken": ("slurm", "common"), "images": ()}
+    for name, has in directories.items():
         (tmp_path / name).mkdir()
         for part in has:
             (tmp_path / name / part).symlink_to(ROOT / part)
     (tmp_path / "broken" / ".venv").symlink_to(sys.prefix)
     (tmp_path / "broken" / "train_ddp.py").write_text("raise SystemExit(1)\n")
+    (tmp_path / "images" / "esm-slurm.sqsh").touch()
+    places = {name: tmp_path / name for name in directories}
+    places["nvidia_smi"] = stand_ins(tmp_path / "bin", nvidia_smi=NVIDIA_SMI)
     logs = {}
     usual = {"TARGET_PATH": str(tmp_path), "DATASET_DIR": str(dataset), "PREFLIGHT": "off"}
     for number, (message, (script, variables)) in enumerate(WRONG.items()):
         log = tmp_path / f"{number}.out"
-        script = script.format(**{name: tmp_path / name for name in ("empty", "no_venv", "broken")})
-        job = cluster.submit(f"--nodes=1 --oversubscribe --mem=1 --output={log} {script}", **usual | variables)
+        script = script.format(**places)
+        told = {name: value and value.format(**places) for name, value in (usual | variables).items()}
+        told = {name: value for name, value in told.items() if value is not None}
+        job = cluster.submit(f"--nodes=1 --oversubscribe --mem=1 --output={log} {script}", **told)
         logs[job] = log, message
     for job, (log, message) in logs.items():
         assert cluster.end(job) == "FAILED", message
         errors = [line for line in log.read_text().splitlines() if "error: " in line and "srun: error" not in line]
         assert len(errors) == 1, log.read_text()
-        assert message in errors[0]
+        assert re.search(".*".join(map(re.escape, message.split(" … "))), errors[0]), errors[0]
         assert cluster.job(job)["ExitCode"] == "2:0", message
 
 

@@ -19,6 +19,7 @@ from common.ranks.run import distributed_run
 from common.training.load_model import load_model
 from common.training.trainer import train
 from tests.data_fixtures import load_script
+from tests.training.checkpoint_fixtures import exported, files_of
 from tests.training.test_bad_input import refused
 from tests.training.test_skipped_steps import poison_steps, poisoned
 from tests.training_fixtures import (
@@ -77,6 +78,7 @@ def test_masters_are_trained_saved_and_exported_and_the_rest_is_only_their_image
     norms = [[row["grad_norm"] for row in rows(where)] for where in (out, plain)]
     assert norms[0] == pytest.approx(norms[1], rel=5e-3)  # a norm in bf16
     assert same_bits(final_weights(out), final_weights(plain))
+    assert files_of(exported(out / "checkpoint-12", tmp_path / "again")) == files_of(out / "final_model")
     ours, theirs = (checkpoint_state(where / "checkpoint-12", tmp_path) for where in (out, plain))
     assert same_bits(ours["model"], theirs["model"])
     assert ours["optimizer"]["state"].keys() == theirs["optimizer"]["state"].keys()

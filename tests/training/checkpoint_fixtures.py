@@ -11,6 +11,7 @@ from common.model import esm2, presets
 from common.model.config import override
 from common.ranks.world import World
 from common.training.checkpoint import Checkpointer, CheckpointFlags
+from tests.forked import run_script
 
 FLAGS = {"max_steps": 6, "save_steps": 2, "save_final_model": False}
 
@@ -49,6 +50,18 @@ def take_steps(checkpointer: Checkpointer) -> None:
     for p in checkpointer.model.parameters():
         p.grad = torch.ones_like(p)
     checkpointer.optimizer.step()
+
+
+def exported(checkpoint: Path, directory: Path) -> Path:
+    """`directory`, as common.training.export writes it."""
+    done = run_script("common.training.export", checkpoint, directory)
+    assert done.returncode == 0, done.stderr
+    return directory
+
+
+def files_of(directory: Path) -> dict[str, bytes]:
+    """{name: content}."""
+    return {path.name: path.read_bytes() for path in directory.iterdir()}
 
 
 def shard(checkpoint: Path) -> Path:

@@ -1,0 +1,107 @@
+"""The model of a checkpoint, as a directory that transformers' from_pretrained opens: final_model/ of any step.
+
+python -m common.training.export CHECKPOINT OUT
+
+CHECKPOINT: checkpoint-N of a run, of whatever script and number of ranks; or the run's --output_dir, for its newest
+whole one. OUT: a directory that is not there yet, or empty. One process, without a GPU; tensors go through memory in
+files of 5 GB at most.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from contextlib import suppress
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from torch import Tensor
+
+from common.cli import UserError, one_line, run
+from common.files import alphabet
+from common.model import convert
+from common.model.config import Esm2Config
+from common.model.esm2 import Esm2ForMaskedLM
+from common.model.presets import load_config
+from common.model.pretrained import save_pretrained
+from common.training import checkpoint_files as files
+from common.training.checkpoint import CONFIG
+from common.training.checkpoint_reader import StoredTensors
+
+logger = logging.getLogger(__name__)
+
+MODEL, EXTRAS = "model.", "extras."
+
+
+def choose(path: Path) -> Path:
+    """The checkpoint that is meant, all its files looked through. UserError where there is none that is whole."""
+    if not (path / files.MANIFEST).exists() and files.list_checkpoints(path):
+        newest = files.newest_usable(path, None, otherwise="there is nothing to export")
+        logger.info("%s: its newest whole checkpoint is %s", path, newest.name)
+        return newest
+    try:
+        files.verify(path, None)
+    except files.Corrupt as damage:
+        raise UserError(f"{path}: {damage}: give a checkpoint-N directory, or the --output_dir of a run") from damage
+    return path
+
+
+def export(checkpoint: Path, directory: Path) -> None:
+    """Write the model of a checkpoint that `choose` has looked through.
+
+    UserError where the directory has something in it, and for a checkpoint that has no model of this program in it.
+    """
+    config = _config(checkpoint)
+    stored = StoredTensors(checkpoint)
+    with torch.device("meta"):
+        expected = Esm2ForMaskedLM(config).state_dict()
+    for name, tensor in expected.items():
+        if stored.shapes.get(MODEL + name) != tensor.shape:
+            raise UserError(f"{checkpoint}: its weights are not those of its {CONFIG}: {name}: make a new checkpoint")
+    extras = {name.removeprefix(EXTRAS): stored.read(name) for name in stored.shapes if name.startswith(EXTRAS)}
+
+    def read(name: str) -> Tensor:
+        return stored.read(MODEL + name)
+
+    save_pretrained(convert.pieces_to_hf(read, config, extras), config, directory)
+
+
+def _config(checkpoint: Path) -> Esm2Config:
+    model, described = files.read_manifest(checkpoint)
+    if model.get("alphabet") != " ".join(alphabet.TOKENS):
+        raise UserError(f"{checkpoint}: of another alphabet: export it with the version of this program that wrote it")
+    if CONFIG not in described:
+        raise UserError(
+            f"{checkpoint}: of an earlier version, without {CONFIG}: the command of its run with --do_train False "
+            f"--save_final_model --resume_from_checkpoint {checkpoint} exports it"
+        )
+    return load_config(str(checkpoint))
+
+
+def check_free(directory: Path) -> None:
+    """UserError unless the directory is still to be made, or empty."""
+    if os.path.lexists(directory) and not (directory.is_dir() and not any(directory.iterdir())):
+        raise UserError(f"{directory}: there is something already: name a directory that is still to be made")
+
+
+def main() -> None:
+    if len(sys.argv) != 3:
+        raise UserError("usage: python -m common.training.export CHECKPOINT OUT")
+    told, directory = Path(sys.argv[1]), Path(sys.argv[2]).resolve()
+    check_free(directory)
+    checkpoint = choose(told)
+    made = [path for path in directory.parents if not path.exists()]
+    try:
+        export(checkpoint, directory)
+    except (OSError, SafetensorError) as error:
+        for path in made:
+            with suppress(OSError):
+                path.rmdir()
+        raise UserError(f"{directory}: {checkpoint.name} not exported: {one_line(error)[:160]}") from error
+    logger.info("%s as a model for transformers' from_pretrained: %s", checkpoint, directory)
+
+
+if __name__ == "__main__":
+    run(main)

@@ -1,0 +1,113 @@
+"""Write docs/flags.md: the training scripts' flags, beside those of transformers' TrainingArguments and run_mlm.py.
+
+python docs/make_flags.py
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import MISSING, Field, fields
+from enum import Enum
+from pathlib import Path
+
+import transformers
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from common.training.arguments import TrainArguments  # noqa: E402
+from train_ddp import DdpArguments  # noqa: E402
+from train_fsdp2 import FsdpArguments  # noqa: E402
+
+# {name: default} of the arguments of its example run_mlm.py, which is in no package; None for the others of them.
+RUN_MLM = {
+    "use_fast_tokenizer": True,
+    "model_revision": "main",
+    "trust_remote_code": False,
+    "low_cpu_mem_usage": False,
+    "overwrite_cache": False,
+    "validation_split_percentage": 5,
+    "mlm_probability": 0.15,
+    "line_by_line": False,
+    "pad_to_max_length": False,
+    "streaming": False,
+    **dict.fromkeys(("model_name_or_path", "model_type", "config_name", "config_overrides", "tokenizer_name")),
+    **dict.fromkeys(("cache_dir", "token", "dtype", "max_seq_length", "max_train_samples", "max_eval_samples")),
+    **dict.fromkeys(("dataset_name", "dataset_config_name", "train_file", "validation_file")),
+    **dict.fromkeys(("preprocessing_num_workers",)),
+}
+# What does here, in another way, what these do there.
+INSTEAD = {
+    ("fsdp", "fsdp_config", "deepspeed", "parallelism_config"): "`train_fsdp2.py`",
+    ("gradient_checkpointing", "gradient_checkpointing_kwargs"): "`train_fsdp2.py --activation_checkpointing full`",
+    ("fp16",): "`--bf16`, `--fp8`, `--fp4`",
+    ("save_strategy", "eval_strategy", "logging_strategy"): "`--save_steps`, `--eval_steps`, `--logging_steps`",
+    ("optim", "optim_args"): "AdamW, always",
+    ("train_sampling_strategy",): "packing: no padding to save",
+    ("data_seed", "full_determinism"): "`--seed`: a run is a function of data, flags and seed",
+    ("use_cpu",): "a machine without GPUs, or `CUDA_VISIBLE_DEVICES=`",
+    ("dataset_name", "train_file", "validation_file"): "`--dataset`, `--eval_dataset`",
+    ("preprocessing_num_workers", "line_by_line"): "those of `1.tokenize_uniref_csv.py`",
+    ("restore_callback_states_from_checkpoint", "ignore_data_skip", "save_only_model"): "checkpoints hold all, always",
+    ("push_to_hub",): "`final_model/`, which `hf upload` takes",
+}
+
+
+def default_of(field: Field) -> object:
+    value = field.default_factory() if field.default_factory is not MISSING else field.default
+    return value.value if isinstance(value, Enum) else value
+
+
+def shown(value: object) -> str:
+    return "" if value is None else f"`{value}`"
+
+
+def table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
+    lines = [head, ("---",) * len(head), *rows]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def page() -> str:
+    """The text of docs/flags.md."""
+    theirs = {field.name: default_of(field) for field in fields(transformers.TrainingArguments)} | RUN_MLM
+    kinds = {"": TrainArguments, "train_ddp.py: ": DdpArguments, "train_fsdp2.py: ": FsdpArguments}
+    ours: dict[str, tuple[Field, str]] = {}
+    for script, kind in kinds.items():
+        ours |= {field.name: (field, script) for field in fields(kind) if field.name not in ours}
+
+    def row(name: str, *more: str) -> tuple[str, ...]:
+        field, script = ours[name]
+        text = field.metadata["help"].replace("%%", "%").replace("<", "&lt;").replace("|", "&#124;")
+        return f"`--{name}`", shown(default_of(field)), *more, script + text
+
+    same = [row(name, shown(theirs[name])) for name in sorted(ours.keys() & theirs.keys())]
+    own = [row(name) for name in sorted(ours.keys() - theirs.keys())]
+    absent = sorted(theirs.keys() - ours.keys())
+    instead = [(", ".join(f"`--{name}`" for name in names), what) for names, what in INSTEAD.items()]
+    return f"""# Flags
+
+Made from the code by `python docs/make_flags.py`. An empty default: none, or it follows from other flags. More is in
+[training.md](training.md), [data.md](data.md), [checkpoints.md](checkpoints.md), [precision.md](precision.md) and
+[distributed.md](distributed.md).
+
+## As in transformers {transformers.__version__}
+
+Flags of `TrainingArguments` and `run_mlm.py` that are here under the same name. What differs, and why, is in
+[training.md](training.md).
+
+{table(("flag", "default", "there", ""), same)}
+## Not here
+
+{len(absent)} other flags of `TrainingArguments` and `run_mlm.py` are unknown: one that is given ends the run with
+status 2 before it begins.
+
+{", ".join(f"`--{name}`" for name in absent)}
+
+{table(("in place of", ""), instead)}
+## Only here
+
+{table(("flag", "default", ""), own)}"""
+
+
+if __name__ == "__main__":
+    (ROOT / "docs" / "flags.md").write_text(page(), encoding="utf-8")
