@@ -27,7 +27,7 @@ class Pack:
 
     @classmethod
     def empty(cls, epoch: int = 0) -> Pack:
-        """A pack without a sequence: for a rank that has nothing left to evaluate."""
+        """A pack without a sequence: for a rank that has nothing left to evaluate, or to train on."""
         nothing = np.zeros(0, dtype=np.int64)
         return cls(nothing, nothing, nothing, epoch)
 
