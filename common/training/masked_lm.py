@@ -53,8 +53,8 @@ class MaskedLM:
         self.data: TrainingData = open_data(flags, world, evaluates)
 
     def steps(self, packs_per_step: int, step: int, position: dict, last_step: int | None) -> TrainLoader:
-        """This rank's share of the steps from number `step` on, which begins at `position`, up to `last_step`, or to the
-        end of the data where that is None."""
+        """This rank's share of the steps from number `step` on, which begins at `position`, up to `last_step`; where
+        that is None, up to the end of the data."""
         flags = self.flags
         return TrainLoader(
             self.data.order(packs_per_step),

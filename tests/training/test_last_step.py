@@ -6,7 +6,6 @@ Ranks for which nothing is left run empty packs, as many as the others run packs
 from __future__ import annotations
 
 import json
-import shutil
 
 import pytest
 import torch
@@ -27,7 +26,7 @@ RECORDS, PACKS = 200, 6
 EPOCH = {"max_steps": -1, "num_train_epochs": 1, "max_train_samples": RECORDS, "packs_per_step": PACKS}
 MODES = {
     "padded": {"sequence_packing": False, "per_device_train_batch_size": 10},
-    "packed": {"per_device_train_batch_size": 8},
+    "packed": {"per_device_train_batch_size": 12},
 }
 FSDP = {"script": "train_fsdp2.py"}
 # Sums in another order, fp32: see test_train_ddp.py. A rank that counts twice or not at all is off by a percent.
@@ -62,12 +61,12 @@ def assert_same(out, alone) -> None:
 def test_an_epoch_is_each_record_once_and_its_last_step_takes_what_is_left(dataset, epoch):
     out, flags = epoch
     packs = packs_of(dataset, **flags)
-    assert packs % PACKS in (2, 4), "choose sizes that leave one of three ranks with fewer packs"
+    assert packs % PACKS in (2, 5), "choose sizes that leave one of two, and of three, ranks with fewer packs"
     state, results = state_of(out), json.loads((out / "train_results.json").read_text())
     assert (state["step"], state["sequences"], state["epoch"]) == (-(-packs // PACKS), RECORDS, 1.0)
     assert (results["train_samples"], results["epoch"]) == (RECORDS, 1.0)
     tokens = [row["tokens"] for row in rows(out)]
-    assert 0 < tokens[-1] - tokens[-2] < 0.8 * tokens[0]
+    assert 0 < tokens[-1] - tokens[-2] < 0.9 * tokens[0]
     assert rows(out)[-1]["epoch"] == 1.0
     assert (out / "final_model").exists()
 
@@ -121,8 +120,7 @@ def test_epochs_follow_each_other_without_a_gap_and_only_the_last_ends_short(dat
 
 ONE_STEP = {"max_steps": -1, "num_train_epochs": 1, "max_train_samples": 21, "packs_per_step": 64}
 ONE_STEP |= {"sequence_packing": False, "per_device_train_batch_size": 10, "save_steps": 1}
-EMULATED = {"emulate_precision": True, "quant_stats": True}
-COMPILER = pytest.mark.skipif(not shutil.which("g++"), reason="torch.compile needs a C++ compiler on a CPU")
+EMULATED = {"emulate_precision": True, "quant_stats": True, "quant_stats_freq": 1}
 
 
 @pytest.mark.parametrize(
@@ -133,9 +131,8 @@ COMPILER = pytest.mark.skipif(not shutil.which("g++"), reason="torch.compile nee
         ({}, FSDP | {"activation_checkpointing": "full", "offload_activations": True, "sync_each_batch": True}, 0),
         ({"fp8": True} | EMULATED, FSDP, 0),
         ({"fp8": True, "fp8_recipe": "mxfp8", "fp8_layers": "1", "fp4": True, "bf16": True} | EMULATED, {}, 1e-3),
-        pytest.param({"torch_compile": True}, FSDP, 0, marks=COMPILER),
     ],
-    ids=["bf16", "bf16, recomputed", "recomputed", "FP8", "MXFP8 and NVFP4", "compiled"],
+    ids=["bf16", "bf16, recomputed", "recomputed", "FP8", "MXFP8 and NVFP4"],
 )
 def test_an_empty_pack_is_trained_on_as_nothing(dataset, tmp_path, flags, layout, tolerance):
     """Three packs where a step may take 64: of two ranks that run two, one has an empty one."""
