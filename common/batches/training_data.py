@@ -57,7 +57,7 @@ class PreparedData:
         self.plan = BatchPlan(
             self.store.lengths, len(self.store), flags.seed, flags.max_seq_length, **flags.pack_size, clusters=clusters
         )
-        self.num_examples = len(self.store)
+        self.num_examples = self.plan.num_drawn  # of an epoch
         # Where the run ends; None: with a step, wherever that stands.
         self.end = None if flags.max_steps > 0 else self.plan.position_at(flags.num_train_epochs)
 
