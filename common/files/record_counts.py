@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 
@@ -11,6 +12,7 @@ from common.files.sources import REMOTE, File
 from common.files.stream_reader import num_rows
 
 HEAD_BYTES = 16 << 20  # unpacked, of a text file: one that is no longer is counted, of a longer one it is a sample
+CHUNK_BYTES = 1 << 16
 TEXTS_LOOKED_AT = 8  # files: the others have as many records a byte
 REMOTE_LOOKED_AT = 4  # a Hub counts its requests
 
@@ -41,12 +43,17 @@ def _extrapolated(files: list[File], sampled: list[File], count) -> int:
 
 def _count_text(file: File) -> float:
     with open_both(local_path(Unit(file))) as (raw, stream):
-        head = stream.read(HEAD_BYTES)
+        head, known = bytearray(), (0, 0)
+        at = raw.tell()
+        while len(head) < HEAD_BYTES and (chunk := stream.read(CHUNK_BYTES)):
+            if at and raw.tell() != at:  # what unpacks reads ahead: now it has used up what it had
+                known = len(head), at
+            head += chunk
+            at = raw.tell()
         if len(head) < HEAD_BYTES:
             return _records(file.kind, head.splitlines())
-        read, size = raw.tell(), raw.seek(0, 2)
-        head = head[: head.rfind(b"\n") + 1]
-        return _records(file.kind, head.splitlines()) * (size / read)
+        unpacked, read = known if known[0] else (len(head), at)
+        return _records(file.kind, head[:unpacked].splitlines()) * (raw.seek(0, os.SEEK_END) / read)
 
 
 def _records(kind: str, lines: Iterable[bytes]) -> int:
