@@ -1,8 +1,8 @@
 """Checkpoint directories as files: which are there, whether one is whole, how old ones leave.
 
-`verify` holds a directory against its own manifest.json (written last: format version, the model's fingerprint, every
-file with its size and CRC-32). What is removed is first renamed to tmp-checkpoint-*, so that a kill in between leaves
-nothing under a checkpoint's name that is no checkpoint.
+A directory is held against its own manifest.json (written last: format version, the model's fingerprint, every file
+with its size and CRC-32) by checkpoint_choice. What is removed is first renamed to tmp-checkpoint-*, so that a kill in
+between leaves nothing under a checkpoint's name that is no checkpoint.
 """
 
 from __future__ import annotations
@@ -40,28 +40,6 @@ def list_checkpoints(output_dir: Path) -> list[tuple[int, Path]]:
     return sorted(((int(m[1]), p) for m, p in found), reverse=True)
 
 
-def newest_usable(output_dir: Path, fingerprint: dict) -> Path | None:
-    """The newest whole checkpoint, None where there is none at all; a damaged one is skipped with a warning.
-
-    UserError if the newest whole one is of another model, and if there are checkpoints and none is whole: to start at
-    step 0 over the remains of a run is for the user to decide.
-    """
-    damages = []
-    for _, path in list_checkpoints(output_dir):
-        try:
-            verify(path, fingerprint)
-            return path
-        except Corrupt as damage:
-            damages.append(f"{path.name}: {damage}")
-            logger.warning("%s: skipped: %s", path, damage)
-    if damages:
-        raise UserError(
-            f"{output_dir}: none of its checkpoints is whole ({'; '.join(damages)}): to start at step 0 give "
-            "--resume_from_checkpoint false (sets them aside) or --overwrite_output_dir (removes them)"
-        )
-    return None
-
-
 def check_nothing_was_completed(output_dir: Path) -> None:
     """UserError where a run has saved or finished, and its checkpoints are gone: step 0 would overwrite what is left.
 
@@ -76,14 +54,15 @@ def check_nothing_was_completed(output_dir: Path) -> None:
         )
 
 
-def verify(path: Path, fingerprint: dict) -> None:
-    """Raise Corrupt unless every file is there with its size and checksum; UserError if of another model."""
+def read_manifest(path: Path, fingerprint: dict) -> dict[str, list[int]]:
+    """{file: [bytes, CRC-32]} of a checkpoint. Raises Corrupt where nobody can tell; UserError if of another model."""
     if not path.is_dir():
         raise Corrupt("no such directory")
     try:
         manifest = json.loads((path / "manifest.json").read_text())
-        version, model, files = manifest["format_version"], dict(manifest["model"]), dict(manifest["files"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        version, model = manifest["format_version"], dict(manifest["model"])
+        files = {name: [int(size), int(crc)] for name, (size, crc) in manifest["files"].items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise Corrupt("not a checkpoint of this program, or torn: no readable manifest.json") from error
     if version != FORMAT_VERSION:
         raise Corrupt(f"format {version}, this program reads {FORMAT_VERSION}")
@@ -97,13 +76,17 @@ def verify(path: Path, fingerprint: dict) -> None:
             f"{path}: the checkpoint is of another model: {', '.join(differing)}; choose another --output_dir, "
             "or --overwrite_output_dir"
         )
-    for name, recorded in files.items():
-        try:
-            found = size_and_crc(path / name)
-        except OSError as error:
-            raise Corrupt(f"{name} is missing or unreadable ({error.strerror})") from error
-        if found != recorded:
-            raise Corrupt(f"{name} is damaged ({found[0]} bytes, {recorded[0]} written, or checksum differs)")
+    return files
+
+
+def check_file(path: Path, recorded: list[int]) -> None:
+    """Raise Corrupt unless a file is there with its size and checksum."""
+    try:
+        found = size_and_crc(path)
+    except OSError as error:
+        raise Corrupt(f"{path.name} is missing or unreadable ({error.strerror})") from error
+    if found != recorded:
+        raise Corrupt(f"{path.name} is damaged ({found[0]} bytes, {recorded[0]} written, or checksum differs)")
 
 
 def see_all(directory: Path, written: dict[str, list[int]]) -> None:

@@ -278,8 +278,7 @@ class Trainer:
             self.replicas.check(self.state.step)
             self.world.watch.mark(SAVE, self.state.step)
             # Every rank's own streams, for the one that writes them down.
-            parts = self.world.gather_to_main(self.state.position)
-            position = merge_positions(parts) if parts else {}
+            position = merge_positions(self.world.gather_to_main(self.state.position))
             self.checkpointer.save(self.state.step, asdict(self.state) | {"position": position})
             self.saved_step, self.saved_at, self.save_asked = self.state.step, time.monotonic(), False
         return time.perf_counter() - started
