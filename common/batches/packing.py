@@ -166,7 +166,8 @@ class BatchPlan:
 
     def count(self, start: Position, end: Position) -> int:
         """Packs from one position up to another. Exact for padded batches, and where at most 192 windows lie between;
-        beyond that from `packs_per_epoch`: to count 70 million records takes a minute or two."""
+        beyond that from `packs_per_epoch`, which is off by less than 0.1 %: to count 70 million records takes half a
+        minute or more, before the first step."""
         if end <= start:
             return 0
         if self.sequences_per_pack:

@@ -192,6 +192,30 @@ def test_filling_packs_loses_nothing(seed):
     assert all(lengths[order[a:b]].sum() <= capacity for a, b in itertools.pairwise(bounds))
 
 
+@pytest.mark.parametrize("seed", range(6))
+def test_packs_are_filled_as_the_rule_says(seed):
+    """The rule, word for word: positions in checkpoints depend on every choice it makes."""
+    rng = np.random.default_rng(seed)
+    capacity = int(rng.integers(50, 3000))
+    lengths = rng.integers(0, capacity + 1, 1500) // rng.integers(1, 50)
+    queue, packs = np.flatnonzero(lengths).tolist(), []
+    while queue:
+        pack, room = [], capacity
+        while queue and lengths[queue[0]] <= room:
+            room -= lengths[queue[0]]
+            pack.append(queue.pop(0))
+        ahead = queue[:512]
+        while fitting := [i for i in ahead if lengths[i] <= room]:
+            best = max(fitting, key=lambda i: lengths[i])
+            room -= lengths[best]
+            pack.append(best)
+            ahead.remove(best)
+            queue.remove(best)
+        packs.append(pack)
+    order, bounds = fill_packs(lengths, capacity)
+    assert [order[a:b].tolist() for a, b in itertools.pairwise(bounds)] == packs
+
+
 def test_records_without_tokens_are_left_out():
     lengths = protein_lengths(1000)
     lengths[[3, 500]] = 0
