@@ -3,10 +3,14 @@
     python benchmarks/loader_throughput.py --fasta proteins.fasta.gz
     python benchmarks/loader_throughput.py --dataset_dir processed/arrow
     python benchmarks/loader_throughput.py --dataset proteins.parquet
+    python benchmarks/loader_throughput.py --fasta proteins.fasta.gz --planned_packs 2048
 
-The last is the way without preparation: read, encoded and packed on the fly. Prints a table: tokens of real sequences
+The third is the way without preparation: read, encoded and packed on the fly. Prints a table: tokens of real sequences
 a second, for packs of 8k and 16k tokens and 0, 1 and 2 worker processes (0: built in the main process), each measured
 for `--seconds` after a warm-up.
+
+The last measures planning alone: every process walks through the order of all packs, whoever makes them. CPU seconds
+that this takes for each step of so many packs, of which the process makes one.
 """
 
 from __future__ import annotations
@@ -16,6 +20,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import count
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -33,6 +38,7 @@ from common.files.dataset_writer import TOKEN_FEATURES, DatasetWriter
 from common.files.fasta import read_fasta
 from common.files.sources import open_source
 from common.files.token_store import open_split
+from common.ranks.world import Mesh
 
 
 @dataclass
@@ -43,6 +49,7 @@ class BenchmarkArguments(Flags):
     max_seq_length: int = field(default=1024, metadata={"help": "longest sequence in tokens"})
     tokens_per_pack: list[int] = field(default_factory=lambda: [8192, 16384], metadata={"help": "sizes to measure"})
     num_workers: list[int] = field(default_factory=lambda: [0, 1, 2], metadata={"help": "worker counts to measure"})
+    planned_packs: int | None = field(default=None, metadata={"help": "packs of a step whose planning is measured"})
     seconds: float = field(default=5.0, metadata={"help": "of every measurement"})
 
     def missing(self) -> Iterator[Missing]:
@@ -52,6 +59,8 @@ class BenchmarkArguments(Flags):
     def check(self) -> None:
         if sum(map(bool, (self.fasta, self.dataset_dir, self.dataset))) != 1:
             raise UserError("--fasta, --dataset_dir and --dataset exclude each other: give one")
+        if self.planned_packs and self.dataset:
+            raise UserError("--planned_packs: a --dataset is read, not planned: give --fasta or --dataset_dir")
 
 
 def tokenise(fasta: str, directory: Path) -> None:
@@ -90,12 +99,37 @@ def measure(steps: Iterator[TrainStep], seconds: float) -> tuple[float, float]:
     return rate, tokens / packs
 
 
+def planning_seconds(where: str, args: BenchmarkArguments, tokens_per_pack: int) -> float:
+    """CPU seconds that a process takes to walk past a step of `--planned_packs`."""
+    store = open_split(where, "train")
+    plan = BatchPlan(store.lengths, len(store), 0, args.max_seq_length, tokens_per_pack)
+    order = PlannedOrder(store, plan, args.planned_packs)
+    steps = order.steps(Mesh(0, args.planned_packs), {}, 0, count(), lambda number: True)
+    next(steps)
+    taken, began, started = 0, time.process_time(), time.perf_counter()
+    while time.perf_counter() < started + args.seconds:
+        next(steps)
+        taken += 1
+    return (time.process_time() - began) / taken
+
+
 def main() -> None:
     (args,) = parse_arguments(__doc__, BenchmarkArguments)
     with tempfile.TemporaryDirectory() as scratch:
         if args.fasta:
             tokenise(args.fasta, Path(scratch) / "train")
         print(f"crops of {args.max_seq_length:,}\n")
+        if args.planned_packs:
+            print("| tokens a pack | packs a step | tokens a step, million | planning a step, CPU s | packs/s |")
+            print("|---|---|---|---|---|")
+            for tokens_per_pack in args.tokens_per_pack:
+                packs, seconds = (
+                    args.planned_packs,
+                    planning_seconds(args.dataset_dir or scratch, args, tokens_per_pack),
+                )
+                tokens = packs * tokens_per_pack / 1e6
+                print(f"| {tokens_per_pack:,} | {packs:,} | {tokens:.1f} | {seconds:.3f} | {packs / seconds:,.0f} |")
+            return
         print("| tokens a pack | workers | million tokens/s | fill |\n|---|---|---|---|")
         for tokens_per_pack in args.tokens_per_pack:
             for num_workers in args.num_workers:

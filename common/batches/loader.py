@@ -29,14 +29,15 @@ ALONE = Mesh()
 class TrainStep(NamedTuple):
     """One data rank's share of a step.
 
-    step: number of the step, from 0; micro_batches: G / dp_size batches; position: where the next step begins, plain
-    values (what a checkpoint keeps, after `merge_positions`); epoch: epochs done after this step, a fraction.
+    step: number of the step, from 0; micro_batches: G / dp_size batches, in the last step of the last epoch fewer, as
+    many on every rank; position: where the next step begins, plain values (what a checkpoint keeps, after
+    `merge_positions`); epoch: epochs done after this step, a fraction; None where only the ranks together know.
     """
 
     step: int
     micro_batches: list[Batch]
     position: dict
-    epoch: float
+    epoch: float | None
 
 
 class Order(Protocol):
@@ -50,18 +51,25 @@ class Order(Protocol):
     def most_workers(self, wanted: int) -> int:
         """Of so many workers, those that can share the work."""
 
+    def own(self, position: dict, mesh: Mesh) -> dict:
+        """Of a position of all ranks, the part that a data rank's steps move."""
+
     def steps(
         self, mesh: Mesh, position: dict, first: int, numbers: Iterator[int], mine: Callable[[int], bool]
-    ) -> Iterator[tuple[int, list[tuple[Pack, np.ndarray]], dict, float]]:
+    ) -> Iterator[tuple[int, list[tuple[Pack, np.ndarray]], dict, float | None]]:
         """For each of `numbers`, counted from the step `first` on, that is `mine`: the step, what a data rank takes of
         it (packs and their tokens), what is new of its position after it, and the epochs done by then."""
 
 
 class PlannedOrder:
-    """The packs of a batch plan over a store; rank r takes packs r, r + dp_size, ... of each step's G."""
+    """The packs of a batch plan over a store; rank r takes packs r, r + dp_size, ... of each step's G.
 
-    def __init__(self, store: TokenStore, plan: BatchPlan, packs_per_step: int):
-        self.store, self.plan, self.packs_per_step = store, plan, packs_per_step
+    end: where the last epoch ends (None: there is no last one). The step before it takes what is left, and ranks for
+    which nothing is left an empty pack: all ranks run equally many.
+    """
+
+    def __init__(self, store: TokenStore, plan: BatchPlan, packs_per_step: int, end: Position | None = None):
+        self.store, self.plan, self.packs_per_step, self.end = store, plan, packs_per_step, end
 
     def check_position(self, position: dict) -> None:
         self.plan.position_after(Position(**position), 0)
@@ -69,13 +77,21 @@ class PlannedOrder:
     def most_workers(self, wanted: int) -> int:
         return wanted
 
+    def own(self, position: dict, mesh: Mesh) -> dict:
+        return position
+
     def steps(self, mesh, position, first, numbers, mine):
-        packs = self.plan.packs(Position(**position))
+        places = self.plan.places(Position(**position), self.end)
         for number in numbers:
-            of_step = list(islice(packs, self.packs_per_step))
+            of_step = list(islice(places, self.packs_per_step))
+            if not of_step:
+                return
             if mine(number):
-                following = self.plan.position_after(of_step[-1][0], 1)
-                taken = [(pack, read(self.store, pack)) for _, pack in of_step[mesh.dp_rank :: mesh.dp_size]]
+                *last, _ = of_step[-1]
+                following = self.plan.position_after(Position(*last), 1)
+                packs = [window.pack(pack) for _, _, pack, window in of_step[mesh.dp_rank :: mesh.dp_size]]
+                packs += [Pack.empty()] * (-(-len(of_step) // mesh.dp_size) - len(packs))
+                taken = [(pack, read(self.store, pack)) for pack in packs]
                 yield first + number, taken, asdict(following), self.plan.epochs_before(following)
 
 
@@ -83,7 +99,7 @@ class TrainLoader:
     """Iterate over the training steps of one data rank.
 
     mesh: whose share; first_step, position: of the first step, {} at the beginning; num_steps: end after that many
-    (None: never); num_workers: processes (0: none); prefetch_factor: steps each of them holds ready.
+    (None: where the order does); num_workers: processes (0: none); prefetch_factor: steps each of them holds ready.
     Raises UserError when G is no multiple of dp_size, or the position is not one of this order.
     """
 
@@ -100,8 +116,9 @@ class TrainLoader:
         pin_memory: bool = False,
     ):
         check_divisible(order.packs_per_step, mesh.dp_size)
-        self.position = dict(position or {})
-        order.check_position(self.position)
+        position = position or {}
+        order.check_position(position)
+        self.position = dict(order.own(position, mesh))
         self._steps = _Steps(order, collator, mesh, first_step, self.position, num_steps)
         self._workers = (order.most_workers(num_workers), prefetch_factor, pin_memory)
 
@@ -138,7 +155,7 @@ def check_divisible(packs_per_step: int, dp_size: int) -> None:
 
 
 def merge_positions(parts: list[dict]) -> dict:
-    """One position for all ranks: each knows how far its own streams are, and an older place of the others'."""
+    """One position for all ranks: each knows how far its own streams are."""
     keys = {key: None for part in parts for key in part}
     return {key: max(part[key] for part in parts if key in part) for key in keys}
 

@@ -31,9 +31,10 @@ RECORDS_PER_BLOCK = 256
 BLOCKS_PER_WINDOW = 64
 USUAL_TOKENS_PER_PACK = 16384
 SAMPLED_WINDOWS = 64  # planned to estimate the number of packs of a larger epoch
+COUNTED_WINDOWS = 192  # planned to count packs: seconds; three epochs of a million records
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, order=True)
 class Position:
     """Where a pack lies in the global order. `dataclasses.asdict` and `Position(**d)` take it to JSON and back."""
 
@@ -103,11 +104,20 @@ class BatchPlan:
 
     def packs(self, position: Position = Position()) -> Iterator[tuple[Position, Pack]]:
         """All packs from a position on, epoch after epoch, without end."""
+        for *where, window in self.places(position):
+            yield Position(*where), window.pack(where[-1])
+
+    def places(self, position: Position, end: Position | None = None) -> Iterator[tuple[int, int, int, Window]]:
+        """Epoch, window and number of all packs from a position on, up to that at `end` (None: without end), and the
+        planned window: whoever walks by a pack need not make it."""
         position = self.position_after(position, 0)
-        while True:
+        while end is None or position < end:
             window = self._window(position.epoch, position.window)
-            for number in range(position.pack_in_window, len(window)):
-                yield Position(position.epoch, position.window, number), window.pack(number)
+            in_last = end is not None and (position.epoch, position.window) == (end.epoch, end.window)
+            for number in range(position.pack_in_window, end.pack_in_window if in_last else len(window)):
+                yield position.epoch, position.window, number, window
+            if in_last:
+                return
             position = self.position_after(Position(position.epoch, position.window, len(window)), 0)
 
     def windows(self, epoch: int) -> Iterator[Window]:
@@ -143,6 +153,35 @@ class BatchPlan:
             return position.epoch + position.window / self.num_windows
         within = position.pack_in_window / len(self._window(position.epoch, position.window))
         return position.epoch + (position.window + within) / self.num_windows
+
+    def position_at(self, epochs: float) -> Position:
+        """Where so many epochs end, the first pack after them; at least one pack is before it. Of a fraction the
+        nearest one: `epochs_before` it is `epochs` to half a pack."""
+        epoch = int(epochs)
+        window, within = divmod((epochs - epoch) * self.num_windows, 1)
+        if window == within == 0:
+            return Position(epoch)
+        pack = round(within * len(self._window(epoch, int(window))))
+        return max(self.position_after(Position(epoch, int(window), pack), 0), self.position_after(Position(), 1))
+
+    def count(self, start: Position, end: Position) -> int:
+        """Packs from one position up to another. Exact for padded batches, and where at most 192 windows lie between;
+        beyond that from `packs_per_epoch`, which is off by less than 0.1 %: to count 70 million records takes half a
+        minute or more, before the first step."""
+        if end <= start:
+            return 0
+        if self.sequences_per_pack:
+            return self._padded_before(end) - self._padded_before(start)
+        first, last = (at.epoch * self.num_windows + at.window for at in (start, end))
+        if last - first > COUNTED_WINDOWS:
+            return round((self.epochs_before(end) - self.epochs_before(start)) * self.packs_per_epoch())
+        windows = (self._window(*divmod(number, self.num_windows)) for number in range(first, last))
+        return sum(map(len, windows)) - start.pack_in_window + end.pack_in_window
+
+    def _padded_before(self, position: Position) -> int:
+        """Padded batches before a position: those of a window follow from its records."""
+        in_epoch = self._window_range(position.window)[0] // self.sequences_per_pack
+        return position.epoch * self.packs_per_epoch() + in_epoch + position.pack_in_window
 
     def packs_per_epoch(self, epoch: int = 0) -> int:
         """Packs of one epoch. Exact up to 64 windows (a million records) and for padded batches; beyond that

@@ -110,10 +110,6 @@ class Stream:
         self.position = self.position._replace(pack=self.position.pack + 1)
         return pack, self._buffer.gather(pack), self.position
 
-    def epochs(self) -> float:
-        """Epochs done, about: units are counted, not rows."""
-        return self.position.epoch + self.position.unit / len(self.plan.shares(self.index, self.position.epoch))
-
     def _next_window(self) -> Buffer:
         """Read the window that begins at the position."""
         start = self.position
@@ -195,20 +191,23 @@ class StreamedOrder:
         """A worker more would share a lane with another one."""
         return max((n for n in LANES if n <= min(wanted, self.lanes)), default=0)
 
+    def own(self, position: dict, mesh: Mesh) -> dict:
+        mine = range(mesh.dp_rank, self.packs_per_step, mesh.dp_size)
+        return {stream: at for stream, at in position.items() if int(stream) % self.packs_per_step in mine}
+
     def steps(self, mesh: Mesh, position: dict, first: int, numbers: Iterable[int], mine: Callable[[int], bool]):
         """As `common.batches.loader.Order` has it."""
         streams: dict[int, Stream] = {}
         for step in (first + number for number in numbers if mine(number)):
             lane = step % self.lanes * self.packs_per_step
-            taken, moved, epochs = [], {}, 0.0
+            taken, moved = [], {}
             for number in range(lane + mesh.dp_rank, lane + self.packs_per_step, mesh.dp_size):
                 if number not in streams:
                     streams[number] = Stream(self.plan, number, StreamPosition.of(position.get(str(number), ())))
                 pack, ids, after = next(streams[number])
                 taken.append((pack, ids))
                 moved[str(number)] = list(after)
-                epochs += streams[number].epochs()
-            yield step, taken, moved, epochs / len(taken)
+            yield step, taken, moved, None  # streams go round at a pace of their own: the run counts records
 
 
 def plan_streams(files: tuple[File, ...], packs_per_step: int, **packing) -> StreamPlan:

@@ -18,11 +18,12 @@ from common.batches.loader import (
     PlannedOrder,
     evaluation_batches,
 )
-from common.batches.packing import BatchPlan
+from common.batches.packing import BatchPlan, Position
 from common.batches.streams import LONG_PROTEIN, StreamedOrder, plan_streams
 from common.cli import UserError
 from common.files.clusters import open_clusters
 from common.files.memory_store import MemoryStore
+from common.files.record_counts import count_records
 from common.files.sources import Source, held_out_files, open_source
 from common.files.stream_reader import check_columns
 from common.files.token_store import TokenStore, open_split
@@ -55,20 +56,29 @@ class PreparedData:
         self.plan = BatchPlan(
             self.store.lengths, len(self.store), flags.seed, flags.max_seq_length, **flags.pack_size, clusters=clusters
         )
-        self.num_examples = len(self.store)
+        self.num_examples = self.plan.num_drawn  # of an epoch
+        # Where the run ends; None: with a step, wherever that stands.
+        self.end = None if flags.max_steps > 0 else self.plan.position_at(flags.num_train_epochs)
 
-    def total_steps(self, packs_per_step: int) -> int:
-        """Optimiser steps of the whole run. Exact up to a million proteins, estimated from 64 windows beyond."""
-        if self.flags.max_steps > 0:
+    def total_steps(self, packs_per_step: int, step: int, position: dict) -> int:
+        """Optimiser steps of the whole run, of which `step` led to `position`; see BatchPlan.count for what is exact.
+
+        The run ends where its data do (`finished`), which beyond that may be a few steps off.
+        """
+        if self.end is None:
             return self.flags.max_steps
-        return max(1, -(-int(self.flags.num_train_epochs * self.plan.packs_per_epoch()) // packs_per_step))
+        return step - (-self.plan.count(Position(**position), self.end) // packs_per_step)
+
+    def finished(self, step: int, position: dict) -> bool:
+        """Whether a run that has taken so many steps and stands there has nothing left to do."""
+        return step >= self.flags.max_steps if self.end is None else Position(**position) >= self.end
 
     def check_packs(self, saved: int, packs_per_step: int) -> None:
         """A position in a batch plan is one for any number of packs a step."""
 
     def order(self, packs_per_step: int) -> Order:
         """The packs of the run, so many a step."""
-        return PlannedOrder(self.store, self.plan, packs_per_step)
+        return PlannedOrder(self.store, self.plan, packs_per_step, self.end)
 
     def held_out(self, split: str) -> TokenStore | None:
         """The store of "validation" or "test"; None where the split is absent or empty."""
@@ -87,19 +97,30 @@ class PreparedData:
 
 
 class StreamedData:
-    """A source that nobody prepared, in the order of its streams."""
+    """A source that nobody prepared, in the order of its streams.
+
+    records: in an epoch, about (`count_records`).
+    """
 
     num_examples = None  # nobody has counted
+    end = None
 
-    def __init__(self, flags: DataFlags, source: Source):
-        self.flags, self.source = flags, source
+    def __init__(self, flags: DataFlags, source: Source, records: int):
+        self.flags, self.source, self.records = flags, source, max(1, records)
         self.packing = {**flags.pack_size, "seed": flags.seed, "max_seq_length": flags.max_seq_length}
         listing = repr(source.identity("train")).encode()
         self.identity = {"dataset": hashlib.sha256(listing).hexdigest()[:16]} | self.packing
         self._held_out: dict[str, MemoryStore | None] = {}
 
-    def total_steps(self, packs_per_step: int) -> int:
+    def total_steps(self, packs_per_step: int, step: int, position: dict) -> int:
         return self.flags.max_steps
+
+    def finished(self, step: int, position: dict) -> bool:
+        return step >= self.flags.max_steps
+
+    def epochs(self, sequences: int) -> float:
+        """Epochs that so many proteins, of all ranks and since the run began, make."""
+        return sequences / self.records
 
     def check_packs(self, saved: int, packs_per_step: int) -> None:
         """UserError where a checkpoint's position, of `saved` packs a step, is none for so many."""
@@ -139,13 +160,13 @@ def open_data(flags: DataFlags, world: World, evaluate: bool, makers: Makers | N
 
     One rank finds, or makes, the files of a --dataset for all: a Hub counts its requests.
     """
-    source = None
+    source, records = None, 0
     with world.main_does() as mine:
-        if mine:
-            source = find_source(flags, makers)
-    source = world.share(source)
+        if mine and (source := find_source(flags, makers)):
+            records = count_records(source.splits["train"])
+    source, records = world.share((source, records))
     with world.together():
-        data = open_training(flags, source)
+        data = open_training(flags, source, records)
         if evaluate:
             _check_held_out(flags, source)
     return data
@@ -173,9 +194,9 @@ def find_source(flags: DataFlags, makers: Makers | None = None) -> Source | None
     return source
 
 
-def open_training(flags: DataFlags, source: Source | None = None) -> TrainingData:
-    """The data to train on; `source` is what find_source gave."""
-    return PreparedData(flags) if source is None else StreamedData(flags, source)
+def open_training(flags: DataFlags, source: Source | None = None, records: int = 0) -> TrainingData:
+    """The data to train on; `source` is what find_source gave, with so many records."""
+    return PreparedData(flags) if source is None else StreamedData(flags, source, records)
 
 
 def _check_held_out(flags: DataFlags, source: Source | None) -> None:

@@ -27,7 +27,7 @@ class Pack:
 
     @classmethod
     def empty(cls, epoch: int = 0) -> Pack:
-        """A pack without a sequence: for a rank that has nothing left to evaluate."""
+        """A pack without a sequence: for a rank that has nothing left to evaluate, or to train on."""
         nothing = np.zeros(0, dtype=np.int64)
         return cls(nothing, nothing, nothing, epoch)
 
@@ -111,32 +111,32 @@ def fill_packs(lengths: np.ndarray, capacity: int) -> tuple[np.ndarray, np.ndarr
     [m <= n] in the order of the packs, and bounds int64 [packs + 1]: pack p holds order[bounds[p] : bounds[p + 1]].
     """
     queue = np.flatnonzero(lengths)
-    lengths = lengths[queue]  # of the queue's members, moved about with them
-    bounds, head = [0], 0
-    usual = 2 * int(capacity // lengths.mean() + 1) if len(queue) else 0
-    while head < len(queue):
-        total, count = np.cumsum(lengths[head : head + usual]), usual
-        while total[-1] <= capacity and head + len(total) < len(queue):
+    lengths = lengths[queue].astype(np.int32)  # of the queue's members, moved about with them
+    bounds, head, end = [0], 0, len(queue)
+    usual = 2 * int(capacity // lengths.mean() + 1) if end else 0
+    while head < end:
+        total, count = lengths[head : head + usual].cumsum(), usual
+        while total[-1] <= capacity and head + len(total) < end:
             count *= 2
-            total = np.cumsum(lengths[head : head + count])
-        taken = int(np.searchsorted(total, capacity, side="right"))
+            total = lengths[head : head + count].cumsum()
+        taken = int(total.searchsorted(capacity, side="right"))
         room = capacity - int(total[taken - 1])
         head += taken
-        ahead = slice(head, head + LOOK_AHEAD)
-        candidates, chosen = lengths[ahead].copy(), []
+        candidates, chosen = lengths[head : head + LOOK_AHEAD].copy(), []
         while room > 0 and len(candidates):
-            best = int(np.where(candidates <= room, candidates, 0).argmax())  # the first of the longest that fit
-            if not 0 < candidates[best] <= room:
+            fitting = candidates * (candidates <= room)
+            best = int(fitting.argmax())  # the first of the longest
+            if not fitting[best]:
                 break
-            room -= int(candidates[best])
+            room -= int(fitting[best])
             candidates[best] = 0
-            chosen.append(best)
-        if chosen:
-            rest = np.ones(len(candidates), dtype=bool)
-            rest[chosen] = False
+            # To the front, behind those chosen before; these have come from behind it or not.
+            front, place = head + len(chosen), head + best + sum(other > best for other in chosen)
             for array in (queue, lengths):
-                waiting = array[ahead]
-                array[ahead] = np.concatenate((waiting[chosen], waiting[rest]))
-            head += len(chosen)
+                value = array[place]
+                array[front + 1 : place + 1] = array[front:place]
+                array[front] = value
+            chosen.append(best)
+        head += len(chosen)
         bounds.append(head)
     return queue, np.array(bounds, dtype=np.int64)

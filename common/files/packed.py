@@ -73,10 +73,17 @@ def open_unpacked(path: Path | str) -> Iterator[BinaryIO]:
 
     UserError for what is no regular file, and while it is open for a packed file that is cut short or corrupt.
     """
+    with open_both(path) as (_, file):
+        yield file
+
+
+@contextmanager
+def open_both(path: Path | str) -> Iterator[tuple[BinaryIO, BinaryIO]]:
+    """The same, and the file itself, whose position tells about how much of it was read."""
     check_file(Path(path), str(path))
     with open(path, "rb") as raw, unpacked(raw) as file:
         try:
-            yield file
+            yield raw, file
         except TROUBLE as error:
             if (what := damage(error)) is None:
                 raise

@@ -75,16 +75,17 @@ def column_of(file: File) -> str | None:
     if file.kind == "fasta":
         check_file(Path(file.path), file.path)
         return None
-    with open_unpacked(_local_path(unit)) as stream:
+    with open_unpacked(local_path(unit)) as stream:
         if file.kind == "csv":
             return _column(unit, read_header(stream, str(unit), _delimiter(unit)))
         return _column(unit, _names_of_first_object(unit, stream))
 
 
-def row_groups(file: File) -> int:
-    """Of a parquet file."""
+def row_counts(file: File) -> list[int]:
+    """Rows in each row group of a parquet file."""
     with _open(file) as handle:
-        return pq.ParquetFile(handle).num_row_groups
+        metadata = pq.read_metadata(handle)
+    return [metadata.row_group(group).num_rows for group in range(metadata.num_row_groups)]
 
 
 def _as_text(unit: Unit, text: pa.Array) -> pa.Array:
@@ -127,7 +128,7 @@ def _json(unit: Unit) -> Iterator[pa.Array]:
         explicit_schema=pa.schema([(column, pa.string())]), unexpected_field_behavior="ignore"
     )
     with (
-        open_unpacked(_local_path(unit)) as stream,
+        open_unpacked(local_path(unit)) as stream,
         pa.json.open_json(stream, read_options=options, parse_options=parse) as reader,
     ):
         for batch in reader:
@@ -149,7 +150,7 @@ def _names_of_first_object(unit: Unit, stream: BinaryIO) -> list[str]:
 def _csv(unit: Unit) -> Iterator[pa.Array]:
     read = pa.csv.ReadOptions(block_size=BLOCK_BYTES, use_threads=False)
     parse = pa.csv.ParseOptions(delimiter=_delimiter(unit))
-    with open_unpacked(_local_path(unit)) as stream:
+    with open_unpacked(local_path(unit)) as stream:
         names = read_header(stream, str(unit), parse.delimiter)
         column = _column(unit, names)
         # The one column, as text: others would be parsed as numbers or dates, until a row that is none ends the run.
@@ -185,7 +186,7 @@ def _header_again(text: pa.Array, column: str) -> int | None:
 
 
 def _fasta(unit: Unit) -> Iterator[pa.Array]:
-    for lines in read_fasta_lines(_local_path(unit)):
+    for lines in read_fasta_lines(local_path(unit)):
         yield columns(lines).column("text")
 
 
@@ -208,7 +209,7 @@ def _open(file: File):
     return HfFileSystem().open(file.path, "rb", block_size=8 << 20)
 
 
-def _local_path(unit: Unit) -> str:
+def local_path(unit: Unit) -> str:
     """Formats that are read from end to end anyway are fetched to the Hub's cache first."""
     path = unit.file.path
     if not path.startswith(REMOTE):

@@ -17,7 +17,7 @@ import pyarrow as pa
 from common.cli import UserError
 from common.files.records import characters
 from common.files.residues import check_residues, clean, count_unknown
-from common.files.sequence_files import Unit, column_of, read_texts, row_groups
+from common.files.sequence_files import Unit, column_of, read_texts, row_counts
 from common.files.sources import REMOTE, File, brief, hub_advice, refused
 
 logger = logging.getLogger(__name__)
@@ -35,16 +35,21 @@ def units_of(files: tuple[File, ...], wanted: int) -> list[Unit]:
         if file.kind != "parquet":
             units.append(Unit(file))
             continue
-        units += [Unit(file, group) for group in range(_row_groups(file))]
+        units += [Unit(file, group) for group in range(len(_row_counts(file)))]
     return units
 
 
-def _row_groups(file: File) -> int:
+def num_rows(file: File) -> int:
+    """Of a parquet file."""
+    return sum(_row_counts(file))
+
+
+def _row_counts(file: File) -> list[int]:
     patience = _Patience(file.path)
     while True:
         try:
             with _reporting(file.path):
-                return row_groups(file)
+                return row_counts(file)
         except _Network as trouble:
             patience.wait_after(trouble.error)
 

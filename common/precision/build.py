@@ -63,10 +63,10 @@ class Precision:
         if self.stats:
             self.stats.begin_step(step + 1)
 
-    def begin_pack(self, step: int, pack: int) -> None:
-        """Before the pass over a pack, its number in the global step."""
+    def begin_pack(self, step: int, pack: int, empty: bool = False) -> None:
+        """Before the pass over a pack, its number in the global step; empty: of fillers alone."""
         if self.emulation:
-            self.emulation.begin(step, pack)
+            self.emulation.begin(step, pack, empty)
 
     def end_step(self, world: World, skipped: bool) -> list[dict]:
         """After the optimiser step, or where it would have been; all ranks together. The rows of quant_stats.jsonl."""

@@ -115,6 +115,7 @@ class Emulation:
     def __init__(self, model: nn.Module, plan: Plan, seed: int, device: torch.device | str = "cpu", ranks: int = 1):
         self.plan, self.seed, self.ranks, self.training = plan, seed, ranks, False
         self.key = 0
+        self.empty = False  # the pack under way: how many there are depends on the number of ranks
         self.watcher: Watcher | None = None  # set for the steps whose statistics are wanted
         self.scales: DelayedScales | None = None
         if delayed := next((r for r in plan if isinstance(r, DelayedScaling)), None):
@@ -128,18 +129,23 @@ class Emulation:
                 layer.self_attention.proj.product = proj
                 layer.layernorm_mlp.fc1_product, layer.layernorm_mlp.fc2_product = fc1, fc2
 
-    def begin(self, step: int, pack: int) -> None:
-        """Before the pass over a pack, its number in the global step: the same random bits on whatever rank."""
+    def begin(self, step: int, pack: int, empty: bool = False) -> None:
+        """Before the pass over a pack, its number in the global step: the same random bits on whatever rank. Of an
+        empty one neither scales nor statistics take notice."""
         self.key = derive_key(self.seed, ROUNDING, step, pack)
-        self.training = True
+        self.training, self.empty = True, empty
         if self.watcher:
             self.watcher.begin_pack()
 
     def end_step(self, world: World, skipped: bool) -> None:
         """After the optimiser step, or where it would have been; all ranks together."""
-        self.training = False
+        self.training = self.empty = False
         if self.scales is not None:
             self.scales.end_step(world, skipped)
+
+    @property
+    def watched(self) -> bool:
+        return self.watcher is not None and not self.empty
 
     @property
     def state(self) -> dict[str, Tensor]:
@@ -172,7 +178,7 @@ class Product:
         if isinstance(self.recipe, NVFP4BlockScaling) and along == ROWS and role != WEIGHT:
             x = x if self.recipe.disable_rht else hadamard_rows(x)
         quantized = self._quantize(x, role, along, key)
-        if self.emulation.watcher:
+        if self.emulation.watched:
             self.emulation.watcher.operand(self, role, along, x, quantized)
         return quantized.values, quantized.scale
 
@@ -193,13 +199,13 @@ class Product:
         scales = self.emulation.scales
         # Histories and scales are those of the global batch: the same on any number of ranks, from the first step on.
         ranks = self.emulation.ranks if role == GRADIENT else 1
-        if self.emulation.training:
+        if self.emulation.training and not self.emulation.empty:
             scales.record(number, tensor_amax(x) / ranks)
         return quantize_tensor(x, scales.scale(number) / ranks, element)
 
     def watch_result(self, gemm: str, x: Tensor) -> None:
         """x: the result of `fprop`, `dgrad` or `wgrad`."""
-        if self.emulation.watcher:
+        if self.emulation.watched:
             self.emulation.watcher.result(self, gemm, x)
 
 

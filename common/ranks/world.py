@@ -115,6 +115,14 @@ class World:
             dist.all_gather_object(everyone, value, group=group)
         return everyone
 
+    def gather_to_main(self, value, group: dist.ProcessGroup | None = None) -> list:
+        """Every rank's value (anything that pickles), in order, on rank 0; [] on the others, who are sent nothing."""
+        if self.size == 1:
+            return [value]
+        everyone = [None] * self.size if self.is_main else None
+        dist.gather_object(value, everyone, dst=0, group=group)
+        return everyone or []
+
     def agree(self, facts: dict) -> None:
         """UserError, on all ranks together, unless these plain values are the same on every rank."""
         everyone = self.gather((socket.gethostname(), {name: repr(value) for name, value in facts.items()}))

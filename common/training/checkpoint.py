@@ -38,6 +38,7 @@ from common.files.output_directory import size_and_crc, sync_directory
 from common.ranks.run import leave_if_rank_lost, rank_lost
 from common.ranks.world import FailedElsewhere, World
 from common.training import checkpoint_files as files
+from common.training.checkpoint_choice import choose, resume_from
 from common.training.checkpoint_reader import Planner, Reader, reason_of
 
 logger = logging.getLogger(__name__)
@@ -71,17 +72,6 @@ class CheckpointFlags(Flags):
     def check(self) -> None:
         self.require_at_least(1, "save_total_limit")
         self.require_above(0, "save_steps", "save_minutes")
-
-
-def resume_from(told: str | None, output_dir: Path, restarted: bool) -> bool | Path:
-    """--resume_from_checkpoint: True for the newest one, False for none, or that of a directory.
-
-    A restart of the job that wrote to `output_dir` goes on from its own newest one, whatever its flags say.
-    """
-    if restarted and files.list_checkpoints(output_dir):
-        return True
-    words = {"true": True, "yes": True, "1": True, "false": False, "no": False, "none": False, "0": False}
-    return words.get((told or "true").lower(), told and Path(told))
 
 
 def fingerprint(config) -> dict:
@@ -218,7 +208,9 @@ class Checkpointer:
         return {p.name: size_and_crc(p) for p in mine}
 
     def _gathered(self, sums: dict) -> dict:
-        return {name: value for part in self.world.gather(sums, self.group) for name, value in part.items()}
+        """Of all ranks, on the main one."""
+        parts = self.world.gather_to_main(sums, self.group)
+        return {name: value for part in parts for name, value in part.items()}
 
     # ---- restoring ------------------------------------------------------------------------------------------
 
@@ -228,18 +220,13 @@ class Checkpointer:
         A restarted job takes the newest of its own even when told where to start. Damaged checkpoints are skipped
         with a warning. UserError: a checkpoint of another model, none of several whole, or none left where one was.
         """
-        path = None
-        with self.world.main_does() as mine:
-            if mine:
-                path = self._choose(where, restarted)
-        path = self.world.share(path)
+        told = resume_from(where, self.output_dir, restarted)
+        path = choose(told, self.output_dir, self.fingerprint, self.world, self.training)
         if path is None:
             return None
         model_state, optimizer_state = get_state_dict(self.model, self.optimizer)
         reader = Reader(path)
         with self.world.together():
-            if not (path / ".metadata").exists():
-                raise UserError(f"{path}: not to be seen from here: --output_dir must be one directory for all nodes")
             scales = self._scales(reader.read_metadata().state_dict_metadata)
         state = {"model": _canonical(model_state), "optimizer": optimizer_state} | scales
         try:
@@ -271,21 +258,6 @@ class Checkpointer:
                     f"{list(tensor.shape)}: give the same amax_history_len"
                 )
         return {"scales": self.scales}
-
-    def _choose(self, where: str | None, restarted: bool) -> Path | None:
-        told = resume_from(where, self.output_dir, restarted)
-        if told is True:
-            newest = files.newest_usable(self.output_dir, self.fingerprint)
-            if newest is None and self.training:
-                files.check_nothing_was_completed(self.output_dir)
-            return newest
-        if told is False:
-            return None
-        try:
-            files.verify(told, self.fingerprint)
-        except files.Corrupt as damage:
-            raise UserError(f"--resume_from_checkpoint {told}: {damage}") from damage
-        return told
 
     def begin(self, step: int) -> None:
         """Before training goes on from `step`: clear what an earlier run left that is not of this one."""

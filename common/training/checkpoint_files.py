@@ -1,8 +1,8 @@
 """Checkpoint directories as files: which are there, whether one is whole, how old ones leave.
 
-`verify` holds a directory against its own manifest.json (written last: format version, the model's fingerprint, every
-file with its size and CRC-32). What is removed is first renamed to tmp-checkpoint-*, so that a kill in between leaves
-nothing under a checkpoint's name that is no checkpoint.
+A directory is held against its own manifest.json (written last: format version, the model's fingerprint, every file
+with its size and CRC-32) by checkpoint_choice. What is removed is first renamed to tmp-checkpoint-*, so that a kill in
+between leaves nothing under a checkpoint's name that is no checkpoint.
 """
 
 from __future__ import annotations
@@ -29,9 +29,6 @@ SHARED_PATIENCE_S = 90.0
 SAVED = ".saved"  # an empty file: some checkpoint was once complete here
 OF_A_FINISHED_RUN = ("train_results.json", "final_model")
 MANIFEST = "manifest.json"
-AT_STEP_0 = (
-    "to start at step 0 give --resume_from_checkpoint false (sets them aside) or --overwrite_output_dir (removes them)"
-)
 
 
 class Corrupt(Exception):
@@ -42,25 +39,6 @@ def list_checkpoints(output_dir: Path) -> list[tuple[int, Path]]:
     """(step, directory), newest (by number) first."""
     found = [(m, p) for p in output_dir.glob("checkpoint-*") if (m := NAME.fullmatch(p.name)) and p.is_dir()]
     return sorted(((int(m[1]), p) for m, p in found), reverse=True)
-
-
-def newest_usable(output_dir: Path, fingerprint: dict | None, otherwise: str = AT_STEP_0) -> Path | None:
-    """The newest whole checkpoint, None where there is none at all; a damaged one is skipped with a warning.
-
-    UserError if the newest whole one is of another model (fingerprint: see `verify`), and if there are checkpoints and
-    none is whole: to start at step 0 over the remains of a run is for the user to decide, or what `otherwise` says.
-    """
-    damages = []
-    for _, path in list_checkpoints(output_dir):
-        try:
-            verify(path, fingerprint)
-            return path
-        except Corrupt as damage:
-            damages.append(f"{path.name}: {damage}")
-            logger.warning("%s: skipped: %s", path, damage)
-    if damages:
-        raise UserError(f"{output_dir}: none of its checkpoints is whole ({'; '.join(damages)}): {otherwise}")
-    return None
 
 
 def check_nothing_was_completed(output_dir: Path) -> None:
@@ -77,38 +55,23 @@ def check_nothing_was_completed(output_dir: Path) -> None:
         )
 
 
-def read_manifest(path: Path) -> tuple[dict, dict]:
+def read_manifest(path: Path) -> tuple[dict, dict[str, list[int]]]:
     """(the model's fingerprint, {file: [bytes, CRC-32]}) as they were written. Corrupt where there is none to read."""
     if not path.is_dir():
         raise Corrupt("no such directory")
     try:
         manifest = json.loads((path / MANIFEST).read_text())
-        version, model, files = manifest["format_version"], dict(manifest["model"]), dict(manifest["files"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        version, model = manifest["format_version"], dict(manifest["model"])
+        files = {name: [int(size), int(crc)] for name, (size, crc) in manifest["files"].items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise Corrupt("not a checkpoint of this program, or torn: no readable manifest.json") from error
     if version != FORMAT_VERSION:
         raise Corrupt(f"format {version}, this program reads {FORMAT_VERSION}")
     return model, files
 
 
-def verify(path: Path, fingerprint: dict | None) -> None:
-    """Raise Corrupt unless every file is there with its size and checksum; UserError if of another model.
-
-    fingerprint: the model's that it must be of; None for whatever model.
-    """
-    model, files = read_manifest(path)
-    if fingerprint is not None:
-        _check_same_model(path, model, fingerprint)
-    for name, recorded in files.items():
-        try:
-            found = size_and_crc(path / name)
-        except OSError as error:
-            raise Corrupt(f"{name} is missing or unreadable ({error.strerror})") from error
-        if found != recorded:
-            raise Corrupt(f"{name} is damaged ({found[0]} bytes, {recorded[0]} written, or checksum differs)")
-
-
-def _check_same_model(path: Path, model: dict, fingerprint: dict) -> None:
+def check_same_model(path: Path, model: dict, fingerprint: dict) -> None:
+    """UserError unless a checkpoint's `model` is the one that the fingerprint tells of."""
     model = {"hidden_act": fingerprint.get("hidden_act")} | model  # what older checkpoints do not tell
     flags = {"hidden_act": "hidden_act (--gelu)"}
     differing = [
@@ -119,6 +82,16 @@ def _check_same_model(path: Path, model: dict, fingerprint: dict) -> None:
             f"{path}: the checkpoint is of another model: {', '.join(differing)}; choose another --output_dir, "
             "or --overwrite_output_dir"
         )
+
+
+def check_file(path: Path, recorded: list[int]) -> None:
+    """Raise Corrupt unless a file is there with its size and checksum."""
+    try:
+        found = size_and_crc(path)
+    except OSError as error:
+        raise Corrupt(f"{path.name} is missing or unreadable ({error.strerror})") from error
+    if found != recorded:
+        raise Corrupt(f"{path.name} is damaged ({found[0]} bytes, {recorded[0]} written, or checksum differs)")
 
 
 def see_all(directory: Path, written: dict[str, list[int]]) -> None:

@@ -26,8 +26,10 @@ from common.model.config import Esm2Config
 from common.model.esm2 import Esm2ForMaskedLM
 from common.model.presets import load_config
 from common.model.pretrained import save_pretrained
+from common.ranks.world import World
 from common.training import checkpoint_files as files
 from common.training.checkpoint import CONFIG
+from common.training.checkpoint_choice import damage_of, newest_usable
 from common.training.checkpoint_reader import StoredTensors
 
 logger = logging.getLogger(__name__)
@@ -37,14 +39,13 @@ MODEL, EXTRAS = "model.", "extras."
 
 def choose(path: Path) -> Path:
     """The checkpoint that is meant, all its files looked through. UserError where there is none that is whole."""
+    alone = World(0, 0, 1, torch.device("cpu"))
     if not (path / files.MANIFEST).exists() and files.list_checkpoints(path):
-        newest = files.newest_usable(path, None, otherwise="there is nothing to export")
+        newest = newest_usable(path, None, alone, otherwise="there is nothing to export")
         logger.info("%s: its newest whole checkpoint is %s", path, newest.name)
         return newest
-    try:
-        files.verify(path, None)
-    except files.Corrupt as damage:
-        raise UserError(f"{path}: {damage}: give a checkpoint-N directory, or the --output_dir of a run") from damage
+    if damage := damage_of(path, None, alone):
+        raise UserError(f"{path}: {damage}: give a checkpoint-N directory, or the --output_dir of a run")
     return path
 
 

@@ -60,7 +60,7 @@ def finish(
         if mine and args.do_train:
             history = read_json_lines(output_dir / METRICS)
             write_json(output_dir / "trainer_state.json", asdict(state) | {"log_history": history})
-    finished = args.do_train and state.step >= resolved.total_steps
+    finished = args.do_train and task.data.finished(state.step, state.position)
     if finished if args.save_final_model is None else args.save_final_model:
         _export(task, output_dir / "final_model", world)
     with world.main_does() as mine:

@@ -52,8 +52,9 @@ class MaskedLM:
         self.built, self.flags, self.bf16, self.world = built, flags, bf16, world
         self.data: TrainingData = open_data(flags, world, evaluates, makers)
 
-    def steps(self, packs_per_step: int, step: int, position: dict, last_step: int) -> TrainLoader:
-        """This rank's share of the steps from number `step` on, which begins at `position`, up to `last_step`."""
+    def steps(self, packs_per_step: int, step: int, position: dict, last_step: int | None) -> TrainLoader:
+        """This rank's share of the steps from number `step` on, which begins at `position`, up to `last_step`; where
+        that is None, up to the end of the data."""
         flags = self.flags
         return TrainLoader(
             self.data.order(packs_per_step),
@@ -61,7 +62,7 @@ class MaskedLM:
             self.world.mesh,
             step,
             position,
-            num_steps=max(0, last_step - step),
+            num_steps=None if last_step is None else max(0, last_step - step),
             num_workers=flags.dataloader_num_workers,
             prefetch_factor=flags.dataloader_prefetch_factor,
             pin_memory=flags.dataloader_pin_memory and self.world.device.type == "cuda",

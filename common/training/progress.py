@@ -27,7 +27,8 @@ HARMLESS = {"resume_from_checkpoint", "overwrite_output_dir", "stop_at_step", "d
 class Resolved:
     """What flags leave open, as a run has settled it; log, results and checkpoint show it.
 
-    formats: of the layers, where some are quantised; eval_every, save_every: in steps, 0 for never.
+    formats: of the layers, where some are quantised; total_steps: of the whole run, which the schedule spans;
+    last_step: that this start ends with, None where the data end; eval_every, save_every: in steps, 0 for never.
     """
 
     backend: str
@@ -36,7 +37,7 @@ class Resolved:
     packs_per_step: int
     accumulation: int
     total_steps: int
-    last_step: int
+    last_step: int | None
     eval_every: int
     save_every: int
 
@@ -105,6 +106,16 @@ class TrainerState:
                 "them: go on from an earlier checkpoint with a lower --learning_rate or --max_grad_norm"
             )
 
+    def steps_begun(self, flags: TrainArguments, packs_per_step: int) -> tuple[int | None, int | None]:
+        """Of the run that these flags go on with: its total_steps, so that its schedule stays, and where an earlier
+        version of this program would have ended it, which counted steps, not records. None where there is none."""
+        before = (self.arguments.get("num_train_epochs"), self.packs_per_step)
+        counted_in_epochs = flags.max_steps <= 0 and self.arguments.get("max_steps", 0) <= 0
+        if not counted_in_epochs or before != (flags.num_train_epochs, packs_per_step):
+            return None, None
+        stopped = self.arguments.get("stop_at_step") is not None
+        return self.resolved.get("total_steps"), None if stopped else self.resolved.get("last_step")
+
     def go_on(self, identity: dict, arguments: dict, resolved: Resolved) -> None:
         """Take over what this start of the run has settled, and say which flags are others than before."""
         # Not refused (a user may well want another --save_steps), but said.
@@ -142,7 +153,7 @@ def announce(
     logger.info("***** Running training *****" if args.do_train else "***** No training *****")
     for name, value in (
         ("Num examples", data.num_examples or "not counted: they are streamed"),
-        ("Num Epochs", math.ceil(args.num_train_epochs) if args.max_steps <= 0 else "as --max_steps says"),
+        ("Num Epochs", _epochs(args.num_train_epochs, data)),
         (f"Instantaneous batch size per device ({unit})", per_rank),
         (f"Total train batch size (w. parallel, distributed & accumulation; {unit})", in_all),
         ("Gradient Accumulation steps", resolved.accumulation),
@@ -158,6 +169,13 @@ def announce(
         logger.info("Resuming after step %d (epoch %.2f)", state.step, state.epoch)
     if resolved.accumulation != args.gradient_accumulation_steps:
         logger.info("Accumulation is %d, to keep %d packs a step", resolved.accumulation, resolved.packs_per_step)
+
+
+def _epochs(wanted: float, data: TrainingData) -> int | str:
+    if (end := data.end) is None:
+        return "as --max_steps says"
+    found = data.plan.epochs_before(end)
+    return int(wanted) if wanted == found else f"{wanted:g}: to the nearest pack, {found:.6g}"
 
 
 @dataclass
@@ -197,7 +215,7 @@ class Interval:
         flops = self.flops / seconds / world.size
         row = {
             "step": state.step,
-            "total_steps": total_steps,
+            "total_steps": max(total_steps, state.step),
             "epoch": state.epoch,
             **state.loss_of_row(),
             **({} if result.skipped else {"step_loss": result.loss, "grad_norm": result.grad_norm}),

@@ -19,7 +19,8 @@ from pathlib import Path
 
 from common.cli import UserError
 from common.ranks.job_uid import unique_id
-from common.training.checkpoint import CheckpointFlags, resume_from
+from common.training.checkpoint import CheckpointFlags
+from common.training.checkpoint_choice import resume_from
 from common.training.checkpoint_files import NAME, PARTIAL, SAVED, SUPERSEDED, list_checkpoints
 from common.training.profiling import TRACES
 from common.training.trackers import EVENTS, WANDB_RUN

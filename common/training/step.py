@@ -60,7 +60,7 @@ class Stepper:
         loss = torch.zeros((), device=world.device)
         self.precision.begin_step(step)
         for number, batch in enumerate(micro_batches):
-            self.precision.begin_pack(step, number * world.mesh.dp_size + world.mesh.dp_rank)
+            self.precision.begin_pack(step, number * world.mesh.dp_size + world.mesh.dp_rank, batch["num_tokens"] == 0)
             with strategy.micro_batch(last=number == len(micro_batches) - 1):
                 loss_sum = self.task.loss_sum(strategy.model, batch)
                 # Gradients are averaged over the ranks, so the sum over the global batch is scaled up by their number.

@@ -104,10 +104,9 @@ class Trainer:
                 check_same_data(self.state.data, data.identity)
             packs = packs_per_step(args, world.mesh, self.state.packs_per_step)
             data.check_packs(self.state.packs_per_step or packs, packs)
-            total_steps = data.total_steps(packs)
-            last_step = min(total_steps, args.stop_at_step or total_steps)
-            if args.do_train and self.state.step < last_step:
-                check_divisible(packs, world.mesh.dp_size)
+            total_steps, last_step = self.state.steps_begun(args, packs)
+            if total_steps is None:
+                total_steps = data.total_steps(packs, self.state.step, self.state.position)
         world.agree({"total_steps": total_steps, "packs_per_step": packs})
         self.resolved = Resolved(
             backend=self.built.backend,
@@ -116,14 +115,23 @@ class Trainer:
             packs_per_step=packs,
             accumulation=max(1, packs // world.mesh.dp_size),  # which need not divide where nothing is trained
             total_steps=total_steps,
-            last_step=last_step,
+            last_step=min((n for n in (args.max_steps, args.stop_at_step, last_step) if n and n > 0), default=None),
             eval_every=_steps(args.eval_steps, total_steps),
             save_every=_steps(args.save_steps, total_steps),
         )
+        with world.together():
+            if args.do_train and not self.done:
+                check_divisible(packs, world.mesh.dp_size)
         self.state.go_on(data.identity, asdict(args), self.resolved)
         self.lr = lr_schedule(args, total_steps)
         self.saved_step, self.saved_at, self.save_asked = self.state.step, time.monotonic(), False
         announce(args, self.built, data, self.resolved, self.state, world)
+
+    @property
+    def done(self) -> bool:
+        """Whether no step is left to take, of the flags' or of the data's."""
+        state, last = self.state, self.resolved.last_step
+        return (last is not None and state.step >= last) or self.task.data.finished(state.step, state.position)
 
     @property
     def first_row(self) -> int | None:
@@ -131,7 +139,7 @@ class Trainer:
         step = self.state.step
         if self.state.unfinished_row is not None:
             return step
-        if step >= self.resolved.last_step:
+        if self.done:
             return None
         return step + 1 if step else 0
 
@@ -139,7 +147,8 @@ class Trainer:
         """Train up to the last step, or until told to stop: then Preempted, with the state saved."""
         args, state, world, resolved = self.args, self.state, self.world, self.resolved
         if self.first_row is None:
-            logger.info("Step %d of %d is done already: nothing to train", state.step, resolved.last_step)
+            last = resolved.last_step or state.step
+            logger.info("Step %d of %d is done already: nothing to train", state.step, last)
             return
         # From here on a signal is agreed on and the state is saved. Ranks meet below before the first of them begins:
         # none that is still to come here may then leave the others by itself.
@@ -158,7 +167,7 @@ class Trainer:
         with world.together():
             loader = self.task.steps(resolved.packs_per_step, state.step, state.position, resolved.last_step)
         bar = tqdm(
-            total=resolved.last_step,
+            total=resolved.last_step or resolved.total_steps,
             initial=state.step,
             disable=True if args.disable_tqdm or not world.is_main else None,  # None: only on a terminal
             unit="step",
@@ -171,7 +180,7 @@ class Trainer:
         self.saved_at = time.monotonic()
         stopping = False
         with closing(iter(loader)) as steps, logging_redirect_tqdm(), bar:
-            while state.step < resolved.last_step and not stopping:
+            while not self.done and not stopping:
                 world.watch.mark("data", state.step + 1)
                 started = time.perf_counter()
                 share, counts = self._next(steps)
@@ -179,7 +188,9 @@ class Trainer:
                 if not stopping:
                     waited = time.perf_counter() - started
                     self.profiler.before(state.step + 1)
-                    lr, flops = self.lr(state.step), self.task.flops(counts)
+                    # Where the end of the data was estimated, a few more steps may come: as the last of the schedule.
+                    lr = self.lr(min(state.step, resolved.total_steps - 1))
+                    flops = self.task.flops(counts)
                     result = self.stepper.take(state.step, lr, share.micro_batches, counts)
                     self.log.quant_stats_rows(result.quant_stats)
                     seconds = time.perf_counter() - started
@@ -194,14 +205,14 @@ class Trainer:
                     if args.straggler_every and state.step % args.straggler_every == 0:
                         self.replicas.check(state.step)
                     evaluating = resolved.eval_every and state.step % resolved.eval_every == 0
-                    if evaluating or state.step % args.logging_steps == 0 or state.step in (1, resolved.last_step):
+                    if evaluating or state.step % args.logging_steps == 0 or state.step == 1 or self.done:
                         row = interval.row(state, resolved.total_steps, lr, result, world, peak)
                         interval = Interval()
                         if evaluating:
                             stopping = not self._complete(row)
                         else:
                             self.log.row(row)
-                if stopping or state.step == resolved.last_step or self._save_due():
+                if stopping or self.done or self._save_due():
                     interval.checkpoints += self._save()
             self.profiler.after(state.step, ends=True)
             world.watch.mark(SAVE, state.step)
@@ -233,7 +244,10 @@ class Trainer:
         self.save_asked |= bool(save)
         if failed:
             self.world.end_together(failure)
-        return (None if stop else share), StepCounts(*counts)
+        counts = StepCounts(*counts)
+        if share is not None and share.epoch is None:
+            share = share._replace(epoch=self.task.data.epochs(self.state.sequences + counts.num_sequences))
+        return (None if stop else share), counts
 
     def _complete(self, row: dict) -> bool:
         """Evaluate, add that to the row and record it; False if told to stop meanwhile: then the next start does."""
@@ -269,7 +283,8 @@ class Trainer:
         if self.state.step > self.saved_step:
             self.replicas.check(self.state.step)
             self.world.watch.mark(SAVE, self.state.step)
-            position = merge_positions(self.world.gather(self.state.position))
+            # Every rank's own streams, for the one that writes them down.
+            position = merge_positions(self.world.gather_to_main(self.state.position))
             self.checkpointer.save(self.state.step, asdict(self.state) | {"position": position})
             self.saved_step, self.saved_at, self.save_asked = self.state.step, time.monotonic(), False
         return time.perf_counter() - started

@@ -118,6 +118,31 @@ def test_restart_from_any_step_with_another_number_of_ranks(store, mode):
         assert after[0].step == done
 
 
+@pytest.mark.parametrize(("mode", "packs_per_step"), [(padded, 6), (packed, 12), (packed, 3000)])
+def test_the_last_step_deals_what_is_left_of_the_last_epoch(store, mode, packs_per_step):
+    """78 padded and 41 or so packed batches an epoch; 700 records. Two epochs, from the beginning or a later step."""
+    plan, collator = mode(store)
+    end = plan.position_at(2)
+    packs = plan.count(Position(), end)
+    steps = -(-packs // packs_per_step)
+    left = packs - (steps - 1) * packs_per_step
+    for dp_size, workers in ((1, 0), (2, 2), (3, 0), (3, 1)):
+        order = PlannedOrder(store, plan, packs_per_step, end)
+        ranks = [list(TrainLoader(order, collator, Mesh(r, dp_size), num_workers=workers)) for r in range(dp_size)]
+        for first in (steps - 1, steps):  # as after a restart
+            start = ranks[0][first - 1].position if first else {}
+            rest = [list(TrainLoader(order, collator, Mesh(r, dp_size), first, start)) for r in range(dp_size)]
+            assert [[[tensors(b) for b in s.micro_batches] for s in of] for of in rest] == [
+                [[tensors(b) for b in s.micro_batches] for s in of[first:]] for of in ranks
+            ]
+        assert {len(of_rank) for of_rank in ranks} == {steps}
+        assert {len(of_rank[-1].micro_batches) for of_rank in ranks} == {-(-left // dp_size)}
+        batches = [b for of_rank in ranks for step in of_rank for b in step.micro_batches]
+        assert sum(batch["num_sequences"] for batch in batches) == 2 * len(store)
+        assert sum(batch["num_sequences"] == 0 for batch in batches) == -left % dp_size
+        assert {of_rank[-1].epoch for of_rank in ranks} == {2.0}
+
+
 def test_ranks_of_a_context_parallel_group_get_the_same_packs(store):
     plan, collator = packed(store)
     expected, _ = global_batches(store, packed, 2, 3)

@@ -192,6 +192,30 @@ def test_filling_packs_loses_nothing(seed):
     assert all(lengths[order[a:b]].sum() <= capacity for a, b in itertools.pairwise(bounds))
 
 
+@pytest.mark.parametrize("seed", range(6))
+def test_packs_are_filled_as_the_rule_says(seed):
+    """The rule, word for word: positions in checkpoints depend on every choice it makes."""
+    rng = np.random.default_rng(seed)
+    capacity = int(rng.integers(50, 3000))
+    lengths = rng.integers(0, capacity + 1, 1500) // rng.integers(1, 50)
+    queue, packs = np.flatnonzero(lengths).tolist(), []
+    while queue:
+        pack, room = [], capacity
+        while queue and lengths[queue[0]] <= room:
+            room -= lengths[queue[0]]
+            pack.append(queue.pop(0))
+        ahead = queue[:512]
+        while fitting := [i for i in ahead if lengths[i] <= room]:
+            best = max(fitting, key=lambda i: lengths[i])
+            room -= lengths[best]
+            pack.append(best)
+            ahead.remove(best)
+            queue.remove(best)
+        packs.append(pack)
+    order, bounds = fill_packs(lengths, capacity)
+    assert [order[a:b].tolist() for a, b in itertools.pairwise(bounds)] == packs
+
+
 def test_records_without_tokens_are_left_out():
     lengths = protein_lengths(1000)
     lengths[[3, 500]] = 0
@@ -235,6 +259,37 @@ def test_iteration_goes_on_from_any_position(mode):
     assert epochs == sorted(epochs)
     assert epochs[0] == 0
     assert 2 <= epochs[-1] < 2.1
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_where_so_many_epochs_end(mode):
+    plan = plan_of(protein_lengths(50_000), **mode)
+    packs = [plan.packs_per_epoch(epoch) for epoch in range(3)]
+    for epochs in (1, 3.0):
+        end = plan.position_at(epochs)
+        assert end == Position(int(epochs))
+        assert plan.count(Position(), end) == sum(packs[: int(epochs)])
+        assert len(list(plan.places(Position(), end))) == sum(packs[: int(epochs)])
+    for epochs in (1e-9, 0.5, 0.999999, 1 + 1 / 3):
+        end = plan.position_at(epochs)
+        assert plan.epochs_before(end) == pytest.approx(epochs, abs=0.6 / (packs[0] - 9) if epochs > 1e-3 else 0.01)
+        walked = list(plan.places(Position(), end))
+        assert len(walked) == plan.count(Position(), end) >= 1
+        assert plan.position_after(Position(*walked[-1][:3]), 1) == end
+    middle = plan.position_after(Position(), packs[0] + 7)
+    assert plan.count(middle, Position(3)) == packs[1] - 7 + packs[2]
+    assert len(list(plan.places(middle, Position(3)))) == packs[1] - 7 + packs[2]
+    assert plan.count(Position(3), middle) == len(list(plan.places(Position(3), middle))) == 0
+
+
+def test_packs_of_many_windows_are_estimated_and_padded_ones_never(monkeypatch):
+    plan = plan_of(protein_lengths(150_000))
+    exact = plan.count(Position(), Position(2))
+    monkeypatch.setattr(packing, "COUNTED_WINDOWS", 2 * plan.num_windows - 1)
+    assert plan.count(Position(), Position(1)) == plan.packs_per_epoch()
+    assert plan.count(Position(), Position(2)) == 2 * plan.packs_per_epoch() == pytest.approx(exact, rel=1e-3)
+    millions = BatchPlan(lambda records: 1 / 0, 69_000_000, 0, 1024, sequences_per_pack=88)
+    assert millions.count(Position(1, 0, 5), Position(1000)) == 999 * -(-69_000_000 // 88) - 5
 
 
 def test_resuming_plans_no_earlier_window():

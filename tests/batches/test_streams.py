@@ -100,6 +100,25 @@ def test_resume_on_any_number_of_ranks_and_workers(tmp_path):
         assert [batches for batches, _ in went_on] == [batches for batches, _ in whole[done:]]
 
 
+@pytest.mark.parametrize(("ranks", "cp_size"), [(1, 1), (2, 1), (4, 2)])
+def test_after_a_restart_each_rank_keeps_track_of_its_own_streams_alone(tmp_path, ranks, cp_size):
+    """What it would have to send at a save; the streams of all ranks together are all there are."""
+    plan = plan_of(write(tmp_path / "a.parquet", proteins()))
+    position = steps_of(plan, 4, 7)[-1][1]
+    assert len(position) == plan.num_streams == 8
+    order, parts = StreamedOrder(plan, 4), []
+    for rank in range(ranks):
+        mesh = Mesh(rank, ranks, cp_size)
+        (step,) = TrainLoader(order, MaskingCollator(0), mesh, 7, position, 1)
+        assert sorted(int(stream) % 4 for stream in step.position) == sorted(
+            2 * list(range(mesh.dp_rank, 4, mesh.dp_size))
+        )
+        parts.append(step.position)
+    (after,) = (position for _, position in steps_of(plan, 4, 1, first=7, position=position))
+    assert merge_positions(parts) == after
+    assert after.keys() == position.keys()
+
+
 LONG = {"seed": 3, "max_seq_length": 4000, "tokens_per_pack": 4096}
 
 

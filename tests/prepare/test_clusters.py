@@ -314,13 +314,15 @@ def test_training_draws_by_clusters_and_goes_on_where_it_stopped(dataset, tmp_pa
     make_input(tmp_path / "csv", count=2000)
     names = tokenize(tmp_path / "csv", tmp_path / "out")["train"]
     splits = tmp_path / "out" / "arrow"
-    flags = {"sample_clusters": True, "logging_steps": 2, "max_steps": None}
+    flags = {"sample_clusters": True, "logging_steps": 2, "max_steps": None, "packs_per_step": 7}
     train(splits, tmp_path / "whole", num_train_epochs=1, **flags)
     train(splits, tmp_path / "parts", num_train_epochs=1, stop_at_step=4, **flags)
     train(splits, tmp_path / "parts", num_train_epochs=1, **flags)
     assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
     state = json.loads((tmp_path / "whole" / "trainer_state.json").read_text())
     assert state["sequences"] == len(open_clusters(splits / "train", len(names))) < len(names)
+    results = json.loads((tmp_path / "whole" / "train_results.json").read_text())
+    assert (results["train_samples"], results["epoch"]) == (state["sequences"], 1.0)
     said = train(splits, tmp_path / "parts", num_train_epochs=1, expect=2, **flags | {"sample_clusters": False})
     assert "sample_clusters True (now not used)" in said
     said = train(dataset, tmp_path / "none", expect=2, **flags)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 import torch
 
 from common.ranks.world import Mesh, World
+from tests.training_fixtures import on_ranks
 
 
 @pytest.mark.parametrize(
@@ -21,3 +24,18 @@ def test_neighbours_share_the_data_of_a_context_parallel_group(size, cp_size, da
 def test_a_world_has_the_mesh_of_its_rank():
     assert World(3, 1, 8, torch.device("cpu"), cp_size=2).mesh == Mesh(3, 8, 2)
     assert World(3, 1, 8, torch.device("cpu")).mesh.dp_size == 8
+
+
+def _gather() -> None:
+    world = World(int(os.environ["RANK"]), 0, 3, torch.device("cpu"))
+    torch.distributed.init_process_group("gloo")
+    everyone = world.gather_to_main({"rank": world.rank, "more": "x" * 1000 * world.rank})
+    assert [of["rank"] for of in everyone] == ([0, 1, 2] if world.is_main else [])
+    assert [len(of["more"]) for of in everyone] == ([0, 1000, 2000] if world.is_main else [])
+    torch.distributed.destroy_process_group()
+
+
+def test_only_the_main_rank_is_sent_what_is_gathered_for_it():
+    codes, said = on_ranks(3, _gather)
+    assert codes == [0, 0, 0], said
+    assert World(0, 0, 1, torch.device("cpu")).gather_to_main("mine") == ["mine"]

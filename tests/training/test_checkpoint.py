@@ -15,10 +15,14 @@ import pytest
 import torch
 
 from common.files.output_directory import size_and_crc
-from common.training import checkpoint_files
+from common.ranks.world import World
+from common.training import checkpoint_choice, checkpoint_files
+from common.training.checkpoint_choice import damage_of, newest_usable
 from tests.live_runs import LiveRun, assert_same_run, newest_step, outcome
 from tests.training.checkpoint_fixtures import DAMAGES, FLAGS, checkpointer_of_a_small_model, names, take_steps
-from tests.training_fixtures import losses, on_ranks, rows, train
+from tests.training_fixtures import _main, flags_of, losses, on_ranks, rows, train
+
+ALONE = World(0, 0, 1, torch.device("cpu"))
 
 
 @pytest.fixture(scope="module")
@@ -116,7 +120,7 @@ def test_the_limit_keeps_the_newest_and_there_is_always_a_whole_one(dataset, tmp
             run.signal(signal.SIGKILL)
             assert run.end() == [-signal.SIGKILL]
         model = json.loads(next(out.glob("checkpoint-*/manifest.json")).read_text())["model"]
-        assert checkpoint_files.newest_usable(out, model) is not None
+        assert newest_usable(out, model, ALONE) is not None
         assert len(names(out)) <= 3  # it, one not yet removed, one being written or removed
     train(dataset, out, **flags, stop_at_step=newest_step(out) + 1)
     assert len(names(out)) == 1
@@ -127,11 +131,62 @@ def test_the_limit_keeps_the_newest_and_there_is_always_a_whole_one(dataset, tmp
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_a_damaged_checkpoint_is_told_from_a_whole_one(run, damage):
     model = json.loads((run / "checkpoint-6/manifest.json").read_text())["model"]
-    checkpoint_files.verify(run / "checkpoint-6", model)
+    assert damage_of(run / "checkpoint-6", model, ALONE) is None
     DAMAGES[damage](run / "checkpoint-6")
-    with pytest.raises(checkpoint_files.Corrupt):
-        checkpoint_files.verify(run / "checkpoint-6", model)
-    assert checkpoint_files.newest_usable(run, model) == run / "checkpoint-4"
+    assert damage_of(run / "checkpoint-6", model, ALONE)
+    assert newest_usable(run, model, ALONE) == run / "checkpoint-4"
+
+
+@pytest.fixture(scope="module")
+def of_three(dataset, tmp_path_factory) -> Path:
+    """The same run on three ranks, which have a shard each."""
+    out = tmp_path_factory.mktemp("of_three") / "out"
+    train(dataset, out, nproc=3, script="train_fsdp2.py", **FLAGS, packs_per_step=3)
+    return out
+
+
+def _choose_and_count(out: Path, model: dict) -> None:
+    """On a rank: which is the newest usable one, and which files were read for it."""
+    read = []
+    check_file = checkpoint_choice.check_file
+    checkpoint_choice.check_file = lambda path, recorded: (read.append(path.name), check_file(path, recorded))
+    world = World(int(os.environ["RANK"]), 0, int(os.environ["WORLD_SIZE"]), torch.device("cpu"))
+    torch.distributed.init_process_group("gloo")
+    newest = newest_usable(out, model, world)
+    print(json.dumps([newest and newest.name, read]))
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("damaged", [None, "__0_0.distcp", "__1_0.distcp", "__2_0.distcp", ".metadata"])
+def test_each_rank_checks_its_share_and_all_agree(of_three, tmp_path, damaged):
+    out = Path(shutil.copytree(of_three, tmp_path / "out"))
+    manifest = json.loads((out / "checkpoint-6/manifest.json").read_text())
+    if damaged:
+        os.truncate(out / "checkpoint-6" / damaged, 1000)
+    codes, said = on_ranks(2, _choose_and_count, out, manifest["model"])
+    assert codes == [0, 0], "\n".join(said)
+    (name, read), (other, more) = (json.loads(text.splitlines()[-1]) for text in said)
+    assert name == other == ("checkpoint-4" if damaged else "checkpoint-6")
+    rounds = 2 if damaged else 1
+    assert sorted(read + more) == sorted([*manifest["files"]] * rounds), "each file once"
+    shards = [sum(name.endswith("distcp") for name in of) for of in (read, more)]
+    assert max(shards) - min(shards) <= rounds
+    if damaged:
+        assert f"checkpoint-6: skipped: {damaged} is damaged (1000 bytes" in said[0]
+
+
+def test_the_first_of_several_damages_is_named_once_and_the_run_goes_on_with_the_older(of_three, dataset, tmp_path):
+    out = Path(shutil.copytree(of_three, tmp_path / "out"))
+    for shard in (out / "checkpoint-6").glob("*.distcp"):
+        shard.unlink()
+    said = train(dataset, out, nproc=2, **FLAGS, packs_per_step=2 * 3)
+    assert said.count("checkpoint-6: skipped: __0_0.distcp is missing or unreadable (No such file or directory)") == 1
+    assert "Resuming after step 4" in said
+    for checkpoint in out.glob("checkpoint-*"):
+        (checkpoint / "__1_0.distcp").write_bytes(b"torn")
+    codes, said = on_ranks(2, _main, flags_of(dataset, out, **FLAGS))
+    assert codes == [2, 2]
+    assert "".join(said).count("error: ") == "".join(said).count("none of its checkpoints is whole") == 1
 
 
 def test_a_damaged_newest_one_is_skipped_set_aside_and_written_anew(run, finished, dataset, tmp_path):
@@ -150,7 +205,7 @@ def test_newest_is_by_number_not_by_time(run, dataset):
     os.utime(run / "checkpoint-2")
     (run / "checkpoint-4").rename(run / "checkpoint-10")  # text order would put it first
     model = json.loads((run / "checkpoint-6/manifest.json").read_text())["model"]
-    assert checkpoint_files.newest_usable(run, model).name == "checkpoint-10"
+    assert newest_usable(run, model, ALONE).name == "checkpoint-10"
     assert [step for step, _ in checkpoint_files.list_checkpoints(run)] == [10, 6, 2]
 
 

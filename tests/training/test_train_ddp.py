@@ -293,17 +293,18 @@ def test_padding_to_the_maximum_trains_the_same_model_as_padding_to_the_longest(
     assert same_bits(final_weights(tmp_path / "maximum"), final_weights(tmp_path / "longest"))
 
 
-@pytest.mark.parametrize(("epochs", "steps"), [(1, 15), (0.5, 8), (1.1, 17)])
-def test_epochs_of_padded_batches_take_the_steps_they_should(dataset, tmp_path, epochs, steps):
-    """240 proteins in batches of 4 are 60 batches, 4 a step: 15 steps an epoch, a started step counts."""
+@pytest.mark.parametrize(("epochs", "steps", "found"), [(1, 15, 1), (0.51, 8, 31 / 60), (1.1, 17, 1.1)])
+def test_epochs_of_padded_batches_take_the_steps_they_should(dataset, tmp_path, epochs, steps, found):
+    """240 proteins in batches of 4 are 60 batches, 4 a step: 15 steps an epoch; the last step takes what is left."""
     flags = {"sequence_packing": False, "gradient_accumulation_steps": 4, "max_steps": None, "logging_steps": 100}
-    train(dataset, tmp_path, num_train_epochs=epochs, **flags)
+    said = train(dataset, tmp_path, num_train_epochs=epochs, **flags)
     state = json.loads((tmp_path / "trainer_state.json").read_text())
-    assert (state["step"], state["sequences"]) == (steps, 16 * steps)
+    assert (state["step"], state["sequences"]) == (steps, round(NUM_TRAIN * found))
     results = json.loads((tmp_path / "train_results.json").read_text())
-    assert results["epoch"] == pytest.approx(steps / 15)
+    assert results["epoch"] == pytest.approx(found, abs=1e-12)
     assert results["train_samples"] == NUM_TRAIN
     assert [row["step"] for row in rows(tmp_path)] == [1, steps]
+    assert ("Num Epochs = 0.51: to the nearest pack, 0.516667\n" in said) == (epochs == 0.51)
 
 
 def test_an_epoch_of_packs_sees_every_protein(dataset, tmp_path):

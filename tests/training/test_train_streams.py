@@ -13,7 +13,7 @@ from tests.data_fixtures import REAL_SAMPLE, needs_real_sample
 from tests.forked import run_script
 from tests.live_runs import assert_same_run, newest_step
 from tests.training.test_resume import killed_again_and_again
-from tests.training_fixtures import environment, final_weights, flags_of, losses, same_bits, train
+from tests.training_fixtures import environment, final_weights, flags_of, losses, rows, same_bits, train
 
 FLAGS = {"max_steps": 24, "gradient_accumulation_steps": 2, "save_steps": 1, "save_total_limit": 2}
 
@@ -50,6 +50,12 @@ def test_any_number_of_ranks_makes_the_same_run(source, tmp_path):
     train(None, out, nproc=2, stop_at_step=11, **flags)
     train(None, out, **flags)
     assert losses(out) == pytest.approx(losses(tmp_path / "whole"), rel=1e-6)
+    epochs = [row["epoch"] for row in rows(tmp_path / "whole")]
+    assert [row["epoch"] for row in rows(out)] == epochs, "of all ranks, through a restart"
+    sequences = json.loads((tmp_path / "whole" / "trainer_state.json").read_text())["sequences"]
+    assert epochs[-1] == sequences / 600
+    steps = [after - before for before, after in zip([0, *epochs], epochs, strict=False)]
+    assert max(steps) < 3 * min(steps), "it moves with every step"
 
 
 def test_another_dataset_is_refused_on_resume(source, tmp_path):

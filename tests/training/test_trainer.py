@@ -19,7 +19,7 @@ from common.training.progress import Resolved, TrainerState
 from common.training.step import StepResult
 from common.training.trainer import train as train_model
 from tests.data_fixtures import load_script
-from tests.training_fixtures import flags_of, on_ranks, train
+from tests.training_fixtures import arguments, flags_of, on_ranks, train
 
 RESOLVED = Resolved("torch", "exact", {}, 4, 2, 10, 10, 0, 5)
 
@@ -81,6 +81,23 @@ def test_a_state_of_before_there_was_a_record_goes_on_without_a_word(caplog):
     assert [record.getMessage() for record in caplog.records] == [
         "Flags differ from those of the checkpoint: save_steps 7 -> 9"
     ]
+
+
+def test_a_run_of_epochs_keeps_the_steps_it_was_begun_with(dataset):
+    """And one of an earlier version, which counted steps, takes no more of them than it was to take."""
+    flags = arguments(dataset, max_steps=-1, num_train_epochs=2)
+    now = {"arguments": {"num_train_epochs": 2, "max_steps": -1}, "packs_per_step": 4}
+    begun = TrainerState(**now, resolved={"total_steps": 31, "last_step": None})
+    before = TrainerState(**now, resolved={"total_steps": 31, "last_step": 31})
+    assert begun.steps_begun(flags, 4) == (31, None)
+    assert before.steps_begun(flags, 4) == (31, 31)
+    for state in (begun, before):
+        for other, packs in (({"num_train_epochs": 3}, 4), ({"max_steps": 50}, 4), ({}, 2)):
+            others = arguments(dataset, **{"max_steps": -1, "num_train_epochs": 2} | other)
+            assert state.steps_begun(others, packs) == (None, None)
+    assert TrainerState().steps_begun(flags, 4) == (None, None)
+    stopped = TrainerState(**now | {"arguments": now["arguments"] | {"stop_at_step": 7}}, resolved={"last_step": 7})
+    assert stopped.steps_begun(flags, 4) == (None, None)
 
 
 def test_too_many_skipped_steps_in_a_row_are_an_end_and_one_good_step_forgives(caplog):
