@@ -51,9 +51,9 @@ class Cpu:
 
         With vectors of one width MKL is the faster of the two, and the library's own choice.
         """
-        onednn = _AVX512 <= self.flags and _onednn_level(environment) not in _ONEDNN_WITHOUT_AVX512
+        onednn = self.flags >= _AVX512 and _onednn_level(environment) not in _ONEDNN_WITHOUT_AVX512
         mkl = (
-            _AVX512 <= self.flags
+            self.flags >= _AVX512
             and self.vendor == "GenuineIntel"
             and environment.get("MKL_ENABLE_INSTRUCTIONS", "").lower() not in _MKL_WITHOUT_AVX512
         )

@@ -1,9 +1,9 @@
 """y = x W^T + b on a CPU: fp32 by the faster of two libraries, bf16 also where there are no instructions for it.
 
-common.model.cpu says which. fp32 products of oneDNN are as exact as MKL's: fp32 inputs and accumulators. A bf16 product
-without instructions is the fp32 product of the bf16 numbers, rounded once: exact products and fp32 sums, as the
-instructions have them. What is kept between forward and backward is bf16 then, too: numbers are widened a block of rows
-at a time, which stays in the cache and takes no memory.
+common.model.cpu says which. fp32 products of oneDNN are as exact as MKL's: fp32 inputs and accumulators. A bf16
+product without instructions is the fp32 product of the bf16 numbers, rounded once: exact products and fp32 sums, as the
+instructions have them. What is kept between forward and backward is bf16 then, too: numbers are widened a block of
+rows at a time, which stays in the cache and takes no memory.
 """
 
 from __future__ import annotations
@@ -126,8 +126,8 @@ def _fp32_sum(a: Tensor, b: Tensor) -> Tensor:
     return _fp32(b.t(), a.t(), None).t() if wide else _fp32(a.t(), b.t(), None)
 
 
-# Inductor takes oneDNN's own operator for one of inference, whose weights are constants; these it calls as they are. It
-# would also leave out the rounding to bf16 of what is widened again.
+# Inductor takes oneDNN's own operator for one of inference, whose weights are constants; these it calls as they are.
+# It would also leave out the rounding to bf16 of what is widened again.
 @torch.library.custom_op("esm2::product", mutates_args=())
 def _product_in_a_graph(a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
     return _multiply(a, b, bias)

@@ -68,7 +68,7 @@ def test_forward_and_backward(dtype, bound, inputs):
 
 
 def test_bf16_numbers_are_multiplied_exactly(inputs):
-    """Beside fp32 arithmetic on the same bf16 numbers only what is kept is rounded: q, k, the output, the gradients."""
+    """Beside fp32 arithmetic on the same bf16 numbers only q, k, the output and the gradients are rounded."""
     qkv, grad = (x.bfloat16() for x in inputs)
     narrow, wide = run(ours, qkv, grad), run(ours, qkv.float(), grad.float())
     for n, w in zip(narrow, wide, strict=True):

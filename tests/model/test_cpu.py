@@ -16,8 +16,10 @@ GRAVITON3 = Cpu("", frozenset(["asimd", "bf16"]))
 
 
 def test_cpuinfo_is_that_of_the_first_processor():
-    text = "processor\t: 0\nvendor_id\t: AuthenticAMD\nflags\t\t: fpu avx2\n\nprocessor\t: 1\nvendor_id\t: x\nflags\t: y\n"
-    assert Cpu.of(text) == Cpu("AuthenticAMD", frozenset(["fpu", "avx2"]))
+    first, second = "vendor_id\t: AuthenticAMD\nflags\t\t: fpu avx2\n", "vendor_id\t: x\nflags\t: y\n"
+    assert Cpu.of(f"processor\t: 0\n{first}\nprocessor\t: 1\n{second}") == Cpu(
+        "AuthenticAMD", frozenset(["fpu", "avx2"])
+    )
     assert Cpu.of("processor\t: 0\nFeatures\t: fp asimd bf16\n") == Cpu("", frozenset(["fp", "asimd", "bf16"]))
     assert Cpu.of("") == Cpu()
 
