@@ -7,7 +7,6 @@ import math
 import pytest
 import torch
 
-from common.model import attention
 from common.model.attention import packed_attention, rotary_tables
 
 LENGTHS = [1, 2, 17, 100, 64, 333]
@@ -68,33 +67,12 @@ def test_forward_and_backward(dtype, bound, inputs):
         assert error(grads[:, :, which], exact[1][:, :, which]) < bound, "qkv"[which]
 
 
-def test_bf16_is_as_good_as_the_librarys_kernel(inputs):
-    """The CPU path is arranged for speed; its error stays within a bit (a factor of two) of the library's kernel."""
+def test_bf16_numbers_are_multiplied_exactly(inputs):
+    """Beside fp32 arithmetic on the same bf16 numbers only q, k, the output and the gradients are rounded."""
     qkv, grad = (x.bfloat16() for x in inputs)
-    exact = run(lambda x: definition(x, LENGTHS), qkv.double(), grad.double())
-
-    def library(x):
-        positions = torch.cat([torch.arange(n) for n in LENGTHS])
-        cos, sin = rotary_tables(positions, DIM)
-        q, k, v = x.unbind(2)
-        q, k = attention.rotate(q, cos, sin), attention.rotate(k, cos, sin)
-        parts = zip(*(y.transpose(0, 1).split(LENGTHS, dim=1) for y in (q, k, v)), strict=True)
-        done = [torch.nn.functional.scaled_dot_product_attention(*(y[None] for y in part))[0] for part in parts]
-        return torch.cat(done, dim=1).transpose(0, 1).flatten(1)
-
-    mine, theirs = run(ours, qkv, grad), run(library, qkv, grad)
-    for m, t, e in zip(mine, theirs, exact, strict=True):
-        assert error(m, e) < 2 * error(t, e)
-
-
-def test_long_sequences_are_split_over_heads(inputs, monkeypatch):
-    """A small scratch block must not change a bit of the result: heads do not mix."""
-    qkv, grad = (x.bfloat16() for x in inputs)
-    whole = run(ours, qkv, grad)
-    monkeypatch.setattr(attention, "SCRATCH_ELEMENTS", 50_000)
-    split = run(ours, qkv, grad)
-    for a, b in zip(whole, split, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-2, atol=1e-3)
+    narrow, wide = run(ours, qkv, grad), run(ours, qkv.float(), grad.float())
+    for n, w in zip(narrow, wide, strict=True):
+        assert error(n, w) < 4 * 2**-8
 
 
 def test_nothing_leaks_between_sequences(inputs):
