@@ -83,11 +83,13 @@ def test_quickstart_from_a_fasta_file_and_again(checkout, tmp_path):
     assert first.returncode == 0, first.stderr[-2000:]
     for expected in ("before training", "unigram predictor", "after training", "tokens/s", "final_model", "Next:"):
         assert expected in first.stdout, first.stdout[-2000:]
+    chosen = (tmp_path / "out" / "run.json").stat()
     again = sh(command, ROOT)
     assert again.returncode == 0, again.stderr[-2000:]
     table = first.stdout[first.stdout.index("held-out proteins") : first.stdout.index("speed")]
     assert table in again.stdout
     assert "Resuming after step 2" in again.stderr
+    assert (tmp_path / "out" / "run.json").stat().st_mtime_ns == chosen.st_mtime_ns, "chosen anew"
 
 
 @pytest.mark.parametrize(
