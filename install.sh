@@ -70,7 +70,7 @@ check_can_compile() {
 }
 
 install_gpu() {
-  local cuda line of wanted stamp=.venv/installed-gpu
+  local cuda headers line of wanted stamp=.venv/installed-gpu
   cuda=$(sed -nE 's/^transformer-engine\[core-cu([0-9]+).*/\1/p' requirements-gpu.txt)
   wanted="$version $torch $(cksum <requirements-gpu.txt)"
   if [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$wanted" ]; then return; fi
@@ -81,7 +81,11 @@ install_gpu() {
   # What was compiled against another torch looks the same to pip, in .venv and in its cache.
   if [ -f "$stamp" ]; then pip uninstall --quiet --yes transformer-engine-torch flash-attn; fi
   rm -f "$stamp"
-  echo "Compiling Transformer Engine and flash-attn against $torch: this takes long (MAX_JOBS: how many files at a time)"
+  # Where the toolkit is without the headers of CUDA's libraries: those of the packages that torch runs with.
+  headers=$(printf ':%s' "$PWD"/.venv/lib/python*/site-packages/nvidia/*/include)
+  export CPATH=${CPATH:+$CPATH:}${headers:1}
+  echo "Compiling Transformer Engine and flash-attn against $torch, which takes long (MAX_JOBS: files at a time), unless"
+  echo "their makers' servers have them for it"
   pip install --quiet -c constraints.txt packaging pybind11 setuptools wheel
   # One after the other: what is there when a later one fails need not be compiled again.
   grep -E '^[a-z]' requirements-gpu.txt | while read -r line; do

@@ -101,16 +101,21 @@ def _write(pieces: Iterator[tuple[str, Tensor]], config: Esm2Config, partial: Pa
     file = None
     for name, tensor in chain(pieces, frequencies.items()):
         if held and files[name] != file:
-            save_file(held, partial / file, {"format": "pt"})
+            _save(held, partial / file)
             held = {}
         file = files[name]
         held[name] = tensor.detach().to("cpu", torch.float32)
-    save_file(held, partial / file, {"format": "pt"})
+    _save(held, partial / file)
     if file != "model.safetensors":
         total = sum((partial / file).stat().st_size for file in set(files.values()))
         index = {"metadata": {"total_size": total}, "weight_map": files}
         (partial / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True))
     write_tokenizer(partial)
+
+
+def _save(tensors: dict[str, Tensor], path: Path) -> None:
+    save_file(tensors, path, {"format": "pt"})
+    path.chmod(path.parent.stat().st_mode & 0o666)  # safetensors' own files are for nobody but their owner
 
 
 def _file_of_each(config: Esm2Config, frequencies: dict[str, Tensor], shard_bytes: int) -> dict[str, str]:

@@ -20,8 +20,10 @@ from tests.training_fixtures import ROOT
 PYTHON = f"""\
 #!/bin/bash
 case "$*" in
-  "-m venv .venv") mkdir -p .venv/bin && cp "$0" .venv/bin/python ;;
-  "-m pip "*) [[ "$*" != *"${{REFUSED:-nothing}}"* ]] && echo "${{@:4}}" >>pip.log ;;
+  "-m venv .venv")
+    mkdir -p .venv/bin .venv/lib/python3.12/site-packages/nvidia/{{cu13,cudnn}}/include
+    cp "$0" .venv/bin/python ;;
+  "-m pip "*) echo "$CPATH" >cpath; [[ "$*" != *"${{REFUSED:-nothing}}"* ]] && echo "${{@:4}}" >>pip.log ;;
   *"import torch"*) echo "$TORCH_CUDA" ;;
   *"import flash_attn"*) [ -z "$DOES_NOT_LOAD" ] ;;
   *Python.h*) [ -z "$NO_HEADERS" ] ;;
@@ -80,6 +82,8 @@ def test_what_compiles_comes_after_torch_one_by_one_with_constraints(install, tm
     how = "install --quiet --no-cache-dir --no-build-isolation -c constraints.txt"
     assert rest == [f"{how} {requirement}" for requirement in REQUIREMENTS]
     assert len(rest) == 4
+    packages = tmp_path / ".venv" / "lib" / "python3.12" / "site-packages" / "nvidia"
+    assert (tmp_path / "cpath").read_text() == f"{packages}/cu13/include:{packages}/cudnn/include\n"
     assert install() == (0, "")
     assert told(tmp_path) == []
 

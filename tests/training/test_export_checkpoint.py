@@ -58,6 +58,7 @@ def test_a_checkpoint_of_the_last_step_is_exported_to_the_bytes_of_final_model(f
     """config.json (GELU, the Hub's own fields), tokenizer, and the contact head, which no checkpoint trains."""
     out = exported(finished / "checkpoint-4", tmp_path / "new" / "model")
     assert files_of(out) == files_of(finished / "final_model")
+    assert {path.stat().st_mode for path in out.iterdir()} == {(out / "config.json").stat().st_mode}
     config = json.loads((out / "config.json").read_text())
     assert (config["hidden_act"], config["initializer_range"]) == ("gelu_pytorch_tanh", 0.03)
     ours, theirs = (EsmForMaskedLM.from_pretrained(where).state_dict() for where in (out, hub))
