@@ -1,9 +1,9 @@
 """y = x W^T + b on a CPU: fp32 by the faster of two libraries, bf16 also where there are no instructions for it.
 
 common.model.cpu says which. fp32 products of oneDNN are as exact as MKL's: fp32 inputs and accumulators. A bf16
-product without instructions is the fp32 product of the bf16 numbers, rounded once: exact products and fp32 sums, as the
-instructions have them. What is kept between forward and backward is bf16 then, too: numbers are widened a block of
-rows at a time, which stays in the cache and takes no memory.
+product without instructions is the fp32 product of the bf16 numbers, rounded once: exact products and fp32 sums, as
+the instructions have them. What is kept between forward and backward is bf16 then, too: numbers are widened a block
+of rows at a time, which stays in the cache and takes no memory.
 """
 
 from __future__ import annotations
