@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from common.cli import UserError
+from common.model import attention, linear
 
 CACHE = "TORCHINDUCTOR_CACHE_DIR"  # torch's own variable
 
@@ -30,15 +31,16 @@ def compile_layers(model: nn.Module, device: str, backend: str = "inductor") -> 
 
 
 def cache_by_cpu() -> None:
-    """Have torch look for compiled code in a directory that is this kind of CPU's own.
+    """Have torch look for compiled code in a directory that is this kind of CPU's own, and our operators'.
 
     torch (2.13) finds a graph by what it computes, not by the instructions it was compiled for: found by another CPU,
-    on a directory that machines share, it crashes there or computes NaN.
+    on a directory that machines share, it crashes there or computes NaN. Our operators it knows by name alone: a graph
+    of a version whose operators lay out their results otherwise fails.
     """
     from torch._inductor.runtime.cache_dir_utils import cache_dir
 
     place = Path(cache_dir())
-    own = f"cpu-{_this_cpu()}"
+    own = f"cpu-{_this_cpu()}-{_our_operators()}"
     if place.name != own:
         os.environ[CACHE] = str(place / own)
 
@@ -49,3 +51,9 @@ def _this_cpu() -> str:
     lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
     flags = {line for line in lines if line.startswith(("flags", "Features"))} or {platform.processor()}
     return hashlib.sha256(f"{torch.backends.cpu.get_cpu_capability()} {sorted(flags)}".encode()).hexdigest()[:8]
+
+
+def _our_operators() -> str:
+    """A name for the operators that compiled code may call here."""
+    sources = b"".join(Path(module.__file__).read_bytes() for module in (attention, linear))
+    return hashlib.sha256(sources).hexdigest()[:8]

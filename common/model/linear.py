@@ -1,9 +1,9 @@
 """y = x W^T + b on a CPU: fp32 by the faster of two libraries, bf16 also where there are no instructions for it.
 
 common.model.cpu says which. fp32 products of oneDNN are as exact as MKL's: fp32 inputs and accumulators. A bf16
-product without instructions is the fp32 product of the bf16 numbers, rounded once: exact products and fp32 sums, as the
-instructions have them. What is kept between forward and backward is bf16 then, too: numbers are widened a block of
-rows at a time, which stays in the cache and takes no memory.
+product without instructions is the fp32 product of the bf16 numbers, rounded once: exact products and fp32 sums, as
+the instructions have them. What is kept between forward and backward is bf16 then, too: numbers are widened a block
+of rows at a time, which stays in the cache and takes no memory.
 """
 
 from __future__ import annotations
@@ -61,14 +61,9 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad: Tensor):
         x, weight = ctx.saved_tensors
-        grad_x = grad_weight = grad_bias = None
-        if ctx.needs_input_grad[0]:
-            grad_x = _product(grad, weight.t(), None)
-        if ctx.needs_input_grad[1]:
-            grad_weight = _summed_over_rows(grad, x)
-        if ctx.needs_input_grad[2]:
-            grad_bias = grad.sum(0)
-        return grad_x, grad_weight, grad_bias
+        need_x, need_weight, need_bias = ctx.needs_input_grad
+        grad_x, grad_weight = _gradients(grad, x, weight, need_x, need_weight)
+        return grad_x if need_x else None, grad_weight if need_weight else None, grad.sum(0) if need_bias else None
 
 
 def _product(a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
@@ -76,9 +71,11 @@ def _product(a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
     return (_product_in_a_graph if torch.compiler.is_compiling() else _multiply)(a, b, bias)
 
 
-def _summed_over_rows(a: Tensor, b: Tensor) -> Tensor:
-    """The transpose of a [m, n] times b [m, k]: [n, k]."""
-    return (_sum_in_a_graph if torch.compiler.is_compiling() else _sum)(a, b)
+def _gradients(grad: Tensor, x: Tensor, weight: Tensor, need_x: bool, need_weight: bool) -> tuple[Tensor, Tensor]:
+    """grad W and grad^T x for grad [m, n], W [n, k] and x [m, k]; nothing of any size where not needed."""
+    if torch.compiler.is_compiling():
+        return _gradients_in_a_graph(grad, x, weight, need_x, need_weight)
+    return _differentiate(grad, x, weight, need_x, need_weight)
 
 
 @torch.autocast("cpu", enabled=False)  # which would turn fp32 products into bf16 ones
@@ -90,37 +87,63 @@ def _multiply(a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
     if not a.is_contiguous():
         return _fp32(a.float(), b, bias).to(a.dtype)
     out = a.new_empty(len(a), len(b))
-    for rows in _blocks(len(a)):
-        out[rows] = _fp32(a[rows].float(), b, bias)
+    blocks = _Blocks(len(a))
+    wide, result = blocks.scratch(a.shape[1]), blocks.scratch(len(b))
+    for rows in blocks:
+        out[rows] = _fp32(blocks.widened(a, rows, wide), b, bias, blocks.cut(result, rows))
     return out
 
 
 @torch.autocast("cpu", enabled=False)
-def _sum(a: Tensor, b: Tensor) -> Tensor:
-    if a.dtype == torch.float32:
-        return _fp32_sum(a, b)
-    total = torch.zeros(a.shape[1], b.shape[1])
-    for rows in _blocks(len(a)):
-        left, right = a[rows].float(), b[rows].float()
-        if FP32_BY_ONEDNN:
-            total += _fp32_sum(left, right)
-        else:
-            total.addmm_(left.t(), right)
-    return total.to(a.dtype)
+def _differentiate(grad: Tensor, x: Tensor, weight: Tensor, need_x: bool, need_weight: bool) -> tuple[Tensor, Tensor]:
+    if grad.dtype == torch.float32:
+        grad_x = _fp32(grad, weight.t(), None) if need_x else grad.new_empty(0)
+        return grad_x, _fp32_summed(grad, x) if need_weight else grad.new_empty(0)
+    grad_x = torch.empty_like(x) if need_x else grad.new_empty(0)
+    total = torch.zeros(weight.shape if need_weight else 0)
+    transposed = weight.float().t()
+    blocks = _Blocks(len(grad))
+    wide, of_x, result = (blocks.scratch(n) for n in (grad.shape[1], x.shape[1], x.shape[1]))
+    for rows in blocks:  # of `grad` once for both
+        block = blocks.widened(grad, rows, wide)
+        if need_x:
+            grad_x[rows] = _fp32(block, transposed, None, blocks.cut(result, rows))
+        if need_weight and FP32_BY_ONEDNN:
+            total += _fp32_summed(block, blocks.widened(x, rows, of_x))
+        elif need_weight:
+            total.addmm_(block.t(), blocks.widened(x, rows, of_x))
+    return grad_x, total.to(grad.dtype)
 
 
-def _blocks(rows: int) -> list[slice]:
-    step = ROWS_PER_THREAD * torch.get_num_threads()
-    return [slice(start, min(start + step, rows)) for start in range(0, rows, step)]
+class _Blocks:
+    """The rows that are widened at a time, and memory for them: one for all blocks, so that it stays in the cache."""
+
+    def __init__(self, rows: int):
+        self.rows = rows
+        self.step = min(rows, ROWS_PER_THREAD * torch.get_num_threads())
+
+    def __iter__(self):
+        return (slice(start, min(start + self.step, self.rows)) for start in range(0, self.rows, self.step))
+
+    def scratch(self, columns: int) -> Tensor:
+        return torch.empty(self.step, columns, dtype=torch.float32)
+
+    def cut(self, scratch: Tensor, rows: slice) -> Tensor:
+        return scratch[: rows.stop - rows.start]
+
+    def widened(self, x: Tensor, rows: slice, scratch: Tensor) -> Tensor:
+        return self.cut(scratch, rows).copy_(x[rows])
 
 
-def _fp32(a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
+def _fp32(a: Tensor, b: Tensor, bias: Tensor | None, out: Tensor | None = None) -> Tensor:
+    """a [m, k] times the transpose of b [n, k]; `out` is memory that may be used for it."""
     if FP32_BY_ONEDNN:
         return torch.ops.mkldnn._linear_pointwise(a, b, bias, "none", [], "")
-    return F.linear(a, b, bias)
+    return torch.mm(a, b.t(), out=out) if bias is None else torch.addmm(bias, a, b.t(), out=out)
 
 
-def _fp32_sum(a: Tensor, b: Tensor) -> Tensor:
+def _fp32_summed(a: Tensor, b: Tensor) -> Tensor:
+    """The transpose of a [m, n] times b [m, k]."""
     # Both factors are read column-wise here; the wider one is faster as oneDNN's second.
     wide = a.shape[1] > b.shape[1]
     return _fp32(b.t(), a.t(), None).t() if wide else _fp32(a.t(), b.t(), None)
@@ -138,11 +161,14 @@ def _(a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
     return a.new_empty(a.shape[0], b.shape[0])
 
 
-@torch.library.custom_op("esm2::product_summed_over_rows", mutates_args=())
-def _sum_in_a_graph(a: Tensor, b: Tensor) -> Tensor:
-    return _sum(a, b).contiguous()
+@torch.library.custom_op("esm2::product_backward", mutates_args=())
+def _gradients_in_a_graph(
+    grad: Tensor, x: Tensor, weight: Tensor, need_x: bool, need_weight: bool
+) -> tuple[Tensor, Tensor]:
+    grad_x, grad_weight = _differentiate(grad, x, weight, need_x, need_weight)
+    return grad_x, grad_weight.contiguous()
 
 
-@_sum_in_a_graph.register_fake
-def _(a: Tensor, b: Tensor) -> Tensor:
-    return a.new_empty(a.shape[1], b.shape[1])
+@_gradients_in_a_graph.register_fake
+def _(grad: Tensor, x: Tensor, weight: Tensor, need_x: bool, need_weight: bool) -> tuple[Tensor, Tensor]:
+    return grad.new_empty(x.shape if need_x else 0), grad.new_empty(weight.shape if need_weight else 0)

@@ -174,9 +174,10 @@ def hadamard_matrix(device: torch.device | str = "cpu") -> Tensor:
 def hadamard_rows(x: Tensor) -> Tensor:
     """The transform of every 16 rows of x [R, C], R a multiple of 16. Both factors of a product whose contraction runs
     over the rows may be transformed: x^T y stays, and outliers are spread over 16 rows before they are quantised."""
-    matrix = hadamard_matrix(x.device)
-    # In fp32, rounded once: what bf16 products are, also on a CPU that has no instructions for them.
-    return torch.matmul(matrix.t(), x.float().unflatten(0, (-1, HADAMARD_SIZE))).flatten(0, 1).to(x.dtype)
+    # bf16 in fp32, rounded once: what its products are, also on a CPU that has no instructions for them.
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    matrix = hadamard_matrix(x.device).to(wide.dtype)
+    return torch.matmul(matrix.t(), wide.unflatten(0, (-1, HADAMARD_SIZE))).flatten(0, 1).to(x.dtype)
 
 
 # ---- blocks ------------------------------------------------------------------------------------------------------

@@ -1,0 +1,132 @@
+"""Products of ESM-2's layers on this CPU: fp32 by MKL and by oneDNN, bf16 by the library and by common.model.linear.
+
+    python -m benchmarks.cpu_products [--output benchmarks/results/cpu_products.md]
+
+Every level is a fresh process, told by the libraries' own variables which instructions it may use; what a CPU lacks it
+cannot be told to have. A level's figures are GF/s of forward, input gradient and weight gradient together, on one
+thread, of CPU time, the best of the rounds. In brackets: what a training run takes at that level.
+"""
+
+from __future__ import annotations
+
+import common  # noqa: F401  # isort: skip  (before torch: see there)
+import json
+import os
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks.tables import publish, where_measured
+from common.cli import UserError, flag, parse_arguments, run
+
+AVX512 = {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE", "ATEN_CPU_CAPABILITY": "avx512"}
+AVX2 = {"ONEDNN_MAX_CPU_ISA": "AVX2", "ATEN_CPU_CAPABILITY": "avx2"}
+MKL_AVX2 = {"MKL_ENABLE_INSTRUCTIONS": "AVX2"}
+LEVELS = {
+    "this CPU": {},
+    "AVX-512 without bf16": AVX512,
+    "AVX-512 without bf16, MKL with AVX2": AVX512 | MKL_AVX2,
+    "AVX2": AVX2 | MKL_AVX2,
+}
+HIDDEN = {"8M": 320, "35M": 480, "150M": 640, "650M": 1280}
+COLUMNS = {"mkl": "fp32, MKL", "onednn": "fp32, oneDNN", "library": "bf16, library", "ours": "bf16, widened"}
+
+
+@dataclass
+class Arguments:
+    sizes: str = flag("8M,150M", f"Of {', '.join(HIDDEN)}.")
+    tokens: int = flag(2048, "Rows of the activations.")
+    rounds: int = flag(5, "Times that every product is timed.")
+    output: str | None = flag(None, "Also write the table there.")
+    worker: bool = flag(False, "Internal: measure in this process and print JSON.")
+
+    def __post_init__(self) -> None:
+        if unknown := set(self.sizes.split(",")) - set(HIDDEN):
+            raise UserError(f"--sizes {self.sizes}: no {', '.join(sorted(unknown))}: choose of {', '.join(HIDDEN)}")
+
+
+def measure(args: Arguments) -> dict:
+    """GF/s of each way and size, and which way a training run takes."""
+    import torch
+
+    from common.model import linear
+    from common.model.cpu import BF16_PRODUCTS, FP32_BY_ONEDNN
+    from common.ranks.run import keep_freed_memory
+
+    keep_freed_memory()
+    torch.set_num_threads(1)
+    ways = {  # dtype, then the constants of common.model.linear under which `linear` takes that way
+        "mkl": (torch.float32, {"FP32_BY_ONEDNN": False}),
+        "onednn": (torch.float32, {"FP32_BY_ONEDNN": True}),
+        "library": (torch.bfloat16, {"BF16_PRODUCTS": True}),
+        "ours": (torch.bfloat16, {"BF16_PRODUCTS": False, "FP32_BY_ONEDNN": FP32_BY_ONEDNN}),
+    }
+    found = {}
+    for size in args.sizes.split(","):
+        hidden = HIDDEN[size]
+        shapes = [(3 * hidden, hidden), (hidden, hidden), (4 * hidden, hidden), (hidden, 4 * hidden)]
+        seconds = dict.fromkeys(ways, 0.0)
+        for outputs, inputs in shapes:
+            best = dict.fromkeys(ways, float("inf"))
+            for number in range(args.rounds + 1):  # the first is for warmth
+                for way, (dtype, constants) in ways.items():
+                    vars(linear).update(constants)
+                    x, weight = (torch.randn(n, inputs).to(dtype).requires_grad_() for n in (args.tokens, outputs))
+                    upstream = torch.randn(args.tokens, outputs).to(dtype)
+                    started = time.process_time()
+                    linear.linear(x, weight).backward(upstream)
+                    if number:
+                        best[way] = min(best[way], time.process_time() - started)
+            for way in ways:
+                seconds[way] += best[way]
+        work = 3 * 2 * args.tokens * sum(a * b for a, b in shapes) / 1e9
+        found[size] = {way: work / s for way, s in seconds.items()}
+    return {"taken": ["onednn" if FP32_BY_ONEDNN else "mkl", "library" if BF16_PRODUCTS else "ours"], "speeds": found}
+
+
+def compare(args: Arguments) -> str:
+    hardware, command = where_measured("benchmarks.cpu_products", "torch")
+    lines = [
+        "# Products of fp32 and bf16 on a CPU",
+        "",
+        f"{args.tokens} tokens, one thread, {hardware}",
+        "",
+        command,
+        "",
+    ]
+    lines += ["| instructions | shapes of | " + " | ".join(f"{c}, GF/s" for c in COLUMNS.values()) + " |"]
+    lines += ["|---|---|" + "--:|" * len(COLUMNS)]
+    for level, environment in LEVELS.items():
+        done = _in_process(args, environment)
+        for size, speeds in done["speeds"].items():
+            cells = (f"[{speeds[way]:.0f}]" if way in done["taken"] else f"{speeds[way]:.0f}" for way in COLUMNS)
+            lines.append(f"| {level} | {size} | {' | '.join(cells)} |")
+            print(lines[-1], file=sys.stderr, flush=True)
+    return "\n".join(lines) + "\n"
+
+
+def _in_process(args: Arguments, environment: dict[str, str]) -> dict:
+    command = [sys.executable, "-m", "benchmarks.cpu_products", "--worker"]
+    for name in ("sizes", "tokens", "rounds"):
+        command += [f"--{name}", str(getattr(args, name))]
+    told = AVX2 | MKL_AVX2
+    clean = {k: v for k, v in os.environ.items() if k not in told}
+    root = Path(__file__).parent.parent
+    done = subprocess.run(command, env=clean | environment, capture_output=True, text=True, cwd=root)
+    if done.returncode:
+        raise UserError(f"{environment}: failed: {done.stderr.strip().splitlines()[-1]}")
+    return json.loads(done.stdout.strip().splitlines()[-1])
+
+
+def main() -> None:
+    (args,) = parse_arguments(__doc__, Arguments)
+    if args.worker:
+        print(json.dumps(measure(args)))
+        return
+    publish(compare(args), args.output)
+
+
+if __name__ == "__main__":
+    run(main)
