@@ -8,12 +8,13 @@
 #
 # PYTHON=/path/to/python3.12 chooses the interpreter, which must be there on the nodes, too.
 # shellcheck disable=SC1091  # .venv/bin/activate is not there yet
-# The work is done in a shell of its own: `set -e` and exits do not reach the one that sources this.
+# The work is done in a shell of its own: settings and exits do not reach the one that sources this.
+# (What stands before && is exempt from `set -e`: hence the exits.)
 (
-  set -euo pipefail
-  cd "$(dirname "${BASH_SOURCE[0]:-$0}")/.."
+  set -uo pipefail
+  cd "$(dirname "${BASH_SOURCE[0]:-$0}")/.." || exit
   export TORCH_BUILD=${TORCH_BUILD:-cuda}
-  ./install.sh
+  ./install.sh || exit
   if [ "$TORCH_BUILD" = cuda ] && nvidia-smi >/dev/null 2>&1; then
     ./install.sh --gpu || echo "warning: .venv is without Transformer Engine: training computes in torch's own kernels" >&2
   fi
