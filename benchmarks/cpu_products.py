@@ -36,9 +36,9 @@ COLUMNS = {"mkl": "fp32, MKL", "onednn": "fp32, oneDNN", "library": "bf16, libra
 
 @dataclass
 class Arguments:
-    sizes: str = flag("8M,150M", f"Of {', '.join(HIDDEN)}.")
-    tokens: int = flag(2048, "Rows of the activations.")
-    rounds: int = flag(5, "Times that every product is timed.")
+    sizes: str = flag("8M", f"Of {', '.join(HIDDEN)}.")
+    tokens: int = flag(4096, "Rows of the activations.")
+    rounds: int = flag(3, "Times that every product is timed.")
     output: str | None = flag(None, "Also write the table there.")
     worker: bool = flag(False, "Internal: measure in this process and print JSON.")
 
@@ -91,7 +91,7 @@ def compare(args: Arguments) -> str:
     lines = [
         "# Products of fp32 and bf16 on a CPU",
         "",
-        f"{args.tokens} tokens, one thread, {hardware}",
+        f"{args.tokens} tokens, one thread; in brackets: what a training run takes. {hardware}",
         "",
         command,
         "",

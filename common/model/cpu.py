@@ -37,8 +37,8 @@ class Cpu:
     def has_bf16_products(self, environment: Mapping[str, str]) -> bool:
         """Whether bf16 products are instructions here, and oneDNN, which multiplies bf16 matrices, may use them.
 
-        False where nothing is known: fp32 products are then the slower way at worst by what the instructions gain,
-        while oneDNN without instructions takes four times (AVX-512) to twelve times (AVX2) as long as they do.
+        False where nothing is known: oneDNN without instructions takes four (AVX-512) to fifteen times (AVX2) as long
+        as fp32 products do; these take four times as long as the instructions.
         """
         if "bf16" in self.flags:  # ARM
             return True
