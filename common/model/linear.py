@@ -68,14 +68,18 @@ class _Linear(torch.autograd.Function):
 
 def _product(a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
     """a [m, k] times the transpose of b [n, k]; any strides."""
-    return (_product_in_a_graph if torch.compiler.is_compiling() else _multiply)(a, b, bias)
+    return (_multiply_as_one if _is_one_operator(a) else _multiply)(a, b, bias)
 
 
 def _gradients(grad: Tensor, x: Tensor, weight: Tensor, need_x: bool, need_weight: bool) -> tuple[Tensor, Tensor]:
     """grad W and grad^T x for grad [m, n], W [n, k] and x [m, k]; nothing of any size where not needed."""
-    if torch.compiler.is_compiling():
-        return _gradients_in_a_graph(grad, x, weight, need_x, need_weight)
-    return _differentiate(grad, x, weight, need_x, need_weight)
+    differentiate = _differentiate_as_one if _is_one_operator(grad) else _differentiate
+    return differentiate(grad, x, weight, need_x, need_weight)
+
+
+def _is_one_operator(x: Tensor) -> bool:
+    """In a graph that is compiled; and in bf16, where selective checkpointing would keep memory that is used again."""
+    return torch.compiler.is_compiling() or x.dtype == torch.bfloat16
 
 
 @torch.autocast("cpu", enabled=False)  # which would turn fp32 products into bf16 ones
@@ -152,23 +156,23 @@ def _fp32_summed(a: Tensor, b: Tensor) -> Tensor:
 # Inductor takes oneDNN's own operator for one of inference, whose weights are constants; these it calls as they are.
 # It would also leave out the rounding to bf16 of what is widened again.
 @torch.library.custom_op("esm2::product", mutates_args=())
-def _product_in_a_graph(a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
+def _multiply_as_one(a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
     return _multiply(a, b, bias)
 
 
-@_product_in_a_graph.register_fake
+@_multiply_as_one.register_fake
 def _(a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
     return a.new_empty(a.shape[0], b.shape[0])
 
 
 @torch.library.custom_op("esm2::product_backward", mutates_args=())
-def _gradients_in_a_graph(
+def _differentiate_as_one(
     grad: Tensor, x: Tensor, weight: Tensor, need_x: bool, need_weight: bool
 ) -> tuple[Tensor, Tensor]:
     grad_x, grad_weight = _differentiate(grad, x, weight, need_x, need_weight)
     return grad_x, grad_weight.contiguous()
 
 
-@_gradients_in_a_graph.register_fake
+@_differentiate_as_one.register_fake
 def _(grad: Tensor, x: Tensor, weight: Tensor, need_x: bool, need_weight: bool) -> tuple[Tensor, Tensor]:
     return grad.new_empty(x.shape if need_x else 0), grad.new_empty(weight.shape if need_weight else 0)

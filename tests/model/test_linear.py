@@ -5,9 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from common.model import linear as module
+from common.model.esm2 import build_model
 from common.model.linear import linear
+from common.model.presets import esm2_config
+from common.model.recompute import save_activations
+from tests.model.reference import packed, random_batch
 
 SHAPES = [(1, 7, 5), (64, 320, 960), (130, 1280, 320), (63, 33, 64)]  # rows, inputs, outputs
 
@@ -72,16 +77,33 @@ def test_bf16_without_instructions_is_the_product_of_the_bf16_numbers(shape, bia
 
 
 def test_bf16_without_instructions_never_calls_the_librarys_bf16_product(without_bf16_instructions):
-    class Watch(torch.utils._python_dispatch.TorchDispatchMode):
+    class Watch(TorchDispatchMode):
         def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
             if operator.overloadpacket.__name__ in ("mm", "addmm", "addmm_", "_linear_pointwise"):
-                seen.update(x.dtype for x in args if isinstance(x, torch.Tensor))
+                seen.append({x.dtype for x in args if isinstance(x, torch.Tensor)})
             return operator(*args, **(kwargs or {}))
 
-    seen = set()
+    seen = []
+    x, weight, bias = (x.bfloat16() for x in operands(*SHAPES[1], bias=True))
     with Watch(), torch.autocast("cpu", torch.bfloat16):
-        forward_and_backward(linear, operands(*SHAPES[1], bias=True), torch.randn(64, 960))
-    assert seen == {torch.float32}
+        grad = module._multiply(x, weight, bias)
+        module._differentiate(grad, x, weight, True, True)
+    assert len(seen) == 3 * 3  # blocks, products
+    assert all(dtypes == {torch.float32} for dtypes in seen)
+
+
+@pytest.mark.parametrize("mode", ["selective", "full"])
+def test_bf16_without_instructions_is_recomputed(mode, without_bf16_instructions):
+    """What selective recomputation keeps is not memory that the next block of rows is written to."""
+    gradients = []
+    for how in ("none", mode):
+        model = build_model(esm2_config(layers=2, hidden_size=64, heads=4), seed=1)
+        save_activations(list(model.layers), how, offload=False)
+        with torch.autocast("cpu", torch.bfloat16):
+            model(**packed(random_batch([100, 28]))).loss_sum.backward()
+        gradients.append([p.grad for p in model.parameters()])
+    for recomputed, kept in zip(*gradients, strict=True):
+        assert (recomputed - kept).norm() <= 1e-6 * kept.norm()  # the same operators on the same numbers
 
 
 def test_other_dtypes_and_shapes_stay_with_the_library(without_bf16_instructions):
