@@ -202,27 +202,24 @@ class Watch:
 
     def _culprits(self) -> tuple[bool, list[int]]:
         """(whether they are silent, the ranks); all ranks where nothing tells them apart."""
-        now, heard = time.monotonic(), dict(self._heard)
-        if self._store_is_gone() and self.rank != 0:
-            # Rank 0 may have left for the same reason; whoever was silent while it still answered is the reason.
-            before = [
-                r
-                for r, (message, at) in heard.items()
-                if r not in (0, self.rank) and self._store_answered - at > self.silence_s and not message["victim"]
-            ]
-            return True, before or [0]
+        heard, gone = dict(self._heard), self._store_is_gone() and self.rank != 0
+        now = self._store_answered if gone else time.monotonic()  # who was silent while the store still answered?
         silent = [r for r, (message, at) in heard.items() if message["ended"] or now - at > self.silence_s]
         silent = [r for r in silent if r != self.rank]
         if guilty := [r for r in silent if not heard[r][0]["victim"]]:
             return True, guilty
+        if gone and not all("waits" in message for message, _ in heard.values()):
+            return True, [0]  # rank 0 left while steps were still taken
         # Victims have left because of another one, which is still there: this rank itself, it may be.
         there = {r: message for r, (message, _) in heard.items() if r not in silent}
         most = max((message["marks"] for message, _ in heard.values()), default=0)
         behind = [r for r, message in there.items() if message["marks"] < most]
         busy = [r for r, message in there.items() if not message.get("waits", True)]
-        if silent and not behind and not busy:
-            return True, silent
-        return False, behind or busy or sorted(heard)
+        if behind or busy:
+            return False, behind or busy
+        if gone:
+            return True, [0]
+        return (True, silent) if silent else (False, sorted(heard))
 
     def _describe(self, silent: bool, ranks: list[int]) -> str:
         if not ranks:

@@ -79,6 +79,23 @@ def test_who_fell_silent_first_is_named_though_rank_0_has_left_with_the_store_si
     assert watch._culprits() == (True, [0])
 
 
+def test_a_rank_that_others_waited_for_names_itself_though_rank_0_has_left_with_the_store_since():
+    """Both time out in the same moment; rank 0's last word may come too late to be read."""
+    watch = Watch()
+    watch.rank, watch.silence_s, watch._store_lost = 1, 2.0, True
+    watch._store_answered = now = time.monotonic()
+    said = {"victim": False, "ended": False, "marks": 9, "host": HOST, "step": 6, "phase": "data"}
+    waits, busy = said | {"waits": True}, said | {"waits": False}
+    watch._heard = {0: (waits, now - 0.1), 1: (busy, now - 0.1)}
+    assert watch._culprits() == (False, [1])
+    watch._heard[1] = (waits | {"marks": 8}, now - 0.1)
+    assert watch._culprits() == (False, [1])
+    watch._heard[1] = (waits, now - 0.1)
+    assert watch._culprits() == (True, [0])
+    watch._heard = {}
+    assert watch._culprits() == (True, [0])
+
+
 def test_a_rank_that_others_have_left_for_names_itself():
     """They had waited for it, and said so; it must not take them for the reason."""
     watch = Watch()
