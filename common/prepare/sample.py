@@ -58,9 +58,11 @@ BLOSUM62 = """
 LENGTH_MEDIAN, LENGTH_SIGMA = 270, 0.55  # log-normal, near UniRef50's
 LENGTH_MIN, LENGTH_MAX = 40, 1500
 MOTIF_LENGTHS = (12, 24)
-MOTIF_SHARE = 0.6  # of an ancestor's residues
+MOTIF_SHARE = 0.4  # of an ancestor's residues
 MOTIFS_PER_FAMILY = 4  # of the library; they recur along the ancestor, as in repeat proteins
-COMPOSITION_STRENGTH = 20.0  # Dirichlet: larger is closer to the background
+# Dirichlet: larger is closer to the background. Linkers are as biased as low-complexity regions of proteins are, so that
+# a model which trains for a minute has something to learn beyond residue frequencies.
+COMPOSITION_STRENGTH = 3.0
 INDELS_PER_SUBSTITUTION = 0.1  # half insertions, half deletions
 INDEL_MEAN_LENGTH = 3.0  # geometric
 

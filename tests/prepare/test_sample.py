@@ -72,6 +72,20 @@ def test_members_resemble_their_own_family(proteins):
     assert own > 3 * other
 
 
+def test_the_composition_of_a_protein_tells_more_than_that_of_all(proteins):
+    """What a short run learns first: nats a residue that a protein's own frequencies save, from its other half."""
+    letters = {residue: number for number, residue in enumerate(sample.RESIDUES)}
+    counts = np.zeros((len(proteins), 2, 20))
+    for protein, (_, sequence) in zip(counts, proteins, strict=True):
+        for position, residue in enumerate(sequence):
+            protein[position % 2, letters[residue]] += 1
+    of_all = counts.sum((0, 1)) / counts.sum()
+    seen, asked = counts[:, 0], counts[:, 1]
+    own = (seen + 10 * of_all) / (seen.sum(1, keepdims=True) + 10)
+    saved = (asked * np.log(own / of_all)).sum() / asked.sum()
+    assert saved > 0.1
+
+
 def test_command_line(tmp_path):
     out = tmp_path / "s.fasta.gz"
     flags = ("--num_proteins", "30", "--families", "3", "--seed", "5")
