@@ -12,12 +12,11 @@ from __future__ import annotations
 import common  # noqa: F401  # isort: skip  (before torch: see there)
 import json
 import os
-import subprocess
 import sys
 import time
 from dataclasses import dataclass
-from pathlib import Path
 
+from benchmarks.fresh import measured_afresh
 from benchmarks.tables import publish, where_measured
 from common.cli import UserError, flag, parse_arguments, run
 
@@ -98,26 +97,15 @@ def compare(args: Arguments) -> str:
     ]
     lines += ["| instructions | shapes of | " + " | ".join(f"{c}, GF/s" for c in COLUMNS.values()) + " |"]
     lines += ["|---|---|" + "--:|" * len(COLUMNS)]
+    flags = {"worker": True} | {name: getattr(args, name) for name in ("sizes", "tokens", "rounds")}
+    clean = {k: v for k, v in os.environ.items() if k not in AVX2 | MKL_AVX2}
     for level, environment in LEVELS.items():
-        done = _in_process(args, environment)
+        done = measured_afresh("benchmarks.cpu_products", flags, clean | environment, str(environment))
         for size, speeds in done["speeds"].items():
             cells = (f"[{speeds[way]:.0f}]" if way in done["taken"] else f"{speeds[way]:.0f}" for way in COLUMNS)
             lines.append(f"| {level} | {size} | {' | '.join(cells)} |")
             print(lines[-1], file=sys.stderr, flush=True)
     return "\n".join(lines) + "\n"
-
-
-def _in_process(args: Arguments, environment: dict[str, str]) -> dict:
-    command = [sys.executable, "-m", "benchmarks.cpu_products", "--worker"]
-    for name in ("sizes", "tokens", "rounds"):
-        command += [f"--{name}", str(getattr(args, name))]
-    told = AVX2 | MKL_AVX2
-    clean = {k: v for k, v in os.environ.items() if k not in told}
-    root = Path(__file__).parent.parent
-    done = subprocess.run(command, env=clean | environment, capture_output=True, text=True, cwd=root)
-    if done.returncode:
-        raise UserError(f"{environment}: failed: {done.stderr.strip().splitlines()[-1]}")
-    return json.loads(done.stdout.strip().splitlines()[-1])
 
 
 def main() -> None:

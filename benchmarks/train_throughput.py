@@ -15,16 +15,15 @@ import common  # noqa: F401  # isort: skip  (before torch: see there)
 import json
 import os
 import statistics
-import subprocess
 import sys
 import time
 from dataclasses import dataclass
 from itertools import islice
-from pathlib import Path
 
+from benchmarks.fresh import measured_afresh
 from benchmarks.prepared import PreparedFlags
 from benchmarks.tables import publish, where_measured
-from common.cli import UserError, flag, parse_arguments, run
+from common.cli import flag, parse_arguments, run
 
 MODES = {
     "ours": "ours, packed",
@@ -144,16 +143,12 @@ def compare(args: Arguments) -> str:
 
 
 def _in_process(args: Arguments, job: str) -> dict:
-    command = [sys.executable, "-m", "benchmarks.train_throughput", "--worker", job]
-    for name in ("dataset_dir", "config_name", "tokens", "max_seq_length", "steps"):
-        command += [f"--{name}", str(getattr(args, name))]
+    names = ("dataset_dir", "config_name", "tokens", "max_seq_length", "steps")
+    flags = {"worker": job} | {name: getattr(args, name) for name in names}
     environment = {k: v for k, v in os.environ.items() if k != "GOMP_SPINCOUNT"}
     if job.endswith(":plain"):
         environment["GOMP_SPINCOUNT"] = "30000000000"  # what GNU OpenMP does unless told otherwise
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=Path(__file__).parent.parent)
-    if done.returncode:
-        raise UserError(f"{job}: failed: {done.stderr.strip().splitlines()[-1]}")
-    return json.loads(done.stdout.strip().splitlines()[-1])
+    return measured_afresh("benchmarks.train_throughput", flags, environment, job)
 
 
 def main() -> None:
