@@ -15,9 +15,11 @@ from common.batches.masking import IGNORE, mask_tokens
 from common.batches.windows import Pack
 from common.cli import UserError
 from common.files.alphabet import PAD, UNK
+from common.ranks.slices import SharedPack
 
 Batch = dict[str, torch.Tensor | int]
 INPUTS = ("input_ids", "labels", "attention_mask", "cu_seqlens", "max_seqlen")  # of a model
+SHARED = {f"shared_{name}": name for name in SharedPack._fields}  # and of one that shares its packs
 
 
 class Counts(NamedTuple):
@@ -77,8 +79,15 @@ class MaskingCollator:
 
 def to_device(batch: Batch, device: torch.device) -> dict:
     """The model's inputs of a batch, on the device; counts stay behind. On the CPU nothing is copied."""
-    return {
-        name: batch[name].to(device, non_blocking=True) if isinstance(batch[name], torch.Tensor) else batch[name]
-        for name in INPUTS
-        if name in batch
-    }
+
+    def moved(name: str):
+        value = batch[name]
+        return value.to(device, non_blocking=True) if isinstance(value, torch.Tensor) else value
+
+    inputs = {name: moved(name) for name in INPUTS if name in batch}
+    if all(key in batch for key in SHARED):
+        on_host = ("bounds", "real")  # where they are read
+        inputs["shared"] = SharedPack(
+            **{name: batch[key] if name in on_host else moved(key) for key, name in SHARED.items()}
+        )
+    return inputs

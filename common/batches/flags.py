@@ -31,6 +31,14 @@ class DataFlags(Flags):
     pad_to_max_length: bool = flag(
         False, "Batches of --per_device_train_batch_size sequences, as if padded; padding itself is never computed."
     )
+    cp_layout: str = flag(
+        "dual_chunk",
+        "With --cp_size: each rank has two chunks of a sequence (dual_chunk), or one run of it, without padding "
+        "(contiguous; torch backend).",
+    )
+    pad_sequences_to_be_divisible_by: int | None = flag(
+        None, "With dual_chunk: pad each sequence to a multiple of this. Default: 2 x --cp_size."
+    )
     mlm_probability: float = flag(0.15, "Fraction of residues to predict; 80 % become <mask>, 10 % another residue.")
     max_train_samples: int | None = flag(None, "Train on the first N proteins only.")
     max_eval_samples: int | None = flag(None, "Evaluate on the first N proteins only.")

@@ -19,6 +19,7 @@ from common.cli import Flags, Missing, UserError, flag, one_line
 from common.model.config import Esm2Config
 
 BACKENDS = ("auto", "te", "torch")
+CP_COMM_TYPES = ("p2p", "all_gather", "a2a")
 HIDDEN_ACT = {"exact": "gelu", "tanh": "gelu_pytorch_tanh"}
 BF16_SINCE = (8, 0)  # compute capability
 # What a GPU does without, where Transformer Engine is not: said at the start of a run.
@@ -48,6 +49,9 @@ class ModelFlags(Flags):
     gelu: str | None = flag(
         None, "exact (ESM-2's own) or tanh (an approximation, Transformer Engine's only one). Default: the backend's."
     )
+    cp_comm_type: str = flag(
+        "p2p", "How keys come to queries with --cp_size: p2p (a ring), all_gather, or a2a (Transformer Engine only)."
+    )
     torch_compile: bool = flag(False, "Compile the layers (needs a C++ compiler on a CPU).")
 
     instead_of = {"config_name": ("model_name_or_path",), "model_name_or_path": ("config_name", "config_overrides")}
@@ -62,6 +66,7 @@ class ModelFlags(Flags):
         if self.config_overrides and not self.config_name:
             raise UserError("--config_overrides changes --config_name; it cannot change --model_name_or_path")
         self.require_choice("backend", BACKENDS)
+        self.require_choice("cp_comm_type", CP_COMM_TYPES)
         self.require_choice("gelu", (None, *HIDDEN_ACT))
 
 

@@ -18,9 +18,11 @@ from torch import Tensor, nn
 
 from common.files.alphabet import MASK, PAD, VOCAB_SIZE
 from common.model.config import Esm2Config
+from common.model.context_attention import ContextGroup
 from common.model.initialise import VOCABULARY, initialise
 from common.model.layers_torch import layer_norm
 from common.model.linear import Linear, linear
+from common.ranks.slices import SharedPack
 
 PADDED_VOCAB = 64  # rows of the embedding; a multiple that matrix units like. Rows past 33 stay zero and unseen.
 # Numbers of tokens and of predicted positions are rounded up to this with fillers: CPU and GPU libraries make, and
@@ -46,8 +48,9 @@ class Embeddings(nn.Module):
         self.token_dropout = config.token_dropout
         self.word_embeddings = nn.Embedding(PADDED_VOCAB, config.hidden_size)
 
-    def forward(self, input_ids: Tensor, cu_seqlens: Tensor) -> Tensor:
-        """[T] -> [T, hidden]. Token dropout is counted sequence by sequence, as if each were alone in its batch."""
+    def forward(self, input_ids: Tensor, cu_seqlens: Tensor, shared: SharedPack | None = None) -> Tensor:
+        """[T] -> [T, hidden]. Token dropout is counted sequence by sequence, as if each were alone in its batch, and
+        on the whole of it where other ranks have their share."""
         x = self.word_embeddings(input_ids)
         if torch.is_autocast_enabled(x.device.type):
             x = x.float()  # the residual stream is fp32, also where a strategy hands out bf16 weights
@@ -55,9 +58,13 @@ class Embeddings(nn.Module):
             return x
         is_mask = input_ids == MASK
         cu_seqlens = cu_seqlens.long()
-        masks_before = F.pad(is_mask.cumsum(0), (1, 0))
         lengths = cu_seqlens.diff()
-        ratio = masks_before[cu_seqlens].diff() / lengths.clamp(min=1)
+        if shared is None:
+            masks_before = F.pad(is_mask.cumsum(0), (1, 0))
+            ratio = masks_before[cu_seqlens].diff() / lengths.clamp(min=1)
+        else:
+            ratio = shared.masks / shared.lengths.clamp(min=1)
+            ratio = F.pad(ratio, (0, len(lengths) - len(ratio)))  # fillers
         # A sequence of nothing but <mask> has zero embeddings either way; the clamp keeps 0/0 out of them.
         scale = (1 - TRAIN_MASK_RATIO) / (1 - ratio).clamp(min=1e-6)
         per_token = torch.repeat_interleave(scale, lengths, output_size=len(input_ids))
@@ -72,14 +79,16 @@ class Encoder(nn.Module):
         self.prepare = layers.prepare
         self.layers = nn.ModuleList(layers.TransformerLayer(config, n) for n in range(config.num_hidden_layers))
         self.quantised = None  # contexts in which Transformer Engine computes in other formats: common.precision.te
+        self.context: ContextGroup | None = None  # the ranks that packs are shared with
         self.emb_layer_norm_after = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
 
-    def forward(self, x: Tensor, cu_seqlens: Tensor, max_seqlen: int) -> Tensor:
-        rotary, max_seqlen = self.prepare(len(x), cu_seqlens, max_seqlen, self.head_dim)
+    def forward(self, x: Tensor, cu_seqlens: Tensor, max_seqlen: int, shared: SharedPack | None = None) -> Tensor:
+        to_prepare = len(x), cu_seqlens, max_seqlen, self.head_dim
+        rotary, max_seqlen, sharing = self.prepare(*to_prepare, shared, self.context)
         with self.quantised.all() if self.quantised else nullcontext():
             for number, layer in enumerate(self.layers):
                 with self.quantised.layer(number) if self.quantised else nullcontext():
-                    x = layer(x, rotary, cu_seqlens, max_seqlen)
+                    x = layer(x, rotary, cu_seqlens, max_seqlen, sharing)
         norm = self.emb_layer_norm_after
         return layer_norm(x, norm.weight, norm.bias, norm.eps)
 
@@ -126,8 +135,12 @@ class Esm2ForMaskedLM(nn.Module):
         attention_mask: Tensor | None = None,
         labels: Tensor | None = None,
         output_hidden: bool = False,
+        shared: SharedPack | None = None,
     ) -> Esm2Output:
         """Run a pack (`input_ids` [T], `cu_seqlens` int32 [B + 1]) or a padded batch (`input_ids`, mask [B, S]).
+
+        shared: of a pack whose sequences this rank shares with others (`share_context`), how; `input_ids`, `labels`
+        and all results are then of its own tokens.
 
         `labels` has the shape of `input_ids`, -100 where nothing is predicted; the LM head then runs on the labelled
         positions only. Padding may be on either side, but not inside a sequence.
@@ -147,7 +160,8 @@ class Esm2ForMaskedLM(nn.Module):
             input_ids = F.pad(input_ids, (0, mock), value=PAD)
             cu_seqlens = torch.cat((cu_seqlens, cu_seqlens[-1:] + mock))
             max_seqlen = max(max_seqlen, mock)
-        hidden = self.encoder(self.embeddings(input_ids, cu_seqlens), cu_seqlens, max_seqlen)[:tokens]
+        embedded = self.embeddings(input_ids, cu_seqlens, shared)
+        hidden = self.encoder(embedded, cu_seqlens, max_seqlen, shared)[:tokens]
         embedding = self.embeddings.word_embeddings.weight
         if labels is not None:
             predicted = (labels != -100).nonzero().squeeze(1)

@@ -10,15 +10,19 @@ Written against Transformer Engine 2.20. Needs a CUDA device even to build a lay
 
 from __future__ import annotations
 
+import math
 from contextlib import nullcontext
 from functools import partial
 
 import torch
+import torch.nn.functional as F
 import transformer_engine.pytorch as te
 from torch import Tensor
 
 from common.model.attention import rotary_angles
 from common.model.config import Esm2Config
+from common.model.context_attention import ContextGroup
+from common.ranks.slices import SharedPack
 
 # cuDNN makes, and keeps, a graph for every longest sequence it sees: lengths are rounded up to this.
 LENGTH_MULTIPLE = 128
@@ -52,7 +56,16 @@ class TransformerLayer(te.TransformerLayer):
             name=f"encoder.layers.{number}",
         )
 
-    def forward(self, x: Tensor, rotary: Tensor, cu_seqlens: Tensor, max_seqlen: int) -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        rotary: Tensor,
+        cu_seqlens: Tensor,
+        max_seqlen: int,
+        sharing: tuple[Tensor, Tensor] | None = None,
+    ) -> Tensor:
+        if sharing is not None:
+            return self._shared(x, rotary, *sharing, max_seqlen)
         if self.attn_input_format == "bshd":
             return self._unpacked(x, rotary, cu_seqlens, max_seqlen)
         return super().forward(
@@ -63,6 +76,20 @@ class TransformerLayer(te.TransformerLayer):
             max_seqlen_q=max_seqlen,
             max_seqlen_kv=max_seqlen,
             pad_between_seqs=False,
+        )
+
+    def _shared(self, x: Tensor, rotary: Tensor, cu_seqlens: Tensor, padded: Tensor, max_seqlen: int) -> Tensor:
+        """Of sequences whose tokens several ranks have: boundaries of the whole ones, without and with padding."""
+        return super().forward(
+            x,
+            rotary_pos_emb=rotary,
+            cu_seqlens_q=cu_seqlens,
+            cu_seqlens_kv=cu_seqlens,
+            cu_seqlens_q_padded=padded,
+            cu_seqlens_kv_padded=padded,
+            max_seqlen_q=max_seqlen,
+            max_seqlen_kv=max_seqlen,
+            pad_between_seqs=True,
         )
 
     def _unpacked(self, x: Tensor, rotary: Tensor, cu_seqlens: Tensor, max_seqlen: int) -> Tensor:
@@ -84,11 +111,27 @@ class TransformerLayer(te.TransformerLayer):
         self.forward = partial(te.checkpoint, self.forward, use_reentrant=False, context_fn=contexts)
 
 
-def prepare(tokens: int, cu_seqlens: Tensor, max_seqlen: int, head_dim: int) -> tuple[Tensor, int]:
-    """What all layers share: (rotary angles fp32 [S, 1, 1, D], the bound S on sequence lengths).
+def prepare(
+    tokens: int,
+    cu_seqlens: Tensor,
+    max_seqlen: int,
+    head_dim: int,
+    shared: SharedPack | None = None,
+    context: ContextGroup | None = None,
+) -> tuple[Tensor, int, tuple[Tensor, Tensor] | None]:
+    """What all layers share: (rotary angles fp32 [S, 1, 1, D], the bound S on sequence lengths, boundaries of the whole
+    sequences where other ranks have a part of them).
 
     Transformer Engine takes angles by position in the sequence, and finds the position by `cu_seqlens` itself.
     """
-    longest = -(-max_seqlen // LENGTH_MULTIPLE) * LENGTH_MULTIPLE
+    sharing = None
+    if shared is not None:
+        lengths, padded = shared.real.sum(0), shared.bounds.diff().sum(0)
+        fillers = (tokens - int(shared.bounds[context.rank, -1])) * context.size  # one more sequence
+        both = torch.stack([F.pad(lengths, (0, 1), value=fillers), F.pad(padded, (0, 1), value=fillers)])
+        sharing = tuple(F.pad(both.cumsum(1), (1, 0)).to(cu_seqlens, non_blocking=True))
+        max_seqlen = int(both.max())
+    multiple = LENGTH_MULTIPLE if context is None else math.lcm(LENGTH_MULTIPLE, 2 * context.size)
+    longest = -(-max_seqlen // multiple) * multiple
     angles = rotary_angles(torch.arange(longest, device=cu_seqlens.device), head_dim)
-    return torch.cat((angles, angles), dim=-1)[:, None, None], longest
+    return torch.cat((angles, angles), dim=-1)[:, None, None], longest, sharing

@@ -13,7 +13,9 @@ from torch import Tensor, nn
 from common.model.attention import packed_attention, rotary_tables
 from common.model.backend import gelu_of
 from common.model.config import Esm2Config
+from common.model.context_attention import ContextGroup, Sharing, context_attention
 from common.model.linear import Linear, linear
+from common.ranks.slices import SharedPack
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
@@ -68,8 +70,17 @@ class SelfAttention(nn.Module):
         self.layernorm_qkv = LayerNormLinear(config.hidden_size, 3 * config.hidden_size, config.layer_norm_eps)
         self.proj = Linear(config.hidden_size, config.hidden_size)
 
-    def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor], cu_seqlens: Tensor, max_seqlen: int) -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        rotary: tuple[Tensor, Tensor],
+        cu_seqlens: Tensor,
+        max_seqlen: int,
+        sharing: Sharing | None = None,
+    ) -> Tensor:
         qkv = self.layernorm_qkv(x).view(len(x), self.heads, 3, -1)  # [T, H, 3, D]
+        if sharing is not None:
+            return self.proj(context_attention(qkv, *rotary, sharing))
         return self.proj(packed_attention(qkv, *rotary, cu_seqlens, max_seqlen))
 
 
@@ -80,12 +91,30 @@ class TransformerLayer(nn.Module):
         size, ffn_size, eps = config.hidden_size, config.intermediate_size, config.layer_norm_eps
         self.layernorm_mlp = LayerNormMLP(size, ffn_size, eps, gelu_of(config))
 
-    def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor], cu_seqlens: Tensor, max_seqlen: int) -> Tensor:
-        x = x + self.self_attention(x, rotary, cu_seqlens, max_seqlen)
+    def forward(
+        self,
+        x: Tensor,
+        rotary: tuple[Tensor, Tensor],
+        cu_seqlens: Tensor,
+        max_seqlen: int,
+        sharing: Sharing | None = None,
+    ) -> Tensor:
+        x = x + self.self_attention(x, rotary, cu_seqlens, max_seqlen, sharing)
         return x + self.layernorm_mlp(x)
 
 
-def prepare(tokens: int, cu_seqlens: Tensor, max_seqlen: int, head_dim: int) -> tuple[tuple[Tensor, Tensor], int]:
-    """What all layers share: (cosines and sines of each token's position in its sequence, the longest sequence)."""
+def prepare(
+    tokens: int,
+    cu_seqlens: Tensor,
+    max_seqlen: int,
+    head_dim: int,
+    shared: SharedPack | None = None,
+    context: ContextGroup | None = None,
+) -> tuple[tuple[Tensor, Tensor], int, Sharing | None]:
+    """What all layers share: (cosines and sines of each token's position in its sequence, the longest sequence, how
+    the pack is shared with other ranks, if it is)."""
+    if shared is not None:
+        positions = F.pad(shared.positions, (0, tokens - len(shared.positions)))
+        return rotary_tables(positions, head_dim), max_seqlen, Sharing(shared, context)
     starts = torch.repeat_interleave(cu_seqlens[:-1], cu_seqlens.diff(), output_size=tokens)
-    return rotary_tables(torch.arange(tokens, device=cu_seqlens.device) - starts, head_dim), max_seqlen
+    return rotary_tables(torch.arange(tokens, device=cu_seqlens.device) - starts, head_dim), max_seqlen, None

@@ -36,9 +36,10 @@ class ProcessFlags(Flags):
     tf32: bool | None = flag(None, "Allow TF32 for fp32 matrix products (NVIDIA Ampere and later).")
     use_cpu: bool = flag(False, "Train on the CPU even where there is a GPU.")
     ddp_timeout: int = flag(1800, "Seconds after which a rank that hangs ends the run, and is named.")
+    cp_size: int = flag(1, "Ranks that share a pack, neighbours in rank: context parallelism, for long sequences.")
 
     def check(self) -> None:
-        self.require_at_least(1, "ddp_timeout")
+        self.require_at_least(1, "ddp_timeout", "cp_size")
 
 
 @contextmanager
@@ -64,6 +65,7 @@ def distributed_run(args: ProcessFlags) -> Iterator[World]:
             if args.tf32 is not None:
                 torch.backends.cuda.matmul.allow_tf32 = args.tf32
             _init_process_group(world, args.ddp_timeout)
+            world.share_packs(args.cp_size)
             keep_freed_memory()
             yield world
     except BaseException as error:

@@ -46,6 +46,10 @@ class Mesh:
     def dp_size(self) -> int:
         return self.size // self.cp_size
 
+    @property
+    def cp_rank(self) -> int:
+        return self.rank % self.cp_size
+
 
 @dataclass
 class World:
@@ -59,6 +63,7 @@ class World:
     local_size: int = 1  # ranks of this node
     watch: Watch = field(default_factory=Watch)
     cp_size: int = 1
+    cp_group: dist.ProcessGroup | None = None  # those that share this rank's packs; None: nobody else
 
     @classmethod
     def from_environment(cls, use_cpu: bool) -> World:
@@ -68,6 +73,21 @@ class World:
         use_gpu = torch.cuda.is_available() and not use_cpu
         device = torch.device("cuda", local_rank) if use_gpu else torch.device("cpu")
         return cls(rank, local_rank, size, device, local_size=int(os.environ.get("LOCAL_WORLD_SIZE", size)))
+
+    def share_packs(self, cp_size: int) -> None:
+        """Neighbours in rank, so many, share their packs from now on. UserError where that does not divide the ranks.
+
+        All ranks together.
+        """
+        if self.size % cp_size:
+            fitting = ", ".join(str(n) for n in range(1, self.size + 1) if self.size % n == 0)
+            lower = self.size // cp_size * cp_size
+            ranks = " or ".join(str(n) for n in (lower, lower + cp_size) if n)
+            raise UserError(f"--cp_size {cp_size} does not divide {self.size} ranks: use {fitting}, or {ranks} ranks")
+        self.cp_size = cp_size
+        if cp_size > 1:
+            groups = [list(range(first, first + cp_size)) for first in range(0, self.size, cp_size)]
+            self.cp_group, _ = dist.new_subgroups_by_enumeration(groups)
 
     @property
     def mesh(self) -> Mesh:

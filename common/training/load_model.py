@@ -12,6 +12,7 @@ from common.model import esm2, presets
 from common.model.backend import check_device, choose_backend, choose_gelu
 from common.model.compiling import compile_layers
 from common.model.config import Esm2Config, override
+from common.model.context_attention import share_context
 from common.model.initialise import initialise
 from common.model.pretrained import read_pretrained
 from common.precision.build import Precision, choose_plan, set_formats, start_te_stats
@@ -90,6 +91,8 @@ def load_model(
         with torch.device("meta"):
             model = esm2.Esm2ForMaskedLM(config, backend)
         precision = set_formats(model, plan, args, args.seed, world, te_stats)
+        if world.cp_group is not None:
+            share_context(model, world.cp_group, args.cp_comm_type)
         if args.torch_compile:
             compile_layers(model, world.device.type)
     if shard is not None:

@@ -18,7 +18,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from common.batches.collators import Batch, Counts, MaskingCollator, to_device
+from common.batches.collators import Batch, Counts, to_device
+from common.batches.context import masked_batches
 from common.batches.flags import DataFlags
 from common.batches.loader import TrainLoader
 from common.batches.training_data import EVAL_SEED, Makers, TrainingData, held_out_batches, open_data
@@ -58,7 +59,7 @@ class MaskedLM:
         flags = self.flags
         return TrainLoader(
             self.data.order(packs_per_step),
-            MaskingCollator(flags.seed, flags.mlm_probability),
+            masked_batches(flags, flags.seed, self.world.mesh),
             self.world.mesh,
             step,
             position,
@@ -132,7 +133,7 @@ def evaluate(
     was_training = model.training
     model.eval()
     world.watch.mark("evaluation", step)
-    made = held_out_batches(flags, store, MaskingCollator(EVAL_SEED, flags.mlm_probability), world)
+    made = held_out_batches(flags, store, masked_batches(flags, EVAL_SEED, world.mesh), world)
     while True:
         world.watch.mark("evaluation", step)
         batch, failure = None, None
@@ -176,7 +177,7 @@ def unigram(training: Callable, store, flags: DataFlags, world: World, prefix: s
     sums = torch.zeros(3, dtype=torch.float64)
     with world.together():
         log_p = np.log(residue_frequencies(training()))
-        for batch in held_out_batches(flags, store, MaskingCollator(EVAL_SEED, flags.mlm_probability), world):
+        for batch in held_out_batches(flags, store, masked_batches(flags, EVAL_SEED, world.mesh), world):
             labels = batch["labels"].flatten().numpy()
             labels = labels[labels >= 0]
             correct = (labels == log_p.argmax()).sum()
