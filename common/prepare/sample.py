@@ -60,7 +60,7 @@ LENGTH_MIN, LENGTH_MAX = 40, 1500
 MOTIF_LENGTHS = (12, 24)
 MOTIF_SHARE = 0.4  # of an ancestor's residues
 MOTIFS_PER_FAMILY = 4  # of the library; they recur along the ancestor, as in repeat proteins
-# Dirichlet: larger is closer to the background. Linkers are as biased as low-complexity regions of proteins are: a model
+# Dirichlet: larger is closer to the background. Linkers are as biased as low-complexity regions of proteins: a model
 # that trains for a minute has something to learn beyond residue frequencies.
 COMPOSITION_STRENGTH = 3.0
 INDELS_PER_SUBSTITUTION = 0.1  # half insertions, half deletions
