@@ -12,45 +12,28 @@ from __future__ import annotations
 import common  # noqa: F401  # isort: skip  (before torch: see there)
 from dataclasses import dataclass
 
-from torch.nn.parallel import DistributedDataParallel
-
-from common.cli import flag, run
+from common.cli import UserError, run
 from common.ranks.run import distributed_run
-from common.ranks.strategy import Strategy
-from common.ranks.world import World
+from common.ranks.strategy import ReplicaFlags, replicate
 from common.training.arguments import TrainArguments, parse_run
-from common.training.load_model import Built, load_model
+from common.training.load_model import load_model
 from common.training.trainer import train
 
 
 @dataclass
-class DdpArguments(TrainArguments):
-    ddp_bucket_cap_mb: int = flag(25, "Megabytes of gradients that are exchanged at a time.")
-
+class DdpArguments(ReplicaFlags, TrainArguments):
     def check(self) -> None:
-        self.require_at_least(1, "ddp_bucket_cap_mb")
-
-
-def replicate(built: Built, world: World, args: DdpArguments) -> Strategy:
-    """The strategy: one replica a rank, gradients averaged in buckets while the backward pass still runs."""
-    if world.size == 1:
-        return Strategy(built.model)
-    replica = DistributedDataParallel(
-        built.model,
-        device_ids=[world.local_rank] if world.device.type == "cuda" else None,
-        # All ranks have made the same weights; sent, those in FP8 would be rounded again.
-        init_sync=built.precision.masters is None,
-        bucket_cap_mb=args.ddp_bucket_cap_mb,
-        gradient_as_bucket_view=True,
-    )
-    return Strategy(replica)
+        if self.cp_size > 1:
+            raise UserError(f"--cp_size {self.cp_size}: here every rank has packs of its own: use train_ddp_cp.py")
 
 
 def main() -> None:
     args = parse_run(__doc__, DdpArguments)
     with distributed_run(args) as world:
         built = load_model(args, world)
-        train(replicate(built, world, args), built, args, world)
+        # All ranks have made the same weights; sent, those in FP8 would be rounded again.
+        strategy = replicate(built.model, world, args, init_sync=built.precision.masters is None)
+        train(strategy, built, args, world)
 
 
 if __name__ == "__main__":

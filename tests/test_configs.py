@@ -16,7 +16,7 @@ from common.batches.training_data import open_data
 from common.cli import UserError
 from common.prepare.sample import SAMPLE
 from common.ranks.world import World
-from common.training.arguments import SANITY
+from common.training import arguments
 from common.training.checkpoint_files import list_checkpoints
 from tests.conftest import ROOT
 from tests.data_fixtures import load_script
@@ -70,7 +70,7 @@ def test_prepared_proteins_stand_in_the_place_of_those_of_a_file():
 @pytest.mark.parametrize("script", [DDP, FSDP], ids=["ddp", "fsdp2"])
 def test_no_flags_stand_for_the_sanity_run(script, caplog):
     with caplog.at_level(logging.INFO):
-        assert vars(parse(script)) == vars(parse(script, SANITY))
+        assert vars(parse(script)) == vars(parse(script, arguments.CONFIGS / "sanity.yaml"))
     (line,) = caplog.messages
     assert "250 short steps" in line
     assert "into out/sanity" in line

@@ -70,6 +70,23 @@ class ModelFlags(Flags):
         self.require_choice("gelu", (None, *HIDDEN_ACT))
 
 
+def check_context(flags: ModelFlags, layout: str, cp_size: int, backend: str, heads: int) -> None:
+    """UserError where a backend cannot share packs among so many ranks as the flags say."""
+    way = f"--cp_comm_type {flags.cp_comm_type}"
+    if cp_size == 1:
+        return
+    if backend == "torch" and flags.cp_comm_type == "a2a":
+        raise UserError(f"{way}: only Transformer Engine exchanges heads (--backend te): choose p2p or all_gather")
+    if flags.cp_comm_type == "a2a" and heads % cp_size:
+        raise UserError(f"{way}: {heads} attention heads do not divide among --cp_size {cp_size}: choose p2p")
+    if backend == "te" and layout != "dual_chunk":
+        raise UserError(f"--cp_layout {layout}: Transformer Engine takes dual_chunk alone: or --backend torch")
+    if backend == "te" and torch.cuda.get_device_capability() < (9, 0):
+        raise UserError(
+            "--cp_size: Transformer Engine takes packs on GPUs of sm90 and later alone: use --backend torch"
+        )
+
+
 def te_missing(device: torch.device) -> str | None:
     """What Transformer Engine lacks here, or None."""
     if device.type != "cuda":

@@ -119,7 +119,7 @@ def prepare(
     shared: SharedPack | None = None,
     context: ContextGroup | None = None,
 ) -> tuple[Tensor, int, tuple[Tensor, Tensor] | None]:
-    """What all layers share: (rotary angles fp32 [S, 1, 1, D], the bound S on sequence lengths, boundaries of the whole
+    """What all layers share: (rotary angles fp32 [S, 1, 1, D], the bound S on sequence lengths, boundaries of whole
     sequences where other ranks have a part of them).
 
     Transformer Engine takes angles by position in the sequence, and finds the position by `cu_seqlens` itself.

@@ -129,7 +129,7 @@ def set_formats(
         quantised = Quantised(model, plan, flags.fp8_params)
         logger.info("Precision:\n%s", describe(plan, "BF16"))
         return Precision(plan, quantised=quantised, stats=te_stats)
-    emulation = Emulation(model, plan, seed, world.device, world.size)
+    emulation = Emulation(model, plan, seed, world.device, world.size, world.cp_group)
     stats = QuantStats(emulation, select(flags, plan), world) if flags.quant_stats else None
     rest = "BF16" if flags.bf16 else "FP32"
     logger.info("Emulated precision:\n%s", describe(plan, rest))

@@ -11,6 +11,7 @@ from __future__ import annotations
 from typing import Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from common.files.hashing import ROUNDING, derive_key
@@ -110,10 +111,20 @@ class Emulation:
     """What the emulated products of a model share: their scales, and the key of the random bits.
 
     ranks: of the run. Gradients are as many times those of the global batch, for they are averaged over the ranks.
+    group: the ranks that share this one's packs: what is scaled by the largest number of a pack takes that of all of
+    it. Blocks are of the rank's own tokens.
     """
 
-    def __init__(self, model: nn.Module, plan: Plan, seed: int, device: torch.device | str = "cpu", ranks: int = 1):
-        self.plan, self.seed, self.ranks, self.training = plan, seed, ranks, False
+    def __init__(
+        self,
+        model: nn.Module,
+        plan: Plan,
+        seed: int,
+        device: torch.device | str = "cpu",
+        ranks: int = 1,
+        group: dist.ProcessGroup | None = None,
+    ):
+        self.plan, self.seed, self.ranks, self.group, self.training = plan, seed, ranks, group, False
         self.key = 0
         self.empty = False  # the pack under way: how many there are depends on the number of ranks
         self.watcher: Watcher | None = None  # set for the steps whose statistics are wanted
@@ -194,7 +205,10 @@ class Product:
         if isinstance(recipe, BlockScaling):
             return quantize_fp8_blocks(x, _block(FP8_BLOCK, along, role == WEIGHT), element, not recipe.use_f32_scales)
         if isinstance(recipe, CurrentScaling):
-            return quantize_tensor(x, fp8_scale(tensor_amax(x), element, 1.0, recipe.use_power_2_scales), element)
+            amax = tensor_amax(x)
+            if self.emulation.group is not None and role != WEIGHT:
+                dist.all_reduce(amax, dist.ReduceOp.MAX, group=self.emulation.group)
+            return quantize_tensor(x, fp8_scale(amax, element, 1.0, recipe.use_power_2_scales), element)
         number = (self.layer * len(PRODUCTS) + self.product) * len(ROLES) + role
         scales = self.emulation.scales
         # Histories and scales are those of the global batch: the same on any number of ranks, from the first step on.

@@ -1,18 +1,24 @@
 """What a strategy does to a model, in one interface: the training loop does not know which one it has.
 
-`Strategy` is one process, or replicas behind DistributedDataParallel; `FullySharded` is FSDP2's `fully_shard`.
+`Strategy` is one process, or replicas behind DistributedDataParallel (`replicate`); `FullySharded` is FSDP2's
+`fully_shard`.
 """
 
 from __future__ import annotations
 
 import math
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard
+from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_
+
+from common.cli import Flags, flag
+from common.ranks.world import World
 
 
 class Strategy:
@@ -34,6 +40,31 @@ class Strategy:
 
     def release(self) -> None:
         """After a forward pass without a backward pass: what was gathered for it is let go."""
+
+
+@dataclass
+class ReplicaFlags(Flags):
+    ddp_bucket_cap_mb: int = flag(25, "Megabytes of gradients that are exchanged at a time.")
+
+    def check(self) -> None:
+        self.require_at_least(1, "ddp_bucket_cap_mb")
+
+
+def replicate(model: nn.Module, world: World, flags: ReplicaFlags, init_sync: bool = True) -> Strategy:
+    """One replica a rank, gradients averaged in buckets while the backward pass still runs.
+
+    init_sync: send the weights of rank 0 first.
+    """
+    if world.size == 1:
+        return Strategy(model)
+    replica = DistributedDataParallel(
+        model,
+        device_ids=[world.local_rank] if world.device.type == "cuda" else None,
+        init_sync=init_sync,
+        bucket_cap_mb=flags.ddp_bucket_cap_mb,
+        gradient_as_bucket_view=True,
+    )
+    return Strategy(replica)
 
 
 class FullySharded(Strategy):

@@ -14,16 +14,17 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from common.batches.flags import DataFlags
-from common.cli import Missing, flag, parse_arguments
+from common.cli import Missing, UserError, flag, parse_arguments
 from common.model.backend import ModelFlags
 from common.precision.stats_plan import StatsFlags
 from common.ranks.run import ProcessFlags
+from common.ranks.slices import LAYOUTS
 from common.training.checkpoint import CheckpointFlags
 from common.training.logbook import LogFlags
 from common.training.optim import OptimizerFlags
 
 logger = logging.getLogger(__name__)
-SANITY = Path(__file__).parents[2] / "configs" / "sanity.yaml"
+CONFIGS = Path(__file__).parents[2] / "configs"
 
 
 @dataclass
@@ -39,20 +40,41 @@ class TrainArguments(LogFlags, CheckpointFlags, ProcessFlags, StatsFlags, Optimi
     )
 
     def missing(self) -> Iterator[Missing]:
+        if self.cp_size == 1 and (self.cp_layout != "dual_chunk" or self.pad_sequences_to_be_divisible_by):
+            yield Missing("--cp_size", "--cp_layout and --pad_sequences_to_be_divisible_by go with it", "2")
         if (self.eval_steps or self.eval_on_start) and not self.do_eval:
             yield Missing("--do_eval", "--eval_steps and --eval_on_start need it")
 
     def check(self) -> None:
         self.require_at_least(1, "stop_at_step")
         self.require_above(0, "eval_steps")
+        self.require_choice("cp_layout", LAYOUTS)
+        multiple = self.pad_sequences_to_be_divisible_by
+        if multiple is not None and self.cp_layout == "contiguous":
+            raise UserError(
+                "--pad_sequences_to_be_divisible_by: --cp_layout contiguous pads nothing: drop one of them"
+            )
+        if multiple is not None and (multiple < 1 or multiple % (2 * self.cp_size)):
+            raise UserError(
+                f"--pad_sequences_to_be_divisible_by {multiple}: a sequence is cut into 2 x --cp_size chunks: give a "
+                f"multiple of {2 * self.cp_size}"
+            )
+        if self.cp_size > 1 and self.fp8_params:
+            raise UserError("--fp8_params with --cp_size: not tried on any GPU yet: drop one of the two")
 
 
-def parse_run(description: str | None, kind: type[TrainArguments], argv: list[str] | None = None) -> TrainArguments:
-    """The flags of a train script, one instance of its `kind`. No flags stand for configs/sanity.yaml."""
+def parse_run(
+    description: str | None,
+    kind: type[TrainArguments],
+    argv: list[str] | None = None,
+    without_flags: str = "sanity.yaml",
+) -> TrainArguments:
+    """The flags of a train script, one instance of its `kind`. No flags stand for the file of configs/ named so."""
     argv = sys.argv[1:] if argv is None else argv
-    (args,) = parse_arguments(description, kind, argv=argv or [str(SANITY)])
+    sanity = CONFIGS / without_flags
+    (args,) = parse_arguments(description, kind, argv=argv or [str(sanity)])
     if not argv and os.environ.get("RANK", "0") == "0":
-        script, file = os.path.basename(sys.argv[0]), os.path.relpath(SANITY)
+        script, file = os.path.basename(sys.argv[0]), os.path.relpath(sanity)
         logger.info(
             f"No flags given, so those of {file}: {args.max_steps} short steps of {args.config_name} on generated "
             f"proteins, into {args.output_dir}. On your own: {script} {file} --dataset my.fasta --output_dir out/mine"

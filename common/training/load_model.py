@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from common.model import esm2, presets
-from common.model.backend import check_device, choose_backend, choose_gelu
+from common.model.backend import check_context, check_device, choose_backend, choose_gelu
 from common.model.compiling import compile_layers
 from common.model.config import Esm2Config, override
 from common.model.context_attention import share_context
@@ -81,6 +81,7 @@ def load_model(
         torch_only += ("--emulate_precision",) * args.emulate_precision
         backend, why = choose_backend(args, world.device, args.bf16, torch_only, so_far.get("backend"))
         check_device(world.device, args.bf16, config.hidden_size // config.num_attention_heads, backend)
+        check_context(args, args.cp_layout, world.cp_size, backend, config.num_attention_heads)
         gelu, remark = choose_gelu(args.gelu or so_far.get("gelu"), backend, config)
     flags = {name: value for name, value in asdict(args).items() if name not in OF_A_RANK}
     software = {"torch": torch.__version__, "device": world.device.type, "backend": f"{backend} ({why})", "gelu": gelu}

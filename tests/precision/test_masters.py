@@ -16,6 +16,7 @@ import torch
 from common.precision.build import Precision
 from common.precision.masters import Masters
 from common.ranks.run import distributed_run
+from common.ranks.strategy import replicate
 from common.training.load_model import load_model
 from common.training.trainer import train
 from tests.data_fixtures import load_script
@@ -53,7 +54,7 @@ def _train_with_masters(argv: list[str], poison: tuple | None) -> None:
         assert len(matrices) == len([p for p in model.parameters() if p.dtype == torch.bfloat16]) == 2 * 4
         assert all(p.dtype == torch.float32 for p in masters.weights.parameters())
         built = replace(built, precision=Precision(masters=masters))
-        train(script.replicate(built, world, args), built, args, world)
+        train(replicate(built.model, world, args, init_sync=built.precision.masters is None), built, args, world)
 
 
 def train_with_masters(dataset, output_dir, nproc: int = 1, poison: tuple | None = None, **flags) -> None:

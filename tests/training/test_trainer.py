@@ -12,6 +12,7 @@ import pytest
 from common.batches.loader import TrainStep
 from common.cli import UserError
 from common.ranks.run import distributed_run
+from common.ranks.strategy import replicate
 from common.training.finish import _training_results
 from common.training.load_model import load_model
 from common.training.masked_lm import StepCounts
@@ -31,7 +32,7 @@ def _train_and_compare_flags(argv: list[str]) -> None:
     before = asdict(args)
     with distributed_run(args) as world:
         built = load_model(args, world)
-        train_model(script.replicate(built, world, args), built, args, world)
+        train_model(replicate(built.model, world, args), built, args, world)
     assert asdict(args) == before
 
 

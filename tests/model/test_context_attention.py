@@ -1,0 +1,28 @@
+"""Ranks that share packs compute what one process does: logits, loss and the gradient of every parameter."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.model.context_cases import all_cases, compare
+from tests.training_fixtures import on_ranks
+
+ROUNDING = 1e-5  # of fp32, relative to the tensor: sums in another order, over some hundred terms
+ROUNDING_BF16 = 0.03  # of bf16: 2^-8 a step, and a few steps
+
+
+@pytest.mark.parametrize(("cp_size", "dp_size"), [(2, 1), (2, 2), (4, 1)])
+def test_shared_packs_give_the_single_process_numbers(tmp_path, cp_size, dp_size):
+    cases = all_cases(cp_size)
+    if dp_size > 1:
+        cases = [case for case in cases if case[5] == "mixed"]
+    codes, said = on_ranks(cp_size * dp_size, compare, cp_size, cases, str(tmp_path / "found"))
+    assert codes == [0] * cp_size * dp_size, "\n".join(said)
+    wrong = []
+    for case, what, distance, scale, cosine in torch.load(tmp_path / "found"):
+        bf16 = case[4]
+        bound = ROUNDING_BF16 if bf16 else ROUNDING
+        if not distance <= bound * scale or cosine < (0.999 if bf16 else 0.999999):
+            wrong.append((case, what, distance, scale, cosine))
+    assert not wrong, "\n".join(map(str, wrong[:20]))

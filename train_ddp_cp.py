@@ -1,0 +1,35 @@
+#!/usr/bin/env python3
+"""Pretrain ESM-2 with DistributedDataParallel and context parallelism: --cp_size ranks share each pack, for long ones.
+
+torchrun --nproc_per_node=8 train_ddp_cp.py --cp_size 2 --config_name facebook/esm2_t33_650M_UR50D \
+    --dataset_dir processed/arrow --output_dir out --bf16 --max_seq_length 8192
+torchrun --nproc_per_node=2 train_ddp_cp.py      a short run on generated proteins: configs/sanity_cp.yaml
+"""
+
+from __future__ import annotations
+
+import common  # noqa: F401  # isort: skip  (before torch: see there)
+from dataclasses import dataclass
+
+from common.cli import flag, run
+from common.ranks.run import distributed_run
+from common.ranks.strategy import ReplicaFlags, replicate
+from common.training.arguments import TrainArguments, parse_run
+from common.training.load_model import load_model
+from common.training.trainer import train
+
+
+@dataclass
+class DdpCpArguments(ReplicaFlags, TrainArguments):
+    cp_size: int = flag(2, "Ranks that share a pack, neighbours in rank.")
+
+
+def main() -> None:
+    args = parse_run(__doc__, DdpCpArguments, without_flags="sanity_cp.yaml")
+    with distributed_run(args) as world:
+        built = load_model(args, world)
+        train(replicate(built.model, world, args), built, args, world)
+
+
+if __name__ == "__main__":
+    run(main)
