@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+import signal
+from pathlib import Path
 
 import pytest
 import torch
 
-from tests.live_runs import outcome, trajectory
-from tests.training_fixtures import train
+from common.files.json_files import read_json_lines
+from common.prepare.sample import write_sample
+from tests.live_runs import LiveRun, newest_step, outcome, trajectory
+from tests.training_fixtures import TIMEOUT_S, train
 
 CP, FSDP2 = "train_ddp_cp.py", "train_fsdp2.py"
 RUN = {"max_steps": 30, "packs_per_step": 4, "save_steps": 10, "do_eval": True, "eval_steps": 15}
@@ -37,16 +41,21 @@ def alone(dataset, tmp_path_factory):
 )
 def test_thirty_steps_are_those_of_one_process(dataset, alone, tmp_path, script, nproc, flags):
     train(dataset, tmp_path / "out", nproc, script=script, **RUN | flags)
-    expected, found = trajectory(alone), trajectory(tmp_path / "out")
+    assert_same_numbers(tmp_path / "out", alone, tmp_path)
+
+
+def assert_same_numbers(out: Path, alone: Path, scratch: Path) -> None:
+    """Two runs of 30 steps: the same proteins in each step, and numbers within rounding."""
+    expected, found = trajectory(alone), trajectory(out)
     assert len(found) == len(expected) == 30
     for one, other in zip(found, expected, strict=True):
         assert {k: one[k] for k in ("step", "tokens", "epoch")} == {k: other[k] for k in ("step", "tokens", "epoch")}
         for key in ("loss", "grad_norm"):
             assert one[key] == pytest.approx(other[key], **CLOSE)
-    results = [json.loads((out / "all_results.json").read_text()) for out in (tmp_path / "out", alone)]
+    results = [json.loads((run / "all_results.json").read_text()) for run in (out, alone)]
     for key in HELD_OUT:
         assert results[0][key] == pytest.approx(results[1][key], **CLOSE), key
-    state, reference = (outcome(out, 30, tmp_path) for out in (tmp_path / "out", alone))
+    state, reference = (outcome(run, 30, scratch) for run in (out, alone))
     assert state.keys() == reference.keys()
     moved = [name for name in state if name.startswith("model/") and not _close(state[name], reference[name])]
     assert not moved
@@ -54,3 +63,88 @@ def test_thirty_steps_are_those_of_one_process(dataset, alone, tmp_path, script,
 
 def _close(a: torch.Tensor, b: torch.Tensor) -> bool:
     return bool((a - b).norm() <= 2e-3 * b.norm())
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "current", "mxfp8"])
+def test_emulated_formats_scale_by_the_whole_pack(dataset, tmp_path, recipe):
+    flags = {"max_steps": 6, "packs_per_step": 2, "save_final_model": False, "fp8": True, "fp8_recipe": recipe}
+    flags |= {"emulate_precision": True, "learning_rate": 0, "quant_stats": True, "quant_stats_freq": 1}
+    train(dataset, tmp_path / "alone", 1, **flags)
+    train(dataset, tmp_path / "shared", 2, script=CP, **flags)
+    runs = [tmp_path / "alone", tmp_path / "shared"]
+    for one, other in zip(*map(trajectory, runs), strict=True):
+        assert one["loss"] == pytest.approx(other["loss"], rel=5e-4)
+        assert one["grad_norm"] == pytest.approx(other["grad_norm"], rel=5e-3)
+    # A number that another order of sums takes past a boundary between two of the format's moves those after it.
+    names = ("step", "layer", "module", "tensor", "gemms", "format")
+    for one, other in zip(*(read_json_lines(run / "quant_stats.jsonl") for run in runs), strict=True):
+        assert [one[name] for name in names] == [other[name] for name in names]
+        if one["tensor"] in ("activation", "weight"):
+            for stat in ("cur_amax", "l2_norm", "std", "scale_inv_max"):
+                assert one[stat] == pytest.approx(other[stat], rel=1e-3), (one["tensor"], stat)
+
+
+def test_another_number_of_ranks_goes_on_where_those_before_were_killed(dataset, alone, tmp_path):
+    """cp 2, killed; one process; cp 4: the run of one process."""
+    out = tmp_path / "out"
+    with LiveRun(dataset, out, tmp_path / "logs", 2, script=CP, **RUN | {"save_steps": 1}) as run:
+        run.until(lambda: newest_step(out) >= 4)
+        run.signal(signal.SIGKILL)
+    train(dataset, out, 1, **RUN | {"stop_at_step": 14})
+    train(dataset, out, 4, script=CP, **RUN | {"cp_size": 4})
+    assert_same_numbers(out, alone, tmp_path)
+
+
+def test_a_dead_neighbour_is_named(dataset, tmp_path):
+    flags = {"max_steps": 3000, "save_steps": 1000, "ddp_timeout": 60}
+    with LiveRun(dataset, tmp_path / "out", tmp_path / "logs", 2, script=CP, **flags) as run:
+        run.until_step(3)
+        run.signal(signal.SIGKILL, 1)
+        run.processes[0].join(TIMEOUT_S)
+        assert run.processes[0].exitcode == 1, run.said()
+    (error,) = [line for line in run.said().splitlines() if line.startswith("error: ")]
+    assert error.startswith("error: another rank is gone: no answer from rank 1 ")
+
+
+@pytest.mark.parametrize("cp_size", [1, 2])
+def test_streams_are_dealt_out_by_data_rank(dataset, tmp_path, cp_size):
+    write_sample(tmp_path / "proteins.fasta", num_proteins=60, families=4, seed=3)
+    flags = {"dataset": tmp_path / "proteins.fasta", "max_steps": 6, "packs_per_step": 2, "save_final_model": False}
+    train(None, tmp_path / "alone", 1, **flags)
+    train(None, tmp_path / "shared", 2 * cp_size, script=CP, cp_size=cp_size, **flags)
+    for one, other in zip(trajectory(tmp_path / "shared"), trajectory(tmp_path / "alone"), strict=True):
+        assert (one["tokens"], one["epoch"]) == (other["tokens"], other["epoch"])
+        assert one["loss"] == pytest.approx(other["loss"], **CLOSE)
+
+
+@pytest.mark.parametrize(
+    ("flags", "line"),
+    [
+        ({"cp_size": 3}, "error: --cp_size 3 does not divide 2 ranks: use 1, 2, or 3 ranks"),
+        (
+            {"pad_sequences_to_be_divisible_by": 6},
+            "error: --pad_sequences_to_be_divisible_by 6: a sequence is cut into 2 x --cp_size chunks: give a "
+            "multiple of 4",
+        ),
+        (
+            {"pad_sequences_to_be_divisible_by": 8, "cp_layout": "contiguous"},
+            "error: --pad_sequences_to_be_divisible_by: --cp_layout contiguous pads nothing: drop one of them",
+        ),
+        ({"cp_layout": "zigzag"}, "error: --cp_layout zigzag: choose dual_chunk, contiguous"),
+        (
+            {"cp_comm_type": "a2a"},
+            "error: --cp_comm_type a2a: only Transformer Engine exchanges heads (--backend te): ",
+        ),
+        ({"fp8_params": True, "fp8": True, "bf16": True}, "error: --fp8_params with --cp_size: "),
+    ],
+)
+def test_what_cannot_be_shared_is_refused_in_a_line(dataset, tmp_path, flags, line):
+    said = train(dataset, tmp_path / "out", 2, expect=2, script=CP, **flags)
+    assert said.startswith(line)
+    assert said.count("\n") == 1
+    assert not (tmp_path / "out").exists()
+
+
+def test_train_ddp_names_the_script_that_shares(dataset, tmp_path):
+    said = train(dataset, tmp_path / "out", 1, expect=2, cp_size=2)
+    assert said == "error: --cp_size 2: here every rank has packs of its own: use train_ddp_cp.py\n"
