@@ -1,0 +1,175 @@
+"""What sharing packs costs and saves: a forward and backward pass on ranks that share a sequence, and on one alone.
+
+    python -m benchmarks.context_parallel [--output benchmarks/results/context_parallel_cpu.md]
+
+One thread a rank, one sequence a pack, fp32, DistributedDataParallel's exchange of gradients left out: what remains is
+the layers and context parallelism. Activations are the bytes of all tensors that autograd keeps for the backward pass.
+Bytes moved are those a rank hands to torch.distributed in one forward and backward pass, counted at its calls; in
+theory, with b = cp - 1 blocks of keys and values for each layer: p2p b forward, b backward and b + 1 of their
+gradients; all_gather b forward, b backward and b of gradients. Gradients travel in fp32.
+"""
+
+from __future__ import annotations
+
+import common  # noqa: F401  # isort: skip  (before torch: see there)
+import json
+import os
+import statistics
+import sys
+import time
+from dataclasses import dataclass
+
+from benchmarks.fresh import measured_afresh
+from benchmarks.tables import publish, where_measured
+from common.cli import flag, parse_arguments, run
+
+WAYS = {"p2p": "dual_chunk", "all_gather": "dual_chunk", "p2p, contiguous": "contiguous"}
+
+
+@dataclass
+class Arguments:
+    lengths: str = flag("2048,8192,32768", "Tokens of the sequence.")
+    layers: int = flag(2, "Layers, of the 8M model's width.")
+    cp_size: int = flag(2, "Ranks that share it.")
+    rounds: int = flag(3, "Times that every measurement is repeated; sequences above 10,000 tokens once.")
+    output: str | None = flag(None, "Also write the table there.")
+    worker: str | None = flag(None, "Internal: measure this way in the ranks of a torchrun, and print JSON.")
+
+
+def measure(args: Arguments) -> dict | None:
+    """Seconds, activations and bytes of one pass on this rank, of the largest rank; on rank 0."""
+    import torch
+    import torch.distributed as dist
+
+    from common.batches.collators import MaskingCollator, to_device
+    from common.batches.context import SlicingCollator
+    from common.batches.windows import Pack
+    from common.model.context_attention import share_context
+    from common.model.esm2 import build_model
+    from common.model.presets import esm2_config
+    from common.ranks.run import keep_freed_memory
+    from common.ranks.world import World
+
+    keep_freed_memory()
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    world = World.from_environment(use_cpu=True)
+    length = int(args.lengths)
+    ids = torch.randint(4, 24, (length,), generator=torch.Generator().manual_seed(0)).to(torch.uint8).numpy()
+    pack = Pack(*(torch.tensor([n]).numpy() for n in (0, 0, length)), epoch=0)
+    collator = MaskingCollator(seed=0)
+    model = build_model(esm2_config(layers=args.layers, hidden_size=320, heads=20), seed=0)
+    if world.size > 1:
+        world.share_packs(world.size)
+        layout = WAYS[args.worker]
+        collator = SlicingCollator(collator, world.mesh, layout, 1 if layout == "contiguous" else 2 * world.size)
+        share_context(model, world.cp_group, args.worker.partition(",")[0])
+    batch = to_device(collator(pack, ids), world.device)
+    moved = _count_bytes(world.size)
+    kept: dict[int, int] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    seconds = []
+    for number in range(2 if length <= 10_000 else 1):
+        moved.clear()
+        dist.barrier()
+        started = time.perf_counter()
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            loss = model(**batch).loss_sum
+        weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
+        if number == 0:
+            activations = sum(size for place, size in kept.items() if place not in weights)
+        loss.backward()
+        dist.barrier()
+        seconds.append(time.perf_counter() - started)
+    found = world.gather((seconds[-1], activations, sum(moved)))
+    dist.destroy_process_group()
+    of_largest = (max(values) for values in zip(*found, strict=True))
+    return dict(zip(("seconds", "activations", "bytes"), of_largest, strict=True))
+
+
+def _count_bytes(size: int) -> list[int]:
+    """Of what this rank sends from now on, appended with every call."""
+    import torch.distributed as dist
+
+    sent: list[int] = []
+    exchange, gather, scatter = dist.batch_isend_irecv, dist.all_gather_into_tensor, dist.reduce_scatter_tensor
+
+    def batch_isend_irecv(ways):
+        sent.extend(way.tensor.nbytes for way in ways if way.op is dist.isend)
+        return exchange(ways)
+
+    def all_gather_into_tensor(out, own, **how):
+        sent.append(own.nbytes * (size - 1))
+        return gather(out, own, **how)
+
+    def reduce_scatter_tensor(own, everyone, **how):
+        sent.append(own.nbytes * (size - 1))
+        return scatter(own, everyone, **how)
+
+    dist.batch_isend_irecv = batch_isend_irecv
+    dist.all_gather_into_tensor, dist.reduce_scatter_tensor = all_gather_into_tensor, reduce_scatter_tensor
+    return sent
+
+
+def in_theory(args: Arguments, way: str, length: int) -> float:
+    """Bytes that a rank sends in a forward and a backward pass."""
+    block = 2 * 4 * 320 * length / args.cp_size  # keys and values, fp32
+    others = args.cp_size - 1
+    return args.layers * block * (2 * others + (others + 1 if way.startswith("p2p") else others))
+
+
+def compare(args: Arguments) -> str:
+    hardware, command = where_measured("benchmarks.context_parallel", "torch")
+    lines = [
+        f"# Context parallelism on {args.cp_size} ranks",
+        "",
+        f"{args.layers} layers of 320 and 20 heads, fp32, one thread a rank. {hardware}",
+        "",
+        command,
+        "",
+        "| tokens | way | pass, s | of one rank's / cp | activations, MB | of one's / cp | sent, MB | in theory |",
+        "|--:|---|--:|--:|--:|--:|--:|--:|",
+    ]
+    cases = {"one rank": 1} | dict.fromkeys(WAYS, args.cp_size)
+    for length in map(int, args.lengths.split(",")):
+        found: dict[str, list[dict]] = {way: [] for way in cases}
+        for _ in range(args.rounds if length <= 10_000 else 1):
+            for way, ranks in cases.items():
+                found[way].append(_in_ranks(args, way, ranks, length))
+                print(f"{length} {way}: {found[way][-1]}", file=sys.stderr, flush=True)
+        seconds = {way: statistics.median(each["seconds"] for each in runs) for way, runs in found.items()}
+        kept = {way: runs[0]["activations"] for way, runs in found.items()}
+        for way, ranks in cases.items():
+            cells = [f"{length:,}", way, f"{seconds[way]:.2f}"]
+            cells.append(f"{seconds[way] * ranks / seconds['one rank']:.2f}")
+            cells += [f"{kept[way] / 1e6:,.1f}", f"{kept[way] * ranks / kept['one rank']:.3f}"]
+            sent = found[way][0]["bytes"] / 1e6
+            cells += [f"{sent:,.1f}", f"{in_theory(args, way, length) / 1e6:,.1f}" if ranks > 1 else "0.0"]
+            lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def _in_ranks(args: Arguments, way: str, ranks: int, length: int) -> dict:
+    flags = {"standalone": True, "nproc_per_node": ranks, "module": "benchmarks.context_parallel"}
+    words = {"worker": way, "layers": args.layers, "cp_size": args.cp_size, "lengths": length}
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    return measured_afresh("torch.distributed.run", flags | words, environment, f"{length} tokens, {way}")
+
+
+def main() -> None:
+    (args,) = parse_arguments(__doc__, Arguments)
+    if args.worker:
+        found = measure(args)
+        if os.environ["RANK"] == "0":
+            print(json.dumps(found))
+        return
+    publish(compare(args), args.output)
+
+
+if __name__ == "__main__":
+    run(main)
