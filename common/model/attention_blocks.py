@@ -51,7 +51,7 @@ def gradients(
         state = torch.zeros(2, dtype=torch.uint64, device=q.device)  # of a dropout that there is none of
         flash = torch.ops.aten._flash_attention_backward
         by = (grad.to(q.dtype), q, k, v, out.to(q.dtype), lse.t().contiguous())
-        dq, dk, dv = flash(*by, *bounds, *longest, 0.0, False, state, state[:1], scale=q.shape[-1] ** -0.5)
+        dq, dk, dv = flash(*by, *bounds, *longest, 0.0, False, state, state.new_empty(0), scale=q.shape[-1] ** -0.5)
         unseen = _without_keys(queries, keys, q.device)
         return dq.float().masked_fill(unseen[:, None, None], 0), dk.float(), dv.float()
     kind = torch.promote_types(q.dtype, torch.float32)

@@ -80,6 +80,7 @@ class Sharing:
         return block[: self.bounds[rank][-1]].unbind(1)
 
 
+@torch.compiler.disable  # exchanges with other ranks: compiled layers are cut in two here
 def context_attention(qkv: Tensor, cos: Tensor, sin: Tensor, sharing: Sharing) -> Tensor:
     """Rotary self-attention of this rank's tokens to all of their sequences.
 

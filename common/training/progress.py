@@ -165,6 +165,8 @@ def announce(
         logger.info("  %s", line)
     precision = "bfloat16, fp32 master weights" if args.bf16 else "fp32"
     logger.info("  Device = %s x %d, computing in %s", world.device.type, world.size, precision)
+    if world.cp_size > 1:
+        logger.info("  Each pack is shared by %d ranks (%s, %s)", world.cp_size, args.cp_comm_type, args.cp_layout)
     if state.step:
         logger.info("Resuming after step %d (epoch %.2f)", state.step, state.epoch)
     if resolved.accumulation != args.gradient_accumulation_steps:
