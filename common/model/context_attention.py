@@ -80,6 +80,14 @@ class Sharing:
         return block[: self.bounds[rank][-1]].unbind(1)
 
 
+def whole_sequences(shared: SharedPack, tokens: int) -> Tensor:
+    """Boundaries of the sequences that ranks share, as Transformer Engine takes them: int64 [2, B + 2] on the host,
+    without padding and with it. tokens: of each rank, with fillers, which are one more sequence."""
+    fillers = (tokens - shared.bounds[:, -1]).sum()
+    real, padded = (torch.cat((x.sum(0), fillers[None])) for x in (shared.real, shared.bounds.diff()))
+    return torch.nn.functional.pad(torch.stack((real, padded)).cumsum(1), (1, 0))
+
+
 @torch.compiler.disable  # exchanges with other ranks: compiled layers are cut in two here
 def context_attention(qkv: Tensor, cos: Tensor, sin: Tensor, sharing: Sharing) -> Tensor:
     """Rotary self-attention of this rank's tokens to all of their sequences.

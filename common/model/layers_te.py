@@ -15,13 +15,12 @@ from contextlib import nullcontext
 from functools import partial
 
 import torch
-import torch.nn.functional as F
 import transformer_engine.pytorch as te
 from torch import Tensor
 
 from common.model.attention import rotary_angles
 from common.model.config import Esm2Config
-from common.model.context_attention import ContextGroup
+from common.model.context_attention import ContextGroup, whole_sequences
 from common.ranks.slices import SharedPack
 
 # cuDNN makes, and keeps, a graph for every longest sequence it sees: lengths are rounded up to this.
@@ -126,11 +125,9 @@ def prepare(
     """
     sharing = None
     if shared is not None:
-        lengths, padded = shared.real.sum(0), shared.bounds.diff().sum(0)
-        fillers = (tokens - int(shared.bounds[context.rank, -1])) * context.size  # one more sequence
-        both = torch.stack([F.pad(lengths, (0, 1), value=fillers), F.pad(padded, (0, 1), value=fillers)])
-        sharing = tuple(F.pad(both.cumsum(1), (1, 0)).to(cu_seqlens, non_blocking=True))
-        max_seqlen = int(both.max())
+        bounds = whole_sequences(shared, tokens)
+        max_seqlen = int(bounds.diff().max())
+        sharing = tuple(bounds.to(cu_seqlens, non_blocking=True))
     multiple = LENGTH_MULTIPLE if context is None else math.lcm(LENGTH_MULTIPLE, 2 * context.size)
     longest = -(-max_seqlen // multiple) * multiple
     angles = rotary_angles(torch.arange(longest, device=cu_seqlens.device), head_dim)

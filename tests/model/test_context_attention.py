@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
+from common.model.context_attention import whole_sequences
+from common.ranks.slices import SharedPack, Slices
 from tests.model.context_cases import all_cases, compare
 from tests.training_fixtures import on_ranks
 
@@ -26,3 +29,12 @@ def test_shared_packs_give_the_single_process_numbers(tmp_path, cp_size, dp_size
         if not distance <= bound * scale or cosine < (0.999 if bf16 else 0.999999):
             wrong.append((case, what, distance, scale, cosine))
     assert not wrong, "\n".join(map(str, wrong[:20]))
+
+
+def test_transformer_engine_is_told_the_whole_sequences():
+    """With cp 2: [5, 8] padded to [8, 8], and 4 fillers on each rank."""
+    slices = Slices(np.array([5, 8]), 2, "dual_chunk", 8)
+    shared = SharedPack(
+        *(torch.from_numpy(x) for x in (slices.positions(0), slices.bounds(), slices.real())), None, None
+    )
+    assert whole_sequences(shared, tokens=12).tolist() == [[0, 5, 13, 21], [0, 8, 16, 24]]
