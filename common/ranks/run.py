@@ -65,7 +65,7 @@ def distributed_run(args: ProcessFlags) -> Iterator[World]:
             if args.tf32 is not None:
                 torch.backends.cuda.matmul.allow_tf32 = args.tf32
             _init_process_group(world, args.ddp_timeout)
-            world.share_packs(args.cp_size)
+            world.share_packs(args.cp_size, args.ddp_timeout)
             keep_freed_memory()
             yield world
     except BaseException as error:

@@ -24,8 +24,8 @@ LAYOUTS = ("dual_chunk", "contiguous")
 class SharedPack(NamedTuple):
     """What a rank knows of a pack of B sequences that it shares with cp - 1 others. T: its own tokens.
 
-    positions int64 [T]: in their sequences; bounds int32 [cp, B + 1]: between which tokens of each rank a sequence
-    lies, padding included; real int32 [cp, B]: how many tokens of that are real; lengths int64 [B]: of the whole
+    positions int64 [T]: in their sequences; bounds int64 [cp, B + 1]: between which tokens of each rank a sequence
+    lies, padding included; real int64 [cp, B]: how many tokens of that are real; lengths int64 [B]: of the whole
     sequences; masks int64 [B]: how many tokens of the whole sequences are <mask>.
     """
 

@@ -7,6 +7,7 @@ import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -74,10 +75,10 @@ class World:
         device = torch.device("cuda", local_rank) if use_gpu else torch.device("cpu")
         return cls(rank, local_rank, size, device, local_size=int(os.environ.get("LOCAL_WORLD_SIZE", size)))
 
-    def share_packs(self, cp_size: int) -> None:
+    def share_packs(self, cp_size: int, timeout_s: float = 1800) -> None:
         """Neighbours in rank, so many, share their packs from now on. UserError where that does not divide the ranks.
 
-        All ranks together.
+        All ranks together. timeout_s: of what they exchange.
         """
         if self.size % cp_size:
             fitting = ", ".join(str(n) for n in range(1, self.size + 1) if self.size % n == 0)
@@ -87,7 +88,7 @@ class World:
         self.cp_size = cp_size
         if cp_size > 1:
             groups = [list(range(first, first + cp_size)) for first in range(0, self.size, cp_size)]
-            self.cp_group, _ = dist.new_subgroups_by_enumeration(groups)
+            self.cp_group, _ = dist.new_subgroups_by_enumeration(groups, timeout=timedelta(seconds=timeout_s))
 
     @property
     def mesh(self) -> Mesh:

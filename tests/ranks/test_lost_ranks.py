@@ -6,7 +6,6 @@ import multiprocessing
 import os
 import signal
 import time
-from argparse import Namespace
 from pathlib import Path
 
 import pytest
@@ -15,13 +14,13 @@ import torch.distributed as dist
 from torch.utils.data import IterableDataset
 
 from common.batches.workers import deliver
-from common.ranks.run import distributed_run
+from common.ranks.run import ProcessFlags, distributed_run
 from common.ranks.stopping import end_with
 from tests.live_runs import is_running, wait_until
 from tests.training.checkpoint_fixtures import checkpointer_of_a_small_model
 from tests.training_fixtures import on_ranks
 
-FLAGS = Namespace(use_cpu=True, tf32=None, ddp_timeout=3600)  # a rank that stays behind does so for this long
+FLAGS = ProcessFlags(use_cpu=True, ddp_timeout=3600)  # a rank that stays behind does so for this long
 
 
 def _lose_rank_2(out: Path, finder: str) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import shutil
@@ -15,7 +14,7 @@ import torch
 
 from common.batches.workers import deliver
 from common.cli import UserError
-from common.ranks.run import distributed_run
+from common.ranks.run import ProcessFlags, distributed_run
 from common.ranks.world import World
 from common.training.run_directory import clear
 from tests.live_runs import LiveRun, assert_same_run, newest_step, outcome
@@ -32,7 +31,7 @@ def errors_of(said: str) -> list[str]:
 
 
 def _run_body(body: str) -> None:
-    with distributed_run(argparse.Namespace(use_cpu=True, tf32=None, ddp_timeout=1800)) as world:
+    with distributed_run(ProcessFlags(use_cpu=True)) as world:
         BODIES[body](world)
 
 
