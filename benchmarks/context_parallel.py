@@ -96,23 +96,25 @@ def _count_bytes(size: int) -> list[int]:
     """Of what this rank sends from now on, appended with every call."""
     import torch.distributed as dist
 
+    from common.model import context_attention
+
     sent: list[int] = []
-    exchange, gather, scatter = dist.batch_isend_irecv, dist.all_gather_into_tensor, dist.reduce_scatter_tensor
+    exchange, gather, scatter = dist.batch_isend_irecv, context_attention.all_gather, context_attention.reduce_scatter
 
     def batch_isend_irecv(ways):
         sent.extend(way.tensor.nbytes for way in ways if way.op is dist.isend)
         return exchange(ways)
 
-    def all_gather_into_tensor(out, own, **how):
+    def all_gather(out, own, **how):
         sent.append(own.nbytes * (size - 1))
         return gather(out, own, **how)
 
-    def reduce_scatter_tensor(own, everyone, **how):
+    def reduce_scatter(own, everyone, **how):
         sent.append(own.nbytes * (size - 1))
         return scatter(own, everyone, **how)
 
     dist.batch_isend_irecv = batch_isend_irecv
-    dist.all_gather_into_tensor, dist.reduce_scatter_tensor = all_gather_into_tensor, reduce_scatter_tensor
+    context_attention.all_gather, context_attention.reduce_scatter = all_gather, reduce_scatter
     return sent
 
 

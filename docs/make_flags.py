@@ -17,8 +17,10 @@ sys.path.insert(0, str(ROOT))
 
 from common.training.arguments import TrainArguments  # noqa: E402
 from train_ddp import DdpArguments  # noqa: E402
+from train_ddp_cp import DdpCpArguments  # noqa: E402
 from train_fsdp2 import FsdpArguments  # noqa: E402
 
+SCRIPTS = {"train_ddp.py": DdpArguments, "train_ddp_cp.py": DdpCpArguments, "train_fsdp2.py": FsdpArguments}
 # {name: default} of the arguments of its example run_mlm.py, which is in no package; None for the others of them.
 RUN_MLM = {
     "use_fast_tokenizer": True,
@@ -70,15 +72,17 @@ def table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
 def page() -> str:
     """The text of docs/flags.md."""
     theirs = {field.name: default_of(field) for field in fields(transformers.TrainingArguments)} | RUN_MLM
-    kinds = {"": TrainArguments, "train_ddp.py: ": DdpArguments, "train_fsdp2.py: ": FsdpArguments}
-    ours: dict[str, tuple[Field, str]] = {}
-    for script, kind in kinds.items():
-        ours |= {field.name: (field, script) for field in fields(kind) if field.name not in ours}
+    of_all = {field.name: field for field in fields(TrainArguments)}
+    of_scripts = {script: {field.name: field for field in fields(kind)} for script, kind in SCRIPTS.items()}
+    ours = {name: field for own in (*of_scripts.values(), of_all) for name, field in own.items()}
 
     def row(name: str, *more: str) -> tuple[str, ...]:
-        field, script = ours[name]
-        text = field.metadata["help"].replace("%%", "%").replace("<", "&lt;").replace("|", "&#124;")
-        return f"`--{name}`", shown(default_of(field)), *more, script + text
+        default = default_of(ours[name])
+        having = {script: default_of(own[name]) for script, own in of_scripts.items() if name in own}
+        others = "".join(f", {script} {shown(value)}" for script, value in having.items() if value != default)
+        text = ours[name].metadata["help"].replace("%%", "%").replace("<", "&lt;").replace("|", "&#124;")
+        only = "" if name in of_all else f"{', '.join(having)}: "
+        return f"`--{name}`", shown(default) + others, *more, only + text
 
     same = [row(name, shown(theirs[name])) for name in sorted(ours.keys() & theirs.keys())]
     own = [row(name) for name in sorted(ours.keys() - theirs.keys())]

@@ -36,6 +36,9 @@ export EFA_PER_NODE=${EFA_PER_NODE:-32}
 if [ "$EFA_PER_NODE" = 0 ]; then HUGEPAGES=${HUGEPAGES:-0}; fi
 export HUGEPAGES=${HUGEPAGES:-5120Mi}
 
+# Ranks that share a pack, neighbours, for train-ddp-cp-template.yaml. It divides NUM_NODES x GPU_PER_NODE.
+export CP_SIZE=${CP_SIZE:-2}
+
 # Further flags of the scripts; they win over those of the templates. The guides' short first run, of 100,000 proteins:
 # TRAIN_FLAGS as in docs/slurm.md, "The guides' run".
 export DOWNLOAD_FLAGS=${DOWNLOAD_FLAGS:-}

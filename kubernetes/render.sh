@@ -54,5 +54,15 @@ done
 for name in NUM_NODES GPU_PER_NODE EFA_PER_NODE; do
   [[ ${!name:-0} =~ ^[0-9]+$ ]] || fail "$name=${!name} is not a number"
 done
+if grep -qx CP_SIZE <<<"$names"; then
+  [[ $CP_SIZE =~ ^[1-9][0-9]*$ ]] || fail "CP_SIZE=$CP_SIZE is not a number of ranks, at least 1"
+  each=$((10#$GPU_PER_NODE > 0 ? 10#$GPU_PER_NODE : 1)) # without GPUs: one rank a pod
+  ranks=$((10#$NUM_NODES * each))
+  [ $((ranks % CP_SIZE)) -eq 0 ] ||
+    fail "CP_SIZE=$CP_SIZE does not divide the job's $ranks ranks (nodes: $NUM_NODES, ranks a node: $each)"
+  # Not refused: the numbers are the same, and with one GPU a node, or packs too long for a node's, it is the only way.
+  [ $((each % CP_SIZE)) -eq 0 ] ||
+    echo "warning: CP_SIZE=$CP_SIZE on $each ranks a node: keys cross the network in every layer" >&2
+fi
 case ${IMAGE_URI:-} in [./:]*) fail "IMAGE_URI=$IMAGE_URI is no image: REGISTRY has no host" ;; esac
 envsubst <<<"$text"

@@ -127,6 +127,22 @@ count_gpus() {
   fi
 }
 
+# Does the last --cp_size of these flags divide the job's ranks? Where their number is known to the steps alone
+# (--gres=gpu:8), the ranks themselves say that it does not.
+check_cp_size() {
+  local each=${NPROC_PER_NODE:-$gpus_per_node} ranks size
+  [[ " $*" =~ .*\ --cp_size[=\ ]([^\ ]*) ]] || return 0
+  size=${BASH_REMATCH[1]}
+  [[ $size =~ ^[1-9][0-9]*$ ]] || { lacks "--cp_size $size: a number of ranks, at least 1 (CP_SIZE)"; return; }
+  [[ $each =~ ^[1-9][0-9]*$ ]] || return 0
+  ranks=$((SLURM_JOB_NUM_NODES * each))
+  [ $((ranks % size)) -eq 0 ] ||
+    lacks "--cp_size $size does not divide this job's $ranks ranks (nodes: $SLURM_JOB_NUM_NODES, ranks a node: $each)"
+  # Not refused: the numbers are the same, and with one GPU a node, or packs too long for a node's, it is the only way.
+  [ $((each % size)) -eq 0 ] ||
+    echo "warning: --cp_size $size on $each ranks a node: keys cross the network in every layer" >&2
+}
+
 # Of every training job, before its own flags; kubernetes/train-*-template.yaml have the same.
 defaults=(
   --bf16 --do_eval --num_train_epochs=1 --max_seq_length=512 --per_device_train_batch_size=8
@@ -140,6 +156,7 @@ train() {
   [ -z "$DATASET_DIR" ] || [ -d "$DATASET_DIR" ] ||
     lacks "DATASET_DIR=$DATASET_DIR: no such directory on $(hostname): run slurm/submit_data.sh first"
   count_gpus
+  check_cp_size "$@"
   all_there
   local data=(${DATASET_DIR:+--dataset_dir="$DATASET_DIR"} --output_dir="$OUTPUT_DIR")
   if [ "$PREFLIGHT" != off ]; then

@@ -8,12 +8,15 @@
 : "${MODEL:=}"
 # Proteins to train on, as slurm/preprocess.sh writes them. Set it to nothing to pass --dataset instead.
 : "${DATASET_DIR=${TARGET_PATH:+$TARGET_PATH/processed/arrow}}"
-# Checkpoints, metrics and final_model/. Default: $TARGET_PATH/out-ddp or out-fsdp. Another model needs another one.
+# Checkpoints, metrics and final_model/. Default: $TARGET_PATH/out-ddp, out-ddp-cp or out-fsdp. Another model needs
+# another one.
 : "${OUTPUT_DIR:=}"
 
 # Ranks a node. Default: the GPUs that Slurm gives the job there; where it manages none, those that `nvidia-smi -L` lists on
 # the first node. Set it on CPUs.
 : "${NPROC_PER_NODE:=}"
+# Ranks that share a pack, neighbours; train_ddp_cp.sh's own. It divides the ranks of the job.
+: "${CP_SIZE:=2}"
 
 # A container image for pyxis: a file that enroot.sh wrote, or REGISTRY#IMAGE:TAG. Default: what enroot.sh has written for
 # this TARGET_PATH and DOCKER_IMAGE_NAME, if it is there. Empty: the .venv of create_venv.sh.

@@ -24,11 +24,18 @@ from tests.forked import run_script
 from tests.training_fixtures import TINY_OVERRIDES, _main, environment, losses, on_ranks, rows
 
 DDP, FSDP = ("train_ddp.py", "DdpArguments"), ("train_fsdp2.py", "FsdpArguments")
+CP = ("train_ddp_cp.py", "DdpCpArguments")
 PAPER = {"adam_beta1": 0.9, "adam_beta2": 0.98, "adam_epsilon": 1e-8, "max_seq_length": 1024, "mlm_probability": 0.15}
 LARGE = PAPER | {"max_steps": 500_000, "save_steps": 1000, "save_total_limit": 5, "logging_steps": 100, "bf16": True}
 LARGE |= {"streaming": True, "dataset": "nvidia/esm2_uniref_pretraining_data", "dataset_dir": None}
 CONFIGS = {  # NAME: (what the source says, scripts)
     "sanity": (PAPER | {"max_steps": 250, "per_device_train_batch_size": 2, "warmup_steps": 100}, [DDP, FSDP]),
+    "sanity_cp": (
+        PAPER
+        | {"max_steps": 250, "cp_size": 2, "tokens_per_pack": 1600, "pad_sequences_to_be_divisible_by": 16}
+        | {"warmup_steps": 100, "save_steps": 50, "save_total_limit": 5, "learning_rate": 4e-4},
+        [CP, FSDP],
+    ),
     "esm2_650m": (LARGE | {"per_device_train_batch_size": 4, "warmup_steps": 2000}, [DDP, FSDP]),
     "esm2_3b": (LARGE | {"per_device_train_batch_size": 16, "warmup_steps": 20_000}, [DDP, FSDP]),
     "esm2_15b": (
@@ -99,9 +106,18 @@ def test_a_script_without_flags_trains_here(tmp_path):
     assert list_checkpoints(tmp_path / "out" / "sanity")
 
 
-def sanity(out: Path, *more: str) -> list[str]:
+def test_without_flags_two_ranks_share_packs_and_one_says_that_it_is_alone(tmp_path):
+    codes, said = on_ranks(1, _without_flags, str(tmp_path), "train_ddp_cp.py")
+    assert codes == [2], said[0]
+    assert "/configs/sanity_cp.yaml: 250 short steps of facebook/esm2_t6_8M_UR50D" in said[0]
+    assert "into out/sanity_cp. " in said[0]
+    assert said[0].splitlines()[-1] == "error: --cp_size 2 does not divide 1 ranks: use 1, or 2 ranks"
+    assert not list(tmp_path.iterdir())
+
+
+def sanity(out: Path, *more: str, name: str = "sanity") -> list[str]:
     where = [f"--output_dir={out}", f"--config_overrides={TINY_OVERRIDES}"]
-    return ["configs/sanity.yaml", "--max_steps=3", *where, *more]
+    return [f"configs/{name}.yaml", "--max_steps=3", *where, *more]
 
 
 def test_the_sanity_run_on_one_process_is_done_for_two_as_well(tmp_path):
@@ -124,6 +140,14 @@ def test_the_sanity_run_on_two_processes_with_evaluation(tmp_path):
     assert codes == [0, 0], "\n".join(said)
     assert "nothing to train" not in said[0]
     assert "eval_loss" in (tmp_path / "eval_results.json").read_text()
+
+
+def test_the_sanity_run_of_ranks_that_share_packs(tmp_path):
+    codes, said = on_ranks(2, _main, sanity(tmp_path, name="sanity_cp"), CP[0])
+    assert codes == [0, 0], "\n".join(said)
+    first, last = [row for row in rows(tmp_path) if "loss" in row]
+    assert (first["step"], last["step"]) == (1, 3)
+    assert 2 * 1600 < last["tokens"] <= 3 * 1600  # of one pack a step, which both ranks have a part of
 
 
 def test_the_sample_is_not_mistaken_for_a_directory_of_that_name(tmp_path, monkeypatch):

@@ -21,6 +21,9 @@ from common.model.attention import rotate
 from common.ranks.slices import SharedPack
 
 WAYS = ("p2p", "all_gather")
+# By their newer names, where torch (2.13) has them: it warns of the older ones.
+all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 @dataclass(frozen=True)
@@ -154,7 +157,7 @@ class _Gathered(torch.autograd.Function):
         apart = grads.new_zeros(sharing.context.size * sharing.rows, *kv.shape[1:])
         apart.index_copy_(0, _places(sharing).to(kv.device), grads)
         own = torch.empty_like(apart[: sharing.rows])
-        dist.reduce_scatter_tensor(own, apart, group=group)
+        reduce_scatter(own, apart, group=group)
         return dq.to(q.dtype), own[: len(kv)].to(kv.dtype), None
 
 
@@ -162,7 +165,7 @@ def _all_sequences(kv: Tensor, sharing: Sharing) -> tuple[Tensor, list[int]]:
     """Keys and values of all ranks, sequence by sequence [L, 2, H, D], and where each begins."""
     block = sharing.block(kv)
     gathered = block.new_empty(sharing.context.size * sharing.rows, *kv.shape[1:])
-    dist.all_gather_into_tensor(gathered, block, group=sharing.context.group)
+    all_gather(gathered, block, group=sharing.context.group)
     bounds = torch.tensor(sharing.bounds).sum(0)
     return gathered[_places(sharing).to(kv.device)], bounds.tolist()
 

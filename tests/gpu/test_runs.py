@@ -18,13 +18,14 @@ BACKENDS = [
         marks=pytest.mark.skipif(find_spec("transformer_engine") is None, reason="Transformer Engine is not here"),
     ),
 ]
-SCRIPTS = ["train_ddp.py", "train_fsdp2.py"]
+TWO_GPUS = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="two GPUs are needed to share a pack")
+SCRIPTS = [("train_ddp.py", 1), ("train_fsdp2.py", 1), pytest.param("train_ddp_cp.py", 2, marks=TWO_GPUS)]
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("script", SCRIPTS)
-def test_a_run_trains_saves_and_resumes(dataset, tmp_path, backend, script):
-    flags = {"backend": backend, "bf16": True, "max_steps": 20, "save_steps": 10}
+@pytest.mark.parametrize(("script", "nproc"), SCRIPTS)
+def test_a_run_trains_saves_and_resumes(dataset, tmp_path, backend, script, nproc):
+    flags = {"backend": backend, "bf16": True, "max_steps": 20, "save_steps": 10, "nproc": nproc}
     done = run_training(dataset, tmp_path / "a", script=script, **flags)
     assert done.returncode == 0, done.stderr
     assert losses(tmp_path / "a")[-1] < losses(tmp_path / "a")[0] - 0.1

@@ -211,6 +211,20 @@ def test_conversion_round_trip_is_bitwise_and_keeps_the_contact_head():
     assert all(m.endswith(("inv_freq", "position_ids")) or m.startswith("lm_head.decoder") for m in missing), missing
 
 
+def test_gradients_in_bf16_are_off_by_its_rounding_alone_however_many_tokens_they_are_of():
+    """Sums over tokens are fp32's: in bf16 they would be off by more, the more tokens there are."""
+    pack = packed(random_batch([128] * 64))
+    assert (pack["labels"] != -100).sum() > 1000
+    found = []
+    for enabled in (False, True):
+        model = build_model(esm2_config(**TINY), seed=1)
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            model(**pack).loss_sum.backward()
+        found.append({name: parameter.grad for name, parameter in model.named_parameters()})
+    for name, expected in found[0].items():
+        assert relative(found[1][name], expected) < 0.02, name  # 2^-8 a step, and a few steps; seen: 0.01
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("mode", ["none", "full", "selective"])
 def test_a_layer_is_one_graph_whatever_becomes_of_its_activations(mode, dtype):

@@ -15,7 +15,7 @@ KUBERNETES = ROOT / "kubernetes"
 TEMPLATES = sorted(path.name for path in KUBERNETES.glob("*.yaml"))
 TRAINING = [name for name in TEMPLATES if name.startswith("train")]
 SWITCHES = ("elastic", "etcd", "hyperpod", "instance", "kueue", "preflight", "uid")
-# Section 1 of the guide for EKS, and what the file system's template and the switches add.
+# Section 1 of the guide for EKS (CP_SIZE is ours), and what the file system's template and the switches add.
 GUIDE = {
     "TARGET_PATH": "/fsx-shared/esm",
     "DOCKER_IMAGE_NAME": "esm",
@@ -27,6 +27,7 @@ GUIDE = {
     "GPU_PER_NODE": "8",
     "EFA_PER_NODE": "32",
     "NUM_NODES": "2",
+    "CP_SIZE": "2",
     "OUTPUT_DIR": "/fsx-shared",
 }
 FILE_SYSTEM = {"FSX_ID": "fs-0123456789abcdef0", "FSX_MOUNT_NAME": "fsx"}

@@ -233,6 +233,8 @@ edit_script("launch", "$(TRAIN_FLAGS)", "")
 edit_script("launch", "python3 -m common.preflight ", "true ")
 edit_script("launch", "trap ", "# trap ")
 edit_script("launch", ".py", "_.py")
+edit_script("launch", " --cp_size=2 ", " ")
+edit_script("launch", " --cp_size=2 ", " --cp_size=3 ")
 edit_script("launch", "=/fsx-shared", "=${TARGET_PATH}")
 edit_script("paths", "=/fsx-shared/", "=/workspace/")
 for name in ("HF_HOME", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"):

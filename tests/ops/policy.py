@@ -11,7 +11,7 @@ from tests.ops import job_schemas
 from tests.ops.manifests import IMAGE, ROOT, containers, pods, values
 
 VOLUME = "/fsx-shared"
-TRAIN_SCRIPTS = ("train_ddp.py", "train_fsdp2.py")
+TRAIN_SCRIPTS = ("train_ddp.py", "train_ddp_cp.py", "train_fsdp2.py")
 JOBS = ("PyTorchJob", "TrainJob")
 # Images that are not ours: pinned, and only where a pod needs nothing of ours.
 OTHER_IMAGES = {
@@ -213,6 +213,12 @@ def launch(document: dict) -> Iterator[str]:
             found = re.search(r"^exec python3 -m common\.ranks\.launch (\S+) \\$", script, re.MULTILINE)
             if not found or found[1] not in TRAIN_SCRIPTS:
                 yield "no bare `exec python3 -m common.ranks.launch script.py`"
+            elif found[1] == "train_ddp_cp.py":
+                spec = document["spec"]
+                ranks = spec["pytorchReplicaSpecs"]["Worker"]["replicas"] * max(1, int(spec["nprocPerNode"]))
+                sizes = [int(size) for size in re.findall(r" --cp_size=(\d+) ", script)]
+                if len(sizes) != 1 or ranks % sizes[0]:
+                    yield f"--cp_size {sizes} on {ranks} ranks"
             if container.get("command") != ["/bin/bash", "-euc"]:
                 yield f"command {container.get('command')}"
             if "$(TRAIN_FLAGS)" not in script:

@@ -26,7 +26,8 @@ GUIDES_OPTIMISER = {
 
 
 def parsed(script: str, *flags: str) -> dict:
-    kind = {"train_ddp.py": "DdpArguments", "train_fsdp2.py": "FsdpArguments"}[script]
+    kinds = {"train_ddp.py": "DdpArguments", "train_ddp_cp.py": "DdpCpArguments", "train_fsdp2.py": "FsdpArguments"}
+    kind = kinds[script]
     (args,) = parse_arguments(None, getattr(load_script(script), kind), argv=[*PLACES, *flags])
     return asdict(args)
 
@@ -37,9 +38,9 @@ def of_slurm() -> list[str]:
     return text.split()
 
 
-@pytest.mark.parametrize("name", ["train-ddp-template", "train-fsdp-template", "trainjob-template"])
+@pytest.mark.parametrize("name", ["train-ddp", "train-ddp-cp", "train-fsdp", "trainjob"])
 def test_slurm_and_kubernetes_train_with_the_same_defaults(name):
-    text = (ROOT / "kubernetes" / f"{name}.yaml").read_text()
+    text = (ROOT / "kubernetes" / f"{name}-template.yaml").read_text()
     ((script, flags),) = re.findall(
         r"exec python3 -m common\.ranks\.launch (train_\w+\.py) (.*?)\$\(TRAIN_FLAGS\)", text, re.S
     )

@@ -42,7 +42,7 @@ def assert_good(text: str) -> None:
 
 
 def test_the_guides_names_are_there():
-    guides = {"download-data", "preprocess", "train-ddp", "train-fsdp", "trainjob", "fsx-pv-pvc"}
+    guides = {"download-data", "preprocess", "train-ddp", "train-ddp-cp", "train-fsdp", "trainjob", "fsx-pv-pvc"}
     others = {"view-fsx.yaml", "etcd.yaml", "job-uid.yaml"}
     assert {f"{name}-template.yaml" for name in guides} | others == set(TEMPLATES)
     names = {d["metadata"]["name"] for template in TEMPLATES for d in documents(render(template))}
@@ -182,6 +182,11 @@ def test_env_vars_holds_the_guides_values_and_keeps_what_is_set(tmp_path):
         ("train-ddp-template.yaml", {"NUM_NODES": "two"}, "NUM_NODES=two is not a number"),
         ("train-ddp-template.yaml", {"REGISTRY": ".dkr.ecr.eu-1.amazonaws.com/"}, "is no image: REGISTRY has no host"),
         ("train-ddp-template.yaml", {"REGISTRY": ""}, "error: unset or empty: REGISTRY; see"),
+        ("train-ddp-cp-template.yaml", {"CP_SIZE": ""}, "error: unset or empty: CP_SIZE; see"),
+        ("train-ddp-cp-template.yaml", {"CP_SIZE": "two"}, "CP_SIZE=two is not a number of ranks, at least 1"),
+        ("train-ddp-cp-template.yaml", {"CP_SIZE": "0"}, "CP_SIZE=0 is not a number of ranks, at least 1"),
+        ("train-ddp-cp-template.yaml", {"CP_SIZE": "3"}, "CP_SIZE=3 does not divide the job's 16 ranks (nodes: 2, r"),
+        ("train-ddp-cp-template.yaml", CPU_ONLY | {"CP_SIZE": "4"}, "CP_SIZE=4 does not divide the job's 2 ranks"),
         ("", {}, "usage:"),
         ("--with", {}, "usage:"),
     ],
@@ -192,6 +197,16 @@ def test_render_refuses_in_one_line(arguments, variables, message):
     assert done.stdout == ""
     assert message in done.stderr
     assert len(done.stderr.strip().splitlines()) == 1
+
+
+def test_packs_are_shared_inside_a_node_or_render_warns():
+    for nodes, size, warned in (("2", "8", False), ("2", "16", True), ("1", "1", False), ("08", "2", False)):
+        variables = GUIDE | {"NUM_NODES": nodes, "CP_SIZE": size}
+        done = run_shell("kubernetes/render.sh train-ddp-cp-template.yaml", variables)
+        assert done.returncode == 0, done.stderr
+        assert f" --cp_size={size} \\\n" in done.stdout
+        said = f"warning: CP_SIZE={size} on 8 ranks a node: keys cross the network in every layer\n"
+        assert done.stderr == (said if warned else "")
 
 
 def test_render_from_anywhere_and_with_a_path(tmp_path):

@@ -80,11 +80,20 @@ def test_data_templates(volume):
     assert json.loads((volume / "esm/processed/arrow/train/state.json").read_text())["_data_files"]
 
 
-def test_the_two_train_templates_differ_in_script_and_names_alone():
-    """The one whose pods run below stands for the other."""
-    ddp, fsdp = ((ROOT / f"kubernetes/train-{name}-template.yaml").read_text() for name in ("ddp", "fsdp"))
-    fsdp = re.sub(r"\n *--sharding_strategy=full \\\n", "\n", fsdp).replace("train_fsdp2.py", "train_fsdp.py")
-    assert fsdp.replace("fsdp", "ddp").replace("FSDP2", "DDP") == ddp
+@pytest.mark.parametrize(
+    ("name", "words", "line"),
+    [
+        ("fsdp", {"train_fsdp2.py": "train_ddp.py", "FSDP2": "DDP", "fsdp": "ddp"}, "--sharding_strategy=full"),
+        ("ddp-cp", {"train_ddp_cp.py": "train_ddp.py", "DDP-CP": "DDP", "ddp-cp": "ddp"}, "--cp_size=${CP_SIZE}"),
+    ],
+)
+def test_the_train_templates_differ_in_script_names_and_a_flag_alone(name, words, line):
+    """envsubst takes whole files, so each is one; those whose pods run below stand for the others."""
+    ddp, other = ((ROOT / f"kubernetes/train-{n}-template.yaml").read_text() for n in ("ddp", name))
+    other, count = re.subn(rf"\n *{re.escape(line)} \\\n", "\n", other)
+    for theirs, ours in words.items():
+        other = other.replace(theirs, ours)
+    assert (other, count) == (ddp, 1)
 
 
 def test_two_pods_of_a_trainjob_train_to_the_end(volume, pods, tmp_path):

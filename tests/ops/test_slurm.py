@@ -227,7 +227,12 @@ WRONG = {
         {"TARGET_PATH": "{images}", "DOCKER_IMAGE_NAME": "esm-slurm"},
     ),
     "TARGET_PATH is not set": ("slurm/download_data.sh", {"TARGET_PATH": ""}),
-    "MODEL is not set": ("slurm/train_ddp.sh", {"MODEL": ""}),
+    "MODEL is not set … --cp_size 2 does not divide": ("slurm/train_ddp_cp.sh", {"MODEL": "", "NPROC_PER_NODE": "3"}),
+    "--cp_size 4 does not divide this job's 2 ranks (nodes: 1, ranks a node: 2)": (
+        "--gpus-per-node=2 slurm/train_ddp_cp.sh --cp_size=2 --cp_size 4",
+        {"CP_SIZE": "two"},
+    ),
+    "--cp_size two: a number": ("slurm/train_ddp_cp.sh", {"CP_SIZE": "two", "NPROC_PER_NODE": "1"}),
     "no such directory on n": ("slurm/train_ddp.sh", {"DATASET_DIR": "/no/data"}),
     "this job has no GPUs": ("slurm/train_fsdp.sh", {}),
     "CONTAINER_IMAGE=/no/image.sqsh: no such file": ("slurm/train_ddp.sh", {"CONTAINER_IMAGE": "/no/image.sqsh"}),
@@ -240,7 +245,7 @@ WRONG = {
         {"NPROC_PER_NODE": "1"},
     ),
     "none, 2 asked for": ("--gpus-per-node=2 slurm/train_ddp.sh", {"PREFLIGHT": "error"}),
-    "unknown flag --frobnicate": (f"slurm/train_ddp.sh --frobnicate {flags()}", {"NPROC_PER_NODE": "1"}),
+    "unknown flag --frobnicate": (f"slurm/train_ddp_cp.sh --frobnicate {flags()}", {"NPROC_PER_NODE": "2"}),
 }
 
 
