@@ -63,22 +63,11 @@ class TransformerLayer(te.TransformerLayer):
         max_seqlen: int,
         sharing: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor:
-        if sharing is not None:
-            return self._shared(x, rotary, *sharing, max_seqlen)
+        """sharing: boundaries of the whole sequences without and with padding, where other ranks have a part of them.
+        The others are of this rank's tokens."""
         if self.attn_input_format == "bshd":
             return self._unpacked(x, rotary, cu_seqlens, max_seqlen)
-        return super().forward(
-            x,
-            rotary_pos_emb=rotary,
-            cu_seqlens_q=cu_seqlens,
-            cu_seqlens_kv=cu_seqlens,
-            max_seqlen_q=max_seqlen,
-            max_seqlen_kv=max_seqlen,
-            pad_between_seqs=False,
-        )
-
-    def _shared(self, x: Tensor, rotary: Tensor, cu_seqlens: Tensor, padded: Tensor, max_seqlen: int) -> Tensor:
-        """Of sequences whose tokens several ranks have: boundaries of the whole ones, without and with padding."""
+        cu_seqlens, padded = (cu_seqlens, None) if sharing is None else sharing
         return super().forward(
             x,
             rotary_pos_emb=rotary,
@@ -88,7 +77,7 @@ class TransformerLayer(te.TransformerLayer):
             cu_seqlens_kv_padded=padded,
             max_seqlen_q=max_seqlen,
             max_seqlen_kv=max_seqlen,
-            pad_between_seqs=True,
+            pad_between_seqs=padded is not None,
         )
 
     def _unpacked(self, x: Tensor, rotary: Tensor, cu_seqlens: Tensor, max_seqlen: int) -> Tensor:
