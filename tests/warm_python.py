@@ -235,7 +235,7 @@ def _run(own, name, arguments, environment, ignored, files, connection, spaces) 
     os.environ.clear()
     os.environ.update(environment)
     tempfile.tempdir = None
-    sys.executable, sys.argv = own, [name, *arguments]
+    sys.executable, sys.argv = str(Path(own).with_name("python")), [name, *arguments]
     _import_common(connection)
     os.closerange(3, 10_000)  # the server's, and those of other stand-ins
     if name.endswith(".py"):
