@@ -32,8 +32,7 @@ while True:
         os.execv(sys.executable, [sys.executable, *arguments])
     elif word == "runs":
         for each in numbers:
-            if each not in ignored:
-                signal.signal(each, lambda number, frame: server.send(marshal.dumps(number)))
+            signal.signal(each, lambda number, frame: server.send(marshal.dumps(number)))
         with open("/proc/self/comm", "w") as file:
             file.write(f"warm {number}")  # where tests find it
     elif word == "dies with its launcher":
