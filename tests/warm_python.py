@@ -1,8 +1,8 @@
 """A stand-in for `python` and `torchrun`, for launchers that start interpreters: what it runs has imported torch.
 
-Torchrun or a pod's shell finds it in `.venv/bin`, on PATH or in sys.executable. It (tests/stand_in.py)
+Torchrun, a Slurm job or a pod's shell finds it in `.venv/bin`, on PATH or in sys.executable. It (tests/stand_in.py)
 asks the server here for a process forked off with the imports done (tests/warm.py), which takes over arguments,
-environment, directory, standard streams and ignored signals; not namespaces, so that Slurm's hosts have real ones.
+environment, directory, standard streams, ignored signals and, in a host of tests/ops/slurm_cluster.py, namespaces.
 Signals come through, the exit status comes back, and killing either of the two kills the other. What the process
 itself starts with sys.executable is warm as well.
 
@@ -34,7 +34,8 @@ import signal
 import socket
 import sys
 import tempfile
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import common
@@ -50,6 +51,7 @@ READ_LATER = re.compile(
     "|CUDA_VISIBLE_DEVICES|PYTORCH_(CUDA_)?ALLOC_CONF|(TORCHINDUCTOR|TRITON)_CACHE_DIR"
     "|HF_HOME"  # where a cache is of which runs without a network take nothing
 )
+NAMESPACES = ("net", "uts", "ipc", "mnt")
 SET_PARENT_DEATH_SIGNAL, GET_PARENT_DEATH_SIGNAL = 1, 2  # prctl's
 LIBC = ctypes.CDLL(None, use_errno=True)
 
@@ -77,7 +79,7 @@ def python() -> str:
 
 def at_work(pid: int) -> int:
     """The process that does the work of this one: another one if it is a stand-in."""
-    word, _, number = Path(f"/proc/{pid}/comm").read_text().strip().partition(" ")
+    word, _, number = Path(f"/proc/{pid}/comm").read_text().strip().partition("-")
     return int(number) if word == "warm" else pid
 
 
@@ -117,12 +119,16 @@ class Server:
             connection.send(marshal.dumps(("fresh", 0)))
             connection.close()
         else:
+            spaces = _other_namespaces(connection)
             process = multiprocessing.get_context("fork").Process(
-                target=_run, args=(own, name, arguments, environment, ignored, files, connection)
+                target=_run, args=(own, name, arguments, environment, ignored, files, connection, spaces)
             )
-            process.start()
+            with _children_in(spaces.pop("pid", None)):
+                process.start()
             self.ends[os.pidfd_open(process.pid)] = process
             self.connections[connection] = process
+            for file in spaces.values():
+                os.close(file)
             _tell(connection, "runs", process.pid)
         for file in files:
             os.close(file)
@@ -174,13 +180,48 @@ def _what_to_run(arguments: list[str], directory: Path) -> tuple[str | None, lis
     return (str(script) if script.suffix == ".py" and script.parent == ROOT else None), arguments[1:]
 
 
+def _other_namespaces(connection: socket.socket) -> dict[str, int]:
+    """Those of the stand-in that are not the server's, open."""
+    peer = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
+    pid = int.from_bytes(peer[:4], sys.byteorder)
+    links = {name: f"/proc/{pid}/ns/{name}" for name in ("pid", *NAMESPACES)}
+    return {
+        name: os.open(link, os.O_RDONLY)
+        for name, link in links.items()
+        if os.readlink(link) != os.readlink(f"/proc/self/ns/{name}")
+    }
+
+
+@contextmanager
+def _children_in(space: int | None) -> Iterator[None]:
+    """While it lasts, children are born in another process namespace (None: in this process' own)."""
+    if space is None:
+        yield
+        return
+    own = os.open("/proc/self/ns/pid", os.O_RDONLY)
+    _enter(space)
+    try:
+        yield
+    finally:
+        _enter(own)
+        for file in (own, space):
+            os.close(file)
+
+
+def _enter(namespace: int) -> None:
+    if LIBC.setns(namespace, 0) != 0:
+        raise OSError(ctypes.get_errno(), "setns")
+
+
 def _prctl(option: int, argument) -> None:
     if LIBC.prctl(option, argument) != 0:
         raise OSError(ctypes.get_errno(), "prctl")
 
 
-def _run(own, name, arguments, environment, ignored, files, connection) -> None:
+def _run(own, name, arguments, environment, ignored, files, connection, spaces) -> None:
     """As a fresh interpreter that has just done its imports."""
+    for space in spaces.values():
+        _enter(space)
     os.fchdir(files[3])
     for descriptor, file in enumerate(files[:3]):
         os.dup2(file, descriptor)
