@@ -1,6 +1,6 @@
-"""Runs that a test watches, signals and kills while under way: forked processes, or torchrun as users start it.
+"""Runs that a test watches, signals and kills while under way: forked processes, or torchrun's.
 
-The processes are real and so are the signals; `LiveRun` only saves them the seconds of importing torch.
+The processes are real and so are the signals; they are only saved the seconds of importing torch.
 """
 
 from __future__ import annotations
@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -26,6 +25,7 @@ from tests.training_fixtures import (
     flags_of,
     rows,
 )
+from tests.warm_python import at_work, python
 
 PREEMPTED = 75
 TIMES = (
@@ -124,8 +124,8 @@ def _main_with(argv: list[str], script: str, env: dict) -> None:
 def torchrun(
     dataset: Path, output_dir: Path, nproc: int, *launcher: str, script: str = "train_ddp.py", **flags
 ) -> subprocess.Popen:
-    """torchrun in a process group of its own, its output and that of its ranks in one pipe."""
-    start = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={nproc}", *launcher]
+    """torchrun, warm, in a process group of its own, its output and that of its ranks in one pipe."""
+    start = [python(), "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={nproc}", *launcher]
     command = [*start, str(ROOT / script), *flags_of(dataset, output_dir, **flags)]
     return subprocess.Popen(
         command,
@@ -140,13 +140,14 @@ def torchrun(
 
 def ranks_of(agent: int) -> dict[int, int]:
     """{rank: process id} of a torchrun's ranks."""
-    found = {}
+    found, agent = {}, at_work(agent)
     for child in Path(f"/proc/{agent}/task/{agent}/children").read_text().split():
         try:
             variables = Path(f"/proc/{child}/environ").read_bytes().split(b"\0")
+            rank = at_work(int(child))
         except OSError:
             continue  # has just ended
-        found |= {int(v.removeprefix(b"RANK=")): int(child) for v in variables if v.startswith(b"RANK=")}
+        found |= {int(v.removeprefix(b"RANK=")): rank for v in variables if v.startswith(b"RANK=")}
     return found
 
 

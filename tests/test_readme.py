@@ -12,6 +12,7 @@ import pytest
 
 from common.prepare.sample import write_sample
 from tests.conftest import ROOT
+from tests.warm_python import programs
 
 README = (ROOT / "README.md").read_text()
 SMALLER = (
@@ -27,9 +28,10 @@ def blocks(language: str) -> list[str]:
     return re.findall(rf"```{language}\n(.*?)```", README, re.DOTALL)
 
 
-def sh(script: str, cwd: Path, timeout: int = 600) -> subprocess.CompletedProcess:
+def sh(script: str, cwd: Path, timeout: int = 600, fresh: bool = False) -> subprocess.CompletedProcess:
+    """fresh: with Python's own interpreter (tests/warm_python.py)."""
     environment = os.environ | {
-        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+        "PATH": f"{Path(sys.executable).parent if fresh else programs()}:{os.environ['PATH']}",
         "OMP_NUM_THREADS": "1",
         "HF_HUB_OFFLINE": "1",
     }
@@ -48,8 +50,11 @@ def checkout(tmp_path_factory) -> Path:
     """A directory that looks like a checkout, so that the commands' relative paths land in a temporary place."""
     directory = tmp_path_factory.mktemp("checkout")
     for path in ROOT.iterdir():
-        if path.suffix in (".py", ".sh") or path.name in ("common", "configs"):
+        if path.suffix in (".py", ".sh", ".txt") or path.name in ("common", "configs"):
             (directory / path.name).symlink_to(path)
+    (directory / ".venv").mkdir()
+    for path in (ROOT / ".venv").iterdir():
+        (directory / ".venv" / path.name).symlink_to(programs() if path.name == "bin" else path)
     write_sample(directory / "my_proteins.fasta", num_proteins=150, seed=1)
     return directory
 
@@ -78,13 +83,13 @@ def test_links_and_files_that_the_readme_names_exist():
 
 def test_quickstart_from_a_fasta_file_and_again(checkout, tmp_path):
     """Run for real on a few proteins; the second run finds everything done and ends on the same table."""
-    command = f"{ROOT}/quickstart.sh --fasta {checkout}/my_proteins.fasta --steps 2 --output {tmp_path}/out"
-    first = sh(command, ROOT)
+    command = f"./quickstart.sh --fasta {checkout}/my_proteins.fasta --steps 2 --output {tmp_path}/out"
+    first = sh(command, ROOT, fresh=True)
     assert first.returncode == 0, first.stderr[-2000:]
     for expected in ("before training", "unigram predictor", "after training", "tokens/s", "final_model", "Next:"):
         assert expected in first.stdout, first.stdout[-2000:]
     chosen = (tmp_path / "out" / "run.json").stat()
-    again = sh(command, ROOT)
+    again = sh(command, checkout)
     assert again.returncode == 0, again.stderr[-2000:]
     table = first.stdout[first.stdout.index("held-out proteins") : first.stdout.index("speed")]
     assert table in again.stdout

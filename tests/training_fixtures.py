@@ -78,16 +78,24 @@ def environment() -> dict[str, str]:
 
 
 def training_command(
-    dataset_dir: Path | None, output_dir: Path, nproc: int = 1, script: str = "train_ddp.py", **flags
+    dataset_dir: Path | None,
+    output_dir: Path,
+    nproc: int = 1,
+    script: str = "train_ddp.py",
+    python: str = sys.executable,
+    **flags,
 ) -> list[str]:
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={nproc}"] if nproc > 1 else []
-    return [sys.executable, *launcher, str(ROOT / script), *flags_of(dataset_dir, output_dir, **flags)]
+    return [python, *launcher, str(ROOT / script), *flags_of(dataset_dir, output_dir, **flags)]
 
 
 def run_training(
     dataset_dir: Path | None, output_dir: Path, nproc: int = 1, timeout: float = TIMEOUT_S, **flags
 ) -> subprocess.CompletedProcess:
-    """Run the script as a user does (nproc > 1: under torchrun). The caller looks at the return code."""
+    """Run the script as a user does (nproc > 1: under torchrun). The caller looks at the return code.
+
+    flags: `script` and `python`, too: the interpreter, a fresh one by default (tests/warm_python.py has another).
+    """
     command = training_command(dataset_dir, output_dir, nproc, **flags)
     return subprocess.run(
         command, capture_output=True, text=True, env=environment(), timeout=timeout, cwd=ROOT, check=False

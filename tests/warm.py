@@ -13,6 +13,7 @@ from pathlib import Path
 import pandas  # noqa: F401
 import torch.distributed.checkpoint
 import torch.distributed.fsdp
+import torch.distributed.run
 import torch.profiler._cupti_monitor
 import torch.utils.serialization
 from matplotlib.figure import Figure
@@ -22,6 +23,8 @@ import common.model.recompute
 import common.preflight.exchange
 import common.preflight.network
 import common.preflight.report
+import common.ranks.agent
+import common.ranks.job_uid
 import common.training.export
 import common.training.load_model
 import common.training.report

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 import time
 from types import SimpleNamespace
 
@@ -19,6 +18,7 @@ from benchmarks.gpu_throughput import Arguments, rows_of
 from common.cli import UserError
 from tests.benchmarks.misbehaving import misbehave
 from tests.training_fixtures import ROOT, TIMEOUT_S
+from tests.warm_python import python
 
 
 def test_the_peer_gets_the_same_proteins_in_no_more_positions():
@@ -77,7 +77,7 @@ def test_agreement_is_measured_between_equal_weights():
 
 def test_a_session_without_a_gpu_says_so_twice_and_fails(tmp_path):
     command = [ROOT / "tests/gpu/session.sh", tmp_path / "out"]
-    environment = os.environ | {"PYTHON": sys.executable, "CUDA_VISIBLE_DEVICES": ""}
+    environment = os.environ | {"PYTHON": python(), "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=TIMEOUT_S)
     assert done.returncode == 2
     assert done.stderr.count("error: --device cuda: no GPU here") == 2

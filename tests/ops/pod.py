@@ -16,6 +16,7 @@ from pathlib import Path
 from tests.live_runs import ranks_of
 from tests.ops.manifests import ROOT, containers, documents, render, values
 from tests.training_fixtures import TIMEOUT_S
+from tests.warm_python import programs
 
 # Seconds instead of minutes until a node counts as gone; names need not resolve.
 PATIENCE = "join_timeout=120,last_call_timeout=1,keep_alive_interval=1,keep_alive_max_attempt=3"
@@ -23,6 +24,7 @@ TEST_MACHINE = {
     "KUBERNETES_SERVICE_HOST": "10.100.0.1",  # as in every pod
     "OMP_NUM_THREADS": "1",
     "HF_HUB_OFFLINE": "1",
+    "HF_DATASETS_OFFLINE": "1",
     "PET_LOCAL_ADDR": "127.0.0.1",
     "PET_MONITOR_INTERVAL": "0.3",
 }
@@ -64,16 +66,16 @@ def operator_variables(job: dict, index: int, port: int) -> dict[str, str]:
 
 
 class Pod:
-    """The container of a job's pod, started."""
+    """The container of a job's pod, started. fresh: with Python's own interpreter (tests/warm_python.py)."""
 
-    def __init__(self, job: dict, log: Path, index: int = 0, port: int = 0):
+    def __init__(self, job: dict, log: Path, index: int = 0, port: int = 0, fresh: bool = False):
         (container,) = containers(job)
         told = values(container) | operator_variables(job, index, port)
         command = [
             re.sub(r"\$\((\w+)\)", lambda match: told.get(match[1], match[0]), word)
             for word in [*container["command"], *container.get("args", [])]
         ]
-        path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+        path = f"{Path(sys.executable).parent if fresh else programs()}:{os.environ['PATH']}"
         self.log = log
         with open(log, "w") as file:
             self.process = subprocess.Popen(

@@ -16,6 +16,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from tests.warm_python import at_work
+
 NODES = {"head": "10.231.77.1", "n1": "10.231.77.11", "n2": "10.231.77.12", "n3": "10.231.77.13"}
 GPUS = 8  # a node, made of null devices: Slurm counts them, torch sees none; n3, in partition `plain`, has none
 TOOLS = ("slurmctld", "slurmd", "sbatch", "munged", "ip", "unshare", "nsenter", "setpriv")
@@ -240,7 +242,7 @@ class SlurmCluster:
                 continue  # has just ended
             mine = {f"SLURM_JOB_ID={number}".encode(), f"SLURM_CONF={self.environment['SLURM_CONF']}".encode()}
             if mine <= set(variables) and any(variable.startswith(b"LOCAL_RANK=") for variable in variables):
-                found.append(int(entry.name))
+                found.append(at_work(int(entry.name)))
         return found
 
     def signal_ranks(self, number: int, which: signal.Signals) -> None:

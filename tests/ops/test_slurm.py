@@ -16,6 +16,7 @@ from common.prepare.sample import write_sample
 from tests.live_runs import assert_same_run, newest_step
 from tests.ops.slurm_cluster import SlurmCluster, missing
 from tests.training_fixtures import ROOT, TINY_MODEL, TINY_OVERRIDES, flags_of, losses, rows, train
+from tests.warm_python import programs
 
 pytestmark = pytest.mark.skipif(bool(missing()), reason=missing())
 
@@ -29,16 +30,22 @@ def flags(**more) -> str:
     return " ".join(flags_of(None, None, **{"config_name": None, "config_overrides": TINY_OVERRIDES} | more))
 
 
+def make_checkout(directory: Path) -> Path:
+    """Without a .venv."""
+    directory.mkdir()
+    for path in ROOT.iterdir():
+        if path.suffix in (".py", ".sh", ".txt") or path.name == "common":
+            (directory / path.name).symlink_to(path)
+    shutil.copytree(ROOT / "slurm", directory / "slurm")  # where a user may be, with the checkout above
+    return directory
+
+
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory):
     """The nodes, and a checkout where jobs are submitted: their logs stay there."""
-    checkout = tmp_path_factory.mktemp("slurm") / "checkout"
-    checkout.mkdir()
-    for path in ROOT.iterdir():
-        if path.suffix in (".py", ".sh", ".txt") or path.name == "common":
-            (checkout / path.name).symlink_to(path)
-    shutil.copytree(ROOT / "slurm", checkout / "slurm")  # where a user may be, with the checkout above
-    (checkout / ".venv").symlink_to(sys.prefix)
+    checkout = make_checkout(tmp_path_factory.mktemp("slurm") / "checkout")
+    (checkout / ".venv").mkdir()
+    (checkout / ".venv" / "bin").symlink_to(programs())
     variables = {"MODEL": TINY_MODEL["config_name"], "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     with SlurmCluster(checkout, variables) as cluster:
         yield cluster
@@ -63,6 +70,12 @@ def start(cluster, dataset: Path, target: Path, **variables: str) -> int:
     )
     cluster.until(lambda: len(rows(target / "out-ddp")) > 25, "no step was done")
     return job
+
+
+def is_told(rank: int) -> bool:
+    """Whether SIGUSR1 waits for the process to go on."""
+    pending = re.search(r"ShdPnd:\s*(\w+)", Path(f"/proc/{rank}/status").read_text())[1]
+    return bool(int(pending, 16) >> (signal.SIGUSR1 - 1) & 1)
 
 
 def said(cluster, job: int) -> str:
@@ -132,6 +145,7 @@ def test_a_job_goes_on_whatever_ends_it_until_it_is_cancelled(cluster, dataset, 
     cluster.on_head(f"scontrol update JobId={job} TimeLimit=5")
     cluster.until(lambda: "SIGUSR1: the job's time is nearly over" in said(cluster, job), "no warning")
     requeues = restarted()[1]
+    cluster.until(lambda: sum(map(is_told, cluster.ranks(job))) == 2, "the ranks are not told", 60)
     cluster.signal_ranks(job, signal.SIGCONT)
     cluster.until(lambda: restarted()[1] > requeues, "the walltime: not requeued")
     assert "Stopped as asked, the state is saved" in said(cluster, job)
@@ -184,7 +198,10 @@ def stand_ins(directory: Path, **texts: str) -> str:
 
 
 def test_from_slurm_itself_on_gpus_that_slurm_does_not_manage_in_the_image_that_is_there(cluster, dataset, tmp_path):
-    """The guides' `sbatch train_ddp.sh`, with nothing more; the run is one epoch, as the templates have it."""
+    """The guides' `sbatch train_ddp.sh`, with nothing more; the run is one epoch, as the templates have it.
+
+    The image's Python is a fresh one; that of the other jobs is warm.
+    """
     target, log = tmp_path / "target", tmp_path / "pyxis"
     target.mkdir()
     (target / "esm-slurm.sqsh").touch()
@@ -289,8 +306,10 @@ def test_a_failed_download_does_not_leave_the_next_job_waiting(cluster, tmp_path
 
 
 @pytest.mark.skipif(not (Path(sys.prefix) / "installed-1").exists(), reason="this environment is not install.sh's")
-def test_create_venv_leaves_the_shell_that_sources_it_as_it_is(cluster):
-    source = 'before=$-$(shopt -p)$(set +o)$PWD; . slurm/create_venv.sh; echo "status $?"'
+def test_create_venv_leaves_the_shell_that_sources_it_as_it_is(cluster, tmp_path):
+    directory = make_checkout(tmp_path / "checkout")
+    (directory / ".venv").symlink_to(sys.prefix)
+    source = f'cd {directory}; before=$-$(shopt -p)$(set +o)$PWD; . slurm/create_venv.sh; echo "status $?"'
     same = '[ "$before" = "$-$(shopt -p)$(set +o)$PWD" ] && echo same; realpath "$VIRTUAL_ENV"'
     for _ in range(2):
         found = cluster.on_head(f"{source}; {same}", TORCH_BUILD="cpu").splitlines()

@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 from common.preflight.report import ERROR, OK, WARN, table
 from tests.training_fixtures import ROOT, TIMEOUT_S, _free_port, environment, on_ranks
+from tests.warm_python import python
 
 NEW_MOUNTS, NEW_HOSTNAME = 0x00020000, 0x04000000  # flags of unshare(2)
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="namespaces need root")
@@ -50,7 +51,7 @@ def lines_of(said: str, word: str = "error") -> list[str]:
 def test_two_nodes_under_torchrun_as_the_job_scripts_start_it(dataset, tmp_path):
     """The table and the JSON tell the same; everything is looked at, within seconds; nothing is left behind."""
     output = tmp_path / "out"
-    command = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc_per_node=1"]
+    command = [python(), "-m", "torch.distributed.run", "--nnodes=2", "--nproc_per_node=1"]
     command += ["--rdzv_backend=c10d", f"--rdzv_endpoint=127.0.0.1:{_free_port()}", f"--rdzv_id={os.getpid()}"]
     command += [
         "-m",
@@ -336,7 +337,7 @@ def test_clocks_that_differ(tmp_path):
         variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "FAKETIME_DONT_FAKE_MONOTONIC": 1}
         variables = environment() | {name: str(value) for name, value in variables.items()}
         command = [
-            sys.executable,
+            python(),  # a shifted clock, which is a library loaded first, has it start a real one
             "-m",
             "common.preflight",
             "--timeout=150",

@@ -6,13 +6,13 @@ import contextlib
 import os
 import signal
 import subprocess
-import sys
 import uuid
 
 import pytest
 
 from tests.live_runs import newest_step, ranks_of, wait_until
 from tests.training_fixtures import ROOT, _free_port, environment, flags_of, losses, rows, train
+from tests.warm_python import python
 
 FLAGS = {"max_steps": 100_000, "packs_per_step": 2, "save_steps": 10, "save_total_limit": 2, "logging_steps": 1}
 
@@ -24,7 +24,7 @@ class Agent:
         # Waits of seconds instead of minutes, as a small machine can afford them.
         patience = "join_timeout=60,last_call_timeout=1,keep_alive_interval=1,keep_alive_max_attempt=3"
         self.log = log
-        command = [sys.executable, "-m", "torch.distributed.run", "--nnodes=1:2", "--nproc_per_node=1"]
+        command = [python(), "-m", "torch.distributed.run", "--nnodes=1:2", "--nproc_per_node=1"]
         command += ["--max_restarts=10", "--rdzv_backend=c10d", f"--rdzv_endpoint={endpoint}", f"--rdzv_id={job}"]
         command += [f"--rdzv_conf={patience}", "--local_addr=127.0.0.1", "--monitor_interval=0.3", *argv]
         with open(log, "w") as file:

@@ -19,6 +19,7 @@ from common.ranks.world import World
 from common.training.run_directory import clear
 from tests.live_runs import LiveRun, assert_same_run, newest_step, outcome
 from tests.training_fixtures import ROOT, losses, on_ranks, rows, run_forked, run_training, train
+from tests.warm_python import python
 
 LONG = {"max_steps": 300, "save_steps": 10, "per_device_train_batch_size": 1, "save_final_model": False}
 
@@ -283,7 +284,7 @@ def test_a_validation_split_without_a_protein_is_refused_before_anything_is_writ
 
 
 def test_torchrun_with_a_bad_flag_says_so_once_and_each_rank_ends_with_2(dataset, tmp_path):
-    done = run_training(dataset, tmp_path / "out", nproc=2, bf16="maybe")
+    done = run_training(dataset, tmp_path / "out", nproc=2, bf16="maybe", python=python())
     assert done.returncode == 1  # torchrun's own
     assert len(errors_of(done.stderr)) == 1
     assert "--bf16" in done.stderr
