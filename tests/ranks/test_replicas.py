@@ -63,7 +63,7 @@ def test_who_is_odd(digests, odd):
 
 
 def _main_with_a_flipped_bit(argv: list[str], script: str, step: int, rank: int) -> None:
-    """After a step, the lowest bit of one weight is another on one rank."""
+    """After a step, one bit of one weight is another on one rank: none that the next update may round away."""
     steps = 0
 
     def flip(optimizer, *_) -> None:
@@ -72,7 +72,7 @@ def _main_with_a_flipped_bit(argv: list[str], script: str, step: int, rank: int)
         if steps == step and torch.distributed.get_rank() == rank:
             weight = optimizer.param_groups[0]["params"][1].detach()
             local = weight.to_local() if isinstance(weight, DTensor) else weight
-            local.view(torch.int32)[0, 0] ^= 1
+            local.view(torch.int32)[0, 0] ^= 1 << 20
 
     register_optimizer_step_post_hook(flip)
     _main(argv, script)
