@@ -6,7 +6,7 @@
 #   ./quickstart.sh                          a generated sample of protein families
 #   ./quickstart.sh --fasta my.fasta[.gz]    your own proteins
 #   ./quickstart.sh --source URL             proteins from the web, say UniRef50 (13.6 GB)
-#   ./quickstart.sh --steps 2000             train for longer (default: what takes about two minutes here)
+#   ./quickstart.sh --steps 2000             train for longer (default: what takes a minute or two here)
 #   ./quickstart.sh --output DIR             where it all goes (default: quickstart/<name of the proteins>)
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")"
@@ -51,7 +51,7 @@ launch=("$python")
 gpus=$($python -c 'import torch; print(torch.cuda.device_count())')
 [ "$gpus" -le 1 ] || launch=(.venv/bin/torchrun --standalone --nproc_per_node="$gpus")
 run=$output/run.json  # once written, it stays: started again, the run goes on as it began
-[ -f "$run" ] || $python -m common.training.pace --flags_file "$run" --seconds 120 \
+[ -f "$run" ] || $python -m common.training.pace --flags_file "$run" --seconds 90 \
   --config_name facebook/esm2_t6_8M_UR50D --dataset_dir "$output/processed/arrow" --output_dir "$output/model" \
   --max_seq_length 512 --tokens_per_pack 4096 --learning_rate 1e-3 --logging_steps 10 --save_steps 20 \
   --save_total_limit 2 --do_eval --eval_on_start --eval_steps 0.334 --max_eval_samples 500

@@ -1,6 +1,6 @@
 """How fast this machine trains, and so what a run of some minutes can be: its precision and its number of steps.
 
-    python -m common.training.pace --flags_file run.json --seconds 120 --max_seq_length 512 ...
+    python -m common.training.pace --flags_file run.json --seconds 90 --max_seq_length 512 ...
 
 takes the flags of train_ddp.py, times a few of its steps in fp32 and in bf16, and writes the flags of the run it would
 do into a file for `train_ddp.py run.json`. What is written there stays: a run that is started again reads it and times
@@ -40,7 +40,7 @@ GAIN = 1.1  # by which bf16 has to be faster: else its rounding buys nothing
 @dataclass
 class PaceArguments(TrainArguments):
     flags_file: str = flag("run.json", "Where the flags of the run go.")
-    seconds: float = flag(120.0, "What the run, with its evaluations, may take.")
+    seconds: float = flag(90.0, "What the run, with its evaluations, may take.")
     least_steps: int = flag(60, "Take so many, however long they take.")
     most_steps: int = flag(240, "Take no more.")
 
