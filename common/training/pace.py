@@ -41,7 +41,7 @@ GAIN = 1.1  # by which bf16 has to be faster: else its rounding buys nothing
 class PaceArguments(TrainArguments):
     flags_file: str = flag("run.json", "Where the flags of the run go.")
     seconds: float = flag(90.0, "What the run, with its evaluations, may take.")
-    least_steps: int = flag(60, "Take so many, however long they take.")
+    least_steps: int = flag(48, "Take so many, however long they take.")
     most_steps: int = flag(240, "Take no more.")
 
     def check(self) -> None:
