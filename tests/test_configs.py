@@ -111,7 +111,10 @@ def test_without_flags_two_ranks_share_packs_and_one_says_that_it_is_alone(tmp_p
     assert codes == [2], said[0]
     assert "/configs/sanity_cp.yaml: 250 short steps of facebook/esm2_t6_8M_UR50D" in said[0]
     assert "into out/sanity_cp. " in said[0]
-    assert said[0].splitlines()[-1] == "error: --cp_size 2 does not divide 1 ranks: use 1, or 2 ranks"
+    assert said[0].splitlines()[-1] == (
+        "error: --cp_size 2 does not divide the number of ranks, 1: choose --cp_size 1, or start 2 ranks (torchrun "
+        "--nproc_per_node)"
+    )
     assert not list(tmp_path.iterdir())
 
 

@@ -8,23 +8,43 @@ Everything is added up in fp32 (float64 for float64).
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, queries: list[int], keys: list[int]) -> tuple[Tensor, Tensor]:
-    """q [Tq, H, D], k and v [Tk, H, D]; sequence b has the queries [queries[b], queries[b + 1]), and keys alike.
+@dataclass(frozen=True)
+class Bounds:
+    """Which of some queries, or keys, are of which sequence: of sequence b those in [host[b], host[b + 1]).
+
+    device: the same, int32 [B + 1], where the kernels want it.
+    """
+
+    host: list[int]
+    device: Tensor
+
+    @classmethod
+    def make(cls, rows: Tensor, device: torch.device | str) -> list[Bounds]:
+        """One for each row of a tensor on the host, sent in one go."""
+        there = rows.to(torch.int32).to(device, non_blocking=True)
+        return [cls(row.tolist(), moved) for row, moved in zip(rows, there, strict=True)]
+
+    @property
+    def longest(self) -> int:
+        return max((b - a for a, b in zip(self.host, self.host[1:], strict=False)), default=0)
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, queries: Bounds, keys: Bounds) -> tuple[Tensor, Tensor]:
+    """q [Tq, H, D], k and v [Tk, H, D]: each query to the keys of its own sequence.
 
     Returns out [Tq, H, D] and lse [Tq, H], fp32; 0 and -inf where a sequence has no key in the block. Scores
     are scaled by 1/sqrt(D).
     """
     if _has_varlen_kernel(q):
-        bounds = _on_device(queries, keys, q.device)
-        longest = _longest(queries), _longest(keys)
-        flash = torch.ops.aten._flash_attention_forward
-        out, lse, *_ = flash(q, k, v, *bounds, *longest, 0.0, False, False, scale=q.shape[-1] ** -0.5)
-        unseen = _without_keys(queries, keys, q.device)
+        flash, sequences = torch.ops.aten._flash_attention_forward, _of_sequences(queries, keys)
+        out, lse, *_ = flash(q, k, v, *sequences, 0.0, False, False, scale=q.shape[-1] ** -0.5)
+        unseen = _without_keys(queries, keys)
         return out.float().masked_fill(unseen[:, None, None], 0), lse.t().masked_fill(unseen[:, None], -math.inf)
     kind = torch.promote_types(q.dtype, torch.float32)
     out, lse = q.new_zeros(q.shape, dtype=kind), q.new_full(q.shape[:2], -math.inf, dtype=kind)
@@ -42,17 +62,16 @@ def merge(out: Tensor, lse: Tensor, more: Tensor, lse_of_more: Tensor) -> tuple[
 
 
 def gradients(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, queries: list[int], keys: list[int]
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, queries: Bounds, keys: Bounds
 ) -> tuple[Tensor, Tensor, Tensor]:
     """What the block adds to the gradients of q, and those of k and v; fp32. out, lse: over all blocks."""
     if _has_varlen_kernel(q):
-        bounds = _on_device(queries, keys, q.device)
-        longest = _longest(queries), _longest(keys)
-        state = torch.zeros(2, dtype=torch.uint64, device=q.device)  # of a dropout that there is none of
-        flash = torch.ops.aten._flash_attention_backward
+        flash, sequences = torch.ops.aten._flash_attention_backward, _of_sequences(queries, keys)
         by = (grad.to(q.dtype), q, k, v, out.to(q.dtype), lse.t().contiguous())
-        dq, dk, dv = flash(*by, *bounds, *longest, 0.0, False, state, state.new_empty(0), scale=q.shape[-1] ** -0.5)
-        unseen = _without_keys(queries, keys, q.device)
+        # Of a dropout that there is none of: as torch.nn.attention.varlen has them.
+        state = torch.zeros(2, dtype=torch.uint64, device=q.device), torch.empty(0, device=q.device)
+        dq, dk, dv = flash(*by, *sequences, 0.0, False, *state, scale=q.shape[-1] ** -0.5)
+        unseen = _without_keys(queries, keys)
         return dq.float().masked_fill(unseen[:, None, None], 0), dk.float(), dv.float()
     kind = torch.promote_types(q.dtype, torch.float32)
     dq, dk, dv = (torch.zeros_like(x, dtype=kind) for x in (q, k, v))
@@ -92,22 +111,17 @@ def _has_varlen_kernel(q: Tensor) -> bool:
     return q.device.type == "cuda" and q.dtype in (torch.float16, torch.bfloat16)
 
 
-def _pairs(queries: list[int], keys: list[int]) -> list[tuple[slice, slice]]:
+def _pairs(queries: Bounds, keys: Bounds) -> list[tuple[slice, slice]]:
     """Of the sequences that have both."""
-    ends = zip(queries, queries[1:], keys, keys[1:], strict=False)
+    ends = zip(queries.host, queries.host[1:], keys.host, keys.host[1:], strict=False)
     return [(slice(a, b), slice(c, d)) for a, b, c, d in ends if b > a and d > c]
 
 
-def _on_device(queries: list[int], keys: list[int], device: torch.device) -> tuple[Tensor, ...]:
-    both = torch.tensor([queries, keys], dtype=torch.int32).to(device, non_blocking=True)
-    return both[0], both[1]
+def _of_sequences(queries: Bounds, keys: Bounds) -> tuple[Tensor, Tensor, int, int]:
+    return queries.device, keys.device, queries.longest, keys.longest
 
 
-def _longest(bounds: list[int]) -> int:
-    return max((b - a for a, b in zip(bounds, bounds[1:], strict=False)), default=0)
-
-
-def _without_keys(queries: list[int], keys: list[int], device: torch.device) -> Tensor:
+def _without_keys(queries: Bounds, keys: Bounds) -> Tensor:
     """Which queries have no key in the block; bool [Tq]."""
-    counts = torch.tensor([queries, keys]).diff()
-    return torch.repeat_interleave(counts[1] == 0, counts[0]).to(device, non_blocking=True)
+    missing = keys.device.diff() == 0
+    return torch.repeat_interleave(missing, queries.device.diff(), output_size=queries.host[-1])

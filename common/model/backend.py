@@ -17,9 +17,10 @@ import torch
 
 from common.cli import Flags, Missing, UserError, flag, one_line
 from common.model.config import Esm2Config
+from common.model.context_attention import WAYS
 
 BACKENDS = ("auto", "te", "torch")
-CP_COMM_TYPES = ("p2p", "all_gather", "a2a")
+CP_COMM_TYPES = (*WAYS, "a2a")
 HIDDEN_ACT = {"exact": "gelu", "tanh": "gelu_pytorch_tanh"}
 BF16_SINCE = (8, 0)  # compute capability
 # What a GPU does without, where Transformer Engine is not: said at the start of a run.
@@ -80,7 +81,7 @@ def check_context(flags: ModelFlags, layout: str, cp_size: int, backend: str, he
     if flags.cp_comm_type == "a2a" and heads % cp_size:
         raise UserError(f"{way}: {heads} attention heads do not divide among --cp_size {cp_size}: choose p2p")
     if backend == "te" and layout != "dual_chunk":
-        raise UserError(f"--cp_layout {layout}: Transformer Engine takes dual_chunk alone: or --backend torch")
+        raise UserError(f"--cp_layout {layout}: Transformer Engine takes dual_chunk: choose that, or --backend torch")
     if backend == "te" and torch.cuda.get_device_capability() < (9, 0):
         raise UserError(
             "--cp_size: Transformer Engine takes packs on GPUs of sm90 and later alone: use --backend torch"

@@ -11,9 +11,11 @@ Neither keeps another rank's keys from the forward to the backward pass: they co
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from common.model import attention_blocks as blocks
@@ -54,23 +56,40 @@ def share_context(model: nn.Module, group: dist.ProcessGroup, way: str) -> None:
 class Sharing:
     """Where what is of a shared pack, for all layers: this rank's tokens, every rank's block of keys; real ones only.
 
-    own [R]: the places of this rank's real tokens; bounds: for each rank, where its part of each sequence begins in
-    its block, end to end; rows: how many rows a block is sent with, the same on all ranks.
+    own [R]: the places of this rank's real tokens; parts: for each rank, where its part of each sequence begins in its
+    block, end to end; rows: how many rows a block is sent with, the same on all ranks. Made once for all layers: what
+    the host counts, and sends to a device, it does not do again in each.
     """
 
     def __init__(self, shared: SharedPack, context: ContextGroup):
         self.context = context
-        real, begins = shared.real.long().cpu(), shared.bounds[context.rank].long().cpu()[:-1]
-        ends = torch.nn.functional.pad(real.cumsum(1), (1, 0))
-        self.bounds: list[list[int]] = ends.tolist()
-        counts = real[context.rank]
-        shift = torch.repeat_interleave(begins - ends[context.rank][:-1], counts)
-        self.own = (torch.arange(len(shift)) + shift).to(shared.positions.device, non_blocking=True)
-        self.rows = max(1, *(bounds[-1] for bounds in self.bounds))
+        self._device = shared.positions.device
+        self._ends = F.pad(shared.real.cumsum(1), (1, 0))  # [cp, B + 1]
+        self.parts = blocks.Bounds.make(self._ends, self._device)
+        begins = shared.bounds[context.rank, :-1] - self._ends[context.rank, :-1]
+        self.own = self._places(begins, shared.real[context.rank])
+        self.rows = max(1, int(self._ends[:, -1].max()))
+
+    def _places(self, shifts: Tensor, counts: Tensor) -> Tensor:
+        """Runs of neighbours, end to end: the n-th has counts[n] places, shifts[n] beyond where it is here."""
+        shift = torch.repeat_interleave(shifts, counts)
+        return (torch.arange(len(shift)) + shift).to(self._device, non_blocking=True)
 
     @property
-    def queries(self) -> list[int]:
-        return self.bounds[self.context.rank]
+    def queries(self) -> blocks.Bounds:
+        return self.parts[self.context.rank]
+
+    @cached_property
+    def everyone(self) -> blocks.Bounds:
+        """Of the parts of all ranks together."""
+        return blocks.Bounds.make(self._ends.sum(0)[None], self._device)[0]
+
+    @cached_property
+    def places(self) -> Tensor:
+        """The rows of all blocks end to end, sequence by sequence and in a sequence rank by rank; int64 [L]."""
+        begins = self._ends[:, :-1] + self.rows * torch.arange(len(self._ends))[:, None]
+        counts = self._ends.diff().t().flatten()
+        return self._places(begins.t().flatten() - (counts.cumsum(0) - counts), counts)
 
     def block(self, kv: Tensor) -> Tensor:
         """[R, ...] with fillers up to `rows`."""
@@ -80,7 +99,7 @@ class Sharing:
 
     def part(self, block: Tensor, rank: int) -> tuple[Tensor, Tensor]:
         """Keys and values of a rank's block [rows, 2, H, D], without the fillers."""
-        return block[: self.bounds[rank][-1]].unbind(1)
+        return block[: self.parts[rank].host[-1]].unbind(1)
 
 
 def whole_sequences(shared: SharedPack, tokens: int) -> Tensor:
@@ -88,7 +107,7 @@ def whole_sequences(shared: SharedPack, tokens: int) -> Tensor:
     without padding and with it. tokens: of each rank, with fillers, which are one more sequence."""
     fillers = (tokens - shared.bounds[:, -1]).sum()
     real, padded = (torch.cat((x.sum(0), fillers[None])) for x in (shared.real, shared.bounds.diff()))
-    return torch.nn.functional.pad(torch.stack((real, padded)).cumsum(1), (1, 0))
+    return F.pad(torch.stack((real, padded)).cumsum(1), (1, 0))
 
 
 @torch.compiler.disable  # exchanges with other ranks: compiled layers are cut in two here
@@ -112,8 +131,8 @@ class _Ring(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q: Tensor, kv: Tensor, sharing: Sharing) -> Tensor:
         out = lse = None
-        for rank, block in _rounds(sharing.block(kv), sharing):
-            part = blocks.attend(q, *sharing.part(block, rank), sharing.queries, sharing.bounds[rank])
+        for rank, block in rounds(sharing.block(kv), sharing):
+            part = blocks.attend(q, *sharing.part(block, rank), sharing.queries, sharing.parts[rank])
             out, lse = part if out is None else blocks.merge(out, lse, *part)
         ctx.sharing = sharing
         ctx.save_for_backward(q, kv, out.to(q.dtype), lse)
@@ -124,10 +143,9 @@ class _Ring(torch.autograd.Function):
         q, kv, out, lse = ctx.saved_tensors
         sharing, grads_q = ctx.sharing, 0
         coming = None  # the gradients of the block at hand, as far as others have worked on it
-        for rank, block in _rounds(sharing.block(kv), sharing):
-            dq, *more = blocks.gradients(
-                grad, q, *sharing.part(block, rank), out, lse, sharing.queries, sharing.bounds[rank]
-            )
+        for rank, block in rounds(sharing.block(kv), sharing):
+            keys = sharing.part(block, rank)
+            dq, *more = blocks.gradients(grad, q, *keys, out, lse, sharing.queries, sharing.parts[rank])
             grads_q = grads_q + dq
             added = sharing.block(torch.stack(more, 1))
             if coming is not None:
@@ -141,8 +159,7 @@ class _Gathered(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, q: Tensor, kv: Tensor, sharing: Sharing) -> Tensor:
-        everyone, bounds = _all_sequences(kv, sharing)
-        out, lse = blocks.attend(q, *everyone.unbind(1), sharing.queries, bounds)
+        out, lse = blocks.attend(q, *_all_keys(kv, sharing), sharing.queries, sharing.everyone)
         ctx.sharing = sharing
         ctx.save_for_backward(q, kv, out.to(q.dtype), lse)
         return out.to(q.dtype)
@@ -151,35 +168,25 @@ class _Gathered(torch.autograd.Function):
     def backward(ctx, grad: Tensor):
         q, kv, out, lse = ctx.saved_tensors
         sharing, group = ctx.sharing, ctx.sharing.context.group
-        everyone, bounds = _all_sequences(kv, sharing)
-        dq, *more = blocks.gradients(grad, q, *everyone.unbind(1), out, lse, sharing.queries, bounds)
+        keys = _all_keys(kv, sharing)
+        dq, *more = blocks.gradients(grad, q, *keys, out, lse, sharing.queries, sharing.everyone)
         grads = torch.stack(more, 1)
         apart = grads.new_zeros(sharing.context.size * sharing.rows, *kv.shape[1:])
-        apart.index_copy_(0, _places(sharing).to(kv.device), grads)
+        apart.index_copy_(0, sharing.places, grads)
         own = torch.empty_like(apart[: sharing.rows])
         reduce_scatter(own, apart, group=group)
         return dq.to(q.dtype), own[: len(kv)].to(kv.dtype), None
 
 
-def _all_sequences(kv: Tensor, sharing: Sharing) -> tuple[Tensor, list[int]]:
-    """Keys and values of all ranks, sequence by sequence [L, 2, H, D], and where each begins."""
+def _all_keys(kv: Tensor, sharing: Sharing) -> tuple[Tensor, Tensor]:
+    """Keys and values of all ranks, sequence by sequence; [L, H, D] each."""
     block = sharing.block(kv)
     gathered = block.new_empty(sharing.context.size * sharing.rows, *kv.shape[1:])
     all_gather(gathered, block, group=sharing.context.group)
-    bounds = torch.tensor(sharing.bounds).sum(0)
-    return gathered[_places(sharing).to(kv.device)], bounds.tolist()
+    return gathered[sharing.places].unbind(1)
 
 
-def _places(sharing: Sharing) -> Tensor:
-    """The rows of the gathered blocks, sequence by sequence and in a sequence rank by rank; int64 [L]."""
-    bounds = torch.tensor(sharing.bounds)  # [cp, B + 1]
-    begins = bounds[:, :-1] + sharing.rows * torch.arange(len(bounds))[:, None]
-    counts = bounds.diff().t().flatten()
-    shift = begins.t().flatten() - (counts.cumsum(0) - counts)
-    return torch.arange(int(counts.sum())) + torch.repeat_interleave(shift, counts)
-
-
-def _rounds(block: Tensor, sharing: Sharing):
+def rounds(block: Tensor, sharing: Sharing):
     """(rank, its block) for every rank, this one's own first; the next one is on its way meanwhile."""
     context = sharing.context
     for turn in range(context.size):

@@ -84,7 +84,10 @@ class World:
             fitting = ", ".join(str(n) for n in range(1, self.size + 1) if self.size % n == 0)
             lower = self.size // cp_size * cp_size
             ranks = " or ".join(str(n) for n in (lower, lower + cp_size) if n)
-            raise UserError(f"--cp_size {cp_size} does not divide {self.size} ranks: use {fitting}, or {ranks} ranks")
+            raise UserError(
+                f"--cp_size {cp_size} does not divide the number of ranks, {self.size}: choose --cp_size {fitting}, "
+                f"or start {ranks} ranks (torchrun --nproc_per_node)"
+            )
         self.cp_size = cp_size
         if cp_size > 1:
             groups = [list(range(first, first + cp_size)) for first in range(0, self.size, cp_size)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import weakref
 
 import numpy as np
 import torch
@@ -12,9 +13,10 @@ from common.batches.collators import to_device
 from common.batches.context import SlicingCollator
 from common.batches.masking import IGNORE
 from common.files.alphabet import MASK
-from common.model.context_attention import WAYS, share_context
+from common.model.context_attention import WAYS, ContextGroup, Sharing, rounds, share_context
 from common.model.esm2 import Esm2ForMaskedLM, build_model
 from common.model.presets import esm2_config
+from common.ranks.slices import SharedPack, Slices
 from common.ranks.world import World
 
 LENGTHS = {  # of the sequences of a pack
@@ -128,6 +130,26 @@ def compare(cp_size: int, cases: list[tuple], out: str) -> None:
             found.append([case, "logits", *_distance(back, logits_of(whole, mine[0], bf16))])
     if world.is_main:
         torch.save(found, out)
+    dist.barrier()
+
+
+def hold_blocks() -> None:
+    """In every rank: what is left of the blocks of a ring, while they go round."""
+    world = World.from_environment(use_cpu=True)
+    dist.init_process_group("gloo")
+    world.share_packs(world.size)
+    slices = Slices(np.array([64]), world.size, "contiguous")
+    arrays = (slices.positions(world.rank), slices.bounds(), slices.real())
+    shared = SharedPack(*map(torch.from_numpy, arrays), torch.tensor([64]), torch.tensor([0]))
+    seen, ranks = [], []
+    for rank, block in rounds(
+        torch.full((16, 2, 1, 4), float(world.rank)), Sharing(shared, ContextGroup(world.cp_group))
+    ):
+        seen.append(weakref.ref(block))
+        ranks.append(rank)
+        assert (block == rank).all()
+        assert [each() is None for each in seen] == [True] * (len(seen) - 1) + [False], "blocks before it are gone"
+    assert sorted(ranks) == list(range(world.size))
     dist.barrier()
 
 

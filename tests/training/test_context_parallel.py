@@ -106,10 +106,14 @@ def test_a_dead_neighbour_is_named(dataset, tmp_path):
     assert error.startswith("error: another rank is gone: no answer from rank 1 ")
 
 
-@pytest.mark.parametrize("cp_size", [1, 2])
-def test_streams_are_dealt_out_by_data_rank(dataset, tmp_path, cp_size):
+@pytest.mark.parametrize(
+    ("cp_size", "packing"), [(1, {}), (2, {}), (2, {"pad_to_max_length": True})], ids=["cp1", "cp2", "padded"]
+)
+def test_streams_are_dealt_out_by_data_rank(tmp_path, cp_size, packing):
+    """Padded batches are packs of so many sequences, and shared as such."""
     write_sample(tmp_path / "proteins.fasta", num_proteins=60, families=4, seed=3)
     flags = {"dataset": tmp_path / "proteins.fasta", "max_steps": 6, "packs_per_step": 2, "save_final_model": False}
+    flags |= packing
     train(None, tmp_path / "alone", 1, **flags)
     train(None, tmp_path / "shared", 2 * cp_size, script=CP, cp_size=cp_size, **flags)
     for one, other in zip(trajectory(tmp_path / "shared"), trajectory(tmp_path / "alone"), strict=True):
@@ -120,7 +124,11 @@ def test_streams_are_dealt_out_by_data_rank(dataset, tmp_path, cp_size):
 @pytest.mark.parametrize(
     ("nproc", "flags", "line"),
     [
-        (2, {"cp_size": 3}, "--cp_size 3 does not divide 2 ranks: use 1, 2, or 3 ranks"),
+        (
+            2,
+            {"cp_size": 3},
+            "--cp_size 3 does not divide the number of ranks, 2: choose --cp_size 1, 2, or start 3 ranks (torchrun",
+        ),
         (
             1,
             {"pad_sequences_to_be_divisible_by": 6},
