@@ -96,6 +96,10 @@ def outcome(which: Model, args: Arguments) -> Outcome:
         model.load_state_dict(to_hf(ours.state_dict(), config), strict=False)
     (batch,) = batches_for("torch", args.tokens, 1)
     inputs = to_device(batch if which.kind != "peer" else padded(batch), device)
+    masters = precision.masters
+    if masters:  # a step that changes nothing makes the stored weights from them anew, by then with good scales
+        still = torch.optim.SGD(masters.weights.parameters(), lr=0.0)
+        masters.follow(still)
     passes = 1 + PASSES_BEFORE * ("fp8" in which.kind or emulation is not None)
     model.train()
     for number in range(passes):
@@ -108,6 +112,8 @@ def outcome(which: Model, args: Arguments) -> Outcome:
         loss.backward()
         if emulation:
             emulation.end_step(World(0, 0, 1, device), False)
+        if masters and number + 1 < passes:
+            still.step()
     gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     del inputs["labels"]
     with torch.no_grad(), torch.autocast(device.type, torch.bfloat16, enabled=which.bf16):

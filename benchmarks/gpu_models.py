@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import EsmForMaskedLM
 
 from benchmarks.peer import padded
-from common.batches.collators import Batch, MaskingCollator
+from common.batches.collators import Batch, MaskingCollator, to_device
 from common.batches.packing import Pack
 from common.cli import UserError
 from common.files.alphabet import CLS, EOS
@@ -103,6 +104,30 @@ def build(kind: str, config: Esm2Config, device: str, fp8_recipe: str) -> tuple[
         torch._dynamo.reset()
         compile_layers(model, device)
     return model, precision
+
+
+def steps_of(kind: str, config: Esm2Config, device: str, fp8_recipe: str) -> Callable[[Batch], Tensor]:
+    """A function that does one training step with a batch of that kind and returns its loss, on the device."""
+    model, precision = build(kind, config, device, fp8_recipe)
+    model.train()
+    masters = precision.masters
+    weights = (masters.weights if masters else model).parameters()
+    optimizer = torch.optim.AdamW(weights, lr=1e-4, weight_decay=0.01, fused=True)
+    if masters:
+        masters.follow(optimizer)
+
+    def step(batch: Batch) -> Tensor:
+        inputs = to_device(batch, torch.device(device))
+        with torch.autocast(torch.device(device).type, torch.bfloat16):
+            output = model(**inputs)
+            loss = output.loss if kind == "peer" else output.loss_sum / batch["num_masked"]
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        model.zero_grad()
+        return loss.detach()
+
+    return step
 
 
 @torch.no_grad()

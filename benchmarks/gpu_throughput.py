@@ -28,9 +28,8 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.gpu_models import KINDS, MAX_LENGTH, SIZES, batches_for, build
+from benchmarks.gpu_models import KINDS, MAX_LENGTH, SIZES, batches_for, steps_of
 from benchmarks.tables import publish, where_measured
-from common.batches.collators import to_device
 from common.cli import Flags, UserError, flag, parse_arguments, run
 from common.model.backend import HIDDEN_ACT
 from common.model.presets import esm2_config
@@ -75,26 +74,13 @@ def measure(mode: str, size: str, args: Arguments) -> dict:
     if mode.startswith("te"):
         config.hidden_act = HIDDEN_ACT["tanh"]
     batches = batches_for(mode, args.tokens, args.warmup + args.steps)
-    model, precision = build(mode, config, args.device, args.fp8_recipe)
-    model.train()
-    masters = precision.masters
-    weights = (masters.weights if masters else model).parameters()
-    optimizer = torch.optim.AdamW(weights, lr=1e-4, weight_decay=0.01, fused=True)
-    if masters:
-        masters.follow(optimizer)
+    step = steps_of(mode, config, args.device, args.fp8_recipe)
     tokens, flops = 0, 0.0
     for number, batch in enumerate(batches):
         if number == args.warmup:
             finish()
             started = time.perf_counter()
-        inputs = to_device(batch, device)
-        with torch.autocast(device.type, torch.bfloat16):
-            output = model(**inputs)
-            loss = output.loss if mode == "peer" else output.loss_sum / batch["num_masked"]
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        model.zero_grad()
+        loss = step(batch)
         if number >= args.warmup:
             tokens += batch["num_tokens"]
             flops += step_flops(config, *(batch[k] for k in ("num_tokens", "sum_squared_lengths", "num_masked")))

@@ -45,8 +45,12 @@ def packed_attention(qkv: Tensor, cos: Tensor, sin: Tensor, cu_seqlens: Tensor, 
     if qkv.device.type == "cpu" and qkv.dtype in (torch.float32, torch.bfloat16):
         return _cpu_attention(qkv, cos, sin, cu_seqlens)
     q, k, v = qkv.unbind(2)
-    q, k = rotate(q, cos, sin), rotate(k, cos, sin)
-    if qkv.device.type == "cuda" and qkv.dtype in (torch.float16, torch.bfloat16):
+    return rotated_attention(rotate(q, cos, sin), rotate(k, cos, sin), v, cu_seqlens, max_seqlen)
+
+
+def rotated_attention(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int) -> Tensor:
+    """The same of queries and keys that are rotated already: q, k, v [T, H, D] -> [T, H * D]."""
+    if q.device.type == "cuda" and q.dtype in (torch.float16, torch.bfloat16):
         from torch.nn.attention.varlen import varlen_attn  # torch >= 2.10; CUDA only
 
         return varlen_attn(q, k, v.contiguous(), cu_seqlens, cu_seqlens, max_seqlen, max_seqlen).flatten(1)

@@ -25,6 +25,7 @@ HIDDEN_ACT = {"exact": "gelu", "tanh": "gelu_pytorch_tanh"}
 BF16_SINCE = (8, 0)  # compute capability
 # What a GPU does without, where Transformer Engine is not: said at the start of a run.
 LOST = "its fused kernels, and FP8, MXFP8 and NVFP4 on the GPU's own units"
+NO_KERNEL = "Transformer Engine has no attention kernel for packs here (neither flash-attn nor cuDNN's)"
 HEAD_MULTIPLE = 8  # of the flash kernels behind torch's varlen attention
 ONLY_GELU = {"te": "tanh"}  # a backend with one kind
 
@@ -71,9 +72,9 @@ class ModelFlags(Flags):
         self.require_choice("gelu", (None, *HIDDEN_ACT))
 
 
-def check_context(flags: ModelFlags, layout: str, cp_size: int, backend: str, heads: int) -> None:
+def check_context(flags: ModelFlags, layout: str, cp_size: int, backend: str, config: Esm2Config) -> None:
     """UserError where a backend cannot share packs among so many ranks as the flags say."""
-    way = f"--cp_comm_type {flags.cp_comm_type}"
+    way, heads = f"--cp_comm_type {flags.cp_comm_type}", config.num_attention_heads
     if cp_size == 1:
         return
     if backend == "torch" and flags.cp_comm_type == "a2a":
@@ -82,10 +83,15 @@ def check_context(flags: ModelFlags, layout: str, cp_size: int, backend: str, he
         raise UserError(f"{way}: {heads} attention heads do not divide among --cp_size {cp_size}: choose p2p")
     if backend == "te" and layout != "dual_chunk":
         raise UserError(f"--cp_layout {layout}: Transformer Engine takes dual_chunk: choose that, or --backend torch")
-    if backend == "te" and torch.cuda.get_device_capability() < (9, 0):
-        raise UserError(
-            "--cp_size: Transformer Engine takes packs on GPUs of sm90 and later alone: use --backend torch"
-        )
+    if backend == "te" and not te_attends(config):
+        raise UserError(f"--cp_size: {NO_KERNEL}: use --backend torch, or install flash-attn (./install.sh --gpu)")
+
+
+def te_attends(config: Esm2Config) -> bool:
+    """Whether Transformer Engine, which is here, attends to packs by a kernel of its own."""
+    from common.model.layers_te import has_kernel
+
+    return has_kernel(config.num_attention_heads, config.hidden_size // config.num_attention_heads)
 
 
 def te_missing(device: torch.device) -> str | None:

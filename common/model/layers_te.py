@@ -5,6 +5,9 @@ residual stream is bf16, not fp32; fp32 products are TF32 unless NVIDIA_TF32_OVE
 final norm and the LM head are the torch backend's: together a thousandth of the work, they would gain nothing from
 fusion, and so they stay out of every quantisation.
 
+Attention is Transformer Engine's where it has a kernel for packs: flash-attn's if that is installed, cuDNN's on Hopper
+and later. Without one it would write down every score, so then attention is the torch backend's (`Attention`).
+
 Written against Transformer Engine 2.20. Needs a CUDA device even to build a layer.
 """
 
@@ -12,30 +15,64 @@ from __future__ import annotations
 
 import math
 from contextlib import nullcontext
-from functools import partial
+from functools import cache, partial
 
 import torch
 import transformer_engine.pytorch as te
-from torch import Tensor
+from torch import Tensor, nn
+from transformer_engine.pytorch.attention.dot_product_attention import utils as dpa_utils
 
-from common.model.attention import rotary_angles
+from common.model.attention import rotary_angles, rotated_attention
 from common.model.config import Esm2Config
 from common.model.context_attention import ContextGroup, whole_sequences
 from common.ranks.slices import SharedPack
 
 # cuDNN makes, and keeps, a graph for every longest sequence it sees: lengths are rounded up to this.
 LENGTH_MULTIPLE = 128
+HALF = (torch.float16, torch.bfloat16)  # what attention kernels take
+
+
+@cache
+def has_kernel(heads: int, head_dim: int) -> bool:
+    """Whether Transformer Engine has an attention kernel for packs in bf16 here, with a backward pass."""
+    asked = dpa_utils.AttentionParams(
+        qkv_layout="thd_thd_thd",
+        batch_size=16,
+        num_heads=heads,
+        num_gqa_groups=heads,
+        max_seqlen_q=1024,
+        max_seqlen_kv=1024,
+        num_tokens_q=8192,
+        num_tokens_kv=8192,
+        head_dim_qk=head_dim,
+        head_dim_v=head_dim,
+        attn_mask_type="padding",
+        core_attention_bias_requires_grad=False,
+        softmax_scale=head_dim**-0.5,
+    )
+    by_flash_attn, _, by_cudnn, *_ = dpa_utils.get_attention_backend(asked)
+    return by_flash_attn or by_cudnn
+
+
+class Attention(nn.Module):
+    """In the place of Transformer Engine's own: that one where it has a kernel, else the torch backend's."""
+
+    def __init__(self, theirs: te.DotProductAttention, heads: int, head_dim: int):
+        super().__init__()
+        self.theirs, self.shape = theirs, (heads, head_dim)
+        self.name = theirs.name  # te.MultiheadAttention reads it
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, *, cu_seqlens_q: Tensor, max_seqlen_q: int, **others) -> Tensor:
+        """q, k, v [T, H, D] -> [T, H * D]. others: what else te.MultiheadAttention passes on."""
+        if others["pad_between_seqs"] or (q.dtype in HALF and has_kernel(*self.shape)):
+            return self.theirs(q, k, v, cu_seqlens_q=cu_seqlens_q, max_seqlen_q=max_seqlen_q, **others)
+        return rotated_attention(q, k, v, cu_seqlens_q, max_seqlen_q)
 
 
 class TransformerLayer(te.TransformerLayer):
-    """x [T, hidden] -> [T, hidden], in x's dtype or autocast's.
+    """x [T, hidden] -> [T, hidden], in x's dtype or autocast's."""
 
-    attention: `thd` (packed) or `bshd` (unpacked around every layer: slower, for GPUs before Hopper, whose attention
-    kernels take no packs).
-    """
-
-    def __init__(self, config: Esm2Config, number: int = 0, attention: str | None = None):
-        attention = attention or ("thd" if torch.cuda.get_device_capability() >= (9, 0) else "bshd")
+    def __init__(self, config: Esm2Config, number: int = 0):
         super().__init__(
             config.hidden_size,
             config.intermediate_size,
@@ -46,7 +83,7 @@ class TransformerLayer(te.TransformerLayer):
             layer_number=number + 1,
             layer_type="encoder",
             self_attn_mask_type="padding",  # with thd: no attention across sequences
-            attn_input_format=attention,
+            attn_input_format="thd",
             fuse_qkv_params=True,
             qkv_weight_interleaved=True,
             activation="gelu",
@@ -54,6 +91,8 @@ class TransformerLayer(te.TransformerLayer):
             device="meta",  # its own initialisation is common.model.initialise's business
             name=f"encoder.layers.{number}",
         )
+        shape = config.num_attention_heads, config.hidden_size // config.num_attention_heads
+        self.self_attention.core_attention = Attention(self.self_attention.core_attention, *shape)
 
     def forward(
         self,
@@ -65,8 +104,6 @@ class TransformerLayer(te.TransformerLayer):
     ) -> Tensor:
         """sharing: boundaries of the whole sequences without and with padding, where other ranks have a part of them.
         The others are of this rank's tokens."""
-        if self.attn_input_format == "bshd":
-            return self._unpacked(x, rotary, cu_seqlens, max_seqlen)
         cu_seqlens, padded = (cu_seqlens, None) if sharing is None else sharing
         return super().forward(
             x,
@@ -79,12 +116,6 @@ class TransformerLayer(te.TransformerLayer):
             max_seqlen_kv=max_seqlen,
             pad_between_seqs=padded is not None,
         )
-
-    def _unpacked(self, x: Tensor, rotary: Tensor, cu_seqlens: Tensor, max_seqlen: int) -> Tensor:
-        real = torch.arange(max_seqlen, device=x.device) < cu_seqlens.diff()[:, None]  # [B, S]
-        padded = x.new_zeros(*real.shape, x.shape[-1])
-        padded[real] = x
-        return super().forward(padded, attention_mask=~real[:, None, None], rotary_pos_emb=rotary)[real]
 
     def recompute(self) -> None:
         """Keep no activations: run the forward pass again when the backward pass comes.

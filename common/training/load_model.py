@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from common.model import esm2, presets
-from common.model.backend import check_context, check_device, choose_backend, choose_gelu
+from common.model.backend import NO_KERNEL, check_context, check_device, choose_backend, choose_gelu, te_attends
 from common.model.compiling import compile_layers
 from common.model.config import Esm2Config, override
 from common.model.context_attention import share_context
@@ -81,7 +81,7 @@ def load_model(
         torch_only += ("--emulate_precision",) * args.emulate_precision
         backend, why = choose_backend(args, world.device, args.bf16, torch_only, so_far.get("backend"))
         check_device(world.device, args.bf16, config.hidden_size // config.num_attention_heads, backend)
-        check_context(args, args.cp_layout, world.cp_size, backend, config.num_attention_heads)
+        check_context(args, args.cp_layout, world.cp_size, backend, config)
         gelu, remark = choose_gelu(args.gelu or so_far.get("gelu"), backend, config)
     flags = {name: value for name, value in asdict(args).items() if name not in OF_A_RANK}
     software = {"torch": torch.__version__, "device": world.device.type, "backend": f"{backend} ({why})", "gelu": gelu}
@@ -109,5 +109,6 @@ def load_model(
                 copy_rows(parameters[name], tensor)
         if args.fp8_params:
             precision = replace(precision, masters=precision.quantised.quantise_weights())
-    remarks = tuple(line for line in (f"Backend: {backend} ({why})", remark) if line)
+    attention = f"Attention by torch's kernels: {NO_KERNEL}" if backend == "te" and not te_attends(config) else None
+    remarks = tuple(line for line in (f"Backend: {backend} ({why})", attention, remark) if line)
     return Built(model, backend, gelu, remarks, precision, extras)

@@ -13,7 +13,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from common.cli import UserError
-from common.model.backend import HIDDEN_ACT
+from common.model.backend import HIDDEN_ACT, NO_KERNEL
 from common.model.esm2 import Esm2ForMaskedLM, build_model
 from common.model.presets import esm2_config
 from common.model.recompute import save_activations
@@ -36,15 +36,9 @@ HOPPER = pytest.mark.skipif(
 RECIPES = {"delayed": DelayedScaling(amax_history_len=16), "current": CurrentScaling(), "block": BlockScaling("e4m3")}
 
 
-def te_like(model: Esm2ForMaskedLM, attention: str | None = None) -> Esm2ForMaskedLM:
+def te_like(model: Esm2ForMaskedLM) -> Esm2ForMaskedLM:
     """The same weights with Transformer Engine's layers."""
-    from common.model.layers_te import TransformerLayer
-
     other = build_model(model.config, seed=1, device="cuda", backend="te")
-    if attention:
-        with torch.device("meta"):
-            layers = [TransformerLayer(model.config, n, attention) for n in range(len(model.encoder.layers))]
-        other.encoder.layers = torch.nn.ModuleList(layers).to_empty(device="cuda")
     weights = {name: tensor for name, tensor in model.state_dict().items() if not name.endswith("_extra_state")}
     missing, unexpected = other.load_state_dict(weights, strict=False)
     assert not unexpected
@@ -91,13 +85,12 @@ def test_names_and_shapes_are_those_of_the_torch_backend():
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
 
 
-@pytest.mark.parametrize("attention", ["thd", "bshd"])
-def test_fp32_equals_the_torch_backend(attention):
+def test_fp32_equals_the_torch_backend():
     """Transformer Engine multiplies fp32 in TF32 (10 bits) unless NVIDIA_TF32_OVERRIDE=0: see tests/gpu/README.md."""
     model = build_model(esm2_config(*CONFIG, **TANH), 0, "cuda")
     batch = packed(random_batch(LENGTHS))
     loss, gradients = loss_and_gradients(model, batch, bf16=False)
-    theirs, other = loss_and_gradients(te_like(model, attention), batch, bf16=False)
+    theirs, other = loss_and_gradients(te_like(model), batch, bf16=False)
     assert abs(theirs / loss - 1) < 1e-4
     for name, gradient in gradients.items():
         assert relative(other[name], gradient) < 5e-3, name
@@ -115,12 +108,18 @@ def test_logits_equal_transformers_but_for_gelu():
     assert ((ours - theirs).abs().max() / (theirs.max() - theirs.min())).item() < 2e-3
 
 
-@pytest.mark.parametrize("attention", ["thd", "bshd"])
-def test_bf16_equals_fp32(attention):
+@pytest.mark.parametrize("attention", ["theirs", "ours"])
+def test_bf16_equals_fp32(attention, monkeypatch):
+    from common.model import layers_te
+
+    if attention == "ours":
+        monkeypatch.setattr(layers_te, "has_kernel", lambda heads, head_dim: False)
+    elif not layers_te.has_kernel(CONFIG[2], CONFIG[1] // CONFIG[2]):
+        pytest.skip(NO_KERNEL)
     model = build_model(esm2_config(*CONFIG, **TANH), 0, "cuda")
     batch = packed(random_batch(LENGTHS))
     loss, gradients = loss_and_gradients(model, batch, bf16=False)
-    theirs, other = loss_and_gradients(te_like(model, attention), batch, bf16=True)
+    theirs, other = loss_and_gradients(te_like(model), batch, bf16=True)
     assert abs(theirs / loss - 1) < 5e-3
     for name, gradient in gradients.items():
         assert other[name].dtype == torch.float32
@@ -288,8 +287,11 @@ def test_fsdp2_and_recomputation_change_nothing(fp8, forget):
 
     batch = packed(random_batch(LENGTHS))
     start = te_like(build_model(esm2_config(*CONFIG, **TANH), 0, "cuda"))
+    with torch.no_grad():  # what bf16 holds: FSDP2 gathers weights in it, and FP8 numbers are made from those
+        for parameter in start.parameters():
+            parameter.copy_(parameter.bfloat16())
 
-    def three_steps(change) -> list[tuple[float, dict]]:
+    def three_steps(change, fp8: bool = fp8) -> list[tuple[float, dict]]:
         forget()
         model = te_like(start)
         change(model)
@@ -311,10 +313,15 @@ def test_fsdp2_and_recomputation_change_nothing(fp8, forget):
         save_activations(list(model.encoder.layers), "full", offload=False)
 
     with process_group():
-        expected = three_steps(lambda model: None)
+        expected, in_bf16 = three_steps(lambda model: None), three_steps(lambda model: None, fp8=False)
         for change in (shard, recompute):
-            for (loss, gradients), (ours, found) in zip(expected, three_steps(change), strict=True):
+            for (loss, gradients), (ours, found), (_, plain) in zip(
+                expected, three_steps(change), in_bf16, strict=True
+            ):
                 assert abs(ours / loss - 1) < 2e-3
                 for name, gradient in found.items():
                     whole = gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient
-                    assert relative(whole, gradients[name]) < (0.1 if fp8 else 0.03), name
+                    # Sharded embeddings come in bf16: 2^-9 there moves numbers across a boundary of FP8's grid here
+                    # and there, and what that changes is of the size of FP8's own rounding, no larger.
+                    by_fp8 = 1.5 * relative(gradients[name], plain[name]) if fp8 and change is shard else 0.0
+                    assert relative(whole, gradients[name]) < max(0.03, by_fp8), name
