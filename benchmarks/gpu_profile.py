@@ -29,8 +29,8 @@ from common.model.backend import HIDDEN_ACT
 from common.model.presets import esm2_config
 
 GROUPS = {
-    "products": r"gemm|cutlass(?!.*fmha)|nvjet|cublas|splitK|aten::.*mm",
-    "attention": r"flash|fmha|sdpa|cudnn.*(attn|mha)",
+    "attention": r"flash|fmha|sdpa|cudnn.*(attn|mha)",  # whose kernels are made with CUTLASS
+    "products": r"gemm|cutlass|nvjet|cublas|splitK|aten::.*mm",
     "optimiser, clipping": r"multi_tensor|adam|foreach",
     "casts to FP8": r"quantize|cast_transpose|fp8|amax|float8",
 }

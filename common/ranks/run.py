@@ -35,6 +35,9 @@ class ProcessFlags(Flags):
 
     tf32: bool | None = flag(None, "Allow TF32 for fp32 matrix products (NVIDIA Ampere and later).")
     use_cpu: bool = flag(False, "Train on the CPU even where there is a GPU.")
+    deterministic: bool = flag(
+        False, "On GPUs too: the same bits each time, by slower kernels. CPUs always give them."
+    )
     ddp_timeout: int = flag(1800, "Seconds after which a rank that hangs ends the run, and is named.")
     cp_size: int = flag(1, "Ranks that share a pack, neighbours in rank: context parallelism, for long sequences.")
 
@@ -55,6 +58,8 @@ def distributed_run(args: ProcessFlags) -> Iterator[World]:
     setup_logging(logging.INFO if rank == 0 else logging.ERROR)
     faulthandler.enable()
     world.stop.listen()
+    if args.deterministic:
+        _make_deterministic()
     try:
         with _exit_status(world):
             if use_gpu and local_rank >= torch.cuda.device_count():
@@ -79,6 +84,14 @@ def distributed_run(args: ProcessFlags) -> Iterator[World]:
         if dist.is_initialized():
             dist.destroy_process_group()
     world.stop.default()
+
+
+def _make_deterministic() -> None:
+    """Before anything of CUDA starts: cuBLAS reads then how much memory it works in."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    os.environ["NVTE_ALLOW_NONDETERMINISTIC_ALGO"] = "0"  # Transformer Engine's attention
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # for finding bugs: no kernel of ours reads it
 
 
 @contextmanager

@@ -8,7 +8,7 @@ from importlib.util import find_spec
 import pytest
 import torch
 
-from tests.training_fixtures import final_weights, losses, run_training
+from tests.training_fixtures import final_weights, losses, run_training, same_bits
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU")
 BACKENDS = [
@@ -35,6 +35,16 @@ def test_a_run_trains_saves_and_resumes(dataset, tmp_path, backend, script, npro
         done = run_training(dataset, tmp_path / "b", script=script, **flags | part)
         assert done.returncode == 0, done.stderr
     assert losses(tmp_path / "b") == pytest.approx(losses(tmp_path / "a"), abs=5e-3)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_deterministic_run_that_resumes_ends_with_the_same_bits(dataset, tmp_path, backend):
+    flags = {"backend": backend, "bf16": True, "deterministic": True, "max_steps": 12, "save_steps": 6}
+    for where, until in (("a", 12), ("b", 6), ("b", 12)):
+        done = run_training(dataset, tmp_path / where, stop_at_step=until, save_final_model=True, **flags)
+        assert done.returncode == 0, done.stderr
+    assert losses(tmp_path / "b") == losses(tmp_path / "a")
+    assert same_bits(final_weights(tmp_path / "b"), final_weights(tmp_path / "a"))
 
 
 @pytest.mark.skipif(find_spec("transformer_engine") is None, reason="Transformer Engine is not installed")

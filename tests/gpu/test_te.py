@@ -230,11 +230,14 @@ def test_fp8_training_stays_close_to_bf16_and_to_its_emulation(name):
 
 
 @HOPPER
-def test_delayed_scaling_resumes_bit_exactly_and_rolls_once_a_step(forget, monkeypatch):
+def test_delayed_scaling_resumes_bit_exactly_and_rolls_once_a_step(forget, monkeypatch, request):
     from common.precision.te import Quantised
 
     monkeypatch.setenv("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")
     plan = (RECIPES["delayed"], None, RECIPES["delayed"])
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)  # as --deterministic: torch's attention, too
+    request.addfinalizer(lambda: torch.use_deterministic_algorithms(False))
     batches = [packed(random_batch(LENGTHS, seed=n)) for n in range(4)]
     first = te_like(build_model(esm2_config(*CONFIG, **TANH), 0, "cuda"))
     scales = Quantised(first, plan)
