@@ -83,6 +83,8 @@ def measure(mode: str, args: Arguments) -> tuple[float, Counter, Counter]:
         seconds = time.perf_counter() - begun
     spent, started = Counter(), Counter()
     for event in seen.key_averages():
+        if event.key.startswith("Optimizer."):
+            continue  # the profiler's own mark around the optimiser's kernels
         if event.device_type == (DeviceType.CUDA if on_gpu else DeviceType.CPU):
             spent[event.key] += (event.self_device_time_total if on_gpu else event.self_cpu_time_total) / 1e3 / STEPS
             started[event.key] += event.count / STEPS

@@ -42,7 +42,7 @@ MODES = [kind for kind in KINDS if kind != "emulated"]
 @dataclass
 class Arguments(Flags):
     device: str = flag("cuda", "cuda or cpu.")
-    sizes: str = flag("650M,3B,8M,150M,15B/8", f"Which, in this order: {', '.join(SIZES)}.")
+    sizes: str = flag("650M,8M,150M,15B/8,3B", f"Which, in this order: {', '.join(SIZES)}.")
     modes: str = flag(",".join(MODES), "Which rows of each size.")
     tokens: int = flag(16384, "Tokens in a pack; positions in a padded batch.")
     steps: int = flag(8, "Steps timed, after --warmup that are not.")

@@ -1,5 +1,5 @@
-"""Context parallelism on GPUs: blocks of keys on one of them, packs that two share. Not run anywhere yet: the
-tolerances are expectations from the formats' precision (docs/hardware.md)."""
+"""Context parallelism on GPUs: blocks of keys on one of them, packs that two share. Tolerances follow
+from the formats' precision. What needs two GPUs has not run yet (docs/hardware.md)."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Transformer Engine beside the torch backend and transformers, on a GPU that has it. Not run anywhere yet: the
-tolerances are expectations from the formats' precision (docs/hardware.md)."""
+"""Transformer Engine beside the torch backend and transformers, on a GPU that has it (docs/hardware.md: which).
+Tolerances follow from the formats' precision."""
 
 from __future__ import annotations
 
