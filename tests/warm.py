@@ -14,7 +14,6 @@ import pandas  # noqa: F401
 import torch.distributed.checkpoint
 import torch.distributed.fsdp
 import torch.distributed.run
-import torch.profiler._cupti_monitor
 import torch.utils.serialization
 from matplotlib.figure import Figure
 from transformers import EsmForMaskedLM, EsmTokenizer, HfArgumentParser, get_scheduler  # noqa: F401
@@ -30,6 +29,9 @@ import common.training.load_model
 import common.training.report
 import common.training.trainer  # noqa: F401
 import tests.live_runs  # noqa: F401
+
+with suppress(ImportError):  # torch 2.11 has none
+    import torch.profiler._cupti_monitor
 
 with suppress(ImportError):  # what --report_to opens, where it is installed
     import torch.utils.tensorboard
