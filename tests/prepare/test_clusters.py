@@ -319,6 +319,8 @@ def test_training_draws_by_clusters_and_goes_on_where_it_stopped(dataset, tmp_pa
     train(splits, tmp_path / "parts", num_train_epochs=1, stop_at_step=4, **flags)
     train(splits, tmp_path / "parts", num_train_epochs=1, **flags)
     assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
+    train(splits, tmp_path / "shared", 2, script="train_ddp_cp.py", num_train_epochs=1, **flags)
+    assert losses(tmp_path / "shared") == pytest.approx(losses(tmp_path / "whole"), rel=1e-4)
     state = json.loads((tmp_path / "whole" / "trainer_state.json").read_text())
     assert state["sequences"] == len(open_clusters(splits / "train", len(names))) < len(names)
     results = json.loads((tmp_path / "whole" / "train_results.json").read_text())

@@ -22,7 +22,7 @@ TIMEOUT = 8  # --ddp_timeout, seconds
 FLAGS = {"max_steps": 3000, "per_device_train_batch_size": 1, "save_steps": 1000, "ddp_timeout": TIMEOUT}
 SLACK = 20  # seconds on a busy machine
 HOST = socket.gethostname()
-DDP, FSDP2 = "train_ddp.py", "train_fsdp2.py"
+DDP, FSDP2, CP = "train_ddp.py", "train_fsdp2.py", "train_ddp_cp.py"
 HYBRID = {"sharding_strategy": "hybrid", "hsdp_shard_size": 2}
 
 
@@ -32,8 +32,8 @@ def errors_of(said: str) -> list[str]:
 
 @pytest.mark.parametrize(
     ("script", "nproc", "rank", "flags"),
-    [(DDP, 2, 0, {}), (DDP, 3, 1, {}), (FSDP2, 2, 1, {}), (FSDP2, 4, 2, HYBRID)],
-    ids=["ddp-main", "ddp-3", "fsdp2", "hsdp"],
+    [(DDP, 2, 0, {}), (CP, 3, 1, {"cp_size": 3}), (FSDP2, 2, 1, {}), (FSDP2, 4, 2, HYBRID)],
+    ids=["ddp-main", "cp-3", "fsdp2", "hsdp"],
 )
 def test_a_rank_that_is_stopped_is_named_by_all_others(dataset, tmp_path, script, nproc, rank, flags):
     """SIGSTOP: the process is there, its connections are open, and nothing answers. Rank 0 keeps the store, too."""
