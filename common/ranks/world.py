@@ -80,14 +80,15 @@ class World:
 
         All ranks together. timeout_s: of what they exchange.
         """
-        if self.size % cp_size:
-            fitting = ", ".join(str(n) for n in range(1, self.size + 1) if self.size % n == 0)
-            lower = self.size // cp_size * cp_size
-            ranks = " or ".join(str(n) for n in (lower, lower + cp_size) if n)
-            raise UserError(
-                f"--cp_size {cp_size} does not divide the number of ranks, {self.size}: choose --cp_size {fitting}, "
-                f"or start {ranks} ranks (torchrun --nproc_per_node)"
-            )
+        with self.together():
+            if self.size % cp_size:
+                fitting = ", ".join(str(n) for n in range(1, self.size + 1) if self.size % n == 0)
+                lower = self.size // cp_size * cp_size
+                ranks = " or ".join(str(n) for n in (lower, lower + cp_size) if n)
+                raise UserError(
+                    f"--cp_size {cp_size} does not divide the number of ranks, {self.size}: choose --cp_size "
+                    f"{fitting}, or start {ranks} ranks (torchrun --nproc_per_node)"
+                )
         self.cp_size = cp_size
         if cp_size > 1:
             groups = [list(range(first, first + cp_size)) for first in range(0, self.size, cp_size)]
