@@ -7,6 +7,7 @@ import os
 import pytest
 import torch
 
+from common.ranks.run import ProcessFlags, distributed_run
 from common.ranks.world import Mesh, World
 from tests.training_fixtures import on_ranks
 
@@ -39,3 +40,15 @@ def test_only_the_main_rank_is_sent_what_is_gathered_for_it():
     codes, said = on_ranks(3, _gather)
     assert codes == [0, 0, 0], said
     assert World(0, 0, 1, torch.device("cpu")).gather_to_main("mine") == ["mine"]
+
+
+def _deterministic() -> None:
+    with distributed_run(ProcessFlags(use_cpu=True, deterministic=True)):
+        assert torch.are_deterministic_algorithms_enabled()
+        assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+
+
+def test_a_deterministic_run_asks_torch_and_cublas_for_it():
+    """What they make of it only a GPU shows: tests/gpu/test_runs.py."""
+    codes, said = on_ranks(1, _deterministic)
+    assert codes == [0], said
