@@ -277,6 +277,7 @@ PATIENCE = 10  # seconds; on a busy machine the ranks that do come are seconds a
 def test_a_rank_that_never_comes_is_named_in_time():
     codes, said = preflight(f"--timeout={PATIENCE}", nproc=3, before={1: [(_stay_away, 2 * PATIENCE)]})
     assert codes[0] == codes[2] == 2
+    assert len(lines_of(said[0])) == 1, said[0]
     (line,) = lines_of(said[0])
     assert f"rank 1 (node 1, of which nobody has come) has not come within {PATIENCE} s" in line
     assert float(said[0].split(" nodes, ")[1].split(" s")[0]) < 3 * PATIENCE
