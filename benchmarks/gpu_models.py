@@ -15,11 +15,11 @@ from common.batches.collators import Batch, MaskingCollator, to_device
 from common.batches.packing import Pack
 from common.cli import UserError
 from common.files.alphabet import CLS, EOS
-from common.model.backend import te_missing
+from common.model.backend import HIDDEN_ACT, te_missing
 from common.model.compiling import compile_layers
 from common.model.config import Esm2Config
 from common.model.esm2 import Esm2ForMaskedLM
-from common.model.presets import ESM2_SIZES
+from common.model.presets import ESM2_SIZES, esm2_config
 from common.precision.build import Precision
 from common.precision.emulation import Emulation
 from common.precision.plan import FP8_RECIPES
@@ -104,6 +104,13 @@ def build(kind: str, config: Esm2Config, device: str, fp8_recipe: str) -> tuple[
         torch._dynamo.reset()
         compile_layers(model, device)
     return model, precision
+
+
+def config_of(kind: str, size: str) -> Esm2Config:
+    config = esm2_config(*SIZES[size])
+    if kind.startswith("te"):
+        config.hidden_act = HIDDEN_ACT["tanh"]
+    return config
 
 
 def steps_of(kind: str, config: Esm2Config, device: str, fp8_recipe: str) -> Callable[[Batch], Tensor]:

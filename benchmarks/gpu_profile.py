@@ -22,11 +22,9 @@ import torch
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
-from benchmarks.gpu_models import KINDS, SIZES, batches_for, steps_of
+from benchmarks.gpu_models import KINDS, SIZES, batches_for, config_of, steps_of
 from benchmarks.tables import publish, where_measured
 from common.cli import Flags, UserError, flag, parse_arguments, run
-from common.model.backend import HIDDEN_ACT
-from common.model.presets import esm2_config
 
 GROUPS = {
     "attention": r"flash|fmha|sdpa|cudnn.*(attn|mha)",  # whose kernels are made with CUTLASS
@@ -63,9 +61,7 @@ def group_of(kernel: str) -> str:
 
 def measure(mode: str, args: Arguments) -> tuple[float, Counter, Counter]:
     """(milliseconds a step by the clock; milliseconds, and starts, a step of each kernel)."""
-    config = esm2_config(*SIZES[args.size])
-    if mode.startswith("te"):
-        config.hidden_act = HIDDEN_ACT["tanh"]
+    config = config_of(mode, args.size)
     step = steps_of(mode, config, args.device, args.fp8_recipe)
     batches = batches_for(mode, args.tokens, WARMUP + STEPS)
     for batch in batches[:WARMUP]:

@@ -28,11 +28,9 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.gpu_models import KINDS, MAX_LENGTH, SIZES, batches_for, steps_of
+from benchmarks.gpu_models import KINDS, MAX_LENGTH, SIZES, batches_for, config_of, steps_of
 from benchmarks.tables import publish, where_measured
 from common.cli import Flags, UserError, flag, parse_arguments, run
-from common.model.backend import HIDDEN_ACT
-from common.model.presets import esm2_config
 from common.precision.plan import FP8_RECIPES
 from common.training.metrics import peak_flops, peak_memory_gb, step_flops
 
@@ -70,9 +68,7 @@ def measure(mode: str, size: str, args: Arguments) -> dict:
     finish: Callable[[], None] = torch.cuda.synchronize if device.type == "cuda" else lambda: None
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
-    config = esm2_config(*SIZES[size])
-    if mode.startswith("te"):
-        config.hidden_act = HIDDEN_ACT["tanh"]
+    config = config_of(mode, size)
     batches = batches_for(mode, args.tokens, args.warmup + args.steps)
     step = steps_of(mode, config, args.device, args.fp8_recipe)
     tokens, flops = 0, 0.0

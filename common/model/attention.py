@@ -48,9 +48,14 @@ def packed_attention(qkv: Tensor, cos: Tensor, sin: Tensor, cu_seqlens: Tensor, 
     return rotated_attention(rotate(q, cos, sin), rotate(k, cos, sin), v, cu_seqlens, max_seqlen)
 
 
+def has_varlen_kernel(q: Tensor) -> bool:
+    """Whether there is a fused kernel for packs of such numbers."""
+    return q.device.type == "cuda" and q.dtype in (torch.float16, torch.bfloat16)
+
+
 def rotated_attention(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int) -> Tensor:
     """The same of queries and keys that are rotated already: q, k, v [T, H, D] -> [T, H * D]."""
-    if q.device.type == "cuda" and q.dtype in (torch.float16, torch.bfloat16):
+    if has_varlen_kernel(q):
         from torch.nn.attention.varlen import varlen_attn  # torch >= 2.10; CUDA only
 
         return varlen_attn(q, k, v.contiguous(), cu_seqlens, cu_seqlens, max_seqlen, max_seqlen).flatten(1)

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from common.model.attention import has_varlen_kernel
+
 
 @dataclass(frozen=True)
 class Bounds:
@@ -41,7 +43,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, queries: Bounds, keys: Bounds) -> tu
     Returns out [Tq, H, D] and lse [Tq, H], fp32; 0 and -inf where a sequence has no key in the block. Scores
     are scaled by 1/sqrt(D).
     """
-    if _has_varlen_kernel(q, k):
+    if _by_kernel(q, k):
         flash, sequences = torch.ops.aten._flash_attention_forward, _of_sequences(queries, keys)
         out, lse, *_ = flash(q, k, v, *sequences, 0.0, False, False, scale=q.shape[-1] ** -0.5)
         unseen = _without_keys(queries, keys)
@@ -65,7 +67,7 @@ def gradients(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, queries: Bounds, keys: Bounds
 ) -> tuple[Tensor, Tensor, Tensor]:
     """What the block adds to the gradients of q, and those of k and v; fp32. out, lse: over all blocks."""
-    if _has_varlen_kernel(q, k):
+    if _by_kernel(q, k):
         flash, sequences = torch.ops.aten._flash_attention_backward, _of_sequences(queries, keys)
         by = (grad.to(q.dtype), q, k, v, out.to(q.dtype), lse.t().contiguous())
         # Of a dropout that there is none of: as torch.nn.attention.varlen has them.
@@ -107,9 +109,9 @@ def _one_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, ls
     return tuple(x.transpose(0, 1) for x in (of_scores @ k, of_scores.mT @ q, weights.mT @ grad))
 
 
-def _has_varlen_kernel(q: Tensor, k: Tensor) -> bool:
+def _by_kernel(q: Tensor, k: Tensor) -> bool:
     """Not for nothing: CUDA starts no kernel of no threads ("invalid argument")."""
-    return q.device.type == "cuda" and q.dtype in (torch.float16, torch.bfloat16) and len(q) > 0 and len(k) > 0
+    return has_varlen_kernel(q) and len(q) > 0 and len(k) > 0
 
 
 def _pairs(queries: Bounds, keys: Bounds) -> list[tuple[slice, slice]]:

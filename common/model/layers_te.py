@@ -22,14 +22,13 @@ import transformer_engine.pytorch as te
 from torch import Tensor, nn
 from transformer_engine.pytorch.attention.dot_product_attention import utils as dpa_utils
 
-from common.model.attention import rotary_angles, rotated_attention
+from common.model.attention import has_varlen_kernel, rotary_angles, rotated_attention
 from common.model.config import Esm2Config
 from common.model.context_attention import ContextGroup, whole_sequences
 from common.ranks.slices import SharedPack
 
 # cuDNN makes, and keeps, a graph for every longest sequence it sees: lengths are rounded up to this.
 LENGTH_MULTIPLE = 128
-HALF = (torch.float16, torch.bfloat16)  # what attention kernels take
 
 
 @cache
@@ -64,7 +63,7 @@ class Attention(nn.Module):
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, *, cu_seqlens_q: Tensor, max_seqlen_q: int, **others) -> Tensor:
         """q, k, v [T, H, D] -> [T, H * D]. others: what else te.MultiheadAttention passes on."""
-        if others["pad_between_seqs"] or (q.dtype in HALF and has_kernel(*self.shape)):
+        if others["pad_between_seqs"] or (has_varlen_kernel(q) and has_kernel(*self.shape)):
             return self.theirs(q, k, v, cu_seqlens_q=cu_seqlens_q, max_seqlen_q=max_seqlen_q, **others)
         return rotated_attention(q, k, v, cu_seqlens_q, max_seqlen_q)
 

@@ -241,9 +241,10 @@ def test_compiled_layers_leave_the_same_log(dataset, tmp_path):
         train(dataset, tmp_path / str(compiled), **flags, torch_compile=compiled)
     assert losses(tmp_path / "True") == pytest.approx(losses(tmp_path / "False"), rel=1e-4)
     # Compiled sums are in another order: some numbers in thousands go to the next one of layer 2's four bits, up to a
-    # third of their size away, and come back as gradients. Seen: 1.1e-3 of an error's mean square at
-    # AVX2, 1.6e-2 with torch 2.11.
-    assert_same_rows(log(tmp_path / "True"), log(tmp_path / "False"), 5e-2)
+    # third of their size away, and come back as gradients. Seen: 1.1e-3 of an error's mean square at AVX2; with
+    # torch 2.11, whose sums are in yet another order, 1.6e-2.
+    older = torch.__version__ < "2.12"
+    assert_same_rows(log(tmp_path / "True"), log(tmp_path / "False"), 3e-2 if older else 1e-2)
 
 
 def test_a_resumed_run_leaves_each_step_once(dataset, tmp_path):
