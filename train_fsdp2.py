@@ -18,6 +18,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 from common.cli import Missing, UserError, flag, run
 from common.model.esm2 import Esm2ForMaskedLM
 from common.model.recompute import MODES, save_activations
+from common.ranks.mesh import replicas_and_shards
 from common.ranks.run import distributed_run
 from common.ranks.strategy import FullySharded
 from common.ranks.world import World
@@ -61,11 +62,8 @@ def make_mesh(args: FsdpArguments, world: World) -> DeviceMesh:
     """(shard,), or for hybrid (replicate, shard): neighbours in rank, that is in a node, share a copy."""
     if args.sharding_strategy != "hybrid":
         return init_device_mesh(world.device.type, (world.size,), mesh_dim_names=("shard",))
-    size = args.hsdp_shard_size or world.local_size
-    if size < 1 or world.size % size:
-        fitting = ", ".join(str(n) for n in range(1, world.size + 1) if world.size % n == 0)
-        raise UserError(f"--hsdp_shard_size {size} does not divide {world.size} ranks: choose {fitting}")
-    return init_device_mesh(world.device.type, (world.size // size, size), mesh_dim_names=("replicate", "shard"))
+    shape = replicas_and_shards(world, args.hsdp_shard_size or world.local_size)
+    return init_device_mesh(world.device.type, shape, mesh_dim_names=("replicate", "shard"))
 
 
 def shard(model: Esm2ForMaskedLM, world: World, args: FsdpArguments) -> None:

@@ -1,4 +1,5 @@
-"""What sharding and checkpoints cost: DDP and FSDP2 on two ranks beside a single process that does the same tokens.
+"""What sharding and checkpoints cost: DDP, FSDP2 and, on two GPUs, Megatron-FSDP beside a single process that does the
+same tokens.
 
     python -m benchmarks.parallel_overhead --dataset_dir processed/arrow [--output table.md]
 
@@ -31,6 +32,13 @@ LAYOUTS = {  # script, ranks, flags
     "FSDP2 x 2, grad_op": ("train_fsdp2.py", 2, ("--sharding_strategy", "grad_op")),
     "FSDP2 x 2, full": ("train_fsdp2.py", 2, ()),
 }
+ON_GPUS = {  # alone
+    "Megatron-FSDP x 2, no_shard": ("train_mfsdp.py", 2, ("--zero_dp_strategy", "no_shard")),
+    "Megatron-FSDP x 2, optim": ("train_mfsdp.py", 2, ("--zero_dp_strategy", "optim")),
+    "Megatron-FSDP x 2, optim_grads": ("train_mfsdp.py", 2, ("--zero_dp_strategy", "optim_grads")),
+    "Megatron-FSDP x 2, optim_grads_params": ("train_mfsdp.py", 2, ()),
+}
+CHECKPOINTED = ("single process", "FSDP2 x 2, full", "Megatron-FSDP x 2, optim_grads_params")
 UNTIMED = 2  # steps in which memory is touched for the first time and kernels are chosen
 
 
@@ -51,7 +59,7 @@ class Arguments(PreparedFlags):
 
 def train(args: Arguments, layout: str, **flags) -> list[dict]:
     """The rows of metrics.jsonl of one run."""
-    script, ranks, extra = LAYOUTS[layout]
+    script, ranks, extra = (LAYOUTS | ON_GPUS)[layout]
     with tempfile.TemporaryDirectory(dir=args.work_dir) as out:
         flags = {
             "dataset_dir": args.dataset_dir,
@@ -72,17 +80,27 @@ def train(args: Arguments, layout: str, **flags) -> list[dict]:
         return [json.loads(line) for line in (Path(out) / "metrics.jsonl").read_text().splitlines()]
 
 
-def steps_table(args: Arguments) -> list[str]:
+def layouts() -> list[str]:
+    """Those that this machine can run."""
+    import torch
+
+    if torch.cuda.device_count() >= 2:
+        return [*LAYOUTS, *ON_GPUS]
+    _say("Megatron-FSDP is left out: it needs two GPUs")
+    return [*LAYOUTS]
+
+
+def steps_table(args: Arguments, layouts: list[str]) -> list[str]:
     last = args.steps + UNTIMED
     flags = {"config_name": args.config_name, "tokens_per_pack": args.tokens, "max_steps": last, "save_steps": last}
-    seconds: dict[str, list[float]] = {layout: [] for layout in LAYOUTS}
-    memory = dict.fromkeys(LAYOUTS, 0.0)
+    seconds: dict[str, list[float]] = {layout: [] for layout in layouts}
+    memory = dict.fromkeys(layouts, 0.0)
     for number in range(args.rounds):
-        for layout in LAYOUTS:
+        for layout in layouts:
             rows = train(args, layout, **flags)
             seconds[layout].append(statistics.median(row["step_seconds"] for row in rows[UNTIMED:]))
             memory[layout] = max(memory[layout], rows[-1]["peak_memory_gb"])
-            _say(f"round {number + 1}/{args.rounds}  {layout:<20} {seconds[layout][-1]:.3f} s a step")
+            _say(f"round {number + 1}/{args.rounds}  {layout:<37} {seconds[layout][-1]:.3f} s a step")
     lines = [
         f"{args.config_name}, {2 * args.tokens} tokens a step, fp32:",
         "",
@@ -97,7 +115,7 @@ def steps_table(args: Arguments) -> list[str]:
     return lines
 
 
-def checkpoints_table(args: Arguments) -> list[str]:
+def checkpoints_table(args: Arguments, layouts: list[str]) -> list[str]:
     lines = [
         "A checkpoint every 4 steps (weights and both moments of AdamW, flushed to disk):",
         "",
@@ -105,7 +123,7 @@ def checkpoints_table(args: Arguments) -> list[str]:
         "|---|---|--:|--:|--:|",
     ]
     for model in args.checkpoint_models.split(","):
-        for layout in ("single process", "FSDP2 x 2, full"):
+        for layout in (layout for layout in CHECKPOINTED if layout in layouts):
             stalls: dict[bool, list[float]] = {False: [], True: []}
             for number in range(args.rounds):
                 for background in stalls:
@@ -135,7 +153,8 @@ def main() -> None:
 
     hardware, command = where_measured("benchmarks.parallel_overhead", "torch")
     table = [hardware, "", f"{command}, median of {args.rounds}", ""]
-    text = "\n".join([*table, *steps_table(args), "", *checkpoints_table(args)]) + "\n"
+    found = layouts()
+    text = "\n".join([*table, *steps_table(args, found), "", *checkpoints_table(args, found)]) + "\n"
     publish(text, args.output)
 
 

@@ -164,8 +164,11 @@ def _hf_argument_parser() -> type[argparse.ArgumentParser]:
         from transformers import HfArgumentParser
 
         return HfArgumentParser
-    package = importlib.util.find_spec("transformers").submodule_search_locations[0]
-    spec = importlib.util.spec_from_file_location("transformers_hf_argparser", Path(package) / "hf_argparser.py")
+    package = importlib.util.find_spec("transformers")
+    if package is None:
+        raise UserError("transformers is not installed for this Python: ./install.sh, then . .venv/bin/activate")
+    (place,) = package.submodule_search_locations
+    spec = importlib.util.spec_from_file_location("transformers_hf_argparser", Path(place) / "hf_argparser.py")
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # dataclasses look their module up
     spec.loader.exec_module(module)

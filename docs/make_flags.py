@@ -19,8 +19,10 @@ from common.training.arguments import TrainArguments  # noqa: E402
 from train_ddp import DdpArguments  # noqa: E402
 from train_ddp_cp import DdpCpArguments  # noqa: E402
 from train_fsdp2 import FsdpArguments  # noqa: E402
+from train_mfsdp import MegatronArguments  # noqa: E402
 
 SCRIPTS = {"train_ddp.py": DdpArguments, "train_ddp_cp.py": DdpCpArguments, "train_fsdp2.py": FsdpArguments}
+SCRIPTS |= {"train_mfsdp.py": MegatronArguments}
 # {name: default} of the arguments of its example run_mlm.py, which is in no package; None for the others of them.
 RUN_MLM = {
     "use_fast_tokenizer": True,

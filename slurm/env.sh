@@ -8,8 +8,8 @@
 : "${MODEL:=}"
 # Proteins to train on, as slurm/preprocess.sh writes them. Set it to nothing to pass --dataset instead.
 : "${DATASET_DIR=${TARGET_PATH:+$TARGET_PATH/processed/arrow}}"
-# Checkpoints, metrics and final_model/. Default: $TARGET_PATH/out-ddp, out-ddp-cp or out-fsdp. Another model needs
-# another one.
+# Checkpoints, metrics and final_model/. Default: $TARGET_PATH/out-ddp, out-ddp-cp, out-fsdp or out-mfsdp. Another model
+# needs another one.
 : "${OUTPUT_DIR:=}"
 
 # Ranks a node. Default: the GPUs that Slurm gives the job there; where it manages none, those that `nvidia-smi -L` lists on

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -155,3 +157,11 @@ def test_an_error_of_the_command_line_does_not_name_the_file(tmp_path):
     assert refused(file, "--widht=1").startswith("unknown flag --widht=1: did you mean --width?")
     assert refused("--width=1", file).startswith(f"{file}: a file of flags comes first")
     assert refused(tmp_path / "none.yaml") == f"{tmp_path / 'none.yaml'}: no such file of flags"
+
+
+def test_a_python_without_transformers_is_named_in_a_line(monkeypatch):
+    """An environment that was not activated, say."""
+    monkeypatch.delitem(sys.modules, "transformers", raising=False)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(UserError, match="transformers is not installed for this Python: ./install.sh"):
+        parse_arguments("", Size, argv=[])

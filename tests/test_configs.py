@@ -24,23 +24,23 @@ from tests.forked import run_script
 from tests.training_fixtures import TINY_OVERRIDES, _main, environment, losses, on_ranks, rows
 
 DDP, FSDP = ("train_ddp.py", "DdpArguments"), ("train_fsdp2.py", "FsdpArguments")
-CP = ("train_ddp_cp.py", "DdpCpArguments")
+CP, MFSDP = ("train_ddp_cp.py", "DdpCpArguments"), ("train_mfsdp.py", "MegatronArguments")
 PAPER = {"adam_beta1": 0.9, "adam_beta2": 0.98, "adam_epsilon": 1e-8, "max_seq_length": 1024, "mlm_probability": 0.15}
 LARGE = PAPER | {"max_steps": 500_000, "save_steps": 1000, "save_total_limit": 5, "logging_steps": 100, "bf16": True}
 LARGE |= {"streaming": True, "dataset": "nvidia/esm2_uniref_pretraining_data", "dataset_dir": None}
 CONFIGS = {  # NAME: (what the source says, scripts)
-    "sanity": (PAPER | {"max_steps": 250, "per_device_train_batch_size": 2, "warmup_steps": 100}, [DDP, FSDP]),
+    "sanity": (PAPER | {"max_steps": 250, "per_device_train_batch_size": 2, "warmup_steps": 100}, [DDP, FSDP, MFSDP]),
     "sanity_cp": (
         PAPER
         | {"max_steps": 250, "cp_size": 2, "tokens_per_pack": 1600, "pad_sequences_to_be_divisible_by": 16}
         | {"warmup_steps": 100, "save_steps": 50, "save_total_limit": 5, "learning_rate": 4e-4},
-        [CP, FSDP],
+        [CP, FSDP, MFSDP],
     ),
-    "esm2_650m": (LARGE | {"per_device_train_batch_size": 4, "warmup_steps": 2000}, [DDP, FSDP]),
-    "esm2_3b": (LARGE | {"per_device_train_batch_size": 16, "warmup_steps": 20_000}, [DDP, FSDP]),
+    "esm2_650m": (LARGE | {"per_device_train_batch_size": 4, "warmup_steps": 2000}, [DDP, FSDP, MFSDP]),
+    "esm2_3b": (LARGE | {"per_device_train_batch_size": 16, "warmup_steps": 20_000}, [DDP, FSDP, MFSDP]),
     "esm2_15b": (
         LARGE | {"per_device_train_batch_size": 12, "learning_rate": 1.6e-4, "weight_decay": 0.1},
-        [DDP, FSDP],
+        [DDP, FSDP, MFSDP],
     ),
     "guide_eks": (
         {"max_seq_length": 512, "per_device_train_batch_size": 8, "max_train_samples": 100_000, "num_train_epochs": 1}
@@ -74,7 +74,7 @@ def test_prepared_proteins_stand_in_the_place_of_those_of_a_file():
     assert (args.model_name_or_path, args.config_name) == ("final_model", None)
 
 
-@pytest.mark.parametrize("script", [DDP, FSDP], ids=["ddp", "fsdp2"])
+@pytest.mark.parametrize("script", [DDP, FSDP, MFSDP], ids=["ddp", "fsdp2", "mfsdp"])
 def test_no_flags_stand_for_the_sanity_run(script, caplog):
     with caplog.at_level(logging.INFO):
         assert vars(parse(script)) == vars(parse(script, arguments.CONFIGS / "sanity.yaml"))

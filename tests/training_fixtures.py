@@ -2,6 +2,7 @@
 
 `run_training` starts the script as a user does (`python train_ddp.py` or `torchrun ... train_ddp.py`). `train` runs
 the same `main` in processes forked from a server that has imported torch already: no mock, several times quicker.
+train_mfsdp.py, which needs a GPU, finds stand-ins for what its library calls of CUDA (tests/megatron_on_cpu.py).
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from common.files.json_files import read_json_lines
 from common.prepare.sample import write_sample
 from common.training.arguments import TrainArguments
+from tests import megatron_on_cpu
 from tests.data_fixtures import DOWNLOAD, TOKENIZE, call
 from tests.forked import ROOT, TIMEOUT_S, context, run_script
 
@@ -166,6 +168,8 @@ def _as_rank(rank: int, nproc: int, port: int, log: Path, function: Callable, ar
 
 
 def _main(argv: list[str], script: str = "train_ddp.py") -> None:
+    if script == "train_mfsdp.py":
+        megatron_on_cpu.install()
     sys.argv = [script, *argv]
     runpy.run_path(str(ROOT / script), run_name="__main__")
 

@@ -7,6 +7,7 @@ one (tests/training/test_metrics.py looks at what is in it, and runs in processe
 from __future__ import annotations
 
 import gc
+import warnings
 from contextlib import suppress
 from pathlib import Path
 
@@ -29,6 +30,10 @@ import common.training.load_model
 import common.training.report
 import common.training.trainer  # noqa: F401
 import tests.live_runs  # noqa: F401
+
+with suppress(ImportError), warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    import megatron_fsdp  # noqa: F401
 
 with suppress(ImportError):  # torch 2.11 has none
     import torch.profiler._cupti_monitor

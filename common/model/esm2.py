@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib
 import math
 from contextlib import nullcontext
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -20,7 +20,7 @@ from common.files.alphabet import MASK, PAD, VOCAB_SIZE
 from common.model.config import Esm2Config
 from common.model.context_attention import ContextGroup
 from common.model.initialise import VOCABULARY, initialise
-from common.model.layers_torch import layer_norm
+from common.model.layers_torch import LayerNorm
 from common.model.linear import Linear, linear
 from common.ranks.slices import SharedPack
 
@@ -32,9 +32,11 @@ SHAPE_MULTIPLE = 64
 TRAIN_MASK_RATIO = 0.15 * 0.8
 
 
-@dataclass
-class Esm2Output:
-    """What a forward pass gives. Without labels: `logits`. With labels: the sums over the masked positions."""
+class Esm2Output(NamedTuple):
+    """What a forward pass gives. Without labels: `logits`. With labels: the sums over the masked positions.
+
+    A tuple: hooks of wrappers look for tensors in tuples and lists, and in a dataclass find none without a word.
+    """
 
     logits: Tensor | None = None  # [T, 33] or [B, S, 33] (zeros where padded), fp32
     loss_sum: Tensor | None = None  # scalar fp32: cross-entropy in nats, summed over the masked positions
@@ -80,7 +82,7 @@ class Encoder(nn.Module):
         self.layers = nn.ModuleList(layers.TransformerLayer(config, n) for n in range(config.num_hidden_layers))
         self.quantised = None  # contexts in which Transformer Engine computes in other formats: common.precision.te
         self.context: ContextGroup | None = None  # the ranks that packs are shared with
-        self.emb_layer_norm_after = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
+        self.emb_layer_norm_after = LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
 
     def forward(self, x: Tensor, cu_seqlens: Tensor, max_seqlen: int, shared: SharedPack | None = None) -> Tensor:
         to_prepare = len(x), cu_seqlens, max_seqlen, self.head_dim
@@ -89,8 +91,7 @@ class Encoder(nn.Module):
             for number, layer in enumerate(self.layers):
                 with self.quantised.layer(number) if self.quantised else nullcontext():
                     x = layer(x, rotary, cu_seqlens, max_seqlen, sharing)
-        norm = self.emb_layer_norm_after
-        return layer_norm(x, norm.weight, norm.bias, norm.eps)
+        return self.emb_layer_norm_after(x)
 
 
 class LMHead(nn.Module):
@@ -99,12 +100,11 @@ class LMHead(nn.Module):
     def __init__(self, config: Esm2Config):
         super().__init__()
         self.dense = Linear(config.hidden_size, config.hidden_size)
-        self.layer_norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
+        self.layer_norm = LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
         self.bias = nn.Parameter(torch.empty(PADDED_VOCAB))
 
     def forward(self, x: Tensor, embedding: Tensor) -> Tensor:
-        norm = self.layer_norm
-        x = layer_norm(F.gelu(self.dense(x)), norm.weight, norm.bias, norm.eps)
+        x = self.layer_norm(F.gelu(self.dense(x)))
         return linear(x, embedding, self.bias)[..., :VOCAB_SIZE].float()
 
 

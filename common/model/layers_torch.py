@@ -28,6 +28,14 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
     return F.layer_norm(x, weight.shape, weight, bias, eps)
 
 
+class LayerNorm(nn.LayerNorm):
+    """`nn.LayerNorm` by way of `layer_norm`. A module is called, and not its weights read: a strategy may gather
+    them when it is."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return layer_norm(x, self.weight, self.bias, self.eps)
+
+
 class LayerNormLinear(nn.Module):
     """Linear(LayerNorm(x)). QKV rows are interleaved per head: q, k, v of head 0, then of head 1, ..."""
 

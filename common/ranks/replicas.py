@@ -72,7 +72,7 @@ def digest(parameters: Iterable[Tensor]) -> dict[tuple, int]:
         # Sums over columns first: a change is missed only where another one in the same column undoes it.
         bits = local.detach().contiguous().view(_INTEGERS[local.element_size()]).flatten(1 if local.dim() > 1 else 0)
         sums = bits.sum(0, dtype=torch.int64) if bits.dim() > 1 else bits.long()
-        places = torch.arange(1, 2 * len(sums), 2, device=sums.device)
+        places = 2 * torch.arange(len(sums), device=sums.device) + 1  # none where a rank has no rows
         numbers.append((sums * (places * (_PLACE - (1 << 64)))).sum())
     found: dict[tuple, int] = defaultdict(int)
     for number, (key, value) in enumerate(zip(keys, torch.stack(numbers).tolist(), strict=True)):

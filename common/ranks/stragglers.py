@@ -3,7 +3,8 @@
 All ranks finish a step together, so step times tell nothing. What is the rank's own: the wait for its batch, and from
 having the batch until the gradient of the first parameter, the last to come, is there. DistributedDataParallel
 exchanges gradients meanwhile, and waits for the other ranks after that. Where layers are sharded, ranks wait for each
-other in every layer, when its weights are gathered and its gradients dealt out: this is taken off (`_bracket`).
+other in every layer, when its weights are gathered and its gradients dealt out: this is taken off (`_bracket`, and
+where a strategy says in which methods it waits, `_timed`).
 """
 
 from __future__ import annotations
@@ -13,12 +14,11 @@ import socket
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import is_dataclass
 
 import torch
-from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
+from common.ranks.strategy import Strategy
 from common.ranks.world import World
 
 logger = logging.getLogger(__name__)
@@ -27,18 +27,20 @@ logger = logging.getLogger(__name__)
 class Stragglers:
     """Adds up this rank's own seconds (of the device on a GPU: events, read after the step's own synchronisation)."""
 
-    def __init__(self, model: nn.Module, world: World, every: int):
+    def __init__(self, strategy: Strategy, world: World, every: int):
         """Compare the ranks every so many steps; 0, or a single rank: never."""
         self.world, self.every = world, every if world.size > 1 else 0
         self.seconds, self.steps = 0.0, 0
         self._begin = self._end = self._waits_since = None
         self._waits: list[tuple] = []  # (from, to), in this step
+        self._waits_before_end = None  # how many of them
         if self.every:
-            first = next(p for p in model.parameters() if p.requires_grad)
-            first.register_post_accumulate_grad_hook(self._gradients_are_there)
-            for module in model.modules():
+            strategy.last_gradient.register_post_accumulate_grad_hook(self._gradients_are_there)
+            for module in strategy.model.modules():
                 if isinstance(module, FSDPModule):
                     self._bracket(module)
+            for owner, name in strategy.exchanges():
+                setattr(owner, name, self._timed(getattr(owner, name)))
 
     def waited(self, seconds: float) -> None:
         """This rank has waited so long for its batch."""
@@ -47,11 +49,12 @@ class Stragglers:
     def begin(self) -> None:
         if self.every:
             self._begin, self._end, self._waits_since, self._waits = self._now(), None, None, []
+            self._waits_before_end = None
 
     def end(self) -> None:
         if self.every:
             self.seconds += self._between(self._begin, self._end or self._now())
-            self.seconds -= sum(self._between(*wait) for wait in self._waits)
+            self.seconds -= sum(self._between(*wait) for wait in self._waits[: self._waits_before_end])
             self.steps += 1
             self._begin = None
 
@@ -79,7 +82,7 @@ class Stragglers:
         return found
 
     def _gradients_are_there(self, parameter) -> None:
-        self._end = self._now()  # once a micro-batch: the last one stays
+        self._end, self._waits_before_end = self._now(), len(self._waits)  # once a micro-batch: the last one stays
 
     def _bracket(self, module: FSDPModule) -> None:
         """Note when this module waits: hooks of ours around the hooks by which `fully_shard` exchanges.
@@ -103,6 +106,18 @@ class Stragglers:
         module.register_forward_pre_hook(after_gathering)
         module.register_forward_hook(lambda module, inputs, output: on_gradient(output, begins), prepend=True)
         module.register_forward_hook(lambda module, inputs, output: on_gradient(output, ends))
+
+    def _timed(self, method: Callable) -> Callable:
+        """The method, with a note of when it begins and ends."""
+
+        def call(*args, **kwargs):
+            self._wait_begins()
+            try:
+                return method(*args, **kwargs)
+            finally:
+                self._wait_ends()
+
+        return call
 
     def _wait_begins(self, _=None) -> None:
         if self._begin is not None and self._waits_since is None:
@@ -128,11 +143,9 @@ class Stragglers:
 
 
 def _on_gradient(values, call: Callable) -> None:
-    """Call when the gradients of these are computed: a tensor, or those in a sequence or a dataclass that have one."""
+    """Call when the gradients of these are computed: a tensor, or those in a sequence that have one."""
     if isinstance(values, torch.Tensor):
         values = (values,)
-    elif is_dataclass(values):
-        values = vars(values).values()
     for tensor in values:
         if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
             tensor.register_hook(call)

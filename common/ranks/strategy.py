@@ -1,7 +1,7 @@
 """What a strategy does to a model, in one interface: the training loop does not know which one it has.
 
 `Strategy` is one process, or replicas behind DistributedDataParallel (`replicate`); `FullySharded` is FSDP2's
-`fully_shard`.
+`fully_shard`. That of Megatron-FSDP has a file of its own, which none but its script imports.
 """
 
 from __future__ import annotations
@@ -22,10 +22,15 @@ from common.ranks.world import World
 
 
 class Strategy:
-    """`model`: as the forward pass wants it called, wrapped or not."""
+    """`model`: as a training step calls it, wrapped or not; `evaluated`: as an evaluation does.
 
-    def __init__(self, model: nn.Module):
-        self.model = model
+    sums_gradients: over the ranks, instead of averaging them.
+    """
+
+    sums_gradients = False
+
+    def __init__(self, model: nn.Module, evaluated: nn.Module | None = None):
+        self.model, self.evaluated = model, evaluated or model
 
     def micro_batch(self, last: bool) -> AbstractContextManager:
         """Around forward and backward pass of a micro-batch: gradients are exchanged with a step's last one only."""
@@ -35,11 +40,32 @@ class Strategy:
         """Clip the global gradient norm (0: don't); fp32 scalar, the norm before."""
         return whole(clip_grad_norm_(self.model.parameters(), max_norm or math.inf))
 
+    def install_weights(self) -> None:
+        """Parameters have been set or updated: what the forward pass computes with is to be made of them."""
+
     def clear_gradients(self) -> None:
         self.model.zero_grad()
 
     def release(self) -> None:
         """After a forward pass without a backward pass: what was gathered for it is let go."""
+
+    def whole(self, parameter: Tensor) -> Tensor:
+        """All of a parameter, gathered from the ranks (all call together) where it is sharded."""
+        return whole(parameter)
+
+    def described(self, state: dict, saving: bool) -> dict:
+        """A checkpoint's {"model": {name: shard}, "optimizer": {"state": {name: {moment: shard}}, ...}, ...}, each
+        shard with what torch.distributed.checkpoint must know of it. No collective; any thread."""
+        return state
+
+    @property
+    def last_gradient(self) -> nn.Parameter:
+        """The parameter whose gradient is the last one of a backward pass to be there."""
+        return next(p for p in self.model.parameters() if p.requires_grad)
+
+    def exchanges(self) -> list[tuple[object, str]]:
+        """Methods (object, name) in which this rank waits for the others during a pass, none calling another."""
+        return []
 
 
 @dataclass
@@ -64,7 +90,7 @@ def replicate(model: nn.Module, world: World, flags: ReplicaFlags, init_sync: bo
         bucket_cap_mb=flags.ddp_bucket_cap_mb,
         gradient_as_bucket_view=True,
     )
-    return Strategy(replica)
+    return Strategy(replica, evaluated=model)
 
 
 class FullySharded(Strategy):
@@ -92,9 +118,12 @@ def local_rows(parameter: Tensor) -> tuple[Tensor, int]:
     """This rank's rows of a parameter, to be written to, and the number of the first. A plain tensor is all here.
 
     `fully_shard` deals dimension 0 in chunks of equal size, the last one shorter (torch.chunk); a rank may get none.
+    Parameters that are dealt otherwise have a `first_row`.
     """
     if not isinstance(parameter, DTensor):
         return parameter, 0
+    if (first := getattr(parameter, "first_row", None)) is not None:
+        return parameter.to_local(), first
     rows = parameter.shape[0]
     first = 0
     for dimension, placement in enumerate(parameter.placements):

@@ -18,7 +18,7 @@ import logging
 import os
 import shutil
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -84,7 +84,7 @@ class Checkpointer:
 
     scales: of --fp8_recipe delayed, tensors that are restored in place, the same on all ranks; extras: of the weights
     that the run began with, what is exported again but not trained; training: whether the run is to go on from what is
-    restored.
+    restored; described: as `Strategy.described`.
     """
 
     def __init__(
@@ -98,13 +98,14 @@ class Checkpointer:
         scales: dict[str, torch.Tensor] | None = None,
         extras: dict[str, torch.Tensor] | None = None,
         training: bool = True,
+        described: Callable[[dict, bool], dict] = lambda state, saving: state,
     ):
         self.flags, self.output_dir = flags, Path(flags.output_dir)
         self.model, self.optimizer = model, optimizer
         self.scales = scales or {}
         self.extras = {"extras": extras} if extras else {}
         self.config, self.fingerprint = config, fingerprint(config)
-        self.world, self.training = world, training
+        self.world, self.training, self.described = world, training, described
         # Collectives of the writer thread must not interleave with the training step's.
         self.group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
         self.thread: threading.Thread | None = None
@@ -118,9 +119,9 @@ class Checkpointer:
         model_state, optimizer_state = get_state_dict(self.model, self.optimizer)
         state = {"model": _canonical(model_state), "optimizer": optimizer_state} | self._scales() | self.extras
         if not self.flags.async_save:
-            self._write(step, state, trainer_state)
+            self._write(step, self.described(state, True), trainer_state)
             return self._raise_failure()
-        arguments = (step, _copied(state), trainer_state)
+        arguments = (step, self.described(_copied(state), True), trainer_state)
         self.thread = threading.Thread(target=self._write, args=arguments, name="checkpoint writer")
         self.thread.start()
         return None
@@ -228,7 +229,7 @@ class Checkpointer:
         reader = Reader(path)
         with self.world.together():
             scales = self._scales(reader.read_metadata().state_dict_metadata)
-        state = {"model": _canonical(model_state), "optimizer": optimizer_state} | scales
+        state = self.described({"model": _canonical(model_state), "optimizer": optimizer_state} | scales, False)
         try:
             dcp.load(state, storage_reader=reader, planner=Planner(), process_group=self.group)
         except CheckpointException as error:  # on all ranks

@@ -8,11 +8,11 @@ from dataclasses import asdict
 from pathlib import Path
 
 from safetensors import SafetensorError
+from torch import Tensor
 
 from common.cli import UserError, one_line
 from common.files.json_files import read_json_lines, write_json
 from common.ranks.stopping import Preempted
-from common.ranks.strategy import whole
 from common.ranks.world import World
 from common.training.arguments import TrainArguments
 from common.training.logbook import METRICS, Logbook
@@ -31,8 +31,12 @@ def finish(
     args: TrainArguments,
     world: World,
     evaluate: Callable[[str, str], dict],
+    whole: Callable[[Tensor], Tensor],
 ) -> None:
-    """Report, evaluate, export and draw as the flags say. Raises Preempted if told to stop during an evaluation."""
+    """Report, evaluate, export and draw as the flags say. Raises Preempted if told to stop during an evaluation.
+
+    whole: gathers a parameter from the ranks.
+    """
     output_dir = Path(args.output_dir)
 
     def report(split: str, results: dict) -> None:
@@ -62,7 +66,7 @@ def finish(
             write_json(output_dir / "trainer_state.json", asdict(state) | {"log_history": history})
     finished = args.do_train and task.data.finished(state.step, state.position)
     if finished if args.save_final_model is None else args.save_final_model:
-        _export(task, output_dir / "final_model", world)
+        _export(task, output_dir / "final_model", world, whole)
     with world.main_does() as mine:
         if mine and args.do_train:
             draw_curves(output_dir)
@@ -85,7 +89,7 @@ def _training_results(state: TrainerState, resolved: Resolved, num_examples: int
     }
 
 
-def _export(task: MaskedLM, final: Path, world: World) -> None:
+def _export(task: MaskedLM, final: Path, world: World, whole: Callable[[Tensor], Tensor]) -> None:
     """Write final_model/; all ranks together, which gather one tensor after the other for rank 0 to write."""
     pieces = task.exported(whole)
     failure = None

@@ -100,7 +100,8 @@ def load_model(
         shard(model)
     extras = {}
     with world.together():
-        model.to_empty(device=device or world.device)
+        if next(model.parameters()).is_meta:  # a strategy may have made the storage itself
+            model.to_empty(device=device or world.device)
         initialise(model, args.seed, config.initializer_range)
         if args.model_name_or_path:
             pieces, extras = read_pretrained(args.model_name_or_path, config)

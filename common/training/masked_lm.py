@@ -84,10 +84,10 @@ class MaskedLM:
         """Of a training step with these counts."""
         return step_flops(self.built.config, counts.num_tokens, counts.sum_squared_lengths, counts.num_masked)
 
-    def evaluate(self, split: str, prefix: str, step: int) -> dict:
+    def evaluate(self, model: nn.Module, split: str, prefix: str, step: int) -> dict:
         """As `evaluate`, on a split."""
         store = self.data.held_out(split)
-        return evaluate(self.built.model, store, self.flags, self.world, prefix, step, self.bf16)
+        return evaluate(model, store, self.flags, self.world, prefix, step, self.bf16)
 
     @staticmethod
     def summary(results: dict) -> str:
@@ -105,7 +105,7 @@ class MaskedLM:
         """The tensors to export; all ranks ask for one after the other, which `gather` makes whole."""
         parameters = dict(self.built.weights.named_parameters())
         return convert.pieces_to_hf(
-            lambda name: gather(parameters[name].detach()), self.built.config, self.built.extras
+            lambda name: gather(parameters[name]).detach(), self.built.config, self.built.extras
         )
 
     def export(self, pieces: Iterator[tuple[str, Tensor]], directory: Path) -> None:

@@ -55,7 +55,7 @@ def step_seconds(args: TrainArguments, world: World) -> float:
     built = load_model(args, world)
     task = MaskedLM(built, args, args.bf16, world, evaluates=False, makers={})
     strategy, optimizer = Strategy(built.model), build_optimizer(built.weights, args)
-    stragglers = Stragglers(built.model, world, 0)
+    stragglers = Stragglers(strategy, world, 0)
     stepper = Stepper(task, strategy, built.precision, optimizer, stragglers, world, args.max_grad_norm)
     built.model.train()
     taken = []

@@ -59,12 +59,13 @@ class Stepper:
             group["lr"] = lr
         loss = torch.zeros((), device=world.device)
         self.precision.begin_step(step)
+        # Where gradients are averaged over the ranks, the sum over the global batch is scaled up by their number.
+        scale = 1 if strategy.sums_gradients else world.size
         for number, batch in enumerate(micro_batches):
             self.precision.begin_pack(step, number * world.mesh.dp_size + world.mesh.dp_rank, batch["num_tokens"] == 0)
             with strategy.micro_batch(last=number == len(micro_batches) - 1):
                 loss_sum = self.task.loss_sum(strategy.model, batch)
-                # Gradients are averaged over the ranks, so the sum over the global batch is scaled up by their number.
-                (loss_sum * (world.size / max(counts.num_masked, 1))).backward()
+                (loss_sum * (scale / max(counts.num_masked, 1))).backward()
             loss += loss_sum.detach()
         world.watch.mark("loss and gradient norm", step + 1)
         norm = strategy.clip(self.max_grad_norm).to(world.device)
@@ -81,6 +82,7 @@ class Stepper:
         skipped = not (math.isfinite(loss) and math.isfinite(norm))
         if not skipped:
             self.optimizer.step()
+            strategy.install_weights()
         strategy.clear_gradients()
         rows = self.precision.end_step(world, skipped)
         return StepResult(loss, norm, skipped, computed - started, time.perf_counter() - computed, rows)

@@ -65,7 +65,7 @@ def train(strategy: Strategy, built: Built, args: TrainArguments, world: World) 
                 trainer.loop(directory)
             if directory:
                 directory.begun = True
-            finish(task, trainer.state, trainer.resolved, log, args, world, trainer.evaluate)
+            finish(task, trainer.state, trainer.resolved, log, args, world, trainer.evaluate, strategy.whole)
             if directory and args.do_train:
                 directory.done()
 
@@ -86,8 +86,9 @@ class Trainer:
             scales=built.precision.scales,
             extras=built.extras,
             training=args.do_train,
+            described=strategy.described,
         )
-        self.stragglers = Stragglers(strategy.model, world, args.straggler_every)
+        self.stragglers = Stragglers(strategy, world, args.straggler_every)
         self.replicas = Replicas(built.weights, world)
         self.profiler = StepProfiler(args.profile_steps, world, Path(args.output_dir))
         self.stepper = Stepper(task, strategy, built.precision, optimizer, self.stragglers, world, args.max_grad_norm)
@@ -98,6 +99,7 @@ class Trainer:
         saved = self.checkpointer.restore(args.resume_from_checkpoint, restarted)
         set_hyperparameters(self.checkpointer.optimizer, args)
         self.built.precision.follow_restored()
+        self.strategy.install_weights()
         with world.together():
             if saved is not None:
                 self.state = TrainerState(**saved)
@@ -264,7 +266,7 @@ class Trainer:
         told = split == "validation"  # of the test split only the results at the end
         if told:
             logger.info("***** Running Evaluation *****")
-        results = self.task.evaluate(split, prefix, self.state.step)
+        results = self.task.evaluate(self.strategy.evaluated, split, prefix, self.state.step)
         self.strategy.release()
         if told and results:
             logger.info(self.task.summary(results))

@@ -8,7 +8,7 @@ from importlib.util import find_spec
 import pytest
 import torch
 
-from tests.training_fixtures import final_weights, losses, run_training, same_bits
+from tests.training_fixtures import final_weights, losses, rows, run_training, same_bits
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU")
 BACKENDS = [
@@ -18,8 +18,12 @@ BACKENDS = [
         marks=pytest.mark.skipif(find_spec("transformer_engine") is None, reason="Transformer Engine is not here"),
     ),
 ]
-TWO_GPUS = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="two GPUs are needed to share a pack")
-SCRIPTS = [("train_ddp.py", 1), ("train_fsdp2.py", 1), pytest.param("train_ddp_cp.py", 2, marks=TWO_GPUS)]
+TWO_GPUS = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="two GPUs are needed")
+MEGATRON = pytest.mark.skipif(find_spec("megatron_fsdp") is None, reason="megatron-fsdp is not installed")
+SCRIPTS = [
+    *[("train_ddp.py", 1), ("train_fsdp2.py", 1), pytest.param("train_ddp_cp.py", 2, marks=TWO_GPUS)],
+    pytest.param("train_mfsdp.py", 1, marks=MEGATRON),
+]
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -99,3 +103,42 @@ def test_weights_in_host_memory(dataset, tmp_path):
         done = run_training(dataset, tmp_path / where, cpu_offload=offload, **flags)
         assert done.returncode == 0, done.stderr
     assert losses(tmp_path / "b") == pytest.approx(losses(tmp_path / "a"), abs=5e-3)
+
+
+@MEGATRON
+@pytest.mark.parametrize("nproc", [1, pytest.param(2, marks=TWO_GPUS)])
+@pytest.mark.parametrize(
+    "flags",
+    [
+        {},
+        {"zero_dp_strategy": "optim_grads", "activation_checkpointing": "full"},
+        {"zero_dp_strategy": "optim", "calculate_per_token_loss": True, "init_model_with_meta_device": False},
+        {"zero_dp_strategy": "no_shard"},
+    ],
+    ids=["optim_grads_params", "optim_grads", "optim", "no_shard"],
+)
+def test_megatron_fsdp_is_the_run_of_fsdp2(dataset, tmp_path, nproc, flags):
+    """fp32 with accumulation and clipping, evaluations in between; a checkpoint of FSDP2 goes on with this one."""
+    run = {"backend": "torch", "max_steps": 12, "packs_per_step": 4, "save_steps": 6, "do_eval": True, "eval_steps": 4}
+    other = {"script": "train_fsdp2.py"}
+    legs = {"fsdp2": [other], "mfsdp": [flags], "both": [other | {"stop_at_step": 6}, flags]}
+    for name, parts in legs.items():
+        for part in parts:
+            done = run_training(dataset, tmp_path / name, nproc, **{"script": "train_mfsdp.py"} | run | part)
+            assert done.returncode == 0, done.stderr
+    for name in ("mfsdp", "both"):
+        for key in ("loss", "grad_norm"):
+            found, expected = ([row[key] for row in rows(tmp_path / out) if key in row] for out in (name, "fsdp2"))
+            assert found == pytest.approx(expected, rel=1e-4), key  # kernels that add in any order
+
+
+@MEGATRON
+@pytest.mark.parametrize("nproc", [1, pytest.param(2, marks=TWO_GPUS)])
+def test_megatron_fsdp_in_bf16_is_the_run_of_fsdp2(dataset, tmp_path, nproc):
+    flags = {"bf16": True, "backend": "torch", "max_steps": 12, "packs_per_step": 4}
+    for script in ("train_fsdp2.py", "train_mfsdp.py"):
+        done = run_training(dataset, tmp_path / script, nproc, script=script, **flags)
+        assert done.returncode == 0, done.stderr
+    ours, theirs = (rows(tmp_path / script) for script in ("train_mfsdp.py", "train_fsdp2.py"))
+    for key, close in (("loss", 1e-3), ("grad_norm", 2e-2)):
+        assert [row[key] for row in ours] == pytest.approx([row[key] for row in theirs], rel=close), key

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import weakref
 
@@ -101,10 +102,19 @@ def compare(cp_size: int, cases: list[tuple], out: str) -> None:
     dist.init_process_group("gloo")
     world.share_packs(cp_size)
     mesh, found = world.mesh, []
+
+    @functools.cache  # ways and layouts are compared to the same
+    def reference(dropout: bool, bf16: bool, lengths: str, labels: str) -> tuple[torch.Tensor, dict, torch.Tensor]:
+        whole, packs = model_of(dropout), packs_of(lengths, labels)
+        return *gradients(whole, packs, bf16), logits_of(whole, packs[0], bf16)
+
+    def packs_of(lengths: str, labels: str) -> list[dict]:
+        """Two micro-batches for each data rank; of the long one, one."""
+        return [make_batch(LENGTHS[lengths], labels, seed=n) for n in range((lengths != "long") + mesh.dp_size)]
+
     for case in cases:
         way, layout, multiple, dropout, bf16, lengths, labels = case
-        # Two micro-batches for each data rank; of the long one, one.
-        packs = [make_batch(LENGTHS[lengths], labels, seed=n) for n in range((lengths != "long") + mesh.dp_size)]
+        packs = packs_of(lengths, labels)
         shared = model_of(dropout)
         share_context(shared, world.cp_group, way)
         mine = packs[mesh.dp_rank :: mesh.dp_size]
@@ -123,11 +133,10 @@ def compare(cp_size: int, cases: list[tuple], out: str) -> None:
         dist.all_reduce(counts)
         assert counts.tolist() == [sum(b[k] for b in packs) for k in ("num_tokens", "num_masked", "num_sequences")]
         if world.is_main:
-            whole = model_of(dropout)
-            loss, grads = gradients(whole, packs, bf16)
+            loss, grads, logits = reference(dropout, bf16, lengths, labels)
             found.append([case, "loss", *_distance(own_loss, loss)])
             found += [[case, name, *_distance(own[name], grads[name])] for name in grads]
-            found.append([case, "logits", *_distance(back, logits_of(whole, mine[0], bf16))])
+            found.append([case, "logits", *_distance(back, logits)])
     if world.is_main:
         torch.save(found, out)
     dist.barrier()

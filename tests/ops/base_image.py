@@ -1,12 +1,14 @@
 """A base image made of this machine's own files, in the place of NVIDIA's: Debian's essentials, Python, torch.
 
 Nothing is downloaded. Like NVIDIA's it brings torch and a /etc/pip/constraint.txt. One package of the requirements is
-left to be installed (tqdm), from a wheel that only the base's constraints allow, and pip has no index to ask.
+left to be installed (tqdm), from a wheel that only the base's constraints allow, and pip has no index to ask. Of the
+largest packages the image has only what pip reads; `docker run` is to be given the rest, which need not be copied so.
 """
 
 from __future__ import annotations
 
 import email
+import functools
 import io
 import re
 import subprocess
@@ -20,6 +22,11 @@ from pathlib import Path
 PYTHON = "/opt/python"
 VENV = "/opt/venv"
 BASE_TQDM = "4.99.0"  # in no index, so whoever has it has it from the base's constraints
+VERSION = f"python{sys.version_info.major}.{sys.version_info.minor}"
+SITE_PACKAGES = f"{VENV}/lib/{VERSION}/site-packages"
+LARGE_BYTES = 4 << 20
+# Left out for their size, and what the build is to install.
+UNWANTED = {"test", "idlelib", "include", "tqdm", "moto", "awscli", "kubernetes_validate"}
 SETTINGS = f"ENV PATH={VENV}/bin:/usr/local/bin:/usr/bin:/bin:/usr/sbin:/sbin"
 SETTINGS += f" LD_LIBRARY_PATH={PYTHON}/lib PIP_NO_INDEX=1 PIP_FIND_LINKS=/opt/wheels"
 
@@ -35,6 +42,20 @@ def import_base_image(name: str, environment: dict[str, str]) -> None:
         _add_bytes(archive, f"/opt/wheels/tqdm-{BASE_TQDM}-py3-none-any.whl", _tqdm_wheel())
     process.stdin.close()
     assert process.wait() == 0
+
+
+def mounts() -> list[str]:
+    """Options of `docker run` that bring the packages which are not in the image."""
+    return [f"--volume={path}:{SITE_PACKAGES}/{path.name}:ro" for path in _large_packages()]
+
+
+@functools.cache
+def _large_packages() -> list[Path]:
+    """Those that whoever a container runs as can read here; pip itself runs in the build."""
+    candidates = [p for p in _site_packages().iterdir() if p.is_dir() and p.name not in UNWANTED | {"pip"}]
+    candidates = [p for p in candidates if all(parent.stat().st_mode & 0o5 == 0o5 for parent in (p, *p.glob("*/")))]
+    sizes = {p: sum(file.lstat().st_size for file in p.rglob("*")) for p in candidates}
+    return [p for p, size in sizes.items() if size > LARGE_BYTES]
 
 
 def _add_debian(archive: tarfile.TarFile) -> None:
@@ -70,30 +91,30 @@ def _libraries(programs: list[Path]) -> Iterator[Path]:
 
 def _add_python(archive: tarfile.TarFile) -> None:
     """The interpreter and its library in /opt/python, and the packages beside these tests in a venv."""
-    version = f"python{sys.version_info.major}.{sys.version_info.minor}"
+    large = {f"{SITE_PACKAGES[1:]}/{path.name}" for path in _large_packages()}
 
     def keep(entry: tarfile.TarInfo) -> tarfile.TarInfo | None:
         entry.mode |= 0o444 | (0o111 if entry.isdir() else 0)
         entry.uid = entry.gid = 0
         parts = Path(entry.name).parts
-        # Left out for their size, and what the build is to install.
-        unwanted = {"test", "idlelib", "include", "tqdm", "moto", "awscli", "kubernetes_validate"}
-        return None if unwanted & set(parts) or any(part.startswith("tqdm-") for part in parts) else entry
+        if entry.name in large or UNWANTED & set(parts) or any(part.startswith("tqdm-") for part in parts):
+            return None
+        return entry
 
     _add_directory(archive, PYTHON, 0o755)
-    archive.add(Path(sys.executable).resolve(), f"{PYTHON[1:]}/bin/{version}")
-    stdlib = f"{PYTHON[1:]}/lib/{version}"
+    archive.add(Path(sys.executable).resolve(), f"{PYTHON[1:]}/bin/{VERSION}")
+    stdlib = f"{PYTHON[1:]}/lib/{VERSION}"
     archive.add(_stdlib(), stdlib, filter=lambda entry: None if "site-packages" in entry.name else keep(entry))
     for library in (Path(sys.base_prefix) / "lib").glob("libpython*.so*"):
         archive.add(library, f"{PYTHON[1:]}/lib/{library.name}")
     _add_text(archive, f"{VENV}/pyvenv.cfg", f"home = {PYTHON}/bin\n")
     for name in ("python", "python3"):
         link = tarfile.TarInfo(f"{VENV[1:]}/bin/{name}")
-        link.type, link.linkname = tarfile.SYMTYPE, f"{PYTHON}/bin/{version}"
+        link.type, link.linkname = tarfile.SYMTYPE, f"{PYTHON}/bin/{VERSION}"
         archive.addfile(link)
     torchrun = f"#!{VENV}/bin/python\nfrom torch.distributed.run import main\nmain()\n"
     _add_text(archive, f"{VENV}/bin/torchrun", torchrun, mode=0o755)
-    archive.add(_site_packages(), f"{VENV[1:]}/lib/{version}/site-packages", filter=keep)
+    archive.add(_site_packages(), SITE_PACKAGES[1:], filter=keep)
 
 
 def _tqdm_wheel() -> bytes:
@@ -114,7 +135,7 @@ def _tqdm_wheel() -> bytes:
 
 
 def _stdlib() -> Path:
-    return Path(sys.base_prefix) / "lib" / f"python{sys.version_info.major}.{sys.version_info.minor}"
+    return Path(sys.base_prefix) / "lib" / VERSION
 
 
 def _site_packages() -> Path:

@@ -11,7 +11,7 @@ from tests.ops import job_schemas
 from tests.ops.manifests import IMAGE, ROOT, containers, pods, values
 
 VOLUME = "/fsx-shared"
-TRAIN_SCRIPTS = ("train_ddp.py", "train_ddp_cp.py", "train_fsdp2.py")
+TRAIN_SCRIPTS = ("train_ddp.py", "train_ddp_cp.py", "train_fsdp2.py", "train_mfsdp.py")
 JOBS = ("PyTorchJob", "TrainJob")
 # Images that are not ours: pinned, and only where a pod needs nothing of ours.
 OTHER_IMAGES = {

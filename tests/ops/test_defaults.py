@@ -27,6 +27,7 @@ GUIDES_OPTIMISER = {
 
 def parsed(script: str, *flags: str) -> dict:
     kinds = {"train_ddp.py": "DdpArguments", "train_ddp_cp.py": "DdpCpArguments", "train_fsdp2.py": "FsdpArguments"}
+    kinds |= {"train_mfsdp.py": "MegatronArguments"}
     kind = kinds[script]
     (args,) = parse_arguments(None, getattr(load_script(script), kind), argv=[*PLACES, *flags])
     return asdict(args)
@@ -38,7 +39,7 @@ def of_slurm() -> list[str]:
     return text.split()
 
 
-@pytest.mark.parametrize("name", ["train-ddp", "train-ddp-cp", "train-fsdp", "trainjob"])
+@pytest.mark.parametrize("name", ["train-ddp", "train-ddp-cp", "train-fsdp", "train-mfsdp", "trainjob"])
 def test_slurm_and_kubernetes_train_with_the_same_defaults(name):
     text = (ROOT / "kubernetes" / f"{name}-template.yaml").read_text()
     ((script, flags),) = re.findall(

@@ -42,7 +42,8 @@ def assert_good(text: str) -> None:
 
 
 def test_the_guides_names_are_there():
-    guides = {"download-data", "preprocess", "train-ddp", "train-ddp-cp", "train-fsdp", "trainjob", "fsx-pv-pvc"}
+    guides = {"download-data", "preprocess", "train-ddp", "train-ddp-cp", "train-fsdp", "train-mfsdp", "trainjob"}
+    guides |= {"fsx-pv-pvc"}
     others = {"view-fsx.yaml", "etcd.yaml", "job-uid.yaml"}
     assert {f"{name}-template.yaml" for name in guides} | others == set(TEMPLATES)
     names = {d["metadata"]["name"] for template in TEMPLATES for d in documents(render(template))}

@@ -84,6 +84,11 @@ def test_data_templates(volume):
     ("name", "words", "line"),
     [
         ("fsdp", {"train_fsdp2.py": "train_ddp.py", "FSDP2": "DDP", "fsdp": "ddp"}, "--sharding_strategy=full"),
+        (
+            "mfsdp",
+            {"train_mfsdp.py": "train_ddp.py", "Megatron-FSDP": "DDP", "mfsdp": "ddp"},
+            "--zero_dp_strategy=optim_grads_params",
+        ),
         ("ddp-cp", {"train_ddp_cp.py": "train_ddp.py", "DDP-CP": "DDP", "ddp-cp": "ddp"}, "--cp_size=${CP_SIZE}"),
     ],
 )

@@ -262,6 +262,7 @@ WRONG = {
         {"NPROC_PER_NODE": "1"},
     ),
     "none, 2 asked for": ("--gpus-per-node=2 slurm/train_ddp.sh", {"PREFLIGHT": "error"}),
+    "train_mfsdp.py needs an NVIDIA GPU": (f"slurm/train_mfsdp.sh {flags()}", {"NPROC_PER_NODE": "1"}),
     "unknown flag --frobnicate": (f"slurm/train_ddp_cp.sh --frobnicate {flags()}", {"NPROC_PER_NODE": "2"}),
 }
 

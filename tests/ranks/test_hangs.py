@@ -32,8 +32,11 @@ def errors_of(said: str) -> list[str]:
 
 @pytest.mark.parametrize(
     ("script", "nproc", "rank", "flags"),
-    [(DDP, 2, 0, {}), (DDP, 3, 1, {}), (CP, 3, 1, {"cp_size": 3}), (FSDP2, 2, 1, {}), (FSDP2, 4, 2, HYBRID)],
-    ids=["ddp-main", "ddp-3", "cp-3", "fsdp2", "hsdp"],
+    [
+        *[(DDP, 2, 0, {}), (DDP, 3, 1, {}), (CP, 3, 1, {"cp_size": 3}), (FSDP2, 2, 1, {}), (FSDP2, 4, 2, HYBRID)],
+        ("train_mfsdp.py", 2, 1, {}),
+    ],
+    ids=["ddp-main", "ddp-3", "cp-3", "fsdp2", "hsdp", "mfsdp"],
 )
 def test_a_rank_that_is_stopped_is_named_by_all_others(dataset, tmp_path, script, nproc, rank, flags):
     """SIGSTOP: the process is there, its connections are open, and nothing answers. Rank 0 keeps the store, too."""

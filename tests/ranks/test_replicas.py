@@ -15,6 +15,7 @@ from tests.live_runs import newest_step
 from tests.training_fixtures import _main, flags_of, on_ranks
 
 HYBRID = {"script": "train_fsdp2.py", "sharding_strategy": "hybrid", "hsdp_shard_size": 2}
+REPLICATED = {"script": "train_mfsdp.py", "zero_dp_strategy": "no_shard"}
 FLAGS = {"max_steps": 8, "save_final_model": False}
 
 
@@ -80,8 +81,8 @@ def _main_with_a_flipped_bit(argv: list[str], script: str, step: int, rank: int)
 
 @pytest.mark.parametrize(
     ("nproc", "rank", "named", "flags"),
-    [(2, 1, [0, 1], {}), (3, 2, [2], {}), (4, 2, [0, 2], HYBRID)],
-    ids=["ddp", "ddp-3", "hsdp"],
+    [(2, 1, [0, 1], {}), (3, 2, [2], {}), (4, 2, [0, 2], HYBRID), (2, 1, [0, 1], REPLICATED)],
+    ids=["ddp", "ddp-3", "hsdp", "mfsdp"],
 )
 def test_replicas_that_go_apart_end_the_run_and_are_named(dataset, tmp_path, nproc, rank, named, flags):
     """Found at the comparison of the ranks, and before a checkpoint: none is saved of them."""

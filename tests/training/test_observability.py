@@ -80,8 +80,8 @@ def test_a_checkpoint_that_stalls_training_is_in_the_next_row(dataset, tmp_path)
 
 @pytest.mark.parametrize(
     ("nproc", "rank", "accumulation", "flags"),
-    [(2, 1, 2, {}), (2, 0, 1, FSDP2), (4, 1, 2, HYBRID)],
-    ids=["ddp", "fsdp2", "hsdp"],
+    [(2, 1, 2, {}), (2, 0, 1, FSDP2), (4, 1, 2, HYBRID), (2, 0, 2, {"script": "train_mfsdp.py"})],
+    ids=["ddp", "fsdp2", "hsdp", "mfsdp"],
 )
 def test_the_slow_rank_is_named_in_the_row_and_in_one_line(dataset, tmp_path, nproc, rank, accumulation, flags):
     """Slow in the forward passes up to the first comparison, then in the backward passes."""

@@ -30,13 +30,14 @@ def poison_steps(steps: dict[int, str], rank: int, first: int) -> None:
     def poison(module, inputs, output):
         nonlocal passes
         if not isinstance(module, Esm2ForMaskedLM) or not module.training:
-            return
+            return None
         passes += 1
         what = steps.get(passes) if torch.distributed.get_rank() == rank else None
         if what == "loss":
-            output.loss_sum = output.loss_sum * math.inf
-        elif what == "gradient":
+            return output._replace(loss_sum=output.loss_sum * math.inf)
+        if what == "gradient":
             output.loss_sum.register_hook(lambda gradient: gradient * math.nan)
+        return None
 
     torch.nn.modules.module.register_module_forward_hook(poison)
 
@@ -56,7 +57,8 @@ def poisoned(
 
 
 @pytest.mark.parametrize(
-    ("nproc", "rank", "script"), [(1, 0, "train_ddp.py"), (2, 1, "train_ddp.py"), (2, 1, "train_fsdp2.py")]
+    ("nproc", "rank", "script"),
+    [(1, 0, "train_ddp.py"), (2, 1, "train_ddp.py"), (2, 1, "train_fsdp2.py"), (2, 1, "train_mfsdp.py")],
 )
 def test_a_step_that_is_no_number_changes_nothing_and_is_counted(dataset, tmp_path, nproc, rank, script):
     """Of step 4 the loss, of step 7 the gradient."""

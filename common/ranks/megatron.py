@@ -1,0 +1,235 @@
+"""Megatron-FSDP as a strategy: `fully_shard_model` of megatron-fsdp, the rest by its lower methods.
+
+Its own optimiser wrapper, clipping and checkpoint preparation are not used: the first takes a step when it is made,
+the second hangs where a rank has no rows of a tensor, the third is a collective for every tensor. What is relied on
+here, parts that are private too, is that of one version, so another one is refused.
+
+Weights lie in buckets, one or more a layer, which are cut in equal parts, always between rows: where a tensor is cut,
+and whether a rank has any of it, follows from its neighbours, not from torch.chunk. `first_row` says it.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import warnings
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
+
+from common.cli import UserError
+from common.ranks.mesh import replicas_and_shards
+from common.ranks.row_shards import describe, gather_rows
+from common.ranks.strategy import Strategy
+from common.ranks.world import World
+
+VERSION = "0.6.1"
+DEVICES = ("cuda",)  # its streams, events and reductions are CUDA's and NCCL's
+STRATEGIES = {
+    "no_shard": "nothing dealt out",
+    "optim": "optimiser state dealt out (ZeRO-1)",
+    "optim_grads": "gradients too (ZeRO-2)",
+    "optim_grads_params": "weights too, gathered layer by layer (ZeRO-3)",
+}
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How `fully_shard_model` is called.
+
+    shard_size: ranks that share one copy, None for all; bf16: weights are gathered and computed with in it; masters:
+    fp32 ones of those; reduce_dtype: in which gradients travel; meta_device: each rank makes storage for one bucket
+    at a time; sums_gradients: over the ranks, instead of averaging them; sync_each_batch: wait for every micro-batch's
+    exchange.
+    """
+
+    zero_dp_strategy: str = "optim_grads_params"
+    shard_size: int | None = None
+    bf16: bool = False
+    masters: bool = True
+    reduce_dtype: torch.dtype = torch.float32
+    meta_device: bool = True
+    sums_gradients: bool = False
+    sync_each_batch: bool = False
+
+    @property
+    def shards(self) -> bool:
+        return self.zero_dp_strategy != "no_shard"
+
+
+def load_library(world: World):
+    """The module. UserError where it cannot work, or is not the one that this is written for."""
+    if world.device.type not in DEVICES:
+        raise UserError(
+            "train_mfsdp.py needs an NVIDIA GPU: Megatron-FSDP runs on CUDA alone; train_fsdp2.py shards on any device"
+        )
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that it does without Transformer Engine
+            import megatron_fsdp
+    except ImportError as error:
+        raise UserError(f"megatron-fsdp is not installed: pip install megatron-fsdp=={VERSION}") from error
+    if megatron_fsdp.__version__ != VERSION:
+        raise UserError(
+            f"megatron-fsdp {megatron_fsdp.__version__}: train_mfsdp.py is written for {VERSION}: "
+            f"pip install megatron-fsdp=={VERSION}"
+        )
+    warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+_tensor` is deprecated", FutureWarning)
+    logging.getLogger(megatron_fsdp.__name__).setLevel(logging.WARNING)  # it prints every bucket
+    return megatron_fsdp
+
+
+class MegatronSharded(Strategy):
+    """`shard` wraps the model. Its parameters are then what the optimiser updates: fp32 masters, or the weights."""
+
+    def __init__(self, layout: Layout, world: World):
+        with world.together():
+            self.library = load_library(world)
+        self.layout, self.world = layout, world
+        self.sums_gradients = layout.sums_gradients
+
+    def shard(self, model: nn.Module) -> None:
+        """Deal out a model that has no storage yet. The values of its parameters are still to be set."""
+        layout, device = self.layout, self.world.device
+        mesh, groups = self._mesh()
+        if layout.bf16:
+            model.to(torch.bfloat16)
+        if not layout.meta_device:
+            model.to_empty(device=device)
+        alone = mesh["shard"].size() == 1
+        policy = self.library.MixedPrecisionPolicy(
+            # Without masters the optimiser updates the weights themselves.
+            main_params_dtype=torch.float32 if layout.bf16 and layout.masters else None,
+            main_grads_dtype=torch.float32 if layout.masters or not layout.bf16 else torch.bfloat16,
+            # Where nothing travels, a copy in another precision is added to what it was made of (0.6.1).
+            grad_comm_dtype=None if alone else layout.reduce_dtype,
+        )
+        with _storage_alone(model):
+            wrapped = self.library.fully_shard_model(
+                model,
+                device_mesh=mesh,
+                dp_shard_dim="shard",
+                tp_dim="tensor",
+                fsdp_unit_modules=[type(model.layers[0])],
+                zero_dp_strategy=layout.zero_dp_strategy,
+                device=device,
+                init_model_with_meta_device=layout.meta_device,
+                mixed_precision_policy=policy,
+                sync_model_each_microbatch=False,
+                preproc_state_dict_for_dcp_ckpt=False,
+                calculate_per_token_loss=layout.sums_gradients,
+                **groups,
+            )
+        super().__init__(wrapped)
+        self.group = mesh["shard"].get_group()
+        self.raw = wrapped.raw_param
+        for parameter in self.raw.values():
+            # They were given a `to` and a `cpu` that look whether there is storage: no compiled graph holds that.
+            parameter.__dict__.pop("to", None)
+            parameter.__dict__.pop("cpu", None)
+        self.first_rows = {}
+        for name, parameter in model.named_parameters():
+            if layout.shards:
+                first, rest = divmod(parameter.megatron_fsdp_slice.start, math.prod(parameter.shape[1:]))
+                assert rest == 0, "only rows are dealt"
+                self.first_rows[name] = parameter.first_row = first
+
+    def _mesh(self) -> tuple[DeviceMesh, dict]:
+        """(its mesh, which wants a dimension for tensor parallelism; what tells it of groups that replicate)."""
+        world, size = self.world, self.layout.shard_size
+        replicas, shards = replicas_and_shards(world, size or world.size)
+        if replicas == 1:
+            return init_device_mesh(world.device.type, (shards, 1), mesh_dim_names=("shard", "tensor")), {}
+        names = ("replicate", "shard", "tensor")
+        mesh = init_device_mesh(world.device.type, (replicas, shards, 1), mesh_dim_names=names)
+        everyone = mesh["replicate", "shard"]._flatten("everyone").get_group()
+        return mesh, {"dp_outer_dim": "replicate", "hybrid_fsdp_group": everyone}
+
+    # ---- a step ---------------------------------------------------------------------------------------------
+
+    def micro_batch(self, last: bool) -> AbstractContextManager:
+        self.model.model_auto_sync = last or self.layout.sync_each_batch  # its setter warns at every call
+        return nullcontext()
+
+    def clip(self, max_norm: float) -> Tensor:
+        gradients = [p.grad.to_local() for p in self._parameters() if p.grad is not None]
+        total = torch.zeros((), dtype=torch.float64, device=self.world.device)
+        if gradients:  # a rank may have no rows of anything
+            total = torch.stack(torch._foreach_norm(gradients, dtype=torch.float32)).double().square().sum()
+        if self.layout.shards:
+            dist.all_reduce(total, group=self.group)
+        norm = total.sqrt().float()
+        if max_norm and gradients:
+            torch._foreach_mul_(gradients, (max_norm / (norm + 1e-6)).clamp(max=1.0))
+        return norm
+
+    def install_weights(self) -> None:
+        self.model.install_optimized_model_weights()
+
+    def clear_gradients(self) -> None:
+        self.model.zero_grad_buffer()
+
+    def release(self) -> None:
+        self.model.synchronize_param_gather()
+
+    # ---- parameters as a whole ------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def whole(self, parameter: Tensor) -> Tensor:
+        rows = parameter.to_local()
+        if not self.layout.shards:
+            return rows
+        return gather_rows(rows, parameter.first_row, parameter.shape, self.group)
+
+    @torch.no_grad()
+    def described(self, state: dict, saving: bool) -> dict:
+        moments = state["optimizer"]["state"]
+        for name, first in self.first_rows.items():
+            for shard in (state["model"][name], *moments.get(name, {}).values()):
+                if isinstance(shard, DTensor):
+                    describe(shard, first)
+        if saving:
+            # A rank without rows of a tensor takes no step for it: its count of steps is not the tensor's.
+            here = {name for name in moments if state["model"][name].to_local().numel()}
+            moments = {name: of for name, of in moments.items() if name in here}
+        return state | {"optimizer": state["optimizer"] | {"state": moments}}
+
+    # ---- stragglers -----------------------------------------------------------------------------------------
+
+    @property
+    def last_gradient(self) -> nn.Parameter:
+        return next(p for p in self.raw.values() if p.requires_grad)
+
+    def exchanges(self) -> list[tuple[object, str]]:
+        gathering, reducing = self.model.all_gather_pipeline, self.model.grad_reduce_pipeline
+        return [
+            (gathering, "wait_bucket_ready"),
+            (reducing, "wait_for_previous_grad_reduce"),
+            (reducing, "_bucket_group_gradient_reduce"),
+        ]
+
+    def _parameters(self) -> Iterator[nn.Parameter]:
+        """What the optimiser updates, whichever the module holds at the moment."""
+        return (parameter for _, parameter in self.model.param_and_grad_buffer.optimizer_named_parameters)
+
+
+@contextmanager
+def _storage_alone(model: nn.Module) -> Iterator[None]:
+    """The library has every module set its parameters as soon as they have storage; here values come later.
+
+    Modules that have no method for it get one for the while, which does nothing.
+    """
+    without = [module for module in model.modules() if not hasattr(module, "reset_parameters")]
+    for module in without:
+        module.reset_parameters = lambda: None
+    try:
+        yield
+    finally:
+        for module in without:
+            del module.reset_parameters

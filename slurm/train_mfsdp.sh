@@ -1,0 +1,21 @@
+#!/usr/bin/env bash
+# Pretrain MODEL with Megatron-FSDP: weights, gradients and optimiser are dealt out to the GPUs. Variables: slurm/env.sh.
+#
+#   sbatch --nodes=4 --gpus-per-node=8 slurm/train_mfsdp.sh [--max_steps 100000 or any flag of train_mfsdp.py]
+#SBATCH --job-name=esm2-mfsdp
+#SBATCH --nodes=2
+#SBATCH --exclusive
+#SBATCH --mem=0
+#SBATCH --output=%x_%j.out
+#SBATCH --open-mode=append
+#SBATCH --requeue
+#SBATCH --signal=B:USR1@300
+set -euo pipefail
+# sbatch runs a copy of this file: the repository is where it was submitted, or that was its slurm/.
+[ -f slurm/common.sh ] || [ ! -f ../slurm/common.sh ] || cd ..
+[ -f slurm/common.sh ] || { echo "error: no repository in $PWD: submit from there, or with --chdir" >&2; exit 2; }
+# shellcheck source=slurm/common.sh
+. slurm/common.sh
+
+OUTPUT_DIR=${OUTPUT_DIR:-$TARGET_PATH/out-mfsdp}
+train train_mfsdp.py "$@"
