@@ -1,4 +1,4 @@
-"""Where `--dataset` finds proteins, or text: a local file, directory or glob, or a Hub dataset; and what its splits are.
+"""Where `--dataset` finds proteins, or text: a local file, directory or glob, or a Hub dataset; and its splits.
 
 Formats are told by the name: parquet, JSON lines, CSV, FASTA, plain text; all but parquet also packed. A file belongs
 to the split that its path names (train-00000-of-00004.parquet, validation/part.csv, test.jsonl.gz), and to `train`
