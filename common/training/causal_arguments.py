@@ -70,7 +70,7 @@ class CausalArguments(DecayFlags, RunArguments, TextFlags, IdleFlags, DecoderFla
         return self.per_device_train_batch_size, f"contexts of {self.max_seq_length} tokens"
 
     def __post_init__(self) -> None:
-        if not self.output_dir and (named := self.model or self.model_type):
+        if not self.output_dir and (named := self.model or self.model_name_or_path or self.model_type):
             self.output_dir = f"out/{named.rstrip('/').rpartition('/')[2]}"
         self.do_eval = self.do_eval or self.eval_steps is not None
         super().__post_init__()

@@ -147,7 +147,7 @@ def generates_alike(directory: Path, flags: dict) -> None:
     ids = tokenizer("train 5: the", return_tensors="pt")["input_ids"]
     theirs = model.generate(ids, max_new_tokens=24, do_sample=False, pad_token_id=0)[0]
     args = parse_run(
-        "", load_script("train_ddp.py").DdpFlags, [f"--model_name_or_path={directory}", "--dataset=x", "--model_type="]
+        "", load_script("train_ddp.py").DdpFlags, [f"--model_name_or_path={directory}", "--dataset=x", "--bf16=0"]
     )
     mine = load_model(args, World(0, 0, 1, torch.device("cpu"))).model
     with torch.no_grad():
