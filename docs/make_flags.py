@@ -123,8 +123,8 @@ status 2 before it begins.
 {table(("flag", "default", ""), own)}
 ## Of decoders
 
-With `--model` or `--model_type` a script trains a decoder ([decoders.md](decoders.md)). These flags are then new, or have
-another default, or another name besides; the rest are as above, but for those of proteins and of ESM-2, which are
+With `--model` or `--model_type` a script trains a decoder ([decoders.md](decoders.md)). These flags are then new, or
+have another default, or another name besides; the rest are as above, but for those of proteins and of ESM-2, which are
 unknown.
 
 {table(("flag", "also", "default", ""), decoders(of_all))}"""
