@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 
 from common.batches.causal import causal_batches
 from common.batches.loader import TrainLoader
@@ -20,6 +21,7 @@ from common.training.load_model import load_model
 from common.training.tasks import parse_run
 from tests.data_fixtures import load_script
 from tests.decoder_fixtures import decoder_flags, train_decoder, write_text
+from tests.forked import run_script
 from tests.training_fixtures import (
     checkpoint_state,
     final_weights,
@@ -58,8 +60,6 @@ def reference(text: Path, out: Path, **flags) -> tuple[list[float], list[float],
     directory = out / "transformers"
     model = getattr(transformers, built.config.architecture)(stock)
     model.save_pretrained(directory)
-    from safetensors.torch import save_file
-
     save_file(dict(pieces_to_hf(weights.__getitem__, built.config)), directory / "model.safetensors", {"format": "pt"})
     model = transformers.AutoModelForCausalLM.from_pretrained(directory, attn_implementation="eager")
     matrices, norms = ([p for p in model.parameters() if (p.dim() > 1) == many] for many in (True, False))
@@ -86,8 +86,6 @@ def reference(text: Path, out: Path, **flags) -> tuple[list[float], list[float],
         optimizer.zero_grad()
         found.append(total.item())
     model.save_pretrained(directory)
-    from safetensors.torch import load_file
-
     return found, of_norms, load_file(directory / "model.safetensors")
 
 
@@ -160,6 +158,17 @@ def generates_alike(directory: Path, flags: dict) -> None:
 
 def test_the_export_generates_as_the_model_does(two_ranks):
     generates_alike(two_ranks[0] / "final_model", {})
+
+
+def test_a_checkpoint_becomes_the_same_model(two_ranks, tmp_path):
+    out, _ = two_ranks
+    done = run_script("common.training.export", out / "checkpoint-6", tmp_path / "model")
+    assert done.returncode == 0, done.stderr
+    exported = load_file(tmp_path / "model" / "model.safetensors")
+    assert same_bits(exported, final_weights(out))
+    names = {path.name for path in (out / "final_model").iterdir()}
+    assert {path.name for path in (tmp_path / "model").iterdir()} == names
+    assert "tokenizer.json" in names
 
 
 def test_the_log_has_the_guides_lines(two_ranks):
