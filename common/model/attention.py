@@ -15,12 +15,6 @@ from inspect import signature
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention.varlen import varlen_attn  # torch >= 2.10; CUDA only
-
-# How the kernel is told of a causal mask, and of keys that heads share: torch's versions have other names for it.
-_OPTIONS = signature(varlen_attn).parameters
-CAUSAL = {"is_causal": True} if "is_causal" in _OPTIONS else {"window_size": (-1, 0)}
-CAUSAL |= {"enable_gqa": True} if "enable_gqa" in _OPTIONS else {}
 
 
 def rotary_angles(positions: Tensor, head_dim: int, base: float = 10000.0) -> Tensor:
@@ -69,7 +63,13 @@ def rotated_attention(
     up to itself only.
     """
     if has_varlen_kernel(q):
-        options = CAUSAL if causal else {}
+        from torch.nn.attention.varlen import varlen_attn  # torch >= 2.10; CUDA only
+
+        options = {}
+        if causal:  # torch's versions have other names for it
+            options = {"is_causal": True} if _varlen_has("is_causal") else {"window_size": (-1, 0)}
+        if q.shape[1] != k.shape[1] and _varlen_has("enable_gqa"):
+            options["enable_gqa"] = True
         bounds = cu_seqlens, cu_seqlens, max_seqlen, max_seqlen
         return varlen_attn(q, k, v.contiguous(), *bounds, **options).flatten(1)
     lengths = cu_seqlens.diff().tolist()
@@ -77,6 +77,13 @@ def rotated_attention(
     options = {"is_causal": causal, "enable_gqa": q.shape[1] != k.shape[1]}
     attended = [F.scaled_dot_product_attention(*(x[None] for x in part), **options)[0] for part in parts]
     return torch.cat(attended, dim=1).transpose(0, 1).flatten(1)
+
+
+@torch.compiler.assume_constant_result
+def _varlen_has(option: str) -> bool:
+    from torch.nn.attention.varlen import varlen_attn
+
+    return option in signature(varlen_attn).parameters
 
 
 def causal_attention(

@@ -15,8 +15,11 @@ from common.batches.causal import causal_batches
 from common.batches.loader import TrainLoader
 from common.batches.text_data import open_text
 from common.files.text_tokenizers import ByteTokenizer
+from common.model.decoder import DecoderForCausalLM
 from common.model.decoder_convert import pieces_to_hf
+from common.model.decoder_presets import PRESETS
 from common.ranks.world import World
+from common.training.causal_lm import decoder_flops
 from common.training.load_model import load_model
 from common.training.tasks import parse_run
 from tests.data_fixtures import load_script
@@ -34,6 +37,7 @@ from tests.training_fixtures import (
 
 STEPS = 6
 MIXTRAL = {"model_type": "mixtral", "activation_checkpointing": "none"}
+EMULATED = {"fp8": 1, "emulate_precision": 1}
 TIED = {"hidden_width": 64, "num_layers": 2, "model_type": None, "model": "llama3_2_1b", "num_heads": 4}
 
 
@@ -277,13 +281,31 @@ def test_layers_compute_in_emulated_fp8_and_fp4(text, tmp_path, family):
     recipes = {"exact": {}, "delayed": {"fp8": 1}, "mxfp8": {"fp8": 1, "fp8_recipe": "mxfp8"}, "nvfp4": {"fp4": 1}}
     for name, recipe in recipes.items():
         out = tmp_path / name
-        emulated = recipe | {"emulate_precision": 1} if recipe else {}
+        emulated = EMULATED | {"fp8": 0} | recipe if recipe else {}
         train_decoder(text, out, 2, **sizes, **family, **emulated)
         seen[name] = losses(out)
     exact = seen.pop("exact")
     assert len({tuple(found) for found in seen.values()} | {tuple(exact)}) == 4
     for name, found in seen.items():
         assert found == pytest.approx(exact, rel=0.1 if name == "nvfp4" else 0.03), name
+
+
+def test_flops_are_those_of_the_weights_that_a_token_meets():
+    """6 a weight and token: all but embeddings and norms of a dense model; of Mixtral 12.9 billion, as published
+    (arXiv:2401.04088), with the embeddings. Of attention 12 x layers x hidden x context a token (PaLM's appendix B),
+    halved by the causal mask."""
+    for name, preset in PRESETS.items():
+        config, context = preset.config, 4096
+        flops = decoder_flops(config, context, context**2) / context
+        attention = 6 * config.num_hidden_layers * config.hidden_size * context
+        embedding = config.vocab_size * config.hidden_size
+        weights = (flops - attention) / 6
+        if name == "mistral_8x7b":
+            assert weights + embedding == pytest.approx(12.9e9, rel=0.005)
+            continue
+        with torch.device("meta"):
+            matrices = sum(p.numel() for p in DecoderForCausalLM(config).parameters() if p.dim() > 1)
+        assert weights == pytest.approx(matrices - embedding * (not config.tie_word_embeddings), rel=1e-9), name
 
 
 def test_checkpoints_hold_no_second_copy_of_tied_embeddings(text, tmp_path):
@@ -301,6 +323,16 @@ def test_checkpoints_hold_no_second_copy_of_tied_embeddings(text, tmp_path):
         ("train_fsdp2.py", {"num_heads": 5}, "rotary embeddings need an even head dimension"),
         ("train_fsdp2.py", {"model": "llama9"}, "--model llama9: neither one of llama2_7b"),
         ("train_fsdp2.py", {"fp8": 1, "bf16": 1}, "FP8, delayed scaling needs a GPU"),
+        (
+            "train_fsdp2.py",
+            {"fp8": 1, "emulate_precision": 1, "intermediate_size": 40},
+            "is 40: --intermediate_size 48",
+        ),
+        (
+            "train_fsdp2.py",
+            MIXTRAL | EMULATED | {"hidden_width": 64, "num_heads": 4, "quant_stats": 1},
+            "--quant_stats: not of a layer with experts",
+        ),
         ("train_fsdp2.py", {"backend": "te"}, "unknown flag --backend=te"),
         ("train_fsdp2.py", {"lr_decay_style": "sawtooth"}, "--lr_scheduler_type sawtooth: choose constant, linear"),
         ("train_fsdp2.py", {"plateau": 0.2}, "--plateau 0.2: goes with --lr_decay_style plateau, not cosine"),
