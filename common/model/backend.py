@@ -1,4 +1,4 @@
-"""Who computes the encoder layers, Transformer Engine (`te`) or plain PyTorch (`torch`), and with which GELU.
+"""Who computes the layers, Transformer Engine (`te`) or plain PyTorch (`torch`), and with which GELU.
 
 Weights fit both. GELU is ESM-2's own (exact, by erf) or the tanh approximation, the only one that Transformer Engine's
 fused kernels have. A run records its choice as `hidden_act` in config.json (transformers' names), which stock
@@ -31,7 +31,23 @@ ONLY_GELU = {"te": "tanh"}  # a backend with one kind
 
 
 @dataclass
-class ModelFlags(Flags):
+class BackendFlags(Flags):
+    backend: str = flag(
+        "auto",
+        "Layers by te (Transformer Engine; NVIDIA GPUs) or torch (any device). auto: te if it is there.",
+    )
+    torch_compile: bool = flag(False, "Compile the layers (needs a C++ compiler on a CPU).")
+
+    def check(self) -> None:
+        self.require_choice("backend", BACKENDS)
+
+    def torch_only(self) -> list[str]:
+        """Those that are given and only the torch backend can honour."""
+        return ["--torch_compile"] * self.torch_compile
+
+
+@dataclass
+class ModelFlags(BackendFlags):
     config_name: str | None = flag(
         None, "Train from random weights: facebook/esm2_* (built in), a directory with config.json, a Hub name."
     )
@@ -44,17 +60,12 @@ class ModelFlags(Flags):
     tokenizer_name: str | None = flag(
         None, "Accepted for the guides' sake: the vocabulary is ESM-2's, and a directory with another one is refused."
     )
-    backend: str = flag(
-        "auto",
-        "Encoder layers by te (Transformer Engine; NVIDIA GPUs) or torch (any device). auto: te if it is there.",
-    )
     gelu: str | None = flag(
         None, "exact (ESM-2's own) or tanh (an approximation, Transformer Engine's only one). Default: the backend's."
     )
     cp_comm_type: str = flag(
         "p2p", "How keys come to queries with --cp_size: p2p (a ring), all_gather, or a2a (Transformer Engine only)."
     )
-    torch_compile: bool = flag(False, "Compile the layers (needs a C++ compiler on a CPU).")
 
     instead_of = {"config_name": ("model_name_or_path",), "model_name_or_path": ("config_name", "config_overrides")}
 
@@ -67,9 +78,11 @@ class ModelFlags(Flags):
             raise UserError("--config_name (random weights) excludes --model_name_or_path (given weights)")
         if self.config_overrides and not self.config_name:
             raise UserError("--config_overrides changes --config_name; it cannot change --model_name_or_path")
-        self.require_choice("backend", BACKENDS)
         self.require_choice("cp_comm_type", CP_COMM_TYPES)
         self.require_choice("gelu", (None, *HIDDEN_ACT))
+
+    def torch_only(self) -> list[str]:
+        return [*super().torch_only(), *["--gelu exact"] * (self.gelu == "exact")]
 
 
 def check_context(flags: ModelFlags, layout: str, cp_size: int, backend: str, config: Esm2Config) -> None:
@@ -128,7 +141,7 @@ def check_device(device: torch.device, bf16: bool, head_dim: int, backend: str) 
 
 
 def choose_backend(
-    flags: ModelFlags,
+    flags: BackendFlags,
     device: torch.device,
     bf16: bool,
     torch_only: tuple[str, ...] = (),
@@ -136,13 +149,13 @@ def choose_backend(
 ) -> tuple[str, str]:
     """(`te` or `torch`, why). UserError if --backend te asks for what is not there.
 
-    torch_only: flags that are given and only the torch backend can honour. `auto` gives way; a user who asked for te
-    is told. so_far: what the run that goes on has computed with, which `auto` keeps.
+    torch_only: what else only the torch backend can honour: `auto` gives way; a user who asked for te is told. so_far:
+    what the run that goes on has computed with, which `auto` keeps.
     """
     if flags.backend == "torch":
         return "torch", "--backend torch"
     missing = te_missing(device)
-    conflicts = [*torch_only, *["--torch_compile"] * flags.torch_compile, *["--gelu exact"] * (flags.gelu == "exact")]
+    conflicts = [*torch_only, *flags.torch_only()]
     if flags.backend == "te":
         if missing:
             raise UserError(f"--backend te: {missing}: use --backend torch, or auto")

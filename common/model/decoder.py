@@ -8,14 +8,19 @@ to get wrong after the meta device.
 
 from __future__ import annotations
 
+import importlib
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from common.model.decoder_config import DecoderConfig
-from common.model.decoder_layers import DecoderLayer, Linear, RMSNorm, rotary_frequencies
+from common.model.decoder_layers import Linear, RMSNorm, rotary_frequencies
+from common.model.layer_stack import Layers
 from common.model.vocabulary_loss import vocabulary_loss
+
+LAYERS = {"torch": "common.model.decoder_layers", "te": "common.model.decoder_layers_te"}
 
 
 class DecoderOutput(NamedTuple):
@@ -31,13 +36,18 @@ class DecoderOutput(NamedTuple):
 
 
 class DecoderForCausalLM(nn.Module):
-    """A decoder of any size. Build it under `torch.device("meta")` if large."""
+    """A decoder of any size. Build it under `torch.device("meta")` if large.
 
-    def __init__(self, config: DecoderConfig):
+    backend: of the layers, `torch` (any device) or `te` (Transformer Engine; CUDA). Parameters are the same.
+    """
+
+    def __init__(self, config: DecoderConfig, backend: str = "torch"):
         super().__init__()
         self.config = config
+        layers = importlib.import_module(LAYERS[backend])
+        self.multiple = layers.TOKENS
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.layers = nn.ModuleList(DecoderLayer(config) for _ in range(config.num_hidden_layers))
+        self.layers = Layers(layers.DecoderLayer(config, n) for n in range(config.num_hidden_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         # Tied embeddings are one parameter, by whatever it is sharded, saved or exported.
         self.lm_head = None if config.tie_word_embeddings else Linear(config.hidden_size, config.vocab_size)
@@ -58,18 +68,23 @@ class DecoderForCausalLM(nn.Module):
         if input_ids.dim() == 2:
             cu_seqlens = torch.arange(0, shape.numel() + 1, shape[1], dtype=torch.int32, device=input_ids.device)
             max_seqlen, input_ids = shape[1], input_ids.flatten()
+        tokens = len(input_ids)
+        if fillers := -tokens % self.multiple:  # one more sequence, whose results are cut off below
+            input_ids = F.pad(input_ids, (0, fillers))
+            cu_seqlens = torch.cat((cu_seqlens, cu_seqlens[-1:] + fillers))
+            max_seqlen = max(max_seqlen, fillers)
         x = self.embed_tokens(input_ids)
         if torch.is_autocast_enabled(x.device.type):
             x = x.float()  # the residual stream is fp32, also where a strategy hands out bf16 weights
         rotary, shares = self._rotary(len(x), cu_seqlens), []
-        for layer in self.layers:
+        for layer in self.layers.in_turn():
             x, of_router = layer(x, rotary, cu_seqlens, max_seqlen)
             shares.append(of_router)
-        x = self.norm(x)
+        x = self.norm(x[:tokens])
         head = self.embed_tokens.weight if self.lm_head is None else self.lm_head.weight
         router = self._balance(sum(shares), len(x)) if self.config.num_local_experts else None
         if labels is None:
-            logits = torch.nn.functional.linear(x, head).to(torch.promote_types(x.dtype, torch.float32))
+            logits = F.linear(x, head).to(torch.promote_types(x.dtype, torch.float32))
             return DecoderOutput(logits=logits.view(*shape, -1), router=router)
         loss_sum, correct = vocabulary_loss(x, head, labels.flatten())
         return DecoderOutput(loss_sum=loss_sum, correct=correct, router=router)

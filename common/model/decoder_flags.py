@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from common.cli import Flags, Missing, UserError, flag
+from common.cli import Missing, UserError, flag
+from common.model.backend import BackendFlags
 from common.model.decoder_config import DecoderConfig, check_supported
 from common.model.decoder_presets import MODEL_TYPES, PRESETS, load_decoder_config, preset_like
 
@@ -21,7 +22,7 @@ NEOX = (
 
 
 @dataclass
-class DecoderFlags(Flags):
+class DecoderFlags(BackendFlags):
     model: str | None = flag(
         None,
         f"The decoder to train from random weights: {', '.join(PRESETS)}, a directory with config.json, a Hub name.",
@@ -47,7 +48,6 @@ class DecoderFlags(Flags):
     rope_theta: float | None = flag(
         None, "Base of the rotary embedding's wavelengths. Default: the model's.", "rotary_emb_base"
     )
-    torch_compile: bool = flag(False, "Compile the layers (needs a C++ compiler on a CPU).")
 
     def missing(self) -> Iterator[Missing]:
         if not (self.model or self.model_type or self.model_name_or_path):

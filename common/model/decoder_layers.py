@@ -20,6 +20,8 @@ from common.model.attention import causal_attention
 from common.model.decoder_config import DecoderConfig
 from common.model.linear import linear
 
+TOKENS = 1  # of a pass: a multiple of it
+
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """RMSNorm over the last dimension of x, in fp32 (float64 for float64) whatever x and the weight come in."""
@@ -138,7 +140,9 @@ class Experts(FeedForward):
 
 
 class DecoderLayer(nn.Module):
-    def __init__(self, config: DecoderConfig):
+    """number: which one it is, from 0; these do not need to know."""
+
+    def __init__(self, config: DecoderConfig, number: int = 0):
         super().__init__()
         self.self_attention = SelfAttention(config)
         self.layernorm_mlp = (Experts if config.num_local_experts else FeedForward)(config)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import importlib
 import math
-from contextlib import nullcontext
 from typing import NamedTuple
 
 import torch
@@ -20,6 +19,7 @@ from common.files.alphabet import MASK, PAD, VOCAB_SIZE
 from common.model.config import Esm2Config
 from common.model.context_attention import ContextGroup
 from common.model.initialise import VOCABULARY, initialise
+from common.model.layer_stack import Layers
 from common.model.layers_torch import LayerNorm
 from common.model.linear import Linear, linear
 from common.ranks.slices import SharedPack
@@ -79,18 +79,15 @@ class Encoder(nn.Module):
         self.head_dim = config.hidden_size // config.num_attention_heads
         layers = importlib.import_module(f"common.model.layers_{backend}")
         self.prepare = layers.prepare
-        self.layers = nn.ModuleList(layers.TransformerLayer(config, n) for n in range(config.num_hidden_layers))
-        self.quantised = None  # contexts in which Transformer Engine computes in other formats: common.precision.te
+        self.layers = Layers(layers.TransformerLayer(config, n) for n in range(config.num_hidden_layers))
         self.context: ContextGroup | None = None  # the ranks that packs are shared with
         self.emb_layer_norm_after = LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
 
     def forward(self, x: Tensor, cu_seqlens: Tensor, max_seqlen: int, shared: SharedPack | None = None) -> Tensor:
         to_prepare = len(x), cu_seqlens, max_seqlen, self.head_dim
         rotary, max_seqlen, sharing = self.prepare(*to_prepare, shared, self.context)
-        with self.quantised.all() if self.quantised else nullcontext():
-            for number, layer in enumerate(self.layers):
-                with self.quantised.layer(number) if self.quantised else nullcontext():
-                    x = layer(x, rotary, cu_seqlens, max_seqlen, sharing)
+        for layer in self.layers.in_turn():
+            x = layer(x, rotary, cu_seqlens, max_seqlen, sharing)
         return self.emb_layer_norm_after(x)
 
 

@@ -14,8 +14,7 @@ Written against Transformer Engine 2.20. Needs a CUDA device even to build a lay
 from __future__ import annotations
 
 import math
-from contextlib import nullcontext
-from functools import cache, partial
+from functools import cache
 
 import torch
 import transformer_engine.pytorch as te
@@ -25,6 +24,7 @@ from transformer_engine.pytorch.attention.dot_product_attention import utils as 
 from common.model.attention import has_varlen_kernel, rotary_angles, rotated_attention
 from common.model.config import Esm2Config
 from common.model.context_attention import ContextGroup, whole_sequences
+from common.model.recompute_te import RecomputedByTe
 from common.ranks.slices import SharedPack
 
 # cuDNN makes, and keeps, a graph for every longest sequence it sees: lengths are rounded up to this.
@@ -68,7 +68,7 @@ class Attention(nn.Module):
         return rotated_attention(q, k, v, cu_seqlens_q, max_seqlen_q)
 
 
-class TransformerLayer(te.TransformerLayer):
+class TransformerLayer(RecomputedByTe, te.TransformerLayer):
     """x [T, hidden] -> [T, hidden], in x's dtype or autocast's."""
 
     def __init__(self, config: Esm2Config, number: int = 0):
@@ -115,18 +115,6 @@ class TransformerLayer(te.TransformerLayer):
             max_seqlen_kv=max_seqlen,
             pad_between_seqs=padded is not None,
         )
-
-    def recompute(self) -> None:
-        """Keep no activations: run the forward pass again when the backward pass comes.
-
-        te.checkpoint minds FP8's scales, but takes each layer's second forward pass for the end of a step: the amax
-        history would age as many times as there are layers. Inside another autocast it is no outermost one that ends.
-        """
-
-        def contexts():
-            return nullcontext(), te.autocast(enabled=False)  # of the first pass, of the second
-
-        self.forward = partial(te.checkpoint, self.forward, use_reentrant=False, context_fn=contexts)
 
 
 def prepare(

@@ -1,4 +1,4 @@
-"""The precision plan on the GPU's own units: each encoder layer inside Transformer Engine's autocast of its recipe.
+"""The precision plan on the GPU's own units: each layer inside Transformer Engine's autocast of its recipe.
 
 Written against Transformer Engine 2.20. All layers share one outer autocast: delayed scaling updates its scales when
 the outermost one is left, so one for each layer would update all of them as often as there are layers. Only layers
@@ -18,7 +18,6 @@ from transformer_engine.common.recipe import Format, QParams
 from transformer_engine.pytorch.quantization import FP8GlobalStateManager, check_recipe_support
 
 from common.cli import UserError
-from common.model.layers_te import TransformerLayer
 from common.precision import plan as plans
 from common.precision.masters import Masters
 from common.precision.plan import Plan, Recipe
@@ -57,7 +56,7 @@ def te_recipe(recipe: Recipe):
 
 
 class Quantised:
-    """The contexts of an encoder's layers (`Encoder.quantised`), and the state of delayed scaling.
+    """The contexts of a model's layers (`Layers.quantised`), and the state of delayed scaling.
 
     fp8_params: layers in FP8 (not NVFP4) are to keep their weights in it: `quantise_weights`, once they have values.
     """
@@ -70,12 +69,12 @@ class Quantised:
         self.recipes = made
         self.model, self.layers = model, model.layers
         self._state: dict[str, Tensor] | None = None
-        model.encoder.quantised = self
+        self.layers.quantised = self
         if fp8_params:
             for number, recipe in enumerate(plan):
                 if recipe is not None and not isinstance(recipe, plans.NVFP4BlockScaling):
                     with te.quantized_model_init(recipe=made[recipe]):
-                        self.layers[number] = TransformerLayer(model.config, number)
+                        self.layers[number] = type(self.layers[number])(model.config, number)
 
     def quantise_weights(self) -> Masters:
         """Put the weights of layers that keep them in FP8 into it; what they were become their masters.

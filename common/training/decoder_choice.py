@@ -5,20 +5,21 @@ from __future__ import annotations
 from functools import partial
 
 from common.cli import UserError
-from common.model.backend import check_device
+from common.model.backend import check_device, choose_backend
 from common.model.decoder import DecoderForCausalLM
 from common.model.decoder_pretrained import read_decoder
 from common.ranks.world import World
 from common.training.built import ModelChoice
 from common.training.causal_arguments import CausalArguments
 
-WHY = "decoder layers are in plain PyTorch"
-
 
 def choose_decoder(args: CausalArguments, world: World, torch_only: tuple[str, ...], so_far: dict) -> ModelChoice:
-    """As `choose_esm2`; there is one backend."""
+    """As `choose_esm2`."""
     config, told = args.decoder_config(args.max_seq_length)
-    check_device(world.device, args.bf16, config.head_dim, "torch")
+    torch_only += ("--emulate_precision",) * args.emulate_precision
+    torch_only += ("--model with experts (Mixtral)",) * bool(config.num_local_experts)
+    backend, why = choose_backend(args, world.device, args.bf16, torch_only, so_far.get("backend"))
+    check_device(world.device, args.bf16, config.head_dim, "torch")  # whose attention it is with both
     if world.cp_size > 1:
         raise UserError(
             f"--cp_size {world.cp_size}: a decoder's contexts are not shared by ranks yet (causal attention): use "
@@ -30,4 +31,5 @@ def choose_decoder(args: CausalArguments, world: World, torch_only: tuple[str, .
     if args.model_name_or_path:
         where = args.model_name_or_path
         read = lambda: (read_decoder(where, config), {})  # noqa: E731
-    return ModelChoice(config, "torch", WHY, "", (told, *args.remarks()), partial(DecoderForCausalLM, config), read)
+    remarks = (told, f"Backend: {backend} ({why})", *args.remarks())
+    return ModelChoice(config, backend, why, "", remarks, partial(DecoderForCausalLM, config, backend), read)
