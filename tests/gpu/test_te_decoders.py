@@ -1,0 +1,180 @@
+"""Transformer Engine's decoder layers beside the torch backend's, on a GPU that has it (docs/hardware.md: which).
+Tolerances follow from the formats' precision."""
+
+from __future__ import annotations
+
+import copy
+from contextlib import nullcontext
+from dataclasses import replace
+from importlib.util import find_spec
+
+import pytest
+import torch
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+from common.model.decoder import DecoderForCausalLM
+from common.model.decoder_presets import PRESETS
+from common.model.initialise import initialise
+from common.model.recompute import save_activations
+from common.precision.emulation import Emulation
+from common.precision.plan import BlockScaling, CurrentScaling, DelayedScaling, MXFP8BlockScaling, NVFP4BlockScaling
+from tests.gpu.test_te import HOPPER, forget, loss_and_gradients, process_group  # noqa: F401 - forget is a fixture
+from tests.gpu.test_training import relative
+
+pytestmark = [
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU"),
+    pytest.mark.skipif(find_spec("transformer_engine") is None, reason="Transformer Engine is not installed"),
+]
+SIZES = {"vocab_size": 97, "hidden_size": 128, "intermediate_size": 352, "num_hidden_layers": 3}
+HEADS = {"num_attention_heads": 8, "num_key_value_heads": 2}
+RECIPES = {
+    "delayed": DelayedScaling(amax_history_len=16),
+    "current": CurrentScaling(),
+    "block": BlockScaling("e4m3"),
+    "mxfp8": MXFP8BlockScaling("e4m3"),
+    # Without random bits, which are the GPU's own, and the transform, which takes no fp32.
+    "nvfp4": NVFP4BlockScaling("e4m3", disable_stochastic_rounding=True, disable_rht=True),
+}
+LENGTHS = (17, 64, 1, 46)  # 128 tokens: no fillers
+
+
+def model_of(name: str, backend: str) -> DecoderForCausalLM:
+    config = replace(PRESETS[name].config, **SIZES, **HEADS, initializer_range=0.05)
+    with torch.device("meta"):
+        model = DecoderForCausalLM(config, backend)
+    model.to_empty(device="cuda")
+    initialise(model, 0, config.initializer_range)
+    return model
+
+
+def pack(lengths=LENGTHS, seed: int = 0) -> dict:
+    ids = torch.randint(0, SIZES["vocab_size"], (2, sum(lengths)), generator=torch.Generator().manual_seed(seed))
+    bounds = torch.tensor((0, *lengths)).cumsum(0).int()
+    return {"input_ids": ids[0], "labels": ids[1], "cu_seqlens": bounds, "max_seqlen": max(lengths)}
+
+
+def skip_unless_here(recipe) -> None:
+    if torch.cuda.get_device_capability() < recipe.capability:
+        pytest.skip(f"{recipe.title} needs a later GPU")
+
+
+@pytest.mark.parametrize("name", ["llama3_1_8b", "llama3_2_1b", "mathstral_7b"])
+def test_fp32_equals_the_torch_backend(name):
+    """Values of weights, loss and gradients. Products are TF32 (10 bits) unless NVIDIA_TF32_OVERRIDE=0."""
+    model, theirs = model_of(name, "torch"), model_of(name, "te")
+    weights = dict(theirs.named_parameters())
+    assert weights.keys() == dict(model.named_parameters()).keys()
+    assert all(torch.equal(weights[name], tensor) for name, tensor in model.named_parameters())
+    loss, gradients = loss_and_gradients(model, pack(), bf16=False)
+    other, found = loss_and_gradients(theirs, pack(), bf16=False)
+    assert abs(other / loss - 1) < 1e-4
+    for name, gradient in gradients.items():
+        assert relative(found[name], gradient) < 5e-3, name
+
+
+def test_bf16_equals_fp32():
+    loss, gradients = loss_and_gradients(model_of("llama3_1_8b", "torch"), pack(), bf16=False)
+    other, found = loss_and_gradients(model_of("llama3_1_8b", "te"), pack(), bf16=True)
+    assert abs(other / loss - 1) < 5e-3
+    for name, gradient in gradients.items():
+        assert found[name].dtype == torch.float32
+        assert relative(found[name], gradient) < 0.05, name
+
+
+@HOPPER
+@pytest.mark.parametrize("name", RECIPES)
+def test_products_are_those_of_the_emulation(name, forget):  # noqa: F811
+    """In fp32, where both quantise the same tensors: forward, and every gradient. A GPU's units keep fewer bits
+    between partial sums, which moves a number over the edge between two neighbours now and then."""
+    from common.precision.te import Quantised
+
+    skip_unless_here(RECIPES[name])
+    start, quantised = model_of("llama3_1_8b", "torch"), model_of("llama3_1_8b", "te")
+    plan = (RECIPES[name],) * 3
+    Quantised(quantised, plan)
+    emulated = copy.deepcopy(start)
+    Emulation(emulated, plan, seed=0, device="cuda").begin(0, 0)
+    random = torch.Generator().manual_seed(1)
+    x, grad = (torch.randn(128, width, generator=random).cuda() for width in (128, 192))
+
+    def of_modules(model) -> dict[str, torch.Tensor]:
+        layer, found = model.layers[1], {}
+        for name in ("self_attention.layernorm_qkv", "self_attention.proj", "layernorm_mlp"):
+            module, inputs = layer.get_submodule(name), x.clone().requires_grad_()
+            with model.layers.quantised.all() if model is quantised else nullcontext():
+                y = module(inputs)
+            y = y[0] if isinstance(y, tuple) else y
+            y.backward(grad[:, : y.shape[1]])
+            found |= {name: y.detach(), f"{name} dx": inputs.grad}
+        return found | {name: p.grad for name, p in layer.named_parameters()}
+
+    plain, ours, theirs = map(of_modules, (start, emulated, quantised))
+    for name, tensor in ours.items():
+        assert relative(tensor, plain[name]) > 0.005, name
+        assert relative(theirs[name], tensor) < relative(tensor, plain[name]) / 4, name
+
+
+@HOPPER
+def test_a_pack_of_any_length_is_filled_up(forget):  # noqa: F811
+    """Fillers change neither loss nor gradients, but for the rounding of the other tokens."""
+    from common.precision.te import Quantised
+
+    model, found = model_of("llama3_1_8b", "te"), []
+    plain = loss_and_gradients(model_of("llama3_1_8b", "torch"), pack((17, 3)), bf16=True)
+    for quantise in (False, True):
+        if quantise:
+            Quantised(model, (RECIPES["current"],) * 3)
+        found.append(loss_and_gradients(model, pack((17, 3)), bf16=True))
+    for (loss, gradients), close in zip(found, (0.05, 0.3), strict=True):
+        assert abs(loss / plain[0] - 1) < close / 10
+        for name, gradient in plain[1].items():
+            assert relative(gradients[name], gradient) < close, name
+    with torch.no_grad():
+        ids = torch.zeros(3, 7, dtype=torch.long).cuda()
+        assert model(ids).logits.shape == (3, 7, SIZES["vocab_size"])
+
+
+@HOPPER
+@pytest.mark.parametrize("fp8", [False, True])
+def test_fsdp2_and_recomputation_change_nothing(fp8, forget):  # noqa: F811
+    from common.precision.te import Quantised
+
+    start = model_of("llama3_1_8b", "te")
+    with torch.no_grad():  # what bf16 holds: FSDP2 gathers weights in it, and FP8 numbers are made from those
+        weights = {name: tensor.bfloat16().float() for name, tensor in start.named_parameters()}
+
+    def two_steps(change, fp8: bool = fp8) -> list[tuple[float, dict]]:
+        forget()
+        model = model_of("llama3_1_8b", "te")
+        with torch.no_grad():
+            for name, tensor in model.named_parameters():
+                tensor.copy_(weights[name])
+        change(model)
+        scales = Quantised(model, (RECIPES["delayed"],) * 3) if fp8 else None
+        found = [loss_and_gradients(model, pack(), bf16=True) for _ in range(2)]
+        if fp8:
+            assert len(scales.state) == 3 * 3 * 4  # layers x modules x (scale and history, forward and backward)
+            for name, history in scales.state.items():  # one row a step, the newest last
+                if name.endswith("qkv.scaling_fwd.amax_history"):
+                    assert (history[:, 0] != 0).nonzero().flatten().tolist() == [14, 15], name
+        return found
+
+    def shard(model) -> None:
+        policy = MixedPrecisionPolicy(torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False)
+        for layer in model.layers:
+            fully_shard(layer, mp_policy=policy)
+        fully_shard(model, mp_policy=policy, reshard_after_forward=False)
+
+    def recompute(model) -> None:
+        save_activations(list(model.layers), "full", offload=False)
+
+    with process_group():
+        expected, in_bf16 = two_steps(lambda model: None), two_steps(lambda model: None, fp8=False)
+        for change in (shard, recompute):
+            for (loss, gradients), (ours, found), (_, plain) in zip(expected, two_steps(change), in_bf16, strict=True):
+                assert abs(ours / loss - 1) < 2e-3
+                for name, gradient in found.items():
+                    whole = gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient
+                    # As of ESM-2: what moves over an edge of FP8's grid is of the size of FP8's own rounding.
+                    by_fp8 = 1.5 * relative(gradients[name], plain[name]) if fp8 and change is shard else 0.0
+                    assert relative(whole, gradients[name]) < max(0.03, by_fp8), name
