@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import sys
+from functools import partial
 from importlib.util import find_spec
 
 import pytest
@@ -15,7 +17,9 @@ from common.model.esm2 import build_model
 from common.model.linear import Linear
 from common.model.presets import esm2_config
 from common.ranks.world import World
+from common.training.causal_arguments import CausalArguments
 from common.training.checkpoint import Checkpointer, CheckpointFlags
+from common.training.decoder_choice import choose_decoder
 from tests.model.reference import packed, random_batch
 from tests.training.test_bad_input import refused
 from tests.training_fixtures import arguments, on_ranks, train
@@ -107,6 +111,30 @@ def test_auto_takes_te_where_it_fits_and_torch_in_fp32(dataset, installed):
     chosen, why = choose_backend(arguments(dataset), torch.device("cuda"), bf16=False)
     assert chosen == "torch"
     assert "TF32" in why
+
+
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        ({"model": "mistral_8x7b"}, "--model with experts (Mixtral)"),
+        ({"model": "llama3_2_1b", "fp8": True, "emulate_precision": True}, "--emulate_precision"),
+        ({"model": "llama3_2_1b", "torch_compile": True}, "--torch_compile"),
+    ],
+)
+def test_of_decoders_too(installed, flags, named):
+    """The rest, refusals and auto's choice, is of one function for both tasks."""
+    installed("")
+    decoder = partial(CausalArguments, dataset="text.jsonl", bf16=False, **flags)
+    gpu = World(0, 0, 1, torch.device("cuda"))  # nothing is computed on it here
+    with pytest.raises(UserError, match=re.escape(f"--backend te: {named} is the torch backend's: drop one")):
+        choose_decoder(decoder(backend="te"), gpu, (), {})
+    chosen = choose_decoder(decoder(), gpu, (), {})
+    assert (chosen.backend, chosen.why) == ("torch", f"not te: {named} is the torch backend's")
+    assert f"Backend: torch ({chosen.why})" in chosen.remarks
+    with pytest.raises(UserError, match="--backend te: it needs an NVIDIA GPU"):
+        choose_decoder(decoder(backend="te"), World(0, 0, 1, CPU), (), {})
+    plain = CausalArguments(model="llama3_2_1b", dataset="text.jsonl")
+    assert choose_backend(plain, gpu.device, bf16=True) == ("te", "Transformer Engine is here")
 
 
 @pytest.mark.parametrize("flags", [{"backend": "jax"}, {"gelu": "sigmoid"}])

@@ -265,3 +265,22 @@ def test_what_is_no_decoder_is_refused(tmp_path: Path):
     (tmp_path / "config.json").write_text('{"model_type": "esm"}')
     with pytest.raises(UserError, match="model_type is 'esm', expected llama, mistral, mixtral"):
         load_decoder_config(str(tmp_path))
+
+
+def test_fillers_change_nothing():
+    """Of layers that take a multiple of so many tokens (common.model.decoder_layers_te): shapes and values stay."""
+    config = tiny("llama3_1_8b")
+    random = torch.Generator().manual_seed(2)
+    ids, labels = torch.randint(0, config.vocab_size, (2, sum(LENGTHS)), generator=random)
+    bounds = torch.tensor((0, *LENGTHS)).cumsum(0).int()
+    found = []
+    for multiple in (1, 64):
+        model = ours(config)
+        model.multiple = multiple
+        output = model(ids, cu_seqlens=bounds, max_seqlen=max(LENGTHS), labels=labels)
+        output.loss_sum.backward()
+        whole = model(ids, cu_seqlens=bounds, max_seqlen=max(LENGTHS)).logits
+        found.append([whole.detach(), output.loss_sum.detach(), *(p.grad for p in model.parameters())])
+    for alone, filled in zip(*found, strict=True):
+        assert filled.shape == alone.shape
+        assert (filled - alone).norm() <= 1e-5 * alone.norm()
