@@ -15,20 +15,20 @@ from dataclasses import dataclass
 from common.cli import UserError, run
 from common.ranks.run import distributed_run
 from common.ranks.strategy import ReplicaFlags, replicate
-from common.training.arguments import TrainArguments, parse_run
 from common.training.load_model import load_model
+from common.training.tasks import parse_run
 from common.training.trainer import train
 
 
 @dataclass
-class DdpArguments(ReplicaFlags, TrainArguments):
+class DdpFlags(ReplicaFlags):
     def check(self) -> None:
         if self.cp_size > 1:
             raise UserError(f"--cp_size {self.cp_size}: here every rank has packs of its own: use train_ddp_cp.py")
 
 
 def main() -> None:
-    args = parse_run(__doc__, DdpArguments)
+    args = parse_run(__doc__, DdpFlags)
     with distributed_run(args) as world:
         built = load_model(args, world)
         # All ranks have made the same weights; sent, those in FP8 would be rounded again.

@@ -14,18 +14,18 @@ from dataclasses import dataclass
 from common.cli import flag, run
 from common.ranks.run import distributed_run
 from common.ranks.strategy import ReplicaFlags, replicate
-from common.training.arguments import TrainArguments, parse_run
 from common.training.load_model import load_model
+from common.training.tasks import parse_run
 from common.training.trainer import train
 
 
 @dataclass
-class DdpCpArguments(ReplicaFlags, TrainArguments):
+class DdpCpFlags(ReplicaFlags):
     cp_size: int = flag(2, "Ranks that share a pack, neighbours in rank.")
 
 
 def main() -> None:
-    args = parse_run(__doc__, DdpCpArguments, without_flags="sanity_cp.yaml")
+    args = parse_run(__doc__, DdpCpFlags, without_flags="sanity_cp.yaml")
     with distributed_run(args) as world:
         built = load_model(args, world)
         train(replicate(built.model, world, args), built, args, world)

@@ -40,6 +40,11 @@ class TextFlags(StepFlags):
         10, "Evaluate on the first N batches of --per_device_eval_batch_size contexts, whatever the number of ranks."
     )
 
+    @property
+    def held_out_contexts(self) -> int:
+        """Contexts of an evaluation."""
+        return self.validation_batches * self.per_device_eval_batch_size
+
     instead_of = {
         "dataset_dir": ("dataset", "dataset_config_name", "streaming", "text_column"),
         "dataset": ("dataset_dir",),

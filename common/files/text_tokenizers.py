@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Protocol
 
 import numpy as np
+import pyarrow as pa
 
 from common.cli import UserError, one_line
 from common.files.hub import HUB_NAME, Patience, offline, uncached_advice, unreachable_advice
@@ -196,3 +197,13 @@ def _fetch(name: str, revision: str | None) -> Path:
             patience.wait_after(error)
         except OSError as error:
             raise UserError(f"{given}: {unreachable_advice(name, error, 'tokenizer')}") from None
+
+
+def tokenize(tokenizer: Tokenizer, texts: pa.Array) -> tuple[np.ndarray, np.ndarray]:
+    """The ids of documents (string or binary), each ended by the end-of-text token, end to end: [T] of the tokenizer's
+    dtype; and where each begins, int64 [n + 1]. An empty document has no token, not even that one."""
+    found = tokenizer.encode(texts.cast(pa.string()).to_pylist())
+    end = np.array([tokenizer.eos_id], tokenizer.dtype)
+    sizes = np.array([len(ids) + 1 if len(ids) else 0 for ids in found], np.int64)
+    parts = [part for ids in found if len(ids) for part in (ids, end)]
+    return np.concatenate(parts or [end[:0]]), np.append(0, np.cumsum(sizes))

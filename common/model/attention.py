@@ -92,7 +92,7 @@ def causal_attention(
 ) -> Tensor:
     """Rotary self-attention of a pack in which tokens see those up to themselves, of their own sequence.
 
-    q [T, H, D], k and v [T, K, D], not yet rotated; the rest as for `packed_attention`. Returns [T, H * D] in q's dtype.
+    q [T, H, D], k and v [T, K, D], not yet rotated; the rest as for `packed_attention`. Returns [T, H * D].
     """
     q, k, dtype = rotate(q, cos, sin), rotate(k, cos, sin), q.dtype
     if q.device.type == "cpu" and dtype == torch.bfloat16:

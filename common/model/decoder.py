@@ -1,9 +1,9 @@
 """Llama, Mistral and Mixtral for causal language modelling: embeddings, decoder layers, LM head, loss.
 
-Fidelity to transformers' classes (fp32 logits, losses and every gradient within 1e-5) is tested for each family. Inside,
-tokens always lie packed end to end, with the boundaries of their sequences: attention and positions stay within one.
-Nothing here is a buffer: rotary tables are made from the positions of each pass, so that there is nothing to get wrong
-after the meta device.
+Fidelity to transformers' classes (fp32 logits, losses and every gradient within 1e-5) is tested for each family.
+Inside, tokens always lie packed end to end, with the boundaries of their sequences: attention and positions stay
+within one. Nothing here is a buffer: rotary tables are made from the positions of each pass, so that there is nothing
+to get wrong after the meta device.
 """
 
 from __future__ import annotations
@@ -82,7 +82,9 @@ class DecoderForCausalLM(nn.Module):
         return angles.cos(), angles.sin()
 
     def _balance(self, shares: Tensor, tokens: int) -> Tensor:
-        """experts x sum over experts of (assignments a token) x (mean probability), over all layers together: equations
-        4-6 of Switch Transformers (arXiv:2101.03961), as transformers has them. shares [2, experts]: summed."""
+        """experts x sum over experts of (assignments a token) x (mean probability), over all layers together.
+
+        Equations 4-6 of Switch Transformers (arXiv:2101.03961), as transformers has them. shares [2, experts]: summed.
+        """
         chosen, probability = shares / (tokens * self.config.num_hidden_layers)
         return self.config.num_local_experts * (chosen * probability).sum()

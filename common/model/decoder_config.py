@@ -64,7 +64,9 @@ class DecoderConfig:
         rope = dict(stock.rope_parameters)
         values["rope_theta"] = float(rope.pop("rope_theta"))
         values["rope_scaling"] = None if rope.get("rope_type", "default") == "default" else rope
-        known = {f.name for f in fields(cls)} | {"rope_parameters", "rope_scaling", "rope_theta"}
+        if (dim := getattr(stock, "head_dim", None)) not in (None, stock.hidden_size // stock.num_attention_heads):
+            raise ValueError(f"head_dim is {dim}, decoders here have hidden_size / num_attention_heads")
+        known = {f.name for f in fields(cls)} | {"rope_parameters", "head_dim"}
         return cls(**values, others={name: value for name, value in content.items() if name not in known})
 
     def content(self) -> dict[str, Any]:
@@ -97,10 +99,10 @@ def _stock_class(model_type: str):
 def check_supported(config: DecoderConfig, where: str) -> None:
     """Refuse what this implementation would silently compute differently, and sizes that make no model."""
     expected = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "attention_dropout": 0.0}
-    expected |= {"sliding_window": None, "head_dim": config.head_dim, "router_jitter_noise": 0.0}
+    expected |= {"sliding_window": None, "router_jitter_noise": 0.0}
     for name, allowed in expected.items():
         value = config.others.get(name, allowed)
-        if value != allowed and value is not None:
+        if value != allowed:
             raise UserError(f"{where}: {name} is {value!r}, decoders here have {allowed!r}")
     sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
     for name in (*sizes, "num_key_value_heads", "rms_norm_eps", "rope_theta", "initializer_range"):
@@ -119,7 +121,9 @@ def check_supported(config: DecoderConfig, where: str) -> None:
     if (scaling := config.rope_scaling) is not None:
         missing = [name for name in LLAMA3_SCALING if name not in scaling]
         if scaling.get("rope_type") != "llama3" or missing:
-            raise UserError(f"{where}: rope_scaling {scaling}: only llama3's is here, with {', '.join(LLAMA3_SCALING)}")
+            raise UserError(
+                f"{where}: rope_scaling {scaling}: only llama3's is here, with {', '.join(LLAMA3_SCALING)}"
+            )
     if config.num_local_experts and not 1 <= config.num_experts_per_tok <= config.num_local_experts:
         raise UserError(
             f"{where}: num_experts_per_tok {config.num_experts_per_tok}: choose 1-{config.num_local_experts}"

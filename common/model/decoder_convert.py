@@ -72,6 +72,4 @@ def pieces_from_hf(theirs: Mapping[str, Tensor], config: DecoderConfig, where: s
             raise UserError(
                 f"{where}: {name} is {list(theirs[name].shape)}, its config.json asks for {list(tensor.shape)}"
             )
-    return (
-        (ours, torch.cat([theirs[name].float() for name in names])) for ours, names, _ in parts(config)
-    )
+    return ((ours, torch.cat([theirs[name].float() for name in names])) for ours, names, _ in parts(config))

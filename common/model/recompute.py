@@ -21,6 +21,11 @@ _KEPT = (
 )
 
 
+def mode_of(text: str) -> str:
+    """One of the MODES, by its name or as the FSDP guides have it: a boolean."""
+    return {"1": "full", "true": "full", "0": "none", "false": "none"}.get(text.lower(), text)
+
+
 def save_activations(layers: list[nn.Module], mode: str, offload: bool) -> None:
     """Set the MODES of these layers, in place: names and parameters stay as they are."""
     for layer in layers:
