@@ -19,6 +19,7 @@ set -euo pipefail
 
 OUTPUT_DIR=${OUTPUT_DIR:-$TARGET_PATH/out-clm/${MODEL##*/}}
 TRAINING_ARGS=(
+  --model="$MODEL" --output_dir="$OUTPUT_DIR"
   ${DATASET:+--dataset="$DATASET"} ${DATASET_CONFIG_NAME:+--dataset_config_name="$DATASET_CONFIG_NAME"}
   --tokenizer="${TOKENIZER:-model}"
   --sharding_strategy=full --save_total_limit=3 --dataloader_num_workers=2
