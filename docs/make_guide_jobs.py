@@ -2,7 +2,7 @@
 
 python docs/make_guide_jobs.py
 
-They are slurm/train_clm.sh and kubernetes/train-clm-template.yaml with a run of the guides (GUIDE_RUNS) in the place of
+They are slurm/train_clm.sh and kubernetes/train-clm-template.yaml with a run of the guides (GUIDE_RUNS) in place of
 variables: change those, not the files that are made of them.
 """
 
@@ -18,7 +18,7 @@ sys.path.insert(0, str(ROOT))
 from common.model.decoder_presets import GUIDE_RUNS, MODEL_TYPES, PRESETS  # noqa: E402
 
 MAKER = "docs/make_guide_jobs.py"
-# Llama 2's own tokenizer in a repository that asks for no licence, as in the guides. (They take it for Llama 3 as well,
+# Llama 2's own tokenizer in a repository that asks for no licence, as in the guides. (They take it for Llama 3, too,
 # whose vocabulary is another.)
 LLAMA2_TOKENIZER = "hf-internal-testing/llama-tokenizer"
 

@@ -12,7 +12,7 @@ import yaml
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 KUBERNETES = ROOT / "kubernetes"
-# The FSDP guide's nine, made of train-clm-template.yaml (docs/make_guide_jobs.py): for plain envsubst, without switches.
+# The FSDP guide's nine, made of train-clm-template.yaml (docs/make_guide_jobs.py): for plain envsubst, no switches.
 GUIDE_JOBS = sorted(path.name for path in KUBERNETES.glob("*-fsdp.yaml"))
 TEMPLATES = sorted({path.name for path in KUBERNETES.glob("*.yaml")} - {*GUIDE_JOBS})
 TRAINING = [name for name in TEMPLATES if name.startswith("train")]

@@ -1,4 +1,4 @@
-"""The FSDP guides' eighteen jobs: as their generator makes them, their flags the guides' runs, their manifests good."""
+"""The FSDP guides' eighteen jobs: as their generator makes them, with the guides' runs, in good manifests."""
 
 from __future__ import annotations
 
@@ -123,7 +123,8 @@ def test_without_devices_and_without_a_token_it_is_good_too():
 def test_delete_finds_kinds_and_names_without_variables(job):
     """`kubectl delete -f ./NAME-fsdp.yaml`: nothing but these is read."""
     name = job.removesuffix(".yaml").replace("_", "-")
-    found = [(document["kind"], document["metadata"]["name"]) for document in documents((KUBERNETES / job).read_text())]
+    there = documents((KUBERNETES / job).read_text())
+    found = [(document["kind"], document["metadata"]["name"]) for document in there]
     assert found == [("Secret", name), ("PyTorchJob", name)]
 
 
@@ -150,15 +151,15 @@ def test_the_template_of_decoders_is_that_of_fsdp_but_for_names_flags_and_variab
         (job,) = documents(re.sub(r"\besm2-fsdp|\bclm-fsdp", "NAME", render(template, *switches, RUN_ID="1")))
         (container,) = job["spec"]["pytorchReplicaSpecs"]["Worker"]["template"]["spec"]["containers"]
         found.append((job, container.pop("args")[0], {entry["name"]: entry for entry in container.pop("env")}))
-    (fsdp, script, environment), (clm, clms, clm_environment) = found
+    (fsdp, script, environment), (clm, clm_script, clm_environment) = found
     for job in (fsdp, clm):
         assert job["metadata"].pop("name") in ("esm2", "clm")
         job["spec"]["pytorchReplicaSpecs"]["Worker"]["template"]["spec"].pop("topologySpreadConstraints")
     assert fsdp == clm
     assert environment.items() <= clm_environment.items()
-    shell = [[line for line in text.splitlines() if re.match(r"if |trap |exec |  \{", line)] for text in (script, clms)]
-    assert shell[0] == shell[1]
-    assert len(shell[0]) >= 5
+    shell, clm_shell = (re.findall(r"(?m)^(?:if |trap |exec |  \{).*", text) for text in (script, clm_script))
+    assert shell == clm_shell
+    assert len(shell) >= 5
 
 
 def test_slurm_and_kubernetes_train_decoders_with_the_same_defaults():

@@ -167,9 +167,9 @@ def test_a_job_goes_on_whatever_ends_it_until_it_is_cancelled(cluster, dataset, 
 
 
 def test_the_guides_job_of_a_decoder_trains_on_text_and_goes_on(cluster, tmp_path):
-    """`sbatch NAME-training.sbatch` in slurm/, the model made tiny: an exclusive job whose steps ask for GPUS_PER_NODE.
+    """`sbatch NAME-training.sbatch` in slurm/, the model made tiny: an exclusive job's steps ask for GPUS_PER_NODE.
 
-    A node is lost; at last it is the run of two ranks here, which nothing happened to.
+    A rank is killed; at last it is the run of two ranks here, which nothing happened to.
     """
     (tmp_path / "text.jsonl").write_text("".join(f'{{"text": "{"ab" * n} {n * n}"}}\n' for n in range(2, 400)))
     steps, name = 60, "llama3_2_1b"
@@ -178,7 +178,7 @@ def test_the_guides_job_of_a_decoder_trains_on_text_and_goes_on(cluster, tmp_pat
     tiny |= {"dataset": tmp_path / "text.jsonl", "val_split": "train", "validation_batches": 1, "max_steps": steps}
     tiny |= {"checkpoint_freq": 5, "validation_freq": steps, "dataloader_num_workers": 0, "packs_per_step": 2}
     words = [f"--{flag}={value}" for flag, value in tiny.items()]
-    variables = {"GPUS_PER_NODE": "1", "FI_PROVIDER": "", "PREFLIGHT_FLAGS": "--gpus_per_node=0", "GRACE_SECONDS": "20"}
+    variables = {"GPUS_PER_NODE": "1", "FI_PROVIDER": "", "PREFLIGHT_FLAGS": "--gpus_per_node=0"}
     submitted = cluster.on_head(
         f"cd slurm && sbatch --parsable --nodes=2 {name}-training.sbatch {' '.join(words)}", **variables
     )
@@ -263,7 +263,14 @@ WRONG = {
         {"TARGET_PATH": "", "MODEL": "", "DATASET_DIR": None},
     ),
     "MODEL is not set: say llama3_1_8b … this job has no GPUs": ("slurm/train_clm.sh", {"MODEL": ""}),
-    "unknown flag --frobnicate: ": ("slurm/train_clm.sh --frobnicate=1", {"MODEL": "llama2_7b", "NPROC_PER_NODE": "1"}),
+    "unknown flag --frobnicate=1": (
+        "slurm/llama3_1_8b-training.sbatch --frobnicate=1",
+        {"NPROC_PER_NODE": "1", "FI_PROVIDER": ""},
+    ),
+    "(n3): none, 1 asked for": (
+        "--partition=plain slurm/train_ddp.sh",
+        {"GPUS_PER_NODE": "1", "PREFLIGHT": "error"},
+    ),
     "MODEL is not set … DATASET_DIR=/no/data: no such directory on n3": (
         "--partition=plain slurm/train_ddp.sh",
         {"MODEL": "", "DATASET_DIR": "/no/data", "PATH": "{nvidia_smi}"},
