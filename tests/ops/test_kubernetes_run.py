@@ -160,8 +160,8 @@ def test_the_guides_pods_of_a_decoder_train_and_say_who_leads(pods, tmp_path):
     """`kubectl logs NAME-worker-0 | grep master_addr=`; two pods' losses are those of two ranks here."""
     (tmp_path / "text.jsonl").write_text("".join(f'{{"text": "{"ab" * n}"}}\n' for n in range(2, 200)))
     tiny = "--vocab_size=320 --hidden_width=32 --intermediate_size=64 --num_layers=2 --num_heads=2"
-    tiny += f" --num_key_value_heads=1 --max_context_width=32 --tokenizer=bytes --dataset={tmp_path}/text.jsonl --dataset_config_name="
-    tiny += " --val_split=train --validation_batches=1 --max_steps=4 --dataloader_num_workers=0"
+    tiny += f" --num_key_value_heads=1 --dataset={tmp_path}/text.jsonl --dataset_config_name= --tokenizer=bytes"
+    tiny += " --max_context_width=32 --val_split=train --validation_batches=1 --max_steps=4 --dataloader_num_workers=0"
     none = CPU_ONLY | {"NUM_NODES": "2", "FI_PROVIDER": ""}
     made, port = local_guide_job("llama3_2_1b-fsdp.yaml", tmp_path, tiny, **none), _free_port()
     pods += [Pod(made, tmp_path / f"{index}.log", index, port) for index in range(2)]
