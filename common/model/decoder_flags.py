@@ -32,7 +32,8 @@ class DecoderFlags(Flags):
         "that of the family's published model of those sizes, or of its first.",
     )
     model_name_or_path: str | None = flag(
-        None, "Start from these weights: a directory (say final_model/) or a Hub name, in place of --model."
+        None,
+        "In place of --model, given weights: a directory (say final_model/), or with --model_type a Hub name.",
     )
     hidden_size: int | None = flag(None, "Numbers of a token between layers. Default: the model's.", "hidden_width")
     intermediate_size: int | None = flag(None, "Of the feed-forward block. Default: the model's.")
@@ -60,8 +61,6 @@ class DecoderFlags(Flags):
             raise UserError("--model (random weights) excludes --model_name_or_path (given weights)")
         self.require_at_least(1, *(name for name in SIZES if name not in ("initializer_range", "rope_theta")))
         self.require_above(0, "initializer_range", "rope_theta")
-        if self.model in PRESETS and self.model_type and self.model not in MODEL_TYPES[self.model_type]:
-            raise UserError(f"--model_type {self.model_type}: {self.model} is not of it: drop one of the two")
 
     def decoder_config(self, context: int) -> tuple[DecoderConfig, str | None]:
         """(the configuration that the flags tell, for contexts of so many tokens; how it came to be, for the log).
@@ -71,6 +70,8 @@ class DecoderFlags(Flags):
         sizes = {name: value for name in SIZES if (value := getattr(self, name)) is not None}
         base = self.model or self.model_name_or_path or preset_like(self.model_type, sizes)
         config = load_decoder_config(base)
+        if self.model_type and config.model_type != PRESETS[MODEL_TYPES[self.model_type][0]].config.model_type:
+            raise UserError(f"--model_type {self.model_type}: {base} is a {config.model_type}: drop one of the two")
         if self.model_name_or_path and sizes:
             changed = ", ".join(f"--{name}" for name in sizes)
             raise UserError(f"{changed}: cannot change the weights of --model_name_or_path: drop one of the two")

@@ -129,6 +129,7 @@ class Experts(FeedForward):
                 self.fc2_weight.chunk(self.experts),
                 strict=True,
             )
+            if len(part)  # what quantises takes no product of nothing
         ]
         result = torch.cat(results)
         result = result * weights.flatten()[order, None].to(result.dtype)

@@ -12,6 +12,7 @@ from typing import Protocol
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from common.files.hashing import ROUNDING, derive_key
@@ -172,13 +173,16 @@ class Product:
         self.layer, self.product = layer, product
 
     @torch.compiler.disable
-    def __call__(self, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """x [T, in], weight [out, in], bias [out] -> [T, out]."""
         device = x.device.type
         if torch.is_autocast_enabled(device):
             dtype = torch.get_autocast_dtype(device)
             x, weight = x.to(dtype), weight.to(dtype)
-        return _QuantizedLinear.apply(x, weight, bias, self, self.emulation.key)
+        rows = len(x)
+        if fillers := -rows % self.recipe.multiple:  # zeros, as hardware wants them: ESM-2's packs hold them already
+            x = F.pad(x, (0, 0, 0, fillers))
+        return _QuantizedLinear.apply(x, weight, bias, self, self.emulation.key)[:rows]
 
     @property
     def whole_tensor(self) -> bool:

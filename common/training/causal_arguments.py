@@ -78,11 +78,12 @@ class CausalArguments(DecayFlags, RunArguments, TextFlags, IdleFlags, DecoderFla
         return self.per_device_train_batch_size, f"contexts of {self.max_seq_length} tokens"
 
     def __post_init__(self) -> None:
+        published = self.model or self.model_name_or_path
         if self.tokenizer == PUBLISHED:
-            if not self.model:
+            if not published:
                 raise UserError(f"--tokenizer {PUBLISHED}: is that of --model: name a --model, or the tokenizer")
-            self.tokenizer = PRESETS[self.model].hub if self.model in PRESETS else self.model
-        if not self.output_dir and (named := self.model or self.model_type):
+            self.tokenizer = PRESETS[published].hub if published in PRESETS else published
+        if not self.output_dir and (named := published or self.model_type):
             self.output_dir = f"out/{named.rstrip('/').rpartition('/')[2]}"
         self.do_eval = self.do_eval or self.eval_steps is not None
         super().__post_init__()

@@ -9,20 +9,27 @@ files of 5 GB at most.
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import sys
+from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError
-from torch import Tensor
+from torch import Tensor, nn
 
 from common.cli import UserError, one_line, run
 from common.files import alphabet
-from common.model import convert
-from common.model.config import Esm2Config
+from common.files.text_tokenizers import load_tokenizer
+from common.model import convert, decoder_convert
+from common.model.decoder import DecoderForCausalLM
+from common.model.decoder_config import ARCHITECTURES
+from common.model.decoder_presets import load_decoder_config
+from common.model.decoder_pretrained import save_decoder
 from common.model.esm2 import Esm2ForMaskedLM
 from common.model.presets import load_config
 from common.model.pretrained import save_pretrained
@@ -54,31 +61,43 @@ def export(checkpoint: Path, directory: Path) -> None:
 
     UserError where the directory has something in it, and for a checkpoint that has no model of this program in it.
     """
-    config = _config(checkpoint)
-    stored = StoredTensors(checkpoint)
-    with torch.device("meta"):
-        expected = Esm2ForMaskedLM(config).state_dict()
-    for name, tensor in expected.items():
-        if stored.shapes.get(MODEL + name) != tensor.shape:
-            raise UserError(f"{checkpoint}: its weights are not those of its {CONFIG}: {name}: make a new checkpoint")
-    extras = {name.removeprefix(EXTRAS): stored.read(name) for name in stored.shapes if name.startswith(EXTRAS)}
-
-    def read(name: str) -> Tensor:
-        return stored.read(MODEL + name)
-
-    save_pretrained(convert.pieces_to_hf(read, config, extras), config, directory)
-
-
-def _config(checkpoint: Path) -> Esm2Config:
     model, described = files.read_manifest(checkpoint)
-    if model.get("alphabet") != " ".join(alphabet.TOKENS):
-        raise UserError(f"{checkpoint}: of another alphabet: export it with the version of this program that wrote it")
     if CONFIG not in described:
         raise UserError(
             f"{checkpoint}: of an earlier version, without {CONFIG}: the command of its run with --do_train False "
             f"--save_final_model --resume_from_checkpoint {checkpoint} exports it"
         )
-    return load_config(str(checkpoint))
+    stored = StoredTensors(checkpoint)
+    (_export_decoder if model.get("model_type") in ARCHITECTURES else _export_esm2)(
+        checkpoint, model, stored, directory
+    )
+
+
+def _export_esm2(checkpoint: Path, model: dict, stored: StoredTensors, directory: Path) -> None:
+    if model.get("alphabet") != " ".join(alphabet.TOKENS):
+        raise UserError(f"{checkpoint}: of another alphabet: export it with the version of this program that wrote it")
+    config = load_config(str(checkpoint))
+    read = _reader(checkpoint, stored, partial(Esm2ForMaskedLM, config))
+    extras = {name.removeprefix(EXTRAS): stored.read(name) for name in stored.shapes if name.startswith(EXTRAS)}
+    save_pretrained(convert.pieces_to_hf(read, config, extras), config, directory)
+
+
+def _export_decoder(checkpoint: Path, model: dict, stored: StoredTensors, directory: Path) -> None:
+    config = load_decoder_config(str(checkpoint))
+    read = _reader(checkpoint, stored, partial(DecoderForCausalLM, config))
+    arguments = json.loads((checkpoint / "trainer_state.json").read_text())["arguments"]
+    tokenizer, _ = load_tokenizer(arguments["tokenizer"])
+    save_decoder(decoder_convert.pieces_to_hf(read, config), config, directory, tokenizer.save)
+
+
+def _reader(checkpoint: Path, stored: StoredTensors, make: Callable[[], nn.Module]) -> Callable[[str], Tensor]:
+    """What reads a parameter by its name. UserError unless all of the model's are there."""
+    with torch.device("meta"):
+        expected = make().state_dict()
+    for name, tensor in expected.items():
+        if stored.shapes.get(MODEL + name) != tensor.shape:
+            raise UserError(f"{checkpoint}: its weights are not those of its {CONFIG}: {name}: make a new checkpoint")
+    return lambda name: stored.read(MODEL + name)
 
 
 def check_free(directory: Path) -> None:

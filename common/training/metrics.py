@@ -93,6 +93,9 @@ def _shown(key: str, value) -> str:
     return f"{value:.4f}" if isinstance(value, float) else str(value)
 
 
+IN_GUIDE_LINE = ("loss", "step_loss", "learning_rate")
+
+
 def guide_line(row: dict, samples: int) -> str:
     """The same in the FSDP guides' shape, which their users' scripts read; further fields follow. samples: of a step,
     on all ranks; the seconds of a step hold its wait for data."""
@@ -101,7 +104,7 @@ def guide_line(row: dict, samples: int) -> str:
     begins = (
         f"Batch {row['step'] - 1} Loss: {loss:.5f}, Speed: {speed:.2f} samples/sec, lr: {row['learning_rate']:.6f}"
     )
-    return f"{begins}, {step_line(row)}"
+    return f"{begins}, {step_line({k: v for k, v in row.items() if k not in IN_GUIDE_LINE})}"
 
 
 def step_line(row: dict) -> str:

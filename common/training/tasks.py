@@ -16,6 +16,7 @@ from pathlib import Path
 import yaml
 
 from common.cli import Flags, flag, is_file_of_flags, parse_arguments
+from common.model.decoder_config import ARCHITECTURES
 from common.training.arguments import RunArguments, TrainArguments
 from common.training.causal_arguments import CausalArguments
 from common.training.causal_lm import CausalLM
@@ -26,7 +27,7 @@ logger = logging.getLogger(__name__)
 CONFIGS = Path(__file__).parents[2] / "configs"
 TASKS = {TrainArguments: MaskedLM, CausalArguments: CausalLM}
 Task = MaskedLM | CausalLM
-OF_DECODERS = ("model", "model_type")  # flags that tell a decoder's run
+OF_DECODERS = ("model", "model_type")  # flags that tell a decoder's run, and no other's
 
 
 def task_of(args: RunArguments) -> type[Task]:
@@ -68,14 +69,25 @@ def parse_run(
 
 
 def _tells_a_decoder(words: list[str]) -> bool:
-    names = {word.partition("=")[0].lstrip("-").replace("-", "_") for word in words if word.startswith("--")}
+    """Whether a flag of decoders alone is given, or weights in a directory that are a decoder's."""
+    given: dict[str, str] = {}
     if words and is_file_of_flags(words[0]):
         try:
             text = Path(words[0]).read_text(encoding="utf-8")
-            names |= set(json.loads(text) if words[0].endswith(".json") else yaml.safe_load(text))
+            given = dict(json.loads(text) if words[0].endswith(".json") else yaml.safe_load(text))
         except (OSError, ValueError, TypeError, yaml.YAMLError):
             pass  # parse_arguments says what is wrong with it
-    return not names.isdisjoint(OF_DECODERS)
+    for word, after in zip(words, [*words[1:], ""], strict=True):
+        if word.startswith("--"):
+            name, equals, value = word.partition("=")
+            given[name.lstrip("-").replace("-", "_")] = value if equals else after
+    if not given.keys().isdisjoint(OF_DECODERS):
+        return True
+    try:
+        content = json.loads((Path(str(given["model_name_or_path"])) / "config.json").read_text(encoding="utf-8"))
+        return content["model_type"] in ARCHITECTURES
+    except (KeyError, OSError, ValueError, TypeError):
+        return False
 
 
 def _without_comments(words: list[str]) -> list[str]:
