@@ -24,7 +24,6 @@ from common.files.stream_reader import units_of
 from common.ranks.world import Mesh
 
 LANES = (8, 4, 2, 1)
-ROW_BITS = 40  # a record's number is (number of its unit, row)
 
 
 class Share(NamedTuple):

@@ -19,6 +19,8 @@ from common.files.residues import check_residues, clean, count_unknown
 from common.files.sequence_files import Unit, column_of, read_texts, row_counts
 from common.files.sources import File
 
+ROW_BITS = 40  # a record's number is (number of its unit, row)
+
 
 def units_of(files: tuple[File, ...], wanted: int) -> list[Unit]:
     """The units of some files: the files themselves when there are `wanted` or more, else parquet's row groups."""

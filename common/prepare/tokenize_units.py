@@ -17,12 +17,11 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from common.batches.stream_order import ROW_BITS
 from common.files.dataset_writer import ShardWriter, arrow_schema
 from common.files.hashing import MEMBER, derive_key, hash_counters
 from common.files.output_directory import Build, sync_directory
 from common.files.sequence_files import Unit
-from common.files.stream_reader import read_rows
+from common.files.stream_reader import ROW_BITS, read_rows
 from common.files.text_tokenizers import Tokenizer, load_tokenizer, tokenize
 from common.prepare.encode_files import Piece
 

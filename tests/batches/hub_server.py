@@ -1,4 +1,4 @@
-"""A Hub of one dataset on this machine: the few addresses that huggingface_hub asks for, and how they can fail."""
+"""A Hub of one dataset, or model, on this machine: the addresses huggingface_hub asks for, and how they can fail."""
 
 from __future__ import annotations
 
@@ -16,11 +16,15 @@ COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 
 class Hub:
-    """`refuse`: how many requests for content are answered with `status` before one is served; `calls`: by kind."""
+    """`refuse`: how many requests for content are answered with `status`, and the Hub's `code`, before one is served;
+    `kind`: datasets or models; `calls`: by kind; `sent`: bytes of content."""
 
-    def __init__(self, repo: str, root: Path, refuse: int = 0, status: int = 429):
-        self.repo, self.root, self.refuse, self.status = repo, root, refuse, status
+    def __init__(
+        self, repo: str, root: Path, refuse: int = 0, status: int = 429, code: str = "", kind: str = "datasets"
+    ):
+        self.repo, self.root, self.refuse, self.status, self.code, self.kind = repo, root, refuse, status, code, kind
         self.calls: Counter = Counter()
+        self.sent = 0
         self.url = ""
 
     def files(self) -> list[str]:
@@ -33,7 +37,7 @@ class Hub:
 
 @contextmanager
 def hub_server(repo: str, root: Path, **behaviour) -> Iterator[Hub]:
-    """Serve the files below `root` as dataset `repo`; set HF_ENDPOINT to `url` of what is yielded."""
+    """Serve the files below `root` as `repo`; set HF_ENDPOINT to `url` of what is yielded."""
     hub = Hub(repo, root, **behaviour)
 
     class Handler(BaseHTTPRequestHandler):
@@ -41,8 +45,9 @@ def hub_server(repo: str, root: Path, **behaviour) -> Iterator[Hub]:
 
         def do_GET(self):
             path = unquote(urlsplit(self.path).path)
-            api = f"/api/datasets/{hub.repo}"
-            if content := re.fullmatch(f"/datasets/{hub.repo}/resolve/[^/]+/(.+)", path):
+            api = f"/api/{hub.kind}/{hub.repo}"
+            place = "" if hub.kind == "models" else f"/{hub.kind}"
+            if content := re.fullmatch(f"{place}/{hub.repo}/resolve/[^/]+/(.+)", path):
                 return self.content(content[1])
             hub.calls["api"] += 1
             if path == api or path.startswith(f"{api}/revision/"):
@@ -65,7 +70,7 @@ def hub_server(repo: str, root: Path, **behaviour) -> Iterator[Hub]:
             hub.calls[self.command] += 1
             if hub.refuse > 0:
                 hub.refuse -= 1
-                self.fail(hub.status, "")
+                self.fail(hub.status, hub.code)
                 return
             data = (hub.root / name).read_bytes()
             begin, end = 0, len(data) - 1
@@ -78,6 +83,7 @@ def hub_server(repo: str, root: Path, **behaviour) -> Iterator[Hub]:
             self.send_header("X-Repo-Commit", COMMIT)
             self.end_headers()
             if self.command == "GET":
+                hub.sent += end + 1 - begin
                 self.wfile.write(data[begin : end + 1])
 
         def answer(self, content) -> None:

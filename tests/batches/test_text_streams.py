@@ -12,8 +12,9 @@ import pytest
 
 from common.batches.causal import CausalCollator
 from common.batches.loader import TrainLoader, merge_positions
-from common.batches.stream_order import ROW_BITS, StreamedOrder
+from common.batches.stream_order import StreamedOrder
 from common.cli import UserError
+from common.files.stream_reader import ROW_BITS
 from common.ranks.world import Mesh
 from tests.batches.text_fixtures import decoded, flow, plan_of, texts, write_c4, write_jsonl
 
