@@ -36,13 +36,21 @@ TIMES = (
 )
 
 
-def wait_until(happened: Callable[[], bool], alive: Callable[[], bool] = lambda: True, poll: float = 0.0005) -> bool:
-    """Poll until it happened (True) or nothing is alive that could make it happen (False)."""
+def wait_until(
+    happened: Callable[[], bool],
+    alive: Callable[[], bool] = lambda: True,
+    poll: float = 0.0005,
+    said: Callable[[], str] = str,
+) -> bool:
+    """Poll until it happened (True) or nothing is alive that could make it happen (False).
+
+    said: what an observer wants to read where neither comes.
+    """
     deadline = time.monotonic() + TIMEOUT_S
     while not happened():
         if not alive():
             return happened()
-        assert time.monotonic() < deadline, "nothing happened"
+        assert time.monotonic() < deadline, f"nothing happened:\n{said()}"
         time.sleep(poll)
     return True
 
@@ -97,7 +105,7 @@ class LiveRun:
         return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
     def until(self, happened: Callable[[], bool]) -> None:
-        assert wait_until(happened, self.alive), f"ended before:\n{self.said()}"
+        assert wait_until(happened, self.alive, said=self.said), f"ended before:\n{self.said()}"
 
     def until_said(self, text: str, rank: int = 0) -> None:
         self.until(lambda: text in self.said(rank))
