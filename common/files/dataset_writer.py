@@ -22,13 +22,15 @@ _STRING = {"dtype": "string", "_type": "Value"}
 TEXT_FEATURES = {"id": _STRING, "text": _STRING}
 TOKEN_FEATURES = {"id": _STRING, "input_ids": {"feature": {"dtype": "uint8", "_type": "Value"}, "_type": "List"}}
 
+LISTS = {"List": pa.list_, "LargeList": pa.large_list}  # of 32-bit and of 64-bit offsets
+
 
 def arrow_schema(features: dict) -> pa.Schema:
     """The Arrow schema of `features`, with the metadata by which `datasets` recognises its types."""
 
     def arrow_type(feature: dict) -> pa.DataType:
-        if feature["_type"] == "List":
-            return pa.list_(arrow_type(feature["feature"]))
+        if feature["_type"] in LISTS:
+            return LISTS[feature["_type"]](arrow_type(feature["feature"]))
         return pa.type_for_alias(feature["dtype"])
 
     fields = [pa.field(name, arrow_type(feature)) for name, feature in features.items()]

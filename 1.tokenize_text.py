@@ -1,0 +1,138 @@
+"""Text to OUTPUT_DIR/text/{train,validation}: token ids of documents, each ended by the end-of-text token.
+
+    python 1.tokenize_text.py --dataset texts.jsonl --tokenizer bytes --output_dir DIR
+
+The sibling of 1.tokenize_uniref_csv.py for decoders: --dataset is what the training scripts take, and --dataset_dir
+DIR/text is what they train on then, in an order that finds any place at once. Two bytes a token, or four where the
+vocabulary has more than 65,536. Where the data have no validation split, --validation_size of the documents make one.
+What is under OUTPUT_DIR/text is always complete; once it is there the same command does nothing.
+"""
+
+import hashlib
+import logging
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+
+from tqdm import tqdm
+
+from common.cli import Flags, Missing, UserError, flag, parse_arguments, run
+from common.files.content import documents
+from common.files.dataset_writer import write_dataset_dict
+from common.files.json_files import write_json_flushed
+from common.files.output_directory import Build, building
+from common.files.sources import Source, open_source
+from common.files.stream_reader import check_columns, units_of
+from common.files.text_store import TOKENS, describe_tokens
+from common.files.text_tokenizers import BYTES, Tokenizer, load_tokenizer
+from common.prepare.encode_files import Piece, assemble, usable_threads
+from common.prepare.tokenize_units import UnitOfText, token_features, tokenize_units
+
+logger = logging.getLogger(__name__)
+UNITS = 64  # of a split: fewer files than that are taken apart where they can be
+
+
+@dataclass
+class Arguments(Flags):
+    dataset: str | None = flag(
+        None, "file, directory or glob of parquet, JSON lines, CSV or plain text, or a Hub dataset"
+    )
+    dataset_config_name: str | None = flag(None, "of a dataset with several configurations, the one to read")
+    text_column: str = flag("text", "the column, or JSON field, that holds the documents")
+    streaming: bool = flag(True, "read a Hub dataset in place; False: download it first")
+    tokenizer: str = flag(BYTES, "`bytes` (built in), or a directory or Hub name that AutoTokenizer opens")
+    output_dir: str = flag("processed", "the splits go to OUTPUT_DIR/text")
+    train_split: str = flag("train", "the split to train on")
+    val_split: str = flag("validation", "the split to evaluate on")
+    validation_size: float = flag(0.005, "fraction of the documents held out where there is no --val_split")
+    preprocessing_num_workers: int = flag(8, "processes; the result is the same for any")
+    seed: int = flag(42, "of the choice of what is held out")
+    overwrite: bool = flag(False, "make the output anew, whatever is there")
+    verify: bool = flag(False, "read what is complete, and compare its checksums")
+
+    def missing(self) -> Iterator[Missing]:
+        if not self.dataset:
+            yield Missing("--dataset", "the text to tokenise", "texts.jsonl")
+
+    def check(self) -> None:
+        self.require_at_least(1, "preprocessing_num_workers")
+        self.require_at_least(0, "seed")
+        if not 0 <= self.validation_size < 1:
+            raise UserError(f"--validation_size {self.validation_size}: a fraction of the documents, 0 to below 1")
+        if self.train_split == self.val_split:
+            raise UserError(f"--train_split and --val_split are both {self.train_split}")
+
+
+def describe(args: Arguments, source: Source, tokenizer: Tokenizer) -> dict:
+    """What decides the output: an output directory made from the same is not made again."""
+    listing = repr([source.identity(split) for split in (args.train_split, args.val_split)])
+    deciding = ("dataset_config_name", "text_column", "train_split", "val_split", "validation_size", "seed")
+    return {
+        "text": hashlib.sha256(listing.encode()).hexdigest(),
+        "tokenizer": tokenizer.identity,
+        **{name: getattr(args, name) for name in deciding},
+    }
+
+
+def units_to_make(args: Arguments, source: Source, revision: str | None) -> list[UnitOfText]:
+    """What each process makes; the same whatever their number, so that any may go on with what another left."""
+    held_out = 0.0 if args.val_split in source.splits else args.validation_size
+    splits = [split for split in (args.train_split, args.val_split) if split in source.splits]
+    units = [(unit, split) for split in splits for unit in units_of(source.splits[split], wanted=UNITS)]
+    told = (args.tokenizer, revision, args.seed)
+    return [
+        UnitOfText(unit, number, split, *told, held_out if split == args.train_split else 0.0, args.val_split)
+        for number, (unit, split) in enumerate(units)
+    ]
+
+
+def tokenize(args: Arguments, units: list[UnitOfText], tokenizer: Tokenizer, build: Build) -> None:
+    directory, workers = build.paths["text"], usable_threads(args.preprocessing_num_workers)
+    totals = dict.fromkeys(("documents", "tokens", "bytes"), 0)
+    made = []
+    with tqdm(total=len(units), unit=" units", mininterval=0.5 if sys.stderr.isatty() else 10.0) as bar:
+        for found in tokenize_units(units, tokenizer, build, workers):
+            made.append(found["pieces"])
+            totals = {name: count + found[name] for name, count in totals.items()}
+            bar.set_postfix_str(f"{totals['tokens']:,} tokens", refresh=False)
+            bar.update(1)
+    splits = [split for split in (args.train_split, args.val_split) if any(of_unit.get(split) for of_unit in made)]
+    if args.train_split not in splits:
+        raise UserError(f"--dataset {args.dataset}: no document in its split {args.train_split}")
+    for split in splits:
+        if not build.done(f"split {split}"):
+            pieces = chain.from_iterable(of_unit.get(split, ()) for of_unit in made)
+            assemble(directory / split, [Piece(*piece) for piece in pieces], build.scratch, token_features(tokenizer))
+            build.note(f"split {split}", True)
+    write_dataset_dict(directory, splits)
+    write_json_flushed(directory / TOKENS, describe_tokens(tokenizer), sort_keys=True)
+    build.results |= totals
+    each = totals["bytes"] / totals["tokens"]
+    logger.info(
+        "%s documents, %s tokens, %.2f bytes of text a token: %s",
+        *(f"{totals['documents']:,}", f"{totals['tokens']:,}", each, ", ".join(splits)),
+    )
+
+
+def main() -> None:
+    (args,) = parse_arguments(__doc__, Arguments)
+    tokenizer, revision = load_tokenizer(args.tokenizer)
+    source = open_source(
+        *(args.dataset, args.streaming),
+        content=documents(args.text_column),
+        configuration=args.dataset_config_name,
+        train=args.train_split,
+    )
+    for split in (args.train_split, args.val_split):
+        check_columns(source.splits.get(split, ()))
+    made_from = describe(args, source, tokenizer)
+    with building(Path(args.output_dir), ["text"], made_from, args.overwrite, args.verify) as build:
+        if build.paths:
+            tokenize(args, units_to_make(args, source, revision), tokenizer, build)
+    logger.info("Save complete")
+
+
+if __name__ == "__main__":
+    run(main)
