@@ -16,6 +16,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from common.training.arguments import TrainArguments  # noqa: E402
+from common.training.causal_arguments import CausalArguments  # noqa: E402
 from common.training.tasks import arguments_of  # noqa: E402
 from train_ddp import DdpFlags  # noqa: E402
 from train_ddp_cp import DdpCpFlags  # noqa: E402
@@ -69,6 +70,10 @@ def shown(value: object) -> str:
     return "" if value is None else f"`{value}`"
 
 
+def text_of(field: Field) -> str:
+    return field.metadata["help"].replace("%%", "%").replace("<", "&lt;").replace("|", "&#124;")
+
+
 def table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
     lines = [head, ("---",) * len(head), *rows]
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
@@ -85,7 +90,7 @@ def page() -> str:
         default = default_of(ours[name])
         having = {script: default_of(own[name]) for script, own in of_scripts.items() if name in own}
         others = "".join(f", {script} {shown(value)}" for script, value in having.items() if value != default)
-        text = ours[name].metadata["help"].replace("%%", "%").replace("<", "&lt;").replace("|", "&#124;")
+        text = text_of(ours[name])
         only = "" if name in of_all else f"{', '.join(having)}: "
         return f"`--{name}`", shown(default) + others, *more, only + text
 
@@ -115,7 +120,26 @@ status 2 before it begins.
 {table(("in place of", ""), instead)}
 ## Only here
 
-{table(("flag", "default", ""), own)}"""
+{table(("flag", "default", ""), own)}
+## Of decoders
+
+With `--model` or `--model_type` a script trains a decoder ([decoders.md](decoders.md)). These flags are then new, or
+have another default, or another name besides; the rest are as above, but for those of proteins and of ESM-2, which are
+unknown.
+
+{table(("flag", "also", "default", ""), decoders(of_all))}"""
+
+
+def decoders(of_esm2: dict[str, Field]) -> list[tuple[str, ...]]:
+    """Rows of the flags of a decoder's run that are not ESM-2's."""
+    rows = []
+    for field in sorted(fields(CausalArguments), key=lambda field: field.name):
+        also = field.metadata.get("aliases", [])
+        same = of_esm2.get(field.name)
+        if same is None or also or default_of(same) != default_of(field):
+            names = ", ".join(f"`{name}`" for name in also)
+            rows.append((f"`--{field.name}`", names, shown(default_of(field)), text_of(field)))
+    return rows
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ import torch
 
 from common.batches.training_data import open_data
 from common.cli import UserError
+from common.model.decoder_presets import GUIDE_RUNS, PRESETS
 from common.prepare.sample import SAMPLE
 from common.ranks.world import World
 from common.training import tasks
@@ -48,6 +49,14 @@ CONFIGS = {  # NAME: (what the source says, scripts)
         [DDP],
     ),
 }
+# The FSDP guides' runs: as the table of them says, whose names are the house's.
+for name, run in GUIDE_RUNS.items():
+    own_directory = run.checkpoint_dir not in (None, "checkpoints")
+    said = {"model": name, "max_steps": run.max_steps, "per_device_train_batch_size": run.train_batch_size}
+    said |= {"max_seq_length": PRESETS[name].context, "save_steps": run.checkpoint_freq or 1000}
+    said |= {"eval_steps": run.validation_freq, "dataset": "allenai/c4", "dataset_config_name": "en"}
+    said |= {"output_dir": run.checkpoint_dir if own_directory else f"checkpoints/{name}", "offload_activations": True}
+    CONFIGS[name] = (said | {"activation_checkpointing": "full", "sharding_strategy": "full"}, [FSDP])
 
 
 def parse(script: tuple[str, str], *argv):

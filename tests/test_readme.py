@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 
 from common.prepare.sample import write_sample
 from tests.conftest import ROOT
+from tests.decoder_fixtures import write_text
 from tests.warm_python import programs
 
 README = (ROOT / "README.md").read_text()
@@ -56,12 +58,13 @@ def checkout(tmp_path_factory) -> Path:
     for path in (ROOT / ".venv").iterdir():
         (directory / ".venv" / path.name).symlink_to(programs() if path.name == "bin" else path)
     write_sample(directory / "my_proteins.fasta", num_proteins=150, seed=1)
+    shutil.copy(write_text(directory / "text") / "train.jsonl", directory / "my_texts.jsonl")
     return directory
 
 
 def test_the_commands_in_order(checkout):
     commands = blocks("bash")
-    assert len(commands) == 2
+    assert len(commands) == 3
     for command in commands:
         for pattern, replacement in SMALLER:
             command = re.sub(pattern, replacement, command, flags=re.MULTILINE)

@@ -10,7 +10,6 @@ Three ways to the same numbers, chosen by `packed_attention`:
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
 from inspect import signature
 
 import torch
@@ -66,7 +65,11 @@ def rotated_attention(
     if has_varlen_kernel(q):
         from torch.nn.attention.varlen import varlen_attn  # torch >= 2.10; CUDA only
 
-        options = _varlen_options() if causal else {}
+        options = {}
+        if causal:  # torch's versions have other names for it
+            options = {"is_causal": True} if _varlen_has("is_causal") else {"window_size": (-1, 0)}
+        if q.shape[1] != k.shape[1] and _varlen_has("enable_gqa"):
+            options["enable_gqa"] = True
         bounds = cu_seqlens, cu_seqlens, max_seqlen, max_seqlen
         return varlen_attn(q, k, v.contiguous(), *bounds, **options).flatten(1)
     lengths = cu_seqlens.diff().tolist()
@@ -76,17 +79,13 @@ def rotated_attention(
     return torch.cat(attended, dim=1).transpose(0, 1).flatten(1)
 
 
-@cache
-def _varlen_options() -> dict:
-    """How the kernel is told of a causal mask and of shared keys: torch's versions have other names for it."""
+@torch.compiler.assume_constant_result
+def _varlen_has(option: str) -> bool:
     from torch.nn.attention.varlen import varlen_attn
 
-    known = signature(varlen_attn).parameters
-    causal = {"is_causal": True} if "is_causal" in known else {"window_size": (-1, 0)}
-    return causal | ({"enable_gqa": True} if "enable_gqa" in known else {})
+    return option in signature(varlen_attn).parameters
 
 
-@torch.compiler.disable  # on a CPU: compiled layers are cut in two here
 def causal_attention(
     q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, cu_seqlens: Tensor, max_seqlen: int
 ) -> Tensor:
@@ -94,7 +93,16 @@ def causal_attention(
 
     q [T, H, D], k and v [T, K, D], not yet rotated; the rest as for `packed_attention`. Returns [T, H * D].
     """
-    q, k, dtype = rotate(q, cos, sin), rotate(k, cos, sin), q.dtype
+    q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+    if has_varlen_kernel(q):
+        return rotated_attention(q, k, v, cu_seqlens, max_seqlen, causal=True)
+    return _causal_by_sequence(q, k, v, cu_seqlens, max_seqlen)
+
+
+@torch.compiler.disable  # a loop over sequences: compiled layers are cut in two here
+def _causal_by_sequence(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int) -> Tensor:
+    """On a CPU bf16 numbers are widened, as by `_CpuAttention`."""
+    dtype = q.dtype
     if q.device.type == "cpu" and dtype == torch.bfloat16:
         q, k, v = q.float(), k.float(), v.float()
     with torch.autocast(q.device.type, enabled=False):

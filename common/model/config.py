@@ -10,7 +10,7 @@ import json
 import math
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from common.cli import UserError
 from common.files import alphabet
@@ -28,6 +28,8 @@ class Esm2Config:
 
     others: what else a config.json holds; it plays no part here, and is written again.
     """
+
+    set_by: ClassVar[str] = "--config_overrides {name}={size}, or another --config_name"
 
     model_type: str = "esm"
     vocab_size: int | None = None

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from common.cli import UserError
 
@@ -24,6 +24,8 @@ class DecoderConfig:
     num_local_experts: of Mixtral; 0 for a feed-forward block that is the same for all tokens. others: what else a
     config.json holds; it plays no part here, and is written again.
     """
+
+    set_by: ClassVar[str] = "--{name} {size}, or another --model"
 
     model_type: str = "llama"
     vocab_size: int = 32000

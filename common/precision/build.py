@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from common.cli import UserError
 from common.model.config import Esm2Config
+from common.model.decoder_config import DecoderConfig
 from common.precision.emulation import Emulation
 from common.precision.masters import Masters
 from common.precision.plan import Plan, check_device, check_dimensions, describe, formats, resolve
@@ -78,7 +79,7 @@ class Precision:
 
 
 def choose_plan(
-    flags: StatsFlags, config: Esm2Config, device: torch.device, backend: str, why: str, sharded: bool
+    flags: StatsFlags, config: Esm2Config | DecoderConfig, device: torch.device, backend: str, why: str, sharded: bool
 ) -> Plan | None:
     """The number format of each layer, if this model, backend, strategy and device can have it; None: nothing to do.
 
@@ -87,7 +88,8 @@ def choose_plan(
     plan = resolve(flags, config.num_hidden_layers)
     if plan is None:
         return None
-    check_dimensions(plan, {name: getattr(config, name) for name in ("hidden_size", "intermediate_size")})
+    sizes = {name: getattr(config, name) for name in ("hidden_size", "intermediate_size")}
+    check_dimensions(plan, sizes, config.set_by)
     if flags.fp8_params and sharded:
         raise UserError("--fp8_params: sharded weights cannot be FP8: use train_ddp.py, or drop the flag")
     if flags.fp8_params and flags.quant_stats:

@@ -198,15 +198,18 @@ def check_device(plan: Plan, device: str, capability: tuple[int, int] | None) ->
         raise UserError(f"{recipe.flag}: {needs}; {device} has {capability[0]}.{capability[1]}: {remedy}")
 
 
-def check_dimensions(plan: Plan, sizes: dict[str, int]) -> None:
-    """UserError unless every size (of a configuration's hidden_size, ...) is a multiple of what the formats ask."""
+def check_dimensions(plan: Plan, sizes: dict[str, int], remedy: str) -> None:
+    """UserError unless every size (of a configuration's hidden_size, ...) is a multiple of what the formats ask.
+
+    remedy: which flag sets one, with {name} and {size} in it.
+    """
     for recipe in plan:
         for name, size in sizes.items():
             if recipe is not None and size % recipe.multiple:
                 fitting = -(-size // recipe.multiple) * recipe.multiple
                 raise UserError(
                     f"{recipe.flag}: {recipe.title} needs sizes that are multiples of {recipe.multiple}, and {name} "
-                    f"is {size}: --config_overrides {name}={fitting}, or another --config_name"
+                    f"is {size}: {remedy.format(name=name, size=fitting)}"
                 )
 
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from common.batches.causal import causal_batches
 from common.batches.collators import Batch, Counts, to_device
-from common.batches.loader import TrainLoader
+from common.batches.loader import Collator
 from common.batches.text_data import TextData, held_out_contexts, open_text
 from common.batches.tokenizer import open_tokenizer
 from common.files.text_tokenizers import check_vocabulary
@@ -32,11 +32,12 @@ from common.training.decoder_choice import choose_decoder
 from common.training.evaluation import held_out_results
 from common.training.metrics import guide_line
 from common.training.report import Words
+from common.training.task import Task
 
 logger = logging.getLogger(__name__)
 
 
-class CausalLM:
+class CausalLM(Task):
     """The task of a run: its data, opened by all ranks together, and the model that was built for it."""
 
     choose = staticmethod(choose_decoder)
@@ -53,20 +54,8 @@ class CausalLM:
         built.config.others |= {"bos_token_id": None, "eos_token_id": self.tokenizer.eos_id}
         self.data: TextData = open_text(flags, world, evaluates, self.tokenizer)
 
-    def steps(self, packs_per_step: int, step: int, position: dict, last_step: int | None) -> TrainLoader:
-        """This rank's share of the steps from number `step` on, as common.training.masked_lm has them."""
-        flags = self.flags
-        return TrainLoader(
-            self.data.order(packs_per_step),
-            causal_batches(flags, self.world.mesh),
-            self.world.mesh,
-            step,
-            position,
-            num_steps=None if last_step is None else max(0, last_step - step),
-            num_workers=flags.dataloader_num_workers,
-            prefetch_factor=flags.dataloader_prefetch_factor,
-            pin_memory=flags.dataloader_pin_memory and self.world.device.type == "cuda",
-        )
+    def collator(self) -> Collator:
+        return causal_batches(self.flags, self.world.mesh)
 
     @staticmethod
     def counts(micro_batches: list[Batch]) -> StepCounts:
@@ -89,7 +78,7 @@ class CausalLM:
     def evaluate(self, model: nn.Module, split: str, prefix: str, step: int) -> dict:
         """`{prefix}_{loss,accuracy,perplexity,...}` of --validation_batches batches; {} if told to stop meanwhile."""
         store = self.data.held_out(split)
-        made = held_out_contexts(self.flags, store, causal_batches(self.flags, self.world.mesh), self.world)
+        made = held_out_contexts(self.flags, store, self.collator(), self.world)
         return held_out_results(model, made, self.world, prefix, step, self.flags.bf16, "tokens")
 
     @staticmethod

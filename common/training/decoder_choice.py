@@ -24,6 +24,8 @@ def choose_decoder(args: CausalArguments, world: World, torch_only: tuple[str, .
             f"--cp_size {world.cp_size}: a decoder's contexts are not shared by ranks yet (causal attention): use "
             "train_fsdp2.py with --activation_checkpointing full, or a shorter --max_seq_length"
         )
+    if args.quant_stats and config.num_local_experts:
+        raise UserError("--quant_stats: not of a layer with experts, whose matrices are several: drop the flag")
     read = None
     if args.model_name_or_path:
         where = args.model_name_or_path

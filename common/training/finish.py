@@ -18,7 +18,7 @@ from common.training.arguments import RunArguments
 from common.training.logbook import METRICS, Logbook
 from common.training.progress import Resolved, TrainerState
 from common.training.report import draw_curves
-from common.training.tasks import Task
+from common.training.task import Task
 
 logger = logging.getLogger(__name__)
 

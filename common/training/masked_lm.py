@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from common.batches.collators import Batch, Counts, to_device
 from common.batches.context import masked_batches
 from common.batches.flags import DataFlags
-from common.batches.loader import TrainLoader
+from common.batches.loader import Collator
 from common.batches.training_data import EVAL_SEED, TrainingData, held_out_batches, open_data
 from common.files import alphabet
 from common.model import convert
@@ -34,12 +34,13 @@ from common.training.esm2_choice import choose_esm2
 from common.training.evaluation import held_out_results
 from common.training.metrics import step_flops, step_line
 from common.training.report import ESM2
+from common.training.task import Task
 
 UNIGRAM_SAMPLE = 200_000  # proteins, from all over the training split, that the unigram predictor is fitted on
 UNIGRAM_RUN = 1000  # of them that are neighbours
 
 
-class MaskedLM:
+class MaskedLM(Task):
     """The task of a run: its data, opened by all ranks together, and the model that was built for it."""
 
     choose = staticmethod(choose_esm2)
@@ -50,21 +51,8 @@ class MaskedLM:
         makers = {SAMPLE: lambda: make_sample(Path(flags.output_dir) / SAMPLE)}
         self.data: TrainingData = open_data(flags, world, evaluates, makers)
 
-    def steps(self, packs_per_step: int, step: int, position: dict, last_step: int | None) -> TrainLoader:
-        """This rank's share of the steps from number `step` on, which begins at `position`, up to `last_step`; where
-        that is None, up to the end of the data."""
-        flags = self.flags
-        return TrainLoader(
-            self.data.order(packs_per_step),
-            masked_batches(flags, flags.seed, self.world.mesh),
-            self.world.mesh,
-            step,
-            position,
-            num_steps=None if last_step is None else max(0, last_step - step),
-            num_workers=flags.dataloader_num_workers,
-            prefetch_factor=flags.dataloader_prefetch_factor,
-            pin_memory=flags.dataloader_pin_memory and self.world.device.type == "cuda",
-        )
+    def collator(self) -> Collator:
+        return masked_batches(self.flags, self.flags.seed, self.world.mesh)
 
     @staticmethod
     def counts(micro_batches: list[Batch]) -> StepCounts:

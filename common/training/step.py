@@ -18,7 +18,7 @@ from common.ranks.stragglers import Stragglers
 from common.ranks.strategy import Strategy
 from common.ranks.world import World
 from common.training.counts import StepCounts
-from common.training.tasks import Task
+from common.training.task import Task
 
 
 @dataclass(frozen=True)

@@ -21,12 +21,12 @@ from common.training.arguments import RunArguments, TrainArguments
 from common.training.causal_arguments import CausalArguments
 from common.training.causal_lm import CausalLM
 from common.training.masked_lm import MaskedLM
+from common.training.task import Task
 
 logger = logging.getLogger(__name__)
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 TASKS = {TrainArguments: MaskedLM, CausalArguments: CausalLM}
-Task = MaskedLM | CausalLM
 OF_DECODERS = ("model", "model_type")  # flags that tell a decoder's run, and no other's
 
 

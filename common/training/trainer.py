@@ -37,7 +37,8 @@ from common.training.profiling import StepProfiler
 from common.training.progress import Interval, Resolved, TrainerState, announce, check_same_data
 from common.training.run_directory import RunDirectory
 from common.training.step import Stepper
-from common.training.tasks import Task, task_of
+from common.training.task import Task
+from common.training.tasks import task_of
 
 logger = logging.getLogger(__name__)
 

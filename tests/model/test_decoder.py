@@ -13,6 +13,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from common.cli import UserError
 from common.model import vocabulary_loss as loss_module
+from common.model.compiling import compile_layers
 from common.model.decoder import DecoderForCausalLM
 from common.model.decoder_config import DecoderConfig, check_supported
 from common.model.decoder_convert import pieces_from_hf, pieces_to_hf
@@ -196,6 +197,24 @@ def test_bf16_is_near_fp32():
     (loss, gradient), (rounded, of_rounded) = results[False], results[True]
     assert abs(rounded - loss) < 0.01 * loss
     assert 0 < (of_rounded - gradient).norm() < 0.05 * gradient.norm()
+
+
+@pytest.mark.parametrize("name", ["llama3_1_8b", "mistral_8x7b"])
+def test_compiled_layers_compute_the_same(name):
+    """As traced by torch.compile, forward and backward, without a compiler: packs of two lengths."""
+    config = tiny(name)
+    plain, compiled = ours(config), ours(config)
+    compile_layers(compiled, "cpu", backend="aot_eager")
+    for length in (24, 40):
+        ids = torch.randint(0, 97, (2, length), generator=torch.Generator().manual_seed(length))
+        gradients = []
+        for model in (plain, compiled):
+            model.zero_grad()
+            output = model(ids, labels=ids.roll(-1, 1))
+            output.loss_sum.backward()
+            gradients.append([p.grad for p in model.parameters()])
+        for mine, theirs in zip(*gradients, strict=True):
+            assert (mine - theirs).norm() <= 1e-5 * theirs.norm()
 
 
 def test_initial_weights_are_those_of_the_publication():

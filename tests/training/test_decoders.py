@@ -9,17 +9,22 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 
 from common.batches.causal import causal_batches
 from common.batches.loader import TrainLoader
 from common.batches.text_data import open_text
 from common.files.text_tokenizers import ByteTokenizer
+from common.model.decoder import DecoderForCausalLM
 from common.model.decoder_convert import pieces_to_hf
+from common.model.decoder_presets import PRESETS
 from common.ranks.world import World
+from common.training.causal_lm import decoder_flops
 from common.training.load_model import load_model
 from common.training.tasks import parse_run
 from tests.data_fixtures import load_script
 from tests.decoder_fixtures import decoder_flags, train_decoder, write_text
+from tests.forked import run_script
 from tests.training_fixtures import (
     checkpoint_state,
     final_weights,
@@ -32,6 +37,7 @@ from tests.training_fixtures import (
 
 STEPS = 6
 MIXTRAL = {"model_type": "mixtral", "activation_checkpointing": "none"}
+EMULATED = {"fp8": 1, "emulate_precision": 1}
 TIED = {"hidden_width": 64, "num_layers": 2, "model_type": None, "model": "llama3_2_1b", "num_heads": 4}
 
 
@@ -58,8 +64,6 @@ def reference(text: Path, out: Path, **flags) -> tuple[list[float], list[float],
     directory = out / "transformers"
     model = getattr(transformers, built.config.architecture)(stock)
     model.save_pretrained(directory)
-    from safetensors.torch import save_file
-
     save_file(dict(pieces_to_hf(weights.__getitem__, built.config)), directory / "model.safetensors", {"format": "pt"})
     model = transformers.AutoModelForCausalLM.from_pretrained(directory, attn_implementation="eager")
     matrices, norms = ([p for p in model.parameters() if (p.dim() > 1) == many] for many in (True, False))
@@ -86,8 +90,6 @@ def reference(text: Path, out: Path, **flags) -> tuple[list[float], list[float],
         optimizer.zero_grad()
         found.append(total.item())
     model.save_pretrained(directory)
-    from safetensors.torch import load_file
-
     return found, of_norms, load_file(directory / "model.safetensors")
 
 
@@ -160,6 +162,17 @@ def generates_alike(directory: Path, flags: dict) -> None:
 
 def test_the_export_generates_as_the_model_does(two_ranks):
     generates_alike(two_ranks[0] / "final_model", {})
+
+
+def test_a_checkpoint_becomes_the_same_model(two_ranks, tmp_path):
+    out, _ = two_ranks
+    done = run_script("common.training.export", out / "checkpoint-6", tmp_path / "model")
+    assert done.returncode == 0, done.stderr
+    exported = load_file(tmp_path / "model" / "model.safetensors")
+    assert same_bits(exported, final_weights(out))
+    names = {path.name for path in (out / "final_model").iterdir()}
+    assert {path.name for path in (tmp_path / "model").iterdir()} == names
+    assert "tokenizer.json" in names
 
 
 def test_the_log_has_the_guides_lines(two_ranks):
@@ -268,13 +281,31 @@ def test_layers_compute_in_emulated_fp8_and_fp4(text, tmp_path, family):
     recipes = {"exact": {}, "delayed": {"fp8": 1}, "mxfp8": {"fp8": 1, "fp8_recipe": "mxfp8"}, "nvfp4": {"fp4": 1}}
     for name, recipe in recipes.items():
         out = tmp_path / name
-        emulated = recipe | {"emulate_precision": 1} if recipe else {}
+        emulated = EMULATED | {"fp8": 0} | recipe if recipe else {}
         train_decoder(text, out, 2, **sizes, **family, **emulated)
         seen[name] = losses(out)
     exact = seen.pop("exact")
     assert len({tuple(found) for found in seen.values()} | {tuple(exact)}) == 4
     for name, found in seen.items():
         assert found == pytest.approx(exact, rel=0.1 if name == "nvfp4" else 0.03), name
+
+
+def test_flops_are_those_of_the_weights_that_a_token_meets():
+    """6 a weight and token: all but embeddings and norms of a dense model; of Mixtral 12.9 billion, as published
+    (arXiv:2401.04088), with the embeddings. Of attention 12 x layers x hidden x context a token (PaLM's appendix B),
+    halved by the causal mask."""
+    for name, preset in PRESETS.items():
+        config, context = preset.config, 4096
+        flops = decoder_flops(config, context, context**2) / context
+        attention = 6 * config.num_hidden_layers * config.hidden_size * context
+        embedding = config.vocab_size * config.hidden_size
+        weights = (flops - attention) / 6
+        if name == "mistral_8x7b":
+            assert weights + embedding == pytest.approx(12.9e9, rel=0.005)
+            continue
+        with torch.device("meta"):
+            matrices = sum(p.numel() for p in DecoderForCausalLM(config).parameters() if p.dim() > 1)
+        assert weights == pytest.approx(matrices - embedding * (not config.tie_word_embeddings), rel=1e-9), name
 
 
 def test_checkpoints_hold_no_second_copy_of_tied_embeddings(text, tmp_path):
@@ -292,6 +323,16 @@ def test_checkpoints_hold_no_second_copy_of_tied_embeddings(text, tmp_path):
         ("train_fsdp2.py", {"num_heads": 5}, "rotary embeddings need an even head dimension"),
         ("train_fsdp2.py", {"model": "llama9"}, "--model llama9: neither one of llama2_7b"),
         ("train_fsdp2.py", {"fp8": 1, "bf16": 1}, "FP8, delayed scaling needs a GPU"),
+        (
+            "train_fsdp2.py",
+            {"fp8": 1, "emulate_precision": 1, "intermediate_size": 40},
+            "is 40: --intermediate_size 48",
+        ),
+        (
+            "train_fsdp2.py",
+            MIXTRAL | EMULATED | {"hidden_width": 64, "num_heads": 4, "quant_stats": 1},
+            "--quant_stats: not of a layer with experts",
+        ),
         ("train_fsdp2.py", {"backend": "te"}, "unknown flag --backend=te"),
         ("train_fsdp2.py", {"lr_decay_style": "sawtooth"}, "--lr_scheduler_type sawtooth: choose constant, linear"),
         ("train_fsdp2.py", {"plateau": 0.2}, "--plateau 0.2: goes with --lr_decay_style plateau, not cosine"),

@@ -1,0 +1,38 @@
+"""What the tasks have in common: how a rank's share of the steps is loaded.
+
+The trainer knows a task's methods and nothing else of batches and model: `steps`, `counts`, `loss_sum`, `flops`,
+`evaluate`, `summary`, `baseline`, `line`, `exported`, `export` (common.training.masked_lm tells them).
+"""
+
+from __future__ import annotations
+
+from common.batches.loader import Collator, TrainLoader
+from common.batches.step_flags import StepFlags
+from common.ranks.world import World
+
+
+class Task:
+    """flags, world, data: of the run, set by the task."""
+
+    flags: StepFlags
+    world: World
+
+    def collator(self) -> Collator:
+        """What makes a rank's batches to train on."""
+        raise NotImplementedError
+
+    def steps(self, packs_per_step: int, step: int, position: dict, last_step: int | None) -> TrainLoader:
+        """This rank's share of the steps from number `step` on, which begins at `position`, up to `last_step`; where
+        that is None, up to the end of the data."""
+        flags = self.flags
+        return TrainLoader(
+            self.data.order(packs_per_step),
+            self.collator(),
+            self.world.mesh,
+            step,
+            position,
+            num_steps=None if last_step is None else max(0, last_step - step),
+            num_workers=flags.dataloader_num_workers,
+            prefetch_factor=flags.dataloader_prefetch_factor,
+            pin_memory=flags.dataloader_pin_memory and self.world.device.type == "cuda",
+        )
