@@ -62,27 +62,25 @@ def export(checkpoint: Path, directory: Path) -> None:
     UserError where the directory has something in it, and for a checkpoint that has no model of this program in it.
     """
     model, described = files.read_manifest(checkpoint)
+    is_decoder = model.get("model_type") in ARCHITECTURES
+    if not is_decoder and model.get("alphabet") != " ".join(alphabet.TOKENS):
+        raise UserError(f"{checkpoint}: of another alphabet: export it with the version of this program that wrote it")
     if CONFIG not in described:
         raise UserError(
             f"{checkpoint}: of an earlier version, without {CONFIG}: the command of its run with --do_train False "
             f"--save_final_model --resume_from_checkpoint {checkpoint} exports it"
         )
-    stored = StoredTensors(checkpoint)
-    (_export_decoder if model.get("model_type") in ARCHITECTURES else _export_esm2)(
-        checkpoint, model, stored, directory
-    )
+    (_export_decoder if is_decoder else _export_esm2)(checkpoint, StoredTensors(checkpoint), directory)
 
 
-def _export_esm2(checkpoint: Path, model: dict, stored: StoredTensors, directory: Path) -> None:
-    if model.get("alphabet") != " ".join(alphabet.TOKENS):
-        raise UserError(f"{checkpoint}: of another alphabet: export it with the version of this program that wrote it")
+def _export_esm2(checkpoint: Path, stored: StoredTensors, directory: Path) -> None:
     config = load_config(str(checkpoint))
     read = _reader(checkpoint, stored, partial(Esm2ForMaskedLM, config))
     extras = {name.removeprefix(EXTRAS): stored.read(name) for name in stored.shapes if name.startswith(EXTRAS)}
     save_pretrained(convert.pieces_to_hf(read, config, extras), config, directory)
 
 
-def _export_decoder(checkpoint: Path, model: dict, stored: StoredTensors, directory: Path) -> None:
+def _export_decoder(checkpoint: Path, stored: StoredTensors, directory: Path) -> None:
     config = load_decoder_config(str(checkpoint))
     read = _reader(checkpoint, stored, partial(DecoderForCausalLM, config))
     arguments = json.loads((checkpoint / "trainer_state.json").read_text())["arguments"]

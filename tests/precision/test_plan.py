@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from common.cli import UserError, parse_arguments
+from common.model.config import Esm2Config
 from common.model.esm2 import SHAPE_MULTIPLE
 from common.model.presets import ESM2_SIZES, load_config
 from common.precision.plan import (
@@ -176,12 +177,12 @@ def test_what_the_device_can_do(flags, device, capability, message):
 @pytest.mark.parametrize(("recipe", "multiple"), [("delayed", 16), ("current", 16), ("block", 16), ("mxfp8", 32)])
 def test_sizes_are_multiples(recipe, multiple):
     plan = resolve(PrecisionFlags(fp8=True, fp8_recipe=recipe), 2)
-    check_dimensions(plan, {"hidden_size": multiple * 3})
+    check_dimensions(plan, {"hidden_size": multiple * 3}, "")
     with pytest.raises(
         UserError, match=f"multiples of {multiple}.*--config_overrides intermediate_size={multiple * 2}"
     ):
-        check_dimensions(plan, {"hidden_size": multiple, "intermediate_size": multiple + 8})
-    check_dimensions((None, None), {"hidden_size": 7})
+        check_dimensions(plan, {"hidden_size": multiple, "intermediate_size": multiple + 8}, Esm2Config.set_by)
+    check_dimensions((None, None), {"hidden_size": 7}, "")
 
 
 def test_every_esm2_and_every_batch_fits_every_format():

@@ -84,7 +84,7 @@ def test_directories_that_hold_no_dataset(dataset, tmp_path):
     for directory in (tmp_path / "empty", tmp_path / "nowhere"):
         assert str(directory) in refused(directory, tmp_path / "out")
     (tmp_path / "a.csv").write_text("id,text\n")
-    assert "a file, not the directory that step 1 writes: train on it by --dataset" in refused(
+    assert "a file, not the directory that 1.tokenize_uniref_csv.py writes: train on it by --dataset" in refused(
         tmp_path / "a.csv", tmp_path / "out"
     )
     only_test = tmp_path / "only_test"
