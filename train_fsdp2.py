@@ -19,12 +19,11 @@ from common.cli import Missing, UserError, flag, run
 from common.model.esm2 import Esm2ForMaskedLM
 from common.model.recompute import MODES, save_activations
 from common.ranks.mesh import replicas_and_shards
-from common.ranks.run import distributed_run
-from common.ranks.strategy import FullySharded
+from common.ranks.strategy import FullySharded, Strategy
 from common.ranks.world import World
 from common.training.arguments import TrainArguments, parse_run
-from common.training.load_model import load_model
-from common.training.trainer import train
+from common.training.load_model import Built, load_model
+from common.training.start import start
 
 STRATEGIES = {
     "full": "weights too are gathered anew for the backward pass (ZeRO-3)",
@@ -87,19 +86,17 @@ def shard(model: Esm2ForMaskedLM, world: World, args: FsdpArguments) -> None:
         layer.set_modules_to_forward_prefetch(layers[number + 1 : number + 1 + args.forward_prefetch])
 
 
-def main() -> None:
-    args = parse_run(__doc__, FsdpArguments)
-    with distributed_run(args) as world:
-        selective = args.activation_checkpointing == "selective"
-        built = load_model(
-            args,
-            world,
-            shard=lambda model: shard(model, world, args),
-            device=torch.device("cpu") if args.cpu_offload else None,
-            torch_only=("--activation_checkpointing selective",) * selective,
-        )
-        train(FullySharded(built.model, args.sync_each_batch), built, args, world)
+def build(args: FsdpArguments, world: World) -> tuple[Strategy, Built]:
+    selective = args.activation_checkpointing == "selective"
+    built = load_model(
+        args,
+        world,
+        shard=lambda model: shard(model, world, args),
+        device=torch.device("cpu") if args.cpu_offload else None,
+        torch_only=("--activation_checkpointing selective",) * selective,
+    )
+    return FullySharded(built.model, args.sync_each_batch), built
 
 
 if __name__ == "__main__":
-    run(main)
+    run(lambda: start(parse_run(__doc__, FsdpArguments), build))

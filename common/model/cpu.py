@@ -7,11 +7,14 @@ the same path, and so ends with the same bits. Measured: benchmarks/results/cpu_
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 # ONEDNN_MAX_CPU_ISA (documented by oneDNN) keeps that library below what the CPU has.
 _ONEDNN_WITHOUT_AVX512 = ("sse41", "avx", "avx2", "avx2_vnni", "avx2_vnni_2")
@@ -78,3 +81,26 @@ def this_cpu() -> Cpu:
 _ONEDNN = torch.backends.mkldnn.is_available()
 BF16_PRODUCTS = _ONEDNN and this_cpu().has_bf16_products(os.environ)
 FP32_BY_ONEDNN = _ONEDNN and torch.backends.mkl.is_available() and this_cpu().multiplies_fp32_by_onednn(os.environ)
+
+
+_AS_ON_A_GPU = ContextVar("as on a GPU", default=False)
+
+
+@contextmanager
+def as_on_a_gpu() -> Iterator[None]:
+    """Have the model go a GPU's ways, with tensors that have no values: what such a run would hold can be counted."""
+    token = _AS_ON_A_GPU.set(True)
+    try:
+        yield
+    finally:
+        _AS_ON_A_GPU.reset(token)
+
+
+def device_type(x: Tensor) -> str:
+    """Of the device whose ways a model is to go with x: `cpu`, `cuda`."""
+    return "cuda" if _AS_ON_A_GPU.get() else x.device.type
+
+
+def has_gpu() -> bool:
+    """Whether there is a GPU to come from, and go back to."""
+    return _AS_ON_A_GPU.get() or torch.cuda.is_available()

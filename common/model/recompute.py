@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
-import torch
 from torch import nn
 from torch.autograd.graph import save_on_cpu
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from common.model.cpu import has_gpu
 
 MODES = ("none", "selective", "full")
 
@@ -49,7 +50,7 @@ def _policy(context, operator, *args, **kwargs) -> CheckpointPolicy:
 
 def _offloaded(forward: Callable) -> Callable:
     def call(*args):
-        with save_on_cpu(pin_memory=torch.cuda.is_available()):
+        with save_on_cpu(pin_memory=has_gpu()):
             return forward(*args)
 
     return call

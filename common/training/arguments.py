@@ -20,6 +20,7 @@ from common.precision.stats_plan import StatsFlags
 from common.ranks.run import ProcessFlags
 from common.ranks.slices import LAYOUTS
 from common.training.checkpoint import CheckpointFlags
+from common.training.dry_run_flags import DryRunFlags
 from common.training.logbook import LogFlags
 from common.training.optim import OptimizerFlags
 
@@ -28,7 +29,7 @@ CONFIGS = Path(__file__).parents[2] / "configs"
 
 
 @dataclass
-class TrainArguments(LogFlags, CheckpointFlags, ProcessFlags, StatsFlags, OptimizerFlags, DataFlags, ModelFlags):
+class TrainArguments(DryRunFlags, LogFlags, CheckpointFlags, ProcessFlags, StatsFlags, OptimizerFlags, DataFlags, ModelFlags):
     do_train: bool = flag(True, "Train.")
     do_eval: bool = flag(False, "Evaluate on the validation split, and at the end on the test split too.")
     eval_steps: float | None = flag(None, "Evaluate every N steps (below 1: a fraction of the run), with --do_eval.")

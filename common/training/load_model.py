@@ -102,14 +102,22 @@ def load_model(
     with world.together():
         if next(model.parameters()).is_meta:  # a strategy may have made the storage itself
             model.to_empty(device=device or world.device)
-        initialise(model, args.seed, config.initializer_range)
-        if args.model_name_or_path:
-            pieces, extras = read_pretrained(args.model_name_or_path, config)
-            parameters = dict(model.named_parameters())
-            for name, tensor in pieces:
-                copy_rows(parameters[name], tensor)
+        if not world.rehearsed:
+            extras = _give_values(model, args)
         if args.fp8_params:
             precision = replace(precision, masters=precision.quantised.quantise_weights())
     attention = f"Attention by torch's kernels: {NO_KERNEL}" if backend == "te" and not te_attends(config) else None
     remarks = tuple(line for line in (f"Backend: {backend} ({why})", attention, remark) if line)
     return Built(model, backend, gelu, remarks, precision, extras)
+
+
+def _give_values(model: esm2.Esm2ForMaskedLM, args: TrainArguments) -> dict[str, Tensor]:
+    """Random weights, or given ones; returns what `Built` has as extras."""
+    initialise(model, args.seed, model.config.initializer_range)
+    if not args.model_name_or_path:
+        return {}
+    pieces, extras = read_pretrained(args.model_name_or_path, model.config)
+    parameters = dict(model.named_parameters())
+    for name, tensor in pieces:
+        copy_rows(parameters[name], tensor)
+    return extras

@@ -23,11 +23,12 @@ from common.batches.context import masked_batches
 from common.batches.flags import DataFlags
 from common.batches.loader import TrainLoader
 from common.batches.training_data import EVAL_SEED, Makers, TrainingData, held_out_batches, open_data
+from common.batches.windows import Pack
 from common.files import alphabet
 from common.model import convert
 from common.model.esm2 import computed_tokens
 from common.model.pretrained import save_pretrained
-from common.ranks.world import World
+from common.ranks.world import Mesh, World
 from common.training.load_model import Built
 from common.training.metrics import step_flops
 
@@ -77,8 +78,7 @@ class MaskedLM:
 
     def loss_sum(self, model: nn.Module, batch: Batch) -> Tensor:
         """Cross-entropy in nats, summed over the masked residues of a batch; fp32 scalar."""
-        with torch.autocast(self.world.device.type, torch.bfloat16, enabled=self.bf16):
-            return model(**to_device(batch, self.world.device)).loss_sum
+        return loss_sum(model, batch, self.world.device, self.bf16)
 
     def flops(self, counts: StepCounts) -> float:
         """Of a training step with these counts."""
@@ -111,6 +111,23 @@ class MaskedLM:
     def export(self, pieces: Iterator[tuple[str, Tensor]], directory: Path) -> None:
         """Write them where transformers' from_pretrained opens them; the main rank only."""
         save_pretrained(pieces, self.built.config, directory)
+
+
+def loss_sum(model: nn.Module, batch: Batch, device: torch.device, bf16: bool) -> Tensor:
+    """As `MaskedLM.loss_sum`, which needs the data of a run."""
+    with torch.autocast(device.type, torch.bfloat16, enabled=bf16):
+        return model(**to_device(batch, device)).loss_sum
+
+
+def example(flags: DataFlags, mesh: Mesh, tokens: int) -> Batch:
+    """A rank's batch, as of a run, of a pack of so many tokens: sequences as long as they may be, of random residues."""
+    lengths = np.full(-(-tokens // flags.max_seq_length), flags.max_seq_length, dtype=np.int64)
+    lengths[-1] -= lengths.sum() - tokens
+    records = np.arange(len(lengths), dtype=np.int64)
+    residues = np.random.default_rng(flags.seed).integers(
+        alphabet.FIRST_RESIDUE, alphabet.FIRST_RESIDUE + 20, tokens, dtype=np.uint8
+    )
+    return masked_batches(flags, flags.seed, mesh)(Pack(records, np.zeros_like(records), lengths, 0), residues)
 
 
 @torch.no_grad()
