@@ -15,23 +15,24 @@ from dataclasses import dataclass
 from common.cli import UserError, run
 from common.ranks.strategy import ReplicaFlags, Strategy, replicate
 from common.ranks.world import World
-from common.training.arguments import TrainArguments, parse_run
-from common.training.load_model import Built, load_model
+from common.training.built import Built
+from common.training.load_model import load_model
 from common.training.start import start
+from common.training.tasks import parse_run
 
 
 @dataclass
-class DdpArguments(ReplicaFlags, TrainArguments):
+class DdpFlags(ReplicaFlags):
     def check(self) -> None:
         if self.cp_size > 1:
             raise UserError(f"--cp_size {self.cp_size}: here every rank has packs of its own: use train_ddp_cp.py")
 
 
-def build(args: DdpArguments, world: World) -> tuple[Strategy, Built]:
+def build(args: DdpFlags, world: World) -> tuple[Strategy, Built]:
     built = load_model(args, world)
     # All ranks have made the same weights; sent, those in FP8 would be rounded again.
     return replicate(built.model, world, args, init_sync=built.precision.masters is None), built
 
 
 if __name__ == "__main__":
-    run(lambda: start(parse_run(__doc__, DdpArguments), build))
+    run(lambda: start(parse_run(__doc__, DdpFlags), build))

@@ -14,20 +14,21 @@ from dataclasses import dataclass
 from common.cli import flag, run
 from common.ranks.strategy import ReplicaFlags, Strategy, replicate
 from common.ranks.world import World
-from common.training.arguments import TrainArguments, parse_run
-from common.training.load_model import Built, load_model
+from common.training.built import Built
+from common.training.load_model import load_model
 from common.training.start import start
+from common.training.tasks import parse_run
 
 
 @dataclass
-class DdpCpArguments(ReplicaFlags, TrainArguments):
+class DdpCpFlags(ReplicaFlags):
     cp_size: int = flag(2, "Ranks that share a pack, neighbours in rank.")
 
 
-def build(args: DdpCpArguments, world: World) -> tuple[Strategy, Built]:
+def build(args: DdpCpFlags, world: World) -> tuple[Strategy, Built]:
     built = load_model(args, world)
     return replicate(built.model, world, args), built
 
 
 if __name__ == "__main__":
-    run(lambda: start(parse_run(__doc__, DdpCpArguments, without_flags="sanity_cp.yaml"), build))
+    run(lambda: start(parse_run(__doc__, DdpCpFlags, without_flags="sanity_cp.yaml"), build))

@@ -12,18 +12,19 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
-from common.cli import Missing, UserError, flag, run
-from common.model.esm2 import Esm2ForMaskedLM
-from common.model.recompute import MODES, save_activations
+from common.cli import Flags, Missing, UserError, flag, run
+from common.model.recompute import MODES, mode_of, save_activations
 from common.ranks.mesh import replicas_and_shards
 from common.ranks.strategy import FullySharded, Strategy
 from common.ranks.world import World
-from common.training.arguments import TrainArguments, parse_run
-from common.training.load_model import Built, load_model
+from common.training.built import Built
+from common.training.load_model import load_model
 from common.training.start import start
+from common.training.tasks import parse_run
 
 STRATEGIES = {
     "full": "weights too are gathered anew for the backward pass (ZeRO-3)",
@@ -33,7 +34,7 @@ STRATEGIES = {
 
 
 @dataclass
-class FsdpArguments(TrainArguments):
+class FsdpFlags(Flags):
     sharding_strategy: str = flag("full", "; ".join(f"{name}: {what}" for name, what in STRATEGIES.items()) + ".")
     hsdp_shard_size: int | None = flag(None, "Ranks that share one copy, with hybrid. Default: those of a node.")
     param_dtype: str = flag("fp32", "fp32 master weights; bf16: weights, gradients and moments in half the memory.")
@@ -52,12 +53,13 @@ class FsdpArguments(TrainArguments):
     def check(self) -> None:
         self.require_choice("sharding_strategy", STRATEGIES)
         self.require_choice("param_dtype", ("fp32", "bf16"))
+        self.activation_checkpointing = mode_of(self.activation_checkpointing)
         self.require_choice("activation_checkpointing", MODES)
         if self.forward_prefetch < 0:
             raise UserError(f"--forward_prefetch {self.forward_prefetch}: must not be negative")
 
 
-def make_mesh(args: FsdpArguments, world: World) -> DeviceMesh:
+def make_mesh(args: FsdpFlags, world: World) -> DeviceMesh:
     """(shard,), or for hybrid (replicate, shard): neighbours in rank, that is in a node, share a copy."""
     if args.sharding_strategy != "hybrid":
         return init_device_mesh(world.device.type, (world.size,), mesh_dim_names=("shard",))
@@ -65,7 +67,7 @@ def make_mesh(args: FsdpArguments, world: World) -> DeviceMesh:
     return init_device_mesh(world.device.type, shape, mesh_dim_names=("replicate", "shard"))
 
 
-def shard(model: Esm2ForMaskedLM, world: World, args: FsdpArguments) -> None:
+def shard(model: nn.Module, world: World, args: FsdpFlags) -> None:
     """The strategy: each layer is gathered just before its turn; the rest (embeddings, head) is the root's."""
     if args.param_dtype == "bf16":
         model.to(torch.bfloat16)
@@ -86,7 +88,7 @@ def shard(model: Esm2ForMaskedLM, world: World, args: FsdpArguments) -> None:
         layer.set_modules_to_forward_prefetch(layers[number + 1 : number + 1 + args.forward_prefetch])
 
 
-def build(args: FsdpArguments, world: World) -> tuple[Strategy, Built]:
+def build(args: FsdpFlags, world: World) -> tuple[Strategy, Built]:
     selective = args.activation_checkpointing == "selective"
     built = load_model(
         args,
@@ -99,4 +101,4 @@ def build(args: FsdpArguments, world: World) -> tuple[Strategy, Built]:
 
 
 if __name__ == "__main__":
-    run(lambda: start(parse_run(__doc__, FsdpArguments), build))
+    run(lambda: start(parse_run(__doc__, FsdpFlags), build))

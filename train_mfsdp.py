@@ -12,19 +12,19 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
+from torch import nn
 
-from common.cli import Missing, UserError, flag, run
-from common.model.esm2 import Esm2ForMaskedLM
-from common.model.recompute import MODES, save_activations
+from common.cli import Flags, Missing, UserError, flag, run
+from common.model.recompute import MODES, mode_of, save_activations
 from common.ranks.megatron import STRATEGIES, Layout, MegatronSharded
 from common.ranks.run import distributed_run
-from common.training.arguments import TrainArguments, parse_run
 from common.training.load_model import load_model
+from common.training.tasks import parse_run
 from common.training.trainer import train
 
 
 @dataclass
-class MegatronArguments(TrainArguments):
+class MegatronFlags(Flags):
     zero_dp_strategy: str = flag(
         "optim_grads_params", "; ".join(f"{name}: {what}" for name, what in STRATEGIES.items()) + "."
     )
@@ -53,6 +53,7 @@ class MegatronArguments(TrainArguments):
 
     def check(self) -> None:
         self.require_choice("zero_dp_strategy", STRATEGIES)
+        self.activation_checkpointing = mode_of(self.activation_checkpointing)
         self.require_choice("activation_checkpointing", MODES)
         for flag_given, reason in self.refused():
             raise UserError(f"{flag_given}: {reason}")
@@ -102,11 +103,11 @@ class MegatronArguments(TrainArguments):
 
 
 def main() -> None:
-    args = parse_run(__doc__, MegatronArguments)
+    args = parse_run(__doc__, MegatronFlags)
     with distributed_run(args) as world:
         strategy = MegatronSharded(args.layout(), world)
 
-        def shard(model: Esm2ForMaskedLM) -> None:
+        def shard(model: nn.Module) -> None:
             save_activations(list(model.layers), args.activation_checkpointing, offload=False)
             strategy.shard(model)
 

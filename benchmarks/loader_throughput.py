@@ -31,7 +31,8 @@ import pyarrow as pa
 from common.batches.collators import MaskingCollator
 from common.batches.loader import PlannedOrder, TrainLoader, TrainStep
 from common.batches.packing import BatchPlan
-from common.batches.streams import StreamedOrder, plan_streams
+from common.batches.stream_order import StreamedOrder
+from common.batches.streams import plan_streams
 from common.cli import Flags, Missing, UserError, parse_arguments, run
 from common.files.alphabet import encode
 from common.files.dataset_writer import TOKEN_FEATURES, DatasetWriter

@@ -43,9 +43,12 @@ def one_line(error: BaseException) -> str:
     return said or type(error).__name__
 
 
-def flag(default, text: str):
-    """A field of a dataclass of flags: its default and its line of help."""
-    return field(default=default, metadata={"help": text.replace("%", "%%")})  # argparse formats it with %
+def flag(default, text: str, *aliases: str):
+    """A field of a dataclass of flags: its default, its line of help, and other names of it on a command line."""
+    metadata = {"help": text.replace("%", "%%")}  # argparse formats it with %
+    if aliases:
+        metadata["aliases"] = [f"--{name}" for name in aliases]
+    return field(default=default, metadata=metadata)
 
 
 class Missing(NamedTuple):

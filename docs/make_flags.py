@@ -16,13 +16,15 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from common.training.arguments import TrainArguments  # noqa: E402
-from train_ddp import DdpArguments  # noqa: E402
-from train_ddp_cp import DdpCpArguments  # noqa: E402
-from train_fsdp2 import FsdpArguments  # noqa: E402
-from train_mfsdp import MegatronArguments  # noqa: E402
+from common.training.tasks import arguments_of  # noqa: E402
+from train_ddp import DdpFlags  # noqa: E402
+from train_ddp_cp import DdpCpFlags  # noqa: E402
+from train_fsdp2 import FsdpFlags  # noqa: E402
+from train_mfsdp import MegatronFlags  # noqa: E402
 
-SCRIPTS = {"train_ddp.py": DdpArguments, "train_ddp_cp.py": DdpCpArguments, "train_fsdp2.py": FsdpArguments}
-SCRIPTS |= {"train_mfsdp.py": MegatronArguments}
+STRATEGIES = {"train_ddp.py": DdpFlags, "train_ddp_cp.py": DdpCpFlags, "train_fsdp2.py": FsdpFlags}
+STRATEGIES |= {"train_mfsdp.py": MegatronFlags}
+SCRIPTS = {script: arguments_of(strategy, TrainArguments) for script, strategy in STRATEGIES.items()}
 # {name: default} of the arguments of its example run_mlm.py, which is in no package; None for the others of them.
 RUN_MLM = {
     "use_fast_tokenizer": True,

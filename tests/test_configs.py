@@ -16,15 +16,15 @@ from common.batches.training_data import open_data
 from common.cli import UserError
 from common.prepare.sample import SAMPLE
 from common.ranks.world import World
-from common.training import arguments
+from common.training import tasks
 from common.training.checkpoint_files import list_checkpoints
 from tests.conftest import ROOT
 from tests.data_fixtures import load_script
 from tests.forked import run_script
 from tests.training_fixtures import TINY_OVERRIDES, _main, environment, losses, on_ranks, rows
 
-DDP, FSDP = ("train_ddp.py", "DdpArguments"), ("train_fsdp2.py", "FsdpArguments")
-CP, MFSDP = ("train_ddp_cp.py", "DdpCpArguments"), ("train_mfsdp.py", "MegatronArguments")
+DDP, FSDP = ("train_ddp.py", "DdpFlags"), ("train_fsdp2.py", "FsdpFlags")
+CP, MFSDP = ("train_ddp_cp.py", "DdpCpFlags"), ("train_mfsdp.py", "MegatronFlags")
 PAPER = {"adam_beta1": 0.9, "adam_beta2": 0.98, "adam_epsilon": 1e-8, "max_seq_length": 1024, "mlm_probability": 0.15}
 LARGE = PAPER | {"max_steps": 500_000, "save_steps": 1000, "save_total_limit": 5, "logging_steps": 100, "bf16": True}
 LARGE |= {"streaming": True, "dataset": "nvidia/esm2_uniref_pretraining_data", "dataset_dir": None}
@@ -77,7 +77,7 @@ def test_prepared_proteins_stand_in_the_place_of_those_of_a_file():
 @pytest.mark.parametrize("script", [DDP, FSDP, MFSDP], ids=["ddp", "fsdp2", "mfsdp"])
 def test_no_flags_stand_for_the_sanity_run(script, caplog):
     with caplog.at_level(logging.INFO):
-        assert vars(parse(script)) == vars(parse(script, arguments.CONFIGS / "sanity.yaml"))
+        assert vars(parse(script)) == vars(parse(script, tasks.CONFIGS / "sanity.yaml"))
     (line,) = caplog.messages
     assert "250 short steps" in line
     assert "into out/sanity" in line

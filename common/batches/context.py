@@ -9,6 +9,7 @@ from common.batches.collators import SHARED, Batch, MaskingCollator
 from common.batches.flags import DataFlags
 from common.batches.loader import Collator
 from common.batches.masking import IGNORE
+from common.batches.step_flags import StepFlags
 from common.batches.windows import Pack
 from common.files.alphabet import MASK, PAD
 from common.ranks.slices import SharedPack, Slices
@@ -62,7 +63,11 @@ class SlicingCollator:
 
 def masked_batches(flags: DataFlags, seed: int, mesh: Mesh) -> Collator:
     """What makes a rank's batches for masked language modelling: whole packs, or its slices of them."""
-    collator = MaskingCollator(seed, flags.mlm_probability)
+    return shared_batches(MaskingCollator(seed, flags.mlm_probability), flags, mesh)
+
+
+def shared_batches(collator: Collator, flags: StepFlags, mesh: Mesh) -> Collator:
+    """`collator` itself where a rank has packs of its own, else what makes its slices of the batches."""
     if mesh.cp_size == 1:
         return collator
     multiple = 1 if flags.cp_layout == "contiguous" else flags.pad_sequences_to_be_divisible_by or 2 * mesh.cp_size

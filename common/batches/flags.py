@@ -1,15 +1,16 @@
-"""The flags about data: which proteins, how they become batches, and how many steps that makes."""
+"""The flags about proteins: which ones, and how they become batches."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from common.cli import Flags, Missing, UserError, flag
+from common.batches.step_flags import StepFlags
+from common.cli import Missing, UserError, flag
 
 
 @dataclass
-class DataFlags(Flags):
+class DataFlags(StepFlags):
     dataset_dir: str | None = flag(None, "The directory step 1 wrote: .../processed/arrow, with train and validation.")
     dataset: str | None = flag(
         None,
@@ -31,36 +32,14 @@ class DataFlags(Flags):
     pad_to_max_length: bool = flag(
         False, "Batches of --per_device_train_batch_size sequences, as if padded; padding itself is never computed."
     )
-    cp_layout: str = flag(
-        "dual_chunk",
-        "With --cp_size: each rank has two chunks of a sequence (dual_chunk), or one run of it, without padding "
-        "(contiguous; torch backend).",
-    )
-    pad_sequences_to_be_divisible_by: int | None = flag(
-        None, "With dual_chunk: pad each sequence to a multiple of this. Default: 2 x --cp_size."
-    )
     mlm_probability: float = flag(0.15, "Fraction of residues to predict; 80 % become <mask>, 10 % another residue.")
     max_train_samples: int | None = flag(None, "Train on the first N proteins only.")
     max_eval_samples: int | None = flag(None, "Evaluate on the first N proteins only.")
     do_preprocess: bool = flag(False, "Accepted for the guides' sake; preprocessing is 1.tokenize_uniref_csv.py.")
-    dataloader_num_workers: int = flag(1, "Processes that prepare batches; the batches do not depend on it.")
-    dataloader_prefetch_factor: int = flag(4, "Steps that each worker prepares ahead.")
-    dataloader_pin_memory: bool = flag(True, "Pinned host memory for faster copies to the GPU.")
-
-    seed: int = flag(42, "Everything random follows from it: weights, order, crops, masks.")
-    num_train_epochs: float = flag(3.0, "Passes over the training split.")
-    max_steps: int = flag(-1, "Optimiser steps; overrides --num_train_epochs.")
-    per_device_train_batch_size: int = flag(8, "Sequences in a batch; scales a pack when packing.")
-    per_device_eval_batch_size: int = flag(8, "The same for evaluation.")
-    gradient_accumulation_steps: int = flag(1, "Packs (batches) a rank adds up before an optimiser step.")
-    packs_per_step: int | None = flag(
-        None, "Packs (batches) in a global step. Default: ranks x --gradient_accumulation_steps. Kept on resume."
-    )
 
     instead_of = {
         "dataset_dir": ("dataset", "streaming", "eval_dataset"),
         "dataset": ("dataset_dir", "sample_clusters", "max_train_samples"),
-        "num_train_epochs": ("max_steps",),
         "tokens_per_pack": ("pad_to_max_length", "sequence_packing"),
         "sequence_packing": ("pad_to_max_length", "tokens_per_pack"),
         "pad_to_max_length": ("tokens_per_pack", "sequence_packing"),
@@ -107,13 +86,6 @@ class DataFlags(Flags):
                 f"{self.max_seq_length}: raise the one or lower the other"
             )
         self.require_at_least(3, "max_seq_length")
-        self.require_at_least(0, "dataloader_num_workers")
-        self.require_at_least(
-            1,
-            *("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps"),
-            *("max_train_samples", "max_eval_samples", "packs_per_step", "dataloader_prefetch_factor"),
-        )
+        self.require_at_least(1, "max_train_samples", "max_eval_samples")
         if not 0 < self.mlm_probability < 1:
             raise UserError(f"--mlm_probability {self.mlm_probability}: must be between 0 and 1")
-        if self.max_steps == 0 or (self.max_steps < 0 and self.num_train_epochs <= 0):
-            raise UserError("nothing to train: --max_steps and --num_train_epochs are both zero or below")

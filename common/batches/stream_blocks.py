@@ -6,18 +6,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+from common.batches.stream_order import ROW_BITS, Share
 from common.batches.windows import Pack, Window, crop
 from common.files.alphabet import encode_many
-
-ROW_BITS = 40  # a record's number is (number of its unit, row)
-
-
-class Share(NamedTuple):
-    """The rows of a unit that are a stream's own: those whose number leaves `part` when divided by `parts`."""
-
-    unit: int  # its place in StreamPlan.units
-    part: int
-    parts: int
 
 
 class Block(NamedTuple):

@@ -1,8 +1,6 @@
-"""Training data packed on the fly from files nobody prepared: S streams, each an endless, exactly resumable one.
+"""Proteins packed on the fly from files nobody prepared: S streams (`stream_order`), each exactly resumable.
 
-The units of a source (files, or row groups) are dealt to S streams anew each epoch, by a hash of (seed, epoch, unit);
-where there are fewer units than streams, several streams share one, each taking every n-th of its rows. So every
-protein belongs to one stream, and streams never speak to each other. A stream takes its next few thousand proteins at
+A stream takes its next few thousand proteins at
 a time, a window, or fewer where they are long, and shuffles, crops and packs it as a batch plan does. Only what the
 crops leave of a protein is held. Its position is (epoch, unit, row, packs taken of the window that begins there):
 nothing else need be kept to go on.
@@ -11,26 +9,23 @@ nothing else need be kept to go on.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 
-from common.batches.stream_blocks import Block, Buffer, Share
+from common.batches.stream_blocks import Block, Buffer
+from common.batches.stream_order import Dealt, deal
 from common.batches.windows import Pack, plan_window
 from common.cli import UserError
-from common.files.hashing import BLOCK_ORDER, derive_key, hash_counters
-from common.files.sequence_files import Unit
 from common.files.sources import File
-from common.files.stream_reader import read_sequences, units_of
-from common.ranks.world import Mesh
+from common.files.stream_reader import read_sequences
 
 WINDOW_TOKENS = 1 << 20  # about: of a usual protein length; the window's last pack is badly filled
 USUAL_PROTEIN = 256
 LONG_PROTEIN = 2048  # tokens, after cropping: a window of the usual number of proteins holds no more than of these
 PACKS_PER_WINDOW = 128
-LANES = (8, 4, 2, 1)
 
 
 class StreamPosition(NamedTuple):
@@ -52,12 +47,9 @@ class StreamPosition(NamedTuple):
 
 
 @dataclass(frozen=True)
-class StreamPlan:
-    """Which stream reads what, and how it is packed; sizes as in BatchPlan."""
+class StreamPlan(Dealt):
+    """Streams of proteins, and how they are packed; sizes as in BatchPlan."""
 
-    units: list[Unit]
-    num_streams: int
-    seed: int
     max_seq_length: int
     tokens_per_pack: int | None = None
     sequences_per_pack: int | None = None
@@ -72,14 +64,8 @@ class StreamPlan:
     def window_tokens(self) -> int:
         return self.window_records * LONG_PROTEIN
 
-    def shares(self, stream: int, epoch: int) -> list[Share]:
-        """What a stream reads in an epoch, in order. The streams' shares of an epoch are all rows, each once."""
-        keys = hash_counters(derive_key(self.seed, epoch, BLOCK_ORDER), np.arange(len(self.units)))
-        order = np.argsort(keys, kind="stable").tolist()
-        if len(order) >= self.num_streams:
-            return [Share(unit, 0, 1) for unit in order[stream :: self.num_streams]]
-        part, place = divmod(stream, len(order))
-        return [Share(order[place], part, len(range(place, self.num_streams, len(order))))]
+    def stream(self, index: int, saved: Sequence[int] = ()) -> Stream:
+        return Stream(self, index, StreamPosition.of(saved))
 
 
 class Stream:
@@ -167,51 +153,6 @@ class Stream:
                 row += len(offsets) - 1
 
 
-class StreamedOrder:
-    """Step k of a run takes one pack of each of G streams, those of lane k % lanes (a lane is G streams).
-
-    So which packs make a step depends on G alone; rank r takes every dp_size-th of them. A lane is read by one worker
-    only: lanes are there so that several workers can each have their own. A position names streams, as texts, and
-    where they stand; a rank's own names at least those it has read.
-    """
-
-    def __init__(self, plan: StreamPlan, packs_per_step: int):
-        assert plan.num_streams % packs_per_step == 0
-        self.plan, self.packs_per_step = plan, packs_per_step
-        self.lanes = plan.num_streams // packs_per_step
-
-    def check_position(self, position: dict[str, list[int]]) -> None:
-        if position and max(map(int, position)) >= self.plan.num_streams:
-            raise UserError(
-                f"the checkpoint stands in {max(map(int, position)) + 1} streams of the data, and there are "
-                f"{self.plan.num_streams} now: go on with the --packs_per_step and the files it was made with"
-            )
-
-    def most_workers(self, wanted: int) -> int:
-        """A worker more would share a lane with another one."""
-        return max((n for n in LANES if n <= min(wanted, self.lanes)), default=0)
-
-    def own(self, position: dict, mesh: Mesh) -> dict:
-        mine = range(mesh.dp_rank, self.packs_per_step, mesh.dp_size)
-        return {stream: at for stream, at in position.items() if int(stream) % self.packs_per_step in mine}
-
-    def steps(self, mesh: Mesh, position: dict, first: int, numbers: Iterable[int], mine: Callable[[int], bool]):
-        """As `common.batches.loader.Order` has it."""
-        streams: dict[int, Stream] = {}
-        for step in (first + number for number in numbers if mine(number)):
-            lane = step % self.lanes * self.packs_per_step
-            taken, moved = [], {}
-            for number in range(lane + mesh.dp_rank, lane + self.packs_per_step, mesh.dp_size):
-                if number not in streams:
-                    streams[number] = Stream(self.plan, number, StreamPosition.of(position.get(str(number), ())))
-                pack, ids, after = next(streams[number])
-                taken.append((pack, ids))
-                moved[str(number)] = list(after)
-            yield step, taken, moved, None  # streams go round at a pace of their own: the run counts records
-
-
 def plan_streams(files: tuple[File, ...], packs_per_step: int, **packing) -> StreamPlan:
-    """The streams for a global batch of G packs: as many lanes as there are units for."""
-    units = units_of(files, wanted=LANES[0] * packs_per_step)
-    lanes = next(n for n in LANES if n * packs_per_step <= len(units) or n == 1)
-    return StreamPlan(units, lanes * packs_per_step, **packing)
+    """The streams of proteins for a global batch of G packs."""
+    return StreamPlan(*deal(files, packs_per_step), **packing)

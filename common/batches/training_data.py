@@ -19,7 +19,9 @@ from common.batches.loader import (
     evaluation_batches,
 )
 from common.batches.packing import BatchPlan, Position
-from common.batches.streams import LONG_PROTEIN, StreamedOrder, plan_streams
+from common.batches.step_flags import StepFlags
+from common.batches.stream_order import StreamedOrder
+from common.batches.streams import LONG_PROTEIN, plan_streams
 from common.cli import UserError
 from common.files.clusters import open_clusters
 from common.files.memory_store import MemoryStore
@@ -37,7 +39,55 @@ SAMPLE_TOKENS = SAMPLE_RECORDS * LONG_PROTEIN  # or fewer records: files may beg
 EVAL_SEED = 0  # masks of an evaluation never change: not with --seed, not between two evaluations
 
 
-class PreparedData:
+class FromPlan:
+    """Data in the order of a plan: how a run of `flags` that ends at `end` (None: with a step) goes through `plan`."""
+
+    flags: StepFlags
+    plan: BatchPlan
+    end: Position | None
+
+    def total_steps(self, packs_per_step: int, step: int, position: dict) -> int:
+        """Optimiser steps of the whole run, of which `step` led to `position`; see BatchPlan.count for what is exact.
+
+        The run ends where its data do (`finished`), which beyond that may be a few steps off.
+        """
+        if self.end is None:
+            return self.flags.max_steps
+        return step - (-self.plan.count(Position(**position), self.end) // packs_per_step)
+
+    def finished(self, step: int, position: dict) -> bool:
+        """Whether a run that has taken so many steps and stands there has nothing left to do."""
+        return step >= self.flags.max_steps if self.end is None else Position(**position) >= self.end
+
+    def check_packs(self, saved: int, packs_per_step: int) -> None:
+        """A position in a batch plan is one for any number of packs a step."""
+
+
+class FromStreams:
+    """Data in the order of streams, which nobody has counted: a run ends with its --max_steps."""
+
+    num_examples = None
+    end = None
+
+    def __init__(self, flags: StepFlags):
+        self.flags = flags
+
+    def total_steps(self, packs_per_step: int, step: int, position: dict) -> int:
+        return self.flags.max_steps
+
+    def finished(self, step: int, position: dict) -> bool:
+        return step >= self.flags.max_steps
+
+    def check_packs(self, saved: int, packs_per_step: int) -> None:
+        """UserError where a checkpoint's position, of `saved` packs a step, is none for so many."""
+        if saved != packs_per_step:
+            raise UserError(
+                f"--packs_per_step {packs_per_step}: the checkpoint stands in streams of the data for {saved} packs a "
+                "step, of which another number would skip or repeat some: drop the flag, or give that number"
+            )
+
+
+class PreparedData(FromPlan):
     """The splits of a --dataset_dir, in the order of a batch plan."""
 
     def __init__(self, flags: DataFlags):
@@ -60,22 +110,6 @@ class PreparedData:
         # Where the run ends; None: with a step, wherever that stands.
         self.end = None if flags.max_steps > 0 else self.plan.position_at(flags.num_train_epochs)
 
-    def total_steps(self, packs_per_step: int, step: int, position: dict) -> int:
-        """Optimiser steps of the whole run, of which `step` led to `position`; see BatchPlan.count for what is exact.
-
-        The run ends where its data do (`finished`), which beyond that may be a few steps off.
-        """
-        if self.end is None:
-            return self.flags.max_steps
-        return step - (-self.plan.count(Position(**position), self.end) // packs_per_step)
-
-    def finished(self, step: int, position: dict) -> bool:
-        """Whether a run that has taken so many steps and stands there has nothing left to do."""
-        return step >= self.flags.max_steps if self.end is None else Position(**position) >= self.end
-
-    def check_packs(self, saved: int, packs_per_step: int) -> None:
-        """A position in a batch plan is one for any number of packs a step."""
-
     def order(self, packs_per_step: int) -> Order:
         """The packs of the run, so many a step."""
         return PlannedOrder(self.store, self.plan, packs_per_step, self.end)
@@ -96,39 +130,23 @@ class PreparedData:
         return self.store
 
 
-class StreamedData:
+class StreamedData(FromStreams):
     """A source that nobody prepared, in the order of its streams.
 
     records: in an epoch, about (`count_records`).
     """
 
-    num_examples = None  # nobody has counted
-    end = None
-
     def __init__(self, flags: DataFlags, source: Source, records: int):
-        self.flags, self.source, self.records = flags, source, max(1, records)
+        super().__init__(flags)
+        self.source, self.records = source, max(1, records)
         self.packing = {**flags.pack_size, "seed": flags.seed, "max_seq_length": flags.max_seq_length}
         listing = repr(source.identity("train")).encode()
         self.identity = {"dataset": hashlib.sha256(listing).hexdigest()[:16]} | self.packing
         self._held_out: dict[str, MemoryStore | None] = {}
 
-    def total_steps(self, packs_per_step: int, step: int, position: dict) -> int:
-        return self.flags.max_steps
-
-    def finished(self, step: int, position: dict) -> bool:
-        return step >= self.flags.max_steps
-
     def epochs(self, sequences: int) -> float:
         """Epochs that so many proteins, of all ranks and since the run began, make."""
         return sequences / self.records
-
-    def check_packs(self, saved: int, packs_per_step: int) -> None:
-        """UserError where a checkpoint's position, of `saved` packs a step, is none for so many."""
-        if saved != packs_per_step:
-            raise UserError(
-                f"--packs_per_step {packs_per_step}: the checkpoint stands in streams of the data for {saved} packs a "
-                "step, of which another number would skip or repeat proteins: drop the flag, or give that number"
-            )
 
     def order(self, packs_per_step: int) -> Order:
         plan = plan_streams(self.source.splits["train"], packs_per_step, **self.packing)
@@ -210,7 +228,7 @@ def _check_held_out(flags: DataFlags, source: Source | None) -> None:
         )
 
 
-def packs_per_step(flags: DataFlags, mesh: Mesh, saved: int | None) -> int:
+def packs_per_step(flags: StepFlags, mesh: Mesh, saved: int | None) -> int:
     """Packs of a global step: the flag, else what the run was started with, else what the ranks take at once.
 
     Whether the ranks can share them is a question for `check_divisible`, once there is a step to take.

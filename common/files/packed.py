@@ -81,13 +81,20 @@ def open_unpacked(path: Path | str) -> Iterator[BinaryIO]:
 def open_both(path: Path | str) -> Iterator[tuple[BinaryIO, BinaryIO]]:
     """The same, and the file itself, whose position tells about how much of it was read."""
     check_file(Path(path), str(path))
-    with open(path, "rb") as raw, unpacked(raw) as file:
+    with open(path, "rb") as raw, unpacked_both(raw, str(path)) as both:
+        yield both
+
+
+@contextmanager
+def unpacked_both(raw: BinaryIO, name: str) -> Iterator[tuple[BinaryIO, BinaryIO]]:
+    """Both of an open file of that name."""
+    with unpacked(raw) as file:
         try:
             yield raw, file
         except TROUBLE as error:
             if (what := damage(error)) is None:
                 raise
-            raise UserError(f"{path}: the compressed file {what}: fetch it again") from None
+            raise UserError(f"{name}: the compressed file {what}: fetch it again") from None
 
 
 def unpacked(raw: BinaryIO) -> BinaryIO:
@@ -99,8 +106,8 @@ def unpacked(raw: BinaryIO) -> BinaryIO:
 
 
 def damage(error: BaseException) -> str | None:
-    """What one of TROUBLE says of a packed file; None for trouble of the system's."""
-    if isinstance(error, OSError) and error.errno is not None:
+    """What one of TROUBLE says of a packed file; None for trouble of the system's, or of a server that sends it."""
+    if isinstance(error, OSError) and (error.errno is not None or hasattr(error, "response")):
         return None
     if isinstance(error, EOFError) or "Truncated" in str(error):
         return "is cut short"

@@ -5,10 +5,11 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
-from common.files.packed import open_both
-from common.files.sequence_files import Unit, local_path
-from common.files.sources import REMOTE, File
+from common.files.hub import REMOTE
+from common.files.sequence_files import Unit, local_path, open_stream
+from common.files.sources import File
 from common.files.stream_reader import num_rows
 
 HEAD_BYTES = 16 << 20  # unpacked, of a text file: one that is no longer is counted, of a longer one it is a sample
@@ -26,7 +27,7 @@ def count_records(files: tuple[File, ...]) -> int:
     local = [file for file in parquet if not file.path.startswith(REMOTE)]
     with ThreadPoolExecutor(8) as pool:
         exact = sum(pool.map(num_rows, local))
-    there = any(file.path.startswith(REMOTE) for file in texts)  # each would be fetched as a whole
+    there = any(file.path.startswith(REMOTE) for file in texts)  # each is a request
     sampled = _spread(remote, REMOTE_LOOKED_AT), _spread(texts, 1 if there else TEXTS_LOOKED_AT)
     return exact + _extrapolated(remote, sampled[0], num_rows) + _extrapolated(texts, sampled[1], _count_text)
 
@@ -42,7 +43,9 @@ def _extrapolated(files: list[File], sampled: list[File], count) -> int:
 
 
 def _count_text(file: File) -> float:
-    with open_both(local_path(Unit(file))) as (raw, stream):
+    if file.kind == "fasta":
+        file = replace(file, path=local_path(Unit(file)))
+    with open_stream(file) as (raw, stream):
         head, known = bytearray(), (0, 0)
         at = raw.tell()
         while len(head) < HEAD_BYTES and (chunk := stream.read(CHUNK_BYTES)):
@@ -59,4 +62,7 @@ def _count_text(file: File) -> float:
 def _records(kind: str, lines: Iterable[bytes]) -> int:
     if kind == "fasta":
         return sum(line.startswith(b">") for line in lines)
+    if kind == "text":
+        filled = [bool(line.strip()) for line in lines]
+        return sum(now and not before for before, now in zip([False, *filled], filled, strict=False))
     return max(0, sum(bool(line.strip()) for line in lines) - (kind == "csv"))

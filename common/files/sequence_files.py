@@ -1,13 +1,17 @@
-"""The one column of proteins of a file: parquet, JSON lines, CSV, TSV or FASTA, all but parquet packed or not.
+"""The one column of texts of a file, proteins or documents: parquet, JSON lines, CSV, TSV, FASTA or plain text.
+
+All but parquet may be packed.
 
 No other column or field is looked at: it may have any type, another one in each row, or come late.
 """
 
 from __future__ import annotations
 
+import io
 import json
+import re
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
@@ -23,15 +27,17 @@ from common.cli import UserError, one_line
 from common.files.csv_header import column_named, read_header
 from common.files.csv_records import STRAY_QUOTE, first_with_line_end
 from common.files.fasta import read_fasta_lines
-from common.files.packed import LOOKED_AT, check_file, open_unpacked, unpacked_name, what_it_is
+from common.files.hub import REMOTE
+from common.files.packed import LOOKED_AT, check_file, open_both, unpacked_both, unpacked_name, what_it_is
 from common.files.records import columns
-from common.files.sources import REMOTE, File
+from common.files.sources import File
 
-COLUMNS = ("sequence", "text")
 ROWS_AT_ONCE = 4096
 TEXTS = (pa.types.is_string, pa.types.is_binary, pa.types.is_large_string, pa.types.is_large_binary)
 TEXTS += (pa.types.is_string_view, pa.types.is_binary_view, pa.types.is_null)
 BLOCK_BYTES = 4 << 20
+DOCUMENT_BYTES = 16 << 20  # of a JSON or CSV file of documents: one of these must fit
+LONGEST_PLAIN = 256 << 20  # bytes, of a document in plain text
 
 
 @dataclass(frozen=True)
@@ -46,11 +52,11 @@ class Unit:
 
 
 def read_texts(unit: Unit, first_row: int) -> Iterator[pa.Array]:
-    """The proteins as they stand there, string or binary, "" for a missing one; without the first `first_row` rows.
+    """The texts as they stand there, string or binary, "" for a missing one; without the first `first_row` rows.
 
     UserError for what is no text; Arrow's errors for a damaged file.
     """
-    readers = {"parquet": _parquet, "json": _json, "csv": _csv, "fasta": _fasta}
+    readers = {"parquet": _parquet, "json": _json, "csv": _csv, "fasta": _fasta, "text": _plain}
     with closing(readers[unit.file.kind](unit)) as blocks:
         for text in blocks:
             if first_row >= len(text):
@@ -64,7 +70,8 @@ def read_texts(unit: Unit, first_row: int) -> Iterator[pa.Array]:
 
 
 def column_of(file: File) -> str | None:
-    """The name of the column of proteins, None for FASTA. UserError where there is none, or it cannot hold texts."""
+    """The name of the column of texts, None for FASTA and plain text. UserError where there is none, or it cannot hold
+    texts."""
     unit = Unit(file)
     if file.kind == "parquet":
         with _open(file) as handle:
@@ -75,7 +82,10 @@ def column_of(file: File) -> str | None:
     if file.kind == "fasta":
         check_file(Path(file.path), file.path)
         return None
-    with open_unpacked(local_path(unit)) as stream:
+    with open_stream(file) as (_, stream):
+        if file.kind == "text":
+            _check_plain(unit, stream)
+            return None
         if file.kind == "csv":
             return _column(unit, read_header(stream, str(unit), _delimiter(unit)))
         return _column(unit, _names_of_first_object(unit, stream))
@@ -99,7 +109,7 @@ def _as_text(unit: Unit, text: pa.Array) -> pa.Array:
 def _check_text(unit: Unit, kind: pa.DataType) -> None:
     of_values = kind.value_type if pa.types.is_dictionary(kind) else kind
     if not any(is_text(of_values) for is_text in TEXTS):
-        raise UserError(f"{unit}: the column of proteins holds {kind}: expected texts")
+        raise UserError(f"{unit}: the column of {unit.file.content.name} holds {kind}: expected texts")
 
 
 def _parquet(unit: Unit) -> Iterator[pa.Array]:
@@ -121,14 +131,14 @@ def _rows_at_once(group: pq.RowGroupMetaData, column: str) -> int:
 
 
 def _json(unit: Unit) -> Iterator[pa.Array]:
-    options = pa.json.ReadOptions(block_size=BLOCK_BYTES, use_threads=False)
+    options = pa.json.ReadOptions(block_size=_block_bytes(unit), use_threads=False)
     column = column_of(unit.file)
     # No other field is looked at: it may have any type, another one in each row, or come late.
     parse = pa.json.ParseOptions(
         explicit_schema=pa.schema([(column, pa.string())]), unexpected_field_behavior="ignore"
     )
     with (
-        open_unpacked(local_path(unit)) as stream,
+        open_stream(unit.file) as (_, stream),
         pa.json.open_json(stream, read_options=options, parse_options=parse) as reader,
     ):
         for batch in reader:
@@ -148,9 +158,10 @@ def _names_of_first_object(unit: Unit, stream: BinaryIO) -> list[str]:
 
 
 def _csv(unit: Unit) -> Iterator[pa.Array]:
-    read = pa.csv.ReadOptions(block_size=BLOCK_BYTES, use_threads=False)
-    parse = pa.csv.ParseOptions(delimiter=_delimiter(unit))
-    with open_unpacked(local_path(unit)) as stream:
+    read = pa.csv.ReadOptions(block_size=_block_bytes(unit), use_threads=False)
+    line_ends = unit.file.content.line_ends
+    parse = pa.csv.ParseOptions(delimiter=_delimiter(unit), newlines_in_values=line_ends)
+    with open_stream(unit.file) as (_, stream):
         names = read_header(stream, str(unit), parse.delimiter)
         column = _column(unit, names)
         # The one column, as text: others would be parsed as numbers or dates, until a row that is none ends the run.
@@ -163,9 +174,9 @@ def _csv(unit: Unit) -> Iterator[pa.Array]:
         row = 0
         with pa.csv.open_csv(stream, read_options=read, parse_options=parse, convert_options=convert) as reader:
             for batch in reader:
-                if (bad := first_with_line_end(batch.columns)) is not None:
+                if not line_ends and (bad := first_with_line_end(batch.columns)) is not None:
                     raise UserError(f"{unit}: row {row + bad + 1}: {STRAY_QUOTE}")
-                if (again := _header_again(batch.column(0), column)) is not None:
+                if not line_ends and (again := _header_again(batch.column(0), column)) is not None:
                     raise UserError(f"{unit}: row {row + again + 1}: the header once more: remove the row")
                 row += batch.num_rows
                 yield batch.column(0)
@@ -190,14 +201,39 @@ def _fasta(unit: Unit) -> Iterator[pa.Array]:
         yield columns(lines).column("text")
 
 
+def _plain(unit: Unit) -> Iterator[pa.Array]:
+    """Documents parted by one or more empty lines."""
+    left = b""
+    with open_stream(unit.file) as (_, stream):
+        _check_plain(unit, stream)
+        while chunk := stream.read(BLOCK_BYTES):
+            *whole, left = re.split(rb"\n(?:[ \t\r]*\n)+", left + chunk)
+            if found := [document for document in whole if document.strip()]:
+                yield pa.array([document.strip(b"\r\n").decode() for document in found])
+            if len(left) > LONGEST_PLAIN:
+                raise UserError(
+                    f"{unit}: no empty line in {LONGEST_PLAIN >> 20} MiB: in plain text these part documents; with a "
+                    "document a line, make it JSON lines"
+                )
+    if left.strip():
+        yield pa.array([left.strip(b"\r\n").decode()])
+
+
+def _check_plain(unit: Unit, stream: BinaryIO) -> None:
+    if told := what_it_is(stream.peek(LOOKED_AT)[:LOOKED_AT]):
+        raise UserError(f"{unit}: not plain text: {told}")
+
+
 def _column(unit: Unit, names: list[str]) -> str:
-    if (column := column_named(names, COLUMNS)) is not None:
+    content = unit.file.content
+    if (column := column_named(names, content.columns)) is not None:
         return column
     found = ", ".join(names)[:80]
-    raise UserError(
-        f"{unit}: no column {' or '.join(COLUMNS)}, only {found}: rename the one that holds "
-        "the proteins; or if none does, leave the file out by a pattern in place of a directory ('DIR/*.fasta')"
-    )
+    raise UserError(f"{unit}: no column {' or '.join(content.columns)}, only {found}: {content.other_column}")
+
+
+def _block_bytes(unit: Unit) -> int:
+    return DOCUMENT_BYTES if unit.file.content.line_ends else BLOCK_BYTES
 
 
 def _open(file: File):
@@ -209,8 +245,19 @@ def _open(file: File):
     return HfFileSystem().open(file.path, "rb", block_size=8 << 20)
 
 
+@contextmanager
+def open_stream(file: File) -> Iterator[tuple[BinaryIO, BinaryIO]]:
+    """A file itself, and its bytes unpacked, as `common.files.packed.open_both`; the Hub's in place, as they come."""
+    if not file.path.startswith(REMOTE):
+        with open_both(file.path) as both:
+            yield both
+        return
+    with _open(file) as raw, unpacked_both(io.BufferedReader(raw), file.path) as both:
+        yield both
+
+
 def local_path(unit: Unit) -> str:
-    """Formats that are read from end to end anyway are fetched to the Hub's cache first."""
+    """A path to read FASTA from: the Hub's is fetched to the cache first."""
     path = unit.file.path
     if not path.startswith(REMOTE):
         return path

@@ -1,8 +1,8 @@
-"""Where `--dataset` finds proteins: a local file, directory or glob, or a Hub dataset; and which files are its splits.
+"""Where `--dataset` finds proteins, or text: a local file, directory or glob, or a Hub dataset; and its splits.
 
-Formats are told by the name: parquet, JSON lines, CSV, FASTA; all but parquet also packed. A file belongs to the
-split that its path names (train-00000-of-00004.parquet, validation/part.csv, test.jsonl.gz), and to `train` when it
-names none.
+Formats are told by the name: parquet, JSON lines, CSV, FASTA, plain text; all but parquet also packed. A file belongs
+to the split that its path names (train-00000-of-00004.parquet, validation/part.csv, test.jsonl.gz), and to `train`
+when it names none; of text, a data set's card may name configurations and splits (common/files/configurations.py).
 """
 
 from __future__ import annotations
@@ -14,24 +14,19 @@ import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from common.cli import UserError, one_line
-from common.files.packed import check_file, refuse_twice, unpacked_name
+from common.cli import UserError
+from common.files.configurations import CARD, choose_files
+from common.files.content import PROTEINS, Content
+from common.files.hub import HUB_NAME, REMOTE, hub_advice, offline, uncached_advice, unreachable_advice
+from common.files.packed import check_file, refuse_twice
 
 logger = logging.getLogger(__name__)
 
-FORMATS = {
-    "parquet": (".parquet", ".pq"),
-    "json": (".jsonl", ".ndjson", ".json"),
-    "csv": (".csv", ".tsv"),
-    "fasta": (".fasta", ".fa", ".faa"),
-}
 SPLIT_WORDS = {
     "train": ("train", "training"),
     "validation": ("validation", "valid", "val", "dev", "eval"),
     "test": ("test", "testing"),
 }
-HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
-REMOTE = "hf://"
 
 
 @dataclass(frozen=True)
@@ -39,8 +34,9 @@ class File:
     """One file: a local path, or an hf:// address whose revision is a commit, so that it can never change."""
 
     path: str
-    kind: str  # a key of FORMATS
+    kind: str  # a key of common.files.content.FORMATS
     size: int  # bytes
+    content: Content = PROTEINS
 
 
 @dataclass(frozen=True)
@@ -56,21 +52,47 @@ class Source:
         return [self.revision] + [[os.path.basename(file.path), file.size] for file in self.splits.get(split, ())]
 
 
-def open_source(name: str, streaming: bool, flag: str = "--dataset") -> Source:
+@dataclass(frozen=True)
+class Wanted:
+    """What of a source is wanted: given, how the user named it; train, the split that must be there (None: none)."""
+
+    given: str
+    content: Content = PROTEINS
+    configuration: str | None = None
+    train: str | None = "train"
+
+    @property
+    def chooses(self) -> bool:
+        """Whether a card's configurations count. Proteins are all the files that are there."""
+        return self.content is not PROTEINS
+
+
+def open_source(
+    name: str,
+    streaming: bool,
+    flag: str = "--dataset",
+    content: Content = PROTEINS,
+    configuration: str | None = None,
+    train: str = "train",
+) -> Source:
     """The source that a flag names. A Hub dataset is read in place with `streaming`, else downloaded first.
 
-    UserError for what isn't there or is no file, and where no file is of a known format, or none is for training (for
-    --dataset).
+    configuration: of text, which of the source's. UserError for what isn't there or is no file, and where no file is
+    of a known format, or none is of the split `train` (for --dataset).
     """
     given = f"{flag} {name}"
+    wanted = Wanted(given, content, configuration, train if flag == "--dataset" else None)
     local = is_local(name)
     if not local and not HUB_NAME.fullmatch(name):
         raise UserError(f"{given}: neither a file, directory or glob, nor a Hub dataset (owner/name)")
-    source = _local(given, name) if local else _hub(given, name, streaming)
+    source = _local(wanted, name) if local else _hub(wanted, name, streaming)
     if not source.splits:
-        known = ", ".join(suffix for suffixes in FORMATS.values() for suffix in suffixes)
-        raise UserError(f"{given}: no files of proteins in it: expected {known} (all but parquet also packed)")
-    if flag == "--dataset" and "train" not in source.splits:
+        raise UserError(
+            f"{given}: no files of {content.name} in it: expected {content.suffixes} (all but parquet also packed)"
+        )
+    if wanted.train and wanted.train not in source.splits:
+        if wanted.train != "train":
+            raise UserError(f"{given}: no split {train}, only {', '.join(source.splits)}: see --train_split")
         raise UserError(
             f"{given}: no training files in it: by their names, these are held out: {held_out_files(source)}: give "
             f"one file by itself ({flag} FILE), or rename them"
@@ -94,15 +116,6 @@ def is_local(name: str) -> bool:
     return name == "-" or os.path.lexists(path) or any(c in name for c in "*?[") or name.startswith(("/", ".", "~"))
 
 
-def format_of(path: str) -> str | None:
-    """The key of FORMATS that a file's name stands for."""
-    name = unpacked_name(path.lower())
-    for kind, suffixes in FORMATS.items():
-        if name.endswith(suffixes) and not (kind == "parquet" and name != path.lower()):
-            return kind
-    return None
-
-
 def split_of(path: str) -> str:
     """The split that a relative path names; the innermost word decides."""
     words = re.split(r"[^a-z]+", path.lower())
@@ -113,45 +126,54 @@ def split_of(path: str) -> str:
     return "train"
 
 
-def _file(path: str, name: str, size: int) -> File | None:
-    """The file of that name if it holds proteins, as far as name and size tell."""
-    kind = format_of(name)
+def _file(path: str, name: str, size: int, content: Content) -> File | None:
+    """The file of that name if it holds what is wanted, as far as name and size tell."""
+    kind = content.format_of(name)
     if kind is None or (name.endswith(".json") and size < 1 << 16):
         return None  # dataset_infos.json and the like lie beside the data of many Hub datasets
-    return File(path, kind, size)
+    return File(path, kind, size, content)
 
 
-def _by_split(files: list[tuple[str, File]]) -> dict[str, tuple[File, ...]]:
+def _by_split(wanted: Wanted, files: list[tuple[str, File]], card: str = "") -> dict[str, tuple[File, ...]]:
     """(relative path, file) pairs to splits, in the order of the paths."""
+    known, chosen = dict(sorted(files, key=lambda pair: pair[0])), None
+    if wanted.chooses and known:
+        chosen = choose_files(wanted.given, known, card, wanted.configuration, split_of)
+    if chosen is not None:
+        return {split: tuple(known[path] for path in paths) for split, paths in chosen.items()}
     splits: dict[str, list[File]] = {}
-    for relative, file in sorted(files, key=lambda pair: pair[0]):
+    for relative, file in known.items():
         splits.setdefault(split_of(relative), []).append(file)
     return {split: tuple(members) for split, members in splits.items()}
 
 
-def _local(given: str, name: str) -> Source:
-    path = Path(name).expanduser()
+def _local(wanted: Wanted, name: str) -> Source:
+    path, given, content = Path(name).expanduser(), wanted.given, wanted.content
     if name == "-" or (os.path.lexists(path) and not path.is_dir()):
         check_file(path, given)
-        if (kind := format_of(path.name)) is None:
-            raise UserError(f"{given}: its name says no format: expected .parquet, .jsonl, .csv or .fasta")
-        return Source(name, {"train": (File(str(path), kind, path.stat().st_size),)})
+        if (kind := content.format_of(path.name)) is None:
+            raise UserError(f"{given}: its name says no format: expected {content.suffixes}")
+        file = File(str(path), kind, path.stat().st_size, content)
+        return Source(name, {wanted.train or "train": (file,)})
+    card = ""
     if path.is_dir():
         root, found = path, list(path.rglob("*"))
         if (path / "dataset_dict.json").exists() or (path / "state.json").exists():
             raise UserError(f"{given}: holds tokenised data already: give it as --dataset_dir")
+        if wanted.chooses and (path / CARD).is_file():
+            card = (path / CARD).read_text(encoding="utf-8", errors="replace")
     else:
         found = [Path(p) for p in glob.glob(str(path), recursive=True)]
         if not any(p.is_file() for p in found):
             raise UserError(f"{given}: no such file or directory, and no file matches it")
         root = Path(os.path.commonpath([p.parent for p in found]))
-    relative = {str(p.relative_to(root)): p for p in found if format_of(p.name) and not p.is_dir()}
+    relative = {str(p.relative_to(root)): p for p in found if content.format_of(p.name) and not p.is_dir()}
     shown = {name: p for name, p in relative.items() if not any(part.startswith(".") for part in Path(name).parts)}
     for member in shown.values():
         check_file(member, f"{given}: {member}")
     refuse_twice(given, list(shown.values()))
-    files = [(name, _file(str(p), p.name, p.stat().st_size)) for name, p in shown.items()]
-    return Source(name, _by_split(_each_once([(name, file) for name, file in files if file])))
+    files = [(name, _file(str(p), p.name, p.stat().st_size, content)) for name, p in shown.items()]
+    return Source(name, _by_split(wanted, _each_once([(name, file) for name, file in files if file]), card))
 
 
 def _each_once(files: list[tuple[str, File]]) -> list[tuple[str, File]]:
@@ -165,21 +187,31 @@ def _each_once(files: list[tuple[str, File]]) -> list[tuple[str, File]]:
     return [(name, file) for name, file in files if name in kept.values()]
 
 
-def _hub(given: str, name: str, streaming: bool) -> Source:
-    from huggingface_hub import HfApi, snapshot_download
+def _hub(wanted: Wanted, name: str, streaming: bool) -> Source:
+    from huggingface_hub import HfApi, hf_hub_download, snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError
 
-    offline = any(os.environ.get(v, "").upper() in ("1", "ON", "YES", "TRUE") for v in OFFLINE_VARIABLES)
+    given = wanted.given
     try:
-        if offline or not streaming:
-            folder = snapshot_download(name, repo_type="dataset", local_files_only=offline)
-            return replace(_local(given, folder), name=name)
+        if offline() or not (streaming or wanted.chooses):
+            folder = snapshot_download(name, repo_type="dataset", local_files_only=offline())
+            return replace(_local(wanted, folder), name=name)
         info = HfApi().dataset_info(name, files_metadata=True)
+        members = {member.rfilename: member.size or 0 for member in info.siblings or ()}
+        card = ""
+        if wanted.chooses and CARD in members:
+            path = hf_hub_download(name, CARD, repo_type="dataset", revision=info.sha)
+            card = Path(path).read_text(encoding="utf-8", errors="replace")
+        addresses = ((path, f"{REMOTE}datasets/{name}@{info.sha}/{path}", size) for path, size in members.items())
+        files = [(path, _file(address, path, size, wanted.content)) for path, address, size in addresses]
+        source = Source(name, _by_split(wanted, [(path, file) for path, file in files if file], card), info.sha)
+        if not streaming:  # of its configurations, only this one
+            paths = [file.path.split("@", 1)[1].split("/", 1)[1] for of in source.splits.values() for file in of]
+            asked = {"repo_type": "dataset", "revision": info.sha, "allow_patterns": [CARD, *paths]}
+            return replace(_local(wanted, snapshot_download(name, **asked)), name=name)
+        return source
     except LocalEntryNotFoundError:
-        raise UserError(
-            f"{given}: not in the local cache, and the Hub is switched off or cannot be reached: "
-            f"hf download {name} --repo-type dataset --local-dir DIR, then --dataset DIR"
-        ) from None
+        raise UserError(f"{given}: {uncached_advice(name)}") from None
     except RepositoryNotFoundError:
         raise UserError(
             f"{given}: no such file, and no such dataset on the Hub, or it is private: set HF_TOKEN"
@@ -187,42 +219,4 @@ def _hub(given: str, name: str, streaming: bool) -> Source:
     except HfHubHTTPError as error:
         raise UserError(f"{given}: {hub_advice(name, error)}") from None
     except OSError as error:
-        raise UserError(
-            f"{given}: the Hub cannot be reached ({brief(error)}): check the network, or download the "
-            f"dataset elsewhere: hf download {name} --repo-type dataset --local-dir DIR, then --dataset DIR"
-        ) from None
-    files = []
-    for member in info.siblings or ():
-        address = f"{REMOTE}datasets/{name}@{info.sha}/{member.rfilename}"
-        if file := _file(address, member.rfilename, member.size or 0):
-            files.append((member.rfilename, file))
-    return Source(name, _by_split(files), info.sha)
-
-
-OFFLINE_VARIABLES = ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE")
-
-
-def hub_advice(name: str, error: Exception) -> str:
-    """What the Hub's refusal means and what to do, for the end of an error line."""
-    status = _status(error)
-    if status == 429:
-        return (
-            "the Hub answers 429 (too many requests, usually from many nodes at once): set HF_TOKEN, or better "
-            f"hf download {name} --repo-type dataset --local-dir DIR once, then --dataset DIR"
-        )
-    if refused(error):
-        return f"the Hub refuses access ({status}): accept the dataset's terms on its page and set HF_TOKEN"
-    return f"the Hub failed ({brief(error)}): try again later, or hf download the dataset and pass its directory"
-
-
-def refused(error: Exception) -> bool:
-    """Whether asking again is useless."""
-    return _status(error) in (401, 403, 404)
-
-
-def _status(error: Exception) -> int | None:
-    return getattr(getattr(error, "response", None), "status_code", None)
-
-
-def brief(error: BaseException) -> str:
-    return one_line(error)[:160]
+        raise UserError(f"{given}: {unreachable_advice(name, error)}") from None

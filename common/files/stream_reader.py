@@ -1,12 +1,10 @@
-"""Read the sequences of a source's files piece by piece: what a stream is made of.
+"""Read the texts of a source's files, or its proteins, piece by piece: what a stream is made of.
 
 A unit is what is read from one end to the other: a file, or a row group of a parquet file where files are few.
 """
 
 from __future__ import annotations
 
-import logging
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -15,15 +13,11 @@ import numpy as np
 import pyarrow as pa
 
 from common.cli import UserError
+from common.files.hub import FIRST_WAIT_S, REMOTE, Patience, brief
 from common.files.records import characters
 from common.files.residues import check_residues, clean, count_unknown
 from common.files.sequence_files import Unit, column_of, read_texts, row_counts
-from common.files.sources import REMOTE, File, brief, hub_advice, refused
-
-logger = logging.getLogger(__name__)
-
-ATTEMPTS = 6  # failures in a row, without a row in between, that end the run
-FIRST_WAIT_S = 1.0
+from common.files.sources import File
 
 
 def units_of(files: tuple[File, ...], wanted: int) -> list[Unit]:
@@ -45,7 +39,7 @@ def num_rows(file: File) -> int:
 
 
 def _row_counts(file: File) -> list[int]:
-    patience = _Patience(file.path)
+    patience = _patience(file)
     while True:
         try:
             with _reporting(file.path):
@@ -54,8 +48,13 @@ def _row_counts(file: File) -> list[int]:
             patience.wait_after(trouble.error)
 
 
+def _patience(file: File, first_wait_s: float = FIRST_WAIT_S, what: str = "") -> Patience:
+    repo = "/".join(file.path.removeprefix(REMOTE).split("/")[1:3]).split("@")[0]
+    return Patience(what or file.path, repo, first_wait_s=first_wait_s)
+
+
 def check_columns(files: tuple[File, ...]) -> None:
-    """UserError for a local file without a column of proteins: a table that lies beside the data, say. The beginning
+    """UserError for a local file without a column of texts: a table that lies beside the data, say. The beginning
     of each is read; the Hub's are not asked for."""
 
     def check(file: File) -> None:
@@ -67,43 +66,33 @@ def check_columns(files: tuple[File, ...]) -> None:
             pass
 
 
-def read_sequences(
-    unit: Unit, first_row: int, wait_s: float = FIRST_WAIT_S
-) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """The rows of a unit from `first_row` on, in blocks: characters uint8 [C] and where each row begins [n + 1].
+def read_rows(unit: Unit, first_row: int, wait_s: float = FIRST_WAIT_S) -> Iterator[pa.Array]:
+    """The rows of a unit from `first_row` on, in blocks, string or binary: a missing value is an empty row.
 
-    They are clean (common/files/residues.py); a missing value is an empty row. Network trouble is retried with growing
-    waits and goes on at the row where it broke off; UserError after ATTEMPTS in vain, and for files that aren't what
-    their names say.
+    Network trouble is retried with growing waits and goes on at the row where it broke off; UserError after ATTEMPTS
+    in vain, and for files that aren't what their names say.
     """
-    row, patience = first_row, _Patience(str(unit), wait_s)
+    row, patience = first_row, _patience(unit.file, wait_s, str(unit))
     while True:
         try:
             with _reporting(str(unit)):
                 for text in read_texts(unit, row):
-                    data, offsets = clean(*characters(text), str(unit))
-                    check_residues(str(unit), count_unknown(data), len(data))
-                    yield data, offsets
+                    yield text
                     row, patience.failures = row + len(text), 0
                 return
         except _Network as trouble:
             patience.wait_after(trouble.error)
 
 
-class _Patience:
-    """Growing waits between attempts, and their end."""
-
-    def __init__(self, what: str, first_wait_s: float = FIRST_WAIT_S):
-        self.what, self.first_wait_s, self.failures = what, first_wait_s, 0
-
-    def wait_after(self, error: Exception) -> None:
-        self.failures += 1
-        if self.failures == ATTEMPTS or refused(error):
-            repo = "/".join(self.what.removeprefix(REMOTE).split("/")[1:3]).split("@")[0]
-            raise UserError(f"{self.what}: {hub_advice(repo, error)} (attempts: {self.failures})")
-        wait_s = self.first_wait_s * 2 ** (self.failures - 1)
-        logger.warning("%s: %s; trying again in %.0f s", self.what, brief(error), wait_s)
-        time.sleep(wait_s)
+def read_sequences(
+    unit: Unit, first_row: int, wait_s: float = FIRST_WAIT_S
+) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """`read_rows` of proteins: characters uint8 [C] and where each row begins [n + 1]. They are clean
+    (common/files/residues.py)."""
+    for text in read_rows(unit, first_row, wait_s):
+        data, offsets = clean(*characters(text), str(unit))
+        check_residues(str(unit), count_unknown(data), len(data))
+        yield data, offsets
 
 
 class _Network(Exception):
@@ -126,3 +115,13 @@ def _reporting(what: str) -> Iterator[None]:
             raise
         reason = error.strerror or brief(error)  # of Arrow: a damaged file has no errno
         raise UserError(f"{what}: cannot be read: {reason}: mend the file or leave it out") from None
+    except Exception as error:
+        if what.startswith(REMOTE) and _is_of_a_connection(error):
+            raise _Network(error) from error
+        raise
+
+
+def _is_of_a_connection(error: Exception) -> bool:
+    from httpx import HTTPError
+
+    return isinstance(error, HTTPError)

@@ -9,18 +9,15 @@ first asked for and kept (4 bytes a record).
 
 from __future__ import annotations
 
-import json
-import mmap
-import os
 from pathlib import Path
 
 import numpy as np
-import pyarrow as pa
 
-from common.cli import UserError, one_line
+from common.cli import UserError
 from common.files.alphabet import PAD, VOCAB_SIZE
+from common.files.arrow_lists import ArrowLists, indices_mapping, read_state, split_directory
 
-COLUMN = "input_ids"
+STEP = "1.tokenize_uniref_csv.py"  # which makes them
 
 
 class TokenStore:
@@ -32,22 +29,12 @@ class TokenStore:
 
     def __init__(self, path: str | Path, max_records: int | None = None):
         self.path, self.max_records = Path(path), max_records
-        state = _read_state(self.path)
-        self._files = [_ArrowFile(file) for file in _arrow_files(self.path, state["_data_files"])]
-        if len({file.kind for file in self._files}) > 1:
-            raise UserError(f"{self.path}: its Arrow files differ in the type of {COLUMN}: tokenise again")
-        self._width, self._is_padded = self._files[0].width, self._files[0].is_foreign
+        state = read_state(self.path, STEP)
+        self._lists = lists = ArrowLists(self.path, state)
+        self._is_padded = lists.width > 0 or lists.dtype != np.uint8 or lists.has_masks
+        self._mapping = indices_mapping(self.path, state)
 
-        # Tables over record batches ("chunks"): first row, file, slot of the first offset, index of the first token.
-        rows = np.concatenate([file.chunk_rows for file in self._files])
-        self._chunk_start = np.cumsum(rows) - rows
-        self._chunk_file = np.repeat(np.arange(len(self._files)), [len(file.chunk_rows) for file in self._files])
-        self._offset_slot = np.concatenate([file.offset_slot for file in self._files])
-        self._token_slot = np.concatenate([file.token_slot for file in self._files])
-        self._num_rows = int(rows.sum())
-        self._mapping = _indices_mapping(self.path, state)
-
-        self._num_records = self._num_rows if self._mapping is None else len(self._mapping)
+        self._num_records = lists.num_rows if self._mapping is None else len(self._mapping)
         if self._num_records == 0:
             raise UserError(f"{self.path}: the dataset is empty")
         if max_records is not None:
@@ -59,11 +46,11 @@ class TokenStore:
         self._lengths = None  # int32 [rows], -1 where not yet known: padded datasets only
         if not self._is_padded:
             # uint8 rows that another tool padded and stripped of their masks look like ours but for their ends
-            first = zip(*self._locate(np.arange(min(self._num_records, 256))), strict=True)
-            ends = [self._files[file].tokens[begin + length - 1] for file, begin, length in first if length]
+            first = zip(*lists.locate(self._rows(np.arange(min(self._num_records, 256)))), strict=True)
+            ends = [lists.files[file].tokens[begin + length - 1] for file, begin, length in first if length]
             self._is_padded = PAD in ends
         if self._is_padded:
-            self._lengths = np.full(self._num_rows, -1, dtype=np.int32)
+            self._lengths = np.full(lists.num_rows, -1, dtype=np.int32)
 
     def __reduce__(self):
         return TokenStore, (self.path, self.max_records)
@@ -75,7 +62,7 @@ class TokenStore:
         """Tokens (with `<cls>` and `<eos>`, without padding) int64 [n] of the records int64 [n]."""
         if self._is_padded:
             return self._stripped_lengths(self._rows(indices))
-        return self._locate(indices)[2]
+        return self._lists.locate(self._rows(indices))[2]
 
     def gather(self, indices: np.ndarray, starts: np.ndarray, lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Tokens [start, start + length) of each of n records, end to end.
@@ -83,14 +70,7 @@ class TokenStore:
         Returns ids uint8 [sum(lengths)] and offsets int64 [n + 1]. Raises UserError for an id that is none of the 33
         tokens and for `<pad>` inside a sequence.
         """
-        files, begin, stored = self._locate(indices)
-        assert np.all((starts >= 0) & (lengths >= 0) & (starts + lengths <= stored)), "crop outside its record"
-        offsets = np.zeros(len(indices) + 1, dtype=np.int64)
-        np.cumsum(lengths, out=offsets[1:])
-        ids = np.empty(offsets[-1], dtype=self._files[0].tokens.dtype)
-        at, tokens = offsets.tolist(), [file.tokens for file in self._files]
-        for i, (file, source) in enumerate(zip(files.tolist(), (begin + starts).tolist(), strict=True)):
-            ids[at[i] : at[i + 1]] = tokens[file][source : source + at[i + 1] - at[i]]
+        ids, offsets = self._lists.gather(self._rows(indices), starts, lengths)
         self._check(ids, indices, offsets)
         return ids.astype(np.uint8, copy=False), offsets
 
@@ -111,35 +91,20 @@ class TokenStore:
             raise IndexError(f"records are numbered 0 to {self._num_records - 1}")
         return indices if self._mapping is None else self._mapping[indices].astype(np.int64)
 
-    def _locate(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """File, index of the first token in that file's `tokens` and stored length of each record, int64 [n] each."""
-        rows = self._rows(indices)
-        chunk = np.searchsorted(self._chunk_start, rows, side="right") - 1
-        local, file_of = rows - self._chunk_start[chunk], self._chunk_file[chunk]
-        if self._width:
-            return file_of, self._token_slot[chunk] + local * self._width, np.full(len(rows), self._width)
-        slot = self._offset_slot[chunk] + local
-        begin, length = np.empty_like(rows), np.empty_like(rows)
-        for number in np.unique(file_of):
-            here = np.flatnonzero(file_of == number)
-            offsets = self._files[number].offsets
-            first = offsets[slot[here]]
-            begin[here], length[here] = first, offsets[slot[here] + 1] - first
-        return file_of, self._token_slot[chunk] + begin, length
-
     def _stripped_lengths(self, rows: np.ndarray) -> np.ndarray:
         """Lengths without trailing <pad> of stored rows, whole chunks at a time."""
+        lists = self._lists
         unknown = rows[self._lengths[rows] < 0]
-        for chunk in np.unique(np.searchsorted(self._chunk_start, unknown, side="right") - 1):
-            file = self._files[self._chunk_file[chunk]]
-            first = self._chunk_start[chunk]
-            last = self._chunk_start[chunk + 1] if chunk + 1 < len(self._chunk_start) else self._num_rows
-            if self._width:
-                bounds = np.arange(last - first + 1) * self._width
+        for chunk in np.unique(np.searchsorted(lists.chunk_start, unknown, side="right") - 1):
+            file = lists.files[lists.chunk_file[chunk]]
+            first = lists.chunk_start[chunk]
+            last = lists.chunk_start[chunk + 1] if chunk + 1 < len(lists.chunk_start) else lists.num_rows
+            if lists.width:
+                bounds = np.arange(last - first + 1) * lists.width
             else:
-                slot = self._offset_slot[chunk]
+                slot = lists.offset_slot[chunk]
                 bounds = file.offsets[slot : slot + last - first + 1].astype(np.int64)
-            tokens = file.tokens[self._token_slot[chunk] + bounds[0] : self._token_slot[chunk] + bounds[-1]]
+            tokens = file.tokens[lists.token_slot[chunk] + bounds[0] : lists.token_slot[chunk] + bounds[-1]]
             bounds = bounds - bounds[0]
             # one past the last token that is no <pad>, before each row's end
             past = np.concatenate(([0], np.flatnonzero(tokens != PAD) + 1))
@@ -150,125 +115,4 @@ class TokenStore:
 
 def open_split(dataset_dir: str | Path, split: str, max_records: int | None = None) -> TokenStore:
     """The store of one split ("train", "validation", "test") of a tokenised dataset directory."""
-    directory = Path(dataset_dir)
-    if not directory.is_dir():
-        if directory.exists():
-            raise UserError(f"{directory}: a file, not the directory that step 1 writes: train on it by --dataset")
-        raise UserError(f"{directory}: no such directory: tokenise first (1.tokenize_uniref_csv.py)")
-    if (directory / "state.json").is_file():
-        raise UserError(f"{directory}: is one split: give the directory that holds train, validation and test")
-    if not (directory / split).is_dir():
-        raise UserError(
-            f"{directory}: no split {split}: it holds {', '.join(_splits(directory)) or 'no split at all'}"
-        )
-    return TokenStore(directory / split, max_records)
-
-
-def _splits(directory: Path) -> list[str]:
-    return sorted(child.parent.name for child in directory.glob("*/state.json"))
-
-
-def _read_state(directory: Path) -> dict:
-    if not directory.is_dir():
-        what = "not a directory" if directory.exists() else "no such directory"
-        raise UserError(f"{directory}: {what}: tokenise first (1.tokenize_uniref_csv.py)")
-    state_file = directory / "state.json"
-    if not state_file.is_file():
-        if splits := _splits(directory):
-            raise UserError(
-                f"{directory}: holds the splits {', '.join(splits)}: name one, {directory / splits[0]} say"
-            )
-        found = "Arrow files but no state.json" if any(directory.glob("*.arrow")) else "no Arrow files"
-        raise UserError(f"{directory}: {found}: not a directory that datasets' save_to_disk completed: tokenise first")
-    try:
-        return {"_data_files": [], **json.loads(state_file.read_text(encoding="utf-8"))}
-    except (ValueError, TypeError) as error:
-        raise UserError(f"{state_file}: not a dataset's state ({one_line(error)}): tokenise again") from error
-
-
-def _arrow_files(directory: Path, entries: list[dict]) -> list[Path]:
-    files = [directory / entry["filename"] for entry in entries]
-    if not files:
-        raise UserError(f"{directory}: the dataset is empty: its state.json lists no Arrow files")
-    for file in files:
-        if not file.is_file():
-            raise UserError(f"{file}: listed in state.json but not there: tokenise or copy the dataset again")
-    return files
-
-
-def _indices_mapping(directory: Path, state: dict) -> np.ndarray | None:
-    """Rows in the order of records, uint64 [records]: written beside the table by datasets 1.x after a select."""
-    entries = state.get("_indices_data_files")
-    if not entries:
-        return None
-    tables = [pa.ipc.open_stream(pa.memory_map(str(file))).read_all() for file in _arrow_files(directory, entries)]
-    return pa.concat_tables(tables).column("indices").to_numpy()
-
-
-class _ArrowFile:
-    """The `input_ids` column of one memory-mapped Arrow stream, as NumPy views of the file and numbers into them.
-
-    tokens: the whole file as the values' type; offsets: the whole file as the offsets' type; width: of fixed-size
-    lists, else 0; chunk_rows, offset_slot, token_slot: int64 [chunks], rows of a record batch, and where its first
-    offset and the token its offsets count from lie in the views.
-    """
-
-    def __init__(self, path: Path):
-        try:
-            with open(path, "rb") as file:  # an empty file cannot be mapped
-                size = os.fstat(file.fileno()).st_size
-                # Not by pyarrow: reading from its mappings has the system fetch the whole file.
-                mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if size else b""
-            raw = pa.py_buffer(mapped)  # the views below keep it alive
-            _advise(mapped, "MADV_RANDOM")  # a page a record batch is read, not what lies around it
-            schema = pa.ipc.open_stream(raw).schema
-            self._check_type(path, schema)
-            options = pa.ipc.IpcReadOptions(included_fields=[schema.get_field_index(COLUMN)])
-            batches = pa.ipc.open_stream(raw, options=options)
-            chunks = [self._describe(path, raw, batch.column(0)) for batch in batches if len(batch)]
-        except pa.ArrowInvalid as error:
-            raise UserError(f"{path}: no complete Arrow stream: tokenise again ({one_line(error)})") from error
-        except OSError as error:
-            if error.errno is not None:
-                raise
-            raise UserError(f"{path}: cut short: tokenise again ({one_line(error)})") from error
-        _advise(mapped, "MADV_NORMAL")
-        self.chunk_rows, self.offset_slot, self.token_slot = np.array(chunks, dtype=np.int64).reshape(-1, 3).T
-        types = self._token_type, self._offset_type
-        self.tokens, self.offsets = (np.frombuffer(raw, each, raw.size // each.itemsize) for each in types)
-
-    def _check_type(self, path: Path, schema: pa.Schema) -> None:
-        if COLUMN not in schema.names:
-            raise UserError(f"{path}: no column {COLUMN}, only {', '.join(schema.names)}: not a tokenised dataset")
-        kind = schema.field(COLUMN).type
-        is_fixed, is_large = pa.types.is_fixed_size_list(kind), pa.types.is_large_list(kind)
-        if not (is_fixed or is_large or pa.types.is_list(kind)) or not pa.types.is_integer(kind.value_type):
-            raise UserError(f"{path}: {COLUMN} is {kind}, not a list of integers")
-        self.kind, self.width = kind, kind.list_size if is_fixed else 0
-        self._token_type = np.dtype(kind.value_type.to_pandas_dtype())
-        self._offset_type = np.dtype(np.int64 if is_large else np.int32)
-        self.is_foreign = is_fixed or self._token_type != np.uint8 or "attention_mask" in schema.names
-
-    def _describe(self, path: Path, raw: pa.Buffer, lists: pa.Array) -> tuple[int, int, int]:
-        values = lists.values
-        if lists.null_count or values.null_count:
-            raise UserError(f"{path}: {COLUMN} holds nulls: tokenise again")
-        if len(values) == 0:  # only empty lists: no buffer to point to
-            return len(lists), self._slot(path, raw, lists, self._offset_type), 0
-        token_slot = self._slot(path, raw, values, self._token_type)
-        if self.width:
-            return len(lists), 0, token_slot + lists.offset * self.width
-        return len(lists), self._slot(path, raw, lists, self._offset_type), token_slot
-
-    @staticmethod
-    def _slot(path: Path, raw: pa.Buffer, array: pa.Array, dtype: np.dtype) -> int:
-        """Where the array's offsets (of a list) or values begin in the file, counted in elements."""
-        position = array.buffers()[1].address - raw.address
-        if not 0 <= position < raw.size or position % dtype.itemsize:
-            raise UserError(f"{path}: compressed Arrow: save it with datasets' save_to_disk")
-        return position // dtype.itemsize + array.offset
-
-
-def _advise(mapped: mmap.mmap | bytes, advice: str) -> None:
-    if mapped and hasattr(mmap, advice):
-        mapped.madvise(getattr(mmap, advice))
+    return TokenStore(split_directory(dataset_dir, split, STEP), max_records)

@@ -10,6 +10,8 @@ Three ways to the same numbers, chosen by `packed_attention`:
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
+from inspect import signature
 
 import torch
 import torch.nn.functional as F
@@ -55,16 +57,50 @@ def has_varlen_kernel(q: Tensor) -> bool:
     return device_type(q) == "cuda" and q.dtype in (torch.float16, torch.bfloat16)
 
 
-def rotated_attention(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int) -> Tensor:
-    """The same of queries and keys that are rotated already: q, k, v [T, H, D] -> [T, H * D]."""
+def rotated_attention(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int, causal: bool = False
+) -> Tensor:
+    """The same of queries and keys that are rotated already: q [T, H, D], k and v [T, K, D] -> [T, H * D].
+
+    K divides H: neighbours among the queries' heads share a head of keys and values. causal: a token attends to those
+    up to itself only.
+    """
     if has_varlen_kernel(q):
         from torch.nn.attention.varlen import varlen_attn  # torch >= 2.10; CUDA only
 
-        return varlen_attn(q, k, v.contiguous(), cu_seqlens, cu_seqlens, max_seqlen, max_seqlen).flatten(1)
+        options = _varlen_options() if causal else {}
+        bounds = cu_seqlens, cu_seqlens, max_seqlen, max_seqlen
+        return varlen_attn(q, k, v.contiguous(), *bounds, **options).flatten(1)
     lengths = cu_seqlens.diff().tolist()
     parts = zip(*(x.transpose(0, 1).split(lengths, dim=1) for x in (q, k, v)), strict=True)
-    attended = [F.scaled_dot_product_attention(*(x[None] for x in part))[0] for part in parts]
+    options = {"is_causal": causal, "enable_gqa": q.shape[1] != k.shape[1]}
+    attended = [F.scaled_dot_product_attention(*(x[None] for x in part), **options)[0] for part in parts]
     return torch.cat(attended, dim=1).transpose(0, 1).flatten(1)
+
+
+@cache
+def _varlen_options() -> dict:
+    """How the kernel is told of a causal mask and of shared keys: torch's versions have other names for it."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    known = signature(varlen_attn).parameters
+    causal = {"is_causal": True} if "is_causal" in known else {"window_size": (-1, 0)}
+    return causal | ({"enable_gqa": True} if "enable_gqa" in known else {})
+
+
+@torch.compiler.disable  # on a CPU: compiled layers are cut in two here
+def causal_attention(
+    q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, cu_seqlens: Tensor, max_seqlen: int
+) -> Tensor:
+    """Rotary self-attention of a pack in which tokens see those up to themselves, of their own sequence.
+
+    q [T, H, D], k and v [T, K, D], not yet rotated; the rest as for `packed_attention`. Returns [T, H * D].
+    """
+    q, k, dtype = rotate(q, cos, sin), rotate(k, cos, sin), q.dtype
+    if device_type(q) == "cpu" and dtype == torch.bfloat16:
+        q, k, v = q.float(), k.float(), v.float()
+    with torch.autocast(q.device.type, enabled=False):
+        return rotated_attention(q, k, v, cu_seqlens, max_seqlen, causal=True).to(dtype)
 
 
 def _cpu_attention(qkv: Tensor, cos: Tensor, sin: Tensor, cu_seqlens: Tensor) -> Tensor:

@@ -15,6 +15,12 @@ from typing import Any
 from common.cli import UserError
 from common.files import alphabet
 
+# What must agree for a checkpoint to be of the same model; the rest of config.json is free to differ.
+FINGERPRINT_FIELDS = (
+    *("model_type", "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size"),
+    *("max_position_embeddings", "layer_norm_eps", "token_dropout", "position_embedding_type", "hidden_act"),
+)
+
 
 @dataclass
 class Esm2Config:
@@ -65,6 +71,11 @@ class Esm2Config:
         if values["hidden_act"] is None:  # a field of ours only: absent stays absent
             del values["hidden_act"]
         return others | values
+
+    def fingerprint(self) -> dict[str, Any]:
+        """What must agree for a checkpoint to be of the same model: its shape, and which residue each of its ids
+        stands for."""
+        return {name: getattr(self, name) for name in FINGERPRINT_FIELDS} | {"alphabet": " ".join(alphabet.TOKENS)}
 
     def to_transformers(self):
         """The same as a `transformers.EsmConfig`."""

@@ -101,6 +101,6 @@ def device_type(x: Tensor) -> str:
     return "cuda" if _AS_ON_A_GPU.get() else x.device.type
 
 
-def has_gpu() -> bool:
-    """Whether there is a GPU to come from, and go back to."""
-    return _AS_ON_A_GPU.get() or torch.cuda.is_available()
+def is_as_on_a_gpu() -> bool:
+    """Whether a model is to go a GPU's ways without one."""
+    return _AS_ON_A_GPU.get()

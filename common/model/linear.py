@@ -40,6 +40,13 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return _Linear.apply(x, weight, bias) if _takes(x, weight) else F.linear(x, weight, bias)
 
 
+def gradients(grad: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """What `linear` gives back: grad W and grad^T x, for grad [m, out], x [m, in] and W [out, in] of one dtype."""
+    if device_type(x) == "cpu" and _takes(x, weight):
+        return _gradients(grad, x, weight, True, True)
+    return grad @ weight, grad.t() @ x
+
+
 def _autocast_to_bf16() -> bool:
     return torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu") == torch.bfloat16
 

@@ -1,73 +1,25 @@
-"""Directories of `transformers`: weights read from one, and a trained model written as one; a tensor at a time.
-
-A model of many gigabytes is never whole in memory here: tensors are read when asked for, and written in files of at
-most SHARD_BYTES, each as soon as its tensors are there.
-"""
+"""ESM-2's weights from a directory of `transformers`, and a trained ESM-2 as one (common.model.hf_directory)."""
 
 from __future__ import annotations
 
-import json
-import shutil
 from collections.abc import Iterator
 from itertools import chain
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
-from common.cli import UserError, one_line
 from common.files import alphabet
 from common.model import convert
 from common.model.config import Esm2Config
 from common.model.esm2 import Esm2ForMaskedLM
-
-SHARD_BYTES = 5 * 10**9
-INDEX = "model.safetensors.index.json"
+from common.model.hf_directory import SHARD_BYTES, Content, read_tensors, write_directory
 
 
 def read_pretrained(directory: str, config: Esm2Config) -> tuple[Iterator[tuple[str, Tensor]], dict]:
     """(our parameters as (name, tensor), extras) of a local directory's safetensors, or of a Hub repository's."""
-    root = Path(directory)
-    if not root.is_dir():
-        from huggingface_hub import snapshot_download
-
-        try:
-            root = Path(snapshot_download(directory, allow_patterns=["*.safetensors", "*.json"]))
-        except Exception as error:
-            reason = one_line(error)[:160]
-            raise UserError(
-                f"{directory}: weights not found, neither there nor on the Hub ({reason}); "
-                "to start from random weights use --config_name"
-            ) from error
-    theirs: dict[str, Tensor] = {}
-    for path in _weight_files(root):
-        try:
-            with safe_open(path, framework="pt") as file:
-                # Memory-mapped: what is not used is not read.
-                theirs |= {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        except (SafetensorError, OSError) as error:
-            raise UserError(f"{path}: cannot be read: {error}; cut short? Copy or download it again") from error
+    root, theirs = read_tensors(directory)
     return convert.pieces_from_hf(theirs, config, str(root))
-
-
-def _weight_files(root: Path) -> list[Path]:
-    index = root / INDEX
-    names = ["model.safetensors"]
-    if index.exists():
-        try:
-            names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise UserError(f"{index}: not an index of safetensors shards") from error
-    for name in names:
-        if not (root / name).is_file():
-            other = next(root.glob("pytorch_model*.bin"), None)
-            hint = f"; {other.name} there is pickled: convert it with transformers' save_pretrained" if other else ""
-            if next(root.glob("*.distcp"), None):
-                hint = f"; a checkpoint of a run: python -m common.training.export {root} OUT makes a model of it"
-            raise UserError(f"{root / name}: no such file; weights are read from safetensors only{hint}")
-    return [root / name for name in names]
 
 
 def save_pretrained(
@@ -78,59 +30,12 @@ def save_pretrained(
     pieces: Hugging Face's tensors as `convert.pieces_to_hf` gives them; written in fp32. The directory appears when it
     is complete, or not at all; one that is there already is replaced.
     """
-    partial = directory.with_name(f"{directory.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    try:
-        _write(pieces, config, partial, shard_bytes)
-    except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise
-    if directory.exists():
-        shutil.rmtree(directory)
-    partial.rename(directory)
-
-
-def _write(pieces: Iterator[tuple[str, Tensor]], config: Esm2Config, partial: Path, shard_bytes: int) -> None:
-    stock = config.to_transformers()  # as loaded it may name another class, and the precision it was stored in
-    stock.architectures, stock.dtype = ["EsmForMaskedLM"], "float32"
-    stock.save_pretrained(partial)
     frequencies = convert.frequencies(config)
-    files = _file_of_each(config, frequencies, shard_bytes)
-    held: dict[str, Tensor] = {}
-    file = None
-    for name, tensor in chain(pieces, frequencies.items()):
-        if held and files[name] != file:
-            _save(held, partial / file)
-            held = {}
-        file = files[name]
-        held[name] = tensor.detach().to("cpu", torch.float32)
-    _save(held, partial / file)
-    if file != "model.safetensors":
-        total = sum((partial / file).stat().st_size for file in set(files.values()))
-        index = {"metadata": {"total_size": total}, "weight_map": files}
-        (partial / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True))
-    write_tokenizer(partial)
-
-
-def _save(tensors: dict[str, Tensor], path: Path) -> None:
-    save_file(tensors, path, {"format": "pt"})
-    path.chmod(path.parent.stat().st_mode & 0o666)  # safetensors' own files are for nobody but their owner
-
-
-def _file_of_each(config: Esm2Config, frequencies: dict[str, Tensor], shard_bytes: int) -> dict[str, str]:
-    """{tensor: file}, in the order they come; file names as transformers gives them."""
     with torch.device("meta"):
         tensors = convert.to_hf(Esm2ForMaskedLM(config).state_dict(), config) | frequencies
-    shard, size, shards = 0, 0, {}
-    for name, tensor in tensors.items():
-        if size and size + 4 * tensor.numel() > shard_bytes:
-            shard, size = shard + 1, 0
-        shards[name] = shard
-        size += 4 * tensor.numel()
-    if shard == 0:
-        return dict.fromkeys(tensors, "model.safetensors")
-    return {name: f"model-{n + 1:05d}-of-{shard + 1:05d}.safetensors" for name, n in shards.items()}
+    shapes = {name: tensor.shape for name, tensor in tensors.items()}
+    content = Content(config.to_transformers(), "EsmForMaskedLM", shapes, write_tokenizer)
+    write_directory(chain(pieces, frequencies.items()), content, directory, shard_bytes)
 
 
 def write_tokenizer(directory: Path) -> None:

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
+import torch
 from torch import nn
-from torch.autograd.graph import save_on_cpu
+from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from common.model.cpu import has_gpu
+from common.model.cpu import is_as_on_a_gpu
 
 MODES = ("none", "selective", "full")
 
@@ -20,6 +21,11 @@ _KEPT = (
     *("aten::_scaled_dot_product_efficient_attention", "aten::_scaled_dot_product_cudnn_attention"),
     "torch_attn::_varlen_attn",
 )
+
+
+def mode_of(text: str) -> str:
+    """One of the MODES, by its name or as the FSDP guides have it: a boolean."""
+    return {"1": "full", "true": "full", "0": "none", "false": "none"}.get(text.lower(), text)
 
 
 def save_activations(layers: list[nn.Module], mode: str, offload: bool) -> None:
@@ -50,7 +56,13 @@ def _policy(context, operator, *args, **kwargs) -> CheckpointPolicy:
 
 def _offloaded(forward: Callable) -> Callable:
     def call(*args):
-        with save_on_cpu(pin_memory=has_gpu()):
+        with _in_host_memory():
             return forward(*args)
 
     return call
+
+
+def _in_host_memory() -> saved_tensors_hooks:
+    if is_as_on_a_gpu():  # where there is no other device to leave and come back to
+        return saved_tensors_hooks(lambda x: torch.empty_like(x, pin_memory=True), torch.clone)
+    return save_on_cpu(pin_memory=torch.cuda.is_available())

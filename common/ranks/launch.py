@@ -72,7 +72,7 @@ def _output_dir(arguments: list[str]) -> Path | None:
     given = None
     for word, after in zip(arguments, [*arguments[1:], None], strict=True):
         name, equals, value = word.partition("=")
-        if name in ("--output_dir", "--output-dir"):
+        if name.replace("-", "_") in ("__output_dir", "__checkpoint_dir"):
             given = value if equals else after
     return Path(given) if given else None
 

@@ -1,4 +1,4 @@
-"""The flags of a training run: each room's own, and those of the run as a whole.
+"""The flags of a training run: each room's own, and those of the run as a whole; ESM-2's are `TrainArguments`.
 
 Names and meanings are those of transformers' run_mlm.py and TrainingArguments wherever the two have the flag; what
 cannot be honoured is not here, and an unknown flag is an error.
@@ -6,15 +6,12 @@ cannot be honoured is not here, and an unknown flag is an error.
 
 from __future__ import annotations
 
-import logging
-import os
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 from common.batches.flags import DataFlags
-from common.cli import Missing, UserError, flag, parse_arguments
+from common.batches.step_flags import StepFlags
+from common.cli import Missing, UserError, flag
 from common.model.backend import ModelFlags
 from common.precision.stats_plan import StatsFlags
 from common.ranks.run import ProcessFlags
@@ -24,12 +21,11 @@ from common.training.dry_run_flags import DryRunFlags
 from common.training.logbook import LogFlags
 from common.training.optim import OptimizerFlags
 
-logger = logging.getLogger(__name__)
-CONFIGS = Path(__file__).parents[2] / "configs"
-
 
 @dataclass
-class TrainArguments(DryRunFlags, LogFlags, CheckpointFlags, ProcessFlags, StatsFlags, OptimizerFlags, DataFlags, ModelFlags):
+class RunArguments(DryRunFlags, LogFlags, CheckpointFlags, ProcessFlags, StatsFlags, OptimizerFlags, StepFlags):
+    """Of a run of any task."""
+
     do_train: bool = flag(True, "Train.")
     do_eval: bool = flag(False, "Evaluate on the validation split, and at the end on the test split too.")
     eval_steps: float | None = flag(None, "Evaluate every N steps (below 1: a fraction of the run), with --do_eval.")
@@ -64,20 +60,16 @@ class TrainArguments(DryRunFlags, LogFlags, CheckpointFlags, ProcessFlags, Stats
             raise UserError("--fp8_params with --cp_size: not tried on any GPU yet: drop one of the two")
 
 
-def parse_run(
-    description: str | None,
-    kind: type[TrainArguments],
-    argv: list[str] | None = None,
-    without_flags: str = "sanity.yaml",
-) -> TrainArguments:
-    """The flags of a train script, one instance of its `kind`. No flags stand for the file of configs/ named so."""
-    argv = sys.argv[1:] if argv is None else argv
-    sanity = CONFIGS / without_flags
-    (args,) = parse_arguments(description, kind, argv=argv or [str(sanity)])
-    if not argv and os.environ.get("RANK", "0") == "0":
-        script, file = os.path.basename(sys.argv[0]), os.path.relpath(sanity)
-        logger.info(
-            f"No flags given, so those of {file}: {args.max_steps} short steps of {args.config_name} on generated "
-            f"proteins, into {args.output_dir}. On your own: {script} {file} --dataset my.fasta --output_dir out/mine"
-        )
-    return args
+@dataclass
+class TrainArguments(RunArguments, DataFlags, ModelFlags):
+    """Of masked language modelling with ESM-2."""
+
+    @property
+    def pack_tokens(self) -> int:
+        """How long a pack may be."""
+        return self.tokens_per_pack or self.per_device_train_batch_size * self.max_seq_length
+
+    @property
+    def batch(self) -> tuple[int, str]:
+        """How much a pack is, and of what."""
+        return (self.tokens_per_pack, "tokens") if self.packing else (self.per_device_train_batch_size, "sequences")

@@ -32,7 +32,6 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 from common.cli import INTERRUPTED, Flags, Missing, UserError, flag
-from common.files import alphabet
 from common.files.json_files import write_json_flushed
 from common.files.output_directory import size_and_crc, sync_directory
 from common.ranks.run import leave_if_rank_lost, rank_lost
@@ -44,11 +43,6 @@ from common.training.checkpoint_reader import Planner, Reader, reason_of
 logger = logging.getLogger(__name__)
 
 CONFIG = "config.json"
-# What must agree for a checkpoint to be of the same model; the rest of config.json is free to differ.
-FINGERPRINT_FIELDS = (
-    *("model_type", "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size"),
-    *("max_position_embeddings", "layer_norm_eps", "token_dropout", "position_embedding_type", "hidden_act"),
-)
 
 
 @dataclass
@@ -72,11 +66,6 @@ class CheckpointFlags(Flags):
     def check(self) -> None:
         self.require_at_least(1, "save_total_limit")
         self.require_above(0, "save_steps", "save_minutes")
-
-
-def fingerprint(config) -> dict:
-    """What a checkpoint's model is: its shape, and which residue each of its ids stands for."""
-    return {name: getattr(config, name, None) for name in FINGERPRINT_FIELDS} | {"alphabet": " ".join(alphabet.TOKENS)}
 
 
 class Checkpointer:
@@ -104,7 +93,7 @@ class Checkpointer:
         self.model, self.optimizer = model, optimizer
         self.scales = scales or {}
         self.extras = {"extras": extras} if extras else {}
-        self.config, self.fingerprint = config, fingerprint(config)
+        self.config, self.fingerprint = config, config.fingerprint()
         self.world, self.training, self.described = world, training, described
         # Collectives of the writer thread must not interleave with the training step's.
         self.group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))

@@ -30,12 +30,20 @@ AT_STEP_0 = (
 def resume_from(told: str | None, output_dir: Path, restarted: bool) -> bool | Path:
     """--resume_from_checkpoint: True for the newest one, False for none, or that of a directory.
 
-    A restart of the job that wrote to `output_dir` goes on from its own newest one, whatever its flags say.
+    The output directory itself, also where it is still to be made, stands for its newest one, and so does another
+    directory of checkpoints for the newest there. A restart of the job that wrote to `output_dir` goes on from its own
+    newest one, whatever its flags say.
     """
     if restarted and list_checkpoints(output_dir):
         return True
     words = {"true": True, "yes": True, "1": True, "false": False, "no": False, "none": False, "0": False}
-    return words.get((told or "true").lower(), told and Path(told))
+    if (word := (told or "true").lower()) in words:
+        return words[word]
+    path = Path(told)
+    if path.resolve() == output_dir.resolve():
+        return True
+    there = [] if (path / MANIFEST).exists() else list_checkpoints(path)
+    return there[0][1] if there else path
 
 
 def choose(told: bool | Path, output_dir: Path, fingerprint: dict, world: World, training: bool) -> Path | None:

@@ -23,7 +23,7 @@ class DryRunFlags(Flags):
 
     @property
     def does_without(self) -> tuple[str, ...]:
-        return ("--dataset_dir", "--max_steps", "--output_dir") if self.dry_run else ()
+        return ("--dataset_dir", "--dataset", "--max_steps", "--output_dir") if self.dry_run else ()
 
     def missing(self) -> Iterator[Missing]:
         if not self.dry_run and (self.world_size or self.device_memory):

@@ -14,21 +14,21 @@ from common.cli import UserError, one_line
 from common.files.json_files import read_json_lines, write_json
 from common.ranks.stopping import Preempted
 from common.ranks.world import World
-from common.training.arguments import TrainArguments
+from common.training.arguments import RunArguments
 from common.training.logbook import METRICS, Logbook
-from common.training.masked_lm import MaskedLM
 from common.training.progress import Resolved, TrainerState
 from common.training.report import draw_curves
+from common.training.tasks import Task
 
 logger = logging.getLogger(__name__)
 
 
 def finish(
-    task: MaskedLM,
+    task: Task,
     state: TrainerState,
     resolved: Resolved,
     log: Logbook,
-    args: TrainArguments,
+    args: RunArguments,
     world: World,
     evaluate: Callable[[str, str], dict],
     whole: Callable[[Tensor], Tensor],
@@ -69,7 +69,7 @@ def finish(
         _export(task, output_dir / "final_model", world, whole)
     with world.main_does() as mine:
         if mine and args.do_train:
-            draw_curves(output_dir)
+            draw_curves(output_dir, task.words)
 
 
 def _training_results(state: TrainerState, resolved: Resolved, num_examples: int | None) -> dict:
@@ -77,7 +77,7 @@ def _training_results(state: TrainerState, resolved: Resolved, num_examples: int
     return {
         "backend": resolved.backend,
         "epoch": state.epoch,
-        "gelu": resolved.gelu,
+        **({"gelu": resolved.gelu} if resolved.gelu else {}),
         "total_flos": state.total_flos,
         "train_loss": state.loss_total / max(state.step - state.skipped_steps, 1),
         "train_runtime": state.seconds,
@@ -89,7 +89,7 @@ def _training_results(state: TrainerState, resolved: Resolved, num_examples: int
     }
 
 
-def _export(task: MaskedLM, final: Path, world: World, whole: Callable[[Tensor], Tensor]) -> None:
+def _export(task: Task, final: Path, world: World, whole: Callable[[Tensor], Tensor]) -> None:
     """Write final_model/; all ranks together, which gather one tensor after the other for rank 0 to write."""
     pieces = task.exported(whole)
     failure = None

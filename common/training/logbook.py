@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -48,6 +49,7 @@ class Logbook:
         self.tracker = Tracker()
         self.metrics: JsonLinesLog | None = None  # None until rows are to come
         self.last_row: dict = {}
+        self.line: Callable[[dict], str] = step_line  # of a row, for the terminal: the task's
 
     def __enter__(self) -> Logbook:
         return self
@@ -79,7 +81,7 @@ class Logbook:
             self.last_row = row
             self.tracker.write(row)
             if "loss" in row:
-                logger.info(step_line(row))
+                logger.info(self.line(row))
 
     def quant_stats_rows(self, rows: list[dict]) -> None:
         """The rows of quant_stats.jsonl of a step, if there are any."""

@@ -9,10 +9,8 @@ are a function of the protein alone, so two evaluations, two models and any numb
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -22,37 +20,48 @@ from common.batches.collators import Batch, Counts, to_device
 from common.batches.context import masked_batches
 from common.batches.flags import DataFlags
 from common.batches.loader import TrainLoader
-from common.batches.training_data import EVAL_SEED, Makers, TrainingData, held_out_batches, open_data
+from common.batches.training_data import EVAL_SEED, TrainingData, held_out_batches, open_data
 from common.batches.windows import Pack
 from common.files import alphabet
 from common.model import convert
 from common.model.esm2 import computed_tokens
 from common.model.pretrained import save_pretrained
-from common.ranks.world import Mesh, World
-from common.training.load_model import Built
-from common.training.metrics import step_flops
+from common.prepare.sample import SAMPLE, make_sample
+from common.ranks.world import World
+from common.training.arguments import TrainArguments
+from common.training.built import Built
+from common.training.counts import StepCounts
+from common.training.esm2_choice import choose_esm2
+from common.training.evaluation import held_out_results
+from common.training.metrics import step_flops, step_line
+from common.training.report import ESM2
 
 UNIGRAM_SAMPLE = 200_000  # proteins, from all over the training split, that the unigram predictor is fitted on
 UNIGRAM_RUN = 1000  # of them that are neighbours
 
 
-class StepCounts(NamedTuple):
-    """What micro-batches hold (`Counts`), and on how many tokens, fillers included, the layers run for them."""
-
-    num_masked: int
-    num_tokens: int
-    sum_squared_lengths: int
-    num_sequences: int
-    num_unknown: int
-    num_computed: int
-
-
 class MaskedLM:
-    """The task of a run: its data, opened by all ranks together, and the model that was built for it."""
+    """The task of a run: the model that was built for it, and its data once they are opened."""
 
-    def __init__(self, built: Built, flags: DataFlags, bf16: bool, world: World, evaluates: bool, makers: Makers):
-        self.built, self.flags, self.bf16, self.world = built, flags, bf16, world
-        self.data: TrainingData = open_data(flags, world, evaluates, makers)
+    choose = staticmethod(choose_esm2)
+    words = ESM2
+
+    data: TrainingData
+
+    def __init__(self, built: Built, flags: TrainArguments, world: World):
+        self.built, self.flags, self.bf16, self.world = built, flags, flags.bf16, world
+
+    def open(self, evaluates: bool) -> None:
+        """The data; all ranks together."""
+        makers = {SAMPLE: lambda: make_sample(Path(self.flags.output_dir) / SAMPLE)}
+        self.data = open_data(self.flags, self.world, evaluates, makers)
+
+    def example(self, tokens: int) -> Batch:
+        """This rank's batch of a pack of so many tokens, as long a sequence as may be, of random residues."""
+        pack = Pack.of_length(tokens, self.flags.max_seq_length)
+        residues = (alphabet.FIRST_RESIDUE, alphabet.FIRST_RESIDUE + 20)
+        ids = np.random.default_rng(self.flags.seed).integers(*residues, tokens, dtype=np.uint8)
+        return masked_batches(self.flags, self.flags.seed, self.world.mesh)(pack, ids)
 
     def steps(self, packs_per_step: int, step: int, position: dict, last_step: int | None) -> TrainLoader:
         """This rank's share of the steps from number `step` on, which begins at `position`, up to `last_step`; where
@@ -78,7 +87,8 @@ class MaskedLM:
 
     def loss_sum(self, model: nn.Module, batch: Batch) -> Tensor:
         """Cross-entropy in nats, summed over the masked residues of a batch; fp32 scalar."""
-        return loss_sum(model, batch, self.world.device, self.bf16)
+        with torch.autocast(self.world.device.type, torch.bfloat16, enabled=self.bf16):
+            return model(**to_device(batch, self.world.device)).loss_sum
 
     def flops(self, counts: StepCounts) -> float:
         """Of a training step with these counts."""
@@ -101,6 +111,10 @@ class MaskedLM:
         """As `unigram`, on a split: the line to beat."""
         return unigram(self.data.sample, self.data.held_out(split), self.flags, self.world, prefix)
 
+    def line(self, row: dict, packs_per_step: int) -> str:
+        """A row of metrics.jsonl for the terminal."""
+        return step_line(row)
+
     def exported(self, gather: Callable[[Tensor], Tensor]) -> Iterator[tuple[str, Tensor]]:
         """The tensors to export; all ranks ask for one after the other, which `gather` makes whole."""
         parameters = dict(self.built.weights.named_parameters())
@@ -113,24 +127,6 @@ class MaskedLM:
         save_pretrained(pieces, self.built.config, directory)
 
 
-def loss_sum(model: nn.Module, batch: Batch, device: torch.device, bf16: bool) -> Tensor:
-    """As `MaskedLM.loss_sum`, which needs the data of a run."""
-    with torch.autocast(device.type, torch.bfloat16, enabled=bf16):
-        return model(**to_device(batch, device)).loss_sum
-
-
-def example(flags: DataFlags, mesh: Mesh, tokens: int) -> Batch:
-    """A rank's batch, as of a run, of a pack of so many tokens: sequences as long as they may be, of random residues."""
-    lengths = np.full(-(-tokens // flags.max_seq_length), flags.max_seq_length, dtype=np.int64)
-    lengths[-1] -= lengths.sum() - tokens
-    records = np.arange(len(lengths), dtype=np.int64)
-    residues = np.random.default_rng(flags.seed).integers(
-        alphabet.FIRST_RESIDUE, alphabet.FIRST_RESIDUE + 20, tokens, dtype=np.uint8
-    )
-    return masked_batches(flags, flags.seed, mesh)(Pack(records, np.zeros_like(records), lengths, 0), residues)
-
-
-@torch.no_grad()
 def evaluate(
     model: nn.Module,
     store,
@@ -140,50 +136,9 @@ def evaluate(
     step: int = 0,
     bf16: bool = False,
 ) -> dict:
-    """`{prefix}_{loss,accuracy,perplexity,samples,runtime,...}` on the proteins of a store.
-
-    step: of the run, for the watch on hangs. Returns {} when the run was told to stop meanwhile (all ranks agree).
-    """
-    started = time.perf_counter()
-    sums = torch.zeros(3, dtype=torch.float64, device=world.device)  # loss in nats, correct, masked residues
-    batches = 0
-    was_training = model.training
-    model.eval()
-    world.watch.mark("evaluation", step)
+    """`{prefix}_{loss,accuracy,perplexity,samples,runtime,...}` on the proteins of a store; as `held_out_results`."""
     made = held_out_batches(flags, store, masked_batches(flags, EVAL_SEED, world.mesh), world)
-    while True:
-        world.watch.mark("evaluation", step)
-        batch, failure = None, None
-        try:
-            batch = next(made, None)
-        except Exception as error:  # the others wait for this rank: they are told
-            failure = error
-        stop, failed = world.max(torch.tensor([int(world.stop_requested), int(failure is not None)])).tolist()
-        if failed:
-            world.end_together(failure)
-        if stop:
-            return {}
-        if batch is None:  # on all ranks at once
-            break
-        with torch.autocast(world.device.type, torch.bfloat16, enabled=bf16):
-            output = model(**to_device(batch, world.device))
-        sums += torch.stack([output.loss_sum.double(), output.correct.double(), sums.new_tensor(batch["num_masked"])])
-        batches += 1
-    world.watch.rest()
-    model.train(was_training)
-    runtime = time.perf_counter() - started
-    loss_sum, correct, masked = world.sum(sums).tolist()
-    masked = max(masked, 1)
-    return {
-        f"{prefix}_loss": loss_sum / masked,
-        f"{prefix}_accuracy": correct / masked,
-        "perplexity" if prefix == "eval" else f"{prefix}_perplexity": math.exp(min(loss_sum / masked, 700)),
-        f"{prefix}_masked_tokens": int(masked),
-        f"{prefix}_samples": len(store),
-        f"{prefix}_runtime": runtime,
-        f"{prefix}_samples_per_second": len(store) / runtime,
-        f"{prefix}_steps_per_second": batches / runtime,
-    }
+    return held_out_results(model, made, world, prefix, step, bf16, "masked_tokens")
 
 
 def unigram(training: Callable, store, flags: DataFlags, world: World, prefix: str = "eval") -> dict:

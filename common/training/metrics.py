@@ -93,6 +93,20 @@ def _shown(key: str, value) -> str:
     return f"{value:.4f}" if isinstance(value, float) else str(value)
 
 
+IN_GUIDE_LINE = ("loss", "step_loss", "learning_rate")
+
+
+def guide_line(row: dict, samples: int) -> str:
+    """The same in the FSDP guides' shape, which their users' scripts read; further fields follow. samples: of a step,
+    on all ranks; the seconds of a step hold its wait for data."""
+    loss = row.get("step_loss", float("nan"))  # the last step was skipped: the guides would show no number, too
+    speed = samples / max(row["step_seconds"], 1e-9)
+    begins = (
+        f"Batch {row['step'] - 1} Loss: {loss:.5f}, Speed: {speed:.2f} samples/sec, lr: {row['learning_rate']:.6f}"
+    )
+    return f"{begins}, {step_line({k: v for k, v in row.items() if k not in IN_GUIDE_LINE})}"
+
+
 def step_line(row: dict) -> str:
     """One line a logged step, in torchtitan's spirit. What the row does not have is left out."""
     parts = [f"step: {row['step']}/{row['total_steps']}"]

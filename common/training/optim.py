@@ -32,6 +32,10 @@ class OptimizerFlags(Flags):
         5, "A step whose loss or gradient norm is no number is skipped; after this many in a row the run stops."
     )
 
+    def schedule(self, total_steps: int) -> Callable[[int], float]:
+        """step (0-based, the one about to be taken) -> learning rate."""
+        return lr_schedule(self, total_steps)
+
     def check(self) -> None:
         for name in ("learning_rate", "weight_decay", "adam_epsilon", "max_grad_norm", "warmup_steps"):
             if getattr(self, name) is not None and not 0 <= getattr(self, name) < math.inf:
@@ -40,7 +44,7 @@ class OptimizerFlags(Flags):
             if not 0 <= getattr(self, name) < 1:
                 raise UserError(f"--{name} {getattr(self, name)}: must be at least 0 and below 1")
         self.require_at_least(1, "max_skipped_steps")
-        lr_schedule(self, total_steps=1000)  # an unknown --lr_scheduler_type is a UserError
+        self.schedule(total_steps=1000)  # an unknown --lr_scheduler_type is a UserError
 
 
 def build_optimizer(model: nn.Module, flags: OptimizerFlags) -> torch.optim.AdamW:

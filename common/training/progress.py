@@ -11,9 +11,9 @@ from common.batches.training_data import TrainingData
 from common.cli import UserError
 from common.model.esm2 import count_parameters
 from common.ranks.world import World
-from common.training.arguments import TrainArguments
-from common.training.load_model import Built
-from common.training.masked_lm import StepCounts
+from common.training.arguments import RunArguments
+from common.training.built import Built
+from common.training.counts import StepCounts
 from common.training.metrics import peak_memory_gb
 from common.training.step import StepResult
 
@@ -106,7 +106,7 @@ class TrainerState:
                 "them: go on from an earlier checkpoint with a lower --learning_rate or --max_grad_norm"
             )
 
-    def steps_begun(self, flags: TrainArguments, packs_per_step: int) -> tuple[int | None, int | None]:
+    def steps_begun(self, flags: RunArguments, packs_per_step: int) -> tuple[int | None, int | None]:
         """Of the run that these flags go on with: its total_steps, so that its schedule stays, and where an earlier
         version of this program would have ended it, which counted steps, not records. None where there is none."""
         before = (self.arguments.get("num_train_epochs"), self.packs_per_step)
@@ -143,12 +143,10 @@ def check_same_data(saved: dict, now: dict) -> None:
 
 
 def announce(
-    args: TrainArguments, built: Built, data: TrainingData, resolved: Resolved, state: TrainerState, world: World
+    args: RunArguments, built: Built, data: TrainingData, resolved: Resolved, state: TrainerState, world: World
 ) -> None:
     """How a run begins, for the log."""
-    per_rank, unit = args.per_device_train_batch_size, "sequences"
-    if args.packing:
-        per_rank, unit = args.tokens_per_pack, "tokens"
+    per_rank, unit = args.batch
     in_all = per_rank * resolved.packs_per_step
     logger.info("***** Running training *****" if args.do_train else "***** No training *****")
     for name, value in (

@@ -8,12 +8,24 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from typing import NamedTuple
 
 from common.cli import UserError, run
 from common.files.json_files import read_json_lines
 
 
-def draw_curves(output_dir: Path) -> Path | None:
+class Words(NamedTuple):
+    """How a task's loss is called, its unit, and what is held out."""
+
+    loss: str = "Masked-language-modelling loss"
+    unit: str = "nats per masked residue"
+    held_out: str = "held-out proteins"
+
+
+ESM2 = Words()
+
+
+def draw_curves(output_dir: Path, words: Words = ESM2) -> Path | None:
     """Loss (training, held-out, unigram), learning rate, gradient norm and speed over the steps; None without rows."""
     from matplotlib.figure import Figure
 
@@ -35,11 +47,11 @@ def draw_curves(output_dir: Path) -> Path | None:
     loss.plot(steps, [r["loss"] for r in trained], color="0.75", linewidth=0.8, label="training, mean of each row")
     loss.plot(steps, _smoothed([r["loss"] for r in trained]), color="tab:blue", label="training, smoothed")
     if held_out:
-        loss.plot(held_out.keys(), held_out.values(), "o-", color="tab:red", markersize=4, label="held-out proteins")
+        loss.plot(held_out.keys(), held_out.values(), "o-", color="tab:red", markersize=4, label=words.held_out)
     if unigram is not None:
         loss.axhline(unigram, color="black", linestyle="--", linewidth=1, label="unigram predictor, held-out")
-    loss.set_title("Masked-language-modelling loss", y=1.0)  # given y, it is not looked for among the ticks
-    loss.set_ylabel("nats per masked residue")
+    loss.set_title(words.loss, y=1.0)  # given y, it is not looked for among the ticks
+    loss.set_ylabel(words.unit)
     loss.legend(fontsize=8)
     for axis, key, title, unit in (
         (rate, "learning_rate", "Learning rate", ""),

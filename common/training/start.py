@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from common.ranks.run import distributed_run
-from common.training.arguments import TrainArguments
-from common.training.dry_run import Build, dry_run
+from common.training.arguments import RunArguments
+from common.training.dry_run import dry_run
+from common.training.held_memory import Build
 from common.training.trainer import train
 
 
-def start(args: TrainArguments, build: Build) -> None:
+def start(args: RunArguments, build: Build) -> None:
     """build: a script's own, the model of a run and what its strategy makes of it."""
     if args.dry_run:
         dry_run(args, build)

@@ -17,7 +17,8 @@ from common.precision.build import Precision
 from common.ranks.stragglers import Stragglers
 from common.ranks.strategy import Strategy
 from common.ranks.world import World
-from common.training.masked_lm import MaskedLM, StepCounts
+from common.training.counts import StepCounts
+from common.training.tasks import Task
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,7 @@ class StepResult:
 class Stepper:
     """What every step needs; it keeps nothing of the run's progress."""
 
-    task: MaskedLM
+    task: Task
     strategy: Strategy
     precision: Precision
     optimizer: torch.optim.Optimizer

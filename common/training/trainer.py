@@ -10,6 +10,7 @@ import logging
 import time
 from contextlib import ExitStack, closing
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -18,36 +19,36 @@ from tqdm.contrib.logging import logging_redirect_tqdm
 
 from common.batches.loader import TrainStep, check_divisible, merge_positions
 from common.batches.training_data import packs_per_step
-from common.prepare.sample import SAMPLE, make_sample
 from common.ranks.replicas import Replicas
 from common.ranks.stopping import Preempted
 from common.ranks.stragglers import Stragglers
 from common.ranks.strategy import Strategy
 from common.ranks.watchdog import SAVE
 from common.ranks.world import World
-from common.training.arguments import TrainArguments
+from common.training.arguments import RunArguments
+from common.training.built import Built
 from common.training.checkpoint import Checkpointer
+from common.training.counts import StepCounts
 from common.training.finish import finish
-from common.training.load_model import Built
 from common.training.logbook import Logbook
-from common.training.masked_lm import MaskedLM, StepCounts
 from common.training.metrics import peak_flops
-from common.training.optim import build_optimizer, lr_schedule, set_hyperparameters
+from common.training.optim import build_optimizer, set_hyperparameters
 from common.training.profiling import StepProfiler
 from common.training.progress import Interval, Resolved, TrainerState, announce, check_same_data
 from common.training.run_directory import RunDirectory
 from common.training.step import Stepper
+from common.training.tasks import Task, task_of
 
 logger = logging.getLogger(__name__)
 
 
-def train(strategy: Strategy, built: Built, args: TrainArguments, world: World) -> None:
+def train(strategy: Strategy, built: Built, args: RunArguments, world: World) -> None:
     """Train, evaluate, save and export as the flags say. `strategy` holds the model of `built`, wrapped or not."""
     with world.main_does() as mine:  # bad input is found before anything is removed or written
         if mine and args.quant_stats:
             args.check_log_directory()
-    makers = {SAMPLE: lambda: make_sample(Path(args.output_dir) / SAMPLE)}
-    task = MaskedLM(built, args, args.bf16, world, evaluates=args.do_eval, makers=makers)
+    task = task_of(args)(built, args, world)
+    task.open(evaluates=args.do_eval)
     world.agree(task.data.identity)
     with ExitStack() as way_out:
         directory = None
@@ -73,9 +74,7 @@ def train(strategy: Strategy, built: Built, args: TrainArguments, world: World) 
 class Trainer:
     """A run under way: `state` is how far it is, `resolved` what it has settled on."""
 
-    def __init__(
-        self, strategy: Strategy, built: Built, task: MaskedLM, log: Logbook, args: TrainArguments, world: World
-    ):
+    def __init__(self, strategy: Strategy, built: Built, task: Task, log: Logbook, args: RunArguments, world: World):
         self.strategy, self.built, self.task, self.log = strategy, built, task, log
         self.args, self.world = args, world
         self.state = TrainerState()
@@ -125,7 +124,8 @@ class Trainer:
             if args.do_train and not self.done:
                 check_divisible(packs, world.mesh.dp_size)
         self.state.go_on(data.identity, asdict(args), self.resolved)
-        self.lr = lr_schedule(args, total_steps)
+        self.lr = args.schedule(total_steps)
+        self.log.line = partial(self.task.line, packs_per_step=packs)
         self.saved_step, self.saved_at, self.save_asked = self.state.step, time.monotonic(), False
         announce(args, self.built, data, self.resolved, self.state, world)
 

@@ -14,12 +14,12 @@ from tests.forked import run_script
 READ = """
 import sys
 from common import cli
-from common.files import stream_reader
+from common.files import hub
 from common.files.sources import open_source
 from common.batches.streams import plan_streams
 from tests.batches.stream_fixtures import first_epoch, PACKED
 if "--impatient" in sys.argv:
-    stream_reader.ATTEMPTS = 1
+    hub.ATTEMPTS = 1
 with cli.user_errors():
     source = open_source("org/proteins", "--streaming" in sys.argv)
     print(source.revision)

@@ -10,7 +10,8 @@ import pytest
 
 from common.batches.collators import MaskingCollator
 from common.batches.loader import TrainLoader, merge_positions
-from common.batches.streams import Stream, StreamedOrder, StreamPosition
+from common.batches.stream_order import StreamedOrder
+from common.batches.streams import Stream, StreamPosition
 from common.cli import UserError
 from common.ranks.world import Mesh
 from tests.batches.stream_fixtures import PACKED, PADDED, first_epoch, plan_of, proteins, texts_of, write

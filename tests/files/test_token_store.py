@@ -88,7 +88,7 @@ def test_lists_in_many_chunks(tmp_path, kind):
     bounds = [0, 1, 1, 8, 207, 230]  # one of them empty
     write_split(tmp_path / "s", [whole[a:b] for a, b in zip(bounds, bounds[1:], strict=False)], whole.schema)
     store = TokenStore(tmp_path / "s")
-    assert len(store._chunk_start) == 4
+    assert len(store._lists.chunk_start) == 4
     assert_holds(store, records)
 
 
@@ -188,7 +188,7 @@ def test_memory_does_not_grow_with_the_data(tmp_path):
     tracemalloc.stop()
     assert peak < 1_000_000
     assert pa.total_allocated_bytes() - before < 1_000_000
-    assert not store._files[0].tokens.flags.owndata
+    assert not store._lists.files[0].tokens.flags.owndata
 
 
 def test_real_proteins(tmp_path, real_fasta):

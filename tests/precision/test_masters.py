@@ -45,7 +45,7 @@ def _train_with_masters(argv: list[str], poison: tuple | None) -> None:
         poison_steps(*poison)
     script = load_script("train_ddp.py")
     sys.argv = ["train_ddp.py", *argv]
-    args = script.parse_run("", script.DdpArguments)
+    args = script.parse_run("", script.DdpFlags)
     with distributed_run(args) as world:
         built = load_model(args, world)
         model = built.model

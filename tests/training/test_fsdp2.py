@@ -85,7 +85,7 @@ def test_bf16_follows_ddp_and_its_master_weights_are_fp32(dataset, tmp_path):
 def _inspect(argv: list[str], path: str) -> None:
     """On a rank: the sharded model before training, and what of it is here."""
     script = load_script(FSDP)
-    args = script.parse_run("", script.FsdpArguments, argv)
+    args = script.parse_run("", script.FsdpFlags, argv)
     with script.distributed_run(args) as world:
         model = load_model(args, world, lambda model: script.shard(model, world, args)).model
         parameters = {k: (p.full_tensor(), p.to_local().clone()) for k, p in model.named_parameters()}
@@ -99,7 +99,7 @@ def test_a_sharded_model_starts_with_the_very_values_of_a_whole_one(dataset, tmp
     codes, said = on_ranks(nproc, _inspect, argv, str(tmp_path / "rank"))
     assert codes == [0] * nproc, "\n".join(said)
     ranks = [torch.load(f"{tmp_path}/rank.{rank}", weights_only=False) for rank in range(nproc)]
-    args = load_script(FSDP).parse_run("", load_script(FSDP).FsdpArguments, argv)
+    args = load_script(FSDP).parse_run("", load_script(FSDP).FsdpFlags, argv)
     whole = load_model(args, World(0, 0, 1, torch.device("cpu"))).model
     assert {k for k, _ in whole.named_parameters()} == set(ranks[0][0])
     shards = 2 if hybrid else nproc

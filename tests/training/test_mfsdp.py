@@ -242,7 +242,7 @@ def _inspect(argv: list[str], path: str) -> None:
     """On a rank: the sharded model before training, and what of it is here."""
     megatron_on_cpu.install()
     script = load_script(MFSDP)
-    args = script.parse_run("", script.MegatronArguments, argv)
+    args = script.parse_run("", script.MegatronFlags, argv)
     with script.distributed_run(args) as world:
         strategy = script.MegatronSharded(args.layout(), world)
         model = load_model(args, world, strategy.shard).model
@@ -261,7 +261,7 @@ def test_each_rank_makes_its_own_rows_of_the_very_values_of_a_whole_model(datase
     codes, said = on_ranks(nproc, _inspect, argv, str(tmp_path / "rank"))
     assert codes == [0] * nproc, "\n".join(said)
     ranks = [torch.load(f"{tmp_path}/rank.{rank}", weights_only=False) for rank in range(nproc)]
-    args = load_script(MFSDP).parse_run("", load_script(MFSDP).MegatronArguments, argv)
+    args = load_script(MFSDP).parse_run("", load_script(MFSDP).MegatronFlags, argv)
     whole = load_model(args, World(0, 0, 1, torch.device("cpu"))).model
     assert {name for name, _ in whole.named_parameters()} == set(ranks[0][0])
     shards = nproc // replicas
@@ -291,7 +291,7 @@ def _costs(argv: list[str], path: str) -> None:
     """On a rank: what each strategy holds before a step, and what travels in it."""
     megatron_on_cpu.install()
     script = load_script(MFSDP)
-    given = script.parse_run("", script.MegatronArguments, argv)
+    given = script.parse_run("", script.MegatronFlags, argv)
     elements = Counter()
 
     def counted(call: Callable, what: str, counting: str) -> Callable:
@@ -380,7 +380,7 @@ def test_memory_and_traffic_are_those_of_the_documented_table(dataset, tmp_path)
 def test_what_is_refused(dataset, tmp_path, flags, message):
     script = load_script(MFSDP)
     with pytest.raises(UserError) as error:
-        script.parse_run("", script.MegatronArguments, flags_of(dataset, tmp_path, **flags))
+        script.parse_run("", script.MegatronFlags, flags_of(dataset, tmp_path, **flags))
     assert message in str(error.value)
     assert "\n" not in str(error.value)
 

@@ -28,7 +28,7 @@ RESOLVED = Resolved("torch", "exact", {}, 4, 2, 10, 10, 0, 5)
 def _train_and_compare_flags(argv: list[str]) -> None:
     script = load_script("train_ddp.py")
     sys.argv = ["train_ddp.py", *argv]
-    args = script.parse_run("", script.DdpArguments)
+    args = script.parse_run("", script.DdpFlags)
     before = asdict(args)
     with distributed_run(args) as world:
         built = load_model(args, world)

@@ -1,0 +1,94 @@
+"""Which files of a data set make up one of its configurations, and which of its splits each belongs to.
+
+As the Hub has it: the data set's card (the YAML front matter of its README.md) lists configurations with the patterns
+of their files; where it lists none of that name, a configuration is a directory.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable
+
+import yaml
+from fsspec.utils import glob_translate
+
+from common.cli import UserError, one_line
+
+CARD = "README.md"
+Files = dict[str, list[str]]  # paths of each split
+
+
+def choose_files(
+    given: str, paths: Iterable[str], card: str, configuration: str | None, split_of: Callable[[str], str]
+) -> Files | None:
+    """The relative paths of each split of a configuration; None where nothing is to be chosen: all of them are it.
+
+    given: how the user named the data set; card: the text of its README.md, "" without one; configuration: None for
+    the default one, or the only one; split_of: the split that a path names. UserError for a configuration that is not
+    there, or where several are and none is the default.
+    """
+    paths = list(paths)
+    listed = _listed(given, card)
+    if configuration is None:
+        chosen = [name for name, entry in listed.items() if entry.get("default") or name == "default"] or [*listed]
+        if len(chosen) > 1:
+            raise UserError(f"{given}: it has several configurations: choose by --dataset_config_name {_some(listed)}")
+        configuration = chosen[0] if chosen else None
+    if configuration is None:
+        return None
+    if configuration in listed:
+        files = _of_patterns(paths, listed[configuration], split_of)
+    else:
+        within = re.compile(rf"(?:.*/)?{re.escape(configuration)}/[^/].*")
+        files: Files = {}
+        for path in filter(within.fullmatch, paths):
+            files.setdefault(split_of(path), []).append(path)
+    if not any(files.values()):
+        there = [*listed] or sorted({path.split("/")[0] for path in paths if "/" in path})
+        raise UserError(
+            f"{given}: no files of a configuration {configuration}: "
+            + (f"it has {_some(there)}" if there else "it has none: drop --dataset_config_name")
+        )
+    return files
+
+
+def _listed(given: str, card: str) -> dict[str, dict]:
+    """The configurations of a card by their names."""
+    front = re.match(r"\s*---[ \t]*\r?\n(.*?)\r?\n---", card, re.DOTALL)
+    if not front:
+        return {}
+    try:
+        told = yaml.safe_load(front[1])
+    except yaml.YAMLError as error:
+        raise UserError(f"{given}: the front matter of its {CARD} is no YAML ({one_line(error)[:100]})") from None
+    entries = told.get("configs") if isinstance(told, dict) else None
+    entries = entries if isinstance(entries, list) else []
+    return {str(entry.get("config_name", "default")): entry for entry in entries if isinstance(entry, dict)}
+
+
+def _of_patterns(paths: list[str], entry: dict, split_of: Callable[[str], str]) -> Files:
+    """The paths that a card's entry names, a split's in the order of its patterns."""
+    within = f"{str(entry['data_dir']).strip('/')}/" if entry.get("data_dir") else ""
+    told = entry.get("data_files")
+    if told is None:
+        files: Files = {}
+        for path in sorted(path for path in paths if path.startswith(within)):
+            files.setdefault(split_of(path), []).append(path)
+        return files
+    if isinstance(told, list) and all(isinstance(each, dict) for each in told):
+        told = {str(each.get("split", "train")): each.get("path", ()) for each in told}
+    by_split = told if isinstance(told, dict) else {"train": told}
+    files = {}
+    for split, patterns in by_split.items():
+        found: dict[str, None] = {}
+        for pattern in [patterns] if isinstance(patterns, str) else patterns:
+            matches = re.compile(glob_translate(within + str(pattern).removeprefix("./")))
+            found |= dict.fromkeys(sorted(path for path in paths if matches.match(path)))
+        if found:
+            files[split] = [*found]
+    return files
+
+
+def _some(names: Iterable[str]) -> str:
+    names = [*names]
+    return ", ".join(names[:10]) + (" ..." if len(names) > 10 else "")

@@ -1,0 +1,81 @@
+"""The flags of a decoder's run: the house's names, with the FSDP guides' names and defaults beside them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import ClassVar
+
+from common.batches.text_flags import TextFlags
+from common.cli import Flags, flag
+from common.model.decoder_flags import DecoderFlags
+from common.training.arguments import RunArguments
+from common.training.decay import DecayFlags
+
+
+@dataclass
+class IdleFlags(Flags):
+    """Flags of the guides that change nothing here; why not is said when one is given."""
+
+    same_seed: str | None = flag(None, "Nothing: weights and data follow from --seed, on any number of ranks.")
+    tensorboard_dir: str | None = flag(None, "Nothing: --report_to tensorboard writes into --output_dir.")
+    resid_pdrop: str | None = flag(None, "Nothing: these models have no dropout.")
+    embd_pdrop: str | None = flag(None, "Nothing: these models have no dropout.")
+    attn_pdrop: str | None = flag(None, "Nothing: these models have no dropout.")
+    summary_first_pdrop: str | None = flag(None, "Nothing: these models have no dropout.")
+    activation_loading_horizon: str | None = flag(None, "Nothing: activations come back layer by layer.")
+    limit_all_gathers: str | None = flag(None, "Nothing: FSDP2 gathers --forward_prefetch layers ahead, no more.")
+    rotary_pct: str | None = flag(None, "Nothing: these models rotate whole heads (GPT-NeoX a part).")
+
+    def remarks(self) -> Iterator[str]:
+        """A line for each that is given."""
+        for name, field in IdleFlags.__dataclass_fields__.items():
+            if (value := getattr(self, name)) is not None:
+                yield f"--{name} {value} does {field.metadata['help'][0].lower()}{field.metadata['help'][1:]}"
+
+
+@dataclass
+class CausalArguments(DecayFlags, RunArguments, TextFlags, IdleFlags, DecoderFlags):
+    """Of causal language modelling with a decoder.
+
+    strategy_defaults: of flags that a script declares, where a decoder's are others.
+    """
+
+    strategy_defaults: ClassVar[dict] = {"activation_checkpointing": "full"}
+
+    dataset: str | None = flag(
+        None,
+        TextFlags.__dataclass_fields__["dataset"].metadata["help"],
+        "dataset_path",
+    )
+    max_seq_length: int = flag(2048, "Tokens in a context: documents end to end, cut.", "max_context_width")
+    seed: int = flag(12345, "Everything random follows from it: weights, order.")
+    num_train_epochs: float = flag(3.0, "Passes over --dataset_dir, with --max_steps -1.", "epochs")
+    max_steps: int = flag(5000, "Optimiser steps; overrides --num_train_epochs.", "max_training_steps")
+    per_device_train_batch_size: int = flag(2, "Contexts in a batch.", "train_batch_size")
+    per_device_eval_batch_size: int = flag(4, "The same for evaluation.", "val_batch_size")
+    bf16: bool = flag(True, "Compute in bfloat16; weights, gradients and optimiser stay fp32.")
+    logging_steps: int = flag(1, "Steps between log lines and rows of metrics.jsonl.", "logging_freq")
+    output_dir: str | None = flag(
+        None, "Where checkpoints, metrics and final_model/ go. Default: out/MODEL.", "checkpoint_dir"
+    )
+    save_steps: float = flag(1000, "Steps between checkpoints (below 1: a fraction of the run).", "checkpoint_freq")
+    eval_steps: float | None = flag(
+        None, "Evaluate every N steps (below 1: a fraction of the run); switches --do_eval on.", "validation_freq"
+    )
+
+    @property
+    def pack_tokens(self) -> int:
+        """How long a pack is."""
+        return self.per_device_train_batch_size * self.max_seq_length
+
+    @property
+    def batch(self) -> tuple[int, str]:
+        """How much a pack is, and of what."""
+        return self.per_device_train_batch_size, f"contexts of {self.max_seq_length} tokens"
+
+    def __post_init__(self) -> None:
+        if not self.output_dir and (named := self.model or self.model_type):
+            self.output_dir = f"out/{named.rstrip('/').rpartition('/')[2]}"
+        self.do_eval = self.do_eval or self.eval_steps is not None
+        super().__post_init__()

@@ -1,0 +1,146 @@
+"""The task: causal language modelling with a decoder. What is learned, counted, evaluated and exported.
+
+The same methods as common.training.masked_lm. The loss is the cross-entropy in nats a predicted token, of the global
+batch. Mixtral's router adds its load-balancing loss, weighted: of each pack by itself, in proportion to its predicted
+tokens. A pack is what it is on any number of ranks, and so is the sum; evaluations leave the router out.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from common.batches.causal import causal_batches
+from common.batches.collators import Batch, Counts, to_device
+from common.batches.loader import TrainLoader
+from common.batches.text_data import TextData, held_out_contexts, open_text
+from common.batches.tokenizer import open_tokenizer
+from common.batches.windows import Pack
+from common.files.text_tokenizers import check_vocabulary
+from common.model.decoder_config import DecoderConfig
+from common.model.decoder_convert import pieces_to_hf
+from common.model.decoder_pretrained import save_decoder
+from common.model.esm2 import count_parameters
+from common.ranks.world import World
+from common.training.built import Built
+from common.training.causal_arguments import CausalArguments
+from common.training.counts import StepCounts
+from common.training.decoder_choice import choose_decoder
+from common.training.evaluation import held_out_results
+from common.training.metrics import guide_line
+from common.training.report import Words
+
+logger = logging.getLogger(__name__)
+
+
+class CausalLM:
+    """The task of a run: the model that was built for it, and its data once they are opened."""
+
+    choose = staticmethod(choose_decoder)
+    words = Words("Causal-language-modelling loss", "nats per token", "held-out text")
+
+    data: TextData
+
+    def __init__(self, built: Built, flags: CausalArguments, world: World):
+        self.built, self.flags, self.world = built, flags, world
+        parameters = count_parameters(built.model)
+        logger.info("Created model with total parameters: %d (%.2f B)", parameters, parameters / 1e9)
+
+    def open(self, evaluates: bool) -> None:
+        """Tokenizer and data; all ranks together."""
+        self.tokenizer = open_tokenizer(self.flags.tokenizer, self.world)
+        with self.world.together():
+            check_vocabulary(self.tokenizer, self.built.config.vocab_size)
+        # transformers' generate() stops there.
+        self.built.config.others |= {"bos_token_id": None, "eos_token_id": self.tokenizer.eos_id}
+        self.data = open_text(self.flags, self.world, evaluates, self.tokenizer)
+
+    def example(self, tokens: int) -> Batch:
+        """This rank's batch of a pack of so many random tokens, a document each context."""
+        pack = Pack.of_length(tokens, self.flags.max_seq_length)
+        ids = np.random.default_rng(self.flags.seed).integers(self.built.config.vocab_size, size=tokens)
+        return causal_batches(self.flags, self.world.mesh)(pack, ids)
+
+    def steps(self, packs_per_step: int, step: int, position: dict, last_step: int | None) -> TrainLoader:
+        """This rank's share of the steps from number `step` on, as common.training.masked_lm has them."""
+        flags = self.flags
+        return TrainLoader(
+            self.data.order(packs_per_step),
+            causal_batches(flags, self.world.mesh),
+            self.world.mesh,
+            step,
+            position,
+            num_steps=None if last_step is None else max(0, last_step - step),
+            num_workers=flags.dataloader_num_workers,
+            prefetch_factor=flags.dataloader_prefetch_factor,
+            pin_memory=flags.dataloader_pin_memory and self.world.device.type == "cuda",
+        )
+
+    @staticmethod
+    def counts(micro_batches: list[Batch]) -> StepCounts:
+        """Summed over this rank's micro-batches; none: all zero."""
+        computed = sum(len(batch["input_ids"]) for batch in micro_batches)
+        return StepCounts(*Counts.of(micro_batches), computed)
+
+    def loss_sum(self, model: nn.Module, batch: Batch) -> Tensor:
+        """Cross-entropy in nats, summed over the predicted tokens of a batch, and the router's; fp32 scalar."""
+        with torch.autocast(self.world.device.type, torch.bfloat16, enabled=self.flags.bf16):
+            output = model(**to_device(batch, self.world.device))
+        if output.router is None:
+            return output.loss_sum
+        return output.loss_sum + self.built.config.router_aux_loss_coef * batch["num_masked"] * output.router
+
+    def flops(self, counts: StepCounts) -> float:
+        """Of a training step with these counts."""
+        return decoder_flops(self.built.config, counts.num_tokens, counts.sum_squared_lengths)
+
+    def evaluate(self, model: nn.Module, split: str, prefix: str, step: int) -> dict:
+        """`{prefix}_{loss,accuracy,perplexity,...}` of --validation_batches batches; {} if told to stop meanwhile."""
+        store = self.data.held_out(split)
+        made = held_out_contexts(self.flags, store, causal_batches(self.flags, self.world.mesh), self.world)
+        return held_out_results(model, made, self.world, prefix, step, self.flags.bf16, "tokens")
+
+    @staticmethod
+    def summary(results: dict) -> str:
+        """Those of the validation split in a line."""
+        return (
+            f"Held-out loss {results['eval_loss']:.4f}, perplexity {results['perplexity']:.3f}, "
+            f"accuracy {results['eval_accuracy']:.4f} ({results['eval_tokens']} predicted tokens)"
+        )
+
+    def baseline(self, split: str, prefix: str) -> dict:
+        """None: a unigram predictor of text is no line worth to beat."""
+        return {}
+
+    def line(self, row: dict, packs_per_step: int) -> str:
+        """A row of metrics.jsonl in the guides' shape."""
+        return guide_line(row, packs_per_step * self.flags.per_device_train_batch_size)
+
+    def exported(self, gather: Callable[[Tensor], Tensor]) -> Iterator[tuple[str, Tensor]]:
+        """The tensors to export; all ranks ask for one after the other, which `gather` makes whole."""
+        parameters = dict(self.built.weights.named_parameters())
+        return pieces_to_hf(lambda name: gather(parameters[name]).detach(), self.built.config)
+
+    def export(self, pieces: Iterator[tuple[str, Tensor]], directory: Path) -> None:
+        """Write them where AutoModelForCausalLM opens them, with the tokenizer; the main rank only."""
+        save_decoder(pieces, self.built.config, directory, self.tokenizer.save)
+
+
+def decoder_flops(config: DecoderConfig, tokens: int, squared_lengths: int) -> float:
+    """Floating-point operations of a training step: matrix products only, forward plus twice as much backward.
+
+    Linears cost 2 per weight and token, of Mixtral those of the experts that a token is sent to; scores and weighted
+    sums 4 x hidden per pair of tokens of the same sequence, half of which a causal mask leaves.
+    """
+    hidden, kv = config.hidden_size, config.num_key_value_heads * config.head_dim
+    active = config.num_experts_per_tok if config.num_local_experts else 1
+    feed_forward = active * 3 * hidden * config.intermediate_size + hidden * config.num_local_experts
+    per_token = config.num_hidden_layers * (2 * hidden * hidden + 2 * hidden * kv + feed_forward)
+    per_token += hidden * config.vocab_size
+    attention = 2 * config.num_hidden_layers * hidden * squared_lengths
+    return 3.0 * (2 * per_token * tokens + attention)

@@ -1,0 +1,306 @@
+"""Runs of decoders: the reference is transformers' model in one process, over the same contexts."""
+
+from __future__ import annotations
+
+import math
+import re
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+
+from common.batches.causal import causal_batches
+from common.batches.loader import TrainLoader
+from common.batches.text_data import open_text
+from common.files.text_tokenizers import ByteTokenizer
+from common.model.decoder_convert import pieces_to_hf
+from common.ranks.world import World
+from common.training.load_model import load_model
+from common.training.tasks import parse_run
+from tests.data_fixtures import load_script
+from tests.decoder_fixtures import decoder_flags, train_decoder, write_text
+from tests.training_fixtures import (
+    checkpoint_state,
+    final_weights,
+    losses,
+    on_ranks,
+    relative_difference,
+    rows,
+    same_bits,
+)
+
+STEPS = 6
+MIXTRAL = {"model_type": "mixtral", "activation_checkpointing": "none"}
+TIED = {"hidden_width": 64, "num_layers": 2, "model_type": None, "model": "llama3_2_1b", "num_heads": 4}
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory) -> Path:
+    return write_text(tmp_path_factory.mktemp("text") / "documents")
+
+
+def arguments(text: Path, out: Path, **flags):
+    return parse_run("", load_script("train_fsdp2.py").FsdpFlags, decoder_flags(text, out, **flags))
+
+
+def reference(text: Path, out: Path, **flags) -> tuple[list[float], list[float], dict[str, torch.Tensor]]:
+    """(losses, gradient norms, weights) of `STEPS` steps of transformers' model with torch's own AdamW.
+
+    It begins with our initial weights, and takes the contexts of each step one by one.
+    """
+    args, alone = arguments(text, out, **flags), World(0, 0, 1, torch.device("cpu"))
+    built = load_model(args, alone)
+    weights = {name: p.detach().clone() for name, p in built.model.named_parameters()}
+    stock = built.config.to_transformers()
+    coefficient = stock.router_aux_loss_coef if built.config.num_local_experts else 0.0
+    stock.output_router_logits = bool(coefficient)
+    directory = out / "transformers"
+    model = getattr(transformers, built.config.architecture)(stock)
+    model.save_pretrained(directory)
+    from safetensors.torch import save_file
+
+    save_file(dict(pieces_to_hf(weights.__getitem__, built.config)), directory / "model.safetensors", {"format": "pt"})
+    model = transformers.AutoModelForCausalLM.from_pretrained(directory, attn_implementation="eager")
+    matrices, norms = ([p for p in model.parameters() if (p.dim() > 1) == many] for many in (True, False))
+    groups = [{"params": matrices, "weight_decay": args.weight_decay}, {"params": norms, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=0.0, betas=(args.adam_beta1, args.adam_beta2), eps=args.adam_epsilon)
+    data = open_text(args, alone, False, ByteTokenizer())
+    loader = TrainLoader(data.order(args.packs_per_step), causal_batches(args, alone.mesh), num_steps=STEPS)
+    found, of_norms = [], []
+    for step, share in enumerate(loader):
+        total, predicted = torch.zeros(()), sum(batch["num_masked"] for batch in share.micro_batches)
+        for batch in share.micro_batches:
+            ids = batch["input_ids"].view(-1, args.max_seq_length)
+            output = model(ids)
+            logits = output.logits[:, :-1].flatten(0, 1)
+            loss = torch.nn.functional.cross_entropy(logits, ids[:, 1:].flatten(), reduction="sum")
+            if coefficient:
+                loss = loss + coefficient * output.aux_loss * batch["num_masked"]
+            (loss / predicted).backward()
+            total += loss.detach() / predicted
+        of_norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm).item())
+        for group in optimizer.param_groups:
+            group["lr"] = args.schedule(STEPS)(step)
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(total.item())
+    model.save_pretrained(directory)
+    from safetensors.torch import load_file
+
+    return found, of_norms, load_file(directory / "model.safetensors")
+
+
+@pytest.fixture(scope="module")
+def plain(text, tmp_path_factory):
+    return reference(text, tmp_path_factory.mktemp("reference"))
+
+
+@pytest.fixture(scope="module")
+def two_ranks(text, tmp_path_factory):
+    """(directory, what was printed) of train_fsdp2.py on two ranks, uninterrupted."""
+    out = tmp_path_factory.mktemp("fsdp2") / "run"
+    return out, train_decoder(text, out, 2, validation_freq=3)
+
+
+def check(out: Path, expected: tuple[list[float], list[float], dict[str, torch.Tensor]]) -> None:
+    """Losses to 1e-5, gradient norms to 1e-4, the weights after six steps to 1e-5 of their norm.
+
+    fp32 sums of other orders differ by some 1e-7; Adam's first steps carry a gradient's rounding, where it is small
+    itself, over into the weights.
+    """
+    theirs, norms, weights = expected
+    assert losses(out) == pytest.approx(theirs, rel=1e-5)
+    assert [row["grad_norm"] for row in rows(out)] == pytest.approx(norms, rel=1e-4)
+    assert relative_difference(final_weights(out), weights) < 1e-5
+
+
+def test_one_process_is_transformers(text, plain, tmp_path):
+    train_decoder(text, tmp_path, script="train_ddp.py")
+    check(tmp_path, plain)
+
+
+def test_two_ranks_are_transformers(plain, two_ranks):
+    check(two_ranks[0], plain)
+
+
+@pytest.mark.parametrize(("script", "ranks"), [("train_fsdp2.py", 4), ("train_ddp.py", 2), ("train_mfsdp.py", 2)])
+def test_other_ranks_and_strategies_are_transformers(text, plain, tmp_path, script, ranks):
+    train_decoder(text, tmp_path, ranks, script=script)
+    check(tmp_path, plain)
+
+
+@pytest.mark.parametrize("family", [MIXTRAL, TIED], ids=["mixtral", "tied"])
+def test_experts_and_tied_embeddings_are_transformers(text, tmp_path, family):
+    expected = reference(text, tmp_path, **family)
+    train_decoder(text, tmp_path / "run", 2, **family)
+    check(tmp_path / "run", expected)
+    generates_alike(tmp_path / "run" / "final_model", family)
+
+
+def generates_alike(directory: Path, flags: dict) -> None:
+    """transformers' greedy generation from an export is ours, token for token."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(directory)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(directory)
+    assert model.config.eos_token_id == tokenizer.eos_token_id == ByteTokenizer.eos_id
+    assert model.config.tie_word_embeddings == (flags is TIED)
+    ids = tokenizer("train 5: the", return_tensors="pt")["input_ids"]
+    theirs = model.generate(ids, max_new_tokens=24, do_sample=False, pad_token_id=0)[0]
+    args = parse_run(
+        "", load_script("train_ddp.py").DdpFlags, [f"--model_name_or_path={directory}", "--dataset=x", "--model_type="]
+    )
+    mine = load_model(args, World(0, 0, 1, torch.device("cpu"))).model
+    with torch.no_grad():
+        for _ in range(24):
+            if ids[0, -1] == ByteTokenizer.eos_id:
+                break
+            ids = torch.cat((ids, mine(ids).logits[:, -1:].argmax(-1)), 1)
+    assert ids[0].tolist() == theirs.tolist()
+
+
+def test_the_export_generates_as_the_model_does(two_ranks):
+    generates_alike(two_ranks[0] / "final_model", {})
+
+
+def test_the_log_has_the_guides_lines(two_ranks):
+    out, said = two_ranks
+    parameters = 2 * 272 * 48 + 48 + 2 * (2 * 48 + 48 * 80 + 48 * 48 + 3 * 48 * 80)
+    assert f"Created model with total parameters: {parameters} (0.00 B)" in said
+    found = re.findall(r"Batch (\d+) Loss: (\d+\.\d{5}), Speed: (\d+\.\d\d) samples/sec, lr: (\d\.\d{6}),", said)
+    assert [int(number) for number, *_ in found] == list(range(STEPS))
+    for (_, loss, speed, rate), row in zip(found, rows(out), strict=True):
+        assert float(loss) == pytest.approx(row["loss"], abs=1e-5)
+        assert float(rate) == pytest.approx(row["learning_rate"], abs=1e-6)
+        # 4 packs of 2 contexts a step, of all ranks, in the seconds that hold the wait for data.
+        assert float(speed) == pytest.approx(8 / row["step_seconds"], abs=0.01)
+        assert row["data_wait_seconds"] < row["step_seconds"]
+    assert [row["step"] for row in rows(out) if "eval_loss" in row] == [3, 6]
+
+
+def test_a_run_that_is_stopped_goes_on_to_the_same_bits(text, two_ranks, tmp_path):
+    """With both directories the same, as the guides have it: at first there is nothing; then the newest counts."""
+    out = tmp_path / "checkpoints"
+    flags = {"resume_from_checkpoint": out, "validation_freq": 3}
+    train_decoder(text, out, 2, stop_at_step=3, **flags)
+    assert sorted(path.name for path in out.glob("checkpoint-*")) == ["checkpoint-3"]
+    train_decoder(text, out, 2, **flags)
+    assert same_bits(final_weights(out), final_weights(two_ranks[0]))
+    assert losses(out) == losses(two_ranks[0])
+    assert "nothing to train" in train_decoder(text, out, 2, **flags)
+
+
+def test_a_run_goes_on_on_another_number_of_ranks(text, plain, tmp_path):
+    train_decoder(text, tmp_path, 2, stop_at_step=3)
+    train_decoder(text, tmp_path, 4, script="train_ddp.py")
+    check(tmp_path, plain)
+
+
+def test_another_models_checkpoint_is_refused(text, two_ranks, tmp_path):
+    """The guides' five sizes of Llama share one directory: there 13B goes on from 7B."""
+    out, _ = two_ranks
+    before = sorted(path.name for path in out.iterdir())
+    said = train_decoder(text, out, expect=2, resume_from_checkpoint=out, num_layers=3)
+    assert "the checkpoint is of another model: num_hidden_layers 2 (now 3)" in said
+    assert sorted(path.name for path in out.iterdir()) == before
+    elsewhere = train_decoder(text, tmp_path / "new", expect=2, resume_from_checkpoint=out, hidden_width=36)
+    assert "of another model: hidden_size 48 (now 36)" in elsewhere
+    assert not (tmp_path / "new").exists()
+
+
+def _initial_rows(argv: list[str], directory: str) -> None:
+    """Every rank writes the rows of the initial weights that it holds."""
+    from common.ranks.run import distributed_run
+    from common.ranks.strategy import local_rows
+
+    script = load_script("train_fsdp2.py")
+    args = script.parse_run("", script.FsdpFlags, argv)
+    with distributed_run(args) as world:
+        model = load_model(args, world, lambda model: script.shard(model, world, args)).model
+        held = {name: (local_rows(p)[1], local_rows(p)[0].clone()) for name, p in model.named_parameters()}
+        torch.save(held, f"{directory}/{world.rank}.pt")
+
+
+def test_initial_weights_are_the_same_on_any_number_of_ranks(text, tmp_path):
+    flags = MIXTRAL | {"vocab_size": 600}  # more rows than a stream of random numbers has
+    args = arguments(text, tmp_path, **flags)
+    whole = dict(load_model(args, World(0, 0, 1, torch.device("cpu"))).model.named_parameters())
+    codes, said = on_ranks(3, _initial_rows, decoder_flags(text, tmp_path, **flags), str(tmp_path))
+    assert codes == [0, 0, 0], said
+    seen = dict.fromkeys(whole, 0)
+    for rank in range(3):
+        for name, (first, held) in torch.load(tmp_path / f"{rank}.pt").items():
+            assert torch.equal(held, whole[name][first : first + len(held)]), (rank, name)
+            seen[name] += len(held)
+    assert seen == {name: len(parameter) for name, parameter in whole.items()}
+
+
+def test_it_learns_what_no_table_of_frequencies_knows(text, tmp_path):
+    """Words of a list, in bytes: below the entropy of single bytes (about 3 nats) by far."""
+    train_decoder(text, tmp_path, 2, max_steps=80, lr=8e-3, validation_freq=80, bf16=1, document_masks=1)
+    counts = torch.bincount(torch.tensor(list((text / "train.jsonl").read_bytes()))).double()
+    share = counts[counts > 0] / counts.sum()
+    unigram = -(share * share.log()).sum().item()
+    held_out = [row["eval_loss"] for row in rows(tmp_path) if "eval_loss" in row][-1]
+    assert math.isclose(losses(tmp_path)[0], math.log(272), rel_tol=0.15)  # it begins by guessing
+    assert held_out < 0.75 * unigram
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        {"activation_checkpointing": "selective", "offload_activations": 1},
+        {"cpu_offload": 1, "sharding_strategy": "hybrid", "hsdp_shard_size": 1},
+        {"document_masks": 1, "sync_each_batch": 1},
+    ],
+    ids=["selective", "offload", "documents"],
+)
+def test_what_saves_memory_changes_nothing(text, two_ranks, tmp_path, flags):
+    train_decoder(text, tmp_path, 2, max_steps=2, save_final_model=False, **flags)
+    same = "document_masks" not in flags
+    assert (losses(tmp_path) == pytest.approx(losses(two_ranks[0])[:2], rel=1e-5)) == same
+
+
+@pytest.mark.parametrize("family", [{}, MIXTRAL], ids=["llama", "mixtral"])
+def test_layers_compute_in_emulated_fp8_and_fp4(text, tmp_path, family):
+    """Each format has its own rounding, seen in the loss of the first step, and the run goes on with it."""
+    sizes = {"hidden_width": 64, "num_heads": 4, "intermediate_size": 96, "max_steps": 2, "save_final_model": False}
+    seen = {}
+    recipes = {"exact": {}, "delayed": {"fp8": 1}, "mxfp8": {"fp8": 1, "fp8_recipe": "mxfp8"}, "nvfp4": {"fp4": 1}}
+    for name, recipe in recipes.items():
+        out = tmp_path / name
+        emulated = recipe | {"emulate_precision": 1} if recipe else {}
+        train_decoder(text, out, 2, **sizes, **family, **emulated)
+        seen[name] = losses(out)
+    exact = seen.pop("exact")
+    assert len({tuple(found) for found in seen.values()} | {tuple(exact)}) == 4
+    for name, found in seen.items():
+        assert found == pytest.approx(exact, rel=0.1 if name == "nvfp4" else 0.03), name
+
+
+def test_checkpoints_hold_no_second_copy_of_tied_embeddings(text, tmp_path):
+    train_decoder(text, tmp_path, 2, max_steps=1, save_final_model=False, **TIED)
+    model = checkpoint_state(tmp_path / "checkpoint-1", tmp_path)["model"]
+    assert sum(name in ("embed_tokens.weight", "lm_head.weight") for name in model) == 1
+
+
+@pytest.mark.parametrize(
+    ("script", "flags", "said"),
+    [
+        ("train_ddp_cp.py", {}, "--cp_size 2: a decoder's contexts are not shared by ranks yet"),
+        ("train_fsdp2.py", {"model_type": "gpt_neox"}, "--model_type gpt_neox: its layers"),
+        ("train_fsdp2.py", {"vocab_size": 200}, "its 259 tokens do not fit into the model's vocabulary of 200"),
+        ("train_fsdp2.py", {"num_heads": 5}, "rotary embeddings need an even head dimension"),
+        ("train_fsdp2.py", {"model": "llama9"}, "--model llama9: neither one of llama2_7b"),
+        ("train_fsdp2.py", {"fp8": 1, "bf16": 1}, "FP8, delayed scaling needs a GPU"),
+        ("train_fsdp2.py", {"backend": "te"}, "unknown flag --backend=te"),
+        ("train_fsdp2.py", {"lr_decay_style": "sawtooth"}, "--lr_scheduler_type sawtooth: choose constant, linear"),
+        ("train_fsdp2.py", {"plateau": 0.2}, "--plateau 0.2: goes with --lr_decay_style plateau, not cosine"),
+        ("train_fsdp2.py", {"min_lr": 1}, "--min_lr 1.0: must lie between 0 and --lr 0.001"),
+    ],
+)
+def test_what_cannot_be_had_is_a_line(text, tmp_path, script, flags, said):
+    ranks = 2 if script == "train_ddp_cp.py" else 1
+    printed = train_decoder(text, tmp_path / "out", ranks, expect=2, script=script, **flags)
+    assert said in printed
+    assert "Traceback" not in printed
+    assert not (tmp_path / "out").exists()
