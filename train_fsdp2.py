@@ -47,6 +47,8 @@ class FsdpFlags(Flags):
     def missing(self) -> Iterator[Missing]:
         if self.hsdp_shard_size is not None and self.sharding_strategy != "hybrid":
             yield Missing("--sharding_strategy", "--hsdp_shard_size goes with hybrid", "hybrid")
+        if self.dry_run and self.sharding_strategy == "hybrid" and self.hsdp_shard_size is None:
+            yield Missing("--hsdp_shard_size", "a dry run knows of no nodes", "8")
         if self.param_dtype == "bf16" and not self.bf16:
             yield Missing("--bf16", "--param_dtype bf16 stores what it computes with")
 

@@ -1,7 +1,7 @@
 """Tensors that have a shape and no values: training code runs as it is, and what it would hold is counted.
 
 Floating-point tensors are torch's fake ones, on the CPU by their own account; integers (tokens, boundaries, places) are
-computed, for code reads them. Every storage is counted from the operator that makes it until it is let go, under one of
+computed, for code reads them; places that `topk` finds are dealt out evenly. Every storage is counted from the operator that makes it until it is let go, under one of
 the KINDS; so what a backward pass keeps, and for how long, is found by running the real modules, and not by a formula.
 """
 
@@ -107,7 +107,9 @@ class LiveBytes(TorchDispatchMode):
                 result = func(*args, **kwargs)
         else:
             result = self._made_of_nothing(func, args, kwargs) if all(x.is_meta for x in given) else None
-            result = func(*args, **kwargs) if result is None else result
+            result = self._without_values(func(*args, **kwargs)) if result is None else result
+        if func is torch.ops.aten.topk.default and isinstance(result[0], FakeTensor):
+            result = result[0], _dealt_evenly(result[1].shape, given[0].shape[args[2] if len(args) > 2 else -1])
         made = [x for x in tree_iter(result) if isinstance(x, Tensor) and not x.is_meta]
         exchanged = func.namespace in _EXCHANGE
         for tensor in made:
@@ -130,6 +132,11 @@ class LiveBytes(TorchDispatchMode):
             result = func(*args, **kwargs)
         shape_alone = isinstance(result, Tensor) and result.is_floating_point() and not result.is_meta
         return result if shape_alone else None
+
+    def _without_values(self, result):
+        if isinstance(result, Tensor) and result.is_floating_point() and not result.is_meta:
+            return self._fake.from_tensor(result)
+        return result
 
     def _exchange(self, func, given: list[Tensor], made: list[Tensor]) -> None:
         reduces = "reduce_scatter" in func.__name__
@@ -161,6 +168,11 @@ class LiveBytes(TorchDispatchMode):
         if now > self.peak:
             self.peak, self.at_peak = now, dict(self.bytes)
         self.most_on_host = max(self.most_on_host, self.bytes[HOST])
+
+
+def _dealt_evenly(shape: torch.Size, among: int) -> Tensor:
+    """Places that would follow from values (experts that a router chooses): each as often as any other."""
+    return (torch.arange(shape.numel()) % among).view(shape)
 
 
 def _place(tensor: Tensor) -> int:
