@@ -1,8 +1,8 @@
 """Tensors that have a shape and no values: training code runs as it is, and what it would hold is counted.
 
-Floating-point tensors are torch's fake ones, on the CPU by their own account; integers (tokens, boundaries, places) are
-computed, for code reads them; places that `topk` finds are dealt out evenly. Every storage is counted from the operator that makes it until it is let go, under one of
-the KINDS; so what a backward pass keeps, and for how long, is found by running the real modules, and not by a formula.
+Floating-point tensors are torch's fake ones, on the CPU by their own account; integers (tokens, boundaries, places)
+are computed, for code reads them; places that `topk` finds are dealt out evenly. Every storage is counted from the
+operator that makes it until it is let go, under one of the KINDS; so what a backward pass keeps, and for how long, is found by running the real modules, and not by a formula.
 """
 
 from __future__ import annotations
@@ -177,4 +177,3 @@ def _dealt_evenly(shape: torch.Size, among: int) -> Tensor:
 
 def _place(tensor: Tensor) -> int:
     return tensor.untyped_storage()._cdata
-

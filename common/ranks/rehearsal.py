@@ -60,7 +60,7 @@ def rehearsal(size: int, cp_size: int = 1) -> Iterator[RehearsedWorld]:
 
 
 def exchange_nothing(model: nn.Module) -> None:
-    """Have replicas take their own gradients for the average: a collective without values has no result to wait for."""
+    """Have replicas take their own gradients for the average: a collective without values has no result to await."""
     if isinstance(model, DistributedDataParallel):
         model.register_comm_hook(None, _own)
 

@@ -9,7 +9,6 @@ CPU's. Status 0; 2 and a line where it does not fit.
 
 from __future__ import annotations
 
-import logging
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -19,8 +18,6 @@ from common.model.esm2 import count_parameters
 from common.ranks.live_bytes import BACKWARD, ENDS, GATHERED, GRADIENTS, LAYERS, OPTIMIZER, WEIGHTS
 from common.training.arguments import RunArguments
 from common.training.held_memory import Build, Held, rehearsed
-
-logger = logging.getLogger(__name__)
 
 GIB = 1 << 30
 LABELS = {
@@ -48,7 +45,7 @@ def dry_run(args: RunArguments, build: Build) -> None:
     with rehearsed(args, build) as run:
         held = run.step(args.pack_tokens)
         parameters = count_parameters(run.built.model)
-        largest = largest_pack(lambda tokens: run.step(tokens), held, _room(args), step) if args.device_memory else None
+        largest = largest_pack(run.step, held, _room(args), step) if args.device_memory else None
         remarks = run.built.remarks
     lines = [_heading(args, parameters), *remarks, "", *_table(args, held), "", *_ways(args, build, held)]
     sys.stdout.write("\n".join(lines) + "\n")
@@ -60,9 +57,8 @@ def dry_run(args: RunArguments, build: Build) -> None:
 def largest_pack(step: Callable[[int], Held], known: Held, room: int, multiple: int) -> Held | None:
     """Of packs of a multiple of so many tokens the largest whose peak is within `room` bytes, as it was counted.
 
-    None where not even one fits. known: any pack. A peak is as good as a straight line of a pack's tokens, for attention
-    holds no scores; the line through the two packs nearest to the end is followed until a pack fits and one more
-    multiple would not, by that line.
+    None where not even one fits. known: any pack. A peak is all but a straight line of a pack's tokens, for attention
+    holds no scores; the line through the last two packs is followed until it leads to a pack that was counted.
     """
     first = known if known.tokens >= 2 * multiple else step(multiple)
     second = step(multiple if first is known else 2 * multiple)

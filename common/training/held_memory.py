@@ -2,8 +2,8 @@
 
 The script's own strategy deals out the model, over groups that exchange nothing; then forward and backward pass run on
 a pack, with AdamW's moments there, and every storage is counted for as long as it lives (common.ranks.live_bytes). So
-recomputation, gathered layers, buckets and accumulation count as what they are. Rank 0 has at least as many rows as any
-other.
+recomputation, gathered layers, buckets and accumulation count as what they are. Rank 0 has at least as many rows as
+any other.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from common.ranks.live_bytes import (
     ENDS,
     GATHERED,
     GRADIENTS,
-    HOST,
     LAYERS,
     OPTIMIZER,
     WEIGHTS,
@@ -43,8 +42,9 @@ STATE = (WEIGHTS, GRADIENTS, OPTIMIZER)
 class Held:
     """What a rank holds in a step on packs of so many tokens; bytes.
 
-    peak: of the device, at most; kinds: those of common.ranks.live_bytes, then. In host memory: state_on_host, weights,
-    gradients and moments; activations_on_host, at most; checkpoint_copy, while one is written in the background.
+    peak: of the device, at most; kinds: those of common.ranks.live_bytes, then. In host memory: state_on_host,
+    weights, gradients and moments; activations_on_host, at most; checkpoint_copy, while one is written in the
+    background.
     """
 
     tokens: int
