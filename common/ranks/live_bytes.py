@@ -2,7 +2,8 @@
 
 Floating-point tensors are torch's fake ones, on the CPU by their own account; integers (tokens, boundaries, places)
 are computed, for code reads them; places that `topk` finds are dealt out evenly. Every storage is counted from the
-operator that makes it until it is let go, under one of the KINDS; so what a backward pass keeps, and for how long, is found by running the real modules, and not by a formula.
+operator that makes it until it is let go, under one of the KINDS; so what a backward pass keeps, and for how long, is
+found by running the real modules, and not by a formula.
 """
 
 from __future__ import annotations
