@@ -1,4 +1,4 @@
-"""What --dry_run says of a rank's memory, beside what torch's own allocator held in real runs of two steps on CPU ranks.
+"""What --dry_run says of a rank's memory, beside what torch's allocator held in real runs of two steps on CPU ranks.
 
     python -m benchmarks.dry_run [--output table.md]
 
