@@ -96,8 +96,8 @@ def test_recomputed_and_offloaded_activations_leave_the_device():
     ways = (["none"], ["selective"], ["full"], ["full", "--offload_activations"])
     held = [predicted(FSDP, 4, argv, f"--activation_checkpointing={way}", *more) for way, *more in ways]
     assert [h.peak for h in held] == sorted((h.peak for h in held), reverse=True)
-    # The input of each of six layers, fp32
-    assert held[3].activations_on_host == 6 * 4096 * 320 * 4
+    # What each of six layers is given: fp32 tokens, and where four sequences begin and the last one ends, int32
+    assert held[3].activations_on_host == 6 * (4096 * 320 * 4 + 5 * 4)
     assert held[2].activations_on_host == 0
 
 
