@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -83,24 +82,25 @@ BF16_PRODUCTS = _ONEDNN and this_cpu().has_bf16_products(os.environ)
 FP32_BY_ONEDNN = _ONEDNN and torch.backends.mkl.is_available() and this_cpu().multiplies_fp32_by_onednn(os.environ)
 
 
-_AS_ON_A_GPU = ContextVar("as on a GPU", default=False)
+_as_on_a_gpu = False  # a plain name: torch.compile looks into what reads it
 
 
 @contextmanager
 def as_on_a_gpu() -> Iterator[None]:
     """Have the model go a GPU's ways, with tensors that have no values: what such a run would hold can be counted."""
-    token = _AS_ON_A_GPU.set(True)
+    global _as_on_a_gpu
+    before, _as_on_a_gpu = _as_on_a_gpu, True
     try:
         yield
     finally:
-        _AS_ON_A_GPU.reset(token)
+        _as_on_a_gpu = before
 
 
 def device_type(x: Tensor) -> str:
     """Of the device whose ways a model is to go with x: `cpu`, `cuda`."""
-    return "cuda" if _AS_ON_A_GPU.get() else x.device.type
+    return "cuda" if _as_on_a_gpu else x.device.type
 
 
 def is_as_on_a_gpu() -> bool:
     """Whether a model is to go a GPU's ways without one."""
-    return _AS_ON_A_GPU.get()
+    return _as_on_a_gpu
