@@ -73,6 +73,11 @@ class CausalArguments(DecayFlags, RunArguments, TextFlags, IdleFlags, DecoderFla
     )
 
     @property
+    def pack_tokens(self) -> int:
+        """How long a pack is."""
+        return self.per_device_train_batch_size * self.max_seq_length
+
+    @property
     def batch(self) -> tuple[int, str]:
         """How much a pack is, and of what."""
         return self.per_device_train_batch_size, f"contexts of {self.max_seq_length} tokens"
