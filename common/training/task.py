@@ -1,8 +1,8 @@
 """What the tasks have in common: how a rank's share of the steps is loaded.
 
-The trainer knows a task's methods and nothing else of batches and model: `open`, `steps`, `counts`, `loss_sum`, `flops`,
-`evaluate`, `summary`, `baseline`, `line`, `exported`, `export` (common.training.masked_lm tells them); a dry run, which
-opens no data, takes an `example`.
+The trainer knows a task's methods and nothing else of batches and model: `open`, `steps`, `counts`, `loss_sum`,
+`flops`, `evaluate`, `summary`, `baseline`, `line`, `exported`, `export` (common.training.masked_lm tells them); a dry
+run, which opens no data, takes an `example`.
 """
 
 from __future__ import annotations
