@@ -56,7 +56,7 @@ class CheckpointFlags(Flags):
     save_total_limit: int | None = flag(None, "Keep the newest N checkpoints.")
     async_save: bool = flag(True, "Write checkpoints in the background.")
     resume_from_checkpoint: str | None = flag(
-        None, "A checkpoint directory; `false`: none. Default: the newest complete one of --output_dir."
+        None, "A checkpoint, or a directory of them (its newest); `false`: none. Default: that of --output_dir."
     )
 
     def missing(self) -> Iterator[Missing]:
