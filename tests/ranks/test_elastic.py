@@ -22,8 +22,9 @@ class Agent:
     """One node's torchrun, in a process group of its own."""
 
     def __init__(self, log, endpoint: str, job: str, argv: list[str]):
-        # Waits of seconds instead of minutes, as a small machine can afford them.
-        patience = "join_timeout=60,last_call_timeout=1,keep_alive_interval=1,keep_alive_max_attempt=6"
+        # Waits of seconds instead of minutes; a node that a busy machine keeps from its heartbeat would be taken for
+        # dead, and both then wait for ever.
+        patience = "join_timeout=60,last_call_timeout=1,keep_alive_interval=1,keep_alive_max_attempt=10"
         self.log = log
         command = [python(), "-m", "torch.distributed.run", "--nnodes=1:2", "--nproc_per_node=1"]
         command += ["--max_restarts=10", "--rdzv_backend=c10d", f"--rdzv_endpoint={endpoint}", f"--rdzv_id={job}"]
