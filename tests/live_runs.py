@@ -56,7 +56,10 @@ def wait_until(
 
 
 class LiveRun:
-    """A script's `main` in `nproc` forked processes. A context manager: nothing it started survives it."""
+    """A script's `main` in `nproc` forked processes. A context manager: nothing it started survives it.
+
+    flags: of the tiny ESM-2 on `dataset_dir`; or argv: a command line of another model's.
+    """
 
     def __init__(
         self,
@@ -66,13 +69,14 @@ class LiveRun:
         nproc: int = 1,
         env: dict | None = None,
         script: str = "train_ddp.py",
+        argv: list[str] | None = None,
         **flags,
     ):
         self.output_dir = output_dir
         logs.mkdir(parents=True, exist_ok=True)
         number = len(list(logs.iterdir()))
         self.logs = [logs / f"{number}-rank{rank}.log" for rank in range(nproc)]
-        port, argv = _free_port(), flags_of(dataset_dir, output_dir, **flags)
+        port, argv = _free_port(), argv or flags_of(dataset_dir, output_dir, **flags)
         self.processes = [
             context().Process(target=_as_rank, args=(rank, nproc, port, log, _main_with, (argv, script, env or {})))
             for rank, log in enumerate(self.logs)
