@@ -49,11 +49,11 @@ class CausalLM(Task):
 
     def __init__(self, built: Built, flags: CausalArguments, world: World):
         self.built, self.flags, self.world = built, flags, world
-        parameters = count_parameters(built.model)
-        logger.info("Created model with total parameters: %d (%.2f B)", parameters, parameters / 1e9)
 
     def open(self, evaluates: bool) -> None:
         """Tokenizer and data; all ranks together."""
+        parameters = count_parameters(self.built.model)
+        logger.info("Created model with total parameters: %d (%.2f B)", parameters, parameters / 1e9)
         self.tokenizer = open_tokenizer(self.flags.tokenizer, self.world)
         with self.world.together():
             check_vocabulary(self.tokenizer, self.built.config.vocab_size)
