@@ -22,7 +22,7 @@ if [ $# -eq 0 ]; then
   .venv/bin/lint-imports --no-cache
   .venv/bin/yamllint --strict configs kubernetes .yamllint.yaml
   # shellcheck disable=SC2046  # file names here have no spaces
-  .venv/bin/shellcheck $(git ls-files '*.sh' .ci/run 2>/dev/null || ls ./*.sh .ci/run)
+  .venv/bin/shellcheck $(git ls-files '*.sh' '*.sbatch' .ci/run 2>/dev/null || ls ./*.sh .ci/run)
   .venv/bin/hadolint Dockerfile Dockerfile.cuda
 fi
 

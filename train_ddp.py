@@ -13,11 +13,12 @@ import common  # noqa: F401  # isort: skip  (before torch: see there)
 from dataclasses import dataclass
 
 from common.cli import UserError, run
-from common.ranks.run import distributed_run
-from common.ranks.strategy import ReplicaFlags, replicate
+from common.ranks.strategy import ReplicaFlags, Strategy, replicate
+from common.ranks.world import World
+from common.training.built import Built
 from common.training.load_model import load_model
+from common.training.start import start
 from common.training.tasks import parse_run
-from common.training.trainer import train
 
 
 @dataclass
@@ -27,14 +28,11 @@ class DdpFlags(ReplicaFlags):
             raise UserError(f"--cp_size {self.cp_size}: here every rank has packs of its own: use train_ddp_cp.py")
 
 
-def main() -> None:
-    args = parse_run(__doc__, DdpFlags)
-    with distributed_run(args) as world:
-        built = load_model(args, world)
-        # All ranks have made the same weights; sent, those in FP8 would be rounded again.
-        strategy = replicate(built.model, world, args, init_sync=built.precision.masters is None)
-        train(strategy, built, args, world)
+def build(args: DdpFlags, world: World) -> tuple[Strategy, Built]:
+    built = load_model(args, world)
+    # All ranks have made the same weights; sent, those in FP8 would be rounded again.
+    return replicate(built.model, world, args, init_sync=built.precision.masters is None), built
 
 
 if __name__ == "__main__":
-    run(main)
+    run(lambda: start(parse_run(__doc__, DdpFlags), build))

@@ -12,11 +12,12 @@ import common  # noqa: F401  # isort: skip  (before torch: see there)
 from dataclasses import dataclass
 
 from common.cli import flag, run
-from common.ranks.run import distributed_run
-from common.ranks.strategy import ReplicaFlags, replicate
+from common.ranks.strategy import ReplicaFlags, Strategy, replicate
+from common.ranks.world import World
+from common.training.built import Built
 from common.training.load_model import load_model
+from common.training.start import start
 from common.training.tasks import parse_run
-from common.training.trainer import train
 
 
 @dataclass
@@ -24,12 +25,10 @@ class DdpCpFlags(ReplicaFlags):
     cp_size: int = flag(2, "Ranks that share a pack, neighbours in rank.")
 
 
-def main() -> None:
-    args = parse_run(__doc__, DdpCpFlags, without_flags="sanity_cp.yaml")
-    with distributed_run(args) as world:
-        built = load_model(args, world)
-        train(replicate(built.model, world, args), built, args, world)
+def build(args: DdpCpFlags, world: World) -> tuple[Strategy, Built]:
+    built = load_model(args, world)
+    return replicate(built.model, world, args), built
 
 
 if __name__ == "__main__":
-    run(main)
+    run(lambda: start(parse_run(__doc__, DdpCpFlags, without_flags="sanity_cp.yaml"), build))

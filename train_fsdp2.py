@@ -19,12 +19,12 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 from common.cli import Flags, Missing, UserError, flag, run
 from common.model.recompute import MODES, mode_of, save_activations
 from common.ranks.mesh import replicas_and_shards
-from common.ranks.run import distributed_run
-from common.ranks.strategy import FullySharded
+from common.ranks.strategy import FullySharded, Strategy
 from common.ranks.world import World
+from common.training.built import Built
 from common.training.load_model import load_model
+from common.training.start import start
 from common.training.tasks import parse_run
-from common.training.trainer import train
 
 STRATEGIES = {
     "full": "weights too are gathered anew for the backward pass (ZeRO-3)",
@@ -47,6 +47,8 @@ class FsdpFlags(Flags):
     def missing(self) -> Iterator[Missing]:
         if self.hsdp_shard_size is not None and self.sharding_strategy != "hybrid":
             yield Missing("--sharding_strategy", "--hsdp_shard_size goes with hybrid", "hybrid")
+        if self.dry_run and self.sharding_strategy == "hybrid" and self.hsdp_shard_size is None:
+            yield Missing("--hsdp_shard_size", "a dry run knows of no nodes", "8")
         if self.param_dtype == "bf16" and not self.bf16:
             yield Missing("--bf16", "--param_dtype bf16 stores what it computes with")
 
@@ -88,19 +90,17 @@ def shard(model: nn.Module, world: World, args: FsdpFlags) -> None:
         layer.set_modules_to_forward_prefetch(layers[number + 1 : number + 1 + args.forward_prefetch])
 
 
-def main() -> None:
-    args = parse_run(__doc__, FsdpFlags)
-    with distributed_run(args) as world:
-        selective = args.activation_checkpointing == "selective"
-        built = load_model(
-            args,
-            world,
-            shard=lambda model: shard(model, world, args),
-            device=torch.device("cpu") if args.cpu_offload else None,
-            torch_only=("--activation_checkpointing selective",) * selective,
-        )
-        train(FullySharded(built.model, args.sync_each_batch), built, args, world)
+def build(args: FsdpFlags, world: World) -> tuple[Strategy, Built]:
+    selective = args.activation_checkpointing == "selective"
+    built = load_model(
+        args,
+        world,
+        shard=lambda model: shard(model, world, args),
+        device=torch.device("cpu") if args.cpu_offload else None,
+        torch_only=("--activation_checkpointing selective",) * selective,
+    )
+    return FullySharded(built.model, args.sync_each_batch), built
 
 
 if __name__ == "__main__":
-    run(main)
+    run(lambda: start(parse_run(__doc__, FsdpFlags), build))

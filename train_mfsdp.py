@@ -17,10 +17,12 @@ from torch import nn
 from common.cli import Flags, Missing, UserError, flag, run
 from common.model.recompute import MODES, mode_of, save_activations
 from common.ranks.megatron import STRATEGIES, Layout, MegatronSharded
-from common.ranks.run import distributed_run
+from common.ranks.strategy import Strategy
+from common.ranks.world import World
+from common.training.built import Built
 from common.training.load_model import load_model
+from common.training.start import start
 from common.training.tasks import parse_run
-from common.training.trainer import train
 
 
 @dataclass
@@ -55,6 +57,11 @@ class MegatronFlags(Flags):
         self.require_choice("zero_dp_strategy", STRATEGIES)
         self.activation_checkpointing = mode_of(self.activation_checkpointing)
         self.require_choice("activation_checkpointing", MODES)
+        if self.dry_run:
+            raise UserError(
+                "--dry_run: Megatron-FSDP makes its buffers on CUDA alone: train_fsdp2.py --dry_run is the nearest "
+                "(--sharding_strategy full for optim_grads_params, grad_op for optim_grads)"
+            )
         for flag_given, reason in self.refused():
             raise UserError(f"{flag_given}: {reason}")
 
@@ -102,20 +109,17 @@ class MegatronFlags(Flags):
         )
 
 
-def main() -> None:
-    args = parse_run(__doc__, MegatronFlags)
-    with distributed_run(args) as world:
-        strategy = MegatronSharded(args.layout(), world)
+def build(args: MegatronFlags, world: World) -> tuple[Strategy, Built]:
+    strategy = MegatronSharded(args.layout(), world)
 
-        def shard(model: nn.Module) -> None:
-            save_activations(list(model.layers), args.activation_checkpointing, offload=False)
-            strategy.shard(model)
+    def shard(model: nn.Module) -> None:
+        save_activations(list(model.layers), args.activation_checkpointing, offload=False)
+        strategy.shard(model)
 
-        selective = args.activation_checkpointing == "selective"
-        torch_only = ("--activation_checkpointing selective",) * selective
-        built = load_model(args, world, shard, torch_only=torch_only)
-        train(strategy, built, args, world)
+    selective = args.activation_checkpointing == "selective"
+    torch_only = ("--activation_checkpointing selective",) * selective
+    return strategy, load_model(args, world, shard, torch_only=torch_only)
 
 
 if __name__ == "__main__":
-    run(main)
+    run(lambda: start(parse_run(__doc__, MegatronFlags), build))

@@ -67,14 +67,19 @@ class Flags:
     it looks at what it declares in a method `check`, which raises UserError; nothing is written after that.
 
     instead_of: {flag: those it stands in the place of}. Given on a command line, it puts away what a file of flags
-    says of them.
+    says of them. does_without: flags that are not missing after all, for what is asked for (a dry run, say).
     """
 
     instead_of: ClassVar[dict[str, tuple[str, ...]]] = {}
 
+    @property
+    def does_without(self) -> tuple[str, ...]:
+        return ()
+
     def __post_init__(self) -> None:
         kinds = list(reversed(type(self).__mro__))
         lacking = [each for kind in kinds if "missing" in vars(kind) for each in kind.missing(self)]
+        lacking = [each for each in lacking if each.flag not in self.does_without]
         if lacking:
             each_once: dict[str, Missing] = {}
             for each in lacking:

@@ -26,6 +26,7 @@ export IMAGE_URI=${IMAGE_URI:-${REGISTRY}${DOCKER_IMAGE_NAME}:${TAG}}
 export TARGET_PATH=${TARGET_PATH:-/fsx-shared/esm}
 export OUTPUT_DIR=${OUTPUT_DIR:-/fsx-shared}
 
+# For train-clm-template.yaml a decoder: llama2_{7b,13b,70b}, llama3_1_{8b,70b}, llama3_2_{1b,3b}, mathstral_7b, mistral_8x7b.
 export MODEL=${MODEL:-facebook/esm2_t36_3B_UR50D}
 
 # Nodes, and what each has. EFA devices: p4d 4, p5 32, p5en 16, p6-b200 8, g5.8xlarge 1. 0 where there are none.
@@ -38,6 +39,9 @@ export HUGEPAGES=${HUGEPAGES:-5120Mi}
 
 # Ranks that share a pack, neighbours, for train-ddp-cp-template.yaml. It divides NUM_NODES x GPU_PER_NODE.
 export CP_SIZE=${CP_SIZE:-2}
+
+# The text that train-clm-template.yaml trains on, and what cuts it: `model` is the tokenizer that MODEL was published with.
+export TEXT_FLAGS=${TEXT_FLAGS:---dataset=allenai/c4 --dataset_config_name=en --tokenizer=model}
 
 # Further flags of the scripts; they win over those of the templates. The guides' short first run, of 100,000 proteins:
 # TRAIN_FLAGS as in docs/slurm.md, "The guides' run".

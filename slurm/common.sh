@@ -1,7 +1,8 @@
 # What the job scripts share; they source it from the repository's root, before anything else.
 #
 #   launch ARGS...               run torchrun's ARGS on all nodes of the job
-#   train SCRIPT ARGS...         the same for a train script, with MODEL, DATASET_DIR and OUTPUT_DIR; requeues the job
+#   train SCRIPT ARGS...         the same for ESM-2's pretraining, with MODEL, DATASET_DIR and OUTPUT_DIR; requeues the job
+#   pretrain SCRIPT ARGS...      what is the same for any model: preflight, training with ARGS alone, starting again
 #   on_one_node ARGS...          run python ARGS on the first node
 # shellcheck shell=bash
 set -euo pipefail
@@ -41,7 +42,9 @@ if [ -n "$CONTAINER_IMAGE" ]; then
   [[ $(srun --help) == *--container-image* ]] ||
     lacks "CONTAINER_IMAGE=$CONTAINER_IMAGE, but this Slurm has no pyxis: set it to nothing for a venv"
   echo "Steps run in the container $CONTAINER_IMAGE"
-  mounts=$PWD:$PWD,$TARGET_PATH:$TARGET_PATH${CONTAINER_MOUNTS:+,$CONTAINER_MOUNTS}
+  mounts=$PWD:$PWD
+  [ "$TARGET_PATH" = "$PWD" ] || mounts+=,$TARGET_PATH:$TARGET_PATH
+  mounts+=${CONTAINER_MOUNTS:+,$CONTAINER_MOUNTS}
   steps+=(--container-image="$CONTAINER_IMAGE" --container-mounts="$mounts" --container-workdir="$PWD")
   steps+=(--no-container-remap-root)
   python=python
@@ -107,9 +110,9 @@ launch() {
     --rdzv_id="$SLURM_JOB_ID.$restarts.$attempt" "$@"
 }
 
-# Ranks a node, where NPROC_PER_NODE is not set: the GPUs that the job asked Slurm for, which node.sh counts; else, where
-# Slurm manages none, those of the driver. gpus_per_node: how many of them the preflight is to find; empty: as many as
-# there are ranks.
+# Ranks a node, where NPROC_PER_NODE is not set: the GPUs that the job asked Slurm for, which node.sh counts; else
+# GPUS_PER_NODE, which the steps of an exclusive job may ask for by themselves; else, where Slurm manages none, those of
+# the driver. gpus_per_node: how many of them the preflight is to find; empty: as many as there are ranks.
 gpus_per_node=""
 count_gpus() {
   [ -z "$NPROC_PER_NODE" ] || return 0
@@ -118,7 +121,13 @@ count_gpus() {
     gpus_per_node=${SLURM_GPUS_PER_NODE:-}
     gpus_per_node=${gpus_per_node##*:} # of h200:8
   elif [[ $(sinfo --noheader --nodes="$SLURM_JOB_NODELIST" --format=%G) == *gpu* ]]; then
-    lacks "this job has no GPUs: submit with --gpus-per-node=N, or set NPROC_PER_NODE to train on CPUs (see slurm/env.sh)"
+    [ -n "$GPUS_PER_NODE" ] ||
+      lacks "this job has no GPUs: submit with --gpus-per-node=N, or set NPROC_PER_NODE to train on CPUs (see slurm/env.sh)"
+    gpus_per_node=$GPUS_PER_NODE
+    steps+=(--gpus-per-node="$GPUS_PER_NODE")
+  elif [ -n "$GPUS_PER_NODE" ]; then
+    gpus_per_node=$GPUS_PER_NODE
+    NPROC_PER_NODE=$gpus_per_node
   else
     gpus_per_node=$(nvidia-smi -L 2>/dev/null | grep -c '^GPU ' || true)
     NPROC_PER_NODE=$gpus_per_node
@@ -143,33 +152,40 @@ check_cp_size() {
     echo "warning: --cp_size $size on $each ranks a node: keys cross the network in every layer" >&2
 }
 
-# Of every training job, before its own flags; kubernetes/train-*-template.yaml have the same.
+# Of ESM-2's training jobs, before their own flags; kubernetes/train-*-template.yaml have the same.
 defaults=(
   --bf16 --do_eval --num_train_epochs=1 --max_seq_length=512 --per_device_train_batch_size=8
   --gradient_accumulation_steps=1 --save_total_limit=3 --dataloader_num_workers=2
 )
 
 train() {
-  local script=$1 status=0 lost=""
+  local script=$1
   shift
   [ -n "$MODEL" ] || lacks "MODEL is not set: say facebook/esm2_t33_650M_UR50D (see slurm/env.sh)"
   [ -z "$DATASET_DIR" ] || [ -d "$DATASET_DIR" ] ||
     lacks "DATASET_DIR=$DATASET_DIR: no such directory on $(hostname): run slurm/submit_data.sh first"
+  looked_at=(${DATASET_DIR:+--dataset_dir="$DATASET_DIR"} --output_dir="$OUTPUT_DIR")
+  pretrain "$script" --config_name="$MODEL" "${looked_at[@]}" "${defaults[@]}" "$@"
+}
+
+# looked_at: flags of the run that the preflight has, too.
+looked_at=()
+pretrain() {
+  local status=0 lost=""
   count_gpus
   check_cp_size "$@"
   all_there
-  local data=(${DATASET_DIR:+--dataset_dir="$DATASET_DIR"} --output_dir="$OUTPUT_DIR")
   if [ "$PREFLIGHT" != off ]; then
     local checks=(--fail_on="$PREFLIGHT") more=()
     if [[ $gpus_per_node =~ ^[0-9]+$ ]]; then checks+=(--gpus_per_node="$gpus_per_node"); fi
     read -ra more <<<"$PREFLIGHT_FLAGS"
-    launch -m common.preflight "${data[@]}" "${checks[@]}" ${more[@]+"${more[@]}"} || status=$?
+    launch -m common.preflight "${looked_at[@]}" "${checks[@]}" ${more[@]+"${more[@]}"} || status=$?
   fi
   # What ends a run but is no fault of the user's (a rank out of memory, a failed collective, a node that was away)
   # starts again: here if all nodes are free, else from the queue. The third start in a row that makes no new checkpoint
   # ends with 2 (common/ranks/starts.py).
   while [ "$status" -eq 0 ]; do
-    launch "$script" --config_name="$MODEL" "${data[@]}" "${defaults[@]}" "$@" || status=$?
+    launch "$@" || status=$?
     case $status in
       0 | 2 | "$PREEMPTED") break ;;
     esac

@@ -2,19 +2,29 @@
 #   MODEL=facebook/esm2_t36_3B_UR50D sbatch slurm/train_fsdp.sh
 # shellcheck shell=bash disable=SC2034
 
-# Where data and results go: a directory on a filesystem that all nodes share. No default.
+# Where data and results go: a directory on a filesystem that all nodes share. No default; for decoders the repository.
 : "${TARGET_PATH:=}"
-# The model: facebook/esm2_t{6_8M,12_35M,30_150M,33_650M,36_3B,48_15B}_UR50D. No default.
+# The model: facebook/esm2_t{6_8M,12_35M,30_150M,33_650M,36_3B,48_15B}_UR50D; for train_clm.sh a decoder: llama2_{7b,13b,70b},
+# llama3_1_{8b,70b}, llama3_2_{1b,3b}, mathstral_7b, mistral_8x7b, a directory or a name on the Hub. No default.
 : "${MODEL:=}"
 # Proteins to train on, as slurm/preprocess.sh writes them. Set it to nothing to pass --dataset instead.
 : "${DATASET_DIR=${TARGET_PATH:+$TARGET_PATH/processed/arrow}}"
-# Checkpoints, metrics and final_model/. Default: $TARGET_PATH/out-ddp, out-ddp-cp, out-fsdp or out-mfsdp. Another model
-# needs another one.
+# train_clm.sh's own: text to train on, read in place: a dataset on the Hub, or files; `en` is C4's English. Set it to
+# nothing to pass --dataset_dir instead.
+: "${DATASET=allenai/c4}"
+if [ "$DATASET" = allenai/c4 ]; then : "${DATASET_CONFIG_NAME:=en}"; fi
+: "${DATASET_CONFIG_NAME:=}"
+# What cuts the text: a name on the Hub, a directory, or `bytes`. Default: the one that a named MODEL was published with.
+: "${TOKENIZER:=}"
+# Checkpoints, metrics and final_model/. Default: $TARGET_PATH/out-ddp, out-ddp-cp, out-fsdp, out-mfsdp or out-clm/MODEL.
+# Another model needs another one.
 : "${OUTPUT_DIR:=}"
 
 # Ranks a node. Default: the GPUs that Slurm gives the job there; where it manages none, those that `nvidia-smi -L` lists on
 # the first node. Set it on CPUs.
 : "${NPROC_PER_NODE:=}"
+# GPUs of a node, for an exclusive job that was submitted without --gpus-per-node.
+: "${GPUS_PER_NODE:=}"
 # Ranks that share a pack, neighbours; train_ddp_cp.sh's own. It divides the ranks of the job.
 : "${CP_SIZE:=2}"
 

@@ -18,7 +18,7 @@ from tests.training_fixtures import dataset  # noqa: F401
 
 ROOT = Path(__file__).resolve().parent.parent
 # An image holds the code and its tests, not what is around it: no documentation, no scripts of a cluster.
-AROUND = ["ops", "test_readme.py", "test_diagnosing.py", "test_flags.py"]
+AROUND = ["ops", "test_readme.py", "test_diagnosing.py", "test_flags.py", "test_decoders_page.py"]
 collect_ignore = [] if (ROOT / "README.md").exists() else AROUND
 REAL_FASTA = ROOT.parent / "shared" / "data" / "uniref90_sample_8k.fasta.gz"
 

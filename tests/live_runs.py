@@ -36,19 +36,30 @@ TIMES = (
 )
 
 
-def wait_until(happened: Callable[[], bool], alive: Callable[[], bool] = lambda: True, poll: float = 0.0005) -> bool:
-    """Poll until it happened (True) or nothing is alive that could make it happen (False)."""
+def wait_until(
+    happened: Callable[[], bool],
+    alive: Callable[[], bool] = lambda: True,
+    poll: float = 0.0005,
+    said: Callable[[], str] = str,
+) -> bool:
+    """Poll until it happened (True) or nothing is alive that could make it happen (False).
+
+    said: what an observer wants to read where neither comes.
+    """
     deadline = time.monotonic() + TIMEOUT_S
     while not happened():
         if not alive():
             return happened()
-        assert time.monotonic() < deadline, "nothing happened"
+        assert time.monotonic() < deadline, f"nothing happened:\n{said()}"
         time.sleep(poll)
     return True
 
 
 class LiveRun:
-    """A script's `main` in `nproc` forked processes. A context manager: nothing it started survives it."""
+    """A script's `main` in `nproc` forked processes. A context manager: nothing it started survives it.
+
+    flags: of the tiny ESM-2 on `dataset_dir`; or argv: a command line of another model's.
+    """
 
     def __init__(
         self,
@@ -58,13 +69,14 @@ class LiveRun:
         nproc: int = 1,
         env: dict | None = None,
         script: str = "train_ddp.py",
+        argv: list[str] | None = None,
         **flags,
     ):
         self.output_dir = output_dir
         logs.mkdir(parents=True, exist_ok=True)
         number = len(list(logs.iterdir()))
         self.logs = [logs / f"{number}-rank{rank}.log" for rank in range(nproc)]
-        port, argv = _free_port(), flags_of(dataset_dir, output_dir, **flags)
+        port, argv = _free_port(), argv or flags_of(dataset_dir, output_dir, **flags)
         self.processes = [
             context().Process(target=_as_rank, args=(rank, nproc, port, log, _main_with, (argv, script, env or {})))
             for rank, log in enumerate(self.logs)
@@ -97,7 +109,7 @@ class LiveRun:
         return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
     def until(self, happened: Callable[[], bool]) -> None:
-        assert wait_until(happened, self.alive), f"ended before:\n{self.said()}"
+        assert wait_until(happened, self.alive, said=self.said), f"ended before:\n{self.said()}"
 
     def until_said(self, text: str, rank: int = 0) -> None:
         self.until(lambda: text in self.said(rank))

@@ -31,6 +31,13 @@ class Pack:
         nothing = np.zeros(0, dtype=np.int64)
         return cls(nothing, nothing, nothing, epoch)
 
+    @classmethod
+    def of_length(cls, tokens: int, longest: int) -> Pack:
+        """A pack of so many tokens (at least 1) in sequences as long as they may be, the last one shorter."""
+        lengths = np.full(-(-tokens // longest), longest, dtype=np.int64)
+        lengths[-1] -= lengths.sum() - tokens
+        return cls(np.arange(len(lengths)), np.zeros_like(lengths), lengths, 0)
+
 
 @dataclass(frozen=True)
 class Window:

@@ -16,6 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from common.model.cpu import device_type
+
 
 def rotary_angles(positions: Tensor, head_dim: int, base: float = 10000.0) -> Tensor:
     """Angles of the rotary embedding, fp32 [T, D/2], for integer positions [T] (RoFormer, eq. 34)."""
@@ -43,7 +45,7 @@ def packed_attention(qkv: Tensor, cos: Tensor, sin: Tensor, cu_seqlens: Tensor, 
     (on the CPU too when qkv is there), max_seqlen the longest sequence. Returns [T, H * D]. Scores are scaled by
     1/sqrt(D).
     """
-    if qkv.device.type == "cpu" and qkv.dtype in (torch.float32, torch.bfloat16):
+    if device_type(qkv) == "cpu" and qkv.dtype in (torch.float32, torch.bfloat16):
         return _cpu_attention(qkv, cos, sin, cu_seqlens)
     q, k, v = qkv.unbind(2)
     return rotated_attention(rotate(q, cos, sin), rotate(k, cos, sin), v, cu_seqlens, max_seqlen)
@@ -51,7 +53,7 @@ def packed_attention(qkv: Tensor, cos: Tensor, sin: Tensor, cu_seqlens: Tensor, 
 
 def has_varlen_kernel(q: Tensor) -> bool:
     """Whether there is a fused kernel for packs of such numbers."""
-    return q.device.type == "cuda" and q.dtype in (torch.float16, torch.bfloat16)
+    return device_type(q) == "cuda" and q.dtype in (torch.float16, torch.bfloat16)
 
 
 def rotated_attention(
@@ -103,7 +105,7 @@ def causal_attention(
 def _causal_by_sequence(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int) -> Tensor:
     """On a CPU bf16 numbers are widened, as by `_CpuAttention`."""
     dtype = q.dtype
-    if q.device.type == "cpu" and dtype == torch.bfloat16:
+    if device_type(q) == "cpu" and dtype == torch.bfloat16:
         q, k, v = q.float(), k.float(), v.float()
     with torch.autocast(q.device.type, enabled=False):
         return rotated_attention(q, k, v, cu_seqlens, max_seqlen, causal=True).to(dtype)

@@ -7,11 +7,13 @@ the same path, and so ends with the same bits. Measured: benchmarks/results/cpu_
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 # ONEDNN_MAX_CPU_ISA (documented by oneDNN) keeps that library below what the CPU has.
 _ONEDNN_WITHOUT_AVX512 = ("sse41", "avx", "avx2", "avx2_vnni", "avx2_vnni_2")
@@ -78,3 +80,27 @@ def this_cpu() -> Cpu:
 _ONEDNN = torch.backends.mkldnn.is_available()
 BF16_PRODUCTS = _ONEDNN and this_cpu().has_bf16_products(os.environ)
 FP32_BY_ONEDNN = _ONEDNN and torch.backends.mkl.is_available() and this_cpu().multiplies_fp32_by_onednn(os.environ)
+
+
+_as_on_a_gpu = False  # a plain name: torch.compile looks into what reads it
+
+
+@contextmanager
+def as_on_a_gpu() -> Iterator[None]:
+    """Have the model go a GPU's ways, with tensors that have no values: what such a run would hold can be counted."""
+    global _as_on_a_gpu
+    before, _as_on_a_gpu = _as_on_a_gpu, True
+    try:
+        yield
+    finally:
+        _as_on_a_gpu = before
+
+
+def device_type(x: Tensor) -> str:
+    """Of the device whose ways a model is to go with x: `cpu`, `cuda`."""
+    return "cuda" if _as_on_a_gpu else x.device.type
+
+
+def is_as_on_a_gpu() -> bool:
+    """Whether a model is to go a GPU's ways without one."""
+    return _as_on_a_gpu

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from common.model.cpu import BF16_PRODUCTS, FP32_BY_ONEDNN
+from common.model.cpu import BF16_PRODUCTS, FP32_BY_ONEDNN, device_type
 
 ROWS_PER_THREAD = 512  # that are widened at a time: 2.6 MB of fp32 for the widest operand of the 8M model
 
@@ -30,7 +30,7 @@ class Linear(nn.Linear):
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """`F.linear` for x [..., in], weight [out, in], bias [out]; by autocast's rules where that is on."""
-    if x.device.type != "cpu" or x.dim() != 2:
+    if device_type(x) != "cpu" or x.dim() != 2:
         return F.linear(x, weight, bias)
     if not BF16_PRODUCTS and _autocast_to_bf16() and x.dtype != torch.float64:
         x, weight = x.bfloat16(), weight.bfloat16()
@@ -42,7 +42,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 def gradients(grad: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     """What `linear` gives back: grad W and grad^T x, for grad [m, out], x [m, in] and W [out, in] of one dtype."""
-    if x.device.type == "cpu" and _takes(x, weight):
+    if device_type(x) == "cpu" and _takes(x, weight):
         return _gradients(grad, x, weight, True, True)
     return grad @ weight, grad.t() @ x
 

@@ -7,8 +7,10 @@ from functools import partial
 
 import torch
 from torch import nn
-from torch.autograd.graph import save_on_cpu
+from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from common.model.cpu import is_as_on_a_gpu
 
 MODES = ("none", "selective", "full")
 
@@ -54,7 +56,13 @@ def _policy(context, operator, *args, **kwargs) -> CheckpointPolicy:
 
 def _offloaded(forward: Callable) -> Callable:
     def call(*args):
-        with save_on_cpu(pin_memory=torch.cuda.is_available()):
+        with _in_host_memory():
             return forward(*args)
 
     return call
+
+
+def _in_host_memory() -> saved_tensors_hooks:
+    if is_as_on_a_gpu():  # where there is no other device to leave and come back to
+        return saved_tensors_hooks(lambda x: torch.empty_like(x, pin_memory=True), torch.clone)
+    return save_on_cpu(pin_memory=torch.cuda.is_available())

@@ -86,7 +86,7 @@ def replicate(model: nn.Module, world: World, flags: ReplicaFlags, init_sync: bo
     replica = DistributedDataParallel(
         model,
         device_ids=[world.local_rank] if world.device.type == "cuda" else None,
-        init_sync=init_sync,
+        init_sync=init_sync and not world.rehearsed,
         bucket_cap_mb=flags.ddp_bucket_cap_mb,
         gradient_as_bucket_view=True,
     )

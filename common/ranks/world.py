@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
+from typing import ClassVar
 
 import torch
 import torch.distributed as dist
@@ -54,7 +55,12 @@ class Mesh:
 
 @dataclass
 class World:
-    """The process' place in the run. Without torchrun: a world of one."""
+    """The process' place in the run. Without torchrun: a world of one.
+
+    rehearsed: nothing is computed, so that no value is needed (common.ranks.rehearsal).
+    """
+
+    rehearsed: ClassVar[bool] = False
 
     rank: int
     local_rank: int

@@ -17,12 +17,13 @@ from common.precision.stats_plan import StatsFlags
 from common.ranks.run import ProcessFlags
 from common.ranks.slices import LAYOUTS
 from common.training.checkpoint import CheckpointFlags
+from common.training.dry_run_flags import DryRunFlags
 from common.training.logbook import LogFlags
 from common.training.optim import OptimizerFlags
 
 
 @dataclass
-class RunArguments(LogFlags, CheckpointFlags, ProcessFlags, StatsFlags, OptimizerFlags, StepFlags):
+class RunArguments(DryRunFlags, LogFlags, CheckpointFlags, ProcessFlags, StatsFlags, OptimizerFlags, StepFlags):
     """Of a run of any task."""
 
     do_train: bool = flag(True, "Train.")
@@ -62,6 +63,11 @@ class RunArguments(LogFlags, CheckpointFlags, ProcessFlags, StatsFlags, Optimize
 @dataclass
 class TrainArguments(RunArguments, DataFlags, ModelFlags):
     """Of masked language modelling with ESM-2."""
+
+    @property
+    def pack_tokens(self) -> int:
+        """How long a pack may be."""
+        return self.tokens_per_pack or self.per_device_train_batch_size * self.max_seq_length
 
     @property
     def batch(self) -> tuple[int, str]:

@@ -7,10 +7,13 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from common.batches.text_flags import TextFlags
-from common.cli import Flags, flag
+from common.cli import Flags, UserError, flag
 from common.model.decoder_flags import DecoderFlags
+from common.model.decoder_presets import PRESETS
 from common.training.arguments import RunArguments
 from common.training.decay import DecayFlags
+
+PUBLISHED = "model"  # a --tokenizer
 
 
 @dataclass
@@ -48,6 +51,11 @@ class CausalArguments(DecayFlags, RunArguments, TextFlags, IdleFlags, DecoderFla
         TextFlags.__dataclass_fields__["dataset"].metadata["help"],
         "dataset_path",
     )
+    tokenizer: str = flag(
+        TextFlags.__dataclass_fields__["tokenizer"].default,
+        TextFlags.__dataclass_fields__["tokenizer"].metadata["help"][:-1]
+        + f"; `{PUBLISHED}`: the one that --model was published with.",
+    )
     max_seq_length: int = flag(2048, "Tokens in a context: documents end to end, cut.", "max_context_width")
     seed: int = flag(12345, "Everything random follows from it: weights, order.")
     num_train_epochs: float = flag(3.0, "Passes over --dataset_dir, with --max_steps -1.", "epochs")
@@ -65,12 +73,22 @@ class CausalArguments(DecayFlags, RunArguments, TextFlags, IdleFlags, DecoderFla
     )
 
     @property
+    def pack_tokens(self) -> int:
+        """How long a pack is."""
+        return self.per_device_train_batch_size * self.max_seq_length
+
+    @property
     def batch(self) -> tuple[int, str]:
         """How much a pack is, and of what."""
         return self.per_device_train_batch_size, f"contexts of {self.max_seq_length} tokens"
 
     def __post_init__(self) -> None:
-        if not self.output_dir and (named := self.model or self.model_name_or_path or self.model_type):
+        published = self.model or self.model_name_or_path
+        if self.tokenizer == PUBLISHED:
+            if not published:
+                raise UserError(f"--tokenizer {PUBLISHED}: is that of --model: name a --model, or the tokenizer")
+            self.tokenizer = PRESETS[published].hub if published in PRESETS else published
+        if not self.output_dir and (named := published or self.model_type):
             self.output_dir = f"out/{named.rstrip('/').rpartition('/')[2]}"
         self.do_eval = self.do_eval or self.eval_steps is not None
         super().__post_init__()

@@ -11,6 +11,7 @@ import logging
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -19,6 +20,7 @@ from common.batches.collators import Batch, Counts, to_device
 from common.batches.loader import Collator
 from common.batches.text_data import TextData, held_out_contexts, open_text
 from common.batches.tokenizer import open_tokenizer
+from common.batches.windows import Pack
 from common.files.text_tokenizers import check_vocabulary
 from common.model.decoder_config import DecoderConfig
 from common.model.decoder_convert import pieces_to_hf
@@ -38,21 +40,32 @@ logger = logging.getLogger(__name__)
 
 
 class CausalLM(Task):
-    """The task of a run: its data, opened by all ranks together, and the model that was built for it."""
+    """The task of a run: the model that was built for it, and its data once they are opened."""
 
     choose = staticmethod(choose_decoder)
     words = Words("Causal-language-modelling loss", "nats per token", "held-out text")
 
-    def __init__(self, built: Built, flags: CausalArguments, world: World, evaluates: bool):
+    data: TextData
+
+    def __init__(self, built: Built, flags: CausalArguments, world: World):
         self.built, self.flags, self.world = built, flags, world
-        parameters = count_parameters(built.model)
+
+    def open(self, evaluates: bool) -> None:
+        """Tokenizer and data; all ranks together."""
+        parameters = count_parameters(self.built.model)
         logger.info("Created model with total parameters: %d (%.2f B)", parameters, parameters / 1e9)
-        self.tokenizer = open_tokenizer(flags.tokenizer, world)
-        with world.together():
-            check_vocabulary(self.tokenizer, built.config.vocab_size)
+        self.tokenizer = open_tokenizer(self.flags.tokenizer, self.world)
+        with self.world.together():
+            check_vocabulary(self.tokenizer, self.built.config.vocab_size)
         # transformers' generate() stops there.
-        built.config.others |= {"bos_token_id": None, "eos_token_id": self.tokenizer.eos_id}
-        self.data: TextData = open_text(flags, world, evaluates, self.tokenizer)
+        self.built.config.others |= {"bos_token_id": None, "eos_token_id": self.tokenizer.eos_id}
+        self.data = open_text(self.flags, self.world, evaluates, self.tokenizer)
+
+    def example(self, tokens: int) -> Batch:
+        """This rank's batch of a pack of so many random tokens, a document each context."""
+        pack = Pack.of_length(tokens, self.flags.max_seq_length)
+        ids = np.random.default_rng(self.flags.seed).integers(self.built.config.vocab_size, size=tokens)
+        return causal_batches(self.flags, self.world.mesh)(pack, ids)
 
     def collator(self) -> Collator:
         return causal_batches(self.flags, self.world.mesh)

@@ -66,8 +66,9 @@ def load_model(
     with world.together():
         if next(model.parameters()).is_meta:  # a strategy may have made the storage itself
             model.to_empty(device=device or world.device)
-        initialise(model, args.seed, config.initializer_range)
-        if choice.read:
+        if not world.rehearsed:
+            initialise(model, args.seed, config.initializer_range)
+        if choice.read and not world.rehearsed:
             pieces, extras = choice.read()
             parameters = dict(model.named_parameters())
             for name, tensor in pieces:

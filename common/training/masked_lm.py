@@ -21,6 +21,7 @@ from common.batches.context import masked_batches
 from common.batches.flags import DataFlags
 from common.batches.loader import Collator
 from common.batches.training_data import EVAL_SEED, TrainingData, held_out_batches, open_data
+from common.batches.windows import Pack
 from common.files import alphabet
 from common.model import convert
 from common.model.esm2 import computed_tokens
@@ -41,15 +42,27 @@ UNIGRAM_RUN = 1000  # of them that are neighbours
 
 
 class MaskedLM(Task):
-    """The task of a run: its data, opened by all ranks together, and the model that was built for it."""
+    """The task of a run: the model that was built for it, and its data once they are opened."""
 
     choose = staticmethod(choose_esm2)
     words = ESM2
 
-    def __init__(self, built: Built, flags: TrainArguments, world: World, evaluates: bool):
+    data: TrainingData
+
+    def __init__(self, built: Built, flags: TrainArguments, world: World):
         self.built, self.flags, self.bf16, self.world = built, flags, flags.bf16, world
-        makers = {SAMPLE: lambda: make_sample(Path(flags.output_dir) / SAMPLE)}
-        self.data: TrainingData = open_data(flags, world, evaluates, makers)
+
+    def open(self, evaluates: bool) -> None:
+        """The data; all ranks together."""
+        makers = {SAMPLE: lambda: make_sample(Path(self.flags.output_dir) / SAMPLE)}
+        self.data = open_data(self.flags, self.world, evaluates, makers)
+
+    def example(self, tokens: int) -> Batch:
+        """This rank's batch of a pack of so many tokens, as long a sequence as may be, of random residues."""
+        pack = Pack.of_length(tokens, self.flags.max_seq_length)
+        residues = (alphabet.FIRST_RESIDUE, alphabet.FIRST_RESIDUE + 20)
+        ids = np.random.default_rng(self.flags.seed).integers(*residues, tokens, dtype=np.uint8)
+        return masked_batches(self.flags, self.flags.seed, self.world.mesh)(pack, ids)
 
     def collator(self) -> Collator:
         return masked_batches(self.flags, self.flags.seed, self.world.mesh)

@@ -53,7 +53,8 @@ class PaceArguments(TrainArguments):
 def step_seconds(args: TrainArguments, world: World) -> float:
     """What a step of the run takes here."""
     built = load_model(args, world)
-    task = MaskedLM(built, args, world, evaluates=False)
+    task = MaskedLM(built, args, world)
+    task.open(evaluates=False)
     strategy, optimizer = Strategy(built.model), build_optimizer(built.weights, args)
     stragglers = Stragglers(strategy, world, 0)
     stepper = Stepper(task, strategy, built.precision, optimizer, stragglers, world, args.max_grad_norm)

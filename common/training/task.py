@@ -1,7 +1,8 @@
 """What the tasks have in common: how a rank's share of the steps is loaded.
 
-The trainer knows a task's methods and nothing else of batches and model: `steps`, `counts`, `loss_sum`, `flops`,
-`evaluate`, `summary`, `baseline`, `line`, `exported`, `export` (common.training.masked_lm tells them).
+The trainer knows a task's methods and nothing else of batches and model: `open`, `steps`, `counts`, `loss_sum`,
+`flops`, `evaluate`, `summary`, `baseline`, `line`, `exported`, `export` (common.training.masked_lm tells them); a dry
+run, which opens no data, takes an `example`.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from common.ranks.world import World
 
 
 class Task:
-    """flags, world, data: of the run, set by the task."""
+    """flags, world: of the run; data: once it is opened. The task sets them."""
 
     flags: StepFlags
     world: World

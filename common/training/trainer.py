@@ -48,7 +48,8 @@ def train(strategy: Strategy, built: Built, args: RunArguments, world: World) ->
     with world.main_does() as mine:  # bad input is found before anything is removed or written
         if mine and args.quant_stats:
             args.check_log_directory()
-    task = task_of(args)(built, args, world, evaluates=args.do_eval)
+    task = task_of(args)(built, args, world)
+    task.open(evaluates=args.do_eval)
     world.agree(task.data.identity)
     with ExitStack() as way_out:
         directory = None

@@ -12,7 +12,9 @@ import yaml
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 KUBERNETES = ROOT / "kubernetes"
-TEMPLATES = sorted(path.name for path in KUBERNETES.glob("*.yaml"))
+# The FSDP guide's nine, made of train-clm-template.yaml (docs/make_guide_jobs.py): for plain envsubst, no switches.
+GUIDE_JOBS = sorted(path.name for path in KUBERNETES.glob("*-fsdp.yaml"))
+TEMPLATES = sorted({path.name for path in KUBERNETES.glob("*.yaml")} - {*GUIDE_JOBS})
 TRAINING = [name for name in TEMPLATES if name.startswith("train")]
 SWITCHES = ("elastic", "etcd", "hyperpod", "instance", "kueue", "preflight", "uid")
 # Section 1 of the guide for EKS (CP_SIZE is ours), and what the file system's template and the switches add.
@@ -31,6 +33,15 @@ GUIDE = {
     "OUTPUT_DIR": "/fsx-shared",
 }
 FILE_SYSTEM = {"FSX_ID": "fs-0123456789abcdef0", "FSX_MOUNT_NAME": "fsx"}
+FSDP_GUIDE = {
+    "IMAGE_URI": "123456789012.dkr.ecr.us-east-1.amazonaws.com/esm:aws",
+    "INSTANCE_TYPE": "p5.48xlarge",
+    "NUM_NODES": "4",
+    "GPU_PER_NODE": "8",
+    "EFA_PER_NODE": "32",
+    "FI_PROVIDER": "efa",
+    "HF_TOKEN": "hf_token_of_the_user",
+}
 SWITCHED = {"QUEUE_NAME": "team", "INSTANCE_TYPE": "p5.48xlarge", "MIN_NODES": "1"}
 CPU_ONLY = {"GPU_PER_NODE": "0", "EFA_PER_NODE": "0"}
 IMAGE = "123456789012.dkr.ecr.us-east-1.amazonaws.com/esm:aws"
@@ -54,6 +65,13 @@ def render(template: str, *switches: str, **variables) -> str:
     """What render.sh prints, with the guide's variables unless told otherwise."""
     flags = f"--with {','.join(switches)} " if switches else ""
     done = run_shell(f"kubernetes/render.sh {flags}{template}", GUIDE | FILE_SYSTEM | SWITCHED | variables)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def substitute(guide_job: str, **variables) -> str:
+    """One of GUIDE_JOBS as the guide has it: `source env_vars; envsubst < NAME-fsdp.yaml`."""
+    done = run_shell(f"envsubst < kubernetes/{guide_job}", FSDP_GUIDE | variables)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

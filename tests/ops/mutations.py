@@ -241,6 +241,7 @@ for name in ("HF_HOME", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"):
     set_variable("paths", name, {"value": "/root/.cache"})
 for name in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"):
     set_variable("paths", name, None)
+set_variable("paths", "TORCH_FR_DUMP_TEMP_FILE", {"value": "/tmp/nccl_trace_rank_"})
 set_field("spread", "topologySpreadConstraints", DELETE)
 set_field("spread", "podAntiAffinity", DELETE)
 set_field("spread", "topologyKey", "topology.kubernetes.io/zone")

@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 
 from tests.live_runs import ranks_of
-from tests.ops.manifests import ROOT, containers, documents, render, values
+from tests.ops.manifests import ROOT, containers, documents, render, substitute, values
 from tests.training_fixtures import TIMEOUT_S
 from tests.warm_python import programs
 
@@ -32,11 +32,23 @@ TEST_MACHINE = {
 
 def local_job(template: str, volume: Path, *switches: str, **variables) -> dict:
     """The job of a template with its paths on this machine."""
-    text = (
-        render(template, *switches, **variables).replace("/fsx-shared", str(volume)).replace("/workspace", str(ROOT))
-    )
-    (job,) = documents(text)
+    (job,) = documents(_here(render(template, *switches, **variables), volume))
     return job
+
+
+def local_guide_job(file: str, volume: Path, flags: str, **variables) -> dict:
+    """The same of one of the FSDP guide's, with further flags for its script; the pods are told the Secret's token."""
+    text = _here(substitute(file, **variables), volume)
+    secret, job = documents(text)
+    (container,) = job["spec"]["pytorchReplicaSpecs"]["Worker"]["template"]["spec"]["containers"]
+    container["args"] = [container["args"][0].rstrip() + f" {flags}\n"]
+    (token,) = [entry for entry in container["env"] if entry["name"] == "HF_TOKEN"]
+    token["value"] = secret["stringData"][token.pop("valueFrom")["secretKeyRef"]["key"]]
+    return job
+
+
+def _here(text: str, volume: Path) -> str:
+    return text.replace("/fsx-shared", str(volume)).replace("/workspace", str(ROOT))
 
 
 def operator_variables(job: dict, index: int, port: int) -> dict[str, str]:

@@ -20,6 +20,7 @@ OTHER_IMAGES = {
     "etcd": "quay.io/coreos/etcd:v3.5.19",  # the v2 API that torch speaks is gone in 3.6
 }
 DEVICES = ("nvidia.com/gpu", "vpc.amazonaws.com/efa", "hugepages-2Mi")
+OWN_NAME = "-fsdp"  # the end of the FSDP guide's jobs' names: only the guide's variables, each job has its own Secret
 SAVE_S = 300  # the least that ranks get to save once told to stop
 RULES: dict[str, Callable[[dict], Iterator[str]]] = {}
 
@@ -27,6 +28,11 @@ RULES: dict[str, Callable[[dict], Iterator[str]]] = {}
 def rule(check: Callable[[dict], Iterator[str]]) -> Callable[[dict], Iterator[str]]:
     RULES[check.__name__] = check
     return check
+
+
+def of_the_guide(document: dict) -> bool:
+    """Whether it is one of manifests.GUIDE_JOBS."""
+    return document["metadata"]["name"].endswith(OWN_NAME)
 
 
 def broken_rules(document: dict) -> dict[str, list[str]]:
@@ -100,9 +106,11 @@ def resources(document: dict) -> Iterator[str]:
             if limits[name] != requests.get(name):
                 yield f"{container['name']}: {name}: limit {limits[name]}, request {requests.get(name)}"
         if document["kind"] in JOBS:
-            if missing := [name for name in DEVICES if name not in limits or name not in requests]:
+            unused = of_the_guide(document) and values(container).get("FI_EFA_USE_HUGE_PAGE") == "0"
+            wanted = DEVICES[:2] if unused else DEVICES
+            if missing := [name for name in wanted if name not in limits or name not in requests]:
                 yield f"no request or limit for {missing}"
-            if limits.get("hugepages-2Mi") != ("5120Mi" if limits.get("vpc.amazonaws.com/efa") else 0):
+            if not unused and limits.get("hugepages-2Mi") != ("5120Mi" if limits.get("vpc.amazonaws.com/efa") else 0):
                 yield f"huge pages {limits.get('hugepages-2Mi')}, EFA {limits.get('vpc.amazonaws.com/efa')}"
         elif set(requests) != {"cpu", "memory"}:
             yield f"{container['name']}: requests {sorted(requests)}"
@@ -146,11 +154,16 @@ def secrets(document: dict) -> Iterator[str]:
         for name, value in values(container).items():
             if re.search(r"TOKEN|SECRET|PASSWORD|API_?KEY|ACCESS_KEY", name):
                 yield f"{name}={value[:3]}... in clear: take it from a Secret"
-    if found := re.search(r"hf_[A-Za-z0-9]{8,}|AKIA[A-Z0-9]{12,}", str(document)):
+    secret = document["kind"] == "Secret"
+    if not secret and (found := re.search(r"hf_[A-Za-z0-9]{8,}|AKIA[A-Z0-9]{12,}", str(document))):
         yield f"{found[0][:5]}... looks like a credential"
     if document["kind"] in JOBS:
         tokens = [entry for c in containers(document) for entry in c["env"] if entry["name"] == "HF_TOKEN"]
-        if [t.get("valueFrom", {}).get("secretKeyRef", {}).get("optional") for t in tokens] != [True]:
+        references = [token.get("valueFrom", {}).get("secretKeyRef", {}) for token in tokens]
+        if of_the_guide(document):
+            if [reference.get("name") for reference in references] != [document["metadata"]["name"]]:
+                yield "HF_TOKEN is not the job's own Secret"
+        elif [reference.get("optional") for reference in references] != [True]:
             yield "HF_TOKEN is not an optional Secret"
 
 
@@ -191,7 +204,8 @@ def restarts(document: dict) -> Iterator[str]:
         yield f"{worker['replicas']} replicas, elastic {elastic['minReplicas']} to {elastic['maxReplicas']}"
     if not 1 <= elastic.get("maxRestarts", 0) <= 100:
         yield "maxRestarts"
-    if not re.fullmatch(r"esm2-\w+-[\w-]+", elastic["rdzvId"]):
+    name = document["metadata"]["name"]
+    if not re.fullmatch(name if of_the_guide(document) else rf"{name}-\w+-[\w-]+", elastic["rdzvId"]):
         yield f"rdzvId {elastic['rdzvId']}: not this run's own"
     if elastic["rdzvBackend"] != "c10d" and not (elastic.get("rdzvHost") and elastic.get("rdzvPort")):
         yield "etcd without host and port"
@@ -221,7 +235,7 @@ def launch(document: dict) -> Iterator[str]:
                     yield f"--cp_size {sizes} on {ranks} ranks"
             if container.get("command") != ["/bin/bash", "-euc"]:
                 yield f"command {container.get('command')}"
-            if "$(TRAIN_FLAGS)" not in script:
+            if "$(TRAIN_FLAGS)" not in script and not of_the_guide(document):
                 yield "TRAIN_FLAGS are not used"
         for file in re.findall(r"[\w.]+\.py\b", script):
             if not (ROOT / file).is_file():
@@ -243,6 +257,9 @@ def paths(document: dict) -> Iterator[str]:
         for name in {*wanted, *found}:
             if not found.get(name, "").startswith(f"{VOLUME}/"):
                 yield f"{name}={found.get(name)} is not on {VOLUME}"
+        records = values(container).get("TORCH_FR_DUMP_TEMP_FILE", VOLUME + "/")
+        if not records.startswith(f"{VOLUME}/"):
+            yield f"records of hung collectives go to {records}, not to {VOLUME}"
 
 
 @rule

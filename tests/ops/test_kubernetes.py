@@ -43,11 +43,11 @@ def assert_good(text: str) -> None:
 
 def test_the_guides_names_are_there():
     guides = {"download-data", "preprocess", "train-ddp", "train-ddp-cp", "train-fsdp", "train-mfsdp", "trainjob"}
-    guides |= {"fsx-pv-pvc"}
+    guides |= {"fsx-pv-pvc", "train-clm"}
     others = {"view-fsx.yaml", "etcd.yaml", "job-uid.yaml"}
     assert {f"{name}-template.yaml" for name in guides} | others == set(TEMPLATES)
     names = {d["metadata"]["name"] for template in TEMPLATES for d in documents(render(template))}
-    assert {"download-uniref-data", "preprocess-data", "fsx-share-test", "fsx-claim", "esm2", "etcd"} <= names
+    assert {"download-uniref-data", "preprocess-data", "fsx-share-test", "fsx-claim", "esm2", "clm", "etcd"} <= names
 
 
 def test_the_readmes_commands(tmp_path):

@@ -20,7 +20,7 @@ import yaml
 
 from tests.live_runs import wait_until
 from tests.ops.job_schemas import DEFINITIONS, REFERENCE
-from tests.ops.manifests import CPU_ONLY, TEMPLATES, documents, render, switches_of
+from tests.ops.manifests import CPU_ONLY, GUIDE_JOBS, KUBERNETES, TEMPLATES, documents, render, substitute, switches_of
 from tests.training_fixtures import _free_port
 
 SERVER = os.environ.get("KUBE_APISERVER", "")
@@ -151,6 +151,21 @@ def test_apply_twice_and_delete(kubectl, template, switched):
         kubectl("delete", "--ignore-not-found", "--grace-period=0", "--force", "--wait=false", "-f", "-", text=text)
         for document in wanted:
             _let_go(kubectl, document)
+
+
+@pytest.mark.parametrize("job", GUIDE_JOBS)
+def test_the_guides_apply_and_delete(kubectl, job):
+    """`envsubst < NAME-fsdp.yaml | kubectl apply -f -`, and `kubectl delete -f ./NAME-fsdp.yaml` as it lies there."""
+    first = kubectl("apply", "-f", "-", text=substitute(job))
+    assert first.returncode == 0, first.stderr
+    assert first.stdout.count(" created") == 2, first.stdout
+    name = job.removesuffix(".yaml").replace("_", "-")
+    kept = json.loads(kubectl("get", "pytorchjob", name, "-o", "json").stdout)["spec"]
+    (_, wanted) = documents(substitute(job))
+    assert kept.items() >= _without_defaults(wanted["spec"], kept).items()
+    done = kubectl("delete", "-f", str(KUBERNETES / job))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count(" deleted") == 2, done.stdout
 
 
 def _without_defaults(wanted, kept):

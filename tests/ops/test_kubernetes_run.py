@@ -21,8 +21,8 @@ from common.ranks.launch import TRY_AGAIN
 from tests.conftest import ROOT
 from tests.live_runs import newest_step, ranks_of, wait_until
 from tests.ops.manifests import CPU_ONLY, containers, documents, render
-from tests.ops.pod import Pod, local_job
-from tests.training_fixtures import TINY_OVERRIDES, _free_port, losses, rows, train
+from tests.ops.pod import Pod, local_guide_job, local_job
+from tests.training_fixtures import TINY_OVERRIDES, _free_port, _main, losses, on_ranks, rows, train
 
 pytestmark = [
     pytest.mark.skipif(not shutil.which("envsubst"), reason="envsubst (gettext-base) is not installed"),
@@ -154,6 +154,25 @@ def test_a_killed_rank_and_a_deleted_pod_come_back_and_the_run_goes_on(volume, p
     assert_complete(out)
     train(volume / "esm/processed/arrow", tmp_path / "whole", nproc=2, script="train_fsdp2.py", **whole)
     assert losses(out)[: saved + 20] == pytest.approx(losses(tmp_path / "whole"), rel=1e-3)
+
+
+def test_the_guides_pods_of_a_decoder_train_and_say_who_leads(pods, tmp_path):
+    """`kubectl logs NAME-worker-0 | grep master_addr=`; two pods' losses are those of two ranks here."""
+    (tmp_path / "text.jsonl").write_text("".join(f'{{"text": "{"ab" * n}"}}\n' for n in range(2, 200)))
+    tiny = "--vocab_size=320 --hidden_width=32 --intermediate_size=64 --num_layers=2 --num_heads=2"
+    tiny += f" --num_key_value_heads=1 --dataset={tmp_path}/text.jsonl --dataset_config_name= --tokenizer=bytes"
+    tiny += " --max_context_width=32 --val_split=train --validation_batches=1 --max_steps=4 --dataloader_num_workers=0"
+    none = CPU_ONLY | {"NUM_NODES": "2", "FI_PROVIDER": ""}
+    made, port = local_guide_job("llama3_2_1b-fsdp.yaml", tmp_path, tiny, **none), _free_port()
+    pods += [Pod(made, tmp_path / f"{index}.log", index, port) for index in range(2)]
+    assert [pod.end() for pod in pods] == [0, 0], "\n".join(pod.said() for pod in pods)
+    assert re.search(r"^I.* +master_addr=\S+$", pods[0].said(), re.MULTILINE)
+    whole = [f"--model=llama3_2_1b --train_batch_size=1 --output_dir={tmp_path}/whole {tiny}".split()]
+    codes, also = on_ranks(2, _main, *whole, "train_fsdp2.py")
+    assert codes == [0, 0], "\n".join(also)
+    out = tmp_path / "checkpoints" / "llama3_2_1b"
+    assert len(losses(out)) == 4
+    assert losses(out) == losses(tmp_path / "whole")
 
 
 def _listens(port: int) -> bool:

@@ -15,7 +15,7 @@ import pytest
 from common.prepare.sample import write_sample
 from tests.live_runs import assert_same_run, newest_step
 from tests.ops.slurm_cluster import SlurmCluster, missing
-from tests.training_fixtures import ROOT, TINY_MODEL, TINY_OVERRIDES, flags_of, losses, rows, train
+from tests.training_fixtures import ROOT, TINY_MODEL, TINY_OVERRIDES, _main, flags_of, losses, on_ranks, rows, train
 from tests.warm_python import programs
 
 pytestmark = pytest.mark.skipif(bool(missing()), reason=missing())
@@ -166,6 +166,38 @@ def test_a_job_goes_on_whatever_ends_it_until_it_is_cancelled(cluster, dataset, 
     assert_same_run(out, whole, STEPS, tmp_path)
 
 
+def test_the_guides_job_of_a_decoder_trains_on_text_and_goes_on(cluster, tmp_path):
+    """`sbatch NAME-training.sbatch` in slurm/, the model made tiny: an exclusive job's steps ask for GPUS_PER_NODE.
+
+    A rank is killed; at last it is the run of two ranks here, which nothing happened to.
+    """
+    (tmp_path / "text.jsonl").write_text("".join(f'{{"text": "{"ab" * n} {n * n}"}}\n' for n in range(2, 400)))
+    steps, name = 60, "llama3_2_1b"
+    tiny = {"vocab_size": 320, "hidden_width": 32, "intermediate_size": 64, "num_layers": 2, "num_heads": 2}
+    tiny |= {"num_key_value_heads": 1, "max_context_width": 32, "tokenizer": "bytes", "dataset_config_name": ""}
+    tiny |= {"dataset": tmp_path / "text.jsonl", "val_split": "train", "validation_batches": 1, "max_steps": steps}
+    tiny |= {"checkpoint_freq": 5, "validation_freq": steps, "dataloader_num_workers": 0, "packs_per_step": 2}
+    words = [f"--{flag}={value}" for flag, value in tiny.items()]
+    variables = {"GPUS_PER_NODE": "1", "FI_PROVIDER": "", "PREFLIGHT_FLAGS": "--gpus_per_node=0"}
+    submitted = cluster.on_head(
+        f"cd slurm && sbatch --parsable --nodes=2 {name}-training.sbatch {' '.join(words)}", **variables
+    )
+    job, out = int(submitted), cluster.checkout / "checkpoints" / name
+    log = cluster.checkout / "slurm" / f"{name}-FSDP_{job}.out"
+    assert cluster.job(job)["JobName"] == f"{name}-FSDP"
+    cluster.until(lambda: newest_step(out) >= 5, "no step was done")
+    os.kill(cluster.ranks(job)[0], signal.SIGKILL)
+    assert cluster.end(job) == "COMPLETED", cluster.said()
+    said = log.read_text()
+    assert "starting it again in this job" in said
+    assert "Device = cpu x 2" in said
+    whole = ["--model=llama3_2_1b", *words, f"--output_dir={tmp_path / 'whole'}", "--train_batch_size=1"]
+    codes, also = on_ranks(2, _main, whole, "train_fsdp2.py")
+    assert codes == [0, 0], "\n".join(also)
+    assert len(losses(out)) == steps
+    assert losses(out) == losses(tmp_path / "whole")
+
+
 # What n3 has besides Slurm's own: a driver that lists two GPUs, one of them divided; and a srun that knows containers,
 # and runs what is to be in one where it is.
 NVIDIA_SMI = """\
@@ -229,6 +261,15 @@ WRONG = {
     "TARGET_PATH is not set … no .venv in … MODEL is not set … this job has no GPUs": (
         "--chdir={no_venv} slurm/train_fsdp.sh",
         {"TARGET_PATH": "", "MODEL": "", "DATASET_DIR": None},
+    ),
+    "MODEL is not set: say llama3_1_8b … this job has no GPUs": ("slurm/train_clm.sh", {"MODEL": ""}),
+    "unknown flag --frobnicate=1": (
+        "slurm/llama3_1_8b-training.sbatch --frobnicate=1",
+        {"NPROC_PER_NODE": "1", "FI_PROVIDER": ""},
+    ),
+    "(n3): none, 1 asked for": (
+        "--partition=plain slurm/train_ddp.sh",
+        {"GPUS_PER_NODE": "1", "PREFLIGHT": "error"},
     ),
     "MODEL is not set … DATASET_DIR=/no/data: no such directory on n3": (
         "--partition=plain slurm/train_ddp.sh",

@@ -76,7 +76,7 @@ def test_an_end_after_progress_starts_again_as_often_as_it_takes(tmp_path):
 )
 def test_three_starts_without_a_checkpoint_are_the_end_with_the_reason(tmp_path, how, reason):
     script = launch(tmp_path, how)
-    assert script.wait() == 2
+    assert script.wait() == 2, script.said()
     assert starts(tmp_path) == 1 + IN_A_ROW
     assert f"{IN_A_ROW} starts of this job in a row made no new checkpoint" in error(script)
     assert "the newest is still checkpoint-1" in error(script)
@@ -99,14 +99,14 @@ def test_a_launcher_killed_three_times_does_not_start_a_fourth(tmp_path):
         script.send_signal(signal.SIGKILL)
         script.wait()
     script = launch(tmp_path, "0")
-    assert script.wait() == 2
+    assert script.wait() == 2, script.said()
     assert "not started again" in error(script)
     assert starts(tmp_path) == IN_A_ROW
 
 
 def test_bad_input_is_not_tried_again_and_leaves_no_directory(tmp_path):
     script = launch(tmp_path, "2,0")
-    assert script.wait() == 2
+    assert script.wait() == 2, script.said()
     assert starts(tmp_path) == 1
     assert not (tmp_path / "new").exists()
 
@@ -129,7 +129,7 @@ def without_flags(tmp_path: Path) -> tuple[list[str], dict[str, str]]:
 def test_under_the_launcher_the_error_line_is_alone(tmp_path):
     argv, env = without_flags(tmp_path)
     script = Script("common.ranks.launch", "--max_restarts=3", *argv, env=env)
-    assert script.wait() == 2
+    assert script.wait() == 2, script.said()
     (line,) = [*script.said()[0].splitlines(), *script.said()[1].splitlines()]
     assert line.startswith(MISSING)
 

@@ -5,21 +5,16 @@ from __future__ import annotations
 import logging
 import math
 import os
-import re
 from dataclasses import fields
 
 import pytest
-import torch
 
 from common.cli import UserError
 from common.files.text_tokenizers import ByteTokenizer
-from common.model.decoder import DecoderForCausalLM
-from common.model.decoder_presets import PRESETS
 from common.training.arguments import TrainArguments
 from common.training.causal_arguments import CausalArguments, IdleFlags
 from common.training.decay import STYLES
 from common.training.tasks import arguments_of, parse_run
-from tests.conftest import ROOT
 from tests.data_fixtures import load_script
 from tests.decoder_fixtures import train_decoder, write_text
 from tests.training_fixtures import _main, on_ranks, rows
@@ -248,49 +243,3 @@ def test_nothing_is_written_where_flags_lack(tmp_path):
     said = train_decoder(None, tmp_path / "out", expect=2)
     assert "missing: --dataset" in said
     assert not (tmp_path / "out").exists()
-
-
-PAGE = (ROOT / "docs" / "decoders.md").read_text()
-# Of the guides' arguments.py.
-THEIRS = {
-    *("train_batch_size", "val_batch_size", "max_steps", "max_training_steps", "seed", "bf16", "grad_clip"),
-    *("weight_decay", "beta1", "beta2", "activation_checkpointing", "offload_activations", "intermediate_size"),
-    *("num_key_value_heads", "logging_freq", "max_context_width", "vocab_size", "hidden_width", "num_layers"),
-    *("num_heads", "initializer_range", "model_type", "rotary_pct", "rotary_emb_base", "sharding_strategy"),
-    *("cpu_offload", "lr", "lr_decay_style", "lr_decay_iters", "min_lr", "warmup", "plateau", "dataset"),
-    *("dataset_config_name", "dataset_path", "train_split", "val_split", "tokenizer", "resume_from_checkpoint"),
-    *("checkpoint_dir", "epochs", "checkpoint_freq", "validation_freq", "validation_batches", "same_seed"),
-    *("tensorboard_dir", "resid_pdrop", "embd_pdrop", "attn_pdrop", "summary_first_pdrop"),
-    *("activation_loading_horizon", "limit_all_gathers"),
-}
-
-
-def test_every_flag_of_theirs_is_known_and_on_the_page():
-    kind = arguments_of(load_script("train_fsdp2.py").FsdpFlags, CausalArguments)
-    names = {name for field in fields(kind) for name in (f"--{field.name}", *field.metadata.get("aliases", ()))}
-    assert [name for name in THEIRS if f"--{name}" not in names] == []
-    (section,) = re.findall(r"\n## The guides' flags\n(.*?)\n## ", PAGE, re.S)
-    first, second = set(), set()
-    for row in re.findall(r"^\| (`.*)$", section, re.M):
-        theirs, here, _ = row.split(" | ")
-        first |= set(re.findall(r"`(--\w+)`", theirs))
-        second |= set(re.findall(r"`(--\w+)`", here))
-    assert first == {f"--{name}" for name in THEIRS}
-    assert second <= names
-
-
-def test_the_models_of_the_page_are_the_presets():
-    rows_of_page = re.findall(r"^\| `(\w+)` \| (.*?) \|$", PAGE.partition("## What is computed")[0], re.M)
-    found = {}
-    for name, row in rows_of_page:
-        context, vocabulary, hidden, ffn, layers, heads, _, parameters = row.split(" | ")
-        found[name] = [int(n) for n in (context, vocabulary, hidden, ffn, layers, *re.findall(r"\d+", heads))]
-        with torch.device("meta"):
-            model = DecoderForCausalLM(PRESETS[name].config)
-        assert parameters == f"{sum(p.numel() for p in model.parameters()):,}"
-    assert found == {
-        name: [preset.context, c.vocab_size, c.hidden_size, c.intermediate_size, c.num_hidden_layers]
-        + [c.num_attention_heads, c.num_key_value_heads]
-        for name, preset in PRESETS.items()
-        for c in (preset.config,)
-    }

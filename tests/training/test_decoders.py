@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+import signal
 from pathlib import Path
 
 import pytest
@@ -25,6 +26,7 @@ from common.training.tasks import parse_run
 from tests.data_fixtures import load_script
 from tests.decoder_fixtures import decoder_flags, train_decoder, write_text
 from tests.forked import run_script
+from tests.live_runs import LiveRun, assert_same_run, newest_step
 from tests.training_fixtures import (
     checkpoint_state,
     final_weights,
@@ -200,6 +202,18 @@ def test_a_run_that_is_stopped_goes_on_to_the_same_bits(text, two_ranks, tmp_pat
     assert same_bits(final_weights(out), final_weights(two_ranks[0]))
     assert losses(out) == losses(two_ranks[0])
     assert "nothing to train" in train_decoder(text, out, 2, **flags)
+
+
+def test_a_run_that_is_killed_goes_on_as_if_it_had_not_been(text, tmp_path):
+    out, flags = tmp_path / "killed", {"max_steps": 60}
+    argv = decoder_flags(text, out, **flags)
+    with LiveRun(None, out, tmp_path / "logs", 2, script="train_fsdp2.py", argv=argv) as run:
+        run.until(lambda: newest_step(out) >= 6)
+        run.signal(signal.SIGKILL)
+        assert run.end() == [-signal.SIGKILL] * 2
+    train_decoder(text, out, 2, **flags)
+    train_decoder(text, tmp_path / "whole", 2, **flags)
+    assert_same_run(out, tmp_path / "whole", 60, tmp_path)
 
 
 def test_a_run_goes_on_on_another_number_of_ranks(text, plain, tmp_path):

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from common.model import esm2
+from common.ranks.run import distributed_run
 from common.ranks.world import World
 from common.training.load_model import load_model
 from tests.data_fixtures import load_script
@@ -86,7 +87,7 @@ def _inspect(argv: list[str], path: str) -> None:
     """On a rank: the sharded model before training, and what of it is here."""
     script = load_script(FSDP)
     args = script.parse_run("", script.FsdpFlags, argv)
-    with script.distributed_run(args) as world:
+    with distributed_run(args) as world:
         model = load_model(args, world, lambda model: script.shard(model, world, args)).model
         parameters = {k: (p.full_tensor(), p.to_local().clone()) for k, p in model.named_parameters()}
         torch.save((parameters, esm2.count_parameters(model)), f"{path}.{world.rank}")

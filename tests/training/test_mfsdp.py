@@ -19,6 +19,7 @@ import torch.distributed as dist
 from common.cli import UserError
 from common.model.compiling import compile_layers
 from common.ranks.replicas import digest
+from common.ranks.run import distributed_run
 from common.ranks.world import World
 from common.training.load_model import load_model
 from tests import megatron_on_cpu
@@ -243,7 +244,7 @@ def _inspect(argv: list[str], path: str) -> None:
     megatron_on_cpu.install()
     script = load_script(MFSDP)
     args = script.parse_run("", script.MegatronFlags, argv)
-    with script.distributed_run(args) as world:
+    with distributed_run(args) as world:
         strategy = script.MegatronSharded(args.layout(), world)
         model = load_model(args, world, strategy.shard).model
         assert strategy.clip(1.0) == 0.0, "there are no gradients yet, as for a rank that has no rows"
@@ -304,7 +305,7 @@ def _costs(argv: list[str], path: str) -> None:
     dist.all_gather_into_tensor = counted(dist.all_gather_into_tensor, "gather", "output_tensor")
     dist.reduce_scatter_tensor = counted(dist.reduce_scatter_tensor, "reduce_scatter", "input")
     found = {}
-    with script.distributed_run(given) as world:
+    with distributed_run(given) as world:
         for name in COSTS:
             args = replace(given, zero_dp_strategy=name)
             strategy = script.MegatronSharded(args.layout(), world)

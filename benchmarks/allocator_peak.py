@@ -1,0 +1,38 @@
+"""Run a train script on a CPU, and say what torch's own allocator held at most: bytes, as its profiler recorded them.
+
+    torchrun --nproc_per_node=2 -m benchmarks.allocator_peak OUT train_fsdp2.py --bf16 ...
+
+Writes OUT.RANK, a number. Saving and exporting count too where they hold more than a step: --async_save False and
+--save_final_model False leave a step's.
+"""
+
+from __future__ import annotations
+
+import common  # noqa: F401  # isort: skip  (before torch: see there)
+import json
+import os
+import runpy
+import sys
+from pathlib import Path
+
+from torch.profiler import ProfilerActivity, profile
+
+ROOT = Path(__file__).parent.parent
+PLAIN = {"async_save": False, "save_final_model": False, "dataloader_num_workers": 0, "disable_tqdm": True}
+
+
+def run_measured(script: str, argv: list[str], out: str) -> None:
+    """In this process, which is a rank of the run."""
+    sys.argv = [script, *argv]
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
+        runpy.run_path(str(ROOT / script), run_name="__main__")
+    trace = Path(f"{out}.{os.environ.get('RANK', 0)}.trace.json")
+    recorded.export_chrome_trace(str(trace))
+    events = json.loads(trace.read_text())["traceEvents"]
+    trace.unlink()
+    peak = max(event["args"]["Total Allocated"] for event in events if event.get("name") == "[memory]")
+    Path(f"{out}.{os.environ.get('RANK', 0)}").write_text(str(peak))
+
+
+if __name__ == "__main__":
+    run_measured(sys.argv[2], sys.argv[3:], sys.argv[1])

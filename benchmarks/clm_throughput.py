@@ -1,0 +1,251 @@
+"""Training speed of Llamas on this machine: our packed decoder beside transformers' own loop, in one run.
+
+    python -m benchmarks.clm_throughput [--documents texts.jsonl] [--output table.md]
+
+The peer is LlamaForCausalLM, scaled-dot-product attention, trained as a plain script does: the same documents either
+laid end to end and cut into contexts, as run_clm.py does (packed, documents see each other), or one a row, cut at the
+context and padded to the longest of the batch. Same optimiser, dtype and clipping, as many positions a step; ratios
+are against the faster of the peer as it is and with our process settings. Speeds are real tokens a second: padding
+counts for nobody. Without --documents the documents are docstrings of the installed torch and transformers. Every
+measurement is a fresh process, rounds are interleaved, and the median is reported.
+"""
+
+from __future__ import annotations
+
+import common  # noqa: F401  # isort: skip  (before torch: see there)
+import ast
+import importlib.util
+import json
+import os
+import statistics
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+
+from benchmarks.fresh import measured_afresh
+from benchmarks.tables import publish, where_measured
+from common.cli import Flags, UserError, flag, parse_arguments, run
+
+# Hidden size, layers, heads, key/value heads, feed-forward width, vocabulary.
+MODELS = {"tiny": (256, 6, 8, 4, 688, 2048), "110M": (768, 12, 12, 12, 2048, 32000)}
+MODES = {
+    "ours": "ours, packed",
+    "ours-masks": "ours, packed, --document_masks",
+    "ours-compiled": "ours, packed, --torch_compile",
+    "packed": "LlamaForCausalLM, packed",
+    "padded": "LlamaForCausalLM, a document a row, padded to the longest",
+}
+WARM = 2  # steps that are not timed
+
+
+@dataclass
+class Arguments(Flags):
+    documents: str | None = flag(None, "JSON lines with a field `text`. Default: docstrings of what is installed.")
+    models: str = flag("tiny,110M", f"Which Llamas: {', '.join(MODELS)}.")
+    context: int = flag(512, "Tokens in a context.")
+    contexts: int = flag(8, "Contexts in a batch.")
+    steps: int = flag(6, f"Steps timed, after {WARM} that are not.")
+    rounds: int = flag(3, "Times that every measurement is repeated.")
+    dtypes: str = flag("fp32,bf16", "Which precisions.")
+    compiled: bool = flag(False, "Measure --torch_compile too.")
+    output: str | None = flag(None, "Also write the table there.")
+    worker: str | None = flag(None, "Internal: measure this one in this process and print JSON.")
+
+    def check(self) -> None:
+        if unknown := set(self.models.split(",")) - MODELS.keys():
+            raise UserError(f"--models {', '.join(sorted(unknown))}: choose {', '.join(MODELS)}")
+        self.require_at_least(2, "context")
+        self.require_at_least(1, "contexts", "steps", "rounds")
+
+
+def documents(file: str | None) -> Iterator[str]:
+    """Texts in a fixed order, round and round."""
+    if file:
+        texts = [json.loads(line)["text"] for line in Path(file).read_text(encoding="utf-8").splitlines()]
+    else:
+        texts = list(_docstrings("transformers")) + list(_docstrings("torch"))
+    while texts:
+        yield from texts
+    raise UserError(f"--documents {file}: no line in it")
+
+
+def _docstrings(package: str) -> Iterator[str]:
+    (root,) = importlib.util.find_spec(package).submodule_search_locations
+    for path in sorted(Path(root).glob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and (text := ast.get_docstring(node)):
+                yield text
+
+
+def measure(args: Arguments) -> dict:
+    """One mode in this process: real tokens a second and peak resident memory."""
+    import numpy as np
+    import torch
+    from torch.nn.utils.rnn import pad_sequence
+
+    from common.batches.causal import CausalCollator
+    from common.batches.collators import to_device
+    from common.batches.windows import Pack
+    from common.files.text_tokenizers import BYTES, load_tokenizer
+    from common.model.compiling import compile_layers
+    from common.model.decoder import DecoderForCausalLM
+    from common.model.decoder_config import DecoderConfig
+    from common.model.initialise import initialise
+    from common.ranks.run import keep_freed_memory
+    from common.training.metrics import peak_memory_gb
+
+    name, mode, dtype, tuned = args.worker.split(":")
+    if tuned == "tuned":
+        keep_freed_memory()
+    hidden, layers, heads, kv_heads, width, vocabulary = MODELS[name]
+    config = DecoderConfig(
+        vocab_size=vocabulary,
+        max_position_embeddings=args.context,
+        num_key_value_heads=kv_heads,
+        intermediate_size=width,
+        hidden_size=hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+    )
+    ours = mode.startswith("ours")
+    torch.manual_seed(0)
+    if ours:
+        model = DecoderForCausalLM(config)
+        initialise(model, 0, config.initializer_range)
+        if mode == "ours-compiled":
+            compile_layers(model, "cpu")
+    else:
+        from transformers import LlamaConfig, LlamaForCausalLM
+
+        stock = LlamaConfig(**config.content())
+        stock._attn_implementation = "sdpa"
+        model = LlamaForCausalLM(stock)
+
+    tokenizer, _ = load_tokenizer(BYTES)
+    texts = documents(args.documents)
+
+    def tokenised() -> Iterator[np.ndarray]:
+        for text in texts:
+            yield np.append(tokenizer.encode([text])[0], tokenizer.eos_id)
+
+    def padded() -> dict:
+        rows = [torch.from_numpy(ids[: args.context].astype(np.int64)) for ids in islice(source, args.contexts)]
+        lengths = torch.tensor([len(row) for row in rows])
+        mask = torch.arange(int(lengths.max())) < lengths[:, None]
+        ids = pad_sequence(rows, batch_first=True)
+        return {"input_ids": ids, "attention_mask": mask.long(), "labels": ids.masked_fill(~mask, -100)}
+
+    left = np.zeros(0, np.int64)  # of a document that was cut
+
+    def contexts() -> tuple[np.ndarray, list[int]]:
+        """Tokens of a batch [B x L], and the lengths of the documents' pieces in them."""
+        nonlocal left
+        missing, taken = args.contexts * args.context, []
+        while missing:
+            room = min(missing, args.context - (args.contexts * args.context - missing) % args.context)
+            piece = left if len(left) else next(source)
+            taken.append(piece[:room])
+            left, missing = piece[room:], missing - len(taken[-1])
+        return np.concatenate(taken), [len(piece) for piece in taken]
+
+    source = tokenised()
+    prepared = []
+    for _ in range(args.steps + WARM):
+        if mode == "padded":
+            prepared.append(padded())
+            continue
+        ids, lengths = contexts()
+        if ours:
+            lengths = np.array(lengths)
+            pack = Pack(np.zeros_like(lengths), np.zeros_like(lengths), lengths, epoch=0)
+            prepared.append(CausalCollator(args.context, mode == "ours-masks")(pack, ids))
+        else:
+            rows = torch.from_numpy(ids.astype(np.int64)).view(args.contexts, args.context)
+            prepared.append({"input_ids": rows, "attention_mask": torch.ones_like(rows), "labels": rows})
+
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, weight_decay=0.01, fused=True)
+    model.train()
+    tokens = 0
+    for number, batch in enumerate(prepared):
+        if number == WARM:
+            started, tokens = time.perf_counter(), 0
+        inputs = to_device(batch, torch.device("cpu")) if ours else batch
+        with torch.autocast("cpu", torch.bfloat16, enabled=dtype == "bf16"):
+            output = model(**inputs)
+            loss = output.loss_sum / batch["num_masked"] if ours else output.loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        tokens += batch["num_tokens"] if ours else int(batch["attention_mask"].sum())
+    speed = tokens / (time.perf_counter() - started)
+    parameters = sum(p.numel() for p in model.parameters())
+    memory = peak_memory_gb(torch.device("cpu"))
+    return {"tokens_per_second": speed, "peak_gb": memory, "loss": loss.item(), "parameters": parameters}
+
+
+def compare(args: Arguments) -> str:
+    import torch  # noqa: F401  (its version)
+    import transformers  # noqa: F401
+
+    modes = ["ours", "ours-masks"] + ["ours-compiled"] * args.compiled
+    kinds = [f"{mode}:{{}}:tuned" for mode in modes]
+    kinds += [f"{mode}:{{}}:{tuned}" for mode in ("packed", "padded") for tuned in ("plain", "tuned")]
+    jobs = [
+        f"{name}:{kind.format(dtype)}"
+        for name in args.models.split(",")
+        for dtype in args.dtypes.split(",")
+        for kind in kinds
+    ]
+    found: dict[str, list[dict]] = {job: [] for job in jobs}
+    for number in range(args.rounds):
+        for job in jobs:
+            found[job].append(_in_process(args, job))
+            speed = found[job][-1]["tokens_per_second"]
+            print(f"round {number + 1}/{args.rounds}  {job:<32} {speed:9,.0f} tokens/s", file=sys.stderr, flush=True)
+    speeds = {job: statistics.median(r["tokens_per_second"] for r in runs) for job, runs in found.items()}
+    hardware, command = where_measured("benchmarks.clm_throughput", "torch", "transformers")
+    lines = [
+        f"{args.contexts} contexts of {args.context} tokens (bytes of text) a step, {hardware}",
+        "",
+        f"{command}, median of {args.rounds}",
+        "",
+        "| Llama | precision | model | tokens/s | spread | ours is faster by | peak memory, GB |",
+        "|---|---|---|--:|--:|--:|--:|",
+    ]
+    for job in jobs:
+        name, mode, dtype, tuned = job.split(":")
+        ours = mode.startswith("ours")
+        what = MODES[mode] + (", our process settings" if tuned == "tuned" and not ours else "")
+        runs = [r["tokens_per_second"] for r in found[job]]
+        ratio = "" if ours else f"{speeds[f'{name}:ours:{dtype}:tuned'] / speeds[job]:.2f} x"
+        memory = max(r["peak_gb"] for r in found[job])
+        size = f"{name}, {found[job][0]['parameters'] / 1e6:.1f} M"
+        spread = (max(runs) - min(runs)) / speeds[job]
+        lines.append(f"| {size} | {dtype} | {what} | {speeds[job]:,.0f} | {spread:.0%} | {ratio} | {memory:.2f} |")
+    return "\n".join(lines) + "\n"
+
+
+def _in_process(args: Arguments, job: str) -> dict:
+    names = ("documents", "context", "contexts", "steps")
+    flags = {"worker": job} | {name: getattr(args, name) for name in names if getattr(args, name) is not None}
+    environment = {k: v for k, v in os.environ.items() if k != "GOMP_SPINCOUNT"}
+    if job.endswith(":plain"):
+        environment["GOMP_SPINCOUNT"] = "30000000000"  # what GNU OpenMP does unless told otherwise
+    return measured_afresh("benchmarks.clm_throughput", flags, environment, job)
+
+
+def main() -> None:
+    (args,) = parse_arguments(__doc__, Arguments)
+    if args.worker:
+        print(json.dumps(measure(args)))
+        return
+    table = compare(args)
+    publish(table, args.output)
+
+
+if __name__ == "__main__":
+    run(main)

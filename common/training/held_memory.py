@@ -1,0 +1,130 @@
+"""What a rank of a run holds in memory, found by the run's own code on tensors without values.
+
+The script's own strategy deals out the model, over groups that exchange nothing; then forward and backward pass run on
+a pack, with AdamW's moments there, and every storage is counted for as long as it lives (common.ranks.live_bytes). So
+recomputation, gathered layers, buckets and accumulation count as what they are. Rank 0 has at least as many rows as
+any other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from common.model.cpu import as_on_a_gpu
+from common.ranks.live_bytes import (
+    BACKWARD,
+    ENDS,
+    GATHERED,
+    GRADIENTS,
+    LAYERS,
+    OPTIMIZER,
+    WEIGHTS,
+    LiveBytes,
+)
+from common.ranks.rehearsal import exchange_nothing, rehearsal
+from common.ranks.strategy import Strategy
+from common.ranks.world import World
+from common.training.arguments import RunArguments
+from common.training.built import Built
+from common.training.optim import build_optimizer
+from common.training.tasks import task_of
+
+Build = Callable[[RunArguments, World], tuple[Strategy, Built]]
+STATE = (WEIGHTS, GRADIENTS, OPTIMIZER)
+
+
+@dataclass(frozen=True)
+class Held:
+    """What a rank holds in a step on packs of so many tokens; bytes.
+
+    peak: of the device, at most; kinds: those of common.ranks.live_bytes, then. In host memory: state_on_host,
+    weights, gradients and moments; activations_on_host, at most; checkpoint_copy, while one is written in the
+    background.
+    """
+
+    tokens: int
+    peak: int
+    kinds: dict[str, int]
+    state_on_host: int
+    activations_on_host: int
+    checkpoint_copy: int
+
+
+class Rehearsed:
+    """A run that is built, its tensors without values: what it holds on a pack, as often as asked."""
+
+    def __init__(self, args: RunArguments, world: World, build: Build, counted: LiveBytes):
+        self.args, self.world, self.counted = args, world, counted
+        with counted.making(GRADIENTS):  # a strategy may have buckets for them
+            self.strategy, self.built = build(args, world)
+        self.task = task_of(args)(self.built, args, world)
+        exchange_nothing(self.strategy.model)
+        parameters = [p for p in self.built.weights.parameters() if p.requires_grad]
+        for parameter in parameters:
+            counted.put(parameter, WEIGHTS)
+        optimizer = build_optimizer(self.built.weights, args)
+        with torch.no_grad():
+            for parameter in parameters:
+                parameter.grad = torch.zeros_like(parameter)
+        with counted.making(OPTIMIZER):
+            optimizer.step()
+        self.optimizer = optimizer
+        optimizer.zero_grad()
+        for layer in self.built.model.layers:
+            layer.register_forward_pre_hook(self._enters(LAYERS))
+            layer.register_forward_hook(self._enters(ENDS))
+        if isinstance(self.strategy.model, DistributedDataParallel):
+            for _ in range(2):  # the second begins with buckets made anew, by the order in which gradients came
+                self.step(args.max_seq_length)
+
+    def step(self, tokens: int) -> Held:
+        """A step's passes on packs of so many tokens."""
+        counted, args, strategy = self.counted, self.args, self.strategy
+        batch = self.task.example(tokens)
+        if args.packs_per_step:
+            packs = max(1, args.packs_per_step // self.world.mesh.dp_size)
+        else:
+            packs = args.gradient_accumulation_steps
+        counted.begin_peak()
+        for number in reversed(range(min(packs, 2))):  # what the second adds up to, more do not change
+            with strategy.micro_batch(last=number == 0):
+                with counted.making(ENDS):
+                    loss = self.task.loss_sum(strategy.model, batch)
+                with counted.making(BACKWARD):
+                    loss.backward()
+            del loss
+            counted.put_all((LAYERS, ENDS, BACKWARD, GATHERED), GRADIENTS)
+        held = Held(
+            tokens,
+            counted.peak,
+            {kind: 0 if kind in counted.on_host else size for kind, size in counted.at_peak.items()},
+            sum(counted.bytes[kind] for kind in STATE if kind in counted.on_host),
+            counted.most_on_host,
+            counted.bytes[WEIGHTS] + counted.bytes[OPTIMIZER],
+        )
+        strategy.clear_gradients()
+        return held
+
+    def _enters(self, kind: str) -> Callable:
+        def hook(*_) -> None:
+            self.counted.kind = kind
+
+        return hook
+
+
+@contextmanager
+def rehearsed(args: RunArguments, build: Build) -> Iterator[Rehearsed]:
+    """The run of these flags. On a GPU's ways, unless --use_cpu."""
+    args = replace(args, torch_compile=False, quant_stats=False, output_dir=args.output_dir or "dry_run")
+    with ExitStack() as stack:
+        world = stack.enter_context(rehearsal(args.world_size or 1, args.cp_size))
+        if not args.use_cpu:
+            stack.enter_context(as_on_a_gpu())
+        on_host = STATE if getattr(args, "cpu_offload", False) and not args.use_cpu else ()
+        counted = stack.enter_context(LiveBytes(on_host))
+        yield Rehearsed(args, world, build, counted)

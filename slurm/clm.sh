@@ -1,0 +1,20 @@
+# What the jobs of decoders share; they source it from the repository's root in place of common.sh, which it sources.
+#
+# The text is read in place: nothing to prepare. Hub access: HF_TOKEN, for gated tokenizers and more requests an hour.
+# shellcheck shell=bash
+
+# Results may lie in the repository, which the nodes share.
+: "${TARGET_PATH:=$PWD}"
+# One cache for all nodes, and a token that `hf auth login` has kept stays in use.
+export HF_TOKEN_PATH=${HF_TOKEN_PATH:-${HF_HOME:-$HOME/.cache/huggingface}/token}
+export HF_HOME=${HF_HOME:-$TARGET_PATH/.cache/huggingface}
+export HF_HUB_ETAG_TIMEOUT=${HF_HUB_ETAG_TIMEOUT:-60}
+# shellcheck source=slurm/common.sh
+. slurm/common.sh
+
+# train_clm ARGS...     train_fsdp2.py with ARGS, which name MODEL and OUTPUT_DIR; requeues the job
+train_clm() {
+  [ -n "$MODEL" ] || lacks "MODEL is not set: say llama3_1_8b (see slurm/env.sh)"
+  looked_at=(--output_dir="$OUTPUT_DIR")
+  pretrain train_fsdp2.py "$@"
+}

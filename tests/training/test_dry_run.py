@@ -1,0 +1,135 @@
+"""--dry_run: held to what torch's allocator held in real runs on CPU ranks, and to layouts that are known to run."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from benchmarks.allocator_peak import PLAIN, run_measured
+from common.cli import UserError
+from common.model.esm2 import Esm2ForMaskedLM
+from common.model.presets import esm2_config
+from common.training.dry_run import GIB, largest_pack
+from common.training.held_memory import Held, rehearsed
+from common.training.tasks import parse_run
+from tests.data_fixtures import load_script
+from tests.decoder_fixtures import decoder_flags, write_text
+from tests.forked import run_script
+from tests.training_fixtures import flags_of, on_ranks
+
+FLAGS = {"train_ddp.py": "DdpFlags", "train_fsdp2.py": "FsdpFlags", "train_mfsdp.py": "MegatronFlags"}
+FSDP = "train_fsdp2.py"
+
+
+def script_and_arguments(script: str, argv: list[str]):
+    module = load_script(script)
+    return module, parse_run("", getattr(module, FLAGS[script]), argv)
+
+
+def predicted(script: str, nproc: int, argv: list[str], *more: str) -> Held:
+    module, args = script_and_arguments(script, [*argv, "--dry_run", f"--world_size={nproc}", *more])
+    with rehearsed(args, module.build) as run:
+        return run.step(args.pack_tokens)
+
+
+ESM2_8M = "num_hidden_layers=6,hidden_size=320,num_attention_heads=20,intermediate_size=1280"
+WIDER = "num_hidden_layers=8,hidden_size=480,num_attention_heads=20,intermediate_size=1920"
+PROTEINS = {"max_steps": 2, "tokens_per_pack": 2048, "per_device_train_batch_size": None}
+LLAMA = {"model_type": "llama_v2", "hidden_width": 256, "num_layers": 4, "num_heads": 8, "num_key_value_heads": 4}
+LLAMA |= {"intermediate_size": 704, "max_context_width": 256, "train_batch_size": 8, "max_steps": 2, "bf16": 0}
+
+
+@pytest.mark.parametrize(
+    ("script", "nproc", "model", "flags"),
+    [
+        ("train_ddp.py", 1, ESM2_8M, {"bf16": True}),
+        ("train_ddp.py", 2, WIDER, {}),
+        (FSDP, 2, ESM2_8M, {"gradient_accumulation_steps": 2, "activation_checkpointing": "selective"}),
+        (FSDP, 4, WIDER, {"sharding_strategy": "hybrid", "hsdp_shard_size": 2}),
+        (FSDP, 1, None, {"activation_checkpointing": "none"}),
+        (FSDP, 2, None, {"activation_checkpointing": "full"}),
+    ],
+)
+def test_a_rank_of_a_real_run_holds_what_the_dry_run_says(dataset, tmp_path, script, nproc, model, flags):
+    if model:
+        argv = flags_of(dataset, tmp_path / "out", config_overrides=model, **PROTEINS | PLAIN | flags)
+    else:
+        text = write_text(tmp_path / "text")
+        argv = decoder_flags(text, tmp_path / "out", **LLAMA | PLAIN | flags)
+    codes, said = on_ranks(nproc, run_measured, script, argv, str(tmp_path / "peak"))
+    assert codes == [0] * nproc, "\n".join(said)
+    peaks = [int((tmp_path / f"peak.{rank}").read_text()) for rank in range(nproc)]
+    # gloo has buffers of its own while it exchanges, which come and go with its threads
+    assert predicted(script, nproc, argv, "--use_cpu").peak == pytest.approx(max(peaks), rel=0.10)
+
+
+def test_weights_and_moments_are_the_rows_that_rank_0_is_dealt():
+    overrides = "num_hidden_layers=1,hidden_size=40,num_attention_heads=2,intermediate_size=50"  # 40 / 16: uneven
+    argv = ["--config_name=facebook/esm2_t6_8M_UR50D", f"--config_overrides={overrides}", "--tokens_per_pack=1024"]
+    with torch.device("meta"):
+        shapes = [p.shape for p in Esm2ForMaskedLM(esm2_config(1, 40, 2, intermediate_size=50)).parameters()]
+    whole = sum(shape.numel() for shape in shapes)
+    dealt = sum(-(-shape[0] // 16) * shape[1:].numel() for shape in shapes)
+    assert dealt > whole / 16
+    for script, numbers in ((FSDP, dealt), ("train_ddp.py", whole)):
+        held = predicted(script, 16, argv)
+        steps = 4 * len(shapes)  # AdamW counts them for each tensor, in fp32
+        assert held.kinds["weights"] == 4 * numbers
+        assert held.kinds["optimizer"] == 8 * numbers + steps
+        assert held.checkpoint_copy == 12 * numbers + steps
+
+
+def test_the_largest_pack_fits_and_the_next_one_does_not():
+    argv = ["--config_name=facebook/esm2_t6_8M_UR50D", "--config_overrides=num_hidden_layers=1", "--bf16"]
+    module, args = script_and_arguments(FSDP, [*argv, "--max_seq_length=256", "--dry_run", "--world_size=4"])
+    with rehearsed(args, module.build) as run:
+        known = run.step(2048)
+        room = int(3.3 * known.peak)
+        found = largest_pack(run.step, known, room, 256)
+        assert found.tokens % 256 == 0
+        assert found.peak <= room < run.step(found.tokens + 256).peak
+        assert largest_pack(run.step, known, 1000, 256) is None
+
+
+def test_recomputed_and_offloaded_activations_leave_the_device():
+    argv = ["--config_name=facebook/esm2_t6_8M_UR50D", "--bf16", "--tokens_per_pack=4096"]
+    ways = (["none"], ["selective"], ["full"], ["full", "--offload_activations"])
+    held = [predicted(FSDP, 4, argv, f"--activation_checkpointing={way}", *more) for way, *more in ways]
+    assert [h.peak for h in held] == sorted((h.peak for h in held), reverse=True)
+    # What each of six layers is given: fp32 tokens, and where four sequences begin and the last one ends, int32
+    assert held[3].activations_on_host == 6 * (4096 * 320 * 4 + 5 * 4)
+    assert held[2].activations_on_host == 0
+
+
+def test_the_guides_layout_of_llama_8b_fits_as_published():
+    """Guide 003: Llama 3.1 8B on four nodes of eight H100 of 80 GB, batch 1, full sharding, activations offloaded."""
+    guide = ["--model=llama3_1_8b", "--max_context_width=8192", "--train_batch_size=1", "--offload_activations=1"]
+    held = predicted(FSDP, 32, guide)
+    assert held.kinds["weights"] == pytest.approx(4 * 8_030_261_248 / 32, rel=1e-3)
+    assert held.peak + 5 * GIB < 80 * GIB
+
+
+def test_what_does_not_fit_is_one_line_and_status_2(tmp_path):
+    flags = ["--dry_run", "--config_name=facebook/esm2_t6_8M_UR50D", f"--output_dir={tmp_path / 'out'}"]
+    flags += ["--tokens_per_pack=2048", "--device_memory=5.1"]
+    done = run_script("train_ddp.py", *flags)
+    assert done.returncode == 2
+    assert "Traceback" not in done.stderr
+    (line,) = [line for line in done.stderr.splitlines() if line.startswith("error:")]
+    assert "packs of 2,048 tokens do not fit" in line
+    assert "peak of a step on the device" in done.stdout
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("script", "flags", "said"),
+    [
+        ("train_mfsdp.py", ["--dry_run"], "train_fsdp2.py --dry_run is the nearest"),
+        (FSDP, ["--dry_run", "--sharding_strategy=hybrid"], "--hsdp_shard_size"),
+        (FSDP, ["--world_size=4", "--dataset_dir=x", "--output_dir=y"], "missing: --dry_run"),
+        (FSDP, ["--dry_run", "--device_memory=0"], "--device_memory 0.0: must be above 0"),
+    ],
+)
+def test_what_cannot_be_is_refused(script, flags, said):
+    with pytest.raises(UserError, match=said):
+        script_and_arguments(script, ["--config_name=facebook/esm2_t6_8M_UR50D", *flags])
