@@ -7,20 +7,22 @@ run, which opens no data, takes an `example`.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+
 from common.batches.loader import Collator, TrainLoader
 from common.batches.step_flags import StepFlags
 from common.ranks.world import World
 
 
-class Task:
+class Task(ABC):
     """flags, world: of the run; data: once it is opened. The task sets them."""
 
     flags: StepFlags
     world: World
 
+    @abstractmethod
     def collator(self) -> Collator:
         """What makes a rank's batches to train on."""
-        raise NotImplementedError
 
     def steps(self, packs_per_step: int, step: int, position: dict, last_step: int | None) -> TrainLoader:
         """This rank's share of the steps from number `step` on, which begins at `position`, up to `last_step`; where
