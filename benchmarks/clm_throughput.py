@@ -16,16 +16,13 @@ import common  # noqa: F401  # isort: skip  (before torch: see there)
 import ast
 import importlib.util
 import json
-import os
-import statistics
-import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 
-from benchmarks.fresh import measured_afresh
+from benchmarks.rounds import cells, in_rounds
 from benchmarks.tables import publish, where_measured
 from common.cli import Flags, UserError, flag, parse_arguments, run
 
@@ -200,13 +197,9 @@ def compare(args: Arguments) -> str:
         for dtype in args.dtypes.split(",")
         for kind in kinds
     ]
-    found: dict[str, list[dict]] = {job: [] for job in jobs}
-    for number in range(args.rounds):
-        for job in jobs:
-            found[job].append(_in_process(args, job))
-            speed = found[job][-1]["tokens_per_second"]
-            print(f"round {number + 1}/{args.rounds}  {job:<32} {speed:9,.0f} tokens/s", file=sys.stderr, flush=True)
-    speeds = {job: statistics.median(r["tokens_per_second"] for r in runs) for job, runs in found.items()}
+    names = ("documents", "context", "contexts", "steps")
+    flags = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
+    found = in_rounds("benchmarks.clm_throughput", jobs, args.rounds, flags)
     hardware, command = where_measured("benchmarks.clm_throughput", "torch", "transformers")
     lines = [
         f"{args.contexts} contexts of {args.context} tokens (bytes of text) a step, {hardware}",
@@ -218,24 +211,11 @@ def compare(args: Arguments) -> str:
     ]
     for job in jobs:
         name, mode, dtype, tuned = job.split(":")
-        ours = mode.startswith("ours")
-        what = MODES[mode] + (", our process settings" if tuned == "tuned" and not ours else "")
-        runs = [r["tokens_per_second"] for r in found[job]]
-        ratio = "" if ours else f"{speeds[f'{name}:ours:{dtype}:tuned'] / speeds[job]:.2f} x"
-        memory = max(r["peak_gb"] for r in found[job])
+        ours = None if mode.startswith("ours") else found[f"{name}:ours:{dtype}:tuned"]
+        what = MODES[mode] + (", our process settings" if tuned == "tuned" and ours else "")
         size = f"{name}, {found[job][0]['parameters'] / 1e6:.1f} M"
-        spread = (max(runs) - min(runs)) / speeds[job]
-        lines.append(f"| {size} | {dtype} | {what} | {speeds[job]:,.0f} | {spread:.0%} | {ratio} | {memory:.2f} |")
+        lines.append(f"| {size} | {dtype} | {cells(what, found[job], ours)}")
     return "\n".join(lines) + "\n"
-
-
-def _in_process(args: Arguments, job: str) -> dict:
-    names = ("documents", "context", "contexts", "steps")
-    flags = {"worker": job} | {name: getattr(args, name) for name in names if getattr(args, name) is not None}
-    environment = {k: v for k, v in os.environ.items() if k != "GOMP_SPINCOUNT"}
-    if job.endswith(":plain"):
-        environment["GOMP_SPINCOUNT"] = "30000000000"  # what GNU OpenMP does unless told otherwise
-    return measured_afresh("benchmarks.clm_throughput", flags, environment, job)
 
 
 def main() -> None:

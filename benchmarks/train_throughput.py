@@ -13,15 +13,12 @@ from __future__ import annotations
 
 import common  # noqa: F401  # isort: skip  (before torch: see there)
 import json
-import os
-import statistics
-import sys
 import time
 from dataclasses import dataclass
 from itertools import islice
 
-from benchmarks.fresh import measured_afresh
 from benchmarks.prepared import PreparedFlags
+from benchmarks.rounds import cells, in_rounds
 from benchmarks.tables import publish, where_measured
 from common.cli import flag, parse_arguments, run
 
@@ -114,13 +111,9 @@ def compare(args: Arguments) -> str:
     for dtype in args.dtypes.split(","):
         jobs += [f"ours:{dtype}:tuned"] + ([f"ours-compiled:{dtype}:tuned"] if args.compiled else [])
         jobs += [f"{mode}:{dtype}:{tuned}" for mode in ("longest", "pad512") for tuned in ("plain", "tuned")]
-    found: dict[str, list[dict]] = {job: [] for job in jobs}
-    for number in range(args.rounds):
-        for job in jobs:
-            found[job].append(_in_process(args, job))
-            speed = found[job][-1]["tokens_per_second"]
-            print(f"round {number + 1}/{args.rounds}  {job:<24} {speed:9,.0f} tokens/s", file=sys.stderr, flush=True)
-    speeds = {job: statistics.median(r["tokens_per_second"] for r in runs) for job, runs in found.items()}
+    names = ("dataset_dir", "config_name", "tokens", "max_seq_length", "steps")
+    flags = {name: getattr(args, name) for name in names}
+    found = in_rounds("benchmarks.train_throughput", jobs, args.rounds, flags)
     hardware, command = where_measured("benchmarks.train_throughput", "torch", "transformers")
     lines = [
         f"{args.config_name}, {args.tokens} tokens a step, crops of {args.max_seq_length}, {hardware}",
@@ -134,21 +127,9 @@ def compare(args: Arguments) -> str:
         for job in (j for j in jobs if f":{dtype}:" in j):
             mode, _, tuned = job.split(":")
             name = MODES[mode] + (", our process settings" if tuned == "tuned" and not mode.startswith("ours") else "")
-            runs = [r["tokens_per_second"] for r in found[job]]
-            ratio = "" if mode.startswith("ours") else f"{speeds[f'ours:{dtype}:tuned'] / speeds[job]:.2f} x"
-            memory = max(r["peak_gb"] for r in found[job])
-            spread = (max(runs) - min(runs)) / speeds[job]
-            lines.append(f"| {dtype} | {name} | {speeds[job]:,.0f} | {spread:.0%} | {ratio} | {memory:.2f} |")
+            ours = None if mode.startswith("ours") else found[f"ours:{dtype}:tuned"]
+            lines.append(f"| {dtype} | {cells(name, found[job], ours)}")
     return "\n".join(lines) + "\n"
-
-
-def _in_process(args: Arguments, job: str) -> dict:
-    names = ("dataset_dir", "config_name", "tokens", "max_seq_length", "steps")
-    flags = {"worker": job} | {name: getattr(args, name) for name in names}
-    environment = {k: v for k, v in os.environ.items() if k != "GOMP_SPINCOUNT"}
-    if job.endswith(":plain"):
-        environment["GOMP_SPINCOUNT"] = "30000000000"  # what GNU OpenMP does unless told otherwise
-    return measured_afresh("benchmarks.train_throughput", flags, environment, job)
 
 
 def main() -> None:
