@@ -16,7 +16,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from common.cli import UserError
 from common.model.compiling import compile_layers
 from common.ranks.replicas import digest
 from common.ranks.run import distributed_run
@@ -24,12 +23,10 @@ from common.ranks.world import World
 from common.training.load_model import load_model
 from tests import megatron_on_cpu
 from tests.data_fixtures import load_script
-from tests.forked import run_script
 from tests.live_runs import PREEMPTED, LiveRun, assert_same_run, newest_step, outcome
 from tests.training_fixtures import (
     TINY_OVERRIDES,
     _main,
-    environment,
     final_weights,
     flags_of,
     losses,
@@ -343,59 +340,3 @@ def test_memory_and_traffic_are_those_of_the_documented_table(dataset, tmp_path)
             # Buckets are padded, and the few weights outside of layers are gathered once a step.
             assert held == pytest.approx(COSTS[name][0], rel=0.05), name
             assert travelled == pytest.approx(COSTS[name][1], rel=0.1), name
-
-
-# ---- flags -----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (
-            {"zero_dp_strategy": "zero3"},
-            "--zero_dp_strategy zero3: choose no_shard, optim, optim_grads, optim_grads_p",
-        ),
-        ({"activation_checkpointing": "some"}, "--activation_checkpointing some: choose none, selective, full"),
-        ({"preserve_fp32_weights": False}, "missing: --bf16 (--preserve_fp32_weights False is about its bf16 numbers"),
-        ({"grad_reduce_in_fp32": False}, "missing: --bf16 (--grad_reduce_in_fp32 False is about its bf16 numbers"),
-        ({"overlap_grad_reduce": False}, "--overlap_grad_reduce False: gives wrong gradients with optim"),
-        (
-            {"overlap_param_gather": False},
-            "--overlap_param_gather False: computes with the weights of the step before, except with optim_grads_par",
-        ),
-        ({"average_in_collective": True}, "--average_in_collective: crashes without expert parallelism"),
-        ({"check_for_nan_in_grad": False}, "--check_for_nan_in_grad False: the norm is always looked at"),
-        (
-            {"zero_dp_strategy": "no_shard", "init_model_with_meta_device": True},
-            "--init_model_with_meta_device: no_shard needs the whole model",
-        ),
-        ({"zero_dp_strategy": "no_shard", "hsdp_shard_size": 2}, "--hsdp_shard_size: no_shard deals nothing out"),
-        ({"hsdp_shard_size": 1}, "--hsdp_shard_size 1: deals nothing out"),
-        (
-            {"zero_dp_strategy": "optim", "sync_model_each_microbatch": True},
-            "--sync_model_each_microbatch: adds up what is added up already",
-        ),
-        ({"hsdp_shard_size": 2, "sync_model_each_microbatch": True}, "--sync_model_each_microbatch: adds up what"),
-    ],
-)
-def test_what_is_refused(dataset, tmp_path, flags, message):
-    script = load_script(MFSDP)
-    with pytest.raises(UserError) as error:
-        script.parse_run("", script.MegatronFlags, flags_of(dataset, tmp_path, **flags))
-    assert message in str(error.value)
-    assert "\n" not in str(error.value)
-
-
-def test_a_shard_size_that_does_not_divide_the_ranks(dataset, tmp_path):
-    said = train(dataset, tmp_path / "out", 2, expect=2, script=MFSDP, hsdp_shard_size=3)
-    assert "--hsdp_shard_size 3 does not divide 2 ranks: choose 1, 2" in said
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_without_a_gpu_it_says_so_in_one_line(dataset, tmp_path):
-    done = run_script(MFSDP, *flags_of(dataset, tmp_path / "out"), env=environment())
-    assert done.returncode == 2
-    (line,) = done.stderr.splitlines()
-    assert line.startswith("error: train_mfsdp.py needs an NVIDIA GPU")
-    assert "train_fsdp2.py" in line
-    assert not (tmp_path / "out").exists()
