@@ -82,6 +82,7 @@ class DecoderFlags(BackendFlags):
         # A longer context than the model was published for is recorded; for a shorter one nothing changes.
         longest = max(config.max_position_embeddings, context)
         config = replace(config, **sizes, max_position_embeddings=longest)
-        check_supported(config, f"--model {base}")
+        named = f"--model_type {self.model_type} (as {base})" if self.model_type else f"--model {base}"
+        check_supported(config, named)
         told = f"Model: {base}" + (f", but for {'; '.join(differing)}" if differing else "")
         return config, told

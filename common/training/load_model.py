@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import asdict, replace
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
+from common.cli import UserError
 from common.model.compiling import compile_layers
 from common.model.context_attention import share_context
 from common.model.initialise import initialise
@@ -65,6 +68,8 @@ def load_model(
     extras = {}
     with world.together():
         if next(model.parameters()).is_meta:  # a strategy may have made the storage itself
+            if (device or world.device).type == "cpu" and not world.rehearsed:
+                check_host_memory(model, args.do_train, world.local_size)
             model.to_empty(device=device or world.device)
         if not world.rehearsed:
             initialise(model, args.seed, config.initializer_range)
@@ -76,3 +81,17 @@ def load_model(
         if args.fp8_params:
             precision = replace(precision, masters=precision.quantised.quantise_weights())
     return Built(model, backend, gelu, choice.remarks, precision, extras)
+
+
+def check_host_memory(model: nn.Module, trains: bool, ranks: int) -> None:
+    """UserError where the weights of so many ranks on this machine, with gradients and two moments where it trains,
+    are more than all the memory it has: the system would end them, one by one and without a word."""
+    parameters = [p.to_local() if isinstance(p, DTensor) else p for p in model.parameters()]
+    needed = ranks * (4 if trains else 1) * sum(p.numel() * p.element_size() for p in parameters)
+    there = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if needed > there:
+        what = "weights, gradients and moments" if trains else "weights"
+        raise UserError(
+            f"{what} of the {ranks} rank{'s' * (ranks > 1)} on this machine take {needed / 1e9:,.0f} GB, and it has "
+            f"{there / 1e9:,.0f}: choose a smaller model, or see with --dry_run what this one needs"
+        )

@@ -195,6 +195,14 @@ def test_a_world_size_that_does_not_divide_the_global_batch(dataset, tmp_path):
     assert re.search(r"use 1, 3 ranks, or 2 or 4 packs", message), message
 
 
+def test_a_model_that_no_machine_holds_is_refused_before_it_is_made(dataset, tmp_path):
+    sizes = "hidden_size=1048576,num_hidden_layers=1,num_attention_heads=8192,intermediate_size=64"
+    said = refused(dataset, tmp_path / "out", config_overrides=sizes)
+    # Five matrices of 2^20 x 2^20, four fp32 numbers a weight: 88 TB, and a little.
+    assert re.search(r"of the 1 rank on this machine take 87,9\d\d GB, and it has \d+:", said), said
+    assert not (tmp_path / "out").exists()
+
+
 @pytest.mark.parametrize("suffix", ["json", "yaml"])
 def test_a_file_of_flags(dataset, tmp_path, suffix):
     flags = dict(flag[2:].split("=", 1) for flag in flags_of(dataset, tmp_path / "out", max_steps=2))
