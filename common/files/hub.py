@@ -23,7 +23,7 @@ def offline() -> bool:
     return any(os.environ.get(variable, "").upper() in ("1", "ON", "YES", "TRUE") for variable in OFFLINE_VARIABLES)
 
 
-def download_command(name: str, kind: str) -> str:
+def download_command(name: str, kind: str) -> tuple[str, str]:
     """What fetches a repository of some kind (`dataset`, `tokenizer`) by hand, and the flag that then takes it."""
     of_kind = "--repo-type dataset " if kind == "dataset" else ""
     return f"hf download {name} {of_kind}--local-dir DIR", f"--{kind} DIR"

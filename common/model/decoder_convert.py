@@ -15,7 +15,7 @@ from common.cli import UserError
 from common.model.decoder import DecoderForCausalLM
 from common.model.decoder_config import DecoderConfig
 
-# Names under which a checkpoint may repeat a tensor that is tied, or keep a constant.
+# What a checkpoint may keep of constants, by the ends of names.
 _REDUNDANT = ("rotary_emb.inv_freq",)
 
 # Our tensor, and the ones that it is made of: end to end, by rows.
