@@ -57,8 +57,8 @@ def draw_others(figure: Figure, path, **how) -> None:
 Figure.savefig = draw_others
 Figure().subplots(2, 2)  # the first one looks for fonts
 
-# torchrun's agents note with every heartbeat which of their methods it is, and look for it in the sources of all that is
-# imported: here that takes a third of a second, longer than others leave the state of the rendezvous as it is.
+# torchrun's agents note with every heartbeat which of their methods it is, and look for it in the sources of all that
+# is imported: here that takes a third of a second, longer than others leave the state of the rendezvous as it is.
 dynamic_rendezvous.get_method_name = lambda depth=2: sys._getframe(depth).f_code.co_name
 
 torch.empty(1, device="meta")  # the first one imports what it needs

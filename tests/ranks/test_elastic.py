@@ -22,8 +22,8 @@ class Agent:
     """One node's torchrun, in a process group of its own."""
 
     def __init__(self, log, endpoint: str, job: str, argv: list[str]):
-        # Waits of seconds instead of minutes. A node whose heartbeat a busy machine keeps back for ten is dead; and whoever
-        # joins has to write between two heartbeats of the others.
+        # Waits of seconds instead of minutes. A node whose heartbeat a busy machine keeps back for ten is dead; and
+        # whoever joins has to write between two heartbeats of the others.
         patience = "join_timeout=60,last_call_timeout=1,keep_alive_interval=2,keep_alive_max_attempt=5"
         self.log = log
         command = [python(), "-m", "torch.distributed.run", "--nnodes=1:2", "--nproc_per_node=1"]
