@@ -25,10 +25,10 @@ from common.files.json_files import write_json_flushed
 from common.files.output_directory import Build, building
 from common.files.sources import Source, open_source
 from common.files.stream_reader import check_columns, units_of
-from common.files.text_store import TOKENS, describe_tokens
-from common.files.text_tokenizers import BYTES, Tokenizer, load_tokenizer
 from common.prepare.encode_files import Piece, assemble, usable_threads
 from common.prepare.tokenize_units import UnitOfText, token_features, tokenize_units
+from common.text.store import TOKENS, describe_tokens
+from common.text.tokenizers import BYTES, Tokenizer, load_tokenizer
 
 logger = logging.getLogger(__name__)
 UNITS = 64  # of a split: fewer files than that are taken apart where they can be

@@ -83,15 +83,15 @@ def measure(args: Arguments) -> dict:
     import torch
     from torch.nn.utils.rnn import pad_sequence
 
-    from common.batches.causal import CausalCollator
     from common.batches.collators import to_device
     from common.batches.windows import Pack
-    from common.files.text_tokenizers import BYTES, load_tokenizer
     from common.model.compiling import compile_layers
     from common.model.decoder import DecoderForCausalLM
     from common.model.decoder_config import DecoderConfig
     from common.model.initialise import initialise
     from common.ranks.run import keep_freed_memory
+    from common.text.causal import CausalCollator
+    from common.text.tokenizers import BYTES, load_tokenizer
     from common.training.metrics import peak_memory_gb
 
     name, mode, dtype, tuned = args.worker.split(":")

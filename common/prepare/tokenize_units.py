@@ -22,8 +22,8 @@ from common.files.hashing import MEMBER, derive_key, hash_counters
 from common.files.output_directory import Build, sync_directory
 from common.files.sequence_files import Unit
 from common.files.stream_reader import ROW_BITS, read_rows
-from common.files.text_tokenizers import Tokenizer, load_tokenizer, tokenize
 from common.prepare.encode_files import Piece
+from common.text.tokenizers import Tokenizer, load_tokenizer, tokenize
 
 DOCUMENTS_AT_ONCE = 512
 

@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
-from common.batches.text_flags import TextFlags
 from common.cli import Flags, UserError, flag
 from common.model.decoder_flags import DecoderFlags
 from common.model.decoder_presets import PRESETS
+from common.text.flags import TextFlags
 from common.training.arguments import RunArguments
 from common.training.decay import DecayFlags
 

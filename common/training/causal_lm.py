@@ -15,18 +15,18 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from common.batches.causal import causal_batches
 from common.batches.collators import Batch, Counts, to_device
 from common.batches.loader import Collator
-from common.batches.text_data import TextData, held_out_contexts, open_text
-from common.batches.tokenizer import open_tokenizer
 from common.batches.windows import Pack
-from common.files.text_tokenizers import check_vocabulary
 from common.model.decoder_config import DecoderConfig
 from common.model.decoder_convert import pieces_to_hf
 from common.model.decoder_pretrained import save_decoder
 from common.model.esm2 import count_parameters
 from common.ranks.world import World
+from common.text.causal import causal_batches
+from common.text.data import TextData, held_out_contexts, open_text
+from common.text.shared_tokenizer import open_tokenizer
+from common.text.tokenizers import check_vocabulary
 from common.training.built import Built
 from common.training.causal_arguments import CausalArguments
 from common.training.counts import StepCounts

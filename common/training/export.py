@@ -24,7 +24,6 @@ from torch import Tensor, nn
 
 from common.cli import UserError, one_line, run
 from common.files import alphabet
-from common.files.text_tokenizers import load_tokenizer
 from common.model import convert, decoder_convert
 from common.model.decoder import DecoderForCausalLM
 from common.model.decoder_config import ARCHITECTURES
@@ -34,6 +33,7 @@ from common.model.esm2 import Esm2ForMaskedLM
 from common.model.presets import load_config
 from common.model.pretrained import save_pretrained
 from common.ranks.world import World
+from common.text.tokenizers import load_tokenizer
 from common.training import checkpoint_files as files
 from common.training.checkpoint import CONFIG
 from common.training.checkpoint_choice import damage_of, newest_usable

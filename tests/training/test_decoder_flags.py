@@ -10,7 +10,7 @@ from dataclasses import fields
 import pytest
 
 from common.cli import UserError
-from common.files.text_tokenizers import ByteTokenizer
+from common.text.tokenizers import ByteTokenizer
 from common.training.arguments import TrainArguments
 from common.training.causal_arguments import CausalArguments, IdleFlags
 from common.training.decay import STYLES

@@ -12,14 +12,14 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from common.batches.causal import causal_batches
 from common.batches.loader import TrainLoader
-from common.batches.text_data import open_text
-from common.files.text_tokenizers import ByteTokenizer
 from common.model.decoder import DecoderForCausalLM
 from common.model.decoder_convert import pieces_to_hf
 from common.model.decoder_presets import PRESETS
 from common.ranks.world import World
+from common.text.causal import causal_batches
+from common.text.data import open_text
+from common.text.tokenizers import ByteTokenizer
 from common.training.causal_lm import decoder_flops
 from common.training.load_model import load_model
 from common.training.tasks import parse_run

@@ -10,25 +10,25 @@ import datasets
 import numpy as np
 import pytest
 
-from common.batches.causal import causal_batches
-from common.batches.contexts import ContextPlan
 from common.batches.loader import TrainLoader, merge_positions
 from common.batches.packing import Position
-from common.batches.text_data import held_out_contexts, open_text
-from common.batches.text_flags import TextFlags
 from common.cli import UserError
 from common.files.content import documents
 from common.files.sources import open_source
-from common.files.text_memory import TextMemory
-from common.files.text_store import TextStore
-from common.files.text_tokenizers import load_tokenizer
 from common.ranks.world import Mesh, World
+from common.text.causal import causal_batches
+from common.text.contexts import ContextPlan
+from common.text.data import held_out_contexts, open_text
+from common.text.flags import TextFlags
+from common.text.memory import TextMemory
+from common.text.store import TextStore
+from common.text.tokenizers import load_tokenizer
 from tests.batches.hub_server import hub_server
-from tests.batches.text_fixtures import BYTES, decoded, texts, write_c4, write_jsonl
 from tests.data_fixtures import TOKENIZE, call, expect_error, load_script, write_csv
 from tests.data_fixtures import proteins as protein_rows
-from tests.files.test_text_tokenizers import trained
 from tests.forked import run_script
+from tests.text.fixtures import BYTES, decoded, texts, write_c4, write_jsonl
+from tests.text.test_tokenizers import trained
 
 PREPARE = load_script("1.tokenize_text.py")
 SMALL = {"max_seq_length": 64, "per_device_train_batch_size": 2, "per_device_eval_batch_size": 3}
@@ -71,7 +71,7 @@ def test_a_configuration_is_streamed_and_its_validation_files_are_held_out(tmp_p
 
 
 def test_an_epoch_that_nobody_counted_is_estimated(tmp_path, monkeypatch):
-    monkeypatch.setattr("common.batches.text_data.SAMPLE_TOKENS", 4000)
+    monkeypatch.setattr("common.text.data.SAMPLE_TOKENS", 4000)
     path = write_jsonl(tmp_path / "a.jsonl", some := texts(2000))
     _, data = opened(dataset=str(path), max_steps=1, evaluates=False)
     assert data.tokens == pytest.approx(sum(len(text.encode()) + 1 for text in some), rel=0.1)
@@ -106,10 +106,10 @@ def test_c4_of_the_hub_is_read_in_place(tmp_path, streaming):
 READ = """
 import json, sys
 from common import cli
-from common.batches.causal import causal_batches
+from common.text.causal import causal_batches
 from common.batches.loader import TrainLoader
 from common.ranks.world import Mesh
-from tests.batches.test_text_data import opened
+from tests.text.test_data import opened
 with cli.user_errors():
     streaming = sys.argv[1] == "True"
     flags, data = opened(dataset="allenai/c4", dataset_config_name="en", max_steps=1, streaming=streaming)

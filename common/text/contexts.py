@@ -19,9 +19,9 @@ from common.batches.packing import Position
 from common.batches.windows import Pack
 from common.cli import UserError
 from common.files.hashing import RECORD_ORDER, ROTATION, Permutation, derive_key
-from common.files.pieces import Pieces
-from common.files.text_memory import TextMemory
-from common.files.text_store import TextStore
+from common.text.memory import TextMemory
+from common.text.pieces import Pieces
+from common.text.store import TextStore
 
 
 class ContextPlan:

@@ -9,9 +9,9 @@ from common.batches.collators import Batch, Counts
 from common.batches.context import shared_batches
 from common.batches.loader import Collator
 from common.batches.masking import IGNORE
-from common.batches.text_flags import TextFlags
 from common.batches.windows import Pack
 from common.ranks.world import Mesh
+from common.text.flags import TextFlags
 
 
 class CausalCollator:
@@ -24,7 +24,7 @@ class CausalCollator:
         self.context, self.document_masks = context, document_masks
 
     def __call__(self, pack: Pack, ids: np.ndarray) -> Batch:
-        """The batch of a pack whose tokens are `ids` [T], of any integer type; see common.batches.text_data.
+        """The batch of a pack whose tokens are `ids` [T], of any integer type; see common.text.data.
 
         A pack without a token gives one token without a label, with all counts zero: every rank can run its forward
         pass (sharded models need all of them to) and it adds nothing to any sum.

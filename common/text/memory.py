@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from common.files.pieces import Pieces
 from common.files.sources import File
 from common.files.stream_reader import read_rows, units_of
-from common.files.text_tokenizers import Tokenizer, tokenize
+from common.text.pieces import Pieces
+from common.text.tokenizers import Tokenizer, tokenize
 
 DOCUMENTS_AT_ONCE = 64
 

@@ -5,12 +5,12 @@ Documents are tokenised, each ended by the tokenizer's end-of-text token, laid e
 `per_device_train_batch_size` contexts; a step takes G of them (`packs_per_step`), as in the batch plan for proteins.
 
 The trainer asks as it asks common.batches.training_data: identity, total_steps, finished, check_packs, order(G) (for a
-TrainLoader, with `common.batches.causal.causal_batches` as its collator), held_out(split), epochs, num_examples, end.
+TrainLoader, with `common.text.causal.causal_batches` as its collator), held_out(split), epochs, num_examples, end.
 
 How the task uses this, on all ranks together:
 
-    tokenizer = open_tokenizer(flags.tokenizer, world)           # common.batches.tokenizer
-    check_vocabulary(tokenizer, config.vocab_size)               # common.files.text_tokenizers: UserError
+    tokenizer = open_tokenizer(flags.tokenizer, world)           # common.text.shared_tokenizer
+    check_vocabulary(tokenizer, config.vocab_size)               # common.text.tokenizers: UserError
     data = open_text(flags, world, evaluates=args.do_eval, tokenizer=tokenizer)
     TrainLoader(data.order(G), causal_batches(flags, world.mesh), world.mesh, step, position, ...)
     store = data.held_out("validation"); held_out_contexts(flags, store, causal_batches(flags, world.mesh), world)
@@ -29,21 +29,21 @@ import logging
 from collections.abc import Iterator
 from pathlib import Path
 
-from common.batches.contexts import ContextPlan
 from common.batches.loader import Collator, Order, PlannedOrder, evaluation_batches
 from common.batches.stream_order import StreamedOrder
-from common.batches.text_flags import TextFlags
-from common.batches.text_streams import WINDOW_BYTES, WINDOW_DOCUMENTS, plan_text_streams
 from common.batches.training_data import EVAL_SEED, FromPlan, FromStreams
 from common.cli import UserError
 from common.files.content import documents
 from common.files.record_counts import count_records
 from common.files.sources import Source, open_source
 from common.files.stream_reader import check_columns
-from common.files.text_memory import TextMemory
-from common.files.text_store import TextStore, open_text_split
-from common.files.text_tokenizers import Tokenizer
 from common.ranks.world import World
+from common.text.contexts import ContextPlan
+from common.text.flags import TextFlags
+from common.text.memory import TextMemory
+from common.text.store import TextStore, open_text_split
+from common.text.streams import WINDOW_BYTES, WINDOW_DOCUMENTS, plan_text_streams
+from common.text.tokenizers import Tokenizer
 
 logger = logging.getLogger(__name__)
 

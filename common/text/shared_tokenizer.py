@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from common.files.text_tokenizers import Tokenizer, load_tokenizer
 from common.ranks.world import World
+from common.text.tokenizers import Tokenizer, load_tokenizer
 
 
 def open_tokenizer(name: str, world: World) -> Tokenizer:

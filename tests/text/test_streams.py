@@ -10,13 +10,13 @@ import pyarrow as pa
 import pyarrow.parquet
 import pytest
 
-from common.batches.causal import CausalCollator
 from common.batches.loader import TrainLoader, merge_positions
 from common.batches.stream_order import StreamedOrder
 from common.cli import UserError
 from common.files.stream_reader import ROW_BITS
 from common.ranks.world import Mesh
-from tests.batches.text_fixtures import decoded, flow, plan_of, texts, write_c4, write_jsonl
+from common.text.causal import CausalCollator
+from tests.text.fixtures import decoded, flow, plan_of, texts, write_c4, write_jsonl
 
 EACH = 40  # documents in a file
 
@@ -24,8 +24,8 @@ EACH = 40  # documents in a file
 @pytest.fixture(autouse=True)
 def small_windows(monkeypatch):
     """A few documents each: contexts, packs and epochs end in all possible ways within windows and between them."""
-    monkeypatch.setattr("common.batches.text_streams.WINDOW_BYTES", 700)
-    monkeypatch.setattr("common.batches.text_streams.WINDOW_DOCUMENTS", 9)
+    monkeypatch.setattr("common.text.streams.WINDOW_BYTES", 700)
+    monkeypatch.setattr("common.text.streams.WINDOW_DOCUMENTS", 9)
 
 
 @pytest.mark.parametrize("packs", [1, 2, 5])  # 5: more streams than files, which share them by rows

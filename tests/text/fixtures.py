@@ -8,10 +8,10 @@ from pathlib import Path
 
 import numpy as np
 
-from common.batches.text_streams import plan_text_streams
 from common.files.content import documents
 from common.files.sources import open_source
-from common.files.text_tokenizers import ByteTokenizer
+from common.text.streams import plan_text_streams
+from common.text.tokenizers import ByteTokenizer
 
 BYTES = ByteTokenizer()
 CONTEXT = {"seed": 3, "context": 64, "contexts_per_pack": 2, "tokenizer": BYTES}

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from common.batches.causal import CausalCollator
 from common.batches.windows import Pack
-from common.files.pieces import Pieces
+from common.text.causal import CausalCollator
+from common.text.pieces import Pieces
 
 IDS = np.arange(40000, 40000 + 23, dtype=np.uint16)  # two contexts of 8 and a shorter one
 PIECES = Pieces(np.array([7, 8, 9]), np.array([3, 0, 0]), np.array([5, 12, 6])).cut(8)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from common.batches.step_flags import StepFlags
 from common.cli import Missing, UserError, flag
-from common.files.text_tokenizers import BYTES
+from common.text.tokenizers import BYTES
 
 
 @dataclass

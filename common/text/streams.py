@@ -21,11 +21,11 @@ from common.batches.stream_order import Dealt, Share, deal
 from common.batches.windows import Pack
 from common.cli import UserError
 from common.files.hashing import RECORD_ORDER, derive_key, hash_counters
-from common.files.pieces import Pieces
 from common.files.sequence_files import Unit
 from common.files.sources import File
 from common.files.stream_reader import ROW_BITS, read_rows
-from common.files.text_tokenizers import Tokenizer, tokenize
+from common.text.pieces import Pieces
+from common.text.tokenizers import Tokenizer, tokenize
 
 WINDOW_BYTES = 1 << 20  # of text: a window ends with the document that reaches it
 WINDOW_DOCUMENTS = 8192  # or after so many

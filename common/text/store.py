@@ -13,8 +13,8 @@ import numpy as np
 
 from common.cli import UserError
 from common.files.arrow_lists import ArrowLists, read_state, split_directory
-from common.files.pieces import Pieces
-from common.files.text_tokenizers import Tokenizer
+from common.text.pieces import Pieces
+from common.text.tokenizers import Tokenizer
 
 STEP = "1.tokenize_text.py"  # which makes them
 TOKENS = "tokens.json"

@@ -12,7 +12,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from common.cli import UserError
-from common.files.text_tokenizers import BYTES, ByteTokenizer, check_vocabulary, load_tokenizer, tokenize
+from common.text.tokenizers import BYTES, ByteTokenizer, check_vocabulary, load_tokenizer, tokenize
 from tests.batches.hub_server import COMMIT, hub_server
 from tests.forked import run_script
 
@@ -101,7 +101,7 @@ LOAD = """
 import sys
 from common import cli
 from common.files import hub
-from common.files.text_tokenizers import load_tokenizer
+from common.text.tokenizers import load_tokenizer
 hub.ATTEMPTS, hub.FIRST_WAIT_S = 2, 0.0
 with cli.user_errors():
     tokenizer, revision = load_tokenizer("org/llama")
