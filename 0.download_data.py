@@ -19,13 +19,13 @@ from tqdm import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
 from common.cli import Flags, UserError, flag, parse_arguments, run
-from common.files.fasta import read_fasta_lines
 from common.files.output_directory import Build, building
 from common.files.records import BadRecords, Lines, Policy, skip
 from common.prepare.download import download_directory
 from common.prepare.fetch import describe_sources, fetch, parse_sources
 from common.prepare.partitions import PartitionWriter
 from common.prepare.shuffle import in_random_order
+from common.sources.fasta import read_fasta_lines
 
 logger = logging.getLogger(__name__)
 UNIREF50 = "https://ftp.uniprot.org/pub/databases/uniprot/uniref/uniref50/uniref50.fasta.gz"

@@ -19,14 +19,14 @@ from pathlib import Path
 from tqdm import tqdm
 
 from common.cli import Flags, Missing, UserError, flag, parse_arguments, run
-from common.files.content import documents
 from common.files.dataset_writer import write_dataset_dict
 from common.files.json_files import write_json_flushed
 from common.files.output_directory import Build, building
-from common.files.sources import Source, open_source
-from common.files.stream_reader import check_columns, units_of
 from common.prepare.encode_files import Piece, assemble, usable_threads
 from common.prepare.tokenize_units import UnitOfText, token_features, tokenize_units
+from common.sources.content import documents
+from common.sources.dataset import Source, open_source
+from common.sources.stream_reader import check_columns, units_of
 from common.text.store import TOKENS, describe_tokens
 from common.text.tokenizers import BYTES, Tokenizer, load_tokenizer
 

@@ -19,16 +19,16 @@ from pathlib import Path
 from tqdm import tqdm
 
 from common.cli import Flags, Missing, UserError, flag, parse_arguments, run
-from common.files import csv_records
-from common.files.csv_records import count_rows, csv_files
 from common.files.dataset_writer import TOKEN_FEATURES, DatasetWriter, write_dataset_dict
 from common.files.output_directory import Build, building
 from common.files.records import BadRecords, Policy
-from common.files.residues import check_residues
 from common.prepare.cluster_splits import publish_index, split_by_clusters
 from common.prepare.encode_files import FileEncoder, Piece, assemble, read_pieces, usable_threads
 from common.prepare.encode_records import Chunker, check_tokenizer, encode_rows
 from common.prepare.splits import HELD_OUT, SPLITS, labels_by_file, split_labels, split_sizes
+from common.sources import csv_records
+from common.sources.csv_records import count_rows, csv_files
+from common.sources.residues import check_residues
 
 logger = logging.getLogger(__name__)
 

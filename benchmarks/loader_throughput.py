@@ -36,10 +36,10 @@ from common.batches.streams import plan_streams
 from common.cli import Flags, Missing, UserError, parse_arguments, run
 from common.files.alphabet import encode
 from common.files.dataset_writer import TOKEN_FEATURES, DatasetWriter
-from common.files.fasta import read_fasta
-from common.files.sources import open_source
 from common.files.token_store import open_split
 from common.ranks.world import Mesh
+from common.sources.dataset import open_source
+from common.sources.fasta import read_fasta
 
 
 @dataclass

@@ -9,7 +9,7 @@ import numpy as np
 from common.batches.stream_order import Share
 from common.batches.windows import Pack, Window, crop
 from common.files.alphabet import encode_many
-from common.files.stream_reader import ROW_BITS
+from common.sources.stream_reader import ROW_BITS
 
 
 class Block(NamedTuple):

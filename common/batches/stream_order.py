@@ -18,10 +18,10 @@ import numpy as np
 from common.batches.windows import Pack
 from common.cli import UserError
 from common.files.hashing import BLOCK_ORDER, derive_key, hash_counters
-from common.files.sequence_files import Unit
-from common.files.sources import File
-from common.files.stream_reader import units_of
 from common.ranks.world import Mesh
+from common.sources.dataset import File
+from common.sources.sequence_files import Unit
+from common.sources.stream_reader import units_of
 
 LANES = (8, 4, 2, 1)
 

@@ -19,8 +19,8 @@ from common.batches.stream_blocks import Block, Buffer
 from common.batches.stream_order import Dealt, deal
 from common.batches.windows import Pack, plan_window
 from common.cli import UserError
-from common.files.sources import File
-from common.files.stream_reader import read_sequences
+from common.sources.dataset import File
+from common.sources.stream_reader import read_sequences
 
 WINDOW_TOKENS = 1 << 20  # about: of a usual protein length; the window's last pack is badly filled
 USUAL_PROTEIN = 256

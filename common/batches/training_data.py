@@ -24,12 +24,12 @@ from common.batches.stream_order import StreamedOrder
 from common.batches.streams import LONG_PROTEIN, plan_streams
 from common.cli import UserError
 from common.files.clusters import open_clusters
-from common.files.memory_store import MemoryStore
-from common.files.record_counts import count_records
-from common.files.sources import Source, held_out_files, open_source
-from common.files.stream_reader import check_columns
 from common.files.token_store import TokenStore, open_split
 from common.ranks.world import Mesh, World
+from common.sources.dataset import Source, held_out_files, open_source
+from common.sources.memory_store import MemoryStore
+from common.sources.record_counts import count_records
+from common.sources.stream_reader import check_columns
 
 logger = logging.getLogger(__name__)
 

@@ -21,12 +21,12 @@ from pathlib import Path
 
 from common.cli import BAD_INPUT, Flags, UserError, flag, one_line, parse_arguments, run
 from common.files.json_files import write_json
-from common.files.sources import is_local
 from common.preflight import network, node
 from common.preflight.exchange import Exchange, Meeting
 from common.preflight.report import ERROR, LEVELS, Finding, RankReport, differences, merge, problems, table
 from common.ranks.run import leave
 from common.ranks.world import World
+from common.sources.dataset import is_local
 
 logger = logging.getLogger(__name__)
 

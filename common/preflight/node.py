@@ -12,10 +12,10 @@ import numpy as np
 import torch
 
 from common.cli import UserError
-from common.files.memory_store import MemoryStore
-from common.files.sources import Source, open_source
 from common.files.token_store import TokenStore, open_split
 from common.preflight.report import ERROR, OK, WARN, Finding
+from common.sources.dataset import Source, open_source
+from common.sources.memory_store import MemoryStore
 
 DOCKER_SHM = 64 << 20  # bytes of /dev/shm in a container nobody asked more for: a few batches of a loader worker
 ROOMY_SHM = 1 << 30

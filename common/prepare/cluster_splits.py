@@ -21,13 +21,13 @@ import pyarrow.parquet
 
 from common.cli import UserError, one_line
 from common.files.clusters import DIRECTORY
-from common.files.csv_records import read_rows
 from common.files.hashing import hash_bytes
 from common.files.output_directory import Build
-from common.files.packed import check_file, open_unpacked
 from common.files.records import BadRecords, Policy, characters
 from common.prepare.cluster_index import Buckets, draw_splits, join, write_index
 from common.prepare.splits import SPLITS
+from common.sources.csv_records import read_rows
+from common.sources.packed import check_file, open_unpacked
 
 logger = logging.getLogger(__name__)
 WINDOW = 1 << 16

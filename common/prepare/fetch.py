@@ -11,10 +11,10 @@ from urllib.parse import unquote, urlsplit
 from xml.etree import ElementTree
 
 from common.cli import UserError
-from common.files.packed import check_file, refuse_twice
 from common.prepare.download import PATIENCE, Patience, download
 from common.prepare.download_files import ANYTHING, Digest, DownloadFiles, Expected
 from common.prepare.transfers import SCHEMES, FetchError, TemporaryError
+from common.sources.packed import check_file, refuse_twice
 
 logger = logging.getLogger(__name__)
 HEX_DIGITS = {"md5": 32, "sha256": 64}

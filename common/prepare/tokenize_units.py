@@ -20,9 +20,9 @@ import pyarrow.compute as pc
 from common.files.dataset_writer import ShardWriter, arrow_schema
 from common.files.hashing import MEMBER, derive_key, hash_counters
 from common.files.output_directory import Build, sync_directory
-from common.files.sequence_files import Unit
-from common.files.stream_reader import ROW_BITS, read_rows
 from common.prepare.encode_files import Piece
+from common.sources.sequence_files import Unit
+from common.sources.stream_reader import ROW_BITS, read_rows
 from common.text.tokenizers import Tokenizer, load_tokenizer, tokenize
 
 DOCUMENTS_AT_ONCE = 512

@@ -33,11 +33,11 @@ from common.batches.loader import Collator, Order, PlannedOrder, evaluation_batc
 from common.batches.stream_order import StreamedOrder
 from common.batches.training_data import EVAL_SEED, FromPlan, FromStreams
 from common.cli import UserError
-from common.files.content import documents
-from common.files.record_counts import count_records
-from common.files.sources import Source, open_source
-from common.files.stream_reader import check_columns
 from common.ranks.world import World
+from common.sources.content import documents
+from common.sources.dataset import Source, open_source
+from common.sources.record_counts import count_records
+from common.sources.stream_reader import check_columns
 from common.text.contexts import ContextPlan
 from common.text.flags import TextFlags
 from common.text.memory import TextMemory

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from common.files.sources import File
-from common.files.stream_reader import read_rows, units_of
+from common.sources.dataset import File
+from common.sources.stream_reader import read_rows, units_of
 from common.text.pieces import Pieces
 from common.text.tokenizers import Tokenizer, tokenize
 

@@ -21,9 +21,9 @@ from common.batches.stream_order import Dealt, Share, deal
 from common.batches.windows import Pack
 from common.cli import UserError
 from common.files.hashing import RECORD_ORDER, derive_key, hash_counters
-from common.files.sequence_files import Unit
-from common.files.sources import File
-from common.files.stream_reader import ROW_BITS, read_rows
+from common.sources.dataset import File
+from common.sources.sequence_files import Unit
+from common.sources.stream_reader import ROW_BITS, read_rows
 from common.text.pieces import Pieces
 from common.text.tokenizers import Tokenizer, tokenize
 

@@ -17,7 +17,7 @@ import numpy as np
 import pyarrow as pa
 
 from common.cli import UserError, one_line
-from common.files.hub import HUB_NAME, Patience, offline, uncached_advice, unreachable_advice
+from common.sources.hub import HUB_NAME, Patience, offline, uncached_advice, unreachable_advice
 
 BYTES = "bytes"
 # Of a repository, what AutoTokenizer may need: no weights.

@@ -11,7 +11,7 @@ import pyarrow.parquet
 
 from common.batches.streams import Stream, plan_streams
 from common.files import alphabet
-from common.files.sources import open_source
+from common.sources.dataset import open_source
 
 COUNT = 600
 PACKED = {"seed": 3, "max_seq_length": 128, "tokens_per_pack": 512}

@@ -13,8 +13,8 @@ from common.batches.masking import IGNORE
 from common.batches.packing import BatchPlan
 from common.batches.windows import Pack
 from common.files.alphabet import MASK, PAD
-from common.files.memory_store import MemoryStore
 from common.ranks.world import Mesh
+from common.sources.memory_store import MemoryStore
 
 LENGTHS = np.array([40, 3, 1, 77, 22])
 

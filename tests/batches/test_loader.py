@@ -23,9 +23,9 @@ from common.batches.loader import PlannedOrder, TrainLoader, evaluation_batches
 from common.batches.packing import BatchPlan, Position
 from common.cli import UserError
 from common.files.alphabet import CLS, EOS, encode
-from common.files.fasta import read_fasta
 from common.files.token_store import TokenStore
 from common.ranks.world import Mesh
+from common.sources.fasta import read_fasta
 from tests.conftest import ROOT
 
 # Four workers on a machine with fewer cores are the point here, not a mistake.

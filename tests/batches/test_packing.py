@@ -17,8 +17,8 @@ from common.batches.packing import BatchPlan, Pack, Position
 from common.batches.windows import fill_packs
 from common.cli import UserError
 from common.files.alphabet import encode
-from common.files.fasta import read_fasta
 from common.files.hashing import Permutation
+from common.sources.fasta import read_fasta
 
 
 def protein_lengths(count: int, seed: int = 0) -> np.ndarray:

@@ -16,9 +16,9 @@ from common.batches.flags import DataFlags
 from common.batches.streams import Stream
 from common.batches.training_data import find_source
 from common.cli import UserError
-from common.files.memory_store import MemoryStore
-from common.files.sources import open_source, split_of
-from common.files.stream_reader import read_sequences, units_of
+from common.sources.dataset import open_source, split_of
+from common.sources.memory_store import MemoryStore
+from common.sources.stream_reader import read_sequences, units_of
 from tests.batches.stream_fixtures import first_epoch, plan_of, proteins, write
 
 

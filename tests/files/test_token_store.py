@@ -13,8 +13,8 @@ from datasets import Dataset, DatasetDict, Features, List, Sequence, Value, load
 
 from common.cli import UserError
 from common.files.alphabet import CLS, EOS, PAD, encode
-from common.files.fasta import read_fasta
 from common.files.token_store import TokenStore, open_split
+from common.sources.fasta import read_fasta
 
 OURS = Features({"id": Value("string"), "input_ids": List(Value("uint8"))})
 

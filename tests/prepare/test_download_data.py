@@ -16,9 +16,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from common.cli import UserError
-from common.files.fasta import read_fasta
 from common.files.output_directory import building, read_record
 from common.prepare.sample import write_sample
+from common.sources.fasta import read_fasta
 from tests.data_fixtures import (
     DOWNLOAD,
     REAL_SAMPLE,

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from common.cli import UserError
-from common.files.fasta import read_fasta
 from common.prepare import sample
+from common.sources.fasta import read_fasta
 from tests.forked import run_script
 
 

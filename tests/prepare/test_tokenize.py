@@ -18,13 +18,13 @@ from transformers import EsmTokenizer
 
 from common.cli import UserError
 from common.files.alphabet import PAD, TOKENS, UNK, encode
-from common.files.csv_records import count_rows, read_rows
 from common.files.dataset_writer import ROWS_PER_BATCH, TOKEN_FEATURES, DatasetWriter
-from common.files.fasta import read_fasta
 from common.prepare import splits
 from common.prepare.encode_records import encode_rows, in_order
 from common.prepare.sample import write_sample
 from common.prepare.splits import split_labels, split_sizes
+from common.sources.csv_records import count_rows, read_rows
+from common.sources.fasta import read_fasta
 from tests.data_fixtures import (
     DOWNLOAD,
     REAL_SAMPLE,
@@ -265,7 +265,7 @@ def test_workers_do_not_change_the_bytes(tmp_path, monkeypatch, partitions):
     rows = proteins(3000)
     for i in range(partitions):
         write_csv(tmp_path / "csv", rows[i::partitions], f"x{i:03d}.csv")
-    monkeypatch.setattr("common.files.csv_plain.BLOCK_BYTES", 2000)
+    monkeypatch.setattr("common.sources.csv_plain.BLOCK_BYTES", 2000)
     monkeypatch.setattr(TOKENIZE, "usable_threads", lambda asked: asked)  # even on one processor
     for workers in (1, 8):
         flags = ("--preprocessing_num_workers", workers, "--output_dir", tmp_path / str(workers))
@@ -298,7 +298,7 @@ def test_rows_do_not_depend_on_blocks(tmp_path, monkeypatch, block_bytes):
     rows = [*proteins(100), ("with,comma", "MK"), ('quo"te', "NA"), ("null", "NULL"), ("émile", "MK"), ("", "MK")]
     write_csv(tmp_path / "csv", rows)
     for name in ("csv_plain.BLOCK_BYTES", "csv_records.PARSED_BYTES"):
-        monkeypatch.setattr(f"common.files.{name}", block_bytes)
+        monkeypatch.setattr(f"common.sources.{name}", block_bytes)
     found = [tuple(row.values()) for batch in read_rows(tmp_path / "csv/x000.csv") for row in batch.to_pylist()]
     assert found == rows
     assert count_rows(tmp_path / "csv/x000.csv") == len(rows)
@@ -308,7 +308,7 @@ def test_rows_do_not_depend_on_blocks(tmp_path, monkeypatch, block_bytes):
 @pytest.mark.parametrize("place", [0, 1, 37, 100])
 @pytest.mark.parametrize("end", ["", "\n"])
 def test_plain_lines_and_others_as_the_csv_module_reads_them(tmp_path, monkeypatch, odd, place, end):
-    monkeypatch.setattr("common.files.csv_plain.BLOCK_BYTES", 500)
+    monkeypatch.setattr("common.sources.csv_plain.BLOCK_BYTES", 500)
     lines = [f"{name},{text}\n" for name, text in proteins(100)]
     lines.insert(place, odd)
     path = tmp_path / "x.csv"

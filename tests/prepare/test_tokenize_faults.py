@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 
 from common.cli import UserError
-from common.files import csv_records
 from common.files.alphabet import TOKENS, encode
-from common.files.csv_records import count_rows, csv_files, read_rows
 from common.files.records import BadRecords
 from common.prepare import encode_files
+from common.sources import csv_records
+from common.sources.csv_records import count_rows, csv_files, read_rows
 from tests.data_fixtures import (
     TOKENIZE,
     call,
@@ -172,7 +172,7 @@ def test_row_numbers_count_over_blocks(tmp_path, monkeypatch):
     rows = [*proteins(500), ("bad", "MKé")]
     write_csv(tmp_path / "csv", rows)
     for name in ("csv_plain.BLOCK_BYTES", "csv_records.PARSED_BYTES"):
-        monkeypatch.setattr(f"common.files.{name}", 300)
+        monkeypatch.setattr(f"common.sources.{name}", 300)
     with pytest.raises(UserError, match="row 501: non-ASCII"):
         list(read_rows(tmp_path / "csv/x000.csv"))
 
@@ -184,7 +184,7 @@ BAD_ROWS = [b"a,", b"b,M\xc3\xa9K", b"\xff,MK", b"c,MK,V", b"d", b'"",""']
 @pytest.mark.parametrize("header", [b"id,text\n", b"id,text\r\n"])
 def test_bad_rows_are_skipped_and_counted(tmp_path, monkeypatch, caplog, block_bytes, header):
     for name in ("csv_plain.BLOCK_BYTES", "csv_records.PARSED_BYTES"):
-        monkeypatch.setattr(f"common.files.{name}", block_bytes)
+        monkeypatch.setattr(f"common.sources.{name}", block_bytes)
     good = proteins(500)
     places = [3, 60, 61, 200, 202, 470]  # of the bad rows among all
     lines = [f"{name},{text}".encode() for name, text in good]

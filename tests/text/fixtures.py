@@ -8,8 +8,8 @@ from pathlib import Path
 
 import numpy as np
 
-from common.files.content import documents
-from common.files.sources import open_source
+from common.sources.content import documents
+from common.sources.dataset import open_source
 from common.text.streams import plan_text_streams
 from common.text.tokenizers import ByteTokenizer
 

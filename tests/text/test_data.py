@@ -13,9 +13,9 @@ import pytest
 from common.batches.loader import TrainLoader, merge_positions
 from common.batches.packing import Position
 from common.cli import UserError
-from common.files.content import documents
-from common.files.sources import open_source
 from common.ranks.world import Mesh, World
+from common.sources.content import documents
+from common.sources.dataset import open_source
 from common.text.causal import causal_batches
 from common.text.contexts import ContextPlan
 from common.text.data import held_out_contexts, open_text
@@ -23,10 +23,10 @@ from common.text.flags import TextFlags
 from common.text.memory import TextMemory
 from common.text.store import TextStore
 from common.text.tokenizers import load_tokenizer
-from tests.batches.hub_server import hub_server
 from tests.data_fixtures import TOKENIZE, call, expect_error, load_script, write_csv
 from tests.data_fixtures import proteins as protein_rows
 from tests.forked import run_script
+from tests.sources.hub_server import hub_server
 from tests.text.fixtures import BYTES, decoded, texts, write_c4, write_jsonl
 from tests.text.test_tokenizers import trained
 

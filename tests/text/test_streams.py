@@ -13,8 +13,8 @@ import pytest
 from common.batches.loader import TrainLoader, merge_positions
 from common.batches.stream_order import StreamedOrder
 from common.cli import UserError
-from common.files.stream_reader import ROW_BITS
 from common.ranks.world import Mesh
+from common.sources.stream_reader import ROW_BITS
 from common.text.causal import CausalCollator
 from tests.text.fixtures import decoded, flow, plan_of, texts, write_c4, write_jsonl
 
@@ -50,7 +50,7 @@ def test_windows_do_not_depend_on_how_the_file_is_read(tmp_path, monkeypatch):
     table = pa.table({"text": texts(200)})
     pa.parquet.write_table(table, tmp_path / "a.parquet", row_group_size=500)
     packs = [ids.tolist() for _, ids, _ in islice(plan_of(tmp_path, 1).stream(0), 60)]
-    monkeypatch.setattr("common.files.sequence_files.ROWS_AT_ONCE", 7)
+    monkeypatch.setattr("common.sources.sequence_files.ROWS_AT_ONCE", 7)
     assert [ids.tolist() for _, ids, _ in islice(plan_of(tmp_path, 1).stream(0), 60)] == packs
 
 

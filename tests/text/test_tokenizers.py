@@ -13,8 +13,8 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from common.cli import UserError
 from common.text.tokenizers import BYTES, ByteTokenizer, check_vocabulary, load_tokenizer, tokenize
-from tests.batches.hub_server import COMMIT, hub_server
 from tests.forked import run_script
+from tests.sources.hub_server import COMMIT, hub_server
 
 TEXTS = ["The quick brown fox", "Übung macht den\nMeister …  ", "", "\x00\x7f</s><eos>"]
 
@@ -100,7 +100,7 @@ def test_what_cannot_be_used_is_one_line(tmp_path):
 LOAD = """
 import sys
 from common import cli
-from common.files import hub
+from common.sources import hub
 from common.text.tokenizers import load_tokenizer
 hub.ATTEMPTS, hub.FIRST_WAIT_S = 2, 0.0
 with cli.user_errors():

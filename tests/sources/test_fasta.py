@@ -1,4 +1,4 @@
-"""common/files/fasta.py: what a record is, and where the complaints point."""
+"""common/sources/fasta.py: what a record is, and where the complaints point."""
 
 import bz2
 import gzip
@@ -10,8 +10,8 @@ import pyarrow as pa
 import pytest
 
 from common.cli import UserError
-from common.files.fasta import read_fasta, read_fasta_lines
 from common.files.records import BadRecords, columns
+from common.sources.fasta import read_fasta, read_fasta_lines
 from tests.data_fixtures import REAL_SAMPLE, needs_real_sample
 
 MESSY = (

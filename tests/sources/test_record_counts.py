@@ -6,9 +6,9 @@ import gzip
 
 import pytest
 
-from common.files import record_counts
-from common.files.record_counts import count_records
-from common.files.sources import open_source
+from common.sources import record_counts
+from common.sources.dataset import open_source
+from common.sources.record_counts import count_records
 from tests.batches.stream_fixtures import proteins, write
 
 

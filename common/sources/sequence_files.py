@@ -24,13 +24,13 @@ import pyarrow.json
 import pyarrow.parquet as pq
 
 from common.cli import UserError, one_line
-from common.files.csv_header import column_named, read_header
-from common.files.csv_records import STRAY_QUOTE, first_with_line_end
-from common.files.fasta import read_fasta_lines
-from common.files.hub import REMOTE
-from common.files.packed import LOOKED_AT, check_file, open_both, unpacked_both, unpacked_name, what_it_is
 from common.files.records import columns
-from common.files.sources import File
+from common.sources.csv_header import column_named, read_header
+from common.sources.csv_records import STRAY_QUOTE, first_with_line_end
+from common.sources.dataset import File
+from common.sources.fasta import read_fasta_lines
+from common.sources.hub import REMOTE
+from common.sources.packed import LOOKED_AT, check_file, open_both, unpacked_both, unpacked_name, what_it_is
 
 ROWS_AT_ONCE = 4096
 TEXTS = (pa.types.is_string, pa.types.is_binary, pa.types.is_large_string, pa.types.is_large_binary)
@@ -247,7 +247,7 @@ def _open(file: File):
 
 @contextmanager
 def open_stream(file: File) -> Iterator[tuple[BinaryIO, BinaryIO]]:
-    """A file itself, and its bytes unpacked, as `common.files.packed.open_both`; the Hub's in place, as they come."""
+    """A file itself, and its bytes unpacked, as `common.sources.packed.open_both`; the Hub's in place, as it comes."""
     if not file.path.startswith(REMOTE):
         with open_both(file.path) as both:
             yield both

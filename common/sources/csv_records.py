@@ -15,11 +15,11 @@ import pyarrow.compute
 import pyarrow.csv
 
 from common.cli import UserError, one_line
-from common.files.csv_header import column_named, read_header
-from common.files.csv_plain import COLUMNS, HEADER, PlainRows, count_lines
-from common.files.packed import SUFFIXES, check_file, open_unpacked, refuse_twice
 from common.files.records import BadRecords, characters, texts
-from common.files.residues import clean
+from common.sources.csv_header import column_named, read_header
+from common.sources.csv_plain import COLUMNS, HEADER, PlainRows, count_lines
+from common.sources.packed import SUFFIXES, check_file, open_unpacked, refuse_twice
+from common.sources.residues import clean
 
 NOT_UTF8 = "\ufffd"
 PARSED_BYTES = 4 << 20  # a row must fit
@@ -55,7 +55,7 @@ def count_rows(path: Path, bad_records: BadRecords | None = None, line_ends: boo
 
 
 def read_rows(path: Path, bad_records: BadRecords | None = None, line_ends: bool = False) -> Iterator[pa.RecordBatch]:
-    """Record batches with `id` and `text`, both string; text is ASCII, clean (common/files/residues.py) and not empty.
+    """Record batches with `id` and `text`, both string; text is ASCII, clean (common.sources.residues), not empty.
 
     Memory is a few blocks. bad_records: called with the complaint about each row that is not so, or has more or fewer
     columns than the header; such rows are left out (UserError without it). line_ends: texts in quotes may hold some,

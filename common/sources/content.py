@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from common.files.packed import unpacked_name
+from common.sources.packed import unpacked_name
 
 FORMATS = {
     "parquet": (".parquet", ".pq"),

@@ -1,4 +1,4 @@
-"""FASTA records from a file, plain or packed (common/files/packed.py); every complaint has file and line.
+"""FASTA records from a file, plain or packed (common/sources/packed.py); every complaint has file and line.
 
 It is read a block of megabytes at a time, and a block is taken apart by a handful of passes over all its bytes (numpy,
 Arrow); Python sees single records only to complain about them.
@@ -14,9 +14,9 @@ import numpy as np
 import pyarrow as pa
 
 from common.cli import UserError
-from common.files.packed import LOOKED_AT, TROUBLE, check_file, damage, unpacked, what_it_is
 from common.files.records import NEWLINE, TAB, BadRecords, Lines, ahead, cut
-from common.files.residues import IS_WHITESPACE, STOP, WHITESPACE
+from common.sources.packed import LOOKED_AT, TROUBLE, check_file, damage, unpacked, what_it_is
+from common.sources.residues import IS_WHITESPACE, STOP, WHITESPACE
 
 BLOCK_BYTES = 1 << 20  # that and what is made of it stay in the cache
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"  # Windows editors write it

@@ -10,7 +10,7 @@ import csv
 from typing import BinaryIO
 
 from common.cli import UserError
-from common.files.packed import LOOKED_AT, what_it_is
+from common.sources.packed import LOOKED_AT, what_it_is
 
 LONGEST = 1 << 20  # bytes of a header
 

@@ -7,10 +7,10 @@ from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
-from common.files.hub import REMOTE
-from common.files.sequence_files import Unit, local_path, open_stream
-from common.files.sources import File
-from common.files.stream_reader import num_rows
+from common.sources.dataset import File
+from common.sources.hub import REMOTE
+from common.sources.sequence_files import Unit, local_path, open_stream
+from common.sources.stream_reader import num_rows
 
 HEAD_BYTES = 16 << 20  # unpacked, of a text file: one that is no longer is counted, of a longer one it is a sample
 CHUNK_BYTES = 1 << 16

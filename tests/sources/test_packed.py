@@ -1,4 +1,4 @@
-"""common/files/packed.py and who opens files by it: what is no file is refused unopened, whoever names it."""
+"""common/sources/packed.py and who opens files by it: what is no file is refused unopened, whoever names it."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from common.cli import UserError
-from common.files.packed import check_file, open_unpacked, refuse_twice
-from common.files.sources import open_source
+from common.sources.dataset import open_source
+from common.sources.packed import check_file, open_unpacked, refuse_twice
 from tests.data_fixtures import DOWNLOAD, TOKENIZE, call, proteins, write_csv
 
 

@@ -13,11 +13,11 @@ import numpy as np
 import pyarrow as pa
 
 from common.cli import UserError
-from common.files.hub import FIRST_WAIT_S, REMOTE, Patience, brief
 from common.files.records import characters
-from common.files.residues import check_residues, clean, count_unknown
-from common.files.sequence_files import Unit, column_of, read_texts, row_counts
-from common.files.sources import File
+from common.sources.dataset import File
+from common.sources.hub import FIRST_WAIT_S, REMOTE, Patience, brief
+from common.sources.residues import check_residues, clean, count_unknown
+from common.sources.sequence_files import Unit, column_of, read_texts, row_counts
 
 ROW_BITS = 40  # a record's number is (number of its unit, row)
 
@@ -90,7 +90,7 @@ def read_sequences(
     unit: Unit, first_row: int, wait_s: float = FIRST_WAIT_S
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """`read_rows` of proteins: characters uint8 [C] and where each row begins [n + 1]. They are clean
-    (common/files/residues.py)."""
+    (common/sources/residues.py)."""
     for text in read_rows(unit, first_row, wait_s):
         data, offsets = clean(*characters(text), str(unit))
         check_residues(str(unit), count_unknown(data), len(data))

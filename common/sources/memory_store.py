@@ -7,8 +7,8 @@ import math
 import numpy as np
 
 from common.files.alphabet import UNK, encode_many
-from common.files.sources import File
-from common.files.stream_reader import read_sequences, units_of
+from common.sources.dataset import File
+from common.sources.stream_reader import read_sequences, units_of
 
 
 class MemoryStore:

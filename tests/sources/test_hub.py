@@ -7,15 +7,15 @@ import subprocess
 
 import pytest
 
-from tests.batches.hub_server import COMMIT, hub_server
 from tests.batches.stream_fixtures import first_epoch, plan_of, proteins, write
 from tests.forked import run_script
+from tests.sources.hub_server import COMMIT, hub_server
 
 READ = """
 import sys
 from common import cli
-from common.files import hub
-from common.files.sources import open_source
+from common.sources import hub
+from common.sources.dataset import open_source
 from common.batches.streams import plan_streams
 from tests.batches.stream_fixtures import first_epoch, PACKED
 if "--impatient" in sys.argv:

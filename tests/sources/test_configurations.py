@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from common.cli import UserError
-from common.files.configurations import choose_files
-from common.files.sources import split_of
+from common.sources.configurations import choose_files
+from common.sources.dataset import split_of
 
 PATHS = [
     "en/c4-train.00000-of-00002.json.gz",

@@ -2,7 +2,7 @@
 
 Formats are told by the name: parquet, JSON lines, CSV, FASTA, plain text; all but parquet also packed. A file belongs
 to the split that its path names (train-00000-of-00004.parquet, validation/part.csv, test.jsonl.gz), and to `train`
-when it names none; of text, a data set's card may name configurations and splits (common/files/configurations.py).
+when it names none; of text, a data set's card may name configurations and splits (common/sources/configurations.py).
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from common.cli import UserError
-from common.files.configurations import CARD, choose_files
-from common.files.content import PROTEINS, Content
-from common.files.hub import HUB_NAME, REMOTE, hub_advice, offline, uncached_advice, unreachable_advice
-from common.files.packed import check_file, refuse_twice
+from common.sources.configurations import CARD, choose_files
+from common.sources.content import PROTEINS, Content
+from common.sources.hub import HUB_NAME, REMOTE, hub_advice, offline, uncached_advice, unreachable_advice
+from common.sources.packed import check_file, refuse_twice
 
 logger = logging.getLogger(__name__)
 
@@ -34,7 +34,7 @@ class File:
     """One file: a local path, or an hf:// address whose revision is a commit, so that it can never change."""
 
     path: str
-    kind: str  # a key of common.files.content.FORMATS
+    kind: str  # a key of common.sources.content.FORMATS
     size: int  # bytes
     content: Content = PROTEINS
 

@@ -9,9 +9,9 @@ from typing import BinaryIO
 import numpy as np
 import pyarrow as pa
 
-from common.files.packed import open_unpacked
 from common.files.records import characters, texts
-from common.files.residues import clean
+from common.sources.packed import open_unpacked
+from common.sources.residues import clean
 
 BLOCK_BYTES = 1 << 20  # what is worked on stays in the processor's cache
 COLUMNS = ("id", "text")
