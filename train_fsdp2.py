@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from common.cli import Flags, Missing, UserError, flag, run
-from common.model.recompute import MODES, mode_of, save_activations
+from common.layers.recompute import MODES, mode_of, save_activations
 from common.ranks.mesh import replicas_and_shards
 from common.ranks.strategy import FullySharded, Strategy
 from common.ranks.world import World

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from common.cli import Flags, Missing, UserError, flag, run
-from common.model.recompute import MODES, mode_of, save_activations
+from common.layers.recompute import MODES, mode_of, save_activations
 from common.ranks.megatron import STRATEGIES, Layout, MegatronSharded
 from common.ranks.strategy import Strategy
 from common.ranks.world import World

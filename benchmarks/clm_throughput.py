@@ -85,10 +85,10 @@ def measure(args: Arguments) -> dict:
 
     from common.batches.collators import to_device
     from common.batches.windows import Pack
-    from common.model.compiling import compile_layers
-    from common.model.decoder import DecoderForCausalLM
-    from common.model.decoder_config import DecoderConfig
-    from common.model.initialise import initialise
+    from common.decoders.config import DecoderConfig
+    from common.decoders.model import DecoderForCausalLM
+    from common.layers.compiling import compile_layers
+    from common.layers.initialise import initialise
     from common.ranks.run import keep_freed_memory
     from common.text.causal import CausalCollator
     from common.text.tokenizers import BYTES, load_tokenizer

@@ -44,9 +44,9 @@ def measure(args: Arguments) -> dict | None:
     from common.batches.collators import MaskingCollator, to_device
     from common.batches.context import SlicingCollator
     from common.batches.windows import Pack
-    from common.model.context_attention import share_context
-    from common.model.esm2 import build_model
-    from common.model.presets import esm2_config
+    from common.esm2.model import build_model
+    from common.esm2.presets import esm2_config
+    from common.layers.context_attention import share_context
     from common.ranks.run import keep_freed_memory
     from common.ranks.world import World
 
@@ -96,7 +96,7 @@ def _count_bytes(size: int) -> list[int]:
     """Of what this rank sends from now on, appended with every call."""
     import torch.distributed as dist
 
-    from common.model import context_attention
+    from common.layers import context_attention
 
     sent: list[int] = []
     exchange, gather, scatter = dist.batch_isend_irecv, context_attention.all_gather, context_attention.reduce_scatter

@@ -53,9 +53,9 @@ def measure(args: Arguments, dtype: str) -> dict[str, list[float]]:
     """Seconds a step, of every round, of each recipe; for watched ones with statistics too: name + EVERY, + TENTH."""
     import torch
 
+    from common.esm2.model import build_model
+    from common.esm2.presets import load_config
     from common.files.alphabet import MASK
-    from common.model.esm2 import build_model
-    from common.model.presets import load_config
     from common.precision.emulation import Emulation
     from common.precision.plan import resolve
     from common.precision.stats import QuantStats

@@ -21,10 +21,10 @@ from common.batches.collators import MaskingCollator, to_device
 from common.batches.loader import PlannedOrder, TrainLoader
 from common.batches.packing import BatchPlan
 from common.cli import flag, parse_arguments, run
+from common.esm2.gelu import HIDDEN_ACT
+from common.esm2.model import Esm2ForMaskedLM, build_model
+from common.esm2.presets import load_config
 from common.files.token_store import open_split
-from common.model.backend import HIDDEN_ACT
-from common.model.esm2 import Esm2ForMaskedLM, build_model
-from common.model.presets import load_config
 from common.training.arguments import TrainArguments
 from common.training.optim import build_optimizer, lr_schedule
 

@@ -26,9 +26,9 @@ from benchmarks.peer import padded
 from benchmarks.tables import publish, where_measured
 from common.batches.collators import to_device
 from common.cli import Flags, UserError, flag, parse_arguments, run
-from common.model.backend import HIDDEN_ACT
-from common.model.convert import from_hf, to_hf
-from common.model.presets import esm2_config
+from common.esm2.convert import from_hf, to_hf
+from common.esm2.gelu import HIDDEN_ACT
+from common.esm2.presets import esm2_config
 from common.ranks.world import World
 
 PASSES_BEFORE = 3

@@ -14,12 +14,13 @@ from benchmarks.peer import padded
 from common.batches.collators import Batch, MaskingCollator, to_device
 from common.batches.packing import Pack
 from common.cli import UserError
+from common.esm2.config import Esm2Config
+from common.esm2.gelu import HIDDEN_ACT
+from common.esm2.model import Esm2ForMaskedLM
+from common.esm2.presets import ESM2_SIZES, esm2_config
 from common.files.alphabet import CLS, EOS
-from common.model.backend import HIDDEN_ACT, te_missing
-from common.model.compiling import compile_layers
-from common.model.config import Esm2Config
-from common.model.esm2 import Esm2ForMaskedLM
-from common.model.presets import ESM2_SIZES, esm2_config
+from common.layers.backend import te_missing
+from common.layers.compiling import compile_layers
 from common.precision.build import Precision
 from common.precision.emulation import Emulation
 from common.precision.plan import FP8_RECIPES
@@ -73,7 +74,7 @@ def batches_for(kind: str, tokens: int, count: int) -> list[Batch]:
 def build(kind: str, config: Esm2Config, device: str, fp8_recipe: str) -> tuple[nn.Module, Precision]:
     """A model in fp32 with random weights; ours have the same ones whatever the kind. UserError without what it needs.
 
-    Drawn on the device: common.model.initialise, on the CPU, takes half a minute for 3B.
+    Drawn on the device: common.layers.initialise, on the CPU, takes half a minute for 3B.
     """
     if kind == "peer":
         stock = config.to_transformers()

@@ -51,10 +51,10 @@ def measure(args: Arguments) -> dict:
     from common.batches.collators import MaskingCollator, to_device
     from common.batches.loader import PlannedOrder, TrainLoader
     from common.batches.packing import BatchPlan
+    from common.esm2.model import build_model
+    from common.esm2.presets import load_config
     from common.files.token_store import open_split
-    from common.model.compiling import compile_layers
-    from common.model.esm2 import build_model
-    from common.model.presets import load_config
+    from common.layers.compiling import compile_layers
     from common.ranks.run import keep_freed_memory
     from common.training.metrics import peak_memory_gb
 

@@ -34,7 +34,7 @@ def measure(args: Arguments) -> dict:
     import torch
     import torch.nn.functional as F
 
-    from common.model.vocabulary_loss import vocabulary_loss
+    from common.decoders.vocabulary_loss import vocabulary_loss
     from common.training.metrics import peak_memory_gb
 
     cpu = torch.device("cpu")

@@ -15,7 +15,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from common.model.decoder_presets import GUIDE_RUNS, MODEL_TYPES, PRESETS  # noqa: E402
+from common.decoders.presets import GUIDE_RUNS, MODEL_TYPES, PRESETS  # noqa: E402
 
 MAKER = "docs/make_guide_jobs.py"
 # Llama 2's own tokenizer in a repository that asks for no licence, as in the guides. (They take it for Llama 3, too,

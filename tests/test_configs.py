@@ -14,7 +14,7 @@ import torch
 
 from common.batches.training_data import open_data
 from common.cli import UserError
-from common.model.decoder_presets import GUIDE_RUNS, PRESETS
+from common.decoders.presets import GUIDE_RUNS, PRESETS
 from common.prepare.sample import SAMPLE
 from common.ranks.world import World
 from common.training import tasks

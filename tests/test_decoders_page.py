@@ -7,8 +7,8 @@ from dataclasses import fields
 
 import torch
 
-from common.model.decoder import DecoderForCausalLM
-from common.model.decoder_presets import PRESETS
+from common.decoders.model import DecoderForCausalLM
+from common.decoders.presets import PRESETS
 from common.training.causal_arguments import CausalArguments
 from common.training.tasks import arguments_of
 from tests.conftest import ROOT

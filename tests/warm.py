@@ -21,7 +21,7 @@ from matplotlib.figure import Figure
 from torch.distributed.elastic.rendezvous import dynamic_rendezvous
 from transformers import EsmForMaskedLM, EsmTokenizer, HfArgumentParser, get_scheduler  # noqa: F401
 
-import common.model.recompute
+import common.layers.recompute
 import common.preflight.exchange
 import common.preflight.network
 import common.preflight.report

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from common.cli import UserError
-from common.model.config import Esm2Config
-from common.model.decoder_config import DecoderConfig
+from common.decoders.config import DecoderConfig
+from common.esm2.config import Esm2Config
 from common.precision.emulation import Emulation
 from common.precision.masters import Masters
 from common.precision.plan import Plan, check_device, check_dimensions, describe, formats, resolve

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from common.files.hashing import ROUNDING, derive_key
-from common.model.linear import linear
+from common.layers.linear import linear
 from common.precision.formats import (
     E4M3,
     E5M2,
@@ -166,7 +166,7 @@ class Emulation:
 
 
 class Product:
-    """Takes the place of `common.model.linear.linear` in a layer."""
+    """Takes the place of `common.layers.linear.linear` in a layer."""
 
     def __init__(self, emulation: Emulation, recipe: Recipe, layer: int, product: int):
         self.emulation, self.recipe = emulation, recipe

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from common.batches.flags import DataFlags
 from common.batches.step_flags import StepFlags
 from common.cli import Missing, UserError, flag
-from common.model.backend import ModelFlags
+from common.esm2.flags import ModelFlags
 from common.precision.stats_plan import StatsFlags
 from common.ranks.run import ProcessFlags
 from common.ranks.slices import LAYOUTS

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from common.cli import Flags, UserError, flag
-from common.model.decoder_flags import DecoderFlags
-from common.model.decoder_presets import PRESETS
+from common.decoders.flags import DecoderFlags
+from common.decoders.presets import PRESETS
 from common.text.flags import TextFlags
 from common.training.arguments import RunArguments
 from common.training.decay import DecayFlags

@@ -18,10 +18,10 @@ from torch import Tensor, nn
 from common.batches.collators import Batch, Counts, to_device
 from common.batches.loader import Collator
 from common.batches.windows import Pack
-from common.model.decoder_config import DecoderConfig
-from common.model.decoder_convert import pieces_to_hf
-from common.model.decoder_pretrained import save_decoder
-from common.model.esm2 import count_parameters
+from common.decoders.config import DecoderConfig
+from common.decoders.convert import pieces_to_hf
+from common.decoders.pretrained import save_decoder
+from common.esm2.model import count_parameters
 from common.ranks.world import World
 from common.text.causal import causal_batches
 from common.text.data import TextData, held_out_contexts, open_text

@@ -5,9 +5,9 @@ from __future__ import annotations
 from functools import partial
 
 from common.cli import UserError
-from common.model.backend import check_device, choose_backend
-from common.model.decoder import DecoderForCausalLM
-from common.model.decoder_pretrained import read_decoder
+from common.decoders.model import DecoderForCausalLM
+from common.decoders.pretrained import read_decoder
+from common.layers.backend import check_device, choose_backend
 from common.ranks.world import World
 from common.training.built import ModelChoice
 from common.training.causal_arguments import CausalArguments

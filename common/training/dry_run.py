@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from common.cli import UserError
-from common.model.esm2 import count_parameters
+from common.esm2.model import count_parameters
 from common.ranks.live_bytes import BACKWARD, ENDS, GATHERED, GRADIENTS, LAYERS, OPTIMIZER, WEIGHTS
 from common.training.arguments import RunArguments
 from common.training.held_memory import Build, Held, rehearsed

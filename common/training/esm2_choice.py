@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from functools import partial
 
-from common.model import presets
-from common.model.backend import NO_KERNEL, check_context, check_device, choose_backend, choose_gelu, te_attends
-from common.model.config import override
-from common.model.esm2 import Esm2ForMaskedLM
-from common.model.pretrained import read_pretrained
+from common.esm2 import presets
+from common.esm2.config import override
+from common.esm2.flags import NO_KERNEL, check_context, te_attends
+from common.esm2.gelu import choose_gelu
+from common.esm2.model import Esm2ForMaskedLM
+from common.esm2.pretrained import read_pretrained
+from common.layers.backend import check_device, choose_backend
 from common.prepare.encode_records import check_tokenizer
 from common.ranks.world import World
 from common.training.arguments import TrainArguments

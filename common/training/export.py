@@ -23,15 +23,16 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from common.cli import UserError, one_line, run
+from common.decoders import convert as decoder_convert
+from common.decoders.config import ARCHITECTURES
+from common.decoders.model import DecoderForCausalLM
+from common.decoders.presets import load_decoder_config
+from common.decoders.pretrained import save_decoder
+from common.esm2 import convert
+from common.esm2.model import Esm2ForMaskedLM
+from common.esm2.presets import load_config
+from common.esm2.pretrained import save_pretrained
 from common.files import alphabet
-from common.model import convert, decoder_convert
-from common.model.decoder import DecoderForCausalLM
-from common.model.decoder_config import ARCHITECTURES
-from common.model.decoder_presets import load_decoder_config
-from common.model.decoder_pretrained import save_decoder
-from common.model.esm2 import Esm2ForMaskedLM
-from common.model.presets import load_config
-from common.model.pretrained import save_pretrained
 from common.ranks.world import World
 from common.text.tokenizers import load_tokenizer
 from common.training import checkpoint_files as files

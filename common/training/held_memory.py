@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from common.model.cpu import as_on_a_gpu
+from common.layers.cpu import as_on_a_gpu
 from common.ranks.live_bytes import (
     BACKWARD,
     ENDS,

@@ -11,9 +11,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from common.cli import UserError
-from common.model.compiling import compile_layers
-from common.model.context_attention import share_context
-from common.model.initialise import initialise
+from common.layers.compiling import compile_layers
+from common.layers.context_attention import share_context
+from common.layers.initialise import initialise
 from common.precision.build import choose_plan, set_formats, start_te_stats
 from common.ranks.strategy import copy_rows
 from common.ranks.world import World

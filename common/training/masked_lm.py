@@ -22,10 +22,10 @@ from common.batches.flags import DataFlags
 from common.batches.loader import Collator
 from common.batches.training_data import EVAL_SEED, TrainingData, held_out_batches, open_data
 from common.batches.windows import Pack
+from common.esm2 import convert
+from common.esm2.model import computed_tokens
+from common.esm2.pretrained import save_pretrained
 from common.files import alphabet
-from common.model import convert
-from common.model.esm2 import computed_tokens
-from common.model.pretrained import save_pretrained
 from common.prepare.sample import SAMPLE, make_sample
 from common.ranks.world import World
 from common.training.arguments import TrainArguments

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import torch
 
+from common.esm2.config import Esm2Config
 from common.files.json_files import write_json
-from common.model.config import Esm2Config
 
 # Dense bf16 peak in FLOP/s, from the vendors' data sheets (without sparsity), by words of the device's name. The key
 # with most words wins.

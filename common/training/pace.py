@@ -20,7 +20,7 @@ import numpy as np
 from common.batches.training_data import open_data
 from common.cli import flag, parse_arguments, run
 from common.files.json_files import write_json
-from common.model.backend import has_bf16
+from common.layers.backend import has_bf16
 from common.ranks.run import distributed_run
 from common.ranks.stragglers import Stragglers
 from common.ranks.strategy import Strategy

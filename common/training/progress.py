@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field
 from common.batches.loader import TrainStep
 from common.batches.training_data import TrainingData
 from common.cli import UserError
-from common.model.esm2 import count_parameters
+from common.esm2.model import count_parameters
 from common.ranks.world import World
 from common.training.arguments import RunArguments
 from common.training.built import Built

@@ -16,7 +16,7 @@ from pathlib import Path
 import yaml
 
 from common.cli import Flags, flag, is_file_of_flags, parse_arguments
-from common.model.decoder_config import ARCHITECTURES
+from common.decoders.config import ARCHITECTURES
 from common.training.arguments import RunArguments, TrainArguments
 from common.training.causal_arguments import CausalArguments
 from common.training.causal_lm import CausalLM

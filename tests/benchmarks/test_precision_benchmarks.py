@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from common.esm2.config import override
+from common.esm2.presets import load_config
 from common.files.json_files import read_json_lines
-from common.model.config import override
-from common.model.presets import load_config
 from tests.forked import run_script
 from tests.training_fixtures import TINY_OVERRIDES, environment
 

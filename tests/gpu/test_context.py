@@ -10,16 +10,16 @@ import torch.distributed as dist
 
 from common.batches.collators import to_device
 from common.batches.context import SlicingCollator
-from common.model import attention_blocks as blocks
-from common.model.backend import HIDDEN_ACT
-from common.model.context_attention import share_context
-from common.model.esm2 import Esm2ForMaskedLM, build_model
-from common.model.presets import esm2_config
+from common.esm2.gelu import HIDDEN_ACT
+from common.esm2.model import Esm2ForMaskedLM, build_model
+from common.esm2.presets import esm2_config
+from common.layers import attention_blocks as blocks
+from common.layers.context_attention import share_context
 from common.ranks.run import ProcessFlags, distributed_run
 from common.ranks.slices import Slices
 from tests.gpu.test_runs import BACKENDS, TWO_GPUS
 from tests.gpu.test_training import relative
-from tests.model.context_cases import LENGTHS, make_batch
+from tests.layers.context_cases import LENGTHS, make_batch
 from tests.training_fixtures import on_ranks
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU")

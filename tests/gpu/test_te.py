@@ -13,15 +13,16 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from common.cli import UserError
-from common.model.backend import HIDDEN_ACT, NO_KERNEL
-from common.model.esm2 import Esm2ForMaskedLM, build_model
-from common.model.presets import esm2_config
-from common.model.recompute import save_activations
+from common.esm2.flags import NO_KERNEL
+from common.esm2.gelu import HIDDEN_ACT
+from common.esm2.model import Esm2ForMaskedLM, build_model
+from common.esm2.presets import esm2_config
+from common.layers.recompute import save_activations
 from common.precision.emulation import Emulation
 from common.precision.plan import BlockScaling, CurrentScaling, DelayedScaling, MXFP8BlockScaling, NVFP4BlockScaling
 from common.ranks.world import World
+from tests.esm2.reference import ours_like, packed, random_batch, reference_model
 from tests.gpu.test_training import LENGTHS, on_gpu, relative
-from tests.model.reference import ours_like, packed, random_batch, reference_model
 from tests.training_fixtures import same_bits
 
 pytestmark = [
@@ -110,7 +111,7 @@ def test_logits_equal_transformers_but_for_gelu():
 
 @pytest.mark.parametrize("attention", ["theirs", "ours"])
 def test_bf16_equals_fp32(attention, monkeypatch):
-    from common.model import layers_te
+    from common.esm2 import layers_te
 
     if attention == "ours":
         monkeypatch.setattr(layers_te, "has_kernel", lambda heads, head_dim: False)

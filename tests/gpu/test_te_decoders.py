@@ -12,10 +12,10 @@ import pytest
 import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from common.model.decoder import DecoderForCausalLM
-from common.model.decoder_presets import PRESETS
-from common.model.initialise import initialise
-from common.model.recompute import save_activations
+from common.decoders.model import DecoderForCausalLM
+from common.decoders.presets import PRESETS
+from common.layers.initialise import initialise
+from common.layers.recompute import save_activations
 from common.precision.emulation import Emulation
 from common.precision.plan import BlockScaling, CurrentScaling, DelayedScaling, MXFP8BlockScaling, NVFP4BlockScaling
 from tests.gpu.test_te import HOPPER, forget, loss_and_gradients, process_group  # noqa: F401 - forget is a fixture

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from common.model.compiling import compile_layers
-from common.model.esm2 import build_model
-from common.model.presets import esm2_config
-from tests.model.reference import ours_like, packed, random_batch, reference_model
+from common.esm2.model import build_model
+from common.esm2.presets import esm2_config
+from common.layers.compiling import compile_layers
+from tests.esm2.reference import ours_like, packed, random_batch, reference_model
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU")
 LENGTHS = [1, 2, 3, 40, 129, 17, 64, 300]

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import torch
 
-from common.model.config import override
-from common.model.esm2 import build_model
-from common.model.linear import linear
-from common.model.presets import load_config
+from common.esm2.config import override
+from common.esm2.model import build_model
+from common.esm2.presets import load_config
+from common.layers.linear import linear
 from common.precision import emulation as fake_quant
 from common.precision import plan as precision_plan
 from common.precision.emulation import Emulation

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from common.cli import UserError, parse_arguments
-from common.model.config import Esm2Config
-from common.model.esm2 import SHAPE_MULTIPLE
-from common.model.presets import ESM2_SIZES, load_config
+from common.esm2.config import Esm2Config
+from common.esm2.model import SHAPE_MULTIPLE
+from common.esm2.presets import ESM2_SIZES, load_config
 from common.precision.plan import (
     FP8_RECIPES,
     BlockScaling,

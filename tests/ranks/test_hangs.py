@@ -13,7 +13,7 @@ import time
 import pytest
 import torch
 
-from common.model.esm2 import Esm2ForMaskedLM
+from common.esm2.model import Esm2ForMaskedLM
 from common.ranks.watchdog import Watch
 from tests.live_runs import LiveRun, kill_all, ranks_of, torchrun, wait_until
 from tests.training_fixtures import TIMEOUT_S, _main, flags_of, on_ranks, rows, train

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import torch
 
-from common.model import esm2, presets
-from common.model.config import override
+from common.esm2 import model as esm2
+from common.esm2 import presets
+from common.esm2.config import override
 from common.ranks.world import World
 from common.training.checkpoint import Checkpointer, CheckpointFlags
 from tests.forked import run_script

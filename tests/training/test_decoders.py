@@ -13,9 +13,9 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from common.batches.loader import TrainLoader
-from common.model.decoder import DecoderForCausalLM
-from common.model.decoder_convert import pieces_to_hf
-from common.model.decoder_presets import PRESETS
+from common.decoders.convert import pieces_to_hf
+from common.decoders.model import DecoderForCausalLM
+from common.decoders.presets import PRESETS
 from common.ranks.world import World
 from common.text.causal import causal_batches
 from common.text.data import open_text

@@ -7,8 +7,8 @@ import torch
 
 from benchmarks.allocator_peak import PLAIN, run_measured
 from common.cli import UserError
-from common.model.esm2 import Esm2ForMaskedLM
-from common.model.presets import esm2_config
+from common.esm2.model import Esm2ForMaskedLM
+from common.esm2.presets import esm2_config
 from common.training.dry_run import GIB, largest_pack
 from common.training.held_memory import Held, rehearsed
 from common.training.tasks import parse_run

@@ -15,10 +15,10 @@ from transformers import EsmForMaskedLM
 
 from common.batches.collators import MaskingCollator
 from common.batches.training_data import EVAL_SEED, held_out_batches, open_training
-from common.model import convert
-from common.model.config import override
-from common.model.esm2 import build_model
-from common.model.presets import load_config
+from common.esm2 import convert
+from common.esm2.config import override
+from common.esm2.model import build_model
+from common.esm2.presets import load_config
 from common.ranks.world import World
 from common.training import masked_lm
 from tests.training_fixtures import NUM_TEST, NUM_VALIDATION, TINY_MODEL, TINY_OVERRIDES, arguments, rows, train

@@ -10,10 +10,10 @@ import pytest
 import torch
 from transformers import EsmForMaskedLM
 
+from common.esm2.presets import esm2_config
 from common.files.output_directory import size_and_crc
-from common.model.presets import esm2_config
+from tests.esm2.reference import reference_model
 from tests.forked import run_script
-from tests.model.reference import reference_model
 from tests.small_disk import fill, small_disk
 from tests.training.checkpoint_fixtures import exported, files_of, shard
 from tests.training_fixtures import final_weights, same_bits, train

@@ -7,7 +7,7 @@ import shutil
 import pytest
 import torch
 
-from common.model import esm2
+from common.esm2 import model as esm2
 from common.ranks.run import distributed_run
 from common.ranks.world import World
 from common.training.load_model import load_model

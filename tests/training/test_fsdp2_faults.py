@@ -15,8 +15,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from common.model import esm2, presets
-from common.model.config import override
+from common.esm2 import model as esm2
+from common.esm2 import presets
+from common.esm2.config import override
 from common.ranks.world import World
 from common.training.checkpoint import Checkpointer, CheckpointFlags
 from tests.live_runs import PREEMPTED, LiveRun, assert_same_run, newest_step

@@ -15,16 +15,16 @@ from transformers import EsmForMaskedLM
 from common.batches.collators import MaskingCollator, to_device
 from common.batches.training_data import open_training
 from common.batches.windows import Pack
+from common.esm2.model import build_model
+from common.esm2.presets import esm2_config
 from common.files.alphabet import LAST_RESIDUE
 from common.files.json_files import JsonLinesLog
-from common.model.esm2 import build_model
-from common.model.presets import esm2_config
 from common.training import metrics
 from common.training.masked_lm import MaskedLM
 from common.training.metrics import format_block, peak_flops, step_flops, step_line, write_results
 from common.training.report import draw_curves, held_out_table
+from tests.esm2.reference import random_batch
 from tests.live_runs import trajectory
-from tests.model.reference import random_batch
 from tests.training_fixtures import (
     NUM_TEST,
     NUM_TRAIN,

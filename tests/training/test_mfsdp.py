@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from common.model.compiling import compile_layers
+from common.layers.compiling import compile_layers
 from common.ranks.replicas import digest
 from common.ranks.run import distributed_run
 from common.ranks.world import World

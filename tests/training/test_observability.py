@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from common.cli import UserError
-from common.model.esm2 import Esm2ForMaskedLM
+from common.esm2.model import Esm2ForMaskedLM
 from common.training.metrics import step_line
 from common.training.profiling import parse_steps
 from tests.live_runs import newest_step, trajectory

@@ -10,8 +10,8 @@ from torch import nn
 from transformers import get_scheduler
 
 from common.cli import UserError
-from common.model.esm2 import build_model
-from common.model.presets import esm2_config
+from common.esm2.model import build_model
+from common.esm2.presets import esm2_config
 from common.training.optim import build_optimizer, lr_schedule, warmup_steps
 from tests.training_fixtures import run_forked
 

@@ -10,7 +10,7 @@ import torch
 from torch.nn.utils import clip_grad_norm_
 
 import common.ranks.strategy
-from common.model.esm2 import Esm2ForMaskedLM
+from common.esm2.model import Esm2ForMaskedLM
 from tests.live_runs import assert_same_run, outcome
 from tests.training_fixtures import _main, flags_of, on_ranks, rows, train
 

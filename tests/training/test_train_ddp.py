@@ -17,10 +17,10 @@ from transformers import EsmForMaskedLM, get_scheduler
 from common.batches.collators import MaskingCollator
 from common.batches.loader import TrainLoader
 from common.batches.training_data import open_training
-from common.model import convert
-from common.model.config import override
-from common.model.esm2 import Esm2ForMaskedLM, build_model
-from common.model.presets import load_config
+from common.esm2 import convert
+from common.esm2.config import override
+from common.esm2.model import Esm2ForMaskedLM, build_model
+from common.esm2.presets import load_config
 from tests.data_fixtures import DOWNLOAD, TOKENIZE, call, write_fasta
 from tests.training_fixtures import (
     NUM_TRAIN,

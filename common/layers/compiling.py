@@ -1,0 +1,59 @@
+"""torch.compile for a model's layers, and a place for what it makes that fits this CPU."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+import shutil
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from common.cli import UserError
+from common.layers import attention, linear
+
+CACHE = "TORCHINDUCTOR_CACHE_DIR"  # torch's own variable
+
+
+def compile_layers(model: nn.Module, device: str, backend: str = "inductor") -> None:
+    """torch.compile each layer (in place): all layers share one compiled graph, and packs of any length too.
+
+    model: with `layers`. UserError where a CPU has no compiler to compile with.
+    """
+    if backend == "inductor" and device == "cpu":
+        if not any(shutil.which(c) for c in ("g++", "clang++", "c++")):
+            raise UserError("--torch_compile needs a C++ compiler on a CPU (apt-get install g++), or drop the flag")
+        cache_by_cpu()
+    for layer in model.layers:
+        layer.compile(dynamic=True, backend=backend)
+
+
+def cache_by_cpu() -> None:
+    """Have torch look for compiled code in a directory that is this kind of CPU's own, and our operators'.
+
+    torch (2.13) finds a graph by what it computes, not by the instructions it was compiled for: found by another CPU,
+    on a directory that machines share, it crashes there or computes NaN. Our operators it knows by name alone: a graph
+    of a version whose operators lay out their results otherwise fails.
+    """
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+    place = Path(cache_dir())
+    own = f"cpu-{_this_cpu()}-{_our_operators()}"
+    if place.name != own:
+        os.environ[CACHE] = str(place / own)
+
+
+def _this_cpu() -> str:
+    """A name for the instructions that compiled code may use here."""
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    flags = {line for line in lines if line.startswith(("flags", "Features"))} or {platform.processor()}
+    return hashlib.sha256(f"{torch.backends.cpu.get_cpu_capability()} {sorted(flags)}".encode()).hexdigest()[:8]
+
+
+def _our_operators() -> str:
+    """A name for the operators that compiled code may call here."""
+    sources = b"".join(Path(module.__file__).read_bytes() for module in (attention, linear))
+    return hashlib.sha256(sources).hexdigest()[:8]

@@ -1,0 +1,68 @@
+"""What becomes of a layer's activations between forward and backward: kept, recomputed, or kept in host memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import nn
+from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from common.layers.cpu import is_as_on_a_gpu
+
+MODES = ("none", "selective", "full")
+
+# Results of products and of fused attention are kept by `selective`; norms, GELU, rotary and the like are recomputed.
+_KEPT = (
+    *("aten::mm", "aten::addmm", "mkldnn::_linear_pointwise", "esm2::product", "esm2::attention"),
+    *("aten::_scaled_dot_product_flash_attention", "aten::_scaled_dot_product_flash_attention_for_cpu"),
+    *("aten::_scaled_dot_product_efficient_attention", "aten::_scaled_dot_product_cudnn_attention"),
+    "torch_attn::_varlen_attn",
+)
+
+
+def mode_of(text: str) -> str:
+    """One of the MODES, by its name or as the FSDP guides have it: a boolean."""
+    return {"1": "full", "true": "full", "0": "none", "false": "none"}.get(text.lower(), text)
+
+
+def save_activations(layers: list[nn.Module], mode: str, offload: bool) -> None:
+    """Set the MODES of these layers, in place: names and parameters stay as they are."""
+    for layer in layers:
+        if mode != "none" and hasattr(layer, "recompute"):
+            layer.recompute()  # Transformer Engine's own way: `full` only (see common.layers.backend)
+        elif mode != "none":
+            layer.forward = _recomputed(layer.forward, selective=mode == "selective")
+        if offload:
+            layer.forward = _offloaded(layer.forward)
+
+
+def _recomputed(forward: Callable, selective: bool) -> Callable:
+    contexts = {"context_fn": partial(create_selective_checkpoint_contexts, _policy)} if selective else {}
+
+    def call(*args):  # torch.compile looks into a function, and not into a partial of `checkpoint`
+        # There is nothing random in a layer.
+        return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, **contexts)
+
+    return call
+
+
+def _policy(context, operator, *args, **kwargs) -> CheckpointPolicy:
+    name = operator.name().split(".")[0]
+    return CheckpointPolicy.MUST_SAVE if name in _KEPT else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def _offloaded(forward: Callable) -> Callable:
+    def call(*args):
+        with _in_host_memory():
+            return forward(*args)
+
+    return call
+
+
+def _in_host_memory() -> saved_tensors_hooks:
+    if is_as_on_a_gpu():  # where there is no other device to leave and come back to
+        return saved_tensors_hooks(lambda x: torch.empty_like(x, pin_memory=True), torch.clone)
+    return save_on_cpu(pin_memory=torch.cuda.is_available())
