@@ -15,10 +15,10 @@ from dataclasses import dataclass
 from common.cli import UserError, run
 from common.ranks.strategy import ReplicaFlags, Strategy, replicate
 from common.ranks.world import World
-from common.training.built import Built
+from common.tasks.built import Built
+from common.tasks.kinds import parse_run
 from common.training.load_model import load_model
 from common.training.start import start
-from common.training.tasks import parse_run
 
 
 @dataclass

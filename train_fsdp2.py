@@ -21,10 +21,10 @@ from common.layers.recompute import MODES, mode_of, save_activations
 from common.ranks.mesh import replicas_and_shards
 from common.ranks.strategy import FullySharded, Strategy
 from common.ranks.world import World
-from common.training.built import Built
+from common.tasks.built import Built
+from common.tasks.kinds import parse_run
 from common.training.load_model import load_model
 from common.training.start import start
-from common.training.tasks import parse_run
 
 STRATEGIES = {
     "full": "weights too are gathered anew for the backward pass (ZeRO-3)",

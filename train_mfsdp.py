@@ -19,10 +19,10 @@ from common.layers.recompute import MODES, mode_of, save_activations
 from common.ranks.megatron import STRATEGIES, Layout, MegatronSharded
 from common.ranks.strategy import Strategy
 from common.ranks.world import World
-from common.training.built import Built
+from common.tasks.built import Built
+from common.tasks.kinds import parse_run
 from common.training.load_model import load_model
 from common.training.start import start
-from common.training.tasks import parse_run
 
 
 @dataclass

@@ -89,10 +89,10 @@ def measure(args: Arguments) -> dict:
     from common.decoders.model import DecoderForCausalLM
     from common.layers.compiling import compile_layers
     from common.layers.initialise import initialise
+    from common.outputs.metrics import peak_memory_gb
     from common.ranks.run import keep_freed_memory
     from common.text.causal import CausalCollator
     from common.text.tokenizers import BYTES, load_tokenizer
-    from common.training.metrics import peak_memory_gb
 
     name, mode, dtype, tuned = args.worker.split(":")
     if tuned == "tuned":

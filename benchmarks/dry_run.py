@@ -18,8 +18,8 @@ from pathlib import Path
 from benchmarks.allocator_peak import PLAIN, ROOT
 from benchmarks.tables import publish, where_measured
 from common.cli import Flags, UserError, flag, parse_arguments, run
+from common.tasks.kinds import parse_run
 from common.training.held_memory import rehearsed
-from common.training.tasks import parse_run
 
 SCRIPT = "train_fsdp2.py"
 ESM2 = {"config_name": "facebook/esm2_t6_8M_UR50D", "dataset": "sample", "tokens_per_pack": 2048}

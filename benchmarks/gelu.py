@@ -25,8 +25,8 @@ from common.esm2.gelu import HIDDEN_ACT
 from common.esm2.model import Esm2ForMaskedLM, build_model
 from common.esm2.presets import load_config
 from common.files.token_store import open_split
-from common.training.arguments import TrainArguments
-from common.training.optim import build_optimizer, lr_schedule
+from common.tasks.arguments import TrainArguments
+from common.tasks.optim import build_optimizer, lr_schedule
 
 
 @dataclass

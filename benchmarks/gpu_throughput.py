@@ -31,8 +31,9 @@ import torch
 from benchmarks.gpu_models import KINDS, MAX_LENGTH, SIZES, batches_for, config_of, steps_of
 from benchmarks.tables import publish, where_measured
 from common.cli import Flags, UserError, flag, parse_arguments, run
+from common.outputs.metrics import peak_flops, peak_memory_gb
 from common.precision.plan import FP8_RECIPES
-from common.training.metrics import peak_flops, peak_memory_gb, step_flops
+from common.tasks.flops import step_flops
 
 MODES = [kind for kind in KINDS if kind != "emulated"]
 

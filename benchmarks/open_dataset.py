@@ -43,7 +43,7 @@ from common.files.dataset_writer import (
     write_dataset_files,
 )
 from common.files.token_store import open_split
-from common.training.masked_lm import residue_frequencies
+from common.tasks.masked_lm import residue_frequencies
 
 RECORDS_PER_SHARD = 500_000
 HOLE = 1 << 16  # bytes: what is written in larger pieces is tokens

@@ -55,8 +55,8 @@ def measure(args: Arguments) -> dict:
     from common.esm2.presets import load_config
     from common.files.token_store import open_split
     from common.layers.compiling import compile_layers
+    from common.outputs.metrics import peak_memory_gb
     from common.ranks.run import keep_freed_memory
-    from common.training.metrics import peak_memory_gb
 
     mode, dtype, tuned = args.worker.split(":")
     if tuned == "tuned":

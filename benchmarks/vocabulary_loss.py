@@ -35,7 +35,7 @@ def measure(args: Arguments) -> dict:
     import torch.nn.functional as F
 
     from common.decoders.vocabulary_loss import vocabulary_loss
-    from common.training.metrics import peak_memory_gb
+    from common.outputs.metrics import peak_memory_gb
 
     cpu = torch.device("cpu")
     torch.manual_seed(0)

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from common.training.checkpoint_files import list_checkpoints
+from common.outputs.checkpoint_files import list_checkpoints
 from tests.forked import context
 from tests.training_fixtures import (
     ROOT,

@@ -15,10 +15,10 @@ import torch
 from common.batches.training_data import open_data
 from common.cli import UserError
 from common.decoders.presets import GUIDE_RUNS, PRESETS
+from common.outputs.checkpoint_files import list_checkpoints
 from common.prepare.sample import SAMPLE
 from common.ranks.world import World
-from common.training import tasks
-from common.training.checkpoint_files import list_checkpoints
+from common.tasks import kinds as tasks
 from tests.conftest import ROOT
 from tests.data_fixtures import load_script
 from tests.forked import run_script

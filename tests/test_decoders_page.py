@@ -9,8 +9,8 @@ import torch
 
 from common.decoders.model import DecoderForCausalLM
 from common.decoders.presets import PRESETS
-from common.training.causal_arguments import CausalArguments
-from common.training.tasks import arguments_of
+from common.tasks.causal_arguments import CausalArguments
+from common.tasks.kinds import arguments_of
 from tests.conftest import ROOT
 from tests.data_fixtures import load_script
 

@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from common.files.json_files import read_json_lines
 from common.prepare.sample import write_sample
-from common.training.arguments import TrainArguments
+from common.tasks.arguments import TrainArguments
 from tests import megatron_on_cpu
 from tests.data_fixtures import DOWNLOAD, TOKENIZE, call
 from tests.forked import ROOT, TIMEOUT_S, context, run_script

@@ -1,7 +1,7 @@
 """What the processes that tests fork find imported: their server imports this module, once.
 
 Imports are most of what a run of seconds takes, and its picture most of the rest: matplotlib is not asked to draw that
-one (tests/training/test_metrics.py looks at what is in it, and runs in processes of their own draw theirs).
+one (tests/outputs/test_metrics.py looks at what is in it, and runs in processes of their own draw theirs).
 """
 
 from __future__ import annotations

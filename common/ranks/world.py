@@ -57,7 +57,7 @@ class Mesh:
 class World:
     """The process' place in the run. Without torchrun: a world of one.
 
-    rehearsed: nothing is computed, so that no value is needed (common.ranks.rehearsal).
+    rehearsed: nothing is computed, so that no value is needed (common.training.rehearsal).
     """
 
     rehearsed: ClassVar[bool] = False

@@ -15,9 +15,9 @@ from dataclasses import replace
 
 from common.cli import UserError
 from common.esm2.model import count_parameters
-from common.ranks.live_bytes import BACKWARD, ENDS, GATHERED, GRADIENTS, LAYERS, OPTIMIZER, WEIGHTS
-from common.training.arguments import RunArguments
+from common.tasks.arguments import RunArguments
 from common.training.held_memory import Build, Held, rehearsed
+from common.training.live_bytes import BACKWARD, ENDS, GATHERED, GRADIENTS, LAYERS, OPTIMIZER, WEIGHTS
 
 GIB = 1 << 30
 LABELS = {

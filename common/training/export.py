@@ -33,12 +33,12 @@ from common.esm2.model import Esm2ForMaskedLM
 from common.esm2.presets import load_config
 from common.esm2.pretrained import save_pretrained
 from common.files import alphabet
+from common.outputs import checkpoint_files as files
+from common.outputs.checkpoint import CONFIG
+from common.outputs.checkpoint_choice import damage_of, newest_usable
+from common.outputs.checkpoint_reader import StoredTensors
 from common.ranks.world import World
 from common.text.tokenizers import load_tokenizer
-from common.training import checkpoint_files as files
-from common.training.checkpoint import CONFIG
-from common.training.checkpoint_choice import damage_of, newest_usable
-from common.training.checkpoint_reader import StoredTensors
 
 logger = logging.getLogger(__name__)
 

@@ -12,13 +12,13 @@ from torch import Tensor
 
 from common.cli import UserError, one_line
 from common.files.json_files import read_json_lines, write_json
+from common.outputs.curves import draw_curves
+from common.outputs.logbook import METRICS, Logbook
 from common.ranks.stopping import Preempted
 from common.ranks.world import World
-from common.training.arguments import RunArguments
-from common.training.logbook import METRICS, Logbook
+from common.tasks.arguments import RunArguments
+from common.tasks.base import Task
 from common.training.progress import Resolved, TrainerState
-from common.training.report import draw_curves
-from common.training.task import Task
 
 logger = logging.getLogger(__name__)
 

@@ -1,7 +1,7 @@
 """What a rank of a run holds in memory, found by the run's own code on tensors without values.
 
 The script's own strategy deals out the model, over groups that exchange nothing; then forward and backward pass run on
-a pack, with AdamW's moments there, and every storage is counted for as long as it lives (common.ranks.live_bytes). So
+a pack, with AdamW's moments there, and every storage is counted for as long as it lives (`live_bytes`). So
 recomputation, gathered layers, buckets and accumulation count as what they are. Rank 0 has at least as many rows as
 any other.
 """
@@ -16,7 +16,13 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from common.layers.cpu import as_on_a_gpu
-from common.ranks.live_bytes import (
+from common.ranks.strategy import Strategy
+from common.ranks.world import World
+from common.tasks.arguments import RunArguments
+from common.tasks.built import Built
+from common.tasks.kinds import task_of
+from common.tasks.optim import build_optimizer
+from common.training.live_bytes import (
     BACKWARD,
     ENDS,
     GATHERED,
@@ -26,13 +32,7 @@ from common.ranks.live_bytes import (
     WEIGHTS,
     LiveBytes,
 )
-from common.ranks.rehearsal import exchange_nothing, rehearsal
-from common.ranks.strategy import Strategy
-from common.ranks.world import World
-from common.training.arguments import RunArguments
-from common.training.built import Built
-from common.training.optim import build_optimizer
-from common.training.tasks import task_of
+from common.training.rehearsal import exchange_nothing, rehearsal
 
 Build = Callable[[RunArguments, World], tuple[Strategy, Built]]
 STATE = (WEIGHTS, GRADIENTS, OPTIMIZER)
@@ -42,7 +42,7 @@ STATE = (WEIGHTS, GRADIENTS, OPTIMIZER)
 class Held:
     """What a rank holds in a step on packs of so many tokens; bytes.
 
-    peak: of the device, at most; kinds: those of common.ranks.live_bytes, then. In host memory: state_on_host,
+    peak: of the device, at most; kinds: those of common.training.live_bytes, then. In host memory: state_on_host,
     weights, gradients and moments; activations_on_host, at most; checkpoint_copy, while one is written in the
     background.
     """

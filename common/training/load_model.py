@@ -14,13 +14,13 @@ from common.cli import UserError
 from common.layers.compiling import compile_layers
 from common.layers.context_attention import share_context
 from common.layers.initialise import initialise
+from common.outputs.run_directory import settled_so_far
 from common.precision.build import choose_plan, set_formats, start_te_stats
 from common.ranks.strategy import copy_rows
 from common.ranks.world import World
-from common.training.arguments import RunArguments
-from common.training.built import Built
-from common.training.run_directory import settled_so_far
-from common.training.tasks import task_of
+from common.tasks.arguments import RunArguments
+from common.tasks.built import Built
+from common.tasks.kinds import task_of
 
 # Flags that need not be the same on all ranks: places, which may have other names on another node, and what changes
 # nothing of the run.

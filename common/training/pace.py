@@ -25,10 +25,10 @@ from common.ranks.run import distributed_run
 from common.ranks.stragglers import Stragglers
 from common.ranks.strategy import Strategy
 from common.ranks.world import World
-from common.training.arguments import TrainArguments
+from common.tasks.arguments import TrainArguments
+from common.tasks.masked_lm import MaskedLM
+from common.tasks.optim import build_optimizer
 from common.training.load_model import load_model
-from common.training.masked_lm import MaskedLM
-from common.training.optim import build_optimizer
 from common.training.step import Stepper
 
 logger = logging.getLogger(__name__)

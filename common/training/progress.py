@@ -10,11 +10,11 @@ from common.batches.loader import TrainStep
 from common.batches.training_data import TrainingData
 from common.cli import UserError
 from common.esm2.model import count_parameters
+from common.outputs.metrics import peak_memory_gb
 from common.ranks.world import World
-from common.training.arguments import RunArguments
-from common.training.built import Built
-from common.training.counts import StepCounts
-from common.training.metrics import peak_memory_gb
+from common.tasks.arguments import RunArguments
+from common.tasks.built import Built
+from common.tasks.counts import StepCounts
 from common.training.step import StepResult
 
 logger = logging.getLogger(__name__)

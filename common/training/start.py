@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from common.ranks.run import distributed_run
-from common.training.arguments import RunArguments
+from common.tasks.arguments import RunArguments
 from common.training.dry_run import dry_run
 from common.training.held_memory import Build
 from common.training.trainer import train

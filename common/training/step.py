@@ -17,8 +17,8 @@ from common.precision.build import Precision
 from common.ranks.stragglers import Stragglers
 from common.ranks.strategy import Strategy
 from common.ranks.world import World
-from common.training.counts import StepCounts
-from common.training.task import Task
+from common.tasks.base import Task
+from common.tasks.counts import StepCounts
 
 
 @dataclass(frozen=True)

@@ -19,26 +19,26 @@ from tqdm.contrib.logging import logging_redirect_tqdm
 
 from common.batches.loader import TrainStep, check_divisible, merge_positions
 from common.batches.training_data import packs_per_step
+from common.outputs.checkpoint import Checkpointer
+from common.outputs.logbook import Logbook
+from common.outputs.metrics import peak_flops
+from common.outputs.profiling import StepProfiler
+from common.outputs.run_directory import RunDirectory
 from common.ranks.replicas import Replicas
 from common.ranks.stopping import Preempted
 from common.ranks.stragglers import Stragglers
 from common.ranks.strategy import Strategy
 from common.ranks.watchdog import SAVE
 from common.ranks.world import World
-from common.training.arguments import RunArguments
-from common.training.built import Built
-from common.training.checkpoint import Checkpointer
-from common.training.counts import StepCounts
+from common.tasks.arguments import RunArguments
+from common.tasks.base import Task
+from common.tasks.built import Built
+from common.tasks.counts import StepCounts
+from common.tasks.kinds import task_of
+from common.tasks.optim import build_optimizer, set_hyperparameters
 from common.training.finish import finish
-from common.training.logbook import Logbook
-from common.training.metrics import peak_flops
-from common.training.optim import build_optimizer, set_hyperparameters
-from common.training.profiling import StepProfiler
 from common.training.progress import Interval, Resolved, TrainerState, announce, check_same_data
-from common.training.run_directory import RunDirectory
 from common.training.step import Stepper
-from common.training.task import Task
-from common.training.tasks import task_of
 
 logger = logging.getLogger(__name__)
 

@@ -98,7 +98,7 @@ def test_a_configuration_goes_to_transformers_and_back_whole(tmp_path):
 
 def test_a_run_of_a_built_in_size_never_imports_transformers():
     """It would take longer than everything else that a process imports for its first step."""
-    code = "import sys, train_ddp, common.training.optim as o; from common.esm2.presets import load_config as l; "
+    code = "import sys, train_ddp, common.tasks.optim as o; from common.esm2.presets import load_config as l; "
     code += "l('facebook/esm2_t6_8M_UR50D'); o.OptimizerFlags().check(); print('transformers' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert done.stdout.strip() == "False", done.stderr

@@ -10,7 +10,7 @@ import pytest
 from benchmarks import open_dataset
 from common.files.dataset_writer import TOKEN_FEATURES, DatasetWriter
 from common.files.token_store import TokenStore
-from common.training import masked_lm
+from common.tasks import masked_lm
 
 
 def test_private_memory_of_a_process(tmp_path, monkeypatch):

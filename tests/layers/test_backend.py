@@ -16,10 +16,10 @@ from common.esm2.model import build_model
 from common.esm2.presets import esm2_config
 from common.layers.backend import check_device, choose_backend
 from common.layers.linear import Linear
+from common.outputs.checkpoint import Checkpointer, CheckpointFlags
 from common.ranks.world import World
-from common.training.causal_arguments import CausalArguments
-from common.training.checkpoint import Checkpointer, CheckpointFlags
-from common.training.decoder_choice import choose_decoder
+from common.tasks.causal_arguments import CausalArguments
+from common.tasks.decoder_choice import choose_decoder
 from tests.esm2.reference import packed, random_batch
 from tests.training.test_bad_input import refused
 from tests.training_fixtures import arguments, on_ranks, train

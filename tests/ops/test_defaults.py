@@ -10,9 +10,9 @@ import pytest
 
 from common.batches.packing import BatchPlan
 from common.cli import parse_arguments
-from common.training.arguments import TrainArguments
-from common.training.optim import lr_schedule
-from common.training.tasks import arguments_of
+from common.tasks.arguments import TrainArguments
+from common.tasks.kinds import arguments_of
+from common.tasks.optim import lr_schedule
 from tests.data_fixtures import load_script
 from tests.training_fixtures import ROOT
 

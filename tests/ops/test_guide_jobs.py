@@ -9,7 +9,7 @@ import shutil
 import pytest
 
 from common.decoders.presets import GUIDE_RUNS, PRESETS
-from common.training.tasks import parse_run
+from common.tasks.kinds import parse_run
 from tests.data_fixtures import load_script
 from tests.ops.manifests import (
     FSDP_GUIDE,

@@ -20,7 +20,7 @@ from common.ranks.strategy import replicate
 from common.training.load_model import load_model
 from common.training.trainer import train
 from tests.data_fixtures import load_script
-from tests.training.checkpoint_fixtures import exported, files_of
+from tests.outputs.checkpoint_fixtures import exported, files_of
 from tests.training.test_bad_input import refused
 from tests.training.test_skipped_steps import poison_steps, poisoned
 from tests.training_fixtures import (

@@ -17,7 +17,7 @@ from common.batches.workers import deliver
 from common.ranks.run import ProcessFlags, distributed_run
 from common.ranks.stopping import end_with
 from tests.live_runs import is_running, wait_until
-from tests.training.checkpoint_fixtures import checkpointer_of_a_small_model
+from tests.outputs.checkpoint_fixtures import checkpointer_of_a_small_model
 from tests.training_fixtures import on_ranks
 
 FLAGS = ProcessFlags(use_cpu=True, ddp_timeout=3600)  # a rank that stays behind does so for this long

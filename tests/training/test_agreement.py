@@ -11,7 +11,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from common.cli import UserError
 from common.layers.backend import choose_backend
-from common.training import checkpoint_files
+from common.outputs import checkpoint_files
 from tests.live_runs import assert_same_run, outcome
 from tests.training_fixtures import _main, arguments, flags_of, make_dataset, on_ranks, rows, train
 

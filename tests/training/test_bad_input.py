@@ -19,7 +19,7 @@ import yaml
 from common.cli import UserError
 from common.esm2.presets import ESM2_SIZES
 from common.files import alphabet
-from common.training import run_directory
+from common.outputs import run_directory
 from tests.forked import run_script
 from tests.small_disk import fill, small_disk
 from tests.training_fixtures import flags_of, losses, run_forked, train

@@ -14,15 +14,12 @@ from safetensors.torch import load_file, save_file
 
 from common.batches.loader import TrainLoader
 from common.decoders.convert import pieces_to_hf
-from common.decoders.model import DecoderForCausalLM
-from common.decoders.presets import PRESETS
 from common.ranks.world import World
+from common.tasks.kinds import parse_run
 from common.text.causal import causal_batches
 from common.text.data import open_text
 from common.text.tokenizers import ByteTokenizer
-from common.training.causal_lm import decoder_flops
 from common.training.load_model import load_model
-from common.training.tasks import parse_run
 from tests.data_fixtures import load_script
 from tests.decoder_fixtures import decoder_flags, train_decoder, write_text
 from tests.forked import run_script
@@ -305,24 +302,6 @@ def test_layers_compute_in_emulated_fp8_and_fp4(text, tmp_path, family, recipes)
     assert len(set(seen.values())) == 1 + len(recipes)
     for name in recipes:  # an eighth of a number's size at most in E2M1, a sixteenth in E4M3, averaged over products
         assert seen[name] == pytest.approx(exact, rel=0.1 if name == "nvfp4" else 0.03), name
-
-
-def test_flops_are_those_of_the_weights_that_a_token_meets():
-    """6 a weight and token: all but embeddings and norms of a dense model; of Mixtral 12.9 billion, as published
-    (arXiv:2401.04088), with the embeddings. Of attention 12 x layers x hidden x context a token (PaLM's appendix B),
-    halved by the causal mask."""
-    for name, preset in PRESETS.items():
-        config, context = preset.config, 4096
-        flops = decoder_flops(config, context, context**2) / context
-        attention = 6 * config.num_hidden_layers * config.hidden_size * context
-        embedding = config.vocab_size * config.hidden_size
-        weights = (flops - attention) / 6
-        if name == "mistral_8x7b":
-            assert weights + embedding == pytest.approx(12.9e9, rel=0.005)
-            continue
-        with torch.device("meta"):
-            matrices = sum(p.numel() for p in DecoderForCausalLM(config).parameters() if p.dim() > 1)
-        assert weights == pytest.approx(matrices - embedding * (not config.tie_word_embeddings), rel=1e-9), name
 
 
 def test_checkpoints_hold_no_second_copy_of_tied_embeddings(text, tmp_path):

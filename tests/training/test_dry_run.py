@@ -9,9 +9,9 @@ from benchmarks.allocator_peak import PLAIN, run_measured
 from common.cli import UserError
 from common.esm2.model import Esm2ForMaskedLM
 from common.esm2.presets import esm2_config
+from common.tasks.kinds import parse_run
 from common.training.dry_run import GIB, largest_pack
 from common.training.held_memory import Held, rehearsed
-from common.training.tasks import parse_run
 from tests.data_fixtures import load_script
 from tests.decoder_fixtures import decoder_flags, write_text
 from tests.forked import run_script

@@ -14,8 +14,8 @@ from common.esm2.presets import esm2_config
 from common.files.output_directory import size_and_crc
 from tests.esm2.reference import reference_model
 from tests.forked import run_script
+from tests.outputs.checkpoint_fixtures import exported, files_of, shard
 from tests.small_disk import fill, small_disk
-from tests.training.checkpoint_fixtures import exported, files_of, shard
 from tests.training_fixtures import final_weights, same_bits, train
 
 FLAGS = {"max_steps": 4, "save_steps": 2, "max_seq_length": 64}

@@ -14,9 +14,9 @@ import torch
 
 from common.batches.workers import deliver
 from common.cli import UserError
+from common.outputs.run_directory import clear
 from common.ranks.run import ProcessFlags, distributed_run
 from common.ranks.world import World
-from common.training.run_directory import clear
 from tests.live_runs import LiveRun, assert_same_run, newest_step, outcome
 from tests.training_fixtures import ROOT, losses, on_ranks, rows, run_forked, run_training, train
 from tests.warm_python import python

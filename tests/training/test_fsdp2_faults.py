@@ -18,10 +18,10 @@ from torch.distributed.fsdp import fully_shard
 from common.esm2 import model as esm2
 from common.esm2 import presets
 from common.esm2.config import override
+from common.outputs.checkpoint import Checkpointer, CheckpointFlags
 from common.ranks.world import World
-from common.training.checkpoint import Checkpointer, CheckpointFlags
 from tests.live_runs import PREEMPTED, LiveRun, assert_same_run, newest_step
-from tests.training.checkpoint_fixtures import DAMAGES
+from tests.outputs.checkpoint_fixtures import DAMAGES
 from tests.training_fixtures import TINY_OVERRIDES, on_ranks, rows, train
 
 FLAGS = {"script": "train_fsdp2.py", "per_device_train_batch_size": 1, "save_final_model": False}

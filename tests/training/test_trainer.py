@@ -13,9 +13,9 @@ from common.batches.loader import TrainStep
 from common.cli import UserError
 from common.ranks.run import distributed_run
 from common.ranks.strategy import replicate
+from common.tasks.masked_lm import StepCounts
 from common.training.finish import _training_results
 from common.training.load_model import load_model
-from common.training.masked_lm import StepCounts
 from common.training.progress import Resolved, TrainerState
 from common.training.step import StepResult
 from common.training.trainer import train as train_model

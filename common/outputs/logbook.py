@@ -10,13 +10,13 @@ from pathlib import Path
 
 from common.cli import MACHINE_FAULT, Flags, UserError, flag
 from common.files.json_files import JsonLinesLog, read_json_lines
+from common.outputs.metrics import format_block, results_file, step_line, write_results
+from common.outputs.profiling import parse_steps
+from common.outputs.trackers import Tracker, open_tracker
 from common.precision import stats_plan
 from common.precision.stats import scalars
 from common.ranks.stopping import PREEMPTED, Preempted
 from common.ranks.world import World
-from common.training.metrics import format_block, results_file, step_line, write_results
-from common.training.profiling import parse_steps
-from common.training.trackers import Tracker, open_tracker
 
 logger = logging.getLogger(__name__)
 METRICS = "metrics.jsonl"

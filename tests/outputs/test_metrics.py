@@ -1,4 +1,4 @@
-"""What a run counts and leaves: FLOPs, MFU's peak, metrics.jsonl, the guides' JSON files, blocks, tables, pictures."""
+"""What a run counts and leaves: MFU's peak, metrics.jsonl, the guides' JSON files, blocks, tables, pictures."""
 
 from __future__ import annotations
 
@@ -9,8 +9,6 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from torch.utils.flop_counter import FlopCounterMode
-from transformers import EsmForMaskedLM
 
 from common.batches.collators import MaskingCollator, to_device
 from common.batches.training_data import open_training
@@ -19,11 +17,11 @@ from common.esm2.model import build_model
 from common.esm2.presets import esm2_config
 from common.files.alphabet import LAST_RESIDUE
 from common.files.json_files import JsonLinesLog
-from common.training import metrics
-from common.training.masked_lm import MaskedLM
-from common.training.metrics import format_block, peak_flops, step_flops, step_line, write_results
-from common.training.report import draw_curves, held_out_table
-from tests.esm2.reference import random_batch
+from common.outputs import metrics
+from common.outputs.curves import draw_curves
+from common.outputs.metrics import format_block, peak_flops, step_line, write_results
+from common.tasks.masked_lm import MaskedLM
+from common.training.report import held_out_table
 from tests.live_runs import trajectory
 from tests.training_fixtures import (
     NUM_TEST,
@@ -61,30 +59,6 @@ def run(dataset, tmp_path_factory):
 
 def read(path) -> dict:
     return json.loads(path.read_text())
-
-
-def test_flops_are_those_that_pytorch_counts_for_each_protein_alone():
-    """PyTorch's counter on transformers' model, forward and backward: the matrix products it really runs.
-
-    The reference runs the LM head on every position and the rotary angles as a product; ours does neither.
-    """
-    config = esm2_config(2, 64, 4)
-    stock = config.to_transformers()
-    stock._attn_implementation = "eager"
-    model = EsmForMaskedLM(stock)
-    counted, lengths = 0, [5, 33, 120]
-    for length in lengths:
-        batch = random_batch([length])
-        with FlopCounterMode(display=False) as counter:
-            model(**batch).loss.backward()
-        counted += counter.get_total_flops()
-        angles = 2 * length * 16 // 2  # forward only: [D/2, 1] x [1, L]
-        counted -= angles
-    tokens, squared = sum(lengths), sum(n * n for n in lengths)
-    assert step_flops(config, tokens, squared, predicted=tokens) == counted
-    masked = 24
-    head = 3 * 2 * (64 * 64 + 64 * 33)
-    assert step_flops(config, tokens, squared, masked) == counted - head * (tokens - masked)
 
 
 def test_total_flos_add_up_over_the_proteins_really_read(dataset, tmp_path):

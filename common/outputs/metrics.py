@@ -1,4 +1,4 @@
-"""What a run counts and writes: metrics.jsonl, the guides' *_results.json, the step line, FLOPs and MFU."""
+"""What a run counts and writes: metrics.jsonl, the guides' *_results.json, the step line, peaks of devices."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from pathlib import Path
 
 import torch
 
-from common.esm2.config import Esm2Config
 from common.files.json_files import write_json
 
 # Dense bf16 peak in FLOP/s, from the vendors' data sheets (without sparsity), by words of the device's name. The key
@@ -30,19 +29,6 @@ PEAK_FLOPS = {
     "GB200": 2500e12,
     "GB300": 2500e12,
 }
-
-
-def step_flops(config: Esm2Config, tokens: int, squared_lengths: int, predicted: int) -> float:
-    """Floating-point operations of a training step: matrix products only, forward plus twice as much backward.
-
-    Linears cost 2 per weight and token; scores and weighted sums 4 x hidden per pair of tokens of the same sequence
-    (so the sum of squared lengths counts, not tokens x maximum); the LM head runs on predicted positions only.
-    """
-    hidden, ffn = config.hidden_size, config.intermediate_size
-    per_token = 2 * config.num_hidden_layers * (4 * hidden * hidden + 2 * hidden * ffn)
-    attention = 4 * config.num_hidden_layers * hidden * squared_lengths
-    head = 2 * predicted * (hidden * hidden + hidden * config.vocab_size)
-    return 3.0 * (per_token * tokens + attention + head)
 
 
 def peak_flops(device: torch.device, bf16: bool) -> float | None:

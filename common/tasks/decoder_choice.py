@@ -9,8 +9,8 @@ from common.decoders.model import DecoderForCausalLM
 from common.decoders.pretrained import read_decoder
 from common.layers.backend import check_device, choose_backend
 from common.ranks.world import World
-from common.training.built import ModelChoice
-from common.training.causal_arguments import CausalArguments
+from common.tasks.built import ModelChoice
+from common.tasks.causal_arguments import CausalArguments
 
 
 def choose_decoder(args: CausalArguments, world: World, torch_only: tuple[str, ...], so_far: dict) -> ModelChoice:

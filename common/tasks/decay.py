@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from common.cli import UserError, flag
-from common.training.optim import OptimizerFlags, warmup_steps
+from common.tasks.optim import OptimizerFlags, warmup_steps
 
 STYLES = ("constant", "linear", "cosine", "exponential", "plateau")
 

@@ -18,12 +18,12 @@ from io import TextIOWrapper
 from pathlib import Path
 
 from common.cli import UserError
+from common.outputs.checkpoint import CheckpointFlags
+from common.outputs.checkpoint_choice import resume_from
+from common.outputs.checkpoint_files import NAME, PARTIAL, SAVED, SUPERSEDED, list_checkpoints
+from common.outputs.profiling import TRACES
+from common.outputs.trackers import EVENTS, WANDB_RUN
 from common.ranks.job_uid import unique_id
-from common.training.checkpoint import CheckpointFlags
-from common.training.checkpoint_choice import resume_from
-from common.training.checkpoint_files import NAME, PARTIAL, SAVED, SUPERSEDED, list_checkpoints
-from common.training.profiling import TRACES
-from common.training.trackers import EVENTS, WANDB_RUN
 
 logger = logging.getLogger(__name__)
 

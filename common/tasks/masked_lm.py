@@ -26,16 +26,17 @@ from common.esm2 import convert
 from common.esm2.model import computed_tokens
 from common.esm2.pretrained import save_pretrained
 from common.files import alphabet
+from common.outputs.curves import ESM2
+from common.outputs.metrics import step_line
 from common.prepare.sample import SAMPLE, make_sample
 from common.ranks.world import World
-from common.training.arguments import TrainArguments
-from common.training.built import Built
-from common.training.counts import StepCounts
-from common.training.esm2_choice import choose_esm2
-from common.training.evaluation import held_out_results
-from common.training.metrics import step_flops, step_line
-from common.training.report import ESM2
-from common.training.task import Task
+from common.tasks.arguments import TrainArguments
+from common.tasks.base import Task
+from common.tasks.built import Built
+from common.tasks.counts import StepCounts
+from common.tasks.esm2_choice import choose_esm2
+from common.tasks.evaluation import held_out_results
+from common.tasks.flops import step_flops
 
 UNIGRAM_SAMPLE = 200_000  # proteins, from all over the training split, that the unigram predictor is fitted on
 UNIGRAM_RUN = 1000  # of them that are neighbours

@@ -20,7 +20,7 @@ from common.esm2.config import override
 from common.esm2.model import build_model
 from common.esm2.presets import load_config
 from common.ranks.world import World
-from common.training import masked_lm
+from common.tasks import masked_lm
 from tests.training_fixtures import NUM_TEST, NUM_VALIDATION, TINY_MODEL, TINY_OVERRIDES, arguments, rows, train
 
 ALONE = World(0, 0, 1, torch.device("cpu"))

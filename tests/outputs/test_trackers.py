@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from common.training.trackers import Tracker, open_tracker
+from common.outputs.trackers import Tracker, open_tracker
 from tests.forked import run_script
 from tests.training_fixtures import arguments, environment, flags_of, on_ranks, rows
 
@@ -300,7 +300,7 @@ def _open_and_close(environ: dict, directory: Path, status: int) -> None:
 @pytest.mark.parametrize("name", ["wandb", "tensorboard"])
 def test_a_tracker_that_is_not_installed_is_one_line(dataset, tmp_path, name):
     flags = flags_of(dataset, tmp_path / "out", report_to=name, max_steps=1)
-    absent = {"common.training.logbook.find_spec": nothing_is_installed}
+    absent = {"common.outputs.logbook.find_spec": nothing_is_installed}
     done = run_script("train_ddp.py", *flags, env=environment(), settings=absent)
     assert done.returncode == 2
     assert done.stderr.splitlines()[-1] == f"error: --report_to {name}: not installed: pip install {name}"

@@ -1,6 +1,6 @@
 """One process in the place of rank 0 of many: its mesh and groups are those of the run, and nothing is exchanged.
 
-With tensors that have no values (common.ranks.live_bytes) a strategy deals a model out as it would, on a laptop.
+With tensors that have no values (common.training.live_bytes) a strategy deals a model out as it would, on a laptop.
 """
 
 from __future__ import annotations

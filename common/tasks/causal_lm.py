@@ -1,6 +1,6 @@
 """The task: causal language modelling with a decoder. What is learned, counted, evaluated and exported.
 
-The same methods as common.training.masked_lm. The loss is the cross-entropy in nats a predicted token, of the global
+The same methods as common.tasks.masked_lm. The loss is the cross-entropy in nats a predicted token, of the global
 batch. Mixtral's router adds its load-balancing loss, weighted: of each pack by itself, in proportion to its predicted
 tokens. A pack is what it is on any number of ranks, and so is the sum; evaluations leave the router out.
 """
@@ -18,23 +18,23 @@ from torch import Tensor, nn
 from common.batches.collators import Batch, Counts, to_device
 from common.batches.loader import Collator
 from common.batches.windows import Pack
-from common.decoders.config import DecoderConfig
 from common.decoders.convert import pieces_to_hf
 from common.decoders.pretrained import save_decoder
 from common.esm2.model import count_parameters
+from common.outputs.curves import Words
+from common.outputs.metrics import guide_line
 from common.ranks.world import World
+from common.tasks.base import Task
+from common.tasks.built import Built
+from common.tasks.causal_arguments import CausalArguments
+from common.tasks.counts import StepCounts
+from common.tasks.decoder_choice import choose_decoder
+from common.tasks.evaluation import held_out_results
+from common.tasks.flops import decoder_flops
 from common.text.causal import causal_batches
 from common.text.data import TextData, held_out_contexts, open_text
 from common.text.shared_tokenizer import open_tokenizer
 from common.text.tokenizers import check_vocabulary
-from common.training.built import Built
-from common.training.causal_arguments import CausalArguments
-from common.training.counts import StepCounts
-from common.training.decoder_choice import choose_decoder
-from common.training.evaluation import held_out_results
-from common.training.metrics import guide_line
-from common.training.report import Words
-from common.training.task import Task
 
 logger = logging.getLogger(__name__)
 
@@ -118,18 +118,3 @@ class CausalLM(Task):
     def export(self, pieces: Iterator[tuple[str, Tensor]], directory: Path) -> None:
         """Write them where AutoModelForCausalLM opens them, with the tokenizer; the main rank only."""
         save_decoder(pieces, self.built.config, directory, self.tokenizer.save)
-
-
-def decoder_flops(config: DecoderConfig, tokens: int, squared_lengths: int) -> float:
-    """Floating-point operations of a training step: matrix products only, forward plus twice as much backward.
-
-    Linears cost 2 per weight and token, of Mixtral those of the experts that a token is sent to; scores and weighted
-    sums 4 x hidden per pair of tokens of the same sequence, half of which a causal mask leaves.
-    """
-    hidden, kv = config.hidden_size, config.num_key_value_heads * config.head_dim
-    active = config.num_experts_per_tok if config.num_local_experts else 1
-    feed_forward = active * 3 * hidden * config.intermediate_size + hidden * config.num_local_experts
-    per_token = config.num_hidden_layers * (2 * hidden * hidden + 2 * hidden * kv + feed_forward)
-    per_token += hidden * config.vocab_size
-    attention = 2 * config.num_hidden_layers * hidden * squared_lengths
-    return 3.0 * (2 * per_token * tokens + attention)

@@ -9,8 +9,7 @@ import logging
 from pathlib import Path
 
 from common.cli import UserError
-from common.ranks.world import World
-from common.training.checkpoint_files import (
+from common.outputs.checkpoint_files import (
     MANIFEST,
     Corrupt,
     check_file,
@@ -19,6 +18,7 @@ from common.training.checkpoint_files import (
     list_checkpoints,
     read_manifest,
 )
+from common.ranks.world import World
 
 logger = logging.getLogger(__name__)
 

@@ -34,11 +34,11 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from common.cli import INTERRUPTED, Flags, Missing, UserError, flag
 from common.files.json_files import write_json_flushed
 from common.files.output_directory import size_and_crc, sync_directory
+from common.outputs import checkpoint_files as files
+from common.outputs.checkpoint_choice import choose, resume_from
+from common.outputs.checkpoint_reader import Planner, Reader, reason_of
 from common.ranks.run import leave_if_rank_lost, rank_lost
 from common.ranks.world import FailedElsewhere, World
-from common.training import checkpoint_files as files
-from common.training.checkpoint_choice import choose, resume_from
-from common.training.checkpoint_reader import Planner, Reader, reason_of
 
 logger = logging.getLogger(__name__)
 

@@ -13,8 +13,8 @@ from common.esm2.pretrained import read_pretrained
 from common.layers.backend import check_device, choose_backend
 from common.prepare.encode_records import check_tokenizer
 from common.ranks.world import World
-from common.training.arguments import TrainArguments
-from common.training.built import ModelChoice
+from common.tasks.arguments import TrainArguments
+from common.tasks.built import ModelChoice
 
 
 def choose_esm2(args: TrainArguments, world: World, torch_only: tuple[str, ...], so_far: dict) -> ModelChoice:

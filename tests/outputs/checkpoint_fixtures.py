@@ -10,8 +10,8 @@ import torch
 from common.esm2 import model as esm2
 from common.esm2 import presets
 from common.esm2.config import override
+from common.outputs.checkpoint import Checkpointer, CheckpointFlags
 from common.ranks.world import World
-from common.training.checkpoint import Checkpointer, CheckpointFlags
 from tests.forked import run_script
 
 FLAGS = {"max_steps": 6, "save_steps": 2, "save_final_model": False}

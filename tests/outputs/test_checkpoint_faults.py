@@ -14,12 +14,12 @@ import pytest
 import torch
 
 from common.cli import UserError
+from common.outputs.checkpoint_choice import damage_of
+from common.outputs.run_directory import hold
 from common.ranks.world import World
-from common.training.checkpoint_choice import damage_of
-from common.training.run_directory import hold
 from tests.live_runs import LiveRun, assert_same_run, newest_step
+from tests.outputs.checkpoint_fixtures import FLAGS, checkpointer_of_a_small_model, names, take_steps
 from tests.small_disk import small_disk
-from tests.training.checkpoint_fixtures import FLAGS, checkpointer_of_a_small_model, names, take_steps
 from tests.training_fixtures import TIMEOUT_S, environment, on_ranks, train, training_command
 
 

@@ -10,11 +10,11 @@ from dataclasses import fields
 import pytest
 
 from common.cli import UserError
+from common.tasks.arguments import TrainArguments
+from common.tasks.causal_arguments import CausalArguments, IdleFlags
+from common.tasks.decay import STYLES
+from common.tasks.kinds import arguments_of, parse_run
 from common.text.tokenizers import ByteTokenizer
-from common.training.arguments import TrainArguments
-from common.training.causal_arguments import CausalArguments, IdleFlags
-from common.training.decay import STYLES
-from common.training.tasks import arguments_of, parse_run
 from tests.data_fixtures import load_script
 from tests.decoder_fixtures import train_decoder, write_text
 from tests.training_fixtures import _main, on_ranks, rows

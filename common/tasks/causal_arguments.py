@@ -9,9 +9,9 @@ from typing import ClassVar
 from common.cli import Flags, UserError, flag
 from common.decoders.flags import DecoderFlags
 from common.decoders.presets import PRESETS
+from common.tasks.arguments import RunArguments
+from common.tasks.decay import DecayFlags
 from common.text.flags import TextFlags
-from common.training.arguments import RunArguments
-from common.training.decay import DecayFlags
 
 PUBLISHED = "model"  # a --tokenizer
 

@@ -1,7 +1,7 @@
 """What the tasks have in common: how a rank's share of the steps is loaded.
 
 The trainer knows a task's methods and nothing else of batches and model: `open`, `steps`, `counts`, `loss_sum`,
-`flops`, `evaluate`, `summary`, `baseline`, `line`, `exported`, `export` (common.training.masked_lm tells them); a dry
+`flops`, `evaluate`, `summary`, `baseline`, `line`, `exported`, `export` (common.tasks.masked_lm tells them); a dry
 run, which opens no data, takes an `example`.
 """
 

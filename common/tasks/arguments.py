@@ -13,13 +13,13 @@ from common.batches.flags import DataFlags
 from common.batches.step_flags import StepFlags
 from common.cli import Missing, UserError, flag
 from common.esm2.flags import ModelFlags
+from common.outputs.checkpoint import CheckpointFlags
+from common.outputs.logbook import LogFlags
 from common.precision.stats_plan import StatsFlags
 from common.ranks.run import ProcessFlags
 from common.ranks.slices import LAYOUTS
-from common.training.checkpoint import CheckpointFlags
-from common.training.dry_run_flags import DryRunFlags
-from common.training.logbook import LogFlags
-from common.training.optim import OptimizerFlags
+from common.tasks.dry_run_flags import DryRunFlags
+from common.tasks.optim import OptimizerFlags
 
 
 @dataclass

@@ -12,7 +12,7 @@ from transformers import get_scheduler
 from common.cli import UserError
 from common.esm2.model import build_model
 from common.esm2.presets import esm2_config
-from common.training.optim import build_optimizer, lr_schedule, warmup_steps
+from common.tasks.optim import build_optimizer, lr_schedule, warmup_steps
 from tests.training_fixtures import run_forked
 
 

@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from common.cli import UserError
 from common.files.output_directory import size_and_crc
-from common.training.checkpoint_reader import Planner, Reader
+from common.outputs.checkpoint_reader import Planner, Reader
 from tests.training_fixtures import train
 
 FLAGS = {"max_steps": 2, "save_final_model": False}

@@ -1,7 +1,7 @@
 """What a run can learn, and which of it the flags mean: ESM-2 (masked), or with --model or --model_type a decoder.
 
 A task is a class with `choose` (of the model, before there is one) and what the trainer asks for, as
-common.training.masked_lm tells it; it has a dataclass of flags of its own. A script adds its strategy's.
+common.tasks.masked_lm tells it; it has a dataclass of flags of its own. A script adds its strategy's.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ import yaml
 
 from common.cli import Flags, flag, is_file_of_flags, parse_arguments
 from common.decoders.config import ARCHITECTURES
-from common.training.arguments import RunArguments, TrainArguments
-from common.training.causal_arguments import CausalArguments
-from common.training.causal_lm import CausalLM
-from common.training.masked_lm import MaskedLM
-from common.training.task import Task
+from common.tasks.arguments import RunArguments, TrainArguments
+from common.tasks.base import Task
+from common.tasks.causal_arguments import CausalArguments
+from common.tasks.causal_lm import CausalLM
+from common.tasks.masked_lm import MaskedLM
 
 logger = logging.getLogger(__name__)
 

@@ -15,11 +15,11 @@ import pytest
 import torch
 
 from common.files.output_directory import size_and_crc
+from common.outputs import checkpoint_choice, checkpoint_files
+from common.outputs.checkpoint_choice import damage_of, newest_usable
 from common.ranks.world import World
-from common.training import checkpoint_choice, checkpoint_files
-from common.training.checkpoint_choice import damage_of, newest_usable
 from tests.live_runs import LiveRun, assert_same_run, newest_step, outcome
-from tests.training.checkpoint_fixtures import DAMAGES, FLAGS, checkpointer_of_a_small_model, names, take_steps
+from tests.outputs.checkpoint_fixtures import DAMAGES, FLAGS, checkpointer_of_a_small_model, names, take_steps
 from tests.training_fixtures import _main, flags_of, losses, on_ranks, rows, train
 
 ALONE = World(0, 0, 1, torch.device("cpu"))
