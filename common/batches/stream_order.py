@@ -3,7 +3,7 @@
 The units of a source (files, or row groups) are dealt anew each epoch, by a hash of (seed, epoch, unit); where there
 are fewer units than streams, several streams share one, each taking every n-th of its rows. So every record belongs to
 one stream, and streams never speak to each other. What a stream makes of its records is its own affair: proteins are
-in `streams`, text in `text_streams`.
+in `streams`, text in common.text.streams.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 A split is a directory that `datasets.load_from_disk` opens, with a list column `input_ids`. A record's length and
 place follow from the Arrow offsets in the file, so opening costs a few bytes for each record batch and reading costs
-one copy of the tokens. What the ids mean is the affair of `token_store` (proteins) and `text_store`.
+one copy of the tokens. What the ids mean is the affair of `token_store` (proteins) and common.text.store.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Directories of `transformers`: weights read from one, and a trained model written as one; a tensor at a time.
 
 A model of many gigabytes is never whole in memory here: tensors are read when asked for, and written in files of at
-most SHARD_BYTES, each as soon as its tensors are there. What is in them, a family of models knows (`pretrained`,
-`decoder_pretrained`).
+most SHARD_BYTES, each as soon as its tensors are there. What is in them, each family of models knows (its
+`pretrained`).
 """
 
 from __future__ import annotations

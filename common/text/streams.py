@@ -1,4 +1,4 @@
-"""Text packed on the fly from files nobody prepared: S streams (`stream_order`), each exactly resumable.
+"""Text packed on the fly from files nobody prepared: S streams (common.batches.stream_order), each exactly resumable.
 
 A stream reads its documents a window at a time: rows of one unit that follow each other, about a megabyte of text. It
 tokenises them, ends each with the end-of-text token, puts them into the order of a hash of (seed, epoch, record) and
