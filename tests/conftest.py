@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.forked import serve
 from tests.training_fixtures import dataset  # noqa: F401
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -32,6 +33,11 @@ def real_fasta() -> Path:
     if not REAL_FASTA.exists():
         pytest.skip("the sample of 8,000 UniRef90 proteins is not beside this checkout")
     return REAL_FASTA
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if getattr(config.option, "numprocesses", None):  # xdist's: this process has workers
+        serve()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -12,18 +12,33 @@ import runpy
 import subprocess
 import sys
 import tempfile
+from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 TIMEOUT_S = 180  # of a run that takes seconds; the machine may be busy with other things
 
 
+SERVER = "TESTS_FORK_SERVER"  # the address of the one that all test processes share
+
+
 @functools.cache
 def context():
-    """One server for all of a test process; it ends with it."""
+    """A server for all test processes (`serve`), or for this one; it ends with the process that started it."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tests.warm"])
+    if address := os.environ.get(SERVER):
+        server = forkserver._forkserver
+        server._forkserver_address, server._forkserver_alive_fd = address, os.pipe()[1]
+        server.ensure_running = resource_tracker.ensure_running
     return context
+
+
+def serve() -> None:
+    """Start a server, and have the processes that this one starts use it: imports are done once, while they start."""
+    context()
+    forkserver.ensure_running()
+    os.environ[SERVER] = forkserver._forkserver._forkserver_address
 
 
 class Script:

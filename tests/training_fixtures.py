@@ -23,6 +23,7 @@ from safetensors.torch import load_file
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from common.files.json_files import read_json_lines
+from common.layers.compiling import compile_layers
 from common.prepare.sample import write_sample
 from common.tasks.arguments import TrainArguments
 from tests import megatron_on_cpu
@@ -110,10 +111,20 @@ def run_forked(dataset_dir: Path | None, output_dir: Path, **flags) -> subproces
 
 
 def train(
-    dataset_dir: Path | None, output_dir: Path, nproc: int = 1, expect: int = 0, script: str = "train_ddp.py", **flags
+    dataset_dir: Path | None,
+    output_dir: Path,
+    nproc: int = 1,
+    expect: int = 0,
+    script: str = "train_ddp.py",
+    compiler: str = "inductor",
+    **flags,
 ) -> str:
-    """The same in forked processes; asserts that all exit with status `expect`, returns what rank 0 printed."""
-    codes, said = on_ranks(nproc, _main, flags_of(dataset_dir, output_dir, **flags), script)
+    """The same in forked processes; asserts that all exit with status `expect`, returns what rank 0 printed.
+
+    compiler: --torch_compile's. "aot_eager" traces and differentiates and computes the graph as it is: what is ours is
+    tested in a second, where Inductor's C++ takes ten and more, the first time on a machine.
+    """
+    codes, said = on_ranks(nproc, _main, flags_of(dataset_dir, output_dir, **flags), script, compiler)
     assert codes == [expect] * nproc, f"exit codes {codes}\n" + "\n".join(said)
     return said[0]
 
@@ -167,7 +178,8 @@ def _as_rank(rank: int, nproc: int, port: int, log: Path, function: Callable, ar
     function(*arguments)
 
 
-def _main(argv: list[str], script: str = "train_ddp.py") -> None:
+def _main(argv: list[str], script: str = "train_ddp.py", compiler: str = "inductor") -> None:
+    compile_layers.__defaults__ = (compiler,)
     if script == "train_mfsdp.py":
         megatron_on_cpu.install()
     sys.argv = [script, *argv]

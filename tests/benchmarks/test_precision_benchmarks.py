@@ -15,10 +15,11 @@ from common.esm2.presets import load_config
 from common.files.json_files import read_json_lines
 from tests.forked import run_script
 from tests.training_fixtures import TINY_OVERRIDES, environment
+from tests.warm_python import python
 
 
 def benchmark(name: str, *flags) -> subprocess.CompletedProcess:
-    return run_script(f"benchmarks.{name}", *flags, env=environment())
+    return run_script(f"benchmarks.{name}", *flags, env=environment(), settings={"sys.executable": python()})
 
 
 def cells(line: str) -> list[str]:

@@ -24,7 +24,8 @@ LENGTHS = {  # of the sequences of a pack
     "mixed": [1, 3, 16, 29, 70, 5, 41],
     "alone": [37],
     "shortest": [1],
-    "long": [8000, 9],
+    "long": [3000, 9],
+    "longest": [8000, 9],
 }
 LABELS = ("none", "first rank's", "last token", "all", "random", "a sequence without", "a micro-batch without")
 CPU = torch.device("cpu")
@@ -109,8 +110,11 @@ def compare(cp_size: int, cases: list[tuple], out: str) -> None:
         return *gradients(whole, packs, bf16), logits_of(whole, packs[0], bf16)
 
     def packs_of(lengths: str, labels: str) -> list[dict]:
-        """Two micro-batches for each data rank; of the long one, one."""
-        return [make_batch(LENGTHS[lengths], labels, seed=n) for n in range((lengths != "long") + mesh.dp_size)]
+        """Two micro-batches for each data rank; of a long one, one."""
+        return [
+            make_batch(LENGTHS[lengths], labels, seed=n)
+            for n in range((not lengths.startswith("long")) + mesh.dp_size)
+        ]
 
     for case in cases:
         way, layout, multiple, dropout, bf16, lengths, labels = case
@@ -120,8 +124,10 @@ def compare(cp_size: int, cases: list[tuple], out: str) -> None:
         mine = packs[mesh.dp_rank :: mesh.dp_size]
         slices = [SlicingCollator(lambda pack, ids, batch=b: batch, mesh, layout, multiple)(None, None) for b in mine]
         own_loss, own = gradients(shared, slices, bf16)
-        for value in (own_loss, *own.values()):
-            dist.all_reduce(value)
+        together = torch.cat([own_loss.view(1), *(value.flatten() for value in own.values())])
+        dist.all_reduce(together)
+        own_loss, *parts = together.split([1, *(value.numel() for value in own.values())])
+        own = {name: part.view_as(own[name]) for name, part in zip(own, parts, strict=True)}
         got = logits_of(shared, slices[0], bf16)
         bounds, real = (slices[0][f"shared_{name}"][mesh.cp_rank] for name in ("bounds", "real"))
         back = torch.zeros(mine[0]["num_tokens"], got.shape[-1])
@@ -173,9 +179,11 @@ def all_cases(cp_size: int) -> list[tuple]:
     dual, padded, contiguous = ("dual_chunk", 2 * cp_size), ("dual_chunk", 16), ("contiguous", 1)
     ways = list(itertools.product(WAYS, (dual, contiguous)))
     cases = [
-        (w, *layout, True, False, lengths, "random") for w, layout in ways for lengths in LENGTHS if lengths != "long"
+        (w, *layout, True, False, lengths, "random")
+        for w, layout in ways
+        for lengths in ("mixed", "alone", "shortest")
     ]
-    cases.append((WAYS[cp_size == 4], *dual, True, False, "long", "random"))
+    cases.append((WAYS[cp_size == 4], *dual, True, False, "long" if cp_size == 4 else "longest", "random"))
     cases += [(w, *padded, dropout, bf16, "mixed", "random") for w in WAYS for dropout, bf16 in PRECISIONS]
     of_labels = zip(itertools.cycle(ways), 2 * LABELS, strict=False)  # seven of four: each with every second one
     return cases + [(w, *layout, False, False, "mixed", labels) for (w, layout), labels in of_labels]

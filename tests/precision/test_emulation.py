@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
-
 import numpy as np
 import pytest
 import torch
@@ -252,17 +250,16 @@ def test_every_layout_is_the_run_of_a_single_process(dataset, tmp_path, full_pre
     assert alone[-1] < alone[0] - 0.1
 
 
-@pytest.mark.skipif(not shutil.which("g++"), reason="torch.compile needs a C++ compiler on a CPU")
 @pytest.mark.parametrize(
     ("name", "more"),
     [("delayed", {}), ("nvfp4", {"script": "train_fsdp2.py", "activation_checkpointing": "selective", "bf16": True})],
 )
 def test_compiled_layers_take_the_same_steps(dataset, tmp_path, name, more):
-    """Products stay outside the graphs; what is compiled around them sums in another order."""
+    """Products stay outside the graphs."""
     flags = STEPS | RECIPES[name] | more | {"stop_at_step": 4}
     for compiled in (False, True):
-        train(dataset, tmp_path / str(compiled), **flags, torch_compile=compiled)
-    assert losses(tmp_path / "True") == pytest.approx(losses(tmp_path / "False"), rel=LAYOUT)
+        train(dataset, tmp_path / str(compiled), compiler="aot_eager", **flags, torch_compile=compiled)
+    assert losses(tmp_path / "True") == losses(tmp_path / "False")
 
 
 @pytest.mark.parametrize("name", ["delayed", "nvfp4"])

@@ -16,7 +16,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from common.layers.compiling import compile_layers
 from common.ranks.replicas import digest
 from common.ranks.run import distributed_run
 from common.ranks.world import World
@@ -194,8 +193,7 @@ def test_emulated_fp8_and_nvfp4_are_those_of_fsdp2(dataset, tmp_path):
 
 def _compiled(argv: list[str]) -> None:
     """On a rank: train_mfsdp.py with layers as graphs of torch's tracer, but no compiler behind it."""
-    compile_layers.__defaults__ = ("aot_eager",)
-    _main(argv, MFSDP)
+    _main(argv, MFSDP, compiler="aot_eager")
     counters = torch._dynamo.utils.counters
     print("graphs", counters["stats"]["unique_graphs"], "breaks", len(counters["graph_break"]))
 
