@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from common.decoders.config import DecoderConfig
-from common.layers.attention import causal_attention
+from common.layers.causal_attention import causal_attention
 from common.layers.linear import linear
 
 TOKENS = 1  # of a pass: a multiple of it
@@ -69,13 +69,13 @@ class SelfAttention(nn.Module):
     def __init__(self, config: DecoderConfig):
         super().__init__()
         heads, kv_heads, dim = config.num_attention_heads, config.num_key_value_heads, config.head_dim
-        self.shape, self.parts = (-1, heads + 2 * kv_heads, dim), (heads, kv_heads, kv_heads)
-        self.layernorm_qkv = NormLinear(config.hidden_size, sum(self.parts) * dim, config.rms_norm_eps)
+        self.shape, self.kv_heads = (-1, heads + 2 * kv_heads, dim), kv_heads
+        self.layernorm_qkv = NormLinear(config.hidden_size, (heads + 2 * kv_heads) * dim, config.rms_norm_eps)
         self.proj = Linear(config.hidden_size, config.hidden_size)
 
     def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor], cu_seqlens: Tensor, max_seqlen: int) -> Tensor:
-        q, k, v = self.layernorm_qkv(x).view(self.shape).split(self.parts, dim=1)  # [T, H, D], [T, K, D] twice
-        return self.proj(causal_attention(q, k, v, *rotary, cu_seqlens, max_seqlen))
+        qkv = self.layernorm_qkv(x).view(self.shape)  # [T, H + 2 K, D]
+        return self.proj(causal_attention(qkv, self.kv_heads, *rotary, cu_seqlens, max_seqlen))
 
 
 class FeedForward(nn.Module):

@@ -81,34 +81,14 @@ def rotated_attention(
     return torch.cat(attended, dim=1).transpose(0, 1).flatten(1)
 
 
-@torch.compiler.assume_constant_result
 def _varlen_has(option: str) -> bool:
     from torch.nn.attention.varlen import varlen_attn
 
     return option in signature(varlen_attn).parameters
 
 
-def causal_attention(
-    q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, cu_seqlens: Tensor, max_seqlen: int
-) -> Tensor:
-    """Rotary self-attention of a pack in which tokens see those up to themselves, of their own sequence.
-
-    q [T, H, D], k and v [T, K, D], not yet rotated; the rest as for `packed_attention`. Returns [T, H * D].
-    """
-    q, k = rotate(q, cos, sin), rotate(k, cos, sin)
-    if has_varlen_kernel(q):
-        return rotated_attention(q, k, v, cu_seqlens, max_seqlen, causal=True)
-    return _causal_by_sequence(q, k, v, cu_seqlens, max_seqlen)
-
-
-@torch.compiler.disable  # a loop over sequences: compiled layers are cut in two here
-def _causal_by_sequence(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int) -> Tensor:
-    """On a CPU bf16 numbers are widened, as by `_CpuAttention`."""
-    dtype = q.dtype
-    if device_type(q) == "cpu" and dtype == torch.bfloat16:
-        q, k, v = q.float(), k.float(), v.float()
-    with torch.autocast(q.device.type, enabled=False):
-        return rotated_attention(q, k, v, cu_seqlens, max_seqlen, causal=True).to(dtype)
+# As torch.compiler.assume_constant_result does, whose import of the compiler would be a fifth of `--help`.
+_varlen_has._dynamo_marked_constant = True
 
 
 def _cpu_attention(qkv: Tensor, cos: Tensor, sin: Tensor, cu_seqlens: Tensor) -> Tensor:
@@ -133,7 +113,7 @@ class _CpuAttention(torch.autograd.Function):
         lse = qkv.new_empty(tokens, heads, dtype=torch.float32)
         kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
         turns = _turns(cos, sin)
-        for span in _spans(bounds):
+        for span in spans(bounds):
             rotated[span] = _turn(qkv[span].float(), *(t[span] for t in turns))
             attended, logarithm = kernel(*_by_head(rotated[span].float()), scale=dim**-0.5)
             out[span] = attended[0].transpose(0, 1)
@@ -149,7 +129,7 @@ class _CpuAttention(torch.autograd.Function):
         grads = rotated.new_empty(rotated.shape)
         kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
         turns = _turns(cos, -sin)
-        for span in _spans(ctx.bounds):
+        for span in spans(ctx.bounds):
             grad, attended = (x[span].float().transpose(0, 1)[None] for x in (grad_out, out))
             logarithm = lse[span].t()[None]
             inputs = grad, *_by_head(rotated[span].float()), attended, logarithm
@@ -163,7 +143,7 @@ class _CpuAttention(torch.autograd.Function):
 @torch.library.custom_op("esm2::attention", mutates_args=())
 def _in_a_graph(qkv: Tensor, cos: Tensor, sin: Tensor, cu_seqlens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """As `_CpuAttention`; also what its backward pass needs: rotated [T, H, 3, D] and lse [T, H]."""
-    context = _Kept()
+    context = Kept()
     out = _CpuAttention.forward(context, qkv, cos, sin, cu_seqlens.tolist())
     rotated, _, lse, _, _ = context.saved_tensors
     return out.flatten(1), rotated, lse
@@ -181,7 +161,7 @@ def _backward_in_a_graph(
     grad: Tensor, rotated: Tensor, out: Tensor, lse: Tensor, cos: Tensor, sin: Tensor, cu_seqlens: Tensor
 ) -> Tensor:
     tokens, heads, _, dim = rotated.shape
-    context = _Kept((rotated, out.view(tokens, heads, dim), lse, cos, sin), cu_seqlens.tolist())
+    context = Kept((rotated, out.view(tokens, heads, dim), lse, cos, sin), cu_seqlens.tolist())
     return _CpuAttention.backward(context, grad.view(tokens, heads, dim))[0]
 
 
@@ -204,11 +184,12 @@ _in_a_graph.register_autograd(_backward, setup_context=_keep)
 
 
 @dataclass
-class _Kept:
-    """The part of a context of autograd that `_CpuAttention` uses."""
+class Kept:
+    """The part of a context of autograd that attention on a CPU uses."""
 
     saved_tensors: tuple[Tensor, ...] = ()
     bounds: list[int] | None = None
+    kv_heads: int = 0
 
     def save_for_backward(self, *tensors: Tensor) -> None:
         self.saved_tensors = tensors
@@ -233,5 +214,5 @@ def _by_head(qkv: Tensor) -> Tensor:
     return qkv.permute(2, 1, 0, 3)[:, None]
 
 
-def _spans(bounds: list[int]) -> list[slice]:
+def spans(bounds: list[int]) -> list[slice]:
     return [slice(a, b) for a, b in zip(bounds, bounds[1:], strict=False) if b > a]

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from common.cli import UserError
-from common.layers import attention, linear
+from common.layers import attention, causal_attention, linear
 
 CACHE = "TORCHINDUCTOR_CACHE_DIR"  # torch's own variable
 
@@ -55,5 +55,5 @@ def _this_cpu() -> str:
 
 def _our_operators() -> str:
     """A name for the operators that compiled code may call here."""
-    sources = b"".join(Path(module.__file__).read_bytes() for module in (attention, linear))
+    sources = b"".join(Path(module.__file__).read_bytes() for module in (attention, causal_attention, linear))
     return hashlib.sha256(sources).hexdigest()[:8]

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from common.layers import attention_blocks as blocks
 from common.layers.attention import rotate
+from common.layers.graphs import outside_graphs
 from common.ranks.slices import SharedPack
 
 WAYS = ("p2p", "all_gather")
@@ -110,7 +111,7 @@ def whole_sequences(shared: SharedPack, tokens: int) -> Tensor:
     return F.pad(torch.stack((real, padded)).cumsum(1), (1, 0))
 
 
-@torch.compiler.disable  # exchanges with other ranks: compiled layers are cut in two here
+@outside_graphs  # it exchanges with other ranks: compiled layers are cut in two here
 def context_attention(qkv: Tensor, cos: Tensor, sin: Tensor, sharing: Sharing) -> Tensor:
     """Rotary self-attention of this rank's tokens to all of their sequences.
 

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from common.files.hashing import ROUNDING, derive_key
+from common.layers.graphs import outside_graphs
 from common.layers.linear import linear
 from common.precision.formats import (
     E4M3,
@@ -172,7 +173,7 @@ class Product:
         self.emulation, self.recipe = emulation, recipe
         self.layer, self.product = layer, product
 
-    @torch.compiler.disable
+    @outside_graphs
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """x [T, in], weight [out, in], bias [out] -> [T, out]."""
         device = x.device.type
