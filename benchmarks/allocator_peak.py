@@ -15,6 +15,7 @@ import runpy
 import sys
 from pathlib import Path
 
+import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
 ROOT = Path(__file__).parent.parent
@@ -27,6 +28,7 @@ def run_measured(script: str, argv: list[str], out: str) -> None:
         from tests import megatron_on_cpu
 
         megatron_on_cpu.install()
+        dist.reduce_scatter_tensor = megatron_on_cpu.reduce_in_place
     sys.argv = [script, *argv]
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
         runpy.run_path(str(ROOT / script), run_name="__main__")
