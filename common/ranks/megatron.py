@@ -241,8 +241,8 @@ class MegatronSharded(Strategy):
 def _storage_alone(model: nn.Module) -> Iterator[None]:
     """The library has every module set its parameters as soon as they have storage; here values come later.
 
-    Modules that have no method for it get one for the while, which does nothing. Nor is a model moved that has storage:
-    it is on its device, and a dry run's tensors cannot be.
+    Modules that have no method for it get one for the while, which does nothing. Nor is a model moved that has
+    storage: it is on its device, and a dry run's tensors cannot be.
     """
     without = [module for module in model.modules() if not hasattr(module, "reset_parameters")]
     for module in without:

@@ -3,7 +3,7 @@
 The script's own strategy deals out the model, over groups that exchange nothing; then forward and backward pass run on
 a pack, with AdamW's moments there, and every storage is counted for as long as it lives (common.ranks.live_bytes). So
 recomputation, gathered layers, buckets and accumulation count as what they are. Rank 0 has at least as many rows as
-any other.
+any other; Megatron-FSDP's buffers are padded to equal parts.
 """
 
 from __future__ import annotations

@@ -11,7 +11,6 @@ import torch
 
 from benchmarks.allocator_peak import PLAIN, run_measured
 from common.cli import UserError
-from common.ranks.rehearsal import rehearsal
 from common.ranks.without_cuda import without_cuda
 from tests.decoder_fixtures import decoder_flags, write_text
 from tests.forked import run_script
@@ -86,16 +85,11 @@ def test_what_is_lent_is_given_back_also_after_an_error():
     before = calls()
     predicted(MFSDP, 2, TINY)
     assert calls() == before
-    with pytest.raises(KeyError), rehearsal(2) as world:
-        world.lent.enter_context(without_cuda())
-        assert not {id(call) for call in calls()} & {id(call) for call in before}
-        raise KeyError
-    assert calls() == before
-
-
-def test_a_shard_size_that_does_not_divide_the_ranks():
     with pytest.raises(UserError, match="--hsdp_shard_size 3 does not divide 4 ranks"):
         predicted(MFSDP, 4, TINY, "--hsdp_shard_size=3")
+    assert calls() == before
+    with without_cuda():
+        assert not {id(call) for call in calls()} & {id(call) for call in before}
 
 
 def test_it_prints_its_own_ways_and_the_largest_pack(tmp_path):
