@@ -16,8 +16,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
-from common.cli import Flags, Missing, UserError, flag, run
-from common.layers.recompute import MODES, mode_of, save_activations
+from common.cli import Missing, UserError, flag, run
+from common.layers.recompute import RecomputeFlags, save_activations
 from common.ranks.mesh import replicas_and_shards
 from common.ranks.strategy import FullySharded, Strategy
 from common.ranks.world import World
@@ -34,15 +34,26 @@ STRATEGIES = {
 
 
 @dataclass
-class FsdpFlags(Flags):
+class FsdpFlags(RecomputeFlags):
     sharding_strategy: str = flag("full", "; ".join(f"{name}: {what}" for name, what in STRATEGIES.items()) + ".")
     hsdp_shard_size: int | None = flag(None, "Ranks that share one copy, with hybrid. Default: those of a node.")
     param_dtype: str = flag("fp32", "fp32 master weights; bf16: weights, gradients and moments in half the memory.")
-    activation_checkpointing: str = flag("none", "Activations: none recomputed, selective (cheap ones), full.")
     offload_activations: bool = flag(False, "Keep activations in host memory between forward and backward.")
     cpu_offload: bool = flag(False, "Keep weights, gradients and optimiser in host memory.")
     sync_each_batch: bool = flag(False, "Exchange gradients after every micro-batch, rather than hold them whole.")
     forward_prefetch: int = flag(1, "Layers whose weights are gathered ahead of use.")
+
+    @property
+    def state_on_host(self) -> bool:
+        return self.cpu_offload
+
+    def ways(self) -> dict[str, dict[str, object]]:
+        """Offloaded are those of `full`, and of what the flags say."""
+        modes = super().ways()
+        offloaded = ("full", self.activation_checkpointing) if self.offload_activations else ("full",)
+        return {mode: way | {"offload_activations": False} for mode, way in modes.items()} | {
+            f"{mode}, offloaded": modes[mode] | {"offload_activations": True} for mode in modes if mode in offloaded
+        }
 
     def missing(self) -> Iterator[Missing]:
         if self.hsdp_shard_size is not None and self.sharding_strategy != "hybrid":
@@ -55,8 +66,6 @@ class FsdpFlags(Flags):
     def check(self) -> None:
         self.require_choice("sharding_strategy", STRATEGIES)
         self.require_choice("param_dtype", ("fp32", "bf16"))
-        self.activation_checkpointing = mode_of(self.activation_checkpointing)
-        self.require_choice("activation_checkpointing", MODES)
         if self.forward_prefetch < 0:
             raise UserError(f"--forward_prefetch {self.forward_prefetch}: must not be negative")
 
@@ -91,13 +100,12 @@ def shard(model: nn.Module, world: World, args: FsdpFlags) -> None:
 
 
 def build(args: FsdpFlags, world: World) -> tuple[Strategy, Built]:
-    selective = args.activation_checkpointing == "selective"
     built = load_model(
         args,
         world,
         shard=lambda model: shard(model, world, args),
         device=torch.device("cpu") if args.cpu_offload else None,
-        torch_only=("--activation_checkpointing selective",) * selective,
+        torch_only=args.only_by_torch,
     )
     return FullySharded(built.model, args.sync_each_batch), built
 

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from common.cli import Flags, Missing, UserError, flag, run
-from common.layers.recompute import MODES, mode_of, save_activations
+from common.cli import Missing, UserError, flag, run
+from common.layers.recompute import RecomputeFlags, save_activations
 from common.ranks.megatron import STRATEGIES, Layout, MegatronSharded
 from common.ranks.strategy import Strategy
 from common.ranks.world import World
@@ -26,14 +26,13 @@ from common.training.start import start
 
 
 @dataclass
-class MegatronFlags(Flags):
+class MegatronFlags(RecomputeFlags):
     zero_dp_strategy: str = flag(
         "optim_grads_params", "; ".join(f"{name}: {what}" for name, what in STRATEGIES.items()) + "."
     )
     hsdp_shard_size: int | None = flag(
         None, "Ranks that share one copy. Default: all; for FSDP2 with hybrid, a node's."
     )
-    activation_checkpointing: str = flag("none", "Activations: none recomputed, selective (cheap ones), full.")
     preserve_fp32_weights: bool = flag(True, "With --bf16: fp32 master weights; else weights and moments are bf16.")
     grad_reduce_in_fp32: bool = flag(True, "With --bf16: gradients travel in fp32; else in bf16, half the traffic.")
     init_model_with_meta_device: bool | None = flag(
@@ -55,13 +54,6 @@ class MegatronFlags(Flags):
 
     def check(self) -> None:
         self.require_choice("zero_dp_strategy", STRATEGIES)
-        self.activation_checkpointing = mode_of(self.activation_checkpointing)
-        self.require_choice("activation_checkpointing", MODES)
-        if self.dry_run:
-            raise UserError(
-                "--dry_run: Megatron-FSDP makes its buffers on CUDA alone: train_fsdp2.py --dry_run is the nearest "
-                "(--sharding_strategy full for optim_grads_params, grad_op for optim_grads)"
-            )
         for flag_given, reason in self.refused():
             raise UserError(f"{flag_given}: {reason}")
 
@@ -116,9 +108,7 @@ def build(args: MegatronFlags, world: World) -> tuple[Strategy, Built]:
         save_activations(list(model.layers), args.activation_checkpointing, offload=False)
         strategy.shard(model)
 
-    selective = args.activation_checkpointing == "selective"
-    torch_only = ("--activation_checkpointing selective",) * selective
-    return strategy, load_model(args, world, shard, torch_only=torch_only)
+    return strategy, load_model(args, world, shard, torch_only=args.only_by_torch)
 
 
 if __name__ == "__main__":

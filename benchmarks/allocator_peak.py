@@ -15,6 +15,7 @@ import runpy
 import sys
 from pathlib import Path
 
+import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
 ROOT = Path(__file__).parent.parent
@@ -22,7 +23,12 @@ PLAIN = {"async_save": False, "save_final_model": False, "dataloader_num_workers
 
 
 def run_measured(script: str, argv: list[str], out: str) -> None:
-    """In this process, which is a rank of the run."""
+    """In this process, which is a rank of the run. train_mfsdp.py finds the tests' stand-ins for CUDA and NCCL."""
+    if script == "train_mfsdp.py":
+        from tests import megatron_on_cpu
+
+        megatron_on_cpu.install()
+        dist.reduce_scatter_tensor = megatron_on_cpu.reduce_in_place
     sys.argv = [script, *argv]
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
         runpy.run_path(str(ROOT / script), run_name="__main__")

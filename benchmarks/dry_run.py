@@ -2,12 +2,14 @@
 
     python -m benchmarks.dry_run [--output table.md]
 
-train_fsdp2.py, fp32, a CPU's ways (--use_cpu); generated proteins, and for the Llama this repository's documents.
+fp32, a CPU's ways (--use_cpu); generated proteins, and for the Llama this repository's documents. train_mfsdp.py runs
+behind the tests' stand-ins for CUDA and NCCL.
 """
 
 from __future__ import annotations
 
 import common  # noqa: F401  # isort: skip  (before torch: see there)
+import importlib
 import os
 import subprocess
 import sys
@@ -21,7 +23,8 @@ from common.cli import Flags, UserError, flag, parse_arguments, run
 from common.tasks.kinds import parse_run
 from common.training.held_memory import rehearsed
 
-SCRIPT = "train_fsdp2.py"
+FSDP2, MFSDP = "train_fsdp2", "train_mfsdp"
+KINDS = {FSDP2: "FsdpFlags", MFSDP: "MegatronFlags"}
 ESM2 = {"config_name": "facebook/esm2_t6_8M_UR50D", "dataset": "sample", "tokens_per_pack": 2048}
 ESM2 |= {"max_seq_length": 512, "max_steps": 2}
 WIDER = "num_hidden_layers=8,hidden_size=480,intermediate_size=1920"
@@ -33,11 +36,14 @@ MODELS = {
     "ESM-2, 8 layers of 480": ESM2 | {"config_overrides": WIDER},
     "Llama, 4 layers of 256": LLAMA,
 }
+# Of train_mfsdp.py, on the first model, 4 ranks
+LAYOUTS = [{"zero_dp_strategy": name} for name in ("no_shard", "optim", "optim_grads")] + [{"hsdp_shard_size": 2}]
 
 
 @dataclass
 class Arguments(Flags):
     ranks: str = flag("1,2,4", "Numbers of ranks.")
+    scripts: str = flag("train_fsdp2,train_mfsdp", "Those, comma-separated.")
     output: str | None = flag(None, "Also write the table there.")
 
 
@@ -45,11 +51,11 @@ def words(flags: dict) -> list[str]:
     return [f"--{name}={value}" for name, value in flags.items()]
 
 
-def measured(ranks: int, flags: dict, directory: Path) -> int:
+def measured(script: str, ranks: int, flags: dict, directory: Path) -> int:
     """Bytes at most of the rank that held most."""
     peak = directory / "peak"
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
-    command += ["-m", "benchmarks.allocator_peak", str(peak), SCRIPT]
+    command += ["-m", "benchmarks.allocator_peak", str(peak), f"{script}.py"]
     command += words(flags | PLAIN | {"output_dir": directory / "out", "overwrite_output_dir": True})
     done = subprocess.run(
         command, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, check=False
@@ -59,29 +65,34 @@ def measured(ranks: int, flags: dict, directory: Path) -> int:
     return max(int(Path(f"{peak}.{rank}").read_text()) for rank in range(ranks))
 
 
-def told(ranks: int, flags: dict) -> int:
+def told(script: str, ranks: int, flags: dict) -> int:
     """Bytes at most, by the dry run."""
-    from train_fsdp2 import FsdpFlags, build
-
-    args = parse_run("", FsdpFlags, words(flags | {"dry_run": True, "world_size": ranks, "use_cpu": True}))
-    with rehearsed(args, build) as rehearsal:
+    module = importlib.import_module(script)
+    args = parse_run(
+        "", getattr(module, KINDS[script]), words(flags | {"dry_run": True, "world_size": ranks, "use_cpu": True})
+    )
+    with rehearsed(args, module.build) as rehearsal:
         return rehearsal.step(args.pack_tokens).peak
 
 
 def main() -> None:
     (args,) = parse_arguments(__doc__, Arguments)
-    lines = ["| model | ranks | measured, MB | --dry_run, MB | |", "|---|--:|--:|--:|--:|"]
+    scripts, numbers = args.scripts.split(","), [int(number) for number in args.ranks.split(",")]
+    cases = [(script, name, ranks, {}) for script in scripts for name in MODELS for ranks in numbers]
+    cases += [(MFSDP, next(iter(MODELS)), 4, layout) for layout in LAYOUTS if MFSDP in scripts]
+    lines = ["| script | model | ranks | measured, MB | --dry_run, MB | |", "|---|---|--:|--:|--:|--:|"]
     with tempfile.TemporaryDirectory() as place:
         text = Path(place) / "text.txt"
         text.write_text("\n\n".join(page.read_text() for page in sorted((ROOT / "docs").glob("*.md"))))
-        for name, flags in MODELS.items():
-            flags = {"dataset": text} | flags
-            for ranks in map(int, args.ranks.split(",")):
-                found, said = measured(ranks, flags, Path(place)), told(ranks, flags)
-                lines.append(
-                    f"| {name} | {ranks} | {found / 1e6:,.0f} | {said / 1e6:,.0f} | {said / found - 1:+.1%} |"
-                )
-                print(lines[-1], file=sys.stderr, flush=True)
+        for script, name, ranks, layout in cases:
+            flags = {"dataset": text} | MODELS[name] | layout
+            found, said = measured(script, ranks, flags, Path(place)), told(script, ranks, flags)
+            of_script = f"{script}.py " + " ".join(f"{flag} {value}" for flag, value in layout.items())
+            lines.append(
+                f"| {of_script.strip()} | {name} | {ranks} | {found / 1e6:,.0f} | {said / 1e6:,.0f} "
+                f"| {said / found - 1:+.1%} |"
+            )
+            print(lines[-1], file=sys.stderr, flush=True)
     publish("\n\n".join([*where_measured("benchmarks.dry_run", "torch"), "\n".join(lines)]) + "\n", args.output)
 
 

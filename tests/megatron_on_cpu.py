@@ -1,8 +1,9 @@
 """What megatron-fsdp needs to run on CPU tensors with gloo: stand-ins for calls of CUDA and NCCL, none for its own.
 
-`install` patches torch for the whole process: call it in ranks that a test has forked. Streams do their work at once,
-as a CPU does. What is asynchronous is as late as can be: weights are gathered when the library waits for them, so that
-one who does not wait computes with what lay there before.
+`install` patches torch for the whole process: call it in ranks that a test has forked. Streams and events are those of
+a dry run (common.ranks.without_cuda) and do their work at once, as a CPU does. What is asynchronous is as late as can
+be: weights are gathered when the library waits for them, so that one who does not wait computes with what lay there
+before.
 """
 
 from __future__ import annotations
@@ -14,22 +15,7 @@ import torch
 import torch.distributed as dist
 
 from common.ranks import megatron
-
-
-class Event:
-    def wait(self, stream=None) -> None:
-        pass
-
-
-class Stream:
-    def __init__(self, *args, **kwargs):
-        pass
-
-    def wait_stream(self, other) -> None:
-        pass
-
-    def record_event(self, event=None) -> Event:
-        return Event()
+from common.ranks.without_cuda import CALLS
 
 
 class Late:
@@ -74,11 +60,15 @@ def scaled_sum(gradients: torch.Tensor, factor: float | None, config) -> dist.Re
     return dist.ReduceOp.SUM
 
 
+def reduce_in_place(output, input, op=dist.ReduceOp.SUM, group=None, async_op=False) -> None:
+    """As NCCL, without a copy: gloo has one of what it sums, and lets it go some time later."""
+    dist.all_reduce(input, op=op, group=group)
+    output.copy_(input.chunk(dist.get_world_size(group))[dist.get_rank(group)])
+
+
 def install() -> None:
-    torch.cuda.Stream = Stream
-    torch.cuda.stream = lambda stream: contextlib.nullcontext()
-    torch.cuda.current_stream = lambda device=None: Stream()
-    torch.cuda.current_device = lambda: 0
+    for name, stand_in in CALLS.items():
+        setattr(torch.cuda, name, stand_in)
     torch.Tensor.cuda = lambda tensor, *args, **kwargs: tensor
     dist.all_gather_into_tensor = gather
     megatron.DEVICES = ("cpu",)

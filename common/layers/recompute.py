@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -10,6 +11,7 @@ from torch import nn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from common.cli import Flags, flag
 from common.layers.cpu import is_as_on_a_gpu
 
 MODES = ("none", "selective", "full")
@@ -26,6 +28,24 @@ _KEPT = (
 def mode_of(text: str) -> str:
     """One of the MODES, by its name or as the FSDP guides have it: a boolean."""
     return {"1": "full", "true": "full", "0": "none", "false": "none"}.get(text.lower(), text)
+
+
+@dataclass
+class RecomputeFlags(Flags):
+    activation_checkpointing: str = flag("none", "Activations: none recomputed, selective (cheap ones), full.")
+
+    @property
+    def only_by_torch(self) -> tuple[str, ...]:
+        """What of it only the torch backend can honour."""
+        return ("--activation_checkpointing selective",) * (self.activation_checkpointing == "selective")
+
+    def ways(self) -> dict[str, dict[str, object]]:
+        """{name: {flag: value}} of what may become of activations, for a dry run to compare."""
+        return {mode: {"activation_checkpointing": mode} for mode in MODES}
+
+    def check(self) -> None:
+        self.activation_checkpointing = mode_of(self.activation_checkpointing)
+        self.require_choice("activation_checkpointing", MODES)
 
 
 def save_activations(layers: list[nn.Module], mode: str, offload: bool) -> None:

@@ -27,6 +27,7 @@ from common.cli import UserError
 from common.ranks.mesh import replicas_and_shards
 from common.ranks.row_shards import describe, gather_rows
 from common.ranks.strategy import Strategy
+from common.ranks.without_cuda import without_cuda
 from common.ranks.world import World
 
 VERSION = "0.6.1"
@@ -65,7 +66,7 @@ class Layout:
 
 def load_library(world: World):
     """The module. UserError where it cannot work, or is not the one that this is written for."""
-    if world.device.type not in DEVICES:
+    if world.device.type not in DEVICES and not world.rehearsed:
         raise UserError(
             "train_mfsdp.py needs an NVIDIA GPU: Megatron-FSDP runs on CUDA alone; train_fsdp2.py shards on any device"
         )
@@ -91,6 +92,8 @@ class MegatronSharded(Strategy):
     def __init__(self, layout: Layout, world: World):
         with world.together():
             self.library = load_library(world)
+        if world.rehearsed:
+            world.lent.enter_context(without_cuda())
         self.layout, self.world = layout, world
         self.sums_gradients = layout.sums_gradients
 
@@ -214,6 +217,21 @@ class MegatronSharded(Strategy):
             (reducing, "_bucket_group_gradient_reduce"),
         ]
 
+    # ---- a dry run ------------------------------------------------------------------------------------------
+
+    settles_after = 1  # weights outside of layers, once they have been gathered, stay
+
+    def computed_with(self) -> Iterator[Tensor]:
+        """Its buffers of weights, and what of them is gathered, which has had its storage since it was made."""
+        for group in self.model.param_and_grad_buffer.parameter_groups:
+            if group.model_weight_buffer:
+                yield group.model_weight_buffer.data
+        yield from self.raw.values()
+
+    def hold_gradients(self, parameters: list[nn.Parameter]) -> None:
+        """They have been in its buffers since those were made."""
+        self.model.attach_grad_to_optimizer_state()
+
     def _parameters(self) -> Iterator[nn.Parameter]:
         """What the optimiser updates, whichever the module holds at the moment."""
         return (parameter for _, parameter in self.model.param_and_grad_buffer.optimizer_named_parameters)
@@ -223,13 +241,16 @@ class MegatronSharded(Strategy):
 def _storage_alone(model: nn.Module) -> Iterator[None]:
     """The library has every module set its parameters as soon as they have storage; here values come later.
 
-    Modules that have no method for it get one for the while, which does nothing.
+    Modules that have no method for it get one for the while, which does nothing. Nor is a model moved that has
+    storage: it is on its device, and a dry run's tensors cannot be.
     """
     without = [module for module in model.modules() if not hasattr(module, "reset_parameters")]
     for module in without:
         module.reset_parameters = lambda: None
+    model.to = lambda device: model
     try:
         yield
     finally:
+        del model.to
         for module in without:
             del module.reset_parameters

@@ -1,12 +1,13 @@
 """What a strategy does to a model, in one interface: the training loop does not know which one it has.
 
-`Strategy` is one process, or replicas behind DistributedDataParallel (`replicate`); `FullySharded` is FSDP2's
+`Strategy` is one process; `Replicated`, DistributedDataParallel (both by `replicate`); `FullySharded`, FSDP2's
 `fully_shard`. That of Megatron-FSDP has a file of its own, which none but its script imports.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
@@ -67,6 +68,38 @@ class Strategy:
         """Methods (object, name) in which this rank waits for the others during a pass, none calling another."""
         return []
 
+    # ---- a dry run: tensors have no values, groups exchange nothing ---------------------------------------------
+
+    settles_after = 0  # steps before the first that holds what all later ones do
+
+    def rehearse(self) -> None:
+        """Before the first step of a dry run: what would await values does not."""
+
+    def computed_with(self) -> Iterable[Tensor]:
+        """What it keeps between steps, beside parameters, gradients and moments, to compute and exchange with."""
+        return ()
+
+    def hold_gradients(self, parameters: list[nn.Parameter]) -> None:
+        """Those of the optimiser have their gradients, as after a step's passes."""
+        for parameter in parameters:
+            parameter.grad = torch.zeros_like(parameter)
+
+
+class Replicated(Strategy):
+    """Replicas behind DistributedDataParallel."""
+
+    settles_after = 2  # the second begins with buckets made anew, by the order in which gradients came
+
+    def rehearse(self) -> None:
+        # Replicas take their own gradients for the average: a collective without values has no result to await.
+        self.model.register_comm_hook(None, _own)
+
+
+def _own(_, bucket):  # torch looks at annotations, and wants them unquoted
+    future = torch.futures.Future()
+    future.set_result(bucket.buffer())
+    return future
+
 
 @dataclass
 class ReplicaFlags(Flags):
@@ -90,7 +123,7 @@ def replicate(model: nn.Module, world: World, flags: ReplicaFlags, init_sync: bo
         bucket_cap_mb=flags.ddp_bucket_cap_mb,
         gradient_as_bucket_view=True,
     )
-    return Strategy(replica, evaluated=model)
+    return Replicated(replica, evaluated=model)
 
 
 class FullySharded(Strategy):

@@ -25,6 +25,15 @@ class DryRunFlags(Flags):
     def does_without(self) -> tuple[str, ...]:
         return ("--dataset_dir", "--dataset", "--max_steps", "--output_dir") if self.dry_run else ()
 
+    @property
+    def state_on_host(self) -> bool:
+        """Whether weights, gradients and moments are kept in host memory: a strategy's flags may say so."""
+        return False
+
+    def ways(self) -> dict[str, dict[str, object]]:
+        """{name: {flag: value}}: what may become of activations, where a strategy has flags for it."""
+        return {}
+
     def missing(self) -> Iterator[Missing]:
         if not self.dry_run and (self.world_size or self.device_memory):
             yield Missing("--dry_run", "--world_size and --device_memory go with it: torchrun starts real ranks")

@@ -29,13 +29,6 @@ LABELS = {
     ENDS: "embeddings, head and loss",
     BACKWARD: "under way in the backward pass, what is recomputed included",
 }
-# (--activation_checkpointing, --offload_activations): its name in the table
-WAYS = {
-    ("none", False): "all kept",
-    ("selective", False): "selective",
-    ("full", False): "full",
-    ("full", True): "full, offloaded",
-}
 MOST_TRIES = 4
 
 
@@ -107,18 +100,18 @@ def _table(args: RunArguments, held: Held) -> list[str]:
 
 def _ways(args: RunArguments, build: Build, held: Held) -> list[str]:
     """The peak in each way of keeping activations that the script has."""
-    if not hasattr(args, "activation_checkpointing"):
+    ways = args.ways()
+    if not ways:
         return ["Activations are kept: train_fsdp2.py recomputes or offloads them"]
-    lines = ["Peak by what becomes of activations (--activation_checkpointing, --offload_activations), GiB:"]
-    now = args.activation_checkpointing, args.offload_activations
-    for way, name in (WAYS | {now: WAYS.get(now, f"{now[0]}, offloaded")}).items():
-        if way == now:
-            peak = held.peak
-        else:
-            changed = replace(args, activation_checkpointing=way[0], offload_activations=way[1])
-            with rehearsed(changed, build) as run:
+    flags = ", ".join(f"--{name}" for name in next(iter(ways.values())))
+    lines = [f"Peak by what becomes of activations ({flags}), GiB:"]
+    for name, way in ways.items():
+        here = all(getattr(args, flag) == value for flag, value in way.items())
+        peak = held.peak
+        if not here:
+            with rehearsed(replace(args, **way), build) as run:
                 peak = run.step(args.pack_tokens).peak
-        lines.append(f"{peak / GIB:10.2f}  {name}{' (as here)' * (way == now)}")
+        lines.append(f"{peak / GIB:10.2f}  {name}{' (as here)' * here}")
     return lines
 
 

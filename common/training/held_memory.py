@@ -3,7 +3,7 @@
 The script's own strategy deals out the model, over groups that exchange nothing; then forward and backward pass run on
 a pack, with AdamW's moments there, and every storage is counted for as long as it lives (`live_bytes`). So
 recomputation, gathered layers, buckets and accumulation count as what they are. Rank 0 has at least as many rows as
-any other.
+any other; Megatron-FSDP's buffers are padded to equal parts.
 """
 
 from __future__ import annotations
@@ -13,10 +13,9 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 
 import torch
-from torch.nn.parallel import DistributedDataParallel
 
 from common.layers.cpu import as_on_a_gpu
-from common.ranks.strategy import Strategy
+from common.ranks.strategy import Strategy, local_rows
 from common.ranks.world import World
 from common.tasks.arguments import RunArguments
 from common.tasks.built import Built
@@ -32,7 +31,7 @@ from common.training.live_bytes import (
     WEIGHTS,
     LiveBytes,
 )
-from common.training.rehearsal import exchange_nothing, rehearsal
+from common.training.rehearsal import rehearsal
 
 Build = Callable[[RunArguments, World], tuple[Strategy, Built]]
 STATE = (WEIGHTS, GRADIENTS, OPTIMIZER)
@@ -63,24 +62,21 @@ class Rehearsed:
         with counted.making(GRADIENTS):  # a strategy may have buckets for them
             self.strategy, self.built = build(args, world)
         self.task = task_of(args)(self.built, args, world)
-        exchange_nothing(self.strategy.model)
-        parameters = [p for p in self.built.weights.parameters() if p.requires_grad]
-        for parameter in parameters:
-            counted.put(parameter, WEIGHTS)
+        self.strategy.rehearse()
+        self.parameters = [p for p in self.built.weights.parameters() if p.requires_grad]
+        self._tell_weights()
         optimizer = build_optimizer(self.built.weights, args)
         with torch.no_grad():
-            for parameter in parameters:
-                parameter.grad = torch.zeros_like(parameter)
+            self.strategy.hold_gradients(self.parameters)
         with counted.making(OPTIMIZER):
             optimizer.step()
         self.optimizer = optimizer
-        optimizer.zero_grad()
+        self.strategy.clear_gradients()
         for layer in self.built.model.layers:
             layer.register_forward_pre_hook(self._enters(LAYERS))
             layer.register_forward_hook(self._enters(ENDS))
-        if isinstance(self.strategy.model, DistributedDataParallel):
-            for _ in range(2):  # the second begins with buckets made anew, by the order in which gradients came
-                self.step(args.max_seq_length)
+        for _ in range(self.strategy.settles_after):
+            self.step(args.max_seq_length)
 
     def step(self, tokens: int) -> Held:
         """A step's passes on packs of so many tokens."""
@@ -99,16 +95,23 @@ class Rehearsed:
                     loss.backward()
             del loss
             counted.put_all((LAYERS, ENDS, BACKWARD, GATHERED), GRADIENTS)
+            self._tell_weights()
         held = Held(
             tokens,
             counted.peak,
             {kind: 0 if kind in counted.on_host else size for kind, size in counted.at_peak.items()},
             sum(counted.bytes[kind] for kind in STATE if kind in counted.on_host),
             counted.most_on_host,
-            counted.bytes[WEIGHTS] + counted.bytes[OPTIMIZER],
+            sum(local_rows(p)[0].nbytes for p in self.parameters) + counted.bytes[OPTIMIZER],
         )
         strategy.clear_gradients()
         return held
+
+    def _tell_weights(self) -> None:
+        for tensor in self.strategy.computed_with():
+            self.counted.put(tensor, GATHERED)
+        for parameter in self.parameters:  # which may lie in the same storage
+            self.counted.put(parameter, WEIGHTS)
 
     def _enters(self, kind: str) -> Callable:
         def hook(*_) -> None:
@@ -125,6 +128,6 @@ def rehearsed(args: RunArguments, build: Build) -> Iterator[Rehearsed]:
         world = stack.enter_context(rehearsal(args.world_size or 1, args.cp_size))
         if not args.use_cpu:
             stack.enter_context(as_on_a_gpu())
-        on_host = STATE if getattr(args, "cpu_offload", False) and not args.use_cpu else ()
+        on_host = STATE if args.state_on_host and not args.use_cpu else ()
         counted = stack.enter_context(LiveBytes(on_host))
         yield Rehearsed(args, world, build, counted)

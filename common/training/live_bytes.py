@@ -140,7 +140,8 @@ class LiveBytes(TorchDispatchMode):
         return result
 
     def _exchange(self, func, given: list[Tensor], made: list[Tensor]) -> None:
-        reduces = "reduce_scatter" in func.__name__
+        # A share that is left in what the whole came in goes with it.
+        reduces = "reduce_scatter" in func.__name__ and _place(given[0]) not in map(_place, given[1:])
         for number, tensor in enumerate((*given, *made)):
             if isinstance(tensor, FakeTensor) and self.kind_of(tensor) not in _STAYS:
                 self.put(tensor, GRADIENTS if reduces and number == 0 else GATHERED)

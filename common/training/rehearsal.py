@@ -6,20 +6,23 @@ With tensors that have no values (common.training.live_bytes) a strategy deals a
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
+from torch import Tensor
 
 from common.ranks.world import World
 
 
 class RehearsedWorld(World):
-    """Rank 0 of `size`, which agrees with itself: the others would say the same."""
+    """Rank 0 of `size`, which agrees with itself: the others would say the same.
+
+    lent: what is entered there (stand-ins for a device, say) is left as the rehearsal ends.
+    """
 
     rehearsed = True
+    lent: ExitStack
 
     def sum(self, values: Tensor) -> Tensor:
         return values
@@ -53,19 +56,8 @@ def rehearsal(size: int, cp_size: int = 1) -> Iterator[RehearsedWorld]:
     world = RehearsedWorld(0, 0, size, torch.device("cpu"), local_size=size)
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=size)
     try:
-        world.share_packs(cp_size)
-        yield world
+        with ExitStack() as world.lent:
+            world.share_packs(cp_size)
+            yield world
     finally:
         dist.destroy_process_group()
-
-
-def exchange_nothing(model: nn.Module) -> None:
-    """Have replicas take their own gradients for the average: a collective without values has no result to await."""
-    if isinstance(model, DistributedDataParallel):
-        model.register_comm_hook(None, _own)
-
-
-def _own(_, bucket):  # torch looks at annotations, and wants them unquoted
-    future = torch.futures.Future()
-    future.set_result(bucket.buffer())
-    return future

@@ -124,7 +124,6 @@ def test_what_does_not_fit_is_one_line_and_status_2(tmp_path):
 @pytest.mark.parametrize(
     ("script", "flags", "said"),
     [
-        ("train_mfsdp.py", ["--dry_run"], "train_fsdp2.py --dry_run is the nearest"),
         (FSDP, ["--dry_run", "--sharding_strategy=hybrid"], "--hsdp_shard_size"),
         (FSDP, ["--world_size=4", "--dataset_dir=x", "--output_dir=y"], "missing: --dry_run"),
         (FSDP, ["--dry_run", "--device_memory=0"], "--device_memory 0.0: must be above 0"),
