@@ -32,19 +32,19 @@ def predicted(script: str, nproc: int, argv: list[str], *more: str) -> Held:
         return run.step(args.pack_tokens)
 
 
-ESM2_8M = "num_hidden_layers=6,hidden_size=320,num_attention_heads=20,intermediate_size=1280"
-WIDER = "num_hidden_layers=8,hidden_size=480,num_attention_heads=20,intermediate_size=1920"
-PROTEINS = {"max_steps": 2, "tokens_per_pack": 2048, "per_device_train_batch_size": None}
-LLAMA = {"model_type": "llama_v2", "hidden_width": 256, "num_layers": 4, "num_heads": 8, "num_key_value_heads": 4}
-LLAMA |= {"intermediate_size": 704, "max_context_width": 256, "train_batch_size": 8, "max_steps": 2, "bf16": 0}
+DEEPER = "num_hidden_layers=4,hidden_size=160,num_attention_heads=10,intermediate_size=640"
+WIDER = "num_hidden_layers=3,hidden_size=240,num_attention_heads=10,intermediate_size=960"
+PROTEINS = {"max_steps": 2, "tokens_per_pack": 1024, "per_device_train_batch_size": None}
+LLAMA = {"model_type": "llama_v2", "hidden_width": 128, "num_layers": 4, "num_heads": 8, "num_key_value_heads": 4}
+LLAMA |= {"intermediate_size": 352, "max_context_width": 128, "train_batch_size": 8, "max_steps": 2, "bf16": 0}
 
 
 @pytest.mark.parametrize(
     ("script", "nproc", "model", "flags"),
     [
-        ("train_ddp.py", 1, ESM2_8M, {"bf16": True}),
+        ("train_ddp.py", 1, DEEPER, {"bf16": True}),
         ("train_ddp.py", 2, WIDER, {}),
-        (FSDP, 2, ESM2_8M, {"gradient_accumulation_steps": 2, "activation_checkpointing": "selective"}),
+        (FSDP, 2, WIDER, {"gradient_accumulation_steps": 2, "activation_checkpointing": "selective"}),
         (FSDP, 4, WIDER, {"sharding_strategy": "hybrid", "hsdp_shard_size": 2}),
         (FSDP, 1, None, {"activation_checkpointing": "none"}),
         (FSDP, 2, None, {"activation_checkpointing": "full"}),

@@ -14,7 +14,7 @@ from common.cli import UserError
 from common.ranks.without_cuda import without_cuda
 from tests.decoder_fixtures import decoder_flags, write_text
 from tests.forked import run_script
-from tests.training.test_dry_run import ESM2_8M, LLAMA, PROTEINS, predicted
+from tests.training.test_dry_run import DEEPER, LLAMA, PROTEINS, predicted
 from tests.training_fixtures import flags_of, on_ranks
 
 library = pytest.importorskip("megatron_fsdp.param_and_grad_buffer", reason="megatron-fsdp is not installed")
@@ -27,10 +27,10 @@ PACKS = {"gradient_accumulation_steps": 2}
 @pytest.mark.parametrize(
     ("nproc", "model", "flags"),
     [
-        (1, ESM2_8M, {}),
-        (2, ESM2_8M, PACKS | {"activation_checkpointing": "full"}),
-        (2, ESM2_8M, PACKS | {"zero_dp_strategy": "optim", "activation_checkpointing": "selective"}),
-        (4, ESM2_8M, HYBRID | {"zero_dp_strategy": "optim_grads"}),
+        (1, DEEPER, {}),
+        (2, DEEPER, PACKS | {"activation_checkpointing": "full"}),
+        (2, DEEPER, PACKS | {"zero_dp_strategy": "optim", "activation_checkpointing": "selective"}),
+        (4, DEEPER, HYBRID | {"zero_dp_strategy": "optim_grads"}),
         (2, None, {"zero_dp_strategy": "no_shard", "activation_checkpointing": "none"}),
         (4, None, {"activation_checkpointing": "full"}),
     ],
