@@ -123,7 +123,7 @@ def assert_complete(out: Path) -> None:
 def test_a_killed_rank_and_a_deleted_pod_come_back_and_the_run_goes_on(volume, pods, tmp_path):
     """A rank out of memory: torchrun starts all again. The drain of a node: SIGTERM to one pod; its successor and the
     other pod finish the run, as if nothing had happened."""
-    steps = 120
+    steps = 90
     more = {"max_steps": steps, "save_steps": 10, "eval_steps": steps}
     made, port = job("train-fsdp-template.yaml", volume, TRAIN_FLAGS=flags(**more)), _free_port()
     out = volume / "fsdp" / MODEL
@@ -150,10 +150,10 @@ def test_a_killed_rank_and_a_deleted_pod_come_back_and_the_run_goes_on(volume, p
     assert f"Resuming after step {saved}" in said()
     found = [row for row in rows(out) if "loss" in row]
     assert [row["step"] for row in found] == list(range(1, steps + 1))
-    whole = SMALL | {"max_steps": steps, "stop_at_step": saved + 20, "bf16": True}
+    whole = SMALL | {"max_steps": steps, "stop_at_step": saved + 5, "bf16": True}
     assert_complete(out)
     train(volume / "esm/processed/arrow", tmp_path / "whole", nproc=2, script="train_fsdp2.py", **whole)
-    assert losses(out)[: saved + 20] == pytest.approx(losses(tmp_path / "whole"), rel=1e-3)
+    assert losses(out)[: saved + 5] == pytest.approx(losses(tmp_path / "whole"), rel=1e-3)
 
 
 def test_the_guides_pods_of_a_decoder_train_and_say_who_leads(pods, tmp_path):

@@ -172,7 +172,7 @@ def test_the_guides_job_of_a_decoder_trains_on_text_and_goes_on(cluster, tmp_pat
     A rank is killed; at last it is the run of two ranks here, which nothing happened to.
     """
     (tmp_path / "text.jsonl").write_text("".join(f'{{"text": "{"ab" * n} {n * n}"}}\n' for n in range(2, 400)))
-    steps, name = 60, "llama3_2_1b"
+    steps, name = 40, "llama3_2_1b"
     tiny = {"vocab_size": 320, "hidden_width": 32, "intermediate_size": 64, "num_layers": 2, "num_heads": 2}
     tiny |= {"num_key_value_heads": 1, "max_context_width": 32, "tokenizer": "bytes", "dataset_config_name": ""}
     tiny |= {"dataset": tmp_path / "text.jsonl", "val_split": "train", "validation_batches": 1, "max_steps": steps}

@@ -208,9 +208,10 @@ def test_a_run_that_is_killed_goes_on_as_if_it_had_not_been(text, tmp_path):
         run.until(lambda: newest_step(out) >= 6)
         run.signal(signal.SIGKILL)
         assert run.end() == [-signal.SIGKILL] * 2
-    train_decoder(text, out, 2, **flags)
-    train_decoder(text, tmp_path / "whole", 2, **flags)
-    assert_same_run(out, tmp_path / "whole", 60, tmp_path)
+    end = newest_step(out) + 6
+    for directory in (out, tmp_path / "whole"):
+        train_decoder(text, directory, 2, **flags, stop_at_step=end)
+    assert_same_run(out, tmp_path / "whole", end, tmp_path)
 
 
 def test_a_run_goes_on_on_another_number_of_ranks(text, plain, tmp_path):

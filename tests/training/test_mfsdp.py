@@ -41,7 +41,7 @@ DDP, CP, FSDP2, MFSDP = "train_ddp.py", "train_ddp_cp.py", "train_fsdp2.py", "tr
 STEPS = 20
 RUN = {"max_steps": STEPS, "packs_per_step": 4, "tokens_per_pack": 128, "save_steps": 10, "do_eval": True}
 # One that 1 to 4 ranks can share, all of them with several packs a step.
-SHARED = RUN | {"max_steps": 16, "packs_per_step": 12, "save_steps": 16, "do_eval": False}
+SHARED = RUN | {"max_steps": 8, "packs_per_step": 12, "save_steps": 8, "do_eval": False}
 # Sums in another order, fp32. AdamW hides a wrong scale in losses and weights, the norms before clipping do not: a
 # gradient averaged twice, or one pack left out, changes them by 1e-2 at least.
 LOSS, NORM, WEIGHTS, MOMENTS = 1e-6, 2e-5, 3e-6, 1e-5
@@ -123,7 +123,7 @@ def test_checkpoints_of_any_strategy_are_read_by_any_other_on_any_number_of_rank
     ]
     out, alone = tmp_path / "out", tmp_path / "alone"
     for number, (nproc, flags) in enumerate(legs, 1):
-        train(dataset, out, nproc, **SHARED | flags, stop_at_step=2 * number)
+        train(dataset, out, nproc, **SHARED | flags, stop_at_step=number)
     train(dataset, alone, **SHARED)
     assert_same(out, alone, tmp_path, SHARED["max_steps"])
 

@@ -12,8 +12,8 @@ import pytest
 from tests.live_runs import LiveRun, assert_same_run, kill_all, newest_step, ranks_of, torchrun, trajectory, wait_until
 from tests.training_fixtures import final_weights, relative_difference, rows, same_bits, train
 
-KILLS = 22
-STEPS = 90
+KILLS = 14
+STEPS = 60
 
 
 def killed_again_and_again(data, output_dir, logs, nproc: int, kills: int, generator: random.Random, **flags) -> int:
@@ -48,7 +48,7 @@ def test_kill_9_at_any_moment_changes_no_bit(dataset, tmp_path):
     train(dataset, tmp_path / "whole", **flags)
     killed = tmp_path / "killed"
     torn = killed_again_and_again(dataset, killed, tmp_path / "logs", 1, KILLS, random.Random(1), **flags)
-    assert torn >= 3, "too few kills hit a save"
+    assert torn >= 2, "too few kills hit a save"
     assert 0 < newest_step(killed) < STEPS
     train(dataset, killed, **flags)
     assert_same_run(killed, tmp_path / "whole", STEPS, tmp_path)
@@ -58,19 +58,27 @@ def test_kill_9_at_any_moment_changes_no_bit(dataset, tmp_path):
 
 
 def test_kill_9_of_two_ranks_changes_no_bit(dataset, tmp_path):
-    flags = {"max_steps": 40, "save_steps": 1, "per_device_train_batch_size": 2, "save_final_model": False}
-    train(dataset, tmp_path / "whole", nproc=2, **flags)
+    flags = {"max_steps": 400, "save_steps": 1, "per_device_train_batch_size": 2, "save_final_model": False}
+    flags |= {"warmup_steps": 10}
     killed = tmp_path / "killed"
     killed_again_and_again(dataset, killed, tmp_path / "logs", 2, 5, random.Random(2), **flags)
-    train(dataset, killed, nproc=2, **flags)
-    assert_same_run(killed, tmp_path / "whole", 40, tmp_path)
+    end = newest_step(killed) + 3
+    for out in (killed, tmp_path / "whole"):
+        train(dataset, out, nproc=2, **flags, stop_at_step=end)
+    assert_same_run(killed, tmp_path / "whole", end, tmp_path)
 
 
 def test_torchrun_restarts_a_run_that_lost_a_rank_and_then_its_whole_group(dataset, tmp_path):
     """With --overwrite_output_dir on the command line, as in the guides: a restart must not wipe out the run."""
-    flags = {"max_steps": 70, "save_steps": 5, "save_total_limit": 3, "per_device_train_batch_size": 1}
-    flags |= {"max_seq_length": 256, "save_final_model": False, "script": "train_fsdp2.py"}
-    train(dataset, tmp_path / "whole", nproc=2, **flags)
+    flags = {
+        "max_steps": 700,
+        "warmup_steps": 10,
+        "save_steps": 5,
+        "save_total_limit": 3,
+        "per_device_train_batch_size": 1,
+    }
+    flags |= {"per_device_train_batch_size": 1, "max_seq_length": 256}
+    flags |= {"save_final_model": False, "script": "train_fsdp2.py"}
     out = tmp_path / "killed"
     job = torchrun(dataset, out, 2, "--max_restarts=2", **flags, overwrite_output_dir=True)
     try:
@@ -82,9 +90,10 @@ def test_torchrun_restarts_a_run_that_lost_a_rank_and_then_its_whole_group(datas
         assert wait_until(lambda: newest_step(out) >= reached + 10, lambda: job.poll() is None)
     finally:
         kill_all(job)
-    assert newest_step(out) < 70
-    train(dataset, out, nproc=2, **flags)
-    assert_same_run(out, tmp_path / "whole", 70, tmp_path)
+    end = newest_step(out) + 5
+    for directory in (out, tmp_path / "whole"):
+        train(dataset, directory, nproc=2, **flags, stop_at_step=end)
+    assert_same_run(out, tmp_path / "whole", end, tmp_path)
 
 
 def test_a_run_goes_on_with_another_number_of_loader_workers(dataset, tmp_path):
