@@ -65,6 +65,10 @@ class TrainArguments(RunArguments, DataFlags, ModelFlags):
     """Of masked language modelling with ESM-2."""
 
     @property
+    def model_named(self) -> str:
+        return self.config_name or self.model_name_or_path
+
+    @property
     def pack_tokens(self) -> int:
         """How long a pack may be."""
         return self.tokens_per_pack or self.per_device_train_batch_size * self.max_seq_length

@@ -78,6 +78,10 @@ class CausalArguments(DecayFlags, RunArguments, TextFlags, IdleFlags, DecoderFla
         return self.per_device_train_batch_size * self.max_seq_length
 
     @property
+    def model_named(self) -> str | None:
+        return self.model or self.model_name_or_path or self.model_type
+
+    @property
     def batch(self) -> tuple[int, str]:
         """How much a pack is, and of what."""
         return self.per_device_train_batch_size, f"contexts of {self.max_seq_length} tokens"
@@ -88,7 +92,7 @@ class CausalArguments(DecayFlags, RunArguments, TextFlags, IdleFlags, DecoderFla
             if not published:
                 raise UserError(f"--tokenizer {PUBLISHED}: is that of --model: name a --model, or the tokenizer")
             self.tokenizer = PRESETS[published].hub if published in PRESETS else published
-        if not self.output_dir and (named := published or self.model_type):
-            self.output_dir = f"out/{named.rstrip('/').rpartition('/')[2]}"
+        if not self.output_dir and self.model_named:
+            self.output_dir = f"out/{self.model_named.rstrip('/').rpartition('/')[2]}"
         self.do_eval = self.do_eval or self.eval_steps is not None
         super().__post_init__()

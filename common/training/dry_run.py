@@ -73,11 +73,10 @@ def _room(args: RunArguments) -> int:
 
 
 def _heading(args: RunArguments, parameters: int) -> str:
-    named = getattr(args, "model", None) or getattr(args, "config_name", None) or args.model_name_or_path
     ranks = args.world_size or 1
     shared = f", {args.cp_size} of which share a pack" if args.cp_size > 1 else ""
     return (
-        f"{named or args.model_type}: {parameters:,} parameters on {ranks} rank{'s' * (ranks > 1)}{shared}; "
+        f"{args.model_named}: {parameters:,} parameters on {ranks} rank{'s' * (ranks > 1)}{shared}; "
         f"packs of {args.pack_tokens:,} tokens, {'bf16' if args.bf16 else 'fp32'}"
     )
 
