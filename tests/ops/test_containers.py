@@ -75,7 +75,7 @@ def test_the_image(checkout, dataset, tmp_path):
         some += " or test_weights_in_host_memory"
         passed = run("python3", "-m", "pytest", "-v", "-k", some, options=("--ipc=host",))
         tests = dict(re.findall(r"^tests/(\w+)/\S+ ([.s])+ ", passed, re.M))
-        assert tests == {"model": ".", "files": ".", "training": ".", "gpu": "s"}, passed
+        assert tests == {"layers": ".", "files": ".", "training": ".", "gpu": "s"}, passed
         assert re.search(r"^=* ?\d+ passed, 1 skipped, \d+ deselected in ", passed, re.M), passed
 
         # As the image's user on two ranks; then as somebody whom the image does not know.
