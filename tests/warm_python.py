@@ -23,6 +23,7 @@ import atexit
 import ctypes
 import functools
 import importlib
+import logging
 import marshal
 import multiprocessing.process
 import os
@@ -49,7 +50,7 @@ READ_BY_IMPORTS = re.compile(
 READ_LATER = re.compile(
     "TORCHELASTIC_.*|TORCH_(ELASTIC|FR|NCCL|DISABLE_SHARE_RDZV)_.*|PYTHON_EXEC|PYTHON(UNBUFFERED|DONTWRITE).*"
     "|CUDA_VISIBLE_DEVICES|PYTORCH_(CUDA_)?ALLOC_CONF|(TORCHINDUCTOR|TRITON)_CACHE_DIR"
-    "|HF_HOME"  # where a cache is of which runs without a network take nothing
+    "|HF_HOME|HF_TOKEN|HF_HUB_ETAG_TIMEOUT"  # the Hub's cache, of which nothing is taken, and how it is asked
 )
 NAMESPACES = ("net", "uts", "ipc", "mnt")
 SET_PARENT_DEATH_SIGNAL, GET_PARENT_DEATH_SIGNAL = 1, 2  # prctl's
@@ -237,6 +238,9 @@ def _run(own, name, arguments, environment, ignored, files, connection, spaces) 
     tempfile.tempdir = None
     sys.executable, sys.argv = str(Path(own).with_name("python")), [name, *arguments]
     _import_common(connection)
+    for known in [*logging.root.manager.loggerDict]:
+        if known.startswith("torch.distributed.elastic") and "LOGLEVEL" in environment:  # read by imports as well
+            logging.getLogger(known).setLevel(environment["LOGLEVEL"])
     os.closerange(3, 10_000)  # the server's, and those of other stand-ins
     if name.endswith(".py"):
         runpy.run_path(name, run_name="__main__")

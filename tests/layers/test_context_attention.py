@@ -15,11 +15,11 @@ ROUNDING = 1e-5  # of fp32, relative to the tensor: sums in another order, over 
 ROUNDING_BF16 = 0.03  # of bf16: 2^-8 a step, and a few steps
 
 
-@pytest.mark.parametrize(("cp_size", "dp_size"), [(2, 1), (2, 2), (4, 1), (4, 2)])
+@pytest.mark.parametrize(("cp_size", "dp_size"), [(2, 1), (2, 2), (4, 1)])
 def test_shared_packs_give_the_single_process_numbers(tmp_path, cp_size, dp_size):
     cases = all_cases(cp_size)
     if dp_size > 1:
-        cases = [case for case in cases if case[5] == "mixed"][:: cp_size // 2]  # eight ranks: every second one
+        cases = [case for case in cases if case[5] == "mixed"][::2]
     codes, said = on_ranks(cp_size * dp_size, compare, cp_size, cases, str(tmp_path / "found"))
     assert codes == [0] * cp_size * dp_size, "\n".join(said)
     wrong = []

@@ -261,7 +261,7 @@ def test_initial_weights_are_the_same_on_any_number_of_ranks(text, tmp_path):
 
 def test_it_learns_what_no_table_of_frequencies_knows(text, tmp_path):
     """Words of a list, in bytes: below the entropy of single bytes (about 3 nats) by far."""
-    train_decoder(text, tmp_path, 2, max_steps=80, lr=8e-3, validation_freq=80, bf16=1, document_masks=1)
+    train_decoder(text, tmp_path, 1, max_steps=60, lr=8e-3, validation_freq=60, bf16=1, document_masks=1)
     counts = torch.bincount(torch.tensor(list((text / "train.jsonl").read_bytes()))).double()
     share = counts[counts > 0] / counts.sum()
     unigram = -(share * share.log()).sum().item()

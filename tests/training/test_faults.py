@@ -155,16 +155,16 @@ def test_a_damaged_held_out_record_ends_all_ranks_with_one_line(dataset, tmp_pat
 
 
 def test_a_killed_loader_worker_ends_all_ranks_and_the_same_command_goes_on(dataset, tmp_path):
-    out, flags = tmp_path / "out", LONG | {"max_steps": 100}
+    out, flags = tmp_path / "out", LONG | {"max_steps": 60}
     with LiveRun(dataset, out, tmp_path / "logs", 2, **flags, dataloader_num_workers=1) as run:
-        run.until(lambda: newest_step(out) >= 20)
+        run.until(lambda: newest_step(out) >= 10)
         os.kill(run.children(rank=1)[0], signal.SIGKILL)
         assert run.end() == [1, 1]
         assert "DataLoader worker" in run.said(1)
         assert "Traceback" not in run.said(0)
     train(dataset, out, 2, **flags)
     train(dataset, tmp_path / "whole", 2, **flags)
-    assert_same_run(out, tmp_path / "whole", 100, tmp_path)
+    assert_same_run(out, tmp_path / "whole", 60, tmp_path)
 
 
 def test_a_worker_that_goes_while_it_hands_a_batch_over_is_no_bad_input(monkeypatch):

@@ -25,8 +25,8 @@ from tests.training_fixtures import (
 )
 
 FSDP = "train_fsdp2.py"
-STEPS = 18
-# Sums in another order, fp32, after 18 steps. A gradient averaged twice, a shard left out or a stale weight differs by
+STEPS = 12
+# Sums in another order, fp32, after 12 steps. A gradient averaged twice, a shard left out or a stale weight differs by
 # more than 1e-3 within a few steps.
 LOSS, WEIGHTS = 3e-6, 2e-6
 
@@ -71,7 +71,7 @@ def test_compiled_layers_take_the_same_steps(dataset, tmp_path, alone):
 
 
 def test_bf16_follows_ddp_and_its_master_weights_are_fp32(dataset, tmp_path):
-    flags = {"bf16": True, "max_steps": 12, "gradient_accumulation_steps": 2}
+    flags = {"bf16": True, "max_steps": 6, "gradient_accumulation_steps": 2}
     train(dataset, tmp_path / "ddp", 2, **flags)
     train(dataset, tmp_path / "fsdp", 2, script=FSDP, **flags)
     train(dataset, tmp_path / "small", 2, script=FSDP, param_dtype="bf16", **flags)
@@ -130,14 +130,14 @@ def test_checkpoints_of_any_layout_are_read_by_any_other(dataset, tmp_path, alon
     hybrid = {"sharding_strategy": "hybrid", "hsdp_shard_size": 2, "script": FSDP}
     legs = [(2, {}), (4, {"script": FSDP}), (1, {}), (4, hybrid), (2, {"script": FSDP}), (1, {"script": FSDP})]
     for number, (nproc, flags) in enumerate(legs, 1):
-        train(dataset, tmp_path, nproc, max_steps=STEPS, packs_per_step=4, stop_at_step=3 * number, **flags)
+        train(dataset, tmp_path, nproc, max_steps=STEPS, packs_per_step=4, stop_at_step=2 * number, **flags)
     assert_same(tmp_path, alone)
 
 
 def test_resume_on_the_same_layout_changes_no_bit(dataset, tmp_path):
-    flags = {"script": FSDP, "packs_per_step": 4, "max_steps": 9, "activation_checkpointing": "selective"}
+    flags = {"script": FSDP, "packs_per_step": 4, "max_steps": 6, "activation_checkpointing": "selective"}
     train(dataset, tmp_path / "whole", 2, **flags)
-    for stop in (2, 5, 9):
+    for stop in (2, 4, 6):
         train(dataset, tmp_path / "parts", 2, **flags, stop_at_step=stop)
     assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
     assert same_bits(final_weights(tmp_path / "parts"), final_weights(tmp_path / "whole"))
