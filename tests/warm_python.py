@@ -50,7 +50,7 @@ READ_BY_IMPORTS = re.compile(
 READ_LATER = re.compile(
     "TORCHELASTIC_.*|TORCH_(ELASTIC|FR|NCCL|DISABLE_SHARE_RDZV)_.*|PYTHON_EXEC|PYTHON(UNBUFFERED|DONTWRITE).*"
     "|CUDA_VISIBLE_DEVICES|PYTORCH_(CUDA_)?ALLOC_CONF|(TORCHINDUCTOR|TRITON)_CACHE_DIR"
-    "|HF_HOME|HF_TOKEN|HF_HUB_ETAG_TIMEOUT"  # the Hub's cache, of which nothing is taken, and how it is asked
+    "|HF_HOME|HF_TOKEN(_PATH)?|HF_HUB_ETAG_TIMEOUT"  # the Hub's cache, of which nothing is taken, and how it is asked
 )
 NAMESPACES = ("net", "uts", "ipc", "mnt")
 SET_PARENT_DEATH_SIGNAL, GET_PARENT_DEATH_SIGNAL = 1, 2  # prctl's
