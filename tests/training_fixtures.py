@@ -30,7 +30,7 @@ from tests import megatron_on_cpu
 from tests.data_fixtures import DOWNLOAD, TOKENIZE, call
 from tests.forked import ROOT, TIMEOUT_S, context, run_script
 
-TINY_OVERRIDES = "num_hidden_layers=2,hidden_size=64,num_attention_heads=4,intermediate_size=256"
+TINY_OVERRIDES = "num_hidden_layers=2,hidden_size=32,num_attention_heads=2,intermediate_size=64"
 TINY_MODEL = {"config_name": "facebook/esm2_t6_8M_UR50D", "config_overrides": TINY_OVERRIDES}
 NUM_TRAIN, NUM_VALIDATION, NUM_TEST = 240, 40, 20
 MAX_SEQ_LENGTH = 128

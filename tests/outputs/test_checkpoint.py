@@ -45,7 +45,7 @@ def test_a_checkpoint_holds_canonical_names_and_a_manifest_of_every_file(finishe
     manifest = json.loads((directory / "manifest.json").read_text())
     assert manifest.keys() == {"format_version", "step", "model", "files"}
     assert (manifest["format_version"], manifest["step"]) == (1, 4)
-    assert manifest["model"]["hidden_size"] == 64
+    assert manifest["model"]["hidden_size"] == 32
     files = {path.name for path in directory.iterdir()} - {"manifest.json"}
     assert files == {".metadata", "__0_0.distcp", "trainer_state.json", "config.json"} == manifest["files"].keys()
     for name, recorded in manifest["files"].items():
@@ -281,8 +281,8 @@ def test_resume_from_a_named_checkpoint_and_from_none(run, finished, dataset, tm
         ({"max_train_samples": 100}, ["dataset "]),
         ({"pad_to_max_length": True}, ["sequences_per_pack None (now 4)", "tokens_per_pack 512 (now not used)"]),
         (
-            {"config_overrides": "num_hidden_layers=1,hidden_size=32,num_attention_heads=2,intermediate_size=64"},
-            ["another model: hidden_size 64 (now 32), num_hidden_layers 2 (now 1), num_attention_heads 4 (now 2)"],
+            {"config_overrides": "num_hidden_layers=1,hidden_size=64,num_attention_heads=4,intermediate_size=64"},
+            ["another model: hidden_size 32 (now 64), num_hidden_layers 2 (now 1), num_attention_heads 2 (now 4)"],
         ),
     ],
 )

@@ -67,9 +67,9 @@ def test_total_flos_add_up_over_the_proteins_really_read(dataset, tmp_path):
     lengths = store.lengths(np.arange(len(store))).astype(float)
     state = read(tmp_path / "trainer_state.json")
     assert state["tokens"] == lengths.sum()
-    per_token = 2 * 2 * (4 * 64 * 64 + 2 * 64 * 256)
-    body = 3 * (per_token * lengths.sum() + 4 * 2 * 64 * (lengths**2).sum())
-    head = 3 * 2 * (64 * 64 + 64 * 33) * lengths.sum()
+    per_token = 2 * 2 * (4 * 32 * 32 + 2 * 32 * 64)
+    body = 3 * (per_token * lengths.sum() + 4 * 2 * 32 * (lengths**2).sum())
+    head = 3 * 2 * (32 * 32 + 32 * 33) * lengths.sum()
     # of the head we only know here that about 15 % of the positions are predicted
     assert body + 0.13 * head < state["total_flos"] < body + 0.17 * head
     assert read(tmp_path / "train_results.json")["total_flos"] == state["total_flos"]

@@ -46,10 +46,10 @@ def test_every_damaged_checkpoint_is_named_and_skipped_and_the_newest_whole_one_
     assert "Resuming after step 4" in said
     assert_same_run(out, tmp_path / "whole", 14, tmp_path)
 
-    other = flags | {"config_overrides": TINY_OVERRIDES.replace("256", "128")}
+    other = flags | {"config_overrides": TINY_OVERRIDES.replace("64", "128")}
     said = train(dataset, out, 2, expect=2, **other)
     assert said.count("error: ") == 1
-    assert "checkpoint-14: the checkpoint is of another model: intermediate_size 256 (now 128);" in said
+    assert "checkpoint-14: the checkpoint is of another model: intermediate_size 64 (now 128);" in said
 
 
 def test_signals_in_a_step_and_in_an_evaluation_save_and_the_same_command_goes_on(dataset, tmp_path):

@@ -184,7 +184,7 @@ def test_bf16_is_that_of_fsdp2(dataset, tmp_path, in_bf16, nproc, like, flags, l
 def test_emulated_fp8_and_nvfp4_are_those_of_fsdp2(dataset, tmp_path):
     formats = {"fp8": True, "fp8_recipe": "delayed", "fp8_layers": 1, "fp4": True, "fp4_layers": 2}
     flags = BF16 | formats | {"emulate_precision": True, "max_steps": 3}
-    flags |= {"config_overrides": TINY_OVERRIDES.replace("hidden_size=64", "hidden_size=128")}
+    flags |= {"config_overrides": TINY_OVERRIDES.replace("hidden_size=32", "hidden_size=128")}
     for script in (FSDP2, MFSDP):
         train(dataset, tmp_path / script, 2, script=script, **flags)
     assert losses(tmp_path / MFSDP) == pytest.approx(losses(tmp_path / FSDP2), rel=1e-5)
@@ -330,7 +330,8 @@ def _costs(argv: list[str], path: str) -> None:
 
 
 def test_memory_and_traffic_are_those_of_the_documented_table(dataset, tmp_path):
-    argv = flags_of(dataset, tmp_path / "out", bf16=True)
+    larger = "num_hidden_layers=2,hidden_size=64,num_attention_heads=4,intermediate_size=256"
+    argv = flags_of(dataset, tmp_path / "out", bf16=True, config_overrides=larger)
     codes, said = on_ranks(2, _costs, argv, str(tmp_path / "rank"))
     assert codes == [0, 0], "\n".join(said)
     for rank in range(2):
