@@ -6,6 +6,7 @@ from contextlib import nullcontext
 from functools import partial
 
 import transformer_engine.pytorch as te
+from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
 
 class RecomputedByTe:
@@ -19,6 +20,8 @@ class RecomputedByTe:
         """
 
         def contexts():
-            return nullcontext(), te.autocast(enabled=False)  # of the first pass, of the second
+            # Of the first pass, of the second; with the recipe there is, for it would note a default one beside it.
+            recipe = FP8GlobalStateManager.get_fp8_recipe()
+            return nullcontext(), te.autocast(enabled=False, recipe=recipe)
 
         self.forward = partial(te.checkpoint, self.forward, use_reentrant=False, context_fn=contexts)

@@ -54,10 +54,12 @@ class Precision:
         if self.masters:
             self.masters.follow(optimizer)
 
-    def follow_restored(self) -> None:
-        """The same when a checkpoint has been read."""
+    def follow_restored(self, gradients: float) -> None:
+        """The same when a checkpoint has been read; gradients: how many times those of the run that wrote it."""
         if self.masters:
             self.masters.hand_out()
+        if self.quantised:
+            self.quantised.rescale_gradients(gradients)
 
     def begin_step(self, step: int) -> None:
         """Before the first pack of step `step`, counted from 0."""

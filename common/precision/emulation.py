@@ -90,11 +90,12 @@ class DelayedScales:
             self.amax.zero_()
             return
         history, scale = self.state["amax_history"], self.state["scale"]
-        history.copy_(history.roll(1, 0))
-        history[0] = world.max(self.amax)
+        latest = world.max(self.amax)
+        seen = latest != 0  # of all zeros nothing is learned: such a tensor keeps its history and its scale
+        history[:, seen] = torch.cat((latest[None], history[:-1]))[:, seen]
         amax = history[0] if self.recipe.amax_compute_algo == "most_recent" else history.amax(0)
         for element in set(self.elements):
-            mine = torch.tensor([e == element for e in self.elements], device=scale.device)
+            mine = seen & torch.tensor([e == element for e in self.elements], device=scale.device)
             scale[mine] = fp8_scale(amax[mine], element, scale[mine] * 2**self.recipe.margin) / 2**self.recipe.margin
         self.amax.zero_()
 
@@ -178,8 +179,9 @@ class Product:
         """x [T, in], weight [out, in], bias [out] -> [T, out]."""
         device = x.device.type
         if torch.is_autocast_enabled(device):
-            dtype = torch.get_autocast_dtype(device)
-            x, weight = x.to(dtype), weight.to(dtype)
+            x = x.to(
+                torch.get_autocast_dtype(device)
+            )  # the weight is quantised as it comes: fp32, or gathered in bf16
         rows = len(x)
         if fillers := -rows % self.recipe.multiple:  # zeros, as hardware wants them: ESM-2's packs hold them already
             x = F.pad(x, (0, 0, 0, fillers))
@@ -189,14 +191,16 @@ class Product:
     def whole_tensor(self) -> bool:
         return self.recipe.whole_tensor
 
-    def quantize(self, x: Tensor, role: int, along: int, key: int = 0) -> Factor:
-        """x [R, C] as the factor of a product that sums over its columns or its rows."""
+    def quantize(self, x: Tensor, role: int, along: int, dtype: torch.dtype, key: int = 0) -> Factor:
+        """x [R, C] as the factor of a product in `dtype` that sums over its columns or its rows."""
         if isinstance(self.recipe, NVFP4BlockScaling) and along == ROWS and role != WEIGHT:
             x = x if self.recipe.disable_rht else hadamard_rows(x)
         quantized = self._quantize(x, role, along, key)
         if self.emulation.watched:
             self.emulation.watcher.operand(self, role, along, x, quantized)
-        return quantized.values, quantized.scale
+        # What a weight in fp32 becomes is exact in bf16, too, but for blocks with fp32 scales.
+        narrow = not (isinstance(self.recipe, BlockScaling) and self.recipe.use_f32_scales)
+        return quantized.values.to(dtype) if narrow else quantized.values, quantized.scale
 
     def _quantize(self, x: Tensor, role: int, along: int, key: int) -> Quantized:
         recipe, element = self.recipe, element_of(self.recipe, role)
@@ -206,7 +210,8 @@ class Product:
             noise_key = derive_key(key, self.layer, self.product, along) if stochastic else None
             return quantize_nvfp4(x, _block(NVFP4_BLOCK, along, square), noise_key)
         if isinstance(recipe, MXFP8BlockScaling):
-            return quantize_mx(x, _block(MX_BLOCK, along), element)
+            square = role == WEIGHT and recipe.enable_2d_quantization
+            return quantize_mx(x, _block(MX_BLOCK, along, square), element)
         if isinstance(recipe, BlockScaling):
             return quantize_fp8_blocks(x, _block(FP8_BLOCK, along, role == WEIGHT), element, not recipe.use_f32_scales)
         if isinstance(recipe, CurrentScaling):
@@ -236,12 +241,12 @@ class _QuantizedLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor, bias: Tensor, product: Product, key: int) -> Tensor:
         ctx.product, ctx.key = product, key
-        quantized = product.quantize(x, INPUT, COLUMNS)
+        quantized = product.quantize(x, INPUT, COLUMNS, x.dtype)
         if product.whole_tensor:
             ctx.save_for_backward(weight, *quantized)
         else:
             ctx.save_for_backward(weight, x)
-        y = _multiply(quantized, product.quantize(weight, WEIGHT, COLUMNS), x.dtype, bias)
+        y = _multiply(quantized, product.quantize(weight, WEIGHT, COLUMNS, x.dtype), x.dtype, bias)
         product.watch_result("fprop", y)
         return y
 
@@ -252,20 +257,21 @@ class _QuantizedLinear(torch.autograd.Function):
         grad_x = grad_weight = grad_bias = None
         along_columns = along_rows = None
         if ctx.needs_input_grad[0] or product.whole_tensor:
-            along_columns = product.quantize(grad, GRADIENT, COLUMNS, key)
+            along_columns = product.quantize(grad, GRADIENT, COLUMNS, dtype, key)
         if ctx.needs_input_grad[0]:
-            values, scale = product.quantize(weight, WEIGHT, ROWS)
+            values, scale = product.quantize(weight, WEIGHT, ROWS, dtype)
             grad_x = _multiply(along_columns, (values.t(), scale), dtype)
             product.watch_result("dgrad", grad_x)
         if ctx.needs_input_grad[1]:
-            along_rows = along_columns if product.whole_tensor else product.quantize(grad, GRADIENT, ROWS, key)
-            values, scale = saved if product.whole_tensor else product.quantize(saved[0], INPUT, ROWS)
+            along_rows = along_columns if product.whole_tensor else product.quantize(grad, GRADIENT, ROWS, dtype, key)
+            values, scale = saved if product.whole_tensor else product.quantize(saved[0], INPUT, ROWS, dtype)
             # Both factors are read column-wise here; the wider one is faster as the second.
             if weight.shape[0] > weight.shape[1]:
                 grad_weight = _multiply((values.t(), scale), (along_rows[0].t(), along_rows[1]), dtype).t()
             else:
                 grad_weight = _multiply((along_rows[0].t(), along_rows[1]), (values.t(), scale), dtype)
             product.watch_result("wgrad", grad_weight)
+            grad_weight = grad_weight.to(weight.dtype)
         if ctx.needs_input_grad[2]:
             grad_bias = grad.sum(0)
         return grad_x, grad_weight, grad_bias, None, None

@@ -14,8 +14,8 @@ from itertools import groupby
 
 from common.cli import Flags, Missing, UserError, flag
 
-HOPPER, BLACKWELL = (9, 0), (10, 0)
-NAMES = {HOPPER: "Hopper", BLACKWELL: "Blackwell"}
+ADA, HOPPER, BLACKWELL = (8, 9), (9, 0), (10, 0)
+NAMES = {ADA: "Ada", HOPPER: "Hopper", BLACKWELL: "Blackwell"}
 
 
 @dataclass(frozen=True)
@@ -35,6 +35,7 @@ class Recipe:
 @dataclass(frozen=True)
 class DelayedScaling(Recipe):
     title = "FP8, delayed scaling"
+    capability = ADA
     whole_tensor = True
 
     margin: int = 0
@@ -45,6 +46,7 @@ class DelayedScaling(Recipe):
 @dataclass(frozen=True)
 class CurrentScaling(Recipe):
     title = "FP8, current scaling"
+    capability = ADA
     whole_tensor = True
 
     use_power_2_scales: bool = False
@@ -65,6 +67,8 @@ class MXFP8BlockScaling(Recipe):
     multiple = 32
     default_format = "e4m3"
 
+    enable_2d_quantization: bool = False  # of weights, in squares of 32 x 32
+
 
 @dataclass(frozen=True)
 class NVFP4BlockScaling(Recipe):
@@ -80,6 +84,13 @@ class NVFP4BlockScaling(Recipe):
 
 
 FP8_RECIPES = {"delayed": DelayedScaling, "current": CurrentScaling, "block": BlockScaling, "mxfp8": MXFP8BlockScaling}
+# Fields of Transformer Engine's recipes that can have one value only, and why.
+FIXED = {
+    "fp8_dpa": (False, "attention is computed in BF16"),
+    "fp8_mha": (False, "attention is computed in BF16"),
+    "reduce_amax": (True, "all ranks scale alike, so that replicas stay equal"),
+    "backward_override": (None, "forward and backward pass have one format"),
+}
 Plan = tuple[Recipe | None, ...]  # one entry a layer; None: BF16, or what the run computes in
 
 
@@ -193,8 +204,9 @@ def check_device(plan: Plan, device: str, capability: tuple[int, int] | None) ->
         remedy = "add --emulate_precision to try it here"
         if capability is None:
             raise UserError(f"{recipe.flag}: {needs}; this is {device}: {remedy}")
-        if capability >= HOPPER:
-            remedy = f"--fp8 with --fp8_recipe delayed, current or block works on it; or {remedy}"
+        works = [name for name, kind in FP8_RECIPES.items() if capability >= kind.capability]
+        if works:
+            remedy = f"--fp8 with --fp8_recipe {', '.join(works[:-1])} or {works[-1]} works on it; or {remedy}"
         raise UserError(f"{recipe.flag}: {needs}; {device} has {capability[0]}.{capability[1]}: {remedy}")
 
 
@@ -254,6 +266,10 @@ def _kwargs(flag: str, text: str | None, kind: type[Recipe]) -> dict:
         raise UserError(f"{flag} {text}: no JSON: {error}") from error
     if not isinstance(given, dict):
         raise UserError(f'{flag} {text}: expected an object such as {{"margin": 0}}')
+    for name in FIXED.keys() & given.keys():
+        only, why = FIXED[name]
+        if (value := given.pop(name)) != only:
+            raise UserError(f"{flag}: {name} {json.dumps(value)}: {why}: drop it")
     known = {f.name: type(f.default) for f in fields(kind) if f.name != "fp8_format"}
     for name, value in given.items():
         if name not in known:

@@ -1,12 +1,13 @@
 """The precision plan on the GPU's own units: each layer inside Transformer Engine's autocast of its recipe.
 
-Written against Transformer Engine 2.20. All layers share one outer autocast: delayed scaling updates its scales when
-the outermost one is left, so one for each layer would update all of them as often as there are layers. Only layers
-whose format differs from the outer one's enter another. Amaxes are reduced over all ranks (the default group).
+Written against Transformer Engine 2.20. All layers share one outer autocast: delayed scaling reduces the amaxes over
+the ranks (the default group, all of them) when the outermost one is left, so one for each layer would do so as often as
+there are layers. Only layers whose format differs from the outer one's enter another.
 """
 
 from __future__ import annotations
 
+import os
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
 
@@ -30,12 +31,28 @@ _KINDS = {
     plans.MXFP8BlockScaling: te_recipes.MXFP8BlockScaling,
     plans.NVFP4BlockScaling: te_recipes.NVFP4BlockScaling,
 }
+# What Transformer Engine would take from its own variables, unseen by flags, log and checkpoint: each would change a
+# field that a flag sets, or one that has a single value here.
+_VARIABLES = {
+    "NVTE_BACKWARD_OVERRIDE": "forward and backward pass have one format",
+    "NVTE_FP8_CURRENT_SCALING_POWER_2_SCALES": "say --fp8_recipe_kwargs '{\"use_power_2_scales\": true}'",
+    "NVTE_FP8_BLOCK_SCALING_FP32_SCALES": "say --fp8_recipe_kwargs '{\"use_f32_scales\": true}'",
+    "NVTE_NVFP4_DISABLE_RHT": "say --fp4_recipe_kwargs '{\"disable_rht\": true}'",
+    "NVTE_NVFP4_DISABLE_STOCHASTIC_ROUNDING": "say --fp4_recipe_kwargs '{\"disable_stochastic_rounding\": true}'",
+    "NVTE_NVFP4_DISABLE_2D_QUANTIZATION": "say --fp4_recipe_kwargs '{\"disable_2d_quantization\": true}'",
+    "NVTE_NVFP4_ROW_SCALED_ACTIVATION": "activations have one scale a tensor",
+    "NVTE_NVFP4_4OVER6": "blocks are scaled to 6",
+}
 # Products whose operands are quantised, by kind of module: each has scales of its own.
 _PRODUCTS = {te.LayerNormLinear: 1, te.Linear: 1, te.LayerNormMLP: 2}
 
 
 def te_recipe(recipe: Recipe):
-    """Transformer Engine's recipe with the same fields. UserError where it refuses (a CUDA too old, consumer GPUs)."""
+    """Transformer Engine's recipe with the same fields. UserError where it refuses (a CUDA too old, consumer GPUs), or
+    one of its variables would have it otherwise."""
+    for name, instead in _VARIABLES.items():
+        if os.environ.get(name, "0") not in ("", "0", "none"):
+            raise UserError(f"{name}={os.environ[name]} would change a recipe unseen: {instead}; unset {name}")
     settings = asdict(recipe) | {"fp8_format": _FORMATS[recipe.fp8_format]}
     made = _KINDS[type(recipe)](**settings)
     try:
@@ -109,7 +126,10 @@ class Quantised:
 
     @contextmanager
     def _inner(self, recipe: Recipe | None):
-        with te.autocast(enabled=recipe is not None, recipe=self.recipes.get(recipe)):
+        # Also where nothing is quantised it notes the recipe under a name that leaves out amax_compute_algo: a default
+        # one, noted last, would have the histories' maximum taken where the latest amax was asked for.
+        made = self.recipes[self.outer if recipe is None else recipe]
+        with te.autocast(enabled=recipe is not None, recipe=made):
             # The first module of a pass ends it when the backward pass gets there: then gradients' histories move on.
             # Each autocast hands the mark back as it found it, so that each layer in one of its own would have a first
             # module, and move them on once more. It is to be one of the outer recipe's.
@@ -130,6 +150,14 @@ class Quantised:
                         if products := _PRODUCTS.get(type(module)):
                             self._add(f"layers.{number}.{name}", module, products)
         return self._state
+
+    def rescale_gradients(self, factor: float) -> None:
+        """Gradients are so many times as large as those that the histories and scales are of: other ranks."""
+        for name, tensor in self.state.items():
+            if name.endswith("scaling_bwd.amax_history"):
+                tensor.mul_(factor)
+            elif name.endswith("scaling_bwd.scale"):
+                tensor.div_(factor)
 
     def forget_overflows(self) -> None:
         """After a skipped step: an infinite amax would keep a scale as it is for as long as it is in the history."""

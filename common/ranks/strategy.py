@@ -30,6 +30,10 @@ class Strategy:
 
     sums_gradients = False
 
+    def gradient_factor(self, ranks: int) -> int:
+        """How many times those of the global batch the gradients of a rank are, for their average to be these."""
+        return 1 if self.sums_gradients else ranks
+
     def __init__(self, model: nn.Module, evaluated: nn.Module | None = None):
         self.model, self.evaluated = model, evaluated or model
 

@@ -60,6 +60,7 @@ class TrainerState:
     skipped_steps: int = 0  # whose loss or gradient norm was no number: counted in `step`
     skipped_lately: list[str] = field(default_factory=list)  # what those in a row up to now looked like
     seconds: float = 0.0  # spent in steps, over all restarts
+    gradient_factor: int | None = None  # how many times those of the global batch the gradients of a rank were
     unfinished_row: dict | None = None  # of metrics.jsonl: its evaluation was broken off by a signal
     data: dict = field(default_factory=dict)  # identity of the batch plan
     arguments: dict = field(default_factory=dict)

@@ -60,8 +60,7 @@ class Stepper:
             group["lr"] = lr
         loss = torch.zeros((), device=world.device)
         self.precision.begin_step(step)
-        # Where gradients are averaged over the ranks, the sum over the global batch is scaled up by their number.
-        scale = 1 if strategy.sums_gradients else world.size
+        scale = strategy.gradient_factor(world.size)
         for number, batch in enumerate(micro_batches):
             self.precision.begin_pack(step, number * world.mesh.dp_size + world.mesh.dp_rank, batch["num_tokens"] == 0)
             with strategy.micro_batch(last=number == len(micro_batches) - 1):

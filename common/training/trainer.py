@@ -98,7 +98,8 @@ class Trainer:
         args, data, world = self.args, self.task.data, self.world
         saved = self.checkpointer.restore(args.resume_from_checkpoint, restarted)
         set_hyperparameters(self.checkpointer.optimizer, args)
-        self.built.precision.follow_restored()
+        factor = self.strategy.gradient_factor(world.size)
+        self.built.precision.follow_restored(factor / ((saved or {}).get("gradient_factor") or factor))
         self.strategy.install_weights()
         with world.together():
             if saved is not None:
@@ -124,6 +125,7 @@ class Trainer:
         with world.together():
             if args.do_train and not self.done:
                 check_divisible(packs, world.mesh.dp_size)
+        self.state.gradient_factor = factor
         self.state.go_on(data.identity, asdict(args), self.resolved)
         self.lr = args.schedule(total_steps)
         self.log.line = partial(self.task.line, packs_per_step=packs)

@@ -185,5 +185,6 @@ def all_cases(cp_size: int) -> list[tuple]:
     ]
     cases.append((WAYS[cp_size == 4], *dual, True, False, "long" if cp_size == 4 else "longest", "random"))
     cases += [(w, *padded, dropout, bf16, "mixed", "random") for w in WAYS for dropout, bf16 in PRECISIONS]
-    of_labels = zip(itertools.cycle(ways[:: 1 if cp_size == 2 else -1]), LABELS, strict=False)  # other pairs with other ranks
+    in_turn = ways if cp_size == 2 else ways[::-1]  # other pairs with other ranks
+    of_labels = zip(itertools.cycle(in_turn), LABELS, strict=False)
     return cases + [(w, *layout, False, False, "mixed", labels) for (w, layout), labels in of_labels]
