@@ -1,7 +1,7 @@
 """The precision plan on the GPU's own units: each layer inside Transformer Engine's autocast of its recipe.
 
 Written against Transformer Engine 2.20. All layers share one outer autocast: delayed scaling reduces the amaxes over
-the ranks (the default group, all of them) when the outermost one is left, so one for each layer would do so as often as
+the ranks (all of them) when the outermost one is left, so one for each layer would do so as often as
 there are layers. Only layers whose format differs from the outer one's enter another.
 """
 
