@@ -154,6 +154,8 @@ class Checkpointer:
         self.world.end_together(error)
 
     def _write(self, step: int, state: dict, trainer_state: dict) -> None:
+        if self.world.device.type == "cuda":
+            torch.cuda.set_device(self.world.device)  # a thread's own: else every rank would take memory of GPU 0
         partial = self.output_dir / f"{files.PARTIAL}{step}"
         is_main, together = self.world.is_main, self.world.together
         try:

@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 
 from common.cli import Flags, UserError, flag, one_line, setup_logging, user_errors
+from common.ranks.nccl import device_failure, lost_by_nccl, out_of_memory, tell_nccl
 from common.ranks.stopping import PREEMPTED, Preempted
 from common.ranks.world import OUR_BUG, FailedElsewhere, World
 
@@ -76,7 +77,7 @@ def distributed_run(args: ProcessFlags) -> Iterator[World]:
     except BaseException as error:
         world.stop.ignore()  # the exit status stands: torchrun signals the ranks that are left when one has ended
         if size > 1:
-            world.watch.end()
+            world.watch.end(failed=True)
             leave(error)
         raise
     finally:
@@ -106,13 +107,16 @@ def _exit_status(world: World) -> Iterator[None]:
             raise SystemExit(PREEMPTED) from None
         except FailedElsewhere as failure:
             raise SystemExit(failure.status) from None
-        except torch.OutOfMemoryError as error:
-            raise UserError(
-                f"out of memory on {world.device}: {one_line(error).partition('. ')[0]}: lower --tokens_per_pack (or "
-                "--per_device_train_batch_size), recompute with --activation_checkpointing, or shard over more ranks"
-            ) from error
         except RuntimeError as error:
+            if out_of_memory(error):
+                raise UserError(
+                    f"out of memory on {world.device}: {one_line(error).partition('. ')[0]}: lower --tokens_per_pack "
+                    "(or --per_device_train_batch_size), recompute with --activation_checkpointing, or shard over "
+                    "more ranks"
+                ) from error
             leave_if_rank_lost(world, error)
+            if told := device_failure(error, world.device, socket.gethostname()):
+                leave_with(world, told, error)
             raise
 
 
@@ -120,7 +124,8 @@ def rank_lost(error: BaseException | None) -> bool:
     """Whether a collective failed because the process at the other end is dead or silent. gloo has no exception."""
     text = str(error)
     of_gloo = "gloo" in text and any(word in text for word in ("onnection", "peer", "Timed out"))
-    return isinstance(error, dist.DistNetworkError) or (isinstance(error, RuntimeError) and of_gloo)
+    of_nccl = isinstance(error, dist.DistBackendError) and lost_by_nccl(text)
+    return isinstance(error, dist.DistNetworkError) or of_nccl or (isinstance(error, RuntimeError) and of_gloo)
 
 
 def leave_if_rank_lost(world: World, error: BaseException) -> None:
@@ -131,7 +136,17 @@ def leave_if_rank_lost(world: World, error: BaseException) -> None:
     who = world.watch.missing()
     told = f"{who}: see what it said" if who else "see what it said"
     sys.stderr.write(f"error: {where}another rank is gone: {told} ({one_line(error)[:160]})\n")
-    world.watch.end()
+    world.watch.end(failed=True)
+    leave(SystemExit(OUR_BUG))
+
+
+def leave_with(world: World, told: str, error: BaseException) -> None:
+    """End this rank with one line, and the full stack where TRACEBACK is set: its device is in no state to go on."""
+    if os.environ.get("TRACEBACK"):
+        traceback.print_exception(error)
+    where = f"rank {world.rank}: " if world.rank else ""
+    sys.stderr.write(f"error: {where}{told}\n")
+    world.watch.end(failed=True)
     leave(SystemExit(OUR_BUG))
 
 
@@ -172,6 +187,8 @@ def keep_freed_memory() -> None:
 def _init_process_group(world: World, timeout_s: int) -> None:
     timeout = timedelta(seconds=timeout_s)
     backend = "cpu:gloo,cuda:nccl" if world.device.type == "cuda" else "gloo"
+    if world.device.type == "cuda":
+        tell_nccl(timeout_s)
     if "RANK" not in os.environ:
         world.watch.begin(0, 1, None, timeout_s)
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
@@ -180,7 +197,7 @@ def _init_process_group(world: World, timeout_s: int) -> None:
             store = _store_of_this_attempt(world, timeout_s)
         else:
             store, _, _ = next(dist.rendezvous("env://", world.rank, world.size, timeout=timeout))
-        world.watch.begin(world.rank, world.size, store, timeout_s)
+        world.watch.begin(world.rank, world.size, store, timeout_s, lambda: world.stop.told)
         dist.init_process_group(backend, store=store, rank=world.rank, world_size=world.size, timeout=timeout)
 
 

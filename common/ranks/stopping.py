@@ -64,6 +64,7 @@ class StopRequest:
 
     def __init__(self) -> None:
         self.requested = False
+        self.told = False  # the same, known also while the main thread runs no Python
         self.at_once = True  # until the run has something to save
         self._waiting = False
 
@@ -109,6 +110,7 @@ class StopRequest:
 
     def _watch(self) -> None:
         while number := os.read(self._pipe, 1):
+            self.told |= number[0] in SIGNALS
             if self.at_once and number[0] in SIGNALS:
                 if int(os.environ.get("RANK", 0)) == 0:
                     os.write(2, b"Stopped as asked, before the first step: the same command starts again\n")

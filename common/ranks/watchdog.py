@@ -15,21 +15,23 @@ import faulthandler
 import json
 import os
 import socket
-import sys
 import threading
 import time
+from collections.abc import Callable
 from datetime import timedelta
-from pathlib import Path
 
 import torch.distributed as dist
-from torch._C import _distributed_c10d as c10d
 
-from common.cli import one_line
+from common.ranks.evidence import disk_traffic, main_thread_is_at, write_flight_recorder
 
 SAVE = "save"  # a phase in which disk traffic counts as progress: a large checkpoint takes its time
 SHARE_OF_TIMEOUT = 0.9
+# Where a peer has been silent for so many seconds, or has failed, a rank ends that makes no progress for as long: with
+# NCCL it may sit in a wait for the device, which neither an exception nor a signal's handler ends.
+GONE_S = 60.0
+TOLD_S = 10.0  # the same once the process has been told to stop: it cannot reach a place to save at
+LOST = "watch/lost"  # in the store: whoever misses its neighbour says so to all
 STATUS = 1
-RECORDER_PREFIXES = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")  # torch's names: the new, the old
 
 
 class Watch:
@@ -40,7 +42,10 @@ class Watch:
         self.step = self.marks = 0
         self.since = time.monotonic()
         self.size = 1
-        self._compiling = self._ended = self._victim = self._asking = False
+        self._compiling = self._ended = self._failed = self._victim = self._asking = False
+        self._lost = self._reported = False  # a peer, as the store says; this rank says so there
+        self._neighbour = (0, time.monotonic())  # its latest beat, when that was new
+        self._told: Callable[[], bool] = bool
         self._speaks = threading.Lock()  # one line: the watch's, or the main thread's
         self._beats = 0
         self._heard: dict[int, tuple[dict, float]] = {}  # rank: its latest message, when it was new
@@ -61,12 +66,24 @@ class Watch:
         """What comes now may take as long as it likes."""
         self.phase = None
 
-    def begin(self, rank: int, size: int, store: dist.Store | None, timeout_s: float) -> None:
-        """Start to watch; before the process group is made, so that every rank is in the store once it is there."""
+    def begin(
+        self,
+        rank: int,
+        size: int,
+        store: dist.Store | None,
+        timeout_s: float,
+        told: Callable[[], bool] = bool,
+    ) -> None:
+        """Start to watch; before the process group is made, so that every rank is in the store once it is there.
+
+        told: whether a signal has told this process to stop.
+        """
+        self._told = told
         self.rank, self.size, self.timeout_s = rank, size, timeout_s
         self.limit_s = SHARE_OF_TIMEOUT * timeout_s
         self.poll_s = min(1.0, timeout_s / 20)
-        self.silence_s = max(2.5 * self.poll_s, self.limit_s / 3)  # without a message: a busy machine delays some
+        # Without a message: a busy machine delays some.
+        self.silence_s = max(2.5 * self.poll_s, min(GONE_S, self.limit_s / 3))
         self.host = socket.gethostname()
         targets = [self._look]
         if size > 1:
@@ -78,9 +95,9 @@ class Watch:
             self._threads.append(threading.Thread(target=target, name="hang watch", daemon=True))
             self._threads[-1].start()
 
-    def end(self) -> None:
+    def end(self, failed: bool = False) -> None:
         """The process is about to leave, by itself: tell the others, and watch no more."""
-        self._ended = True
+        self._ended, self._failed = True, failed
         self._stop.set()
         self._wake.set()
         for thread in self._threads:
@@ -125,9 +142,9 @@ class Watch:
     def _tell(self) -> None:
         self._beats += 1
         message = {"beat": self._beats, "host": self.host, "step": self.step, "phase": self.phase, "marks": self.marks}
-        message |= {"ended": self._ended, "victim": self._victim}
+        message |= {"ended": self._ended, "failed": self._failed, "victim": self._victim}
         if self._asking:
-            message["waits"], message["where"] = _main_thread_is_at()
+            message["waits"], message["where"] = main_thread_is_at()
         self._store.set(f"watch/{self.rank}", json.dumps(message))
 
     def _talk(self) -> None:
@@ -137,6 +154,7 @@ class Watch:
             ended = self._ended
             try:
                 self._tell()
+                self._lost = self._a_peer_is_lost()
                 if self._asking:
                     now = time.monotonic()
                     for rank, text in enumerate(self._store.multi_get(keys)):
@@ -153,9 +171,30 @@ class Watch:
             self._wake.wait(self.poll_s)
             self._wake.clear()
 
+    def _a_peer_is_lost(self) -> bool:
+        """Each rank looks after the next one and tells all: a few questions a second, however many ranks there are."""
+        if self.limit_s < 3 * GONE_S:
+            return False  # the limit itself comes soon
+        key = f"watch/{(self.rank + 1) % self.size}"
+        if self._store.check([key]):
+            message, now = json.loads(self._store.get(key)), time.monotonic()
+            if message["beat"] != self._neighbour[0]:
+                self._neighbour = (message["beat"], now)
+            silent = not message["ended"] and now - self._neighbour[1] > self._patience()
+            if silent or message["failed"]:
+                self._store.set(LOST, str(self.rank))
+                self._reported = True
+            elif self._reported:  # it is back
+                self._store.delete_key(LOST)
+                self._reported = False
+        return self._store.check([LOST])
+
+    def _patience(self) -> float:
+        return min(TOLD_S, self.silence_s) if self._told() else self.silence_s
+
     def _look(self) -> None:
         last = time.monotonic()
-        traffic = _disk_traffic()
+        traffic = disk_traffic()
         while not self._stop.wait(self.poll_s):
             now = time.monotonic()
             if now - last > 3 * self.poll_s + 1:
@@ -164,12 +203,13 @@ class Watch:
             if self.phase is None or self._compiling:
                 continue
             if self.phase == SAVE:
-                traffic, before = _disk_traffic(), traffic
+                traffic, before = disk_traffic(), traffic
                 if traffic - before > 1 << 20:
                     self.since = now
             stalled = now - self.since
-            self._asking = stalled > self.limit_s / 3
-            if stalled > self.limit_s and self._speaks.acquire(blocking=False):
+            self._asking = stalled > self.limit_s / 3 or self._lost
+            alone = self._lost and stalled > self._patience() and self._is_left()
+            if (stalled > self.limit_s or alone) and self._speaks.acquire(blocking=False):
                 self._abort(stalled)
 
     def _abort(self, stalled: float) -> None:
@@ -192,13 +232,19 @@ class Watch:
     def _write_flight_record(self) -> None:
         # Asking a device that hangs may hang too, with Python's lock: then a thread outside Python ends the process.
         faulthandler.dump_traceback_later(max(1.0, self.timeout_s - self.limit_s), exit=True)
-        os.write(2, f"{_write_flight_recorder(self.rank)}\n".lstrip().encode())
+        os.write(2, f"{write_flight_recorder(self.rank)}\n".lstrip().encode())
         faulthandler.cancel_dump_traceback_later()
 
     # ---- who is it? -----------------------------------------------------------------------------------------
 
     def _store_is_gone(self) -> bool:
         return self._store_lost or time.monotonic() - self._store_answered > self.silence_s + 0.5
+
+    def _is_left(self) -> bool:
+        """Whether some peer is gone, without whom no collective ends."""
+        self.silence_s = self._patience()
+        silent, named = self._culprits()
+        return silent and any(rank in self._heard for rank in named)
 
     def _culprits(self) -> tuple[bool, list[int]]:
         """(whether they are silent, the ranks); all ranks where nothing tells them apart."""
@@ -237,41 +283,3 @@ class Watch:
             parts.append(f"rank {rank} (host {message['host']}){place}")
         listed = "; ".join(parts) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
         return f"no answer from {listed}" if silent else f"waiting for {listed}"
-
-
-def _main_thread_is_at() -> tuple[bool, str]:
-    """Whether the main thread waits for other ranks as far as Python can tell, and its place."""
-    frame = sys._current_frames().get(threading.main_thread().ident)
-    if frame is None:
-        return True, ""
-    file, function = frame.f_code.co_filename, frame.f_code.co_name
-    waits = os.sep + os.path.join("torch", "distributed") + os.sep in file or function == "_engine_run_backward"
-    return waits, f"{Path(file).name}:{frame.f_lineno} in {function}"
-
-
-def _disk_traffic() -> int:
-    """Bytes this process has read and written by system calls; 0 where the system does not say."""
-    try:
-        lines = Path("/proc/self/io").read_text().splitlines()
-    except OSError:
-        return 0
-    return sum(int(line.split()[1]) for line in lines if line.startswith(("rchar", "wchar")))
-
-
-def _write_flight_recorder(rank: int) -> str:
-    """Torch's latest collectives of this rank to `<prefix><rank>`; a line that says so, "" where no prefix is set.
-
-    Torch itself writes them when a collective times out on NCCL, with TORCH_NCCL_DUMP_ON_TIMEOUT. The watch ends the
-    process before that, so it has them written, by gloo too, to the same place and in the same format.
-    """
-    prefix = next((os.environ[name] for name in RECORDER_PREFIXES if os.environ.get(name)), None)
-    if prefix is None:
-        return ""
-    path = Path(f"{prefix}{rank}")
-    try:
-        # Builds with CUDA keep NCCL's collectives apart from gloo's.
-        dump = getattr(c10d, "_dump_nccl_trace", None) or c10d._dump_fr_trace
-        path.write_bytes(dump())
-    except Exception as error:  # the run ends for another reason, which must be told whatever comes of this
-        return f"Flight recorder: not written to {path}: {one_line(error)[:160]}"
-    return f"Flight recorder: {path}"
