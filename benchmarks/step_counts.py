@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
@@ -76,6 +77,8 @@ class _Operators(TorchDispatchMode):
         self.work = work
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # seen again by its local parts
         result = func(*args, **(kwargs or {}))
         name, given, made = func._schema.name.split("::")[1], tensors((args, kwargs)), tensors(result)
         if name in WAITS:

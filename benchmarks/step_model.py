@@ -26,10 +26,11 @@ from common.batches.collators import Batch, to_device
 from common.cli import Flags, UserError, flag, parse_arguments, run
 from common.esm2.config import Esm2Config
 from common.esm2.layers_torch import TransformerLayer, prepare
-from common.esm2.model import Esm2ForMaskedLM, computed_tokens
+from common.esm2.model import Esm2ForMaskedLM
 from common.esm2.presets import esm2_config
 from common.layers.cpu import as_on_a_gpu
 from common.layers.recompute import MODES, save_activations
+from common.layers.shapes import filled_up
 from common.outputs.metrics import PEAK_FLOPS
 from common.tasks.flops import step_flops
 from common.training.live_bytes import LiveBytes
@@ -136,7 +137,7 @@ def layer_work(size: str, tokens: int, mode: str) -> tuple[Work, Work]:
     config = esm2_config(*SIZES[size])
     with FakeTensorMode(), as_on_a_gpu():
         layer = TransformerLayer(config)
-        x, rotary, bounds, longest = _call(config, computed_tokens(tokens))
+        x, rotary, bounds, longest = _call(config, filled_up(tokens))
         weights = dict(layer.named_parameters())
 
         def function(weights, x, cos, sin, bounds):

@@ -21,13 +21,11 @@ from common.files.alphabet import MASK, PAD, VOCAB_SIZE
 from common.layers.context_attention import ContextGroup
 from common.layers.initialise import VOCABULARY, initialise
 from common.layers.linear import Linear, linear
+from common.layers.shapes import filled_up, predicted_positions
 from common.layers.stack import Layers
 from common.ranks.slices import SharedPack
 
 PADDED_VOCAB = 64  # rows of the embedding; a multiple that matrix units like. Rows past 33 stay zero and unseen.
-# Numbers of tokens and of predicted positions are rounded up to this with fillers: CPU and GPU libraries make, and
-# keep, a kernel for every new shape of a product, in milliseconds and up to megabytes each.
-SHAPE_MULTIPLE = 64
 # ESM-2 was trained with 15 % of the tokens selected, 80 % of them replaced by <mask>: 12 % of the input.
 TRAIN_MASK_RATIO = 0.15 * 0.8
 
@@ -131,6 +129,7 @@ class Esm2ForMaskedLM(nn.Module):
         max_seqlen: int | None = None,
         attention_mask: Tensor | None = None,
         labels: Tensor | None = None,
+        predicted: Tensor | None = None,
         output_hidden: bool = False,
         shared: SharedPack | None = None,
     ) -> Esm2Output:
@@ -140,7 +139,9 @@ class Esm2ForMaskedLM(nn.Module):
         and all results are then of its own tokens.
 
         `labels` has the shape of `input_ids`, -100 where nothing is predicted; the LM head then runs on the labelled
-        positions only. Padding may be on either side, but not inside a sequence.
+        positions only. predicted: of a pack, those positions, as `predicted_positions` has them: who made the batch
+        knows how many they are, and the model else asks the device, and waits. Padding may be on either side, but not
+        inside a sequence.
         """
         shape, kept = input_ids.shape, None
         if input_ids.dim() == 2:
@@ -153,7 +154,7 @@ class Esm2ForMaskedLM(nn.Module):
             input_ids = input_ids.flatten()[kept]
             labels = labels.flatten()[kept] if labels is not None else None
         tokens = len(input_ids)
-        if mock := computed_tokens(tokens) - tokens:  # one more sequence, of <pad>, whose results are cut off below
+        if mock := filled_up(tokens) - tokens:  # one more sequence, of <pad>, whose results are cut off below
             input_ids = F.pad(input_ids, (0, mock), value=PAD)
             cu_seqlens = torch.cat((cu_seqlens, cu_seqlens[-1:] + mock))
             max_seqlen = max(max_seqlen, mock)
@@ -161,10 +162,11 @@ class Esm2ForMaskedLM(nn.Module):
         hidden = self.encoder(embedded, cu_seqlens, max_seqlen, shared)[:tokens]
         embedding = self.embeddings.word_embeddings.weight
         if labels is not None:
-            predicted = (labels != -100).nonzero().squeeze(1)
-            targets = F.pad(labels[predicted], (0, -len(predicted) % SHAPE_MULTIPLE), value=-100)
-            predicted = F.pad(predicted, (0, len(targets) - len(predicted)))  # the fillers' loss is ignored
-            logits = self.lm_head(hidden[predicted], embedding)
+            if predicted is None:
+                predicted = predicted_positions(labels)
+            is_filler = predicted < 0
+            targets = labels[predicted].masked_fill(is_filler, -100)  # whose loss is ignored
+            logits = self.lm_head(hidden[predicted.masked_fill(is_filler, 0)], embedding)
             loss_sum = F.cross_entropy(logits, targets, reduction="sum")
             correct = (logits.argmax(-1) == targets).sum()
             return Esm2Output(loss_sum=loss_sum, correct=correct, hidden=hidden if output_hidden else None)
@@ -173,11 +175,6 @@ class Esm2ForMaskedLM(nn.Module):
             everywhere = logits.new_zeros(shape.numel(), logits.shape[-1])
             logits = everywhere.index_copy(0, kept, logits).view(*shape, -1)
         return Esm2Output(logits=logits, hidden=hidden if output_hidden else None)
-
-
-def computed_tokens(tokens: int) -> int:
-    """How many the layers run on for a pack of so many: fillers included."""
-    return -(-tokens // SHAPE_MULTIPLE) * SHAPE_MULTIPLE
 
 
 def count_parameters(model: nn.Module) -> int:
