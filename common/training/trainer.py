@@ -176,7 +176,7 @@ class Trainer:
             unit="step",
         )
         self.strategy.model.train()
-        if args.torch_compile:
+        if self.built.compiled:
             world.watch.compilation_counts_as_progress()
         interval = Interval()
         peak = peak_flops(world.device, args.bf16)
