@@ -64,9 +64,12 @@ class SlicingCollator:
         }
 
 
-def masked_batches(flags: DataFlags, seed: int, mesh: Mesh) -> Collator:
-    """What makes a rank's batches for masked language modelling: whole packs, or its slices of them."""
-    return shared_batches(MaskingCollator(seed, flags.mlm_probability), flags, mesh)
+def masked_batches(flags: DataFlags, seed: int, mesh: Mesh, pad_to: int = 0) -> Collator:
+    """What makes a rank's batches for masked language modelling: whole packs, or its slices of them.
+
+    pad_to: of `MaskingCollator`; slices, whose sum it would not be, are not filled up to it.
+    """
+    return shared_batches(MaskingCollator(seed, flags.mlm_probability, pad_to), flags, mesh)
 
 
 def shared_batches(collator: Collator, flags: StepFlags, mesh: Mesh) -> Collator:

@@ -21,7 +21,7 @@ from common.files.alphabet import MASK, PAD, VOCAB_SIZE
 from common.layers.context_attention import ContextGroup
 from common.layers.initialise import VOCABULARY, initialise
 from common.layers.linear import Linear, linear
-from common.layers.shapes import filled_up, predicted_positions
+from common.layers.shapes import SHAPE_MULTIPLE, filled_up, predicted_positions
 from common.layers.stack import Layers
 from common.ranks.slices import SharedPack
 
@@ -130,6 +130,7 @@ class Esm2ForMaskedLM(nn.Module):
         attention_mask: Tensor | None = None,
         labels: Tensor | None = None,
         predicted: Tensor | None = None,
+        pad_to: int = 0,
         output_hidden: bool = False,
         shared: SharedPack | None = None,
     ) -> Esm2Output:
@@ -140,8 +141,8 @@ class Esm2ForMaskedLM(nn.Module):
 
         `labels` has the shape of `input_ids`, -100 where nothing is predicted; the LM head then runs on the labelled
         positions only. predicted: of a pack, those positions, as `predicted_positions` has them: who made the batch
-        knows how many they are, and the model else asks the device, and waits. Padding may be on either side, but not
-        inside a sequence.
+        knows how many they are, and the model else asks the device, and waits. pad_to: tokens that the layers run on
+        at least, fillers included. Padding may be on either side, but not inside a sequence.
         """
         shape, kept = input_ids.shape, None
         if input_ids.dim() == 2:
@@ -154,10 +155,11 @@ class Esm2ForMaskedLM(nn.Module):
             input_ids = input_ids.flatten()[kept]
             labels = labels.flatten()[kept] if labels is not None else None
         tokens = len(input_ids)
-        if mock := filled_up(tokens) - tokens:  # one more sequence, of <pad>, whose results are cut off below
+        if mock := filled_up(max(tokens, pad_to)) - tokens:  # sequences of <pad>, whose results are cut off below
             input_ids = F.pad(input_ids, (0, mock), value=PAD)
-            cu_seqlens = torch.cat((cu_seqlens, cu_seqlens[-1:] + mock))
-            max_seqlen = max(max_seqlen, mock)
+            max_seqlen = max(max_seqlen, SHAPE_MULTIPLE)  # no filler is longer: in attention they would cost squares
+            ends = torch.arange(mock, 0, -max_seqlen, dtype=cu_seqlens.dtype, device=cu_seqlens.device).flip(0)
+            cu_seqlens = torch.cat((cu_seqlens, cu_seqlens[-1:] + ends))
         embedded = self.embeddings(input_ids, cu_seqlens, shared)
         hidden = self.encoder(embedded, cu_seqlens, max_seqlen, shared)[:tokens]
         embedding = self.embeddings.word_embeddings.weight

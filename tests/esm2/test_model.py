@@ -246,3 +246,19 @@ def test_a_layer_is_one_graph_whatever_becomes_of_its_activations(mode, dtype):
     for (name, ours), theirs in zip(models[0].named_parameters(), models[1].parameters(), strict=True):
         assert relative(ours.grad, theirs.grad) < bound, name
     torch._dynamo.reset()
+
+
+def test_fillers_up_to_a_packs_size_change_nothing():
+    """Split where they are longer than the longest sequence: in attention a filler of 200 would cost its square."""
+    plain, filled = (build_model(esm2_config(**TINY), seed=1) for _ in range(2))
+    bounds = []
+    filled.layers[0].register_forward_hook(lambda layer, inputs, output: bounds.append(inputs[2].tolist()))
+    pack = packed(random_batch([70, 30]))
+    ours, theirs = filled(**pack, pad_to=300), plain(**pack)
+    assert bounds == [[0, 70, 100, 110, 180, 250, 320]]  # of 64's multiple beyond 300
+    torch.testing.assert_close(ours.loss_sum, theirs.loss_sum, rtol=1e-6, atol=0)
+    assert torch.equal(ours.correct, theirs.correct)
+    for output in (ours, theirs):
+        output.loss_sum.backward()
+    for (name, a), b in zip(filled.named_parameters(), plain.parameters(), strict=True):
+        assert relative(a.grad, b.grad) < 1e-5, name

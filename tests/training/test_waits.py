@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
 from benchmarks.step_counts import counted
+from common.batches.windows import Pack
 from common.esm2.model import build_model
 from common.esm2.presets import esm2_config
 from common.layers.shapes import predicted_positions
@@ -75,3 +77,15 @@ def test_positions_that_came_with_a_batch_are_the_ones_that_the_model_finds():
     assert torch.equal(found.correct, given.correct)
     assert given.loss_sum.item() == pytest.approx(expected.item(), rel=1e-5)
     assert given.correct == (logits.argmax(-1) == pack["labels"][asked]).sum()
+
+
+def test_every_pack_of_a_gpu_has_one_shape(dataset):
+    """Those of a CPU, where fillers cost what they are, have no more of them than products want."""
+
+    def pad_to(device: str, **flags) -> int:
+        task = MaskedLM(None, arguments(dataset, **flags), World(0, 0, 1, torch.device(device)))
+        return task.collator()(Pack.empty(), np.zeros(0, dtype=np.uint8))["pad_to"]
+
+    assert pad_to("cuda", tokens_per_pack=4096, per_device_train_batch_size=8) == 4096
+    assert pad_to("cuda", pad_to_max_length=True) == 0  # padding is never computed
+    assert pad_to("cpu") == 0
