@@ -33,7 +33,7 @@ def alone(dataset, tmp_path_factory):
     [
         (CP, 2, {}),
         (CP, 4, {"cp_comm_type": "all_gather", "pad_sequences_to_be_divisible_by": 16, "dataloader_num_workers": 1}),
-        (CP, 4, {"cp_size": 4, "cp_layout": "contiguous"}),
+        (CP, 4, {"cp_size": 4, "cp_layout": "contiguous", "gradient_checkpointing": True}),
         (FSDP2, 2, {"cp_size": 2, "torch_compile": True, "compiler": "aot_eager"}),
         (FSDP2, 4, {"cp_size": 2, "sharding_strategy": "hybrid", "hsdp_shard_size": 2}),
     ],
