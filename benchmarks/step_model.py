@@ -29,13 +29,16 @@ from common.esm2.layers_torch import TransformerLayer, prepare
 from common.esm2.model import Esm2ForMaskedLM
 from common.esm2.presets import esm2_config
 from common.layers.cpu import as_on_a_gpu
-from common.layers.recompute import MODES, save_activations
+from common.layers.recompute import MODES as RECOMPUTED
+from common.layers.recompute import save_activations
 from common.layers.shapes import filled_up
 from common.outputs.metrics import PEAK_FLOPS
 from common.tasks.flops import step_flops
 from common.training.live_bytes import LiveBytes
 
 EAGER, COMPILED = "eager", "compiled"
+BF16 = "compiled, --bf16_residual"  # layers
+MODES = (EAGER, COMPILED, BF16)
 
 
 @dataclass(frozen=True)
@@ -137,7 +140,9 @@ def layer_work(size: str, tokens: int, mode: str) -> tuple[Work, Work]:
     config = esm2_config(*SIZES[size])
     with FakeTensorMode(), as_on_a_gpu():
         layer = TransformerLayer(config)
-        x, rotary, bounds, longest = _call(config, filled_up(tokens))
+        x, rotary, bounds, longest = _call(
+            config, filled_up(tokens), torch.bfloat16 if mode == BF16 else torch.float32
+        )
         weights = dict(layer.named_parameters())
 
         def function(weights, x, cos, sin, bounds):
@@ -145,7 +150,7 @@ def layer_work(size: str, tokens: int, mode: str) -> tuple[Work, Work]:
                 return torch.func.functional_call(layer, weights, (x, (cos, sin), bounds, longest))
 
         args = weights, x, *rotary, bounds
-        if mode == COMPILED:
+        if mode != EAGER:
             forward, backward = (fused_work(graph) for graph in graphs_of(function, *args))
             return forward, backward
         with counted() as forward:
@@ -219,7 +224,7 @@ def counts_table(args: Arguments) -> Iterator[str]:
     yield f"| waits before the loss | DDP sends, GB ({args.ranks} GPUs) | FSDP2 sends, GB |\n"
     yield "|---|---|--:|--:|--:|--:|--:|--:|--:|\n"
     for size in args.sizes.split(","):
-        for mode in (EAGER, COMPILED):
+        for mode in MODES:
             step = step_of(size, args.tokens, mode)
             sent = exchanged(step.parameters, args.ranks)
             work, layer = step.all, step.layer[0] + step.layer[1]
@@ -237,7 +242,7 @@ def graphs_table() -> Iterator[str]:
     yield "| activations | graphs, packs of 3 lengths | breaks |\n|---|--:|--:|\n"
     config = esm2_config(*SIZES["tiny"])
     lengths = (80, 144, 208)  # none a size of the model's, which would be taken for one and the same
-    for mode in MODES:
+    for mode in RECOMPUTED:
         layer = TransformerLayer(config)
         save_activations([layer], mode, offload=False)
         with as_on_a_gpu(), torch.autocast("cpu", torch.bfloat16):
@@ -246,10 +251,10 @@ def graphs_table() -> Iterator[str]:
         yield f"| recomputed: {mode} | {graphs} | {breaks} |\n"
 
 
-def _call(config: Esm2Config, tokens: int) -> tuple:
+def _call(config: Esm2Config, tokens: int, residual: torch.dtype = torch.float32) -> tuple:
     bounds = torch.tensor([0, tokens], dtype=torch.int32)
     rotary, longest, _ = prepare(tokens, bounds, tokens, config.hidden_size // config.num_attention_heads)
-    return torch.zeros(tokens, config.hidden_size, requires_grad=True), rotary, bounds, longest
+    return torch.zeros(tokens, config.hidden_size, dtype=residual, requires_grad=True), rotary, bounds, longest
 
 
 def times_table(args: Arguments) -> Iterator[str]:
@@ -257,7 +262,7 @@ def times_table(args: Arguments) -> Iterator[str]:
     yield "|---|---|---|--:|--:|--:|--:|--:|--:|--:|\n"
     for device in DEVICES:
         for size in args.sizes.split(","):
-            for mode in (EAGER, COMPILED):
+            for mode in MODES:
                 step = step_of(size, args.tokens, mode)
                 seconds = step.seconds(device)
                 parts = " | ".join(f"{1000 * part:.1f}" for part in step.parts(device).values())

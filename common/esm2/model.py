@@ -43,19 +43,22 @@ class Esm2Output(NamedTuple):
 
 
 class Embeddings(nn.Module):
-    def __init__(self, config: Esm2Config):
+    """residual: what the stream that begins here is kept in under autocast."""
+
+    def __init__(self, config: Esm2Config, residual: torch.dtype = torch.float32):
         super().__init__()
-        self.token_dropout = config.token_dropout
+        self.token_dropout, self.residual = config.token_dropout, residual
         self.word_embeddings = nn.Embedding(PADDED_VOCAB, config.hidden_size)
 
     def forward(self, input_ids: Tensor, cu_seqlens: Tensor, shared: SharedPack | None = None) -> Tensor:
         """[T] -> [T, hidden]. Token dropout is counted sequence by sequence, as if each were alone in its batch, and
         on the whole of it where other ranks have their share."""
         x = self.word_embeddings(input_ids)
+        kept_in = x.dtype
         if torch.is_autocast_enabled(x.device.type):
-            x = x.float()  # the residual stream is fp32, also where a strategy hands out bf16 weights
+            x, kept_in = x.float(), self.residual  # also where a strategy hands out bf16 weights
         if not self.token_dropout:
-            return x
+            return x.to(kept_in)
         is_mask = input_ids == MASK
         cu_seqlens = cu_seqlens.long()
         lengths = cu_seqlens.diff()
@@ -68,7 +71,7 @@ class Embeddings(nn.Module):
         # A sequence of nothing but <mask> has zero embeddings either way; the clamp keeps 0/0 out of them.
         scale = (1 - TRAIN_MASK_RATIO) / (1 - ratio).clamp(min=1e-6)
         per_token = torch.repeat_interleave(scale, lengths, output_size=len(input_ids))
-        return x * per_token.masked_fill(is_mask, 0.0)[:, None].to(x.dtype)
+        return (x * per_token.masked_fill(is_mask, 0.0)[:, None].to(x.dtype)).to(kept_in)
 
 
 class Encoder(nn.Module):
@@ -107,12 +110,13 @@ class Esm2ForMaskedLM(nn.Module):
     """ESM-2 of any size. Build it under `torch.device("meta")` if large.
 
     backend: of the encoder layers, `torch` (any device) or `te` (Transformer Engine; CUDA). Parameters are the same.
+    residual: of torch's layers under autocast, the stream from layer to layer; that of `te` is always bf16.
     """
 
-    def __init__(self, config: Esm2Config, backend: str = "torch"):
+    def __init__(self, config: Esm2Config, backend: str = "torch", residual: torch.dtype = torch.float32):
         super().__init__()
         self.config, self.backend = config, backend
-        self.embeddings = Embeddings(config)
+        self.embeddings = Embeddings(config, residual)
         self.encoder = Encoder(config, backend)
         self.lm_head = LMHead(config)
 
