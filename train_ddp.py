@@ -13,6 +13,7 @@ import common  # noqa: F401  # isort: skip  (before torch: see there)
 from dataclasses import dataclass
 
 from common.cli import UserError, run
+from common.layers.recompute import CheckpointingFlags, save_activations
 from common.ranks.strategy import ReplicaFlags, Strategy, replicate
 from common.ranks.world import World
 from common.tasks.built import Built
@@ -22,7 +23,7 @@ from common.training.start import start
 
 
 @dataclass
-class DdpFlags(ReplicaFlags):
+class DdpFlags(CheckpointingFlags, ReplicaFlags):
     def check(self) -> None:
         if self.cp_size > 1:
             raise UserError(f"--cp_size {self.cp_size}: here every rank has packs of its own: use train_ddp_cp.py")
@@ -30,6 +31,7 @@ class DdpFlags(ReplicaFlags):
 
 def build(args: DdpFlags, world: World) -> tuple[Strategy, Built]:
     built = load_model(args, world)
+    save_activations(list(built.model.layers), args.recomputed, offload=False)
     # All ranks have made the same weights; sent, those in FP8 would be rounded again.
     return replicate(built.model, world, args, init_sync=built.precision.masters is None), built
 

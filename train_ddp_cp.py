@@ -12,6 +12,7 @@ import common  # noqa: F401  # isort: skip  (before torch: see there)
 from dataclasses import dataclass
 
 from common.cli import flag, run
+from common.layers.recompute import CheckpointingFlags, save_activations
 from common.ranks.strategy import ReplicaFlags, Strategy, replicate
 from common.ranks.world import World
 from common.tasks.built import Built
@@ -21,12 +22,13 @@ from common.training.start import start
 
 
 @dataclass
-class DdpCpFlags(ReplicaFlags):
+class DdpCpFlags(CheckpointingFlags, ReplicaFlags):
     cp_size: int = flag(2, "Ranks that share a pack, neighbours in rank.")
 
 
 def build(args: DdpCpFlags, world: World) -> tuple[Strategy, Built]:
     built = load_model(args, world)
+    save_activations(list(built.model.layers), args.recomputed, offload=False)
     return replicate(built.model, world, args), built
 
 

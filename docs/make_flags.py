@@ -46,7 +46,7 @@ RUN_MLM = {
 # What does here, in another way, what these do there.
 INSTEAD = {
     ("fsdp", "fsdp_config", "deepspeed", "parallelism_config"): "`train_fsdp2.py`",
-    ("gradient_checkpointing", "gradient_checkpointing_kwargs"): "`train_fsdp2.py --activation_checkpointing full`",
+    ("gradient_checkpointing_kwargs",): "`train_fsdp2.py --activation_checkpointing full`",
     ("fp16",): "`--bf16`, `--fp8`, `--fp4`",
     ("save_strategy", "eval_strategy", "logging_strategy"): "`--save_steps`, `--eval_steps`, `--logging_steps`",
     ("optim", "optim_args"): "AdamW, always",

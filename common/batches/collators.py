@@ -15,10 +15,11 @@ from common.batches.masking import IGNORE, mask_tokens
 from common.batches.windows import Pack
 from common.cli import UserError
 from common.files.alphabet import PAD, UNK
+from common.layers.shapes import predicted_positions
 from common.ranks.slices import SharedPack
 
 Batch = dict[str, torch.Tensor | int]
-INPUTS = ("input_ids", "labels", "attention_mask", "cu_seqlens", "max_seqlen")  # of a model
+INPUTS = ("input_ids", "labels", "predicted", "attention_mask", "cu_seqlens", "max_seqlen", "pad_to")  # of a model
 SHARED = {f"shared_{name}": name for name in SharedPack._fields}  # and of one that shares its packs
 
 
@@ -41,20 +42,21 @@ class Counts(NamedTuple):
 class MaskingCollator:
     """Masked language modelling: some residues hidden, which the labels ask for.
 
-    seed, mlm_probability: of the masks.
+    seed, mlm_probability: of the masks; pad_to: tokens that the model is to compute at least, fillers included.
     """
 
-    def __init__(self, seed: int, mlm_probability: float = 0.15):
+    def __init__(self, seed: int, mlm_probability: float = 0.15, pad_to: int = 0):
         if not 0 <= mlm_probability <= 1:
             raise UserError(f"the masking probability lies between 0 and 1, not {mlm_probability}")
-        self.seed, self.mlm_probability = seed, mlm_probability
+        self.seed, self.mlm_probability, self.pad_to = seed, mlm_probability, pad_to
 
     def __call__(self, pack: Pack, ids: np.ndarray) -> Batch:
         """The batch of a pack of B sequences whose tokens are `ids` uint8 [T].
 
-        input_ids int64 [T], labels int64 [T], cu_seqlens int32 [B + 1], max_seqlen int and the counts. A pack without
-        a sequence gives one `<pad>`, with all counts zero and no label: every rank can run its forward pass (sharded
-        models need all of them to) and it adds nothing to any sum.
+        input_ids int64 [T], labels int64 [T], predicted int64 [P] (`predicted_positions` of them), cu_seqlens int32
+        [B + 1], max_seqlen and pad_to int and the counts. A pack without a sequence gives one `<pad>`, with all counts
+        zero and no label: every rank can run its forward pass (sharded models need all of them to) and it adds nothing
+        to any sum.
         """
         input_ids, labels = mask_tokens(
             ids, pack.records, pack.starts, pack.lengths, self.seed, pack.epoch, self.mlm_probability
@@ -68,11 +70,14 @@ class MaskingCollator:
             input_ids, labels = np.array([PAD]), np.array([IGNORE])
         cu_seqlens = np.zeros(len(lengths) + 1, dtype=np.int32)
         np.cumsum(lengths, out=cu_seqlens[1:])
+        labels = torch.from_numpy(labels)
         return {
             "input_ids": torch.from_numpy(input_ids.astype(np.int64)),
-            "labels": torch.from_numpy(labels),
+            "labels": labels,
+            "predicted": predicted_positions(labels),
             "cu_seqlens": torch.from_numpy(cu_seqlens),
             "max_seqlen": int(lengths.max()),
+            "pad_to": self.pad_to,
             **counts._asdict(),
         }
 

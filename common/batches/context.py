@@ -12,6 +12,7 @@ from common.batches.masking import IGNORE
 from common.batches.step_flags import StepFlags
 from common.batches.windows import Pack
 from common.files.alphabet import MASK, PAD
+from common.layers.shapes import predicted_positions
 from common.ranks.slices import SharedPack, Slices
 from common.ranks.world import Mesh
 
@@ -42,17 +43,19 @@ class SlicingCollator:
             mine[: len(real)][real] = values.numpy()[places]
             return mine
 
-        input_ids, labels = own(batch["input_ids"], PAD), own(batch["labels"], IGNORE)
+        input_ids, labels = own(batch["input_ids"], PAD), torch.from_numpy(own(batch["labels"], IGNORE))
+        predicted = {"predicted": predicted_positions(labels)} if "predicted" in batch else {}
         of_sequences = np.append(bounds[rank], tokens) if tokens > len(positions) else bounds[rank]
         first = rank == 0
         masks = np.add.reduceat(batch["input_ids"].numpy() == MASK, starts[:-1], dtype=np.int64)
         shared = SharedPack(np.pad(positions, (0, tokens - len(positions))), bounds, slices.real(), lengths, masks)
         return {
             "input_ids": torch.from_numpy(input_ids),
-            "labels": torch.from_numpy(labels),
+            "labels": labels,
+            **predicted,
             "cu_seqlens": torch.from_numpy(of_sequences.astype(np.int32)),
             "max_seqlen": batch["max_seqlen"],
-            "num_masked": int(np.count_nonzero(labels != IGNORE)),
+            "num_masked": int((labels != IGNORE).sum()),
             "num_tokens": len(places) if batch["num_tokens"] else 0,
             "sum_squared_lengths": batch["sum_squared_lengths"] * first,
             "num_sequences": batch["num_sequences"] * first,
@@ -61,9 +64,12 @@ class SlicingCollator:
         }
 
 
-def masked_batches(flags: DataFlags, seed: int, mesh: Mesh) -> Collator:
-    """What makes a rank's batches for masked language modelling: whole packs, or its slices of them."""
-    return shared_batches(MaskingCollator(seed, flags.mlm_probability), flags, mesh)
+def masked_batches(flags: DataFlags, seed: int, mesh: Mesh, pad_to: int = 0) -> Collator:
+    """What makes a rank's batches for masked language modelling: whole packs, or its slices of them.
+
+    pad_to: of `MaskingCollator`; slices, whose sum it would not be, are not filled up to it.
+    """
+    return shared_batches(MaskingCollator(seed, flags.mlm_probability, pad_to), flags, mesh)
 
 
 def shared_batches(collator: Collator, flags: StepFlags, mesh: Mesh) -> Collator:

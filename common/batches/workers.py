@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import gc
 import os
 import signal
 import sys
@@ -81,6 +82,7 @@ def _as_it_is(item):
 def _outlive_signals(parent: int, worker_id: int) -> None:
     """Schedulers signal the whole process group: the main process finishes its step and saves, with its workers."""
     end_with(parent)
+    gc.enable()  # the main process may do without
     for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
     sys.excepthook = _but_a_lost_connection

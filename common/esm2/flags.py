@@ -32,6 +32,11 @@ class ModelFlags(BackendFlags):
     gelu: str | None = flag(
         None, "exact (ESM-2's own) or tanh (an approximation, Transformer Engine's only one). Default: the backend's."
     )
+    bf16_residual: bool = flag(
+        False,
+        "With --bf16, the stream from layer to layer in bf16 too, as Transformer Engine always has it: less traffic "
+        "and memory, two more roundings a layer.",
+    )
     cp_comm_type: str = flag(
         "p2p", "How keys come to queries with --cp_size: p2p (a ring), all_gather, or a2a (Transformer Engine only)."
     )
@@ -41,6 +46,8 @@ class ModelFlags(BackendFlags):
     def missing(self) -> Iterator[Missing]:
         if not self.config_name and not self.model_name_or_path:
             yield Missing("--config_name", "the model to train", "facebook/esm2_t6_8M_UR50D")
+        if self.bf16_residual and not self.bf16:
+            yield Missing("--bf16", "--bf16_residual is of what is computed in bf16")
 
     def check(self) -> None:
         if self.config_name and self.model_name_or_path:

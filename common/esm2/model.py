@@ -21,13 +21,11 @@ from common.files.alphabet import MASK, PAD, VOCAB_SIZE
 from common.layers.context_attention import ContextGroup
 from common.layers.initialise import VOCABULARY, initialise
 from common.layers.linear import Linear, linear
+from common.layers.shapes import SHAPE_MULTIPLE, filled_up, predicted_positions
 from common.layers.stack import Layers
 from common.ranks.slices import SharedPack
 
 PADDED_VOCAB = 64  # rows of the embedding; a multiple that matrix units like. Rows past 33 stay zero and unseen.
-# Numbers of tokens and of predicted positions are rounded up to this with fillers: CPU and GPU libraries make, and
-# keep, a kernel for every new shape of a product, in milliseconds and up to megabytes each.
-SHAPE_MULTIPLE = 64
 # ESM-2 was trained with 15 % of the tokens selected, 80 % of them replaced by <mask>: 12 % of the input.
 TRAIN_MASK_RATIO = 0.15 * 0.8
 
@@ -45,19 +43,22 @@ class Esm2Output(NamedTuple):
 
 
 class Embeddings(nn.Module):
-    def __init__(self, config: Esm2Config):
+    """residual: what the stream that begins here is kept in under autocast."""
+
+    def __init__(self, config: Esm2Config, residual: torch.dtype = torch.float32):
         super().__init__()
-        self.token_dropout = config.token_dropout
+        self.token_dropout, self.residual = config.token_dropout, residual
         self.word_embeddings = nn.Embedding(PADDED_VOCAB, config.hidden_size)
 
     def forward(self, input_ids: Tensor, cu_seqlens: Tensor, shared: SharedPack | None = None) -> Tensor:
         """[T] -> [T, hidden]. Token dropout is counted sequence by sequence, as if each were alone in its batch, and
         on the whole of it where other ranks have their share."""
         x = self.word_embeddings(input_ids)
+        kept_in = x.dtype
         if torch.is_autocast_enabled(x.device.type):
-            x = x.float()  # the residual stream is fp32, also where a strategy hands out bf16 weights
+            x, kept_in = x.float(), self.residual  # also where a strategy hands out bf16 weights
         if not self.token_dropout:
-            return x
+            return x.to(kept_in)
         is_mask = input_ids == MASK
         cu_seqlens = cu_seqlens.long()
         lengths = cu_seqlens.diff()
@@ -70,7 +71,7 @@ class Embeddings(nn.Module):
         # A sequence of nothing but <mask> has zero embeddings either way; the clamp keeps 0/0 out of them.
         scale = (1 - TRAIN_MASK_RATIO) / (1 - ratio).clamp(min=1e-6)
         per_token = torch.repeat_interleave(scale, lengths, output_size=len(input_ids))
-        return x * per_token.masked_fill(is_mask, 0.0)[:, None].to(x.dtype)
+        return (x * per_token.masked_fill(is_mask, 0.0)[:, None].to(x.dtype)).to(kept_in)
 
 
 class Encoder(nn.Module):
@@ -109,12 +110,13 @@ class Esm2ForMaskedLM(nn.Module):
     """ESM-2 of any size. Build it under `torch.device("meta")` if large.
 
     backend: of the encoder layers, `torch` (any device) or `te` (Transformer Engine; CUDA). Parameters are the same.
+    residual: of torch's layers under autocast, the stream from layer to layer; that of `te` is always bf16.
     """
 
-    def __init__(self, config: Esm2Config, backend: str = "torch"):
+    def __init__(self, config: Esm2Config, backend: str = "torch", residual: torch.dtype = torch.float32):
         super().__init__()
         self.config, self.backend = config, backend
-        self.embeddings = Embeddings(config)
+        self.embeddings = Embeddings(config, residual)
         self.encoder = Encoder(config, backend)
         self.lm_head = LMHead(config)
 
@@ -131,6 +133,8 @@ class Esm2ForMaskedLM(nn.Module):
         max_seqlen: int | None = None,
         attention_mask: Tensor | None = None,
         labels: Tensor | None = None,
+        predicted: Tensor | None = None,
+        pad_to: int = 0,
         output_hidden: bool = False,
         shared: SharedPack | None = None,
     ) -> Esm2Output:
@@ -140,7 +144,9 @@ class Esm2ForMaskedLM(nn.Module):
         and all results are then of its own tokens.
 
         `labels` has the shape of `input_ids`, -100 where nothing is predicted; the LM head then runs on the labelled
-        positions only. Padding may be on either side, but not inside a sequence.
+        positions only. predicted: of a pack, those positions, as `predicted_positions` has them: who made the batch
+        knows how many they are, and the model else asks the device, and waits. pad_to: tokens that the layers run on
+        at least, fillers included. Padding may be on either side, but not inside a sequence.
         """
         shape, kept = input_ids.shape, None
         if input_ids.dim() == 2:
@@ -153,18 +159,20 @@ class Esm2ForMaskedLM(nn.Module):
             input_ids = input_ids.flatten()[kept]
             labels = labels.flatten()[kept] if labels is not None else None
         tokens = len(input_ids)
-        if mock := computed_tokens(tokens) - tokens:  # one more sequence, of <pad>, whose results are cut off below
+        if mock := filled_up(max(tokens, pad_to)) - tokens:  # sequences of <pad>, whose results are cut off below
             input_ids = F.pad(input_ids, (0, mock), value=PAD)
-            cu_seqlens = torch.cat((cu_seqlens, cu_seqlens[-1:] + mock))
-            max_seqlen = max(max_seqlen, mock)
+            max_seqlen = max(max_seqlen, SHAPE_MULTIPLE)  # no filler is longer: in attention they would cost squares
+            ends = torch.arange(mock, 0, -max_seqlen, dtype=cu_seqlens.dtype, device=cu_seqlens.device).flip(0)
+            cu_seqlens = torch.cat((cu_seqlens, cu_seqlens[-1:] + ends))
         embedded = self.embeddings(input_ids, cu_seqlens, shared)
         hidden = self.encoder(embedded, cu_seqlens, max_seqlen, shared)[:tokens]
         embedding = self.embeddings.word_embeddings.weight
         if labels is not None:
-            predicted = (labels != -100).nonzero().squeeze(1)
-            targets = F.pad(labels[predicted], (0, -len(predicted) % SHAPE_MULTIPLE), value=-100)
-            predicted = F.pad(predicted, (0, len(targets) - len(predicted)))  # the fillers' loss is ignored
-            logits = self.lm_head(hidden[predicted], embedding)
+            if predicted is None:
+                predicted = predicted_positions(labels)
+            is_filler = predicted < 0
+            targets = labels[predicted].masked_fill(is_filler, -100)  # whose loss is ignored
+            logits = self.lm_head(hidden[predicted.masked_fill(is_filler, 0)], embedding)
             loss_sum = F.cross_entropy(logits, targets, reduction="sum")
             correct = (logits.argmax(-1) == targets).sum()
             return Esm2Output(loss_sum=loss_sum, correct=correct, hidden=hidden if output_hidden else None)
@@ -173,11 +181,6 @@ class Esm2ForMaskedLM(nn.Module):
             everywhere = logits.new_zeros(shape.numel(), logits.shape[-1])
             logits = everywhere.index_copy(0, kept, logits).view(*shape, -1)
         return Esm2Output(logits=logits, hidden=hidden if output_hidden else None)
-
-
-def computed_tokens(tokens: int) -> int:
-    """How many the layers run on for a pack of so many: fillers included."""
-    return -(-tokens // SHAPE_MULTIPLE) * SHAPE_MULTIPLE
 
 
 def count_parameters(model: nn.Module) -> int:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+import os
+import shutil
 from dataclasses import dataclass
 from importlib.util import find_spec
 
@@ -23,14 +25,34 @@ class BackendFlags(Flags):
         "auto",
         "Layers by te (Transformer Engine; NVIDIA GPUs) or torch (any device). auto: te if it is there.",
     )
-    torch_compile: bool = flag(False, "Compile the layers (needs a C++ compiler on a CPU).")
+    torch_compile: bool | None = flag(
+        None, "Compile the layers (needs a C++ compiler on a CPU). Default: on a GPU, those of the torch backend."
+    )
 
     def check(self) -> None:
         self.require_choice("backend", BACKENDS)
 
     def torch_only(self) -> list[str]:
         """Those that are given and only the torch backend can honour."""
-        return ["--torch_compile"] * self.torch_compile
+        return ["--torch_compile"] * bool(self.torch_compile)
+
+    def compiles(self, device: torch.device, backend: str) -> tuple[bool, str | None]:
+        """Whether the layers are compiled, and a remark where no flag says it: on a GPU eager ones move more than
+        twice the bytes (benchmarks/results/step_model.md)."""
+        if self.torch_compile is not None or device.type != "cuda" or backend != "torch":
+            return bool(self.torch_compile), None
+        if lacking := _to_compile_with():
+            return False, f"Layers are not compiled, which costs speed: {lacking}"
+        return True, "Layers are compiled in the first step (--torch_compile False: not)"
+
+
+def _to_compile_with() -> str | None:
+    """What torch.compile lacks on a GPU, or None: Triton, and the compiler that it builds its launchers with."""
+    if find_spec("triton") is None:
+        return "Triton is not installed"
+    if not (os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")):
+        return "Triton needs a C compiler (apt-get install gcc)"
+    return None
 
 
 def te_missing(device: torch.device) -> str | None:

@@ -48,6 +48,24 @@ class RecomputeFlags(Flags):
         self.require_choice("activation_checkpointing", MODES)
 
 
+@dataclass
+class CheckpointingFlags(Flags):
+    """Of scripts without the other modes."""
+
+    gradient_checkpointing: bool = flag(
+        False, "Keep of each layer what went in, and compute the rest anew in the backward pass."
+    )
+
+    @property
+    def recomputed(self) -> str:
+        """One of the MODES."""
+        return "full" if self.gradient_checkpointing else "none"
+
+    def ways(self) -> dict[str, dict[str, object]]:
+        """As of `RecomputeFlags`."""
+        return {"none": {"gradient_checkpointing": False}, "full": {"gradient_checkpointing": True}}
+
+
 def save_activations(layers: list[nn.Module], mode: str, offload: bool) -> None:
     """Set the MODES of these layers, in place: names and parameters stay as they are."""
     for layer in layers:

@@ -190,7 +190,7 @@ class Watch:
         return self._store.check([LOST])
 
     def _patience(self) -> float:
-        return min(TOLD_S, self.silence_s) if self._told() else self.silence_s
+        return max(2.5 * self.poll_s, min(TOLD_S, self.silence_s)) if self._told() else self.silence_s
 
     def _look(self) -> None:
         last = time.monotonic()

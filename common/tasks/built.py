@@ -34,7 +34,7 @@ class Built:
     """What `load_model` made of the flags.
 
     model: before a strategy wraps it; remarks: how it came to be, for the log; extras: of a Hub checkpoint, tensors
-    that are exported again but play no part here.
+    that are exported again but play no part here; compiled: whether its layers are, by torch.compile.
     """
 
     model: nn.Module
@@ -43,6 +43,7 @@ class Built:
     remarks: tuple[str, ...]
     precision: Precision
     extras: dict[str, Tensor]
+    compiled: bool = False
 
     @property
     def config(self):

@@ -31,8 +31,8 @@ class DryRunFlags(Flags):
         return False
 
     def ways(self) -> dict[str, dict[str, object]]:
-        """{name: {flag: value}}: what may become of activations, where a strategy has flags for it."""
-        return {}
+        """{name: {flag: value}}: what may become of activations, by the strategy's flags."""
+        raise NotImplementedError
 
     def missing(self) -> Iterator[Missing]:
         if not self.dry_run and (self.world_size or self.device_memory):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from functools import partial
 
+import torch
+
 from common.esm2 import presets
 from common.esm2.config import override
 from common.esm2.flags import NO_KERNEL, check_context, te_attends
@@ -33,4 +35,5 @@ def choose_esm2(args: TrainArguments, world: World, torch_only: tuple[str, ...],
     attention = f"Attention by torch's kernels: {NO_KERNEL}" if backend == "te" and not te_attends(config) else None
     remarks = tuple(line for line in (f"Backend: {backend} ({why})", attention, remark) if line)
     read = partial(read_pretrained, args.model_name_or_path, config) if args.model_name_or_path else None
-    return ModelChoice(config, backend, why, gelu, remarks, partial(Esm2ForMaskedLM, config, backend), read)
+    make = partial(Esm2ForMaskedLM, config, backend, torch.bfloat16 if args.bf16_residual else torch.float32)
+    return ModelChoice(config, backend, why, gelu, remarks, make, read)

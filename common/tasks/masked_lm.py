@@ -23,9 +23,9 @@ from common.batches.loader import Collator
 from common.batches.training_data import EVAL_SEED, TrainingData, held_out_batches, open_data
 from common.batches.windows import Pack
 from common.esm2 import convert
-from common.esm2.model import computed_tokens
 from common.esm2.pretrained import save_pretrained
 from common.files import alphabet
+from common.layers.shapes import filled_up
 from common.outputs.curves import ESM2
 from common.outputs.metrics import step_line
 from common.prepare.sample import SAMPLE, make_sample
@@ -66,12 +66,16 @@ class MaskedLM(Task):
         return masked_batches(self.flags, self.flags.seed, self.world.mesh)(pack, ids)
 
     def collator(self) -> Collator:
-        return masked_batches(self.flags, self.flags.seed, self.world.mesh)
+        # One shape for every step: for each new one a GPU's libraries choose anew, and its allocator takes memory.
+        # A CPU would compute the fillers for nothing.
+        one_shape = self.world.device.type == "cuda" and self.flags.packing
+        pad_to = self.flags.pack_tokens if one_shape else 0
+        return masked_batches(self.flags, self.flags.seed, self.world.mesh, pad_to)
 
     @staticmethod
     def counts(micro_batches: list[Batch]) -> StepCounts:
         """Summed over this rank's micro-batches; none: all zero."""
-        computed = sum(computed_tokens(len(batch["input_ids"])) for batch in micro_batches)
+        computed = sum(filled_up(max(len(batch["input_ids"]), batch.get("pad_to", 0))) for batch in micro_batches)
         return StepCounts(*Counts.of(micro_batches), computed)
 
     def loss_sum(self, model: nn.Module, batch: Batch) -> Tensor:

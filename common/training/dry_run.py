@@ -100,8 +100,6 @@ def _table(args: RunArguments, held: Held) -> list[str]:
 def _ways(args: RunArguments, build: Build, held: Held) -> list[str]:
     """The peak in each way of keeping activations that the script has."""
     ways = args.ways()
-    if not ways:
-        return ["Activations are kept: train_fsdp2.py recomputes or offloads them"]
     flags = ", ".join(f"--{name}" for name in next(iter(ways.values())))
     lines = [f"Peak by what becomes of activations ({flags}), GiB:"]
     for name, way in ways.items():

@@ -51,6 +51,8 @@ def load_model(
     config, backend, gelu = choice.config, choice.backend, choice.gelu
     flags = {name: value for name, value in asdict(args).items() if name not in OF_A_RANK}
     software = {"torch": torch.__version__, "device": world.device.type}
+    compiled, remark = args.compiles(world.device, backend)
+    software |= {"compiled": str(compiled)}
     software |= {"backend": f"{backend} ({choice.why})", "gelu": gelu}
     world.agree(flags | software | {f"model's {name}": value for name, value in asdict(config).items()})
     with world.together():
@@ -61,7 +63,7 @@ def load_model(
         precision = set_formats(model, plan, args, args.seed, world, te_stats)
         if world.cp_group is not None:
             share_context(model, world.cp_group, args.cp_comm_type)
-        if args.torch_compile:
+        if compiled:
             compile_layers(model, world.device.type)
     if shard is not None:
         shard(model)
@@ -80,7 +82,8 @@ def load_model(
                 copy_rows(parameters[name], tensor)
         if args.fp8_params:
             precision = replace(precision, masters=precision.quantised.quantise_weights())
-    return Built(model, backend, gelu, choice.remarks, precision, extras)
+    remarks = (*choice.remarks, *([remark] if remark else []))
+    return Built(model, backend, gelu, remarks, precision, extras, compiled)
 
 
 def check_host_memory(model: nn.Module, trains: bool, ranks: int) -> None:

@@ -37,6 +37,7 @@ from common.tasks.counts import StepCounts
 from common.tasks.kinds import task_of
 from common.tasks.optim import build_optimizer, set_hyperparameters
 from common.training.finish import finish
+from common.training.garbage import collected_by_step
 from common.training.progress import Interval, Resolved, TrainerState, announce, check_same_data
 from common.training.step import Stepper
 
@@ -178,13 +179,13 @@ class Trainer:
             unit="step",
         )
         self.strategy.model.train()
-        if args.torch_compile:
+        if self.built.compiled:
             world.watch.compilation_counts_as_progress()
         interval = Interval()
         peak = peak_flops(world.device, args.bf16)
         self.saved_at = time.monotonic()
         stopping = False
-        with closing(iter(loader)) as steps, logging_redirect_tqdm(), bar:
+        with closing(iter(loader)) as steps, logging_redirect_tqdm(), bar, collected_by_step() as collect:
             while not self.done and not stopping:
                 world.watch.mark("data", state.step + 1)
                 started = time.perf_counter()
@@ -205,6 +206,7 @@ class Trainer:
                         with world.together():
                             state.check_divergence(args.max_skipped_steps)
                     bar.update()
+                    collect(state.step)
                     self.profiler.after(state.step)
                     interval.ranks |= self.stragglers.compare(state.step)
                     if args.straggler_every and state.step % args.straggler_every == 0:

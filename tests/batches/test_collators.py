@@ -30,6 +30,9 @@ def test_batch_of_a_pack():
     assert batch["max_seqlen"] == 100
     selected = batch["labels"] != -100
     assert 0 < selected.sum() < 60
+    asked = batch["predicted"].tolist()
+    assert len(asked) % 64 == 0
+    assert asked == selected.nonzero().flatten().tolist() + [-1] * (len(asked) - int(selected.sum()))
     original = torch.where(selected, batch["labels"], batch["input_ids"])
     assert np.array_equal(original.numpy(), ids)
     assert Counts.of([batch]) == (int(selected.sum()), 150, 49 + 10_000 + 1 + 1764, 4, 3)
@@ -39,6 +42,7 @@ def test_empty_pack():
     batch = MaskingCollator(seed=0)(Pack.empty(), np.zeros(0, dtype=np.uint8))
     assert batch["input_ids"].tolist() == [PAD]
     assert batch["labels"].tolist() == [-100]
+    assert batch["predicted"].tolist() == []
     assert batch["cu_seqlens"].tolist() == [0, 1]
     assert batch["max_seqlen"] == 1
     assert Counts.of([batch]) == (0, 0, 0, 0, 0)

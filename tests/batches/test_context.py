@@ -34,6 +34,8 @@ def test_slices_are_the_whole_batch(layout, multiple):
         bounds, real = part["shared_bounds"][rank], part["shared_real"][rank]
         assert part["cu_seqlens"].tolist() == bounds.tolist()
         taken = torch.zeros(len(part["input_ids"]), dtype=torch.bool)
+        asked = part["predicted"][part["predicted"] >= 0]
+        assert torch.equal(asked, (part["labels"] != IGNORE).nonzero().flatten())
         for number, start in enumerate(whole["cu_seqlens"][:-1]):
             own = slice(int(bounds[number]), int(bounds[number] + real[number]))
             for name in back:

@@ -13,6 +13,7 @@ from common.esm2.model import Esm2ForMaskedLM, build_model, count_parameters
 from common.esm2.presets import ESM2_SIZES, esm2_config, load_config
 from common.files import alphabet
 from common.layers.compiling import compile_layers
+from common.layers.initialise import initialise
 from common.layers.recompute import save_activations
 from tests.esm2.reference import ours_like, packed, random_batch, reference_model
 
@@ -246,3 +247,40 @@ def test_a_layer_is_one_graph_whatever_becomes_of_its_activations(mode, dtype):
     for (name, ours), theirs in zip(models[0].named_parameters(), models[1].parameters(), strict=True):
         assert relative(ours.grad, theirs.grad) < bound, name
     torch._dynamo.reset()
+
+
+def test_fillers_up_to_a_packs_size_change_nothing():
+    """Split where they are longer than the longest sequence: in attention a filler of 200 would cost its square."""
+    plain, filled = (build_model(esm2_config(**TINY), seed=1) for _ in range(2))
+    bounds = []
+    filled.layers[0].register_forward_hook(lambda layer, inputs, output: bounds.append(inputs[2].tolist()))
+    pack = packed(random_batch([70, 30]))
+    ours, theirs = filled(**pack, pad_to=300), plain(**pack)
+    assert bounds == [[0, 70, 100, 110, 180, 250, 320]]  # of 64's multiple beyond 300
+    torch.testing.assert_close(ours.loss_sum, theirs.loss_sum, rtol=1e-6, atol=0)
+    assert torch.equal(ours.correct, theirs.correct)
+    for output in (ours, theirs):
+        output.loss_sum.backward()
+    for (name, a), b in zip(filled.named_parameters(), plain.parameters(), strict=True):
+        assert relative(a.grad, b.grad) < 1e-5, name
+
+
+def test_a_bf16_residual_stream_goes_from_layer_to_layer_and_costs_roundings():
+    pack = packed(random_batch([70, 30]))
+    results, seen = [], []
+    for residual in (torch.float32, torch.bfloat16):
+        with torch.device("meta"):
+            model = Esm2ForMaskedLM(esm2_config(**TINY), residual=residual)
+        model.to_empty(device="cpu")
+        initialise(model, 1, 0.02)
+        for layer in model.layers:
+            layer.register_forward_hook(lambda layer, inputs, output: seen.append((inputs[0].dtype, output.dtype)))
+        with torch.autocast("cpu", torch.bfloat16):
+            results.append(model(**pack).loss_sum)
+        assert model(**pack, output_hidden=True).hidden.dtype == torch.float32  # nothing of it without autocast
+    layers = TINY["layers"]
+    half = [(torch.bfloat16,) * 2] * layers
+    assert seen == [(torch.float32,) * 2] * 2 * layers + half + [(torch.float32,) * 2] * layers
+    # Each rounding is one of 2^-9 of what a layer adds up; a loss of independent ones moves by less than one of them.
+    assert results[1].item() != results[0].item()
+    torch.testing.assert_close(results[1], results[0], rtol=2**-8, atol=0)

@@ -91,6 +91,25 @@ def test_te_that_does_not_load_is_one_line(dataset, installed):
         choose_backend(arguments(dataset, backend="te"), torch.device("cuda"), bf16=False)
 
 
+def test_torchs_layers_are_compiled_on_a_gpu_unless_told_otherwise_or_nothing_compiles(dataset, monkeypatch):
+    gpu, cpu = torch.device("cuda"), torch.device("cpu")  # nothing is computed on either
+    monkeypatch.setattr("common.layers.backend.find_spec", lambda name: object())
+    monkeypatch.setenv("CC", "gcc")
+    undecided = arguments(dataset)
+    assert undecided.torch_only() == []  # auto may still take te
+    assert undecided.compiles(gpu, "torch")[0]
+    assert not undecided.compiles(gpu, "te")[0]
+    assert undecided.compiles(cpu, "torch") == (False, None)
+    assert arguments(dataset, torch_compile=False).compiles(gpu, "torch") == (False, None)
+    assert arguments(dataset, torch_compile=True).compiles(cpu, "torch") == (True, None)
+    monkeypatch.delenv("CC")
+    monkeypatch.setenv("PATH", "")
+    assert undecided.compiles(gpu, "torch") == (
+        False,
+        "Layers are not compiled, which costs speed: Triton needs a C compiler (apt-get install gcc)",
+    )
+
+
 @pytest.mark.parametrize(
     ("flags", "named"), [({"torch_compile": True}, "--torch_compile"), ({"gelu": "exact"}, "--gelu exact")]
 )

@@ -178,8 +178,9 @@ def test_speeds_are_told_for_each_gpu_with_and_without_fillers(run):
     assert max(filled) > 0
 
 
-def test_the_tokens_counted_as_computed_are_those_that_a_layer_sees():
-    model, collator = build_model(esm2_config(1, 64, 4), 0), MaskingCollator(0)
+@pytest.mark.parametrize(("pad_to", "computed"), [(0, 64 + 128 + 64 + 64), (200, 4 * 256)])
+def test_the_tokens_counted_as_computed_are_those_that_a_layer_sees(pad_to, computed):
+    model, collator = build_model(esm2_config(1, 64, 4), 0), MaskingCollator(0, pad_to=pad_to)
     seen = []
     model.layers[0].register_forward_hook(lambda layer, inputs, output: seen.append(len(inputs[0])))
     batches = []
@@ -188,7 +189,7 @@ def test_the_tokens_counted_as_computed_are_those_that_a_layer_sees():
         ids = np.full(sum(lengths), LAST_RESIDUE, dtype=np.uint8)
         batches.append(collator(Pack(zeros, zeros, np.array(lengths, dtype=np.int64), 0), ids))
         model(**to_device(batches[-1], torch.device("cpu")))
-    assert MaskedLM.counts(batches).num_computed == sum(seen) == 64 + 128 + 64 + 64
+    assert MaskedLM.counts(batches).num_computed == sum(seen) == computed
     assert MaskedLM.counts(batches).num_tokens == 64 + 65 + 5
 
 

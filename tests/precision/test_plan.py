@@ -6,8 +6,8 @@ import pytest
 
 from common.cli import UserError, parse_arguments
 from common.esm2.config import Esm2Config
-from common.esm2.model import SHAPE_MULTIPLE
 from common.esm2.presets import ESM2_SIZES, load_config
+from common.layers.shapes import SHAPE_MULTIPLE
 from common.precision.plan import (
     FP8_RECIPES,
     BlockScaling,

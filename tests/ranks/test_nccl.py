@@ -29,23 +29,23 @@ def _wait_for_the_device(seconds: int) -> None:
 
 def _blocked(gone_s: float, told: bool, dies: bool) -> None:
     """On two ranks: rank 1 is killed, or works on for some seconds; rank 0 waits for it."""
-    watchdog.GONE_S, watchdog.TOLD_S = gone_s, 1.0
+    watchdog.GONE_S, watchdog.TOLD_S = gone_s, 3.0
     with distributed_run(ProcessFlags(use_cpu=True, ddp_timeout=LONG)) as world:
         world.watch.mark("forward/backward", 3)
         world.stop.at_once = False
         dist.barrier()
         if world.rank == 1:
-            time.sleep(1.5 if dies else 7)
+            time.sleep(1.5 if dies else 8)
             if dies:
                 os.kill(os.getpid(), signal.SIGKILL)
         else:
             if told:
                 threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGTERM)).start()
-            _wait_for_the_device(60 if dies else 7)
+            _wait_for_the_device(60 if dies else 8)
             print("goes on")
 
 
-@pytest.mark.parametrize(("gone_s", "told"), [(3.0, False), (60.0, True)], ids=["alone", "told to stop"])
+@pytest.mark.parametrize(("gone_s", "told"), [(4.0, False), (60.0, True)], ids=["alone", "told to stop"])
 def test_a_rank_that_waits_for_the_device_ends_when_a_peer_is_gone(gone_s, told):
     started = time.monotonic()
     codes, said = on_ranks(2, _blocked, gone_s, told, True)

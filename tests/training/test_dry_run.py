@@ -43,7 +43,7 @@ LLAMA |= {"intermediate_size": 352, "max_context_width": 128, "train_batch_size"
     ("script", "nproc", "model", "flags"),
     [
         ("train_ddp.py", 1, DEEPER, {"bf16": True}),
-        ("train_ddp.py", 2, WIDER, {}),
+        ("train_ddp.py", 2, WIDER, {"gradient_checkpointing": True}),
         (FSDP, 2, WIDER, {"gradient_accumulation_steps": 2, "activation_checkpointing": "selective"}),
         (FSDP, 4, WIDER, {"sharding_strategy": "hybrid", "hsdp_shard_size": 2}),
         (FSDP, 1, None, {"activation_checkpointing": "none"}),

@@ -126,7 +126,7 @@ EMULATED = {"emulate_precision": True, "quant_stats": True, "quant_stats_freq": 
 @pytest.mark.parametrize(
     ("flags", "layout", "tolerance"),
     [
-        ({"bf16": True}, {}, 1e-3),
+        ({"bf16": True}, {"gradient_checkpointing": True}, 1e-3),
         ({"bf16": True}, FSDP | {"activation_checkpointing": "selective"}, 1e-3),
         ({}, FSDP | {"activation_checkpointing": "full", "offload_activations": True, "sync_each_batch": True}, 0),
         ({"fp8": True} | EMULATED, FSDP, 0),

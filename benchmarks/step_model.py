@@ -1,0 +1,292 @@
+"""What a training step would have a GPU do, counted without one; and what that takes by a roofline.
+
+    python -m benchmarks.step_model --output benchmarks/results/step_model.md
+
+Model code runs on tensors without values, on the way that CUDA takes (bf16 autocast, attention as one operator): the
+encoder layer, scaled by the number of layers; embeddings, head and loss; clipping and AdamW. Counted are products,
+attention, bytes that all other kernels move, kernels and waits for the device; of compiled layers, kernels fused by
+`benchmarks.step_fused`. Proteins are those of `benchmarks.gpu_throughput`, whose measurements the model is checked on.
+"""
+
+from __future__ import annotations
+
+import common  # noqa: F401  # isort: skip  (before torch: see there)
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cache
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from benchmarks.gpu_models import SIZES, batches_for
+from benchmarks.step_counts import Work, counted
+from benchmarks.step_fused import fused_work, graphs_and_breaks, graphs_of
+from benchmarks.tables import publish, where_measured
+from common.batches.collators import Batch, to_device
+from common.cli import Flags, UserError, flag, parse_arguments, run
+from common.esm2.config import Esm2Config
+from common.esm2.layers_torch import TransformerLayer, prepare
+from common.esm2.model import Esm2ForMaskedLM
+from common.esm2.presets import esm2_config
+from common.layers.cpu import as_on_a_gpu
+from common.layers.recompute import MODES as RECOMPUTED
+from common.layers.recompute import save_activations
+from common.layers.shapes import filled_up
+from common.outputs.metrics import PEAK_FLOPS
+from common.tasks.flops import step_flops
+from common.training.live_bytes import LiveBytes
+
+EAGER, COMPILED = "eager", "compiled"
+BF16 = "compiled, --bf16_residual"  # layers
+MODES = (EAGER, COMPILED, BF16)
+
+
+@dataclass(frozen=True)
+class Device:
+    """bandwidth: of the memory, bytes a second; link: between GPUs of a node, bytes a second in one direction. By the
+    vendor's data sheets. Efficiencies: the share of each peak that kernels reach."""
+
+    name: str
+    bandwidth: float
+    link: float
+    # Reached on the H100 of results/gpu_profile.md at 650M and 16,384 tokens: the products' 63.9 TFLOP in 90.7 ms; the
+    # 0.50 GB of GELU's backward kernel in 0.181 ms; attention in 29.1 ms. Taken for the other devices too.
+    of_products: float = 0.71
+    of_bandwidth: float = 0.83
+    of_attention: float = 0.16
+
+    @property
+    def peak(self) -> float:
+        return PEAK_FLOPS[self.name]
+
+
+DEVICES = [Device("H100", 3.35e12, 450e9), Device("H200", 4.8e12, 450e9), Device("B200", 8.0e12, 900e9)]
+A100 = Device("A100", 2.04e12, 300e9)
+# Seconds a host takes to launch a kernel: so that the rows of 8M and 150M in results/gpu_throughput.md, which wait for
+# their host, are met in their geometric mean, and check nothing. That host was a virtual machine; others differ.
+LAUNCH = 52e-6
+# Model, tokens, layers by, tokens a second: results/gpu_throughput.md. Published: see the text of the table.
+MEASURED = [
+    ("8M", 16384, EAGER, 537983),
+    ("8M", 16384, COMPILED, 702815),
+    ("150M", 16384, EAGER, 88110),
+    ("150M", 16384, COMPILED, 177054),
+    ("650M", 16384, EAGER, 63200),
+    ("650M", 16384, COMPILED, 88253),
+    ("15B/8", 8192, EAGER, 13032),
+    ("15B/8", 8192, COMPILED, 12871),
+]
+PUBLISHED = [
+    (DEVICES[0], "650M", 95900),
+    (DEVICES[0], "3B", 26800),
+    (A100, "650M", 42700),
+    (A100, "3B", 11000),
+]
+
+
+@dataclass(frozen=True)
+class Step:
+    """Work between one wait for the device and the next, in turn; `layer`: of one encoder layer, forward, backward."""
+
+    phases: list[Work]
+    layer: tuple[Work, Work]
+    parameters: int
+    tokens: int
+    flops: float  # as MFU counts them
+    pairs: int  # tokens that attend to each other
+    hidden: int
+
+    @property
+    def all(self) -> Work:
+        return sum(self.phases, Work())
+
+    def parts(self, device: Device) -> dict[str, float]:
+        """Seconds of products, attention and all other kernels, and of a host that launches them."""
+        work = self.all
+        return {
+            "products": work.product_flops / device.peak / device.of_products,
+            "attention": 2 * self.pairs * self.hidden * work.attention / device.peak / device.of_attention,
+            "other kernels": work.moved / device.bandwidth / device.of_bandwidth,
+            "launching": work.kernels * LAUNCH,
+        }
+
+    def seconds(self, device: Device) -> float:
+        """Between two waits whichever takes longer: the kernels, or the host that launches them."""
+        phases = [replace(self, phases=[phase]).parts(device) for phase in self.phases]
+        return sum(max(sum(parts.values()) - parts["launching"], parts["launching"]) for parts in phases)
+
+    def mfu(self, device: Device) -> float:
+        return self.flops / self.seconds(device) / device.peak
+
+
+@cache
+def step_of(size: str, tokens: int, mode: str) -> Step:
+    config = esm2_config(*SIZES[size])
+    (batch,) = batches_for("torch", tokens, 1)
+    layer = layer_work(size, tokens, mode)
+    layers = config.num_hidden_layers
+    forward, backward, optimiser, waits, parameters = ends_work(size, tokens)
+    phases = [forward + layer[0] * layers, backward + layer[1] * layers, optimiser[0] + optimiser[1] * layers]
+    if not waits:  # the backward pass is launched while the forward pass runs
+        phases = [phases[0] + phases[1], phases[2]]
+    flops = step_flops(config, *(batch[key] for key in ("num_tokens", "sum_squared_lengths", "num_masked")))
+    count = parameters[0] + layers * parameters[1]
+    return Step(phases, layer, count, batch["num_tokens"], flops, batch["sum_squared_lengths"], config.hidden_size)
+
+
+@cache
+def layer_work(size: str, tokens: int, mode: str) -> tuple[Work, Work]:
+    """Of one encoder layer: forward pass, backward pass."""
+    config = esm2_config(*SIZES[size])
+    with FakeTensorMode(), as_on_a_gpu():
+        layer = TransformerLayer(config)
+        x, rotary, bounds, longest = _call(
+            config, filled_up(tokens), torch.bfloat16 if mode == BF16 else torch.float32
+        )
+        weights = dict(layer.named_parameters())
+
+        def function(weights, x, cos, sin, bounds):
+            with torch.autocast("cpu", torch.bfloat16):
+                return torch.func.functional_call(layer, weights, (x, (cos, sin), bounds, longest))
+
+        args = weights, x, *rotary, bounds
+        if mode != EAGER:
+            forward, backward = (fused_work(graph) for graph in graphs_of(function, *args))
+            return forward, backward
+        with counted() as forward:
+            y = function(*args)
+        with counted() as backward:
+            y.backward(torch.empty_like(y))
+    return forward, backward
+
+
+@cache
+def ends_work(size: str, tokens: int) -> tuple[Work, Work, tuple[Work, Work], bool, tuple[int, int]]:
+    """Of what is not a layer: forward, backward; AdamW and clipping of its weights and of a layer's; whether the host
+    waits in the forward pass; and how many weights it has, and a layer."""
+    config = esm2_config(*SIZES[size])
+    (batch,) = batches_for("torch", tokens, 1)
+    with LiveBytes(), as_on_a_gpu():
+        model, layer = Esm2ForMaskedLM(replace(config, num_hidden_layers=0)), TransformerLayer(config)
+        with counted() as forward, torch.autocast("cpu", torch.bfloat16):
+            loss = loss_of(model, batch)
+        with counted() as backward:
+            loss.backward()
+        optimisers = tuple(optimiser_work(module) for module in (model, layer))
+        sizes = tuple(sum(p.numel() for p in module.parameters()) for module in (model, layer))
+    return forward, backward, optimisers, bool(forward.waits), sizes
+
+
+def loss_of(model: Esm2ForMaskedLM, batch: Batch) -> torch.Tensor:
+    return model(**to_device(batch, torch.device("cpu"))).loss_sum
+
+
+def optimiser_work(module: torch.nn.Module) -> Work:
+    """Clipping and AdamW of a module's weights."""
+    weights = list(module.parameters())
+    optimiser = torch.optim.AdamW(weights, fused=True)
+    for weight in weights:
+        weight.grad = torch.empty_like(weight)
+    optimiser.step()  # the first makes the moments
+    with counted() as work:
+        torch.nn.utils.clip_grad_norm_(weights, 1.0, foreach=True)
+        optimiser.step()
+    return work
+
+
+def exchanged(parameters: int, ranks: int) -> dict[str, float]:
+    """Bytes that a rank sends a step: DDP's fp32 gradients, reduced in a ring (each rank sends 2 (N - 1) / N of them);
+    FSDP2's bf16 weights, gathered for the forward and again for the backward pass, and fp32 gradients, scattered."""
+    share = (ranks - 1) / ranks
+    return {"DDP": 2 * share * 4 * parameters, "FSDP2": share * (2 * 2 + 4) * parameters}
+
+
+# ---- tables ----------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Arguments(Flags):
+    sizes: str = flag("650M,3B,15B", f"Which: {', '.join(SIZES)}.")
+    tokens: int = flag(16384, "Tokens in a pack.")
+    ranks: int = flag(8, "GPUs that exchange weights and gradients.")
+    checks: bool = flag(True, "Also the model beside what was measured.")
+    output: str | None = flag(None, "Also write the tables there.")
+
+    def check(self) -> None:
+        self.require_at_least(1024, "tokens")
+        for size in self.sizes.split(","):
+            if size not in SIZES:
+                raise UserError(f"--sizes {size}: choose {', '.join(SIZES)}")
+
+
+def counts_table(args: Arguments) -> Iterator[str]:
+    yield "| model | layers | GEMM, TFLOP | other kernels move, GB | of it a layer, GB | kernels "
+    yield f"| waits before the loss | DDP sends, GB ({args.ranks} GPUs) | FSDP2 sends, GB |\n"
+    yield "|---|---|--:|--:|--:|--:|--:|--:|--:|\n"
+    for size in args.sizes.split(","):
+        for mode in MODES:
+            step = step_of(size, args.tokens, mode)
+            sent = exchanged(step.parameters, args.ranks)
+            work, layer = step.all, step.layer[0] + step.layer[1]
+            yield f"| {size} | {mode} | {work.product_flops / 1e12:.1f} | {work.moved / 1e9:.1f} "
+            yield f"| {layer.moved / 1e9:.2f} | {work.kernels:,} | {_waits(work)} "
+            yield f"| {sent['DDP'] / 1e9:.1f} | {sent['FSDP2'] / 1e9:.1f} |\n"
+
+
+def _waits(work: Work) -> str:
+    return ", ".join(f"{name} x {times}" for name, times in work.waits.items()) or "none"
+
+
+def graphs_table() -> Iterator[str]:
+    """Of a small layer, whose graph is the same."""
+    yield "| activations | graphs, packs of 3 lengths | breaks |\n|---|--:|--:|\n"
+    config = esm2_config(*SIZES["tiny"])
+    lengths = (80, 144, 208)  # none a size of the model's, which would be taken for one and the same
+    for mode in RECOMPUTED:
+        layer = TransformerLayer(config)
+        save_activations([layer], mode, offload=False)
+        with as_on_a_gpu(), torch.autocast("cpu", torch.bfloat16):
+            calls = [_call(config, tokens) for tokens in lengths]
+            graphs, breaks = graphs_and_breaks(layer, calls)
+        yield f"| recomputed: {mode} | {graphs} | {breaks} |\n"
+
+
+def _call(config: Esm2Config, tokens: int, residual: torch.dtype = torch.float32) -> tuple:
+    bounds = torch.tensor([0, tokens], dtype=torch.int32)
+    rotary, longest, _ = prepare(tokens, bounds, tokens, config.hidden_size // config.num_attention_heads)
+    return torch.zeros(tokens, config.hidden_size, dtype=residual, requires_grad=True), rotary, bounds, longest
+
+
+def times_table(args: Arguments) -> Iterator[str]:
+    yield "| GPU | model | layers | products, ms | attention | other kernels | launching | a step | tokens/s | MFU |\n"
+    yield "|---|---|---|--:|--:|--:|--:|--:|--:|--:|\n"
+    for device in DEVICES:
+        for size in args.sizes.split(","):
+            for mode in MODES:
+                step = step_of(size, args.tokens, mode)
+                seconds = step.seconds(device)
+                parts = " | ".join(f"{1000 * part:.1f}" for part in step.parts(device).values())
+                yield f"| {device.name} | {size} | {mode} | {parts} | {1000 * seconds:.1f} "
+                yield f"| {step.tokens / seconds:,.0f} | {step.mfu(device):.1%} |\n"
+
+
+def checks_table() -> Iterator[str]:
+    yield "| GPU | model | layers by | tokens a step | tokens/s | by the model | |\n"
+    yield "|---|---|---|--:|--:|--:|--:|\n"
+    rows = [(DEVICES[0], f"torch, {mode}", size, tokens, mode, found) for size, tokens, mode, found in MEASURED]
+    rows += [(device, "Megatron (published)", size, 16384, COMPILED, found) for device, size, found in PUBLISHED]
+    for device, by, size, tokens, mode, found in rows:
+        step = step_of(size, tokens, mode)
+        said = step.tokens / step.seconds(device)
+        yield f"| {device.name} | {size} | {by} | {tokens:,} | {found:,} | {said:,.0f} | {said / found - 1:+.0%} |\n"
+
+
+def main() -> None:
+    (args,) = parse_arguments(__doc__, Arguments)
+    tables = [counts_table(args), graphs_table(), times_table(args), *([checks_table()] if args.checks else [])]
+    parts = [*where_measured("benchmarks.step_model", "torch"), *("".join(table).rstrip() for table in tables)]
+    publish("\n\n".join(parts) + "\n", args.output)
+
+
+if __name__ == "__main__":
+    run(main)

@@ -1,0 +1,88 @@
+"""The model of a step counts what can be counted by hand."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from benchmarks.gpu_models import SIZES
+from benchmarks.step_counts import counted
+from benchmarks.step_fused import fused_work, graphs_of
+from benchmarks.step_model import COMPILED, DEVICES, EAGER, graphs_table, layer_work, step_of
+from common.esm2.presets import esm2_config
+
+TOKENS = 1024
+
+
+def test_bytes_kernels_and_waits_of_operators():
+    with counted() as work:
+        x = torch.ones(10, 8)  # written: 320 bytes
+        y = x + x[:1]  # 10 x 8 and 1 x 8 read, 10 x 8 written
+        y.view(80)  # costs nothing
+        y.add_(1)  # read and written
+        (y @ torch.ones(8, 4)).sum().item()
+        x.nonzero().tolist()
+    assert work.by_operator["ones"] == 320 + 128
+    assert work.by_operator["add"] == 320 + 32 + 320
+    assert work.by_operator["add_"] == 640
+    assert dict(work.products) == {(10, 4, 8): 1}
+    assert dict(work.waits) == {"_local_scalar_dense": 1, "nonzero": 1, "tolist": 1}
+
+
+def test_a_chain_between_two_products_is_one_kernel_and_so_is_its_gradient():
+    def function(x, w, v):
+        return F.gelu(x @ w, approximate="tanh") * 2 @ v
+
+    with FakeTensorMode():
+        x, w, v = (torch.empty(64, 64, requires_grad=True) for _ in range(3))
+        forward, backward = (fused_work(graph) for graph in graphs_of(function, x, w, v))
+    one = 64 * 64 * 4
+    assert (forward.kernels, forward.moved) == (3, 2 * one)  # reads the product, writes what is multiplied
+    assert (backward.kernels, backward.moved) == (5, 3 * one)  # the same product, the gradient; writes one
+    assert forward.product_flops + backward.product_flops == 6 * 2 * 64**3
+
+
+def test_a_layer_norm_reads_its_rows_once_and_its_weights_gradients_take_another_kernel():
+    def function(x, w, b):
+        return F.layer_norm(x, (32,), w, b)
+
+    with FakeTensorMode():
+        x, w, b = torch.empty(64, 32, requires_grad=True), *(torch.empty(32, requires_grad=True) for _ in range(2))
+        forward, backward = (fused_work(graph) for graph in graphs_of(function, x, w, b))
+    rows, row, column = 64 * 32 * 4, 32 * 4, 64 * 4
+    assert (forward.kernels, forward.moved) == (1, 2 * rows + 2 * row + 2 * column)  # mean and 1/deviation are kept
+    # Gradient and input are read by both, with mean and 1/deviation; one writes rows, the other two rows.
+    assert (backward.kernels, backward.moved) == (2, 3 * rows + row + 2 * column + 2 * rows + 2 * row + 2 * column)
+
+
+def test_both_ways_of_a_layer_multiply_what_the_formula_says_and_fusing_only_takes_bytes_away():
+    config = esm2_config(*SIZES["8M"])
+    eager, compiled = (sum(layer_work("8M", TOKENS, mode), start=counted_nothing()) for mode in (EAGER, COMPILED))
+    assert eager.product_flops == compiled.product_flops == 3 * 2 * 12 * config.hidden_size**2 * TOKENS
+    assert eager.attention == compiled.attention == 7  # two forward; five backward, scores once more among them
+    assert compiled.kernels < eager.kernels
+    assert compiled.moved < 0.6 * eager.moved
+
+
+def counted_nothing():
+    with counted() as nothing:
+        pass
+    return nothing
+
+
+def test_a_step_is_its_layers_and_its_ends():
+    step = step_of("8M", TOKENS, EAGER)
+    layers = esm2_config(*SIZES["8M"]).num_hidden_layers
+    of_layers = layers * sum(work.product_flops for work in step.layer)
+    head = step.all.product_flops - of_layers
+    assert 0 < head < 0.05 * of_layers
+    assert step.parameters == 7_512_353 + 31 * (320 + 1)  # the vocabulary's padding rows
+    # MFU leaves out attention's second look at its scores, and fillers.
+    h100 = DEVICES[0]
+    assert 0 < step.mfu(h100) < h100.of_products
+    assert step.seconds(h100) >= step.parts(h100)["products"]
+
+
+def test_a_layer_is_one_graph_whatever_is_recomputed():
+    assert [line.split("|")[2:4] for line in "".join(graphs_table()).splitlines()[2:]] == 3 * [[" 1 ", " 0 "]]
