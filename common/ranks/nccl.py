@@ -35,8 +35,6 @@ def tell_nccl(timeout_s: int) -> None:
     for name, value in {
         # Its guard of a thread that does not answer ends the process without naming anybody: after the watch has.
         "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC": timeout_s + GRACE_S,
-        # A collective that fails ends the process instead of leaving garbage (torch's default, kept).
-        "TORCH_NCCL_ASYNC_ERROR_HANDLING": 1,
         # libfabric's and the RDMA libraries' memory is then not torn away under a process that forks.
         "FI_EFA_FORK_SAFE": 1,
         "RDMAV_FORK_SAFE": 1,
@@ -50,8 +48,10 @@ def lost_by_nccl(text: str) -> bool:
 
 def out_of_memory(error: BaseException) -> bool:
     """Of a device: torch's own exception, or CUDA's or NCCL's error that says so."""
-    of_device = isinstance(error, torch.AcceleratorError | dist.DistBackendError) or "CUDA error" in str(error)
-    return isinstance(error, torch.OutOfMemoryError) or (of_device and "out of memory" in str(error))
+    text = str(error)
+    of_device = isinstance(error, torch.AcceleratorError | dist.DistBackendError) or "CUDA error" in text
+    of_device = of_device and any(word in text for word in ("out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "calloc"))
+    return isinstance(error, torch.OutOfMemoryError) or of_device
 
 
 def device_failure(error: RuntimeError, device: torch.device, host: str) -> str | None:
@@ -60,7 +60,7 @@ def device_failure(error: RuntimeError, device: torch.device, host: str) -> str 
     if isinstance(error, dist.DistBackendError):
         advice = next((told for name, told in _ADVICE.items() if name in text), "NCCL_DEBUG=INFO says more")
         return f"NCCL failed on {device} of {host}: {one_line(error)[:200]}: {advice}"
-    if isinstance(error, torch.AcceleratorError) or "CUDA error" in text:
+    if isinstance(error, torch.AcceleratorError) or "CUDA error" in text or "cuDNN error" in text:
         said = text.partition("\n")[0].removeprefix("CUDA error: ")
         return (
             f"CUDA failed on {device} of {host}: {said[:160]}: if it comes back on this host alone, have its GPU "

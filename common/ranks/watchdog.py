@@ -163,7 +163,7 @@ class Watch:
                         if known is None or known[0]["beat"] != message["beat"]:
                             self._heard[rank] = (message, now)
             except RuntimeError:  # DistError: the store went with rank 0
-                self._store_lost = True
+                self._store_lost = self._lost = True
                 return
             self._store_answered = time.monotonic()
             if ended:
@@ -244,7 +244,7 @@ class Watch:
         """Whether some peer is gone, without whom no collective ends."""
         self.silence_s = self._patience()
         silent, named = self._culprits()
-        return silent and any(rank in self._heard for rank in named)
+        return silent and bool(named)
 
     def _culprits(self) -> tuple[bool, list[int]]:
         """(whether they are silent, the ranks); all ranks where nothing tells them apart."""

@@ -27,14 +27,14 @@ def _wait_for_the_device(seconds: int) -> None:
     ctypes.CDLL(None).sleep(seconds)
 
 
-def _blocked(gone_s: float, told: bool, dies: bool) -> None:
-    """On two ranks: rank 1 is killed, or works on for some seconds; rank 0 waits for it."""
+def _blocked(gone_s: float, told: bool, dies: bool, who: int = 1) -> None:
+    """On two ranks: one is killed, or works on for some seconds; the other waits for it."""
     watchdog.GONE_S, watchdog.TOLD_S = gone_s, 3.0
     with distributed_run(ProcessFlags(use_cpu=True, ddp_timeout=LONG)) as world:
         world.watch.mark("forward/backward", 3)
         world.stop.at_once = False
         dist.barrier()
-        if world.rank == 1:
+        if world.rank == who:
             time.sleep(1.5 if dies else 8)
             if dies:
                 os.kill(os.getpid(), signal.SIGKILL)
@@ -53,6 +53,13 @@ def test_a_rank_that_waits_for_the_device_ends_when_a_peer_is_gone(gone_s, told)
     (error,) = [line for line in said[0].splitlines() if line.startswith("error: ")]
     assert "in step 3, forward/backward (--ddp_timeout 600): no answer from rank 1 (host " in error
     assert time.monotonic() - started < LONG / 10
+
+
+def test_rank_0_takes_the_store_with_it_and_is_missed_all_the_same():
+    codes, said = on_ranks(2, _blocked, 4.0, False, True, 0)
+    assert codes == [-signal.SIGKILL, 1], said[1]
+    (error,) = [line for line in said[1].splitlines() if line.startswith("error: ")]
+    assert "no answer from rank 0" in error
 
 
 def test_a_rank_that_is_told_to_stop_waits_for_peers_that_are_there():
@@ -81,6 +88,7 @@ REMOTE = OF_NCCL.format(
 )
 ILLEGAL = "CUDA error: an illegal memory access was encountered\nCUDA kernel errors might be asynchronously reported"
 NO_MEMORY = "CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported at some other API call"
+CUBLAS = "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"
 
 
 def _fails(kind: type, text: str) -> None:
@@ -95,6 +103,13 @@ def _fails(kind: type, text: str) -> None:
         (dist.DistBackendError, REMOTE, 1, "another rank is gone: see what it said"),
         (torch.AcceleratorError, ILLEGAL, 1, "CUDA failed on cpu of .*: an illegal memory access .*nvidia-smi"),
         (RuntimeError, ILLEGAL, 1, "CUDA failed on cpu of "),
+        (RuntimeError, CUBLAS, 2, "out of memory on cpu: CUDA error: CUBLAS_STATUS_ALLOC_FAILED"),
+        (
+            RuntimeError,
+            "cuDNN error: CUDNN_STATUS_EXECUTION_FAILED",
+            1,
+            "CUDA failed on cpu of .*: cuDNN error: CUDNN",
+        ),
         (torch.AcceleratorError, NO_MEMORY, 2, "out of memory on cpu: CUDA error: out of memory.*--tokens_per_pack"),
     ],
 )
