@@ -1,12 +1,13 @@
 """The number formats by definition: nearest even among the numbers that a format can represent.
 
 Written from the specifications (see common/precision/formats.py), not from the code. Scales are computed in fp32, as
-the specifications of NVFP4 and of Transformer Engine have it; all else in float64. Tensors are fp32 [R, C]; blocks are
+the specifications of NVFP4 and of Transformer Engine have it; all else is exact in float64. Tensors are fp32 [R, C]; blocks are
 (rows, columns), those at the edges smaller.
 """
 
 from __future__ import annotations
 
+from functools import cache
 from typing import NamedTuple
 
 import numpy as np
@@ -41,15 +42,19 @@ class Cast(NamedTuple):
     scales: np.ndarray
 
 
+@cache
+def _edges(numbers: tuple[float, ...], dtype: type) -> tuple[np.ndarray, np.ndarray]:
+    """The numbers, and what is above edge i is at least number i + 1: ties go to an even bit pattern."""
+    grid = np.array(numbers, dtype)
+    middle = (grid[:-1] + grid[1:]) / 2  # exact
+    return grid, np.where(np.arange(len(middle)) % 2, np.nextafter(middle, dtype(0)), middle)
+
+
 def nearest_even(x, numbers: list[float]) -> np.ndarray:
-    """Of numbers or arrays, float64. Saturating; NaN stays NaN."""
-    grid, x = np.array(numbers), np.asarray(x, np.float64)
-    size = np.minimum(np.abs(x), grid[-1])
-    above = np.searchsorted(grid, np.nan_to_num(size))
-    below = np.maximum(above - 1, 0)
-    to_above, to_below = grid[above] - size, size - grid[below]
-    up = (to_above < to_below) | ((to_above == to_below) & (above % 2 == 0))
-    return np.where(np.isnan(x), np.nan, np.copysign(grid[np.where(up, above, below)], x))
+    """Of numbers or arrays. Saturating; NaN stays NaN."""
+    x = np.asarray(x)
+    grid, edges = _edges(tuple(numbers), f32 if x.dtype == f32 else np.float64)
+    return np.where(np.isnan(x), x, np.copysign(grid[np.searchsorted(edges, np.abs(x))], x)).astype(np.float64)
 
 
 def of_blocks(x: np.ndarray, block: tuple[int, int], function) -> np.ndarray:
