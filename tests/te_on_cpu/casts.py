@@ -1,6 +1,6 @@
 """Transformer Engine's casts: tensors in its own storages, numbers from tests/precision/format_reference.py.
 
-Layouts are those its Python asks for (`inner_tensor_specs`): numbers as bytes, scales padded as the products read them.
+Layouts are those its Python asks for (`inner_tensor_specs`): numbers as bytes, scales padded as products read them.
 """
 
 from __future__ import annotations
@@ -137,8 +137,12 @@ _CASTS = {
 
 def create_empty_quantized_tensor(quantizer, shape, dtype, device, pin_memory=False):
     """A tensor of the quantizer's kind without values, its parts as its own Python describes them."""
-    from transformer_engine.pytorch.tensor.float8_tensor import Float8CurrentScalingQuantizer, Float8Quantizer
-    from transformer_engine.pytorch.tensor.float8_tensor import Float8Tensor, Float8TensorStorage
+    from transformer_engine.pytorch.tensor.float8_tensor import (
+        Float8CurrentScalingQuantizer,
+        Float8Quantizer,
+        Float8Tensor,
+        Float8TensorStorage,
+    )
 
     shape = tuple(shape)
     if isinstance(quantizer, Float8Quantizer):  # which has no description of its own: current scaling's fits

@@ -114,7 +114,7 @@ def _tell(capability: tuple[int, int]) -> None:
         "init": lambda: None,
         "_lazy_init": lambda: None,
         "device_count": lambda: 8,
-        "current_device": lambda: 0,
+        "current_device": lambda: placement.CUDA.index,
         "set_device": lambda device: None,
         "device": lambda device: nullcontext(),
         "get_device_name": lambda *_: "a CPU",
@@ -130,7 +130,7 @@ def _tell(capability: tuple[int, int]) -> None:
         "get_rng_state": lambda *_: torch.zeros(16, dtype=torch.uint8),
         "set_rng_state": lambda *_, **__: None,
         # The CPU's numbers; as a generator that no graph can capture, for that the CPU's cannot.
-        "default_generators": (torch.default_generator,),
+        "default_generators": (torch.default_generator,) * 8,
         "CUDAGraph": type("CUDAGraph", (), {}),
         "Stream": Stream,
         "Event": Event,

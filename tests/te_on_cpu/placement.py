@@ -10,6 +10,8 @@ What C++ makes for itself (buckets of DDP, autograd's zeros) has no place until 
 
 from __future__ import annotations
 
+import os
+
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
@@ -18,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
-CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
+CPU, CUDA = torch.device("cpu"), torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
 PLAIN = (Tensor, torch.nn.Parameter, torch.nn.Buffer)
 aten = torch.ops.aten
 COPIES = {aten._to_copy, aten.copy_, aten._copy_from, aten.set_, aten.set_data, aten._foreach_copy_}
@@ -174,7 +176,7 @@ _ANSWERS = {
     Tensor.device.__get__: _device,
     Tensor.is_cuda.__get__: _is_cuda,
     Tensor.is_cpu.__get__: lambda tensor: _device(tensor).type == "cpu",
-    Tensor.get_device: lambda tensor: 0 if _is_cuda(tensor) else -1,
+    Tensor.get_device: lambda tensor: CUDA.index if _is_cuda(tensor) else -1,
     Tensor.to: _to,
     Tensor.cpu: lambda tensor, **kwargs: _to(tensor, "cpu"),
     Tensor.cuda: lambda tensor, *args, **kwargs: _to(tensor, "cuda"),

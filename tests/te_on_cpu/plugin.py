@@ -1,4 +1,4 @@
-"""`pytest -p tests.te_on_cpu.plugin tests/gpu/test_te.py`: tests of a GPU over the stand-in, at GPU_CAPABILITY (9.0)."""
+"""`pytest -p tests.te_on_cpu.plugin tests/gpu/test_te.py`: a GPU's tests over the stand-in, at GPU_CAPABILITY."""
 
 import os
 import warnings

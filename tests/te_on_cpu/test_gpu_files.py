@@ -14,11 +14,10 @@ pytestmark = needs_site
 FILES = "tests/gpu/test_te.py", "tests/gpu/test_te_decoders.py"
 
 
-@pytest.mark.parametrize(
-    ("capability", "which", "at_least"),
-    [("9.0", "", 26), ("10.0", "products or recipes_have", 6)],
-    ids=["9.0", "10.0"],
-)
+CASES = [("9.0", "", 26), ("10.0", "products or recipes_have", 6)]
+
+
+@pytest.mark.parametrize(("capability", "which", "at_least"), CASES, ids=["9.0", "10.0"])
 def test_what_a_gpu_is_asked_holds_over_the_stand_in(capability, which, at_least):
     """At 9.0 all of it; at 10.0 what has recipes that Hopper has not: MXFP8 and NVFP4."""
     environment = os.environ | {"GPU_CAPABILITY": capability, "GPU_TESTS_SMALL": "1", "NVIDIA_TF32_OVERRIDE": "0"}
