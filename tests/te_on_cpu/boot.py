@@ -41,10 +41,10 @@ class _Elsewhere(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 def _extension() -> types.ModuleType:
     """`transformer_engine_torch`: the stand-ins as kernels, and an error by name for what has none."""
-    from tests.te_on_cpu import casts, context, kernels, names, operands, placement, scaling
+    from tests.te_on_cpu import casts, kernels, names, operands, placement, scaling
 
     module = types.ModuleType("transformer_engine_torch")
-    for part in (casts, context, kernels, operands, scaling):
+    for part in (casts, kernels, operands, scaling):
         for name in part.__all__:
             setattr(module, name, placement.kernel(getattr(part, name)))
     for name, value in vars(names).items():

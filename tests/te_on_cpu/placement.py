@@ -107,6 +107,8 @@ class _Asked(TorchFunctionMode):
         kwargs = dict(kwargs or {})
         if answer := _ANSWERS.get(func):
             return answer(*args, **kwargs)
+        if func is torch.as_tensor and args and isinstance(args[0], Tensor):  # not anew where it is there already
+            return _to(args[0], **kwargs)
         place = as_place(kwargs.get("device"))
         if place is CUDA:
             kwargs["device"] = CPU
@@ -115,8 +117,7 @@ class _Asked(TorchFunctionMode):
         result = func(*args, **kwargs)
         if place is not None:
             for tensor in tensors_of(result):
-                if place is CUDA or places[tensor] is None:
-                    places[tensor] = place
+                places[tensor] = place
         return result
 
 

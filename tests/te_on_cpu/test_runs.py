@@ -47,6 +47,7 @@ def test_it_trains_as_in_bf16_but_for_the_formats(case, dataset, tmp_path, in_bf
     assert losses(tmp_path / "out") == pytest.approx(expected, rel=0.01)
     assert losses(tmp_path / "out") != expected
     assert "Backend: te (--backend te)" in said
+    assert f"Device = cuda x {flags.get('nproc', 1)}, computing in bfloat16" in said
 
 
 def test_a_run_of_delayed_scaling_goes_on_bit_exactly(dataset, tmp_path):
