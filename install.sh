@@ -2,7 +2,8 @@
 # Make .venv and install the pinned requirements; a second run is instant.
 #
 #   ./install.sh          what training needs
-#   ./install.sh --dev    what the tests and linters need, too
+#   ./install.sh --dev    what the tests and linters need, too; Transformer Engine's Python, which tests run on a CPU, in
+#                         a folder of its own (.venv/te_on_cpu)
 #   ./install.sh --gpu    Transformer Engine and flash-attn, too (requirements-gpu.txt): they compile against torch, which
 #                         takes long, with CUDA's toolkit. NVIDIA's image has them (docs/containers.md)
 #
@@ -103,12 +104,35 @@ if [ -n "$gpu" ]; then
   exit
 fi
 
+# ---- --dev: Transformer Engine's Python, for tests/te_on_cpu ------------------------------------------------------------
+
+# Its wheel has no compiled code. Not in the environment: there it would look installed. Without it those tests skip.
+install_te_python() {
+  local folder=.venv/te_on_cpu wheels
+  wheels=$(
+    sed -nE 's/^(transformer-engine|nvdlfw-inspect)(\[[^]]*\])?(==[^ ]+).*/\1\3/p' requirements-gpu.txt
+    grep '^einops==' constraints.txt
+  )
+  if [ -f "$folder/installed" ] && [ "$(cat "$folder/installed")" = "$wheels" ]; then return; fi
+  rm -rf "$folder"
+  # shellcheck disable=SC2086  # one word each
+  if pip install --quiet --retries 1 --timeout 20 --no-deps --only-binary :all: --target "$folder" $wheels; then
+    echo "$wheels" >"$folder/installed"
+  else
+    rm -rf "$folder"
+    echo "warning: pip could not fetch ${wheels//$'\n'/ }: the tests of tests/te_on_cpu will skip" >&2
+  fi
+}
+
 # ---- the rest -----------------------------------------------------------------------------------------------------------
 
 # Done already, with these very files?
 wanted="$version $build $(cat install.sh constraints.txt "${requirements[@]}" | cksum)"
 stamp=".venv/installed-${#requirements[@]}"
-if [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$wanted" ]; then exit 0; fi
+if [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$wanted" ]; then
+  [ "${#requirements[@]}" = 1 ] || install_te_python
+  exit 0
+fi
 
 echo "Installing into .venv with Python $version"
 if ! supported .venv/bin/python || [ "$(.venv/bin/python -c 'import platform; print(platform.python_version())')" != "${version% *}" ]; then
@@ -138,4 +162,7 @@ for file in "${requirements[@]}"; do files+=(-r "$file"); done
 pip install --quiet "${files[@]}" -c constraints.txt || fail "pip could not install ${requirements[*]}: see above"
 echo "$wanted" >"$stamp"
 # Whoever has the tests' packages has training's.
-[ "${#requirements[@]}" = 1 ] || ./install.sh
+if [ "${#requirements[@]}" -gt 1 ]; then
+  ./install.sh
+  install_te_python
+fi

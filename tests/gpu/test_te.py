@@ -4,6 +4,7 @@ Tolerances follow from the formats' precision."""
 from __future__ import annotations
 
 import copy
+import os
 from contextlib import contextmanager
 from importlib.util import find_spec
 
@@ -30,7 +31,10 @@ pytestmark = [
     pytest.mark.skipif(find_spec("transformer_engine") is None, reason="Transformer Engine is not installed"),
 ]
 TANH = {"hidden_act": HIDDEN_ACT["tanh"]}
-CONFIG = (3, 320, 20)
+# Over a stand-in on a CPU (tests/te_on_cpu) the same, with less to compute.
+SMALL = "GPU_TESTS_SMALL" in os.environ
+CONFIG = (3, 128, 8) if SMALL else (3, 320, 20)
+STEPS, FEW_STEPS = (4, 2) if SMALL else (20, 6)
 HOPPER = pytest.mark.skipif(
     torch.cuda.is_available() and torch.cuda.get_device_capability() < (9, 0), reason="FP8 needs Hopper"
 )
@@ -185,7 +189,7 @@ def test_fp8_params_are_the_same_training_with_weights_quantised_once_a_step(nam
         if ddp:
             model = DistributedDataParallel(model, [0], init_sync=False, gradient_as_bucket_view=True)
         found = []
-        for step in range(6):
+        for step in range(FEW_STEPS):
             loss, gradients = loss_and_gradients(model, packed(random_batch(LENGTHS, seed=step)), bf16=True)
             assert all(g.dtype == torch.float32 and g.isfinite().all() for g in gradients.values())
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -202,7 +206,7 @@ def test_fp8_params_are_the_same_training_with_weights_quantised_once_a_step(nam
 @HOPPER
 @pytest.mark.parametrize("name", RECIPES)
 def test_fp8_training_stays_close_to_bf16_and_to_its_emulation(name):
-    """20 steps: Transformer Engine in BF16, in FP8, and the torch backend that emulates FP8."""
+    """STEPS steps: Transformer Engine in BF16, in FP8, and the torch backend that emulates FP8."""
     from common.precision.te import Quantised
 
     start = build_model(esm2_config(*CONFIG, **TANH), 0, "cuda")
@@ -215,7 +219,7 @@ def test_fp8_training_stays_close_to_bf16_and_to_its_emulation(name):
     for kind, model in (("bf16", plain), ("fp8", quantised), ("emulated", emulated)):
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
         losses[kind] = []
-        for step in range(20):
+        for step in range(STEPS):
             if kind == "emulated":
                 emulation.begin(step, 0)
             batch = packed(random_batch(LENGTHS, seed=step % 4))

@@ -1,4 +1,4 @@
-"""install.sh --gpu: what it looks for before it compiles, and in which order it installs.
+"""install.sh --gpu: what it looks for before it compiles, and in which order it installs. --dev: what it sets aside.
 
 nvidia-smi, nvcc, the compilers and Python are stand-ins: this one answers for torch, writes down what pip is told, and
 makes no venv but a copy of itself.
@@ -23,7 +23,9 @@ case "$*" in
   "-m venv .venv")
     mkdir -p .venv/bin .venv/lib/python3.12/site-packages/nvidia/{{cu13,cudnn}}/include
     cp "$0" .venv/bin/python ;;
-  "-m pip "*) echo "$CPATH" >cpath; [[ "$*" != *"${{REFUSED:-nothing}}"* ]] && echo "${{@:4}}" >>pip.log ;;
+  "-m pip "*) echo "$CPATH" >cpath; [[ "$*" != *"${{REFUSED:-nothing}}"* ]] || exit 1
+    [[ "$*" != *--target* ]] || mkdir -p .venv/te_on_cpu
+    echo "${{@:4}}" >>pip.log ;;
   *"import torch"*) echo "$TORCH_CUDA" ;;
   *"import flash_attn"*) [ -z "$DOES_NOT_LOAD" ] ;;
   *Python.h*) [ -z "$NO_HEADERS" ] ;;
@@ -122,6 +124,25 @@ def test_what_failed_is_said_and_begun_again_and_what_was_compiled_against_anoth
     told(tmp_path)
     assert install()[0] == 0
     assert told(tmp_path)[0] == "uninstall --quiet --yes transformer-engine-torch flash-attn"
+
+
+def test_transformer_engines_python_is_put_beside_the_environment_or_done_without(install, tmp_path):
+    """In the versions that GPUs get, whose requirements alone name them."""
+    folder, command = tmp_path / ".venv" / "te_on_cpu", "./install.sh --dev"
+    status, said = install(command=command, REFUSED="--target")
+    assert (status, said.count("warning:")) == (0, 1)
+    assert said.endswith("the tests of tests/te_on_cpu will skip\n")
+    assert not folder.exists()
+    assert sum("--target" in line for line in told(tmp_path)) == 0
+    assert install(command=command) == (0, "")
+    (line,) = told(tmp_path)
+    assert line.startswith("install --quiet --retries 1 --timeout 20 --no-deps --only-binary :all: --target ")
+    engine = next(re.sub(r"\[.*\]", "", name) for name in REQUIREMENTS if name.startswith("transformer-engine"))
+    (einops,) = re.findall(r"^einops==.*", (ROOT / "constraints.txt").read_text(), re.M)
+    inspect = next(name for name in REQUIREMENTS if name.startswith("nvdlfw-inspect"))
+    assert line.split()[-3:] == [engine, inspect, einops]
+    assert install(command=command) == (0, "")
+    assert told(tmp_path) == []
 
 
 def test_create_venv_goes_on_without_and_says_so(install, tmp_path):

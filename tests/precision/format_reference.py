@@ -1,15 +1,19 @@
-"""The number formats by definition, one number at a time: nearest even among the numbers a format can represent.
+"""The number formats by definition: nearest even among the numbers that a format can represent.
 
-Written from the specifications (see common/precision/formats.py), not from the code; slow. Scales are computed in fp32
-(numpy.float32 scalars), as the specifications of NVFP4 and of Transformer Engine have it; all else in float64.
+Written from the specifications (see common/precision/formats.py), not from the code. Scales are computed in fp32, as
+the specifications of NVFP4 and of Transformer Engine have it; all else is exact in float64. Tensors are fp32 [R, C];
+blocks are (rows, columns), those at the edges smaller.
 """
 
 from __future__ import annotations
 
-import math
-from bisect import bisect_left
+from functools import cache
+from typing import NamedTuple
 
 import numpy as np
+
+f32 = np.float32
+LARGEST = np.finfo(f32).max
 
 
 def representable(exponent_bits: int, mantissa_bits: int, bias: int, largest: float) -> list[float]:
@@ -31,85 +35,102 @@ assert (len(E4M3), len(E5M2)) == (127, 124)
 assert E2M1 == [0, 0.5, 1, 1.5, 2, 3, 4, 6]
 
 
-def nearest_even(x: float, numbers: list[float]) -> float:
-    """Saturating; NaN stays NaN."""
-    if math.isnan(x):
-        return x
-    size = abs(x)
-    if size >= numbers[-1]:
-        return math.copysign(numbers[-1], x)
-    above = bisect_left(numbers, size)
-    if numbers[above] == size:
-        return x
-    below = above - 1
-    to_above, to_below = numbers[above] - size, size - numbers[below]
-    up = to_above < to_below or (to_above == to_below and above % 2 == 0)
-    return math.copysign(numbers[above if up else below], x)
+class Cast(NamedTuple):
+    """numbers [R, C]: of the format. scales [R, C]: of each number's block; what is meant is their product."""
+
+    numbers: np.ndarray
+    scales: np.ndarray
 
 
-def _over_blocks(x: np.ndarray, block: tuple[int, int], quantize) -> np.ndarray:
-    result = np.empty(x.shape, np.float64)
-    for r in range(0, x.shape[0], block[0]):
-        for c in range(0, x.shape[1], block[1]):
-            here = np.s_[r : r + block[0], c : c + block[1]]
-            result[here] = quantize(x[here])
-    return result
+@cache
+def _edges(numbers: tuple[float, ...], dtype: type) -> tuple[np.ndarray, np.ndarray]:
+    """The numbers, and what is above edge i is at least number i + 1: ties go to an even bit pattern."""
+    grid = np.array(numbers, dtype)
+    middle = (grid[:-1] + grid[1:]) / 2  # exact
+    return grid, np.where(np.arange(len(middle)) % 2, np.nextafter(middle, dtype(0)), middle)
 
 
-def _each(x: np.ndarray, function) -> np.ndarray:
-    return np.array([function(v) for v in x.ravel()], np.float64).reshape(x.shape)
+def nearest_even(x, numbers: list[float]) -> np.ndarray:
+    """Of numbers or arrays. Saturating; NaN stays NaN."""
+    x = np.asarray(x)
+    grid, edges = _edges(tuple(numbers), f32 if x.dtype == f32 else np.float64)
+    return np.where(np.isnan(x), x, np.copysign(grid[np.searchsorted(edges, np.abs(x))], x)).astype(np.float64)
 
 
-def fp8_tensor(x: np.ndarray, scale: np.float32, numbers: list[float]) -> np.ndarray:
-    """x fp32; the dequantised tensor is this times 1 / scale."""
-    return _each(x, lambda v: nearest_even(float(np.float32(v) * scale), numbers))
+def of_blocks(x: np.ndarray, block: tuple[int, int], function) -> np.ndarray:
+    """function(what a block's numbers have, flat, one row a block) -> one number a block; here one for each number."""
+    (rows, columns), (r, c) = x.shape, block
+    padded = np.zeros((-(-rows // r) * r, -(-columns // c) * c), x.dtype)
+    padded[:rows, :columns] = x
+    blocks = padded.reshape(len(padded) // r, r, -1, c).swapaxes(1, 2)
+    found = function(blocks.reshape(-1, r * c)).reshape(blocks.shape[:2])
+    return found.repeat(r, 0).repeat(c, 1)[:rows, :columns]
 
 
-def fp8_scale(amax: float, largest: float, power_of_2: bool) -> np.float32:
-    if amax == 0 or not math.isfinite(amax):
-        return np.float32(1)
-    with np.errstate(over="ignore"):
-        scale = min(np.float32(largest) / np.float32(amax), np.finfo(np.float32).max)
-    return np.float32(2.0 ** (math.frexp(scale)[1] - 1)) if power_of_2 else np.float32(scale)
+def largest_of(x: np.ndarray, block: tuple[int, int]) -> np.ndarray:
+    """Of each number's block, the largest by magnitude; NaN if there is one."""
+    return of_blocks(np.abs(x), block, lambda blocks: blocks.max(1))
+
+
+def fp8_tensor(x: np.ndarray, scale, numbers: list[float]) -> np.ndarray:
+    """The dequantised tensor is this times 1 / scale (one number, or one of each number's block)."""
+    with np.errstate(all="ignore"):
+        return nearest_even(np.asarray(x, f32) * np.asarray(scale, f32), numbers)
+
+
+def fp8_scale(amax, largest: float, power_of_2: bool) -> np.ndarray:
+    """Of numbers or arrays. 1 where nothing follows from the largest: it is 0, infinite or NaN."""
+    amax = np.asarray(amax, f32)
+    with np.errstate(all="ignore"):
+        scale = np.minimum(f32(largest) / amax, LARGEST)
+        if power_of_2:
+            scale = np.ldexp(f32(0.5), np.frexp(scale)[1]).astype(f32)
+    return np.where((amax > 0) & np.isfinite(amax), scale, f32(1)).astype(f32)[()]
+
+
+def fp8_blocks_cast(x: np.ndarray, block: tuple[int, int], numbers: list[float], power_of_2: bool) -> Cast:
+    scale = fp8_scale(largest_of(x, block), numbers[-1], power_of_2)
+    return Cast(fp8_tensor(x, scale, numbers), f32(1) / scale)
 
 
 def fp8_blocks(x: np.ndarray, block: tuple[int, int], numbers: list[float], power_of_2: bool) -> np.ndarray:
-    def quantize(part):
-        scale = fp8_scale(float(np.abs(part).max()), numbers[-1], power_of_2)
-        values = fp8_tensor(part, scale, numbers)
-        return (values.astype(np.float32) * (np.float32(1) / scale)).astype(np.float64)
+    """Dequantised."""
+    cast = fp8_blocks_cast(x, block, numbers, power_of_2)
+    with np.errstate(all="ignore"):
+        return (cast.numbers.astype(f32) * cast.scales).astype(np.float64)
 
-    return _over_blocks(x, block, quantize)
+
+def mx_cast(x: np.ndarray, block: tuple[int, int], numbers: list[float]) -> Cast:
+    """The scale: the smallest power of two, 2^-127 to 2^127, at which the block's largest value fits."""
+    amax = largest_of(x, block)
+    with np.errstate(all="ignore"):
+        fraction, exponent = np.frexp((amax * (f32(1) / f32(numbers[-1]))).astype(f32))
+        exponent = np.where(fraction == 0, -127, exponent - (fraction == 0.5))
+        exponent = np.where(np.isinf(amax), 127, exponent).clip(-127, 127)
+        scales = np.where(np.isnan(amax), np.nan, np.ldexp(1.0, exponent))
+        return Cast(nearest_even(x.astype(np.float64) / scales, numbers), scales)
 
 
 def mx(x: np.ndarray, block: tuple[int, int], numbers: list[float]) -> np.ndarray:
-    """The scale: the smallest power of two, 2^-127 to 2^127, at which the block's largest value fits."""
+    """Dequantised."""
+    return np.prod(mx_cast(x, block, numbers), axis=0)
 
-    def quantize(part):
-        amax = float(np.abs(part).max())
-        if math.isnan(amax):
-            return np.full(part.shape, np.nan)
-        ratio = float(np.float32(amax) * (np.float32(1) / np.float32(numbers[-1])))
-        exponent = next((e for e in range(-127, 128) if 2.0**e >= ratio), 127)
-        return _each(part, lambda v: nearest_even(float(v) / 2.0**exponent, numbers) * 2.0**exponent)
 
-    return _over_blocks(x, block, quantize)
+def nvfp4_cast(x: np.ndarray, block: tuple[int, int], rounded=None) -> tuple[Cast, np.float32]:
+    """(numbers and block scales, tensor scale). rounded: another way to E2M1 than to the nearest."""
+    rounded = rounded or (lambda values: nearest_even(values, E2M1))
+    with np.errstate(all="ignore"):
+        amax = f32(np.abs(x).max())
+        encode_tensor = np.minimum(f32(448 * 6) / amax, LARGEST) if amax > 0 else f32(1)
+        encode_tensor = f32(encode_tensor if encode_tensor > 0 else 1)
+        decode_tensor = f32(1) / encode_tensor
+        sixth = encode_tensor * (f32(1) / f32(6))
+        scales = nearest_even(largest_of(x, block).astype(f32) * sixth, E4M3).astype(f32)
+        encode = np.minimum(f32(1) / (scales * decode_tensor), LARGEST)
+        return Cast(rounded(x.astype(f32) * encode), scales.astype(np.float64)), decode_tensor
 
 
 def nvfp4(x: np.ndarray, block: tuple[int, int]) -> tuple[np.ndarray, np.float32]:
     """(values times block scales, tensor scale)."""
-    largest = np.finfo(np.float32).max
-    with np.errstate(all="ignore"):
-        amax = np.float32(np.abs(x).max())
-        encode_tensor = min(np.float32(448 * 6) / amax, largest) if amax > 0 else np.float32(1)
-        encode_tensor = np.float32(encode_tensor if encode_tensor > 0 else 1)
-        decode_tensor = np.float32(1) / encode_tensor
-        sixth = encode_tensor * (np.float32(1) / np.float32(6))
-
-    def quantize(part):
-        with np.errstate(all="ignore"):
-            scale = np.float32(nearest_even(float(np.float32(np.abs(part).max()) * sixth), E4M3))
-            encode = min(np.float32(1) / (scale * decode_tensor), largest)
-            return _each(part, lambda v: nearest_even(float(np.float32(v) * encode), E2M1) * float(scale))
-
-    return _over_blocks(x, block, quantize), decode_tensor
+    cast, scale = nvfp4_cast(x, block)
+    return np.prod(cast, axis=0), scale

@@ -1,0 +1,42 @@
+"""What shapes and types the kernels behind Transformer Engine take, asserted where they would be launched.
+
+Sources: the checks of its csrc (`checkCuDim`, cast kernels, `hadamard_transform`) and cuBLASLt's manual: leading
+dimensions of FP8 and FP4 operands are multiples of 16 bytes. A kernel that gets another shape fails on the GPU, with a
+status from cuBLAS that names none of it.
+"""
+
+from __future__ import annotations
+
+import torch
+
+MX_BLOCK, FP4_BLOCK = 32, 16
+
+
+class Refused(RuntimeError):
+    """What a kernel would have refused."""
+
+
+def _require(fits: bool, what: str, shape) -> None:
+    if not fits:
+        raise Refused(f"{what}, not {tuple(shape)}")
+
+
+def check_cast(kind: str, shape: tuple[int, int], dtype: torch.dtype, transform: bool = False) -> None:
+    """Of a tensor [R, C] that is to be cast by a quantizer of this kind. transform: Hadamard's is asked for."""
+    if kind == "MXFP8Quantizer":
+        _require(not any(size % MX_BLOCK for size in shape), "MXFP8 casts take multiples of 32", shape)
+    if kind == "NVFP4Quantizer":
+        _require(not any(size % FP4_BLOCK for size in shape), "NVFP4 casts take multiples of 16", shape)
+        if transform and dtype != torch.bfloat16:
+            raise Refused(f"NVFP4's Hadamard transform takes bf16, not {dtype}")
+
+
+def check_operand(kind: str, shape: tuple[int, int], inner: int) -> None:
+    """Of an operand [R, C] of a product that sums over its dimension `inner` (0 or 1)."""
+    if kind.startswith("MXFP8"):
+        _require(not any(size % MX_BLOCK for size in shape), "MXFP8 products take multiples of 32", shape)
+    elif kind.startswith("NVFP4"):
+        _require(shape[inner] % 32 == 0, "NVFP4 products sum over multiples of 32 (16 bytes)", shape)
+        _require(shape[1 - inner] % 8 == 0, "NVFP4 products have results of multiples of 8", shape)
+    else:
+        _require(shape[0] % 8 == 0 and shape[1] % 16 == 0, "FP8 products take multiples of 8 and 16", shape)

@@ -1,0 +1,35 @@
+"""Whole command lines by Transformer Engine's Python, on ranks of a CPU that say they have a GPU each."""
+
+from __future__ import annotations
+
+import runpy
+import sys
+from pathlib import Path
+
+from tests.forked import ROOT
+from tests.te_on_cpu import boot
+from tests.training_fixtures import flags_of, on_ranks
+
+HOPPER, BLACKWELL = (9, 0), (10, 0)
+
+
+def train_by_te(
+    dataset_dir: Path | None,
+    output_dir: Path,
+    nproc: int = 1,
+    script: str = "train_ddp.py",
+    capability: tuple[int, int] = HOPPER,
+    expect: int = 0,
+    **flags,
+) -> str:
+    """The run of `tests.training_fixtures.train` with --backend te and --bf16; what rank 0 said."""
+    flags = {"backend": "te", "bf16": True, "max_steps": 3} | flags
+    codes, said = on_ranks(nproc, _main, flags_of(dataset_dir, output_dir, **flags), script, capability)
+    assert codes == [expect] * nproc, f"exit codes {codes}\n" + "\n".join(said)
+    return said[0]
+
+
+def _main(argv: list[str], script: str, capability: tuple[int, int]) -> None:
+    boot.start(capability)
+    sys.argv = [script, *argv]
+    runpy.run_path(str(ROOT / script), run_name="__main__")
