@@ -56,8 +56,8 @@ def test_a_rank_of_a_real_run_holds_what_the_dry_run_says(dataset, tmp_path, scr
     else:
         text = write_text(tmp_path / "text")
         argv = decoder_flags(text, tmp_path / "out", **LLAMA | PLAIN | flags)
-    # gloo has buffers of its own while it exchanges, which come and go with its threads; what a thread of its frees late
-    # now and then stands beside what comes after it. So the least of a few runs.
+    # gloo has buffers of its own while it exchanges, which come and go with its threads; now and then what such a
+    # thread frees late stands beside what comes after it. So the least of a few runs.
     said_so, least = predicted(script, nproc, argv, "--use_cpu").peak, 0.0
     for attempt in range(4):
         again = [*argv, f"--output_dir={tmp_path / str(attempt)}"]
