@@ -110,10 +110,7 @@ def compare(cp_size: int, cases: list[tuple], out: str) -> None:
 
     def packs_of(lengths: str, labels: str) -> list[dict]:
         """Two micro-batches for each data rank; of a long one, one."""
-        return [
-            make_batch(LENGTHS[lengths], labels, seed=n)
-            for n in range((lengths != "long") + mesh.dp_size)
-        ]
+        return [make_batch(LENGTHS[lengths], labels, seed=n) for n in range((lengths != "long") + mesh.dp_size)]
 
     for case in cases:
         way, layout, multiple, dropout, bf16, lengths, labels = case
