@@ -40,7 +40,7 @@ def alone(dataset, tmp_path_factory):
         ),
         (CP, 4, 10, {"cp_size": 4, "cp_layout": "contiguous", "gradient_checkpointing": True}),
         (FSDP2, 2, 10, {"cp_size": 2, "torch_compile": True, "compiler": "eager"}),
-        (FSDP2, 4, 30, {"cp_size": 2, "sharding_strategy": "hybrid", "hsdp_shard_size": 2}),
+        (FSDP2, 4, 10, {"cp_size": 2, "sharding_strategy": "hybrid", "hsdp_shard_size": 2}),
     ],
     ids=["ddp", "dp-x-cp", "contiguous", "fsdp2", "hybrid"],
 )

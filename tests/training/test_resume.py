@@ -12,8 +12,8 @@ import pytest
 from tests.live_runs import LiveRun, assert_same_run, kill_all, newest_step, ranks_of, torchrun, trajectory, wait_until
 from tests.training_fixtures import final_weights, relative_difference, rows, same_bits, train
 
-KILLS = 14
-STEPS = 60
+KILLS = 10
+STEPS = 45
 
 
 def killed_again_and_again(data, output_dir, logs, nproc: int, kills: int, generator: random.Random, **flags) -> int:
