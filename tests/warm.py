@@ -58,10 +58,10 @@ class Blank:
         return lambda *values, **how: None
 
 
-def blank_or_subplots(figure: Figure, rows: int = 1, columns: int = 1, **how):
-    if (rows, columns) != CURVES:
-        return subplots(figure, rows, columns, **how)
-    return numpy.full((rows, columns), Blank(), dtype=object)
+def blank_or_subplots(figure: Figure, nrows: int = 1, ncols: int = 1, **how):
+    if (nrows, ncols) != CURVES:
+        return subplots(figure, nrows, ncols, **how)
+    return numpy.full((nrows, ncols), Blank(), dtype=object)
 
 
 def touch_or_savefig(figure: Figure, path, **how) -> None:
