@@ -70,6 +70,8 @@ class Precision:
         """Before the pass over a pack, its number in the global step; empty: of fillers alone."""
         if self.emulation:
             self.emulation.begin(step, pack, empty)
+        elif self.stats:
+            self.stats.begin_pack(empty)
 
     def end_step(self, world: World, skipped: bool) -> list[dict]:
         """After the optimiser step, or where it would have been; all ranks together. The rows of quant_stats.jsonl."""

@@ -9,13 +9,21 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import yaml
 
 from common.cli import Missing, UserError, flag
-from common.precision.plan import NVFP4BlockScaling, Plan, PrecisionFlags
+from common.precision.plan import (
+    BlockScaling,
+    CurrentScaling,
+    DelayedScaling,
+    MXFP8BlockScaling,
+    NVFP4BlockScaling,
+    Plan,
+    PrecisionFlags,
+)
 
 FILE = "quant_stats.jsonl"
 MODULES = {
@@ -28,11 +36,20 @@ OPERANDS = ("activation", "weight", "gradient")
 RESULTS = {"output": "fprop", "dgrad": "dgrad", "wgrad": "wgrad"}  # tensor: the product it is the result of
 QUANTISED = ("underflows%", "overflows%", "scale_inv_min", "scale_inv_max", "mse")
 PLAIN = ("min", "max", "mean", "std", "l1_norm", "l2_norm", "cur_amax", "dynamic_range")
+# Before a statistic of `QUANTISED`: what that recipe makes, or would make of the tensor.
+RECIPES = {
+    "fp8_delayed_scaling": DelayedScaling,
+    "fp8_current_scaling": CurrentScaling,
+    "fp8_block_scaling": BlockScaling,
+    "mxfp8": MXFP8BlockScaling,
+}
 
+_DELAYED = "fp8_delayed_scaling"  # of its own layers only: elsewhere there are no histories
 _ALIASES = {"fprop": "output"}  # as the guides' file has it
 _FP8, _FP4, _TENSOR = "LogFp8TensorStats", "LogNvfp4TensorStats", "LogTensorStats"
 _KNOWN_STATS = {_FP8: QUANTISED, _FP4: QUANTISED, _TENSOR: PLAIN}
 _KNOWN_TENSORS = {_FP8: OPERANDS, _FP4: OPERANDS, _TENSOR: (*OPERANDS, *RESULTS, *_ALIASES)}
+_MODULES_AROUND = ("model.", "model.esm.", "model.model.")
 _TIMES = ("freq", "start_step", "end_step")
 
 
@@ -85,6 +102,10 @@ class Wanted:
     start: int = 0
     end: int | None = None
 
+    def of_recipes(self) -> Wanted:
+        """Those that name a recipe."""
+        return replace(self, stats=tuple(stat for stat in self.stats if split_stat(stat)[0]))
+
     def due(self, step: int) -> bool:
         return step % self.freq == 0 and self.start <= step and (self.end is None or step <= self.end)
 
@@ -104,6 +125,12 @@ class Section:
     features: dict[str, dict[str, Wanted]]  # feature -> tensor -> what
 
 
+def split_stat(stat: str) -> tuple[str, str]:
+    """("mxfp8", "underflows%") of mxfp8_underflows%; ("", "mse") of mse: of the layer's own recipe."""
+    name = next((name for name in RECIPES if stat.startswith(f"{name}_")), "")
+    return name, stat[len(name) + 1 :] if name else stat
+
+
 def layer_name(layer: int, module: str) -> str:
     """What the file's patterns are matched against. Layers count from 1, as in --fp8_layers."""
     return f"encoder.layers.{layer}.{MODULES[module]}"
@@ -120,17 +147,27 @@ def select(flags: StatsFlags, plan: Plan) -> Selection:
     for layer, recipe in enumerate(plan, 1):
         for module in MODULES if recipe else ():
             name = layer_name(layer, module)
+            # Either feature means the format that the layer has; of two sections, that with the layer's own counts.
+            order = (_FP4, _FP8) if isinstance(recipe, NVFP4BlockScaling) else (_FP8, _FP4)
             mine = [section for section in sections if section.accepts(name)]
+            if len(mine) > 1:
+                mine = [section for section in mine if order[0] in section.features] or mine
             if len(mine) > 1:
                 names = " and ".join(section.name for section in mine)
                 raise UserError(f"--quant_stats_file {flags.quant_stats_file}: {names} both select {name}: let one do")
             for section in mine:
-                # Either of the two means the format that the layer has.
-                order = (_FP4, _FP8) if isinstance(recipe, NVFP4BlockScaling) else (_FP8, _FP4)
-                quantised = next((section.features[f] for f in order if f in section.features), {})
-                for wanted in (quantised, section.features.get(_TENSOR, {})):
+                quantised, *others = [section.features[f] for f in order if f in section.features] or [{}]
+                what_ifs = [{tensor: what.of_recipes() for tensor, what in other.items()} for other in others]
+                for wanted in (quantised, *what_ifs, section.features.get(_TENSOR, {})):
                     for tensor, what in wanted.items():
-                        selection[layer, module, tensor] = (*selection.get((layer, module, tensor), ()), what)
+                        delayed = any(split_stat(stat)[0] == _DELAYED for stat in what.stats)
+                        if delayed and not isinstance(recipe, DelayedScaling):
+                            raise UserError(
+                                f"--quant_stats_file {flags.quant_stats_file}: {section.name}: {name} is in "
+                                f"{recipe.title}: there is no history for {_DELAYED}: drop it there"
+                            )
+                        if what.stats:
+                            selection[layer, module, tensor] = (*selection.get((layer, module, tensor), ()), what)
     if not selection:
         raise UserError(
             f"--quant_stats_file {flags.quant_stats_file}: selects no quantised layer: names are like "
@@ -204,7 +241,8 @@ def _accepts(where: str, body) -> Callable[[str], bool]:
             pattern = re.compile(body["layer_name_regex_pattern"])
         except (re.error, TypeError) as error:
             raise _Wrong(f"{where}: layer_name_regex_pattern: {error}") from error
-        return lambda name: pattern.search(name) is not None
+        # Of NVIDIA's model, too, whose layers have the same names within another module.
+        return lambda name: any(pattern.search(prefix + name) for prefix in ("", *_MODULES_AROUND))
     numbers, types = body.get("layer_numbers", "all"), body.get("layer_types", ["all"])
     if not isinstance(types, list) or not all(isinstance(part, str) for part in types):
         raise _Wrong(f"{where}: layer_types: expected a list such as [layernorm_qkv, fc1]")
@@ -255,11 +293,13 @@ def _wanted(where: str, feature: str, item: dict) -> Wanted:
     stats = item.get("stats")
     if not isinstance(stats, list) or not stats:
         raise _Wrong(f"{where}: expected stats: a list of {', '.join(_KNOWN_STATS[feature])}")
+    before = "" if feature == _TENSOR else f", any of them after {', '.join(f'{name}_' for name in RECIPES)}"
     # Operands along both dimensions have rows of their own, so that both are always there.
     stats = tuple(dict.fromkeys(str(stat).removesuffix("_columnwise") for stat in stats))
     for stat in stats:
-        if stat not in _KNOWN_STATS[feature]:
-            raise _Wrong(f"{where}: unknown statistic {stat}: known are {', '.join(_KNOWN_STATS[feature])}")
+        recipe, plain = split_stat(stat)
+        if plain not in _KNOWN_STATS[feature] or (recipe and feature == _TENSOR):
+            raise _Wrong(f"{where}: unknown statistic {stat}: known are {', '.join(_KNOWN_STATS[feature])}{before}")
     times = {key: item.get(key) for key in _TIMES if item.get(key) is not None}
     for key, value in times.items():
         if type(value) is not int or value < (key == "freq"):
