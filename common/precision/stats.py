@@ -20,7 +20,8 @@ from common.precision.emulation import Emulation
 from common.precision.formats import E2M1, Element, Quantized, blocked
 from common.precision.operands import COLUMNS, ROWS, element_of, quantize_operand
 from common.precision.plan import NVFP4BlockScaling, Plan, Recipe
-from common.precision.stats_plan import MODULES, OPERANDS, RECIPES, RESULTS, Key, Selection, split_stat
+from common.precision.stats_file import OPERANDS, RECIPES, RESULTS, split_stat
+from common.precision.stats_plan import MODULES, Key, Selection
 from common.ranks.world import World
 
 # The products that an operand enters, quantised along its columns and along its rows.

@@ -18,7 +18,8 @@ from common.cli import UserError
 from common.precision.operands import COLUMNS, ROWS, transformed
 from common.precision.plan import Plan
 from common.precision.stats import Statistics
-from common.precision.stats_plan import MODULES, OPERANDS, RESULTS, Selection
+from common.precision.stats_file import OPERANDS, RESULTS
+from common.precision.stats_plan import MODULES, Selection
 from common.ranks.world import World
 
 # Its names of the products, which it matches the configuration against, and the number of the layer, from 0.
@@ -69,11 +70,10 @@ class TeStats(Statistics):
         self._past_fc2: set[int] = set()  # layers whose backward pass is
 
     def next_due(self, layer: int, product: int, tensor: str, step: int) -> int | None:
-        """The first step after `step` at which something of it is due; None: never again."""
+        """The first step from `step` on at which something of it is due; None: never again."""
         names = [name for name in MODULES if asked_as(name, tensor) == tuple(MODULES)[product]]
-        wanted = [w for name in names for w in self.selection.get((layer + 1, name, tensor), ())]
-        steps = ((max(step + 1, w.start, 1) + w.freq - 1) // w.freq * w.freq for w in wanted)
-        return min((due for due, w in zip(steps, wanted, strict=True) if w.end is None or due <= w.end), default=None)
+        wanted = [wanted for name in names for wanted in self.selection.get((layer + 1, name, tensor), ())]
+        return min((due for w in wanted if (due := w.next_due(step)) is not None), default=None)
 
     def inspect(self, layer: int, product: int, tensor: str, x, quantized) -> None:
         """Of one tensor, before the cast, [..., C], and after it (of an operand), in Transformer Engine's storage."""
@@ -102,9 +102,8 @@ def _register(stats: TeStats) -> None:
 
         @api_method
         def inspect_tensor_enabled(self, config: dict, layer_name: str, tensor_name: str, iteration: int):
-            where = product_of(layer_name)
-            now, then = (stats.next_due(*where, tensor_name, after) for after in (iteration - 1, iteration))
-            return iteration == now, then
+            now, later = (stats.next_due(*product_of(layer_name), tensor_name, iteration + more) for more in (0, 1))
+            return iteration == now, later
 
         @api_method
         def inspect_tensor(
@@ -122,7 +121,6 @@ def _register(stats: TeStats) -> None:
         ) -> None:
             stats.inspect(*product_of(layer_name), tensor_name, tensor, rowwise_quantized_tensor)
 
-    assert AddedUp.__name__ == _FEATURE
     Registry.register_feature(namespace="transformer_engine")(AddedUp)
 
 

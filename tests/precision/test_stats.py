@@ -13,7 +13,8 @@ from common.cli import UserError
 from common.files.json_files import read_json_lines
 from common.precision.emulation import GRADIENT, INPUT, WEIGHT
 from common.precision.stats import QuantStats, scalars
-from common.precision.stats_plan import PLAIN, QUANTISED, StatsFlags, select
+from common.precision.stats_file import PLAIN, QUANTISED
+from common.precision.stats_plan import StatsFlags, select
 from common.precision.stats_report import cells, draw
 from tests.precision.test_emulation import ALONE, FP8, RECIPES, by_definition, operands, tiny_model
 from tests.precision.test_stats_plan import GUIDES, selected, write
@@ -119,7 +120,7 @@ def test_every_number_is_that_of_its_definition(tmp_path, name):
     ],
 )
 def test_what_another_recipe_would_make_of_a_tensor(tmp_path, own, others):
-    """Beside the layer's own, of the tensor as it is (not NVFP4's transform), along each dimension it would be cast."""
+    """Beside the layer's own, of the tensor as it is (not NVFP4's transform), along each dimension of a cast."""
     stats = ["underflows%", *(f"{name}_{stat}" for name in others for stat in ("underflows%", "mse"))]
     settings = {"enabled": True, "tensors": ["activation", "weight", "gradient"], "stats": stats}
     section = {

@@ -159,7 +159,7 @@ FEATURES = (NAME, "transformer_engine")
         ),
         (
             changed(*FEATURES, "LogFp8TensorStats", "tensors_struct", 0, "stats", value=["mxfp8_std"]),
-            "unknown statistic mxfp8_std: known are underflows%, overflows%, scale_inv_min, scale_inv_max, mse, any of",
+            "unknown statistic mxfp8_std: known are underflows%, overflows%, scale_inv_min, scale_inv_max, mse, any",
         ),
         (changed(*FEATURES, "LogTensorStats", "tensors", value=["bias"]), "unknown tensor bias: known are activation"),
         (changed(*FEATURES, "LogTensorStats", "freq", value=0), "freq 0: expected a number of steps, at least 1"),

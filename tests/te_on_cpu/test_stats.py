@@ -18,7 +18,7 @@ from common.precision.plan import (
     NVFP4BlockScaling,
     Plan,
 )
-from common.precision.stats_plan import OPERANDS, RESULTS
+from common.precision.stats_file import OPERANDS, RESULTS
 from common.ranks.world import World
 from tests.precision.test_stats_plan import write
 from tests.te_on_cpu import boot
