@@ -70,6 +70,14 @@ class Precision:
         """Before the pass over a pack, its number in the global step; empty: of fillers alone."""
         if self.emulation:
             self.emulation.begin(step, pack, empty)
+        elif self.stats:
+            self.stats.begin_pack(empty)
+
+    def add_unseen(self, stray: Tensor, optimizer: torch.optim.Optimizer) -> Tensor:
+        """stray, an fp32 scalar; NaN where this rank has one that neither loss nor gradient norm would show."""
+        if not self.quantised:
+            return stray
+        return self.quantised.unseen.add_to(stray, (p for group in optimizer.param_groups for p in group["params"]))
 
     def end_step(self, world: World, skipped: bool) -> list[dict]:
         """After the optimiser step, or where it would have been; all ranks together. The rows of quant_stats.jsonl."""

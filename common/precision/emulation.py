@@ -18,42 +18,24 @@ from torch import Tensor, nn
 from common.files.hashing import ROUNDING, derive_key
 from common.layers.graphs import outside_graphs
 from common.layers.linear import linear
-from common.precision.formats import (
-    E4M3,
-    E5M2,
-    FP8_BLOCK,
-    MX_BLOCK,
-    NVFP4_BLOCK,
-    Element,
-    Quantized,
-    fp8_scale,
-    hadamard_rows,
-    quantize_fp8_blocks,
-    quantize_mx,
-    quantize_nvfp4,
-    quantize_tensor,
-    tensor_amax,
+from common.precision.formats import Element, Quantized, fp8_scale, quantize_tensor, tensor_amax
+from common.precision.operands import (
+    COLUMNS,
+    GRADIENT,
+    INPUT,
+    ROLES,
+    ROWS,
+    WEIGHT,
+    element_of,
+    quantize_operand,
+    transformed,
 )
-from common.precision.plan import (
-    BlockScaling,
-    CurrentScaling,
-    DelayedScaling,
-    MXFP8BlockScaling,
-    NVFP4BlockScaling,
-    Plan,
-    Recipe,
-)
+from common.precision.plan import BlockScaling, DelayedScaling, NVFP4BlockScaling, Plan, Recipe
 from common.ranks.world import World
 
 PRODUCTS = ("qkv", "proj", "fc1", "fc2")
-INPUT, WEIGHT, GRADIENT = ROLES = range(3)
-COLUMNS, ROWS = 1, 0  # the dimension a product sums over, that is along which blocks lie
 
 Factor = tuple[Tensor, Tensor]  # values, scale: see common.precision.formats
-
-
-def element_of(recipe: Recipe, role: int) -> Element:
-    return E5M2 if recipe.fp8_format == "hybrid" and role == GRADIENT else E4M3
 
 
 class DelayedScales:
@@ -103,11 +85,13 @@ class DelayedScales:
 class Watcher(Protocol):
     """Sees every operand and every result (common.precision.stats)."""
 
-    def begin_pack(self) -> None: ...
+    def begin_pack(self, empty: bool) -> None: ...
 
-    def operand(self, product: Product, role: int, along: int, x: Tensor, quantized: Quantized) -> None: ...
+    def operand(
+        self, layer: int, product: int, role: int, along: int, x: Tensor, cast: Tensor, quantized: Quantized
+    ) -> None: ...
 
-    def result(self, product: Product, gemm: str, x: Tensor) -> None: ...
+    def result(self, layer: int, product: int, tensor: str, x: Tensor) -> None: ...
 
 
 class Emulation:
@@ -149,17 +133,13 @@ class Emulation:
         self.key = derive_key(self.seed, ROUNDING, step, pack)
         self.training, self.empty = True, empty
         if self.watcher:
-            self.watcher.begin_pack()
+            self.watcher.begin_pack(empty)
 
     def end_step(self, world: World, skipped: bool) -> None:
         """After the optimiser step, or where it would have been; all ranks together."""
         self.training = self.empty = False
         if self.scales is not None:
             self.scales.end_step(world, skipped)
-
-    @property
-    def watched(self) -> bool:
-        return self.watcher is not None and not self.empty
 
     @property
     def state(self) -> dict[str, Tensor]:
@@ -193,48 +173,31 @@ class Product:
 
     def quantize(self, x: Tensor, role: int, along: int, dtype: torch.dtype, key: int = 0) -> Factor:
         """x [R, C] as the factor of a product in `dtype` that sums over its columns or its rows."""
-        if isinstance(self.recipe, NVFP4BlockScaling) and along == ROWS and role != WEIGHT:
-            x = x if self.recipe.disable_rht else hadamard_rows(x)
-        quantized = self._quantize(x, role, along, key)
-        if self.emulation.watched:
-            self.emulation.watcher.operand(self, role, along, x, quantized)
+        cast = transformed(self.recipe, x, role, along)
+        quantized = self._quantize(cast, role, along, key)
+        if self.emulation.watcher:
+            self.emulation.watcher.operand(self.layer, self.product, role, along, x, cast, quantized)
         # What a weight in fp32 becomes is exact in bf16, too, but for blocks with fp32 scales.
         narrow = not (isinstance(self.recipe, BlockScaling) and self.recipe.use_f32_scales)
         return quantized.values.to(dtype) if narrow else quantized.values, quantized.scale
 
     def _quantize(self, x: Tensor, role: int, along: int, key: int) -> Quantized:
-        recipe, element = self.recipe, element_of(self.recipe, role)
-        if isinstance(recipe, NVFP4BlockScaling):
-            square = role == WEIGHT and not recipe.disable_2d_quantization
-            stochastic = role == GRADIENT and not recipe.disable_stochastic_rounding
-            noise_key = derive_key(key, self.layer, self.product, along) if stochastic else None
-            return quantize_nvfp4(x, _block(NVFP4_BLOCK, along, square), noise_key)
-        if isinstance(recipe, MXFP8BlockScaling):
-            square = role == WEIGHT and recipe.enable_2d_quantization
-            return quantize_mx(x, _block(MX_BLOCK, along, square), element)
-        if isinstance(recipe, BlockScaling):
-            return quantize_fp8_blocks(x, _block(FP8_BLOCK, along, role == WEIGHT), element, not recipe.use_f32_scales)
-        if isinstance(recipe, CurrentScaling):
-            amax = tensor_amax(x)
-            if self.emulation.group is not None and role != WEIGHT:
-                dist.all_reduce(amax, dist.ReduceOp.MAX, group=self.emulation.group)
-            return quantize_tensor(x, fp8_scale(amax, element, 1.0, recipe.use_power_2_scales), element)
+        if not isinstance(self.recipe, DelayedScaling):
+            stochastic = role == GRADIENT and isinstance(self.recipe, NVFP4BlockScaling)
+            noise_key = derive_key(key, self.layer, self.product, along) if stochastic else 0
+            return quantize_operand(self.recipe, x, role, along, noise_key, self.emulation.group)
         number = (self.layer * len(PRODUCTS) + self.product) * len(ROLES) + role
         scales = self.emulation.scales
         # Histories and scales are those of the global batch: the same on any number of ranks, from the first step on.
         ranks = self.emulation.ranks if role == GRADIENT else 1
         if self.emulation.training and not self.emulation.empty:
             scales.record(number, tensor_amax(x) / ranks)
-        return quantize_tensor(x, scales.scale(number) / ranks, element)
+        return quantize_tensor(x, scales.scale(number) / ranks, element_of(self.recipe, role))
 
-    def watch_result(self, gemm: str, x: Tensor) -> None:
-        """x: the result of `fprop`, `dgrad` or `wgrad`."""
-        if self.emulation.watched:
-            self.emulation.watcher.result(self, gemm, x)
-
-
-def _block(size: int, along: int, square: bool = False) -> tuple[int, int]:
-    return (size, size) if square else (1, size) if along == COLUMNS else (size, 1)
+    def watch_result(self, tensor: str, x: Tensor) -> None:
+        """x: the `output`, `dgrad` or `wgrad` of a product."""
+        if self.emulation.watcher:
+            self.emulation.watcher.result(self.layer, self.product, tensor, x)
 
 
 class _QuantizedLinear(torch.autograd.Function):
@@ -247,7 +210,7 @@ class _QuantizedLinear(torch.autograd.Function):
         else:
             ctx.save_for_backward(weight, x)
         y = _multiply(quantized, product.quantize(weight, WEIGHT, COLUMNS, x.dtype), x.dtype, bias)
-        product.watch_result("fprop", y)
+        product.watch_result("output", y)
         return y
 
     @staticmethod

@@ -110,14 +110,14 @@ def quantize_mx(x: Tensor, block: Block, element: Element = E4M3) -> Quantized:
     # The exponent of the power of two at or above: any bit of the mantissa carries. 2^-127 is half a step into fp32's
     # subnormals; infinity takes the largest scale, NaN stays.
     exponent = ((bits + 0x7FFFFF) >> 23).masked_fill_(bits <= 0x400000, 0).clamp_(max=254)
-    encode = _power_of_2(254 - exponent).masked_fill_(ratio.isnan(), torch.nan)
-    decode = _power_of_2(exponent)
+    encode = exponent_value(254 - exponent).masked_fill_(ratio.isnan(), torch.nan)
+    decode = exponent_value(exponent)
     values = round_to(blocks * encode, element).mul_(decode)
     return Quantized(_unblocked(values, x, x.dtype), torch.ones((), device=x.device), decode.expand_as(blocks))
 
 
-def _power_of_2(biased: Tensor) -> Tensor:
-    """2^(biased - 127) as fp32, for int32 in 0..254."""
+def exponent_value(biased: Tensor) -> Tensor:
+    """An E8M0 scale: 2^(biased - 127) as fp32, for int32 in 0..254."""
     return (biased << 23).masked_fill_(biased == 0, 0x400000).view(torch.float32)
 
 

@@ -1,9 +1,12 @@
-"""--quant_stats under --emulate_precision: what quantisation did to each tensor, over the global batch of a step.
+"""--quant_stats: what quantisation did to each tensor, over the global batch of a step, whoever quantises.
 
 Every rank counts and sums what its own packs show; at the end of the step all are added up, so that they are those
 of the global batch whatever the number of ranks. Weights, the same everywhere, count once. Gradients are in units of
 the global batch's loss (a rank's own are as many times larger as there are ranks). Steps without statistics cost
 nothing: nobody watches then.
+
+What another recipe would have made of a tensor (mxfp8_underflows%, ...) comes from the formats of the emulation, in
+blocks of the rank's own tokens, whatever the layer computes in.
 """
 
 from __future__ import annotations
@@ -13,10 +16,12 @@ import math
 import torch
 from torch import Tensor
 
-from common.precision.emulation import WEIGHT, Emulation, Product, element_of
+from common.precision.emulation import Emulation
 from common.precision.formats import E2M1, Element, Quantized, blocked
-from common.precision.plan import NVFP4BlockScaling
-from common.precision.stats_plan import MODULES, OPERANDS, RESULTS, Key, Selection
+from common.precision.operands import COLUMNS, ROWS, element_of, quantize_operand
+from common.precision.plan import NVFP4BlockScaling, Plan, Recipe
+from common.precision.stats_file import OPERANDS, RECIPES, RESULTS, split_stat
+from common.precision.stats_plan import MODULES, Key, Selection
 from common.ranks.world import World
 
 # The products that an operand enters, quantised along its columns and along its rows.
@@ -32,73 +37,95 @@ _DEGREE = {"mse": 2} | dict.fromkeys(
 _SLACK = 1 + 2.0**-20
 
 Row = tuple[Key, tuple[str, ...]]  # a tensor, and the products it is an operand or the result of
+Measured = tuple[Key, tuple[str, ...], str]  # the same, and the recipe of a what-if ("": the layer's own)
 
 
-class QuantStats:
-    """Watches the operands of an `Emulation` at the steps that a `Selection` names."""
+class Statistics:
+    """Adds up what a step's packs show of the operands and results that a `Selection` names."""
 
-    def __init__(self, emulation: Emulation, selection: Selection, world: World):
-        self.emulation, self.selection, self.world = emulation, selection, world
-        self.step = 0
-        self._rows: dict[Row, tuple[str, ...]] = {}  # due in this step, in the order of the sums; what is wanted
+    def __init__(self, plan: Plan, selection: Selection, world: World):
+        self.plan, self.selection, self.world = plan, selection, world
+        self.step, self.empty = 0, False
+        # Due in this step, in the order of the sums; what is wanted of each.
+        self._rows: dict[Measured, tuple[str, ...]] = {}
 
     def begin_step(self, step: int) -> None:
         """Before the first pack of step `step`, counted from 1."""
         self.step = step
         self._rows = {}
         for key, wanted in self.selection.items():
-            if stats := tuple(dict.fromkeys(stat for w in wanted if w.due(step) for stat in w.stats)):
-                self._rows |= {(key, gemms): stats for gemms in self._gemms(key)}
+            due: dict[str, list[str]] = {}
+            for stat in dict.fromkeys(stat for w in wanted if w.due(step) for stat in w.stats):
+                recipe, plain = split_stat(stat)
+                due.setdefault(self._own(key, recipe), []).append(plain)
+            for recipe, stats in due.items():
+                self._rows |= {(key, gemms, recipe): tuple(stats) for gemms in self._gemms(key, recipe)}
         if self._rows:
             device, count = self.world.device, len(self._rows)
             self._numbers = {row: number for number, row in enumerate(self._rows)}
             self._sums = torch.zeros(count, len(SUMS), dtype=torch.float64, device=device)
             self._tops = torch.full((count, len(TOPS)), -math.inf, dtype=torch.float64, device=device)
-            self._seen: set[int] = set()
             self._seen_weights: set[int] = set()
-            self.emulation.watcher = self
+            self.begin_pack()
 
-    def begin_pack(self) -> None:
-        self._seen = set()
+    def begin_pack(self, empty: bool = False) -> None:
+        """empty: of fillers alone, of which statistics take no notice."""
+        self._seen: set[int] = set()
+        self.empty = empty
 
-    def operand(self, product: Product, role: int, along: int, x: Tensor, quantized: Quantized) -> None:
-        """x, and what became of it; called again by a recomputed forward pass."""
-        tensor = OPERANDS[role]
-        gemms = GEMMS[tensor] if product.whole_tensor else (GEMMS[tensor][0 if along else 1],)
-        if (number := self._new(product, tensor, gemms, role == WEIGHT)) is not None:
-            nvfp4 = isinstance(product.recipe, NVFP4BlockScaling)
-            self._add(number, *measure(x, quantized, E2M1 if nvfp4 else element_of(product.recipe, role)))
+    def operand(self, layer: int, product: int, role: int, along: int, x: Tensor, cast: Tensor, quantized: Quantized):
+        """x [R, C] of layer `layer`, from 0; `cast`, which is x or its transform, became `quantized` along `along`.
 
-    def result(self, product: Product, gemm: str, x: Tensor) -> None:
-        tensor = next(name for name, of in RESULTS.items() if of == gemm)
-        if (number := self._new(product, tensor, (gemm,))) is not None:
+        Called again by a recomputed forward pass, it counts once.
+        """
+        tensor, recipe = OPERANDS[role], self.plan[layer]
+        if (number := self._new(layer, product, tensor, along, "")) is not None:
+            element = E2M1 if isinstance(recipe, NVFP4BlockScaling) else element_of(recipe, role)
+            self._add(number, *measure(cast, quantized, element))
+        for name, kind in RECIPES.items():
+            for direction in (COLUMNS, ROWS):
+                if (number := self._new(layer, product, tensor, direction, name)) is not None:
+                    other = kind(recipe.fp8_format)
+                    would = quantize_operand(other, x, role, direction)
+                    self._add(number, *measure(x, would, element_of(other, role)))
+
+    def result(self, layer: int, product: int, tensor: str, x: Tensor) -> None:
+        """x: the result (`output`, `dgrad` or `wgrad`) of a product."""
+        if (number := self._new(layer, product, tensor, COLUMNS, "")) is not None:
             self._add(number, *measure(x))
 
     def end_step(self) -> list[dict]:
         """The rows of quant_stats.jsonl; all ranks together."""
-        self.emulation.watcher = None
         if not self._rows:
             return []
         sums, tops = self.world.sum(self._sums).tolist(), self.world.max(self._tops).tolist()
-        rows = []
-        for (key, gemms), stats, summed, top in zip(self._rows, self._rows.values(), sums, tops, strict=True):
+        rows: dict[Row, dict[str, float]] = {}
+        for ((key, gemms, recipe), stats), summed, top in zip(self._rows.items(), sums, tops, strict=True):
             found = statistics(dict(zip(SUMS, summed, strict=True)) | dict(zip(TOPS, top, strict=True)))
-            rows.append(make_row(self.step, key, gemms, {s: found[s] for s in stats}, self._recipe(key), self.world))
-        return rows
+            prefix = recipe and f"{recipe}_"
+            rows.setdefault((key, gemms), {}).update({prefix + stat: found[stat] for stat in stats})
+        return [make_row(self.step, *row, stats, self.plan[row[0][0] - 1], self.world) for row, stats in rows.items()]
 
-    def _recipe(self, key: Key):
-        return self.emulation.plan[key[0] - 1]
+    def _recipe(self, key: Key, name: str) -> Recipe | type[Recipe]:
+        return RECIPES[name] if name else self.plan[key[0] - 1]
 
-    def _gemms(self, key: Key) -> list[tuple[str, ...]]:
-        layer, _, tensor = key
+    def _own(self, key: Key, name: str) -> str:
+        return "" if name and isinstance(self.plan[key[0] - 1], RECIPES[name]) else name
+
+    def _gemms(self, key: Key, name: str) -> list[tuple[str, ...]]:
+        tensor = key[2]
         if tensor in RESULTS:
             return [(RESULTS[tensor],)]
-        return [GEMMS[tensor]] if self._recipe(key).whole_tensor else [(gemm,) for gemm in GEMMS[tensor]]
+        return [GEMMS[tensor]] if self._recipe(key, name).whole_tensor else [(gemm,) for gemm in GEMMS[tensor]]
 
-    def _new(self, product: Product, tensor: str, gemms: tuple[str, ...], weight: bool = False) -> int | None:
+    def _new(self, layer: int, product: int, tensor: str, along: int, name: str) -> int | None:
         """Where to add it, unless it is not wanted in this step or was seen before."""
-        module = tuple(MODULES)[product.product]
-        number = self._numbers.get(((product.layer + 1, module, tensor), gemms))
+        if self.empty or not self._rows:
+            return None
+        key = (layer + 1, tuple(MODULES)[product], tensor)
+        gemms = self._gemms(key, name)
+        number = self._numbers.get((key, gemms[0] if len(gemms) == 1 or along == COLUMNS else gemms[1], name))
+        weight = tensor == "weight"
         seen = self._seen_weights if weight else self._seen
         if number is None or number in seen or (weight and not self.world.is_main):
             return None
@@ -108,6 +135,22 @@ class QuantStats:
     def _add(self, number: int, sums: Tensor, tops: Tensor) -> None:
         self._sums[number] += sums
         self._tops[number] = torch.maximum(self._tops[number], tops)
+
+
+class QuantStats(Statistics):
+    """Of the products of an `Emulation`, which it watches at the steps that a `Selection` names."""
+
+    def __init__(self, emulation: Emulation, selection: Selection, world: World):
+        super().__init__(emulation.plan, selection, world)
+        self.emulation = emulation
+
+    def begin_step(self, step: int) -> None:
+        super().begin_step(step)
+        self.emulation.watcher = self if self._rows else None
+
+    def end_step(self) -> list[dict]:
+        self.emulation.watcher = None
+        return super().end_step()
 
 
 @torch.no_grad()
@@ -172,7 +215,7 @@ def make_row(step: int, key: Key, gemms: tuple[str, ...], stats: dict[str, float
     """An object of quant_stats.jsonl. What is not a number (a scale where all is zero, say) is null."""
     layer, module, tensor = key
     ranks = world.size if tensor in ("gradient", "dgrad", "wgrad") else 1
-    found = {stat: value / ranks ** _DEGREE.get(stat, 0) for stat, value in stats.items()}
+    found = {stat: value / ranks ** _DEGREE.get(split_stat(stat)[1], 0) for stat, value in stats.items()}
     where = {"step": step, "layer": layer, "module": module, "tensor": tensor, "gemms": list(gemms)}
     return where | {"format": recipe.title} | {k: v if math.isfinite(v) else None for k, v in found.items()}
 

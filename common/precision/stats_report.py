@@ -15,7 +15,8 @@ from pathlib import Path
 from common.cli import UserError, run
 from common.files.json_files import read_json_lines
 from common.precision.stats import GEMMS
-from common.precision.stats_plan import FILE, MODULES, OPERANDS
+from common.precision.stats_file import OPERANDS
+from common.precision.stats_plan import FILE, MODULES
 
 Cell = tuple[int, str]  # layer, name of the column
 ANNOTATED_LAYERS = 12  # of models with more, numbers would not be read in the cells

@@ -22,6 +22,7 @@ from common.cli import UserError
 from common.precision import plan as plans
 from common.precision.masters import Masters
 from common.precision.plan import Plan, Recipe
+from common.precision.unseen import Unseen
 
 _FORMATS = {"hybrid": Format.HYBRID, "e4m3": Format.E4M3}
 _KINDS = {
@@ -92,6 +93,7 @@ class Quantised:
                 if recipe is not None and not isinstance(recipe, plans.NVFP4BlockScaling):
                     with te.quantized_model_init(recipe=made[recipe]):
                         self.layers[number] = type(self.layers[number])(model.config, number)
+        self.unseen = Unseen(self.layers, plan)
 
     def quantise_weights(self) -> Masters:
         """Put the weights of layers that keep them in FP8 into it; what they were become their masters.

@@ -72,7 +72,8 @@ class Stepper:
         # The norm minus itself is 0, or no number where the norm is none: that of one rank (a replica that went wrong
         # by itself) reaches all with the loss, in no exchange of its own. Nor is there a wait for the device of its
         # own: loss and norm are read once a step, to be logged; here, and not after the optimiser has been started.
-        loss, stray = world.sum(torch.stack([loss, norm - norm]))
+        stray = self.precision.add_unseen(norm - norm, self.optimizer)
+        loss, stray = world.sum(torch.stack([loss, stray]))
         loss, norm, stray = torch.stack([loss / max(counts.num_masked, 1), norm, stray]).tolist()
         norm = norm + stray if math.isfinite(norm) else norm
         computed = time.perf_counter()

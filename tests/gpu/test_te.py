@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 import os
 from contextlib import contextmanager
+from dataclasses import replace
 from importlib.util import find_spec
 
 import pytest
@@ -274,18 +275,25 @@ def test_delayed_scaling_resumes_bit_exactly_and_rolls_once_a_step(forget, monke
 
 @HOPPER
 def test_layers_of_another_recipe_do_not_age_the_histories():
-    """One row a step, the newest last, in whatever order the recipes come; the first is for the step to come."""
+    """One row a step, the newest last, in whatever order the recipes come; the first is for the step to come. Scales
+    follow the newest where that is asked for, beside a layer in BF16, too."""
     from common.precision.te import Quantised
 
-    delayed = RECIPES["delayed"]
+    delayed = replace(RECIPES["delayed"], amax_compute_algo="most_recent")
     model = te_like(build_model(esm2_config(*CONFIG, **TANH), 0, "cuda"))
     scales = Quantised(model, (RECIPES["current"], None, delayed))
     for seed in range(3):
         loss_and_gradients(model, packed(random_batch(LENGTHS, seed=seed)), bf16=True)
     histories = {name: tensor for name, tensor in scales.state.items() if name.endswith("history")}
     assert len(histories) == 3 * 2
+    fallen = 0
     for name, history in histories.items():
         assert (history[:, 0] != 0).nonzero().flatten().tolist() == [13, 14, 15], name
+        newest, scale = history[-1].double(), scales.state[name.replace("amax_history", "scale")].double()
+        used, largest = newest != 0, 57344 if "_bwd" in name else 448
+        assert torch.allclose(scale[used], largest / newest[used], rtol=1e-6, atol=0), name
+        fallen += int((newest < history.amax(0)).sum())
+    assert fallen, "the newest are the largest: nothing is shown"
 
 
 @HOPPER

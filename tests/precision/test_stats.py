@@ -13,7 +13,8 @@ from common.cli import UserError
 from common.files.json_files import read_json_lines
 from common.precision.emulation import GRADIENT, INPUT, WEIGHT
 from common.precision.stats import QuantStats, scalars
-from common.precision.stats_plan import PLAIN, QUANTISED, StatsFlags, select
+from common.precision.stats_file import PLAIN, QUANTISED
+from common.precision.stats_plan import StatsFlags, select
 from common.precision.stats_report import cells, draw
 from tests.precision.test_emulation import ALONE, FP8, RECIPES, by_definition, operands, tiny_model
 from tests.precision.test_stats_plan import GUIDES, selected, write
@@ -106,6 +107,52 @@ def test_every_number_is_that_of_its_definition(tmp_path, name):
         close = 1e-5 if tensor != "output" else 0.05  # of which there is the quantised one only
         assert row["l2_norm"] == pytest.approx(result.detach().double().norm().item(), rel=close)
         assert "mse" not in row
+
+
+@pytest.mark.parametrize(
+    ("own", "others"),
+    [
+        (
+            "delayed",
+            {"fp8_current_scaling": "current", "mxfp8": "mxfp8, hybrid"},
+        ),  # in the layer's own element formats
+        ("nvfp4", {"fp8_block_scaling": "block", "mxfp8": "mxfp8"}),
+    ],
+)
+def test_what_another_recipe_would_make_of_a_tensor(tmp_path, own, others):
+    """Beside the layer's own, of the tensor as it is (not NVFP4's transform), along each dimension of a cast."""
+    stats = ["underflows%", *(f"{name}_{stat}" for name in others for stat in ("underflows%", "mse"))]
+    settings = {"enabled": True, "tensors": ["activation", "weight", "gradient"], "stats": stats}
+    section = {
+        "enabled": True,
+        "layers": {"layer_types": ["fc1"]},
+        "transformer_engine": {"LogFp8TensorStats": settings},
+    }
+    tensors = operands()
+    rows = one_step(own, write(tmp_path, {"all": section}), tensors)
+    x, weight, _, grad = tensors
+    parts = (
+        (INPUT, x, ("fprop", "wgrad")),
+        (WEIGHT, weight, ("fprop", "dgrad")),
+        (GRADIENT, grad, ("dgrad", "wgrad")),
+    )
+    for (role, of, gemms), tensor in zip(parts, ("activation", "weight", "gradient"), strict=True):
+        original = of.detach().double().numpy()
+        assert all(
+            "underflows%" in rows[(tensor, *part)] for part in ([gemms] if own == "delayed" else [[g] for g in gemms])
+        )
+        for name, defined in others.items():
+            for along in (1, 0):
+                row = rows[(tensor, *gemms) if name == "fp8_current_scaling" else (tensor, gemms[1 - along])]
+                became = by_definition(defined, {}, of, role, along)
+                wanted = {
+                    "underflows%": 100 * ((became == 0) & (original != 0)).mean(),
+                    "mse": ((became - original) ** 2).mean(),
+                }
+                assert {s: row[f"{name}_{s}"] for s in wanted} == pytest.approx(wanted, rel=1e-6, abs=1e-12), (
+                    tensor,
+                    name,
+                )
 
 
 def test_scales_and_overflows_are_those_of_each_block(tmp_path):

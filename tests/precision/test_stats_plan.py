@@ -12,8 +12,8 @@ import yaml
 
 from common.cli import UserError
 from common.precision.plan import resolve
-from common.precision.stats_plan import StatsFlags, select
-from common.precision.stats_te import TeStats, configuration, logged_names, to_rows
+from common.precision.stats_plan import MODULES, StatsFlags, select
+from common.precision.stats_te import TeStats, configuration, product_of, te_name
 from common.ranks.world import World
 from tests.training_fixtures import ROOT, train
 
@@ -40,6 +40,22 @@ GUIDES = {
             },
         },
     }
+}
+
+# As NVIDIA's recipe for NVFP4 has it: a section for each format, by the names of its own model.
+ITS_LAYERS = {"layer_name_regex_pattern": r"model\.esm\.encoder\.layers\.[1-6]\..*(layernorm_qkv|proj|fc1|fc2)"}
+BOTH_FORMATS = {
+    name: {
+        "enabled": True,
+        "layers": ITS_LAYERS,
+        "transformer_engine": {
+            feature: {"enabled": True, "tensors_struct": [{"tensor": "activation", "stats": stats, "freq": 100}]}
+        },
+    }
+    for name, feature, stats in (
+        ("fp4", "LogNvfp4TensorStats", ["underflows%", "mse"]),
+        ("fp8", "LogFp8TensorStats", ["mxfp8_underflows%", "mxfp8_scale_inv_min", "mxfp8_mse"]),
+    )
 }
 
 
@@ -89,6 +105,20 @@ def test_layers_are_chosen_as_the_file_says(tmp_path, layers, expected):
         assert {key[1] for key in selection} == {"proj"}
 
 
+def test_a_file_with_a_section_for_each_format(tmp_path):
+    path = str(write(tmp_path, BOTH_FORMATS))
+    selection = selected(fp8_recipe="mxfp8", fp8_layers="1-3", fp4=True, quant_stats_file=path)
+    stats = {layer: selection[layer, "fc1", "activation"][0].stats for layer in range(1, 7)}
+    assert stats == dict.fromkeys(
+        (1, 2, 3), ("mxfp8_underflows%", "mxfp8_scale_inv_min", "mxfp8_mse")
+    ) | dict.fromkeys((4, 5, 6), ("underflows%", "mse"))
+    # In one section, what NVFP4's layers would be in another recipe stays beside their own statistics.
+    features = {k: v for section in BOTH_FORMATS.values() for k, v in section["transformer_engine"].items()}
+    path = str(write(tmp_path, {"both": BOTH_FORMATS["fp4"] | {"transformer_engine": features}}))
+    own, other = selected(fp8=False, fp4=True, quant_stats_file=path)[1, "qkv", "activation"]
+    assert (own.stats[0], other.stats[0]) == ("underflows%", "mxfp8_underflows%")
+
+
 def changed(*path, value=None) -> dict:
     """GUIDES with one value set (or a key removed: None)."""
     content = copy.deepcopy(GUIDES)
@@ -123,6 +153,14 @@ FEATURES = (NAME, "transformer_engine")
             changed(*FEATURES, "LogTensorStats", "stats", value=["median"]),
             "unknown statistic median: known are min, max",
         ),
+        (
+            changed(*FEATURES, "LogTensorStats", "stats", value=["mxfp8_max"]),
+            "unknown statistic mxfp8_max: known are min, max",
+        ),
+        (
+            changed(*FEATURES, "LogFp8TensorStats", "tensors_struct", 0, "stats", value=["mxfp8_std"]),
+            "unknown statistic mxfp8_std: known are underflows%, overflows%, scale_inv_min, scale_inv_max, mse, any",
+        ),
         (changed(*FEATURES, "LogTensorStats", "tensors", value=["bias"]), "unknown tensor bias: known are activation"),
         (changed(*FEATURES, "LogTensorStats", "freq", value=0), "freq 0: expected a number of steps, at least 1"),
         (
@@ -145,6 +183,14 @@ def test_a_file_that_cannot_be_honoured_is_one_line(tmp_path, content, message):
     assert str(caught.value).startswith(f"--quant_stats_file {path}: ")
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_what_needs_a_history_is_refused_where_there_is_none(tmp_path):
+    file = changed(*FEATURES, "LogFp8TensorStats", "tensors_struct", 0, "stats", value=["fp8_delayed_scaling_mse"])
+    path = str(write(tmp_path, file))
+    assert selected(quant_stats_file=path)[1, "fc1", "activation"][0].stats == ("fp8_delayed_scaling_mse",)
+    with pytest.raises(UserError, match="is in MXFP8: there is no history for fp8_delayed_scaling: drop it there"):
+        selected(fp8_recipe="mxfp8", quant_stats_file=path)
 
 
 @pytest.mark.parametrize(
@@ -179,25 +225,19 @@ def te(layers: int = 3, **flags):
     return select(args, plan), plan
 
 
-def test_transformer_engine_is_asked_for_what_it_has():
-    asked = configuration(*te(fp8=True, fp8_recipe="mxfp8", fp8_layers="1", fp4=True))
+def test_transformer_engine_is_asked_for_what_is_wanted():
+    asked = configuration(te(fp8=True, fp8_recipe="mxfp8", fp8_layers="1", fp4=True)[0])
     assert len(asked) == 3 * 4
-    first = asked["layer 1 qkv"]
-    assert first["layers"] == {
-        "layer_name_regex_pattern": r"^encoder\.layers\.0\.self_attention\.layernorm_linear_qkv$"
+    name = "encoder.layers.0.self_attention.layernorm_linear_qkv"
+    assert list(asked)[0] == te_name(1, "qkv") == name
+    assert asked[name] == {
+        "enabled": True,
+        "layers": {"layer_name_regex_pattern": r"^encoder\.layers\.0\.self_attention\.layernorm_linear_qkv$"},
+        "transformer_engine": {"AddedUp": {"enabled": True, "tensors": ["activation", "weight", "gradient"]}},
     }
-    quantised = first["transformer_engine"]["LogFp8TensorStats"]["tensors_struct"]
-    assert [item["tensor"] for item in quantised] == ["activation", "weight", "gradient"]
-    assert {item["freq"] for item in quantised} == {4}
-    once = ["underflows%", "scale_inv_min", "scale_inv_max", "mse"]
-    assert quantised[0]["stats"] == once + [f"{stat}_columnwise" for stat in once]
-    last = asked["layer 3 fc2"]["transformer_engine"]
-    assert last["LogNvfp4TensorStats"]["tensors_struct"][2]["stats"] == ["underflows%", "mse"]
-    assert "LogFp8TensorStats" not in last
-    assert last["LogTensorStats"]["tensors_struct"][0]["stats"] == ["cur_amax", "l2_norm", "mean", "std"]
-    delayed = configuration(*te(fp8=True))["layer 2 fc1"]["transformer_engine"]["LogFp8TensorStats"]
-    assert "overflows%" in delayed["tensors_struct"][0]["stats"]
-    assert not any(stat.endswith("_columnwise") for stat in delayed["tensors_struct"][0]["stats"])
+    assert [product_of(te_name(layer, module)) for layer in (1, 3) for module in MODULES] == [
+        (layer, product) for layer in (0, 2) for product in range(4)
+    ]
 
 
 @pytest.mark.skipif(find_spec("nvdlfw_inspect") is not None, reason="nvdlfw_inspect is installed")
@@ -205,31 +245,3 @@ def test_transformer_engines_statistics_without_its_debug_api_are_one_line(tmp_p
     with pytest.raises(UserError, match="need nvdlfw_inspect: pip install nvdlfw-inspect, or add --emulate_precision"):
         TeStats(*te(fp8=True), World(0, 0, 1, torch.device("cpu")), tmp_path)
     assert not list(tmp_path.iterdir())
-
-
-def test_what_transformer_engine_logs_becomes_the_same_rows():
-    selection, plan = te(fp8=True, fp8_recipe="mxfp8", fp8_layers="1-2", fp4=True)
-    fc1 = "encoder.layers.0.layernorm_mlp.fc1"
-    found = {
-        f"{fc1}_gradient_underflows%": 7.0,
-        f"{fc1}_gradient_mse": 8.0,
-        f"{fc1}_gradient_l2_norm": 6.0,
-        f"{fc1}_gradient_underflows%_columnwise": 9.0,
-        "encoder.layers.2.self_attention.layernorm_linear_qkv_weight_nvfp4_mse": 0.25,
-    }
-    world = World(0, 0, 2, torch.device("cpu"))
-    rows = to_rows(found, logged_names(selection, plan), 12, plan, world)
-    where = {"step": 12, "layer": 1, "module": "fc1", "tensor": "gradient", "format": "MXFP8"}
-    assert rows == [
-        where | {"gemms": ["dgrad"], "underflows%": 7.0, "mse": 2.0, "l2_norm": 3.0},  # of two ranks' average
-        where | {"gemms": ["wgrad"], "underflows%": 9.0},
-        {
-            "step": 12,
-            "layer": 3,
-            "module": "qkv",
-            "tensor": "weight",
-            "gemms": ["fprop"],
-            "format": "NVFP4",
-            "mse": 0.25,
-        },
-    ]

@@ -33,9 +33,9 @@ HIDDEN, FFN, TOKENS, HEADS = 128, 256, 64, 8
 MODULES = {"self_attention.layernorm_qkv": 3 * HIDDEN, "self_attention.proj": HIDDEN, "layernorm_mlp": HIDDEN}
 
 
-def models() -> tuple[Esm2ForMaskedLM, Esm2ForMaskedLM]:
+def models(layers: int = 2) -> tuple[Esm2ForMaskedLM, Esm2ForMaskedLM]:
     """The torch backend's and Transformer Engine's with the same parameters, biases and norms too: bf16 holds them."""
-    config = esm2_config(2, HIDDEN, HEADS, intermediate_size=FFN, hidden_act=HIDDEN_ACT["tanh"])
+    config = esm2_config(layers, HIDDEN, HEADS, intermediate_size=FFN, hidden_act=HIDDEN_ACT["tanh"])
     ours, theirs = (build_model(config, 0, "cuda", backend) for backend in ("torch", "te"))
     random = torch.Generator().manual_seed(0)
     with torch.no_grad():
@@ -46,9 +46,9 @@ def models() -> tuple[Esm2ForMaskedLM, Esm2ForMaskedLM]:
     return ours, theirs
 
 
-def passes(model: Esm2ForMaskedLM, contexts, bf16: bool) -> dict[str, torch.Tensor]:
+def passes(model: Esm2ForMaskedLM, contexts, bf16: bool, number: int = 1) -> dict[str, torch.Tensor]:
     """Results and gradients of the products of a layer: of qkv and proj each, of fc1 and fc2 together."""
-    random, found, layer = torch.Generator().manual_seed(1), {}, model.layers[1]
+    random, found, layer = torch.Generator().manual_seed(1), {}, model.layers[number]
     model.zero_grad()
     for name, width in MODULES.items():
         x, grad = (torch.randn(TOKENS, size, generator=random).bfloat16().float().cuda() for size in (HIDDEN, width))

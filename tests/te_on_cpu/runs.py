@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import runpy
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 from tests.forked import ROOT
@@ -20,16 +21,22 @@ def train_by_te(
     script: str = "train_ddp.py",
     capability: tuple[int, int] = HOPPER,
     expect: int = 0,
+    before: Callable[[], None] | None = None,
     **flags,
 ) -> str:
-    """The run of `tests.training_fixtures.train` with --backend te and --bf16; what rank 0 said."""
+    """The run of `tests.training_fixtures.train` with --backend te and --bf16; what rank 0 said.
+
+    before: called on each rank, first.
+    """
     flags = {"backend": "te", "bf16": True, "max_steps": 3} | flags
-    codes, said = on_ranks(nproc, _main, flags_of(dataset_dir, output_dir, **flags), script, capability)
+    codes, said = on_ranks(nproc, _main, flags_of(dataset_dir, output_dir, **flags), script, capability, before)
     assert codes == [expect] * nproc, f"exit codes {codes}\n" + "\n".join(said)
     return said[0]
 
 
-def _main(argv: list[str], script: str, capability: tuple[int, int]) -> None:
+def _main(argv: list[str], script: str, capability: tuple[int, int], before: Callable[[], None] | None) -> None:
     boot.start(capability)
+    if before is not None:
+        before()
     sys.argv = [script, *argv]
     runpy.run_path(str(ROOT / script), run_name="__main__")

@@ -7,13 +7,18 @@ measured, 0.07 to 0.13 %, and 0.23 % with NVFP4.
 
 from __future__ import annotations
 
+import itertools
+import json
+import re
 import shutil
 
 import pytest
+import torch
 
+from common.esm2.model import Esm2ForMaskedLM
 from common.files.json_files import read_json_lines
 from tests.te_on_cpu.boot import needs_site
-from tests.te_on_cpu.runs import BLACKWELL, HOPPER, train_by_te
+from tests.te_on_cpu.runs import BLACKWELL, train_by_te
 from tests.training_fixtures import losses, train
 
 pytestmark = needs_site
@@ -52,11 +57,39 @@ def test_it_trains_as_in_bf16_but_for_the_formats(case, dataset, tmp_path, in_bf
 
 def test_a_run_of_delayed_scaling_goes_on_bit_exactly(dataset, tmp_path):
     """Histories and scales come back from the checkpoint; statistics are those of tensors on the GPU's units."""
-    flags = {"fp8": True, "fp8_recipe": "delayed", "max_steps": 4, "quant_stats": True, "quant_stats_freq": 2}
-    whole, parted = tmp_path / "whole", tmp_path / "parted"
-    train_by_te(dataset, whole, save_steps=2, capability=HOPPER, **flags)
+    flags = {"fp8": True, "fp8_recipe": "delayed", "packs_per_step": 2, "quant_stats": True, "quant_stats_freq": 2}
+    whole, parted, shared = (tmp_path / name for name in ("whole", "parted", "shared"))
+    train_by_te(dataset, whole, save_steps=1, max_steps=4, **flags)
     shutil.copytree(whole / "checkpoint-2", parted / "checkpoint-2")
-    train_by_te(dataset, parted, resume_from_checkpoint=parted / "checkpoint-2", **flags)
+    train_by_te(dataset, parted, max_steps=4, **flags)
     assert losses(parted) == losses(whole)[2:]
-    rows = read_json_lines(whole / "quant_stats.jsonl")
-    assert {row["step"] for row in rows} == {2, 4}
+
+    # On two ranks a rank's gradients are twice as large: so are their histories, and their scales half as large.
+    shutil.copytree(whole / "checkpoint-1", shared / "checkpoint-1")
+    train_by_te(dataset, shared, 2, max_steps=4, stop_at_step=2, save_steps=1, **flags)
+    alone, split = (read_json_lines(out / "quant_stats.jsonl") for out in (whole, shared))
+    assert [row["step"] for row in alone] == [2] * len(split) + [4] * len(split)
+    for row, other in zip(alone, split, strict=False):
+        assert other["scale_inv_min"] == pytest.approx(row["scale_inv_min"], rel=1e-6), row  # the checkpoint's scale
+    for out, step, factor in ((whole, 1, 1), (shared, 2, 2)):
+        state = json.loads((out / f"checkpoint-{step}" / "trainer_state.json").read_text())
+        assert state["gradient_factor"] == factor
+
+
+def _spoil_a_weight() -> None:
+    """Of a layer in NVFP4, before the second pass."""
+    passes = itertools.count(1)
+
+    def spoil(module, inputs) -> None:
+        if isinstance(module, Esm2ForMaskedLM) and next(passes) == 2:
+            with torch.no_grad():
+                module.layers[0].layernorm_mlp.fc1_weight[0, 0] = torch.nan
+
+    torch.nn.modules.module.register_module_forward_pre_hook(spoil)
+
+
+def test_a_weight_that_is_no_number_is_found_in_nvfp4_too(dataset, tmp_path):
+    """Its cast makes 6 of a NaN, so that neither loss nor gradients show it: they are finite."""
+    flags = {"fp4": True, "capability": BLACKWELL, "max_skipped_steps": 2, "max_steps": 4, "expect": 2}
+    said = train_by_te(dataset, tmp_path / "out", before=_spoil_a_weight, **flags)
+    assert re.search(r"2 skipped in a row \(step 2: loss [\d.]+, gradient norm nan; step 3: loss", said), said
