@@ -194,13 +194,13 @@ class MegatronSharded(Strategy):
     def described(self, state: dict, saving: bool) -> dict:
         moments = state["optimizer"]["state"]
         for name, first in self.first_rows.items():
-            for shard in (state["model"][name], *moments.get(name, {}).values()):
+            for shard in (state["model"].get(name), *moments.get(name, {}).values()):
                 if isinstance(shard, DTensor):
                     describe(shard, first)
         if saving:
             # A rank without rows of a tensor takes no step for it: its count of steps is not the tensor's.
-            here = {name for name in moments if state["model"][name].to_local().numel()}
-            moments = {name: of for name, of in moments.items() if name in here}
+            # Nor is it where its moments are another replica's to save.
+            moments = {name: of for name, of in moments.items() if any(map(_has_rows, of.values()))}
         return state | {"optimizer": state["optimizer"] | {"state": moments}}
 
     # ---- stragglers -----------------------------------------------------------------------------------------
@@ -235,6 +235,10 @@ class MegatronSharded(Strategy):
     def _parameters(self) -> Iterator[nn.Parameter]:
         """What the optimiser updates, whichever the module holds at the moment."""
         return (parameter for _, parameter in self.model.param_and_grad_buffer.optimizer_named_parameters)
+
+
+def _has_rows(shard) -> bool:
+    return isinstance(shard, DTensor) and shard.to_local().numel() > 0
 
 
 @contextmanager
