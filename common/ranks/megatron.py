@@ -20,11 +20,11 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from common.cli import UserError
-from common.ranks.mesh import replicas_and_shards
+from common.ranks.mesh import mesh_of, replicas_and_shards, wait_as_told
 from common.ranks.row_shards import describe, gather_rows
 from common.ranks.strategy import Strategy
 from common.ranks.without_cuda import without_cuda
@@ -148,11 +148,11 @@ class MegatronSharded(Strategy):
         world, size = self.world, self.layout.shard_size
         replicas, shards = replicas_and_shards(world, size or world.size)
         if replicas == 1:
-            return init_device_mesh(world.device.type, (shards, 1), mesh_dim_names=("shard", "tensor")), {}
-        names = ("replicate", "shard", "tensor")
-        mesh = init_device_mesh(world.device.type, (replicas, shards, 1), mesh_dim_names=names)
-        everyone = mesh["replicate", "shard"]._flatten("everyone").get_group()
-        return mesh, {"dp_outer_dim": "replicate", "hybrid_fsdp_group": everyone}
+            return mesh_of(world, (shards, 1), ("shard", "tensor")), {}
+        mesh = mesh_of(world, (replicas, shards, 1), ("replicate", "shard", "tensor"))
+        everyone = mesh["replicate", "shard"]._flatten("everyone")
+        wait_as_told(world, everyone)
+        return mesh, {"dp_outer_dim": "replicate", "hybrid_fsdp_group": everyone.get_group()}
 
     # ---- a step ---------------------------------------------------------------------------------------------
 
