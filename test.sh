@@ -28,5 +28,5 @@ fi
 
 echo "Tests"
 # More than cores: tests of several processes wait for each other a good part of their time.
-processes=${TEST_PROCESSES:-$((($(nproc) * 3 + 1) / 2))}
+processes=${TEST_PROCESSES:-$(($(nproc) * 2))}
 exec .venv/bin/python -m pytest -n "$processes" --dist worksteal "$@"

@@ -1,4 +1,4 @@
-"""Run a train script on a CPU, and say what torch's own allocator held at most: bytes, as its profiler recorded them.
+"""Run a train script on a CPU, and say what torch's own allocator held at most: bytes, by its profiler's records.
 
     torchrun --nproc_per_node=2 -m benchmarks.allocator_peak OUT train_fsdp2.py --bf16 ...
 
@@ -9,13 +9,15 @@ Writes OUT.RANK, a number. Saving and exporting count too where they hold more t
 from __future__ import annotations
 
 import common  # noqa: F401  # isort: skip  (before torch: see there)
-import json
 import os
 import runpy
 import sys
+from bisect import bisect_left
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch.distributed as dist
+from torch._C._profiler import _EventType
 from torch.profiler import ProfilerActivity, profile
 
 ROOT = Path(__file__).parent.parent
@@ -32,12 +34,36 @@ def run_measured(script: str, argv: list[str], out: str) -> None:
     sys.argv = [script, *argv]
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
         runpy.run_path(str(ROOT / script), run_name="__main__")
-    trace = Path(f"{out}.{os.environ.get('RANK', 0)}.trace.json")
-    recorded.export_chrome_trace(str(trace))
-    events = json.loads(trace.read_text())["traceEvents"]
-    trace.unlink()
-    peak = max(event["args"]["Total Allocated"] for event in events if event.get("name") == "[memory]")
-    Path(f"{out}.{os.environ.get('RANK', 0)}").write_text(str(peak))
+    blocks, todo = [], recorded.profiler.kineto_results.experimental_event_tree()
+    while todo:
+        event = todo.pop()
+        todo += event.children
+        if event.typed[0] == _EventType.Allocation:
+            blocks.append((event.start_time_ns, event.typed[1].ptr, event.typed[1].alloc_size))
+    Path(f"{out}.{os.environ.get('RANK', 0)}").write_text(str(peak_of((at, size) for _, at, size in sorted(blocks))))
+
+
+def peak_of(blocks: Iterable[tuple[int, int]]) -> int:
+    """The most bytes live at a time, of (address, bytes) in order; bytes are negative where the block is freed.
+
+    The profiler records nothing of threads that it was not started in, and its own total counts for ever what one of
+    gloo's frees: a bucket of DDP, now and then. But memory that is handed out again has been freed.
+    """
+    starts: list[int] = []
+    ends: dict[int, int] = {}
+    live = peak = 0
+    for at, size in blocks:
+        until = at + max(size, 1)
+        first = bisect_left(starts, at)
+        first -= first > 0 and ends[starts[first - 1]] > at
+        last = bisect_left(starts, until)
+        live -= sum(ends.pop(start) - start for start in starts[first:last])
+        starts[first:last] = [at] if size > 0 else []
+        if size > 0:
+            ends[at] = until
+            live += size
+        peak = max(peak, live)
+    return peak
 
 
 if __name__ == "__main__":

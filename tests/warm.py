@@ -1,7 +1,7 @@
 """What the processes that tests fork find imported: their server imports this module, once.
 
-Imports are most of what a run of seconds takes, and its picture most of the rest: matplotlib is not asked to draw that
-one (tests/outputs/test_metrics.py looks at what is in it, and runs in processes of their own draw theirs).
+Imports are most of what a run of seconds takes, and its picture much of the rest: matplotlib is not asked for that one
+(tests/outputs/test_metrics.py looks at what is in it, and runs in processes of their own draw theirs).
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import warnings
 from contextlib import suppress
 from pathlib import Path
 
+import numpy
 import pandas  # noqa: F401
 import torch.distributed.checkpoint
 import torch.distributed.fsdp
@@ -44,18 +45,34 @@ with suppress(ImportError):  # what --report_to opens, where it is installed
     import torch.utils.tensorboard
     import wandb  # noqa: F401
 
-draw = Figure.savefig
+savefig, subplots = Figure.savefig, Figure.subplots
+CURVES = (2, 2)  # of training_curves.png, and of no other picture
 
 
-def draw_others(figure: Figure, path, **how) -> None:
+class Blank:
+    """Axes that nothing is drawn on."""
+
+    def __getattr__(self, name: str):
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return lambda *values, **how: None
+
+
+def blank_or_subplots(figure: Figure, nrows: int = 1, ncols: int = 1, **how):
+    if (nrows, ncols) != CURVES:
+        return subplots(figure, nrows, ncols, **how)
+    return numpy.full((nrows, ncols), Blank(), dtype=object)
+
+
+def touch_or_savefig(figure: Figure, path, **how) -> None:
     if Path(path).name.startswith("training_curves"):
         Path(path).touch()
     else:
-        draw(figure, path, **how)
+        savefig(figure, path, **how)
 
 
-Figure.savefig = draw_others
-Figure().subplots(2, 2)  # the first one looks for fonts
+Figure().subplots()  # the first one looks for fonts
+Figure.savefig, Figure.subplots = touch_or_savefig, blank_or_subplots
 
 # torchrun's agents note with every heartbeat which of their methods it is, and look for it in the sources of all that
 # is imported: here that takes a third of a second, longer than others leave the state of the rendezvous as it is.

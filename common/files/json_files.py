@@ -51,8 +51,11 @@ class JsonLinesLog:
             raise
 
     def write(self, *rows: dict) -> None:
-        with open(self.path, "a") as file:
-            file.write(_lines(rows))
+        try:
+            with open(self.path, "a") as file:
+                file.write(_lines(rows))
+        except OSError as error:  # of a full disk, which names no file
+            raise OSError(error.errno, error.strerror, str(self.path)) from None
 
 
 def _lines(rows: Iterable[dict]) -> str:

@@ -78,7 +78,7 @@ def distributed_run(args: ProcessFlags) -> Iterator[World]:
     except BaseException as error:
         world.stop.ignore()  # the exit status stands: torchrun signals the ranks that are left when one has ended
         if size > 1:
-            world.watch.end(failed=True)
+            world.watch.end(failed=not (isinstance(error, SystemExit) and error.code == PREEMPTED))
             leave(error)
         raise
     finally:

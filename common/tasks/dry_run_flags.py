@@ -30,10 +30,6 @@ class DryRunFlags(Flags):
         """Whether weights, gradients and moments are kept in host memory: a strategy's flags may say so."""
         return False
 
-    def ways(self) -> dict[str, dict[str, object]]:
-        """{name: {flag: value}}: what may become of activations, by the strategy's flags."""
-        raise NotImplementedError
-
     def missing(self) -> Iterator[Missing]:
         if not self.dry_run and (self.world_size or self.device_memory):
             yield Missing("--dry_run", "--world_size and --device_memory go with it: torchrun starts real ranks")

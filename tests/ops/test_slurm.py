@@ -20,7 +20,7 @@ from tests.warm_python import programs
 
 pytestmark = pytest.mark.skipif(bool(missing()), reason=missing())
 
-STEPS = 180
+STEPS = 150
 FLAGS = {"max_steps": STEPS, "save_steps": 5, "bf16": True, "save_final_model": False}
 TWO_NODES = "--nodes=2 --gpus-per-node=1"  # one rank on each
 

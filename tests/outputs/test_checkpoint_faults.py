@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from common.cli import UserError
+from common.files.json_files import JsonLinesLog
 from common.outputs.checkpoint_choice import damage_of
 from common.outputs.run_directory import hold
 from common.ranks.world import World
@@ -36,8 +37,10 @@ def disk(tmp_path):
 )
 def test_a_full_disk_costs_no_checkpoint(disk, dataset, tmp_path, async_save, nproc, script):
     out = disk / "out"
-    flags = FLAGS | {"async_save": async_save, "script": script}
+    # No row of metrics.jsonl meets the full disk before the save at step 6 has said that the one at step 4 failed.
+    flags = FLAGS | {"async_save": async_save, "script": script, "max_steps": 8, "logging_steps": 8}
     train(dataset, out, nproc, **flags, stop_at_step=2)
+    shutil.copytree(out, tmp_path / "never full")
     takes = sum(path.stat().st_size for path in (out / "checkpoint-2").iterdir())
     (disk / "ballast").write_bytes(bytes(shutil.disk_usage(disk).free - takes // 2))
     with LiveRun(dataset, out, tmp_path / "logs", nproc, **flags) as run:
@@ -51,8 +54,16 @@ def test_a_full_disk_costs_no_checkpoint(disk, dataset, tmp_path, async_save, np
     assert names(out) == ["checkpoint-2"]
     (disk / "ballast").unlink()
     assert "Resuming after step 2" in train(dataset, out, nproc, **flags)
-    train(dataset, tmp_path / "whole", nproc, **flags)
-    assert_same_run(out, tmp_path / "whole", 6, tmp_path)
+    train(dataset, tmp_path / "never full", nproc, **flags)
+    assert_same_run(out, tmp_path / "never full", 8, tmp_path)
+
+
+def test_a_row_that_finds_the_disk_full_names_its_file(disk):
+    rows = JsonLinesLog(disk / "metrics.jsonl", 0)
+    (disk / "ballast").write_bytes(bytes(shutil.disk_usage(disk).free))
+    with pytest.raises(OSError, match="No space left") as told:
+        rows.write({"step": 1, "loss": 2.5})
+    assert told.value.filename == str(disk / "metrics.jsonl")
 
 
 def test_an_export_that_finds_the_disk_full_leaves_nothing_half_written(disk, dataset):

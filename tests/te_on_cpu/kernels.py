@@ -184,7 +184,7 @@ def _rotated(
 ) -> Tensor:
     """t [T, H, D] of sequences whose boundaries cu has, or [S, B, H, D], [B, S, H, D]; freqs [S, 1, 1, D]."""
     if interleaved or cp_size > 1:
-        raise NotImplementedError("the stand-in rotates halves, of whole sequences")
+        raise ValueError("the stand-in rotates halves, of whole sequences")
     angles = freqs[:, 0, 0]
     if cu is not None:
         position = torch.cat([torch.arange(length) for length in cu.diff().tolist()])

@@ -6,12 +6,15 @@ holds beside tensors is in neither.
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 
 from benchmarks.allocator_peak import PLAIN, run_measured
 from common.cli import UserError
 from common.ranks.without_cuda import without_cuda
+from common.training.held_memory import Held
 from tests.decoder_fixtures import decoder_flags, write_text
 from tests.forked import run_script
 from tests.training.test_dry_run import DEEPER, LLAMA, PROTEINS, predicted
@@ -48,6 +51,11 @@ def test_a_rank_of_a_real_run_holds_what_the_dry_run_says(dataset, tmp_path, npr
     assert predicted(MFSDP, nproc, argv, "--use_cpu").peak == pytest.approx(peak, rel=0.05)
 
 
+@functools.cache
+def on_one_rank() -> Held:
+    return predicted(MFSDP, 1, TINY, "--bf16", "--zero_dp_strategy=no_shard")
+
+
 @pytest.mark.parametrize(
     ("strategy", "weights", "moments", "gradients"),
     [
@@ -61,7 +69,7 @@ def test_a_parameter_takes_the_bytes_of_the_documented_table(strategy, weights, 
     """docs/distributed.md, but for the bf16 weights: those are among what is gathered or rounded for use."""
     way = f"--zero_dp_strategy={strategy}"
     held = predicted(MFSDP, 16, TINY, "--bf16", way, "--activation_checkpointing=full")
-    alone = predicted(MFSDP, 1, TINY, "--bf16", "--zero_dp_strategy=no_shard")
+    alone = on_one_rank()
     parameters = alone.kinds["weights"] / 4
     assert alone.kinds["gathered"] == pytest.approx(2 * parameters, rel=0.01)
     for kind, expected in (("weights", weights), ("optimizer", moments), ("gradients", gradients)):
