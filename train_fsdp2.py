@@ -13,12 +13,12 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from common.cli import Missing, UserError, flag, run
 from common.layers.recompute import RecomputeFlags, save_activations
-from common.ranks.mesh import replicas_and_shards
+from common.ranks.mesh import mesh_of, replicas_and_shards
 from common.ranks.strategy import FullySharded, Strategy
 from common.ranks.world import World
 from common.tasks.built import Built
@@ -73,9 +73,9 @@ class FsdpFlags(RecomputeFlags):
 def make_mesh(args: FsdpFlags, world: World) -> DeviceMesh:
     """(shard,), or for hybrid (replicate, shard): neighbours in rank, that is in a node, share a copy."""
     if args.sharding_strategy != "hybrid":
-        return init_device_mesh(world.device.type, (world.size,), mesh_dim_names=("shard",))
+        return mesh_of(world, (world.size,), ("shard",))
     shape = replicas_and_shards(world, args.hsdp_shard_size or world.local_size)
-    return init_device_mesh(world.device.type, shape, mesh_dim_names=("replicate", "shard"))
+    return mesh_of(world, shape, ("replicate", "shard"))
 
 
 def shard(model: nn.Module, world: World, args: FsdpFlags) -> None:

@@ -1,7 +1,10 @@
 """What low precision does to training: held-out loss of BF16, FP8, MXFP8 and NVFP4, emulated, on the same batches.
 
+Also, when asked for by --formats, of FP32, of gradients exchanged in bf16 (`BF16 buckets`, under DDP of --ranks), and
+of a bf16 residual stream.
+
     python -m benchmarks.precision_convergence --dataset_dir quickstart/sample/processed/arrow --output_dir convergence
-        [--steps 2000] [--seeds 1,2,3] [--formats BF16,NVFP4] [--max_runs 2] [--report path.md]
+        [--steps 2000] [--seeds 1,2,3] [--formats BF16,NVFP4] [--ranks 2] [--max_runs 2] [--report path.md]
 
 Each (format, seed) is a run of train_ddp.py in output_dir/<format>-<seed>: of one seed, all formats start from the
 same weights and see the same batches and masks. Finished runs are kept, a broken one goes on from its checkpoint, and
@@ -31,12 +34,18 @@ from common.files.json_files import read_json_lines
 ROOT = Path(__file__).resolve().parent.parent
 BASE = "BF16"
 # Flags of each; of a model with n layers, {half} is 1 to n/2: NVFP4's authors keep the last layers in BF16.
-FORMATS = {
+EMULATED = {
     BASE: [],
     "FP8 delayed": ["--fp8", "--emulate_precision"],
     "MXFP8": ["--fp8", "--fp8_recipe=mxfp8", "--emulate_precision"],
     "NVFP4 half": ["--fp4", "--fp4_layers={half}", "--emulate_precision"],
     "NVFP4 all": ["--fp4", "--emulate_precision"],
+}
+FORMATS = EMULATED | {
+    "FP32": ["--bf16=False"],
+    "BF16 buckets": ["--ddp_bucket_dtype=bf16"],
+    "BF16 residual": ["--bf16_residual"],
+    "BF16 buckets and residual": ["--ddp_bucket_dtype=bf16", "--bf16_residual"],
 }
 LAST_PART = 0.25  # of the curve, whose mean is less noisy than its last point
 
@@ -46,7 +55,8 @@ class Arguments(PreparedFlags):
     output_dir: str | None = flag(None, "Where the runs, the table and the plot go.")
     config_name: str = flag("facebook/esm2_t6_8M_UR50D", "The model.")
     config_overrides: str | None = flag(None, "Change it: num_hidden_layers=2,...")
-    formats: str = flag(",".join(FORMATS), "Which formats.")
+    formats: str = flag(",".join(EMULATED), "Which formats.")
+    ranks: int = flag(1, "Processes of a run, under DDP, each with a pack a step.")
     seeds: str = flag("1,2,3", "Of weights, order, crops and masks.")
     steps: int = flag(2000, "Optimiser steps of each run.")
     evaluations: int = flag(20, "Points of each curve.")
@@ -100,7 +110,9 @@ def command_of(args: Arguments, name: str, seed: str) -> list[str]:
     flags = [f"--{key}={value}" for key, value in shared.items() if value is not None]
     half = f"1-{max(1, config.num_hidden_layers // 2)}"
     own = [flag.format(half=half) for flag in FORMATS[name]]
-    return [sys.executable, str(ROOT / "train_ddp.py"), *flags, "--bf16", "--do_eval", "--disable_tqdm", *own]
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={args.ranks}"]
+    launcher = [sys.executable, *(launcher if args.ranks > 1 else [])]
+    return [*launcher, str(ROOT / "train_ddp.py"), *flags, "--bf16", "--do_eval", "--disable_tqdm", *own]
 
 
 def train(args: Arguments) -> int:
@@ -114,7 +126,8 @@ def train(args: Arguments) -> int:
         done = subprocess.run(command_of(args, name, seed), capture_output=True, text=True, cwd=ROOT, check=False)
         if done.returncode:
             said = done.stderr.strip().splitlines() or [f"exit status {done.returncode}"]
-            raise UserError(f"{name}, seed {seed}: {said[-1].removeprefix('error: ')}")
+            line = next((text for text in said if text.startswith("error: ")), said[-1])  # torchrun adds its own
+            raise UserError(f"{name}, seed {seed}: {line.removeprefix('error: ')}")
     return 0
 
 
@@ -205,7 +218,8 @@ def main() -> None:
     hardware, command = where_measured("benchmarks.precision_convergence", "torch")
     text = [
         f"{args.config_name}{f' ({args.config_overrides})' if args.config_overrides else ''}, {args.steps} steps of "
-        f"{args.tokens_per_pack} tokens, formats emulated, --bf16; means over the seeds ± their standard error; "
+        f"{args.ranks} x {args.tokens_per_pack} tokens, formats emulated, --bf16; means over the seeds ± their "
+        "standard error; "
         f"{hardware}",
         "",
         command,

@@ -6,7 +6,7 @@ counted or kept in step between them, and any number of workers delivers the sam
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import asdict
 from itertools import chain, count, islice
 from typing import NamedTuple, Protocol
@@ -128,18 +128,24 @@ class TrainLoader:
             yield TrainStep(step, unbundle(made), dict(self.position), epoch)
 
 
-def evaluation_batches(store: TokenStore, plan: BatchPlan, collator: Collator, mesh: Mesh = ALONE) -> Iterator[Batch]:
+def evaluation_batches(
+    store: TokenStore,
+    plan: BatchPlan,
+    collator: Collator,
+    mesh: Mesh = ALONE,
+    num_workers: int = 0,
+    prefetch_factor: int = 2,
+    pin_memory: bool = False,
+) -> Generator[Batch, None, None]:
     """One data rank's batches of a whole split: epoch 0 of `plan` (shuffle=False), dealt round robin.
 
     Every record comes exactly once whatever dp_size is, and with the same masks each time; all ranks yield equally
-    many batches, those that have nothing left an empty one (all counts zero).
+    many batches, those that have nothing left an empty one (all counts zero). Workers as those of `TrainLoader`: they
+    end with the last batch, or when this is closed.
     """
-    packs = chain.from_iterable(
-        (window.pack(number) for number in range(len(window))) for window in plan.windows(epoch=0)
-    )
-    while dealt := list(islice(packs, mesh.dp_size)):  # one pack for each rank
-        pack = dealt[mesh.dp_rank] if mesh.dp_rank < len(dealt) else Pack.empty()
-        yield collator(pack, read(store, pack))
+    split = _Split(store, plan, collator, mesh)
+    for made in deliver(split, num_workers, prefetch_factor, pin_memory):
+        yield from unbundle(made)
 
 
 def check_divisible(packs_per_step: int, dp_size: int) -> None:
@@ -173,6 +179,25 @@ class _Steps(IterableDataset):
         steps = self.order.steps(self.mesh, self.position, self.first, numbers, lambda n: n % workers == worker)
         for step, packs, moved, epoch in steps:
             yield bundle([self.collator(*pack) for pack in packs]), (step, moved, epoch)
+
+
+class _Split(IterableDataset):
+    """The batches of one rank over a whole split; worker w of W builds those with number % W == w."""
+
+    def __init__(self, store: TokenStore, plan: BatchPlan, collator: Collator, mesh: Mesh):
+        self.store, self.plan, self.collator, self.mesh = store, plan, collator, mesh
+
+    def __iter__(self):
+        worker, workers = this_worker()
+        rank, ranks = self.mesh.dp_rank, self.mesh.dp_size
+        windows = self.plan.windows(epoch=0)
+        packs = chain.from_iterable((window.pack(number) for number in range(len(window))) for window in windows)
+        for number in count():
+            if not (dealt := list(islice(packs, ranks))):  # one pack for each rank
+                return
+            if number % workers == worker:
+                pack = dealt[rank] if rank < len(dealt) else Pack.empty()
+                yield bundle([self.collator(pack, read(self.store, pack))])
 
 
 def read(store: TokenStore, pack: Pack) -> np.ndarray:

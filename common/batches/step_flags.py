@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
+
 from common.cli import Flags, UserError, flag
 
 
@@ -17,7 +19,9 @@ class StepFlags(Flags):
     pad_sequences_to_be_divisible_by: int | None = flag(
         None, "With dual_chunk: pad each sequence to a multiple of this. Default: 2 x --cp_size."
     )
-    dataloader_num_workers: int = flag(1, "Processes that prepare batches; the batches do not depend on it.")
+    dataloader_num_workers: int = flag(
+        1, "Processes that prepare batches, an evaluation's too; the batches do not depend on it."
+    )
     dataloader_prefetch_factor: int = flag(4, "Steps that each worker prepares ahead.")
     dataloader_pin_memory: bool = flag(True, "Pinned host memory for faster copies to the GPU.")
 
@@ -32,6 +36,14 @@ class StepFlags(Flags):
     )
 
     instead_of = {"num_train_epochs": ("max_steps",)}
+
+    def loading(self, device: torch.device) -> dict[str, int | bool]:
+        """Who prepares batches for this device, and how far ahead: what loaders of any data are told."""
+        return {
+            "num_workers": self.dataloader_num_workers,
+            "prefetch_factor": self.dataloader_prefetch_factor,
+            "pin_memory": self.dataloader_pin_memory and device.type == "cuda",
+        }
 
     def check(self) -> None:
         self.require_at_least(0, "dataloader_num_workers")

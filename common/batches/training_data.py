@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from pathlib import Path
 
 from common.batches.flags import DataFlags
@@ -236,10 +236,10 @@ def packs_per_step(flags: StepFlags, mesh: Mesh, saved: int | None) -> int:
     return flags.packs_per_step or saved or mesh.dp_size * flags.gradient_accumulation_steps
 
 
-def held_out_batches(flags: DataFlags, store, collator: Collator, world: World) -> Iterator:
+def held_out_batches(flags: DataFlags, store, collator: Collator, world: World) -> Generator:
     """This rank's batches of all proteins of a held-out store."""
     size = {"sequences_per_pack": flags.per_device_eval_batch_size}
     if flags.packing:  # nothing of the result depends on the size
         size = {"tokens_per_pack": flags.per_device_eval_batch_size * flags.max_seq_length}
     plan = BatchPlan(store.lengths, len(store), EVAL_SEED, flags.max_seq_length, **size, shuffle=False)
-    return evaluation_batches(store, plan, collator, world.mesh)
+    return evaluation_batches(store, plan, collator, world.mesh, **flags.loading(world.device))

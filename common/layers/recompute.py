@@ -6,13 +6,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
-import torch
 from torch import nn
-from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from common.cli import Flags, flag
-from common.layers.cpu import is_as_on_a_gpu
+from common.layers.offload import Offloading
 
 MODES = ("none", "selective", "full")
 
@@ -68,13 +66,14 @@ class CheckpointingFlags(Flags):
 
 def save_activations(layers: list[nn.Module], mode: str, offload: bool) -> None:
     """Set the MODES of these layers, in place: names and parameters stay as they are."""
+    offloading = Offloading()
     for layer in layers:
         if mode != "none" and hasattr(layer, "recompute"):
             layer.recompute()  # Transformer Engine's own way: `full` only (see common.layers.backend)
         elif mode != "none":
             layer.forward = _recomputed(layer.forward, selective=mode == "selective")
         if offload:
-            layer.forward = _offloaded(layer.forward)
+            layer.forward = offloading.forward(layer)
 
 
 def _recomputed(forward: Callable, selective: bool) -> Callable:
@@ -90,17 +89,3 @@ def _recomputed(forward: Callable, selective: bool) -> Callable:
 def _policy(context, operator, *args, **kwargs) -> CheckpointPolicy:
     name = operator.name().split(".")[0]
     return CheckpointPolicy.MUST_SAVE if name in _KEPT else CheckpointPolicy.PREFER_RECOMPUTE
-
-
-def _offloaded(forward: Callable) -> Callable:
-    def call(*args):
-        with _in_host_memory():
-            return forward(*args)
-
-    return call
-
-
-def _in_host_memory() -> saved_tensors_hooks:
-    if is_as_on_a_gpu():  # where there is no other device to leave and come back to
-        return saved_tensors_hooks(lambda x: torch.empty_like(x, pin_memory=True), torch.clone)
-    return save_on_cpu(pin_memory=torch.cuda.is_available())

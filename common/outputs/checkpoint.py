@@ -6,8 +6,9 @@ strategy on any number of ranks reads what any other wrote; `trainer_state.json`
 the model's fingerprint, every file with its size and CRC-32. All of it is written under a temporary name, flushed to
 disk, and renamed last: a directory with the final name is complete.
 
-Saving copies the state and returns; a thread writes it, over a process group of its own. At most one save is under way
-(so at most one copy is held), and `close` waits for it: a process that ended sooner would lose the checkpoint.
+Saving copies the state (common.outputs.host_copies) and returns; a thread writes it, over a process group of its own.
+At most one save is under way (so at most one copy is held), and `close` waits for it: a process that ended sooner
+would lose the checkpoint.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ from common.files.output_directory import size_and_crc, sync_directory
 from common.outputs import checkpoint_files as files
 from common.outputs.checkpoint_choice import choose, resume_from
 from common.outputs.checkpoint_reader import Planner, Reader, reason_of
+from common.outputs.host_copies import HostCopies, share_of
 from common.ranks.run import leave_if_rank_lost, rank_lost
 from common.ranks.world import FailedElsewhere, World
 
@@ -95,6 +97,7 @@ class Checkpointer:
         self.extras = {"extras": extras} if extras else {}
         self.config, self.fingerprint = config, config.fingerprint()
         self.world, self.training, self.described = world, training, described
+        self.copies = HostCopies(world.device, optimizer, in_passes=bool(self.scales))
         # Collectives of the writer thread must not interleave with the training step's.
         self.group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
         self.thread: threading.Thread | None = None
@@ -110,7 +113,9 @@ class Checkpointer:
         if not self.flags.async_save:
             self._write(step, self.described(state, True), trainer_state)
             return self._raise_failure()
-        arguments = (step, self.described(_copied(state), True), trainer_state)
+        with self.world.together():
+            copies = self.copies.take(share_of(state, self.world.rank, self.world.size))
+        arguments = (step, self.described(copies, True), trainer_state)
         self.thread = threading.Thread(target=self._write, args=arguments, name="checkpoint writer")
         self.thread.start()
         return None
@@ -159,6 +164,7 @@ class Checkpointer:
         partial = self.output_dir / f"{files.PARTIAL}{step}"
         is_main, together = self.world.is_main, self.world.together
         try:
+            self.copies.wait()
             with together(self.group):
                 if is_main:
                     files.clear_partial(self.output_dir)
@@ -264,17 +270,6 @@ class Checkpointer:
 def _canonical(model_state: dict) -> dict:
     """Without the `_extra_state` of Transformer Engine: pickles of what `scales` holds, and of no use elsewhere."""
     return {name: value for name, value in model_state.items() if not name.endswith("_extra_state")}
-
-
-def _copied(state):
-    """A copy in host memory that later optimiser steps cannot change."""
-    if isinstance(state, torch.Tensor):
-        return state.detach().to("cpu", copy=True)
-    if isinstance(state, dict):
-        return {key: _copied(value) for key, value in state.items()}
-    if isinstance(state, list | tuple):
-        return type(state)(_copied(value) for value in state)
-    return state
 
 
 def _named(error: BaseException, directory: Path) -> BaseException:

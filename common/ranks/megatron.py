@@ -20,11 +20,11 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from common.cli import UserError
-from common.ranks.mesh import replicas_and_shards
+from common.ranks.mesh import mesh_of, replicas_and_shards, wait_as_told
 from common.ranks.row_shards import describe, gather_rows
 from common.ranks.strategy import Strategy
 from common.ranks.without_cuda import without_cuda
@@ -148,11 +148,11 @@ class MegatronSharded(Strategy):
         world, size = self.world, self.layout.shard_size
         replicas, shards = replicas_and_shards(world, size or world.size)
         if replicas == 1:
-            return init_device_mesh(world.device.type, (shards, 1), mesh_dim_names=("shard", "tensor")), {}
-        names = ("replicate", "shard", "tensor")
-        mesh = init_device_mesh(world.device.type, (replicas, shards, 1), mesh_dim_names=names)
-        everyone = mesh["replicate", "shard"]._flatten("everyone").get_group()
-        return mesh, {"dp_outer_dim": "replicate", "hybrid_fsdp_group": everyone}
+            return mesh_of(world, (shards, 1), ("shard", "tensor")), {}
+        mesh = mesh_of(world, (replicas, shards, 1), ("replicate", "shard", "tensor"))
+        everyone = mesh["replicate", "shard"]._flatten("everyone")
+        wait_as_told(world, everyone)
+        return mesh, {"dp_outer_dim": "replicate", "hybrid_fsdp_group": everyone.get_group()}
 
     # ---- a step ---------------------------------------------------------------------------------------------
 
@@ -194,13 +194,13 @@ class MegatronSharded(Strategy):
     def described(self, state: dict, saving: bool) -> dict:
         moments = state["optimizer"]["state"]
         for name, first in self.first_rows.items():
-            for shard in (state["model"][name], *moments.get(name, {}).values()):
+            for shard in (state["model"].get(name), *moments.get(name, {}).values()):
                 if isinstance(shard, DTensor):
                     describe(shard, first)
         if saving:
             # A rank without rows of a tensor takes no step for it: its count of steps is not the tensor's.
-            here = {name for name in moments if state["model"][name].to_local().numel()}
-            moments = {name: of for name, of in moments.items() if name in here}
+            # Nor is it where its moments are another replica's to save.
+            moments = {name: of for name, of in moments.items() if any(map(_has_rows, of.values()))}
         return state | {"optimizer": state["optimizer"] | {"state": moments}}
 
     # ---- stragglers -----------------------------------------------------------------------------------------
@@ -235,6 +235,10 @@ class MegatronSharded(Strategy):
     def _parameters(self) -> Iterator[nn.Parameter]:
         """What the optimiser updates, whichever the module holds at the moment."""
         return (parameter for _, parameter in self.model.param_and_grad_buffer.optimizer_named_parameters)
+
+
+def _has_rows(shard) -> bool:
+    return isinstance(shard, DTensor) and shard.to_local().numel() > 0
 
 
 @contextmanager

@@ -70,8 +70,9 @@ def distributed_run(args: ProcessFlags) -> Iterator[World]:
                 torch.cuda.set_device(device)
             if args.tf32 is not None:
                 torch.backends.cuda.matmul.allow_tf32 = args.tf32
-            _init_process_group(world, args.ddp_timeout)
-            world.share_packs(args.cp_size, args.ddp_timeout)
+            world.timeout_s = args.ddp_timeout
+            _init_process_group(world)
+            world.share_packs(args.cp_size)
             keep_freed_memory()
             yield world
     except BaseException as error:
@@ -184,8 +185,8 @@ def keep_freed_memory() -> None:
     mallopt(m_trim_threshold, 2**31 - 1)
 
 
-def _init_process_group(world: World, timeout_s: int) -> None:
-    timeout = timedelta(seconds=timeout_s)
+def _init_process_group(world: World) -> None:
+    timeout_s, timeout = world.timeout_s, timedelta(seconds=world.timeout_s)
     backend = "cpu:gloo,cuda:nccl" if world.device.type == "cuda" else "gloo"
     if world.device.type == "cuda":
         tell_nccl(timeout_s)

@@ -69,6 +69,7 @@ class World:
     stop: StopRequest = field(default_factory=StopRequest)
     local_size: int = 1  # ranks of this node
     watch: Watch = field(default_factory=Watch)
+    timeout_s: int = 1800  # of what the ranks exchange
     cp_size: int = 1
     cp_group: dist.ProcessGroup | None = None  # those that share this rank's packs; None: nobody else
 
@@ -81,10 +82,10 @@ class World:
         device = torch.device("cuda", local_rank) if use_gpu else torch.device("cpu")
         return cls(rank, local_rank, size, device, local_size=int(os.environ.get("LOCAL_WORLD_SIZE", size)))
 
-    def share_packs(self, cp_size: int, timeout_s: float = 1800) -> None:
+    def share_packs(self, cp_size: int) -> None:
         """Neighbours in rank, so many, share their packs from now on. UserError where that does not divide the ranks.
 
-        All ranks together. timeout_s: of what they exchange.
+        All ranks together.
         """
         with self.together():
             if self.size % cp_size:
@@ -98,7 +99,7 @@ class World:
         self.cp_size = cp_size
         if cp_size > 1:
             groups = [list(range(first, first + cp_size)) for first in range(0, self.size, cp_size)]
-            self.cp_group, _ = dist.new_subgroups_by_enumeration(groups, timeout=timedelta(seconds=timeout_s))
+            self.cp_group, _ = dist.new_subgroups_by_enumeration(groups, timeout=timedelta(seconds=self.timeout_s))
 
     @property
     def mesh(self) -> Mesh:

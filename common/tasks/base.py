@@ -27,7 +27,6 @@ class Task(ABC):
     def steps(self, packs_per_step: int, step: int, position: dict, last_step: int | None) -> TrainLoader:
         """This rank's share of the steps from number `step` on, which begins at `position`, up to `last_step`; where
         that is None, up to the end of the data."""
-        flags = self.flags
         return TrainLoader(
             self.data.order(packs_per_step),
             self.collator(),
@@ -35,7 +34,5 @@ class Task(ABC):
             step,
             position,
             num_steps=None if last_step is None else max(0, last_step - step),
-            num_workers=flags.dataloader_num_workers,
-            prefetch_factor=flags.dataloader_prefetch_factor,
-            pin_memory=flags.dataloader_pin_memory and self.world.device.type == "cuda",
+            **self.flags.loading(self.world.device),
         )

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Generator
+from contextlib import closing
 
 import torch
 from torch import nn
 
-from common.batches.collators import Batch, to_device
+from common.batches.collators import to_device
 from common.ranks.world import World
 
 
 @torch.no_grad()
 def held_out_results(
-    model: nn.Module, made: Iterator[Batch], world: World, prefix: str, step: int, bf16: bool, predicted: str
+    model: nn.Module, made: Generator, world: World, prefix: str, step: int, bf16: bool, predicted: str
 ) -> dict:
     """`{prefix}_{loss,accuracy,perplexity,samples,runtime,...}` of a rank's batches, as many on every rank.
 
@@ -29,25 +30,26 @@ def held_out_results(
     was_training = model.training
     model.eval()
     world.watch.mark("evaluation", step)
-    while True:
-        world.watch.mark("evaluation", step)
-        batch, failure = None, None
-        try:
-            batch = next(made, None)
-        except Exception as error:  # the others wait for this rank: they are told
-            failure = error
-        stop, failed = world.max(torch.tensor([int(world.stop_requested), int(failure is not None)])).tolist()
-        if failed:
-            world.end_together(failure)
-        if stop:
-            return {}
-        if batch is None:  # on all ranks at once
-            break
-        with torch.autocast(world.device.type, torch.bfloat16, enabled=bf16):
-            output = model(**to_device(batch, world.device))
-        held = [sums.new_tensor(batch[key]) for key in ("num_masked", "num_sequences")]
-        sums += torch.stack([output.loss_sum.double(), output.correct.double(), *held])
-        batches += 1
+    with closing(made):  # its workers end with it, whatever happens
+        while True:
+            world.watch.mark("evaluation", step)
+            batch, failure = None, None
+            try:
+                batch = next(made, None)
+            except Exception as error:  # the others wait for this rank: they are told
+                failure = error
+            stop, failed = world.max(torch.tensor([int(world.stop_requested), int(failure is not None)])).tolist()
+            if failed:
+                world.end_together(failure)
+            if stop:
+                return {}
+            if batch is None:  # on all ranks at once
+                break
+            with torch.autocast(world.device.type, torch.bfloat16, enabled=bf16):
+                output = model(**to_device(batch, world.device))
+            held = [sums.new_tensor(batch[key]) for key in ("num_masked", "num_sequences")]
+            sums += torch.stack([output.loss_sum.double(), output.correct.double(), *held])
+            batches += 1
     world.watch.rest()
     model.train(was_training)
     runtime = time.perf_counter() - started

@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Iterator
+from collections.abc import Generator
 from pathlib import Path
 
 from common.batches.loader import Collator, Order, PlannedOrder, evaluation_batches
@@ -137,11 +137,11 @@ def open_text(flags: TextFlags, world: World, evaluates: bool, tokenizer: Tokeni
     return data
 
 
-def held_out_contexts(flags: TextFlags, store: TextStore | TextMemory, collator: Collator, world: World) -> Iterator:
+def held_out_contexts(flags: TextFlags, store: TextStore | TextMemory, collator: Collator, world: World) -> Generator:
     """This rank's batches of a held-out store: its first contexts, whatever the number of ranks."""
     size = (flags.max_seq_length, flags.per_device_eval_batch_size)
     plan = ContextPlan(store, EVAL_SEED, *size, shuffle=False, most_contexts=flags.held_out_contexts)
-    return evaluation_batches(store, plan, collator, world.mesh)
+    return evaluation_batches(store, plan, collator, world.mesh, **flags.loading(world.device))
 
 
 def _packing(flags: TextFlags, tokenizer: Tokenizer) -> dict:

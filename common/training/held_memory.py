@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from common.layers.cpu import as_on_a_gpu
+from common.outputs.host_copies import share_of
 from common.ranks.strategy import Strategy, local_rows
 from common.ranks.world import World
 from common.tasks.arguments import RunArguments
@@ -102,10 +103,17 @@ class Rehearsed:
             {kind: 0 if kind in counted.on_host else size for kind, size in counted.at_peak.items()},
             sum(counted.bytes[kind] for kind in STATE if kind in counted.on_host),
             counted.most_on_host,
-            sum(local_rows(p)[0].nbytes for p in self.parameters) + counted.bytes[OPTIMIZER],
+            self._copied(),
         )
         strategy.clear_gradients()
         return held
+
+    def _copied(self) -> int:
+        """Bytes that this rank copies when the run is saved."""
+        state = {number: {"": weight} for number, weight in enumerate(self.parameters)}
+        state |= {weight: self.optimizer.state[weight] for weight in self.parameters}
+        mine = share_of(state, self.world.rank, self.world.size)
+        return sum(local_rows(tensor)[0].nbytes for of in mine.values() for tensor in of.values())
 
     def _tell_weights(self) -> None:
         for tensor in self.strategy.computed_with():

@@ -242,6 +242,9 @@ def test_evaluation_sees_every_record_once_with_the_same_masks(store, mode, dp_s
         [tensors(batch) for batch in evaluation_batches(store, plan, collator, Mesh(rank, dp_size))]
         for rank in range(dp_size)
     ]
+    if dp_size == 3:
+        two = [evaluation_batches(store, plan, collator, Mesh(rank, 3), num_workers=2) for rank in range(3)]
+        assert [list(map(tensors, of_rank)) for of_rank in two] == ranks, "in order, whoever makes them"
     rounds = -(-len(expected) // dp_size)
     assert [len(of_rank) for of_rank in ranks] == [rounds] * dp_size
     dealt = [ranks[i % dp_size][i // dp_size] for i in range(rounds * dp_size)]

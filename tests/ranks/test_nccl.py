@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from common.ranks import nccl, watchdog
+from common.ranks.mesh import mesh_of, wait_as_told
 from common.ranks.run import ProcessFlags, distributed_run
 from tests.outputs.checkpoint_fixtures import checkpointer_of_a_small_model
 from tests.training_fixtures import on_ranks
@@ -132,6 +133,20 @@ def test_nccls_guards_come_after_ours_and_the_users_settings_stay(monkeypatch):
     nccl.tell_nccl(1800)
     assert int(os.environ["TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC"]) > 1800
     assert (os.environ["FI_EFA_FORK_SAFE"], os.environ["RDMAV_FORK_SAFE"]) == ("1", "0")
+
+
+def _groups_of_a_mesh() -> None:
+    with distributed_run(ProcessFlags(use_cpu=True, ddp_timeout=77, cp_size=2)) as world:
+        mesh = mesh_of(world, (2, 1), ("replicate", "shard"))
+        wait_as_told(world, flat := mesh._flatten("everyone"))
+        for group in (*mesh.get_all_groups(), flat.get_group(), world.cp_group, dist.group.WORLD):
+            print(group._get_backend(torch.device("cpu")).options._timeout.total_seconds())
+
+
+def test_every_group_waits_as_long_as_ddp_timeout_says():
+    codes, said = on_ranks(2, _groups_of_a_mesh)
+    assert codes == [0, 0], said
+    assert said[0].split() == ["77.0"] * 5
 
 
 def test_the_checkpoint_writer_works_on_its_ranks_own_device(tmp_path, monkeypatch):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import multiprocessing
 import shutil
 
 import numpy as np
@@ -106,6 +107,19 @@ def test_packing_pack_size_and_batch_size_change_nothing(model, dataset):
         assert found.pop("eval_loss") == pytest.approx(expected["eval_loss"], rel=1e-6), flags
         assert found.pop("perplexity") == pytest.approx(expected["perplexity"], rel=1e-5), flags
         assert found == {k: v for k, v in expected.items() if k in found}, flags
+
+
+def test_workers_change_no_bit_and_end_with_the_evaluation_also_when_it_is_broken_off(model, dataset, recwarn):
+    others = set(multiprocessing.active_children())
+    in_small = {"per_device_eval_batch_size": 1, "dataloader_num_workers": 2}
+    assert numbers(model, dataset, **in_small) == numbers(model, dataset, **in_small | {"dataloader_num_workers": 0})
+    assert set(multiprocessing.active_children()) == others
+    args, stopped = arguments(dataset, **in_small), World(0, 0, 1, torch.device("cpu"))
+    stopped.stop.requested = True
+    assert masked_lm.evaluate(model, open_training(args).held_out("validation"), args, stopped) == {}
+    assert set(multiprocessing.active_children()) == others
+    told = [str(warning.message) for warning in recwarn if warning.category is UserWarning]
+    assert not [text for text in told if not text.startswith("This DataLoader will create")]  # where there is one core
 
 
 def test_the_masks_do_not_depend_on_the_seed_nor_on_what_was_done_before(model, dataset):

@@ -76,7 +76,11 @@ def test_weights_and_moments_are_the_rows_that_rank_0_is_dealt():
         steps = 4 * len(shapes)  # AdamW counts them for each tensor, in fp32
         assert held.kinds["weights"] == 4 * numbers
         assert held.kinds["optimizer"] == 8 * numbers + steps
-        assert held.checkpoint_copy == 12 * numbers + steps
+        if script == FSDP:
+            assert held.checkpoint_copy == 12 * numbers + steps
+        else:  # replicas share the copying, tensor by tensor
+            largest = 4 * max(shape.numel() for shape in shapes)
+            assert held.checkpoint_copy == pytest.approx(12 * whole / 16 + steps, abs=largest)
 
 
 def test_the_largest_pack_fits_and_the_next_one_does_not():
