@@ -9,7 +9,6 @@ Writes OUT.RANK, a number. Saving and exporting count too where they hold more t
 from __future__ import annotations
 
 import common  # noqa: F401  # isort: skip  (before torch: see there)
-import json
 import os
 import runpy
 import sys
@@ -18,6 +17,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import torch.distributed as dist
+from torch._C._profiler import _EventType
 from torch.profiler import ProfilerActivity, profile
 
 ROOT = Path(__file__).parent.parent
@@ -34,12 +34,13 @@ def run_measured(script: str, argv: list[str], out: str) -> None:
     sys.argv = [script, *argv]
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
         runpy.run_path(str(ROOT / script), run_name="__main__")
-    trace = Path(f"{out}.{os.environ.get('RANK', 0)}.trace.json")
-    recorded.export_chrome_trace(str(trace))
-    events = json.loads(trace.read_text())["traceEvents"]
-    trace.unlink()
-    blocks = sorted((e["ts"], e["args"]["Addr"], e["args"]["Bytes"]) for e in events if e.get("name") == "[memory]")
-    Path(f"{out}.{os.environ.get('RANK', 0)}").write_text(str(peak_of((at, size) for _, at, size in blocks)))
+    blocks, todo = [], recorded.profiler.kineto_results.experimental_event_tree()
+    while todo:
+        event = todo.pop()
+        todo += event.children
+        if event.typed[0] == _EventType.Allocation:
+            blocks.append((event.start_time_ns, event.typed[1].ptr, event.typed[1].alloc_size))
+    Path(f"{out}.{os.environ.get('RANK', 0)}").write_text(str(peak_of((at, size) for _, at, size in sorted(blocks))))
 
 
 def peak_of(blocks: Iterable[tuple[int, int]]) -> int:

@@ -50,6 +50,7 @@ def graphs_and_breaks(layer: nn.Module, calls: Iterable[tuple]) -> tuple[int, in
         return lambda *_: [torch.empty([int(n) for n in value.shape], dtype=value.dtype) for value in made]
 
     torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()  # of this process, whoever compiled before
     layer.compile(dynamic=True, backend=keep)
     for args in calls:
         layer(*args)

@@ -6,7 +6,6 @@ import os
 import re
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -30,10 +29,9 @@ def blocks(language: str) -> list[str]:
     return re.findall(rf"```{language}\n(.*?)```", README, re.DOTALL)
 
 
-def sh(script: str, cwd: Path, timeout: int = 600, fresh: bool = False) -> subprocess.CompletedProcess:
-    """fresh: with Python's own interpreter (tests/warm_python.py)."""
+def sh(script: str, cwd: Path, timeout: int = 600) -> subprocess.CompletedProcess:
     environment = os.environ | {
-        "PATH": f"{Path(sys.executable).parent if fresh else programs()}:{os.environ['PATH']}",
+        "PATH": f"{programs()}:{os.environ['PATH']}",
         "OMP_NUM_THREADS": "1",
         "HF_HUB_OFFLINE": "1",
     }
@@ -87,7 +85,7 @@ def test_links_and_files_that_the_readme_names_exist():
 def test_quickstart_from_a_fasta_file_and_again(checkout, tmp_path):
     """Run for real on a few proteins; the second run finds everything done and ends on the same table."""
     command = f"./quickstart.sh --fasta {checkout}/my_proteins.fasta --steps 2 --output {tmp_path}/out"
-    first = sh(command, ROOT, fresh=True)
+    first = sh(command, checkout)
     assert first.returncode == 0, first.stderr[-2000:]
     for expected in ("before training", "unigram predictor", "after training", "tokens/s", "final_model", "Next:"):
         assert expected in first.stdout, first.stdout[-2000:]

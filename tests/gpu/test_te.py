@@ -33,7 +33,7 @@ pytestmark = [
 TANH = {"hidden_act": HIDDEN_ACT["tanh"]}
 # Over a stand-in on a CPU (tests/te_on_cpu) the same, with less to compute.
 SMALL = "GPU_TESTS_SMALL" in os.environ
-CONFIG = (3, 128, 8) if SMALL else (3, 320, 20)
+CONFIG = (3, 64, 4) if SMALL else (3, 320, 20)
 STEPS, FEW_STEPS = (4, 2) if SMALL else (20, 6)
 HOPPER = pytest.mark.skipif(
     torch.cuda.is_available() and torch.cuda.get_device_capability() < (9, 0), reason="FP8 needs Hopper"

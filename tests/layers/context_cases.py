@@ -25,7 +25,6 @@ LENGTHS = {  # of the sequences of a pack
     "alone": [37],
     "shortest": [1],
     "long": [3000, 9],
-    "longest": [8000, 9],
 }
 LABELS = ("none", "first rank's", "last token", "all", "random", "a sequence without", "a micro-batch without")
 CPU = torch.device("cpu")
@@ -111,10 +110,7 @@ def compare(cp_size: int, cases: list[tuple], out: str) -> None:
 
     def packs_of(lengths: str, labels: str) -> list[dict]:
         """Two micro-batches for each data rank; of a long one, one."""
-        return [
-            make_batch(LENGTHS[lengths], labels, seed=n)
-            for n in range((not lengths.startswith("long")) + mesh.dp_size)
-        ]
+        return [make_batch(LENGTHS[lengths], labels, seed=n) for n in range((lengths != "long") + mesh.dp_size)]
 
     for case in cases:
         way, layout, multiple, dropout, bf16, lengths, labels = case
@@ -183,7 +179,7 @@ def all_cases(cp_size: int) -> list[tuple]:
         for w, layout in ways
         for lengths in ("mixed", "alone", "shortest")
     ]
-    cases.append((WAYS[cp_size == 4], *dual, True, False, "long" if cp_size == 4 else "longest", "random"))
+    cases.append((WAYS[cp_size == 4], *dual, True, False, "long", "random"))
     cases += [(w, *padded, dropout, bf16, "mixed", "random") for w in WAYS for dropout, bf16 in PRECISIONS]
     in_turn = ways if cp_size == 2 else ways[::-1]  # other pairs with other ranks
     of_labels = zip(itertools.cycle(in_turn), LABELS, strict=False)

@@ -11,6 +11,7 @@ What C++ makes for itself (buckets of DDP, autograd's zeros) has no place until 
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
@@ -18,7 +19,6 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._pytree import tree_leaves
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
 PLAIN = (Tensor, torch.nn.Parameter, torch.nn.Buffer)
@@ -79,14 +79,22 @@ places = Places()
 
 
 def tensors_of(*values) -> list[Tensor]:
-    """Those in any nesting; of Transformer Engine's quantised ones the parts."""
-    found = []
-    for leaf in tree_leaves(values):
-        if hasattr(leaf, "_INNER_TENSORS"):
-            found += [part for name, _ in leaf._INNER_TENSORS if (part := getattr(leaf, name)) is not None]
-        elif isinstance(leaf, Tensor):
-            found.append(leaf)
+    """Those in tuples, lists and dictionaries; of Transformer Engine's quantised ones the parts."""
+    found: list[Tensor] = []
+    _gather(values, found)
     return found
+
+
+def _gather(values: Iterable, found: list[Tensor]) -> None:
+    for value in values:
+        if hasattr(value, "_INNER_TENSORS"):
+            found += [part for name, _ in value._INNER_TENSORS if (part := getattr(value, name)) is not None]
+        elif isinstance(value, Tensor):
+            found.append(value)
+        elif isinstance(value, tuple | list):
+            _gather(value, found)
+        elif isinstance(value, dict):
+            _gather(value.values(), found)
 
 
 def as_place(device) -> torch.device | None:

@@ -38,8 +38,8 @@ from tests.training_fixtures import (
 
 pytest.importorskip("megatron_fsdp", reason="megatron-fsdp is not installed")
 DDP, CP, FSDP2, MFSDP = "train_ddp.py", "train_ddp_cp.py", "train_fsdp2.py", "train_mfsdp.py"
-STEPS = 14
-RUN = {"max_steps": STEPS, "packs_per_step": 4, "tokens_per_pack": 128, "save_steps": 7, "do_eval": True}
+STEPS = 10
+RUN = {"max_steps": STEPS, "packs_per_step": 4, "tokens_per_pack": 128, "save_steps": 5, "do_eval": True}
 # One that 1 to 4 ranks can share, all of them with several packs a step.
 SHARED = RUN | {"max_steps": 8, "packs_per_step": 12, "save_steps": 8, "do_eval": False}
 # Sums in another order, fp32. AdamW hides a wrong scale in losses and weights, the norms before clipping do not: a

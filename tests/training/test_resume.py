@@ -12,8 +12,8 @@ import pytest
 from tests.live_runs import LiveRun, assert_same_run, kill_all, newest_step, ranks_of, torchrun, trajectory, wait_until
 from tests.training_fixtures import final_weights, relative_difference, rows, same_bits, train
 
-KILLS = 14
-STEPS = 60
+KILLS = 10
+STEPS = 45
 
 
 def killed_again_and_again(data, output_dir, logs, nproc: int, kills: int, generator: random.Random, **flags) -> int:
@@ -73,7 +73,7 @@ def test_torchrun_restarts_a_run_that_lost_a_rank_and_then_its_whole_group(datas
     flags = {
         "max_steps": 700,
         "warmup_steps": 10,
-        "save_steps": 5,
+        "save_steps": 2,
         "save_total_limit": 3,
         "per_device_train_batch_size": 1,
     }
@@ -82,15 +82,15 @@ def test_torchrun_restarts_a_run_that_lost_a_rank_and_then_its_whole_group(datas
     out = tmp_path / "killed"
     job = torchrun(dataset, out, 2, "--max_restarts=2", **flags, overwrite_output_dir=True)
     try:
-        assert wait_until(lambda: newest_step(out) >= 10, lambda: job.poll() is None)
+        assert wait_until(lambda: newest_step(out) >= 4, lambda: job.poll() is None)
         before = ranks_of(job.pid)
         os.kill(before[1], signal.SIGKILL)
         assert wait_until(lambda: ranks_of(job.pid).get(1, before[1]) != before[1], lambda: job.poll() is None)
         reached = newest_step(out)
-        assert wait_until(lambda: newest_step(out) >= reached + 10, lambda: job.poll() is None)
+        assert wait_until(lambda: newest_step(out) >= reached + 4, lambda: job.poll() is None)
     finally:
         kill_all(job)
-    end = newest_step(out) + 5
+    end = newest_step(out) + 2
     for directory in (out, tmp_path / "whole"):
         train(dataset, directory, nproc=2, **flags, stop_at_step=end)
     assert_same_run(out, tmp_path / "whole", end, tmp_path)

@@ -138,12 +138,19 @@ def test_loss_and_gradients_are_the_references_on_any_number_of_ranks(dataset, t
 
 
 @pytest.mark.parametrize("mode", ["packed", "padded"])
-def test_twenty_steps_on_one_two_and_four_ranks_are_the_same_run(dataset, tmp_path, mode):
+def test_ten_steps_on_one_two_and_four_ranks_are_the_same_run(dataset, tmp_path, mode):
     for nproc, accumulation in LAYOUTS.items():
-        train(dataset, tmp_path / f"{nproc}", nproc, gradient_accumulation_steps=accumulation, **MODES[mode])
+        train(
+            dataset,
+            tmp_path / f"{nproc}",
+            nproc,
+            gradient_accumulation_steps=accumulation,
+            max_steps=10,
+            **MODES[mode],
+        )
     alone = tmp_path / "1"
-    assert [row["step"] for row in rows(alone)] == list(range(1, 21))
-    assert losses(alone)[-1] < losses(alone)[0] - 0.1
+    assert [row["step"] for row in rows(alone)] == list(range(1, 11))
+    assert losses(alone)[-1] < losses(alone)[0] - 0.05
     for nproc in (2, 4):
         out = tmp_path / f"{nproc}"
         # Sums in another order, fp32: measured 1.6e-7 (losses) and 5.5e-8 (weights) after 20 steps.
