@@ -42,6 +42,8 @@ class RMSNorm(nn.Module):
 class Linear(nn.Module):
     """x W^T by way of `linear`, or of what takes its place as `product`."""
 
+    multiplied = ("weight",)
+
     def __init__(self, in_features: int, out_features: int):
         super().__init__()
         self.product = linear
@@ -81,6 +83,8 @@ class SelfAttention(nn.Module):
 class FeedForward(nn.Module):
     """SwiGLU: fc2(silu(gate) * up), where gate and up are the upper and the lower half of fc1(RMSNorm(x))."""
 
+    multiplied = ("fc1_weight", "fc2_weight")
+
     def __init__(self, config: DecoderConfig):
         super().__init__()
         self.eps = config.rms_norm_eps
@@ -104,6 +108,8 @@ class Experts(FeedForward):
     The experts' matrices lie one after the other, by rows: strategies deal out rows, evenly also where there are more
     ranks than experts.
     """
+
+    multiplied = ()  # an expert's part at a time
 
     def __init__(self, config: DecoderConfig):
         super().__init__(config)

@@ -39,6 +39,8 @@ class LayerNorm(nn.LayerNorm):
 class LayerNormLinear(nn.Module):
     """Linear(LayerNorm(x)). QKV rows are interleaved per head: q, k, v of head 0, then of head 1, ..."""
 
+    multiplied = ("weight", "bias")
+
     def __init__(self, in_features: int, out_features: int, eps: float):
         super().__init__()
         self.eps = eps
@@ -55,6 +57,8 @@ class LayerNormLinear(nn.Module):
 
 class LayerNormMLP(nn.Module):
     """fc2(gelu(fc1(LayerNorm(x))))."""
+
+    multiplied = ("fc1_weight", "fc1_bias", "fc2_weight", "fc2_bias")
 
     def __init__(self, hidden_size: int, ffn_size: int, eps: float, gelu: str):
         super().__init__()

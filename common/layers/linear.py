@@ -13,12 +13,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from common.layers.cpu import BF16_PRODUCTS, FP32_BY_ONEDNN, device_type
+from common.layers.rounded import rounded
 
 ROWS_PER_THREAD = 512  # that are widened at a time: 2.6 MB of fp32 for the widest operand of the 8M model
 
 
 class Linear(nn.Linear):
     """`nn.Linear` by way of `linear`, or of what takes its place as `product`."""
+
+    multiplied = ("weight", "bias")
 
     def __init__(self, in_features: int, out_features: int):
         super().__init__(in_features, out_features)
@@ -30,9 +33,11 @@ class Linear(nn.Linear):
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """`F.linear` for x [..., in], weight [out, in], bias [out]; by autocast's rules where that is on."""
+    if _autocast_to_bf16(x.device.type):
+        weight, bias = rounded(weight), None if bias is None else rounded(bias)
     if device_type(x) != "cpu" or x.dim() != 2:
         return F.linear(x, weight, bias)
-    if not BF16_PRODUCTS and _autocast_to_bf16() and x.dtype != torch.float64:
+    if not BF16_PRODUCTS and _autocast_to_bf16("cpu") and x.dtype != torch.float64:
         x, weight = x.bfloat16(), weight.bfloat16()
         bias = None if bias is None else bias.bfloat16()
     elif torch.is_autocast_enabled("cpu"):
@@ -47,8 +52,8 @@ def gradients(grad: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     return grad @ weight, grad.t() @ x
 
 
-def _autocast_to_bf16() -> bool:
-    return torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu") == torch.bfloat16
+def _autocast_to_bf16(device: str) -> bool:
+    return torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) == torch.bfloat16
 
 
 def _takes(x: Tensor, weight: Tensor) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from common.cli import UserError
 from common.decoders.config import DecoderConfig
 from common.esm2.config import Esm2Config
+from common.layers.rounded import RoundedWeights
 from common.precision.emulation import Emulation
 from common.precision.masters import Masters
 from common.precision.plan import Plan, check_device, check_dimensions, describe, formats, resolve
@@ -28,7 +30,7 @@ class Precision:
     """The formats of a model, and what a step tells them. One without a plan does nothing.
 
     emulation or quantised (Transformer Engine's contexts, common.precision.te); stats: of either; masters: of weights
-    that the model itself holds in another format.
+    that the model itself holds in another format; rounded: of weights that it computes with in bf16.
     """
 
     plan: Plan | None = None
@@ -37,6 +39,7 @@ class Precision:
     quantised: Any = None
     stats: Any = None
     masters: Masters | None = None
+    rounded: RoundedWeights | None = None
 
     @property
     def formats(self) -> dict[str, str]:
@@ -50,16 +53,24 @@ class Precision:
         return made.state if made else {}
 
     def follow(self, optimizer: torch.optim.Optimizer) -> None:
-        """The optimiser updates `masters`, if there are any: the model's own weights are to follow."""
+        """The optimiser updates `masters`, if there are any: the model's own weights are to follow. So are copies."""
         if self.masters:
             self.masters.follow(optimizer)
+        if self.rounded:
+            optimizer.register_step_post_hook(lambda *_: self.rounded.refresh())
 
     def follow_restored(self, gradients: float) -> None:
         """The same when a checkpoint has been read; gradients: how many times those of the run that wrote it."""
         if self.masters:
             self.masters.hand_out()
+        if self.rounded:
+            self.rounded.refresh()
         if self.quantised:
             self.quantised.rescale_gradients(gradients)
+
+    def computed_with(self) -> Iterable[Tensor]:
+        """Copies of weights that are kept between steps."""
+        return self.rounded.copies if self.rounded else ()
 
     def begin_step(self, step: int) -> None:
         """Before the first pack of step `step`, counted from 0."""

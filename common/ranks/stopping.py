@@ -3,7 +3,7 @@
 What the signal does depends on the moment:
 - before the first step (`StopRequest.at_once`) there is nothing to save: the process ends there and then;
 - while the run waits for data (`wait_for`) the wait is broken off: a loader that hangs cannot cost the save;
-- at any other moment it is remembered, and the ranks agree on it before the next step or evaluation batch.
+- at any other moment it is remembered, and the ranks agree on it with a step's loss or before an evaluation batch.
 When torchrun itself is killed the kernel sends SIGTERM in its name.
 The exit status is PREEMPTED each time. During the first seconds, while Python imports torch, the default holds: the
 process dies of the signal, with nothing lost.

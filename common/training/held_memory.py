@@ -116,7 +116,7 @@ class Rehearsed:
         return sum(local_rows(tensor)[0].nbytes for of in mine.values() for tensor in of.values())
 
     def _tell_weights(self) -> None:
-        for tensor in self.strategy.computed_with():
+        for tensor in (*self.strategy.computed_with(), *self.built.precision.computed_with()):
             self.counted.put(tensor, GATHERED)
         for parameter in self.parameters:  # which may lie in the same storage
             self.counted.put(parameter, WEIGHTS)

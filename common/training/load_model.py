@@ -14,6 +14,7 @@ from common.cli import UserError
 from common.layers.compiling import compile_layers
 from common.layers.context_attention import share_context
 from common.layers.initialise import initialise
+from common.layers.rounded import RoundedWeights
 from common.outputs.run_directory import settled_so_far
 from common.precision.build import choose_plan, set_formats, start_te_stats
 from common.ranks.strategy import copy_rows
@@ -82,6 +83,8 @@ def load_model(
                 copy_rows(parameters[name], tensor)
         if args.fp8_params:
             precision = replace(precision, masters=precision.quantised.quantise_weights())
+        if args.bf16 and plan is None and shard is None:  # sharded weights are gathered in bf16
+            precision = replace(precision, rounded=RoundedWeights(model))
     remarks = (*choice.remarks, *([remark] if remark else []))
     return Built(model, backend, gelu, remarks, precision, extras, compiled)
 

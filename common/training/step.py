@@ -19,6 +19,7 @@ from common.ranks.strategy import Strategy
 from common.ranks.world import World
 from common.tasks.base import Task
 from common.tasks.counts import StepCounts
+from common.training.ahead import StepAhead
 
 
 @dataclass(frozen=True)
@@ -27,7 +28,8 @@ class StepResult:
 
     The seconds are the host's, and exact on a CPU. On a GPU the loss is read before the optimiser is started, so the
     first are those of forward, backward and exchange; the optimiser's are what starting it took, and its kernels
-    count with the next step's forward pass. quant_stats: rows of quant_stats.jsonl.
+    count with the next step's forward pass. A wait for the next step's batch is in neither. quant_stats: rows of
+    quant_stats.jsonl.
     """
 
     loss: float
@@ -50,8 +52,16 @@ class Stepper:
     world: World
     max_grad_norm: float
 
-    def take(self, step: int, lr: float, micro_batches: list[Batch], counts: StepCounts) -> StepResult:
-        """Take step number `step`, from 0, or skip it. counts: of the global batch; micro_batches: this rank's."""
+    def take(
+        self,
+        step: int,
+        lr: float,
+        micro_batches: list[Batch],
+        counts: StepCounts,
+        ahead: StepAhead | None = None,
+    ) -> StepResult:
+        """Take step number `step`, from 0, or skip it. counts: of the global batch; micro_batches: this rank's; ahead:
+        where the next step is fetched and agreed on meanwhile, None where there is none."""
         world, strategy = self.world, self.strategy
         world.watch.mark("forward/backward", step + 1)
         started = time.perf_counter()
@@ -67,15 +77,23 @@ class Stepper:
                 loss_sum = self.task.loss_sum(strategy.model, batch)
                 (loss_sum * (scale / max(counts.num_masked, 1))).backward()
             loss += loss_sum.detach()
-        world.watch.mark("loss and gradient norm", step + 1)
+        world.watch.mark("gradient norm", step + 1)
         norm = strategy.clip(self.max_grad_norm).to(world.device)
+        # The next batch is fetched here, where a GPU still has the passes to do.
+        coming, waited = ahead.fetch(step + 2) if ahead else (torch.zeros(0, dtype=torch.float64), 0.0)
+        world.watch.mark("loss", step + 1)
         # The norm minus itself is 0, or no number where the norm is none: that of one rank (a replica that went wrong
         # by itself) reaches all with the loss, in no exchange of its own. Nor is there a wait for the device of its
         # own: loss and norm are read once a step, to be logged; here, and not after the optimiser has been started.
         stray = self.precision.add_unseen(norm - norm, self.optimizer)
-        loss, stray = world.sum(torch.stack([loss, stray]))
-        loss, norm, stray = torch.stack([loss / max(counts.num_masked, 1), norm, stray]).tolist()
+        # The next step's counts come along, which fp64 numbers hold.
+        coming = coming.to(world.device, non_blocking=True)
+        sums = world.sum(torch.cat([torch.stack([loss, stray]).double(), coming]))
+        loss = sums[0].float() / max(counts.num_masked, 1)
+        loss, norm, stray, *coming = torch.cat([torch.stack([loss, norm]).double(), sums[1:]]).tolist()
         norm = norm + stray if math.isfinite(norm) else norm
+        if ahead:
+            ahead.agree(coming)
         computed = time.perf_counter()
         self.stragglers.end()
 
@@ -86,4 +104,4 @@ class Stepper:
             strategy.install_weights()
         strategy.clear_gradients()
         rows = self.precision.end_step(world, skipped)
-        return StepResult(loss, norm, skipped, computed - started, time.perf_counter() - computed, rows)
+        return StepResult(loss, norm, skipped, computed - started - waited, time.perf_counter() - computed, rows)

@@ -13,7 +13,6 @@ from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
-import torch
 from tqdm.auto import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
@@ -36,6 +35,7 @@ from common.tasks.built import Built
 from common.tasks.counts import StepCounts
 from common.tasks.kinds import task_of
 from common.tasks.optim import build_optimizer, set_hyperparameters
+from common.training.ahead import StepAhead
 from common.training.finish import finish
 from common.training.garbage import collected_by_step
 from common.training.progress import Interval, Resolved, TrainerState, announce, check_same_data
@@ -136,8 +136,11 @@ class Trainer:
     @property
     def done(self) -> bool:
         """Whether no step is left to take, of the flags' or of the data's."""
-        state, last = self.state, self.resolved.last_step
-        return (last is not None and state.step >= last) or self.task.data.finished(state.step, state.position)
+        return self._no_step_left(self.state.step, self.state.position)
+
+    def _no_step_left(self, step: int, position: dict) -> bool:
+        last = self.resolved.last_step
+        return (last is not None and step >= last) or self.task.data.finished(step, position)
 
     @property
     def first_row(self) -> int | None:
@@ -186,21 +189,22 @@ class Trainer:
         self.saved_at = time.monotonic()
         stopping = False
         with closing(iter(loader)) as steps, logging_redirect_tqdm(), bar, collected_by_step() as collect:
+            ahead = StepAhead(steps, self.task, self.stragglers, world, self._save_is_due_by_the_clock)
             while not self.done and not stopping:
-                world.watch.mark("data", state.step + 1)
-                started = time.perf_counter()
-                share, counts = self._next(steps)
+                started, ahead.waited = time.perf_counter(), 0.0
+                share, counts = self._next(ahead)
                 stopping = share is None
                 if not stopping:
-                    waited = time.perf_counter() - started
                     self.profiler.before(state.step + 1)
                     # Where the end of the data was estimated, a few more steps may come: as the last of the schedule.
                     lr = self.lr(min(state.step, resolved.total_steps - 1))
                     flops = self.task.flops(counts)
-                    result = self.stepper.take(state.step, lr, share.micro_batches, counts)
+                    following = None if self._is_last(share) else ahead
+                    result = self.stepper.take(state.step, lr, share.micro_batches, counts, following)
+                    self.save_asked |= ahead.save_asked
                     self.log.quant_stats_rows(result.quant_stats)
                     seconds = time.perf_counter() - started
-                    interval.add(counts, flops, seconds, waited, result)
+                    interval.add(counts, flops, seconds, ahead.waited, result)
                     state.advance(share, counts, flops, result, seconds)
                     if result.skipped:
                         with world.together():
@@ -230,31 +234,20 @@ class Trainer:
 
     # ---- the parts of the loop ------------------------------------------------------------------------------
 
-    def _next(self, steps) -> tuple[TrainStep | None, StepCounts]:
-        """This rank's share of the next step and the counts of the whole of it; (None, _) if a rank is to stop.
-
-        A rank that waits for data in vain, or whose data are damaged, tells the others here: no rank waits for it.
-        """
-        share, failure = None, None
-        started = time.perf_counter()
-        try:
-            share = self.world.stop.wait_for(steps)
-        except Exception as error:
-            failure = error
-        self.stragglers.waited(time.perf_counter() - started)
-        counts = self.task.counts(share.micro_batches if share else [])
-        stop = failure is None and (share is None or self.world.stop_requested)
-        minutes = self.args.save_minutes if self.world.is_main else None  # one clock decides for all
-        save = minutes is not None and time.monotonic() - self.saved_at >= 60 * minutes
-        ours = torch.tensor([*counts, stop, failure is not None, save])
-        *counts, stop, failed, save = self.world.sum(ours).tolist()
-        self.save_asked |= bool(save)
-        if failed:
-            self.world.end_together(failure)
-        counts = StepCounts(*counts)
+    def _next(self, ahead: StepAhead) -> tuple[TrainStep | None, StepCounts]:
+        """This rank's share of the next step and the counts of the whole of it; (None, _) if a rank is to stop."""
+        share, counts = ahead.take(self.state.step + 1)
         if share is not None and share.epoch is None:
             share = share._replace(epoch=self.task.data.epochs(self.state.sequences + counts.num_sequences))
-        return (None if stop else share), counts
+        return share, counts
+
+    def _is_last(self, share: TrainStep) -> bool:
+        """Whether no step is left to take after this one."""
+        return self._no_step_left(self.state.step + 1, share.position)
+
+    def _save_is_due_by_the_clock(self) -> bool:
+        minutes = self.args.save_minutes
+        return minutes is not None and time.monotonic() - self.saved_at >= 60 * minutes
 
     def _complete(self, row: dict) -> bool:
         """Evaluate, add that to the row and record it; False if told to stop meanwhile: then the next start does."""

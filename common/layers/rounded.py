@@ -1,0 +1,48 @@
+"""bf16 copies of the weights that products take under autocast, made once a step.
+
+Autocast rounds a weight wherever it is used: in every micro-batch, and again where a layer is recomputed, for its
+cache lasts from entering to leaving it, and a graph that is compiled has none. Rounded ahead the numbers are the same,
+and so are the gradients: in bf16 up to the weight, added up in fp32.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+_COPY = "in_bf16"  # attribute of a parameter
+
+
+class RoundedWeights:
+    """Those of the layers of a model, whose modules say which of their parameters go into products as they are:
+    `multiplied`."""
+
+    def __init__(self, model: nn.Module):
+        modules = [module for layer in model.layers for module in layer.modules()]
+        self.weights = [getattr(module, name) for module in modules for name in getattr(module, "multiplied", ())]
+        self.copies = [torch.empty_like(weight, dtype=torch.bfloat16, requires_grad=False) for weight in self.weights]
+        for weight, copy in zip(self.weights, self.copies, strict=True):
+            setattr(weight, _COPY, copy)
+        self.refresh()
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        """The weights have been set or updated."""
+        torch._foreach_copy_(self.copies, self.weights)
+
+
+def rounded(weight: Tensor) -> Tensor:
+    """The copy in the place of the weight, if there is one."""
+    copy = getattr(weight, _COPY, None)
+    return weight if copy is None else _Rounded.apply(weight, copy)
+
+
+class _Rounded(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, weight: Tensor, copy: Tensor) -> Tensor:
+        ctx.dtype = weight.dtype
+        return copy.view_as(copy)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        return grad.to(ctx.dtype), None

@@ -1,0 +1,71 @@
+"""What the ranks exchange in a step: gradients (and weights), the norm where rows are dealt out, and one more thing.
+
+The loss, the counts of the step to come, whether a rank is to stop: one reduction. What else a step exchanged would be
+one more wait of the host for the slowest rank, which no gradient hides.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from pathlib import Path
+
+import pytest
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests.training_fixtures import _main, flags_of, on_ranks, rows
+
+STEPS = 5
+ROW = "row"
+CASES = {
+    # Gradients lie in one bucket, and are exchanged after the last of a step's two micro-batches.
+    "DDP": ({"script": "train_ddp.py", "gradient_accumulation_steps": 2}, ["allreduce_", "allreduce_"]),
+    # Two layers and the rest: gathered for the forward pass, layers once more for the backward pass. And the norm.
+    "FSDP2": (
+        {"script": "train_fsdp2.py"},
+        ["_allgather_base_"] * 5 + ["_reduce_scatter_base_"] * 3 + ["all_reduce", "allreduce_"],
+    ),
+}
+
+
+class Exchanges(TorchDispatchMode):
+    """Names of torch.distributed's operators, in turn, and where a row of the log came between them."""
+
+    def __init__(self, file: Path):
+        super().__init__()
+        self.file = file
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # seen again by its local parts
+        if func.namespace in ("c10d", "_c10d_functional") and not func._opname.startswith(("wait", "_wrap")):
+            self.write(func._opname)
+        return func(*args, **(kwargs or {}))
+
+    def write(self, name: str) -> None:
+        with self.file.open("a") as file:
+            file.write(name + "\n")
+
+
+def _main_recorded(argv: list[str], script: str, file: Path) -> None:
+    """Those of rank 0, which logs the rows."""
+    exchanges = Exchanges(file if os.environ["RANK"] == "0" else Path(os.devnull))
+    marker = logging.Handler()
+    marker.emit = lambda record: exchanges.write(ROW)
+    logging.getLogger("common.outputs.logbook").addHandler(marker)
+    with exchanges:
+        _main(argv, script)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_step_exchanges_gradients_and_one_thing_more(dataset, tmp_path, case):
+    flags, expected = CASES[case]
+    file, out, script = tmp_path / "exchanges", tmp_path / "out", flags["script"]
+    more = {name: value for name, value in flags.items() if name != "script"}
+    argv = flags_of(dataset, out, max_steps=STEPS, save_final_model=False, **more)
+    codes, said = on_ranks(2, _main_recorded, argv, script, file)
+    assert codes == [0, 0], said
+    assert len(rows(out)) == STEPS
+    *_, one, two, _ = file.read_text().split(ROW + "\n")  # in the second DDP still deals out its buckets
+    assert sorted(one.split()) == sorted(two.split()) == sorted(expected)
