@@ -111,6 +111,8 @@ def _tell(capability: tuple[int, int]) -> None:
     )
     torch.version.cuda = "13.0"
     torch.cuda.nccl = types.SimpleNamespace(version=lambda: (2, 29, 7))
+    locked = {f"cudaHost{what}": lambda *where: 0 for what in ("Register", "Unregister")}
+    torch.cuda.cudart = lambda: types.SimpleNamespace(**locked)
     torch.cuda.nvtx = types.SimpleNamespace(range_push=lambda text: None, range_pop=lambda: None)
     stand_ins = {
         "is_available": lambda: True,
