@@ -274,7 +274,7 @@ def test_the_log_does_not_depend_on_strategy_and_ranks(dataset, tmp_path, name):
     }
     alone = log(tmp_path / "alone")
     assert len(alone) == 4 * (2 * 4 * 3 if name == "delayed" else 2 * 4 * 6)
-    for layout in ("ddp", "hsdp") if name == "delayed" else ("fsdp", "hsdp"):
+    for layout in ("ddp",) if name == "delayed" else ("fsdp", "hsdp"):
         nproc, more = layouts[layout]
         train(dataset, tmp_path / layout, nproc, **flags, **more)
         assert_same_rows(log(tmp_path / layout), alone, 1e-6)

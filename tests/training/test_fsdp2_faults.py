@@ -119,7 +119,8 @@ def _saves_on_a_slow_disk(out: Path) -> None:
         gc.collect()
         assert not (out / f"checkpoint-{step}").exists(), "it was written before save returned"
         assert step == 1 or (out / f"checkpoint-{step - 1}").exists(), "two saves were under way"
-        assert 0.9 * copy < held_bytes() - before < 1.1 * copy
+        # One, and not two; beside it what the writer has at hand.
+        assert 0.9 * copy < held_bytes() - before < 1.5 * copy
     checkpointer.wait()
     gc.collect()
     assert (out / "checkpoint-3").exists()
