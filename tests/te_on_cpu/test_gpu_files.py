@@ -14,7 +14,7 @@ pytestmark = needs_site
 FILES = "tests/gpu/test_te.py", "tests/gpu/test_te_decoders.py"
 
 
-CASES = [("9.0", "", 26), ("10.0", "products or recipes_have", 6)]
+CASES = [("9.0", "", 26), ("10.0", "products or recipes_have", 7)]
 
 
 @pytest.mark.parametrize(("capability", "which", "at_least"), CASES, ids=["9.0", "10.0"])

@@ -109,7 +109,7 @@ def test_sharded_and_recomputed_runs_have_the_same_rows(dataset, tmp_path):
         "quant_stats": True,
         "quant_stats_file": write(tmp_path, {"all": section}),
     }
-    flags |= {"script": "train_fsdp2.py", "max_steps": 1, "bf16": True, "save_final_model": False}
+    flags |= {"script": "train_fsdp2.py", "max_steps": 1, "packs_per_step": 2, "bf16": True, "save_final_model": False}
     train_by_te(dataset, tmp_path / "te", 2, capability=BLACKWELL, activation_checkpointing="full", **flags)
     train(dataset, tmp_path / "emulated", 1, emulate_precision=True, backend="torch", gelu="tanh", **flags)
     theirs, emulated = (read_json_lines(tmp_path / run / "quant_stats.jsonl") for run in ("te", "emulated"))
@@ -117,4 +117,8 @@ def test_sharded_and_recomputed_runs_have_the_same_rows(dataset, tmp_path):
     assert len(theirs) == 2 * 4 * 3 * 3  # along two dimensions, and one row for a scale of the tensor
     for row, expected in zip(theirs, emulated, strict=True):
         for stat in expected.keys() - {"step", "format", *WHERE}:
-            assert row[stat] == pytest.approx(expected[stat], rel=0.05), (row, stat)
+            # Weights are the same bits. The rest has passed a residual stream in bf16, not fp32: a percent in size,
+            # and another error of every number. Counted twice, or in a rank's units, all would be twice as large.
+            apart = 0.03 if stat == "l1_norm" else 0.4
+            bound = 1e-6 if row["tensor"] == "weight" else apart
+            assert row[stat] == pytest.approx(expected[stat], rel=bound), (row, stat)
