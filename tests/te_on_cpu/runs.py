@@ -6,6 +6,8 @@ import runpy
 import sys
 from pathlib import Path
 
+from tests import megatron_on_cpu
+from tests.decoder_fixtures import decoder_flags
 from tests.forked import ROOT
 from tests.te_on_cpu import boot
 from tests.training_fixtures import flags_of, on_ranks
@@ -24,12 +26,26 @@ def train_by_te(
 ) -> str:
     """The run of `tests.training_fixtures.train` with --backend te and --bf16; what rank 0 said."""
     flags = {"backend": "te", "bf16": True, "max_steps": 3} | flags
-    codes, said = on_ranks(nproc, _main, flags_of(dataset_dir, output_dir, **flags), script, capability)
+    return _run(nproc, flags_of(dataset_dir, output_dir, **flags), script, capability, expect)
+
+
+def train_decoder_by_te(
+    text: Path, output_dir: Path, script: str = "train_fsdp2.py", capability: tuple[int, int] = HOPPER, **flags
+) -> str:
+    """The same of `tests.decoder_fixtures.train_decoder`, in one process."""
+    flags = {"backend": "te", "bf16": 1} | flags
+    return _run(1, decoder_flags(text, output_dir, **flags), script, capability)
+
+
+def _run(nproc: int, argv: list[str], script: str, capability: tuple[int, int], expect: int = 0) -> str:
+    codes, said = on_ranks(nproc, _main, argv, script, capability)
     assert codes == [expect] * nproc, f"exit codes {codes}\n" + "\n".join(said)
     return said[0]
 
 
 def _main(argv: list[str], script: str, capability: tuple[int, int]) -> None:
     boot.start(capability)
+    if script == "train_mfsdp.py":
+        megatron_on_cpu.exchange_by_gloo()
     sys.argv = [script, *argv]
     runpy.run_path(str(ROOT / script), run_name="__main__")

@@ -12,8 +12,9 @@ import shutil
 import pytest
 
 from common.files.json_files import read_json_lines
+from tests.decoder_fixtures import train_decoder, write_text
 from tests.te_on_cpu.boot import needs_site
-from tests.te_on_cpu.runs import BLACKWELL, HOPPER, train_by_te
+from tests.te_on_cpu.runs import BLACKWELL, HOPPER, train_by_te, train_decoder_by_te
 from tests.training_fixtures import losses, train
 
 pytestmark = needs_site
@@ -22,6 +23,7 @@ CASES = {
     "delayed, FSDP2, recomputed": {"fp8_recipe": "delayed", "activation_checkpointing": "full"} | FSDP2,
     "current, DDP, FP8 weights": {"fp8_recipe": "current", "fp8_params": True, "nproc": 2},
     "block, DDP": {"fp8_recipe": "block", "nproc": 2},
+    "delayed, Megatron-FSDP": {"fp8_recipe": "delayed", "script": "train_mfsdp.py", "nproc": 2},
     "mxfp8, FSDP2": {"fp8_recipe": "mxfp8", "capability": BLACKWELL} | FSDP2,
     "nvfp4": {"fp4": True, "capability": BLACKWELL},
     "mxfp8 and nvfp4": {"fp8_recipe": "mxfp8", "fp8_layers": "1", "fp4": True, "capability": BLACKWELL},
@@ -42,6 +44,8 @@ def in_bf16(dataset, tmp_path_factory):
 @pytest.mark.parametrize("case", CASES)
 def test_it_trains_as_in_bf16_but_for_the_formats(case, dataset, tmp_path, in_bf16):
     flags = {"fp8": "fp8_recipe" in CASES[case]} | CASES[case]
+    if flags.get("script") == "train_mfsdp.py":
+        pytest.importorskip("megatron_fsdp", reason="megatron-fsdp is not installed")
     said = train_by_te(dataset, tmp_path / "out", **flags)
     expected = in_bf16[flags.get("nproc", 1)]
     assert losses(tmp_path / "out") == pytest.approx(expected, rel=0.01)
@@ -60,3 +64,13 @@ def test_a_run_of_delayed_scaling_goes_on_bit_exactly(dataset, tmp_path):
     assert losses(parted) == losses(whole)[2:]
     rows = read_json_lines(whole / "quant_stats.jsonl")
     assert {row["step"] for row in rows} == {2, 4}
+
+
+def test_a_decoder_trains_as_in_bf16_but_for_the_formats(tmp_path):
+    text = write_text(tmp_path / "text")
+    flags = {"hidden_width": 64, "num_heads": 4, "intermediate_size": 96, "max_steps": 3}
+    train_decoder(text, tmp_path / "torch", bf16=1, backend="torch", **flags)
+    said = train_decoder_by_te(text, tmp_path / "te", fp8=1, fp8_recipe="current", **flags)
+    assert losses(tmp_path / "te") == pytest.approx(losses(tmp_path / "torch"), rel=0.01)
+    assert losses(tmp_path / "te") != losses(tmp_path / "torch")
+    assert "Backend: te (--backend te)" in said
