@@ -74,7 +74,7 @@ def get_num_cublas_streams() -> int:
     return 1
 
 
-def device_supports_multicast(device: int) -> bool:
+def device_supports_multicast(device_id: int = -1) -> bool:
     return False
 
 
