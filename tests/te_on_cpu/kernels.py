@@ -180,14 +180,16 @@ def dswiglu(grad, x, /, quantizer):
 
 
 def _rotated(
-    t: Tensor, freqs: Tensor, layout, interleaved: bool, cu: Tensor | None, cp_size: int, sign: int
+    t: Tensor, freqs: Tensor, layout, interleaved: bool, cu: Tensor | None, ranks: int, rank: int, sign: int
 ) -> Tensor:
-    """t [T, H, D] of sequences whose boundaries cu has, or [S, B, H, D], [B, S, H, D]; freqs [S, 1, 1, D]."""
-    if interleaved or cp_size > 1:
-        raise ValueError("the stand-in rotates halves, of whole sequences")
+    """t [T, H, D] of sequences whose boundaries cu has, or [S, B, H, D], [B, S, H, D]; freqs [S, 1, 1, D]. ranks that
+    share a pack have two of 2 * ranks slices of each sequence, from the front and from the end."""
+    if interleaved or (ranks > 1 and cu is None):
+        raise ValueError("the stand-in rotates halves, and shares packs alone")
     angles = freqs[:, 0, 0]
     if cu is not None:
-        position = torch.cat([torch.arange(length) for length in cu.diff().tolist()])
+        slices = ([*torch.arange(length).chunk(2 * ranks)] for length in cu.diff().tolist() if length)
+        position = torch.cat([part for of in slices for part in (of if ranks == 1 else (of[rank], of[-1 - rank]))])
         if len(position) != len(t) or int(cu.diff().max()) > len(freqs):
             raise RuntimeError(f"{len(t)} tokens, boundaries {cu.tolist()}, angles for {len(freqs)}: illegal access")
         angles = angles[position][:, None]
@@ -200,11 +202,11 @@ def _rotated(
 
 
 def fused_rope_forward(t, freqs, start, layout, interleaved, cu, cp_size, cp_rank):
-    return _rotated(t, freqs, layout, interleaved, cu, cp_size, 1)
+    return _rotated(t, freqs, layout, interleaved, cu, cp_size, cp_rank, 1)
 
 
 def fused_rope_backward(grad, freqs, start, layout, interleaved, cu, cp_size, cp_rank):
-    return _rotated(grad, freqs, layout, interleaved, cu, cp_size, -1)
+    return _rotated(grad, freqs, layout, interleaved, cu, cp_size, cp_rank, -1)
 
 
 def convert_thd_to_bshd(x, cu, batch, longest):

@@ -44,7 +44,7 @@ def _run(nproc: int, argv: list[str], script: str, capability: tuple[int, int], 
 
 
 def _main(argv: list[str], script: str, capability: tuple[int, int]) -> None:
-    boot.start(capability)
+    boot.start(capability, attention=script == "train_ddp_cp.py")
     if script == "train_mfsdp.py":
         megatron_on_cpu.exchange_by_gloo()
     sys.argv = [script, *argv]

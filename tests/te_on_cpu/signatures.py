@@ -6,7 +6,7 @@ import inspect
 import re
 from types import ModuleType
 
-from tests.te_on_cpu import casts, kernels, names, operands, scaling
+from tests.te_on_cpu import attention, casts, kernels, names, operands, scaling
 
 # What pybind calls a parameter that its author gave no name.
 NUMBERED = re.compile(r"arg\d+")
@@ -14,7 +14,9 @@ NUMBERED = re.compile(r"arg\d+")
 
 def stand_ins() -> dict[str, object]:
     """Everything that the stand-in defines, by its name in `transformer_engine_torch`."""
-    found = {name: getattr(part, name) for part in (casts, kernels, operands, scaling) for name in part.__all__}
+    found = {
+        name: getattr(part, name) for part in (attention, casts, kernels, operands, scaling) for name in part.__all__
+    }
     of_names = vars(names).items()
     return found | {
         name: value

@@ -74,3 +74,10 @@ def test_a_decoder_trains_as_in_bf16_but_for_the_formats(tmp_path):
     assert losses(tmp_path / "te") == pytest.approx(losses(tmp_path / "torch"), rel=0.01)
     assert losses(tmp_path / "te") != losses(tmp_path / "torch")
     assert "Backend: te (--backend te)" in said
+
+
+@pytest.mark.parametrize("way", ["p2p", "a2a"])
+def test_ranks_that_share_packs_train_as_one(way, dataset, tmp_path, in_bf16):
+    """By Transformer Engine's own exchange of keys (a ring) or of heads, around kernels of attention to packs."""
+    train_by_te(dataset, tmp_path / "out", 2, "train_ddp_cp.py", cp_comm_type=way)
+    assert losses(tmp_path / "out") == pytest.approx(in_bf16[1], rel=3e-4)
