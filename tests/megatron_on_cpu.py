@@ -70,8 +70,13 @@ def install() -> None:
     for name, stand_in in CALLS.items():
         setattr(torch.cuda, name, stand_in)
     torch.Tensor.cuda = lambda tensor, *args, **kwargs: tensor
-    dist.all_gather_into_tensor = gather
     megatron.DEVICES = ("cpu",)
+    exchange_by_gloo()
+
+
+def exchange_by_gloo() -> None:
+    """The part of it that stands for NCCL alone."""
+    dist.all_gather_into_tensor = gather
     from megatron_fsdp import param_and_grad_buffer
 
     param_and_grad_buffer._coalescing_manager = coalescing

@@ -2,8 +2,8 @@
 
 What differs from the torch layers, by Transformer Engine's own design: GELU is the tanh approximation; under bf16 the
 residual stream is bf16, not fp32; fp32 products are TF32 unless NVIDIA_TF32_OVERRIDE=0 is set. The embeddings, the
-final norm and the LM head are the torch backend's: together a thousandth of the work, they would gain nothing from
-fusion, and so they stay out of every quantisation.
+final norm and the LM head are the torch backend's: too small a part of a step to gain anything (docs/precision.md has
+the numbers), and so they stay out of every quantisation.
 
 Attention is Transformer Engine's where it has a kernel for packs: flash-attn's if that is installed, cuDNN's on Hopper
 and later. Without one it would write down every score, so then attention is the torch backend's (`Attention`).

@@ -16,6 +16,7 @@ BACKENDS = ("auto", "te", "torch")
 BF16_SINCE = (8, 0)  # compute capability
 # What a GPU does without, where Transformer Engine is not: said at the start of a run.
 LOST = "its fused kernels, and FP8, MXFP8 and NVFP4 on the GPU's own units"
+COMPILED = "--torch_compile (Transformer Engine keeps its modules out of graphs)"
 HEAD_MULTIPLE = 8  # of the flash kernels behind torch's varlen attention
 
 
@@ -34,7 +35,7 @@ class BackendFlags(Flags):
 
     def torch_only(self) -> list[str]:
         """Those that are given and only the torch backend can honour."""
-        return ["--torch_compile"] * bool(self.torch_compile)
+        return [COMPILED] * bool(self.torch_compile)
 
     def compiles(self, device: torch.device, backend: str) -> tuple[bool, str | None]:
         """Whether the layers are compiled, and a remark where no flag says it: on a GPU eager ones move more than

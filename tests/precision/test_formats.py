@@ -9,6 +9,7 @@ import torch
 from common.files.hashing import hash_counters
 from common.precision import formats
 from tests.precision import format_reference as reference
+from tests.precision.samples import samples
 
 NUMBERS = {formats.E4M3: reference.E4M3, formats.E5M2: reference.E5M2}
 TORCH = {formats.E4M3: torch.float8_e4m3fn, formats.E5M2: torch.float8_e5m2}
@@ -22,29 +23,6 @@ def equal(ours: torch.Tensor, expected: np.ndarray) -> bool:
 
 def all_bf16() -> torch.Tensor:
     return torch.arange(-(1 << 15), 1 << 15).to(torch.int16).view(torch.bfloat16)
-
-
-def samples(shape: tuple[int, int], seed: int = 0) -> dict[str, torch.Tensor]:
-    """fp32 tensors, the last ones awkward."""
-    normal = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
-    outlier = normal.clone()
-    outlier[0, 1] = 3e7
-    zeros_within = normal.clone()
-    zeros_within[: shape[0] // 2] = 0
-    spread = normal * torch.exp2(torch.linspace(-40, 40, normal.numel()).view(shape))
-    return {
-        "normal": normal,
-        "bf16": normal.bfloat16().float(),
-        "outlier": outlier,
-        "spread": spread,
-        "zeros": torch.zeros(shape),
-        "zeros within": zeros_within,
-        "all equal": torch.full(shape, -0.37),
-        "largest of E4M3": torch.full(shape, 448.0),
-        "tiny": normal * 1e-30,
-        "subnormal": normal * 1e-40,
-        "huge": (normal * 1e37).clamp(-3e38, 3e38),
-    }
 
 
 # ---- FP8 ---------------------------------------------------------------------------------------------------------

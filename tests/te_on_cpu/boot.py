@@ -16,8 +16,8 @@ import pytest
 SITE = Path(os.environ.get("TE_ON_CPU_SITE", Path(sys.prefix) / "te_on_cpu"))  # ./install.sh --dev
 MISSING = "Transformer Engine's Python is not beside the environment (./install.sh --dev)"
 needs_site = pytest.mark.skipif(not (SITE / "transformer_engine").exists(), reason=MISSING)
-# Its own switches: no attention kernels, no compilation.
-VARIABLES = {"NVTE_FLASH_ATTN": "0", "NVTE_FUSED_ATTN": "0", "NVTE_TORCH_COMPILE": "0", "NVTE_PROJECT_BUILDING": "1"}
+# Its own switches: no flash-attn, no compilation.
+VARIABLES = {"NVTE_FLASH_ATTN": "0", "NVTE_TORCH_COMPILE": "0", "NVTE_PROJECT_BUILDING": "1"}
 
 
 class _Elsewhere(importlib.abc.MetaPathFinder, importlib.abc.Loader):
@@ -41,10 +41,10 @@ class _Elsewhere(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 def _extension() -> types.ModuleType:
     """`transformer_engine_torch`: the stand-ins as kernels, and an error by name for what has none."""
-    from tests.te_on_cpu import casts, kernels, names, operands, placement, scaling
+    from tests.te_on_cpu import attention, casts, kernels, names, operands, placement, scaling
 
     module = types.ModuleType("transformer_engine_torch")
-    for part in (casts, kernels, operands, scaling):
+    for part in (attention, casts, kernels, operands, scaling):
         for name in part.__all__:
             setattr(module, name, placement.kernel(getattr(part, name)))
     for name, value in vars(names).items():
@@ -68,9 +68,9 @@ def _extension() -> types.ModuleType:
     return module
 
 
-def start(capability: tuple[int, int] = (9, 0)) -> None:
-    """capability: of the GPU that the CPU says it is."""
-    os.environ |= VARIABLES
+def start(capability: tuple[int, int] = (9, 0), attention: bool = False) -> None:
+    """capability: of the GPU that the CPU says it is. attention: it has cuDNN's, not only torch's."""
+    os.environ |= VARIABLES | {"NVTE_FUSED_ATTN": str(int(attention))}
     sys.path.append(str(SITE))
     sys.meta_path.insert(0, _Elsewhere())
     from tests.te_on_cpu import device

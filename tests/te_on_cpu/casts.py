@@ -135,7 +135,7 @@ _CASTS = {
 }
 
 
-def create_empty_quantized_tensor(quantizer, shape, dtype, device, pin_memory=False):
+def create_empty_quantized_tensor(quantizer, shape, dtype, device, pin_memory):
     """A tensor of the quantizer's kind without values, its parts as its own Python describes them."""
     from transformer_engine.pytorch.tensor.float8_tensor import (
         Float8CurrentScalingQuantizer,
@@ -166,7 +166,7 @@ def quantize(tensor: Tensor, quantizer, output=None, noop=None):
     kind, matrix = type(quantizer).__name__, flat(tensor)
     check_cast(kind, tuple(matrix.shape), tensor.dtype, getattr(quantizer, "with_rht", False))
     if output is None:
-        output = create_empty_quantized_tensor(quantizer, tensor.shape, tensor.dtype, None)
+        output = create_empty_quantized_tensor(quantizer, tensor.shape, tensor.dtype, None, False)
     for name, value in _CASTS[kind](tensor, quantizer).items():
         part = getattr(output, name, None)
         if part is None:

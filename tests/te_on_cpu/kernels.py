@@ -41,12 +41,12 @@ def _result(x: Tensor, quantizer):
 
 def generic_gemm(
     A,
-    transa: bool,
+    transA: bool,
     B,
-    transb: bool,
+    transB: bool,
     D: Tensor | None,
     quantizer,
-    out_dtype,
+    output_dtype,
     bias: Tensor | None,
     bias_type,
     gelu: bool,
@@ -68,12 +68,12 @@ def generic_gemm(
     kinds = kind_of(A), kind_of(B)
     if kinds[0] != kinds[1]:
         raise RuntimeError(f"a product of {kinds[0]} and {kinds[1]}")
-    a, b = values(A, columnwise=not transa), values(B, columnwise=transb)
+    a, b = values(A, columnwise=not transA), values(B, columnwise=transB)
     if kinds[0]:
-        check_operand(kinds[0], tuple(a.shape), 1 if transa else 0)
-        check_operand(kinds[1], tuple(b.shape), 0 if transb else 1)
-    out = alpha * ((b.t() if transb else b) @ (a.t() if transa else a))
-    dtype = torch_dtype(out_dtype) if out_dtype is not None else A.dtype
+        check_operand(kinds[0], tuple(a.shape), 1 if transA else 0)
+        check_operand(kinds[1], tuple(b.shape), 0 if transB else 1)
+    out = alpha * ((b.t() if transB else b) @ (a.t() if transA else a))
+    dtype = torch_dtype(output_dtype) if output_dtype is not None else A.dtype
     bias_grad = gelu_out = None
     if bias is not None and bias.numel():
         if grad:
@@ -85,18 +85,18 @@ def generic_gemm(
     elif gelu:
         gelu_out = out.to(dtype)
         out = _gelu(gelu_out)
-    shape = out.shape if transb else (*B.size()[:-1], out.shape[-1])
+    shape = out.shape if transB else (*B.size()[:-1], out.shape[-1])
     out = out.to(dtype).view(shape)
     if D is not None:
         out = D.copy_(D + out if accumulate else out)
     return _result(out, quantizer), bias_grad, gelu_out, extra_output
 
 
-def bgrad_quantize(grad: Tensor, quantizer):
+def bgrad_quantize(grad: Tensor, /, quantizer):
     return flat(grad).float().sum(0).to(grad.dtype), quantize(grad, quantizer)
 
 
-def fp8_transpose(data: Tensor, dtype, *, out: Tensor | None = None) -> Tensor:
+def fp8_transpose(data: Tensor, /, dtype, *, out: Tensor | None) -> Tensor:
     turned = flat(data).t().contiguous().view(data.shape[-1], *data.shape[:-1])
     return turned if out is None else out.copy_(turned)
 
@@ -104,7 +104,7 @@ def fp8_transpose(data: Tensor, dtype, *, out: Tensor | None = None) -> Tensor:
 # ---- norms ----------------------------------------------------------------------------------------------------------
 
 
-def layernorm_fwd(x, weight, bias, eps, out, quantizer, otype, sm_margin, zero_centered):
+def layernorm_fwd(x, weight, bias, eps, out, quantizer, otype, sm_margin, zero_centered, /):
     """(normalised, mean [T], reciprocal of the deviation [T]). By torch, as the torch backend: what is rounded to
     eight bits and fewer next would else fall to the other side of an edge now and then."""
     scaled = x.float(), x.shape[-1:], weight.float() + int(zero_centered), bias.float(), eps
@@ -120,7 +120,7 @@ def layernorm_bwd(dz, x, mean, scale, weight, sm_margin, zero_centered):
     return dx.to(x.dtype), (grad * normal).sum(0).to(weight.dtype), grad.sum(0).to(weight.dtype)
 
 
-def rmsnorm_fwd(x, weight, eps, out, quantizer, otype, sm_margin, zero_centered):
+def rmsnorm_fwd(x, weight, eps, out, quantizer, otype, sm_margin, zero_centered, /):
     scale = (x.float().square().mean(-1) + eps).rsqrt()
     y = x.float() * scale[:, None] * (weight.float() + int(zero_centered))
     return _result(y.to(torch_dtype(otype)), quantizer), None, scale
@@ -155,24 +155,24 @@ def _gelu_gradient(grad: Tensor, x: Tensor) -> Tensor:
     return _gradient(_gelu, grad, x)
 
 
-def gelu(x, quantizer, **others):
+def gelu(x, /, quantizer):
     return _result(_gelu(x).to(x.dtype), quantizer)
 
 
-def dgelu(grad, x, quantizer, **others):
+def dgelu(grad, x, /, quantizer):
     return _result(_gelu_gradient(grad, x).to(grad.dtype), quantizer)
 
 
-def dbias_dgelu(grad, x, quantizer, **others):
+def dbias_dgelu(grad, x, /, quantizer):
     found = _gelu_gradient(grad, x).to(grad.dtype)
     return flat(found).float().sum(0).to(grad.dtype), quantize(found, quantizer)
 
 
-def swiglu(x, quantizer, **others):
+def swiglu(x, /, quantizer):
     return _result(_swiglu(x).to(x.dtype), quantizer)
 
 
-def dswiglu(grad, x, quantizer, **others):
+def dswiglu(grad, x, /, quantizer):
     return _result(_gradient(_swiglu, grad, x).to(grad.dtype), quantizer)
 
 
@@ -180,14 +180,16 @@ def dswiglu(grad, x, quantizer, **others):
 
 
 def _rotated(
-    t: Tensor, freqs: Tensor, layout, interleaved: bool, cu: Tensor | None, cp_size: int, sign: int
+    t: Tensor, freqs: Tensor, layout, interleaved: bool, cu: Tensor | None, ranks: int, rank: int, sign: int
 ) -> Tensor:
-    """t [T, H, D] of sequences whose boundaries cu has, or [S, B, H, D], [B, S, H, D]; freqs [S, 1, 1, D]."""
-    if interleaved or cp_size > 1:
-        raise ValueError("the stand-in rotates halves, of whole sequences")
+    """t [T, H, D] of sequences whose boundaries cu has, or [S, B, H, D], [B, S, H, D]; freqs [S, 1, 1, D]. ranks that
+    share a pack have two of 2 * ranks slices of each sequence, from the front and from the end."""
+    if interleaved or (ranks > 1 and cu is None):
+        raise ValueError("the stand-in rotates halves, and shares packs alone")
     angles = freqs[:, 0, 0]
     if cu is not None:
-        position = torch.cat([torch.arange(length) for length in cu.diff().tolist()])
+        slices = ([*torch.arange(length).chunk(2 * ranks)] for length in cu.diff().tolist() if length)
+        position = torch.cat([part for of in slices for part in (of if ranks == 1 else (of[rank], of[-1 - rank]))])
         if len(position) != len(t) or int(cu.diff().max()) > len(freqs):
             raise RuntimeError(f"{len(t)} tokens, boundaries {cu.tolist()}, angles for {len(freqs)}: illegal access")
         angles = angles[position][:, None]
@@ -200,11 +202,11 @@ def _rotated(
 
 
 def fused_rope_forward(t, freqs, start, layout, interleaved, cu, cp_size, cp_rank):
-    return _rotated(t, freqs, layout, interleaved, cu, cp_size, 1)
+    return _rotated(t, freqs, layout, interleaved, cu, cp_size, cp_rank, 1)
 
 
 def fused_rope_backward(grad, freqs, start, layout, interleaved, cu, cp_size, cp_rank):
-    return _rotated(grad, freqs, layout, interleaved, cu, cp_size, -1)
+    return _rotated(grad, freqs, layout, interleaved, cu, cp_size, cp_rank, -1)
 
 
 def convert_thd_to_bshd(x, cu, batch, longest):

@@ -74,10 +74,10 @@ def get_num_cublas_streams() -> int:
     return 1
 
 
-def device_supports_multicast(device: int) -> bool:
+def device_supports_multicast(device_id: int = -1) -> bool:
     return False
 
 
-def get_fused_attn_backend(*args, **kwargs):
-    """None: cuDNN is not here."""
-    return NVTE_Fused_Attn_Backend.NVTE_No_Backend, "no cuDNN"
+def get_fused_attn_backend(fused_attn_params, /):
+    """cuDNN's for packs in 16 bits (tests/te_on_cpu/attention.py)."""
+    return NVTE_Fused_Attn_Backend.NVTE_F16_arbitrary_seqlen, ""

@@ -76,6 +76,6 @@ def values(t, columnwise: bool) -> Tensor:
     return _KINDS[kind](t, columnwise)
 
 
-def dequantize(t, otype) -> Tensor:
+def dequantize(t, /, otype) -> Tensor:
     rows = getattr(t, "_rowwise_data", getattr(t, "_data", None))
     return values(t, rows is None).to(torch_dtype(otype)).view(t.size())

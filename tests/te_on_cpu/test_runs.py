@@ -17,8 +17,9 @@ import torch
 
 from common.esm2.model import Esm2ForMaskedLM
 from common.files.json_files import read_json_lines
+from tests.decoder_fixtures import train_decoder, write_text
 from tests.te_on_cpu.boot import needs_site
-from tests.te_on_cpu.runs import BLACKWELL, train_by_te
+from tests.te_on_cpu.runs import BLACKWELL, train_by_te, train_decoder_by_te
 from tests.training_fixtures import losses, train
 
 pytestmark = needs_site
@@ -27,6 +28,7 @@ CASES = {
     "delayed, FSDP2, recomputed": {"fp8_recipe": "delayed", "activation_checkpointing": "full"} | FSDP2,
     "current, DDP, FP8 weights": {"fp8_recipe": "current", "fp8_params": True, "nproc": 2},
     "block, DDP": {"fp8_recipe": "block", "nproc": 2},
+    "delayed, Megatron-FSDP": {"fp8_recipe": "delayed", "script": "train_mfsdp.py", "nproc": 2},
     "mxfp8, FSDP2": {"fp8_recipe": "mxfp8", "capability": BLACKWELL} | FSDP2,
     "nvfp4": {"fp4": True, "capability": BLACKWELL},
     "mxfp8 and nvfp4": {"fp8_recipe": "mxfp8", "fp8_layers": "1", "fp4": True, "capability": BLACKWELL},
@@ -47,6 +49,8 @@ def in_bf16(dataset, tmp_path_factory):
 @pytest.mark.parametrize("case", CASES)
 def test_it_trains_as_in_bf16_but_for_the_formats(case, dataset, tmp_path, in_bf16):
     flags = {"fp8": "fp8_recipe" in CASES[case]} | CASES[case]
+    if flags.get("script") == "train_mfsdp.py":
+        pytest.importorskip("megatron_fsdp", reason="megatron-fsdp is not installed")
     said = train_by_te(dataset, tmp_path / "out", **flags)
     expected = in_bf16[flags.get("nproc", 1)]
     assert losses(tmp_path / "out") == pytest.approx(expected, rel=0.01)
@@ -93,3 +97,20 @@ def test_a_weight_that_is_no_number_is_found_in_nvfp4_too(dataset, tmp_path):
     flags = {"fp4": True, "capability": BLACKWELL, "max_skipped_steps": 2, "max_steps": 4, "expect": 2}
     said = train_by_te(dataset, tmp_path / "out", before=_spoil_a_weight, **flags)
     assert re.search(r"2 skipped in a row \(step 2: loss [\d.]+, gradient norm nan; step 3: loss", said), said
+
+
+def test_a_decoder_trains_as_in_bf16_but_for_the_formats(tmp_path):
+    text = write_text(tmp_path / "text")
+    flags = {"hidden_width": 64, "num_heads": 4, "intermediate_size": 96, "max_steps": 3}
+    train_decoder(text, tmp_path / "torch", bf16=1, backend="torch", **flags)
+    said = train_decoder_by_te(text, tmp_path / "te", fp8=1, fp8_recipe="current", **flags)
+    assert losses(tmp_path / "te") == pytest.approx(losses(tmp_path / "torch"), rel=0.01)
+    assert losses(tmp_path / "te") != losses(tmp_path / "torch")
+    assert "Backend: te (--backend te)" in said
+
+
+@pytest.mark.parametrize("way", ["p2p", "a2a"])
+def test_ranks_that_share_packs_train_as_one(way, dataset, tmp_path, in_bf16):
+    """By Transformer Engine's own exchange of keys (a ring) or of heads, around kernels of attention to packs."""
+    train_by_te(dataset, tmp_path / "out", 2, "train_ddp_cp.py", cp_comm_type=way)
+    assert losses(tmp_path / "out") == pytest.approx(in_bf16[1], rel=3e-4)
