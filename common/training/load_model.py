@@ -83,7 +83,8 @@ def load_model(
                 copy_rows(parameters[name], tensor)
         if args.fp8_params:
             precision = replace(precision, masters=precision.quantised.quantise_weights())
-        if args.bf16 and plan is None and shard is None:  # sharded weights are gathered in bf16
+        # Transformer Engine casts weights itself, and sharded ones are gathered in bf16.
+        if args.bf16 and backend == "torch" and plan is None and shard is None:
             precision = replace(precision, rounded=RoundedWeights(model))
     remarks = (*choice.remarks, *([remark] if remark else []))
     return Built(model, backend, gelu, remarks, precision, extras, compiled)

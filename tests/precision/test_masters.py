@@ -13,7 +13,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-from common.precision.build import Precision
 from common.precision.masters import Masters
 from common.ranks.run import distributed_run
 from common.ranks.strategy import replicate
@@ -53,7 +52,7 @@ def _train_with_masters(argv: list[str], poison: tuple | None) -> None:
         masters = Masters(model, dict.fromkeys(matrices, torch.Tensor.bfloat16))
         assert len(matrices) == len([p for p in model.parameters() if p.dtype == torch.bfloat16]) == 2 * 4
         assert all(p.dtype == torch.float32 for p in masters.weights.parameters())
-        built = replace(built, precision=Precision(masters=masters))
+        built = replace(built, precision=replace(built.precision, masters=masters))
         train(replicate(built.model, world, args, init_sync=built.precision.masters is None), built, args, world)
 
 
