@@ -115,8 +115,9 @@ def setup_logging(level: int = logging.INFO) -> None:
         level=level, format="%(asctime)s - %(levelname)s - %(message)s", datefmt="%m/%d/%Y %H:%M:%S", force=True
     )
     # A progress line for every request to the Hub is noise in a training log.
-    for noisy in ("httpx", "filelock", "fsspec", "datasets", "matplotlib"):
-        logging.getLogger(noisy).setLevel(logging.WARNING)
+    for noisy in map(logging.getLogger, ("httpx", "filelock", "fsspec", "datasets", "matplotlib")):
+        if noisy.level != logging.WARNING:  # to set it goes through all the loggers that there are
+            noisy.setLevel(logging.WARNING)
 
 
 def parse_arguments(description: str | None, *dataclass_types: type, argv: list[str] | None = None) -> tuple:

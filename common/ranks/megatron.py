@@ -160,17 +160,14 @@ class MegatronSharded(Strategy):
         self.model.model_auto_sync = last or self.layout.sync_each_batch  # its setter warns at every call
         return nullcontext()
 
-    def clip(self, max_norm: float) -> Tensor:
-        gradients = [p.grad.to_local() for p in self._parameters() if p.grad is not None]
-        total = torch.zeros((), dtype=torch.float64, device=self.world.device)
-        if gradients:  # a rank may have no rows of anything
-            total = torch.stack(torch._foreach_norm(gradients, dtype=torch.float32)).double().square().sum()
+    def gradients(self) -> list[Tensor]:
+        return [p.grad.to_local() for p in self._parameters() if p.grad is not None]
+
+    def over_shards(self, total: Tensor) -> Tensor:
+        total = total.to(self.world.device)
         if self.layout.shards:
             dist.all_reduce(total, group=self.group)
-        norm = total.sqrt().float()
-        if max_norm and gradients:
-            torch._foreach_mul_(gradients, (max_norm / (norm + 1e-6)).clamp(max=1.0))
-        return norm
+        return total
 
     def install_weights(self) -> None:
         self.model.install_optimized_model_weights()

@@ -39,7 +39,8 @@ def _lose_rank_2(out: Path, finder: str) -> None:
                 if finder == "NCCL":
                     raise dist.DistBackendError("NCCL error: remote process exited or there was a network error")
                 dist.all_reduce(torch.ones(1), group=of_main)
-        world.end_together(None)  # rank 0 does so in `save`
+        for _ in range(2):
+            world.end_together(None)  # rank 0 does so in `save`, before it copies and after
         if world.rank == 2:
             os.kill(os.getpid(), signal.SIGKILL)
         dist.all_reduce(torch.ones(1), group=second)

@@ -9,6 +9,7 @@ from itertools import islice
 import datasets
 import numpy as np
 import pytest
+import torch
 
 from common.batches.loader import TrainLoader, merge_positions
 from common.batches.packing import Position
@@ -205,7 +206,7 @@ def test_held_out_contexts_are_the_same_on_any_ranks_and_no_more_than_asked(tmp_
         contexts = contexts or -(-store.num_tokens // 64)
         by_ranks = []
         for ranks in (1, 2, 4):
-            worlds = [World(rank, rank, ranks, "cpu") for rank in range(ranks)]
+            worlds = [World(rank, rank, ranks, torch.device("cpu")) for rank in range(ranks)]
             made = [list(held_out_contexts(flags, store, causal_batches(flags, w.mesh), w)) for w in worlds]
             assert len({len(batches) for batches in made}) == 1
             batches = [batch for together in zip(*made, strict=True) for batch in together]
