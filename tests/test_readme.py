@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from common.prepare.sample import write_sample
+from common.prepare.sample import make_proteins
 from tests.conftest import ROOT
+from tests.data_fixtures import write_fasta
 from tests.decoder_fixtures import write_text
 from tests.warm_python import programs
 
@@ -22,6 +23,8 @@ SMALLER = (
     (r"--nproc_per_node=8", "--standalone --nproc_per_node=2"),
     (r"esm2_t30_150M", "esm2_t6_8M"),
     (r"--tokens_per_pack 16384 --gradient_accumulation_steps 16", "--tokens_per_pack 1024"),
+    (r"--num_layers 4", "--num_layers 4 --intermediate_size 256"),
+    (r"--max_context_width 512", "--max_context_width 128"),
 )
 
 
@@ -55,7 +58,9 @@ def checkout(tmp_path_factory) -> Path:
     (directory / ".venv").mkdir()
     for path in (ROOT / ".venv").iterdir():
         (directory / ".venv" / path.name).symlink_to(programs() if path.name == "bin" else path)
-    write_sample(directory / "my_proteins.fasta", num_proteins=150, seed=1)
+    # Short ones, so that an epoch of them is one small pack.
+    proteins = [(header, residues[:50]) for header, residues in make_proteins(60, 10, 4, (0.1, 0.4), seed=1)]
+    write_fasta(directory / "my_proteins.fasta", proteins)
     shutil.copy(write_text(directory / "text") / "train.jsonl", directory / "my_texts.jsonl")
     return directory
 
