@@ -28,6 +28,7 @@ from tests.training_fixtures import (
 from tests.warm_python import at_work, python
 
 PREEMPTED = 75
+POLL_S, SAVE_POLL_S = 0.01, 0.0005  # a step, and a save, take some 10 ms
 TIMES = (
     *("tokens_per_second", "step_seconds", "data_wait_seconds", "tflops_per_device", "peak_memory_gb"),
     *("forward_backward_seconds", "optimizer_seconds", "checkpoint_seconds", "slowest_rank", "slowest_host"),
@@ -39,7 +40,7 @@ TIMES = (
 def wait_until(
     happened: Callable[[], bool],
     alive: Callable[[], bool] = lambda: True,
-    poll: float = 0.0005,
+    poll: float = POLL_S,
     said: Callable[[], str] = str,
 ) -> bool:
     """Poll until it happened (True) or nothing is alive that could make it happen (False).
@@ -108,8 +109,8 @@ class LiveRun:
         pid = self.processes[rank].pid
         return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
-    def until(self, happened: Callable[[], bool]) -> None:
-        assert wait_until(happened, self.alive, said=self.said), f"ended before:\n{self.said()}"
+    def until(self, happened: Callable[[], bool], poll: float = POLL_S) -> None:
+        assert wait_until(happened, self.alive, poll, self.said), f"ended before:\n{self.said()}"
 
     def until_said(self, text: str, rank: int = 0) -> None:
         self.until(lambda: text in self.said(rank))

@@ -211,7 +211,7 @@ class SlurmCluster:
         return int(self.on_head(f"sbatch --parsable {options}", **environment))
 
     def job(self, number: int) -> dict[str, str]:
-        """What scontrol shows of a job."""
+        """What scontrol shows of a job; it takes several processes to ask."""
         words = self.on_head(f"scontrol --oneliner show job {number}").split()
         return dict(word.split("=", 1) for word in words if "=" in word)
 
@@ -223,7 +223,7 @@ class SlurmCluster:
             self.start_now(number)
             return self.job(number)["JobState"] in final
 
-        self.until(ended, f"job {number} does not end", seconds, 0.3)
+        self.until(ended, f"job {number} does not end", seconds, 0.5)
         return self.job(number)["JobState"]
 
     def start_now(self, number: int) -> None:

@@ -12,6 +12,7 @@ import pytest
 
 from tests.live_runs import (
     PREEMPTED,
+    SAVE_POLL_S,
     LiveRun,
     assert_same_run,
     kill_all,
@@ -124,7 +125,7 @@ def test_a_signal_to_the_whole_process_tree_while_a_save_is_under_way(dataset, w
     flags = FLAGS | {"save_steps": 2, "async_save": async_save}
     out = tmp_path / "out"
     with LiveRun(dataset, out, tmp_path / "logs", **flags, dataloader_num_workers=2) as run:
-        run.until(lambda: newest_step(out) >= 4 and any(out.glob("tmp-checkpoint-*")))
+        run.until(lambda: newest_step(out) >= 4 and any(out.glob("tmp-checkpoint-*")), SAVE_POLL_S)
         for worker in run.children():
             os.kill(worker, signal.SIGTERM)
         run.signal(signal.SIGTERM)

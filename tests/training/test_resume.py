@@ -9,11 +9,21 @@ import time
 
 import pytest
 
-from tests.live_runs import LiveRun, assert_same_run, kill_all, newest_step, ranks_of, torchrun, trajectory, wait_until
+from tests.live_runs import (
+    SAVE_POLL_S,
+    LiveRun,
+    assert_same_run,
+    kill_all,
+    newest_step,
+    ranks_of,
+    torchrun,
+    trajectory,
+    wait_until,
+)
 from tests.training_fixtures import final_weights, relative_difference, rows, same_bits, train
 
-KILLS = 10
-STEPS = 45
+KILLS = 8
+STEPS = 32
 
 
 def killed_again_and_again(data, output_dir, logs, nproc: int, kills: int, generator: random.Random, **flags) -> int:
@@ -34,7 +44,7 @@ def killed_again_and_again(data, output_dir, logs, nproc: int, kills: int, gener
                     run.until(lambda at=reached + 1: newest_step(output_dir) >= at)
                     time.sleep(generator.uniform(0, 0.03))
                 case _:  # while a checkpoint is being written
-                    run.until(lambda: writing())
+                    run.until(lambda: writing(), SAVE_POLL_S)
                     time.sleep(generator.uniform(0, 0.006))
             run.signal(signal.SIGKILL)
             assert run.end() == [-signal.SIGKILL] * nproc, f"ended by itself:\n{run.said()}"

@@ -19,6 +19,7 @@ import pytest
 from common.outputs.checkpoint_files import PARTIAL
 from tests.live_runs import (
     PREEMPTED,
+    SAVE_POLL_S,
     LiveRun,
     assert_same_run,
     is_running,
@@ -75,7 +76,7 @@ def wait_for(moment: str, out: Path, alive: Callable[[], bool], generator: rando
     wait_until(lambda: newest_step(out) >= goal, alive)
     if moment == "a save":
         while alive() and not saving(out):
-            time.sleep(0.0005)  # it takes some 10 ms
+            time.sleep(SAVE_POLL_S)
     seconds = fraction * (0.005 if moment == "a save" else 0.1)
     time.sleep(seconds)
     return f"{seconds:.3f} s into {moment} after step {goal}"
