@@ -110,7 +110,7 @@ def test_the_readme_from_fasta_to_a_model(cluster, tmp_path):
         r"(?<=MODEL=)\S+": TINY_MODEL["config_name"],
         r"submit_data\.sh": f"submit_data.sh --source {tmp_path}/my.fasta -- --validation_size 10 --test_size 5",
         r"--nodes=4 --gpus-per-node=8": "--nodes=2 --gpus-per-node=2",
-        r"train_fsdp\.sh": f"train_fsdp.sh {flags()}",
+        r"train_fsdp\.sh": f"train_fsdp.sh {flags(max_steps=6)}",
         r"^tail -F": "tail -n 0",
     }
     for pattern, replacement in smaller.items():
@@ -123,7 +123,7 @@ def test_the_readme_from_fasta_to_a_model(cluster, tmp_path):
     assert cluster.end(job) == "COMPLETED", cluster.said()
     out = target / "out-fsdp"
     assert json.loads((out / "all_results.json").read_text())["eval_samples"] == 10
-    train(target / "processed" / "arrow", tmp_path / "one", 4, script="train_fsdp2.py", bf16=True)
+    train(target / "processed" / "arrow", tmp_path / "one", 4, script="train_fsdp2.py", bf16=True, max_steps=6)
     assert losses(out) == losses(tmp_path / "one")
     logs = [*(cluster.checkout / "logs" / f"esm2-fsdp_{job}" / "0").glob("n[12]/*/attempt_0/[01]/stderr.log")]
     assert len(logs) == 2 * 4  # of the preflight, and of training
