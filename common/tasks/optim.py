@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import LambdaLR
 
 from common.cli import Flags, UserError, flag
@@ -47,6 +48,19 @@ class OptimizerFlags(Flags):
         self.schedule(total_steps=1000)  # an unknown --lr_scheduler_type is a UserError
 
 
+class AdamW(torch.optim.AdamW):
+    """torch's, updating of sharded tensors what this rank has, without asking DTensor for every one how to.
+
+    That is most of what such a step takes of the host; the update is the same, number by number.
+    """
+
+    def _init_group(self, group: dict, *lists: list[torch.Tensor]):
+        result = super()._init_group(group, *lists)
+        for tensors in lists:
+            tensors[:] = [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
+        return result
+
+
 def build_optimizer(model: nn.Module, flags: OptimizerFlags) -> torch.optim.AdamW:
     """AdamW over fp32 master weights; no decay on biases and norms (everything with one dimension)."""
     parameters = [p for p in model.parameters() if p.requires_grad]
@@ -55,7 +69,7 @@ def build_optimizer(model: nn.Module, flags: OptimizerFlags) -> torch.optim.Adam
         {"params": [p for p in parameters if p.dim() <= 1], "weight_decay": 0.0},
     ]
     betas = (flags.adam_beta1, flags.adam_beta2)
-    return torch.optim.AdamW(groups, lr=flags.learning_rate, betas=betas, eps=flags.adam_epsilon, fused=True)
+    return AdamW(groups, lr=flags.learning_rate, betas=betas, eps=flags.adam_epsilon, fused=True)
 
 
 def set_hyperparameters(optimizer: torch.optim.AdamW, flags: OptimizerFlags) -> None:
