@@ -37,7 +37,7 @@ MAX_SEQ_LENGTH = 128
 DEFAULTS = {
     "max_seq_length": MAX_SEQ_LENGTH,
     "per_device_train_batch_size": 4,  # packed: 512 tokens a pack
-    "max_steps": 20,
+    "max_steps": 12,
     "learning_rate": 1e-3,
     "logging_steps": 1,
     "dataloader_num_workers": 0,
@@ -64,7 +64,7 @@ def dataset(tmp_path_factory) -> Path:
 
 
 def flags_of(dataset_dir: Path | None, output_dir: Path, **flags) -> list[str]:
-    """The command line of a run of the tiny model for 20 steps, each logged; `flags` add to it, None takes away."""
+    """The command line of a run of the tiny model for 12 steps, each logged; `flags` add to it, None takes away."""
     model = {} if {"config_name", "model_name_or_path"} & flags.keys() else TINY_MODEL
     chosen = {"dataset_dir": dataset_dir, "output_dir": output_dir} | model | DEFAULTS | flags
     return [f"--{name}={value}" for name, value in chosen.items() if value is not None]
