@@ -12,10 +12,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 from pathlib import Path
 
 import pytest
-import torch
 
 from tests.forked import serve
-from tests.training_fixtures import dataset  # noqa: F401
 
 ROOT = Path(__file__).resolve().parent.parent
 # An image holds the code and its tests, not what is around it: no documentation, no scripts of a cluster.
@@ -23,7 +21,6 @@ AROUND = ["ops", "test_readme.py", "test_diagnosing.py", "test_flags.py", "test_
 collect_ignore = [] if (ROOT / "README.md").exists() else AROUND
 REAL_FASTA = ROOT.parent / "shared" / "data" / "uniref90_sample_8k.fasta.gz"
 
-torch.set_num_threads(1)
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # by `./test.sh &` in a script; tests would pass it on
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -35,9 +32,22 @@ def real_fasta() -> Path:
     return REAL_FASTA
 
 
+@pytest.fixture(scope="session")
+def dataset(tmp_path_factory) -> Path:
+    """processed/arrow with 240 training, 40 validation and 20 test proteins of 40 to 1,000 residues."""
+    # Here: the process that has the others run tests, xdist's own, imports no torch.
+    from tests.training_fixtures import dataset_of_tests
+
+    return dataset_of_tests(tmp_path_factory.mktemp("proteins"))
+
+
 def pytest_configure(config: pytest.Config) -> None:
     if getattr(config.option, "numprocesses", None):  # xdist's: this process has workers
         serve()
+    else:
+        import torch
+
+        torch.set_num_threads(1)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -17,7 +17,6 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-import pytest
 import torch
 from safetensors.torch import load_file
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
@@ -56,11 +55,9 @@ def make_dataset(directory: Path, num_proteins: int, validation: int, test: int,
     return directory / "processed" / "arrow"
 
 
-@pytest.fixture(scope="session")
-def dataset(tmp_path_factory) -> Path:
-    """processed/arrow with 240 training, 40 validation and 20 test proteins of 40 to 1,000 residues."""
-    total = NUM_TRAIN + NUM_VALIDATION + NUM_TEST
-    return make_dataset(tmp_path_factory.mktemp("proteins"), total, NUM_VALIDATION, NUM_TEST)
+def dataset_of_tests(directory: Path) -> Path:
+    """What the fixture `dataset` (tests/conftest.py) is."""
+    return make_dataset(directory, NUM_TRAIN + NUM_VALIDATION + NUM_TEST, NUM_VALIDATION, NUM_TEST)
 
 
 def flags_of(dataset_dir: Path | None, output_dir: Path, **flags) -> list[str]:
