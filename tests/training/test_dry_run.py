@@ -34,9 +34,9 @@ def predicted(script: str, nproc: int, argv: list[str], *more: str) -> Held:
 
 DEEPER = "num_hidden_layers=3,hidden_size=160,num_attention_heads=10,intermediate_size=640"
 WIDER = "num_hidden_layers=2,hidden_size=240,num_attention_heads=10,intermediate_size=960"
-PROTEINS = {"max_steps": 2, "tokens_per_pack": 1024, "per_device_train_batch_size": None}
+PROTEINS = {"max_steps": 2, "tokens_per_pack": 512, "per_device_train_batch_size": None}
 LLAMA = {"model_type": "llama_v2", "hidden_width": 128, "num_layers": 3, "num_heads": 8, "num_key_value_heads": 4}
-LLAMA |= {"intermediate_size": 352, "max_context_width": 128, "train_batch_size": 8, "max_steps": 2, "bf16": 0}
+LLAMA |= {"intermediate_size": 352, "max_context_width": 128, "train_batch_size": 4, "max_steps": 2, "bf16": 0}
 
 
 @pytest.mark.parametrize(
