@@ -15,9 +15,10 @@ from tests.live_runs import LiveRun, newest_step, outcome, trajectory
 from tests.training_fixtures import TIMEOUT_S, train
 
 CP, FSDP2 = "train_ddp_cp.py", "train_fsdp2.py"
-RUN = {"max_steps": 30, "packs_per_step": 2, "save_steps": 10, "do_eval": True}
+STEPS = 14
+RUN = {"max_steps": STEPS, "packs_per_step": 2, "save_steps": 6, "do_eval": True}
 HELD_OUT = ("eval_loss", "eval_accuracy", "eval_masked_tokens", "eval_samples", "eval_unigram_loss")
-# Of sums in another order, over 30 steps; and of Adam, which turns gradients that are rounding alone into steps.
+# Of sums in another order, over 14 steps; and of Adam, which turns gradients that are rounding alone into steps.
 CLOSE = {"rel": 2e-4}
 
 
@@ -31,16 +32,16 @@ def alone(dataset, tmp_path_factory):
 @pytest.mark.parametrize(
     ("script", "nproc", "steps", "flags"),
     [
-        (CP, 2, 30, {}),
+        (CP, 2, STEPS, {}),
         (
             CP,
             4,
-            10,
+            6,
             {"cp_comm_type": "all_gather", "pad_sequences_to_be_divisible_by": 16, "dataloader_num_workers": 1},
         ),
-        (CP, 4, 10, {"cp_size": 4, "cp_layout": "contiguous", "gradient_checkpointing": True}),
-        (FSDP2, 2, 10, {"cp_size": 2, "torch_compile": True, "compiler": "eager"}),
-        (FSDP2, 4, 10, {"cp_size": 2, "sharding_strategy": "hybrid", "hsdp_shard_size": 2}),
+        (CP, 4, 6, {"cp_size": 4, "cp_layout": "contiguous", "gradient_checkpointing": True}),
+        (FSDP2, 2, 6, {"cp_size": 2, "torch_compile": True, "compiler": "eager"}),
+        (FSDP2, 4, 6, {"cp_size": 2, "sharding_strategy": "hybrid", "hsdp_shard_size": 2}),
     ],
     ids=["ddp", "dp-x-cp", "contiguous", "fsdp2", "hybrid"],
 )
@@ -49,7 +50,7 @@ def test_all_steps_are_those_of_one_process(dataset, alone, tmp_path, script, np
     assert_same_numbers(tmp_path / "out", alone, tmp_path, steps)
 
 
-def assert_same_numbers(out: Path, alone: Path, scratch: Path, steps: int = 30) -> None:
+def assert_same_numbers(out: Path, alone: Path, scratch: Path, steps: int = STEPS) -> None:
     """So many steps of both: the same proteins in each step, and numbers within rounding."""
     expected, found = trajectory(alone)[:steps], trajectory(out)
     assert len(found) == len(expected) == steps
@@ -57,7 +58,7 @@ def assert_same_numbers(out: Path, alone: Path, scratch: Path, steps: int = 30) 
         assert {k: one[k] for k in ("step", "tokens", "epoch")} == {k: other[k] for k in ("step", "tokens", "epoch")}
         for key in ("loss", "grad_norm"):
             assert one[key] == pytest.approx(other[key], **CLOSE)
-    if steps == RUN["max_steps"]:
+    if steps == STEPS:
         results = [json.loads((run / "all_results.json").read_text()) for run in (out, alone)]
         for key in HELD_OUT:
             assert results[0][key] == pytest.approx(results[1][key], **CLOSE), key
@@ -73,7 +74,7 @@ def _close(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 @pytest.mark.parametrize("recipe", ["delayed", "current", "mxfp8"])
 def test_emulated_formats_scale_by_the_whole_pack(dataset, tmp_path, recipe):
-    flags = {"max_steps": 6, "packs_per_step": 2, "save_final_model": False, "fp8": True, "fp8_recipe": recipe}
+    flags = {"max_steps": 3, "packs_per_step": 2, "save_final_model": False, "fp8": True, "fp8_recipe": recipe}
     flags |= {"emulate_precision": True, "learning_rate": 0, "quant_stats": True, "quant_stats_freq": 1}
     train(dataset, tmp_path / "alone", 1, **flags)
     train(dataset, tmp_path / "shared", 2, script=CP, **flags)
@@ -96,7 +97,7 @@ def test_another_number_of_ranks_goes_on_where_those_before_were_killed(dataset,
     with LiveRun(dataset, out, tmp_path / "logs", 2, script=CP, **RUN | {"save_steps": 1}) as run:
         run.until(lambda: newest_step(out) >= 4)
         run.signal(signal.SIGKILL)
-    train(dataset, out, 1, **RUN | {"stop_at_step": 14})
+    train(dataset, out, 1, **RUN | {"stop_at_step": 9})
     train(dataset, out, 4, script=CP, **RUN | {"cp_size": 4})
     assert_same_numbers(out, alone, tmp_path)
 
@@ -118,7 +119,7 @@ def test_a_dead_neighbour_is_named(dataset, tmp_path):
 def test_streams_are_dealt_out_by_data_rank(tmp_path, cp_size, packing):
     """Padded batches are packs of so many sequences, and shared as such."""
     write_sample(tmp_path / "proteins.fasta", num_proteins=60, families=4, seed=3)
-    flags = {"dataset": tmp_path / "proteins.fasta", "max_steps": 6, "packs_per_step": 2, "save_final_model": False}
+    flags = {"dataset": tmp_path / "proteins.fasta", "max_steps": 4, "packs_per_step": 2, "save_final_model": False}
     flags |= packing
     train(None, tmp_path / "alone", 1, **flags)
     train(None, tmp_path / "shared", 2 * cp_size, script=CP, cp_size=cp_size, **flags)
