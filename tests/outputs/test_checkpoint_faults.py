@@ -93,8 +93,8 @@ def _save_and_end(out: Path) -> None:
 
 
 def test_the_end_of_a_process_neither_loses_nor_aborts_its_save(dataset, tmp_path):
-    """20 processes that save in the background and end at once, half of them pairs; and a real command line."""
-    for number in range(20):
+    """12 processes that save in the background and end at once, half of them pairs; and a real command line."""
+    for number in range(12):
         out = tmp_path / str(number)
         out.mkdir()
         nproc = 1 + number % 2
