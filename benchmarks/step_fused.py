@@ -2,8 +2,10 @@
 
 The graphs are those of AOTAutograd with Inductor's decompositions and its cut between forward and backward pass. Fused
 are operators over the same numbers: elementwise ones with each other and, row by row, with sums over rows (LayerNorm);
-sums over columns (gradients of biases and norms) are kernels of their own, which read what others have written. A
-kernel costs the union of what it reads and writes. Products and attention stay what they are.
+sums over columns (gradients of biases and norms) go with sums over the rows of the same large tensor, if neither waits
+for the other (Inductor's mix-order reductions, on by default in torch 2.13), or else are kernels of their own, which
+read what others have written. A kernel costs the union of what it reads and writes. Products and attention stay what
+they are.
 """
 
 from __future__ import annotations
@@ -23,6 +25,8 @@ from benchmarks.step_counts import ATTENTION, PRODUCTS, Work
 SUMS = ("sum", "mean", "var_mean", "amax")
 VIEWS = ("view", "permute", "unbind", "split", "split_with_sizes", "slice", "unsqueeze", "squeeze", "expand", "alias")
 VIEWS += ("getitem", "t", "transpose", "select", "_unsafe_view", "reshape", "detach")
+# What a kernel that sums over rows and columns asks for (torch 2.13, `MixOrderReduction.can_fuse`).
+MIXED_NUMBERS, MIXED_ROWS, MIXED_ROWS_A_COLUMN = 5 << 20, 4096, 2
 PARTS = 6  # at most, that a tensor is cut into or put together from: halves of queries, keys and values
 
 
@@ -94,11 +98,12 @@ class _Kernels:
         """Lists of the nodes of a kernel."""
         while any(self._join(pairs()) for pairs in (self._into_columns, self._by_result, self._by_input)):
             pass
+        self._join_orders()
         return [nodes for nodes in self.members.values() if nodes[0] not in self.alone]
 
     def bytes_of(self, nodes: list[fx.Node]) -> int:
         inside = set(nodes)
-        reads = {source for n in nodes for a in self.given[n] - inside for source in self._sources(a)}
+        reads = {source for n in nodes for a in self.given[n] - inside for source in self._sources(a)} - inside
         return sum(_read(a, nodes) for a in reads) + sum(self._written(n) for n in nodes)
 
     def _sources(self, node: fx.Node) -> set[fx.Node]:
@@ -122,7 +127,28 @@ class _Kernels:
         return node in self.kept or any(_over(node) or not self._sums_columns(self.kernel[u]) for u in outside)
 
     def _sums_columns(self, kernel: int) -> bool:
-        return any(_over(n) == "columns" for n in self.members[kernel])
+        """And nothing else."""
+        return {_over(n) for n in self.members[kernel]} - {""} == {"columns"}
+
+    def _join_orders(self) -> None:
+        """Sums over columns with those over rows of what both read."""
+        for first in [k for k in self.members if self._sums_columns(k)]:
+            for second in [k for k, nodes in self.members.items() if any(_over(n) == "rows" for n in nodes)]:
+                waits = self._waits_for(first, second) or self._waits_for(second, first)
+                if self._both_orders(second, first) and not waits:
+                    for n in self.members.pop(first):
+                        self.members[second].append(n)
+                        self.kernel[n] = second
+                    break
+
+    def _both_orders(self, rows: int, columns: int) -> bool:
+        shapes = {_shape(n) for k in (rows, columns) for n in self.members[k] if _over(n)}
+        if len(shapes) != 1:
+            return False
+        numbers, lines = shapes.pop()
+        large = numbers >= MIXED_NUMBERS and lines >= max(MIXED_ROWS, MIXED_ROWS_A_COLUMN * numbers // lines)
+        read = [{s for n in self.members[k] for a in self.given[n] for s in self._sources(a)} for k in (rows, columns)]
+        return large and any(_size(a) >= numbers for a in read[0] & read[1])
 
     def _into_columns(self):
         """What feeds nothing but sums over columns belongs to them."""
@@ -161,6 +187,18 @@ class _Kernels:
             return len(sizes - rows) <= 1 and len(rows) == 1
         # Halves that are turned and put together again are computed where the whole is written.
         return max(sizes) % min(sizes) == 0 and max(sizes) <= PARTS * min(sizes)
+
+    def _waits_for(self, kernel: int, other: int) -> bool:
+        """Whether it reads what the other has written, or what is computed from that."""
+        seen, ahead = set(), [kernel]
+        while ahead:
+            inputs = (a for n in self.members[ahead.pop()] for a in self.given[n])
+            read = {self.kernel[source] for a in inputs for source in self._sources(a) if source in self.kernel}
+            if other in read:
+                return True
+            ahead += read - seen - {kernel}
+            seen |= read
+        return False
 
     def _between(self, first: int, second: int) -> bool:
         """Whether a third kernel lies on a way from one to the other."""
@@ -225,6 +263,11 @@ def _numbers(node: fx.Node) -> int:
     """Over how many numbers a kernel of this operator goes."""
     value = node.args[0].meta["val"] if _over(node) else node.meta["val"]
     return math.prod(value.shape)
+
+
+def _shape(node: fx.Node) -> tuple[int, int]:
+    """Of what is summed: (numbers, rows)."""
+    return _numbers(node), _rows(node)
 
 
 def _rows(node: fx.Node) -> int:

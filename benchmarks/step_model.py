@@ -31,6 +31,7 @@ from common.esm2.presets import esm2_config
 from common.layers.cpu import as_on_a_gpu
 from common.layers.recompute import MODES as RECOMPUTED
 from common.layers.recompute import save_activations
+from common.layers.rounded import RoundedWeights, use_copy
 from common.layers.shapes import filled_up
 from common.outputs.metrics import PEAK_FLOPS
 from common.tasks.flops import step_flops
@@ -120,22 +121,29 @@ class Step:
 
 
 @cache
-def step_of(size: str, tokens: int, mode: str) -> Step:
+def step_of(size: str, tokens: int, mode: str, packs: int = 1, rounded_ahead: bool = True) -> Step:
+    """packs: whose gradients are added up; rounded_ahead: weights to bf16 once a step, not in every pack."""
     config = esm2_config(*SIZES[size])
     (batch,) = batches_for("torch", tokens, 1)
-    layer = layer_work(size, tokens, mode)
+    layer = layer_work(size, tokens, mode, rounded_ahead)
     layers = config.num_hidden_layers
-    forward, backward, optimiser, waits, parameters = ends_work(size, tokens)
-    phases = [forward + layer[0] * layers, backward + layer[1] * layers, optimiser[0] + optimiser[1] * layers]
+    forward, backward, optimiser, again, rounding, waits, parameters = ends_work(size, tokens)
+    passes = [forward + layer[0] * layers, backward + layer[1] * layers]
     if not waits:  # the backward pass is launched while the forward pass runs
-        phases = [phases[0] + phases[1], phases[2]]
+        passes = [passes[0] + passes[1]]
+    more = again[0] + again[1] * layers
+    end = optimiser[0] + optimiser[1] * layers + rounding * (layers * rounded_ahead)
+    phases = passes + [*passes[:-1], passes[-1] + more] * (packs - 1) + [end]
+    if not waits:
+        phases = [sum(phases[:-1], Work()), end]
     flops = step_flops(config, *(batch[key] for key in ("num_tokens", "sum_squared_lengths", "num_masked")))
     count = parameters[0] + layers * parameters[1]
-    return Step(phases, layer, count, batch["num_tokens"], flops, batch["sum_squared_lengths"], config.hidden_size)
+    told = packs * batch["num_tokens"], packs * flops, batch["sum_squared_lengths"], config.hidden_size
+    return Step(phases, layer, count, *told)
 
 
 @cache
-def layer_work(size: str, tokens: int, mode: str) -> tuple[Work, Work]:
+def layer_work(size: str, tokens: int, mode: str, rounded_ahead: bool = True) -> tuple[Work, Work]:
     """Of one encoder layer: forward pass, backward pass."""
     config = esm2_config(*SIZES[size])
     with FakeTensorMode(), as_on_a_gpu():
@@ -144,12 +152,17 @@ def layer_work(size: str, tokens: int, mode: str) -> tuple[Work, Work]:
             config, filled_up(tokens), torch.bfloat16 if mode == BF16 else torch.float32
         )
         weights = dict(layer.named_parameters())
+        kept = RoundedWeights([layer] if rounded_ahead else [])
+        names = {id(weight): name for name, weight in weights.items()}
+        copies = {names[id(weight)]: copy for weight, copy in zip(kept.weights, kept.copies, strict=True)}
 
-        def function(weights, x, cos, sin, bounds):
+        def function(weights, copies, x, cos, sin, bounds):
+            for name, copy in copies.items():  # where a graph is traced, other tensors stand for them
+                use_copy(weights[name], copy)
             with torch.autocast("cpu", torch.bfloat16):
                 return torch.func.functional_call(layer, weights, (x, (cos, sin), bounds, longest))
 
-        args = weights, x, *rotary, bounds
+        args = weights, copies, x, *rotary, bounds
         if mode != EAGER:
             forward, backward = (fused_work(graph) for graph in graphs_of(function, *args))
             return forward, backward
@@ -161,9 +174,12 @@ def layer_work(size: str, tokens: int, mode: str) -> tuple[Work, Work]:
 
 
 @cache
-def ends_work(size: str, tokens: int) -> tuple[Work, Work, tuple[Work, Work], bool, tuple[int, int]]:
-    """Of what is not a layer: forward, backward; AdamW and clipping of its weights and of a layer's; whether the host
-    waits in the forward pass; and how many weights it has, and a layer."""
+def ends_work(
+    size: str, tokens: int
+) -> tuple[Work, Work, tuple[Work, Work], tuple[Work, Work], Work, bool, tuple[int, int]]:
+    """Of what is not a layer: forward, backward; AdamW and clipping of its weights and of a layer's; adding up the
+    gradients of both; rounding a layer's weights; whether the host waits in the forward pass; and how many weights it
+    has, and a layer."""
     config = esm2_config(*SIZES[size])
     (batch,) = batches_for("torch", tokens, 1)
     with LiveBytes(), as_on_a_gpu():
@@ -172,17 +188,20 @@ def ends_work(size: str, tokens: int) -> tuple[Work, Work, tuple[Work, Work], bo
             loss = loss_of(model, batch)
         with counted() as backward:
             loss.backward()
-        optimisers = tuple(optimiser_work(module) for module in (model, layer))
+        optimisers, additions = zip(*(optimiser_work(module) for module in (model, layer)), strict=True)
+        kept = RoundedWeights([layer])
+        with counted() as rounding:
+            kept.refresh()
         sizes = tuple(sum(p.numel() for p in module.parameters()) for module in (model, layer))
-    return forward, backward, optimisers, bool(forward.waits), sizes
+    return forward, backward, optimisers, additions, rounding, bool(forward.waits), sizes
 
 
 def loss_of(model: Esm2ForMaskedLM, batch: Batch) -> torch.Tensor:
     return model(**to_device(batch, torch.device("cpu"))).loss_sum
 
 
-def optimiser_work(module: torch.nn.Module) -> Work:
-    """Clipping and AdamW of a module's weights."""
+def optimiser_work(module: torch.nn.Module) -> tuple[Work, Work]:
+    """Clipping and AdamW of a module's weights; and adding a pack's gradients to those of the packs before."""
     weights = list(module.parameters())
     optimiser = torch.optim.AdamW(weights, fused=True)
     for weight in weights:
@@ -191,7 +210,10 @@ def optimiser_work(module: torch.nn.Module) -> Work:
     with counted() as work:
         torch.nn.utils.clip_grad_norm_(weights, 1.0, foreach=True)
         optimiser.step()
-    return work
+    with counted() as addition:
+        for weight in weights:
+            weight.grad.add_(torch.empty_like(weight))
+    return work, addition
 
 
 def exchanged(parameters: int, ranks: int) -> dict[str, float]:
@@ -270,6 +292,18 @@ def times_table(args: Arguments) -> Iterator[str]:
                 yield f"| {step.tokens / seconds:,.0f} | {step.mfu(device):.1%} |\n"
 
 
+def packs_table(args: Arguments) -> Iterator[str]:
+    """Several packs a step, with weights that are rounded in each of them or ahead."""
+    yield "| model, H100 | packs a step | weights rounded | other kernels move, GB a pack | a pack, ms | MFU |\n"
+    yield "|---|--:|---|--:|--:|--:|\n"
+    for size in args.sizes.split(","):
+        for packs, ahead in ((1, False), (1, True), (4, False), (4, True)):
+            step = step_of(size, args.tokens, BF16, packs, ahead)
+            seconds, mfu = step.seconds(DEVICES[0]), step.mfu(DEVICES[0])
+            yield f"| {size}, {BF16} | {packs} | {'once a step' if ahead else 'in each pack'} "
+            yield f"| {step.all.moved / packs / 1e9:.1f} | {1000 * seconds / packs:.1f} | {mfu:.1%} |\n"
+
+
 def checks_table() -> Iterator[str]:
     yield "| GPU | model | layers by | tokens a step | tokens/s | by the model | |\n"
     yield "|---|---|---|--:|--:|--:|--:|\n"
@@ -283,7 +317,8 @@ def checks_table() -> Iterator[str]:
 
 def main() -> None:
     (args,) = parse_arguments(__doc__, Arguments)
-    tables = [counts_table(args), graphs_table(), times_table(args), *([checks_table()] if args.checks else [])]
+    tables = [counts_table(args), graphs_table(), times_table(args), packs_table(args)]
+    tables += [checks_table()] if args.checks else []
     parts = [*where_measured("benchmarks.step_model", "torch"), *("".join(table).rstrip() for table in tables)]
     publish("\n\n".join(parts) + "\n", args.output)
 

@@ -7,6 +7,8 @@ and so are the gradients: in bf16 up to the weight, added up in fp32.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor, nn
 
@@ -14,21 +16,25 @@ _COPY = "in_bf16"  # attribute of a parameter
 
 
 class RoundedWeights:
-    """Those of the layers of a model, whose modules say which of their parameters go into products as they are:
-    `multiplied`."""
+    """Those of some layers, whose modules say which of their parameters go into products as they are: `multiplied`."""
 
-    def __init__(self, model: nn.Module):
-        modules = [module for layer in model.layers for module in layer.modules()]
+    def __init__(self, layers: Iterable[nn.Module]):
+        modules = [module for layer in layers for module in layer.modules()]
         self.weights = [getattr(module, name) for module in modules for name in getattr(module, "multiplied", ())]
         self.copies = [torch.empty_like(weight, dtype=torch.bfloat16, requires_grad=False) for weight in self.weights]
         for weight, copy in zip(self.weights, self.copies, strict=True):
-            setattr(weight, _COPY, copy)
+            use_copy(weight, copy)
         self.refresh()
 
     @torch.no_grad()
     def refresh(self) -> None:
         """The weights have been set or updated."""
         torch._foreach_copy_(self.copies, self.weights)
+
+
+def use_copy(weight: Tensor, copy: Tensor) -> None:
+    """From now on `rounded` gives the copy."""
+    setattr(weight, _COPY, copy)
 
 
 def rounded(weight: Tensor) -> Tensor:

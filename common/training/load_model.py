@@ -85,7 +85,7 @@ def load_model(
             precision = replace(precision, masters=precision.quantised.quantise_weights())
         # Transformer Engine casts weights itself, and sharded ones are gathered in bf16.
         if args.bf16 and backend == "torch" and plan is None and shard is None:
-            precision = replace(precision, rounded=RoundedWeights(model))
+            precision = replace(precision, rounded=RoundedWeights(model.layers))
     remarks = (*choice.remarks, *([remark] if remark else []))
     return Built(model, backend, gelu, remarks, precision, extras, compiled)
 

@@ -68,7 +68,7 @@ def test_micro_batches_and_recomputation_use_what_was_rounded(made):
     for ahead in (False, True):
         model = made()
         save_activations(list(model.layers), "full", offload=False)
-        kept = RoundedWeights(model) if ahead else None
+        kept = RoundedWeights(model.layers) if ahead else None
         with Casts(model) as seen:
             gradients.append(passes(model))
         casts.append(seen.number)
@@ -83,7 +83,7 @@ def test_micro_batches_and_recomputation_use_what_was_rounded(made):
 
 
 def test_experts_whose_weights_are_cut_up_have_none():
-    kept = RoundedWeights(decoder(experts=2))
+    kept = RoundedWeights(decoder(experts=2).layers)
     assert len(kept.weights) == 2 * 2  # of attention
 
 
@@ -92,7 +92,7 @@ def test_compiled_layers_take_them_as_inputs_of_one_graph():
     results = []
     for compiled in (False, True):
         model = esm2()
-        kept = RoundedWeights(model)
+        kept = RoundedWeights(model.layers)
         if compiled:
             torch._dynamo.reset()
             compile_layers(model, "cpu", "aot_eager")
