@@ -29,7 +29,8 @@ class RoundedWeights:
     @torch.no_grad()
     def refresh(self) -> None:
         """The weights have been set or updated."""
-        torch._foreach_copy_(self.copies, self.weights)
+        if self.copies:
+            torch._foreach_copy_(self.copies, self.weights)
 
 
 def use_copy(weight: Tensor, copy: Tensor) -> None:
