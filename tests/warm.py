@@ -6,6 +6,7 @@ Imports are most of what a run of seconds takes, and its picture much of the res
 
 from __future__ import annotations
 
+import common  # isort: skip  (before torch: see there)
 import gc
 import sys
 import warnings

@@ -92,9 +92,13 @@ def test_signals_in_a_step_and_in_an_evaluation_save_and_the_same_command_goes_o
 
 
 def held_bytes() -> int:
-    """Of all tensors of this process, each storage once."""
-    plain = (t for t in gc.get_objects() if type(t) in (torch.Tensor, torch.nn.Parameter))
-    return sum({s.data_ptr(): s.nbytes() for t in plain if (s := t.untyped_storage()).nbytes()}.values())
+    """Of all tensors of this process, each byte once: copies have storages of their own in one block of memory."""
+    plain = (t.untyped_storage() for t in gc.get_objects() if type(t) in (torch.Tensor, torch.nn.Parameter))
+    held, end = 0, 0
+    for begin, size in sorted({(storage.data_ptr(), storage.nbytes()) for storage in plain}):
+        held += max(0, begin + size - max(begin, end))
+        end = max(end, begin + size)
+    return held
 
 
 def _saves_on_a_slow_disk(out: Path) -> None:
