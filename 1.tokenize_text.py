@@ -135,4 +135,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    run(main)
+    run(main, resumable=True)

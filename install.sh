@@ -21,6 +21,7 @@ case "${1:-}" in
   "") ;;
   --dev) requirements+=(requirements-test.txt requirements-dev.txt) ;;
   --gpu) gpu=yes ;;
+  -h | --help) sed -n '2,/^[^#]/{/^#SBATCH/d;/^#/!d;s/^# \{0,1\}//;p;}' install.sh; exit 0 ;;
   *) fail "unknown argument $1: usage: ./install.sh [--dev | --gpu]" ;;
 esac
 

@@ -15,23 +15,28 @@ set -euo pipefail
 . "$(dirname "${BASH_SOURCE[0]}")/docker/env.sh"
 
 say() { echo "$*" >&2; }
+errors=$(mktemp)
+trap 'rm -f "$errors"' EXIT
 need_aws() { command -v aws >/dev/null || fail "the aws command is not installed, or not on PATH"; }
-ecr() { aws ecr "$1" --region "$AWS_REGION" --registry-id "$ACCOUNT" "${@:2}" 2>&1; }
-# The last line that a failed command has to say, on one line.
-last_line() { grep -v '^ *$' <<<"$1" | tail -n 1; }
+# What aws says on standard error stays out of its answers: it warns there of Python's age, proxies, certificates.
+ecr() { aws ecr "$1" --region "$AWS_REGION" --registry-id "$ACCOUNT" "${@:2}" 2>"$errors"; }
+# The last line that a failed command had to say.
+last_line() { grep -v '^ *$' "$errors" | tail -n 1; }
 
 local_id=$(docker image inspect --format '{{.Id}}' "$image" 2>/dev/null) ||
   fail "there is no image $image here: run ./build.sh with the same DOCKER_IMAGE_NAME and TAG first"
 
 if [ -z "${REGISTRY:-}" ]; then
   need_aws
-  AWS_REGION=${AWS_REGION:-$(aws configure get region || true)}
+  AWS_REGION=${AWS_REGION:-$(aws configure get region 2>/dev/null || true)}
   [ -n "$AWS_REGION" ] || fail "AWS_REGION is not set and the aws command has no default region: export AWS_REGION=..."
   if [ -z "${ACCOUNT:-}" ]; then
-    answer=$(aws sts get-caller-identity --region "$AWS_REGION" --query Account --output text 2>&1) ||
-      fail "ACCOUNT is not set and the aws command cannot tell it: $(last_line "$answer")"
+    answer=$(aws sts get-caller-identity --region "$AWS_REGION" --query Account --output text 2>"$errors") ||
+      fail "ACCOUNT is not set and the aws command cannot tell it: $(last_line)"
     ACCOUNT=$answer
   fi
+  [[ $ACCOUNT =~ ^[0-9]{12}$ ]] || fail "ACCOUNT=$ACCOUNT is no account of AWS: twelve digits"
+  [[ $AWS_REGION =~ ^[a-z]+(-[a-z]+)+-[0-9]+$ ]] || fail "AWS_REGION=$AWS_REGION is no region of AWS: us-east-1, say"
   case $AWS_REGION in cn-*) suffix=amazonaws.com.cn ;; *) suffix=amazonaws.com ;; esac
   REGISTRY=$ACCOUNT.dkr.ecr.$AWS_REGION.$suffix
 fi
@@ -45,7 +50,7 @@ remote=$REGISTRY/$DOCKER_IMAGE_NAME
 look_up_tag() {
   local answer digest manifest
   answer=$(ecr batch-get-image --repository-name "$DOCKER_IMAGE_NAME" --image-ids "imageTag=$TAG" --output text \
-    --query 'images[0].[imageId.imageDigest,imageManifest]') || fail "cannot read $remote: $(last_line "$answer")"
+    --query 'images[0].[imageId.imageDigest,imageManifest]') || fail "cannot read $remote: $(last_line)"
   { read -r digest manifest; } <<<"$(tr -s '\n\t ' ' ' <<<"$answer")"
   there=""
   case "$digest $manifest" in
@@ -62,12 +67,12 @@ if [[ $REGISTRY =~ ^([0-9]+)\.dkr\.ecr\.([a-z0-9-]+)\.amazonaws\.com ]]; then
 
   if ! answer=$(ecr describe-repositories --repository-names "$DOCKER_IMAGE_NAME" --output text \
     --query 'repositories[0].imageTagMutability'); then
-    [[ $answer == *RepositoryNotFoundException* ]] ||
-      fail "cannot look up the repository $DOCKER_IMAGE_NAME in $REGISTRY: $(last_line "$answer")"
+    grep -q RepositoryNotFoundException "$errors" ||
+      fail "cannot look up the repository $DOCKER_IMAGE_NAME in $REGISTRY: $(last_line)"
     say "Making the repository $remote, scanned on push"
     answer=$(ecr create-repository --repository-name "$DOCKER_IMAGE_NAME" --output text \
       --image-scanning-configuration scanOnPush=true --image-tag-mutability "${ECR_TAG_MUTABILITY:-MUTABLE}" \
-      --query 'repository.imageTagMutability') || fail "cannot make the repository $remote: $(last_line "$answer")"
+      --query 'repository.imageTagMutability') || fail "cannot make the repository $remote: $(last_line)"
   fi
   mutability=$answer
   look_up_tag
@@ -78,9 +83,9 @@ fi
 
 if [ -z "$there" ] || [ "$there" = another ]; then
   if [ -n "$is_ecr" ]; then
-    password=$(aws ecr get-login-password --region "$AWS_REGION" 2>&1) || fail "no password for $REGISTRY: $(last_line "$password")"
-    answer=$(docker login --username AWS --password-stdin "$REGISTRY" <<<"$password" 2>&1) ||
-      fail "$REGISTRY refuses the login: $(last_line "$answer")"
+    password=$(aws ecr get-login-password --region "$AWS_REGION" 2>"$errors") || fail "no password for $REGISTRY: $(last_line)"
+    answer=$(docker login --username AWS --password-stdin "$REGISTRY" <<<"$password" 2>&1 | tee "$errors") ||
+      fail "$REGISTRY refuses the login: $(last_line)"
   fi
   docker tag "$image" "$remote:$TAG"
   say "Pushing $remote:$TAG"

@@ -9,20 +9,23 @@
 #   ./quickstart.sh --steps 2000             train for longer (default: what takes a minute or two here)
 #   ./quickstart.sh --output DIR             where it all goes (default: quickstart/<name of the proteins>)
 set -euo pipefail
+here=$PWD
 cd "$(dirname "${BASH_SOURCE[0]}")"
+script=$PWD/quickstart.sh
 
 fail() { echo "error: $*" >&2; exit 2; }
+from_here() { case $1 in /*) echo "$1" ;; *) echo "$here/$1" ;; esac; } # paths are the caller's
 say() { printf '\n== %s\n' "$*"; }
 
 source_="" output="" longer=()
 while [ $# -gt 0 ]; do
   case "$1" in
     --fasta | --source | --steps | --output) [ $# -ge 2 ] || fail "$1 needs a value" ;;&
-    --fasta) [ -f "$2" ] || fail "--fasta $2: no such file"; source_=$2; shift 2 ;;
+    --fasta) source_=$(from_here "$2"); [ -f "$source_" ] || fail "--fasta $2: no such file"; shift 2 ;;
     --source) source_=$2; shift 2 ;;
     --steps) [[ "$2" =~ ^[1-9][0-9]*$ ]] || fail "--steps $2: a number of steps"; longer=(--max_steps "$2"); shift 2 ;;
-    --output) output=$2; shift 2 ;;
-    -h | --help) sed -n '2,/^set/{/^set/d;s/^# \{0,1\}//;p}' "$0"; exit 0 ;;
+    --output) output=$(from_here "$2"); shift 2 ;;
+    -h | --help) sed -n '2,/^[^#]/{/^#SBATCH/d;/^#/!d;s/^# \{0,1\}//;p;}' "$script"; exit 0 ;;
     *) fail "unknown argument $1 (see ./quickstart.sh --help)" ;;
   esac
 done

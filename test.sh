@@ -6,6 +6,7 @@
 #   ./test.sh -k packing          any arguments of pytest
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")"
+case ${1:-} in -h | --help) sed -n '2,/^[^#]/{/^#SBATCH/d;/^#/!d;s/^# \{0,1\}//;p;}' test.sh; exit 0 ;; esac
 
 if [ "${1:-}" = --system-packages ]; then
   tests/ops/install_packages.sh

@@ -4,6 +4,7 @@ Importing this package comes before importing torch (the train scripts see to it
 """
 
 import os
+import sys
 
 from common.ranks.stopping import stop_with_the_launcher
 
@@ -17,3 +18,14 @@ os.environ.setdefault("GOMP_SPINCOUNT", "1000000")
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 # Here, for the seconds of importing torch would be a time in which a rank is left behind for good.
 stop_with_the_launcher()
+
+
+def _one_word_for_ctrl_c(kind: type[BaseException], error: BaseException, trace) -> None:
+    """In place of the traceback of whatever was being imported just then. The exit status stays Python's own."""
+    if not issubclass(kind, KeyboardInterrupt) or os.environ.get("TRACEBACK"):
+        sys.__excepthook__(kind, error, trace)
+    elif os.environ.get("LOCAL_RANK", "0") == "0":
+        sys.stderr.write("interrupted\n")
+
+
+sys.excepthook = _one_word_for_ctrl_c

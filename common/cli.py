@@ -11,6 +11,7 @@ import json
 import logging
 import os
 import re
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterable
@@ -26,6 +27,7 @@ BAD_INPUT = 2  # exit status for anything the user can mend; tracebacks (status 
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 MAKE_ROOM = "make room, or choose another --output_dir"
 INTERRUPTED = 130  # Ctrl-C, as shells have it
+TOLD_TO_STOP = 143  # SIGTERM, likewise
 LAUNCHER_SPEAKS = "LAUNCHER_SPEAKS"  # in the environment: what started this rank prints its error line, after all else
 
 
@@ -279,14 +281,31 @@ def user_errors(where: str = "", quiet: bool = False):
             raise
         _say(f"error: {where}{error}")
         raise SystemExit(MACHINE_FAULT) from None
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as interrupt:
         if not (quiet or where):  # Ctrl-C reaches all processes of a terminal: one says so
-            sys.stderr.write("interrupted\n")
-        raise SystemExit(INTERRUPTED) from None
+            sys.stderr.write("interrupted\n" if not interrupt.args else f"{interrupt}\n")
+        raise SystemExit(INTERRUPTED if not interrupt.args else TOLD_TO_STOP) from None
 
 
-def run(main: Callable[[], None]) -> None:
-    """Entry point of the scripts: logging, then `main` with one-line errors."""
+def run(main: Callable[[], None], resumable: bool = False) -> None:
+    """Entry point of the scripts: logging, then `main` with one-line errors.
+
+    resumable: SIGTERM ends it as Ctrl-C does, with TOLD_TO_STOP. As the first process of a container it would be deaf.
+    """
     setup_logging()
+    if resumable:
+        _listen_to_sigterm()
     with user_errors(quiet=not _speaks_for_the_node()):
         main()
+
+
+def _listen_to_sigterm() -> None:
+    process = os.getpid()
+
+    def stop(number: int, frame) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        if os.getpid() != process:  # a worker, forked since: it ends as it would have
+            os.kill(os.getpid(), signal.SIGTERM)
+        raise KeyboardInterrupt("stopped as asked: the same command goes on from there")
+
+    signal.signal(signal.SIGTERM, stop)

@@ -4,6 +4,8 @@
 # DOCKER_IMAGE_NAME   name of the image and of its repository (esm)
 # TAG                 its tag (the commit; with -dirty if files differ from it)
 
+case ${1:-} in -h | --help) sed -n '2,/^[^#]/{/^#SBATCH/d;/^#/!d;s/^# \{0,1\}//;p;}' "$0"; exit 0 ;; esac
+
 fail() { echo "error: $*" >&2; exit 2; }
 
 # The checkout's commit, with -dirty if its files differ from it. Fails where there is no git or no checkout.

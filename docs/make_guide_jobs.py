@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import re
 import sys
+from fnmatch import fnmatch
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -73,6 +74,16 @@ def between(text: str, begin: str, end: str) -> str:
     return text[start : text.index(end, start)]
 
 
+def memory(name: str, nodes: int = 4) -> str:
+    """What a pod asks for, as kubernetes/env_vars.sh has it for the guides' four nodes."""
+    lines = (ROOT / "kubernetes" / "env_vars.sh").read_text(encoding="utf-8")
+    cases = re.search(r"case \$MODEL in\n((?: +\S.*\) MEMORY=\d+ ;;\n)+)", lines)[1]
+    for patterns, size in re.findall(r"^ +(.*)\) MEMORY=(\d+)", cases, re.MULTILINE):
+        if any(fnmatch(name, pattern) for pattern in patterns.split(" | ")):
+            return f"{16 + -(-int(size) // nodes)}Gi"
+    raise AssertionError("the last pattern is *")
+
+
 def sbatch(name: str) -> str:
     """The text of slurm/NAME-training.sbatch."""
     text = (ROOT / "slurm" / "train_clm.sh").read_text(encoding="utf-8")
@@ -132,16 +143,21 @@ stringData:
         text,
         {
             between(text, "# A decoder with FSDP2", "apiVersion: "): head,
-            "  name: clm\n": f"  name: {job}\n",
-            "job-name: clm\n": f"job-name: {job}\n",
-            "rdzvId: clm-fsdp-${RUN_ID}\n": f"rdzvId: {job}\n",
+            "  name: ${JOB_NAME}\n  namespace: ${NAMESPACE}\n": f"  name: {job}\n",
+            "job-name: ${JOB_NAME}\n": f"job-name: {job}\n",
+            "rdzvId: ${JOB_NAME}-fsdp-${RUN_ID}\n": f"rdzvId: {job}\n",
+            "memory: ${MEMORY}\n": f"memory: {memory(name)}\n",
             "if [ ${EFA_PER_NODE} = 0 ]": 'if [ -z "${FI_PROVIDER}" ]',
             between(text, " [preflight]: ", "                  trap "): "\n",
+            "${GPU_PER_NODE} --model=${MODEL} ": f"${{GPU_PER_NODE}} --model={name} ",
             "--output_dir=${OUTPUT_DIR}/clm/${MODEL} ||": f"--output_dir={results} ||",
+            between(
+                text, "                  set -f #", "                  exec python3 -m common.ranks.launch train"
+            ): "",
             command: args.removesuffix(" \\\n") + "\n",
             flags: "",
             "${OUTPUT_DIR}/clm/${MODEL}/nccl_trace_rank_": f"{results}/nccl_trace_rank_",
-            "logs clm-worker-0": f"logs {job}-worker-0",
+            "logs ${JOB_NAME}-worker-0": f"logs {job}-worker-0",
             "                  value: efa\n": '                  value: "${FI_PROVIDER}"\n',
             between(text, "                # kubectl create secret", "                - name: HF_TOKEN"): "",
             "name: hf-token\n": f"name: {job}\n",

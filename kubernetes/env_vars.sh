@@ -29,10 +29,34 @@ export OUTPUT_DIR=${OUTPUT_DIR:-/fsx-shared}
 # For train-clm-template.yaml a decoder: llama2_{7b,13b,70b}, llama3_1_{8b,70b}, llama3_2_{1b,3b}, mathstral_7b, mistral_8x7b.
 export MODEL=${MODEL:-facebook/esm2_t36_3B_UR50D}
 
+# The training job's name and the namespace of all: two jobs of one name in a namespace are one job, and to apply the second
+# changes the first while it runs. Data jobs are named for what they do.
+if [ -z "${JOB_NAME:-}" ] || [ "$JOB_NAME" = "${JOB_NAME_OF_ENV_VARS:-}" ]; then
+  case $MODEL in facebook/*) JOB_NAME=esm2 ;; *) JOB_NAME=clm ;; esac
+  JOB_NAME_OF_ENV_VARS=$JOB_NAME
+fi
+export JOB_NAME JOB_NAME_OF_ENV_VARS NAMESPACE=${NAMESPACE:-default}
+
 # Nodes, and what each has. EFA devices: p4d 4, p5 32, p5en 16, p6-b200 8, g5.8xlarge 1. 0 where there are none.
 export NUM_NODES=${NUM_NODES:-2}
 export GPU_PER_NODE=${GPU_PER_NODE:-8}
 export EFA_PER_NODE=${EFA_PER_NODE:-32}
+# Memory that a training pod asks for: while a checkpoint is written, a copy of weights and optimiser state lies there, 12
+# bytes a parameter over all pods; 16 GiB for the rest.
+if [ -z "${MEMORY:-}" ] || [ "$MEMORY" = "${MEMORY_OF_ENV_VARS:-}" ]; then
+  case $MODEL in
+    *_650M_*) MEMORY=8 ;;
+    *_3B_* | *3_2_3b) MEMORY=36 ;;
+    *_15B_* | *_13b) MEMORY=182 ;;
+    *_7b | *_8b) MEMORY=96 ;;
+    *_8x7b) MEMORY=560 ;;
+    *_70b) MEMORY=847 ;;
+    *) MEMORY=16 ;;
+  esac
+  MEMORY=$((16 + (MEMORY + NUM_NODES - 1) / NUM_NODES))Gi
+  MEMORY_OF_ENV_VARS=$MEMORY
+fi
+export MEMORY MEMORY_OF_ENV_VARS
 # Huge pages, which EFA needs and nodes without it do not have.
 if [ "$EFA_PER_NODE" = 0 ]; then HUGEPAGES=${HUGEPAGES:-0}; fi
 export HUGEPAGES=${HUGEPAGES:-5120Mi}

@@ -6,7 +6,8 @@
 #
 # Switches (docs/kubernetes.md) are the template's lines `# [NAME] ...`, which are uncommented, and `...  # [not NAME]`,
 # which are dropped. kubernetes/env_vars.sh lists the variables; *_FLAGS may be empty, RUN_ID, IMAGE_URI and HUGEPAGES have
-# defaults. Any envsubst will do, gettext's or the one written in Go.
+# defaults. Flags are words with blanks between them: the pods read them as they are, without a shell, so that quotes are
+# part of a word. Any envsubst will do, gettext's or the one written in Go.
 set -euo pipefail
 
 fail() { echo "error: $*" >&2; exit 2; }
@@ -19,6 +20,7 @@ if [ "${1:-}" = --with ]; then
   IFS=, read -ra switches <<<"$2"
   shift 2
 fi
+case ${1:-} in -h | --help) sed -n '2,/^[^#]/{/^#SBATCH/d;/^#/!d;s/^# \{0,1\}//;p;}' "${BASH_SOURCE[0]}"; exit 0 ;; esac
 [ $# -eq 1 ] || fail "$usage"
 template=$1
 [ -f "$template" ] || template=$here/$1
@@ -45,11 +47,27 @@ for name in $names; do
   [ -n "${!name:-}" ] || [[ $name = *_FLAGS ]] || missing+=("$name")
 done
 [ "${#missing[@]}" -eq 0 ] || fail "unset or empty: ${missing[*]}; see kubernetes/env_vars.sh"
+# What is pasted into YAML and into the pods' commands is to be one plain word there. Flags are not pasted: they are lines of
+# a block and an environment variable, in which the kubelet would take $(NAME) for a variable, but for $$(NAME).
+for name in $names; do
+  if [[ $name = *_FLAGS ]]; then
+    value=${!name:-}
+    value=${value//[$'\n\r\t']/ }
+    [[ $value != *[[:cntrl:]]* ]] || fail "$name has a control character in it"
+    export "$name=${value//\$/\$\$}"
+  elif ! [[ ${!name} =~ ^[A-Za-z0-9_./:@%+=,-]+$ ]]; then
+    fail "$name=${!name}: only letters, digits and _./:@%+=,- can be in it"
+  fi
+done
 for name in TARGET_PATH OUTPUT_DIR; do
   case "${!name:-/fsx-shared}/" in
     /fsx-shared/*) ;;
     *) fail "$name=${!name} is not on the volume, which is mounted at /fsx-shared" ;;
   esac
+done
+for name in JOB_NAME NAMESPACE; do
+  [[ ${!name:-x} =~ ^[a-z0-9]([-a-z0-9]{0,40}[a-z0-9])?$ ]] ||
+    fail "$name=${!name}: small letters, digits and - between them, at most 42"
 done
 for name in NUM_NODES GPU_PER_NODE EFA_PER_NODE; do
   [[ ${!name:-0} =~ ^[0-9]+$ ]] || fail "$name=${!name} is not a number"
@@ -65,4 +83,21 @@ if grep -qx CP_SIZE <<<"$names"; then
     echo "warning: CP_SIZE=$CP_SIZE on $each ranks a node: keys cross the network in every layer" >&2
 fi
 case ${IMAGE_URI:-} in [./:]*) fail "IMAGE_URI=$IMAGE_URI is no image: REGISTRY has no host" ;; esac
-envsubst <<<"$text"
+manifest=$(envsubst <<<"$text")
+# Read as kubectl will read it, where there is a PyYAML (install.sh brings one).
+python=$here/../.venv/bin/python
+if [ -x "$python" ] || python=$(command -v python3); then
+  problem=$("$python" -c '
+import sys
+
+try:
+    import yaml
+except ImportError:
+    sys.exit()
+try:
+    list(yaml.load_all(sys.argv[1], getattr(yaml, "CSafeLoader", yaml.SafeLoader)))
+except yaml.YAMLError as error:
+    sys.exit(" ".join(str(error).split()))
+' "$manifest" 2>&1) || fail "$1 with these variables is not YAML: $problem"
+fi
+printf '%s\n' "$manifest"

@@ -15,6 +15,6 @@ export HF_HUB_ETAG_TIMEOUT=${HF_HUB_ETAG_TIMEOUT:-60}
 # train_clm ARGS...     train_fsdp2.py with ARGS, which name MODEL and OUTPUT_DIR; requeues the job
 train_clm() {
   [ -n "$MODEL" ] || lacks "MODEL is not set: say llama3_1_8b (see slurm/env.sh)"
-  looked_at=(--output_dir="$OUTPUT_DIR")
+  looked_at=(--model="$MODEL" --output_dir="$OUTPUT_DIR")
   pretrain train_fsdp2.py "$@"
 }

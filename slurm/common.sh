@@ -7,6 +7,8 @@
 # shellcheck shell=bash
 set -euo pipefail
 
+case ${1:-} in -h | --help) sed -n '2,/^[^#]/{/^#SBATCH/d;/^#/!d;s/^# \{0,1\}//;p;}' "$0"; exit 0 ;; esac
+
 fail() { echo "error: $*" >&2; exit 2; }
 
 [ -n "${SLURM_JOB_ID:-}" ] || fail "this is no Slurm job: submit with sbatch [--nodes=N --gpus-per-node=G] slurm/NAME.sh"
@@ -30,7 +32,7 @@ else
 fi
 
 PREEMPTED=75 # exit status of a run that was told to stop and has saved (common/ranks/stopping.py)
-restarts=${SLURM_RESTART_COUNT:-0} attempt=0
+restarts=${SLURM_RESTART_COUNT:-0}
 log_dir=logs/${SLURM_JOB_NAME}_$SLURM_JOB_ID/$restarts
 
 # ---- what every step gets: a venv on the shared filesystem, or a container with the same directories in it ------------
@@ -103,11 +105,14 @@ on_one_node() {
 launch() {
   local nodes=$SLURM_JOB_NUM_NODES hyperpod=()
   if [ -d /opt/sagemaker_cluster ]; then hyperpod=(--auto-resume=1); fi
-  # The rendezvous is on the first node, where this script runs: another one for each job and restart.
+  # The rendezvous is on the first node, where this script runs: another one for each start. It unpickles what it is sent,
+  # so that nobody else on the network is to guess where it is and what it is called. The name goes through the
+  # environment, which only its owner can read.
+  PET_RDZV_ID=$(od -An -N16 -tx1 /dev/urandom | tr -d ' \n')
+  export PET_RDZV_ID
   run "${steps[@]}" ${hyperpod[@]+"${hyperpod[@]}"} --nodes="$nodes" --ntasks="$nodes" --ntasks-per-node=1 \
     slurm/node.sh "$python" "$log_dir" --nnodes="$nodes" --shutdown_timeout="$GRACE_SECONDS" \
-    --rdzv_backend=c10d --rdzv_endpoint="$(hostname):$((10000 + SLURM_JOB_ID % 20000))" \
-    --rdzv_id="$SLURM_JOB_ID.$restarts.$attempt" "$@"
+    --rdzv_backend=c10d --rdzv_endpoint="$(hostname):$((10000 + (RANDOM * 32768 + RANDOM) % 20000))" "$@"
 }
 
 # Ranks a node, where NPROC_PER_NODE is not set: the GPUs that the job asked Slurm for, which node.sh counts; else
@@ -155,7 +160,7 @@ check_cp_size() {
 # Of ESM-2's training jobs, before their own flags; kubernetes/train-*-template.yaml have the same.
 defaults=(
   --bf16 --do_eval --num_train_epochs=1 --max_seq_length=512 --per_device_train_batch_size=8
-  --gradient_accumulation_steps=1 --save_total_limit=3 --dataloader_num_workers=2
+  --gradient_accumulation_steps=1 --save_total_limit=3 --save_minutes=30 --dataloader_num_workers=2
 )
 
 train() {
@@ -164,8 +169,8 @@ train() {
   [ -n "$MODEL" ] || lacks "MODEL is not set: say facebook/esm2_t33_650M_UR50D (see slurm/env.sh)"
   [ -z "$DATASET_DIR" ] || [ -d "$DATASET_DIR" ] ||
     lacks "DATASET_DIR=$DATASET_DIR: no such directory on $(hostname): run slurm/submit_data.sh first"
-  looked_at=(${DATASET_DIR:+--dataset_dir="$DATASET_DIR"} --output_dir="$OUTPUT_DIR")
-  pretrain "$script" --config_name="$MODEL" "${looked_at[@]}" "${defaults[@]}" "$@"
+  looked_at=(--config_name="$MODEL" ${DATASET_DIR:+--dataset_dir="$DATASET_DIR"} --output_dir="$OUTPUT_DIR")
+  pretrain "$script" "${looked_at[@]}" "${defaults[@]}" "$@"
 }
 
 # looked_at: flags of the run that the preflight has, too.
@@ -190,7 +195,6 @@ pretrain() {
       0 | 2 | "$PREEMPTED") break ;;
     esac
     nodes_are_free || { lost=yes; break; }
-    attempt=$((attempt + 1))
     echo "$(date +%T) the run ended with $status and all nodes are there: starting it again in this job"
     status=0
   done
@@ -210,8 +214,13 @@ nodes_are_free() {
 
 # Put this job back into the queue: same number, same script, same arguments.
 requeue() {
-  local state
-  state=$(squeue --noheader --jobs="$SLURM_JOB_ID" --format="%T %r")
+  local state="" try
+  # The controller may be away for a moment, or restarting: a failed question is not an answer.
+  for ((try = 1; try <= CONTROLLER_TRIES; try++)); do
+    state=$(squeue --noheader --jobs="$SLURM_JOB_ID" --format="%T %r") && break
+    echo "$(date +%T) squeue does not answer ($try of $CONTROLLER_TRIES)" >&2
+    sleep "$CONTROLLER_PAUSE"
+  done
   # After scancel the job is COMPLETING without a reason, and would start again if it were told to; so it is when Slurm
   # has noticed a dead node and requeues by itself. After the walltime the reason is TimeLimit.
   case $state in
@@ -220,5 +229,9 @@ requeue() {
   esac
   if [ "$restarts" -ge "$MAX_REQUEUES" ]; then fail "not requeued: $restarts times is MAX_REQUEUES"; fi
   echo "$(date +%T) requeueing job $SLURM_JOB_ID: $1"
-  scontrol requeue "$SLURM_JOB_ID"
+  for ((try = 1; try <= CONTROLLER_TRIES; try++)); do
+    if scontrol requeue "$SLURM_JOB_ID"; then return; fi
+    sleep "$CONTROLLER_PAUSE"
+  done
+  fail "not requeued: scontrol requeue $SLURM_JOB_ID has failed $CONTROLLER_TRIES times: submit the same command again"
 }

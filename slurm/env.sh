@@ -52,3 +52,7 @@ fi
 : "${GRACE_SECONDS:=120}"
 # A job that is stopped (walltime, preemption) puts itself back into the queue at most so many times.
 : "${MAX_REQUEUES:=100}"
+# How often a job that wants to go back into the queue asks a controller that does not answer, and with how many seconds
+# between: five minutes.
+: "${CONTROLLER_TRIES:=20}"
+: "${CONTROLLER_PAUSE:=15}"

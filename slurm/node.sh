@@ -13,4 +13,5 @@ if ! [[ $ranks =~ ^[1-9][0-9]*$ ]]; then
   exit 2
 fi
 mkdir -p "$logs"
+chmod go= "$logs" # torchrun names directories in it for the rendezvous (PET_RDZV_ID), which is a secret
 exec "$python" -m common.ranks.launch --nproc_per_node="$ranks" --log_dir="$logs" --tee=3 "$@"

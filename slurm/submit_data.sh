@@ -7,6 +7,7 @@
 # Options of sbatch go into its variables: SBATCH_PARTITION=cpu slurm/submit_data.sh
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
+case ${1:-} in -h | --help) sed -n '2,/^[^#]/{/^#SBATCH/d;/^#/!d;s/^# \{0,1\}//;p;}' slurm/submit_data.sh; exit 0 ;; esac
 
 fail() { echo "error: $*" >&2; exit 2; }
 

@@ -22,6 +22,6 @@ TRAINING_ARGS=(
   --model="$MODEL" --output_dir="$OUTPUT_DIR"
   ${DATASET:+--dataset="$DATASET"} ${DATASET_CONFIG_NAME:+--dataset_config_name="$DATASET_CONFIG_NAME"}
   --tokenizer="${TOKENIZER:-model}"
-  --sharding_strategy=full --save_total_limit=3 --dataloader_num_workers=2
+  --sharding_strategy=full --save_total_limit=3 --save_minutes=30 --dataloader_num_workers=2
 )
 train_clm "${TRAINING_ARGS[@]}" "$@"

@@ -41,6 +41,7 @@ DEFAULTS = {
     "logging_steps": 1,
     "dataloader_num_workers": 0,
     "disable_tqdm": True,
+    "save_total_limit": 0,  # tests look at all of them
 }
 
 

@@ -55,7 +55,7 @@ class CheckpointFlags(Flags):
     )
     save_steps: float = flag(500, "Steps between checkpoints (below 1: a fraction of the run).")
     save_minutes: float | None = flag(None, "Save also when so many minutes have passed since the last checkpoint.")
-    save_total_limit: int | None = flag(None, "Keep the newest N checkpoints.")
+    save_total_limit: int = flag(3, "Keep the newest N checkpoints; 0: all of them.")
     async_save: bool = flag(True, "Write checkpoints in the background.")
     resume_from_checkpoint: str | None = flag(
         None, "A checkpoint, or a directory of them (its newest); `false`: none. Default: that of --output_dir."
@@ -66,7 +66,7 @@ class CheckpointFlags(Flags):
             yield Missing("--output_dir", "where the results go", "out")
 
     def check(self) -> None:
-        self.require_at_least(1, "save_total_limit")
+        self.require_at_least(0, "save_total_limit")
         self.require_above(0, "save_steps", "save_minutes")
 
 
@@ -194,7 +194,7 @@ class Checkpointer:
         partial.rename(final)
         (self.output_dir / files.SAVED).touch()
         sync_directory(self.output_dir)
-        if self.flags.save_total_limit is not None:
+        if self.flags.save_total_limit:
             files.prune(self.output_dir, step, self.flags.save_total_limit)
         logger.info("Saved %s", final)
 

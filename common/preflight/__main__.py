@@ -36,6 +36,10 @@ class PreflightArguments(Flags):
     dataset_dir: str | None = flag(None, "The directory of the tokenised splits, as for training.")
     dataset: str | None = flag(None, "Instead of it, files or a Hub dataset as they are, as for training.")
     output_dir: str | None = flag(None, "Where checkpoints will go; it is not created.")
+    config_name: str | None = flag(
+        None, "The model, as for training: is there room for its checkpoints?", "model", "model_name_or_path"
+    )
+    save_total_limit: int = flag(3, "How many checkpoints the job keeps, as for training.")
     gpus_per_node: int | None = flag(None, "GPUs that each node must have. Default: a GPU for each rank, if any.")
     use_cpu: bool = flag(False, "The job will not use GPUs.")
     dataloader_num_workers: int = flag(1, "Loader workers of the job, which need shared memory.")
@@ -54,6 +58,7 @@ class PreflightArguments(Flags):
         if self.dataset and self.dataset_dir:
             raise UserError("--dataset (files as they are) excludes --dataset_dir (the output of step 1)")
         self.require_above(0, "timeout")
+        self.require_at_least(0, "save_total_limit")
 
 
 def main() -> None:
@@ -121,7 +126,8 @@ def local_checks(args: PreflightArguments, world: World, attempts: Attempts) -> 
     attempts.start("versions", node.versions)
     attempts.start("shm", node.check_shm, args.dataloader_num_workers)
     if args.output_dir:
-        attempts.start("output", node.check_output, args.output_dir, args.min_free_gb)
+        room = (args.output_dir, args.min_free_gb, args.config_name, args.save_total_limit)
+        attempts.start("output", node.check_output, *room)
     attempts.start("cache", node.check_cache, bool(args.dataset) and not is_local(args.dataset))
     if args.dataset_dir:
         attempts.start("dataset", node.check_dataset_dir, args.dataset_dir)

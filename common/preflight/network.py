@@ -172,8 +172,8 @@ def check_efa(
         todo = "install aws-ofi-nccl and put its lib directory into LD_LIBRARY_PATH"
         findings.append(Finding("efa", ERROR, "NCCL's plugin for EFA is not found: NCCL would use TCP", todo))
     if resource.getrlimit(resource.RLIMIT_MEMLOCK)[0] != resource.RLIM_INFINITY:
-        todo = "ulimit -l unlimited; docker: --ulimit memlock=-1; Kubernetes: capability IPC_LOCK"
-        findings.append(Finding("efa", WARN, "locked memory is limited", todo))
+        todo = "LimitMEMLOCK=infinity for what starts the job (containerd, slurmd); docker: --ulimit memlock=-1"
+        findings.append(Finding("efa", ERROR, "locked memory is limited (ulimit -l), and RDMA locks its own", todo))
     if all(finding.level != ERROR for finding in findings):
         findings.append(Finding("efa", OK, f"{len(devices)} devices, plugin {plugin or 'not looked for'}"))
     return findings

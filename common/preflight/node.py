@@ -13,6 +13,7 @@ import torch
 
 from common.cli import UserError
 from common.files.token_store import TokenStore, open_split
+from common.preflight.checkpoints import bytes_needed, bytes_there
 from common.preflight.report import ERROR, OK, WARN, Finding
 from common.sources.dataset import Source, open_source
 from common.sources.memory_store import MemoryStore
@@ -100,12 +101,19 @@ def check_shm(num_workers: int, path: str = "/dev/shm") -> Finding:
     return Finding("shm", OK if free >= ROOMY_SHM else WARN, found, "" if free >= ROOMY_SHM else todo)
 
 
-def check_output(output_dir: str, min_free_gb: float) -> Finding:
-    """Whether checkpoints can be written there: on what filesystem, with how much room."""
+def check_output(output_dir: str, min_free_gb: float, model: str | None = None, limit: int = 3) -> Finding:
+    """Whether checkpoints can be written there: on what filesystem, with how much room.
+
+    model, limit: of the run, whose checkpoints' size is then known; those that are there already make way.
+    """
     path = Path(output_dir).expanduser().absolute()
     where, free = _room(path)
     kind = _filesystem(where)
     found = f"{path} ({kind}): {free / GB:.1f} GB free"
+    needed = model and bytes_needed(model, limit)
+    if needed and free + bytes_there(path) < needed:
+        what = f"{found}: too little for checkpoints of {model}: {limit or 2} and the next take {needed / GB:.1f}"
+        return Finding("output", ERROR, what, "make room, or lower --save_total_limit")
     if free < min_free_gb * GB:
         level = ERROR if free < FULL_DISK else WARN
         return Finding(

@@ -17,6 +17,7 @@ from pathlib import Path
 from tqdm import tqdm
 
 from common.cli import MAKE_ROOM, NO_ROOM, UserError
+from common.prepare.addresses import shown
 from common.prepare.download_files import ANYTHING, Digest, DownloadFiles, Expected
 from common.prepare.transfers import FetchError, TemporaryError, Transfer, open_transfer
 
@@ -81,8 +82,8 @@ def download(url: str, directory: Path, expected: Expected = ANYTHING, patience:
         files.remove()
         if last or not in_pieces:
             break
-        logger.warning("%s: %s; it came in pieces: fetching it once more", url, complaint)
-    raise FetchError(f"{url}: {complaint}: the file was removed: check the address and the checksum")
+        logger.warning("%s: %s; it came in pieces: fetching it once more", shown(url), complaint)
+    raise FetchError(f"{shown(url)}: {complaint}: the file was removed: check the address and the checksum")
 
 
 def _fetch(url: str, files: DownloadFiles, digest: Digest, patience: Patience) -> bool:
@@ -102,10 +103,10 @@ def _fetch(url: str, files: DownloadFiles, digest: Digest, patience: Patience) -
             furthest = max(furthest, arrived)
             if failures >= patience.attempts:
                 kept = files.keep()
-                raise FetchError(f"{url}: {trouble} ({failures} attempts): {trouble.advice}{kept}") from trouble
+                raise FetchError(f"{shown(url)}: {trouble} ({failures} attempts): {trouble.advice}{kept}") from trouble
             wait_s = max(patience.first_wait_s * 2 ** (failures - 1), trouble.retry_after_s)
             wait_s = min(wait_s, patience.longest_wait_s)
-            logger.warning("%s: %s; trying again in %.0f s", url, trouble, wait_s)
+            logger.warning("%s: %s; trying again in %.0f s", shown(url), trouble, wait_s)
             time.sleep(wait_s)
         except FetchError:
             files.keep()
@@ -122,7 +123,7 @@ def _attempt(url: str, files: DownloadFiles, digest: Digest, patience: Patience)
     note = files.read_note()
     have = files.size() if note["version"] else 0
     if have:
-        logger.info("Going on with %s after %s bytes", url, f"{have:,}")
+        logger.info("Going on with %s after %s bytes", shown(url), f"{have:,}")
         digest.catch_up(files.part, have)  # before the server waits for us
         if have == note["total"]:
             return True
@@ -144,7 +145,7 @@ def _copy(url: str, transfer: Transfer, files: DownloadFiles, digest: Digest, pa
         total = digest.expected.size
     window_s = window_bytes = 0
     bar = tqdm(
-        total=total, initial=position, desc=url, unit="B", unit_scale=True,
+        total=total, initial=position, desc=shown(url), unit="B", unit_scale=True,
         mininterval=0.5 if sys.stderr.isatty() else 10.0,
     )  # fmt: skip
     with bar, open(files.part, "r+b" if position else "wb") as file:
@@ -178,14 +179,14 @@ def _check_size(url: str, files: DownloadFiles, transfer: Transfer, expected: Ex
     if expected.size not in (None, transfer.total) and not transfer.gzipped_in_transit:
         files.remove()
         raise FetchError(
-            f"{url}: the server has {transfer.total:,} bytes, {expected.authority} says {expected.size:,}: a release "
-            "may be under way there: start again later"
+            f"{shown(url)}: the server has {transfer.total:,} bytes, {expected.authority} says {expected.size:,}: a "
+            "release may be under way there: start again later"
         )
     missing = transfer.total - transfer.start
     free = shutil.disk_usage(files.part.parent).free + (files.size() if transfer.start == 0 else 0)  # makes way
     if missing > free:
         raise FetchError(
-            f"{files.part.parent}: no room for {url}: {missing:,} bytes to come, {free:,} free: {MAKE_ROOM}"
+            f"{files.part.parent}: no room for {shown(url)}: {missing:,} bytes to come, {free:,} free: {MAKE_ROOM}"
         )
 
 
@@ -197,4 +198,4 @@ def _full_disk(url: str, files: DownloadFiles) -> Iterator[None]:
         if error.errno not in NO_ROOM:
             raise
         where = files.part.parent
-        raise FetchError(f"{where}: no space left for {url}: {MAKE_ROOM}{files.keep()}") from error
+        raise FetchError(f"{where}: no space left for {shown(url)}: {MAKE_ROOM}{files.keep()}") from error

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
+from common.prepare.addresses import identity
 from common.prepare.transfers import TemporaryError, Transfer
 
 GZIP = b"\x1f\x8b"
@@ -77,7 +78,7 @@ class DownloadFiles:
     def __init__(self, directory: Path, url: str) -> None:
         name = Path(unquote(urlsplit(url).path)).name or "source"
         # Names end at 255 bytes; the hash tells files of one name apart.
-        self.target = directory / f"{hashlib.sha256(url.encode()).hexdigest()[:8]}-{name[-100:]}"
+        self.target = directory / f"{hashlib.sha256(identity(url).encode()).hexdigest()[:8]}-{name[-100:]}"
         self.part = self.target.with_name(self.target.name + ".part")
         self.note = self.target.with_name(self.target.name + ".json")
         self.plain = self.target.with_name(self.target.name + ".plain")

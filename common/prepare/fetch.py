@@ -11,6 +11,7 @@ from urllib.parse import unquote, urlsplit
 from xml.etree import ElementTree
 
 from common.cli import UserError
+from common.prepare.addresses import identity, shown
 from common.prepare.download import PATIENCE, Patience, download
 from common.prepare.download_files import ANYTHING, Digest, DownloadFiles, Expected
 from common.prepare.transfers import SCHEMES, FetchError, TemporaryError
@@ -35,6 +36,16 @@ class Source:
         return "://" in self.address
 
     @property
+    def name(self) -> str:
+        """What tells it from others."""
+        return identity(self.address) if self.is_url else self.address
+
+    @property
+    def shown(self) -> str:
+        """For a line that somebody reads."""
+        return shown(self.address) if self.is_url else self.address
+
+    @property
     def path(self) -> Path:
         """Of a local source."""
         return Path(self.address).expanduser()
@@ -53,8 +64,8 @@ def parse_sources(addresses: list[str], md5: list[str] = (), sha256: list[str] =
         given = {"md5": md5, "sha256": sha256}
         sums = {name: _parse_sum(name, values[number]) for name, values in given.items() if values}
         source = Source(address, Expected(sums))
-        if address in addresses[:number]:
-            raise UserError(f"--source {address}: given twice: its records would come twice")
+        if source.name in [other.name for other in sources]:
+            raise UserError(f"--source {source.shown}: given twice: its records would come twice")
         (_check_address if source.is_url else _check_file)(source)
         for other in () if source.is_url else sources:
             if not other.is_url and source.path.samefile(other.path):
@@ -76,7 +87,7 @@ def describe_sources(sources: list[Source]) -> dict:
     described = []
     for source in sources:
         if source.is_url:
-            about = {"source": source.address}
+            about = {"source": identity(source.address)}
         else:  # the same file may be mounted elsewhere
             stat = source.path.stat()
             about = {"source": source.path.name, "size": stat.st_size, "mtime_ns": stat.st_mtime_ns}
@@ -93,14 +104,14 @@ def fetch(sources: list[Source], directory: Path, patience: Patience = PATIENCE)
             if not expected.sums and (metalink := metalink_beside(address)):
                 expected = published_checksums(address, metalink, directory, patience)
             logger.info("Downloading FASTA")
-            logger.info("Downloading %s to %s", address, directory)
+            logger.info("Downloading %s to %s", shown(address), directory)
             path = download(address, directory, expected, patience)
         else:
             path = source.path
             if expected.sums and (complaint := Digest(expected).complaint(path)):
                 raise FetchError(f"{path}: {complaint}: it is another file, or damaged: get it again")
         for name, value in expected.sums.items():
-            logger.info("Verified %s: %s %s", address, name, value)
+            logger.info("Verified %s: %s %s", shown(address), name, value)
         paths.append(path)
     return paths
 
@@ -156,14 +167,19 @@ def read_metalink(text: bytes, name: str) -> Expected | None:
 
 def _check_address(source: Source) -> None:
     scheme = source.address.partition("://")[0].lower()
+    if scheme in ("http", "https") and "@" in urlsplit(source.address).netloc:
+        raise UserError(
+            f"{source.shown}: a user or password in the address is not supported, and would be seen by others: use a "
+            "presigned address, or download it by other means"
+        )
     if scheme not in SCHEMES:
-        raise UserError(f"{source.address}: cannot fetch {scheme}:// (only {', '.join(SCHEMES)}, or a local file)")
+        raise UserError(f"{source.shown}: cannot fetch {scheme}:// (only {', '.join(SCHEMES)}, or a local file)")
     try:
         complete = bool(urlsplit(source.address).hostname and (scheme == "s3" or urlsplit(source.address).port != 0))
     except ValueError:  # no number for a port, brackets without an end
         complete = False
     if not complete:
-        raise UserError(f"{source.address}: not a complete address: expected {scheme}://HOST/PATH")
+        raise UserError(f"{source.shown}: not a complete address: expected {scheme}://HOST/PATH")
 
 
 def _check_file(source: Source) -> None:

@@ -16,6 +16,7 @@ from email.utils import parsedate_to_datetime
 from urllib.parse import quote, unquote, urlsplit
 
 from common.cli import UserError
+from common.prepare.addresses import shown
 
 SCHEMES = ("http", "https", "ftp", "s3")
 # Everything the network can do to us, as the standard library says it.
@@ -79,11 +80,13 @@ def _network_errors(url: str) -> Iterator[None]:
         said = " ".join(str(reason or error).split()) or type(error).__name__
         if isinstance(cause, ssl.SSLCertVerificationError):
             advice = CERTIFICATES.format("SSL_CERT_FILE")
-            raise FetchError(f"{url}: bad TLS certificate: {cause.verify_message}: {advice}") from error
+            raise FetchError(f"{shown(url)}: bad TLS certificate: {cause.verify_message}: {advice}") from error
         if isinstance(cause, ssl.SSLError) and cause.reason in ("WRONG_VERSION_NUMBER", "HTTP_REQUEST"):
-            raise FetchError(f"{url}: the server does not speak TLS there: check the address") from error
+            raise FetchError(f"{shown(url)}: the server does not speak TLS there: check the address") from error
         if isinstance(error, http.client.InvalidURL):
-            raise FetchError(f"{url}: no valid address: {said}") from error
+            raise FetchError(
+                f"{shown(url)}: no valid address: there is a blank or a control character in it"
+            ) from error
         raise TemporaryError(said) from error
 
 
@@ -97,7 +100,7 @@ def _open_http(url: str, start: int, version: str, timeout_s: float) -> Transfer
     request = urllib.request.Request(quote(url, safe="%/:=&?~#+!$,;'@()*[]"), headers=headers)
     try:
         # An opener of its own: the one behind urlopen keeps certificates and proxies for the life of the process.
-        response = urllib.request.build_opener().open(request, timeout=timeout_s)
+        response = urllib.request.build_opener(_NoDowngrade()).open(request, timeout=timeout_s)
     except urllib.error.HTTPError as error:
         error.close()
         if error.code == 416 and start:  # what we have is longer than the file
@@ -105,11 +108,13 @@ def _open_http(url: str, start: int, version: str, timeout_s: float) -> Transfer
         _raise_for_status(url, error.code, error.reason, error.headers.get("Retry-After"))
     if urlsplit(response.url).scheme not in ("http", "https"):
         response.close()
-        raise FetchError(f"{url}: redirects to {response.url}: give that address")
+        raise FetchError(f"{shown(url)}: redirects to {shown(response.url)}: give that address")
     encoding = response.headers.get("Content-Encoding", "identity").lower()
     if encoding not in ("identity", "gzip", "x-gzip"):
         response.close()
-        raise FetchError(f"{url}: the server sends Content-Encoding {encoding}, unasked: download it by other means")
+        raise FetchError(
+            f"{shown(url)}: the server sends Content-Encoding {encoding}, unasked: download it by other means"
+        )
     length = response.headers.get("Content-Length")
     total = int(length) if length else None
     first = 0
@@ -128,14 +133,27 @@ def _open_http(url: str, start: int, version: str, timeout_s: float) -> Transfer
     return Transfer(response.read1, response.close, first, total, now, "gzip" in encoding)
 
 
+class _NoDowngrade(urllib.request.HTTPRedirectHandler):
+    """Follows redirects, but none from https to http: what was to come from a known server would come from anybody."""
+
+    def redirect_request(self, request, file, code, message, headers, url):
+        if urlsplit(request.full_url).scheme == "https" and urlsplit(url).scheme == "http":
+            file.close()
+            raise FetchError(
+                f"{shown(request.full_url)}: redirects to {shown(url)}, which is not encrypted: give that address, "
+                "with a --sha256, if you trust it"
+            )
+        return super().redirect_request(request, file, code, message, headers, url)
+
+
 def _raise_for_status(url: str, status: int, said: str, retry_after: str | None) -> None:
     """TemporaryError for what passes, FetchError for the rest."""
     said = f"HTTP {status} {said}"
     if status in BUSY or status >= 500:
         raise TemporaryError(said, _seconds(retry_after), "the server is busy or down: start again later")
     if status in (401, 403):
-        raise FetchError(f"{url}: {said}: access is denied: check the address, and whether it needs a login")
-    raise FetchError(f"{url}: {said}: check the address")
+        raise FetchError(f"{shown(url)}: {said}: access is denied: check the address, and whether it needs a login")
+    raise FetchError(f"{shown(url)}: {said}: check the address")
 
 
 def _seconds(retry_after: str | None) -> float:
@@ -168,7 +186,7 @@ def _open_ftp(url: str, start: int, version: str, timeout_s: float) -> Transfer:
         connection = ftp.transfercmd(f"RETR {path}", rest=start or None)
     except ftplib.error_perm as error:
         ftp.close()
-        raise FetchError(f"{url}: FTP {error}: check the address") from None
+        raise FetchError(f"{shown(url)}: FTP {error}: check the address") from None
     except BaseException:
         ftp.close()
         raise
@@ -191,7 +209,7 @@ def _open_s3(url: str, start: int, version: str, timeout_s: float) -> Transfer:
 
     bucket, _, key = url.partition("://")[2].partition("/")
     if not bucket or not key:
-        raise FetchError(f"{url}: expected s3://BUCKET/KEY")
+        raise FetchError(f"{shown(url)}: expected s3://BUCKET/KEY")
     asked = {"Bucket": bucket, "Key": key}
     if start:
         asked |= {"Range": f"bytes={start}-", "IfMatch": version}
@@ -210,18 +228,22 @@ def _open_s3(url: str, start: int, version: str, timeout_s: float) -> Transfer:
         if start and status in (412, 416):  # another version now, or a shorter one
             return _open_s3(url, 0, "", timeout_s)
         if code in ("NoSuchKey", "NoSuchBucket"):
-            raise FetchError(f"{url}: {code}: {details.get('Message', '')} Check the address.") from None
+            raise FetchError(f"{shown(url)}: {code}: {details.get('Message', '')} Check the address.") from None
         if status in (400, 401, 403):
-            raise FetchError(f"{url}: {error}: check the address and your AWS credentials ({CONFIGURE})") from None
+            raise FetchError(
+                f"{shown(url)}: {error}: check the address and your AWS credentials ({CONFIGURE})"
+            ) from None
         _raise_for_status(url, status, code, metadata.get("HTTPHeaders", {}).get("retry-after"))
     except aws.SSLError as error:
-        raise FetchError(f"{url}: bad TLS certificate: {error}: {CERTIFICATES.format('AWS_CA_BUNDLE')}") from None
+        raise FetchError(
+            f"{shown(url)}: bad TLS certificate: {error}: {CERTIFICATES.format('AWS_CA_BUNDLE')}"
+        ) from None
     except (aws.ConnectionError, aws.HTTPClientError) as error:
         raise TemporaryError(str(error)) from error
     except aws.ParamValidationError as error:
-        raise FetchError(f"{url}: {' '.join(str(error).split())}: check the address") from None
+        raise FetchError(f"{shown(url)}: {' '.join(str(error).split())}: check the address") from None
     except aws.BotoCoreError as error:  # no credentials, half of them, a profile that isn't there, a login expired
-        raise FetchError(f"{url}: {error}: {CONFIGURE}") from None
+        raise FetchError(f"{shown(url)}: {error}: {CONFIGURE}") from None
     sent = re.match(r"bytes (\d+)-\d+/(\d+)", answer.get("ContentRange", ""))
     first, total = (int(sent[1]), int(sent[2])) if sent else (0, answer["ContentLength"])
     stream = answer["Body"].__enter__()  # urllib3's: botocore's own read waits until all it was asked for is there

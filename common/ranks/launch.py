@@ -54,7 +54,7 @@ def _torchrun(arguments: list[str]) -> int:
     api.LocalElasticAgent = Agent
     try:
         # torchrun sets its own handlers for the signals named here: no longer for those of a stop.
-        run.run(run.parse_args(["--signals_to_handle=SIGINT,SIGHUP,SIGQUIT", *arguments]))
+        run.run(run.parse_args(["--signals_to_handle=SIGHUP,SIGQUIT", *arguments]))
     except ChildFailedError as error:  # torchrun or the agent has printed which rank it was
         return _status(error.get_first_failure()[1].exitcode)
     except Stopped as stop:
@@ -81,7 +81,8 @@ def _pass_on(number: int, frame) -> None:
     told.append(number)
     ranks = _children()
     if not ranks:
-        os._exit(_for_the_starter(PREEMPTED))  # nothing has begun yet, or all is over: the next start knows
+        # Nothing has begun yet, or all is over: the next start knows.
+        os._exit(128 + number if number == signal.SIGINT else _for_the_starter(PREEMPTED))
     for pid in ranks:
         with suppress(ProcessLookupError):
             os.kill(pid, number)

@@ -1,9 +1,10 @@
-"""Being told to stop: SIGTERM (Kubernetes, torchrun, scancel) and SIGUSR1 (sbatch --signal) save the run and end it.
+"""Being told to stop by SIGTERM (Kubernetes, torchrun, scancel), SIGUSR1 (sbatch --signal) or Ctrl-C: save, and end.
 
 What the signal does depends on the moment:
 - before the first step (`StopRequest.at_once`) there is nothing to save: the process ends there and then;
 - while the run waits for data (`wait_for`) the wait is broken off: a loader that hangs cannot cost the save;
 - at any other moment it is remembered, and the ranks agree on it with a step's loss or before an evaluation batch.
+A second Ctrl-C does not wait for that: the process is interrupted where it is.
 When torchrun itself is killed the kernel sends SIGTERM in its name.
 The exit status is PREEMPTED each time. During the first seconds, while Python imports torch, the default holds: the
 process dies of the signal, with nothing lost.
@@ -21,7 +22,7 @@ from collections.abc import Iterator
 # Exit status of a run that was told to stop and has saved: sysexits.h's "temporary failure, try again". A batch
 # system requeues on it; 0 means finished, 2 bad input, 1 a bug.
 PREEMPTED = 75
-SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 
 
 def stop_with_the_launcher() -> None:
@@ -81,14 +82,14 @@ class StopRequest:
 
     @staticmethod
     def ignore() -> None:
-        """For the way out: a signal now must not change the exit status."""
+        """For the way out: a signal now must not change the exit status. Ctrl-C is meant, and may."""
         for number in SIGNALS:
-            signal.signal(number, signal.SIG_IGN)
+            signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_IGN)
 
     @staticmethod
     def default() -> None:
         for number in SIGNALS:
-            signal.signal(number, signal.SIG_DFL)
+            signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
 
     def wait_for(self, items: Iterator):
         """The next item, or None as soon as the signal has come, however long the item takes."""
@@ -103,15 +104,24 @@ class StopRequest:
             self._waiting = False
 
     def _handle(self, number, frame) -> None:
+        if number == signal.SIGINT and self.requested:
+            raise KeyboardInterrupt
         self.requested = True
         if self._waiting:
             self._waiting = False  # once: a second signal finds the process on its way out
             raise _BreakOff
 
     def _watch(self) -> None:
+        says = int(os.environ.get("RANK", 0)) == 0
         while number := os.read(self._pipe, 1):
-            self.told |= number[0] in SIGNALS
-            if self.at_once and number[0] in SIGNALS:
-                if int(os.environ.get("RANK", 0)) == 0:
-                    os.write(2, b"Stopped as asked, before the first step: the same command starts again\n")
-                os._exit(PREEMPTED)
+            if number[0] not in SIGNALS:
+                continue
+            interrupted = number[0] == signal.SIGINT
+            if self.at_once:
+                told = b"interrupted" if interrupted else b"Stopped as asked"
+                if says:
+                    os.write(2, told + b", before the first step: the same command starts again\n")
+                os._exit(128 + signal.SIGINT if interrupted else PREEMPTED)
+            if interrupted and says and not self.told:
+                os.write(2, b"interrupted: saving after this step; once more to leave without\n")
+            self.told = True

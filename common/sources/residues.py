@@ -2,21 +2,27 @@
 
 White space, and the stops (`*`) at the end, are taken out. Any other character that is no residue becomes `<unk>` and
 is counted; where too many of them are, these are no proteins. Nor are words: nearly all letters stand for residues.
+DNA's do, too: of that there is a warning.
 """
 
 from __future__ import annotations
+
+import logging
 
 import numpy as np
 
 from common.cli import UserError
 from common.files.alphabet import BYTE_TO_ID, UNK
 
+logger = logging.getLogger(__name__)
 WHITESPACE = b" \t\r\n\v\f"
 STOP = b"*"[0]
 RESIDUES = np.flatnonzero(BYTE_TO_ID != UNK).astype(np.uint8).tobytes()  # as letters
 IS_WHITESPACE = np.isin(np.arange(256), list(WHITESPACE))
 # Characters to judge by, and more than which share of them is no protein any more; below ENOUGH, a half.
 ENOUGH, MOST_UNKNOWN = 1000, 0.1
+# More than which share of these letters is DNA or RNA. Of the residues of 8,000 proteins of UniRef90 they are 28 %.
+NUCLEOTIDES, MOST_NUCLEOTIDES = b"ACGTUNacgtun", 0.9
 # Gaps a character: more than in any prose, they stand between single letters, as some tools have proteins.
 SPACED = 0.4
 
@@ -31,6 +37,7 @@ def clean(data: np.ndarray, offsets: np.ndarray, where: str) -> tuple[np.ndarray
     data, offsets = data[offsets[0] : offsets[-1]], offsets - offsets[0]
     if not len(data):
         return data, offsets
+    _warn_of_nucleotides(where, data)
     blank = data <= ord(" ")
     if blank.any():
         blank &= IS_WHITESPACE[data]
@@ -64,6 +71,23 @@ def _check_words(where: str, gaps: int, characters: int) -> None:
         raise UserError(
             f"{where}: {gaps / (gaps + characters):.0%} of the characters are blanks between words: are these "
             "proteins? (a column of names or descriptions is not)"
+        )
+
+
+_warned: list[str] = []  # of nucleotides: once a process, not once a batch
+
+
+def _warn_of_nucleotides(where: str, data: np.ndarray) -> None:
+    if len(data) < ENOUGH or _warned:
+        return
+    share = 1 - len(data.tobytes().translate(None, NUCLEOTIDES)) / len(data)
+    if share > MOST_NUCLEOTIDES:
+        _warned.append(where)
+        logger.warning(
+            "%s: %.0f%% of the characters are A, C, G, T, U or N: this looks like DNA or RNA, not protein: translate "
+            "it first",
+            where,
+            100 * share,
         )
 
 

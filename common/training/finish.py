@@ -59,7 +59,7 @@ def finish(
             found = evaluate(split, prefix)
             if not found:
                 raise Preempted
-            report(prefix, {"epoch": state.epoch} | found | task.baseline(split, prefix))
+            report(prefix, {"epoch": state.epoch} | found)
     with world.main_does() as mine:
         if mine and args.do_train:
             history = read_json_lines(output_dir / METRICS)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 from dataclasses import asdict, dataclass, field
 
 from common.batches.loader import TrainStep
@@ -116,6 +117,16 @@ class TrainerState:
             return None, None
         stopped = self.arguments.get("stop_at_step") is not None
         return self.resolved.get("total_steps"), None if stopped else self.resolved.get("last_step")
+
+    def check_same_start(self, flags: RunArguments) -> None:
+        """UserError for given weights that would not be trained: the run that is there began from others."""
+        given, before = flags.model_name_or_path, self.arguments.get("model_name_or_path")
+        if given and (before is None or os.path.abspath(given) != os.path.abspath(before)):
+            raise UserError(
+                f"--output_dir {flags.output_dir}: the run there began from {before or 'random weights'} and goes on "
+                f"with its own, not with those of --model_name_or_path {given}: choose another --output_dir, or begin "
+                "anew there with --overwrite_output_dir"
+            )
 
     def go_on(self, identity: dict, arguments: dict, resolved: Resolved) -> None:
         """Take over what this start of the run has settled, and say which flags are others than before."""

@@ -80,6 +80,7 @@ class Trainer:
         self.strategy, self.built, self.task, self.log = strategy, built, task, log
         self.args, self.world = args, world
         self.state = TrainerState()
+        self.evaluated: dict[tuple[str, int], dict] = {}  # the last results: of which split, after which step
         optimizer = build_optimizer(built.weights, args)
         built.precision.follow(optimizer)
         self.checkpointer = Checkpointer(
@@ -105,6 +106,7 @@ class Trainer:
         with world.together():
             if saved is not None:
                 self.state = TrainerState(**saved)
+                self.state.check_same_start(args)
                 check_same_data(self.state.data, data.identity)
             packs = packs_per_step(args, world.mesh, self.state.packs_per_step)
             data.check_packs(self.state.packs_per_step or packs, packs)
@@ -261,14 +263,19 @@ class Trainer:
 
     def evaluate(self, split: str = "validation", prefix: str = "eval") -> dict:
         """On a held-out split; {} if the run was told to stop meanwhile (all ranks agree)."""
+        if (split, self.state.step) in self.evaluated:  # these very weights: at the end of a run after its last step
+            return self.evaluated[split, self.state.step]
         told = split == "validation"  # of the test split only the results at the end
         if told:
             logger.info("***** Running Evaluation *****")
         results = self.task.evaluate(self.strategy.evaluated, split, prefix, self.state.step)
         self.strategy.release()
+        self.strategy.model.train()
+        if results:
+            results |= self.task.baseline(split, prefix)
+            self.evaluated = {(split, self.state.step): results}
         if told and results:
             logger.info(self.task.summary(results))
-        self.strategy.model.train()
         return results
 
     def _save_due(self) -> bool:

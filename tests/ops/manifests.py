@@ -17,7 +17,7 @@ GUIDE_JOBS = sorted(path.name for path in KUBERNETES.glob("*-fsdp.yaml"))
 TEMPLATES = sorted({path.name for path in KUBERNETES.glob("*.yaml")} - {*GUIDE_JOBS})
 TRAINING = [name for name in TEMPLATES if name.startswith("train")]
 SWITCHES = ("elastic", "etcd", "hyperpod", "instance", "kueue", "preflight", "uid")
-# Section 1 of the guide for EKS (CP_SIZE is ours), and what the file system's template and the switches add.
+# Section 1 of the guide for EKS (the last four are ours), and what the file system's template and the switches add.
 GUIDE = {
     "TARGET_PATH": "/fsx-shared/esm",
     "DOCKER_IMAGE_NAME": "esm",
@@ -29,8 +29,11 @@ GUIDE = {
     "GPU_PER_NODE": "8",
     "EFA_PER_NODE": "32",
     "NUM_NODES": "2",
-    "CP_SIZE": "2",
     "OUTPUT_DIR": "/fsx-shared",
+    "CP_SIZE": "2",
+    "JOB_NAME": "esm2",
+    "NAMESPACE": "default",
+    "MEMORY": "34Gi",
 }
 FILE_SYSTEM = {"FSX_ID": "fs-0123456789abcdef0", "FSX_MOUNT_NAME": "fsx"}
 FSDP_GUIDE = {

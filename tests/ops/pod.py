@@ -51,6 +51,19 @@ def _here(text: str, volume: Path) -> str:
     return text.replace("/fsx-shared", str(volume)).replace("/workspace", str(ROOT))
 
 
+def started(container: dict, more: dict[str, str]) -> tuple[list[str], dict[str, str]]:
+    """Command line and variables of a container as the kubelet starts it: $(NAME) is a variable's value, $$ a $."""
+
+    def expand(text: str) -> str:
+        return re.sub(r"\$(?:\$|\((\w+)\))", lambda found: told.get(found[1], found[0]) if found[1] else "$", text)
+
+    told: dict[str, str] = {}
+    for name, value in values(container).items():
+        told[name] = expand(value)
+    told |= more
+    return [expand(word) for word in [*container["command"], *container.get("args", [])]], told
+
+
 def operator_variables(job: dict, index: int, port: int) -> dict[str, str]:
     """What the operator of the job's kind tells torchrun in the pod of that index; the pods here share one host."""
     spec = job["spec"]
@@ -82,11 +95,7 @@ class Pod:
 
     def __init__(self, job: dict, log: Path, index: int = 0, port: int = 0, fresh: bool = False):
         (container,) = containers(job)
-        told = values(container) | operator_variables(job, index, port)
-        command = [
-            re.sub(r"\$\((\w+)\)", lambda match: told.get(match[1], match[0]), word)
-            for word in [*container["command"], *container.get("args", [])]
-        ]
+        command, told = started(container, operator_variables(job, index, port))
         path = f"{Path(sys.executable).parent if fresh else programs()}:{os.environ['PATH']}"
         self.log = log
         with open(log, "w") as file:

@@ -122,6 +122,10 @@ def security(document: dict) -> Iterator[str]:
         {"apiGroups": [""], "resources": ["pods"], "verbs": ["get"]}
     ]:
         yield "may do more than read pods"
+    if document["kind"] == "NetworkPolicy":
+        senders = [sender for rule in document["spec"]["ingress"] for sender in rule.get("from", [{}])]
+        if document["spec"]["policyTypes"] != ["Ingress"] or not all(s.get("podSelector") for s in senders):
+            yield "anybody reaches these pods"
     for pod in pods(document):
         spec = pod["spec"]
         root = spec["containers"][0]["name"] == "fsx-owner"  # gives the volume's top directory away, and no more
@@ -136,7 +140,7 @@ def security(document: dict) -> Iterator[str]:
         own = spec.get("serviceAccountName") == "esm2"  # of job-uid.yaml: may read pods, and nothing else
         if spec.get("automountServiceAccountToken", document["kind"] != "TrainJob") and not own:
             yield "the pod gets the API's token"
-        allowed = {"CHOWN"} if root else {"IPC_LOCK"} if document["kind"] in JOBS else set()
+        allowed = {"CHOWN"} if root else set()
         for container in spec["containers"]:
             context = container["securityContext"]
             added = set(context["capabilities"].get("add", []))
@@ -235,8 +239,12 @@ def launch(document: dict) -> Iterator[str]:
                     yield f"--cp_size {sizes} on {ranks} ranks"
             if container.get("command") != ["/bin/bash", "-euc"]:
                 yield f"command {container.get('command')}"
-            if "$(TRAIN_FLAGS)" not in script and not of_the_guide(document):
+            if "$(printenv TRAIN_FLAGS)" not in script and not of_the_guide(document):
                 yield "TRAIN_FLAGS are not used"
+        if pasted := re.findall(r"\$\(\w+\)", script):
+            yield f"{pasted}: a shell would run what is in them"
+        if "$(printenv " in script and not re.search(r"^set -f\b.*\nexec ", script, re.MULTILINE):
+            yield "patterns in flags become names of files"
         for file in re.findall(r"[\w.]+\.py\b", script):
             if not (ROOT / file).is_file():
                 yield f"{file}: no such script"

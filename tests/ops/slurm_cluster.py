@@ -8,12 +8,14 @@ however this process ends (setpriv --pdeathsig, unshare --kill-child).
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import signal
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 from tests.warm_python import at_work
@@ -232,18 +234,33 @@ class SlurmCluster:
             time.sleep(3)  # its old credential is revoked, to the second: a new one of the same second would be, too
             self.on_head(f"scontrol update JobId={number} StartTime=now", check=False)
 
-    def ranks(self, number: int) -> list[int]:
-        """Process ids, outside the hosts, of a job's ranks."""
-        found = []
+    def _processes(self, number: int) -> Iterator[tuple[Path, set[bytes]]]:
+        """Of a job, outside the hosts: where /proc shows each, and its variables."""
+        mine = {f"SLURM_JOB_ID={number}".encode(), f"SLURM_CONF={self.environment['SLURM_CONF']}".encode()}
         for entry in Path("/proc").iterdir():
             try:
-                variables = (entry / "environ").read_bytes().split(b"\0") if entry.name.isdigit() else []
+                variables = set((entry / "environ").read_bytes().split(b"\0")) if entry.name.isdigit() else set()
             except OSError:
                 continue  # has just ended
-            mine = {f"SLURM_JOB_ID={number}".encode(), f"SLURM_CONF={self.environment['SLURM_CONF']}".encode()}
-            if mine <= set(variables) and any(variable.startswith(b"LOCAL_RANK=") for variable in variables):
-                found.append(at_work(int(entry.name)))
-        return found
+            if mine <= variables:
+                yield entry, variables
+
+    def ranks(self, number: int) -> list[int]:
+        """Process ids, outside the hosts, of a job's ranks."""
+        found = self._processes(number)
+        return [at_work(int(e.name)) for e, names in found if any(name.startswith(b"LOCAL_RANK=") for name in names)]
+
+    def rendezvous(self, number: int) -> tuple[int, str]:
+        """Port and id of the rendezvous that a job's launchers are in now."""
+        found = set()
+        for entry, variables in self._processes(number):
+            with suppress(OSError):  # has just ended
+                port = re.search(rb"--rdzv_endpoint=[^\0:]+:(\d+)", (entry / "cmdline").read_bytes())
+                if port and b"srun" not in (entry / "comm").read_bytes():
+                    (name,) = [each for each in variables if each.startswith(b"PET_RDZV_ID=")]
+                    found.add((int(port[1]), name.decode().partition("=")[2]))
+        ((port, name),) = found
+        return port, name
 
     def signal_ranks(self, number: int, which: signal.Signals) -> None:
         for pid in self.ranks(number):

@@ -6,6 +6,7 @@ import copy
 import os
 import re
 import shutil
+import subprocess
 import sys
 
 import pytest
@@ -30,9 +31,11 @@ from tests.ops.manifests import (
     values,
 )
 from tests.ops.mutations import MUTATIONS
+from tests.ops.pod import started
 from tests.ops.policy import RULES, broken_rules
 
 pytestmark = pytest.mark.skipif(not shutil.which("envsubst"), reason="envsubst (gettext-base) is not installed")
+MODEL = GUIDE["MODEL"]
 SETTINGS = {"": {}, "without devices": CPU_ONLY}
 
 
@@ -43,11 +46,11 @@ def assert_good(text: str) -> None:
 
 def test_the_guides_names_are_there():
     guides = {"download-data", "preprocess", "train-ddp", "train-ddp-cp", "train-fsdp", "train-mfsdp", "trainjob"}
-    guides |= {"fsx-pv-pvc", "train-clm"}
+    guides |= {"fsx-pv-pvc", "train-clm", "network-policy"}
     others = {"view-fsx.yaml", "etcd.yaml", "job-uid.yaml"}
     assert {f"{name}-template.yaml" for name in guides} | others == set(TEMPLATES)
     names = {d["metadata"]["name"] for template in TEMPLATES for d in documents(render(template))}
-    assert {"download-uniref-data", "preprocess-data", "fsx-share-test", "fsx-claim", "esm2", "clm", "etcd"} <= names
+    assert {"download-uniref-data", "preprocess-data", "fsx-share-test", "fsx-claim", "esm2", "etcd"} <= names
 
 
 def test_the_readmes_commands(tmp_path):
@@ -101,7 +104,7 @@ def test_switches_say_what_they_mean():
     assert pod["nodeSelector"] == {"node.kubernetes.io/instance-type": "p5.48xlarge"}
     (term,) = pod["affinity"]["nodeAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]["nodeSelectorTerms"]
     assert term["matchExpressions"][0]["values"] == ["Schedulable"]
-    service, _ = documents(render("etcd.yaml"))
+    service, _, _ = documents(render("etcd.yaml"))
     assert (service["metadata"]["name"], service["spec"]["ports"][0]["port"]) == ("etcd", 2379)
 
 
@@ -188,6 +191,9 @@ def test_env_vars_holds_the_guides_values_and_keeps_what_is_set(tmp_path):
         ("train-ddp-cp-template.yaml", {"CP_SIZE": "0"}, "CP_SIZE=0 is not a number of ranks, at least 1"),
         ("train-ddp-cp-template.yaml", {"CP_SIZE": "3"}, "CP_SIZE=3 does not divide the job's 16 ranks (nodes: 2, r"),
         ("train-ddp-cp-template.yaml", CPU_ONLY | {"CP_SIZE": "4"}, "CP_SIZE=4 does not divide the job's 2 ranks"),
+        ("train-ddp-template.yaml", {"MODEL": "x; touch /tmp/x"}, "MODEL=x; touch /tmp/x: only letters, digits and"),
+        ("train-ddp-template.yaml", {"TRAIN_FLAGS": "--seed=1\x1b[2J"}, "TRAIN_FLAGS has a control character in it"),
+        ("train-ddp-template.yaml", {"JOB_NAME": "My_job"}, "JOB_NAME=My_job: small letters, digits and - between"),
         ("", {}, "usage:"),
         ("--with", {}, "usage:"),
     ],
@@ -217,11 +223,69 @@ def test_render_from_anywhere_and_with_a_path(tmp_path):
 
 
 @pytest.mark.parametrize("template", TRAINING)
+def test_two_users_have_two_jobs(template):
+    """Name, namespace, rendezvous and the label that their pods are spread and guarded by."""
+    (job,) = documents(render(template, JOB_NAME="mine", NAMESPACE="team", RUN_ID="1"))
+    assert (job["metadata"]["name"], job["metadata"]["namespace"]) == ("mine", "team")
+    assert "esm2" not in str(job).replace(MODEL, "").replace("esm2.example.com", "").replace("amazonaws.com/esm:", "")
+    label = "jobset.sigs.k8s.io/jobset-name" if job["kind"] == "TrainJob" else "training.kubeflow.org/job-name"
+    guards = documents(render("network-policy-template.yaml", JOB_NAME="mine", NAMESPACE="team"))
+    assert {label: "mine"} in [guard["spec"]["podSelector"]["matchLabels"] for guard in guards]
+    assert {guard["metadata"]["namespace"] for guard in guards} == {"team"}
+
+
+def test_memory_is_asked_for_by_the_models_size_and_sourcing_again_follows_the_model():
+    show = "source kubernetes/env_vars.sh; echo $JOB_NAME $MEMORY"
+    found = run_shell(f"MODEL=llama3_1_8b; {show}; MODEL=facebook/esm2_t6_8M_UR50D; {show}", {"ACCOUNT": "1"})
+    assert found.stdout.split("\n") == ["clm 64Gi", "esm2 24Gi", ""]
+    mine = {"ACCOUNT": "1", "JOB_NAME": "mine", "MEMORY": "1Ti"}
+    assert run_shell(f"{show}; {show}", mine).stdout == "mine 1Ti\nmine 1Ti\n"
+
+
+@pytest.mark.parametrize("template", TRAINING)
 def test_flags_of_the_user_come_last_and_whole(template):
     (job,) = documents(render(template, TRAIN_FLAGS="--max_steps=5 --learning_rate=1e-4"))
     (container,) = containers(job)
     assert values(container)["TRAIN_FLAGS"].strip() == "--max_steps=5 --learning_rate=1e-4"
-    assert container["args"][0].rstrip().endswith("$(TRAIN_FLAGS)")
+    assert container["args"][0].rstrip().endswith("$(printenv TRAIN_FLAGS)")
+
+
+HOSTILE = [
+    "--source=https://host/a.fasta.gz?X-Date=1&X-Signature=a%2Bb;touch",
+    "--fp8_recipe_kwargs",
+    '{"a":1}',
+    "*",
+    "$(touch",
+    "owned)",
+    "`touch",
+    "owned`",
+    "'",
+    "$HOME",
+    "$(FLAGS)",
+    "$$",
+    "#",
+    "- a: b",
+    "---",
+]
+
+
+@pytest.mark.parametrize("template", [name for name in TEMPLATES if "_FLAGS}" in (KUBERNETES / name).read_text()])
+def test_flags_reach_the_script_as_they_are(template, tmp_path):
+    """No shell, no YAML and no kubelet finds anything in them; python3 here writes down what it is told."""
+    program = tmp_path / "python3"
+    program.write_text(f'#!/bin/sh\nprintf "%s\\n" "$@" >{tmp_path}/said\n')
+    program.chmod(0o755)
+    words = " ".join(HOSTILE).split()
+    names = re.findall(r"\$\{(\w+_FLAGS)\}", (KUBERNETES / template).read_text())
+    (job,) = documents(render(template, **dict.fromkeys(names, "\n".join(HOSTILE))))
+    (container,) = containers(job)
+    command, told = started(container, {"FLAGS": "of the pod"})
+    path = f"{tmp_path}:{os.environ['PATH']}"
+    (tmp_path / "in").mkdir()
+    text = [word.replace("cd /workspace", ":") for word in command]
+    assert subprocess.run(text, env=told | {"PATH": path}, cwd=tmp_path / "in", check=False).returncode == 0
+    assert (tmp_path / "said").read_text().splitlines()[-len(words) :] == words
+    assert list((tmp_path / "in").iterdir()) == []
 
 
 @pytest.mark.parametrize("template", TEMPLATES)
@@ -238,7 +302,7 @@ def test_broken_manifests_are_caught(template):
             else:
                 uncaught.append(f"{document['kind']}: {rule}: {what}")
     assert not uncaught
-    has_pods = template != "job-uid.yaml"
+    has_pods = template not in ("job-uid.yaml", "network-policy-template.yaml")
     assert {"schema", "security", *(("image", "volumes", "resources") if has_pods else ())} <= caught
     if template in TRAINING:
         assert {"schema", *RULES} - caught <= ({"restarts"} if template == "trainjob-template.yaml" else set())

@@ -218,10 +218,21 @@ def test_view_fsx_waits_and_ends_when_told(tmp_path):
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="giving a directory away needs root, as in the pod")
-def test_fsx_owner_gives_the_volume_to_the_pods_user(tmp_path):
+def test_fsx_owner_makes_what_is_not_there_and_leaves_the_rest_to_whom_it_belongs(tmp_path):
+    (tmp_path / "fsdp").mkdir()
+    os.chown(tmp_path / "fsdp", 2000, 2000)
     (_, _, made) = documents(render("fsx-pv-pvc-template.yaml").replace("/fsx-shared", str(tmp_path)))
-    assert Pod(made, tmp_path / "log").end() == 0
-    assert (tmp_path.stat().st_uid, tmp_path.stat().st_gid) == (1000, 1000)
+    (container,) = containers(made)
+    (added,) = container["securityContext"]["capabilities"]["add"]
+    able = ["setpriv", f"--bounding-set=-all,+{added.lower()}", "--inh-caps=-all"]
+    container["command"] = [*able, *container["command"]]
+    for name in ("first", "again"):
+        pod = Pod(made, tmp_path / name)
+        assert pod.end() == 0, pod.said()
+    assert tmp_path.stat().st_uid == 0
+    assert (tmp_path / "fsdp").stat().st_uid == 2000
+    for name in ("esm", "ddp", "ddp-cp", "mfsdp", "clm", "trainjob", "checkpoints", ".cache"):
+        assert ((tmp_path / name).stat().st_uid, (tmp_path / name).stat().st_gid) == (1000, 1000), name
 
 
 @pytest.mark.skipif(not shutil.which("etcd"), reason="etcd (etcd-server) is not installed")

@@ -83,7 +83,11 @@ def ecr(engine, tmp_path, request) -> dict[str, str]:
     """The same with a repository's name, which is also that of an image, of the test's own."""
     name = f"esm-{request.node.name.split('_')[1]}"
     tiny_image(f"{name}:1", "one", tmp_path, engine)
-    return engine | {"DOCKER_IMAGE_NAME": name}
+    # aws says what it likes on standard error, of what it then answers.
+    aws = tmp_path / "aws"
+    aws.write_text(f'#!/bin/sh\necho "warning: this Python is old" >&2\nexec {Path(sys.executable).parent}/aws "$@"\n')
+    aws.chmod(0o755)
+    return engine | {"DOCKER_IMAGE_NAME": name, "PATH": f"{tmp_path}:{engine['PATH']}"}
 
 
 @contextlib.contextmanager
@@ -170,6 +174,7 @@ def test_what_is_wrong_is_said_in_one_line(ecr, tmp_path):
     assert re.search(rf"^error: {HOST} refuses the login: .*401 Unauthorized", refusal)
     assert f"there is no image {name}:3 here: run ./build.sh" in error(ecr, TAG="3")
     assert "AWS_REGION is not set" in error(ecr, AWS_REGION="")
+    assert "ACCOUNT=mine is no account of AWS: twelve digits" in error(ecr, ACCOUNT="mine")
     keyless = ecr | {"AWS_ACCESS_KEY_ID": "", "AWS_SECRET_ACCESS_KEY": ""}
     assert re.search("^error: ACCOUNT is not set .*credentials", error(keyless))
     assert re.search(f"^error: cannot look up the repository {name} .*credentials", error(keyless, ACCOUNT=ACCOUNT))

@@ -62,6 +62,14 @@ def whole(dataset, tmp_path_factory) -> Path:
     return out
 
 
+# A controller that is away when it is asked for the first time.
+BUSY = """\
+#!/bin/sh
+[ -e {asked} ] || {{ touch {asked}; echo "slurm_load_jobs error: Unable to contact slurm controller" >&2; exit 1; }}
+exec {program} "$@"
+"""
+
+
 def start(cluster, dataset: Path, target: Path, **variables: str) -> int:
     """Submit a job that does the run of FLAGS; it is under way."""
     job = cluster.submit(
@@ -137,7 +145,9 @@ def test_a_job_goes_on_whatever_ends_it_until_it_is_cancelled(cluster, dataset, 
     The job goes on each time, in itself or from the queue. scancel ends it, another one goes on: at last it is the run
     that nothing happened to, to the bit.
     """
-    out, job = tmp_path / "out-ddp", start(cluster, dataset, tmp_path, GRACE_SECONDS="20")
+    path = stand_ins(tmp_path / "bin", squeue=BUSY.format(program=shutil.which("squeue"), asked=tmp_path / "asked"))
+    patience = {"GRACE_SECONDS": "20", "CONTROLLER_PAUSE": "0.1"}
+    out, job = tmp_path / "out-ddp", start(cluster, dataset, tmp_path, PATH=path, **patience)
 
     requeued = seldom(lambda: int(cluster.job(job)["Restarts"]))
     start_now = seldom(lambda: cluster.start_now(job))
@@ -152,9 +162,13 @@ def test_a_job_goes_on_whatever_ends_it_until_it_is_cancelled(cluster, dataset, 
     os.kill(cluster.ranks(job)[0], signal.SIGKILL)
     cluster.until(lambda: restarted() == (1, 0), "a killed rank: not started again")
     gets_on("a killed rank")
-    cluster.cut("n2", "n1", but_port=10000 + job)
+    port, secret = cluster.rendezvous(job)
+    assert len(secret) == 32
+    assert secret not in said(cluster, job)
+    cluster.cut("n2", "n1", but_port=port)
     cluster.until(lambda: restarted() == (2, 0), "a failed collective: not started again")
     gets_on("a failed collective")
+    assert cluster.rendezvous(job)[1] != secret
     cluster.kill("n2")
     cluster.up("n2")
     cluster.until(lambda: sum(restarted()) == 3, "a node that rebooted: not started again")
@@ -168,6 +182,7 @@ def test_a_job_goes_on_whatever_ends_it_until_it_is_cancelled(cluster, dataset, 
     cluster.signal_ranks(job, signal.SIGCONT)
     cluster.until(lambda: restarted()[1] > requeues, "the walltime: not requeued")
     assert "Stopped as asked, the state is saved" in said(cluster, job)
+    assert "squeue does not answer (1 of 20)" in said(cluster, job)
     cluster.on_head(f"scontrol update JobId={job} TimeLimit=10")
     gets_on("the walltime")
     cluster.kill("n2")

@@ -44,7 +44,9 @@ def checkpointer_of_a_small_model(out: Path, world: World | None = None, **args)
         torch.distributed.init_process_group("gloo", **here)
     model = esm2.build_model(config, 1, world.device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    return Checkpointer(CheckpointFlags(str(out), **args), model, optimizer, config, world, timeout_s=60)
+    return Checkpointer(
+        CheckpointFlags(str(out), **{"save_total_limit": 0} | args), model, optimizer, config, world, timeout_s=60
+    )
 
 
 def take_steps(checkpointer: Checkpointer) -> None:

@@ -255,9 +255,17 @@ def test_the_step_line_says_what_the_row_says():
 
 
 def test_the_log_has_the_step_lines_and_both_blocks(run):
-    _, said = run
+    output_dir, said = run
     assert said.count("step: 12/12") == 1
-    assert said.count("Held-out loss") == 5  # at steps 0, 4, 8, 12 and the end
+    assert said.count("Held-out loss") == 4  # at steps 0, 4, 8, 12: the end is the last of them
+    (held_out,) = [line for line in said.splitlines() if "Held-out loss" in line][-1:]
+    results = read(output_dir / "all_results.json")
+    assert f"Held-out loss {results['eval_loss']:.4f} (residue frequencies alone: " in held_out
+    assert f" {results['eval_unigram_loss']:.4f}), perplexity" in held_out
+    last = rows(output_dir)[-1]
+    assert {key: last[key] for key in last if key in results and key.startswith("eval")} == {
+        key: results[key] for key in results if key.startswith("eval")
+    }
     for split in ("train", "eval", "test"):
         assert said.count(f"***** {split} metrics *****") == 1
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import resource
 
 import pytest
 
+from common.preflight.checkpoints import bytes_needed, bytes_there
 from common.preflight.exchange import check_clock
 from common.preflight.network import (
     check_efa,
@@ -15,7 +17,7 @@ from common.preflight.network import (
     interfaces_left,
     providers,
 )
-from common.preflight.node import nvidia_driver
+from common.preflight.node import check_output, nvidia_driver
 from common.preflight.ranks import Timing, clock_offset, outliers, ring_rounds
 from common.preflight.report import ERROR, OK, WARN, Finding, RankReport, differences, merge, problems, table
 
@@ -100,8 +102,10 @@ def test_nccl_with_loopback_only():
     assert check_interfaces({"NCCL_SOCKET_IFNAME": "lo"}, True, 1, ["lo", "eth0"]).level == OK
 
 
-def test_efa_devices_and_their_files(tmp_path):
+def test_efa_devices_and_their_files(tmp_path, monkeypatch):
     """A tree as the kernel lays it out: an EFA device beside one of another maker."""
+    unlimited = resource.RLIM_INFINITY
+    monkeypatch.setattr("resource.getrlimit", lambda which: (unlimited, unlimited))
     for name, vendor, number in (("rdmap16s27", "0x1d0f", "0xefa2"), ("mlx5_0", "0x15b3", "0x101e")):
         (tmp_path / "sys" / name / "device").mkdir(parents=True)
         (tmp_path / "sys" / name / "device" / "vendor").write_text(f"{vendor}\n")
@@ -121,6 +125,10 @@ def test_efa_devices_and_their_files(tmp_path):
     assert not [finding for finding in findings if finding.level == ERROR]
     assert findings[-1].found == f"1 devices, plugin {tmp_path}/lib/libnccl-net.so"
     assert check_efa({"FI_PROVIDER": ""}, **places) == []
+    monkeypatch.setattr("resource.getrlimit", lambda which: (65536, 65536))
+    (limited,) = [finding for finding in check_efa(asked, **places) if "locked memory" in finding.found]
+    assert limited.level == ERROR
+    assert "LimitMEMLOCK=infinity" in limited.todo
 
 
 def test_what_fi_info_and_the_driver_say(tmp_path):
@@ -148,3 +156,22 @@ def test_which_network_nccl_says_it_uses():
     assert "NCCL uses Socket, not EFA" in check_nccl_log(tcp).found
     assert check_nccl_log("n1:1:9 [0] NCCL INFO Using network Socket\n" + efa).level == OK
     assert check_nccl_log("").level == WARN
+
+
+def test_a_disk_too_small_for_a_runs_checkpoints_is_an_error(tmp_path):
+    """12 bytes a parameter, for as many as are kept and the next; those that are there make way."""
+    small = "facebook/esm2_t6_8M_UR50D"  # 7,512,353 parameters
+    assert bytes_needed(small, 3) == 12 * 7_512_353 * 4
+    assert bytes_needed(small, 0) == 12 * 7_512_353 * 3
+    assert bytes_needed("llama3_1_70b", 1) == 12 * 70_553_706_496 * 2
+    assert bytes_needed("some/model", 3) is None
+    assert check_output(str(tmp_path), 0.0, small, 3).level != ERROR
+    found = check_output(str(tmp_path), 0.0, "llama3_1_70b", 1000)
+    assert found.level == ERROR
+    assert "too little for checkpoints of llama3_1_70b: 1000 and the next take 847" in found.found
+    assert found.todo == "make room, or lower --save_total_limit"
+    (tmp_path / "checkpoint-5").mkdir()
+    (tmp_path / "checkpoint-5.old").mkdir()
+    for directory in ("checkpoint-5", "checkpoint-5.old"):
+        (tmp_path / directory / "__0_0.distcp").write_bytes(bytes(1000))
+    assert bytes_there(tmp_path) == 1000

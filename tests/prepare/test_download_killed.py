@@ -115,7 +115,15 @@ def test_a_full_disk_leaves_nothing(tmp_path, room):
         assert [path.name for path in disk.iterdir()] == ["mine"]
 
 
-def test_stopped_by_the_keyboard_it_goes_on(tmp_path):
+@pytest.mark.parametrize(
+    ("number", "status", "line"),
+    [
+        (signal.SIGINT, 130, "interrupted"),
+        (signal.SIGTERM, 143, "stopped as asked: the same command goes on from there"),
+    ],
+)
+def test_stopped_by_the_keyboard_or_as_a_pod_it_goes_on(tmp_path, number, status, line):
+    """The first process of a container is deaf to SIGTERM unless it listens."""
     source = write_fasta(tmp_path / "in.fasta", [(f"P{number}", "MKVLAGTY" * 30) for number in range(100_000)])
     flags = ("--source", source, "--max_records_per_partition", 10_000, "--output_dir")
     process = subprocess.Popen(
@@ -124,10 +132,11 @@ def test_stopped_by_the_keyboard_it_goes_on(tmp_path):
     deadline = time.monotonic() + 30
     while not (tmp_path / "out/.building/csv/x002.csv").exists() and time.monotonic() < deadline:
         time.sleep(0.002)
-    process.send_signal(signal.SIGINT)
+    process.send_signal(number)
     said = process.communicate()[1]
-    assert process.returncode == 130, said
+    assert process.returncode == status, said
     assert "Traceback" not in said
+    assert said.splitlines()[-1] == line
     assert not (tmp_path / "out/csv").exists()
     call(DOWNLOAD, *flags, tmp_path / "out")
     call(DOWNLOAD, *flags, tmp_path / "undisturbed")

@@ -89,7 +89,7 @@ def certificate(directory: Path) -> tuple[str, str]:
     return str(directory / "cert.pem"), str(directory / "key.pem")
 
 
-def test_a_certificate_that_nobody_vouches_for_is_said_at_once(tmp_path, monkeypatch):
+def test_a_certificate_that_nobody_vouches_for_is_said_at_once_and_tls_is_not_left(tmp_path, monkeypatch):
     tls = certificate(tmp_path)
     with http_server(CONTENT, tls=tls) as server:
         with pytest.raises(FetchError, match="bad TLS certificate: self-signed certificate: .*set SSL_CERT_FILE"):
@@ -97,6 +97,11 @@ def test_a_certificate_that_nobody_vouches_for_is_said_at_once(tmp_path, monkeyp
         assert not (tmp_path / "d").exists()
         monkeypatch.setenv("SSL_CERT_FILE", tls[0])
         assert download(f"{server.url}/a", tmp_path / "d", patience=QUICK).read_bytes() == CONTENT
+        with http_server(CONTENT) as plain:
+            server.redirects["/moved"] = f"{plain.url}/a"
+            with pytest.raises(FetchError, match=f"redirects to {plain.url}/a, which is not encrypted"):
+                download(f"{server.url}/moved", tmp_path / "f", patience=Patience(first_wait_s=60))
+            assert plain.ranges == []
     with http_server(CONTENT) as server, pytest.raises(FetchError, match="does not speak TLS"):
         download(server.url.replace("http:", "https:") + "/a", tmp_path / "e", patience=Patience(first_wait_s=60))
 

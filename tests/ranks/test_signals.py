@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -187,25 +188,65 @@ def test_sigterm_to_torchrun_saves_and_the_same_command_goes_on(dataset, whole, 
     assert_same_run(out, whole(2), STEPS, tmp_path)
 
 
-def test_ctrl_c_says_one_word_and_leaves_the_last_checkpoint(dataset, tmp_path):
+def test_ctrl_c_saves_as_a_signal_to_stop_does(dataset, whole, tmp_path):
     out = tmp_path / "out"
-    flags = FLAGS | {"save_steps": 5, "dataloader_num_workers": 2}
-    command = training_command(dataset, out, **flags)
+    command = training_command(dataset, out, **FLAGS, dataloader_num_workers=2)
     job = subprocess.Popen(
         command, stderr=subprocess.PIPE, text=True, env=environment(), cwd=ROOT, start_new_session=True
     )
     try:
-        assert wait_until(lambda: newest_step(out) >= 5, lambda: job.poll() is None)
+        assert wait_until(lambda: len(rows(out)) > 5, lambda: job.poll() is None)
         os.killpg(job.pid, signal.SIGINT)  # as a terminal does: loader workers get it too
         _, said = job.communicate(timeout=TIMEOUT_S)
     finally:
         kill_all(job)
-    assert job.returncode == 130
+    assert job.returncode == PREEMPTED, said
     last = [line for line in said.splitlines() if " - INFO - " not in line]
-    assert last == ["interrupted"]
+    assert last == ["interrupted: saving after this step; once more to leave without"]
     assert not list(out.glob("tmp-*"))
-    kept = newest_step(out)
-    assert f"Resuming after step {kept}" in train(dataset, out, **flags | {"stop_at_step": kept + 1})
+    assert newest_step(out) == rows(out)[-1]["step"]
+    assert_goes_on(dataset, out, whole(), tmp_path, dataloader_num_workers=2)
+
+
+LISTENS = """
+import time
+from common.cli import run
+from common.ranks.stopping import StopRequest
+def main():
+    stop = StopRequest()
+    stop.at_once = {at_once}
+    stop.listen()
+    print("listens", flush=True)
+    time.sleep(60)
+    time.sleep(60)
+run(main)
+"""
+
+
+@pytest.mark.parametrize(
+    ("program", "status", "said"),
+    [
+        (LISTENS.format(at_once=False), 130, ["interrupted: saving after this step; once more to leave without"]),
+        (LISTENS.format(at_once=True), 130, ["interrupted, before the first step: the same command starts again"]),
+        ("import common, time; print('imports', flush=True); time.sleep(60)", -2, []),
+    ],
+    ids=["in a step", "before the first", "during imports"],
+)
+def test_ctrl_c_again_is_meant_and_none_is_a_traceback(program, status, said):
+    job = subprocess.Popen(
+        [sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT
+    )
+    with job:
+        job.stdout.readline()
+        job.send_signal(signal.SIGINT)
+        if "once more" in "".join(said):
+            assert job.stderr.readline() == f"{said[0]}\n"
+            assert job.poll() is None
+            job.send_signal(signal.SIGINT)
+            said = []
+        last = job.communicate(timeout=TIMEOUT_S)[1]
+        assert last.splitlines() == (said or ["interrupted"])
+    assert job.returncode == status
 
 
 @pytest.mark.parametrize("rank", [0, 1])

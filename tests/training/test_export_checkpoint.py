@@ -145,6 +145,17 @@ def test_a_full_disk_keeps_nothing_of_it(finished, tmp_path):
         assert [path.name for path in disk.iterdir()] == ["mine"]
 
 
+@pytest.mark.parametrize("weights", ["final_model", "another"])
+def test_other_weights_into_the_directory_of_a_run_are_refused(finished, hub, dataset, tmp_path, weights):
+    """They would not be looked at: the run that is there goes on with its own."""
+    given = shutil.copytree(hub, tmp_path / "another") if weights == "another" else finished / "final_model"
+    for more in ({}, {"do_train": False, "do_eval": True}):
+        said = train(dataset, finished, expect=2, model_name_or_path=given, gelu="tanh", **FLAGS | more)
+        assert f"began from {hub} and goes on with its own, not with those of --model_name_or_path {given}" in said
+        assert "choose another --output_dir" in said
+    assert (finished / "checkpoint-4").is_dir()
+
+
 def test_the_weights_of_a_checkpoint_are_not_taken_for_a_model(finished, dataset, tmp_path):
     said = train(dataset, tmp_path, expect=2, model_name_or_path=finished / "checkpoint-4")
     assert f"python -m common.training.export {finished}/checkpoint-4 OUT makes a model of it" in said
