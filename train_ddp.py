@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
-"""Pretrain ESM-2 with DistributedDataParallel: every GPU (or process) holds the whole model.
+r"""Pretrain ESM-2 with DistributedDataParallel: every GPU (or process) holds the whole model.
 
-torchrun --nproc_per_node=8 train_ddp.py --config_name facebook/esm2_t12_35M_UR50D --dataset_dir processed/arrow \
-    --output_dir out --bf16 --do_eval
+torchrun --nproc_per_node=8 train_ddp.py --config_name facebook/esm2_t12_35M_UR50D \
+    --dataset_dir processed/arrow --output_dir out --bf16 --do_eval
 python train_ddp.py ...        the same on one GPU or on a CPU
 python train_ddp.py            a short run on generated proteins: configs/sanity.yaml
 """

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Pretrain ESM-2 with DistributedDataParallel and context parallelism: --cp_size ranks share each pack, for long ones.
+r"""Pretrain ESM-2 with DistributedDataParallel and context parallelism: --cp_size ranks share each pack of long ones.
 
 torchrun --nproc_per_node=8 train_ddp_cp.py --cp_size 2 --config_name facebook/esm2_t33_650M_UR50D \
     --dataset_dir processed/arrow --output_dir out --bf16 --max_seq_length 8192
@@ -23,6 +23,8 @@ from common.training.start import start
 
 @dataclass
 class DdpCpFlags(CheckpointingFlags, ReplicaFlags):
+    group = "memory and exchange"
+
     cp_size: int = flag(2, "Ranks that share a pack, neighbours in rank.")
 
 

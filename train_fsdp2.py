@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
-"""Pretrain ESM-2 with FSDP2: weights, gradients and optimiser are dealt out to the ranks, layer by layer.
+r"""Pretrain ESM-2 with FSDP2: weights, gradients and optimiser are dealt out to the ranks, layer by layer.
 
-torchrun --nproc_per_node=8 train_fsdp2.py --config_name facebook/esm2_t33_650M_UR50D --dataset_dir processed/arrow \
-    --output_dir out --bf16 --do_eval
+torchrun --nproc_per_node=8 train_fsdp2.py --config_name facebook/esm2_t33_650M_UR50D \
+    --dataset_dir processed/arrow --output_dir out --bf16 --do_eval
 """
 
 from __future__ import annotations
@@ -35,6 +35,9 @@ STRATEGIES = {
 
 @dataclass
 class FsdpFlags(RecomputeFlags):
+    group = "memory and exchange"
+    rarely = ("forward_prefetch", "sync_each_batch")
+
     sharding_strategy: str = flag("full", "; ".join(f"{name}: {what}" for name, what in STRATEGIES.items()) + ".")
     hsdp_shard_size: int | None = flag(None, "Ranks that share one copy, with hybrid. Default: those of a node.")
     param_dtype: str = flag("fp32", "fp32 master weights; bf16: weights, gradients and moments in half the memory.")

@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
-"""Pretrain ESM-2 with Megatron-FSDP: optimiser, gradients and weights are dealt out to the GPUs, as far as told.
+r"""Pretrain ESM-2 with Megatron-FSDP: optimiser, gradients and weights are dealt out to the GPUs, as far as told.
 
-torchrun --nproc_per_node=8 train_mfsdp.py --config_name facebook/esm2_t33_650M_UR50D --dataset_dir processed/arrow \
-    --output_dir out --bf16 --do_eval
+torchrun --nproc_per_node=8 train_mfsdp.py --config_name facebook/esm2_t33_650M_UR50D \
+    --dataset_dir processed/arrow --output_dir out --bf16 --do_eval
 """
 
 from __future__ import annotations
@@ -27,6 +27,16 @@ from common.training.start import start
 
 @dataclass
 class MegatronFlags(RecomputeFlags):
+    group = "memory and exchange"
+    rarely = (
+        "init_model_with_meta_device",
+        "calculate_per_token_loss",
+        "check_for_nan_in_grad",
+        "overlap_grad_reduce",
+        "overlap_param_gather",
+        "average_in_collective",
+    )
+
     zero_dp_strategy: str = flag(
         "optim_grads_params", "; ".join(f"{name}: {what}" for name, what in STRATEGIES.items()) + "."
     )

@@ -22,6 +22,8 @@ from typing import ClassVar, NamedTuple
 
 import yaml
 
+from common.cli_help import help_text
+
 MACHINE_FAULT = 1
 BAD_INPUT = 2  # exit status for anything the user can mend; tracebacks (status 1) are for our bugs
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
@@ -73,6 +75,10 @@ class Flags:
     """
 
     instead_of: ClassVar[dict[str, tuple[str, ...]]] = {}
+    # For --help: what a class' flags are about, those that every run needs, and those that few runs ask for.
+    group: ClassVar[str] = "options"
+    needed: ClassVar[tuple[str, ...]] = ()
+    rarely: ClassVar[tuple[str, ...]] = ()
 
     @property
     def does_without(self) -> tuple[str, ...]:
@@ -136,6 +142,9 @@ def parse_arguments(description: str | None, *dataclass_types: type, argv: list[
         def error(self, message: str) -> None:
             raise UserError(f"{self.where}{message} (see {self.prog} --help)")
 
+        def format_help(self) -> str:
+            return help_text(self.prog, description, dataclass_types, everything=False)
+
     # What is imported by now stays for good: the garbage collector need not walk through it again and again, which is
     # a tenth of step 0's time.
     gc.freeze()
@@ -146,6 +155,9 @@ def parse_arguments(description: str | None, *dataclass_types: type, argv: list[
         allow_abbrev=False,
     )
     argv = sys.argv[1:] if argv is None else argv
+    if "--help_all" in argv:
+        print(help_text(parser.prog, description, dataclass_types, everything=True), end="")
+        raise SystemExit(0)
     file, of_file = None, {}
     if argv and is_file_of_flags(argv[0]):
         file, *argv = argv

@@ -11,6 +11,10 @@ from common.cli import Missing, UserError, flag
 
 @dataclass
 class DataFlags(StepFlags):
+    group = "data"
+    needed = ("dataset_dir",)
+    rarely = ("sequence_packing", "pad_to_max_length", "do_preprocess")
+
     dataset_dir: str | None = flag(None, "The directory step 1 wrote: .../processed/arrow, with train and validation.")
     dataset: str | None = flag(
         None,

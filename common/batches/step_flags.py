@@ -11,6 +11,9 @@ from common.cli import Flags, UserError, flag
 
 @dataclass
 class StepFlags(Flags):
+    group = "batches"
+    rarely = ("cp_layout", "pad_sequences_to_be_divisible_by", "dataloader_prefetch_factor", "dataloader_pin_memory")
+
     cp_layout: str = flag(
         "dual_chunk",
         "With --cp_size: each rank has two chunks of a sequence (dual_chunk), or one run of it, without padding "

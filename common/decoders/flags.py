@@ -23,6 +23,10 @@ NEOX = (
 
 @dataclass
 class DecoderFlags(BackendFlags):
+    group = "model"
+    needed = ("model",)
+    rarely = ("intermediate_size", "num_key_value_heads", "initializer_range", "rope_theta", "vocab_size")
+
     model: str | None = flag(
         None,
         f"The decoder to train from random weights: {', '.join(PRESETS)}, a directory with config.json, a Hub name.",

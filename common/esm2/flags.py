@@ -17,6 +17,10 @@ NO_KERNEL = "Transformer Engine has no attention kernel for packs here (neither 
 
 @dataclass
 class ModelFlags(BackendFlags):
+    group = "model"
+    needed = ("config_name",)
+    rarely = ("tokenizer_name", "gelu", "bf16_residual", "cp_comm_type")
+
     config_name: str | None = flag(
         None, "Train from random weights: facebook/esm2_* (built in), a directory with config.json, a Hub name."
     )

@@ -22,6 +22,8 @@ HEAD_MULTIPLE = 8  # of the flash kernels behind torch's varlen attention
 
 @dataclass
 class BackendFlags(Flags):
+    group = "model"
+
     backend: str = flag(
         "auto",
         "Layers by te (Transformer Engine; NVIDIA GPUs) or torch (any device). auto: te if it is there.",

@@ -30,6 +30,8 @@ def mode_of(text: str) -> str:
 
 @dataclass
 class RecomputeFlags(Flags):
+    group = "memory and exchange"
+
     activation_checkpointing: str = flag("none", "Activations: none recomputed, selective (cheap ones), full.")
 
     @property
@@ -49,6 +51,8 @@ class RecomputeFlags(Flags):
 @dataclass
 class CheckpointingFlags(Flags):
     """Of scripts without the other modes."""
+
+    group = "memory and exchange"
 
     gradient_checkpointing: bool = flag(
         False, "Keep of each layer what went in, and compute the rest anew in the backward pass."

@@ -49,6 +49,10 @@ CONFIG = "config.json"
 
 @dataclass
 class CheckpointFlags(Flags):
+    group = "checkpoints"
+    needed = ("output_dir",)
+    rarely = ("async_save",)
+
     output_dir: str | None = flag(None, "Where checkpoints, metrics and final_model/ go.")
     overwrite_output_dir: bool = flag(
         False, "Remove an earlier run's files there and start at step 0 (a restart of this very job still resumes)."

@@ -24,6 +24,9 @@ METRICS = "metrics.jsonl"
 
 @dataclass
 class LogFlags(Flags):
+    group = "logging"
+    rarely = ("straggler_every", "profile_steps", "disable_tqdm")
+
     logging_steps: int = flag(10, "Steps between log lines and rows of metrics.jsonl.")
     straggler_every: int = flag(100, "Steps between comparisons of the ranks' own work; the slowest is named. 0: off.")
     profile_steps: str | None = flag(None, "Write a torch profiler trace of the steps A-B under output_dir/profile/.")

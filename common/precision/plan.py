@@ -96,6 +96,17 @@ Plan = tuple[Recipe | None, ...]  # one entry a layer; None: BF16, or what the r
 
 @dataclass
 class PrecisionFlags(Flags):
+    group = "precision"
+    rarely = (
+        "fp8_format",
+        "fp8_layers",
+        "fp8_recipe_kwargs",
+        "fp8_params",
+        "fp4_format",
+        "fp4_layers",
+        "fp4_recipe_kwargs",
+    )
+
     bf16: bool = flag(False, "Compute in bfloat16; weights, gradients and optimiser stay fp32.")
     fp8: bool = flag(False, "Compute encoder layers in FP8 (docs/precision.md).")
     fp8_recipe: str = flag("delayed", f"Where FP8's scales come from: {', '.join(FP8_RECIPES)}.")
@@ -106,7 +117,7 @@ class PrecisionFlags(Flags):
     fp8_recipe_kwargs: str | None = flag(None, 'Arguments of the recipe as JSON: {"amax_history_len": 16}.')
     fp8_params: bool = flag(False, "Keep the weights of those layers in FP8 on the GPU, beside fp32 masters.")
     fp4: bool = flag(False, "Compute encoder layers in NVFP4.")
-    fp4_format: str = flag("e2m1", "FP4's only format.")
+    fp4_format: str = flag("e2m1", "e2m1, the only one that there is.")
     fp4_layers: str | None = flag(None, "Layers in NVFP4, counted from 1. Default: all that --fp8 leaves.")
     fp4_recipe_kwargs: str | None = flag(None, 'Arguments of the recipe as JSON: {"disable_rht": true}.')
     emulate_precision: bool = flag(False, "Round as those formats do, in plain PyTorch, on any device.")

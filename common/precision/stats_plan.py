@@ -26,6 +26,9 @@ _DELAYED = "fp8_delayed_scaling"  # of its own layers only: elsewhere there are 
 
 @dataclass
 class StatsFlags(PrecisionFlags):
+    group = "precision"
+    rarely = ("quant_stats_freq", "quant_stats_dir", "quant_stats_file")
+
     quant_stats: bool = flag(False, "Log statistics of the quantised tensors: underflow, scales, error, norms.")
     quant_stats_freq: int | None = flag(None, "Every so many steps. Default: as the file says, 10 without one.")
     quant_stats_dir: str | None = flag(None, "Where quant_stats.jsonl goes. Default: --output_dir.")

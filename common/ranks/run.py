@@ -34,6 +34,9 @@ logger = logging.getLogger(__name__)
 class ProcessFlags(Flags):
     """The flags of a run's processes."""
 
+    group = "processes"
+    rarely = ("tf32",)
+
     tf32: bool | None = flag(None, "Allow TF32 for fp32 matrix products (NVIDIA Ampere and later).")
     use_cpu: bool = flag(False, "Train on the CPU even where there is a GPU.")
     deterministic: bool = flag(

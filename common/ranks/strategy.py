@@ -134,6 +134,9 @@ def _in_bf16(_, bucket):
 
 @dataclass
 class ReplicaFlags(Flags):
+    group = "memory and exchange"
+    rarely = ("ddp_bucket_cap_mb",)
+
     ddp_bucket_cap_mb: int = flag(25, "Megabytes of gradients that are exchanged at a time.")
     ddp_bucket_dtype: str = flag("fp32", "Gradients are exchanged in fp32, or in bf16: half the bytes, and rounded.")
 

@@ -26,6 +26,8 @@ from common.tasks.optim import OptimizerFlags
 class RunArguments(DryRunFlags, LogFlags, CheckpointFlags, ProcessFlags, StatsFlags, OptimizerFlags, StepFlags):
     """Of a run of any task."""
 
+    group = "training and evaluation"
+
     do_train: bool = flag(True, "Train.")
     do_eval: bool = flag(False, "Evaluate on the validation split, and at the end on the test split too.")
     eval_steps: float | None = flag(None, "Evaluate every N steps (below 1: a fraction of the run), with --do_eval.")

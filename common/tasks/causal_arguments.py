@@ -20,6 +20,19 @@ PUBLISHED = "model"  # a --tokenizer
 class IdleFlags(Flags):
     """Flags of the guides that change nothing here; why not is said when one is given."""
 
+    group = "accepted, without effect"
+    rarely = (
+        "same_seed",
+        "tensorboard_dir",
+        "resid_pdrop",
+        "embd_pdrop",
+        "attn_pdrop",
+        "summary_first_pdrop",
+        "activation_loading_horizon",
+        "limit_all_gathers",
+        "rotary_pct",
+    )
+
     same_seed: str | None = flag(None, "Nothing: weights and data follow from --seed, on any number of ranks.")
     tensorboard_dir: str | None = flag(None, "Nothing: --report_to tensorboard writes into --output_dir.")
     resid_pdrop: str | None = flag(None, "Nothing: these models have no dropout.")

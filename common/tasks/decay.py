@@ -14,6 +14,9 @@ STYLES = ("constant", "linear", "cosine", "exponential", "plateau")
 
 @dataclass
 class DecayFlags(OptimizerFlags):
+    group = "optimiser"
+    rarely = ("lr_decay_iters", "plateau")
+
     learning_rate: float = flag(1e-4, "Peak learning rate.", "lr")
     lr_scheduler_type: str = flag(
         "cosine",

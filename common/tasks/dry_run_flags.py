@@ -10,6 +10,9 @@ from common.cli import Flags, Missing, flag
 
 @dataclass
 class DryRunFlags(Flags):
+    group = "dry run"
+    rarely = ("device_reserve",)
+
     dry_run: bool = flag(
         False, "Train nothing: print what each of --world_size ranks would hold in memory, without GPUs or data."
     )

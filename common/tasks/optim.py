@@ -19,9 +19,14 @@ ESM2_FINAL_FRACTION, ESM2_DECAY_END = 0.1, 0.9
 
 @dataclass
 class OptimizerFlags(Flags):
+    group = "optimiser"
+    rarely = ("adam_beta1", "adam_beta2", "adam_epsilon", "max_skipped_steps")
+
     learning_rate: float = flag(4e-4, "Peak learning rate (ESM-2: 4e-4; 15B: 1.6e-4).")
     lr_scheduler_type: str = flag(
-        "esm2", "esm2 (linear to a tenth at 90 % of the run), linear, cosine, constant, constant_with_warmup, ..."
+        "esm2",
+        "esm2 (linear to a tenth at 90 % of the run), linear, cosine, constant, constant_with_warmup, polynomial or "
+        "inverse_sqrt.",
     )
     warmup_steps: float | None = flag(None, "Steps, or a fraction of the run below 1. Default: 2000, at most 5 %.")
     weight_decay: float = flag(0.01, "On matrices and embeddings; never on biases and norms.")

@@ -12,6 +12,10 @@ from common.text.tokenizers import BYTES
 
 @dataclass
 class TextFlags(StepFlags):
+    group = "data"
+    needed = ("dataset",)
+    rarely = ("document_masks", "text_column", "train_split", "val_split")
+
     dataset_dir: str | None = flag(None, "What 1.tokenize_text.py wrote: .../text, with train and validation.")
     dataset: str | None = flag(
         None,

@@ -1,0 +1,103 @@
+"""ESM-2 over many sequences: packed end to end, so that none of them is padded for another's sake."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from common.cli import Flags, Missing, flag
+from common.esm2.model import Esm2ForMaskedLM
+from common.esm2.presets import load_config
+from common.esm2.pretrained import read_pretrained
+from common.files.alphabet import VOCAB_SIZE
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class EncoderFlags(Flags):
+    """The model, and how it is run."""
+
+    group = "model"
+    needed = ("model_name_or_path",)
+
+    model_name_or_path: str | None = flag(
+        None, "A final_model/, any other directory of an EsmForMaskedLM, or its name on the Hub."
+    )
+    max_seq_length: int = flag(1024, "Tokens, <cls> and <eos> included; longer proteins are seen in windows.")
+    tokens_per_pack: int = flag(4096, "Tokens that are computed at a time; more need more memory.")
+    bf16: bool = flag(False, "Compute in bfloat16: faster on GPUs and some CPUs, three digits.")
+    use_cpu: bool = flag(False, "Compute on the CPU even where there is a GPU.")
+
+    def missing(self) -> Iterator[Missing]:
+        if not self.model_name_or_path:
+            yield Missing("--model_name_or_path", "the model", "out/final_model")
+
+    def check(self) -> None:
+        self.require_at_least(8, "max_seq_length")
+        self.require_at_least(1, "tokens_per_pack")
+
+
+class Encoder:
+    """A model with its weights, on the GPU where there is one."""
+
+    def __init__(self, flags: EncoderFlags):
+        self.flags = flags
+        on_gpu = torch.cuda.is_available() and not flags.use_cpu
+        self.device = torch.device("cuda" if on_gpu else "cpu")
+        config = load_config(flags.model_name_or_path)
+        with torch.device("meta"):
+            self.model = Esm2ForMaskedLM(config)
+        self.model.to_empty(device=self.device).eval()
+        parameters = dict(self.model.named_parameters())
+        pieces, _ = read_pretrained(flags.model_name_or_path, config)
+        with torch.no_grad():
+            for name, tensor in pieces:
+                parameters[name].copy_(tensor)
+        self.hidden_size = config.hidden_size
+        logger.info("%s: %d layers of %d, on %s", flags.model_name_or_path, config.num_hidden_layers, *self._where())
+
+    def _where(self) -> tuple[int, str]:
+        return self.hidden_size, str(self.device)
+
+    def packs(self, lengths: Sequence[int]) -> Iterator[list[int]]:
+        """Numbers of the sequences that are computed together: the longest first, so that memory is known at once."""
+        pack, tokens = [], 0
+        for number in sorted(range(len(lengths)), key=lambda n: -lengths[n]):
+            if pack and tokens + lengths[number] > self.flags.tokens_per_pack:
+                yield pack
+                pack, tokens = [], 0
+            pack.append(number)
+            tokens += lengths[number]
+        if pack:
+            yield pack
+
+    def hidden(self, sequences: Sequence[np.ndarray]) -> list[Tensor]:
+        """After the last LayerNorm: fp32 [length, hidden] each, of token ids uint8 [length]."""
+        return self._run(sequences, lambda ids: {"labels": torch.full_like(ids, -100), "output_hidden": True})
+
+    def logits(self, sequences: Sequence[np.ndarray]) -> list[Tensor]:
+        """Of the 33 tokens: fp32 [length, 33] each, of token ids uint8 [length]."""
+        found = self._run(sequences, lambda ids: {})
+        assert all(each.shape[1] == VOCAB_SIZE for each in found)
+        return found
+
+    @torch.inference_mode()
+    def _run(self, sequences: Sequence[np.ndarray], more) -> list[Tensor]:
+        results: list[Tensor | None] = [None] * len(sequences)
+        for pack in self.packs([len(each) for each in sequences]):
+            lengths = [len(sequences[number]) for number in pack]
+            ids = torch.from_numpy(np.concatenate([sequences[number] for number in pack]).astype(np.int64))
+            ends = torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int32)
+            ids, ends = ids.to(self.device), ends.to(self.device)
+            with torch.autocast(self.device.type, torch.bfloat16, enabled=self.flags.bf16):
+                output = self.model(ids, cu_seqlens=ends, max_seqlen=max(lengths), **more(ids))
+            found = (output.logits if output.hidden is None else output.hidden).float().cpu()
+            for number, part in zip(pack, found.split(lengths), strict=True):
+                results[number] = part
+        return results

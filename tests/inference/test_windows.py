@@ -1,0 +1,34 @@
+"""common/inference/windows.py: every residue once, from a window that sees as much as can be to both of its sides."""
+
+from __future__ import annotations
+
+import pytest
+
+from common.inference.windows import window_around, windows
+
+
+@pytest.mark.parametrize("longest", [6, 7, 62, 1022])
+@pytest.mark.parametrize("times", [0.5, 1, 1.01, 1.5, 2, 2.3, 7.7])
+def test_each_residue_is_taken_once_and_from_the_middle_of_a_window(longest, times):
+    residues = max(1, int(longest * times))
+    found = list(windows(residues, longest))
+    taken = [window.start + n for window in found for n in range(window.begin, window.end)]
+    assert taken == list(range(residues))
+    assert {window.length for window in found} == {min(residues, longest)}
+    for window in found:
+        assert 0 <= window.start <= residues - window.length
+        # Away from the protein's own ends, a quarter of a window is seen on both sides.
+        if window.start:
+            assert window.begin >= longest // 4 - 1
+        if window.start + window.length < residues:
+            assert window.length - window.end >= longest // 4 - 1
+
+
+def test_the_window_around_mutations():
+    assert window_around([5], 10, 62) == (0, 10)
+    assert window_around([500], 1000, 101) == (450, 101)
+    assert window_around([3, 40], 1000, 101) == (0, 101)
+    assert window_around([999], 1000, 101) == (899, 101)
+    assert window_around([0, 100], 1000, 101) == (0, 101)
+    with pytest.raises(ValueError, match="positions 1 and 102 are further apart than 101 residues"):
+        window_around([0, 101], 1000, 101)

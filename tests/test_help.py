@@ -1,0 +1,114 @@
+"""--help, as somebody reads it in a terminal of 100 columns."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+import pytest
+
+from common.batches.flags import DataFlags
+from common.cli import Flags, UserError, flag, parse_arguments
+from common.esm2.flags import ModelFlags
+from common.outputs.checkpoint import CheckpointFlags
+from common.tasks.arguments import TrainArguments
+from common.tasks.kinds import arguments_of
+from tests.data_fixtures import environment, load_script
+from tests.forked import run_script
+
+STRATEGIES = {"train_ddp.py": "DdpFlags", "train_ddp_cp.py": "DdpCpFlags", "train_fsdp2.py": "FsdpFlags"}
+STRATEGIES |= {"train_mfsdp.py": "MegatronFlags"}
+TRAINING = [(script, ()) for script in STRATEGIES] + [("train_fsdp2.py", ("--model", "llama3_2_1b"))]
+DATA = [(script, ()) for script in ("0.download_data.py", "1.tokenize_uniref_csv.py", "1.tokenize_text.py")]
+
+
+def flags_of(script: str) -> type[TrainArguments]:
+    return arguments_of(getattr(load_script(script), STRATEGIES[script]), TrainArguments)
+
+
+def said(script: str, *flags: str) -> list[str]:
+    done = run_script(script, *flags, env=environment() | {"COLUMNS": "100"})
+    assert done.returncode == 0, done.stderr
+    assert "error" not in done.stderr
+    return done.stdout.splitlines()
+
+
+@pytest.mark.parametrize(("script", "flags"), TRAINING + DATA)
+def test_help_is_a_page_or_two_that_fits_the_terminal(script, flags):
+    lines = said(script, *flags, "--help")
+    assert lines[0].startswith(f"usage: {script} ")
+    assert len(lines) < 150
+    assert max(map(len, lines)) <= 100, max(lines, key=len)
+    groups = [line for line in lines if re.fullmatch(r"[a-z ,]+:", line)]
+    if (script, flags) in TRAINING:
+        assert groups[0] == "needed:"
+        assert {"model:", "data:", "batches:", "optimiser:", "precision:", "checkpoints:", "logging:"} < set(groups)
+        needed = "\n".join(lines[lines.index("needed:") : lines.index(groups[1])])
+        for name in (
+            ("--model", "--dataset", "--output_dir") if flags else ("--config_name", "--dataset_dir", "--output_dir")
+        ):
+            assert f"  {name} TEXT" in needed or f"  {name}, " in needed
+
+
+@pytest.mark.parametrize("script", STRATEGIES)
+def test_all_of_it_has_every_flag(script):
+    of_it = "\n".join(said(script, "--help_all"))
+    shown = set(re.findall(r"--(?:no_)?(\w+)", of_it))
+    assert set(flags_of(script).__dataclass_fields__) <= shown
+    assert "--help_all: " not in of_it
+    assert "--help_all: " in "\n".join(said(script, "--help"))
+
+
+@pytest.mark.parametrize("script", STRATEGIES)
+def test_choices_are_in_the_help(script):
+    """Those that the error names for a value that is none of them."""
+    kind = flags_of(script)
+    fields = kind.__dataclass_fields__
+    found = 0
+    for name, field in fields.items():
+        if "str" not in str(field.type):
+            continue
+        try:
+            flags = {
+                "config_name": "facebook/esm2_t6_8M_UR50D",
+                "dataset_dir": "x",
+                "output_dir": "y",
+                name: "nonsense",
+            }
+            kind(**flags)
+        except UserError as error:
+            choices = re.search(rf"--{name} nonsense: choose (.*)", str(error))
+            for choice in re.split(", | or ", choices[1]) if choices else ():
+                found += 1
+                assert choice in field.metadata["help"], (name, choice)
+    assert found > 15
+
+
+def test_groups_defaults_and_what_is_on(capsys, monkeypatch):
+
+    @dataclass
+    class Loud(Flags):
+        group = "sound"
+        needed = ("file",)
+        rarely = ("echo",)
+
+        file: str | None = flag(None, "What to play.")
+        volume: float = flag(0.5, "How loud.", "gain")
+        stereo: bool = flag(True, "Two channels.")
+        echo: int = flag(3, "How often it comes back...")
+
+    monkeypatch.setenv("COLUMNS", "100")
+    texts = []
+    for word in ("--help", "--help_all"):
+        with pytest.raises(SystemExit) as end:
+            parse_arguments("Plays.", Loud, argv=[word])
+        assert end.value.code == 0
+        texts.append(capsys.readouterr().out)
+    short, whole = texts
+    assert short.index("needed:") < short.index("--file TEXT") < short.index("sound:") < short.index("--volume")
+    assert "  --volume, --gain X          How loud [0.5]\n" in short
+    assert "  --no_stereo                 Switches off what is on: two channels.\n" in short
+    assert "--echo" not in short
+    assert "--help_all: 1 more flags" in short
+    assert "  --echo N                    How often it comes back... [3]\n" in whole
+    assert {ModelFlags.group, DataFlags.group, CheckpointFlags.group} == {"model", "data", "checkpoints"}
