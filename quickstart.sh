@@ -52,7 +52,7 @@ $python 1.tokenize_uniref_csv.py --input_dir "$output/csv" --output_dir "$output
 say "4/5 Training (and evaluating before, during and after)"
 launch=("$python")
 gpus=$($python -c 'import torch; print(torch.cuda.device_count())')
-[ "$gpus" -le 1 ] || launch=(.venv/bin/torchrun --standalone --nproc_per_node="$gpus")
+[ "$gpus" -le 1 ] || launch=("$python" -m common.ranks.launch --standalone --nproc_per_node="$gpus")
 run=$output/run.json  # once written, it stays: started again, the run goes on as it began
 [ -f "$run" ] || $python -m common.training.pace --flags_file "$run" --seconds 90 \
   --config_name facebook/esm2_t6_8M_UR50D --dataset_dir "$output/processed/arrow" --output_dir "$output/model" \

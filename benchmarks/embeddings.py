@@ -3,8 +3,8 @@
 python -m benchmarks.embeddings --fasta my.fasta [--config_name facebook/esm2_t6_8M_UR50D] [--output table.md]
 
 Weights are random: speed does not depend on them. The stock model gets the proteins as a user would give them, in the
-order of the file, so many at a time, cut at the same length and padded to the longest of each batch; and, for a stricter
-look, sorted by length. All take turns in one process, round after round; numbers are medians.
+order of the file, so many at a time, cut at the same length and padded to the longest of each batch; and, for a
+stricter look, sorted by length. All take turns in one process, round after round; numbers are medians.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import sys
 import tempfile
 import time
 from itertools import islice
+from pathlib import Path
 
 import torch
 from transformers import EsmModel
@@ -54,11 +55,10 @@ def main() -> None:
     args = parser.parse_args()
     proteins = [(name.decode(), text) for name, text in islice(read_fasta(args.fasta), args.proteins)]
     with tempfile.TemporaryDirectory() as directory:
-        ours = build_model(load_config(args.config_name), seed=1)
-        parameters = dict(ours.named_parameters())
-        pieces = pieces_to_hf(lambda name: parameters[name].detach(), ours.config, {})
-        save_pretrained(pieces, ours.config, f"{directory}/model")
-        del ours, parameters
+        config = load_config(args.config_name)
+        held = dict(build_model(config, seed=1).named_parameters())
+        save_pretrained(pieces_to_hf(lambda name: held[name].detach(), config, {}), config, Path(directory, "model"))
+        held.clear()
         encoder = Encoder(EncoderFlags(model_name_or_path=f"{directory}/model"))
         theirs = EsmModel.from_pretrained(f"{directory}/model", add_pooling_layer=False).eval().to(encoder.device)
     longest = encoder.flags.max_seq_length
@@ -87,8 +87,8 @@ def main() -> None:
     where, command = where_measured("benchmarks.embeddings", "torch", "transformers")
     lines = ["# Embeddings beside transformers", "", where, "", command, ""]
     lines += [
-        f"{len(texts)} proteins of {residues:,} residues, {args.config_name}, fp32, {args.rounds} rounds in turns. The "
-        f"largest difference of a mean between the first two rows: {worst:.1e}.",
+        f"{len(texts)} proteins of {residues:,} residues, {args.config_name}, fp32, {args.rounds} rounds in turns. "
+        f"The largest difference of a mean between the first two rows: {worst:.1e}.",
         "",
         "| | residues/s | spread | `embed.py` is faster by |",
         "|---|--:|--:|--:|",

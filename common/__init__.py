@@ -5,6 +5,7 @@ Importing this package comes before importing torch (the train scripts see to it
 
 import os
 import sys
+import time
 
 from common.ranks.stopping import stop_with_the_launcher
 
@@ -18,6 +19,17 @@ os.environ.setdefault("GOMP_SPINCOUNT", "1000000")
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 # Here, for the seconds of importing torch would be a time in which a rank is left behind for good.
 stop_with_the_launcher()
+
+
+def _say_what_takes_seconds() -> None:
+    """Of a train script, before torch is imported: a terminal that stays empty looks as if nothing happened."""
+    script = os.path.basename(sys.argv[0]) if sys.argv else ""
+    asks_for_help = not {"-h", "--help", "--help_all"}.isdisjoint(sys.argv)
+    if script.startswith("train_") and os.environ.get("RANK", "0") == "0" and not asks_for_help:
+        sys.stderr.write(f"{time.strftime('%m/%d/%Y %H:%M:%S')} - INFO - {script}: loading PyTorch\n")
+
+
+_say_what_takes_seconds()
 
 
 def _one_word_for_ctrl_c(kind: type[BaseException], error: BaseException, trace) -> None:

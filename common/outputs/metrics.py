@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from datetime import timedelta
 from pathlib import Path
 
 import torch
@@ -114,6 +115,8 @@ def step_line(row: dict) -> str:
         if key in row
     ]
     parts.append(f"data wait: {row['data_wait_seconds'] / max(row['step_seconds'], 1e-9):.0%}")
+    if row["step"] < row["total_steps"]:
+        parts.append(f"eta: {timedelta(seconds=round((row['total_steps'] - row['step']) * row['step_seconds']))}")
     if row.get("checkpoint_seconds", 0) >= 0.05:
         parts.append(f"checkpoint: {row['checkpoint_seconds']:.1f}s")
     if row.get("skipped_steps"):

@@ -246,8 +246,9 @@ def test_the_step_line_says_what_the_row_says():
     row |= {"unpadded_tokens_per_second_per_gpu": 47_950.2, "tokens_per_second_per_gpu": 48_000.0}
     assert step_line(row) == (
         "step: 20/100  epoch: 0.50  loss: 2.7183  step_loss: 2.5000  ppl: 15.154  grad_norm: 1.234  lr: 4.00e-04  "
-        "memory: 12.35GB  tps: 95,900  tps/gpu: 47,950  tflops: 123.46  data wait: 2%"
+        "memory: 12.35GB  tps: 95,900  tps/gpu: 47,950  tflops: 123.46  data wait: 2%  eta: 0:00:40"
     )
+    assert step_line(row | {"step": 100}).endswith("data wait: 2%")
     assert "loss: 2.7183  ppl: 15.154  lr:" in step_line(  # its last step was skipped
         {key: value for key, value in row.items() if key not in ("step_loss", "grad_norm")}
     )

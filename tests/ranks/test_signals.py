@@ -201,6 +201,7 @@ def test_ctrl_c_saves_as_a_signal_to_stop_does(dataset, whole, tmp_path):
     finally:
         kill_all(job)
     assert job.returncode == PREEMPTED, said
+    assert said.splitlines()[0].endswith(" - INFO - train_ddp.py: loading PyTorch")
     last = [line for line in said.splitlines() if " - INFO - " not in line]
     assert last == ["interrupted: saving after this step; once more to leave without"]
     assert not list(out.glob("tmp-*"))
