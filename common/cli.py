@@ -128,6 +128,17 @@ def setup_logging(level: int = logging.INFO) -> None:
             noisy.setLevel(logging.WARNING)
 
 
+def positional(description: str, usage: str, *counts: int) -> list[str]:
+    """The words of a command line that has no flags, so many of them; what it is for, where --help is among them."""
+    words = sys.argv[1:]
+    if not {"-h", "--help"}.isdisjoint(words):
+        print(f"usage: {usage}\n\n{description.strip()}")
+        raise SystemExit(0)
+    if len(words) not in counts:
+        raise UserError(f"usage: {usage}")
+    return words
+
+
 def parse_arguments(description: str | None, *dataclass_types: type, argv: list[str] | None = None) -> tuple:
     """Parse the command line into one instance of each dataclass.
 

@@ -58,7 +58,7 @@ def _said(kind: type, name: str) -> set[str]:
 def _declared_in(kind: type, name: str) -> str:
     """The group of the class that has the flag first; others give it another default."""
     owner = next(base for base in reversed(kind.__mro__) if name in vars(base).get("__annotations__", {}))
-    return owner.group
+    return getattr(owner, "group", "options")
 
 
 def _lines(field: Field, width: int, everything: bool) -> Iterator[str]:

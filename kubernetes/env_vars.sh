@@ -69,9 +69,11 @@ export TEXT_FLAGS=${TEXT_FLAGS:---dataset=allenai/c4 --dataset_config_name=en --
 
 # Further flags of the scripts; they win over those of the templates. The guides' short first run, of 100,000 proteins:
 # TRAIN_FLAGS as in docs/slurm.md, "The guides' run".
-export DOWNLOAD_FLAGS=${DOWNLOAD_FLAGS:-}
-export PREPROCESS_FLAGS=${PREPROCESS_FLAGS:-}
-export TRAIN_FLAGS=${TRAIN_FLAGS:-}
+# (A line end in them would end their line in the manifest, too.)
+export DOWNLOAD_FLAGS=${DOWNLOAD_FLAGS:-} PREPROCESS_FLAGS=${PREPROCESS_FLAGS:-} TRAIN_FLAGS=${TRAIN_FLAGS:-}
+DOWNLOAD_FLAGS=${DOWNLOAD_FLAGS//$'\n'/ }
+PREPROCESS_FLAGS=${PREPROCESS_FLAGS//$'\n'/ }
+TRAIN_FLAGS=${TRAIN_FLAGS//$'\n'/ }
 
 # Tells this run from others of the same name: a new one each time this file is sourced, unless you have set it yourself.
 # Keep it when you apply the manifest of a running job again.

@@ -50,6 +50,23 @@ def test_help_is_a_page_or_two_that_fits_the_terminal(script, flags):
             assert f"  {name} TEXT" in needed or f"  {name}, " in needed
 
 
+MODULES = (
+    "training.report",
+    "training.export",
+    "training.pace",
+    "precision.stats_report",
+    "prepare.sample",
+    "preflight",
+)
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_modules_say_what_they_are_for(module):
+    lines = said(f"common.{module}", "--help")
+    assert lines[0].startswith("usage: ")
+    assert len(lines) >= 5
+
+
 @pytest.mark.parametrize("script", STRATEGIES)
 def test_all_of_it_has_every_flag(script):
     of_it = "\n".join(said(script, "--help_all"))

@@ -9,10 +9,9 @@ has `mean` and `std`: gradients and weights then fit on one scale.
 from __future__ import annotations
 
 import math
-import sys
 from pathlib import Path
 
-from common.cli import UserError, run
+from common.cli import UserError, positional, run
 from common.files.json_files import read_json_lines
 from common.precision.stats import GEMMS
 from common.precision.stats_file import OPERANDS
@@ -109,9 +108,11 @@ def draw(directory: Path, step: int | None = None) -> Path:
 
 
 def main() -> None:
-    if len(sys.argv) not in (2, 3) or not all(argument.isdigit() for argument in sys.argv[2:]):
-        raise UserError("usage: python -m common.precision.stats_report DIR [STEP]")
-    print(draw(Path(sys.argv[1]), *map(int, sys.argv[2:])))
+    usage = "python -m common.precision.stats_report DIR [STEP]"
+    directory, *steps = positional(__doc__, usage, 1, 2)
+    if not all(step.isdigit() for step in steps):
+        raise UserError(f"usage: {usage}")
+    print(draw(Path(directory), *map(int, steps)))
 
 
 if __name__ == "__main__":

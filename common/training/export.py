@@ -12,7 +12,6 @@ from __future__ import annotations
 import json
 import logging
 import os
-import sys
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
@@ -22,7 +21,7 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
-from common.cli import UserError, one_line, run
+from common.cli import UserError, one_line, positional, run
 from common.decoders import convert as decoder_convert
 from common.decoders.config import ARCHITECTURES
 from common.decoders.model import DecoderForCausalLM
@@ -106,9 +105,8 @@ def check_free(directory: Path) -> None:
 
 
 def main() -> None:
-    if len(sys.argv) != 3:
-        raise UserError("usage: python -m common.training.export CHECKPOINT OUT")
-    told, directory = Path(sys.argv[1]), Path(sys.argv[2]).resolve()
+    told, directory = map(Path, positional(__doc__, "python -m common.training.export CHECKPOINT OUT", 2))
+    directory = directory.resolve()
     check_free(directory)
     checkpoint = choose(told)
     made = [path for path in directory.parents if not path.exists()]

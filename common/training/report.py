@@ -5,10 +5,9 @@ python -m common.training.report OUTPUT_DIR
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
-from common.cli import UserError, run
+from common.cli import UserError, positional, run
 from common.files.json_files import read_json_lines
 from common.outputs.curves import read_results
 
@@ -36,9 +35,7 @@ def held_out_table(output_dir: Path) -> str:
 
 
 def main() -> None:
-    if len(sys.argv) != 2:
-        raise UserError("usage: python -m common.training.report OUTPUT_DIR")
-    output_dir = Path(sys.argv[1])
+    output_dir = Path(*positional(__doc__, "python -m common.training.report OUTPUT_DIR", 1))
     results = read_results(output_dir)
     if not results:
         raise UserError(f"{output_dir}: no finished run there: it has no all_results.json")
