@@ -76,6 +76,33 @@ def test_gradients_are_the_same_bits_and_the_device_keeps_what_two_layers_saved(
     assert not calls
 
 
+@pytest.mark.parametrize("mode", MODES)
+def test_what_compiled_layers_save_goes_the_same_way(calls, mode):
+    """Compiled as a run compiles them (common.layers.compiling), but for what the graphs become."""
+    torch.manual_seed(0)
+    layers, x = [Layer() for _ in range(4)], torch.randn(4, 8)
+    gradients = []
+    for compiled in (False, True):
+        if compiled:
+            for layer in layers:
+                layer.compile(dynamic=True, backend="aot_eager")
+            save_activations(layers, mode, offload=True)
+        out = x
+        for layer in layers:
+            out = layer(out)
+        if compiled:
+            assert [bool(call().there) for call in calls] == [True] * 4
+            assert [bool(call().here) for call in calls] == [False] * 2 + [True] * 2
+        out.square().sum().backward()
+        assert not [call for call in calls if call() is not None]
+        gradients.append([p.grad.clone() for layer in layers for p in layer.parameters()])
+        for layer in layers:
+            layer.zero_grad()
+    torch._dynamo.reset()
+    for eager, graph in zip(*gradients, strict=True):
+        torch.testing.assert_close(graph, eager, rtol=1e-5, atol=1e-6)
+
+
 def test_on_cuda_copies_run_beside_the_layers_and_each_is_waited_for_where_it_must(calls, monkeypatch):
     told = []
 
