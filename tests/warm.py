@@ -56,7 +56,10 @@ class Blank:
     def __getattr__(self, name: str):
         if name.startswith("_"):
             raise AttributeError(name)
-        return lambda *values, **how: None
+        return self
+
+    def __call__(self, *values, **how):
+        return self
 
 
 def blank_or_subplots(figure: Figure, nrows: int = 1, ncols: int = 1, **how):

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import logging
+import threading
+import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
 from common.cli import MACHINE_FAULT, Flags, UserError, flag
-from common.files.json_files import JsonLinesLog, read_json_lines
+from common.files.json_files import JsonLinesLog, read_json_lines, write_json
+from common.outputs.curves import ABOUT, draw_curves, read_about
 from common.outputs.metrics import format_block, results_file, step_line, write_results
 from common.outputs.profiling import parse_steps
 from common.outputs.trackers import Tracker, open_tracker
@@ -20,6 +24,7 @@ from common.ranks.world import World
 
 logger = logging.getLogger(__name__)
 METRICS = "metrics.jsonl"
+DRAW_EVERY_S = 60.0  # the picture of a run that goes on, at a checkpoint
 
 
 @dataclass
@@ -53,6 +58,8 @@ class Logbook:
         self.metrics: JsonLinesLog | None = None  # None until rows are to come
         self.last_row: dict = {}
         self.line: Callable[[dict], str] = step_line  # of a row, for the terminal: the task's
+        self._drawing: threading.Thread | None = None
+        self._drawn_at = -DRAW_EVERY_S
 
     def __enter__(self) -> Logbook:
         return self
@@ -69,9 +76,11 @@ class Logbook:
                 where = (flags, self.output_dir, first_row, anew)
                 self.tracker = open_tracker(flags.report_to, flags.run_name, *where)
 
-    def begin(self, first_row: int, quant_stats_in: Path | None, step: int) -> None:
+    def begin(self, first_row: int, quant_stats_in: Path | None, step: int, about: dict) -> None:
         """Open the files of rows before the first step. Rows of metrics.jsonl from `first_row` on, and of
-        quant_stats.jsonl beyond `step`, will come again: they are dropped."""
+        quant_stats.jsonl beyond `step`, will come again: they are dropped. about: of the run, for its picture."""
+        starts = [start for start in read_about(self.output_dir).get("starts", []) if start < first_row]
+        write_json(self.output_dir / ABOUT, about | {"starts": [*starts, first_row]})
         self.metrics = JsonLinesLog(self.output_dir / METRICS, first_row - 1)
         self.tracker.go_on(self.output_dir / METRICS)
         if quant_stats_in:
@@ -85,6 +94,25 @@ class Logbook:
             self.tracker.write(row)
             if "loss" in row:
                 logger.info(self.line(row))
+
+    def draw(self) -> None:
+        """Draw the curves, now and then, beside what the run does; the main rank only."""
+        busy = self._drawing is not None and self._drawing.is_alive()
+        if not self.world.is_main or busy or time.monotonic() < self._drawn_at + DRAW_EVERY_S:
+            return
+        self._drawn_at = time.monotonic()
+        self._drawing = threading.Thread(target=self._draw, name="curves", daemon=True)
+        self._drawing.start()
+
+    def draw_last(self) -> None:
+        """Draw the curves of all there is."""
+        if self._drawing is not None:
+            self._drawing.join()
+        draw_curves(self.output_dir)
+
+    def _draw(self) -> None:
+        with suppress(OSError):  # of a full disk, of which the run hears by itself
+            draw_curves(self.output_dir)
 
     def quant_stats_rows(self, rows: list[dict]) -> None:
         """The rows of quant_stats.jsonl of a step, if there are any."""

@@ -30,6 +30,7 @@ logger = logging.getLogger(__name__)
 RUN = ".run"  # lock, and identity of the job that wrote here last
 OWN_FILES = (
     *("metrics.jsonl", "metrics.partial", "trainer_state.json", "training_curves.png", "training_curves.partial.png"),
+    *("about.json", "about.json.partial"),
     *(f"{name}_results.json" for name in ("train", "eval", "test", "all")),
     *("quant_stats.jsonl", "quant_stats.partial", "quant_stats.png", "quant_stats.partial.png"),
     *(SAVED, WANDB_RUN),

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from common.cli import UserError, one_line
 from common.files.json_files import read_json_lines, write_json
-from common.outputs.curves import draw_curves
 from common.outputs.logbook import METRICS, Logbook
 from common.ranks.stopping import Preempted
 from common.ranks.world import World
@@ -69,7 +68,7 @@ def finish(
         _export(task, output_dir / "final_model", world, whole)
     with world.main_does() as mine:
         if mine and args.do_train:
-            draw_curves(output_dir, task.words)
+            log.draw_last()
 
 
 def _training_results(state: TrainerState, resolved: Resolved, num_examples: int | None) -> dict:

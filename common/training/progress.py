@@ -7,6 +7,8 @@ import math
 import os
 from dataclasses import asdict, dataclass, field
 
+import torch
+
 from common.batches.loader import TrainStep
 from common.batches.training_data import TrainingData
 from common.cli import UserError
@@ -181,6 +183,17 @@ def announce(
         logger.info("Resuming after step %d (epoch %.2f)", state.step, state.epoch)
     if resolved.accumulation != args.gradient_accumulation_steps:
         logger.info("Accumulation is %d, to keep %d packs a step", resolved.accumulation, resolved.packs_per_step)
+
+
+def about_run(args: RunArguments, built: Built, words: tuple[str, ...], world: World) -> dict:
+    """What stands above its curves."""
+    device = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else world.device.type
+    return {
+        "model": f"{args.model_named or built.config.model_type} ({count_parameters(built.model):,} parameters)",
+        "data": str(args.dataset_dir or args.dataset),
+        "device": f"{device} x {world.size}, {'bf16' if args.bf16 else 'fp32'}",
+        "words": list(words),
+    }
 
 
 def _epochs(wanted: float, data: TrainingData) -> int | str:

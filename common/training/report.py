@@ -1,4 +1,4 @@
-"""What a finished run has come to, from the files it left: the table that quickstart ends on.
+"""What a run has come to, finished or not, from its files: the table that quickstart ends on, and its curves.
 
 python -m common.training.report OUTPUT_DIR
 """
@@ -9,7 +9,9 @@ from pathlib import Path
 
 from common.cli import UserError, positional, run
 from common.files.json_files import read_json_lines
-from common.outputs.curves import read_results
+from common.outputs.curves import draw_curves, read_results
+
+HELD_OUT = ("eval_loss", "perplexity", "eval_accuracy")
 
 
 def held_out_table(output_dir: Path) -> str:
@@ -19,13 +21,16 @@ def held_out_table(output_dir: Path) -> str:
     lines = [("held-out proteins", "loss (nats)", "perplexity", "accuracy")]
     first = next((r for r in rows if r["step"] == 0), None)
     if first:
-        lines.append(_line("before training", first["eval_loss"], first["perplexity"], first["eval_accuracy"]))
-    if "eval_unigram_loss" in results:
-        unigram = (results[f"eval_unigram_{k}"] for k in ("loss", "perplexity", "accuracy"))
-        lines.append(_line("unigram predictor", *unigram))
+        lines.append(_line("before training", *(first[k] for k in HELD_OUT)))
+    known = next((each for each in (results, *rows) if "eval_unigram_loss" in each), None)
+    if known:
+        lines.append(
+            _line("unigram predictor", *(known[f"eval_unigram_{k}"] for k in ("loss", "perplexity", "accuracy")))
+        )
+    if "eval_loss" not in results and rows and rows[-1]["step"]:
+        lines.append(_line(f"at step {rows[-1]['step']:,}", *(rows[-1][k] for k in HELD_OUT)))
     if "eval_loss" in results:
-        after = (results[k] for k in ("eval_loss", "perplexity", "eval_accuracy"))
-        lines.append(_line("after training", *after))
+        lines.append(_line("after training", *(results[k] for k in HELD_OUT)))
     widths = [max(len(row[n]) for row in lines) for n in range(4)]
     text = [
         f"{name:<{widths[0]}}  " + "  ".join(f"{c:>{w}}" for c, w in zip(cells, widths[1:], strict=True))
@@ -36,11 +41,18 @@ def held_out_table(output_dir: Path) -> str:
 
 def main() -> None:
     output_dir = Path(*positional(__doc__, "python -m common.training.report OUTPUT_DIR", 1))
-    results = read_results(output_dir)
+    results, rows = read_results(output_dir), read_json_lines(output_dir / "metrics.jsonl")
+    if not results and not rows:
+        raise UserError(f"{output_dir}: no run there: it has neither metrics.jsonl nor all_results.json")
+    if rows:
+        draw_curves(output_dir)
     if not results:
-        raise UserError(f"{output_dir}: no finished run there: it has no all_results.json")
-    print(held_out_table(output_dir))
-    print()
+        last = rows[-1]
+        loss = next((f", training loss {row['loss']:.4f}" for row in reversed(rows) if "loss" in row), "")
+        print(f"not finished: step {last['step']:,} of {last['total_steps']:,}{loss}\n")
+    if any("eval_loss" in row for row in (results, *rows)):
+        print(held_out_table(output_dir))
+        print()
     if "train_tokens_per_second" in results:
         print(f"speed   {results['train_tokens_per_second']:,.0f} tokens/s, without padding")
     for name, path in (("model", output_dir / "final_model"), ("plot", output_dir / "training_curves.png")):

@@ -38,7 +38,7 @@ from common.tasks.optim import build_optimizer, set_hyperparameters
 from common.training.ahead import StepAhead
 from common.training.finish import finish
 from common.training.garbage import collected_by_step
-from common.training.progress import Interval, Resolved, TrainerState, announce, check_same_data
+from common.training.progress import Interval, Resolved, TrainerState, about_run, announce, check_same_data
 from common.training.step import Stepper
 
 logger = logging.getLogger(__name__)
@@ -169,7 +169,8 @@ class Trainer:
             if mine:
                 directory.claim()
                 quant_stats_in = args.log_directory(args.output_dir) if args.quant_stats else None
-                self.log.begin(self.first_row, quant_stats_in, state.step)
+                about = about_run(args, self.built, self.task.words, world)
+                self.log.begin(self.first_row, quant_stats_in, state.step, about)
                 directory.begun = True
         if args.eval_on_start and state.step == 0:
             state.unfinished_row = {"step": 0, "epoch": 0.0}
@@ -227,6 +228,7 @@ class Trainer:
                             self.log.row(row)
                 if stopping or self.done or self._save_due():
                     interval.checkpoints += self._save()
+                    self.log.draw()
             self.profiler.after(state.step, ends=True)
             world.watch.mark(SAVE, state.step)
             self.checkpointer.wait()

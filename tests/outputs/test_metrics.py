@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
+import signal
+import time
 
 import numpy as np
 import pytest
@@ -18,16 +21,19 @@ from common.esm2.presets import esm2_config
 from common.files.alphabet import LAST_RESIDUE
 from common.files.json_files import JsonLinesLog
 from common.outputs import metrics
-from common.outputs.curves import draw_curves
+from common.outputs.curves import draw_curves, read_about
 from common.outputs.metrics import format_block, peak_flops, step_line, write_results
 from common.tasks.masked_lm import MaskedLM
 from common.training.report import held_out_table
-from tests.live_runs import trajectory
+from tests.forked import Script, run_script
+from tests.live_runs import newest_step, trajectory
 from tests.training_fixtures import (
     NUM_TEST,
     NUM_TRAIN,
     NUM_VALIDATION,
     arguments,
+    environment,
+    flags_of,
     rows,
     train,
 )
@@ -319,6 +325,72 @@ def test_the_picture_has_the_held_out_points_and_the_unigram_line(run, tmp_path)
     (tmp_path / "training_curves.png").unlink()
     assert draw_curves(tmp_path) is None
     assert not (tmp_path / "training_curves.png").exists()
+
+
+def test_an_interrupted_run_has_a_picture_while_it_goes_on_and_a_report_after(dataset, tmp_path):
+    argv = flags_of(dataset, tmp_path, max_steps=5000, save_steps=5, save_total_limit=2, do_eval=True, eval_steps=5)
+    settings = {"common.outputs.logbook.DRAW_EVERY_S": 0.0}
+    running = Script("train_ddp.py", *argv, env=environment(), settings=settings)
+    picture, deadline = tmp_path / "training_curves.png", time.monotonic() + 60
+    while not (picture.exists() and newest_step(tmp_path)) and running.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert running.poll() is None
+    running.send_signal(signal.SIGKILL)
+    assert running.wait() == -signal.SIGKILL
+    assert picture.exists()
+    picture.unlink()
+    done = run_script("common.training.report", tmp_path, env=environment())
+    assert done.returncode == 0, done.stderr
+    last = rows(tmp_path)[-1]
+    assert f"not finished: step {last['step']:,} of 5,000, training loss {last['loss']:.4f}\n" in done.stdout
+    held_out = [row for row in rows(tmp_path) if "eval_loss" in row][-1]
+    assert re.search(rf"unigram predictor +{held_out['eval_unigram_loss']:.4f} ", done.stdout)
+    assert re.search(rf"at step {held_out['step']} +{held_out['eval_loss']:.4f} ", done.stdout)
+    assert f"plot    {picture}" in done.stdout
+    assert read_about(tmp_path)["starts"] == [0]
+    stop = newest_step(tmp_path) + 2
+    train(dataset, tmp_path, max_steps=5000, save_steps=5, do_eval=True, eval_steps=5, stop_at_step=stop)
+    about = read_about(tmp_path)
+    assert about["starts"] == [0, stop - 1]
+    assert about["device"] == "cpu x 1, fp32"
+    assert about["data"] == str(dataset)
+    assert "parameters)" in about["model"]
+
+
+@pytest.mark.parametrize("count", [10, 10_000])
+def test_the_picture_says_what_it_is_of(tmp_path, count):
+    """Title, starts and skipped steps; legible with ten rows and with ten thousand."""
+    log = JsonLinesLog(tmp_path / "metrics.jsonl", -1)
+    noise = np.random.default_rng(0).normal(0, 0.05, count)
+    log.write(
+        *(
+            {
+                "step": n + 1,
+                "total_steps": count,
+                "tokens": 512 * n,
+                "epoch": n / count,
+                "loss": 2.9 - n / count + noise[n],
+            }
+            | {"learning_rate": 1e-3, "grad_norm": 1.0, "tokens_per_second": 9.0, "skipped_steps": int(n > count // 2)}
+            for n in range(count)
+        )
+    )
+
+    def drawn(**about) -> np.ndarray:
+        (tmp_path / "about.json").write_text(json.dumps(about))
+        return np.asarray(Image.open(draw_curves(tmp_path)).convert("RGB"), dtype=int)
+
+    plain = drawn()
+    titled = drawn(model="esm2_t6_8M", data="processed/arrow", device="cpu x 2")
+    restarted = drawn(starts=[0, count // 3])
+    height, width, _ = plain.shape
+    changed = np.nonzero(np.abs(plain - titled).sum(-1))[0]
+    assert len(changed) > 100
+    assert changed.max() < height // 7, "above the curves"
+    columns = np.nonzero(np.abs(plain - restarted).sum(-1))[1]
+    assert len(columns) > 100
+    orange = (plain[..., 0] > 240) & (abs(plain[..., 1] - 127) < 30) & (plain[..., 2] < 60)
+    assert orange[: height // 2, : width // 2].sum() > 20, "steps skipped"
 
 
 def test_the_held_out_table_shows_before_unigram_and_after(run):
