@@ -33,7 +33,10 @@ logger = logging.getLogger(__name__)
 WINDOW = 1 << 16
 COLUMNS = ("ur50_id", "ur90_id")
 BLOCK_BYTES = 4 << 20
-WANTED = f"expected the columns {' and '.join(COLUMNS)}, or two columns UniRef50_... and UniRef90_... without a header"
+WANTED = (
+    f"expected the columns {' and '.join(COLUMNS)}, or two columns UniRef50_... and UniRef90_... without a header, or the "
+    "_cluster.tsv of mmseqs2"
+)
 
 
 class ClusterSplits(NamedTuple):
@@ -169,7 +172,9 @@ def _text_rows(path: Path) -> Iterator[tuple[pa.Array, pa.Array]]:
     delimiter = "\t" if "\t" in first else ","
     fields = [field.strip('"') for field in first.split(delimiter)]
     has_header = all(name in fields for name in COLUMNS)
-    if not has_header and [field[:9] for field in fields] != ["UniRef50_", "UniRef90_"]:
+    uniref = [field[:9] for field in fields] == ["UniRef50_", "UniRef90_"]
+    mmseqs = len(fields) == 2 and fields[0] == fields[1] != ""  # a cluster's first member is the one it is named for
+    if not (has_header or uniref or mmseqs):
         raise UserError(f"--cluster_table {path}: its first line is {first[:80]!r}: {WANTED}")
     with open_unpacked(path) as stream:
         read = pa.csv.ReadOptions(block_size=BLOCK_BYTES, column_names=None if has_header else COLUMNS)

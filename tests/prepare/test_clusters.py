@@ -351,6 +351,19 @@ def test_a_table_of_other_proteins_is_an_error(tmp_path, table):
     assert not (tmp_path / "out").exists()
 
 
+def test_the_table_of_mmseqs2(tmp_path):
+    """Representative and member, tab-separated, without a header; a cluster's first member is its representative."""
+    (tmp_path / "csv").mkdir()
+    pairs = [(f"P{i // 4 * 4}.1", f"P{i}.1") for i in range(40)]
+    (tmp_path / "clustered_cluster.tsv").write_text("".join(f"{a}\t{b}\n" for a, b in pairs))
+    (tmp_path / "csv/table.tsv").symlink_to(tmp_path / "clustered_cluster.tsv")
+    (tmp_path / "csv/x000.csv").write_text("id,text\n" + "".join(f"P{i}.1,MKV\n" for i in range(40)))
+    names = tokenize(tmp_path / "csv", tmp_path / "out", "--validation_size", 8, "--test_size", 4)
+    clusters = {split: {int(name[1:-2]) // 4 for name in part} for split, part in names.items()}
+    assert {split: len(of) for split, of in clusters.items()} == {"train": 7, "validation": 2, "test": 1}
+    assert len(set().union(*clusters.values())) == 10, "no cluster on two sides"
+
+
 @pytest.mark.parametrize(("of_records", "of_table"), [("", "UniRef90_"), ("UniRef90_", "UniRef90_")])
 def test_names_with_and_without_their_prefix(tmp_path, of_records, of_table, caplog):
     (tmp_path / "csv").mkdir()
