@@ -34,8 +34,8 @@ WINDOW = 1 << 16
 COLUMNS = ("ur50_id", "ur90_id")
 BLOCK_BYTES = 4 << 20
 WANTED = (
-    f"expected the columns {' and '.join(COLUMNS)}, or two columns UniRef50_... and UniRef90_... without a header, or the "
-    "_cluster.tsv of mmseqs2"
+    f"expected the columns {' and '.join(COLUMNS)}, or two columns UniRef50_... and UniRef90_... without a header, or "
+    "the _cluster.tsv of mmseqs2"
 )
 
 
