@@ -165,6 +165,6 @@ def test_the_step_line_tells_of_stalls_and_skipped_steps_only_where_there_are_an
     row = {"step": 20, "total_steps": 100, "epoch": 0.5, "loss": 2.7, "grad_norm": 1.2, "learning_rate": 4e-4}
     row |= {"peak_memory_gb": 12.3, "tokens_per_second": 95_900.4, "tflops_per_device": 123.4}
     row |= {"step_seconds": 0.5, "data_wait_seconds": 0.01, "checkpoint_seconds": 0.0, "skipped_steps": 0}
-    assert step_line(row).endswith("data wait: 2%")
-    assert step_line(row | {"checkpoint_seconds": 1.26}).endswith("data wait: 2%  checkpoint: 1.3s")
-    assert step_line(row | {"skipped_steps": 3}).endswith("data wait: 2%  skipped: 3")
+    assert step_line(row).endswith("data wait: 2%  eta: 0:00:40")
+    assert step_line(row | {"checkpoint_seconds": 1.26}).endswith("eta: 0:00:40  checkpoint: 1.3s")
+    assert step_line(row | {"skipped_steps": 3}).endswith("eta: 0:00:40  skipped: 3")
