@@ -67,15 +67,15 @@ def main() -> None:
         if not build.paths:
             return
         directory, encoder, count, residues = build.paths["embeddings"], Encoder(args), 0, 0
-        bar = tqdm(unit=" proteins", mininterval=0.5 if sys.stderr.isatty() else 10.0)
+        bar = tqdm(unit=" tokens", unit_scale=True, mininterval=0.5 if sys.stderr.isatty() else 10.0)
         with bar:
             for number, part in enumerate(in_parts(proteins_of(args.fasta), args.proteins_per_part)):
                 path = directory / f"part-{number:05d}.parquet"
                 if not path.exists():
-                    write_part(table(part, embed(encoder, part), args.per_residue), path)
+                    write_part(table(part, embed(encoder, part, bar.update), args.per_residue), path)
                 count += len(part)
                 residues += sum(len(text) for _, text in part)
-                bar.update(len(part))
+                bar.set_postfix_str(f"{count:,} proteins", refresh=False)
         build.results |= {"proteins": count, "residues": residues}
     logger.info("%s proteins of %s residues: %s/embeddings", f"{count:,}", f"{residues:,}", args.output_dir)
 

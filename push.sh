@@ -84,7 +84,7 @@ fi
 if [ -z "$there" ] || [ "$there" = another ]; then
   if [ -n "$is_ecr" ]; then
     password=$(aws ecr get-login-password --region "$AWS_REGION" 2>"$errors") || fail "no password for $REGISTRY: $(last_line)"
-    answer=$(docker login --username AWS --password-stdin "$REGISTRY" <<<"$password" 2>&1 | tee "$errors") ||
+    docker login --username AWS --password-stdin "$REGISTRY" <<<"$password" >"$errors" 2>&1 ||
       fail "$REGISTRY refuses the login: $(last_line)"
   fi
   docker tag "$image" "$remote:$TAG"

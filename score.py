@@ -14,13 +14,16 @@ from __future__ import annotations
 import common  # noqa: F401  # isort: skip  (before torch: see there)
 import csv
 import logging
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from tqdm import tqdm
+
 from common.cli import Missing, UserError, flag, parse_arguments, run
 from common.inference.encoder import Encoder, EncoderFlags
-from common.inference.mutations import Variant, parse_variant, score
+from common.inference.mutations import Variant, parse_variant, score, window_of
 from common.sources.fasta import read_fasta
 
 logger = logging.getLogger(__name__)
@@ -58,6 +61,9 @@ def read_rows(path: str) -> tuple[list[str], list[dict[str, str]]]:
             rows = list(reader)
         except (csv.Error, UnicodeDecodeError) as error:
             raise UserError(f"--mutations {path}: no CSV: {error}") from error
+    for line, row in enumerate(rows, 2):
+        if None in row or None in row.values():
+            raise UserError(f"--mutations {path}: row {line} has not as many fields as the header")
     if not rows:
         raise UserError(f"--mutations {path}: there is no row in it")
     return list(reader.fieldnames), rows
@@ -81,9 +87,10 @@ def variants_of(args: Arguments, names: list[str], rows: list[dict[str, str]]) -
         if name not in proteins:
             raise UserError(f"{where}: {name!r} is not in {args.fasta}")
         variant = parse_variant(row[args.mutation_column] or "", proteins[name], where, args.first_residue)
-        positions = [each.position for each in variant.mutations]
-        if positions and positions[-1] - positions[0] >= args.max_seq_length - 2:
-            raise UserError(f"{where}: mutations further apart than --max_seq_length {args.max_seq_length} allows")
+        try:
+            window_of(variant, args.max_seq_length)
+        except ValueError as error:
+            raise UserError(f"{where}: {error}: raise --max_seq_length") from None
         found.append(variant)
     return found
 
@@ -96,7 +103,8 @@ def main() -> None:
     output.parent.mkdir(parents=True, exist_ok=True)
     encoder = Encoder(args)
     columns = [name for name in COLUMNS if not (args.wild_type_marginal_only and COLUMNS[name])]
-    scores = {name: score(encoder, variants, masked=COLUMNS[name]) for name in columns}
+    with tqdm(unit=" tokens", unit_scale=True, mininterval=0.5 if sys.stderr.isatty() else 10.0) as bar:
+        scores = {name: score(encoder, variants, COLUMNS[name], bar.update) for name in columns}
     partial = output.with_name(f"{output.name}.partial")
     with open(partial, "w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(

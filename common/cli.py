@@ -37,6 +37,10 @@ class MachineFault(RuntimeError):
     """Something that is neither the user's fault nor ours, in one line. Status 1: what starts jobs again does so."""
 
 
+class ToldToStop(KeyboardInterrupt):
+    """SIGTERM, where it is to end a script as Ctrl-C would."""
+
+
 class UserError(ValueError):
     """Bad input. The message is one line: what is wrong, where (file, line or record), what to do."""
 
@@ -247,7 +251,9 @@ def _refuse_unknown(parser: argparse.ArgumentParser, argv: list[str]) -> None:
 
 
 def _unknown(parser: argparse.ArgumentParser, words: list[str]) -> str:
-    near = difflib.get_close_matches(words[0].partition("=")[0], list(parser._option_string_actions), n=1)
+    word, flags = words[0].partition("=")[0], list(parser._option_string_actions)
+    near = [flag for flag in flags if len(word) > 3 and flag.startswith(word)]  # cut short, as argparse would take it
+    near = near or difflib.get_close_matches(word, flags, n=1)
     return f"unknown flag {' '.join(words)}" + (f": did you mean {near[0]}?" if near else "")
 
 
@@ -305,9 +311,10 @@ def user_errors(where: str = "", quiet: bool = False):
         _say(f"error: {where}{error}")
         raise SystemExit(MACHINE_FAULT) from None
     except KeyboardInterrupt as interrupt:
+        told = isinstance(interrupt, ToldToStop)
         if not (quiet or where):  # Ctrl-C reaches all processes of a terminal: one says so
-            sys.stderr.write("interrupted\n" if not interrupt.args else f"{interrupt}\n")
-        raise SystemExit(INTERRUPTED if not interrupt.args else TOLD_TO_STOP) from None
+            sys.stderr.write("stopped as asked: the same command goes on from there\n" if told else "interrupted\n")
+        raise SystemExit(TOLD_TO_STOP if told else INTERRUPTED) from None
 
 
 def run(main: Callable[[], None], resumable: bool = False) -> None:
@@ -329,6 +336,6 @@ def _listen_to_sigterm() -> None:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         if os.getpid() != process:  # a worker, forked since: it ends as it would have
             os.kill(os.getpid(), signal.SIGTERM)
-        raise KeyboardInterrupt("stopped as asked: the same command goes on from there")
+        raise ToldToStop
 
     signal.signal(signal.SIGTERM, stop)

@@ -38,7 +38,7 @@ def help_text(program: str, description: str | None, kinds: tuple[type, ...], ev
                 hidden += 1
                 continue
             group = NEEDED if field.name in needed else _declared_in(kind, field.name)
-            groups.setdefault(group, []).extend(_lines(field, width, everything))
+            groups.setdefault(group, []).extend(_lines(field, width))
     lines = [f"usage: {program} [FILE.yaml] [--FLAG VALUE ...]", ""]
     for line in (description or "").strip().splitlines():
         lines += textwrap.wrap(line, width) if len(line) > width else [line]
@@ -61,14 +61,16 @@ def _declared_in(kind: type, name: str) -> str:
     return getattr(owner, "group", "options")
 
 
-def _lines(field: Field, width: int, everything: bool) -> Iterator[str]:
+def _lines(field: Field, width: int) -> Iterator[str]:
     names = [f"--{field.name}", *field.metadata.get("aliases", ())]
     text = field.metadata.get("help", "").replace("%%", "%")
     value = _value(str(field.type))
     if field.default is True and not value:
         # It is so already: what one can say is that it is not to be.
         does, _, without = text.partition("; False: ")
-        text = without.capitalize() if without else f"Switches off what is on: {does[:1].lower()}{does[1:]}"
+        text = (
+            without[:1].upper() + without[1:] if without else f"Switches off what is on: {does[:1].lower()}{does[1:]}"
+        )
         names = [f"--no_{field.name}"]
     elif "efault" not in text and (shown := _default(field)):
         text = f"{text if text.endswith('...') else text.removesuffix('.')} [{shown}]"

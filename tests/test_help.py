@@ -128,4 +128,6 @@ def test_groups_defaults_and_what_is_on(capsys, monkeypatch):
     assert "--echo" not in short
     assert "--help_all: 1 more flags" in short
     assert "  --echo N                    How often it comes back... [3]\n" in whole
+    with pytest.raises(UserError, match="unknown flag --volu 1: did you mean --volume?"):
+        parse_arguments("Plays.", Loud, argv=["--volu", "1"])
     assert {ModelFlags.group, DataFlags.group, CheckpointFlags.group} == {"model", "data", "checkpoints"}

@@ -9,34 +9,30 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+import torch
 from torch import Tensor
 
 from common.files.output_directory import sync_directory
-from common.inference.encoder import Encoder
+from common.inference.encoder import Encoder, Progress
 from common.inference.windows import tokens_of, windows
 
 Protein = tuple[str, bytes]  # name and residues
 
 
-def embed(encoder: Encoder, proteins: list[Protein]) -> list[Tensor]:
-    """fp32 [residues, hidden] of each; without `<cls>` and `<eos>`."""
+def embed(encoder: Encoder, proteins: list[Protein], done: Progress = lambda tokens: None) -> list[Tensor]:
+    """fp32 [residues, hidden] of each; without `<cls>` and `<eos>`. done: as `Encoder.hidden`."""
     longest = encoder.flags.max_seq_length - 2
     parts = [(n, window) for n, (_, text) in enumerate(proteins) for window in windows(len(text), longest)]
-    found = encoder.hidden([tokens_of(proteins[n][1], window.start, window.length) for n, window in parts])
+    found = encoder.hidden([tokens_of(proteins[n][1], window.start, window.length) for n, window in parts], done)
     pieces: list[list[Tensor]] = [[] for _ in proteins]
     for (n, window), hidden in zip(parts, found, strict=True):
         pieces[n].append(hidden[1 + window.begin : 1 + window.end])
-    return [pieces[n][0] if len(pieces[n]) == 1 else _joined(pieces[n]) for n in range(len(proteins))]
-
-
-def _joined(pieces: list[Tensor]) -> Tensor:
-    return pieces[0].new_tensor(np.concatenate([piece.numpy() for piece in pieces]))
+    return [torch.cat(of_one) for of_one in pieces]
 
 
 def table(proteins: list[Protein], embedded: list[Tensor], per_residue: bool) -> pa.Table:
     """id, length, and `embedding`: the mean, float32 [hidden]; per_residue: a list of such, one a residue."""
     hidden = embedded[0].shape[1]
-    vector = pa.list_(pa.float32(), hidden)
     if per_residue:
         rows = np.concatenate([each.numpy() for each in embedded])
         ends = np.cumsum([0, *(len(each) for each in embedded)])
@@ -45,7 +41,6 @@ def table(proteins: list[Protein], embedded: list[Tensor], per_residue: bool) ->
     else:
         means = np.stack([each.mean(0).numpy() for each in embedded])
         column = pa.FixedSizeListArray.from_arrays(pa.array(means.ravel()), hidden)
-    assert column.type in (vector, pa.list_(vector))
     lengths = pa.array([len(text) for _, text in proteins], pa.int32())
     return pa.table({"id": [name for name, _ in proteins], "length": lengths, "embedding": column})
 

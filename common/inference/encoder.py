@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,9 +14,9 @@ from common.cli import Flags, Missing, flag
 from common.esm2.model import Esm2ForMaskedLM
 from common.esm2.presets import load_config
 from common.esm2.pretrained import read_pretrained
-from common.files.alphabet import VOCAB_SIZE
 
 logger = logging.getLogger(__name__)
+Progress = Callable[[int], None]
 
 
 @dataclass
@@ -59,11 +59,8 @@ class Encoder:
         with torch.no_grad():
             for name, tensor in pieces:
                 parameters[name].copy_(tensor)
-        self.hidden_size = config.hidden_size
-        logger.info("%s: %d layers of %d, on %s", flags.model_name_or_path, config.num_hidden_layers, *self._where())
-
-    def _where(self) -> tuple[int, str]:
-        return self.hidden_size, str(self.device)
+        size = (config.num_hidden_layers, config.hidden_size)
+        logger.info("%s: %d layers of %d, on %s", flags.model_name_or_path, *size, self.device)
 
     def packs(self, lengths: Sequence[int]) -> Iterator[list[int]]:
         """Numbers of the sequences that are computed together: the longest first, so that memory is known at once."""
@@ -77,27 +74,31 @@ class Encoder:
         if pack:
             yield pack
 
-    def hidden(self, sequences: Sequence[np.ndarray]) -> list[Tensor]:
-        """After the last LayerNorm: fp32 [length, hidden] each, of token ids uint8 [length]."""
-        return self._run(sequences, lambda ids: {"labels": torch.full_like(ids, -100), "output_hidden": True})
+    def hidden(self, sequences: Sequence[np.ndarray], done: Progress = lambda tokens: None) -> list[Tensor]:
+        """After the last LayerNorm: fp32 [length, hidden] each, of token ids uint8 [length].
 
-    def logits(self, sequences: Sequence[np.ndarray]) -> list[Tensor]:
-        """Of the 33 tokens: fp32 [length, 33] each, of token ids uint8 [length]."""
-        found = self._run(sequences, lambda ids: {})
-        assert all(each.shape[1] == VOCAB_SIZE for each in found)
-        return found
+        done: told after each pack how many tokens it had.
+        """
+        return self._run(sequences, True, done)
+
+    def logits(self, sequences: Sequence[np.ndarray], done: Progress = lambda tokens: None) -> list[Tensor]:
+        """Of the 33 tokens: fp32 [length, 33] each, of token ids uint8 [length]. done: as above."""
+        return self._run(sequences, False, done)
 
     @torch.inference_mode()
-    def _run(self, sequences: Sequence[np.ndarray], more) -> list[Tensor]:
+    def _run(self, sequences: Sequence[np.ndarray], hidden: bool, done: Progress) -> list[Tensor]:
         results: list[Tensor | None] = [None] * len(sequences)
         for pack in self.packs([len(each) for each in sequences]):
             lengths = [len(sequences[number]) for number in pack]
             ids = torch.from_numpy(np.concatenate([sequences[number] for number in pack]).astype(np.int64))
             ends = torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int32)
             ids, ends = ids.to(self.device), ends.to(self.device)
+            # Labels that ask for nothing: the head has nothing to do.
+            more = {"labels": torch.full_like(ids, -100), "output_hidden": True} if hidden else {}
             with torch.autocast(self.device.type, torch.bfloat16, enabled=self.flags.bf16):
-                output = self.model(ids, cu_seqlens=ends, max_seqlen=max(lengths), **more(ids))
-            found = (output.logits if output.hidden is None else output.hidden).float().cpu()
+                output = self.model(ids, cu_seqlens=ends, max_seqlen=max(lengths), **more)
+            found = (output.hidden if hidden else output.logits).float().cpu()
+            done(len(ids))
             for number, part in zip(pack, found.split(lengths), strict=True):
                 results[number] = part
         return results

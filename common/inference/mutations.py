@@ -17,7 +17,7 @@ import torch
 
 from common.cli import UserError
 from common.files.alphabet import BYTE_TO_ID, MASK, STANDARD_RESIDUES
-from common.inference.encoder import Encoder
+from common.inference.encoder import Encoder, Progress
 from common.inference.windows import tokens_of, window_around
 
 AT_ONCE = 256  # sequences whose logits are held at a time
@@ -68,23 +68,31 @@ def parse_variant(text: str, protein: bytes, where: str, first_residue: int = 1)
     return Variant(protein, tuple(sorted(found, key=lambda each: each.position)))
 
 
-def score(encoder: Encoder, variants: list[Variant], masked: bool) -> list[float]:
+def window_of(variant: Variant, max_seq_length: int) -> tuple[int, int]:
+    """(start, length) of the residues that are seen: all, or those around the mutations. ValueError where those do not
+    fit into so many tokens."""
+    positions = [each.position for each in variant.mutations] or [0]
+    return window_around(positions, len(variant.protein), max_seq_length - 2)
+
+
+def score(
+    encoder: Encoder, variants: list[Variant], masked: bool, done: Progress = lambda tokens: None
+) -> list[float]:
     """log p(mutant) - log p(wild type), summed over each variant's mutations, in nats; 0 for the wild type.
 
     masked: with the mutated positions masked; else in the wild type as it is. ValueError where the mutations of a
-    variant are further apart than the model's window.
+    variant are further apart than the model's window. done: as `Encoder.logits`.
     """
-    longest = encoder.flags.max_seq_length - 2
     asked: dict[tuple, list[int]] = {}  # what is computed, and the variants that ask for it
     for number, (protein, mutations) in enumerate(variants):
         if not mutations:
             continue
-        positions = [each.position for each in mutations]
-        window = window_around(positions, len(protein), longest)
-        asked.setdefault((protein, window, tuple(positions) if masked else ()), []).append(number)
+        window = window_of(variants[number], encoder.flags.max_seq_length)
+        hidden = tuple(each.position for each in mutations) if masked else ()
+        asked.setdefault((protein, window, hidden), []).append(number)
     scores = [0.0] * len(variants)
     for some in _some_at_a_time(asked):
-        found = encoder.logits([_tokens(*each) for each in some])
+        found = encoder.logits([_tokens(*each) for each in some], done)
         for (protein, (start, length), hidden), logits in zip(some, found, strict=True):
             log_p = torch.log_softmax(logits.double(), -1).numpy()
             for number in asked[protein, (start, length), hidden]:

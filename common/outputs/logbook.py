@@ -65,6 +65,8 @@ class Logbook:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error, stack) -> None:
+        if self._drawing is not None:  # not in the middle of it
+            self._drawing.join()
         ended = PREEMPTED if kind and issubclass(kind, Preempted) else MACHINE_FAULT
         self.tracker.close(ended if kind else 0)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import ClassVar
 
 from common.cli import Flags, UserError, flag
@@ -21,18 +21,6 @@ class IdleFlags(Flags):
     """Flags of the guides that change nothing here; why not is said when one is given."""
 
     group = "accepted, without effect"
-    rarely = (
-        "same_seed",
-        "tensorboard_dir",
-        "resid_pdrop",
-        "embd_pdrop",
-        "attn_pdrop",
-        "summary_first_pdrop",
-        "activation_loading_horizon",
-        "limit_all_gathers",
-        "rotary_pct",
-    )
-
     same_seed: str | None = flag(None, "Nothing: weights and data follow from --seed, on any number of ranks.")
     tensorboard_dir: str | None = flag(None, "Nothing: --report_to tensorboard writes into --output_dir.")
     resid_pdrop: str | None = flag(None, "Nothing: these models have no dropout.")
@@ -48,6 +36,9 @@ class IdleFlags(Flags):
         for name, field in IdleFlags.__dataclass_fields__.items():
             if (value := getattr(self, name)) is not None:
                 yield f"--{name} {value} does {field.metadata['help'][0].lower()}{field.metadata['help'][1:]}"
+
+
+IdleFlags.rarely = tuple(each.name for each in fields(IdleFlags))
 
 
 @dataclass

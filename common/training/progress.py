@@ -122,7 +122,8 @@ class TrainerState:
 
     def check_same_start(self, flags: RunArguments) -> None:
         """UserError for given weights that would not be trained: the run that is there began from others."""
-        given, before = flags.model_name_or_path, self.arguments.get("model_name_or_path")
+        given = flags.model_name_or_path
+        before = self.arguments.get("model_name_or_path", given)
         if given and (before is None or os.path.abspath(given) != os.path.abspath(before)):
             raise UserError(
                 f"--output_dir {flags.output_dir}: the run there began from {before or 'random weights'} and goes on "

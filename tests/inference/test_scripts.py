@@ -173,7 +173,7 @@ def test_scores_are_those_of_transformers(model, proteins, tmp_path):
 
 
 def test_mistakes_are_said_in_one_line(model, tmp_path):
-    fasta = write_fasta(tmp_path / "my.fasta", [("one", "MKVLAG"), ("two", "MKV")])
+    fasta = write_fasta(tmp_path / "my.fasta", [("one", "MKVLAG"), ("two", "MKV"), ("long", "MKVLAGTYRRMKV")])
     base = ["--model_name_or_path", model, "--fasta", fasta]
     for mutants, more, told in (
         ("protein,mutant\none,A5G\none,K3R\n", [], "row 3: K3R: residue 3 of the protein is V, not K"),
@@ -182,10 +182,13 @@ def test_mistakes_are_said_in_one_line(model, tmp_path):
         ("protein,mutant\none,A5Z\n", [], "row 2: A5Z: Z is none of the 20 amino acids"),
         ("protein,mutant\none,A5G:A5V\n", [], "row 2: A5G:A5V: a residue is mutated twice"),
         ("protein,mutant\nthree,A5G\n", [], "row 2: 'three' is not in"),
-        ("mutant\nA5G\n", [], "has 2 proteins and"),
+        ("mutant\nA5G\n", [], "has 3 proteins and"),
         ("protein,change\none,A5G\n", [], "no column 'mutant': there are protein, change"),
         ("protein,mutant\none,M11G\n", ["--first_residue", "12"], "the protein has residues 12 to 17"),
         ("protein,mutant\n", [], "there is no row in it"),
+        ("protein,mutant\none,A5G,1\n", [], "row 2 has not as many fields as the header"),
+        ("protein,mutant\none,A5G\none\n", [], "row 3 has not as many fields as the header"),
+        ("protein,mutant\nlong,M1A:V13A\n", ["--max_seq_length", "8"], "1 and 13 are further apart than 6 residues"),
     ):
         (tmp_path / "m.csv").write_text(mutants)
         said = refused("score.py", *base, "--mutations", tmp_path / "m.csv", "--output", tmp_path / "o.csv", *more)

@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import json
-import re
 import shutil
-import signal
-import time
 
 import numpy as np
 import pytest
 import torch
-from PIL import Image
 
 from common.batches.collators import MaskingCollator, to_device
 from common.batches.training_data import open_training
@@ -19,21 +15,15 @@ from common.batches.windows import Pack
 from common.esm2.model import build_model
 from common.esm2.presets import esm2_config
 from common.files.alphabet import LAST_RESIDUE
-from common.files.json_files import JsonLinesLog
 from common.outputs import metrics
-from common.outputs.curves import draw_curves, read_about
 from common.outputs.metrics import format_block, peak_flops, step_line, write_results
 from common.tasks.masked_lm import MaskedLM
-from common.training.report import held_out_table
-from tests.forked import Script, run_script
-from tests.live_runs import newest_step, trajectory
+from tests.live_runs import trajectory
 from tests.training_fixtures import (
     NUM_TEST,
     NUM_TRAIN,
     NUM_VALIDATION,
     arguments,
-    environment,
-    flags_of,
     rows,
     train,
 )
@@ -53,14 +43,6 @@ ROW_KEYS = {
     *("forward_backward_seconds", "optimizer_seconds", "checkpoint_seconds", "skipped_steps"),
     "unknown_characters",
 }
-
-
-@pytest.fixture(scope="module")
-def run(dataset, tmp_path_factory):
-    """A finished run of 12 steps on two ranks with everything on, and what rank 0 said."""
-    output_dir = tmp_path_factory.mktemp("run")
-    flags = {"max_steps": 12, "do_eval": True, "eval_on_start": True, "eval_steps": 4, "logging_steps": 5}
-    return output_dir, train(dataset, output_dir, 2, **flags)
 
 
 def read(path) -> dict:
@@ -110,8 +92,8 @@ def test_the_peak_is_looked_up_by_the_devices_name_and_never_guessed(monkeypatch
     assert peak_flops(torch.device("cpu"), bf16=True) is None
 
 
-def test_a_run_leaves_the_guides_files_with_the_guides_keys(run):
-    output_dir, _ = run
+def test_a_run_leaves_the_guides_files_with_the_guides_keys(evaluated_run):
+    output_dir, _ = evaluated_run
     trained, evaluated, tested, everything = (
         read(output_dir / f"{name}_results.json") for name in ("train", "eval", "test", "all")
     )
@@ -128,8 +110,8 @@ def test_a_run_leaves_the_guides_files_with_the_guides_keys(run):
     assert trained["train_tokens_per_second"] * trained["train_runtime"] == pytest.approx(state["tokens"])
 
 
-def test_rows_come_once_a_logged_step_with_all_their_keys(run):
-    output_dir, _ = run
+def test_rows_come_once_a_logged_step_with_all_their_keys(evaluated_run):
+    output_dir, _ = evaluated_run
     history = rows(output_dir)
     assert [row["step"] for row in history] == [0, 1, 4, 5, 8, 10, 12]
     for row in history[1:]:
@@ -147,10 +129,10 @@ def test_rows_come_once_a_logged_step_with_all_their_keys(run):
         assert row["tokens_per_second"] == pytest.approx(expected)
 
 
-def test_the_loss_of_a_row_is_the_mean_since_the_last_with_the_steps_own_beside_it(run, dataset, tmp_path):
+def test_the_loss_of_a_row_is_the_mean_since_the_last_with_the_steps_own_beside_it(evaluated_run, dataset, tmp_path):
     train(dataset, tmp_path, 2, max_steps=12)
     every = {row["step"]: row["loss"] for row in rows(tmp_path)}
-    history = rows(run[0])
+    history = rows(evaluated_run[0])
     for before, row in zip(history, history[1:], strict=False):
         since = [every[step] for step in range(before["step"] + 1, row["step"] + 1)]
         assert row["loss"] == pytest.approx(np.mean(since), rel=1e-12)
@@ -169,9 +151,9 @@ def test_a_run_killed_between_two_rows_writes_the_rows_of_one_that_was_not(datas
     assert trajectory(tmp_path) == expected
 
 
-def test_speeds_are_told_for_each_gpu_with_and_without_fillers(run):
+def test_speeds_are_told_for_each_gpu_with_and_without_fillers(evaluated_run):
     """Two ranks, one pack each a step, filled up to a multiple of 64 tokens."""
-    output_dir, _ = run
+    output_dir, _ = evaluated_run
     history = rows(output_dir)[1:]
     filled = []
     for before, row in zip(history, history[1:], strict=False):
@@ -261,8 +243,8 @@ def test_the_step_line_says_what_the_row_says():
     assert "mfu: 41.0%" in step_line(row | {"mfu": 0.41})
 
 
-def test_the_log_has_the_step_lines_and_both_blocks(run):
-    output_dir, said = run
+def test_the_log_has_the_step_lines_and_both_blocks(evaluated_run):
+    output_dir, said = evaluated_run
     assert said.count("step: 12/12") == 1
     assert said.count("Held-out loss") == 4  # at steps 0, 4, 8, 12: the end is the last of them
     (held_out,) = [line for line in said.splitlines() if "Held-out loss" in line][-1:]
@@ -275,139 +257,6 @@ def test_the_log_has_the_step_lines_and_both_blocks(run):
     }
     for split in ("train", "eval", "test"):
         assert said.count(f"***** {split} metrics *****") == 1
-
-
-def test_the_picture_shows_the_rows(tmp_path):
-    """Two runs that differ in one point differ in the picture, there and nowhere else."""
-
-    def pixels(losses: list[float]) -> np.ndarray:
-        log = JsonLinesLog(tmp_path / "metrics.jsonl", -1)
-        for step, loss in enumerate(losses, 1):
-            log.write({"step": step, "loss": loss, "learning_rate": 1e-3, "grad_norm": 1.0, "tokens_per_second": 9.0})
-        path = draw_curves(tmp_path)
-        assert path == tmp_path / "training_curves.png"
-        return np.asarray(Image.open(path).convert("RGB"), dtype=int)
-
-    falling = [3.0 - 0.02 * n for n in range(40)]
-    whole, changed = pixels(falling), pixels([*falling[:20], 2.9, *falling[21:]])
-    height, width, _ = whole.shape
-    assert min(height, width) > 600
-    assert len(np.unique(whole.reshape(-1, 3), axis=0)) > 50, "blank"
-    rows_changed, columns_changed = np.nonzero(np.abs(whole - changed).sum(-1))
-    assert len(rows_changed) > 50
-    assert rows_changed.max() < height // 2, "the loss is the upper left panel"
-    assert columns_changed.max() < width // 2
-    assert columns_changed.min() > width // 8, "the start of the curve is as it was"
-    blue = (
-        (whole[..., 2] > 150)
-        & (whole[..., 0] < 80)
-        & (np.arange(width) < width // 2)
-        & (np.arange(height) < height // 2)[:, None]
-    )
-    left, right = (
-        np.nonzero(blue & span)[0].mean() for span in (np.arange(width) < width // 4, np.arange(width) > width // 3)
-    )
-    assert right > left + 30, "a falling loss falls"
-
-
-def test_the_picture_has_the_held_out_points_and_the_unigram_line(run, tmp_path):
-    output_dir, _ = run
-    for name in ("metrics.jsonl", "all_results.json"):
-        (tmp_path / name).write_text((output_dir / name).read_text())
-    assert (output_dir / "training_curves.png").exists()
-    whole = draw_curves(tmp_path).read_bytes()
-    results = read(tmp_path / "all_results.json")
-    assert draw_curves(tmp_path).read_bytes() == whole, "a function of the files"
-    for key in ("eval_loss", "eval_unigram_loss"):
-        (tmp_path / "all_results.json").write_text(json.dumps(results | {key: results[key] + 0.5}))
-        assert draw_curves(tmp_path).read_bytes() != whole, key
-    (tmp_path / "metrics.jsonl").write_text("")
-    (tmp_path / "training_curves.png").unlink()
-    assert draw_curves(tmp_path) is None
-    assert not (tmp_path / "training_curves.png").exists()
-
-
-def test_an_interrupted_run_has_a_picture_while_it_goes_on_and_a_report_after(dataset, tmp_path):
-    argv = flags_of(dataset, tmp_path, max_steps=5000, save_steps=5, save_total_limit=2, do_eval=True, eval_steps=5)
-    settings = {"common.outputs.logbook.DRAW_EVERY_S": 0.0}
-    running = Script("train_ddp.py", *argv, env=environment(), settings=settings)
-    picture, deadline = tmp_path / "training_curves.png", time.monotonic() + 60
-    while not (picture.exists() and newest_step(tmp_path)) and running.poll() is None and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert running.poll() is None
-    running.send_signal(signal.SIGKILL)
-    assert running.wait() == -signal.SIGKILL
-    assert picture.exists()
-    picture.unlink()
-    done = run_script("common.training.report", tmp_path, env=environment())
-    assert done.returncode == 0, done.stderr
-    last = rows(tmp_path)[-1]
-    assert f"not finished: step {last['step']:,} of 5,000, training loss {last['loss']:.4f}\n" in done.stdout
-    held_out = [row for row in rows(tmp_path) if "eval_loss" in row][-1]
-    assert re.search(rf"unigram predictor +{held_out['eval_unigram_loss']:.4f} ", done.stdout)
-    assert re.search(rf"at step {held_out['step']} +{held_out['eval_loss']:.4f} ", done.stdout)
-    assert f"plot    {picture}" in done.stdout
-    assert read_about(tmp_path)["starts"] == [0]
-    stop = newest_step(tmp_path) + 2
-    train(dataset, tmp_path, max_steps=5000, save_steps=5, do_eval=True, eval_steps=5, stop_at_step=stop)
-    about = read_about(tmp_path)
-    assert about["starts"] == [0, stop - 1]
-    assert about["device"] == "cpu x 1, fp32"
-    assert about["data"] == str(dataset)
-    assert "parameters)" in about["model"]
-
-
-@pytest.mark.parametrize("count", [10, 10_000])
-def test_the_picture_says_what_it_is_of(tmp_path, count):
-    """Title, starts and skipped steps; legible with ten rows and with ten thousand."""
-    log = JsonLinesLog(tmp_path / "metrics.jsonl", -1)
-    noise = np.random.default_rng(0).normal(0, 0.05, count)
-    log.write(
-        *(
-            {
-                "step": n + 1,
-                "total_steps": count,
-                "tokens": 512 * n,
-                "epoch": n / count,
-                "loss": 2.9 - n / count + noise[n],
-            }
-            | {"learning_rate": 1e-3, "grad_norm": 1.0, "tokens_per_second": 9.0, "skipped_steps": int(n > count // 2)}
-            for n in range(count)
-        )
-    )
-
-    def drawn(**about) -> np.ndarray:
-        (tmp_path / "about.json").write_text(json.dumps(about))
-        return np.asarray(Image.open(draw_curves(tmp_path)).convert("RGB"), dtype=int)
-
-    plain = drawn()
-    titled = drawn(model="esm2_t6_8M", data="processed/arrow", device="cpu x 2")
-    restarted = drawn(starts=[0, count // 3])
-    height, width, _ = plain.shape
-    changed = np.nonzero(np.abs(plain - titled).sum(-1))[0]
-    assert len(changed) > 100
-    assert changed.max() < height // 7, "above the curves"
-    columns = np.nonzero(np.abs(plain - restarted).sum(-1))[1]
-    assert len(columns) > 100
-    orange = (plain[..., 0] > 240) & (abs(plain[..., 1] - 127) < 30) & (plain[..., 2] < 60)
-    assert orange[: height // 2, : width // 2].sum() > 20, "steps skipped"
-
-
-def test_the_held_out_table_shows_before_unigram_and_after(run):
-    output_dir, _ = run
-    before, results = rows(output_dir)[0], read(output_dir / "all_results.json")
-    lines = held_out_table(output_dir).splitlines()
-    assert lines[0].split("  ")[0] == "held-out proteins"
-    assert set(lines[1]) == {"-"}
-    assert len({len(line) for line in lines}) == 1
-    expected = {
-        "before training": (before["eval_loss"], before["perplexity"], before["eval_accuracy"]),
-        "unigram predictor": tuple(results[f"eval_unigram_{k}"] for k in ("loss", "perplexity", "accuracy")),
-        "after training": (results["eval_loss"], results["perplexity"], results["eval_accuracy"]),
-    }
-    assert [line.split("  ")[0] for line in lines[2:]] == list(expected)
-    for line, (loss, perplexity, accuracy) in zip(lines[2:], expected.values(), strict=True):
-        assert line.split()[-3:] == [f"{loss:.4f}", f"{perplexity:.2f}", f"{accuracy:.1%}"]
 
 
 def test_peak_memory_is_a_peak():

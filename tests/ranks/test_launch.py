@@ -32,7 +32,8 @@ for word in how[min(start, len(how)) - 1].split("+"):
     elif word == "killed":
         os.kill(os.getpid(), signal.SIGKILL)
     elif word == "wait":
-        signal.signal(signal.SIGTERM, lambda *_: sys.exit(75))
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, lambda *_: sys.exit(75))
         (out.parents[1] / "waiting").touch()
         time.sleep(60)
     else:
@@ -145,12 +146,19 @@ def test_under_torchrun_the_error_line_is_there_at_once_and_again_where_its_repo
     assert lines[-1].strip() == f"traceback : {at_once}"
 
 
-@pytest.mark.parametrize(("pod", "status"), [({}, PREEMPTED), ({"KUBERNETES_SERVICE_HOST": "10.0.0.1"}, TRY_AGAIN)])
-def test_a_stop_is_not_started_again_here_and_does_not_count(tmp_path, pod, status):
+@pytest.mark.parametrize(
+    ("number", "pod", "status"),
+    [
+        (signal.SIGTERM, {}, PREEMPTED),
+        (signal.SIGTERM, {"KUBERNETES_SERVICE_HOST": "10.0.0.1"}, TRY_AGAIN),
+        (signal.SIGINT, {}, PREEMPTED),
+    ],
+)
+def test_a_stop_is_not_started_again_here_and_does_not_count(tmp_path, number, pod, status):
     for _ in range(IN_A_ROW + 1):
         script = launch(tmp_path, "wait", **pod)
         until_waiting(tmp_path, script)
-        script.send_signal(signal.SIGTERM)
+        script.send_signal(number)
         assert script.wait() == status
     assert starts(tmp_path) == IN_A_ROW + 1
 
