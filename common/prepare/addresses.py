@@ -21,18 +21,26 @@ SIGNED = {"sv", "sr", "se", "st", "sp", "si", "sip", "spr", "ss", "srt", "skoid"
 
 def shown(url: str) -> str:
     """A URL for log lines, progress bars and errors: `https://host/path?...`."""
-    parts = urlsplit(url)
+    parts = _split(url)
     return _without_user(parts)._replace(query="...", fragment="").geturl() if parts.query else _place(parts)
 
 
 def identity(url: str) -> str:
     """What tells its content from that of other URLs: without user and what grants access, other parameters hashed."""
-    parts = urlsplit(url)
+    parts = _split(url)
     asked = parse_qsl(parts.query, True)
     keys = SIGNED if "sig" in dict(asked) else ()
     asked = [(name, value) for name, value in asked if not KEYS.fullmatch(name) and name not in keys]
     mark = f"?{hashlib.sha256(urlencode(asked).encode()).hexdigest()[:16]}" if asked else ""
     return _place(parts) + mark
+
+
+def _split(url: str) -> SplitResult:
+    """Of what is no URL nothing but its scheme: it is refused, and may hold a key all the same."""
+    try:
+        return urlsplit(url)
+    except ValueError:
+        return urlsplit(f"{url.partition('://')[0]}://...")
 
 
 def _place(parts: SplitResult) -> str:

@@ -166,8 +166,9 @@ def read_metalink(text: bytes, name: str) -> Expected | None:
 
 
 def _check_address(source: Source) -> None:
-    scheme = source.address.partition("://")[0].lower()
-    if scheme in ("http", "https") and "@" in urlsplit(source.address).netloc:
+    scheme, _, place = source.address.partition("://")
+    scheme = scheme.lower()
+    if scheme in ("http", "https") and "@" in place.partition("/")[0]:
         raise UserError(
             f"{source.shown}: a user or password in the address is not supported, and would be seen by others: use a "
             "presigned address, or download it by other means"

@@ -115,6 +115,7 @@ def test_a_source_that_fails_leaves_the_others_for_the_next_start(tmp_path):
         (["gopher://x/y"], [], "cannot fetch gopher://"),
         (["a.fasta", "https:///y"], [], "not a complete address: expected https://HOST/PATH"),
         (["https://x:y/z"], [], "not a complete address"),
+        (["https://[x/y?sig=mine"], [], "^https://...: not a complete address"),
         (["http://me:mine@x/y"], [], "^http://x/y: a user or password in the address is not supported"),
         (["a.fasta"], ["--md5", MD5[1:]], "expected 32 hexadecimal digits"),
         (["a.fasta"], ["--sha256", MD5], "expected 64 hexadecimal digits"),
