@@ -141,7 +141,8 @@ def _groups_of_a_mesh() -> None:
         wait_as_told(world, flat := mesh._flatten("everyone"))
         for group in (*mesh.get_all_groups(), flat.get_group(), world.cp_group, dist.group.WORLD):
             print(group._get_backend(torch.device("cpu")).options._timeout.total_seconds())
-        world.watch.end()  # rank 0, which holds the store, may be gone before the other has looked
+        dist.barrier()  # rank 0 holds the store, of which the other still asks for its groups
+        world.watch.end()  # and may be gone before the other has looked for it
 
 
 def test_every_group_waits_as_long_as_ddp_timeout_says():

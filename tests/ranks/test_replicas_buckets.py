@@ -9,6 +9,10 @@ from common.ranks.strategy import ReplicaFlags, replicate
 from common.ranks.world import World
 from tests.training_fixtures import on_ranks
 
+# Till the process ends. A thread of gloo's takes the GIL when it is done with a hook's exchange; a group's end, which
+# comes with the last model's, holds the GIL and waits for that thread (torch 2.13): for ever, if it comes right after.
+kept = []
+
 
 def _check_gradients() -> None:
     """By hand: half of either rank's gradient, rounded; their sum, rounded; kept in fp32."""
@@ -22,6 +26,7 @@ def _check_gradients() -> None:
         with torch.no_grad():
             model.weight.copy_(start)
         strategy = replicate(model, world, ReplicaFlags(ddp_bucket_dtype=dtype))
+        kept.append(strategy)
         strategy.model(inputs[world.rank]).pow(2).mul(0.5).sum().backward()
         exact = (gradients[0] + gradients[1]) / 2
         assert model.weight.grad.dtype == torch.float32
