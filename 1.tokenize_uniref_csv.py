@@ -25,6 +25,7 @@ from common.files.records import BadRecords, Policy
 from common.prepare.cluster_splits import publish_index, split_by_clusters
 from common.prepare.encode_files import FileEncoder, Piece, assemble, read_pieces, usable_threads
 from common.prepare.encode_records import Chunker, check_tokenizer, encode_rows
+from common.prepare.mmseqs import cluster_records
 from common.prepare.splits import HELD_OUT, SPLITS, labels_by_file, split_labels, split_sizes
 from common.sources import csv_records
 from common.sources.csv_records import count_rows, csv_files
@@ -52,6 +53,9 @@ class Arguments(Flags):
     cluster_table: str | None = flag(
         None, "table of ur50_id, ur90_id (parquet, CSV, TSV): split by clusters, index them for training"
     )
+    cluster: float | None = flag(
+        None, "cluster at this identity (0.5) with MMseqs2, which has to be there, and split as --cluster_table does"
+    )
     on_bad_record: Policy = flag(
         "error", "a row without text, not ASCII or not of two columns: error (stop) or skip (and count)"
     )
@@ -64,16 +68,25 @@ class Arguments(Flags):
         if self.pad_to_max_length and self.max_seq_length is None:
             yield Missing("--max_seq_length", "--pad_to_max_length True needs it", "512")
 
+    @property
+    def clustered(self) -> bool:
+        return self.cluster is not None or self.cluster_table is not None
+
     def check(self) -> None:
         check_tokenizer(self.tokenizer_name)
         if self.max_seq_length is not None and self.max_seq_length < 3:
             raise UserError(f"--max_seq_length {self.max_seq_length}: at least 3 (<cls>, a residue, <eos>)")
         if self.preprocessing_num_workers < 1:
             raise UserError(f"--preprocessing_num_workers {self.preprocessing_num_workers}: at least 1")
-        if self.cluster_table and not self.line_by_line:
-            raise UserError("--cluster_table needs --line_by_line True: a chunk belongs to no cluster")
-        if self.cluster_table and self.line_ends_in_text:
-            raise UserError("--line_ends_in_text does not go with --cluster_table: take the line ends out first")
+        clusters = "--cluster_table" if self.cluster_table else "--cluster"
+        if self.clustered and not self.line_by_line:
+            raise UserError(f"{clusters} needs --line_by_line True: a chunk belongs to no cluster")
+        if self.clustered and self.line_ends_in_text:
+            raise UserError(f"--line_ends_in_text does not go with {clusters}: take the line ends out first")
+        if self.cluster is not None and self.cluster_table:
+            raise UserError("--cluster and --cluster_table: give one of them")
+        if self.cluster is not None and not 0 < self.cluster <= 1:
+            raise UserError(f"--cluster {self.cluster}: an identity above 0 and up to 1, as 0.5")
         if self.seed < 0:
             raise UserError(f"--seed {self.seed}: must not be negative")
 
@@ -102,6 +115,8 @@ def describe(args: Arguments, files: list[Path]) -> dict:
     if args.cluster_table:
         table = Path(args.cluster_table)
         optional["cluster_table"] = _listing([table]) if table.is_file() else None
+    if args.cluster is not None:
+        optional["cluster"] = args.cluster
     return {
         "input": listing | {"listing": hashlib.sha256(repr(stats).encode()).hexdigest()},
         **{name: getattr(args, name) for name in deciding},
@@ -154,10 +169,16 @@ def tokenize(args: Arguments, files: list[Path], build: Build) -> None:
     sizes_of = functools.partial(
         split_sizes, train=args.train_size, validation=args.validation_size, test=args.test_size
     )
-    if args.cluster_table:
-        logger.info("Splitting dataset by the clusters of %s", args.cluster_table)
+    if args.clustered:
+        if args.cluster is None:
+            table = Path(args.cluster_table)
+        else:
+            threads = usable_threads(args.preprocessing_num_workers)
+            table = cluster_records(build, files, functools.partial(rows_of, args=args), args.cluster, threads)
+        logger.info("Splitting dataset by the clusters of %s", args.cluster_table or "MMseqs2")
         counts, sizes, labels, bad_records, found = split_by_clusters(
-            build, files, Path(args.cluster_table), sizes_of, args.train_size is None, args.seed, args.on_bad_record
+            *(build, files, table, sizes_of, args.train_size is None, args.seed, args.on_bad_record),
+            by_number=args.cluster is not None,
         )
         build.results |= found
     else:
@@ -195,7 +216,7 @@ def tokenize(args: Arguments, files: list[Path], build: Build) -> None:
     for split, chunker in zip(SPLITS, chunkers, strict=True):
         pieces = [Piece(*piece) for of_file in made for piece in of_file["pieces"][split]]
         finish_split(build, split, pieces, chunker)
-    if args.cluster_table:
+    if args.clustered:
         publish_index(build)
     write_dataset_dict(build.paths["arrow"], list(SPLITS))
 

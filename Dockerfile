@@ -12,8 +12,8 @@ ARG AWS_OFI_NCCL_SHA256=
 COPY docker/install_efa.sh /tmp/build/
 RUN /bin/bash /tmp/build/install_efa.sh
 
-ARG REQUIREMENTS="requirements.txt requirements-gpu.txt requirements-test.txt"
-COPY docker/install_requirements.py requirements*.txt constraints.txt /tmp/build/
+ARG REQUIREMENTS="requirements.txt requirements-gpu.txt requirements-trackers.txt requirements-test.txt"
+COPY docker/install_requirements.py requirements.lock /tmp/build/
 WORKDIR /tmp/build
 # hadolint ignore=SC2086
 RUN python3 install_requirements.py ${REQUIREMENTS}

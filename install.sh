@@ -2,11 +2,13 @@
 # Make .venv and install the pinned requirements; a second run is instant.
 #
 #   ./install.sh          what training needs
+#   ./install.sh --trackers   TensorBoard and W&B, too, for --report_to
 #   ./install.sh --dev    what the tests and linters need, too; Transformer Engine's Python, which tests run on a CPU, in
 #                         a folder of its own (.venv/te_on_cpu)
 #   ./install.sh --gpu    Transformer Engine and flash-attn, too (requirements-gpu.txt): they compile against torch, which
 #                         takes long, with CUDA's toolkit. NVIDIA's image has them (docs/containers.md)
 #
+# Without a network: docs/installing.md.
 # PYTHON=/path/to/python3.12 chooses the interpreter. Where there is no NVIDIA GPU, torch comes as a CPU build: the
 # default one for Linux brings gigabytes of CUDA libraries. TORCH_BUILD=cuda or cpu says which (a cluster's login node
 # has no GPU, but its nodes do).
@@ -16,13 +18,14 @@ cd "$(dirname "${BASH_SOURCE[0]}")"
 fail() { echo "error: $*" >&2; exit 2; }
 
 requirements=(requirements.txt)
-gpu=""
+gpu="" dev=""
 case "${1:-}" in
   "") ;;
-  --dev) requirements+=(requirements-test.txt requirements-dev.txt) ;;
+  --trackers) requirements+=(requirements-trackers.txt) ;;
+  --dev) dev=yes requirements+=(requirements-trackers.txt requirements-test.txt requirements-dev.txt) ;;
   --gpu) gpu=yes ;;
   -h | --help) sed -n '2,/^[^#]/{/^#SBATCH/d;/^#/!d;s/^# \{0,1\}//;p;}' install.sh; exit 0 ;;
-  *) fail "unknown argument $1: usage: ./install.sh [--dev | --gpu]" ;;
+  *) fail "unknown argument $1: usage: ./install.sh [--trackers | --dev | --gpu]" ;;
 esac
 
 supported() { "$1" -c 'import sys; sys.exit(sys.version_info[:2] not in ((3, 11), (3, 12)))' 2>/dev/null; }
@@ -41,6 +44,18 @@ fi
 
 version=$("$python" -c 'import platform; print(platform.python_version(), platform.machine())')
 pip() { .venv/bin/python -m pip --disable-pip-version-check "$@"; }
+# Says what is large, and that the end is near: a minute or more without a word looks dead.
+pip_install() {
+  local line packages
+  pip install --progress-bar off "$@" | while IFS= read -r line; do
+    if [[ $line =~ (Downloading|Using\ cached)\ ([^ ]*/)?([^ /]+)\.whl\ (\([0-9.]+\ [MG]B\)) ]]; then
+      echo "  ${BASH_REMATCH[3]%%-*} ${BASH_REMATCH[4]}"
+    elif [[ $line == "Installing collected packages: "* ]]; then
+      packages=${line//[^,]/}
+      echo "  unpacking $((${#packages} + 1)) packages"
+    fi
+  done
+}
 torch=$(grep '^torch==' requirements.txt)
 
 # ---- --gpu: after all the rest ------------------------------------------------------------------------------------------
@@ -88,7 +103,7 @@ install_gpu() {
   export CPATH=${CPATH:+$CPATH:}${headers:1}
   echo "Compiling Transformer Engine and flash-attn against $torch, which takes long (MAX_JOBS: files at a time), unless"
   echo "their makers' servers have them for it"
-  pip install --quiet -c constraints.txt packaging pybind11 setuptools wheel
+  pip install --quiet -r requirements-build.txt -c constraints.txt
   # One after the other: what is there when a later one fails need not be compiled again.
   grep -E '^[a-z]' requirements-gpu.txt | while read -r line; do
     pip install --quiet --no-cache-dir --no-build-isolation -c constraints.txt "$line" </dev/null ||
@@ -131,7 +146,7 @@ install_te_python() {
 wanted="$version $build $(cat install.sh constraints.txt "${requirements[@]}" | cksum)"
 stamp=".venv/installed-${#requirements[@]}"
 if [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$wanted" ]; then
-  [ "${#requirements[@]}" = 1 ] || install_te_python
+  [ -z "$dev" ] || install_te_python
   exit 0
 fi
 
@@ -151,8 +166,8 @@ else
   if [ "$installed" != "$cpu" ]; then
     echo "No NVIDIA GPU here: installing the CPU build of torch"
     # From wherever this machine's pip is set up to look, else from PyTorch's own index.
-    pip install --quiet "$cpu" -c constraints.txt 2>/dev/null ||
-      pip install --quiet --retries 1 --timeout 20 "$cpu" -c constraints.txt \
+    pip_install "$cpu" -c constraints.txt 2>/dev/null ||
+      pip_install --retries 1 --timeout 20 "$cpu" -c constraints.txt \
         --extra-index-url https://download.pytorch.org/whl/cpu ||
       echo "warning: no CPU build of torch to be had; falling back to the default build (several GB)" >&2
   fi
@@ -160,10 +175,8 @@ fi
 
 files=()
 for file in "${requirements[@]}"; do files+=(-r "$file"); done
-pip install --quiet "${files[@]}" -c constraints.txt || fail "pip could not install ${requirements[*]}: see above"
+pip_install "${files[@]}" -c constraints.txt || fail "pip could not install ${requirements[*]}: see above"
 echo "$wanted" >"$stamp"
 # Whoever has the tests' packages has training's.
-if [ "${#requirements[@]}" -gt 1 ]; then
-  ./install.sh
-  install_te_python
-fi
+[ "${#requirements[@]}" = 1 ] || ./install.sh
+[ -z "$dev" ] || install_te_python

@@ -3,8 +3,8 @@
 python3 install_requirements.py requirements.txt requirements-gpu.txt [pip's options]
 
 NVIDIA's image has a torch of its own, with Transformer Engine and flash-attn built against it, and a list of the
-versions it was tested with, /etc/pip/constraint.txt. These stay; all else gets the version of constraints.txt and the
-requirement files. A base without them gets everything from the files.
+versions it was tested with, /etc/pip/constraint.txt. These stay; all else gets the version of requirements.lock, and
+what pip fetches has to have a hash that stands there. A base without them gets everything from the lock.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import sys
 import tempfile
 from importlib import metadata
 from pathlib import Path
+from typing import NamedTuple
 
 BUILT_FOR_EACH_OTHER = ("torch", "transformer-engine", "flash-attn")
 BASE_CONSTRAINTS = Path("/etc/pip/constraint.txt")
@@ -43,34 +44,80 @@ def installed_versions() -> dict[str, str]:
     return versions
 
 
+class Locked(NamedTuple):
+    """A package of requirements.lock: version and hashes, as pip reads them, and who wants it: packages, `-r FILE`."""
+
+    pinned: str
+    wanted_by: set[str]
+
+
+def read_lock(path: Path) -> dict[str, Locked]:
+    """The packages of a lock file as uv writes it, by name."""
+    lock = {}
+    lines = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        if found := re.match(r"\s+# via (.+)", line):
+            parents = {part if part.startswith("-") else name_of(part) for part in found[1].split(", ")}
+            lock[name_of(lines[0])] = Locked(" ".join(part.strip("\\ ") for part in lines), parents)
+            lines = []
+        elif line and not line.startswith("#"):
+            lines.append(line)
+    return lock
+
+
+def closure(lock: dict[str, Locked], files: list[str], kept: set[str]) -> list[str]:
+    """What these requirement files want, and what that wants, but nothing on account of what the base keeps."""
+    wanted_by, found = {f"-r {file}" for file in files}, set()
+    while more := {name for name, package in lock.items() if name not in found and package.wanted_by & wanted_by}:
+        found |= more
+        wanted_by |= more - kept
+    return sorted(found)
+
+
 def plan(
-    requirements: list[str], constraints: list[str], base: list[str], installed: dict[str, str]
-) -> tuple[list[str], list[str]]:
-    """What to ask pip for and what to constrain it with, given the base's constraints and what it has for good."""
+    lock: dict[str, Locked], files: list[str], base: list[str], installed: dict[str, str], there: set[str]
+) -> tuple[list[str], list[str], list[str]]:
+    """What pip is to install by hash; what without, in the base's version; and what it must not go beyond.
+
+    base: the base's constraints; installed: versions of what stays, whatever the constraints say; there: the names of
+    all that is installed.
+    """
     of_base = {name_of(line) for line in base}
-    # No extra of what is there, either: the base's Transformer Engine has its extras inside.
-    wanted = [line for line in requirements if name_of(line) not in installed]
-    wanted = [re.split(r"[=<>!~;@]", line)[0].strip() if name_of(line) in of_base else line for line in wanted]
-    limits = [line for line in constraints if name_of(line) not in of_base and name_of(line) not in installed]
-    limits += [f"{name}=={version}" for name, version in installed.items() if name not in of_base]
-    return wanted, base + limits
+    names = [name for name in closure(lock, files, of_base | installed.keys()) if name not in installed]
+    hashed = [lock[name].pinned for name in names if name not in of_base]
+    unhashed = [name for name in names if name in of_base and name not in there]
+    return (
+        hashed,
+        unhashed,
+        base + [f"{name}=={version}" for name, version in installed.items() if name not in of_base],
+    )
+
+
+def pip_install(options: list[str], wanted: list[str], limits: list[str]) -> int:
+    """pip's exit status; 0 where nothing is wanted."""
+    if not wanted:
+        return 0
+    with tempfile.TemporaryDirectory() as directory:
+        paths = []
+        for flag, lines in {"-r": wanted, "-c": limits}.items():
+            (Path(directory) / flag).write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+            paths += [flag, str(Path(directory) / flag)]
+        command = [sys.executable, "-m", "pip", "install", "--no-cache-dir", *options, *paths]
+        # The base's constraints are in the file already; twice, pip would take a torch from nowhere for another one.
+        return subprocess.call(command, env={k: v for k, v in os.environ.items() if k != "PIP_CONSTRAINT"})
 
 
 def main(arguments: list[str]) -> int:
     options = [argument for argument in arguments if argument.startswith("-")]
-    requirements = [line for path in arguments if path not in options for line in read_requirements(Path(path))]
+    files = [argument for argument in arguments if argument not in options]
     base = read_requirements(BASE_CONSTRAINTS) if BASE_CONSTRAINTS.exists() else []
     kept = installed_versions()
-    wanted, limits = plan(requirements, read_requirements(Path("constraints.txt")), base, kept)
+    there = {name_of(distribution.metadata["Name"]) for distribution in metadata.distributions()}
+    hashed, unhashed, limits = plan(read_lock(Path("requirements.lock")), files, base, kept, there)
     print("Kept:", ", ".join(f"{name} {version}" for name, version in kept.items()) or "nothing", flush=True)
-    with tempfile.TemporaryDirectory() as directory:
-        files = {"-r": wanted, "-c": limits}
-        for flag, lines in files.items():
-            (Path(directory) / flag).write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
-        paths = [part for flag in files for part in (flag, str(Path(directory) / flag))]
-        command = [sys.executable, "-m", "pip", "install", "--no-cache-dir", *options, *paths]
-        # The base's constraints are in the file already; twice, pip would take a torch from nowhere for another one.
-        status = subprocess.call(command, env={k: v for k, v in os.environ.items() if k != "PIP_CONSTRAINT"})
+    if unhashed:
+        print("In the base's version, without a hash of ours:", ", ".join(unhashed), flush=True)
+    status = pip_install(options, unhashed, limits) or pip_install([*options, "--require-hashes"], hashed, limits)
     if status == 0 and (after := installed_versions()) | kept != after:
         print(f"error: pip replaced what the base brought: {kept} became {after}", file=sys.stderr)
         return 2

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
 import platform
 import shutil
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 import torch
@@ -13,7 +15,9 @@ from torch import nn
 
 from common.cli import UserError
 from common.layers import attention, causal_attention, linear
+from common.waiting import said_while
 
+logger = logging.getLogger(__name__)
 CACHE = "TORCHINDUCTOR_CACHE_DIR"  # torch's own variable
 
 
@@ -28,6 +32,21 @@ def compile_layers(model: nn.Module, device: str, backend: str = "inductor") -> 
         cache_by_cpu()
     for layer in model.layers:
         layer.compile(dynamic=True, backend=backend)
+
+
+class FirstStep:
+    """Says what a run waits for in its first step, where that compiles its layers."""
+
+    def __init__(self, compiles: bool):
+        self.compiles = compiles
+
+    def waited_for(self) -> AbstractContextManager:
+        """Around every step; of all but the first it says nothing."""
+        if not self.compiles:
+            return nullcontext()
+        self.compiles = False
+        logger.info("The first step compiles the layers, which takes a while; later starts find them made")
+        return said_while("Compiling")
 
 
 def cache_by_cpu() -> None:

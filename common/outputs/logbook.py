@@ -46,7 +46,7 @@ class LogFlags(Flags):
             parse_steps(self.profile_steps)
         self.require_choice("report_to", ("none", "tensorboard", "wandb"))
         if self.report_to != "none" and find_spec(self.report_to) is None:
-            raise UserError(f"--report_to {self.report_to}: not installed: pip install {self.report_to}")
+            raise UserError(f"--report_to {self.report_to}: not installed: ./install.sh --trackers")
 
 
 class Logbook:

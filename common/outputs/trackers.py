@@ -166,7 +166,7 @@ def _known_id(file: Path) -> str | None:
 
 
 def _not_importable(name: str, error: ImportError) -> UserError:
-    return UserError(f"--report_to {name}: cannot be imported ({one_line(error)}): pip install {name}")
+    return UserError(f"--report_to {name}: cannot be imported ({one_line(error)}): ./install.sh --trackers")
 
 
 def _numbers(row: dict) -> dict[str, float]:

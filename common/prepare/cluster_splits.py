@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -25,6 +25,7 @@ from common.files.hashing import hash_bytes
 from common.files.output_directory import Build
 from common.files.records import BadRecords, Policy, characters
 from common.prepare.cluster_index import Buckets, draw_splits, join, write_index
+from common.prepare.mmseqs import numbers
 from common.prepare.splits import SPLITS
 from common.sources.csv_records import read_rows
 from common.sources.packed import check_file, open_unpacked
@@ -57,10 +58,12 @@ def split_by_clusters(
     all_left: bool,
     seed: int,
     policy: Policy,
+    by_number: bool = False,
 ) -> ClusterSplits:
     """Done once: what a killed run completed is taken up.
 
-    sizes_of: number of records -> sizes of the splits; all_left: train takes whatever the others leave.
+    sizes_of: number of records -> sizes of the splits; all_left: train takes whatever the others leave; by_number: the
+    table has the records' numbers (mmseqs.py), not their ids.
     """
     directory = build.scratch / DIRECTORY
     if (found := build.done("clusters")) is None:
@@ -68,7 +71,7 @@ def split_by_clusters(
         def draw(joined: Buckets) -> np.ndarray:
             return draw_splits(joined, sizes_of(joined.rows), all_left, directory / "labels.npy")
 
-        found = _make(directory, files, table, draw, seed, BadRecords(policy))
+        found = _make(directory, files, table, draw, seed, BadRecords(policy), numbers if by_number else _ids)
         build.note("clusters", found)
     labels = np.load(directory / "labels.npy", mmap_mode="r")
     results = found["results"]
@@ -92,19 +95,21 @@ def publish_index(build: Build) -> None:
         (build.scratch / DIRECTORY / "index").rename(target)
 
 
-def _make(directory: Path, files: list[Path], table: Path, draw: Callable, seed: int, bad: BadRecords) -> dict:
+def _make(
+    directory: Path, files: list[Path], table: Path, draw: Callable, seed: int, bad: BadRecords, names_of: Callable
+) -> dict:
     shutil.rmtree(directory, ignore_errors=True)
     (directory / "index").mkdir(parents=True)
     counts = []
 
-    def names() -> Iterator[np.ndarray]:
+    def batches() -> Iterator[pa.RecordBatch]:
         for path in files:
             counts.append(0)
             for rows in read_rows(path, bad):
                 counts[-1] += rows.num_rows
-                yield hash_names(without_prefix(rows.column("id")))
+                yield rows
 
-    joined = join(names(), read_table(table), seed, directory)
+    joined = join(map(hash_names, names_of(batches())), read_table(table), seed, directory)
     if 2 * joined.missing > joined.buckets.rows:  # with each record a cluster of its own, relatives would be split
         raise UserError(
             f"--cluster_table {table}: names only {joined.buckets.rows - joined.missing:,} of the "
@@ -123,6 +128,10 @@ def _make(directory: Path, files: list[Path], table: Path, draw: Callable, seed:
         "repeated": joined.repeated,
         "results": {"train_clusters": clusters, "not_in_cluster_table": joined.missing},
     }
+
+
+def _ids(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.Array]:
+    return (without_prefix(rows.column("id")) for rows in batches)
 
 
 # ---- the table ----------------------------------------------------------------------------------------------

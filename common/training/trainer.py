@@ -18,6 +18,7 @@ from tqdm.contrib.logging import logging_redirect_tqdm
 
 from common.batches.loader import TrainStep, check_divisible, merge_positions
 from common.batches.training_data import packs_per_step
+from common.layers.compiling import FirstStep
 from common.outputs.checkpoint import Checkpointer
 from common.outputs.logbook import Logbook
 from common.outputs.metrics import peak_flops
@@ -187,6 +188,7 @@ class Trainer:
         self.strategy.model.train()
         if self.built.compiled:
             world.watch.compilation_counts_as_progress()
+        first_step = FirstStep(self.built.compiled)
         interval = Interval()
         peak = peak_flops(world.device, args.bf16)
         self.saved_at = time.monotonic()
@@ -203,7 +205,8 @@ class Trainer:
                     lr = self.lr(min(state.step, resolved.total_steps - 1))
                     flops = self.task.flops(counts)
                     following = None if self._is_last(share) else ahead
-                    result = self.stepper.take(state.step, lr, share.micro_batches, counts, following)
+                    with first_step.waited_for():
+                        result = self.stepper.take(state.step, lr, share.micro_batches, counts, following)
                     self.save_asked |= ahead.save_asked
                     self.log.quant_stats_rows(result.quant_stats)
                     seconds = time.perf_counter() - started

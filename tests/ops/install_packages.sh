@@ -12,7 +12,7 @@ wanted=(
   slurmctld:slurm-wlm sbatch:slurm-wlm munged:munge ip:iproute2
   dockerd:docker.io docker:docker.io docker-registry:docker-registry debootstrap:debootstrap
   openssl:openssl htpasswd:apache2-utils
-  faketime:faketime
+  faketime:faketime mmseqs:mmseqs2
   envsubst:gettext-base kubectl:kubernetes-client etcd:etcd-server
 )
 

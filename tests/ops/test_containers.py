@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
 import shutil
+import subprocess
+import sys
 import tarfile
+import zipfile
 from importlib import metadata
 from pathlib import Path
 
 import pytest
 
-from docker.install_requirements import plan
+from docker.install_requirements import closure, name_of, plan, read_lock, read_requirements
 from tests.conftest import ROOT
 from tests.ops.base_image import BASE_TQDM, import_base_image, mounts
 from tests.ops.docker_engine import docker_engine, need, ok
@@ -103,22 +107,107 @@ def test_the_context_is_small_and_holds_no_data_and_no_secret(checkout, tmp_path
     with tarfile.open(tmp_path / "context.tar") as archive:
         names = {entry.name for entry in archive if entry.isfile()}
         assert SECRET.encode() not in (tmp_path / "context.tar").read_bytes()
-    assert {"train_ddp.py", "common/training/trainer.py", "configs/sanity.yaml", "constraints.txt"} <= names
+    assert {"train_ddp.py", "common/training/trainer.py", "configs/sanity.yaml", "requirements.lock"} <= names
     assert not {name for name in names if name.startswith(("data/", "out/", ".git/")) or name.endswith(".pyc")}
-    assert (tmp_path / "context.tar").stat().st_size < 3 << 20
+    assert (tmp_path / "context.tar").stat().st_size < 4 << 20
 
 
-def test_what_the_base_brings_stays():
-    requirements = [
-        "torch==2.13.0",
-        "numpy==2.4.6",
-        "datasets==5.2.0",
-        "transformer-engine[core-cu13,pytorch]==2.20.2",
-    ]
-    constraints = ["torch==2.13.0", "filelock==4.2.11", "Jinja2==3.1.6"]
-    base = ["numpy==2.1.0", "jinja2==3.1.0", "scipy==1.16.0"]
-    wanted, limits = plan(requirements, constraints, base, {"torch": "2.13.0a0+nv26.07", "transformer-engine": "2.18"})
-    assert wanted == ["numpy", "datasets==5.2.0"]
-    assert limits == [*base, "filelock==4.2.11", "torch==2.13.0a0+nv26.07", "transformer-engine==2.18"]
-    # A plain base: everything as in the files.
-    assert plan(requirements, constraints, [], {}) == (requirements, constraints)
+LOCK = """\
+datasets==5.2.0 \\
+    --hash=sha256:01 \\
+    --hash=sha256:02
+    # via -r requirements.txt
+flash-attn==2.8.3 \\
+    --hash=sha256:03
+    # via -r requirements-gpu.txt
+Jinja2==3.1.6 \\
+    --hash=sha256:04
+    # via torch, -c constraints.txt
+numpy==2.4.6 \\
+    --hash=sha256:05
+    # via -r requirements.txt, datasets
+onnx-ir==1.1.0 \\
+    --hash=sha256:06
+    # via onnx.script
+onnx_script==0.7.2 \\
+    --hash=sha256:07
+    # via transformer-engine
+torch==2.13.0 \\
+    --hash=sha256:08
+    # via -r requirements.txt, flash-attn
+transformer-engine==2.20.2 \\
+    --hash=sha256:09
+    # via -r requirements-gpu.txt
+"""
+
+
+def test_what_the_base_brings_stays(tmp_path):
+    (tmp_path / "requirements.lock").write_text(LOCK)
+    lock, files = read_lock(tmp_path / "requirements.lock"), ["requirements.txt", "requirements-gpu.txt"]
+    kept = {"torch": "2.13.0a0+nv26.07", "transformer-engine": "2.18"}
+    base = ["numpy==2.1.0", "scipy==1.16.0"]
+    hashed, unhashed, limits = plan(lock, files, base, kept, {"torch", "numpy"})
+    assert hashed == ["datasets==5.2.0 --hash=sha256:01 --hash=sha256:02", "flash-attn==2.8.3 --hash=sha256:03"]
+    assert unhashed == [], "it is there"
+    assert plan(lock, files, base, kept, {"torch"})[1] == ["numpy"]
+    assert limits == [*base, "torch==2.13.0a0+nv26.07", "transformer-engine==2.18"]
+    # A plain base: everything as in the lock, but for what no file wants.
+    assert [line.split("==")[0] for line in plan(lock, files, [], {}, set())[0]] == sorted(
+        ["datasets", "flash-attn", "Jinja2", "numpy", "onnx_script", "torch", "transformer-engine"]
+        + ["onnx-ir"], key=lambda name: name.lower().replace("_", "-"))  # fmt: skip
+    assert len(plan(lock, files[:1], [], {}, set())[0]) == 4
+
+
+def test_what_pip_fetches_has_the_hash_of_the_lock(tmp_path):
+    """With the real pip: a package that is another one than was locked is refused, whatever its version says."""
+    wheels = tmp_path / "wheels"
+    wheels.mkdir()
+    lines = []
+    for name, needs in (("alpha", "Requires-Dist: beta"), ("beta", "")):
+        write_wheel(wheels / f"{name}-1.0-py3-none-any.whl", name, needs)
+        digest = hashlib.sha256((wheels / f"{name}-1.0-py3-none-any.whl").read_bytes()).hexdigest()
+        lines.append(
+            f"{name}==1.0 \\\n    --hash=sha256:{digest}\n    # via {'alpha' if not needs else '-r wanted.txt'}\n"
+        )
+    (tmp_path / "requirements.lock").write_text("".join(lines))
+
+    def install(where: str) -> subprocess.CompletedProcess:
+        options = [f"--target={tmp_path / where}", "--no-index", f"--find-links={wheels}"]
+        command = [sys.executable, ROOT / "docker" / "install_requirements.py", "wanted.txt", *options]
+        return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+
+    done = install("good")
+    assert done.returncode == 0, done.stderr
+    assert {"alpha.py", "beta.py"} <= {path.name for path in (tmp_path / "good").iterdir()}
+    write_wheel(wheels / "beta-1.0-py3-none-any.whl", "beta", "", "print('not what was locked')")
+    done = install("bad")
+    assert done.returncode != 0
+    assert "DO NOT MATCH THE HASHES" in done.stderr
+    assert not (tmp_path / "bad").exists()
+
+
+def write_wheel(path: Path, name: str, needs: str, content: str = "") -> None:
+    """A wheel of one module."""
+    information = f"{name}-1.0.dist-info"
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr(f"{name}.py", content)
+        archive.writestr(f"{information}/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n{needs}\n")
+        archive.writestr(
+            f"{information}/WHEEL", "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+        )
+        archive.writestr(f"{information}/RECORD", "")
+
+
+def test_the_lock_is_that_of_the_requirements():
+    """Made anew after each change of them (docker/lock.sh): all that they pin, with hashes."""
+    files = sorted(path.name for path in ROOT.glob("requirements*.txt") if path.name != "requirements-dev.txt")
+    lock = read_lock(ROOT / "requirements.lock")
+    locked = {name: package.pinned.split()[0].split("==")[1] for name, package in lock.items()}
+    for file in files:
+        for line in read_requirements(ROOT / file):
+            assert locked[name_of(line)] == line.split("==")[1], f"{file}: {line}"
+            assert f"-r {file}" in lock[name_of(line)].wanted_by
+    for line in read_requirements(ROOT / "constraints.txt"):
+        assert locked.get(name_of(line), line.split("==")[1]) == line.split("==")[1], line
+    assert all(re.search(r"--hash=sha256:[0-9a-f]{64}$", package.pinned) for package in lock.values())
+    assert set(closure(lock, files, set())) == lock.keys()

@@ -311,5 +311,5 @@ def test_a_tracker_that_is_not_installed_is_one_line(dataset, tmp_path, name):
     absent = {"common.outputs.logbook.find_spec": nothing_is_installed}
     done = run_script("train_ddp.py", *flags, env=environment(), settings=absent)
     assert done.returncode == 2
-    assert done.stderr.splitlines()[-1] == f"error: --report_to {name}: not installed: pip install {name}"
+    assert done.stderr.splitlines()[-1] == f"error: --report_to {name}: not installed: ./install.sh --trackers"
     assert not (tmp_path / "out").exists()

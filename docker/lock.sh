@@ -1,0 +1,26 @@
+#!/usr/bin/env bash
+# Make requirements.lock anew: every package of the images with the sha256 of each of its files, after a change of
+# requirements*.txt or constraints.txt. Installed is nothing but uv and torch, in a folder that is removed.
+#
+#   docker/lock.sh        x86-64 or arm64, Python 3.11 or 3.12: the hashes of a version are those of all its files
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+case ${1:-} in -h | --help) sed -n '2,/^[^#]/{/^#/!d;s/^# \{0,1\}//;p;}' docker/lock.sh; exit 0 ;; esac
+[ $# -eq 0 ] || { echo "error: docker/lock.sh takes no arguments, not $*" >&2; exit 2; }
+
+work=$(mktemp -d)
+trap 'rm -rf "$work"' EXIT
+python3 -m venv "$work/venv"
+# The GPU packages come as sources, which are asked for their requirements: with torch at hand, without compiling.
+"$work/venv/bin/pip" install --quiet uv==0.13.9 -r requirements-build.txt "$(grep '^torch==' requirements.txt)"
+export FLASH_ATTENTION_SKIP_CUDA_BUILD=TRUE UV_NO_FIND_LINKS=1
+"$work/venv/bin/uv" pip compile --quiet --python "$work/venv/bin/python" --no-build-isolation \
+  --python-version 3.12 --python-platform x86_64-manylinux_2_28 --generate-hashes --annotation-style line --no-header \
+  requirements.txt requirements-build.txt requirements-gpu.txt requirements-test.txt requirements-trackers.txt \
+  -c constraints.txt --output-file "$work/lock" >/dev/null
+{
+  echo "# Made by docker/lock.sh; docker/install_requirements.py reads it. The packages of the images with the sha256 of their"
+  echo "# files, and what each is there for."
+  cat "$work/lock"
+} >requirements.lock.new
+mv requirements.lock.new requirements.lock

@@ -1,0 +1,34 @@
+"""A sign of life while something takes long."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+
+from common.layers.compiling import FirstStep
+from common.waiting import said_while
+
+
+def test_it_is_said_until_the_end_and_not_after(caplog):
+    with caplog.at_level("INFO"), pytest.raises(ZeroDivisionError), said_while("Clustering", every=0.05):
+        deadline = time.monotonic() + 30
+        while len(caplog.messages) < 2 and time.monotonic() < deadline:
+            time.sleep(0.01)
+        raise ZeroDivisionError
+    said = list(caplog.messages)
+    assert len(said) >= 2
+    assert all(line.startswith("Clustering: ") and line.endswith(" s so far") for line in said)
+    assert "said_while" not in {thread.name for thread in threading.enumerate()}
+
+
+@pytest.mark.parametrize("compiles", [True, False])
+def test_the_first_step_says_that_it_compiles(caplog, compiles):
+    first_step = FirstStep(compiles)
+    with caplog.at_level("INFO"):
+        for _ in range(3):
+            with first_step.waited_for():
+                pass
+    assert len(caplog.messages) == compiles
+    assert all("compiles the layers" in line for line in caplog.messages)
