@@ -16,7 +16,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable
 from contextlib import contextmanager, suppress
-from dataclasses import field
+from dataclasses import field, fields
 from pathlib import Path
 from typing import ClassVar, NamedTuple
 
@@ -169,6 +169,11 @@ def parse_arguments(description: str | None, *dataclass_types: type, argv: list[
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
+    # A switch that may be left open (None) takes its bare name for True, as every other does.
+    kinds = {field.name: str(field.type) for kind in dataclass_types for field in fields(kind)}
+    for action in parser._actions:
+        if {"bool", "None"} <= set(re.findall(r"\w+", kinds.get(action.dest, ""))):
+            action.nargs, action.const = "?", True
     argv = sys.argv[1:] if argv is None else argv
     if "--help_all" in argv:
         print(help_text(parser.prog, description, dataclass_types, everything=True), end="")

@@ -85,7 +85,7 @@ def _lines(field: Field, width: int) -> Iterator[str]:
 def _value(kind: str) -> str:
     if "bool" in kind and "None" not in kind:
         return ""
-    for name, shown in (("bool", "BOOL"), ("list", "TEXT ..."), ("int", "N"), ("float", "X")):
+    for name, shown in (("bool", "[BOOL]"), ("list", "TEXT ..."), ("int", "N"), ("float", "X")):
         if name in kind:
             return f" {shown}"
     return " TEXT"

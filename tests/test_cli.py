@@ -165,3 +165,17 @@ def test_a_python_without_transformers_is_named_in_a_line(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(UserError, match="transformers is not installed for this Python: ./install.sh"):
         parse_arguments("", Size, argv=[])
+
+
+@dataclass
+class Open(Flags):
+    compiled: bool | None = flag(None, "left open unless said")
+
+
+@pytest.mark.parametrize(
+    ("words", "value"),
+    [([], None), (["--compiled"], True), (["--compiled", "False"], False), (["--compiled=True"], True)],
+)
+def test_a_switch_that_may_be_left_open_takes_its_bare_name(words, value):
+    (found,) = parse_arguments("", Open, argv=words)
+    assert found.compiled is value

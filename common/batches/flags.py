@@ -24,7 +24,8 @@ class DataFlags(StepFlags):
     streaming: bool = flag(False, "Read a Hub --dataset in place, instead of downloading it first.")
     eval_dataset: str | None = flag(None, "Held-out proteins for --do_eval, where --dataset has no validation files.")
     sample_clusters: bool = flag(
-        False, "Draw UniRef50 clusters, then a member of each, as ESM-2 was trained (step 1's --cluster_table)."
+        False,
+        "Draw UniRef50 clusters, then a member of each, as ESM-2 was trained (step 1's --cluster_table or --cluster).",
     )
     max_seq_length: int = flag(1024, "Tokens, <cls> and <eos> included; longer proteins are cropped at random.")
     sequence_packing: bool | None = flag(
@@ -73,7 +74,7 @@ class DataFlags(StepFlags):
         if self.dataset and self.dataset_dir:
             raise UserError("--dataset (files as they are) excludes --dataset_dir (the output of step 1)")
         if self.dataset and self.sample_clusters:
-            raise UserError("--sample_clusters needs --dataset_dir, tokenised with --cluster_table")
+            raise UserError("--sample_clusters needs --dataset_dir, tokenised with --cluster_table or --cluster")
         if self.dataset and self.max_train_samples:
             raise UserError("--max_train_samples needs --dataset_dir: a --dataset is not counted; use --max_steps")
         if self.do_preprocess:

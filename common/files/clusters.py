@@ -51,7 +51,9 @@ def open_clusters(split_directory: str | Path, num_records: int) -> Clusters:
     """The clusters of a split of so many records (`len(store)`). UserError where there are none or they do not fit."""
     directory = Path(split_directory) / DIRECTORY
     if not (directory / "offsets.npy").is_file():
-        raise UserError(f"{directory}: no clusters: tokenise with --cluster_table, or train without --sample_clusters")
+        raise UserError(
+            f"{directory}: no clusters: tokenise with --cluster_table or --cluster, or train without --sample_clusters"
+        )
     try:
         clusters = Clusters(directory)
     except (ValueError, EOFError, FileNotFoundError) as error:

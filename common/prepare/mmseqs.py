@@ -17,7 +17,7 @@ import pyarrow as pa
 import pyarrow.compute
 
 from common.cli import UserError
-from common.files.output_directory import Build
+from common.files.output_directory import Build, sync, sync_directory
 from common.waiting import said_while
 
 logger = logging.getLogger(__name__)
@@ -58,6 +58,9 @@ def cluster_records(
     shutil.rmtree(directory / "work", ignore_errors=True)
     for left in (fasta, directory / "clusters_all_seqs.fasta", directory / "clusters_rep_seq.fasta"):
         left.unlink(missing_ok=True)
+    with open(table, "rb") as made:
+        sync(made)
+    sync_directory(directory)
     build.results["mmseqs"] = version
     build.note(PROGRAM, version)
     return table
@@ -71,8 +74,6 @@ def write_numbered(path: Path, batches: Iterable[pa.RecordBatch]) -> int:
             texts = pa.compute.replace_substring_regex(rows.column("text"), "[^A-Za-z]", "X")
             file.writelines(f">{n}\n{text}\n" for n, text in enumerate(texts.to_pylist(), count))
             count += rows.num_rows
-        file.flush()
-        os.fsync(file.fileno())
     return count
 
 
@@ -95,6 +96,8 @@ def _run(command: list[str], log: Path) -> None:
             child.wait()
             raise
     if status != 0:
-        said = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
-        last = "; ".join([line for line in said if "Error" in line][-2:] or said[-1:])
-        raise UserError(f"--cluster: {command[0]} {command[1]} ended with status {status}: {last[:300]}")
+        said = [line.strip() for line in log.read_text(errors="replace").splitlines()]
+        said = [line for line in said if line and not line.startswith(("references:", "- "))]  # to cite
+        first = next((n for n, line in enumerate(said) if line.startswith("Error")), len(said))
+        last = "; ".join(said[max(0, first - 1) :])  # the line before has the cause, as often as not
+        raise UserError(f"--cluster: {command[0]} {command[1]} ended with status {status}: {last[-300:]}")

@@ -79,6 +79,13 @@ def test_what_stops_mmseqs_is_one_line(tmp_path, monkeypatch):
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.skipif(shutil.which("mmseqs") is None, reason="needs MMseqs2 (tests/ops/install_packages.sh)")
+def test_its_reason_is_in_the_line(tmp_path):
+    write(tmp_path / "csv", [(f"p{n}", "MKV", n) for n in range(6)])
+    with pytest.raises(UserError, match="the sequences length is less than 14 residues"):
+        call(TOKENIZE, "--input_dir", tmp_path / "csv", "--output_dir", tmp_path / "out", "--cluster", 0.5)
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
