@@ -86,9 +86,8 @@ def main() -> None:
                 loss = losses(clone / "quickstart" / "sample" / "model")
             else:
                 loss = losses(clone / "out") if command.startswith("python train_ddp.py") else ""
-            rows.append(
-                f"| `{command}` | {taken.seconds:,.0f} s | {taken.memory:,.0f} MB | {taken.disk:,.0f} MB | {loss} |"
-            )
+            used = f"{taken.seconds:,.0f} s | {taken.memory:,.0f} MB | {round(taken.disk):,} MB"
+            rows.append(f"| `{command}` | {used} | {loss} |")
             print(rows[-1], flush=True)
     text = [
         "# What the README's commands take",
