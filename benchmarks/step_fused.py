@@ -20,7 +20,7 @@ from torch._functorch.compile_utils import fx_graph_cse
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._inductor.decomposition import select_decomp_table
 
-from benchmarks.step_counts import ATTENTION, PRODUCTS, Work
+from benchmarks.step_counts import ATTENTION, PRODUCTS, Work, tensors
 
 SUMS = ("sum", "mean", "var_mean", "amax")
 VIEWS = ("view", "permute", "unbind", "split", "split_with_sizes", "slice", "unsqueeze", "squeeze", "expand", "alias")
@@ -31,7 +31,7 @@ PARTS = 6  # at most, that a tensor is cut into or put together from: halves of 
 
 
 def graphs_of(function: Callable, *args) -> list[fx.GraphModule]:
-    """The forward and the backward graph of function(*args), whose result is one tensor; under a FakeTensorMode."""
+    """The forward and the backward graph of function(*args), whose results are tensors; under a FakeTensorMode."""
     found: list[fx.GraphModule] = []
 
     def keep(graph: fx.GraphModule, inputs) -> Callable:
@@ -39,9 +39,13 @@ def graphs_of(function: Callable, *args) -> list[fx.GraphModule]:
         return make_boxed_func(graph)
 
     options = {"partition_fn": min_cut_rematerialization_partition, "decompositions": select_decomp_table()}
-    result = aot_function(function, fw_compiler=keep, bw_compiler=keep, **options)(*args)
-    result.backward(torch.empty_like(result))
+    go_back(aot_function(function, fw_compiler=keep, bw_compiler=keep, **options)(*args))
     return found
+
+
+def go_back(results: Tensor | tuple[Tensor, ...]) -> None:
+    results = tensors(results)
+    torch.autograd.backward(results, [torch.empty_like(result) for result in results])
 
 
 def graphs_and_breaks(layer: nn.Module, calls: Iterable[tuple]) -> tuple[int, int]:

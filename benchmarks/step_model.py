@@ -20,7 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from benchmarks.gpu_models import SIZES, batches_for
 from benchmarks.step_counts import Work, counted
-from benchmarks.step_fused import fused_work, graphs_and_breaks, graphs_of
+from benchmarks.step_fused import fused_work, go_back, graphs_and_breaks, graphs_of
 from benchmarks.tables import publish, where_measured
 from common.batches.collators import Batch, to_device
 from common.cli import Flags, UserError, flag, parse_arguments, run
@@ -33,6 +33,7 @@ from common.layers.recompute import MODES as RECOMPUTED
 from common.layers.recompute import save_activations
 from common.layers.rounded import RoundedWeights, use_copy
 from common.layers.shapes import filled_up
+from common.layers.stream import begin
 from common.outputs.metrics import PEAK_FLOPS
 from common.tasks.flops import step_flops
 from common.training.live_bytes import LiveBytes
@@ -162,14 +163,15 @@ def layer_work(size: str, tokens: int, mode: str, rounded_ahead: bool = True) ->
             with torch.autocast("cpu", torch.bfloat16):
                 return torch.func.functional_call(layer, weights, (x, (cos, sin), bounds, longest))
 
-        args = weights, copies, x, *rotary, bounds
+        with torch.autocast("cpu", torch.bfloat16):
+            args = weights, copies, begin(x), *rotary, bounds
         if mode != EAGER:
             forward, backward = (fused_work(graph) for graph in graphs_of(function, *args))
             return forward, backward
         with counted() as forward:
             y = function(*args)
         with counted() as backward:
-            y.backward(torch.empty_like(y))
+            go_back(y)
     return forward, backward
 
 

@@ -5,7 +5,8 @@ queries may share one of keys and values (GQA, Ainslie et al. 2023), the feed-fo
 in Mixtral one of several for each token. There are no biases. Modules and products have the names of ESM-2's layers,
 so that what quantises, recomputes or shards those does these.
 
-Every activation is [T, hidden]: all tokens of a pack end to end. Norms, rotation and the router compute in fp32.
+Every activation is [T, hidden]: all tokens of a pack end to end. Norms, rotation and the router compute in fp32. The
+last sum is the next layer's to make (common.layers.stream).
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ from torch import Tensor, nn
 from common.decoders.config import DecoderConfig
 from common.layers.causal_attention import causal_attention
 from common.layers.linear import linear
+from common.layers.stream import Stream, total
+from common.layers.stream import begin as begin  # as those of another backend have their own
 
 TOKENS = 1  # of a pass: a multiple of it
 
@@ -154,12 +157,13 @@ class DecoderLayer(nn.Module):
         self.layernorm_mlp = (Experts if config.num_local_experts else FeedForward)(config)
 
     def forward(
-        self, x: Tensor, rotary: tuple[Tensor, Tensor], cu_seqlens: Tensor, max_seqlen: int
-    ) -> tuple[Tensor, Tensor | None]:
-        """[T, hidden] -> the same, and what `Experts` tells of its router; None without one."""
+        self, stream: Tensor | Stream, rotary: tuple[Tensor, Tensor], cu_seqlens: Tensor, max_seqlen: int
+    ) -> tuple[Stream, Tensor | None]:
+        """The stream, and what `Experts` tells of its router; None without one."""
+        x = total(stream)
         x = x + self.self_attention(x, rotary, cu_seqlens, max_seqlen)
         more, shares = self.layernorm_mlp(x)
-        return x + more, shares
+        return Stream(x, more), shares
 
 
 def rotary_frequencies(config: DecoderConfig, device: torch.device | str = "cpu") -> Tensor:

@@ -19,6 +19,7 @@ from common.decoders.config import DecoderConfig
 from common.decoders.layers import Linear, RMSNorm, rotary_frequencies
 from common.decoders.vocabulary_loss import vocabulary_loss
 from common.layers.stack import Layers
+from common.layers.stream import total
 
 LAYERS = {"torch": "common.decoders.layers", "te": "common.decoders.layers_te"}
 
@@ -45,7 +46,7 @@ class DecoderForCausalLM(nn.Module):
         super().__init__()
         self.config = config
         layers = importlib.import_module(LAYERS[backend])
-        self.multiple = layers.TOKENS
+        self.multiple, self.begin = layers.TOKENS, layers.begin
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.layers = Layers(layers.DecoderLayer(config, n) for n in range(config.num_hidden_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
@@ -76,11 +77,11 @@ class DecoderForCausalLM(nn.Module):
         x = self.embed_tokens(input_ids)
         if torch.is_autocast_enabled(x.device.type):
             x = x.float()  # the residual stream is fp32, also where a strategy hands out bf16 weights
-        rotary, shares = self._rotary(len(x), cu_seqlens), []
+        stream, rotary, shares = self.begin(x), self._rotary(len(x), cu_seqlens), []
         for layer in self.layers.in_turn():
-            x, of_router = layer(x, rotary, cu_seqlens, max_seqlen)
+            stream, of_router = layer(stream, rotary, cu_seqlens, max_seqlen)
             shares.append(of_router)
-        x = self.norm(x[:tokens])
+        x = self.norm(total(stream)[:tokens])
         head = self.embed_tokens.weight if self.lm_head is None else self.lm_head.weight
         router = self._balance(sum(shares), len(x)) if self.config.num_local_experts else None
         if labels is None:

@@ -25,8 +25,10 @@ from common.esm2.config import Esm2Config
 from common.layers.attention import has_varlen_kernel, rotary_angles, rotated_attention
 from common.layers.context_attention import ContextGroup, whole_sequences
 from common.layers.recompute_te import RecomputedByTe
+from common.layers.stream import total
 from common.ranks.slices import SharedPack
 
+begin = total  # these layers add up themselves
 # cuDNN makes, and keeps, a graph for every longest sequence it sees: lengths are rounded up to this.
 LENGTH_MULTIPLE = 128
 

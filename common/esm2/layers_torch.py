@@ -1,7 +1,8 @@
 """The encoder layer in plain PyTorch, on any device, with Transformer Engine's parameter names and shapes.
 
 Pre-norm transformer layer as in ESM-2: x + proj(attention(LN(x))), then x + fc2(gelu(fc1(LN(x)))), with the GELU that
-the configuration names (common.esm2.gelu). Every activation is [T, hidden]: all tokens of a pack end to end.
+the configuration names (common.esm2.gelu). Every activation is [T, hidden]: all tokens of a pack end to end. The last
+sum is the next layer's to make (common.layers.stream).
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ from common.esm2.gelu import gelu_of
 from common.layers.attention import packed_attention, rotary_tables
 from common.layers.context_attention import ContextGroup, Sharing, context_attention
 from common.layers.linear import Linear, linear
+from common.layers.stream import Stream, total
+from common.layers.stream import begin as begin  # as those of another backend have their own
 from common.ranks.slices import SharedPack
 
 
@@ -108,14 +111,15 @@ class TransformerLayer(nn.Module):
 
     def forward(
         self,
-        x: Tensor,
+        stream: Tensor | Stream,
         rotary: tuple[Tensor, Tensor],
         cu_seqlens: Tensor,
         max_seqlen: int,
         sharing: Sharing | None = None,
-    ) -> Tensor:
+    ) -> Stream:
+        x = total(stream)
         x = x + self.self_attention(x, rotary, cu_seqlens, max_seqlen, sharing)
-        return x + self.layernorm_mlp(x)
+        return Stream(x, self.layernorm_mlp(x))
 
 
 def prepare(

@@ -23,6 +23,7 @@ from common.layers.initialise import VOCABULARY, initialise
 from common.layers.linear import Linear, linear
 from common.layers.shapes import SHAPE_MULTIPLE, filled_up, predicted_positions
 from common.layers.stack import Layers
+from common.layers.stream import total
 from common.ranks.slices import SharedPack
 
 PADDED_VOCAB = 64  # rows of the embedding; a multiple that matrix units like. Rows past 33 stay zero and unseen.
@@ -79,7 +80,7 @@ class Encoder(nn.Module):
         super().__init__()
         self.head_dim = config.hidden_size // config.num_attention_heads
         layers = importlib.import_module(f"common.esm2.layers_{backend}")
-        self.prepare = layers.prepare
+        self.prepare, self.begin = layers.prepare, layers.begin
         self.layers = Layers(layers.TransformerLayer(config, n) for n in range(config.num_hidden_layers))
         self.context: ContextGroup | None = None  # the ranks that packs are shared with
         self.emb_layer_norm_after = LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
@@ -87,9 +88,10 @@ class Encoder(nn.Module):
     def forward(self, x: Tensor, cu_seqlens: Tensor, max_seqlen: int, shared: SharedPack | None = None) -> Tensor:
         to_prepare = len(x), cu_seqlens, max_seqlen, self.head_dim
         rotary, max_seqlen, sharing = self.prepare(*to_prepare, shared, self.context)
+        stream = self.begin(x)
         for layer in self.layers.in_turn():
-            x = layer(x, rotary, cu_seqlens, max_seqlen, sharing)
-        return self.emb_layer_norm_after(x)
+            stream = layer(stream, rotary, cu_seqlens, max_seqlen, sharing)
+        return self.emb_layer_norm_after(total(stream))
 
 
 class LMHead(nn.Module):

@@ -1,9 +1,12 @@
-"""y = x W^T + b on a CPU: fp32 by the faster of two libraries, bf16 also where there are no instructions for it.
+"""y = x W^T + b: on a GPU with gradients of W in fp32, on a CPU by the faster of two libraries and bf16 on any.
 
-common.layers.cpu says which. fp32 products of oneDNN are as exact as MKL's: fp32 inputs and accumulators. A bf16
-product without instructions is the fp32 product of the bf16 numbers, rounded once: exact products and fp32 sums, as
-the instructions have them. What is kept between forward and backward is bf16 then, too: numbers are widened a block
-of rows at a time, which stays in the cache and takes no memory.
+On a GPU a weight whose bf16 copy is made once a step gets its gradient as the product adds it up, in fp32: neither
+rounded to bf16, nor written in bf16 and read again to be widened.
+
+On a CPU common.layers.cpu says which library. fp32 products of oneDNN are as exact as MKL's: fp32 inputs and
+accumulators. A bf16 product without instructions is the fp32 product of the bf16 numbers, rounded once: exact products
+and fp32 sums, as the instructions have them. What is kept between forward and backward is bf16 then, too: numbers are
+widened a block of rows at a time, which stays in the cache and takes no memory.
 """
 
 from __future__ import annotations
@@ -13,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from common.layers.cpu import BF16_PRODUCTS, FP32_BY_ONEDNN, device_type
-from common.layers.rounded import rounded
+from common.layers.rounded import copy_of, rounded
 
 ROWS_PER_THREAD = 512  # that are widened at a time: 2.6 MB of fp32 for the widest operand of the 8M model
 
@@ -34,6 +37,9 @@ class Linear(nn.Linear):
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """`F.linear` for x [..., in], weight [out, in], bias [out]; by autocast's rules where that is on."""
     if _autocast_to_bf16(x.device.type):
+        copy, bias_copy = copy_of(weight), None if bias is None else copy_of(bias)
+        if copy is not None and _takes_copies(x):
+            return _ByCopies.apply(x.bfloat16(), weight, bias, copy, bias_copy)
         weight, bias = rounded(weight), None if bias is None else rounded(bias)
     if device_type(x) != "cpu" or x.dim() != 2:
         return F.linear(x, weight, bias)
@@ -56,12 +62,43 @@ def _autocast_to_bf16(device: str) -> bool:
     return torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) == torch.bfloat16
 
 
+def _takes_copies(x: Tensor) -> bool:
+    """Whether gradients of weights come out of a product in fp32 where it computes."""
+    return device_type(x) == "cuda" and x.dim() == 2
+
+
 def _takes(x: Tensor, weight: Tensor) -> bool:
     """Whether the product of these is ours to make, and not the library's."""
     if not torch.compiler.is_compiling() and x.numel() == 0:
         return False
     ours = FP32_BY_ONEDNN if x.dtype == torch.float32 else x.dtype == torch.bfloat16 and not BF16_PRODUCTS
     return ours and x.dtype == weight.dtype
+
+
+class _ByCopies(torch.autograd.Function):
+    """bf16 copies are multiplied; the gradients of what they are of are not rounded to bf16 on their way."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, weight: Tensor, bias: Tensor | None, copy: Tensor, bias_copy: Tensor | None) -> Tensor:
+        ctx.save_for_backward(x, copy)
+        ctx.dtype = weight.dtype
+        return F.linear(x, copy, bias_copy)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        x, copy = ctx.saved_tensors
+        need_x, need_weight, need_bias, *_ = ctx.needs_input_grad
+        grad_x = grad @ copy if need_x else None
+        grad_weight = _unrounded(grad.t(), x).to(ctx.dtype) if need_weight else None
+        grad_bias = grad.sum(0, dtype=ctx.dtype) if need_bias else None
+        return grad_x, grad_weight, grad_bias, None, None
+
+
+def _unrounded(a: Tensor, b: Tensor) -> Tensor:
+    """a [m, k] times b [k, n], of bf16: fp32 [m, n]."""
+    if device_type(a) == "cuda":
+        return torch.mm(a, b, out_dtype=torch.float32)
+    return a.float() @ b.float()
 
 
 class _Linear(torch.autograd.Function):

@@ -11,6 +11,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from common.cli import Flags, flag
 from common.layers.offload import Offloading
+from common.layers.stream import total
 
 MODES = ("none", "selective", "full")
 
@@ -83,9 +84,9 @@ def save_activations(layers: list[nn.Module], mode: str, offload: bool) -> None:
 def _recomputed(forward: Callable, selective: bool) -> Callable:
     contexts = {"context_fn": partial(create_selective_checkpoint_contexts, _policy)} if selective else {}
 
-    def call(*args):  # torch.compile looks into a function, and not into a partial of `checkpoint`
-        # There is nothing random in a layer.
-        return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, **contexts)
+    def call(stream, *args):  # torch.compile looks into a function, and not into a partial of `checkpoint`
+        # What goes in is kept: one tensor of it. There is nothing random in a layer.
+        return checkpoint(forward, total(stream), *args, use_reentrant=False, preserve_rng_state=False, **contexts)
 
     return call
 

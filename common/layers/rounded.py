@@ -1,8 +1,9 @@
 """bf16 copies of the weights that products take under autocast, made once a step.
 
 Autocast rounds a weight wherever it is used: in every micro-batch, and again where a layer is recomputed, for its
-cache lasts from entering to leaving it, and a graph that is compiled has none. Rounded ahead the numbers are the same,
-and so are the gradients: in bf16 up to the weight, added up in fp32.
+cache lasts from entering to leaving it, and a graph that is compiled has none. Rounded ahead the numbers are the same.
+So are the gradients on a CPU: in bf16 up to the weight, added up in fp32. On a GPU they are fp32 from the product on
+(common.layers.linear).
 """
 
 from __future__ import annotations
@@ -38,9 +39,13 @@ def use_copy(weight: Tensor, copy: Tensor) -> None:
     setattr(weight, _COPY, copy)
 
 
+def copy_of(weight: Tensor) -> Tensor | None:
+    return getattr(weight, _COPY, None)
+
+
 def rounded(weight: Tensor) -> Tensor:
     """The copy in the place of the weight, if there is one."""
-    copy = getattr(weight, _COPY, None)
+    copy = copy_of(weight)
     return weight if copy is None else _Rounded.apply(weight, copy)
 
 

@@ -143,9 +143,9 @@ class Stragglers:
 
 
 def _on_gradient(values, call: Callable) -> None:
-    """Call when the gradients of these are computed: a tensor, or those in a sequence that have one."""
-    if isinstance(values, torch.Tensor):
-        values = (values,)
-    for tensor in values:
-        if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
-            tensor.register_hook(call)
+    """Call when the gradients of these are computed: a tensor, or those in a sequence, of sequences too."""
+    if isinstance(values, torch.Tensor) and values.requires_grad:
+        values.register_hook(call)
+    elif isinstance(values, (tuple, list)):
+        for value in values:
+            _on_gradient(value, call)

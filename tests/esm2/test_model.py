@@ -280,7 +280,7 @@ def test_a_bf16_residual_stream_goes_from_layer_to_layer_and_costs_roundings():
         model.to_empty(device="cpu")
         initialise(model, 1, 0.02)
         for layer in model.layers:
-            layer.register_forward_hook(lambda layer, inputs, output: seen.append((inputs[0].dtype, output.dtype)))
+            layer.register_forward_hook(lambda layer, inputs, output: seen.append((inputs[0].x.dtype, output.x.dtype)))
         with torch.autocast("cpu", torch.bfloat16):
             results.append(model(**pack).loss_sum)
         assert model(**pack, output_hidden=True).hidden.dtype == torch.float32  # nothing of it without autocast

@@ -8,6 +8,9 @@ import torch
 from common.esm2.model import build_model
 from common.esm2.presets import esm2_config
 from common.layers.compiling import compile_layers
+from common.layers.initialise import initialise
+from common.layers.linear import Linear
+from common.layers.rounded import RoundedWeights
 from tests.esm2.reference import ours_like, packed, random_batch, reference_model
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU")
@@ -52,6 +55,24 @@ def test_bf16_varlen_attention_equals_fp32_on_the_cpu(compiled):
     for (name, ours), theirs in zip(model.named_parameters(), exact.parameters(), strict=True):
         assert ours.dtype == torch.float32
         assert relative(ours.grad, theirs.grad) < 0.05, name
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_gradients_of_rounded_weights_are_fp32_from_the_product_on(compiled):
+    """Of one layer's products, beside float64 products of what they multiplied."""
+    module, x = Linear(320, 960).cuda(), torch.randn(512, 320, device="cuda").bfloat16()
+    initialise(module, 1, 0.1)
+    RoundedWeights([module])
+    upstream = torch.randn(512, 960, device="cuda").bfloat16()
+    multiply = torch.compile(module) if compiled else module
+    with torch.autocast("cuda", torch.bfloat16):
+        result = multiply(x)
+    result.backward(upstream)
+    exact = upstream.double().t() @ x.double()
+    assert module.weight.grad.dtype == torch.float32
+    # fp32's rounding of 512 numbers in a sum; bf16's of the result would be 2e-3.
+    assert (module.weight.grad.double() - exact).norm() / exact.norm() < 1e-5
+    torch.testing.assert_close(module.bias.grad.double(), upstream.double().sum(0), rtol=1e-5, atol=1e-3)
 
 
 def test_initial_weights_do_not_depend_on_the_device():

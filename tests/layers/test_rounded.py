@@ -5,13 +5,17 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from benchmarks.step_counts import counted
 from common.decoders.config import DecoderConfig
 from common.decoders.model import DecoderForCausalLM
 from common.esm2.model import build_model
 from common.esm2.presets import esm2_config
+from common.layers import linear
 from common.layers.compiling import compile_layers
+from common.layers.cpu import as_on_a_gpu
 from common.layers.initialise import initialise
 from common.layers.recompute import save_activations
 from common.layers.rounded import RoundedWeights
@@ -80,6 +84,41 @@ def test_micro_batches_and_recomputation_use_what_was_rounded(made):
     optimizer.step()
     assert all(torch.equal(copy, weight.bfloat16()) for copy, weight in zip(kept.copies, kept.weights, strict=True))
     assert not any(torch.equal(*pair) for pair in zip(before, kept.copies, strict=True))
+
+
+def test_a_gradient_is_fp32_from_the_product_on(monkeypatch):
+    """On a GPU: neither rounded to bf16 on its way to the weight, nor written in bf16. Beside float64."""
+    monkeypatch.setattr(linear, "_takes_copies", lambda x: True)  # which a CPU has no operator for
+    generator = torch.Generator().manual_seed(3)
+    module = linear.Linear(48, 40)
+    initialise(module, 1, 0.2)
+    x, upstream = (torch.randn(T, size, generator=generator).bfloat16() for size in (48, 40))
+    RoundedWeights([module])
+    with torch.autocast("cpu", torch.bfloat16):
+        result = module(x.requires_grad_())
+    result.backward(upstream)
+    exact = upstream.double().t() @ x.double()
+    for found, expected in ((module.weight.grad, exact), (module.bias.grad, upstream.double().sum(0))):
+        assert found.dtype == torch.float32
+        # fp32's rounding, 6e-8, for each of T numbers in a sum; one of bf16's, 2e-3, is far more.
+        torch.testing.assert_close(found.double(), expected, rtol=0, atol=6e-8 * T * expected.abs().max().item())
+    assert x.grad.dtype == result.dtype == torch.bfloat16
+    copies = torch.nn.functional.linear(x, module.weight.bfloat16(), module.bias.bfloat16())
+    assert torch.equal(result, copies)
+
+
+def test_no_gradient_of_a_weight_is_converted_on_a_gpu():
+    with FakeTensorMode(), as_on_a_gpu():
+        module = linear.Linear(48, 40)
+        RoundedWeights([module])
+        x = torch.empty(T, 48, dtype=torch.bfloat16, requires_grad=True)
+        with torch.autocast("cpu", torch.bfloat16):
+            result = module(x)
+        with counted() as work:
+            result.sum().backward()
+    assert module.weight.grad.dtype == torch.float32
+    assert work.products == {(40, 48, T): 1, (T, 48, 40): 1}
+    assert set(work.by_operator) <= {"sum", "expand", "ones_like"}, work.by_operator
 
 
 def test_experts_whose_weights_are_cut_up_have_none():

@@ -170,7 +170,7 @@ def test_speeds_are_told_for_each_gpu_with_and_without_fillers(evaluated_run):
 def test_the_tokens_counted_as_computed_are_those_that_a_layer_sees(pad_to, computed):
     model, collator = build_model(esm2_config(1, 64, 4), 0), MaskingCollator(0, pad_to=pad_to)
     seen = []
-    model.layers[0].register_forward_hook(lambda layer, inputs, output: seen.append(len(inputs[0])))
+    model.layers[0].register_forward_hook(lambda layer, inputs, output: seen.append(len(inputs[0].x)))
     batches = []
     for lengths in ([64], [30, 35], [5], []):
         zeros = np.zeros(len(lengths), dtype=np.int64)

@@ -1,0 +1,32 @@
+"""The residual stream from layer to layer, and what the last product adds to it: not added up yet.
+
+Who adds is the next layer: its first norm reads the sum, and computes both in one kernel where layers are compiled.
+Added up at the end of a layer, in a graph of its own, the sum would be written to be read again at once; and its
+gradient, which comes back in fp32, would be read again to be rounded for the product.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Stream(NamedTuple):
+    """x [T, hidden]; added [T, hidden], as a product gives it: in autocast's dtype, where that is on."""
+
+    x: Tensor
+    added: Tensor
+
+
+def begin(x: Tensor) -> Stream:
+    """What goes into the first layer: as into any other, so that all of them are one compiled graph."""
+    device = x.device.type
+    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+    return Stream(x, torch.zeros_like(x, dtype=dtype, requires_grad=x.requires_grad))
+
+
+def total(stream: Tensor | Stream) -> Tensor:
+    """[T, hidden]: the sum, or what is a sum already."""
+    return stream.x + stream.added if isinstance(stream, Stream) else stream
