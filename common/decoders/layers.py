@@ -158,12 +158,15 @@ class DecoderLayer(nn.Module):
 
     def forward(
         self, stream: Tensor | Stream, rotary: tuple[Tensor, Tensor], cu_seqlens: Tensor, max_seqlen: int
-    ) -> tuple[Stream, Tensor | None]:
-        """The stream, and what `Experts` tells of its router; None without one."""
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """The stream's two, and what `Experts` tells of its router; None without one.
+
+        Side by side: Megatron-FSDP looks for tensors in a result, but not in a part of it.
+        """
         x = total(stream)
         x = x + self.self_attention(x, rotary, cu_seqlens, max_seqlen)
         more, shares = self.layernorm_mlp(x)
-        return Stream(x, more), shares
+        return x, more, shares
 
 
 def rotary_frequencies(config: DecoderConfig, device: torch.device | str = "cpu") -> Tensor:

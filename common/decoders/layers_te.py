@@ -21,7 +21,7 @@ from torch import Tensor
 from common.decoders import layers as decoder_layers
 from common.decoders.config import DecoderConfig
 from common.layers.recompute_te import RecomputedByTe
-from common.layers.stream import total
+from common.layers.stream import Stream, total
 
 begin = total  # these layers add up themselves
 # Products in FP8, MXFP8 and NVFP4 take multiples of 16 or 32 tokens; that of ESM-2's packs serves all.
@@ -29,7 +29,7 @@ TOKENS = 64
 
 
 class DecoderLayer(RecomputedByTe, decoder_layers.DecoderLayer):
-    """x [T, hidden] -> the same, fp32 under autocast, and None: there is no router."""
+    """The stream [T, hidden] -> the same, fp32 under autocast; nothing left to add, and no router."""
 
     def __init__(self, config: DecoderConfig, number: int = 0):
         super().__init__(config, number)
@@ -46,7 +46,8 @@ class DecoderLayer(RecomputedByTe, decoder_layers.DecoderLayer):
         )
 
     def forward(
-        self, x: Tensor, rotary: tuple[Tensor, Tensor], cu_seqlens: Tensor, max_seqlen: int
-    ) -> tuple[Tensor, None]:
+        self, stream: Tensor | Stream, rotary: tuple[Tensor, Tensor], cu_seqlens: Tensor, max_seqlen: int
+    ) -> tuple[Tensor, None, None]:
+        x = total(stream)
         x = x + self.self_attention(x, rotary, cu_seqlens, max_seqlen)
-        return x + self.layernorm_mlp(x), None
+        return x + self.layernorm_mlp(x), None, None

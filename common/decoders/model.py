@@ -19,7 +19,7 @@ from common.decoders.config import DecoderConfig
 from common.decoders.layers import Linear, RMSNorm, rotary_frequencies
 from common.decoders.vocabulary_loss import vocabulary_loss
 from common.layers.stack import Layers
-from common.layers.stream import total
+from common.layers.stream import Stream, total
 
 LAYERS = {"torch": "common.decoders.layers", "te": "common.decoders.layers_te"}
 
@@ -79,7 +79,8 @@ class DecoderForCausalLM(nn.Module):
             x = x.float()  # the residual stream is fp32, also where a strategy hands out bf16 weights
         stream, rotary, shares = self.begin(x), self._rotary(len(x), cu_seqlens), []
         for layer in self.layers.in_turn():
-            stream, of_router = layer(stream, rotary, cu_seqlens, max_seqlen)
+            *parts, of_router = layer(stream, rotary, cu_seqlens, max_seqlen)
+            stream = Stream(*parts)
             shares.append(of_router)
         x = self.norm(total(stream)[:tokens])
         head = self.embed_tokens.weight if self.lm_head is None else self.lm_head.weight

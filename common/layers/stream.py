@@ -14,10 +14,10 @@ from torch import Tensor
 
 
 class Stream(NamedTuple):
-    """x [T, hidden]; added [T, hidden], as a product gives it: in autocast's dtype, where that is on."""
+    """x [T, hidden]; added [T, hidden], as a product gives it: in autocast's dtype, where that is on. None: it is."""
 
     x: Tensor
-    added: Tensor
+    added: Tensor | None = None
 
 
 def begin(x: Tensor) -> Stream:
@@ -29,4 +29,6 @@ def begin(x: Tensor) -> Stream:
 
 def total(stream: Tensor | Stream) -> Tensor:
     """[T, hidden]: the sum, or what is a sum already."""
-    return stream.x + stream.added if isinstance(stream, Stream) else stream
+    if isinstance(stream, Tensor):
+        return stream
+    return stream.x if stream.added is None else stream.x + stream.added
