@@ -20,11 +20,12 @@ from pathlib import Path
 from benchmarks.allocator_peak import PLAIN, ROOT
 from benchmarks.tables import publish, where_measured
 from common.cli import Flags, UserError, flag, parse_arguments, run
+from common.tasks.arguments import RunArguments
 from common.tasks.kinds import parse_run
 from common.training.held_memory import rehearsed
 
 FSDP2, MFSDP = "train_fsdp2", "train_mfsdp"
-KINDS = {FSDP2: "FsdpFlags", MFSDP: "MegatronFlags"}
+KINDS = {"train_ddp": "DdpFlags", FSDP2: "FsdpFlags", MFSDP: "MegatronFlags"}
 ESM2 = {"config_name": "facebook/esm2_t6_8M_UR50D", "dataset": "sample", "tokens_per_pack": 2048}
 ESM2 |= {"max_seq_length": 512, "max_steps": 2}
 WIDER = "num_hidden_layers=8,hidden_size=480,intermediate_size=1920"
@@ -65,13 +66,16 @@ def measured(script: str, ranks: int, flags: dict, directory: Path) -> int:
     return max(int(Path(f"{peak}.{rank}").read_text()) for rank in range(ranks))
 
 
-def told(script: str, ranks: int, flags: dict) -> int:
-    """Bytes at most, by the dry run."""
-    module = importlib.import_module(script)
-    args = parse_run(
-        "", getattr(module, KINDS[script]), words(flags | {"dry_run": True, "world_size": ranks, "use_cpu": True})
-    )
-    with rehearsed(args, module.build) as rehearsal:
+def parsed(script: str, ranks: int, flags: list[str]) -> RunArguments:
+    """A dry run's arguments."""
+    kind = getattr(importlib.import_module(script), KINDS[script])
+    return parse_run("", kind, [*flags, "--dry_run", f"--world_size={ranks}"])
+
+
+def told(script: str, ranks: int, flags: list[str]) -> int:
+    """Bytes at most, by the dry run of these words."""
+    args = parsed(script, ranks, flags)
+    with rehearsed(args, importlib.import_module(script).build) as rehearsal:
         return rehearsal.step(args.pack_tokens).peak
 
 
@@ -86,7 +90,8 @@ def main() -> None:
         text.write_text("\n\n".join(page.read_text() for page in sorted((ROOT / "docs").glob("*.md"))))
         for script, name, ranks, layout in cases:
             flags = {"dataset": text} | MODELS[name] | layout
-            found, said = measured(script, ranks, flags, Path(place)), told(script, ranks, flags)
+            found = measured(script, ranks, flags, Path(place))
+            said = told(script, ranks, [*words(flags), "--use_cpu"])
             of_script = f"{script}.py " + " ".join(f"{flag} {value}" for flag, value in layout.items())
             lines.append(
                 f"| {of_script.strip()} | {name} | {ranks} | {found / 1e6:,.0f} | {said / 1e6:,.0f} "

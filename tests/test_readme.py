@@ -2,80 +2,31 @@
 
 from __future__ import annotations
 
-import os
 import re
-import shutil
-import subprocess
 from pathlib import Path
 
 import pytest
 
-from common.prepare.sample import make_proteins
 from tests.conftest import ROOT
-from tests.data_fixtures import write_fasta
-from tests.decoder_fixtures import write_text
-from tests.warm_python import programs
+from tests.typed import blocks, checkout_in, sh, smaller
 
 README = (ROOT / "README.md").read_text()
-SMALLER = (
-    (r"^\./install\.sh && \. \.venv/bin/activate$", ":"),
-    (r"--max_steps \d+", "--max_steps 2"),
-    (r"--nproc_per_node=8", "--standalone --nproc_per_node=2"),
-    (r"esm2_t30_150M", "esm2_t6_8M"),
-    (r"--tokens_per_pack 16384 --gradient_accumulation_steps 16", "--tokens_per_pack 1024"),
-    (r"--num_layers 4", "--num_layers 4 --intermediate_size 256"),
-    (r"--max_context_width 512", "--max_context_width 128"),
-)
-
-
-def blocks(language: str) -> list[str]:
-    return re.findall(rf"```{language}\n(.*?)```", README, re.DOTALL)
-
-
-def sh(script: str, cwd: Path, timeout: int = 600) -> subprocess.CompletedProcess:
-    environment = os.environ | {
-        "PATH": f"{programs()}:{os.environ['PATH']}",
-        "OMP_NUM_THREADS": "1",
-        "HF_HUB_OFFLINE": "1",
-    }
-    return subprocess.run(
-        ["bash", "-euo", "pipefail", "-c", script],
-        cwd=cwd,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=timeout,
-    )
 
 
 @pytest.fixture(scope="module")
 def checkout(tmp_path_factory) -> Path:
-    """A directory that looks like a checkout, so that the commands' relative paths land in a temporary place."""
-    directory = tmp_path_factory.mktemp("checkout")
-    for path in ROOT.iterdir():
-        if path.suffix in (".py", ".sh", ".txt") or path.name in ("common", "configs"):
-            (directory / path.name).symlink_to(path)
-    (directory / ".venv").mkdir()
-    for path in (ROOT / ".venv").iterdir():
-        (directory / ".venv" / path.name).symlink_to(programs() if path.name == "bin" else path)
-    # Short ones, so that an epoch of them is one small pack.
-    proteins = [(header, residues[:50]) for header, residues in make_proteins(60, 10, 4, (0.1, 0.4), seed=1)]
-    write_fasta(directory / "my_proteins.fasta", proteins)
-    shutil.copy(write_text(directory / "text") / "train.jsonl", directory / "my_texts.jsonl")
-    return directory
+    return checkout_in(tmp_path_factory.mktemp("checkout"))
 
 
 def test_the_commands_in_order(checkout):
-    commands = blocks("bash")
+    commands = blocks(README, "bash")
     assert len(commands) == 3
     for command in commands:
-        for pattern, replacement in SMALLER:
-            command = re.sub(pattern, replacement, command, flags=re.MULTILINE)
-        done = sh(command, checkout)
+        done = sh(smaller(command), checkout)
         assert done.returncode == 0, done.stderr[-2000:]
     for name in re.findall(r"`([\w.]+(?:\.jsonl|\.png|\.json))`", README):
         assert (checkout / "out" / name).exists() or name == "training_curves.png", name
-    (python,) = blocks("python")
+    (python,) = blocks(README, "python")
     done = sh(
         f"python - <<'E'\n{python}\nprint(sum(p.numel() for p in model.parameters()), len(tokenizer))\nE", checkout
     )

@@ -62,8 +62,12 @@ class CausalArguments(DecayFlags, RunArguments, TextFlags, IdleFlags, DecoderFla
     )
     max_seq_length: int = flag(2048, "Tokens in a context: documents end to end, cut.", "max_context_width")
     seed: int = flag(12345, "Everything random follows from it: weights, order.")
-    num_train_epochs: float = flag(3.0, "Passes over --dataset_dir, with --max_steps -1.", "epochs")
-    max_steps: int = flag(5000, "Optimiser steps; overrides --num_train_epochs.", "max_training_steps")
+    num_train_epochs: float | None = flag(None, "Passes over --dataset_dir, without --max_steps.", "epochs")
+    max_steps: int | None = flag(
+        None,
+        "Optimiser steps. Default: what --num_train_epochs makes with --dataset_dir, else 5000.",
+        "max_training_steps",
+    )
     per_device_train_batch_size: int = flag(2, "Contexts in a batch.", "train_batch_size")
     per_device_eval_batch_size: int = flag(4, "The same for evaluation.", "val_batch_size")
     bf16: bool = flag(True, "Compute in bfloat16; weights, gradients and optimiser stay fp32.")
@@ -98,5 +102,9 @@ class CausalArguments(DecayFlags, RunArguments, TextFlags, IdleFlags, DecoderFla
             self.tokenizer = PRESETS[published].hub if published in PRESETS else published
         if not self.output_dir and self.model_named:
             self.output_dir = f"out/{self.model_named.rstrip('/').rpartition('/')[2]}"
+        if self.max_steps is None:
+            self.max_steps = -1 if self.num_train_epochs is not None and self.dataset_dir else 5000
+        if self.num_train_epochs is None:
+            self.num_train_epochs = 3.0  # for --max_steps -1
         self.do_eval = self.do_eval or self.eval_steps is not None
         super().__post_init__()

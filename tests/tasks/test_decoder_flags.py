@@ -233,6 +233,21 @@ def test_the_help_of_esm2_has_nothing_of_decoders():
     assert {"mlm_probability", "gelu", "pad_to_max_length"} <= esm2 - decoders
 
 
+@pytest.mark.parametrize(
+    ("words", "steps", "epochs"),
+    [
+        (["--dataset_dir=x"], 5000, 3),
+        (["--dataset_dir=x", "--epochs=2"], -1, 2),  # not the default number of steps, whatever the epochs
+        (["--dataset_dir=x", "--max_steps=-1"], -1, 3),
+        (["--dataset_dir=x", "--num_train_epochs=2", "--max_steps=7"], 7, 2),
+        (["--dataset=x", "--epochs=2"], 5000, 2),  # which has no length
+    ],
+)
+def test_epochs_that_are_asked_for_are_trained(words, steps, epochs):
+    args = parse("--model=llama2_7b", *words)
+    assert (args.max_steps, args.num_train_epochs) == (steps, epochs)
+
+
 def test_a_file_of_flags_tells_a_decoder(tmp_path):
     (tmp_path / "run.yaml").write_text("model_type: llama_v3\nhidden_width: 64\ndataset: x\nlr: 2e-4\n")
     args = parse(str(tmp_path / "run.yaml"), "--checkpoint_dir=out/x")

@@ -1,0 +1,182 @@
+"""Flags for each size of ESM-2, as it was trained, with what they need: memory, disk, and time by the step's model.
+
+    python -m benchmarks.sizes          makes the tables of docs/sizes.md anew
+
+Batches, rates and steps are the paper's (supplement of Lin et al. 2023). Memory is what --dry_run says, checkpoints
+are 12 bytes a parameter, speed is that of benchmarks/step_model.py: an estimate.
+"""
+
+from __future__ import annotations
+
+import common  # noqa: F401  # isort: skip  (before torch: see there)
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from math import log
+from pathlib import Path
+
+from benchmarks.dry_run import parsed, told, words
+from benchmarks.step_model import COMPILED, DEVICES, Step, step_of
+from benchmarks.tables import where_measured
+from common.cli import Flags, UserError, flag, parse_arguments, run
+from common.esm2.presets import ESM2_SIZES
+
+GIB = 2**30
+ROOT = Path(__file__).resolve().parents[1]
+PAGE = ROOT / "docs" / "sizes.md"
+RESERVE = 5  # GiB that --dry_run leaves to what it does not count
+KEPT = 3  # --save_total_limit's default
+DDP, FSDP2 = "train_ddp", "train_fsdp2"
+MEETING = "--rdzv_backend=c10d --rdzv_endpoint=FIRST_NODE:29500 --rdzv_id=NAME"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """flags: beside those of every size."""
+
+    size: str
+    script: str
+    gpus: int
+    tokens_per_pack: int
+    accumulation: int
+    flags: tuple[tuple[str, object], ...] = ()
+    steps: int = 500_000
+    perplexity: float | None = None  # published, of held-out UniRef50 after all steps
+
+    @property
+    def name(self) -> str:
+        return next(name for name in ESM2_SIZES if f"_{self.size}_" in name)
+
+    @property
+    def step_tokens(self) -> int:
+        return self.gpus * self.tokens_per_pack * self.accumulation
+
+    @property
+    def values(self) -> dict[str, object]:
+        said = {"config_name": self.name, "bf16": True, "tokens_per_pack": self.tokens_per_pack}
+        said |= {"gradient_accumulation_steps": self.accumulation, "max_steps": self.steps}
+        return said | dict(self.flags)
+
+    @property
+    def nodes(self) -> int:
+        return -(-self.gpus // 8)
+
+    @property
+    def command(self) -> str:
+        """The same on every node."""
+        places = {"dataset_dir": "data/processed/arrow", "output_dir": f"out-{self.size}"}
+        said = (self.values | places).items()
+        flags = " ".join(f"--{name}" if value is True else f"--{name} {value}" for name, value in said)
+        nodes = f"--nnodes={self.nodes} {MEETING} " * (self.nodes > 1)
+        return f"python -m common.ranks.launch {nodes}--nproc_per_node=8 {self.script}.py {flags}"
+
+    @property
+    def step(self) -> Step:
+        """Of one GPU, as the step's model counts it. Rounding ahead is for replicas only."""
+        return step_of(self.size, self.tokens_per_pack, COMPILED, self.accumulation, self.script == DDP)
+
+    @property
+    def seconds(self) -> float:
+        """A step, by the model, with exchanges hidden behind it."""
+        once, h100 = self.step, DEVICES[0]
+        if dict(self.flags).get("activation_checkpointing") != "full":
+            return once.seconds(h100)
+        again = replace(once, phases=[once.layer[0] * (ESM2_SIZES[self.name][0] * self.accumulation)])
+        return once.seconds(h100) + again.seconds(h100)
+
+    @property
+    def days(self) -> float:
+        return self.steps * self.seconds / 86400
+
+    @property
+    def loss(self) -> str:
+        return f"{log(self.perplexity):.2f}" if self.perplexity else ""
+
+
+LARGE = (("activation_checkpointing", "full"), ("learning_rate", "1.6e-4"), ("weight_decay", 0.1))
+PLANS = [
+    Plan("8M", DDP, 8, 32768, 8, perplexity=10.26),
+    Plan("35M", DDP, 8, 32768, 8),
+    Plan("150M", DDP, 8, 32768, 8),
+    Plan("650M", DDP, 32, 16384, 4, perplexity=7.14),
+    Plan("3B", FSDP2, 128, 16384, 1, perplexity=6.42),
+    Plan("15B", FSDP2, 256, 12288, 1, LARGE, steps=270_000),
+]
+
+
+@dataclass
+class Arguments(Flags):
+    page: str = flag(str(PAGE), "The page to put the tables into, between its comments.")
+
+
+def memory(plan: Plan) -> float:
+    """GiB of a GPU, with what --dry_run adds for what it does not count."""
+    return told(plan.script, plan.gpus, words(plan.values)) / GIB + RESERVE
+
+
+def checkpoints(parameters: int) -> float:
+    """GB of those that are kept, and the one that is being written."""
+    return 12 * parameters * (KEPT + 1) / 1e9
+
+
+def plans_table() -> Iterator[str]:
+    yield "| model | script | GPUs | `--tokens_per_pack` | `--gradient_accumulation_steps` | tokens a step | also "
+    yield "| memory of a GPU, GiB | checkpoints, GB | tokens/s | days | held-out loss |\n"
+    yield "|---|---|--:|--:|--:|--:|---|--:|--:|--:|--:|--:|\n"
+    for plan in PLANS:
+        flags = " ".join(f"`--{name} {value}`" for name, value in plan.flags)
+        nodes = f" ({plan.nodes} nodes)" if plan.nodes > 1 else ""
+        rate = plan.step_tokens / plan.seconds
+        yield f"| {plan.size} | `{plan.script}.py` | {plan.gpus}{nodes} | {plan.tokens_per_pack:,} "
+        yield f"| {plan.accumulation} | {plan.step_tokens:,} | {flags} | {memory(plan):.0f} "
+        yield f"| {checkpoints(plan.step.parameters):,.1f} | {rate:,.0f} "
+        yield f"| {plan.days:.1f} | {plan.loss} |\n"
+
+
+def of_one_node() -> list[tuple[str, list[str]]]:
+    """The README's training commands for 8 GPUs: (script, its words)."""
+    text = (ROOT / "README.md").read_text().replace("\\\n", " ")
+    found = re.findall(r"^python -m common\.ranks\.launch --nproc_per_node=8 (\w+)\.py (.*)$", text, re.M)
+    return [(script, words.split()) for script, words in found]
+
+
+def one_node_table() -> Iterator[str]:
+    yield "| command | memory of a GPU, GiB | checkpoints, GB | days | held-out loss |\n|---|--:|--:|--:|--:|\n"
+    for script, flags in of_one_node():
+        args, needed = parsed(script, 8, flags), told(script, 8, flags) / GIB + RESERVE
+        plan = next((plan for plan in PLANS if plan.name == getattr(args, "config_name", None)), None)
+        yield f"| `{script}.py {' '.join(flags)}` | {needed:.0f} | "
+        if plan is None:
+            yield " | | |\n"
+            continue
+        packs = {"tokens_per_pack": args.tokens_per_pack, "accumulation": args.gradient_accumulation_steps}
+        plan = replace(plan, gpus=8, steps=args.max_steps, **packs)
+        yield f"{checkpoints(plan.step.parameters):,.1f} | {plan.days:.1f} | {plan.loss} |\n"
+
+
+def put(page: str, name: str, text: str) -> str:
+    """The page with this text between the comments of that name."""
+    begin, end = f"<!-- {name} -->\n", f"<!-- end of {name} -->"
+    if page.count(begin) != 1 or page.count(end) != 1:
+        raise UserError(f"{PAGE}: lacks the comments {begin.strip()} and {end}")
+    head, _, rest = page.partition(begin)
+    return head + begin + text.strip() + "\n" + end + rest.partition(end)[2]
+
+
+def main() -> None:
+    (args,) = parse_arguments(__doc__, Arguments)
+    text = Path(args.page).read_text()
+    commands = "\n".join(["```sh", *(plan.command for plan in PLANS), "```"])
+    where = "\n\n".join(where_measured("benchmarks.sizes", "torch"))
+    for name, part in (
+        ("plans", "".join(plans_table())),
+        ("commands", commands),
+        ("one node", "".join(one_node_table())),
+        ("where", where),
+    ):
+        text = put(text, name, part)
+    Path(args.page).write_text(text)
+
+
+if __name__ == "__main__":
+    run(main)

@@ -1,0 +1,66 @@
+"""What documents say can be typed: their commands run as they stand (smaller), flags and links are there."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import ROOT
+from tests.typed import blocks, checkout_in, sh, smaller
+
+PAGES = sorted((ROOT / "docs").glob("*.md"))
+TYPED = [page for page in PAGES if blocks(page.read_text(), "bash")]
+# A block without a language is no command: a picture, a log, a list of names.
+PROGRAMS = "python3?|torchrun|docker|kubectl|sbatch|helm|pip|hf|mmseqs|source|export"
+COMMAND = re.compile(rf"^\s*([A-Z_]+=\S+ )?((\./|slurm/|kubernetes/)\w+\.sh|({PROGRAMS})\b)")
+
+
+@pytest.fixture(scope="module")
+def checkout(tmp_path_factory) -> Path:
+    """With what the README's laptop commands leave, which the other pages begin from."""
+    directory = checkout_in(tmp_path_factory.mktemp("checkout"))
+    (directory / "texts").mkdir()
+    shutil.copy(directory / "my_texts.jsonl", directory / "texts")
+    (directory / "wild_type.fasta").write_text(">a\nMKTAYIAKQR\n")
+    (directory / "mutants.csv").write_text("mutant\nK2R\nT3A:Y5F\n")
+    (commands,) = [block for block in blocks((ROOT / "README.md").read_text(), "bash") if "0.download" in block]
+    done = sh(smaller(commands), directory)
+    assert done.returncode == 0, done.stderr[-2000:]
+    (directory / "out" / "checkpoint-2").rename(directory / "out" / "checkpoint-500")
+    return directory
+
+
+@pytest.mark.parametrize("page", TYPED, ids=lambda page: page.stem)
+def test_commands_run_in_order(page, checkout):
+    for block in blocks(page.read_text(), "bash"):
+        # Published weights are fetched; a model of our own takes their place.
+        command = re.sub(r"(--model_name_or_path) facebook/\S+", r"\1 out/final_model", block)
+        done = sh(smaller(command), checkout)
+        assert done.returncode == 0, f"{block}\n{done.stderr[-2000:]}"
+
+
+@pytest.mark.parametrize("page", [ROOT / "README.md", *PAGES], ids=lambda page: page.stem)
+def test_commands_stand_in_blocks_that_say_who_types_them(page):
+    for block in blocks(page.read_text(), ""):
+        assert [line for line in block.splitlines() if COMMAND.match(line)] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_links_lead_somewhere(page):
+    for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
+        if link.startswith(("http://", "https://")):
+            continue
+        path, _, anchor = link.partition("#")
+        target = (page.parent / path).resolve() if path else page
+        assert target.exists(), link
+        if anchor:
+            assert anchor in anchors(target), link
+
+
+def anchors(page: Path) -> set[str]:
+    """As GitHub makes them of headings."""
+    headings = re.findall(r"^#+ (.*)$", page.read_text(), re.M)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}

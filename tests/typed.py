@@ -1,0 +1,77 @@
+"""Commands of documents, typed as they stand but smaller: fewer steps, smaller models, two ranks."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+from common.prepare.sample import make_proteins
+from tests.conftest import ROOT
+from tests.data_fixtures import write_fasta
+from tests.decoder_fixtures import write_text
+from tests.warm_python import programs
+
+SMALLER = (
+    (r"^\./install\.sh && \. \.venv/bin/activate$", ":"),
+    (r"--max_steps \d+", "--max_steps 2"),
+    (r"--num_train_epochs \d+", "--num_train_epochs 0.01"),
+    (r"--nnodes=\S+ --nproc_per_node=8", "--standalone --nproc_per_node=2"),
+    (r"--rdzv_\w+=\S+|--max_restarts=\d+", ""),
+    (r"--nproc_per_node=8", "--standalone --nproc_per_node=2"),
+    (r"--world_size \d+", "--world_size 2"),
+    (r"esm2_t\d+_(35M|150M|650M|3B|15B)", "esm2_t6_8M"),
+    (r"--tokens_per_pack \d+ --gradient_accumulation_steps \d+", "--tokens_per_pack 1024"),
+    (r"--packs_per_step \d+", "--packs_per_step 2"),
+    (r"--quant_stats_freq \d+", "--quant_stats_freq 1"),
+    (r"--max_seq_length 8192", "--max_seq_length 256"),
+    (r"--num_layers 4", "--num_layers 4 --intermediate_size 256"),
+    (r"--max_context_width 512", "--max_context_width 128"),
+)
+
+
+def blocks(text: str, language: str) -> list[str]:
+    """Fenced ones of this language; `bash` is what the tests type, `sh` what needs a network, GPUs or a cluster."""
+    fenced = re.findall(r"^```(\w*)\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
+    return [block for said, block in fenced if said == language]
+
+
+def smaller(command: str) -> str:
+    command = command.replace("\\\n", " ")
+    for pattern, replacement in SMALLER:
+        command = re.sub(pattern, replacement, command, flags=re.MULTILINE)
+    return command
+
+
+def sh(script: str, cwd: Path, timeout: int = 600) -> subprocess.CompletedProcess:
+    environment = os.environ | {
+        "PATH": f"{programs()}:{os.environ['PATH']}",
+        "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1",
+    }
+    return subprocess.run(
+        ["bash", "-euo", "pipefail", "-c", script],
+        cwd=cwd,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+    )
+
+
+def checkout_in(directory: Path) -> Path:
+    """A directory that looks like a checkout, so that the commands' relative paths land in a temporary place; and the
+    files that documents take for the user's own."""
+    for path in ROOT.iterdir():
+        if path.suffix in (".py", ".sh", ".txt") or path.name in ("common", "configs"):
+            (directory / path.name).symlink_to(path)
+    (directory / ".venv").mkdir()
+    for path in (ROOT / ".venv").iterdir():
+        (directory / ".venv" / path.name).symlink_to(programs() if path.name == "bin" else path)
+    # Short ones, so that an epoch of them is one small pack.
+    proteins = [(header, residues[:50]) for header, residues in make_proteins(60, 10, 4, (0.1, 0.4), seed=1)]
+    write_fasta(directory / "my_proteins.fasta", proteins)
+    shutil.copy(write_text(directory / "text") / "train.jsonl", directory / "my_texts.jsonl")
+    return directory
