@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import ROOT
-from tests.typed import blocks, checkout_in, sh, smaller
+from tests.typed import alarming, blocks, checkout_in, sh, smaller
 
 PAGES = sorted((ROOT / "docs").glob("*.md"))
 TYPED = [page for page in PAGES if blocks(page.read_text(), "bash")]
@@ -40,6 +40,7 @@ def test_commands_run_in_order(page, checkout):
         command = re.sub(r"(--model_name_or_path) facebook/\S+", r"\1 out/final_model", block)
         done = sh(smaller(command), checkout)
         assert done.returncode == 0, f"{block}\n{done.stderr[-2000:]}"
+        assert alarming(done) == []
 
 
 @pytest.mark.parametrize("page", [ROOT / "README.md", *PAGES], ids=lambda page: page.stem)

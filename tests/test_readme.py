@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import ROOT
-from tests.typed import blocks, checkout_in, sh, smaller
+from tests.typed import alarming, blocks, checkout_in, sh, smaller
 
 README = (ROOT / "README.md").read_text()
 
@@ -24,6 +24,7 @@ def test_the_commands_in_order(checkout):
     for command in commands:
         done = sh(smaller(command), checkout)
         assert done.returncode == 0, done.stderr[-2000:]
+        assert alarming(done) == []
     for name in re.findall(r"`([\w.]+(?:\.jsonl|\.png|\.json))`", README):
         assert (checkout / "out" / name).exists() or name == "training_curves.png", name
     (python,) = blocks(README, "python")
@@ -44,6 +45,7 @@ def test_quickstart_from_a_fasta_file_and_again(checkout, tmp_path):
     command = f"{checkout}/quickstart.sh --fasta my.fasta --steps 2 --output out"
     first = sh(command, tmp_path)
     assert first.returncode == 0, first.stderr[-2000:]
+    assert alarming(first) == []
     for expected in ("before training", "unigram predictor", "after training", "tokens/s", "final_model", "Next:"):
         assert expected in first.stdout, first.stdout[-2000:]
     chosen = (tmp_path / "out" / "run.json").stat()

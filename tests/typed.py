@@ -61,6 +61,14 @@ def sh(script: str, cwd: Path, timeout: int = 600) -> subprocess.CompletedProces
     )
 
 
+ALARMS = re.compile(r"(?i)warn|deprecat|error|exception|traceback|fatal|fail|^\[?[WEF]\d{4}\b|could not|cannot", re.M)
+
+
+def alarming(done: subprocess.CompletedProcess) -> list[str]:
+    """Lines that would worry somebody whose run is as it should be."""
+    return [line for line in (done.stdout + done.stderr).splitlines() if ALARMS.search(line)]
+
+
 def checkout_in(directory: Path) -> Path:
     """A directory that looks like a checkout, so that the commands' relative paths land in a temporary place; and the
     files that documents take for the user's own."""
