@@ -54,7 +54,10 @@ def _torchrun(arguments: list[str]) -> int:
     api.LocalElasticAgent = Agent
     try:
         # torchrun sets its own handlers for the signals named here: no longer for those of a stop.
-        run.run(run.parse_args(["--signals_to_handle=SIGHUP,SIGQUIT", *arguments]))
+        parsed = run.parse_args(["--signals_to_handle=SIGHUP,SIGQUIT", *arguments])
+        if run.determine_local_world_size(parsed.nproc_per_node) > 1:
+            os.environ.setdefault("OMP_NUM_THREADS", "1")  # torchrun does, with five lines of warning
+        run.run(parsed)
     except ChildFailedError as error:  # torchrun or the agent has printed which rank it was
         return _status(error.get_first_failure()[1].exitcode)
     except Stopped as stop:
