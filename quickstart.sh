@@ -56,8 +56,8 @@ gpus=$($python -c 'import torch; print(torch.cuda.device_count())')
 run=$output/run.json  # once written, it stays: started again, the run goes on as it began
 [ -f "$run" ] || $python -m common.training.pace --flags_file "$run" --seconds 90 \
   --config_name facebook/esm2_t6_8M_UR50D --dataset_dir "$output/processed/arrow" --output_dir "$output/model" \
-  --max_seq_length 512 --tokens_per_pack 4096 --learning_rate 1e-3 --logging_steps 10 --save_steps 20 \
-  --save_total_limit 2 --do_eval --eval_on_start --eval_steps 0.5 --max_eval_samples 500
+  --max_seq_length 512 --tokens_per_pack 4096 --learning_rate 1e-3 --warmup_steps 0.15 --logging_steps 10 \
+  --save_steps 20 --save_total_limit 2 --do_eval --eval_on_start --eval_steps 0.5 --max_eval_samples 500
 "${launch[@]}" train_ddp.py "$run" "${longer[@]}"
 
 say "5/5 Result"
