@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from common.cli import UserError
 from common.decoders.config import DecoderConfig
 from common.esm2.config import Esm2Config
+from common.files.hashing import ROUNDING, derive_key
 from common.layers.rounded import RoundedWeights
 from common.precision.emulation import Emulation
 from common.precision.masters import Masters
@@ -79,6 +80,8 @@ class Precision:
 
     def begin_pack(self, step: int, pack: int, empty: bool = False) -> None:
         """Before the pass over a pack, its number in the global step; empty: of fillers alone."""
+        if self.quantised:
+            self.quantised.begin_pack(step, pack)
         if self.emulation:
             self.emulation.begin(step, pack, empty)
         elif self.stats:
@@ -149,7 +152,8 @@ def set_formats(
     if not flags.emulate_precision:
         from common.precision.te import Quantised
 
-        quantised = Quantised(model, plan, flags.fp8_params)
+        key = derive_key(seed, world.mesh.cp_rank, ROUNDING)  # ranks that share a pack have other tokens of it
+        quantised = Quantised(model, plan, flags.fp8_params, key)
         logger.info("Precision:\n%s", describe(plan, "BF16"))
         return Precision(plan, quantised=quantised, stats=te_stats)
     emulation = Emulation(model, plan, seed, world.device, world.size, world.cp_group)

@@ -19,6 +19,7 @@ from transformer_engine.common.recipe import Format, QParams
 from transformer_engine.pytorch.quantization import FP8GlobalStateManager, check_recipe_support
 
 from common.cli import UserError
+from common.files.hashing import derive_key
 from common.precision import plan as plans
 from common.precision.masters import Masters
 from common.precision.plan import Plan, Recipe
@@ -77,10 +78,13 @@ class Quantised:
     """The contexts of a model's layers (`Layers.quantised`), and the state of delayed scaling.
 
     fp8_params: layers in FP8 (not NVFP4) are to keep their weights in it: `quantise_weights`, once they have values.
+    key: of the random bits that NVFP4's gradients are rounded with.
     """
 
-    def __init__(self, model: nn.Module, plan: Plan, fp8_params: bool = False):
-        self.plan = plan
+    def __init__(self, model: nn.Module, plan: Plan, fp8_params: bool = False, key: int = 0):
+        self.plan, self.key = plan, key
+        fp4 = (recipe for recipe in plan if isinstance(recipe, plans.NVFP4BlockScaling))
+        self.draws = not all(recipe.disable_stochastic_rounding for recipe in fp4)
         made = {recipe: te_recipe(recipe) for recipe in plan if recipe is not None}
         # Delayed scaling has to be the outer one: see above. The other recipes keep nothing.
         self.outer = min(made, key=lambda recipe: not isinstance(recipe, plans.DelayedScaling))
@@ -111,6 +115,12 @@ class Quantised:
                         quantizer.internal = False  # a torch.Tensor, not the bare storage
                         convert[f"{path}.{name}"] = quantizer
         return Masters(self.model, convert)
+
+    def begin_pack(self, step: int, pack: int) -> None:
+        """Before the pass over a pack. Its random bits follow from the run's seed and the pack's place: Transformer
+        Engine draws them from the device's generator, which a restart would begin anew."""
+        if self.draws:
+            torch.cuda.manual_seed(derive_key(self.key, step, pack) >> 1)
 
     @contextmanager
     def all(self):

@@ -135,6 +135,7 @@ def _tell(capability: tuple[int, int]) -> None:
         "reset_peak_memory_stats": lambda *_: None,
         "get_rng_state": lambda *_: torch.zeros(16, dtype=torch.uint8),
         "set_rng_state": lambda *_, **__: None,
+        "manual_seed": torch.default_generator.manual_seed,
         # The CPU's numbers; as a generator that no graph can capture, for that the CPU's cannot.
         "default_generators": (torch.default_generator,) * 8,
         "CUDAGraph": type("CUDAGraph", (), {}),

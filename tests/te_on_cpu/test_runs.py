@@ -1,4 +1,4 @@
-"""Whole command lines with --backend te: every recipe, and every way of training, at least once.
+"""Whole command lines with --backend te: every recipe in every way of training.
 
 The ranks take themselves for GPUs, and tensors of the CPU and of the GPU do not mix (tests/te_on_cpu/placement.py).
 Losses are those of the torch backend in bf16 on a CPU, but for what the formats cost in three steps of a tiny model:
@@ -23,15 +23,22 @@ from tests.te_on_cpu.runs import BLACKWELL, train_by_te, train_decoder_by_te
 from tests.training_fixtures import losses, train
 
 pytestmark = needs_site
-FSDP2 = {"script": "train_fsdp2.py", "nproc": 2}
-CASES = {
-    "delayed, FSDP2, recomputed": {"fp8_recipe": "delayed", "activation_checkpointing": "full"} | FSDP2,
-    "current, DDP, FP8 weights": {"fp8_recipe": "current", "fp8_params": True, "nproc": 2},
-    "block, DDP": {"fp8_recipe": "block", "nproc": 2},
-    "delayed, Megatron-FSDP": {"fp8_recipe": "delayed", "script": "train_mfsdp.py", "nproc": 2},
-    "mxfp8, FSDP2": {"fp8_recipe": "mxfp8", "capability": BLACKWELL} | FSDP2,
-    "nvfp4": {"fp4": True, "capability": BLACKWELL},
-    "mxfp8 and nvfp4": {"fp8_recipe": "mxfp8", "fp8_layers": "1", "fp4": True, "capability": BLACKWELL},
+RECIPES = {name: {"fp8": True, "fp8_recipe": name} for name in ("delayed", "current", "block")}
+RECIPES |= {"mxfp8": {"fp8": True, "fp8_recipe": "mxfp8", "capability": BLACKWELL}}
+RECIPES |= {"nvfp4": {"fp4": True, "capability": BLACKWELL}}
+WAYS = {
+    "one process": {},
+    "DDP": {"nproc": 2},
+    "FSDP2": {"script": "train_fsdp2.py", "nproc": 2},
+    "recomputed": {"script": "train_fsdp2.py", "activation_checkpointing": "full"},
+    "FP8 weights": {"fp8_params": True},
+    "statistics": {"quant_stats": True, "quant_stats_freq": 2},
+}
+CASES = {f"{recipe}, {way}": RECIPES[recipe] | WAYS[way] for recipe in RECIPES for way in WAYS}
+del CASES["nvfp4, FP8 weights"]  # refused: they are FP8's
+CASES |= {
+    "delayed, Megatron-FSDP": RECIPES["delayed"] | {"script": "train_mfsdp.py", "nproc": 2},
+    "mxfp8 and nvfp4": RECIPES["mxfp8"] | {"fp8_layers": "1", "fp4": True},
 }
 
 
@@ -48,7 +55,7 @@ def in_bf16(dataset, tmp_path_factory):
 
 @pytest.mark.parametrize("case", CASES)
 def test_it_trains_as_in_bf16_but_for_the_formats(case, dataset, tmp_path, in_bf16):
-    flags = {"fp8": "fp8_recipe" in CASES[case]} | CASES[case]
+    flags = CASES[case]
     if flags.get("script") == "train_mfsdp.py":
         pytest.importorskip("megatron_fsdp", reason="megatron-fsdp is not installed")
     said = train_by_te(dataset, tmp_path / "out", **flags)
@@ -57,6 +64,18 @@ def test_it_trains_as_in_bf16_but_for_the_formats(case, dataset, tmp_path, in_bf
     assert losses(tmp_path / "out") != expected
     assert "Backend: te (--backend te)" in said
     assert f"Device = cuda x {flags.get('nproc', 1)}, computing in bfloat16" in said
+    rows = tmp_path / "out" / "quant_stats.jsonl"
+    assert {row["step"] for row in read_json_lines(rows)} == {2} if "quant_stats" in flags else not rows.exists()
+
+
+@pytest.mark.parametrize("recipe", [name for name in RECIPES if name != "delayed"])
+def test_a_run_goes_on_bit_exactly(recipe, dataset, tmp_path):
+    """Stochastic rounding too, and scales of all kinds but delayed scaling's, which have a state (below)."""
+    whole, parted = tmp_path / "whole", tmp_path / "parted"
+    train_by_te(dataset, whole, save_steps=2, max_steps=4, **RECIPES[recipe])
+    shutil.copytree(whole / "checkpoint-2", parted / "checkpoint-2")
+    train_by_te(dataset, parted, max_steps=4, **RECIPES[recipe])
+    assert losses(parted) == losses(whole)[2:]
 
 
 def test_a_run_of_delayed_scaling_goes_on_bit_exactly(dataset, tmp_path):
