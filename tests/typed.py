@@ -27,7 +27,7 @@ SMALLER = (
     (r"--packs_per_step \d+", "--packs_per_step 2"),
     (r"--quant_stats_freq \d+", "--quant_stats_freq 1"),
     (r"--max_seq_length 8192", "--max_seq_length 256"),
-    (r"--num_layers 4", "--num_layers 4 --intermediate_size 256"),
+    (r"--intermediate_size \d+", "--intermediate_size 256"),
     (r"--max_context_width 512", "--max_context_width 128"),
 )
 
