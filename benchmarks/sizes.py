@@ -90,7 +90,15 @@ class Plan:
 
     @property
     def loss(self) -> str:
-        return f"{log(self.perplexity):.2f}" if self.perplexity else ""
+        """The published one, or between those of the next sizes that have one."""
+        if self.perplexity:
+            return f"{log(self.perplexity):.2f}"
+        sizes = [plan.size for plan in PLANS]
+        known = {plan.size: log(plan.perplexity) for plan in PLANS if plan.perplexity}
+        here = sizes.index(self.size)
+        smaller = next(known[size] for size in reversed(sizes[:here]) if size in known)
+        larger = [known[size] for size in sizes[here:] if size in known]
+        return f"{larger[0]:.2f} to {smaller:.2f}" if larger else f"below {smaller:.2f}"
 
 
 LARGE = (("activation_checkpointing", "full"), ("learning_rate", "1.6e-4"), ("weight_decay", 0.1))

@@ -18,11 +18,11 @@ from tests.training_fixtures import (
     ROOT,
     TIMEOUT_S,
     _as_rank,
-    _free_port,
     _main,
     checkpoint_state,
     environment,
     flags_of,
+    free_port,
     rows,
 )
 from tests.warm_python import at_work, python
@@ -77,7 +77,7 @@ class LiveRun:
         logs.mkdir(parents=True, exist_ok=True)
         number = len(list(logs.iterdir()))
         self.logs = [logs / f"{number}-rank{rank}.log" for rank in range(nproc)]
-        port, argv = _free_port(), argv or flags_of(dataset_dir, output_dir, **flags)
+        port, argv = free_port(), argv or flags_of(dataset_dir, output_dir, **flags)
         self.processes = [
             context().Process(target=_as_rank, args=(rank, nproc, port, log, _main_with, (argv, script, env or {})))
             for rank, log in enumerate(self.logs)

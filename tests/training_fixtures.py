@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import random
 import runpy
 import socket
 import subprocess
@@ -134,7 +135,7 @@ def on_ranks(nproc: int, function: Callable, *arguments) -> tuple[list[int], lis
     """
     directory = Path(os.environ.get("TMPDIR", "/tmp"))
     logs = [directory / f"rank-{os.getpid()}-{time.monotonic_ns()}-{rank}.log" for rank in range(nproc)]
-    port = _free_port()
+    port = free_port()
     processes = [
         context().Process(target=_as_rank, args=(rank, nproc, port, log, function, arguments))
         for rank, log in enumerate(logs)
@@ -158,10 +159,16 @@ def on_ranks(nproc: int, function: Callable, *arguments) -> tuple[list[int], lis
     return codes, said
 
 
-def _free_port() -> int:
-    with contextlib.closing(socket.socket()) as free:
-        free.bind(("127.0.0.1", 0))
-        return free.getsockname()[1]
+def free_port() -> int:
+    """One that nobody listens on, below those that the kernel gives to whoever asks for any: such a one is taken, once
+    in some thousand runs, before the process that it is for gets there."""
+    limits = Path("/proc/sys/net/ipv4/ip_local_port_range")
+    lowest = int(limits.read_text().split()[0]) if limits.exists() else 32768
+    while True:
+        port = random.SystemRandom().randrange(min(20000, lowest - 8000), lowest)
+        with contextlib.closing(socket.socket()) as free, contextlib.suppress(OSError):
+            free.bind(("", port))
+            return port
 
 
 def _as_rank(rank: int, nproc: int, port: int, log: Path, function: Callable, arguments: tuple) -> None:

@@ -118,6 +118,10 @@ def _exit_status(world: World) -> Iterator[None]:
                     "(or --per_device_train_batch_size), recompute with --activation_checkpointing, or shard over "
                     "more ranks"
                 ) from error
+            if isinstance(error, dist.DistNetworkError) and "EADDRINUSE" in str(error):
+                port = os.environ.get("MASTER_PORT")
+                taken = f"port {port} (MASTER_PORT) is taken on {socket.gethostname()}: by another job, or one that"
+                leave_with(world, f"{taken} has not ended yet: choose another --master_port, or start again", error)
             leave_if_rank_lost(world, error)
             if told := device_failure(error, world.device, socket.gethostname()):
                 leave_with(world, told, error)

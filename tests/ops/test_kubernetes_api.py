@@ -21,7 +21,7 @@ import yaml
 from tests.live_runs import wait_until
 from tests.ops.job_schemas import DEFINITIONS, REFERENCE
 from tests.ops.manifests import CPU_ONLY, GUIDE_JOBS, KUBERNETES, TEMPLATES, documents, render, substitute, switches_of
-from tests.training_fixtures import _free_port
+from tests.training_fixtures import free_port
 
 SERVER = os.environ.get("KUBE_APISERVER", "")
 TOOLS = ("etcd", "kubectl", "openssl", "envsubst")
@@ -39,7 +39,7 @@ Kubectl = Callable[..., subprocess.CompletedProcess]
 def kubectl(tmp_path_factory) -> Iterator[Kubectl]:
     """kubectl against a server of this module's own, which has the operators' definitions."""
     directory = tmp_path_factory.mktemp("kubernetes")
-    port = _free_port()
+    port = free_port()
     _keys(directory)
     processes: list[subprocess.Popen] = []
     try:
@@ -99,7 +99,7 @@ def _keys(directory: Path) -> None:
 
 
 def _start(directory: Path, port: int) -> Iterator[subprocess.Popen]:
-    store, peers = f"http://127.0.0.1:{_free_port()}", f"http://127.0.0.1:{_free_port()}"
+    store, peers = f"http://127.0.0.1:{free_port()}", f"http://127.0.0.1:{free_port()}"
     etcd = ["etcd", "--data-dir=etcd", f"--listen-client-urls={store}", f"--advertise-client-urls={store}"]
     etcd += [f"--listen-peer-urls={peers}", f"--initial-advertise-peer-urls={peers}"]
     etcd += [f"--initial-cluster=default={peers}"]

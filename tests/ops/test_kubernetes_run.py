@@ -22,7 +22,7 @@ from tests.conftest import ROOT
 from tests.live_runs import newest_step, ranks_of, wait_until
 from tests.ops.manifests import CPU_ONLY, containers, documents, render
 from tests.ops.pod import Pod, local_guide_job, local_job
-from tests.training_fixtures import TINY_OVERRIDES, _free_port, _main, losses, on_ranks, rows, train
+from tests.training_fixtures import TINY_OVERRIDES, _main, free_port, losses, on_ranks, rows, train
 
 pytestmark = [
     pytest.mark.skipif(not shutil.which("envsubst"), reason="envsubst (gettext-base) is not installed"),
@@ -102,7 +102,7 @@ def test_the_train_templates_differ_in_script_names_and_a_flag_alone(name, words
 
 
 def test_two_pods_of_a_trainjob_train_to_the_end(volume, pods, tmp_path):
-    made, port = job("trainjob-template.yaml", volume, TRAIN_FLAGS=flags(max_steps=4)), _free_port()
+    made, port = job("trainjob-template.yaml", volume, TRAIN_FLAGS=flags(max_steps=4)), free_port()
     pods += [Pod(made, tmp_path / f"{index}.log", index, port, fresh=index == 0) for index in range(2)]
     assert [pod.end() for pod in pods] == [0, 0], "\n".join(pod.said() for pod in pods)
     out = volume / "trainjob" / MODEL
@@ -125,7 +125,7 @@ def test_a_killed_rank_and_a_deleted_pod_come_back_and_the_run_goes_on(volume, p
     other pod finish the run, as if nothing had happened."""
     steps = 90
     more = {"max_steps": steps, "save_steps": 10, "eval_steps": steps}
-    made, port = job("train-fsdp-template.yaml", volume, TRAIN_FLAGS=flags(**more)), _free_port()
+    made, port = job("train-fsdp-template.yaml", volume, TRAIN_FLAGS=flags(**more)), free_port()
     out = volume / "fsdp" / MODEL
 
     def said() -> str:
@@ -163,7 +163,7 @@ def test_the_guides_pods_of_a_decoder_train_and_say_who_leads(pods, tmp_path):
     tiny += f" --num_key_value_heads=1 --dataset={tmp_path}/text.jsonl --dataset_config_name= --tokenizer=bytes"
     tiny += " --max_context_width=32 --val_split=train --validation_batches=1 --max_steps=4 --dataloader_num_workers=0"
     none = CPU_ONLY | {"NUM_NODES": "2", "FI_PROVIDER": ""}
-    made, port = local_guide_job("llama3_2_1b-fsdp.yaml", tmp_path, tiny, **none), _free_port()
+    made, port = local_guide_job("llama3_2_1b-fsdp.yaml", tmp_path, tiny, **none), free_port()
     # A disk of tests need not have room for the guide's checkpoints.
     (container,) = made["spec"]["pytorchReplicaSpecs"]["Worker"]["template"]["spec"]["containers"]
     container["args"] = [container["args"][0].replace("--model=llama3_2_1b", f"--model={MODEL}", 1)]
@@ -185,14 +185,14 @@ def _listens(port: int) -> bool:
 
 @pytest.mark.parametrize("template", ["train-ddp-template.yaml", "trainjob-template.yaml"])
 def test_preflight_stops_a_pod_without_data(tmp_path, pods, template):
-    pods.append(Pod(job(template, tmp_path), tmp_path / "log", 0, _free_port()))
+    pods.append(Pod(job(template, tmp_path), tmp_path / "log", 0, free_port()))
     assert pods[0].end() == 2, pods[0].said()
     assert str(tmp_path / "esm/processed/arrow") in pods[0].said()
     assert not (tmp_path / "ddp").exists()
 
 
 def test_preflight_of_all_nodes(volume, pods, tmp_path):
-    made, port = job("train-ddp-template.yaml", volume, "preflight"), _free_port()
+    made, port = job("train-ddp-template.yaml", volume, "preflight"), free_port()
     pods += [Pod(made, tmp_path / f"{index}.log", index, port) for index in range(2)]
     assert [pod.end() for pod in pods] == [0, 0], "\n".join(pod.said() for pod in pods)
     assert "2 ranks" in "\n".join(pod.said() for pod in pods)
@@ -200,7 +200,7 @@ def test_preflight_of_all_nodes(volume, pods, tmp_path):
 
 def test_deleted_during_the_preflight(volume, pods, tmp_path):
     """The shell is process 1 then: without its trap the signal would be lost."""
-    pods.append(Pod(job("train-ddp-template.yaml", volume), tmp_path / "log", 0, _free_port()))
+    pods.append(Pod(job("train-ddp-template.yaml", volume), tmp_path / "log", 0, free_port()))
     wait_until(lambda: _children(pods[0]), pods[0].alive, poll=0.01)
     pods[0].delete()
     assert pods[0].end() == 143, pods[0].said()
@@ -240,7 +240,7 @@ def test_fsx_owner_makes_what_is_not_there_and_leaves_the_rest_to_whom_it_belong
 
 @pytest.mark.skipif(not shutil.which("etcd"), reason="etcd (etcd-server) is not installed")
 def test_etcd_speaks_the_api_that_torch_needs(tmp_path):
-    port, peers = _free_port(), _free_port()
+    port, peers = free_port(), free_port()
     text = render("etcd.yaml").replace("/usr/local/bin/etcd", shutil.which("etcd")).replace(":2379", f":{port}")
     text = text.replace("/var/lib/etcd", str(tmp_path / "data"))
     (container,) = containers(documents(text)[1])

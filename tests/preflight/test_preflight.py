@@ -19,7 +19,7 @@ import pytest
 import torch.distributed as dist
 
 from common.preflight.report import ERROR, OK, WARN, table
-from tests.training_fixtures import ROOT, TIMEOUT_S, _free_port, environment, on_ranks
+from tests.training_fixtures import ROOT, TIMEOUT_S, environment, free_port, on_ranks
 from tests.warm_python import python
 
 NEW_MOUNTS, NEW_HOSTNAME = 0x00020000, 0x04000000  # flags of unshare(2)
@@ -52,7 +52,7 @@ def test_two_nodes_under_torchrun_as_the_job_scripts_start_it(dataset, tmp_path)
     """The table and the JSON tell the same; everything is looked at, within seconds; nothing is left behind."""
     output = tmp_path / "out"
     command = [python(), "-m", "torch.distributed.run", "--nnodes=2", "--nproc_per_node=1"]
-    command += ["--rdzv_backend=c10d", f"--rdzv_endpoint=127.0.0.1:{_free_port()}", f"--rdzv_id={os.getpid()}"]
+    command += ["--rdzv_backend=c10d", f"--rdzv_endpoint=127.0.0.1:{free_port()}", f"--rdzv_id={os.getpid()}"]
     command += [
         "-m",
         "common.preflight",
@@ -331,7 +331,7 @@ def _freeze_when_there_are(groups: int) -> None:
 @pytest.mark.skipif(shutil.which("faketime") is None, reason="faketime is not installed")
 def test_clocks_that_differ(tmp_path):
     """One node's clock is really 40 s ahead, another's 20 minutes behind, for all that they can tell."""
-    port = _free_port()
+    port = free_port()
     nodes = []
     for rank, shift in enumerate((None, "+40s", "-1200s")):
         variables = {"RANK": rank, "LOCAL_RANK": 0, "WORLD_SIZE": 3, "LOCAL_WORLD_SIZE": 1, "GROUP_RANK": rank}

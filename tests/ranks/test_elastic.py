@@ -12,7 +12,7 @@ from collections.abc import Callable
 import pytest
 
 from tests.live_runs import newest_step, ranks_of, wait_until
-from tests.training_fixtures import ROOT, _free_port, environment, flags_of, losses, rows, train
+from tests.training_fixtures import ROOT, environment, flags_of, free_port, losses, rows, train
 from tests.warm_python import python
 
 FLAGS = {"max_steps": 100_000, "packs_per_step": 2, "save_steps": 10, "save_total_limit": 2, "logging_steps": 1}
@@ -51,7 +51,7 @@ class Agent:
 def test_a_node_that_goes_and_comes_back_does_not_change_the_run(dataset, tmp_path):
     out = tmp_path / "out"
     argv = ["train_fsdp2.py", *flags_of(dataset, out, **FLAGS)]
-    endpoint, job = f"127.0.0.1:{_free_port()}", uuid.uuid4().hex
+    endpoint, job = f"127.0.0.1:{free_port()}", uuid.uuid4().hex
     first = Agent(tmp_path / "first.log", endpoint, job, argv)
     agents = [first]
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import socket
 import time
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -100,3 +102,22 @@ def test_workers_end_with_their_rank(body):
     finally:
         if is_running(worker):
             os.kill(worker, signal.SIGKILL)
+
+
+def _meet_at(port: int) -> None:
+    os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
+    os.environ["MASTER_PORT"] = str(port)
+    with distributed_run(FLAGS):
+        pass
+
+
+def test_a_port_that_is_taken_is_called_so():
+    """And no other rank is said to be gone."""
+    with closing(socket.socket()) as other:
+        other.bind(("", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        codes, (said,) = on_ranks(1, _meet_at, port)
+    assert codes == [1]
+    (line,) = said.splitlines()
+    assert line.startswith(f"error: port {port} (MASTER_PORT) is taken on {socket.gethostname()}: ")
