@@ -20,12 +20,13 @@ from benchmarks.step_model import COMPILED, DEVICES, Step, step_of
 from benchmarks.tables import where_measured
 from common.cli import Flags, UserError, flag, parse_arguments, run
 from common.esm2.presets import ESM2_SIZES
+from common.preflight.checkpoints import bytes_needed
+from common.tasks.arguments import RunArguments
 
 GIB = 2**30
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "sizes.md"
-RESERVE = 5  # GiB that --dry_run leaves to what it does not count
-KEPT = 3  # --save_total_limit's default
+RESERVE = RunArguments.device_reserve  # GiB that --dry_run leaves to what it does not count
 DDP, FSDP2 = "train_ddp", "train_fsdp2"
 MEETING = "--rdzv_backend=c10d --rdzv_endpoint=FIRST_NODE:29500 --rdzv_id=NAME"
 
@@ -122,9 +123,9 @@ def memory(plan: Plan) -> float:
     return told(plan.script, plan.gpus, words(plan.values)) / GIB + RESERVE
 
 
-def checkpoints(parameters: int) -> float:
+def checkpoints(plan: Plan) -> float:
     """GB of those that are kept, and the one that is being written."""
-    return 12 * parameters * (KEPT + 1) / 1e9
+    return bytes_needed(plan.name, RunArguments.save_total_limit) / 1e9
 
 
 def plans_table() -> Iterator[str]:
@@ -137,7 +138,7 @@ def plans_table() -> Iterator[str]:
         rate = plan.step_tokens / plan.seconds
         yield f"| {plan.size} | `{plan.script}.py` | {plan.gpus}{nodes} | {plan.tokens_per_pack:,} "
         yield f"| {plan.accumulation} | {plan.step_tokens:,} | {flags} | {memory(plan):.0f} "
-        yield f"| {checkpoints(plan.step.parameters):,.1f} | {rate:,.0f} "
+        yield f"| {checkpoints(plan):,.1f} | {rate:,.0f} "
         yield f"| {plan.days:.1f} | {plan.loss} |\n"
 
 
@@ -159,7 +160,7 @@ def one_node_table() -> Iterator[str]:
             continue
         packs = {"tokens_per_pack": args.tokens_per_pack, "accumulation": args.gradient_accumulation_steps}
         plan = replace(plan, gpus=8, steps=args.max_steps, **packs)
-        yield f"{checkpoints(plan.step.parameters):,.1f} | {plan.days:.1f} | {plan.loss} |\n"
+        yield f"{checkpoints(plan):,.1f} | {plan.days:.1f} | {plan.loss} |\n"
 
 
 def put(page: str, name: str, text: str) -> str:

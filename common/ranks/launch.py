@@ -13,6 +13,7 @@ python -m common.ranks.launch --nnodes=2 --nproc_per_node=8 --rdzv_backend=c10d 
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import sys
@@ -51,6 +52,8 @@ def _torchrun(arguments: list[str]) -> int:
     set_job_uid()
     Agent.told, Agent.output_dir = told, _output_dir(arguments)
     os.environ[LAUNCHER_SPEAKS] = "1"
+    # Ranks that end because they were told to are no failure: what they said of it is the last word.
+    logging.getLogger("torch.distributed.elastic.multiprocessing.api").addFilter(lambda _: not told)
     api.LocalElasticAgent = Agent
     try:
         # torchrun sets its own handlers for the signals named here: no longer for those of a stop.

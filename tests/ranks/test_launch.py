@@ -162,6 +162,8 @@ def test_a_stop_is_not_started_again_here_and_does_not_count(tmp_path, number, p
         until_waiting(tmp_path, script)
         script.send_signal(number)
         assert script.wait() == status
+        assert "failed" not in script.said()[1]  # torchrun's word for any status but 0
+        assert "closing signal" not in script.said()[1]
     assert starts(tmp_path) == IN_A_ROW + 1
 
 

@@ -22,7 +22,7 @@ __all__ = [
 
 def _check(layout, mask, q: Tensor, longest: int, cu: Tensor) -> None:
     if str(layout) != "NVTE_THD_THD_THD" or str(mask) != "NVTE_PADDING_MASK":
-        raise NotImplementedError(f"the stand-in attends to packs, in both directions, not {layout} with {mask}")
+        raise ValueError(f"the stand-in attends to packs, in both directions, not {layout} with {mask}")
     if q.dtype not in (torch.float16, torch.bfloat16):
         raise RuntimeError(f"cuDNN's attention takes fp16 and bf16, not {q.dtype}")
     if int(cu.diff().max()) > longest:
@@ -76,7 +76,7 @@ def fused_attn_bwd(
 def thd_out_correction(out, more, lse_before, lse, lse_of_more, cu, only_second_half, packed, /) -> None:
     """out [T, H, D] in place: with what other keys gave, each by its share. lse: [H, T], after both."""
     if only_second_half or not packed:
-        raise NotImplementedError("the stand-in joins whole sequences in packs")
+        raise ValueError("the stand-in joins whole sequences in packs")
     before, share = (torch.exp(x - lse).t()[..., None] for x in (lse_before, lse_of_more))
     out.copy_(out.float() * before + more.float() * share)
 
