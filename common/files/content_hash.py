@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import stat
 import time
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -23,7 +24,7 @@ SETTLED_S = 2.0
 
 
 def content_hash(path: str | Path) -> str:
-    """SHA-256 (hex) of a regular file. UserError if it is written to meanwhile, OSError if it cannot be read."""
+    """SHA-256 (hex) of a regular file. UserError if it is none or is written to meanwhile, OSError if it cannot be read."""
     path = Path(path).resolve()
     before = _stat(path)
     cached = _cache_file(path)
@@ -49,6 +50,8 @@ def combined_hash(paths: Iterable[str | Path], threads: int = 4) -> str:
 
 def _stat(path: Path) -> dict[str, int]:
     found = path.stat()
+    if not stat.S_ISREG(found.st_mode):
+        raise UserError(f"{path}: not a regular file")
     return {
         "device": found.st_dev,
         "inode": found.st_ino,

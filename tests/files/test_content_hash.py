@@ -4,6 +4,7 @@ import time
 
 import pytest
 
+from common.cli import UserError
 from common.files import content_hash as module
 from common.files.content_hash import combined_hash, content_hash
 
@@ -75,3 +76,9 @@ def test_combined_hash_depends_on_content_and_order(file, tmp_path):
     copy = tmp_path / "copy"
     copy.write_bytes(file.read_bytes())
     assert combined_hash([file, other]) == combined_hash([copy, other]) != combined_hash([other, file])
+
+
+def test_fifo_is_refused_without_reading(tmp_path):
+    os.mkfifo(tmp_path / "fifo")
+    with pytest.raises(UserError, match="not a regular file"):
+        content_hash(tmp_path / "fifo")
