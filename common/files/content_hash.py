@@ -24,7 +24,10 @@ SETTLED_S = 2.0
 
 
 def content_hash(path: str | Path) -> str:
-    """SHA-256 (hex) of a regular file. UserError if it is none or is written to meanwhile, OSError if it cannot be read."""
+    """SHA-256 (hex) of a regular file.
+
+    UserError if it is no regular file or is written to meanwhile, OSError if it cannot be read.
+    """
     path = Path(path).resolve()
     before = _stat(path)
     cached = _cache_file(path)
