@@ -5,12 +5,13 @@ Defaults of what a config.json leaves out are transformers' own: a directory is 
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, ClassVar
 
 from common.cli import UserError
+from common.files.untrusted import shorten
+from common.layers.model_config import check_positive, check_sizes, read_config
 
 # model_type: transformers' class of the model
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM", "mixtral": "MixtralForCausalLM"}
@@ -22,7 +23,7 @@ class DecoderConfig:
     """rope_scaling: None, or Llama 3's {rope_type: llama3, factor, low_freq_factor, ...}.
 
     num_local_experts: of Mixtral; 0 for a feed-forward block that is the same for all tokens. others: what else a
-    config.json holds; it plays no part here, and is written again.
+    config.json holds, but for what names code; it plays no part here, and is written again.
     """
 
     set_by: ClassVar[str] = "--{name} {size}, or another --model"
@@ -56,9 +57,7 @@ class DecoderConfig:
     @classmethod
     def read(cls, path: Path) -> DecoderConfig:
         """From a config.json. ValueError where it is none of a decoder's, OSError where it cannot be read."""
-        content = json.loads(path.read_text(encoding="utf-8"))
-        if not isinstance(content, dict):
-            raise ValueError(f"expected an object of names and values, found {type(content).__name__}")
+        content = read_config(path)
         if content.get("model_type") not in ARCHITECTURES:
             raise ValueError(f"model_type is {content.get('model_type')!r}, expected {', '.join(ARCHITECTURES)}")
         stock = _stock_class(content["model_type"]).from_dict(content)
@@ -105,11 +104,9 @@ def check_supported(config: DecoderConfig, where: str) -> None:
     for name, allowed in expected.items():
         value = config.others.get(name, allowed)
         if value != allowed:
-            raise UserError(f"{where}: {name} is {value!r}, decoders here have {allowed!r}")
-    sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
-    for name in (*sizes, "num_key_value_heads", "rms_norm_eps", "rope_theta", "initializer_range"):
-        if not getattr(config, name) > 0:
-            raise UserError(f"{where}: {name} is {getattr(config, name)}: must be above 0")
+            raise UserError(f"{where}: {name} is {shorten(value)}, decoders here have {allowed!r}")
+    check_sizes(config, where)
+    check_positive(config, where, "rms_norm_eps", "rope_theta", "initializer_range")
     if config.hidden_size % (2 * config.num_attention_heads):
         raise UserError(
             f"{where}: hidden_size {config.hidden_size} is not a multiple of 2 x num_attention_heads "
@@ -121,10 +118,10 @@ def check_supported(config: DecoderConfig, where: str) -> None:
             f"{config.num_key_value_heads}: every key and value serves as many queries"
         )
     if (scaling := config.rope_scaling) is not None:
-        missing = [name for name in LLAMA3_SCALING if name not in scaling]
-        if scaling.get("rope_type") != "llama3" or missing:
+        numbers = [scaling.get(name) for name in LLAMA3_SCALING]
+        if scaling.get("rope_type") != "llama3" or not all(type(n) in (int, float) and n > 0 for n in numbers):
             raise UserError(
-                f"{where}: rope_scaling {scaling}: only llama3's is here, with {', '.join(LLAMA3_SCALING)}"
+                f"{where}: rope_scaling {shorten(scaling)}: only llama3's is here, with {', '.join(LLAMA3_SCALING)}"
             )
     if config.num_local_experts and not 1 <= config.num_experts_per_tok <= config.num_local_experts:
         raise UserError(

@@ -6,27 +6,28 @@ before its first step; a directory is written by transformers itself (`to_transf
 
 from __future__ import annotations
 
-import json
-import math
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, ClassVar
 
 from common.cli import UserError
 from common.files import alphabet
+from common.files.untrusted import check_type, shorten
+from common.layers.model_config import check_positive, check_sizes, read_config
 
 # What must agree for a checkpoint to be of the same model; the rest of config.json is free to differ.
 FINGERPRINT_FIELDS = (
     *("model_type", "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size"),
     *("max_position_embeddings", "layer_norm_eps", "token_dropout", "position_embedding_type", "hidden_act"),
 )
+MOST_POSITIONS = 1 << 20
 
 
 @dataclass
 class Esm2Config:
     """The values here are those that `transformers.EsmConfig` gives to what a config.json leaves out.
 
-    others: what else a config.json holds; it plays no part here, and is written again.
+    others: what else a config.json holds, but for what names code; it plays no part here, and is written again.
     """
 
     set_by: ClassVar[str] = "--config_overrides {name}={size}, or another --config_name"
@@ -57,12 +58,10 @@ class Esm2Config:
     @classmethod
     def read(cls, path: Path) -> Esm2Config:
         """From a config.json. ValueError where it is none, OSError where it cannot be read."""
-        content = json.loads(path.read_text(encoding="utf-8"))
-        if not isinstance(content, dict):
-            raise ValueError(f"expected an object of names and values, found {type(content).__name__}")
+        content = read_config(path)
         known = {f.name: f.type for f in fields(cls) if f.name != "others"}
         for name in known.keys() & content.keys():
-            _check_type(name, content[name], known[name])
+            check_type(name, content[name], known[name])
         values = {name: value for name, value in content.items() if name in known}
         return cls(**values, others={name: value for name, value in content.items() if name not in known})
 
@@ -86,14 +85,6 @@ class Esm2Config:
         return EsmConfig.from_dict(self.content())
 
 
-def _check_type(name: str, value: Any, annotation: str) -> None:
-    """ValueError unless the value is of one of the kinds in `annotation`; an integer is a float, too."""
-    kinds = {"int": int, "float": (int, float), "bool": bool, "str": str, "None": type(None)}
-    allowed = annotation.split(" | ")
-    if not any(isinstance(value, kinds[k]) and (k == "bool" or not isinstance(value, bool)) for k in allowed):
-        raise ValueError(f"{name} is {value!r}, expected {annotation}")
-
-
 def check_supported(config: Esm2Config, where: str) -> None:
     """Refuse what this implementation of ESM-2 would silently compute differently."""
     expected = {
@@ -113,13 +104,14 @@ def check_supported(config: Esm2Config, where: str) -> None:
     for name, allowed in expected.items():
         value, allowed = getattr(config, name), allowed if isinstance(allowed, tuple) else (allowed,)
         if value not in allowed:
-            raise UserError(f"{where}: {name} is {value!r}, ESM-2 pretraining here needs {allowed[0]!r}")
-    for name in ("num_hidden_layers", "hidden_size", "num_attention_heads", "intermediate_size"):
-        if getattr(config, name) < 1:
-            raise UserError(f"{where}: {name} is {getattr(config, name)}: must be at least 1")
-    for name in ("max_position_embeddings", "layer_norm_eps", "initializer_range"):
-        if not 0 < getattr(config, name) < math.inf:
-            raise UserError(f"{where}: {name} is {getattr(config, name)}: must be above 0")
+            raise UserError(f"{where}: {name} is {shorten(value)}, ESM-2 pretraining here needs {allowed[0]!r}")
+    check_sizes(config, where)
+    if config.max_position_embeddings > MOST_POSITIONS:
+        raise UserError(
+            f"{where}: max_position_embeddings is {config.max_position_embeddings}: an export has an embedding for "
+            f"each, of at most {MOST_POSITIONS:,}"
+        )
+    check_positive(config, where, "layer_norm_eps", "initializer_range")
     if config.hidden_size % (2 * config.num_attention_heads):
         raise UserError(
             f"{where}: hidden_size {config.hidden_size} is not a multiple of 2 x num_attention_heads "

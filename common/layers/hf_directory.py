@@ -8,6 +8,7 @@ most SHARD_BYTES, each as soon as its tensors are there. What is in them, each f
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from common.cli import UserError, one_line
+from common.files.untrusted import is_plain_name, open_regular, read_json, shorten
 
 SHARD_BYTES = 5 * 10**9
 INDEX = "model.safetensors.index.json"
@@ -42,24 +44,35 @@ def read_tensors(directory: str) -> tuple[Path, dict[str, Tensor]]:
     theirs: dict[str, Tensor] = {}
     for path in _weight_files(root):
         try:
+            open_regular(path, follow_links=True).close()
             with safe_open(path, framework="pt") as file:
                 # Memory-mapped: what is not used is not read.
                 theirs |= {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        except (SafetensorError, OSError) as error:
-            raise UserError(f"{path}: cannot be read: {error}; cut short? Copy or download it again") from error
+        except (SafetensorError, OSError, ValueError) as error:
+            reason = one_line(error)[:160]
+            raise UserError(f"{path}: cannot be read: {reason}; cut short? Copy or download it again") from error
     return root, theirs
 
 
 def _weight_files(root: Path) -> list[Path]:
+    """The safetensors of a directory, or of the shards that its index names.
+
+    Links are followed, as the Hub's cache has them and users make them: what they lead to is read as tensors or not
+    at all. Names that lead out of the directory are refused.
+    """
     index = root / INDEX
     names = ["model.safetensors"]
-    if index.exists():
+    if os.path.lexists(index):
         try:
-            names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            weight_map = read_json(index, follow_links=True)["weight_map"]
+            names = sorted(set(weight_map.values()))
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise UserError(f"{index}: not an index of safetensors shards") from error
+        for name in names:
+            if not is_plain_name(name):
+                raise UserError(f"{index}: names {shorten(name)}, which is no file of the directory")
     for name in names:
-        if not (root / name).is_file():
+        if not os.path.lexists(root / name):
             other = next(root.glob("pytorch_model*.bin"), None)
             hint = f"; {other.name} there is pickled: convert it with transformers' save_pretrained" if other else ""
             if next(root.glob("*.distcp"), None):

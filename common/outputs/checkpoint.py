@@ -1,10 +1,11 @@
 """Checkpoints that are complete or not there.
 
 `output_dir/checkpoint-<step>/` holds torch.distributed.checkpoint shards under canonical (unwrapped) names, so any
-strategy on any number of ranks reads what any other wrote; `trainer_state.json`, what the trainer needs to go on;
-`config.json`, which with the weights makes a model (common/training/export.py); and `manifest.json`: format version,
-the model's fingerprint, every file with its size and CRC-32. All of it is written under a temporary name, flushed to
-disk, and renamed last: a directory with the final name is complete.
+strategy on any number of ranks reads what any other wrote; `metadata.json`, what is where in them (`.metadata` says
+the same to torch's own tools); `trainer_state.json`, what the trainer needs to go on; `config.json`, which with the
+weights makes a model (common/training/export.py); and `manifest.json`: format version, the model's fingerprint, every
+file with its size and CRC-32. All of it is written under a temporary name, flushed to disk, and renamed last: a
+directory with the final name is complete.
 
 Saving copies the state (common.outputs.host_copies) and returns; a thread writes it, over a process group of its own.
 At most one save is under way (so at most one copy is held), and `close` waits for it: a process that ended sooner
@@ -14,7 +15,6 @@ would lose the checkpoint.
 from __future__ import annotations
 
 import errno
-import json
 import logging
 import os
 import shutil
@@ -37,14 +37,15 @@ from common.files.json_files import write_json_flushed
 from common.files.output_directory import size_and_crc, sync_directory
 from common.outputs import checkpoint_files as files
 from common.outputs.checkpoint_choice import choose, resume_from
-from common.outputs.checkpoint_reader import Planner, Reader, reason_of
+from common.outputs.checkpoint_metadata import METADATA, OLD_METADATA
+from common.outputs.checkpoint_reader import Planner, Reader, Writer, reason_of
 from common.outputs.host_copies import HostCopies, share_of
 from common.ranks.run import leave_if_rank_lost, rank_lost
 from common.ranks.world import FailedElsewhere, World
 
 logger = logging.getLogger(__name__)
 
-CONFIG = "config.json"
+CONFIG, TRAINER_STATE = "config.json", "trainer_state.json"
 
 
 @dataclass
@@ -173,7 +174,7 @@ class Checkpointer:
                 if is_main:
                     files.clear_partial(self.output_dir)
                     partial.mkdir(parents=True)
-            writer = dcp.FileSystemWriter(partial, sync_files=True)
+            writer = Writer(partial, sync_files=True)
             dcp.save(state, storage_writer=writer, process_group=self.group)  # fails on all ranks if it does on one
             with together(self.group):
                 mine = self._checksums(partial)
@@ -189,9 +190,9 @@ class Checkpointer:
     def _finish(self, step: int, partial: Path, checksums: dict, trainer_state: dict) -> None:
         final = self.output_dir / f"checkpoint-{step}"
         files.see_all(partial, checksums)
-        write_json_flushed(partial / "trainer_state.json", trainer_state, sort_keys=False)
+        write_json_flushed(partial / TRAINER_STATE, trainer_state, sort_keys=False)
         write_json_flushed(partial / CONFIG, self.config.content(), sort_keys=True)
-        contents = checksums | {name: size_and_crc(partial / name) for name in ("trainer_state.json", CONFIG)}
+        contents = checksums | {name: size_and_crc(partial / name) for name in (TRAINER_STATE, CONFIG)}
         manifest = {"format_version": files.FORMAT_VERSION, "step": step, "model": self.fingerprint, "files": contents}
         write_json_flushed(partial / files.MANIFEST, manifest, sort_keys=False)
         sync_directory(partial)
@@ -206,7 +207,7 @@ class Checkpointer:
         """{file: [bytes, CRC-32]}; each rank reads back its own shards, the main rank the metadata."""
         prefix = f"__{self.world.rank}_"
         mine = [p for p in directory.iterdir() if p.name.startswith(prefix)]
-        mine += [directory / ".metadata"] if self.world.is_main else []
+        mine += [directory / METADATA, directory / OLD_METADATA] if self.world.is_main else []
         return {p.name: size_and_crc(p) for p in mine}
 
     def _gathered(self, sums: dict) -> dict:
@@ -229,19 +230,23 @@ class Checkpointer:
         model_state, optimizer_state = get_state_dict(self.model, self.optimizer)
         reader = Reader(path)
         with self.world.together():
+            trainer_state = files.read_listed(path, TRAINER_STATE)
             scales = self._scales(reader.read_metadata().state_dict_metadata)
         state = self.described({"model": _canonical(model_state), "optimizer": optimizer_state} | scales, False)
         try:
             dcp.load(state, storage_reader=reader, planner=Planner(), process_group=self.group)
         except CheckpointException as error:  # on all ranks
             self.world.end_together(UserError(f"{path}: cannot be read: {reason_of(error)}"))
+        options = [{k: v for k, v in group.items() if k != "params"} for group in self.optimizer.param_groups]
         set_state_dict(
             self.model,
             self.optimizer,
             model_state_dict=model_state | state["model"],
             optim_state_dict=state["optimizer"],
         )
-        return json.loads((path / "trainer_state.json").read_text())
+        for group, own in zip(self.optimizer.param_groups, options, strict=True):
+            group |= own  # what the flags and this machine say, not the checkpoint
+        return trainer_state
 
     def _scales(self, saved: dict | None = None) -> dict:
         """What delayed scaling adds to a checkpoint; of a `saved` one, only if it is there, and fits."""
@@ -249,14 +254,14 @@ class Checkpointer:
             logger.info("The checkpoint's FP8 scales are left out: nothing here scales by history")
         if saved is None or not self.scales:
             return {"scales": self.scales} if self.scales else {}
-        there = {name: saved.get(f"scales.{name}") for name in self.scales}
+        there = {name: getattr(saved.get(f"scales.{name}"), "size", None) for name in self.scales}
         if None in there.values():
             logger.warning("The checkpoint has no FP8 scales: they start anew, at 1")
             return {}
         for name, tensor in self.scales.items():
-            if there[name].size != tensor.shape:
+            if there[name] != tensor.shape:
                 raise UserError(
-                    f"--fp8_recipe_kwargs: the checkpoint's {name} has the shape {list(there[name].size)}, not "
+                    f"--fp8_recipe_kwargs: the checkpoint's {name} has the shape {list(there[name])}, not "
                     f"{list(tensor.shape)}: give the same amax_history_len"
                 )
         return {"scales": self.scales}

@@ -7,7 +7,6 @@ between leaves nothing under a checkpoint's name that is no checkpoint.
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import re
@@ -16,8 +15,10 @@ import socket
 import time
 from pathlib import Path
 
-from common.cli import UserError
-from common.files.output_directory import size_and_crc
+from isal import isal_zlib
+
+from common.cli import UserError, one_line
+from common.files.untrusted import check_type, file_size, is_plain_name, open_regular, read_json, shorten
 
 logger = logging.getLogger(__name__)
 
@@ -60,14 +61,31 @@ def read_manifest(path: Path) -> tuple[dict, dict[str, list[int]]]:
     if not path.is_dir():
         raise Corrupt("no such directory")
     try:
-        manifest = json.loads((path / MANIFEST).read_text())
-        version, model = manifest["format_version"], dict(manifest["model"])
-        files = {name: [int(size), int(crc)] for name, (size, crc) in manifest["files"].items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        manifest = read_json(path / MANIFEST)
+        version, model, files = manifest["format_version"], manifest["model"], manifest["files"]
+        check_type("model", model, "dict")
+        check_type("files", files, "dict")
+    except (OSError, ValueError, KeyError) as error:
         raise Corrupt("not a checkpoint of this program, or torn: no readable manifest.json") from error
     if version != FORMAT_VERSION:
-        raise Corrupt(f"format {version}, this program reads {FORMAT_VERSION}")
+        raise Corrupt(f"format {shorten(version)}, this program reads {FORMAT_VERSION}")
+    for name, recorded in files.items():
+        if not is_plain_name(name):
+            raise Corrupt(f"manifest.json names {shorten(name)}, which is no file of the directory")
+        sizes = isinstance(recorded, list) and len(recorded) == 2 and all(type(n) is int and n >= 0 for n in recorded)
+        if not sizes:
+            raise Corrupt(f"manifest.json gives {name} the size {shorten(recorded)}")
     return model, files
+
+
+def read_listed(path: Path, name: str) -> dict:
+    """The JSON file of a checkpoint, which its manifest must list. UserError where it cannot be read."""
+    try:
+        if name not in read_manifest(path)[1]:
+            raise Corrupt("it is not in the manifest")
+        return read_json(path / name)
+    except (OSError, ValueError, Corrupt) as error:
+        raise UserError(f"{path / name}: refused: {one_line(error)}") from error
 
 
 def check_same_model(path: Path, model: dict, fingerprint: dict) -> None:
@@ -75,7 +93,7 @@ def check_same_model(path: Path, model: dict, fingerprint: dict) -> None:
     model = {"hidden_act": fingerprint.get("hidden_act")} | model  # what older checkpoints do not tell
     flags = {"hidden_act": "hidden_act (--gelu)"}
     differing = [
-        f"{flags.get(k, k)} {model.get(k)!r} (now {v!r})" for k, v in fingerprint.items() if model.get(k) != v
+        f"{flags.get(k, k)} {shorten(model.get(k))} (now {v!r})" for k, v in fingerprint.items() if model.get(k) != v
     ]
     if differing:
         raise UserError(
@@ -85,13 +103,16 @@ def check_same_model(path: Path, model: dict, fingerprint: dict) -> None:
 
 
 def check_file(path: Path, recorded: list[int]) -> None:
-    """Raise Corrupt unless a file is there with its size and checksum."""
+    """Raise Corrupt unless a regular file is there with its size and checksum. One of another size is not read."""
     try:
-        found = size_and_crc(path)
+        with open_regular(path) as file:
+            size, crc = file_size(file), 0
+            while size == recorded[0] and (block := file.read(1 << 20)):
+                crc = isal_zlib.crc32(block, crc)
     except OSError as error:
         raise Corrupt(f"{path.name} is missing or unreadable ({error.strerror})") from error
-    if found != recorded:
-        raise Corrupt(f"{path.name} is damaged ({found[0]} bytes, {recorded[0]} written, or checksum differs)")
+    if [size, crc] != recorded:
+        raise Corrupt(f"{path.name} is damaged ({size} bytes, {recorded[0]} written, or checksum differs)")
 
 
 def see_all(directory: Path, written: dict[str, list[int]]) -> None:

@@ -18,6 +18,9 @@ from io import TextIOWrapper
 from pathlib import Path
 
 from common.cli import UserError
+from common.esm2.gelu import HIDDEN_ACT
+from common.files.untrusted import read_json
+from common.layers.backend import BACKENDS
 from common.outputs.checkpoint import CheckpointFlags
 from common.outputs.checkpoint_choice import resume_from
 from common.outputs.checkpoint_files import NAME, PARTIAL, SAVED, SUPERSEDED, list_checkpoints
@@ -121,8 +124,9 @@ def settled_so_far(flags: CheckpointFlags) -> dict:
         told = False
     for checkpoint in [p for _, p in list_checkpoints(path)] if told is True else [told] if told else []:
         with suppress(OSError, ValueError, KeyError, TypeError):
-            arguments = json.loads((checkpoint / "trainer_state.json").read_text())["arguments"]
-            return {"backend": arguments["backend"], "gelu": arguments["gelu"]}
+            arguments = read_json(checkpoint / "trainer_state.json")["arguments"]
+            if arguments["backend"] in BACKENDS and arguments["gelu"] in (*HIDDEN_ACT, ""):
+                return {name: arguments[name] for name in ("backend", "gelu")}
     return {}
 
 

@@ -93,9 +93,12 @@ class PretrainedTokenizer:
 
         given = f"--tokenizer {name}"
         try:
-            self._tokenizer = AutoTokenizer.from_pretrained(str(directory), use_fast=True, local_files_only=True)
+            self._tokenizer = AutoTokenizer.from_pretrained(
+                str(directory), use_fast=True, local_files_only=True, trust_remote_code=False
+            )
         except Exception as error:  # of many kinds: of a file that is missing, torn, or asks for another package
             raise UserError(f"{given}: no tokenizer that transformers can open ({one_line(error)[:200]})") from None
+        self._tokenizer.init_kwargs.pop("auto_map", None)  # names code; it would be saved again
         if self._tokenizer.eos_token_id is None:
             raise UserError(
                 f"{given}: it has no end-of-text token, which parts documents: set eos_token in its "

@@ -9,7 +9,6 @@ files of 5 GB at most.
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 from collections.abc import Callable
@@ -32,12 +31,13 @@ from common.esm2.model import Esm2ForMaskedLM
 from common.esm2.presets import load_config
 from common.esm2.pretrained import save_pretrained
 from common.files import alphabet
+from common.files.untrusted import check_type, shorten
 from common.outputs import checkpoint_files as files
-from common.outputs.checkpoint import CONFIG
+from common.outputs.checkpoint import CONFIG, TRAINER_STATE
 from common.outputs.checkpoint_choice import damage_of, newest_usable
 from common.outputs.checkpoint_reader import StoredTensors
 from common.ranks.world import World
-from common.text.tokenizers import load_tokenizer
+from common.text.tokenizers import Tokenizer, load_tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -62,7 +62,7 @@ def export(checkpoint: Path, directory: Path) -> None:
     UserError where the directory has something in it, and for a checkpoint that has no model of this program in it.
     """
     model, described = files.read_manifest(checkpoint)
-    is_decoder = model.get("model_type") in ARCHITECTURES
+    is_decoder = model.get("model_type") in [*ARCHITECTURES]
     if not is_decoder and model.get("alphabet") != " ".join(alphabet.TOKENS):
         raise UserError(f"{checkpoint}: of another alphabet: export it with the version of this program that wrote it")
     if CONFIG not in described:
@@ -83,9 +83,22 @@ def _export_esm2(checkpoint: Path, stored: StoredTensors, directory: Path) -> No
 def _export_decoder(checkpoint: Path, stored: StoredTensors, directory: Path) -> None:
     config = load_decoder_config(str(checkpoint))
     read = _reader(checkpoint, stored, partial(DecoderForCausalLM, config))
-    arguments = json.loads((checkpoint / "trainer_state.json").read_text())["arguments"]
-    tokenizer, _ = load_tokenizer(arguments["tokenizer"])
+    tokenizer = _tokenizer(checkpoint)
     save_decoder(decoder_convert.pieces_to_hf(read, config), config, directory, tokenizer.save)
+
+
+def _tokenizer(checkpoint: Path) -> Tokenizer:
+    """That of the run. UserError where the one of its name is another one now."""
+    state = files.read_listed(checkpoint, TRAINER_STATE)
+    try:
+        name, identity = state["arguments"]["tokenizer"], state["data"]["tokenizer"]
+        check_type("tokenizer", name, "str")
+    except (KeyError, TypeError, ValueError) as error:
+        raise UserError(f"{checkpoint / TRAINER_STATE}: refused: it names no tokenizer") from error
+    tokenizer, _ = load_tokenizer(name)
+    if tokenizer.identity != identity:
+        raise UserError(f"{checkpoint}: trained with another tokenizer than is at {shorten(name)} now: put it back")
+    return tokenizer
 
 
 def _reader(checkpoint: Path, stored: StoredTensors, make: Callable[[], nn.Module]) -> Callable[[str], Tensor]:

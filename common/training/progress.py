@@ -5,14 +5,16 @@ from __future__ import annotations
 import logging
 import math
 import os
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 
 import torch
 
 from common.batches.loader import TrainStep
+from common.batches.packing import Position
 from common.batches.training_data import TrainingData
-from common.cli import UserError
+from common.cli import UserError, one_line
 from common.esm2.model import count_parameters
+from common.files.untrusted import LARGEST_INT, check_type, shorten
 from common.outputs.metrics import peak_memory_gb
 from common.ranks.world import World
 from common.tasks.arguments import RunArguments
@@ -24,6 +26,19 @@ logger = logging.getLogger(__name__)
 
 # May change between a run and its continuation without a word.
 HARMLESS = {"resume_from_checkpoint", "overwrite_output_dir", "stop_at_step", "disable_tqdm"}
+
+
+# What is used of the dicts of a checkpoint's state; the rest is compared and shown.
+_SAVED = {
+    "arguments": {
+        "max_steps": "int",
+        "num_train_epochs": "int | float",
+        "model_name_or_path": "str | None",
+        "stop_at_step": "int | None",
+    },
+    "resolved": {"total_steps": "int | None", "last_step": "int | None", "formats": "dict"},
+}
+_OF_A_LINE = {"total_steps", "learning_rate", "step_seconds", "data_wait_seconds"}  # that a row with a loss has
 
 
 @dataclass(frozen=True)
@@ -68,6 +83,28 @@ class TrainerState:
     data: dict = field(default_factory=dict)  # identity of the batch plan
     arguments: dict = field(default_factory=dict)
     resolved: dict = field(default_factory=dict)
+
+    @classmethod
+    def read(cls, saved: dict, where: str) -> TrainerState:
+        """That of a checkpoint, which somebody else may have made. UserError unless all is of the type it must be."""
+        types = {f.name: f.type for f in fields(cls)}
+        try:
+            for name, value in saved.items():
+                if name not in types:
+                    raise ValueError(f"{shorten(name)} is unknown: of a later version?")
+                check_type(name, value, types[name])
+            state = cls(**saved)
+            if min(state.step, state.packs_per_step or 0, state.gradient_factor or 0) < 0:
+                raise ValueError("a count is below 0")
+            _check_position(state.position)
+            for part, expected in _SAVED.items():
+                for name, value in (getattr(state, part) or {}).items():
+                    check_type(f"{part}: {name}", value, expected.get(name, "int | float | bool | str | None"))
+            if state.unfinished_row is not None:
+                _check_row(state.unfinished_row)
+        except ValueError as error:
+            raise UserError(f"{where}: refused: {one_line(error)}") from error
+        return state
 
     def advance(self, share: TrainStep, counts: StepCounts, flops: float, result: StepResult, seconds: float) -> None:
         """One step further."""
@@ -144,6 +181,26 @@ class TrainerState:
             logger.warning("Flags differ from those of the checkpoint: %s", ", ".join(changed))
         self.data, self.arguments, self.resolved = identity, arguments, asdict(resolved)
         self.packs_per_step = resolved.packs_per_step
+
+
+def _check_position(position: dict) -> None:
+    """ValueError unless this is a place in a batch plan ({"epoch": n, ...}) or in streams ({"0": [n, ...], ...})."""
+    if position.keys() == {f.name for f in fields(Position)}:
+        for name, value in position.items():
+            check_type(f"position: {name}", value, "int")
+        return
+    for stream, at in position.items():
+        plain = stream.isascii() and stream.isdigit() and isinstance(at, list) and 0 < len(at) <= 5
+        if not plain or not all(isinstance(n, int) and 0 <= n <= LARGEST_INT for n in at):
+            raise ValueError(f"position: {shorten({stream: at})} is none")
+
+
+def _check_row(row: dict) -> None:
+    """ValueError unless this can be a row of metrics.jsonl."""
+    for name, value in row.items():
+        check_type(f"unfinished_row: {name}", value, "str" if name == "slowest_host" else "int | float")
+    if "step" not in row or ("loss" in row and not row.keys() >= _OF_A_LINE):
+        raise ValueError("unfinished_row is no row of metrics")
 
 
 def check_same_data(saved: dict, now: dict) -> None:

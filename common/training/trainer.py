@@ -106,7 +106,7 @@ class Trainer:
         self.strategy.install_weights()
         with world.together():
             if saved is not None:
-                self.state = TrainerState(**saved)
+                self.state = TrainerState.read(saved, f"{args.output_dir}: the checkpoint's trainer_state.json")
                 self.state.check_same_start(args)
                 check_same_data(self.state.data, data.identity)
             packs = packs_per_step(args, world.mesh, self.state.packs_per_step)
