@@ -17,7 +17,7 @@ from typing import Any, BinaryIO
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
 from torch.futures import Future
 
@@ -97,31 +97,38 @@ class Reader(dcp.FileSystemReader):
         for item in plan.items:
             items.setdefault(self.storage_data[item.storage_index].file, []).append(item)
         for name, of_file in items.items():
-            with open_regular(Path(self.path) / name) as file:
-                if file_size(file) != self.sizes[name]:
-                    raise Refused(f"{name} has changed: {file_size(file):,} bytes, {self.sizes[name]:,} written")
+            with self.open_shard(name) as file:
                 for item in of_file:
-                    self._read_item(item, file, planner)
+                    stored, fqn = self.storage_data[item.storage_index], item.storage_index.fqn
+                    if item.type == LoadItemType.BYTE_IO:
+                        planner.load_value(item, _read(file, stored, fqn))
+                        continue
+                    tensor = _read(file, stored, fqn)
+                    for dimension, (offset, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
+                        tensor = tensor.narrow(dimension, offset, length)
+                    target = planner.resolve_tensor(item).detach()
+                    target.copy_(tensor)
+                    planner.commit_tensor(item, target)
         done: Future[None] = Future()
         done.set_result(None)
         return done
 
-    def _read_item(self, item: ReadItem, file: BinaryIO, planner: Planner) -> None:
-        stored = self.storage_data[item.storage_index]
-        name = item.storage_index.fqn
-        try:
-            archive = _Archive(file, stored.begin, stored.length)
-            if item.type == LoadItemType.BYTE_IO:
-                planner.load_value(item, archive.value())
-                return
-            tensor = archive.tensor(stored)
-        except (Refused, zipfile.BadZipFile, EOFError) as error:
-            raise Refused(f"{stored.file}: {name}: {one_line(error)}") from error
-        for dimension, (offset, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
-            tensor = tensor.narrow(dimension, offset, length)
-        target = planner.resolve_tensor(item).detach()
-        target.copy_(tensor)
-        planner.commit_tensor(item, target)
+    def open_shard(self, name: str) -> BinaryIO:
+        """To read; a shard of the metadata, which are read already."""
+        file = open_regular(Path(self.path) / name)
+        if (size := file_size(file)) != self.sizes[name]:
+            file.close()
+            raise Refused(f"{name} has changed: {size:,} bytes, {self.sizes[name]:,} written")
+        return file
+
+
+def _read(file: BinaryIO, stored: Stored, name: str) -> Any:
+    """A tensor's chunk, or another value, of a shard. Refused where it is not as the metadata say."""
+    try:
+        archive = _Archive(file, stored.begin, stored.length)
+        return archive.value() if stored.dtype is None else archive.tensor(stored)
+    except Refused as error:
+        raise Refused(f"{stored.file}: {name}: {one_line(error)}") from error
 
 
 class Planner(dcp.DefaultLoadPlanner):
@@ -263,7 +270,6 @@ class StoredTensors:
     def __init__(self, path: Path):
         self._reader = Reader(path)
         self._metadata = self._reader.read_metadata()
-        self._reader.set_up_storage_reader(self._metadata, is_coordinator=True)
         self.shapes = {
             name: stored.size
             for name, stored in self._metadata.state_dict_metadata.items()
@@ -274,10 +280,14 @@ class StoredTensors:
         """One of `shapes`, in the precision in which it was stored. UserError where it is not as the metadata say."""
         stored = self._metadata.state_dict_metadata[name]
         tensor = torch.zeros(stored.size, dtype=stored.properties.dtype)  # chunks that overlap may leave holes
-        planner = Planner()
-        planner.set_up_planner({name: tensor}, self._metadata, is_coordinator=True)
-        try:
-            self._reader.read_data(planner.create_local_plan(), planner).wait()
-        except Refused as error:
-            raise UserError(f"{self._reader.path}: refused: {error}") from error
+        for chunk in stored.chunks:
+            where = self._metadata.storage_data[MetadataIndex(name, chunk.offsets)]
+            target = tensor
+            for dimension, (offset, length) in enumerate(zip(chunk.offsets, chunk.sizes, strict=True)):
+                target = target.narrow(dimension, offset, length)
+            try:
+                with self._reader.open_shard(where.file) as file:
+                    target.copy_(_read(file, where, name))
+            except Refused as error:
+                raise UserError(f"{self._reader.path}: refused: {error}") from error
         return tensor

@@ -177,7 +177,9 @@ class _Machine:
     # ---- what they share ------------------------------------------------------------------------------------
 
     def refer(self, module: Any, name: Any) -> None:
-        if not (isinstance(module, str) and isinstance(name, str) and (module, name) in self.names):
+        if not (isinstance(module, str) and isinstance(name, str)):
+            raise Refused("it has a name that is no text")
+        if (module, name) not in self.names:
             where = f"{module}.{name}"[:100]
             raise Refused(f"it names {where}, which is no part of a checkpoint and may run code")
         self.stack.append(Name(module, name))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from tests.training_fixtures import train
@@ -13,3 +15,11 @@ def evaluated_run(dataset, tmp_path_factory):
     output_dir = tmp_path_factory.mktemp("run")
     flags = {"max_steps": 12, "do_eval": True, "eval_on_start": True, "eval_steps": 4, "logging_steps": 5}
     return output_dir, train(dataset, output_dir, 2, **flags)
+
+
+@pytest.fixture(scope="session")
+def short_run(dataset, tmp_path_factory) -> Path:
+    """The output directory of a run of two steps, with a checkpoint and without final_model."""
+    out = tmp_path_factory.mktemp("short") / "out"
+    train(dataset, out, max_steps=2, save_final_model=False)
+    return out

@@ -47,7 +47,8 @@ def test_a_checkpoint_holds_canonical_names_and_a_manifest_of_every_file(finishe
     assert (manifest["format_version"], manifest["step"]) == (1, 4)
     assert manifest["model"]["hidden_size"] == 32
     files = {path.name for path in directory.iterdir()} - {"manifest.json"}
-    assert files == {".metadata", "__0_0.distcp", "trainer_state.json", "config.json"} == manifest["files"].keys()
+    expected = {".metadata", "metadata.json", "__0_0.distcp", "trainer_state.json", "config.json"}
+    assert files == expected == manifest["files"].keys()
     for name, recorded in manifest["files"].items():
         assert recorded == size_and_crc(directory / name)
     assert json.loads((directory / "trainer_state.json").read_text())["step"] == 4
