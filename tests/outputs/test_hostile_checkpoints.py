@@ -19,7 +19,7 @@ from common.outputs.checkpoint_reader import Planner, Reader, StoredTensors, rea
 from common.training.export import choose, export
 from common.training.progress import TrainerState
 from tests.forked import run_script
-from tests.outputs.guarded import guarded
+from tests.guarded import guarded
 from tests.outputs.hostile import CANARY, CASES, LR, SHARD, WEIGHT, Case, vouch
 from tests.training_fixtures import train
 

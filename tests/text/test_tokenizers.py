@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import os
+import pty
+import re
+import sys
+from contextlib import suppress
 
 import numpy as np
 import pyarrow as pa
@@ -13,7 +18,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from common.cli import UserError
 from common.text.tokenizers import BYTES, ByteTokenizer, check_vocabulary, load_tokenizer, tokenize
-from tests.forked import run_script
+from tests.forked import ROOT, run_script
 from tests.sources.hub_server import COMMIT, hub_server
 
 TEXTS = ["The quick brown fox", "Übung macht den\nMeister …  ", "", "\x00\x7f</s><eos>"]
@@ -74,6 +79,49 @@ def test_documents_end_to_end():
     assert bounds.tolist() == [0, 3, 3, 5]
     ids, bounds = tokenize(ByteTokenizer(), pa.array([], pa.string()))
     assert (len(ids), bounds.tolist()) == (0, [0])
+
+
+def with_code(directory, **config):
+    """The same with a tokenizer of its own, in code that leaves a file."""
+    trained(directory)
+    (directory / "evil.py").write_text(
+        f"from pathlib import Path\nPath({str(directory / 'ran')!r}).touch()\nEvil = int\n"
+    )
+    code = {"auto_map": {"AutoTokenizer": ["evil.Evil", "evil.Evil"], "AutoConfig": "evil.Evil"}} | config
+    for name in ("tokenizer_config.json", "config.json"):
+        file = directory / name
+        file.write_text(json.dumps((json.loads(file.read_text()) if file.exists() else {}) | code))
+    return directory
+
+
+@pytest.mark.parametrize("config", [{}, {"tokenizer_class": "Evil"}, {"model_type": "evil"}])
+def test_code_of_a_tokenizer_is_not_run_though_a_terminal_says_yes(tmp_path, monkeypatch, config):
+    """It is refused or read without, and what is saved of it does not name it."""
+    ours, theirs = pty.openpty()
+    os.write(ours, b"y\n" * 4)
+    monkeypatch.setattr(sys, "stdin", os.fdopen(theirs))
+    directory = with_code(tmp_path / "evil", **config)
+    with suppress(UserError):
+        tokenizer, _ = load_tokenizer(str(directory))
+        tokenizer.save(tmp_path / "saved")
+    for path in tmp_path.glob("saved/*"):
+        assert not re.search(b"auto_map|evil.Evil", path.read_bytes()), path
+    assert not (directory / "ran").exists()
+    assert sys.stdin.readline() == "y\n"  # nobody has asked
+    os.close(ours)
+
+
+def test_auto_classes_are_never_left_to_ask():
+    """Without trust_remote_code=False one asks a terminal whether to run a stranger's code."""
+    calls = 0
+    for path in (*ROOT.glob("*.py"), *ROOT.glob("common/**/*.py"), *ROOT.glob("benchmarks/**/*.py")):
+        for call in ast.walk(ast.parse(path.read_text())):
+            function = ast.unparse(call.func) if isinstance(call, ast.Call) else ""
+            if re.search(r"\bAuto\w+\.from_(pretrained|config)$", function):
+                calls += 1
+                trusts = [ast.unparse(word.value) for word in call.keywords if word.arg == "trust_remote_code"]
+                assert trusts == ["False"], f"{path}:{call.lineno}"
+    assert calls
 
 
 def test_what_cannot_be_used_is_one_line(tmp_path):

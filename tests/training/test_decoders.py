@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
+import shutil
 import signal
 from pathlib import Path
 
@@ -13,17 +15,21 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from common.batches.loader import TrainLoader
+from common.cli import UserError
 from common.decoders.convert import pieces_to_hf
 from common.ranks.world import World
 from common.tasks.kinds import parse_run
 from common.text.causal import causal_batches
 from common.text.data import open_text
 from common.text.tokenizers import ByteTokenizer
+from common.training.export import export
 from common.training.load_model import load_model
 from tests.data_fixtures import load_script
 from tests.decoder_fixtures import decoder_flags, train_decoder, write_text
 from tests.forked import run_script
 from tests.live_runs import LiveRun, assert_same_run, newest_step
+from tests.outputs.hostile import vouch
+from tests.text.test_tokenizers import trained
 from tests.training_fixtures import (
     checkpoint_state,
     final_weights,
@@ -172,6 +178,18 @@ def test_a_checkpoint_becomes_the_same_model(two_ranks, tmp_path):
     names = {path.name for path in (out / "final_model").iterdir()}
     assert {path.name for path in (tmp_path / "model").iterdir()} == names
     assert "tokenizer.json" in names
+
+
+def test_export_takes_no_other_tokenizer_than_the_runs(two_ranks, tmp_path):
+    """The name of one in a checkpoint may lead anywhere; what is there may have been replaced."""
+    checkpoint = Path(shutil.copytree(two_ranks[0] / "checkpoint-6", tmp_path / "checkpoint-6"))
+    state = json.loads((checkpoint / "trainer_state.json").read_text())
+    state["arguments"]["tokenizer"] = str(trained(tmp_path / "other"))
+    (checkpoint / "trainer_state.json").write_text(json.dumps(state))
+    vouch(checkpoint)
+    with pytest.raises(UserError, match="trained with another tokenizer than is at"):
+        export(checkpoint, tmp_path / "model")
+    assert not (tmp_path / "model").exists()
 
 
 def test_the_log_has_the_guides_lines(two_ranks):

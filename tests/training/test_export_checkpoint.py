@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -18,16 +19,21 @@ from tests.outputs.checkpoint_fixtures import exported, files_of, shard
 from tests.small_disk import fill, small_disk
 from tests.training_fixtures import final_weights, same_bits, train
 
+CODE = {"auto_map": dict.fromkeys(("AutoConfig", "AutoModel", "AutoModelForMaskedLM", "AutoTokenizer"), "evil.Evil")}
 FLAGS = {"max_steps": 4, "save_steps": 2, "max_seq_length": 64}
 
 
 @pytest.fixture(scope="module")
 def hub(tmp_path_factory) -> Path:
-    """Weights like the Hub's: every parameter random, the contact head too; and a field of config.json of its own."""
+    """Weights like the Hub's: every parameter random, the contact head too; a field of config.json of its own, and
+    code that nobody is to run."""
     directory = tmp_path_factory.mktemp("hub")
     config = esm2_config(2, 64, 4, initializer_range=0.03)
     config.others |= {"esmfold_config": None, "id2label": {"0": "helix", "1": "sheet"}}
     reference_model(config, seed=11).save_pretrained(directory)
+    for name, content in (("config.json", config.content()), ("tokenizer_config.json", {})):
+        (directory / name).write_text(json.dumps(content | CODE))
+    (directory / "evil.py").write_text("raise SystemExit('evil.py was run')")
     return directory
 
 
@@ -65,6 +71,15 @@ def test_a_checkpoint_of_the_last_step_is_exported_to_the_bytes_of_final_model(f
     same = {name for name in ours if torch.equal(ours[name], theirs[name])}
     assert {name for name in ours if "contact_head" in name} <= same
     assert len(same) < len(ours) / 2
+
+
+def test_code_of_the_starting_model_never_travels(finished, hub):
+    """Whoever opens an export is not asked to run what the directory that its run began from named."""
+    assert "evil" in (hub / "config.json").read_text()
+    written = [*finished.glob("checkpoint-*/*.json"), *(finished / "final_model").iterdir()]
+    assert len(written) > 8
+    for path in written:
+        assert not re.search(b"auto_map|evil", path.read_bytes()), path
 
 
 @pytest.mark.parametrize(
