@@ -120,8 +120,10 @@ def manifest(name: str) -> str:
     text = (ROOT / "kubernetes" / "train-clm-template.yaml").read_text(encoding="utf-8")
     # The switch `instance` is on, the others are off.
     text = re.sub(r"(?m)^( *)# \[instance\] ", r"\1", text)
-    text = re.sub(r"(?m)^ *# \[\w+\] .*\n| +# \[not \w+\]$", "", text)
+    text = re.sub(r"(?m)^ *# \[\w+\] .*\n|^# \[not \w+\]\n| +# \[not \w+\]$", "", text)
     text = re.sub(r"(?m)^ *hugepages-2Mi: .*\n", "", text)  # no variable tells them; libfabric does without, see below
+    text = text.replace('  namespace: "${NAMESPACE}"\n', "").replace('"${JOB_NAME}-pytorchjob"', job)
+    text = text.replace('"${JOB_NAME}-fsdp-${RUN_ID}"', job).replace('"${JOB_NAME}"', job)
     args = "".join(f"                    {flag} \\\n" for flag in training_args(name, results))
     head = f"""\
 # {title(name)} with FSDP2 on streamed C4; it goes on from its newest checkpoint. Made by {MAKER}.
@@ -142,11 +144,8 @@ stringData:
     return replaced(
         text,
         {
-            between(text, "# A decoder with FSDP2", "apiVersion: "): head,
-            "  name: ${JOB_NAME}\n  namespace: ${NAMESPACE}\n": f"  name: {job}\n",
-            "job-name: ${JOB_NAME}\n": f"job-name: {job}\n",
-            "rdzvId: ${JOB_NAME}-fsdp-${RUN_ID}\n": f"rdzvId: {job}\n",
-            "memory: ${MEMORY}\n": f"memory: {memory(name)}\n",
+            between(text, "# A decoder with FSDP2", "# Only this job's pods"): head,
+            'memory: "${MEMORY}"\n': f"memory: {memory(name)}\n",
             "if [ ${EFA_PER_NODE} = 0 ]": 'if [ -z "${FI_PROVIDER}" ]',
             between(text, " [preflight]: ", "                  trap "): "\n",
             "${GPU_PER_NODE} --model=${MODEL} ": f"${{GPU_PER_NODE}} --model={name} ",
@@ -156,7 +155,7 @@ stringData:
             ): "",
             command: args.removesuffix(" \\\n") + "\n",
             flags: "",
-            "${OUTPUT_DIR}/clm/${MODEL}/nccl_trace_rank_": f"{results}/nccl_trace_rank_",
+            '"${OUTPUT_DIR}/clm/${MODEL}/nccl_trace_rank_"': f"{results}/nccl_trace_rank_",
             "logs ${JOB_NAME}-worker-0": f"logs {job}-worker-0",
             "                  value: efa\n": '                  value: "${FI_PROVIDER}"\n',
             between(text, "                # kubectl create secret", "                - name: HF_TOKEN"): "",

@@ -5,12 +5,16 @@
 #   kubernetes/render.sh --with kueue,hyperpod train-fsdp-template.yaml > train-fsdp.yaml
 #
 # Switches (docs/kubernetes.md) are the template's lines `# [NAME] ...`, which are uncommented, and `...  # [not NAME]`,
-# which are dropped. kubernetes/env_vars.sh lists the variables; *_FLAGS may be empty, RUN_ID, IMAGE_URI and HUGEPAGES have
-# defaults. Flags are words with blanks between them: the pods read them as they are, without a shell, so that quotes are
-# part of a word. Any envsubst will do, gettext's or the one written in Go.
+# which are dropped; a line `# [not NAME]` alone is dropped with the document below it. kubernetes/env_vars.sh lists the
+# variables; *_FLAGS may be empty, RUN_ID, IMAGE_URI and HUGEPAGES have defaults. Flags are words with blanks between them:
+# the pods read them as they are, without a shell, so that quotes are part of a word. Any envsubst will do, gettext's or the
+# one written in Go.
 set -euo pipefail
+export LC_ALL=C # [a-z] is ASCII, and a character a byte
 
 fail() { echo "error: $*" >&2; exit 2; }
+# printable TEXT: for a line on a terminal
+printable() { local text=${1:0:80}; echo "${text//[^[:print:]]/?}"; }
 
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 usage="usage: kubernetes/render.sh [--with SWITCH,...] TEMPLATE"
@@ -29,10 +33,12 @@ command -v envsubst >/dev/null || fail "envsubst is missing: apt-get install get
 
 text=$(<"$template")
 for switch in "${switches[@]}"; do
-  grep -qE "^ *# \[$switch\] " <<<"$text" || fail "$1 has no switch '$switch'"
-  text=$(sed -E "s/^( *)# \[$switch\] /\1/; /# \[not $switch\]$/d" <<<"$text")
+  if ! [[ $switch =~ ^[a-z0-9]+$ ]] || ! grep -qE "^ *# \[(not )?$switch\]( |$)" <<<"$text"; then
+    fail "$1 has no switch '$(printable "$switch")'"
+  fi
+  text=$(sed -E "s/^( *)# \[$switch\] /\1/; /^# \[not $switch\]$/,/^---$/d; /# \[not $switch\]$/d" <<<"$text")
 done
-text=$(sed -E '/^ *# \[[a-z0-9]+\] /d; s/ +# \[not [a-z0-9]+\]$//' <<<"$text")
+text=$(sed -E '/^ *# \[[a-z0-9]+\] /d; /^# \[not [a-z0-9]+\]$/d; s/ +# \[not [a-z0-9]+\]$//' <<<"$text")
 
 export RUN_ID=${RUN_ID:-$(date -u +%Y%m%d-%H%M%S)}
 names=$(grep -vE '^ *#' <<<"$text" | grep -oE '\$\{[A-Z_0-9]+\}' | grep -oE '[A-Z_0-9]+' | sort -u || true) # none: fine
@@ -47,35 +53,49 @@ for name in $names; do
   [ -n "${!name:-}" ] || [[ $name = *_FLAGS ]] || missing+=("$name")
 done
 [ "${#missing[@]}" -eq 0 ] || fail "unset or empty: ${missing[*]}; see kubernetes/env_vars.sh"
-# What is pasted into YAML and into the pods' commands is to be one plain word there. Flags are not pasted: they are lines of
-# a block and an environment variable, in which the kubelet would take $(NAME) for a variable, but for $$(NAME).
+# What is pasted is the very string that was given, wherever it stands: in quotes in YAML and as a word of a pod's command,
+# so that it is one plain word; or a number, which YAML reads as the same number. Flags are not pasted but lines of a block
+# and an environment variable, in which the kubelet would take $(NAME) for a variable, but for $$(NAME).
+must_be() { [[ -z ${!1:-} || ${!1} =~ ^($2)$ ]] || fail "$1=$(printable "${!1}"): $3"; }
 for name in $names; do
-  if [[ $name = *_FLAGS ]]; then
-    value=${!name:-}
-    value=${value//[$'\n\r\t']/ }
-    [[ $value != *[[:cntrl:]]* ]] || fail "$name has a control character in it"
-    export "$name=${value//\$/\$\$}"
-  elif ! [[ ${!name} =~ ^[A-Za-z0-9_./:@%+=,-]+$ ]]; then
-    fail "$name=${!name}: only letters, digits and _./:@%+=,- can be in it"
-  fi
-done
-for name in TARGET_PATH OUTPUT_DIR; do
-  case "${!name:-/fsx-shared}/" in
-    /fsx-shared/*) ;;
-    *) fail "$name=${!name} is not on the volume, which is mounted at /fsx-shared" ;;
+  case $name in
+    *_FLAGS)
+      value=${!name:-}
+      value=${value//[$'\n\r\t']/ }
+      # Control characters beyond ASCII, and what YAML takes for ends of lines or for a byte order mark.
+      for one in [[:cntrl:]] $'\xc2'[$'\x80'-$'\x9f'] $'\xe2\x80'[$'\xa8\xa9'] $'\xef\xbb\xbf'; do
+        # shellcheck disable=SC2053 # a pattern
+        [[ $value != *$one* ]] || fail "$name has a control character in it"
+      done
+      export "$name=${value//\$/\$\$}"
+      ;;
+    NUM_NODES | MIN_NODES) must_be "$name" '[1-9][0-9]{0,5}' "not a number of nodes, at least 1, in plain digits" ;;
+    CP_SIZE) must_be "$name" '[1-9][0-9]{0,5}' "not a number of ranks, at least 1, in plain digits" ;;
+    GPU_PER_NODE | EFA_PER_NODE) must_be "$name" '0|[1-9][0-9]{0,5}' "not a number of devices, in plain digits" ;;
+    MEMORY | HUGEPAGES) must_be "$name" '(0|[1-9][0-9]{0,14})([KMGTP]i|[kMGTP])?' "not an amount of memory, as 16Gi" ;;
+    JOB_NAME) # the operator names Services for it
+      must_be "$name" '[a-z]([-a-z0-9]{0,40}[a-z0-9])?' "small letters, digits and - between them, at most 42, first a letter"
+      ;;
+    NAMESPACE)
+      must_be "$name" '[a-z0-9]([-a-z0-9]{0,40}[a-z0-9])?' "small letters, digits and - between them, at most 42"
+      ;;
+    *) must_be "$name" '[A-Za-z0-9_./:@%+=,-]+' "only letters, digits and _./:@%+=,- can be in it" ;;
+  esac
+  case $name in TARGET_PATH | OUTPUT_DIR | MODEL | INIT_FROM)
+    ! [[ ${!name:-}/ =~ //.|/\.{1,2}/|^\.{1,2}/ ]] || fail "$name=${!name}: no part of a path can be empty, . or .."
+    ;;
+  esac
+  case $name:${!name:-}/ in
+    TARGET_PATH:/fsx-shared/* | OUTPUT_DIR:/fsx-shared/*) ;;
+    TARGET_PATH:* | OUTPUT_DIR:*) fail "$name=${!name} is not on the volume, which is mounted at /fsx-shared" ;;
   esac
 done
-for name in JOB_NAME NAMESPACE; do
-  [[ ${!name:-x} =~ ^[a-z0-9]([-a-z0-9]{0,40}[a-z0-9])?$ ]] ||
-    fail "$name=${!name}: small letters, digits and - between them, at most 42"
-done
-for name in NUM_NODES GPU_PER_NODE EFA_PER_NODE; do
-  [[ ${!name:-0} =~ ^[0-9]+$ ]] || fail "$name=${!name} is not a number"
-done
+if grep -qx MIN_NODES <<<"$names"; then
+  [ "$MIN_NODES" -le "$NUM_NODES" ] || fail "MIN_NODES=$MIN_NODES is above NUM_NODES=$NUM_NODES"
+fi
 if grep -qx CP_SIZE <<<"$names"; then
-  [[ $CP_SIZE =~ ^[1-9][0-9]*$ ]] || fail "CP_SIZE=$CP_SIZE is not a number of ranks, at least 1"
-  each=$((10#$GPU_PER_NODE > 0 ? 10#$GPU_PER_NODE : 1)) # without GPUs: one rank a pod
-  ranks=$((10#$NUM_NODES * each))
+  each=$((GPU_PER_NODE > 0 ? GPU_PER_NODE : 1)) # without GPUs: one rank a pod
+  ranks=$((NUM_NODES * each))
   [ $((ranks % CP_SIZE)) -eq 0 ] ||
     fail "CP_SIZE=$CP_SIZE does not divide the job's $ranks ranks (nodes: $NUM_NODES, ranks a node: $each)"
   # Not refused: the numbers are the same, and with one GPU a node, or packs too long for a node's, it is the only way.

@@ -105,9 +105,9 @@ on_one_node() {
 launch() {
   local nodes=$SLURM_JOB_NUM_NODES hyperpod=()
   if [ -d /opt/sagemaker_cluster ]; then hyperpod=(--auto-resume=1); fi
-  # The rendezvous is on the first node, where this script runs: another one for each start. It unpickles what it is sent,
-  # so that nobody else on the network is to guess where it is and what it is called. The name goes through the
-  # environment, which only its owner can read.
+  # The rendezvous of several nodes is on the first one, where this script runs: another one for each start. It asks nobody
+  # who he is, so that nobody else on the network is to guess where it is and what it is called. The name goes through the
+  # environment, which only its owner can read. On one node nothing listens on the network (common/ranks/rendezvous.py).
   PET_RDZV_ID=$(od -An -N16 -tx1 /dev/urandom | tr -d ' \n')
   export PET_RDZV_ID
   run "${steps[@]}" ${hyperpod[@]+"${hyperpod[@]}"} --nodes="$nodes" --ntasks="$nodes" --ntasks-per-node=1 \

@@ -41,7 +41,8 @@ fi
 # efa on instances with Elastic Fabric Adapters (p4d, p5, g5.8xlarge, ...); empty elsewhere.
 : "${FI_PROVIDER:=}"
 : "${NCCL_DEBUG:=WARN}"
-# Interfaces that NCCL must not use, for its first connections or without EFA.
+# Interfaces that NCCL must not use, for its first connections or without EFA; on one node: the only one that it needs.
+if [ "${SLURM_JOB_NUM_NODES:-}" = 1 ]; then : "${NCCL_SOCKET_IFNAME:=lo}"; fi
 : "${NCCL_SOCKET_IFNAME:=^docker,lo,veth}"
 
 # Before training, common.preflight looks at every node: error or warn, what stops the job; or off.

@@ -182,7 +182,8 @@ def open_data(flags: DataFlags, world: World, evaluate: bool, makers: Makers | N
     with world.main_does() as mine:
         if mine and (source := find_source(flags, makers)):
             records = count_records(source.splits["train"])
-    source, records = world.share((source, records))
+    source, records = world.share((source and source.to_json(), records))
+    source = source and Source.from_json(source)
     with world.together():
         data = open_training(flags, source, records)
         if evaluate:

@@ -52,10 +52,11 @@ def choose(told: bool | Path, output_dir: Path, fingerprint: dict, world: World,
     told: as `resume_from` has it, on rank 0; training: whether the run is to go on from it. UserError where the one
     told of is damaged, where none is left of a run that is to go on, and as `newest_usable`.
     """
-    told = world.share(told)
+    told = world.share(str(told) if isinstance(told, Path) else told)
     if told is False:
         return None
     if told is not True:
+        told = Path(told)
         if damage := damage_of(told, fingerprint, world):
             _refuse(f"--resume_from_checkpoint {told}: {damage}", world)
         return told
@@ -76,8 +77,8 @@ def newest_usable(output_dir: Path, fingerprint: dict | None, world: World, othe
     there, damages = [], []
     with world.main_does() as mine:
         if mine:
-            there = [path for _, path in list_checkpoints(output_dir)]
-    for path in world.share(there):
+            there = [str(path) for _, path in list_checkpoints(output_dir)]
+    for path in map(Path, world.share(there)):
         damage = damage_of(path, fingerprint, world)
         if damage is None:
             return path

@@ -27,6 +27,7 @@ from common.outputs.checkpoint_files import NAME, PARTIAL, SAVED, SUPERSEDED, li
 from common.outputs.profiling import TRACES
 from common.outputs.trackers import EVENTS, WANDB_RUN
 from common.ranks.job_uid import unique_id
+from common.ranks.starts import private
 
 logger = logging.getLogger(__name__)
 
@@ -132,7 +133,7 @@ def settled_so_far(flags: CheckpointFlags) -> dict:
 
 def hold(path: Path, patience_s: float = LOCK_PATIENCE_S) -> TextIOWrapper:
     """Open `path` and lock it. The lock is the process' own (POSIX): it ends with it, and forked workers lack it."""
-    handle = open(path, "a+")  # noqa: SIM115  (the caller's to close)
+    handle = open(path, "a+", opener=private)  # noqa: SIM115  (the caller's to close)
     deadline = time.monotonic() + patience_s
     told = False
     while True:
@@ -143,7 +144,7 @@ def hold(path: Path, patience_s: float = LOCK_PATIENCE_S) -> TextIOWrapper:
             # The run that was waited for has left nothing, its lock included.
             handle.close()
             path.parent.mkdir(parents=True, exist_ok=True)
-            handle = open(path, "a+")  # noqa: SIM115
+            handle = open(path, "a+", opener=private)  # noqa: SIM115
         except (BlockingIOError, PermissionError):
             if time.monotonic() > deadline:
                 handle.close()

@@ -22,6 +22,7 @@ from common.preflight import ranks
 from common.preflight.network import check_nccl_log
 from common.preflight.node import existing
 from common.preflight.report import ERROR, OK, WARN, Finding, RankReport
+from common.ranks.store import join_store, serve_store, store_host
 from common.ranks.world import World
 
 BAD_CLOCK_S = 300.0  # munge refuses credentials that are older, S3 soon after
@@ -39,12 +40,12 @@ class Meeting:
 
     def connect(self, purpose: str) -> dist.Store:
         """A connection of its own to the store: one that waits blocks all that share it. UserError if none answers."""
-        host, port = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
         served_by_torchrun = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        host, port = os.environ["MASTER_ADDR"] if served_by_torchrun else store_host(), int(os.environ["MASTER_PORT"])
         serves = self.world.is_main and not served_by_torchrun and purpose == "meeting"
         timeout = timedelta(seconds=self.seconds)
         try:
-            store = dist.TCPStore(host, int(port), is_master=serves, timeout=timeout, wait_for_workers=False)
+            store = (serve_store if serves else join_store)(host, port, timeout=timeout)
         except RuntimeError as error:
             where = "torchrun on the first node" if served_by_torchrun else "rank 0"
             raise UserError(

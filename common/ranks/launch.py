@@ -9,6 +9,8 @@ python -m common.ranks.launch --nnodes=2 --nproc_per_node=8 --rdzv_backend=c10d 
 - What ranks have to say of it is one line, printed here, after all else and without torchrun's report around it.
 - So does the third start in a row without a new checkpoint (common.ranks.starts), with the reason and status 2.
 - In a pod every other end is told as TRY_AGAIN: the training operator's restartPolicy ExitCode tries again above 127.
+- A run on one node listens on loopback only, whatever --rdzv_endpoint says. Of several nodes the agents exchange JSON
+  (common.ranks.rendezvous), so that torchrun itself cannot be one of them.
 """
 
 from __future__ import annotations
@@ -43,9 +45,10 @@ def _torchrun(arguments: list[str]) -> int:
     # After the handlers: importing torch takes seconds.
     from torch.distributed import run
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.elastic.rendezvous import RendezvousError
+    from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousStateError
     from torch.distributed.launcher import api
 
+    from common.ranks import rendezvous
     from common.ranks.agent import Agent, Stopped
     from common.ranks.job_uid import set_job_uid
 
@@ -58,6 +61,7 @@ def _torchrun(arguments: list[str]) -> int:
     try:
         # torchrun sets its own handlers for the signals named here: no longer for those of a stop.
         parsed = run.parse_args(["--signals_to_handle=SIGHUP,SIGQUIT", *arguments])
+        rendezvous.choose(parsed, run.parse_min_max_nnodes(parsed.nnodes)[1])
         if run.determine_local_world_size(parsed.nproc_per_node) > 1:
             os.environ.setdefault("OMP_NUM_THREADS", "1")  # torchrun does, with five lines of warning
         run.run(parsed)
@@ -65,6 +69,9 @@ def _torchrun(arguments: list[str]) -> int:
         return _status(error.get_first_failure()[1].exitcode)
     except Stopped as stop:
         return _status(stop.failure.exitcode)
+    except RendezvousStateError as error:
+        sys.stderr.write(f"error: {one_line(error)}\n")
+        return 1
     except RendezvousError as error:
         sys.stderr.write(f"error: the other nodes are gone, or the job is over: {one_line(error)}\n")
         return 1

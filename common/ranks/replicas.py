@@ -59,11 +59,11 @@ def odd_ones(digests: list[dict]) -> list[int]:
 
 
 @torch.no_grad()
-def digest(parameters: Iterable[Tensor]) -> dict[tuple, int]:
+def digest(parameters: Iterable[Tensor]) -> dict[str, int]:
     """{rows: a number of 64 bits} of what this rank holds; equal weights give equal numbers on any device.
 
-    rows: which part of the sharded dimensions, () of what is not sharded. One pass over the weights, one wait for the
-    device.
+    rows: which part of the sharded dimensions ("1:3": part 3 of the mesh's dimension 1), "" of what is not sharded.
+    One pass over the weights, one wait for the device.
     """
     keys, numbers = [], []
     for parameter in parameters:
@@ -74,14 +74,14 @@ def digest(parameters: Iterable[Tensor]) -> dict[tuple, int]:
         sums = bits.sum(0, dtype=torch.int64) if bits.dim() > 1 else bits.long()
         places = 2 * torch.arange(len(sums), device=sums.device) + 1  # none where a rank has no rows
         numbers.append((sums * (places * (_PLACE - (1 << 64)))).sum())
-    found: dict[tuple, int] = defaultdict(int)
+    found: dict[str, int] = defaultdict(int)
     for number, (key, value) in enumerate(zip(keys, torch.stack(numbers).tolist(), strict=True)):
         found[key] = (found[key] + value * (2 * number + 1)) % (1 << 64)
     return dict(found)
 
 
-def _rows(parameter: Tensor) -> tuple:
+def _rows(parameter: Tensor) -> str:
     if not isinstance(parameter, DTensor):
-        return ()
+        return ""
     where, mesh = parameter.placements, parameter.device_mesh.get_coordinate()
-    return tuple((n, mesh[n]) for n, placement in enumerate(where) if isinstance(placement, Shard))
+    return ",".join(f"{n}:{mesh[n]}" for n, placement in enumerate(where) if isinstance(placement, Shard))

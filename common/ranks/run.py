@@ -25,6 +25,7 @@ import torch.distributed as dist
 from common.cli import Flags, UserError, flag, one_line, setup_logging, user_errors
 from common.ranks.nccl import device_failure, lost_by_nccl, out_of_memory, tell_nccl
 from common.ranks.stopping import PREEMPTED, Preempted
+from common.ranks.store import join_store, keep_to_this_node, serve_store, store_host
 from common.ranks.world import OUR_BUG, FailedElsewhere, World
 
 logger = logging.getLogger(__name__)
@@ -194,6 +195,7 @@ def keep_freed_memory() -> None:
 
 def _init_process_group(world: World) -> None:
     timeout_s, timeout = world.timeout_s, timedelta(seconds=world.timeout_s)
+    keep_to_this_node()
     backend = "cpu:gloo,cuda:nccl" if world.device.type == "cuda" else "gloo"
     if world.device.type == "cuda":
         tell_nccl(timeout_s)
@@ -204,7 +206,9 @@ def _init_process_group(world: World) -> None:
         if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
             store = _store_of_this_attempt(world, timeout_s)
         else:
-            store, _, _ = next(dist.rendezvous("env://", world.rank, world.size, timeout=timeout))
+            host, port = store_host(), int(os.environ["MASTER_PORT"])
+            everyone = {"world_size": world.size, "wait_for_workers": True, "timeout": timeout}
+            store = serve_store(host, port, **everyone) if world.is_main else join_store(host, port, **everyone)
         world.watch.begin(world.rank, world.size, store, timeout_s, lambda: world.stop.told)
         dist.init_process_group(backend, store=store, rank=world.rank, world_size=world.size, timeout=timeout)
 
@@ -220,8 +224,8 @@ def _store_of_this_attempt(world: World, timeout_s: int) -> dist.Store:
     agents, _, _ = next(dist.rendezvous("env://", world.rank, world.size))
     timeout = timedelta(seconds=timeout_s)
     if world.is_main:
-        host = os.environ["MASTER_ADDR"]  # as torchrun tells rank 0: its own node
-        store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=timeout)
+        host = store_host()  # as torchrun tells rank 0: its own node
+        store = serve_store(host, 0, timeout=timeout)
         agents.set(key, f"{host} {store.port}")
         return store
     deadline = time.monotonic() + timeout_s
@@ -229,7 +233,7 @@ def _store_of_this_attempt(world: World, timeout_s: int) -> dist.Store:
         host, port = agents.get(key).decode().split()
         try:
             socket.create_connection((host, int(port)), timeout=5).close()
-            store = dist.TCPStore(host, int(port), is_master=False, timeout=timedelta(seconds=30))
+            store = join_store(host, int(port), timeout=timedelta(seconds=30))
             store.set_timeout(timeout)
             return store
         except (OSError, RuntimeError):

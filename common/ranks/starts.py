@@ -8,6 +8,7 @@ with the checkpoints (`.starts`), for a job may start on other machines each tim
 from __future__ import annotations
 
 import json
+import os
 import re
 from contextlib import suppress
 from pathlib import Path
@@ -16,7 +17,16 @@ from common.cli import UserError
 
 IN_A_ROW = 3
 FILE = ".starts"
+PRIVATE = 0o600
 _CHECKPOINT = re.compile(r"checkpoint-(\d+)")
+
+
+def private(path: str, flags: int) -> int:
+    """An `opener` for `open`: nobody else reads or writes the file, one that others could until now included."""
+    descriptor = os.open(path, flags, PRIVATE)
+    with suppress(OSError):  # another user's, or a file system without modes
+        os.fchmod(descriptor, PRIVATE)
+    return descriptor
 
 
 class Starts:
@@ -71,7 +81,8 @@ class Starts:
         with suppress(OSError):
             self.output_dir.mkdir(parents=True, exist_ok=True)
             content = json.dumps({"job": self.job, "newest": self._newest(), "starts": starts})
-            (self.output_dir / FILE).write_text(content)
+            with open(self.output_dir / FILE, "w", opener=private) as file:
+                file.write(content)
 
     def _newest(self) -> int | None:
         """The step of the newest checkpoint; a checkpoint gets its name when it is complete."""

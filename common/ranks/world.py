@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from common.cli import BAD_INPUT, UserError
+from common.ranks import messages
 from common.ranks.stopping import StopRequest
 from common.ranks.watchdog import Watch
 
@@ -134,26 +135,16 @@ class World:
         return bool(value.item())
 
     def share(self, value):
-        """Rank 0's value (anything that pickles) on every rank."""
-        box = [value]
-        if self.size > 1:
-            dist.broadcast_object_list(box, src=0)
-        return box[0]
+        """Rank 0's value (what JSON holds: common.ranks.messages) on every rank."""
+        return messages.share(value) if self.size > 1 else messages.copy(value)
 
     def gather(self, value, group: dist.ProcessGroup | None = None) -> list:
-        """Every rank's value (anything that pickles), in order, on every rank."""
-        everyone = [value] * self.size
-        if self.size > 1:
-            dist.all_gather_object(everyone, value, group=group)
-        return everyone
+        """Every rank's value (what JSON holds), in order, on every rank."""
+        return messages.gather(value, group) if self.size > 1 else [messages.copy(value)]
 
     def gather_to_main(self, value, group: dist.ProcessGroup | None = None) -> list:
-        """Every rank's value (anything that pickles), in order, on rank 0; [] on the others, who are sent nothing."""
-        if self.size == 1:
-            return [value]
-        everyone = [None] * self.size if self.is_main else None
-        dist.gather_object(value, everyone, dst=0, group=group)
-        return everyone or []
+        """Every rank's value (what JSON holds), in order, on rank 0; [] on the others, who are sent nothing of it."""
+        return messages.gather_to_main(value, group) if self.size > 1 else [messages.copy(value)]
 
     def agree(self, facts: dict) -> None:
         """UserError, on all ranks together, unless these plain values are the same on every rank."""

@@ -26,6 +26,11 @@ class Content:
     line_ends: bool
     other_column: str
 
+    @classmethod
+    def from_json(cls, value: dict) -> Content:
+        """Of `dataclasses.asdict` in JSON."""
+        return cls(**value | {name: tuple(value[name]) for name in ("kinds", "columns")})
+
     @property
     def suffixes(self) -> str:
         """The names that its files may have, for messages."""

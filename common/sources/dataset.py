@@ -11,7 +11,7 @@ import glob
 import logging
 import os
 import re
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from common.cli import UserError
@@ -38,6 +38,10 @@ class File:
     size: int  # bytes
     content: Content = PROTEINS
 
+    @classmethod
+    def from_json(cls, value: dict) -> File:
+        return cls(**value | {"content": Content.from_json(value["content"])})
+
 
 @dataclass(frozen=True)
 class Source:
@@ -50,6 +54,15 @@ class Source:
 
     def identity(self, split: str) -> list:
         return [self.revision] + [[os.path.basename(file.path), file.size] for file in self.splits.get(split, ())]
+
+    def to_json(self) -> dict:
+        """What `from_json` makes an equal one of, on another rank."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, value: dict) -> Source:
+        splits = {name: tuple(map(File.from_json, files)) for name, files in value["splits"].items()}
+        return cls(**value | {"splits": splits})
 
 
 @dataclass(frozen=True)

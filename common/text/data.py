@@ -128,7 +128,8 @@ def open_text(flags: TextFlags, world: World, evaluates: bool, tokenizer: Tokeni
         if mine and flags.dataset:
             source = _find(flags)
             tokens = _estimate_tokens(source.splits[flags.train_split], tokenizer)
-    source, tokens = world.share((source, tokens))
+    source, tokens = world.share((source and source.to_json(), tokens))
+    source = source and Source.from_json(source)
     with world.together():
         data = PreparedText(flags, tokenizer) if source is None else StreamedText(flags, source, tokenizer, tokens)
         if evaluates and data.held_out("validation") is None:

@@ -16,7 +16,7 @@ KUBERNETES = ROOT / "kubernetes"
 GUIDE_JOBS = sorted(path.name for path in KUBERNETES.glob("*-fsdp.yaml"))
 TEMPLATES = sorted({path.name for path in KUBERNETES.glob("*.yaml")} - {*GUIDE_JOBS})
 TRAINING = [name for name in TEMPLATES if name.startswith("train")]
-SWITCHES = ("elastic", "etcd", "hyperpod", "instance", "kueue", "preflight", "uid")
+SWITCHES = ("elastic", "etcd", "hyperpod", "instance", "kueue", "open", "preflight", "uid")
 # Section 1 of the guide for EKS (the last four are ours), and what the file system's template and the switches add.
 GUIDE = {
     "TARGET_PATH": "/fsx-shared/esm",
@@ -80,12 +80,18 @@ def substitute(guide_job: str, **variables) -> str:
 
 
 def documents(text: str) -> list[dict]:
-    return list(yaml.safe_load_all(text))
+    return list(yaml.load_all(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader)))
 
 
 def switches_of(template: str) -> list[str]:
     text = (KUBERNETES / template).read_text()
-    return [switch for switch in SWITCHES if f"# [{switch}] " in text]
+    return [switch for switch in SWITCHES if f"# [{switch}] " in text or f"# [not {switch}]\n" in text]
+
+
+def job_of(text: str) -> dict:
+    """The training job among the documents of a manifest."""
+    (job,) = [document for document in documents(text) if document["kind"] in ("PyTorchJob", "TrainJob")]
+    return job
 
 
 def pods(document: dict) -> list[dict]:

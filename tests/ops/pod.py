@@ -32,14 +32,14 @@ TEST_MACHINE = {
 
 def local_job(template: str, volume: Path, *switches: str, **variables) -> dict:
     """The job of a template with its paths on this machine."""
-    (job,) = documents(_here(render(template, *switches, **variables), volume))
-    return job
+    made = documents(_here(render(template, *switches, **variables), volume))
+    return made[-1]
 
 
 def local_guide_job(file: str, volume: Path, flags: str, **variables) -> dict:
     """The same of one of the FSDP guide's, with further flags for its script; the pods are told the Secret's token."""
     text = _here(substitute(file, **variables), volume)
-    secret, job = documents(text)
+    secret, _, job = documents(text)
     (container,) = job["spec"]["pytorchReplicaSpecs"]["Worker"]["template"]["spec"]["containers"]
     container["args"] = [container["args"][0].rstrip() + f" {flags}\n"]
     (token,) = [entry for entry in container["env"] if entry["name"] == "HF_TOKEN"]

@@ -110,7 +110,9 @@ def resources(document: dict) -> Iterator[str]:
             wanted = DEVICES[:2] if unused else DEVICES
             if missing := [name for name in wanted if name not in limits or name not in requests]:
                 yield f"no request or limit for {missing}"
-            if not unused and limits.get("hugepages-2Mi") != ("5120Mi" if limits.get("vpc.amazonaws.com/efa") else 0):
+            if not unused and limits.get("hugepages-2Mi") != (
+                "5120Mi" if limits.get("vpc.amazonaws.com/efa") else "0"
+            ):
                 yield f"huge pages {limits.get('hugepages-2Mi')}, EFA {limits.get('vpc.amazonaws.com/efa')}"
         elif set(requests) != {"cpu", "memory"}:
             yield f"{container['name']}: requests {sorted(requests)}"

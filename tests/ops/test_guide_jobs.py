@@ -19,6 +19,7 @@ from tests.ops.manifests import (
     TRAINING,
     containers,
     documents,
+    job_of,
     render,
     run_shell,
     substitute,
@@ -93,9 +94,9 @@ def test_both_jobs_of_a_model_do_the_guides_run(name):
 @pytest.mark.parametrize("job", GUIDE_JOBS)
 def test_the_guides_variables_make_a_good_manifest(job):
     name = job.removesuffix(".yaml").replace("_", "-")
-    secret, made = documents(substitute(job))
-    assert [broken_rules(document) for document in (secret, made)] == [{}, {}]
-    for document in (secret, made):
+    secret, policy, made = documents(substitute(job))
+    for document in (secret, policy, made):
+        assert broken_rules(document) == {}
         assert document["metadata"]["name"] == name
     (container,) = containers(made)
     token = {entry["name"]: entry.get("valueFrom") for entry in container["env"]}["HF_TOKEN"]["secretKeyRef"]
@@ -125,13 +126,13 @@ def test_delete_finds_kinds_and_names_without_variables(job):
     name = job.removesuffix(".yaml").replace("_", "-")
     there = documents((KUBERNETES / job).read_text())
     found = [(document["kind"], document["metadata"]["name"]) for document in there]
-    assert found == [("Secret", name), ("PyTorchJob", name)]
+    assert found == [("Secret", name), ("NetworkPolicy", name), ("PyTorchJob", name)]
 
 
 @needs_envsubst
 def test_broken_guide_jobs_are_caught():
     """Of one: all nine are made of the same template. What the guide has no variable for, it does not have."""
-    (_, job), uncaught, caught = documents(substitute("llama3_1_8b-fsdp.yaml", NUM_NODES="2")), [], set()
+    (_, _, job), uncaught, caught = documents(substitute("llama3_1_8b-fsdp.yaml", NUM_NODES="2")), [], set()
     for rule, what, change in MUTATIONS:
         broken = copy.deepcopy(job)
         if change(broken):
@@ -148,7 +149,7 @@ def test_the_template_of_decoders_is_that_of_fsdp_but_for_names_flags_and_variab
     found = []
     for template in ("train-fsdp-template.yaml", "train-clm-template.yaml"):
         assert template in TRAINING
-        (job,) = documents(render(template, *switches, RUN_ID="1").replace("/fsx-shared/fsdp/", "/fsx-shared/clm/"))
+        job = job_of(render(template, *switches, RUN_ID="1").replace("/fsx-shared/fsdp/", "/fsx-shared/clm/"))
         (container,) = job["spec"]["pytorchReplicaSpecs"]["Worker"]["template"]["spec"]["containers"]
         found.append((job, container.pop("args")[0], {entry["name"]: entry for entry in container.pop("env")}))
     (fsdp, script, environment), (clm, clm_script, clm_environment) = found

@@ -25,6 +25,7 @@ from tests.ops.manifests import (
     containers,
     documents,
     holders,
+    job_of,
     render,
     run_shell,
     switches_of,
@@ -46,7 +47,7 @@ def assert_good(text: str) -> None:
 
 def test_the_guides_names_are_there():
     guides = {"download-data", "preprocess", "train-ddp", "train-ddp-cp", "train-fsdp", "train-mfsdp", "trainjob"}
-    guides |= {"fsx-pv-pvc", "train-clm", "network-policy"}
+    guides |= {"fsx-pv-pvc", "train-clm"}
     others = {"view-fsx.yaml", "etcd.yaml", "job-uid.yaml"}
     assert {f"{name}-template.yaml" for name in guides} | others == set(TEMPLATES)
     names = {d["metadata"]["name"] for template in TEMPLATES for d in documents(render(template))}
@@ -66,10 +67,10 @@ def test_the_readmes_commands(tmp_path):
     done = run_shell(commands, {"PATH": f"{tmp_path}:{os.environ['PATH']}", "ACCOUNT": GUIDE["ACCOUNT"]})
     assert done.returncode == 0, done.stderr
     applied = [document for document in documents((tmp_path / "applied").read_text()) if document]
-    assert [document["kind"] for document in applied] == ["Job", "Pod", "PyTorchJob"]
+    assert [document["kind"] for document in applied] == ["Job", "Pod", "NetworkPolicy", "PyTorchJob"]
     for document in applied:
         assert broken_rules(document) == {}
-        assert {container["image"] for container in containers(document)} == {IMAGE}
+    assert [container["image"] for document in applied for container in containers(document)] == [IMAGE] * 3
 
 
 @pytest.mark.parametrize("settings", SETTINGS)
@@ -90,7 +91,7 @@ def test_each_switch_and_all_together(template):
 
 
 def test_switches_say_what_they_mean():
-    (job,) = documents(render("train-ddp-template.yaml", *SWITCHES))
+    (job,) = documents(render("train-ddp-template.yaml", *SWITCHES))  # `open`: without its policy
     assert job["metadata"]["labels"] == {"kueue.x-k8s.io/queue-name": "team"}
     assert job["spec"]["runPolicy"]["suspend"] is True
     assert job["metadata"]["annotations"] == {
@@ -132,8 +133,7 @@ def test_render_with_the_envsubst_that_is_written_in_go(tmp_path):
     go = GUIDE | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "RUN_ID": "1"}
     done = run_shell("kubernetes/render.sh train-ddp-template.yaml", go)
     assert done.returncode == 0, done.stderr
-    for document in documents(done.stdout):
-        assert {container["image"] for container in containers(document)} == {IMAGE}
+    assert {container["image"] for container in containers(job_of(done.stdout))} == {IMAGE}
     done = run_shell("kubernetes/render.sh train-ddp-template.yaml", go | {"MODEL": ""})
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith("error: unset or empty: MODEL; see")
@@ -142,7 +142,7 @@ def test_render_with_the_envsubst_that_is_written_in_go(tmp_path):
 def test_the_image_that_push_prints_is_the_one_that_runs(tmp_path):
     image = f"{GUIDE['REGISTRY']}esm@sha256:{'a' * 64}"
     for template in TRAINING:
-        (job,) = documents(render(template, IMAGE_URI=image))
+        job = job_of(render(template, IMAGE_URI=image))
         assert {container["image"] for container in containers(job)} == {image}
     (tmp_path / "aws").write_text("#!/bin/sh\necho 'Unable to locate credentials' >&2; exit 253\n")
     (tmp_path / "aws").chmod(0o755)
@@ -183,12 +183,12 @@ def test_env_vars_holds_the_guides_values_and_keeps_what_is_set(tmp_path):
         ("--with kueu train-ddp-template.yaml", {}, "has no switch 'kueu'"),
         ("train-dpp-template.yaml", {}, "no such template; there are"),
         ("train-ddp-template.yaml", {"OUTPUT_DIR": "/scratch"}, "OUTPUT_DIR=/scratch is not on the volume"),
-        ("train-ddp-template.yaml", {"NUM_NODES": "two"}, "NUM_NODES=two is not a number"),
+        ("train-ddp-template.yaml", {"NUM_NODES": "two"}, "NUM_NODES=two: not a number of nodes, at least 1"),
         ("train-ddp-template.yaml", {"REGISTRY": ".dkr.ecr.eu-1.amazonaws.com/"}, "is no image: REGISTRY has no host"),
         ("train-ddp-template.yaml", {"REGISTRY": ""}, "error: unset or empty: REGISTRY; see"),
         ("train-ddp-cp-template.yaml", {"CP_SIZE": ""}, "error: unset or empty: CP_SIZE; see"),
-        ("train-ddp-cp-template.yaml", {"CP_SIZE": "two"}, "CP_SIZE=two is not a number of ranks, at least 1"),
-        ("train-ddp-cp-template.yaml", {"CP_SIZE": "0"}, "CP_SIZE=0 is not a number of ranks, at least 1"),
+        ("train-ddp-cp-template.yaml", {"CP_SIZE": "two"}, "CP_SIZE=two: not a number of ranks, at least 1"),
+        ("train-ddp-cp-template.yaml", {"CP_SIZE": "0"}, "CP_SIZE=0: not a number of ranks, at least 1"),
         ("train-ddp-cp-template.yaml", {"CP_SIZE": "3"}, "CP_SIZE=3 does not divide the job's 16 ranks (nodes: 2, r"),
         ("train-ddp-cp-template.yaml", CPU_ONLY | {"CP_SIZE": "4"}, "CP_SIZE=4 does not divide the job's 2 ranks"),
         ("train-ddp-template.yaml", {"MODEL": "x; touch /tmp/x"}, "MODEL=x; touch /tmp/x: only letters, digits and"),
@@ -207,7 +207,7 @@ def test_render_refuses_in_one_line(arguments, variables, message):
 
 
 def test_packs_are_shared_inside_a_node_or_render_warns():
-    for nodes, size, warned in (("2", "8", False), ("2", "16", True), ("1", "1", False), ("08", "2", False)):
+    for nodes, size, warned in (("2", "8", False), ("2", "16", True), ("1", "1", False)):
         variables = GUIDE | {"NUM_NODES": nodes, "CP_SIZE": size}
         done = run_shell("kubernetes/render.sh train-ddp-cp-template.yaml", variables)
         assert done.returncode == 0, done.stderr
@@ -225,13 +225,14 @@ def test_render_from_anywhere_and_with_a_path(tmp_path):
 @pytest.mark.parametrize("template", TRAINING)
 def test_two_users_have_two_jobs(template):
     """Name, namespace, rendezvous and the label that their pods are spread and guarded by."""
-    (job,) = documents(render(template, JOB_NAME="mine", NAMESPACE="team", RUN_ID="1"))
+    guard, job = documents(render(template, JOB_NAME="mine", NAMESPACE="team", RUN_ID="1"))
     assert (job["metadata"]["name"], job["metadata"]["namespace"]) == ("mine", "team")
     assert "esm2" not in str(job).replace(MODEL, "").replace("esm2.example.com", "").replace("amazonaws.com/esm:", "")
     label = "jobset.sigs.k8s.io/jobset-name" if job["kind"] == "TrainJob" else "training.kubeflow.org/job-name"
-    guards = documents(render("network-policy-template.yaml", JOB_NAME="mine", NAMESPACE="team"))
-    assert {label: "mine"} in [guard["spec"]["podSelector"]["matchLabels"] for guard in guards]
-    assert {guard["metadata"]["namespace"] for guard in guards} == {"team"}
+    own = {"podSelector": {"matchLabels": {label: "mine"}}}
+    assert guard["spec"] == own | {"policyTypes": ["Ingress"], "ingress": [{"from": [own]}]}
+    assert (guard["kind"], guard["metadata"]["namespace"]) == ("NetworkPolicy", "team")
+    assert [document["kind"] for document in documents(render(template, "open"))] == [job["kind"]]
 
 
 def test_memory_is_asked_for_by_the_models_size_and_sourcing_again_follows_the_model():
@@ -244,7 +245,7 @@ def test_memory_is_asked_for_by_the_models_size_and_sourcing_again_follows_the_m
 
 @pytest.mark.parametrize("template", TRAINING)
 def test_flags_of_the_user_come_last_and_whole(template):
-    (job,) = documents(render(template, TRAIN_FLAGS="--max_steps=5 --learning_rate=1e-4"))
+    job = job_of(render(template, TRAIN_FLAGS="--max_steps=5 --learning_rate=1e-4"))
     (container,) = containers(job)
     assert values(container)["TRAIN_FLAGS"].strip() == "--max_steps=5 --learning_rate=1e-4"
     assert container["args"][0].rstrip().endswith("$(printenv TRAIN_FLAGS)")
@@ -277,7 +278,7 @@ def test_flags_reach_the_script_as_they_are(template, tmp_path):
     program.chmod(0o755)
     words = " ".join(HOSTILE).split()
     names = re.findall(r"\$\{(\w+_FLAGS)\}", (KUBERNETES / template).read_text())
-    (job,) = documents(render(template, **dict.fromkeys(names, "\n".join(HOSTILE))))
+    *_, job = documents(render(template, **dict.fromkeys(names, "\n".join(HOSTILE))))
     (container,) = containers(job)
     command, told = started(container, {"FLAGS": "of the pod"})
     path = f"{tmp_path}:{os.environ['PATH']}"
@@ -302,7 +303,7 @@ def test_broken_manifests_are_caught(template):
             else:
                 uncaught.append(f"{document['kind']}: {rule}: {what}")
     assert not uncaught
-    has_pods = template not in ("job-uid.yaml", "network-policy-template.yaml")
+    has_pods = template != "job-uid.yaml"
     assert {"schema", "security", *(("image", "volumes", "resources") if has_pods else ())} <= caught
     if template in TRAINING:
         assert {"schema", *RULES} - caught <= ({"restarts"} if template == "trainjob-template.yaml" else set())

@@ -20,7 +20,17 @@ import yaml
 
 from tests.live_runs import wait_until
 from tests.ops.job_schemas import DEFINITIONS, REFERENCE
-from tests.ops.manifests import CPU_ONLY, GUIDE_JOBS, KUBERNETES, TEMPLATES, documents, render, substitute, switches_of
+from tests.ops.manifests import (
+    CPU_ONLY,
+    GUIDE_JOBS,
+    KUBERNETES,
+    TEMPLATES,
+    documents,
+    job_of,
+    render,
+    substitute,
+    switches_of,
+)
 from tests.training_fixtures import free_port
 
 SERVER = os.environ.get("KUBE_APISERVER", "")
@@ -158,14 +168,14 @@ def test_the_guides_apply_and_delete(kubectl, job):
     """`envsubst < NAME-fsdp.yaml | kubectl apply -f -`, and `kubectl delete -f ./NAME-fsdp.yaml` as it lies there."""
     first = kubectl("apply", "-f", "-", text=substitute(job))
     assert first.returncode == 0, first.stderr
-    assert first.stdout.count(" created") == 2, first.stdout
+    assert first.stdout.count(" created") == 3, first.stdout
     name = job.removesuffix(".yaml").replace("_", "-")
     kept = json.loads(kubectl("get", "pytorchjob", name, "-o", "json").stdout)["spec"]
-    (_, wanted) = documents(substitute(job))
+    wanted = job_of(substitute(job))
     assert kept.items() >= _without_defaults(wanted["spec"], kept).items()
     done = kubectl("delete", "-f", str(KUBERNETES / job))
     assert done.returncode == 0, done.stderr
-    assert done.stdout.count(" deleted") == 2, done.stdout
+    assert done.stdout.count(" deleted") == 3, done.stdout
 
 
 def _without_defaults(wanted, kept):

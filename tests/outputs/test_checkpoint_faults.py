@@ -16,7 +16,7 @@ import torch
 from common.cli import UserError
 from common.files.json_files import JsonLinesLog
 from common.outputs.checkpoint_choice import damage_of
-from common.outputs.run_directory import hold
+from common.outputs.run_directory import RunDirectory, hold
 from common.ranks.world import World
 from tests.live_runs import LiveRun, assert_same_run, newest_step
 from tests.outputs.checkpoint_fixtures import FLAGS, checkpointer_of_a_small_model, names, take_steps
@@ -140,6 +140,19 @@ def test_a_directory_that_stays_locked_is_refused(tmp_path):
     finally:
         other.kill()
         other.join()
+
+
+@pytest.mark.parametrize("mode", [None, 0o644])
+def test_the_record_of_a_run_is_the_users_own_and_read_again(tmp_path, mode, monkeypatch):
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    if mode:  # as earlier versions made it
+        (tmp_path / ".run").touch(mode)
+    for restarted in (False, True):
+        with RunDirectory(tmp_path, overwrite=False) as directory:
+            assert directory.restarted == restarted
+            directory.begun = True
+            directory.claim()
+        assert (tmp_path / ".run").stat().st_mode & 0o777 == 0o600
 
 
 def _hold(path: Path, held) -> None:

@@ -1,4 +1,4 @@
-"""torchrun --nnodes=1:2: nodes go and come back, the run goes on with the same global batch."""
+"""--nnodes=1:2: nodes go and come back, the run goes on with the same global batch."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ FLAGS = {"max_steps": 100_000, "packs_per_step": 2, "save_steps": 10, "save_tota
 
 
 class Agent:
-    """One node's torchrun, in a process group of its own."""
+    """One node's launcher, in a process group of its own."""
 
     def __init__(self, log, endpoint: str, job: str, argv: list[str]):
         # Waits of seconds instead of minutes. A node whose heartbeat a busy machine keeps back for ten is dead; and
         # whoever joins has to write between two heartbeats of the others.
         patience = "join_timeout=60,last_call_timeout=1,keep_alive_interval=2,keep_alive_max_attempt=5"
         self.log = log
-        command = [python(), "-m", "torch.distributed.run", "--nnodes=1:2", "--nproc_per_node=1"]
+        command = [python(), "-m", "common.ranks.launch", "--nnodes=1:2", "--nproc_per_node=1"]
         command += ["--max_restarts=10", "--rdzv_backend=c10d", f"--rdzv_endpoint={endpoint}", f"--rdzv_id={job}"]
         command += [f"--rdzv_conf={patience}", "--local_addr=127.0.0.1", "--monitor_interval=0.3", *argv]
         with open(log, "w") as file:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -91,6 +92,14 @@ def test_starts_by_others_count_too_and_a_new_job_counts_anew(tmp_path):
         assert script.wait() == (1 if start < IN_A_ROW - 1 else 2)
     assert "there is none" in error(script)
     assert launch(tmp_path, "1", restarts=0, job="8").wait() == 1
+
+
+def test_the_count_of_starts_is_the_users_own(tmp_path):
+    tmp_path.joinpath(FILE).touch(0o644)  # as earlier versions made it
+    Starts(tmp_path, "7").begin()
+    assert (tmp_path / FILE).stat().st_mode & 0o777 == 0o600
+    Starts(tmp_path, "7").begin()
+    assert json.loads((tmp_path / FILE).read_text())["starts"] == 2
 
 
 def test_a_launcher_killed_three_times_does_not_start_a_fourth(tmp_path):

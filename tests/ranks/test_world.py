@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import os
+import pickle
+from contextlib import suppress
+from pathlib import Path
 
 import pytest
 import torch
 
+from common.ranks import messages
 from common.ranks.run import ProcessFlags, distributed_run
 from common.ranks.world import Mesh, World
 from tests.training_fixtures import on_ranks
@@ -52,3 +56,45 @@ def test_a_deterministic_run_asks_torch_and_cublas_for_it():
     """What they make of it only a GPU shows: tests/gpu/test_runs.py."""
     codes, said = on_ranks(1, _deterministic)
     assert codes == [0], said
+
+
+class Evil:
+    """Unpickled, it makes a file."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.path),)
+
+
+VALUES = ["ä\ud800", None, 2**64 - 1, 1e-300, [], {"a": [1, {"b": "x" * 70_000}]}, True]
+
+
+def _exchange(directory: Path) -> None:
+    world = World(int(os.environ["RANK"]), 0, 2, torch.device("cpu"))
+    torch.distributed.init_process_group("gloo")
+    for value in VALUES:
+        assert world.share(value if world.is_main else "another") == value
+        assert world.gather([world.rank, value]) == [[0, value], [1, value]]
+    pickled = torch.frombuffer(bytearray(pickle.dumps(Evil(directory / f"by-{world.rank}"))), dtype=torch.uint8)
+    messages._to_tensor = lambda _: pickled
+    for exchange in (world.share, world.gather, world.gather_to_main):
+        with suppress(ValueError):
+            exchange("mine")
+    torch.distributed.destroy_process_group()
+
+
+def test_what_ranks_send_each_other_is_data(tmp_path):
+    codes, said = on_ranks(2, _exchange, tmp_path)
+    assert codes == [0, 0], said
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("value", [{1: 2}, [{("a",): 2}], Path("x"), b"x", {1}, torch.ones(1)])
+def test_what_is_no_json_is_refused_on_one_rank_as_on_many(value):
+    alone = World(0, 0, 1, torch.device("cpu"))
+    for exchange in (alone.share, alone.gather, alone.gather_to_main):
+        with pytest.raises(TypeError):
+            exchange(value)
+    assert alone.share((1, 2)) == [1, 2]
