@@ -3,8 +3,9 @@
     python 1.tokenize_uniref_csv.py --input_dir DIR/csv --output_dir DIR/processed
 
 `datasets.load_from_disk` opens OUTPUT_DIR/arrow and each split below it. Splits are disjoint, drawn uniformly from all
-records and depend on --seed; training records keep the order of the CSV files. Nothing is truncated or padded unless
-asked for. What is under OUTPUT_DIR/arrow is always complete; once it is there the same command does nothing.
+records and depend on --seed; training records keep the order of the CSV files. Exact copies of held-out proteins are
+left out of training. Nothing is truncated or padded unless asked for. data_report.json has lengths, duplicates and
+unknown characters. What is under OUTPUT_DIR/arrow is always complete; once it is there the same command does nothing.
 """
 
 import functools
