@@ -3,8 +3,9 @@
     python 1.tokenize_uniref_csv.py --input_dir DIR/csv --output_dir DIR/processed
 
 `datasets.load_from_disk` opens OUTPUT_DIR/arrow and each split below it. Splits are disjoint, drawn uniformly from all
-records and depend on --seed; training records keep the order of the CSV files. Nothing is truncated or padded unless
-asked for. What is under OUTPUT_DIR/arrow is always complete; once it is there the same command does nothing.
+records and depend on --seed; training records keep the order of the CSV files. Exact copies of held-out proteins are
+left out of training. Nothing is truncated or padded unless asked for. data_report.json has lengths, duplicates and
+unknown characters. What is under OUTPUT_DIR/arrow is always complete; once it is there the same command does nothing.
 """
 
 import functools
@@ -16,6 +17,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 from tqdm import tqdm
 
 from common.cli import Flags, Missing, UserError, flag, parse_arguments, run
@@ -23,6 +25,8 @@ from common.files.dataset_writer import TOKEN_FEATURES, DatasetWriter, write_dat
 from common.files.output_directory import Build, building
 from common.files.records import BadRecords, Policy
 from common.prepare.cluster_splits import publish_index, split_by_clusters
+from common.prepare.data_report import write_report
+from common.prepare.drop_copies import drop_copies, key_files, mark_copies, open_copies
 from common.prepare.encode_files import FileEncoder, Piece, assemble, read_pieces, usable_threads
 from common.prepare.encode_records import Chunker, check_tokenizer, encode_rows
 from common.prepare.mmseqs import cluster_records
@@ -150,7 +154,7 @@ def count_records(
 def finish_split(build: Build, split: str, pieces: list[Piece], chunker: Chunker | None) -> None:
     """Make the split's directory of its pieces, once."""
     directory = build.paths["arrow"] / split
-    if build.done(f"split {split}"):
+    if build.done(f"finished {split}"):
         return
     if chunker is None:
         assemble(directory, pieces, build.scratch, TOKEN_FEATURES)
@@ -161,7 +165,12 @@ def finish_split(build: Build, split: str, pieces: list[Piece], chunker: Chunker
             writer.write(chunker.add(rows))
         writer.write(chunker.finish())
         writer.close()
-    build.note(f"split {split}", True)
+    build.note(f"finished {split}", True)
+
+
+def pieces_of(encoded: dict) -> dict[str, list[Piece]]:
+    """By split, of a file that FileEncoder made."""
+    return {split: [Piece(*piece) for piece in encoded["pieces"][split]] for split in SPLITS}
 
 
 def tokenize(args: Arguments, files: list[Path], build: Build) -> None:
@@ -176,11 +185,10 @@ def tokenize(args: Arguments, files: list[Path], build: Build) -> None:
             threads = usable_threads(args.preprocessing_num_workers)
             table = cluster_records(build, files, functools.partial(rows_of, args=args), args.cluster, threads)
         logger.info("Splitting dataset by the clusters of %s", args.cluster_table or "MMseqs2")
-        counts, sizes, labels, bad_records, found = split_by_clusters(
+        counts, sizes, labels, bad_records = split_by_clusters(
             *(build, files, table, sizes_of, args.train_size is None, args.seed, args.on_bad_record),
             by_number=args.cluster is not None,
         )
-        build.results |= found
     else:
         counts, bad_records = count_records(build, files, args.on_bad_record, args.line_ends_in_text)
         logger.info("Splitting dataset")
@@ -209,22 +217,28 @@ def tokenize(args: Arguments, files: list[Path], build: Build) -> None:
         read = functools.partial(rows_of, args=args)
         encoder = FileEncoder(build, encode, read, workers, len(files), progress)
         made = list(encoder.run(zip(files, labels_by_file(labels, counts), strict=True)))
-    tokens, unknown, with_unknown = (
+    encoded, unknown, with_unknown = (
         sum(of_file[key] for of_file in made) for key in ("tokens", "unknown", "records_with_unknown")
     )
-    check_residues(f"--input_dir {args.input_dir}", unknown, tokens)
+    check_residues(f"--input_dir {args.input_dir}", unknown, encoded)
+    duplicates = mark_copies(build, len(files), sizes)
+    pieces = drop_copies(build, [pieces_of(of_file) for of_file in made], workers)
     for split, chunker in zip(SPLITS, chunkers, strict=True):
-        pieces = [Piece(*piece) for of_file in made for piece in of_file["pieces"][split]]
-        finish_split(build, split, pieces, chunker)
+        finish_split(build, split, [piece for of_file in pieces for piece in of_file[split]], chunker)
     if args.clustered:
-        publish_index(build)
+        publish_index(build, open_copies(build))
     write_dataset_dict(build.paths["arrow"], list(SPLITS))
 
-    written = sum(path.stat().st_size for path in build.paths["arrow"].rglob("*.arrow"))
-    build.results |= {"records": sum(sizes), "tokens": tokens, "bytes": written, "unknown_characters": unknown}
-    build.results |= {"records_with_unknown": with_unknown, **dict(zip(SPLITS, sizes, strict=True))}
-    build.results |= {"bad_records": bad_records.count}
-    logger.info("%s tokens, %.0f bytes a record", f"{tokens:,}", written / sum(sizes))
+    sizes = np.subtract(sizes, duplicates.left_out).tolist()
+    build.results |= {"records": sum(sizes), **dict(zip(SPLITS, sizes, strict=True))}
+    build.results |= {
+        "copies_left_out": dict(zip(SPLITS, duplicates.left_out, strict=True)),
+        "duplicates_kept": dict(zip(SPLITS, duplicates.repeated, strict=True)),
+        "unknown_characters": unknown,
+        "records_with_unknown": with_unknown,
+        "bad_records": bad_records.count,
+    }
+    write_report(build, key_files(build, len(files)), open_copies(build), truncate)
     if unknown:
         logger.warning("%s characters in %s records are no residues: <unk>", f"{unknown:,}", f"{with_unknown:,}")
     bad_records.report()

@@ -87,12 +87,18 @@ def write_csv(directory: Path, rows: Iterable[tuple[str, str]], name: str = "x00
 
 
 def proteins(count: int, seed: int = 0) -> list[tuple[str, str]]:
+    """Random ones of 6 to 79 residues, all different."""
     generator = np.random.default_rng(seed)
     letters = np.frombuffer(b"LAGVSERTIDPKQNFYMHWCX", np.uint8)
     return [
-        (f"P{i}", letters[generator.integers(21, size=generator.integers(1, 80))].tobytes().decode())
+        (f"P{i}", letters[generator.integers(21, size=generator.integers(6, 80))].tobytes().decode())
         for i in range(count)
     ]
+
+
+def different(number: int) -> str:
+    """Four residues, others for each number below 160,000."""
+    return "".join("ACDEFGHIKLMNPQRSTVWY"[number // 20**place % 20] for place in range(4))
 
 
 def load(out) -> dict[str, list[tuple[str, list[int]]]]:

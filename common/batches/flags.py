@@ -22,7 +22,9 @@ class DataFlags(StepFlags):
         "FASTA (column sequence or text), a Hub dataset, or `sample`: generated proteins. Needs --max_steps.",
     )
     streaming: bool = flag(False, "Read a Hub --dataset in place, instead of downloading it first.")
-    eval_dataset: str | None = flag(None, "Held-out proteins for --do_eval, where --dataset has no validation files.")
+    eval_dataset: str | None = flag(
+        None, "Proteins to evaluate on (as --dataset), in place of the validation split of --dataset_dir or --dataset."
+    )
     sample_clusters: bool = flag(
         False,
         "Draw UniRef50 clusters, then a member of each, as ESM-2 was trained (step 1's --cluster_table or --cluster).",
@@ -43,7 +45,7 @@ class DataFlags(StepFlags):
     do_preprocess: bool = flag(False, "Accepted for the guides' sake; preprocessing is 1.tokenize_uniref_csv.py.")
 
     instead_of = {
-        "dataset_dir": ("dataset", "streaming", "eval_dataset"),
+        "dataset_dir": ("dataset", "streaming"),
         "dataset": ("dataset_dir", "sample_clusters", "max_train_samples"),
         "tokens_per_pack": ("pad_to_max_length", "sequence_packing"),
         "sequence_packing": ("pad_to_max_length", "tokens_per_pack"),
@@ -62,8 +64,8 @@ class DataFlags(StepFlags):
         return {"tokens_per_pack": self.tokens_per_pack}
 
     def missing(self) -> Iterator[Missing]:
-        if not self.dataset and (self.streaming or self.eval_dataset):
-            yield Missing("--dataset", "--streaming and --eval_dataset go with it", "proteins.fasta")
+        if self.streaming and not self.dataset and not self.eval_dataset:
+            yield Missing("--dataset", "--streaming goes with it", "proteins.fasta")
         elif not self.dataset and not self.dataset_dir:
             what = "what 1.tokenize_uniref_csv.py wrote; or --dataset and --max_steps"
             yield Missing("--dataset_dir", what, "processed/arrow")

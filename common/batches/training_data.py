@@ -26,7 +26,7 @@ from common.cli import UserError
 from common.files.clusters import open_clusters
 from common.files.token_store import TokenStore, open_split
 from common.ranks.world import Mesh, World
-from common.sources.dataset import Source, held_out_files, open_source
+from common.sources.dataset import File, Source, held_out_files, open_source
 from common.sources.memory_store import MemoryStore
 from common.sources.record_counts import count_records
 from common.sources.stream_reader import check_columns
@@ -88,10 +88,14 @@ class FromStreams:
 
 
 class PreparedData(FromPlan):
-    """The splits of a --dataset_dir, in the order of a batch plan."""
+    """The splits of a --dataset_dir, in the order of a batch plan.
 
-    def __init__(self, flags: DataFlags):
+    validation: files to evaluate on in place of the validation split (--eval_dataset).
+    """
+
+    def __init__(self, flags: DataFlags, validation: tuple[File, ...] = ()):
         self.flags = flags
+        self._files = HeldOutFiles({"validation": validation} if validation else {}, flags.max_eval_samples)
         self.store = open_split(flags.dataset_dir, "train", flags.max_train_samples)
         self.identity = {
             "dataset": self.store.fingerprint,
@@ -114,8 +118,10 @@ class PreparedData(FromPlan):
         """The packs of the run, so many a step."""
         return PlannedOrder(self.store, self.plan, packs_per_step, self.end)
 
-    def held_out(self, split: str) -> TokenStore | None:
+    def held_out(self, split: str) -> TokenStore | MemoryStore | None:
         """The store of "validation" or "test"; None where the split is absent or empty."""
+        if split in self._files:
+            return self._files.read(split)
         if not (Path(self.flags.dataset_dir) / split).is_dir():
             return None
         try:
@@ -130,6 +136,29 @@ class PreparedData(FromPlan):
         return self.store
 
 
+class HeldOutFiles:
+    """Files that nobody prepared, by split; of each the first proteins are read into memory, once."""
+
+    def __init__(self, splits: dict[str, tuple[File, ...]], max_records: int | None):
+        self.splits, self.max_records = splits, max_records or HELD_OUT_RECORDS
+        self._stores: dict[str, MemoryStore | None] = {}
+
+    def __contains__(self, split: str) -> bool:
+        return split in self.splits
+
+    def read(self, split: str) -> MemoryStore | None:
+        """None where the split is absent or has no protein."""
+        if split not in self._stores:
+            files = self.splits.get(split)
+            store = MemoryStore.read(files, self.max_records) if files else None
+            self._stores[split] = store if store is not None and len(store) else None
+            if store is not None and (unknown := store.unknown())[0]:
+                logger.warning(
+                    "%s: %s characters in %s records are no residues: <unk>", split, *(f"{n:,}" for n in unknown)
+                )
+        return self._stores[split]
+
+
 class StreamedData(FromStreams):
     """A source that nobody prepared, in the order of its streams.
 
@@ -142,7 +171,7 @@ class StreamedData(FromStreams):
         self.packing = {**flags.pack_size, "seed": flags.seed, "max_seq_length": flags.max_seq_length}
         listing = repr(source.identity("train")).encode()
         self.identity = {"dataset": hashlib.sha256(listing).hexdigest()[:16]} | self.packing
-        self._held_out: dict[str, MemoryStore | None] = {}
+        self._files = HeldOutFiles(source.splits, flags.max_eval_samples)
 
     def epochs(self, sequences: int) -> float:
         """Epochs that so many proteins, of all ranks and since the run began, make."""
@@ -155,15 +184,7 @@ class StreamedData(FromStreams):
         return StreamedOrder(plan, packs_per_step)
 
     def held_out(self, split: str) -> MemoryStore | None:
-        if split not in self._held_out:
-            files = self.source.splits.get(split)
-            store = MemoryStore.read(files, self.flags.max_eval_samples or HELD_OUT_RECORDS) if files else None
-            self._held_out[split] = store if store is not None and len(store) else None
-            if store is not None and (unknown := store.unknown())[0]:
-                logger.warning(
-                    "%s: %s characters in %s records are no residues: <unk>", split, *(f"{n:,}" for n in unknown)
-                )
-        return self._held_out[split]
+        return self._files.read(split)
 
     def sample(self) -> MemoryStore:
         return MemoryStore.read(self.source.splits["train"], SAMPLE_RECORDS, SAMPLE_TOKENS)
@@ -180,48 +201,60 @@ def open_data(flags: DataFlags, world: World, evaluate: bool, makers: Makers | N
     """
     source, records = None, 0
     with world.main_does() as mine:
-        if mine and (source := find_source(flags, makers)):
+        if mine and (source := find_source(flags, makers)) and flags.dataset:
             records = count_records(source.splits["train"])
     source, records = world.share((source and source.to_json(), records))
     source = source and Source.from_json(source)
     with world.together():
         data = open_training(flags, source, records)
         if evaluate:
-            _check_held_out(flags, source)
+            _check_held_out(flags, data, source)
     return data
 
 
 def find_source(flags: DataFlags, makers: Makers | None = None) -> Source | None:
-    """The files of --dataset and, in place of its own validation split, those of --eval_dataset; None without."""
-    if not flags.dataset:
-        return None
-    dataset, make = flags.dataset, (makers or {}).get(flags.dataset)
-    if make and Path(dataset).exists():
-        raise UserError(f"--dataset {dataset}: built in, but ./{dataset} is here, too: rename it, or say ./{dataset}")
-    source = open_source(str(make()) if make else dataset, flags.streaming)
+    """The files of --dataset, if given, and as its validation split those of --eval_dataset; None without both."""
+    source = None
+    if flags.dataset:
+        source = _find_dataset(flags, makers or {})
     if flags.eval_dataset:
         held_out = open_source(flags.eval_dataset, flags.streaming, "--eval_dataset").splits
         files = held_out.get("validation") or held_out.get("test") or held_out["train"]
+        source = source or Source(flags.eval_dataset, {})
         source = Source(source.name, source.splits | {"validation": files}, source.revision)
-    elif len(source.splits) > 1:
+    elif source and len(source.splits) > 1:
         logger.info("--dataset %s: held out by their names: %s", flags.dataset, held_out_files(source))
     # A file of the wrong kind is found before anything is written.
-    for files in source.splits.values():
+    for files in source.splits.values() if source else ():
         check_columns(files)
         if not flags.streaming:
             MemoryStore.read(files[:1], max_records=1)
     return source
 
 
+def _find_dataset(flags: DataFlags, makers: Makers) -> Source:
+    dataset, make = flags.dataset, makers.get(flags.dataset)
+    if make and Path(dataset).exists():
+        raise UserError(f"--dataset {dataset}: built in, but ./{dataset} is here, too: rename it, or say ./{dataset}")
+    return open_source(str(make()) if make else dataset, flags.streaming)
+
+
 def open_training(flags: DataFlags, source: Source | None = None, records: int = 0) -> TrainingData:
     """The data to train on; `source` is what find_source gave, with so many records."""
-    return PreparedData(flags) if source is None else StreamedData(flags, source, records)
+    if flags.dataset:
+        return StreamedData(flags, source, records)
+    return PreparedData(flags, source.splits["validation"] if source else ())
 
 
-def _check_held_out(flags: DataFlags, source: Source | None) -> None:
-    if source is None:
+def _check_held_out(flags: DataFlags, data: TrainingData, source: Source | None) -> None:
+    if flags.eval_dataset:
+        if data.held_out("validation") is None:
+            raise UserError(f"--eval_dataset {flags.eval_dataset}: no protein in it")
+    elif source is None:
         if not (Path(flags.dataset_dir) / "validation").is_dir():
-            raise UserError(f"{flags.dataset_dir}: no validation split to evaluate on: drop --do_eval")
+            raise UserError(
+                f"{flags.dataset_dir}: no validation split to evaluate on: give --eval_dataset, or drop --do_eval"
+            )
         open_split(flags.dataset_dir, "validation", flags.max_eval_samples)  # says so if there is no protein in it
     elif "validation" not in source.splits:
         raise UserError(

@@ -30,7 +30,8 @@ class Buckets:
     """Rows (key, value), uint64 each, in files by the upper bits of the key; what was added first comes first."""
 
     def __init__(self, directory: Path):
-        directory.mkdir(parents=True)
+        """What is there already stays; `rows` counts what is added."""
+        directory.mkdir(parents=True, exist_ok=True)
         self.directory = directory
         self.held: list[np.ndarray] = []
         self.rows = 0
@@ -128,21 +129,31 @@ def draw_splits(joined: Buckets, sizes: tuple[int, int, int], all_left: bool, pa
     return labels
 
 
+def without_copies(labels: np.ndarray, copies: np.ndarray, path: Path) -> np.ndarray:
+    """The labels with UNUSED for copies (bool, one for each record that is in a split), memory-mapped from `path`."""
+    kept = open_memmap(path, "w+", np.uint8, labels.shape)
+    first = 0
+    for chunk in _chunks(len(labels)):
+        kept[chunk] = labels[chunk]
+        used = np.flatnonzero(labels[chunk] != UNUSED)
+        kept[chunk][used[copies[first : first + len(used)]]] = UNUSED
+        first += len(used)
+    return kept
+
+
 def write_index(joined: Buckets, labels: np.ndarray, directory: Path, scratch: Path) -> int:
     """offsets.npy and members.npy of the training records; returns the number of clusters."""
     count = len(labels)
-    # At the first record of each cluster its size, later its begin; and each record's number in the training split.
+    # At the first training record of each cluster its size, later its begin; and each record's number in the split.
     begins = open_memmap(scratch / "begins.npy", "w+", np.uint32, (count,))
     ranks = open_memmap(scratch / "ranks.npy", "w+", np.uint32, (count,))
     clusters = 0
-    for records, bounds in _clusters(joined):
-        first = records[bounds[:-1]]
-        training = labels[first] == TRAIN
-        begins[first[training]] = np.diff(bounds)[training]
-        clusters += int(training.sum())
+    for records, bounds in _training_clusters(joined, labels):
+        begins[records[bounds[:-1]]] = np.diff(bounds)
+        clusters += len(bounds) - 1
     offsets = open_memmap(directory / "offsets.npy", "w+", np.uint32, (clusters + 1,))
     cluster = member = rank = 0
-    for chunk in (slice(first, first + CHUNK) for first in range(0, count, CHUNK)):
+    for chunk in _chunks(count):
         places = np.flatnonzero(begins[chunk])
         ends = member + np.cumsum(begins[chunk][places], dtype=np.int64)
         begins[chunk][places] = ends - begins[chunk][places]
@@ -152,14 +163,24 @@ def write_index(joined: Buckets, labels: np.ndarray, directory: Path, scratch: P
         member = int(ends[-1]) if len(ends) else member
         rank += int((labels[chunk] == TRAIN).sum())
     members = open_memmap(directory / "members.npy", "w+", np.uint32, (rank,))
-    for records, bounds in _clusters(joined):
+    for records, bounds in _training_clusters(joined, labels):
         first = records[bounds[:-1]]
-        training = labels[records] == TRAIN
         places = np.repeat(begins[first].astype(np.int64) - bounds[:-1], np.diff(bounds)) + np.arange(len(records))
-        members[places[training]] = ranks[records[training]]
+        members[places] = ranks[records]
     for array in (offsets, members):
         array.flush()
     return clusters
+
+
+def _chunks(count: int) -> Iterator[slice]:
+    return (slice(first, first + CHUNK) for first in range(0, count, CHUNK))
+
+
+def _training_clusters(joined: Buckets, labels: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """As `_clusters`, of the training records alone; a cluster without any is left out."""
+    for records, bounds in _clusters(joined):
+        training = labels[records] == TRAIN
+        yield records[training], np.unique(np.append(0, np.cumsum(training))[bounds])
 
 
 def _clusters(joined: Buckets) -> Iterator[tuple[np.ndarray, np.ndarray]]:

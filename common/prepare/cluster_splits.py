@@ -24,8 +24,9 @@ from common.files.clusters import DIRECTORY
 from common.files.hashing import hash_bytes
 from common.files.output_directory import Build
 from common.files.records import BadRecords, Policy, characters
-from common.prepare.cluster_index import Buckets, draw_splits, join, write_index
+from common.prepare.cluster_index import Buckets, draw_splits, join, without_copies, write_index
 from common.prepare.mmseqs import numbers
+from common.prepare.shuffle import boot_id
 from common.prepare.splits import SPLITS
 from common.sources.csv_records import read_rows
 from common.sources.packed import check_file, open_unpacked
@@ -47,7 +48,6 @@ class ClusterSplits(NamedTuple):
     sizes: tuple[int, ...]
     labels: Iterator[np.ndarray]
     bad_records: BadRecords
-    results: dict
 
 
 def split_by_clusters(
@@ -66,40 +66,47 @@ def split_by_clusters(
     table has the records' numbers (mmseqs.py), not their ids.
     """
     directory = build.scratch / DIRECTORY
-    if (found := build.done("clusters")) is None:
+    found = build.done("clustered")
+    # publish_index needs the buckets, which are not flushed to the disk: another boot makes them anew.
+    if found is None or (found["boot"] != boot_id() and build.done("indexed") is None):
 
         def draw(joined: Buckets) -> np.ndarray:
             return draw_splits(joined, sizes_of(joined.rows), all_left, directory / "labels.npy")
 
         found = _make(directory, files, table, draw, seed, BadRecords(policy), numbers if by_number else _ids)
-        build.note("clusters", found)
+        build.note("clustered", found)
     labels = np.load(directory / "labels.npy", mmap_mode="r")
-    results = found["results"]
-    logger.info("%s clusters of training records", f"{results['train_clusters']:,}")
-    if results["not_in_cluster_table"]:
+    build.results["not_in_cluster_table"] = found["missing"]
+    if found["missing"]:
         logger.warning(
             "%s of %s records are not in %s: each is a cluster of its own",
-            *(f"{n:,}" for n in (results["not_in_cluster_table"], len(labels))),
+            *(f"{n:,}" for n in (found["missing"], len(labels))),
             table,
         )
     if found["repeated"]:
         logger.warning("%s: %s rows put a member into a second cluster: left out", table, f"{found['repeated']:,}")
     windows = (np.asarray(labels[first : first + WINDOW]) for first in range(0, len(labels), WINDOW))
-    return ClusterSplits(found["counts"], found["sizes"], windows, BadRecords(policy, **found["bad"]), results)
+    return ClusterSplits(found["counts"], found["sizes"], windows, BadRecords(policy, **found["bad"]))
 
 
-def publish_index(build: Build) -> None:
-    """Put the index beside the training split, once."""
-    target = build.paths["arrow"] / SPLITS[0] / DIRECTORY
+def publish_index(build: Build, copies: np.ndarray) -> None:
+    """Put the index of the training records beside their split, once. copies: bool, one for each record in a split."""
+    directory, target = build.scratch / DIRECTORY, build.paths["arrow"] / SPLITS[0] / DIRECTORY
+    if build.done("indexed") is None:
+        labels = without_copies(np.load(directory / "labels.npy", mmap_mode="r"), copies, directory / "kept.npy")
+        (directory / "index").mkdir(exist_ok=True)
+        clusters = write_index(Buckets(directory / "joined"), labels, directory / "index", directory)
+        build.note("indexed", clusters)
+    build.results["train_clusters"] = build.done("indexed")
+    logger.info("%s clusters of training records", f"{build.results['train_clusters']:,}")
     if not target.exists():
-        (build.scratch / DIRECTORY / "index").rename(target)
+        (directory / "index").rename(target)
 
 
 def _make(
     directory: Path, files: list[Path], table: Path, draw: Callable, seed: int, bad: BadRecords, names_of: Callable
 ) -> dict:
     shutil.rmtree(directory, ignore_errors=True)
-    (directory / "index").mkdir(parents=True)
     counts = []
 
     def batches() -> Iterator[pa.RecordBatch]:
@@ -117,16 +124,13 @@ def _make(
             "(cluster, then member)?"
         )
     labels = draw(joined.buckets)
-    clusters = write_index(joined.buckets, labels, directory / "index", directory)
-    joined.buckets.remove()
-    for name in ("begins.npy", "ranks.npy"):
-        (directory / name).unlink()
     return {
+        "boot": boot_id(),
         "counts": counts,
         "sizes": [int((labels == split).sum()) for split in range(len(SPLITS))],
         "bad": bad.state,
         "repeated": joined.repeated,
-        "results": {"train_clusters": clusters, "not_in_cluster_table": joined.missing},
+        "missing": joined.missing,
     }
 
 

@@ -27,7 +27,8 @@ from common.files.dataset_writer import (
     shard_name,
     write_dataset_files,
 )
-from common.files.output_directory import Build, sync_directory
+from common.files.output_directory import Build, sync, sync_directory
+from common.prepare.duplicates import KEY
 from common.prepare.encode_records import Encoded, in_order
 from common.prepare.splits import SPLITS
 
@@ -35,6 +36,12 @@ Encode = Callable[[pa.RecordBatch], Encoded]
 Progress = Callable[[int, int], None]
 Read = Callable[[Path], Iterator[pa.RecordBatch]]
 SMALL_BYTES = 64 << 20
+KEYS = "keys"  # beside the pieces of a file: the KEY of each of its records
+
+
+def directory_name(number: int) -> str:
+    """Of the pieces of a file, below the build's scratch directory."""
+    return f"file-{number:05d}"
 
 
 class Piece(NamedTuple):
@@ -66,13 +73,13 @@ class FileEncoder:
 
     def _note(self, item: tuple[int, Path, np.ndarray]) -> dict | None:
         number, path, labels = item
-        key = f"file {number}"
+        key = f"encoded {number}"
         found = self.build.done(key)
         if found is not None:
             self._advance(len(labels), found["tokens"])
             return found
         try:
-            found = self._make(path, labels, self.build.scratch / f"file-{number:05d}")
+            found = self._make(path, labels, self.build.scratch / directory_name(number))
         except BaseException:
             self.stop.set()
             raise
@@ -91,15 +98,19 @@ class FileEncoder:
             shutil.rmtree(left, ignore_errors=True)
         writers = [ShardWriter(part / split, arrow_schema(TOKEN_FEATURES)) for split in SPLITS]
         counts = {"tokens": 0, "unknown": 0, "records_with_unknown": 0}
-        for rows, encoded in in_order(self._encode_block, _labelled(path, labels, self.read), self.threads_a_file):
-            if self.stop.is_set():
-                return None
-            for split, found in encoded:
-                writers[split].write(found.rows)
-                counts["tokens"] += found.tokens
-                counts["unknown"] += found.unknown
-                counts["records_with_unknown"] += found.records_with_unknown
-            self._advance(rows, sum(found.tokens for _, found in encoded))
+        blocks = in_order(self._encode_block, _labelled(path, labels, self.read), self.threads_a_file)
+        with open(part / KEYS, "wb") as file:
+            for rows, encoded, keys in blocks:
+                if self.stop.is_set():
+                    return None
+                keys.tofile(file)
+                for split, found in encoded:
+                    writers[split].write(found.rows)
+                    counts["tokens"] += found.tokens
+                    counts["unknown"] += found.unknown
+                    counts["records_with_unknown"] += found.records_with_unknown
+                self._advance(rows, sum(found.tokens for _, found in encoded))
+            sync(file)
         for writer in writers:
             writer.end()
         part.rename(directory)
@@ -110,10 +121,20 @@ class FileEncoder:
         }
         return counts | {"pieces": pieces}
 
-    def _encode_block(self, item: tuple[pa.RecordBatch, np.ndarray]) -> tuple[int, list[tuple[int, Encoded]]]:
+    def _encode_block(
+        self, item: tuple[pa.RecordBatch, np.ndarray]
+    ) -> tuple[int, list[tuple[int, Encoded]], np.ndarray]:
+        """Records of a block, what each split has of them, and KEY of all that are in a split, in their order."""
         rows, labels = item
-        chosen = [(split, labels == split) for split in np.unique(labels) if split < len(SPLITS)]
-        return len(labels), [(split, self.encode(rows.filter(pa.array(mask)))) for split, mask in chosen]
+        keys = np.zeros(len(labels), KEY)
+        keys["split"] = labels
+        encoded = []
+        for split in np.unique(labels[labels < len(SPLITS)]):
+            mask = labels == split
+            found = self.encode(rows.filter(pa.array(mask)))
+            keys["hash"][mask], keys["residues"][mask] = found.hashes, found.residues
+            encoded.append((split, found))
+        return len(labels), encoded, keys[labels < len(SPLITS)]
 
     def _advance(self, records: int, tokens: int) -> None:
         with self.lock:
@@ -180,6 +201,24 @@ def read_pieces(pieces: list[Piece], root: Path) -> Iterator[pa.RecordBatch]:
     for piece in pieces:
         with pa.memory_map(str(root / piece.path)) as file, pa.ipc.open_stream(file) as stream:
             yield from stream
+
+
+def filter_pieces(pieces: list[Piece], kept: np.ndarray, root: Path, directory: Path) -> list[Piece]:
+    """New pieces in `directory`, of the rows that are `kept` (bool, one for each row); paths are below `root`."""
+    part = directory.with_suffix(".part")
+    for left in (part, directory):
+        shutil.rmtree(left, ignore_errors=True)
+    writer = ShardWriter(part, arrow_schema(TOKEN_FEATURES))
+    first = 0
+    for rows in read_pieces(pieces, root):
+        writer.write(rows.filter(pa.array(kept[first : first + rows.num_rows])))
+        first += rows.num_rows
+    assert first == len(kept)
+    writer.end()
+    part.rename(directory)
+    sync_directory(directory.parent)
+    name = directory.relative_to(root)
+    return [Piece(f"{name}/{shard.name}", *sizes) for shard, *sizes in writer.ended]
 
 
 def _copy_together(pieces: list[Piece], root: Path, features: dict) -> Path:

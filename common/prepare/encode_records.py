@@ -17,6 +17,7 @@ from common.cli import UserError
 from common.files.alphabet import BYTE_TO_ID, CLS, EOS, PAD, TOKENS, UNK
 from common.files.dataset_writer import TOKEN_FEATURES, arrow_schema
 from common.files.records import characters
+from common.prepare.duplicates import hash_records
 
 # Bytes that stand for <cls> and <eos> around a text, which is ASCII.
 BEGIN, END = b"\x80", b"\x81"
@@ -31,6 +32,8 @@ class Encoded(NamedTuple):
     """Token lists of N records, and what was met in them (before padding)."""
 
     rows: pa.RecordBatch  # id: string, input_ids: list<uint8>
+    hashes: np.ndarray  # uint64 [N], of the token ids before truncation
+    residues: np.ndarray  # int [N], before truncation
     tokens: int
     unknown: int  # characters that are no token
     records_with_unknown: int
@@ -54,18 +57,25 @@ def encode_rows(rows: pa.RecordBatch, max_seq_length: int | None, pad: bool) -> 
     `pad`, <pad> up to max_seq_length.
     """
     text = rows.column("text").cast(pa.binary())
+    ids, offsets = _token_ids(text)
+    hashes, residues = hash_records(ids, offsets), np.diff(offsets) - 2
     if max_seq_length is not None:
-        text = pc.binary_slice(text, 0, max_seq_length - 2)
-    # Copies of whole rows and one look-up a byte: several times as fast as placing the ends among the ids.
-    data, offsets = characters(pc.binary_join_element_wise(BEGIN, text, END, b""))
-    raw = data[offsets[0] : offsets[-1]].tobytes().translate(FRAMED_TO_ID)
-    ids, offsets = np.frombuffer(raw, np.uint8), offsets - offsets[0]
+        ids, offsets = _token_ids(pc.binary_slice(text, 0, max_seq_length - 2))
     unknown_at = np.flatnonzero(ids == UNK)
     records_with_unknown = len(np.unique(np.searchsorted(offsets, unknown_at, side="right")))
     tokens = len(ids)
     if pad:
         ids, offsets = _pad(ids, offsets, max_seq_length)
-    return Encoded(_token_batch(rows.column("id"), ids, offsets), tokens, len(unknown_at), records_with_unknown)
+    batch = _token_batch(rows.column("id"), ids, offsets)
+    return Encoded(batch, hashes, residues, tokens, len(unknown_at), records_with_unknown)
+
+
+def _token_ids(text: pa.Array) -> tuple[np.ndarray, np.ndarray]:
+    """`<cls> residues <eos>` of each of N texts (binary): ids uint8 end to end, and offsets int32 [N + 1] from 0."""
+    # Copies of whole rows and one look-up a byte: several times as fast as placing the ends among the ids.
+    data, offsets = characters(pc.binary_join_element_wise(BEGIN, text, END, b""))
+    raw = data[offsets[0] : offsets[-1]].tobytes().translate(FRAMED_TO_ID)
+    return np.frombuffer(raw, np.uint8), offsets - offsets[0]
 
 
 def _token_batch(names: pa.Array, ids: np.ndarray, offsets: np.ndarray) -> pa.RecordBatch:

@@ -37,7 +37,7 @@ def in_random_order(batches: Iterable[Lines], build: Build, seed: int, written: 
     """
     buckets = [build.scratch / f"{number:03d}.bucket" for number in range(BUCKETS)]
     noted = build.done(SCATTERED)
-    if noted is not None and noted["boot"] == _boot():
+    if noted is not None and noted["boot"] == boot_id():
         counts = noted["counts"]
     else:
         for path in build.scratch.iterdir():  # of a run that was killed while it scattered
@@ -47,11 +47,11 @@ def in_random_order(batches: Iterable[Lines], build: Build, seed: int, written: 
         if not any(counts):
             yield from skip(_sorted_lines(held), written())
             return
-        build.note(SCATTERED, {"boot": _boot(), "counts": counts})
+        build.note(SCATTERED, {"boot": boot_id(), "counts": counts})
     yield from ahead(_in_buckets(buckets, counts, written))
 
 
-def _boot() -> str:
+def boot_id() -> str:
     """Which start of which machine this is. The buckets outlive the process there; they are not flushed to the disk,
     most of which they would reach only to be deleted, so nobody else can count on them."""
     try:

@@ -19,16 +19,20 @@ REMOTE_LOOKED_AT = 4  # a Hub counts its requests
 
 
 def count_records(files: tuple[File, ...]) -> int:
-    """Records of some files, rows without a protein included. Exact for local parquet files and for up to 8 others of
-    up to 16 MiB each; else from the records a byte at the beginning of some. The same on every call and machine."""
+    """Records of some files, rows without a protein included. Exact for local parquet files, and for others of up to
+    16 MiB each (unpacked), if there are up to 8 of them or they have up to 16 MiB together; else from the records a
+    byte at the beginning of some. The same on every call and machine."""
     parquet = [file for file in files if file.kind == "parquet"]
     texts = [file for file in files if file.kind != "parquet"]
     remote = [file for file in parquet if file.path.startswith(REMOTE)]
     local = [file for file in parquet if not file.path.startswith(REMOTE)]
     with ThreadPoolExecutor(8) as pool:
         exact = sum(pool.map(num_rows, local))
-    there = any(file.path.startswith(REMOTE) for file in texts)  # each is a request
-    sampled = _spread(remote, REMOTE_LOOKED_AT), _spread(texts, 1 if there else TEXTS_LOOKED_AT)
+    if any(file.path.startswith(REMOTE) for file in texts):  # each is a request
+        most = 1
+    else:
+        most = len(texts) if sum(file.size for file in texts) <= HEAD_BYTES else TEXTS_LOOKED_AT
+    sampled = _spread(remote, REMOTE_LOOKED_AT), _spread(texts, most)
     return exact + _extrapolated(remote, sampled[0], num_rows) + _extrapolated(texts, sampled[1], _count_text)
 
 

@@ -36,11 +36,12 @@ from common.cli import UserError
 from common.ranks.world import World
 from common.sources.content import documents
 from common.sources.dataset import Source, open_source
+from common.sources.hub import REMOTE
 from common.sources.record_counts import count_records
 from common.sources.stream_reader import check_columns
 from common.text.contexts import ContextPlan
 from common.text.flags import TextFlags
-from common.text.memory import TextMemory
+from common.text.memory import TextMemory, tokenize_files
 from common.text.store import TextStore, open_text_split
 from common.text.streams import WINDOW_BYTES, WINDOW_DOCUMENTS, plan_text_streams
 from common.text.tokenizers import Tokenizer
@@ -48,6 +49,7 @@ from common.text.tokenizers import Tokenizer
 logger = logging.getLogger(__name__)
 
 SAMPLE_TOKENS = 1 << 18  # of the beginning of a source, from which the tokens of all of it are estimated
+COUNTED_BYTES = 32 << 20  # of a local source: the tokens of no more text than that are counted to the end
 
 
 class PreparedText(FromPlan):
@@ -133,9 +135,20 @@ def open_text(flags: TextFlags, world: World, evaluates: bool, tokenizer: Tokeni
     with world.together():
         data = PreparedText(flags, tokenizer) if source is None else StreamedText(flags, source, tokenizer, tokens)
         if evaluates and data.held_out("validation") is None:
-            where = f"--dataset {flags.dataset}" if source else f"--dataset_dir {flags.dataset_dir}"
-            raise UserError(f"{where}: no text in a split {flags.val_split}: give --val_split, or drop --do_eval")
+            raise UserError(_no_held_out(flags))
     return data
+
+
+def _no_held_out(flags: TextFlags) -> str:
+    """What to do where there is no text to evaluate on."""
+    where = f"--dataset {flags.dataset}" if flags.dataset else f"--dataset_dir {flags.dataset_dir}"
+    ways = "give --val_split, or drop --do_eval"
+    if flags.dataset:
+        ways = (
+            "hold documents out with 1.tokenize_text.py (--validation_size) and train on its output (--dataset_dir), "
+            "or give a directory with a file named validation.*, or another --val_split, or drop --do_eval"
+        )
+    return f"{where}: no text in a split {flags.val_split}: {ways}"
 
 
 def held_out_contexts(flags: TextFlags, store: TextStore | TextMemory, collator: Collator, world: World) -> Generator:
@@ -170,10 +183,24 @@ def _find(flags: TextFlags) -> Source:
 
 
 def _estimate_tokens(files: tuple, tokenizer: Tokenizer) -> float:
-    """Tokens of some files: their records, counted or estimated, times the mean length of the first ones."""
+    """Tokens of some files. Exact for local ones of up to COUNTED_BYTES in all, unpacked; else their records, counted
+    or estimated, times the mean length of the first ones."""
     sample = TextMemory.read(files, tokenizer, SAMPLE_TOKENS)
     if not len(sample):
         raise UserError(f"{files[0].path}: no document in the files to train on")
     if sample.num_tokens < SAMPLE_TOKENS:
         return sample.num_tokens  # that was all
-    return count_records(files) * sample.num_tokens / len(sample)
+    counted = _count_tokens(files, tokenizer)
+    return count_records(files) * sample.num_tokens / len(sample) if counted is None else counted
+
+
+def _count_tokens(files: tuple, tokenizer: Tokenizer) -> int | None:
+    """Tokens of local files; None where they have more than COUNTED_BYTES, and of remote ones."""
+    if any(file.path.startswith(REMOTE) for file in files) or sum(file.size for file in files) > COUNTED_BYTES:
+        return None
+    tokens = size = 0
+    for texts, ids, _ in tokenize_files(files, tokenizer):
+        tokens, size = tokens + len(ids), size + texts.nbytes
+        if size > COUNTED_BYTES:  # of packed files
+            return None
+    return tokens

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import numpy as np
+import pyarrow as pa
 
 from common.sources.dataset import File
 from common.sources.stream_reader import read_rows, units_of
@@ -10,6 +13,15 @@ from common.text.pieces import Pieces
 from common.text.tokenizers import Tokenizer, tokenize
 
 DOCUMENTS_AT_ONCE = 64
+
+
+def tokenize_files(files: tuple[File, ...], tokenizer: Tokenizer) -> Iterator[tuple[pa.Array, np.ndarray, np.ndarray]]:
+    """The documents of some files, a few at a time, with what `tokenize` gives for them: ids and bounds."""
+    for unit in units_of(files, wanted=1):
+        for block in read_rows(unit, 0):
+            for first in range(0, len(block), DOCUMENTS_AT_ONCE):
+                texts = block[first : first + DOCUMENTS_AT_ONCE]
+                yield texts, *tokenize(tokenizer, texts)
 
 
 class TextMemory:
@@ -22,15 +34,12 @@ class TextMemory:
     def read(cls, files: tuple[File, ...], tokenizer: Tokenizer, max_tokens: int) -> TextMemory:
         """The first documents of some files, until they have `max_tokens` tokens; what is beyond is left out."""
         ids, lengths, missing = [], [], max_tokens
-        for unit in units_of(files, wanted=1):
-            for texts in read_rows(unit, 0):
-                for first in range(0, len(texts), DOCUMENTS_AT_ONCE):
-                    some, bounds = tokenize(tokenizer, texts[first : first + DOCUMENTS_AT_ONCE])
-                    ids.append(some[:missing])
-                    lengths.append(np.diff(np.minimum(bounds, missing)))
-                    missing -= len(ids[-1])
-                    if not missing:
-                        return cls._of(ids, lengths, tokenizer)
+        for _, some, bounds in tokenize_files(files, tokenizer):
+            ids.append(some[:missing])
+            lengths.append(np.diff(np.minimum(bounds, missing)))
+            missing -= len(ids[-1])
+            if not missing:
+                break
         return cls._of(ids, lengths, tokenizer)
 
     @classmethod

@@ -6,6 +6,7 @@ import gzip
 import itertools
 import json
 import pickle
+import shutil
 from collections import Counter, defaultdict
 
 import datasets
@@ -18,10 +19,10 @@ from common.batches.packing import BatchPlan, Position
 from common.cli import UserError
 from common.files.clusters import Clusters, open_clusters
 from common.files.hashing import hash_bytes
-from common.prepare import cluster_index
+from common.prepare import cluster_index, cluster_splits
 from common.prepare.cluster_index import _fitting
 from common.prepare.cluster_splits import hash_names, read_table, without_prefix
-from tests.data_fixtures import TOKENIZE, call, everything_in
+from tests.data_fixtures import TOKENIZE, call, different, everything_in
 from tests.training_fixtures import losses, train
 
 # --- names and tables
@@ -128,7 +129,8 @@ def make_input(directory, count=3000, seed=0):
     for number, part in enumerate(np.array_split(names, 3)):
         with open(directory / f"x{number:03d}.csv", "w") as file:
             file.write("id,text\n")
-            file.writelines(f"{name},MKV{'LAG' * int(rng.integers(1, 20))}\n" for name in part)
+            lines = (f"{name},MK{different(number * 10_000 + n)}" for n, name in enumerate(part))
+            file.writelines(f"{line}{'LAG' * int(rng.integers(1, 20))}\n" for line in lines)
     return clusters
 
 
@@ -177,6 +179,23 @@ def test_the_result_depends_on_seed_and_not_on_memory(tmp_path, monkeypatch):
     smaller = tokenize(tmp_path / "csv", tmp_path / "d", "--train_size", 500)
     assert [len(part) for part in smaller.values()] == [500, 200, 100]
     open_clusters(tmp_path / "d/arrow/train", 500)
+
+
+def test_buckets_of_another_boot_are_made_anew(tmp_path, monkeypatch):
+    make_input(tmp_path / "csv", count=600)
+    tokenize(tmp_path / "csv", tmp_path / "undisturbed")
+
+    def stop(*_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(TOKENIZE, "publish_index", stop)
+        with pytest.raises(KeyboardInterrupt):
+            tokenize(tmp_path / "csv", tmp_path / "out")
+    shutil.rmtree(tmp_path / "out/.building/scratch/clusters")
+    monkeypatch.setattr(cluster_splits, "boot_id", lambda: "another")
+    tokenize(tmp_path / "csv", tmp_path / "out")
+    assert everything_in(tmp_path / "out") == everything_in(tmp_path / "undisturbed")
 
 
 def test_clusters_of_every_size_are_as_likely_to_be_held_out(tmp_path):
@@ -357,7 +376,7 @@ def test_the_table_of_mmseqs2(tmp_path):
     pairs = [(f"P{i // 4 * 4}.1", f"P{i}.1") for i in range(40)]
     (tmp_path / "clustered_cluster.tsv").write_text("".join(f"{a}\t{b}\n" for a, b in pairs))
     (tmp_path / "csv/table.tsv").symlink_to(tmp_path / "clustered_cluster.tsv")
-    (tmp_path / "csv/x000.csv").write_text("id,text\n" + "".join(f"P{i}.1,MKV\n" for i in range(40)))
+    (tmp_path / "csv/x000.csv").write_text("id,text\n" + "".join(f"P{i}.1,MK{different(i)}\n" for i in range(40)))
     names = tokenize(tmp_path / "csv", tmp_path / "out", "--validation_size", 8, "--test_size", 4)
     clusters = {split: {int(name[1:-2]) // 4 for name in part} for split, part in names.items()}
     assert {split: len(of) for split, of in clusters.items()} == {"train": 7, "validation": 2, "test": 1}
@@ -369,7 +388,8 @@ def test_names_with_and_without_their_prefix(tmp_path, of_records, of_table, cap
     (tmp_path / "csv").mkdir()
     rows = "".join(f"UniRef50_{i // 2}\t{of_table}{i}\n" for i in range(20))
     (tmp_path / "csv/table.tsv").write_text("ur50_id\tur90_id\n" + rows)
-    (tmp_path / "csv/x000.csv").write_text("id,text\n" + "".join(f"{of_records}{i},MKV\n" for i in range(20)))
+    lines = "".join(f"{of_records}{i},MK{different(i)}\n" for i in range(20))
+    (tmp_path / "csv/x000.csv").write_text("id,text\n" + lines)
     names = tokenize(tmp_path / "csv", tmp_path / "out", "--validation_size", 2, "--test_size", 2)
     assert "are not in" not in caplog.text
     assert {

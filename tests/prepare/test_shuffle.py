@@ -90,5 +90,5 @@ def test_buckets_of_another_boot_are_not_trusted(tmp_path, monkeypatch):
     whole = shuffled(build, memory_bytes=50_000)
     for path in build.scratch.iterdir():
         path.write_bytes(b"")
-    monkeypatch.setattr(shuffle, "_boot", lambda: "another")
+    monkeypatch.setattr(shuffle, "boot_id", lambda: "another")
     assert shuffled(build, memory_bytes=50_000) == whole

@@ -19,6 +19,7 @@ from common.sources.csv_records import count_rows, csv_files, read_rows
 from tests.data_fixtures import (
     TOKENIZE,
     call,
+    different,
     environment,
     everything_in,
     expect_error,
@@ -47,7 +48,7 @@ def test_second_run_does_nothing_and_another_one_is_refused(tmp_path, caplog):
     assert "nothing to do" in caplog.text
     with pytest.raises(UserError, match="give --overwrite"):
         call(TOKENIZE, *same, "--max_seq_length", 30)
-    write_csv(tmp_path / "csv", proteins(60), "x001.csv")
+    write_csv(tmp_path / "csv", proteins(60, seed=1), "x001.csv")
     with pytest.raises(UserError, match="give --overwrite"):
         call(TOKENIZE, *same)
     assert everything_in(tmp_path / "arrow") == first
@@ -78,11 +79,13 @@ CHUNKS = ("--line_by_line", "False", "--max_seq_length", "50")
 
 @pytest.mark.parametrize(("moments", "flags"), [(20, ()), (6, CHUNKS), (10, ("--cluster_table", "table.tsv"))])
 def test_killed_at_many_moments(tmp_path, monkeypatch, moments, flags):
-    """Counting, encoding, renaming, copying pieces together: always the same bytes, and no whole file read again."""
+    """Counting, encoding, leaving out copies, renaming, copying pieces together: always the same bytes, and no whole
+    file read again."""
     monkeypatch.chdir(tmp_path)
     small = {"common.prepare.encode_files.SMALL_BYTES": 2000}  # some pieces are renamed, some copied together
     monkeypatch.setattr(encode_files, "SMALL_BYTES", 2000)
-    rows = [(f"UniRef90_{name}", text) for name, text in proteins(420)]
+    texts = [text for _, text in proteins(360)]
+    rows = [(f"UniRef90_P{i}", text) for i, text in enumerate(texts + texts[:60])]  # 60 proteins are there twice
     for i, (first, last) in enumerate(itertools.pairwise([0, 200, 210, 220, 420])):
         write_csv(tmp_path / "csv", rows[first:last], f"x{i:03d}.csv")
     (tmp_path / "table.tsv").write_text("".join(f"UniRef50_{i // 3}\tUniRef90_P{i}\n" for i in range(400)))
@@ -108,7 +111,7 @@ def test_killed_at_many_moments(tmp_path, monkeypatch, moments, flags):
             run_killed_at(touch // 2, SCRIPT, out, *arguments, "--output_dir", out, settings=small)  # and again
         journal = out / ".building/journal.jsonl"
         notes = [json.loads(line)[0] for line in journal.read_text().splitlines()] if journal.exists() else []
-        done = {f"x{int(note.split()[1]):03d}.csv" for note in notes if note.startswith("file ")}
+        done = {f"x{int(note.split()[1]):03d}.csv" for note in notes if note.startswith("encoded ")}
         again.clear()
         call(TOKENIZE, *arguments, "--output_dir", out)
         assert everything_in(out) == expected, touch
@@ -278,7 +281,7 @@ def test_bad_input_on_the_command_line(tmp_path):
 
 def quoted(places: dict[int, bytes], count: int = 2000) -> bytes:
     """A file of so many rows, those at `places` (from 1) as given."""
-    lines = [places.get(n, f"P{n},MKVLA".encode()) for n in range(1, count + 1)]
+    lines = [places.get(n, f"P{n},MKVLA{different(n)}".encode()) for n in range(1, count + 1)]
     return b"id,text\n" + b"\n".join(lines) + b"\n"
 
 
@@ -328,7 +331,8 @@ def test_texts_that_may_hold_line_ends(tmp_path, monkeypatch, block_bytes):
 
 def test_other_columns_are_not_looked_at(tmp_path):
     """Numbers that turn into words, bytes that are no UTF-8: in a column that nobody asked for."""
-    rows = [b"%d,P%d,MKVLA,\xe9" % (n, n) for n in range(1, 3000)] + [b"word,P3000,MKVLA,x"]
+    rows = [b"%d,P%d,MKVLA%s,\xe9" % (n, n, different(n).encode()) for n in range(1, 3000)]
+    rows.append(b"word,P3000,MKVLA,x")
     (tmp_path / "csv").mkdir()
     (tmp_path / "csv/x000.csv").write_bytes(b"number,ID,Text,note\n" + b"\n".join(rows))
     call(TOKENIZE, "--input_dir", tmp_path / "csv", "--output_dir", tmp_path / "out")

@@ -32,11 +32,14 @@ def test_large_files_are_estimated_from_their_beginning(tmp_path, monkeypatch, n
     assert counted(path) == pytest.approx(100_000, rel=0.02)
 
 
-def test_of_many_files_some_are_looked_at_and_all_count(tmp_path):
+@pytest.mark.parametrize(("head_bytes", "off"), [(16 << 20, 0), (60_000, 0.03)])
+def test_many_files_are_counted_where_they_are_small_together(tmp_path, monkeypatch, head_bytes, off):
+    """Else some are looked at, and all count."""
+    monkeypatch.setattr(record_counts, "HEAD_BYTES", head_bytes)
     for number in range(30):
         write(tmp_path / f"{number}.fasta", proteins(40 + number, seed=number))
         write(tmp_path / f"{number}.parquet", proteins(10))
-    assert counted(tmp_path) == pytest.approx(300 + sum(range(40, 70)), rel=0.03)
+    assert counted(tmp_path) == pytest.approx(300 + sum(range(40, 70)), rel=off)
 
 
 def test_nothing_in_it_is_nothing(tmp_path):

@@ -20,8 +20,11 @@ from common.esm2 import convert
 from common.esm2.config import override
 from common.esm2.model import build_model
 from common.esm2.presets import load_config
+from common.files.alphabet import TOKENS
+from common.files.token_store import open_split
 from common.ranks.world import World
 from common.tasks import masked_lm
+from tests.data_fixtures import write_fasta
 from tests.training_fixtures import NUM_TEST, NUM_VALIDATION, TINY_MODEL, TINY_OVERRIDES, arguments, rows, train
 
 ALONE = World(0, 0, 1, torch.device("cpu"))
@@ -204,11 +207,32 @@ def test_evaluating_does_not_disturb_training(dataset, tmp_path):
     assert kept[0] == kept[1]
 
 
+def test_eval_dataset_beside_a_dataset_dir_is_evaluated_on(dataset, tmp_path):
+    """The same proteins in a FASTA file give the same results; the test split stays that of the directory."""
+    store = open_split(dataset, "validation")
+    ids, offsets = store.gather(np.arange(len(store)), np.zeros(len(store), int), store.lengths(np.arange(len(store))))
+    proteins = ["".join(TOKENS[token] for token in part[1:-1]) for part in np.split(ids, offsets[1:-1])]
+    write_fasta(tmp_path / "held_out.fasta", [(f"P{number}", text) for number, text in enumerate(proteins)])
+    arrow = tmp_path / "arrow"
+    for split in ("train", "test"):
+        shutil.copytree(dataset / split, arrow / split)
+    flags = {"do_eval": True, "max_steps": 2}
+    train(dataset, tmp_path / "with", **flags)
+    train(arrow, tmp_path / "beside", eval_dataset=tmp_path / "held_out.fasta", **flags)
+    results = [json.loads((tmp_path / name / "all_results.json").read_text()) for name in ("with", "beside")]
+    exact = (*SHARED, "eval_unigram_loss", "test_loss")
+    assert {key: results[0][key] for key in exact} == {key: results[1][key] for key in exact}
+    assert results[0]["eval_samples"] == len(store)
+    said = train(arrow, tmp_path / "none", expect=2, eval_dataset=tmp_path / "absent.fasta", **flags)
+    assert "--eval_dataset" in said
+    assert not (tmp_path / "none").exists()
+
+
 def test_a_missing_validation_split_is_said_before_training(dataset, tmp_path):
     arrow = tmp_path / "arrow"
     shutil.copytree(dataset / "train", arrow / "train")
     said = train(arrow, tmp_path / "out", nproc=2, expect=2, do_eval=True)
-    assert said == f"error: {arrow}: no validation split to evaluate on: drop --do_eval\n"
+    assert said == f"error: {arrow}: no validation split to evaluate on: give --eval_dataset, or drop --do_eval\n"
     assert not (tmp_path / "out").exists()
     shutil.copytree(dataset / "validation", arrow / "validation")
     train(arrow, tmp_path / "out", do_eval=True, max_steps=1)  # without a test split: nothing is said about it

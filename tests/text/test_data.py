@@ -71,10 +71,27 @@ def test_a_configuration_is_streamed_and_its_validation_files_are_held_out(tmp_p
         data.check_packs(3, 4)
 
 
-def test_an_epoch_that_nobody_counted_is_estimated(tmp_path, monkeypatch):
+@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.txt"])
+def test_small_local_files_are_counted_to_the_end(tmp_path, monkeypatch, name):
+    """Their first documents are shorter than the others."""
     monkeypatch.setattr("common.text.data.SAMPLE_TOKENS", 4000)
-    path = write_jsonl(tmp_path / "a.jsonl", some := texts(2000))
+    some = [text.replace("\n", " ") for text in texts(300) + [text * 5 for text in texts(300, seed=2)]]
+    if name == "a.txt":
+        (tmp_path / name).write_text("\n\n".join(some))
+    else:
+        write_jsonl(tmp_path / name, some)
+    _, data = opened(dataset=str(tmp_path / name), max_steps=1, evaluates=False)
+    assert data.tokens == sum(len(text.encode()) + 1 for text in some)
+    assert data.epochs(data.tokens) == 64  # contexts of 64 tokens
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz"])
+def test_an_epoch_that_nobody_counted_is_estimated(tmp_path, monkeypatch, name):
+    monkeypatch.setattr("common.text.data.SAMPLE_TOKENS", 4000)
+    monkeypatch.setattr("common.text.data.COUNTED_BYTES", 100_000)
+    path = write_jsonl(tmp_path / name, some := texts(2000))
     _, data = opened(dataset=str(path), max_steps=1, evaluates=False)
+    assert data.tokens != sum(len(text.encode()) + 1 for text in some)
     assert data.tokens == pytest.approx(sum(len(text.encode()) + 1 for text in some), rel=0.1)
 
 
@@ -254,7 +271,7 @@ def test_what_cannot_be_trained_on_is_one_line(tmp_path, prepared):
         ({"dataset_dir": str(directory)}, other, "tokenised with bytes .* is another one .*: give --tokenizer bytes"),
         ({"dataset_dir": str(tmp_path / "proteins" / "arrow")}, BYTES, "no tokens.json in it, .*of proteins, perhaps"),
         ({"dataset_dir": str(directory), "val_split": "dev"}, BYTES, "no text in a split dev: give --val_split"),
-        ({"dataset": str(jsonl)}, BYTES, "no text in a split validation"),
+        ({"dataset": str(jsonl)}, BYTES, "no text in a split validation: hold documents out with 1.tokenize_text.py"),
         ({"dataset": str(jsonl), "text_column": "body"}, BYTES, "no column body, only text, .*: --text_column"),
         ({"dataset": str(tmp_path / "split")}, BYTES, "no training files in it"),
         ({"dataset": str(tmp_path / "nowhere")}, BYTES, "no such file or directory"),

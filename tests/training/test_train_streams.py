@@ -84,7 +84,7 @@ def test_real_proteins_straight_from_the_fasta_file(tmp_path):
         ({"dataset": "missing.csv"}, "--dataset missing.csv: neither a file, directory or glob, nor a Hub dataset"),
         ({"dataset_dir": "x"}, "--dataset (files as they are) excludes --dataset_dir"),
         ({"max_train_samples": 5}, "--max_train_samples needs --dataset_dir"),
-        ({"dataset": None, "dataset_dir": "x", "streaming": True}, "missing: --dataset (--streaming and"),
+        ({"dataset": None, "dataset_dir": "x", "streaming": True}, "missing: --dataset (--streaming goes with it)"),
     ],
 )
 def test_bad_input(tmp_path, flags, message):
