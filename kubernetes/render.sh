@@ -5,9 +5,9 @@
 #   kubernetes/render.sh --with kueue,hyperpod train-fsdp-template.yaml > train-fsdp.yaml
 #
 # Switches (docs/kubernetes.md) are the template's lines `# [NAME] ...`, which are uncommented, and `...  # [not NAME]`,
-# which are dropped. kubernetes/env_vars.sh lists the variables; *_FLAGS may be empty, RUN_ID, IMAGE_URI and HUGEPAGES have
-# defaults. Flags are words with blanks between them: the pods read them as they are, without a shell, so that quotes are
-# part of a word. Any envsubst will do, gettext's or the one written in Go.
+# which are dropped. kubernetes/env_vars.sh lists the variables; *_FLAGS and INIT_FROM may be empty, RUN_ID, IMAGE_URI and
+# HUGEPAGES have defaults. Flags are words with blanks between them: the pods read them as they are, without a shell, so
+# that quotes are part of a word. Any envsubst will do, gettext's or the one written in Go.
 set -euo pipefail
 
 fail() { echo "error: $*" >&2; exit 2; }
@@ -44,7 +44,7 @@ if [ "${EFA_PER_NODE:-}" = 0 ]; then huge=0; else huge=5120Mi; fi # EFA's huge p
 export HUGEPAGES=${HUGEPAGES:-$huge}
 missing=()
 for name in $names; do
-  [ -n "${!name:-}" ] || [[ $name = *_FLAGS ]] || missing+=("$name")
+  [ -n "${!name:-}" ] || [[ $name = *_FLAGS || $name = INIT_FROM ]] || missing+=("$name")
 done
 [ "${#missing[@]}" -eq 0 ] || fail "unset or empty: ${missing[*]}; see kubernetes/env_vars.sh"
 # What is pasted into YAML and into the pods' commands is to be one plain word there. Flags are not pasted: they are lines of
@@ -55,7 +55,7 @@ for name in $names; do
     value=${value//[$'\n\r\t']/ }
     [[ $value != *[[:cntrl:]]* ]] || fail "$name has a control character in it"
     export "$name=${value//\$/\$\$}"
-  elif ! [[ ${!name} =~ ^[A-Za-z0-9_./:@%+=,-]+$ ]]; then
+  elif [ -n "${!name:-}" ] && ! [[ ${!name} =~ ^[A-Za-z0-9_./:@%+=,-]+$ ]]; then
     fail "$name=${!name}: only letters, digits and _./:@%+=,- can be in it"
   fi
 done

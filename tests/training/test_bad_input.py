@@ -55,7 +55,7 @@ def refused(dataset_dir, output_dir, **flags) -> str:
             {"config_name": None, "dataset_dir": None, "dataset": "a.csv", "max_steps": None, "output_dir": ""},
             NO_LENGTH,
         ),
-        ({"model_name_or_path": "somewhere", "config_name": "facebook/esm2_t6_8M_UR50D"}, "--model_name_or_path"),
+        ({"config_name": "facebook/esm2_t6_8M_UR50D", "model_name_or_path": "./none"}, "./none: no such model"),
         ({"config_name": "facebook/esm3"}, next(iter(ESM2_SIZES))),
         ({"config_name": "./no/such/directory"}, next(iter(ESM2_SIZES))),
         ({"config_overrides": "hidden_size=big"}, "hidden_size=big"),
