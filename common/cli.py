@@ -75,10 +75,12 @@ class Flags:
     it looks at what it declares in a method `check`, which raises UserError; nothing is written after that.
 
     instead_of: {flag: those it stands in the place of}. Given on a command line, it puts away what a file of flags
-    says of them. does_without: flags that are not missing after all, for what is asked for (a dry run, say).
+    says of them. last_wins: flags of `instead_of` that also replace what was given before them on the command line.
+    does_without: flags that are not missing after all, for what is asked for (a dry run, say).
     """
 
     instead_of: ClassVar[dict[str, tuple[str, ...]]] = {}
+    last_wins: ClassVar[tuple[str, ...]] = ()
     # For --help: what a class' flags are about, those that every run needs, and those that few runs ask for.
     group: ClassVar[str] = "options"
     needed: ClassVar[tuple[str, ...]] = ()
@@ -185,12 +187,19 @@ def parse_arguments(description: str | None, *dataclass_types: type, argv: list[
         of_file = _flags_of_file(file, parser)
         parser.where = ""
     _refuse_unknown(parser, argv)
-    for name in _given(parser, argv):
+    given: list[tuple[str, list[str]]] = []
+    for name, words in _by_flag(parser, argv):
         for kind in (base for each in dataclass_types for base in each.__mro__):
-            for replaced in (name, *vars(kind).get("instead_of", {}).get(name, ())):
-                of_file.pop(replaced, None)
+            replaced = vars(kind).get("instead_of", {}).get(name, ())
+            for each in (name, *replaced):
+                of_file.pop(each, None)
+            if name in vars(kind).get("last_wins", ()):
+                given = _without(given, replaced, words)
+        given.append((name, words))
     try:
-        return parser.parse_args_into_dataclasses([word for words in of_file.values() for word in words] + argv)
+        return parser.parse_args_into_dataclasses(
+            [word for words in (*of_file.values(), *(words for _, words in given)) for word in words]
+        )
     except ValueError as error:  # raised by a dataclass' own checks
         where = file if any(f"--{name}" in re.findall(r"--\w+", str(error)) for name in of_file) else None
         if where is None and isinstance(error, UserError):
@@ -262,10 +271,25 @@ def _unknown(parser: argparse.ArgumentParser, words: list[str]) -> str:
     return f"unknown flag {' '.join(words)}" + (f": did you mean {near[0]}?" if near else "")
 
 
-def _given(parser: argparse.ArgumentParser, argv: list[str]) -> list[str]:
-    """The names of the flags on a command line."""
-    actions = (parser._option_string_actions.get(word.partition("=")[0]) for word in argv)
-    return [action.dest for action in actions if action]
+def _by_flag(parser: argparse.ArgumentParser, argv: list[str]) -> list[tuple[str, list[str]]]:
+    """A command line as (name of a flag, the words that give it), in order."""
+    parts: list[tuple[str, list[str]]] = []
+    for word in argv:
+        action = parser._option_string_actions.get(word.partition("=")[0])
+        if action or not parts:
+            parts.append((action.dest if action else "", []))
+        parts[-1][1].append(word)
+    return parts
+
+
+def _without(
+    given: list[tuple[str, list[str]]], replaced: tuple[str, ...], by: list[str]
+) -> list[tuple[str, list[str]]]:
+    """The flags given so far but those that `by`, a later one, replaces; a line in the log says which."""
+    dropped = " ".join(word for name, words in given if name in replaced for word in words)
+    if dropped and _speaks_for_the_node():
+        logging.getLogger(__name__).info("%s replaces what was given before it: %s", " ".join(by), dropped)
+    return [(name, words) for name, words in given if name not in replaced]
 
 
 def _speaks_for_the_node() -> bool:

@@ -28,6 +28,8 @@ export OUTPUT_DIR=${OUTPUT_DIR:-/fsx-shared}
 
 # For train-clm-template.yaml a decoder: llama2_{7b,13b,70b}, llama3_1_{8b,70b}, llama3_2_{1b,3b}, mathstral_7b, mistral_8x7b.
 export MODEL=${MODEL:-facebook/esm2_t36_3B_UR50D}
+# Weights to start from, on the claim (final_model/ of another run) or on the Hub; nothing: random ones.
+export INIT_FROM=${INIT_FROM:-}
 
 # The training job's name and the namespace of all: two jobs of one name in a namespace are one job, and to apply the second
 # changes the first while it runs. Data jobs are named for what they do.

@@ -6,9 +6,9 @@
 #
 # Switches (docs/kubernetes.md) are the template's lines `# [NAME] ...`, which are uncommented, and `...  # [not NAME]`,
 # which are dropped; a line `# [not NAME]` alone is dropped with the document below it. kubernetes/env_vars.sh lists the
-# variables; *_FLAGS may be empty, RUN_ID, IMAGE_URI and HUGEPAGES have defaults. Flags are words with blanks between them:
-# the pods read them as they are, without a shell, so that quotes are part of a word. Any envsubst will do, gettext's or the
-# one written in Go.
+# variables; *_FLAGS and INIT_FROM may be empty, RUN_ID, IMAGE_URI and HUGEPAGES have defaults. Flags are words with blanks
+# between them: the pods read them as they are, without a shell, so that quotes are part of a word. Any envsubst will do,
+# gettext's or the one written in Go.
 set -euo pipefail
 export LC_ALL=C # [a-z] is ASCII, and a character a byte
 
@@ -50,7 +50,7 @@ if [ "${EFA_PER_NODE:-}" = 0 ]; then huge=0; else huge=5120Mi; fi # EFA's huge p
 export HUGEPAGES=${HUGEPAGES:-$huge}
 missing=()
 for name in $names; do
-  [ -n "${!name:-}" ] || [[ $name = *_FLAGS ]] || missing+=("$name")
+  [ -n "${!name:-}" ] || [[ $name = *_FLAGS || $name = INIT_FROM ]] || missing+=("$name")
 done
 [ "${#missing[@]}" -eq 0 ] || fail "unset or empty: ${missing[*]}; see kubernetes/env_vars.sh"
 # What is pasted is the very string that was given, wherever it stands: in quotes in YAML and as a word of a pod's command,

@@ -1,7 +1,7 @@
 # What the job scripts share; they source it from the repository's root, before anything else.
 #
 #   launch ARGS...               run torchrun's ARGS on all nodes of the job
-#   train SCRIPT ARGS...         the same for ESM-2's pretraining, with MODEL, DATASET_DIR and OUTPUT_DIR; requeues the job
+#   train SCRIPT ARGS...         the same for ESM-2's pretraining, with MODEL, INIT_FROM, DATASET_DIR, OUTPUT_DIR; requeues
 #   pretrain SCRIPT ARGS...      what is the same for any model: preflight, training with ARGS alone, starting again
 #   on_one_node ARGS...          run python ARGS on the first node
 # shellcheck shell=bash
@@ -169,7 +169,8 @@ train() {
   [ -n "$MODEL" ] || lacks "MODEL is not set: say facebook/esm2_t33_650M_UR50D (see slurm/env.sh)"
   [ -z "$DATASET_DIR" ] || [ -d "$DATASET_DIR" ] ||
     lacks "DATASET_DIR=$DATASET_DIR: no such directory on $(hostname): run slurm/submit_data.sh first"
-  looked_at=(--config_name="$MODEL" ${DATASET_DIR:+--dataset_dir="$DATASET_DIR"} --output_dir="$OUTPUT_DIR")
+  looked_at=(--config_name="$MODEL" ${INIT_FROM:+--model_name_or_path="$INIT_FROM"})
+  looked_at+=(${DATASET_DIR:+--dataset_dir="$DATASET_DIR"} --output_dir="$OUTPUT_DIR")
   pretrain "$script" "${looked_at[@]}" "${defaults[@]}" "$@"
 }
 

@@ -15,10 +15,9 @@ import tempfile
 from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
 
+from tests.patience import TIMEOUT_S, join
+
 ROOT = Path(__file__).resolve().parent.parent
-TIMEOUT_S = 180  # of a run that takes seconds; the machine may be busy with other things
-
-
 SERVER = "TESTS_FORK_SERVER"  # the address of the one that all test processes share
 
 
@@ -66,12 +65,12 @@ class Script:
         if self.process.is_alive():
             os.kill(self.pid, number)
 
-    def wait(self, timeout: float = TIMEOUT_S) -> int:
-        self.process.join(timeout)
+    def wait(self, seconds: float = TIMEOUT_S) -> int:
+        join([self.process], seconds)
         if self.process.exitcode is None:
             self.process.kill()
             self.process.join()
-            raise AssertionError(f"still running after {timeout} s:\n" + "\n".join(self.said()))
+            raise AssertionError(f"still running after {seconds} s:\n" + "\n".join(self.said()))
         return self.process.exitcode
 
     def said(self) -> list[str]:

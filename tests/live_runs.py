@@ -8,15 +8,14 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import time
 from collections.abc import Callable
 from pathlib import Path
 
 from common.outputs.checkpoint_files import list_checkpoints
 from tests.forked import context
+from tests.patience import POLL_S, TIMEOUT_S, communicate, join, wait_until
 from tests.training_fixtures import (
     ROOT,
-    TIMEOUT_S,
     _as_rank,
     _main,
     checkpoint_state,
@@ -28,32 +27,13 @@ from tests.training_fixtures import (
 from tests.warm_python import at_work, python
 
 PREEMPTED = 75
-POLL_S, SAVE_POLL_S = 0.01, 0.0005  # a step, and a save, take some 10 ms
+SAVE_POLL_S = 0.0005  # a save takes some 10 ms
 TIMES = (
     *("tokens_per_second", "step_seconds", "data_wait_seconds", "tflops_per_device", "peak_memory_gb"),
     *("forward_backward_seconds", "optimizer_seconds", "checkpoint_seconds", "slowest_rank", "slowest_host"),
     *("tokens_per_second_per_gpu", "unpadded_tokens_per_second_per_gpu"),
     *("rank_seconds_min", "rank_seconds_median", "rank_seconds_max"),
 )
-
-
-def wait_until(
-    happened: Callable[[], bool],
-    alive: Callable[[], bool] = lambda: True,
-    poll: float = POLL_S,
-    said: Callable[[], str] = str,
-) -> bool:
-    """Poll until it happened (True) or nothing is alive that could make it happen (False).
-
-    said: what an observer wants to read where neither comes.
-    """
-    deadline = time.monotonic() + TIMEOUT_S
-    while not happened():
-        if not alive():
-            return happened()
-        assert time.monotonic() < deadline, f"nothing happened:\n{said()}"
-        time.sleep(poll)
-    return True
 
 
 class LiveRun:
@@ -119,11 +99,9 @@ class LiveRun:
         """Until that step is in metrics.jsonl."""
         self.until(lambda: any(row["step"] >= step for row in rows(self.output_dir)))
 
-    def end(self) -> list[int]:
+    def end(self, seconds: float = TIMEOUT_S) -> list[int]:
         """Exit codes, once all have ended."""
-        deadline = time.monotonic() + TIMEOUT_S
-        for process in self.processes:
-            process.join(max(0.0, deadline - time.monotonic()))
+        join(self.processes, seconds)
         codes = [process.exitcode for process in self.processes]
         assert None not in codes, "still running:\n" + "\n".join(map(self.said, range(len(self.processes))))
         return codes
@@ -177,7 +155,7 @@ def kill_all(job: subprocess.Popen) -> None:
     if job.poll() is None:
         for pid in (*ranks_of(job.pid).values(), job.pid):
             os.kill(pid, signal.SIGKILL)
-    job.communicate(timeout=TIMEOUT_S)
+    communicate(job)
 
 
 def newest_step(output_dir: Path) -> int:

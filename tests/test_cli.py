@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import logging
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -44,7 +45,8 @@ class Paper(Flags):
     speed: float = flag(1.0, "Any.")
     dry: bool = flag(True, "Wait.")
 
-    instead_of = {"paper": ("colour",)}
+    instead_of = {"paper": ("colour",), "speed": ("zoom",), "zoom": ("speed",)}
+    last_wins = ("speed", "zoom")
 
     def missing(self) -> Iterator[Missing]:
         if not self.paper:
@@ -130,6 +132,16 @@ def test_a_flag_puts_away_what_it_stands_in_the_place_of(tmp_path):
     assert printed(file).colour == "red"
     assert printed(file, "--paper=a5").colour is None
     assert printed(file, "--paper=a5", "--colour=blue").colour == "blue"
+
+
+def test_the_last_of_two_flags_on_the_command_line_wins_where_declared(tmp_path, caplog):
+    file = written(tmp_path, COMPLETE)
+    with caplog.at_level(logging.INFO):
+        args = printed(file, "--zoom", 2, "--colour=red", "--speed=3", "--paper=a5")
+    assert (args.zoom, args.speed) == (None, 3.0)
+    assert (args.paper, args.colour) == ("a5", "red"), "instead_of alone concerns the file"
+    assert caplog.messages == ["--speed=3 replaces what was given before it: --zoom 2"]
+    assert printed(file, "--speed=3", "--zoom=2", "--speed=4").zoom is None
 
 
 @pytest.mark.parametrize(

@@ -79,8 +79,23 @@ def test_a_file_says_what_its_source_says(name):
 def test_prepared_proteins_stand_in_the_place_of_those_of_a_file():
     args = parse(FSDP, ROOT / "configs" / "esm2_650m.yaml", "--dataset_dir=processed/arrow")
     assert (args.dataset_dir, args.dataset, args.streaming) == ("processed/arrow", None, False)
-    args = parse(FSDP, ROOT / "configs" / "esm2_650m.yaml", "--model_name_or_path=final_model")
-    assert (args.model_name_or_path, args.config_name) == ("final_model", None)
+
+
+@pytest.mark.parametrize(
+    ("argv", "starts_from"),
+    [
+        (["configs/esm2_650m.yaml", "--model_name_or_path=d"], "d"),
+        (["--config_name=facebook/esm2_t6_8M_UR50D", "--config_overrides=a=1", "--model_name_or_path=d"], "d"),
+        (["--model_name_or_path=d", "--config_name=facebook/esm2_t6_8M_UR50D"], None),
+        (["configs/llama3_2_1b.yaml", "--model_name_or_path=d"], "d"),
+        (["--model=llama3_2_1b", "--model_name_or_path", "d"], "d"),
+        (["--model_name_or_path=d", "--model", "llama3_2_1b"], None),
+    ],
+)
+def test_the_later_of_model_and_weights_wins(argv, starts_from):
+    args = parse(FSDP, *argv, "--dataset=x", "--max_steps=1", "--output_dir=out")
+    named = getattr(args, "config_name", None) or getattr(args, "model", None)
+    assert (args.model_name_or_path, named is None) == (starts_from, starts_from is not None)
 
 
 @pytest.mark.parametrize("script", [DDP, FSDP, MFSDP], ids=["ddp", "fsdp2", "mfsdp"])

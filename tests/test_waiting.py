@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import threading
-import time
 from contextlib import suppress
 
 import pytest
 
 from common.layers.compiling import FirstStep
 from common.waiting import said_while
+from tests.patience import wait_until
 
 
 def test_it_is_said_until_the_end_and_not_after(caplog):
     with caplog.at_level("INFO"):
         with suppress(ZeroDivisionError), said_while("Clustering", every=0.05):
-            deadline = time.monotonic() + 30
-            while len(caplog.messages) < 2 and time.monotonic() < deadline:
-                time.sleep(0.01)
+            wait_until(lambda: len(caplog.messages) >= 2)
             raise ZeroDivisionError
         said = list(caplog.messages)
         assert len(said) >= 2

@@ -28,7 +28,8 @@ from common.prepare.sample import write_sample
 from common.tasks.arguments import TrainArguments
 from tests import megatron_on_cpu
 from tests.data_fixtures import DOWNLOAD, TOKENIZE, call
-from tests.forked import ROOT, TIMEOUT_S, context, run_script
+from tests.forked import ROOT, context, run_script
+from tests.patience import TIMEOUT_S, join, run
 
 TINY_OVERRIDES = "num_hidden_layers=2,hidden_size=32,num_attention_heads=2,intermediate_size=64"
 TINY_MODEL = {"config_name": "facebook/esm2_t6_8M_UR50D", "config_overrides": TINY_OVERRIDES}
@@ -91,17 +92,13 @@ def training_command(
     return [python, *launcher, str(ROOT / script), *flags_of(dataset_dir, output_dir, **flags)]
 
 
-def run_training(
-    dataset_dir: Path | None, output_dir: Path, nproc: int = 1, timeout: float = TIMEOUT_S, **flags
-) -> subprocess.CompletedProcess:
+def run_training(dataset_dir: Path | None, output_dir: Path, nproc: int = 1, **flags) -> subprocess.CompletedProcess:
     """Run the script as a user does (nproc > 1: under torchrun). The caller looks at the return code.
 
     flags: `script` and `python`, too: the interpreter, a fresh one by default (tests/warm_python.py has another).
     """
     command = training_command(dataset_dir, output_dir, nproc, **flags)
-    return subprocess.run(
-        command, capture_output=True, text=True, env=environment(), timeout=timeout, cwd=ROOT, check=False
-    )
+    return run(command, env=environment(), cwd=ROOT)
 
 
 def run_forked(dataset_dir: Path | None, output_dir: Path, **flags) -> subprocess.CompletedProcess:
@@ -142,10 +139,8 @@ def on_ranks(nproc: int, function: Callable, *arguments) -> tuple[list[int], lis
     ]
     for process in processes:
         process.start()
-    deadline = time.monotonic() + TIMEOUT_S
     try:
-        for process in processes:
-            process.join(max(0.0, deadline - time.monotonic()))
+        join(processes)
         codes = [process.exitcode for process in processes]
     finally:
         for process in processes:

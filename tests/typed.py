@@ -12,6 +12,7 @@ from common.prepare.sample import make_proteins
 from tests.conftest import ROOT
 from tests.data_fixtures import write_fasta
 from tests.decoder_fixtures import write_text
+from tests.patience import run
 from tests.warm_python import programs
 
 SMALLER = (
@@ -51,14 +52,7 @@ def sh(script: str, cwd: Path, timeout: int = 600) -> subprocess.CompletedProces
         "OMP_NUM_THREADS": "1",
         "HF_HUB_OFFLINE": "1",
     }
-    return subprocess.run(
-        ["bash", "-euo", "pipefail", "-c", script],
-        cwd=cwd,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=timeout,
-    )
+    return run(["bash", "-euo", "pipefail", "-c", script], timeout, cwd=cwd, env=environment)
 
 
 ALARMS = re.compile(r"(?i)warn|deprecat|error|exception|traceback|fatal|fail|^\[?[WEF]\d{4}\b|could not|cannot", re.M)

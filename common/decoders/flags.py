@@ -53,6 +53,9 @@ class DecoderFlags(BackendFlags):
         None, "Base of the rotary embedding's wavelengths. Default: the model's.", "rotary_emb_base"
     )
 
+    instead_of = {"model": ("model_name_or_path",), "model_name_or_path": ("model",)}
+    last_wins = ("model", "model_name_or_path")
+
     def missing(self) -> Iterator[Missing]:
         if not (self.model or self.model_type or self.model_name_or_path):
             yield Missing("--model", "the decoder to train", "llama3_2_1b")

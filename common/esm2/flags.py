@@ -46,6 +46,7 @@ class ModelFlags(BackendFlags):
     )
 
     instead_of = {"config_name": ("model_name_or_path",), "model_name_or_path": ("config_name", "config_overrides")}
+    last_wins = ("config_name", "model_name_or_path")
 
     def missing(self) -> Iterator[Missing]:
         if not self.config_name and not self.model_name_or_path:

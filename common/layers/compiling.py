@@ -30,6 +30,9 @@ def compile_layers(model: nn.Module, device: str, backend: str = "inductor") -> 
         if not any(shutil.which(c) for c in ("g++", "clang++", "c++")):
             raise UserError("--torch_compile needs a C++ compiler on a CPU (apt-get install g++), or drop the flag")
         cache_by_cpu()
+    # Under DDP Dynamo cuts graphs where buckets of gradients end, so that a graph of a whole model does not hold back
+    # their exchange. A layer's graph is small enough as it is. Read when the first call traces.
+    torch._dynamo.config.optimize_ddp = False
     for layer in model.layers:
         layer.compile(dynamic=True, backend=backend)
 

@@ -162,10 +162,11 @@ class Product:
             x = x.to(
                 torch.get_autocast_dtype(device)
             )  # the weight is quantised as it comes: fp32, or gathered in bf16
-        rows = len(x)
-        if fillers := -rows % self.recipe.multiple:  # zeros, as hardware wants them: ESM-2's packs hold them already
-            x = F.pad(x, (0, 0, 0, fillers))
-        return _QuantizedLinear.apply(x, weight, bias, self, self.emulation.key)[:rows]
+        fillers = -len(x) % self.recipe.multiple  # zeros, as hardware wants them: ESM-2's packs hold them already
+        if not fillers:
+            return _QuantizedLinear.apply(x, weight, bias, self, self.emulation.key)
+        y = _QuantizedLinear.apply(F.pad(x, (0, 0, 0, fillers)), weight, bias, self, self.emulation.key)
+        return F.pad(y, (0, 0, 0, -fillers))  # a copy: FSDP2 warns of a layer that returns a view
 
     @property
     def whole_tensor(self) -> bool:

@@ -20,6 +20,7 @@ from common.ranks.world import World
 from common.tasks.arguments import RunArguments
 from common.tasks.built import Built
 from common.tasks.counts import StepCounts
+from common.training.initial_weights import describe_weights, warn_of_unused_weights
 from common.training.step import StepResult
 
 logger = logging.getLogger(__name__)
@@ -231,6 +232,9 @@ def announce(
         ("Number of trainable parameters", count_parameters(built.model)),
     ):
         logger.info("  %s = %s", name, f"{value:,}" if isinstance(value, int) else value)
+    logger.info("  Weights: %s", describe_weights(args, state.step))
+    if not state.step and (warning := warn_of_unused_weights(args)):
+        logger.warning("%s", warning)
     for line in built.remarks:
         logger.info("  %s", line)
     precision = "bfloat16, fp32 master weights" if args.bf16 else "fp32"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import time
 from types import SimpleNamespace
 
@@ -17,7 +16,8 @@ from benchmarks.gpu_models import batches_for
 from benchmarks.gpu_throughput import Arguments, rows_of
 from common.cli import UserError
 from tests.benchmarks.misbehaving import misbehave
-from tests.training_fixtures import ROOT, TIMEOUT_S
+from tests.patience import run
+from tests.training_fixtures import ROOT
 from tests.warm_python import python
 
 
@@ -78,7 +78,7 @@ def test_agreement_is_measured_between_equal_weights():
 def test_a_session_without_a_gpu_says_so_twice_and_fails(tmp_path):
     command = [ROOT / "tests/gpu/session.sh", tmp_path / "out"]
     environment = os.environ | {"PYTHON": python(), "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=TIMEOUT_S)
+    done = run(command, env=environment)
     assert done.returncode == 2
     assert done.stderr.count("error: --device cuda: no GPU here") == 2
     assert not list((tmp_path / "out").iterdir())

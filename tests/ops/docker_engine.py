@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.patience import Limit, run
+
 PATH = f"{os.environ['PATH']}:/usr/sbin:/sbin"
 STARTS_WITHIN_S = 30
 IN_MEMORY_BYTES = 6 << 30  # images of the tests, twice over: kept in memory where that much is free
@@ -54,9 +56,9 @@ def docker_engine(hosts: dict[str, str] | None = None) -> Iterator[dict[str, str
     with log.open("w") as output:
         process = subprocess.Popen(command, stdout=output, stderr=output, env=environment, start_new_session=True)
     try:
-        deadline = time.monotonic() + STARTS_WITHIN_S
+        limit = Limit(STARTS_WITHIN_S)
         while subprocess.run(["docker", "info"], env=environment, capture_output=True).returncode != 0:
-            if process.poll() is not None or time.monotonic() > deadline:
+            if process.poll() is not None or limit.passed():
                 last = (log.read_text().strip().splitlines() or ["no message"])[-1]
                 pytest.skip(f"no Docker engine can run here: {last}")
             time.sleep(0.1)
@@ -79,9 +81,7 @@ def _free_memory() -> int:
 
 
 def sh(command: list, environment: dict, cwd: Path | None = None, timeout: int = 300) -> subprocess.CompletedProcess:
-    return subprocess.run(
-        [str(part) for part in command], env=environment, cwd=cwd, capture_output=True, text=True, timeout=timeout
-    )
+    return run([str(part) for part in command], timeout, env=environment, cwd=cwd)
 
 
 def ok(command: list, environment: dict, **kwargs) -> str:

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import yaml
 
+from tests.patience import run
+
 ROOT = Path(__file__).resolve().parent.parent.parent
 KUBERNETES = ROOT / "kubernetes"
 # The FSDP guide's nine, made of train-clm-template.yaml (docs/make_guide_jobs.py): for plain envsubst, no switches.
@@ -53,15 +55,7 @@ IMAGE = "123456789012.dkr.ecr.us-east-1.amazonaws.com/esm:aws"
 def run_shell(command: str, variables: dict, cwd: Path = ROOT) -> subprocess.CompletedProcess:
     """bash with these variables and no others but PATH."""
     environment = {"PATH": os.environ["PATH"]} | {name: str(value) for name, value in variables.items()}
-    return subprocess.run(
-        ["bash", "-euo", "pipefail", "-c", command],
-        cwd=cwd,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+    return run(["bash", "-euo", "pipefail", "-c", command], 60, cwd=cwd, env=environment)
 
 
 def render(template: str, *switches: str, **variables) -> str:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from tests.live_runs import ranks_of
 from tests.ops.manifests import ROOT, containers, documents, render, substitute, values
-from tests.training_fixtures import TIMEOUT_S
+from tests.patience import wait_until
 from tests.warm_python import programs
 
 # Seconds instead of minutes until a node counts as gone; names need not resolve.
@@ -119,7 +119,8 @@ class Pod:
         self.process.terminate()
 
     def end(self) -> int:
-        return self.process.wait(TIMEOUT_S)
+        wait_until(lambda: not self.alive(), said=self.said)
+        return self.process.returncode
 
     def kill(self) -> None:
         """Whatever is left of it, the ranks too, which have sessions of their own."""

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
+from tests.patience import run, wait_until
 from tests.warm_python import at_work
 
 NODES = {"head": "10.231.77.1", "n1": "10.231.77.11", "n2": "10.231.77.12", "n3": "10.231.77.13"}
@@ -197,14 +198,7 @@ class SlurmCluster:
         """Run a shell command on the head; what it printed on both outputs. Asserts that it worked, unless told."""
         namespaces = ["--net", "--uts", "--ipc", "--mount", "--pid", f"--wd={self.checkout}"]
         inside = ["nsenter", "-t", str(self._process_1("head")), *namespaces, "--", "bash", "-c", command]
-        done = subprocess.run(
-            inside,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            env=self.environment | environment,
-            timeout=120,
-        )
+        done = run(inside, 120, stderr=subprocess.STDOUT, env=self.environment | environment)
         assert done.returncode == 0 or not check, f"{command}: {done.stdout}"
         return done.stdout.strip()
 
@@ -267,10 +261,7 @@ class SlurmCluster:
             os.kill(pid, which)
 
     def until(self, happened: Callable[[], object], otherwise: str, seconds: float = 300, poll: float = 0.05) -> None:
-        deadline = time.monotonic() + seconds
-        while not happened():
-            assert time.monotonic() < deadline, f"{otherwise}\n{self.said()}"
-            time.sleep(poll)
+        wait_until(happened, poll=poll, said=lambda: f"{otherwise}\n{self.said()}", seconds=seconds)
 
     def said(self) -> str:
         """The ends of all logs: the cluster's and the jobs'."""

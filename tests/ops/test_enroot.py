@@ -6,7 +6,6 @@ import os
 import shutil
 import signal
 import subprocess
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,6 +13,7 @@ import pytest
 
 from tests.conftest import ROOT
 from tests.ops.docker_engine import docker_engine, sh, tiny_image
+from tests.patience import wait_until
 
 # In the place of a program that Debian does not have. Its file is half done when it fails or waits.
 STAND_IN = """#!/usr/bin/env bash
@@ -65,10 +65,7 @@ def test_the_file_is_complete_or_the_old_one(stand_in, tmp_path):
 
     (tmp_path / "record").unlink()
     running = subprocess.Popen(["./enroot.sh"], env=stand_in | {"BEHAVIOUR": "wait"}, cwd=ROOT, start_new_session=True)
-    deadline = time.monotonic() + 60
-    while len(os.listdir(target)) < 2:
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    wait_until(lambda: len(os.listdir(target)) >= 2, seconds=60)
     os.killpg(running.pid, signal.SIGTERM)
     assert running.wait(30) == 143
     assert is_as_it_was()

@@ -9,12 +9,12 @@ from __future__ import annotations
 import os
 import re
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from tests import patience
 from tests.training_fixtures import ROOT
 
 PYTHON = f"""\
@@ -60,9 +60,7 @@ def install(tmp_path):
             (tmp_path / "bin" / name).chmod(0o755)
         # A toolkit in its place, where the machine may have one.
         environment = {"PATH": str(tmp_path / "bin"), "CUDA_HOME": str(tmp_path), "TORCH_CUDA": "13"} | variables
-        done = subprocess.run(
-            ["bash", "-c", command], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60
-        )
+        done = patience.run(["bash", "-c", command], 60, cwd=tmp_path, env=environment)
         return done.returncode, done.stdout + done.stderr
 
     return run

@@ -11,13 +11,13 @@ import json
 import os
 import shutil
 import subprocess
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import yaml
 
+from tests import patience
 from tests.live_runs import wait_until
 from tests.ops.job_schemas import DEFINITIONS, REFERENCE
 from tests.ops.manifests import (
@@ -58,7 +58,7 @@ def kubectl(tmp_path_factory) -> Iterator[Kubectl]:
 
         def run(*arguments: str, text: str | None = None) -> subprocess.CompletedProcess:
             command = ["kubectl", f"--kubeconfig={directory}/config", *arguments]
-            return subprocess.run(command, input=text, capture_output=True, text=True, timeout=60, check=False)
+            return patience.run(command, 60, text)
 
         alive = lambda: all(process.poll() is None for process in processes)  # noqa: E731
         ready = lambda: run("get", "--raw=/readyz").returncode == 0  # noqa: E731
@@ -191,9 +191,7 @@ def _let_go(kubectl: Kubectl, document: dict) -> None:
     """No controller is there to remove finalizers."""
     kind, name = document["kind"], document["metadata"]["name"]
     kubectl("patch", kind, name, "--type=merge", "-p", '{"metadata":{"finalizers":null}}')
-    deadline = time.monotonic() + 20
-    while kubectl("get", kind, name).returncode == 0 and time.monotonic() < deadline:
-        time.sleep(0.1)
+    wait_until(lambda: kubectl("get", kind, name).returncode != 0, poll=0.1, seconds=20)
 
 
 @pytest.mark.parametrize(

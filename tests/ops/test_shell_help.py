@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import subprocess
-
 import pytest
 
 from tests.conftest import ROOT
+from tests.patience import run
 
 # Sourced by others; one that is, by a user's shell; of tests and images, which nobody else runs.
 OTHERS = {"docker/env.sh", "kubernetes/env_vars.sh", "slurm/clm.sh", "slurm/common.sh", "slurm/create_venv.sh"}
@@ -20,14 +19,7 @@ def test_help_says_what_the_script_is_for_and_does_nothing(script):
     header = (ROOT / script).read_text().splitlines()[1]
     assert header.startswith("# ")
     path = "/usr/bin:/bin"  # neither docker's own nor Slurm's variables, and no answer of either is waited for
-    done = subprocess.run(
-        ["bash", script, "--help"],
-        cwd=ROOT,
-        env={"PATH": path, "HOME": "/"},
-        capture_output=True,
-        text=True,
-        timeout=20,
-    )
+    done = run(["bash", script, "--help"], 20, cwd=ROOT, env={"PATH": path, "HOME": "/"})
     assert (done.returncode, done.stderr) == (0, "")
     said = done.stdout.splitlines()
     assert said[0] == header.removeprefix("# ")

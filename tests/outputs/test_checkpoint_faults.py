@@ -6,7 +6,6 @@ import json
 import multiprocessing
 import shutil
 import signal
-import subprocess
 import time
 from pathlib import Path
 
@@ -20,8 +19,9 @@ from common.outputs.run_directory import RunDirectory, hold
 from common.ranks.world import World
 from tests.live_runs import LiveRun, assert_same_run, newest_step
 from tests.outputs.checkpoint_fixtures import FLAGS, checkpointer_of_a_small_model, names, take_steps
+from tests.patience import run
 from tests.small_disk import small_disk
-from tests.training_fixtures import TIMEOUT_S, environment, on_ranks, train, training_command
+from tests.training_fixtures import environment, on_ranks, train, training_command
 
 
 @pytest.fixture
@@ -104,13 +104,7 @@ def test_the_end_of_a_process_neither_loses_nor_aborts_its_save(dataset, tmp_pat
         assert names(out) == ["checkpoint-1"]
         model = json.loads((out / "checkpoint-1/manifest.json").read_text())["model"]
         assert damage_of(out / "checkpoint-1", model, World(0, 0, 1, torch.device("cpu"))) is None
-    done = subprocess.run(
-        training_command(dataset, tmp_path / "real", **FLAGS),
-        capture_output=True,
-        text=True,
-        env=environment(),
-        timeout=TIMEOUT_S,
-    )
+    done = run(training_command(dataset, tmp_path / "real", **FLAGS), env=environment())
     assert done.returncode == 0
     assert not [line for line in done.stderr.splitlines() if " - INFO - " not in line]
     assert names(tmp_path / "real") == ["checkpoint-2", "checkpoint-4", "checkpoint-6"]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import signal
-import time
 
 import numpy as np
 import pytest
@@ -16,6 +15,7 @@ from common.outputs.curves import draw_curves, read_about, read_results
 from common.training.report import held_out_table
 from tests.forked import Script, run_script
 from tests.live_runs import newest_step
+from tests.patience import wait_until
 from tests.training_fixtures import environment, flags_of, rows, train
 
 
@@ -73,9 +73,8 @@ def test_an_interrupted_run_has_a_picture_while_it_goes_on_and_a_report_after(da
     argv = flags_of(dataset, tmp_path, max_steps=5000, save_steps=5, save_total_limit=2, do_eval=True, eval_steps=5)
     settings = {"common.outputs.logbook.DRAW_EVERY_S": 0.0}
     running = Script("train_ddp.py", *argv, env=environment(), settings=settings)
-    picture, deadline = tmp_path / "training_curves.png", time.monotonic() + 60
-    while not (picture.exists() and newest_step(tmp_path)) and running.poll() is None and time.monotonic() < deadline:
-        time.sleep(0.01)
+    picture = tmp_path / "training_curves.png"
+    wait_until(lambda: picture.exists() and newest_step(tmp_path), lambda: running.poll() is None)
     assert running.poll() is None
     running.send_signal(signal.SIGKILL)
     assert running.wait() == -signal.SIGKILL

@@ -15,6 +15,7 @@ import pytest
 
 from common.outputs.trackers import Tracker, open_tracker
 from tests.forked import run_script
+from tests.patience import Limit
 from tests.training_fixtures import arguments, environment, flags_of, on_ranks, rows
 
 FLAGS = {"max_steps": 6, "save_steps": 2, "logging_steps": 1, "save_final_model": False}
@@ -268,8 +269,8 @@ def _write_to_wandb_that_has_died(environ: dict, directory: Path) -> None:
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
         print("killed")
-    deadline = time.monotonic() + 60
-    while type(tracker.tracker) is not Tracker and time.monotonic() < deadline:
+    limit = Limit(60)
+    while type(tracker.tracker) is not Tracker and not limit.passed():
         tracker.write({"step": 2, "loss": 2.0})
     tracker.write({"step": 3, "loss": 2.0})
     tracker.close(0)

@@ -171,6 +171,21 @@ def test_under_autocast_activations_are_bf16_and_weights_are_quantised_as_they_c
         assert torch.equal(a.float(), b.float())
 
 
+@pytest.mark.parametrize("rows", [TOKENS, TOKENS - 3], ids=["whole", "filled up"])
+def test_product_of_any_number_of_rows_is_no_view(rows):
+    """FSDP2 warns of layers that return views: what is changed in place afterwards would get wrong gradients."""
+    x, weight, bias, grad = operands()
+    found = []
+    for number in (rows, TOKENS):
+        mine = [tensor.detach().requires_grad_() for tensor in (x, weight, bias)]
+        product, keep = product_of(**RECIPES["current"]), (torch.arange(TOKENS) < rows)[:, None]
+        y = product((mine[0] * keep)[:number], *mine[1:])
+        assert not y._is_view()
+        (y * (grad * keep)[:number]).sum().backward()
+        found.append([y.detach()[:rows], *(tensor.grad for tensor in mine)])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
 # ---- which layers ------------------------------------------------------------------------------------------------
 
 

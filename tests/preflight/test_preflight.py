@@ -19,7 +19,8 @@ import pytest
 import torch.distributed as dist
 
 from common.preflight.report import ERROR, OK, WARN, table
-from tests.training_fixtures import ROOT, TIMEOUT_S, environment, free_port, on_ranks
+from tests.patience import communicate
+from tests.training_fixtures import ROOT, environment, free_port, on_ranks
 from tests.warm_python import python
 
 NEW_MOUNTS, NEW_HOSTNAME = 0x00020000, 0x04000000  # flags of unshare(2)
@@ -68,7 +69,7 @@ def test_two_nodes_under_torchrun_as_the_job_scripts_start_it(dataset, tmp_path)
         for _ in range(2)
     ]
     try:
-        said = "".join(agent.communicate(timeout=TIMEOUT_S)[0] for agent in agents)
+        said = "".join(communicate(agent)[0] for agent in agents)
     finally:
         for agent in agents:
             agent.kill()
@@ -348,7 +349,7 @@ def test_clocks_that_differ(tmp_path):
         pipes = {"stderr": subprocess.PIPE, "text": True}
         nodes.append(subprocess.Popen([*start, *command], env=variables, cwd=ROOT, **pipes))
     try:
-        said = [node.communicate(timeout=TIMEOUT_S)[1] for node in nodes]
+        said = [communicate(node)[1] for node in nodes]
     finally:
         for node in nodes:
             node.kill()

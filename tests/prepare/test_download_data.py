@@ -8,7 +8,6 @@ import re
 import shutil
 import signal
 import subprocess
-import time
 
 import datasets
 import numpy as np
@@ -32,6 +31,7 @@ from tests.data_fixtures import (
     write_fasta,
 )
 from tests.forked import Script, run_script
+from tests.patience import wait_until
 
 SCRIPT = "0.download_data.py"
 
@@ -202,9 +202,7 @@ def test_failing_while_overwriting_keeps_the_old(tmp_path):
 def kill_when(arguments, ready) -> None:
     """Start the script and end it with SIGKILL once `ready()`."""
     process = Script(SCRIPT, *arguments, env=environment())
-    deadline = time.monotonic() + 30
-    while not ready() and process.poll() is None and time.monotonic() < deadline:
-        time.sleep(0.002)
+    wait_until(ready, lambda: process.poll() is None, poll=0.002)
     process.send_signal(signal.SIGKILL)
     assert process.wait() == -signal.SIGKILL, "the script was through before it could be killed"
 

@@ -5,7 +5,6 @@ import random
 import shutil
 import signal
 import subprocess
-import time
 
 import pytest
 
@@ -13,6 +12,7 @@ from common.files.output_directory import Journal
 from common.prepare.shuffle import SCATTERED
 from tests.data_fixtures import DOWNLOAD, call, command, environment, everything_in, numbered, write_fasta
 from tests.forked import run_script
+from tests.patience import wait_until
 from tests.prepare.killed_runs import run_killed_at
 from tests.small_disk import small_disk
 
@@ -129,9 +129,7 @@ def test_stopped_by_the_keyboard_or_as_a_pod_it_goes_on(tmp_path, number, status
     process = subprocess.Popen(
         command(SCRIPT, *flags, tmp_path / "out"), stderr=subprocess.PIPE, text=True, env=environment()
     )
-    deadline = time.monotonic() + 30
-    while not (tmp_path / "out/.building/csv/x002.csv").exists() and time.monotonic() < deadline:
-        time.sleep(0.002)
+    wait_until((tmp_path / "out/.building/csv/x002.csv").exists, lambda: process.poll() is None, poll=0.002)
     process.send_signal(number)
     said = process.communicate()[1]
     assert process.returncode == status, said

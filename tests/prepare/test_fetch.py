@@ -4,7 +4,6 @@ import gzip
 import hashlib
 import itertools
 import signal
-import time
 
 import pytest
 
@@ -22,6 +21,7 @@ from common.prepare.fetch import (
 from common.prepare.transfers import FetchError
 from tests.data_fixtures import DOWNLOAD, call, environment, everything_in
 from tests.forked import Script, run_script
+from tests.patience import wait_until
 from tests.prepare.local_servers import ftp_server, http_server
 from tests.prepare.test_download import CONTENT, QUICK, THIRD
 
@@ -257,11 +257,8 @@ def test_killed_in_mid_download_and_started_again(tmp_path):
     with http_server(CONTENT, break_after=[THIRD], stall_s=60.0) as server:
         arguments = ("--source", f"{server.url}/u.fasta.gz", "--sha256", SHA256, "--output_dir", out)
         process = Script(SCRIPT, *arguments, env=environment())
-        deadline = time.monotonic() + 60
-        while not any(path.stat().st_size >= THIRD for path in out.glob(".download/*.part")):
-            assert process.poll() is None, "the script ended before it could be killed"
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
+        there = lambda: any(path.stat().st_size >= THIRD for path in out.glob(".download/*.part"))  # noqa: E731
+        assert wait_until(there, lambda: process.poll() is None), "the script ended before it could be killed"
         process.send_signal(signal.SIGKILL)
         process.wait()
         assert not (out / "csv").exists()

@@ -16,11 +16,12 @@ import torch
 from common.esm2.model import Esm2ForMaskedLM
 from common.ranks.watchdog import Watch
 from tests.live_runs import LiveRun, kill_all, ranks_of, torchrun, wait_until
-from tests.training_fixtures import TIMEOUT_S, _main, flags_of, on_ranks, rows, train
+from tests.patience import communicate, join
+from tests.training_fixtures import _main, flags_of, on_ranks, rows, train
 
 TIMEOUT = 8  # --ddp_timeout, seconds
 FLAGS = {"max_steps": 3000, "per_device_train_batch_size": 1, "save_steps": 1000, "ddp_timeout": TIMEOUT}
-SLACK = 20  # seconds on a busy machine
+SLACK = 20  # seconds
 HOST = socket.gethostname()
 DDP, FSDP2, CP = "train_ddp.py", "train_fsdp2.py", "train_ddp_cp.py"
 HYBRID = {"sharding_strategy": "hybrid", "hsdp_shard_size": 2}
@@ -43,10 +44,9 @@ def test_a_rank_that_is_stopped_is_named_by_all_others(dataset, tmp_path, script
     with LiveRun(dataset, tmp_path / "out", tmp_path / "logs", nproc, script=script, **FLAGS | flags) as run:
         run.until_step(5)
         run.signal(signal.SIGSTOP, rank)
-        started, reached = time.monotonic(), rows(tmp_path / "out")[-1]["step"]
+        reached = rows(tmp_path / "out")[-1]["step"]
         others = [other for other in range(nproc) if other != rank]
-        for other in others:
-            run.processes[other].join(max(0.0, started + TIMEOUT + SLACK - time.monotonic()))
+        join([run.processes[other] for other in others], TIMEOUT + SLACK)
         assert [run.processes[other].exitcode for other in others] == [1] * len(others), run.said(others[0])
     first = True
     for other in others:
@@ -221,9 +221,7 @@ def test_a_rank_that_dies_is_named_at_once(dataset, tmp_path):
     with LiveRun(dataset, tmp_path / "out", tmp_path / "logs", 2, **FLAGS | {"ddp_timeout": 100}) as run:
         run.until_step(5)
         run.signal(signal.SIGKILL, 1)
-        started = time.monotonic()
-        assert run.end() == [1, -9]
-        assert time.monotonic() - started < 40, "well before --ddp_timeout"
+        assert run.end(40) == [1, -9], "well before --ddp_timeout"
     (error,) = errors_of(run.said(0))
     assert error.startswith(f"error: another rank is gone: no answer from rank 1 (host {HOST}), last heard of ")
 
@@ -234,9 +232,7 @@ def test_torchrun_ends_a_job_with_a_stopped_rank(dataset, tmp_path):
     try:
         assert wait_until(lambda: len(rows(tmp_path / "out")) > 5, lambda: job.poll() is None)
         os.kill(ranks_of(job.pid)[1], signal.SIGSTOP)
-        started = time.monotonic()
-        said, _ = job.communicate(timeout=TIMEOUT_S)
-        assert time.monotonic() - started < TIMEOUT + 30 + SLACK
+        said, _ = communicate(job, TIMEOUT + 30 + SLACK)
     finally:
         kill_all(job)
     assert job.returncode == 1

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
 import sys
 from pathlib import Path
 
@@ -14,8 +13,9 @@ import pytest
 from common.ranks.launch import TRY_AGAIN
 from common.ranks.starts import FILE, IN_A_ROW, Starts
 from common.ranks.stopping import PREEMPTED
-from tests.forked import ROOT, TIMEOUT_S, Script
+from tests.forked import ROOT, Script
 from tests.live_runs import wait_until
+from tests.patience import run
 from tests.training_fixtures import environment
 
 # A rank without torch. It notes its start; `how` it ends, by the number of its start, comes last on its command line.
@@ -150,7 +150,7 @@ def test_under_torchrun_the_error_line_is_there_at_once_and_again_where_its_repo
     """Of what torchrun prints around it a rank can only choose the last words: its own line."""
     argv, env = without_flags(tmp_path)
     command = [sys.executable, "-m", "torch.distributed.run", *argv]
-    done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=TIMEOUT_S, check=False)
+    done = run(command, env=env)
     lines = [line for line in done.stderr.splitlines() if line.strip("=- ")]
     (at_once,) = [line for line in lines if line.startswith("error: ")]
     assert at_once.startswith(MISSING)

@@ -22,7 +22,8 @@ from tests.live_runs import (
     torchrun,
     wait_until,
 )
-from tests.training_fixtures import ROOT, TIMEOUT_S, environment, rows, train, training_command
+from tests.patience import communicate
+from tests.training_fixtures import ROOT, environment, rows, train, training_command
 
 STEPS = 150
 FLAGS = {"max_steps": STEPS, "save_steps": 1000, "per_device_train_batch_size": 1, "save_final_model": False}
@@ -177,7 +178,7 @@ def test_sigterm_to_torchrun_saves_and_the_same_command_goes_on(dataset, whole, 
         assert wait_until(lambda: bool(rows(out)) and rows(out)[-1]["step"] >= 5, lambda: job.poll() is None)
         ranks = ranks_of(job.pid)
         job.terminate()
-        said, _ = job.communicate(timeout=TIMEOUT_S)
+        said, _ = communicate(job)
     finally:
         kill_all(job)
     assert "Stopped as asked, the state is saved" in said
@@ -197,7 +198,7 @@ def test_ctrl_c_saves_as_a_signal_to_stop_does(dataset, whole, tmp_path):
     try:
         assert wait_until(lambda: len(rows(out)) > 5, lambda: job.poll() is None)
         os.killpg(job.pid, signal.SIGINT)  # as a terminal does: loader workers get it too
-        _, said = job.communicate(timeout=TIMEOUT_S)
+        _, said = communicate(job)
     finally:
         kill_all(job)
     assert job.returncode == PREEMPTED, said
@@ -248,7 +249,7 @@ def test_ctrl_c_again_is_meant_and_none_is_a_traceback(program, status, said):
             job.stdout.readline()  # two signals before Python's handler has run would be one
             job.send_signal(signal.SIGINT)
             said = []
-        last = job.communicate(timeout=TIMEOUT_S)[1]
+        last = communicate(job)[1]
         assert last.splitlines() == (said or ["interrupted"])
     assert job.returncode == status
 

@@ -21,6 +21,7 @@ from common.esm2.presets import ESM2_SIZES
 from common.files import alphabet
 from common.outputs import run_directory
 from tests.forked import run_script
+from tests.patience import receive
 from tests.small_disk import fill, small_disk
 from tests.training_fixtures import flags_of, losses, run_forked, train
 
@@ -55,7 +56,7 @@ def refused(dataset_dir, output_dir, **flags) -> str:
             {"config_name": None, "dataset_dir": None, "dataset": "a.csv", "max_steps": None, "output_dir": ""},
             NO_LENGTH,
         ),
-        ({"model_name_or_path": "somewhere", "config_name": "facebook/esm2_t6_8M_UR50D"}, "--model_name_or_path"),
+        ({"config_name": "facebook/esm2_t6_8M_UR50D", "model_name_or_path": "./none"}, "./none: no such model"),
         ({"config_name": "facebook/esm3"}, next(iter(ESM2_SIZES))),
         ({"config_name": "./no/such/directory"}, next(iter(ESM2_SIZES))),
         ({"config_overrides": "hidden_size=big"}, "hidden_size=big"),
@@ -179,13 +180,13 @@ def test_a_lock_whose_file_has_gone_meanwhile_is_no_lock(tmp_path):
     def run():
         with run_directory.RunDirectory(tmp_path / "out", overwrite=False):
             other.start()
-            assert told.get(timeout=30) == "waiting"
+            assert receive(told) == "waiting"
             time.sleep(0.5)  # it has opened the file
             raise OSError("full")
 
     with pytest.raises(OSError, match="full"):
         run()
-    assert told.get(timeout=30) is True
+    assert receive(told) is True
     other.join()
 
 
@@ -334,5 +335,5 @@ def test_a_directory_is_held_while_it_is_open(tmp_path):
         directory.claim()
         other = context.Process(target=_try, args=(tmp_path / ".run", told))
         other.start()
-        assert told.get(timeout=30)
+        assert receive(told)
         other.join()

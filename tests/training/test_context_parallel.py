@@ -12,7 +12,8 @@ import torch
 from common.files.json_files import read_json_lines
 from common.prepare.sample import write_sample
 from tests.live_runs import LiveRun, newest_step, outcome, trajectory
-from tests.training_fixtures import TIMEOUT_S, train
+from tests.patience import join
+from tests.training_fixtures import train
 
 CP, FSDP2 = "train_ddp_cp.py", "train_fsdp2.py"
 STEPS = 14
@@ -107,7 +108,7 @@ def test_a_dead_neighbour_is_named(dataset, tmp_path):
     with LiveRun(dataset, tmp_path / "out", tmp_path / "logs", 2, script=CP, **flags) as run:
         run.until_step(3)
         run.signal(signal.SIGKILL, 1)
-        run.processes[0].join(TIMEOUT_S)
+        join(run.processes[:1])
         assert run.processes[0].exitcode == 1, run.said()
     (error,) = [line for line in run.said().splitlines() if line.startswith("error: ")]
     assert error.startswith("error: another rank is gone: no answer from rank 1 ")

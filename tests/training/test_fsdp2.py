@@ -83,6 +83,14 @@ def test_bf16_follows_ddp_and_its_master_weights_are_fp32(dataset, tmp_path):
     assert not torch.equal(weights, weights.bfloat16().float()), "the master weights are bf16"
 
 
+def test_emulated_fp8_is_that_of_ddp_and_nothing_is_warned_of(dataset, tmp_path):
+    flags = {"fp8": True, "emulate_precision": True, "bf16": True, "max_steps": 3}
+    train(dataset, tmp_path / "ddp", 2, **flags)
+    said = train(dataset, tmp_path / "fsdp", 2, script=FSDP, **flags)
+    assert "Warning" not in said
+    assert losses(tmp_path / "fsdp") == pytest.approx(losses(tmp_path / "ddp"), rel=1e-3)
+
+
 def _inspect(argv: list[str], path: str) -> None:
     """On a rank: the sharded model before training, and what of it is here."""
     script = load_script(FSDP)

@@ -31,7 +31,8 @@ from tests.live_runs import (
     trajectory,
     wait_until,
 )
-from tests.training_fixtures import TIMEOUT_S, relative_difference, rows, train
+from tests.patience import communicate
+from tests.training_fixtures import relative_difference, rows, train
 
 pytestmark = pytest.mark.soak
 FSDP = "train_fsdp2.py"
@@ -118,7 +119,7 @@ def test_a_torchrun_that_is_killed_in_every_way_changes_no_bit(dataset, tmp_path
                 moment = wait_for(MOMENTS[number % 4], out, alive, generator)
                 assert alive(), f"ended by itself, {moment}:\n{job.communicate()[0]}"
                 left = strike(job, kind, generator)
-                said, _ = job.communicate(timeout=TIMEOUT_S)  # its ranks hold the pipe: until they have ended, too
+                said, _ = communicate(job)  # its ranks hold the pipe: until they have ended, too
             finally:
                 kill_all(job)
             assert wait_until(lambda left=left: not any(map(is_running, left)))

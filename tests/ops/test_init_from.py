@@ -1,0 +1,69 @@
+"""INIT_FROM: the job scripts and templates start from these weights; without it, from random ones."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from common.ranks.strategy import ReplicaFlags
+from common.tasks.kinds import parse_run
+from tests.ops.manifests import ROOT, TRAINING, containers, documents, render, run_shell
+
+WEIGHTS = "/fsx-shared/first/final_model"
+# Writes the words that it is started with, a line each. As srun it knows containers: no .venv is needed then.
+RECORD = '#!/bin/sh\n[ "$1" != --help ] || { echo --container-image; exit; }\nprintf "%%s\\n" "$@" > %s\n'
+SLURM = {"SLURM_JOB_ID": 1, "SLURM_JOB_NAME": "job", "SLURM_JOB_NUM_NODES": 1, "NPROC_PER_NODE": 1, "DATASET_DIR": ""}
+SLURM |= {"CONTAINER_IMAGE": "registry#image", "PREFLIGHT": "off"}
+
+
+def recorded(command: str, program: str, variables: dict, directory: Path) -> list[str]:
+    """The flags of the training script that the command starts by way of `program`."""
+    stand_in, words = directory / program, directory / "words"
+    stand_in.write_text(RECORD % words)
+    stand_in.chmod(0o755)
+    done = run_shell(f'PATH={directory}:$PATH; eval "$COMMAND"', variables | {"COMMAND": command})
+    assert done.returncode == 0, done.stderr
+    found = words.read_text().splitlines()
+    return found[next(n for n, word in enumerate(found) if word.startswith("train_")) + 1 :]
+
+
+def assert_starts_from(flags: list[str], weights: str | None, model: str) -> None:
+    """As the training script takes them, whether ESM-2 or a decoder is named."""
+    own = {"--model", "--config_name", "--model_name_or_path", "--output_dir"}
+    words = [word for word in flags if word.partition("=")[0] in own]
+    args = parse_run("", ReplicaFlags, [*words, "--dataset=x", "--max_steps=1"])
+    assert args.model_name_or_path == weights
+    assert args.model_named == (weights or model)
+
+
+@pytest.mark.parametrize("weights", [None, WEIGHTS])
+@pytest.mark.parametrize(
+    ("script", "model"),
+    [
+        ("train_ddp.sh", "facebook/esm2_t6_8M_UR50D"),
+        ("train_clm.sh", "llama2_7b"),
+        ("llama2_7b-training.sbatch", None),
+    ],
+)
+def test_slurm_jobs_start_from_the_weights(tmp_path, script, model, weights):
+    variables = SLURM | {"TARGET_PATH": tmp_path, "HOME": tmp_path} | ({"MODEL": model} if model else {})
+    variables |= {"INIT_FROM": weights} if weights else {}
+    flags = recorded(f"cd {ROOT}; slurm/{script}", "srun", variables, tmp_path)
+    assert_starts_from(flags, weights, model or "llama2_7b")
+
+
+@pytest.mark.parametrize("weights", ["", WEIGHTS])
+@pytest.mark.parametrize("template", TRAINING)
+def test_pods_start_from_the_weights(tmp_path, template, weights):
+    model = "llama2_7b" if "clm" in template else "facebook/esm2_t6_8M_UR50D"
+    (job,) = documents(render(template, INIT_FROM=weights, MODEL=model, TEXT_FLAGS=""))
+    (container,) = containers(job)
+    script = container["args"][0].replace("cd /workspace\n", "")
+    flags = recorded(script, "python3", {}, tmp_path)
+    assert_starts_from(flags, weights or None, model)
+
+
+def test_render_refuses_weights_that_a_shell_would_run():
+    with pytest.raises(AssertionError, match=r"INIT_FROM=\$\(id\): only letters, digits and"):
+        render("train-ddp-template.yaml", INIT_FROM="$(id)")

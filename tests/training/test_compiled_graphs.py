@@ -1,0 +1,62 @@
+"""--torch_compile: each layer is one graph, whatever the strategy; a graph that is cut cannot fuse across the cut."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib.util import find_spec
+
+import pytest
+import torch
+
+from tests.training_fixtures import TINY_OVERRIDES, _main, flags_of, losses, on_ranks, train
+
+# Layers of 3 MB: more than one of DDP's buckets, at whose borders torch cuts graphs unless told not to.
+WIDE = TINY_OVERRIDES.replace("=32", "=256").replace("=64", "=1024")
+FLAGS = {"config_overrides": WIDE, "max_steps": 2, "packs_per_step": 4, "tokens_per_pack": 128}
+SMALL_BUCKETS = {"ddp_bucket_cap_mb": 1}
+
+
+def _list_graphs(argv: list[str], script: str) -> None:
+    """On a rank: a run of the script, then "graphs" and for each graph that went to the compiler "FRAME/VERSION".
+
+    FRAME: the code it was traced from; VERSION: counts its recompilations.
+    """
+    graphs = []
+
+    def compiler(graph: torch.fx.GraphModule, inputs: list) -> Callable:
+        graphs.append(torch._guards.CompileContext.current_compile_id())
+        return graph.forward
+
+    _main(argv, script, compiler)
+    print("graphs", *graphs)
+
+
+@pytest.fixture(scope="module")
+def alone(dataset, tmp_path_factory) -> list[float]:
+    """The losses of one process, not compiled."""
+    out = tmp_path_factory.mktemp("alone")
+    train(dataset, out, **FLAGS)
+    return losses(out)
+
+
+@pytest.mark.parametrize(
+    ("script", "parts", "flags"),
+    [
+        ("train_ddp.py", 1, SMALL_BUCKETS),
+        ("train_ddp_cp.py", 2, SMALL_BUCKETS),  # before and after the exchange of keys, which is in no graph
+        ("train_fsdp2.py", 1, {}),
+        ("train_mfsdp.py", 1, {}),
+    ],
+)
+def test_compiled_layer_is_one_graph_on_two_ranks(dataset, tmp_path, alone, script, parts, flags):
+    """All layers share it: they differ in their weights alone."""
+    if script == "train_mfsdp.py" and find_spec("megatron_fsdp") is None:
+        pytest.skip("megatron-fsdp is not installed")
+    argv = flags_of(dataset, tmp_path, **FLAGS, torch_compile=True, **flags)
+    codes, said = on_ranks(2, _list_graphs, argv, script)
+    assert codes == [0, 0], "\n".join(said)
+    for rank in said:
+        graphs = rank.splitlines()[-1].split()[1:]
+        assert len(graphs) == len(set(graphs)), f"one trace, several graphs: {graphs}"
+        assert len({graph.split("/")[0] for graph in graphs}) == parts, graphs
+    assert losses(tmp_path) == pytest.approx(alone, rel=1e-5)
