@@ -28,12 +28,14 @@ from common.prepare.cluster_index import Buckets, draw_splits, join, write_index
 from common.prepare.mmseqs import numbers
 from common.prepare.splits import SPLITS
 from common.sources.csv_records import read_rows
+from common.sources.limits import STRADDLING
 from common.sources.packed import check_file, open_unpacked
+from common.sources.parquet_pages import read_columns
 
 logger = logging.getLogger(__name__)
 WINDOW = 1 << 16
 COLUMNS = ("ur50_id", "ur90_id")
-BLOCK_BYTES = 4 << 20
+BLOCK_BYTES = 4 << 20  # of a text: a row must fit
 WANTED = (
     f"expected the columns {' and '.join(COLUMNS)}, or two columns UniRef50_... and UniRef90_... without a header, or "
     "the _cluster.tsv of mmseqs2"
@@ -153,6 +155,8 @@ def read_table(path: Path) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     except (pa.ArrowInvalid, OSError) as error:
         if isinstance(error, OSError) and error.errno is not None:
             raise
+        if STRADDLING in str(error):
+            error = f"after row {row - 1:,} one of more than {BLOCK_BYTES:,} bytes"
         raise UserError(f"--cluster_table {path}: {one_line(error)[:200]}: fetch it again") from None
 
 
@@ -167,12 +171,14 @@ def hash_names(names: pa.Array) -> np.ndarray:
 
 
 def _parquet_rows(path: Path) -> Iterator[tuple[pa.Array, pa.Array]]:
-    with pa.parquet.ParquetFile(path) as file:
+    with pa.memory_map(str(path)) as raw, pa.parquet.ParquetFile(raw) as file:
         names = file.schema_arrow.names
         if not all(name in names for name in COLUMNS):
             raise UserError(f"--cluster_table {path}: its columns are {', '.join(names)}: {WANTED}")
-        for batch in file.iter_batches(batch_size=1 << 16, columns=list(COLUMNS)):
-            yield tuple(batch.column(name).cast(pa.binary()).fill_null(b"") for name in COLUMNS)
+        for group in range(file.num_row_groups):
+            where = f"--cluster_table {path}: row group {group}"
+            for batch in read_columns(raw, where, file.metadata, group, list(COLUMNS), WINDOW, BLOCK_BYTES):
+                yield tuple(batch.column(name).cast(pa.binary()).fill_null(b"") for name in COLUMNS)
 
 
 def _text_rows(path: Path) -> Iterator[tuple[pa.Array, pa.Array]]:

@@ -64,7 +64,7 @@ class Wanted:
     @property
     def chooses(self) -> bool:
         """Whether a card's configurations count. Proteins are all the files that are there."""
-        return self.content is not PROTEINS
+        return self.content.name != PROTEINS.name
 
 
 def open_source(
