@@ -6,7 +6,6 @@ there, the batches from a position on, and the held-out proteins.
 
 from __future__ import annotations
 
-import hashlib
 import logging
 from collections.abc import Callable, Generator
 from pathlib import Path
@@ -26,7 +25,8 @@ from common.cli import UserError
 from common.files.clusters import open_clusters
 from common.files.token_store import TokenStore, open_split
 from common.ranks.world import Mesh, World
-from common.sources.dataset import Source, held_out_files, open_source
+from common.sources.content import proteins
+from common.sources.dataset import Source, check_same_files, held_out_files, open_source, with_contents
 from common.sources.memory_store import MemoryStore
 from common.sources.record_counts import count_records
 from common.sources.stream_reader import check_columns
@@ -102,13 +102,17 @@ class PreparedData(FromPlan):
         clusters = None
         if flags.sample_clusters:
             clusters = open_clusters(Path(flags.dataset_dir) / "train", len(self.store))
-            self.identity["sample_clusters"] = True
+            self.identity["sample_clusters"] = clusters.content[:16]
         self.plan = BatchPlan(
             self.store.lengths, len(self.store), flags.seed, flags.max_seq_length, **flags.pack_size, clusters=clusters
         )
         self.num_examples = self.plan.num_drawn  # of an epoch
         # Where the run ends; None: with a step, wherever that stands.
         self.end = None if flags.max_steps > 0 else self.plan.position_at(flags.num_train_epochs)
+
+    def earlier_identity(self) -> dict:
+        """As in the checkpoints of earlier versions."""
+        return {"dataset": self.store.earlier_fingerprint, "sample_clusters": True}
 
     def order(self, packs_per_step: int) -> Order:
         """The packs of the run, so many a step."""
@@ -140,13 +144,16 @@ class StreamedData(FromStreams):
         super().__init__(flags)
         self.source, self.records = source, max(1, records)
         self.packing = {**flags.pack_size, "seed": flags.seed, "max_seq_length": flags.max_seq_length}
-        listing = repr(source.identity("train")).encode()
-        self.identity = {"dataset": hashlib.sha256(listing).hexdigest()[:16]} | self.packing
+        self.identity = {"dataset": source.identity("train")} | self.packing
         self._held_out: dict[str, MemoryStore | None] = {}
 
     def epochs(self, sequences: int) -> float:
         """Epochs that so many proteins, of all ranks and since the run began, make."""
         return sequences / self.records
+
+    def earlier_identity(self) -> dict:
+        """As in the checkpoints of earlier versions."""
+        return {"dataset": self.source.earlier_identity("train")[:16]}
 
     def order(self, packs_per_step: int) -> Order:
         plan = plan_streams(self.source.splits["train"], packs_per_step, **self.packing)
@@ -182,8 +189,11 @@ def open_data(flags: DataFlags, world: World, evaluate: bool, makers: Makers | N
     with world.main_does() as mine:
         if mine and (source := find_source(flags, makers)):
             records = count_records(source.splits["train"])
+            source = with_contents(source, "train")
     source, records = world.share((source, records))
     with world.together():
+        if source and world.local_rank == 0:
+            check_same_files(source)
         data = open_training(flags, source, records)
         if evaluate:
             _check_held_out(flags, source)
@@ -197,9 +207,10 @@ def find_source(flags: DataFlags, makers: Makers | None = None) -> Source | None
     dataset, make = flags.dataset, (makers or {}).get(flags.dataset)
     if make and Path(dataset).exists():
         raise UserError(f"--dataset {dataset}: built in, but ./{dataset} is here, too: rename it, or say ./{dataset}")
-    source = open_source(str(make()) if make else dataset, flags.streaming)
+    content = proteins(flags.max_record_length)
+    source = open_source(str(make()) if make else dataset, flags.streaming, content=content)
     if flags.eval_dataset:
-        held_out = open_source(flags.eval_dataset, flags.streaming, "--eval_dataset").splits
+        held_out = open_source(flags.eval_dataset, flags.streaming, "--eval_dataset", content).splits
         files = held_out.get("validation") or held_out.get("test") or held_out["train"]
         source = Source(source.name, source.splits | {"validation": files}, source.revision)
     elif len(source.splits) > 1:

@@ -7,6 +7,7 @@ a UniRef90_... name in each line.
 
 from __future__ import annotations
 
+import functools
 import logging
 import shutil
 from collections.abc import Callable, Iterable, Iterator
@@ -28,7 +29,7 @@ from common.prepare.cluster_index import Buckets, draw_splits, join, write_index
 from common.prepare.mmseqs import numbers
 from common.prepare.splits import SPLITS
 from common.sources.csv_records import read_rows
-from common.sources.limits import STRADDLING
+from common.sources.limits import LONGEST_PROTEIN, STRADDLING
 from common.sources.packed import check_file, open_unpacked
 from common.sources.parquet_pages import read_columns
 
@@ -61,11 +62,12 @@ def split_by_clusters(
     seed: int,
     policy: Policy,
     by_number: bool = False,
+    max_record: int = LONGEST_PROTEIN,
 ) -> ClusterSplits:
     """Done once: what a killed run completed is taken up.
 
     sizes_of: number of records -> sizes of the splits; all_left: train takes whatever the others leave; by_number: the
-    table has the records' numbers (mmseqs.py), not their ids.
+    table has the records' numbers (mmseqs.py), not their ids; max_record: as for `read_rows`.
     """
     directory = build.scratch / DIRECTORY
     if (found := build.done("clusters")) is None:
@@ -73,7 +75,8 @@ def split_by_clusters(
         def draw(joined: Buckets) -> np.ndarray:
             return draw_splits(joined, sizes_of(joined.rows), all_left, directory / "labels.npy")
 
-        found = _make(directory, files, table, draw, seed, BadRecords(policy), numbers if by_number else _ids)
+        read = functools.partial(read_rows, bad_records=(bad := BadRecords(policy)), max_record=max_record)
+        found = _make(directory, files, table, draw, seed, bad, read, numbers if by_number else _ids)
         build.note("clusters", found)
     labels = np.load(directory / "labels.npy", mmap_mode="r")
     results = found["results"]
@@ -98,7 +101,14 @@ def publish_index(build: Build) -> None:
 
 
 def _make(
-    directory: Path, files: list[Path], table: Path, draw: Callable, seed: int, bad: BadRecords, names_of: Callable
+    directory: Path,
+    files: list[Path],
+    table: Path,
+    draw: Callable,
+    seed: int,
+    bad: BadRecords,
+    read: Callable[[Path], Iterator[pa.RecordBatch]],
+    names_of: Callable,
 ) -> dict:
     shutil.rmtree(directory, ignore_errors=True)
     (directory / "index").mkdir(parents=True)
@@ -107,7 +117,7 @@ def _make(
     def batches() -> Iterator[pa.RecordBatch]:
         for path in files:
             counts.append(0)
-            for rows in read_rows(path, bad):
+            for rows in read(path):
                 counts[-1] += rows.num_rows
                 yield rows
 
