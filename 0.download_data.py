@@ -11,7 +11,7 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -19,12 +19,14 @@ from tqdm import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
 from common.cli import Flags, UserError, flag, parse_arguments, run
+from common.files.earlier_identity import recorded_form
 from common.files.output_directory import Build, building
 from common.files.records import BadRecords, Lines, Policy, skip
 from common.prepare.download import download_directory
-from common.prepare.fetch import describe_sources, fetch, parse_sources
+from common.prepare.fetch import Source, describe_sources, describe_sources_earlier, fetch, parse_sources
 from common.prepare.partitions import PartitionWriter
 from common.prepare.shuffle import in_random_order
+from common.sources import limits
 from common.sources.fasta import read_fasta_lines
 
 logger = logging.getLogger(__name__)
@@ -49,12 +51,13 @@ class Arguments(Flags):
     md5: list[str] = field(default_factory=list, metadata={"help": "checksums of the sources, in their order"})
     sha256: list[str] = field(default_factory=list, metadata={"help": "likewise"})
     on_bad_record: Policy = flag("error", "skip: leave out records without id or sequence etc., and count them")
+    max_record_length: int = flag(limits.LONGEST_PROTEIN, limits.HELP)
     seed: int = flag(42, "of the shuffle")
     overwrite: bool = flag(False, "make the outputs anew, whatever is there")
     verify: bool = flag(False, "read what is complete, and compare its checksums")
 
     def check(self) -> None:
-        self.require_at_least(1, "max_records_per_partition")
+        self.require_at_least(1, "max_records_per_partition", "max_record_length")
         self.require_at_least(0, "seed")
         if not self.formats:
             raise UserError("nothing to write: leave --save_csv True or set another --save_... flag")
@@ -67,6 +70,11 @@ class Arguments(Flags):
 
 def describe(args: Arguments) -> dict:
     """What decides the output: an output directory made from the same is not made again."""
+    now, earlier = _describe(args, describe_sources), _describe(args, describe_sources_earlier)
+    return recorded_form(Path(args.output_dir), FORMATS, now, earlier, args.overwrite)
+
+
+def _describe(args: Arguments, describe_sources: Callable[[list[Source]], dict]) -> dict:
     made_from = describe_sources(args.sources) | {"max_records_per_partition": args.max_records_per_partition}
     made_from |= {"shuffle": args.shuffle, "seed": args.seed if args.shuffle else None}
     if args.on_bad_record == "skip":
@@ -129,7 +137,8 @@ def read_records(args: Arguments, build: Build, downloads: Path, bars: Bars) -> 
     for path, size in zip(paths, sizes, strict=True):
         logger.info("Reading FASTA file %s", path)
         position = [0]
-        for lines in read_fasta_lines(path, bad_records=bad_records, on_read=position.append):
+        reading = {"bad_records": bad_records, "on_read": position.append, "max_record": args.max_record_length}
+        for lines in read_fasta_lines(path, **reading):
             records += len(lines)
             bars.read(before + position[-1], records)
             yield lines

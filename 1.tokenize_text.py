@@ -20,12 +20,14 @@ from tqdm import tqdm
 
 from common.cli import Flags, Missing, UserError, flag, parse_arguments, run
 from common.files.dataset_writer import write_dataset_dict
+from common.files.earlier_identity import recorded_form
 from common.files.json_files import write_json_flushed
 from common.files.output_directory import Build, building
 from common.prepare.encode_files import Piece, assemble, usable_threads
 from common.prepare.tokenize_units import UnitOfText, token_features, tokenize_units
+from common.sources import limits
 from common.sources.content import documents
-from common.sources.dataset import Source, open_source
+from common.sources.dataset import Source, open_source, with_contents
 from common.sources.stream_reader import check_columns, units_of
 from common.text.store import TOKENS, describe_tokens
 from common.text.tokenizers import BYTES, Tokenizer, load_tokenizer
@@ -47,6 +49,7 @@ class Arguments(Flags):
     train_split: str = flag("train", "the split to train on")
     val_split: str = flag("validation", "the split to evaluate on")
     validation_size: float = flag(0.005, "fraction of the documents held out where there is no --val_split")
+    max_record_length: int = flag(limits.LONGEST_DOCUMENT, limits.HELP)
     preprocessing_num_workers: int = flag(8, "processes; the result is the same for any")
     seed: int = flag(42, "of the choice of what is held out")
     overwrite: bool = flag(False, "make the output anew, whatever is there")
@@ -57,7 +60,7 @@ class Arguments(Flags):
             yield Missing("--dataset", "the text to tokenise", "texts.jsonl")
 
     def check(self) -> None:
-        self.require_at_least(1, "preprocessing_num_workers")
+        self.require_at_least(1, "preprocessing_num_workers", "max_record_length")
         self.require_at_least(0, "seed")
         if not 0 <= self.validation_size < 1:
             raise UserError(f"--validation_size {self.validation_size}: a fraction of the documents, 0 to below 1")
@@ -67,13 +70,17 @@ class Arguments(Flags):
 
 def describe(args: Arguments, source: Source, tokenizer: Tokenizer) -> dict:
     """What decides the output: an output directory made from the same is not made again."""
-    listing = repr([source.identity(split) for split in (args.train_split, args.val_split)])
+    splits = (args.train_split, args.val_split)
+    listing = repr([source.identity(split) for split in splits])
     deciding = ("dataset_config_name", "text_column", "train_split", "val_split", "validation_size", "seed")
-    return {
+    now = {
         "text": hashlib.sha256(listing.encode()).hexdigest(),
         "tokenizer": tokenizer.identity,
         **{name: getattr(args, name) for name in deciding},
     }
+    return recorded_form(
+        Path(args.output_dir), ["text"], now, now | {"text": source.earlier_identity(*splits)}, args.overwrite
+    )
 
 
 def units_to_make(args: Arguments, source: Source, revision: str | None) -> list[UnitOfText]:
@@ -121,12 +128,13 @@ def main() -> None:
     tokenizer, revision = load_tokenizer(args.tokenizer)
     source = open_source(
         *(args.dataset, args.streaming),
-        content=documents(args.text_column),
+        content=documents(args.text_column, args.max_record_length),
         configuration=args.dataset_config_name,
         train=args.train_split,
     )
     for split in (args.train_split, args.val_split):
         check_columns(source.splits.get(split, ()))
+    source = with_contents(source, args.train_split, args.val_split)
     made_from = describe(args, source, tokenizer)
     with building(Path(args.output_dir), ["text"], made_from, args.overwrite, args.verify) as build:
         if build.paths:

@@ -9,7 +9,6 @@ unknown characters. What is under OUTPUT_DIR/arrow is always complete; once it i
 """
 
 import functools
-import hashlib
 import logging
 import shutil
 import sys
@@ -21,6 +20,8 @@ import numpy as np
 from tqdm import tqdm
 
 from common.cli import Flags, Missing, UserError, flag, parse_arguments, run
+from common.files import earlier_identity
+from common.files.content_hash import combined_hash, content_hash
 from common.files.dataset_writer import TOKEN_FEATURES, DatasetWriter, write_dataset_dict
 from common.files.output_directory import Build, building
 from common.files.records import BadRecords, Policy
@@ -31,7 +32,7 @@ from common.prepare.encode_files import FileEncoder, Piece, assemble, read_piece
 from common.prepare.encode_records import Chunker, check_tokenizer, encode_rows
 from common.prepare.mmseqs import cluster_records
 from common.prepare.splits import HELD_OUT, SPLITS, labels_by_file, split_labels, split_sizes
-from common.sources import csv_records
+from common.sources import csv_records, limits
 from common.sources.csv_records import count_rows, csv_files
 from common.sources.residues import check_residues
 
@@ -64,6 +65,7 @@ class Arguments(Flags):
         "error", "a row without text, not ASCII or not of two columns: error (stop) or skip (and count)"
     )
     line_ends_in_text: bool = flag(False, "texts in quotes may go on over line ends, which are taken out")
+    max_record_length: int = flag(limits.LONGEST_PROTEIN, limits.HELP)
     seed: int = flag(42, "of the choice of splits")
     overwrite: bool = flag(False, "make the output anew, whatever is there")
     verify: bool = flag(False, "read what is complete, and compare its checksums")
@@ -91,13 +93,13 @@ class Arguments(Flags):
             raise UserError("--cluster and --cluster_table: give one of them")
         if self.cluster is not None and not 0 < self.cluster <= 1:
             raise UserError(f"--cluster {self.cluster}: an identity above 0 and up to 1, as 0.5")
+        self.require_at_least(1, "max_record_length")
         if self.seed < 0:
             raise UserError(f"--seed {self.seed}: must not be negative")
 
 
 def describe(args: Arguments, files: list[Path]) -> dict:
     """What decides the output: an output directory made from the same is not made again."""
-    stats = _listing(files)
     deciding = (
         "train_size",
         "validation_size",
@@ -107,7 +109,7 @@ def describe(args: Arguments, files: list[Path]) -> dict:
         "line_by_line",
         "seed",
     )
-    listing = {"files": len(stats), "bytes": sum(size for _, size, _ in stats)}
+    about_input = {"files": len(files), "bytes": sum(path.stat().st_size for path in files)}
     # The default is written as it was when it was a number; the same number given as a flag is taken at its word.
     held_out = ("validation_size", "test_size")
     said = [name for name in held_out if getattr(args, name) == HELD_OUT]
@@ -118,34 +120,35 @@ def describe(args: Arguments, files: list[Path]) -> dict:
         optional["line_ends_in_text"] = True
     if args.cluster_table:
         table = Path(args.cluster_table)
-        optional["cluster_table"] = _listing([table]) if table.is_file() else None
+        optional["cluster_table"] = content_hash(table) if table.is_file() else None
     if args.cluster is not None:
         optional["cluster"] = args.cluster
-    return {
-        "input": listing | {"listing": hashlib.sha256(repr(stats).encode()).hexdigest()},
+    now = {
+        "input": about_input | {"content": combined_hash(files)},
         **{name: getattr(args, name) for name in deciding},
         **{name: HELD_OUT for name in held_out if getattr(args, name) is None},
         **optional,
     }
-
-
-def _listing(files: list[Path]) -> list[tuple[str, int, int]]:
-    return [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in files]
+    earlier = now | {"input": about_input | {"listing": earlier_identity.hash_listing(files)}}
+    if optional.get("cluster_table"):
+        earlier["cluster_table"] = earlier_identity.list_files([Path(args.cluster_table)])
+    return earlier_identity.recorded_form(Path(args.output_dir), ["arrow"], now, earlier, args.overwrite)
 
 
 def rows_of(path: Path, args: Arguments):
     """The rows of a file, a new count of bad ones for each."""
-    return csv_records.read_rows(path, BadRecords(args.on_bad_record), args.line_ends_in_text)
+    return csv_records.read_rows(path, BadRecords(args.on_bad_record), args.line_ends_in_text, args.max_record_length)
 
 
 def count_records(
-    build: Build, files: list[Path], on_bad_record: str, line_ends: bool
+    build: Build, files: list[Path], on_bad_record: str, line_ends: bool, max_record: int
 ) -> tuple[list[int], BadRecords]:
     """Usable records of every file, and what is known about the bad ones."""
     if (found := build.done("records")) is None:
         bad_records = BadRecords(on_bad_record)
         # What stops the run anyway is found when the records are read.
-        counts = [count_rows(path, bad_records if on_bad_record == "skip" else None, line_ends) for path in files]
+        bad = bad_records if on_bad_record == "skip" else None
+        counts = [count_rows(path, bad, line_ends, max_record) for path in files]
         found = {"counts": counts, "bad": bad_records.state}
         build.note("records", found)
     return found["counts"], BadRecords(on_bad_record, **found["bad"])
@@ -188,9 +191,11 @@ def tokenize(args: Arguments, files: list[Path], build: Build) -> None:
         counts, sizes, labels, bad_records = split_by_clusters(
             *(build, files, table, sizes_of, args.train_size is None, args.seed, args.on_bad_record),
             by_number=args.cluster is not None,
+            max_record=args.max_record_length,
         )
     else:
-        counts, bad_records = count_records(build, files, args.on_bad_record, args.line_ends_in_text)
+        reading = (args.on_bad_record, args.line_ends_in_text, args.max_record_length)
+        counts, bad_records = count_records(build, files, *reading)
         logger.info("Splitting dataset")
         sizes = sizes_of(sum(counts))
         labels = split_labels(sum(counts), sizes, args.seed)

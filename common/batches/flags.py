@@ -7,13 +7,14 @@ from dataclasses import dataclass
 
 from common.batches.step_flags import StepFlags
 from common.cli import Missing, UserError, flag
+from common.sources import limits
 
 
 @dataclass
 class DataFlags(StepFlags):
     group = "data"
     needed = ("dataset_dir",)
-    rarely = ("sequence_packing", "pad_to_max_length", "do_preprocess")
+    rarely = ("sequence_packing", "pad_to_max_length", "do_preprocess", "max_record_length")
 
     dataset_dir: str | None = flag(None, "The directory step 1 wrote: .../processed/arrow, with train and validation.")
     dataset: str | None = flag(
@@ -42,6 +43,9 @@ class DataFlags(StepFlags):
     mlm_probability: float = flag(0.15, "Fraction of residues to predict; 80 % become <mask>, 10 % another residue.")
     max_train_samples: int | None = flag(None, "Train on the first N proteins only.")
     max_eval_samples: int | None = flag(None, "Evaluate on the first N proteins only.")
+    max_record_length: int = flag(
+        limits.LONGEST_PROTEIN, "Longest record of --dataset, in bytes; memory grows with it."
+    )
     do_preprocess: bool = flag(False, "Accepted for the guides' sake; preprocessing is 1.tokenize_uniref_csv.py.")
 
     instead_of = {
@@ -93,6 +97,6 @@ class DataFlags(StepFlags):
                 f"{self.max_seq_length}: raise the one or lower the other"
             )
         self.require_at_least(3, "max_seq_length")
-        self.require_at_least(1, "max_train_samples", "max_eval_samples")
+        self.require_at_least(1, "max_train_samples", "max_eval_samples", "max_record_length")
         if not 0 < self.mlm_probability < 1:
             raise UserError(f"--mlm_probability {self.mlm_probability}: must be between 0 and 1")

@@ -6,7 +6,6 @@ there, the batches from a position on, and the held-out proteins.
 
 from __future__ import annotations
 
-import hashlib
 import logging
 from collections.abc import Callable, Generator
 from pathlib import Path
@@ -26,7 +25,15 @@ from common.cli import UserError
 from common.files.clusters import open_clusters
 from common.files.token_store import TokenStore, open_split
 from common.ranks.world import Mesh, World
-from common.sources.dataset import File, Source, held_out_files, open_source
+from common.sources.content import Content, proteins
+from common.sources.dataset import (
+    File,
+    Source,
+    check_same_files,
+    held_out_files,
+    open_source,
+    with_contents,
+)
 from common.sources.memory_store import MemoryStore
 from common.sources.record_counts import count_records
 from common.sources.stream_reader import check_columns
@@ -106,13 +113,17 @@ class PreparedData(FromPlan):
         clusters = None
         if flags.sample_clusters:
             clusters = open_clusters(Path(flags.dataset_dir) / "train", len(self.store))
-            self.identity["sample_clusters"] = True
+            self.identity["sample_clusters"] = clusters.content[:16]
         self.plan = BatchPlan(
             self.store.lengths, len(self.store), flags.seed, flags.max_seq_length, **flags.pack_size, clusters=clusters
         )
         self.num_examples = self.plan.num_drawn  # of an epoch
         # Where the run ends; None: with a step, wherever that stands.
         self.end = None if flags.max_steps > 0 else self.plan.position_at(flags.num_train_epochs)
+
+    def earlier_identity(self) -> dict:
+        """As in the checkpoints of earlier versions."""
+        return {"dataset": self.store.earlier_fingerprint, "sample_clusters": True}
 
     def order(self, packs_per_step: int) -> Order:
         """The packs of the run, so many a step."""
@@ -169,13 +180,16 @@ class StreamedData(FromStreams):
         super().__init__(flags)
         self.source, self.records = source, max(1, records)
         self.packing = {**flags.pack_size, "seed": flags.seed, "max_seq_length": flags.max_seq_length}
-        listing = repr(source.identity("train")).encode()
-        self.identity = {"dataset": hashlib.sha256(listing).hexdigest()[:16]} | self.packing
+        self.identity = {"dataset": source.identity("train")} | self.packing
         self._files = HeldOutFiles(source.splits, flags.max_eval_samples)
 
     def epochs(self, sequences: int) -> float:
         """Epochs that so many proteins, of all ranks and since the run began, make."""
         return sequences / self.records
+
+    def earlier_identity(self) -> dict:
+        """As in the checkpoints of earlier versions."""
+        return {"dataset": self.source.earlier_identity("train")[:16]}
 
     def order(self, packs_per_step: int) -> Order:
         plan = plan_streams(self.source.splits["train"], packs_per_step, **self.packing)
@@ -203,9 +217,12 @@ def open_data(flags: DataFlags, world: World, evaluate: bool, makers: Makers | N
     with world.main_does() as mine:
         if mine and (source := find_source(flags, makers)) and flags.dataset:
             records = count_records(source.splits["train"])
+            source = with_contents(source, "train")
     source, records = world.share((source and source.to_json(), records))
     source = source and Source.from_json(source)
     with world.together():
+        if source and world.local_rank == 0:
+            check_same_files(source)
         data = open_training(flags, source, records)
         if evaluate:
             _check_held_out(flags, data, source)
@@ -214,11 +231,11 @@ def open_data(flags: DataFlags, world: World, evaluate: bool, makers: Makers | N
 
 def find_source(flags: DataFlags, makers: Makers | None = None) -> Source | None:
     """The files of --dataset, if given, and as its validation split those of --eval_dataset; None without both."""
-    source = None
+    source, content = None, proteins(flags.max_record_length)
     if flags.dataset:
-        source = _find_dataset(flags, makers or {})
+        source = _find_dataset(flags, makers or {}, content)
     if flags.eval_dataset:
-        held_out = open_source(flags.eval_dataset, flags.streaming, "--eval_dataset").splits
+        held_out = open_source(flags.eval_dataset, flags.streaming, "--eval_dataset", content).splits
         files = held_out.get("validation") or held_out.get("test") or held_out["train"]
         source = source or Source(flags.eval_dataset, {})
         source = Source(source.name, source.splits | {"validation": files}, source.revision)
@@ -232,11 +249,11 @@ def find_source(flags: DataFlags, makers: Makers | None = None) -> Source | None
     return source
 
 
-def _find_dataset(flags: DataFlags, makers: Makers) -> Source:
+def _find_dataset(flags: DataFlags, makers: Makers, content: Content) -> Source:
     dataset, make = flags.dataset, makers.get(flags.dataset)
     if make and Path(dataset).exists():
         raise UserError(f"--dataset {dataset}: built in, but ./{dataset} is here, too: rename it, or say ./{dataset}")
-    return open_source(str(make()) if make else dataset, flags.streaming)
+    return open_source(str(make()) if make else dataset, flags.streaming, content=content)
 
 
 def open_training(flags: DataFlags, source: Source | None = None, records: int = 0) -> TrainingData:

@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from common.cli import UserError, one_line
+from common.files.content_hash import combined_hash
 from common.files.hashing import hash_counters, scale
 
 DIRECTORY = "clusters"
@@ -35,6 +36,11 @@ class Clusters:
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
+
+    @property
+    def content(self) -> str:
+        """A hash (hex) of the index."""
+        return combined_hash(self.directory / name for name in ("offsets.npy", "members.npy"))
 
     @property
     def num_records(self) -> int:

@@ -18,9 +18,11 @@ from contextlib import suppress
 from pathlib import Path
 
 from common.cli import UserError
+from common.waiting import said_while
 
 # A file changed this recently may change again without its times showing it (file systems count in ticks).
 SETTLED_S = 2.0
+SAID_EVERY_S = 5.0
 
 
 def content_hash(path: str | Path) -> str:
@@ -44,11 +46,16 @@ def content_hash(path: str | Path) -> str:
     return digest
 
 
+def content_hashes(paths: Iterable[str | Path], threads: int = 4) -> list[str]:
+    """`content_hash` of several files. The log says so where it takes long."""
+    paths = list(paths)
+    with said_while(f"Hashing {len(paths)} input files", every=SAID_EVERY_S), ThreadPoolExecutor(threads) as pool:
+        return list(pool.map(content_hash, paths))
+
+
 def combined_hash(paths: Iterable[str | Path], threads: int = 4) -> str:
     """One hash (hex) of the contents of several files, in this order."""
-    with ThreadPoolExecutor(threads) as pool:
-        digests = list(pool.map(content_hash, paths))
-    return hashlib.sha256("\n".join(digests).encode()).hexdigest()
+    return hashlib.sha256("\n".join(content_hashes(paths, threads)).encode()).hexdigest()
 
 
 def _stat(path: Path) -> dict[str, int]:

@@ -5,13 +5,13 @@ The form is that of `Dataset.save_to_disk` of datasets 5.2; `datasets.load_from_
 
 from __future__ import annotations
 
-import hashlib
 import json
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 
+from common.files.content_hash import combined_hash
 from common.files.json_files import write_json_flushed
 from common.files.output_directory import sync
 
@@ -129,14 +129,9 @@ def shard_name(number: int, shards: int) -> str:
 def write_dataset_files(directory: Path, features: dict, shards: int, rows: int) -> None:
     """The JSON files of a dataset whose shards stand in their places."""
     names = [shard_name(number, shards) for number in range(shards)]
-    size = sum((directory / name).stat().st_size for name in names)
-    digest = hashlib.sha256(json.dumps([features, rows, size]).encode())
-    for name in names:
-        with open(directory / name, "rb") as file:
-            digest.update(file.read(1 << 20))
     state = {
         "_data_files": [{"filename": name} for name in names],
-        "_fingerprint": digest.hexdigest()[:16],
+        "_fingerprint": combined_hash(directory / name for name in names),
         "_format_columns": None,
         "_format_kwargs": {},
         "_format_type": None,

@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from common.cli import UserError
+from common.files import earlier_identity
 from common.files.alphabet import PAD, VOCAB_SIZE
 from common.files.arrow_lists import ArrowLists, indices_mapping, read_state, split_directory
 
@@ -51,6 +52,11 @@ class TokenStore:
             self._is_padded = PAD in ends
         if self._is_padded:
             self._lengths = np.full(lists.num_rows, -1, dtype=np.int32)
+
+    @property
+    def earlier_fingerprint(self) -> str:
+        """As earlier versions made it."""
+        return f"{earlier_identity.fingerprint(self.path, self._lists.num_rows)}-{self._num_records}"
 
     def __reduce__(self):
         return TokenStore, (self.path, self.max_records)

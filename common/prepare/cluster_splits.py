@@ -7,6 +7,7 @@ a UniRef90_... name in each line.
 
 from __future__ import annotations
 
+import functools
 import logging
 import shutil
 from collections.abc import Callable, Iterable, Iterator
@@ -29,12 +30,14 @@ from common.prepare.mmseqs import numbers
 from common.prepare.shuffle import boot_id
 from common.prepare.splits import SPLITS
 from common.sources.csv_records import read_rows
+from common.sources.limits import LONGEST_PROTEIN, STRADDLING
 from common.sources.packed import check_file, open_unpacked
+from common.sources.parquet_pages import read_columns
 
 logger = logging.getLogger(__name__)
 WINDOW = 1 << 16
 COLUMNS = ("ur50_id", "ur90_id")
-BLOCK_BYTES = 4 << 20
+BLOCK_BYTES = 4 << 20  # of a text: a row must fit
 WANTED = (
     f"expected the columns {' and '.join(COLUMNS)}, or two columns UniRef50_... and UniRef90_... without a header, or "
     "the _cluster.tsv of mmseqs2"
@@ -59,11 +62,12 @@ def split_by_clusters(
     seed: int,
     policy: Policy,
     by_number: bool = False,
+    max_record: int = LONGEST_PROTEIN,
 ) -> ClusterSplits:
     """Done once: what a killed run completed is taken up.
 
     sizes_of: number of records -> sizes of the splits; all_left: train takes whatever the others leave; by_number: the
-    table has the records' numbers (mmseqs.py), not their ids.
+    table has the records' numbers (mmseqs.py), not their ids; max_record: as for `read_rows`.
     """
     directory = build.scratch / DIRECTORY
     found = build.done("clustered")
@@ -73,7 +77,8 @@ def split_by_clusters(
         def draw(joined: Buckets) -> np.ndarray:
             return draw_splits(joined, sizes_of(joined.rows), all_left, directory / "labels.npy")
 
-        found = _make(directory, files, table, draw, seed, BadRecords(policy), numbers if by_number else _ids)
+        read = functools.partial(read_rows, bad_records=(bad := BadRecords(policy)), max_record=max_record)
+        found = _make(directory, files, table, draw, seed, bad, read, numbers if by_number else _ids)
         build.note("clustered", found)
     labels = np.load(directory / "labels.npy", mmap_mode="r")
     build.results["not_in_cluster_table"] = found["missing"]
@@ -104,7 +109,14 @@ def publish_index(build: Build, copies: np.ndarray) -> None:
 
 
 def _make(
-    directory: Path, files: list[Path], table: Path, draw: Callable, seed: int, bad: BadRecords, names_of: Callable
+    directory: Path,
+    files: list[Path],
+    table: Path,
+    draw: Callable,
+    seed: int,
+    bad: BadRecords,
+    read: Callable[[Path], Iterator[pa.RecordBatch]],
+    names_of: Callable,
 ) -> dict:
     shutil.rmtree(directory, ignore_errors=True)
     counts = []
@@ -112,7 +124,7 @@ def _make(
     def batches() -> Iterator[pa.RecordBatch]:
         for path in files:
             counts.append(0)
-            for rows in read_rows(path, bad):
+            for rows in read(path):
                 counts[-1] += rows.num_rows
                 yield rows
 
@@ -157,6 +169,8 @@ def read_table(path: Path) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     except (pa.ArrowInvalid, OSError) as error:
         if isinstance(error, OSError) and error.errno is not None:
             raise
+        if STRADDLING in str(error):
+            error = f"after row {row - 1:,} one of more than {BLOCK_BYTES:,} bytes"
         raise UserError(f"--cluster_table {path}: {one_line(error)[:200]}: fetch it again") from None
 
 
@@ -171,12 +185,14 @@ def hash_names(names: pa.Array) -> np.ndarray:
 
 
 def _parquet_rows(path: Path) -> Iterator[tuple[pa.Array, pa.Array]]:
-    with pa.parquet.ParquetFile(path) as file:
+    with pa.memory_map(str(path)) as raw, pa.parquet.ParquetFile(raw) as file:
         names = file.schema_arrow.names
         if not all(name in names for name in COLUMNS):
             raise UserError(f"--cluster_table {path}: its columns are {', '.join(names)}: {WANTED}")
-        for batch in file.iter_batches(batch_size=1 << 16, columns=list(COLUMNS)):
-            yield tuple(batch.column(name).cast(pa.binary()).fill_null(b"") for name in COLUMNS)
+        for group in range(file.num_row_groups):
+            where = f"--cluster_table {path}: row group {group}"
+            for batch in read_columns(raw, where, file.metadata, group, list(COLUMNS), WINDOW, BLOCK_BYTES):
+                yield tuple(batch.column(name).cast(pa.binary()).fill_null(b"") for name in COLUMNS)
 
 
 def _text_rows(path: Path) -> Iterator[tuple[pa.Array, pa.Array]]:

@@ -5,12 +5,15 @@ from __future__ import annotations
 import logging
 import os
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from urllib.parse import unquote, urlsplit
 from xml.etree import ElementTree
 
 from common.cli import UserError
+from common.files import earlier_identity
+from common.files.content_hash import content_hashes
 from common.prepare.addresses import identity, shown
 from common.prepare.download import PATIENCE, Patience, download
 from common.prepare.download_files import ANYTHING, Digest, DownloadFiles, Expected
@@ -83,14 +86,20 @@ def _parse_sum(algorithm: str, text: str) -> str:
 
 
 def describe_sources(sources: list[Source]) -> dict:
-    """What tells these sources from others, for the record of an output made from them."""
+    """What tells these sources from others, for the record of an output made from them: a file's content, a URL."""
+    digests = iter(content_hashes(source.path for source in sources if not source.is_url))
+    return _described(sources, lambda path: {"source": f"sha256:{next(digests)}"})
+
+
+def describe_sources_earlier(sources: list[Source]) -> dict:
+    """The same as earlier versions recorded it."""
+    return _described(sources, earlier_identity.describe_file)
+
+
+def _described(sources: list[Source], describe_file: Callable[[Path], dict]) -> dict:
     described = []
     for source in sources:
-        if source.is_url:
-            about = {"source": identity(source.address)}
-        else:  # the same file may be mounted elsewhere
-            stat = source.path.stat()
-            about = {"source": source.path.name, "size": stat.st_size, "mtime_ns": stat.st_mtime_ns}
+        about = {"source": identity(source.address)} if source.is_url else describe_file(source.path)
         described.append(about | source.expected.sums)
     return described[0] if len(described) == 1 else {"sources": described}
 

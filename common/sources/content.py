@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from common.sources.limits import LONGEST_DOCUMENT, LONGEST_PROTEIN
 from common.sources.packed import unpacked_name
 
 FORMATS = {
@@ -18,13 +19,14 @@ FORMATS = {
 @dataclass(frozen=True)
 class Content:
     """name: plural, for messages; kinds: of FORMATS; columns: one of which holds the texts; line_ends: whether a text
-    may go on over them; other_column: what to do where none of the columns is there."""
+    may go on over them; other_column: what to do where none of the columns is there; longest: bytes of a record."""
 
     name: str
     kinds: tuple[str, ...]
     columns: tuple[str, ...]
     line_ends: bool
     other_column: str
+    longest: int = LONGEST_PROTEIN
 
     @classmethod
     def from_json(cls, value: dict) -> Content:
@@ -55,7 +57,12 @@ PROTEINS = Content(
 )
 
 
-def documents(column: str) -> Content:
+def proteins(longest: int = LONGEST_PROTEIN) -> Content:
+    """Proteins, in records of at most so many bytes."""
+    return replace(PROTEINS, longest=longest)
+
+
+def documents(column: str, longest: int = LONGEST_DOCUMENT) -> Content:
     """Text, in a column of that name."""
     return Content(
         "documents",
@@ -63,4 +70,5 @@ def documents(column: str) -> Content:
         (column,),
         line_ends=True,
         other_column="say which one holds the documents: --text_column",
+        longest=longest,
     )

@@ -9,7 +9,7 @@ from __future__ import annotations
 import csv
 from typing import BinaryIO
 
-from common.cli import UserError
+from common.cli import UserError, one_line
 from common.sources.packed import LOOKED_AT, what_it_is
 
 LONGEST = 1 << 20  # bytes of a header
@@ -32,7 +32,10 @@ def read_header(file: BinaryIO, where: str, delimiter: str = ",") -> list[str]:
         text = line.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise UserError(f"{where}: row 0: the header is not UTF-8: byte 0x{line[error.start]:02x}") from None
-    return next(csv.reader([text.rstrip("\r\n")], delimiter=delimiter), [])
+    try:
+        return next(csv.reader([text.rstrip("\r\n")], delimiter=delimiter), [])
+    except csv.Error as error:  # a name of more than 128 KiB
+        raise UserError(f"{where}: row 0: the header cannot be read ({one_line(error)})") from None
 
 
 def column_named(names: list[str], wanted: tuple[str, ...]) -> str | None:

@@ -18,11 +18,12 @@ from common.cli import UserError, one_line
 from common.files.records import BadRecords, characters, texts
 from common.sources.csv_header import column_named, read_header
 from common.sources.csv_plain import COLUMNS, HEADER, PlainRows, count_lines
+from common.sources.limits import LONGEST_PROTEIN, STRADDLING, first_too_long, too_long
 from common.sources.packed import SUFFIXES, check_file, open_unpacked, refuse_twice
 from common.sources.residues import clean
 
 NOT_UTF8 = "\ufffd"
-PARSED_BYTES = 4 << 20  # a row must fit
+PARSED_BYTES = LONGEST_PROTEIN  # of a block of the parser: a row must fit
 STRAY_QUOTE = (
     "a text that goes on over a line end, after a quote that is not closed: mend or remove the quote (or, if texts "
     "may hold line ends, give --line_ends_in_text to 1.tokenize_uniref_csv.py)"
@@ -48,19 +49,25 @@ def csv_files(directory: Path) -> list[Path]:
     return sorted(files, key=lambda path: [int(p) if p.isdigit() else p for p in re.split(r"(\d+)", path.name)])
 
 
-def count_rows(path: Path, bad_records: BadRecords | None = None, line_ends: bool = False) -> int:
+def count_rows(
+    path: Path, bad_records: BadRecords | None = None, line_ends: bool = False, max_record: int = LONGEST_PROTEIN
+) -> int:
     """Rows that `read_rows` will give: without `bad_records`, rows after the header (not yet looked into)."""
     rows = count_lines(path) if bad_records is None else None
-    return sum(batch.num_rows for batch in read_rows(path, bad_records, line_ends)) if rows is None else rows
+    if rows is None:
+        rows = sum(batch.num_rows for batch in read_rows(path, bad_records, line_ends, max_record))
+    return rows
 
 
-def read_rows(path: Path, bad_records: BadRecords | None = None, line_ends: bool = False) -> Iterator[pa.RecordBatch]:
+def read_rows(
+    path: Path, bad_records: BadRecords | None = None, line_ends: bool = False, max_record: int = LONGEST_PROTEIN
+) -> Iterator[pa.RecordBatch]:
     """Record batches with `id` and `text`, both string; text is ASCII, clean (common.sources.residues), not empty.
 
     Memory is a few blocks. bad_records: called with the complaint about each row that is not so, or has more or fewer
     columns than the header; such rows are left out (UserError without it). line_ends: texts in quotes may hold some,
     which are taken out. Else one is a UserError whatever bad_records says: after a stray quote, all up to the next one
-    is one "text".
+    is one "text". max_record: bytes of a text; a longer one is a UserError, too.
     """
     with open_unpacked(path) as file:
         begin = file.readline(len(HEADER) + 1)
@@ -68,12 +75,14 @@ def read_rows(path: Path, bad_records: BadRecords | None = None, line_ends: bool
         rows = 0
         if begin == HEADER:
             for batch in plain:
+                if (row := first_too_long(batch.column("text"), max_record)) is not None:
+                    raise too_long(f"{path}: row {rows + row + 1}", max_record)
                 yield batch
                 rows += batch.num_rows
         left = io.BufferedReader(_Joined(plain.rest if begin == HEADER else begin, file))
         names = list(COLUMNS) if begin == HEADER else read_header(left, str(path))
         left = io.BufferedReader(_Utf8(left))
-        yield from _parsed_rows(path, left, names, rows, bad_records, line_ends)
+        yield from _parsed_rows(path, left, names, rows, bad_records, line_ends, max_record)
 
 
 class _Joined(io.RawIOBase):
@@ -119,17 +128,25 @@ class _Utf8(io.RawIOBase):
 
 
 def _parsed_rows(
-    path: Path, file: BinaryIO, names: list[str], before: int, bad_records: BadRecords | None, line_ends: bool
+    path: Path,
+    file: BinaryIO,
+    names: list[str],
+    before: int,
+    bad_records: BadRecords | None,
+    line_ends: bool,
+    max_record: int,
 ) -> Iterator[pa.RecordBatch]:
     """The rows from where the file stands, by pyarrow's parser; `before` rows came before them. names: of columns."""
     misshapen: list[int] = []  # rows of a wrong number of columns, which the parser leaves out
     parsed = before
-    for batch in _parse(path, file, names, before, misshapen, bad_records, line_ends):
+    for batch in _parse(path, file, names, before, misshapen, bad_records, line_ends, max_record):
         rows = np.arange(parsed + 1, parsed + batch.num_rows + 1)
         rows += np.searchsorted(np.array(misshapen) - np.arange(len(misshapen)), rows, side="right")
         parsed += batch.num_rows
         if not line_ends and (row := first_with_line_end(batch.columns)) is not None:
             raise UserError(f"{path}: row {rows[row]}: {STRAY_QUOTE}")
+        if (row := first_too_long(batch.column("text"), max_record)) is not None:
+            raise too_long(f"{path}: row {rows[row]}", max_record)
         text = texts(*clean(*characters(batch.column("text")), str(path)), pa.binary())
         batch = pa.RecordBatch.from_arrays([batch.column("id"), text], names=COLUMNS)
         bad = _complaints(batch)
@@ -150,6 +167,7 @@ def _parse(
     misshapen: list[int],
     bad_records: BadRecords | None,
     line_ends: bool,
+    max_record: int,
 ) -> Iterator[pa.RecordBatch]:
     """`id` and `text` as binary; rows of a wrong number of columns are an error, or left out and noted."""
     chosen = [column_named(names, (column,)) for column in COLUMNS]
@@ -158,6 +176,7 @@ def _parse(
     if not file.peek(1):
         return
     swallowed: list[int] = []
+    given = 0
 
     def number(counted: int) -> int:
         return counted + before
@@ -172,7 +191,8 @@ def _parse(
         return "skip"
 
     # Threads lose the row number of an error.
-    read = pa.csv.ReadOptions(block_size=PARSED_BYTES, use_threads=False, column_names=names)
+    block = PARSED_BYTES if max_record <= LONGEST_PROTEIN else max_record
+    read = pa.csv.ReadOptions(block_size=block, use_threads=False, column_names=names)
     # Binary: pyarrow's own complaint about bytes that are no UTF-8 does not say where they are.
     convert = pa.csv.ConvertOptions(
         column_types=dict.fromkeys(chosen, pa.binary()), include_columns=chosen, strings_can_be_null=False
@@ -185,9 +205,12 @@ def _parse(
         with pa.csv.open_csv(file, read_options=read, convert_options=convert, parse_options=parse) as reader:
             for batch in reader:
                 yield batch.rename_columns(COLUMNS)
+                given += batch.num_rows
     except pa.ArrowInvalid as error:
         if swallowed:
             raise UserError(f"{path}: row {swallowed[0]}: {STRAY_QUOTE}") from None
+        if STRADDLING in str(error):
+            raise too_long(f"{path}: after row {number(given + len(misshapen))}", block) from None
         if "out of sync" in str(error):  # the quote that is not closed is in the block after those given
             raise UserError(f"{path}: {STRAY_QUOTE}") from None
         message = re.sub(r"^CSV parse error: |(?<=got \d): .*|(?<=got \d\d): .*", "", one_line(error))

@@ -8,13 +8,16 @@ when it names none; of text, a data set's card may name configurations and split
 from __future__ import annotations
 
 import glob
+import hashlib
 import logging
 import os
 import re
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from common.cli import UserError
+from common.files.content_hash import combined_hash
+from common.files.earlier_identity import list_names
 from common.sources.configurations import CARD, choose_files
 from common.sources.content import PROTEINS, Content
 from common.sources.hub import HUB_NAME, REMOTE, hub_advice, offline, uncached_advice, unreachable_advice
@@ -45,15 +48,31 @@ class File:
 
 @dataclass(frozen=True)
 class Source:
-    """The files of each split, in a fixed order. `identity` is equal for sources of equal content, as far as names,
-    sizes and the Hub's commit tell."""
+    """The files of each split, in a fixed order.
+
+    revision: the Hub's commit, of files that are read in place; contents: hashes of the splits of local files, once
+    `with_contents` has them.
+    """
 
     name: str
     splits: dict[str, tuple[File, ...]]
     revision: str | None = None
+    contents: dict[str, str] = field(default_factory=dict)
 
-    def identity(self, split: str) -> list:
-        return [self.revision] + [[os.path.basename(file.path), file.size] for file in self.splits.get(split, ())]
+    def identity(self, split: str) -> str:
+        """A hash (hex) of what a split holds: equal for equal contents in the same order, whatever their names."""
+        files = self.splits.get(split, ())
+        read_as = [(file.kind, file.content.columns) for file in files]
+        held = self.contents[split] if self.revision is None else self._listing(split)
+        return hashlib.sha256(repr([held, read_as]).encode()).hexdigest()
+
+    def earlier_identity(self, *splits: str) -> str:
+        """Of one split, or of several, as earlier versions had it."""
+        listings = [self._listing(split) for split in splits]
+        return hashlib.sha256(repr(listings if len(splits) > 1 else listings[0]).encode()).hexdigest()
+
+    def _listing(self, split: str) -> list:
+        return list_names(self.revision, ((file.path, file.size) for file in self.splits.get(split, ())))
 
     def to_json(self) -> dict:
         """What `from_json` makes an equal one of, on another rank."""
@@ -77,7 +96,7 @@ class Wanted:
     @property
     def chooses(self) -> bool:
         """Whether a card's configurations count. Proteins are all the files that are there."""
-        return self.content is not PROTEINS
+        return self.content.name != PROTEINS.name
 
 
 def open_source(
@@ -111,6 +130,26 @@ def open_source(
             f"one file by itself ({flag} FILE), or rename them"
         )
     return source
+
+
+def with_contents(source: Source, *splits: str) -> Source:
+    """The source with hashes of these splits, if they are local files: all of them are read, once."""
+    if source.revision is not None:
+        return source
+    paths = {split: [file.path for file in source.splits.get(split, ())] for split in splits}
+    return replace(source, contents={split: combined_hash(paths[split]) for split in splits})
+
+
+def check_same_files(source: Source) -> None:
+    """UserError where a local file is not here, or of another size than where the source was found: on rank 0."""
+    for file in (file for files in source.splits.values() for file in files if not file.path.startswith(REMOTE)):
+        size = os.path.getsize(file.path) if os.path.isfile(file.path) else None
+        if size != file.size:
+            here = "is not there" if size is None else f"has {size:,} bytes"
+            raise UserError(
+                f"{file.path}: {here} on this node, and {file.size:,} bytes on that of rank 0: give all nodes the "
+                "same files"
+            )
 
 
 def held_out_files(source: Source) -> str:

@@ -15,6 +15,7 @@ import pyarrow as pa
 
 from common.cli import UserError
 from common.files.records import NEWLINE, TAB, BadRecords, Lines, ahead, cut
+from common.sources.limits import LONGEST_PROTEIN, too_long
 from common.sources.packed import LOOKED_AT, TROUBLE, check_file, damage, unpacked, what_it_is
 from common.sources.residues import IS_WHITESPACE, STOP, WHITESPACE
 
@@ -28,17 +29,19 @@ def read_fasta_lines(
     block_bytes: int = BLOCK_BYTES,
     bad_records: Callable[[UserError], None] | None = None,
     on_read: Callable[[int], None] | None = None,
+    max_record: int = LONGEST_PROTEIN,
 ) -> Iterator[Lines]:
     """Yield all records, in file order, in batches: each one line `id TAB sequence NEWLINE` (common/files/records.py).
 
     The id is the first word after `>`. White space (Windows line ends, blank lines) is taken out of the sequence
     and so are `*` at its end, which mark a stop; letters keep their case and any other ASCII character stays.
-    Neither contains white space. Memory is a few blocks, or the largest record.
+    Neither contains white space. max_record: the most bytes of a record; memory is a few blocks or a few times that.
 
     bad_records: called with the complaint about each record that cannot be used, which is left out if that returns;
     by default it is raised. on_read: called now and then with the number of bytes of the file read so far.
-    Raises UserError, naming file and line: not FASTA, empty file, a packed file cut short or corrupt (whatever
-    `bad_records` does); and for records without id or without sequence, `>` inside a sequence, non-ASCII bytes.
+    Raises UserError, naming file and line, whatever `bad_records` does: not FASTA, empty file, a packed file cut short
+    or corrupt, a record that is too long; and for records without id or without sequence, `>` inside a sequence,
+    non-ASCII bytes.
     """
     path = Path(path)
     bad_records = bad_records or BadRecords("error")
@@ -73,9 +76,12 @@ def read_fasta_lines(
             if end := rest.rfind(b"\n>", searched) + 1:
                 complete, rest = rest[:end], rest[end:]
                 found = _Records(complete)
+                found.check_lengths(path, line, records, max_record)
                 yield from found.lines(path, line, records, bad_records)
                 line += found.num_lines
                 records += found.num_records
+            if len(rest) > max_record:
+                raise too_long(f"{path}: line {line}: record {records + 1:,}", max_record)
         if not rest:
             raise UserError(f"{path}: empty file: expected FASTA records ('>id', then the sequence)")
         if rest[-1] != NEWLINE:
@@ -83,9 +89,11 @@ def read_fasta_lines(
         yield from _Records(rest).lines(path, line, records, bad_records)
 
 
-def read_fasta(path: Path | str, block_bytes: int = BLOCK_BYTES) -> Iterator[tuple[bytes, bytes]]:
+def read_fasta(
+    path: Path | str, block_bytes: int = BLOCK_BYTES, max_record: int = LONGEST_PROTEIN
+) -> Iterator[tuple[bytes, bytes]]:
     """Yield (id, sequence) of every record, for those with time to look at each."""
-    for lines in read_fasta_lines(path, block_bytes):
+    for lines in read_fasta_lines(path, block_bytes, max_record=max_record):
         for line in lines.to_pylist():
             yield tuple(line[:-1].split(b"\t"))
 
@@ -146,6 +154,13 @@ class _Records:
             self._mark_bad(np.flatnonzero(data == GREATER), in_id=False)
         if not block.isascii():
             self._mark_bad(np.flatnonzero(data >= 128), in_id=True)
+
+    def check_lengths(self, path: Path, line: int, records: int, max_record: int) -> None:
+        """UserError for a record of more bytes. The block begins at `line`, after so many `records`."""
+        long = np.flatnonzero(np.diff(self.heads, append=len(self.block)) > max_record)
+        if len(long):
+            line += int(np.searchsorted(self.line_words, self.first[long[0]]))
+            raise too_long(f"{path}: line {line}: record {records + int(long[0]) + 1:,}", max_record)
 
     def lines(self, path: Path, line: int, records: int, bad_records: Callable[[UserError], None]) -> Iterator[Lines]:
         """At most one array: `id TAB sequence NEWLINE` of the good records. The block begins at `line`, after so many

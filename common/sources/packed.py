@@ -24,6 +24,8 @@ from common.cli import UserError, one_line
 SUFFIXES = (".gz", ".bz2", ".xz", ".zst")  # of names; what is in the file decides
 TO_A_FILE = "write what comes of it to a file, and give that"
 LOOKED_AT = 512  # bytes, to tell what a file is
+XZ_BYTES = 256 << 20  # to unpack a file of xz's; its level 9 takes 65 MiB
+PACKED_BYTES = 1 << 16  # read at once of such a file
 # What a reader of a packed file may raise.
 TROUBLE = (EOFError, zlib.error, isal_zlib.error, igzip.BadGzipFile, lzma.LZMAError, OSError)
 UTF_16 = "it is UTF-16: convert it: iconv -f UTF-16 -t UTF-8 FILE > NEW_FILE"
@@ -39,11 +41,45 @@ def _unzstd(raw: BinaryIO, mode: str) -> BinaryIO:
     return io.BufferedReader(pa.CompressedInputStream(raw, "zstd"))
 
 
+class _Unxz(io.RawIOBase):
+    """As lzma.open, in bounded memory: a file itself says how much it takes to unpack it, which may be 4 GB."""
+
+    def __init__(self, raw: BinaryIO):
+        self.raw, self.packed, self.decoder = raw, b"", None
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer) -> int:
+        data = b""
+        while not data:
+            if not self.packed and (self.decoder is None or self.decoder.needs_input):
+                self.packed = self.raw.read(PACKED_BYTES)
+                if not self.packed:
+                    if self.decoder is not None:
+                        raise EOFError("cut short")
+                    return 0
+            if self.decoder is None:
+                self.packed = self.packed.lstrip(b"\0")  # between streams, of which a file may have several
+                if not self.packed:
+                    continue
+                self.decoder = lzma.LZMADecompressor(lzma.FORMAT_XZ, memlimit=XZ_BYTES)
+            data, self.packed = self.decoder.decompress(self.packed, len(buffer)), b""
+            if self.decoder.eof:
+                self.decoder, self.packed = None, self.decoder.unused_data
+        buffer[: len(data)] = data
+        return len(data)
+
+
+def _unxz(raw: BinaryIO, mode: str) -> BinaryIO:
+    return io.BufferedReader(_Unxz(raw))
+
+
 # What a packed file begins with; what it is packed by, and what reads it.
 PACKED = {
     rb"\x1f\x8b": ("gzip", igzip.open),
     rb"BZh[1-9](1AY&SY|\x17rE8P\x90)": ("bzip2", bz2.open),
-    rb"\xfd7zXZ\0": ("xz", lzma.open),
+    rb"\xfd7zXZ\0": ("xz", _unxz),
     rb"\x28\xb5\x2f\xfd": ("zstd", _unzstd),
 }
 

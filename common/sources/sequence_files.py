@@ -10,7 +10,7 @@ from __future__ import annotations
 import io
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,14 +30,15 @@ from common.sources.csv_records import STRAY_QUOTE, first_with_line_end
 from common.sources.dataset import File
 from common.sources.fasta import read_fasta_lines
 from common.sources.hub import REMOTE
+from common.sources.limits import STRADDLING, first_too_long, too_long
 from common.sources.packed import LOOKED_AT, check_file, open_both, unpacked_both, unpacked_name, what_it_is
+from common.sources.parquet_pages import fetched, read_columns
 
 ROWS_AT_ONCE = 4096
 TEXTS = (pa.types.is_string, pa.types.is_binary, pa.types.is_large_string, pa.types.is_large_binary)
 TEXTS += (pa.types.is_string_view, pa.types.is_binary_view, pa.types.is_null)
 BLOCK_BYTES = 4 << 20
-DOCUMENT_BYTES = 16 << 20  # of a JSON or CSV file of documents: one of these must fit
-LONGEST_PLAIN = 256 << 20  # bytes, of a document in plain text
+BLANK_LINES = re.compile(rb"\n(?:[ \t\r]*\n)+")
 
 
 @dataclass(frozen=True)
@@ -54,19 +55,32 @@ class Unit:
 def read_texts(unit: Unit, first_row: int) -> Iterator[pa.Array]:
     """The texts as they stand there, string or binary, "" for a missing one; without the first `first_row` rows.
 
-    UserError for what is no text; Arrow's errors for a damaged file.
+    UserError for what is no text, and for a text that is too long; Arrow's errors for a damaged file.
     """
     readers = {"parquet": _parquet, "json": _json, "csv": _csv, "fasta": _fasta, "text": _plain}
-    with closing(readers[unit.file.kind](unit)) as blocks:
+    longest, row = unit.file.content.longest, 0
+    with closing(readers[unit.file.kind](unit)) as blocks, _naming_the_row(unit, lambda: row):
         for text in blocks:
-            if first_row >= len(text):
-                first_row -= len(text)
+            first, row = first_row - row, row + len(text)
+            if first >= len(text):
                 continue
             if isinstance(text, pa.ChunkedArray):
                 text = text.combine_chunks()
             text = _as_text(unit, text)
-            yield (text.fill_null("") if text.null_count else text)[first_row:]
-            first_row = 0
+            if (long := first_too_long(text, longest)) is not None:
+                raise too_long(f"{unit}: row {row - len(text) + long + 1:,}", longest)
+            yield (text.fill_null("") if text.null_count else text)[max(first, 0) :]
+
+
+@contextmanager
+def _naming_the_row(unit: Unit, row: Callable[[], int]) -> Iterator[None]:
+    """A row that is longer than a parser's block is a UserError. row: how many were read before."""
+    try:
+        yield
+    except pa.ArrowInvalid as error:
+        if STRADDLING not in str(error):
+            raise
+        raise too_long(f"{unit}: after row {row():,}", _block_bytes(unit)) from None
 
 
 def column_of(file: File) -> str | None:
@@ -114,20 +128,30 @@ def _check_text(unit: Unit, kind: pa.DataType) -> None:
 
 def _parquet(unit: Unit) -> Iterator[pa.Array]:
     with _open(unit.file) as handle:
-        file = pq.ParquetFile(handle)
-        groups = range(file.num_row_groups) if unit.row_group is None else [unit.row_group]
-        column = _column(unit, file.schema_arrow.names)
+        metadata = pq.read_metadata(handle)
+        groups = range(metadata.num_row_groups) if unit.row_group is None else [unit.row_group]
+        schema = metadata.schema.to_arrow_schema()
+        column = _column(unit, schema.names)
+        _check_text(unit, schema.field(column).type)
         for group in groups:
-            rows = _rows_at_once(file.metadata.row_group(group), column)
-            for batch in file.iter_batches(rows, row_groups=[group], columns=[column], use_threads=False):
-                yield batch.column(0)
+            where = f"{unit.file.path}, row group {group}"
+            file = handle
+            if unit.file.path.startswith(REMOTE):
+                file = fetched(handle, metadata.row_group(group), column, unit.file.size)
+            batches = read_columns(file, where, metadata, group, [column], ROWS_AT_ONCE, unit.file.content.longest)
+            yield from _together(batch.column(0) for batch in batches)
 
 
-def _rows_at_once(group: pq.RowGroupMetaData, column: str) -> int:
-    """So many rows that long proteins do not add up to more than short ones."""
-    chunks = (group.column(number) for number in range(group.num_columns))
-    size = sum(chunk.total_uncompressed_size for chunk in chunks if chunk.path_in_schema == column)
-    return max(1, min(ROWS_AT_ONCE, BLOCK_BYTES * group.num_rows // max(size, 1)))
+def _together(arrays: Iterator[pa.Array]) -> Iterator[pa.Array]:
+    """So many rows at once that the short ones do not come singly, and the long ones do not add up."""
+    held: list[pa.Array] = []
+    for array in arrays:
+        held.append(array)
+        if sum(map(len, held)) >= ROWS_AT_ONCE or sum(each.nbytes for each in held) >= BLOCK_BYTES:
+            yield pa.chunked_array(held).combine_chunks() if len(held) > 1 else held[0]
+            held = []
+    if held:
+        yield pa.chunked_array(held).combine_chunks()
 
 
 def _json(unit: Unit) -> Iterator[pa.Array]:
@@ -148,12 +172,14 @@ def _json(unit: Unit) -> Iterator[pa.Array]:
 def _names_of_first_object(unit: Unit, stream: BinaryIO) -> list[str]:
     if told := what_it_is(stream.peek(LOOKED_AT)[:LOOKED_AT]):
         raise UserError(f"{unit}: not JSON lines: {told}")
-    line = b"\n"
+    line, number, longest = b"\n", 0, _block_bytes(unit)
     while line and not line.strip():
-        line = stream.readline()
+        line, number = stream.readline(longest + 1), number + 1
+    if len(line) > longest:
+        raise too_long(f"{unit}: line {number}", longest)
     try:
         return [*json.loads(line).keys()]
-    except (ValueError, AttributeError) as error:
+    except (ValueError, AttributeError, RecursionError) as error:
         raise pa.ArrowInvalid(f"its first line is no JSON object ({one_line(error)})") from None
 
 
@@ -197,26 +223,38 @@ def _header_again(text: pa.Array, column: str) -> int | None:
 
 
 def _fasta(unit: Unit) -> Iterator[pa.Array]:
-    for lines in read_fasta_lines(local_path(unit)):
+    for lines in read_fasta_lines(local_path(unit), max_record=unit.file.content.longest):
         yield columns(lines).column("text")
 
 
 def _plain(unit: Unit) -> Iterator[pa.Array]:
     """Documents parted by one or more empty lines."""
-    left = b""
+    left, searched, number, longest = bytearray(), 0, 1, unit.file.content.longest
     with open_stream(unit.file) as (_, stream):
         _check_plain(unit, stream)
-        while chunk := stream.read(BLOCK_BYTES):
-            *whole, left = re.split(rb"\n(?:[ \t\r]*\n)+", left + chunk)
-            if found := [document for document in whole if document.strip()]:
-                yield pa.array([document.strip(b"\r\n").decode() for document in found])
-            if len(left) > LONGEST_PLAIN:
+        while chunk := stream.read(min(BLOCK_BYTES, longest)):
+            left += chunk
+            ends = [match.span() for match in BLANK_LINES.finditer(left, searched)]
+            found, begin = [], 0
+            for end, following in ends:
+                found.append(bytes(left[begin:end].strip(b"\r\n")))
+                begin = following
+            if found := [document for document in found if document.strip()]:
+                yield _documents(found)
+            number += left.count(b"\n", 0, begin)
+            del left[:begin]
+            if len(left) > longest:
                 raise UserError(
-                    f"{unit}: no empty line in {LONGEST_PLAIN >> 20} MiB: in plain text these part documents; with a "
-                    "document a line, make it JSON lines"
+                    f"{unit}: line {number}: no empty line in {longest:,} bytes: in plain text these part documents; "
+                    "with a document a line, make it JSON lines; or raise --max_record_length"
                 )
+            searched = len(left.rstrip(b" \t\r\n"))
     if left.strip():
-        yield pa.array([left.strip(b"\r\n").decode()])
+        yield _documents([bytes(left.strip(b"\r\n"))])
+
+
+def _documents(found: list[bytes]) -> pa.Array:
+    return pa.array([document.decode() for document in found])
 
 
 def _check_plain(unit: Unit, stream: BinaryIO) -> None:
@@ -233,7 +271,8 @@ def _column(unit: Unit, names: list[str]) -> str:
 
 
 def _block_bytes(unit: Unit) -> int:
-    return DOCUMENT_BYTES if unit.file.content.line_ends else BLOCK_BYTES
+    """Of a parser, in which a row must fit."""
+    return max(BLOCK_BYTES, unit.file.content.longest)
 
 
 def _open(file: File):

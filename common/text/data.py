@@ -24,7 +24,6 @@ sequences that attention runs on, num_sequences = contexts, num_unknown = 0.
 
 from __future__ import annotations
 
-import hashlib
 import logging
 from collections.abc import Generator
 from pathlib import Path
@@ -35,7 +34,7 @@ from common.batches.training_data import EVAL_SEED, FromPlan, FromStreams
 from common.cli import UserError
 from common.ranks.world import World
 from common.sources.content import documents
-from common.sources.dataset import Source, open_source
+from common.sources.dataset import Source, check_same_files, open_source, with_contents
 from common.sources.hub import REMOTE
 from common.sources.record_counts import count_records
 from common.sources.stream_reader import check_columns
@@ -64,6 +63,10 @@ class PreparedText(FromPlan):
         self.num_examples = self.plan.num_contexts  # of an epoch
         self.end = None if flags.max_steps > 0 else self.plan.position_at(flags.num_train_epochs)
 
+    def earlier_identity(self) -> dict:
+        """As in the checkpoints of earlier versions."""
+        return {"dataset": self.store.earlier_fingerprint}
+
     def order(self, packs_per_step: int) -> Order:
         """The packs of the run, so many a step."""
         return PlannedOrder(self.store, self.plan, packs_per_step, self.end)
@@ -82,9 +85,8 @@ class StreamedText(FromStreams):
     def __init__(self, flags: TextFlags, source: Source, tokenizer: Tokenizer, tokens: float):
         super().__init__(flags)
         self.source, self.tokenizer, self.tokens = source, tokenizer, tokens
-        listing = repr(source.identity(flags.train_split)).encode()
         self.identity = {
-            "dataset": hashlib.sha256(listing).hexdigest()[:16],
+            "dataset": source.identity(flags.train_split),
             "windows": [WINDOW_BYTES, WINDOW_DOCUMENTS],
         } | _packing(flags, tokenizer)
         self._held_out: dict[str, TextMemory | None] = {}
@@ -92,6 +94,10 @@ class StreamedText(FromStreams):
     def epochs(self, sequences: int) -> float:
         """Epochs that so many contexts, of all ranks and since the run began, make."""
         return sequences * self.flags.max_seq_length / self.tokens
+
+    def earlier_identity(self) -> dict:
+        """As in the checkpoints of earlier versions."""
+        return {"dataset": self.source.earlier_identity(self.flags.train_split)[:16]}
 
     def order(self, packs_per_step: int) -> Order:
         flags = self.flags
@@ -130,9 +136,12 @@ def open_text(flags: TextFlags, world: World, evaluates: bool, tokenizer: Tokeni
         if mine and flags.dataset:
             source = _find(flags)
             tokens = _estimate_tokens(source.splits[flags.train_split], tokenizer)
+            source = with_contents(source, flags.train_split)
     source, tokens = world.share((source and source.to_json(), tokens))
     source = source and Source.from_json(source)
     with world.together():
+        if source and world.local_rank == 0:
+            check_same_files(source)
         data = PreparedText(flags, tokenizer) if source is None else StreamedText(flags, source, tokenizer, tokens)
         if evaluates and data.held_out("validation") is None:
             raise UserError(_no_held_out(flags))
@@ -173,7 +182,7 @@ def _find(flags: TextFlags) -> Source:
     source = open_source(
         flags.dataset,
         flags.streaming,
-        content=documents(flags.text_column),
+        content=documents(flags.text_column, flags.max_record_length),
         configuration=flags.dataset_config_name,
         train=flags.train_split,
     )

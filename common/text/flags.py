@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from common.batches.step_flags import StepFlags
 from common.cli import Missing, UserError, flag
+from common.sources import limits
 from common.text.tokenizers import BYTES
 
 
@@ -14,7 +15,7 @@ from common.text.tokenizers import BYTES
 class TextFlags(StepFlags):
     group = "data"
     needed = ("dataset",)
-    rarely = ("document_masks", "text_column", "train_split", "val_split")
+    rarely = ("document_masks", "text_column", "train_split", "val_split", "max_record_length")
 
     dataset_dir: str | None = flag(None, "What 1.tokenize_text.py wrote: .../text, with train and validation.")
     dataset: str | None = flag(
@@ -26,6 +27,9 @@ class TextFlags(StepFlags):
         None, "Of a --dataset with several configurations, the one to read (`en` of allenai/c4)."
     )
     text_column: str = flag("text", "The column, or JSON field, of --dataset that holds the documents.")
+    max_record_length: int = flag(
+        limits.LONGEST_DOCUMENT, "Longest record of --dataset, in bytes; memory grows with it."
+    )
     streaming: bool = flag(True, "Read a Hub --dataset in place; False: download it first.")
     train_split: str = flag("train", "The split to train on.")
     val_split: str = flag("validation", "The split to evaluate on.")
@@ -69,4 +73,4 @@ class TextFlags(StepFlags):
             if "[" in getattr(self, name):
                 raise UserError(f"--{name} {getattr(self, name)}: slices are not read: name a split, or files")
         self.require_at_least(2, "max_seq_length")
-        self.require_at_least(1, "validation_batches")
+        self.require_at_least(1, "validation_batches", "max_record_length")

@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from common.cli import UserError
+from common.files import earlier_identity
 from common.files.arrow_lists import ArrowLists, read_state, split_directory
 from common.text.pieces import Pieces
 from common.text.tokenizers import Tokenizer
@@ -35,6 +36,11 @@ class TextStore:
         tokens = [self._bounds(chunk)[-1] for chunk in range(len(lists.chunk_start))]
         self._chunk_token = np.append(0, np.cumsum(tokens, dtype=np.int64))  # first token of each record batch
         self.num_tokens = int(self._chunk_token[-1])
+
+    @property
+    def earlier_fingerprint(self) -> str:
+        """As earlier versions made it."""
+        return earlier_identity.fingerprint(self.path, len(self))
 
     def __reduce__(self):
         return TextStore, (self.path,)

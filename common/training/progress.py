@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import os
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, fields
 
 import torch
@@ -204,8 +205,21 @@ def _check_row(row: dict) -> None:
         raise ValueError("unfinished_row is no row of metrics")
 
 
-def check_same_data(saved: dict, now: dict) -> None:
-    """UserError naming what differs, unless a position in the one batch plan is valid in the other."""
+def check_same_data(saved: dict, now: dict, earlier: Callable[[], dict] = dict) -> None:
+    """UserError naming what differs, unless a position in the one batch plan is valid in the other.
+
+    earlier: gives {name: value} where checkpoints of earlier versions have another one for the same data.
+    """
+    if saved != now:
+        saved = saved | {
+            name: now[name] for name, value in earlier().items() if name in now and saved.get(name) == value
+        }
+    if "dataset" in saved and saved["dataset"] != now["dataset"]:
+        hashes = f"{_short(saved['dataset'])}, now {_short(now['dataset'])}"
+        raise UserError(
+            f"the data have changed since the checkpoint (their hash was {hashes}): give those it was trained on, or "
+            "start a new run from its final_model/ with --model_name_or_path and another --output_dir"
+        )
     differing = [f"{k} {saved.get(k)!r} (now {v!r})" for k, v in now.items() if saved.get(k) != v]
     differing += [f"{k} {v!r} (now not used)" for k, v in saved.items() if k not in now]
     if differing:
@@ -213,6 +227,12 @@ def check_same_data(saved: dict, now: dict) -> None:
             f"the checkpoint stands in another order of batches: {', '.join(differing)}; give the same flags, or "
             "start a new run from its final_model/ with --model_name_or_path and another --output_dir"
         )
+
+
+def _short(identity: str) -> str:
+    """The beginning of a hash, and the number of records that may follow it."""
+    digest, dash, records = str(identity).partition("-")
+    return digest[:12] + dash + records
 
 
 def announce(

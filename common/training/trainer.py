@@ -108,7 +108,7 @@ class Trainer:
             if saved is not None:
                 self.state = TrainerState.read(saved, f"{args.output_dir}: the checkpoint's trainer_state.json")
                 self.state.check_same_start(args)
-                check_same_data(self.state.data, data.identity)
+                check_same_data(self.state.data, data.identity, data.earlier_identity)
             packs = packs_per_step(args, world.mesh, self.state.packs_per_step)
             data.check_packs(self.state.packs_per_step or packs, packs)
             total_steps, last_step = self.state.steps_begun(args, packs)
