@@ -268,6 +268,24 @@ def sync(file) -> None:
     os.fsync(file.fileno())
 
 
+@contextmanager
+def replace_flushed(path: Path) -> Iterator[Path]:
+    """Gives a path beside `path` to write a file to, which then takes its place, once it is on the disk.
+
+    A failure leaves `path` as it was and nothing beside it; a power cut too, but for the unfinished file.
+    """
+    partial = path.with_name(f"{path.name}.partial")
+    try:
+        yield partial
+        with open(partial, "rb") as file:
+            os.fsync(file.fileno())
+        os.replace(partial, path)
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise
+    sync_directory(path.parent)
+
+
 def sync_directory(path: Path) -> None:
     """Have the names in a directory reach the disk: what was renamed or removed there."""
     handle = os.open(path, os.O_RDONLY)

@@ -20,25 +20,42 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from common.cli import UserError, one_line
+from common.files.content_hash import combined_hash
 
 SHARD_BYTES = 5 * 10**9
 INDEX = "model.safetensors.index.json"
 
 
+def local_directory(name_or_path: str) -> Path:
+    """A directory as it is; of a name on the Hub the files of its newest revision, fetched where they are not here."""
+    root = Path(name_or_path)
+    if root.is_dir():
+        return root
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(name_or_path, allow_patterns=["*.safetensors", "*.json", "vocab.txt"]))
+    except Exception as error:
+        reason = one_line(error)[:160]
+        raise UserError(
+            f"{name_or_path}: weights not found, neither there nor on the Hub ({reason}); "
+            "to start from random weights use --config_name"
+        ) from error
+
+
+def model_hash(name_or_path: str) -> str:
+    """Identity of a model: one hash (hex) of its weights, configuration and vocabulary, wherever they are.
+
+    UserError where there are no weights, or one of the files is being written.
+    """
+    root = local_directory(name_or_path)
+    others = [root / name for name in ("config.json", "vocab.txt", "tokenizer.json", INDEX)]
+    return combined_hash([*(path for path in others if path.is_file()), *_weight_files(root)])
+
+
 def read_tensors(directory: str) -> tuple[Path, dict[str, Tensor]]:
     """(where they are, the tensors) of a local directory's safetensors, or of a Hub repository's."""
-    root = Path(directory)
-    if not root.is_dir():
-        from huggingface_hub import snapshot_download
-
-        try:
-            root = Path(snapshot_download(directory, allow_patterns=["*.safetensors", "*.json"]))
-        except Exception as error:
-            reason = one_line(error)[:160]
-            raise UserError(
-                f"{directory}: weights not found, neither there nor on the Hub ({reason}); "
-                "to start from random weights use --config_name"
-            ) from error
+    root = local_directory(directory)
     theirs: dict[str, Tensor] = {}
     for path in _weight_files(root):
         try:
