@@ -32,6 +32,7 @@ from common.esm2.model import Esm2ForMaskedLM
 from common.esm2.presets import load_config
 from common.esm2.pretrained import save_pretrained
 from common.files import alphabet
+from common.layers.model_card import Training
 from common.outputs import checkpoint_files as files
 from common.outputs.checkpoint import CONFIG
 from common.outputs.checkpoint_choice import damage_of, newest_usable
@@ -77,15 +78,21 @@ def _export_esm2(checkpoint: Path, stored: StoredTensors, directory: Path) -> No
     config = load_config(str(checkpoint))
     read = _reader(checkpoint, stored, partial(Esm2ForMaskedLM, config))
     extras = {name.removeprefix(EXTRAS): stored.read(name) for name in stored.shapes if name.startswith(EXTRAS)}
-    save_pretrained(convert.pieces_to_hf(read, config, extras), config, directory)
+    training = Training.of_state(_state(checkpoint))
+    save_pretrained(convert.pieces_to_hf(read, config, extras), config, directory, training)
 
 
 def _export_decoder(checkpoint: Path, stored: StoredTensors, directory: Path) -> None:
     config = load_decoder_config(str(checkpoint))
     read = _reader(checkpoint, stored, partial(DecoderForCausalLM, config))
-    arguments = json.loads((checkpoint / "trainer_state.json").read_text())["arguments"]
-    tokenizer, _ = load_tokenizer(arguments["tokenizer"])
-    save_decoder(decoder_convert.pieces_to_hf(read, config), config, directory, tokenizer.save)
+    state = _state(checkpoint)
+    tokenizer, _ = load_tokenizer(state["arguments"]["tokenizer"])
+    pieces = decoder_convert.pieces_to_hf(read, config)
+    save_decoder(pieces, config, directory, tokenizer.save, Training.of_state(state))
+
+
+def _state(checkpoint: Path) -> dict:
+    return json.loads((checkpoint / "trainer_state.json").read_text())
 
 
 def _reader(checkpoint: Path, stored: StoredTensors, make: Callable[[], nn.Module]) -> Callable[[str], Tensor]:

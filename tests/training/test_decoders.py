@@ -172,6 +172,9 @@ def test_a_checkpoint_becomes_the_same_model(two_ranks, tmp_path):
     names = {path.name for path in (out / "final_model").iterdir()}
     assert {path.name for path in (tmp_path / "model").iterdir()} == names
     assert "tokenizer.json" in names
+    cards = [(directory / "README.md").read_text() for directory in (out / "final_model", tmp_path / "model")]
+    assert cards[0] == cards[1]
+    assert "| training steps | 6 |\n" in cards[0]
 
 
 def test_the_log_has_the_guides_lines(two_ranks):
