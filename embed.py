@@ -3,30 +3,52 @@
 
 python embed.py --model_name_or_path out/final_model --fasta my.fasta --output_dir embedded
 python embed.py --model_name_or_path out/final_model --fasta my.fasta --output_dir embedded --per_residue
+torchrun --nproc_per_node 8 embed.py --model_name_or_path out/final_model --fasta my.fasta --output_dir embedded
 
 OUTPUT_DIR/embeddings/part-00000.parquet, ...: id, length, embedding, in the order of the file. Stopped and started
-again, the same command goes on where it was. docs/after.md has more.
+again, on any number of ranks, the same command goes on where it was. docs/after.md has more.
 """
 
 from __future__ import annotations
 
 import common  # noqa: F401  # isort: skip  (before torch: see there)
+import json
 import logging
+import os
 import sys
 from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
 from tqdm import tqdm
 
 from common.cli import Missing, UserError, flag, parse_arguments, run
-from common.files.output_directory import building
-from common.inference.embeddings import Protein, embed, in_parts, table, write_part
+from common.files.content_hash import content_hash
+from common.files.output_directory import RECORD, Build, building, hold_work
+from common.inference.embeddings import (
+    Facts,
+    Protein,
+    check_parts,
+    embed,
+    in_parts,
+    is_made,
+    part_path,
+    table,
+    write_part,
+)
 from common.inference.encoder import Encoder, EncoderFlags
+from common.inference.proteins import Totals, look_through
+from common.layers.hf_directory import model_files, model_hash
+from common.ranks.run import ProcessFlags, distributed_run
+from common.ranks.world import World
 from common.sources.fasta import read_fasta
 
 logger = logging.getLogger(__name__)
-DECIDES = ("model_name_or_path", "max_seq_length", "bf16", "per_residue", "proteins_per_part")
+SETTINGS = ("max_seq_length", "bf16", "per_residue", "proteins_per_part")  # that decide what is in the files
+INPUT = "input"  # in the journal: what there is to do
+A_WEEK_S = 7 * 86400  # ranks that are done wait for the others
 
 
 @dataclass
@@ -52,33 +74,124 @@ class Arguments(EncoderFlags):
         if not Path(self.fasta).is_file():
             raise UserError(f"--fasta {self.fasta}: no such file")
 
+    @property
+    def settings(self) -> dict:
+        return {name: value for name, value in asdict(self).items() if name in SETTINGS}
+
+
+def identity(args: Arguments) -> dict:
+    """What the embeddings are made from, by content: paths and dates play no part."""
+    hashes = {"model_hash": model_hash(args.model_name_or_path), "fasta_hash": content_hash(args.fasta)}
+    return hashes | args.settings
+
+
+def same_by_date(directory: Path, made_from: dict, args: Arguments) -> bool:
+    """Whether a complete output of an earlier version, which recorded paths and dates, is of this model and input.
+
+    UserError where the model is younger than the output: it may have been replaced.
+    """
+    fasta = Path(args.fasta).stat()
+    expected = args.settings | {"model_name_or_path": args.model_name_or_path, "fasta": Path(args.fasta).name}
+    if made_from != expected | {"size": fasta.st_size, "mtime_ns": fasta.st_mtime_ns}:
+        return False
+    model = [path.stat() for path in model_files(args.model_name_or_path)]
+    if max(max(file.st_mtime_ns, file.st_ctime_ns) for file in model) >= (directory / RECORD).stat().st_ctime_ns:
+        raise UserError(
+            f"{directory}: made by an earlier version, and {args.model_name_or_path} may have changed since: give "
+            "--overwrite to make it again, or another --output_dir"
+        )
+    return True
+
 
 def proteins_of(fasta: str) -> Iterator[Protein]:
     for name, text in read_fasta(fasta):
         yield name.decode(), text
 
 
+def begin(args: Arguments, world: World, build: Build | None, made_from: dict) -> tuple[Encoder, Totals]:
+    """The model, and what there is to do. All ranks together; build: rank 0's."""
+    found = None
+    with world.main_does() as mine:
+        if mine:
+            found = build.done(INPUT) or asdict(look_through(args.fasta))
+    totals = Totals(**world.share(found))
+    if world.is_main:
+        totals.report(f"--fasta {args.fasta}")
+    with world.together():
+        encoder = Encoder(args, world.device)
+    with world.main_does() as mine:
+        if mine:
+            if model_hash(args.model_name_or_path) != made_from["model_hash"]:
+                raise UserError(f"{args.model_name_or_path}: changed while it was read: start again")
+            build.note(INPUT, asdict(totals))
+    return encoder, totals
+
+
+def make_parts(args: Arguments, world: World, encoder: Encoder, directory: Path, facts: Facts, proteins: int) -> None:
+    """This rank's part of the parts, every `world.size`th, but for those that are there already."""
+    interval = 0.5 if sys.stderr.isatty() else 10.0
+    with tqdm(unit=" tokens", unit_scale=True, mininterval=interval, disable=not world.is_main) as bar:
+        seen = 0
+        for number, part in enumerate(in_parts(proteins_of(args.fasta), args.proteins_per_part)):
+            path = part_path(directory, number)
+            if number % world.size == world.rank and not is_made(path, part, facts):
+                write_part(table(part, embed(encoder, part, bar.update), args.per_residue, facts), path)
+            seen += len(part)
+            bar.set_postfix_str(f"{seen:,} of {proteins:,} proteins", refresh=False)
+
+
+def embed_all(args: Arguments, world: World) -> None:
+    with world.main_does() as mine:
+        if mine:
+            identity(args)  # fetches and reads it all: the others of its node then find it in the caches
+    with world.together():
+        made_from = identity(args)
+    world.agree(made_from)
+    facts = {name.encode(): made_from[name].encode() for name in ("model_hash", "fasta_hash")}
+    facts[b"settings"] = json.dumps(args.settings, sort_keys=True).encode()
+    parent, build = Path(args.output_dir), None
+    with ExitStack() as stack:
+        with world.main_does() as mine:
+            if mine:
+                earlier = partial(same_by_date, args=args)
+                outputs = building(parent, ["embeddings"], made_from, args.overwrite, earlier=earlier)
+                build = stack.enter_context(outputs)
+        path = world.share(str(build.paths["embeddings"]) if build and build.paths else None)
+        if path is None:
+            return
+        with world.together():
+            if not Path(path).is_dir():
+                raise UserError(f"--output_dir {parent}: not that of rank 0: give a directory that all ranks share")
+            if not world.is_main:
+                hold_work(parent)
+        encoder, totals = begin(args, world, build, made_from)
+        # Not together: a rank that fails ends now, not when the others are done.
+        make_parts(args, world, encoder, Path(path), facts, totals.proteins)
+        world.watch.mark("waiting for the other ranks", 0)
+        with world.main_does() as mine:
+            pass
+        world.watch.rest()
+        with world.main_does() as mine:
+            if mine:
+                check_parts(Path(path), -(-totals.proteins // args.proteins_per_part), facts)
+                if content_hash(args.fasta) != made_from["fasta_hash"]:
+                    raise UserError(f"--fasta {args.fasta}: changed while it was read: start again")
+                build.results |= asdict(totals)
+                stack.close()  # publishes
+    logger.info(
+        "%s proteins of %s residues: %s", f"{totals.proteins:,}", f"{totals.residues:,}", parent / "embeddings"
+    )
+
+
 def main() -> None:
     (args,) = parse_arguments(__doc__, Arguments)
-    source = Path(args.fasta).stat()
-    made_from = {name: value for name, value in asdict(args).items() if name in DECIDES}
-    made_from |= {"fasta": Path(args.fasta).name, "size": source.st_size, "mtime_ns": source.st_mtime_ns}
-    with building(Path(args.output_dir), ["embeddings"], made_from, args.overwrite) as build:
-        if not build.paths:
-            return
-        directory, encoder, count, residues = build.paths["embeddings"], Encoder(args), 0, 0
-        bar = tqdm(unit=" tokens", unit_scale=True, mininterval=0.5 if sys.stderr.isatty() else 10.0)
-        with bar:
-            for number, part in enumerate(in_parts(proteins_of(args.fasta), args.proteins_per_part)):
-                path = directory / f"part-{number:05d}.parquet"
-                if not path.exists():
-                    write_part(table(part, embed(encoder, part, bar.update), args.per_residue), path)
-                count += len(part)
-                residues += sum(len(text) for _, text in part)
-                bar.set_postfix_str(f"{count:,} proteins", refresh=False)
-        build.results |= {"proteins": count, "residues": residues}
-    logger.info("%s proteins of %s residues: %s/embeddings", f"{count:,}", f"{residues:,}", args.output_dir)
+    if "RANK" not in os.environ:
+        embed_all(args, World.from_environment(args.use_cpu))
+        return
+    with distributed_run(ProcessFlags(use_cpu=args.use_cpu, ddp_timeout=A_WEEK_S)) as world:
+        world.stop.where = "what is finished stays: the same command goes on from there"
+        embed_all(args, world)
 
 
 if __name__ == "__main__":
-    run(main, resumable=True)
+    run(main, resumable="RANK" not in os.environ)

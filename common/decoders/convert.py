@@ -14,6 +14,7 @@ from torch import Tensor
 from common.cli import UserError
 from common.decoders.config import DecoderConfig
 from common.decoders.model import DecoderForCausalLM
+from common.layers.hf_directory import check_finite
 
 # What a checkpoint may keep of constants, by the ends of names.
 _REDUNDANT = ("rotary_emb.inv_freq",)
@@ -58,7 +59,7 @@ def pieces_to_hf(get: Callable[[str], Tensor], config: DecoderConfig) -> Iterato
 
 
 def pieces_from_hf(theirs: Mapping[str, Tensor], config: DecoderConfig, where: str) -> Iterator[tuple[str, Tensor]]:
-    """(our name, tensor), one at a time, in fp32. UserError unless `theirs` are such a model's tensors."""
+    """(our name, tensor), one at a time, in fp32. UserError unless `theirs` are such a model's tensors, and finite."""
     with torch.device("meta"):
         expected = dict(pieces_to_hf(DecoderForCausalLM(config).state_dict().__getitem__, config))
     tied = {"lm_head.weight"} if config.tie_word_embeddings else set()
@@ -72,4 +73,7 @@ def pieces_from_hf(theirs: Mapping[str, Tensor], config: DecoderConfig, where: s
             raise UserError(
                 f"{where}: {name} is {list(theirs[name].shape)}, its config.json asks for {list(tensor.shape)}"
             )
-    return ((ours, torch.cat([theirs[name].float() for name in names])) for ours, names, _ in parts(config))
+    return (
+        (ours, torch.cat([check_finite(name, theirs[name], where).float() for name in names]))
+        for ours, names, _ in parts(config)
+    )

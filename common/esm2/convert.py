@@ -16,6 +16,7 @@ from common.cli import UserError
 from common.esm2.config import Esm2Config
 from common.esm2.model import PADDED_VOCAB, Esm2ForMaskedLM
 from common.files import alphabet
+from common.layers.hf_directory import check_finite
 
 # one layer: ours -> theirs. QKV is handled apart.
 _LAYER = {
@@ -87,14 +88,17 @@ def from_hf(theirs: Mapping[str, Tensor], config: Esm2Config, where: str = "") -
 def pieces_from_hf(
     theirs: Mapping[str, Tensor], config: Esm2Config, where: str = ""
 ) -> tuple[Iterator[tuple[str, Tensor]], dict]:
-    """The same, one of our tensors at a time: `theirs` may read each when it is asked for."""
+    """The same, one of our tensors at a time: `theirs` may read each when it is asked for.
+
+    UserError, when it is its turn, for a tensor that holds NaN or infinity.
+    """
     # A bare EsmModel checkpoint has no "esm." prefix and no LM head: not something to go on pretraining from.
     known = {_new_name(k): k for k in theirs if k not in _REDUNDANT and not k.endswith(_ROTARY)}
     _check_shapes({name: theirs[k] for name, k in known.items()}, config, where)
     used = {*_names(config).values(), *_VOCAB.values()}
     used |= {name for n in range(config.num_hidden_layers) for kind in _KINDS for name in _qkv_names(n, kind)}
-    extras = {name: theirs[k] for name, k in known.items() if name not in used}
-    return _pieces_from_hf(lambda name: theirs[known[name]], config), extras
+    extras = {name: check_finite(name, theirs[k], where) for name, k in known.items() if name not in used}
+    return _pieces_from_hf(lambda name: check_finite(name, theirs[known[name]], where), config), extras
 
 
 def _pieces_from_hf(get: Callable[[str], Tensor], config: Esm2Config) -> Iterator[tuple[str, Tensor]]:

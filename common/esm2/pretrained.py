@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from itertools import chain
+from itertools import chain, zip_longest
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from common.cli import UserError
 from common.esm2 import convert
 from common.esm2.config import Esm2Config
 from common.esm2.model import Esm2ForMaskedLM, count_parameters
@@ -22,11 +23,32 @@ logger = logging.getLogger(__name__)
 NOT_FITTED = "the contact head is not fitted: `predict_contacts` answers 0.5 for every pair of residues"
 KEPT = "the contact head is that of the starting weights, which training leaves as it is"
 
+VOCABULARY_CHARACTERS = 10_000  # at most to be read of a vocab.txt: ESM-2's has 100
+
 
 def read_pretrained(directory: str, config: Esm2Config) -> tuple[Iterator[tuple[str, Tensor]], dict]:
-    """(our parameters as (name, tensor), extras) of a local directory's safetensors, or of a Hub repository's."""
+    """(our parameters as (name, tensor), extras) of a local directory's safetensors, or of a Hub repository's.
+
+    UserError for another vocabulary than ESM-2's, other tensors than `config` asks for, NaN and infinity.
+    """
     root, theirs = read_tensors(directory)
+    _check_vocabulary(root / "vocab.txt")
     return convert.pieces_from_hf(theirs, config, str(root))
+
+
+def _check_vocabulary(path: Path) -> None:
+    """UserError for a vocab.txt with other tokens, or in another order. Without one the weights are ESM-2's."""
+    if not path.is_file():
+        return
+    with open(path, encoding="utf-8", errors="replace") as file:
+        tokens = [line.strip() for line in file.read(VOCABULARY_CHARACTERS).rstrip().split("\n")]
+    if tokens != list(alphabet.TOKENS):
+        both = zip_longest(tokens, alphabet.TOKENS, fillvalue="nothing")
+        number, (theirs, ours) = next((n, pair) for n, pair in enumerate(both) if pair[0] != pair[1])
+        raise UserError(
+            f"{path}: not ESM-2's vocabulary: token {number} is {theirs[:20]!r}, not {ours!r}: only models of "
+            "ESM-2's 33 tokens in their published order can be read"
+        )
 
 
 def save_pretrained(

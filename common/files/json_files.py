@@ -7,14 +7,13 @@ import os
 from collections.abc import Iterable
 from pathlib import Path
 
-from common.files.output_directory import sync
+from common.files.output_directory import replace_flushed, sync
 
 
 def write_json(path: Path, value: dict) -> None:
     """Replace the file at once: whoever reads finds the old one or the new one."""
-    partial = path.with_name(f"{path.name}.partial")
-    partial.write_text(json.dumps(value, indent=4, sort_keys=True) + "\n")
-    os.replace(partial, path)
+    with replace_flushed(path) as partial:
+        partial.write_text(json.dumps(value, indent=4, sort_keys=True) + "\n")
 
 
 def write_json_flushed(path: Path, value: dict, sort_keys: bool) -> None:

@@ -4,7 +4,8 @@ A complete directory holds `.complete.json`: what it was made from (source, argu
 with size and CRC-32. The same command started again sees that, looks whether the files are as they were written, and
 does nothing; another command replaces the directory only with --overwrite, which makes everything anew.
 
-What a killed run leaves under the temporary name has a journal: the same command goes on from what is noted there.
+What a killed or failed run leaves under the temporary name has a journal: the same command goes on from what is noted
+there. A run that has noted nothing leaves nothing.
 """
 
 from __future__ import annotations
@@ -14,10 +15,11 @@ import json
 import logging
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 from isal import isal_zlib
@@ -49,6 +51,11 @@ class Journal:
         """The latest value noted under `key`, or None."""
         return self._values.get(key)
 
+    @property
+    def holds_work(self) -> bool:
+        """Whether anything is noted but what the work is for."""
+        return not self._values.keys() <= {MADE_FROM}
+
     def note(self, key: str, value) -> None:
         """Have (key, value) on the disk on return; sync what it speaks of first."""
         line = json.dumps([key, value]) + "\n"
@@ -61,7 +68,7 @@ class Journal:
 @dataclass
 class Build:
     """`paths`: where to write each output that is not complete yet; `scratch`: room for temporary files;
-    `results`: numbers to put into the record of completion; `journal`: what is done already, by a run that was killed.
+    `results`: numbers to put into the record of completion; `journal`: what an earlier run has done already.
 
     `paths` and `scratch` are as that run left them, or empty directories together with an empty journal.
     """
@@ -72,7 +79,7 @@ class Build:
     results: dict = field(default_factory=dict)
 
     def done(self, key: str):
-        """What was noted under `key`, in this run or in the killed one before it; None if nothing was."""
+        """What was noted under `key`, in this run or in the stopped one before it; None if nothing was."""
         return self.journal.done(key)
 
     def note(self, key: str, value) -> None:
@@ -96,16 +103,19 @@ def building(
     overwrite: bool,
     verify: bool = False,
     siblings: tuple[str, ...] = (),
+    earlier: Callable[[Path, dict], bool] = lambda directory, made_from: False,
 ) -> Iterator[Build]:
     """Build parent/name for each of `names` that is not there yet; `paths` is empty when all of them are.
 
     overwrite: make all of them anew; verify: look at the checksums of what is there, not only at sizes; siblings: what
     the same script may have made there before, in other forms: of other input it must not stay beside the new.
+    earlier: whether a complete directory, whose record has this `made_from`, was made by an earlier version of the
+    script, which recorded other facts, from the same input; it counts as complete then.
 
-    On a clean exit each output appears under its name at once. A run that is killed or interrupted (Ctrl-C) leaves its
-    work, and the next one with the same `made_from` goes on from it; any other failure leaves nothing, and what was
-    made from something else is cleared. UserError if an output exists and was made from something else (unless
-    `overwrite`), if `parent` is not writable or if another run is at work in it.
+    On a clean exit each output appears under its name at once. A run that ends otherwise, killed, interrupted or by
+    any error, leaves what it has noted, and the next one with the same `made_from` goes on from it; if it has noted
+    nothing, nothing is left. Work for something else is cleared. UserError if an output exists and was made from
+    something else (unless `overwrite`), if `parent` is not writable or if another run is at work in it.
     """
     created = [path for path in (parent, *parent.parents) if not path.exists()]
     lock = None
@@ -113,7 +123,10 @@ def building(
         try:
             parent.mkdir(parents=True, exist_ok=True)
             lock = _lock(parent)
-            missing = _missing(parent, names, made_from, overwrite, verify)
+            if (parent / BUILDING).is_dir():
+                _release(_lock(parent, of=parent / BUILDING))  # nor may ranks of an earlier run still be at work
+            same = partial(_is_same, made_from=made_from, earlier=earlier)
+            missing = _missing(parent, names, made_from, overwrite, verify, same)
             stale = [name for name in siblings if name not in names and _is_stale(parent / name, made_from)]
             for name in stale:
                 _refuse_to_replace(parent / name, overwrite)
@@ -125,7 +138,7 @@ def building(
             _clear(parent)  # a run killed between its last rename and the end
             yield Build({}, parent, Journal(parent / BUILDING / JOURNAL))
             return
-        interrupted = False
+        failed = True
         try:
             yield build
             for name, path in build.paths.items():
@@ -134,32 +147,41 @@ def building(
             for name in stale:
                 logger.warning("%s was made from other input: removed", parent / name)
                 shutil.rmtree(parent / name)
-        except KeyboardInterrupt:
-            interrupted = True
-            raise
+            failed = False
         except OSError as error:
             error.filename = error.filename or str(parent)  # writing to a full disk does not say where
             raise
         finally:
-            if not interrupted:
+            if failed and build.journal.holds_work:
+                logger.info("What is finished stays in %s: the same command goes on from there", parent / BUILDING)
+            else:
                 _clear(parent)
         created = []
     finally:
-        if lock is not None:
-            os.close(lock)
+        _release(lock)
         for path in created:  # after a failure only; those that hold something (a download to resume) stay
             with suppress(OSError):
                 path.rmdir()
 
 
-def _missing(parent: Path, names: list[str], made_from: dict, overwrite: bool, verify: bool) -> list[str]:
+def hold_work(parent: Path) -> None:
+    """Keep other runs out of what is being built in `parent`, for as long as this process lives.
+
+    For the ranks beside the one that is in `building`: they may outlive it. UserError if another run has it already.
+    """
+    _lock(parent, fcntl.LOCK_SH, parent / BUILDING)
+
+
+def _missing(
+    parent: Path, names: list[str], made_from: dict, overwrite: bool, verify: bool, same: Callable[[Path], bool]
+) -> list[str]:
     if overwrite:
         begun = Journal(parent / BUILDING / JOURNAL).done(MADE_FROM)
         if begun is None or begun["made_from"] != _as_json(made_from):
             return list(names)
         # A run that did the same was killed: what it had published already is new.
         return [name for name in names if name not in begun["names"] or (parent / BUILDING / name).is_dir()]
-    missing = [name for name in names if not _is_complete(parent / name, made_from)]
+    missing = [name for name in names if not same(parent / name)]
     for name in names:
         if name not in missing and (change := _changed(parent / name, verify)):
             raise UserError(f"{parent / name}: {change} since it was written: give --overwrite to make it again")
@@ -182,6 +204,8 @@ def _open_work(parent: Path, names: list[str], made_from: dict) -> Build:
         or of["made_from"] != _as_json(made_from)
         or not all(name in of["names"] and path.is_dir() for name, path in paths.items())
     ):
+        if journal.holds_work:
+            logger.warning("%s: work of a stopped run for other input or arguments is removed", work)
         _clear(parent)
         try:
             for path in (work, work / SCRATCH, *paths.values()):
@@ -201,9 +225,12 @@ def _as_json(value: dict) -> dict:
     return json.loads(json.dumps(value))
 
 
-def _is_complete(directory: Path, made_from: dict) -> bool:
+def _is_same(directory: Path, made_from: dict, earlier: Callable[[Path, dict], bool]) -> bool:
+    """Whether the directory is complete and of the same input."""
     record = read_record(directory)
-    return record is not None and record["made_from"] == _as_json(made_from)
+    return record is not None and (
+        record["made_from"] == _as_json(made_from) or earlier(directory, record["made_from"])
+    )
 
 
 def _is_stale(directory: Path, made_from: dict) -> bool:
@@ -255,7 +282,7 @@ def _refuse_to_replace(directory: Path, overwrite: bool) -> None:
 def _publish(path: Path, final: Path, record: dict) -> None:
     with open(path / RECORD, "w") as file:
         json.dump(record, file, indent=1, sort_keys=True)
-        sync(file)
+    sync_tree(path)
     if final.exists():
         final.rename(final.parent / f"{BUILDING}-replaced-{final.name}")
     path.rename(final)
@@ -274,14 +301,14 @@ def replace_flushed(path: Path) -> Iterator[Path]:
 
     A failure leaves `path` as it was and nothing beside it; a power cut too, but for the unfinished file.
     """
-    partial = path.with_name(f"{path.name}.partial")
+    unfinished = path.with_name(f"{path.name}.partial")
     try:
-        yield partial
-        with open(partial, "rb") as file:
+        yield unfinished
+        with open(unfinished, "rb") as file:
             os.fsync(file.fileno())
-        os.replace(partial, path)
+        os.replace(unfinished, path)
     except BaseException:
-        partial.unlink(missing_ok=True)
+        unfinished.unlink(missing_ok=True)
         raise
     sync_directory(path.parent)
 
@@ -295,16 +322,25 @@ def sync_directory(path: Path) -> None:
         os.close(handle)
 
 
+def sync_tree(directory: Path) -> None:
+    """Have a directory reach the disk, with all that is in it; call before the rename that makes it visible."""
+    for root, _, names in os.walk(directory):
+        for name in names:
+            with open(os.path.join(root, name), "rb") as file:
+                os.fsync(file.fileno())
+        sync_directory(Path(root))
+
+
 def _clear(parent: Path) -> None:
     for path in parent.glob(f"{BUILDING}*"):
         shutil.rmtree(path)
 
 
-def _lock(parent: Path) -> int | None:
-    """Hold the directory for this process; released by the system however the process ends."""
-    handle = os.open(parent, os.O_RDONLY)
+def _lock(parent: Path, kind: int = fcntl.LOCK_EX, of: Path | None = None) -> int | None:
+    """Hold the directory (or another one in its stead) for this process; released by the system however it ends."""
+    handle = os.open(of or parent, os.O_RDONLY)
     try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(handle, kind | fcntl.LOCK_NB)
     except BlockingIOError:
         os.close(handle)
         raise UserError(
@@ -314,3 +350,8 @@ def _lock(parent: Path) -> int | None:
         os.close(handle)
         return None
     return handle
+
+
+def _release(handle: int | None) -> None:
+    if handle is not None:
+        os.close(handle)

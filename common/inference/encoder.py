@@ -10,10 +10,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from common.cli import Flags, Missing, flag
+from common.cli import Flags, Missing, UserError, flag
 from common.esm2.model import Esm2ForMaskedLM
 from common.esm2.presets import load_config
 from common.esm2.pretrained import read_pretrained
+from common.files.alphabet import TOKENS
 
 logger = logging.getLogger(__name__)
 Progress = Callable[[int], None]
@@ -44,12 +45,16 @@ class EncoderFlags(Flags):
 
 
 class Encoder:
-    """A model with its weights, on the GPU where there is one."""
+    """A model with its weights, on the GPU where there is one.
 
-    def __init__(self, flags: EncoderFlags):
+    device: of this process, where several share a machine. UserError for weights that are missing, damaged or not
+    finite, and for another vocabulary than ESM-2's.
+    """
+
+    def __init__(self, flags: EncoderFlags, device: torch.device | None = None):
         self.flags = flags
         on_gpu = torch.cuda.is_available() and not flags.use_cpu
-        self.device = torch.device("cuda" if on_gpu else "cpu")
+        self.device = device or torch.device("cuda" if on_gpu else "cpu")
         config = load_config(flags.model_name_or_path)
         with torch.device("meta"):
             self.model = Esm2ForMaskedLM(config)
@@ -77,7 +82,7 @@ class Encoder:
     def hidden(self, sequences: Sequence[np.ndarray], done: Progress = lambda tokens: None) -> list[Tensor]:
         """After the last LayerNorm: fp32 [length, hidden] each, of token ids uint8 [length].
 
-        done: told after each pack how many tokens it had.
+        done: called after each pack with the number of its tokens. UserError where one is NaN or infinite.
         """
         return self._run(sequences, True, done)
 
@@ -101,4 +106,13 @@ class Encoder:
             done(len(ids))
             for number, part in zip(pack, found.split(lengths), strict=True):
                 results[number] = part
+            if not found.isfinite().all():
+                self._refuse(sequences[next(number for number in pack if not results[number].isfinite().all())])
         return results
+
+    def _refuse(self, sequence: np.ndarray) -> None:
+        begins = "".join(TOKENS[token] for token in sequence[1:21])
+        raise UserError(
+            f"{self.flags.model_name_or_path}: gives NaN or infinity for the sequence {begins}... of {len(sequence)} "
+            "tokens: try it without --bf16, or take another checkpoint"
+        )

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from common.cli import UserError, one_line
 from common.files.content_hash import combined_hash
+from common.files.output_directory import sync_directory, sync_tree
 
 SHARD_BYTES = 5 * 10**9
 INDEX = "model.safetensors.index.json"
@@ -43,14 +44,19 @@ def local_directory(name_or_path: str) -> Path:
         ) from error
 
 
+def model_files(name_or_path: str) -> list[Path]:
+    """The files that make a model what it is: weights, configuration, vocabulary. UserError without weights."""
+    root = local_directory(name_or_path)
+    others = [root / name for name in ("config.json", "vocab.txt", INDEX)]
+    return [*(path for path in others if path.is_file()), *_weight_files(root)]
+
+
 def model_hash(name_or_path: str) -> str:
-    """Identity of a model: one hash (hex) of its weights, configuration and vocabulary, wherever they are.
+    """Identity of a model, wherever it is: one hash (hex) of the contents of its `model_files`.
 
     UserError where there are no weights, or one of the files is being written.
     """
-    root = local_directory(name_or_path)
-    others = [root / name for name in ("config.json", "vocab.txt", "tokenizer.json", INDEX)]
-    return combined_hash([*(path for path in others if path.is_file()), *_weight_files(root)])
+    return combined_hash(model_files(name_or_path))
 
 
 def read_tensors(directory: str) -> tuple[Path, dict[str, Tensor]]:
@@ -65,6 +71,18 @@ def read_tensors(directory: str) -> tuple[Path, dict[str, Tensor]]:
         except (SafetensorError, OSError) as error:
             raise UserError(f"{path}: cannot be read: {error}; cut short? Copy or download it again") from error
     return root, theirs
+
+
+def check_finite(name: str, tensor: Tensor, where: str) -> Tensor:
+    """The tensor. UserError, which begins with `where`, if it holds NaN or infinity."""
+    if tensor.numel() and tensor.is_floating_point():
+        extremes = torch.stack(torch.aminmax(tensor))  # a NaN is both; no copy, no mask
+        if not extremes.isfinite().all():
+            raise UserError(
+                f"{where}: tensor {name} holds NaN or infinity: its training diverged, or the file is damaged: "
+                "take an earlier checkpoint, or download it again"
+            )
+    return tensor
 
 
 def _weight_files(root: Path) -> list[Path]:
@@ -104,19 +122,21 @@ def write_directory(
 ) -> None:
     """Write a directory that transformers' from_pretrained opens offline, tensors in fp32.
 
-    The directory appears when it is complete, or not at all; one that is there already is replaced.
+    The directory appears when all of it is on the disk, or not at all; one that is there already is replaced.
     """
     partial = directory.with_name(f"{directory.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     try:
         _write(pieces, content, partial, shard_bytes)
+        sync_tree(partial)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
     if directory.exists():
         shutil.rmtree(directory)
     partial.rename(directory)
+    sync_directory(directory.parent)
 
 
 def _write(pieces: Iterator[tuple[str, Tensor]], content: Content, partial: Path, shard_bytes: int) -> None:

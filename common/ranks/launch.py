@@ -72,8 +72,8 @@ def _torchrun(arguments: list[str]) -> int:
 
 
 def _output_dir(arguments: list[str]) -> Path | None:
-    """What a train script will take for its --output_dir; None for `-m module`, which is no run."""
-    if "-m" in arguments or "--module" in arguments:
+    """What a train script will take for its --output_dir; None for what makes no checkpoints to count starts by."""
+    if not {"-m", "--module"}.isdisjoint(arguments) or "embed.py" in (Path(word).name for word in arguments):
         return None
     given = None
     for word, after in zip(arguments, [*arguments[1:], None], strict=True):

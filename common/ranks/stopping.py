@@ -67,6 +67,7 @@ class StopRequest:
         self.requested = False
         self.told = False  # the same, known also while the main thread runs no Python
         self.at_once = True  # until the run has something to save
+        self.where = "before the first step: the same command starts again"  # what is said of a stop at once
         self._waiting = False
 
     def listen(self) -> None:
@@ -120,7 +121,7 @@ class StopRequest:
             if self.at_once:
                 told = b"interrupted" if interrupted else b"Stopped as asked"
                 if says:
-                    os.write(2, told + b", before the first step: the same command starts again\n")
+                    os.write(2, told + f", {self.where}\n".encode())
                 os._exit(128 + signal.SIGINT if interrupted else PREEMPTED)
             if interrupted and says and not self.told:
                 os.write(2, b"interrupted: saving after this step; once more to leave without\n")
