@@ -21,22 +21,22 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 from tqdm import tqdm
 
 from common.cli import Missing, UserError, flag, one_line, parse_arguments, run
+from common.esm2.presets import load_config
 from common.files.content_hash import content_hash
 from common.files.output_directory import replace_flushed
 from common.inference.encoder import Encoder, EncoderFlags
 from common.inference.mutations import Variant, parse_variant, quoted, score
+from common.inference.proteins import look_through
 from common.layers.hf_directory import model_hash
 from common.sources.fasta import read_fasta
-from common.sources.residues import check_residues, count_unknown
 
 logger = logging.getLogger(__name__)
 COLUMNS = {"masked_marginal": True, "wild_type_marginal": False}
 PROTEIN = "protein"
-DECIDES = (
+SETTINGS = (
     *("max_seq_length", "bf16", "mutation_column", "protein_column", "first_residue"),
     *("wild_type_marginal_only", "column_prefix"),
 )
@@ -100,15 +100,13 @@ def read_rows(path: str) -> tuple[list[str], list[dict[str, str]]]:
 
 def read_proteins(path: str) -> dict[str, bytes]:
     """{id: residues}. UserError where two have the same id, and for what is no protein."""
+    totals = look_through(path)
+    totals.report(f"--fasta {path}")
     proteins: dict[str, bytes] = {}
     for name, text in read_fasta(path):
         if (name := name.decode()) in proteins:
             raise UserError(f"--fasta {path}: the id {quoted(name)} is there twice: rename one, or remove it")
         proteins[name] = text
-    unknown = sum(count_unknown(np.frombuffer(text, np.uint8)) for text in proteins.values())
-    check_residues(f"--fasta {path}", unknown, sum(map(len, proteins.values())))
-    if unknown:
-        logger.warning("--fasta %s: %s characters are no residues: <unk>", path, f"{unknown:,}")
     return proteins
 
 
@@ -143,6 +141,10 @@ def variants_of(args: Arguments, names: list[str], rows: list[dict[str, str]], p
             )
         variants.append(parse_variant(row[args.mutation_column], proteins[name], where, args.first_residue))
     return variants
+
+
+def input_hashes(args: Arguments) -> dict[str, str]:
+    return {f"{name}_hash": content_hash(getattr(args, name)) for name in ("fasta", "mutations")}
 
 
 def is_finished(output: Path, record: Path, made_from: dict) -> bool:
@@ -184,18 +186,21 @@ def main() -> None:
         for name, masked in COLUMNS.items()
         if not (masked and args.wild_type_marginal_only)
     }
+    hashes = input_hashes(args)
     names, rows = read_rows(args.mutations)
     proteins = read_proteins(args.fasta)
     check_columns(args, names, list(columns), proteins)
     variants = variants_of(args, names, rows, proteins)
     output, record, *_ = written(Path(args.output))
-    made_from = {name: getattr(args, name) for name in DECIDES}
-    made_from |= {name: content_hash(getattr(args, name)) for name in ("fasta", "mutations")}
-    made_from["model"] = model_hash(args.model_name_or_path)
+    load_config(args.model_name_or_path)  # it says best what is wrong with what is no model
+    hashes["model_hash"] = model_hash(args.model_name_or_path)
+    made_from = hashes | {name: getattr(args, name) for name in SETTINGS}
     if not args.overwrite and is_finished(output, record, made_from):
         logger.info("%s was made from the same input and arguments: nothing to do", output)
         return
     encoder = Encoder(args)
+    if hashes != input_hashes(args) | {"model_hash": model_hash(args.model_name_or_path)}:
+        raise UserError("the model, --fasta or --mutations changed while they were read: start again")
     with tqdm(unit=" tokens", unit_scale=True, mininterval=0.5 if sys.stderr.isatty() else 10.0) as bar:
         scores = {name: score(encoder, variants, masked, bar.update) for name, masked in columns.items()}
     scored = [row | {name: f"{scores[name][n]:.6f}" for name in columns} for n, row in enumerate(rows)]
