@@ -4,16 +4,18 @@ r"""Scores of mutations, by a model that you have trained or any ESM-2: a CSV in
 python score.py --model_name_or_path out/final_model --fasta protein.fasta --mutations mutants.csv \
     --output scored.csv
 
-A row's mutations stand in the column `mutant`: A24G, or A24G:K30R. masked_marginal: log p(mutant) - log p(wild type)
-in nats, with the mutated residues hidden; wild_type_marginal: with all of them seen, in one pass. Above zero the model
-likes the mutant better. docs/after.md has more.
+A row's mutations stand in the column `mutant`: A24G, or A24G:K30R, whose score is the sum of the two.
+masked_marginal: log p(mutant) - log p(wild type) in nats, with the residue masked; wild_type_marginal: with nothing
+masked, one pass a protein. Above zero the model prefers the mutant. docs/after.md has more.
 """
 
 from __future__ import annotations
 
 import common  # noqa: F401  # isort: skip  (before torch: see there)
 import csv
+import json
 import logging
+import os
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -21,13 +23,23 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from common.cli import Missing, UserError, flag, parse_arguments, run
+from common.cli import Missing, UserError, flag, one_line, parse_arguments, run
+from common.esm2.presets import load_config
+from common.files.content_hash import content_hash
+from common.files.output_directory import replace_flushed
 from common.inference.encoder import Encoder, EncoderFlags
-from common.inference.mutations import Variant, parse_variant, score, window_of
+from common.inference.mutations import Variant, parse_variant, quoted, score
+from common.inference.proteins import look_through
+from common.layers.hf_directory import model_hash
 from common.sources.fasta import read_fasta
 
 logger = logging.getLogger(__name__)
 COLUMNS = {"masked_marginal": True, "wild_type_marginal": False}
+PROTEIN = "protein"
+SETTINGS = (
+    *("max_seq_length", "bf16", "mutation_column", "protein_column", "first_residue"),
+    *("wild_type_marginal_only", "column_prefix"),
+)
 
 
 @dataclass
@@ -38,9 +50,11 @@ class Arguments(EncoderFlags):
     mutations: str | None = flag(None, "The CSV.")
     output: str | None = flag(None, "The CSV with the scores.")
     mutation_column: str = flag("mutant", "The column of the mutations.")
-    protein_column: str = flag("protein", "The column of the ids in --fasta; needed where it has several.")
+    protein_column: str = flag(PROTEIN, "The column of the ids in --fasta; needed where it has several.")
     first_residue: int = flag(1, "The number that the CSV gives the first residue.")
-    wild_type_marginal_only: bool = flag(False, "Only the cheap score: one pass a protein.")
+    wild_type_marginal_only: bool = flag(False, "Only the cheap score: one pass a window of a protein.")
+    column_prefix: str = flag("", "What the names of the new columns begin with, say the model's name.")
+    overwrite: bool = flag(False, "Replace --output, whatever it is.")
 
     def missing(self) -> Iterator[Missing]:
         for name, what in (("fasta", "the wild type"), ("mutations", "the CSV"), ("output", "where the scores go")):
@@ -51,6 +65,21 @@ class Arguments(EncoderFlags):
         for name in ("fasta", "mutations"):
             if not Path(getattr(self, name)).is_file():
                 raise UserError(f"--{name} {getattr(self, name)}: no such file")
+            for path in written(Path(self.output)):
+                if path.exists() and path.samefile(getattr(self, name)):
+                    raise UserError(f"--output {self.output}: it would replace --{name}: choose another name")
+        output = Path(self.output)
+        if output.exists() and not output.is_file():
+            raise UserError(f"--output {output}: it is there and no file: choose another name")
+        there = next(path for path in output.absolute().parents if path.exists())
+        if not (there.is_dir() and os.access(there, os.W_OK | os.X_OK)):
+            raise UserError(f"--output {output}: {there} is no directory that you can write to: choose another")
+
+
+def written(output: Path) -> list[Path]:
+    """All files that a run writes: the scores, the record of what they were made from, and both under way."""
+    final = (output, output.with_name(f"{output.name}.json"))
+    return [*final, *(path.with_name(f"{path.name}.partial") for path in final)]
 
 
 def read_rows(path: str) -> tuple[list[str], list[dict[str, str]]]:
@@ -60,7 +89,7 @@ def read_rows(path: str) -> tuple[list[str], list[dict[str, str]]]:
             reader = csv.DictReader(file)
             rows = list(reader)
         except (csv.Error, UnicodeDecodeError) as error:
-            raise UserError(f"--mutations {path}: no CSV: {error}") from error
+            raise UserError(f"--mutations {path}: no CSV: {one_line(error)}") from error
     for line, row in enumerate(rows, 2):
         if None in row or None in row.values():
             raise UserError(f"--mutations {path}: row {line} has not as many fields as the header")
@@ -69,51 +98,114 @@ def read_rows(path: str) -> tuple[list[str], list[dict[str, str]]]:
     return list(reader.fieldnames), rows
 
 
-def variants_of(args: Arguments, names: list[str], rows: list[dict[str, str]]) -> list[Variant]:
-    proteins = {name.decode(): text for name, text in read_fasta(args.fasta)}
+def read_proteins(path: str) -> dict[str, bytes]:
+    """{id: residues}. UserError where two have the same id, and for what is no protein."""
+    totals = look_through(path)
+    totals.report(f"--fasta {path}")
+    proteins: dict[str, bytes] = {}
+    for name, text in read_fasta(path):
+        if (name := name.decode()) in proteins:
+            raise UserError(f"--fasta {path}: the id {quoted(name)} is there twice: rename one, or remove it")
+        proteins[name] = text
+    return proteins
+
+
+def check_columns(args: Arguments, names: list[str], new: list[str], proteins: dict[str, bytes]) -> None:
+    """UserError unless the CSV has the columns that are needed, and none of the new ones."""
+    where = f"--mutations {args.mutations}"
+    if twice := [name for number, name in enumerate(names) if name in names[:number]]:
+        raise UserError(f"{where}: the column {quoted(twice[0])} is there twice: rename one")
     if args.mutation_column not in names:
-        raise UserError(
-            f"--mutations {args.mutations}: no column {args.mutation_column!r}: there are {', '.join(names)}"
-        )
-    if len(proteins) > 1 and args.protein_column not in names:
+        there = ", ".join(map(quoted, names))
+        raise UserError(f"{where}: no column {args.mutation_column!r}: there are {there}: give --mutation_column")
+    if args.protein_column not in names and (len(proteins) > 1 or args.protein_column != PROTEIN):
         raise UserError(
             f"--fasta {args.fasta} has {len(proteins)} proteins and {args.mutations} no column "
             f"{args.protein_column!r} to tell them apart: add it, or give a --fasta of one"
         )
-    found = []
+    for name in new:
+        if name in names:
+            raise UserError(f"{where}: it has a column {name!r} already: rename it, or give another --column_prefix")
+
+
+def variants_of(args: Arguments, names: list[str], rows: list[dict[str, str]], proteins: dict) -> list[Variant]:
+    """The variant of each row. UserError names the first row whose protein or mutations are none."""
+    variants = []
     for line, row in enumerate(rows, 2):
         where = f"{args.mutations}, row {line}"
-        name = row[args.protein_column] if len(proteins) > 1 else next(iter(proteins))
+        name = row[args.protein_column] if args.protein_column in names else next(iter(proteins))
         if name not in proteins:
-            raise UserError(f"{where}: {name!r} is not in {args.fasta}")
-        variant = parse_variant(row[args.mutation_column] or "", proteins[name], where, args.first_residue)
-        try:
-            window_of(variant, args.max_seq_length)
-        except ValueError as error:
-            raise UserError(f"{where}: {error}: raise --max_seq_length") from None
-        found.append(variant)
-    return found
+            raise UserError(
+                f"{where}: the {args.protein_column} {quoted(name)} is not in {args.fasta}: correct it, or rename the "
+                "column if it is about something else"
+            )
+        variants.append(parse_variant(row[args.mutation_column], proteins[name], where, args.first_residue))
+    return variants
+
+
+def input_hashes(args: Arguments) -> dict[str, str]:
+    return {f"{name}_hash": content_hash(getattr(args, name)) for name in ("fasta", "mutations")}
+
+
+def is_finished(output: Path, record: Path, made_from: dict) -> bool:
+    """Whether `output` holds the scores of this very input. UserError where it holds anything else."""
+    if not output.exists():
+        return False
+    try:
+        found = json.loads(record.read_text())
+        made, digest = found["made_from"], found["sha256"]
+    except (OSError, ValueError, TypeError, KeyError, RecursionError):
+        why = "exists, and does not say what it was made from"
+    else:
+        if made == made_from and digest == content_hash(output):
+            return True
+        why = "has changed since it was written" if made == made_from else "was made from other input or arguments"
+    raise UserError(f"--output {output}: {why}: give --overwrite to replace it, or another --output")
+
+
+def write(output: Path, record: Path, header: list[str], rows: list[dict], about: dict) -> None:
+    """The scores, and the record of them, `about` among it: whole and on the disk, or not at all."""
+    try:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        with replace_flushed(output) as partial:
+            with open(partial, "w", newline="", encoding="utf-8") as file:
+                writer = csv.DictWriter(file, header)
+                writer.writeheader()
+                writer.writerows(rows)
+            # The record first: a file of scores never stands beside one of other input.
+            with replace_flushed(record) as path:
+                path.write_text(json.dumps(about | {"sha256": content_hash(partial)}, indent=1))
+    except OSError as error:
+        raise UserError(f"--output {output}: {error.strerror}: make room, or choose another --output") from error
 
 
 def main() -> None:
     (args,) = parse_arguments(__doc__, Arguments)
+    columns = {
+        f"{args.column_prefix}{name}": masked
+        for name, masked in COLUMNS.items()
+        if not (masked and args.wild_type_marginal_only)
+    }
+    hashes = input_hashes(args)
     names, rows = read_rows(args.mutations)
-    variants = variants_of(args, names, rows)
-    output = Path(args.output)
-    output.parent.mkdir(parents=True, exist_ok=True)
+    proteins = read_proteins(args.fasta)
+    check_columns(args, names, list(columns), proteins)
+    variants = variants_of(args, names, rows, proteins)
+    output, record, *_ = written(Path(args.output))
+    load_config(args.model_name_or_path)  # it says best what is wrong with what is no model
+    hashes["model_hash"] = model_hash(args.model_name_or_path)
+    made_from = hashes | {name: getattr(args, name) for name in SETTINGS}
+    if not args.overwrite and is_finished(output, record, made_from):
+        logger.info("%s was made from the same input and arguments: nothing to do", output)
+        return
     encoder = Encoder(args)
-    columns = [name for name in COLUMNS if not (args.wild_type_marginal_only and COLUMNS[name])]
+    if hashes != input_hashes(args) | {"model_hash": model_hash(args.model_name_or_path)}:
+        raise UserError("the model, --fasta or --mutations changed while they were read: start again")
     with tqdm(unit=" tokens", unit_scale=True, mininterval=0.5 if sys.stderr.isatty() else 10.0) as bar:
-        scores = {name: score(encoder, variants, COLUMNS[name], bar.update) for name in columns}
-    partial = output.with_name(f"{output.name}.partial")
-    with open(partial, "w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(
-            file, [*(name for name in names if name not in columns), *columns], extrasaction="ignore"
-        )
-        writer.writeheader()
-        for number, row in enumerate(rows):
-            writer.writerow(row | {name: f"{scores[name][number]:.6f}" for name in columns})
-    partial.rename(output)
+        scores = {name: score(encoder, variants, masked, bar.update) for name, masked in columns.items()}
+    scored = [row | {name: f"{scores[name][n]:.6f}" for name in columns} for n, row in enumerate(rows)]
+    about = {"made_from": made_from, "model_name_or_path": args.model_name_or_path}
+    write(output, record, [*names, *columns], scored, about)
     logger.info("%s variants scored: %s", f"{len(rows):,}", output)
 
 

@@ -12,6 +12,7 @@ from common.decoders.config import DecoderConfig
 from common.decoders.convert import pieces_from_hf, pieces_to_hf
 from common.decoders.model import DecoderForCausalLM
 from common.layers.hf_directory import SHARD_BYTES, Content, read_tensors, write_directory
+from common.layers.model_card import UNKNOWN, Training, write_card
 
 
 def read_decoder(directory: str, config: DecoderConfig) -> Iterator[tuple[str, Tensor]]:
@@ -25,14 +26,23 @@ def save_decoder(
     config: DecoderConfig,
     directory: Path,
     save_tokenizer: Callable[[Path], None],
+    training: Training = UNKNOWN,
     shard_bytes: int = SHARD_BYTES,
 ) -> None:
     """Write a directory that `AutoModelForCausalLM.from_pretrained` opens offline.
 
-    pieces: Hugging Face's tensors as `pieces_to_hf` gives them. As common.layers.hf_directory.write_directory.
+    pieces: Hugging Face's tensors as `pieces_to_hf` gives them; training: for the model card. As
+    common.layers.hf_directory.write_directory.
     """
     with torch.device("meta"):
-        tensors = dict(pieces_to_hf(DecoderForCausalLM(config).state_dict().__getitem__, config))
+        model = DecoderForCausalLM(config)
+        tensors = dict(pieces_to_hf(model.state_dict().__getitem__, config))
+
+    def finish(partial: Path) -> None:
+        save_tokenizer(partial)
+        parameters = sum(parameter.numel() for parameter in model.parameters())
+        write_card(partial, config.architecture, ("text-generation", config.model_type), config, parameters, training)
+
     shapes = {name: tensor.shape for name, tensor in tensors.items()}
-    content = Content(config.to_transformers(), config.architecture, shapes, save_tokenizer)
+    content = Content(config.to_transformers(), config.architecture, shapes, finish)
     write_directory(pieces, content, directory, shard_bytes)

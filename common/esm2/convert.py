@@ -50,6 +50,11 @@ _KINDS = ("weight", "bias")
 _OLD_NAMES = {".gamma": ".weight", ".beta": ".bias"}
 
 
+def is_contact_head(name: str) -> bool:
+    """Whether a Hugging Face tensor is of the contact head, which pretraining does not fit."""
+    return name.startswith(_CONTACT)
+
+
 def _names(config: Esm2Config) -> dict[str, str]:
     names = dict(_REST)
     for n in range(config.num_hidden_layers):

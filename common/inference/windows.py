@@ -33,18 +33,6 @@ def windows(residues: int, longest: int) -> Iterator[Window]:
         yield Window(start, longest, begin - start, end - start)
 
 
-def window_around(positions: list[int], residues: int, longest: int) -> tuple[int, int]:
-    """(start, length) of the window that has these positions (from 0) in its middle, as far as the ends allow.
-
-    ValueError where they are further apart than a window is long.
-    """
-    length = min(residues, longest)
-    first, last = min(positions), max(positions)
-    if last - first >= length:
-        raise ValueError(f"positions {first + 1} and {last + 1} are further apart than {length} residues")
-    return max(0, min((first + last + 1 - length) // 2, residues - length)), length
-
-
 def tokens_of(sequence: bytes, start: int, length: int) -> np.ndarray:
     """`<cls> residues <eos>` of a part, uint8 [length + 2]."""
     return encode(sequence[start : start + length])

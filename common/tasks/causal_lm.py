@@ -21,6 +21,7 @@ from common.batches.windows import Pack
 from common.decoders.convert import pieces_to_hf
 from common.decoders.pretrained import save_decoder
 from common.esm2.model import count_parameters
+from common.layers.model_card import Training
 from common.outputs.curves import Words
 from common.outputs.metrics import guide_line
 from common.ranks.world import World
@@ -115,6 +116,6 @@ class CausalLM(Task):
         parameters = dict(self.built.weights.named_parameters())
         return pieces_to_hf(lambda name: gather(parameters[name]).detach(), self.built.config)
 
-    def export(self, pieces: Iterator[tuple[str, Tensor]], directory: Path) -> None:
+    def export(self, pieces: Iterator[tuple[str, Tensor]], directory: Path, training: Training) -> None:
         """Write them where AutoModelForCausalLM opens them, with the tokenizer; the main rank only."""
-        save_decoder(pieces, self.built.config, directory, self.tokenizer.save)
+        save_decoder(pieces, self.built.config, directory, self.tokenizer.save, training)

@@ -25,6 +25,7 @@ from common.batches.windows import Pack
 from common.esm2 import convert
 from common.esm2.pretrained import save_pretrained
 from common.files import alphabet
+from common.layers.model_card import Training
 from common.layers.shapes import filled_up
 from common.outputs.curves import ESM2
 from common.outputs.metrics import step_line
@@ -120,9 +121,9 @@ class MaskedLM(Task):
             lambda name: gather(parameters[name]).detach(), self.built.config, self.built.extras
         )
 
-    def export(self, pieces: Iterator[tuple[str, Tensor]], directory: Path) -> None:
+    def export(self, pieces: Iterator[tuple[str, Tensor]], directory: Path, training: Training) -> None:
         """Write them where transformers' from_pretrained opens them; the main rank only."""
-        save_pretrained(pieces, self.built.config, directory)
+        save_pretrained(pieces, self.built.config, directory, training)
 
 
 def evaluate(

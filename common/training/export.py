@@ -32,6 +32,7 @@ from common.esm2.presets import load_config
 from common.esm2.pretrained import save_pretrained
 from common.files import alphabet
 from common.files.untrusted import check_type, shorten
+from common.layers.model_card import Training
 from common.outputs import checkpoint_files as files
 from common.outputs.checkpoint import CONFIG, TRAINER_STATE
 from common.outputs.checkpoint_choice import damage_of, newest_usable
@@ -77,19 +78,21 @@ def _export_esm2(checkpoint: Path, stored: StoredTensors, directory: Path) -> No
     config = load_config(str(checkpoint))
     read = _reader(checkpoint, stored, partial(Esm2ForMaskedLM, config))
     extras = {name.removeprefix(EXTRAS): stored.read(name) for name in stored.shapes if name.startswith(EXTRAS)}
-    save_pretrained(convert.pieces_to_hf(read, config, extras), config, directory)
+    training = Training.of_state(files.read_listed(checkpoint, TRAINER_STATE))
+    save_pretrained(convert.pieces_to_hf(read, config, extras), config, directory, training)
 
 
 def _export_decoder(checkpoint: Path, stored: StoredTensors, directory: Path) -> None:
     config = load_decoder_config(str(checkpoint))
     read = _reader(checkpoint, stored, partial(DecoderForCausalLM, config))
-    tokenizer = _tokenizer(checkpoint)
-    save_decoder(decoder_convert.pieces_to_hf(read, config), config, directory, tokenizer.save)
-
-
-def _tokenizer(checkpoint: Path) -> Tokenizer:
-    """That of the run. UserError where the one of its name is another one now."""
     state = files.read_listed(checkpoint, TRAINER_STATE)
+    tokenizer = _tokenizer(checkpoint, state)
+    pieces = decoder_convert.pieces_to_hf(read, config)
+    save_decoder(pieces, config, directory, tokenizer.save, Training.of_state(state))
+
+
+def _tokenizer(checkpoint: Path, state: dict) -> Tokenizer:
+    """That of the run. UserError where the one of its name is another one now."""
     try:
         name, identity = state["arguments"]["tokenizer"], state["data"]["tokenizer"]
         check_type("tokenizer", name, "str")

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from common.cli import UserError, one_line
 from common.files.json_files import read_json_lines, write_json
+from common.layers.model_card import Training
 from common.outputs.logbook import METRICS, Logbook
 from common.ranks.stopping import Preempted
 from common.ranks.world import World
@@ -65,7 +66,7 @@ def finish(
             write_json(output_dir / "trainer_state.json", asdict(state) | {"log_history": history})
     finished = args.do_train and task.data.finished(state.step, state.position)
     if finished if args.save_final_model is None else args.save_final_model:
-        _export(task, output_dir / "final_model", world, whole)
+        _export(task, output_dir / "final_model", Training.of_state(asdict(state)), world, whole)
     with world.main_does() as mine:
         if mine and args.do_train:
             log.draw_last()
@@ -88,13 +89,13 @@ def _training_results(state: TrainerState, resolved: Resolved, num_examples: int
     }
 
 
-def _export(task: Task, final: Path, world: World, whole: Callable[[Tensor], Tensor]) -> None:
+def _export(task: Task, final: Path, training: Training, world: World, whole: Callable[[Tensor], Tensor]) -> None:
     """Write final_model/; all ranks together, which gather one tensor after the other for rank 0 to write."""
     pieces = task.exported(whole)
     failure = None
     try:
         if world.is_main:
-            task.export(pieces, final)
+            task.export(pieces, final, training)
     except (OSError, SafetensorError) as error:
         reason = one_line(error)[:160]
         failure = UserError(

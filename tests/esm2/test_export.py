@@ -109,6 +109,12 @@ def test_the_exported_weights_are_those_of_the_last_checkpoint(run, tmp_path):
         assert torch.equal(untrained[name], tensor) == ("contact_head" in name or "position_embeddings" in name), name
 
 
+def test_export_of_a_run_says_that_its_contact_head_is_not_fitted(run):
+    card = (run / "final_model" / "README.md").read_text()
+    assert pretrained.NOT_FITTED[1:] in card
+    assert "| training steps | 5 |\n" in card
+
+
 def test_the_tokenizer_is_esm2s(run):
     tokenizer = AutoTokenizer.from_pretrained(run / "final_model")
     assert tokenizer.convert_ids_to_tokens(range(33)) == list(TOKENS)

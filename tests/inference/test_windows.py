@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from common.inference.windows import window_around, windows
+from common.inference.windows import windows
 
 
 @pytest.mark.parametrize("longest", [6, 7, 62, 1022])
@@ -22,13 +22,3 @@ def test_each_residue_is_taken_once_and_from_the_middle_of_a_window(longest, tim
             assert window.begin >= longest // 4 - 1
         if window.start + window.length < residues:
             assert window.length - window.end >= longest // 4 - 1
-
-
-def test_the_window_around_mutations():
-    assert window_around([5], 10, 62) == (0, 10)
-    assert window_around([500], 1000, 101) == (450, 101)
-    assert window_around([3, 40], 1000, 101) == (0, 101)
-    assert window_around([999], 1000, 101) == (899, 101)
-    assert window_around([0, 100], 1000, 101) == (0, 101)
-    with pytest.raises(ValueError, match="positions 1 and 102 are further apart than 101 residues"):
-        window_around([0, 101], 1000, 101)

@@ -178,6 +178,9 @@ def test_a_checkpoint_becomes_the_same_model(two_ranks, tmp_path):
     names = {path.name for path in (out / "final_model").iterdir()}
     assert {path.name for path in (tmp_path / "model").iterdir()} == names
     assert "tokenizer.json" in names
+    cards = [(directory / "README.md").read_text() for directory in (out / "final_model", tmp_path / "model")]
+    assert cards[0] == cards[1]
+    assert "| training steps | 6 |\n" in cards[0]
 
 
 def test_export_takes_no_other_tokenizer_than_the_runs(two_ranks, tmp_path):

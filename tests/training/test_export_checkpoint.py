@@ -12,6 +12,7 @@ import torch
 from transformers import EsmForMaskedLM
 
 from common.esm2.presets import esm2_config
+from common.esm2.pretrained import KEPT
 from common.files.output_directory import size_and_crc
 from tests.esm2.reference import reference_model
 from tests.forked import run_script
@@ -71,6 +72,10 @@ def test_a_checkpoint_of_the_last_step_is_exported_to_the_bytes_of_final_model(f
     same = {name for name in ours if torch.equal(ours[name], theirs[name])}
     assert {name for name in ours if "contact_head" in name} <= same
     assert len(same) < len(ours) / 2
+    card = (out / "README.md").read_text()
+    assert KEPT[1:] in card
+    assert "| training steps | 4 |\n" in card
+    assert str(hub) not in card
 
 
 def test_code_of_the_starting_model_never_travels(finished, hub):
