@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import signal
 
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -40,6 +41,18 @@ def dataset(tmp_path_factory) -> Path:
     from tests.training_fixtures import dataset_of_tests
 
     return dataset_of_tests(tmp_path_factory.mktemp("proteins"))
+
+
+@pytest.fixture
+def rounds(request) -> int | None:
+    """Of a soak test: how many kills; None: the short form."""
+    return request.config.getoption("--soak-rounds")
+
+
+@pytest.fixture
+def generator(request) -> random.Random:
+    """Of a soak test's random moments."""
+    return random.Random(request.config.getoption("--soak-seed"))
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -47,16 +47,6 @@ ROUNDING = 1e-5  # fp32; 30 rounds on six layouts came to 8e-7 at most
 LAYOUTS = ((2, {}), (4, HYBRID), (2, {"script": "train_ddp.py"}), (1, {}), (4, {}), (1, {"script": "train_ddp.py"}))
 
 
-@pytest.fixture
-def rounds(request) -> int | None:
-    return request.config.getoption("--soak-rounds")
-
-
-@pytest.fixture
-def generator(request) -> random.Random:
-    return random.Random(request.config.getoption("--soak-seed"))
-
-
 def in_turn(kinds: tuple, rounds: int, generator: random.Random) -> list:
     """`rounds` of `kinds` in a random order that leaves none out."""
     return [kind for _ in range(0, rounds, len(kinds)) for kind in generator.sample(kinds, len(kinds))][:rounds]
