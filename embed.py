@@ -25,6 +25,7 @@ from pathlib import Path
 from tqdm import tqdm
 
 from common.cli import Missing, UserError, flag, parse_arguments, run
+from common.esm2.presets import load_config
 from common.files.content_hash import content_hash
 from common.files.output_directory import RECORD, Build, building, hold_work
 from common.inference.embeddings import (
@@ -81,6 +82,7 @@ class Arguments(EncoderFlags):
 
 def identity(args: Arguments) -> dict:
     """What the embeddings are made from, by content: paths and dates play no part."""
+    load_config(args.model_name_or_path)  # it says best what is wrong with what is no model
     hashes = {"model_hash": model_hash(args.model_name_or_path), "fasta_hash": content_hash(args.fasta)}
     return hashes | args.settings
 
@@ -156,24 +158,25 @@ def embed_all(args: Arguments, world: World) -> None:
                 earlier = partial(same_by_date, args=args)
                 outputs = building(parent, ["embeddings"], made_from, args.overwrite, earlier=earlier)
                 build = stack.enter_context(outputs)
-        path = world.share(str(build.paths["embeddings"]) if build and build.paths else None)
-        if path is None:
+        below = world.share(str(build.paths["embeddings"].relative_to(parent)) if build and build.paths else None)
+        if below is None:
             return
+        directory = parent / below
         with world.together():
-            if not Path(path).is_dir():
+            if not directory.is_dir():
                 raise UserError(f"--output_dir {parent}: not that of rank 0: give a directory that all ranks share")
             if not world.is_main:
                 hold_work(parent)
         encoder, totals = begin(args, world, build, made_from)
         # Not together: a rank that fails ends now, not when the others are done.
-        make_parts(args, world, encoder, Path(path), facts, totals.proteins)
+        make_parts(args, world, encoder, directory, facts, totals.proteins)
         world.watch.mark("waiting for the other ranks", 0)
-        with world.main_does() as mine:
+        with world.together():
             pass
         world.watch.rest()
         with world.main_does() as mine:
             if mine:
-                check_parts(Path(path), -(-totals.proteins // args.proteins_per_part), facts)
+                check_parts(directory, -(-totals.proteins // args.proteins_per_part), facts)
                 if content_hash(args.fasta) != made_from["fasta_hash"]:
                     raise UserError(f"--fasta {args.fasta}: changed while it was read: start again")
                 build.results |= asdict(totals)

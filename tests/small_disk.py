@@ -27,6 +27,11 @@ def small_disk(parent: Path, size: str) -> Iterator[Path]:
         subprocess.run(["umount", "-l", disk], check=True)
 
 
+def enlarge(disk: Path, size: str) -> None:
+    """The same directory with room for `size`."""
+    subprocess.run(["mount", "-o", f"remount,size={size}", disk], check=True)
+
+
 def fill(disk: Path) -> None:
     """Leave no room, by a file called `mine`."""
     with suppress(OSError), open(disk / "mine", "wb", buffering=0) as file:

@@ -5,11 +5,14 @@ import os
 import shutil
 import signal
 import zlib
+from functools import partial
+from pathlib import Path
 
 import pytest
 
 from common.cli import UserError
-from common.files.output_directory import Journal, building, read_record
+from common.files.json_files import write_json
+from common.files.output_directory import Journal, building, hold_work, read_record, replace_flushed
 
 NAMES = ["csv", "fasta"]
 
@@ -64,25 +67,115 @@ def test_work_without_a_journal_is_cleared(tmp_path):
         assert not list(build.paths["csv"].iterdir())
 
 
-def fails(parent, error) -> None:
+def fails(parent, error, notes: bool) -> None:
     with building(parent, NAMES, {}, overwrite=False) as build:
-        build.note("part", 5)
+        (build.paths["csv"] / "x000.csv").write_text("half")
+        if notes:
+            build.note("part", 5)
         raise error
 
 
-@pytest.mark.parametrize("error", [UserError("bad"), OSError(28, "No space left on device"), ZeroDivisionError()])
-def test_a_failure_leaves_nothing(tmp_path, error):
-    killed(half_done, tmp_path / "out", {})
+ERRORS = [UserError("bad"), OSError(28, "No space left on device"), ZeroDivisionError(), KeyboardInterrupt()]
+
+
+@pytest.mark.parametrize("error", ERRORS)
+def test_a_failed_build_is_gone_on_from(tmp_path, error):
     with pytest.raises(type(error)):
-        fails(tmp_path / "out", error)
-    assert not list((tmp_path / "out").iterdir())
-
-
-def test_an_interrupted_build_is_gone_on_from(tmp_path):
-    with pytest.raises(KeyboardInterrupt):
-        fails(tmp_path, KeyboardInterrupt())
+        fails(tmp_path, error, notes=True)
+    assert [path.name for path in tmp_path.iterdir()] == [".building"]
+    with pytest.raises(type(error)):
+        fails(tmp_path, error, notes=False)
     with building(tmp_path, NAMES, {}, overwrite=False) as build:
         assert build.done("part") == 5
+        assert (build.paths["csv"] / "x000.csv").read_text() == "half"
+    assert sorted(path.name for path in tmp_path.iterdir()) == NAMES
+
+
+@pytest.mark.parametrize("error", ERRORS)
+def test_a_build_that_noted_nothing_leaves_nothing(tmp_path, error):
+    with pytest.raises(type(error)):
+        fails(tmp_path / "new" / "out", error, notes=False)
+    assert not list(tmp_path.iterdir())
+
+
+def test_work_for_something_else_is_removed_with_a_warning(tmp_path, caplog):
+    killed(half_done, tmp_path, {"seed": 7})
+    with building(tmp_path, NAMES, {"seed": 8}, overwrite=False):
+        pass
+    assert "work of a stopped run for other input or arguments is removed" in caplog.text
+
+
+def holds(parent, begun, ends) -> None:
+    hold_work(parent)
+    begun.set()
+    ends.wait()
+
+
+def test_other_runs_wait_for_all_who_hold_the_work(tmp_path):
+    """The ranks of a run, which may outlive the one that was in `building`."""
+    killed(half_done, tmp_path, {})
+    context = multiprocessing.get_context("fork")
+    begun, ends = context.Event(), context.Event()
+    rank = context.Process(target=holds, args=(tmp_path, begun, ends))
+    rank.start()
+    begun.wait()
+    with pytest.raises(UserError, match="another run is writing here"), building(tmp_path, NAMES, {}, overwrite=False):
+        pass
+    ends.set()
+    rank.join()
+    with building(tmp_path, NAMES, {}, overwrite=False) as build:
+        assert build.done("part") == {"number": 2}
+        with pytest.raises(UserError, match="another run is writing here"), building(tmp_path, NAMES, {}, False):
+            pass
+
+
+def test_what_an_earlier_version_recorded_counts_as_complete_where_it_is_the_same(tmp_path):
+    with building(tmp_path, ["csv"], {"path": "a"}, overwrite=False) as build:
+        (build.paths["csv"] / "content").write_text("old")
+    for earlier, paths in ((lambda directory, made_from: made_from == {"path": "a"}, []), (None, ["csv"])):
+        how = {"earlier": earlier} if earlier else {"overwrite": True}
+        with building(tmp_path, ["csv"], {"hash": 1}, **{"overwrite": False} | how) as build:
+            assert list(build.paths) == paths
+
+
+@pytest.fixture
+def on_disk(monkeypatch):
+    """Inodes of what was flushed. Renaming what was not, or a directory with such a file, fails."""
+    flushed = set()
+    fsync, renames = os.fsync, {name: getattr(os, name) for name in ("rename", "replace")}
+
+    def flush(descriptor: int) -> None:
+        fsync(descriptor)
+        flushed.add(os.fstat(descriptor).st_ino)
+
+    def check(name, source, target) -> None:
+        files = [path for path in [Path(source), *Path(source).rglob("*")] if path.name != "journal.jsonl"]
+        assert {path.stat().st_ino for path in files} <= flushed, f"{source} was renamed before it was flushed"
+        renames[name](source, target)
+
+    monkeypatch.setattr(os, "fsync", flush)
+    for name in renames:
+        monkeypatch.setattr(os, name, partial(check, name))
+    return flushed
+
+
+def test_nothing_gets_its_name_before_it_is_on_the_disk(tmp_path, on_disk):
+    build_all(tmp_path)
+    assert tmp_path.stat().st_ino in on_disk
+    on_disk.clear()
+    with replace_flushed(tmp_path / "file") as path:
+        path.write_text("new")
+    assert {(tmp_path / "file").stat().st_ino, tmp_path.stat().st_ino} <= on_disk
+    on_disk.clear()
+    write_json(tmp_path / "file", {"a": 1})
+    assert {(tmp_path / "file").stat().st_ino, tmp_path.stat().st_ino} <= on_disk
+
+
+def test_a_replacement_that_fails_leaves_what_was_there(tmp_path):
+    (tmp_path / "file").write_text("old")
+    with pytest.raises(FileNotFoundError), replace_flushed(tmp_path / "file") as path:
+        path.write_bytes((tmp_path / "absent").read_bytes() if path.write_text("half") else b"")
+    assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("file", "old")]
 
 
 def publishing_stops(parent, number: int, after: bool) -> None:

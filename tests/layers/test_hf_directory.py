@@ -1,135 +1,139 @@
-"""Directories of weights that somebody else made: refused in one line, or read as tensors and nothing else."""
+"""common/layers/hf_directory.py: a model's identity, and which weights are refused; of both families."""
 
 from __future__ import annotations
 
-import json
+import math
 import os
-import random
 import shutil
-import struct
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from common.cli import UserError
-from common.layers.hf_directory import INDEX, read_tensors
-from tests.guarded import guarded
+from common.decoders.presets import load_decoder_config
+from common.decoders.pretrained import read_decoder
+from common.esm2.convert import pieces_to_hf
+from common.esm2.model import build_model
+from common.esm2.presets import esm2_config, load_config
+from common.esm2.pretrained import read_pretrained, save_pretrained
+from common.files.alphabet import TOKENS
+from common.layers.hf_directory import check_finite, model_hash
 
-SHARD = "model.safetensors"
+
+def write_esm2(directory: Path, seed: int = 1, **how) -> Path:
+    config = esm2_config(1, 16, 2)
+    parameters = dict(build_model(config, seed=seed).named_parameters())
+    save_pretrained(pieces_to_hf(lambda name: parameters[name].detach(), config, {}), config, directory, **how)
+    return directory
 
 
 @pytest.fixture
-def directory(tmp_path) -> Path:
-    (tmp_path / "model").mkdir()
-    save_file({"a": torch.arange(6.0).reshape(2, 3), "b": torch.ones(4)}, tmp_path / "model" / SHARD)
-    save_file({"secret": torch.ones(1)}, tmp_path / "elsewhere.safetensors")
-    return tmp_path / "model"
+def esm2(tmp_path) -> Path:
+    return write_esm2(tmp_path / "model")
 
 
-def refusal(directory: Path) -> str | None:
-    """Why it is refused, None where it is read; asserts that nothing else is opened."""
-    with guarded(directory) as strays:
-        try:
-            read_tensors(str(directory))
-            said = None
-        except UserError as error:
-            said = str(error)
-    assert strays == []
-    assert said is None or (said.isprintable() and str(directory) in said)
-    return said
+def change(path: Path, name: str, value: float) -> None:
+    tensors = load_file(path)
+    tensors[name].view(-1)[-1] = value
+    save_file(tensors, path, {"format": "pt"})
 
 
-def with_header(header: bytes | dict, length: int | None = None, data: bytes = bytes(40)) -> bytes:
-    header = header if isinstance(header, bytes) else json.dumps(header).encode()
-    return struct.pack("<Q", len(header) if length is None else length) + header + data
+def test_model_hash_follows_the_content_alone(esm2, tmp_path):
+    first = model_hash(str(esm2))
+    copy = shutil.copytree(esm2, tmp_path / "copy", copy_function=shutil.copyfile)
+    (copy / "README.md").write_text("about it")
+    assert model_hash(str(copy)) == first
+    for name in ("config.json", "vocab.txt", "model.safetensors"):
+        other = shutil.copytree(esm2, tmp_path / f"without the old {name}")
+        content, stat = (other / name).read_bytes(), (other / name).stat()
+        (other / name).write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+        os.utime(other / name, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+        assert model_hash(str(other)) != first, name
 
 
-def one(dtype="F32", shape=(10,), offsets=(0, 40)) -> dict:
-    return {"a": {"dtype": dtype, "shape": list(shape), "data_offsets": list(offsets)}}
+def test_model_hash_covers_every_shard(tmp_path):
+    directory = write_esm2(tmp_path / "model", shard_bytes=5000)
+    shards = sorted(directory.glob("model-*.safetensors"))
+    assert len(shards) > 2
+    first = model_hash(str(directory))
+    change(shards[1], next(iter(load_file(shards[1]))), 7.0)
+    assert model_hash(str(directory)) != first
+    shards[2].unlink()
+    with pytest.raises(UserError, match=f"{shards[2].name}: no such file"):
+        model_hash(str(directory))
 
 
-HEADERS = {
-    "no bytes": b"",
-    "a header of 8 EiB": with_header(b"{}", (1 << 63) - 1),
-    "a header of 16 EiB": with_header(b"{}", (1 << 64) - 1),
-    "a header of 1 GB": with_header(b"{}", 10**9),
-    "a header that is a list": with_header(b"[]"),
-    "a header that is deep": with_header(100_000 * b"["),
-    "a header that is no text": with_header(b"\xff\xfe"),
-    "offsets beyond the end": with_header(one(offsets=(0, 4000), shape=(1000,))),
-    "offsets that go back": with_header(one(offsets=(40, 0))),
-    "offsets that are negative": with_header(one(offsets=(-40, 0))),
-    "a shape of 4 TB": with_header(one(shape=(10**12,))),
-    "a shape beyond all numbers": with_header(one(shape=(1 << 62, 1 << 62))),
-    "a shape smaller than its bytes": with_header(one(shape=(2,))),
-    "a dtype of code": with_header(one(dtype="PICKLE")),
-    "bytes of two": with_header(one() | {"b": one()["a"]}),
-    "a hole": with_header(one(shape=(1,), offsets=(36, 40))),
-    "a pickle": b"\x80\x02cos\nsystem\nX\x04\x00\x00\x00evil\x85R.",
-}
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("name", ["esm.encoder.layer.0.LayerNorm.weight", "esm.contact_head.regression.bias"])
+def test_weights_that_are_not_finite_are_refused(esm2, name, value):
+    change(esm2 / "model.safetensors", name, value)
+    with pytest.raises(UserError, match=f"{esm2}: tensor {name} holds NaN or infinity"):
+        dict(read_pretrained(str(esm2), load_config(str(esm2)))[0])
 
 
-@pytest.mark.parametrize("name", HEADERS)
-def test_hostile_safetensors_are_refused(directory, name):
-    (directory / SHARD).write_bytes(HEADERS[name])
-    assert "cannot be read" in refusal(directory)
+def test_a_decoder_whose_weights_are_not_finite_is_refused(tmp_path):
+    config = LlamaConfig(
+        vocab_size=32,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+    )
+    LlamaForCausalLM(config).save_pretrained(tmp_path)
+    read = load_decoder_config(str(tmp_path))
+    dict(read_decoder(str(tmp_path), read))
+    change(tmp_path / "model.safetensors", "model.layers.0.mlp.up_proj.weight", math.nan)
+    with pytest.raises(UserError, match="tensor model.layers.0.mlp.up_proj.weight holds NaN or infinity"):
+        dict(read_decoder(str(tmp_path), read))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+def test_check_finite_knows_all_types_of_weights(dtype):
+    tensor = torch.linspace(-1, 1, 100).to(dtype)
+    assert check_finite("w", tensor, "here") is tensor
+    check_finite("w", torch.empty(0, dtype=dtype), "here")
+    check_finite("w", torch.arange(3), "here")
+    tensor[50] = math.nan
+    with pytest.raises(UserError, match="here: tensor w holds NaN or infinity"):
+        check_finite("w", tensor, "here")
 
 
 @pytest.mark.parametrize(
-    ("content", "reason"),
+    ("tokens", "said"),
     [
-        ({"a": "../elsewhere.safetensors"}, "names '../elsewhere.safetensors', which is no file of the directory"),
-        ({"a": "/dev/zero"}, "names '/dev/zero', which is no file of the directory"),
-        ({"a": "x/model.safetensors"}, "names 'x/model.safetensors', which is no file of the directory"),
-        ({"a": "a\0b"}, "which is no file of the directory"),
-        ({"a": ".."}, "which is no file of the directory"),
-        ({"a": ""}, "which is no file of the directory"),
-        ({"a": [SHARD]}, "not an index of safetensors shards"),
-        ([SHARD], "not an index of safetensors shards"),
-        ({"a": "other.safetensors"}, "no such file"),
+        (sorted(TOKENS), "token 0 is '-', not '<cls>'"),
+        ([*TOKENS[:4], "A", "L", *TOKENS[6:]], "token 4 is 'A', not 'L'"),
+        (TOKENS[:-1], "token 32 is 'nothing', not '<mask>'"),
+        ([*TOKENS, "J"], "token 33 is 'J', not 'nothing'"),
     ],
 )
-def test_index_names_files_of_its_directory_only(directory, content, reason):
-    (directory / INDEX).write_text(json.dumps({"weight_map": content}))
-    assert reason in refusal(directory)
+def test_another_vocabulary_is_refused(esm2, tokens, said):
+    config = load_config(str(esm2))
+    (esm2 / "vocab.txt").write_text("\n".join(TOKENS) + "\n")
+    read_pretrained(str(esm2), config)
+    (esm2 / "vocab.txt").write_text("\n".join(tokens))
+    with pytest.raises(UserError, match=f"vocab.txt: not ESM-2's vocabulary: {said}"):
+        read_pretrained(str(esm2), config)
+    (esm2 / "vocab.txt").unlink()
+    read_pretrained(str(esm2), config)
 
 
-@pytest.mark.parametrize("name", [SHARD, INDEX])
-@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir, lambda path: os.symlink("/dev/zero", path)])
-def test_what_is_no_regular_file_is_refused(directory, name, make):
-    (directory / name).unlink(missing_ok=True)
-    make(directory / name)
-    with guarded(), pytest.raises(UserError, match=r"cannot be read: .*no regular file|not an index"):
-        read_tensors(str(directory))  # /dev/zero is opened, and not read
+def test_write_directory_flushes_before_it_renames(tmp_path, monkeypatch):
+    flushed, fsync, rename = set(), os.fsync, os.rename
 
+    def flush(descriptor: int) -> None:
+        fsync(descriptor)
+        flushed.add(os.fstat(descriptor).st_ino)
 
-def test_links_of_the_hubs_cache_and_of_users_are_followed(directory, tmp_path):
-    """What they lead to is read as tensors or not at all."""
-    snapshot = tmp_path / "models--a--b" / "snapshots" / "0123"
-    blob = tmp_path / "models--a--b" / "blobs" / "4567"
-    for each in (snapshot, blob.parent):
-        each.mkdir(parents=True)
-    shutil.move(directory / SHARD, blob)
-    (snapshot / SHARD).symlink_to(os.path.relpath(blob, snapshot))
-    assert read_tensors(str(snapshot))[1].keys() == {"a", "b"}
-    (directory / SHARD).symlink_to(blob)
-    assert read_tensors(str(directory))[1].keys() == {"a", "b"}
-    (directory / SHARD).unlink()
-    (directory / SHARD).symlink_to(__file__)
-    with pytest.raises(UserError, match="cannot be read"):
-        read_tensors(str(directory))
+    def check(source, target) -> None:
+        assert {path.stat().st_ino for path in Path(source).rglob("*")} <= flushed
+        rename(source, target)
 
-
-def test_mutated_header_is_refused_or_harmless(directory):
-    good, refused = (directory / SHARD).read_bytes(), 0
-    size = 8 + struct.unpack("<Q", good[:8])[0]
-    for seed in range(200):
-        choose = random.Random(seed)
-        changed = bytearray(good)
-        for _ in range(choose.randint(1, 3)):
-            changed[choose.randrange(size)] = choose.randrange(256)
-        (directory / SHARD).write_bytes(changed[: choose.choice((len(good), choose.randrange(len(good))))])
-        refused += refusal(directory) is not None
-    assert refused > 100
+    monkeypatch.setattr(os, "fsync", flush)
+    monkeypatch.setattr(os, "rename", check)
+    write_esm2(tmp_path / "model", shard_bytes=5000)
+    assert {path.stat().st_ino for path in (tmp_path, tmp_path / "model", *(tmp_path / "model").iterdir())} <= flushed

@@ -14,7 +14,7 @@ from tests.data_fixtures import DOWNLOAD, call, command, environment, everything
 from tests.forked import run_script
 from tests.patience import wait_until
 from tests.prepare.killed_runs import run_killed_at
-from tests.small_disk import small_disk
+from tests.small_disk import enlarge, small_disk
 
 SCRIPT = "0.download_data.py"
 # Of 75,000 bytes: the shuffle goes through files.
@@ -96,14 +96,16 @@ def test_nothing_is_done_twice(tmp_path):
 
 
 @pytest.mark.parametrize("room", ["400k", "900k", "1300k"])
-def test_a_full_disk_leaves_nothing(tmp_path, room):
-    """Full while records are scattered, and while partitions are written, in several formats."""
+def test_a_full_disk_leaves_what_is_finished(tmp_path, room):
+    """Full while records are scattered, and while partitions are written, in several formats. With room it goes on."""
     records = [(f"P{number}", "MKVLAGTYRR" * 30) for number in range(2000)]  # 0.6 MB
     source = write_fasta(tmp_path / "in.fasta", records)
     with small_disk(tmp_path, room) as disk:
         (disk / "mine").write_bytes(b"stays")
         flags = ("--max_records_per_partition", "300", "--save_parquet", "--save_arrow")
         settings = {"common.prepare.shuffle.MEMORY_BYTES": 100_000}
+        whole = run_script(SCRIPT, "--source", source, "--output_dir", tmp_path / "whole", *flags, settings=settings)
+        assert whole.returncode == 0
         arguments = ("--source", source, "--output_dir", disk / "out", *flags)
         done = run_script(SCRIPT, *arguments, env=environment(), settings=settings)
         assert done.returncode == 2, done.stderr
@@ -112,7 +114,14 @@ def test_a_full_disk_leaves_nothing(tmp_path, room):
         last = done.stderr.strip().splitlines()[-1]
         assert last.startswith("error: "), done.stderr
         assert "No space left on device" in last
-        assert [path.name for path in disk.iterdir()] == ["mine"]
+        assert sorted(path.name for path in disk.glob("*/*")) in ([], [".building"])
+        notes = Journal(disk / "out/.building/journal.jsonl")
+        assert notes.holds_work == (disk / "out").exists()
+        enlarge(disk, "20m")
+        done = run_script(SCRIPT, *arguments, env=environment(), settings=settings)
+        assert done.returncode == 0, done.stderr
+        assert ("Going on from what a stopped run left" in done.stderr) == notes.holds_work
+        assert everything_in(disk / "out") == everything_in(tmp_path / "whole")
 
 
 @pytest.mark.parametrize(

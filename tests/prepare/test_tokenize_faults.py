@@ -30,7 +30,7 @@ from tests.data_fixtures import (
 )
 from tests.forked import Script
 from tests.prepare.killed_runs import run_killed_at
-from tests.small_disk import fill, small_disk
+from tests.small_disk import enlarge, fill, small_disk
 
 SCRIPT = "1.tokenize_uniref_csv.py"
 
@@ -121,13 +121,20 @@ def test_killed_at_many_moments(tmp_path, monkeypatch, moments, flags):
     assert resumed >= moments // 5
 
 
-def test_a_full_disk(tmp_path):
+def test_a_full_disk_leaves_what_is_finished(tmp_path, caplog):
+    """With room it goes on from there."""
+    caplog.set_level("INFO")
     for i in range(4):
         write_csv(tmp_path / "csv", proteins(20_000, seed=i), f"x{i:03d}.csv")
     with small_disk(tmp_path, "2m") as disk:
         line = expect_error(SCRIPT, "--input_dir", tmp_path / "csv", "--output_dir", disk / "out")
         assert "No space left on device" in line
-        assert not list(disk.iterdir())
+        assert [path.name for path in disk.glob("*/*")] == [".building"]
+        enlarge(disk, "40m")
+        call(TOKENIZE, "--input_dir", tmp_path / "csv", "--output_dir", disk / "out")
+        assert "Going on from what a stopped run left" in caplog.text
+        call(TOKENIZE, "--input_dir", tmp_path / "csv", "--output_dir", tmp_path / "whole")
+        assert everything_in(disk / "out") == everything_in(tmp_path / "whole")
 
 
 def test_a_disk_that_is_full_at_the_start(tmp_path):
@@ -168,7 +175,7 @@ def test_bad_csv_names_file_and_row(tmp_path, content, message):
         call(TOKENIZE, "--input_dir", tmp_path / "csv", "--output_dir", tmp_path / "new/out")
     assert message in str(error.value)
     assert "\n" not in str(error.value)
-    assert [path.name for path in tmp_path.iterdir()] == ["csv"]
+    assert not list(tmp_path.glob("new/out/[!.]*"))
 
 
 def test_row_numbers_count_over_blocks(tmp_path, monkeypatch):
@@ -222,7 +229,7 @@ def test_too_few_records(tmp_path):
     write_csv(tmp_path / "csv", proteins(2))
     with pytest.raises(UserError, match="at least 3"):
         call(TOKENIZE, "--input_dir", tmp_path / "csv", "--output_dir", tmp_path / "out")
-    assert [path.name for path in tmp_path.iterdir()] == ["csv"]
+    assert not (tmp_path / "out/arrow").exists()
 
 
 def test_input_directories(tmp_path):
@@ -248,7 +255,7 @@ def test_impossible_flags(tmp_path, flags):
     write_csv(tmp_path / "csv", proteins(10))
     with pytest.raises(UserError, match=flags[0]):
         call(TOKENIZE, "--input_dir", tmp_path / "csv", "--output_dir", tmp_path / "out", *flags)
-    assert [path.name for path in tmp_path.iterdir()] == ["csv"]
+    assert not (tmp_path / "out/arrow").exists()
 
 
 def test_tokenizers_that_are_ours_by_another_name(tmp_path):
@@ -273,7 +280,7 @@ def test_bad_input_on_the_command_line(tmp_path):
     shutil.rmtree(tmp_path / "csv")
     line = expect_error(SCRIPT, "--input_dir", tmp_path / "csv", "--output_dir", tmp_path / "out")
     assert "no such directory: run 0.download_data.py first" in line
-    assert not list(tmp_path.iterdir())
+    assert not list(tmp_path.glob("out/[!.]*"))
 
 
 # --- quotes, line ends and columns that nobody asked for
