@@ -14,7 +14,11 @@ import torch
 from safetensors.torch import save_file
 
 from common.cli import UserError
+from common.esm2.presets import esm2_config
 from common.layers.hf_directory import INDEX, read_tensors
+from tests.data_fixtures import environment, write_fasta
+from tests.esm2.reference import reference_model
+from tests.forked import run_script
 from tests.guarded import guarded
 
 SHARD = "model.safetensors"
@@ -133,3 +137,21 @@ def test_mutated_header_is_refused_or_harmless(directory):
         (directory / SHARD).write_bytes(changed[: choose.choice((len(good), choose.randrange(len(good))))])
         refused += refusal(directory) is not None
     assert refused > 100
+
+
+@pytest.mark.parametrize("change", ["index", "FIFO", "header"])
+def test_embed_ends_with_one_line_and_status_2(directory, tmp_path, change):
+    reference_model(esm2_config(1, 32, 4), seed=5).save_pretrained(directory)
+    if change == "index":
+        (directory / INDEX).write_text(json.dumps({"weight_map": {"a": "../elsewhere.safetensors"}}))
+    elif change == "FIFO":
+        (directory / SHARD).unlink()
+        os.mkfifo(directory / SHARD)
+    else:
+        (directory / SHARD).write_bytes(HEADERS["a shape of 4 TB"])
+    fasta = write_fasta(tmp_path / "my.fasta", [("a", "MKV")])
+    flags = ("--model_name_or_path", directory, "--fasta", fasta, "--output_dir", tmp_path / "out")
+    done = run_script("embed.py", *flags, env=environment())
+    errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert (done.returncode, len(errors)) == (2, 1), done.stderr
+    assert str(directory) in errors[0]
