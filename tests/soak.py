@@ -9,6 +9,7 @@ import os
 import random
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
@@ -29,15 +30,17 @@ class Subject:
     """command: the words after `python` that do the work into a directory, and go on with what is there.
 
     assert_same: (directory, one that was made without a kill). critical: of a directory, whether something is being
-    written that is worth a kill right now; a random part of the kills waits for that.
+    written that is worth a kill right now; a random part of the kills waits for that. real: whether it needs a real
+    interpreter, which what starts processes with multiprocessing's `spawn` does.
     """
 
     command: Callable[[Path], list]
     assert_same: Callable[[Path, Path], None]
     critical: Callable[[Path], bool] | None = None
+    real: bool = False
 
     def start(self, out: Path) -> subprocess.Popen:
-        words = [python(), *map(str, self.command(out))]
+        words = [sys.executable if self.real else python(), *map(str, self.command(out))]
         pipe = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
         return subprocess.Popen(words, **pipe, env=environment(), cwd=ROOT, start_new_session=True)
 
