@@ -20,6 +20,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TextIO
 
 from tqdm import tqdm
 
@@ -36,6 +37,7 @@ from common.sources.fasta import read_fasta
 logger = logging.getLogger(__name__)
 COLUMNS = {"masked_marginal": True, "wild_type_marginal": False}
 PROTEIN = "protein"
+LONGEST_LINE = 1 << 20  # characters of a line of the table
 SETTINGS = (
     *("max_seq_length", "bf16", "mutation_column", "protein_column", "first_residue"),
     *("wild_type_marginal_only", "column_prefix"),
@@ -82,11 +84,21 @@ def written(output: Path) -> list[Path]:
     return [*final, *(path.with_name(f"{path.name}.partial") for path in final)]
 
 
+def read_lines(file: TextIO, path: str) -> Iterator[str]:
+    """The lines of a table. UserError for one so long that reading it would take the memory."""
+    number = 0
+    while line := file.readline(LONGEST_LINE + 1):
+        number += 1
+        if len(line) > LONGEST_LINE:
+            raise UserError(f"--mutations {path}: line {number} is longer than {LONGEST_LINE:,} characters: shorten it")
+        yield line
+
+
 def read_rows(path: str) -> tuple[list[str], list[dict[str, str]]]:
     """The names of the columns, and the rows."""
     with open(path, newline="", encoding="utf-8-sig") as file:
         try:
-            reader = csv.DictReader(file)
+            reader = csv.DictReader(read_lines(file, path))
             rows = list(reader)
         except (csv.Error, UnicodeDecodeError) as error:
             raise UserError(f"--mutations {path}: no CSV: {one_line(error)}") from error

@@ -180,6 +180,7 @@ def test_score_of_a_double_mutant_is_the_sum_of_its_singles(model):
         ("protein,mutant\none,A5G,1\n", [], "row 2 has not as many fields as the header"),
         ("protein,mutant\none,A5G\none\n", [], "row 3 has not as many fields as the header"),
         (f"protein,mutant\none,{'A' * 200_000}\n", [], "no CSV: field larger than field limit"),
+        (f"protein,mutant\n{'a,' * 600_000}\n", [], "line 2 is longer than 1,048,576 characters"),
     ],
     ids=lambda value: repr(value)[:40],
 )
