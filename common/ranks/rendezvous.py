@@ -12,13 +12,14 @@ import uuid
 from argparse import Namespace
 from collections.abc import Iterator
 from contextlib import contextmanager
-from datetime import datetime, timedelta
+from datetime import UTC, datetime, timedelta
 
 import torch.distributed as dist
 from torch.distributed.elastic.rendezvous import (
     RendezvousHandler,
     RendezvousParameters,
     RendezvousStateError,
+    dynamic_rendezvous,
     rendezvous_handler_registry,
 )
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import (
@@ -92,7 +93,7 @@ def _one_of_ours() -> Iterator[None]:
     """RendezvousStateError that says what to do, where a state is not what `encode` makes."""
     try:
         yield
-    except (ValueError, TypeError, RecursionError, RendezvousStateError) as error:
+    except (ValueError, TypeError, OverflowError, RecursionError, RendezvousStateError) as error:
         raise RendezvousStateError(
             f"the rendezvous holds what no common.ranks.launch has written ({one_line(error)[:80]}): start every node "
             "with `python -m common.ranks.launch`, and let nobody else reach its port"
@@ -106,17 +107,17 @@ def encode(state: _RendezvousState) -> bytes:
             "round": state.round,
             "complete": state.complete,
             "closed": state.closed,
-            "deadline": state.deadline and state.deadline.isoformat(),
+            "deadline": state.deadline and _of_time(state.deadline),
             "participants": [[_of_node(node), rank] for node, rank in state.participants.items()],
             "wait_list": [_of_node(node) for node in state.wait_list],
             "redundancy_list": [_of_node(node) for node in state.redundancy_list],
-            "last_heartbeats": [[_of_node(node), at.isoformat()] for node, at in state.last_heartbeats.items()],
+            "last_heartbeats": [[_of_node(node), _of_time(at)] for node, at in state.last_heartbeats.items()],
         }
     ).encode()
 
 
 def decode(data: bytes) -> _RendezvousState:
-    """The state that `encode` made this of. ValueError, TypeError or RecursionError for everything else."""
+    """The state that `encode` made this of. ValueError, TypeError, OverflowError or RecursionError for all else."""
     if data[:1] == pickle.PROTO:
         raise ValueError("a pickle, as torchrun itself writes it")
     if len(data) > LARGEST:
@@ -155,11 +156,17 @@ def _number(value) -> int:
     return value
 
 
+def _of_time(time: datetime) -> str:
+    return (time if time.tzinfo else time.replace(tzinfo=UTC)).isoformat()
+
+
 def _time(value) -> datetime:
+    """In UTC, with its zone where this torch compares it with such times (earlier ones took `datetime.utcnow`)."""
     time = datetime.fromisoformat(_of(str, value))
     if time.tzinfo is None:
         raise ValueError("a time without its zone")
-    return time
+    time = time.astimezone(UTC)
+    return time if hasattr(dynamic_rendezvous, "timezone") else time.replace(tzinfo=None)
 
 
 # ---- handlers -----------------------------------------------------------------------------------------------

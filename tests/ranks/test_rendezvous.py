@@ -79,6 +79,7 @@ FOREIGN = {
     "true for a number": changed(round=True),
     "1 for true": changed(closed=1),
     "a time without zone": changed(deadline="2026-01-02T03:04:05"),
+    "a time before all": changed(deadline="0001-01-01T00:00:00+23:59"),
     "no time": changed(last_heartbeats=[[NODE, "soon"]]),
     "a number for a time": changed(deadline=1.5),
     "a node that is text": changed(wait_list=["abc"]),
@@ -220,7 +221,8 @@ def two_nodes(tmp_path) -> Iterator[tuple[list[Script], dist.Store]]:
 
 def test_a_pickle_in_the_rendezvous_runs_nothing_and_ends_the_job_with_a_line(two_nodes, tmp_path):
     nodes, store = two_nodes
-    (key,) = [key for key in store.list_keys() if key.endswith(f"torch.rendezvous.{RUN}")]
+    key = f"torch.rendezvous.{RUN}"  # which `list_keys` of the store tells everybody
+    assert store.check([key])
     store.set(key, base64.b64encode(pickle.dumps(Evil(tmp_path / "owned"))).decode())
     assert [node.wait() for node in nodes] == [1, 1]
     errors = [line for node in nodes for line in node.said()[1].splitlines() if line.startswith("error: ")]
