@@ -64,6 +64,15 @@ class ShardWriter:
         if self._pending_rows >= ROWS_PER_BATCH:
             self._flush(self._pending_rows - self._pending_rows % ROWS_PER_BATCH)
 
+    def write_unchanged(self, batch: pa.RecordBatch) -> None:
+        """Add rows as a record batch of its own: nothing is copied. Not after a `write`, whose rows may be waiting."""
+        if self._stream is None:
+            self._open()
+        self._stream.write_batch(batch)
+        self._rows_in_shard += batch.num_rows
+        if self.shard_bytes is not None and self._file.tell() >= self.shard_bytes:
+            self._close_shard()
+
     def end_shard(self) -> None:
         """End the current shard, empty or not."""
         self._flush(self._pending_rows)
@@ -84,13 +93,8 @@ class ShardWriter:
         self._pending = later.to_batches()
         self._pending_rows = later.num_rows
         for batch in now.to_batches(max_chunksize=ROWS_PER_BATCH):
-            if self._stream is None:
-                self._open()
             # A copy: of a slice of something longer, what comes after it would be written as padding.
-            self._stream.write_batch(batch.take(np.arange(batch.num_rows)))
-            self._rows_in_shard += batch.num_rows
-            if self.shard_bytes is not None and self._file.tell() >= self.shard_bytes:
-                self._close_shard()
+            self.write_unchanged(batch.take(np.arange(batch.num_rows)))
 
     def _open(self) -> None:
         self._file = open(self.directory / f"data-{len(self.ended):05d}.arrow", "wb")  # noqa: SIM115

@@ -197,9 +197,9 @@ def assemble(directory: Path, pieces: list[Piece], root: Path, features: dict) -
 
 
 def read_pieces(pieces: list[Piece], root: Path) -> Iterator[pa.RecordBatch]:
-    """The record batches of the pieces, memory-mapped."""
+    """The record batches of the pieces, one in memory at a time."""
     for piece in pieces:
-        with pa.memory_map(str(root / piece.path)) as file, pa.ipc.open_stream(file) as stream:
+        with pa.OSFile(str(root / piece.path)) as file, pa.ipc.open_stream(file) as stream:
             yield from stream
 
 
@@ -211,8 +211,15 @@ def filter_pieces(pieces: list[Piece], kept: np.ndarray, root: Path, directory: 
     writer = ShardWriter(part, arrow_schema(TOKEN_FEATURES))
     first = 0
     for rows in read_pieces(pieces, root):
-        writer.write(rows.filter(pa.array(kept[first : first + rows.num_rows])))
+        chosen = kept[first : first + rows.num_rows]
         first += rows.num_rows
+        if not chosen.all():
+            # Few are left out: to copy what lies between them is ten times as fast as a filter of lists.
+            bounds = np.flatnonzero(np.diff(np.concatenate(([0], chosen.view(np.int8), [0])))).reshape(-1, 2)
+            runs = [rows.slice(begin, end - begin) for begin, end in bounds.tolist()]
+            rows = pa.concat_batches(runs) if runs else rows[:0]
+        if rows.num_rows:
+            writer.write_unchanged(rows)
     assert first == len(kept)
     writer.end()
     part.rename(directory)
