@@ -4,10 +4,10 @@
     python -m benchmarks.precision_floor train_ddp.py --config_name facebook/esm2_t6_8M_UR50D \
         --dataset_dir processed/arrow --output_dir unused --bf16 --fp8 --emulate_precision
 
-SCRIPT FLAGS are a run's own, with its precision plan, schedule and seed; nothing is written to its --output_dir. The run
-is started once from its initial weights, and once from each of several perturbed copies, with the same batches, masks and
-random bits of rounding. A row has the largest relative difference of loss and gradient norm from the first run's. Two
-plans that differ less at that step, on one seed, cannot be told apart by it.
+SCRIPT FLAGS are a run's own, with its precision plan, schedule and seed; nothing is written to its --output_dir. The
+run is started once from its initial weights, and once from each of several perturbed copies, with the same batches,
+masks and random bits of rounding. A row has the largest relative difference of loss and gradient norm from the first
+run's. Two plans that differ less at that step, on one seed, cannot be told apart by it.
 """
 
 from __future__ import annotations

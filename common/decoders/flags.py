@@ -79,8 +79,8 @@ class DecoderFlags(BackendFlags):
         config = load_decoder_config(base)
         if self.model_type and config.model_type != PRESETS[MODEL_TYPES[self.model_type][0]].config.model_type:
             raise UserError(f"--model_type {self.model_type}: {base} is a {config.model_type}: drop one of the two")
-        if self.model_name_or_path and sizes:
-            changed = ", ".join(f"--{name}" for name in sizes)
+        changed = ", ".join(f"--{name}" for name, size in sizes.items() if size != getattr(config, name))
+        if self.model_name_or_path and changed:
             raise UserError(f"{changed}: cannot change the weights of --model_name_or_path: drop one of the two")
         heads = sizes.get("num_attention_heads", config.num_attention_heads)
         if heads != config.num_attention_heads:

@@ -134,6 +134,10 @@ def prepare(
     the pack is shared with other ranks, if it is)."""
     if shared is not None:
         positions = F.pad(shared.positions, (0, tokens - len(shared.positions)))
-        return rotary_tables(positions, head_dim), max_seqlen, Sharing(shared, context)
+        return (
+            rotary_tables(positions, head_dim),
+            max_seqlen,
+            Sharing(shared.real, shared.bounds, positions.device, context),
+        )
     starts = torch.repeat_interleave(cu_seqlens[:-1], cu_seqlens.diff(), output_size=tokens)
     return rotary_tables(torch.arange(tokens, device=cu_seqlens.device) - starts, head_dim), max_seqlen, None

@@ -14,10 +14,11 @@ import torch
 from torch import nn
 
 from common.cli import UserError
-from common.layers import attention, causal_attention, linear
+from common.layers import attention, causal_attention, context_attention, linear
 from common.waiting import said_while
 
 logger = logging.getLogger(__name__)
+OPERATORS = (attention, causal_attention, context_attention, linear)  # modules that define some
 CACHE = "TORCHINDUCTOR_CACHE_DIR"  # torch's own variable
 
 
@@ -77,5 +78,5 @@ def _this_cpu() -> str:
 
 def _our_operators() -> str:
     """A name for the operators that compiled code may call here."""
-    sources = b"".join(Path(module.__file__).read_bytes() for module in (attention, causal_attention, linear))
+    sources = b"".join(Path(module.__file__).read_bytes() for module in OPERATORS)
     return hashlib.sha256(sources).hexdigest()[:8]

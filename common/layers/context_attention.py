@@ -6,6 +6,8 @@ Two ways for keys and values to come to the queries, with the same result:
 - `all_gather`: every rank gets all blocks at once. One exchange for each pass, and cp blocks are held while it lasts.
 
 Neither keeps another rank's keys from the forward to the backward pass: they come again.
+
+In a compiled layer all of it is one operator, which takes tensors in place of a `Sharing`: the layer is one graph.
 """
 
 from __future__ import annotations
@@ -17,13 +19,12 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.distributed_c10d import _resolve_process_group
 
 from common.layers import attention_blocks as blocks
-from common.layers.attention import rotate
-from common.layers.graphs import outside_graphs
+from common.layers.attention import Kept, rotate
 from common.ranks.slices import SharedPack
 
-WAYS = ("p2p", "all_gather")
 # By their newer names, where torch (2.13) has them: it warns of the older ones.
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -62,14 +63,19 @@ class Sharing:
     the host counts, and sends to a device, it does not do again in each.
     """
 
-    def __init__(self, shared: SharedPack, context: ContextGroup):
-        self.context = context
-        self._device = shared.positions.device
-        self._ends = F.pad(shared.real.cumsum(1), (1, 0))  # [cp, B + 1]
+    def __init__(self, real: Tensor, bounds: Tensor, device: torch.device, context: ContextGroup):
+        """real, bounds: of the `SharedPack`."""
+        self.real, self.bounds, self.context = real, bounds, context
+        self.names = context.group.group_name, context.way
+        self._device = device
+        self._ends = F.pad(real.cumsum(1), (1, 0))  # [cp, B + 1]
         self.parts = blocks.Bounds.make(self._ends, self._device)
-        begins = shared.bounds[context.rank, :-1] - self._ends[context.rank, :-1]
-        self.own = self._places(begins, shared.real[context.rank])
+        begins = bounds[context.rank, :-1] - self._ends[context.rank, :-1]
+        self.own = self._places(begins, real[context.rank])
         self.rows = max(1, int(self._ends[:, -1].max()))
+
+    def is_of(self, real: Tensor, bounds: Tensor, device: torch.device) -> bool:
+        return self._device == device and torch.equal(self.real, real) and torch.equal(self.bounds, bounds)
 
     def _places(self, shifts: Tensor, counts: Tensor) -> Tensor:
         """Runs of neighbours, end to end: the n-th has counts[n] places, shifts[n] beyond where it is here."""
@@ -103,6 +109,16 @@ class Sharing:
         return block[: self.parts[rank].host[-1]].unbind(1)
 
 
+_latest: list[Sharing] = []  # at most one: it is the same for all layers
+
+
+def sharing_of(real: Tensor, bounds: Tensor, device: torch.device, group: str, way: str) -> Sharing:
+    """The `Sharing` of a pack, made anew unless it is the one of the last call. group: a process group's name."""
+    if not _latest or _latest[0].names != (group, way) or not _latest[0].is_of(real, bounds, device):
+        _latest[:] = [Sharing(real, bounds, device, ContextGroup(_resolve_process_group(group), way))]
+    return _latest[0]
+
+
 def whole_sequences(shared: SharedPack, tokens: int) -> Tensor:
     """Boundaries of the sequences that ranks share, as Transformer Engine takes them: int64 [2, B + 2] on the host,
     without padding and with it. tokens: of each rank, with fillers, which are one more sequence."""
@@ -111,19 +127,30 @@ def whole_sequences(shared: SharedPack, tokens: int) -> Tensor:
     return F.pad(torch.stack((real, padded)).cumsum(1), (1, 0))
 
 
-@outside_graphs  # it exchanges with other ranks: compiled layers are cut in two here
 def context_attention(qkv: Tensor, cos: Tensor, sin: Tensor, sharing: Sharing) -> Tensor:
     """Rotary self-attention of this rank's tokens to all of their sequences.
 
     qkv [T, H, 3, D] (query, key, value of each head, not yet rotated), cos and sin [T, D/2] by position in the whole
     sequence. Returns [T, H * D]; 0 where a token is padding, which nobody attends to and which has no gradient.
     """
-    own, way = sharing.own, _Ring if sharing.context.way == "p2p" else _Gathered
+    if torch.compiler.is_compiling():
+        return _in_a_graph(qkv, cos, sin, sharing.real, sharing.bounds, *sharing.names)[0]
     with torch.autocast(qkv.device.type, enabled=False):
-        q, k, v = qkv[own].unbind(2)
-        q, k = (rotate(x, cos[own], sin[own]) for x in (q, k))
-        out = way.apply(q, torch.stack((k, v), 1), sharing)
-    return out.new_zeros(len(qkv), *out.shape[1:]).index_copy(0, own, out).flatten(1)
+        out = WAYS[sharing.context.way].apply(*_rotated(qkv, cos, sin, sharing), sharing)
+    return _spread(out, sharing, len(qkv)).flatten(1)
+
+
+def _rotated(qkv: Tensor, cos: Tensor, sin: Tensor, sharing: Sharing) -> tuple[Tensor, Tensor]:
+    """Of this rank's real tokens: q [R, H, D], kv [R, 2, H, D]."""
+    own = sharing.own
+    q, k, v = qkv[own].unbind(2)
+    q, k = (rotate(x, cos[own], sin[own]) for x in (q, k))
+    return q, torch.stack((k, v), 1)
+
+
+def _spread(x: Tensor, sharing: Sharing, tokens: int) -> Tensor:
+    """[R, ...] of the real tokens -> [T, ...], 0 where a token is padding."""
+    return x.new_zeros(tokens, *x.shape[1:]).index_copy(0, sharing.own, x)
 
 
 class _Ring(torch.autograd.Function):
@@ -177,6 +204,73 @@ class _Gathered(torch.autograd.Function):
         own = torch.empty_like(apart[: sharing.rows])
         reduce_scatter(own, apart, group=group)
         return dq.to(q.dtype), own[: len(kv)].to(kv.dtype), None
+
+
+WAYS: dict[str, type[torch.autograd.Function]] = {"p2p": _Ring, "all_gather": _Gathered}
+
+# ---- in a graph: one operator, which finds out from tensors how the pack is shared ---------------------------------
+
+
+@torch.library.custom_op("esm2::context_attention", mutates_args=())
+def _in_a_graph(
+    qkv: Tensor, cos: Tensor, sin: Tensor, real: Tensor, bounds: Tensor, group: str, way: str
+) -> tuple[Tensor, Tensor]:
+    """As `context_attention`; also, for the backward pass, the lse [T, H] of the real tokens."""
+    sharing, kept = sharing_of(real, bounds, qkv.device, group, way), Kept()
+    with torch.autocast(qkv.device.type, enabled=False):
+        out = WAYS[way].forward(kept, *_rotated(qkv, cos, sin, sharing), sharing)
+    lse = kept.saved_tensors[-1]
+    return _spread(out, sharing, len(qkv)).flatten(1), _spread(lse, sharing, len(qkv))
+
+
+@_in_a_graph.register_fake
+def _(qkv, cos, sin, real, bounds, group, way) -> tuple[Tensor, Tensor]:
+    tokens, heads, _, dim = qkv.shape
+    lse = qkv.new_empty(tokens, heads, dtype=torch.promote_types(qkv.dtype, torch.float32))
+    return qkv.new_empty(tokens, heads * dim), lse
+
+
+@torch.library.custom_op("esm2::context_attention_backward", mutates_args=())
+def _backward_in_a_graph(
+    grad: Tensor,
+    qkv: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    real: Tensor,
+    bounds: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    group: str,
+    way: str,
+) -> Tensor:
+    sharing = sharing_of(real, bounds, qkv.device, group, way)
+    own = sharing.own
+    with torch.autocast(qkv.device.type, enabled=False):
+        grad, out = (x.view(len(qkv), qkv.shape[1], -1)[own] for x in (grad, out))
+        kept = Kept((*_rotated(qkv, cos, sin, sharing), out, lse[own]))
+        kept.sharing = sharing
+        dq, dkv, _ = WAYS[way].backward(kept, grad)
+        dk, dv = dkv.unbind(1)
+        dq, dk = (rotate(x, cos[own], -sin[own]) for x in (dq, dk))
+        return _spread(torch.stack((dq, dk, dv), 2), sharing, len(qkv))
+
+
+@_backward_in_a_graph.register_fake
+def _(grad, qkv, cos, sin, real, bounds, out, lse, group, way) -> Tensor:
+    return qkv.new_empty(qkv.shape)
+
+
+def _keep(ctx, inputs, output) -> None:
+    *tensors, ctx.group, ctx.way = inputs
+    ctx.save_for_backward(*tensors, *output)
+
+
+def _backward(ctx, grad: Tensor, *_):
+    grads = _backward_in_a_graph(grad.contiguous(), *ctx.saved_tensors, ctx.group, ctx.way)
+    return grads, None, None, None, None, None, None
+
+
+_in_a_graph.register_autograd(_backward, setup_context=_keep)
 
 
 def _all_keys(kv: Tensor, sharing: Sharing) -> tuple[Tensor, Tensor]:

@@ -18,6 +18,7 @@ MODES = ("none", "selective", "full")
 # Results of products and of fused attention are kept by `selective`; norms, GELU, rotary and the like are recomputed.
 _KEPT = (
     *("aten::mm", "aten::addmm", "mkldnn::_linear_pointwise", "esm2::product", "esm2::attention"),
+    "esm2::context_attention",
     *("aten::_scaled_dot_product_flash_attention", "aten::_scaled_dot_product_flash_attention_for_cpu"),
     *("aten::_scaled_dot_product_efficient_attention", "aten::_scaled_dot_product_cudnn_attention"),
     "torch_attn::_varlen_attn",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import statistics
 import subprocess
@@ -14,7 +15,7 @@ from common.esm2.config import override
 from common.esm2.presets import load_config
 from common.files.json_files import read_json_lines
 from tests.forked import run_script
-from tests.training_fixtures import TINY_OVERRIDES, environment
+from tests.training_fixtures import TINY_OVERRIDES, environment, flags_of, rows, train
 from tests.warm_python import python
 
 
@@ -104,3 +105,33 @@ def test_cost_of_emulation_and_of_statistics(tmp_path):
         assert float(row[3]) == pytest.approx(told, rel=1.1 * off)
     assert added[0] == "MXFP8"
     assert all(cell.endswith("%") for cell in added[1:])
+
+
+def test_floor_is_the_distance_of_runs_from_perturbed_weights(dataset, tmp_path):
+    flags = {"max_steps": 6, "fp8": True, "emulate_precision": True, "seed": 3}
+    train(dataset, tmp_path / "run", stop_at_step=2, **flags)
+    own = ["--steps", 2, "--perturbations", 1, "--relative", 1e-3, "--report", tmp_path / "floor.md"]
+    done = benchmark("precision_floor", *own, "train_ddp.py", *flags_of(dataset, tmp_path / "unused", **flags))
+    assert done.returncode == 0, done.stderr
+    assert "  1-2     FP8, delayed scaling, hybrid\n  rest    FP32 (" in done.stdout
+    assert (tmp_path / "floor.md").read_text().strip() in done.stdout
+    assert not (tmp_path / "unused").exists()
+    found = [cells(line) for line in done.stdout.splitlines() if re.match(r"\| \d", line)]
+    for cell, row in zip(found, rows(tmp_path / "run"), strict=True):
+        assert (cell[0], cell[1], cell[3]) == (str(row["step"]), f"{row['step_loss']:.4f}", f"{row['grad_norm']:.4f}")
+        assert all(1e-6 < float(apart) < 0.3 for apart in (cell[2], cell[4]))
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--steps", 2], "no script among the arguments"),
+        (["--steps", 0, "train_ddp.py"], "--steps 0: must be at least 1"),
+        (["train_ddp.py", "--bf17"], "unknown flag --bf17"),
+    ],
+)
+def test_floor_refuses_in_one_line(words, message):
+    done = benchmark("precision_floor", *words)
+    assert done.returncode == 2
+    (line,) = done.stderr.splitlines()
+    assert message in line

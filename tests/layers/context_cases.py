@@ -154,7 +154,8 @@ def hold_blocks() -> None:
     shared = SharedPack(*map(torch.from_numpy, arrays), torch.tensor([64]), torch.tensor([0]))
     seen, ranks = [], []
     for rank, block in rounds(
-        torch.full((16, 2, 1, 4), float(world.rank)), Sharing(shared, ContextGroup(world.cp_group))
+        torch.full((16, 2, 1, 4), float(world.rank)),
+        Sharing(shared.real, shared.bounds, CPU, ContextGroup(world.cp_group)),
     ):
         seen.append(weakref.ref(block))
         ranks.append(rank)
@@ -179,7 +180,7 @@ def all_cases(cp_size: int) -> list[tuple]:
         for w, layout in ways
         for lengths in ("mixed", "alone", "shortest")
     ]
-    cases.append((WAYS[cp_size == 4], *dual, True, False, "long", "random"))
+    cases.append((list(WAYS)[cp_size == 4], *dual, True, False, "long", "random"))
     cases += [(w, *padded, dropout, bf16, "mixed", "random") for w in WAYS for dropout, bf16 in PRECISIONS]
     in_turn = ways if cp_size == 2 else ways[::-1]  # other pairs with other ranks
     of_labels = zip(itertools.cycle(in_turn), LABELS, strict=False)
