@@ -90,7 +90,7 @@ def read_lines(file: TextIO, path: str) -> Iterator[str]:
     while line := file.readline(LONGEST_LINE + 1):
         number += 1
         if len(line) > LONGEST_LINE:
-            raise UserError(f"--mutations {path}: line {number} is longer than {LONGEST_LINE:,} characters: shorten it")
+            raise UserError(f"--mutations {path}: line {number} is longer than {LONGEST_LINE:,} characters")
         yield line
 
 

@@ -37,7 +37,7 @@ def choose_files(
     if configuration is None:
         return None
     if configuration in listed:
-        files = _of_patterns(paths, listed[configuration], split_of)
+        files = _of_patterns(given, paths, listed[configuration], split_of)
     else:
         within = re.compile(rf"(?:.*/)?{re.escape(configuration)}/[^/].*")
         files: Files = {}
@@ -59,16 +59,23 @@ def _listed(given: str, card: str) -> dict[str, dict]:
         return {}
     try:
         told = yaml.safe_load(front[1])
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, RecursionError) as error:
         raise UserError(f"{given}: the front matter of its {CARD} is no YAML ({one_line(error)[:100]})") from None
     entries = told.get("configs") if isinstance(told, dict) else None
     entries = entries if isinstance(entries, list) else []
-    return {str(entry.get("config_name", "default")): entry for entry in entries if isinstance(entry, dict)}
+    return {_word(given, entry.get("config_name", "default")): entry for entry in entries if isinstance(entry, dict)}
 
 
-def _of_patterns(paths: list[str], entry: dict, split_of: Callable[[str], str]) -> Files:
+def _word(given: str, value) -> str:
+    """A name or pattern of a card. UserError for a structure: aliases in it may stand for gigabytes."""
+    if isinstance(value, list | dict):
+        raise UserError(f"{given}: in the configurations of its {CARD} stands a list or mapping in place of a name")
+    return str(value)
+
+
+def _of_patterns(given: str, paths: list[str], entry: dict, split_of: Callable[[str], str]) -> Files:
     """The paths that a card's entry names, a split's in the order of its patterns."""
-    within = f"{str(entry['data_dir']).strip('/')}/" if entry.get("data_dir") else ""
+    within = f"{_word(given, entry['data_dir']).strip('/')}/" if entry.get("data_dir") else ""
     told = entry.get("data_files")
     if told is None:
         files: Files = {}
@@ -76,13 +83,13 @@ def _of_patterns(paths: list[str], entry: dict, split_of: Callable[[str], str]) 
             files.setdefault(split_of(path), []).append(path)
         return files
     if isinstance(told, list) and all(isinstance(each, dict) for each in told):
-        told = {str(each.get("split", "train")): each.get("path", ()) for each in told}
+        told = {_word(given, each.get("split", "train")): each.get("path", ()) for each in told}
     by_split = told if isinstance(told, dict) else {"train": told}
     files = {}
     for split, patterns in by_split.items():
         found: dict[str, None] = {}
-        for pattern in [patterns] if isinstance(patterns, str) else patterns:
-            matches = re.compile(glob_translate(within + str(pattern).removeprefix("./")))
+        for pattern in patterns if isinstance(patterns, list | tuple) else [patterns]:
+            matches = re.compile(glob_translate(within + _word(given, pattern).removeprefix("./")))
             found |= dict.fromkeys(sorted(path for path in paths if matches.match(path)))
         if found:
             files[split] = [*found]

@@ -25,6 +25,7 @@ from common.sources.packed import check_file, refuse_twice
 
 logger = logging.getLogger(__name__)
 
+LONGEST_CARD = 4 << 20  # characters: the front matter of most has some hundreds
 SPLIT_WORDS = {
     "train": ("train", "training"),
     "validation": ("validation", "valid", "val", "dev", "eval"),
@@ -213,7 +214,7 @@ def _local(wanted: Wanted, name: str) -> Source:
         if (path / "dataset_dict.json").exists() or (path / "state.json").exists():
             raise UserError(f"{given}: holds tokenised data already: give it as --dataset_dir")
         if wanted.chooses and (path / CARD).is_file():
-            card = (path / CARD).read_text(encoding="utf-8", errors="replace")
+            card = _read_card(path / CARD)
     else:
         found = [Path(p) for p in glob.glob(str(path), recursive=True)]
         if not any(p.is_file() for p in found):
@@ -226,6 +227,11 @@ def _local(wanted: Wanted, name: str) -> Source:
     refuse_twice(given, list(shown.values()))
     files = [(name, _file(str(p), p.name, p.stat().st_size, content)) for name, p in shown.items()]
     return Source(name, _by_split(wanted, _each_once([(name, file) for name, file in files if file]), card))
+
+
+def _read_card(path: Path) -> str:
+    with open(path, encoding="utf-8", errors="replace") as file:
+        return file.read(LONGEST_CARD)
 
 
 def _each_once(files: list[tuple[str, File]]) -> list[tuple[str, File]]:
@@ -253,7 +259,7 @@ def _hub(wanted: Wanted, name: str, streaming: bool) -> Source:
         card = ""
         if wanted.chooses and CARD in members:
             path = hf_hub_download(name, CARD, repo_type="dataset", revision=info.sha)
-            card = Path(path).read_text(encoding="utf-8", errors="replace")
+            card = _read_card(Path(path))
         addresses = ((path, f"{REMOTE}datasets/{name}@{info.sha}/{path}", size) for path, size in members.items())
         files = [(path, _file(address, path, size, wanted.content)) for path, address, size in addresses]
         source = Source(name, _by_split(wanted, [(path, file) for path, file in files if file], card), info.sha)

@@ -38,7 +38,7 @@ ROWS_AT_ONCE = 4096
 TEXTS = (pa.types.is_string, pa.types.is_binary, pa.types.is_large_string, pa.types.is_large_binary)
 TEXTS += (pa.types.is_string_view, pa.types.is_binary_view, pa.types.is_null)
 BLOCK_BYTES = 4 << 20
-BLANK_LINES = re.compile(rb"\n(?:[ \t\r]*\n)+")
+BLANK_LINES = re.compile(rb"\n[ \t\r\n]*\n")
 
 
 @dataclass(frozen=True)
@@ -139,7 +139,7 @@ def _parquet(unit: Unit) -> Iterator[pa.Array]:
             if unit.file.path.startswith(REMOTE):
                 file = fetched(handle, metadata.row_group(group), column, unit.file.size)
             batches = read_columns(file, where, metadata, group, [column], ROWS_AT_ONCE, unit.file.content.longest)
-            yield from _together(batch.column(0) for batch in batches)
+            yield from _together(_as_text(unit, batch.column(0)) for batch in batches)
 
 
 def _together(arrays: Iterator[pa.Array]) -> Iterator[pa.Array]:

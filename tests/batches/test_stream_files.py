@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bz2
 import gzip
+import hashlib
 import json
 import lzma
 
@@ -16,7 +17,7 @@ from common.batches.flags import DataFlags
 from common.batches.streams import Stream
 from common.batches.training_data import find_source
 from common.cli import UserError
-from common.sources.dataset import open_source, split_of
+from common.sources.dataset import check_same_files, open_source, split_of, with_contents
 from common.sources.memory_store import MemoryStore
 from common.sources.stream_reader import read_sequences, units_of
 from tests.batches.stream_fixtures import first_epoch, plan_of, proteins, write
@@ -75,6 +76,32 @@ def test_files_that_took_the_name_of_a_split_are_named(tmp_path):
         open_source(str(tmp_path / "empty"), False)
 
 
+def test_identity_is_of_contents_and_their_order(tmp_path):
+    parts = {"a": ["MKV"], "b": ["MKL"]}
+
+    def identity(**names: str) -> str:
+        directory = tmp_path / "-".join(names)
+        for name, part in names.items():
+            write(directory / f"{name}.csv", parts[part])
+        return with_contents(open_source(str(directory), False), "train").identity("train")
+
+    assert identity(a="a", b="b") == identity(c="a", d="b")
+    assert len({identity(a="a", b="b"), identity(e="b", f="a"), identity(g="a"), identity(h="a", i="a")}) == 4
+    source = open_source(str(write(tmp_path / "x.csv", ["MKV"])), False)
+    earlier = repr([None, ["x.csv", source.splits["train"][0].size]])
+    assert source.earlier_identity("train") == hashlib.sha256(earlier.encode()).hexdigest()
+
+
+@pytest.mark.parametrize(("change", "said"), [("remove", "is not there"), ("grow", "has 18 bytes")])
+def test_file_that_another_node_has_otherwise_is_an_error(tmp_path, change, said):
+    path = write(tmp_path / "a.csv", ["MKV"], "text")
+    source = open_source(str(path), False)
+    check_same_files(source)
+    path.unlink() if change == "remove" else path.write_text(path.read_text() + "1,M\n")
+    with pytest.raises(UserError, match=rf"a\.csv: {said} on this node, and 14 bytes on that of rank 0"):
+        check_same_files(source)
+
+
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
@@ -121,9 +148,10 @@ def test_directories_and_globs(tmp_path):
     assert {split: len(files) for split, files in source.splits.items()} == {"train": 1, "validation": 1}
     source = open_source(str(tmp_path / "data" / "*.parquet"), streaming=False)
     assert set(source.splits) == {"train", "validation"}
+    identity = with_contents(source, "train").identity("train")
     moved = tmp_path / "moved"
     (tmp_path / "data").rename(moved)
-    assert open_source(str(moved), streaming=False).identity("train") == source.identity("train")
+    assert with_contents(open_source(str(moved), streaming=False), "train").identity("train") == identity
 
 
 @pytest.mark.parametrize(

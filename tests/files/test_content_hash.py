@@ -35,6 +35,14 @@ def test_cached_hash_is_used(file, cache):
     assert content_hash(file) == "cached"
 
 
+def test_hashing_that_takes_long_is_said(file, monkeypatch, caplog):
+    monkeypatch.setattr(module, "SAID_EVERY_S", 0.001)
+    (file.parent / "large").write_bytes(bytes(64 << 20))
+    with caplog.at_level("INFO"):
+        combined_hash([file, file.parent / "large"])
+    assert "Hashing 2 input files" in caplog.text
+
+
 def test_replaced_file_of_same_size_and_mtime_is_hashed_again(file):
     before, times = content_hash(file), file.stat()
     other = file.with_name("other")

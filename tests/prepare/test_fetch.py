@@ -3,6 +3,8 @@
 import gzip
 import hashlib
 import itertools
+import json
+import os
 import signal
 
 import pytest
@@ -19,7 +21,7 @@ from common.prepare.fetch import (
     read_metalink,
 )
 from common.prepare.transfers import FetchError
-from tests.data_fixtures import DOWNLOAD, call, environment, everything_in
+from tests.data_fixtures import DOWNLOAD, call, edit_unnoticed, environment, everything_in
 from tests.forked import Script, run_script
 from tests.patience import wait_until
 from tests.prepare.local_servers import ftp_server, http_server
@@ -70,7 +72,7 @@ def test_the_record_holds_all_sources_and_their_checksums(tmp_path, caplog):
     out = tmp_path / "out"
     call(DOWNLOAD, "--source", *paths[:2], "--output_dir", out)
     sources = read_record(out / "csv")["made_from"]["sources"]
-    assert [source["source"] for source in sources] == ["a.fasta", "b.fasta"]
+    assert sources == [{"source": f"sha256:{hashlib.sha256(path.read_bytes()).hexdigest()}"} for path in paths[:2]]
     with caplog.at_level("INFO"):
         call(DOWNLOAD, "--source", *paths[:2], "--output_dir", out)
     assert "nothing to do" in caplog.text
@@ -80,15 +82,40 @@ def test_the_record_holds_all_sources_and_their_checksums(tmp_path, caplog):
             call(DOWNLOAD, "--source", *other, "--output_dir", out)
 
 
-def test_the_record_of_one_source_is_what_it_always_was(tmp_path):
-    path = tmp_path / "a.fasta"
+def test_source_is_known_by_its_content(tmp_path, caplog):
+    path, out = tmp_path / "a.fasta", ("--output_dir", tmp_path / "out")
     path.write_text(">a\nMK\n")
-    stat = path.stat()
-    about = {"source": "a.fasta", "size": stat.st_size, "mtime_ns": stat.st_mtime_ns}
+    about = {"source": f"sha256:{hashlib.sha256(path.read_bytes()).hexdigest()}"}
     assert describe_sources(parse_sources([str(path)])) == about
     assert describe_sources(parse_sources(["https://x/y"])) == {"source": "https://x/y"}
-    call(DOWNLOAD, f"--source={path}", "--output_dir", tmp_path / "out")
+    call(DOWNLOAD, f"--source={path}", *out)
     assert read_record(tmp_path / "out/csv")["made_from"].items() >= about.items()
+    (tmp_path / "elsewhere").mkdir()
+    copy = tmp_path / "elsewhere/b.fasta"
+    copy.write_bytes(path.read_bytes())
+    with caplog.at_level("INFO"):
+        call(DOWNLOAD, f"--source={copy}", *out)
+    assert "nothing to do" in caplog.text
+    edit_unnoticed(path, b"MK", b"ML")
+    with pytest.raises(UserError, match="was made from other input"):
+        call(DOWNLOAD, f"--source={path}", *out)
+
+
+def test_record_of_an_earlier_version_is_recognised(tmp_path, caplog):
+    path, out = tmp_path / "a.fasta", ("--output_dir", tmp_path / "out")
+    path.write_text(">a\nMK\n")
+    call(DOWNLOAD, f"--source={path}", *out)
+    record, stat = read_record(tmp_path / "out/csv"), path.stat()
+    record["made_from"] |= {"source": "a.fasta", "size": stat.st_size, "mtime_ns": stat.st_mtime_ns}
+    (tmp_path / "out/csv/.complete.json").write_text(json.dumps(record))
+    with caplog.at_level("INFO"):
+        call(DOWNLOAD, f"--source={path}", *out)
+    assert "nothing to do" in caplog.text
+    os.utime(path, ns=(0, 0))
+    with pytest.raises(UserError, match="was made from other input"):
+        call(DOWNLOAD, f"--source={path}", *out)
+    call(DOWNLOAD, f"--source={path}", *out, "--overwrite")
+    assert "mtime_ns" not in read_record(tmp_path / "out/csv")["made_from"]
 
 
 def test_a_source_that_fails_leaves_the_others_for_the_next_start(tmp_path):

@@ -1,7 +1,9 @@
 """1.tokenize_uniref_csv.py started again, killed, without room, and given bad input."""
 
+import hashlib
 import itertools
 import json
+import os
 import re
 import shutil
 import signal
@@ -12,6 +14,7 @@ import pytest
 
 from common.cli import UserError
 from common.files.alphabet import TOKENS, encode
+from common.files.output_directory import read_record
 from common.files.records import BadRecords
 from common.prepare import encode_files
 from common.sources import csv_records
@@ -20,6 +23,7 @@ from tests.data_fixtures import (
     TOKENIZE,
     call,
     different,
+    edit_unnoticed,
     environment,
     everything_in,
     expect_error,
@@ -55,6 +59,49 @@ def test_second_run_does_nothing_and_another_one_is_refused(tmp_path, caplog):
     call(TOKENIZE, *same, "--overwrite")
     assert sum(map(len, load(tmp_path).values())) == 110
     assert sorted(path.name for path in tmp_path.iterdir()) == ["arrow", "csv"]
+
+
+def test_input_is_known_by_its_content(tmp_path, caplog):
+    (tmp_path / "csv").mkdir()
+    (tmp_path / "csv/x000.csv").write_text("id,text\n" + "".join(f"P{i},MKVLA\n" for i in range(20)))
+    table = tmp_path / "table.tsv"
+    table.write_text("ur50_id\tur90_id\n" + "".join(f"C{i}\tP{i}\n" for i in range(20)))
+    out = ("--output_dir", tmp_path / "out", "--validation_size", 2, "--test_size", 1)
+    call(TOKENIZE, "--input_dir", tmp_path / "csv", "--cluster_table", table, *out)
+    moved = tmp_path / "moved"
+    shutil.copytree(tmp_path / "csv", moved, copy_function=shutil.copyfile)
+    (moved / "x000.csv").rename(moved / "another.csv")
+    os.utime(table, ns=(0, 0))
+    with caplog.at_level("INFO"):
+        call(TOKENIZE, "--input_dir", moved, "--cluster_table", table, *out)
+    assert "nothing to do" in caplog.text
+    edit_unnoticed(moved / "another.csv", b"P7,MKVLA", b"P7,MKVLL")
+    with pytest.raises(UserError, match="was made from other input"):
+        call(TOKENIZE, "--input_dir", moved, "--cluster_table", table, *out)
+    edit_unnoticed(table, b"C7\tP7", b"C8\tP7")
+    with pytest.raises(UserError, match="was made from other input"):
+        call(TOKENIZE, "--input_dir", tmp_path / "csv", "--cluster_table", table, *out)
+
+
+def test_record_of_an_earlier_version_is_recognised(tmp_path, caplog):
+    files = [write_csv(tmp_path / "csv", proteins(30)) / "x000.csv"]
+    table = tmp_path / "table.tsv"
+    table.write_text("ur50_id\tur90_id\n" + "".join(f"C{i}\tP{i}\n" for i in range(30)))
+    same = ("--input_dir", tmp_path / "csv", "--output_dir", tmp_path, "--cluster_table", table)
+    same += ("--validation_size", 2, "--test_size", 1)
+    call(TOKENIZE, *same)
+    record = read_record(tmp_path / "arrow")
+    listings = [[(p.name, p.stat().st_size, p.stat().st_mtime_ns) for p in paths] for paths in (files, [table])]
+    del record["made_from"]["input"]["content"]
+    record["made_from"]["input"]["listing"] = hashlib.sha256(repr(listings[0]).encode()).hexdigest()
+    record["made_from"]["cluster_table"] = listings[1]
+    (tmp_path / "arrow/.complete.json").write_text(json.dumps(record))
+    with caplog.at_level("INFO"):
+        call(TOKENIZE, *same)
+    assert "nothing to do" in caplog.text
+    os.utime(files[0], ns=(0, 0))
+    with pytest.raises(UserError, match="was made from other input"):
+        call(TOKENIZE, *same)
 
 
 def test_killed_and_started_again(tmp_path):

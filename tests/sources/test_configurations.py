@@ -34,6 +34,20 @@ IN_SPLITS = (
 GERMAN = "{config_name: de, data_files: {train: 'multilingual/c4-de.*', held_out: multilingual/c4-de-validation.*}}"
 
 
+LAUGHS = "\n".join(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]" for n in range(1, 9))
+
+
+@pytest.mark.parametrize("entry", ["config_name: *a8", "data_files: [*a8]", "{config_name: en, data_dir: *a8}"])
+def test_card_whose_names_are_gigabytes_of_aliases_is_refused(entry):
+    with pytest.raises(UserError, match=r"configurations of its README\.md stands a list"):
+        choose(f"---\na0: &a0 [lol]\n{LAUGHS}\nconfigs:\n- {entry}\n---\n")
+
+
+def test_card_nested_without_end_is_refused():
+    with pytest.raises(UserError, match=r"front matter of its README\.md is no YAML"):
+        choose(f"---\nconfigs: {'[' * 10_000}\n---\n")
+
+
 @pytest.mark.parametrize("text", ["", "# Text", "---\nlicense: odc-by\n---\n"])
 def test_without_a_card_a_configuration_is_a_directory(text):
     assert choose(text, "en") == ENGLISH

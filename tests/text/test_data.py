@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 from itertools import islice
@@ -14,6 +15,7 @@ import torch
 from common.batches.loader import TrainLoader, merge_positions
 from common.batches.packing import Position
 from common.cli import UserError
+from common.files.output_directory import read_record
 from common.ranks.world import Mesh, World
 from common.sources.content import documents
 from common.sources.dataset import open_source
@@ -24,7 +26,8 @@ from common.text.flags import TextFlags
 from common.text.memory import TextMemory
 from common.text.store import TextStore
 from common.text.tokenizers import load_tokenizer
-from tests.data_fixtures import TOKENIZE, call, expect_error, load_script, write_csv
+from common.training.progress import check_same_data
+from tests.data_fixtures import TOKENIZE, call, edit_unnoticed, expect_error, load_script, write_csv
 from tests.data_fixtures import proteins as protein_rows
 from tests.forked import run_script
 from tests.sources.hub_server import hub_server
@@ -258,6 +261,52 @@ def test_without_a_validation_split_some_documents_are_held_out(tmp_path):
     held_out, rest = (list(map(decoded, by_workers[0][split])) for split in ("validation", "train"))
     assert sorted(held_out + rest) == sorted(some)
     assert 20 <= len(held_out) <= 60
+
+
+def test_text_is_known_by_its_content(tmp_path, caplog):
+    """By 1.tokenize_text.py, in what it made and in what a killed run left, and by a streamed run."""
+    path = tmp_path / "in/a.txt"
+    path.parent.mkdir()
+    path.write_text("the quick fox\n\n" * 20)
+    out = ("--output_dir", tmp_path / "out", "--preprocessing_num_workers", 1)
+    call(PREPARE, "--dataset", path, *out)
+    copy = tmp_path / "b.txt"
+    copy.write_bytes(path.read_bytes())
+    with caplog.at_level("INFO"):
+        call(PREPARE, "--dataset", copy, *out)
+    assert "nothing to do" in caplog.text
+    identity, moved = (opened(dataset=str(p), max_steps=1, evaluates=False)[1].identity for p in (path, copy))
+    assert identity == moved
+    edit_unnoticed(path, b"quick", b"QUICK")
+    with pytest.raises(UserError, match="was made from other input"):
+        call(PREPARE, "--dataset", path, *out)
+    edited = opened(dataset=str(path), max_steps=1, evaluates=False)[1]
+    assert edited.identity | {"dataset": ""} == identity | {"dataset": ""}
+    with pytest.raises(UserError, match="the data have changed since the checkpoint"):
+        check_same_data(identity, edited.identity, edited.earlier_identity)
+
+
+def test_another_column_is_another_text(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"text": "a", "body": "b"}\n' * 9)
+    given = {"dataset": str(tmp_path / "a.jsonl"), "max_steps": 1, "evaluates": False}
+    assert opened(**given)[1].identity != opened(**given, text_column="body")[1].identity
+
+
+def test_records_and_checkpoints_of_earlier_versions_are_recognised(tmp_path, caplog):
+    path = tmp_path / "a.txt"
+    path.write_text("the quick fox\n\n" * 20)
+    same = ("--dataset", path, "--output_dir", tmp_path / "out", "--preprocessing_num_workers", 1)
+    call(PREPARE, *same)
+    listing = [None, ["a.txt", path.stat().st_size]]
+    record = read_record(tmp_path / "out/text")
+    record["made_from"]["text"] = hashlib.sha256(repr([listing, [None]]).encode()).hexdigest()
+    (tmp_path / "out/text/.complete.json").write_text(json.dumps(record))
+    with caplog.at_level("INFO"):
+        call(PREPARE, *same)
+    assert "nothing to do" in caplog.text
+    data = opened(dataset=str(path), max_steps=1, evaluates=False)[1]
+    saved = data.identity | {"dataset": hashlib.sha256(repr(listing).encode()).hexdigest()[:16]}
+    check_same_data(saved, data.identity, data.earlier_identity)
 
 
 def test_what_cannot_be_trained_on_is_one_line(tmp_path, prepared):

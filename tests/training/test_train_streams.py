@@ -8,8 +8,10 @@ import random
 import pytest
 
 from common.files.json_files import read_json_lines
+from common.sources.dataset import open_source, with_contents
+from common.training.progress import TrainerState
 from tests.batches.stream_fixtures import proteins, write
-from tests.data_fixtures import REAL_SAMPLE, needs_real_sample
+from tests.data_fixtures import REAL_SAMPLE, edit_unnoticed, needs_real_sample
 from tests.forked import run_script
 from tests.live_runs import assert_same_run, newest_step
 from tests.training.test_resume import killed_again_and_again
@@ -61,7 +63,24 @@ def test_any_number_of_ranks_makes_the_same_run(source, tmp_path):
 def test_another_dataset_is_refused_on_resume(source, tmp_path):
     train(None, tmp_path / "out", dataset=source, max_steps=4, stop_at_step=2)
     said = train(None, tmp_path / "out", expect=2, dataset=write(tmp_path / "b.csv", proteins(90)), max_steps=4)
-    assert "another order of batches: dataset" in said
+    assert "the data have changed since the checkpoint" in said
+
+
+def test_resume_knows_streamed_data_by_their_content(tmp_path):
+    """Copied under another name they are the same; edited in place, to the same size and time, they are not."""
+    path, out = write(tmp_path / "a.csv", proteins(90)), tmp_path / "out"
+    train(None, out, dataset=path, max_steps=6, stop_at_step=2)
+    copy = tmp_path / "b.csv"
+    copy.write_bytes(path.read_bytes())
+    train(None, out, dataset=copy, max_steps=6, stop_at_step=4)
+    last = path.read_bytes()[-9:-1]
+    edit_unnoticed(path, last, last[::-1])
+    said = train(None, out, expect=2, dataset=path, max_steps=6)
+    assert "error: the data have changed since the checkpoint" in said
+    source = with_contents(open_source(str(copy), False), "train")
+    state = json.loads((out / "trainer_state.json").read_text())
+    trained_on = TrainerState(data=state["data"], arguments=state["arguments"]).trained_on
+    assert trained_on == {"data": str(copy), "data_hash": source.identity("train")}
 
 
 @needs_real_sample

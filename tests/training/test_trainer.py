@@ -16,7 +16,7 @@ from common.ranks.strategy import replicate
 from common.tasks.masked_lm import StepCounts
 from common.training.finish import _training_results
 from common.training.load_model import load_model
-from common.training.progress import Resolved, TrainerState
+from common.training.progress import Resolved, TrainerState, check_same_data
 from common.training.step import StepResult
 from common.training.trainer import train as train_model
 from tests.data_fixtures import load_script
@@ -150,3 +150,14 @@ def test_what_is_no_residue_is_counted_and_said_once(caplog):
     ]
     assert TrainerState(step=3).unknown == 0  # a checkpoint of before they were counted
     assert _training_results(state, RESOLVED, None)["train_unknown_characters"] == 7
+
+
+def test_checkpoint_of_an_earlier_version_stands_in_the_same_data():
+    now = {"dataset": "a" * 64 + "-240", "sample_clusters": "0123", "seed": 1}
+    earlier = {"dataset": "b" * 16 + "-240", "sample_clusters": True}
+    check_same_data(now, now)
+    check_same_data(earlier | {"seed": 1}, now, lambda: earlier)
+    with pytest.raises(UserError, match=r"order of batches: seed 2 \(now 1\)"):
+        check_same_data(earlier | {"seed": 2}, now, lambda: earlier)
+    with pytest.raises(UserError, match=r"the data have changed since the checkpoint \(.* was b{12}-240, now a"):
+        check_same_data(earlier | {"seed": 1}, now, lambda: {"dataset": "c"})
