@@ -9,6 +9,7 @@ import re
 import runpy
 import shutil
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -18,10 +19,11 @@ import pytest
 from common.cli import UserError
 from tests.data_fixtures import environment, everything_in, write_fasta
 from tests.forked import Script
-from tests.inference.embed_fixtures import call_embed, make_model, ran
+from tests.inference.embed_fixtures import call_embed, make_model
 from tests.live_runs import LiveRun
 from tests.small_disk import fill, small_disk
-from tests.training_fixtures import on_ranks
+from tests.training_fixtures import ROOT, on_ranks
+from tests.warm_python import python
 
 PARTS = 30
 
@@ -247,6 +249,7 @@ def test_a_rank_left_behind_keeps_others_out(model, fasta, tmp_path):
 def test_the_launcher_starts_ranks_of_it(model, fasta, whole, tmp_path):
     """No starts are counted: it makes no checkpoints to tell by whether one got on."""
     out = tmp_path / "out"
-    said = ran("common.ranks.launch", "--nproc_per_node=2", "embed.py", *flags(model, fasta, out))
-    assert "600 proteins of" in said
+    command = [python(), "-m", "common.ranks.launch", "--standalone", "--nproc_per_node=2", str(ROOT / "embed.py")]
+    done = subprocess.run([*command, *flags(model, fasta, out)], capture_output=True, text=True, env=environment())
+    assert (done.returncode, "600 proteins of" in done.stderr) == (0, True), done.stderr
     assert everything_in(out) == whole

@@ -75,14 +75,8 @@ def test_weights_that_are_not_finite_are_refused(esm2, name, value):
 
 
 def test_a_decoder_whose_weights_are_not_finite_is_refused(tmp_path):
-    config = LlamaConfig(
-        vocab_size=32,
-        hidden_size=16,
-        intermediate_size=32,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-    )
+    sizes = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1}
+    config = LlamaConfig(**sizes, num_attention_heads=2, num_key_value_heads=2)
     LlamaForCausalLM(config).save_pretrained(tmp_path)
     read = load_decoder_config(str(tmp_path))
     dict(read_decoder(str(tmp_path), read))
