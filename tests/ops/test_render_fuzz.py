@@ -26,6 +26,7 @@ from tests.ops.manifests import (
 
 pytestmark = pytest.mark.skipif(not shutil.which("envsubst"), reason="envsubst (gettext-base) is not installed")
 EVERYTHING = GUIDE | FILE_SYSTEM | SWITCHED | {"IMAGE_URI": "registry/image:tag", "RUN_ID": "7", "HUGEPAGES": "5120Mi"}
+EVERYTHING |= {"INIT_FROM": "/fsx-shared/start/final_model"}
 FLAGS = {"DOWNLOAD_FLAGS": "", "PREPROCESS_FLAGS": "--a=1", "TRAIN_FLAGS": "--b", "TEXT_FLAGS": "--dataset=x --c"}
 NUMBERS = ("replicas", "minReplicas", "maxReplicas", "numNodes", "nvidia.com/gpu", "vpc.amazonaws.com/efa")
 # The template with the most variables, but for those that only another one has.
