@@ -65,3 +65,10 @@ def anchors(page: Path) -> set[str]:
     """As GitHub makes them of headings."""
     headings = re.findall(r"^#+ (.*)$", page.read_text(), re.M)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def test_security_page_names_tests_that_exist():
+    named = set(re.findall(r"`(test_\w+)(?:\.py)?`", (ROOT / "docs" / "security.md").read_text()))
+    files = sorted((ROOT / "tests").rglob("test_*.py"))
+    there = {path.stem for path in files} | set(re.findall(r"def (test_\w+)\(", "".join(map(Path.read_text, files))))
+    assert named and named <= there, named - there
