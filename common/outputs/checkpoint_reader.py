@@ -70,7 +70,15 @@ class Writer(dcp.FileSystemWriter):
 class Reader(dcp.FileSystemReader):
     """Of a checkpoint directory. UserError for metadata that are no checkpoint's; reads only with our Planner."""
 
+    metadata: Metadata | None = None
+
     def read_metadata(self, *args, **kwargs) -> Metadata:
+        if self.metadata is None:  # asked for before the load and by it
+            self.metadata = self._read_metadata()
+            self.metadata.storage_meta.load_id = self.load_id
+        return self.metadata
+
+    def _read_metadata(self) -> Metadata:
         path = Path(self.path)
         try:
             _, files = read_manifest(path)
@@ -84,13 +92,9 @@ class Reader(dcp.FileSystemReader):
             shards = sum(size for name, size in self.sizes.items() if name.endswith(".distcp"))
             data = read_limited(path, min(LARGEST, shards))
             content = json.loads(data) if path.name == METADATA else content_of_pickle(data)
-            metadata = decode(content, self.sizes)
-        except OSError:
-            raise
+            return decode(content, self.sizes)
         except (ValueError, RecursionError) as error:
             raise UserError(f"{path}: refused: {one_line(error)}") from error
-        metadata.storage_meta.load_id = self.load_id
-        return metadata
 
     def read_data(self, plan: LoadPlan, planner: Planner) -> Future[None]:
         items: dict[str, list[ReadItem]] = {}

@@ -7,6 +7,7 @@ import math
 import os
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, fields
+from typing import Any
 
 import torch
 
@@ -102,6 +103,8 @@ class TrainerState:
             for part, expected in _SAVED.items():
                 for name, value in (getattr(state, part) or {}).items():
                     check_type(f"{part}: {name}", value, expected.get(name, "int | float | bool | str | None"))
+                    _check_text(name, value)
+            _check_text("skipped_lately", *state.skipped_lately)
             if state.unfinished_row is not None:
                 _check_row(state.unfinished_row)
         except ValueError as error:
@@ -201,6 +204,13 @@ def _check_position(position: dict) -> None:
         plain = stream.isascii() and stream.isdigit() and isinstance(at, list) and 0 < len(at) <= 5
         if not plain or not all(isinstance(n, int) and 0 <= n <= LARGEST_INT for n in at):
             raise ValueError(f"position: {shorten({stream: at})} is none")
+
+
+def _check_text(name: str, *values: Any) -> None:
+    """ValueError for a text that would rule the terminal it is logged to."""
+    for value in (name, *values):
+        if isinstance(value, str) and not value.isprintable():
+            raise ValueError(f"{shorten(name)} is {shorten(value)}: unprintable")
 
 
 def _check_row(row: dict) -> None:

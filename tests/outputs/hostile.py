@@ -462,6 +462,7 @@ STATES = [
     ("position of streams of texts", state("position", value={"0": ["x"]}), "is none"),
     ("arguments of a list", state("arguments", value=[]), "arguments is"),
     ("argument that is a list", state("arguments", "seed", value=[1]), "arguments: seed is"),
+    ("argument that rules a terminal", state("arguments", "seed", value="\x1b[2J"), "unprintable"),
     ("argument of another type", state("arguments", "max_steps", value="many"), "arguments: max_steps is 'many'"),
     ("resolved of another type", state("resolved", "total_steps", value="many"), "resolved: total_steps is 'many'"),
     ("row without a step", state("unfinished_row", value={}), "no row of metrics"),
