@@ -15,7 +15,8 @@ from common.text.tokenizers import BYTES
 class TextFlags(StepFlags):
     group = "data"
     needed = ("dataset",)
-    rarely = ("document_masks", "text_column", "train_split", "val_split", "max_record_length")
+    rarely = ("document_masks", "text_column", "train_split", "val_split")
+        limits.check_flag(self.max_record_length)
 
     dataset_dir: str | None = flag(None, "What 1.tokenize_text.py wrote: .../text, with train and validation.")
     dataset: str | None = flag(
