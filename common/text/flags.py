@@ -15,8 +15,7 @@ from common.text.tokenizers import BYTES
 class TextFlags(StepFlags):
     group = "data"
     needed = ("dataset",)
-    rarely = ("document_masks", "text_column", "train_split", "val_split")
-        limits.check_flag(self.max_record_length)
+    rarely = ("document_masks", "text_column", "train_split", "val_split", "max_record_length")
 
     dataset_dir: str | None = flag(None, "What 1.tokenize_text.py wrote: .../text, with train and validation.")
     dataset: str | None = flag(
@@ -74,4 +73,5 @@ class TextFlags(StepFlags):
             if "[" in getattr(self, name):
                 raise UserError(f"--{name} {getattr(self, name)}: slices are not read: name a split, or files")
         self.require_at_least(2, "max_seq_length")
-        self.require_at_least(1, "validation_batches", "max_record_length")
+        self.require_at_least(1, "validation_batches")
+        limits.check_flag(self.max_record_length)
