@@ -97,6 +97,7 @@ class DataFlags(StepFlags):
                 f"{self.max_seq_length}: raise the one or lower the other"
             )
         self.require_at_least(3, "max_seq_length")
-        self.require_at_least(1, "max_train_samples", "max_eval_samples", "max_record_length")
+        self.require_at_least(1, "max_train_samples", "max_eval_samples")
+        limits.check_flag(self.max_record_length)
         if not 0 < self.mlm_probability < 1:
             raise UserError(f"--mlm_probability {self.mlm_probability}: must be between 0 and 1")

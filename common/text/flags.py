@@ -73,4 +73,5 @@ class TextFlags(StepFlags):
             if "[" in getattr(self, name):
                 raise UserError(f"--{name} {getattr(self, name)}: slices are not read: name a split, or files")
         self.require_at_least(2, "max_seq_length")
-        self.require_at_least(1, "validation_batches", "max_record_length")
+        self.require_at_least(1, "validation_batches")
+        limits.check_flag(self.max_record_length)

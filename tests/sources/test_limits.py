@@ -255,6 +255,12 @@ def test_max_record_length_is_a_flag_of_each_way_in(tmp_path):
         find_source(DataFlags(dataset=str(fasta), max_steps=1, max_record_length=3000))
 
 
+@pytest.mark.parametrize("value", [0, 1 << 31])
+def test_max_record_length_out_of_range_is_refused(value):
+    with pytest.raises(UserError, match=f"--max_record_length {value}: a number of bytes, 1 to 1073741824"):
+        DataFlags(dataset="a.fasta", max_steps=1, max_record_length=value)
+
+
 def test_long_line_of_a_cluster_table_is_refused(tmp_path):
     (tmp_path / "table.tsv").write_text("ur50_id\tur90_id\nUniRef50_A\tB\n" + "A" * (9 * MIB) + "\tC\n")
     with pytest.raises(UserError, match=r"--cluster_table .*table\.tsv: after row 1 one of more than 4,194,304 bytes"):
