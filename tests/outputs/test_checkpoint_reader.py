@@ -18,7 +18,8 @@ from common.outputs.checkpoint_metadata import content_of_pickle, decode, encode
 from common.outputs.checkpoint_reader import Reader, StoredTensors
 from common.outputs.inert_pickle import Call, Name, Refused, loads
 from tests.outputs.checkpoint_fixtures import files_of
-from tests.outputs.hostile import Evil, old, vouch
+from tests.outputs.hostile import old, vouch
+from tests.outputs.hostile_pickles import Evil
 from tests.training_fixtures import train
 
 FLAGS = {"max_steps": 4, "save_final_model": False}
