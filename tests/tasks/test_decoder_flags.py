@@ -10,6 +10,7 @@ from dataclasses import fields
 import pytest
 
 from common.cli import UserError
+from common.decoders.presets import PRESETS
 from common.tasks.arguments import TrainArguments
 from common.tasks.causal_arguments import CausalArguments, IdleFlags
 from common.tasks.decay import STYLES
@@ -151,6 +152,16 @@ def test_their_runs_run(name, tmp_path, monkeypatch):
 def _in(directory: str, words: list[str]) -> None:
     os.chdir(directory)
     _main(words, "train_fsdp2.py")
+
+
+def test_sizes_beside_given_weights_are_to_be_theirs(tmp_path):
+    PRESETS["llama3_2_1b"].config.to_transformers().save_pretrained(tmp_path)
+    given = (f"--model_name_or_path={tmp_path}", "--dataset=x")
+    config, _ = parse("--hidden_width=2048", "--num_layers=16", *given).decoder_config(64)
+    assert config.hidden_size == 2048
+    args = parse("--hidden_width=2048", "--num_layers=15", *given)
+    with pytest.raises(UserError, match="^--num_hidden_layers: cannot change the weights of --model_name_or_path"):
+        args.decoder_config(64)
 
 
 def test_defaults_are_theirs():
