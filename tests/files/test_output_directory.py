@@ -116,7 +116,7 @@ def test_other_runs_wait_for_all_who_hold_the_work(tmp_path):
     killed(half_done, tmp_path, {})
     context = multiprocessing.get_context("fork")
     begun, ends = context.Event(), context.Event()
-    rank = context.Process(target=holds, args=(tmp_path, begun, ends))
+    rank = context.Process(target=holds, args=(tmp_path, begun, ends), daemon=True)
     rank.start()
     begun.wait()
     with pytest.raises(UserError, match="another run is writing here"), building(tmp_path, NAMES, {}, overwrite=False):

@@ -14,9 +14,12 @@ import sys
 import time
 from pathlib import Path
 
+import pyarrow as pa
 import pytest
 
 from common.cli import UserError
+from common.inference.embeddings import check_parts, write_part
+from common.ranks.launch import _output_dir
 from tests.data_fixtures import environment, everything_in, write_fasta
 from tests.forked import Script
 from tests.inference.embed_fixtures import call_embed, make_model
@@ -246,8 +249,37 @@ def test_a_rank_left_behind_keeps_others_out(model, fasta, tmp_path):
             call_embed(model, fasta, out, "--proteins_per_part", 20)
 
 
+def test_an_input_that_changes_meanwhile_is_refused(model, fasta, tmp_path):
+    out, own = tmp_path / "out", shutil.copyfile(fasta, tmp_path / "own.fasta")
+    run = Script("embed.py", *flags(model, own, out), env=environment())
+    while len(parts_under_way(out)) < 2 and run.poll() is None:
+        time.sleep(0.002)
+    (tmp_path / "new.fasta").write_text(own.read_text().replace("MKV", "MKW"))
+    (tmp_path / "new.fasta").rename(own)
+    assert run.wait() == 2
+    assert f"error: --fasta {own}: changed while it was read: start again" in run.said()[1]
+    assert [path.name for path in out.iterdir()] == [".building"]
+
+
+def test_parts_that_rank_0_does_not_see_are_missed(tmp_path):
+    """A directory that ranks do not share; or one in which a rank of an earlier run has written."""
+    facts, other = {b"model_hash": b"1"}, {b"model_hash": b"2"}
+    table = pa.table({"id": ["a"]})
+    for number, metadata in enumerate((facts, other)):
+        write_part(table.replace_schema_metadata(metadata), tmp_path / f"part-0000{number}.parquet")
+    check_parts(tmp_path, 1, facts)
+    for count, said in (
+        (2, "part-00001.parquet: is of another model or input"),
+        (3, "part-00002.parquet: is not there"),
+    ):
+        with pytest.raises(UserError, match=f"{said}: give all ranks one directory"):
+            check_parts(tmp_path, count, facts)
+        write_part(table.replace_schema_metadata(facts), tmp_path / "part-00001.parquet")
+
+
 def test_the_launcher_starts_ranks_of_it(model, fasta, whole, tmp_path):
-    """No starts are counted: it makes no checkpoints to tell by whether one got on."""
+    """It counts no starts: there are no checkpoints to tell by whether one got on."""
+    assert _output_dir(["--nproc_per_node=2", "embed.py", "--output_dir", "out"]) is None
     out = tmp_path / "out"
     command = [python(), "-m", "common.ranks.launch", "--standalone", "--nproc_per_node=2", str(ROOT / "embed.py")]
     done = subprocess.run([*command, *flags(model, fasta, out)], capture_output=True, text=True, env=environment())
