@@ -3,7 +3,7 @@
 
 python embed.py --model_name_or_path out/final_model --fasta my.fasta --output_dir embedded
 python embed.py --model_name_or_path out/final_model --fasta my.fasta --output_dir embedded --per_residue
-torchrun --nproc_per_node 8 embed.py --model_name_or_path out/final_model --fasta my.fasta --output_dir embedded
+python -m common.ranks.launch --nproc_per_node 8 embed.py --model_name_or_path out/final_model --fasta my.fasta --output_dir embedded
 
 OUTPUT_DIR/embeddings/part-00000.parquet, ...: id, length, embedding, in the order of the file. Stopped and started
 again, on any number of ranks, the same command goes on where it was. docs/after.md has more.
