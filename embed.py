@@ -1,9 +1,10 @@
 #!/usr/bin/env python3
-"""Embeddings of the proteins of a FASTA file, by a model that you have trained or any ESM-2, as Parquet.
+r"""Embeddings of the proteins of a FASTA file, by a model that you have trained or any ESM-2, as Parquet.
 
 python embed.py --model_name_or_path out/final_model --fasta my.fasta --output_dir embedded
 python embed.py --model_name_or_path out/final_model --fasta my.fasta --output_dir embedded --per_residue
-python -m common.ranks.launch --nproc_per_node 8 embed.py --model_name_or_path out/final_model --fasta my.fasta --output_dir embedded
+python -m common.ranks.launch --nproc_per_node 8 embed.py --model_name_or_path out/final_model \
+    --fasta my.fasta --output_dir embedded
 
 OUTPUT_DIR/embeddings/part-00000.parquet, ...: id, length, embedding, in the order of the file. Stopped and started
 again, on any number of ranks, the same command goes on where it was. docs/after.md has more.
