@@ -60,7 +60,12 @@ def test_recorded_form_is_that_of_what_is_complete(tmp_path, overwrite):
 
 def test_recorded_form_is_that_of_what_a_killed_run_left(tmp_path):
     now, earlier = {"text": "content"}, {"text": ["name", 1]}
-    with pytest.raises(KeyboardInterrupt), building(tmp_path, ["csv"], earlier, overwrite=False):
-        raise KeyboardInterrupt
+
+    def stopped() -> None:
+        with building(tmp_path, ["csv"], earlier, overwrite=False) as build:
+            build.note("file 0", True)
+            raise KeyboardInterrupt
+
+    pytest.raises(KeyboardInterrupt, stopped)
     for overwrite in (False, True):
         assert recorded_form(tmp_path, ["csv"], now, earlier, overwrite) == earlier

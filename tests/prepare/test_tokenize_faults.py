@@ -63,7 +63,7 @@ def test_second_run_does_nothing_and_another_one_is_refused(tmp_path, caplog):
 
 def test_input_is_known_by_its_content(tmp_path, caplog):
     (tmp_path / "csv").mkdir()
-    (tmp_path / "csv/x000.csv").write_text("id,text\n" + "".join(f"P{i},MKVLA\n" for i in range(20)))
+    (tmp_path / "csv/x000.csv").write_text("id,text\n" + "".join(f"P{i},{'MKVLA' * (i + 1)}\n" for i in range(20)))
     table = tmp_path / "table.tsv"
     table.write_text("ur50_id\tur90_id\n" + "".join(f"C{i}\tP{i}\n" for i in range(20)))
     out = ("--output_dir", tmp_path / "out", "--validation_size", 2, "--test_size", 1)
