@@ -45,6 +45,8 @@ def _audit(event: str, arguments: tuple) -> None:
             if event == "open" and arguments[2] & os.O_NOFOLLOW:
                 real = os.path.join(os.path.realpath(os.path.dirname(path)), os.path.basename(path))
             within = event in ("os.remove", "os.rmdir") and arguments[1] != -1  # of a directory that rmtree is in
+            # The directory of a place is opened to flush it.
+            within |= event == "open" and os.path.isdir(real) and any(os.path.dirname(p) == real for p in places)
             if not within and not real.startswith(places):
                 strays.append(f"{event} {real}")
 
