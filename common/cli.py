@@ -13,6 +13,7 @@ import os
 import re
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterable
 from contextlib import contextmanager, suppress
@@ -367,4 +368,13 @@ def _listen_to_sigterm() -> None:
             os.kill(os.getpid(), signal.SIGTERM)
         raise ToldToStop
 
+    def unraisable(unraised) -> None:
+        if not isinstance(unraised.exc_value, ToldToStop):
+            return sys.__unraisablehook__(unraised)
+        # The signal came while a destructor or a weakref's callback ran, where Python drops exceptions: once more.
+        signal.signal(signal.SIGTERM, stop)
+        threading.Timer(0.05, os.kill, (process, signal.SIGTERM)).start()
+        return None
+
     signal.signal(signal.SIGTERM, stop)
+    sys.unraisablehook = unraisable

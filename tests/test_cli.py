@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import logging
+import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -12,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from common.cli import Flags, Missing, UserError, flag, parse_arguments
+from tests.conftest import ROOT
 
 
 @dataclass
@@ -191,3 +193,27 @@ class Open(Flags):
 def test_a_switch_that_may_be_left_open_takes_its_bare_name(words, value):
     (found,) = parse_arguments("", Open, argv=words)
     assert found.compiled is value
+
+
+STOPPED_IN_A_DESTRUCTOR = """
+import os, signal, time
+from common.cli import run
+
+class Dropped:
+    def __del__(self):
+        os.kill(os.getpid(), signal.SIGTERM)
+        for _ in range(100):  # the handler runs in here
+            pass
+
+def main():
+    dropped = Dropped()
+    del dropped
+    time.sleep(60)
+
+run(main, resumable=True)
+"""
+
+
+def test_sigterm_in_a_destructor_still_stops():
+    done = subprocess.run([sys.executable, "-c", STOPPED_IN_A_DESTRUCTOR], cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stderr.count("\n")) == (143, 1), done.stderr
