@@ -173,12 +173,6 @@ class TrainerState:
                 "anew there with --overwrite_output_dir"
             )
 
-    @property
-    def trained_on(self) -> dict[str, str]:
-        """What an export may record: the data as they were named, and the hash of what they held."""
-        named = self.arguments.get("dataset_dir") or self.arguments.get("dataset")
-        return {"data": str(named), "data_hash": str(self.data.get("dataset"))}
-
     def go_on(self, identity: dict, arguments: dict, resolved: Resolved) -> None:
         """Take over what this start of the run has settled, and say which flags are others than before."""
         # Not refused (a user may well want another --save_steps), but said.

@@ -197,10 +197,10 @@ def test_a_world_size_that_does_not_divide_the_global_batch(dataset, tmp_path):
 
 
 def test_a_model_that_no_machine_holds_is_refused_before_it_is_made(dataset, tmp_path):
-    sizes = "hidden_size=1048576,num_hidden_layers=1,num_attention_heads=8192,intermediate_size=64"
+    sizes = "hidden_size=65536,num_hidden_layers=100,num_attention_heads=512,intermediate_size=64"
     said = refused(dataset, tmp_path / "out", config_overrides=sizes)
-    # Five matrices of 2^20 x 2^20, four fp32 numbers a weight: 88 TB, and a little.
-    assert re.search(r"of the 1 rank on this machine take 87,9\d\d GB, and it has \d+:", said), said
+    # 401 matrices of 2^16 x 2^16, four fp32 numbers a weight: 27.56 TB, and a little.
+    assert re.search(r"of the 1 rank on this machine take 27,5\d\d GB, and it has \d+:", said), said
     assert not (tmp_path / "out").exists()
 
 
