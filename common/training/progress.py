@@ -225,10 +225,10 @@ def check_same_data(saved: dict, now: dict, earlier: Callable[[], dict] = dict) 
             name: now[name] for name, value in earlier().items() if name in now and saved.get(name) == value
         }
     if "dataset" in saved and saved["dataset"] != now["dataset"]:
-        hashes = f"{_short(saved['dataset'])}, now {_short(now['dataset'])}"
+        before, after = _short(saved["dataset"]), _short(now["dataset"])
         raise UserError(
-            f"the data have changed since the checkpoint (their hash was {hashes}): give those it was trained on, or "
-            "start a new run from its final_model/ with --model_name_or_path and another --output_dir"
+            f"the data have changed since the checkpoint (their hash was {before}; now {after}): give those "
+            "it was trained on, or start a new run from its final_model/ with --model_name_or_path and another --output_dir"
         )
     differing = [f"{k} {saved.get(k)!r} (now {v!r})" for k, v in now.items() if saved.get(k) != v]
     differing += [f"{k} {v!r} (now not used)" for k, v in saved.items() if k not in now]
@@ -241,8 +241,8 @@ def check_same_data(saved: dict, now: dict, earlier: Callable[[], dict] = dict) 
 
 def _short(identity: str) -> str:
     """The beginning of a hash, and the number of records that may follow it."""
-    digest, dash, records = str(identity).partition("-")
-    return digest[:12] + dash + records
+    digest, _, records = str(identity).partition("-")
+    return f"{digest[:12]}, {records} records" if records else digest[:12]
 
 
 def announce(

@@ -8,7 +8,7 @@ import pytest
 
 from common.ranks.strategy import ReplicaFlags
 from common.tasks.kinds import parse_run
-from tests.ops.manifests import ROOT, TRAINING, containers, documents, render, run_shell
+from tests.ops.manifests import ROOT, TRAINING, containers, job_of, render, run_shell
 
 WEIGHTS = "/fsx-shared/first/final_model"
 # Writes the words that it is started with, a line each. As srun it knows containers: no .venv is needed then.
@@ -57,8 +57,7 @@ def test_slurm_jobs_start_from_the_weights(tmp_path, script, model, weights):
 @pytest.mark.parametrize("template", TRAINING)
 def test_pods_start_from_the_weights(tmp_path, template, weights):
     model = "llama2_7b" if "clm" in template else "facebook/esm2_t6_8M_UR50D"
-    (job,) = documents(render(template, INIT_FROM=weights, MODEL=model, TEXT_FLAGS=""))
-    (container,) = containers(job)
+    (container,) = containers(job_of(render(template, INIT_FROM=weights, MODEL=model, TEXT_FLAGS="")))
     script = container["args"][0].replace("cd /workspace\n", "")
     flags = recorded(script, "python3", {}, tmp_path)
     assert_starts_from(flags, weights or None, model)

@@ -279,7 +279,7 @@ def test_resume_from_a_named_checkpoint_and_from_none(run, finished, dataset, tm
     [
         ({"seed": 7}, ["seed 42 (now 7)"]),
         ({"max_seq_length": 64}, ["max_seq_length 128 (now 64)", "tokens_per_pack 512 (now 256)"]),
-        ({"max_train_samples": 100}, ["dataset "]),
+        ({"max_train_samples": 100}, ["the data have changed", "240 records; now", "100 records)"]),
         ({"pad_to_max_length": True}, ["sequences_per_pack None (now 4)", "tokens_per_pack 512 (now not used)"]),
         (
             {"config_overrides": "num_hidden_layers=1,hidden_size=64,num_attention_heads=4,intermediate_size=64"},
