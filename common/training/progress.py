@@ -227,8 +227,8 @@ def check_same_data(saved: dict, now: dict, earlier: Callable[[], dict] = dict) 
     if "dataset" in saved and saved["dataset"] != now["dataset"]:
         before, after = _short(saved["dataset"]), _short(now["dataset"])
         raise UserError(
-            f"the data have changed since the checkpoint (their hash was {before}; now {after}): give those "
-            "it was trained on, or start a new run from its final_model/ with --model_name_or_path and another --output_dir"
+            f"the data have changed since the checkpoint (their hash was {before}; now {after}): give those it was "
+            "trained on, or start a new run from its final_model/ with --model_name_or_path and another --output_dir"
         )
     differing = [f"{k} {saved.get(k)!r} (now {v!r})" for k, v in now.items() if saved.get(k) != v]
     differing += [f"{k} {v!r} (now not used)" for k, v in saved.items() if k not in now]
