@@ -114,10 +114,21 @@ class Server:
 
     def take(self, connection: socket.socket) -> None:
         asked, files, _, _ = socket.recv_fds(connection, 250_000, 4)
+        try:
+            if asked:
+                self._start(connection, asked, files)
+        except (FileNotFoundError, ProcessLookupError):  # the stand-in has been killed meanwhile
+            asked = b""
+        if not asked:
+            connection.close()
+        for file in files:
+            os.close(file)
+
+    def _start(self, connection: socket.socket, asked: bytes, files: list[int]) -> None:
         own, arguments, directory, environment, ignored = marshal.loads(asked)
         name, arguments = _what_to_run(arguments, Path(directory))
         if name is None or not self._imports_would_be_the_same(environment):
-            connection.send(marshal.dumps(("fresh", 0)))
+            _tell(connection, "fresh", 0)
             connection.close()
         else:
             spaces = _other_namespaces(connection)
@@ -131,8 +142,6 @@ class Server:
             for file in spaces.values():
                 os.close(file)
             _tell(connection, "runs", process.pid)
-        for file in files:
-            os.close(file)
 
     def told(self, connection: socket.socket) -> None:
         """A signal has come for the process; or the stand-in is gone."""
