@@ -29,6 +29,8 @@ from common.ranks.store import join_store, keep_to_this_node, serve_store, store
 from common.ranks.world import OUR_BUG, FailedElsewhere, World
 
 logger = logging.getLogger(__name__)
+# torchrun's store is there before the ranks are: one that cannot reach it has outlived its launcher.
+AGENT_S = 60
 
 
 @dataclass
@@ -221,8 +223,9 @@ def _store_of_this_attempt(world: World, timeout_s: int) -> dist.Store:
     2.13). So rank 0 serves a new store and says in the old one where; a stale answer is a dead port.
     """
     key = "common.ranks.world/store"
-    agents, _, _ = next(dist.rendezvous("env://", world.rank, world.size))
+    agents, _, _ = next(dist.rendezvous("env://", world.rank, world.size, timeout=timedelta(seconds=AGENT_S)))
     timeout = timedelta(seconds=timeout_s)
+    agents.set_timeout(timeout)
     if world.is_main:
         host = store_host()  # as torchrun tells rank 0: its own node
         store = serve_store(host, 0, timeout=timeout)

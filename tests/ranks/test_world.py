@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from common.ranks import messages
+from common.ranks import messages, run
 from common.ranks.run import ProcessFlags, distributed_run
 from common.ranks.world import Mesh, World
-from tests.training_fixtures import on_ranks
+from tests.training_fixtures import free_port, on_ranks
 
 
 @pytest.mark.parametrize(
@@ -98,3 +98,13 @@ def test_what_is_no_json_is_refused_on_one_rank_as_on_many(value):
         with pytest.raises(TypeError):
             exchange(value)
     assert alone.share((1, 2)) == [1, 2]
+
+
+def test_rank_that_outlives_its_launcher_ends_soon(monkeypatch):
+    """Not after the minutes that a rank may take: it was started, and the launcher with its store was killed."""
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    for name, value in place.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(run, "AGENT_S", 1)
+    with pytest.raises(RuntimeError, match="connect"):
+        run._store_of_this_attempt(World(0, 0, 2, torch.device("cpu")), timeout_s=1800)
