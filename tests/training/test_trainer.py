@@ -159,7 +159,5 @@ def test_checkpoint_of_an_earlier_version_stands_in_the_same_data():
     check_same_data(earlier | {"seed": 1}, now, lambda: earlier)
     with pytest.raises(UserError, match=r"order of batches: seed 2 \(now 1\)"):
         check_same_data(earlier | {"seed": 2}, now, lambda: earlier)
-    with pytest.raises(
-        UserError, match=r"data have changed since the checkpoint \(.* was b{12}, 240 records; now a"
-    ):
+    with pytest.raises(UserError, match=r"data have changed since the checkpoint \(.* was b{12}, 240 records; now a"):
         check_same_data(earlier | {"seed": 1}, now, lambda: {"dataset": "c"})
