@@ -30,7 +30,7 @@ def model(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def proteins(tmp_path_factory, real) -> list[tuple[str, str]]:
-    return real or [(name, text) for name, text in make_proteins(25, 5, 4, (0.1, 0.4), seed=3)]
+    return real or [(header.split()[0], text) for header, text in make_proteins(25, 5, 4, (0.1, 0.4), seed=3)]
 
 
 @pytest.fixture(scope="module")
