@@ -19,15 +19,15 @@ from tqdm import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
 from common.cli import Flags, UserError, flag, parse_arguments, run
-from common.files.earlier_identity import recorded_form
 from common.files.output_directory import Build, building
-from common.files.records import BadRecords, Lines, Policy, skip
-from common.prepare.download import download_directory
-from common.prepare.fetch import Source, describe_sources, describe_sources_earlier, fetch, parse_sources
-from common.prepare.partitions import PartitionWriter
-from common.prepare.shuffle import in_random_order
-from common.sources import limits
-from common.sources.fasta import read_fasta_lines
+from extras.earlier_identity import recorded_form
+from extras.prepare.download import download_directory
+from extras.prepare.fetch import Source, describe_sources, describe_sources_earlier, fetch, parse_sources
+from extras.prepare.partitions import PartitionWriter
+from extras.prepare.shuffle import in_random_order
+from extras.sources import compression as limits
+from extras.sources.fasta import read_fasta_lines
+from extras.sources.records import BadRecords, Lines, Policy, skip
 
 logger = logging.getLogger(__name__)
 UNIREF50 = "https://ftp.uniprot.org/pub/databases/uniprot/uniref/uniref50/uniref50.fasta.gz"

@@ -19,18 +19,17 @@ from pathlib import Path
 from tqdm import tqdm
 
 from common.cli import Flags, Missing, UserError, flag, parse_arguments, run
-from common.files.dataset_writer import write_dataset_dict
-from common.files.earlier_identity import recorded_form
 from common.files.json_files import write_json_flushed
 from common.files.output_directory import Build, building
-from common.prepare.encode_files import Piece, assemble, usable_threads
-from common.prepare.tokenize_units import UnitOfText, token_features, tokenize_units
-from common.sources import limits
-from common.sources.content import documents
-from common.sources.dataset import Source, open_source, with_contents
-from common.sources.stream_reader import check_columns, units_of
-from common.text.store import TOKENS, describe_tokens
-from common.text.tokenizers import BYTES, Tokenizer, load_tokenizer
+from extras.earlier_identity import recorded_form
+from extras.prepare.dataset_writer import write_dataset_dict
+from extras.prepare.encode import Piece, assemble, usable_threads
+from extras.prepare.tokenize_units import UnitOfText, token_features, tokenize_units
+from extras.sources import compression as limits
+from extras.sources.dataset import Source, documents, open_source, with_contents
+from extras.sources.stream_reader import check_columns, units_of
+from extras.text.store import TOKENS, describe_tokens
+from extras.text.tokenizers import BYTES, Tokenizer, load_tokenizer
 
 logger = logging.getLogger(__name__)
 UNITS = 64  # of a split: fewer files than that are taken apart where they can be

@@ -20,21 +20,29 @@ import numpy as np
 from tqdm import tqdm
 
 from common.cli import Flags, Missing, UserError, flag, parse_arguments, run
-from common.files import earlier_identity
-from common.files.content_hash import combined_hash, content_hash
-from common.files.dataset_writer import TOKEN_FEATURES, DatasetWriter, write_dataset_dict
+from common.files.hashing import combined_hash, content_hash
 from common.files.output_directory import Build, building
-from common.files.records import BadRecords, Policy
-from common.prepare.cluster_splits import publish_index, split_by_clusters
-from common.prepare.data_report import write_report
-from common.prepare.drop_copies import drop_copies, key_files, mark_copies, open_copies
-from common.prepare.encode_files import FileEncoder, Piece, assemble, read_pieces, usable_threads
-from common.prepare.encode_records import Chunker, check_tokenizer, encode_rows
-from common.prepare.mmseqs import cluster_records
-from common.prepare.splits import HELD_OUT, SPLITS, labels_by_file, split_labels, split_sizes
-from common.sources import csv_records, limits
-from common.sources.csv_records import count_rows, csv_files
-from common.sources.residues import check_residues
+from extras import earlier_identity
+from extras.prepare.cluster_splits import publish_index, split_by_clusters
+from extras.prepare.dataset_writer import TOKEN_FEATURES, DatasetWriter, write_dataset_dict
+from extras.prepare.drop_copies import drop_copies, key_files, mark_copies, open_copies, write_report
+from extras.prepare.encode import (
+    Chunker,
+    FileEncoder,
+    Piece,
+    assemble,
+    check_tokenizer,
+    encode_rows,
+    read_pieces,
+    usable_threads,
+)
+from extras.prepare.mmseqs import cluster_records
+from extras.prepare.splits import HELD_OUT, SPLITS, labels_by_file, split_labels, split_sizes
+from extras.sources import compression as limits
+from extras.sources import csv_records
+from extras.sources.csv_records import count_rows, csv_files
+from extras.sources.records import BadRecords, Policy
+from extras.sources.residues import check_residues
 
 logger = logging.getLogger(__name__)
 

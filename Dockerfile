@@ -20,6 +20,7 @@ RUN python3 install_requirements.py ${REQUIREMENTS}
 
 WORKDIR /workspace
 COPY common common/
+COPY extras extras/
 COPY configs configs/
 COPY benchmarks benchmarks/
 COPY tests tests/

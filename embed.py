@@ -3,7 +3,7 @@ r"""Embeddings of the proteins of a FASTA file, by a model that you have trained
 
 python embed.py --model_name_or_path out/final_model --fasta my.fasta --output_dir embedded
 python embed.py --model_name_or_path out/final_model --fasta my.fasta --output_dir embedded --per_residue
-python -m common.ranks.launch --nproc_per_node 8 embed.py --model_name_or_path out/final_model \
+python -m extras.launch --nproc_per_node 8 embed.py --model_name_or_path out/final_model \
     --fasta my.fasta --output_dir embedded
 
 OUTPUT_DIR/embeddings/part-00000.parquet, ...: id, length, embedding, in the order of the file. Stopped and started
@@ -26,10 +26,13 @@ from pathlib import Path
 from tqdm import tqdm
 
 from common.cli import Missing, UserError, flag, parse_arguments, run
-from common.esm2.presets import load_config
-from common.files.content_hash import content_hash
+from common.distributed.run import ProcessFlags, distributed_run
+from common.distributed.world import World
+from common.files.hashing import content_hash
 from common.files.output_directory import RECORD, Build, building, hold_work
-from common.inference.embeddings import (
+from common.models.esm2.config import load_config
+from common.models.layers.hf_directory import model_files, model_hash
+from extras.inference.embeddings import (
     Facts,
     Protein,
     check_parts,
@@ -40,12 +43,8 @@ from common.inference.embeddings import (
     table,
     write_part,
 )
-from common.inference.encoder import Encoder, EncoderFlags
-from common.inference.proteins import Totals, look_through
-from common.layers.hf_directory import model_files, model_hash
-from common.ranks.run import ProcessFlags, distributed_run
-from common.ranks.world import World
-from common.sources.fasta import read_fasta
+from extras.inference.encoder import Encoder, EncoderFlags, Totals, look_through
+from extras.sources.fasta import read_fasta
 
 logger = logging.getLogger(__name__)
 SETTINGS = ("max_seq_length", "bf16", "per_residue", "proteins_per_part")  # that decide what is in the files
@@ -114,16 +113,16 @@ def proteins_of(fasta: str) -> Iterator[Protein]:
 def begin(args: Arguments, world: World, build: Build | None, made_from: dict) -> tuple[Encoder, Totals]:
     """The model, and what there is to do. All ranks together; build: rank 0's."""
     found = None
-    with world.main_does() as mine:
-        if mine:
+    with world.on_main_rank() as is_main:
+        if is_main:
             found = build.done(INPUT) or asdict(look_through(args.fasta))
-    totals = Totals(**world.share(found))
+    totals = Totals(**world.broadcast_object(found))
     if world.is_main:
         totals.report(f"--fasta {args.fasta}")
-    with world.together():
+    with world.raise_together():
         encoder = Encoder(args, world.device)
-    with world.main_does() as mine:
-        if mine:
+    with world.on_main_rank() as is_main:
+        if is_main:
             if model_hash(args.model_name_or_path) != made_from["model_hash"]:
                 raise UserError(f"{args.model_name_or_path}: changed while it was read: start again")
             build.note(INPUT, asdict(totals))
@@ -144,26 +143,28 @@ def make_parts(args: Arguments, world: World, encoder: Encoder, directory: Path,
 
 
 def embed_all(args: Arguments, world: World) -> None:
-    with world.main_does() as mine:
-        if mine:
+    with world.on_main_rank() as is_main:
+        if is_main:
             identity(args)  # fetches and reads it all: the others of its node then find it in the caches
-    with world.together():
+    with world.raise_together():
         made_from = identity(args)
-    world.agree(made_from)
+    world.assert_same(made_from)
     facts = {name.encode(): made_from[name].encode() for name in ("model_hash", "fasta_hash")}
     facts[b"settings"] = json.dumps(args.settings, sort_keys=True).encode()
     parent, build = Path(args.output_dir), None
     with ExitStack() as stack:
-        with world.main_does() as mine:
-            if mine:
+        with world.on_main_rank() as is_main:
+            if is_main:
                 earlier = partial(same_by_date, args=args)
                 outputs = building(parent, ["embeddings"], made_from, args.overwrite, earlier=earlier)
                 build = stack.enter_context(outputs)
-        below = world.share(str(build.paths["embeddings"].relative_to(parent)) if build and build.paths else None)
+        below = world.broadcast_object(
+            str(build.paths["embeddings"].relative_to(parent)) if build and build.paths else None
+        )
         if below is None:
             return
         directory = parent / below
-        with world.together():
+        with world.raise_together():
             if not directory.is_dir():
                 raise UserError(f"--output_dir {parent}: not that of rank 0: give a directory that all ranks share")
             if not world.is_main:
@@ -172,11 +173,11 @@ def embed_all(args: Arguments, world: World) -> None:
         # Not together: a rank that fails ends now, not when the others are done.
         make_parts(args, world, encoder, directory, facts, totals.proteins)
         world.watch.mark("waiting for the other ranks", 0)
-        with world.together():
+        with world.raise_together():
             pass
         world.watch.rest()
-        with world.main_does() as mine:
-            if mine:
+        with world.on_main_rank() as is_main:
+            if is_main:
                 check_parts(directory, -(-totals.proteins // args.proteins_per_part), facts)
                 if content_hash(args.fasta) != made_from["fasta_hash"]:
                     raise UserError(f"--fasta {args.fasta}: changed while it was read: start again")

@@ -41,7 +41,7 @@ python=.venv/bin/python
 say "2/5 Proteins"
 if [ -z "$source_" ]; then
   source_=$output/sample.fasta.gz
-  [ -f "$source_" ] || $python -m common.prepare.sample "$source_"
+  [ -f "$source_" ] || $python -m extras.prepare.sample "$source_"
 fi
 $python 0.download_data.py --source "$source_" --output_dir "$output"
 
@@ -52,16 +52,16 @@ $python 1.tokenize_uniref_csv.py --input_dir "$output/csv" --output_dir "$output
 say "4/5 Training (and evaluating before, during and after)"
 launch=("$python")
 gpus=$($python -c 'import torch; print(torch.cuda.device_count())')
-[ "$gpus" -le 1 ] || launch=("$python" -m common.ranks.launch --standalone --nproc_per_node="$gpus")
+[ "$gpus" -le 1 ] || launch=("$python" -m extras.launch --standalone --nproc_per_node="$gpus")
 run=$output/run.json  # once written, it stays: started again, the run goes on as it began
-[ -f "$run" ] || $python -m common.training.pace --flags_file "$run" --seconds 90 \
+[ -f "$run" ] || $python -m extras.quickstart_tuning --flags_file "$run" --seconds 90 \
   --config_name facebook/esm2_t6_8M_UR50D --dataset_dir "$output/processed/arrow" --output_dir "$output/model" \
   --max_seq_length 512 --tokens_per_pack 4096 --learning_rate 1e-3 --warmup_steps 0.15 --logging_steps 10 \
   --save_steps 20 --save_total_limit 2 --do_eval --eval_on_start --eval_steps 0.5 --max_eval_samples 500
 "${launch[@]}" train_ddp.py "$run" "${longer[@]}"
 
 say "5/5 Result"
-$python -m common.training.report "$output/model"
+$python -m extras.report "$output/model"
 cat <<EOF
 
 Next:  train longer    the same command with --steps 2000 (it goes on from here)

@@ -25,14 +25,13 @@ from typing import TextIO
 from tqdm import tqdm
 
 from common.cli import Missing, UserError, flag, one_line, parse_arguments, run
-from common.esm2.presets import load_config
-from common.files.content_hash import content_hash
+from common.files.hashing import content_hash
 from common.files.output_directory import replace_flushed
-from common.inference.encoder import Encoder, EncoderFlags
-from common.inference.mutations import Variant, parse_variant, quoted, score
-from common.inference.proteins import look_through
-from common.layers.hf_directory import model_hash
-from common.sources.fasta import read_fasta
+from common.models.esm2.config import load_config
+from common.models.layers.hf_directory import model_hash
+from extras.inference.encoder import Encoder, EncoderFlags, look_through
+from extras.inference.mutations import Variant, parse_variant, quoted, score
+from extras.sources.fasta import read_fasta
 
 logger = logging.getLogger(__name__)
 COLUMNS = {"masked_marginal": True, "wild_type_marginal": False}

@@ -13,13 +13,13 @@ import common  # noqa: F401  # isort: skip  (before torch: see there)
 from dataclasses import dataclass
 
 from common.cli import UserError, run
-from common.layers.recompute import CheckpointingFlags, save_activations
-from common.ranks.strategy import ReplicaFlags, Strategy, replicate
-from common.ranks.world import World
-from common.tasks.built import Built
-from common.tasks.kinds import parse_run
+from common.distributed.strategy import ReplicaFlags, Strategy, replicate
+from common.distributed.world import World
+from common.models.layers.recompute import CheckpointingFlags, save_activations
 from common.training.load_model import load_model
+from common.training.registry import parse_run
 from common.training.start import start
+from common.training.task import BuiltModel
 
 
 @dataclass
@@ -29,7 +29,7 @@ class DdpFlags(CheckpointingFlags, ReplicaFlags):
             raise UserError(f"--cp_size {self.cp_size}: here every rank has packs of its own: use train_ddp_cp.py")
 
 
-def build(args: DdpFlags, world: World) -> tuple[Strategy, Built]:
+def build(args: DdpFlags, world: World) -> tuple[Strategy, BuiltModel]:
     built = load_model(args, world)
     save_activations(list(built.model.layers), args.recomputed, offload=False)
     # All ranks have made the same weights; sent, those in FP8 would be rounded again.

@@ -12,13 +12,13 @@ import common  # noqa: F401  # isort: skip  (before torch: see there)
 from dataclasses import dataclass
 
 from common.cli import flag, run
-from common.layers.recompute import CheckpointingFlags, save_activations
-from common.ranks.strategy import ReplicaFlags, Strategy, replicate
-from common.ranks.world import World
-from common.tasks.built import Built
-from common.tasks.kinds import parse_run
+from common.distributed.strategy import ReplicaFlags, Strategy, replicate
+from common.distributed.world import World
+from common.models.layers.recompute import CheckpointingFlags, save_activations
 from common.training.load_model import load_model
+from common.training.registry import parse_run
 from common.training.start import start
+from common.training.task import BuiltModel
 
 
 @dataclass
@@ -28,7 +28,7 @@ class DdpCpFlags(CheckpointingFlags, ReplicaFlags):
     cp_size: int = flag(2, "Ranks that share a pack, neighbours in rank.")
 
 
-def build(args: DdpCpFlags, world: World) -> tuple[Strategy, Built]:
+def build(args: DdpCpFlags, world: World) -> tuple[Strategy, BuiltModel]:
     built = load_model(args, world)
     save_activations(list(built.model.layers), args.recomputed, offload=False)
     return replicate(built.model, world, args), built

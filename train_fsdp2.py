@@ -17,14 +17,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from common.cli import Missing, UserError, flag, run
-from common.layers.recompute import RecomputeFlags, save_activations
-from common.ranks.mesh import mesh_of, replicas_and_shards
-from common.ranks.strategy import FullySharded, Strategy
-from common.ranks.world import World
-from common.tasks.built import Built
-from common.tasks.kinds import parse_run
+from common.distributed.strategy import FullySharded, Strategy, mesh_of, replicas_and_shards
+from common.distributed.world import World
+from common.models.layers.recompute import RecomputeFlags, save_activations
 from common.training.load_model import load_model
+from common.training.registry import parse_run
 from common.training.start import start
+from common.training.task import BuiltModel
 
 STRATEGIES = {
     "full": "weights too are gathered anew for the backward pass (ZeRO-3)",
@@ -102,7 +101,7 @@ def shard(model: nn.Module, world: World, args: FsdpFlags) -> None:
         layer.set_modules_to_forward_prefetch(layers[number + 1 : number + 1 + args.forward_prefetch])
 
 
-def build(args: FsdpFlags, world: World) -> tuple[Strategy, Built]:
+def build(args: FsdpFlags, world: World) -> tuple[Strategy, BuiltModel]:
     built = load_model(
         args,
         world,

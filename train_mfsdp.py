@@ -15,14 +15,14 @@ import torch
 from torch import nn
 
 from common.cli import Missing, UserError, flag, run
-from common.layers.recompute import RecomputeFlags, save_activations
-from common.ranks.megatron import STRATEGIES, Layout, MegatronSharded
-from common.ranks.strategy import Strategy
-from common.ranks.world import World
-from common.tasks.built import Built
-from common.tasks.kinds import parse_run
+from common.distributed.strategy import Strategy
+from common.distributed.world import World
+from common.models.layers.recompute import RecomputeFlags, save_activations
 from common.training.load_model import load_model
+from common.training.registry import parse_run
 from common.training.start import start
+from common.training.task import BuiltModel
+from extras.megatron import STRATEGIES, Layout, MegatronSharded
 
 
 @dataclass
@@ -111,7 +111,7 @@ class MegatronFlags(RecomputeFlags):
         )
 
 
-def build(args: MegatronFlags, world: World) -> tuple[Strategy, Built]:
+def build(args: MegatronFlags, world: World) -> tuple[Strategy, BuiltModel]:
     strategy = MegatronSharded(args.layout(), world)
 
     def shard(model: nn.Module) -> None:

@@ -83,16 +83,16 @@ def measure(args: Arguments) -> dict:
     import torch
     from torch.nn.utils.rnn import pad_sequence
 
-    from common.batches.collators import to_device
-    from common.batches.windows import Pack
-    from common.decoders.config import DecoderConfig
-    from common.decoders.model import DecoderForCausalLM
-    from common.layers.compiling import compile_layers
-    from common.layers.initialise import initialise
-    from common.outputs.metrics import peak_memory_gb
-    from common.ranks.run import keep_freed_memory
-    from common.text.causal import CausalCollator
-    from common.text.tokenizers import BYTES, load_tokenizer
+    from common.data.collators import to_device
+    from common.data.crops import Pack
+    from common.distributed.run import keep_freed_memory
+    from common.models.layers.compiling import compile_layers
+    from common.models.layers.initialise import initialise
+    from common.training.run_logger import peak_memory_gb
+    from extras.decoders.config import DecoderConfig
+    from extras.decoders.model import DecoderForCausalLM
+    from extras.text.causal import CausalCollator
+    from extras.text.tokenizers import BYTES, load_tokenizer
 
     name, mode, dtype, tuned = args.worker.split(":")
     if tuned == "tuned":
@@ -172,7 +172,7 @@ def measure(args: Arguments) -> dict:
         inputs = to_device(batch, torch.device("cpu")) if ours else batch
         with torch.autocast("cpu", torch.bfloat16, enabled=dtype == "bf16"):
             output = model(**inputs)
-            loss = output.loss_sum / batch["num_masked"] if ours else output.loss
+            loss = output.loss_sum / batch["num_targets"] if ours else output.loss
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()

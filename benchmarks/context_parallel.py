@@ -41,14 +41,13 @@ def measure(args: Arguments) -> dict | None:
     import torch
     import torch.distributed as dist
 
-    from common.batches.collators import MaskingCollator, to_device
-    from common.batches.context import SlicingCollator
-    from common.batches.windows import Pack
-    from common.esm2.model import build_model
-    from common.esm2.presets import esm2_config
-    from common.layers.context_attention import share_context
-    from common.ranks.run import keep_freed_memory
-    from common.ranks.world import World
+    from common.data.collators import MaskingCollator, SlicingCollator, to_device
+    from common.data.crops import Pack
+    from common.distributed.run import keep_freed_memory
+    from common.distributed.world import World
+    from common.models.esm2.config import esm2_config
+    from common.models.esm2.model import build_model
+    from common.models.layers.context_attention import share_context
 
     keep_freed_memory()
     torch.set_num_threads(1)
@@ -96,7 +95,7 @@ def _count_bytes(size: int) -> list[int]:
     """Of what this rank sends from now on, appended with every call."""
     import torch.distributed as dist
 
-    from common.layers import context_attention
+    from common.models.layers import context_attention
 
     sent: list[int] = []
     exchange, gather, scatter = dist.batch_isend_irecv, context_attention.all_gather, context_attention.reduce_scatter

@@ -1,4 +1,5 @@
-"""Products of ESM-2's layers on this CPU: fp32 by MKL and by oneDNN, bf16 by the library and by common.layers.linear.
+"""Products of ESM-2's layers on this CPU: fp32 by MKL and by oneDNN, bf16 by the library and by
+common.models.layers.linear.
 
     python -m benchmarks.cpu_products [--output benchmarks/results/cpu_products.md]
 
@@ -50,13 +51,13 @@ def measure(args: Arguments) -> dict:
     """GF/s of each way and size, and which way a training run takes."""
     import torch
 
-    from common.layers import linear
-    from common.layers.cpu import BF16_PRODUCTS, FP32_BY_ONEDNN
-    from common.ranks.run import keep_freed_memory
+    from common.distributed.run import keep_freed_memory
+    from common.models.layers import linear
+    from common.models.layers.cpu import BF16_PRODUCTS, FP32_BY_ONEDNN
 
     keep_freed_memory()
     torch.set_num_threads(1)
-    ways = {  # dtype, then the constants of common.layers.linear under which `linear` takes that way
+    ways = {  # dtype, then the constants of common.models.layers.linear under which `linear` takes that way
         "mkl": (torch.float32, {"FP32_BY_ONEDNN": False}),
         "onednn": (torch.float32, {"FP32_BY_ONEDNN": True}),
         "library": (torch.bfloat16, {"BF16_PRODUCTS": True}),

@@ -27,8 +27,8 @@ from pathlib import Path
 
 from benchmarks.tables import publish, where_measured
 from common.cli import UserError, flag, parse_arguments, run
-from common.prepare.sample import write_sample
-from common.sources.fasta import read_fasta
+from extras.prepare.sample import write_sample
+from extras.sources.fasta import read_fasta
 
 ROOT = Path(__file__).resolve().parent.parent
 SUBSET = 16_000

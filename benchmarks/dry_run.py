@@ -20,9 +20,9 @@ from pathlib import Path
 from benchmarks.allocator_peak import PLAIN, ROOT
 from benchmarks.tables import publish, where_measured
 from common.cli import Flags, UserError, flag, parse_arguments, run
-from common.tasks.arguments import RunArguments
-from common.tasks.kinds import parse_run
-from common.training.held_memory import rehearsed
+from common.training.arguments import RunArguments
+from common.training.registry import parse_run
+from extras.dry_run.memory_estimate import rehearsed
 
 FSDP2, MFSDP = "train_fsdp2", "train_mfsdp"
 KINDS = {"train_ddp": "DdpFlags", FSDP2: "FsdpFlags", MFSDP: "MegatronFlags"}

@@ -21,15 +21,13 @@ import torch
 from transformers import EsmModel
 
 from benchmarks.tables import publish, where_measured
-from common.esm2.convert import pieces_to_hf
-from common.esm2.model import build_model
-from common.esm2.presets import load_config
-from common.esm2.pretrained import save_pretrained
 from common.files.alphabet import PAD
-from common.inference.embeddings import embed
-from common.inference.encoder import Encoder, EncoderFlags
-from common.inference.windows import tokens_of
-from common.sources.fasta import read_fasta
+from common.models.esm2.config import load_config
+from common.models.esm2.convert import pieces_to_hf, save_pretrained
+from common.models.esm2.model import build_model
+from extras.inference.embeddings import embed
+from extras.inference.encoder import Encoder, EncoderFlags, tokens_of
+from extras.sources.fasta import read_fasta
 
 
 @torch.inference_mode()

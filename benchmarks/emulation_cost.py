@@ -17,7 +17,7 @@ from functools import partial
 
 from benchmarks.tables import publish, where_measured
 from common.cli import UserError, flag, parse_arguments, run
-from common.precision.stats_plan import StatsFlags
+from extras.quant_stats.stats_plan import StatsFlags
 
 RECIPES = {
     "none": {},
@@ -53,15 +53,15 @@ def measure(args: Arguments, dtype: str) -> dict[str, list[float]]:
     """Seconds a step, of every round, of each recipe; for watched ones with statistics too: name + EVERY, + TENTH."""
     import torch
 
-    from common.esm2.model import build_model
-    from common.esm2.presets import load_config
+    from common.distributed.run import keep_freed_memory
+    from common.distributed.world import World
     from common.files.alphabet import MASK
+    from common.models.esm2.config import load_config
+    from common.models.esm2.model import build_model
     from common.precision.emulation import Emulation
     from common.precision.plan import resolve
-    from common.precision.stats import QuantStats
-    from common.precision.stats_plan import select
-    from common.ranks.run import keep_freed_memory
-    from common.ranks.world import World
+    from extras.quant_stats.stats import QuantStats
+    from extras.quant_stats.stats_plan import select
 
     keep_freed_memory()
     config = load_config(args.config_name)

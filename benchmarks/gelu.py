@@ -17,16 +17,16 @@ import torch
 
 from benchmarks.prepared import PreparedFlags
 from benchmarks.tables import publish, where_measured
-from common.batches.collators import MaskingCollator, to_device
-from common.batches.loader import PlannedOrder, TrainLoader
-from common.batches.packing import BatchPlan
 from common.cli import flag, parse_arguments, run
-from common.esm2.gelu import HIDDEN_ACT
-from common.esm2.model import Esm2ForMaskedLM, build_model
-from common.esm2.presets import load_config
-from common.files.token_store import open_split
-from common.tasks.arguments import TrainArguments
-from common.tasks.optim import build_optimizer, lr_schedule
+from common.data.collators import MaskingCollator, to_device
+from common.data.loader import PlannedOrder, TrainLoader
+from common.data.packing import BatchPlan
+from common.data.token_store import open_split
+from common.models.esm2.config import load_config
+from common.models.esm2.family import HIDDEN_ACT
+from common.models.esm2.model import Esm2ForMaskedLM, build_model
+from common.training.arguments import TrainArguments
+from common.training.optim import build_optimizer, lr_schedule
 
 
 @dataclass
@@ -63,7 +63,7 @@ def train(args: Arguments, model: Esm2ForMaskedLM, batches: list[dict], name: st
     for step, batch in enumerate(batches):
         for group in optimizer.param_groups:
             group["lr"] = rate(step)
-        loss = model(**to_device(batch, torch.device("cpu"))).loss_sum / batch["num_masked"]
+        loss = model(**to_device(batch, torch.device("cpu"))).loss_sum / batch["num_targets"]
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()

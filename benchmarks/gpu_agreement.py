@@ -24,12 +24,12 @@ from torch import Tensor
 from benchmarks.gpu_models import SIZES, batches_for, build
 from benchmarks.peer import padded
 from benchmarks.tables import publish, where_measured
-from common.batches.collators import to_device
 from common.cli import Flags, UserError, flag, parse_arguments, run
-from common.esm2.convert import from_hf, to_hf
-from common.esm2.gelu import HIDDEN_ACT
-from common.esm2.presets import esm2_config
-from common.ranks.world import World
+from common.data.collators import to_device
+from common.distributed.world import World
+from common.models.esm2.config import esm2_config
+from common.models.esm2.convert import from_hf, to_hf
+from common.models.esm2.family import HIDDEN_ACT
 
 PASSES_BEFORE = 3
 
@@ -99,7 +99,7 @@ def outcome(which: Model, args: Arguments) -> Outcome:
     masters = precision.masters
     if masters:  # a step that changes nothing makes the stored weights from them anew, by then with good scales
         still = torch.optim.SGD(masters.weights.parameters(), lr=0.0)
-        masters.follow(still)
+        masters.attach(still)
     passes = 1 + PASSES_BEFORE * ("fp8" in which.kind or emulation is not None)
     model.train()
     for number in range(passes):
@@ -108,7 +108,7 @@ def outcome(which: Model, args: Arguments) -> Outcome:
             emulation.begin(number, 0)
         with torch.autocast(device.type, torch.bfloat16, enabled=which.bf16):
             output = model(**inputs)
-            loss = output.loss if which.kind == "peer" else output.loss_sum / batch["num_masked"]
+            loss = output.loss if which.kind == "peer" else output.loss_sum / batch["num_targets"]
         loss.backward()
         if emulation:
             emulation.end_step(World(0, 0, 1, device), False)

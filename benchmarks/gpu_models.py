@@ -11,16 +11,15 @@ from torch import Tensor, nn
 from transformers import EsmForMaskedLM
 
 from benchmarks.peer import padded
-from common.batches.collators import Batch, MaskingCollator, to_device
-from common.batches.packing import Pack
 from common.cli import UserError
-from common.esm2.config import Esm2Config
-from common.esm2.gelu import HIDDEN_ACT
-from common.esm2.model import Esm2ForMaskedLM
-from common.esm2.presets import ESM2_SIZES, esm2_config
+from common.data.collators import Batch, MaskingCollator, to_device
+from common.data.packing import Pack
 from common.files.alphabet import CLS, EOS
-from common.layers.backend import te_missing
-from common.layers.compiling import compile_layers
+from common.models.esm2.config import ESM2_SIZES, Esm2Config, esm2_config
+from common.models.esm2.family import HIDDEN_ACT
+from common.models.esm2.model import Esm2ForMaskedLM
+from common.models.layers.backend import te_missing
+from common.models.layers.compiling import compile_layers
 from common.precision.build import Precision
 from common.precision.emulation import Emulation
 from common.precision.plan import FP8_RECIPES
@@ -74,7 +73,7 @@ def batches_for(kind: str, tokens: int, count: int) -> list[Batch]:
 def build(kind: str, config: Esm2Config, device: str, fp8_recipe: str) -> tuple[nn.Module, Precision]:
     """A model in fp32 with random weights; ours have the same ones whatever the kind. UserError without what it needs.
 
-    Drawn on the device: common.layers.initialise, on the CPU, takes half a minute for 3B.
+    Drawn on the device: common.models.layers.initialise, on the CPU, takes half a minute for 3B.
     """
     if kind == "peer":
         stock = config.to_transformers()
@@ -122,13 +121,13 @@ def steps_of(kind: str, config: Esm2Config, device: str, fp8_recipe: str) -> Cal
     weights = (masters.weights if masters else model).parameters()
     optimizer = torch.optim.AdamW(weights, lr=1e-4, weight_decay=0.01, fused=True)
     if masters:
-        masters.follow(optimizer)
+        masters.attach(optimizer)
 
     def step(batch: Batch) -> Tensor:
         inputs = to_device(batch, torch.device(device))
         with torch.autocast(torch.device(device).type, torch.bfloat16):
             output = model(**inputs)
-            loss = output.loss if kind == "peer" else output.loss_sum / batch["num_masked"]
+            loss = output.loss if kind == "peer" else output.loss_sum / batch["num_targets"]
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()

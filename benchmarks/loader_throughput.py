@@ -28,18 +28,17 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import numpy as np
 import pyarrow as pa
 
-from common.batches.collators import MaskingCollator
-from common.batches.loader import PlannedOrder, TrainLoader, TrainStep
-from common.batches.packing import BatchPlan
-from common.batches.stream_order import StreamedOrder
-from common.batches.streams import plan_streams
 from common.cli import Flags, Missing, UserError, parse_arguments, run
+from common.data.collators import MaskingCollator
+from common.data.loader import PlannedOrder, TrainLoader, TrainStep
+from common.data.packing import BatchPlan
+from common.data.token_store import open_split
+from common.distributed.world import Mesh
 from common.files.alphabet import encode
-from common.files.dataset_writer import TOKEN_FEATURES, DatasetWriter
-from common.files.token_store import open_split
-from common.ranks.world import Mesh
-from common.sources.dataset import open_source
-from common.sources.fasta import read_fasta
+from extras.prepare.dataset_writer import TOKEN_FEATURES, DatasetWriter
+from extras.sources.dataset import open_source
+from extras.sources.fasta import read_fasta
+from extras.sources.streams import StreamedOrder, plan_streams
 
 
 @dataclass

@@ -29,12 +29,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import numpy as np
 import pyarrow as pa
 
-from common.batches.collators import MaskingCollator
-from common.batches.loader import PlannedOrder, TrainLoader
-from common.batches.packing import BatchPlan, Position
 from common.cli import parse_arguments, run
-from common.files.clusters import open_clusters
-from common.files.dataset_writer import (
+from common.data.collators import MaskingCollator
+from common.data.loader import PlannedOrder, TrainLoader
+from common.data.packing import BatchPlan, Position
+from common.data.token_store import open_split
+from common.training.masked_lm import residue_frequencies
+from extras.prepare.clusters import open_clusters
+from extras.prepare.dataset_writer import (
     ROWS_PER_BATCH,
     TOKEN_FEATURES,
     arrow_schema,
@@ -42,8 +44,6 @@ from common.files.dataset_writer import (
     write_dataset_dict,
     write_dataset_files,
 )
-from common.files.token_store import open_split
-from common.tasks.masked_lm import residue_frequencies
 
 RECORDS_PER_SHARD = 500_000
 HOLE = 1 << 16  # bytes: what is written in larger pieces is tokens

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from common.batches.collators import Batch
+from common.data.collators import Batch
 
 
 def padded(batch: Batch, width: int = 0) -> dict[str, Tensor]:

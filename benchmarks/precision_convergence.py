@@ -27,9 +27,8 @@ from pathlib import Path
 from benchmarks.prepared import PreparedFlags
 from benchmarks.tables import where_measured
 from common.cli import Missing, UserError, flag, parse_arguments, run
-from common.esm2.config import override
-from common.esm2.presets import load_config
 from common.files.json_files import read_json_lines
+from common.models.esm2.config import load_config, override
 
 ROOT = Path(__file__).resolve().parent.parent
 BASE = "BF16"

@@ -93,8 +93,8 @@ def _resident(pid: int) -> int:
 def table(args: Arguments) -> list[str]:
     import torch
 
-    from common.esm2.model import Esm2ForMaskedLM, count_parameters
-    from common.esm2.presets import load_config
+    from common.models.esm2.config import load_config
+    from common.models.esm2.model import Esm2ForMaskedLM, count_parameters
 
     with torch.device("meta"):
         parameters = count_parameters(Esm2ForMaskedLM(load_config(args.config_name)))

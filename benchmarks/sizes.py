@@ -19,9 +19,9 @@ from benchmarks.dry_run import parsed, told, words
 from benchmarks.step_model import COMPILED, DEVICES, Step, step_of
 from benchmarks.tables import where_measured
 from common.cli import Flags, UserError, flag, parse_arguments, run
-from common.esm2.presets import ESM2_SIZES
-from common.preflight.checkpoints import bytes_needed
-from common.tasks.arguments import RunArguments
+from common.models.esm2.config import ESM2_SIZES
+from common.training.arguments import RunArguments
+from extras.preflight.node import bytes_needed
 
 GIB = 2**30
 ROOT = Path(__file__).resolve().parents[1]
@@ -69,7 +69,7 @@ class Plan:
         said = (self.values | places).items()
         flags = " ".join(f"--{name}" if value is True else f"--{name} {value}" for name, value in said)
         nodes = f"--nnodes={self.nodes} {MEETING} " * (self.nodes > 1)
-        return f"python -m common.ranks.launch {nodes}--nproc_per_node=8 {self.script}.py {flags}"
+        return f"python -m extras.launch {nodes}--nproc_per_node=8 {self.script}.py {flags}"
 
     @property
     def step(self) -> Step:

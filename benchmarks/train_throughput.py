@@ -48,15 +48,15 @@ def measure(args: Arguments) -> dict:
     import torch
 
     from benchmarks.peer import padded
-    from common.batches.collators import MaskingCollator, to_device
-    from common.batches.loader import PlannedOrder, TrainLoader
-    from common.batches.packing import BatchPlan
-    from common.esm2.model import build_model
-    from common.esm2.presets import load_config
-    from common.files.token_store import open_split
-    from common.layers.compiling import compile_layers
-    from common.outputs.metrics import peak_memory_gb
-    from common.ranks.run import keep_freed_memory
+    from common.data.collators import MaskingCollator, to_device
+    from common.data.loader import PlannedOrder, TrainLoader
+    from common.data.packing import BatchPlan
+    from common.data.token_store import open_split
+    from common.distributed.run import keep_freed_memory
+    from common.models.esm2.config import load_config
+    from common.models.esm2.model import build_model
+    from common.models.layers.compiling import compile_layers
+    from common.training.run_logger import peak_memory_gb
 
     mode, dtype, tuned = args.worker.split(":")
     if tuned == "tuned":
@@ -93,7 +93,7 @@ def measure(args: Arguments) -> dict:
         inputs = to_device(batch, torch.device("cpu"))
         with torch.autocast("cpu", torch.bfloat16, enabled=dtype == "bf16"):
             output = model(**inputs)
-            loss = output.loss_sum / batch["num_masked"] if ours else output.loss
+            loss = output.loss_sum / batch["num_targets"] if ours else output.loss
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()

@@ -23,7 +23,7 @@ WAYS = {"parts": "in parts (`vocabulary_loss`)", "whole": "`F.cross_entropy` of 
 @dataclass
 class Arguments(Flags):
     tokens: int = flag(2048, "Tokens of a pack.")
-    vocabulary: int = flag(128256, "Words.")
+    vocabulary: int = flag(128256, "PlotLabels.")
     hidden: int = flag(64, "Hidden size.")
     output: str | None = flag(None, "Also write the table there.")
     worker: str | None = flag(None, "Internal: measure this one in this process and print JSON.")
@@ -34,8 +34,8 @@ def measure(args: Arguments) -> dict:
     import torch
     import torch.nn.functional as F
 
-    from common.decoders.vocabulary_loss import vocabulary_loss
-    from common.outputs.metrics import peak_memory_gb
+    from common.training.run_logger import peak_memory_gb
+    from extras.decoders.model import vocabulary_loss
 
     cpu = torch.device("cpu")
     torch.manual_seed(0)

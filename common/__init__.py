@@ -7,7 +7,7 @@ import os
 import sys
 import time
 
-from common.ranks.stopping import stop_with_the_launcher
+from common.distributed.stopping import stop_with_the_launcher
 
 # GNU OpenMP's threads wait for each other by spinning, by default for billions of turns. When another program takes
 # one of two cores, steps of the 8M model (4,096 tokens, bf16) ran at 317 tokens/s in one of three tries so, at 1,861
@@ -15,7 +15,7 @@ from common.ranks.stopping import stop_with_the_launcher
 os.environ.setdefault("GOMP_SPINCOUNT", "1000000")
 
 # Where a rank has died, torch's store prints C++ stacks for every message to it that fails: warnings that bury the one
-# line that matters (common/ranks/watchdog.py). Its errors are still printed.
+# line that matters (extras/monitor/watchdog.py). Its errors are still printed.
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 # Here, for the seconds of importing torch would be a time in which a rank is left behind for good.
 stop_with_the_launcher()

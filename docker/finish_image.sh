@@ -8,5 +8,5 @@ getent passwd 1000 >/dev/null || useradd --uid 1000 --create-home --shell /bin/b
 chmod a+rx /workspace
 chmod -R a+rX /workspace
 # Bytecode cannot be written later.
-python3 -m compileall -q /workspace/common /workspace/tests
+python3 -m compileall -q /workspace/common /workspace/extras /workspace/tests
 rm -rf /tmp/build

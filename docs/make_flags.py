@@ -15,9 +15,9 @@ import transformers
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from common.tasks.arguments import TrainArguments  # noqa: E402
-from common.tasks.causal_arguments import CausalArguments  # noqa: E402
-from common.tasks.kinds import arguments_of  # noqa: E402
+from common.training.arguments import TrainArguments  # noqa: E402
+from common.training.registry import arguments_of  # noqa: E402
+from extras.decoders.causal_arguments import CausalArguments  # noqa: E402
 from train_ddp import DdpFlags  # noqa: E402
 from train_ddp_cp import DdpCpFlags  # noqa: E402
 from train_fsdp2 import FsdpFlags  # noqa: E402

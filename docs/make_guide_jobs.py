@@ -16,7 +16,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from common.decoders.presets import GUIDE_RUNS, MODEL_TYPES, PRESETS  # noqa: E402
+from extras.decoders.config import GUIDE_RUNS, MODEL_TYPES, PRESETS  # noqa: E402
 
 MAKER = "docs/make_guide_jobs.py"
 # Llama 2's own tokenizer in a repository that asks for no licence, as in the guides. (They take it for Llama 3, too,
@@ -150,9 +150,7 @@ stringData:
             between(text, " [preflight]: ", "                  trap "): "\n",
             "${GPU_PER_NODE} --model=${MODEL} ": f"${{GPU_PER_NODE}} --model={name} ",
             "--output_dir=${OUTPUT_DIR}/clm/${MODEL} ||": f"--output_dir={results} ||",
-            between(
-                text, "                  set -f #", "                  exec python3 -m common.ranks.launch train"
-            ): "",
+            between(text, "                  set -f #", "                  exec python3 -m extras.launch train"): "",
             command: args.removesuffix(" \\\n") + "\n",
             flags: "",
             '"${OUTPUT_DIR}/clm/${MODEL}/nccl_trace_rank_"': f"{results}/nccl_trace_rank_",

@@ -31,7 +31,7 @@ else
   mkdir -p "$TARGET_PATH" 2>/dev/null || lacks "TARGET_PATH=$TARGET_PATH: cannot be made on $(hostname)"
 fi
 
-PREEMPTED=75 # exit status of a run that was told to stop and has saved (common/ranks/stopping.py)
+PREEMPTED=75 # exit status of a run that was told to stop and has saved (common/distributed/stopping.py)
 restarts=${SLURM_RESTART_COUNT:-0}
 log_dir=logs/${SLURM_JOB_NAME}_$SLURM_JOB_ID/$restarts
 
@@ -107,7 +107,7 @@ launch() {
   if [ -d /opt/sagemaker_cluster ]; then hyperpod=(--auto-resume=1); fi
   # The rendezvous of several nodes is on the first one, where this script runs: another one for each start. It asks nobody
   # who he is, so that nobody else on the network is to guess where it is and what it is called. The name goes through the
-  # environment, which only its owner can read. On one node nothing listens on the network (common/ranks/rendezvous.py).
+  # environment, which only its owner can read. On one node nothing listens on the network (extras/launcher/rendezvous.py).
   PET_RDZV_ID=$(od -An -N16 -tx1 /dev/urandom | tr -d ' \n')
   export PET_RDZV_ID
   run "${steps[@]}" ${hyperpod[@]+"${hyperpod[@]}"} --nodes="$nodes" --ntasks="$nodes" --ntasks-per-node=1 \
@@ -185,11 +185,11 @@ pretrain() {
     local checks=(--fail_on="$PREFLIGHT") more=()
     if [[ $gpus_per_node =~ ^[0-9]+$ ]]; then checks+=(--gpus_per_node="$gpus_per_node"); fi
     read -ra more <<<"$PREFLIGHT_FLAGS"
-    launch -m common.preflight "${looked_at[@]}" "${checks[@]}" ${more[@]+"${more[@]}"} || status=$?
+    launch -m extras.preflight "${looked_at[@]}" "${checks[@]}" ${more[@]+"${more[@]}"} || status=$?
   fi
   # What ends a run but is no fault of the user's (a rank out of memory, a failed collective, a node that was away)
   # starts again: here if all nodes are free, else from the queue. The third start in a row that makes no new checkpoint
-  # ends with 2 (common/ranks/starts.py).
+  # ends with 2 (extras/launcher/restart_limit.py).
   while [ "$status" -eq 0 ]; do
     launch "$@" || status=$?
     case $status in

@@ -47,7 +47,7 @@ fi
 if [ "${SLURM_JOB_NUM_NODES:-}" = 1 ]; then : "${NCCL_SOCKET_IFNAME:=lo}"; fi
 : "${NCCL_SOCKET_IFNAME:=^docker,lo,veth}"
 
-# Before training, common.preflight looks at every node: error or warn, what stops the job; or off.
+# Before training, extras.preflight looks at every node: error or warn, what stops the job; or off.
 : "${PREFLIGHT:=error}"
 # Further flags of it; they win: --gpus_per_node=0, --max_clock_skew=5, ...
 : "${PREFLIGHT_FLAGS:=}"

@@ -14,4 +14,4 @@ if ! [[ $ranks =~ ^[1-9][0-9]*$ ]]; then
 fi
 mkdir -p "$logs"
 chmod go= "$logs" # torchrun names directories in it for the rendezvous (PET_RDZV_ID), which is a secret
-exec "$python" -m common.ranks.launch --nproc_per_node="$ranks" --log_dir="$logs" --tee=3 "$@"
+exec "$python" -m extras.launch --nproc_per_node="$ranks" --log_dir="$logs" --tee=3 "$@"

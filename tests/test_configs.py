@@ -12,13 +12,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from common.batches.training_data import open_data
 from common.cli import UserError
-from common.decoders.presets import GUIDE_RUNS, PRESETS
-from common.outputs.checkpoint_files import list_checkpoints
-from common.prepare.sample import SAMPLE
-from common.ranks.world import World
-from common.tasks import kinds as tasks
+from common.data.training_data import open_data
+from common.distributed.world import World
+from common.training import registry as tasks
+from common.training.checkpoint_files import list_checkpoints
+from extras.decoders.config import GUIDE_RUNS, PRESETS
+from extras.prepare.sample import SAMPLE
 from tests.conftest import ROOT
 from tests.data_fixtures import load_script
 from tests.forked import run_script

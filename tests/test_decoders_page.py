@@ -7,10 +7,10 @@ from dataclasses import fields
 
 import torch
 
-from common.decoders.model import DecoderForCausalLM
-from common.decoders.presets import PRESETS
-from common.tasks.causal_arguments import CausalArguments
-from common.tasks.kinds import arguments_of
+from common.training.registry import arguments_of
+from extras.decoders.causal_arguments import CausalArguments
+from extras.decoders.config import PRESETS
+from extras.decoders.model import DecoderForCausalLM
 from tests.conftest import ROOT
 from tests.data_fixtures import load_script
 

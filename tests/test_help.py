@@ -7,12 +7,12 @@ from dataclasses import dataclass
 
 import pytest
 
-from common.batches.flags import DataFlags
 from common.cli import Flags, UserError, flag, parse_arguments
-from common.esm2.flags import ModelFlags
-from common.outputs.checkpoint import CheckpointFlags
-from common.tasks.arguments import TrainArguments
-from common.tasks.kinds import arguments_of
+from common.data.flags import DataFlags
+from common.models.esm2.family import ModelFlags
+from common.training.arguments import TrainArguments
+from common.training.checkpoint import CheckpointFlags
+from common.training.registry import arguments_of
 from tests.data_fixtures import environment, load_script
 from tests.forked import run_script
 

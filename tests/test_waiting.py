@@ -7,20 +7,20 @@ from contextlib import suppress
 
 import pytest
 
-from common.layers.compiling import FirstStep
-from common.waiting import said_while
+from common.heartbeat import log_every
+from common.models.layers.compiling import FirstStep
 from tests.patience import wait_until
 
 
 def test_it_is_said_until_the_end_and_not_after(caplog):
     with caplog.at_level("INFO"):
-        with suppress(ZeroDivisionError), said_while("Clustering", every=0.05):
+        with suppress(ZeroDivisionError), log_every("Clustering", every=0.05):
             wait_until(lambda: len(caplog.messages) >= 2)
             raise ZeroDivisionError
         said = list(caplog.messages)
         assert len(said) >= 2
     assert all(line.startswith("Clustering: ") and line.endswith(" s so far") for line in said)
-    assert "said_while" not in {thread.name for thread in threading.enumerate()}
+    assert "log_every" not in {thread.name for thread in threading.enumerate()}
 
 
 @pytest.mark.parametrize("compiles", [True, False])

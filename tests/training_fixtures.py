@@ -23,9 +23,9 @@ from safetensors.torch import load_file
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from common.files.json_files import read_json_lines
-from common.layers.compiling import compile_layers
-from common.prepare.sample import write_sample
-from common.tasks.arguments import TrainArguments
+from common.models.layers.compiling import compile_layers
+from common.training.arguments import TrainArguments
+from extras.prepare.sample import write_sample
 from tests import megatron_on_cpu
 from tests.data_fixtures import DOWNLOAD, TOKENIZE, call
 from tests.forked import ROOT, context, run_script

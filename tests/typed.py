@@ -8,7 +8,7 @@ import shutil
 import subprocess
 from pathlib import Path
 
-from common.prepare.sample import make_proteins
+from extras.prepare.sample import make_proteins
 from tests.conftest import ROOT
 from tests.data_fixtures import write_fasta
 from tests.decoder_fixtures import write_text

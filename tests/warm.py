@@ -1,7 +1,7 @@
 """What the processes that tests fork find imported: their server imports this module, once.
 
 Imports are most of what a run of seconds takes, and its picture much of the rest: matplotlib is not asked for that one
-(tests/outputs/test_metrics.py looks at what is in it, and runs in processes of their own draw theirs).
+(tests/training/test_metrics.py looks at what is in it, and runs in processes of their own draw theirs).
 """
 
 from __future__ import annotations
@@ -23,16 +23,9 @@ from matplotlib.figure import Figure
 from torch.distributed.elastic.rendezvous import dynamic_rendezvous
 from transformers import EsmForMaskedLM, EsmTokenizer, HfArgumentParser, get_scheduler  # noqa: F401
 
-import common.layers.recompute
-import common.preflight.exchange
-import common.preflight.network
-import common.preflight.report
-import common.ranks.agent
-import common.ranks.job_uid
-import common.training.export
+import common.models.layers.recompute
 import common.training.load_model
-import common.training.report
-import common.training.trainer  # noqa: F401
+import common.training.loop  # noqa: F401
 import tests.live_runs  # noqa: F401
 
 with suppress(ImportError), warnings.catch_warnings():

@@ -2,12 +2,98 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import re
+import stat
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any, BinaryIO
 
 from common.files.output_directory import replace_flushed, sync
+
+# Reading files that somebody else may have made: regular ones, of bounded size, with values of the expected types.
+
+JSON_LIMIT = 16 << 20  # bytes of a configuration, a manifest or a trainer state
+LARGEST_INT = 1 << 53  # of JSON that every reader agrees on
+
+_PLAIN_NAME = re.compile(r"[A-Za-z0-9_.-]{1,255}")
+_KINDS = {
+    "int": int,
+    "float": (int, float),
+    "bool": bool,
+    "str": str,
+    "None": type(None),
+    "dict": dict,
+    "list[str]": list,
+}
+
+
+def is_plain_name(name: Any) -> bool:
+    """Whether this is the name of a file in the directory at hand: no separator, no `..`, nothing unprintable."""
+    return isinstance(name, str) and _PLAIN_NAME.fullmatch(name) is not None and name not in (".", "..")
+
+
+def open_regular(path: Path, follow_links: bool = False) -> BinaryIO:
+    """Open a regular file to read. OSError for anything else (a FIFO would block, a device has no end), and for a link
+    unless links are followed."""
+    # O_NONBLOCK: opening a FIFO without a writer returns; O_NOCTTY: opening a terminal does not take it.
+    flags = os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC | (0 if follow_links else os.O_NOFOLLOW)
+    try:
+        descriptor = os.open(path, flags)
+    except OSError as error:
+        if error.errno == errno.ELOOP and not follow_links:
+            raise OSError(errno.ELOOP, "is a link", str(path)) from None
+        raise
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "is no regular file", str(path))
+    return os.fdopen(descriptor, "rb")
+
+
+def file_size(file: BinaryIO) -> int:
+    return os.fstat(file.fileno()).st_size
+
+
+def read_limited(path: Path, limit: int, follow_links: bool = False) -> bytes:
+    """All of a regular file. ValueError where it has more bytes than `limit`."""
+    with open_regular(path, follow_links) as file:
+        content = file.read(limit + 1)
+    if len(content) > limit:
+        raise ValueError(f"{path.name} is larger than {limit:,} bytes")
+    return content
+
+
+def read_json(path: Path, limit: int = JSON_LIMIT, follow_links: bool = False) -> dict[str, Any]:
+    """The object that a JSON file holds. ValueError where it holds something else, OSError as `open_regular`."""
+    try:
+        content = json.loads(read_limited(path, limit, follow_links))
+    except RecursionError as error:
+        raise ValueError("nested too deeply") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"expected an object of names and values, found {type(content).__name__}")
+    return content
+
+
+def check_type(name: str, value: Any, annotation: str) -> None:
+    """ValueError unless the value is of one of the types in `annotation` ("int | None"); an integer is a float, too.
+
+    Integers beyond 2**53 are refused: no count or size here comes near, and later arithmetic would overflow.
+    """
+    allowed = annotation.split(" | ")
+    if not any(isinstance(value, _KINDS[k]) and (k == "bool" or not isinstance(value, bool)) for k in allowed):
+        raise ValueError(f"{name} is {shorten(value)}, expected {annotation}")
+    if isinstance(value, int) and abs(value) > LARGEST_INT:
+        raise ValueError(f"{name} is {shorten(value)}: too large")
+    if isinstance(value, list) and not all(isinstance(item, str) for item in value):
+        raise ValueError(f"{name} is {shorten(value)}, expected {annotation}")
+
+
+def shorten(value: Any) -> str:
+    """A value for an error line."""
+    text = ascii(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."
 
 
 def write_json(path: Path, value: dict) -> None:

@@ -12,16 +12,16 @@ import torch
 from torch import Tensor, nn
 
 from common.cli import UserError
-from common.decoders.config import DecoderConfig
-from common.esm2.config import Esm2Config
+from common.distributed.world import World
 from common.files.hashing import ROUNDING, derive_key
-from common.layers.rounded import RoundedWeights
+from common.models.esm2.config import Esm2Config
+from common.models.layers.linear import RoundedWeights
 from common.precision.emulation import Emulation
 from common.precision.masters import Masters
 from common.precision.plan import Plan, check_device, check_dimensions, describe, formats, resolve
-from common.precision.stats import QuantStats
-from common.precision.stats_plan import StatsFlags, select
-from common.ranks.world import World
+from extras.decoders.config import DecoderConfig
+from extras.quant_stats.stats import QuantStats
+from extras.quant_stats.stats_plan import StatsFlags, select
 
 logger = logging.getLogger(__name__)
 
@@ -53,17 +53,17 @@ class Precision:
         made = self.emulation or self.quantised
         return made.state if made else {}
 
-    def follow(self, optimizer: torch.optim.Optimizer) -> None:
+    def attach(self, optimizer: torch.optim.Optimizer) -> None:
         """The optimiser updates `masters`, if there are any: the model's own weights are to follow. So are copies."""
         if self.masters:
-            self.masters.follow(optimizer)
+            self.masters.attach(optimizer)
         if self.rounded:
             optimizer.register_step_post_hook(lambda *_: self.rounded.refresh())
 
-    def follow_restored(self, gradients: float) -> None:
+    def attach_restored(self, gradients: float) -> None:
         """The same when a checkpoint has been read; gradients: how many times those of the run that wrote it."""
         if self.masters:
-            self.masters.hand_out()
+            self.masters.copy_to_model()
         if self.rounded:
             self.rounded.refresh()
         if self.quantised:
@@ -138,7 +138,7 @@ def start_te_stats(flags: StatsFlags, plan: Plan | None, world: World, directory
     """Transformer Engine's statistics, where wanted: before there are layers, which look for it when built."""
     if not flags.quant_stats or flags.emulate_precision:
         return None
-    from common.precision.stats_te import TeStats
+    from extras.quant_stats.stats_te import TeStats
 
     return TeStats(select(flags, plan), plan, world, directory)
 

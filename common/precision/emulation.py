@@ -15,23 +15,27 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from common.distributed.world import World
 from common.files.hashing import ROUNDING, derive_key
-from common.layers.graphs import outside_graphs
-from common.layers.linear import linear
-from common.precision.formats import Element, Quantized, fp8_scale, quantize_tensor, tensor_amax
-from common.precision.operands import (
+from common.models.layers.compiling import outside_graphs
+from common.models.layers.linear import linear
+from common.precision.formats import (
     COLUMNS,
     GRADIENT,
     INPUT,
     ROLES,
     ROWS,
     WEIGHT,
+    Element,
+    Quantized,
     element_of,
+    fp8_scale,
     quantize_operand,
+    quantize_tensor,
+    tensor_amax,
     transformed,
 )
 from common.precision.plan import BlockScaling, DelayedScaling, NVFP4BlockScaling, Plan, Recipe
-from common.ranks.world import World
 
 PRODUCTS = ("qkv", "proj", "fc1", "fc2")
 
@@ -83,7 +87,7 @@ class DelayedScales:
 
 
 class Watcher(Protocol):
-    """Sees every operand and every result (common.precision.stats)."""
+    """Sees every operand and every result (extras.quant_stats.stats)."""
 
     def begin_pack(self, empty: bool) -> None: ...
 
@@ -148,7 +152,7 @@ class Emulation:
 
 
 class Product:
-    """Takes the place of `common.layers.linear.linear` in a layer."""
+    """Takes the place of `common.models.layers.linear.linear` in a layer."""
 
     def __init__(self, emulation: Emulation, recipe: Recipe, layer: int, product: int):
         self.emulation, self.recipe = emulation, recipe

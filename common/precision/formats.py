@@ -1,14 +1,7 @@
-"""FP8, MXFP8 and NVFP4 in plain PyTorch, on any device: what a tensor becomes when it is stored in them.
+"""What an operand of a product becomes by a recipe: in which blocks, along which dimension, in numbers of which kind.
 
-Every `quantize_*` returns `Quantized`: the tensor is values * scale. `values` holds what the format can hold,
-times the scale of its block where there is one, and is exact in bfloat16 (but for blocks with fp32 scales); `scale` is
-the fp32 scale of the whole tensor. So a product of two such tensors is the product of their values, in any dtype,
-times both scales: as matrix units do it.
-
-Sources: OCP 8-bit Floating Point Specification (OFP8) 1.0; OCP Microscaling Formats (MX) 1.0; NVIDIA, Pretraining
-Large Language Models with NVFP4 (arXiv 2509.25149). Where a specification leaves a choice, it is Transformer Engine's
-(2.20): conversions saturate (infinity too), MX block scales are rounded up so that the largest value fits (the
-specification's example rounds down, and clips), NVFP4's tensor scale maps the largest value to 448 x 6.
+As Transformer Engine 2.20 has it: blocks lie along the dimension that the product sums over, weights are scaled in
+squares where the recipe has them, and both operands of the weights' gradient pass NVFP4's Hadamard transform.
 """
 
 from __future__ import annotations
@@ -16,10 +9,24 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
 from common.files.hashing import GAMMA, MULTIPLIERS
+from common.precision.plan import BlockScaling, MXFP8BlockScaling, NVFP4BlockScaling, Recipe
+
+# FP8, MXFP8 and NVFP4 in plain PyTorch, on any device: what a tensor becomes when it is stored in them.
+#
+# Every `quantize_*` returns `Quantized`: the tensor is values * scale. `values` holds what the format can hold,
+# times the scale of its block where there is one, and is exact in bfloat16 (but for blocks with fp32 scales); `scale`
+# is the fp32 scale of the whole tensor. So a product of two such tensors is the product of their values, in any dtype,
+# times both scales: as matrix units do it.
+#
+# Sources: OCP 8-bit Floating Point Specification (OFP8) 1.0; OCP Microscaling Formats (MX) 1.0; NVIDIA, Pretraining
+# Large Language Models with NVFP4 (arXiv 2509.25149). Where a specification leaves a choice, it is Transformer
+# Engine's (2.20): conversions saturate (infinity too), MX block scales are rounded up so that the largest value fits
+# (the specification's example rounds down, and clips), NVFP4's tensor scale maps the largest value to 448 x 6.
 
 
 class Element(NamedTuple):
@@ -199,3 +206,44 @@ def _block_amax(blocks: Tensor) -> Tensor:
 def _unblocked(blocks: Tensor, like: Tensor, dtype: torch.dtype) -> Tensor:
     # Contiguous: oneDNN multiplies rows with gaps between them, those of a cut-off rim, a hundred times slower.
     return blocks.flatten(2, 3).flatten(0, 1)[: like.shape[0], : like.shape[1]].contiguous().to(dtype)
+
+
+INPUT, WEIGHT, GRADIENT = ROLES = range(3)
+COLUMNS, ROWS = 1, 0  # the dimension a product sums over, that is along which blocks lie
+
+
+def element_of(recipe: Recipe, role: int) -> Element:
+    return E5M2 if recipe.fp8_format == "hybrid" and role == GRADIENT else E4M3
+
+
+def transformed(recipe: Recipe, x: Tensor, role: int, along: int) -> Tensor:
+    """What is cast in place of x: both operands of the weights' gradient have NVFP4's Hadamard transform."""
+    turns = isinstance(recipe, NVFP4BlockScaling) and not recipe.disable_rht and along == ROWS and role != WEIGHT
+    return hadamard_rows(x) if turns else x
+
+
+def quantize_operand(
+    recipe: Recipe, x: Tensor, role: int, along: int, key: int = 0, group: dist.ProcessGroup | None = None
+) -> Quantized:
+    """x [R, C] for a product that sums over its columns or its rows, by a recipe that keeps nothing between steps.
+
+    key: of NVFP4's random bits for gradients; group: the ranks that share a pack, and with it the scale of a tensor.
+    """
+    element = element_of(recipe, role)
+    if isinstance(recipe, NVFP4BlockScaling):
+        square = role == WEIGHT and not recipe.disable_2d_quantization
+        stochastic = role == GRADIENT and not recipe.disable_stochastic_rounding
+        return quantize_nvfp4(x, _block(NVFP4_BLOCK, along, square), key if stochastic else None)
+    if isinstance(recipe, MXFP8BlockScaling):
+        square = role == WEIGHT and recipe.enable_2d_quantization
+        return quantize_mx(x, _block(MX_BLOCK, along, square), element)
+    if isinstance(recipe, BlockScaling):
+        return quantize_fp8_blocks(x, _block(FP8_BLOCK, along, role == WEIGHT), element, not recipe.use_f32_scales)
+    amax = tensor_amax(x)
+    if group is not None and role != WEIGHT:
+        dist.all_reduce(amax, dist.ReduceOp.MAX, group=group)
+    return quantize_tensor(x, fp8_scale(amax, element, 1.0, recipe.use_power_2_scales), element)
+
+
+def _block(size: int, along: int, square: bool = False) -> tuple[int, int]:
+    return (size, size) if square else (1, size) if along == COLUMNS else (size, 1)

@@ -1,4 +1,1 @@
-"""A job's nodes, disks and network before it starts: what was found, and one line a problem.
-
-In comes torchrun's environment, out comes a report. Knows nothing of training.
-"""
+"""Aliases of modules that moved to extras/."""

@@ -11,14 +11,14 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from common.cli import UserError, one_line
+from common.distributed.stopping import Preempted
+from common.distributed.world import World
 from common.files.json_files import read_json_lines, write_json
-from common.layers.model_card import Training
-from common.outputs.logbook import METRICS, Logbook
-from common.ranks.stopping import Preempted
-from common.ranks.world import World
-from common.tasks.arguments import RunArguments
-from common.tasks.base import Task
+from common.models.layers.hf_directory import Training
+from common.training.arguments import RunArguments
 from common.training.progress import Resolved, TrainerState
+from common.training.run_logger import METRICS, RunLogger
+from common.training.task import Task
 
 logger = logging.getLogger(__name__)
 
@@ -27,7 +27,7 @@ def finish(
     task: Task,
     state: TrainerState,
     resolved: Resolved,
-    log: Logbook,
+    log: RunLogger,
     args: RunArguments,
     world: World,
     evaluate: Callable[[str, str], dict],
@@ -40,8 +40,8 @@ def finish(
     output_dir = Path(args.output_dir)
 
     def report(split: str, results: dict) -> None:
-        with world.main_does() as mine:
-            if mine:
+        with world.on_main_rank() as is_main:
+            if is_main:
                 log.results(split, state.step, results, of_training=args.do_train)
 
     if args.do_train:
@@ -52,7 +52,7 @@ def finish(
     if args.do_eval:
         logger.info("*** Evaluate ***")
         for split, prefix in (("validation", "eval"), ("test", "test")):
-            with world.together():
+            with world.raise_together():
                 absent = task.data.held_out(split) is None
             if absent:
                 continue
@@ -60,15 +60,15 @@ def finish(
             if not found:
                 raise Preempted
             report(prefix, {"epoch": state.epoch} | found)
-    with world.main_does() as mine:
-        if mine and args.do_train:
+    with world.on_main_rank() as is_main:
+        if is_main and args.do_train:
             history = read_json_lines(output_dir / METRICS)
             write_json(output_dir / "trainer_state.json", asdict(state) | {"log_history": history})
     finished = args.do_train and task.data.finished(state.step, state.position)
     if finished if args.save_final_model is None else args.save_final_model:
         _export(task, output_dir / "final_model", Training.of_state(asdict(state)), world, whole)
-    with world.main_does() as mine:
-        if mine and args.do_train:
+    with world.on_main_rank() as is_main:
+        if is_main and args.do_train:
             log.draw_last()
 
 
@@ -104,5 +104,5 @@ def _export(task: Task, final: Path, training: Training, world: World, whole: Ca
         )
     for _ in pieces:  # those that rank 0 did not come to, too: the others wait for it
         pass
-    world.end_together(failure)
+    world.raise_on_all(failure)
     logger.info("Model for transformers' from_pretrained: %s", final)

@@ -11,17 +11,17 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from common.cli import UserError
-from common.layers.compiling import compile_layers
-from common.layers.context_attention import share_context
-from common.layers.initialise import initialise
-from common.layers.rounded import RoundedWeights
-from common.outputs.run_directory import settled_so_far
+from common.distributed.strategy import copy_rows
+from common.distributed.world import World
+from common.models.layers.compiling import compile_layers
+from common.models.layers.context_attention import share_context
+from common.models.layers.initialise import initialise
+from common.models.layers.linear import RoundedWeights
 from common.precision.build import choose_plan, set_formats, start_te_stats
-from common.ranks.strategy import copy_rows
-from common.ranks.world import World
-from common.tasks.arguments import RunArguments
-from common.tasks.built import Built
-from common.tasks.kinds import task_of
+from common.training.arguments import RunArguments
+from common.training.registry import task_of
+from common.training.run_directory import previous_backend
+from common.training.task import BuiltModel
 
 # Flags that need not be the same on all ranks: places, which may have other names on another node, and what changes
 # nothing of the run.
@@ -35,7 +35,7 @@ def load_model(
     shard: Callable[[nn.Module], None] | None = None,
     device: torch.device | None = None,
     torch_only: tuple[str, ...] = (),
-) -> Built:
+) -> BuiltModel:
     """The model on the rank's device: random weights, or those of --model_name_or_path.
 
     shard: called while the model has no storage yet; then each rank makes, or reads, only what is its own; device:
@@ -43,11 +43,11 @@ def load_model(
     can honour.
     """
     so_far = {}
-    with world.main_does() as mine:
-        if mine:
-            so_far = settled_so_far(args)
-    so_far = world.share(so_far)
-    with world.together():
+    with world.on_main_rank() as is_main:
+        if is_main:
+            so_far = previous_backend(args)
+    so_far = world.broadcast_object(so_far)
+    with world.raise_together():
         choice = task_of(args).choose(args, world, torch_only, so_far)
     config, backend, gelu = choice.config, choice.backend, choice.gelu
     flags = {name: value for name, value in asdict(args).items() if name not in OF_A_RANK}
@@ -55,8 +55,8 @@ def load_model(
     compiled, remark = args.compiles(world.device, backend)
     software |= {"compiled": str(compiled)}
     software |= {"backend": f"{backend} ({choice.why})", "gelu": gelu}
-    world.agree(flags | software | {f"model's {name}": value for name, value in asdict(config).items()})
-    with world.together():
+    world.assert_same(flags | software | {f"model's {name}": value for name, value in asdict(config).items()})
+    with world.raise_together():
         plan = choose_plan(args, config, world.device, backend, choice.why, sharded=shard is not None)
         te_stats = start_te_stats(args, plan, world, args.log_directory(args.output_dir))
         with torch.device("meta"):
@@ -69,7 +69,7 @@ def load_model(
     if shard is not None:
         shard(model)
     extras = {}
-    with world.together():
+    with world.raise_together():
         if next(model.parameters()).is_meta:  # a strategy may have made the storage itself
             if (device or world.device).type == "cpu" and not world.rehearsed:
                 check_host_memory(model, args.do_train, world.local_size)
@@ -87,7 +87,7 @@ def load_model(
         if args.bf16 and backend == "torch" and plan is None and shard is None:
             precision = replace(precision, rounded=RoundedWeights(model.layers))
     remarks = (*choice.remarks, *([remark] if remark else []))
-    return Built(model, backend, gelu, remarks, precision, extras, compiled)
+    return BuiltModel(model, backend, gelu, remarks, precision, extras, compiled)
 
 
 def check_host_memory(model: nn.Module, trains: bool, ranks: int) -> None:

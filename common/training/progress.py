@@ -7,23 +7,55 @@ import math
 import os
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from common.batches.loader import TrainStep
-from common.batches.packing import Position
-from common.batches.training_data import TrainingData
 from common.cli import UserError, one_line
-from common.esm2.model import count_parameters
-from common.files.untrusted import LARGEST_INT, check_type, shorten
-from common.outputs.metrics import peak_memory_gb
-from common.ranks.world import World
-from common.tasks.arguments import RunArguments
-from common.tasks.built import Built
-from common.tasks.counts import StepCounts
-from common.training.initial_weights import describe_weights, warn_of_unused_weights
+from common.data.loader import TrainStep
+from common.data.packing import Position
+from common.data.training_data import TrainingData
+from common.distributed.world import World
+from common.files.json_files import LARGEST_INT, check_type, shorten
+from common.models.esm2.model import count_parameters
+from common.training.arguments import RunArguments
+from common.training.run_logger import peak_memory_gb
 from common.training.step import StepResult
+from common.training.task import BuiltModel, StepCounts
+
+# Which weights a run starts from, for its log, and a warning where a directory's weights are not among them.
+
+PATTERNS = ("model*.safetensors", "pytorch_model*.bin", "*.distcp")  # of transformers, and of a checkpoint
+
+
+def describe_weights(args: RunArguments, step: int) -> str:
+    """step: of the checkpoint that the run resumes from; 0: it starts anew."""
+    if step:
+        return f"from checkpoint-{step}"
+    if not args.model_name_or_path:
+        return f"random, seed {args.seed}"
+    files = weight_files(args.model_name_or_path)
+    return f"from {args.model_name_or_path}" + (f" ({files})" if files else "")
+
+
+def warn_of_unused_weights(args: RunArguments) -> str | None:
+    """The warning for --config_name, or --model, of a directory that has weights: they are not loaded."""
+    if args.model_name_or_path or not args.model_named or not (files := weight_files(args.model_named)):
+        return None
+    return (
+        f"{args.model_named} has weights ({files}), which are not loaded: training starts from random ones; to start "
+        f"from them give --model_name_or_path {args.model_named}"
+    )
+
+
+def weight_files(directory: str) -> str:
+    """The name of a local directory's weight file, or of the first and how many there are; "" if there is none."""
+    names = next((found for pattern in PATTERNS if (found := sorted(Path(directory).glob(pattern)))), [])
+    if not names:
+        return ""
+    return names[0].name + (f" and {len(names) - 1} more" if len(names) > 1 else "")
+
 
 logger = logging.getLogger(__name__)
 
@@ -246,7 +278,7 @@ def _short(identity: str) -> str:
 
 
 def announce(
-    args: RunArguments, built: Built, data: TrainingData, resolved: Resolved, state: TrainerState, world: World
+    args: RunArguments, built: BuiltModel, data: TrainingData, resolved: Resolved, state: TrainerState, world: World
 ) -> None:
     """How a run begins, for the log."""
     per_rank, unit = args.batch
@@ -277,7 +309,7 @@ def announce(
         logger.info("Accumulation is %d, to keep %d packs a step", resolved.accumulation, resolved.packs_per_step)
 
 
-def about_run(args: RunArguments, built: Built, words: tuple[str, ...], world: World) -> dict:
+def about_run(args: RunArguments, built: BuiltModel, words: tuple[str, ...], world: World) -> dict:
     """What stands above its curves."""
     device = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else world.device.type
     return {
@@ -308,7 +340,7 @@ class Interval:
     optimizer: float = 0.0
     checkpoints: float = 0.0  # seconds that training stood still for them
     steps: int = 0
-    ranks: dict = field(default_factory=dict)  # the last comparison of the ranks, common/ranks/stragglers.py
+    ranks: dict = field(default_factory=dict)  # the last comparison of the ranks, extras/monitor/stragglers.py
 
     def add(self, counts: StepCounts, flops: float, seconds: float, waited: float, result: StepResult) -> None:
         self.tokens += counts.num_tokens

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from common.ranks.run import distributed_run
-from common.tasks.arguments import RunArguments
-from common.training.dry_run import dry_run
-from common.training.held_memory import Build
-from common.training.trainer import train
+from common.distributed.run import distributed_run
+from common.training.arguments import RunArguments
+from common.training.loop import train
+from extras.dry_run.dry_run import dry_run
+from extras.dry_run.memory_estimate import Build
 
 
 def start(args: RunArguments, build: Build) -> None:

@@ -11,9 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from common.esm2.config import override
-from common.esm2.presets import load_config
 from common.files.json_files import read_json_lines
+from common.models.esm2.config import load_config, override
 from tests.forked import run_script
 from tests.training_fixtures import TINY_OVERRIDES, environment, flags_of, rows, train
 from tests.warm_python import python

@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks.dry_run import parsed
 from benchmarks.sizes import PAGE, PLANS, checkpoints, memory, of_one_node
-from common.esm2.presets import ESM2_SIZES
+from common.models.esm2.config import ESM2_SIZES
 
 TEXT = PAGE.read_text()
 ROWS = {row.split(" | ")[0]: row.split(" | ") for row in re.findall(r"^\| (\d+M .*|\d+B .*) \|$", TEXT, re.M)}

@@ -11,7 +11,7 @@ from benchmarks.gpu_models import SIZES
 from benchmarks.step_counts import counted
 from benchmarks.step_fused import fused_work, graphs_of
 from benchmarks.step_model import COMPILED, DEVICES, EAGER, graphs_table, layer_work, step_of
-from common.esm2.presets import esm2_config
+from common.models.esm2.config import esm2_config
 
 TOKENS = 1024
 

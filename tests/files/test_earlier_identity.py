@@ -9,10 +9,10 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from common.files.dataset_writer import TOKEN_FEATURES, DatasetWriter
-from common.files.earlier_identity import fingerprint, recorded_form
+from common.data.token_store import TokenStore
 from common.files.output_directory import building
-from common.files.token_store import TokenStore
+from extras.earlier_identity import fingerprint, recorded_form
+from extras.prepare.dataset_writer import TOKEN_FEATURES, DatasetWriter
 
 
 def write_split(path, ids: np.ndarray):

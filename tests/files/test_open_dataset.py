@@ -8,9 +8,9 @@ import pyarrow as pa
 import pytest
 
 from benchmarks import open_dataset
-from common.files.dataset_writer import TOKEN_FEATURES, DatasetWriter
-from common.files.token_store import TokenStore
-from common.tasks import masked_lm
+from common.data.token_store import TokenStore
+from common.training import masked_lm
+from extras.prepare.dataset_writer import TOKEN_FEATURES, DatasetWriter
 
 
 def test_private_memory_of_a_process(tmp_path, monkeypatch):

@@ -12,9 +12,9 @@ import pytest
 from datasets import Dataset, DatasetDict, Features, List, Sequence, Value, load_from_disk
 
 from common.cli import UserError
+from common.data.token_store import TokenStore, open_split
 from common.files.alphabet import CLS, EOS, PAD, encode
-from common.files.token_store import TokenStore, open_split
-from common.sources.fasta import read_fasta
+from extras.sources.fasta import read_fasta
 
 OURS = Features({"id": Value("string"), "input_ids": List(Value("uint8"))})
 
@@ -56,7 +56,7 @@ def test_reads_our_format_over_several_files(tmp_path):
 
 
 def test_reads_what_the_writer_writes(tmp_path):
-    writing = pytest.importorskip("common.files.dataset_writer")
+    writing = pytest.importorskip("extras.prepare.dataset_writer")
     records = random_records(300)
     writer = writing.DatasetWriter(tmp_path / "s", writing.TOKEN_FEATURES, shard_bytes=20_000)
     for first in range(0, 300, 100):

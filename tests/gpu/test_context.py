@@ -8,18 +8,17 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from common.batches.collators import to_device
-from common.batches.context import SlicingCollator
-from common.esm2.gelu import HIDDEN_ACT
-from common.esm2.model import Esm2ForMaskedLM, build_model
-from common.esm2.presets import esm2_config
-from common.layers import attention_blocks as blocks
-from common.layers.context_attention import share_context
-from common.ranks.run import ProcessFlags, distributed_run
-from common.ranks.slices import Slices
+from common.data.collators import SlicingCollator, to_device
+from common.distributed.run import ProcessFlags, distributed_run
+from common.distributed.slices import Slices
+from common.models.esm2.config import esm2_config
+from common.models.esm2.family import HIDDEN_ACT
+from common.models.esm2.model import Esm2ForMaskedLM, build_model
+from common.models.layers import attention_blocks as blocks
+from common.models.layers.context_attention import share_context
 from tests.gpu.test_runs import BACKENDS, TWO_GPUS
 from tests.gpu.test_training import relative
-from tests.layers.context_cases import LENGTHS, make_batch
+from tests.models.context_cases import LENGTHS, make_batch
 from tests.training_fixtures import on_ranks
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU")

@@ -15,16 +15,15 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from common.cli import UserError
-from common.esm2.flags import NO_KERNEL
-from common.esm2.gelu import HIDDEN_ACT
-from common.esm2.model import Esm2ForMaskedLM, build_model
-from common.esm2.presets import esm2_config
-from common.layers.recompute import save_activations
+from common.distributed.world import World
+from common.models.esm2.config import esm2_config
+from common.models.esm2.family import HIDDEN_ACT, NO_KERNEL
+from common.models.esm2.model import Esm2ForMaskedLM, build_model
+from common.models.layers.recompute import save_activations
 from common.precision.emulation import Emulation
 from common.precision.plan import BlockScaling, CurrentScaling, DelayedScaling, MXFP8BlockScaling, NVFP4BlockScaling
-from common.ranks.world import World
-from tests.esm2.reference import ours_like, packed, random_batch, reference_model
 from tests.gpu.test_training import LENGTHS, on_gpu, relative
+from tests.models.reference import ours_like, packed, random_batch, reference_model
 from tests.training_fixtures import same_bits
 
 pytestmark = [
@@ -116,7 +115,7 @@ def test_logits_equal_transformers_but_for_gelu():
 
 @pytest.mark.parametrize("attention", ["theirs", "ours"])
 def test_bf16_equals_fp32(attention, monkeypatch):
-    from common.esm2 import layers_te
+    from common.models.esm2 import layers_te
 
     if attention == "ours":
         monkeypatch.setattr(layers_te, "has_kernel", lambda heads, head_dim: False)
@@ -186,7 +185,7 @@ def test_fp8_params_are_the_same_training_with_weights_quantised_once_a_step(nam
             weights = dict(masters.weights.named_parameters())
             assert same_bits(weights, dict(start.named_parameters()))
             optimizer = torch.optim.AdamW(masters.weights.parameters(), lr=1e-3, fused=True)
-            masters.follow(optimizer)
+            masters.attach(optimizer)
         if ddp:
             model = DistributedDataParallel(model, [0], init_sync=False, gradient_as_bucket_view=True)
         found = []

@@ -13,12 +13,12 @@ import pytest
 import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from common.decoders.model import DecoderForCausalLM
-from common.decoders.presets import PRESETS
-from common.layers.initialise import initialise
-from common.layers.recompute import save_activations
+from common.models.layers.initialise import initialise
+from common.models.layers.recompute import save_activations
 from common.precision.emulation import Emulation
 from common.precision.plan import BlockScaling, CurrentScaling, DelayedScaling, MXFP8BlockScaling, NVFP4BlockScaling
+from extras.decoders.config import PRESETS
+from extras.decoders.model import DecoderForCausalLM
 from tests.gpu.test_te import HOPPER, SMALL, forget, loss_and_gradients, process_group  # noqa: F401 - a fixture
 from tests.gpu.test_training import relative
 

@@ -5,13 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from common.esm2.model import build_model
-from common.esm2.presets import esm2_config
-from common.layers.compiling import compile_layers
-from common.layers.initialise import initialise
-from common.layers.linear import Linear
-from common.layers.rounded import RoundedWeights
-from tests.esm2.reference import ours_like, packed, random_batch, reference_model
+from common.models.esm2.config import esm2_config
+from common.models.esm2.model import build_model
+from common.models.layers.compiling import compile_layers
+from common.models.layers.initialise import initialise
+from common.models.layers.linear import Linear, RoundedWeights
+from tests.models.reference import ours_like, packed, random_batch, reference_model
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU")
 LENGTHS = [1, 2, 3, 40, 129, 17, 64, 300]

@@ -232,7 +232,7 @@ def launch(document: dict) -> Iterator[str]:
                 yield "a preflight that fails by no fault of the user's is final"
             found = re.search(r"^exec python3 -m common\.ranks\.launch (\S+) \\$", script, re.MULTILINE)
             if not found or found[1] not in TRAIN_SCRIPTS:
-                yield "no bare `exec python3 -m common.ranks.launch script.py`"
+                yield "no bare `exec python3 -m extras.launch script.py`"
             elif found[1] == "train_ddp_cp.py":
                 spec = document["spec"]
                 ranks = spec["pytorchReplicaSpecs"]["Worker"]["replicas"] * max(1, int(spec["nprocPerNode"]))

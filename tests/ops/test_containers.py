@@ -107,7 +107,7 @@ def test_the_context_is_small_and_holds_no_data_and_no_secret(checkout, tmp_path
     with tarfile.open(tmp_path / "context.tar") as archive:
         names = {entry.name for entry in archive if entry.isfile()}
         assert SECRET.encode() not in (tmp_path / "context.tar").read_bytes()
-    assert {"train_ddp.py", "common/training/trainer.py", "configs/sanity.yaml", "requirements.lock"} <= names
+    assert {"train_ddp.py", "common/training/loop.py", "configs/sanity.yaml", "requirements.lock"} <= names
     assert not {name for name in names if name.startswith(("data/", "out/", ".git/")) or name.endswith(".pyc")}
     assert (tmp_path / "context.tar").stat().st_size < 4 << 20
 

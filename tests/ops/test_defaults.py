@@ -8,11 +8,11 @@ from dataclasses import asdict
 import numpy as np
 import pytest
 
-from common.batches.packing import BatchPlan
 from common.cli import parse_arguments
-from common.tasks.arguments import TrainArguments
-from common.tasks.kinds import arguments_of
-from common.tasks.optim import lr_schedule
+from common.data.packing import BatchPlan
+from common.training.arguments import TrainArguments
+from common.training.optim import lr_schedule
+from common.training.registry import arguments_of
 from tests.data_fixtures import load_script
 from tests.training_fixtures import ROOT
 

@@ -8,8 +8,8 @@ import shutil
 
 import pytest
 
-from common.decoders.presets import GUIDE_RUNS, PRESETS
-from common.tasks.kinds import parse_run
+from common.training.registry import parse_run
+from extras.decoders.config import GUIDE_RUNS, PRESETS
 from tests.data_fixtures import load_script
 from tests.ops.manifests import (
     FSDP_GUIDE,

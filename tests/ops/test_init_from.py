@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from common.ranks.strategy import ReplicaFlags
-from common.tasks.kinds import parse_run
+from common.distributed.strategy import ReplicaFlags
+from common.training.registry import parse_run
 from tests.ops.manifests import ROOT, TRAINING, containers, job_of, render, run_shell
 
 WEIGHTS = "/fsx-shared/first/final_model"

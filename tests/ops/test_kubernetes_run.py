@@ -16,8 +16,8 @@ from pathlib import Path
 
 import pytest
 
-from common.prepare.sample import write_sample
-from common.ranks.launch import TRY_AGAIN
+from extras.launch import TRY_AGAIN
+from extras.prepare.sample import write_sample
 from tests.conftest import ROOT
 from tests.live_runs import newest_step, ranks_of, wait_until
 from tests.ops.manifests import CPU_ONLY, containers, documents, render

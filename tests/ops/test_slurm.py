@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from common.prepare.sample import write_sample
+from extras.prepare.sample import write_sample
 from tests.live_runs import assert_same_run, newest_step
 from tests.ops.slurm_cluster import SlurmCluster, missing
 from tests.training_fixtures import ROOT, TINY_MODEL, TINY_OVERRIDES, _main, flags_of, losses, on_ranks, rows, train

@@ -6,16 +6,15 @@ import numpy as np
 import pytest
 import torch
 
-from common.esm2.config import override
-from common.esm2.model import build_model
-from common.esm2.presets import load_config
-from common.layers.linear import linear
+from common.distributed.world import World
+from common.models.esm2.config import load_config, override
+from common.models.esm2.model import build_model
+from common.models.layers.linear import linear
 from common.precision import emulation as fake_quant
 from common.precision import plan as precision_plan
 from common.precision.emulation import Emulation
 from common.precision.formats import hadamard_matrix
 from common.precision.plan import PrecisionFlags
-from common.ranks.world import World
 from tests.precision import format_reference as reference
 from tests.training_fixtures import TINY_OVERRIDES, losses, train
 

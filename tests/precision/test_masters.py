@@ -13,13 +13,13 @@ from dataclasses import replace
 import pytest
 import torch
 
+from common.distributed.run import distributed_run
+from common.distributed.strategy import replicate
 from common.precision.masters import Masters
-from common.ranks.run import distributed_run
-from common.ranks.strategy import replicate
 from common.training.load_model import load_model
-from common.training.trainer import train
+from common.training.loop import train
 from tests.data_fixtures import load_script
-from tests.outputs.checkpoint_fixtures import exported, files_of
+from tests.training.checkpoint_fixtures import exported, files_of
 from tests.training.test_bad_input import refused
 from tests.training.test_skipped_steps import poison_steps, poisoned
 from tests.training_fixtures import (

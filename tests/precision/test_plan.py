@@ -5,9 +5,7 @@ from __future__ import annotations
 import pytest
 
 from common.cli import UserError, parse_arguments
-from common.esm2.config import Esm2Config
-from common.esm2.presets import ESM2_SIZES, load_config
-from common.layers.shapes import SHAPE_MULTIPLE
+from common.models.esm2.config import ESM2_SIZES, Esm2Config, load_config
 from common.precision.plan import (
     FP8_RECIPES,
     BlockScaling,
@@ -22,6 +20,7 @@ from common.precision.plan import (
     recipes,
     resolve,
 )
+from common.shapes import SHAPE_MULTIPLE
 
 LETTERS = {DelayedScaling: "8", NVFP4BlockScaling: "4", type(None): "-"}
 

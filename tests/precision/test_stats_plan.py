@@ -11,10 +11,10 @@ import torch
 import yaml
 
 from common.cli import UserError
+from common.distributed.world import World
 from common.precision.plan import resolve
-from common.precision.stats_plan import MODULES, StatsFlags, select
-from common.precision.stats_te import TeStats, configuration, product_of, te_name
-from common.ranks.world import World
+from extras.quant_stats.stats_plan import MODULES, StatsFlags, select
+from extras.quant_stats.stats_te import TeStats, configuration, product_of, te_name
 from tests.training_fixtures import ROOT, train
 
 FP8 = {"fp8": True, "emulate_precision": True}

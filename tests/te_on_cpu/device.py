@@ -16,7 +16,7 @@ from torch.amp import autocast_mode
 from torch.nn.attention import varlen
 from torch.nn.parallel import DistributedDataParallel
 
-from common.ranks import without_cuda
+from extras import megatron as without_cuda
 from tests.te_on_cpu import placement
 
 

@@ -7,12 +7,12 @@ from contextlib import nullcontext
 
 import torch
 
-from common.esm2.gelu import HIDDEN_ACT
-from common.esm2.model import Esm2ForMaskedLM, build_model
-from common.esm2.presets import esm2_config
+from common.distributed.world import World
+from common.models.esm2.config import esm2_config
+from common.models.esm2.family import HIDDEN_ACT
+from common.models.esm2.model import Esm2ForMaskedLM, build_model
 from common.precision.emulation import Emulation
 from common.precision.plan import BlockScaling, CurrentScaling, DelayedScaling, MXFP8BlockScaling, NVFP4BlockScaling
-from common.ranks.world import World
 from tests.te_on_cpu import boot
 
 HOPPER, BLACKWELL = (9, 0), (10, 0)

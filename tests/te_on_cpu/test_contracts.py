@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from common.esm2.presets import ESM2_SIZES, esm2_config
+from common.models.esm2.config import ESM2_SIZES, esm2_config
 from common.precision.plan import FP8_RECIPES, NVFP4BlockScaling
 from tests.te_on_cpu.contracts import Refused, check_cast, check_operand
 

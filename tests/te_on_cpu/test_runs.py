@@ -15,8 +15,8 @@ import shutil
 import pytest
 import torch
 
-from common.esm2.model import Esm2ForMaskedLM
 from common.files.json_files import read_json_lines
+from common.models.esm2.model import Esm2ForMaskedLM
 from tests.decoder_fixtures import train_decoder, write_text
 from tests.te_on_cpu.boot import needs_site
 from tests.te_on_cpu.runs import BLACKWELL, train_by_te, train_decoder_by_te

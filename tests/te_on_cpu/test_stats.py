@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from common.distributed.world import World
 from common.files.json_files import read_json_lines
 from common.precision.plan import (
     BlockScaling,
@@ -18,8 +19,7 @@ from common.precision.plan import (
     NVFP4BlockScaling,
     Plan,
 )
-from common.precision.stats_file import OPERANDS, RESULTS
-from common.ranks.world import World
+from extras.quant_stats.stats_file import OPERANDS, RESULTS
 from tests.precision.test_stats_plan import write
 from tests.te_on_cpu import boot
 from tests.te_on_cpu.modules import BLACKWELL, HOPPER, models, passes
@@ -47,10 +47,10 @@ WHERE = ("layer", "module", "tensor", "gemms")
 def _rows_of_both(capability: tuple[int, int], directory: str, path: str) -> None:
     boot.start(capability)
     from common.precision.emulation import Emulation
-    from common.precision.stats import QuantStats
-    from common.precision.stats_plan import StatsFlags, select
-    from common.precision.stats_te import TeStats
     from common.precision.te import Quantised
+    from extras.quant_stats.stats import QuantStats
+    from extras.quant_stats.stats_plan import StatsFlags, select
+    from extras.quant_stats.stats_te import TeStats
     from tests.precision.test_stats import everything
 
     plan, world = PLANS[capability], World(0, 0, 1, torch.device("cuda"))

@@ -10,8 +10,8 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from common.cli import UserError
-from common.layers.backend import choose_backend
-from common.outputs import checkpoint_files
+from common.models.layers.backend import choose_backend
+from common.training import checkpoint_files
 from tests.live_runs import assert_same_run, outcome
 from tests.training_fixtures import _main, arguments, flags_of, make_dataset, on_ranks, rows, train
 
@@ -169,7 +169,7 @@ def test_a_resumed_run_keeps_its_backend(dataset, monkeypatch):
     with pytest.raises(UserError, match=r"computes with Transformer Engine so far, and now not: .*--backend torch"):
         choose_backend(arguments(dataset), cpu, bf16=True, so_far="te")
     assert choose_backend(arguments(dataset, backend="torch"), cpu, True, so_far="te") == ("torch", "--backend torch")
-    monkeypatch.setattr("common.layers.backend.te_missing", lambda device: None)
+    monkeypatch.setattr("common.models.layers.backend.te_missing", lambda device: None)
     assert choose_backend(arguments(dataset), gpu, True, so_far="torch") == ("torch", "as this run so far")
     assert choose_backend(arguments(dataset, backend="te"), gpu, True, so_far="torch") == ("te", "--backend te")
     assert choose_backend(arguments(dataset), gpu, True, so_far="te")[0] == "te"

@@ -17,9 +17,9 @@ import pytest
 import yaml
 
 from common.cli import UserError
-from common.esm2.presets import ESM2_SIZES
 from common.files import alphabet
-from common.outputs import run_directory
+from common.models.esm2.config import ESM2_SIZES
+from common.training import run_directory
 from tests.forked import run_script
 from tests.patience import receive
 from tests.small_disk import fill, small_disk

@@ -53,7 +53,7 @@ def _main_recorded(argv: list[str], script: str, file: Path) -> None:
     exchanges = Exchanges(file if os.environ["RANK"] == "0" else Path(os.devnull))
     marker = logging.Handler()
     marker.emit = lambda record: exchanges.write(ROW)
-    logging.getLogger("common.outputs.logbook").addHandler(marker)
+    logging.getLogger("common.training.run_logger").addHandler(marker)
     with exchanges:
         _main(argv, script)
 

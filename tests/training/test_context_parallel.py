@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from common.files.json_files import read_json_lines
-from common.prepare.sample import write_sample
+from extras.prepare.sample import write_sample
 from tests.live_runs import LiveRun, newest_step, outcome, trajectory
 from tests.patience import join
 from tests.training_fixtures import train

@@ -14,22 +14,22 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from common.batches.loader import TrainLoader
 from common.cli import UserError
-from common.decoders.convert import pieces_to_hf
-from common.ranks.world import World
-from common.tasks.kinds import parse_run
-from common.text.causal import causal_batches
-from common.text.data import open_text
-from common.text.tokenizers import ByteTokenizer
-from common.training.export import export
+from common.data.loader import TrainLoader
+from common.distributed.world import World
 from common.training.load_model import load_model
+from common.training.registry import parse_run
+from extras.decoders.convert import pieces_to_hf
+from extras.export import export
+from extras.text.causal import causal_batches
+from extras.text.data import open_text
+from extras.text.tokenizers import ByteTokenizer
 from tests.data_fixtures import load_script
 from tests.decoder_fixtures import decoder_flags, train_decoder, write_text
+from tests.extras.text.test_tokenizers import trained
 from tests.forked import run_script
 from tests.live_runs import LiveRun, assert_same_run, newest_step
-from tests.outputs.hostile import vouch
-from tests.text.test_tokenizers import trained
+from tests.training.hostile import vouch
 from tests.training_fixtures import (
     checkpoint_state,
     final_weights,
@@ -78,14 +78,14 @@ def reference(text: Path, out: Path, **flags) -> tuple[list[float], list[float],
     loader = TrainLoader(data.order(args.packs_per_step), causal_batches(args, alone.mesh), num_steps=STEPS)
     found, of_norms = [], []
     for step, share in enumerate(loader):
-        total, predicted = torch.zeros(()), sum(batch["num_masked"] for batch in share.micro_batches)
+        total, predicted = torch.zeros(()), sum(batch["num_targets"] for batch in share.micro_batches)
         for batch in share.micro_batches:
             ids = batch["input_ids"].view(-1, args.max_seq_length)
             output = model(ids)
             logits = output.logits[:, :-1].flatten(0, 1)
             loss = torch.nn.functional.cross_entropy(logits, ids[:, 1:].flatten(), reduction="sum")
             if coefficient:
-                loss = loss + coefficient * output.aux_loss * batch["num_masked"]
+                loss = loss + coefficient * output.aux_loss * batch["num_targets"]
             (loss / predicted).backward()
             total += loss.detach() / predicted
         of_norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm).item())
@@ -171,7 +171,7 @@ def test_the_export_generates_as_the_model_does(two_ranks):
 
 def test_a_checkpoint_becomes_the_same_model(two_ranks, tmp_path):
     out, _ = two_ranks
-    done = run_script("common.training.export", out / "checkpoint-6", tmp_path / "model")
+    done = run_script("extras.export", out / "checkpoint-6", tmp_path / "model")
     assert done.returncode == 0, done.stderr
     exported = load_file(tmp_path / "model" / "model.safetensors")
     assert same_bits(exported, final_weights(out))
@@ -255,8 +255,8 @@ def test_another_models_checkpoint_is_refused(text, two_ranks, tmp_path):
 
 def _initial_rows(argv: list[str], directory: str) -> None:
     """Every rank writes the rows of the initial weights that it holds."""
-    from common.ranks.run import distributed_run
-    from common.ranks.strategy import local_rows
+    from common.distributed.run import distributed_run
+    from common.distributed.strategy import local_rows
 
     script = load_script("train_fsdp2.py")
     args = script.parse_run("", script.FsdpFlags, argv)
@@ -281,7 +281,7 @@ def test_initial_weights_are_the_same_on_any_number_of_ranks(text, tmp_path):
 
 
 def test_it_learns_what_no_table_of_frequencies_knows(text, tmp_path):
-    """Words of a list, in bytes: below the entropy of single bytes (about 3 nats) by far."""
+    """PlotLabels of a list, in bytes: below the entropy of single bytes (about 3 nats) by far."""
     train_decoder(text, tmp_path, 1, max_steps=60, lr=8e-3, validation_freq=60, bf16=1, document_masks=1)
     counts = torch.bincount(torch.tensor(list((text / "train.jsonl").read_bytes()))).double()
     share = counts[counts > 0] / counts.sum()

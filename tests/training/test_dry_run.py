@@ -7,11 +7,11 @@ import torch
 
 from benchmarks.allocator_peak import PLAIN, run_measured
 from common.cli import UserError
-from common.esm2.model import Esm2ForMaskedLM
-from common.esm2.presets import esm2_config
-from common.tasks.kinds import parse_run
-from common.training.dry_run import GIB, largest_pack
-from common.training.held_memory import Held, rehearsed
+from common.models.esm2.config import esm2_config
+from common.models.esm2.model import Esm2ForMaskedLM
+from common.training.registry import parse_run
+from extras.dry_run.dry_run import GIB, largest_pack
+from extras.dry_run.memory_estimate import Held, rehearsed
 from tests.data_fixtures import load_script
 from tests.decoder_fixtures import decoder_flags, write_text
 from tests.forked import run_script

@@ -1,6 +1,6 @@
 """train_mfsdp.py --dry_run: held to what torch's allocator held in runs of the real library on CPU ranks.
 
-Both run behind stand-ins for CUDA and NCCL (tests/megatron_on_cpu.py; common/ranks/without_cuda.py), so what a GPU
+Both run behind stand-ins for CUDA and NCCL (tests/megatron_on_cpu.py; extras/megatron.py), so what a GPU
 holds beside tensors is in neither.
 """
 
@@ -13,8 +13,8 @@ import torch
 
 from benchmarks.allocator_peak import PLAIN, run_measured
 from common.cli import UserError
-from common.ranks.without_cuda import without_cuda
-from common.training.held_memory import Held
+from extras.dry_run.memory_estimate import Held
+from extras.megatron import without_cuda
 from tests.decoder_fixtures import decoder_flags, write_text
 from tests.forked import run_script
 from tests.training.test_dry_run import DEEPER, LLAMA, PROTEINS, predicted

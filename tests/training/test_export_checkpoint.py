@@ -1,4 +1,4 @@
-"""python -m common.training.export: the model of any checkpoint, as the run itself would have exported it there."""
+"""python -m extras.export: the model of any checkpoint, as the run itself would have exported it there."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ import pytest
 import torch
 from transformers import EsmForMaskedLM
 
-from common.esm2.presets import esm2_config
-from common.esm2.pretrained import KEPT
 from common.files.output_directory import size_and_crc
-from tests.esm2.reference import reference_model
+from common.models.esm2.config import esm2_config
+from common.models.esm2.convert import KEPT
 from tests.forked import run_script
-from tests.outputs.checkpoint_fixtures import exported, files_of, shard
+from tests.models.reference import reference_model
 from tests.small_disk import fill, small_disk
+from tests.training.checkpoint_fixtures import exported, files_of, shard
 from tests.training_fixtures import final_weights, same_bits, train
 
 CODE = {"auto_map": dict.fromkeys(("AutoConfig", "AutoModel", "AutoModelForMaskedLM", "AutoTokenizer"), "evil.Evil")}
@@ -54,7 +54,7 @@ def run(finished, tmp_path) -> Path:
 
 def refused(*arguments) -> str:
     """What the command says, in one line, with status 2."""
-    done = run_script("common.training.export", *arguments)
+    done = run_script("extras.export", *arguments)
     errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
     assert (done.returncode, len(errors)) == (2, 1), done.stderr
     assert done.stderr.endswith(f"{errors[0]}\n")
@@ -109,7 +109,7 @@ def test_an_earlier_step_is_what_the_run_itself_exports_there(dataset, finished,
 def test_of_an_output_directory_the_newest_whole_checkpoint_is_taken_and_named(run, tmp_path):
     two = files_of(exported(run / "checkpoint-2", tmp_path / "two"))
     shard(run / "checkpoint-4").write_bytes(b"torn")
-    done = run_script("common.training.export", run, tmp_path / "model")
+    done = run_script("extras.export", run, tmp_path / "model")
     assert done.returncode == 0
     assert f"{run}/checkpoint-4: skipped: __0_0.distcp is damaged" in done.stderr
     assert f"{run}: its newest whole checkpoint is checkpoint-2" in done.stderr
@@ -122,7 +122,7 @@ def test_of_an_output_directory_the_newest_whole_checkpoint_is_taken_and_named(r
 
 def test_what_is_no_whole_checkpoint_is_refused_and_nothing_is_written(run, tmp_path):
     out = tmp_path / "new" / "model"
-    assert "usage: python -m common.training.export CHECKPOINT OUT" in refused(run)
+    assert "usage: python -m extras.export CHECKPOINT OUT" in refused(run)
     assert f"{tmp_path}/absent: no such directory" in refused(tmp_path / "absent", out)
     assert "final_model: not a checkpoint of this program, or torn" in refused(run / "final_model", out)
     vouched_for = shutil.copytree(run / "checkpoint-4", tmp_path / "checkpoint-4")
@@ -178,4 +178,4 @@ def test_other_weights_into_the_directory_of_a_run_are_refused(finished, hub, da
 
 def test_the_weights_of_a_checkpoint_are_not_taken_for_a_model(finished, dataset, tmp_path):
     said = train(dataset, tmp_path, expect=2, model_name_or_path=finished / "checkpoint-4")
-    assert f"python -m common.training.export {finished}/checkpoint-4 OUT makes a model of it" in said
+    assert f"python -m extras.export {finished}/checkpoint-4 OUT makes a model of it" in said

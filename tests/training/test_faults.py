@@ -12,11 +12,11 @@ import datasets
 import pytest
 import torch
 
-from common.batches.workers import deliver
 from common.cli import UserError
-from common.outputs.run_directory import clear
-from common.ranks.run import ProcessFlags, distributed_run
-from common.ranks.world import World
+from common.data.loader import deliver
+from common.distributed.run import ProcessFlags, distributed_run
+from common.distributed.world import World
+from common.training.run_directory import clear
 from tests.live_runs import LiveRun, assert_same_run, newest_step, outcome
 from tests.training_fixtures import ROOT, losses, on_ranks, rows, run_forked, run_training, train
 from tests.warm_python import python
@@ -37,33 +37,33 @@ def _run_body(body: str) -> None:
 
 
 def _user_error_on_rank_1(world: World) -> None:
-    with world.together():
+    with world.raise_together():
         if world.rank == 1:
             raise UserError("rank 1 has no such file")
     world.any(False)
 
 
 def _user_error_on_every_rank(world: World) -> None:
-    with world.together():
+    with world.raise_together():
         raise UserError("no such file")
 
 
 def _user_error_while_the_main_rank_works(world: World) -> None:
-    with world.main_does() as mine:
-        if mine:
+    with world.on_main_rank() as is_main:
+        if is_main:
             raise UserError("no such file")
     world.any(False)
 
 
 def _bug_while_the_main_rank_works(world: World) -> None:
-    with world.main_does() as mine:
-        if mine:
+    with world.on_main_rank() as is_main:
+        if is_main:
             raise ZeroDivisionError("a bug")
     world.any(False)
 
 
 def _bug_on_rank_1_in_what_only_the_main_rank_should_do(world: World) -> None:
-    with world.main_does():
+    with world.on_main_rank():
         if world.rank == 1:
             raise ZeroDivisionError("a bug")
     world.any(False)

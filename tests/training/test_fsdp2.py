@@ -7,9 +7,9 @@ import shutil
 import pytest
 import torch
 
-from common.esm2 import model as esm2
-from common.ranks.run import distributed_run
-from common.ranks.world import World
+from common.distributed.run import distributed_run
+from common.distributed.world import World
+from common.models.esm2 import model as esm2
 from common.training.load_model import load_model
 from tests.data_fixtures import load_script
 from tests.training_fixtures import (

@@ -7,7 +7,7 @@ import weakref
 
 import torch
 
-from common.training.garbage import collected_by_step
+from common.training.gc_schedule import collected_by_step
 from tests.training_fixtures import _main, flags_of, on_ranks
 
 

@@ -10,7 +10,7 @@ import json
 import pytest
 import torch
 
-from common.batches.training_data import open_training
+from common.data.training_data import open_training
 from tests.training_fixtures import (
     arguments,
     checkpoint_state,

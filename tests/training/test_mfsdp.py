@@ -17,10 +17,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from common.ranks.replicas import digest
-from common.ranks.run import distributed_run
-from common.ranks.world import World
+from common.distributed.run import distributed_run
+from common.distributed.world import World
 from common.training.load_model import load_model
+from extras.monitor.replicas import digest
 from tests import megatron_on_cpu
 from tests.data_fixtures import load_script
 from tests.live_runs import PREEMPTED, LiveRun, assert_same_run, newest_step, outcome
@@ -311,7 +311,7 @@ def _costs(argv: list[str], path: str) -> None:
             args = replace(given, zero_dp_strategy=name)
             strategy = script.MegatronSharded(args.layout(), world)
             model = load_model(args, world, strategy.shard).model
-            strategy.install_weights()
+            strategy.sync_model_weights()
             total = sum(p.numel() for p in model.parameters())
             groups = strategy.model.param_and_grad_buffer.parameter_groups
             kinds = ("model_weight_buffer", "main_weight_buffer", "main_grad_buffer")
@@ -325,7 +325,7 @@ def _costs(argv: list[str], path: str) -> None:
             dist.all_reduce = counted(reduced, "all_reduce", "tensor")
             for number in range(2 * PACKS):
                 if number == PACKS:  # the second step, before which things have been gathered and let go once
-                    strategy.install_weights()
+                    strategy.sync_model_weights()
                     strategy.clear_gradients()
                     elements.clear()
                 with strategy.micro_batch((number + 1) % PACKS == 0), torch.autocast("cpu", torch.bfloat16):

@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from common.cli import UserError
-from common.esm2.model import Esm2ForMaskedLM
-from common.outputs.metrics import step_line
-from common.outputs.profiling import parse_steps
+from common.models.esm2.model import Esm2ForMaskedLM
+from common.training.run_logger import step_line
+from extras.profiling import parse_steps
 from tests.live_runs import newest_step, trajectory
 from tests.training_fixtures import _main, flags_of, on_ranks, rows, train
 

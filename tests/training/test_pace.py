@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from common.files.token_store import open_split
-from common.ranks.world import World
-from common.training.pace import PaceArguments, choose, evaluated_tokens
+from common.data.token_store import open_split
+from common.distributed.world import World
+from extras.quickstart_tuning import PaceArguments, choose, evaluated_tokens
 from tests.forked import run_script
 from tests.training_fixtures import DEFAULTS, MAX_SEQ_LENGTH, TINY_MODEL, environment, flags_of, rows
 
@@ -53,7 +53,7 @@ def test_every_evaluation_counts(dataset):
 def test_what_is_chosen_is_a_run_of_train_ddp(dataset, tmp_path):
     flags = flags_of(dataset, tmp_path / "out", do_eval=True, max_eval_samples=10, max_steps=None, learning_rate=3e-3)
     own = ("--flags_file", tmp_path / "run.json", "--seconds", 1, "--least_steps", 2, "--most_steps", 3)
-    done = run_script("common.training.pace", *flags, *own, env=environment())
+    done = run_script("extras.quickstart_tuning", *flags, *own, env=environment())
     assert done.returncode == 0, done.stderr
     chosen = json.loads((tmp_path / "run.json").read_text())
     precision = "bf16" if chosen["bf16"] else "fp32"

@@ -8,8 +8,8 @@ import math
 import pytest
 import torch
 
-from common.esm2.model import Esm2ForMaskedLM
-from common.ranks.strategy import Strategy
+from common.distributed.strategy import Strategy
+from common.models.esm2.model import Esm2ForMaskedLM
 from tests.live_runs import assert_same_run, outcome
 from tests.training_fixtures import _main, flags_of, on_ranks, rows, train
 

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from common.outputs.checkpoint_files import PARTIAL
+from common.training.checkpoint_files import PARTIAL
 from tests.live_runs import (
     PREEMPTED,
     SAVE_POLL_S,
@@ -92,7 +92,8 @@ def assert_each_step_once(out: Path, steps: int) -> None:
 def test_a_torchrun_that_is_killed_in_every_way_changes_no_bit(dataset, tmp_path, rounds, generator):
     """Ranks, launcher or all killed, or told to stop; each time the same command is given at once.
 
-    The short form leaves out what tests/training/test_resume.py and tests/ranks/test_signals.py do with a torchrun.
+    The short form leaves out what tests/training/test_resume.py and tests/distributed/test_signals.py do with a
+    torchrun.
     """
     all_kinds = ("one rank", "launcher", "all", "SIGTERM")
     kinds = in_turn(all_kinds, rounds, generator) if rounds else ["launcher", "all"]

@@ -14,13 +14,12 @@ import torch.nn.functional as F
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from transformers import EsmForMaskedLM, get_scheduler
 
-from common.batches.collators import MaskingCollator
-from common.batches.loader import TrainLoader
-from common.batches.training_data import open_training
-from common.esm2 import convert
-from common.esm2.config import override
-from common.esm2.model import Esm2ForMaskedLM, build_model
-from common.esm2.presets import load_config
+from common.data.collators import MaskingCollator
+from common.data.loader import TrainLoader
+from common.data.training_data import open_training
+from common.models.esm2 import convert
+from common.models.esm2.config import load_config, override
+from common.models.esm2.model import Esm2ForMaskedLM, build_model
 from tests.data_fixtures import DOWNLOAD, TOKENIZE, call, write_fasta
 from tests.training_fixtures import (
     NUM_TRAIN,
@@ -211,7 +210,7 @@ def short_proteins(tmp_path_factory):
 
 def test_ranks_without_a_masked_residue_contribute_nothing_and_no_nan(short_proteins, tmp_path):
     flags = {"sequence_packing": False, "per_device_train_batch_size": 1, "seed": 3}
-    counts = [[b["num_masked"] for b in micro_batches(short_proteins, step, **flags)] for step in range(6)]
+    counts = [[b["num_targets"] for b in micro_batches(short_proteins, step, **flags)] for step in range(6)]
     assert 0 in counts[0], "choose a seed whose first step has a rank without a masked residue"
     assert any(counts[0])
     assert [0, 0, 0, 0] in counts, "and one later step where no rank has one"

@@ -9,16 +9,16 @@ from dataclasses import asdict
 
 import pytest
 
-from common.batches.loader import TrainStep
 from common.cli import UserError
-from common.ranks.run import distributed_run
-from common.ranks.strategy import replicate
-from common.tasks.masked_lm import StepCounts
+from common.data.loader import TrainStep
+from common.distributed.run import distributed_run
+from common.distributed.strategy import replicate
 from common.training.finish import _training_results
 from common.training.load_model import load_model
+from common.training.loop import train as train_model
+from common.training.masked_lm import StepCounts
 from common.training.progress import Resolved, TrainerState, check_same_data
 from common.training.step import StepResult
-from common.training.trainer import train as train_model
 from tests.data_fixtures import load_script
 from tests.training_fixtures import arguments, flags_of, on_ranks, train
 

@@ -7,20 +7,20 @@ import pytest
 import torch
 
 from benchmarks.step_counts import counted
-from common.batches.windows import Pack
-from common.esm2.model import build_model
-from common.esm2.presets import esm2_config
-from common.layers.shapes import predicted_positions
+from common.data.crops import Pack
+from common.distributed.strategy import Strategy
+from common.distributed.world import World
+from common.models.esm2.config import esm2_config
+from common.models.esm2.model import build_model
 from common.precision.build import Precision
-from common.ranks.stragglers import Stragglers
-from common.ranks.strategy import Strategy
-from common.ranks.world import World
-from common.tasks.built import Built
-from common.tasks.kinds import parse_run
-from common.tasks.masked_lm import MaskedLM
-from common.tasks.optim import build_optimizer
-from common.training.held_memory import rehearsed
+from common.shapes import predicted_positions
+from common.training.masked_lm import MaskedLM
+from common.training.optim import build_optimizer
+from common.training.registry import parse_run
 from common.training.step import Stepper
+from common.training.task import BuiltModel
+from extras.dry_run.memory_estimate import rehearsed
+from extras.monitor.stragglers import Stragglers
 from tests.data_fixtures import load_script
 from tests.training_fixtures import arguments, flags_of
 
@@ -51,7 +51,7 @@ def test_a_step_reads_the_device_once(dataset):
     """On the CPU's way, whose attention has a loop over the sequences in every layer."""
     args, world = arguments(dataset), World(0, 0, 1, torch.device("cpu"))
     model = build_model(esm2_config(layers=2, hidden_size=64, heads=4), seed=1)
-    built = Built(model, "torch", "erf", (), Precision(), {})
+    built = BuiltModel(model, "torch", "erf", (), Precision(), {})
     task, strategy = MaskedLM(built, args, world), Strategy(model)
     optimizer = build_optimizer(model, args)
     stepper = Stepper(task, strategy, Precision(), optimizer, Stragglers(strategy, world, 0), world, 1.0)

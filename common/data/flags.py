@@ -1,0 +1,156 @@
+"""The flags about proteins: which ones, and how they become batches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from common.cli import Flags, Missing, UserError, flag
+from extras.sources import compression as limits
+
+# The flags by which data of any kind become steps: how much a step takes, how many there are, who prepares them.
+
+
+@dataclass
+class StepFlags(Flags):
+    group = "batches"
+    rarely = ("cp_layout", "pad_sequences_to_be_divisible_by", "dataloader_prefetch_factor", "dataloader_pin_memory")
+
+    cp_layout: str = flag(
+        "dual_chunk",
+        "With --cp_size: each rank has two chunks of a sequence (dual_chunk), or one run of it, without padding "
+        "(contiguous; torch backend).",
+    )
+    pad_sequences_to_be_divisible_by: int | None = flag(
+        None, "With dual_chunk: pad each sequence to a multiple of this. Default: 2 x --cp_size."
+    )
+    dataloader_num_workers: int = flag(
+        1, "Processes that prepare batches, an evaluation's too; the batches do not depend on it."
+    )
+    dataloader_prefetch_factor: int = flag(4, "Steps that each worker prepares ahead.")
+    dataloader_pin_memory: bool = flag(True, "Pinned host memory for faster copies to the GPU.")
+
+    seed: int = flag(42, "Everything random follows from it: weights, order, crops, masks.")
+    num_train_epochs: float = flag(3.0, "Passes over the training split.")
+    max_steps: int = flag(-1, "Optimiser steps; overrides --num_train_epochs.")
+    per_device_train_batch_size: int = flag(8, "Sequences in a batch; scales a pack when packing.")
+    per_device_eval_batch_size: int = flag(8, "The same for evaluation.")
+    gradient_accumulation_steps: int = flag(1, "Packs (batches) a rank adds up before an optimiser step.")
+    packs_per_step: int | None = flag(
+        None, "Packs (batches) in a global step. Default: ranks x --gradient_accumulation_steps. Kept on resume."
+    )
+
+    instead_of = {"num_train_epochs": ("max_steps",)}
+
+    def loading(self, device: torch.device) -> dict[str, int | bool]:
+        """Who prepares batches for this device, and how far ahead: what loaders of any data are told."""
+        return {
+            "num_workers": self.dataloader_num_workers,
+            "prefetch_factor": self.dataloader_prefetch_factor,
+            "pin_memory": self.dataloader_pin_memory and device.type == "cuda",
+        }
+
+    def check(self) -> None:
+        self.require_at_least(0, "dataloader_num_workers")
+        self.require_at_least(
+            1,
+            *("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps"),
+            *("packs_per_step", "dataloader_prefetch_factor"),
+        )
+        if self.max_steps == 0 or (self.max_steps < 0 and self.num_train_epochs <= 0):
+            raise UserError("nothing to train: --max_steps and --num_train_epochs are both zero or below")
+
+
+@dataclass
+class DataFlags(StepFlags):
+    group = "data"
+    needed = ("dataset_dir",)
+    rarely = ("sequence_packing", "pad_to_max_length", "do_preprocess", "max_record_length")
+
+    dataset_dir: str | None = flag(None, "The directory step 1 wrote: .../processed/arrow, with train and validation.")
+    dataset: str | None = flag(
+        None,
+        "Instead of --dataset_dir, proteins as they are: a file, directory or glob of parquet, JSON lines, CSV or "
+        "FASTA (column sequence or text), a Hub dataset, or `sample`: generated proteins. Needs --max_steps.",
+    )
+    streaming: bool = flag(False, "Read a Hub --dataset in place, instead of downloading it first.")
+    eval_dataset: str | None = flag(
+        None, "Proteins to evaluate on (as --dataset), in place of the validation split of --dataset_dir or --dataset."
+    )
+    sample_clusters: bool = flag(
+        False,
+        "Draw UniRef50 clusters, then a member of each, as ESM-2 was trained (step 1's --cluster_table or --cluster).",
+    )
+    max_seq_length: int = flag(1024, "Tokens, <cls> and <eos> included; longer proteins are cropped at random.")
+    sequence_packing: bool | None = flag(
+        None, "Fill packs up to a number of tokens, not of sequences. Default: on, unless --pad_to_max_length."
+    )
+    tokens_per_pack: int | None = flag(
+        None, "Tokens in a pack. Default: --per_device_train_batch_size x --max_seq_length."
+    )
+    pad_to_max_length: bool = flag(
+        False, "Batches of --per_device_train_batch_size sequences, as if padded; padding itself is never computed."
+    )
+    mlm_probability: float = flag(0.15, "Fraction of residues to predict; 80 % become <mask>, 10 % another residue.")
+    max_train_samples: int | None = flag(None, "Train on the first N proteins only.")
+    max_eval_samples: int | None = flag(None, "Evaluate on the first N proteins only.")
+    max_record_length: int = flag(
+        limits.LONGEST_PROTEIN, "Longest record of --dataset, in bytes; memory grows with it."
+    )
+    do_preprocess: bool = flag(False, "Accepted for the guides' sake; preprocessing is 1.tokenize_uniref_csv.py.")
+
+    instead_of = {
+        "dataset_dir": ("dataset", "streaming"),
+        "dataset": ("dataset_dir", "sample_clusters", "max_train_samples"),
+        "tokens_per_pack": ("pad_to_max_length", "sequence_packing"),
+        "sequence_packing": ("pad_to_max_length", "tokens_per_pack"),
+        "pad_to_max_length": ("tokens_per_pack", "sequence_packing"),
+    }
+
+    @property
+    def packing(self) -> bool:
+        return not self.pad_to_max_length if self.sequence_packing is None else self.sequence_packing
+
+    @property
+    def pack_size(self) -> dict[str, int]:
+        """Of training, as BatchPlan and StreamPlan take it."""
+        if not self.packing:
+            return {"sequences_per_pack": self.per_device_train_batch_size}
+        return {"tokens_per_pack": self.tokens_per_pack}
+
+    def missing(self) -> Iterator[Missing]:
+        if self.streaming and not self.dataset and not self.eval_dataset:
+            yield Missing("--dataset", "--streaming goes with it", "proteins.fasta")
+        elif not self.dataset and not self.dataset_dir:
+            what = "what 1.tokenize_uniref_csv.py wrote; or --dataset and --max_steps"
+            yield Missing("--dataset_dir", what, "processed/arrow")
+        if self.dataset and self.max_steps < 0:
+            yield Missing("--max_steps", "a --dataset has no length known beforehand", "1000")
+
+    def check(self) -> None:
+        if self.dataset and self.dataset_dir:
+            raise UserError("--dataset (files as they are) excludes --dataset_dir (the output of step 1)")
+        if self.dataset and self.sample_clusters:
+            raise UserError("--sample_clusters needs --dataset_dir, tokenised with --cluster_table or --cluster")
+        if self.dataset and self.max_train_samples:
+            raise UserError("--max_train_samples needs --dataset_dir: a --dataset is not counted; use --max_steps")
+        if self.do_preprocess:
+            raise UserError("--do_preprocess: run 1.tokenize_uniref_csv.py first and pass its output as --dataset_dir")
+        if self.pad_to_max_length and self.sequence_packing:
+            raise UserError("--pad_to_max_length and --sequence_packing exclude each other")
+        if self.tokens_per_pack is not None and not self.packing:
+            raise UserError("--tokens_per_pack needs packing: drop --pad_to_max_length or --sequence_packing False")
+        if self.packing and self.tokens_per_pack is None:
+            self.tokens_per_pack = self.per_device_train_batch_size * self.max_seq_length
+        if self.packing and self.tokens_per_pack < self.max_seq_length:
+            raise UserError(
+                f"--tokens_per_pack {self.tokens_per_pack} is less than one sequence of --max_seq_length "
+                f"{self.max_seq_length}: raise the one or lower the other"
+            )
+        self.require_at_least(3, "max_seq_length")
+        self.require_at_least(1, "max_train_samples", "max_eval_samples")
+        limits.check_flag(self.max_record_length)
+        if not 0 < self.mlm_probability < 1:
+            raise UserError(f"--mlm_probability {self.mlm_probability}: must be between 0 and 1")

@@ -1,0 +1,316 @@
+"""Read one tokenised split (`processed/arrow/train`, say): memory-mapped, nothing loaded, nothing indexed per record.
+
+A split is a directory that `datasets.load_from_disk` opens. Its own format is one `list<uint8>` column `input_ids` =
+`<cls> residues <eos>`: a record's length and place follow from the Arrow offsets in the file, so opening costs a few
+bytes for each record batch and reading costs one copy of the tokens. Datasets of other tools (wider integers,
+fixed-size or large lists, trailing `<pad>`) are read too; for those, the lengths without padding are found when
+first asked for and kept (4 bytes a record).
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+
+from common.cli import UserError, one_line
+from common.files.alphabet import PAD, VOCAB_SIZE
+from extras import earlier_identity
+
+# Lists of token ids in the memory-mapped Arrow files of one split: nothing loaded, nothing indexed per record.
+#
+# A split is a directory that `datasets.load_from_disk` opens, with a list column `input_ids`. A record's length and
+# place follow from the Arrow offsets in the file, so opening costs a few bytes for each record batch and reading costs
+# one copy of the tokens. What the ids mean is the affair of `token_store` (proteins) and extras.text.store.
+
+COLUMN = "input_ids"
+
+
+class ArrowLists:
+    """The rows of one split. state: what `read_state` gives.
+
+    width: of fixed-size lists, else 0; dtype: of the tokens; has_masks: whether another tool's masks are beside them.
+    chunk_start, chunk_file, offset_slot, token_slot: int64 [chunks], of each record batch its first row, its file, and
+    the slots of its first offset and of its first token in that file's views.
+    """
+
+    def __init__(self, path: Path, state: dict):
+        self.files = [ArrowFile(file) for file in arrow_files(path, state["_data_files"])]
+        if len({file.kind for file in self.files}) > 1:
+            raise UserError(f"{path}: its Arrow files differ in the type of {COLUMN}: tokenise again")
+        self.width, self.has_masks, self.dtype = (
+            self.files[0].width,
+            self.files[0].has_masks,
+            self.files[0].tokens.dtype,
+        )
+        rows = np.concatenate([file.chunk_rows for file in self.files])
+        self.chunk_start = np.cumsum(rows) - rows
+        self.chunk_file = np.repeat(np.arange(len(self.files)), [len(file.chunk_rows) for file in self.files])
+        self.offset_slot = np.concatenate([file.offset_slot for file in self.files])
+        self.token_slot = np.concatenate([file.token_slot for file in self.files])
+        self.num_rows = int(rows.sum())
+
+    def locate(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """File, index of the first token in that file's `tokens` and stored length of each row, int64 [n] each."""
+        chunk = np.searchsorted(self.chunk_start, rows, side="right") - 1
+        local, file_of = rows - self.chunk_start[chunk], self.chunk_file[chunk]
+        if self.width:
+            return file_of, self.token_slot[chunk] + local * self.width, np.full(len(rows), self.width)
+        slot = self.offset_slot[chunk] + local
+        begin, length = np.empty_like(rows), np.empty_like(rows)
+        for number in np.unique(file_of):
+            here = np.flatnonzero(file_of == number)
+            offsets = self.files[number].offsets
+            first = offsets[slot[here]]
+            begin[here], length[here] = first, offsets[slot[here] + 1] - first
+        return file_of, self.token_slot[chunk] + begin, length
+
+    def gather(self, rows: np.ndarray, starts: np.ndarray, lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Tokens [start, start + length) of each of n rows, end to end: ids `dtype`, and offsets int64 [n + 1]."""
+        files, begin, stored = self.locate(rows)
+        assert np.all((starts >= 0) & (lengths >= 0) & (starts + lengths <= stored)), "crop outside its record"
+        offsets = np.zeros(len(rows) + 1, dtype=np.int64)
+        np.cumsum(lengths, out=offsets[1:])
+        ids = np.empty(offsets[-1], dtype=self.dtype)
+        at, tokens = offsets.tolist(), [file.tokens for file in self.files]
+        for i, (file, source) in enumerate(zip(files.tolist(), (begin + starts).tolist(), strict=True)):
+            ids[at[i] : at[i + 1]] = tokens[file][source : source + at[i + 1] - at[i]]
+        return ids, offsets
+
+
+def split_directory(dataset_dir: str | Path, split: str, step: str) -> Path:
+    """The directory of one split ("train", "validation", "test") of a tokenised dataset directory.
+
+    step: the script that writes such, for messages."""
+    directory = Path(dataset_dir)
+    if not directory.is_dir():
+        if directory.exists():
+            raise UserError(f"{directory}: a file, not the directory that {step} writes: train on it by --dataset")
+        raise UserError(f"{directory}: no such directory: tokenise first ({step})")
+    if (directory / "state.json").is_file():
+        raise UserError(f"{directory}: is one split: give the directory that holds train, validation and test")
+    if not (directory / split).is_dir():
+        raise UserError(
+            f"{directory}: no split {split}: it holds {', '.join(_splits(directory)) or 'no split at all'}"
+        )
+    return directory / split
+
+
+def _splits(directory: Path) -> list[str]:
+    return sorted(child.parent.name for child in directory.glob("*/state.json"))
+
+
+def read_state(directory: Path, step: str) -> dict:
+    if not directory.is_dir():
+        what = "not a directory" if directory.exists() else "no such directory"
+        raise UserError(f"{directory}: {what}: tokenise first ({step})")
+    state_file = directory / "state.json"
+    if not state_file.is_file():
+        if splits := _splits(directory):
+            raise UserError(
+                f"{directory}: holds the splits {', '.join(splits)}: name one, {directory / splits[0]} say"
+            )
+        found = "Arrow files but no state.json" if any(directory.glob("*.arrow")) else "no Arrow files"
+        raise UserError(f"{directory}: {found}: not a directory that datasets' save_to_disk completed: tokenise first")
+    try:
+        return {"_data_files": [], **json.loads(state_file.read_text(encoding="utf-8"))}
+    except (ValueError, TypeError) as error:
+        raise UserError(f"{state_file}: not a dataset's state ({one_line(error)}): tokenise again") from error
+
+
+def arrow_files(directory: Path, entries: list[dict]) -> list[Path]:
+    files = [directory / entry["filename"] for entry in entries]
+    if not files:
+        raise UserError(f"{directory}: the dataset is empty: its state.json lists no Arrow files")
+    for file in files:
+        if not file.is_file():
+            raise UserError(f"{file}: listed in state.json but not there: tokenise or copy the dataset again")
+    return files
+
+
+def indices_mapping(directory: Path, state: dict) -> np.ndarray | None:
+    """Rows in the order of records, uint64 [records]: written beside the table by datasets 1.x after a select."""
+    entries = state.get("_indices_data_files")
+    if not entries:
+        return None
+    tables = [pa.ipc.open_stream(pa.memory_map(str(file))).read_all() for file in arrow_files(directory, entries)]
+    return pa.concat_tables(tables).column("indices").to_numpy()
+
+
+class ArrowFile:
+    """The `input_ids` column of one memory-mapped Arrow stream, as NumPy views of the file and numbers into them.
+
+    tokens: the whole file as the values' type; offsets: the whole file as the offsets' type; width: of fixed-size
+    lists, else 0; chunk_rows, offset_slot, token_slot: int64 [chunks], rows of a record batch, and where its first
+    offset and the token its offsets count from lie in the views.
+    """
+
+    def __init__(self, path: Path):
+        try:
+            with open(path, "rb") as file:  # an empty file cannot be mapped
+                size = os.fstat(file.fileno()).st_size
+                # Not by pyarrow: reading from its mappings has the system fetch the whole file.
+                mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if size else b""
+            raw = pa.py_buffer(mapped)  # the views below keep it alive
+            _advise(mapped, "MADV_RANDOM")  # a page a record batch is read, not what lies around it
+            schema = pa.ipc.open_stream(raw).schema
+            self._check_type(path, schema)
+            options = pa.ipc.IpcReadOptions(included_fields=[schema.get_field_index(COLUMN)])
+            batches = pa.ipc.open_stream(raw, options=options)
+            chunks = [self._describe(path, raw, batch.column(0)) for batch in batches if len(batch)]
+        except pa.ArrowInvalid as error:
+            raise UserError(f"{path}: no complete Arrow stream: tokenise again ({one_line(error)})") from error
+        except OSError as error:
+            if error.errno is not None:
+                raise
+            raise UserError(f"{path}: cut short: tokenise again ({one_line(error)})") from error
+        _advise(mapped, "MADV_NORMAL")
+        self.chunk_rows, self.offset_slot, self.token_slot = np.array(chunks, dtype=np.int64).reshape(-1, 3).T
+        types = self._token_type, self._offset_type
+        self.tokens, self.offsets = (np.frombuffer(raw, each, raw.size // each.itemsize) for each in types)
+
+    def _check_type(self, path: Path, schema: pa.Schema) -> None:
+        if COLUMN not in schema.names:
+            raise UserError(f"{path}: no column {COLUMN}, only {', '.join(schema.names)}: not a tokenised dataset")
+        kind = schema.field(COLUMN).type
+        is_fixed, is_large = pa.types.is_fixed_size_list(kind), pa.types.is_large_list(kind)
+        if not (is_fixed or is_large or pa.types.is_list(kind)) or not pa.types.is_integer(kind.value_type):
+            raise UserError(f"{path}: {COLUMN} is {kind}, not a list of integers")
+        self.kind, self.width = kind, kind.list_size if is_fixed else 0
+        self._token_type = np.dtype(kind.value_type.to_pandas_dtype())
+        self._offset_type = np.dtype(np.int64 if is_large else np.int32)
+        self.has_masks = "attention_mask" in schema.names
+
+    def _describe(self, path: Path, raw: pa.Buffer, lists: pa.Array) -> tuple[int, int, int]:
+        values = lists.values
+        if lists.null_count or values.null_count:
+            raise UserError(f"{path}: {COLUMN} holds nulls: tokenise again")
+        if len(values) == 0:  # only empty lists: no buffer to point to
+            return len(lists), self._slot(path, raw, lists, self._offset_type), 0
+        token_slot = self._slot(path, raw, values, self._token_type)
+        if self.width:
+            return len(lists), 0, token_slot + lists.offset * self.width
+        return len(lists), self._slot(path, raw, lists, self._offset_type), token_slot
+
+    @staticmethod
+    def _slot(path: Path, raw: pa.Buffer, array: pa.Array, dtype: np.dtype) -> int:
+        """Where the array's offsets (of a list) or values begin in the file, counted in elements."""
+        position = array.buffers()[1].address - raw.address
+        if not 0 <= position < raw.size or position % dtype.itemsize:
+            raise UserError(f"{path}: compressed Arrow: save it with datasets' save_to_disk")
+        return position // dtype.itemsize + array.offset
+
+
+def _advise(mapped: mmap.mmap | bytes, advice: str) -> None:
+    if mapped and hasattr(mmap, advice):
+        mapped.madvise(getattr(mmap, advice))
+
+
+STEP = "1.tokenize_uniref_csv.py"  # which makes them
+
+
+class TokenStore:
+    """Random access to the token ids of one split. Cheap to fork; pickles as its path.
+
+    path: directory of one split; max_records: use the first that many records only.
+    Raises UserError for anything that isn't such a directory. Token ids are checked when they are read.
+    """
+
+    def __init__(self, path: str | Path, max_records: int | None = None):
+        self.path, self.max_records = Path(path), max_records
+        state = read_state(self.path, STEP)
+        self._lists = lists = ArrowLists(self.path, state)
+        self._is_padded = lists.width > 0 or lists.dtype != np.uint8 or lists.has_masks
+        self._mapping = indices_mapping(self.path, state)
+
+        self._num_records = lists.num_rows if self._mapping is None else len(self._mapping)
+        if self._num_records == 0:
+            raise UserError(f"{self.path}: the dataset is empty")
+        if max_records is not None:
+            if max_records < 1:
+                raise UserError(f"{self.path}: the number of records to use must be at least 1, not {max_records}")
+            self._num_records = min(self._num_records, max_records)
+        self.fingerprint = f"{state.get('_fingerprint')}-{self._num_records}"
+
+        self._lengths = None  # int32 [rows], -1 where not yet known: padded datasets only
+        if not self._is_padded:
+            # uint8 rows that another tool padded and stripped of their masks look like ours but for their ends
+            first = zip(*lists.locate(self._rows(np.arange(min(self._num_records, 256)))), strict=True)
+            ends = [lists.files[file].tokens[begin + length - 1] for file, begin, length in first if length]
+            self._is_padded = PAD in ends
+        if self._is_padded:
+            self._lengths = np.full(lists.num_rows, -1, dtype=np.int32)
+
+    @property
+    def earlier_fingerprint(self) -> str:
+        """As earlier versions made it."""
+        return f"{earlier_identity.fingerprint(self.path, self._lists.num_rows)}-{self._num_records}"
+
+    def __reduce__(self):
+        return TokenStore, (self.path, self.max_records)
+
+    def __len__(self) -> int:
+        return self._num_records
+
+    def lengths(self, indices: np.ndarray) -> np.ndarray:
+        """Tokens (with `<cls>` and `<eos>`, without padding) int64 [n] of the records int64 [n]."""
+        if self._is_padded:
+            return self._stripped_lengths(self._rows(indices))
+        return self._lists.locate(self._rows(indices))[2]
+
+    def gather(self, indices: np.ndarray, starts: np.ndarray, lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Tokens [start, start + length) of each of n records, end to end.
+
+        Returns ids uint8 [sum(lengths)] and offsets int64 [n + 1]. Raises UserError for an id that is none of the 33
+        tokens and for `<pad>` inside a sequence.
+        """
+        ids, offsets = self._lists.gather(self._rows(indices), starts, lengths)
+        self._check(ids, indices, offsets)
+        return ids.astype(np.uint8, copy=False), offsets
+
+    def _check(self, ids: np.ndarray, indices: np.ndarray, offsets: np.ndarray) -> None:
+        wrong = (ids >= VOCAB_SIZE) | (ids < 0) | (ids == PAD)
+        if wrong.any():
+            at = int(wrong.argmax())
+            record = int(indices[np.searchsorted(offsets, at, side="right") - 1])
+            what = (
+                "<pad> inside its sequence" if ids[at] == PAD else f"token id {ids[at]}, ESM-2 has 0-{VOCAB_SIZE - 1}"
+            )
+            raise UserError(f"{self.path}: record {record}: {what}: tokenise again with the ESM-2 alphabet")
+
+    def _rows(self, indices: np.ndarray) -> np.ndarray:
+        """Stored rows of records: the same unless the dataset carries an indices mapping."""
+        indices = np.asarray(indices, dtype=np.int64)
+        if len(indices) and not (indices.min() >= 0 and indices.max() < self._num_records):
+            raise IndexError(f"records are numbered 0 to {self._num_records - 1}")
+        return indices if self._mapping is None else self._mapping[indices].astype(np.int64)
+
+    def _stripped_lengths(self, rows: np.ndarray) -> np.ndarray:
+        """Lengths without trailing <pad> of stored rows, whole chunks at a time."""
+        lists = self._lists
+        unknown = rows[self._lengths[rows] < 0]
+        for chunk in np.unique(np.searchsorted(lists.chunk_start, unknown, side="right") - 1):
+            file = lists.files[lists.chunk_file[chunk]]
+            first = lists.chunk_start[chunk]
+            last = lists.chunk_start[chunk + 1] if chunk + 1 < len(lists.chunk_start) else lists.num_rows
+            if lists.width:
+                bounds = np.arange(last - first + 1) * lists.width
+            else:
+                slot = lists.offset_slot[chunk]
+                bounds = file.offsets[slot : slot + last - first + 1].astype(np.int64)
+            tokens = file.tokens[lists.token_slot[chunk] + bounds[0] : lists.token_slot[chunk] + bounds[-1]]
+            bounds = bounds - bounds[0]
+            # one past the last token that is no <pad>, before each row's end
+            past = np.concatenate(([0], np.flatnonzero(tokens != PAD) + 1))
+            ends = past[np.searchsorted(past, bounds[1:], side="right") - 1]
+            self._lengths[first:last] = np.maximum(ends - bounds[:-1], 0)
+        return self._lengths[rows].astype(np.int64)
+
+
+def open_split(dataset_dir: str | Path, split: str, max_records: int | None = None) -> TokenStore:
+    """The store of one split ("train", "validation", "test") of a tokenised dataset directory."""
+    return TokenStore(split_directory(dataset_dir, split, STEP), max_records)

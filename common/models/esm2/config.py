@@ -1,0 +1,200 @@
+"""The six published ESM-2 sizes, so that their names resolve without a network; and every other name's configuration.
+
+Source: config.json of the facebook/esm2_* checkpoints and table S1 of Lin et al., Science 379:1123 (2023).
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any, ClassVar
+
+from common.cli import UserError, one_line
+from common.files import alphabet
+from common.files.json_files import check_type, shorten
+from common.models.layers.hf_directory import check_positive, check_sizes, read_config
+
+# What an ESM-2 model is made of, under transformers' names: the fields of its config.json.
+#
+# A class of our own, since importing transformers' takes a process longer than it needs for everything else it does
+# before its first step; a directory is written by transformers itself (`to_transformers`).
+
+# What must agree for a checkpoint to be of the same model; the rest of config.json is free to differ.
+FINGERPRINT_FIELDS = (
+    *("model_type", "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size"),
+    *("max_position_embeddings", "layer_norm_eps", "token_dropout", "position_embedding_type", "hidden_act"),
+)
+MOST_POSITIONS = 1 << 20
+
+
+@dataclass
+class Esm2Config:
+    """The values here are those that `transformers.EsmConfig` gives to what a config.json leaves out.
+
+    others: what else a config.json holds, but for what names code; it plays no part here, and is written again.
+    """
+
+    set_by: ClassVar[str] = "--config_overrides {name}={size}, or another --config_name"
+
+    model_type: str = "esm"
+    vocab_size: int | None = None
+    num_hidden_layers: int = 12
+    hidden_size: int = 768
+    num_attention_heads: int = 12
+    intermediate_size: int = 3072
+    max_position_embeddings: int = 1026
+    position_embedding_type: str | None = "absolute"
+    rope_theta: float = 10000.0
+    layer_norm_eps: float = 1e-12
+    hidden_act: str | None = None
+    initializer_range: float = 0.02
+    token_dropout: bool = False
+    emb_layer_norm_before: bool | None = None
+    hidden_dropout_prob: float = 0.1
+    attention_probs_dropout_prob: float = 0.1
+    pad_token_id: int | None = None
+    mask_token_id: int | None = None
+    tie_word_embeddings: bool = True
+    is_folding_model: bool | None = False
+    is_decoder: bool | None = False
+    others: dict[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def read(cls, path: Path) -> Esm2Config:
+        """From a config.json. ValueError where it is none, OSError where it cannot be read."""
+        content = read_config(path)
+        known = {f.name: f.type for f in fields(cls) if f.name != "others"}
+        for name in known.keys() & content.keys():
+            check_type(name, content[name], known[name])
+        values = {name: value for name, value in content.items() if name in known}
+        return cls(**values, others={name: value for name, value in content.items() if name not in known})
+
+    def content(self) -> dict[str, Any]:
+        """What `read` makes this of: names and values of a config.json."""
+        values = asdict(self)
+        others = values.pop("others")
+        if values["hidden_act"] is None:  # a field of ours only: absent stays absent
+            del values["hidden_act"]
+        return others | values
+
+    def fingerprint(self) -> dict[str, Any]:
+        """What must agree for a checkpoint to be of the same model: its shape, and which residue each of its ids
+        stands for."""
+        return {name: getattr(self, name) for name in FINGERPRINT_FIELDS} | {"alphabet": " ".join(alphabet.TOKENS)}
+
+    def to_transformers(self):
+        """The same as a `transformers.EsmConfig`."""
+        from transformers import EsmConfig
+
+        return EsmConfig.from_dict(self.content())
+
+
+def check_supported(config: Esm2Config, where: str) -> None:
+    """Refuse what this implementation of ESM-2 would silently compute differently."""
+    expected = {
+        "model_type": "esm",
+        "vocab_size": alphabet.VOCAB_SIZE,
+        "position_embedding_type": "rotary",
+        "emb_layer_norm_before": (False, None),
+        "hidden_dropout_prob": 0.0,
+        "attention_probs_dropout_prob": 0.0,
+        "pad_token_id": alphabet.PAD,
+        "mask_token_id": alphabet.MASK,
+        "tie_word_embeddings": True,
+        "is_folding_model": (False, None),
+        "is_decoder": (False, None),
+        "rope_theta": 10000.0,
+    }
+    for name, allowed in expected.items():
+        value, allowed = getattr(config, name), allowed if isinstance(allowed, tuple) else (allowed,)
+        if value not in allowed:
+            raise UserError(f"{where}: {name} is {shorten(value)}, ESM-2 pretraining here needs {allowed[0]!r}")
+    check_sizes(config, where)
+    if config.max_position_embeddings > MOST_POSITIONS:
+        raise UserError(
+            f"{where}: max_position_embeddings is {config.max_position_embeddings}: an export has an embedding for "
+            f"each, of at most {MOST_POSITIONS:,}"
+        )
+    check_positive(config, where, "layer_norm_eps", "initializer_range")
+    if config.hidden_size % (2 * config.num_attention_heads):
+        raise UserError(
+            f"{where}: hidden_size {config.hidden_size} is not a multiple of 2 x num_attention_heads "
+            f"({config.num_attention_heads}): rotary embeddings need an even head dimension"
+        )
+
+
+def override(config: Esm2Config, changes: str) -> Esm2Config:
+    """Apply `--config_overrides name=value,name=value`; values take the type of what they replace."""
+    for change in changes.split(","):
+        name, _, text = (part.strip() for part in change.partition("="))
+        old = getattr(config, name, None)
+        try:
+            if not isinstance(old, int | float):
+                raise ValueError
+            kind = {"true": True, "false": False}.__getitem__ if isinstance(old, bool) else type(old)
+            value = kind(text.lower())
+        except (ValueError, KeyError):
+            raise UserError(f"--config_overrides {change}: expected name=value, a number or true/false") from None
+        setattr(config, name, value)
+    check_supported(config, "--config_overrides")
+    return config
+
+
+# name: (layers, hidden size, attention heads); the feed-forward size is four times the hidden size
+ESM2_SIZES = {
+    "facebook/esm2_t6_8M_UR50D": (6, 320, 20),
+    "facebook/esm2_t12_35M_UR50D": (12, 480, 20),
+    "facebook/esm2_t30_150M_UR50D": (30, 640, 20),
+    "facebook/esm2_t33_650M_UR50D": (33, 1280, 20),
+    "facebook/esm2_t36_3B_UR50D": (36, 2560, 40),
+    "facebook/esm2_t48_15B_UR50D": (48, 5120, 40),
+}
+
+
+def esm2_config(layers: int, hidden_size: int, heads: int, **overrides) -> Esm2Config:
+    """An ESM-2 configuration of any size, with everything but the size as published."""
+    settings = {
+        "vocab_size": alphabet.VOCAB_SIZE,
+        "num_hidden_layers": layers,
+        "hidden_size": hidden_size,
+        "num_attention_heads": heads,
+        "intermediate_size": 4 * hidden_size,
+        "max_position_embeddings": 1026,
+        "position_embedding_type": "rotary",
+        "layer_norm_eps": 1e-5,
+        "hidden_act": "gelu",  # exact: see common.models.esm2.family
+        "initializer_range": 0.02,
+        "token_dropout": True,
+        "emb_layer_norm_before": False,
+        "hidden_dropout_prob": 0.0,
+        "attention_probs_dropout_prob": 0.0,
+        "pad_token_id": alphabet.PAD,
+        "mask_token_id": alphabet.MASK,
+        "others": {"architectures": ["EsmForMaskedLM"], "vocab_list": None},
+    }
+    return Esm2Config(**(settings | overrides))
+
+
+def load_config(name: str) -> Esm2Config:
+    """The configuration behind a built-in name, a local directory, or a name on the Hub (in this order)."""
+    if name in ESM2_SIZES:
+        return esm2_config(*ESM2_SIZES[name])
+    path = Path(name) / "config.json"
+    if not Path(name).is_dir() and not (name.count("/") == 1 and not name.startswith((".", "/"))):
+        raise UserError(f"{name}: no such model: neither a directory nor one of {', '.join(ESM2_SIZES)}")
+    if Path(name).is_dir() and not path.is_file():
+        raise UserError(f"{name}: this directory has no config.json: give one written by save_pretrained")
+    try:
+        if not Path(name).is_dir():
+            from huggingface_hub import hf_hub_download
+
+            path = Path(hf_hub_download(name, "config.json"))
+        config = Esm2Config.read(path)
+    except Exception as error:  # of the Hub's many, and of a broken config.json
+        reason = one_line(error)[:160]
+        raise UserError(
+            f"{name}: no configuration found, neither there nor on the Hub ({reason}); "
+            f"built-in names: {', '.join(ESM2_SIZES)}"
+        ) from error
+    check_supported(config, name)
+    return config

@@ -1,0 +1,204 @@
+"""ESM-2 for masked language modelling: embeddings with token dropout, encoder, LM head, loss.
+
+Fidelity to `transformers.EsmForMaskedLM` (fp32 logits within 1e-5, gradients within 1e-5 relative norm) is tested for
+the shapes of all six sizes. Inside, tokens always lie packed end to end: a padded batch is unpadded on the way in, so
+padding costs no arithmetic.
+"""
+
+from __future__ import annotations
+
+import importlib
+import math
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from common.distributed.slices import SharedPack
+from common.files.alphabet import MASK, PAD, VOCAB_SIZE
+from common.models.esm2.config import Esm2Config
+from common.models.esm2.layers_torch import LayerNorm
+from common.models.layers.context_attention import ContextGroup
+from common.models.layers.initialise import VOCABULARY, initialise
+from common.models.layers.linear import Linear, linear
+from common.models.layers.residual import Layers, total
+from common.shapes import SHAPE_MULTIPLE, filled_up, predicted_positions
+
+PADDED_VOCAB = 64  # rows of the embedding; a multiple that matrix units like. Rows past 33 stay zero and unseen.
+# ESM-2 was trained with 15 % of the tokens selected, 80 % of them replaced by <mask>: 12 % of the input.
+TRAIN_MASK_RATIO = 0.15 * 0.8
+
+
+class Esm2Output(NamedTuple):
+    """What a forward pass gives. Without labels: `logits`. With labels: the sums over the masked positions.
+
+    A tuple: hooks of wrappers look for tensors in tuples and lists, and in a dataclass find none without a word.
+    """
+
+    logits: Tensor | None = None  # [T, 33] or [B, S, 33] (zeros where padded), fp32
+    loss_sum: Tensor | None = None  # scalar fp32: cross-entropy in nats, summed over the masked positions
+    correct: Tensor | None = None  # scalar int64: masked positions whose top prediction is the label
+    hidden: Tensor | None = None  # [T, hidden]: after the final LayerNorm; only when asked for
+
+
+class Embeddings(nn.Module):
+    """residual: what the stream that begins here is kept in under autocast."""
+
+    def __init__(self, config: Esm2Config, residual: torch.dtype = torch.float32):
+        super().__init__()
+        self.token_dropout, self.residual = config.token_dropout, residual
+        self.word_embeddings = nn.Embedding(PADDED_VOCAB, config.hidden_size)
+
+    def forward(self, input_ids: Tensor, cu_seqlens: Tensor, shared: SharedPack | None = None) -> Tensor:
+        """[T] -> [T, hidden]. Token dropout is counted sequence by sequence, as if each were alone in its batch, and
+        on the whole of it where other ranks have their share."""
+        x = self.word_embeddings(input_ids)
+        kept_in = x.dtype
+        if torch.is_autocast_enabled(x.device.type):
+            x, kept_in = x.float(), self.residual  # also where a strategy hands out bf16 weights
+        if not self.token_dropout:
+            return x.to(kept_in)
+        is_mask = input_ids == MASK
+        cu_seqlens = cu_seqlens.long()
+        lengths = cu_seqlens.diff()
+        if shared is None:
+            masks_before = F.pad(is_mask.cumsum(0), (1, 0))
+            ratio = masks_before[cu_seqlens].diff() / lengths.clamp(min=1)
+        else:
+            ratio = shared.masks / shared.lengths.clamp(min=1)
+            ratio = F.pad(ratio, (0, len(lengths) - len(ratio)))  # fillers
+        # A sequence of nothing but <mask> has zero embeddings either way; the clamp keeps 0/0 out of them.
+        scale = (1 - TRAIN_MASK_RATIO) / (1 - ratio).clamp(min=1e-6)
+        per_token = torch.repeat_interleave(scale, lengths, output_size=len(input_ids))
+        return (x * per_token.masked_fill(is_mask, 0.0)[:, None].to(x.dtype)).to(kept_in)
+
+
+class Encoder(nn.Module):
+    def __init__(self, config: Esm2Config, backend: str = "torch"):
+        super().__init__()
+        self.head_dim = config.hidden_size // config.num_attention_heads
+        layers = importlib.import_module(f"common.models.esm2.layers_{backend}")
+        self.prepare, self.begin = layers.prepare, layers.begin
+        self.layers = Layers(layers.TransformerLayer(config, n) for n in range(config.num_hidden_layers))
+        self.context: ContextGroup | None = None  # the ranks that packs are shared with
+        self.emb_layer_norm_after = LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
+
+    def forward(self, x: Tensor, cu_seqlens: Tensor, max_seqlen: int, shared: SharedPack | None = None) -> Tensor:
+        to_prepare = len(x), cu_seqlens, max_seqlen, self.head_dim
+        rotary, max_seqlen, sharing = self.prepare(*to_prepare, shared, self.context)
+        stream = self.begin(x)
+        for layer in self.layers.in_turn():
+            stream = layer(stream, rotary, cu_seqlens, max_seqlen, sharing)
+        return self.emb_layer_norm_after(total(stream))
+
+
+class LMHead(nn.Module):
+    """dense -> GELU -> LayerNorm -> decoder tied to the embedding + bias."""
+
+    def __init__(self, config: Esm2Config):
+        super().__init__()
+        self.dense = Linear(config.hidden_size, config.hidden_size)
+        self.layer_norm = LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
+        self.bias = nn.Parameter(torch.empty(PADDED_VOCAB))
+
+    def forward(self, x: Tensor, embedding: Tensor) -> Tensor:
+        x = self.layer_norm(F.gelu(self.dense(x)))
+        return linear(x, embedding, self.bias)[..., :VOCAB_SIZE].float()
+
+
+class Esm2ForMaskedLM(nn.Module):
+    """ESM-2 of any size. Build it under `torch.device("meta")` if large.
+
+    backend: of the encoder layers, `torch` (any device) or `te` (Transformer Engine; CUDA). Parameters are the same.
+    residual: of torch's layers under autocast, the stream from layer to layer; that of `te` is always bf16.
+    """
+
+    def __init__(self, config: Esm2Config, backend: str = "torch", residual: torch.dtype = torch.float32):
+        super().__init__()
+        self.config, self.backend = config, backend
+        self.embeddings = Embeddings(config, residual)
+        self.encoder = Encoder(config, backend)
+        self.lm_head = LMHead(config)
+
+    @property
+    def layers(self) -> nn.ModuleList:
+        """What strategies wrap, recompute, compile and quantise one by one; the rest is small."""
+        return self.encoder.layers
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        *,
+        cu_seqlens: Tensor | None = None,
+        max_seqlen: int | None = None,
+        attention_mask: Tensor | None = None,
+        labels: Tensor | None = None,
+        predicted: Tensor | None = None,
+        pad_to: int = 0,
+        output_hidden: bool = False,
+        shared: SharedPack | None = None,
+    ) -> Esm2Output:
+        """Run a pack (`input_ids` [T], `cu_seqlens` int32 [B + 1]) or a padded batch (`input_ids`, mask [B, S]).
+
+        shared: of a pack whose sequences this rank shares with others (`share_context`), how; `input_ids`, `labels`
+        and all results are then of its own tokens.
+
+        `labels` has the shape of `input_ids`, -100 where nothing is predicted; the LM head then runs on the labelled
+        positions only. predicted: of a pack, those positions, as `predicted_positions` has them: who made the batch
+        knows how many they are, and the model else asks the device, and waits. pad_to: tokens that the layers run on
+        at least, fillers included. Padding may be on either side, but not inside a sequence.
+        """
+        shape, kept = input_ids.shape, None
+        if input_ids.dim() == 2:
+            if attention_mask is None:
+                attention_mask = torch.ones_like(input_ids)
+            kept = attention_mask.flatten().nonzero().squeeze(1)  # [T]: where the tokens lie in the padded batch
+            lengths = attention_mask.sum(1)
+            cu_seqlens = F.pad(lengths.cumsum(0), (1, 0)).to(torch.int32)
+            max_seqlen = int(lengths.max())
+            input_ids = input_ids.flatten()[kept]
+            labels = labels.flatten()[kept] if labels is not None else None
+        tokens = len(input_ids)
+        if mock := filled_up(max(tokens, pad_to)) - tokens:  # sequences of <pad>, whose results are cut off below
+            input_ids = F.pad(input_ids, (0, mock), value=PAD)
+            max_seqlen = max(max_seqlen, SHAPE_MULTIPLE)  # no filler is longer: in attention they would cost squares
+            ends = torch.arange(mock, 0, -max_seqlen, dtype=cu_seqlens.dtype, device=cu_seqlens.device).flip(0)
+            cu_seqlens = torch.cat((cu_seqlens, cu_seqlens[-1:] + ends))
+        embedded = self.embeddings(input_ids, cu_seqlens, shared)
+        hidden = self.encoder(embedded, cu_seqlens, max_seqlen, shared)[:tokens]
+        embedding = self.embeddings.word_embeddings.weight
+        if labels is not None:
+            if predicted is None:
+                predicted = predicted_positions(labels)
+            is_filler = predicted < 0
+            targets = labels[predicted].masked_fill(is_filler, -100)  # whose loss is ignored
+            logits = self.lm_head(hidden[predicted.masked_fill(is_filler, 0)], embedding)
+            loss_sum = F.cross_entropy(logits, targets, reduction="sum")
+            correct = (logits.argmax(-1) == targets).sum()
+            return Esm2Output(loss_sum=loss_sum, correct=correct, hidden=hidden if output_hidden else None)
+        logits = self.lm_head(hidden, embedding)
+        if kept is not None:
+            everywhere = logits.new_zeros(shape.numel(), logits.shape[-1])
+            logits = everywhere.index_copy(0, kept, logits).view(*shape, -1)
+        return Esm2Output(logits=logits, hidden=hidden if output_hidden else None)
+
+
+def count_parameters(model: nn.Module) -> int:
+    """Trainable parameters, the vocabulary's padding rows left out. Works on the meta device and on wrapped models."""
+    total = 0
+    for name, parameter in model.named_parameters():
+        rows = VOCAB_SIZE if name.removeprefix("module.") in VOCABULARY else parameter.shape[0]
+        total += rows * math.prod(parameter.shape[1:]) if parameter.requires_grad else 0
+    return total
+
+
+def build_model(
+    config: Esm2Config, seed: int, device: torch.device | str = "cpu", backend: str = "torch"
+) -> Esm2ForMaskedLM:
+    """A freshly initialised fp32 model on `device`."""
+    with torch.device("meta"):
+        model = Esm2ForMaskedLM(config, backend)
+    model.to_empty(device=device)
+    initialise(model, seed, config.initializer_range)
+    return model

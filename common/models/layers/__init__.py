@@ -1,0 +1,1 @@
+"""Attention, linear layers, the residual stream, recomputation, the choice of backend, Hugging Face directories."""

@@ -1,0 +1,128 @@
+"""Who computes the layers: Transformer Engine (`te`) or plain PyTorch (`torch`). Weights fit both."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import shutil
+from dataclasses import dataclass
+from importlib.util import find_spec
+
+import torch
+
+from common.cli import Flags, UserError, flag, one_line
+
+BACKENDS = ("auto", "te", "torch")
+BF16_SINCE = (8, 0)  # compute capability
+# What a GPU does without, where Transformer Engine is not: said at the start of a run.
+LOST = "its fused kernels, and FP8, MXFP8 and NVFP4 on the GPU's own units"
+COMPILED = "--torch_compile (Transformer Engine keeps its modules out of graphs)"
+HEAD_MULTIPLE = 8  # of the flash kernels behind torch's varlen attention
+
+
+@dataclass
+class BackendFlags(Flags):
+    group = "model"
+
+    backend: str = flag(
+        "auto",
+        "Layers by te (Transformer Engine; NVIDIA GPUs) or torch (any device). auto: te if it is there.",
+    )
+    torch_compile: bool | None = flag(
+        None, "Compile the layers (needs a C++ compiler on a CPU). Default: on a GPU, those of the torch backend."
+    )
+
+    def check(self) -> None:
+        self.require_choice("backend", BACKENDS)
+
+    def torch_only(self) -> list[str]:
+        """Those that are given and only the torch backend can honour."""
+        return [COMPILED] * bool(self.torch_compile)
+
+    def compiles(self, device: torch.device, backend: str) -> tuple[bool, str | None]:
+        """Whether the layers are compiled, and a remark where no flag says it: on a GPU eager ones move more than
+        twice the bytes (benchmarks/results/step_model.md)."""
+        if self.torch_compile is not None or device.type != "cuda" or backend != "torch":
+            return bool(self.torch_compile), None
+        if lacking := _to_compile_with():
+            return False, f"Layers are not compiled, which costs speed: {lacking}"
+        return True, "Layers are compiled in the first step (--torch_compile False: not)"
+
+
+def _to_compile_with() -> str | None:
+    """What torch.compile lacks on a GPU, or None: Triton, and the compiler that it builds its launchers with."""
+    if find_spec("triton") is None:
+        return "Triton is not installed"
+    if not (os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")):
+        return "Triton needs a C compiler (apt-get install gcc)"
+    return None
+
+
+def te_missing(device: torch.device) -> str | None:
+    """What Transformer Engine lacks here, or None."""
+    if device.type != "cuda":
+        return "it needs an NVIDIA GPU, and this run is on a CPU"
+    if find_spec("transformer_engine") is None:
+        return "Transformer Engine is not installed (./install.sh --gpu, or the container image)"
+    try:
+        importlib.import_module("transformer_engine.pytorch")
+    except Exception as error:  # libraries that do not fit each other fail in many ways
+        reason = one_line(error)[:160]
+        return f"Transformer Engine is installed but does not load ({type(error).__name__}: {reason})"
+    return None
+
+
+def has_bf16(device: torch.device) -> bool:
+    """Whether it computes in bf16: every CPU (common.models.layers.cpu), and GPUs that have the instructions."""
+    return device.type != "cuda" or torch.cuda.get_device_capability(device) >= BF16_SINCE
+
+
+def check_device(device: torch.device, bf16: bool, head_dim: int, backend: str) -> None:
+    """UserError for what a GPU cannot do, before the first kernel says so in its own words."""
+    if device.type != "cuda" or not bf16:
+        return
+    if not has_bf16(device):
+        name = torch.cuda.get_device_name(device)
+        raise UserError(f"--bf16: {name} has no bf16 instructions (Ampere, sm80, and later have): drop the flag")
+    if backend == "torch" and head_dim % HEAD_MULTIPLE:
+        raise UserError(
+            f"--bf16: heads of {head_dim} (hidden_size / num_attention_heads): attention on a GPU needs multiples of "
+            f"{HEAD_MULTIPLE}: choose another number of heads, or drop the flag"
+        )
+
+
+def choose_backend(
+    flags: BackendFlags,
+    device: torch.device,
+    bf16: bool,
+    torch_only: tuple[str, ...] = (),
+    so_far: str | None = None,
+) -> tuple[str, str]:
+    """(`te` or `torch`, why). UserError if --backend te asks for what is not there.
+
+    torch_only: what else only the torch backend can honour: `auto` gives way; a user who asked for te is told. so_far:
+    what the run that goes on has computed with, which `auto` keeps.
+    """
+    if flags.backend == "torch":
+        return "torch", "--backend torch"
+    missing = te_missing(device)
+    conflicts = [*torch_only, *flags.torch_only()]
+    if flags.backend == "te":
+        if missing:
+            raise UserError(f"--backend te: {missing}: use --backend torch, or auto")
+        if conflicts:
+            raise UserError(f"--backend te: {conflicts[0]} is the torch backend's: drop one of the two")
+        return "te", "--backend te"
+    if so_far == "torch":
+        return "torch", "as this run so far"
+    if so_far == "te" and (missing or conflicts):
+        raise UserError(
+            f"this run computes with Transformer Engine so far, and now not: {missing or conflicts[0]}: mend that, or "
+            "give --backend torch to go on without it"
+        )
+    if missing and device.type == "cuda":
+        missing += f"; this run goes without {LOST}"
+    reason = missing or (f"{conflicts[0]} is the torch backend's" if conflicts else None)
+    if reason is None and not bf16:
+        reason = "without --bf16 its products would be TF32 and its attention unfused"
+    return ("torch", f"not te: {reason}") if reason else ("te", "Transformer Engine is here")

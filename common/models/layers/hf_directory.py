@@ -1,0 +1,330 @@
+"""README.md of an exported model: what it is, how long it was trained, how transformers opens it.
+
+Nothing of a user's text goes into it, nor a path: only numbers, hashes, and names that this program knows.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import shutil
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from common.cli import UserError, one_line
+from common.files.hashing import combined_hash
+from common.files.json_files import is_plain_name, open_regular, read_json, shorten
+from common.files.output_directory import sync_directory, sync_tree
+
+# A config.json as somebody else may have written it: read, held to sizes that exist, and rid of what names code.
+
+# Keys by which transformers takes code, of the directory or of the Hub, for the model.
+NAMES_CODE = {"auto_map", "custom_pipelines", "attn_implementation", "experts_implementation"}
+NAMES_CODE |= {"_attn_implementation", "_experts_implementation"}
+
+# Well above any published model: what is larger would have a process build layers, or shapes, for hours.
+LARGEST = {
+    "vocab_size": 1 << 24,
+    "hidden_size": 1 << 16,
+    "intermediate_size": 1 << 20,
+    "num_hidden_layers": 1 << 10,
+    "num_attention_heads": 1 << 14,
+    "num_key_value_heads": 1 << 14,
+    "max_position_embeddings": 1 << 30,
+    "num_local_experts": 1 << 10,
+    "num_experts_per_tok": 1 << 10,
+}
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """Names and values. ValueError where it is none, OSError where it cannot be read."""
+    return _without_code(read_json(path, follow_links=True))
+
+
+def _without_code(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _without_code(inner) for name, inner in value.items() if name not in NAMES_CODE}
+    return [_without_code(inner) for inner in value] if isinstance(value, list) else value
+
+
+def check_sizes(config: Any, where: str) -> None:
+    """UserError for a size that is no integer, below 1 (0 for experts) or larger than any model has."""
+    for name, largest in LARGEST.items():
+        if not hasattr(config, name):
+            continue
+        value, least = getattr(config, name), 0 if "experts" in name else 1
+        if type(value) is not int:
+            raise UserError(f"{where}: {name} is {shorten(value)}: must be an integer")
+        if value < least:
+            raise UserError(f"{where}: {name} is {shorten(value)}: must be {'above 0' if least else 'at least 0'}")
+        if value > largest:
+            raise UserError(f"{where}: {name} is {shorten(value)}: no model here has more than {largest:,}")
+
+
+def check_positive(config: Any, where: str, *names: str) -> None:
+    """UserError for a number that is none, not above 0 or infinite."""
+    for name in names:
+        value = getattr(config, name)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+            raise UserError(f"{where}: {name} is {shorten(value)}: must be above 0")
+
+
+# Directories of `transformers`: weights read from one, and a trained model written as one; a tensor at a time.
+#
+# A model of many gigabytes is never whole in memory here: tensors are read when asked for, and written in files of at
+# most SHARD_BYTES, each as soon as its tensors are there. What is in them, each family of models knows (its
+# `pretrained`).
+
+SHARD_BYTES = 5 * 10**9
+INDEX = "model.safetensors.index.json"
+
+
+def local_directory(name_or_path: str) -> Path:
+    """A directory as it is; of a name on the Hub the files of its newest revision, fetched where they are not here."""
+    root = Path(name_or_path)
+    if root.is_dir():
+        return root
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(name_or_path, allow_patterns=["*.safetensors", "*.json", "vocab.txt"]))
+    except Exception as error:
+        reason = one_line(error)[:160]
+        raise UserError(
+            f"{name_or_path}: weights not found, neither there nor on the Hub ({reason}); "
+            "to start from random weights use --config_name"
+        ) from error
+
+
+def model_files(name_or_path: str) -> list[Path]:
+    """The files that make a model what it is: weights, configuration, vocabulary. UserError without weights."""
+    root = local_directory(name_or_path)
+    others = [root / name for name in ("config.json", "vocab.txt", INDEX)]
+    return [*(path for path in others if path.is_file()), *_weight_files(root)]
+
+
+def model_hash(name_or_path: str) -> str:
+    """Identity of a model, wherever it is: one hash (hex) of the contents of its `model_files`.
+
+    UserError where there are no weights, or one of the files is being written.
+    """
+    return combined_hash(model_files(name_or_path))
+
+
+def read_tensors(directory: str) -> tuple[Path, dict[str, Tensor]]:
+    """(where they are, the tensors) of a local directory's safetensors, or of a Hub repository's."""
+    root = local_directory(directory)
+    theirs: dict[str, Tensor] = {}
+    for path in _weight_files(root):
+        try:
+            open_regular(path, follow_links=True).close()
+            with safe_open(path, framework="pt") as file:
+                # Memory-mapped: what is not used is not read.
+                theirs |= {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        except (SafetensorError, OSError, ValueError) as error:
+            reason = one_line(error)[:160]
+            raise UserError(f"{path}: cannot be read: {reason}; cut short? Copy or download it again") from error
+    return root, theirs
+
+
+def check_finite(name: str, tensor: Tensor, where: str) -> Tensor:
+    """The tensor. UserError, which begins with `where`, if it holds NaN or infinity."""
+    if tensor.numel() and tensor.is_floating_point():
+        extremes = torch.stack(torch.aminmax(tensor))  # a NaN is both; no copy, no mask
+        if not extremes.isfinite().all():
+            raise UserError(
+                f"{where}: tensor {name} holds NaN or infinity: its training diverged, or the file is damaged: "
+                "take an earlier checkpoint, or download it again"
+            )
+    return tensor
+
+
+def _weight_files(root: Path) -> list[Path]:
+    """The safetensors of a directory, or of the shards that its index names.
+
+    Links are followed, as the Hub's cache has them and users make them: what they lead to is read as tensors or not
+    at all. Names that lead out of the directory are refused.
+    """
+    index = root / INDEX
+    names = ["model.safetensors"]
+    if os.path.lexists(index):
+        try:
+            weight_map = read_json(index, follow_links=True)["weight_map"]
+            names = sorted(set(weight_map.values()))
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise UserError(f"{index}: not an index of safetensors shards") from error
+        for name in names:
+            if not is_plain_name(name):
+                raise UserError(f"{index}: names {shorten(name)}, which is no file of the directory")
+    for name in names:
+        if not os.path.lexists(root / name):
+            other = next(root.glob("pytorch_model*.bin"), None)
+            hint = f"; {other.name} there is pickled: convert it with transformers' save_pretrained" if other else ""
+            if next(root.glob("*.distcp"), None):
+                hint = f"; a checkpoint of a run: python -m extras.export {root} OUT makes a model of it"
+            raise UserError(f"{root / name}: no such file; weights are read from safetensors only{hint}")
+    return [root / name for name in names]
+
+
+@dataclass(frozen=True)
+class Content:
+    """What a directory is to hold.
+
+    stock: transformers' configuration; architecture: its class of the model; shapes: of every tensor, in the order in
+    which the tensors come; finish: writes the tokenizer's files into it.
+    """
+
+    stock: Any
+    architecture: str
+    shapes: Mapping[str, torch.Size]
+    finish: Callable[[Path], None]
+
+
+def write_directory(
+    pieces: Iterator[tuple[str, Tensor]], content: Content, directory: Path, shard_bytes: int = SHARD_BYTES
+) -> None:
+    """Write a directory that transformers' from_pretrained opens offline, tensors in fp32.
+
+    The directory appears when all of it is on the disk, or not at all; one that is there already is replaced.
+    """
+    partial = directory.with_name(f"{directory.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    try:
+        _write(pieces, content, partial, shard_bytes)
+        sync_tree(partial)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+    if directory.exists():
+        shutil.rmtree(directory)
+    partial.rename(directory)
+    sync_directory(directory.parent)
+
+
+def _write(pieces: Iterator[tuple[str, Tensor]], content: Content, partial: Path, shard_bytes: int) -> None:
+    stock = content.stock  # as loaded it may name another class, and the precision it was stored in
+    stock.architectures, stock.dtype = [content.architecture], "float32"
+    stock.save_pretrained(partial)
+    files = _file_of_each(content.shapes, shard_bytes)
+    held: dict[str, Tensor] = {}
+    file = None
+    for name, tensor in pieces:
+        if held and files[name] != file:
+            _save(held, partial / file)
+            held = {}
+        file = files[name]
+        held[name] = tensor.detach().to("cpu", torch.float32)
+    _save(held, partial / file)
+    if file != "model.safetensors":
+        total = sum((partial / file).stat().st_size for file in set(files.values()))
+        index = {"metadata": {"total_size": total}, "weight_map": files}
+        (partial / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True))
+    content.finish(partial)
+
+
+def _save(tensors: dict[str, Tensor], path: Path) -> None:
+    save_file(tensors, path, {"format": "pt"})
+    path.chmod(path.parent.stat().st_mode & 0o666)  # safetensors' own files are for nobody but their owner
+
+
+def _file_of_each(shapes: Mapping[str, torch.Size], shard_bytes: int) -> dict[str, str]:
+    """{tensor: file}, in the order they come; file names as transformers gives them."""
+    shard, size, shards = 0, 0, {}
+    for name, shape in shapes.items():
+        if size and size + 4 * shape.numel() > shard_bytes:
+            shard, size = shard + 1, 0
+        shards[name] = shard
+        size += 4 * shape.numel()
+    if shard == 0:
+        return dict.fromkeys(shapes, "model.safetensors")
+    return {name: f"model-{n + 1:05d}-of-{shard + 1:05d}.safetensors" for name, n in shards.items()}
+
+
+CARD = "README.md"
+HASH = re.compile(r"[0-9a-f]{16,64}(-\d+)?")  # and a number of records
+
+
+@dataclass(frozen=True)
+class Training:
+    """How the weights came to be; None is not known.
+
+    steps, tokens: trained, 0 for weights exported as they were given; data: the training data's identity; start:
+    --model_name_or_path, "" for random weights.
+    """
+
+    steps: int | None = None
+    tokens: int | None = None
+    data: str | None = None
+    start: str | None = None
+
+    @classmethod
+    def of_state(cls, state: Any) -> Training:
+        """From a run's trainer_state.json; what is not of its type there is not known."""
+        state = _object(state)
+        steps, tokens = (n if type(n := state.get(name)) is int and n >= 0 else None for name in ("step", "tokens"))
+        data = _object(state.get("data")).get("dataset")
+        start = _object(state.get("arguments")).get("model_name_or_path", ...)
+        return cls(
+            steps,
+            tokens,
+            data if steps and isinstance(data, str) and HASH.fullmatch(data) else None,
+            start if isinstance(start, str) else "" if start is None else None,
+        )
+
+
+UNKNOWN = Training()
+
+
+def _object(value: Any) -> dict:
+    return value if isinstance(value, dict) else {}
+
+
+def write_card(
+    directory: Path,
+    architecture: str,
+    tags: tuple[str, ...],
+    config: Any,
+    parameters: int,
+    training: Training,
+    published: Collection[str] = (),
+    notes: Mapping[str, str] | None = None,
+) -> None:
+    """Write README.md into the directory of a model.
+
+    architecture: transformers' class; tags: the Hub's, its pipeline's first; published: names of weights that may be
+    named as those that training started from; notes: {heading: text} below the rest.
+    """
+    start = training.start if training.start in published else None
+    front = ["library_name: transformers", f"pipeline_tag: {tags[0]}", "tags:", *(f"- {tag}" for tag in tags[1:])]
+    front += [f"base_model: {start}"] if start else []
+    counts = {
+        "layers": config.num_hidden_layers,
+        "hidden size": config.hidden_size,
+        "attention heads": config.num_attention_heads,
+        "parameters": parameters,
+        "training steps": training.steps,
+        "training tokens": training.tokens,
+    }
+    table = {name: f"{count:,}" for name, count in counts.items() if count is not None}
+    if training.start is not None:
+        table["started from"] = start or ("other weights" if training.start else "random weights")
+    if training.data:
+        table["training data (hash)"] = f"`{training.data}`"
+    lines = ["---", *front, "---", "", f"# {architecture}", "", "| | |", "|---|---|"]
+    lines += [f"| {name} | {value} |" for name, value in table.items()]
+    lines += ["", "```python", f"from transformers import AutoTokenizer, {architecture}", ""]
+    lines += [f'model = {architecture}.from_pretrained("DIRECTORY")  # of this file']
+    lines += ['tokenizer = AutoTokenizer.from_pretrained("DIRECTORY")', "```"]
+    for heading, text in (notes or {}).items():
+        lines += ["", f"## {heading}", "", text]
+    (directory / CARD).write_text("\n".join(lines) + "\n", encoding="utf-8")

@@ -1,0 +1,289 @@
+"""Checkpoints that are complete or not there.
+
+`output_dir/checkpoint-<step>/` holds torch.distributed.checkpoint shards under canonical (unwrapped) names, so any
+strategy on any number of ranks reads what any other wrote; `metadata.json`, what is where in them (`.metadata` says
+the same to torch's own tools); `trainer_state.json`, what the trainer needs to go on; `config.json`, which with the
+weights makes a model (extras/export.py); and `manifest.json`: format version, the model's fingerprint, every
+file with its size and CRC-32. All of it is written under a temporary name, flushed to disk, and renamed last: a
+directory with the final name is complete.
+
+Saving copies the state (common.training.pinned_stager) and returns; a thread writes it, over a process group of its
+own. At most one save is under way (so at most one copy is held), and `close` waits for it: a process that ended sooner
+would lose the checkpoint.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import shutil
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+from common.cli import INTERRUPTED, Flags, Missing, UserError, flag
+from common.distributed.run import leave_if_rank_lost, rank_lost
+from common.distributed.world import FailedElsewhere, World
+from common.files.json_files import write_json_flushed
+from common.files.output_directory import size_and_crc, sync_directory
+from common.training import checkpoint_files as files
+from common.training.checkpoint_files import choose, resume_from
+from common.training.checkpoint_metadata import METADATA, OLD_METADATA
+from common.training.checkpoint_reader import Planner, Reader, Writer, reason_of
+from common.training.pinned_stager import PinnedStager, share_of
+
+logger = logging.getLogger(__name__)
+
+CONFIG, TRAINER_STATE = "config.json", "trainer_state.json"
+
+
+@dataclass
+class CheckpointFlags(Flags):
+    group = "checkpoints"
+    needed = ("output_dir",)
+    rarely = ("async_save",)
+
+    output_dir: str | None = flag(None, "Where checkpoints, metrics and final_model/ go.")
+    overwrite_output_dir: bool = flag(
+        False, "Remove an earlier run's files there and start at step 0 (a restart of this very job still resumes)."
+    )
+    save_steps: float = flag(500, "Steps between checkpoints (below 1: a fraction of the run).")
+    save_minutes: float | None = flag(None, "Save also when so many minutes have passed since the last checkpoint.")
+    save_total_limit: int = flag(3, "Keep the newest N checkpoints; 0: all of them.")
+    async_save: bool = flag(True, "Write checkpoints in the background.")
+    resume_from_checkpoint: str | None = flag(
+        None, "A checkpoint, or a directory of them (its newest); `false`: none. Default: that of --output_dir."
+    )
+
+    def missing(self) -> Iterator[Missing]:
+        if not self.output_dir:
+            yield Missing("--output_dir", "where the results go", "out")
+
+    def check(self) -> None:
+        self.require_at_least(0, "save_total_limit")
+        self.require_above(0, "save_steps", "save_minutes")
+
+
+class Checkpointer:
+    """Saves and restores one run's (model, optimizer, trainer state) under --output_dir; all ranks call together.
+
+    scales: of --fp8_recipe delayed, tensors that are restored in place, the same on all ranks; extras: of the weights
+    that the run began with, what is exported again but not trained; training: whether the run is to go on from what is
+    restored; described: as `Strategy.dcp_state`.
+    """
+
+    def __init__(
+        self,
+        flags: CheckpointFlags,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        config,
+        world: World,
+        timeout_s: float,
+        scales: dict[str, torch.Tensor] | None = None,
+        extras: dict[str, torch.Tensor] | None = None,
+        training: bool = True,
+        described: Callable[[dict, bool], dict] = lambda state, saving: state,
+    ):
+        self.flags, self.output_dir = flags, Path(flags.output_dir)
+        self.model, self.optimizer = model, optimizer
+        self.scales = scales or {}
+        self.extras = {"extras": extras} if extras else {}
+        self.config, self.fingerprint = config, config.fingerprint()
+        self.world, self.training, self.dcp_state = world, training, described
+        self.copies = PinnedStager(world.device, optimizer, in_passes=bool(self.scales))
+        # Collectives of the writer thread must not interleave with the training step's.
+        self.group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
+        self.thread: threading.Thread | None = None
+        self.failure: BaseException | None = None
+
+    # ---- saving ---------------------------------------------------------------------------------------------
+
+    def save(self, step: int, trainer_state: dict) -> None:
+        """Save now; returns once the state is copied (`async_save`) or written. Raises what the last save raised."""
+        self.wait()
+        model_state, optimizer_state = get_state_dict(self.model, self.optimizer)
+        state = {"model": _canonical(model_state), "optimizer": optimizer_state} | self._scales() | self.extras
+        if not self.flags.async_save:
+            self._write(step, self.dcp_state(state, True), trainer_state)
+            return self._raise_failure()
+        with self.world.raise_together():
+            copies = self.copies.take(share_of(state, self.world.rank, self.world.size))
+        arguments = (step, self.dcp_state(copies, True), trainer_state)
+        self.thread = threading.Thread(target=self._write, args=arguments, name="checkpoint writer")
+        self.thread.start()
+        return None
+
+    def wait(self) -> None:
+        """Return when no save is under way; raise if it failed, on every rank."""
+        if self.thread is not None:
+            self.thread.join()
+            self.thread = None
+        self._raise_failure()
+
+    def __enter__(self) -> Checkpointer:
+        return self
+
+    def __exit__(self, kind, error: BaseException | None, stack) -> None:
+        """Join the writer without raising, also when the run has failed. Not collective.
+
+        Unless ranks have lost each other (NCCL does not say more than that it failed): then the writer may wait for a
+        rank that waits for this one.
+        """
+        if self.thread is None or rank_lost(error) or isinstance(error, dist.DistError):
+            return
+        try:
+            self.thread.join()
+        except KeyboardInterrupt:
+            # A second Ctrl-C, while the last save is being finished: the user means it. Leaving by the front door
+            # would tear the process group down under the writer and abort.
+            os._exit(INTERRUPTED)
+        self.thread = None
+
+    def _raise_failure(self) -> None:
+        # A full disk on one rank ends the run on all, or the others would wait for it in the next step.
+        failure, self.failure = self.failure, None
+        error = failure
+        if failure is not None and not isinstance(failure, FailedElsewhere | UserError):
+            error = UserError(
+                f"{self.output_dir}: checkpoint not saved: {reason_of(failure)}; the last complete one is untouched: "
+                "make room (or lower --save_total_limit) and run the same command again"
+            )
+            error.__cause__ = failure
+        self.world.raise_on_all(error)
+
+    def _write(self, step: int, state: dict, trainer_state: dict) -> None:
+        if self.world.device.type == "cuda":
+            torch.cuda.set_device(self.world.device)  # a thread's own: else every rank would take memory of GPU 0
+        partial = self.output_dir / f"{files.PARTIAL}{step}"
+        is_main, together = self.world.is_main, self.world.together
+        try:
+            self.copies.wait()
+            with together(self.group):
+                if is_main:
+                    files.clear_partial(self.output_dir)
+                    partial.mkdir(parents=True)
+            writer = Writer(partial, sync_files=True)
+            dcp.save(state, storage_writer=writer, process_group=self.group)  # fails on all ranks if it does on one
+            with together(self.group):
+                mine = self._checksums(partial)
+            checksums = self._gathered(mine)
+            with together(self.group):
+                if is_main:
+                    self._finish(step, partial, checksums, trainer_state)
+        except (Exception, CheckpointException) as error:  # DCP's own is no Exception
+            leave_if_rank_lost(self.world, error)
+            self.failure = _named(error, self.output_dir)
+            shutil.rmtree(partial, ignore_errors=True)  # by every rank: where nodes share no disk, each has its own
+
+    def _finish(self, step: int, partial: Path, checksums: dict, trainer_state: dict) -> None:
+        final = self.output_dir / f"checkpoint-{step}"
+        files.see_all(partial, checksums)
+        write_json_flushed(partial / TRAINER_STATE, trainer_state, sort_keys=False)
+        write_json_flushed(partial / CONFIG, self.config.content(), sort_keys=True)
+        contents = checksums | {name: size_and_crc(partial / name) for name in (TRAINER_STATE, CONFIG)}
+        manifest = {"format_version": files.FORMAT_VERSION, "step": step, "model": self.fingerprint, "files": contents}
+        write_json_flushed(partial / files.MANIFEST, manifest, sort_keys=False)
+        sync_directory(partial)
+        partial.rename(final)
+        (self.output_dir / files.SAVED).touch()
+        sync_directory(self.output_dir)
+        if self.flags.save_total_limit:
+            files.prune(self.output_dir, step, self.flags.save_total_limit)
+        logger.info("Saved %s", final)
+
+    def _checksums(self, directory: Path) -> dict[str, list[int]]:
+        """{file: [bytes, CRC-32]}; each rank reads back its own shards, the main rank the metadata."""
+        prefix = f"__{self.world.rank}_"
+        mine = [p for p in directory.iterdir() if p.name.startswith(prefix)]
+        mine += [directory / METADATA, directory / OLD_METADATA] if self.world.is_main else []
+        return {p.name: size_and_crc(p) for p in mine}
+
+    def _gathered(self, sums: dict) -> dict:
+        """Of all ranks, on the main one."""
+        parts = self.world.gather_to_main(sums, self.group)
+        return {name: value for part in parts for name, value in part.items()}
+
+    # ---- restoring ------------------------------------------------------------------------------------------
+
+    def restore(self, where: str | None = None, restarted: bool = False) -> dict | None:
+        """Load `where`, or the newest usable checkpoint of the output directory; returns its trainer state or None.
+
+        A restarted job takes the newest of its own even when told where to start. Damaged checkpoints are skipped
+        with a warning. UserError: a checkpoint of another model, none of several whole, or none left where one was.
+        """
+        told = resume_from(where, self.output_dir, restarted)
+        path = choose(told, self.output_dir, self.fingerprint, self.world, self.training)
+        if path is None:
+            return None
+        model_state, optimizer_state = get_state_dict(self.model, self.optimizer)
+        reader = Reader(path)
+        with self.world.raise_together():
+            trainer_state = files.read_listed(path, TRAINER_STATE)
+            scales = self._scales(reader.read_metadata().state_dict_metadata)
+        state = self.dcp_state({"model": _canonical(model_state), "optimizer": optimizer_state} | scales, False)
+        try:
+            dcp.load(state, storage_reader=reader, planner=Planner(), process_group=self.group)
+        except CheckpointException as error:  # on all ranks
+            self.world.raise_on_all(UserError(f"{path}: cannot be read: {reason_of(error)}"))
+        options = [{k: v for k, v in group.items() if k != "params"} for group in self.optimizer.param_groups]
+        set_state_dict(
+            self.model,
+            self.optimizer,
+            model_state_dict=model_state | state["model"],
+            optim_state_dict=state["optimizer"],
+        )
+        for group, own in zip(self.optimizer.param_groups, options, strict=True):
+            group |= own  # what the flags and this machine say, not the checkpoint
+        return trainer_state
+
+    def _scales(self, saved: dict | None = None) -> dict:
+        """What delayed scaling adds to a checkpoint; of a `saved` one, only if it is there, and fits."""
+        if saved is not None and not self.scales and any(name.startswith("scales.") for name in saved):
+            logger.info("The checkpoint's FP8 scales are left out: nothing here scales by history")
+        if saved is None or not self.scales:
+            return {"scales": self.scales} if self.scales else {}
+        there = {name: getattr(saved.get(f"scales.{name}"), "size", None) for name in self.scales}
+        if None in there.values():
+            logger.warning("The checkpoint has no FP8 scales: they start anew, at 1")
+            return {}
+        for name, tensor in self.scales.items():
+            if there[name] != tensor.shape:
+                raise UserError(
+                    f"--fp8_recipe_kwargs: the checkpoint's {name} has the shape {list(there[name])}, not "
+                    f"{list(tensor.shape)}: give the same amax_history_len"
+                )
+        return {"scales": self.scales}
+
+    def begin(self, step: int) -> None:
+        """Before training goes on from `step`: clear what an earlier run left that is not of this one."""
+        with self.world.on_main_rank() as is_main:
+            if is_main:
+                files.clear_partial(self.output_dir)
+                files.set_aside_beyond(self.output_dir, step)
+                if step == 0:
+                    (self.output_dir / files.SAVED).unlink(missing_ok=True)
+
+
+def _canonical(model_state: dict) -> dict:
+    """Without the `_extra_state` of Transformer Engine: pickles of what `scales` holds, and of no use elsewhere."""
+    return {name: value for name, value in model_state.items() if not name.endswith("_extra_state")}
+
+
+def _named(error: BaseException, directory: Path) -> BaseException:
+    """A full disk by its name: torch's file writer reports how many bytes it wrote, not why there are no more."""
+    with suppress(OSError):
+        if shutil.disk_usage(directory).free < 1 << 20:
+            return OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    return error

@@ -1,0 +1,297 @@
+"""Checkpoints are data: reading one runs no code that somebody put into it, and takes no more memory than its files.
+
+torch.distributed.checkpoint reads its metadata with `pickle` and what is in the shards with `torch.load`. Here the
+metadata are JSON (`checkpoint_metadata`), written beside torch's own, and a shard's items are read by the little of
+torch.save's format that a checkpoint consists of: a zip archive without compression, a pickle that `inert_pickle`
+reads, and the bytes of a tensor. Only files of the manifest are opened, and only regular ones.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import zipfile
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
+from torch.futures import Future
+
+from common.cli import UserError, one_line
+from common.files.json_files import file_size, open_regular, read_limited
+from common.files.output_directory import sync
+from common.training.checkpoint_files import Corrupt, read_manifest
+from common.training.checkpoint_metadata import (
+    DTYPES,
+    LARGEST,
+    METADATA,
+    OLD_METADATA,
+    Stored,
+    content_of_pickle,
+    decode,
+    encode,
+)
+from extras.inert_pickle import Call, Name, Persistent, Refused, loads
+
+_STORAGES = {
+    "DoubleStorage": "float64",
+    "FloatStorage": "float32",
+    "HalfStorage": "float16",
+    "BFloat16Storage": "bfloat16",
+    "LongStorage": "int64",
+    "IntStorage": "int32",
+    "ShortStorage": "int16",
+    "CharStorage": "int8",
+    "ByteStorage": "uint8",
+    "BoolStorage": "bool",
+}
+_TENSOR_NAMES = {
+    *(("torch._utils", f"_rebuild_tensor_v{version}") for version in (2, 3)),
+    *(("torch", name) for name in (*_STORAGES, *DTYPES)),
+    *(("torch.storage", "UntypedStorage"), ("collections", "OrderedDict")),
+}
+_LARGEST_PICKLE = 16 << 20  # of one item: its values, or what describes a tensor
+
+
+class Writer(dcp.FileSystemWriter):
+    """torch's, whose `.metadata` stay for torch's own tools; nothing here reads them where METADATA are there."""
+
+    def finish(self, metadata: Metadata, results: list) -> None:
+        super().finish(metadata, results)
+        with open(Path(self.path) / METADATA, "w") as file:
+            file.write(json.dumps(encode(metadata), separators=(",", ":")))
+            sync(file)
+
+
+class Reader(dcp.FileSystemReader):
+    """Of a checkpoint directory. UserError for metadata that are no checkpoint's; reads only with our Planner."""
+
+    metadata: Metadata | None = None
+
+    def read_metadata(self, *args, **kwargs) -> Metadata:
+        if self.metadata is None:  # asked for before the load and by it
+            self.metadata = self._read_metadata()
+            self.metadata.storage_meta.load_id = self.load_id
+        return self.metadata
+
+    def _read_metadata(self) -> Metadata:
+        path = Path(self.path)
+        try:
+            _, files = read_manifest(path)
+        except Corrupt as error:
+            raise UserError(f"{path}: {error}") from error
+        self.sizes = {name: size for name, (size, _) in files.items()}
+        path /= METADATA if METADATA in files else OLD_METADATA
+        try:
+            if path.name not in files:
+                raise Refused("not in the manifest")
+            shards = sum(size for name, size in self.sizes.items() if name.endswith(".distcp"))
+            data = read_limited(path, min(LARGEST, shards))
+            content = json.loads(data) if path.name == METADATA else content_of_pickle(data)
+            return decode(content, self.sizes)
+        except (ValueError, RecursionError) as error:
+            raise UserError(f"{path}: refused: {one_line(error)}") from error
+
+    def read_data(self, plan: LoadPlan, planner: Planner) -> Future[None]:
+        items: dict[str, list[ReadItem]] = {}
+        for item in plan.items:
+            items.setdefault(self.storage_data[item.storage_index].file, []).append(item)
+        for name, of_file in items.items():
+            with self.open_shard(name) as file:
+                for item in of_file:
+                    stored, fqn = self.storage_data[item.storage_index], item.storage_index.fqn
+                    if item.type == LoadItemType.BYTE_IO:
+                        planner.load_value(item, _read(file, stored, fqn))
+                        continue
+                    tensor = _read(file, stored, fqn)
+                    for dimension, (offset, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
+                        tensor = tensor.narrow(dimension, offset, length)
+                    target = planner.resolve_tensor(item).detach()
+                    target.copy_(tensor)
+                    planner.commit_tensor(item, target)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    def open_shard(self, name: str) -> BinaryIO:
+        """To read; a shard of the metadata, which are read already."""
+        file = open_regular(Path(self.path) / name)
+        if (size := file_size(file)) != self.sizes[name]:
+            file.close()
+            raise Refused(f"{name} has changed: {size:,} bytes, {self.sizes[name]:,} written")
+        return file
+
+
+def _read(file: BinaryIO, stored: Stored, name: str) -> Any:
+    """A tensor's chunk, or another value, of a shard. Refused where it is not as the metadata say."""
+    try:
+        archive = _Archive(file, stored.begin, stored.length)
+        return archive.value() if stored.dtype is None else archive.tensor(stored)
+    except Refused as error:
+        raise Refused(f"{stored.file}: {name}: {one_line(error)}") from error
+
+
+class Planner(dcp.DefaultLoadPlanner):
+    """torch's, which puts tensors where tensors are and values where values of that kind are."""
+
+    def create_local_plan(self) -> LoadPlan:
+        for name, value in self.state_dict.items():
+            stored = self.metadata.state_dict_metadata.get(name)
+            if stored is not None and isinstance(value, Tensor) == isinstance(stored, BytesStorageMetadata):
+                raise Refused(f"{name} is {'no' if isinstance(value, Tensor) else 'a'} tensor there")
+        return super().create_local_plan()
+
+    def load_value(self, item: ReadItem, value: Any) -> None:
+        now = self.state_dict[item.dest_index.fqn]
+        if _kind(value) != _kind(now) and None not in (value, now):
+            raise Refused(f"it is a {type(value).__name__}, expected {type(now).__name__}")
+        buffer = io.BytesIO()  # written here: torch's planner unpickles it
+        torch.save(value, buffer)
+        buffer.seek(0)
+        self.load_bytes(item, buffer)
+
+
+def _kind(value: Any) -> type:
+    return float if isinstance(value, int | float) else tuple if isinstance(value, list) else type(value)
+
+
+class _Part(io.RawIOBase):
+    """A part of a file as a file."""
+
+    def __init__(self, file: BinaryIO, begin: int, length: int):
+        self.file, self.begin, self.length, self.at = file, begin, length, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        at = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self.at, io.SEEK_END: self.length}[whence]
+        if at < 0:
+            raise zipfile.BadZipFile("damaged archive")
+        self.at = at
+        return at
+
+    def readinto(self, buffer) -> int:
+        count = max(0, min(len(buffer), self.length - self.at))
+        self.file.seek(self.begin + self.at)
+        count = self.file.readinto(memoryview(buffer)[:count])
+        self.at += count
+        return count
+
+
+class _Archive:
+    """What torch.save wrote: `<name>/data.pkl`, and `<name>/data/<key>` with the bytes of a storage."""
+
+    def __init__(self, file: BinaryIO, begin: int, length: int):
+        self.part = _Part(file, begin, length)
+        try:
+            with zipfile.ZipFile(self.part) as archive:
+                self.entries = {entry.filename.partition("/")[2]: entry for entry in archive.infolist()}
+        except Exception as error:  # of the many that a damaged archive causes
+            raise Refused(f"damaged archive ({type(error).__name__})") from error
+
+    def value(self) -> Any:
+        """Numbers, texts, lists, tuples and dicts of them."""
+        return loads(self._small("data.pkl"))
+
+    def tensor(self, stored: Stored) -> Tensor:
+        """Refused unless it is one of the dtype and sizes that the metadata say."""
+        call = loads(self._small("data.pkl"), _TENSOR_NAMES)
+        if not (isinstance(call, Call) and call.of.name.startswith("_rebuild_tensor") and len(call.arguments) >= 6):
+            raise Refused("it is no tensor")
+        storage, offset, sizes, strides = call.arguments[:4]
+        dtype, key = _storage(storage, call.arguments)
+        if DTYPES.get(dtype) != stored.dtype or sizes != stored.sizes:
+            raise Refused("it is another tensor than the metadata say")
+        plain = isinstance(strides, tuple) and all(type(n) is int and 0 <= n < 1 << 53 for n in (*strides, offset))
+        if not plain or len(strides) != len(stored.sizes):
+            raise Refused("it has strides that are none")
+        begin, size = self._place(f"data/{key}")
+        if size % stored.dtype.itemsize:
+            raise Refused("it has half a number")
+        reach = sum((n - 1) * stride for n, stride in zip(stored.sizes, strides, strict=True)) + offset + 1
+        if 0 not in stored.sizes and reach * stored.dtype.itemsize > size:
+            raise Refused("it is larger than its bytes")
+        numbers = torch.empty(size, dtype=torch.uint8)
+        self.part.seek(begin)
+        if size and self.part.readinto(numbers.numpy()) != size:
+            raise Refused("it is cut short")
+        return numbers.view(stored.dtype).as_strided(stored.sizes, strides, offset)
+
+    def _small(self, name: str) -> bytes:
+        begin, size = self._place(name)
+        if size > _LARGEST_PICKLE:
+            raise Refused(f"its {name} is larger than {_LARGEST_PICKLE:,} bytes")
+        self.part.seek(begin)
+        return self.part.read(size)
+
+    def _place(self, name: str) -> tuple[int, int]:
+        """(begin, size) of an entry's bytes, which are stored as they are."""
+        entry = self.entries.get(name)
+        if entry is None or entry.compress_type != zipfile.ZIP_STORED or entry.file_size != entry.compress_size:
+            raise Refused(f"it has no {name} that is stored as it is")
+        self.part.seek(entry.header_offset)
+        header = self.part.read(30)
+        if len(header) < 30 or header[:4] != b"PK\x03\x04":
+            raise Refused("damaged archive")
+        begin = entry.header_offset + 30 + int.from_bytes(header[26:28], "little")
+        begin += int.from_bytes(header[28:30], "little")
+        if begin + entry.file_size > self.part.length:
+            raise Refused("damaged archive")
+        return begin, entry.file_size
+
+
+def _storage(storage: Any, arguments: tuple) -> tuple[str | None, str]:
+    """(dtype, key) of a tensor's storage."""
+    reference = storage.reference if isinstance(storage, Persistent) else ()
+    if len(reference) != 5 or not isinstance(reference[1], Name) or not isinstance(reference[2], str):
+        raise Refused("it has a storage that is none")
+    dtype = _STORAGES.get(reference[1].name)
+    if dtype is None and len(arguments) > 6 and isinstance(arguments[6], Name):
+        dtype = arguments[6].name  # of one without a storage class of its own
+    return dtype, reference[2]
+
+
+def reason_of(error: BaseException) -> str:
+    """The innermost cause in one line: DCP wraps it in an exception that lists every rank's stack."""
+    causes = getattr(error, "failures", None)
+    if causes:
+        first = next(iter(causes.values()))
+        error = first[0] if isinstance(first, tuple) else first
+    return one_line(error)[:200]
+
+
+class StoredTensors:
+    """The tensors of a checkpoint, read one at a time in one process, whatever ranks wrote them."""
+
+    def __init__(self, path: Path):
+        self._reader = Reader(path)
+        self._metadata = self._reader.read_metadata()
+        self.shapes = {
+            name: stored.size
+            for name, stored in self._metadata.state_dict_metadata.items()
+            if isinstance(stored, TensorStorageMetadata)
+        }
+
+    def read(self, name: str) -> Tensor:
+        """One of `shapes`, in the precision in which it was stored. UserError where it is not as the metadata say."""
+        stored = self._metadata.state_dict_metadata[name]
+        tensor = torch.zeros(stored.size, dtype=stored.properties.dtype)  # chunks that overlap may leave holes
+        for chunk in stored.chunks:
+            where = self._metadata.storage_data[MetadataIndex(name, chunk.offsets)]
+            target = tensor
+            for dimension, (offset, length) in enumerate(zip(chunk.offsets, chunk.sizes, strict=True)):
+                target = target.narrow(dimension, offset, length)
+            try:
+                with self._reader.open_shard(where.file) as file:
+                    target.copy_(_read(file, where, name))
+            except Refused as error:
+                raise UserError(f"{self._reader.path}: refused: {error}") from error
+        return tensor

@@ -1,0 +1,262 @@
+"""What a run says of itself as it goes: on the terminal, in metrics.jsonl and *_results.json, to a tracker."""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from importlib.util import find_spec
+from pathlib import Path
+
+import torch
+
+from common.cli import MACHINE_FAULT, Flags, UserError, flag
+from common.distributed.stopping import PREEMPTED, Preempted
+from common.distributed.world import World
+from common.files.json_files import JsonLinesLog, read_json_lines, write_json
+from extras.curves import ABOUT, draw_curves, read_about
+from extras.profiling import parse_steps
+from extras.quant_stats import stats_plan
+from extras.quant_stats.stats import scalars
+from extras.trackers import Tracker, open_tracker
+
+# What a run counts and writes: metrics.jsonl, the guides' *_results.json, the step line, peaks of devices.
+
+# Dense bf16 peak in FLOP/s, from the vendors' data sheets (without sparsity), by words of the device's name. The key
+# with most words wins.
+PEAK_FLOPS = {
+    "A10": 125e12,
+    "A10G": 70e12,
+    "A100": 312e12,
+    "L4": 121e12,
+    "L40": 181e12,
+    "L40S": 362e12,
+    "H100": 989e12,
+    "H100 PCIe": 756e12,
+    "H100 NVL": 835e12,
+    "H200": 989e12,
+    "H200 NVL": 835e12,
+    "GH200": 989e12,
+    "B200": 2250e12,
+    "B300": 2250e12,
+    "GB200": 2500e12,
+    "GB300": 2500e12,
+}
+
+
+def peak_flops(device: torch.device, bf16: bool) -> float | None:
+    """The device's dense bf16 peak, or None where it is not known (CPUs, slices of a GPU, other precisions): then no
+    MFU is claimed."""
+    if device.type != "cuda" or not bf16:
+        return None
+    words = set(torch.cuda.get_device_name(device).replace("-", " ").split())
+    matches = [key for key in PEAK_FLOPS if words.issuperset(key.split())]
+    return PEAK_FLOPS[max(matches, key=len)] if matches and "MIG" not in words else None
+
+
+def peak_memory_gb(device: torch.device) -> float:
+    """Most memory in use so far, in GB: of the allocator on a GPU, resident on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 1e9
+    for line in Path("/proc/self/status").read_text().splitlines() if Path("/proc/self/status").exists() else ():
+        if line.startswith("VmHWM"):
+            return int(line.split()[1]) * 1024 / 1e9
+    return 0.0
+
+
+def results_file(output_dir: Path, split: str) -> Path:
+    return output_dir / f"{split}_results.json"
+
+
+def write_results(output_dir: Path, split: str, results: dict) -> None:
+    """`<split>_results.json`, and the same keys merged into all_results.json, as transformers' Trainer does."""
+    write_json(results_file(output_dir, split), results)
+    merged = output_dir / "all_results.json"
+    known = json.loads(merged.read_text()) if merged.exists() else {}
+    write_json(merged, known | results)
+
+
+def format_block(split: str, results: dict) -> str:
+    """The guides' `***** train metrics *****` block."""
+    shown = {k: _shown(k, v) for k, v in sorted(results.items())}
+    width, right = max(map(len, shown), default=0), max(map(len, shown.values()), default=0)
+    return "\n".join([f"***** {split} metrics *****", *(f"  {k:<{width}} = {v:>{right}}" for k, v in shown.items())])
+
+
+def _shown(key: str, value) -> str:
+    if key.endswith("_runtime"):
+        hours, rest = divmod(value, 3600)
+        return f"{int(hours)}:{int(rest // 60):02d}:{rest % 60:05.2f}"
+    if key == "total_flos":
+        return f"{value / 1e9:,.0f}GF"
+    return f"{value:.4f}" if isinstance(value, float) else str(value)
+
+
+IN_GUIDE_LINE = ("loss", "step_loss", "learning_rate")
+
+
+def guide_line(row: dict, samples: int) -> str:
+    """The same in the FSDP guides' shape, which their users' scripts read; further fields follow. samples: of a step,
+    on all ranks; the seconds of a step hold its wait for data."""
+    loss = row.get("step_loss", float("nan"))  # the last step was skipped: the guides would show no number, too
+    speed = samples / max(row["step_seconds"], 1e-9)
+    begins = (
+        f"Batch {row['step'] - 1} Loss: {loss:.5f}, Speed: {speed:.2f} samples/sec, lr: {row['learning_rate']:.6f}"
+    )
+    return f"{begins}, {step_line({k: v for k, v in row.items() if k not in IN_GUIDE_LINE})}"
+
+
+def step_line(row: dict) -> str:
+    """One line a logged step, in torchtitan's spirit. What the row does not have is left out."""
+    parts = [f"step: {row['step']}/{row['total_steps']}"]
+    parts += [
+        f"{name}: {row[key]:{form}}{unit}"
+        for name, key, form, unit in (
+            ("epoch", "epoch", ".2f", ""),
+            ("loss", "loss", ".4f", ""),
+            ("step_loss", "step_loss", ".4f", ""),
+            ("ppl", "train_perplexity", ".3f", ""),
+            ("grad_norm", "grad_norm", ".3f", ""),
+            ("lr", "learning_rate", ".2e", ""),
+            ("memory", "peak_memory_gb", ".2f", "GB"),
+            ("tps", "tokens_per_second", ",.0f", ""),
+            ("tps/gpu", "unpadded_tokens_per_second_per_gpu", ",.0f", ""),
+            ("tflops", "tflops_per_device", ".2f", ""),
+            ("mfu", "mfu", ".1%", ""),
+        )
+        if key in row
+    ]
+    parts.append(f"data wait: {row['data_wait_seconds'] / max(row['step_seconds'], 1e-9):.0%}")
+    if row["step"] < row["total_steps"]:
+        parts.append(f"eta: {timedelta(seconds=round((row['total_steps'] - row['step']) * row['step_seconds']))}")
+    if row.get("checkpoint_seconds", 0) >= 0.05:
+        parts.append(f"checkpoint: {row['checkpoint_seconds']:.1f}s")
+    if row.get("skipped_steps"):
+        parts.append(f"skipped: {row['skipped_steps']}")
+    return "  ".join(parts)
+
+
+logger = logging.getLogger(__name__)
+METRICS = "metrics.jsonl"
+DRAW_EVERY_S = 60.0  # the picture of a run that goes on, at a checkpoint
+
+
+@dataclass
+class LogFlags(Flags):
+    group = "logging"
+    rarely = ("straggler_every", "profile_steps", "disable_tqdm")
+
+    logging_steps: int = flag(10, "Steps between log lines and rows of metrics.jsonl.")
+    straggler_every: int = flag(100, "Steps between comparisons of the ranks' own work; the slowest is named. 0: off.")
+    profile_steps: str | None = flag(None, "Write a torch profiler trace of the steps A-B under output_dir/profile/.")
+    report_to: str = flag("none", "none, tensorboard or wandb (each must be installed).")
+    run_name: str | None = flag(None, "Name of the run for --report_to.")
+    disable_tqdm: bool = flag(False, "No progress bar.")
+
+    def check(self) -> None:
+        self.require_at_least(1, "logging_steps")
+        self.require_at_least(0, "straggler_every")
+        if self.profile_steps:
+            parse_steps(self.profile_steps)
+        self.require_choice("report_to", ("none", "tensorboard", "wandb"))
+        if self.report_to != "none" and find_spec(self.report_to) is None:
+            raise UserError(f"--report_to {self.report_to}: not installed: ./install.sh --trackers")
+
+
+class RunLogger:
+    """Writes on the main rank; on the others nothing happens. Leaving it as a context closes the tracker."""
+
+    def __init__(self, flags: LogFlags, output_dir: Path, world: World):
+        self.flags, self.output_dir, self.world = flags, output_dir, world
+        self.tracker = Tracker()
+        self.metrics: JsonLinesLog | None = None  # None until rows are to come
+        self.last_row: dict = {}
+        self.line: Callable[[dict], str] = step_line  # of a row, for the terminal: the task's
+        self._drawing: threading.Thread | None = None
+        self._drawn_at = -DRAW_EVERY_S
+
+    def __enter__(self) -> RunLogger:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error, stack) -> None:
+        if self._drawing is not None:  # not in the middle of it
+            self._drawing.join()
+        ended = PREEMPTED if kind and issubclass(kind, Preempted) else MACHINE_FAULT
+        self.tracker.close(ended if kind else 0)
+
+    def track(self, first_row: int | None, anew: bool) -> None:
+        """Open what --report_to says, on all ranks together; see `open_tracker`."""
+        flags = self.flags
+        with self.world.on_main_rank() as is_main:
+            if is_main:
+                where = (flags, self.output_dir, first_row, anew)
+                self.tracker = open_tracker(flags.report_to, flags.run_name, *where)
+
+    def begin(self, first_row: int, quant_stats_in: Path | None, step: int, about: dict) -> None:
+        """Open the files of rows before the first step. Rows of metrics.jsonl from `first_row` on, and of
+        quant_stats.jsonl beyond `step`, will come again: they are dropped. about: of the run, for its picture."""
+        starts = [start for start in read_about(self.output_dir).get("starts", []) if start < first_row]
+        write_json(self.output_dir / ABOUT, about | {"starts": [*starts, first_row]})
+        self.metrics = JsonLinesLog(self.output_dir / METRICS, first_row - 1)
+        self.tracker.go_on(self.output_dir / METRICS)
+        if quant_stats_in:
+            self.quant_stats = JsonLinesLog(quant_stats_in / stats_plan.FILE, step)
+
+    def row(self, row: dict) -> None:
+        """A row of metrics.jsonl."""
+        if self.world.is_main:
+            self.metrics.write(row)
+            self.last_row = row
+            self.tracker.write(row)
+            if "loss" in row:
+                logger.info(self.line(row))
+
+    def draw(self) -> None:
+        """Draw the curves, now and then, beside what the run does; the main rank only."""
+        busy = self._drawing is not None and self._drawing.is_alive()
+        if not self.world.is_main or busy or time.monotonic() < self._drawn_at + DRAW_EVERY_S:
+            return
+        self._drawn_at = time.monotonic()
+        self._drawing = threading.Thread(target=self._draw, name="curves", daemon=True)
+        self._drawing.start()
+
+    def draw_last(self) -> None:
+        """Draw the curves of all there is."""
+        if self._drawing is not None:
+            self._drawing.join()
+        draw_curves(self.output_dir)
+
+    def _draw(self) -> None:
+        with suppress(OSError):  # of a full disk, of which the run hears by itself
+            draw_curves(self.output_dir)
+
+    def quant_stats_rows(self, rows: list[dict]) -> None:
+        """The rows of quant_stats.jsonl of a step, if there are any."""
+        if rows and self.world.is_main:
+            self.quant_stats.write(*rows)
+            self.tracker.write(scalars(rows))
+
+    def results(self, split: str, step: int, results: dict, of_training: bool) -> None:
+        """`<split>_results.json` and the guides' block of them; the main rank only.
+
+        of_training: these end a run that trains, not an evaluation by itself; of them a tracker is told what it does
+        not know.
+        """
+        known = self._known(split, step, results) if of_training else {}
+        write_results(self.output_dir, split, results)
+        self.tracker.write({"step": step} | {k: v for k, v in results.items() if k not in known})
+        print(format_block(split, results), flush=True)
+
+    def _known(self, split: str, step: int, results: dict) -> dict:
+        """What a tracker has of them: the row of this very step; all, where a finished run was only started again."""
+        if self.metrics is None and results_file(self.output_dir, split).exists():
+            return results
+        row = self.last_row
+        if self.metrics is None:  # killed between its last row and its results
+            row = next(iter(read_json_lines(self.output_dir / METRICS)[-1:]), {})
+        return row if row.get("step") == step else {}

@@ -1,0 +1,1 @@
+"""Llama, Mistral and Mixtral: configuration, layers, conversion, flags and the causal language modelling task."""

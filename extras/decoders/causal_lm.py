@@ -1,0 +1,144 @@
+"""The task: causal language modelling with a decoder. What is learned, counted, evaluated and exported.
+
+The same methods as common.training.masked_lm. The loss is the cross-entropy in nats a predicted token, of the global
+batch. Mixtral's router adds its load-balancing loss, weighted: of each pack by itself, in proportion to its predicted
+tokens. A pack is what it is on any number of ranks, and so is the sum; evaluations leave the router out.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from common.cli import UserError
+from common.data.collators import Batch, Collator, Counts, to_device
+from common.data.crops import Pack
+from common.distributed.world import World
+from common.models.esm2.model import count_parameters
+from common.models.layers.backend import check_device, choose_backend
+from common.models.layers.hf_directory import Training
+from common.training.evaluation import held_out_results
+from common.training.flops import decoder_flops
+from common.training.run_logger import guide_line
+from common.training.task import BuiltModel, ModelSpec, StepCounts, Task
+from extras.curves import PlotLabels
+from extras.decoders.causal_arguments import CausalArguments
+from extras.decoders.convert import pieces_to_hf, read_decoder, save_decoder
+from extras.decoders.model import DecoderForCausalLM
+from extras.text.causal import causal_batches
+from extras.text.data import TextData, held_out_contexts, open_text
+from extras.text.tokenizers import check_vocabulary, open_tokenizer
+
+# Which decoder the flags ask for, and whether this machine can have it.
+
+
+def choose_decoder(args: CausalArguments, world: World, torch_only: tuple[str, ...], so_far: dict) -> ModelSpec:
+    """As `choose_esm2`."""
+    config, told = args.decoder_config(args.max_seq_length)
+    torch_only += ("--emulate_precision",) * args.emulate_precision
+    torch_only += ("--model with experts (Mixtral)",) * bool(config.num_local_experts)
+    backend, why = choose_backend(args, world.device, args.bf16, torch_only, so_far.get("backend"))
+    check_device(world.device, args.bf16, config.head_dim, "torch")  # whose attention it is with both
+    if world.cp_size > 1:
+        raise UserError(
+            f"--cp_size {world.cp_size}: a decoder's contexts are not shared by ranks yet (causal attention): use "
+            "train_fsdp2.py with --activation_checkpointing full, or a shorter --max_seq_length"
+        )
+    if args.quant_stats and config.num_local_experts:
+        raise UserError("--quant_stats: not of a layer with experts, whose matrices are several: drop the flag")
+    read = None
+    if args.model_name_or_path:
+        where = args.model_name_or_path
+        read = lambda: (read_decoder(where, config), {})  # noqa: E731
+    remarks = (told, f"Backend: {backend} ({why})", *args.remarks())
+    return ModelSpec(config, backend, why, "", remarks, partial(DecoderForCausalLM, config, backend), read)
+
+
+logger = logging.getLogger(__name__)
+
+
+class CausalLM(Task):
+    """The task of a run: the model that was built for it, and its data once they are opened."""
+
+    choose = staticmethod(choose_decoder)
+    words = PlotLabels("Causal-language-modelling loss", "nats per token", "held-out text")
+
+    data: TextData
+
+    def __init__(self, built: BuiltModel, flags: CausalArguments, world: World):
+        self.built, self.flags, self.world = built, flags, world
+
+    def open(self, evaluates: bool) -> None:
+        """Tokenizer and data; all ranks together."""
+        parameters = count_parameters(self.built.model)
+        logger.info("Created model with total parameters: %d (%.2f B)", parameters, parameters / 1e9)
+        self.tokenizer = open_tokenizer(self.flags.tokenizer, self.world)
+        with self.world.raise_together():
+            check_vocabulary(self.tokenizer, self.built.config.vocab_size)
+        # transformers' generate() stops there.
+        self.built.config.others |= {"bos_token_id": None, "eos_token_id": self.tokenizer.eos_id}
+        self.data = open_text(self.flags, self.world, evaluates, self.tokenizer)
+
+    def example(self, tokens: int) -> Batch:
+        """This rank's batch of a pack of so many random tokens, a document each context."""
+        pack = Pack.of_length(tokens, self.flags.max_seq_length)
+        ids = np.random.default_rng(self.flags.seed).integers(self.built.config.vocab_size, size=tokens)
+        return causal_batches(self.flags, self.world.mesh)(pack, ids)
+
+    def collator(self) -> Collator:
+        return causal_batches(self.flags, self.world.mesh)
+
+    @staticmethod
+    def counts(micro_batches: list[Batch]) -> StepCounts:
+        """Summed over this rank's micro-batches; none: all zero."""
+        computed = sum(len(batch["input_ids"]) for batch in micro_batches)
+        return StepCounts(*Counts.of(micro_batches), computed)
+
+    def loss_sum(self, model: nn.Module, batch: Batch) -> Tensor:
+        """Cross-entropy in nats, summed over the predicted tokens of a batch, and the router's; fp32 scalar."""
+        with torch.autocast(self.world.device.type, torch.bfloat16, enabled=self.flags.bf16):
+            output = model(**to_device(batch, self.world.device))
+        if output.router is None:
+            return output.loss_sum
+        return output.loss_sum + self.built.config.router_aux_loss_coef * batch["num_targets"] * output.router
+
+    def flops(self, counts: StepCounts) -> float:
+        """Of a training step with these counts."""
+        return decoder_flops(self.built.config, counts.num_tokens, counts.sum_squared_lengths)
+
+    def evaluate(self, model: nn.Module, split: str, prefix: str, step: int) -> dict:
+        """`{prefix}_{loss,accuracy,perplexity,...}` of --validation_batches batches; {} if told to stop meanwhile."""
+        store = self.data.held_out(split)
+        made = held_out_contexts(self.flags, store, self.collator(), self.world)
+        return held_out_results(model, made, self.world, prefix, step, self.flags.bf16, "tokens")
+
+    @staticmethod
+    def summary(results: dict) -> str:
+        """Those of the validation split in a line."""
+        return (
+            f"Held-out loss {results['eval_loss']:.4f}, perplexity {results['perplexity']:.3f}, "
+            f"accuracy {results['eval_accuracy']:.4f} ({results['eval_tokens']} predicted tokens)"
+        )
+
+    def baseline(self, split: str, prefix: str) -> dict:
+        """None: a unigram predictor of text is no line worth to beat."""
+        return {}
+
+    def line(self, row: dict, packs_per_step: int) -> str:
+        """A row of metrics.jsonl in the guides' shape."""
+        return guide_line(row, packs_per_step * self.flags.per_device_train_batch_size)
+
+    def exported(self, gather: Callable[[Tensor], Tensor]) -> Iterator[tuple[str, Tensor]]:
+        """The tensors to export; all ranks ask for one after the other, which `gather` makes whole."""
+        parameters = dict(self.built.weights.named_parameters())
+        return pieces_to_hf(lambda name: gather(parameters[name]).detach(), self.built.config)
+
+    def export(self, pieces: Iterator[tuple[str, Tensor]], directory: Path, training: Training) -> None:
+        """Write them where AutoModelForCausalLM opens them, with the tokenizer; the main rank only."""
+        save_decoder(pieces, self.built.config, directory, self.tokenizer.save, training)

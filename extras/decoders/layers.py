@@ -1,0 +1,186 @@
+"""The decoder layer of Llama, Mistral and Mixtral in plain PyTorch, on any device.
+
+Pre-norm: x + proj(attention(RMSNorm(x))), then x + feed-forward(RMSNorm(x)). Attention is causal, several heads of
+queries may share one of keys and values (GQA, Ainslie et al. 2023), the feed-forward block is SwiGLU (Shazeer 2020),
+in Mixtral one of several for each token. There are no biases. Modules and products have the names of ESM-2's layers,
+so that what quantises, recomputes or shards those does these.
+
+Every activation is [T, hidden]: all tokens of a pack end to end. Norms, rotation and the router compute in fp32. The
+last sum is the next layer's to make (common.models.layers.residual).
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from common.models.layers.linear import linear
+from common.models.layers.residual import Stream, total
+from common.models.layers.residual import begin as begin  # as those of another backend have their own
+from extras.decoders.causal_attention import causal_attention
+from extras.decoders.config import DecoderConfig
+
+TOKENS = 1  # of a pass: a multiple of it
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """RMSNorm over the last dimension of x, in fp32 (float64 for float64) whatever x and the weight come in."""
+    x = x.to(torch.promote_types(x.dtype, torch.float32))
+    return F.rms_norm(x, weight.shape, weight.to(x.dtype), eps)
+
+
+class RMSNorm(nn.Module):
+    def __init__(self, size: int, eps: float):
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.empty(size))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return rms_norm(x, self.weight, self.eps)
+
+
+class Linear(nn.Module):
+    """x W^T by way of `linear`, or of what takes its place as `product`."""
+
+    multiplied = ("weight",)
+
+    def __init__(self, in_features: int, out_features: int):
+        super().__init__()
+        self.product = linear
+        self.weight = nn.Parameter(torch.empty(out_features, in_features))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.product(x, self.weight, None)
+
+
+class NormLinear(Linear):
+    """Linear(RMSNorm(x))."""
+
+    def __init__(self, in_features: int, out_features: int, eps: float):
+        super().__init__(in_features, out_features)
+        self.eps = eps
+        self.layer_norm_weight = nn.Parameter(torch.empty(in_features))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(rms_norm(x, self.layer_norm_weight, self.eps))
+
+
+class SelfAttention(nn.Module):
+    """Rows of the fused matrix: all queries, then all keys, then all values."""
+
+    def __init__(self, config: DecoderConfig):
+        super().__init__()
+        heads, kv_heads, dim = config.num_attention_heads, config.num_key_value_heads, config.head_dim
+        self.shape, self.kv_heads = (-1, heads + 2 * kv_heads, dim), kv_heads
+        self.layernorm_qkv = NormLinear(config.hidden_size, (heads + 2 * kv_heads) * dim, config.rms_norm_eps)
+        self.proj = Linear(config.hidden_size, config.hidden_size)
+
+    def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor], cu_seqlens: Tensor, max_seqlen: int) -> Tensor:
+        qkv = self.layernorm_qkv(x).view(self.shape)  # [T, H + 2 K, D]
+        return self.proj(causal_attention(qkv, self.kv_heads, *rotary, cu_seqlens, max_seqlen))
+
+
+class FeedForward(nn.Module):
+    """SwiGLU: fc2(silu(gate) * up), where gate and up are the upper and the lower half of fc1(RMSNorm(x))."""
+
+    multiplied = ("fc1_weight", "fc2_weight")
+
+    def __init__(self, config: DecoderConfig):
+        super().__init__()
+        self.eps = config.rms_norm_eps
+        self.fc1_product = self.fc2_product = linear
+        self.layer_norm_weight = nn.Parameter(torch.empty(config.hidden_size))
+        self.fc1_weight = nn.Parameter(torch.empty(2 * config.intermediate_size, config.hidden_size))
+        self.fc2_weight = nn.Parameter(torch.empty(config.hidden_size, config.intermediate_size))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, None]:
+        x = rms_norm(x, self.layer_norm_weight, self.eps)
+        return self.of_normed(x, self.fc1_weight, self.fc2_weight), None
+
+    def of_normed(self, x: Tensor, fc1: Tensor, fc2: Tensor) -> Tensor:
+        gate, up = self.fc1_product(x, fc1, None).chunk(2, dim=-1)
+        return self.fc2_product(F.silu(gate) * up, fc2, None)
+
+
+class Experts(FeedForward):
+    """Mixtral's: a router sends each token to the `top` of its experts, whose results count by its probabilities.
+
+    The experts' matrices lie one after the other, by rows: strategies deal out rows, evenly also where there are more
+    ranks than experts.
+    """
+
+    multiplied = ()  # an expert's part at a time
+
+    def __init__(self, config: DecoderConfig):
+        super().__init__(config)
+        self.experts, self.top = config.num_local_experts, config.num_experts_per_tok
+        self.gate_weight = nn.Parameter(torch.empty(self.experts, config.hidden_size))
+        for name in ("fc1_weight", "fc2_weight"):
+            rows, columns = getattr(self, name).shape
+            setattr(self, name, nn.Parameter(torch.empty(self.experts * rows, columns)))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """[T, hidden] -> the same, and [2, experts] of the router: how often each expert was chosen, and its
+        probabilities summed over tokens."""
+        x = rms_norm(x, self.layer_norm_weight, self.eps)
+        with torch.autocast(x.device.type, enabled=False):
+            probabilities = F.linear(x, self.gate_weight.to(x.dtype)).softmax(-1)  # [T, experts]
+        weights, chosen = probabilities.topk(self.top, dim=-1)  # [T, top]
+        weights = weights / weights.sum(-1, keepdim=True)
+        order = chosen.flatten().argsort(stable=True)  # assignments by expert
+        tokens, counts = order // self.top, torch.bincount(chosen.flatten(), minlength=self.experts)
+        results = [
+            self.of_normed(part, fc1, fc2)
+            for part, fc1, fc2 in zip(
+                x[tokens].split(counts.tolist()),
+                self.fc1_weight.chunk(self.experts),
+                self.fc2_weight.chunk(self.experts),
+                strict=True,
+            )
+            if len(part)  # what quantises takes no product of nothing
+        ]
+        result = torch.cat(results)
+        result = result * weights.flatten()[order, None].to(result.dtype)
+        shares = torch.stack((counts.to(probabilities.dtype), probabilities.sum(0)))
+        return torch.zeros_like(x, dtype=result.dtype).index_add(0, tokens, result), shares
+
+
+class DecoderLayer(nn.Module):
+    """number: which one it is, from 0; these do not need to know."""
+
+    def __init__(self, config: DecoderConfig, number: int = 0):
+        super().__init__()
+        self.self_attention = SelfAttention(config)
+        self.layernorm_mlp = (Experts if config.num_local_experts else FeedForward)(config)
+
+    def forward(
+        self, stream: Tensor | Stream, rotary: tuple[Tensor, Tensor], cu_seqlens: Tensor, max_seqlen: int
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """The stream's two, and what `Experts` tells of its router; None without one.
+
+        Side by side: Megatron-FSDP looks for tensors in a result, but not in a part of it.
+        """
+        x = total(stream)
+        x = x + self.self_attention(x, rotary, cu_seqlens, max_seqlen)
+        more, shares = self.layernorm_mlp(x)
+        return x, more, shares
+
+
+def rotary_frequencies(config: DecoderConfig, device: torch.device | str = "cpu") -> Tensor:
+    """Radians a token of each pair of a head's numbers, fp32 [D / 2] (RoFormer); Llama 3's scaling included.
+
+    That one (section 3 of arXiv:2407.21783, as in transformers) divides frequencies whose wavelength is beyond the
+    context of pretraining by `factor`, leaves high ones, and goes over from the one to the other in between.
+    """
+    dim = config.head_dim
+    exponents = torch.arange(0, dim, 2, dtype=torch.int64, device=device).float() / dim
+    frequencies = 1.0 / config.rope_theta**exponents
+    if (scaling := config.rope_scaling) is None:
+        return frequencies
+    factor, low, high = scaling["factor"], scaling["low_freq_factor"], scaling["high_freq_factor"]
+    turns = scaling["original_max_position_embeddings"] * frequencies / (2 * math.pi)  # in the original context
+    smooth = ((turns - low) / (high - low)).clamp(0, 1)
+    return (1 - smooth) * frequencies / factor + smooth * frequencies

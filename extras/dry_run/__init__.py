@@ -1,0 +1,1 @@
+"""The memory of a run without running it (--dry_run)."""

@@ -1,0 +1,1 @@
+"""What embed.py and score.py do with a trained model."""

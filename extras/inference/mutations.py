@@ -1,0 +1,135 @@
+"""Scores of mutations under a masked language model: log p(mutant) - log p(wild type), in nats.
+
+The two scores are those of Meier et al. 2021 (NeurIPS), "Language models enable zero-shot prediction of the effects of
+mutations on protein function". A variant with several mutations gets the sum of theirs, each computed alone, as
+ProteinGym computes them.
+"""
+
+from __future__ import annotations
+
+import re
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator
+from itertools import islice
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from common.cli import UserError
+from common.files.alphabet import BYTE_TO_ID, MASK, STANDARD_RESIDUES, TOKENS
+from extras.inference.encoder import Encoder, Progress, Window, tokens_of, windows
+
+AT_ONCE = 256  # sequences whose logits are held at a time
+SUBSTITUTION = re.compile(r"([A-Za-z])(-?[0-9]{1,9})([A-Za-z])")
+SEPARATORS = re.compile(r"[:,;/ ]+")
+WILD_TYPES = {*STANDARD_RESIDUES.tolist(), TOKENS.index("U"), TOKENS.index("O")}
+SHOWN = 40  # characters of a cell that an error quotes
+
+
+class Mutation(NamedTuple):
+    """`A24G`: letters as token ids, the position from 0."""
+
+    wild: int
+    position: int
+    mutant: int
+
+
+class Variant(NamedTuple):
+    protein: bytes  # the wild type's residues
+    mutations: tuple[Mutation, ...]
+
+
+class Pass(NamedTuple):
+    """A forward pass: a window of a protein, with one of its positions masked, or none."""
+
+    protein: bytes
+    window: Window
+    masked: int | None
+
+
+def quoted(text: str) -> str:
+    """A cell of a table, for an error's line."""
+    return repr(text if len(text) <= SHOWN else f"{text[:SHOWN]}...")
+
+
+def parse_variant(text: str, protein: bytes, where: str, first_residue: int = 1) -> Variant:
+    """`A24G`, or several as `A24G:K30R`; an empty text or `WT` is the wild type.
+
+    first_residue: the number of the protein's first residue. UserError, which begins with `where`, for anything that
+    is no substitution in this protein.
+    """
+    words = [] if text.strip().upper() in ("", "WT") else SEPARATORS.split(text.strip())
+    mutations = sorted(
+        (_parse_mutation(word, protein, where, first_residue) for word in words), key=lambda m: m.position
+    )
+    for one, other in zip(mutations, mutations[1:], strict=False):
+        if one.position == other.position:
+            raise UserError(
+                f"{where}: {quoted(text)}: residue {one.position + first_residue} is mutated twice: give it once"
+            )
+    return Variant(protein, tuple(mutations))
+
+
+def _parse_mutation(word: str, protein: bytes, where: str, first_residue: int) -> Mutation:
+    match = SUBSTITUTION.fullmatch(word)
+    if match is None:
+        raise UserError(f"{where}: {quoted(word)} is no mutation: expected, say, A24G")
+    wild, mutant = (int(BYTE_TO_ID[ord(letter)]) for letter in (match[1], match[3]))
+    position = int(match[2]) - first_residue
+    if not 0 <= position < len(protein):
+        last = first_residue + len(protein) - 1
+        raise UserError(f"{where}: {word}: the protein has residues {first_residue} to {last}")
+    residue = chr(protein[position]).upper()
+    if residue != match[1].upper():
+        residue = residue if residue.isprintable() else "?"
+        raise UserError(
+            f"{where}: {word}: residue {match[2]} of the protein is {residue}, not {match[1]}: is it this protein, "
+            f"and does it begin with residue {first_residue}?"
+        )
+    if wild not in WILD_TYPES:
+        raise UserError(f"{where}: {word}: {match[1]} is no amino acid: its probability means nothing")
+    if mutant not in STANDARD_RESIDUES:
+        raise UserError(f"{where}: {word}: {match[3]} is none of the 20 amino acids")
+    return Mutation(wild, position, mutant)
+
+
+def score(
+    encoder: Encoder, variants: list[Variant], masked: bool, done: Progress = lambda tokens: None
+) -> list[float]:
+    """The sum over each variant's mutations of log p(mutant) - log p(wild type), in nats; 0 for the wild type.
+
+    A position is looked at in the window of `windows` that has it nearest to its middle. masked: with that position
+    masked, one pass a position; else with nothing masked, one pass a window. done: as `Encoder.logits`.
+    """
+    proteins: dict[bytes, set[Mutation]] = {}
+    for protein, mutations in variants:
+        proteins.setdefault(protein, set()).update(mutations)
+    asked: dict[Pass, list[Mutation]] = {}
+    for protein, mutations in proteins.items():
+        cut = list(windows(len(protein), encoder.flags.max_seq_length - 2))
+        ends = [window.start + window.end for window in cut]
+        for mutation in sorted(mutations):
+            window = cut[bisect_right(ends, mutation.position)]
+            asked.setdefault(Pass(protein, window, mutation.position if masked else None), []).append(mutation)
+    scores: dict[tuple[bytes, Mutation], float] = {}
+    for some in _groups(asked):
+        for key, logits in zip(some, encoder.logits([_tokens(key) for key in some], done), strict=True):
+            log_p = torch.log_softmax(logits.double(), -1).numpy()
+            for mutation in asked[key]:
+                row = log_p[1 + mutation.position - key.window.start]
+                scores[key.protein, mutation] = float(row[mutation.mutant] - row[mutation.wild])
+    return [sum((scores[protein, each] for each in mutations), 0.0) for protein, mutations in variants]
+
+
+def _groups(passes: Iterable[Pass]) -> Iterator[list[Pass]]:
+    passes = iter(passes)
+    while group := list(islice(passes, AT_ONCE)):
+        yield group
+
+
+def _tokens(key: Pass) -> np.ndarray:
+    tokens = tokens_of(key.protein, key.window.start, key.window.length)
+    if key.masked is not None:
+        tokens[1 + key.masked - key.window.start] = MASK
+    return tokens

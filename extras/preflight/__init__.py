@@ -1,0 +1,1 @@
+"""Checks of nodes, disks and network before a job starts."""

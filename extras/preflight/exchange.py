@@ -1,0 +1,247 @@
+"""The steps of a preflight in which ranks wait for each other: their order, and what to say of each that fails.
+
+A collective that one rank does not reach hangs and names nobody. So ranks first meet in torchrun's key-value store:
+each posts what it has, rank 0 waits for a given time, and knows by number who is missing.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
+from datetime import timedelta
+from pathlib import Path
+
+import torch.distributed as dist
+
+from common.cli import UserError, one_line
+from common.distributed.store import join_store, serve_store, store_host
+from common.distributed.world import World
+from extras.preflight import ranks
+from extras.preflight.network import check_nccl_log
+from extras.preflight.node import existing
+from extras.preflight.report import ERROR, OK, WARN, Finding, RankReport
+
+BAD_CLOCK_S = 300.0  # munge refuses credentials that are older, S3 soon after
+SEEN_WITHIN_S = 5.0  # a file of another node; NFS remembers for a while that there was none
+ROUTE = "see whether the nodes may reach each other (security group, firewall), NCCL_SOCKET_IFNAME, GLOO_SOCKET_IFNAME"
+GRACE_S = 5  # that the others wait longer than rank 0, which has to tell them
+
+
+class Meeting:
+    """Messages between the ranks of one attempt, each value anything that JSON holds; `seconds` bound every wait."""
+
+    def __init__(self, world: World, seconds: float):
+        self.world, self.seconds = world, seconds
+        self._store = self.connect("meeting")
+
+    def connect(self, purpose: str) -> dist.Store:
+        """A connection of its own to the store: one that waits blocks all that share it. UserError if none answers."""
+        served_by_torchrun = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        host, port = os.environ["MASTER_ADDR"] if served_by_torchrun else store_host(), int(os.environ["MASTER_PORT"])
+        serves = self.world.is_main and not served_by_torchrun and purpose == "meeting"
+        timeout = timedelta(seconds=self.seconds)
+        try:
+            store = (serve_store if serves else join_store)(host, port, timeout=timeout)
+        except RuntimeError as error:
+            where = "torchrun on the first node" if served_by_torchrun else "rank 0"
+            raise UserError(
+                f"rank {self.world.rank}: {where} does not answer at {host}:{port} within {self.seconds:g} s: see "
+                "whether it runs, and whether the nodes may reach that port"
+            ) from error
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        return dist.PrefixStore(f"extras.preflight/{purpose}/{attempt}", store)
+
+    def post(self, name: str, value) -> None:
+        """This rank's message under a name."""
+        self._store.set(f"{name}/{self.world.rank}", json.dumps(value))
+
+    def collect(self, name: str, ranks: list[int]) -> tuple[dict[int, object], list[int]]:
+        """On rank 0: what the ranks posted under the name, and those that did not in time."""
+        deadline = time.monotonic() + self.seconds
+        found, missing = {}, []
+        for rank in ranks:
+            value = self._get(f"{name}/{rank}", deadline - time.monotonic())
+            if value is None:
+                missing.append(rank)
+            else:
+                found[rank] = json.loads(value)
+        return found, missing
+
+    def tell(self, name: str, value) -> None:
+        """Rank 0's message to all."""
+        self._store.set(name, json.dumps(value))
+
+    def hear(self, name: str, patience: float = 1):
+        """What rank 0 tells under the name, waited for `patience` times as long as a collect may take; UserError."""
+        seconds = patience * self.seconds + GRACE_S
+        value = self._get(name, seconds)
+        if value is None:
+            raise UserError(
+                f"rank {self.world.rank}: rank 0 has not been heard of for {seconds:g} s: see what it said"
+            )
+        return json.loads(value)
+
+    def _get(self, key: str, seconds: float) -> bytes | None:
+        try:
+            self._store.wait([key], timedelta(seconds=max(seconds, 0.001)))
+            return self._store.get(key)
+        except RuntimeError:  # not there in time, or the store is gone
+            return None
+
+
+class Exchange:
+    """`findings` (of the run as a whole) and `pairs` are rank 0's; other findings go to each rank's own report.
+
+    leaders: {"rank", "host"} of the first rank of each node.
+    """
+
+    def __init__(self, meeting: Meeting, leaders: list[dict], args):
+        self.meeting, self.world, self.args = meeting, meeting.world, args
+        self.hosts = {each["rank"]: each["host"] for each in leaders}
+        self.leaders = list(self.hosts)
+        self.findings: list[Finding] = []
+        self.pairs: list[dict] = []
+        self._threads = ThreadPoolExecutor(16)
+
+    def run(self, report: RankReport) -> None:
+        """Every rank calls. A step begins when all ranks have done the one before."""
+        world, seconds = self.world, self.meeting.seconds
+        several = len(self.leaders) > 1
+        if several and self.args.output_dir:
+            self._attempt(report, "looking at --output_dir from every node", self._shared_output, report)
+        log = self._have_nccl_tell() if several else None
+        store = self.meeting.connect("group")
+        started = self._attempt(report, "starting the process group", ranks.start_group, world, store, seconds)
+        if not self._agree("group", started is not None):
+            return
+        if several and not (self._clocks(report) and self._pairs(report)):
+            return
+        what = f"an all-reduce over all {world.size} ranks"
+        timing = self._attempt(report, what, ranks.time_all_reduce, world, list(range(world.size)))
+        if timing and world.is_main:
+            self.findings.append(Finding("all-reduce", OK, f"all {world.size} ranks: {timing}"))
+        if log and report.leads:
+            report.findings.append(check_nccl_log(log.read_text(errors="replace") if log.exists() else ""))
+
+    # ---- the steps ------------------------------------------------------------------------------------------
+
+    def _shared_output(self, report: RankReport) -> None:
+        """Whether a file that rank 0 creates beside the checkpoints is seen by every node."""
+        where = existing(Path(self.args.output_dir).expanduser().absolute())
+        if self.world.is_main:
+            try:
+                with tempfile.NamedTemporaryFile(prefix=".preflight-", dir=where) as marker:
+                    self.meeting.tell("marker", marker.name)
+                    self.meeting.collect("seen", [rank for rank in self.leaders if rank])
+            except OSError:  # which the check of --output_dir has told
+                self.meeting.tell("marker", "")
+            return
+        marker = self.meeting.hear("marker")
+        if not marker or not report.leads:
+            return
+        deadline = time.monotonic() + SEEN_WITHIN_S
+        while not (seen := os.path.exists(marker)) and time.monotonic() < deadline:
+            os.listdir(where)  # makes network filesystems look again
+            time.sleep(0.2)
+        self.meeting.post("seen", seen)
+        if not seen:
+            what = f"{where} is not the directory that rank 0 sees there"
+            todo = "mount the same shared volume on every node: checkpoints are written by all and read by all"
+            report.findings.append(Finding("output", ERROR, what, todo))
+
+    def _clocks(self, report: RankReport) -> bool:
+        done: dict | None = {}
+        if report.leads:
+            done = self._attempt(report, "comparing clocks", ranks.measure_clocks, self.world, self.leaders)
+        for rank, (offset, uncertainty) in (done or {}).items():
+            self.findings += check_clock(f"rank {rank} ({self.hosts[rank]})", offset, uncertainty, self.args)
+        if self.world.is_main and done is not None and not any(f.check == "clocks" for f in self.findings):
+            worst = max(abs(offset) for offset, _ in done.values())
+            self.findings.append(Finding("clocks", OK, f"within {worst * 1e3:.1f} ms of rank 0's"))
+        return self._agree("clocks", done is not None)
+
+    def _pairs(self, report: RankReport) -> bool:
+        fine, timings = True, []
+        for number, pairs in enumerate(ranks.ring_rounds(len(self.leaders))):
+            pairs = [(self.leaders[a], self.leaders[b]) for a, b in pairs]
+            timing = group = None
+            for pair in pairs:
+                if self.world.rank in pair:
+                    names = " and ".join(f"rank {rank} ({self.hosts[rank]})" for rank in sorted(pair))
+                    what = f"an all-reduce between {names}"
+                    measured = self._attempt(report, what, ranks.time_pair, self.world, pair, self.meeting.seconds)
+                    fine &= measured is not None
+                    timing, group = measured or (None, None)
+            name = f"pairs/{number}"
+            self.meeting.post(name, timing and asdict(timing))
+            if self.world.is_main:
+                found, missing = self.meeting.collect(name, [min(pair) for pair in pairs])
+                timings += [ranks.Timing(**value) for value in found.values() if value]
+            # The next round begins when this one is over everywhere: who is late is then not the next pair's fault.
+            if not self._agree(f"{name}/done", fine):
+                fine = False
+                break
+            if group is not None:
+                dist.destroy_process_group(group)
+        if self.world.is_main and timings:
+            self._judge(timings)
+        return fine
+
+    def _judge(self, timings: list[ranks.Timing]) -> None:
+        self.pairs = [asdict(each) for each in timings]
+        slowest = min(timings, key=lambda each: each.bandwidth)
+        self.findings.append(
+            Finding("pairs", OK, f"{len(timings)} pairs of nodes; slowest {self._names(slowest)}: {slowest}")
+        )
+        for each in ranks.outliers(timings):
+            what = f"{self._names(each)}: {each}, {ranks.SLOW:g} times worse than the median pair"
+            todo = "if a node is in two such pairs, drain it and look at its network"
+            self.findings.append(Finding("pairs", WARN, what, todo))
+
+    def _names(self, timing: ranks.Timing) -> str:
+        return " - ".join(self.hosts[rank] for rank in timing.ranks)
+
+    def _have_nccl_tell(self) -> Path | None:
+        """Where EFA is asked for: the file that NCCL, started after this, writes its choice of network to."""
+        if self.world.device.type != "cuda" or os.environ.get("FI_PROVIDER") != "efa":
+            return None
+        file = Path(tempfile.mkdtemp(prefix="preflight-")) / "nccl.log"
+        os.environ |= {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "INIT,NET", "NCCL_DEBUG_FILE": str(file)}
+        return file
+
+    # ---- how a step is done ---------------------------------------------------------------------------------
+
+    def _attempt(self, report: RankReport, what: str, function, *arguments):
+        """The function's result (True for None). If it fails or hangs: None, and a finding."""
+        running = self._threads.submit(function, *arguments)
+        try:
+            value = running.result(self.meeting.seconds + GRACE_S)
+            return True if value is None else value
+        except TimeoutError:
+            said = f"{what}: no answer within {self.meeting.seconds:g} s"
+        except (RuntimeError, OSError, UserError) as error:
+            said = f"{what} failed: {one_line(error)[:160]}"
+        report.findings.append(Finding("network", ERROR, said, ROUTE))
+        return None
+
+    def _agree(self, name: str, fine: bool) -> bool:
+        """Whether it is fine on all ranks; every rank gets the same answer."""
+        self.meeting.post(name, fine)
+        if self.world.is_main:
+            answers, missing = self.meeting.collect(name, list(range(self.world.size)))
+            self.meeting.tell(f"{name}/all", all(answers.values()) and not missing)
+        return self.meeting.hear(f"{name}/all", patience=2)
+
+
+def check_clock(who: str, offset: float, uncertainty: float, args) -> list[Finding]:
+    """Findings on a clock `offset` seconds ahead of rank 0's."""
+    if abs(offset) - uncertainty <= args.max_clock_skew:
+        return []
+    direction = "ahead of" if offset > 0 else "behind"
+    what = f"{who} is {abs(offset):.3f} s {direction} rank 0 (known to {uncertainty * 1e3:.1f} ms)"
+    level = ERROR if abs(offset) > BAD_CLOCK_S else WARN
+    return [Finding("clocks", level, what, "start chrony (or another NTP client) on that node")]

@@ -1,0 +1,71 @@
+"""Draw proteins by clusters: every cluster once an epoch, one of its members at random, as ESM-2 was trained.
+
+ESM-2 drew a UniRef50 cluster uniformly and then one of its UniRef90 members uniformly (Lin et al., Science 2023,
+supplementary A.1). The index beside a split, `clusters/`, is two memory-mapped arrays: `members.npy`, the split's
+records cluster by cluster, and `offsets.npy`, where each cluster begins. Clusters stand in the order of their first
+records, so that blocks of clusters are mostly blocks of records too.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+
+from common.cli import UserError, one_line
+from common.files.hashing import combined_hash, hash_counters, scale
+
+DIRECTORY = "clusters"
+
+
+class Clusters:
+    """The clusters of one split. Cheap to fork; pickles as its path.
+
+    offsets: uint32 [clusters + 1]; members: uint32 [records]; `len()` is the number of clusters.
+    """
+
+    def __init__(self, directory: Path):
+        self.directory = directory
+        self.offsets, self.members = (np.load(directory / f"{n}.npy", mmap_mode="r") for n in ("offsets", "members"))
+        if int(self.offsets[-1]) != len(self.members):
+            raise UserError(f"{directory}: offsets.npy and members.npy do not belong together: tokenise again")
+
+    def __reduce__(self):
+        return Clusters, (self.directory,)
+
+    def __len__(self) -> int:
+        return len(self.offsets) - 1
+
+    @property
+    def content(self) -> str:
+        """A hash (hex) of the index."""
+        return combined_hash(self.directory / name for name in ("offsets.npy", "members.npy"))
+
+    @property
+    def num_records(self) -> int:
+        return len(self.members)
+
+    def draw(self, clusters: np.ndarray, key: int) -> np.ndarray:
+        """One member of each of the clusters int64 [n]: records int64 [n], a function of key and cluster."""
+        begin = self.offsets[clusters].astype(np.int64)
+        sizes = self.offsets[clusters + 1].astype(np.int64) - begin
+        return self.members[begin + scale(hash_counters(key, clusters), sizes)].astype(np.int64)
+
+
+def open_clusters(split_directory: str | Path, num_records: int) -> Clusters:
+    """The clusters of a split of so many records (`len(store)`). UserError where there are none or they do not fit."""
+    directory = Path(split_directory) / DIRECTORY
+    if not (directory / "offsets.npy").is_file():
+        raise UserError(
+            f"{directory}: no clusters: tokenise with --cluster_table or --cluster, or train without --sample_clusters"
+        )
+    try:
+        clusters = Clusters(directory)
+    except (ValueError, EOFError, FileNotFoundError) as error:
+        raise UserError(f"{directory}: cannot be read ({one_line(error)}): tokenise again") from error
+    if clusters.num_records != num_records:
+        raise UserError(
+            f"{directory}: clusters of {clusters.num_records:,} records, but {num_records:,} are in use: "
+            "--sample_clusters needs all of them (no --max_train_samples)"
+        )
+    return clusters

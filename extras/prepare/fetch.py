@@ -1,0 +1,201 @@
+"""Turn sources (files, http, https, ftp and s3 URLs) into local files that have been verified."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from urllib.parse import unquote, urlsplit
+from xml.etree import ElementTree
+
+from common.cli import UserError
+from common.files.hashing import content_hashes
+from extras import earlier_identity
+from extras.prepare.download import ANYTHING, PATIENCE, Digest, DownloadFiles, Expected, Patience, download
+from extras.prepare.transfers import SCHEMES, FetchError, TemporaryError, identity, shown
+from extras.sources.compression import check_file, refuse_twice
+
+logger = logging.getLogger(__name__)
+HEX_DIGITS = {"md5": 32, "sha256": 64}
+# UniProt's server and its two official mirrors; every directory with data has a RELEASE.metalink.
+UNIPROT_HOSTS = ("ftp.uniprot.org", "ftp.ebi.ac.uk", "ftp.expasy.org")
+METALINK = "RELEASE.metalink"
+
+
+@dataclass(frozen=True)
+class Source:
+    """A file or URL as the user gave it, and what it should be."""
+
+    address: str
+    expected: Expected = ANYTHING
+
+    @property
+    def is_url(self) -> bool:
+        return "://" in self.address
+
+    @property
+    def name(self) -> str:
+        """What tells it from others."""
+        return identity(self.address) if self.is_url else self.address
+
+    @property
+    def shown(self) -> str:
+        """For a line that somebody reads."""
+        return shown(self.address) if self.is_url else self.address
+
+    @property
+    def path(self) -> Path:
+        """Of a local source."""
+        return Path(self.address).expanduser()
+
+
+def parse_sources(addresses: list[str], md5: list[str] = (), sha256: list[str] = ()) -> list[Source]:
+    """`addresses` with their checksums: none, or one for each, in order.
+
+    Raises UserError: no readable file, no address that can be fetched, one given twice, no checksum, too few of them.
+    """
+    for flag, sums in (("--md5", md5), ("--sha256", sha256)):
+        if sums and len(sums) != len(addresses):
+            raise UserError(f"{flag}: {len(sums)} checksums for {len(addresses)} sources: give one each, in order")
+    sources = []
+    for number, address in enumerate(addresses):
+        given = {"md5": md5, "sha256": sha256}
+        sums = {name: _parse_sum(name, values[number]) for name, values in given.items() if values}
+        source = Source(address, Expected(sums))
+        if source.name in [other.name for other in sources]:
+            raise UserError(f"--source {source.shown}: given twice: its records would come twice")
+        (_check_address if source.is_url else _check_file)(source)
+        for other in () if source.is_url else sources:
+            if not other.is_url and source.path.samefile(other.path):
+                raise UserError(f"--source {address}: the same file as {other.address}: its records would come twice")
+        sources.append(source)
+    refuse_twice("--source", [source.path for source in sources if not source.is_url])
+    return sources
+
+
+def _parse_sum(algorithm: str, text: str) -> str:
+    """The checksum in lower case. UserError where it cannot be one."""
+    if not re.fullmatch(rf"[0-9a-fA-F]{{{HEX_DIGITS[algorithm]}}}", text):
+        raise UserError(f"--{algorithm} {text}: expected {HEX_DIGITS[algorithm]} hexadecimal digits")
+    return text.lower()
+
+
+def describe_sources(sources: list[Source]) -> dict:
+    """What tells these sources from others, for the record of an output made from them: a file's content, a URL."""
+    digests = iter(content_hashes(source.path for source in sources if not source.is_url))
+    return _described(sources, lambda path: {"source": f"sha256:{next(digests)}"})
+
+
+def describe_sources_earlier(sources: list[Source]) -> dict:
+    """The same as earlier versions recorded it."""
+    return _described(sources, earlier_identity.describe_file)
+
+
+def _described(sources: list[Source], describe_file: Callable[[Path], dict]) -> dict:
+    described = []
+    for source in sources:
+        about = {"source": identity(source.address)} if source.is_url else describe_file(source.path)
+        described.append(about | source.expected.sums)
+    return described[0] if len(described) == 1 else {"sources": described}
+
+
+def fetch(sources: list[Source], directory: Path, patience: Patience = PATIENCE) -> list[Path]:
+    """The sources as files, in order; those that are URLs are downloaded into `directory`. FetchError if one fails."""
+    paths = []
+    for source in sources:
+        address, expected = source.address, source.expected
+        if source.is_url:
+            if not expected.sums and (metalink := metalink_beside(address)):
+                expected = published_checksums(address, metalink, directory, patience)
+            logger.info("Downloading FASTA")
+            logger.info("Downloading %s to %s", shown(address), directory)
+            path = download(address, directory, expected, patience)
+        else:
+            path = source.path
+            if expected.sums and (complaint := Digest(expected).complaint(path)):
+                raise FetchError(f"{path}: {complaint}: it is another file, or damaged: get it again")
+        for name, value in expected.sums.items():
+            logger.info("Verified %s: %s %s", shown(address), name, value)
+        paths.append(path)
+    return paths
+
+
+def published_checksums(url: str, metalink: str, directory: Path, patience: Patience = PATIENCE) -> Expected:
+    """What the publisher's `metalink` says of the file at `url`; with a warning, `ANYTHING` if it says nothing."""
+    name = Path(unquote(urlsplit(url).path)).name
+    DownloadFiles(directory, metalink).remove()  # of an earlier run, maybe of an earlier release
+    try:
+        path = download(metalink, directory, patience=patience)
+    except FetchError as error:
+        if isinstance(error.__cause__, TemporaryError):
+            raise
+        logger.warning("%s: only the size of %s will be checked", error, name)
+        return ANYTHING
+    expected = read_metalink(path.read_bytes(), name)
+    path.unlink()
+    if expected is None:
+        logger.warning("%s does not list %s: only its size will be checked", metalink, name)
+    return expected or ANYTHING
+
+
+def metalink_beside(url: str) -> str | None:
+    """The address of the metalink that lists a file of UniProt's; None for files of others."""
+    parts = urlsplit(url)
+    if parts.hostname not in UNIPROT_HOSTS or "/uniprot/" not in parts.path:
+        return None
+    return parts._replace(path=str(PurePosixPath(parts.path).parent / METALINK), query="", fragment="").geturl()
+
+
+def read_metalink(text: bytes, name: str) -> Expected | None:
+    """What a metalink (version 3.0, http://www.metalinker.org) says of the file `name`; None if that is nothing.
+
+    <metalink><files><file name="..."><size>...</size><verification><hash type="md5">...
+    """
+    try:
+        root = ElementTree.fromstring(text)
+    except ElementTree.ParseError:
+        return None
+    for file in root.iterfind(".//{*}file"):
+        if PurePosixPath(file.get("name", "")).name != name:
+            continue
+        sums = {
+            kind: (each.text or "").strip().lower()
+            for each in file.iterfind(".//{*}verification/{*}hash")
+            if (kind := each.get("type", "").lower().replace("-", "")) in HEX_DIGITS
+        }
+        size = file.findtext("{*}size", "").strip()
+        if sums or size.isdigit():
+            return Expected(sums, int(size) if size.isdigit() else None, METALINK)
+    return None
+
+
+def _check_address(source: Source) -> None:
+    scheme, _, place = source.address.partition("://")
+    scheme = scheme.lower()
+    if scheme in ("http", "https") and "@" in place.partition("/")[0]:
+        raise UserError(
+            f"{source.shown}: a user or password in the address is not supported, and would be seen by others: use a "
+            "presigned address, or download it by other means"
+        )
+    if scheme not in SCHEMES:
+        raise UserError(f"{source.shown}: cannot fetch {scheme}:// (only {', '.join(SCHEMES)}, or a local file)")
+    try:
+        complete = bool(urlsplit(source.address).hostname and (scheme == "s3" or urlsplit(source.address).port != 0))
+    except ValueError:  # no number for a port, brackets without an end
+        complete = False
+    if not complete:
+        raise UserError(f"{source.shown}: not a complete address: expected {scheme}://HOST/PATH")
+
+
+def _check_file(source: Source) -> None:
+    path, takes = source.path, "--source takes FASTA files (plain or packed) and URLs"
+    if path.is_dir():
+        raise UserError(f"{source.address}: not a file but a directory: {takes}: name the files that are in it")
+    if not os.path.lexists(path) and source.address != "-":
+        pattern = any(character in source.address for character in "*?[")
+        hint = ": write a pattern without quotes, for the shell to replace" if pattern else ""
+        raise UserError(f"{source.address}: no such file: {takes}{hint}")
+    check_file(path, source.address)

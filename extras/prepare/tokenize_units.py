@@ -1,0 +1,134 @@
+"""Tokenise text in parallel processes, unit by unit, each into pieces of its own for every split.
+
+A unit is a file, or a row group of a parquet file. Its directory appears under its name when it is complete, and is
+noted: after a kill, only the units that were being worked on are read again.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import shutil
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from common.files.hashing import MEMBER, derive_key, hash_counters
+from common.files.output_directory import Build, sync_directory
+from extras.prepare.dataset_writer import ShardWriter, arrow_schema
+from extras.prepare.encode import Piece
+from extras.sources.sequence_files import Unit
+from extras.sources.stream_reader import ROW_BITS, read_rows
+from extras.text.tokenizers import Tokenizer, load_tokenizer, tokenize
+
+DOCUMENTS_AT_ONCE = 512
+
+
+def token_features(tokenizer: Tokenizer) -> dict:
+    """The column of a store of text; lists of 64-bit offsets, for 10,000 books may have more than 2^31 tokens."""
+    return {"input_ids": {"feature": {"dtype": str(tokenizer.dtype), "_type": "Value"}, "_type": "LargeList"}}
+
+
+@dataclass(frozen=True)
+class UnitOfText:
+    """What a process makes of a unit, by itself.
+
+    number: by which documents are told apart; split: they belong to; held_out: but for this share of them, drawn by a
+    hash of (seed, unit, row), which belongs to `validation`.
+    """
+
+    unit: Unit
+    number: int
+    split: str
+    tokenizer: str
+    revision: str | None
+    seed: int
+    held_out: float
+    validation: str
+
+    def make(self, tokenizer: Tokenizer, scratch: Path) -> dict:
+        """Pieces of the splits (by name), and counts of documents, tokens and bytes of text."""
+        directory = scratch / f"unit-{self.number:06d}"
+        part = directory.with_suffix(".part")
+        for left in (part, directory):
+            shutil.rmtree(left, ignore_errors=True)
+        schema = arrow_schema(token_features(tokenizer))
+        writers: dict[str, ShardWriter] = {}
+        counts = {"documents": 0, "tokens": 0, "bytes": 0}
+        for split, texts in self._by_split():
+            ids, bounds = tokenize(tokenizer, texts)
+            bounds = bounds[np.append(True, np.diff(bounds) > 0)]  # an empty document is none
+            if split not in writers:
+                writers[split] = ShardWriter(part / split, schema)
+            lists = pa.LargeListArray.from_arrays(pa.array(bounds), pa.array(ids))
+            writers[split].write(pa.RecordBatch.from_arrays([lists], schema=schema))
+            size = int(pc.sum(pc.binary_length(texts)).as_py() or 0)
+            counts = dict(zip(counts, np.add([*counts.values()], [len(lists), len(ids), size]).tolist(), strict=True))
+        part.mkdir(parents=True, exist_ok=True)
+        for writer in writers.values():
+            writer.end()
+        part.rename(directory)
+        sync_directory(scratch)
+        pieces = {
+            split: [Piece(f"{directory.name}/{split}/{shard.name}", *sizes) for shard, *sizes in writer.ended]
+            for split, writer in writers.items()
+        }
+        return counts | {"pieces": pieces}
+
+    def _by_split(self) -> Iterator[tuple[str, pa.Array]]:
+        """The documents in blocks."""
+        row = 0
+        for block in read_rows(self.unit, 0):
+            for first in range(0, len(block), DOCUMENTS_AT_ONCE):
+                texts = block[first : first + DOCUMENTS_AT_ONCE]
+                records = (self.number << ROW_BITS) + row + np.arange(len(texts))
+                row += len(texts)
+                chosen = hash_counters(derive_key(self.seed, MEMBER), records) < np.uint64(self.held_out * 2**63) * 2
+                for split, mask in ((self.split, ~chosen), (self.validation, chosen)):
+                    if mask.any():
+                        yield split, texts.filter(pa.array(mask))
+
+
+def tokenize_units(units: list[UnitOfText], tokenizer: Tokenizer, build: Build, workers: int) -> Iterator[dict]:
+    """What `UnitOfText.make` returns for every unit, in order; what is noted already is not made again.
+
+    workers: processes; 1: this one.
+    """
+    keys = [f"unit {unit.number}" for unit in units]
+    missing = [number for number, key in enumerate(keys) if build.done(key) is None]
+    workers = min(workers, len(missing))
+    if workers <= 1:
+        made = (units[number].make(tokenizer, build.scratch) for number in missing)
+        yield from _in_turn(keys, missing, made, build)
+        return
+    # Not forked: this process has threads of Arrow's. Each opens the tokenizer for itself.
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(workers, context, _open, (units[0].tokenizer, units[0].revision)) as pool:
+        running = {number: pool.submit(_make, units[number], build.scratch) for number in missing}
+        try:
+            yield from _in_turn(keys, missing, (running[number].result() for number in missing), build)
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+
+def _in_turn(keys: list[str], missing: list[int], made: Iterator[dict], build: Build) -> Iterator[dict]:
+    to_make = set(missing)
+    for number, key in enumerate(keys):
+        if number in to_make:
+            build.note(key, next(made))
+        yield build.done(key)
+
+
+_opened: dict[str, Tokenizer] = {}  # of this process
+
+
+def _open(name: str, revision: str | None) -> None:
+    _opened["tokenizer"] = load_tokenizer(name, revision)[0]
+
+
+def _make(unit: UnitOfText, scratch: Path) -> dict:
+    return unit.make(_opened["tokenizer"], scratch)

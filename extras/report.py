@@ -1,0 +1,68 @@
+"""What a run has come to, finished or not, from its files: the table that quickstart ends on, and its curves.
+
+python -m extras.report OUTPUT_DIR
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from common.cli import UserError, positional, run
+from common.files.json_files import read_json_lines
+from extras.curves import draw_curves, read_results
+
+HELD_OUT = ("eval_loss", "perplexity", "eval_accuracy")
+
+
+def held_out_table(output_dir: Path) -> str:
+    """Held-out loss, perplexity and accuracy before and after training, beside the unigram predictor's."""
+    results = read_results(output_dir)
+    rows = [r for r in read_json_lines(output_dir / "metrics.jsonl") if "eval_loss" in r]
+    lines = [("held-out proteins", "loss (nats)", "perplexity", "accuracy")]
+    first = next((r for r in rows if r["step"] == 0), None)
+    if first:
+        lines.append(_line("before training", *(first[k] for k in HELD_OUT)))
+    known = next((each for each in (results, *rows) if "eval_unigram_loss" in each), None)
+    if known:
+        lines.append(
+            _line("unigram predictor", *(known[f"eval_unigram_{k}"] for k in ("loss", "perplexity", "accuracy")))
+        )
+    if "eval_loss" not in results and rows and rows[-1]["step"]:
+        lines.append(_line(f"at step {rows[-1]['step']:,}", *(rows[-1][k] for k in HELD_OUT)))
+    if "eval_loss" in results:
+        lines.append(_line("after training", *(results[k] for k in HELD_OUT)))
+    widths = [max(len(row[n]) for row in lines) for n in range(4)]
+    text = [
+        f"{name:<{widths[0]}}  " + "  ".join(f"{c:>{w}}" for c, w in zip(cells, widths[1:], strict=True))
+        for name, *cells in lines
+    ]
+    return "\n".join([text[0], "-" * len(text[0]), *text[1:]])
+
+
+def main() -> None:
+    output_dir = Path(*positional(__doc__, "python -m extras.report OUTPUT_DIR", 1))
+    results, rows = read_results(output_dir), read_json_lines(output_dir / "metrics.jsonl")
+    if not results and not rows:
+        raise UserError(f"{output_dir}: no run there: it has neither metrics.jsonl nor all_results.json")
+    if rows:
+        draw_curves(output_dir)
+    if not results:
+        last = rows[-1]
+        loss = next((f", training loss {row['loss']:.4f}" for row in reversed(rows) if "loss" in row), "")
+        print(f"not finished: step {last['step']:,} of {last['total_steps']:,}{loss}\n")
+    if any("eval_loss" in row for row in (results, *rows)):
+        print(held_out_table(output_dir))
+        print()
+    if "train_tokens_per_second" in results:
+        print(f"speed   {results['train_tokens_per_second']:,.0f} tokens/s, without padding")
+    for name, path in (("model", output_dir / "final_model"), ("plot", output_dir / "training_curves.png")):
+        if path.exists():
+            print(f"{name:<7} {path}")
+
+
+def _line(name: str, loss: float, perplexity: float, accuracy: float) -> tuple[str, str, str, str]:
+    return name, f"{loss:.4f}", f"{perplexity:.2f}", f"{accuracy:.1%}"
+
+
+if __name__ == "__main__":
+    run(main)

@@ -1,0 +1,372 @@
+"""Stream `id,text` CSV files, plain or packed; every complaint names file and row."""
+
+from __future__ import annotations
+
+import codecs
+import csv
+import io
+import re
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import BinaryIO
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute
+import pyarrow.csv
+
+from common.cli import UserError, one_line
+from extras.sources.compression import (
+    LONGEST_PROTEIN,
+    LOOKED_AT,
+    STRADDLING,
+    SUFFIXES,
+    check_file,
+    first_too_long,
+    open_unpacked,
+    refuse_twice,
+    too_long,
+    what_it_is,
+)
+from extras.sources.records import BadRecords, characters, texts
+from extras.sources.residues import clean
+
+# The first line of a CSV file, read before a parser sees the file: only the columns that are needed are then parsed.
+#
+# A parser that is let loose on all of them infers their types, and fails in the middle of a file for a column that
+# nobody asked for.
+
+LONGEST = 1 << 20  # bytes of a header
+
+
+def read_header(file: BinaryIO, where: str, delimiter: str = ",") -> list[str]:
+    """The names of the columns, as written; the file is left at the second line.
+
+    UserError for what is no line of text: another encoding, a binary file, nothing at all.
+    """
+    told = what_it_is(file.peek(LOOKED_AT)[:LOOKED_AT])
+    line = file.readline(LONGEST)
+    if not line:
+        raise UserError(f"{where}: Empty CSV file")
+    if told or b"\0" in line:
+        raise UserError(f"{where}: row 0: not CSV: {told or 'a NUL byte in the header'}")
+    if len(line) == LONGEST:
+        raise UserError(f"{where}: row 0: the header has no end: this is no CSV file")
+    try:
+        text = line.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise UserError(f"{where}: row 0: the header is not UTF-8: byte 0x{line[error.start]:02x}") from None
+    try:
+        return next(csv.reader([text.rstrip("\r\n")], delimiter=delimiter), [])
+    except csv.Error as error:  # a name of more than 128 KiB
+        raise UserError(f"{where}: row 0: the header cannot be read ({one_line(error)})") from None
+
+
+def column_named(names: list[str], wanted: tuple[str, ...]) -> str | None:
+    """The column among `names` that is called as the first of `wanted` that is there, in any case."""
+    lower = [name.strip().lower() for name in names]
+    found = [names[lower.index(name)] for name in wanted if lower.count(name) == 1]
+    return found[0] if found else None
+
+
+# CSV files of plain lines `id,text`, nothing quoted, as step 0 writes them: read without a CSV parser.
+
+BLOCK_BYTES = 1 << 20  # what is worked on stays in the processor's cache
+COLUMNS = ("id", "text")
+HEADER = b"id,text\n"
+
+
+class PlainRows:
+    """The rows up to the first block that holds anything but plain lines of two columns, or to the end of the file.
+
+    A plain block is cut at its commas and line ends, ten times as fast as a CSV parser reads it. `rest`, in the end:
+    what was read of the file and not given, from the beginning of a row.
+    """
+
+    def __init__(self, file: BinaryIO, where: str):
+        self.file, self.where, self.rest = file, where, b""
+
+    def __iter__(self) -> Iterator[pa.RecordBatch]:
+        while data := self.file.read(BLOCK_BYTES):
+            data = self.rest + data
+            cut = data.rfind(b"\n") + 1
+            batch = _cut(data[:cut], self.where)
+            if batch is None:
+                self.rest = data
+                return
+            self.rest = data[cut:]
+            yield batch
+        if self.rest and (batch := _cut(self.rest + b"\n", self.where)) is not None:
+            self.rest = b""
+            yield batch
+
+
+def _cut(data: bytes, where: str) -> pa.RecordBatch | None:
+    """The rows of whole lines, if each is `id,text` with some text, all ASCII, without quotes or carriage returns."""
+    raw = np.frombuffer(data, np.uint8)
+    commas, ends = np.flatnonzero(raw == ord(",")), np.flatnonzero(raw == ord("\n"))
+    if not len(ends) or len(commas) != len(ends) or b'"' in data or raw.max() >= 128:
+        return None
+    if np.count_nonzero(raw < ord(" ")) != len(ends):  # carriage returns and other control characters
+        return None
+    if not ((commas + 1 < ends).all() and (commas[1:] > ends[:-1]).all()):
+        return None
+    begins = np.append(0, ends[:-1] + 1)
+    like_header = np.flatnonzero((commas - begins == len("id")) & (ends - commas == len(",text")))
+    if any(data[begins[row] : ends[row] + 1].lower() == HEADER for row in like_header):  # files that were joined
+        return None
+    # One binary array over the block, four values a line (id, comma, text, line end), of which two are taken.
+    offsets = np.zeros(4 * len(ends) + 1, np.int32)
+    offsets[1::4], offsets[2::4], offsets[3::4], offsets[4::4] = commas, commas + 1, ends, ends + 1
+    pieces = pa.StringArray.from_buffers(4 * len(ends), pa.py_buffer(offsets), pa.py_buffer(data))
+    ids, text = (pieces.take(pa.array(np.arange(first, 4 * len(ends), 4))) for first in (0, 2))
+    if b" " in data or b"*\n" in data:
+        cleaned, offsets = clean(*characters(text), where)
+        if not np.diff(offsets).all():
+            return None
+        text = texts(cleaned, offsets, pa.string())
+    return pa.RecordBatch.from_arrays([ids, text], names=COLUMNS)
+
+
+def count_lines(path: Path) -> int | None:
+    """Lines after the header of a file in which every line is a row; None where only a CSV parser can tell."""
+    lines, last = 0, b"\n"
+    with open_unpacked(path) as file:
+        if file.readline(len(HEADER) + 1) != HEADER:
+            return None
+        while block := file.read(BLOCK_BYTES):
+            raw = np.frombuffer(last + block, np.uint8)
+            ends = np.flatnonzero(raw == ord("\n"))
+            if b'"' in block or b"\r" in block or (np.diff(ends) == 1).any():  # the parser leaves empty lines out
+                return None
+            lines += len(ends) - (last == b"\n")
+            last = block[-1:]
+    return lines + (last != b"\n")
+
+
+NOT_UTF8 = "\ufffd"
+PARSED_BYTES = LONGEST_PROTEIN  # of a block of the parser: a row must fit
+STRAY_QUOTE = (
+    "a text that goes on over a line end, after a quote that is not closed: mend or remove the quote (or, if texts "
+    "may hold line ends, give --line_ends_in_text to 1.tokenize_uniref_csv.py)"
+)
+SIDECAR = "rename the columns, or move the file away if it holds no proteins"
+REMEDY = "mend or remove the row, or give --on_bad_record skip"
+
+
+def csv_files(directory: Path) -> list[Path]:
+    """The *.csv files of a directory, packed ones too, x999 before x1000.
+
+    UserError if there are none, for what is no file, and for a file that is there plain and packed.
+    """
+    if not directory.is_dir():
+        raise UserError(f"--input_dir {directory}: no such directory: run 0.download_data.py first")
+    names = [f"*.csv{packed}" for packed in ("", *SUFFIXES)]
+    files = [path for name in names for path in directory.glob(name) if not path.name.startswith(".")]
+    if not files:
+        raise UserError(f"--input_dir {directory}: no *.csv files in it: run 0.download_data.py first")
+    for path in files:
+        check_file(path, str(path))
+    refuse_twice(f"--input_dir {directory}", files)
+    return sorted(files, key=lambda path: [int(p) if p.isdigit() else p for p in re.split(r"(\d+)", path.name)])
+
+
+def count_rows(
+    path: Path, bad_records: BadRecords | None = None, line_ends: bool = False, max_record: int = LONGEST_PROTEIN
+) -> int:
+    """Rows that `read_rows` will give: without `bad_records`, rows after the header (not yet looked into)."""
+    rows = count_lines(path) if bad_records is None else None
+    if rows is None:
+        rows = sum(batch.num_rows for batch in read_rows(path, bad_records, line_ends, max_record))
+    return rows
+
+
+def read_rows(
+    path: Path, bad_records: BadRecords | None = None, line_ends: bool = False, max_record: int = LONGEST_PROTEIN
+) -> Iterator[pa.RecordBatch]:
+    """Record batches with `id` and `text`, both string; text is ASCII, clean (extras.sources.residues), not empty.
+
+    Memory is a few blocks. bad_records: called with the complaint about each row that is not so, or has more or fewer
+    columns than the header; such rows are left out (UserError without it). line_ends: texts in quotes may hold some,
+    which are taken out. Else one is a UserError whatever bad_records says: after a stray quote, all up to the next one
+    is one "text". max_record: bytes of a text; a longer one is a UserError, too.
+    """
+    with open_unpacked(path) as file:
+        begin = file.readline(len(HEADER) + 1)
+        plain = PlainRows(file, str(path))
+        rows = 0
+        if begin == HEADER:
+            for batch in plain:
+                if (row := first_too_long(batch.column("text"), max_record)) is not None:
+                    raise too_long(f"{path}: row {rows + row + 1}", max_record)
+                yield batch
+                rows += batch.num_rows
+        left = io.BufferedReader(_Joined(plain.rest if begin == HEADER else begin, file))
+        names = list(COLUMNS) if begin == HEADER else read_header(left, str(path))
+        left = io.BufferedReader(_Utf8(left))
+        yield from _parsed_rows(path, left, names, rows, bad_records, line_ends, max_record)
+
+
+class _Joined(io.RawIOBase):
+    """Bytes that were read of a file already, then the rest of it."""
+
+    def __init__(self, begin: bytes, rest: BinaryIO):
+        self.begin, self.rest = memoryview(begin), rest
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer) -> int:
+        if not self.begin:
+            return self.rest.readinto(buffer)
+        count = min(len(buffer), len(self.begin))
+        buffer[:count], self.begin = self.begin[:count], self.begin[count:]
+        return count
+
+
+class _Utf8(io.RawIOBase):
+    """A file's bytes, with NOT_UTF8 in place of what is not UTF-8: of a row with such bytes, and of a wrong number of
+    columns, pyarrow only says that it cannot be decoded, and stops."""
+
+    def __init__(self, file: BinaryIO):
+        self.file, self.ready = file, memoryview(b"")
+        self.decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer) -> int:
+        while not self.ready:
+            data = self.file.read(PARSED_BYTES)
+            at_end = not data
+            if not data.isascii() or self.decoder.getstate()[0]:
+                data = self.decoder.decode(data, final=at_end).encode()
+            self.ready = memoryview(data)
+            if at_end:
+                break
+        count = min(len(buffer), len(self.ready))
+        buffer[:count], self.ready = self.ready[:count], self.ready[count:]
+        return count
+
+
+def _parsed_rows(
+    path: Path,
+    file: BinaryIO,
+    names: list[str],
+    before: int,
+    bad_records: BadRecords | None,
+    line_ends: bool,
+    max_record: int,
+) -> Iterator[pa.RecordBatch]:
+    """The rows from where the file stands, by pyarrow's parser; `before` rows came before them. names: of columns."""
+    misshapen: list[int] = []  # rows of a wrong number of columns, which the parser leaves out
+    parsed = before
+    for batch in _parse(path, file, names, before, misshapen, bad_records, line_ends, max_record):
+        rows = np.arange(parsed + 1, parsed + batch.num_rows + 1)
+        rows += np.searchsorted(np.array(misshapen) - np.arange(len(misshapen)), rows, side="right")
+        parsed += batch.num_rows
+        if not line_ends and (row := first_with_line_end(batch.columns)) is not None:
+            raise UserError(f"{path}: row {rows[row]}: {STRAY_QUOTE}")
+        if (row := first_too_long(batch.column("text"), max_record)) is not None:
+            raise too_long(f"{path}: row {rows[row]}", max_record)
+        text = texts(*clean(*characters(batch.column("text")), str(path)), pa.binary())
+        batch = pa.RecordBatch.from_arrays([batch.column("id"), text], names=COLUMNS)
+        bad = _complaints(batch)
+        for i, complaint in sorted(bad.items()):
+            (bad_records or BadRecords())(UserError(f"{path}: row {rows[i]}: {complaint}: {REMEDY}"))
+        if bad:
+            keep = np.ones(batch.num_rows, dtype=bool)
+            keep[list(bad)] = False
+            batch = batch.filter(pa.array(keep))
+        yield pa.RecordBatch.from_arrays([column.cast(pa.string()) for column in batch.columns], names=COLUMNS)
+
+
+def _parse(
+    path: Path,
+    file: BinaryIO,
+    names: list[str],
+    before: int,
+    misshapen: list[int],
+    bad_records: BadRecords | None,
+    line_ends: bool,
+    max_record: int,
+) -> Iterator[pa.RecordBatch]:
+    """`id` and `text` as binary; rows of a wrong number of columns are an error, or left out and noted."""
+    chosen = [column_named(names, (column,)) for column in COLUMNS]
+    if None in chosen:
+        raise UserError(f"{path}: row 0: the header is {','.join(names)[:80]!r}: expected id,text: {SIDECAR}")
+    if not file.peek(1):
+        return
+    swallowed: list[int] = []
+    given = 0
+
+    def number(counted: int) -> int:
+        return counted + before
+
+    def leave_out(row) -> str:
+        if "\n" in row.text and not line_ends:
+            swallowed.append(number(row.number))
+            return "error"
+        misshapen.append(number(row.number))
+        complaint = f"Expected {row.expected_columns} columns, got {row.actual_columns}"
+        bad_records(UserError(f"{path}: row {misshapen[-1]}: {complaint}: {REMEDY}"))
+        return "skip"
+
+    # Threads lose the row number of an error.
+    block = PARSED_BYTES if max_record <= LONGEST_PROTEIN else max_record
+    read = pa.csv.ReadOptions(block_size=block, use_threads=False, column_names=names)
+    # Binary: pyarrow's own complaint about bytes that are no UTF-8 does not say where they are.
+    convert = pa.csv.ConvertOptions(
+        column_types=dict.fromkeys(chosen, pa.binary()), include_columns=chosen, strings_can_be_null=False
+    )
+    parse = pa.csv.ParseOptions(
+        newlines_in_values=line_ends,
+        invalid_row_handler=leave_out if bad_records and bad_records.policy == "skip" else None,
+    )
+    try:
+        with pa.csv.open_csv(file, read_options=read, convert_options=convert, parse_options=parse) as reader:
+            for batch in reader:
+                yield batch.rename_columns(COLUMNS)
+                given += batch.num_rows
+    except pa.ArrowInvalid as error:
+        if swallowed:
+            raise UserError(f"{path}: row {swallowed[0]}: {STRAY_QUOTE}") from None
+        if STRADDLING in str(error):
+            raise too_long(f"{path}: after row {number(given + len(misshapen))}", block) from None
+        if "out of sync" in str(error):  # the quote that is not closed is in the block after those given
+            raise UserError(f"{path}: {STRAY_QUOTE}") from None
+        message = re.sub(r"^CSV parse error: |(?<=got \d): .*|(?<=got \d\d): .*", "", one_line(error))
+        message = re.sub(r"Row #(\d+)", lambda match: f"row {number(int(match[1]))}", message)
+        raise UserError(f"{path}: {message[:200]}: {REMEDY}") from None
+
+
+def first_with_line_end(columns: Iterable[pa.Array]) -> int | None:
+    """The first row that has a line end in one of its values (binary or string), if any has."""
+    found = []
+    for column in columns:
+        data, offsets = characters(column)
+        places = np.flatnonzero((data == ord("\n")) | (data == ord("\r")))
+        places = places[(places >= offsets[0]) & (places < offsets[-1])]
+        found += [int(np.searchsorted(offsets, places[0], side="right")) - 1] if len(places) else []
+    return min(found, default=None)
+
+
+def _complaints(batch: pa.RecordBatch) -> dict[int, str]:
+    """What is wrong with which row."""
+    damaged = [pa.compute.match_substring(column, NOT_UTF8) for column in batch.columns]
+    found = dict.fromkeys(np.flatnonzero(damaged[0]).tolist(), "the id is not UTF-8")
+    data, offsets = characters(batch.column("text"))
+    data, offsets = data[offsets[0] : offsets[-1]], offsets - offsets[0]
+    control = data < ord(" ")
+    if len(data) and (data.max() >= 128 or control.any()):
+        places = np.flatnonzero((data >= 128) | control)
+        rows, first = np.unique(np.searchsorted(offsets, places, side="right") - 1, return_index=True)
+        for row, place in zip(rows.tolist(), places[first], strict=True):
+            kind = "non-ASCII" if data[place] >= 128 else "control"
+            found[row] = f"{kind} byte 0x{data[place]:02x} in the text"
+    found |= dict.fromkeys(np.flatnonzero(damaged[1]).tolist(), "bytes in the text that are not UTF-8")
+    lengths = [np.diff(characters(column)[1]) for column in batch.columns]
+    for row in np.flatnonzero((lengths[0] == len(COLUMNS[0])) & (lengths[1] == len(COLUMNS[1]))).tolist():
+        if all(batch.column(n)[row].as_py().lower() == name.encode() for n, name in enumerate(COLUMNS)):
+            found[row] = "the header once more"
+    return found | dict.fromkeys(np.flatnonzero(np.diff(offsets) == 0).tolist(), "the text is empty")

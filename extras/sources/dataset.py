@@ -1,0 +1,356 @@
+"""Where `--dataset` finds proteins, or text: a local file, directory or glob, or a Hub dataset; and its splits.
+
+Formats are told by the name: parquet, JSON lines, CSV, FASTA, plain text; all but parquet also packed. A file belongs
+to the split that its path names (train-00000-of-00004.parquet, validation/part.csv, test.jsonl.gz), and to `train`
+when it names none; of text, a data set's card may name configurations and splits (extras/sources/hub.py).
+"""
+
+from __future__ import annotations
+
+import glob
+import hashlib
+import logging
+import os
+import re
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+
+from common.cli import UserError
+from common.files.hashing import combined_hash
+from extras.earlier_identity import list_names
+from extras.sources.compression import LONGEST_DOCUMENT, LONGEST_PROTEIN, check_file, refuse_twice, unpacked_name
+from extras.sources.hub import (
+    CARD,
+    HUB_NAME,
+    REMOTE,
+    choose_files,
+    hub_advice,
+    offline,
+    uncached_advice,
+    unreachable_advice,
+)
+
+# What the files of a `--dataset` hold, proteins or documents, and in which formats and columns.
+
+FORMATS = {
+    "parquet": (".parquet", ".pq"),
+    "json": (".jsonl", ".ndjson", ".json"),
+    "csv": (".csv", ".tsv"),
+    "fasta": (".fasta", ".fa", ".faa"),
+    "text": (".txt",),
+}
+
+
+@dataclass(frozen=True)
+class Content:
+    """name: plural, for messages; kinds: of FORMATS; columns: one of which holds the texts; line_ends: whether a text
+    may go on over them; other_column: what to do where none of the columns is there; longest: bytes of a record."""
+
+    name: str
+    kinds: tuple[str, ...]
+    columns: tuple[str, ...]
+    line_ends: bool
+    other_column: str
+    longest: int = LONGEST_PROTEIN
+
+    @classmethod
+    def from_json(cls, value: dict) -> Content:
+        """Of `dataclasses.asdict` in JSON."""
+        return cls(**value | {name: tuple(value[name]) for name in ("kinds", "columns")})
+
+    @property
+    def suffixes(self) -> str:
+        """The names that its files may have, for messages."""
+        return ", ".join(suffix for kind in self.kinds for suffix in FORMATS[kind])
+
+    def format_of(self, path: str) -> str | None:
+        """The key of FORMATS that a file's name stands for; None for none of its own."""
+        name = unpacked_name(path.lower())
+        for kind in self.kinds:
+            if name.endswith(FORMATS[kind]) and not (kind == "parquet" and name != path.lower()):
+                return kind
+        return None
+
+
+PROTEINS = Content(
+    "proteins",
+    ("parquet", "json", "csv", "fasta"),
+    ("sequence", "text"),
+    line_ends=False,
+    other_column="rename the one that holds the proteins; or if none does, leave the file out by a pattern in place "
+    "of a directory ('DIR/*.fasta')",
+)
+
+
+def proteins(longest: int = LONGEST_PROTEIN) -> Content:
+    """Proteins, in records of at most so many bytes."""
+    return replace(PROTEINS, longest=longest)
+
+
+def documents(column: str, longest: int = LONGEST_DOCUMENT) -> Content:
+    """Text, in a column of that name."""
+    return Content(
+        "documents",
+        ("parquet", "json", "csv", "text"),
+        (column,),
+        line_ends=True,
+        other_column="say which one holds the documents: --text_column",
+        longest=longest,
+    )
+
+
+logger = logging.getLogger(__name__)
+
+LONGEST_CARD = 4 << 20  # characters: the front matter of most has some hundreds
+SPLIT_WORDS = {
+    "train": ("train", "training"),
+    "validation": ("validation", "valid", "val", "dev", "eval"),
+    "test": ("test", "testing"),
+}
+
+
+@dataclass(frozen=True)
+class File:
+    """One file: a local path, or an hf:// address whose revision is a commit, so that it can never change."""
+
+    path: str
+    kind: str  # a key of extras.sources.dataset.FORMATS
+    size: int  # bytes
+    content: Content = PROTEINS
+
+    @classmethod
+    def from_json(cls, value: dict) -> File:
+        return cls(**value | {"content": Content.from_json(value["content"])})
+
+
+@dataclass(frozen=True)
+class Source:
+    """The files of each split, in a fixed order.
+
+    revision: the Hub's commit, of files that are read in place; contents: hashes of the splits of local files, once
+    `with_contents` has them.
+    """
+
+    name: str
+    splits: dict[str, tuple[File, ...]]
+    revision: str | None = None
+    contents: dict[str, str] = field(default_factory=dict)
+
+    def identity(self, split: str) -> str:
+        """A hash (hex) of what a split holds: equal for equal contents in the same order, whatever their names."""
+        files = self.splits.get(split, ())
+        read_as = [(file.kind, file.content.columns) for file in files]
+        held = self.contents[split] if self.revision is None else self._listing(split)
+        return hashlib.sha256(repr([held, read_as]).encode()).hexdigest()
+
+    def earlier_identity(self, *splits: str) -> str:
+        """Of one split, or of several, as earlier versions had it."""
+        listings = [self._listing(split) for split in splits]
+        return hashlib.sha256(repr(listings if len(splits) > 1 else listings[0]).encode()).hexdigest()
+
+    def _listing(self, split: str) -> list:
+        return list_names(self.revision, ((file.path, file.size) for file in self.splits.get(split, ())))
+
+    def to_json(self) -> dict:
+        """What `from_json` makes an equal one of, on another rank."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, value: dict) -> Source:
+        splits = {name: tuple(map(File.from_json, files)) for name, files in value["splits"].items()}
+        return cls(**value | {"splits": splits})
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What of a source is wanted: given, how the user named it; train, the split that must be there (None: none)."""
+
+    given: str
+    content: Content = PROTEINS
+    configuration: str | None = None
+    train: str | None = "train"
+
+    @property
+    def chooses(self) -> bool:
+        """Whether a card's configurations count. Proteins are all the files that are there."""
+        return self.content.name != PROTEINS.name
+
+
+def open_source(
+    name: str,
+    streaming: bool,
+    flag: str = "--dataset",
+    content: Content = PROTEINS,
+    configuration: str | None = None,
+    train: str = "train",
+) -> Source:
+    """The source that a flag names. A Hub dataset is read in place with `streaming`, else downloaded first.
+
+    configuration: of text, which of the source's. UserError for what isn't there or is no file, and where no file is
+    of a known format, or none is of the split `train` (for --dataset).
+    """
+    given = f"{flag} {name}"
+    wanted = Wanted(given, content, configuration, train if flag == "--dataset" else None)
+    local = is_local(name)
+    if not local and not HUB_NAME.fullmatch(name):
+        raise UserError(f"{given}: neither a file, directory or glob, nor a Hub dataset (owner/name)")
+    source = _local(wanted, name) if local else _hub(wanted, name, streaming)
+    if not source.splits:
+        raise UserError(
+            f"{given}: no files of {content.name} in it: expected {content.suffixes} (all but parquet also packed)"
+        )
+    if wanted.train and wanted.train not in source.splits:
+        if wanted.train != "train":
+            raise UserError(f"{given}: no split {train}, only {', '.join(source.splits)}: see --train_split")
+        raise UserError(
+            f"{given}: no training files in it: by their names, these are held out: {held_out_files(source)}: give "
+            f"one file by itself ({flag} FILE), or rename them"
+        )
+    return source
+
+
+def with_contents(source: Source, *splits: str) -> Source:
+    """The source with hashes of these splits, if they are local files: all of them are read, once."""
+    if source.revision is not None:
+        return source
+    paths = {split: [file.path for file in source.splits.get(split, ())] for split in splits}
+    return replace(source, contents={split: combined_hash(paths[split]) for split in splits})
+
+
+def check_same_files(source: Source) -> None:
+    """UserError where a local file is not here, or of another size than where the source was found: on rank 0."""
+    for file in (file for files in source.splits.values() for file in files if not file.path.startswith(REMOTE)):
+        size = os.path.getsize(file.path) if os.path.isfile(file.path) else None
+        if size != file.size:
+            here = "is not there" if size is None else f"has {size:,} bytes"
+            raise UserError(
+                f"{file.path}: {here} on this node, and {file.size:,} bytes on that of rank 0: give all nodes the "
+                "same files"
+            )
+
+
+def held_out_files(source: Source) -> str:
+    """The files of the splits that nobody trains on, a few of them by name."""
+    told = []
+    for split, files in source.splits.items():
+        if split != "train":
+            names = [os.path.basename(file.path) for file in files]
+            told.append(f"{split}: {', '.join(names[:3])}{' ...' if len(names) > 3 else ''}")
+    return "; ".join(told)
+
+
+def is_local(name: str) -> bool:
+    """Whether --dataset names files, not a Hub dataset."""
+    path = os.path.expanduser(name)
+    return name == "-" or os.path.lexists(path) or any(c in name for c in "*?[") or name.startswith(("/", ".", "~"))
+
+
+def split_of(path: str) -> str:
+    """The split that a relative path names; the innermost word decides."""
+    words = re.split(r"[^a-z]+", path.lower())
+    for word in reversed(words):
+        for split, names in SPLIT_WORDS.items():
+            if word in names:
+                return split
+    return "train"
+
+
+def _file(path: str, name: str, size: int, content: Content) -> File | None:
+    """The file of that name if it holds what is wanted, as far as name and size tell."""
+    kind = content.format_of(name)
+    if kind is None or (name.endswith(".json") and size < 1 << 16):
+        return None  # dataset_infos.json and the like lie beside the data of many Hub datasets
+    return File(path, kind, size, content)
+
+
+def _by_split(wanted: Wanted, files: list[tuple[str, File]], card: str = "") -> dict[str, tuple[File, ...]]:
+    """(relative path, file) pairs to splits, in the order of the paths."""
+    known, chosen = dict(sorted(files, key=lambda pair: pair[0])), None
+    if wanted.chooses and known:
+        chosen = choose_files(wanted.given, known, card, wanted.configuration, split_of)
+    if chosen is not None:
+        return {split: tuple(known[path] for path in paths) for split, paths in chosen.items()}
+    splits: dict[str, list[File]] = {}
+    for relative, file in known.items():
+        splits.setdefault(split_of(relative), []).append(file)
+    return {split: tuple(members) for split, members in splits.items()}
+
+
+def _local(wanted: Wanted, name: str) -> Source:
+    path, given, content = Path(name).expanduser(), wanted.given, wanted.content
+    if name == "-" or (os.path.lexists(path) and not path.is_dir()):
+        check_file(path, given)
+        if (kind := content.format_of(path.name)) is None:
+            raise UserError(f"{given}: its name says no format: expected {content.suffixes}")
+        file = File(str(path), kind, path.stat().st_size, content)
+        return Source(name, {wanted.train or "train": (file,)})
+    card = ""
+    if path.is_dir():
+        root, found = path, list(path.rglob("*"))
+        if (path / "dataset_dict.json").exists() or (path / "state.json").exists():
+            raise UserError(f"{given}: holds tokenised data already: give it as --dataset_dir")
+        if wanted.chooses and (path / CARD).is_file():
+            card = _read_card(path / CARD)
+    else:
+        found = [Path(p) for p in glob.glob(str(path), recursive=True)]
+        if not any(p.is_file() for p in found):
+            raise UserError(f"{given}: no such file or directory, and no file matches it")
+        root = Path(os.path.commonpath([p.parent for p in found]))
+    relative = {str(p.relative_to(root)): p for p in found if content.format_of(p.name) and not p.is_dir()}
+    shown = {name: p for name, p in relative.items() if not any(part.startswith(".") for part in Path(name).parts)}
+    for member in shown.values():
+        check_file(member, f"{given}: {member}")
+    refuse_twice(given, list(shown.values()))
+    files = [(name, _file(str(p), p.name, p.stat().st_size, content)) for name, p in shown.items()]
+    return Source(name, _by_split(wanted, _each_once([(name, file) for name, file in files if file]), card))
+
+
+def _read_card(path: Path) -> str:
+    with open(path, encoding="utf-8", errors="replace") as file:
+        return file.read(LONGEST_CARD)
+
+
+def _each_once(files: list[tuple[str, File]]) -> list[tuple[str, File]]:
+    """Without those of a split that are links to others of it."""
+    kept: dict[tuple, str] = {}
+    for name, file in sorted(files, key=lambda pair: pair[0]):
+        stat = os.stat(file.path)
+        first = kept.setdefault((split_of(name), stat.st_dev, stat.st_ino), name)
+        if first != name:
+            logger.warning("%s is %s once more (a link): it is read once", name, first)
+    return [(name, file) for name, file in files if name in kept.values()]
+
+
+def _hub(wanted: Wanted, name: str, streaming: bool) -> Source:
+    from huggingface_hub import HfApi, hf_hub_download, snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError
+
+    given = wanted.given
+    try:
+        if offline() or not (streaming or wanted.chooses):
+            folder = snapshot_download(name, repo_type="dataset", local_files_only=offline())
+            return replace(_local(wanted, folder), name=name)
+        info = HfApi().dataset_info(name, files_metadata=True)
+        members = {member.rfilename: member.size or 0 for member in info.siblings or ()}
+        card = ""
+        if wanted.chooses and CARD in members:
+            path = hf_hub_download(name, CARD, repo_type="dataset", revision=info.sha)
+            card = _read_card(Path(path))
+        addresses = ((path, f"{REMOTE}datasets/{name}@{info.sha}/{path}", size) for path, size in members.items())
+        files = [(path, _file(address, path, size, wanted.content)) for path, address, size in addresses]
+        source = Source(name, _by_split(wanted, [(path, file) for path, file in files if file], card), info.sha)
+        if not streaming:  # of its configurations, only this one
+            paths = [file.path.split("@", 1)[1].split("/", 1)[1] for of in source.splits.values() for file in of]
+            asked = {"repo_type": "dataset", "revision": info.sha, "allow_patterns": [CARD, *paths]}
+            return replace(_local(wanted, snapshot_download(name, **asked)), name=name)
+        return source
+    except LocalEntryNotFoundError:
+        raise UserError(f"{given}: {uncached_advice(name)}") from None
+    except RepositoryNotFoundError:
+        raise UserError(
+            f"{given}: no such file, and no such dataset on the Hub, or it is private: set HF_TOKEN"
+        ) from None
+    except HfHubHTTPError as error:
+        raise UserError(f"{given}: {hub_advice(name, error)}") from None
+    except OSError as error:
+        raise UserError(f"{given}: {unreachable_advice(name, error)}") from None

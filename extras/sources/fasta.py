@@ -1,0 +1,261 @@
+"""FASTA records from a file, plain or packed (extras/sources/compression.py); every complaint has file and line.
+
+It is read a block of megabytes at a time, and a block is taken apart by a handful of passes over all its bytes (numpy,
+Arrow); Python sees single records only to complain about them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+
+from common.cli import UserError
+from extras.sources.compression import (
+    LONGEST_PROTEIN,
+    LOOKED_AT,
+    TROUBLE,
+    check_file,
+    damage,
+    too_long,
+    unpacked,
+    what_it_is,
+)
+from extras.sources.records import NEWLINE, TAB, BadRecords, Lines, ahead, cut
+from extras.sources.residues import IS_WHITESPACE, STOP, WHITESPACE
+
+BLOCK_BYTES = 1 << 20  # that and what is made of it stay in the cache
+BYTE_ORDER_MARK = b"\xef\xbb\xbf"  # Windows editors write it
+GREATER = b">"[0]
+
+
+def read_fasta_lines(
+    path: Path | str,
+    block_bytes: int = BLOCK_BYTES,
+    bad_records: Callable[[UserError], None] | None = None,
+    on_read: Callable[[int], None] | None = None,
+    max_record: int = LONGEST_PROTEIN,
+) -> Iterator[Lines]:
+    """Yield all records, in file order, in batches: each one line `id TAB sequence NEWLINE`
+    (extras/sources/records.py).
+
+    The id is the first word after `>`. White space (Windows line ends, blank lines) is taken out of the sequence
+    and so are `*` at its end, which mark a stop; letters keep their case and any other ASCII character stays.
+    Neither contains white space. max_record: the most bytes of a record; memory is a few blocks or a few times that.
+
+    bad_records: called with the complaint about each record that cannot be used, which is left out if that returns;
+    by default it is raised. on_read: called now and then with the number of bytes of the file read so far.
+    Raises UserError, naming file and line, whatever `bad_records` does: not FASTA, empty file, a packed file cut short
+    or corrupt, a record that is too long; and for records without id or without sequence, `>` inside a sequence,
+    non-ASCII bytes.
+    """
+    path = Path(path)
+    bad_records = bad_records or BadRecords("error")
+    line, records = 1, 0  # line: that of the first byte of `rest`
+    rest = bytearray()  # what may be the beginning of a record
+    begun = False
+    # Closed here and now, also when a record is refused: left to the garbage collector, which may run in any thread at
+    # any moment, the wait for its thread may never end.
+    with closing(ahead(_read_blocks(path, block_bytes), depth=4)) as blocks:
+        while True:
+            try:
+                block, position = next(blocks, (b"", None))
+            except TROUBLE as error:
+                if (what := damage(error)) is None:
+                    raise
+                where = f"somewhere after {records:,} records, line {line + rest.count(NEWLINE)}"
+                raise UserError(f"{path}: the compressed file {what} {where}: fetch it again") from None
+            if on_read and position is not None:
+                on_read(position)
+            searched = max(len(rest) - 1, 0)
+            rest += block
+            if not begun:
+                blank = len(rest) - len(rest.lstrip(WHITESPACE))
+                line += rest.count(NEWLINE, 0, blank)
+                del rest[:blank]
+                begun = bool(rest)
+                if begun and rest[0] != GREATER:
+                    raise UserError(f"{path}: line {line}: not FASTA: {_what_else(bytes(rest[:LOOKED_AT]))}")
+            if not block:
+                break
+            # Only what stands before the last header is known to be complete.
+            if end := rest.rfind(b"\n>", searched) + 1:
+                complete, rest = rest[:end], rest[end:]
+                found = _Records(complete)
+                found.check_lengths(path, line, records, max_record)
+                yield from found.lines(path, line, records, bad_records)
+                line += found.num_lines
+                records += found.num_records
+            if len(rest) > max_record:
+                raise too_long(f"{path}: line {line}: record {records + 1:,}", max_record)
+        if not rest:
+            raise UserError(f"{path}: empty file: expected FASTA records ('>id', then the sequence)")
+        if rest[-1] != NEWLINE:
+            rest.append(NEWLINE)
+        yield from _Records(rest).lines(path, line, records, bad_records)
+
+
+def read_fasta(
+    path: Path | str, block_bytes: int = BLOCK_BYTES, max_record: int = LONGEST_PROTEIN
+) -> Iterator[tuple[bytes, bytes]]:
+    """Yield (id, sequence) of every record, for those with time to look at each."""
+    for lines in read_fasta_lines(path, block_bytes, max_record=max_record):
+        for line in lines.to_pylist():
+            yield tuple(line[:-1].split(b"\t"))
+
+
+def _read_blocks(path: Path, block_bytes: int) -> Iterator[tuple[bytes, int]]:
+    """Blocks of text, unpacked, each with the number of bytes of the file that were read for it."""
+    check_file(path, str(path))
+    with open(path, "rb") as raw, unpacked(raw) as file:
+        if first := file.read(max(block_bytes, len(BYTE_ORDER_MARK))).removeprefix(BYTE_ORDER_MARK):
+            yield first, raw.tell()
+        while block := file.read(block_bytes):
+            yield block, raw.tell()
+
+
+def _what_else(start: bytes) -> str:
+    """What a file is that is no FASTA; nothing is shown of what is no text."""
+    if told := what_it_is(start):
+        return told
+    line = start.partition(b"\n")[0][:40]
+    if b"\0" in start or not line.isascii():
+        return "it is a binary file: expected text"
+    return f"expected a line that starts with '>', found {line.decode('ascii').strip()!r}"
+
+
+class _Records:
+    """A block of whole records, found in it by passes over all of its bytes.
+
+    A word is what stands between two bytes of white space, and may be empty; arrays over words have W elements, arrays
+    over records R. The first word of a record is `>id`, its last ones, after the header's line, are the sequence.
+    """
+
+    def __init__(self, block: bytearray) -> None:
+        """block: begins with `>` and ends with a line end. It is changed."""
+        self.block = block
+        self.data = data = np.frombuffer(block, np.uint8)
+        blanks = np.flatnonzero(data <= 32)
+        blanks = blanks[IS_WHITESPACE[data[blanks]]]
+        begin = np.concatenate(([0], blanks[:-1] + 1))
+        self.end = blanks.copy()  # [W], exclusive
+        opens_line = np.concatenate(([True], data[blanks[:-1]] == NEWLINE))
+        opens_record = opens_line & (data[begin] == GREATER)
+        self.heads = begin[opens_record]  # [R], where the records begin
+        begin[opens_record] += 1
+        self.begin = begin  # [W]
+        self.first = np.flatnonzero(opens_record)  # [R], their first words
+        self.line_words = line_words = np.flatnonzero(opens_line)
+        words_a_line = np.diff(line_words, append=len(begin))
+        self.in_header = np.repeat(opens_record[line_words], words_a_line)  # [W]
+        self.num_records, self.num_lines = len(self.first), len(line_words)
+
+        self._drop_stops()
+        self.ids = self._find_ids()  # [R], words
+        residues = np.where(self.in_header, 0, self.end - self.begin)
+        self.bad = np.add.reduceat(residues, self.first) == 0  # [R]
+        self.bad |= self.begin[self.ids] == self.end[self.ids]
+        # What may stand in descriptions only.
+        if np.count_nonzero(data == GREATER) > self.num_records:
+            self._mark_bad(np.flatnonzero(data == GREATER), in_id=False)
+        if not block.isascii():
+            self._mark_bad(np.flatnonzero(data >= 128), in_id=True)
+
+    def check_lengths(self, path: Path, line: int, records: int, max_record: int) -> None:
+        """UserError for a record of more bytes. The block begins at `line`, after so many `records`."""
+        long = np.flatnonzero(np.diff(self.heads, append=len(self.block)) > max_record)
+        if len(long):
+            line += int(np.searchsorted(self.line_words, self.first[long[0]]))
+            raise too_long(f"{path}: line {line}: record {records + int(long[0]) + 1:,}", max_record)
+
+    def lines(self, path: Path, line: int, records: int, bad_records: Callable[[UserError], None]) -> Iterator[Lines]:
+        """At most one array: `id TAB sequence NEWLINE` of the good records. The block begins at `line`, after so many
+        `records`."""
+        for record in np.flatnonzero(self.bad).tolist():
+            bad_records(self._complaint(record, path, line, records))
+        if self.bad.all():
+            return
+        wanted = ~self.in_header & (self.end > self.begin)
+        wanted[self.ids] = True
+        if self.bad.any():
+            wanted &= ~np.repeat(self.bad, np.diff(self.first, append=len(wanted)))
+        words = np.flatnonzero(wanted)
+        is_id = np.zeros(len(wanted), bool)
+        is_id[self.ids] = True
+        ids = np.flatnonzero(is_id[words])  # [good records], positions in `words`
+        last = np.append(ids[1:], len(words)) - 1
+        # Every word is followed by a byte that is dropped: room for the two that are added.
+        self.data[self.end[words[ids]]] = TAB
+        self.data[self.end[words[last]]] = NEWLINE
+        begin, end = self.begin[words], self.end[words]
+        end[ids] += 1
+        end[last] += 1
+        pieces = cut(self.data, np.stack([begin, end], axis=1))
+        _, offsets, text = pieces.buffers()
+        offsets = np.frombuffer(offsets, np.int64)[np.append(ids, len(words))]
+        yield Lines.from_buffers(pa.large_binary(), len(ids), [None, pa.py_buffer(offsets), text])
+
+    def _drop_stops(self) -> None:
+        """Shorten sequences by the `*` at their end."""
+        if STOP not in self.block:
+            return
+        words = np.flatnonzero(~self.in_header & (self.end > self.begin))
+        before_next = np.searchsorted(words, np.append(self.first[1:], len(self.begin))) - 1
+        places = np.unique(before_next[before_next >= 0])  # in `words`, of the records' last ones
+        last = words[places]
+        stopped = self.data[self.end[last] - 1] == STOP
+        self.end[last[stopped]] -= 1
+        # More than one is rare: those are looked at one by one, from word to word where one holds nothing else.
+        end = self.end[last]
+        more = stopped & ((end == self.begin[last]) | (self.data[end - 1] == STOP))
+        for place in places[more].tolist():
+            record = np.searchsorted(self.first, words[place], side="right")
+            while place >= 0 and np.searchsorted(self.first, word := words[place], side="right") == record:
+                kept = self.block[self.begin[word] : self.end[word]].rstrip(b"*")
+                self.end[word] = self.begin[word] + len(kept)
+                if kept:
+                    break
+                place -= 1
+
+    def _find_ids(self) -> np.ndarray:
+        """The first word of each header that is not empty; where there is none, an empty one."""
+        if (self.begin[self.first] < self.end[self.first]).all():
+            return self.first
+        words = np.append(np.flatnonzero(self.in_header & (self.end > self.begin)), len(self.begin))
+        found = words[np.searchsorted(words, self.first)]
+        return np.where(found < np.append(self.first[1:], len(self.begin)), found, self.first)
+
+    def _mark_bad(self, positions: np.ndarray, in_id: bool) -> None:
+        """The records with a byte at one of these positions of the block in their sequence, or else in their id."""
+        words = np.searchsorted(self.end, positions, side="right")
+        records = np.searchsorted(self.first, words, side="right") - 1
+        wrong = ~self.in_header[words] | (in_id & (words == self.ids[records]))
+        self.bad[records[wrong]] = True
+
+    def _complaint(self, record: int, path: Path, line: int, records: int) -> UserError:
+        """What is wrong with a bad record."""
+        end = self.heads[record + 1] if record + 1 < self.num_records else len(self.block)
+        header, _, body = bytes(self.block[self.heads[record] + 1 : end - 1]).partition(b"\n")
+        line += int(np.searchsorted(self.line_words, self.first[record]))
+        words = header.split(None, 1)
+        where = f"{path}: line {line}: record {records + record + 1:,}"
+        if not words:
+            return UserError(f"{where} has no id after '>': give it one or remove the record")
+        name = words[0].decode("ascii", "backslashreplace")[:60]
+        if not words[0].isascii():
+            return UserError(f"{where}: non-ASCII bytes in the id {name}: rename it")
+        if b">" in body:
+            line += 1 + body.count(b"\n", 0, body.index(b">"))
+            return UserError(
+                f"{path}: line {line}: '>' inside the sequence of {name}: a header must start its own line"
+            )
+        if not body.isascii():
+            position = next(i for i, byte in enumerate(body) if byte >= 128)
+            line += 1 + body.count(b"\n", 0, position)
+            return UserError(
+                f"{path}: line {line}: non-ASCII byte 0x{body[position]:02x} in the sequence of {name}: remove it"
+            )
+        return UserError(f"{where} ({name}) has no sequence: remove the record or fetch the file again")

@@ -1,0 +1,316 @@
+"""The one column of texts of a file, proteins or documents: parquet, JSON lines, CSV, TSV, FASTA or plain text.
+
+All but parquet may be packed.
+
+No other column or field is looked at: it may have any type, another one in each row, or come late.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute
+import pyarrow.csv
+import pyarrow.json
+import pyarrow.parquet as pq
+
+from common.cli import UserError, one_line
+from extras.sources.compression import (
+    LOOKED_AT,
+    STRADDLING,
+    check_file,
+    first_too_long,
+    open_both,
+    too_long,
+    unpacked_both,
+    unpacked_name,
+    what_it_is,
+)
+from extras.sources.csv_records import STRAY_QUOTE, column_named, first_with_line_end, read_header
+from extras.sources.dataset import File
+from extras.sources.fasta import read_fasta_lines
+from extras.sources.hub import REMOTE
+from extras.sources.parquet_pages import fetched, read_columns
+from extras.sources.records import columns
+
+ROWS_AT_ONCE = 4096
+TEXTS = (pa.types.is_string, pa.types.is_binary, pa.types.is_large_string, pa.types.is_large_binary)
+TEXTS += (pa.types.is_string_view, pa.types.is_binary_view, pa.types.is_null)
+BLOCK_BYTES = 4 << 20
+BLANK_LINES = re.compile(rb"\n[ \t\r\n]*\n")
+
+
+@dataclass(frozen=True)
+class Unit:
+    """What is read from one end to the other."""
+
+    file: File
+    row_group: int | None = None  # None: the whole file
+
+    def __str__(self) -> str:
+        return self.file.path + ("" if self.row_group is None else f", row group {self.row_group}")
+
+
+def read_texts(unit: Unit, first_row: int) -> Iterator[pa.Array]:
+    """The texts as they stand there, string or binary, "" for a missing one; without the first `first_row` rows.
+
+    UserError for what is no text, and for a text that is too long; Arrow's errors for a damaged file.
+    """
+    readers = {"parquet": _parquet, "json": _json, "csv": _csv, "fasta": _fasta, "text": _plain}
+    longest, row = unit.file.content.longest, 0
+    with closing(readers[unit.file.kind](unit)) as blocks, _naming_the_row(unit, lambda: row):
+        for text in blocks:
+            first, row = first_row - row, row + len(text)
+            if first >= len(text):
+                continue
+            if isinstance(text, pa.ChunkedArray):
+                text = text.combine_chunks()
+            text = _as_text(unit, text)
+            if (long := first_too_long(text, longest)) is not None:
+                raise too_long(f"{unit}: row {row - len(text) + long + 1:,}", longest)
+            yield (text.fill_null("") if text.null_count else text)[max(first, 0) :]
+
+
+@contextmanager
+def _naming_the_row(unit: Unit, row: Callable[[], int]) -> Iterator[None]:
+    """A row that is longer than a parser's block is a UserError. row: how many were read before."""
+    try:
+        yield
+    except pa.ArrowInvalid as error:
+        if STRADDLING not in str(error):
+            raise
+        raise too_long(f"{unit}: after row {row():,}", _block_bytes(unit)) from None
+
+
+def column_of(file: File) -> str | None:
+    """The name of the column of texts, None for FASTA and plain text. UserError where there is none, or it cannot hold
+    texts."""
+    unit = Unit(file)
+    if file.kind == "parquet":
+        with _open(file) as handle:
+            schema = pq.read_schema(handle)
+        column = _column(unit, schema.names)
+        _check_text(unit, schema.field(column).type)
+        return column
+    if file.kind == "fasta":
+        check_file(Path(file.path), file.path)
+        return None
+    with open_stream(file) as (_, stream):
+        if file.kind == "text":
+            _check_plain(unit, stream)
+            return None
+        if file.kind == "csv":
+            return _column(unit, read_header(stream, str(unit), _delimiter(unit)))
+        return _column(unit, _names_of_first_object(unit, stream))
+
+
+def row_counts(file: File) -> list[int]:
+    """Rows in each row group of a parquet file."""
+    with _open(file) as handle:
+        metadata = pq.read_metadata(handle)
+    return [metadata.row_group(group).num_rows for group in range(metadata.num_row_groups)]
+
+
+def _as_text(unit: Unit, text: pa.Array) -> pa.Array:
+    """A string or binary array of whatever Arrow keeps texts in; UserError for what is no text."""
+    if pa.types.is_string(text.type) or pa.types.is_binary(text.type):
+        return text
+    _check_text(unit, text.type)
+    return text.cast(pa.string())
+
+
+def _check_text(unit: Unit, kind: pa.DataType) -> None:
+    of_values = kind.value_type if pa.types.is_dictionary(kind) else kind
+    if not any(is_text(of_values) for is_text in TEXTS):
+        raise UserError(f"{unit}: the column of {unit.file.content.name} holds {kind}: expected texts")
+
+
+def _parquet(unit: Unit) -> Iterator[pa.Array]:
+    with _open(unit.file) as handle:
+        metadata = pq.read_metadata(handle)
+        groups = range(metadata.num_row_groups) if unit.row_group is None else [unit.row_group]
+        schema = metadata.schema.to_arrow_schema()
+        column = _column(unit, schema.names)
+        _check_text(unit, schema.field(column).type)
+        for group in groups:
+            where = f"{unit.file.path}, row group {group}"
+            file = handle
+            if unit.file.path.startswith(REMOTE):
+                file = fetched(handle, metadata.row_group(group), column, unit.file.size)
+            batches = read_columns(file, where, metadata, group, [column], ROWS_AT_ONCE, unit.file.content.longest)
+            yield from _together(_as_text(unit, batch.column(0)) for batch in batches)
+
+
+def _together(arrays: Iterator[pa.Array]) -> Iterator[pa.Array]:
+    """So many rows at once that the short ones do not come singly, and the long ones do not add up."""
+    held: list[pa.Array] = []
+    for array in arrays:
+        held.append(array)
+        if sum(map(len, held)) >= ROWS_AT_ONCE or sum(each.nbytes for each in held) >= BLOCK_BYTES:
+            yield pa.chunked_array(held).combine_chunks() if len(held) > 1 else held[0]
+            held = []
+    if held:
+        yield pa.chunked_array(held).combine_chunks()
+
+
+def _json(unit: Unit) -> Iterator[pa.Array]:
+    options = pa.json.ReadOptions(block_size=_block_bytes(unit), use_threads=False)
+    column = column_of(unit.file)
+    # No other field is looked at: it may have any type, another one in each row, or come late.
+    parse = pa.json.ParseOptions(
+        explicit_schema=pa.schema([(column, pa.string())]), unexpected_field_behavior="ignore"
+    )
+    with (
+        open_stream(unit.file) as (_, stream),
+        pa.json.open_json(stream, read_options=options, parse_options=parse) as reader,
+    ):
+        for batch in reader:
+            yield batch.column(column)
+
+
+def _names_of_first_object(unit: Unit, stream: BinaryIO) -> list[str]:
+    if told := what_it_is(stream.peek(LOOKED_AT)[:LOOKED_AT]):
+        raise UserError(f"{unit}: not JSON lines: {told}")
+    line, number, longest = b"\n", 0, _block_bytes(unit)
+    while line and not line.strip():
+        line, number = stream.readline(longest + 1), number + 1
+    if len(line) > longest:
+        raise too_long(f"{unit}: line {number}", longest)
+    try:
+        return [*json.loads(line).keys()]
+    except (ValueError, AttributeError, RecursionError) as error:
+        raise pa.ArrowInvalid(f"its first line is no JSON object ({one_line(error)})") from None
+
+
+def _csv(unit: Unit) -> Iterator[pa.Array]:
+    read = pa.csv.ReadOptions(block_size=_block_bytes(unit), use_threads=False)
+    line_ends = unit.file.content.line_ends
+    parse = pa.csv.ParseOptions(delimiter=_delimiter(unit), newlines_in_values=line_ends)
+    with open_stream(unit.file) as (_, stream):
+        names = read_header(stream, str(unit), parse.delimiter)
+        column = _column(unit, names)
+        # The one column, as text: others would be parsed as numbers or dates, until a row that is none ends the run.
+        convert = pa.csv.ConvertOptions(
+            column_types={column: pa.string()}, include_columns=[column], strings_can_be_null=False
+        )
+        read.column_names = names
+        if not stream.peek(1):
+            return
+        row = 0
+        with pa.csv.open_csv(stream, read_options=read, parse_options=parse, convert_options=convert) as reader:
+            for batch in reader:
+                if not line_ends and (bad := first_with_line_end(batch.columns)) is not None:
+                    raise UserError(f"{unit}: row {row + bad + 1}: {STRAY_QUOTE}")
+                if not line_ends and (again := _header_again(batch.column(0), column)) is not None:
+                    raise UserError(f"{unit}: row {row + again + 1}: the header once more: remove the row")
+                row += batch.num_rows
+                yield batch.column(0)
+
+
+def _delimiter(unit: Unit) -> str:
+    return "\t" if unpacked_name(unit.file.path.lower()).endswith(".tsv") else ","
+
+
+def _header_again(text: pa.Array, column: str) -> int | None:
+    """The first row that holds the column's name: files that were joined. In capitals, it may be a protein."""
+    length = pa.compute.equal(pa.compute.binary_length(text), len(column.encode()))
+    for row in np.flatnonzero(length).tolist():
+        found = text[row].as_py()
+        if found == column or (found.lower() == column.lower() and not found.isupper()):
+            return row
+    return None
+
+
+def _fasta(unit: Unit) -> Iterator[pa.Array]:
+    for lines in read_fasta_lines(local_path(unit), max_record=unit.file.content.longest):
+        yield columns(lines).column("text")
+
+
+def _plain(unit: Unit) -> Iterator[pa.Array]:
+    """Documents parted by one or more empty lines."""
+    left, searched, number, longest = bytearray(), 0, 1, unit.file.content.longest
+    with open_stream(unit.file) as (_, stream):
+        _check_plain(unit, stream)
+        while chunk := stream.read(min(BLOCK_BYTES, longest)):
+            left += chunk
+            ends = [match.span() for match in BLANK_LINES.finditer(left, searched)]
+            found, begin = [], 0
+            for end, following in ends:
+                found.append(bytes(left[begin:end].strip(b"\r\n")))
+                begin = following
+            if found := [document for document in found if document.strip()]:
+                yield _documents(found)
+            number += left.count(b"\n", 0, begin)
+            del left[:begin]
+            if len(left) > longest:
+                raise UserError(
+                    f"{unit}: line {number}: no empty line in {longest:,} bytes: in plain text these part documents; "
+                    "with a document a line, make it JSON lines; or raise --max_record_length"
+                )
+            searched = len(left.rstrip(b" \t\r\n"))
+    if left.strip():
+        yield _documents([bytes(left.strip(b"\r\n"))])
+
+
+def _documents(found: list[bytes]) -> pa.Array:
+    return pa.array([document.decode() for document in found])
+
+
+def _check_plain(unit: Unit, stream: BinaryIO) -> None:
+    if told := what_it_is(stream.peek(LOOKED_AT)[:LOOKED_AT]):
+        raise UserError(f"{unit}: not plain text: {told}")
+
+
+def _column(unit: Unit, names: list[str]) -> str:
+    content = unit.file.content
+    if (column := column_named(names, content.columns)) is not None:
+        return column
+    found = ", ".join(names)[:80]
+    raise UserError(f"{unit}: no column {' or '.join(content.columns)}, only {found}: {content.other_column}")
+
+
+def _block_bytes(unit: Unit) -> int:
+    """Of a parser, in which a row must fit."""
+    return max(BLOCK_BYTES, unit.file.content.longest)
+
+
+def _open(file: File):
+    """A binary file to seek in."""
+    if not file.path.startswith(REMOTE):
+        return pa.memory_map(file.path)
+    from huggingface_hub import HfFileSystem
+
+    return HfFileSystem().open(file.path, "rb", block_size=8 << 20)
+
+
+@contextmanager
+def open_stream(file: File) -> Iterator[tuple[BinaryIO, BinaryIO]]:
+    """A file itself, and its bytes unpacked, as `extras.sources.compression.open_both`; the Hub's in place, as it
+    comes."""
+    if not file.path.startswith(REMOTE):
+        with open_both(file.path) as both:
+            yield both
+        return
+    with _open(file) as raw, unpacked_both(io.BufferedReader(raw), file.path) as both:
+        yield both
+
+
+def local_path(unit: Unit) -> str:
+    """A path to read FASTA from: the Hub's is fetched to the cache first."""
+    path = unit.file.path
+    if not path.startswith(REMOTE):
+        return path
+    from huggingface_hub import hf_hub_download
+
+    owner, rest, name = path.removeprefix(REMOTE + "datasets/").split("/", 2)
+    repo, revision = rest.split("@")
+    return hf_hub_download(f"{owner}/{repo}", name, repo_type="dataset", revision=revision)

@@ -1,0 +1,1 @@
+"""Documents to contexts of a decoder: tokenizers, prepared or streamed text, batches."""

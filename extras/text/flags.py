@@ -1,0 +1,77 @@
+"""The flags about text: which documents, and how they become the contexts that a decoder is trained on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from common.cli import Missing, UserError, flag
+from common.data.flags import StepFlags
+from extras.sources import compression as limits
+from extras.text.tokenizers import BYTES
+
+
+@dataclass
+class TextFlags(StepFlags):
+    group = "data"
+    needed = ("dataset",)
+    rarely = ("document_masks", "text_column", "train_split", "val_split", "max_record_length")
+
+    dataset_dir: str | None = flag(None, "What 1.tokenize_text.py wrote: .../text, with train and validation.")
+    dataset: str | None = flag(
+        None,
+        "Instead of --dataset_dir, documents as they are: a file, directory or glob of parquet, JSON lines, CSV or "
+        "plain text (.txt: documents are parted by empty lines), or a Hub dataset. Needs --max_steps.",
+    )
+    dataset_config_name: str | None = flag(
+        None, "Of a --dataset with several configurations, the one to read (`en` of allenai/c4)."
+    )
+    text_column: str = flag("text", "The column, or JSON field, of --dataset that holds the documents.")
+    max_record_length: int = flag(
+        limits.LONGEST_DOCUMENT, "Longest record of --dataset, in bytes; memory grows with it."
+    )
+    streaming: bool = flag(True, "Read a Hub --dataset in place; False: download it first.")
+    train_split: str = flag("train", "The split to train on.")
+    val_split: str = flag("validation", "The split to evaluate on.")
+    tokenizer: str = flag(
+        BYTES,
+        "What cuts documents into tokens: `bytes` (built in: one token a byte), or a directory or Hub name that "
+        "transformers' AutoTokenizer opens.",
+    )
+    max_seq_length: int = flag(
+        2048, "Tokens in a context: documents, each with its end token, are laid end to end and cut."
+    )
+    document_masks: bool = flag(
+        False, "Documents of a context do not see each other, and positions begin anew with each (block-causal)."
+    )
+    validation_batches: int = flag(
+        10, "Evaluate on the first N batches of --per_device_eval_batch_size contexts, whatever the number of ranks."
+    )
+
+    @property
+    def held_out_contexts(self) -> int:
+        """Contexts of an evaluation."""
+        return self.validation_batches * self.per_device_eval_batch_size
+
+    instead_of = {
+        "dataset_dir": ("dataset", "dataset_config_name", "streaming", "text_column"),
+        "dataset": ("dataset_dir",),
+    }
+
+    def missing(self) -> Iterator[Missing]:
+        if not self.dataset and self.dataset_config_name:
+            yield Missing("--dataset", "--dataset_config_name goes with it", "allenai/c4")
+        elif not self.dataset and not self.dataset_dir:
+            yield Missing("--dataset", "text; or --dataset_dir, what 1.tokenize_text.py wrote", "texts.jsonl")
+        if self.dataset and self.max_steps < 0:
+            yield Missing("--max_steps", "a --dataset has no length known beforehand", "1000")
+
+    def check(self) -> None:
+        if self.dataset and self.dataset_dir:
+            raise UserError("--dataset (text as it is) excludes --dataset_dir (the output of 1.tokenize_text.py)")
+        for name in ("train_split", "val_split"):
+            if "[" in getattr(self, name):
+                raise UserError(f"--{name} {getattr(self, name)}: slices are not read: name a split, or files")
+        self.require_at_least(2, "max_seq_length")
+        self.require_at_least(1, "validation_batches")
+        limits.check_flag(self.max_record_length)

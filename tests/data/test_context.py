@@ -1,0 +1,88 @@
+"""A rank's slices of a batch: the same packs on every rank of a group, each token once, counted once."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from common.data.collators import IGNORE, Counts, MaskingCollator, SlicingCollator
+from common.data.crops import Pack
+from common.data.loader import PlannedOrder, TrainLoader
+from common.data.packing import BatchPlan
+from common.distributed.world import Mesh
+from common.files.alphabet import MASK, PAD
+from extras.sources.stream_reader import MemoryStore
+
+LENGTHS = np.array([40, 3, 1, 77, 22])
+
+
+def a_pack() -> tuple[Pack, np.ndarray]:
+    ids = np.random.default_rng(0).integers(4, 24, LENGTHS.sum()).astype(np.uint8)
+    return Pack(np.arange(5), np.zeros(5, dtype=np.int64), LENGTHS, epoch=2), ids
+
+
+@pytest.mark.parametrize(("layout", "multiple"), [("dual_chunk", 4), ("dual_chunk", 16), ("contiguous", 1)])
+def test_slices_are_the_whole_batch(layout, multiple):
+    collator = MaskingCollator(seed=3)
+    whole = collator(*a_pack())
+    parts = [SlicingCollator(collator, Mesh(rank, 2, 2), layout, multiple)(*a_pack()) for rank in range(2)]
+    back = {name: torch.full_like(whole[name], -1) for name in ("input_ids", "labels")}
+    for rank, part in enumerate(parts):
+        bounds, real = part["shared_bounds"][rank], part["shared_real"][rank]
+        assert part["cu_seqlens"].tolist() == bounds.tolist()
+        taken = torch.zeros(len(part["input_ids"]), dtype=torch.bool)
+        asked = part["predicted"][part["predicted"] >= 0]
+        assert torch.equal(asked, (part["labels"] != IGNORE).nonzero().flatten())
+        for number, start in enumerate(whole["cu_seqlens"][:-1]):
+            own = slice(int(bounds[number]), int(bounds[number] + real[number]))
+            for name in back:
+                back[name][start + part["shared_positions"][own]] = part[name][own]
+            taken[own] = True
+        assert (part["input_ids"][~taken] == PAD).all()
+        assert (part["labels"][~taken] == IGNORE).all()
+        assert part["shared_lengths"].tolist() == LENGTHS.tolist()
+        starts = whole["cu_seqlens"].tolist()
+        masks = [int((whole["input_ids"][a:b] == MASK).sum()) for a, b in zip(starts, starts[1:], strict=False)]
+        assert part["shared_masks"].tolist() == masks
+    for name, values in back.items():
+        assert torch.equal(values, whole[name])
+    assert Counts.of(parts) == Counts.of([whole])
+
+
+@pytest.mark.parametrize("layout", ["dual_chunk", "contiguous"])
+def test_an_empty_pack_is_a_filler_on_every_rank(layout):
+    multiple = 1 if layout == "contiguous" else 8
+    for rank in range(4):
+        batch = SlicingCollator(MaskingCollator(0), Mesh(rank, 4, 4), layout, multiple)(
+            Pack.empty(), np.zeros(0, dtype=np.uint8)
+        )
+        assert (batch["input_ids"] == PAD).all()
+        assert len(batch["input_ids"]) >= 1
+        assert batch["cu_seqlens"][-1] == len(batch["input_ids"])
+        assert Counts.of([batch]) == Counts(0, 0, 0, 0, 0)
+
+
+def test_every_record_of_an_epoch_comes_once_whatever_shares_it():
+    lengths = np.random.default_rng(1).integers(3, 90, 200)
+    store = MemoryStore(np.full(lengths.sum(), 5, dtype=np.uint8), np.append(0, lengths.cumsum()))
+    plan = BatchPlan(store.lengths, len(store), seed=1, max_seq_length=96, tokens_per_pack=256)
+    order = PlannedOrder(store, plan, 2, plan.position_at(1.0))
+    seen = []
+    for rank in range(4):
+        seen.append([])
+        list(TrainLoader(order, _Recorder(seen[rank]), Mesh(rank, 4, 2)))
+    assert seen[0] == seen[1]
+    assert seen[2] == seen[3]
+    assert sorted(seen[0] + seen[2]) == list(range(200))
+
+
+class _Recorder:
+    """Notes the records of the packs it is given."""
+
+    def __init__(self, records: list):
+        self.records, self.collator = records, MaskingCollator(0)
+
+    def __call__(self, pack: Pack, ids: np.ndarray):
+        self.records += pack.records.tolist()
+        return self.collator(pack, ids)

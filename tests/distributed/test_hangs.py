@@ -1,0 +1,245 @@
+"""A rank that stops answering ends the job in bounded time, and is named: rank, host, step, what it was doing."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import re
+import signal
+import socket
+import time
+
+import pytest
+import torch
+
+from common.models.esm2.model import Esm2ForMaskedLM
+from extras.monitor.watchdog import Watch
+from tests.live_runs import LiveRun, kill_all, ranks_of, torchrun, wait_until
+from tests.patience import communicate, join
+from tests.training_fixtures import _main, flags_of, on_ranks, rows, train
+
+TIMEOUT = 8  # --ddp_timeout, seconds
+FLAGS = {"max_steps": 3000, "per_device_train_batch_size": 1, "save_steps": 1000, "ddp_timeout": TIMEOUT}
+SLACK = 20  # seconds
+HOST = socket.gethostname()
+DDP, FSDP2, CP = "train_ddp.py", "train_fsdp2.py", "train_ddp_cp.py"
+HYBRID = {"sharding_strategy": "hybrid", "hsdp_shard_size": 2}
+
+
+def errors_of(said: str) -> list[str]:
+    return [line for line in said.splitlines() if line.startswith("error: ")]
+
+
+@pytest.mark.parametrize(
+    ("script", "nproc", "rank", "flags"),
+    [
+        *[(DDP, 2, 0, {}), (DDP, 3, 1, {}), (CP, 3, 1, {"cp_size": 3}), (FSDP2, 2, 1, {}), (FSDP2, 4, 2, HYBRID)],
+        ("train_mfsdp.py", 2, 1, {}),
+    ],
+    ids=["ddp-main", "ddp-3", "cp-3", "fsdp2", "hsdp", "mfsdp"],
+)
+def test_a_rank_that_is_stopped_is_named_by_all_others(dataset, tmp_path, script, nproc, rank, flags):
+    """SIGSTOP: the process is there, its connections are open, and nothing answers. Rank 0 keeps the store, too."""
+    with LiveRun(dataset, tmp_path / "out", tmp_path / "logs", nproc, script=script, **FLAGS | flags) as run:
+        run.until_step(5)
+        run.signal(signal.SIGSTOP, rank)
+        reached = rows(tmp_path / "out")[-1]["step"]
+        others = [other for other in range(nproc) if other != rank]
+        join([run.processes[other] for other in others], TIMEOUT + SLACK)
+        assert [run.processes[other].exitcode for other in others] == [1] * len(others), run.said(others[0])
+    first = True
+    for other in others:
+        said = run.said(other)
+        (error,) = errors_of(said)
+        name = f"rank {other}: " if other else ""
+        found = re.match(rf"error: {name}no progress for \d+ s in step (\d+), [a-z /]+ \(--ddp_timeout 8\): ", error)
+        if found:
+            assert reached <= int(found[1]) <= reached + 3
+            assert f"Stacks of rank {other}:" in said
+            assert re.search(r" in (take|_next)$", said, re.MULTILINE)  # where it waits
+            first = False
+        else:  # its collective failed when the first of the others had ended
+            assert error.startswith(f"error: {name}another rank is gone: no answer from rank {rank} ")
+        if rank:
+            # Steps take milliseconds here: the last word may be from before the first one.
+            assert re.search(rf"no answer from rank {rank} \(host {HOST}\), last heard of (in|after) step \d", error)
+        else:
+            assert "no answer from rank 0 (which holds the store)" in error
+        assert not [r for r in others if f"answer from rank {r} " in error or f"; rank {r} " in error]
+    assert not first
+
+
+def test_who_fell_silent_first_is_named_though_rank_0_has_left_with_the_store_since():
+    watch = Watch()
+    watch.rank, watch.silence_s = 3, 2.0
+    said = {"victim": False, "ended": False, "marks": 9, "host": HOST, "step": 6, "phase": "data"}
+    watch._store_answered = now = time.monotonic()
+    watch._heard = {0: (said, now - 0.5), 1: (said, now - 0.4), 2: (said, now - 5.0)}
+    watch._store_lost = True
+    assert watch._culprits() == (True, [2])
+    watch._heard[2] = (said, now - 0.5)
+    assert watch._culprits() == (True, [0])
+
+
+def test_a_rank_that_others_waited_for_names_itself_though_rank_0_has_left_with_the_store_since():
+    """Both time out in the same moment; rank 0's last word may come too late to be read."""
+    watch = Watch()
+    watch.rank, watch.silence_s, watch._store_lost = 1, 2.0, True
+    watch._store_answered = now = time.monotonic()
+    said = {"victim": False, "ended": False, "marks": 9, "host": HOST, "step": 6, "phase": "data"}
+    waits, busy = said | {"waits": True}, said | {"waits": False}
+    watch._heard = {0: (waits, now - 0.1), 1: (busy, now - 0.1)}
+    assert watch._culprits() == (False, [1])
+    watch._heard[1] = (waits | {"marks": 8}, now - 0.1)
+    assert watch._culprits() == (False, [1])
+    watch._heard[1] = (waits, now - 0.1)
+    assert watch._culprits() == (True, [0])
+    watch._heard = {}
+    assert watch._culprits() == (True, [0])
+
+
+def test_a_rank_that_others_have_left_for_names_itself():
+    """They had waited for it, and said so; it must not take them for the reason."""
+    watch = Watch()
+    watch.rank, watch.silence_s, watch._store_answered = 0, 2.0, time.monotonic()
+    said = {"victim": False, "ended": False, "marks": 9, "host": HOST, "step": 6, "phase": "data", "waits": False}
+    left = said | {"victim": True, "ended": True, "waits": True}
+    watch._heard = {0: (said, time.monotonic()), 1: (left, time.monotonic())}
+    assert watch._culprits() == (False, [0])
+    watch._heard[0] = (said | {"waits": True}, time.monotonic())
+    assert watch._culprits() == (True, [1])
+    watch._heard[1] = (left | {"victim": False}, time.monotonic())
+    assert watch._culprits() == (True, [1])
+
+
+def _main_that_sleeps(argv: list[str], step: int, rank: int, seconds: float, script: str, env: dict) -> None:
+    """A train script; one rank sleeps in the forward pass of a step."""
+    os.environ |= env
+    passes = 0
+
+    def sleep_here(module, inputs) -> None:
+        nonlocal passes
+        if isinstance(module, Esm2ForMaskedLM) and module.training:
+            passes += 1
+            if passes == step and int(os.environ.get("RANK", 0)) == rank:
+                time.sleep(seconds)
+
+    torch.nn.modules.module.register_module_forward_pre_hook(sleep_here)
+    _main(argv, script)
+
+
+@pytest.mark.parametrize(("script", "nproc", "rank"), [(DDP, 2, 1), (FSDP2, 2, 0), (DDP, 1, 0)])
+def test_a_rank_that_sleeps_for_ever_is_named_with_its_stack(dataset, tmp_path, script, nproc, rank):
+    env = {"TORCH_FR_DUMP_TEMP_FILE": str(tmp_path / "collectives_")}
+    argv = flags_of(dataset, tmp_path / "out", **FLAGS)
+    codes, said = on_ranks(nproc, _main_that_sleeps, argv, 7, rank, 1000, script, env)
+    assert codes == [1] * nproc
+    assert rows(tmp_path / "out")[-1]["step"] == 6
+    (error,) = errors_of(said[rank])
+    assert "in step 7, forward/backward (--ddp_timeout 8): " in error
+    assert "in sleep_here" in said[rank], "its stack"
+    if nproc > 1:
+        for text in said:
+            (error,) = errors_of(text)
+            assert re.search(rf"rank {rank} \(host {HOST}\)(, last heard of)? in step 7, forward/backward", error)
+            assert f"rank {1 - rank} (host" not in error
+        assert f"waiting for rank {rank} " in errors_of(said[rank])[0]
+        assert re.search(r"at test_hangs\.py:\d+ in sleep_here", errors_of(said[rank])[0])
+        records = [pickle.loads((tmp_path / f"collectives_{r}").read_bytes()) for r in range(nproc)]
+        done = [max(entry["collective_seq_id"] for entry in record["entries"]) for record in records]
+        assert done[rank] < done[1 - rank], "the flight recorder shows who has not come to the collective"
+        for r, text in enumerate(said):
+            assert f"Flight recorder: {tmp_path}/collectives_{r}\n" in text
+
+
+def test_a_rank_that_is_slow_within_the_time_changes_nothing(dataset, tmp_path):
+    argv = flags_of(dataset, tmp_path / "out", **FLAGS | {"max_steps": 8})
+    codes, said = on_ranks(2, _main_that_sleeps, argv, 4, 1, TIMEOUT / 3, DDP, {})
+    assert codes == [0, 0], said
+    assert rows(tmp_path / "out")[-1]["step"] == 8
+
+
+def _main_evaluating_slowly(argv: list[str], seconds: float) -> None:
+    """train_ddp.py; each batch of an evaluation takes so long."""
+
+    def slow(module, inputs) -> None:
+        if isinstance(module, Esm2ForMaskedLM) and not module.training:
+            time.sleep(seconds)
+
+    torch.nn.modules.module.register_module_forward_pre_hook(slow)
+    _main(argv)
+
+
+def test_an_evaluation_longer_than_the_time_is_no_hang(dataset, tmp_path):
+    """Ten proteins on each rank, 0.7 seconds each."""
+    flags = {"max_steps": 1, "do_eval": True, "per_device_eval_batch_size": 1, "ddp_timeout": 6}
+    argv = flags_of(dataset, tmp_path, **flags, max_eval_samples=20, save_final_model=False)
+    codes, said = on_ranks(2, _main_evaluating_slowly, argv, 0.7)
+    assert codes == [0, 0], said
+    assert json.loads((tmp_path / "eval_results.json").read_text())["eval_runtime"] > 6.5
+
+
+def _compile_slowly(timeout_s: float, seconds: float) -> None:
+    """A compiler that takes so long, under a watch that is at one mark all the while."""
+
+    def slow_backend(graph, inputs):
+        time.sleep(seconds)
+        return graph.forward
+
+    torch.compile(lambda x: x.cos() + 1, backend="eager")(torch.ones(3))  # what it imports takes its time, too
+    watch = Watch()
+    watch.begin(0, 1, None, timeout_s)
+    watch.compilation_counts_as_progress()
+    watch.mark("forward/backward", 1)
+    result = torch.compile(lambda x: x.sin() + 1, backend=slow_backend)(torch.zeros(3))
+    watch.end()
+    print("compiled:", result.tolist())
+
+
+def test_compiling_is_no_hang():
+    """In a process of its own, which the watch would end."""
+    codes, said = on_ranks(1, _compile_slowly, 3, 4)
+    assert codes == [0], said
+    assert said == ["compiled: [1.0, 1.0, 1.0]\n"]
+
+
+def test_a_pause_longer_than_the_time_is_no_hang(dataset, tmp_path):
+    """Ctrl-Z, and on again after seven seconds."""
+    flags = {"max_steps": 200, "ddp_timeout": 5, "save_final_model": False}
+    with LiveRun(dataset, tmp_path / "out", tmp_path / "logs", **flags) as run:
+        run.until_step(5)
+        run.signal(signal.SIGSTOP)
+        assert rows(tmp_path / "out")[-1]["step"] < 200
+        time.sleep(7)
+        run.signal(signal.SIGCONT)
+        assert run.end() == [0], run.said()
+    assert rows(tmp_path / "out")[-1]["step"] == 200
+
+
+def test_a_rank_that_dies_is_named_at_once(dataset, tmp_path):
+    with LiveRun(dataset, tmp_path / "out", tmp_path / "logs", 2, **FLAGS | {"ddp_timeout": 100}) as run:
+        run.until_step(5)
+        run.signal(signal.SIGKILL, 1)
+        assert run.end(40) == [1, -9], "well before --ddp_timeout"
+    (error,) = errors_of(run.said(0))
+    assert error.startswith(f"error: another rank is gone: no answer from rank 1 (host {HOST}), last heard of ")
+
+
+def test_torchrun_ends_a_job_with_a_stopped_rank(dataset, tmp_path):
+    """It kills what has not gone by itself 30 s after the first rank has failed; no flag changes that (torch 2.13)."""
+    job = torchrun(dataset, tmp_path / "out", 2, **FLAGS)
+    try:
+        assert wait_until(lambda: len(rows(tmp_path / "out")) > 5, lambda: job.poll() is None)
+        os.kill(ranks_of(job.pid)[1], signal.SIGSTOP)
+        said, _ = communicate(job, TIMEOUT + 30 + SLACK)
+    finally:
+        kill_all(job)
+    assert job.returncode == 1
+    assert f"no answer from rank 1 (host {HOST}), last heard of " in said
+
+
+def test_a_run_with_a_short_time_is_the_run_with_a_long_one(dataset, tmp_path):
+    for seconds in (10, 1800):
+        train(dataset, tmp_path / str(seconds), 2, max_steps=6, save_final_model=False, ddp_timeout=seconds)
+    assert [row["loss"] for row in rows(tmp_path / "10")] == [row["loss"] for row in rows(tmp_path / "1800")]

@@ -1,0 +1,188 @@
+"""What ends a job is started again, or is not: the launcher with ranks that are small scripts, and real ends."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+
+from common.distributed.stopping import PREEMPTED
+from extras.launch import TRY_AGAIN
+from extras.launcher.restart_limit import FILE, IN_A_ROW, Starts
+from tests.forked import ROOT, Script
+from tests.live_runs import wait_until
+from tests.patience import run
+from tests.training_fixtures import environment
+
+# A rank without torch. It notes its start; `how` it ends, by the number of its start, comes last on its command line.
+RANK = """
+import os, signal, sys, time
+from pathlib import Path
+out, how = Path(sys.argv[-2].partition("=")[2]), sys.argv[-1].split(",")
+starts = out.parents[1] / "starts"
+with open(starts, "a") as file:
+    file.write("x")
+start = len(starts.read_text())
+for word in how[min(start, len(how)) - 1].split("+"):
+    if word == "save":
+        (out / f"checkpoint-{start}").mkdir(parents=True)
+    elif word == "killed":
+        os.kill(os.getpid(), signal.SIGKILL)
+    elif word == "wait":
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, lambda *_: sys.exit(75))
+        (out.parents[1] / "waiting").touch()
+        time.sleep(60)
+    else:
+        sys.exit(int(word))
+"""
+
+
+def launch(tmp_path: Path, how: str, restarts: int = 10, job: str = "7", **more: str) -> Script:
+    (tmp_path / "rank.py").write_text(RANK)
+    where = ["--rdzv_backend=c10d", "--rdzv_endpoint=localhost:0", f"--rdzv_id={job}", "--monitor_interval=0.02"]
+    script = [str(tmp_path / "rank.py"), f"--output_dir={tmp_path / 'new' / 'out'}", how]
+    argv = ["--nnodes=1", "--nproc_per_node=1", f"--max_restarts={restarts}", *where, *script]
+    return Script("extras.launch", *argv, env=environment() | more)
+
+
+def starts(tmp_path: Path) -> int:
+    return len((tmp_path / "starts").read_text())
+
+
+def until_waiting(tmp_path: Path, script: Script) -> None:
+    """The rank is under way."""
+    assert wait_until((tmp_path / "waiting").exists, lambda: script.poll() is None, 0.01), script.said()
+    (tmp_path / "waiting").unlink()
+
+
+def error(script: Script) -> str:
+    (line,) = [line for line in script.said()[1].splitlines() if line.startswith("error: ")]
+    return line
+
+
+def test_an_end_after_progress_starts_again_as_often_as_it_takes(tmp_path):
+    again = "save+killed,1,save+1,killed,save+1,0"
+    script = launch(tmp_path, again)
+    assert script.wait() == 0, script.said()
+    assert starts(tmp_path) == len(again.split(","))
+    assert not (tmp_path / "new" / "out" / FILE).exists()
+
+
+@pytest.mark.parametrize(
+    ("how", "reason"), [("save+1,1,1,1,0", "status 1"), ("save+1,1,1,killed", "killed by SIGKILL")]
+)
+def test_three_starts_without_a_checkpoint_are_the_end_with_the_reason(tmp_path, how, reason):
+    script = launch(tmp_path, how)
+    assert script.wait() == 2, script.said()
+    assert starts(tmp_path) == 1 + IN_A_ROW
+    assert f"{IN_A_ROW} starts of this job in a row made no new checkpoint" in error(script)
+    assert "the newest is still checkpoint-1" in error(script)
+    assert reason in error(script)
+
+
+def test_starts_by_others_count_too_and_a_new_job_counts_anew(tmp_path):
+    """As by a requeue or a new pod: the launcher itself is gone each time."""
+    for start in range(IN_A_ROW):
+        script = launch(tmp_path, "1", restarts=0)
+        assert script.wait() == (1 if start < IN_A_ROW - 1 else 2)
+    assert "there is none" in error(script)
+    assert launch(tmp_path, "1", restarts=0, job="8").wait() == 1
+
+
+def test_the_count_of_starts_is_the_users_own(tmp_path):
+    tmp_path.joinpath(FILE).touch(0o644)  # as earlier versions made it
+    Starts(tmp_path, "7").begin()
+    assert (tmp_path / FILE).stat().st_mode & 0o777 == 0o600
+    Starts(tmp_path, "7").begin()
+    assert json.loads((tmp_path / FILE).read_text())["starts"] == 2
+
+
+def test_a_launcher_killed_three_times_does_not_start_a_fourth(tmp_path):
+    for _ in range(IN_A_ROW):
+        script = launch(tmp_path, "wait")
+        until_waiting(tmp_path, script)
+        script.send_signal(signal.SIGKILL)
+        script.wait()
+    script = launch(tmp_path, "0")
+    assert script.wait() == 2, script.said()
+    assert "not started again" in error(script)
+    assert starts(tmp_path) == IN_A_ROW
+
+
+def test_bad_input_is_not_tried_again_and_leaves_no_directory(tmp_path):
+    script = launch(tmp_path, "2,0")
+    assert script.wait() == 2, script.said()
+    assert starts(tmp_path) == 1
+    assert not (tmp_path / "new").exists()
+
+
+# Ranks without torch, too, started as train_ddp.py is and without the flags that they need.
+WITHOUT_FLAGS = """
+from common.data.flags import DataFlags
+from common.cli import parse_arguments, run
+run(lambda: parse_arguments("", DataFlags))
+"""
+MISSING = "error: missing: --dataset_dir ("
+
+
+def without_flags(tmp_path: Path) -> tuple[list[str], dict[str, str]]:
+    """The end of a launcher's command line, and its environment."""
+    (tmp_path / "rank.py").write_text(WITHOUT_FLAGS)
+    return ["--nproc_per_node=2", str(tmp_path / "rank.py")], environment() | {"PYTHONPATH": str(ROOT)}
+
+
+def test_under_the_launcher_the_error_line_is_alone(tmp_path):
+    """Torchrun's warning that it sets OMP_NUM_THREADS is not beside it: the launcher sets it."""
+    argv, env = without_flags(tmp_path)
+    env.pop("OMP_NUM_THREADS")
+    script = Script("extras.launch", "--max_restarts=3", *argv, env=env)
+    assert script.wait() == 2, script.said()
+    (line,) = [*script.said()[0].splitlines(), *script.said()[1].splitlines()]
+    assert line.startswith(MISSING)
+
+
+def test_under_torchrun_the_error_line_is_there_at_once_and_again_where_its_report_ends(tmp_path):
+    """Of what torchrun prints around it a rank can only choose the last words: its own line."""
+    argv, env = without_flags(tmp_path)
+    command = [sys.executable, "-m", "torch.distributed.run", *argv]
+    done = run(command, env=env)
+    lines = [line for line in done.stderr.splitlines() if line.strip("=- ")]
+    (at_once,) = [line for line in lines if line.startswith("error: ")]
+    assert at_once.startswith(MISSING)
+    assert lines[-1].strip() == f"traceback : {at_once}"
+
+
+@pytest.mark.parametrize(
+    ("number", "pod", "status"),
+    [
+        (signal.SIGTERM, {}, PREEMPTED),
+        (signal.SIGTERM, {"KUBERNETES_SERVICE_HOST": "10.0.0.1"}, TRY_AGAIN),
+        (signal.SIGINT, {}, PREEMPTED),
+    ],
+)
+def test_a_stop_is_not_started_again_here_and_does_not_count(tmp_path, number, pod, status):
+    for _ in range(IN_A_ROW + 1):
+        script = launch(tmp_path, "wait", **pod)
+        until_waiting(tmp_path, script)
+        script.send_signal(number)
+        assert script.wait() == status
+        assert "failed" not in script.said()[1]  # torchrun's word for any status but 0
+        assert "closing signal" not in script.said()[1]
+    assert starts(tmp_path) == IN_A_ROW + 1
+
+
+@pytest.mark.parametrize(("how", "status"), [("1", TRY_AGAIN), ("killed", TRY_AGAIN), ("2", 2), ("0", 0)])
+def test_in_a_pod_bad_input_alone_is_final(tmp_path, how, status):
+    assert launch(tmp_path, how, restarts=0, KUBERNETES_SERVICE_HOST="10.0.0.1").wait() == status
+
+
+def test_a_place_that_cannot_be_written_is_for_the_run_to_say(tmp_path):
+    (tmp_path / "file").touch()
+    for _ in range(IN_A_ROW + 1):
+        Starts(tmp_path / "file" / "out", "7").begin()
+    assert os.listdir(tmp_path) == ["file"]

@@ -1,0 +1,178 @@
+"""embed.py against stock transformers, one sequence at a time: numbers, windows, what is refused."""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import json
+import math
+import re
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+import torch
+from transformers import AutoTokenizer, EsmModel
+
+from common.cli import UserError
+from common.models.layers.hf_directory import model_hash
+from extras.prepare.sample import make_proteins
+from tests.data_fixtures import write_fasta
+from tests.extras.inference.embed_fixtures import call_embed, change_weights, make_model, ran, refused
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    return make_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def proteins(tmp_path_factory, real) -> list[tuple[str, str]]:
+    return real or [(header.split()[0], text) for header, text in make_proteins(25, 5, 4, (0.1, 0.4), seed=3)]
+
+
+@pytest.fixture(scope="module")
+def real() -> list[tuple[str, str]]:
+    """25 of UniRef90's, where they are beside the checkout: the shortest and the longest among them."""
+    from tests.data_fixtures import REAL_SAMPLE
+
+    if not REAL_SAMPLE.exists():
+        return []
+    records = [part.split("\n") for part in gzip.decompress(REAL_SAMPLE.read_bytes()).decode()[1:].split("\n>")]
+    found = sorted(((lines[0].split()[0], "".join(lines[1:])) for lines in records), key=lambda each: len(each[1]))
+    return [found[n] for n in np.linspace(0, len(found) * 0.99, 25).astype(int)]
+
+
+@torch.no_grad()
+def stock_hidden(model: Path, text: str) -> np.ndarray:
+    """transformers' own, without <cls> and <eos>."""
+    tokenizer, stock = AutoTokenizer.from_pretrained(model), EsmModel.from_pretrained(model, add_pooling_layer=False)
+    return stock.eval()(**tokenizer(text, return_tensors="pt")).last_hidden_state[0, 1:-1].numpy()
+
+
+def embeddings(out: Path) -> dict[str, np.ndarray]:
+    found = {}
+    for part in sorted((out / "embeddings").glob("*.parquet")):
+        for row in pq.read_table(part).to_pylist():
+            found[row["id"]] = np.array(row["embedding"], np.float32)
+            assert row["length"] > 0
+    return found
+
+
+def test_embeddings_are_those_of_transformers(model, proteins, tmp_path):
+    """In packs of several; the means, and each residue; in the order of the file."""
+    fasta = write_fasta(tmp_path / "my.fasta", proteins)
+    flags = ("--model_name_or_path", model, "--fasta", fasta, "--max_seq_length", 100_000, "--proteins_per_part", 10)
+    ran("embed.py", *flags, "--output_dir", tmp_path / "mean", "--tokens_per_pack", 700)
+    ran("embed.py", *flags, "--output_dir", tmp_path / "each", "--per_residue")
+    means, each = embeddings(tmp_path / "mean"), embeddings(tmp_path / "each")
+    assert list(means) == list(each) == [name for name, _ in proteins]
+    assert len(list((tmp_path / "mean" / "embeddings").glob("part-*.parquet"))) == 3
+    for name, text in proteins:
+        expected = stock_hidden(model, text)
+        assert each[name].shape == (len(text), 32)
+        np.testing.assert_allclose(each[name], expected, atol=1e-5)
+        np.testing.assert_allclose(means[name], expected.mean(0), atol=1e-5)
+
+
+def test_long_proteins_are_seen_in_windows(model, tmp_path):
+    """Each residue as transformers has it in the window in whose middle it lies most nearly."""
+    (_, text), *_ = make_proteins(1, 1, 4, (0.1, 0.4), seed=9)
+    text = (text * 10)[:145]
+    fasta = write_fasta(tmp_path / "long.fasta", [("long", text)])
+    flags = ("--model_name_or_path", model, "--fasta", fasta, "--output_dir", tmp_path, "--per_residue")
+    ran("embed.py", *flags, "--max_seq_length", 62)  # windows of 60 residues, at 0, 28, 57, 85
+    found = embeddings(tmp_path)["long"]
+    for start, begin, end in ((0, 0, 44), (28, 44, 72), (57, 72, 101), (85, 101, 145)):
+        expected = stock_hidden(model, text[start : start + 60])[begin - start : end - start]
+        np.testing.assert_allclose(found[begin:end], expected, atol=1e-5)
+
+
+def test_mistakes_are_said_in_one_line(model, tmp_path):
+    fasta = write_fasta(tmp_path / "my.fasta", [("one", "MKVLAG")])
+    base = ["--model_name_or_path", model, "--fasta", fasta]
+    assert "--fasta (the proteins)" in refused(
+        "embed.py", "--model_name_or_path", model, "--output_dir", tmp_path / "x"
+    )
+    assert "no such file" in refused("embed.py", *base[:2], "--fasta", "none.fasta", "--output_dir", tmp_path / "x")
+    nothing = ["--model_name_or_path", tmp_path, "--fasta", fasta, "--output_dir", tmp_path / "x"]
+    assert "has no config.json" in refused("embed.py", *nothing)
+    assert not (tmp_path / "x").exists()
+    assert json.loads((model / "config.json").read_text())["model_type"] == "esm"
+
+
+def test_parts_say_what_they_were_made_from(model, tmp_path):
+    fasta = write_fasta(tmp_path / "my.fasta", [(f"P{n}", "MKVLAG" * n) for n in range(1, 6)])
+    call_embed(model, fasta, tmp_path / "out", "--proteins_per_part", 3, "--max_seq_length", 20)
+    settings = {"bf16": False, "max_seq_length": 20, "per_residue": False, "proteins_per_part": 3}
+    for number in (0, 1):
+        facts = pq.read_schema(tmp_path / f"out/embeddings/part-0000{number}.parquet").metadata
+        assert json.loads(facts.pop(b"settings")) == settings
+        assert facts == {
+            b"fasta_hash": hashlib.sha256(fasta.read_bytes()).hexdigest().encode(),
+            b"model_hash": model_hash(str(model)).encode(),
+        }
+
+
+@pytest.mark.parametrize(
+    ("records", "said"),
+    [
+        ([("a", "MKVLAG"), ("digits", "0123456789")], "62% of the characters are no residues"),
+        ([("a", "MKVLAG" * 200), ("dots", "?!;:" * 40)], "12% of the characters are no residues"),
+        ([("a", "MKVLAG"), ("none", "")], "line 3: record 2 (none) has no sequence"),
+        ([("a", "MKVLAG"), ("stop", "**")], "line 3: record 2 (stop) has no sequence"),
+    ],
+)
+def test_what_is_no_protein_is_refused(model, tmp_path, records, said):
+    with pytest.raises(UserError, match=re.escape(said)):
+        call_embed(model, write_fasta(tmp_path / "my.fasta", records), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_unknown_characters_and_duplicate_ids_are_counted(model, tmp_path, caplog):
+    records = [("a", "MKVL1AG*A"), ("a", "mkvlag"), ("b", "MK7LAG"), ("a", "MKVLAG"), ("c", "MKVLAG")]
+    call_embed(model, write_fasta(tmp_path / "my.fasta", records), tmp_path / "out")
+    warnings = [record.getMessage().partition(": ")[2] for record in caplog.records if record.levelname == "WARNING"]
+    assert warnings == [
+        "3 characters in 2 proteins are no residues: <unk>",
+        "2 ids have come before: each has its row",
+    ]
+    assert json.loads((tmp_path / "out/embeddings/.complete.json").read_text())["results"] == {
+        "proteins": 5,
+        "residues": 33,
+        "unknown": 3,
+        "with_unknown": 2,
+        "duplicates": 2,
+    }
+    found = pq.read_table(tmp_path / "out/embeddings")
+    assert found["id"].to_pylist() == ["a", "a", "b", "a", "c"]
+    assert found["embedding"][1] == found["embedding"][3] == found["embedding"][4], "lower case is upper case"
+
+
+def test_input_is_looked_through_before_the_model_is_loaded(model, tmp_path):
+    """A byte at the very end, and a model that is refused when it is loaded: the byte is what is told."""
+    broken = shutil.copytree(model, tmp_path / "model")
+    change_weights(broken, lambda tensors: tensors["lm_head.bias"].fill_(math.nan))
+    fasta = write_fasta(tmp_path / "my.fasta", [(f"P{n}", "MKVLAGTYRR" * 30) for n in range(2000)])
+    fasta.write_bytes(fasta.read_bytes()[:-1] + b"\xff\n")
+    with pytest.raises(UserError, match="line 4000: non-ASCII byte 0xff in the sequence of P1999"):
+        call_embed(broken, fasta, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_model_that_gives_no_numbers_is_refused(model, tmp_path):
+    """Weights that are not finite, and finite ones whose sums are not."""
+    fasta = write_fasta(tmp_path / "my.fasta", [("one", "MKVLAG")])
+    name = "esm.encoder.layer.1.attention.self.value.weight"
+    for value, said in (
+        (math.nan, f"tensor {name} holds NaN or infinity"),
+        (-math.inf, f"tensor {name} holds NaN or infinity"),
+        (3e38, "gives NaN or infinity for the sequence MKVLAG"),
+    ):
+        broken = shutil.copytree(model, tmp_path / f"model{value}")
+        change_weights(broken, lambda tensors, value=value: tensors[name][3].fill_(value))
+        with pytest.raises(UserError, match=said):
+            call_embed(broken, fasta, tmp_path / "out")
+        assert not list(tmp_path.glob("out/embeddings"))

@@ -1,0 +1,176 @@
+"""The parts of preflight that need no second process: arithmetic, merging, and what other programs' output means."""
+
+from __future__ import annotations
+
+import argparse
+import resource
+
+import pytest
+
+from extras.preflight.exchange import check_clock
+from extras.preflight.network import (
+    check_efa,
+    check_interfaces,
+    check_nccl_log,
+    efa_devices,
+    interfaces_left,
+    providers,
+)
+from extras.preflight.node import bytes_needed, bytes_there, check_output, nvidia_driver
+from extras.preflight.ranks import Timing, clock_offset, outliers, ring_rounds
+from extras.preflight.report import ERROR, OK, WARN, Finding, RankReport, differences, merge, problems, table
+
+
+def test_clock_offset_by_the_shortest_round_trip():
+    exact = (10.0, 40.001, 10.002)  # 30 s ahead, 2 ms there and back
+    assert clock_offset([(9.0, 39.9, 9.9), exact, (11.0, 41.0, 11.5)]) == pytest.approx((30.0, 0.001))
+    args = argparse.Namespace(max_clock_skew=1.0)
+    assert check_clock("n2", 1.5, 0.6, args) == []  # may be within
+    assert check_clock("n2", -1.5, 0.1, args)[0].level == WARN
+    assert check_clock("n2", 301, 0.1, args)[0].level == ERROR
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 4, 5, 8, 255, 512])
+def test_rounds_of_neighbours(count):
+    """Every node beside both neighbours, never in two pairs of a round, in two rounds or three."""
+    rounds = ring_rounds(count)
+    assert len(rounds) == {1: 0, 2: 1}.get(count, 2 + count % 2)
+    for pairs in rounds:
+        nodes = [node for pair in pairs for node in pair]
+        assert len(nodes) == len(set(nodes))
+    pairs = {frozenset(pair) for pairs in rounds for pair in pairs}
+    assert pairs == {frozenset((node, (node + 1) % count)) for node in range(count) if count > 1}
+
+
+def test_outliers_among_pairs():
+    fine = [Timing([n, n + 1], 1e-4, 1e9 + n) for n in range(6)]
+    slow, late = Timing([7, 8], 1e-4, 0.2e9), Timing([8, 9], 4e-4, 1e9)
+    assert outliers([*fine, slow, late]) == [slow, late]
+    assert outliers([fine[0], slow]) == []  # which of the two is the odd one?
+
+
+def test_report_of_many_nodes():
+    """Equal findings share a row, harmless differences do not fill the table, facts that differ are errors."""
+    reports = [
+        RankReport(
+            rank,
+            f"n{rank // 2}",
+            str(rank // 2),
+            rank % 2 == 0,
+            [Finding("shm", OK, "8 GB"), Finding("output", OK, f"{rank} GB free")] if rank % 2 == 0 else [],
+            {"torch": "2.13.0", "driver": "570" if rank < 10 else "580"},
+        )
+        for rank in range(40)
+    ]
+    reports[7].findings.append(Finding("gpus", ERROR, "GPU 1 does not compute", "drain it"))
+    report = merge(reports, differences(reports), 1.0)
+    assert (report["level"], report["ranks"], report["nodes"]) == (ERROR, 40, 20)
+    text = table(report)
+    assert "8 GB  [all 20 nodes]" in text
+    assert text.count("GB free") == 4
+    assert "output    ok     and 16 more  [see --json]" in text
+    assert problems(report) == [
+        "error: gpus: rank 7 (n3): GPU 1 does not compute: drain it",
+        "error: versions: the run: driver differs between nodes: 570 on n0, n1, n2, n3, n4; 580 on n5, n6, n7, n8, "
+        "n9, n10, n11, n12 and 7 more: give every node the same image, environment and data: ranks that differ hang "
+        "or compute other numbers",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("setting", "left"),
+    [
+        ("^docker,lo,veth", ["eth0", "eth1"]),
+        ("^docker,lo,veth,eth", []),
+        ("eth", ["eth0", "eth1"]),
+        ("=eth", []),
+        ("=eth1", ["eth1"]),
+        ("^=eth0,lo,docker0", ["eth1"]),
+        ("ens", []),
+    ],
+)
+def test_what_nccl_socket_ifname_leaves(setting, left):
+    interfaces = ["lo", "docker0", "eth0", "eth1"]
+    assert interfaces_left(setting, interfaces) == left
+    finding = check_interfaces({"NCCL_SOCKET_IFNAME": setting}, True, 2, interfaces)
+    assert finding.level == (OK if left else ERROR)
+
+
+def test_nccl_with_loopback_only():
+    assert check_interfaces({"NCCL_SOCKET_IFNAME": "lo"}, True, 2, ["lo", "eth0"]).level == ERROR
+    assert check_interfaces({"NCCL_SOCKET_IFNAME": "lo"}, True, 1, ["lo", "eth0"]).level == OK
+
+
+def test_efa_devices_and_their_files(tmp_path, monkeypatch):
+    """A tree as the kernel lays it out: an EFA device beside one of another maker."""
+    unlimited = resource.RLIM_INFINITY
+    monkeypatch.setattr("resource.getrlimit", lambda which: (unlimited, unlimited))
+    for name, vendor, number in (("rdmap16s27", "0x1d0f", "0xefa2"), ("mlx5_0", "0x15b3", "0x101e")):
+        (tmp_path / "sys" / name / "device").mkdir(parents=True)
+        (tmp_path / "sys" / name / "device" / "vendor").write_text(f"{vendor}\n")
+        (tmp_path / "sys" / name / "device" / "device").write_text(f"{number}\n")
+    assert efa_devices(tmp_path / "sys") == ["rdmap16s27"]
+    assert efa_devices(tmp_path / "none") == []
+    asked = {"FI_PROVIDER": "efa", "LD_LIBRARY_PATH": str(tmp_path / "lib")}
+    places = {"use_gpu": True, "sysfs": tmp_path / "sys", "verbs": tmp_path / "verbs"}
+    found = {(finding.level, finding.found) for finding in check_efa(asked, **places)}
+    assert (ERROR, f"no {tmp_path}/verbs/uverbs* that this user may open") in found
+    assert (ERROR, "NCCL's plugin for EFA is not found: NCCL would use TCP") in found
+    (tmp_path / "verbs").mkdir()
+    (tmp_path / "lib").mkdir()
+    (tmp_path / "verbs" / "uverbs0").write_text("")
+    (tmp_path / "lib" / "libnccl-net.so").write_text("")
+    findings = check_efa(asked, **places)
+    assert not [finding for finding in findings if finding.level == ERROR]
+    assert findings[-1].found == f"1 devices, plugin {tmp_path}/lib/libnccl-net.so"
+    assert check_efa({"FI_PROVIDER": ""}, **places) == []
+    monkeypatch.setattr("resource.getrlimit", lambda which: (65536, 65536))
+    (limited,) = [finding for finding in check_efa(asked, **places) if "locked memory" in finding.found]
+    assert limited.level == ERROR
+    assert "LimitMEMLOCK=infinity" in limited.todo
+
+
+def test_what_fi_info_and_the_driver_say(tmp_path):
+    said = "provider: efa\n    fabric: efa\n    domain: rdmap16s27-rdm\nprovider: efa\n    fabric: efa-direct\n"
+    assert providers(said) == ["efa"]
+    assert providers("fi_getinfo: -61 (No data available)") == []
+    (tmp_path / "version").write_text(
+        "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  570.133.20  Release Build  (dvs-builder@U22)\n"
+    )
+    assert nvidia_driver(tmp_path / "version") == "570.133.20"
+
+
+def test_which_network_nccl_says_it_uses():
+    efa = (
+        "n1:6831:6840 [0] NCCL INFO NET/OFI Selected Provider is efa (found 16 nics)\n"
+        "n1:6831:6840 [0] NCCL INFO Using network Libfabric\n"
+    )
+    assert check_nccl_log(efa).level == OK
+    assert check_nccl_log("n1:1:9 [0] NCCL INFO NET/OFI Selected provider is efa, fabric is efa-direct\n").level == OK
+    tcp = (
+        "n1:1:9 [0] NCCL INFO NET/Plugin: Could not find: libnccl-net.so. Using internal network plugin.\n"
+        "n1:1:9 [0] NCCL INFO NET/Socket : Using [0]eth0:10.0.0.7<0>\nn1:1:9 [0] NCCL INFO Using network Socket\n"
+    )
+    assert check_nccl_log(tcp).level == ERROR
+    assert "NCCL uses Socket, not EFA" in check_nccl_log(tcp).found
+    assert check_nccl_log("n1:1:9 [0] NCCL INFO Using network Socket\n" + efa).level == OK
+    assert check_nccl_log("").level == WARN
+
+
+def test_a_disk_too_small_for_a_runs_checkpoints_is_an_error(tmp_path):
+    """12 bytes a parameter, for as many as are kept and the next; those that are there make way."""
+    small = "facebook/esm2_t6_8M_UR50D"  # 7,512,353 parameters
+    assert bytes_needed(small, 3) == 12 * 7_512_353 * 4
+    assert bytes_needed(small, 0) == 12 * 7_512_353 * 3
+    assert bytes_needed("llama3_1_70b", 1) == 12 * 70_553_706_496 * 2
+    assert bytes_needed("some/model", 3) is None
+    assert check_output(str(tmp_path), 0.0, small, 3).level != ERROR
+    found = check_output(str(tmp_path), 0.0, "llama3_1_70b", 1000)
+    assert found.level == ERROR
+    assert "too little for checkpoints of llama3_1_70b: 1000 and the next take 847" in found.found
+    assert found.todo == "make room, or lower --save_total_limit"
+    (tmp_path / "checkpoint-5").mkdir()
+    (tmp_path / "checkpoint-5.old").mkdir()
+    for directory in ("checkpoint-5", "checkpoint-5.old"):
+        (tmp_path / directory / "__0_0.distcp").write_bytes(bytes(1000))
+    assert bytes_there(tmp_path) == 1000

@@ -1,0 +1,397 @@
+"""Sampling by clusters: the table's formats, splits and index against brute force, and what the batch plan draws."""
+
+from __future__ import annotations
+
+import gzip
+import itertools
+import json
+import pickle
+import shutil
+from collections import Counter, defaultdict
+
+import datasets
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet
+import pytest
+
+from common.cli import UserError
+from common.data.packing import BatchPlan, Position
+from common.files.hashing import hash_bytes
+from extras.prepare import cluster_index, cluster_splits
+from extras.prepare.cluster_index import _fitting
+from extras.prepare.cluster_splits import hash_names, read_table, without_prefix
+from extras.prepare.clusters import Clusters, open_clusters
+from tests.data_fixtures import TOKENIZE, call, different, everything_in
+from tests.training_fixtures import losses, train
+
+# --- names and tables
+
+
+def test_hashes_of_names():
+    names = ["", "a", "a\0", "\0", "12345678", "123456789", "UniRef90_A0A009", "UniRef90_A0A00A", "x" * 1000, "é"]
+    hashes = hash_names(pa.array(names))
+    assert len(set(hashes.tolist())) == len(names)
+    assert np.array_equal(hash_names(pa.array(["head", *names, "tail"]).slice(1, len(names))), hashes)
+    for name, found in zip(names, hashes, strict=True):
+        raw = np.frombuffer(name.encode(), np.uint8)
+        assert hash_bytes(raw, np.array([0, len(raw)])) == found
+    many = hash_names(pa.array([f"UniRef90_{i}" for i in range(200_000)]))
+    assert len(np.unique(many)) == 200_000
+    assert np.bincount((many >> np.uint64(56)).astype(int), minlength=256).std() < 4 * (200_000 / 256) ** 0.5
+
+
+PAIRS = [(f"UniRef50_{i // 3}", f"UniRef90_{i}") for i in range(1000)]
+LINES = {sep: "".join(f"{a}{sep}{b}\n" for a, b in PAIRS).encode() for sep in ",\t"}
+ROWS = "".join(f"x,{b},{a}\r\n" for a, b in PAIRS).encode()
+
+
+def parquet(path):
+    clusters, members = zip(*PAIRS, strict=True)
+    table = pa.table(
+        {"ur90_id": members, "sequence": ["MK"] * len(PAIRS), "ur50_id": pa.array(clusters).dictionary_encode()}
+    )
+    pa.parquet.write_table(table, path)
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        parquet,
+        lambda path: path.write_bytes(b"ur50_id,ur90_id\n" + LINES[","]),
+        lambda path: path.write_bytes(b'\xef\xbb\xbfname,"ur90_id","ur50_id"\r\n' + ROWS),
+        lambda path: path.write_bytes(b"ur50_id\tur90_id\n" + LINES["\t"]),
+        lambda path: path.write_bytes(LINES["\t"]),
+        lambda path: path.write_bytes(LINES[","].rstrip()),
+        lambda path: path.write_bytes(gzip.compress(LINES["\t"])),
+        lambda path: path.write_bytes(gzip.compress(LINES["\t"][:9000]) + gzip.compress(LINES["\t"][9000:])),
+    ],
+)
+def test_tables_of_every_form(tmp_path, write):
+    write(tmp_path / "table")
+    found = [np.concatenate(part) for part in zip(*read_table(tmp_path / "table"), strict=True)]
+    clusters, members = map(pa.array, zip(*PAIRS, strict=True))
+    for hashes, names in zip(found, (clusters, without_prefix(members)), strict=True):
+        assert np.array_equal(hashes, hash_names(names))
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"cluster,member\n" + LINES[","], "its first line is 'cluster,member': expected the columns ur50_id"),
+        (b"UniRef90_1\tUniRef50_1\n", "its first line is"),
+        (b"", "its first line is ''"),
+        (b"ur50_id,ur90_id\nUniRef50_1,UniRef90_1\nUniRef50_2,\n", "row 2: a name is empty"),
+        (b"ur50_id,ur90_id\nUniRef50_1,UniRef90_1,3\n", "Expected 2 columns, got 3"),
+        (gzip.compress(LINES[","])[:-3000], "table"),
+        (b"PAR1 and nothing more", "table"),
+    ],
+)
+def test_bad_tables_are_one_line(tmp_path, content, message):
+    (tmp_path / "table").write_bytes(content)
+    with pytest.raises(UserError, match=message) as error:
+        list(read_table(tmp_path / "table"))
+    assert str(tmp_path / "table") in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_parquet_with_other_columns(tmp_path):
+    pa.parquet.write_table(pa.table({"id": ["a"], "cluster": ["b"]}), tmp_path / "table")
+    with pytest.raises(UserError, match="its columns are id, cluster: expected the columns ur50_id and ur90_id"):
+        list(read_table(tmp_path / "table"))
+    with pytest.raises(UserError, match="no such file"):
+        list(read_table(tmp_path / "absent"))
+
+
+# --- splits and index
+
+
+def make_input(directory, count=3000, seed=0):
+    """CSV files and a table: clusters of 1 to 40 members, some records unknown to it, some ids twice.
+
+    Returns {name: cluster}.
+    """
+    rng = np.random.default_rng(seed)
+    clusters = {}
+    sizes = rng.geometric(0.4, count) * rng.choice([1, 1, 1, 10], count)
+    members = [(f"UniRef50_C{c}", f"UniRef90_{c}_{i}") for c, size in enumerate(sizes) for i in range(size)][:count]
+    rng.shuffle(members)
+    names = [member for _, member in members]
+    unknown = set(names[::17])
+    rows = [*members, (f"UniRef50_C{count}", "UniRef90_not_among_the_records"), ("UniRef50_again", names[1])]
+    directory.mkdir()
+    with open(directory / "table.tsv", "w") as file:
+        file.writelines(f"{cluster}\t{member}\n" for cluster, member in rows if member not in unknown)
+    for cluster, member in members:
+        clusters[member] = member if member in unknown else cluster
+    names += names[:50]  # again
+    rng.shuffle(names)
+    for number, part in enumerate(np.array_split(names, 3)):
+        with open(directory / f"x{number:03d}.csv", "w") as file:
+            file.write("id,text\n")
+            lines = (f"{name},MK{different(number * 10_000 + n)}" for n, name in enumerate(part))
+            file.writelines(f"{line}{'LAG' * int(rng.integers(1, 20))}\n" for line in lines)
+    return clusters
+
+
+def tokenize(source, out, *flags):
+    sizes = ("--validation_size", 200, "--test_size", 100)
+    call(TOKENIZE, "--input_dir", source, "--output_dir", out, *sizes, "--cluster_table", source / "table.tsv", *flags)
+    return {split: rows["id"] for split, rows in datasets.load_from_disk(str(out / "arrow")).items()}
+
+
+def test_splits_and_index_against_brute_force(tmp_path, caplog):
+    clusters = make_input(tmp_path / "csv")
+    with caplog.at_level("INFO"):
+        names = tokenize(tmp_path / "csv", tmp_path / "out")
+    assert sum(map(len, names.values())) == 3050
+    assert [len(names[split]) for split in ("validation", "test")] == [200, 100]  # there are clusters of one
+    found = {split: {clusters[name] for name in part} for split, part in names.items()}
+    for one, other in itertools.combinations(found.values(), 2):
+        assert not one & other
+    in_file_order = [line.split(",")[0] for i in range(3) for line in (tmp_path / f"csv/x00{i}.csv").open()]
+    training = set(names["train"])  # an id that is there twice is in one split
+    assert list(names["train"]) == [name for name in in_file_order if name in training]
+
+    expected = defaultdict(list)
+    for record, name in enumerate(names["train"]):
+        expected[clusters[name]].append(record)
+    index = open_clusters(tmp_path / "out/arrow/train", len(names["train"]))
+    parts = np.split(np.array(index.members), np.array(index.offsets)[1:-1])
+    assert [part.tolist() for part in parts] == list(expected.values())  # in the order of first records
+    unknown = sum(clusters[name] == name for part in names.values() for name in part)
+    assert f"{unknown} of 3,050 records are not in" in caplog.text
+    assert "1 rows put a member into a second cluster" in caplog.text
+    results = json.loads((tmp_path / "out/arrow/.complete.json").read_text())["results"]
+    assert results["not_in_cluster_table"] == unknown
+    assert results["train_clusters"] == len(expected)
+    assert results["train"] == len(names["train"])
+
+
+def test_the_result_depends_on_seed_and_not_on_memory(tmp_path, monkeypatch):
+    make_input(tmp_path / "csv")
+    first = tokenize(tmp_path / "csv", tmp_path / "a")
+    for name in ("HELD_ROWS", "CHUNK"):
+        monkeypatch.setattr(cluster_index, name, 37)
+    tokenize(tmp_path / "csv", tmp_path / "b", "--preprocessing_num_workers", 1)
+    assert everything_in(tmp_path / "a") == everything_in(tmp_path / "b")
+    assert tokenize(tmp_path / "csv", tmp_path / "c", "--seed", 7)["validation"] != first["validation"]
+    smaller = tokenize(tmp_path / "csv", tmp_path / "d", "--train_size", 500)
+    assert [len(part) for part in smaller.values()] == [500, 200, 100]
+    open_clusters(tmp_path / "d/arrow/train", 500)
+
+
+def test_buckets_of_another_boot_are_made_anew(tmp_path, monkeypatch):
+    make_input(tmp_path / "csv", count=600)
+    tokenize(tmp_path / "csv", tmp_path / "undisturbed")
+
+    def stop(*_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(TOKENIZE, "publish_index", stop)
+        with pytest.raises(KeyboardInterrupt):
+            tokenize(tmp_path / "csv", tmp_path / "out")
+    shutil.rmtree(tmp_path / "out/.building/scratch/clusters")
+    monkeypatch.setattr(cluster_splits, "boot_id", lambda: "another")
+    tokenize(tmp_path / "csv", tmp_path / "out")
+    assert everything_in(tmp_path / "out") == everything_in(tmp_path / "undisturbed")
+
+
+def test_clusters_of_every_size_are_as_likely_to_be_held_out(tmp_path):
+    sizes = np.arange(1600) % 4 + 1
+    names = hash_names(pa.array([f"UniRef50_{i}" for i in range(1600)]))
+    held_out = np.zeros(1600)
+    for seed in range(25):
+        scratch = tmp_path / str(seed)
+        joined = cluster_index.join([np.repeat(names, sizes)], [], seed, scratch)
+        assert (joined.missing, joined.repeated) == (4000, 0)
+        labels = cluster_index.draw_splits(joined.buckets, (2000, 1600, 400), True, scratch / "labels.npy")
+        by_cluster = np.split(np.array(labels), np.cumsum(sizes)[:-1])
+        assert all(len(set(part.tolist())) == 1 for part in by_cluster)
+        assert np.bincount(labels).tolist() == [2000, 1600, 400]
+        held_out += [part[0] == cluster_index.VALIDATION for part in by_cluster]
+    for size in range(1, 5):
+        assert held_out[sizes == size].mean() / 25 == pytest.approx(0.4, abs=0.03)
+
+
+@pytest.mark.parametrize("room", [0, 1, 7, 100, 10_000])
+def test_fitting_is_greedy_and_exact(room):
+    sizes = np.random.default_rng(0).integers(1, 30, 300)
+    left, expected = room, []
+    for i, size in enumerate(sizes):
+        if size <= left:
+            expected.append(i)
+            left -= size
+    assert _fitting(sizes, np.arange(300), room).tolist() == expected
+
+
+def test_a_split_that_no_cluster_fits_into(tmp_path):
+    (tmp_path / "csv").mkdir()
+    (tmp_path / "csv/table.tsv").write_text("".join(f"UniRef50_A\tUniRef90_{i}\n" for i in range(20)))
+    (tmp_path / "csv/x000.csv").write_text("id,text\n" + "".join(f"UniRef90_{i},MKV\n" for i in range(20)))
+    with pytest.raises(UserError, match="--validation_size 1: no cluster is small enough"):
+        call(TOKENIZE, "--input_dir", tmp_path / "csv", "--output_dir", tmp_path / "out",
+             "--cluster_table", tmp_path / "csv/table.tsv", "--validation_size", 1, "--test_size", 0)  # fmt: skip
+    assert not (tmp_path / "out").exists()
+    with pytest.raises(UserError, match="--cluster_table needs --line_by_line True"):
+        call(TOKENIZE, "--input_dir", tmp_path / "csv", "--cluster_table", "t", "--line_by_line", "False")
+    with pytest.raises(UserError, match="no such file"):
+        call(TOKENIZE, "--input_dir", tmp_path / "csv", "--output_dir", tmp_path / "out", "--cluster_table", "absent")
+
+
+def test_missing_or_strange_index(tmp_path):
+    with pytest.raises(UserError, match="tokenise with --cluster_table"):
+        open_clusters(tmp_path, 10)
+    write_clusters(tmp_path, [1, 2, 3])
+    with pytest.raises(UserError, match="--sample_clusters needs all of them"):
+        open_clusters(tmp_path, 5)
+    (tmp_path / "clusters/members.npy").write_bytes(b"")
+    with pytest.raises(UserError, match="tokenise again"):
+        open_clusters(tmp_path, 6)
+
+
+# --- what the batch plan draws
+
+
+def write_clusters(split, sizes) -> Clusters:
+    """Clusters of these sizes, of consecutive records."""
+    (split / "clusters").mkdir(parents=True)
+    np.save(split / "clusters/offsets.npy", np.concatenate(([0], np.cumsum(sizes))).astype(np.uint32))
+    np.save(split / "clusters/members.npy", np.arange(sum(sizes), dtype=np.uint32))
+    return open_clusters(split, sum(sizes))
+
+
+def plan_of(clusters, lengths, seed=0, **size):
+    size = size or {"tokens_per_pack": 4096}
+    return BatchPlan(lengths.take, len(lengths), seed, 512, **size, clusters=clusters)
+
+
+def drawn(plan, epoch):
+    return np.concatenate([window.records for window in plan.windows(epoch)])
+
+
+def test_an_epoch_draws_one_member_of_every_cluster(tmp_path):
+    sizes = np.random.default_rng(0).geometric(0.3, 20_000)
+    clusters = write_clusters(tmp_path, sizes)
+    lengths = np.random.default_rng(1).integers(50, 900, sizes.sum())
+    cluster_of = np.repeat(np.arange(len(sizes)), sizes)
+    epochs = [drawn(plan_of(clusters, lengths, seed), epoch) for seed, epoch in ((0, 0), (0, 1), (1, 0), (0, 0))]
+    for records in epochs:
+        assert np.array_equal(np.sort(cluster_of[records]), np.arange(len(sizes)))
+    assert np.array_equal(epochs[0], epochs[3])
+    large = np.flatnonzero(sizes >= 5)
+    member = [np.sort(records) for records in epochs]  # one record a cluster: in the order of the clusters
+    for one, other in itertools.combinations(member[:3], 2):
+        assert (one[large] == other[large]).mean() < 0.25
+    for mode in ({"tokens_per_pack": 4096}, {"sequences_per_pack": 16}):
+        plan = plan_of(clusters, lengths, **mode)
+        assert plan.packs_per_epoch() == sum(map(len, plan.windows(0)))
+
+
+def test_members_are_drawn_uniformly(tmp_path):
+    """Chi-square over 400 epochs, for every size; and neighbours are drawn independently."""
+    sizes = np.tile([1, 2, 3, 5, 8], 60)
+    clusters = write_clusters(tmp_path, sizes)
+    plan = plan_of(clusters, np.full(sizes.sum(), 100))
+    draws = np.stack([np.sort(drawn(plan, epoch)) for epoch in range(400)])  # [epochs, clusters]
+    places = draws - np.concatenate(([0], np.cumsum(sizes)[:-1]))
+    for size in (2, 3, 5, 8):
+        of_size = places[:, sizes == size]
+        counts = np.stack([(of_size == place).sum(axis=0) for place in range(size)])
+        chi_square = ((counts - 400 / size) ** 2 / (400 / size)).sum()
+        degrees = 60 * (size - 1)
+        assert abs(chi_square - degrees) < 4 * (2 * degrees) ** 0.5
+    twos = places[:, sizes == 2]
+    assert abs((twos[:, :-1] == twos[:, 1:]).mean() - 0.5) < 4 * 0.5 / twos[:, 1:].size ** 0.5
+
+
+def test_clusters_of_one_are_the_plan_without_clusters(tmp_path):
+    lengths = np.random.default_rng(1).integers(50, 900, 5000)
+    clusters = write_clusters(tmp_path, np.ones(5000, dtype=int))
+    for epoch in (0, 3):
+        assert np.array_equal(drawn(plan_of(clusters, lengths), epoch), drawn(plan_of(None, lengths), epoch))
+
+
+def test_resuming_anywhere_and_pickling(tmp_path):
+    sizes = np.random.default_rng(0).geometric(0.3, 40_000)
+    lengths = np.random.default_rng(1).integers(50, 900, sizes.sum())
+    plan = plan_of(write_clusters(tmp_path, sizes), lengths)
+    everything = list(itertools.islice(plan.packs(), plan.packs_per_epoch() + 30))
+    assert plan.num_windows > 1
+    for at in (0, 17, len(everything) // 2, len(everything) - 20):
+        fresh = pickle.loads(pickle.dumps(plan_of(Clusters(tmp_path / "clusters"), lengths)))
+        assert fresh.position_after(Position(), at) == everything[at][0]
+        for expected, found in zip(everything[at : at + 5], fresh.packs(everything[at][0]), strict=False):
+            assert expected[0] == found[0]
+            assert np.array_equal(expected[1].records, found[1].records)
+            assert np.array_equal(expected[1].starts, found[1].starts)
+    assert Counter(position.epoch for position, _ in everything).keys() == {0, 1}
+
+
+def test_training_draws_by_clusters_and_goes_on_where_it_stopped(dataset, tmp_path):
+    make_input(tmp_path / "csv", count=2000)
+    names = tokenize(tmp_path / "csv", tmp_path / "out")["train"]
+    splits = tmp_path / "out" / "arrow"
+    flags = {"sample_clusters": True, "logging_steps": 2, "max_steps": None, "packs_per_step": 7}
+    train(splits, tmp_path / "whole", num_train_epochs=1, **flags)
+    train(splits, tmp_path / "parts", num_train_epochs=1, stop_at_step=4, **flags)
+    train(splits, tmp_path / "parts", num_train_epochs=1, **flags)
+    assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
+    train(splits, tmp_path / "shared", 2, script="train_ddp_cp.py", num_train_epochs=1, **flags)
+    assert losses(tmp_path / "shared") == pytest.approx(losses(tmp_path / "whole"), rel=1e-4)
+    state = json.loads((tmp_path / "whole" / "trainer_state.json").read_text())
+    assert state["sequences"] == len(open_clusters(splits / "train", len(names))) < len(names)
+    results = json.loads((tmp_path / "whole" / "train_results.json").read_text())
+    assert (results["train_samples"], results["epoch"]) == (state["sequences"], 1.0)
+    said = train(splits, tmp_path / "parts", num_train_epochs=1, expect=2, **flags | {"sample_clusters": False})
+    assert "sample_clusters '" in said
+    said = train(dataset, tmp_path / "none", expect=2, **flags)
+    assert "no clusters: tokenise with --cluster_table" in said
+
+
+@pytest.mark.parametrize(
+    "table",
+    [
+        "ur50_id\tur90_id\n",
+        "ur50_id\tur90_id\n" + "".join(f"UniRef90_{i}\tUniRef50_{i}\n" for i in range(20)),
+        "".join(f"UniRef50_A{i}\tUniRef90_X{i}\n" for i in range(20)),
+        "".join(f"UniRef50_A{i}\tUniRef90_{i}\n" for i in range(9)),
+    ],
+    ids=["header only", "columns the other way round", "other proteins", "less than half of them"],
+)
+def test_a_table_of_other_proteins_is_an_error(tmp_path, table):
+    """Each record would be a cluster of its own, and relatives stand in training and validation."""
+    (tmp_path / "csv").mkdir()
+    (tmp_path / "csv/table.tsv").write_text(table)
+    (tmp_path / "csv/x000.csv").write_text("id,text\n" + "".join(f"UniRef90_{i},MKV\n" for i in range(20)))
+    with pytest.raises(UserError, match=r"names only \d of the 20 records: is it the table of these proteins"):
+        tokenize(tmp_path / "csv", tmp_path / "out", "--validation_size", 2, "--test_size", 1)
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_table_of_mmseqs2(tmp_path):
+    """Representative and member, tab-separated, without a header; a cluster's first member is its representative."""
+    (tmp_path / "csv").mkdir()
+    pairs = [(f"P{i // 4 * 4}.1", f"P{i}.1") for i in range(40)]
+    (tmp_path / "clustered_cluster.tsv").write_text("".join(f"{a}\t{b}\n" for a, b in pairs))
+    (tmp_path / "csv/table.tsv").symlink_to(tmp_path / "clustered_cluster.tsv")
+    (tmp_path / "csv/x000.csv").write_text("id,text\n" + "".join(f"P{i}.1,MK{different(i)}\n" for i in range(40)))
+    names = tokenize(tmp_path / "csv", tmp_path / "out", "--validation_size", 8, "--test_size", 4)
+    clusters = {split: {int(name[1:-2]) // 4 for name in part} for split, part in names.items()}
+    assert {split: len(of) for split, of in clusters.items()} == {"train": 7, "validation": 2, "test": 1}
+    assert len(set().union(*clusters.values())) == 10, "no cluster on two sides"
+
+
+@pytest.mark.parametrize(("of_records", "of_table"), [("", "UniRef90_"), ("UniRef90_", "UniRef90_")])
+def test_names_with_and_without_their_prefix(tmp_path, of_records, of_table, caplog):
+    (tmp_path / "csv").mkdir()
+    rows = "".join(f"UniRef50_{i // 2}\t{of_table}{i}\n" for i in range(20))
+    (tmp_path / "csv/table.tsv").write_text("ur50_id\tur90_id\n" + rows)
+    lines = "".join(f"{of_records}{i},MK{different(i)}\n" for i in range(20))
+    (tmp_path / "csv/x000.csv").write_text("id,text\n" + lines)
+    names = tokenize(tmp_path / "csv", tmp_path / "out", "--validation_size", 2, "--test_size", 2)
+    assert "are not in" not in caplog.text
+    assert {
+        split: len({int(name.removeprefix(of_records)) // 2 for name in part}) for split, part in names.items()
+    } == {"train": 8, "validation": 1, "test": 1}

@@ -1,0 +1,118 @@
+"""--cluster: MMseqs2 finds the families, and no split shares one with another."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+import shutil
+
+import datasets
+import pyarrow as pa
+import pytest
+
+from common.cli import UserError
+from common.files.alphabet import TOKENS
+from extras.prepare.clusters import open_clusters
+from extras.prepare.mmseqs import numbers, write_numbered
+from tests.data_fixtures import TOKENIZE, call
+
+RESIDUES = "ACDEFGHIKLMNPQRSTVWY"
+FAMILIES, MEMBERS = 40, 6
+
+
+def related(seed: int = 3) -> list[tuple[str, str, int]]:
+    """(id, protein, family): members differ from their ancestor in a tenth of the residues. Ids as UniProt has them,
+    which MMseqs2 would shorten, and each is there twice."""
+    draw = random.Random(seed)
+    rows = []
+    for family in range(FAMILIES):
+        ancestor = draw.choices(RESIDUES, k=draw.randint(80, 150))
+        for member in range(MEMBERS):
+            text = "".join(draw.choice(RESIDUES) if draw.random() < 0.1 else residue for residue in ancestor)
+            rows.append((f"sp|P{family}|{member // 2}", text, family))
+    draw.shuffle(rows)
+    return rows
+
+
+def write(directory, rows) -> None:
+    directory.mkdir()
+    for part in range(2):
+        lines = [f"{name},{text}\n" for name, text, _ in rows[part::2]]
+        (directory / f"x{part:03d}.csv").write_text("id,text\n" + "".join(lines))
+
+
+@pytest.mark.skipif(shutil.which("mmseqs") is None, reason="needs MMseqs2 (tests/ops/install_packages.sh)")
+def test_whole_families_are_held_out(tmp_path):
+    rows = related()
+    write(tmp_path / "csv", rows)
+    flags = ("--input_dir", tmp_path / "csv", "--output_dir", tmp_path / "out", "--cluster", 0.5)
+    call(TOKENIZE, *flags, "--validation_size", 30, "--test_size", 18)
+    family_of = {text: family for _, text, family in rows}
+    families = {
+        split: {family_of["".join(TOKENS[token] for token in ids[1:-1])] for ids in part["input_ids"]}
+        for split, part in datasets.load_from_disk(str(tmp_path / "out" / "arrow")).items()
+    }
+    assert sum(map(len, families.values())) == FAMILIES
+    for one, other in itertools.combinations(families.values(), 2):
+        assert not one & other
+    index = open_clusters(tmp_path / "out/arrow/train", FAMILIES * MEMBERS - 48)
+    assert len(index) == len(families["train"])
+    record = json.loads((tmp_path / "out/arrow/.complete.json").read_text())
+    assert record["made_from"]["cluster"] == 0.5
+    assert record["results"]["mmseqs"]
+    assert not (tmp_path / "out" / ".building").exists()
+    call(TOKENIZE, *flags, "--validation_size", 30, "--test_size", 18)  # nothing to do
+    with pytest.raises(UserError, match="made from other input or arguments"):
+        call(TOKENIZE, *flags[:-1], 0.9, "--validation_size", 30, "--test_size", 18)
+
+
+@pytest.mark.skipif(shutil.which("mmseqs") is None, reason="needs MMseqs2 (tests/ops/install_packages.sh)")
+def test_what_stops_mmseqs_is_one_line(tmp_path, monkeypatch):
+    write(tmp_path / "csv", related()[:20])
+    monkeypatch.setattr("extras.prepare.mmseqs.COVERAGE", "much")
+    with pytest.raises(
+        UserError, match=r"--cluster: mmseqs easy-cluster ended with status 1: .*Error in argument -c"
+    ) as error:
+        call(TOKENIZE, "--input_dir", tmp_path / "csv", "--output_dir", tmp_path / "out", "--cluster", 0.5)
+    assert "\n" not in str(error.value)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.skipif(shutil.which("mmseqs") is None, reason="needs MMseqs2 (tests/ops/install_packages.sh)")
+def test_its_reason_is_in_the_line(tmp_path):
+    write(tmp_path / "csv", [(f"p{n}", "MKV", n) for n in range(6)])
+    with pytest.raises(UserError, match="the sequences length is less than 14 residues"):
+        call(TOKENIZE, "--input_dir", tmp_path / "csv", "--output_dir", tmp_path / "out", "--cluster", 0.5)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (("--cluster", 0), "--cluster 0.0: an identity above 0 and up to 1"),
+        (("--cluster", 50), "--cluster 50.0: an identity above 0 and up to 1"),
+        (("--cluster", 0.5, "--cluster_table", "t.tsv"), "--cluster and --cluster_table: give one of them"),
+        (("--cluster", 0.5, "--line_by_line", "False"), "--cluster needs --line_by_line True"),
+        (("--cluster", 0.5, "--line_ends_in_text"), "--line_ends_in_text does not go with --cluster"),
+    ],
+)
+def test_flags_that_do_not_go_together(tmp_path, flags, message):
+    with pytest.raises(UserError, match=message):
+        call(TOKENIZE, "--input_dir", tmp_path, *flags)
+
+
+def test_without_mmseqs_there_is_advice(tmp_path, monkeypatch):
+    write(tmp_path / "csv", related()[:20])
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(UserError, match="no mmseqs on PATH: apt-get install mmseqs2, .* or cluster elsewhere"):
+        call(TOKENIZE, "--input_dir", tmp_path / "csv", "--output_dir", tmp_path / "out", "--cluster", 0.5)
+    assert not (tmp_path / "out").exists()
+
+
+def test_records_go_under_their_numbers(tmp_path):
+    batches = [
+        pa.record_batch({"id": ids, "text": texts}) for ids, texts in ((["a", "a"], ["MK>", "mk-"]), (["b"], ["A"]))
+    ]
+    assert write_numbered(tmp_path / "numbered.fasta", batches) == 3
+    assert (tmp_path / "numbered.fasta").read_text() == ">0\nMKX\n>1\nmkX\n>2\nA\n"
+    assert [part.to_pylist() for part in numbers(batches)] == [["0", "1"], ["2"]]

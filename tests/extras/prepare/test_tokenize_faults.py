@@ -1,0 +1,432 @@
+"""1.tokenize_uniref_csv.py started again, killed, without room, and given bad input."""
+
+import hashlib
+import itertools
+import json
+import os
+import re
+import shutil
+import signal
+import time
+
+import numpy as np
+import pytest
+
+from common.cli import UserError
+from common.files.alphabet import TOKENS, encode
+from common.files.output_directory import read_record
+from extras.prepare import encode as encode_files
+from extras.sources import csv_records
+from extras.sources.csv_records import count_rows, csv_files, read_rows
+from extras.sources.records import BadRecords
+from tests.data_fixtures import (
+    TOKENIZE,
+    call,
+    different,
+    edit_unnoticed,
+    environment,
+    everything_in,
+    expect_error,
+    load,
+    proteins,
+    write_csv,
+    write_fasta,
+)
+from tests.extras.prepare.killed_runs import run_killed_at
+from tests.forked import Script
+from tests.small_disk import enlarge, fill, small_disk
+
+SCRIPT = "1.tokenize_uniref_csv.py"
+
+
+# --- started again
+
+
+def test_second_run_does_nothing_and_another_one_is_refused(tmp_path, caplog):
+    write_csv(tmp_path / "csv", proteins(50))
+    same = ("--input_dir", tmp_path / "csv", "--output_dir", tmp_path)
+    call(TOKENIZE, *same)
+    first = everything_in(tmp_path / "arrow")
+    with caplog.at_level("INFO"):
+        call(TOKENIZE, *same, "--preprocessing_num_workers", 2)
+    assert "nothing to do" in caplog.text
+    with pytest.raises(UserError, match="give --overwrite"):
+        call(TOKENIZE, *same, "--max_seq_length", 30)
+    write_csv(tmp_path / "csv", proteins(60, seed=1), "x001.csv")
+    with pytest.raises(UserError, match="give --overwrite"):
+        call(TOKENIZE, *same)
+    assert everything_in(tmp_path / "arrow") == first
+    call(TOKENIZE, *same, "--overwrite")
+    assert sum(map(len, load(tmp_path).values())) == 110
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["arrow", "csv"]
+
+
+def test_input_is_known_by_its_content(tmp_path, caplog):
+    (tmp_path / "csv").mkdir()
+    (tmp_path / "csv/x000.csv").write_text("id,text\n" + "".join(f"P{i},{'MKVLA' * (i + 1)}\n" for i in range(20)))
+    table = tmp_path / "table.tsv"
+    table.write_text("ur50_id\tur90_id\n" + "".join(f"C{i}\tP{i}\n" for i in range(20)))
+    out = ("--output_dir", tmp_path / "out", "--validation_size", 2, "--test_size", 1)
+    call(TOKENIZE, "--input_dir", tmp_path / "csv", "--cluster_table", table, *out)
+    moved = tmp_path / "moved"
+    shutil.copytree(tmp_path / "csv", moved, copy_function=shutil.copyfile)
+    (moved / "x000.csv").rename(moved / "another.csv")
+    os.utime(table, ns=(0, 0))
+    with caplog.at_level("INFO"):
+        call(TOKENIZE, "--input_dir", moved, "--cluster_table", table, *out)
+    assert "nothing to do" in caplog.text
+    edit_unnoticed(moved / "another.csv", b"P7,MKVLA", b"P7,MKVLL")
+    with pytest.raises(UserError, match="was made from other input"):
+        call(TOKENIZE, "--input_dir", moved, "--cluster_table", table, *out)
+    edit_unnoticed(table, b"C7\tP7", b"C8\tP7")
+    with pytest.raises(UserError, match="was made from other input"):
+        call(TOKENIZE, "--input_dir", tmp_path / "csv", "--cluster_table", table, *out)
+
+
+def test_record_of_an_earlier_version_is_recognised(tmp_path, caplog):
+    files = [write_csv(tmp_path / "csv", proteins(30)) / "x000.csv"]
+    table = tmp_path / "table.tsv"
+    table.write_text("ur50_id\tur90_id\n" + "".join(f"C{i}\tP{i}\n" for i in range(30)))
+    same = ("--input_dir", tmp_path / "csv", "--output_dir", tmp_path, "--cluster_table", table)
+    same += ("--validation_size", 2, "--test_size", 1)
+    call(TOKENIZE, *same)
+    record = read_record(tmp_path / "arrow")
+    listings = [[(p.name, p.stat().st_size, p.stat().st_mtime_ns) for p in paths] for paths in (files, [table])]
+    del record["made_from"]["input"]["content"]
+    record["made_from"]["input"]["listing"] = hashlib.sha256(repr(listings[0]).encode()).hexdigest()
+    record["made_from"]["cluster_table"] = listings[1]
+    (tmp_path / "arrow/.complete.json").write_text(json.dumps(record))
+    with caplog.at_level("INFO"):
+        call(TOKENIZE, *same)
+    assert "nothing to do" in caplog.text
+    os.utime(files[0], ns=(0, 0))
+    with pytest.raises(UserError, match="was made from other input"):
+        call(TOKENIZE, *same)
+
+
+def test_killed_and_started_again(tmp_path):
+    rows = proteins(1000)
+    for i in range(60):
+        write_csv(tmp_path / "csv", rows, f"x{i:03d}.csv")
+    arguments = ("--input_dir", tmp_path / "csv", "--output_dir", tmp_path / "out")
+    process = Script(SCRIPT, *arguments, env=environment())
+    while not (tmp_path / "out/.building/scratch/file-00005").exists() and process.poll() is None:
+        time.sleep(0.002)
+    process.send_signal(signal.SIGKILL)
+    assert process.wait() == -signal.SIGKILL, "the script was through before it could be killed"
+    assert not (tmp_path / "out/arrow").exists()
+    call(TOKENIZE, *arguments)
+    call(TOKENIZE, *arguments[:2], "--output_dir", tmp_path / "undisturbed")
+    assert everything_in(tmp_path / "out") == everything_in(tmp_path / "undisturbed")
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["arrow"]
+
+
+CHUNKS = ("--line_by_line", "False", "--max_seq_length", "50")
+
+
+@pytest.mark.parametrize(("moments", "flags"), [(20, ()), (6, CHUNKS), (10, ("--cluster_table", "table.tsv"))])
+def test_killed_at_many_moments(tmp_path, monkeypatch, moments, flags):
+    """Counting, encoding, leaving out copies, renaming, copying pieces together: always the same bytes, and no whole
+    file read again."""
+    monkeypatch.chdir(tmp_path)
+    small = {"extras.prepare.encode.SMALL_BYTES": 2000}  # some pieces are renamed, some copied together
+    monkeypatch.setattr(encode_files, "SMALL_BYTES", 2000)
+    texts = [text for _, text in proteins(360)]
+    rows = [(f"UniRef90_P{i}", text) for i, text in enumerate(texts + texts[:60])]  # 60 proteins are there twice
+    for i, (first, last) in enumerate(itertools.pairwise([0, 200, 210, 220, 420])):
+        write_csv(tmp_path / "csv", rows[first:last], f"x{i:03d}.csv")
+    (tmp_path / "table.tsv").write_text("".join(f"UniRef50_{i // 3}\tUniRef90_P{i}\n" for i in range(400)))
+    arguments = ("--input_dir", tmp_path / "csv", "--validation_size", "20", "--test_size", "20", *flags)
+    out = tmp_path / "undisturbed"
+    touches = run_killed_at(None, SCRIPT, out, *arguments, "--output_dir", out, settings=small)
+    expected = everything_in(out)
+    assert flags == CHUNKS or len(list((out / "arrow/train").glob("*.arrow"))) == 3
+
+    resumed, again = 0, []
+
+    def noting(path, *others):
+        again.append(path.name)
+        return read_rows(path, *others)
+
+    monkeypatch.setattr(csv_records, "read_rows", noting)
+    # Of the whole run, and of its end: most touches of the disk are those of the clusters' temporary files.
+    chosen = np.concatenate([np.linspace(begin, touches - 1, moments // 2) for begin in (1, max(2, touches - 60))])
+    for number, touch in enumerate(sorted(set(chosen.astype(int).tolist()))):
+        out = tmp_path / str(touch)
+        run_killed_at(touch, SCRIPT, out, *arguments, "--output_dir", out, settings=small)
+        if number % 3 == 0:
+            run_killed_at(touch // 2, SCRIPT, out, *arguments, "--output_dir", out, settings=small)  # and again
+        journal = out / ".building/journal.jsonl"
+        notes = [json.loads(line)[0] for line in journal.read_text().splitlines()] if journal.exists() else []
+        done = {f"x{int(note.split()[1]):03d}.csv" for note in notes if note.startswith("encoded ")}
+        again.clear()
+        call(TOKENIZE, *arguments, "--output_dir", out)
+        assert everything_in(out) == expected, touch
+        assert [path.name for path in out.iterdir()] == ["arrow"]
+        assert not done & set(again), touch
+        resumed += bool(done)
+    assert resumed >= moments // 5
+
+
+def test_a_full_disk_leaves_what_is_finished(tmp_path, caplog):
+    """With room it goes on from there."""
+    caplog.set_level("INFO")
+    for i in range(4):
+        write_csv(tmp_path / "csv", proteins(20_000, seed=i), f"x{i:03d}.csv")
+    with small_disk(tmp_path, "2m") as disk:
+        line = expect_error(SCRIPT, "--input_dir", tmp_path / "csv", "--output_dir", disk / "out")
+        assert "No space left on device" in line
+        assert [path.name for path in disk.glob("*/*")] == [".building"]
+        enlarge(disk, "40m")
+        call(TOKENIZE, "--input_dir", tmp_path / "csv", "--output_dir", disk / "out")
+        assert "Going on from what a stopped run left" in caplog.text
+        call(TOKENIZE, "--input_dir", tmp_path / "csv", "--output_dir", tmp_path / "whole")
+        assert everything_in(disk / "out") == everything_in(tmp_path / "whole")
+
+
+def test_a_disk_that_is_full_at_the_start(tmp_path):
+    write_csv(tmp_path / "csv", proteins(50))
+    source = write_fasta(tmp_path / "a.fasta", proteins(50))
+    commands = [
+        ("0.download_data.py", "--source", source, "--output_dir"),
+        (SCRIPT, "--input_dir", tmp_path / "csv", "--output_dir"),
+    ]
+    with small_disk(tmp_path, "64k") as disk:
+        fill(disk)
+        for command in commands:
+            line = expect_error(*command, disk / "new/out")
+            assert line.startswith(f"error: --output_dir {disk}/new/out: No space left on device: make room")
+            assert [path.name for path in disk.iterdir()] == ["mine"]
+
+
+# --- bad input
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "x001.csv: Empty CSV file"),
+        (b"id,text\na,MK\nb\n", "x001.csv: row 2: Expected 2 columns, got 1"),
+        (b"name,sequence\na,MK\n", "x001.csv: row 0: the header is 'name,sequence': expected id,text"),
+        (b"id,text,text\na,MK,V\n", "x001.csv: row 0: the header"),
+        (b"id,text\na,MK\nb,\nc,\n", "x001.csv: row 2: the text is empty"),
+        (b"id,text\na,MK\nb,MK\nc,M\xc3\xa9K\n", "x001.csv: row 3: non-ASCII byte 0xc3 in the text"),
+        (b"id,text\na,MK\nb\xff,MK\n", "x001.csv: row 2: the id is not UTF-8"),
+        (b"id,text\na,MK\nb,MK,V\n", "x001.csv: row 2: Expected 2 columns, got 3"),
+    ],
+)
+def test_bad_csv_names_file_and_row(tmp_path, content, message):
+    write_csv(tmp_path / "csv", proteins(10))
+    (tmp_path / "csv/x001.csv").write_bytes(content)
+    with pytest.raises(UserError) as error:
+        call(TOKENIZE, "--input_dir", tmp_path / "csv", "--output_dir", tmp_path / "new/out")
+    assert message in str(error.value)
+    assert "\n" not in str(error.value)
+    assert not list(tmp_path.glob("new/out/[!.]*"))
+
+
+def test_row_numbers_count_over_blocks(tmp_path, monkeypatch):
+    rows = [*proteins(500), ("bad", "MKé")]
+    write_csv(tmp_path / "csv", rows)
+    for name in ("BLOCK_BYTES", "PARSED_BYTES"):
+        monkeypatch.setattr(f"extras.sources.csv_records.{name}", 300)
+    with pytest.raises(UserError, match="row 501: non-ASCII"):
+        list(read_rows(tmp_path / "csv/x000.csv"))
+
+
+BAD_ROWS = [b"a,", b"b,M\xc3\xa9K", b"\xff,MK", b"c,MK,V", b"d", b'"",""']
+
+
+@pytest.mark.parametrize("block_bytes", [300, 1 << 20])
+@pytest.mark.parametrize("header", [b"id,text\n", b"id,text\r\n"])
+def test_bad_rows_are_skipped_and_counted(tmp_path, monkeypatch, caplog, block_bytes, header):
+    for name in ("BLOCK_BYTES", "PARSED_BYTES"):
+        monkeypatch.setattr(f"extras.sources.csv_records.{name}", block_bytes)
+    good = proteins(500)
+    places = [3, 60, 61, 200, 202, 470]  # of the bad rows among all
+    lines = [f"{name},{text}".encode() for name, text in good]
+    for place, bad in zip(places, BAD_ROWS, strict=True):
+        lines.insert(place - 1, bad)
+    (tmp_path / "csv").mkdir()
+    (tmp_path / "csv/x000.csv").write_bytes(header + b"\n".join(lines))
+    found = []
+    bad_records = BadRecords("skip")
+    for batch in read_rows(tmp_path / "csv/x000.csv", bad_records):
+        found += [tuple(row.values()) for row in batch.to_pylist()]
+    assert found == good
+    assert count_rows(tmp_path / "csv/x000.csv", BadRecords("skip")) == 500
+    words = ["the text is empty", "non-ASCII byte 0xc3", "the id is not UTF-8", "Expected 2 columns, got 3"]
+    words += ["Expected 2 columns, got 1", "the text is empty"]
+    said = sorted(bad_records.first, key=lambda line: int(re.search(r"row (\d+)", line)[1]))
+    for line, place in zip(said, places, strict=False):
+        assert f"x000.csv: row {place}: {words[places.index(place)]}" in line
+    assert bad_records.count == 6
+
+    with pytest.raises(UserError, match=r"x000.csv: row \d+: .*--on_bad_record skip"):
+        call(TOKENIZE, "--input_dir", tmp_path / "csv", "--output_dir", tmp_path / "out")
+    with caplog.at_level("INFO"):
+        call(TOKENIZE, "--input_dir", tmp_path / "csv", "--output_dir", tmp_path / "out", "--on_bad_record", "skip")
+    assert "6 bad records were skipped" in caplog.text
+    assert dict(itertools.chain(*load(tmp_path / "out").values())) == {n: encode(t).tolist() for n, t in good}
+    results = json.loads((tmp_path / "out/arrow/.complete.json").read_text())["results"]
+    assert (results["records"], results["bad_records"]) == (500, 6)
+
+
+def test_too_few_records(tmp_path):
+    write_csv(tmp_path / "csv", proteins(2))
+    with pytest.raises(UserError, match="at least 3"):
+        call(TOKENIZE, "--input_dir", tmp_path / "csv", "--output_dir", tmp_path / "out")
+    assert not (tmp_path / "out/arrow").exists()
+
+
+def test_input_directories(tmp_path):
+    with pytest.raises(UserError, match="no such directory"):
+        csv_files(tmp_path / "absent")
+    (tmp_path / ".hidden.csv").write_text("id,text\n")
+    with pytest.raises(UserError, match=r"no \*.csv files"):
+        csv_files(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ("--pad_to_max_length", "True"),
+        ("--max_seq_length", 2),
+        ("--preprocessing_num_workers", 0),
+        ("--tokenizer_name", "bert-base-uncased"),
+        ("--validation_size", -1),
+        ("--seed", -1),
+    ],
+)
+def test_impossible_flags(tmp_path, flags):
+    write_csv(tmp_path / "csv", proteins(10))
+    with pytest.raises(UserError, match=flags[0]):
+        call(TOKENIZE, "--input_dir", tmp_path / "csv", "--output_dir", tmp_path / "out", *flags)
+    assert not (tmp_path / "out/arrow").exists()
+
+
+def test_tokenizers_that_are_ours_by_another_name(tmp_path):
+    write_csv(tmp_path / "csv", proteins(10))
+    local = tmp_path / "tokenizer"
+    local.mkdir()
+    (local / "vocab.txt").write_text("\n".join(TOKENS) + "\n")
+    for i, name in enumerate(("facebook/esm2_t6_8M_UR50D", local)):
+        call(TOKENIZE, "--input_dir", tmp_path / "csv", "--output_dir", tmp_path / str(i), "--tokenizer_name", name)
+    assert everything_in(tmp_path / "0") == everything_in(tmp_path / "1")
+    (local / "vocab.txt").write_text("\n".join(reversed(TOKENS)))
+    with pytest.raises(UserError, match="33 ESM-2 tokens"):
+        call(TOKENIZE, "--input_dir", tmp_path / "csv", "--output_dir", tmp_path / "x", "--tokenizer_name", local)
+
+
+def test_bad_input_on_the_command_line(tmp_path):
+    write_csv(tmp_path / "csv", [*proteins(10), ("bad", "")])
+    line = expect_error(SCRIPT, "--input_dir", tmp_path / "csv", "--output_dir", tmp_path / "out")
+    assert line == f"error: {tmp_path}/csv/x000.csv: row 11: the text is empty: {csv_records.REMEDY}"
+    assert "--pad" in expect_error(SCRIPT, "--pad", "True")
+    assert "--on_bad_record" in expect_error(SCRIPT, "--on_bad_record", "ignore")
+    shutil.rmtree(tmp_path / "csv")
+    line = expect_error(SCRIPT, "--input_dir", tmp_path / "csv", "--output_dir", tmp_path / "out")
+    assert "no such directory: run 0.download_data.py first" in line
+    assert not list(tmp_path.glob("out/[!.]*"))
+
+
+# --- quotes, line ends and columns that nobody asked for
+
+
+def quoted(places: dict[int, bytes], count: int = 2000) -> bytes:
+    """A file of so many rows, those at `places` (from 1) as given."""
+    lines = [places.get(n, f"P{n},MKVLA{different(n)}".encode()) for n in range(1, count + 1)]
+    return b"id,text\n" + b"\n".join(lines) + b"\n"
+
+
+@pytest.mark.parametrize("policy", ["error", "skip"])
+@pytest.mark.parametrize("block_bytes", [4000, 4 << 20])
+@pytest.mark.parametrize(
+    "places",
+    [{3: b'P3,"MKVLA', 1500: b'P1500,MKVLA"'}, {3: b'P3,"MKVLA'}, {3: b'"P3,MKVLA', 1500: b'P1500",MKVLA'}],
+    ids=["closed far away", "never closed", "in the id"],
+)
+def test_a_stray_quote_is_an_error_and_swallows_nothing(tmp_path, monkeypatch, places, block_bytes, policy):
+    monkeypatch.setattr(csv_records, "PARSED_BYTES", block_bytes)
+    (tmp_path / "csv").mkdir()
+    (tmp_path / "csv/x000.csv").write_bytes(quoted(places))
+    with pytest.raises(UserError, match=r"x000\.csv: (row 3: )?a text that goes on over a line end, after a quote"):
+        call(TOKENIZE, "--input_dir", tmp_path / "csv", "--output_dir", tmp_path / "out", "--on_bad_record", policy)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("block_bytes", [64, 4 << 20])
+def test_rows_that_are_not_utf_8_are_skipped_whatever_else_is_wrong_with_them(tmp_path, monkeypatch, block_bytes):
+    monkeypatch.setattr(csv_records, "PARSED_BYTES", block_bytes)
+    places = {3: b"P3,MK,\xe9,x", 5: b"P5\xe9,MK", 7: b"P7,M\xe9K", 8: b"P8\xc3", 9: "P9é,MKVLA".encode()}
+    path = tmp_path / "x000.csv"
+    path.write_bytes(quoted(places, 40))
+    bad = BadRecords("skip")
+    rows = [row for batch in read_rows(path, bad) for row in batch.to_pylist()]
+    assert [row["id"] for row in rows] == [f"P{n}" if n != 9 else "P9é" for n in range(1, 41) if n not in (3, 5, 7, 8)]
+    assert [re.search(r"row (\d+)", line)[1] for line in sorted(bad.first)] == ["3", "5", "7", "8"]
+    with pytest.raises(UserError, match=r"row 3: Expected 2 columns, got 4: mend or") as error:
+        list(read_rows(path))
+    assert str(error.value).isprintable()
+
+
+@pytest.mark.parametrize("block_bytes", [400, 4 << 20])
+def test_texts_that_may_hold_line_ends(tmp_path, monkeypatch, block_bytes):
+    monkeypatch.setattr(csv_records, "PARSED_BYTES", block_bytes)
+    (tmp_path / "csv").mkdir()
+    long = "\n".join(["MKVLA" * 12] * 4)
+    (tmp_path / "csv/x000.csv").write_bytes(quoted({3: b'P3,"MK\nVL\r\nA"', 900: f'P900,"{long}"'.encode()}))
+    call(TOKENIZE, "--input_dir", tmp_path / "csv", "--output_dir", tmp_path / "out", "--line_ends_in_text", "True")
+    found = dict(itertools.chain(*load(tmp_path / "out").values()))
+    assert len(found) == 2000
+    assert found["P3"] == encode("MKVLA").tolist()
+    assert found["P900"] == encode("MKVLA" * 48).tolist()
+
+
+def test_other_columns_are_not_looked_at(tmp_path):
+    """Numbers that turn into words, bytes that are no UTF-8: in a column that nobody asked for."""
+    rows = [b"%d,P%d,MKVLA%s,\xe9" % (n, n, different(n).encode()) for n in range(1, 3000)]
+    rows.append(b"word,P3000,MKVLA,x")
+    (tmp_path / "csv").mkdir()
+    (tmp_path / "csv/x000.csv").write_bytes(b"number,ID,Text,note\n" + b"\n".join(rows))
+    call(TOKENIZE, "--input_dir", tmp_path / "csv", "--output_dir", tmp_path / "out")
+    assert len(dict(itertools.chain(*load(tmp_path / "out").values()))) == 3000
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (
+            "id,text\na,MK\n".encode("utf-16"),
+            "x000.csv: row 0: not CSV: it is UTF-16: convert it: iconv",
+        ),
+        (b"\x1f\x8b\x08\x00\x00", "x000.csv: the compressed file is cut short: fetch it again"),
+        (b"PK\x03\x04\x14\x00\n", "x000.csv: row 0: not CSV: it is a zip archive: unpack it: unzip FILE"),
+        (b"id\x00,text\n", "x000.csv: row 0: not CSV: it is a binary file"),
+        (b"id,text,\xe9\na,MK,b\n", "x000.csv: row 0: the header is not UTF-8: byte 0xe9"),
+        (b"id,text\na,MK\nid,text\nc,MK\nd,MK\n", "x000.csv: row 2: the header once more"),
+        (b"id,text\na,MK\nID,Text\nc,MK\nd,MK\n", "x000.csv: row 2: the header once more"),
+        (b"Id,Text\na,MK\nId,TEXT\nc,MK\nd,MK\n", "x000.csv: row 2: the header once more"),
+        (
+            b"id,text\n" + b"a,A protein of the cell wall\n" * 90,
+            "x000.csv: 19% of the characters are blanks",
+        ),
+        (
+            b"name,organism\na,b\n",
+            "the header is 'name,organism': expected id,text: rename the",
+        ),
+        (b"id,text\n" + b"a,12345\n" * 300, "71% of the characters are no residues: are these proteins?"),
+        (b"id,text\na,MK\nb,M\x00K\nc,MK\nd,MK\n", "x000.csv: row 2: control byte 0x00 in the text"),
+    ],
+)
+def test_what_is_no_csv_file_is_said(tmp_path, content, message):
+    (tmp_path / "csv").mkdir()
+    (tmp_path / "csv/x000.csv").write_bytes(content)
+    for policy in ("error", "skip"):
+        if policy == "error" or "row 2" not in message:
+            with pytest.raises(UserError) as error:
+                call(
+                    *(TOKENIZE, "--input_dir", tmp_path / "csv", "--output_dir", tmp_path / "out"),
+                    *("--on_bad_record", policy),
+                )
+            assert message in str(error.value)

@@ -1,0 +1,65 @@
+"""The independent reference of the model tests: `transformers.EsmForMaskedLM`, with random weights everywhere."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from transformers import EsmForMaskedLM
+
+from common.files import alphabet
+from common.models.esm2.config import Esm2Config
+from common.models.esm2.convert import from_hf
+from common.models.esm2.model import Esm2ForMaskedLM
+
+
+@torch.no_grad()
+def reference_model(config: Esm2Config, seed: int = 0) -> EsmForMaskedLM:
+    """A stock model whose every parameter is random (biases and norms too, so that a swapped tensor shows)."""
+    torch.manual_seed(seed)
+    stock = config.to_transformers()
+    stock._attn_implementation = "eager"
+    model = EsmForMaskedLM(stock)
+    for name, parameter in model.named_parameters():
+        centre = 1.0 if "LayerNorm.weight" in name or "layer_norm" in name and name.endswith("weight") else 0.0
+        parameter.normal_(centre, 0.05 if parameter.dim() == 1 else 0.02)
+    return model
+
+
+def ours_like(reference: EsmForMaskedLM) -> Esm2ForMaskedLM:
+    with torch.device("meta"):
+        model = Esm2ForMaskedLM(reference.config)
+    model.load_state_dict(from_hf(reference.state_dict(), reference.config)[0], assign=True)
+    return model
+
+
+def random_batch(lengths: list[int], seed: int = 0, mask_ratio: float = 0.15) -> dict[str, torch.Tensor]:
+    """A right-padded batch of random proteins: input_ids, attention_mask, labels, each [B, S]."""
+    rng = np.random.default_rng(seed)
+    width = max(lengths)
+    ids = np.full((len(lengths), width), alphabet.PAD)
+    labels = np.full_like(ids, -100)
+    for row, length in enumerate(lengths):
+        ids[row, :length] = rng.integers(4, 24, length)
+        ids[row, 0], ids[row, length - 1] = alphabet.CLS, alphabet.EOS
+        chosen = rng.random(length) < mask_ratio
+        chosen[rng.integers(0, length)] = True
+        labels[row, :length][chosen] = ids[row, :length][chosen]
+        hidden = chosen & (rng.random(length) < 0.8)
+        hidden[0] = False  # where nothing is visible the reference divides 0 by 0
+        ids[row, :length][hidden] = alphabet.MASK
+    attention_mask = (np.arange(width) < np.array(lengths)[:, None]).astype(np.int64)
+    arrays = {"input_ids": ids, "attention_mask": attention_mask, "labels": labels}
+    return {name: torch.from_numpy(array) for name, array in arrays.items()}
+
+
+def packed(batch: dict[str, torch.Tensor]) -> dict:
+    """The same tokens end to end, as the packed collator lays them out."""
+    keep = batch["attention_mask"].bool()
+    lengths = keep.sum(1)
+    cu_seqlens = torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).int()
+    return {
+        "input_ids": batch["input_ids"][keep],
+        "labels": batch["labels"][keep],
+        "cu_seqlens": cu_seqlens,
+        "max_seqlen": int(lengths.max()),
+    }

@@ -1,0 +1,235 @@
+"""--backend: what is chosen, what is said, and what is refused where Transformer Engine cannot be."""
+
+from __future__ import annotations
+
+import re
+import sys
+from functools import partial
+from importlib.util import find_spec
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+from common.cli import UserError, setup_logging
+from common.distributed.world import World
+from common.models.esm2.config import esm2_config
+from common.models.esm2.model import build_model
+from common.models.layers.backend import COMPILED, check_device, choose_backend
+from common.models.layers.linear import Linear
+from common.training.checkpoint import Checkpointer, CheckpointFlags
+from extras.decoders.causal_arguments import CausalArguments
+from extras.decoders.causal_lm import choose_decoder
+from tests.models.reference import packed, random_batch
+from tests.training.test_bad_input import refused
+from tests.training_fixtures import arguments, on_ranks, train
+
+CPU = torch.device("cpu")
+without_te = pytest.mark.skipif(find_spec("transformer_engine") is not None, reason="Transformer Engine is installed")
+
+
+@pytest.fixture
+def installed(tmp_path, monkeypatch):
+    """A function that installs a package of the name whose import does what it is told: found, but broken."""
+
+    def install(body: str) -> None:
+        package = tmp_path / "transformer_engine"
+        (package / "pytorch").mkdir(parents=True)
+        (package / "__init__.py").touch()
+        (package / "pytorch" / "__init__.py").write_text(body)
+        monkeypatch.syspath_prepend(str(tmp_path))
+        for name in [n for n in sys.modules if n.startswith("transformer_engine")]:
+            monkeypatch.delitem(sys.modules, name)
+
+    return install
+
+
+@without_te
+def test_te_that_is_not_there_is_one_line(dataset, tmp_path):
+    error = refused(dataset, tmp_path / "out", backend="te")
+    assert "--backend te: it needs an NVIDIA GPU" in error
+    assert "--backend torch" in error
+    assert not (tmp_path / "out").exists()
+    with pytest.raises(UserError, match=r"--backend te: Transformer Engine is not installed \(\./install\.sh --gpu"):
+        choose_backend(arguments(dataset, backend="te"), torch.device("cuda"), bf16=True)
+
+
+@without_te
+def test_auto_takes_torch_and_says_why(dataset, tmp_path):
+    said = train(dataset, tmp_path, max_steps=1)
+    assert "Backend: torch (not te: it needs an NVIDIA GPU, and this run is on a CPU)" in said
+
+
+@without_te
+def test_a_gpu_without_te_is_told_what_it_loses(dataset, installed):
+    """Where the run is on one, and would have used it: not with a flag that is the torch backend's."""
+    gpu, lost = torch.device("cuda"), "; this run goes without its fused kernels, and FP8, MXFP8 and NVFP4"
+    chosen, why = choose_backend(arguments(dataset), gpu, bf16=True)
+    assert (chosen, why.startswith("not te: Transformer Engine is not installed (./install.sh --gpu")) == (
+        "torch",
+        True,
+    )
+    assert lost in why
+    assert lost not in choose_backend(arguments(dataset), CPU, bf16=True)[1]
+    assert lost not in choose_backend(arguments(dataset, backend="torch"), gpu, bf16=True)[1]
+    installed("raise OSError('libcudnn.so.9')")
+    assert lost in choose_backend(arguments(dataset), gpu, bf16=True)[1]
+
+
+def test_te_on_a_cpu_is_one_line(dataset, installed):
+    installed("")
+    with pytest.raises(UserError, match="--backend te: it needs an NVIDIA GPU.*--backend torch"):
+        choose_backend(arguments(dataset, backend="te"), CPU, bf16=False)
+    chosen, why = choose_backend(arguments(dataset), CPU, bf16=False)
+    assert chosen == "torch"
+    assert "GPU" in why
+
+
+def test_te_that_does_not_load_is_one_line(dataset, installed):
+    installed("raise OSError('libcudnn.so.9: cannot open shared object file:\\n  No such file')")
+    with pytest.raises(UserError, match=r"does not load \(OSError: libcudnn.so.9: cannot .*file: No such file\)"):
+        choose_backend(arguments(dataset, backend="te"), torch.device("cuda"), bf16=False)
+
+
+def test_torchs_layers_are_compiled_on_a_gpu_unless_told_otherwise_or_nothing_compiles(dataset, monkeypatch):
+    gpu, cpu = torch.device("cuda"), torch.device("cpu")  # nothing is computed on either
+    monkeypatch.setattr("common.models.layers.backend.find_spec", lambda name: object())
+    monkeypatch.setenv("CC", "gcc")
+    undecided = arguments(dataset)
+    assert undecided.torch_only() == []  # auto may still take te
+    assert undecided.compiles(gpu, "torch")[0]
+    assert not undecided.compiles(gpu, "te")[0]
+    assert undecided.compiles(cpu, "torch") == (False, None)
+    assert arguments(dataset, torch_compile=False).compiles(gpu, "torch") == (False, None)
+    assert arguments(dataset, torch_compile=True).compiles(cpu, "torch") == (True, None)
+    monkeypatch.delenv("CC")
+    monkeypatch.setenv("PATH", "")
+    assert undecided.compiles(gpu, "torch") == (
+        False,
+        "Layers are not compiled, which costs speed: Triton needs a C compiler (apt-get install gcc)",
+    )
+
+
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        ({"torch_compile": True}, COMPILED),
+        ({"gelu": "exact"}, "--gelu exact"),
+    ],
+)
+def test_what_only_torch_does_is_refused_with_te_and_decides_auto(dataset, installed, flags, named):
+    installed("")
+    gpu = torch.device("cuda")  # nothing is computed on it here
+    with pytest.raises(UserError, match=re.escape(f"--backend te: {named} is")):
+        choose_backend(arguments(dataset, backend="te", **flags), gpu, bf16=True)
+    assert choose_backend(arguments(dataset, **flags), gpu, bf16=True) == (
+        "torch",
+        f"not te: {named} is the torch backend's",
+    )
+
+
+def test_auto_takes_te_where_it_fits_and_torch_in_fp32(dataset, installed):
+    installed("")
+    assert choose_backend(arguments(dataset), torch.device("cuda"), bf16=True) == ("te", "Transformer Engine is here")
+    chosen, why = choose_backend(arguments(dataset), torch.device("cuda"), bf16=False)
+    assert chosen == "torch"
+    assert "TF32" in why
+
+
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        ({"model": "mistral_8x7b"}, "--model with experts (Mixtral)"),
+        ({"model": "llama3_2_1b", "fp8": True, "emulate_precision": True}, "--emulate_precision"),
+        ({"model": "llama3_2_1b", "torch_compile": True}, COMPILED),
+    ],
+)
+def test_of_decoders_too(installed, flags, named):
+    """The rest, refusals and auto's choice, is of one function for both tasks."""
+    installed("")
+    decoder = partial(CausalArguments, dataset="text.jsonl", bf16=False, **flags)
+    gpu = World(0, 0, 1, torch.device("cuda"))  # nothing is computed on it here
+    with pytest.raises(UserError, match=re.escape(f"--backend te: {named} is the torch backend's: drop one")):
+        choose_decoder(decoder(backend="te"), gpu, (), {})
+    chosen = choose_decoder(decoder(), gpu, (), {})
+    assert (chosen.backend, chosen.why) == ("torch", f"not te: {named} is the torch backend's")
+    assert f"Backend: torch ({chosen.why})" in chosen.remarks
+    with pytest.raises(UserError, match="--backend te: it needs an NVIDIA GPU"):
+        choose_decoder(decoder(backend="te"), World(0, 0, 1, CPU), (), {})
+    plain = CausalArguments(model="llama3_2_1b", dataset="text.jsonl")
+    assert choose_backend(plain, gpu.device, bf16=True) == ("te", "Transformer Engine is here")
+
+
+@pytest.mark.parametrize("flags", [{"backend": "jax"}, {"gelu": "sigmoid"}])
+def test_unknown_choices_are_refused_by_name(dataset, tmp_path, flags):
+    ((name, value),) = flags.items()
+    assert f"--{name} {value}: choose" in refused(dataset, tmp_path / "out", **flags)
+
+
+class WithExtraState(torch.nn.Linear):
+    """As Transformer Engine's modules do it: bytes, none before the first forward pass, refused when loaded."""
+
+    def get_extra_state(self):
+        return torch.tensor(list(b"scales") if self.forwarded else [], dtype=torch.uint8)
+
+    def set_extra_state(self, state):
+        assert state.numel() == 0, "a pickle"
+
+
+def _saved_and_restored(out) -> None:
+    setup_logging()
+    world = World(0, 0, 1, CPU)
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    flags = CheckpointFlags(str(out), async_save=False)
+    config = esm2_config(1, 64, 4)
+
+    def checkpointer(seed: int, kind: type, scales: dict):
+        model = build_model(config, seed)
+        model.lm_head.dense.__class__, model.lm_head.dense.forwarded = kind, False
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        model(**packed(random_batch([9, 20]))).loss_sum.backward()
+        optimizer.step()
+        return model, Checkpointer(flags, model, optimizer, config, world, 60, scales)
+
+    scale = {"layers.0.proj.scaling_fwd.scale": torch.tensor([3.0])}
+    first, writer = checkpointer(0, WithExtraState, scale)
+    first.lm_head.dense.forwarded = True
+    writer.save(1, {"step": 1})
+    kept = dcp.FileSystemReader(out / "checkpoint-1").read_metadata().state_dict_metadata
+    assert not [name for name in kept if "extra_state" in name]
+    assert "scales.layers.0.proj.scaling_fwd.scale" in kept
+    # into a fresh model of the same kind, whose scales are there already; and into one without any
+    scale = {name: torch.ones(1) for name in scale}
+    for seed, kind, scales in ((1, WithExtraState, scale), (2, Linear, {})):
+        model, reader = checkpointer(seed, kind, scales)
+        assert reader.restore() == {"step": 1}
+        for (name, ours), theirs in zip(model.named_parameters(), first.parameters(), strict=True):
+            assert torch.equal(ours, theirs), name
+    assert scale["layers.0.proj.scaling_fwd.scale"].item() == 3.0
+
+
+def test_checkpoints_hold_scales_as_tensors_and_move_between_backends(tmp_path):
+    codes, said = on_ranks(1, _saved_and_restored, tmp_path)
+    assert codes == [0], said
+    assert said[0].count("FP8 scales are left out") == 1
+
+
+@pytest.mark.parametrize(
+    ("capability", "head_dim", "backend", "message"),
+    [
+        ((7, 5), 64, "torch", "Tesla T4 has no bf16 instructions"),
+        ((8, 0), 20, "torch", "heads of 20 .* needs multiples of 8"),
+        ((8, 0), 20, "te", None),
+        ((9, 0), 64, "torch", None),
+    ],
+)
+def test_what_a_gpu_cannot_do_is_said_before_its_kernels_do(monkeypatch, capability, head_dim, backend, message):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla T4")
+    check_device(torch.device("cpu"), True, head_dim, backend)
+    check_device(torch.device("cuda"), False, head_dim, backend)
+    if message is None:
+        check_device(torch.device("cuda"), True, head_dim, backend)
+    else:
+        with pytest.raises(UserError, match=message):
+            check_device(torch.device("cuda"), True, head_dim, backend)

@@ -1,0 +1,126 @@
+"""README.md of an export: what it says of the contact head and of the training, and what it never repeats."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from transformers import AutoTokenizer, EsmForMaskedLM
+
+from common.models.esm2 import convert
+from common.models.esm2.config import esm2_config
+from common.models.esm2.convert import KEPT, NOT_FITTED, read_pretrained, save_pretrained
+from common.models.esm2.model import build_model, count_parameters
+from common.models.layers.hf_directory import Training
+from extras.decoders.config import DecoderConfig
+from extras.decoders.convert import pieces_to_hf as decoder_pieces
+from extras.decoders.convert import save_decoder
+from extras.decoders.model import DecoderForCausalLM
+from extras.text.tokenizers import ByteTokenizer
+from tests.models.reference import reference_model
+
+CONFIG = esm2_config(2, 32, 4)
+FRONT = {"library_name": "transformers", "pipeline_tag": "fill-mask", "tags": ["esm", "protein"]}
+STATE = {"step": 1200, "tokens": 34567, "data": {"dataset": "ab" * 8}, "arguments": {"model_name_or_path": None}}
+
+
+def saved(directory: Path, extras: dict | None = None, state: dict = STATE) -> str:
+    """The card of a small model written there."""
+    weights = build_model(CONFIG, seed=1).state_dict()
+    pieces = convert.pieces_to_hf(weights.__getitem__, CONFIG, extras)
+    save_pretrained(pieces, CONFIG, directory, Training.of_state(state))
+    return (directory / "README.md").read_text()
+
+
+def front_matter(card: str) -> dict:
+    opening, front, _ = card.split("---\n", 2)
+    assert opening == ""
+    return yaml.safe_load(front)
+
+
+@torch.no_grad()
+def contacts(directory: Path) -> torch.Tensor:
+    """transformers' probabilities for a short protein."""
+    model = EsmForMaskedLM.from_pretrained(directory, attn_implementation="eager").eval()  # attention is read
+    ids = AutoTokenizer.from_pretrained(directory)("MKVLAGTYRRWCDE", return_tensors="pt")["input_ids"]
+    return model.predict_contacts(ids, torch.ones_like(ids))
+
+
+def test_card_says_that_the_contact_head_is_not_fitted(tmp_path, caplog):
+    caplog.set_level("INFO")
+    card = saved(tmp_path / "model")
+    assert (contacts(tmp_path / "model") == 0.5).all()
+    assert NOT_FITTED[1:] in card
+    assert KEPT[1:] not in card
+    assert f"model: {NOT_FITTED}" in caplog.text
+    # A run that starts from such an export has a head of zeros among its extras: it is still not fitted.
+    _, extras = read_pretrained(str(tmp_path / "model"), CONFIG)
+    assert NOT_FITTED[1:] in saved(tmp_path / "again", extras)
+
+
+def test_card_says_that_the_contact_head_is_of_the_starting_weights(tmp_path, caplog):
+    caplog.set_level("INFO")
+    reference_model(CONFIG, seed=3).save_pretrained(tmp_path / "hub")
+    _, extras = read_pretrained(str(tmp_path / "hub"), CONFIG)
+    card = saved(tmp_path / "model", extras)
+    assert (contacts(tmp_path / "model") != 0.5).any()
+    assert KEPT[1:] in card
+    assert NOT_FITTED[1:] not in card
+    assert f"model: {KEPT}" in caplog.text
+
+
+def test_card_says_what_the_model_is(tmp_path):
+    card = saved(tmp_path / "model")
+    assert front_matter(card) == FRONT
+    parameters = f"{count_parameters(build_model(CONFIG, seed=1)):,}"
+    for name, value in (
+        *(("layers", "2"), ("hidden size", "32"), ("attention heads", "4"), ("parameters", parameters)),
+        *(("training steps", "1,200"), ("training tokens", "34,567"), ("started from", "random weights")),
+        ("training data (hash)", f"`{'ab' * 8}`"),
+    ):
+        assert f"| {name} | {value} |\n" in card
+    name = "facebook/esm2_t6_8M_UR50D"
+    card = saved(tmp_path / "other", state=STATE | {"arguments": {"model_name_or_path": name}})
+    assert front_matter(card) == FRONT | {"base_model": name}
+    assert f"| started from | {name} |\n" in card
+
+
+@pytest.mark.parametrize("start", ["/home/me/secret/model", "a\n---\nlicense: evil", "me/x](http://evil) `", "../x"])
+def test_card_repeats_no_name_that_a_user_gave(tmp_path, start):
+    card = saved(tmp_path / "model", state=STATE | {"arguments": {"model_name_or_path": start}})
+    assert card == saved(tmp_path / "same", state=STATE | {"arguments": {"model_name_or_path": "out/final_model"}})
+    assert front_matter(card) == FRONT
+    assert "| started from | other weights |\n" in card
+    assert str(tmp_path) not in card
+
+
+@pytest.mark.parametrize("value", [None, "1\n---\n", [], {}, -1, True, 1.5, ["evil"], {"dataset": "evil`"}])
+def test_card_of_a_state_of_other_types_leaves_it_out(tmp_path, value):
+    """trainer_state.json comes with a checkpoint, which is data."""
+    card = saved(tmp_path / "model", state=dict.fromkeys(STATE, value))
+    assert card == saved(tmp_path / "same", state={})
+    assert front_matter(card) == FRONT
+    assert Training.of_state(value) == Training()
+
+
+def test_card_of_a_decoder(tmp_path):
+    config = DecoderConfig(
+        vocab_size=272, hidden_size=48, intermediate_size=80, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=4,
+    )  # fmt: skip
+    model = DecoderForCausalLM(config)
+    pieces = decoder_pieces(model.state_dict().__getitem__, config)
+    save_decoder(pieces, config, tmp_path / "model", ByteTokenizer().save, Training.of_state(STATE))
+    card = (tmp_path / "model" / "README.md").read_text()
+    assert front_matter(card) == {
+        "library_name": "transformers",
+        "pipeline_tag": "text-generation",
+        "tags": ["llama"],
+    }
+    parameters = 2 * 272 * 48 + 48 + 2 * (2 * 48 + 4 * 48 * 48 + 3 * 48 * 80)
+    assert f"| parameters | {parameters:,} |\n" in card
+    assert "| training steps | 1,200 |\n" in card
+    assert "LlamaForCausalLM.from_pretrained(" in card
+    assert "ontact" not in card

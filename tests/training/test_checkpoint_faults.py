@@ -1,0 +1,156 @@
+"""A full disk, the end of a process and a second run in the same directory: none costs a checkpoint."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import shutil
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from common.cli import UserError
+from common.distributed.world import World
+from common.files.json_files import JsonLinesLog
+from common.training.checkpoint_files import damage_of
+from common.training.run_directory import RunDirectory, hold
+from tests.live_runs import LiveRun, assert_same_run, newest_step
+from tests.patience import run
+from tests.small_disk import small_disk
+from tests.training.checkpoint_fixtures import FLAGS, checkpointer_of_a_small_model, names, take_steps
+from tests.training_fixtures import environment, on_ranks, train, training_command
+
+
+@pytest.fixture
+def disk(tmp_path):
+    """A checkpoint's room many times over, until something fills it."""
+    with small_disk(tmp_path, "12m") as disk:
+        yield disk
+
+
+@pytest.mark.parametrize(
+    ("async_save", "nproc", "script"),
+    [(True, 1, "train_ddp.py"), (False, 1, "train_ddp.py"), (True, 2, "train_ddp.py"), (True, 2, "train_fsdp2.py")],
+)
+def test_a_full_disk_costs_no_checkpoint(disk, dataset, tmp_path, async_save, nproc, script):
+    out = disk / "out"
+    # No row of metrics.jsonl meets the full disk before the save at step 6 has said that the one at step 4 failed.
+    flags = FLAGS | {"async_save": async_save, "script": script, "max_steps": 8, "logging_steps": 8}
+    train(dataset, out, nproc, **flags, stop_at_step=2)
+    shutil.copytree(out, tmp_path / "never full")
+    takes = sum(path.stat().st_size for path in (out / "checkpoint-2").iterdir())
+    (disk / "ballast").write_bytes(bytes(shutil.disk_usage(disk).free - takes // 2))
+    with LiveRun(dataset, out, tmp_path / "logs", nproc, **flags) as run:
+        assert run.end() == [2] * nproc
+        said = [run.said(rank) for rank in range(nproc)]
+    errors = [line for text in said for line in text.splitlines() if "error: " in line]
+    assert len(errors) == 1
+    assert "checkpoint not saved" in errors[0]
+    assert "the last complete one is untouched" in errors[0]
+    assert "Traceback" not in "".join(said)
+    assert names(out) == ["checkpoint-2"]
+    (disk / "ballast").unlink()
+    assert "Resuming after step 2" in train(dataset, out, nproc, **flags)
+    train(dataset, tmp_path / "never full", nproc, **flags)
+    assert_same_run(out, tmp_path / "never full", 8, tmp_path)
+
+
+def test_a_row_that_finds_the_disk_full_names_its_file(disk):
+    rows = JsonLinesLog(disk / "metrics.jsonl", 0)
+    (disk / "ballast").write_bytes(bytes(shutil.disk_usage(disk).free))
+    with pytest.raises(OSError, match="No space left") as told:
+        rows.write({"step": 1, "loss": 2.5})
+    assert told.value.filename == str(disk / "metrics.jsonl")
+
+
+def test_an_export_that_finds_the_disk_full_leaves_nothing_half_written(disk, dataset):
+    out = disk / "out"
+    flags = {"max_steps": 2}
+    train(dataset, out, **flags, save_final_model=False)
+    (disk / "ballast").write_bytes(bytes(shutil.disk_usage(disk).free - 100_000))
+    said = train(dataset, out, expect=2, **flags)
+    errors = [line for line in said.splitlines() if line.startswith("error: ")]
+    assert len(errors) == 1
+    assert "final_model: not exported" in errors[0]
+    assert "Traceback" not in said
+    assert not list(out.glob("final_model*"))
+    (disk / "ballast").unlink()
+    train(dataset, out, **flags)
+    assert (out / "final_model/model.safetensors").exists()
+
+
+def _save_and_end(out: Path) -> None:
+    checkpointer = checkpointer_of_a_small_model(out)
+    take_steps(checkpointer)
+    try:
+        with checkpointer:
+            checkpointer.save(1, {"step": 1})
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def test_the_end_of_a_process_neither_loses_nor_aborts_its_save(dataset, tmp_path):
+    """12 processes that save in the background and end at once, half of them pairs; and a real command line."""
+    for number in range(12):
+        out = tmp_path / str(number)
+        out.mkdir()
+        nproc = 1 + number % 2
+        codes, said = on_ranks(nproc, _save_and_end, out)
+        assert codes == [0] * nproc, said
+        assert "terminate called" not in "".join(said)
+        assert names(out) == ["checkpoint-1"]
+        model = json.loads((out / "checkpoint-1/manifest.json").read_text())["model"]
+        assert damage_of(out / "checkpoint-1", model, World(0, 0, 1, torch.device("cpu"))) is None
+    done = run(training_command(dataset, tmp_path / "real", **FLAGS), env=environment())
+    assert done.returncode == 0
+    assert not [line for line in done.stderr.splitlines() if " - INFO - " not in line]
+    assert names(tmp_path / "real") == ["checkpoint-2", "checkpoint-4", "checkpoint-6"]
+
+
+def test_another_run_in_the_same_directory_is_waited_for(dataset, tmp_path):
+    """The lock goes with the process that holds it, and its loader workers do not inherit it."""
+    out, flags = tmp_path / "out", FLAGS | {"max_steps": 500, "save_steps": 50, "dataloader_num_workers": 2}
+    with LiveRun(dataset, out, tmp_path / "logs", **flags) as first:
+        first.until(lambda: newest_step(out) >= 50)
+        with LiveRun(dataset, out, tmp_path / "logs", **flags, stop_at_step=1) as second:
+            second.until_said("another run is writing here: waiting")
+            first.signal(signal.SIGKILL)
+            assert second.end() == [0]
+            assert "is done already" in second.said()
+
+
+def test_a_directory_that_stays_locked_is_refused(tmp_path):
+    context = multiprocessing.get_context("spawn")
+    held = context.Event()
+    other = context.Process(target=_hold, args=(tmp_path / ".run", held))
+    other.start()
+    try:
+        assert held.wait(60)
+        with pytest.raises(UserError, match="another run is writing here"):
+            hold(tmp_path / ".run", patience_s=0.3)
+    finally:
+        other.kill()
+        other.join()
+
+
+@pytest.mark.parametrize("mode", [None, 0o644])
+def test_the_record_of_a_run_is_the_users_own_and_read_again(tmp_path, mode, monkeypatch):
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    if mode:  # as earlier versions made it
+        (tmp_path / ".run").touch(mode)
+    for restarted in (False, True):
+        with RunDirectory(tmp_path, overwrite=False) as directory:
+            assert directory.restarted == restarted
+            directory.begun = True
+            directory.claim()
+        assert (tmp_path / ".run").stat().st_mode & 0o777 == 0o600
+
+
+def _hold(path: Path, held) -> None:
+    handle = hold(path)
+    held.set()
+    time.sleep(60)
+    handle.close()

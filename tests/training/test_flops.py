@@ -1,0 +1,56 @@
+"""FLOPs of a step: what PyTorch counts, and what published sizes of models say."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import EsmForMaskedLM
+
+from common.models.esm2.config import esm2_config
+from common.training.flops import decoder_flops, step_flops
+from extras.decoders.config import PRESETS
+from extras.decoders.model import DecoderForCausalLM
+from tests.models.reference import random_batch
+
+
+def test_flops_are_those_that_pytorch_counts_for_each_protein_alone():
+    """PyTorch's counter on transformers' model, forward and backward: the matrix products it really runs.
+
+    The reference runs the LM head on every position and the rotary angles as a product; ours does neither.
+    """
+    config = esm2_config(2, 64, 4)
+    stock = config.to_transformers()
+    stock._attn_implementation = "eager"
+    model = EsmForMaskedLM(stock)
+    counted, lengths = 0, [5, 33, 120]
+    for length in lengths:
+        batch = random_batch([length])
+        with FlopCounterMode(display=False) as counter:
+            model(**batch).loss.backward()
+        counted += counter.get_total_flops()
+        angles = 2 * length * 16 // 2  # forward only: [D/2, 1] x [1, L]
+        counted -= angles
+    tokens, squared = sum(lengths), sum(n * n for n in lengths)
+    assert step_flops(config, tokens, squared, predicted=tokens) == counted
+    masked = 24
+    head = 3 * 2 * (64 * 64 + 64 * 33)
+    assert step_flops(config, tokens, squared, masked) == counted - head * (tokens - masked)
+
+
+def test_flops_are_those_of_the_weights_that_a_token_meets():
+    """6 a weight and token: all but embeddings and norms of a dense model; of Mixtral 12.9 billion, as published
+    (arXiv:2401.04088), with the embeddings. Of attention 12 x layers x hidden x context a token (PaLM's appendix B),
+    halved by the causal mask."""
+    for name, preset in PRESETS.items():
+        config, context = preset.config, 4096
+        flops = decoder_flops(config, context, context**2) / context
+        attention = 6 * config.num_hidden_layers * config.hidden_size * context
+        embedding = config.vocab_size * config.hidden_size
+        weights = (flops - attention) / 6
+        if name == "mistral_8x7b":
+            assert weights + embedding == pytest.approx(12.9e9, rel=0.005)
+            continue
+        with torch.device("meta"):
+            matrices = sum(p.numel() for p in DecoderForCausalLM(config).parameters() if p.dim() > 1)
+        assert weights == pytest.approx(matrices - embedding * (not config.tie_word_embeddings), rel=1e-9), name
