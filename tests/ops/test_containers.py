@@ -24,7 +24,7 @@ from tests.training_fixtures import DEFAULTS, TINY_MODEL
 
 REQUIREMENTS = "REQUIREMENTS=requirements.txt requirements-test.txt"
 ON_THE_TEST_BASE = ("BASE_IMAGE=base:1", "EFA_INSTALLER_VERSION=", REQUIREMENTS)
-TESTS = {"tests", "benchmarks", "pytest.ini", "fp8_debugging_stats.yaml"}
+TESTS = {"tests", "benchmarks", "pyproject.toml", "fp8_debugging_stats.yaml"}
 SECRET = "_".join(("hf", "secret", "of", "the", "user"))  # not as it stands in this file, which the images hold
 
 
