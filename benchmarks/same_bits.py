@@ -196,7 +196,7 @@ def compare(name: str, work: Path) -> list[str]:
         differences = [difference(read(before), read(after)) for read in READERS]
         differences.append(resume(work / "after", name, work / "data", before, resumed))
     except (UserError, OSError) as error:
-        differences.append(f"failed: {' '.join(str(error).split())[-300:]}")
+        differences.append(f"failed: {' '.join(str(error).split())[-200:]}")
     print(f"{name}: {', '.join(map(word, differences))}", file=sys.stderr, flush=True)
     return differences
 
