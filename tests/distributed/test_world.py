@@ -80,7 +80,7 @@ def _exchange(directory: Path) -> None:
         assert world.gather([world.rank, value]) == [[0, value], [1, value]]
     pickled = torch.frombuffer(bytearray(pickle.dumps(Evil(directory / f"by-{world.rank}"))), dtype=torch.uint8)
     messages._to_tensor = lambda _: pickled
-    for exchange in (world.share, world.gather, world.gather_to_main):
+    for exchange in (world.broadcast_object, world.gather, world.gather_to_main):
         with suppress(ValueError):
             exchange("mine")
     torch.distributed.destroy_process_group()
@@ -95,7 +95,7 @@ def test_what_ranks_send_each_other_is_data(tmp_path):
 @pytest.mark.parametrize("value", [{1: 2}, [{("a",): 2}], Path("x"), b"x", {1}, torch.ones(1)])
 def test_what_is_no_json_is_refused_on_one_rank_as_on_many(value):
     alone = World(0, 0, 1, torch.device("cpu"))
-    for exchange in (alone.share, alone.gather, alone.gather_to_main):
+    for exchange in (alone.broadcast_object, alone.gather, alone.gather_to_main):
         with pytest.raises(TypeError):
             exchange(value)
     assert alone.broadcast_object((1, 2)) == [1, 2]

@@ -67,8 +67,8 @@ def test_the_image(checkout, dataset, tmp_path):
 
         assert run("id", "-u").strip() == "1000"
         files = set(run("ls", "-A", "/workspace").split())
-        assert {"train_ddp.py", "0.download_data.py", "common"} <= files
-        assert files <= {path.name for path in ROOT.glob("*.py")} | {"common", "configs", "LICENSE"} | TESTS
+        assert {"train_ddp.py", "0.download_data.py", "common", "extras"} <= files
+        assert files <= {path.name for path in ROOT.glob("*.py")} | {"common", "extras", "configs", "LICENSE"} | TESTS
         of = "from importlib.metadata import version as v; print(v('torch'), v('tqdm'), v('transformers'))"
         versions = [metadata.version("torch"), BASE_TQDM, metadata.version("transformers")]
         assert run("python3", "-c", of).split() == versions, "torch and constraints of the base, the rest ours"

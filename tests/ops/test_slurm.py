@@ -37,7 +37,7 @@ def make_checkout(directory: Path) -> Path:
     """Without a .venv."""
     directory.mkdir()
     for path in ROOT.iterdir():
-        if path.suffix in (".py", ".sh", ".txt") or path.name == "common":
+        if path.suffix in (".py", ".sh", ".txt") or path.name in ("common", "extras"):
             (directory / path.name).symlink_to(path)
     shutil.copytree(ROOT / "slurm", directory / "slurm")  # where a user may be, with the checkout above
     return directory
@@ -346,7 +346,7 @@ WRONG = {
 
 def test_what_is_wrong_is_said_in_one_line_within_seconds(cluster, dataset, tmp_path):
     """All at once, on nodes that they share; none comes back."""
-    directories = {"empty": (), "no_venv": ("slurm",), "broken": ("slurm", "common"), "images": ()}
+    directories = {"empty": (), "no_venv": ("slurm",), "broken": ("slurm", "common", "extras"), "images": ()}
     for name, has in directories.items():
         (tmp_path / name).mkdir()
         for part in has:
