@@ -15,7 +15,7 @@ fail() { echo "error: $*" >&2; exit 2; }
 # shellcheck source=slurm/env.sh
 . slurm/env.sh
 
-# What a job lacks is gathered, and said in one line before its first step: nobody is to queue once for each.
+# All that a job lacks is reported in one line before its first step, so that one does not queue once for each error.
 missing=()
 lacks() { missing+=("$*"); }
 all_there() {
@@ -31,7 +31,7 @@ else
   mkdir -p "$TARGET_PATH" 2>/dev/null || lacks "TARGET_PATH=$TARGET_PATH: cannot be made on $(hostname)"
 fi
 
-PREEMPTED=75 # exit status of a run that was told to stop and has saved (common/distributed/stopping.py)
+PREEMPTED=75 # exit status of a run that was stopped by a signal and has saved (common/distributed/stopping.py)
 restarts=${SLURM_RESTART_COUNT:-0}
 log_dir=logs/${SLURM_JOB_NAME}_$SLURM_JOB_ID/$restarts
 
@@ -67,7 +67,7 @@ if [ "${FI_PROVIDER:-}" = efa ]; then export FI_EFA_USE_HUGE_PAGE=${FI_EFA_USE_H
 
 # ---- signals -----------------------------------------------------------------------------------------------------------
 
-# sbatch --signal=B:USR1@S warns this script alone, S seconds before the walltime is over: the ranks are told. SIGTERM
+# sbatch --signal=B:USR1@S warns this script alone, S seconds before the walltime is over: it signals the ranks. SIGTERM
 # (scancel, the walltime itself, a preemption) Slurm sends to them as well: this script only stays to hear the outcome.
 stop="" step=""
 stop_soon() {
@@ -105,8 +105,8 @@ on_one_node() {
 launch() {
   local nodes=$SLURM_JOB_NUM_NODES hyperpod=()
   if [ -d /opt/sagemaker_cluster ]; then hyperpod=(--auto-resume=1); fi
-  # The rendezvous of several nodes is on the first one, where this script runs: another one for each start. It asks nobody
-  # who he is, so that nobody else on the network is to guess where it is and what it is called. The name goes through the
+  # The rendezvous of several nodes is on the first one, where this script runs, with a new name for each start. It is
+  # unauthenticated, so its port and name must not be guessable by others on the network. The name goes through the
   # environment, which only its owner can read. On one node nothing listens on the network (extras/launcher/rendezvous.py).
   PET_RDZV_ID=$(od -An -N16 -tx1 /dev/urandom | tr -d ' \n')
   export PET_RDZV_ID
@@ -222,7 +222,7 @@ requeue() {
     echo "$(date +%T) squeue does not answer ($try of $CONTROLLER_TRIES)" >&2
     sleep "$CONTROLLER_PAUSE"
   done
-  # After scancel the job is COMPLETING without a reason, and would start again if it were told to; so it is when Slurm
+  # After scancel the job is COMPLETING without a reason, and would restart if requeued; so it is when Slurm
   # has noticed a dead node and requeues by itself. After the walltime the reason is TimeLimit.
   case $state in
     RUNNING* | *TimeLimit) ;;
