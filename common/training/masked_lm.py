@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from common.data.collators import Batch, Collator, Counts, masked_batches, to_device
 from common.data.crops import Pack
 from common.data.flags import DataFlags
-from common.data.training_data import EVAL_SEED, TrainingData, held_out_batches, open_data
+from common.data.training_data import EVAL_SEED, ProteinData, held_out_batches, open_data
 from common.distributed.world import World
 from common.files import alphabet
 from common.models.esm2 import config as presets
@@ -74,7 +74,7 @@ class MaskedLM(Task):
     choose = staticmethod(choose_esm2)
     words = ESM2
 
-    data: TrainingData
+    data: ProteinData
 
     def __init__(self, built: BuiltModel, flags: TrainArguments, world: World):
         self.built, self.flags, self.bf16, self.world = built, flags, flags.bf16, world

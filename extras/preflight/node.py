@@ -21,7 +21,7 @@ from extras.decoders.config import PRESETS, load_decoder_config
 from extras.decoders.model import DecoderForCausalLM
 from extras.preflight.report import ERROR, OK, WARN, Finding
 from extras.sources.dataset import Source, open_source
-from extras.sources.stream_reader import MemoryStore
+from extras.sources.streamed_data import MemoryStore
 
 # Whether there is room for a run's checkpoints: found out before the run, not by its third save.
 

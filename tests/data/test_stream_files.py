@@ -15,9 +15,9 @@ import pytest
 from common.cli import UserError
 from common.data.collators import MaskingCollator
 from common.data.flags import DataFlags
-from common.data.training_data import find_source
 from extras.sources.dataset import check_same_files, open_source, split_of, with_contents
-from extras.sources.stream_reader import MemoryStore, read_sequences, units_of
+from extras.sources.stream_reader import read_sequences, units_of
+from extras.sources.streamed_data import MemoryStore, find_source
 from extras.sources.streams import Stream
 from tests.data.stream_fixtures import first_epoch, plan_of, proteins, write
 

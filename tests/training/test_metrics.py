@@ -11,7 +11,7 @@ import torch
 
 from common.data.collators import MaskingCollator, to_device
 from common.data.crops import Pack
-from common.data.training_data import open_training
+from common.data.training_data import PreparedData
 from common.files.alphabet import LAST_RESIDUE
 from common.models.esm2.config import esm2_config
 from common.models.esm2.model import build_model
@@ -51,7 +51,7 @@ def read(path) -> dict:
 
 def test_total_flos_add_up_over_the_proteins_really_read(dataset, tmp_path):
     train(dataset, tmp_path, num_train_epochs=1, max_steps=None, max_seq_length=1500, tokens_per_pack=1500)
-    store = open_training(arguments(dataset)).store
+    store = PreparedData(arguments(dataset)).store
     lengths = store.lengths(np.arange(len(store))).astype(float)
     state = read(tmp_path / "trainer_state.json")
     assert state["tokens"] == lengths.sum()
