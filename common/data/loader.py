@@ -324,7 +324,7 @@ class _Steps(IterableDataset):
         numbers = count() if self.num is None else range(self.num)
         steps = self.order.steps(self.mesh, self.position, self.first, numbers, lambda n: n % workers == worker)
         for step, packs, moved, epoch in steps:
-            yield bundle([self.collator(*pack) for pack in packs]), (step, moved, epoch)
+            yield bundle([self.collator(pack, ids, step) for pack, ids in packs]), (step, moved, epoch)
 
 
 class _Split(IterableDataset):

@@ -15,7 +15,7 @@ from common.data.collators import Collator
 from common.data.flags import DataFlags, StepFlags
 from common.data.loader import Order, PlannedOrder, ProteinStore, Store, evaluation_batches
 from common.data.packing import BatchPlan, Position
-from common.data.token_store import TokenStore, open_split
+from common.data.token_store import TokenSet, TokenStore, open_split
 from common.distributed.world import Mesh, World
 
 EVAL_SEED = 0  # evaluation masks depend neither on --seed nor on the step
@@ -91,9 +91,11 @@ class PreparedData(PlannedData):
     validation: opens the proteins of --eval_dataset, which replace the validation split.
     """
 
-    def __init__(self, flags: DataFlags, validation: Callable[[], ProteinStore | None] | None = None):
-        self.flags, self._validation = flags, validation
-        self.store = open_split(flags.dataset_dir, "train", flags.max_train_samples)
+    def __init__(
+        self, flags: DataFlags, tokens: TokenSet, validation: Callable[[], ProteinStore | None] | None = None
+    ):
+        self.flags, self.tokens, self._validation = flags, tokens, validation
+        self.store = open_split(flags.dataset_dir, "train", tokens, flags.max_train_samples)
         self.identity = {
             "dataset": self.store.fingerprint,
             "seed": flags.seed,
@@ -124,7 +126,7 @@ class PreparedData(PlannedData):
         if not (Path(self.flags.dataset_dir) / split).is_dir():
             return None
         try:
-            return open_split(self.flags.dataset_dir, split, self.flags.max_eval_samples)
+            return open_split(self.flags.dataset_dir, split, self.tokens, self.flags.max_eval_samples)
         except UserError as error:
             if "empty" in str(error):
                 return None
@@ -140,7 +142,7 @@ class PreparedData(PlannedData):
                 f"{self.flags.dataset_dir}: no validation split to evaluate on: give --eval_dataset, or drop --do_eval"
             )
         else:  # raises if the split is empty
-            open_split(self.flags.dataset_dir, "validation", self.flags.max_eval_samples)
+            open_split(self.flags.dataset_dir, "validation", self.tokens, self.flags.max_eval_samples)
 
     def sample(self) -> TokenStore:
         return self.store
@@ -149,14 +151,16 @@ class PreparedData(PlannedData):
 Makers = dict[str, Callable[[], Path]]  # built-in names of --dataset, and what writes their files
 
 
-def open_data(flags: DataFlags, world: World, evaluate: bool, makers: Makers | None = None) -> ProteinData:
+def open_data(
+    flags: DataFlags, tokens: TokenSet, world: World, evaluate: bool, makers: Makers | None = None
+) -> ProteinData:
     """The data of a run; collective. UserError if they cannot be trained on or, with `evaluate`, evaluated on."""
     if flags.dataset or flags.eval_dataset:
         from extras.sources.streamed_data import open_files
 
-        return open_files(flags, world, evaluate, makers or {})
+        return open_files(flags, tokens, world, evaluate, makers or {})
     with world.raise_together():
-        data = PreparedData(flags)
+        data = PreparedData(flags, tokens)
         if evaluate:
             data.check_validation()
     return data

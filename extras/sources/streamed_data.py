@@ -12,6 +12,7 @@ import numpy as np
 from common.cli import UserError
 from common.data.flags import DataFlags, StepFlags
 from common.data.loader import Order
+from common.data.token_store import TokenSet
 from common.data.training_data import Makers, PreparedData, ProteinData
 from common.distributed.world import World
 from common.files.alphabet import UNK, encode_many
@@ -164,7 +165,7 @@ class StreamedProteins(StreamedData):
         return MemoryStore.read(self.source.splits["train"], SAMPLE_RECORDS, SAMPLE_TOKENS)
 
 
-def open_files(flags: DataFlags, world: World, evaluate: bool, makers: Makers) -> ProteinData:
+def open_files(flags: DataFlags, tokens: TokenSet, world: World, evaluate: bool, makers: Makers) -> ProteinData:
     """As common.data.training_data.open_data, for --dataset or --eval_dataset; collective.
 
     One rank finds, or makes, the files for all: the Hub limits the rate of requests.
@@ -184,7 +185,8 @@ def open_files(flags: DataFlags, world: World, evaluate: bool, makers: Makers) -
         if flags.dataset:
             data = StreamedProteins(flags, source, records)
         else:
-            data = PreparedData(flags, partial(HeldOutFiles(source.splits, flags.max_eval_samples).read, "validation"))
+            files = HeldOutFiles(source.splits, flags.max_eval_samples)
+            data = PreparedData(flags, tokens, partial(files.read, "validation"))
         if evaluate:
             data.check_validation()
     return data

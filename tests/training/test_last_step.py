@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from common.data.training_data import PreparedData
+from common.training.masked_lm import ESM2_TOKENS
 from tests.training_fixtures import (
     arguments,
     checkpoint_state,
@@ -34,7 +35,7 @@ LOSS, WEIGHTS = 3e-6, 2e-6
 
 
 def packs_of(dataset, **flags) -> int:
-    plan = PreparedData(arguments(dataset, **EPOCH | flags)).plan
+    plan = PreparedData(arguments(dataset, **EPOCH | flags), ESM2_TOKENS).plan
     return plan.packs_per_epoch()
 
 
