@@ -27,7 +27,7 @@ from extras.prepare.encode import Piece, assemble, usable_threads
 from extras.prepare.tokenize_units import UnitOfText, token_features, tokenize_units
 from extras.sources import compression as limits
 from extras.sources.dataset import Source, documents, open_source, with_contents
-from extras.sources.stream_reader import check_columns, units_of
+from extras.sources.sequence_files import check_columns, units_of
 from extras.text.store import TOKENS, describe_tokens
 from extras.text.tokenizers import BYTES, Tokenizer, load_tokenizer
 

@@ -41,8 +41,7 @@ from extras.prepare.splits import HELD_OUT, SPLITS, labels_by_file, split_labels
 from extras.sources import compression as limits
 from extras.sources import csv_records
 from extras.sources.csv_records import count_rows, csv_files
-from extras.sources.records import BadRecords, Policy
-from extras.sources.residues import check_residues
+from extras.sources.records import BadRecords, Policy, check_residues
 
 logger = logging.getLogger(__name__)
 

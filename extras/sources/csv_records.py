@@ -28,8 +28,7 @@ from extras.sources.compression import (
     too_long,
     what_it_is,
 )
-from extras.sources.records import BadRecords, characters, texts
-from extras.sources.residues import clean
+from extras.sources.records import BadRecords, characters, clean, texts
 
 # The first line of a CSV file, read before a parser sees the file: only the columns that are needed are then parsed.
 #
@@ -130,7 +129,7 @@ def count_rows(
 def read_rows(
     path: Path, bad_records: BadRecords | None = None, line_ends: bool = False, max_record: int = LONGEST_PROTEIN
 ) -> Iterator[pa.RecordBatch]:
-    """Record batches with `id` and `text`, both string; text is ASCII, clean (extras.sources.residues), not empty.
+    """Record batches with `id` and `text`, both string; text is ASCII, clean (extras.sources.records), not empty.
 
     Memory is a few blocks. bad_records: called with the complaint about each row that is not so, or has more or fewer
     columns than the header; such rows are left out (UserError without it). line_ends: texts in quotes may hold some,

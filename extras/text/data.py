@@ -35,8 +35,8 @@ from common.data.training_data import EVAL_SEED, PlannedData
 from common.distributed.world import World
 from extras.sources.dataset import Source, check_same_files, documents, open_source, with_contents
 from extras.sources.hub import REMOTE
-from extras.sources.stream_reader import check_columns, count_records
-from extras.sources.streamed_data import StreamedData
+from extras.sources.sequence_files import check_columns
+from extras.sources.streamed_data import StreamedData, count_records
 from extras.sources.streams import StreamedOrder
 from extras.text.causal import ContextPlan
 from extras.text.flags import TextFlags

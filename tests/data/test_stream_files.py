@@ -17,7 +17,7 @@ from common.data.collators import MaskingCollator
 from common.data.flags import DataFlags
 from common.training.masked_lm import ESM2_TOKENS
 from extras.sources.dataset import check_same_files, open_source, split_of, with_contents
-from extras.sources.stream_reader import read_sequences, units_of
+from extras.sources.sequence_files import read_sequences, units_of
 from extras.sources.streamed_data import MemoryStore, find_source
 from extras.sources.streams import Stream
 from tests.data.stream_fixtures import first_epoch, plan_of, proteins, write
@@ -177,7 +177,7 @@ def test_directories_and_globs(tmp_path):
             b"id,text\n" + b"1,A protein of the cell wall.\n" * 50,
             "19% of the characters are blanks",
         ),
-        ("a.jsonl", b"[1, 2]\n", "first line is no JSON object"),
+        ("a.jsonl", b"[1, 2]\n", "first line is not a JSON object"),
         ("a.txt", b"MKV\n", "its name says no format"),
     ],
 )
