@@ -27,7 +27,7 @@ from extras.prepare.encode import Piece, assemble, usable_threads
 from extras.prepare.tokenize_units import UnitOfText, token_features, tokenize_units
 from extras.sources import compression as limits
 from extras.sources.dataset import Source, documents, open_source, with_contents
-from extras.sources.stream_reader import check_columns, units_of
+from extras.sources.sequence_files import check_columns, units_of
 from extras.text.store import TOKENS, describe_tokens
 from extras.text.tokenizers import BYTES, Tokenizer, load_tokenizer
 
@@ -60,7 +60,7 @@ class Arguments(Flags):
 
     def check(self) -> None:
         self.require_at_least(1, "preprocessing_num_workers")
-        limits.check_flag(self.max_record_length)
+        limits.check_record_length(self.max_record_length)
         self.require_at_least(0, "seed")
         if not 0 <= self.validation_size < 1:
             raise UserError(f"--validation_size {self.validation_size}: a fraction of the documents, 0 to below 1")

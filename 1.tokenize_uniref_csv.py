@@ -41,8 +41,7 @@ from extras.prepare.splits import HELD_OUT, SPLITS, labels_by_file, split_labels
 from extras.sources import compression as limits
 from extras.sources import csv_records
 from extras.sources.csv_records import count_rows, csv_files
-from extras.sources.records import BadRecords, Policy
-from extras.sources.residues import check_residues
+from extras.sources.records import BadRecords, Policy, check_residues
 
 logger = logging.getLogger(__name__)
 
@@ -101,7 +100,7 @@ class Arguments(Flags):
             raise UserError("--cluster and --cluster_table: give one of them")
         if self.cluster is not None and not 0 < self.cluster <= 1:
             raise UserError(f"--cluster {self.cluster}: an identity above 0 and up to 1, as 0.5")
-        limits.check_flag(self.max_record_length)
+        limits.check_record_length(self.max_record_length)
         if self.seed < 0:
             raise UserError(f"--seed {self.seed}: must not be negative")
 

@@ -23,6 +23,7 @@ from common.models.layers.compiling import compile_layers
 from common.precision.build import Precision
 from common.precision.emulation import Emulation
 from common.precision.plan import FP8_RECIPES
+from common.training.masked_lm import ESM2_TOKENS
 
 # layers, hidden size, heads; of 15B also as many layers as fit beside their optimiser
 SIZES = {name.split("_")[2]: shape for name, shape in ESM2_SIZES.items()}
@@ -59,12 +60,12 @@ def batches_for(kind: str, tokens: int, count: int) -> list[Batch]:
     rng = np.random.default_rng(0)
     packs = [proteins(tokens, rng) for _ in range(count)]
     if kind != "peer":
-        return [MaskingCollator(0)(*pack) for pack in packs]
+        return [MaskingCollator(ESM2_TOKENS, 0)(*pack) for pack in packs]
     batches = []
     for pack, ids in packs:
         rows = next(n for n in range(len(pack.lengths), 0, -1) if n * pack.lengths[:n].max() <= tokens or n == 1)
         part = Pack(pack.records[:rows], pack.starts[:rows], pack.lengths[:rows], 0)
-        batch = MaskingCollator(0)(part, ids[: part.lengths.sum()])
+        batch = MaskingCollator(ESM2_TOKENS, 0)(part, ids[: part.lengths.sum()])
         counts = {name: value for name, value in batch.items() if isinstance(value, int) and name != "max_seqlen"}
         batches.append(padded(batch) | counts)
     return batches

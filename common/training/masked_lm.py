@@ -20,7 +20,8 @@ from torch import Tensor, nn
 from common.data.collators import Batch, Collator, Counts, masked_batches, to_device
 from common.data.crops import Pack
 from common.data.flags import DataFlags
-from common.data.training_data import EVAL_SEED, TrainingData, held_out_batches, open_data
+from common.data.token_store import TokenSet
+from common.data.training_data import EVAL_SEED, ProteinData, held_out_batches, open_data
 from common.distributed.world import World
 from common.files import alphabet
 from common.models.esm2 import config as presets
@@ -64,6 +65,14 @@ def choose_esm2(args: TrainArguments, world: World, torch_only: tuple[str, ...],
     return ModelSpec(config, backend, why, gelu, remarks, make, read)
 
 
+ESM2_TOKENS = TokenSet(
+    vocab_size=alphabet.VOCAB_SIZE,
+    pad=alphabet.PAD,
+    mask=alphabet.MASK,
+    unknown=alphabet.UNK,
+    residues=(alphabet.FIRST_RESIDUE, alphabet.LAST_RESIDUE),
+    replacements=tuple(alphabet.STANDARD_RESIDUES.tolist()),
+)
 UNIGRAM_SAMPLE = 200_000  # proteins, from all over the training split, that the unigram predictor is fitted on
 UNIGRAM_RUN = 1000  # of them that are neighbours
 
@@ -74,7 +83,7 @@ class MaskedLM(Task):
     choose = staticmethod(choose_esm2)
     words = ESM2
 
-    data: TrainingData
+    data: ProteinData
 
     def __init__(self, built: BuiltModel, flags: TrainArguments, world: World):
         self.built, self.flags, self.bf16, self.world = built, flags, flags.bf16, world
@@ -83,21 +92,21 @@ class MaskedLM(Task):
     def open(self, evaluates: bool) -> None:
         """The data; all ranks together."""
         makers = {SAMPLE: lambda: make_sample(Path(self.flags.output_dir) / SAMPLE)}
-        self.data = open_data(self.flags, self.world, evaluates, makers)
+        self.data = open_data(self.flags, ESM2_TOKENS, self.world, evaluates, makers)
 
     def example(self, tokens: int) -> Batch:
         """This rank's batch of a pack of so many tokens, as long a sequence as may be, of random residues."""
         pack = Pack.of_length(tokens, self.flags.max_seq_length)
         residues = (alphabet.FIRST_RESIDUE, alphabet.FIRST_RESIDUE + 20)
         ids = np.random.default_rng(self.flags.seed).integers(*residues, tokens, dtype=np.uint8)
-        return masked_batches(self.flags, self.flags.seed, self.world.mesh)(pack, ids)
+        return masked_batches(self.flags, ESM2_TOKENS, self.flags.seed, self.world.mesh)(pack, ids)
 
     def collator(self) -> Collator:
         # One shape for every step: for each new one a GPU's libraries choose anew, and its allocator takes memory.
         # A CPU would compute the fillers for nothing.
         one_shape = self.world.device.type == "cuda" and self.flags.packing
         pad_to = self.flags.pack_tokens if one_shape else 0
-        return masked_batches(self.flags, self.flags.seed, self.world.mesh, pad_to)
+        return masked_batches(self.flags, ESM2_TOKENS, self.flags.seed, self.world.mesh, pad_to)
 
     @staticmethod
     def counts(micro_batches: list[Batch]) -> StepCounts:
@@ -161,7 +170,7 @@ def evaluate(
     bf16: bool = False,
 ) -> dict:
     """`{prefix}_{loss,accuracy,perplexity,samples,runtime,...}` on the proteins of a store; as `held_out_results`."""
-    made = held_out_batches(flags, store, masked_batches(flags, EVAL_SEED, world.mesh), world)
+    made = held_out_batches(flags, store, masked_batches(flags, ESM2_TOKENS, EVAL_SEED, world.mesh), world)
     return held_out_results(model, made, world, prefix, step, bf16, "masked_tokens")
 
 
@@ -173,7 +182,7 @@ def unigram(training: Callable, store, flags: DataFlags, world: World, prefix: s
     sums = torch.zeros(3, dtype=torch.float64)
     with world.raise_together():
         log_p = np.log(residue_frequencies(training()))
-        for batch in held_out_batches(flags, store, masked_batches(flags, EVAL_SEED, world.mesh), world):
+        for batch in held_out_batches(flags, store, masked_batches(flags, ESM2_TOKENS, EVAL_SEED, world.mesh), world):
             labels = batch["labels"].flatten().numpy()
             labels = labels[labels >= 0]
             correct = (labels == log_p.argmax()).sum()

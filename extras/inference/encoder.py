@@ -18,8 +18,7 @@ from common.models.esm2.config import load_config
 from common.models.esm2.convert import read_pretrained
 from common.models.esm2.model import Esm2ForMaskedLM
 from extras.sources.fasta import read_fasta_lines
-from extras.sources.records import characters, columns
-from extras.sources.residues import check_residues, clean
+from extras.sources.records import characters, check_residues, clean, columns
 
 # Proteins that are longer than the model has seen: in windows that overlap by half.
 
@@ -76,7 +75,7 @@ class Totals:
 
 
 def look_through(fasta: str) -> Totals:
-    """What is in the file, by the rules that hold for training (extras.sources.residues).
+    """What is in the file, by the rules that hold for training (extras.sources.records).
 
     UserError for what `read_fasta_lines` refuses anywhere in the file, and for what is no protein. 8 bytes a protein.
     """

@@ -17,11 +17,12 @@ from common.data.token_store import TokenStore, open_split
 from common.models.esm2.config import ESM2_SIZES, load_config
 from common.models.esm2.model import Esm2ForMaskedLM, count_parameters
 from common.training.checkpoint_files import NAME
+from common.training.masked_lm import ESM2_TOKENS
 from extras.decoders.config import PRESETS, load_decoder_config
 from extras.decoders.model import DecoderForCausalLM
 from extras.preflight.report import ERROR, OK, WARN, Finding
 from extras.sources.dataset import Source, open_source
-from extras.sources.stream_reader import MemoryStore
+from extras.sources.streamed_data import MemoryStore
 
 # Whether there is room for a run's checkpoints: found out before the run, not by its third save.
 
@@ -226,7 +227,7 @@ def check_dataset_dir(dataset_dir: str) -> tuple[Finding, dict[str, str]]:
         if split != "train" and not (Path(dataset_dir) / split).is_dir():
             continue
         try:
-            store = open_split(dataset_dir, split)
+            store = open_split(dataset_dir, split, ESM2_TOKENS)
         except UserError as error:
             if split != "train" and "empty" in str(error):
                 continue

@@ -28,8 +28,7 @@ from extras.sources.compression import (
     too_long,
     what_it_is,
 )
-from extras.sources.records import BadRecords, characters, texts
-from extras.sources.residues import clean
+from extras.sources.records import BadRecords, characters, clean, texts
 
 # The first line of a CSV file, read before a parser sees the file: only the columns that are needed are then parsed.
 #
@@ -69,63 +68,9 @@ def column_named(names: list[str], wanted: tuple[str, ...]) -> str | None:
     return found[0] if found else None
 
 
-# CSV files of plain lines `id,text`, nothing quoted, as step 0 writes them: read without a CSV parser.
-
-BLOCK_BYTES = 1 << 20  # what is worked on stays in the processor's cache
 COLUMNS = ("id", "text")
 HEADER = b"id,text\n"
-
-
-class PlainRows:
-    """The rows up to the first block that holds anything but plain lines of two columns, or to the end of the file.
-
-    A plain block is cut at its commas and line ends, ten times as fast as a CSV parser reads it. `rest`, in the end:
-    what was read of the file and not given, from the beginning of a row.
-    """
-
-    def __init__(self, file: BinaryIO, where: str):
-        self.file, self.where, self.rest = file, where, b""
-
-    def __iter__(self) -> Iterator[pa.RecordBatch]:
-        while data := self.file.read(BLOCK_BYTES):
-            data = self.rest + data
-            cut = data.rfind(b"\n") + 1
-            batch = _cut(data[:cut], self.where)
-            if batch is None:
-                self.rest = data
-                return
-            self.rest = data[cut:]
-            yield batch
-        if self.rest and (batch := _cut(self.rest + b"\n", self.where)) is not None:
-            self.rest = b""
-            yield batch
-
-
-def _cut(data: bytes, where: str) -> pa.RecordBatch | None:
-    """The rows of whole lines, if each is `id,text` with some text, all ASCII, without quotes or carriage returns."""
-    raw = np.frombuffer(data, np.uint8)
-    commas, ends = np.flatnonzero(raw == ord(",")), np.flatnonzero(raw == ord("\n"))
-    if not len(ends) or len(commas) != len(ends) or b'"' in data or raw.max() >= 128:
-        return None
-    if np.count_nonzero(raw < ord(" ")) != len(ends):  # carriage returns and other control characters
-        return None
-    if not ((commas + 1 < ends).all() and (commas[1:] > ends[:-1]).all()):
-        return None
-    begins = np.append(0, ends[:-1] + 1)
-    like_header = np.flatnonzero((commas - begins == len("id")) & (ends - commas == len(",text")))
-    if any(data[begins[row] : ends[row] + 1].lower() == HEADER for row in like_header):  # files that were joined
-        return None
-    # One binary array over the block, four values a line (id, comma, text, line end), of which two are taken.
-    offsets = np.zeros(4 * len(ends) + 1, np.int32)
-    offsets[1::4], offsets[2::4], offsets[3::4], offsets[4::4] = commas, commas + 1, ends, ends + 1
-    pieces = pa.StringArray.from_buffers(4 * len(ends), pa.py_buffer(offsets), pa.py_buffer(data))
-    ids, text = (pieces.take(pa.array(np.arange(first, 4 * len(ends), 4))) for first in (0, 2))
-    if b" " in data or b"*\n" in data:
-        cleaned, offsets = clean(*characters(text), where)
-        if not np.diff(offsets).all():
-            return None
-        text = texts(cleaned, offsets, pa.string())
-    return pa.RecordBatch.from_arrays([ids, text], names=COLUMNS)
+BLOCK_BYTES = 1 << 20  # read at once to count lines: stays in the processor's cache
 
 
 def count_lines(path: Path) -> int | None:
@@ -184,7 +129,7 @@ def count_rows(
 def read_rows(
     path: Path, bad_records: BadRecords | None = None, line_ends: bool = False, max_record: int = LONGEST_PROTEIN
 ) -> Iterator[pa.RecordBatch]:
-    """Record batches with `id` and `text`, both string; text is ASCII, clean (extras.sources.residues), not empty.
+    """Record batches with `id` and `text`, both string; text is ASCII, clean (extras.sources.records), not empty.
 
     Memory is a few blocks. bad_records: called with the complaint about each row that is not so, or has more or fewer
     columns than the header; such rows are left out (UserError without it). line_ends: texts in quotes may hold some,
@@ -192,36 +137,8 @@ def read_rows(
     is one "text". max_record: bytes of a text; a longer one is a UserError, too.
     """
     with open_unpacked(path) as file:
-        begin = file.readline(len(HEADER) + 1)
-        plain = PlainRows(file, str(path))
-        rows = 0
-        if begin == HEADER:
-            for batch in plain:
-                if (row := first_too_long(batch.column("text"), max_record)) is not None:
-                    raise too_long(f"{path}: row {rows + row + 1}", max_record)
-                yield batch
-                rows += batch.num_rows
-        left = io.BufferedReader(_Joined(plain.rest if begin == HEADER else begin, file))
-        names = list(COLUMNS) if begin == HEADER else read_header(left, str(path))
-        left = io.BufferedReader(_Utf8(left))
-        yield from _parsed_rows(path, left, names, rows, bad_records, line_ends, max_record)
-
-
-class _Joined(io.RawIOBase):
-    """Bytes that were read of a file already, then the rest of it."""
-
-    def __init__(self, begin: bytes, rest: BinaryIO):
-        self.begin, self.rest = memoryview(begin), rest
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer) -> int:
-        if not self.begin:
-            return self.rest.readinto(buffer)
-        count = min(len(buffer), len(self.begin))
-        buffer[:count], self.begin = self.begin[:count], self.begin[count:]
-        return count
+        names = read_header(file, str(path))
+        yield from _parsed_rows(path, io.BufferedReader(_Utf8(file)), names, bad_records, line_ends, max_record)
 
 
 class _Utf8(io.RawIOBase):
@@ -250,28 +167,24 @@ class _Utf8(io.RawIOBase):
 
 
 def _parsed_rows(
-    path: Path,
-    file: BinaryIO,
-    names: list[str],
-    before: int,
-    bad_records: BadRecords | None,
-    line_ends: bool,
-    max_record: int,
+    path: Path, file: BinaryIO, names: list[str], bad_records: BadRecords | None, line_ends: bool, max_record: int
 ) -> Iterator[pa.RecordBatch]:
-    """The rows from where the file stands, by pyarrow's parser; `before` rows came before them. names: of columns."""
+    """The rows from where the file stands. names: of its columns."""
     misshapen: list[int] = []  # rows of a wrong number of columns, which the parser leaves out
-    parsed = before
-    for batch in _parse(path, file, names, before, misshapen, bad_records, line_ends, max_record):
+    parsed = 0
+    for batch in _parse(path, file, names, misshapen, bad_records, line_ends, max_record):
         rows = np.arange(parsed + 1, parsed + batch.num_rows + 1)
         rows += np.searchsorted(np.array(misshapen) - np.arange(len(misshapen)), rows, side="right")
         parsed += batch.num_rows
-        if not line_ends and (row := first_with_line_end(batch.columns)) is not None:
+        # A pass for minimum and maximum instead of one for each of the bytes that are complained about.
+        printable = [_is_printable(column) for column in batch.columns]
+        if not line_ends and not all(printable) and (row := first_with_line_end(batch.columns)) is not None:
             raise UserError(f"{path}: row {rows[row]}: {STRAY_QUOTE}")
         if (row := first_too_long(batch.column("text"), max_record)) is not None:
             raise too_long(f"{path}: row {rows[row]}", max_record)
         text = texts(*clean(*characters(batch.column("text")), str(path)), pa.binary())
         batch = pa.RecordBatch.from_arrays([batch.column("id"), text], names=COLUMNS)
-        bad = _complaints(batch)
+        bad = _complaints(batch, *printable)
         for i, complaint in sorted(bad.items()):
             (bad_records or BadRecords())(UserError(f"{path}: row {rows[i]}: {complaint}: {REMEDY}"))
         if bad:
@@ -281,11 +194,17 @@ def _parsed_rows(
         yield pa.RecordBatch.from_arrays([column.cast(pa.string()) for column in batch.columns], names=COLUMNS)
 
 
+def _is_printable(column: pa.Array) -> bool:
+    """Whether all bytes of a binary array are printable ASCII, which few files are not."""
+    data, offsets = characters(column)
+    data = data[offsets[0] : offsets[-1]]
+    return not len(data) or (data.min() >= ord(" ") and data.max() < 127)
+
+
 def _parse(
     path: Path,
     file: BinaryIO,
     names: list[str],
-    before: int,
     misshapen: list[int],
     bad_records: BadRecords | None,
     line_ends: bool,
@@ -300,14 +219,11 @@ def _parse(
     swallowed: list[int] = []
     given = 0
 
-    def number(counted: int) -> int:
-        return counted + before
-
     def leave_out(row) -> str:
         if "\n" in row.text and not line_ends:
-            swallowed.append(number(row.number))
+            swallowed.append(row.number)
             return "error"
-        misshapen.append(number(row.number))
+        misshapen.append(row.number)
         complaint = f"Expected {row.expected_columns} columns, got {row.actual_columns}"
         bad_records(UserError(f"{path}: row {misshapen[-1]}: {complaint}: {REMEDY}"))
         return "skip"
@@ -332,11 +248,11 @@ def _parse(
         if swallowed:
             raise UserError(f"{path}: row {swallowed[0]}: {STRAY_QUOTE}") from None
         if STRADDLING in str(error):
-            raise too_long(f"{path}: after row {number(given + len(misshapen))}", block) from None
+            raise too_long(f"{path}: after row {given + len(misshapen)}", block) from None
         if "out of sync" in str(error):  # the quote that is not closed is in the block after those given
             raise UserError(f"{path}: {STRAY_QUOTE}") from None
         message = re.sub(r"^CSV parse error: |(?<=got \d): .*|(?<=got \d\d): .*", "", one_line(error))
-        message = re.sub(r"Row #(\d+)", lambda match: f"row {number(int(match[1]))}", message)
+        message = re.sub(r"Row #(\d+)", lambda match: f"row {match[1]}", message)
         raise UserError(f"{path}: {message[:200]}: {REMEDY}") from None
 
 
@@ -351,22 +267,23 @@ def first_with_line_end(columns: Iterable[pa.Array]) -> int | None:
     return min(found, default=None)
 
 
-def _complaints(batch: pa.RecordBatch) -> dict[int, str]:
-    """What is wrong with which row."""
-    damaged = [pa.compute.match_substring(column, NOT_UTF8) for column in batch.columns]
-    found = dict.fromkeys(np.flatnonzero(damaged[0]).tolist(), "the id is not UTF-8")
-    data, offsets = characters(batch.column("text"))
-    data, offsets = data[offsets[0] : offsets[-1]], offsets - offsets[0]
-    control = data < ord(" ")
-    if len(data) and (data.max() >= 128 or control.any()):
-        places = np.flatnonzero((data >= 128) | control)
+def _complaints(batch: pa.RecordBatch, id_printable: bool, text_printable: bool) -> dict[int, str]:
+    """What is wrong with which row. *_printable: what `_is_printable` says of the columns."""
+    found: dict[int, str] = {}
+    if not id_printable:
+        damaged = pa.compute.match_substring(batch.column("id"), NOT_UTF8)
+        found = dict.fromkeys(np.flatnonzero(damaged).tolist(), "the id is not UTF-8")
+    if not text_printable:
+        data, offsets = characters(batch.column("text"))
+        places = np.flatnonzero((data >= 128) | (data < ord(" ")))
         rows, first = np.unique(np.searchsorted(offsets, places, side="right") - 1, return_index=True)
         for row, place in zip(rows.tolist(), places[first], strict=True):
             kind = "non-ASCII" if data[place] >= 128 else "control"
             found[row] = f"{kind} byte 0x{data[place]:02x} in the text"
-    found |= dict.fromkeys(np.flatnonzero(damaged[1]).tolist(), "bytes in the text that are not UTF-8")
+        damaged = pa.compute.match_substring(batch.column("text"), NOT_UTF8)
+        found |= dict.fromkeys(np.flatnonzero(damaged).tolist(), "bytes in the text that are not UTF-8")
     lengths = [np.diff(characters(column)[1]) for column in batch.columns]
     for row in np.flatnonzero((lengths[0] == len(COLUMNS[0])) & (lengths[1] == len(COLUMNS[1]))).tolist():
         if all(batch.column(n)[row].as_py().lower() == name.encode() for n, name in enumerate(COLUMNS)):
             found[row] = "the header once more"
-    return found | dict.fromkeys(np.flatnonzero(np.diff(offsets) == 0).tolist(), "the text is empty")
+    return found | dict.fromkeys(np.flatnonzero(lengths[1] == 0).tolist(), "the text is empty")

@@ -24,8 +24,7 @@ from extras.sources.compression import (
     unpacked,
     what_it_is,
 )
-from extras.sources.records import NEWLINE, TAB, BadRecords, Lines, ahead, cut
-from extras.sources.residues import IS_WHITESPACE, STOP, WHITESPACE
+from extras.sources.records import IS_WHITESPACE, NEWLINE, STOP, TAB, WHITESPACE, BadRecords, Lines, ahead, cut
 
 BLOCK_BYTES = 1 << 20  # that and what is made of it stay in the cache
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"  # Windows editors write it

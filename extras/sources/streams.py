@@ -22,8 +22,7 @@ from common.distributed.world import Mesh
 from common.files.alphabet import encode_many
 from common.files.hashing import BLOCK_ORDER, derive_key, hash_counters
 from extras.sources.dataset import File
-from extras.sources.sequence_files import Unit
-from extras.sources.stream_reader import ROW_BITS, read_sequences, units_of
+from extras.sources.sequence_files import ROW_BITS, Unit, read_sequences, units_of
 
 # Files nobody prepared, dealt to S streams, of which each step takes one pack of each of G.
 #

@@ -17,7 +17,7 @@ from common.cli import UserError
 from common.data.token_store import ArrowLists, read_state, split_directory
 from extras import earlier_identity
 from extras.sources.dataset import File
-from extras.sources.stream_reader import read_rows, units_of
+from extras.sources.sequence_files import read_rows, units_of
 from extras.text.tokenizers import Pieces, Tokenizer, tokenize
 
 # The first documents of files that nobody prepared, as tokens in memory: the held-out text of a streamed source.

@@ -21,8 +21,7 @@ from common.cli import UserError
 from common.data.crops import Pack
 from common.files.hashing import RECORD_ORDER, derive_key, hash_counters
 from extras.sources.dataset import File
-from extras.sources.sequence_files import Unit
-from extras.sources.stream_reader import ROW_BITS, read_rows
+from extras.sources.sequence_files import ROW_BITS, Unit, read_rows
 from extras.sources.streams import Dealt, Share, deal
 from extras.text.tokenizers import Pieces, Tokenizer, tokenize
 

@@ -14,13 +14,13 @@ import pytest
 
 from common.cli import UserError
 from common.data.flags import DataFlags
-from common.data.training_data import find_source
 from extras.prepare.cluster_splits import read_table
 from extras.sources.compression import open_unpacked
 from extras.sources.csv_records import read_rows as read_csv
 from extras.sources.dataset import documents, open_source, proteins
 from extras.sources.fasta import read_fasta
-from extras.sources.stream_reader import read_rows, units_of
+from extras.sources.sequence_files import read_rows, units_of
+from extras.sources.streamed_data import find_source
 from tests.data_fixtures import DOWNLOAD, TOKENIZE, call, load_script
 from tests.forked import context
 
@@ -198,11 +198,13 @@ def test_parquet_page_that_unpacks_to_much_is_refused(tmp_path):
     path = tmp_path / "a.parquet"
     pq.write_table(pa.table({"text": ["MKV", "A" * (300 * MIB)]}), path, compression="zstd", use_dictionary=False)
     said, grown = _peak(read, path, documents("text"))
-    assert "a.parquet, row group 0: a page of it unpacks from" in said
+    assert "a.parquet, row group 0: a page of it decompresses from" in said
     assert grown < 100 * MIB
     table = pa.table({"ur50_id": ["UniRef50_A"], "ur90_id": ["A" * (100 * MIB)]})
     pq.write_table(table, tmp_path / "table.parquet", compression="zstd")
-    with pytest.raises(UserError, match=r"--cluster_table .*table\.parquet: row group 0: a page of it unpacks from"):
+    with pytest.raises(
+        UserError, match=r"--cluster_table .*table\.parquet: row group 0: a page of it decompresses from"
+    ):
         list(read_table(tmp_path / "table.parquet"))
 
 

@@ -6,9 +6,9 @@ import gzip
 
 import pytest
 
-from extras.sources import stream_reader as record_counts
+from extras.sources import streamed_data as record_counts
 from extras.sources.dataset import open_source
-from extras.sources.stream_reader import count_records
+from extras.sources.streamed_data import count_records
 from tests.data.stream_fixtures import proteins, write
 
 

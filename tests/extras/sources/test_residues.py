@@ -1,4 +1,4 @@
-"""extras/sources/residues.py: letters that stand for residues and mean bases."""
+"""extras/sources/records.py: letters that stand for residues and mean bases."""
 
 import gzip
 import logging
@@ -6,7 +6,7 @@ import logging
 import numpy as np
 import pytest
 
-from extras.sources import residues
+from extras.sources import records as residues
 from tests.data_fixtures import REAL_SAMPLE, needs_real_sample
 
 

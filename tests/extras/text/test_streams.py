@@ -13,7 +13,7 @@ import pytest
 from common.cli import UserError
 from common.data.loader import TrainLoader, merge_positions
 from common.distributed.world import Mesh
-from extras.sources.stream_reader import ROW_BITS
+from extras.sources.sequence_files import ROW_BITS
 from extras.sources.streams import StreamedOrder
 from extras.text.causal import CausalCollator
 from tests.extras.text.fixtures import decoded, flow, plan_of, texts, write_c4, write_jsonl
