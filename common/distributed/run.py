@@ -196,13 +196,16 @@ def keep_freed_memory() -> None:
 
 
 def _init_process_group(world: World) -> None:
+    from extras.monitor.watchdog import Watch
+
+    watch = world.watch = Watch()
     timeout_s, timeout = world.timeout_s, timedelta(seconds=world.timeout_s)
     keep_to_this_node()
     backend = "cpu:gloo,cuda:nccl" if world.device.type == "cuda" else "gloo"
     if world.device.type == "cuda":
         tell_nccl(timeout_s)
     if "RANK" not in os.environ:
-        world.watch.begin(0, 1, None, timeout_s)
+        watch.begin(0, 1, None, timeout_s)
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
     else:
         if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
@@ -211,7 +214,7 @@ def _init_process_group(world: World) -> None:
             host, port = store_host(), int(os.environ["MASTER_PORT"])
             everyone = {"world_size": world.size, "wait_for_workers": True, "timeout": timeout}
             store = serve_store(host, port, **everyone) if world.is_main else join_store(host, port, **everyone)
-        world.watch.begin(world.rank, world.size, store, timeout_s, lambda: world.stop.told)
+        watch.begin(world.rank, world.size, store, timeout_s, lambda: world.stop.told)
         dist.init_process_group(backend, store=store, rank=world.rank, world_size=world.size, timeout=timeout)
 
 

@@ -17,7 +17,6 @@ from torch import Tensor
 
 from common.cli import BAD_INPUT, UserError
 from common.distributed.stopping import StopRequest
-from extras.monitor.watchdog import Watch
 
 # Values that ranks send each other, as JSON in tensors: torch's collectives of objects unpickle what they receive.
 #
@@ -130,6 +129,26 @@ class Mesh:
         return self.rank % self.cp_size
 
 
+class NullWatch:
+    """The interface of the hang watchdog, doing nothing: `distributed_run` puts the real one in its place."""
+
+    def mark(self, phase: str, step: int) -> None:
+        """The main thread enters a phase of a step. All ranks pass the same marks in the same order."""
+
+    def rest(self) -> None:
+        """Stop watching until the next mark: what follows may take any time."""
+
+    def end(self, failed: bool = False) -> None:
+        """The process is about to exit: tell the other ranks and stop watching."""
+
+    def compilation_counts_as_progress(self) -> None:
+        """Do not count the time torch.compile takes as a hang."""
+
+    def missing(self) -> str:
+        """Which rank is gone or stuck, after a collective failed; "" if unknown."""
+        return ""
+
+
 @dataclass
 class World:
     """The process' place in the run. Without torchrun: a world of one.
@@ -145,7 +164,7 @@ class World:
     device: torch.device
     stop: StopRequest = field(default_factory=StopRequest)
     local_size: int = 1  # ranks of this node
-    watch: Watch = field(default_factory=Watch)
+    watch: NullWatch = field(default_factory=NullWatch)
     timeout_s: int = 1800  # of what the ranks exchange
     cp_size: int = 1
     cp_group: dist.ProcessGroup | None = None  # those that share this rank's packs; None: nobody else

@@ -26,6 +26,7 @@ import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 
 from common.cli import one_line
+from common.distributed.world import NullWatch
 
 # What a process can tell of itself when a run hangs: where its main thread is, what it reads and writes, its
 # collectives.
@@ -81,7 +82,7 @@ LOST = "watch/lost"  # in the store: whoever misses its neighbour says so to all
 STATUS = 1
 
 
-class Watch:
+class Watch(NullWatch):
     """Where this rank is, and a watch on it while it is somewhere (`mark`) and not at rest (`rest`)."""
 
     def __init__(self) -> None:
