@@ -26,6 +26,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from common.cli import UserError
+from common.compat import MEGATRON_COALESCING, MEGATRON_GRAD_REDUCE, flatten_mesh
 from common.distributed.strategy import Strategy, mesh_of, replicas_and_shards, wait_as_told
 from common.distributed.world import World
 
@@ -75,7 +76,7 @@ def without_cuda() -> Iterator[None]:
     from megatron_fsdp import param_and_grad_buffer as library
 
     of_library = {
-        "_coalescing_manager": lambda group=None, device=None, async_ops=False: nullcontext(Event()),
+        MEGATRON_COALESCING: lambda group=None, device=None, async_ops=False: nullcontext(Event()),
         "gradient_reduce_preprocessing": lambda gradients, factor, config: dist.ReduceOp.SUM,
         "check_gpu_memory": lambda threshold=0.9: False,  # whether to empty the allocator's cache
     }
@@ -252,7 +253,7 @@ class MegatronSharded(Strategy):
         if replicas == 1:
             return mesh_of(world, (shards, 1), ("shard", "tensor")), {}
         mesh = mesh_of(world, (replicas, shards, 1), ("replicate", "shard", "tensor"))
-        everyone = mesh["replicate", "shard"]._flatten("everyone")
+        everyone = flatten_mesh(mesh["replicate", "shard"], "everyone")
         wait_as_told(world, everyone)
         return mesh, {"dp_outer_dim": "replicate", "hybrid_fsdp_group": everyone.get_group()}
 
@@ -313,7 +314,7 @@ class MegatronSharded(Strategy):
         return [
             (gathering, "wait_bucket_ready"),
             (reducing, "wait_for_previous_grad_reduce"),
-            (reducing, "_bucket_group_gradient_reduce"),
+            (reducing, MEGATRON_GRAD_REDUCE),
         ]
 
     # ---- a dry run ------------------------------------------------------------------------------------------

@@ -23,6 +23,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from common.cli import UserError, one_line
+from common.compat import stop_loader_workers
 from common.data.collators import Batch, Collator
 from common.data.crops import Pack
 from common.data.packing import BatchPlan, Position
@@ -108,13 +109,8 @@ def _but_a_lost_connection(kind, error, stack) -> None:
 
 
 def _stop_workers(iterator) -> None:
-    if iterator is None:
-        return
-    iterator._shutdown_workers()  # waits for each of them a few seconds
-    for worker in iterator._workers:
-        if worker.is_alive():  # hangs in a read, say; the process could not end before it does
-            worker.kill()
-            worker.join()
+    if iterator is not None:
+        stop_loader_workers(iterator)
 
 
 def bundle(batches: list[Batch]) -> tuple[torch.Tensor, list[dict]]:

@@ -15,12 +15,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn.parallel import DistributedDataParallel
 
 from common.cli import Flags, UserError, flag
+from common.compat import foreach_mul_, foreach_norm, set_group_timeout
 from common.distributed.world import World
 
 # How ranks lie on a mesh when weights are dealt out to them.
@@ -48,7 +48,7 @@ def wait_as_told(world: World, mesh: DeviceMesh) -> None:
     argument for another."""
     if not world.rehearsed:
         for group in mesh.get_all_groups():
-            _set_pg_timeout(timedelta(seconds=world.timeout_s), group)
+            set_group_timeout(group, timedelta(seconds=world.timeout_s))
 
 
 class Strategy:
@@ -79,11 +79,11 @@ class Strategy:
         gradients = self.gradients()
         total = torch.zeros((), dtype=torch.float64)
         if gradients:  # a rank may have no rows of anything
-            total = torch.stack(torch._foreach_norm(gradients, dtype=torch.float32)).double().square().sum()
+            total = torch.stack(foreach_norm(gradients, dtype=torch.float32)).double().square().sum()
         norm = self.over_shards(total).sqrt().float()
         if max_norm and gradients:
             factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-            torch._foreach_mul_(gradients, factor.to(gradients[0].device))
+            foreach_mul_(gradients, factor.to(gradients[0].device))
         return norm
 
     def gradients(self) -> list[Tensor]:

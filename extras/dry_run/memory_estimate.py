@@ -67,8 +67,8 @@ class RehearsedWorld(World):
 @contextmanager
 def rehearsal(size: int, cp_size: int = 1) -> Iterator[RehearsedWorld]:
     """The world of a run on `size` ranks, in this process alone. UserError as `World.share_packs`."""
-    # Registers the backend "fake" (torch 2.11 to 2.13), whose collectives return at once.
-    from torch.testing._internal.distributed.fake_pg import FakeStore
+    # Registers the backend "fake", whose collectives return at once.
+    from common.compat import FakeStore
 
     world = RehearsedWorld(0, 0, size, torch.device("cpu"), local_size=size)
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=size)

@@ -19,7 +19,6 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousHandler,
     RendezvousParameters,
     RendezvousStateError,
-    dynamic_rendezvous,
     rendezvous_handler_registry,
 )
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import (
@@ -30,13 +29,12 @@ from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import (
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
     RendezvousBackend,
     Token,
-    _NodeDesc,
-    _RendezvousState,
     create_handler,
 )
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
 from common.cli import one_line
+from common.compat import NodeDesc, RendezvousState, rendezvous_has_time_zones, set_tcp_store_factory
 from common.distributed.store import LOOPBACK, is_loopback, join_store, serve_store
 
 LARGEST = 1 << 24  # bytes of JSON: some 100,000 nodes
@@ -100,7 +98,7 @@ def _one_of_ours() -> Iterator[None]:
         ) from None
 
 
-def encode(state: _RendezvousState) -> bytes:
+def encode(state: RendezvousState) -> bytes:
     """The state as JSON."""
     return json.dumps(
         {
@@ -116,13 +114,13 @@ def encode(state: _RendezvousState) -> bytes:
     ).encode()
 
 
-def decode(data: bytes) -> _RendezvousState:
+def decode(data: bytes) -> RendezvousState:
     """The state that `encode` made this of. ValueError, TypeError, OverflowError or RecursionError for all else."""
     if data[:1] == pickle.PROTO:
         raise ValueError("a pickle, as torchrun itself writes it")
     if len(data) > LARGEST:
         raise ValueError(f"{len(data)} bytes")
-    found, state = json.loads(data), _RendezvousState()
+    found, state = json.loads(data), RendezvousState()
     if _of(dict, found).keys() != vars(state).keys():
         raise ValueError("the keys of something else")
     state.round, state.complete = _number(found["round"]), _of(bool, found["complete"])
@@ -135,13 +133,13 @@ def decode(data: bytes) -> _RendezvousState:
     return state
 
 
-def _of_node(node: _NodeDesc) -> list:
+def _of_node(node: NodeDesc) -> list:
     return [node.addr, node.pid, node.local_id]
 
 
-def _node(value) -> _NodeDesc:
+def _node(value) -> NodeDesc:
     address, pid, local_id = _of(list, value)
-    return _NodeDesc(_of(str, address), _number(pid), _number(local_id))
+    return NodeDesc(_of(str, address), _number(pid), _number(local_id))
 
 
 def _of(kind: type, value):
@@ -166,7 +164,7 @@ def _time(value) -> datetime:
     if time.tzinfo is None:
         raise ValueError("a time without its zone")
     time = time.astimezone(UTC)
-    return time if hasattr(dynamic_rendezvous, "timezone") else time.replace(tzinfo=None)
+    return time if rendezvous_has_time_zones() else time.replace(tzinfo=None)
 
 
 # ---- handlers -----------------------------------------------------------------------------------------------
@@ -191,7 +189,7 @@ def _etcd_v2(params: RendezvousParameters) -> RendezvousHandler:
 def _handler(store: dist.Store, backend: RendezvousBackend, params: RendezvousParameters) -> RendezvousHandler:
     handler = create_handler(store, JsonBackend(backend), params)
     # The store that the first node's agent serves for the ranks, at its --local_addr.
-    handler._create_tcp_store_server = lambda host, port: serve_store(host, port, multi_tenant=True)
+    set_tcp_store_factory(handler, lambda host, port: serve_store(host, port, multi_tenant=True))
     return handler
 
 

@@ -15,7 +15,6 @@ import faulthandler
 import json
 import os
 import socket
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -23,9 +22,9 @@ from datetime import timedelta
 from pathlib import Path
 
 import torch.distributed as dist
-from torch._C import _distributed_c10d as c10d
 
 from common.cli import one_line
+from common.compat import dump_flight_recorder, frame_of_thread
 from common.distributed.world import NullWatch
 
 # What a process can tell of itself when a run hangs: where its main thread is, what it reads and writes, its
@@ -36,7 +35,7 @@ RECORDER_PREFIXES = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE
 
 def main_thread_is_at() -> tuple[bool, str]:
     """Whether the main thread waits for other ranks as far as Python can tell, and its place."""
-    frame = sys._current_frames().get(threading.main_thread().ident)
+    frame = frame_of_thread(threading.main_thread().ident)
     if frame is None:
         return True, ""
     file, function = frame.f_code.co_filename, frame.f_code.co_name
@@ -64,9 +63,7 @@ def write_flight_recorder(rank: int) -> str:
         return ""
     path = Path(f"{prefix}{rank}")
     try:
-        # Builds with CUDA keep NCCL's collectives apart from gloo's.
-        dump = getattr(c10d, "_dump_nccl_trace", None) or c10d._dump_fr_trace
-        path.write_bytes(dump())
+        path.write_bytes(dump_flight_recorder())
     except Exception as error:  # the run ends for another reason, which must be told whatever comes of this
         return f"Flight recorder: not written to {path}: {one_line(error)[:160]}"
     return f"Flight recorder: {path}"
@@ -153,7 +150,7 @@ class Watch(NullWatch):
 
     def compilation_counts_as_progress(self) -> None:
         """For torch.compile: the first step may take minutes, and recompilation comes when it likes."""
-        from torch._dynamo.callback import callback_handler
+        from common.compat import compile_callbacks
 
         def started(_) -> None:
             self._compiling = True
@@ -161,8 +158,8 @@ class Watch(NullWatch):
         def ended(_) -> None:
             self._compiling, self.since = False, time.monotonic()
 
-        callback_handler.register_start_callback(started)
-        callback_handler.register_end_callback(ended)
+        compile_callbacks.register_start_callback(started)
+        compile_callbacks.register_end_callback(ended)
 
     def missing(self) -> str:
         """Who is gone or stuck, for a rank whose collective has just failed; "" where the store does not tell."""

@@ -19,8 +19,8 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.distributed_c10d import _resolve_process_group
 
+from common.compat import resolve_process_group
 from common.distributed.slices import SharedPack
 from common.models.layers import attention_blocks as blocks
 from common.models.layers.attention import Kept, rotate
@@ -115,7 +115,7 @@ _latest: list[Sharing] = []  # at most one: it is the same for all layers
 def sharing_of(real: Tensor, bounds: Tensor, device: torch.device, group: str, way: str) -> Sharing:
     """The `Sharing` of a pack, made anew unless it is the one of the last call. group: a process group's name."""
     if not _latest or _latest[0].names != (group, way) or not _latest[0].is_of(real, bounds, device):
-        _latest[:] = [Sharing(real, bounds, device, ContextGroup(_resolve_process_group(group), way))]
+        _latest[:] = [Sharing(real, bounds, device, ContextGroup(resolve_process_group(group), way))]
     return _latest[0]
 
 
