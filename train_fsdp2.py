@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from common.cli import Missing, UserError, flag, run
-from common.distributed.strategy import FullySharded, Strategy, mesh_of, replicas_and_shards
+from common.distributed.strategy import FullySharded, Strategy, hsdp_shape, init_mesh
 from common.distributed.world import World
 from common.models.layers.recompute import RecomputeFlags, save_activations
 from common.training.load_model import load_model
@@ -75,9 +75,9 @@ class FsdpFlags(RecomputeFlags):
 def make_mesh(args: FsdpFlags, world: World) -> DeviceMesh:
     """(shard,), or for hybrid (replicate, shard): neighbours in rank, that is in a node, share a copy."""
     if args.sharding_strategy != "hybrid":
-        return mesh_of(world, (world.size,), ("shard",))
-    shape = replicas_and_shards(world, args.hsdp_shard_size or world.local_size)
-    return mesh_of(world, shape, ("replicate", "shard"))
+        return init_mesh(world, (world.size,), ("shard",))
+    shape = hsdp_shape(world, args.hsdp_shard_size or world.local_size)
+    return init_mesh(world, shape, ("replicate", "shard"))
 
 
 def shard(model: nn.Module, world: World, args: FsdpFlags) -> None:

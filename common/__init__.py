@@ -7,7 +7,7 @@ import os
 import sys
 import time
 
-from common.distributed.stopping import stop_with_the_launcher
+from common.distributed.stopping import stop_with_launcher
 
 # GNU OpenMP's threads wait for each other by spinning, by default for billions of turns. When another program takes
 # one of two cores, steps of the 8M model (4,096 tokens, bf16) ran at 317 tokens/s in one of three tries so, at 1,861
@@ -18,7 +18,7 @@ os.environ.setdefault("GOMP_SPINCOUNT", "1000000")
 # line that matters (extras/monitor/watchdog.py). Its errors are still printed.
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 # Here, for the seconds of importing torch would be a time in which a rank is left behind for good.
-stop_with_the_launcher()
+stop_with_launcher()
 
 
 def _say_what_takes_seconds() -> None:

@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor
 
 from common.cli import UserError
 from common.compat import MEGATRON_COALESCING, MEGATRON_GRAD_REDUCE, flatten_mesh
-from common.distributed.strategy import Strategy, mesh_of, replicas_and_shards, wait_as_told
+from common.distributed.strategy import Strategy, hsdp_shape, init_mesh, set_group_timeouts
 from common.distributed.world import World
 
 # What megatron-fsdp 0.6.1 calls of CUDA, where nothing is computed: no-op stand-ins, lent while a rehearsal lasts.
@@ -71,7 +71,7 @@ CALLS = {
 
 
 @contextmanager
-def without_cuda() -> Iterator[None]:
+def fake_cuda() -> Iterator[None]:
     """Everything as it was afterwards."""
     from megatron_fsdp import param_and_grad_buffer as library
 
@@ -169,7 +169,7 @@ class Layout:
 
 def load_library(world: World):
     """The module. UserError where it cannot work, or is not the one that this is written for."""
-    if world.device.type not in DEVICES and not world.rehearsed:
+    if world.device.type not in DEVICES and not world.is_dry_run:
         raise UserError(
             "train_mfsdp.py needs an NVIDIA GPU: Megatron-FSDP runs on CUDA alone; train_fsdp2.py shards on any device"
         )
@@ -195,8 +195,8 @@ class MegatronSharded(Strategy):
     def __init__(self, layout: Layout, world: World):
         with world.raise_together():
             self.library = load_library(world)
-        if world.rehearsed:
-            world.lent.enter_context(without_cuda())
+        if world.is_dry_run:
+            world.lent.enter_context(fake_cuda())
         self.layout, self.world = layout, world
         self.sums_gradients = layout.sums_gradients
 
@@ -249,12 +249,12 @@ class MegatronSharded(Strategy):
     def _mesh(self) -> tuple[DeviceMesh, dict]:
         """(its mesh, which wants a dimension for tensor parallelism; what tells it of groups that replicate)."""
         world, size = self.world, self.layout.shard_size
-        replicas, shards = replicas_and_shards(world, size or world.size)
+        replicas, shards = hsdp_shape(world, size or world.size)
         if replicas == 1:
-            return mesh_of(world, (shards, 1), ("shard", "tensor")), {}
-        mesh = mesh_of(world, (replicas, shards, 1), ("replicate", "shard", "tensor"))
+            return init_mesh(world, (shards, 1), ("shard", "tensor")), {}
+        mesh = init_mesh(world, (replicas, shards, 1), ("replicate", "shard", "tensor"))
         everyone = flatten_mesh(mesh["replicate", "shard"], "everyone")
-        wait_as_told(world, everyone)
+        set_group_timeouts(world, everyone)
         return mesh, {"dp_outer_dim": "replicate", "hybrid_fsdp_group": everyone.get_group()}
 
     # ---- a step ---------------------------------------------------------------------------------------------
@@ -266,7 +266,7 @@ class MegatronSharded(Strategy):
     def gradients(self) -> list[Tensor]:
         return [p.grad.to_local() for p in self._parameters() if p.grad is not None]
 
-    def over_shards(self, total: Tensor) -> Tensor:
+    def sum_over_shards(self, total: Tensor) -> Tensor:
         total = total.to(self.world.device)
         if self.layout.shards:
             dist.all_reduce(total, group=self.group)
@@ -278,13 +278,13 @@ class MegatronSharded(Strategy):
     def clear_gradients(self) -> None:
         self.model.zero_grad_buffer()
 
-    def release(self) -> None:
+    def reshard(self) -> None:
         self.model.synchronize_param_gather()
 
     # ---- parameters as a whole ------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def whole(self, parameter: Tensor) -> Tensor:
+    def full_tensor(self, parameter: Tensor) -> Tensor:
         rows = parameter.to_local()
         if not self.layout.shards:
             return rows
@@ -309,7 +309,7 @@ class MegatronSharded(Strategy):
     def last_gradient(self) -> nn.Parameter:
         return next(p for p in self.raw.values() if p.requires_grad)
 
-    def exchanges(self) -> list[tuple[object, str]]:
+    def blocking_collectives(self) -> list[tuple[object, str]]:
         gathering, reducing = self.model.all_gather_pipeline, self.model.grad_reduce_pipeline
         return [
             (gathering, "wait_bucket_ready"),
@@ -321,14 +321,14 @@ class MegatronSharded(Strategy):
 
     warmup_steps_before_timing = 1  # weights outside of layers, once they have been gathered, stay
 
-    def computed_with(self) -> Iterator[Tensor]:
+    def compute_buffers(self) -> Iterator[Tensor]:
         """Its buffers of weights, and what of them is gathered, which has had its storage since it was made."""
         for group in self.model.param_and_grad_buffer.parameter_groups:
             if group.model_weight_buffer:
                 yield group.model_weight_buffer.data
         yield from self.raw.values()
 
-    def hold_gradients(self, parameters: list[nn.Parameter]) -> None:
+    def attach_gradients(self, parameters: list[nn.Parameter]) -> None:
         """They have been in its buffers since those were made."""
         self.model.attach_grad_to_optimizer_state()
 

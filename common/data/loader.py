@@ -28,7 +28,7 @@ from common.data.collators import Batch, Collator
 from common.data.crops import Pack
 from common.data.packing import BatchPlan, Position
 from common.data.token_store import TokenStore
-from common.distributed.stopping import end_with
+from common.distributed.stopping import die_with_parent
 from common.distributed.world import Mesh
 
 # A loader's worker processes: how they get what they make to their rank, outlive its signals and end with it.
@@ -95,7 +95,7 @@ def _as_it_is(item):
 
 def _outlive_signals(parent: int, worker_id: int) -> None:
     """Schedulers signal the whole process group: the main process finishes its step and saves, with its workers."""
-    end_with(parent)
+    die_with_parent(parent)
     gc.enable()  # the main process may do without
     for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)

@@ -30,7 +30,7 @@ _ADVICE = {
 }
 
 
-def tell_nccl(timeout_s: int) -> None:
+def set_nccl_defaults(timeout_s: int) -> None:
     """Set what the user has not set: NCCL's own guards come after ours, and loaders' workers may fork beside EFA."""
     for name, value in {
         # Its guard of a thread that does not answer ends the process without naming anybody: after the watch has.
@@ -42,7 +42,7 @@ def tell_nccl(timeout_s: int) -> None:
         os.environ.setdefault(name, str(value))
 
 
-def lost_by_nccl(text: str) -> bool:
+def is_nccl_peer_error(text: str) -> bool:
     return any(word in text for word in _GONE)
 
 

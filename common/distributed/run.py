@@ -1,6 +1,6 @@
 """A run of several processes from its first line to its last: logging, signals, process group, how each rank ends.
 
-When a rank is dead or silent the others end at once, whichever of their threads finds it (`leave_if_rank_lost`): a
+When a rank is dead or silent the others end at once, whichever of their threads finds it (`exit_if_peer_lost`): a
 thread that waited for another one first, or for a rank that does the same, would wait until --ddp_timeout.
 """
 
@@ -23,10 +23,10 @@ import torch
 import torch.distributed as dist
 
 from common.cli import Flags, UserError, flag, one_line, setup_logging, user_errors
-from common.distributed.nccl import device_failure, lost_by_nccl, out_of_memory, tell_nccl
+from common.distributed.nccl import device_failure, is_nccl_peer_error, out_of_memory, set_nccl_defaults
 from common.distributed.stopping import PREEMPTED, Preempted
-from common.distributed.store import join_store, keep_to_this_node, serve_store, store_host
-from common.distributed.world import OUR_BUG, FailedElsewhere, World
+from common.distributed.store import join_store, serve_store, store_host, use_loopback_interface
+from common.distributed.world import BUG, PeerFailed, World
 
 logger = logging.getLogger(__name__)
 # torchrun's store is there before the ranks are: one that cannot reach it has outlived its launcher.
@@ -66,7 +66,7 @@ def distributed_run(args: ProcessFlags) -> Iterator[World]:
     faulthandler.enable()
     world.stop.listen()
     if args.deterministic:
-        _make_deterministic()
+        _set_deterministic()
     try:
         with _exit_status(world):
             if use_gpu and local_rank >= torch.cuda.device_count():
@@ -78,14 +78,14 @@ def distributed_run(args: ProcessFlags) -> Iterator[World]:
                 torch.backends.cuda.matmul.allow_tf32 = args.tf32
             world.timeout_s = args.ddp_timeout
             _init_process_group(world)
-            world.share_packs(args.cp_size)
+            world.create_cp_groups(args.cp_size)
             keep_freed_memory()
             yield world
     except BaseException as error:
         world.stop.ignore()  # the exit status stands: torchrun signals the ranks that are left when one has ended
         if size > 1:
             world.watch.end(failed=not (isinstance(error, SystemExit) and error.code == PREEMPTED))
-            leave(error)
+            exit_now(error)
         raise
     finally:
         world.watch.end()
@@ -94,7 +94,7 @@ def distributed_run(args: ProcessFlags) -> Iterator[World]:
     world.stop.default()
 
 
-def _make_deterministic() -> None:
+def _set_deterministic() -> None:
     """Before anything of CUDA starts: cuBLAS reads then how much memory it works in."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     os.environ["NVTE_ALLOW_NONDETERMINISTIC_ALGO"] = "0"  # Transformer Engine's attention
@@ -112,7 +112,7 @@ def _exit_status(world: World) -> Iterator[None]:
         except Preempted:
             logger.info("Stopped as asked, the state is saved: the same command goes on from there")
             raise SystemExit(PREEMPTED) from None
-        except FailedElsewhere as failure:
+        except PeerFailed as failure:
             raise SystemExit(failure.status) from None
         except RuntimeError as error:
             if out_of_memory(error):
@@ -124,51 +124,53 @@ def _exit_status(world: World) -> Iterator[None]:
             if isinstance(error, dist.DistNetworkError) and "EADDRINUSE" in str(error):
                 port = os.environ.get("MASTER_PORT")
                 taken = f"port {port} (MASTER_PORT) is taken on {socket.gethostname()}: by another job, or one that"
-                leave_with(world, f"{taken} has not ended yet: choose another --master_port, or start again", error)
-            leave_if_rank_lost(world, error)
+                exit_with_error(
+                    world, f"{taken} has not ended yet: choose another --master_port, or start again", error
+                )
+            exit_if_peer_lost(world, error)
             if told := device_failure(error, world.device, socket.gethostname()):
-                leave_with(world, told, error)
+                exit_with_error(world, told, error)
             raise
 
 
-def rank_lost(error: BaseException | None) -> bool:
+def is_peer_lost(error: BaseException | None) -> bool:
     """Whether a collective failed because the process at the other end is dead or silent. gloo has no exception."""
     text = str(error)
     of_gloo = "gloo" in text and any(word in text for word in ("onnection", "peer", "Timed out"))
-    of_nccl = isinstance(error, dist.DistBackendError) and lost_by_nccl(text)
+    of_nccl = isinstance(error, dist.DistBackendError) and is_nccl_peer_error(text)
     return isinstance(error, dist.DistNetworkError) or of_nccl or (isinstance(error, RuntimeError) and of_gloo)
 
 
-def leave_if_rank_lost(world: World, error: BaseException) -> None:
+def exit_if_peer_lost(world: World, error: BaseException) -> None:
     """If the error says that another rank is gone: say who, and end this rank, from any thread. Else return."""
-    if not rank_lost(error):
+    if not is_peer_lost(error):
         return
     where = f"rank {world.rank}: " if world.rank else ""
     who = world.watch.missing()
     told = f"{who}: see what it said" if who else "see what it said"
     sys.stderr.write(f"error: {where}another rank is gone: {told} ({one_line(error)[:160]})\n")
     world.watch.end(failed=True)
-    leave(SystemExit(OUR_BUG))
+    exit_now(SystemExit(BUG))
 
 
-def leave_with(world: World, told: str, error: BaseException) -> None:
+def exit_with_error(world: World, told: str, error: BaseException) -> None:
     """End this rank with one line, and the full stack where TRACEBACK is set: its device is in no state to go on."""
     if os.environ.get("TRACEBACK"):
         traceback.print_exception(error)
     where = f"rank {world.rank}: " if world.rank else ""
     sys.stderr.write(f"error: {where}{told}\n")
     world.watch.end(failed=True)
-    leave(SystemExit(OUR_BUG))
+    exit_now(SystemExit(BUG))
 
 
-def leave(error: BaseException) -> None:
+def exit_now(error: BaseException) -> None:
     """End this rank of several now, without taking the process group down.
 
     Taking it down can hang: NCCL waits for ranks that are gone, and with gloo (torch 2.13) half of such exits hung in
     a destructor, after the last line of Python, for the exception's frames had kept model and groups alive until
     then. A rank that hangs keeps its connections open, and the others waiting.
     """
-    status = error.code if isinstance(error, SystemExit) and isinstance(error.code, int) else OUR_BUG
+    status = error.code if isinstance(error, SystemExit) and isinstance(error.code, int) else BUG
     if not isinstance(error, SystemExit):
         traceback.print_exception(error)
     logging.shutdown()
@@ -200,10 +202,10 @@ def _init_process_group(world: World) -> None:
 
     watch = world.watch = Watch()
     timeout_s, timeout = world.timeout_s, timedelta(seconds=world.timeout_s)
-    keep_to_this_node()
+    use_loopback_interface()
     backend = "cpu:gloo,cuda:nccl" if world.device.type == "cuda" else "gloo"
     if world.device.type == "cuda":
-        tell_nccl(timeout_s)
+        set_nccl_defaults(timeout_s)
     if "RANK" not in os.environ:
         watch.begin(0, 1, None, timeout_s)
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
@@ -214,7 +216,7 @@ def _init_process_group(world: World) -> None:
             host, port = store_host(), int(os.environ["MASTER_PORT"])
             everyone = {"world_size": world.size, "wait_for_workers": True, "timeout": timeout}
             store = serve_store(host, port, **everyone) if world.is_main else join_store(host, port, **everyone)
-        watch.begin(world.rank, world.size, store, timeout_s, lambda: world.stop.told)
+        watch.begin(world.rank, world.size, store, timeout_s, lambda: world.stop.signalled)
         dist.init_process_group(backend, store=store, rank=world.rank, world_size=world.size, timeout=timeout)
 
 

@@ -1,8 +1,8 @@
 """Being told to stop by SIGTERM (Kubernetes, torchrun, scancel), SIGUSR1 (sbatch --signal) or Ctrl-C: save, and end.
 
 What the signal does depends on the moment:
-- before the first step (`StopRequest.at_once`) there is nothing to save: the process ends there and then;
-- while the run waits for data (`wait_for`) the wait is broken off: a loader that hangs cannot cost the save;
+- before the first step (`StopRequest.exit_at_once`) there is nothing to save: the process ends there and then;
+- while the run waits for data (`next_unless_stopped`) the wait ends: a loader that hangs cannot cost the save;
 - at any other moment it is remembered, and the ranks agree on it with a step's loss or before an evaluation batch.
 A second Ctrl-C does not wait for that: the process is interrupted where it is.
 When torchrun itself is killed the kernel sends SIGTERM in its name.
@@ -25,7 +25,7 @@ PREEMPTED = 75
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 
 
-def stop_with_the_launcher() -> None:
+def stop_with_launcher() -> None:
     """Have the kernel send this rank SIGTERM when torchrun dies (Linux; elsewhere nothing happens).
 
     Ranks have sessions of their own: orphaned, they would train on, and hold output directory and devices against the
@@ -35,7 +35,7 @@ def stop_with_the_launcher() -> None:
         _when_parent_dies(signal.SIGTERM)
 
 
-def end_with(parent: int) -> None:
+def die_with_parent(parent: int) -> None:
     """Have the kernel kill this process as soon as its parent has died, or now if it has (Linux only).
 
     A loader's worker holds the connections of the rank it was forked from: until it ends, the other ranks wait for
@@ -56,7 +56,7 @@ class Preempted(Exception):
     """All ranks have agreed to stop, and the state is saved."""
 
 
-class _BreakOff(BaseException):
+class _WaitInterrupted(BaseException):
     """Raised by the signal handler out of a wait; no library's `except Exception` must swallow it."""
 
 
@@ -65,9 +65,9 @@ class StopRequest:
 
     def __init__(self) -> None:
         self.requested = False
-        self.told = False  # the same, known also while the main thread runs no Python
-        self.at_once = True  # until the run has something to save
-        self.where = "before the first step: the same command starts again"  # what is said of a stop at once
+        self.signalled = False  # the same, known also while the main thread runs no Python
+        self.exit_at_once = True  # until the run has something to save
+        self.exit_note = "before the first step: the same command starts again"  # what is said of a stop at once
         self._waiting = False
 
     def listen(self) -> None:
@@ -92,14 +92,14 @@ class StopRequest:
         for number in SIGNALS:
             signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
 
-    def wait_for(self, items: Iterator):
+    def next_unless_stopped(self, items: Iterator):
         """The next item, or None as soon as the signal has come, however long the item takes."""
         if self.requested:
             return None
         self._waiting = True
         try:
             return next(items)
-        except _BreakOff:
+        except _WaitInterrupted:
             return None
         finally:
             self._waiting = False
@@ -110,7 +110,7 @@ class StopRequest:
         self.requested = True
         if self._waiting:
             self._waiting = False  # once: a second signal finds the process on its way out
-            raise _BreakOff
+            raise _WaitInterrupted
 
     def _watch(self) -> None:
         says = int(os.environ.get("RANK", 0)) == 0
@@ -118,11 +118,11 @@ class StopRequest:
             if number[0] not in SIGNALS:
                 continue
             interrupted = number[0] == signal.SIGINT
-            if self.at_once:
+            if self.exit_at_once:
                 told = b"interrupted" if interrupted else b"Stopped as asked"
                 if says:
-                    os.write(2, told + f", {self.where}\n".encode())
+                    os.write(2, told + f", {self.exit_note}\n".encode())
                 os._exit(128 + signal.SIGINT if interrupted else PREEMPTED)
-            if interrupted and says and not self.told:
+            if interrupted and says and not self.signalled:
                 os.write(2, b"interrupted: saving after this step; once more to leave without\n")
-            self.told = True
+            self.signalled = True

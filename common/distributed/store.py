@@ -61,7 +61,7 @@ def join_store(host: str, port: int, **options) -> dist.TCPStore:
     return dist.TCPStore(host, port, is_master=False, **{"wait_for_workers": False} | options)
 
 
-def keep_to_this_node() -> None:
+def use_loopback_interface() -> None:
     """On one node gloo and NCCL use the loopback interface, unless the user names another.
 
     They read it when a process group is made.

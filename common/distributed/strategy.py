@@ -26,7 +26,7 @@ from common.distributed.world import World
 # How ranks lie on a mesh when weights are dealt out to them.
 
 
-def replicas_and_shards(world: World, shard_size: int) -> tuple[int, int]:
+def hsdp_shape(world: World, shard_size: int) -> tuple[int, int]:
     """(groups that replicate each other, ranks that share one copy), the latter neighbours in rank. UserError where
     `shard_size` (--hsdp_shard_size) does not divide the ranks."""
     if shard_size < 1 or world.size % shard_size:
@@ -35,18 +35,18 @@ def replicas_and_shards(world: World, shard_size: int) -> tuple[int, int]:
     return world.size // shard_size, shard_size
 
 
-def mesh_of(world: World, shape: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
+def init_mesh(world: World, shape: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
     """All ranks, in order, in this shape; its groups wait for each other as long as --ddp_timeout says. All ranks
     together."""
     mesh = init_device_mesh(world.device.type, shape, mesh_dim_names=names)
-    wait_as_told(world, mesh)
+    set_group_timeouts(world, mesh)
     return mesh
 
 
-def wait_as_told(world: World, mesh: DeviceMesh) -> None:
+def set_group_timeouts(world: World, mesh: DeviceMesh) -> None:
     """Torch gives the groups of a mesh a timeout of its own (ten minutes with NCCL, half an hour with gloo) and has no
     argument for another."""
-    if not world.rehearsed:
+    if not world.is_dry_run:
         for group in mesh.get_all_groups():
             set_group_timeout(group, timedelta(seconds=world.timeout_s))
 
@@ -80,7 +80,7 @@ class Strategy:
         total = torch.zeros((), dtype=torch.float64)
         if gradients:  # a rank may have no rows of anything
             total = torch.stack(foreach_norm(gradients, dtype=torch.float32)).double().square().sum()
-        norm = self.over_shards(total).sqrt().float()
+        norm = self.sum_over_shards(total).sqrt().float()
         if max_norm and gradients:
             factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
             foreach_mul_(gradients, factor.to(gradients[0].device))
@@ -90,7 +90,7 @@ class Strategy:
         """This rank's rows of them, to be written to."""
         return [p.grad for p in self.model.parameters() if p.grad is not None]
 
-    def over_shards(self, total: Tensor) -> Tensor:
+    def sum_over_shards(self, total: Tensor) -> Tensor:
         """A sum over what this rank has, as one over all that there is; written to."""
         return total
 
@@ -100,12 +100,12 @@ class Strategy:
     def clear_gradients(self) -> None:
         self.model.zero_grad()
 
-    def release(self) -> None:
+    def reshard(self) -> None:
         """After a forward pass without a backward pass: what was gathered for it is let go."""
 
-    def whole(self, parameter: Tensor) -> Tensor:
+    def full_tensor(self, parameter: Tensor) -> Tensor:
         """All of a parameter, gathered from the ranks (all call together) where it is sharded."""
-        return whole(parameter)
+        return full_tensor(parameter)
 
     def dcp_state(self, state: dict, saving: bool) -> dict:
         """A checkpoint's {"model": {name: shard}, "optimizer": {"state": {name: {moment: shard}}, ...}, ...}, each
@@ -117,7 +117,7 @@ class Strategy:
         """The parameter whose gradient is the last one of a backward pass to be there."""
         return next(p for p in self.model.parameters() if p.requires_grad)
 
-    def exchanges(self) -> list[tuple[object, str]]:
+    def blocking_collectives(self) -> list[tuple[object, str]]:
         """Methods (object, name) in which this rank waits for the others during a pass, none calling another."""
         return []
 
@@ -125,14 +125,14 @@ class Strategy:
 
     warmup_steps_before_timing = 0  # steps before the first that holds what all later ones do
 
-    def rehearse(self) -> None:
+    def prepare_dry_run(self) -> None:
         """Before the first step of a dry run: what would await values does not."""
 
-    def computed_with(self) -> Iterable[Tensor]:
+    def compute_buffers(self) -> Iterable[Tensor]:
         """What it keeps between steps, beside parameters, gradients and moments, to compute and exchange with."""
         return ()
 
-    def hold_gradients(self, parameters: list[nn.Parameter]) -> None:
+    def attach_gradients(self, parameters: list[nn.Parameter]) -> None:
         """Those of the optimiser have their gradients, as after a step's passes."""
         for parameter in parameters:
             parameter.grad = torch.zeros_like(parameter)
@@ -143,7 +143,7 @@ class Replicated(Strategy):
 
     warmup_steps_before_timing = 2  # the second begins with buckets made anew, by the order in which gradients came
 
-    def rehearse(self) -> None:
+    def prepare_dry_run(self) -> None:
         # Replicas take their own gradients for the average: a collective without values has no result to await.
         self.model.register_comm_hook(None, _own)
 
@@ -185,11 +185,11 @@ def replicate(model: nn.Module, world: World, flags: ReplicaFlags, init_sync: bo
     replica = DistributedDataParallel(
         model,
         device_ids=[world.local_rank] if world.device.type == "cuda" else None,
-        init_sync=init_sync and not world.rehearsed,
+        init_sync=init_sync and not world.is_dry_run,
         bucket_cap_mb=flags.ddp_bucket_cap_mb,
         gradient_as_bucket_view=True,
     )
-    if flags.ddp_bucket_dtype == "bf16" and not world.rehearsed:  # a dry run has a hook of its own
+    if flags.ddp_bucket_dtype == "bf16" and not world.is_dry_run:  # a dry run has a hook of its own
         replica.register_comm_hook(None, _in_bf16)
     return Replicated(replica, evaluated=model)
 
@@ -214,18 +214,18 @@ class FullySharded(Strategy):
     def gradients(self) -> list[Tensor]:
         return [gradient.to_local() for gradient in super().gradients()]
 
-    def over_shards(self, total: Tensor) -> Tensor:
+    def sum_over_shards(self, total: Tensor) -> Tensor:
         total = total.to(self.device)  # of the exchange; gradients may be on the host
         dist.all_reduce(total, group=self.group)
         return total
 
-    def release(self) -> None:
+    def reshard(self) -> None:
         for module in self.model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
 
 
-def local_rows(parameter: Tensor) -> tuple[Tensor, int]:
+def local_shard(parameter: Tensor) -> tuple[Tensor, int]:
     """This rank's rows of a parameter, to be written to, and the number of the first. A plain tensor is all here.
 
     `fully_shard` deals dimension 0 in chunks of equal size, the last one shorter (torch.chunk); a rank may get none.
@@ -246,12 +246,12 @@ def local_rows(parameter: Tensor) -> tuple[Tensor, int]:
 
 
 @torch.no_grad()
-def copy_rows(parameter: Tensor, whole: Tensor) -> None:
+def copy_to_shard(parameter: Tensor, whole: Tensor) -> None:
     """Set a parameter to a value, of which this rank takes its own rows."""
-    local, first = local_rows(parameter)
+    local, first = local_shard(parameter)
     local.copy_(whole[first : first + len(local)])
 
 
-def whole(parameter: Tensor) -> Tensor:
+def full_tensor(parameter: Tensor) -> Tensor:
     """All of a parameter, gathered from the ranks (all call together) where it is sharded."""
     return parameter.full_tensor() if isinstance(parameter, DTensor) else parameter

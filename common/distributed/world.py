@@ -94,10 +94,10 @@ def _check_keys(value) -> None:
         _check_keys(each)
 
 
-OUR_BUG = 1  # exit status beside a traceback
+BUG = 1  # exit status beside a traceback
 
 
-class FailedElsewhere(Exception):
+class PeerFailed(Exception):
     """Another rank has failed and says why: this one leaves without a word, with the same exit status."""
 
     def __init__(self, status: int):
@@ -156,7 +156,7 @@ class World:
     rehearsed: nothing is computed, so that no value is needed (extras.dry_run.memory_estimate).
     """
 
-    rehearsed: ClassVar[bool] = False
+    is_dry_run: ClassVar[bool] = False
 
     rank: int
     local_rank: int
@@ -178,7 +178,7 @@ class World:
         device = torch.device("cuda", local_rank) if use_gpu else torch.device("cpu")
         return cls(rank, local_rank, size, device, local_size=int(os.environ.get("LOCAL_WORLD_SIZE", size)))
 
-    def share_packs(self, cp_size: int) -> None:
+    def create_cp_groups(self, cp_size: int) -> None:
         """Neighbours in rank, so many, share their packs from now on. UserError where that does not divide the ranks.
 
         All ranks together.
@@ -273,17 +273,17 @@ class World:
         self.raise_on_all(failure, group)
 
     def raise_on_all(self, failure: Exception | None, group: dist.ProcessGroup | None = None) -> None:
-        """Return if no rank has a failure. Else the first rank that has raises its own, the others FailedElsewhere."""
-        if isinstance(failure, FailedElsewhere):
+        """Return if no rank has a failure. Else the first rank that has raises its own, the others PeerFailed."""
+        if isinstance(failure, PeerFailed):
             failure = None  # its own rank tells
         if self.size > 1:
             # One number that tells the rank and the kind of failure.
-            kind = OUR_BUG if not isinstance(failure, UserError | OSError) else BAD_INPUT
+            kind = BUG if not isinstance(failure, UserError | OSError) else BAD_INPUT
             value = torch.tensor(self.size * 8 if failure is None else self.rank * 8 + kind)
             dist.all_reduce(value, op=dist.ReduceOp.MIN, group=group)
             first, status = divmod(int(value.item()), 8)
             if first < self.size and first != self.rank:
-                raise FailedElsewhere(status) from failure
+                raise PeerFailed(status) from failure
         if failure is not None:
             raise failure
 

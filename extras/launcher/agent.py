@@ -21,7 +21,7 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from common.cli import BAD_INPUT, UserError
 from common.distributed.stopping import PREEMPTED
-from extras.launcher.restart_limit import Starts, unique_id
+from extras.launcher.restart_limit import RestartCounter, unique_id
 
 
 class Stopped(SignalException):
@@ -41,7 +41,7 @@ class Agent(LocalElasticAgent):
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
-        self._starts: Starts | None = None
+        self._starts: RestartCounter | None = None
         self._counts = True  # the next start, unless nodes have only joined or left
         self._verdict: str | None = None
 
@@ -55,7 +55,7 @@ class Agent(LocalElasticAgent):
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         if worker_group.group_rank == 0 and self.output_dir:
-            self._starts = Starts(self.output_dir, unique_id() or worker_group.spec.rdzv_handler.get_run_id())
+            self._starts = RestartCounter(self.output_dir, unique_id() or worker_group.spec.rdzv_handler.get_run_id())
             if self._counts:
                 self._starts.begin()
         else:

@@ -55,7 +55,7 @@ def unique_id() -> str | None:
     return os.environ.get("SLURM_JOB_ID") or os.environ.get(VARIABLE)
 
 
-IN_A_ROW = 3
+MAX_STARTS = 3
 FILE = ".starts"
 PRIVATE = 0o600
 _CHECKPOINT = re.compile(r"checkpoint-(\d+)")
@@ -69,7 +69,7 @@ def private(path: str, flags: int) -> int:
     return descriptor
 
 
-class Starts:
+class RestartCounter:
     """The starts of `job` (its name in the batch system) that write to `output_dir`. For the launcher of rank 0 alone.
 
     Where the count cannot be kept (no such directory, no space) nothing is counted: the run itself will say why.
@@ -89,7 +89,7 @@ class Starts:
 
     def spent(self) -> bool:
         """Whether another start is one too many."""
-        return self._in_a_row() >= IN_A_ROW
+        return self._in_a_row() >= MAX_STARTS
 
     def forget(self) -> None:
         """The last start does not count: it ended because it was told to."""
@@ -106,7 +106,7 @@ class Starts:
         newest = self._newest()
         stands = "there is none" if newest is None else f"the newest is still checkpoint-{newest}"
         return (
-            f"{self.output_dir}: not started again: {IN_A_ROW} starts of this job in a row made no new checkpoint "
+            f"{self.output_dir}: not started again: {MAX_STARTS} starts of this job in a row made no new checkpoint "
             f"({stands}): mend what ended them, or save more often (--save_steps), then submit it anew"
         )
 

@@ -174,12 +174,12 @@ class Watch(NullWatch):
         self.silence_s = 2.5 * self.poll_s  # somebody is gone for certain: no need to wait long
         deadline = time.monotonic() + 2 * self.silence_s + 0.5
         while time.monotonic() < deadline and not self._store_is_gone():
-            silent, named = self._culprits()
+            silent, named = self._suspects()
             if silent and any(rank in self._heard and not self._heard[rank][0]["victim"] for rank in named):
                 break  # those who were left alone, as this one, have ended too, perhaps before it
             time.sleep(0.02)
         self._write_flight_record()
-        silent, named = self._culprits()
+        silent, named = self._suspects()
         return self._describe(silent, named) if silent or len(named) < self.size else ""
 
     # ---- the threads ----------------------------------------------------------------------------------------
@@ -261,7 +261,7 @@ class Watch(NullWatch):
         place = f"step {self.step}, {self.phase}"
         told = "a single process"
         if self.size > 1:
-            silent, ranks = self._culprits()
+            silent, ranks = self._suspects()
             told, self._victim = self._describe(silent, ranks), self.rank not in ranks
         name = f"rank {self.rank}: " if self.rank else ""
         line = f"error: {name}no progress for {stalled:.0f} s in {place} (--ddp_timeout {self.timeout_s:g}): {told}"
@@ -288,10 +288,10 @@ class Watch(NullWatch):
     def _is_left(self) -> bool:
         """Whether some peer is gone, without whom no collective ends."""
         self.silence_s = self._patience()
-        silent, named = self._culprits()
+        silent, named = self._suspects()
         return silent and bool(named)
 
-    def _culprits(self) -> tuple[bool, list[int]]:
+    def _suspects(self) -> tuple[bool, list[int]]:
         """(whether they are silent, the ranks); all ranks where nothing tells them apart."""
         heard, gone = dict(self._heard), self._store_is_gone() and self.rank != 0
         now = self._store_answered if gone else time.monotonic()  # who was silent while the store still answered?

@@ -15,7 +15,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from common.distributed.store import keep_to_this_node
+from common.distributed.store import use_loopback_interface
 from common.distributed.world import World
 
 PINGS = 5
@@ -38,7 +38,7 @@ class Timing:
 
 def start_group(world: World, store: dist.Store, seconds: float) -> None:
     """The process group of all ranks, in which a lost rank is an exception, not a hang nor the end of this one."""
-    keep_to_this_node()
+    use_loopback_interface()
     os.environ.setdefault("TORCH_NCCL_BLOCKING_WAIT", "1")  # else NCCL's watchdog ends a rank before it can say why
     backend = "cpu:gloo,cuda:nccl" if world.device.type == "cuda" else "gloo"
     dist.init_process_group(

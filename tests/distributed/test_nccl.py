@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from common.distributed import nccl
 from common.distributed.run import ProcessFlags, distributed_run
-from common.distributed.strategy import mesh_of, wait_as_told
+from common.distributed.strategy import init_mesh, set_group_timeouts
 from extras.monitor import watchdog
 from tests.training.checkpoint_fixtures import checkpointer_of_a_small_model
 from tests.training_fixtures import on_ranks
@@ -34,7 +34,7 @@ def _blocked(gone_s: float, told: bool, dies: bool, who: int = 1) -> None:
     watchdog.GONE_S, watchdog.TOLD_S = gone_s, 3.0
     with distributed_run(ProcessFlags(use_cpu=True, ddp_timeout=LONG)) as world:
         world.watch.mark("forward/backward", 3)
-        world.stop.at_once = False
+        world.stop.exit_at_once = False
         dist.barrier()
         if world.rank == who:
             time.sleep(1.5 if dies else 8)
@@ -131,15 +131,15 @@ def test_an_error_of_ours_keeps_its_stack():
 
 def test_nccls_guards_come_after_ours_and_the_users_settings_stay(monkeypatch):
     monkeypatch.setattr(os, "environ", {"RDMAV_FORK_SAFE": "0"})
-    nccl.tell_nccl(1800)
+    nccl.set_nccl_defaults(1800)
     assert int(os.environ["TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC"]) > 1800
     assert (os.environ["FI_EFA_FORK_SAFE"], os.environ["RDMAV_FORK_SAFE"]) == ("1", "0")
 
 
 def _groups_of_a_mesh() -> None:
     with distributed_run(ProcessFlags(use_cpu=True, ddp_timeout=77, cp_size=2)) as world:
-        mesh = mesh_of(world, (2, 1), ("replicate", "shard"))
-        wait_as_told(world, flat := mesh._flatten("everyone"))
+        mesh = init_mesh(world, (2, 1), ("replicate", "shard"))
+        set_group_timeouts(world, flat := mesh._flatten("everyone"))
         for group in (*mesh.get_all_groups(), flat.get_group(), world.cp_group, dist.group.WORLD):
             print(group._get_backend(torch.device("cpu")).options._timeout.total_seconds())
         dist.barrier()  # rank 0 holds the store, of which the other still asks for its groups

@@ -20,7 +20,7 @@ from torch.distributed.elastic.rendezvous import RendezvousStateError
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import _NodeDesc, _RendezvousState
 
-from common.distributed.store import join_store, keep_to_this_node, serve_store, store_host
+from common.distributed.store import join_store, serve_store, store_host, use_loopback_interface
 from extras.launcher import rendezvous
 from tests.forked import Script
 from tests.live_runs import ranks_of, wait_until
@@ -167,7 +167,7 @@ def test_gloo_and_nccl_use_loopback_on_one_node(monkeypatch, variables, host, in
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr("socket.if_nameindex", lambda: [(1, "lo"), (2, "eth0")])
-    keep_to_this_node()
+    use_loopback_interface()
     assert store_host() == host
     assert [os.environ.get(f"{name}_SOCKET_IFNAME") for name in ("GLOO", "NCCL")] == [interface] * 2
 

@@ -216,7 +216,7 @@ from common.cli import run
 from common.distributed.stopping import StopRequest
 def main():
     stop = StopRequest()
-    stop.at_once = {at_once}
+    stop.exit_at_once = {at_once}
     stop.listen()
     print("listens", flush=True)
     while not stop.requested:

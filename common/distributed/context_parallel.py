@@ -21,7 +21,7 @@ from torch import Tensor
 LAYOUTS = ("dual_chunk", "contiguous")
 
 
-class SharedPack(NamedTuple):
+class CpPack(NamedTuple):
     """What a rank knows of a pack of B sequences that it shares with cp - 1 others. T: its own tokens.
 
     positions int64 [T]: in their sequences; bounds int64 [cp, B + 1]: between which tokens of each rank a sequence
@@ -37,7 +37,7 @@ class SharedPack(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Slices:
+class CpSplit:
     """A pack of sequences with these lengths (int64 [B]), shared by `size` ranks.
 
     multiple: sequences are padded to a multiple of it; with dual_chunk it is one of 2 * size, with contiguous 1.
