@@ -17,7 +17,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from common.cli import Missing, UserError, flag, run
-from common.distributed.strategy import FullySharded, Strategy, hsdp_shape, init_mesh
+from common.distributed.fsdp import FullySharded, hsdp_shape, init_mesh
+from common.distributed.strategy import Strategy
 from common.distributed.world import World
 from common.models.layers.recompute import RecomputeFlags, save_activations
 from common.training.load_model import load_model

@@ -27,7 +27,8 @@ from torch.distributed.tensor import DTensor
 
 from common.cli import UserError
 from common.compat import MEGATRON_COALESCING, MEGATRON_GRAD_REDUCE, flatten_mesh
-from common.distributed.strategy import Strategy, hsdp_shape, init_mesh, set_group_timeouts
+from common.distributed.fsdp import hsdp_shape, init_mesh, set_group_timeouts
+from common.distributed.strategy import Strategy
 from common.distributed.world import World
 
 # What megatron-fsdp 0.6.1 calls of CUDA, where nothing is computed: no-op stand-ins, lent while a rehearsal lasts.

@@ -39,6 +39,7 @@ def test_our_messages_are_in_the_source():
     files = [
         *ROOT.glob("*.py"),
         *ROOT.glob("common/**/*.py"),
+        *ROOT.glob("extras/**/*.py"),
         *(ROOT / "kubernetes").glob("*.sh"),
         *ROOT.glob("slurm/*.sh"),
     ]
@@ -51,7 +52,9 @@ def test_our_messages_are_in_the_source():
 
 def test_flags_variables_and_links_exist():
     sources = "".join(
-        file.read_text() for file in [*ROOT.glob("common/**/*.py"), *ROOT.glob("*.py"), *ROOT.glob("*.sh")]
+        file.read_text()
+        for folder in (ROOT, ROOT / "common", ROOT / "extras")
+        for file in (*folder.glob("*.sh"), *(folder.glob("*.py") if folder == ROOT else folder.rglob("*.py")))
     )
     flags = set(re.findall(r"(?<![\w-])--([a-z]+(?:_[a-z]+)+)", PAGE))
     torchrun = {"nproc_per_node", "rdzv_id", "rdzv_endpoint"}

@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from common.cli import UserError
-from common.distributed.strategy import copy_to_shard
+from common.distributed.fsdp import copy_to_shard
 from common.distributed.world import World
 from common.models.layers.compiling import compile_layers
 from common.models.layers.context_attention import share_context

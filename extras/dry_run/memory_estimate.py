@@ -16,7 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from common.distributed.strategy import Strategy, local_shard
+from common.distributed.fsdp import local_shard
+from common.distributed.strategy import Strategy
 from common.distributed.world import World
 from common.models.layers.cpu import as_on_a_gpu
 from common.training.arguments import RunArguments

@@ -18,7 +18,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from common.cli import UserError, one_line
-from common.distributed.store import join_store, serve_store, store_host
+from common.distributed.run import join_store, serve_store, store_host
 from common.distributed.world import World
 from extras.preflight import ranks
 from extras.preflight.network import check_nccl_log

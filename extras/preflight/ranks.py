@@ -15,7 +15,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from common.distributed.store import use_loopback_interface
+from common.distributed.run import use_loopback_interface
 from common.distributed.world import World
 
 PINGS = 5

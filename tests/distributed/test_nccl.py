@@ -13,9 +13,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from common.distributed import nccl
+from common.distributed import run
+from common.distributed.fsdp import init_mesh, set_group_timeouts
 from common.distributed.run import ProcessFlags, distributed_run
-from common.distributed.strategy import init_mesh, set_group_timeouts
 from extras.monitor import watchdog
 from tests.training.checkpoint_fixtures import checkpointer_of_a_small_model
 from tests.training_fixtures import on_ranks
@@ -31,7 +31,7 @@ def _wait_for_the_device(seconds: int) -> None:
 
 def _blocked(gone_s: float, told: bool, dies: bool, who: int = 1) -> None:
     """On two ranks: one is killed, or works on for some seconds; the other waits for it."""
-    watchdog.GONE_S, watchdog.TOLD_S = gone_s, 3.0
+    watchdog.GONE_S, watchdog.STOPPING_S = gone_s, 3.0
     with distributed_run(ProcessFlags(use_cpu=True, ddp_timeout=LONG)) as world:
         world.watch.mark("forward/backward", 3)
         world.stop.exit_at_once = False
@@ -102,7 +102,7 @@ def _fails(kind: type, text: str) -> None:
     ("kind", "text", "status", "line"),
     [
         (dist.DistBackendError, INVALID, 1, r"NCCL failed on cpu of .*: two ranks on one GPU"),
-        (dist.DistBackendError, REMOTE, 1, "another rank is gone: see what it said"),
+        (dist.DistBackendError, REMOTE, 1, "another rank is gone: see its log"),
         (torch.AcceleratorError, ILLEGAL, 1, "CUDA failed on cpu of .*: an illegal memory access .*nvidia-smi"),
         (RuntimeError, ILLEGAL, 1, "CUDA failed on cpu of "),
         (RuntimeError, CUBLAS, 2, "out of memory on cpu: CUDA error: CUBLAS_STATUS_ALLOC_FAILED"),
@@ -131,7 +131,7 @@ def test_an_error_of_ours_keeps_its_stack():
 
 def test_nccls_guards_come_after_ours_and_the_users_settings_stay(monkeypatch):
     monkeypatch.setattr(os, "environ", {"RDMAV_FORK_SAFE": "0"})
-    nccl.set_nccl_defaults(1800)
+    run.set_nccl_defaults(1800)
     assert int(os.environ["TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC"]) > 1800
     assert (os.environ["FI_EFA_FORK_SAFE"], os.environ["RDMAV_FORK_SAFE"]) == ("1", "0")
 

@@ -255,8 +255,8 @@ def test_another_models_checkpoint_is_refused(text, two_ranks, tmp_path):
 
 def _initial_rows(argv: list[str], directory: str) -> None:
     """Every rank writes the rows of the initial weights that it holds."""
+    from common.distributed.fsdp import local_shard
     from common.distributed.run import distributed_run
-    from common.distributed.strategy import local_shard
 
     script = load_script("train_fsdp2.py")
     args = script.parse_run("", script.FsdpFlags, argv)

@@ -12,7 +12,7 @@ import hashlib
 import torch
 from torch import Tensor, nn
 
-from common.distributed.strategy import local_shard
+from common.distributed.fsdp import local_shard
 from common.files.alphabet import PAD, VOCAB_SIZE
 
 ROWS_PER_STREAM = 256
