@@ -96,9 +96,9 @@ def test_starts_by_others_count_too_and_a_new_job_counts_anew(tmp_path):
 
 def test_the_count_of_starts_is_the_users_own(tmp_path):
     tmp_path.joinpath(FILE).touch(0o644)  # as earlier versions made it
-    RestartCounter(tmp_path, "7").begin()
+    RestartCounter(tmp_path, "7").increment()
     assert (tmp_path / FILE).stat().st_mode & 0o777 == 0o600
-    RestartCounter(tmp_path, "7").begin()
+    RestartCounter(tmp_path, "7").increment()
     assert json.loads((tmp_path / FILE).read_text())["starts"] == 2
 
 
@@ -184,5 +184,5 @@ def test_in_a_pod_bad_input_alone_is_final(tmp_path, how, status):
 def test_a_place_that_cannot_be_written_is_for_the_run_to_say(tmp_path):
     (tmp_path / "file").touch()
     for _ in range(MAX_STARTS + 1):
-        RestartCounter(tmp_path / "file" / "out", "7").begin()
+        RestartCounter(tmp_path / "file" / "out", "7").increment()
     assert os.listdir(tmp_path) == ["file"]
