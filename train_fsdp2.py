@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-r"""Pretrain ESM-2 with FSDP2: weights, gradients and optimiser are dealt out to the ranks, layer by layer.
+r"""Pretrain ESM-2 with FSDP2: weights, gradients and optimiser state sharded over the ranks, layer by layer.
 
 torchrun --nproc_per_node=8 train_fsdp2.py --config_name facebook/esm2_t33_650M_UR50D \
     --dataset_dir processed/arrow --output_dir out --bf16 --do_eval
@@ -74,7 +74,7 @@ class FsdpFlags(RecomputeFlags):
 
 
 def make_mesh(args: FsdpFlags, world: World) -> DeviceMesh:
-    """(shard,), or for hybrid (replicate, shard): neighbours in rank, that is in a node, share a copy."""
+    """(shard,), or for hybrid (replicate, shard): consecutive ranks, so those of a node, shard a copy."""
     if args.sharding_strategy != "hybrid":
         return init_mesh(world, (world.size,), ("shard",))
     shape = hsdp_shape(world, args.hsdp_shard_size or world.local_size)

@@ -55,11 +55,13 @@ class ProcessFlags(Flags):
     group = "processes"
     rarely = ("tf32",)
 
-    tf32: bool | None = flag(None, "Allow TF32 for fp32 matmuls (NVIDIA Ampere and later).")
+    tf32: bool | None = flag(None, "Allow TF32 for fp32 matrix products (NVIDIA Ampere and later).")
     use_cpu: bool = flag(False, "Train on the CPU even where there is a GPU.")
-    deterministic: bool = flag(False, "Bit-identical runs on GPUs too, with slower kernels. CPU runs always are.")
-    ddp_timeout: int = flag(1800, "Seconds after which a hanging rank ends the run and is named.")
-    cp_size: int = flag(1, "Context parallelism, for long sequences: so many consecutive ranks share each pack.")
+    deterministic: bool = flag(
+        False, "On GPUs too: the same bits each time, by slower kernels. CPUs always give them."
+    )
+    ddp_timeout: int = flag(1800, "Seconds after which a rank that hangs ends the run, and is named.")
+    cp_size: int = flag(1, "Ranks that share a pack, neighbours in rank: context parallelism, for long sequences.")
 
     def check(self) -> None:
         self.require_at_least(1, "ddp_timeout", "cp_size")

@@ -139,8 +139,8 @@ class ReplicaFlags(Flags):
     group = "memory and exchange"
     rarely = ("ddp_bucket_cap_mb",)
 
-    ddp_bucket_cap_mb: int = flag(25, "Bucket size of the gradient all-reduce, in MB.")
-    ddp_bucket_dtype: str = flag("fp32", "Gradient all-reduce in fp32, or in bf16: half the traffic, but rounded.")
+    ddp_bucket_cap_mb: int = flag(25, "Megabytes of gradients that are exchanged at a time.")
+    ddp_bucket_dtype: str = flag("fp32", "Gradients are exchanged in fp32, or in bf16: half the bytes, and rounded.")
 
     def check(self) -> None:
         self.require_choice("ddp_bucket_dtype", ("fp32", "bf16"))
