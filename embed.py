@@ -194,7 +194,7 @@ def main() -> None:
         embed_all(args, World.from_environment(args.use_cpu))
         return
     with distributed_run(ProcessFlags(use_cpu=args.use_cpu, ddp_timeout=A_WEEK_S)) as world:
-        world.stop.where = "what is finished stays: the same command goes on from there"
+        world.stop.exit_note = "what is finished stays: the same command goes on from there"
         embed_all(args, world)
 
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-r"""Pretrain ESM-2 with FSDP2: weights, gradients and optimiser are dealt out to the ranks, layer by layer.
+r"""Pretrain ESM-2 with FSDP2: weights, gradients and optimiser state sharded over the ranks, layer by layer.
 
 torchrun --nproc_per_node=8 train_fsdp2.py --config_name facebook/esm2_t33_650M_UR50D \
     --dataset_dir processed/arrow --output_dir out --bf16 --do_eval
@@ -17,7 +17,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from common.cli import Missing, UserError, flag, run
-from common.distributed.strategy import FullySharded, Strategy, mesh_of, replicas_and_shards
+from common.distributed.fsdp import FullySharded, hsdp_shape, init_mesh
+from common.distributed.strategy import Strategy
 from common.distributed.world import World
 from common.models.layers.recompute import RecomputeFlags, save_activations
 from common.training.load_model import load_model
@@ -73,11 +74,11 @@ class FsdpFlags(RecomputeFlags):
 
 
 def make_mesh(args: FsdpFlags, world: World) -> DeviceMesh:
-    """(shard,), or for hybrid (replicate, shard): neighbours in rank, that is in a node, share a copy."""
+    """(shard,), or for hybrid (replicate, shard): consecutive ranks, so those of a node, shard a copy."""
     if args.sharding_strategy != "hybrid":
-        return mesh_of(world, (world.size,), ("shard",))
-    shape = replicas_and_shards(world, args.hsdp_shard_size or world.local_size)
-    return mesh_of(world, shape, ("replicate", "shard"))
+        return init_mesh(world, (world.size,), ("shard",))
+    shape = hsdp_shape(world, args.hsdp_shard_size or world.local_size)
+    return init_mesh(world, shape, ("replicate", "shard"))
 
 
 def shard(model: nn.Module, world: World, args: FsdpFlags) -> None:

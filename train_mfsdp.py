@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-r"""Pretrain ESM-2 with Megatron-FSDP: optimiser, gradients and weights are dealt out to the GPUs, as far as told.
+r"""Pretrain ESM-2 with Megatron-FSDP: optimiser state, gradients and weights sharded over the GPUs (ZeRO-1, 2 or 3).
 
 torchrun --nproc_per_node=8 train_mfsdp.py --config_name facebook/esm2_t33_650M_UR50D \
     --dataset_dir processed/arrow --output_dir out --bf16 --do_eval

@@ -83,6 +83,7 @@ def measure(args: Arguments) -> dict:
     import torch
     from torch.nn.utils.rnn import pad_sequence
 
+    from common.compat import use_sdpa
     from common.data.collators import to_device
     from common.data.crops import Pack
     from common.distributed.run import keep_freed_memory
@@ -118,7 +119,7 @@ def measure(args: Arguments) -> dict:
         from transformers import LlamaConfig, LlamaForCausalLM
 
         stock = LlamaConfig(**config.content())
-        stock._attn_implementation = "sdpa"
+        use_sdpa(stock)
         model = LlamaForCausalLM(stock)
 
     tokenizer, _ = load_tokenizer(BYTES)

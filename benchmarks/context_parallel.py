@@ -60,7 +60,7 @@ def measure(args: Arguments) -> dict | None:
     collator = MaskingCollator(ESM2_TOKENS, seed=0)
     model = build_model(esm2_config(layers=args.layers, hidden_size=320, heads=20), seed=0)
     if world.size > 1:
-        world.share_packs(world.size)
+        world.create_cp_groups(world.size)
         layout = WAYS[args.worker]
         multiple = 1 if layout == "contiguous" else 2 * world.size
         tokens = ESM2_TOKENS.pad, ESM2_TOKENS.mask

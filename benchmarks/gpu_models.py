@@ -12,6 +12,7 @@ from transformers import EsmForMaskedLM
 
 from benchmarks.peer import padded
 from common.cli import UserError
+from common.compat import use_sdpa
 from common.data.collators import Batch, MaskingCollator, to_device
 from common.data.packing import Pack
 from common.files.alphabet import CLS, EOS
@@ -78,7 +79,7 @@ def build(kind: str, config: Esm2Config, device: str, fp8_recipe: str) -> tuple[
     """
     if kind == "peer":
         stock = config.to_transformers()
-        stock._attn_implementation = "sdpa"
+        use_sdpa(stock)
         with torch.device(device):
             return EsmForMaskedLM(stock), Precision()
     backend = "te" if kind.startswith("te") else "torch"
@@ -102,7 +103,7 @@ def build(kind: str, config: Esm2Config, device: str, fp8_recipe: str) -> tuple[
     if kind == "emulated":
         precision = Precision(plan, emulation=Emulation(model, plan, seed=0, device=device))
     if kind == "torch-compiled":
-        torch._dynamo.reset()
+        torch.compiler.reset()
         compile_layers(model, device)
     return model, precision
 

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_iter
+
+from common.compat import TorchDispatchMode, operator_schema, storage_key, tree_iter
 
 aten = torch.ops.aten
 PRODUCTS = {"mm": (0, 1), "addmm": (1, 2), "bmm": (0, 1), "baddbmm": (1, 2)}  # {aten operator: where its factors are}
@@ -80,7 +80,7 @@ class _Operators(TorchDispatchMode):
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented  # seen again by its local parts
         result = func(*args, **(kwargs or {}))
-        name, given, made = func._schema.name.split("::")[1], tensors((args, kwargs)), tensors(result)
+        name, given, made = operator_schema(func).name.split("::")[1], tensors((args, kwargs)), tensors(result)
         if name in WAITS:
             self.work.waits[name] += 1
         if name in PRODUCTS:
@@ -88,7 +88,7 @@ class _Operators(TorchDispatchMode):
         elif name in ATTENTION:
             self.work.attention += ATTENTION[name]
             self.work.kernels += 1
-        elif name not in SETS and (func._schema.is_mutable or _is_new(given, made)):
+        elif name not in SETS and (operator_schema(func).is_mutable or _is_new(given, made)):
             self.work.kernel(name, sum(map(_bytes, [*given, *(made or _written(func, args))])))
         return result
 
@@ -106,13 +106,13 @@ class _Reads(TorchFunctionMode):
 
 def _is_new(given: list[Tensor], made: list[Tensor]) -> bool:
     """Whether anything is computed: a view has the storage of what it is of."""
-    storages = {x.untyped_storage()._cdata for x in given}
-    return any(x.untyped_storage()._cdata not in storages for x in made)
+    storages = {storage_key(x) for x in given}
+    return any(storage_key(x) not in storages for x in made)
 
 
 def _written(func, args: tuple) -> list[Tensor]:
     """What an operator changes in place."""
-    places = zip(func._schema.arguments, args, strict=False)
+    places = zip(operator_schema(func).arguments, args, strict=False)
     return tensors([x for a, x in places if a.alias_info and a.alias_info.is_write and a.name not in UNSCALED])
 
 

@@ -15,12 +15,17 @@ from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor, fx, nn
-from torch._functorch.aot_autograd import aot_function, make_boxed_func
-from torch._functorch.compile_utils import fx_graph_cse
-from torch._functorch.partitioners import min_cut_rematerialization_partition
-from torch._inductor.decomposition import select_decomp_table
 
 from benchmarks.step_counts import ATTENTION, PRODUCTS, Work, tensors
+from common.compat import (
+    aot_function,
+    dynamo_counters,
+    fx_graph_cse,
+    make_boxed_func,
+    min_cut_rematerialization_partition,
+    operator_schema,
+    select_decomp_table,
+)
 
 SUMS = ("sum", "mean", "var_mean", "amax")
 VIEWS = ("view", "permute", "unbind", "split", "split_with_sizes", "slice", "unsqueeze", "squeeze", "expand", "alias")
@@ -57,13 +62,13 @@ def graphs_and_breaks(layer: nn.Module, calls: Iterable[tuple]) -> tuple[int, in
         made = [node.meta["example_value"] for node in graph.graph.output_node().args[0]]
         return lambda *_: [torch.empty([int(n) for n in value.shape], dtype=value.dtype) for value in made]
 
-    torch._dynamo.reset()
-    torch._dynamo.utils.counters.clear()  # of this process, whoever compiled before
+    torch.compiler.reset()
+    dynamo_counters.clear()  # of this process, whoever compiled before
     layer.compile(dynamic=True, backend=keep)
     for args in calls:
         layer(*args)
-    breaks = sum(torch._dynamo.utils.counters["graph_break"].values())
-    torch._dynamo.reset()
+    breaks = sum(dynamo_counters["graph_break"].values())
+    torch.compiler.reset()
     return len(graphs), breaks
 
 
@@ -226,7 +231,8 @@ def _name(node: fx.Node) -> str:
     target = node.target
     if node.op != "call_function":
         return ""
-    return target._schema.name.split("::")[1] if hasattr(target, "_schema") else target.__name__
+    schema = operator_schema(target)
+    return schema.name.split("::")[1] if schema else target.__name__
 
 
 def _computed(node: fx.Node) -> fx.Node:

@@ -16,13 +16,13 @@ from dataclasses import dataclass, replace
 from functools import cache
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from benchmarks.gpu_models import SIZES, batches_for
 from benchmarks.step_counts import Work, counted
 from benchmarks.step_fused import fused_work, go_back, graphs_and_breaks, graphs_of
 from benchmarks.tables import publish, where_measured
 from common.cli import Flags, UserError, flag, parse_arguments, run
+from common.compat import FakeTensorMode
 from common.data.collators import Batch, to_device
 from common.models.esm2.config import Esm2Config, esm2_config
 from common.models.esm2.layers_torch import TransformerLayer, prepare

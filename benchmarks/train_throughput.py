@@ -71,8 +71,10 @@ def measure(args: Arguments) -> dict:
     else:
         from transformers import EsmForMaskedLM
 
+        from common.compat import use_sdpa
+
         stock = config.to_transformers()
-        stock._attn_implementation = "sdpa"
+        use_sdpa(stock)
         model = EsmForMaskedLM(stock)
     store = open_split(args.dataset_dir, "train", ESM2_TOKENS)
     size = {"tokens_per_pack": args.tokens}

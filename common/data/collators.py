@@ -12,7 +12,7 @@ from common.cli import UserError
 from common.data.crops import Pack
 from common.data.flags import DataFlags, StepFlags
 from common.data.token_store import TokenSet
-from common.distributed.slices import SharedPack, Slices
+from common.distributed.context_parallel import CpPack, CpSplit
 from common.distributed.world import Mesh
 from common.files.hashing import GAMMA, MASKING, derive_key, hash_counters, mix
 from common.shapes import predicted_positions
@@ -76,7 +76,7 @@ def mask_tokens(
 
 Batch = dict[str, torch.Tensor | int]
 INPUTS = ("input_ids", "labels", "predicted", "attention_mask", "cu_seqlens", "max_seqlen", "pad_to")  # of a model
-SHARED = {f"shared_{name}": name for name in SharedPack._fields}  # and of one that shares its packs
+SHARED = {f"shared_{name}": name for name in CpPack._fields}  # and of one that shares its packs
 
 
 class Counts(NamedTuple):
@@ -154,7 +154,7 @@ def to_device(batch: Batch, device: torch.device) -> dict:
     inputs = {name: moved(name) for name in INPUTS if name in batch}
     if all(key in batch for key in SHARED):
         on_host = ("bounds", "real")  # where they are read
-        inputs["shared"] = SharedPack(
+        inputs["shared"] = CpPack(
             **{name: batch[key] if name in on_host else moved(key) for key, name in SHARED.items()}
         )
     return inputs
@@ -163,7 +163,7 @@ def to_device(batch: Batch, device: torch.device) -> dict:
 class SlicingCollator:
     """One rank's slices of the batches that `collator` makes.
 
-    mesh: whose; layout, multiple: of `Slices`; pad: token id of the filler; mask: of `<mask>`, which is counted by
+    mesh: whose; layout, multiple: of `CpSplit`; pad: token id of the filler; mask: of `<mask>`, which is counted by
     sequence, -1 for a model without one. A rank that has no token of a pack gets a `<pad>`, which is of no
     sequence. Counts are the rank's own, so that their sums over all ranks count a pack once: tokens are those that it
     has, and the first rank of a group counts the sequences.
@@ -177,7 +177,7 @@ class SlicingCollator:
         batch, rank = self.collator(pack, ids, step), self.mesh.cp_rank
         starts = batch["cu_seqlens"].numpy().astype(np.int64)
         lengths = np.diff(starts)
-        slices = Slices(lengths, self.mesh.cp_size, self.layout, self.multiple)
+        slices = CpSplit(lengths, self.mesh.cp_size, self.layout, self.multiple)
         positions, sequences, bounds = slices.positions(rank), slices.sequences(rank), slices.bounds()
         real = positions < lengths[sequences]
         places = (starts[sequences] + positions)[real]
@@ -193,7 +193,7 @@ class SlicingCollator:
         of_sequences = np.append(bounds[rank], tokens) if tokens > len(positions) else bounds[rank]
         first = rank == 0
         masks = np.add.reduceat(batch["input_ids"].numpy() == self.mask, starts[:-1], dtype=np.int64)
-        shared = SharedPack(np.pad(positions, (0, tokens - len(positions))), bounds, slices.real(), lengths, masks)
+        shared = CpPack(np.pad(positions, (0, tokens - len(positions))), bounds, slices.real(), lengths, masks)
         return {
             "input_ids": torch.from_numpy(input_ids),
             "labels": labels,

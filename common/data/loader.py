@@ -23,10 +23,11 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from common.cli import UserError, one_line
+from common.compat import stop_loader_workers
 from common.data.collators import Batch, Collator
 from common.data.crops import Pack
 from common.data.packing import BatchPlan, Position
-from common.distributed.stopping import end_with
+from common.distributed.stopping import die_with_parent
 from common.distributed.world import Mesh
 
 # A loader's worker processes: how they get what they make to their rank, outlive its signals and end with it.
@@ -93,7 +94,7 @@ def _as_it_is(item):
 
 def _outlive_signals(parent: int, worker_id: int) -> None:
     """Schedulers signal the whole process group: the main process finishes its step and saves, with its workers."""
-    end_with(parent)
+    die_with_parent(parent)
     gc.enable()  # the main process may do without
     for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
@@ -107,13 +108,8 @@ def _but_a_lost_connection(kind, error, stack) -> None:
 
 
 def _stop_workers(iterator) -> None:
-    if iterator is None:
-        return
-    iterator._shutdown_workers()  # waits for each of them a few seconds
-    for worker in iterator._workers:
-        if worker.is_alive():  # hangs in a read, say; the process could not end before it does
-            worker.kill()
-            worker.join()
+    if iterator is not None:
+        stop_loader_workers(iterator)
 
 
 def bundle(batches: list[Batch]) -> tuple[torch.Tensor, list[dict]]:

@@ -100,8 +100,8 @@ def _tree(parameters: dict[str, nn.Parameter]) -> nn.Module:
         *path, own_name = name.split(".")
         module = root
         for part in path:
-            if part not in module._modules:
+            if not hasattr(module, part):
                 module.add_module(part, nn.Module())
-            module = module._modules[part]
+            module = getattr(module, part)
         module.register_parameter(own_name, parameter)
     return root

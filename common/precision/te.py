@@ -24,6 +24,7 @@ from transformer_engine.pytorch.tensor.storage.mxfp8_tensor_storage import MXFP8
 from transformer_engine.pytorch.tensor.storage.nvfp4_tensor_storage import NVFP4TensorStorage
 
 from common.cli import UserError
+from common.compat import te_field
 from common.files.hashing import derive_key
 from common.precision import plan as plans
 from common.precision.formats import (
@@ -51,23 +52,24 @@ _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # by the lower three bits; the
 def stored(tensor, along: int) -> Quantized | None:
     """[R, C], stored for products that sum over its columns or its rows; None where there is no such copy."""
     if isinstance(tensor, Float8TensorStorage):  # one scale: both copies hold the same numbers
-        if tensor._data is None:
+        if te_field(tensor, "data") is None:
             return None
-        return Quantized(_numbers(tensor._data, tensor._fp8_dtype), tensor._scale_inv.float().squeeze())
+        numbers = _numbers(te_field(tensor, "data"), te_field(tensor, "fp8_dtype"))
+        return Quantized(numbers, te_field(tensor, "scale_inv").float().squeeze())
     side = "rowwise" if along == COLUMNS else "columnwise"
-    data, scales = getattr(tensor, f"_{side}_data"), getattr(tensor, f"_{side}_scale_inv")
+    data, scales = te_field(tensor, f"{side}_data"), te_field(tensor, f"{side}_scale_inv")
     if data is None:
         return None
     one = torch.ones((), device=data.device)
     if isinstance(tensor, MXFP8TensorStorage):
         exponents = scales.int()
         decode = exponent_value(exponents.clamp(max=254)).masked_fill(exponents == 255, torch.nan)
-        return _scaled(_numbers(data, tensor._fp8_dtype), decode, _line(MX_BLOCK, along), one)
+        return _scaled(_numbers(data, te_field(tensor, "fp8_dtype")), decode, _line(MX_BLOCK, along), one)
     if isinstance(tensor, Float8BlockwiseQTensorStorage):
-        numbers = _numbers(data, tensor._fp8_dtype, transposed=along != COLUMNS)
+        numbers = _numbers(data, te_field(tensor, "fp8_dtype"), transposed=along != COLUMNS)
         # Scales of lines lie line after line of blocks; those of squares as the numbers do.
-        decode = scales if tensor._is_2D_scaled == (along == COLUMNS) else scales.t()
-        block = (FP8_BLOCK, FP8_BLOCK) if tensor._is_2D_scaled else _line(FP8_BLOCK, along)
+        decode = scales if te_field(tensor, "is_2D_scaled") == (along == COLUMNS) else scales.t()
+        block = (FP8_BLOCK, FP8_BLOCK) if te_field(tensor, "is_2D_scaled") else _line(FP8_BLOCK, along)
         return _scaled(numbers, decode, block, one)
     assert isinstance(tensor, NVFP4TensorStorage), type(tensor)
     # Two numbers a byte, the first in its lower half; columns lie as rows. A square's scale stands in all its rows.
@@ -75,7 +77,7 @@ def stored(tensor, along: int) -> Quantized | None:
     table = torch.tensor((*_E2M1, *(-number for number in _E2M1)), device=data.device)
     numbers, decode = _matrix(table[codes], along != COLUMNS), scales.view(torch.float8_e4m3fn).float()
     decode = decode if along == COLUMNS else decode.t()
-    amax = getattr(tensor, f"_amax_{side}").float().squeeze()
+    amax = te_field(tensor, f"amax_{side}").float().squeeze()
     return _scaled(numbers, decode, _line(NVFP4_BLOCK, along), amax / (E4M3.largest * E2M1.largest))
 
 

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 from common.cli import Flags, Missing, UserError, flag
 from common.data.flags import DataFlags, StepFlags
+from common.distributed.context_parallel import LAYOUTS
 from common.distributed.run import ProcessFlags
-from common.distributed.slices import LAYOUTS
 from common.models.esm2.family import ModelFlags
 from common.training.checkpoint import CheckpointFlags
 from common.training.optim import OptimizerFlags

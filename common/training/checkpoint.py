@@ -33,8 +33,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 from common.cli import INTERRUPTED, Flags, Missing, UserError, flag
-from common.distributed.run import leave_if_rank_lost, rank_lost
-from common.distributed.world import FailedElsewhere, World
+from common.distributed.run import exit_if_peer_lost, is_peer_lost
+from common.distributed.world import PeerFailed, World
 from common.files.json_files import write_json_flushed
 from common.files.output_directory import size_and_crc, sync_directory
 from common.training import checkpoint_files as files
@@ -141,7 +141,7 @@ class Checkpointer:
         Unless ranks have lost each other (NCCL does not say more than that it failed): then the writer may wait for a
         rank that waits for this one.
         """
-        if self.thread is None or rank_lost(error) or isinstance(error, dist.DistError):
+        if self.thread is None or is_peer_lost(error) or isinstance(error, dist.DistError):
             return
         try:
             self.thread.join()
@@ -155,7 +155,7 @@ class Checkpointer:
         # A full disk on one rank ends the run on all, or the others would wait for it in the next step.
         failure, self.failure = self.failure, None
         error = failure
-        if failure is not None and not isinstance(failure, FailedElsewhere | UserError):
+        if failure is not None and not isinstance(failure, PeerFailed | UserError):
             error = UserError(
                 f"{self.output_dir}: checkpoint not saved: {reason_of(failure)}; the last complete one is untouched: "
                 "make room (or lower --save_total_limit) and run the same command again"
@@ -183,7 +183,7 @@ class Checkpointer:
                 if is_main:
                     self._finish(step, partial, checksums, trainer_state)
         except (Exception, CheckpointException) as error:  # DCP's own is no Exception
-            leave_if_rank_lost(self.world, error)
+            exit_if_peer_lost(self.world, error)
             self.failure = _named(error, self.output_dir)
             shutil.rmtree(partial, ignore_errors=True)  # by every rank: where nodes share no disk, each has its own
 

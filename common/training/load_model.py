@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from common.cli import UserError
-from common.distributed.strategy import copy_rows
+from common.distributed.fsdp import copy_to_shard
 from common.distributed.world import World
 from common.models.layers.compiling import compile_layers
 from common.models.layers.context_attention import share_context
@@ -71,16 +71,16 @@ def load_model(
     extras = {}
     with world.raise_together():
         if next(model.parameters()).is_meta:  # a strategy may have made the storage itself
-            if (device or world.device).type == "cpu" and not world.rehearsed:
+            if (device or world.device).type == "cpu" and not world.is_dry_run:
                 check_host_memory(model, args.do_train, world.local_size)
             model.to_empty(device=device or world.device)
-        if not world.rehearsed:
+        if not world.is_dry_run:
             initialise(model, args.seed, config.initializer_range)
-        if choice.read and not world.rehearsed:
+        if choice.read and not world.is_dry_run:
             pieces, extras = choice.read()
             parameters = dict(model.named_parameters())
             for name, tensor in pieces:
-                copy_rows(parameters[name], tensor)
+                copy_to_shard(parameters[name], tensor)
         if args.fp8_params:
             precision = replace(precision, masters=precision.quantised.quantise_weights())
         # Transformer Engine casts weights itself, and sharded ones are gathered in bf16.

@@ -162,7 +162,7 @@ class Trainer:
             return
         # From here on a signal is agreed on and the state is saved. Ranks meet below before the first of them begins:
         # none that is still to come here may then leave the others by itself.
-        world.stop.at_once = False
+        world.stop.exit_at_once = False
         self.checkpointer.begin(state.step)
         with world.on_main_rank() as is_main:
             if is_main:
@@ -272,7 +272,7 @@ class Trainer:
         if told:
             logger.info("***** Running Evaluation *****")
         results = self.task.evaluate(self.strategy.evaluated, split, prefix, self.state.step)
-        self.strategy.release()
+        self.strategy.reshard()
         self.strategy.model.train()
         if results:
             results |= self.task.baseline(split, prefix)

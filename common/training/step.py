@@ -59,7 +59,7 @@ class StepAhead:
         world.watch.mark("data", number)
         started = time.perf_counter()
         try:
-            self._share = world.stop.wait_for(self._steps)
+            self._share = world.stop.next_unless_stopped(self._steps)
         except Exception as error:
             self._failure = error
         seconds = 0.0 if _is_busy(world.device) else time.perf_counter() - started

@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from common.compat import cpu_flash_backward, cpu_flash_forward
 from common.models.layers.attention import Kept, has_varlen_kernel, rotate, rotated_attention, spans
 from common.models.layers.cpu import device_type
 
@@ -44,12 +45,11 @@ class _CpuCausalAttention(torch.autograd.Function):
         heads -= 2 * kv_heads
         rotated, out = torch.empty_like(qkv), qkv.new_empty(tokens, heads, dim)
         lse = qkv.new_empty(tokens, heads, dtype=torch.float32)
-        kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
         turns = _turns(cos, sin)
         for span in spans(bounds):
             _turn(qkv[span], rotated[span], kv_heads, *(t[span] for t in turns))
             parts = _by_head(rotated[span].float(), kv_heads)
-            attended, logarithm = kernel(*parts, 0.0, True, scale=dim**-0.5)
+            attended, logarithm = cpu_flash_forward(*parts, 0.0, True, scale=dim**-0.5)
             out[span] = attended[0].transpose(0, 1)
             lse[span] = logarithm[0].t()
         ctx.save_for_backward(rotated, out, lse, cos, sin)
@@ -61,12 +61,13 @@ class _CpuCausalAttention(torch.autograd.Function):
     def backward(ctx, grad_out: Tensor):
         rotated, out, lse, cos, sin = ctx.saved_tensors
         grads = torch.empty_like(rotated)
-        kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
         turns = _turns(cos, -sin)
         for span in spans(ctx.bounds):
             grad, attended = (x[span].float().transpose(0, 1)[None] for x in (grad_out, out))
             parts = _by_head(rotated[span].float(), ctx.kv_heads)
-            by_head = kernel(grad, *parts, attended, lse[span].t()[None], 0.0, True, scale=rotated.shape[-1] ** -0.5)
+            by_head = cpu_flash_backward(
+                grad, *parts, attended, lse[span].t()[None], 0.0, True, scale=rotated.shape[-1] ** -0.5
+            )
             together = torch.cat([x[0].transpose(0, 1) for x in by_head], dim=1)  # [T, H + 2 K, D]
             _turn(together, grads[span], ctx.kv_heads, *(t[span] for t in turns))
         return grads, None, None, None, None

@@ -16,7 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from common.distributed.strategy import Strategy, local_rows
+from common.distributed.fsdp import local_shard
+from common.distributed.strategy import Strategy
 from common.distributed.world import World
 from common.models.layers.cpu import as_on_a_gpu
 from common.training.arguments import RunArguments
@@ -38,7 +39,7 @@ class RehearsedWorld(World):
     lent: what is entered there (stand-ins for a device, say) is left as the rehearsal ends.
     """
 
-    rehearsed = True
+    is_dry_run = True
     lent: ExitStack
 
     def sum(self, values: Tensor) -> Tensor:
@@ -66,15 +67,15 @@ class RehearsedWorld(World):
 
 @contextmanager
 def rehearsal(size: int, cp_size: int = 1) -> Iterator[RehearsedWorld]:
-    """The world of a run on `size` ranks, in this process alone. UserError as `World.share_packs`."""
-    # Registers the backend "fake" (torch 2.11 to 2.13), whose collectives return at once.
-    from torch.testing._internal.distributed.fake_pg import FakeStore
+    """The world of a run on `size` ranks, in this process alone. UserError as `World.create_cp_groups`."""
+    # Registers the backend "fake", whose collectives return at once.
+    from common.compat import FakeStore
 
     world = RehearsedWorld(0, 0, size, torch.device("cpu"), local_size=size)
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=size)
     try:
         with ExitStack() as world.lent:
-            world.share_packs(cp_size)
+            world.create_cp_groups(cp_size)
             yield world
     finally:
         dist.destroy_process_group()
@@ -109,12 +110,12 @@ class Rehearsed:
         with counted.making(GRADIENTS):  # a strategy may have buckets for them
             self.strategy, self.built = build(args, world)
         self.task = task_of(args)(self.built, args, world)
-        self.strategy.rehearse()
+        self.strategy.prepare_dry_run()
         self.parameters = [p for p in self.built.weights.parameters() if p.requires_grad]
         self._tell_weights()
         optimizer = build_optimizer(self.built.weights, args)
         with torch.no_grad():
-            self.strategy.hold_gradients(self.parameters)
+            self.strategy.attach_gradients(self.parameters)
         with counted.making(OPTIMIZER):
             optimizer.step()
         self.optimizer = optimizer
@@ -159,10 +160,10 @@ class Rehearsed:
         state = {number: {"": weight} for number, weight in enumerate(self.parameters)}
         state |= {weight: self.optimizer.state[weight] for weight in self.parameters}
         mine = share_of(state, self.world.rank, self.world.size)
-        return sum(local_rows(tensor)[0].nbytes for of in mine.values() for tensor in of.values())
+        return sum(local_shard(tensor)[0].nbytes for of in mine.values() for tensor in of.values())
 
     def _tell_weights(self) -> None:
-        for tensor in (*self.strategy.computed_with(), *self.built.precision.computed_with()):
+        for tensor in (*self.strategy.compute_buffers(), *self.built.precision.computed_with()):
             self.counted.put(tensor, GATHERED)
         for parameter in self.parameters:  # which may lie in the same storage
             self.counted.put(parameter, WEIGHTS)

@@ -14,10 +14,17 @@ from contextlib import contextmanager
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_iter
+
+from common.compat import (
+    FakeTensor,
+    FakeTensorMode,
+    TorchDispatchMode,
+    aten_to_copy,
+    storage_key,
+    tree_iter,
+    untyped_storage_key,
+)
 
 WEIGHTS, OPTIMIZER, GRADIENTS = "weights", "optimizer", "gradients"
 GATHERED = "gathered"  # weights in the form they are computed with, where it is a copy; what is on its way to ranks
@@ -50,14 +57,14 @@ class LiveBytes(TorchDispatchMode):
         self._see_peak()
 
     def kind_of(self, tensor: Tensor) -> str | None:
-        entry = self._storages.get(_place(tensor))
+        entry = self._storages.get(storage_key(tensor))
         return entry and entry[0]
 
     def put(self, tensor: Tensor, kind: str) -> None:
         """From now on the tensor's storage counts as of this kind; that of a sharded tensor is this rank's share."""
         tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
         self._count(tensor)
-        entry = self._storages[_place(tensor)]
+        entry = self._storages[storage_key(tensor)]
         self.bytes[entry[0]] -= entry[1]
         self.bytes[kind] += entry[1]
         entry[0] = kind
@@ -120,7 +127,7 @@ class LiveBytes(TorchDispatchMode):
         elif pinned:
             for tensor in made:
                 self.put(tensor, HOST)
-        elif func is torch.ops.aten._to_copy.default and self.kind_of(given[0]) in (WEIGHTS, GATHERED):
+        elif func is aten_to_copy.default and self.kind_of(given[0]) in (WEIGHTS, GATHERED):
             self.put(made[0], GATHERED)  # autocast's
         self._see_peak()
         return result
@@ -141,21 +148,21 @@ class LiveBytes(TorchDispatchMode):
 
     def _exchange(self, func, given: list[Tensor], made: list[Tensor]) -> None:
         # A share that is left in what the whole came in goes with it.
-        reduces = "reduce_scatter" in func.__name__ and _place(given[0]) not in map(_place, given[1:])
+        reduces = "reduce_scatter" in func.__name__ and storage_key(given[0]) not in map(storage_key, given[1:])
         for number, tensor in enumerate((*given, *made)):
             if isinstance(tensor, FakeTensor) and self.kind_of(tensor) not in _STAYS:
                 self.put(tensor, GRADIENTS if reduces and number == 0 else GATHERED)
 
     def _count(self, tensor: Tensor) -> None:
         storage = tensor.untyped_storage()
-        place = storage._cdata
+        place = untyped_storage_key(storage)
         if place not in self._storages:
             size = storage.nbytes()
             self._storages[place] = [self.kind, size, weakref.ref(storage, lambda _: self._gone(place))]
             self.bytes[self.kind] += size
 
     def _resized(self, storage: torch.UntypedStorage) -> None:
-        if entry := self._storages.get(storage._cdata):
+        if entry := self._storages.get(untyped_storage_key(storage)):
             size = storage.nbytes()
             self.bytes[entry[0]] += size - entry[1]
             entry[1] = size
@@ -175,7 +182,3 @@ class LiveBytes(TorchDispatchMode):
 def _dealt_evenly(shape: torch.Size, among: int) -> Tensor:
     """Places that would follow from values (experts that a router chooses): each as often as any other."""
     return (torch.arange(shape.numel()) % among).view(shape)
-
-
-def _place(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata

@@ -39,7 +39,7 @@ class Stragglers:
             for module in strategy.model.modules():
                 if isinstance(module, FSDPModule):
                     self._bracket(module)
-            for owner, name in strategy.exchanges():
+            for owner, name in strategy.blocking_collectives():
                 setattr(owner, name, self._timed(getattr(owner, name)))
 
     def waited(self, seconds: float) -> None:

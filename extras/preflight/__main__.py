@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from common.cli import BAD_INPUT, Flags, UserError, flag, one_line, parse_arguments, run
-from common.distributed.run import leave
+from common.distributed.run import exit_now
 from common.distributed.world import World
 from common.files.json_files import write_json
 from extras.preflight import network, node
@@ -213,4 +213,4 @@ if __name__ == "__main__":
     try:
         run(main)
     except BaseException as end:
-        leave(end)  # at once: a thread may still wait for a filesystem or a rank that never answers
+        exit_now(end)  # at once: a thread may still wait for a filesystem or a rank that never answers

@@ -8,19 +8,20 @@ from __future__ import annotations
 
 import json
 import os
+import statistics
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 
 from common.cli import UserError, one_line
-from common.distributed.store import join_store, serve_store, store_host
+from common.distributed.run import join_store, serve_store, store_host, use_loopback_interface
 from common.distributed.world import World
-from extras.preflight import ranks
 from extras.preflight.network import check_nccl_log
 from extras.preflight.node import existing
 from extras.preflight.report import ERROR, OK, WARN, Finding, RankReport
@@ -28,6 +29,10 @@ from extras.preflight.report import ERROR, OK, WARN, Finding, RankReport
 BAD_CLOCK_S = 300.0  # munge refuses credentials that are older, S3 soon after
 SEEN_WITHIN_S = 5.0  # a file of another node; NFS remembers for a while that there was none
 ROUTE = "see whether the nodes may reach each other (security group, firewall), NCCL_SOCKET_IFNAME, GLOO_SOCKET_IFNAME"
+PINGS = 5
+SMALL = 8  # bytes, whose all-reduce is all latency
+LARGE = {"cuda": 64 << 20, "cpu": 4 << 20}  # bytes
+SLOW = 3.0  # times worse than the median pair: an outlier
 GRACE_S = 5  # that the others wait longer than rank 0, which has to tell them
 
 
@@ -115,13 +120,13 @@ class Exchange:
             self._attempt(report, "looking at --output_dir from every node", self._shared_output, report)
         log = self._have_nccl_tell() if several else None
         store = self.meeting.connect("group")
-        started = self._attempt(report, "starting the process group", ranks.start_group, world, store, seconds)
+        started = self._attempt(report, "starting the process group", start_group, world, store, seconds)
         if not self._agree("group", started is not None):
             return
         if several and not (self._clocks(report) and self._pairs(report)):
             return
         what = f"an all-reduce over all {world.size} ranks"
-        timing = self._attempt(report, what, ranks.time_all_reduce, world, list(range(world.size)))
+        timing = self._attempt(report, what, time_all_reduce, world, list(range(world.size)))
         if timing and world.is_main:
             self.findings.append(Finding("all-reduce", OK, f"all {world.size} ranks: {timing}"))
         if log and report.leads:
@@ -156,7 +161,7 @@ class Exchange:
     def _clocks(self, report: RankReport) -> bool:
         done: dict | None = {}
         if report.leads:
-            done = self._attempt(report, "comparing clocks", ranks.measure_clocks, self.world, self.leaders)
+            done = self._attempt(report, "comparing clocks", measure_clocks, self.world, self.leaders)
         for rank, (offset, uncertainty) in (done or {}).items():
             self.findings += check_clock(f"rank {rank} ({self.hosts[rank]})", offset, uncertainty, self.args)
         if self.world.is_main and done is not None and not any(f.check == "clocks" for f in self.findings):
@@ -166,21 +171,21 @@ class Exchange:
 
     def _pairs(self, report: RankReport) -> bool:
         fine, timings = True, []
-        for number, pairs in enumerate(ranks.ring_rounds(len(self.leaders))):
+        for number, pairs in enumerate(ring_rounds(len(self.leaders))):
             pairs = [(self.leaders[a], self.leaders[b]) for a, b in pairs]
             timing = group = None
             for pair in pairs:
                 if self.world.rank in pair:
                     names = " and ".join(f"rank {rank} ({self.hosts[rank]})" for rank in sorted(pair))
                     what = f"an all-reduce between {names}"
-                    measured = self._attempt(report, what, ranks.time_pair, self.world, pair, self.meeting.seconds)
+                    measured = self._attempt(report, what, time_pair, self.world, pair, self.meeting.seconds)
                     fine &= measured is not None
                     timing, group = measured or (None, None)
             name = f"pairs/{number}"
             self.meeting.post(name, timing and asdict(timing))
             if self.world.is_main:
                 found, missing = self.meeting.collect(name, [min(pair) for pair in pairs])
-                timings += [ranks.Timing(**value) for value in found.values() if value]
+                timings += [Timing(**value) for value in found.values() if value]
             # The next round begins when this one is over everywhere: who is late is then not the next pair's fault.
             if not self._agree(f"{name}/done", fine):
                 fine = False
@@ -191,18 +196,18 @@ class Exchange:
             self._judge(timings)
         return fine
 
-    def _judge(self, timings: list[ranks.Timing]) -> None:
+    def _judge(self, timings: list[Timing]) -> None:
         self.pairs = [asdict(each) for each in timings]
         slowest = min(timings, key=lambda each: each.bandwidth)
         self.findings.append(
             Finding("pairs", OK, f"{len(timings)} pairs of nodes; slowest {self._names(slowest)}: {slowest}")
         )
-        for each in ranks.outliers(timings):
-            what = f"{self._names(each)}: {each}, {ranks.SLOW:g} times worse than the median pair"
+        for each in outliers(timings):
+            what = f"{self._names(each)}: {each}, {SLOW:g} times worse than the median pair"
             todo = "if a node is in two such pairs, drain it and look at its network"
             self.findings.append(Finding("pairs", WARN, what, todo))
 
-    def _names(self, timing: ranks.Timing) -> str:
+    def _names(self, timing: Timing) -> str:
         return " - ".join(self.hosts[rank] for rank in timing.ranks)
 
     def _have_nccl_tell(self) -> Path | None:
@@ -245,3 +250,105 @@ def check_clock(who: str, offset: float, uncertainty: float, args) -> list[Findi
     what = f"{who} is {abs(offset):.3f} s {direction} rank 0 (known to {uncertainty * 1e3:.1f} ms)"
     level = ERROR if abs(offset) > BAD_CLOCK_S else WARN
     return [Finding("clocks", level, what, "start chrony (or another NTP client) on that node")]
+
+
+# ---- measurements ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Timing:
+    """An all-reduce among some ranks: of SMALL in seconds, of LARGE in bytes a second (size / time)."""
+
+    ranks: list[int]
+    latency: float
+    bandwidth: float
+
+    def __str__(self) -> str:
+        return f"{self.latency * 1e6:.0f} us, {self.bandwidth / 1e9:.2f} GB/s"
+
+
+def start_group(world: World, store: dist.Store, seconds: float) -> None:
+    """The process group of all ranks, in which a lost rank is an exception, not a hang nor the end of this one."""
+    use_loopback_interface()
+    os.environ.setdefault("TORCH_NCCL_BLOCKING_WAIT", "1")  # else NCCL's watchdog ends a rank before it can say why
+    backend = "cpu:gloo,cuda:nccl" if world.device.type == "cuda" else "gloo"
+    dist.init_process_group(
+        backend, store=store, rank=world.rank, world_size=world.size, timeout=timedelta(seconds=seconds)
+    )
+
+
+# ---- clocks -------------------------------------------------------------------------------------------------
+
+
+def clock_offset(samples: list[tuple[float, float, float]]) -> tuple[float, float]:
+    """(offset, uncertainty) in seconds of another clock, from (sent, the other's time, received) by our own.
+
+    The shortest round trip tells most: the other's time was taken somewhere within it.
+    """
+    sent, theirs, received = min(samples, key=lambda sample: sample[2] - sample[0])
+    return theirs - (sent + received) / 2, (received - sent) / 2
+
+
+def measure_clocks(world: World, leaders: list[int]) -> dict[int, tuple[float, float]]:
+    """On rank 0: the clock offsets of the other nodes' leaders. Those answer; other ranks do not call."""
+    time_of = torch.zeros(1, dtype=torch.float64)
+    if not world.is_main:
+        for _ in range(PINGS):
+            dist.recv(time_of, src=0)
+            dist.send(torch.tensor([time.time()], dtype=torch.float64), dst=0)
+        return {}
+    offsets = {}
+    for rank in leaders:
+        if rank == world.rank:
+            continue
+        samples = []
+        for _ in range(PINGS):
+            sent = time.time()
+            dist.send(time_of, dst=rank)
+            dist.recv(time_of, src=rank)
+            samples.append((sent, time_of.item(), time.time()))
+        offsets[rank] = clock_offset(samples)
+    return offsets
+
+
+def ring_rounds(count: int) -> list[list[tuple[int, int]]]:
+    """Neighbours in a ring of `count` nodes, in rounds in which no node occurs twice."""
+    if count < 3:
+        return [[(0, 1)]] if count == 2 else []
+    pairs = [(node, (node + 1) % count) for node in range(count)]
+    rounds = [pairs[0 : count - count % 2 : 2], pairs[1::2], pairs[count - 1 :] if count % 2 else []]
+    return [each for each in rounds if each]
+
+
+def time_pair(world: World, pair: tuple[int, int], seconds: float) -> tuple[Timing, dist.ProcessGroup]:
+    """Both ranks of the pair call, no other. The group is to be destroyed before either rank's next pair.
+
+    torch 2.13 names such a group by its ranks and by how many groups a rank has: unless that is the same number on
+    both, they wait for each other under different names.
+    """
+    group = dist.new_group(sorted(pair), timeout=timedelta(seconds=seconds), use_local_synchronization=True)
+    return time_all_reduce(world, sorted(pair), group), group
+
+
+def time_all_reduce(world: World, ranks: list[int], group: dist.ProcessGroup | None = None) -> Timing:
+    """All ranks of the group call; every one gets its own timing."""
+    times = {}
+    for size, repeats in ((SMALL, 5), (LARGE[world.device.type], 3)):
+        values = torch.ones(size // 4, device=world.device)
+        taken = []
+        for _ in range(1 + repeats):  # the first makes the connections
+            started = time.perf_counter()
+            dist.all_reduce(values, op=dist.ReduceOp.MAX, group=group)
+            values[0].item()  # until the device is done
+            taken.append(time.perf_counter() - started)
+        times[size] = statistics.median(taken[1:])
+    return Timing(ranks, times[SMALL], LARGE[world.device.type] / times[LARGE[world.device.type]])
+
+
+def outliers(timings: list[Timing]) -> list[Timing]:
+    """Pairs that are SLOW times slower than the median pair, in latency or bandwidth. Of three pairs at least."""
+    if len(timings) < 3:
+        return []
+    latency = statistics.median(each.latency for each in timings)
+    bandwidth = statistics.median(each.bandwidth for each in timings)
+    return [each for each in timings if each.latency > SLOW * latency or each.bandwidth * SLOW < bandwidth]

@@ -73,13 +73,13 @@ def test_a_rank_that_is_stopped_is_named_by_all_others(dataset, tmp_path, script
 def test_who_fell_silent_first_is_named_though_rank_0_has_left_with_the_store_since():
     watch = Watch()
     watch.rank, watch.silence_s = 3, 2.0
-    said = {"victim": False, "ended": False, "marks": 9, "host": HOST, "step": 6, "phase": "data"}
+    said = {"collateral": False, "ended": False, "marks": 9, "host": HOST, "step": 6, "phase": "data"}
     watch._store_answered = now = time.monotonic()
-    watch._heard = {0: (said, now - 0.5), 1: (said, now - 0.4), 2: (said, now - 5.0)}
+    watch._peers = {0: (said, now - 0.5), 1: (said, now - 0.4), 2: (said, now - 5.0)}
     watch._store_lost = True
-    assert watch._culprits() == (True, [2])
-    watch._heard[2] = (said, now - 0.5)
-    assert watch._culprits() == (True, [0])
+    assert watch._suspects() == (True, [2])
+    watch._peers[2] = (said, now - 0.5)
+    assert watch._suspects() == (True, [0])
 
 
 def test_a_rank_that_others_waited_for_names_itself_though_rank_0_has_left_with_the_store_since():
@@ -87,30 +87,30 @@ def test_a_rank_that_others_waited_for_names_itself_though_rank_0_has_left_with_
     watch = Watch()
     watch.rank, watch.silence_s, watch._store_lost = 1, 2.0, True
     watch._store_answered = now = time.monotonic()
-    said = {"victim": False, "ended": False, "marks": 9, "host": HOST, "step": 6, "phase": "data"}
+    said = {"collateral": False, "ended": False, "marks": 9, "host": HOST, "step": 6, "phase": "data"}
     waits, busy = said | {"waits": True}, said | {"waits": False}
-    watch._heard = {0: (waits, now - 0.1), 1: (busy, now - 0.1)}
-    assert watch._culprits() == (False, [1])
-    watch._heard[1] = (waits | {"marks": 8}, now - 0.1)
-    assert watch._culprits() == (False, [1])
-    watch._heard[1] = (waits, now - 0.1)
-    assert watch._culprits() == (True, [0])
-    watch._heard = {}
-    assert watch._culprits() == (True, [0])
+    watch._peers = {0: (waits, now - 0.1), 1: (busy, now - 0.1)}
+    assert watch._suspects() == (False, [1])
+    watch._peers[1] = (waits | {"marks": 8}, now - 0.1)
+    assert watch._suspects() == (False, [1])
+    watch._peers[1] = (waits, now - 0.1)
+    assert watch._suspects() == (True, [0])
+    watch._peers = {}
+    assert watch._suspects() == (True, [0])
 
 
 def test_a_rank_that_others_have_left_for_names_itself():
     """They had waited for it, and said so; it must not take them for the reason."""
     watch = Watch()
     watch.rank, watch.silence_s, watch._store_answered = 0, 2.0, time.monotonic()
-    said = {"victim": False, "ended": False, "marks": 9, "host": HOST, "step": 6, "phase": "data", "waits": False}
-    left = said | {"victim": True, "ended": True, "waits": True}
-    watch._heard = {0: (said, time.monotonic()), 1: (left, time.monotonic())}
-    assert watch._culprits() == (False, [0])
-    watch._heard[0] = (said | {"waits": True}, time.monotonic())
-    assert watch._culprits() == (True, [1])
-    watch._heard[1] = (left | {"victim": False}, time.monotonic())
-    assert watch._culprits() == (True, [1])
+    said = {"collateral": False, "ended": False, "marks": 9, "host": HOST, "step": 6, "phase": "data", "waits": False}
+    left = said | {"collateral": True, "ended": True, "waits": True}
+    watch._peers = {0: (said, time.monotonic()), 1: (left, time.monotonic())}
+    assert watch._suspects() == (False, [0])
+    watch._peers[0] = (said | {"waits": True}, time.monotonic())
+    assert watch._suspects() == (True, [1])
+    watch._peers[1] = (left | {"collateral": False}, time.monotonic())
+    assert watch._suspects() == (True, [1])
 
 
 def _main_that_sleeps(argv: list[str], step: int, rank: int, seconds: float, script: str, env: dict) -> None:

@@ -93,7 +93,7 @@ def test_a_pod_that_may_not_ask_says_so_and_one_without_a_token_does_not_try(acc
     (account / "token").write_text("another")
     set_job_uid(account)
     said = capsys.readouterr().err
-    assert said.startswith("warning: the API does not tell this pod's job (kubernetes/job-uid.yaml): HTTPError: ")
+    assert said.startswith("warning: the API does not say this pod's job (kubernetes/job-uid.yaml): HTTPError: ")
     assert said.count("\n") == 1
     (account / "token").unlink()
     set_job_uid(account)

@@ -17,7 +17,7 @@ from torch.utils.data import IterableDataset
 
 from common.data.loader import deliver
 from common.distributed.run import ProcessFlags, distributed_run
-from common.distributed.stopping import end_with
+from common.distributed.stopping import die_with_parent
 from tests.live_runs import is_running, wait_until
 from tests.training.checkpoint_fixtures import checkpointer_of_a_small_model
 from tests.training_fixtures import on_ranks
@@ -77,7 +77,7 @@ def _die_before_the_child_looks(told) -> None:
         os._exit(0)
     wait_until(lambda: os.getppid() != parent)
     told.send(os.getpid())
-    end_with(parent)
+    die_with_parent(parent)
     time.sleep(3600)
 
 

@@ -13,9 +13,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from common.distributed import nccl
+from common.distributed import run
+from common.distributed.fsdp import init_mesh, set_group_timeouts
 from common.distributed.run import ProcessFlags, distributed_run
-from common.distributed.strategy import mesh_of, wait_as_told
 from extras.monitor import watchdog
 from tests.training.checkpoint_fixtures import checkpointer_of_a_small_model
 from tests.training_fixtures import on_ranks
@@ -31,10 +31,10 @@ def _wait_for_the_device(seconds: int) -> None:
 
 def _blocked(gone_s: float, told: bool, dies: bool, who: int = 1) -> None:
     """On two ranks: one is killed, or works on for some seconds; the other waits for it."""
-    watchdog.GONE_S, watchdog.TOLD_S = gone_s, 3.0
+    watchdog.GONE_S, watchdog.STOPPING_S = gone_s, 3.0
     with distributed_run(ProcessFlags(use_cpu=True, ddp_timeout=LONG)) as world:
         world.watch.mark("forward/backward", 3)
-        world.stop.at_once = False
+        world.stop.exit_at_once = False
         dist.barrier()
         if world.rank == who:
             time.sleep(1.5 if dies else 8)
@@ -102,7 +102,7 @@ def _fails(kind: type, text: str) -> None:
     ("kind", "text", "status", "line"),
     [
         (dist.DistBackendError, INVALID, 1, r"NCCL failed on cpu of .*: two ranks on one GPU"),
-        (dist.DistBackendError, REMOTE, 1, "another rank is gone: see what it said"),
+        (dist.DistBackendError, REMOTE, 1, "another rank is gone: see its log"),
         (torch.AcceleratorError, ILLEGAL, 1, "CUDA failed on cpu of .*: an illegal memory access .*nvidia-smi"),
         (RuntimeError, ILLEGAL, 1, "CUDA failed on cpu of "),
         (RuntimeError, CUBLAS, 2, "out of memory on cpu: CUDA error: CUBLAS_STATUS_ALLOC_FAILED"),
@@ -131,15 +131,15 @@ def test_an_error_of_ours_keeps_its_stack():
 
 def test_nccls_guards_come_after_ours_and_the_users_settings_stay(monkeypatch):
     monkeypatch.setattr(os, "environ", {"RDMAV_FORK_SAFE": "0"})
-    nccl.tell_nccl(1800)
+    run.set_nccl_defaults(1800)
     assert int(os.environ["TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC"]) > 1800
     assert (os.environ["FI_EFA_FORK_SAFE"], os.environ["RDMAV_FORK_SAFE"]) == ("1", "0")
 
 
 def _groups_of_a_mesh() -> None:
     with distributed_run(ProcessFlags(use_cpu=True, ddp_timeout=77, cp_size=2)) as world:
-        mesh = mesh_of(world, (2, 1), ("replicate", "shard"))
-        wait_as_told(world, flat := mesh._flatten("everyone"))
+        mesh = init_mesh(world, (2, 1), ("replicate", "shard"))
+        set_group_timeouts(world, flat := mesh._flatten("everyone"))
         for group in (*mesh.get_all_groups(), flat.get_group(), world.cp_group, dist.group.WORLD):
             print(group._get_backend(torch.device("cpu")).options._timeout.total_seconds())
         dist.barrier()  # rank 0 holds the store, of which the other still asks for its groups

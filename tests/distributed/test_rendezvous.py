@@ -20,7 +20,7 @@ from torch.distributed.elastic.rendezvous import RendezvousStateError
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import _NodeDesc, _RendezvousState
 
-from common.distributed.store import join_store, keep_to_this_node, serve_store, store_host
+from common.distributed.run import join_store, serve_store, store_host, use_loopback_interface
 from extras.launcher import rendezvous
 from tests.forked import Script
 from tests.live_runs import ranks_of, wait_until
@@ -99,7 +99,7 @@ def test_a_state_that_no_launcher_wrote_is_refused_in_one_line(data):
     assert done
     backend._backend.set_state(data, token)
     for look in (backend.get_state, lambda: backend.set_state(pickle.dumps(a_state()), token)):
-        with pytest.raises(RendezvousStateError, match="^the rendezvous holds what no extras.launch has written"):
+        with pytest.raises(RendezvousStateError, match="^the rendezvous state was not written by extras.launch"):
             look()
 
 
@@ -124,7 +124,7 @@ def test_the_largest_state_is_bounded(monkeypatch):
 def test_the_launcher_chooses_where_nodes_meet(flags, nodes, chosen):
     told = {"standalone": False, "rdzv_backend": "static", "rdzv_endpoint": "", "rdzv_id": "none", "local_addr": None}
     parsed = Namespace(**told | flags)
-    rendezvous.choose(parsed, nodes)
+    rendezvous.use_json_backend(parsed, nodes)
     assert (parsed.rdzv_backend, parsed.rdzv_endpoint, parsed.local_addr) == chosen
     assert (parsed.rdzv_id == "none") == (chosen[1] != "127.0.0.1:0")
 
@@ -167,7 +167,7 @@ def test_gloo_and_nccl_use_loopback_on_one_node(monkeypatch, variables, host, in
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr("socket.if_nameindex", lambda: [(1, "lo"), (2, "eth0")])
-    keep_to_this_node()
+    use_loopback_interface()
     assert store_host() == host
     assert [os.environ.get(f"{name}_SOCKET_IFNAME") for name in ("GLOO", "NCCL")] == [interface] * 2
 
@@ -225,6 +225,6 @@ def test_a_pickle_in_the_rendezvous_runs_nothing_and_ends_the_job_with_a_line(tw
     assert [node.wait() for node in nodes] == [1, 1]
     errors = [line for node in nodes for line in node.said()[1].splitlines() if line.startswith("error: ")]
     assert len(errors) == 2  # one a node; the second may only see that the first is gone
-    assert any("holds what no extras.launch has written (a pickle, as torchrun itself writes" in e for e in errors)
+    assert any("was not written by extras.launch (a pickle, as torchrun itself writes" in e for e in errors)
     assert "Traceback" not in "".join(node.said()[1] for node in nodes)
     assert not (tmp_path / "owned").exists()

@@ -62,7 +62,7 @@ def test_a_signal_during_a_step_saves_after_it(dataset, whole, tmp_path, number)
         run.until_step(5)
         run.signal(number)
         assert run.end() == [PREEMPTED]
-    assert "Stopped as asked, the state is saved" in run.said()
+    assert "Stopped by a signal, checkpoint saved" in run.said()
     assert "Traceback" not in run.said()
     assert newest_step(out) == rows(out)[-1]["step"] < STEPS
     assert_goes_on(dataset, out, whole(), tmp_path)
@@ -153,7 +153,7 @@ def test_a_signal_before_the_first_step_ends_the_run_at_once(dataset, tmp_path):
         run.until(listens)
         run.signal(signal.SIGTERM)
         assert run.end() == [PREEMPTED]
-    assert run.said().splitlines() == ["Stopped as asked, before the first step: the same command starts again"]
+    assert run.said().splitlines() == ["Stopped by a signal, before the first step: the same command starts again"]
     assert not out.exists()
 
 
@@ -181,7 +181,7 @@ def test_sigterm_to_torchrun_saves_and_the_same_command_goes_on(dataset, whole, 
         said, _ = communicate(job)
     finally:
         kill_all(job)
-    assert "Stopped as asked, the state is saved" in said
+    assert "Stopped by a signal, checkpoint saved" in said
     assert len(ranks) == 2
     assert not [pid for pid in ranks.values() if os.path.exists(f"/proc/{pid}")]
     assert newest_step(out) == rows(out)[-1]["step"] < STEPS
@@ -204,20 +204,21 @@ def test_ctrl_c_saves_as_a_signal_to_stop_does(dataset, whole, tmp_path):
     assert job.returncode == PREEMPTED, said
     assert said.splitlines()[0].endswith(" - INFO - train_ddp.py: loading PyTorch")
     last = [line for line in said.splitlines() if " - INFO - " not in line]
-    assert last == ["interrupted: saving after this step; once more to leave without"]
+    assert last == [CTRL_C]
     assert not list(out.glob("tmp-*"))
     assert newest_step(out) == rows(out)[-1]["step"]
     assert_goes_on(dataset, out, whole(), tmp_path, dataloader_num_workers=2)
 
 
+CTRL_C = "interrupted: saving after this step; press Ctrl-C again to quit without saving"
 LISTENS = """
 import time
 from common.cli import run
 from common.distributed.stopping import StopRequest
 def main():
     stop = StopRequest()
-    stop.at_once = {at_once}
-    stop.listen()
+    stop.exit_at_once = {at_once}
+    stop.install_handlers()
     print("listens", flush=True)
     while not stop.requested:
         time.sleep(0.01)
@@ -230,7 +231,7 @@ run(main)
 @pytest.mark.parametrize(
     ("program", "status", "said"),
     [
-        (LISTENS.format(at_once=False), 130, ["interrupted: saving after this step; once more to leave without"]),
+        (LISTENS.format(at_once=False), 130, [CTRL_C]),
         (LISTENS.format(at_once=True), 130, ["interrupted, before the first step: the same command starts again"]),
         ("import common, time; print('imports', flush=True); time.sleep(60)", -2, []),
     ],

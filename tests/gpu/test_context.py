@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 
 from common.data.collators import SlicingCollator, to_device
+from common.distributed.context_parallel import CpSplit
 from common.distributed.run import ProcessFlags, distributed_run
-from common.distributed.slices import Slices
 from common.files.alphabet import MASK, PAD
 from common.models.esm2.config import esm2_config
 from common.models.esm2.family import HIDDEN_ACT
@@ -37,7 +37,7 @@ ROUNDING = {True: 0.05, False: 1e-4}  # of bf16: 2^-8 a step, and a few steps; o
 def test_blocks_of_keys_add_up_to_attention_to_all(lengths, bf16):
     """Of four ranks, one after the other on one GPU: with bf16 by flash attention's own kernels, with fp32 by ours."""
     device, cp, heads, dim = "cuda", 4, 4, 64
-    slices = Slices(np.array(LENGTHS[lengths]), cp, "contiguous")
+    slices = CpSplit(np.array(LENGTHS[lengths]), cp, "contiguous")
     parts = blocks.Bounds.make(torch.from_numpy(slices.bounds()), device)
     starts = [0, *np.cumsum(LENGTHS[lengths]).tolist()]
     (all_of_it,) = blocks.Bounds.make(torch.tensor([starts]), "cpu")

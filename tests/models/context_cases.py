@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from common.data.collators import IGNORE, SlicingCollator, to_device
-from common.distributed.slices import SharedPack, Slices
+from common.distributed.context_parallel import CpPack, CpSplit
 from common.distributed.world import World
 from common.files.alphabet import MASK, PAD
 from common.models.esm2.config import esm2_config
@@ -98,7 +98,7 @@ def compare(cp_size: int, cases: list[tuple], out: str) -> None:
     """
     world = World.from_environment(use_cpu=True)
     dist.init_process_group("gloo")
-    world.share_packs(cp_size)
+    world.create_cp_groups(cp_size)
     mesh, found = world.mesh, []
 
     @functools.cache  # ways and layouts are compared to the same
@@ -148,10 +148,10 @@ def hold_blocks() -> None:
     """In every rank: what is left of the blocks of a ring, while they go round."""
     world = World.from_environment(use_cpu=True)
     dist.init_process_group("gloo")
-    world.share_packs(world.size)
-    slices = Slices(np.array([64]), world.size, "contiguous")
+    world.create_cp_groups(world.size)
+    slices = CpSplit(np.array([64]), world.size, "contiguous")
     arrays = (slices.positions(world.rank), slices.bounds(), slices.real())
-    shared = SharedPack(*map(torch.from_numpy, arrays), torch.tensor([64]), torch.tensor([0]))
+    shared = CpPack(*map(torch.from_numpy, arrays), torch.tensor([64]), torch.tensor([0]))
     seen, ranks = [], []
     for rank, block in rounds(
         torch.full((16, 2, 1, 4), float(world.rank)),

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from common.distributed.slices import SharedPack, Slices
+from common.distributed.context_parallel import CpPack, CpSplit
 from common.models.layers.context_attention import whole_sequences
 from tests.models.context_cases import all_cases, compare, hold_blocks
 from tests.training_fixtures import on_ranks
@@ -38,8 +38,6 @@ def test_a_ring_holds_the_block_at_hand_and_the_one_that_comes(tmp_path):
 
 def test_transformer_engine_is_told_the_whole_sequences():
     """With cp 2: [5, 8] padded to [8, 8], and 4 fillers on each rank."""
-    slices = Slices(np.array([5, 8]), 2, "dual_chunk", 8)
-    shared = SharedPack(
-        *(torch.from_numpy(x) for x in (slices.positions(0), slices.bounds(), slices.real())), None, None
-    )
+    slices = CpSplit(np.array([5, 8]), 2, "dual_chunk", 8)
+    shared = CpPack(*(torch.from_numpy(x) for x in (slices.positions(0), slices.bounds(), slices.real())), None, None)
     assert whole_sequences(shared, tokens=12).tolist() == [[0, 5, 13, 21], [0, 8, 16, 24]]

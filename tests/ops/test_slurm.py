@@ -181,7 +181,7 @@ def test_a_job_goes_on_whatever_ends_it_until_it_is_cancelled(cluster, dataset, 
     cluster.until(lambda: sum(map(is_told, cluster.ranks(job))) == 2, "the ranks are not told", 60)
     cluster.signal_ranks(job, signal.SIGCONT)
     cluster.until(lambda: restarted()[1] > requeues, "the walltime: not requeued")
-    assert "Stopped as asked, the state is saved" in said(cluster, job)
+    assert "Stopped by a signal, checkpoint saved" in said(cluster, job)
     assert "squeue does not answer (1 of 20)" in said(cluster, job)
     cluster.on_head(f"scontrol update JobId={job} TimeLimit=10")
     gets_on("the walltime")

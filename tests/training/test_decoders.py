@@ -255,14 +255,14 @@ def test_another_models_checkpoint_is_refused(text, two_ranks, tmp_path):
 
 def _initial_rows(argv: list[str], directory: str) -> None:
     """Every rank writes the rows of the initial weights that it holds."""
+    from common.distributed.fsdp import local_shard
     from common.distributed.run import distributed_run
-    from common.distributed.strategy import local_rows
 
     script = load_script("train_fsdp2.py")
     args = script.parse_run("", script.FsdpFlags, argv)
     with distributed_run(args) as world:
         model = load_model(args, world, lambda model: script.shard(model, world, args)).model
-        held = {name: (local_rows(p)[1], local_rows(p)[0].clone()) for name, p in model.named_parameters()}
+        held = {name: (local_shard(p)[1], local_shard(p)[0].clone()) for name, p in model.named_parameters()}
         torch.save(held, f"{directory}/{world.rank}.pt")
 
 

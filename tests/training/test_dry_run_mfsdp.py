@@ -14,7 +14,7 @@ import torch
 from benchmarks.allocator_peak import PLAIN, run_measured
 from common.cli import UserError
 from extras.dry_run.memory_estimate import Held
-from extras.megatron import without_cuda
+from extras.megatron import fake_cuda
 from tests.decoder_fixtures import decoder_flags, write_text
 from tests.forked import run_script
 from tests.training.test_dry_run import DEEPER, LLAMA, PROTEINS, predicted
@@ -97,7 +97,7 @@ def test_what_is_lent_is_given_back_also_after_an_error():
     with pytest.raises(UserError, match="--hsdp_shard_size 3 does not divide 4 ranks"):
         predicted(MFSDP, 4, TINY, "--hsdp_shard_size=3")
     assert calls() == before
-    with without_cuda():
+    with fake_cuda():
         assert not {id(call) for call in calls()} & {id(call) for call in before}
 
 

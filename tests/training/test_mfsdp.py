@@ -250,7 +250,7 @@ def _inspect(argv: list[str], path: str) -> None:
         model = load_model(args, world, strategy.shard).model
         assert strategy.clip(1.0) == 0.0, "there are no gradients yet, as for a rank that has no rows"
         named = dict(model.named_parameters())
-        parts = {name: (strategy.whole(p), p.to_local().clone()) for name, p in named.items()}
+        parts = {name: (strategy.full_tensor(p), p.to_local().clone()) for name, p in named.items()}
         gathered = {name for name, p in strategy.raw.items() if p.untyped_storage().size()}
         torch.save((parts, gathered, digest(named.values())), f"{path}.{world.rank}")
 

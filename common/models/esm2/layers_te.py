@@ -21,7 +21,7 @@ import transformer_engine.pytorch as te
 from torch import Tensor, nn
 from transformer_engine.pytorch.attention.dot_product_attention import utils as dpa_utils
 
-from common.distributed.slices import SharedPack
+from common.distributed.context_parallel import CpPack
 from common.models.esm2.config import Esm2Config
 from common.models.layers.attention import has_varlen_kernel, rotary_angles, rotated_attention
 from common.models.layers.context_attention import ContextGroup, whole_sequences
@@ -124,7 +124,7 @@ def prepare(
     cu_seqlens: Tensor,
     max_seqlen: int,
     head_dim: int,
-    shared: SharedPack | None = None,
+    shared: CpPack | None = None,
     context: ContextGroup | None = None,
 ) -> tuple[Tensor, int, tuple[Tensor, Tensor] | None]:
     """What all layers share: (rotary angles fp32 [S, 1, 1, D], the bound S on sequence lengths, boundaries of whole

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from common.distributed.slices import SharedPack
+from common.distributed.context_parallel import CpPack
 from common.models.esm2.config import Esm2Config
 from common.models.esm2.family import gelu_of
 from common.models.layers.attention import packed_attention, rotary_tables
@@ -127,7 +127,7 @@ def prepare(
     cu_seqlens: Tensor,
     max_seqlen: int,
     head_dim: int,
-    shared: SharedPack | None = None,
+    shared: CpPack | None = None,
     context: ContextGroup | None = None,
 ) -> tuple[tuple[Tensor, Tensor], int, Sharing | None]:
     """What all layers share: (cosines and sines of each token's position in its sequence, the longest sequence, how

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from common.distributed.slices import SharedPack
+from common.distributed.context_parallel import CpPack
 from common.files.alphabet import MASK, PAD, VOCAB_SIZE
 from common.models.esm2.config import Esm2Config
 from common.models.esm2.layers_torch import LayerNorm
@@ -50,7 +50,7 @@ class Embeddings(nn.Module):
         self.token_dropout, self.residual = config.token_dropout, residual
         self.word_embeddings = nn.Embedding(PADDED_VOCAB, config.hidden_size)
 
-    def forward(self, input_ids: Tensor, cu_seqlens: Tensor, shared: SharedPack | None = None) -> Tensor:
+    def forward(self, input_ids: Tensor, cu_seqlens: Tensor, shared: CpPack | None = None) -> Tensor:
         """[T] -> [T, hidden]. Token dropout is counted sequence by sequence, as if each were alone in its batch, and
         on the whole of it where other ranks have their share."""
         x = self.word_embeddings(input_ids)
@@ -84,7 +84,7 @@ class Encoder(nn.Module):
         self.context: ContextGroup | None = None  # the ranks that packs are shared with
         self.emb_layer_norm_after = LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
 
-    def forward(self, x: Tensor, cu_seqlens: Tensor, max_seqlen: int, shared: SharedPack | None = None) -> Tensor:
+    def forward(self, x: Tensor, cu_seqlens: Tensor, max_seqlen: int, shared: CpPack | None = None) -> Tensor:
         to_prepare = len(x), cu_seqlens, max_seqlen, self.head_dim
         rotary, max_seqlen, sharing = self.prepare(*to_prepare, shared, self.context)
         stream = self.begin(x)
@@ -137,7 +137,7 @@ class Esm2ForMaskedLM(nn.Module):
         predicted: Tensor | None = None,
         pad_to: int = 0,
         output_hidden: bool = False,
-        shared: SharedPack | None = None,
+        shared: CpPack | None = None,
     ) -> Esm2Output:
         """Run a pack (`input_ids` [T], `cu_seqlens` int32 [B + 1]) or a padded batch (`input_ids`, mask [B, S]).
 

@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from common.compat import assume_constant_result, cpu_flash_backward, cpu_flash_forward
 from common.models.layers.cpu import device_type
 
 
@@ -81,14 +82,11 @@ def rotated_attention(
     return torch.cat(attended, dim=1).transpose(0, 1).flatten(1)
 
 
+@assume_constant_result
 def _varlen_has(option: str) -> bool:
     from torch.nn.attention.varlen import varlen_attn
 
     return option in signature(varlen_attn).parameters
-
-
-# As torch.compiler.assume_constant_result does, whose import of the compiler would be a fifth of `--help`.
-_varlen_has._dynamo_marked_constant = True
 
 
 def _cpu_attention(qkv: Tensor, cos: Tensor, sin: Tensor, cu_seqlens: Tensor) -> Tensor:
@@ -111,11 +109,10 @@ class _CpuAttention(torch.autograd.Function):
         tokens, heads, _, dim = qkv.shape
         rotated, out = qkv.new_empty(qkv.shape), qkv.new_empty(tokens, heads, dim)
         lse = qkv.new_empty(tokens, heads, dtype=torch.float32)
-        kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
         turns = _turns(cos, sin)
         for span in spans(bounds):
             rotated[span] = _turn(qkv[span].float(), *(t[span] for t in turns))
-            attended, logarithm = kernel(*_by_head(rotated[span].float()), scale=dim**-0.5)
+            attended, logarithm = cpu_flash_forward(*_by_head(rotated[span].float()), scale=dim**-0.5)
             out[span] = attended[0].transpose(0, 1)
             lse[span] = logarithm[0].t()
         ctx.save_for_backward(rotated, out, lse, cos, sin)
@@ -127,13 +124,12 @@ class _CpuAttention(torch.autograd.Function):
     def backward(ctx, grad_out: Tensor):
         rotated, out, lse, cos, sin = ctx.saved_tensors
         grads = rotated.new_empty(rotated.shape)
-        kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
         turns = _turns(cos, -sin)
         for span in spans(ctx.bounds):
             grad, attended = (x[span].float().transpose(0, 1)[None] for x in (grad_out, out))
             logarithm = lse[span].t()[None]
             inputs = grad, *_by_head(rotated[span].float()), attended, logarithm
-            by_head = kernel(*inputs, 0.0, False, scale=rotated.shape[-1] ** -0.5)
+            by_head = cpu_flash_backward(*inputs, 0.0, False, scale=rotated.shape[-1] ** -0.5)
             together = torch.stack([x[0].transpose(0, 1) for x in by_head], dim=2)  # [T, H, 3, D]
             grads[span] = _turn(together, *(t[span] for t in turns))
         return grads, None, None, None

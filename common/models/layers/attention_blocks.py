@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from common.compat import cpu_flash_backward, cpu_flash_forward, cuda_flash_backward, cuda_flash_forward
 from common.models.layers.attention import has_varlen_kernel
 
 
@@ -44,7 +45,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, queries: Bounds, keys: Bounds) -> tu
     are scaled by 1/sqrt(D).
     """
     if _by_kernel(q, k):
-        flash, sequences = torch.ops.aten._flash_attention_forward, _of_sequences(queries, keys)
+        flash, sequences = cuda_flash_forward, _of_sequences(queries, keys)
         out, lse, *_ = flash(q, k, v, *sequences, 0.0, False, False, scale=q.shape[-1] ** -0.5)
         unseen = _without_keys(queries, keys)
         return out.float().masked_fill(unseen[:, None, None], 0), lse.t().masked_fill(unseen[:, None], -math.inf)
@@ -68,7 +69,7 @@ def gradients(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """What the block adds to the gradients of q, and those of k and v; fp32. out, lse: over all blocks."""
     if _by_kernel(q, k):
-        flash, sequences = torch.ops.aten._flash_attention_backward, _of_sequences(queries, keys)
+        flash, sequences = cuda_flash_backward, _of_sequences(queries, keys)
         by = (grad.to(q.dtype), q, k, v, out.to(q.dtype), lse.t().contiguous())
         # Of a dropout that there is none of: as torch.nn.attention.varlen has them.
         state = torch.zeros(2, dtype=torch.uint64, device=q.device), torch.empty(0, device=q.device)
@@ -89,8 +90,7 @@ def _one(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     q, k, v = (x.transpose(0, 1) for x in (q, k, v))
     scale = q.shape[-1] ** -0.5
     if q.device.type == "cpu":
-        kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-        out, lse = kernel(q[None], k[None], v[None], scale=scale)
+        out, lse = cpu_flash_forward(q[None], k[None], v[None], scale=scale)
         return out[0].transpose(0, 1), lse[0].t()
     scores = q @ k.mT * scale
     lse = scores.logsumexp(-1)
@@ -101,9 +101,8 @@ def _one_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, ls
     grad, q, k, v, out = (x.transpose(0, 1) for x in (grad, q, k, v, out))
     scale = q.shape[-1] ** -0.5
     if q.device.type == "cpu":
-        kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
         inputs = (x[None] for x in (grad, q, k, v, out))
-        return tuple(x[0].transpose(0, 1) for x in kernel(*inputs, lse.t()[None], 0.0, False, scale=scale))
+        return tuple(x[0].transpose(0, 1) for x in cpu_flash_backward(*inputs, lse.t()[None], 0.0, False, scale=scale))
     weights = (q @ k.mT * scale - lse.t()[..., None]).exp()
     of_scores = weights * (grad @ v.mT - (grad * out).sum(-1, keepdim=True)) * scale
     return tuple(x.transpose(0, 1) for x in (of_scores @ k, of_scores.mT @ q, weights.mT @ grad))

@@ -13,11 +13,8 @@ from pathlib import Path
 import torch
 from torch import nn
 
-# torch's own decorator for its code, the same in 2.11 to 2.13: torch.compiler.disable at the first call. That one
-# imports the compiler where it decorates, which was a fifth of the time that `--help` takes.
-from torch._compile import _disable_dynamo as outside_graphs
-
 from common.cli import UserError
+from common.compat import disable_dynamo as outside_graphs
 from common.heartbeat import log_every
 from common.models.layers import attention, context_attention, linear
 from extras.decoders import causal_attention
@@ -40,9 +37,11 @@ def compile_layers(model: nn.Module, device: str, backend: str = "inductor") -> 
         if not any(shutil.which(c) for c in ("g++", "clang++", "c++")):
             raise UserError("--torch_compile needs a C++ compiler on a CPU (apt-get install g++), or drop the flag")
         cache_by_cpu()
+    from common.compat import dynamo_config
+
     # Under DDP Dynamo cuts graphs where buckets of gradients end, so that a graph of a whole model does not hold back
     # their exchange. A layer's graph is small enough as it is. Read when the first call traces.
-    torch._dynamo.config.optimize_ddp = False
+    dynamo_config.optimize_ddp = False
     for layer in model.layers:
         layer.compile(dynamic=True, backend=backend)
 
@@ -69,9 +68,9 @@ def cache_by_cpu() -> None:
     on a directory that machines share, it crashes there or computes NaN. Our operators it knows by name alone: a graph
     of a version whose operators lay out their results otherwise fails.
     """
-    from torch._inductor.runtime.cache_dir_utils import cache_dir
+    from common.compat import inductor_cache_dir
 
-    place = Path(cache_dir())
+    place = Path(inductor_cache_dir())
     own = f"cpu-{_this_cpu()}-{_our_operators()}"
     if place.name != own:
         os.environ[CACHE] = str(place / own)

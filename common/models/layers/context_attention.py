@@ -19,9 +19,9 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.distributed_c10d import _resolve_process_group
 
-from common.distributed.slices import SharedPack
+from common.compat import resolve_process_group
+from common.distributed.context_parallel import CpPack
 from common.models.layers import attention_blocks as blocks
 from common.models.layers.attention import Kept, rotate
 
@@ -64,7 +64,7 @@ class Sharing:
     """
 
     def __init__(self, real: Tensor, bounds: Tensor, device: torch.device, context: ContextGroup):
-        """real, bounds: of the `SharedPack`."""
+        """real, bounds: of the `CpPack`."""
         self.real, self.bounds, self.context = real, bounds, context
         self.names = context.group.group_name, context.way
         self._device = device
@@ -115,11 +115,11 @@ _latest: list[Sharing] = []  # at most one: it is the same for all layers
 def sharing_of(real: Tensor, bounds: Tensor, device: torch.device, group: str, way: str) -> Sharing:
     """The `Sharing` of a pack, made anew unless it is the one of the last call. group: a process group's name."""
     if not _latest or _latest[0].names != (group, way) or not _latest[0].is_of(real, bounds, device):
-        _latest[:] = [Sharing(real, bounds, device, ContextGroup(_resolve_process_group(group), way))]
+        _latest[:] = [Sharing(real, bounds, device, ContextGroup(resolve_process_group(group), way))]
     return _latest[0]
 
 
-def whole_sequences(shared: SharedPack, tokens: int) -> Tensor:
+def whole_sequences(shared: CpPack, tokens: int) -> Tensor:
     """Boundaries of the sequences that ranks share, as Transformer Engine takes them: int64 [2, B + 2] on the host,
     without padding and with it. tokens: of each rank, with fillers, which are one more sequence."""
     fillers = (tokens - shared.bounds[:, -1]).sum()

@@ -12,7 +12,7 @@ import hashlib
 import torch
 from torch import Tensor, nn
 
-from common.distributed.strategy import local_rows
+from common.distributed.fsdp import local_shard
 from common.files.alphabet import PAD, VOCAB_SIZE
 
 ROWS_PER_STREAM = 256
@@ -23,7 +23,7 @@ VOCABULARY = ("embeddings.word_embeddings.weight", "lm_head.bias")  # their rows
 def initialise(model: nn.Module, seed: int, std: float) -> None:
     """Set every parameter of a model, whole or sharded (then this rank's rows)."""
     for name, parameter in model.named_parameters():
-        rows, first = local_rows(parameter)
+        rows, first = local_shard(parameter)
         if name.endswith("bias"):
             rows.zero_()
         elif parameter.dim() == 1:

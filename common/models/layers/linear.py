@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from common.compat import foreach_copy_, onednn_linear
 from common.models.layers.cpu import BF16_PRODUCTS, FP32_BY_ONEDNN, device_type
 
 # bf16 copies of the weights that products take under autocast, made once a step.
@@ -44,7 +45,7 @@ class RoundedWeights:
     def refresh(self) -> None:
         """The weights have been set or updated."""
         if self.copies:
-            torch._foreach_copy_(self.copies, self.weights)
+            foreach_copy_(self.copies, self.weights)
 
 
 def use_copy(weight: Tensor, copy: Tensor) -> None:
@@ -246,7 +247,7 @@ class _Blocks:
 def _fp32(a: Tensor, b: Tensor, bias: Tensor | None, out: Tensor | None = None) -> Tensor:
     """a [m, k] times the transpose of b [n, k]; `out` is memory that may be used for it."""
     if FP32_BY_ONEDNN:
-        return torch.ops.mkldnn._linear_pointwise(a, b, bias, "none", [], "")
+        return onednn_linear(a, b, bias)
     return torch.mm(a, b.t(), out=out) if bias is None else torch.addmm(bias, a, b.t(), out=out)
 
 

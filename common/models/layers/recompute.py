@@ -14,6 +14,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from common.cli import Flags, flag
+from common.compat import storage_key
 from common.models.layers.cpu import is_as_on_a_gpu
 from common.models.layers.residual import total
 
@@ -45,7 +46,7 @@ class Offloading:
                 return compute(*args)
             while len(self._leaving) > 1:
                 self._let_go(self._leaving.pop(0))
-            call = _Call(self, self._last, {p.untyped_storage()._cdata for p in layer.parameters()})
+            call = _Call(self, self._last, {storage_key(p) for p in layer.parameters()})
             with saved_tensors_hooks(call.save, call.give):
                 result = compute(*args)
             if call.there:
@@ -119,7 +120,7 @@ class _Call:
 
     def save(self, tensor: Tensor) -> Tensor | tuple[_Call, int]:
         on_host = tensor.device.type == "cpu" and not is_as_on_a_gpu()
-        if on_host or tensor.untyped_storage()._cdata in self.weights:
+        if on_host or storage_key(tensor) in self.weights:
             return tensor
         self.device = tensor.device
         self.there.append(self.offloading.away(tensor))

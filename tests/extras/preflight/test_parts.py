@@ -7,7 +7,7 @@ import resource
 
 import pytest
 
-from extras.preflight.exchange import check_clock
+from extras.preflight.exchange import Timing, check_clock, clock_offset, outliers, ring_rounds
 from extras.preflight.network import (
     check_efa,
     check_interfaces,
@@ -17,7 +17,6 @@ from extras.preflight.network import (
     providers,
 )
 from extras.preflight.node import bytes_needed, bytes_there, check_output, nvidia_driver
-from extras.preflight.ranks import Timing, clock_offset, outliers, ring_rounds
 from extras.preflight.report import ERROR, OK, WARN, Finding, RankReport, differences, merge, problems, table
 
 

@@ -1,13 +1,12 @@
-"""How the ranks of a context-parallel group share the sequences of a pack: which tokens each of them has.
+"""Context parallelism: which tokens of each sequence of a pack a rank of a context-parallel group has.
 
-Two layouts, both tested against the same numbers:
-- `dual_chunk`: a sequence is padded to a multiple of 2 * cp and cut into 2 * cp chunks; rank r has chunks r and
-  2 * cp - 1 - r. So every rank has as many tokens, and with a causal mask as much work. Transformer Engine's layout.
-- `contiguous`: rank r has the tokens from length * r // cp up to length * (r + 1) // cp. No padding; the ranks' shares
-  of a sequence differ by one token at most. Attention that looks both ways is as evenly shared so.
+Two layouts:
+- `dual_chunk` (Transformer Engine's): a sequence is padded to a multiple of 2 * cp and split into 2 * cp chunks;
+  rank r has chunks r and 2 * cp - 1 - r. All ranks have as many tokens and, with a causal mask, as much work.
+- `contiguous`: rank r has tokens length * r // cp to length * (r + 1) // cp. No padding; the ranks' shares of a
+  sequence differ by at most one token. With bidirectional attention the work is balanced too.
 
-On each rank the sequences follow in the order of the pack, and a sequence's tokens in theirs: those that are real come
-before its padding.
+A rank's sequences are in the order of the pack, its tokens in the order of the sequence, real ones before padding.
 """
 
 from __future__ import annotations
@@ -21,12 +20,12 @@ from torch import Tensor
 LAYOUTS = ("dual_chunk", "contiguous")
 
 
-class SharedPack(NamedTuple):
-    """What a rank knows of a pack of B sequences that it shares with cp - 1 others. T: its own tokens.
+class CpPack(NamedTuple):
+    """A rank's part of a pack of B sequences that cp ranks share. T: its own tokens.
 
-    positions int64 [T]: in their sequences; bounds int64 [cp, B + 1]: between which tokens of each rank a sequence
-    lies, padding included; real int64 [cp, B]: how many tokens of that are real; lengths int64 [B]: of the whole
-    sequences; masks int64 [B]: how many tokens of the whole sequences are <mask>.
+    positions int64 [T]: of its tokens in their sequences; bounds int64 [cp, B + 1]: where each sequence's tokens begin
+    and end on each rank, padding included; real int64 [cp, B]: how many of those are not padding; lengths int64 [B]:
+    of the full sequences; masks int64 [B]: number of <mask> tokens in the full sequences.
     """
 
     positions: Tensor
@@ -37,10 +36,10 @@ class SharedPack(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Slices:
-    """A pack of sequences with these lengths (int64 [B]), shared by `size` ranks.
+class CpSplit:
+    """How `size` ranks split a pack of sequences with these lengths (int64 [B]).
 
-    multiple: sequences are padded to a multiple of it; with dual_chunk it is one of 2 * size, with contiguous 1.
+    multiple: sequences are padded to a multiple of it: a multiple of 2 * size with dual_chunk, 1 with contiguous.
     """
 
     lengths: np.ndarray
@@ -53,17 +52,17 @@ class Slices:
 
     @property
     def chunks(self) -> np.ndarray:
-        """Tokens of a chunk, of each sequence; dual_chunk only."""
+        """Length of each sequence's chunks; dual_chunk only."""
         return -(-self.lengths // self.multiple) * (self.multiple // (2 * self.size))
 
     def counts(self) -> np.ndarray:
-        """Tokens of each sequence that each rank has, padding included; int64 [size, B]."""
+        """Number of each sequence's tokens on each rank, padding included; int64 [size, B]."""
         if self.layout == "contiguous":
             return np.diff(self._cuts(), axis=0)
         return np.repeat(2 * self.chunks[None], self.size, axis=0)
 
     def real(self) -> np.ndarray:
-        """Of `counts`, those that are no padding."""
+        """`counts` without padding."""
         if self.layout == "contiguous":
             return self.counts()
         numbers = np.arange(2 * self.size)[:, None]
@@ -71,11 +70,11 @@ class Slices:
         return of_chunks[: self.size] + of_chunks[: self.size - 1 : -1]
 
     def bounds(self) -> np.ndarray:
-        """Where each sequence begins among each rank's tokens, and where the last one ends; int64 [size, B + 1]."""
+        """Offsets of the sequences among each rank's tokens, and the end of the last; int64 [size, B + 1]."""
         return np.pad(self.counts().cumsum(axis=1), ((0, 0), (1, 0)))
 
     def positions(self, rank: int) -> np.ndarray:
-        """Of a rank's tokens in their sequences, padding included; int64 [T]."""
+        """Positions of a rank's tokens in their sequences, padding included; int64 [T]."""
         counts = self.counts()[rank]
         ends = counts.cumsum()
         within = np.arange(ends[-1] if len(ends) else 0) - np.repeat(ends - counts, counts)
@@ -86,7 +85,7 @@ class Slices:
         return within + chunk * np.where(second, 2 * self.size - 2 - rank, rank)
 
     def sequences(self, rank: int) -> np.ndarray:
-        """To which sequence each of a rank's tokens belongs; int64 [T]."""
+        """The sequence that each of a rank's tokens belongs to; int64 [T]."""
         return np.repeat(np.arange(len(self.lengths)), self.counts()[rank])
 
     def _cuts(self) -> np.ndarray:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from common.distributed.slices import Slices
+from common.distributed.context_parallel import CpSplit
 
 LENGTHS = np.array([1, 2, 3, 7, 8, 9, 16, 31, 64, 8000])
 
 
-def tokens_of(slices: Slices, rank: int) -> list[list[int]]:
+def tokens_of(slices: CpSplit, rank: int) -> list[list[int]]:
     """Positions of each sequence's real tokens on a rank, in their order there."""
     positions, bounds, real = slices.positions(rank), slices.bounds()[rank], slices.real()[rank]
     return [positions[start : start + count].tolist() for start, count in zip(bounds, real, strict=False)]
@@ -18,21 +18,21 @@ def tokens_of(slices: Slices, rank: int) -> list[list[int]]:
 
 def test_the_guides_numbers():
     """The recipe's own example: DP0 has 1..8, DP1 9..16, cp 2; tokens are numbered from 1 there."""
-    slices = Slices(np.array([8]), 2, "dual_chunk", 4)
+    slices = CpSplit(np.array([8]), 2, "dual_chunk", 4)
     for first, expected in ((1, [{1, 2, 7, 8}, {3, 4, 5, 6}]), (9, [{9, 10, 15, 16}, {11, 12, 13, 14}])):
         assert [{first + p for p in slices.positions(rank).tolist()} for rank in range(2)] == expected
 
 
 def test_each_sequence_of_a_pack_is_cut_by_itself():
     """And its positions begin anew: rank 0 of [0, 4, 8] has [0, 3, 0, 3], tokens 0, 3, 4, 7 of the pack."""
-    slices = Slices(np.array([4, 4]), 2, "dual_chunk", 4)
+    slices = CpSplit(np.array([4, 4]), 2, "dual_chunk", 4)
     assert [slices.positions(rank).tolist() for rank in range(2)] == [[0, 3, 0, 3], [1, 2, 1, 2]]
     pack = [slices.positions(rank) + 4 * slices.sequences(rank) for rank in range(2)]
     assert [tokens.tolist() for tokens in pack] == [[0, 3, 4, 7], [1, 2, 5, 6]]
 
 
 def test_four_ranks_have_two_chunks_each():
-    slices = Slices(np.array([16, 5]), 4, "dual_chunk", 8)
+    slices = CpSplit(np.array([16, 5]), 4, "dual_chunk", 8)
     assert [slices.positions(rank).tolist() for rank in range(4)] == [
         [0, 1, 14, 15, 0, 7],
         [2, 3, 12, 13, 1, 6],
@@ -46,7 +46,7 @@ def test_four_ranks_have_two_chunks_each():
 @pytest.mark.parametrize("layout", ["dual_chunk", "padded", "contiguous"])
 def test_every_token_is_on_one_rank_and_padding_comes_last(size, layout):
     multiple = {"dual_chunk": 2 * size, "padded": 16 * size, "contiguous": 1}[layout]
-    slices = Slices(LENGTHS, size, "contiguous" if layout == "contiguous" else "dual_chunk", multiple)
+    slices = CpSplit(LENGTHS, size, "contiguous" if layout == "contiguous" else "dual_chunk", multiple)
     parts = [tokens_of(slices, rank) for rank in range(size)]
     for number, length in enumerate(LENGTHS):
         assert sorted(p for part in parts for p in part[number]) == list(range(length))
