@@ -14,7 +14,7 @@ from benchmarks.peer import padded
 from common.cli import UserError
 from common.data.collators import Batch, MaskingCollator, to_device
 from common.data.packing import Pack
-from common.files.alphabet import CLS, EOS
+from common.models.esm2.alphabet import CLS, EOS
 from common.models.esm2.config import ESM2_SIZES, Esm2Config, esm2_config
 from common.models.esm2.family import HIDDEN_ACT
 from common.models.esm2.model import Esm2ForMaskedLM

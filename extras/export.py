@@ -22,9 +22,8 @@ from torch import Tensor, nn
 
 from common.cli import UserError, one_line, positional, run
 from common.distributed.world import World
-from common.files import alphabet
 from common.files.json_files import check_type, shorten
-from common.models.esm2 import convert
+from common.models.esm2 import alphabet, convert
 from common.models.esm2.config import load_config
 from common.models.esm2.convert import save_pretrained
 from common.models.esm2.model import Esm2ForMaskedLM

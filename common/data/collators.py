@@ -13,8 +13,8 @@ from common.data.crops import Pack
 from common.data.flags import DataFlags, StepFlags
 from common.distributed.slices import SharedPack, Slices
 from common.distributed.world import Mesh
-from common.files.alphabet import FIRST_RESIDUE, LAST_RESIDUE, MASK, PAD, STANDARD_RESIDUES, UNK
 from common.files.hashing import GAMMA, MASKING, derive_key, hash_counters, mix
+from common.models.esm2.alphabet import FIRST_RESIDUE, LAST_RESIDUE, MASK, PAD, STANDARD_RESIDUES, UNK
 from common.shapes import predicted_positions
 
 # BERT masking keyed by (seed, epoch, record, position): the same token gets the same fate in every batch.

@@ -18,7 +18,7 @@ import numpy as np
 import pyarrow as pa
 
 from common.cli import UserError, one_line
-from common.files.alphabet import PAD, VOCAB_SIZE
+from common.models.esm2.alphabet import PAD, VOCAB_SIZE
 from extras import earlier_identity
 
 # Lists of token ids in the memory-mapped Arrow files of one split: nothing loaded, nothing indexed per record.

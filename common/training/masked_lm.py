@@ -22,9 +22,8 @@ from common.data.crops import Pack
 from common.data.flags import DataFlags
 from common.data.training_data import EVAL_SEED, TrainingData, held_out_batches, open_data
 from common.distributed.world import World
-from common.files import alphabet
+from common.models.esm2 import alphabet, convert
 from common.models.esm2 import config as presets
-from common.models.esm2 import convert
 from common.models.esm2.config import override
 from common.models.esm2.convert import read_pretrained, save_pretrained
 from common.models.esm2.family import NO_KERNEL, check_context, choose_gelu, te_attends

@@ -12,7 +12,7 @@ import logging
 import numpy as np
 
 from common.cli import UserError
-from common.files.alphabet import BYTE_TO_ID, UNK
+from common.models.esm2.alphabet import BYTE_TO_ID, UNK
 
 logger = logging.getLogger(__name__)
 WHITESPACE = b" \t\r\n\v\f"

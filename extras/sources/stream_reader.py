@@ -13,7 +13,7 @@ import numpy as np
 import pyarrow as pa
 
 from common.cli import UserError
-from common.files.alphabet import UNK, encode_many
+from common.models.esm2.alphabet import UNK, encode_many
 from extras.sources.dataset import File
 from extras.sources.hub import FIRST_WAIT_S, REMOTE, Patience, brief
 from extras.sources.records import characters

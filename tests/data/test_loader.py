@@ -23,7 +23,7 @@ from common.data.loader import PlannedOrder, TrainLoader, evaluation_batches
 from common.data.packing import BatchPlan, Position
 from common.data.token_store import TokenStore
 from common.distributed.world import Mesh
-from common.files.alphabet import CLS, EOS, encode
+from common.models.esm2.alphabet import CLS, EOS, encode
 from extras.sources.fasta import read_fasta
 from tests.conftest import ROOT
 from tests.patience import run

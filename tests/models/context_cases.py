@@ -13,7 +13,7 @@ import torch.distributed as dist
 from common.data.collators import IGNORE, SlicingCollator, to_device
 from common.distributed.slices import SharedPack, Slices
 from common.distributed.world import World
-from common.files.alphabet import MASK
+from common.models.esm2.alphabet import MASK
 from common.models.esm2.config import esm2_config
 from common.models.esm2.model import Esm2ForMaskedLM, build_model
 from common.models.layers.context_attention import WAYS, ContextGroup, Sharing, rounds, share_context

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import EsmForMaskedLM
 
-from common.files import alphabet
+from common.models.esm2 import alphabet
 from common.models.esm2.config import ESM2_SIZES, esm2_config, load_config
 from common.models.esm2.convert import from_hf, to_hf
 from common.models.esm2.model import Esm2ForMaskedLM, build_model, count_parameters

@@ -18,8 +18,8 @@ from common.data.collators import MaskingCollator
 from common.data.token_store import open_split
 from common.data.training_data import EVAL_SEED, held_out_batches, open_training
 from common.distributed.world import World
-from common.files.alphabet import TOKENS
 from common.models.esm2 import convert
+from common.models.esm2.alphabet import TOKENS
 from common.models.esm2.config import load_config, override
 from common.models.esm2.model import build_model
 from common.training import masked_lm

@@ -12,7 +12,7 @@ import torch
 from common.data.collators import MaskingCollator, to_device
 from common.data.crops import Pack
 from common.data.training_data import open_training
-from common.files.alphabet import LAST_RESIDUE
+from common.models.esm2.alphabet import LAST_RESIDUE
 from common.models.esm2.config import esm2_config
 from common.models.esm2.model import build_model
 from common.training import run_logger as metrics

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from common.cli import UserError
-from common.files import alphabet
+from common.models.esm2 import alphabet
 from common.models.esm2.config import ESM2_SIZES, Esm2Config
 from common.models.esm2.model import PADDED_VOCAB, Esm2ForMaskedLM, count_parameters
 from common.models.layers.hf_directory import (

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from common.distributed.slices import SharedPack
-from common.files.alphabet import MASK, PAD, VOCAB_SIZE
+from common.models.esm2.alphabet import MASK, PAD, VOCAB_SIZE
 from common.models.esm2.config import Esm2Config
 from common.models.esm2.layers_torch import LayerNorm
 from common.models.layers.context_attention import ContextGroup

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from common.distributed.strategy import local_rows
-from common.files.alphabet import PAD, VOCAB_SIZE
+from common.models.esm2.alphabet import PAD, VOCAB_SIZE
 
 ROWS_PER_STREAM = 256
 VOCABULARY = ("embeddings.word_embeddings.weight", "lm_head.bias")  # their rows are tokens, and some more as padding
