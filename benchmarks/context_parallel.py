@@ -47,7 +47,7 @@ def measure(args: Arguments) -> dict | None:
     from common.distributed.world import World
     from common.models.esm2.config import esm2_config
     from common.models.esm2.model import build_model
-    from common.models.layers.context_attention import share_context
+    from common.models.layers.context_attention import enable_context_parallel
 
     keep_freed_memory()
     torch.set_num_threads(1)
@@ -62,7 +62,7 @@ def measure(args: Arguments) -> dict | None:
         world.share_packs(world.size)
         layout = WAYS[args.worker]
         collator = SlicingCollator(collator, world.mesh, layout, 1 if layout == "contiguous" else 2 * world.size)
-        share_context(model, world.cp_group, args.worker.partition(",")[0])
+        enable_context_parallel(model, world.cp_group, args.worker.partition(",")[0])
     batch = to_device(collator(pack, ids), world.device)
     moved = _count_bytes(world.size)
     kept: dict[int, int] = {}

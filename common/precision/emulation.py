@@ -127,9 +127,9 @@ class Emulation:
         for number, (layer, recipe) in enumerate(zip(model.layers, plan, strict=True)):
             if recipe is not None:
                 qkv, proj, fc1, fc2 = (Product(self, recipe, number, product) for product in range(len(PRODUCTS)))
-                layer.self_attention.layernorm_qkv.product = qkv
-                layer.self_attention.proj.product = proj
-                layer.layernorm_mlp.fc1_product, layer.layernorm_mlp.fc2_product = fc1, fc2
+                layer.self_attention.layernorm_qkv.matmul = qkv
+                layer.self_attention.proj.matmul = proj
+                layer.layernorm_mlp.fc1_matmul, layer.layernorm_mlp.fc2_matmul = fc1, fc2
 
     def begin(self, step: int, pack: int, empty: bool = False) -> None:
         """Before the pass over a pack, its number in the global step: the same random bits on whatever rank. Of an

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from common.distributed.strategy import Strategy, local_rows
 from common.distributed.world import World
-from common.models.layers.cpu import as_on_a_gpu
+from common.models.layers.backend import as_on_a_gpu
 from common.training.arguments import RunArguments
 from common.training.optim import build_optimizer
 from common.training.pinned_stager import share_of

@@ -43,7 +43,7 @@ def tiny_model(**flags):
 
 
 def product_of(**flags) -> fake_quant.Product:
-    return tiny_model(**flags)[0].encoder.layers[1].layernorm_mlp.fc1_product
+    return tiny_model(**flags)[0].encoder.layers[1].layernorm_mlp.fc1_matmul
 
 
 def operands(dtype=torch.float32) -> list[torch.Tensor]:
@@ -191,13 +191,13 @@ def test_product_of_any_number_of_rows_is_no_view(rows):
 def test_only_the_layers_of_the_plan_change():
     flags = {"fp4": True, "fp4_layers": "2", "emulate_precision": True}
     first, second = tiny_model(**flags)[0].encoder.layers
-    assert first.self_attention.layernorm_qkv.product is first.self_attention.proj.product is linear
-    assert first.layernorm_mlp.fc1_product is first.layernorm_mlp.fc2_product is linear
+    assert first.self_attention.layernorm_qkv.matmul is first.self_attention.proj.matmul is linear
+    assert first.layernorm_mlp.fc1_matmul is first.layernorm_mlp.fc2_matmul is linear
     products = (
-        second.self_attention.layernorm_qkv.product,
-        second.self_attention.proj.product,
-        second.layernorm_mlp.fc1_product,
-        second.layernorm_mlp.fc2_product,
+        second.self_attention.layernorm_qkv.matmul,
+        second.self_attention.proj.matmul,
+        second.layernorm_mlp.fc1_matmul,
+        second.layernorm_mlp.fc2_matmul,
     )
     assert [p.product for p in products] == [0, 1, 2, 3]
     assert {p.layer for p in products} == {1}

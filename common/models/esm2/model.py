@@ -141,8 +141,8 @@ class Esm2ForMaskedLM(nn.Module):
     ) -> Esm2Output:
         """Run a pack (`input_ids` [T], `cu_seqlens` int32 [B + 1]) or a padded batch (`input_ids`, mask [B, S]).
 
-        shared: of a pack whose sequences this rank shares with others (`share_context`), how; `input_ids`, `labels`
-        and all results are then of its own tokens.
+        shared: with context parallelism (`enable_context_parallel`), how the pack's sequences are shared; `input_ids`,
+        `labels` and all results are then of this rank's tokens.
 
         `labels` has the shape of `input_ids`, -100 where nothing is predicted; the LM head then runs on the labelled
         positions only. predicted: of a pack, those positions, as `predicted_positions` has them: who made the batch
