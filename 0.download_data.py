@@ -58,7 +58,7 @@ class Arguments(Flags):
 
     def check(self) -> None:
         self.require_at_least(1, "max_records_per_partition")
-        limits.check_flag(self.max_record_length)
+        limits.check_record_length(self.max_record_length)
         self.require_at_least(0, "seed")
         if not self.formats:
             raise UserError("nothing to write: leave --save_csv True or set another --save_... flag")

@@ -60,7 +60,7 @@ class Arguments(Flags):
 
     def check(self) -> None:
         self.require_at_least(1, "preprocessing_num_workers")
-        limits.check_flag(self.max_record_length)
+        limits.check_record_length(self.max_record_length)
         self.require_at_least(0, "seed")
         if not 0 <= self.validation_size < 1:
             raise UserError(f"--validation_size {self.validation_size}: a fraction of the documents, 0 to below 1")

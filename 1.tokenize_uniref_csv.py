@@ -101,7 +101,7 @@ class Arguments(Flags):
             raise UserError("--cluster and --cluster_table: give one of them")
         if self.cluster is not None and not 0 < self.cluster <= 1:
             raise UserError(f"--cluster {self.cluster}: an identity above 0 and up to 1, as 0.5")
-        limits.check_flag(self.max_record_length)
+        limits.check_record_length(self.max_record_length)
         if self.seed < 0:
             raise UserError(f"--seed {self.seed}: must not be negative")
 

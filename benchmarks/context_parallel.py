@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from benchmarks.fresh import measured_afresh
 from benchmarks.tables import publish, where_measured
 from common.cli import flag, parse_arguments, run
+from common.models.esm2.alphabet import ESM2_TOKENS
 
 WAYS = {"p2p": "dual_chunk", "all_gather": "dual_chunk", "p2p, contiguous": "contiguous"}
 
@@ -56,12 +57,14 @@ def measure(args: Arguments) -> dict | None:
     length = int(args.lengths)
     ids = torch.randint(4, 24, (length,), generator=torch.Generator().manual_seed(0)).to(torch.uint8).numpy()
     pack = Pack(*(torch.tensor([n]).numpy() for n in (0, 0, length)), epoch=0)
-    collator = MaskingCollator(seed=0)
+    collator = MaskingCollator(ESM2_TOKENS, seed=0)
     model = build_model(esm2_config(layers=args.layers, hidden_size=320, heads=20), seed=0)
     if world.size > 1:
         world.share_packs(world.size)
         layout = WAYS[args.worker]
-        collator = SlicingCollator(collator, world.mesh, layout, 1 if layout == "contiguous" else 2 * world.size)
+        multiple = 1 if layout == "contiguous" else 2 * world.size
+        tokens = ESM2_TOKENS.pad, ESM2_TOKENS.mask
+        collator = SlicingCollator(collator, world.mesh, layout, multiple, *tokens)
         enable_context_parallel(model, world.cp_group, args.worker.partition(",")[0])
     batch = to_device(collator(pack, ids), world.device)
     moved = _count_bytes(world.size)

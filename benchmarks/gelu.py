@@ -22,6 +22,7 @@ from common.data.collators import MaskingCollator, to_device
 from common.data.loader import PlannedOrder, TrainLoader
 from common.data.packing import BatchPlan
 from common.data.token_store import open_split
+from common.models.esm2.alphabet import ESM2_TOKENS
 from common.models.esm2.config import load_config
 from common.models.esm2.family import HIDDEN_ACT
 from common.models.esm2.model import Esm2ForMaskedLM, build_model
@@ -47,9 +48,9 @@ def with_gelu(args: Arguments, gelu: str, seed: int) -> Esm2ForMaskedLM:
 
 
 def batches_of(args: Arguments) -> list[dict]:
-    store = open_split(args.dataset_dir, "train")
+    store = open_split(args.dataset_dir, "train", ESM2_TOKENS)
     plan = BatchPlan(store.lengths, len(store), 0, args.max_seq_length, tokens_per_pack=args.tokens)
-    loader = TrainLoader(PlannedOrder(store, plan, packs_per_step=1), MaskingCollator(0))
+    loader = TrainLoader(PlannedOrder(store, plan, packs_per_step=1), MaskingCollator(ESM2_TOKENS, 0))
     return [share.micro_batches[0] for share, _ in zip(loader, range(args.steps), strict=False)]
 
 

@@ -14,7 +14,7 @@ from benchmarks.peer import padded
 from common.cli import UserError
 from common.data.collators import Batch, MaskingCollator, to_device
 from common.data.packing import Pack
-from common.models.esm2.alphabet import CLS, EOS
+from common.models.esm2.alphabet import CLS, EOS, ESM2_TOKENS
 from common.models.esm2.config import ESM2_SIZES, Esm2Config, esm2_config
 from common.models.esm2.family import HIDDEN_ACT
 from common.models.esm2.model import Esm2ForMaskedLM
@@ -59,12 +59,12 @@ def batches_for(kind: str, tokens: int, count: int) -> list[Batch]:
     rng = np.random.default_rng(0)
     packs = [proteins(tokens, rng) for _ in range(count)]
     if kind != "peer":
-        return [MaskingCollator(0)(*pack) for pack in packs]
+        return [MaskingCollator(ESM2_TOKENS, 0)(*pack) for pack in packs]
     batches = []
     for pack, ids in packs:
         rows = next(n for n in range(len(pack.lengths), 0, -1) if n * pack.lengths[:n].max() <= tokens or n == 1)
         part = Pack(pack.records[:rows], pack.starts[:rows], pack.lengths[:rows], 0)
-        batch = MaskingCollator(0)(part, ids[: part.lengths.sum()])
+        batch = MaskingCollator(ESM2_TOKENS, 0)(part, ids[: part.lengths.sum()])
         counts = {name: value for name, value in batch.items() if isinstance(value, int) and name != "max_seqlen"}
         batches.append(padded(batch) | counts)
     return batches

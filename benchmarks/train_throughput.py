@@ -21,6 +21,7 @@ from benchmarks.prepared import PreparedFlags
 from benchmarks.rounds import cells, in_rounds
 from benchmarks.tables import publish, where_measured
 from common.cli import flag, parse_arguments, run
+from common.models.esm2.alphabet import ESM2_TOKENS
 
 MODES = {
     "ours": "ours, packed",
@@ -73,12 +74,12 @@ def measure(args: Arguments) -> dict:
         stock = config.to_transformers()
         stock._attn_implementation = "sdpa"
         model = EsmForMaskedLM(stock)
-    store = open_split(args.dataset_dir, "train")
+    store = open_split(args.dataset_dir, "train", ESM2_TOKENS)
     size = {"tokens_per_pack": args.tokens}
     if not ours:
         size = {"sequences_per_pack": args.tokens // args.max_seq_length}
     plan = BatchPlan(store.lengths, len(store), 0, args.max_seq_length, **size)
-    loader = TrainLoader(PlannedOrder(store, plan, packs_per_step=1), MaskingCollator(0))
+    loader = TrainLoader(PlannedOrder(store, plan, packs_per_step=1), MaskingCollator(ESM2_TOKENS, 0))
     prepared = [share.micro_batches[0] for share in islice(loader, args.steps + 2)]
     if not ours:
         width = args.max_seq_length if mode == "pad512" else 0

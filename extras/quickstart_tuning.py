@@ -23,6 +23,7 @@ from common.distributed.run import distributed_run
 from common.distributed.strategy import Strategy
 from common.distributed.world import World
 from common.files.json_files import write_json
+from common.models.esm2.alphabet import ESM2_TOKENS
 from common.models.layers.backend import has_bf16
 from common.training.arguments import TrainArguments
 from common.training.load_model import load_model
@@ -71,7 +72,7 @@ def evaluated_tokens(args: TrainArguments, world: World) -> int:
     """Of all evaluations of the run: before it, during it, and on both splits after it."""
     if not args.do_eval:
         return 0
-    data = open_data(args, world, evaluate=True)
+    data = open_data(args, ESM2_TOKENS, world, evaluate=True)
     rounds = {"validation": args.eval_on_start + round(1 / args.eval_steps if args.eval_steps else 0) + 1, "test": 1}
     held_out = {split: data.held_out(split) for split in rounds}
     return sum(

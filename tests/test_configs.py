@@ -15,6 +15,7 @@ import torch
 from common.cli import UserError
 from common.data.training_data import open_data
 from common.distributed.world import World
+from common.models.esm2.alphabet import ESM2_TOKENS
 from common.training import registry as tasks
 from common.training.checkpoint_files import list_checkpoints
 from extras.decoders.config import GUIDE_RUNS, PRESETS
@@ -180,5 +181,7 @@ def test_the_sanity_run_of_ranks_that_share_packs(tmp_path):
 def test_the_sample_is_not_mistaken_for_a_directory_of_that_name(tmp_path, monkeypatch):
     (tmp_path / SAMPLE).mkdir()
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(UserError, match="--dataset sample: built in, but ./sample is here, too"):
-        open_data(parse(DDP), World(0, 0, 1, torch.device("cpu")), False, {SAMPLE: lambda: pytest.fail("made")})
+    with pytest.raises(UserError, match="--dataset sample: a built-in name, but ./sample exists too"):
+        open_data(
+            parse(DDP), ESM2_TOKENS, World(0, 0, 1, torch.device("cpu")), False, {SAMPLE: lambda: pytest.fail("made")}
+        )

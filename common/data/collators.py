@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import NamedTuple
+from collections.abc import Iterable
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -11,10 +11,10 @@ import torch
 from common.cli import UserError
 from common.data.crops import Pack
 from common.data.flags import DataFlags, StepFlags
+from common.data.token_store import TokenSet
 from common.distributed.slices import SharedPack, Slices
 from common.distributed.world import Mesh
 from common.files.hashing import GAMMA, MASKING, derive_key, hash_counters, mix
-from common.models.esm2.alphabet import FIRST_RESIDUE, LAST_RESIDUE, MASK, PAD, STANDARD_RESIDUES, UNK
 from common.shapes import predicted_positions
 
 # BERT masking keyed by (seed, epoch, record, position): the same token gets the same fate in every batch.
@@ -33,6 +33,7 @@ def mask_tokens(
     records: np.ndarray,
     starts: np.ndarray,
     lengths: np.ndarray,
+    tokens: TokenSet,
     seed: int,
     epoch: int,
     mlm_probability: float = 0.15,
@@ -51,7 +52,8 @@ def mask_tokens(
     hashes += np.arange(len(ids), dtype=np.uint64) * np.uint64(GAMMA)
     hashes = mix(hashes)
 
-    is_residue = (ids >= FIRST_RESIDUE) & (ids <= LAST_RESIDUE)
+    first, last = tokens.residues
+    is_residue = (ids >= first) & (ids <= last)
     # 53 bits, so that a probability of 1.0 has a threshold
     selected = np.flatnonzero(((hashes >> np.uint64(11)) < np.uint64(round(mlm_probability * 2**53))) & is_residue)
     labels = np.full(len(ids), IGNORE, dtype=np.int64)
@@ -59,10 +61,11 @@ def mask_tokens(
 
     fate = mix(hashes[selected] ^ np.uint64(FATE))
     which, residue = fate >> np.uint64(32), fate & np.uint64(0xFFFFFFFF)
-    amino_acids = STANDARD_RESIDUES[(residue * np.uint64(len(STANDARD_RESIDUES))) >> np.uint64(32)]
+    replacements = np.array(tokens.replacements, np.uint8)
+    amino_acids = replacements[(residue * np.uint64(len(replacements))) >> np.uint64(32)]
     input_ids = ids.copy()
     input_ids[selected] = np.where(
-        which < MASKED_BELOW, np.uint8(MASK), np.where(which < RANDOM_BELOW, amino_acids, ids[selected])
+        which < MASKED_BELOW, np.uint8(tokens.mask), np.where(which < RANDOM_BELOW, amino_acids, ids[selected])
     )
     return input_ids, labels
 
@@ -92,7 +95,10 @@ class Counts(NamedTuple):
         return cls(*(sum(batch[key] for batch in batches) for key in cls._fields))
 
 
-Collator = Callable[[Pack, np.ndarray], Batch]
+class Collator(Protocol):
+    def __call__(self, pack: Pack, ids: np.ndarray, step: int | None = None) -> Batch:
+        """The batch of a pack whose tokens are `ids`. step: of training, so that anything in a batch may follow a
+        schedule; None in an evaluation, which follows none."""
 
 
 class MaskingCollator:
@@ -101,12 +107,12 @@ class MaskingCollator:
     seed, mlm_probability: of the masks; pad_to: tokens that the model is to compute at least, fillers included.
     """
 
-    def __init__(self, seed: int, mlm_probability: float = 0.15, pad_to: int = 0):
+    def __init__(self, tokens: TokenSet, seed: int, mlm_probability: float = 0.15, pad_to: int = 0):
         if not 0 <= mlm_probability <= 1:
             raise UserError(f"the masking probability lies between 0 and 1, not {mlm_probability}")
-        self.seed, self.mlm_probability, self.pad_to = seed, mlm_probability, pad_to
+        self.tokens, self.seed, self.mlm_probability, self.pad_to = tokens, seed, mlm_probability, pad_to
 
-    def __call__(self, pack: Pack, ids: np.ndarray) -> Batch:
+    def __call__(self, pack: Pack, ids: np.ndarray, step: int | None = None) -> Batch:
         """The batch of a pack of B sequences whose tokens are `ids` uint8 [T].
 
         input_ids int64 [T], labels int64 [T], predicted int64 [P] (`predicted_positions` of them), cu_seqlens int32
@@ -115,15 +121,15 @@ class MaskingCollator:
         to any sum.
         """
         input_ids, labels = mask_tokens(
-            ids, pack.records, pack.starts, pack.lengths, self.seed, pack.epoch, self.mlm_probability
+            ids, pack.records, pack.starts, pack.lengths, self.tokens, self.seed, pack.epoch, self.mlm_probability
         )
         masked = int(np.count_nonzero(labels != IGNORE))
-        unknown = int(np.count_nonzero(ids == UNK))
+        unknown = int(np.count_nonzero(ids == self.tokens.unknown))
         counts = Counts(masked, len(ids), int((pack.lengths**2).sum()), len(pack.lengths), unknown)
         lengths = pack.lengths
         if len(ids) == 0:
             lengths = np.array([1])
-            input_ids, labels = np.array([PAD]), np.array([IGNORE])
+            input_ids, labels = np.array([self.tokens.pad]), np.array([IGNORE])
         cu_seqlens = np.zeros(len(lengths) + 1, dtype=np.int32)
         np.cumsum(lengths, out=cu_seqlens[1:])
         labels = torch.from_numpy(labels)
@@ -157,16 +163,18 @@ def to_device(batch: Batch, device: torch.device) -> dict:
 class SlicingCollator:
     """One rank's slices of the batches that `collator` makes.
 
-    mesh: whose; layout, multiple: of `Slices`. A rank that has no token of a pack gets a `<pad>`, which is of no
+    mesh: whose; layout, multiple: of `Slices`; pad: token id of the filler; mask: of `<mask>`, which is counted by
+    sequence, -1 for a model without one. A rank that has no token of a pack gets a `<pad>`, which is of no
     sequence. Counts are the rank's own, so that their sums over all ranks count a pack once: tokens are those that it
     has, and the first rank of a group counts the sequences.
     """
 
-    def __init__(self, collator: Collator, mesh: Mesh, layout: str, multiple: int):
+    def __init__(self, collator: Collator, mesh: Mesh, layout: str, multiple: int, pad: int, mask: int = -1):
         self.collator, self.mesh, self.layout, self.multiple = collator, mesh, layout, multiple
+        self.pad, self.mask = pad, mask
 
-    def __call__(self, pack: Pack, ids: np.ndarray) -> Batch:
-        batch, rank = self.collator(pack, ids), self.mesh.cp_rank
+    def __call__(self, pack: Pack, ids: np.ndarray, step: int | None = None) -> Batch:
+        batch, rank = self.collator(pack, ids, step), self.mesh.cp_rank
         starts = batch["cu_seqlens"].numpy().astype(np.int64)
         lengths = np.diff(starts)
         slices = Slices(lengths, self.mesh.cp_size, self.layout, self.multiple)
@@ -180,11 +188,11 @@ class SlicingCollator:
             mine[: len(real)][real] = values.numpy()[places]
             return mine
 
-        input_ids, labels = own(batch["input_ids"], PAD), torch.from_numpy(own(batch["labels"], IGNORE))
+        input_ids, labels = own(batch["input_ids"], self.pad), torch.from_numpy(own(batch["labels"], IGNORE))
         predicted = {"predicted": predicted_positions(labels)} if "predicted" in batch else {}
         of_sequences = np.append(bounds[rank], tokens) if tokens > len(positions) else bounds[rank]
         first = rank == 0
-        masks = np.add.reduceat(batch["input_ids"].numpy() == MASK, starts[:-1], dtype=np.int64)
+        masks = np.add.reduceat(batch["input_ids"].numpy() == self.mask, starts[:-1], dtype=np.int64)
         shared = SharedPack(np.pad(positions, (0, tokens - len(positions))), bounds, slices.real(), lengths, masks)
         return {
             "input_ids": torch.from_numpy(input_ids),
@@ -201,17 +209,18 @@ class SlicingCollator:
         }
 
 
-def masked_batches(flags: DataFlags, seed: int, mesh: Mesh, pad_to: int = 0) -> Collator:
-    """What makes a rank's batches for masked language modelling: whole packs, or its slices of them.
+def masked_batches(flags: DataFlags, tokens: TokenSet, seed: int, mesh: Mesh, pad_to: int = 0) -> Collator:
+    """The collator of a rank for masked language modelling: of whole packs, or of its slices of them.
 
-    pad_to: of `MaskingCollator`; slices, whose sum it would not be, are not filled up to it.
+    pad_to: as MaskingCollator; slices are not filled up to it.
     """
-    return shared_batches(MaskingCollator(seed, flags.mlm_probability, pad_to), flags, mesh)
+    collator = MaskingCollator(tokens, seed, flags.mlm_probability, pad_to)
+    return shared_batches(collator, flags, mesh, tokens.pad, tokens.mask)
 
 
-def shared_batches(collator: Collator, flags: StepFlags, mesh: Mesh) -> Collator:
-    """`collator` itself where a rank has packs of its own, else what makes its slices of the batches."""
+def shared_batches(collator: Collator, flags: StepFlags, mesh: Mesh, pad: int, mask: int = -1) -> Collator:
+    """`collator` itself if a rank has packs of its own, else the collator of its slices. pad, mask: of the latter."""
     if mesh.cp_size == 1:
         return collator
     multiple = 1 if flags.cp_layout == "contiguous" else flags.pad_sequences_to_be_divisible_by or 2 * mesh.cp_size
-    return SlicingCollator(collator, mesh, flags.cp_layout, multiple)
+    return SlicingCollator(collator, mesh, flags.cp_layout, multiple, pad, mask)

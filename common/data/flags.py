@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from common.cli import Flags, Missing, UserError, flag
-from extras.sources import compression as limits
+from common.data import LONGEST_PROTEIN, check_record_length
 
 # The flags by which data of any kind become steps: how much a step takes, how many there are, who prepares them.
 
@@ -96,9 +96,7 @@ class DataFlags(StepFlags):
     mlm_probability: float = flag(0.15, "Fraction of residues to predict; 80 % become <mask>, 10 % another residue.")
     max_train_samples: int | None = flag(None, "Train on the first N proteins only.")
     max_eval_samples: int | None = flag(None, "Evaluate on the first N proteins only.")
-    max_record_length: int = flag(
-        limits.LONGEST_PROTEIN, "Longest record of --dataset, in bytes; memory grows with it."
-    )
+    max_record_length: int = flag(LONGEST_PROTEIN, "Longest record of --dataset, in bytes; memory grows with it.")
     do_preprocess: bool = flag(False, "Accepted for the guides' sake; preprocessing is 1.tokenize_uniref_csv.py.")
 
     instead_of = {
@@ -151,6 +149,6 @@ class DataFlags(StepFlags):
             )
         self.require_at_least(3, "max_seq_length")
         self.require_at_least(1, "max_train_samples", "max_eval_samples")
-        limits.check_flag(self.max_record_length)
+        check_record_length(self.max_record_length)
         if not 0 < self.mlm_probability < 1:
             raise UserError(f"--mlm_probability {self.mlm_probability}: must be between 0 and 1")

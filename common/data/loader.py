@@ -26,7 +26,6 @@ from common.cli import UserError, one_line
 from common.data.collators import Batch, Collator
 from common.data.crops import Pack
 from common.data.packing import BatchPlan, Position
-from common.data.token_store import TokenStore
 from common.distributed.stopping import end_with
 from common.distributed.world import Mesh
 
@@ -159,6 +158,20 @@ def unbundle(bundle: tuple[torch.Tensor, list[dict]]) -> list[Batch]:
 ALONE = Mesh()
 
 
+class Store(Protocol):
+    """Random access to token ids: common.data.token_store.TokenStore and those of the extras."""
+
+    def __len__(self) -> int: ...
+
+    def gather(self, records: np.ndarray, starts: np.ndarray, lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Tokens [start, start + length) of each of n records, end to end, and their offsets int64 [n + 1]."""
+
+
+class ProteinStore(Store, Protocol):
+    def lengths(self, records: np.ndarray) -> np.ndarray:
+        """Tokens of the records int64 [n], `<cls>` and `<eos>` included."""
+
+
 class TrainStep(NamedTuple):
     """One data rank's share of a step.
 
@@ -201,7 +214,7 @@ class PlannedOrder:
     which nothing is left an empty pack: all ranks run equally many.
     """
 
-    def __init__(self, store: TokenStore, plan: BatchPlan, packs_per_step: int, end: Position | None = None):
+    def __init__(self, store: Store, plan: BatchPlan, packs_per_step: int, end: Position | None = None):
         self.store, self.plan, self.packs_per_step, self.end = store, plan, packs_per_step, end
 
     def check_position(self, position: dict) -> None:
@@ -262,7 +275,7 @@ class TrainLoader:
 
 
 def evaluation_batches(
-    store: TokenStore,
+    store: Store,
     plan: BatchPlan,
     collator: Collator,
     mesh: Mesh = ALONE,
@@ -311,13 +324,13 @@ class _Steps(IterableDataset):
         numbers = count() if self.num is None else range(self.num)
         steps = self.order.steps(self.mesh, self.position, self.first, numbers, lambda n: n % workers == worker)
         for step, packs, moved, epoch in steps:
-            yield bundle([self.collator(*pack) for pack in packs]), (step, moved, epoch)
+            yield bundle([self.collator(pack, ids, step) for pack, ids in packs]), (step, moved, epoch)
 
 
 class _Split(IterableDataset):
     """The batches of one rank over a whole split; worker w of W builds those with number % W == w."""
 
-    def __init__(self, store: TokenStore, plan: BatchPlan, collator: Collator, mesh: Mesh):
+    def __init__(self, store: Store, plan: BatchPlan, collator: Collator, mesh: Mesh):
         self.store, self.plan, self.collator, self.mesh = store, plan, collator, mesh
 
     def __iter__(self):
@@ -333,6 +346,6 @@ class _Split(IterableDataset):
                 yield bundle([self.collator(pack, read(self.store, pack))])
 
 
-def read(store: TokenStore, pack: Pack) -> np.ndarray:
+def read(store: Store, pack: Pack) -> np.ndarray:
     """The pack's tokens uint8 [T]."""
     return store.gather(pack.records, pack.starts, pack.lengths)[0]

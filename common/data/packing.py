@@ -19,13 +19,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 
 from common.cli import UserError
 from common.data.crops import Pack, Window, plan_window
 from common.files.hashing import BLOCK_ORDER, MEMBER, ROTATION, Permutation, derive_key
-from extras.prepare.clusters import Clusters
 
 RECORDS_PER_BLOCK = 256
 BLOCKS_PER_WINDOW = 64
@@ -51,6 +51,17 @@ class PlanStatistics:
     tokens: int
     fill: float
     is_exact: bool
+
+
+class Clusters(Protocol):
+    """Groups of records, of each of which an epoch has one member (extras.prepare.clusters)."""
+
+    num_records: int
+
+    def __len__(self) -> int: ...
+
+    def draw(self, clusters: np.ndarray, key: int) -> np.ndarray:
+        """A member of each of the clusters int64 [n]: records int64 [n], a function of key and cluster."""
 
 
 class BatchPlan:

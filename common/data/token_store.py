@@ -12,14 +12,13 @@ from __future__ import annotations
 import json
 import mmap
 import os
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 
 from common.cli import UserError, one_line
-from common.models.esm2.alphabet import PAD, VOCAB_SIZE
-from extras import earlier_identity
 
 # Lists of token ids in the memory-mapped Arrow files of one split: nothing loaded, nothing indexed per record.
 #
@@ -210,18 +209,34 @@ def _advise(mapped: mmap.mmap | bytes, advice: str) -> None:
         mapped.madvise(getattr(mmap, advice))
 
 
+@dataclass(frozen=True)
+class TokenSet:
+    """The token ids of a family's alphabet that reading and masking need.
+
+    residues: first and last id of the tokens that may be masked; replacements: ids of which a random one replaces a
+    selected token.
+    """
+
+    vocab_size: int
+    pad: int
+    mask: int
+    unknown: int
+    residues: tuple[int, int]
+    replacements: tuple[int, ...]
+
+
 STEP = "1.tokenize_uniref_csv.py"  # which makes them
 
 
 class TokenStore:
-    """Random access to the token ids of one split. Cheap to fork; pickles as its path.
+    """Random access to the token ids of one split. Cheap to fork; pickles as its arguments.
 
-    path: directory of one split; max_records: use the first that many records only.
+    path: directory of one split; tokens: of the model's family; max_records: use the first that many records only.
     Raises UserError for anything that isn't such a directory. Token ids are checked when they are read.
     """
 
-    def __init__(self, path: str | Path, max_records: int | None = None):
-        self.path, self.max_records = Path(path), max_records
+    def __init__(self, path: str | Path, tokens: TokenSet, max_records: int | None = None):
+        self.path, self.tokens, self.max_records = Path(path), tokens, max_records
         state = read_state(self.path, STEP)
         self._lists = lists = ArrowLists(self.path, state)
         self._is_padded = lists.width > 0 or lists.dtype != np.uint8 or lists.has_masks
@@ -241,17 +256,19 @@ class TokenStore:
             # uint8 rows that another tool padded and stripped of their masks look like ours but for their ends
             first = zip(*lists.locate(self._rows(np.arange(min(self._num_records, 256)))), strict=True)
             ends = [lists.files[file].tokens[begin + length - 1] for file, begin, length in first if length]
-            self._is_padded = PAD in ends
+            self._is_padded = tokens.pad in ends
         if self._is_padded:
             self._lengths = np.full(lists.num_rows, -1, dtype=np.int32)
 
     @property
     def earlier_fingerprint(self) -> str:
         """As earlier versions made it."""
+        from extras import earlier_identity
+
         return f"{earlier_identity.fingerprint(self.path, self._lists.num_rows)}-{self._num_records}"
 
     def __reduce__(self):
-        return TokenStore, (self.path, self.max_records)
+        return TokenStore, (self.path, self.tokens, self.max_records)
 
     def __len__(self) -> int:
         return self._num_records
@@ -265,22 +282,22 @@ class TokenStore:
     def gather(self, indices: np.ndarray, starts: np.ndarray, lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Tokens [start, start + length) of each of n records, end to end.
 
-        Returns ids uint8 [sum(lengths)] and offsets int64 [n + 1]. Raises UserError for an id that is none of the 33
-        tokens and for `<pad>` inside a sequence.
+        Returns ids uint8 [sum(lengths)] and offsets int64 [n + 1]. Raises UserError for an id outside the
+        vocabulary and for `<pad>` inside a sequence.
         """
         ids, offsets = self._lists.gather(self._rows(indices), starts, lengths)
         self._check(ids, indices, offsets)
         return ids.astype(np.uint8, copy=False), offsets
 
     def _check(self, ids: np.ndarray, indices: np.ndarray, offsets: np.ndarray) -> None:
-        wrong = (ids >= VOCAB_SIZE) | (ids < 0) | (ids == PAD)
+        size, pad = self.tokens.vocab_size, self.tokens.pad
+        wrong = (ids >= size) | (ids < 0) | (ids == pad)
         if wrong.any():
-            at = int(wrong.argmax())
-            record = int(indices[np.searchsorted(offsets, at, side="right") - 1])
-            what = (
-                "<pad> inside its sequence" if ids[at] == PAD else f"token id {ids[at]}, ESM-2 has 0-{VOCAB_SIZE - 1}"
-            )
-            raise UserError(f"{self.path}: record {record}: {what}: tokenise again with the ESM-2 alphabet")
+            position = int(wrong.argmax())
+            record = int(indices[np.searchsorted(offsets, position, side="right") - 1])
+            found = ids[position]
+            what = "<pad> inside its sequence" if found == pad else f"token id {found}, the model has 0-{size - 1}"
+            raise UserError(f"{self.path}: record {record}: {what}: tokenise again with the model's alphabet")
 
     def _rows(self, indices: np.ndarray) -> np.ndarray:
         """Stored rows of records: the same unless the dataset carries an indices mapping."""
@@ -305,12 +322,12 @@ class TokenStore:
             tokens = file.tokens[lists.token_slot[chunk] + bounds[0] : lists.token_slot[chunk] + bounds[-1]]
             bounds = bounds - bounds[0]
             # one past the last token that is no <pad>, before each row's end
-            past = np.concatenate(([0], np.flatnonzero(tokens != PAD) + 1))
+            past = np.concatenate(([0], np.flatnonzero(tokens != self.tokens.pad) + 1))
             ends = past[np.searchsorted(past, bounds[1:], side="right") - 1]
             self._lengths[first:last] = np.maximum(ends - bounds[:-1], 0)
         return self._lengths[rows].astype(np.int64)
 
 
-def open_split(dataset_dir: str | Path, split: str, max_records: int | None = None) -> TokenStore:
+def open_split(dataset_dir: str | Path, split: str, tokens: TokenSet, max_records: int | None = None) -> TokenStore:
     """The store of one split ("train", "validation", "test") of a tokenised dataset directory."""
-    return TokenStore(split_directory(dataset_dir, split, STEP), max_records)
+    return TokenStore(split_directory(dataset_dir, split, STEP), tokens, max_records)

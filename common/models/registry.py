@@ -11,15 +11,13 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor, nn
 
+from common.data.token_store import TokenSet
 from common.distributed.world import World
 from common.models.layers.hf_directory import Training, read_config
-
-if TYPE_CHECKING:
-    from common.data.token_store import TokenSet
 
 # config.json's model_type: the module that defines FAMILY
 FAMILIES = {
@@ -58,10 +56,7 @@ class Family(ABC):
     task = "mlm"  # or "clm": what trains it
     alphabet = ""  # the tokens in order, separated by blanks, as checkpoints record them (mlm)
 
-    @property
-    def tokens(self) -> TokenSet:
-        """Token ids for reading and masking (mlm)."""
-        raise NotImplementedError
+    tokens: TokenSet  # ids for reading and masking (mlm)
 
     @abstractmethod
     def load_config(self, name: str) -> Any:
@@ -71,7 +66,7 @@ class Family(ABC):
     def choose(self, args: Any, world: World, torch_only: tuple[str, ...], previous: dict) -> ModelSpec:
         """The model that the flags ask for. UserError if it cannot run here. No collective.
 
-        torch_only: given flags that only the torch backend can honour; previous: the backend (and GELU) of the run that
+        torch_only: given flags that only the torch backend can honour; previous: the backend (and GELU) of a run that
         is resumed.
         """
 
@@ -83,8 +78,8 @@ class Family(ABC):
     def flops(self, config: Any, tokens: int, squared_lengths: int, targets: int) -> float:
         """Floating-point operations of a training step: matmuls only, the backward pass twice the forward pass.
 
-        Linears cost 2 per weight and token; attention 4 x hidden per pair of tokens of the same sequence, hence the sum
-        of squared lengths.
+        Linears cost 2 per weight and token; attention 4 x hidden per pair of tokens of the same sequence: hence the
+        sum of squared lengths.
         """
 
     @abstractmethod

@@ -13,6 +13,7 @@ import torch
 
 from common.cli import UserError
 from common.data.token_store import TokenStore, open_split
+from common.models.esm2.alphabet import ESM2_TOKENS
 from common.models.esm2.config import ESM2_SIZES
 from common.models.layers.initialise import count_parameters
 from common.models.registry import Family, family_of
@@ -20,7 +21,7 @@ from common.training.checkpoint_files import NAME
 from extras.decoders.config import PRESETS
 from extras.preflight.report import ERROR, OK, WARN, Finding
 from extras.sources.dataset import Source, open_source
-from extras.sources.stream_reader import MemoryStore
+from extras.sources.streamed_data import MemoryStore
 
 # Whether there is room for a run's checkpoints: found out before the run, not by its third save.
 
@@ -225,7 +226,7 @@ def check_dataset_dir(dataset_dir: str) -> tuple[Finding, dict[str, str]]:
         if split != "train" and not (Path(dataset_dir) / split).is_dir():
             continue
         try:
-            store = open_split(dataset_dir, split)
+            store = open_split(dataset_dir, split, ESM2_TOKENS)
         except UserError as error:
             if split != "train" and "empty" in str(error):
                 continue

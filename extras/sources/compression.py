@@ -21,21 +21,15 @@ import pyarrow as pa
 from isal import igzip, isal_zlib
 
 from common.cli import UserError, one_line
+from common.data import LONGEST_PROTEIN as LONGEST_PROTEIN
+from common.data import check_record_length as check_record_length
 from extras.sources.records import characters
 
 # How long a record may be: what bounds the memory that a reader takes, whatever a compressed file unpacks to.
 
-LONGEST_PROTEIN = 4 << 20  # bytes with its header; a hundred times the longest protein known
-LONGEST_DOCUMENT = 16 << 20  # five times War and Peace
+LONGEST_DOCUMENT = 16 << 20  # bytes of a document: five times War and Peace
 HELP = "longest record of the input, in bytes; memory grows with it"
-MOST = 1 << 30  # Arrow counts the bytes of a block in 32 bits
 STRADDLING = "straddling object"  # pyarrow's CSV and JSON readers about a row that is longer than a block
-
-
-def check_flag(longest: int) -> None:
-    """UserError for a --max_record_length that is none."""
-    if not 1 <= longest <= MOST:
-        raise UserError(f"--max_record_length {longest}: a number of bytes, 1 to {MOST}")
 
 
 def too_long(where: str, longest: int) -> UserError:

@@ -127,6 +127,9 @@ class EpochOfText:
                 yield self.plan.store.pieces(low % total, (high - 1) % total + 1)
 
 
+FILLER = 1  # token id of a rank's slice that has no token; of no sequence, without a label
+
+
 class CausalCollator:
     """Contexts of at most `context` tokens end to end, with the boundaries of what attention runs on.
 
@@ -136,7 +139,7 @@ class CausalCollator:
     def __init__(self, context: int, document_masks: bool = False):
         self.context, self.document_masks = context, document_masks
 
-    def __call__(self, pack: Pack, ids: np.ndarray) -> Batch:
+    def __call__(self, pack: Pack, ids: np.ndarray, step: int | None = None) -> Batch:
         """The batch of a pack whose tokens are `ids` [T], of any integer type; see extras.text.data.
 
         A pack without a token gives one token without a label, with all counts zero: every rank can run its forward
@@ -169,4 +172,4 @@ class CausalCollator:
 
 def causal_batches(flags: TextFlags, mesh: Mesh) -> Collator:
     """What makes a rank's batches of text: whole packs, or its slices of them."""
-    return shared_batches(CausalCollator(flags.max_seq_length, flags.document_masks), flags, mesh)
+    return shared_batches(CausalCollator(flags.max_seq_length, flags.document_masks), flags, mesh, FILLER)

@@ -31,11 +31,12 @@ from pathlib import Path
 from common.cli import UserError
 from common.data.collators import Collator
 from common.data.loader import Order, PlannedOrder, evaluation_batches
-from common.data.training_data import EVAL_SEED, FromPlan, FromStreams
+from common.data.training_data import EVAL_SEED, PlannedData
 from common.distributed.world import World
 from extras.sources.dataset import Source, check_same_files, documents, open_source, with_contents
 from extras.sources.hub import REMOTE
 from extras.sources.stream_reader import check_columns, count_records
+from extras.sources.streamed_data import StreamedData
 from extras.sources.streams import StreamedOrder
 from extras.text.causal import ContextPlan
 from extras.text.flags import TextFlags
@@ -49,7 +50,7 @@ SAMPLE_TOKENS = 1 << 18  # of the beginning of a source, from which the tokens o
 COUNTED_BYTES = 32 << 20  # of a local source: the tokens of no more text than that are counted to the end
 
 
-class PreparedText(FromPlan):
+class PreparedText(PlannedData):
     """The splits of a --dataset_dir, in the order of a plan of contexts."""
 
     def __init__(self, flags: TextFlags, tokenizer: Tokenizer):
@@ -77,7 +78,7 @@ class PreparedText(FromPlan):
         return open_text_split(self.flags.dataset_dir, name, self.tokenizer)
 
 
-class StreamedText(FromStreams):
+class StreamedText(StreamedData):
     """A source that nobody prepared, in the order of its streams. tokens: in an epoch, about."""
 
     def __init__(self, flags: TextFlags, source: Source, tokenizer: Tokenizer, tokens: float):

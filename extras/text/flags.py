@@ -6,8 +6,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from common.cli import Missing, UserError, flag
+from common.data import check_record_length
 from common.data.flags import StepFlags
-from extras.sources import compression as limits
+from extras.sources.compression import LONGEST_DOCUMENT
 from extras.text.tokenizers import BYTES
 
 
@@ -27,9 +28,7 @@ class TextFlags(StepFlags):
         None, "Of a --dataset with several configurations, the one to read (`en` of allenai/c4)."
     )
     text_column: str = flag("text", "The column, or JSON field, of --dataset that holds the documents.")
-    max_record_length: int = flag(
-        limits.LONGEST_DOCUMENT, "Longest record of --dataset, in bytes; memory grows with it."
-    )
+    max_record_length: int = flag(LONGEST_DOCUMENT, "Longest record of --dataset, in bytes; memory grows with it.")
     streaming: bool = flag(True, "Read a Hub --dataset in place; False: download it first.")
     train_split: str = flag("train", "The split to train on.")
     val_split: str = flag("validation", "The split to evaluate on.")
@@ -74,4 +73,4 @@ class TextFlags(StepFlags):
                 raise UserError(f"--{name} {getattr(self, name)}: slices are not read: name a split, or files")
         self.require_at_least(2, "max_seq_length")
         self.require_at_least(1, "validation_batches")
-        limits.check_flag(self.max_record_length)
+        check_record_length(self.max_record_length)

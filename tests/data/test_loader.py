@@ -23,7 +23,7 @@ from common.data.loader import PlannedOrder, TrainLoader, evaluation_batches
 from common.data.packing import BatchPlan, Position
 from common.data.token_store import TokenStore
 from common.distributed.world import Mesh
-from common.models.esm2.alphabet import CLS, EOS, encode
+from common.models.esm2.alphabet import CLS, EOS, ESM2_TOKENS, encode
 from extras.sources.fasta import read_fasta
 from tests.conftest import ROOT
 from tests.patience import run
@@ -47,17 +47,17 @@ def store(tmp_path_factory):
     path = tmp_path_factory.mktemp("store") / "train"
     residues = [rng.integers(4, 24, n) for n in np.clip(rng.lognormal(4.5, 0.7, 700), 8, 900).astype(int)]
     save(path, [np.concatenate(([CLS], of, [EOS])).astype(np.uint8) for of in residues])
-    return TokenStore(path)
+    return TokenStore(path, ESM2_TOKENS)
 
 
 def packed(store, shuffle=True, seed=1):
     plan = BatchPlan(store.lengths, len(store), seed, LONGEST, tokens_per_pack=2048, shuffle=shuffle)
-    return plan, MaskingCollator(seed)
+    return plan, MaskingCollator(ESM2_TOKENS, seed)
 
 
 def padded(store, shuffle=True, seed=1):
     plan = BatchPlan(store.lengths, len(store), seed, LONGEST, sequences_per_pack=9, shuffle=shuffle)
-    return plan, MaskingCollator(seed)
+    return plan, MaskingCollator(ESM2_TOKENS, seed)
 
 
 def loader_of(store, plan, collator, packs_per_step, dp_rank=0, dp_size=1, **arguments):
@@ -116,6 +116,28 @@ def test_restart_from_any_step_with_another_number_of_ranks(store, mode):
         assert found == expected[done:]
         assert after[-1][2:] == steps[-1][2:]
         assert after[0].step == done
+
+
+def test_loader_gives_collator_the_step(store):
+    """A schedule of the masking probability needs no more: the same masks on any ranks and workers, after a resume."""
+
+    def collator(pack, ids, step=None):
+        probability = 0.5 if step is None else 0.1 * (step + 1)
+        return MaskingCollator(ESM2_TOKENS, 1, probability)(pack, ids, step)
+
+    def scheduled(store):
+        return packed(store)[0], collator
+
+    expected, steps = global_batches(store, scheduled, 1, 6)
+    for step, batches in enumerate(expected):
+        targets, tokens = (sum(batch[key] for batch in batches) for key in ("num_targets", "num_tokens"))
+        assert targets / tokens == pytest.approx(0.1 * (step + 1), rel=0.1)
+    found, _ = global_batches(store, scheduled, 2, 3, first_step=3, position=steps[2].position, num_workers=2)
+    assert found == expected[3:]
+    plan, _ = packed(store, shuffle=False)
+    held_out = list(evaluation_batches(store, plan, collator))
+    targets, tokens = (sum(batch[key] for batch in held_out) for key in ("num_targets", "num_tokens"))
+    assert targets / tokens == pytest.approx(0.5, rel=0.1)
 
 
 @pytest.mark.parametrize(("mode", "packs_per_step"), [(padded, 6), (packed, 12), (packed, 3000)])
@@ -255,7 +277,7 @@ def test_evaluation_sees_every_record_once_with_the_same_masks(store, mode, dp_s
 
 def test_evaluation_of_fewer_records_than_ranks(tmp_path):
     save(tmp_path / "s", [encode("MKV")])
-    store = TokenStore(tmp_path / "s")
+    store = TokenStore(tmp_path / "s", ESM2_TOKENS)
     plan, collator = packed(store, shuffle=False)
     ranks = [evaluation_batches(store, plan, collator, Mesh(rank, 4)) for rank in range(4)]
     sizes = [[batch["num_tokens"] for batch in of_rank] for of_rank in ranks]
@@ -302,13 +324,14 @@ from common.data.loader import PlannedOrder, TrainLoader
 from common.data.packing import BatchPlan
 from common.data.token_store import TokenStore
 from common.distributed.world import Mesh
+from common.models.esm2.alphabet import ESM2_TOKENS
 for ending in {list(endings)!r}:
     if process := os.fork():
         print("ended", os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]), flush=True)
         continue
-    store = TokenStore({str(store.path)!r})
+    store = TokenStore({str(store.path)!r}, ESM2_TOKENS)
     plan = BatchPlan(store.lengths, len(store), 0, {LONGEST}, tokens_per_pack=2048)
-    steps = iter(TrainLoader(PlannedOrder(store, plan, 1), MaskingCollator(0), num_workers=2))
+    steps = iter(TrainLoader(PlannedOrder(store, plan, 1), MaskingCollator(ESM2_TOKENS, 0), num_workers=2))
     next(steps)
     print(*[child.pid for child in multiprocessing.active_children()], flush=True)
     exec(ending)
@@ -329,11 +352,12 @@ def test_real_proteins(tmp_path, real_fasta):
     """One epoch of the sample on 2 ranks with workers: all of its tokens, 15 % masked, packs full."""
     records = [encode(sequence) for _, sequence in read_fasta(real_fasta)]
     save(tmp_path / "s", records)
-    store = TokenStore(tmp_path / "s")
+    store = TokenStore(tmp_path / "s", ESM2_TOKENS)
     plan = BatchPlan(store.lengths, len(store), 0, 1024, tokens_per_pack=8192)
     steps = plan.packs_per_epoch() // 4
     loaders = [
-        loader_of(store, plan, MaskingCollator(0), 4, rank, 2, num_steps=steps, num_workers=rank) for rank in range(2)
+        loader_of(store, plan, MaskingCollator(ESM2_TOKENS, 0), 4, rank, 2, num_steps=steps, num_workers=rank)
+        for rank in range(2)
     ]
     batches = [batch for loader in loaders for step in loader for batch in step.micro_batches]
     assert steps * 4 == plan.packs_per_epoch() == len(batches)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from common.data.collators import mask_tokens
-from common.models.esm2.alphabet import CLS, EOS, MASK, PAD, TOKENS, UNK
+from common.models.esm2.alphabet import CLS, EOS, ESM2_TOKENS, MASK, PAD, TOKENS, UNK
 
 WORD = (1 << 64) - 1
 GOLDEN = 0x9E3779B97F4A7C15
@@ -38,7 +38,7 @@ def reference_token(token, record, position, seed, epoch, probability=0.15):
 
 def mask(ids, records, starts, lengths, seed=0, epoch=0, **rest):
     arrays = (np.asarray(array, dtype=np.int64) for array in (records, starts, lengths))
-    return mask_tokens(np.asarray(ids, dtype=np.uint8), *arrays, seed, epoch, **rest)
+    return mask_tokens(np.asarray(ids, dtype=np.uint8), *arrays, ESM2_TOKENS, seed, epoch, **rest)
 
 
 @pytest.mark.parametrize("seed", [0, 42, 2**63 + 11, -1])

@@ -15,9 +15,10 @@ import pytest
 from common.cli import UserError
 from common.data.collators import MaskingCollator
 from common.data.flags import DataFlags
-from common.data.training_data import find_source
+from common.models.esm2.alphabet import ESM2_TOKENS
 from extras.sources.dataset import check_same_files, open_source, split_of, with_contents
-from extras.sources.stream_reader import MemoryStore, read_sequences, units_of
+from extras.sources.stream_reader import read_sequences, units_of
+from extras.sources.streamed_data import MemoryStore, find_source
 from extras.sources.streams import Stream
 from tests.data.stream_fixtures import first_epoch, plan_of, proteins, write
 
@@ -29,7 +30,7 @@ def test_texts_are_cleaned_and_what_is_no_residue_is_counted(tmp_path):
         plan = plan_of(write(tmp_path / name, texts), 1)
         assert sorted(first_epoch(plan)) == sorted(["MKVLAG", "MKV", "MKV", "M?K??", "MKVLA"]), name
         pack, ids, _ = next(Stream(plan, 0))
-        assert MaskingCollator(0)(pack, ids)["num_unknown"] == 3
+        assert MaskingCollator(ESM2_TOKENS, 0)(pack, ids)["num_unknown"] == 3
         store = MemoryStore.read(open_source(str(tmp_path / name), False).splits["train"], 10)
         assert store.unknown() == (3, 1)
 

@@ -12,6 +12,7 @@ from common.cli import UserError
 from common.data.collators import MaskingCollator
 from common.data.loader import TrainLoader, merge_positions
 from common.distributed.world import Mesh
+from common.models.esm2.alphabet import ESM2_TOKENS
 from extras.sources.streams import Stream, StreamedOrder, StreamPosition
 from tests.data.stream_fixtures import PACKED, PADDED, first_epoch, plan_of, proteins, texts_of, write
 
@@ -68,7 +69,7 @@ def steps_of(plan, packs: int, number: int, ranks: int = 1, workers: int = 0, fi
     """[(input_ids and labels of each pack of the step, in the order of the packs; position)], over all ranks."""
     loaders = [
         TrainLoader(
-            *(StreamedOrder(plan, packs), MaskingCollator(0), Mesh(r, ranks), first, position, number),
+            *(StreamedOrder(plan, packs), MaskingCollator(ESM2_TOKENS, 0), Mesh(r, ranks), first, position, number),
             num_workers=workers,
         )
         for r in range(ranks)
@@ -109,7 +110,7 @@ def test_after_a_restart_each_rank_keeps_track_of_its_own_streams_alone(tmp_path
     order, parts = StreamedOrder(plan, 4), []
     for rank in range(ranks):
         mesh = Mesh(rank, ranks, cp_size)
-        (step,) = TrainLoader(order, MaskingCollator(0), mesh, 7, position, 1)
+        (step,) = TrainLoader(order, MaskingCollator(ESM2_TOKENS, 0), mesh, 7, position, 1)
         assert sorted(int(stream) % 4 for stream in step.position) == sorted(
             2 * list(range(mesh.dp_rank, 4, mesh.dp_size))
         )
@@ -185,13 +186,13 @@ def test_a_position_of_another_global_batch_is_refused(tmp_path):
     path = write(tmp_path / "a.csv", proteins())
     position = steps_of(plan_of(path, 4), 4, 1)[0][1]
     with pytest.raises(UserError, match="packs_per_step"):
-        TrainLoader(StreamedOrder(plan_of(path, 2), 2), MaskingCollator(0), position=position)
+        TrainLoader(StreamedOrder(plan_of(path, 2), 2), MaskingCollator(ESM2_TOKENS, 0), position=position)
 
 
 def test_masks_differ_from_epoch_to_epoch_and_proteins_do_not(tmp_path):
     plan = plan_of(write(tmp_path / "a.csv", proteins(8)), 1)
     epochs: dict[int, list] = {}
-    collate = MaskingCollator(0)
+    collate = MaskingCollator(ESM2_TOKENS, 0)
     for pack, ids, _ in Stream(plan, 0):
         if pack.epoch > 1:
             break

@@ -11,6 +11,7 @@ import pytest
 
 from common.data.token_store import TokenStore
 from common.files.output_directory import building
+from common.models.esm2.alphabet import ESM2_TOKENS
 from extras.earlier_identity import fingerprint, recorded_form
 from extras.prepare.dataset_writer import TOKEN_FEATURES, DatasetWriter
 
@@ -35,11 +36,11 @@ def earlier_fingerprint(path, rows: int) -> str:
 
 def test_fingerprint_of_a_split_follows_from_all_of_its_content(tmp_path):
     ids = np.full(3 << 20, 5, np.uint8)[: 30_000 * 100]
-    first = TokenStore(write_split(tmp_path / "a", ids))
-    assert TokenStore(write_split(tmp_path / "b", ids)).fingerprint == first.fingerprint
+    first = TokenStore(write_split(tmp_path / "a", ids), ESM2_TOKENS)
+    assert TokenStore(write_split(tmp_path / "b", ids), ESM2_TOKENS).fingerprint == first.fingerprint
     assert first.earlier_fingerprint == f"{earlier_fingerprint(tmp_path / 'a', 30_000)}-30000"
     ids[-1] = 6  # beyond what earlier versions looked at
-    other = TokenStore(write_split(tmp_path / "c", ids))
+    other = TokenStore(write_split(tmp_path / "c", ids), ESM2_TOKENS)
     assert other.fingerprint != first.fingerprint
     assert other.earlier_fingerprint == first.earlier_fingerprint
 

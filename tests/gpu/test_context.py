@@ -11,6 +11,7 @@ import torch.distributed as dist
 from common.data.collators import SlicingCollator, to_device
 from common.distributed.run import ProcessFlags, distributed_run
 from common.distributed.slices import Slices
+from common.models.esm2.alphabet import MASK, PAD
 from common.models.esm2.config import esm2_config
 from common.models.esm2.family import HIDDEN_ACT
 from common.models.esm2.model import Esm2ForMaskedLM, build_model
@@ -99,7 +100,7 @@ def compare(backend: str, cases: list[tuple], out: str) -> None:
             shared = model_of(backend, device)
             enable_context_parallel(shared, world.cp_group, way)
             mine = [
-                SlicingCollator(lambda pack, ids, whole=whole: whole, world.mesh, layout, multiple)(None, None)
+                SlicingCollator(lambda *_, whole=whole: whole, world.mesh, layout, multiple, PAD, MASK)(None, None)
                 for whole in packs
             ]
             ours = loss_and_gradients(shared, mine, bf16, device)

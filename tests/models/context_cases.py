@@ -13,7 +13,7 @@ import torch.distributed as dist
 from common.data.collators import IGNORE, SlicingCollator, to_device
 from common.distributed.slices import SharedPack, Slices
 from common.distributed.world import World
-from common.models.esm2.alphabet import MASK
+from common.models.esm2.alphabet import MASK, PAD
 from common.models.esm2.config import esm2_config
 from common.models.esm2.model import Esm2ForMaskedLM, build_model
 from common.models.layers.context_attention import WAYS, ContextGroup, CpLayout, enable_context_parallel, ring_blocks
@@ -116,7 +116,9 @@ def compare(cp_size: int, cases: list[tuple], out: str) -> None:
         shared = model_of(dropout)
         enable_context_parallel(shared, world.cp_group, way)
         mine = packs[mesh.dp_rank :: mesh.dp_size]
-        slices = [SlicingCollator(lambda pack, ids, batch=b: batch, mesh, layout, multiple)(None, None) for b in mine]
+        slices = [
+            SlicingCollator(lambda *_, batch=b: batch, mesh, layout, multiple, PAD, MASK)(None, None) for b in mine
+        ]
         own_loss, own = gradients(shared, slices, bf16)
         together = torch.cat([own_loss.view(1), *(value.flatten() for value in own.values())])
         dist.all_reduce(together)

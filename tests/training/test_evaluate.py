@@ -16,10 +16,10 @@ from transformers import EsmForMaskedLM
 
 from common.data.collators import MaskingCollator
 from common.data.token_store import open_split
-from common.data.training_data import EVAL_SEED, held_out_batches, open_training
+from common.data.training_data import EVAL_SEED, PreparedData, held_out_batches
 from common.distributed.world import World
 from common.models.esm2 import convert
-from common.models.esm2.alphabet import TOKENS
+from common.models.esm2.alphabet import ESM2_TOKENS, TOKENS
 from common.models.esm2.config import load_config, override
 from common.models.esm2.model import build_model
 from common.training import masked_lm
@@ -42,7 +42,9 @@ def model():
 
 def numbers(model, dataset, split="validation", prefix="eval", **flags) -> dict:
     args = arguments(dataset, **flags)
-    found = masked_lm.evaluate(model, open_training(args).held_out(split), args, ALONE, prefix)
+    found = masked_lm.evaluate(
+        model, PreparedData(args, ESM2_TOKENS).held_out(split), ESM2_TOKENS, args, ALONE, prefix
+    )
     return {k: v for k, v in found.items() if "runtime" not in k and "per_second" not in k}
 
 
@@ -50,7 +52,9 @@ def questions(dataset, **flags) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """(input_ids, labels) of every protein of the validation split."""
     args = arguments(dataset, sequence_packing=False, **flags)
     found = []
-    for batch in held_out_batches(args, open_training(args).held_out("validation"), MaskingCollator(EVAL_SEED), ALONE):
+    for batch in held_out_batches(
+        args, PreparedData(args, ESM2_TOKENS).held_out("validation"), MaskingCollator(ESM2_TOKENS, EVAL_SEED), ALONE
+    ):
         lengths = batch["cu_seqlens"].diff().tolist()
         found += zip(batch["input_ids"].split(lengths), batch["labels"].split(lengths), strict=True)
     return found
@@ -118,7 +122,10 @@ def test_workers_change_no_bit_and_end_with_the_evaluation_also_when_it_is_broke
     assert set(multiprocessing.active_children()) == others
     args, stopped = arguments(dataset, **in_small), World(0, 0, 1, torch.device("cpu"))
     stopped.stop.requested = True
-    assert masked_lm.evaluate(model, open_training(args).held_out("validation"), args, stopped) == {}
+    assert (
+        masked_lm.evaluate(model, PreparedData(args, ESM2_TOKENS).held_out("validation"), ESM2_TOKENS, args, stopped)
+        == {}
+    )
     assert set(multiprocessing.active_children()) == others
     told = [str(warning.message) for warning in recwarn if warning.category is UserWarning]
     assert not [text for text in told if not text.startswith("This DataLoader will create")]  # where there is one core
@@ -162,14 +169,14 @@ def test_the_unigram_predictor_is_the_one_worked_out_by_hand(dataset):
     labels = torch.cat([labels[labels != -100] for _, labels in questions(dataset)]).numpy() - 4
     assert labels.min() >= 0
     args = arguments(dataset)
-    data = open_training(args)
-    found = masked_lm.unigram(data.sample, data.held_out("validation"), args, ALONE)
+    data = PreparedData(args, ESM2_TOKENS)
+    found = masked_lm.unigram(data.sample, data.held_out("validation"), ESM2_TOKENS, args, ALONE)
     assert found["eval_unigram_loss"] == pytest.approx(-log_p[labels].mean(), rel=1e-12)
     assert found["eval_unigram_perplexity"] == pytest.approx(np.exp(-log_p[labels].mean()), rel=1e-12)
     assert found["eval_unigram_accuracy"] == (labels == counts.argmax()).mean()
     assert 2.7 < found["eval_unigram_loss"] < 3.0  # facts.md: 2.87 nats on UniRef
     other = arguments(dataset, seed=9, sequence_packing=False)
-    again = masked_lm.unigram(data.sample, data.held_out("validation"), other, ALONE)
+    again = masked_lm.unigram(data.sample, data.held_out("validation"), ESM2_TOKENS, other, ALONE)
     assert again == pytest.approx(found, rel=1e-12)
 
 
@@ -208,7 +215,7 @@ def test_evaluating_does_not_disturb_training(dataset, tmp_path):
 
 def test_eval_dataset_beside_a_dataset_dir_is_evaluated_on(dataset, tmp_path):
     """The same proteins in a FASTA file give the same results; the test split stays that of the directory."""
-    store = open_split(dataset, "validation")
+    store = open_split(dataset, "validation", ESM2_TOKENS)
     ids, offsets = store.gather(np.arange(len(store)), np.zeros(len(store), int), store.lengths(np.arange(len(store))))
     proteins = ["".join(TOKENS[token] for token in part[1:-1]) for part in np.split(ids, offsets[1:-1])]
     write_fasta(tmp_path / "held_out.fasta", [(f"P{number}", text) for number, text in enumerate(proteins)])

@@ -10,7 +10,8 @@ import json
 import pytest
 import torch
 
-from common.data.training_data import open_training
+from common.data.training_data import PreparedData
+from common.models.esm2.alphabet import ESM2_TOKENS
 from tests.training_fixtures import (
     arguments,
     checkpoint_state,
@@ -34,7 +35,7 @@ LOSS, WEIGHTS = 3e-6, 2e-6
 
 
 def packs_of(dataset, **flags) -> int:
-    plan = open_training(arguments(dataset, **EPOCH | flags)).plan
+    plan = PreparedData(arguments(dataset, **EPOCH | flags), ESM2_TOKENS).plan
     return plan.packs_per_epoch()
 
 

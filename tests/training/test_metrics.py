@@ -11,8 +11,8 @@ import torch
 
 from common.data.collators import MaskingCollator, to_device
 from common.data.crops import Pack
-from common.data.training_data import open_training
-from common.models.esm2.alphabet import LAST_RESIDUE
+from common.data.training_data import PreparedData
+from common.models.esm2.alphabet import ESM2_TOKENS, LAST_RESIDUE
 from common.models.esm2.config import esm2_config
 from common.models.esm2.model import build_model
 from common.training import run_logger as metrics
@@ -51,7 +51,7 @@ def read(path) -> dict:
 
 def test_total_flos_add_up_over_the_proteins_really_read(dataset, tmp_path):
     train(dataset, tmp_path, num_train_epochs=1, max_steps=None, max_seq_length=1500, tokens_per_pack=1500)
-    store = open_training(arguments(dataset)).store
+    store = PreparedData(arguments(dataset), ESM2_TOKENS).store
     lengths = store.lengths(np.arange(len(store))).astype(float)
     state = read(tmp_path / "trainer_state.json")
     assert state["tokens"] == lengths.sum()
@@ -168,7 +168,7 @@ def test_speeds_are_told_for_each_gpu_with_and_without_fillers(evaluated_run):
 
 @pytest.mark.parametrize(("pad_to", "computed"), [(0, 64 + 128 + 64 + 64), (200, 4 * 256)])
 def test_the_tokens_counted_as_computed_are_those_that_a_layer_sees(pad_to, computed):
-    model, collator = build_model(esm2_config(1, 64, 4), 0), MaskingCollator(0, pad_to=pad_to)
+    model, collator = build_model(esm2_config(1, 64, 4), 0), MaskingCollator(ESM2_TOKENS, 0, pad_to=pad_to)
     seen = []
     model.layers[0].register_forward_hook(lambda layer, inputs, output: seen.append(len(inputs[0].x)))
     batches = []

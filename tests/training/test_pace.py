@@ -10,6 +10,7 @@ import torch
 
 from common.data.token_store import open_split
 from common.distributed.world import World
+from common.models.esm2.alphabet import ESM2_TOKENS
 from extras.quickstart_tuning import PaceArguments, choose, evaluated_tokens
 from tests.forked import run_script
 from tests.training_fixtures import DEFAULTS, MAX_SEQ_LENGTH, TINY_MODEL, environment, flags_of, rows
@@ -41,7 +42,7 @@ def test_precision_and_steps_are_those_that_fit(dataset, seconds, evaluated, cho
 
 def test_every_evaluation_counts(dataset):
     def tokens(split: str, first: int) -> int:
-        store = open_split(str(dataset), split, first)
+        store = open_split(str(dataset), split, ESM2_TOKENS, first)
         return int(np.minimum(store.lengths(np.arange(len(store))), MAX_SEQ_LENGTH).sum())
 
     alone = World(0, 0, 1, torch.device("cpu"))

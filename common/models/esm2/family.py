@@ -1,32 +1,29 @@
 """ESM-2 as a family (common.models.registry): its flags, the choice of backend and GELU, FLOPs, export.
 
-GELU: ESM-2's own is exact (erf); Transformer Engine's fused kernels have the tanh approximation only. A run records its
-choice as `hidden_act` in config.json (transformers' names), which stock `EsmForMaskedLM` ignores: its GELU is always
-exact. The difference is measured in benchmarks/results/gelu.md. The LM head's GELU is exact everywhere.
+GELU: ESM-2's own is exact (erf); Transformer Engine's fused kernels have the tanh approximation only. A run records
+its choice as `hidden_act` in config.json (transformers' names), which stock `EsmForMaskedLM` ignores: its GELU is
+always exact. The difference is measured in benchmarks/results/gelu.md. The LM head's GELU is exact everywhere.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from common.cli import Missing, UserError, flag
 from common.distributed.world import World
-from common.models.esm2 import alphabet
+from common.models.esm2.alphabet import ESM2_TOKENS, TOKENS
 from common.models.esm2.config import Esm2Config, load_config, override
 from common.models.layers.backend import BackendFlags, check_device, choose_backend
 from common.models.layers.context_attention import WAYS
 from common.models.layers.hf_directory import Training
 from common.models.registry import Family, ModelSpec
-
-if TYPE_CHECKING:
-    from common.data.token_store import TokenSet
 
 HIDDEN_ACT = {"exact": "gelu", "tanh": "gelu_pytorch_tanh"}
 ONLY_GELU = {"te": "tanh"}  # a backend with one kind
@@ -137,20 +134,9 @@ def te_attends(config: Esm2Config) -> bool:
 
 
 class Esm2(Family):
-    alphabet = " ".join(alphabet.TOKENS)
+    alphabet = " ".join(TOKENS)
 
-    @cached_property
-    def tokens(self) -> TokenSet:
-        from common.data.token_store import TokenSet
-
-        return TokenSet(
-            vocab_size=alphabet.VOCAB_SIZE,
-            pad=alphabet.PAD,
-            mask=alphabet.MASK,
-            unknown=alphabet.UNK,
-            residues=(alphabet.FIRST_RESIDUE, alphabet.LAST_RESIDUE),
-            replacements=tuple(alphabet.STANDARD_RESIDUES.tolist()),
-        )
+    tokens = ESM2_TOKENS
 
     def load_config(self, name: str) -> Esm2Config:
         return load_config(name)
@@ -178,7 +164,7 @@ class Esm2(Family):
         read = partial(read_pretrained, args.model_name_or_path, config) if args.model_name_or_path else None
         residual = torch.bfloat16 if args.bf16_residual else torch.float32
         make = partial(Esm2ForMaskedLM, config, backend, residual)
-        return ModelSpec(config, backend, why, gelu, remarks, make, read)
+        return ModelSpec(config, backend, why, gelu, tuple(remarks), make, read)
 
     def make(self, config: Esm2Config) -> nn.Module:
         from common.models.esm2.model import Esm2ForMaskedLM

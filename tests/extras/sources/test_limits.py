@@ -14,13 +14,13 @@ import pytest
 
 from common.cli import UserError
 from common.data.flags import DataFlags
-from common.data.training_data import find_source
 from extras.prepare.cluster_splits import read_table
 from extras.sources.compression import open_unpacked
 from extras.sources.csv_records import read_rows as read_csv
 from extras.sources.dataset import documents, open_source, proteins
 from extras.sources.fasta import read_fasta
 from extras.sources.stream_reader import read_rows, units_of
+from extras.sources.streamed_data import find_source
 from tests.data_fixtures import DOWNLOAD, TOKENIZE, call, load_script
 from tests.forked import context
 
