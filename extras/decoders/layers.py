@@ -2,7 +2,7 @@
 
 Pre-norm: x + proj(attention(RMSNorm(x))), then x + feed-forward(RMSNorm(x)). Attention is causal, several heads of
 queries may share one of keys and values (GQA, Ainslie et al. 2023), the feed-forward block is SwiGLU (Shazeer 2020),
-in Mixtral one of several for each token. There are no biases. Modules and products have the names of ESM-2's layers,
+in Mixtral one of several for each token. There are no biases. Modules and matmuls have the names of ESM-2's layers,
 so that what quantises, recomputes or shards those does these.
 
 Every activation is [T, hidden]: all tokens of a pack end to end. Norms, rotation and the router compute in fp32. The
@@ -45,7 +45,7 @@ class RMSNorm(nn.Module):
 
 
 class Linear(nn.Module):
-    """x W^T by way of `linear`, or of what takes its place as `product`."""
+    """x W^T by way of `linear`, or of what takes its place as `matmul`."""
 
     matmul_weights = ("weight",)
 
@@ -160,7 +160,7 @@ class Experts(FeedForward):
                 self.fc2_weight.chunk(self.experts),
                 strict=True,
             )
-            if len(part)  # what quantises takes no product of nothing
+            if len(part)  # what quantises takes no matmul of nothing
         ]
         result = torch.cat(results)
         result = result * weights.flatten()[order, None].to(result.dtype)

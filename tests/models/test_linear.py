@@ -1,4 +1,4 @@
-"""The products of CPUs against float64 arithmetic, each way in this process, whatever this CPU has."""
+"""The matmuls of CPUs against float64 arithmetic, each way in this process, whatever this CPU has."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ def operands(rows: int, inputs: int, outputs: int, bias: bool) -> list[torch.Ten
     return [x, weight, shift if bias else None]
 
 
-def forward_and_backward(product, tensors, upstream) -> list[torch.Tensor]:
+def forward_and_backward(matmul, tensors, upstream) -> list[torch.Tensor]:
     tensors = [None if x is None else x.detach().requires_grad_() for x in tensors]
-    result = product(*tensors)
+    result = matmul(*tensors)
     result.backward(upstream.to(result.dtype))
     return [result.detach(), *(x.grad for x in tensors if x is not None)]
 
@@ -88,7 +88,7 @@ def test_bf16_without_instructions_never_calls_the_librarys_bf16_product(without
     with Watch(), torch.autocast("cpu", torch.bfloat16):
         grad = cpu._matmul(x, weight, bias)
         cpu._matmul_backward(grad, x, weight, True, True)
-    assert len(seen) == 3 * 3  # blocks, products
+    assert len(seen) == 3 * 3  # blocks, matmuls
     assert all(dtypes == {torch.float32} for dtypes in seen)
 
 

@@ -148,5 +148,5 @@ def choose_backend(
         missing += f"; this run goes without {LOST}"
     reason = missing or (f"{conflicts[0]} is the torch backend's" if conflicts else None)
     if reason is None and not bf16:
-        reason = "without --bf16 its products would be TF32 and its attention unfused"
+        reason = "without --bf16 its matmuls would be TF32 and its attention unfused"
     return ("torch", f"not te: {reason}") if reason else ("te", "Transformer Engine is here")

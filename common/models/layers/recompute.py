@@ -137,7 +137,7 @@ class _Call:
 
 MODES = ("none", "selective", "full")
 
-# Results of products and of fused attention are kept by `selective`; norms, GELU, rotary and the like are recomputed.
+# Results of matmuls and of fused attention are kept by `selective`; norms, GELU, rotary and the like are recomputed.
 _KEPT = (
     *("aten::mm", "aten::addmm", "mkldnn::_linear_pointwise", "cpu::matmul", "cpu::attention"),
     "esm2::context_attention",
