@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from benchmarks.fresh import measured_afresh
 from benchmarks.tables import publish, where_measured
 from common.cli import flag, parse_arguments, run
-from common.training.masked_lm import ESM2_TOKENS
+from common.models.esm2.alphabet import ESM2_TOKENS
 
 WAYS = {"p2p": "dual_chunk", "all_gather": "dual_chunk", "p2p, contiguous": "contiguous"}
 
@@ -48,7 +48,7 @@ def measure(args: Arguments) -> dict | None:
     from common.distributed.world import World
     from common.models.esm2.config import esm2_config
     from common.models.esm2.model import build_model
-    from common.models.layers.context_attention import share_context
+    from common.models.layers.context_attention import enable_context_parallel
 
     keep_freed_memory()
     torch.set_num_threads(1)
@@ -65,7 +65,7 @@ def measure(args: Arguments) -> dict | None:
         multiple = 1 if layout == "contiguous" else 2 * world.size
         tokens = ESM2_TOKENS.pad, ESM2_TOKENS.mask
         collator = SlicingCollator(collator, world.mesh, layout, multiple, *tokens)
-        share_context(model, world.cp_group, args.worker.partition(",")[0])
+        enable_context_parallel(model, world.cp_group, args.worker.partition(",")[0])
     batch = to_device(collator(pack, ids), world.device)
     moved = _count_bytes(world.size)
     kept: dict[int, int] = {}

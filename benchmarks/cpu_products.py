@@ -1,5 +1,5 @@
 """Products of ESM-2's layers on this CPU: fp32 by MKL and by oneDNN, bf16 by the library and by
-common.models.layers.linear.
+common.models.layers.cpu.
 
     python -m benchmarks.cpu_products [--output benchmarks/results/cpu_products.md]
 
@@ -52,16 +52,16 @@ def measure(args: Arguments) -> dict:
     import torch
 
     from common.distributed.run import keep_freed_memory
-    from common.models.layers import linear
-    from common.models.layers.cpu import BF16_PRODUCTS, FP32_BY_ONEDNN
+    from common.models.layers import cpu
+    from common.models.layers.cpu import BF16_MATMULS, FP32_BY_ONEDNN
 
     keep_freed_memory()
     torch.set_num_threads(1)
-    ways = {  # dtype, then the constants of common.models.layers.linear under which `linear` takes that way
+    ways = {  # dtype, then the constants of common.models.layers.cpu under which `linear` takes that way
         "mkl": (torch.float32, {"FP32_BY_ONEDNN": False}),
         "onednn": (torch.float32, {"FP32_BY_ONEDNN": True}),
-        "library": (torch.bfloat16, {"BF16_PRODUCTS": True}),
-        "ours": (torch.bfloat16, {"BF16_PRODUCTS": False, "FP32_BY_ONEDNN": FP32_BY_ONEDNN}),
+        "library": (torch.bfloat16, {"BF16_MATMULS": True}),
+        "ours": (torch.bfloat16, {"BF16_MATMULS": False, "FP32_BY_ONEDNN": FP32_BY_ONEDNN}),
     }
     found = {}
     for size in args.sizes.split(","):
@@ -72,18 +72,18 @@ def measure(args: Arguments) -> dict:
             best = dict.fromkeys(ways, float("inf"))
             for number in range(args.rounds + 1):  # the first is for warmth
                 for way, (dtype, constants) in ways.items():
-                    vars(linear).update(constants)
+                    vars(cpu).update(constants)
                     x, weight = (torch.randn(n, inputs).to(dtype).requires_grad_() for n in (args.tokens, outputs))
                     upstream = torch.randn(args.tokens, outputs).to(dtype)
                     started = time.process_time()
-                    linear.linear(x, weight).backward(upstream)
+                    cpu.linear(x, weight, None).backward(upstream)
                     if number:
                         best[way] = min(best[way], time.process_time() - started)
             for way in ways:
                 seconds[way] += best[way]
         work = 3 * 2 * args.tokens * sum(a * b for a, b in shapes) / 1e9
         found[size] = {way: work / s for way, s in seconds.items()}
-    return {"taken": ["onednn" if FP32_BY_ONEDNN else "mkl", "library" if BF16_PRODUCTS else "ours"], "speeds": found}
+    return {"taken": ["onednn" if FP32_BY_ONEDNN else "mkl", "library" if BF16_MATMULS else "ours"], "speeds": found}
 
 
 def compare(args: Arguments) -> str:

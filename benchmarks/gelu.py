@@ -22,11 +22,11 @@ from common.data.collators import MaskingCollator, to_device
 from common.data.loader import PlannedOrder, TrainLoader
 from common.data.packing import BatchPlan
 from common.data.token_store import open_split
+from common.models.esm2.alphabet import ESM2_TOKENS
 from common.models.esm2.config import load_config
 from common.models.esm2.family import HIDDEN_ACT
 from common.models.esm2.model import Esm2ForMaskedLM, build_model
 from common.training.arguments import TrainArguments
-from common.training.masked_lm import ESM2_TOKENS
 from common.training.optim import build_optimizer, lr_schedule
 
 

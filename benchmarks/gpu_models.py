@@ -15,7 +15,7 @@ from common.cli import UserError
 from common.compat import use_sdpa
 from common.data.collators import Batch, MaskingCollator, to_device
 from common.data.packing import Pack
-from common.files.alphabet import CLS, EOS
+from common.models.esm2.alphabet import CLS, EOS, ESM2_TOKENS
 from common.models.esm2.config import ESM2_SIZES, Esm2Config, esm2_config
 from common.models.esm2.family import HIDDEN_ACT
 from common.models.esm2.model import Esm2ForMaskedLM
@@ -24,7 +24,6 @@ from common.models.layers.compiling import compile_layers
 from common.precision.build import Precision
 from common.precision.emulation import Emulation
 from common.precision.plan import FP8_RECIPES
-from common.training.masked_lm import ESM2_TOKENS
 
 # layers, hidden size, heads; of 15B also as many layers as fit beside their optimiser
 SIZES = {name.split("_")[2]: shape for name, shape in ESM2_SIZES.items()}

@@ -31,8 +31,8 @@ import torch
 from benchmarks.gpu_models import KINDS, MAX_LENGTH, SIZES, batches_for, config_of, steps_of
 from benchmarks.tables import publish, where_measured
 from common.cli import Flags, UserError, flag, parse_arguments, run
+from common.models.esm2.family import FAMILY
 from common.precision.plan import FP8_RECIPES
-from common.training.flops import step_flops
 from common.training.run_logger import peak_flops, peak_memory_gb
 
 MODES = [kind for kind in KINDS if kind != "emulated"]
@@ -80,7 +80,7 @@ def measure(mode: str, size: str, args: Arguments) -> dict:
         loss = step(batch)
         if number >= args.warmup:
             tokens += batch["num_tokens"]
-            flops += step_flops(config, *(batch[k] for k in ("num_tokens", "sum_squared_lengths", "num_targets")))
+            flops += FAMILY.flops(config, *(batch[k] for k in ("num_tokens", "sum_squared_lengths", "num_targets")))
     finish()
     seconds = time.perf_counter() - started
     row = {"tokens_per_second": tokens / seconds, "peak_gb": peak_memory_gb(device), "loss": loss.item()}

@@ -34,8 +34,7 @@ from common.data.loader import PlannedOrder, TrainLoader, TrainStep
 from common.data.packing import BatchPlan
 from common.data.token_store import open_split
 from common.distributed.world import Mesh
-from common.files.alphabet import encode
-from common.training.masked_lm import ESM2_TOKENS
+from common.models.esm2.alphabet import ESM2_TOKENS, encode
 from extras.prepare.dataset_writer import TOKEN_FEATURES, DatasetWriter
 from extras.sources.dataset import open_source
 from extras.sources.fasta import read_fasta

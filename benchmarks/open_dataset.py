@@ -34,7 +34,8 @@ from common.data.collators import MaskingCollator
 from common.data.loader import PlannedOrder, TrainLoader
 from common.data.packing import BatchPlan, Position
 from common.data.token_store import open_split
-from common.training.masked_lm import ESM2_TOKENS, residue_frequencies
+from common.models.esm2.alphabet import ESM2_TOKENS
+from common.training.masked_lm import residue_frequencies
 from extras.prepare.clusters import open_clusters
 from extras.prepare.dataset_writer import (
     ROWS_PER_BATCH,

@@ -25,15 +25,15 @@ from common.cli import Flags, UserError, flag, parse_arguments, run
 from common.compat import FakeTensorMode
 from common.data.collators import Batch, to_device
 from common.models.esm2.config import Esm2Config, esm2_config
+from common.models.esm2.family import FAMILY
 from common.models.esm2.layers_torch import TransformerLayer, prepare
 from common.models.esm2.model import Esm2ForMaskedLM
-from common.models.layers.cpu import as_on_a_gpu
+from common.models.layers.backend import as_on_a_gpu
 from common.models.layers.linear import RoundedWeights, use_copy
 from common.models.layers.recompute import MODES as RECOMPUTED
 from common.models.layers.recompute import save_activations
 from common.models.layers.residual import begin, total
 from common.shapes import filled_up
-from common.training.flops import step_flops
 from common.training.run_logger import PEAK_FLOPS
 from extras.dry_run.memory_tracker import LiveBytes
 
@@ -139,7 +139,7 @@ def step_of(
     phases = passes + [*passes[:-1], passes[-1] + more] * (packs - 1) + [end]
     if not waits:
         phases = [sum(phases[:-1], Work()), end]
-    flops = step_flops(config, *(batch[key] for key in ("num_tokens", "sum_squared_lengths", "num_targets")))
+    flops = FAMILY.flops(config, *(batch[key] for key in ("num_tokens", "sum_squared_lengths", "num_targets")))
     count = parameters[0] + layers * parameters[1]
     told = packs * batch["num_tokens"], packs * flops, batch["sum_squared_lengths"], config.hidden_size
     return Step(phases, layer, count, *told)

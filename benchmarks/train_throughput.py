@@ -21,7 +21,7 @@ from benchmarks.prepared import PreparedFlags
 from benchmarks.rounds import cells, in_rounds
 from benchmarks.tables import publish, where_measured
 from common.cli import flag, parse_arguments, run
-from common.training.masked_lm import ESM2_TOKENS
+from common.models.esm2.alphabet import ESM2_TOKENS
 
 MODES = {
     "ours": "ours, packed",

@@ -22,21 +22,13 @@ from torch import Tensor, nn
 
 from common.cli import UserError, one_line, positional, run
 from common.distributed.world import World
-from common.files import alphabet
 from common.files.json_files import check_type, shorten
-from common.models.esm2 import convert
-from common.models.esm2.config import load_config
-from common.models.esm2.convert import save_pretrained
-from common.models.esm2.model import Esm2ForMaskedLM
 from common.models.layers.hf_directory import Training
+from common.models.registry import FAMILIES, family_of
 from common.training import checkpoint_files as files
 from common.training.checkpoint import CONFIG, TRAINER_STATE
 from common.training.checkpoint_files import damage_of, newest_usable
 from common.training.checkpoint_reader import StoredTensors
-from extras.decoders import convert as decoder_convert
-from extras.decoders.config import ARCHITECTURES, load_decoder_config
-from extras.decoders.convert import save_decoder
-from extras.decoders.model import DecoderForCausalLM
 from extras.text.tokenizers import Tokenizer, load_tokenizer
 
 logger = logging.getLogger(__name__)
@@ -62,32 +54,20 @@ def export(checkpoint: Path, directory: Path) -> None:
     UserError where the directory has something in it, and for a checkpoint that has no model of this program in it.
     """
     model, described = files.read_manifest(checkpoint)
-    is_decoder = model.get("model_type") in [*ARCHITECTURES]
-    if not is_decoder and model.get("alphabet") != " ".join(alphabet.TOKENS):
+    family = family_of(model_type if (model_type := model.get("model_type")) in FAMILIES else "esm")
+    if family.task == "mlm" and model.get("alphabet") != family.alphabet:
         raise UserError(f"{checkpoint}: of another alphabet: export it with the version of this program that wrote it")
     if CONFIG not in described:
         raise UserError(
             f"{checkpoint}: of an earlier version, without {CONFIG}: the command of its run with --do_train False "
             f"--save_final_model --resume_from_checkpoint {checkpoint} exports it"
         )
-    (_export_decoder if is_decoder else _export_esm2)(checkpoint, StoredTensors(checkpoint), directory)
-
-
-def _export_esm2(checkpoint: Path, stored: StoredTensors, directory: Path) -> None:
-    config = load_config(str(checkpoint))
-    read = _reader(checkpoint, stored, partial(Esm2ForMaskedLM, config))
+    config, stored = family.load_config(str(checkpoint)), StoredTensors(checkpoint)
+    read = _reader(checkpoint, stored, partial(family.make, config))
     extras = {name.removeprefix(EXTRAS): stored.read(name) for name in stored.shapes if name.startswith(EXTRAS)}
-    training = Training.of_state(files.read_listed(checkpoint, TRAINER_STATE))
-    save_pretrained(convert.pieces_to_hf(read, config, extras), config, directory, training)
-
-
-def _export_decoder(checkpoint: Path, stored: StoredTensors, directory: Path) -> None:
-    config = load_decoder_config(str(checkpoint))
-    read = _reader(checkpoint, stored, partial(DecoderForCausalLM, config))
     state = files.read_listed(checkpoint, TRAINER_STATE)
-    tokenizer = _tokenizer(checkpoint, state)
-    pieces = decoder_convert.pieces_to_hf(read, config)
-    save_decoder(pieces, config, directory, tokenizer.save, Training.of_state(state))
+    tokenizer = _tokenizer(checkpoint, state) if family.task == "clm" else None
+    family.save(family.to_hf(read, config, extras), config, directory, Training.of_state(state), tokenizer)
 
 
 def _tokenizer(checkpoint: Path, state: dict) -> Tokenizer:

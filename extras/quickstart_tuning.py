@@ -23,10 +23,11 @@ from common.distributed.run import distributed_run
 from common.distributed.strategy import Strategy
 from common.distributed.world import World
 from common.files.json_files import write_json
+from common.models.esm2.alphabet import ESM2_TOKENS
 from common.models.layers.backend import has_bf16
 from common.training.arguments import TrainArguments
 from common.training.load_model import load_model
-from common.training.masked_lm import ESM2_TOKENS, MaskedLM
+from common.training.masked_lm import MaskedLM
 from common.training.optim import build_optimizer
 from common.training.step import Stepper
 from extras.monitor.stragglers import Stragglers

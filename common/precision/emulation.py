@@ -1,8 +1,8 @@
-"""--emulate_precision: a model whose products round as FP8, MXFP8 and NVFP4 hardware does, on any device.
+"""--emulate_precision: a model whose matmuls round as FP8, MXFP8 and NVFP4 hardware does, on any device.
 
-The encoder's four products (qkv, proj, fc1, fc2) are replaced; embeddings, norms, attention and LM head stay as they
-are. Each product is quantised as its recipe has Transformer Engine do it: forward x W^T, backward dy W and dy^T x,
-every operand in blocks along the dimension that is summed over, from the same unquantised tensor. The product itself
+The encoder's four matmuls (qkv, proj, fc1, fc2) are replaced; embeddings, norms, attention and LM head stay as they
+are. Each matmul is quantised as its recipe has Transformer Engine do it: forward x W^T, backward dy W and dy^T x,
+every operand in blocks along the dimension that is summed over, from the same unquantised tensor. The matmul itself
 is one of fp32 (or, with --bf16, of bf16, exact for the operands) with fp32 accumulators.
 """
 
@@ -37,7 +37,7 @@ from common.precision.formats import (
 )
 from common.precision.plan import BlockScaling, DelayedScaling, NVFP4BlockScaling, Plan, Recipe
 
-PRODUCTS = ("qkv", "proj", "fc1", "fc2")
+MATMULS = ("qkv", "proj", "fc1", "fc2")
 
 Factor = tuple[Tensor, Tensor]  # values, scale: see common.precision.formats
 
@@ -92,14 +92,14 @@ class Watcher(Protocol):
     def begin_pack(self, empty: bool) -> None: ...
 
     def operand(
-        self, layer: int, product: int, role: int, along: int, x: Tensor, cast: Tensor, quantized: Quantized
+        self, layer: int, matmul: int, role: int, along: int, x: Tensor, cast: Tensor, quantized: Quantized
     ) -> None: ...
 
-    def result(self, layer: int, product: int, tensor: str, x: Tensor) -> None: ...
+    def result(self, layer: int, matmul: int, tensor: str, x: Tensor) -> None: ...
 
 
 class Emulation:
-    """What the emulated products of a model share: their scales, and the key of the random bits.
+    """What the emulated matmuls of a model share: their scales, and the key of the random bits.
 
     ranks: of the run. Gradients are as many times those of the global batch, for they are averaged over the ranks.
     group: the ranks that share this one's packs: what is scaled by the largest number of a pack takes that of all of
@@ -122,14 +122,14 @@ class Emulation:
         self.scales: DelayedScales | None = None
         if delayed := next((r for r in plan if isinstance(r, DelayedScaling)), None):
             # Of all layers, whatever their format: a checkpoint fits a run with another plan.
-            elements = [element_of(delayed, role) for _ in plan for _ in PRODUCTS for role in ROLES]
+            elements = [element_of(delayed, role) for _ in plan for _ in MATMULS for role in ROLES]
             self.scales = DelayedScales(delayed, elements, device)
         for number, (layer, recipe) in enumerate(zip(model.layers, plan, strict=True)):
             if recipe is not None:
-                qkv, proj, fc1, fc2 = (Product(self, recipe, number, product) for product in range(len(PRODUCTS)))
-                layer.self_attention.layernorm_qkv.product = qkv
-                layer.self_attention.proj.product = proj
-                layer.layernorm_mlp.fc1_product, layer.layernorm_mlp.fc2_product = fc1, fc2
+                qkv, proj, fc1, fc2 = (EmulatedMatmul(self, recipe, number, matmul) for matmul in range(len(MATMULS)))
+                layer.self_attention.layernorm_qkv.matmul = qkv
+                layer.self_attention.proj.matmul = proj
+                layer.layernorm_mlp.fc1_matmul, layer.layernorm_mlp.fc2_matmul = fc1, fc2
 
     def begin(self, step: int, pack: int, empty: bool = False) -> None:
         """Before the pass over a pack, its number in the global step: the same random bits on whatever rank. Of an
@@ -151,12 +151,12 @@ class Emulation:
         return {} if self.scales is None else self.scales.state
 
 
-class Product:
+class EmulatedMatmul:
     """Takes the place of `common.models.layers.linear.linear` in a layer."""
 
-    def __init__(self, emulation: Emulation, recipe: Recipe, layer: int, product: int):
+    def __init__(self, emulation: Emulation, recipe: Recipe, layer: int, matmul: int):
         self.emulation, self.recipe = emulation, recipe
-        self.layer, self.product = layer, product
+        self.layer, self.matmul = layer, matmul
 
     @outside_graphs
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -177,11 +177,11 @@ class Product:
         return self.recipe.whole_tensor
 
     def quantize(self, x: Tensor, role: int, along: int, dtype: torch.dtype, key: int = 0) -> Factor:
-        """x [R, C] as the factor of a product in `dtype` that sums over its columns or its rows."""
+        """x [R, C] as the factor of a matmul in `dtype` that sums over its columns or its rows."""
         cast = transformed(self.recipe, x, role, along)
         quantized = self._quantize(cast, role, along, key)
         if self.emulation.watcher:
-            self.emulation.watcher.operand(self.layer, self.product, role, along, x, cast, quantized)
+            self.emulation.watcher.operand(self.layer, self.matmul, role, along, x, cast, quantized)
         # What a weight in fp32 becomes is exact in bf16, too, but for blocks with fp32 scales.
         narrow = not (isinstance(self.recipe, BlockScaling) and self.recipe.use_f32_scales)
         return quantized.values.to(dtype) if narrow else quantized.values, quantized.scale
@@ -189,9 +189,9 @@ class Product:
     def _quantize(self, x: Tensor, role: int, along: int, key: int) -> Quantized:
         if not isinstance(self.recipe, DelayedScaling):
             stochastic = role == GRADIENT and isinstance(self.recipe, NVFP4BlockScaling)
-            noise_key = derive_key(key, self.layer, self.product, along) if stochastic else 0
+            noise_key = derive_key(key, self.layer, self.matmul, along) if stochastic else 0
             return quantize_operand(self.recipe, x, role, along, noise_key, self.emulation.group)
-        number = (self.layer * len(PRODUCTS) + self.product) * len(ROLES) + role
+        number = (self.layer * len(MATMULS) + self.matmul) * len(ROLES) + role
         scales = self.emulation.scales
         # Histories and scales are those of the global batch: the same on any number of ranks, from the first step on.
         ranks = self.emulation.ranks if role == GRADIENT else 1
@@ -200,45 +200,45 @@ class Product:
         return quantize_tensor(x, scales.scale(number) / ranks, element_of(self.recipe, role))
 
     def watch_result(self, tensor: str, x: Tensor) -> None:
-        """x: the `output`, `dgrad` or `wgrad` of a product."""
+        """x: the `output`, `dgrad` or `wgrad` of a matmul."""
         if self.emulation.watcher:
-            self.emulation.watcher.result(self.layer, self.product, tensor, x)
+            self.emulation.watcher.result(self.layer, self.matmul, tensor, x)
 
 
 class _QuantizedLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x: Tensor, weight: Tensor, bias: Tensor, product: Product, key: int) -> Tensor:
-        ctx.product, ctx.key = product, key
-        quantized = product.quantize(x, INPUT, COLUMNS, x.dtype)
-        if product.whole_tensor:
+    def forward(ctx, x: Tensor, weight: Tensor, bias: Tensor, matmul: EmulatedMatmul, key: int) -> Tensor:
+        ctx.matmul, ctx.key = matmul, key
+        quantized = matmul.quantize(x, INPUT, COLUMNS, x.dtype)
+        if matmul.whole_tensor:
             ctx.save_for_backward(weight, *quantized)
         else:
             ctx.save_for_backward(weight, x)
-        y = _multiply(quantized, product.quantize(weight, WEIGHT, COLUMNS, x.dtype), x.dtype, bias)
-        product.watch_result("output", y)
+        y = _multiply(quantized, matmul.quantize(weight, WEIGHT, COLUMNS, x.dtype), x.dtype, bias)
+        matmul.watch_result("output", y)
         return y
 
     @staticmethod
     def backward(ctx, grad: Tensor):
-        product, key, dtype = ctx.product, ctx.key, grad.dtype
+        matmul, key, dtype = ctx.matmul, ctx.key, grad.dtype
         weight, *saved = ctx.saved_tensors
         grad_x = grad_weight = grad_bias = None
         along_columns = along_rows = None
-        if ctx.needs_input_grad[0] or product.whole_tensor:
-            along_columns = product.quantize(grad, GRADIENT, COLUMNS, dtype, key)
+        if ctx.needs_input_grad[0] or matmul.whole_tensor:
+            along_columns = matmul.quantize(grad, GRADIENT, COLUMNS, dtype, key)
         if ctx.needs_input_grad[0]:
-            values, scale = product.quantize(weight, WEIGHT, ROWS, dtype)
+            values, scale = matmul.quantize(weight, WEIGHT, ROWS, dtype)
             grad_x = _multiply(along_columns, (values.t(), scale), dtype)
-            product.watch_result("dgrad", grad_x)
+            matmul.watch_result("dgrad", grad_x)
         if ctx.needs_input_grad[1]:
-            along_rows = along_columns if product.whole_tensor else product.quantize(grad, GRADIENT, ROWS, dtype, key)
-            values, scale = saved if product.whole_tensor else product.quantize(saved[0], INPUT, ROWS, dtype)
+            along_rows = along_columns if matmul.whole_tensor else matmul.quantize(grad, GRADIENT, ROWS, dtype, key)
+            values, scale = saved if matmul.whole_tensor else matmul.quantize(saved[0], INPUT, ROWS, dtype)
             # Both factors are read column-wise here; the wider one is faster as the second.
             if weight.shape[0] > weight.shape[1]:
                 grad_weight = _multiply((values.t(), scale), (along_rows[0].t(), along_rows[1]), dtype).t()
             else:
                 grad_weight = _multiply((along_rows[0].t(), along_rows[1]), (values.t(), scale), dtype)
-            product.watch_result("wgrad", grad_weight)
+            matmul.watch_result("wgrad", grad_weight)
             grad_weight = grad_weight.to(weight.dtype)
         if ctx.needs_input_grad[2]:
             grad_bias = grad.sum(0)
@@ -250,6 +250,6 @@ def _multiply(a: Factor, b: Factor, dtype: torch.dtype, bias: Tensor | None = No
     (left, left_scale), (right, right_scale) = a, b
     with torch.autocast(left.device.type, enabled=False):
         kind = torch.promote_types(left.dtype, right.dtype)
-        # Not in place: selective checkpointing keeps the product's result.
+        # Not in place: selective checkpointing keeps the matmul's result.
         result = linear(left.to(kind), right.to(kind)).float() * (left_scale * right_scale)
         return (result if bias is None else result.add_(bias)).to(dtype)

@@ -1,6 +1,6 @@
-"""What an operand of a product becomes by a recipe: in which blocks, along which dimension, in numbers of which kind.
+"""What an operand of a matmul becomes by a recipe: in which blocks, along which dimension, in numbers of which kind.
 
-As Transformer Engine 2.20 has it: blocks lie along the dimension that the product sums over, weights are scaled in
+As Transformer Engine 2.20 has it: blocks lie along the dimension that the matmul sums over, weights are scaled in
 squares where the recipe has them, and both operands of the weights' gradient pass NVFP4's Hadamard transform.
 """
 
@@ -20,7 +20,7 @@ from common.precision.plan import BlockScaling, MXFP8BlockScaling, NVFP4BlockSca
 #
 # Every `quantize_*` returns `Quantized`: the tensor is values * scale. `values` holds what the format can hold,
 # times the scale of its block where there is one, and is exact in bfloat16 (but for blocks with fp32 scales); `scale`
-# is the fp32 scale of the whole tensor. So a product of two such tensors is the product of their values, in any dtype,
+# is the fp32 scale of the whole tensor. So a matmul of two such tensors is the matmul of their values, in any dtype,
 # times both scales: as matrix units do it.
 #
 # Sources: OCP 8-bit Floating Point Specification (OFP8) 1.0; OCP Microscaling Formats (MX) 1.0; NVIDIA, Pretraining
@@ -179,9 +179,9 @@ def hadamard_matrix(device: torch.device | str = "cpu") -> Tensor:
 
 
 def hadamard_rows(x: Tensor) -> Tensor:
-    """The transform of every 16 rows of x [R, C], R a multiple of 16. Both factors of a product whose contraction runs
+    """The transform of every 16 rows of x [R, C], R a multiple of 16. Both factors of a matmul whose contraction runs
     over the rows may be transformed: x^T y stays, and outliers are spread over 16 rows before they are quantised."""
-    # bf16 in fp32, rounded once: what its products are, also on a CPU that has no instructions for them.
+    # bf16 in fp32, rounded once: what its matmuls are, also on a CPU that has no instructions for them.
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     matrix = hadamard_matrix(x.device).to(wide.dtype)
     return torch.matmul(matrix.t(), wide.unflatten(0, (-1, HADAMARD_SIZE))).flatten(0, 1).to(x.dtype)
@@ -209,7 +209,7 @@ def _unblocked(blocks: Tensor, like: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 INPUT, WEIGHT, GRADIENT = ROLES = range(3)
-COLUMNS, ROWS = 1, 0  # the dimension a product sums over, that is along which blocks lie
+COLUMNS, ROWS = 1, 0  # the dimension a matmul sums over, that is along which blocks lie
 
 
 def element_of(recipe: Recipe, role: int) -> Element:
@@ -225,7 +225,7 @@ def transformed(recipe: Recipe, x: Tensor, role: int, along: int) -> Tensor:
 def quantize_operand(
     recipe: Recipe, x: Tensor, role: int, along: int, key: int = 0, group: dist.ProcessGroup | None = None
 ) -> Quantized:
-    """x [R, C] for a product that sums over its columns or its rows, by a recipe that keeps nothing between steps.
+    """x [R, C] for a matmul that sums over its columns or its rows, by a recipe that keeps nothing between steps.
 
     key: of NVFP4's random bits for gradients; group: the ranks that share a pack, and with it the scale of a tensor.
     """

@@ -20,13 +20,13 @@ NAMES = {ADA: "Ada", HOPPER: "Hopper", BLACKWELL: "Blackwell"}
 
 @dataclass(frozen=True)
 class Recipe:
-    """How a layer's products are quantised. Class attributes: what the format asks of device and shapes."""
+    """How a layer's matmuls are quantised. Class attributes: what the format asks of device and shapes."""
 
     title = ""
     flag = "--fp8"
     capability = HOPPER
     whole_tensor = False  # one scale a tensor: quantised, it is the same along both dimensions
-    multiple = 16  # of tokens and of every dimension of a product
+    multiple = 16  # of tokens and of every dimension of a matmul
     default_format = "hybrid"
 
     fp8_format: str = "hybrid"  # hybrid: E4M3 forward, E5M2 for gradients; e4m3: everywhere

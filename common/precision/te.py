@@ -38,19 +38,19 @@ from common.precision.formats import (
     Quantized,
     exponent_value,
 )
-from common.precision.masters import Masters, Unseen
+from common.precision.masters import Masters, NanGuard
 from common.precision.plan import Plan, Recipe
 
 # What Transformer Engine has stored of an operand, as the formats' `Quantized`: numbers, scales of blocks, scale.
 #
-# Written against Transformer Engine 2.20. Its storages hold one copy for each dimension that products sum over; scales
+# Written against Transformer Engine 2.20. Its storages hold one copy for each dimension that matmuls sum over; scales
 # are padded, and a copy for columns may lie transposed (`get_scale_shape` and `dequantize` of its tensors say how).
 
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # by the lower three bits; the fourth is the sign
 
 
 def stored(tensor, along: int) -> Quantized | None:
-    """[R, C], stored for products that sum over its columns or its rows; None where there is no such copy."""
+    """[R, C], stored for matmuls that sum over its columns or its rows; None where there is no such copy."""
     if isinstance(tensor, Float8TensorStorage):  # one scale: both copies hold the same numbers
         if te_field(tensor, "data") is None:
             return None
@@ -122,8 +122,8 @@ _VARIABLES = {
     "NVTE_NVFP4_ROW_SCALED_ACTIVATION": "activations have one scale a tensor",
     "NVTE_NVFP4_4OVER6": "blocks are scaled to 6",
 }
-# Products whose operands are quantised, by kind of module: each has scales of its own.
-_PRODUCTS = {te.LayerNormLinear: 1, te.Linear: 1, te.LayerNormMLP: 2}
+# Matmuls whose operands are quantised, by kind of module: each has scales of its own.
+_MATMULS = {te.LayerNormLinear: 1, te.Linear: 1, te.LayerNormMLP: 2}
 
 
 def te_recipe(recipe: Recipe):
@@ -174,7 +174,7 @@ class Quantised:
                 if recipe is not None and not isinstance(recipe, plans.NVFP4BlockScaling):
                     with te.quantized_model_init(recipe=made[recipe]):
                         self.layers[number] = type(self.layers[number])(model.config, number)
-        self.unseen = Unseen(self.layers, plan)
+        self.nan_guard = NanGuard(self.layers, plan)
 
     def quantise_weights(self) -> Masters:
         """Put the weights of layers that keep them in FP8 into it; what they were become their masters.
@@ -184,7 +184,7 @@ class Quantised:
         """
         convert = {}
         for path, module in self.model.named_modules():
-            if type(module) in _PRODUCTS and module.primary_weights_in_fp8:
+            if type(module) in _MATMULS and module.primary_weights_in_fp8:
                 for name, _ in module.named_parameters(recurse=False):
                     if (index := module.param_init_meta[name].fp8_meta_index) is not None:
                         quantizer = module.quantizers["scaling_fwd"][index]
@@ -236,8 +236,8 @@ class Quantised:
             for number, layer in enumerate(self.layers):
                 if isinstance(self.plan[number], plans.DelayedScaling):
                     for name, module in layer.named_modules():
-                        if products := _PRODUCTS.get(type(module)):
-                            self._add(f"layers.{number}.{name}", module, products)
+                        if matmuls := _MATMULS.get(type(module)):
+                            self._add(f"layers.{number}.{name}", module, matmuls)
         return self._state
 
     def rescale_gradients(self, factor: float) -> None:
@@ -256,8 +256,8 @@ class Quantised:
     def _histories(self, direction: str) -> list[Tensor]:
         return [tensor for name, tensor in self.state.items() if name.endswith(f"{direction}.amax_history")]
 
-    def _add(self, name: str, module: nn.Module, products: int) -> None:
-        module.fp8_meta["num_gemms"] = products  # as the first forward pass would
+    def _add(self, name: str, module: nn.Module, matmuls: int) -> None:
+        module.fp8_meta["num_gemms"] = matmuls  # as the first forward pass would
         recipe = self.recipes[self.outer]
         with te.quantized_model_init(enabled=False, recipe=recipe):  # it looks there for the recipe, too
             module.init_fp8_meta_tensors(recipe)

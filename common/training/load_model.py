@@ -14,7 +14,7 @@ from common.cli import UserError
 from common.distributed.fsdp import copy_to_shard
 from common.distributed.world import World
 from common.models.layers.compiling import compile_layers
-from common.models.layers.context_attention import share_context
+from common.models.layers.context_attention import enable_context_parallel
 from common.models.layers.initialise import initialise
 from common.models.layers.linear import RoundedWeights
 from common.precision.build import choose_plan, set_formats, start_te_stats
@@ -63,7 +63,7 @@ def load_model(
             model = choice.make()
         precision = set_formats(model, plan, args, args.seed, world, te_stats)
         if world.cp_group is not None:
-            share_context(model, world.cp_group, args.cp_comm_type)
+            enable_context_parallel(model, world.cp_group, args.cp_comm_type)
         if compiled:
             compile_layers(model, world.device.type)
     if shard is not None:

@@ -18,7 +18,7 @@ from common.data.packing import Position
 from common.data.training_data import TrainingData
 from common.distributed.world import World
 from common.files.json_files import LARGEST_INT, check_type, shorten
-from common.models.esm2.model import count_parameters
+from common.models.layers.initialise import count_parameters
 from common.training.arguments import RunArguments
 from common.training.run_logger import peak_memory_gb
 from common.training.step import StepResult

@@ -16,23 +16,25 @@ from pathlib import Path
 import yaml
 
 from common.cli import Flags, flag, is_file_of_flags, parse_arguments
+from common.models.registry import family_of
 from common.training.arguments import RunArguments, TrainArguments
-from common.training.masked_lm import MaskedLM
 from common.training.task import Task
-from extras.decoders.causal_arguments import CausalArguments
-from extras.decoders.causal_lm import CausalLM
-from extras.decoders.config import ARCHITECTURES
 
 logger = logging.getLogger(__name__)
 
 CONFIGS = Path(__file__).parents[2] / "configs"
-TASKS = {TrainArguments: MaskedLM, CausalArguments: CausalLM}
 OF_DECODERS = ("model", "model_type")  # flags that tell a decoder's run, and no other's
 
 
 def task_of(args: RunArguments) -> type[Task]:
     """The task whose flags these are."""
-    return next(task for kind, task in TASKS.items() if isinstance(args, kind))
+    if isinstance(args, TrainArguments):
+        from common.training.masked_lm import MaskedLM
+
+        return MaskedLM
+    from extras.decoders.causal_lm import CausalLM
+
+    return CausalLM
 
 
 def arguments_of(strategy: type[Flags], task: type[RunArguments]) -> type[RunArguments]:
@@ -55,8 +57,10 @@ def parse_run(
     argv = sys.argv[1:] if argv is None else argv
     sanity = CONFIGS / without_flags
     words = argv or [str(sanity)]
-    task = TrainArguments
+    task: type[RunArguments] = TrainArguments
     if _tells_a_decoder(words):
+        from extras.decoders.causal_arguments import CausalArguments
+
         task, words = CausalArguments, _without_comments(words)
     (args,) = parse_arguments(description, arguments_of(strategy, task), argv=words)
     if not argv and os.environ.get("RANK", "0") == "0":
@@ -85,7 +89,7 @@ def _tells_a_decoder(words: list[str]) -> bool:
         return True
     try:
         content = json.loads((Path(str(given["model_name_or_path"])) / "config.json").read_text(encoding="utf-8"))
-        return content["model_type"] in ARCHITECTURES
+        return family_of(content["model_type"]).task == "clm"
     except (KeyError, OSError, ValueError, TypeError):
         return False
 

@@ -8,9 +8,8 @@ run, which opens no data, takes an `example`.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from torch import Tensor, nn
 
@@ -32,27 +31,6 @@ class StepCounts(NamedTuple):
     num_sequences: int
     num_unknown: int
     num_computed: int
-
-
-# What becomes of the flags about a model: first what they choose, then the model that was built of it.
-
-
-@dataclass(frozen=True)
-class ModelSpec:
-    """Which model it is to be, before there is one.
-
-    backend, why: who computes its layers; gelu: with which GELU ("" where it has none); remarks: for the log; make:
-    the model, under torch.device("meta"); read: given weights as (pairs of our name and tensor, extras), None for
-    random ones.
-    """
-
-    config: Any
-    backend: str
-    why: str
-    gelu: str
-    remarks: tuple[str, ...]
-    make: Callable[[], nn.Module]
-    read: Callable[[], tuple[Iterator[tuple[str, Tensor]], dict[str, Tensor]]] | None
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,7 @@ to get wrong after the meta device.
 
 from __future__ import annotations
 
-import importlib
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -80,9 +79,6 @@ class _VocabularyLoss(torch.autograd.Function):
         return grad_hidden * grad.to(grad_hidden.dtype), torch.mul(grad_weight, grad, out=of_weight), None, None
 
 
-LAYERS = {"torch": "extras.decoders.layers", "te": "extras.decoders.layers_te"}
-
-
 class DecoderOutput(NamedTuple):
     """What a forward pass gives. Without labels: `logits`. With labels: sums over the labelled positions.
 
@@ -104,7 +100,11 @@ class DecoderForCausalLM(nn.Module):
     def __init__(self, config: DecoderConfig, backend: str = "torch"):
         super().__init__()
         self.config = config
-        layers = importlib.import_module(LAYERS[backend])
+        layers: Any
+        if backend == "te":
+            from extras.decoders import layers_te as layers
+        else:
+            from extras.decoders import layers
         self.multiple, self.begin = layers.TOKENS, layers.begin
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.layers = Layers(layers.DecoderLayer(config, n) for n in range(config.num_hidden_layers))

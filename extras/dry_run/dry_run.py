@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from common.cli import UserError
-from common.models.esm2.model import count_parameters
+from common.models.layers.initialise import count_parameters
 from common.training.arguments import RunArguments
 from extras.dry_run.memory_estimate import Build, Held, rehearsed
 from extras.dry_run.memory_tracker import BACKWARD, ENDS, GATHERED, GRADIENTS, LAYERS, OPTIMIZER, WEIGHTS

@@ -19,7 +19,7 @@ from torch import Tensor
 from common.distributed.fsdp import local_shard
 from common.distributed.strategy import Strategy
 from common.distributed.world import World
-from common.models.layers.cpu import as_on_a_gpu
+from common.models.layers.backend import as_on_a_gpu
 from common.training.arguments import RunArguments
 from common.training.optim import build_optimizer
 from common.training.pinned_stager import share_of

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from common.cli import Flags, Missing, UserError, flag
-from common.files.alphabet import BYTE_TO_ID, TOKENS, UNK, encode
 from common.files.hashing import hash_bytes
+from common.models.esm2.alphabet import BYTE_TO_ID, TOKENS, UNK, encode
 from common.models.esm2.config import load_config
 from common.models.esm2.convert import read_pretrained
 from common.models.esm2.model import Esm2ForMaskedLM

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from common.cli import UserError
-from common.files.alphabet import BYTE_TO_ID, MASK, STANDARD_RESIDUES, TOKENS
+from common.models.esm2.alphabet import BYTE_TO_ID, MASK, STANDARD_RESIDUES, TOKENS
 from extras.inference.encoder import Encoder, Progress, Window, tokens_of, windows
 
 AT_ONCE = 256  # sequences whose logits are held at a time

@@ -10,16 +10,15 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from torch import nn
 
 from common.cli import UserError
 from common.data.token_store import TokenStore, open_split
-from common.models.esm2.config import ESM2_SIZES, load_config
-from common.models.esm2.model import Esm2ForMaskedLM, count_parameters
+from common.models.esm2.alphabet import ESM2_TOKENS
+from common.models.esm2.config import ESM2_SIZES
+from common.models.layers.initialise import count_parameters
+from common.models.registry import Family, family_of
 from common.training.checkpoint_files import NAME
-from common.training.masked_lm import ESM2_TOKENS
-from extras.decoders.config import PRESETS, load_decoder_config
-from extras.decoders.model import DecoderForCausalLM
+from extras.decoders.config import PRESETS
 from extras.preflight.report import ERROR, OK, WARN, Finding
 from extras.sources.dataset import Source, open_source
 from extras.sources.streamed_data import MemoryStore
@@ -34,15 +33,15 @@ def bytes_needed(model: str, limit: int) -> int | None:
 
     None for a model of another name: its directory, or the Hub, would have to be asked.
     """
-    module: type[nn.Module]
+    family: Family
     if model in PRESETS:
-        config, module = load_decoder_config(model), DecoderForCausalLM
+        family = family_of(PRESETS[model].config.model_type)
     elif model in ESM2_SIZES:
-        config, module = load_config(model), Esm2ForMaskedLM
+        family = family_of("esm")
     else:
         return None
     with torch.device("meta"):
-        parameters = count_parameters(module(config))
+        parameters = count_parameters(family.make(family.load_config(model)))
     return BYTES_A_PARAMETER * parameters * ((limit or 2) + 1)
 
 

@@ -22,8 +22,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from common.cli import UserError
-from common.files.alphabet import BYTE_TO_ID, CLS, EOS, PAD, TOKENS, UNK
 from common.files.output_directory import Build, sync, sync_directory
+from common.models.esm2.alphabet import BYTE_TO_ID, CLS, EOS, PAD, TOKENS, UNK
 from extras.prepare.dataset_writer import (
     SHARD_BYTES,
     TOKEN_FEATURES,

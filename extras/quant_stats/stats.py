@@ -23,7 +23,7 @@ from common.precision.plan import NVFP4BlockScaling, Plan, Recipe
 from extras.quant_stats.stats_file import OPERANDS, RECIPES, RESULTS, split_stat
 from extras.quant_stats.stats_plan import MODULES, Key, Selection
 
-# The products that an operand enters, quantised along its columns and along its rows.
+# The matmuls that an operand enters, quantised along its columns and along its rows.
 GEMMS = {"activation": ("fprop", "wgrad"), "weight": ("fprop", "dgrad"), "gradient": ("dgrad", "wgrad")}
 # What is added up over packs and ranks, and what the maximum is taken of.
 SUMS = ("numel", "underflows", "overflows", "square_error", "sum", "absolute", "square")
@@ -35,7 +35,7 @@ _DEGREE = {"mse": 2} | dict.fromkeys(
 # A scale of fp32 that maps the largest value to the format's largest may miss it by rounding: that is no overflow.
 _SLACK = 1 + 2.0**-20
 
-Row = tuple[Key, tuple[str, ...]]  # a tensor, and the products it is an operand or the result of
+Row = tuple[Key, tuple[str, ...]]  # a tensor, and the matmuls it is an operand or the result of
 Measured = tuple[Key, tuple[str, ...], str]  # the same, and the recipe of a what-if ("": the layer's own)
 
 
@@ -72,25 +72,25 @@ class Statistics:
         self._seen: set[int] = set()
         self.empty = empty
 
-    def operand(self, layer: int, product: int, role: int, along: int, x: Tensor, cast: Tensor, quantized: Quantized):
+    def operand(self, layer: int, matmul: int, role: int, along: int, x: Tensor, cast: Tensor, quantized: Quantized):
         """x [R, C] of layer `layer`, from 0; `cast`, which is x or its transform, became `quantized` along `along`.
 
         Called again by a recomputed forward pass, it counts once.
         """
         tensor, recipe = OPERANDS[role], self.plan[layer]
-        if (number := self._new(layer, product, tensor, along, "")) is not None:
+        if (number := self._new(layer, matmul, tensor, along, "")) is not None:
             element = E2M1 if isinstance(recipe, NVFP4BlockScaling) else element_of(recipe, role)
             self._add(number, *measure(cast, quantized, element))
         for name, kind in RECIPES.items():
             for direction in (COLUMNS, ROWS):
-                if (number := self._new(layer, product, tensor, direction, name)) is not None:
+                if (number := self._new(layer, matmul, tensor, direction, name)) is not None:
                     other = kind(recipe.fp8_format)
                     would = quantize_operand(other, x, role, direction)
                     self._add(number, *measure(x, would, element_of(other, role)))
 
-    def result(self, layer: int, product: int, tensor: str, x: Tensor) -> None:
-        """x: the result (`output`, `dgrad` or `wgrad`) of a product."""
-        if (number := self._new(layer, product, tensor, COLUMNS, "")) is not None:
+    def result(self, layer: int, matmul: int, tensor: str, x: Tensor) -> None:
+        """x: the result (`output`, `dgrad` or `wgrad`) of a matmul."""
+        if (number := self._new(layer, matmul, tensor, COLUMNS, "")) is not None:
             self._add(number, *measure(x))
 
     def end_step(self) -> list[dict]:
@@ -117,11 +117,11 @@ class Statistics:
             return [(RESULTS[tensor],)]
         return [GEMMS[tensor]] if self._recipe(key, name).whole_tensor else [(gemm,) for gemm in GEMMS[tensor]]
 
-    def _new(self, layer: int, product: int, tensor: str, along: int, name: str) -> int | None:
+    def _new(self, layer: int, matmul: int, tensor: str, along: int, name: str) -> int | None:
         """Where to add it, unless it is not wanted in this step or was seen before."""
         if self.empty or not self._rows:
             return None
-        key = (layer + 1, tuple(MODULES)[product], tensor)
+        key = (layer + 1, tuple(MODULES)[matmul], tensor)
         gemms = self._gemms(key, name)
         number = self._numbers.get((key, gemms[0] if len(gemms) == 1 or along == COLUMNS else gemms[1], name))
         weight = tensor == "weight"
@@ -137,7 +137,7 @@ class Statistics:
 
 
 class QuantStats(Statistics):
-    """Of the products of an `Emulation`, which it watches at the steps that a `Selection` names."""
+    """Of the matmuls of an `Emulation`, which it watches at the steps that a `Selection` names."""
 
     def __init__(self, emulation: Emulation, selection: Selection, world: World):
         super().__init__(emulation.plan, selection, world)
@@ -220,7 +220,7 @@ def make_row(step: int, key: Key, gemms: tuple[str, ...], stats: dict[str, float
 
 
 def scalars(rows: list[dict]) -> dict:
-    """The rows of a step as one row for a tracker: quant_stats/<layer>.<module>.<tensor>.<products>/<statistic>."""
+    """The rows of a step as one row for a tracker: quant_stats/<layer>.<module>.<tensor>.<matmuls>/<statistic>."""
     flat = {"step": rows[0]["step"]}
     for row in rows:
         where = f"{row['layer']}.{row['module']}.{row['tensor']}.{'+'.join(row['gemms'])}"

@@ -112,7 +112,7 @@ def select(flags: StatsFlags, plan: Plan) -> Selection:
 
 
 def _wanted(name: str, recipe: Recipe, sections: list[Section], said: str) -> Iterator[tuple[str, Wanted]]:
-    """(tensor, what) of a product in the format of `recipe`. UserError, after `said`, where that cannot be."""
+    """(tensor, what) of a matmul in the format of `recipe`. UserError, after `said`, where that cannot be."""
     # Either feature means the format that the layer has; of two sections, that with the layer's own counts.
     own, other = (FP4, FP8) if isinstance(recipe, NVFP4BlockScaling) else (FP8, FP4)
     mine = [section for section in sections if section.accepts(name)]

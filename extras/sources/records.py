@@ -16,7 +16,7 @@ import numpy as np
 import pyarrow as pa
 
 from common.cli import UserError
-from common.files.alphabet import BYTE_TO_ID, UNK
+from common.models.esm2.alphabet import BYTE_TO_ID, UNK
 
 logger = logging.getLogger(__name__)
 Lines = pa.LargeBinaryArray

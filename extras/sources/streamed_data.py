@@ -19,7 +19,7 @@ from common.data.loader import Order
 from common.data.token_store import TokenSet
 from common.data.training_data import Makers, PreparedData, ProteinData
 from common.distributed.world import World
-from common.files.alphabet import UNK, encode_many
+from common.models.esm2.alphabet import UNK, encode_many
 from extras.sources.dataset import (
     Content,
     File,

@@ -19,8 +19,8 @@ import numpy as np
 from common.cli import UserError
 from common.data.crops import Pack, Window, crop, plan_window
 from common.distributed.world import Mesh
-from common.files.alphabet import encode_many
 from common.files.hashing import BLOCK_ORDER, derive_key, hash_counters
+from common.models.esm2.alphabet import encode_many
 from extras.sources.dataset import File
 from extras.sources.sequence_files import ROW_BITS, Unit, read_sequences, units_of
 

@@ -9,8 +9,7 @@ import torch
 from common.cli import UserError
 from common.data.collators import Counts, MaskingCollator
 from common.data.packing import Pack
-from common.files.alphabet import PAD, UNK
-from common.training.masked_lm import ESM2_TOKENS
+from common.models.esm2.alphabet import ESM2_TOKENS, PAD, UNK
 
 
 def random_pack(lengths, seed=0):

@@ -11,8 +11,7 @@ from common.data.crops import Pack
 from common.data.loader import PlannedOrder, TrainLoader
 from common.data.packing import BatchPlan
 from common.distributed.world import Mesh
-from common.files.alphabet import MASK, PAD
-from common.training.masked_lm import ESM2_TOKENS
+from common.models.esm2.alphabet import ESM2_TOKENS, MASK, PAD
 from extras.sources.streamed_data import MemoryStore
 
 LENGTHS = np.array([40, 3, 1, 77, 22])

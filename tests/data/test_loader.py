@@ -23,8 +23,7 @@ from common.data.loader import PlannedOrder, TrainLoader, evaluation_batches
 from common.data.packing import BatchPlan, Position
 from common.data.token_store import TokenStore
 from common.distributed.world import Mesh
-from common.files.alphabet import CLS, EOS, encode
-from common.training.masked_lm import ESM2_TOKENS
+from common.models.esm2.alphabet import CLS, EOS, ESM2_TOKENS, encode
 from extras.sources.fasta import read_fasta
 from tests.conftest import ROOT
 from tests.patience import run
@@ -325,7 +324,7 @@ from common.data.loader import PlannedOrder, TrainLoader
 from common.data.packing import BatchPlan
 from common.data.token_store import TokenStore
 from common.distributed.world import Mesh
-from common.training.masked_lm import ESM2_TOKENS
+from common.models.esm2.alphabet import ESM2_TOKENS
 for ending in {list(endings)!r}:
     if process := os.fork():
         print("ended", os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]), flush=True)

@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 
 from common.data.collators import mask_tokens
-from common.files.alphabet import CLS, EOS, MASK, PAD, TOKENS, UNK
-from common.training.masked_lm import ESM2_TOKENS
+from common.models.esm2.alphabet import CLS, EOS, ESM2_TOKENS, MASK, PAD, TOKENS, UNK
 
 WORD = (1 << 64) - 1
 GOLDEN = 0x9E3779B97F4A7C15

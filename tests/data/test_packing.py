@@ -16,8 +16,8 @@ from common.cli import UserError
 from common.data import packing
 from common.data.crops import fill_packs
 from common.data.packing import BatchPlan, Pack, Position
-from common.files.alphabet import encode
 from common.files.hashing import Permutation
+from common.models.esm2.alphabet import encode
 from extras.sources.fasta import read_fasta
 
 

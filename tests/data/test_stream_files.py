@@ -15,7 +15,7 @@ import pytest
 from common.cli import UserError
 from common.data.collators import MaskingCollator
 from common.data.flags import DataFlags
-from common.training.masked_lm import ESM2_TOKENS
+from common.models.esm2.alphabet import ESM2_TOKENS
 from extras.sources.dataset import check_same_files, open_source, split_of, with_contents
 from extras.sources.sequence_files import read_sequences, units_of
 from extras.sources.streamed_data import MemoryStore, find_source

@@ -12,7 +12,7 @@ from common.cli import UserError
 from common.data.collators import MaskingCollator
 from common.data.loader import TrainLoader, merge_positions
 from common.distributed.world import Mesh
-from common.training.masked_lm import ESM2_TOKENS
+from common.models.esm2.alphabet import ESM2_TOKENS
 from extras.sources.streams import Stream, StreamedOrder, StreamPosition
 from tests.data.stream_fixtures import PACKED, PADDED, first_epoch, plan_of, proteins, texts_of, write
 

@@ -11,7 +11,7 @@ import pytest
 
 from common.data.token_store import TokenStore
 from common.files.output_directory import building
-from common.training.masked_lm import ESM2_TOKENS
+from common.models.esm2.alphabet import ESM2_TOKENS
 from extras.earlier_identity import fingerprint, recorded_form
 from extras.prepare.dataset_writer import TOKEN_FEATURES, DatasetWriter
 

@@ -13,8 +13,7 @@ from datasets import Dataset, DatasetDict, Features, List, Sequence, Value, load
 
 from common.cli import UserError
 from common.data.token_store import TokenStore, open_split
-from common.files.alphabet import CLS, EOS, PAD, encode
-from common.training.masked_lm import ESM2_TOKENS
+from common.models.esm2.alphabet import CLS, EOS, ESM2_TOKENS, PAD, encode
 from extras.sources.fasta import read_fasta
 
 OURS = Features({"id": Value("string"), "input_ids": List(Value("uint8"))})

@@ -61,7 +61,7 @@ def skip_unless_here(recipe) -> None:
 
 @pytest.mark.parametrize("name", ["llama3_1_8b", "llama3_2_1b", "mathstral_7b"])
 def test_fp32_equals_the_torch_backend(name):
-    """Values of weights, loss and gradients. Products are TF32 (10 bits) unless NVIDIA_TF32_OVERRIDE=0."""
+    """Values of weights, loss and gradients. Matmuls are TF32 (10 bits) unless NVIDIA_TF32_OVERRIDE=0."""
     model, theirs = model_of(name, "torch"), model_of(name, "te")
     weights = dict(theirs.named_parameters())
     assert weights.keys() == dict(model.named_parameters()).keys()
@@ -123,12 +123,12 @@ def test_what_products_of_nvfp4_hide_is_found(forget):  # noqa: F811
 
     skip_unless_here(RECIPES["nvfp4"])
     model = model_of("llama3_1_8b", "te")
-    unseen = Quantised(model, (RECIPES["nvfp4"],) * 3).unseen
+    guard = Quantised(model, (RECIPES["nvfp4"],) * 3).nan_guard
 
     def found() -> float:
         loss, gradients = loss_and_gradients(model, pack(), bf16=True)
         assert not SMALL or math.isfinite(loss) and all(gradient.isfinite().all() for gradient in gradients.values())
-        return unseen.add_to(torch.zeros((), device="cuda"), model.parameters()).item()
+        return guard.nonfinite(torch.zeros((), device="cuda"), model.parameters()).item()
 
     def spoil(module, inputs, output) -> None:
         output.register_hook(lambda gradient: torch.cat((gradient[:1] * math.nan, gradient[1:])))

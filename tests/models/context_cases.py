@@ -13,10 +13,10 @@ import torch.distributed as dist
 from common.data.collators import IGNORE, SlicingCollator, to_device
 from common.distributed.context_parallel import CpPack, CpSplit
 from common.distributed.world import World
-from common.files.alphabet import MASK, PAD
+from common.models.esm2.alphabet import MASK, PAD
 from common.models.esm2.config import esm2_config
 from common.models.esm2.model import Esm2ForMaskedLM, build_model
-from common.models.layers.context_attention import WAYS, ContextGroup, Sharing, rounds, share_context
+from common.models.layers.context_attention import WAYS, ContextGroup, CpLayout, enable_context_parallel, ring_blocks
 
 LENGTHS = {  # of the sequences of a pack
     "mixed": [1, 3, 16, 29, 70, 5, 41],
@@ -114,7 +114,7 @@ def compare(cp_size: int, cases: list[tuple], out: str) -> None:
         way, layout, multiple, dropout, bf16, lengths, labels = case
         packs = packs_of(lengths, labels)
         shared = model_of(dropout)
-        share_context(shared, world.cp_group, way)
+        enable_context_parallel(shared, world.cp_group, way)
         mine = packs[mesh.dp_rank :: mesh.dp_size]
         slices = [
             SlicingCollator(lambda *_, batch=b: batch, mesh, layout, multiple, PAD, MASK)(None, None) for b in mine
@@ -153,9 +153,9 @@ def hold_blocks() -> None:
     arrays = (slices.positions(world.rank), slices.bounds(), slices.real())
     shared = CpPack(*map(torch.from_numpy, arrays), torch.tensor([64]), torch.tensor([0]))
     seen, ranks = [], []
-    for rank, block in rounds(
+    for rank, block in ring_blocks(
         torch.full((16, 2, 1, 4), float(world.rank)),
-        Sharing(shared.real, shared.bounds, CPU, ContextGroup(world.cp_group)),
+        CpLayout(shared.real, shared.bounds, CPU, ContextGroup(world.cp_group)),
     ):
         seen.append(weakref.ref(block))
         ranks.append(rank)

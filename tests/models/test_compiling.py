@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from common.models.layers import attention
+from common.models.layers import cpu
 from common.models.layers.compiling import CACHE, cache_by_cpu
 
 
@@ -29,8 +29,8 @@ def test_what_is_compiled_for_other_operators_of_ours_is_not_found(monkeypatch, 
     places = []
     for version in ("one", "other", "one"):
         monkeypatch.setenv(CACHE, str(tmp_path))
-        (tmp_path / "attention.py").write_text(version)
-        monkeypatch.setattr(attention, "__file__", str(tmp_path / "attention.py"))
+        (tmp_path / "cpu.py").write_text(version)
+        monkeypatch.setattr(cpu, "__file__", str(tmp_path / "cpu.py"))
         cache_by_cpu()
         places.append(os.environ[CACHE])
     assert places[0] == places[2] != places[1]

@@ -11,9 +11,9 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModel, AutoModelForMaskedLM, AutoTokenizer, EsmForMaskedLM, EsmModel
 
 from common.cli import UserError
-from common.files.alphabet import TOKENS
 from common.models.esm2 import convert
 from common.models.esm2 import convert as pretrained
+from common.models.esm2.alphabet import TOKENS
 from common.models.esm2.config import esm2_config, load_config
 from common.models.esm2.model import Esm2ForMaskedLM, build_model
 from tests.models.reference import reference_model

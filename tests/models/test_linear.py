@@ -1,4 +1,4 @@
-"""The products of CPUs against float64 arithmetic, each way in this process, whatever this CPU has."""
+"""The matmuls of CPUs against float64 arithmetic, each way in this process, whatever this CPU has."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from common.models.esm2.config import esm2_config
 from common.models.esm2.model import build_model
-from common.models.layers import linear as module
+from common.models.layers import cpu
 from common.models.layers.linear import linear
 from common.models.layers.recompute import save_activations
 from tests.models.reference import packed, random_batch
@@ -19,14 +19,14 @@ SHAPES = [(1, 7, 5), (64, 320, 960), (130, 1280, 320), (63, 33, 64)]  # rows, in
 
 @pytest.fixture(params=[True, False], ids=["oneDNN", "MKL"])
 def fp32_by_onednn(request, monkeypatch):
-    monkeypatch.setattr(module, "FP32_BY_ONEDNN", request.param)
+    monkeypatch.setattr(cpu, "FP32_BY_ONEDNN", request.param)
     return request.param
 
 
 @pytest.fixture
 def without_bf16_instructions(monkeypatch, fp32_by_onednn):
-    monkeypatch.setattr(module, "BF16_PRODUCTS", False)
-    monkeypatch.setattr(module, "ROWS_PER_THREAD", 24)  # several blocks, the last of them shorter
+    monkeypatch.setattr(cpu, "BF16_MATMULS", False)
+    monkeypatch.setattr(cpu, "ROWS_PER_THREAD", 24)  # several blocks, the last of them shorter
 
 
 def operands(rows: int, inputs: int, outputs: int, bias: bool) -> list[torch.Tensor | None]:
@@ -36,9 +36,9 @@ def operands(rows: int, inputs: int, outputs: int, bias: bool) -> list[torch.Ten
     return [x, weight, shift if bias else None]
 
 
-def forward_and_backward(product, tensors, upstream) -> list[torch.Tensor]:
+def forward_and_backward(matmul, tensors, upstream) -> list[torch.Tensor]:
     tensors = [None if x is None else x.detach().requires_grad_() for x in tensors]
-    result = product(*tensors)
+    result = matmul(*tensors)
     result.backward(upstream.to(result.dtype))
     return [result.detach(), *(x.grad for x in tensors if x is not None)]
 
@@ -86,9 +86,9 @@ def test_bf16_without_instructions_never_calls_the_librarys_bf16_product(without
     seen = []
     x, weight, bias = (x.bfloat16() for x in operands(*SHAPES[1], bias=True))
     with Watch(), torch.autocast("cpu", torch.bfloat16):
-        grad = module._multiply(x, weight, bias)
-        module._differentiate(grad, x, weight, True, True)
-    assert len(seen) == 3 * 3  # blocks, products
+        grad = cpu._matmul(x, weight, bias)
+        cpu._matmul_backward(grad, x, weight, True, True)
+    assert len(seen) == 3 * 3  # blocks, matmuls
     assert all(dtypes == {torch.float32} for dtypes in seen)
 
 

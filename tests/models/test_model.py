@@ -8,12 +8,12 @@ import pytest
 import torch
 from transformers import EsmForMaskedLM
 
-from common.files import alphabet
+from common.models.esm2 import alphabet
 from common.models.esm2.config import ESM2_SIZES, esm2_config, load_config
 from common.models.esm2.convert import from_hf, to_hf
-from common.models.esm2.model import Esm2ForMaskedLM, build_model, count_parameters
+from common.models.esm2.model import Esm2ForMaskedLM, build_model
 from common.models.layers.compiling import compile_layers
-from common.models.layers.initialise import initialise
+from common.models.layers.initialise import count_parameters, initialise
 from common.models.layers.recompute import save_activations
 from tests.models.reference import ours_like, packed, random_batch, reference_model
 

@@ -1,6 +1,6 @@
 """--fp8_params: fp32 masters of weights that the model holds in another format, and what it is refused with.
 
-FP8 itself needs a GPU (tests/gpu). Here the other format is bf16: autocast rounds fp32 weights to it in every product,
+FP8 itself needs a GPU (tests/gpu). Here the other format is bf16: autocast rounds fp32 weights to it in every matmul,
 so a run that stores rounded ones, if it loses nothing on the way, is the same run bit for bit.
 """
 

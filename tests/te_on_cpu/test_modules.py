@@ -1,4 +1,4 @@
-"""Product by product, Transformer Engine computes what the emulation says that it does."""
+"""EmulatedMatmul by matmul, Transformer Engine computes what the emulation says that it does."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def bound(name: str, bf16: bool, tensor: str, change: float) -> float:
     fp32: the same values, multiplied and summed by the same library; scales that are no powers of two come before or
     after the sum. bf16: values times powers of two are bf16 numbers, so that results are the same bits, but for what
     passes the norm's backward pass, rounded to bf16 once more or less. Otherwise the emulation's operands are rounded
-    to bf16, which FP8's units have no need of: 2^-8 a product, and in the MLP what that moves over an edge.
+    to bf16, which FP8's units have no need of: 2^-8 a matmul, and in the MLP what that moves over an edge.
     """
     power_of_2 = name in ("current, powers of 2", "block", "mxfp8", "mxfp8, hybrid")
     if not bf16:

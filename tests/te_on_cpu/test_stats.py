@@ -37,8 +37,8 @@ PLANS: dict[tuple[int, int], Plan] = {
     # Without random bits, which differ.
     BLACKWELL: (MXFP8BlockScaling("e4m3"), NVFP4BlockScaling("e4m3", disable_stochastic_rounding=True)),
 }
-POWERS_OF_2 = {HOPPER: (3,), BLACKWELL: (1,)}  # layers, from 1: products of bf16 are the same bits (test_modules.py)
-# Operands that come out of a product of bf16 before; all others are the same bits, and so are their casts. Results are
+POWERS_OF_2 = {HOPPER: (3,), BLACKWELL: (1,)}  # layers, from 1: matmuls of bf16 are the same bits (test_modules.py)
+# Operands that come out of a matmul of bf16 before; all others are the same bits, and so are their casts. Results are
 # rounded once more or less, and those of proj and fc2 have no bias yet.
 AFTER_A_PRODUCT = {("fc1", "gradient"), ("fc2", "activation")}
 WHERE = ("layer", "module", "tensor", "gemms")

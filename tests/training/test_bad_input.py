@@ -17,7 +17,7 @@ import pytest
 import yaml
 
 from common.cli import UserError
-from common.files import alphabet
+from common.models.esm2 import alphabet
 from common.models.esm2.config import ESM2_SIZES
 from common.training import run_directory
 from tests.forked import run_script

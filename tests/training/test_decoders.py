@@ -335,7 +335,7 @@ def test_checkpoints_hold_no_second_copy_of_tied_embeddings(text, tmp_path):
 @pytest.mark.parametrize(
     ("script", "flags", "said"),
     [
-        ("train_ddp_cp.py", {}, "--cp_size 2: a decoder's contexts are not shared by ranks yet"),
+        ("train_ddp_cp.py", {}, "--cp_size 2: context parallelism has no causal attention yet"),
         ("train_fsdp2.py", {"model_type": "gpt_neox"}, "--model_type gpt_neox: its layers"),
         ("train_fsdp2.py", {"vocab_size": 200}, "its 259 tokens do not fit into the model's vocabulary of 200"),
         ("train_fsdp2.py", {"num_heads": 5}, "--model_type llama_v3 (as llama3_1_8b): hidden_size 48 is not"),

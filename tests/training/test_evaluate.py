@@ -18,12 +18,11 @@ from common.data.collators import MaskingCollator
 from common.data.token_store import open_split
 from common.data.training_data import EVAL_SEED, PreparedData, held_out_batches
 from common.distributed.world import World
-from common.files.alphabet import TOKENS
 from common.models.esm2 import convert
+from common.models.esm2.alphabet import ESM2_TOKENS, TOKENS
 from common.models.esm2.config import load_config, override
 from common.models.esm2.model import build_model
 from common.training import masked_lm
-from common.training.masked_lm import ESM2_TOKENS
 from tests.data_fixtures import write_fasta
 from tests.training_fixtures import NUM_TEST, NUM_VALIDATION, TINY_MODEL, TINY_OVERRIDES, arguments, rows, train
 
@@ -43,7 +42,9 @@ def model():
 
 def numbers(model, dataset, split="validation", prefix="eval", **flags) -> dict:
     args = arguments(dataset, **flags)
-    found = masked_lm.evaluate(model, PreparedData(args, ESM2_TOKENS).held_out(split), args, ALONE, prefix)
+    found = masked_lm.evaluate(
+        model, PreparedData(args, ESM2_TOKENS).held_out(split), ESM2_TOKENS, args, ALONE, prefix
+    )
     return {k: v for k, v in found.items() if "runtime" not in k and "per_second" not in k}
 
 
@@ -121,7 +122,10 @@ def test_workers_change_no_bit_and_end_with_the_evaluation_also_when_it_is_broke
     assert set(multiprocessing.active_children()) == others
     args, stopped = arguments(dataset, **in_small), World(0, 0, 1, torch.device("cpu"))
     stopped.stop.requested = True
-    assert masked_lm.evaluate(model, PreparedData(args, ESM2_TOKENS).held_out("validation"), args, stopped) == {}
+    assert (
+        masked_lm.evaluate(model, PreparedData(args, ESM2_TOKENS).held_out("validation"), ESM2_TOKENS, args, stopped)
+        == {}
+    )
     assert set(multiprocessing.active_children()) == others
     told = [str(warning.message) for warning in recwarn if warning.category is UserWarning]
     assert not [text for text in told if not text.startswith("This DataLoader will create")]  # where there is one core
@@ -166,13 +170,13 @@ def test_the_unigram_predictor_is_the_one_worked_out_by_hand(dataset):
     assert labels.min() >= 0
     args = arguments(dataset)
     data = PreparedData(args, ESM2_TOKENS)
-    found = masked_lm.unigram(data.sample, data.held_out("validation"), args, ALONE)
+    found = masked_lm.unigram(data.sample, data.held_out("validation"), ESM2_TOKENS, args, ALONE)
     assert found["eval_unigram_loss"] == pytest.approx(-log_p[labels].mean(), rel=1e-12)
     assert found["eval_unigram_perplexity"] == pytest.approx(np.exp(-log_p[labels].mean()), rel=1e-12)
     assert found["eval_unigram_accuracy"] == (labels == counts.argmax()).mean()
     assert 2.7 < found["eval_unigram_loss"] < 3.0  # facts.md: 2.87 nats on UniRef
     other = arguments(dataset, seed=9, sequence_packing=False)
-    again = masked_lm.unigram(data.sample, data.held_out("validation"), other, ALONE)
+    again = masked_lm.unigram(data.sample, data.held_out("validation"), ESM2_TOKENS, other, ALONE)
     assert again == pytest.approx(found, rel=1e-12)
 
 

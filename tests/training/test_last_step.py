@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from common.data.training_data import PreparedData
-from common.training.masked_lm import ESM2_TOKENS
+from common.models.esm2.alphabet import ESM2_TOKENS
 from tests.training_fixtures import (
     arguments,
     checkpoint_state,

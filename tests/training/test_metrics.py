@@ -12,11 +12,11 @@ import torch
 from common.data.collators import MaskingCollator, to_device
 from common.data.crops import Pack
 from common.data.training_data import PreparedData
-from common.files.alphabet import LAST_RESIDUE
+from common.models.esm2.alphabet import ESM2_TOKENS, LAST_RESIDUE
 from common.models.esm2.config import esm2_config
 from common.models.esm2.model import build_model
 from common.training import run_logger as metrics
-from common.training.masked_lm import ESM2_TOKENS, MaskedLM
+from common.training.masked_lm import MaskedLM
 from common.training.run_logger import format_block, peak_flops, step_line, write_results
 from tests.live_runs import trajectory
 from tests.training_fixtures import (

@@ -10,7 +10,7 @@ import torch
 
 from common.data.token_store import open_split
 from common.distributed.world import World
-from common.training.masked_lm import ESM2_TOKENS
+from common.models.esm2.alphabet import ESM2_TOKENS
 from extras.quickstart_tuning import PaceArguments, choose, evaluated_tokens
 from tests.forked import run_script
 from tests.training_fixtures import DEFAULTS, MAX_SEQ_LENGTH, TINY_MODEL, environment, flags_of, rows

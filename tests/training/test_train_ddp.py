@@ -18,9 +18,9 @@ from common.data.collators import MaskingCollator
 from common.data.loader import TrainLoader
 from common.data.training_data import PreparedData
 from common.models.esm2 import convert
+from common.models.esm2.alphabet import ESM2_TOKENS
 from common.models.esm2.config import load_config, override
 from common.models.esm2.model import Esm2ForMaskedLM, build_model
-from common.training.masked_lm import ESM2_TOKENS
 from tests.data_fixtures import DOWNLOAD, TOKENIZE, call, write_fasta
 from tests.training_fixtures import (
     NUM_TRAIN,

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from common.cli import UserError, one_line
-from common.files import alphabet
 from common.files.json_files import check_type, shorten
+from common.models.esm2 import alphabet
 from common.models.layers.hf_directory import check_positive, check_sizes, read_config
 
 # What an ESM-2 model is made of, under transformers' names: the fields of its config.json.

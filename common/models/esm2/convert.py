@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from common.cli import UserError
-from common.files import alphabet
+from common.models.esm2 import alphabet
 from common.models.esm2.config import ESM2_SIZES, Esm2Config
-from common.models.esm2.model import PADDED_VOCAB, Esm2ForMaskedLM, count_parameters
+from common.models.esm2.model import PADDED_VOCAB, Esm2ForMaskedLM
 from common.models.layers.hf_directory import (
     SHARD_BYTES,
     UNKNOWN,
@@ -25,6 +25,7 @@ from common.models.layers.hf_directory import (
     write_card,
     write_directory,
 )
+from common.models.layers.initialise import count_parameters
 
 # Weights between this project's names and Hugging Face's (`EsmForMaskedLM`), without loss in either direction.
 #
@@ -192,8 +193,6 @@ def frequencies(config: Esm2Config) -> dict[str, Tensor]:
 logger = logging.getLogger(__name__)
 NOT_FITTED = "the contact head is not fitted: `predict_contacts` answers 0.5 for every pair of residues"
 KEPT = "the contact head is that of the starting weights, which training leaves as it is"
-
-VOCABULARY_CHARACTERS = 10_000  # at most to be read of a vocab.txt: ESM-2's has 100
 
 VOCABULARY_CHARACTERS = 10_000  # at most to be read of a vocab.txt: ESM-2's has 100
 

@@ -1,7 +1,7 @@
 """The encoder layer by Transformer Engine: interface and parameter names are those of common.models.esm2.layers_torch.
 
 What differs from the torch layers, by Transformer Engine's own design: GELU is the tanh approximation; under bf16 the
-residual stream is bf16, not fp32; fp32 products are TF32 unless NVIDIA_TF32_OVERRIDE=0 is set. The embeddings, the
+residual stream is bf16, not fp32; fp32 matmuls are TF32 unless NVIDIA_TF32_OVERRIDE=0 is set. The embeddings, the
 final norm and the LM head are the torch backend's: too small a part of a step to gain anything (docs/precision.md has
 the numbers), and so they stay out of every quantisation.
 

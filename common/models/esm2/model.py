@@ -7,20 +7,18 @@ padding costs no arithmetic.
 
 from __future__ import annotations
 
-import importlib
-import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from common.distributed.context_parallel import CpPack
-from common.files.alphabet import MASK, PAD, VOCAB_SIZE
+from common.models.esm2.alphabet import MASK, PAD, VOCAB_SIZE
 from common.models.esm2.config import Esm2Config
 from common.models.esm2.layers_torch import LayerNorm
 from common.models.layers.context_attention import ContextGroup
-from common.models.layers.initialise import VOCABULARY, initialise
+from common.models.layers.initialise import initialise
 from common.models.layers.linear import Linear, linear
 from common.models.layers.residual import Layers, total
 from common.shapes import SHAPE_MULTIPLE, filled_up, predicted_positions
@@ -78,7 +76,11 @@ class Encoder(nn.Module):
     def __init__(self, config: Esm2Config, backend: str = "torch"):
         super().__init__()
         self.head_dim = config.hidden_size // config.num_attention_heads
-        layers = importlib.import_module(f"common.models.esm2.layers_{backend}")
+        layers: Any
+        if backend == "te":
+            from common.models.esm2 import layers_te as layers
+        else:
+            from common.models.esm2 import layers_torch as layers
         self.prepare, self.begin = layers.prepare, layers.begin
         self.layers = Layers(layers.TransformerLayer(config, n) for n in range(config.num_hidden_layers))
         self.context: ContextGroup | None = None  # the ranks that packs are shared with
@@ -114,6 +116,10 @@ class Esm2ForMaskedLM(nn.Module):
     residual: of torch's layers under autocast, the stream from layer to layer; that of `te` is always bf16.
     """
 
+    # For layers.initialise: <pad> and the rows past the vocabulary start, and stay, at zero.
+    zero_rows = {"embeddings.word_embeddings.weight": (PAD, *range(VOCAB_SIZE, PADDED_VOCAB))}
+    padded_vocab = {"embeddings.word_embeddings.weight": VOCAB_SIZE, "lm_head.bias": VOCAB_SIZE}
+
     def __init__(self, config: Esm2Config, backend: str = "torch", residual: torch.dtype = torch.float32):
         super().__init__()
         self.config, self.backend = config, backend
@@ -141,8 +147,8 @@ class Esm2ForMaskedLM(nn.Module):
     ) -> Esm2Output:
         """Run a pack (`input_ids` [T], `cu_seqlens` int32 [B + 1]) or a padded batch (`input_ids`, mask [B, S]).
 
-        shared: of a pack whose sequences this rank shares with others (`share_context`), how; `input_ids`, `labels`
-        and all results are then of its own tokens.
+        shared: with context parallelism (`enable_context_parallel`), how the pack's sequences are shared; `input_ids`,
+        `labels` and all results are then of this rank's tokens.
 
         `labels` has the shape of `input_ids`, -100 where nothing is predicted; the LM head then runs on the labelled
         positions only. predicted: of a pack, those positions, as `predicted_positions` has them: who made the batch
@@ -182,15 +188,6 @@ class Esm2ForMaskedLM(nn.Module):
             everywhere = logits.new_zeros(shape.numel(), logits.shape[-1])
             logits = everywhere.index_copy(0, kept, logits).view(*shape, -1)
         return Esm2Output(logits=logits, hidden=hidden if output_hidden else None)
-
-
-def count_parameters(model: nn.Module) -> int:
-    """Trainable parameters, the vocabulary's padding rows left out. Works on the meta device and on wrapped models."""
-    total = 0
-    for name, parameter in model.named_parameters():
-        rows = VOCAB_SIZE if name.removeprefix("module.") in VOCABULARY else parameter.shape[0]
-        total += rows * math.prod(parameter.shape[1:]) if parameter.requires_grad else 0
-    return total
 
 
 def build_model(

@@ -1,14 +1,20 @@
-"""Who computes the layers: Transformer Engine (`te`) or plain PyTorch (`torch`). Weights fit both."""
+"""The backend of the layers: Transformer Engine (`te`) or plain PyTorch (`torch`), by a GPU's kernels or a CPU's.
+
+Weights fit both backends.
+"""
 
 from __future__ import annotations
 
 import importlib
 import os
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
 
 import torch
+from torch import Tensor
 
 from common.cli import Flags, UserError, flag, one_line
 
@@ -18,6 +24,24 @@ BF16_SINCE = (8, 0)  # compute capability
 LOST = "its fused kernels, and FP8, MXFP8 and NVFP4 on the GPU's own units"
 COMPILED = "--torch_compile (Transformer Engine keeps its modules out of graphs)"
 HEAD_MULTIPLE = 8  # of the flash kernels behind torch's varlen attention
+
+_as_on_a_gpu = False  # a plain name: torch.compile looks into what reads it
+
+
+@contextmanager
+def as_on_a_gpu() -> Iterator[None]:
+    """Take a GPU's code paths without one, on tensors without values: for memory estimates."""
+    global _as_on_a_gpu
+    before, _as_on_a_gpu = _as_on_a_gpu, True
+    try:
+        yield
+    finally:
+        _as_on_a_gpu = before
+
+
+def device_type(x: Tensor) -> str:
+    """Which code path x takes: `cpu` (common.models.layers.cpu) or `cuda`."""
+    return "cuda" if _as_on_a_gpu else x.device.type
 
 
 @dataclass
@@ -124,5 +148,5 @@ def choose_backend(
         missing += f"; this run goes without {LOST}"
     reason = missing or (f"{conflicts[0]} is the torch backend's" if conflicts else None)
     if reason is None and not bf16:
-        reason = "without --bf16 its products would be TF32 and its attention unfused"
+        reason = "without --bf16 its matmuls would be TF32 and its attention unfused"
     return ("torch", f"not te: {reason}") if reason else ("te", "Transformer Engine is here")

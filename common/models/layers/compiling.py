@@ -16,15 +16,14 @@ from torch import nn
 from common.cli import UserError
 from common.compat import disable_dynamo as outside_graphs
 from common.heartbeat import log_every
-from common.models.layers import attention, context_attention, linear
-from extras.decoders import causal_attention
+from common.models.layers import context_attention, cpu
 
 # What stays out of the graphs that torch.compile makes.
 
 __all__ = ["outside_graphs"]
 
 logger = logging.getLogger(__name__)
-OPERATORS = (attention, causal_attention, context_attention, linear)  # modules that define some
+OPERATORS = (context_attention, cpu)  # modules that define custom operators
 CACHE = "TORCHINDUCTOR_CACHE_DIR"  # torch's own variable
 
 

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from common.cli import Flags, flag
 from common.compat import storage_key
-from common.models.layers.cpu import is_as_on_a_gpu
+from common.models.layers.backend import device_type
 from common.models.layers.residual import total
 
 # Activations in host memory between forward and backward pass, copied there and back while layers compute.
@@ -119,8 +119,7 @@ class _Call:
         self.copied: torch.cuda.Event | None = None  # of the last copies, either way, until they were waited for
 
     def save(self, tensor: Tensor) -> Tensor | tuple[_Call, int]:
-        on_host = tensor.device.type == "cpu" and not is_as_on_a_gpu()
-        if on_host or storage_key(tensor) in self.weights:
+        if device_type(tensor) == "cpu" or storage_key(tensor) in self.weights:
             return tensor
         self.device = tensor.device
         self.there.append(self.offloading.away(tensor))
@@ -139,9 +138,9 @@ class _Call:
 
 MODES = ("none", "selective", "full")
 
-# Results of products and of fused attention are kept by `selective`; norms, GELU, rotary and the like are recomputed.
+# Results of matmuls and of fused attention are kept by `selective`; norms, GELU, rotary and the like are recomputed.
 _KEPT = (
-    *("aten::mm", "aten::addmm", "mkldnn::_linear_pointwise", "esm2::product", "esm2::attention"),
+    *("aten::mm", "aten::addmm", "mkldnn::_linear_pointwise", "cpu::matmul", "cpu::attention"),
     "esm2::context_attention",
     *("aten::_scaled_dot_product_flash_attention", "aten::_scaled_dot_product_flash_attention_for_cpu"),
     *("aten::_scaled_dot_product_efficient_attention", "aten::_scaled_dot_product_cudnn_attention"),

@@ -9,15 +9,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-# The residual stream from layer to layer, and what the last product adds to it: not added up yet.
+# The residual stream from layer to layer, and what the last matmul adds to it: not added up yet.
 #
 # Who adds is the next layer: its first norm reads the sum, and computes both in one kernel where layers are compiled.
 # Added up at the end of a layer, in a graph of its own, the sum would be written to be read again at once; and its
-# gradient, which comes back in fp32, would be read again to be rounded for the product.
+# gradient, which comes back in fp32, would be read again to be rounded for the matmul.
 
 
 class Stream(NamedTuple):
-    """x [T, hidden]; added [T, hidden], as a product gives it: in autocast's dtype, where that is on. None: it is."""
+    """x [T, hidden]; added [T, hidden], as a matmul gives it: in autocast's dtype, where that is on. None: it is."""
 
     x: Tensor
     added: Tensor | None = None

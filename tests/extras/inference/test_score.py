@@ -14,7 +14,7 @@ from transformers import AutoTokenizer, EsmForMaskedLM
 
 import score as script
 from common.cli import UserError
-from common.files.alphabet import TOKENS
+from common.models.esm2.alphabet import TOKENS
 from common.models.esm2.config import esm2_config
 from common.models.esm2.convert import write_tokenizer
 from extras.inference.encoder import Encoder, EncoderFlags

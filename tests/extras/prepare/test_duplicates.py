@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from common.cli import UserError
-from common.files.alphabet import encode
+from common.models.esm2.alphabet import encode
 from extras.prepare import duplicates
 from extras.prepare.clusters import open_clusters
 from extras.prepare.drop_copies import QUANTILES, length_quantiles

@@ -12,7 +12,7 @@ import pyarrow as pa
 import pytest
 
 from common.cli import UserError
-from common.files.alphabet import TOKENS
+from common.models.esm2.alphabet import TOKENS
 from extras.prepare.clusters import open_clusters
 from extras.prepare.mmseqs import numbers, write_numbered
 from tests.data_fixtures import TOKENIZE, call

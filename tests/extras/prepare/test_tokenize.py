@@ -17,7 +17,7 @@ from datasets import List, Value
 from transformers import EsmTokenizer
 
 from common.cli import UserError
-from common.files.alphabet import PAD, TOKENS, UNK, encode
+from common.models.esm2.alphabet import PAD, TOKENS, UNK, encode
 from extras.prepare import splits
 from extras.prepare.dataset_writer import ROWS_PER_BATCH, TOKEN_FEATURES, DatasetWriter
 from extras.prepare.encode import encode_rows, in_order

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 from common.cli import UserError
-from common.files.alphabet import TOKENS, encode
 from common.files.output_directory import read_record
+from common.models.esm2.alphabet import TOKENS, encode
 from extras.prepare import encode as encode_files
 from extras.sources import csv_records
 from extras.sources.csv_records import count_rows, csv_files, read_rows

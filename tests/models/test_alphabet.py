@@ -1,8 +1,8 @@
-"""common/files/alphabet.py against the order of the published vocab.txt and a per-character reading."""
+"""common/models/esm2/alphabet.py against the order of the published vocab.txt and a per-character reading."""
 
 import numpy as np
 
-from common.files.alphabet import BYTE_TO_ID, EOS, MASK, PAD, TOKENS, UNK, VOCAB_SIZE, encode, encode_many
+from common.models.esm2.alphabet import BYTE_TO_ID, EOS, MASK, PAD, TOKENS, UNK, VOCAB_SIZE, encode, encode_many
 
 PUBLISHED = "<cls> <pad> <eos> <unk> L A G V S E R T I D P K Q N F Y M H W C X B U Z O . - <null_1> <mask>"
 

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import numpy as np
 
+from common.data.token_store import TokenSet
+
 TOKENS = (
     *("<cls>", "<pad>", "<eos>", "<unk>"),
     *"LAGVSERTIDPKQNFYMHWCXBUZO.-",
@@ -17,6 +19,15 @@ MASK = 32
 VOCAB_SIZE = len(TOKENS)
 FIRST_RESIDUE, LAST_RESIDUE = 4, 30  # L .. '-': every one-character token; only these are ever masked
 STANDARD_RESIDUES = np.arange(4, 24, dtype=np.uint8)  # the 20 amino acids, L .. C
+
+ESM2_TOKENS = TokenSet(
+    vocab_size=VOCAB_SIZE,
+    pad=PAD,
+    mask=MASK,
+    unknown=UNK,
+    residues=(FIRST_RESIDUE, LAST_RESIDUE),
+    replacements=tuple(STANDARD_RESIDUES.tolist()),
+)
 
 # byte -> token id. Lower case counts as upper case (UniRef marks low-complexity regions so); anything else is <unk>.
 BYTE_TO_ID = np.full(256, UNK, dtype=np.uint8)
