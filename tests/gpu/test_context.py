@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from common.data.collators import SlicingCollator, to_device
+from common.distributed.context_parallel import CpSplit
 from common.distributed.run import ProcessFlags, distributed_run
 from common.models.esm2.alphabet import MASK, PAD
 from common.models.esm2.config import esm2_config
