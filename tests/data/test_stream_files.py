@@ -166,19 +166,19 @@ def test_directories_and_globs(tmp_path):
         ("a.csv.gz", gzip.compress(b"id,text\n1,MKV\n" * 99)[:-9], "the compressed file is cut short"),
         ("a.jsonl", gzip.compress(gzip.compress(b"{}")), "not JSON lines: it is gzipped twice"),
         ("a.fasta", b"MKV\n", "not FASTA"),
-        ("a.csv", b'id,text\n1,MKV\n2,"MKV\n3,MKL\n4,MK"\n', "row 2: a text that goes on over a line end"),
+        ("a.csv", b'id,text\n1,MKV\n2,"MKV\n3,MKL\n4,MK"\n', "row 2: a text that continues after a line end"),
         ("a.csv", "id,text\n1,MKV\n".encode("utf-16"), "not CSV: it is UTF-16: convert it"),
         ("a.csv", b"id,text\n1,MKV\nid,text\n2,MKV\n", "row 2: the header once more"),
-        ("a.csv", b"id,text\n" + b"1,12345\n" * 3, "100% of the characters are no residues"),
+        ("a.csv", b"id,text\n" + b"1,12345\n" * 3, "100% of the characters are not residues"),
         ("a.csv", b"ID,Text\n1,MKV\nid,text\n2,MKV\n", "row 2: the header once more"),
-        ("a.csv", b"id,text\n" + b"1,12345\n" * 300, "100% of the characters are no residues"),
+        ("a.csv", b"id,text\n" + b"1,12345\n" * 300, "100% of the characters are not residues"),
         (
             "a.csv",
             b"id,text\n" + b"1,A protein of the cell wall.\n" * 50,
             "19% of the characters are blanks",
         ),
         ("a.jsonl", b"[1, 2]\n", "first line is not a JSON object"),
-        ("a.txt", b"MKV\n", "its name says no format"),
+        ("a.txt", b"MKV\n", "its name has no known suffix"),
     ],
 )
 def test_bad_files_are_named(tmp_path, name, content, message):

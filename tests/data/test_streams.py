@@ -203,5 +203,5 @@ def test_masks_differ_from_epoch_to_epoch_and_proteins_do_not(tmp_path):
 
 def test_fewer_proteins_than_packs_is_an_error_not_a_hang(tmp_path):
     plan = plan_of(write(tmp_path / "a.csv", proteins(3)), 8)
-    with pytest.raises(UserError, match="do not hold a protein for each"):
+    with pytest.raises(UserError, match="do not have a protein for each"):
         [next(Stream(plan, index)) for index in range(8)]

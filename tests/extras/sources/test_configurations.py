@@ -44,7 +44,7 @@ def test_card_whose_names_are_gigabytes_of_aliases_is_refused(entry):
 
 
 def test_card_nested_without_end_is_refused():
-    with pytest.raises(UserError, match=r"front matter of its README\.md is no YAML"):
+    with pytest.raises(UserError, match=r"front matter of its README\.md is not YAML"):
         choose(f"---\nconfigs: {'[' * 10_000}\n---\n")
 
 
@@ -78,7 +78,7 @@ def test_a_card_names_files_and_splits(entries, configuration, expected):
         (card(IN_SPLITS, GERMAN), "fr", "no files of a configuration fr: it has en, de"),
         ("", "fr", "no files of a configuration fr: it has en, en.noblocklist, multilingual"),
         (card("{config_name: en, data_files: nowhere/*}"), "en", "no files of a configuration en"),
-        ("---\nconfigs: [\n---\n", "en", "the front matter of its README.md is no YAML"),
+        ("---\nconfigs: [\n---\n", "en", "the front matter of its README.md is not YAML"),
     ],
 )
 def test_what_is_not_there_is_one_line_that_says_what_is(text, configuration, message):

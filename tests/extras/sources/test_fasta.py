@@ -243,8 +243,8 @@ def test_packed_files_are_read_whatever_their_name(tmp_path, pack):
     ("content", "told"),
     [
         (b"PK\x03\x04\x14\x00", "a zip archive: unpack it: unzip"),
-        (gzip.compress(gzip.compress(TWO)), "gzipped twice: unpack it once: gunzip"),
-        (gzip.compress(lzma.compress(TWO)), "packed twice, inside by xz: unpack it once: gunzip"),
+        (gzip.compress(gzip.compress(TWO)), "gzipped twice: decompress it once: gunzip"),
+        (gzip.compress(lzma.compress(TWO)), "compressed twice, inside with xz: decompress it once: gunzip"),
         (b"a.fasta".ljust(257, b"\0") + b"ustar\x00", "a tar archive: unpack it: tar -xf"),
         (TWO.decode().encode("utf-16"), "UTF-16: convert it: iconv -f UTF-16 -t UTF-8"),
         (b"<!DOCTYPE html>\n<html>Not found</html>", "a web page: a server's answer in place of the file"),

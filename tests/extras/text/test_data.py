@@ -67,7 +67,7 @@ def test_a_configuration_is_streamed_and_its_validation_files_are_held_out(tmp_p
     assert b"held out 99 0 " in bytes(held_out.ids[held_out.ids < 256].tolist())
     tokens = sum(len(text.encode()) + 1 for text in expected)
     assert data.epochs(1000) == pytest.approx(1000 * 64 / tokens)  # small files: counted
-    with pytest.raises(UserError, match="the checkpoint stands in streams of the data for 3 packs a step"):
+    with pytest.raises(UserError, match="the checkpoint.s position is for streams of 3 packs a step"):
         data.check_packs(3, 4)
 
 

@@ -132,8 +132,8 @@ def test_what_cannot_be_used_is_one_line(tmp_path):
     (tmp_path / "torn" / "tokenizer_config.json").write_text("{}")
     for name, message in (
         ("no end", "it has no end-of-text token"),
-        ("empty", "no tokenizer that transformers can open"),
-        ("torn", "no tokenizer that transformers can open"),
+        ("empty", "not a tokenizer that transformers can open"),
+        ("torn", "not a tokenizer that transformers can open"),
         ("nowhere", "neither `bytes`, a directory of a tokenizer, nor a name on the Hub"),
     ):
         with pytest.raises(UserError, match=message) as raised:
