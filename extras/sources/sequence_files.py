@@ -304,10 +304,8 @@ def units_of(files: tuple[File, ...], wanted: int) -> list[Unit]:
         return [Unit(file) for file in files]
     units = []
     for file in files:
-        if file.kind != "parquet":
-            units.append(Unit(file))
-            continue
-        units += [Unit(file, group) for group in range(len(row_counts(file)))]
+        groups = range(len(row_counts(file))) if file.kind == "parquet" else [None]
+        units += [Unit(file, group) for group in groups]
     return units
 
 

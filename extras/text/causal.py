@@ -1,9 +1,9 @@
 """Causal language modelling on prepared text: the plan of contexts, and batches in which each token predicts the next.
 
 The plan is one global order of packs with random access. All documents of a split, end to end, are rotated by a hash
-of (seed, epoch) and cut into contexts of L tokens; a keyed bijection of (seed, epoch) permutes the contexts, and a pack
-is the next few of them. The remainder, less than a context, is dropped; because of the rotation it is other text in each
-epoch. Without `shuffle` (evaluation) nothing is rotated, permuted or dropped: the last context is shorter. The
+of (seed, epoch) and cut into contexts of L tokens; a keyed bijection of (seed, epoch) permutes the contexts, and a
+pack is the next few of them. The remainder, less than a context, is dropped; because of the rotation it is other text
+in each epoch. Without `shuffle` (evaluation) nothing is rotated, permuted or dropped: the last context is shorter. The
 interface is that of `BatchPlan`, with one window an epoch.
 """
 

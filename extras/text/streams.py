@@ -3,8 +3,8 @@
 A stream reads a window of documents: successive rows of one unit, about a megabyte of text. It tokenises them, adds
 the end-of-text token to each, shuffles them by a hash of (seed, epoch, record) and concatenates them. Packs are cut
 from that, window after window and epoch after epoch; the rest of a window begins the next pack. A position is (epoch,
-unit, row, taken): `taken` tokens are used of the window that begins at `row` of the stream's `unit`-th unit. A window depends
-only on its position, so there is no other state.
+unit, row, taken): `taken` tokens are used of the window that begins at `row` of the stream's `unit`-th unit. A window
+depends only on its position, so there is no other state.
 """
 
 from __future__ import annotations
