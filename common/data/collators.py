@@ -1,4 +1,9 @@
-"""Packs that ranks share: each builds the same pack and keeps its slices of the sequences. Nothing is handed out."""
+"""Collate a pack to a batch of tensors for masked language modelling, or to a rank's slices of one.
+
+A batch has the sequences of its pack end to end without padding, their boundaries (cu_seqlens), and the counts that
+loss, FLOPs and log need, as Python integers (`Counts`). With context parallelism the ranks of a group build the same
+batch and each keeps its slices of the sequences: no communication.
+"""
 
 from __future__ import annotations
 
@@ -17,13 +22,8 @@ from common.distributed.world import Mesh
 from common.files.hashing import GAMMA, MASKING, derive_key, hash_counters, mix
 from common.shapes import predicted_positions
 
-# BERT masking keyed by (seed, epoch, record, position): the same token gets the same fate in every batch.
-#
-# Of the residues 15 % are selected; of those 80 % become `<mask>`, 10 % a random one of the 20 amino acids and 10 %
-# stay (Devlin et al. 2019; Lin et al. 2023 for ESM-2). Special tokens are never selected.
-
 IGNORE = -100  # label of a token without loss: the default ignore_index of torch's cross-entropy
-FATE = 0x5851F42D4C957F2D  # turns the hash that selected a token into the one that decides what becomes of it
+FATE = 0x5851F42D4C957F2D  # derives the hash that decides between <mask>, random and unchanged
 MASKED_BELOW = np.uint64(0.8 * 2**32)
 RANDOM_BELOW = np.uint64(0.9 * 2**32)
 
@@ -38,13 +38,17 @@ def mask_tokens(
     epoch: int,
     mlm_probability: float = 0.15,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Mask the crops of n sequences, laid end to end.
+    """BERT masking of the crops of n sequences, laid end to end.
+
+    `mlm_probability` of the residues are selected; of those 80 % become `<mask>`, 10 % a random amino acid and 10 %
+    stay (Devlin et al. 2019; Lin et al. 2023 for ESM-2). The choice is a hash of (seed, epoch, record, position): a
+    token is masked in the same way in every batch. Special tokens are never selected.
 
     ids: uint8 [T]; records: int64 [n], the store's index of each sequence; starts: int64 [n], where in its sequence
     each crop begins; lengths: int64 [n], T in sum. Returns input ids uint8 [T] and labels int64 [T], the original id
     where a token was selected and -100 elsewhere.
     """
-    # The counter of a token is its position in the whole sequence, so a crop elsewhere masks the same residues:
+    # A token is hashed by its position in the whole sequence, so that every crop masks the same residues:
     # state = hash(record) + position * GAMMA, with position = start + (index in the batch - index of the crop).
     state = hash_counters(derive_key(seed, epoch, MASKING), records)
     state += (starts - (np.cumsum(lengths) - lengths)).astype(np.uint64) * np.uint64(GAMMA)
@@ -70,23 +74,27 @@ def mask_tokens(
     return input_ids, labels
 
 
-# From a pack and its tokens to a batch of tensors: sequences end to end, with their boundaries, no padding.
-#
-# A batch carries the counts that the loss, the FLOPs and the log need, as Python integers (`Counts`).
-
 Batch = dict[str, torch.Tensor | int]
-INPUTS = ("input_ids", "labels", "predicted", "attention_mask", "cu_seqlens", "max_seqlen", "pad_to")  # of a model
-SHARED = {f"shared_{name}": name for name in CpPack._fields}  # and of one that shares its packs
+INPUTS = (
+    "input_ids",
+    "labels",
+    "predicted",
+    "attention_mask",
+    "cu_seqlens",
+    "max_seqlen",
+    "pad_to",
+)  # of a model's forward
+SHARED = {f"shared_{name}": name for name in CpPack._fields}  # with context parallelism
 
 
 class Counts(NamedTuple):
-    """What batches hold, by the batches' own keys."""
+    """Counts of a batch, under its own keys."""
 
     num_targets: int  # labels that are not -100
     num_tokens: int
     sum_squared_lengths: int
     num_sequences: int
-    num_unknown: int = 0  # tokens that stand for a character that is no residue
+    num_unknown: int = 0  # <unk> tokens: characters that are not residues
 
     @classmethod
     def of(cls, batches: Iterable[Batch]) -> Counts:
@@ -102,9 +110,9 @@ class Collator(Protocol):
 
 
 class MaskingCollator:
-    """Masked language modelling: some residues hidden, which the labels ask for.
+    """Batches of masked language modelling.
 
-    seed, mlm_probability: of the masks; pad_to: tokens that the model is to compute at least, fillers included.
+    seed, mlm_probability: as `mask_tokens`; pad_to: the model pads its tokens to this many.
     """
 
     def __init__(self, tokens: TokenSet, seed: int, mlm_probability: float = 0.15, pad_to: int = 0):
@@ -116,9 +124,8 @@ class MaskingCollator:
         """The batch of a pack of B sequences whose tokens are `ids` uint8 [T].
 
         input_ids int64 [T], labels int64 [T], predicted int64 [P] (`predicted_positions` of them), cu_seqlens int32
-        [B + 1], max_seqlen and pad_to int and the counts. A pack without a sequence gives one `<pad>`, with all counts
-        zero and no label: every rank can run its forward pass (sharded models need all of them to) and it adds nothing
-        to any sum.
+        [B + 1], max_seqlen and pad_to int and the counts. An empty pack gives one `<pad>` without a label, and all
+        counts zero: the rank can run its forward pass (sharded models need all ranks to) and adds nothing to any sum.
         """
         input_ids, labels = mask_tokens(
             ids, pack.records, pack.starts, pack.lengths, self.tokens, self.seed, pack.epoch, self.mlm_probability
@@ -145,7 +152,7 @@ class MaskingCollator:
 
 
 def to_device(batch: Batch, device: torch.device) -> dict:
-    """The model's inputs of a batch, on the device; counts stay behind. On the CPU nothing is copied."""
+    """The model's inputs of a batch, on the device, without the counts. On the CPU nothing is copied."""
 
     def moved(name: str):
         value = batch[name]
@@ -153,7 +160,7 @@ def to_device(batch: Batch, device: torch.device) -> dict:
 
     inputs = {name: moved(name) for name in INPUTS if name in batch}
     if all(key in batch for key in SHARED):
-        on_host = ("bounds", "real")  # where they are read
+        on_host = ("bounds", "real")  # read by the CPU
         inputs["shared"] = CpPack(
             **{name: batch[key] if name in on_host else moved(key) for key, name in SHARED.items()}
         )
@@ -161,12 +168,11 @@ def to_device(batch: Batch, device: torch.device) -> dict:
 
 
 class SlicingCollator:
-    """One rank's slices of the batches that `collator` makes.
+    """One rank's slices of the batches of `collator` (context parallelism).
 
-    mesh: whose; layout, multiple: of `CpSplit`; pad: token id of the filler; mask: of `<mask>`, which is counted by
-    sequence, -1 for a model without one. A rank that has no token of a pack gets a `<pad>`, which is of no
-    sequence. Counts are the rank's own, so that their sums over all ranks count a pack once: tokens are those that it
-    has, and the first rank of a group counts the sequences.
+    layout, multiple: of `CpSplit`; pad: token id of the filler; mask: of `<mask>`, which is counted by sequence, -1
+    for a model without one. A rank without a token of a pack gets a `<pad>` that belongs to no sequence. Sums of the
+    counts over all ranks count a pack once: a rank counts its own tokens, the first rank of a group the sequences.
     """
 
     def __init__(self, collator: Collator, mesh: Mesh, layout: str, multiple: int, pad: int, mask: int = -1):
@@ -183,12 +189,12 @@ class SlicingCollator:
         places = (starts[sequences] + positions)[real]
         tokens = max(1, len(positions))
 
-        def own(values: torch.Tensor, filler: int) -> np.ndarray:
-            mine = np.full(tokens, filler, dtype=np.int64)
-            mine[: len(real)][real] = values.numpy()[places]
-            return mine
+        def slice_of(values: torch.Tensor, filler: int) -> np.ndarray:
+            sliced = np.full(tokens, filler, dtype=np.int64)
+            sliced[: len(real)][real] = values.numpy()[places]
+            return sliced
 
-        input_ids, labels = own(batch["input_ids"], self.pad), torch.from_numpy(own(batch["labels"], IGNORE))
+        input_ids, labels = slice_of(batch["input_ids"], self.pad), torch.from_numpy(slice_of(batch["labels"], IGNORE))
         predicted = {"predicted": predicted_positions(labels)} if "predicted" in batch else {}
         of_sequences = np.append(bounds[rank], tokens) if tokens > len(positions) else bounds[rank]
         first = rank == 0

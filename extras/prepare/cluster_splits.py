@@ -28,7 +28,7 @@ from extras.prepare.clusters import DIRECTORY
 from extras.prepare.mmseqs import numbers
 from extras.prepare.shuffle import boot_id
 from extras.prepare.splits import SPLITS
-from extras.sources.compression import LONGEST_PROTEIN, STRADDLING, check_file, open_unpacked
+from extras.sources.compression import LONGEST_PROTEIN, STRADDLING, check_file, open_decompressed
 from extras.sources.csv_records import read_rows
 from extras.sources.parquet_pages import read_columns
 from extras.sources.records import BadRecords, Policy, characters
@@ -195,7 +195,7 @@ def _parquet_rows(path: Path) -> Iterator[tuple[pa.Array, pa.Array]]:
 
 
 def _text_rows(path: Path) -> Iterator[tuple[pa.Array, pa.Array]]:
-    with open_unpacked(path) as stream:
+    with open_decompressed(path) as stream:
         first = stream.read(1 << 16).split(b"\n")[0].decode("utf-8", "replace").strip("\ufeff\r\n")
     delimiter = "\t" if "\t" in first else ","
     fields = [field.strip('"') for field in first.split(delimiter)]
@@ -204,7 +204,7 @@ def _text_rows(path: Path) -> Iterator[tuple[pa.Array, pa.Array]]:
     mmseqs = len(fields) == 2 and fields[0] == fields[1] != ""  # a cluster's first member is the one it is named for
     if not (has_header or uniref or mmseqs):
         raise UserError(f"--cluster_table {path}: its first line is {first[:80]!r}: {WANTED}")
-    with open_unpacked(path) as stream:
+    with open_decompressed(path) as stream:
         read = pa.csv.ReadOptions(block_size=BLOCK_BYTES, column_names=None if has_header else COLUMNS)
         convert = pa.csv.ConvertOptions(
             column_types=dict.fromkeys(COLUMNS, pa.binary()),

@@ -16,7 +16,7 @@ from common.files.hashing import content_hashes
 from extras import earlier_identity
 from extras.prepare.download import ANYTHING, PATIENCE, Digest, DownloadFiles, Expected, Patience, download
 from extras.prepare.transfers import SCHEMES, FetchError, TemporaryError, identity, shown
-from extras.sources.compression import check_file, refuse_twice
+from extras.sources.compression import check_duplicates, check_file
 
 logger = logging.getLogger(__name__)
 HEX_DIGITS = {"md5": 32, "sha256": 64}
@@ -72,7 +72,7 @@ def parse_sources(addresses: list[str], md5: list[str] = (), sha256: list[str] =
             if not other.is_url and source.path.samefile(other.path):
                 raise UserError(f"--source {address}: the same file as {other.address}: its records would come twice")
         sources.append(source)
-    refuse_twice("--source", [source.path for source in sources if not source.is_url])
+    check_duplicates("--source", [source.path for source in sources if not source.is_url])
     return sources
 
 

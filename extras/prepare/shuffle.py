@@ -18,7 +18,7 @@ import numpy as np
 import pyarrow as pa
 
 from common.files.output_directory import Build
-from extras.sources.records import Lines, ahead, skip, view
+from extras.sources.records import Lines, prefetch, skip, view
 
 MEMORY_BYTES = 128 << 20  # text of the records held at once; the peak is about twice that
 BATCH_BYTES = 2 << 20  # text of the records passed on at once
@@ -42,13 +42,13 @@ def in_random_order(batches: Iterable[Lines], build: Build, seed: int, written: 
     else:
         for path in build.scratch.iterdir():  # of a run that was killed while it scattered
             path.unlink()
-        with closing(ahead(_with_keys(batches, seed))) as keyed:
+        with closing(prefetch(_with_keys(batches, seed))) as keyed:
             held, counts = _scatter(keyed, buckets)
         if not any(counts):
             yield from skip(_sorted_lines(held), written())
             return
         build.note(SCATTERED, {"boot": boot_id(), "counts": counts})
-    yield from ahead(_in_buckets(buckets, counts, written))
+    yield from prefetch(_in_buckets(buckets, counts, written))
 
 
 def boot_id() -> str:

@@ -1,4 +1,8 @@
-"""Stream `id,text` CSV files, plain or packed; every complaint names file and row."""
+"""Stream `id,text` CSV files, plain or compressed, with pyarrow's parser; every error names file and row.
+
+The header is read first, so that only the columns that are needed are parsed: pyarrow would infer types of the others,
+and fail in the middle of a file.
+"""
 
 from __future__ import annotations
 
@@ -17,40 +21,35 @@ import pyarrow.csv
 
 from common.cli import UserError, one_line
 from extras.sources.compression import (
+    HEAD_BYTES,
     LONGEST_PROTEIN,
-    LOOKED_AT,
     STRADDLING,
     SUFFIXES,
+    check_duplicates,
     check_file,
-    first_too_long,
-    open_unpacked,
-    refuse_twice,
+    detect_non_text,
+    find_too_long,
+    open_decompressed,
     too_long,
-    what_it_is,
 )
 from extras.sources.records import BadRecords, characters, clean, texts
 
-# The first line of a CSV file, read before a parser sees the file: only the columns that are needed are then parsed.
-#
-# A parser that is let loose on all of them infers their types, and fails in the middle of a file for a column that
-# nobody asked for.
-
-LONGEST = 1 << 20  # bytes of a header
+LONGEST_HEADER = 1 << 20  # bytes
 
 
 def read_header(file: BinaryIO, where: str, delimiter: str = ",") -> list[str]:
     """The names of the columns, as written; the file is left at the second line.
 
-    UserError for what is no line of text: another encoding, a binary file, nothing at all.
+    UserError for an empty or binary file, or another encoding.
     """
-    told = what_it_is(file.peek(LOOKED_AT)[:LOOKED_AT])
-    line = file.readline(LONGEST)
+    problem = detect_non_text(file.peek(HEAD_BYTES)[:HEAD_BYTES])
+    line = file.readline(LONGEST_HEADER)
     if not line:
         raise UserError(f"{where}: Empty CSV file")
-    if told or b"\0" in line:
-        raise UserError(f"{where}: row 0: not CSV: {told or 'a NUL byte in the header'}")
-    if len(line) == LONGEST:
-        raise UserError(f"{where}: row 0: the header has no end: this is no CSV file")
+    if problem or b"\0" in line:
+        raise UserError(f"{where}: row 0: not CSV: {problem or 'a NUL byte in the header'}")
+    if len(line) == LONGEST_HEADER:
+        raise UserError(f"{where}: row 0: the header has no end: not a CSV file")
     try:
         text = line.decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -62,7 +61,7 @@ def read_header(file: BinaryIO, where: str, delimiter: str = ",") -> list[str]:
 
 
 def column_named(names: list[str], wanted: tuple[str, ...]) -> str | None:
-    """The column among `names` that is called as the first of `wanted` that is there, in any case."""
+    """The name in `names` that matches the first of `wanted` that has a match; case is ignored."""
     lower = [name.strip().lower() for name in names]
     found = [names[lower.index(name)] for name in wanted if lower.count(name) == 1]
     return found[0] if found else None
@@ -76,7 +75,7 @@ BLOCK_BYTES = 1 << 20  # read at once to count lines: stays in the processor's c
 def count_lines(path: Path) -> int | None:
     """Lines after the header of a file in which every line is a row; None where only a CSV parser can tell."""
     lines, last = 0, b"\n"
-    with open_unpacked(path) as file:
+    with open_decompressed(path) as file:
         if file.readline(len(HEADER) + 1) != HEADER:
             return None
         while block := file.read(BLOCK_BYTES):
@@ -92,17 +91,17 @@ def count_lines(path: Path) -> int | None:
 NOT_UTF8 = "\ufffd"
 PARSED_BYTES = LONGEST_PROTEIN  # of a block of the parser: a row must fit
 STRAY_QUOTE = (
-    "a text that goes on over a line end, after a quote that is not closed: mend or remove the quote (or, if texts "
-    "may hold line ends, give --line_ends_in_text to 1.tokenize_uniref_csv.py)"
+    "a text that continues after a line end, after a quote that is not closed: fix or remove the quote (or, if texts "
+    "may have line ends, give --line_ends_in_text to 1.tokenize_uniref_csv.py)"
 )
-SIDECAR = "rename the columns, or move the file away if it holds no proteins"
-REMEDY = "mend or remove the row, or give --on_bad_record skip"
+SIDECAR = "rename the columns, or move the file away if it has no proteins"
+REMEDY = "fix or remove the row, or give --on_bad_record skip"
 
 
 def csv_files(directory: Path) -> list[Path]:
-    """The *.csv files of a directory, packed ones too, x999 before x1000.
+    """The *.csv files of a directory, also compressed, x999 before x1000.
 
-    UserError if there are none, for what is no file, and for a file that is there plain and packed.
+    UserError if there are none, for a directory or pipe, and for a file that is there plain and compressed.
     """
     if not directory.is_dir():
         raise UserError(f"--input_dir {directory}: no such directory: run 0.download_data.py first")
@@ -112,14 +111,14 @@ def csv_files(directory: Path) -> list[Path]:
         raise UserError(f"--input_dir {directory}: no *.csv files in it: run 0.download_data.py first")
     for path in files:
         check_file(path, str(path))
-    refuse_twice(f"--input_dir {directory}", files)
+    check_duplicates(f"--input_dir {directory}", files)
     return sorted(files, key=lambda path: [int(p) if p.isdigit() else p for p in re.split(r"(\d+)", path.name)])
 
 
 def count_rows(
     path: Path, bad_records: BadRecords | None = None, line_ends: bool = False, max_record: int = LONGEST_PROTEIN
 ) -> int:
-    """Rows that `read_rows` will give: without `bad_records`, rows after the header (not yet looked into)."""
+    """Number of rows of `read_rows`; without `bad_records` rows are counted without checking them."""
     rows = count_lines(path) if bad_records is None else None
     if rows is None:
         rows = sum(batch.num_rows for batch in read_rows(path, bad_records, line_ends, max_record))
@@ -129,21 +128,21 @@ def count_rows(
 def read_rows(
     path: Path, bad_records: BadRecords | None = None, line_ends: bool = False, max_record: int = LONGEST_PROTEIN
 ) -> Iterator[pa.RecordBatch]:
-    """Record batches with `id` and `text`, both string; text is ASCII, clean (extras.sources.records), not empty.
+    """Record batches with string columns `id` and `text`; text is ASCII, clean (extras.sources.records), not empty.
 
-    Memory is a few blocks. bad_records: called with the complaint about each row that is not so, or has more or fewer
-    columns than the header; such rows are left out (UserError without it). line_ends: texts in quotes may hold some,
-    which are taken out. Else one is a UserError whatever bad_records says: after a stray quote, all up to the next one
-    is one "text". max_record: bytes of a text; a longer one is a UserError, too.
+    bad_records: called with the error of each other row, or row of more or fewer columns than the header; such rows
+    are left out. Without it, UserError. line_ends: quoted texts may have line ends, which are removed. Without it, a
+    line end is always a UserError: after a stray quote, everything up to the next one is one text. max_record: maximum
+    bytes of a text; a longer one is always a UserError. Memory is a few blocks.
     """
-    with open_unpacked(path) as file:
+    with open_decompressed(path) as file:
         names = read_header(file, str(path))
         yield from _parsed_rows(path, io.BufferedReader(_Utf8(file)), names, bad_records, line_ends, max_record)
 
 
 class _Utf8(io.RawIOBase):
-    """A file's bytes, with NOT_UTF8 in place of what is not UTF-8: of a row with such bytes, and of a wrong number of
-    columns, pyarrow only says that it cannot be decoded, and stops."""
+    """A file's bytes, with NOT_UTF8 in place of invalid UTF-8: pyarrow's error for a row with such bytes and a wrong
+    number of columns does not name the row."""
 
     def __init__(self, file: BinaryIO):
         self.file, self.ready = file, memoryview(b"")
@@ -180,7 +179,7 @@ def _parsed_rows(
         printable = [_is_printable(column) for column in batch.columns]
         if not line_ends and not all(printable) and (row := first_with_line_end(batch.columns)) is not None:
             raise UserError(f"{path}: row {rows[row]}: {STRAY_QUOTE}")
-        if (row := first_too_long(batch.column("text"), max_record)) is not None:
+        if (row := find_too_long(batch.column("text"), max_record)) is not None:
             raise too_long(f"{path}: row {rows[row]}", max_record)
         text = texts(*clean(*characters(batch.column("text")), str(path)), pa.binary())
         batch = pa.RecordBatch.from_arrays([batch.column("id"), text], names=COLUMNS)
@@ -210,7 +209,7 @@ def _parse(
     line_ends: bool,
     max_record: int,
 ) -> Iterator[pa.RecordBatch]:
-    """`id` and `text` as binary; rows of a wrong number of columns are an error, or left out and noted."""
+    """`id` and `text` as binary. Rows of a wrong number of columns raise, or are noted in `misshapen`."""
     chosen = [column_named(names, (column,)) for column in COLUMNS]
     if None in chosen:
         raise UserError(f"{path}: row 0: the header is {','.join(names)[:80]!r}: expected id,text: {SIDECAR}")
@@ -228,10 +227,10 @@ def _parse(
         bad_records(UserError(f"{path}: row {misshapen[-1]}: {complaint}: {REMEDY}"))
         return "skip"
 
-    # Threads lose the row number of an error.
+    # With threads, errors do not name the row.
     block = PARSED_BYTES if max_record <= LONGEST_PROTEIN else max_record
     read = pa.csv.ReadOptions(block_size=block, use_threads=False, column_names=names)
-    # Binary: pyarrow's own complaint about bytes that are no UTF-8 does not say where they are.
+    # Binary: pyarrow's error for invalid UTF-8 does not name the row.
     convert = pa.csv.ConvertOptions(
         column_types=dict.fromkeys(chosen, pa.binary()), include_columns=chosen, strings_can_be_null=False
     )
@@ -257,7 +256,7 @@ def _parse(
 
 
 def first_with_line_end(columns: Iterable[pa.Array]) -> int | None:
-    """The first row that has a line end in one of its values (binary or string), if any has."""
+    """The first row with a line end in one of its values (binary or string), if there is one."""
     found = []
     for column in columns:
         data, offsets = characters(column)
@@ -268,7 +267,7 @@ def first_with_line_end(columns: Iterable[pa.Array]) -> int | None:
 
 
 def _complaints(batch: pa.RecordBatch, id_printable: bool, text_printable: bool) -> dict[int, str]:
-    """What is wrong with which row. *_printable: what `_is_printable` says of the columns."""
+    """The problem of each bad row. *_printable: `_is_printable` of the columns."""
     found: dict[int, str] = {}
     if not id_printable:
         damaged = pa.compute.match_substring(batch.column("id"), NOT_UTF8)

@@ -26,20 +26,20 @@ import pyarrow.parquet as pq
 
 from common.cli import UserError, one_line
 from extras.sources.compression import (
-    LOOKED_AT,
+    HEAD_BYTES,
     STRADDLING,
     check_file,
-    first_too_long,
+    decompress_both,
+    detect_non_text,
+    find_too_long,
     open_both,
+    strip_compression,
     too_long,
-    unpacked_both,
-    unpacked_name,
-    what_it_is,
 )
 from extras.sources.csv_records import STRAY_QUOTE, column_named, first_with_line_end, read_header
 from extras.sources.dataset import File
 from extras.sources.fasta import read_fasta_lines
-from extras.sources.hub import FIRST_WAIT_S, REMOTE, Patience, brief
+from extras.sources.hub import FIRST_WAIT_S, REMOTE, Retries, brief
 from extras.sources.parquet_pages import coalesce, fetched, read_columns
 from extras.sources.records import characters, check_residues, clean, columns, count_unknown
 
@@ -76,7 +76,7 @@ def read_texts(unit: Unit, first_row: int) -> Iterator[pa.Array]:
             if isinstance(text, pa.ChunkedArray):
                 text = text.combine_chunks()
             text = _as_text(unit, text)
-            if (long := first_too_long(text, longest)) is not None:
+            if (long := find_too_long(text, longest)) is not None:
                 raise too_long(f"{unit}: row {row - len(text) + long + 1:,}", longest)
             yield (text.fill_null("") if text.null_count else text)[max(first, 0) :]
 
@@ -158,7 +158,7 @@ def _json(unit: Unit) -> Iterator[pa.Array]:
 
 
 def _names_of_first_object(unit: Unit, stream: BinaryIO) -> list[str]:
-    if problem := what_it_is(stream.peek(LOOKED_AT)[:LOOKED_AT]):
+    if problem := detect_non_text(stream.peek(HEAD_BYTES)[:HEAD_BYTES]):
         raise UserError(f"{unit}: not JSON lines: {problem}")
     line, number, longest = b"\n", 0, _block_bytes(unit)
     while line and not line.strip():
@@ -197,7 +197,7 @@ def _csv(unit: Unit) -> Iterator[pa.Array]:
 
 
 def _delimiter(unit: Unit) -> str:
-    return "\t" if unpacked_name(unit.file.path.lower()).endswith(".tsv") else ","
+    return "\t" if strip_compression(unit.file.path.lower()).endswith(".tsv") else ","
 
 
 def _header_again(text: pa.Array, column: str) -> int | None:
@@ -246,7 +246,7 @@ def _documents(found: list[bytes]) -> pa.Array:
 
 
 def _check_plain(unit: Unit, stream: BinaryIO) -> None:
-    if problem := what_it_is(stream.peek(LOOKED_AT)[:LOOKED_AT]):
+    if problem := detect_non_text(stream.peek(HEAD_BYTES)[:HEAD_BYTES]):
         raise UserError(f"{unit}: not plain text: {problem}")
 
 
@@ -279,7 +279,7 @@ def open_stream(file: File) -> Iterator[tuple[BinaryIO, BinaryIO]]:
         with open_both(file.path) as both:
             yield both
         return
-    with _open(file) as raw, unpacked_both(io.BufferedReader(raw), file.path) as both:
+    with _open(file) as raw, decompress_both(io.BufferedReader(raw), file.path) as both:
         yield both
 
 
@@ -304,28 +304,26 @@ def units_of(files: tuple[File, ...], wanted: int) -> list[Unit]:
         return [Unit(file) for file in files]
     units = []
     for file in files:
-        if file.kind != "parquet":
-            units.append(Unit(file))
-            continue
-        units += [Unit(file, group) for group in range(len(row_counts(file)))]
+        groups = range(len(row_counts(file))) if file.kind == "parquet" else [None]
+        units += [Unit(file, group) for group in groups]
     return units
 
 
 def row_counts(file: File) -> list[int]:
     """Rows in each row group of a parquet file, with retries."""
-    patience = _patience(file)
+    retries = _retries(file)
     while True:
         try:
             with _reporting(file.path), _open(file) as handle:
                 metadata = pq.read_metadata(handle)
                 return [metadata.row_group(group).num_rows for group in range(metadata.num_row_groups)]
         except _Network as trouble:
-            patience.wait_after(trouble.error)
+            retries.wait_after(trouble.error)
 
 
-def _patience(file: File, first_wait_s: float = FIRST_WAIT_S, what: str = "") -> Patience:
+def _retries(file: File, first_wait_s: float = FIRST_WAIT_S, what: str = "") -> Retries:
     repo = "/".join(file.path.removeprefix(REMOTE).split("/")[1:3]).split("@")[0]
-    return Patience(what or file.path, repo, first_wait_s=first_wait_s)
+    return Retries(what or file.path, repo, first_wait_s=first_wait_s)
 
 
 def check_columns(files: tuple[File, ...]) -> None:
@@ -347,16 +345,16 @@ def read_rows(unit: Unit, first_row: int, wait_s: float = FIRST_WAIT_S) -> Itera
     Network failures are retried with exponential backoff, resuming at the row that failed. UserError after ATTEMPTS
     failures, and for files of another format than their names say.
     """
-    row, patience = first_row, _patience(unit.file, wait_s, str(unit))
+    row, retries = first_row, _retries(unit.file, wait_s, str(unit))
     while True:
         try:
             with _reporting(str(unit)):
                 for text in read_texts(unit, row):
                     yield text
-                    row, patience.failures = row + len(text), 0
+                    row, retries.failures = row + len(text), 0
                 return
         except _Network as trouble:
-            patience.wait_after(trouble.error)
+            retries.wait_after(trouble.error)
 
 
 def read_sequences(

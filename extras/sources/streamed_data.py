@@ -234,18 +234,18 @@ def _find_dataset(flags: DataFlags, makers: Makers, content: Content) -> Source:
     return open_source(str(make()) if make else dataset, flags.streaming, content=content)
 
 
-# How many records some files hold, without reading them all: what an epoch of a source that nobody counted is.
+# Estimate the number of records of files, an epoch, without reading them all.
 
-HEAD_BYTES = 16 << 20  # unpacked, of a text file: one that is no longer is counted, of a longer one it is a sample
+HEAD_BYTES = 16 << 20  # decompressed, of a text file: shorter files are counted, of longer ones this is a sample
 CHUNK_BYTES = 1 << 16
-TEXTS_LOOKED_AT = 8  # files: the others have as many records a byte
-REMOTE_LOOKED_AT = 4  # a Hub counts its requests
+SAMPLED_TEXTS = 8  # files; the others are assumed to have as many records a byte
+SAMPLED_REMOTE = 4  # the Hub limits the rate of requests
 
 
 def count_records(files: tuple[File, ...]) -> int:
-    """Records of some files, rows without a protein included. Exact for local parquet files, and for others of up to
-    16 MiB each (unpacked), if there are up to 8 of them or they have up to 16 MiB together; else from the records a
-    byte at the beginning of some. The same on every call and machine."""
+    """Records of some files, rows without a protein included. Exact for local parquet files, and for other files of
+    up to 16 MiB each (decompressed), if there are at most 8 or they have at most 16 MiB in all; else extrapolated from
+    the beginning of some of them. The same on every call and machine."""
     parquet = [file for file in files if file.kind == "parquet"]
     texts = [file for file in files if file.kind != "parquet"]
     remote = [file for file in parquet if file.path.startswith(REMOTE)]
@@ -255,8 +255,8 @@ def count_records(files: tuple[File, ...]) -> int:
     if any(file.path.startswith(REMOTE) for file in texts):  # each is a request
         most = 1
     else:
-        most = len(texts) if sum(file.size for file in texts) <= HEAD_BYTES else TEXTS_LOOKED_AT
-    sampled = _spread(remote, REMOTE_LOOKED_AT), _spread(texts, most)
+        most = len(texts) if sum(file.size for file in texts) <= HEAD_BYTES else SAMPLED_TEXTS
+    sampled = _spread(remote, SAMPLED_REMOTE), _spread(texts, most)
     return exact + _extrapolated(remote, sampled[0], _num_rows) + _extrapolated(texts, sampled[1], _count_text)
 
 
@@ -281,7 +281,7 @@ def _count_text(file: File) -> float:
         head, known = bytearray(), (0, 0)
         at = raw.tell()
         while len(head) < HEAD_BYTES and (chunk := stream.read(CHUNK_BYTES)):
-            if at and raw.tell() != at:  # what unpacks reads ahead: now it has used up what it had
+            if at and raw.tell() != at:  # the decompressor read more: it has used what it had before
                 known = len(head), at
             head += chunk
             at = raw.tell()

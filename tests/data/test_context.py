@@ -23,7 +23,7 @@ def a_pack() -> tuple[Pack, np.ndarray]:
 
 
 @pytest.mark.parametrize(("layout", "multiple"), [("dual_chunk", 4), ("dual_chunk", 16), ("contiguous", 1)])
-def test_slices_are_the_whole_batch(layout, multiple):
+def test_slicing_collator_covers_the_batch(layout, multiple):
     collator = MaskingCollator(ESM2_TOKENS, seed=3)
     whole = collator(*a_pack())
     slices = [SlicingCollator(collator, Mesh(rank, 2, 2), layout, multiple, PAD, MASK) for rank in range(2)]
@@ -52,7 +52,7 @@ def test_slices_are_the_whole_batch(layout, multiple):
 
 
 @pytest.mark.parametrize("layout", ["dual_chunk", "contiguous"])
-def test_an_empty_pack_is_a_filler_on_every_rank(layout):
+def test_slicing_collator_fills_empty_pack(layout):
     multiple = 1 if layout == "contiguous" else 8
     for rank in range(4):
         collator = SlicingCollator(MaskingCollator(ESM2_TOKENS, 0), Mesh(rank, 4, 4), layout, multiple, PAD, MASK)
@@ -63,7 +63,7 @@ def test_an_empty_pack_is_a_filler_on_every_rank(layout):
         assert Counts.of([batch]) == Counts(0, 0, 0, 0, 0)
 
 
-def test_every_record_of_an_epoch_comes_once_whatever_shares_it():
+def test_loader_reads_each_record_once_with_context_parallelism():
     lengths = np.random.default_rng(1).integers(3, 90, 200)
     store = MemoryStore(np.full(lengths.sum(), 5, dtype=np.uint8), np.append(0, lengths.cumsum()))
     plan = BatchPlan(store.lengths, len(store), seed=1, max_seq_length=96, tokens_per_pack=256)

@@ -87,7 +87,7 @@ def global_batches(store, mode, dp_size, steps, packs_per_step=8, **arguments):
 
 
 @pytest.mark.parametrize("mode", [packed, padded])
-def test_same_global_batches_for_any_number_of_ranks(store, mode):
+def test_loader_is_independent_of_ranks(store, mode):
     steps = 20
     expected, one_rank = global_batches(store, mode, 1, steps)
     assert one_rank[-1].epoch > 1.5  # the steps cross the end of an epoch
@@ -99,7 +99,7 @@ def test_same_global_batches_for_any_number_of_ranks(store, mode):
 
 @pytest.mark.parametrize("mode", [packed, padded])
 @pytest.mark.parametrize("num_workers", [1, 4])
-def test_same_batches_for_any_number_of_workers(store, mode, num_workers):
+def test_loader_is_independent_of_workers(store, mode, num_workers):
     expected, steps = global_batches(store, mode, 2, 11)
     found, steps_of_workers = global_batches(store, mode, 2, 11, num_workers=num_workers)
     assert found == expected
@@ -108,7 +108,7 @@ def test_same_batches_for_any_number_of_workers(store, mode, num_workers):
 
 
 @pytest.mark.parametrize("mode", [packed, padded])
-def test_restart_from_any_step_with_another_number_of_ranks(store, mode):
+def test_loader_resumes_on_other_ranks(store, mode):
     expected, steps = global_batches(store, mode, 1, 20)
     for done, dp_size, num_workers in ((1, 2, 0), (7, 4, 0), (12, 8, 0), (19, 2, 0), (9, 2, 2)):
         start = {"first_step": done, "position": json.loads(json.dumps(steps[done - 1].position))}  # a checkpoint's
@@ -141,7 +141,7 @@ def test_loader_gives_collator_the_step(store):
 
 
 @pytest.mark.parametrize(("mode", "packs_per_step"), [(padded, 6), (packed, 12), (packed, 3000)])
-def test_the_last_step_deals_what_is_left_of_the_last_epoch(store, mode, packs_per_step):
+def test_loader_last_step_takes_remaining_packs(store, mode, packs_per_step):
     """78 padded and 41 or so packed batches an epoch; 700 records. Two epochs, from the beginning or a later step."""
     plan, collator = mode(store)
     end = plan.position_at(2)
@@ -165,7 +165,7 @@ def test_the_last_step_deals_what_is_left_of_the_last_epoch(store, mode, packs_p
         assert {of_rank[-1].epoch for of_rank in ranks} == {2.0}
 
 
-def test_ranks_of_a_context_parallel_group_get_the_same_packs(store):
+def test_loader_gives_context_parallel_ranks_the_same_packs(store):
     plan, collator = packed(store)
     expected, _ = global_batches(store, packed, 2, 3)
     for rank in range(4):
@@ -179,7 +179,7 @@ def test_ranks_of_a_context_parallel_group_get_the_same_packs(store):
     assert sum(b["num_sequences"] for of_rank in of_ranks[::2] for b in of_rank) == len(store)
 
 
-def test_another_global_batch_goes_on_where_the_first_ended(store):
+def test_loader_resumes_with_other_global_batch(store):
     packs = list(itertools.chain.from_iterable(global_batches(store, packed, 1, 12)[0]))
     _, steps = global_batches(store, packed, 2, 3)
     larger, _ = global_batches(store, packed, 4, 4, first_step=3, position=steps[-1].position, packs_per_step=16)
@@ -187,7 +187,7 @@ def test_another_global_batch_goes_on_where_the_first_ended(store):
 
 
 @pytest.mark.parametrize("mode", [packed, padded])
-def test_an_epoch_delivers_every_token_once(store, mode):
+def test_loader_reads_every_token_once_an_epoch(store, mode):
     plan, collator = mode(store)
     steps = list(loader_of(store, plan, collator, 1, num_steps=plan.packs_per_epoch()))
     assert steps[-1].epoch == 1
@@ -198,7 +198,7 @@ def test_an_epoch_delivers_every_token_once(store, mode):
     assert sum(batch["num_tokens"] for batch in batches) == np.minimum(lengths, LONGEST).sum()
 
 
-def test_batches_hold_the_crops_of_the_plan(store):
+def test_loader_batches_equal_the_plans_crops(store):
     plan, collator = packed(store)
     loader = loader_of(store, plan, collator, 1, num_steps=30)
     for step, (_, pack) in zip(loader, plan.packs(), strict=False):
@@ -211,7 +211,7 @@ def test_batches_hold_the_crops_of_the_plan(store):
             assert np.array_equal(ids[bounds[i] : bounds[i + 1]], crop)
 
 
-def test_epochs_and_seeds_bring_other_masks_and_orders(store):
+def test_loader_masks_and_order_depend_on_epoch_and_seed(store):
     firsts = []
     for seed, epoch in ((1, 0), (1, 1), (2, 0)):
         plan, collator = packed(store, seed=seed)
@@ -220,7 +220,7 @@ def test_epochs_and_seeds_bring_other_masks_and_orders(store):
     assert len({tuple(ids) for ids in firsts}) == 3
 
 
-def test_tensors_of_a_step_share_one_piece_of_memory(store):
+def test_loader_bundles_tensors_of_a_step(store):
     """Each shared tensor is an open file: a step of many micro-batches must not open hundreds."""
     plan, collator = packed(store)
     step = next(iter(loader_of(store, plan, collator, 32, num_workers=1)))
@@ -230,7 +230,7 @@ def test_tensors_of_a_step_share_one_piece_of_memory(store):
     assert len(storages) == 1
 
 
-def test_loader_pickles_for_platforms_that_spawn(store):
+def test_loader_pickles(store):
     plan, collator = packed(store)
     loader = loader_of(store, plan, collator, 4, num_steps=3)
     again = pickle.loads(pickle.dumps(loader))
@@ -238,7 +238,7 @@ def test_loader_pickles_for_platforms_that_spawn(store):
         assert list(map(tensors, one.micro_batches)) == list(map(tensors, other.micro_batches))
 
 
-def test_world_size_that_does_not_divide_the_global_batch(store):
+def test_loader_rejects_indivisible_global_batch(store):
     with pytest.raises(UserError) as error:
         loader_of(store, *packed(store), packs_per_step=8, dp_rank=0, dp_size=3)
     message = str(error.value)
@@ -249,14 +249,14 @@ def test_world_size_that_does_not_divide_the_global_batch(store):
         loader_of(store, *packed(store), packs_per_step=1, dp_rank=0, dp_size=2)
 
 
-def test_position_of_other_data_is_refused_at_once(store):
+def test_loader_rejects_position_of_other_data(store):
     with pytest.raises(UserError, match="other data"):
         loader_of(store, *packed(store), packs_per_step=1, first_step=5, position=asdict(Position(0, 3, 0)))
 
 
 @pytest.mark.parametrize("mode", [packed, padded])
 @pytest.mark.parametrize("dp_size", [1, 2, 3, 64])
-def test_evaluation_sees_every_record_once_with_the_same_masks(store, mode, dp_size):
+def test_evaluation_reads_every_record_once_with_the_same_masks(store, mode, dp_size):
     plan, collator = mode(store, shuffle=False)
     expected = [tensors(batch) for batch in evaluation_batches(store, plan, collator)]
     assert sum(batch["num_sequences"] for batch in expected) == len(store)
@@ -284,7 +284,7 @@ def test_evaluation_of_fewer_records_than_ranks(tmp_path):
     assert sizes == [[5], [0], [0], [0]]
 
 
-def test_workers_ignore_the_signals_of_the_scheduler(store):
+def test_workers_ignore_scheduler_signals(store):
     """SIGTERM, SIGUSR1 and SIGINT go to the whole process group; the batches go on as if nothing had been sent."""
     plan, collator = packed(store)
     expected = [tensors(step.micro_batches[0]) for step in loader_of(store, plan, collator, 1, num_steps=40)]
@@ -304,7 +304,7 @@ def test_workers_ignore_the_signals_of_the_scheduler(store):
     assert not set(multiprocessing.active_children()) - others
 
 
-def test_closing_ends_the_workers(store):
+def test_loader_close_ends_workers(store):
     others = set(multiprocessing.active_children())
     steps = iter(loader_of(store, *packed(store), packs_per_step=1, num_workers=2))
     next(steps)
@@ -313,7 +313,7 @@ def test_closing_ends_the_workers(store):
     assert not set(multiprocessing.active_children()) - others
 
 
-def test_process_ends_at_once_with_workers_still_at_work(store):
+def test_process_exits_at_once_with_busy_workers(store):
     """Workers that ignore SIGTERM must not outlive or hold up the process that started them, however it ends."""
     endings = {"pass": 0, "raise SystemExit(3)": 3, "1 / 0": 1}
     script = f"""
@@ -348,7 +348,7 @@ for ending in {list(endings)!r}:
             os.kill(pid, 0)
 
 
-def test_real_proteins(tmp_path, real_fasta):
+def test_loader_of_real_proteins(tmp_path, real_fasta):
     """One epoch of the sample on 2 ranks with workers: all of its tokens, 15 % masked, packs full."""
     records = [encode(sequence) for _, sequence in read_fasta(real_fasta)]
     save(tmp_path / "s", records)

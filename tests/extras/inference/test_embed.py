@@ -119,8 +119,8 @@ def test_parts_say_what_they_were_made_from(model, tmp_path):
 @pytest.mark.parametrize(
     ("records", "said"),
     [
-        ([("a", "MKVLAG"), ("digits", "0123456789")], "62% of the characters are no residues"),
-        ([("a", "MKVLAG" * 200), ("dots", "?!;:" * 40)], "12% of the characters are no residues"),
+        ([("a", "MKVLAG"), ("digits", "0123456789")], "62% of the characters are not residues"),
+        ([("a", "MKVLAG" * 200), ("dots", "?!;:" * 40)], "12% of the characters are not residues"),
         ([("a", "MKVLAG"), ("none", "")], "line 3: record 2 (none) has no sequence"),
         ([("a", "MKVLAG"), ("stop", "**")], "line 3: record 2 (stop) has no sequence"),
     ],

@@ -207,7 +207,7 @@ def test_score_refuses_a_protein_column_that_names_no_protein(job, tmp_path):
     ("proteins", "message"),
     [
         ([("one", "MKVLAG"), ("two", "MKV"), ("one", "MKVLAGT")], "the id 'one' is there twice"),
-        ([("one", "1234567890")], "100% of the characters are no residues"),
+        ([("one", "1234567890")], "100% of the characters are not residues"),
     ],
 )
 def test_score_refuses_a_fasta_that_does_not_tell_proteins_apart(job, tmp_path, proteins, message):

@@ -350,7 +350,7 @@ def test_a_stray_quote_is_an_error_and_swallows_nothing(tmp_path, monkeypatch, p
     monkeypatch.setattr(csv_records, "PARSED_BYTES", block_bytes)
     (tmp_path / "csv").mkdir()
     (tmp_path / "csv/x000.csv").write_bytes(quoted(places))
-    with pytest.raises(UserError, match=r"x000\.csv: (row 3: )?a text that goes on over a line end, after a quote"):
+    with pytest.raises(UserError, match=r"x000\.csv: (row 3: )?a text that continues after a line end, after a quote"):
         call(TOKENIZE, "--input_dir", tmp_path / "csv", "--output_dir", tmp_path / "out", "--on_bad_record", policy)
     assert not (tmp_path / "out").exists()
 
@@ -415,7 +415,7 @@ def test_other_columns_are_not_looked_at(tmp_path):
             b"name,organism\na,b\n",
             "the header is 'name,organism': expected id,text: rename the",
         ),
-        (b"id,text\n" + b"a,12345\n" * 300, "71% of the characters are no residues: are these proteins?"),
+        (b"id,text\n" + b"a,12345\n" * 300, "71% of the characters are not residues: are these proteins?"),
         (b"id,text\na,MK\nb,M\x00K\nc,MK\nd,MK\n", "x000.csv: row 2: control byte 0x00 in the text"),
     ],
 )

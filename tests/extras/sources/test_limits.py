@@ -15,7 +15,7 @@ import pytest
 from common.cli import UserError
 from common.data.flags import DataFlags
 from extras.prepare.cluster_splits import read_table
-from extras.sources.compression import open_unpacked
+from extras.sources.compression import open_decompressed
 from extras.sources.csv_records import read_rows as read_csv
 from extras.sources.dataset import documents, open_source, proteins
 from extras.sources.fasta import read_fasta
@@ -166,7 +166,7 @@ def test_xz_file_that_asks_for_much_memory_is_refused(tmp_path):
     (tmp_path / "a.xz").write_bytes(packer.compress(b"MKV\n") + packer.flush())
     with (
         pytest.raises(UserError, match=r"a\.xz: the compressed file .*[Mm]emory"),
-        open_unpacked(tmp_path / "a.xz") as f,
+        open_decompressed(tmp_path / "a.xz") as f,
     ):
         f.read()
 
@@ -174,10 +174,10 @@ def test_xz_file_that_asks_for_much_memory_is_refused(tmp_path):
 def test_xz_streams_and_padding_are_read_and_cut_ones_refused(tmp_path):
     path, stream = tmp_path / "a.xz", lzma.compress(b"MKV\n")
     path.write_bytes(stream + b"\0" * 8 + stream + b"\0" * 4)
-    with open_unpacked(path) as file:
+    with open_decompressed(path) as file:
         assert file.read() == b"MKV\nMKV\n"
     path.write_bytes(stream + stream[:-9])
-    with pytest.raises(UserError, match="is cut short"), open_unpacked(path) as file:
+    with pytest.raises(UserError, match="is cut short"), open_decompressed(path) as file:
         file.read()
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from common.cli import UserError
-from extras.sources.compression import check_file, open_unpacked, refuse_twice
+from extras.sources.compression import check_duplicates, check_file, open_decompressed
 from extras.sources.dataset import open_source
 from tests.data_fixtures import DOWNLOAD, TOKENIZE, call, proteins, write_csv
 
@@ -23,7 +23,7 @@ def make(path, kind: str):
             made.bind(str(path))
     elif kind == "device":
         path.symlink_to("/dev/null")
-    elif kind == "link to what is not there":
+    elif kind == "broken link":
         path.symlink_to("nowhere")
     else:
         path.mkdir()
@@ -60,10 +60,10 @@ def dataset_glob(path):
 WAYS_IN = [step_0, step_1, step_1_clusters, dataset, dataset_directory, dataset_glob]
 
 
-@pytest.mark.parametrize("kind", ["pipe", "socket", "device", "link to what is not there"])
+@pytest.mark.parametrize("kind", ["pipe", "socket", "device", "broken link"])
 @pytest.mark.parametrize("way_in", WAYS_IN, ids=lambda way: way.__name__)
-def test_what_is_no_file_is_refused_at_once(tmp_path, monkeypatch, way_in, kind):
-    """To open a pipe that nobody writes to waits for ever."""
+def test_check_file_rejects_pipes_and_devices(tmp_path, monkeypatch, way_in, kind):
+    """Opening a pipe without a writer would block forever."""
     monkeypatch.chdir(tmp_path)
     make(Path("x.csv"), kind)  # a socket's name must be short
     with pytest.raises(UserError, match=rf"x\.csv: .*{kind}") as error:
@@ -73,33 +73,33 @@ def test_what_is_no_file_is_refused_at_once(tmp_path, monkeypatch, way_in, kind)
 
 
 @pytest.mark.parametrize("way_in", [step_0, step_1])
-def test_a_directory_in_place_of_a_file(tmp_path, way_in):
+def test_check_file_rejects_directory(tmp_path, way_in):
     with pytest.raises(UserError, match=r"x\.csv: not a file but a directory"):
         way_in(make(tmp_path / "x.csv", "directory"))
 
 
 @pytest.mark.parametrize("flag", ["--dataset", "--eval_dataset"])
-def test_standard_input_is_refused_with_the_reason(tmp_path, flag):
-    with pytest.raises(UserError, match=f"{flag} -: standard input can be read once only.*to a file"):
+def test_check_file_rejects_standard_input(tmp_path, flag):
+    with pytest.raises(UserError, match=f"{flag} -: standard input can be read only once.*to a file"):
         open_source("-", False, flag)
-    with pytest.raises(UserError, match="-: standard input can be read once only.*to a file"):
+    with pytest.raises(UserError, match="-: standard input can be read only once.*to a file"):
         call(DOWNLOAD, "--source", "-", "--output_dir", tmp_path / "out")
     assert not list(tmp_path.iterdir())
 
 
-def test_a_file_that_lies_there_plain_and_packed_is_not_read_twice(tmp_path):
+def test_check_duplicates_of_plain_and_compressed(tmp_path):
     write_csv(tmp_path, proteins(9), "a.csv")
     (tmp_path / "a.csv.gz").write_bytes((tmp_path / "a.csv").read_bytes())
     for way_in in (step_1, dataset_directory):
-        with pytest.raises(UserError, match=r"both a\.csv and a\.csv\.gz: one file, plain and packed\?"):
+        with pytest.raises(UserError, match=r"both a\.csv and a\.csv\.gz: the same file, plain and compressed\?"):
             way_in(tmp_path / "a.csv")
     with pytest.raises(UserError, match=r"both a\.csv and a\.csv\.gz"):
         call(DOWNLOAD, "--source", tmp_path / "a.csv", tmp_path / "a.csv.gz", "--output_dir", tmp_path / "out")
-    refuse_twice("", [tmp_path / "a" / "x.csv", tmp_path / "b" / "x.csv.gz"])
+    check_duplicates("", [tmp_path / "a" / "x.csv", tmp_path / "b" / "x.csv.gz"])
 
 
 @pytest.mark.parametrize("other", ["./a.fasta", "{}/a.fasta", "link.fasta", "hard.fasta", "d/../a.fasta"])
-def test_one_source_by_two_names_is_refused(tmp_path, monkeypatch, other):
+def test_check_duplicates_rejects_two_names(tmp_path, monkeypatch, other):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "a.fasta").write_text(">a\nMK\n")
     (tmp_path / "d").mkdir()
@@ -109,7 +109,7 @@ def test_one_source_by_two_names_is_refused(tmp_path, monkeypatch, other):
         call(DOWNLOAD, "--source", "a.fasta", other.format(tmp_path), "--output_dir", "out")
 
 
-def test_links_to_another_file_of_a_directory_are_read_once(tmp_path, caplog):
+def test_source_reads_links_once(tmp_path, caplog):
     write_csv(tmp_path, proteins(9), "a.csv")
     (tmp_path / "b.csv").symlink_to("a.csv")
     (tmp_path / "validation.csv").hardlink_to(tmp_path / "a.csv")  # another split: the user's own affair
@@ -118,15 +118,15 @@ def test_links_to_another_file_of_a_directory_are_read_once(tmp_path, caplog):
         "train": ["a.csv"],
         "validation": ["validation.csv"],
     }
-    assert "b.csv is a.csv once more (a link): it is read once" in caplog.text
+    assert "b.csv is a link to a.csv: it is read once" in caplog.text
 
 
-def test_a_packed_file_that_is_damaged_is_one_line(tmp_path):
+def test_decompress_error_is_one_line(tmp_path):
     path = tmp_path / "a.csv"
     path.write_bytes(b"\x1f\x8b\x08\x00" + bytes(20))
     with (
         pytest.raises(UserError, match=r"a\.csv: the compressed file is (cut short|corrupt)"),
-        open_unpacked(path) as file,
+        open_decompressed(path) as file,
     ):
         file.read()
     path.unlink()
