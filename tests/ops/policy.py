@@ -230,7 +230,7 @@ def launch(document: dict) -> Iterator[str]:
                 yield "no preflight, or one that is deaf to signals"
             if "|| { [ $? = 2 ] && exit 2; exit 143; }" not in re.sub(r"\s+", " ", script):
                 yield "a preflight that fails by no fault of the user's is final"
-            found = re.search(r"^exec python3 -m common\.ranks\.launch (\S+) \\$", script, re.MULTILINE)
+            found = re.search(r"^exec python3 -m extras\.launch (\S+) \\$", script, re.MULTILINE)
             if not found or found[1] not in TRAIN_SCRIPTS:
                 yield "no bare `exec python3 -m extras.launch script.py`"
             elif found[1] == "train_ddp_cp.py":
