@@ -48,7 +48,7 @@ def peak_of(blocks: Iterable[tuple[int, int]]) -> int:
     """The most bytes live at a time, of (address, bytes) in order; bytes are negative where the block is freed.
 
     The profiler records nothing of threads that it was not started in, and its own total counts for ever what one of
-    gloo's frees: a bucket of DDP, now and then. But memory that is handed out again has been freed.
+    gloo's frees: a bucket of DDP, now and then. But memory that is allocated again has been freed.
     """
     starts: list[int] = []
     ends: dict[int, int] = {}

@@ -2,7 +2,7 @@
 
     python -m benchmarks.context_parallel [--output benchmarks/results/context_parallel_cpu.md]
 
-One thread a rank, one sequence a pack, fp32, DistributedDataParallel's exchange of gradients left out: what remains is
+One thread a rank, one sequence a pack, fp32, DistributedDataParallel's gradient all-reduce left out: what remains is
 the layers and context parallelism. Activations are the bytes of all tensors that autograd keeps for the backward pass.
 Bytes moved are those a rank hands to torch.distributed in one forward and backward pass, counted at its calls; in
 theory, with b = cp - 1 blocks of keys and values for each layer: p2p b forward, b backward and b + 1 of their
@@ -101,11 +101,11 @@ def _count_bytes(size: int) -> list[int]:
     from common.models.layers import context_attention
 
     sent: list[int] = []
-    exchange, gather, scatter = dist.batch_isend_irecv, context_attention.all_gather, context_attention.reduce_scatter
+    send_recv, gather, scatter = dist.batch_isend_irecv, context_attention.all_gather, context_attention.reduce_scatter
 
     def batch_isend_irecv(ways):
         sent.extend(way.tensor.nbytes for way in ways if way.op is dist.isend)
-        return exchange(ways)
+        return send_recv(ways)
 
     def all_gather(out, own, **how):
         sent.append(own.nbytes * (size - 1))

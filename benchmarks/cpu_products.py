@@ -1,10 +1,10 @@
-"""Products of ESM-2's layers on this CPU: fp32 by MKL and by oneDNN, bf16 by the library and by
+"""Matmuls of ESM-2's layers on this CPU: fp32 by MKL and by oneDNN, bf16 by the library and by
 common.models.layers.cpu.
 
     python -m benchmarks.cpu_products [--output benchmarks/results/cpu_products.md]
 
-Every level is a fresh process, told by the libraries' own variables which instructions it may use; what a CPU lacks it
-cannot be told to have. A level's figures are GF/s of forward, input gradient and weight gradient together, on one
+Every level is a fresh process, with the instructions restricted by the libraries' own variables; a level that the CPU
+lacks cannot be enabled. A level's figures are GF/s of forward, input gradient and weight gradient together, on one
 thread, of CPU time, the best of the rounds. In brackets: what a training run takes at that level.
 """
 
@@ -38,7 +38,7 @@ COLUMNS = {"mkl": "fp32, MKL", "onednn": "fp32, oneDNN", "library": "bf16, libra
 class Arguments:
     sizes: str = flag("8M", f"Of {', '.join(HIDDEN)}.")
     tokens: int = flag(4096, "Rows of the activations.")
-    rounds: int = flag(3, "Times that every product is timed.")
+    rounds: int = flag(3, "Repetitions of every matmul.")
     output: str | None = flag(None, "Also write the table there.")
     worker: bool = flag(False, "Internal: measure in this process and print JSON.")
 
@@ -89,7 +89,7 @@ def measure(args: Arguments) -> dict:
 def compare(args: Arguments) -> str:
     hardware, command = where_measured("benchmarks.cpu_products", "torch")
     lines = [
-        "# Products of fp32 and bf16 on a CPU",
+        "# Matmuls of fp32 and bf16 on a CPU",
         "",
         f"{args.tokens} tokens, one thread; in brackets: what a training run takes. {hardware}",
         "",

@@ -72,8 +72,8 @@ def parsed(script: str, ranks: int, flags: list[str]) -> RunArguments:
     return parse_run("", kind, [*flags, "--dry_run", f"--world_size={ranks}"])
 
 
-def told(script: str, ranks: int, flags: list[str]) -> int:
-    """Bytes at most, by the dry run of these words."""
+def predicted(script: str, ranks: int, flags: list[str]) -> int:
+    """Peak bytes, by the dry run of these flags."""
     args = parsed(script, ranks, flags)
     with rehearsed(args, importlib.import_module(script).build) as rehearsal:
         return rehearsal.step(args.pack_tokens).peak
@@ -91,11 +91,11 @@ def main() -> None:
         for script, name, ranks, layout in cases:
             flags = {"dataset": text} | MODELS[name] | layout
             found = measured(script, ranks, flags, Path(place))
-            said = told(script, ranks, [*words(flags), "--use_cpu"])
+            estimate = predicted(script, ranks, [*words(flags), "--use_cpu"])
             of_script = f"{script}.py " + " ".join(f"{flag} {value}" for flag, value in layout.items())
             lines.append(
-                f"| {of_script.strip()} | {name} | {ranks} | {found / 1e6:,.0f} | {said / 1e6:,.0f} "
-                f"| {said / found - 1:+.1%} |"
+                f"| {of_script.strip()} | {name} | {ranks} | {found / 1e6:,.0f} | {estimate / 1e6:,.0f} "
+                f"| {estimate / found - 1:+.1%} |"
             )
             print(lines[-1], file=sys.stderr, flush=True)
     publish("\n\n".join([*where_measured("benchmarks.dry_run", "torch"), "\n".join(lines)]) + "\n", args.output)

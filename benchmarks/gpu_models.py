@@ -93,7 +93,7 @@ def build(kind: str, config: Esm2Config, device: str, fp8_recipe: str) -> tuple[
 
         from common.precision.te import Quantised
 
-        FP8GlobalStateManager.reset()  # it would go on scaling for the models before
+        FP8GlobalStateManager.reset()  # it would keep the scales of earlier models
         precision = Precision(plan, quantised=Quantised(model, plan, fp8_params=kind == "te-fp8-params"))
     model.to_empty(device=device)
     fill(model)

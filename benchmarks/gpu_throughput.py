@@ -6,7 +6,7 @@
 All do the same training steps (forward, backward, clipping, fused AdamW on fp32 weights, bf16 autocast) on the same
 generated proteins, whose lengths are distributed as UniRef50's: median about 270, cropped at 1,024. Ours get packs;
 the peer gets the same sequences as padded batches (to the longest), of as many positions as packs have tokens, with
-scaled-dot-product attention. Speeds are real tokens a second: padding counts for nobody. MFU is of the dense bf16 peak
+scaled-dot-product attention. Speeds are real tokens a second: padding is not counted. MFU is of the dense bf16 peak
 (for FP8 too), and counts attention by the sum of squared lengths.
 
 The table and its JSON are written after every row, the most telling sizes come first, and all ends after --minutes.

@@ -5,7 +5,7 @@
 The peer gets the same proteins, crops and masks, as padded batches (to 512, and to the longest of the batch) of as
 many positions as our packs have tokens, the same optimiser, dtype and clipping, scaled-dot-product attention, and runs
 both as a plain script would and with our process settings (allocator, thread spinning); ratios are against the faster
-of the two. Speeds are real residues and <cls>/<eos> a second: padding counts for nobody. Every measurement is a fresh
+of the two. Speeds are real residues and <cls>/<eos> a second: padding is not counted. Every measurement is a fresh
 process, rounds are interleaved, and the median is reported.
 """
 

@@ -1,4 +1,4 @@
-"""common/cli.py: flags of several rooms in one object, each looked at by the class that declares them."""
+"""common/cli.py: flags of several packages in one object, each checked by the class that declares them."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class Printed(Paper, Drawing):
         yield from () if self.inks else [Missing("--inks", "said by another class, too")]
 
 
-def test_one_object_has_the_flags_of_every_class():
+def test_parse_arguments_returns_the_flags_of_every_class():
     (args,) = parse_arguments("", Drawing, argv=["--width=5", "--colour=red", "--zoom=0.5"])
     assert (args.width, args.colour, args.zoom) == (5, "red", 0.5)
     assert isinstance(args, Size)
@@ -83,7 +83,7 @@ def test_one_object_has_the_flags_of_every_class():
         ({"width": float("nan")}, "--width nan: must be at least 1"),
     ],
 )
-def test_each_class_checks_its_own_flags(flags, message):
+def test_parse_arguments_checks_the_flags_of_each_class(flags, message):
     with pytest.raises(UserError) as error:
         Drawing(**flags)
     assert str(error.value) == message
@@ -101,7 +101,7 @@ def refused(*argv) -> str:
     return str(error.value)
 
 
-def test_all_that_is_missing_is_one_error_with_an_example_to_copy():
+def test_parse_arguments_lists_all_missing_flags():
     assert refused("--width=0") == (
         "missing: --paper (to draw on), --inks (to draw with), --copies (how many): "
         "add, say, --paper a4 --inks black --copies 3"
@@ -118,7 +118,7 @@ def written(tmp_path: Path, text: str, name: str = "flags.yaml") -> Path:
     return tmp_path / name
 
 
-def test_a_file_of_flags_comes_first_and_flags_win(tmp_path):
+def test_flags_override_the_file(tmp_path):
     file = written(tmp_path, COMPLETE + "speed: 4e-4\ndry: false\nzoom: null\nwidth: 1_000\n")
     args = printed(file)
     assert (args.paper, args.inks, args.copies) == ("a4", ["red", "blue"], 2)
@@ -129,14 +129,14 @@ def test_a_file_of_flags_comes_first_and_flags_win(tmp_path):
     assert printed(as_json, "--paper=a3").paper == "a3"
 
 
-def test_a_flag_puts_away_what_it_stands_in_the_place_of(tmp_path):
+def test_flag_removes_the_flags_it_replaces(tmp_path):
     file = written(tmp_path, COMPLETE + "colour: red\n")
     assert printed(file).colour == "red"
     assert printed(file, "--paper=a5").colour is None
     assert printed(file, "--paper=a5", "--colour=blue").colour == "blue"
 
 
-def test_the_last_of_two_flags_on_the_command_line_wins_where_declared(tmp_path, caplog):
+def test_last_of_two_exclusive_flags_wins(tmp_path, caplog):
     file = written(tmp_path, COMPLETE)
     with caplog.at_level(logging.INFO):
         args = printed(file, "--zoom", 2, "--colour=red", "--speed=3", "--paper=a5")
@@ -159,13 +159,13 @@ def test_the_last_of_two_flags_on_the_command_line_wins_where_declared(tmp_path,
         ("", "expected names of flags and their values"),
     ],
 )
-def test_an_error_of_a_file_names_the_file_and_the_key(tmp_path, text, message):
+def test_file_error_names_file_and_key(tmp_path, text, message):
     file = written(tmp_path, text)
     rest = ["--paper=a4", "--inks=red", "--copies=1"]
     assert refused(file, *rest).startswith(f"{file}: {message}")
 
 
-def test_an_error_of_the_command_line_does_not_name_the_file(tmp_path):
+def test_command_line_error_does_not_name_the_file(tmp_path):
     file = written(tmp_path, COMPLETE + "width: 3\n")
     assert refused(file, "--width=0") == "--width 0: must be at least 1"
     assert refused(file, "--widht=1").startswith("unknown flag --widht=1: did you mean --width?")
@@ -173,7 +173,7 @@ def test_an_error_of_the_command_line_does_not_name_the_file(tmp_path):
     assert refused(tmp_path / "none.yaml") == f"{tmp_path / 'none.yaml'}: no such file of flags"
 
 
-def test_a_python_without_transformers_is_named_in_a_line(monkeypatch):
+def test_missing_transformers_is_one_line(monkeypatch):
     """An environment that was not activated, say."""
     monkeypatch.delitem(sys.modules, "transformers", raising=False)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
@@ -190,7 +190,7 @@ class Open(Flags):
     ("words", "value"),
     [([], None), (["--compiled"], True), (["--compiled", "False"], False), (["--compiled=True"], True)],
 )
-def test_a_switch_that_may_be_left_open_takes_its_bare_name(words, value):
+def test_optional_switch_accepts_its_bare_name(words, value):
     (found,) = parse_arguments("", Open, argv=words)
     assert found.compiled is value
 

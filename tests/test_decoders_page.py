@@ -29,7 +29,7 @@ THEIRS = {
 }
 
 
-def test_every_flag_of_theirs_is_known_and_on_the_page():
+def test_guide_flags_are_accepted_and_listed():
     kind = arguments_of(load_script("train_fsdp2.py").FsdpFlags, CausalArguments)
     names = {name for field in fields(kind) for name in (f"--{field.name}", *field.metadata.get("aliases", ()))}
     assert [name for name in THEIRS if f"--{name}" not in names] == []
@@ -43,7 +43,7 @@ def test_every_flag_of_theirs_is_known_and_on_the_page():
     assert second <= names
 
 
-def test_the_models_of_the_page_are_the_presets():
+def test_models_table_matches_the_presets():
     rows_of_page = re.findall(r"^\| `(\w+)` \| (.*?) \|$", PAGE.partition("## What is computed")[0], re.M)
     found = {}
     for name, row in rows_of_page:

@@ -60,7 +60,7 @@ def test_flags_variables_and_links_exist():
         assert (ROOT / "docs" / link).exists(), link
 
 
-def test_enough_failures_each_with_its_lines():
+def test_failures_have_a_log_and_advice():
     entries = re.split(r"```log\n", PAGE)[1:]
     assert len(entries) >= 15
     for entry in entries:

@@ -16,11 +16,11 @@ PINNED = re.search(r"^transformers==(.*)$", (ROOT / "requirements.txt").read_tex
 
 
 @pytest.mark.skipif(transformers.__version__ != PINNED, reason="another version of transformers has other flags")
-def test_the_page_is_the_one_that_is_made_from_the_code_now():
+def test_flags_page_is_up_to_date():
     assert load_script("docs/make_flags.py").page() == PAGE, "python docs/make_flags.py makes it anew"
 
 
-def test_what_the_page_says_is_not_here_is_an_unknown_flag_of_every_script():
+def test_flags_listed_as_absent_are_unknown():
     (section,) = re.findall(r"\n## Not here\n(.*?)\n\| ", PAGE, re.S)
     absent = re.findall(r"`(--\w+)`", section)
     assert len(absent) > 80

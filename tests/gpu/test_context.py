@@ -34,7 +34,7 @@ ROUNDING = {True: 0.05, False: 1e-4}  # of bf16: 2^-8 a step, and a few steps; o
 
 @pytest.mark.parametrize("bf16", [True, False], ids=["bf16", "fp32"])
 @pytest.mark.parametrize("lengths", LENGTHS)
-def test_blocks_of_keys_add_up_to_attention_to_all(lengths, bf16):
+def test_cp_attention_by_blocks_equals_full_attention(lengths, bf16):
     """Of four ranks, one after the other on one GPU: with bf16 by flash attention's own kernels, with fp32 by ours."""
     device, cp, heads, dim = "cuda", 4, 4, 64
     slices = CpSplit(np.array(LENGTHS[lengths]), cp, "contiguous")
@@ -72,7 +72,7 @@ def test_blocks_of_keys_add_up_to_attention_to_all(lengths, bf16):
 
 @TWO_GPUS
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_two_gpus_that_share_packs_compute_what_one_does(tmp_path, backend):
+def test_cp_on_two_gpus_equals_one(tmp_path, backend):
     precisions = (True, False) if backend == "torch" else (True,)
     cases = [(*way, lengths, bf16) for way in WAYS[backend] for lengths in ("mixed", "long") for bf16 in precisions]
     codes, said = on_ranks(2, compare, backend, cases, str(tmp_path / "found"))

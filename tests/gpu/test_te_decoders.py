@@ -84,7 +84,7 @@ def test_bf16_equals_fp32():
 
 @HOPPER
 @pytest.mark.parametrize("name", RECIPES)
-def test_products_are_those_of_the_emulation(name, forget):  # noqa: F811
+def test_matmuls_equal_the_emulation(name, forget):  # noqa: F811
     """In fp32, where both quantise the same tensors: forward, and every gradient. A GPU's units keep fewer bits
     between partial sums, which moves a number over the edge between two neighbours now and then."""
     from common.precision.te import Quantised
@@ -116,7 +116,7 @@ def test_products_are_those_of_the_emulation(name, forget):  # noqa: F811
 
 
 @HOPPER
-def test_what_products_of_nvfp4_hide_is_found(forget):  # noqa: F811
+def test_nans_hidden_by_nvfp4_matmuls_are_detected(forget):  # noqa: F811
     """A NaN among the gradients that attention hands back, and one in a weight. Over the stand-in, whose casts hide
     them, loss and gradients are finite; whether those of a GPU do is for one to say."""
     from common.precision.te import Quantised
@@ -145,7 +145,7 @@ def test_what_products_of_nvfp4_hide_is_found(forget):  # noqa: F811
 
 
 @HOPPER
-def test_a_pack_of_any_length_is_filled_up(forget):  # noqa: F811
+def test_pack_of_any_length_is_padded(forget):  # noqa: F811
     """Fillers change neither loss nor gradients, but for the rounding of the other tokens."""
     from common.precision.te import Quantised
 

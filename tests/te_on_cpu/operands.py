@@ -1,4 +1,4 @@
-"""The numbers that a quantised tensor stands for, in either direction: what matmuls read and `dequantize` gives."""
+"""Dequantised values of a tensor, rowwise or columnwise: the operands of matmuls, and the result of `dequantize`."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ def bound(name: str, bf16: bool, tensor: str, change: float) -> float:
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_products_are_those_of_the_emulation(found, name):
+def test_matmuls_equal_the_emulation(found, name):
     cases = {case: distances for case, distances in found.items() if case[0] == name}
     assert cases
     for (_, bf16, step), distances in cases.items():
@@ -54,7 +54,7 @@ def test_products_are_those_of_the_emulation(found, name):
 
 
 @pytest.mark.parametrize("way", ["p2p", "a2a"])
-def test_attention_of_ranks_that_share_a_pack_is_that_to_the_whole(way, tmp_path):
+def test_cp_attention_equals_attention_to_the_whole_pack(way, tmp_path):
     """Inputs are the same bf16 numbers; results and gradients are rounded to bf16 once, and where a ring joins two
     parts a few times more: each time by 2^-9 of a number at most. Half of the keys are another rank's."""
     codes, said = on_ranks(2, sharing.compare, way, str(tmp_path / "found"))
