@@ -16,7 +16,7 @@ from extras.preflight.network import (
     interfaces_left,
     providers,
 )
-from extras.preflight.node import bytes_needed, bytes_there, check_output, nvidia_driver
+from extras.preflight.node import bytes_needed, check_output, checkpoint_bytes, nvidia_driver
 from extras.preflight.report import ERROR, OK, WARN, Finding, RankReport, differences, merge, problems, table
 
 
@@ -167,9 +167,9 @@ def test_a_disk_too_small_for_a_runs_checkpoints_is_an_error(tmp_path):
     found = check_output(str(tmp_path), 0.0, "llama3_1_70b", 1000)
     assert found.level == ERROR
     assert "too little for checkpoints of llama3_1_70b: 1000 and the next take 847" in found.found
-    assert found.todo == "make room, or lower --save_total_limit"
+    assert found.todo == "free disk space, or lower --save_total_limit"
     (tmp_path / "checkpoint-5").mkdir()
     (tmp_path / "checkpoint-5.old").mkdir()
     for directory in ("checkpoint-5", "checkpoint-5.old"):
         (tmp_path / directory / "__0_0.distcp").write_bytes(bytes(1000))
-    assert bytes_there(tmp_path) == 1000
+    assert checkpoint_bytes(tmp_path) == 1000

@@ -50,7 +50,7 @@ def lines_of(said: str, word: str = "error") -> list[str]:
 
 
 def test_two_nodes_under_torchrun_as_the_job_scripts_start_it(dataset, tmp_path):
-    """The table and the JSON tell the same; everything is looked at, within seconds; nothing is left behind."""
+    """The table and the JSON tell the same; everything is checked within seconds; nothing is left behind."""
     output = tmp_path / "out"
     command = [python(), "-m", "torch.distributed.run", "--nnodes=2", "--nproc_per_node=1"]
     command += ["--rdzv_backend=c10d", f"--rdzv_endpoint=127.0.0.1:{free_port()}", f"--rdzv_id={os.getpid()}"]
@@ -134,7 +134,7 @@ def fails(said: list[str], codes: list[int], *expected: str) -> None:
 
 def test_gpus_that_were_asked_for_and_are_not_there():
     codes, said = preflight("--gpus_per_node=8")
-    fails(said, codes, "error: gpus: all 2 nodes: ", "8 asked for", "nvidia-smi")
+    fails(said, codes, "error: gpus: all 2 nodes: ", "8 required", "nvidia-smi")
 
 
 def test_a_dataset_that_is_missing_and_one_cut_short(dataset, tmp_path):
@@ -197,7 +197,7 @@ def test_an_output_directory_that_is_read_only_full_or_another_one(tmp_path):
     codes, said = preflight(
         f"--output_dir={output}", nproc=1, before={0: [(_own_mounts,), (_tmpfs, output.parent, "size=64m")]}
     )
-    fails(said, codes, "output: rank 0", "(tmpfs): 0.1 GB free: make room")
+    fails(said, codes, "output: rank 0", "(tmpfs): 0.1 GB free: free disk space")
     own = {1: [(_own_mounts,), (_tmpfs, output.parent, "size=8g")]}
     codes, said = preflight(f"--output_dir={output}", "--min_free_gb=0.1", before=own)
     fails(said, codes, "output: rank 1", f"{output.parent} is not the directory that rank 0 sees there")
@@ -280,7 +280,7 @@ def test_a_rank_that_never_comes_is_named_in_time():
     assert codes[0] == codes[2] == 2
     assert len(lines_of(said[0])) == 1, said[0]
     (line,) = lines_of(said[0])
-    assert f"rank 1 (node 1, of which nobody has come) has not come within {PATIENCE} s" in line
+    assert f"rank 1 (node 1, no rank of which has started) has not started within {PATIENCE} s" in line
     assert float(said[0].split(" nodes, ")[1].split(" s")[0]) < 3 * PATIENCE
     assert not lines_of(said[2])
 
@@ -289,7 +289,7 @@ def test_a_rank_that_never_comes_though_its_node_does():
     codes, said = preflight(f"--timeout={PATIENCE}", nproc=4, per_node=2, before={3: [(_stay_away, 2 * PATIENCE)]})
     assert codes == [2, 2, 2, 9]
     (line,) = lines_of(said[0])
-    assert f"rank 3 ({socket.gethostname()}) has not come within {PATIENCE} s" in line
+    assert f"rank 3 ({socket.gethostname()}) has not started within {PATIENCE} s" in line
 
 
 def _stay_away(seconds: float) -> None:
@@ -312,7 +312,7 @@ def test_a_rank_that_stops_answering_after_the_roll_call(groups, step):
     assert codes == [2, -signal.SIGKILL]
     errors = lines_of(said[0])
     assert any(step in line for line in errors), errors
-    assert any("rank 1 (" in line and "has gone silent within 2 s" in line for line in errors), errors
+    assert any("rank 1 (" in line and "stopped answering within 2 s" in line for line in errors), errors
     assert "nobody has come" not in said[0]
 
 
