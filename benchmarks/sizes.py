@@ -145,7 +145,7 @@ def plans_table() -> Iterator[str]:
 def of_one_node() -> list[tuple[str, list[str]]]:
     """The README's training commands for 8 GPUs: (script, its words)."""
     text = (ROOT / "README.md").read_text().replace("\\\n", " ")
-    found = re.findall(r"^python -m common\.ranks\.launch --nproc_per_node=8 (\w+)\.py (.*)$", text, re.M)
+    found = re.findall(r"^python -m extras\.launch --nproc_per_node=8 (\w+)\.py (.*)$", text, re.M)
     return [(script, words.split()) for script, words in found]
 
 

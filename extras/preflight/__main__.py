@@ -24,7 +24,7 @@ from common.distributed.run import exit_now
 from common.distributed.world import World
 from common.files.json_files import write_json
 from extras.preflight import network, node
-from extras.preflight.exchange import GroupChecks, Mailbox
+from extras.preflight.group import GroupChecks, Mailbox
 from extras.preflight.report import ERROR, LEVELS, Finding, RankReport, differences, merge, problems, table
 from extras.sources.dataset import is_local
 
