@@ -113,7 +113,7 @@ def test_check_efa_finds_devices_and_files(tmp_path, monkeypatch):
     asked = {"FI_PROVIDER": "efa", "LD_LIBRARY_PATH": str(tmp_path / "lib")}
     places = {"use_gpu": True, "sysfs": tmp_path / "sys", "verbs": tmp_path / "verbs"}
     found = {(finding.level, finding.found) for finding in check_efa(asked, **places)}
-    assert (ERROR, f"no {tmp_path}/verbs/uverbs* that this user may open") in found
+    assert (ERROR, f"no {tmp_path}/verbs/uverbs* that this user can open") in found
     assert (ERROR, "NCCL's plugin for EFA is not found: NCCL would use TCP") in found
     (tmp_path / "verbs").mkdir()
     (tmp_path / "lib").mkdir()
