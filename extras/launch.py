@@ -10,7 +10,7 @@ python -m extras.launch --nnodes=2 --nproc_per_node=8 --rdzv_backend=c10d ... tr
   status 2.
 - The ranks' error line is printed last, without torchrun's report around it.
 - In a pod every other failure becomes TRY_AGAIN: the training operator's restartPolicy ExitCode retries above 127.
-- A run on one node listens on loopback only, whatever --rdzv_endpoint is. The agents of several nodes exchange JSON
+- A run on one node listens on loopback only, whatever --rdzv_endpoint is. The agents of several nodes share JSON
   (extras.launcher.rendezvous), so torchrun itself cannot be one of them.
 """
 

@@ -65,7 +65,7 @@ def train(strategy: Strategy, built: BuiltModel, args: RunArguments, world: Worl
                 trainer.loop(directory)
             if directory:
                 directory.begun = True
-            finish(task, trainer.state, trainer.resolved, log, args, world, trainer.evaluate, strategy.whole)
+            finish(task, trainer.state, trainer.resolved, log, args, world, trainer.evaluate, strategy.full_tensor)
             if directory and args.do_train:
                 directory.done()
 

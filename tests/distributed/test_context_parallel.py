@@ -16,14 +16,14 @@ def tokens_of(slices: CpSplit, rank: int) -> list[list[int]]:
     return [positions[start : start + count].tolist() for start, count in zip(bounds, real, strict=False)]
 
 
-def test_the_guides_numbers():
+def test_cp_split_matches_the_guide():
     """The recipe's own example: DP0 has 1..8, DP1 9..16, cp 2; tokens are numbered from 1 there."""
     slices = CpSplit(np.array([8]), 2, "dual_chunk", 4)
     for first, expected in ((1, [{1, 2, 7, 8}, {3, 4, 5, 6}]), (9, [{9, 10, 15, 16}, {11, 12, 13, 14}])):
         assert [{first + p for p in slices.positions(rank).tolist()} for rank in range(2)] == expected
 
 
-def test_each_sequence_of_a_pack_is_cut_by_itself():
+def test_cp_split_splits_each_sequence_separately():
     """And its positions begin anew: rank 0 of [0, 4, 8] has [0, 3, 0, 3], tokens 0, 3, 4, 7 of the pack."""
     slices = CpSplit(np.array([4, 4]), 2, "dual_chunk", 4)
     assert [slices.positions(rank).tolist() for rank in range(2)] == [[0, 3, 0, 3], [1, 2, 1, 2]]
@@ -31,7 +31,7 @@ def test_each_sequence_of_a_pack_is_cut_by_itself():
     assert [tokens.tolist() for tokens in pack] == [[0, 3, 4, 7], [1, 2, 5, 6]]
 
 
-def test_four_ranks_have_two_chunks_each():
+def test_cp_split_gives_each_rank_two_chunks():
     slices = CpSplit(np.array([16, 5]), 4, "dual_chunk", 8)
     assert [slices.positions(rank).tolist() for rank in range(4)] == [
         [0, 1, 14, 15, 0, 7],
@@ -44,7 +44,7 @@ def test_four_ranks_have_two_chunks_each():
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 8])
 @pytest.mark.parametrize("layout", ["dual_chunk", "padded", "contiguous"])
-def test_every_token_is_on_one_rank_and_padding_comes_last(size, layout):
+def test_cp_split_puts_each_token_on_one_rank_before_padding(size, layout):
     multiple = {"dual_chunk": 2 * size, "padded": 16 * size, "contiguous": 1}[layout]
     slices = CpSplit(LENGTHS, size, "contiguous" if layout == "contiguous" else "dual_chunk", multiple)
     parts = [tokens_of(slices, rank) for rank in range(size)]

@@ -45,7 +45,7 @@ def checkout(tmp_path) -> Path:
     return directory
 
 
-def test_the_image(checkout, dataset, tmp_path):
+def test_image_builds_and_trains(checkout, dataset, tmp_path):
     need("git", "dpkg-query", "ldd")
     with docker_engine() as environment:
         import_base_image("base:1", environment)
@@ -97,7 +97,7 @@ def test_the_image(checkout, dataset, tmp_path):
             assert (out / "final_model" / "model.safetensors").stat().st_uid == user
 
 
-def test_the_context_is_small_and_holds_no_data_and_no_secret(checkout, tmp_path):
+def test_image_context_has_no_data_and_no_secrets(checkout, tmp_path):
     need("git")
     with docker_engine() as environment:
         (tmp_path / "Dockerfile").write_text("FROM scratch\nCOPY . /\n")
@@ -141,7 +141,7 @@ transformer-engine==2.20.2 \\
 """
 
 
-def test_what_the_base_brings_stays(tmp_path):
+def test_image_keeps_the_base_images_packages(tmp_path):
     (tmp_path / "requirements.lock").write_text(LOCK)
     lock, files = read_lock(tmp_path / "requirements.lock"), ["requirements.txt", "requirements-gpu.txt"]
     kept = {"torch": "2.13.0a0+nv26.07", "transformer-engine": "2.18"}
@@ -158,7 +158,7 @@ def test_what_the_base_brings_stays(tmp_path):
     assert len(plan(lock, files[:1], [], {}, set())[0]) == 4
 
 
-def test_what_pip_fetches_has_the_hash_of_the_lock(tmp_path):
+def test_lock_hashes_are_checked(tmp_path):
     """With the real pip: a package that is another one than was locked is refused, whatever its version says."""
     wheels = tmp_path / "wheels"
     wheels.mkdir()
@@ -198,7 +198,7 @@ def write_wheel(path: Path, name: str, needs: str, content: str = "") -> None:
         archive.writestr(f"{information}/RECORD", "")
 
 
-def test_the_lock_is_that_of_the_requirements():
+def test_lock_matches_the_requirements():
     """Made anew after each change of them (docker/lock.sh): all that they pin, with hashes."""
     files = sorted(path.name for path in ROOT.glob("requirements*.txt") if path.name != "requirements-dev.txt")
     lock = read_lock(ROOT / "requirements.lock")

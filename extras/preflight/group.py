@@ -1,7 +1,10 @@
-"""The steps of a preflight in which ranks wait for each other: their order, and what to say of each that fails.
+"""Checks between ranks: shared output directory, clocks, all-reduce over pairs of nodes and over all ranks.
 
-A collective that one rank does not reach hangs and names nobody. So ranks first meet in torchrun's key-value store:
-each posts what it has, rank 0 waits for a given time, and knows by number who is missing.
+A collective that one rank does not reach hangs and names no rank. So ranks first report through torchrun's key-value
+store: each posts a message, rank 0 waits with a timeout and knows which ranks are missing.
+
+Pairs are neighbours in a ring of the nodes, measured in two rounds (three if their number is odd) of disjoint pairs:
+hundreds of nodes take as long as four, and each node is in two pairs.
 """
 
 from __future__ import annotations
@@ -28,34 +31,34 @@ from extras.preflight.report import ERROR, OK, WARN, Finding, RankReport
 
 BAD_CLOCK_S = 300.0  # munge refuses credentials that are older, S3 soon after
 SEEN_WITHIN_S = 5.0  # a file of another node; NFS remembers for a while that there was none
-ROUTE = "see whether the nodes may reach each other (security group, firewall), NCCL_SOCKET_IFNAME, GLOO_SOCKET_IFNAME"
+ROUTE = "check that the nodes can reach each other (security group, firewall), NCCL_SOCKET_IFNAME, GLOO_SOCKET_IFNAME"
 PINGS = 5
 SMALL = 8  # bytes, whose all-reduce is all latency
 LARGE = {"cuda": 64 << 20, "cpu": 4 << 20}  # bytes
 SLOW = 3.0  # times worse than the median pair: an outlier
-GRACE_S = 5  # that the others wait longer than rank 0, which has to tell them
+GRACE_S = 5  # the other ranks wait longer than rank 0, which has to send the result
 
 
-class Meeting:
-    """Messages between the ranks of one attempt, each value anything that JSON holds; `seconds` bound every wait."""
+class Mailbox:
+    """JSON messages between the ranks of one attempt, through the store; `seconds` limits every wait."""
 
     def __init__(self, world: World, seconds: float):
         self.world, self.seconds = world, seconds
-        self._store = self.connect("meeting")
+        self._store = self.connect("mailbox")
 
     def connect(self, purpose: str) -> dist.Store:
-        """A connection of its own to the store: one that waits blocks all that share it. UserError if none answers."""
+        """A new connection to the store: a wait blocks all users of a connection. UserError if it does not answer."""
         served_by_torchrun = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         host, port = os.environ["MASTER_ADDR"] if served_by_torchrun else store_host(), int(os.environ["MASTER_PORT"])
-        serves = self.world.is_main and not served_by_torchrun and purpose == "meeting"
+        serves = self.world.is_main and not served_by_torchrun and purpose == "mailbox"
         timeout = timedelta(seconds=self.seconds)
         try:
             store = (serve_store if serves else join_store)(host, port, timeout=timeout)
         except RuntimeError as error:
             where = "torchrun on the first node" if served_by_torchrun else "rank 0"
             raise UserError(
-                f"rank {self.world.rank}: {where} does not answer at {host}:{port} within {self.seconds:g} s: see "
-                "whether it runs, and whether the nodes may reach that port"
+                f"rank {self.world.rank}: {where} does not answer at {host}:{port} within {self.seconds:g} s: check "
+                "that it runs, and that the nodes can reach that port"
             ) from error
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         return dist.PrefixStore(f"extras.preflight/{purpose}/{attempt}", store)
@@ -65,7 +68,7 @@ class Meeting:
         self._store.set(f"{name}/{self.world.rank}", json.dumps(value))
 
     def collect(self, name: str, ranks: list[int]) -> tuple[dict[int, object], list[int]]:
-        """On rank 0: what the ranks posted under the name, and those that did not in time."""
+        """On rank 0: (the ranks' messages under the name, ranks that posted none in time)."""
         deadline = time.monotonic() + self.seconds
         found, missing = {}, []
         for rank in ranks:
@@ -76,18 +79,16 @@ class Meeting:
                 found[rank] = json.loads(value)
         return found, missing
 
-    def tell(self, name: str, value) -> None:
-        """Rank 0's message to all."""
+    def broadcast(self, name: str, value) -> None:
+        """Post rank 0's message to all ranks."""
         self._store.set(name, json.dumps(value))
 
-    def hear(self, name: str, patience: float = 1):
-        """What rank 0 tells under the name, waited for `patience` times as long as a collect may take; UserError."""
+    def receive(self, name: str, patience: float = 1):
+        """Rank 0's message, waited for `patience` times as long as a collect; UserError if it does not come."""
         seconds = patience * self.seconds + GRACE_S
         value = self._get(name, seconds)
         if value is None:
-            raise UserError(
-                f"rank {self.world.rank}: rank 0 has not been heard of for {seconds:g} s: see what it said"
-            )
+            raise UserError(f"rank {self.world.rank}: no message from rank 0 for {seconds:g} s: see its log")
         return json.loads(value)
 
     def _get(self, key: str, seconds: float) -> bytes | None:
@@ -98,14 +99,14 @@ class Meeting:
             return None
 
 
-class Exchange:
-    """`findings` (of the run as a whole) and `pairs` are rank 0's; other findings go to each rank's own report.
+class GroupChecks:
+    """`findings` (of the whole run) and `pairs` are rank 0's; other findings go into each rank's own report.
 
     leaders: {"rank", "host"} of the first rank of each node.
     """
 
-    def __init__(self, meeting: Meeting, leaders: list[dict], args):
-        self.meeting, self.world, self.args = meeting, meeting.world, args
+    def __init__(self, mailbox: Mailbox, leaders: list[dict], args):
+        self.mailbox, self.world, self.args = mailbox, mailbox.world, args
         self.hosts = {each["rank"]: each["host"] for each in leaders}
         self.leaders = list(self.hosts)
         self.findings: list[Finding] = []
@@ -113,13 +114,13 @@ class Exchange:
         self._threads = ThreadPoolExecutor(16)
 
     def run(self, report: RankReport) -> None:
-        """Every rank calls. A step begins when all ranks have done the one before."""
-        world, seconds = self.world, self.meeting.seconds
+        """A collective. A step begins when all ranks have finished the previous one."""
+        world, seconds = self.world, self.mailbox.seconds
         several = len(self.leaders) > 1
         if several and self.args.output_dir:
             self._attempt(report, "looking at --output_dir from every node", self._shared_output, report)
-        log = self._have_nccl_tell() if several else None
-        store = self.meeting.connect("group")
+        log = self._enable_nccl_log() if several else None
+        store = self.mailbox.connect("group")
         started = self._attempt(report, "starting the process group", start_group, world, store, seconds)
         if not self._agree("group", started is not None):
             return
@@ -135,24 +136,24 @@ class Exchange:
     # ---- the steps ------------------------------------------------------------------------------------------
 
     def _shared_output(self, report: RankReport) -> None:
-        """Whether a file that rank 0 creates beside the checkpoints is seen by every node."""
+        """Check that every node sees a file that rank 0 creates beside the checkpoints."""
         where = existing(Path(self.args.output_dir).expanduser().absolute())
         if self.world.is_main:
             try:
                 with tempfile.NamedTemporaryFile(prefix=".preflight-", dir=where) as marker:
-                    self.meeting.tell("marker", marker.name)
-                    self.meeting.collect("seen", [rank for rank in self.leaders if rank])
-            except OSError:  # which the check of --output_dir has told
-                self.meeting.tell("marker", "")
+                    self.mailbox.broadcast("marker", marker.name)
+                    self.mailbox.collect("seen", [rank for rank in self.leaders if rank])
+            except OSError:  # reported by the check of --output_dir
+                self.mailbox.broadcast("marker", "")
             return
-        marker = self.meeting.hear("marker")
+        marker = self.mailbox.receive("marker")
         if not marker or not report.leads:
             return
         deadline = time.monotonic() + SEEN_WITHIN_S
         while not (seen := os.path.exists(marker)) and time.monotonic() < deadline:
             os.listdir(where)  # makes network filesystems look again
             time.sleep(0.2)
-        self.meeting.post("seen", seen)
+        self.mailbox.post("seen", seen)
         if not seen:
             what = f"{where} is not the directory that rank 0 sees there"
             todo = "mount the same shared volume on every node: checkpoints are written by all and read by all"
@@ -178,25 +179,25 @@ class Exchange:
                 if self.world.rank in pair:
                     names = " and ".join(f"rank {rank} ({self.hosts[rank]})" for rank in sorted(pair))
                     what = f"an all-reduce between {names}"
-                    measured = self._attempt(report, what, time_pair, self.world, pair, self.meeting.seconds)
+                    measured = self._attempt(report, what, time_pair, self.world, pair, self.mailbox.seconds)
                     fine &= measured is not None
                     timing, group = measured or (None, None)
             name = f"pairs/{number}"
-            self.meeting.post(name, timing and asdict(timing))
+            self.mailbox.post(name, timing and asdict(timing))
             if self.world.is_main:
-                found, missing = self.meeting.collect(name, [min(pair) for pair in pairs])
+                found, missing = self.mailbox.collect(name, [min(pair) for pair in pairs])
                 timings += [Timing(**value) for value in found.values() if value]
-            # The next round begins when this one is over everywhere: who is late is then not the next pair's fault.
+            # Start the next round when this one is over everywhere, so that a late rank does not slow the next pair.
             if not self._agree(f"{name}/done", fine):
                 fine = False
                 break
             if group is not None:
                 dist.destroy_process_group(group)
         if self.world.is_main and timings:
-            self._judge(timings)
+            self._report_outliers(timings)
         return fine
 
-    def _judge(self, timings: list[Timing]) -> None:
+    def _report_outliers(self, timings: list[Timing]) -> None:
         self.pairs = [asdict(each) for each in timings]
         slowest = min(timings, key=lambda each: each.bandwidth)
         self.findings.append(
@@ -210,36 +211,36 @@ class Exchange:
     def _names(self, timing: Timing) -> str:
         return " - ".join(self.hosts[rank] for rank in timing.ranks)
 
-    def _have_nccl_tell(self) -> Path | None:
-        """Where EFA is asked for: the file that NCCL, started after this, writes its choice of network to."""
+    def _enable_nccl_log(self) -> Path | None:
+        """With FI_PROVIDER=efa: a log file to which NCCL, when it starts, will write its choice of network."""
         if self.world.device.type != "cuda" or os.environ.get("FI_PROVIDER") != "efa":
             return None
         file = Path(tempfile.mkdtemp(prefix="preflight-")) / "nccl.log"
         os.environ |= {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "INIT,NET", "NCCL_DEBUG_FILE": str(file)}
         return file
 
-    # ---- how a step is done ---------------------------------------------------------------------------------
+    # ---- running a step -------------------------------------------------------------------------------------
 
     def _attempt(self, report: RankReport, what: str, function, *arguments):
-        """The function's result (True for None). If it fails or hangs: None, and a finding."""
+        """The function's result (True for None). If it fails or hangs: None and a finding."""
         running = self._threads.submit(function, *arguments)
         try:
-            value = running.result(self.meeting.seconds + GRACE_S)
+            value = running.result(self.mailbox.seconds + GRACE_S)
             return True if value is None else value
         except TimeoutError:
-            said = f"{what}: no answer within {self.meeting.seconds:g} s"
+            message = f"{what}: no answer within {self.mailbox.seconds:g} s"
         except (RuntimeError, OSError, UserError) as error:
-            said = f"{what} failed: {one_line(error)[:160]}"
-        report.findings.append(Finding("network", ERROR, said, ROUTE))
+            message = f"{what} failed: {one_line(error)[:160]}"
+        report.findings.append(Finding("network", ERROR, message, ROUTE))
         return None
 
     def _agree(self, name: str, fine: bool) -> bool:
-        """Whether it is fine on all ranks; every rank gets the same answer."""
-        self.meeting.post(name, fine)
+        """Whether `fine` is true on all ranks; every rank gets the same answer."""
+        self.mailbox.post(name, fine)
         if self.world.is_main:
-            answers, missing = self.meeting.collect(name, list(range(self.world.size)))
-            self.meeting.tell(f"{name}/all", all(answers.values()) and not missing)
-        return self.meeting.hear(f"{name}/all", patience=2)
+            answers, missing = self.mailbox.collect(name, list(range(self.world.size)))
+            self.mailbox.broadcast(f"{name}/all", all(answers.values()) and not missing)
+        return self.mailbox.receive(f"{name}/all", patience=2)
 
 
 def check_clock(who: str, offset: float, uncertainty: float, args) -> list[Finding]:
@@ -257,7 +258,7 @@ def check_clock(who: str, offset: float, uncertainty: float, args) -> list[Findi
 
 @dataclass(frozen=True)
 class Timing:
-    """An all-reduce among some ranks: of SMALL in seconds, of LARGE in bytes a second (size / time)."""
+    """An all-reduce among some ranks: seconds of SMALL, bytes per second of LARGE (size / time)."""
 
     ranks: list[int]
     latency: float
@@ -268,9 +269,9 @@ class Timing:
 
 
 def start_group(world: World, store: dist.Store, seconds: float) -> None:
-    """The process group of all ranks, in which a lost rank is an exception, not a hang nor the end of this one."""
+    """Make the process group of all ranks; a lost rank raises an exception, instead of hanging or ending this one."""
     use_loopback_interface()
-    os.environ.setdefault("TORCH_NCCL_BLOCKING_WAIT", "1")  # else NCCL's watchdog ends a rank before it can say why
+    os.environ.setdefault("TORCH_NCCL_BLOCKING_WAIT", "1")  # else NCCL's watchdog ends a rank before it can report
     backend = "cpu:gloo,cuda:nccl" if world.device.type == "cuda" else "gloo"
     dist.init_process_group(
         backend, store=store, rank=world.rank, world_size=world.size, timeout=timedelta(seconds=seconds)
@@ -281,16 +282,16 @@ def start_group(world: World, store: dist.Store, seconds: float) -> None:
 
 
 def clock_offset(samples: list[tuple[float, float, float]]) -> tuple[float, float]:
-    """(offset, uncertainty) in seconds of another clock, from (sent, the other's time, received) by our own.
+    """(offset, uncertainty) in seconds of another clock, from samples (sent, its time, received).
 
-    The shortest round trip tells most: the other's time was taken somewhere within it.
+    The shortest round trip is the most precise: the other clock was read within it.
     """
     sent, theirs, received = min(samples, key=lambda sample: sample[2] - sample[0])
     return theirs - (sent + received) / 2, (received - sent) / 2
 
 
 def measure_clocks(world: World, leaders: list[int]) -> dict[int, tuple[float, float]]:
-    """On rank 0: the clock offsets of the other nodes' leaders. Those answer; other ranks do not call."""
+    """On rank 0: the clock offsets of the other nodes' first ranks, which call it too; other ranks do not."""
     time_of = torch.zeros(1, dtype=torch.float64)
     if not world.is_main:
         for _ in range(PINGS):
@@ -312,41 +313,41 @@ def measure_clocks(world: World, leaders: list[int]) -> dict[int, tuple[float, f
 
 
 def ring_rounds(count: int) -> list[list[tuple[int, int]]]:
-    """Neighbours in a ring of `count` nodes, in rounds in which no node occurs twice."""
+    """Neighbours in a ring of `count` nodes, in rounds of disjoint pairs."""
     if count < 3:
         return [[(0, 1)]] if count == 2 else []
     pairs = [(node, (node + 1) % count) for node in range(count)]
     rounds = [pairs[0 : count - count % 2 : 2], pairs[1::2], pairs[count - 1 :] if count % 2 else []]
-    return [each for each in rounds if each]
+    return [pairs for pairs in rounds if pairs]
 
 
 def time_pair(world: World, pair: tuple[int, int], seconds: float) -> tuple[Timing, dist.ProcessGroup]:
-    """Both ranks of the pair call, no other. The group is to be destroyed before either rank's next pair.
+    """Only the ranks of the pair call this. Destroy the group before either rank's next pair.
 
-    torch 2.13 names such a group by its ranks and by how many groups a rank has: unless that is the same number on
-    both, they wait for each other under different names.
+    torch 2.13 names such a group by its ranks and the number of groups a rank has: unless the number is the same on
+    both, they wait under different names.
     """
     group = dist.new_group(sorted(pair), timeout=timedelta(seconds=seconds), use_local_synchronization=True)
     return time_all_reduce(world, sorted(pair), group), group
 
 
 def time_all_reduce(world: World, ranks: list[int], group: dist.ProcessGroup | None = None) -> Timing:
-    """All ranks of the group call; every one gets its own timing."""
+    """A collective of the group; each rank gets its own timing."""
     times = {}
     for size, repeats in ((SMALL, 5), (LARGE[world.device.type], 3)):
         values = torch.ones(size // 4, device=world.device)
         taken = []
-        for _ in range(1 + repeats):  # the first makes the connections
+        for _ in range(1 + repeats):  # the first one connects
             started = time.perf_counter()
             dist.all_reduce(values, op=dist.ReduceOp.MAX, group=group)
-            values[0].item()  # until the device is done
+            values[0].item()  # waits for the device
             taken.append(time.perf_counter() - started)
         times[size] = statistics.median(taken[1:])
     return Timing(ranks, times[SMALL], LARGE[world.device.type] / times[LARGE[world.device.type]])
 
 
 def outliers(timings: list[Timing]) -> list[Timing]:
-    """Pairs that are SLOW times slower than the median pair, in latency or bandwidth. Of three pairs at least."""
+    """Pairs that are SLOW times slower than the median pair in latency or bandwidth; [] of fewer than three."""
     if len(timings) < 3:
         return []
     latency = statistics.median(each.latency for each in timings)
