@@ -58,8 +58,8 @@ def test_gradients_are_the_same_bits_and_the_device_keeps_what_two_layers_saved(
             for layer in layers:
                 x = layer(x)
             if offloaded:
-                kept = [call().here for call in calls]
-                there = [sum(tensor.numel() for tensor in call().there) for call in calls]
+                kept = [call().on_device for call in calls]
+                there = [sum(tensor.numel() for tensor in call().on_host) for call in calls]
                 # `selective` keeps products itself; a layer's input is 4 x 8, that of GELU 4 x 16
                 assert there == [{"none": 4 * (8 + 16 + 16), "full": 4 * 8}.get(mode, there[0])] * 5
                 assert [len(of) > 0 for of in kept] == [False] * 3 + [True] * 2
@@ -91,8 +91,8 @@ def test_what_compiled_layers_save_goes_the_same_way(calls, mode):
         for layer in layers:
             out = layer(out)
         if compiled:
-            assert [bool(call().there) for call in calls] == [True] * 4
-            assert [bool(call().here) for call in calls] == [False] * 2 + [True] * 2
+            assert [bool(call().on_host) for call in calls] == [True] * 4
+            assert [bool(call().on_device) for call in calls] == [False] * 2 + [True] * 2
         out.square().sum().backward()
         assert not [call for call in calls if call() is not None]
         gradients.append([p.grad.clone() for layer in layers for p in layer.parameters()])
