@@ -41,9 +41,9 @@ from common.precision.formats import (
 from common.precision.masters import Masters, NanGuard
 from common.precision.plan import Plan, Recipe
 
-# What Transformer Engine has stored of an operand, as the formats' `Quantized`: numbers, scales of blocks, scale.
+# Transformer Engine's stored operands as the formats' `Quantized`.
 #
-# Written against Transformer Engine 2.20. Its storages hold one copy for each dimension that matmuls sum over; scales
+# Its storages hold one copy for each dimension that matmuls sum over; scales
 # are padded, and a copy for columns may lie transposed (`get_scale_shape` and `dequantize` of its tensors say how).
 
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # by the lower three bits; the fourth is the sign
@@ -229,7 +229,7 @@ class Quantised:
     def state(self) -> dict[str, Tensor]:
         """Delayed scaling's scales and amax histories, the same on every rank, to be restored in place.
 
-        Transformer Engine's own `_extra_state` holds them pickled, and refuses to load that unless told to trust it.
+        Transformer Engine's own `_extra_state` holds them pickled, and refuses to load that unless it trusts the file.
         """
         if self._state is None:
             self._state = {}

@@ -1,8 +1,8 @@
-"""The task: causal language modelling with a decoder. What is learned, counted, evaluated and exported.
+"""Causal language modelling with a decoder: the methods of common.training.masked_lm for text.
 
-The same methods as common.training.masked_lm. The loss is the cross-entropy in nats a predicted token, of the global
+The loss is the cross-entropy in nats a predicted token, of the global
 batch. Mixtral's router adds its load-balancing loss, weighted: of each pack by itself, in proportion to its predicted
-tokens. A pack is what it is on any number of ranks, and so is the sum; evaluations leave the router out.
+tokens. A pack is what it is on any number of ranks, and so is the sum; evaluations have no router loss.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class CausalLM(Task):
         return FAMILY.flops(self.built.config, counts.num_tokens, counts.sum_squared_lengths, counts.num_targets)
 
     def evaluate(self, model: nn.Module, split: str, prefix: str, step: int) -> dict:
-        """`{prefix}_{loss,accuracy,perplexity,...}` of --validation_batches batches; {} if told to stop meanwhile."""
+        """`{prefix}_{loss,accuracy,perplexity,...}` of --validation_batches batches; {} if stopped meanwhile."""
         store = self.data.held_out(split)
         made = held_out_contexts(self.flags, store, self.collator(), self.world)
         return held_out_results(model, made, self.world, prefix, step, self.flags.bf16, "tokens")

@@ -3,10 +3,10 @@
 Pre-norm: x + proj(attention(RMSNorm(x))), then x + feed-forward(RMSNorm(x)). Attention is causal, several heads of
 queries may share one of keys and values (GQA, Ainslie et al. 2023), the feed-forward block is SwiGLU (Shazeer 2020),
 in Mixtral one of several for each token. There are no biases. Modules and matmuls have the names of ESM-2's layers,
-so that what quantises, recomputes or shards those does these.
+so that the same code quantises, recomputes and shards them.
 
 Every activation is [T, hidden]: all tokens of a pack end to end. Norms, rotation and the router compute in fp32. The
-last sum is the next layer's to make (common.models.layers.residual).
+next layer adds the last sum (common.models.layers.residual).
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from common.models.layers.attention import has_varlen_kernel, rotate, rotated_at
 from common.models.layers.backend import device_type
 from common.models.layers.linear import linear
 from common.models.layers.residual import Stream, total
-from common.models.layers.residual import begin as begin  # as those of another backend have their own
+from common.models.layers.residual import begin as begin  # layers_te has its own
 from extras.decoders.config import DecoderConfig
 
-TOKENS = 1  # of a pass: a multiple of it
+TOKENS = 1  # the number of tokens of a pass is a multiple of it
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """RMSNorm over the last dimension of x, in fp32 (float64 for float64) whatever x and the weight come in."""
+    """RMSNorm over the last dimension of x, in fp32 (float64 for float64) for any dtype of x and the weight."""
     x = x.to(torch.promote_types(x.dtype, torch.float32))
     return F.rms_norm(x, weight.shape, weight.to(x.dtype), eps)
 
@@ -45,7 +45,7 @@ class RMSNorm(nn.Module):
 
 
 class Linear(nn.Module):
-    """x W^T by way of `linear`, or of what takes its place as `matmul`."""
+    """x W^T by `linear`, or the EmulatedMatmul set in its place."""
 
     matmul_weights = ("weight",)
 
@@ -128,7 +128,7 @@ class FeedForward(nn.Module):
 class Experts(FeedForward):
     """Mixtral's: a router sends each token to the `top` of its experts, whose results count by its probabilities.
 
-    The experts' matrices lie one after the other, by rows: strategies deal out rows, evenly also where there are more
+    The experts' matrices lie one after the other, by rows: strategies shard rows, evenly also where there are more
     ranks than experts.
     """
 
@@ -160,7 +160,7 @@ class Experts(FeedForward):
                 self.fc2_weight.chunk(self.experts),
                 strict=True,
             )
-            if len(part)  # what quantises takes no matmul of nothing
+            if len(part)  # quantised matmuls take no empty operand
         ]
         result = torch.cat(results)
         result = result * weights.flatten()[order, None].to(result.dtype)

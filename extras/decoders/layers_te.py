@@ -24,7 +24,7 @@ from extras.decoders import layers as decoder_layers
 from extras.decoders.config import DecoderConfig
 
 begin = total  # these layers add up themselves
-# Matmuls in FP8, MXFP8 and NVFP4 take multiples of 16 or 32 tokens; that of ESM-2's packs serves all.
+# FP8, MXFP8 and NVFP4 matmuls take multiples of 16 or 32 tokens; that of ESM-2's packs serves all.
 TOKENS = 64
 
 

@@ -1,8 +1,8 @@
 """The file of --quant_stats_file: which statistics of which tensors, in which layers and when.
 
 It has the structure of Transformer Engine's debug configuration: named sections, each with the layers it is about and,
-under `transformer_engine`, LogFp8TensorStats (or LogNvfp4TensorStats) and LogTensorStats. Unlike there, what cannot be
-honoured is an error.
+under `transformer_engine`, LogFp8TensorStats (or LogNvfp4TensorStats) and LogTensorStats. Unlike there, an option that
+cannot be honoured is an error.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""--quant_stats where Transformer Engine quantises: its debug API (nvdlfw_inspect) shows what it has stored.
+"""--quant_stats of Transformer Engine's tensors, through its debug API (nvdlfw_inspect).
 
-Written against Transformer Engine 2.20 and nvdlfw_inspect 0.2.2. The API calls a feature of ours with every operand
-that is wanted, before and after the cast, and with the matmuls' results; they are added up as those of the emulation
-are (extras.quant_stats.stats), so that a statistic means the same. Its own features would not do: there MXFP8's scales
+Written against Transformer Engine 2.20 and nvdlfw_inspect 0.2.2. The API calls our feature with every selected
+operand, before and after the cast, and with the matmuls' results; they are accumulated as the emulation's are
+(extras.quant_stats.stats), so that a statistic means the same. Its own features do not do: there MXFP8's scales
 are exponents, an all-zero block has a scale, the error along columns is that along rows, recomputed tensors count
 twice, and sharded weights, stored for one dimension at a time, end the run. It has to be started before the first
 layer is built.
@@ -22,14 +22,14 @@ from extras.quant_stats.stats import Statistics
 from extras.quant_stats.stats_file import OPERANDS, RESULTS
 from extras.quant_stats.stats_plan import MODULES, Selection
 
-# Its names of the matmuls, which it matches the configuration against, and the number of the layer, from 0.
+# Transformer Engine's names of the matmuls, with the layer's number from 0.
 _NAMES = {
     "qkv": "encoder.layers.{}.self_attention.layernorm_linear_qkv",
     "proj": "encoder.layers.{}.self_attention.proj",
     "fc1": "encoder.layers.{}.layernorm_mlp.fc1",
     "fc2": "encoder.layers.{}.layernorm_mlp.fc2",
 }
-_BETWEEN_STEPS = -1  # a step at which nothing is due: evaluation shall not be counted
+_BETWEEN_STEPS = -1  # a step at which nothing is due: evaluations do not count
 _FEATURE = "AddedUp"
 _FC1, _FC2 = list(MODULES).index("fc1"), list(MODULES).index("fc2")
 

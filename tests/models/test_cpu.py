@@ -15,7 +15,7 @@ GENOA = Cpu("AuthenticAMD", frozenset(f"{AVX512} avx512_bf16".split()))
 GRAVITON3 = Cpu("", frozenset(["asimd", "bf16"]))
 
 
-def test_cpuinfo_is_that_of_the_first_processor():
+def test_cpu_parse_reads_first_processor():
     first, second = "vendor_id\t: AuthenticAMD\nflags\t\t: fpu avx2\n", "vendor_id\t: x\nflags\t: y\n"
     assert Cpu.parse(f"processor\t: 0\n{first}\nprocessor\t: 1\n{second}") == Cpu(
         "AuthenticAMD", frozenset(["fpu", "avx2"])
@@ -42,6 +42,6 @@ def test_cpuinfo_is_that_of_the_first_processor():
         (GENOA, {"ONEDNN_MAX_CPU_ISA": "AVX2"}, False, False),
     ],
 )
-def test_products_go_where_the_instructions_are(cpu, environment, bf16, onednn):
+def test_cpu_picks_library_by_instructions(cpu, environment, bf16, onednn):
     assert cpu.has_bf16_matmuls(environment) == bf16
     assert cpu.multiplies_fp32_by_onednn(environment) == onednn

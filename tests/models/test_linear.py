@@ -45,7 +45,7 @@ def forward_and_backward(matmul, tensors, upstream) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_products_and_gradients_equal_float64(shape, bias, fp32_by_onednn):
+def test_linear_equals_float64(shape, bias, fp32_by_onednn):
     tensors = operands(*shape, bias)
     upstream = torch.randn(shape[0], shape[2])
     found = forward_and_backward(linear, tensors, upstream)
@@ -58,7 +58,7 @@ def test_products_and_gradients_equal_float64(shape, bias, fp32_by_onednn):
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("masters", [True, False], ids=["autocast", "bf16 parameters"])
-def test_bf16_without_instructions_is_the_product_of_the_bf16_numbers(shape, bias, masters, without_bf16_instructions):
+def test_linear_widened_bf16_rounds_once(shape, bias, masters, without_bf16_instructions):
     """Rounded once, like the instructions' result: no element is further from the exact one than half a unit in the
     last place and what fp32 sums lose."""
     tensors = operands(*shape, bias)
@@ -76,7 +76,7 @@ def test_bf16_without_instructions_is_the_product_of_the_bf16_numbers(shape, bia
         assert ((ours.double() - reference).abs() <= 2**-8 * reference.abs() + sums).all()
 
 
-def test_bf16_without_instructions_never_calls_the_librarys_bf16_product(without_bf16_instructions):
+def test_linear_widened_bf16_calls_fp32_matmuls_only(without_bf16_instructions):
     class Watch(TorchDispatchMode):
         def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
             if operator.overloadpacket.__name__ in ("mm", "addmm", "addmm_", "_linear_pointwise"):
@@ -93,7 +93,7 @@ def test_bf16_without_instructions_never_calls_the_librarys_bf16_product(without
 
 
 @pytest.mark.parametrize("mode", ["selective", "full"])
-def test_bf16_without_instructions_is_recomputed(mode, without_bf16_instructions):
+def test_linear_widened_bf16_recomputes(mode, without_bf16_instructions):
     """What selective recomputation keeps is not memory that the next block of rows is written to."""
     gradients = []
     for how in ("none", mode):
@@ -106,7 +106,7 @@ def test_bf16_without_instructions_is_recomputed(mode, without_bf16_instructions
         assert (recomputed - kept).norm() <= 1e-6 * kept.norm()  # the same operators on the same numbers
 
 
-def test_other_dtypes_and_shapes_stay_with_the_library(without_bf16_instructions):
+def test_linear_leaves_other_dtypes_to_torch(without_bf16_instructions):
     x, weight = torch.randn(8, 16), torch.randn(4, 16)
     assert linear(x.double(), weight.double()).dtype == torch.float64
     with torch.autocast("cpu", torch.bfloat16):

@@ -117,7 +117,7 @@ def check_context(flags: ModelFlags, layout: str, cp_size: int, backend: str, co
     if cp_size == 1:
         return
     if backend == "torch" and flags.cp_comm_type == "a2a":
-        raise UserError(f"{way}: only Transformer Engine exchanges heads (--backend te): choose p2p or all_gather")
+        raise UserError(f"{way}: only Transformer Engine has all-to-all (--backend te): choose p2p or all_gather")
     if flags.cp_comm_type == "a2a" and heads % cp_size:
         raise UserError(f"{way}: {heads} attention heads do not divide among --cp_size {cp_size}: choose p2p")
     if backend == "te" and layout != "dual_chunk":

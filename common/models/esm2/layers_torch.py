@@ -2,7 +2,7 @@
 
 Pre-norm transformer layer as in ESM-2: x + proj(attention(LN(x))), then x + fc2(gelu(fc1(LN(x)))), with the GELU that
 the configuration names (common.models.esm2.family). Every activation is [T, hidden]: all tokens of a pack end to end.
-The last sum is the next layer's to make (common.models.layers.residual).
+The next layer adds the last sum (common.models.layers.residual).
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from common.models.layers.attention import packed_attention, rotary_tables
 from common.models.layers.context_attention import ContextGroup, CpLayout, context_attention
 from common.models.layers.linear import Linear, linear
 from common.models.layers.residual import Stream, total
-from common.models.layers.residual import begin as begin  # as those of another backend have their own
+from common.models.layers.residual import begin as begin  # layers_te has its own
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
-    """LayerNorm over the last dimension of x, in fp32 (float64 for float64) whatever x and the parameters come in.
+    """LayerNorm over the last dimension of x, in fp32 (float64 for float64) for any dtype of x and the parameters.
 
-    Of bf16 numbers torch's CPU kernel adds up the parameters' gradients in bf16: 13 % off after some 2,000 rows.
+    In bf16 torch's CPU kernel sums the parameters' gradients in bf16: 13 % off after some 2,000 rows.
     """
     x = x.to(torch.promote_types(x.dtype, torch.float32))
     weight, bias = weight.to(x.dtype), bias.to(x.dtype)
@@ -32,8 +32,7 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
 
 
 class LayerNorm(nn.LayerNorm):
-    """`nn.LayerNorm` by way of `layer_norm`. A module is called, and not its weights read: a strategy may gather
-    them when it is."""
+    """`nn.LayerNorm` that calls `layer_norm`. A module: a strategy may all-gather its weights when it is called."""
 
     def forward(self, x: Tensor) -> Tensor:
         return layer_norm(x, self.weight, self.bias, self.eps)
@@ -47,7 +46,7 @@ class LayerNormLinear(nn.Module):
     def __init__(self, in_features: int, out_features: int, eps: float):
         super().__init__()
         self.eps = eps
-        self.matmul = linear  # or what emulates it in another precision
+        self.matmul = linear  # or an EmulatedMatmul
         self.layer_norm_weight = nn.Parameter(torch.empty(in_features))
         self.layer_norm_bias = nn.Parameter(torch.empty(in_features))
         self.weight = nn.Parameter(torch.empty(out_features, in_features))
@@ -130,8 +129,8 @@ def prepare(
     shared: CpPack | None = None,
     context: ContextGroup | None = None,
 ) -> tuple[tuple[Tensor, Tensor], int, CpLayout | None]:
-    """What all layers share: (cosines and sines of each token's position in its sequence, the longest sequence, how
-    the pack is shared with other ranks, if it is)."""
+    """What all layers share: (cosines and sines of each token's position in its sequence, the longest sequence, the
+    layout of a pack that ranks share)."""
     if shared is not None:
         positions = F.pad(shared.positions, (0, tokens - len(shared.positions)))
         return (

@@ -29,9 +29,9 @@ TRAIN_MASK_RATIO = 0.15 * 0.8
 
 
 class Esm2Output(NamedTuple):
-    """What a forward pass gives. Without labels: `logits`. With labels: the sums over the masked positions.
+    """The result of a forward pass. Without labels: `logits`. With labels: sums over the masked positions.
 
-    A tuple: hooks of wrappers look for tensors in tuples and lists, and in a dataclass find none without a word.
+    A tuple: wrappers' hooks look for tensors in tuples and lists, and silently miss those of a dataclass.
     """
 
     logits: Tensor | None = None  # [T, 33] or [B, S, 33] (zeros where padded), fp32
@@ -41,7 +41,7 @@ class Esm2Output(NamedTuple):
 
 
 class Embeddings(nn.Module):
-    """residual: what the stream that begins here is kept in under autocast."""
+    """residual: dtype of the residual stream under autocast."""
 
     def __init__(self, config: Esm2Config, residual: torch.dtype = torch.float32):
         super().__init__()
@@ -49,14 +49,14 @@ class Embeddings(nn.Module):
         self.word_embeddings = nn.Embedding(PADDED_VOCAB, config.hidden_size)
 
     def forward(self, input_ids: Tensor, cu_seqlens: Tensor, shared: CpPack | None = None) -> Tensor:
-        """[T] -> [T, hidden]. Token dropout is counted sequence by sequence, as if each were alone in its batch, and
-        on the whole of it where other ranks have their share."""
+        """[T] -> [T, hidden]. Token dropout counts the masks of each sequence by itself, of the whole sequence with
+        context parallelism."""
         x = self.word_embeddings(input_ids)
-        kept_in = x.dtype
+        dtype = x.dtype
         if torch.is_autocast_enabled(x.device.type):
-            x, kept_in = x.float(), self.residual  # also where a strategy hands out bf16 weights
+            x, dtype = x.float(), self.residual  # also if a strategy casts weights to bf16
         if not self.token_dropout:
-            return x.to(kept_in)
+            return x.to(dtype)
         is_mask = input_ids == MASK
         cu_seqlens = cu_seqlens.long()
         lengths = cu_seqlens.diff()
@@ -66,10 +66,10 @@ class Embeddings(nn.Module):
         else:
             ratio = shared.masks / shared.lengths.clamp(min=1)
             ratio = F.pad(ratio, (0, len(lengths) - len(ratio)))  # fillers
-        # A sequence of nothing but <mask> has zero embeddings either way; the clamp keeps 0/0 out of them.
+        # A sequence of <mask> alone has zero embeddings anyway; the clamp avoids 0/0.
         scale = (1 - TRAIN_MASK_RATIO) / (1 - ratio).clamp(min=1e-6)
         per_token = torch.repeat_interleave(scale, lengths, output_size=len(input_ids))
-        return (x * per_token.masked_fill(is_mask, 0.0)[:, None].to(x.dtype)).to(kept_in)
+        return (x * per_token.masked_fill(is_mask, 0.0)[:, None].to(x.dtype)).to(dtype)
 
 
 class Encoder(nn.Module):
@@ -83,15 +83,15 @@ class Encoder(nn.Module):
             from common.models.esm2 import layers_torch as layers
         self.prepare, self.begin = layers.prepare, layers.begin
         self.layers = Layers(layers.TransformerLayer(config, n) for n in range(config.num_hidden_layers))
-        self.context: ContextGroup | None = None  # the ranks that packs are shared with
+        self.context: ContextGroup | None = None  # with context parallelism: the ranks that share packs
         self.emb_layer_norm_after = LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
 
     def forward(self, x: Tensor, cu_seqlens: Tensor, max_seqlen: int, shared: CpPack | None = None) -> Tensor:
         to_prepare = len(x), cu_seqlens, max_seqlen, self.head_dim
-        rotary, max_seqlen, sharing = self.prepare(*to_prepare, shared, self.context)
+        rotary, max_seqlen, layout = self.prepare(*to_prepare, shared, self.context)
         stream = self.begin(x)
         for layer in self.layers.in_turn():
-            stream = layer(stream, rotary, cu_seqlens, max_seqlen, sharing)
+            stream = layer(stream, rotary, cu_seqlens, max_seqlen, layout)
         return self.emb_layer_norm_after(total(stream))
 
 
@@ -129,7 +129,7 @@ class Esm2ForMaskedLM(nn.Module):
 
     @property
     def layers(self) -> nn.ModuleList:
-        """What strategies wrap, recompute, compile and quantise one by one; the rest is small."""
+        """Wrapped, recomputed, compiled and quantised one by one; the rest is small."""
         return self.encoder.layers
 
     def forward(
@@ -150,16 +150,16 @@ class Esm2ForMaskedLM(nn.Module):
         shared: with context parallelism (`enable_context_parallel`), how the pack's sequences are shared; `input_ids`,
         `labels` and all results are then of this rank's tokens.
 
-        `labels` has the shape of `input_ids`, -100 where nothing is predicted; the LM head then runs on the labelled
-        positions only. predicted: of a pack, those positions, as `predicted_positions` has them: who made the batch
-        knows how many they are, and the model else asks the device, and waits. pad_to: tokens that the layers run on
-        at least, fillers included. Padding may be on either side, but not inside a sequence.
+        labels: of the shape of `input_ids`, -100 where nothing is predicted; the LM head runs on the labelled
+        positions only. predicted: those positions (`predicted_positions`), without which the model synchronises with
+        the device to count them. pad_to: the layers run on at least so many tokens, fillers included. Padding may be
+        on either side, but not inside a sequence.
         """
         shape, kept = input_ids.shape, None
         if input_ids.dim() == 2:
             if attention_mask is None:
                 attention_mask = torch.ones_like(input_ids)
-            kept = attention_mask.flatten().nonzero().squeeze(1)  # [T]: where the tokens lie in the padded batch
+            kept = attention_mask.flatten().nonzero().squeeze(1)  # [T]: indices in the padded batch
             lengths = attention_mask.sum(1)
             cu_seqlens = F.pad(lengths.cumsum(0), (1, 0)).to(torch.int32)
             max_seqlen = int(lengths.max())

@@ -1,4 +1,4 @@
-"""torch.compile for a model's layers, and a place for what it makes that fits this CPU."""
+"""torch.compile for a model's layers, with a cache directory for each kind of CPU."""
 
 from __future__ import annotations
 
@@ -18,8 +18,6 @@ from common.compat import disable_dynamo as outside_graphs
 from common.heartbeat import log_every
 from common.models.layers import context_attention, cpu
 
-# What stays out of the graphs that torch.compile makes.
-
 __all__ = ["outside_graphs"]
 
 logger = logging.getLogger(__name__)
@@ -30,7 +28,7 @@ CACHE = "TORCHINDUCTOR_CACHE_DIR"  # torch's own variable
 def compile_layers(model: nn.Module, device: str, backend: str = "inductor") -> None:
     """torch.compile each layer (in place): all layers share one compiled graph, and packs of any length too.
 
-    model: with `layers`. UserError where a CPU has no compiler to compile with.
+    model: with `layers`. UserError on a CPU without a C++ compiler.
     """
     if backend == "inductor" and device == "cpu":
         if not any(shutil.which(c) for c in ("g++", "clang++", "c++")):
@@ -38,34 +36,34 @@ def compile_layers(model: nn.Module, device: str, backend: str = "inductor") -> 
         cache_by_cpu()
     from common.compat import dynamo_config
 
-    # Under DDP Dynamo cuts graphs where buckets of gradients end, so that a graph of a whole model does not hold back
-    # their exchange. A layer's graph is small enough as it is. Read when the first call traces.
+    # Under DDP Dynamo splits graphs at the gradient buckets, so that a whole model's graph does not delay their
+    # all-reduce. A layer's graph is small enough. Read when the first call traces.
     dynamo_config.optimize_ddp = False
     for layer in model.layers:
         layer.compile(dynamic=True, backend=backend)
 
 
 class FirstStep:
-    """Says what a run waits for in its first step, where that compiles its layers."""
+    """Logs that the first step compiles the layers."""
 
     def __init__(self, compiles: bool):
         self.compiles = compiles
 
     def waited_for(self) -> AbstractContextManager:
-        """Around every step; of all but the first it says nothing."""
+        """Around every step; silent for all but the first."""
         if not self.compiles:
             return nullcontext()
         self.compiles = False
-        logger.info("The first step compiles the layers, which takes a while; later starts find them made")
+        logger.info("The first step compiles the layers, which takes a while; later starts load them from the cache")
         return log_every("Compiling")
 
 
 def cache_by_cpu() -> None:
-    """Have torch look for compiled code in a directory that is this kind of CPU's own, and our operators'.
+    """Give torch a cache directory for this kind of CPU and this version of our operators.
 
-    torch (2.13) finds a graph by what it computes, not by the instructions it was compiled for: found by another CPU,
-    on a directory that machines share, it crashes there or computes NaN. Our operators it knows by name alone: a graph
-    of a version whose operators lay out their results otherwise fails.
+    torch (2.13) keys compiled graphs by what they compute, not by the instructions used: loaded by another CPU from
+    a shared directory, one crashes or computes NaN. It keys our operators by name alone: a graph made for a version
+    whose results have other strides fails.
     """
     from common.compat import inductor_cache_dir
 
@@ -76,7 +74,7 @@ def cache_by_cpu() -> None:
 
 
 def _this_cpu() -> str:
-    """A name for the instructions that compiled code may use here."""
+    """A hash of the instructions that compiled code may use here."""
     cpuinfo = Path("/proc/cpuinfo")
     lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
     flags = {line for line in lines if line.startswith(("flags", "Features"))} or {platform.processor()}
@@ -84,6 +82,6 @@ def _this_cpu() -> str:
 
 
 def _our_operators() -> str:
-    """A name for the operators that compiled code may call here."""
+    """A hash of our operators' source."""
     sources = b"".join(Path(module.__file__).read_bytes() for module in OPERATORS)
     return hashlib.sha256(sources).hexdigest()[:8]
