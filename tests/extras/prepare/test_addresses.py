@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from common.files.output_directory import read_record
-from extras.prepare.download import Patience, download
+from extras.prepare.download import RetryPolicy, download
 from extras.prepare.transfers import FetchError, identity, shown
 from tests.data_fixtures import environment
 from tests.extras.prepare.download_fixtures import CONTENT, QUICK, THIRD
@@ -43,9 +43,9 @@ def test_a_download_goes_on_with_a_new_signature(tmp_path):
     with http_server(CONTENT, break_after=[THIRD]) as server:
         url = server.url + "/a.fasta.gz?X-Amz-Signature="
         with pytest.raises(FetchError, match=r"/a\.fasta\.gz\?\.\.\.: ") as stopped:
-            download(url + "topsecret1", tmp_path, patience=Patience(attempts=1))
+            download(url + "topsecret1", tmp_path, retries=RetryPolicy(attempts=1))
         assert "topsecret" not in str(stopped.value)
-        assert download(url + "topsecret2", tmp_path, patience=QUICK).read_bytes() == CONTENT
+        assert download(url + "topsecret2", tmp_path, retries=QUICK).read_bytes() == CONTENT
         assert server.ranges == [None, f"bytes={THIRD}-"]
 
 

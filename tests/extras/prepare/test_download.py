@@ -10,7 +10,7 @@ from email.utils import formatdate
 import pytest
 
 from common.cli import UserError
-from extras.prepare.download import Expected, Patience, download, download_directory
+from extras.prepare.download import Expected, RetryPolicy, download, download_directory
 from extras.prepare.transfers import FetchError
 from tests.extras.prepare.download_fixtures import CONTENT, QUICK, THIRD, sums
 from tests.extras.prepare.local_servers import ftp_server, http_server
@@ -32,7 +32,7 @@ def test_a_changed_remote_file_is_fetched_from_its_start(tmp_path, lacking, requ
     """By the answer to If-Range; by the ETag of the rest, where the server does not know If-Range."""
     newer = CONTENT[::-1]
     with http_server(CONTENT, break_after=[THIRD], lacking=lacking, next=(newer, '"2"')) as server:
-        path = download(f"{server.url}/u.fasta.gz", tmp_path, patience=QUICK)
+        path = download(f"{server.url}/u.fasta.gz", tmp_path, retries=QUICK)
     assert path.read_bytes() == newer
     assert server.ranges == [None, f"bytes={THIRD}-", None][:requests]
 
@@ -40,10 +40,10 @@ def test_a_changed_remote_file_is_fetched_from_its_start(tmp_path, lacking, requ
 def test_last_modified_stands_in_for_an_etag_and_a_weak_etag_does_not(tmp_path):
     date = "Wed, 01 Jan 2025 00:00:00 GMT"
     with http_server(CONTENT, break_after=[THIRD], etag="", last_modified=date) as server:
-        assert download(f"{server.url}/a", tmp_path, patience=QUICK).read_bytes() == CONTENT
+        assert download(f"{server.url}/a", tmp_path, retries=QUICK).read_bytes() == CONTENT
     assert server.ranges == [None, f"bytes={THIRD}-"]
     with http_server(CONTENT, break_after=[THIRD], etag='W/"1"') as server:
-        assert download(f"{server.url}/a", tmp_path, patience=QUICK).read_bytes() == CONTENT
+        assert download(f"{server.url}/a", tmp_path, retries=QUICK).read_bytes() == CONTENT
     assert server.ranges == [None, None]
 
 
@@ -59,7 +59,7 @@ def test_a_server_that_cannot_resume_and_always_breaks_off_is_given_up(tmp_path)
         http_server(CONTENT, break_after=[THIRD] * 9, lacking="ranges") as server,
         pytest.raises(FetchError, match=rf"{THIRD:,} of {len(CONTENT):,} bytes arrived \(3 attempts\)"),
     ):
-        download(f"{server.url}/u.fasta.gz", tmp_path, patience=QUICK)
+        download(f"{server.url}/u.fasta.gz", tmp_path, retries=QUICK)
     assert len(server.ranges) == 3
 
 
@@ -67,7 +67,7 @@ def test_a_hopeless_download_keeps_what_came(tmp_path):
     with http_server(CONTENT, break_after=[THIRD, 0, 0, 0]) as server:
         url = f"{server.url}/u.fasta.gz"
         with pytest.raises(FetchError, match=rf"\(3 attempts\): .*\({THIRD:,} bytes have arrived and are kept\)"):
-            download(url, tmp_path, patience=QUICK)
+            download(url, tmp_path, retries=QUICK)
         assert sorted(path.suffix for path in tmp_path.iterdir()) == [".json", ".part"]
         server.break_after.clear()
         assert download(url, tmp_path, sums(CONTENT), QUICK).read_bytes() == CONTENT
@@ -79,13 +79,13 @@ def test_what_cannot_be_gone_on_from_is_not_kept(tmp_path):
         http_server(CONTENT, break_after=[THIRD] * 9, lacking="validator") as server,
         pytest.raises(FetchError, match="start again$"),
     ):
-        download(f"{server.url}/u.fasta.gz", tmp_path / "d", patience=QUICK)
+        download(f"{server.url}/u.fasta.gz", tmp_path / "d", retries=QUICK)
     assert not list(tmp_path.iterdir())
 
 
 def test_nobody_listens(tmp_path):
     with pytest.raises(FetchError, match=r"refused \(3 attempts\): check the network"):
-        download("http://127.0.0.1:1/u.fasta", tmp_path / "d", patience=QUICK)
+        download("http://127.0.0.1:1/u.fasta", tmp_path / "d", retries=QUICK)
     assert not list(tmp_path.iterdir())
 
 
@@ -95,7 +95,7 @@ def test_nobody_listens(tmp_path):
 def test_silence_times_out_and_the_download_goes_on(tmp_path):
     with http_server(CONTENT, break_after=[THIRD], stall_s=5.0) as server:
         began = time.monotonic()
-        path = download(f"{server.url}/a", tmp_path, patience=Patience(timeout_s=0.2, first_wait_s=0.01))
+        path = download(f"{server.url}/a", tmp_path, retries=RetryPolicy(timeout_s=0.2, first_wait_s=0.01))
         assert time.monotonic() - began < 3
     assert path.read_bytes() == CONTENT
     assert server.ranges == [None, f"bytes={THIRD}-"]
@@ -103,20 +103,20 @@ def test_silence_times_out_and_the_download_goes_on(tmp_path):
 
 @pytest.mark.parametrize("serve", [http_server, ftp_server])
 def test_a_trickle_is_broken_off_and_the_download_goes_on(tmp_path, serve):
-    patience = Patience(timeout_s=0.3, first_wait_s=0.01)
+    retries = RetryPolicy(timeout_s=0.3, first_wait_s=0.01)
     with serve(CONTENT, trickle_after=[THIRD]) as server:
-        assert download(f"{server.url}/a", tmp_path, sums(CONTENT), patience).read_bytes() == CONTENT
+        assert download(f"{server.url}/a", tmp_path, sums(CONTENT), retries).read_bytes() == CONTENT
     second = server.starts[1] if server.starts else int(server.ranges[1][6:-1])
     assert THIRD < second < THIRD + 3000
 
 
 def test_nothing_but_trickles_is_given_up_though_bytes_arrive(tmp_path):
-    patience = Patience(timeout_s=0.2, attempts=2, first_wait_s=0.01)
+    retries = RetryPolicy(timeout_s=0.2, attempts=2, first_wait_s=0.01)
     with (
         http_server(CONTENT, trickle_after=[0] * 9) as server,
         pytest.raises(FetchError, match=r"bytes arrived in 0 s \(2 attempts\).*are kept"),
     ):
-        download(f"{server.url}/a", tmp_path, patience=patience)
+        download(f"{server.url}/a", tmp_path, retries=retries)
     assert len(server.ranges) == 2
 
 
@@ -129,14 +129,14 @@ def test_nothing_but_trickles_is_given_up_though_bytes_arrive(tmp_path):
 )
 def test_refusals_are_final_at_once(tmp_path, status, said):
     with http_server(CONTENT, statuses=[status]) as server, pytest.raises(FetchError, match=said):
-        download(f"{server.url}/u.fasta.gz", tmp_path / "d", patience=QUICK)
+        download(f"{server.url}/u.fasta.gz", tmp_path / "d", retries=QUICK)
     assert server.ranges == []
     assert not list(tmp_path.iterdir())
 
 
 def test_failures_of_the_server_are_retried(tmp_path):
     with http_server(CONTENT, statuses=[503, 429, 500]) as server:
-        path = download(f"{server.url}/a", tmp_path, patience=Patience(first_wait_s=0.01))
+        path = download(f"{server.url}/a", tmp_path, retries=RetryPolicy(first_wait_s=0.01))
     assert path.read_bytes() == CONTENT
 
 
@@ -146,22 +146,22 @@ def test_a_busy_server_is_given_up_with_a_clear_word(tmp_path, status):
         http_server(CONTENT, statuses=[status] * 9) as server,
         pytest.raises(FetchError, match=rf"HTTP {status} .* \(3 attempts\): the server is busy or down: start again"),
     ):
-        download(f"{server.url}/a", tmp_path, patience=QUICK)
+        download(f"{server.url}/a", tmp_path, retries=QUICK)
     assert len(server.statuses) == 6
 
 
 @pytest.mark.parametrize("date", [False, True])
 def test_the_wait_a_server_asks_for_is_honoured_up_to_a_bound(tmp_path, date, caplog):
-    def time_with(after_s: float, patience: Patience) -> float:
+    def time_with(after_s: float, retries: RetryPolicy) -> float:
         retry_after = formatdate(time.time() + after_s, usegmt=True) if date else str(after_s)
         with http_server(CONTENT, statuses=[429], retry_after=retry_after) as server:
             began = time.monotonic()
-            download(f"{server.url}/{after_s}", tmp_path, patience=patience)
+            download(f"{server.url}/{after_s}", tmp_path, retries=retries)
             return time.monotonic() - began
 
     # Dates have whole seconds: a wait of 2 is one of at least 1.
-    assert time_with(2 if date else 1, Patience(first_wait_s=0.01)) >= 0.95
-    assert time_with(3600, Patience(first_wait_s=0.01, longest_wait_s=0.3)) < 5
+    assert time_with(2 if date else 1, RetryPolicy(first_wait_s=0.01)) >= 0.95
+    assert time_with(3600, RetryPolicy(first_wait_s=0.01, longest_wait_s=0.3)) < 5
     assert "trying again in" in caplog.text
 
 
@@ -173,7 +173,7 @@ def test_a_length_that_is_too_long_ends_in_a_clear_word(tmp_path):
         http_server(CONTENT, claims=100) as server,
         pytest.raises(FetchError, match=rf"{len(CONTENT):,} of {len(CONTENT) + 100:,} bytes arrived \(3 attempts\)"),
     ):
-        download(f"{server.url}/a", tmp_path, patience=QUICK)
+        download(f"{server.url}/a", tmp_path, retries=QUICK)
 
 
 def test_a_length_that_is_too_short_is_found_by_the_checksum(tmp_path):
@@ -226,7 +226,7 @@ def test_pieces_that_do_not_fit_are_fetched_once_more_as_a_whole(tmp_path):
 def test_a_complete_file_of_an_earlier_run_is_checked_and_not_fetched_again(tmp_path):
     with http_server(CONTENT) as server:
         url = f"{server.url}/a"
-        path = download(url, tmp_path, patience=QUICK)
+        path = download(url, tmp_path, retries=QUICK)
         assert download(url, tmp_path, sums(CONTENT), QUICK) == path
         assert len(server.ranges) == 1
         path.write_bytes(CONTENT[:-1] + b"x")
@@ -240,9 +240,9 @@ def test_a_complete_file_of_an_earlier_run_is_checked_and_not_fetched_again(tmp_
 def test_a_disk_that_is_too_small_is_said_before_anything_is_fetched(tmp_path):
     with small_disk(tmp_path, "1m") as disk, http_server(bytes(2_000_000)) as server:
         with pytest.raises(
-            FetchError, match=r"no room for http.*: 2,000,000 bytes to come, 1,\d+,\d+ free: make room"
+            FetchError, match=r"not enough space for http.*: 2,000,000 bytes to come, 1,\d+,\d+ free: make room"
         ):
-            download(f"{server.url}/a", disk / "d", patience=QUICK)
+            download(f"{server.url}/a", disk / "d", retries=QUICK)
         assert not list(disk.iterdir())
 
 

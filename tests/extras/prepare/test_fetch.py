@@ -137,7 +137,7 @@ def test_a_source_that_fails_leaves_the_others_for_the_next_start(tmp_path):
     [
         (["absent.fasta"], [], "no such file"),
         (["*.fas"], [], "without quotes"),
-        (["."], [], "not a file but a directory: .*name the files"),
+        (["."], [], "not a file but a directory: .*give the files"),
         (["a.fasta", "a.fasta"], [], "given twice"),
         (["gopher://x/y"], [], "cannot fetch gopher://"),
         (["a.fasta", "https:///y"], [], "not a complete address: expected https://HOST/PATH"),

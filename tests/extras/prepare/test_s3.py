@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import boto3
 import pytest
 
-from extras.prepare.download import Patience, download
+from extras.prepare.download import RetryPolicy, download
 from extras.prepare.transfers import FetchError
 from tests.data_fixtures import environment, everything_in
 from tests.extras.prepare.local_servers import breaking_proxy, http_server
@@ -69,14 +69,14 @@ def test_an_object_that_changed_meanwhile_is_fetched_from_its_start(s3, server, 
     change = {"Bucket": "proteins", "Key": "dir/u 100%.fasta.gz", "Body": newer}
     with breaking_proxy(server, [100_000], before_closing=lambda: s3.put_object(**change)) as proxy:
         monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.url)
-        assert download(URL, tmp_path, patience=QUICK).read_bytes() == newer
+        assert download(URL, tmp_path, retries=QUICK).read_bytes() == newer
 
 
 def test_a_trickle_is_broken_off(s3, server, tmp_path, monkeypatch):
-    patience = Patience(timeout_s=0.3, attempts=3, first_wait_s=0.01)
+    retries = RetryPolicy(timeout_s=0.3, attempts=3, first_wait_s=0.01)
     with breaking_proxy(server, [100_000], trickle=True) as proxy:
         monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.url)
-        assert download(URL, tmp_path, sums(CONTENT), patience).read_bytes() == CONTENT
+        assert download(URL, tmp_path, sums(CONTENT), retries).read_bytes() == CONTENT
     assert proxy.connections == 2
 
 
@@ -91,7 +91,7 @@ def test_a_trickle_is_broken_off(s3, server, tmp_path, monkeypatch):
 )
 def test_wrong_addresses(s3, tmp_path, url, said):
     with pytest.raises(FetchError, match=said):
-        download(url, tmp_path / "d", patience=Patience(first_wait_s=60))
+        download(url, tmp_path / "d", retries=RetryPolicy(first_wait_s=60))
     assert not list(tmp_path.iterdir())
 
 
@@ -99,12 +99,12 @@ def test_busy_denied_and_unreachable(s3, tmp_path, monkeypatch):
     with http_server(CONTENT, statuses=[503] * 3) as busy:
         monkeypatch.setenv("AWS_ENDPOINT_URL", busy.url)
         with pytest.raises(FetchError, match=r"HTTP 503 .*\(3 attempts\): the server is busy"):
-            download(URL, tmp_path / "d", patience=QUICK)
+            download(URL, tmp_path / "d", retries=QUICK)
         busy.statuses.append(403)
         with pytest.raises(FetchError, match="Forbidden.*AWS credentials .*aws configure"):
-            download(URL, tmp_path / "d", patience=Patience(first_wait_s=60))
+            download(URL, tmp_path / "d", retries=RetryPolicy(first_wait_s=60))
     with pytest.raises(FetchError, match=r"Could not connect.*\(3 attempts\): check the network"):
-        download(URL, tmp_path / "d", patience=QUICK)
+        download(URL, tmp_path / "d", retries=QUICK)
     assert not list(tmp_path.iterdir())
 
 
