@@ -23,8 +23,7 @@ from common.files.output_directory import Build, building
 from extras.earlier_identity import recorded_form
 from extras.prepare.download import download_directory
 from extras.prepare.fetch import Source, describe_sources, describe_sources_earlier, fetch, parse_sources
-from extras.prepare.partitions import PartitionWriter
-from extras.prepare.shuffle import in_random_order
+from extras.prepare.partitions import PartitionWriter, in_random_order
 from extras.sources import compression as limits
 from extras.sources.fasta import read_fasta_lines
 from extras.sources.records import BadRecords, Lines, Policy, skip

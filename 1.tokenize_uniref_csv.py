@@ -23,20 +23,23 @@ from common.cli import Flags, Missing, UserError, flag, parse_arguments, run
 from common.files.hashing import combined_hash, content_hash
 from common.files.output_directory import Build, building
 from extras import earlier_identity
-from extras.prepare.cluster_splits import publish_index, split_by_clusters
-from extras.prepare.dataset_writer import TOKEN_FEATURES, DatasetWriter, write_dataset_dict
-from extras.prepare.drop_copies import drop_copies, key_files, mark_copies, open_copies, write_report
+from extras.prepare.cluster_splits import cluster_records, publish_index, split_by_clusters
+from extras.prepare.dataset_writer import (
+    TOKEN_FEATURES,
+    DatasetWriter,
+    Piece,
+    assemble,
+    read_pieces,
+    write_dataset_dict,
+)
+from extras.prepare.duplicates import drop_copies, key_files, mark_copies, open_copies, write_report
 from extras.prepare.encode import (
     Chunker,
     FileEncoder,
-    Piece,
-    assemble,
     check_tokenizer,
     encode_rows,
-    read_pieces,
     usable_threads,
 )
-from extras.prepare.mmseqs import cluster_records
 from extras.prepare.splits import HELD_OUT, SPLITS, labels_by_file, split_labels, split_sizes
 from extras.sources import compression as limits
 from extras.sources import csv_records

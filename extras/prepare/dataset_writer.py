@@ -6,14 +6,17 @@ The form is that of `Dataset.save_to_disk` of datasets 5.2; `datasets.load_from_
 from __future__ import annotations
 
 import json
+import shutil
+from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import pyarrow as pa
 
 from common.files.hashing import combined_hash
 from common.files.json_files import write_json_flushed
-from common.files.output_directory import sync
+from common.files.output_directory import sync, sync_directory
 
 ROWS_PER_BATCH = 10_000
 SHARD_BYTES = 500 << 20
@@ -150,3 +153,91 @@ def write_dataset_files(directory: Path, features: dict, shards: int, rows: int)
 def write_dataset_dict(directory: Path, splits: list[str]) -> None:
     """Make `load_from_disk(directory)` give a DatasetDict of the splits below it."""
     write_json_flushed(directory / "dataset_dict.json", {"splits": splits}, sort_keys=True)
+
+
+SMALL_BYTES = 64 << 20
+
+
+class Piece(NamedTuple):
+    """An Arrow stream file; path: below the directory that holds the pieces."""
+
+    path: str
+    rows: int
+    bytes: int
+
+
+def group_pieces(pieces: list[Piece]) -> list[list[Piece]]:
+    """Neighbours that make up a shard: a piece of SMALL_BYTES alone, smaller ones together up to about SHARD_BYTES."""
+    groups: list[list[Piece]] = []
+    room = 0  # in the last group
+    for piece in pieces:
+        if piece.bytes >= SMALL_BYTES:
+            groups.append([piece])
+            room = 0
+            continue
+        if room < piece.bytes:
+            groups.append([])
+            room = SHARD_BYTES
+        groups[-1].append(piece)
+        room -= piece.bytes
+    return groups
+
+
+def assemble(directory: Path, pieces: list[Piece], root: Path, features: dict) -> None:
+    """Make `directory` a dataset of the pieces' rows in their order; the pieces are used up.
+
+    root: what the pieces' paths start from, on the same file system. A dataset without rows has one empty shard,
+    because `datasets` cannot open one without any.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    groups = group_pieces(pieces) or [[]]
+    for number, group in enumerate(groups):
+        shard = directory / shard_name(number, len(groups))
+        if not shard.exists():
+            if len(group) == 1:
+                (root / group[0].path).rename(shard)
+            else:
+                _copy_together(group, root, features).rename(shard)
+        for piece in group:
+            (root / piece.path).unlink(missing_ok=True)
+    write_dataset_files(directory, features, len(groups), sum(piece.rows for piece in pieces))
+
+
+def read_pieces(pieces: list[Piece], root: Path) -> Iterator[pa.RecordBatch]:
+    """The record batches of the pieces, one in memory at a time."""
+    for piece in pieces:
+        with pa.OSFile(str(root / piece.path)) as file, pa.ipc.open_stream(file) as stream:
+            yield from stream
+
+
+def filter_pieces(pieces: list[Piece], kept: np.ndarray, root: Path, directory: Path) -> list[Piece]:
+    """New pieces in `directory`, of the rows that are `kept` (bool, one for each row); paths are below `root`."""
+    part = directory.with_suffix(".part")
+    for left in (part, directory):
+        shutil.rmtree(left, ignore_errors=True)
+    writer = ShardWriter(part, arrow_schema(TOKEN_FEATURES))
+    first = 0
+    for rows in read_pieces(pieces, root):
+        chosen = kept[first : first + rows.num_rows]
+        first += rows.num_rows
+        if not chosen.all():
+            # Few are left out: to copy what lies between them is ten times as fast as a filter of lists.
+            bounds = np.flatnonzero(np.diff(np.concatenate(([0], chosen.view(np.int8), [0])))).reshape(-1, 2)
+            runs = [rows.slice(begin, end - begin) for begin, end in bounds.tolist()]
+            rows = pa.concat_batches(runs) if runs else rows[:0]
+        if rows.num_rows:
+            writer.write_unchanged(rows)
+    assert first == len(kept)
+    writer.end()
+    part.rename(directory)
+    sync_directory(directory.parent)
+    name = directory.relative_to(root)
+    return [Piece(f"{name}/{shard.name}", *sizes) for shard, *sizes in writer.ended]
+
+
+def _copy_together(pieces: list[Piece], root: Path, features: dict) -> Path:
+    writer = ShardWriter(root / "shard", arrow_schema(features), shard_bytes=None)
+    for batch in read_pieces(pieces, root):
+        writer.write(batch)
+    writer.end_shard()
+    return writer.ended[0][0]

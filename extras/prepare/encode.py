@@ -23,18 +23,35 @@ import pyarrow.compute as pc
 
 from common.cli import UserError
 from common.files.alphabet import BYTE_TO_ID, CLS, EOS, PAD, TOKENS, UNK
+from common.files.hashing import BYTES, GAMMA, WORD, derive_key, hash_counters, mix
 from common.files.output_directory import Build, sync, sync_directory
-from extras.prepare.dataset_writer import (
-    SHARD_BYTES,
-    TOKEN_FEATURES,
-    ShardWriter,
-    arrow_schema,
-    shard_name,
-    write_dataset_files,
-)
-from extras.prepare.duplicates import KEY, hash_records
+from extras.prepare.dataset_writer import TOKEN_FEATURES, Piece, ShardWriter, arrow_schema
 from extras.prepare.splits import SPLITS
 from extras.sources.records import characters
+
+# Of a record: the hash of its token ids, its residues before truncation, its split (an index into SPLITS).
+KEY = np.dtype([("hash", "<u8"), ("residues", "<u4"), ("split", "<u4")])
+
+
+def hash_records(ids: np.ndarray, offsets: np.ndarray) -> np.ndarray:
+    """uint64 [N] hashes of N records: token ids uint8 [T] end to end, offsets int [N + 1] from 0, none empty.
+
+    The sum over a record of the hashes of (eight tokens, their place), mixed with its length.
+    """
+    offsets = offsets.astype(np.int64)
+    lengths = np.diff(offsets)
+    counts = (lengths + 7) // 8  # of words
+    ends = np.cumsum(counts)
+    begins = ends - counts
+    places = np.arange(ends[-1] if len(ends) else 0) - np.repeat(begins, counts)
+    padded = np.concatenate((ids, np.zeros(8, np.uint8)))
+    overlapping = np.ndarray(len(padded) - 7, "<u8", padded, strides=(1,))  # a word at every byte
+    words = overlapping[np.repeat(offsets[:-1], counts) + 8 * places]
+    beyond = (8 * counts - lengths).astype(np.uint64)  # bytes of a last word that are the next record's
+    words[ends - 1] &= np.uint64(WORD) >> (np.uint64(8) * beyond)
+    words ^= hash_counters(derive_key(BYTES), np.arange(counts.max(initial=0)))[places]
+    return mix(np.add.reduceat(mix(words), begins) + lengths.astype(np.uint64) * np.uint64(GAMMA))
+
 
 # Protein text to token lists, many records at a time: encode, truncate, pad, or concatenate and cut into chunks.
 
@@ -166,21 +183,12 @@ def _pad(ids: np.ndarray, offsets: np.ndarray, length: int) -> tuple[np.ndarray,
 Encode = Callable[[pa.RecordBatch], Encoded]
 Progress = Callable[[int, int], None]
 Read = Callable[[Path], Iterator[pa.RecordBatch]]
-SMALL_BYTES = 64 << 20
 KEYS = "keys"  # beside the pieces of a file: the KEY of each of its records
 
 
 def directory_name(number: int) -> str:
     """Of the pieces of a file, below the build's scratch directory."""
     return f"file-{number:05d}"
-
-
-class Piece(NamedTuple):
-    """An Arrow stream file; path: below the directory that holds the pieces."""
-
-    path: str
-    rows: int
-    bytes: int
 
 
 class FileEncoder:
@@ -288,80 +296,3 @@ def _labelled(path: Path, labels: np.ndarray, read: Read) -> Iterator[tuple[pa.R
         first = last
     if first != len(labels):
         raise UserError(f"{path}: changed while it was read: start again when it is complete")
-
-
-def group_pieces(pieces: list[Piece]) -> list[list[Piece]]:
-    """Neighbours that make up a shard: a piece of SMALL_BYTES alone, smaller ones together up to about SHARD_BYTES."""
-    groups: list[list[Piece]] = []
-    room = 0  # in the last group
-    for piece in pieces:
-        if piece.bytes >= SMALL_BYTES:
-            groups.append([piece])
-            room = 0
-            continue
-        if room < piece.bytes:
-            groups.append([])
-            room = SHARD_BYTES
-        groups[-1].append(piece)
-        room -= piece.bytes
-    return groups
-
-
-def assemble(directory: Path, pieces: list[Piece], root: Path, features: dict) -> None:
-    """Make `directory` a dataset of the pieces' rows in their order; the pieces are used up.
-
-    root: what the pieces' paths start from, on the same file system. A dataset without rows has one empty shard,
-    because `datasets` cannot open one without any.
-    """
-    directory.mkdir(parents=True, exist_ok=True)
-    groups = group_pieces(pieces) or [[]]
-    for number, group in enumerate(groups):
-        shard = directory / shard_name(number, len(groups))
-        if not shard.exists():
-            if len(group) == 1:
-                (root / group[0].path).rename(shard)
-            else:
-                _copy_together(group, root, features).rename(shard)
-        for piece in group:
-            (root / piece.path).unlink(missing_ok=True)
-    write_dataset_files(directory, features, len(groups), sum(piece.rows for piece in pieces))
-
-
-def read_pieces(pieces: list[Piece], root: Path) -> Iterator[pa.RecordBatch]:
-    """The record batches of the pieces, one in memory at a time."""
-    for piece in pieces:
-        with pa.OSFile(str(root / piece.path)) as file, pa.ipc.open_stream(file) as stream:
-            yield from stream
-
-
-def filter_pieces(pieces: list[Piece], kept: np.ndarray, root: Path, directory: Path) -> list[Piece]:
-    """New pieces in `directory`, of the rows that are `kept` (bool, one for each row); paths are below `root`."""
-    part = directory.with_suffix(".part")
-    for left in (part, directory):
-        shutil.rmtree(left, ignore_errors=True)
-    writer = ShardWriter(part, arrow_schema(TOKEN_FEATURES))
-    first = 0
-    for rows in read_pieces(pieces, root):
-        chosen = kept[first : first + rows.num_rows]
-        first += rows.num_rows
-        if not chosen.all():
-            # Few are left out: to copy what lies between them is ten times as fast as a filter of lists.
-            bounds = np.flatnonzero(np.diff(np.concatenate(([0], chosen.view(np.int8), [0])))).reshape(-1, 2)
-            runs = [rows.slice(begin, end - begin) for begin, end in bounds.tolist()]
-            rows = pa.concat_batches(runs) if runs else rows[:0]
-        if rows.num_rows:
-            writer.write_unchanged(rows)
-    assert first == len(kept)
-    writer.end()
-    part.rename(directory)
-    sync_directory(directory.parent)
-    name = directory.relative_to(root)
-    return [Piece(f"{name}/{shard.name}", *sizes) for shard, *sizes in writer.ended]
-
-
-def _copy_together(pieces: list[Piece], root: Path, features: dict) -> Path:
-    writer = ShardWriter(root / "shard", arrow_schema(features), shard_bytes=None)
-    for batch in read_pieces(pieces, root):
-        writer.write(batch)
-    writer.end_shard()
-    return writer.ended[0][0]

@@ -19,8 +19,7 @@ import pyarrow.compute as pc
 
 from common.files.hashing import MEMBER, derive_key, hash_counters
 from common.files.output_directory import Build, sync_directory
-from extras.prepare.dataset_writer import ShardWriter, arrow_schema
-from extras.prepare.encode import Piece
+from extras.prepare.dataset_writer import Piece, ShardWriter, arrow_schema
 from extras.sources.sequence_files import Unit
 from extras.sources.stream_reader import ROW_BITS, read_rows
 from extras.text.tokenizers import Tokenizer, load_tokenizer, tokenize

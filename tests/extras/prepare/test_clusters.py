@@ -18,10 +18,10 @@ import pytest
 from common.cli import UserError
 from common.data.packing import BatchPlan, Position
 from common.files.hashing import hash_bytes
-from extras.prepare import cluster_index, cluster_splits
-from extras.prepare.cluster_index import _fitting
+from extras.prepare import cluster_splits, splits
 from extras.prepare.cluster_splits import hash_names, read_table, without_prefix
 from extras.prepare.clusters import Clusters, open_clusters
+from extras.prepare.splits import _fitting
 from tests.data_fixtures import TOKENIZE, call, different, everything_in
 from tests.training_fixtures import losses, train
 
@@ -172,7 +172,7 @@ def test_the_result_depends_on_seed_and_not_on_memory(tmp_path, monkeypatch):
     make_input(tmp_path / "csv")
     first = tokenize(tmp_path / "csv", tmp_path / "a")
     for name in ("HELD_ROWS", "CHUNK"):
-        monkeypatch.setattr(cluster_index, name, 37)
+        monkeypatch.setattr(splits, name, 37)
     tokenize(tmp_path / "csv", tmp_path / "b", "--preprocessing_num_workers", 1)
     assert everything_in(tmp_path / "a") == everything_in(tmp_path / "b")
     assert tokenize(tmp_path / "csv", tmp_path / "c", "--seed", 7)["validation"] != first["validation"]
@@ -204,13 +204,13 @@ def test_clusters_of_every_size_are_as_likely_to_be_held_out(tmp_path):
     held_out = np.zeros(1600)
     for seed in range(25):
         scratch = tmp_path / str(seed)
-        joined = cluster_index.join([np.repeat(names, sizes)], [], seed, scratch)
+        joined = splits.join([np.repeat(names, sizes)], [], seed, scratch)
         assert (joined.missing, joined.repeated) == (4000, 0)
-        labels = cluster_index.draw_splits(joined.buckets, (2000, 1600, 400), True, scratch / "labels.npy")
+        labels = splits.draw_splits(joined.buckets, (2000, 1600, 400), True, scratch / "labels.npy")
         by_cluster = np.split(np.array(labels), np.cumsum(sizes)[:-1])
         assert all(len(set(part.tolist())) == 1 for part in by_cluster)
         assert np.bincount(labels).tolist() == [2000, 1600, 400]
-        held_out += [part[0] == cluster_index.VALIDATION for part in by_cluster]
+        held_out += [part[0] == splits.VALIDATION for part in by_cluster]
     for size in range(1, 5):
         assert held_out[sizes == size].mean() / 25 == pytest.approx(0.4, abs=0.03)
 

@@ -8,7 +8,7 @@ import subprocess
 import pytest
 
 from common.files.output_directory import Journal
-from extras.prepare.shuffle import SCATTERED
+from extras.prepare.partitions import SCATTERED
 from tests.data_fixtures import DOWNLOAD, call, command, environment, everything_in, numbered, write_fasta
 from tests.extras.prepare.killed_runs import run_killed_at
 from tests.forked import run_script
@@ -18,9 +18,9 @@ from tests.small_disk import enlarge, small_disk
 SCRIPT = "0.download_data.py"
 # Of 75,000 bytes: the shuffle goes through files.
 IN_FILES = {
-    "extras.prepare.shuffle.MEMORY_BYTES": 20_000,
-    "extras.prepare.shuffle.BUCKET_BITS": 3,
-    "extras.prepare.shuffle.BUCKETS": 8,
+    "extras.prepare.partitions.MEMORY_BYTES": 20_000,
+    "extras.prepare.partitions.BUCKET_BITS": 3,
+    "extras.prepare.partitions.BUCKETS": 8,
 }
 
 
@@ -100,7 +100,7 @@ def test_a_full_disk_leaves_what_is_finished(tmp_path, room):
     with small_disk(tmp_path, room) as disk:
         (disk / "mine").write_bytes(b"stays")
         flags = ("--max_records_per_partition", "300", "--save_parquet", "--save_arrow")
-        settings = {"extras.prepare.shuffle.MEMORY_BYTES": 100_000}
+        settings = {"extras.prepare.partitions.MEMORY_BYTES": 100_000}
         whole = run_script(SCRIPT, "--source", source, "--output_dir", tmp_path / "whole", *flags, settings=settings)
         assert whole.returncode == 0
         arguments = ("--source", source, "--output_dir", disk / "out", *flags)

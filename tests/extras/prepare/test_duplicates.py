@@ -12,8 +12,8 @@ from common.cli import UserError
 from common.files.alphabet import encode
 from extras.prepare import duplicates
 from extras.prepare.clusters import open_clusters
-from extras.prepare.drop_copies import QUANTILES, length_quantiles
-from extras.prepare.duplicates import KEY, find_copies, hash_records
+from extras.prepare.duplicates import QUANTILES, find_copies, length_quantiles
+from extras.prepare.encode import KEY, hash_records
 from extras.prepare.splits import SPLITS
 from tests.data_fixtures import TOKENIZE, call, different, everything_in, load, proteins, write_csv
 

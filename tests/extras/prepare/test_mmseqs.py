@@ -13,8 +13,8 @@ import pytest
 
 from common.cli import UserError
 from common.files.alphabet import TOKENS
+from extras.prepare.cluster_splits import numbers, write_numbered
 from extras.prepare.clusters import open_clusters
-from extras.prepare.mmseqs import numbers, write_numbered
 from tests.data_fixtures import TOKENIZE, call
 
 RESIDUES = "ACDEFGHIKLMNPQRSTVWY"
@@ -70,7 +70,7 @@ def test_whole_families_are_held_out(tmp_path):
 @pytest.mark.skipif(shutil.which("mmseqs") is None, reason="needs MMseqs2 (tests/ops/install_packages.sh)")
 def test_what_stops_mmseqs_is_one_line(tmp_path, monkeypatch):
     write(tmp_path / "csv", related()[:20])
-    monkeypatch.setattr("extras.prepare.mmseqs.COVERAGE", "much")
+    monkeypatch.setattr("extras.prepare.cluster_splits.COVERAGE", "much")
     with pytest.raises(
         UserError, match=r"--cluster: mmseqs easy-cluster ended with status 1: .*Error in argument -c"
     ) as error:

@@ -15,7 +15,7 @@ import pytest
 from common.cli import UserError
 from common.files.alphabet import TOKENS, encode
 from common.files.output_directory import read_record
-from extras.prepare import encode as encode_files
+from extras.prepare import dataset_writer
 from extras.sources import csv_records
 from extras.sources.csv_records import count_rows, csv_files, read_rows
 from extras.sources.records import BadRecords
@@ -129,8 +129,8 @@ def test_killed_at_many_moments(tmp_path, monkeypatch, moments, flags):
     """Counting, encoding, leaving out copies, renaming, copying pieces together: always the same bytes, and no whole
     file read again."""
     monkeypatch.chdir(tmp_path)
-    small = {"extras.prepare.encode.SMALL_BYTES": 2000}  # some pieces are renamed, some copied together
-    monkeypatch.setattr(encode_files, "SMALL_BYTES", 2000)
+    small = {"extras.prepare.dataset_writer.SMALL_BYTES": 2000}  # some pieces are renamed, some copied together
+    monkeypatch.setattr(dataset_writer, "SMALL_BYTES", 2000)
     texts = [text for _, text in proteins(360)]
     rows = [(f"UniRef90_P{i}", text) for i, text in enumerate(texts + texts[:60])]  # 60 proteins are there twice
     for i, (first, last) in enumerate(itertools.pairwise([0, 200, 210, 220, 420])):
