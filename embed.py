@@ -32,18 +32,21 @@ from common.files.hashing import content_hash
 from common.files.output_directory import RECORD, Build, building, hold_work
 from common.models.esm2.config import load_config
 from common.models.layers.hf_directory import model_files, model_hash
-from extras.inference.embeddings import (
+from extras.inference.encoder import (
+    Encoder,
+    EncoderFlags,
     Facts,
     Protein,
+    Totals,
     check_parts,
     embed,
     in_parts,
     is_made,
+    look_through,
     part_path,
     table,
     write_part,
 )
-from extras.inference.encoder import Encoder, EncoderFlags, Totals, look_through
 from extras.sources.fasta import read_fasta
 
 logger = logging.getLogger(__name__)

@@ -18,7 +18,7 @@ import pyarrow as pa
 import pytest
 
 from common.cli import UserError
-from extras.inference.embeddings import check_parts, write_part
+from extras.inference.encoder import check_parts, write_part
 from extras.launch import _output_dir
 from tests.data_fixtures import environment, everything_in, write_fasta
 from tests.extras.inference.embed_fixtures import call_embed, make_model
