@@ -1,10 +1,10 @@
-"""FASTA to csv/x000.csv, x001.csv, ... (`id,text`): downloaded if need be, shuffled as a whole, exactly partitioned.
+"""FASTA to csv/x000.csv, x001.csv, ... (`id,text`): downloaded, shuffled as a whole, in files of exact size.
 
     python 0.download_data.py --output_dir DIR [--source FILE_OR_URL ...]
 
-The source is UniRef50 by default; FASTA files, plain or packed (gzip, bzip2, xz, zstd), and http(s)://, ftp:// or
-s3:// URLs otherwise. What is under OUTPUT_DIR/csv is always complete. Stopped at any moment and started again, the
-same command gives the same files (a download goes on where it broke off); once they are there it does nothing.
+The source is UniRef50 by default; else FASTA files, plain or compressed (gzip, bzip2, xz, zstd), and http(s)://,
+ftp:// or s3:// URLs. OUTPUT_DIR/csv is always complete. Stopped at any moment, the same command resumes (downloads
+too) and makes the same files; once they exist it does nothing.
 """
 
 import logging
@@ -45,15 +45,17 @@ class Arguments(Flags):
     shuffle: bool = flag(True, "one random order over the whole input; False keeps its own")
     source: list[str] = field(
         default_factory=lambda: [UNIREF50],
-        metadata={"help": "FASTA files (plain or packed), http(s), ftp or s3 URLs, read in order (default: UniRef50)"},
+        metadata={
+            "help": "FASTA files (plain or compressed), http(s), ftp or s3 URLs, read in order (default: UniRef50)"
+        },
     )
     md5: list[str] = field(default_factory=list, metadata={"help": "checksums of the sources, in their order"})
-    sha256: list[str] = field(default_factory=list, metadata={"help": "likewise"})
-    on_bad_record: Policy = flag("error", "skip: leave out records without id or sequence etc., and count them")
+    sha256: list[str] = field(default_factory=list, metadata={"help": "SHA-256 checksums, likewise"})
+    on_bad_record: Policy = flag("error", "skip: drop invalid records (without id or sequence etc.), and count them")
     max_record_length: int = flag(limits.LONGEST_PROTEIN, limits.HELP)
-    seed: int = flag(42, "of the shuffle")
-    overwrite: bool = flag(False, "make the outputs anew, whatever is there")
-    verify: bool = flag(False, "read what is complete, and compare its checksums")
+    seed: int = flag(42, "seed of the shuffle")
+    overwrite: bool = flag(False, "replace existing outputs")
+    verify: bool = flag(False, "read complete outputs and compare their checksums")
 
     def check(self) -> None:
         self.require_at_least(1, "max_records_per_partition")
@@ -69,7 +71,7 @@ class Arguments(Flags):
 
 
 def describe(args: Arguments) -> dict:
-    """What decides the output: an output directory made from the same is not made again."""
+    """All that the output depends on: an output made from the same is reused."""
     now, earlier = _describe(args, describe_sources), _describe(args, describe_sources_earlier)
     return recorded_form(Path(args.output_dir), FORMATS, now, earlier, args.overwrite)
 
@@ -83,9 +85,9 @@ def _describe(args: Arguments, describe_sources: Callable[[list[Source]], dict])
 
 
 class Bars:
-    """Progress of work that has phases: one bar after the other, none of them left open when an error is printed.
+    """Progress bars of consecutive phases, closed before an error is printed. Log lines go above the bar.
 
-    A bar on a terminal; in a log file, a line now and then. Log lines go above the bar.
+    In a log file a line every ten seconds.
     """
 
     def __enter__(self) -> "Bars":
@@ -99,21 +101,21 @@ class Bars:
         self._redirect.__exit__(*error)
 
     def bytes(self, what: str, total: int) -> None:
-        """Begin a phase that is measured in bytes; `read` tells how far it is."""
+        """Begin a phase measured in bytes; `read` advances it."""
         self._begin(what, total=total, unit="B", unit_scale=True, postfix="0 records/s")
 
     def read(self, position: int, records: int) -> None:
-        """So many bytes of the total, and the records in them."""
+        """Set the position in bytes, and the number of records read."""
         rate = records / (time.monotonic() - self._began)
         self._bar.set_postfix_str(f"{records:,} records, {rate:,.0f} records/s", refresh=False)
         self._bar.update(position - self._bar.n)
 
     def records(self, what: str, total: int, done: int = 0) -> None:
-        """Begin a phase that is measured in records; `done` is where it begins."""
+        """Begin a phase measured in records, `done` of which are finished."""
         self._begin(what, total=total, initial=done, unit=" records")
 
     def add(self, records: int) -> None:
-        """So many more records."""
+        """Advance by so many records."""
         self._bar.update(records)
 
     def _begin(self, what: str, **options) -> None:
@@ -128,7 +130,7 @@ class Bars:
 
 
 def read_records(args: Arguments, build: Build, downloads: Path, bars: Bars) -> Iterator[Lines]:
-    """The records of all sources, which are fetched first; how many there were is noted at the end."""
+    """Fetch all sources and yield their records; their number is noted at the end."""
     paths = fetch(args.sources, downloads)
     sizes = [path.stat().st_size for path in paths]
     bad_records = BadRecords(args.on_bad_record)
@@ -147,7 +149,7 @@ def read_records(args: Arguments, build: Build, downloads: Path, bars: Bars) -> 
 
 
 def with_bar(batches: Iterator[Lines], build: Build, written: int, bars: Bars) -> Iterator[Lines]:
-    """The same lines; the bar begins with the first: by then all records have been read, and their number is known."""
+    """The same lines with a bar, started at the first: the number of records is known when all have been read."""
     for number, lines in enumerate(batches):
         if number == 0:
             bars.records("Writing", build.done(READ)["records"], written)
@@ -175,12 +177,12 @@ def main() -> None:
                 records = skip(records, writer.written)
             logger.info("Generating %s files", " and ".join(build.paths))
             read = build.done(READ)
-            if read is None or writer.written < read["records"]:  # else killed when all was written
+            if read is None or writer.written < read["records"]:  # else killed when all records were written
                 for lines in records:
                     writer.write(lines)
                 read = build.done(READ)
             if not read["records"]:
-                raise UserError(f"{read['bad']['first'][0]} (and no other record can be used either)")
+                raise UserError(f"{read['bad']['first'][0]} (and no other record is valid)")
             build.results |= {"records": writer.close(), "skipped_records": read["bad"]["count"]}
         BadRecords(args.on_bad_record, **read["bad"]).report()
     logger.info("Save complete")

@@ -1,8 +1,8 @@
-"""Step 1 with --cluster_table: splits of whole clusters and the index of the training records' clusters.
+"""Step 1 with --cluster_table or --cluster: splits of whole clusters and the index of the training clusters.
 
-The table (UniRef50 cluster, UniRef90 member) is parquet, or CSV or TSV, plain or packed. With a header, the columns
-are `ur50_id` and `ur90_id`, in any order and beside any others. Without one there are two columns, a UniRef50_... and
-a UniRef90_... name in each line.
+The table (UniRef50 cluster, UniRef90 member) is parquet, or CSV or TSV, plain or compressed. With a header, columns
+include `ur50_id` and `ur90_id`. Without one it has two columns, a UniRef50_... and a UniRef90_... name in each line.
+With --cluster, MMseqs2 makes the table of the records' numbers, so that ids may be anything, and repeat.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from extras.sources.records import BadRecords, Policy, characters
 logger = logging.getLogger(__name__)
 WINDOW = 1 << 16
 COLUMNS = ("ur50_id", "ur90_id")
-BLOCK_BYTES = 4 << 20  # of a text: a row must fit
+BLOCK_BYTES = 4 << 20  # of a text file; longest row
 WANTED = (
     f"expected the columns {' and '.join(COLUMNS)}, or two columns UniRef50_... and UniRef90_... without a header, or "
     "the _cluster.tsv of mmseqs2"
@@ -65,38 +65,38 @@ def split_by_clusters(
     by_number: bool = False,
     max_record: int = LONGEST_PROTEIN,
 ) -> ClusterSplits:
-    """Done once: what a killed run completed is taken up.
+    """Make the splits, or read those that a killed run made.
 
-    sizes_of: number of records -> sizes of the splits; all_left: train takes whatever the others leave; by_number: the
-    table has the records' numbers (mmseqs.py), not their ids; max_record: as for `read_rows`.
+    sizes_of: number of records -> sizes of the splits; all_left: train takes all other records; by_number: the table
+    has the records' numbers (`cluster_records`), not their ids; max_record: as for `read_rows`.
     """
     directory = build.scratch / DIRECTORY
-    found = build.done("clustered")
-    # publish_index needs the buckets, which are not flushed to the disk: another boot makes them anew.
-    if found is None or (found["boot"] != boot_id() and build.done("indexed") is None):
+    made = build.done("clustered")
+    # publish_index needs the buckets, which are not flushed to the disk: make them again after a reboot.
+    if made is None or (made["boot"] != boot_id() and build.done("indexed") is None):
 
         def draw(joined: Buckets) -> np.ndarray:
             return draw_splits(joined, sizes_of(joined.rows), all_left, directory / "labels.npy")
 
         read = functools.partial(read_rows, bad_records=(bad := BadRecords(policy)), max_record=max_record)
-        found = _make(directory, files, table, draw, seed, bad, read, numbers if by_number else _ids)
-        build.note("clustered", found)
+        made = _make(directory, files, table, draw, seed, bad, read, numbers if by_number else _ids)
+        build.note("clustered", made)
     labels = np.load(directory / "labels.npy", mmap_mode="r")
-    build.results["not_in_cluster_table"] = found["missing"]
-    if found["missing"]:
+    build.results["not_in_cluster_table"] = made["missing"]
+    if made["missing"]:
         logger.warning(
             "%s of %s records are not in %s: each is a cluster of its own",
-            *(f"{n:,}" for n in (found["missing"], len(labels))),
+            *(f"{n:,}" for n in (made["missing"], len(labels))),
             table,
         )
-    if found["repeated"]:
-        logger.warning("%s: %s rows put a member into a second cluster: left out", table, f"{found['repeated']:,}")
+    if made["repeated"]:
+        logger.warning("%s: %s rows put a member into a second cluster: left out", table, f"{made['repeated']:,}")
     windows = (np.asarray(labels[first : first + WINDOW]) for first in range(0, len(labels), WINDOW))
-    return ClusterSplits(found["counts"], found["sizes"], windows, BadRecords(policy, **found["bad"]))
+    return ClusterSplits(made["counts"], made["sizes"], windows, BadRecords(policy, **made["bad"]))
 
 
 def publish_index(build: Build, copies: np.ndarray) -> None:
-    """Put the index of the training records beside their split, once. copies: bool, one for each record in a split."""
+    """Move the index of the training records beside their split, once. copies: bool, one per record in a split."""
     directory, target = build.scratch / DIRECTORY, build.paths["arrow"] / SPLITS[0] / DIRECTORY
     if build.done("indexed") is None:
         labels = without_copies(np.load(directory / "labels.npy", mmap_mode="r"), copies, directory / "kept.npy")
@@ -130,11 +130,11 @@ def _make(
                 yield rows
 
     joined = join(map(hash_names, names_of(batches())), read_table(table), seed, directory)
-    if 2 * joined.missing > joined.buckets.rows:  # with each record a cluster of its own, relatives would be split
+    if 2 * joined.missing > joined.buckets.rows:  # single-record clusters would put relatives into different splits
         raise UserError(
             f"--cluster_table {table}: names only {joined.buckets.rows - joined.missing:,} of the "
-            f"{joined.buckets.rows:,} records: is it the table of these proteins, and its columns the right way round "
-            "(cluster, then member)?"
+            f"{joined.buckets.rows:,} records: is it the table of these proteins, with its columns in the order "
+            "cluster, member?"
         )
     labels = draw(joined.buckets)
     return {
@@ -151,11 +151,11 @@ def _ids(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.Array]:
     return (without_prefix(rows.column("id")) for rows in batches)
 
 
-# ---- the table ----------------------------------------------------------------------------------------------
+# --- the table
 
 
 def read_table(path: Path) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Hashes of the clusters' names and of the members' names, uint64 [n] each, block by block."""
+    """Hashes of the names of clusters and members, uint64 [n] each, block by block."""
     check_file(path, f"--cluster_table {path}")
     with open(path, "rb") as file:
         magic = file.read(4)
@@ -176,7 +176,7 @@ def read_table(path: Path) -> Iterator[tuple[np.ndarray, np.ndarray]]:
 
 
 def without_prefix(names: pa.Array) -> pa.Array:
-    """Names of members without `UniRef90_`, which one of table and records may have and the other not."""
+    """Names of members without `UniRef90_`, which either the table or the records may lack."""
     return pa.compute.replace_substring_regex(names, "^UniRef90_", "")
 
 
@@ -203,7 +203,7 @@ def _text_rows(path: Path) -> Iterator[tuple[pa.Array, pa.Array]]:
     fields = [field.strip('"') for field in first.split(delimiter)]
     has_header = all(name in fields for name in COLUMNS)
     uniref = [field[:9] for field in fields] == ["UniRef50_", "UniRef90_"]
-    mmseqs = len(fields) == 2 and fields[0] == fields[1] != ""  # a cluster's first member is the one it is named for
+    mmseqs = len(fields) == 2 and fields[0] == fields[1] != ""  # a cluster has the name of its first member
     if not (has_header or uniref or mmseqs):
         raise UserError(f"--cluster_table {path}: its first line is {first[:80]!r}: {WANTED}")
     with open_unpacked(path) as stream:
@@ -225,7 +225,7 @@ INSTALL = "apt-get install mmseqs2, conda install -c bioconda mmseqs2, or cluste
 
 
 def mmseqs_version() -> str:
-    """What the program calls itself. UserError where there is none."""
+    """The version of MMseqs2. UserError if it is not installed."""
     if shutil.which(PROGRAM) is None:
         raise UserError(f"--cluster needs MMseqs2, and there is no {PROGRAM} on PATH: {INSTALL}")
     return subprocess.run([PROGRAM, "version"], capture_output=True, text=True, check=False).stdout.strip()
@@ -234,9 +234,9 @@ def mmseqs_version() -> str:
 def cluster_records(
     build: Build, files: list[Path], read: Callable[[Path], Iterable[pa.RecordBatch]], identity: float, threads: int
 ) -> Path:
-    """The table of clusters (representative, member: numbers of records) of all the files' records, made once.
+    """The table of clusters (representative, member: numbers of records) of all records, made once.
 
-    identity: of two sequences of a cluster, over COVERAGE of both; read: a file's batches of `id` and `text`.
+    identity: least identity in a cluster, over COVERAGE of both sequences; read: batches of `id` and `text`.
     """
     directory = build.scratch / PROGRAM
     table = directory / "clusters_cluster.tsv"
@@ -265,7 +265,7 @@ def cluster_records(
 
 
 def write_numbered(path: Path, batches: Iterable[pa.RecordBatch]) -> int:
-    """Write texts as FASTA under the numbers 0, 1, ...; what is no letter becomes X, any residue. Returns how many."""
+    """Write texts as FASTA with the names 0, 1, ...; other characters than letters become X. Returns their number."""
     count = 0
     with open(path, "w", encoding="ascii") as file:
         for rows in batches:
@@ -276,7 +276,7 @@ def write_numbered(path: Path, batches: Iterable[pa.RecordBatch]) -> int:
 
 
 def numbers(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.Array]:
-    """The names that `write_numbered` gives, batch by batch."""
+    """The names of `write_numbered`, batch by batch."""
     count = 0
     for rows in batches:
         yield pa.array(range(count, count + rows.num_rows)).cast(pa.string())
@@ -285,7 +285,7 @@ def numbers(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.Array]:
 
 def _run(command: list[str], log: Path) -> None:
     with open(log, "wb") as out:
-        # A session of its own: it is a tree of programs, which ends with us, all of it.
+        # A new session, so that all of MMseqs2's child processes can be killed with it.
         child = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, start_new_session=True)
         try:
             status = child.wait()
@@ -294,8 +294,8 @@ def _run(command: list[str], log: Path) -> None:
             child.wait()
             raise
     if status != 0:
-        said = [line.strip() for line in log.read_text(errors="replace").splitlines()]
-        said = [line for line in said if line and not line.startswith(("references:", "- "))]  # to cite
-        first = next((n for n, line in enumerate(said) if line.startswith("Error")), len(said))
-        last = "; ".join(said[max(0, first - 1) :])  # the line before has the cause, as often as not
+        lines = [line.strip() for line in log.read_text(errors="replace").splitlines()]
+        lines = [line for line in lines if line and not line.startswith(("references:", "- "))]  # citations
+        first = next((n for n, line in enumerate(lines) if line.startswith("Error")), len(lines))
+        last = "; ".join(lines[max(0, first - 1) :])  # the line before often has the cause
         raise UserError(f"--cluster: {command[0]} {command[1]} ended with status {status}: {last[-300:]}")

@@ -1,11 +1,11 @@
 """Exact duplicates: records whose token ids are equal before anything is truncated.
 
-A sequence stands in one split only, test before validation before train: records of the other splits that repeat it
-are copies, and left out. Duplicates inside a split are counted and stay.
+A sequence is kept in one split only, test before validation before train. Records of other splits that repeat it are
+copies, and are dropped. Duplicates inside a split are counted and kept.
 
 Records are compared by 64-bit hashes, which FileEncoder writes while it encodes: 16 bytes a record on disk. They are
-joined in partitions of the hash, so memory does not grow with the input. Of 69 million different proteins with 100,000
-held out, one is left out by mistake with probability 4e-7.
+joined in partitions of the hash, so memory does not grow with the input. For 69 million different proteins with
+100,000 held out, the probability that one is dropped by mistake is 4e-7.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ from extras.prepare.dataset_writer import Piece, filter_pieces
 from extras.prepare.encode import KEY, KEYS, directory_name, in_order
 from extras.prepare.splits import SPLITS
 
-CHUNK = 1 << 20  # records that are read at once
-PARTITION = 1 << 21  # records that are joined at once, about
+CHUNK = 1 << 20  # records read at a time
+PARTITION = 1 << 21  # records joined at a time, about
 
 
 class Duplicates(NamedTuple):
     """Counts of records by split, each [train, validation, test]."""
 
-    left_out: list[int]  # copies of a record of a later split
-    repeated: list[int]  # of the others: those that repeat another one of their split
+    left_out: list[int]  # copies of a record in a later split
+    repeated: list[int]  # of the others: duplicates inside their split
 
 
 def read_keys(path: Path) -> Iterator[np.ndarray]:
@@ -48,7 +48,7 @@ def read_keys(path: Path) -> Iterator[np.ndarray]:
 
 
 def find_copies(files: list[Path], path: Path) -> Duplicates:
-    """Write to `path`, as .npy, which records are copies: bool [records], in the order of the files of KEY."""
+    """Write to `path` (.npy) which records are copies: bool [records], in the order of the files of KEY."""
     records = sum(file.stat().st_size for file in files) // KEY.itemsize
     copies = open_memmap(path, "w+", bool, (records,))
     left_out, repeated = np.zeros((2, len(SPLITS)), np.int64)
@@ -68,7 +68,7 @@ def find_copies(files: list[Path], path: Path) -> Duplicates:
 
 
 def _repeated(hashes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The places of hashes that are there more than once, int64 [n], and a number for each of these hashes [n]."""
+    """Indices of the hashes that occur more than once, int64 [n], and a group number for each of them [n]."""
     ordered = np.sort(hashes)  # several times as fast as argsort
     repeated = np.unique(ordered[1:][ordered[1:] == ordered[:-1]])
     if not len(repeated):
@@ -79,7 +79,7 @@ def _repeated(hashes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _partition(files: list[Path], number: int, mask: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Hashes, splits and numbers of the records whose hash has `number` in its lowest bits, those of `mask`."""
+    """Hashes, splits and numbers of the records with `number` in the bits `mask` of their hash."""
     hashes, splits, numbers = [np.empty(0, np.uint64)], [np.empty(0, np.uint8)], [np.empty(0, np.int64)]
     first = 0
     for keys in (keys for file in files for keys in read_keys(file)):
@@ -95,17 +95,15 @@ def _count(splits: np.ndarray) -> np.ndarray:
     return np.bincount(splits, minlength=len(SPLITS))
 
 
-# What step 1 made, in numbers: lengths, duplicates, unknown characters (OUTPUT_DIR/arrow/data_report.json).
-
 logger = logging.getLogger(__name__)
-FILE = "data_report.json"
+REPORT = "data_report.json"  # lengths, duplicates and unknown characters of the output of step 1
 QUANTILES = {"5%": 0.05, "25%": 0.25, "median": 0.5, "75%": 0.75, "95%": 0.95, "99%": 0.99}
 
 
 def write_report(build: Build, files: list[Path], copies: np.ndarray, max_seq_length: int | None) -> None:
-    """Add lengths, tokens and bytes to the build's results, log them, and write all results to FILE.
+    """Add lengths, tokens and bytes to the build's results, log them, and write all results to REPORT.
 
-    files, copies: as of `count_lengths`; max_seq_length: tokens that a record was truncated to.
+    files, copies: as for `count_lengths`; max_seq_length: tokens that records were truncated to.
     """
     lengths = count_lengths(files, copies)
     quantiles = length_quantiles(lengths)
@@ -115,23 +113,23 @@ def write_report(build: Build, files: list[Path], copies: np.ndarray, max_seq_le
     build.results |= {"tokens": tokens, "bytes": written, "residues": quantiles}
     logger.info("%s tokens, %.0f bytes a record", f"{tokens:,}", written / lengths.total())
     logger.info("Residues a protein: %s", ", ".join(f"{name} {value:,}" for name, value in quantiles.items()))
-    write_json_flushed(build.paths["arrow"] / FILE, build.results, sort_keys=False)
+    write_json_flushed(build.paths["arrow"] / REPORT, build.results, sort_keys=False)
 
 
 def count_lengths(files: list[Path], copies: np.ndarray) -> Counter:
-    """{residues before truncation: records} of the records in files of KEY that are no copies."""
+    """{residues before truncation: number of records} of the records in files of KEY, without copies."""
     lengths: Counter = Counter()
     first = 0
     for keys in (keys for path in files for keys in read_keys(path)):
         kept = ~copies[first : first + len(keys)]
-        found = np.unique(keys["residues"][kept], return_counts=True)
-        lengths.update(dict(zip(*(column.tolist() for column in found), strict=True)))
+        values, counts = np.unique(keys["residues"][kept], return_counts=True)
+        lengths.update(dict(zip(values.tolist(), counts.tolist(), strict=True)))
         first += len(keys)
     return lengths
 
 
 def length_quantiles(lengths: Counter) -> dict[str, int | float]:
-    """Least, greatest and mean length, and QUANTILES: the least length that so large a share of records stays within.
+    """Minimum, maximum and mean length, and QUANTILES.
 
     lengths: as of `count_lengths`, not empty.
     """
@@ -147,28 +145,28 @@ COPIES = "copies.npy"
 
 
 def key_files(build: Build, files: int) -> list[Path]:
-    """The files of KEY that FileEncoder wrote for so many input files."""
+    """The files of KEY that FileEncoder wrote for `files` input files."""
     return [build.scratch / directory_name(number) / KEYS for number in range(files)]
 
 
 def open_copies(build: Build) -> np.ndarray:
-    """Which records are copies: bool [records], memory-mapped, in the order of the input and of the key files."""
+    """Which records are copies: bool [records], memory-mapped, in the order of the key files."""
     return np.load(build.scratch / COPIES, mmap_mode="r")
 
 
 def mark_copies(build: Build, files: int, sizes: tuple[int, ...]) -> Duplicates:
-    """Find copies among all encoded records, once, and log what was found. sizes: records of each split.
+    """Find copies among all encoded records, once, and log their numbers. sizes: records of each split.
 
-    UserError where a split would be left empty.
+    UserError if a split becomes empty.
     """
-    if (found := build.done("duplicates")) is None:
+    if (counts := build.done("duplicates")) is None:
         logger.info("Looking for exact duplicates")
-        shutil.rmtree(build.paths["arrow"])  # splits that a stopped run of an earlier version left, copies and all
+        shutil.rmtree(build.paths["arrow"])  # splits with copies, of a stopped run of an earlier version
         build.paths["arrow"].mkdir()
-        found = find_copies(key_files(build, files), build.scratch / COPIES)._asdict()
+        counts = find_copies(key_files(build, files), build.scratch / COPIES)._asdict()
         sync_directory(build.scratch)
-        build.note("duplicates", found)
-    duplicates = Duplicates(**found)
+        build.note("duplicates", counts)
+    duplicates = Duplicates(**counts)
     for split, later, size, left_out in zip(SPLITS, ("held-out", "test"), sizes, duplicates.left_out, strict=False):
         if left_out and left_out == size:
             raise UserError(
@@ -186,31 +184,31 @@ def mark_copies(build: Build, files: int, sizes: tuple[int, ...]) -> Duplicates:
 
 
 def drop_copies(build: Build, pieces: list[dict[str, list[Piece]]], workers: int) -> list[dict[str, list[Piece]]]:
-    """The pieces of every file, by split, without copies. Files that have none keep theirs."""
+    """The pieces of every file, by split, without copies. Files without copies keep their pieces."""
     copies, files = open_copies(build), key_files(build, len(pieces))
     ends = np.cumsum([path.stat().st_size // KEY.itemsize for path in files]).tolist()
     affected = [n for n, (begin, end) in enumerate(pairwise([0, *ends])) if copies[begin:end].any()]
 
     def without_copies(number: int) -> dict[str, list[Piece]]:
-        if (found := build.done(_note(number))) is not None:
-            return {split: [Piece(*piece) for piece in of_split] for split, of_split in found.items()}
+        if (noted := build.done(_note(number))) is not None:
+            return {split: [Piece(*piece) for piece in of_split] for split, of_split in noted.items()}
         splits = np.concatenate([keys["split"].astype(np.uint8) for keys in read_keys(files[number])])
         is_copy = copies[ends[number] - len(splits) : ends[number]]
-        found = dict(pieces[number])
+        filtered = dict(pieces[number])
         for label in np.unique(splits[is_copy]).tolist():
             split, kept = SPLITS[label], ~is_copy[splits == label]
             target = build.scratch / directory_name(number) / f"{split}-kept"
-            found[split] = filter_pieces(pieces[number][split], kept, build.scratch, target)
-        return found
+            filtered[split] = filter_pieces(pieces[number][split], kept, build.scratch, target)
+        return filtered
 
     result = list(pieces)
-    for number, found in zip(affected, in_order(without_copies, affected, min(workers, len(pieces))), strict=True):
+    for number, filtered in zip(affected, in_order(without_copies, affected, min(workers, len(pieces))), strict=True):
         if build.done(_note(number)) is None:
-            build.note(_note(number), found)
+            build.note(_note(number), filtered)
         for split in SPLITS:
-            if found[split] != pieces[number][split]:
+            if filtered[split] != pieces[number][split]:
                 shutil.rmtree(build.scratch / directory_name(number) / split, ignore_errors=True)
-        result[number] = found
+        result[number] = filtered
     return result
 
 

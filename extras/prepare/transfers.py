@@ -24,7 +24,7 @@ from urllib.parse import parse_qsl, quote, unquote, urlencode, urlsplit
 from common.cli import UserError
 
 # Query parameters that grant access: signatures of S3, CloudFront and Google, and common names of tokens and keys. A
-# presigned URL gives access to everyone who reads it, and changes with each signature: neither shown nor compared.
+# presigned URL gives access to every reader, and changes with each signature: neither shown nor compared.
 KEYS = re.compile(
     r"x-(amz|goog)-.*|awsaccesskeyid|googleaccessid|signature|sig|expires|key-pair-id|policy"
     r"|.*(token|password|passwd|secret|credential|auth|api_?key).*|key",

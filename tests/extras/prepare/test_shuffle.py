@@ -1,4 +1,4 @@
-"""extras/prepare/partitions.py: one uniform random order, whatever the memory; it goes on where a build was killed."""
+"""extras/prepare/partitions.py: a uniform random order, independent of the memory; resumed after a kill."""
 
 import itertools
 from collections import Counter
@@ -29,7 +29,7 @@ def shuffled(build, lines=LINES, seed=3, size=1000, written=lambda: 0, memory_by
         return list(itertools.chain.from_iterable(part.to_pylist() for part in order))
 
 
-def test_all_permutations_are_equally_likely(tmp_path):
+def test_shuffle_is_uniform_over_permutations(tmp_path):
     lines = [b"a\t1\n", b"b\t1\n", b"c\t1\n", b"d\t1\n"]
     orders = Counter(b"".join(shuffled(build_in(tmp_path), lines, seed, size=3)) for seed in range(1200))
     assert len(orders) == 24
@@ -41,7 +41,7 @@ def test_all_permutations_are_equally_likely(tmp_path):
 @pytest.mark.parametrize(
     ("memory_bytes", "batch_bytes"), [(100_000, 500), (5_000, partitions.BATCH_BYTES), (5_000, 500), (400, 500)]
 )
-def test_the_order_does_not_depend_on_memory(tmp_path, monkeypatch, memory_bytes, batch_bytes):
+def test_shuffle_order_is_independent_of_memory(tmp_path, monkeypatch, memory_bytes, batch_bytes):
     in_memory = shuffled(build_in(tmp_path / "a"))
     monkeypatch.setattr(partitions, "BATCH_BYTES", batch_bytes)
     bounded_build = build_in(tmp_path / "b")
@@ -54,7 +54,7 @@ def test_the_order_does_not_depend_on_memory(tmp_path, monkeypatch, memory_bytes
 
 
 @pytest.mark.parametrize("memory_bytes", [None, 50_000])
-def test_it_goes_on_after_what_is_written(tmp_path, memory_bytes):
+def test_shuffle_resumes_after_written_records(tmp_path, memory_bytes):
     whole = shuffled(build_in(tmp_path), memory_bytes=memory_bytes)
     for written in (1, 2500, 5999, 6000):
         again = build_in(tmp_path)
@@ -62,14 +62,14 @@ def test_it_goes_on_after_what_is_written(tmp_path, memory_bytes):
         assert shuffled(again, lines, written=lambda n=written: n, memory_bytes=memory_bytes) == whole[written:]
 
 
-def test_what_a_run_left_while_it_scattered_is_not_used(tmp_path):
+def test_shuffle_ignores_an_incomplete_scatter(tmp_path):
     build = build_in(tmp_path)
     for number in range(256):
         (build.scratch / f"{number:03d}.bucket").write_bytes(b"half a batch")
     assert sorted(shuffled(build, memory_bytes=50_000)) == sorted(LINES)
 
 
-def test_temporary_files_go_once_their_records_are_written(tmp_path, monkeypatch):
+def test_shuffle_removes_written_buckets(tmp_path, monkeypatch):
     monkeypatch.setattr(partitions, "MEMORY_BYTES", 50_000)
     build = build_in(tmp_path)
     seen, left = [0], []
@@ -84,7 +84,7 @@ def test_temporary_files_go_once_their_records_are_written(tmp_path, monkeypatch
     assert (build.scratch / "255.bucket").exists(), f"its {needed} records are not known to be written"
 
 
-def test_buckets_of_another_boot_are_not_trusted(tmp_path, monkeypatch):
+def test_shuffle_ignores_buckets_of_another_boot(tmp_path, monkeypatch):
     """They were never flushed: after a power failure, or seen from another node, they may be anything."""
     build = build_in(tmp_path)
     whole = shuffled(build, memory_bytes=50_000)
