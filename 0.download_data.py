@@ -100,28 +100,11 @@ class Bars:
         self._end()
         self._redirect.__exit__(*error)
 
-    def bytes(self, what: str, total: int) -> None:
-        """Begin a phase measured in bytes; `read` advances it."""
-        self._begin(what, total=total, unit="B", unit_scale=True, postfix="0 records/s")
-
-    def read(self, position: int, records: int) -> None:
-        """Set the position in bytes, and the number of records read."""
-        rate = records / (time.monotonic() - self._began)
-        self._bar.set_postfix_str(f"{records:,} records, {rate:,.0f} records/s", refresh=False)
-        self._bar.update(position - self._bar.n)
-
-    def records(self, what: str, total: int, done: int = 0) -> None:
-        """Begin a phase measured in records, `done` of which are finished."""
-        self._begin(what, total=total, initial=done, unit=" records")
-
-    def add(self, records: int) -> None:
-        """Advance by so many records."""
-        self._bar.update(records)
-
-    def _begin(self, what: str, **options) -> None:
+    def begin(self, phase: str, total: int, **options) -> tqdm:
+        """End the bar of the last phase, and begin one."""
         self._end()
-        self._began = time.monotonic()
-        self._bar = tqdm(desc=what, mininterval=0.5 if sys.stderr.isatty() else 10.0, **options)
+        self._bar = tqdm(desc=phase, total=total, mininterval=0.5 if sys.stderr.isatty() else 10.0, **options)
+        return self._bar
 
     def _end(self) -> None:
         if self._bar is not None:
@@ -135,14 +118,17 @@ def read_records(args: Arguments, build: Build, downloads: Path, bars: Bars) -> 
     sizes = [path.stat().st_size for path in paths]
     bad_records = BadRecords(args.on_bad_record)
     records = before = 0
-    bars.bytes("Reading", sum(sizes))
+    bar = bars.begin("Reading", sum(sizes), unit="B", unit_scale=True, postfix="0 records/s")
+    began = time.monotonic()
     for path, size in zip(paths, sizes, strict=True):
         logger.info("Reading FASTA file %s", path)
         position = [0]
         reading = {"bad_records": bad_records, "on_read": position.append, "max_record": args.max_record_length}
         for lines in read_fasta_lines(path, **reading):
             records += len(lines)
-            bars.read(before + position[-1], records)
+            rate = records / (time.monotonic() - began)
+            bar.set_postfix_str(f"{records:,} records, {rate:,.0f} records/s", refresh=False)
+            bar.update(before + position[-1] - bar.n)
             yield lines
         before += size
     build.note(READ, {"records": records, "bad": bad_records.state})
@@ -150,10 +136,11 @@ def read_records(args: Arguments, build: Build, downloads: Path, bars: Bars) -> 
 
 def with_bar(batches: Iterator[Lines], build: Build, written: int, bars: Bars) -> Iterator[Lines]:
     """The same lines with a bar, started at the first: the number of records is known when all have been read."""
-    for number, lines in enumerate(batches):
-        if number == 0:
-            bars.records("Writing", build.done(READ)["records"], written)
-        bars.add(len(lines))
+    bar = None
+    for lines in batches:
+        if bar is None:
+            bar = bars.begin("Writing", build.done(READ)["records"], initial=written, unit=" records")
+        bar.update(len(lines))
         yield lines
 
 

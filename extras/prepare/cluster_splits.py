@@ -7,7 +7,6 @@ With --cluster, MMseqs2 makes the table of the records' numbers, so that ids may
 
 from __future__ import annotations
 
-import functools
 import logging
 import os
 import shutil
@@ -74,12 +73,7 @@ def split_by_clusters(
     made = build.done("clustered")
     # publish_index needs the buckets, which are not flushed to the disk: make them again after a reboot.
     if made is None or (made["boot"] != boot_id() and build.done("indexed") is None):
-
-        def draw(joined: Buckets) -> np.ndarray:
-            return draw_splits(joined, sizes_of(joined.rows), all_left, directory / "labels.npy")
-
-        read = functools.partial(read_rows, bad_records=(bad := BadRecords(policy)), max_record=max_record)
-        made = _make(directory, files, table, draw, seed, bad, read, numbers if by_number else _ids)
+        made = _make(directory, files, table, sizes_of, all_left, seed, BadRecords(policy), by_number, max_record)
         build.note("clustered", made)
     labels = np.load(directory / "labels.npy", mmap_mode="r")
     build.results["not_in_cluster_table"] = made["missing"]
@@ -113,30 +107,33 @@ def _make(
     directory: Path,
     files: list[Path],
     table: Path,
-    draw: Callable,
+    sizes_of: Callable[[int], tuple[int, int, int]],
+    all_left: bool,
     seed: int,
     bad: BadRecords,
-    read: Callable[[Path], Iterator[pa.RecordBatch]],
-    names_of: Callable,
+    by_number: bool,
+    max_record: int,
 ) -> dict:
+    """Join the records with the table, and draw the splits. Returns what `split_by_clusters` notes."""
     shutil.rmtree(directory, ignore_errors=True)
     counts = []
 
     def batches() -> Iterator[pa.RecordBatch]:
         for path in files:
             counts.append(0)
-            for rows in read(path):
+            for rows in read_rows(path, bad, max_record=max_record):
                 counts[-1] += rows.num_rows
                 yield rows
 
-    joined = join(map(hash_names, names_of(batches())), read_table(table), seed, directory)
+    names = numbers(batches()) if by_number else (without_prefix(rows.column("id")) for rows in batches())
+    joined = join(map(hash_names, names), read_table(table), seed, directory)
     if 2 * joined.missing > joined.buckets.rows:  # single-record clusters would put relatives into different splits
         raise UserError(
             f"--cluster_table {table}: names only {joined.buckets.rows - joined.missing:,} of the "
             f"{joined.buckets.rows:,} records: is it the table of these proteins, with its columns in the order "
             "cluster, member?"
         )
-    labels = draw(joined.buckets)
+    labels = draw_splits(joined.buckets, sizes_of(joined.buckets.rows), all_left, directory / "labels.npy")
     return {
         "boot": boot_id(),
         "counts": counts,
@@ -145,10 +142,6 @@ def _make(
         "repeated": joined.repeated,
         "missing": joined.missing,
     }
-
-
-def _ids(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.Array]:
-    return (without_prefix(rows.column("id")) for rows in batches)
 
 
 # --- the table
