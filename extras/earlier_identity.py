@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pyarrow as pa
 
-from common.files.output_directory import BUILDING, JOURNAL, MADE_FROM, Journal, read_record
+from extras.prepare.output_directory import BUILDING, JOURNAL, MADE_FROM, Journal, read_record
 
 
 def describe_file(path: Path) -> dict:

@@ -1,4 +1,4 @@
-"""JSON files and files of JSON lines, written so that nobody ever reads half of what was meant to be whole."""
+"""Files that are written whole or not at all, and checked when they are read: checksums, JSON, JSON lines."""
 
 from __future__ import annotations
 
@@ -7,13 +7,12 @@ import json
 import os
 import re
 import stat
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from common.files.output_directory import replace_flushed, sync
-
-# Reading files that somebody else may have made: regular ones, of bounded size, with values of the expected types.
+from isal import isal_zlib
 
 JSON_LIMIT = 16 << 20  # bytes of a configuration, a manifest or a trainer state
 LARGEST_INT = 1 << 53  # of JSON that every reader agrees on
@@ -28,6 +27,9 @@ _KINDS = {
     "dict": dict,
     "list[str]": list,
 }
+
+
+# ---- files that somebody else may have made: regular, of bounded size, values of the expected types ----------
 
 
 def is_plain_name(name: Any) -> bool:
@@ -94,6 +96,63 @@ def shorten(value: Any) -> str:
     """A value for an error line."""
     text = ascii(value)
     return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+# ---- durable writes -----------------------------------------------------------------------------------------
+
+
+def sync(file) -> None:
+    """Have a file that was written reach the disk; call before the rename that makes it visible."""
+    file.flush()
+    os.fsync(file.fileno())
+
+
+@contextmanager
+def replace_flushed(path: Path) -> Iterator[Path]:
+    """Gives a path beside `path` to write a file to, which then takes its place, once it is on the disk.
+
+    A failure leaves `path` as it was and nothing beside it; a power cut too, but for the unfinished file.
+    """
+    unfinished = path.with_name(f"{path.name}.partial")
+    try:
+        yield unfinished
+        with open(unfinished, "rb") as file:
+            os.fsync(file.fileno())
+        os.replace(unfinished, path)
+    except BaseException:
+        unfinished.unlink(missing_ok=True)
+        raise
+    sync_directory(path.parent)
+
+
+def sync_directory(path: Path) -> None:
+    """Have the names in a directory reach the disk: what was renamed or removed there."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def sync_tree(directory: Path) -> None:
+    """Have a directory reach the disk, with all that is in it; call before the rename that makes it visible."""
+    for root, _, names in os.walk(directory):
+        for name in names:
+            with open(os.path.join(root, name), "rb") as file:
+                os.fsync(file.fileno())
+        sync_directory(Path(root))
+
+
+def size_and_crc(path: Path) -> list[int]:
+    """[bytes, CRC-32] of a file, as manifests keep them."""
+    size = crc = 0
+    with open(path, "rb") as file:
+        while block := file.read(1 << 20):
+            size, crc = size + len(block), isal_zlib.crc32(block, crc)
+    return [size, crc]
+
+
+# ---- JSON and JSON lines ------------------------------------------------------------------------------------
 
 
 def write_json(path: Path, value: dict) -> None:

@@ -35,8 +35,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from common.cli import INTERRUPTED, Flags, Missing, UserError, flag
 from common.distributed.run import leave_if_rank_lost, rank_lost
 from common.distributed.world import FailedElsewhere, World
-from common.files.json_files import write_json_flushed
-from common.files.output_directory import size_and_crc, sync_directory
+from common.files.json_files import size_and_crc, sync_directory, write_json_flushed
 from common.training import checkpoint_files as files
 from common.training.checkpoint_files import choose, resume_from
 from common.training.checkpoint_metadata import METADATA, OLD_METADATA

@@ -22,8 +22,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadIte
 from torch.futures import Future
 
 from common.cli import UserError, one_line
-from common.files.json_files import file_size, open_regular, read_limited
-from common.files.output_directory import sync
+from common.files.json_files import file_size, open_regular, read_limited, sync
 from common.training.checkpoint_files import Corrupt, read_manifest
 from common.training.checkpoint_metadata import (
     DTYPES,

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from common.cli import UserError
-from common.files.output_directory import replace_flushed
+from common.files.json_files import replace_flushed
 from extras.inference.encoder import Encoder, Progress, tokens_of, windows
 
 Protein = tuple[str, bytes]  # name and residues

@@ -22,10 +22,10 @@ import pyarrow.parquet
 
 from common.cli import UserError, one_line
 from common.files.hashing import hash_bytes
-from common.files.output_directory import Build
 from extras.prepare.cluster_index import Buckets, draw_splits, join, without_copies, write_index
 from extras.prepare.clusters import DIRECTORY
 from extras.prepare.mmseqs import numbers
+from extras.prepare.output_directory import Build
 from extras.prepare.shuffle import boot_id
 from extras.prepare.splits import SPLITS
 from extras.sources.compression import LONGEST_PROTEIN, STRADDLING, check_file, open_unpacked

@@ -12,10 +12,10 @@ from pathlib import Path
 import numpy as np
 
 from common.cli import UserError
-from common.files.json_files import write_json_flushed
-from common.files.output_directory import Build, sync_directory
+from common.files.json_files import sync_directory, write_json_flushed
 from extras.prepare.duplicates import KEY, Duplicates, find_copies, read_keys
 from extras.prepare.encode import KEYS, Piece, directory_name, filter_pieces, in_order
+from extras.prepare.output_directory import Build
 from extras.prepare.splits import SPLITS
 
 # What step 1 made, in numbers: lengths, duplicates, unknown characters (OUTPUT_DIR/arrow/data_report.json).

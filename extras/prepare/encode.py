@@ -23,7 +23,7 @@ import pyarrow.compute as pc
 
 from common.cli import UserError
 from common.files.alphabet import BYTE_TO_ID, CLS, EOS, PAD, TOKENS, UNK
-from common.files.output_directory import Build, sync, sync_directory
+from common.files.json_files import sync, sync_directory
 from extras.prepare.dataset_writer import (
     SHARD_BYTES,
     TOKEN_FEATURES,
@@ -33,6 +33,7 @@ from extras.prepare.dataset_writer import (
     write_dataset_files,
 )
 from extras.prepare.duplicates import KEY, hash_records
+from extras.prepare.output_directory import Build
 from extras.prepare.splits import SPLITS
 from extras.sources.records import characters
 

@@ -17,8 +17,9 @@ import pyarrow as pa
 import pyarrow.compute
 
 from common.cli import UserError
-from common.files.output_directory import Build, sync, sync_directory
+from common.files.json_files import sync, sync_directory
 from common.heartbeat import log_every
+from extras.prepare.output_directory import Build
 
 logger = logging.getLogger(__name__)
 PROGRAM = "mmseqs"

@@ -16,8 +16,9 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet
 
-from common.files.output_directory import Build, sync
+from common.files.json_files import sync
 from extras.prepare.dataset_writer import TEXT_FEATURES, arrow_schema, shard_name, write_dataset_files
+from extras.prepare.output_directory import Build
 from extras.sources.records import Lines, columns, view
 
 logger = logging.getLogger(__name__)

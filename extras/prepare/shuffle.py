@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 
-from common.files.output_directory import Build
+from extras.prepare.output_directory import Build
 from extras.sources.records import Lines, ahead, skip, view
 
 MEMORY_BYTES = 128 << 20  # text of the records held at once; the peak is about twice that

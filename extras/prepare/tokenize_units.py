@@ -18,9 +18,10 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from common.files.hashing import MEMBER, derive_key, hash_counters
-from common.files.output_directory import Build, sync_directory
+from common.files.json_files import sync_directory
 from extras.prepare.dataset_writer import ShardWriter, arrow_schema
 from extras.prepare.encode import Piece
+from extras.prepare.output_directory import Build
 from extras.sources.sequence_files import Unit
 from extras.sources.stream_reader import ROW_BITS, read_rows
 from extras.text.tokenizers import Tokenizer, load_tokenizer, tokenize

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from common.distributed.world import World
-from common.files.output_directory import size_and_crc
+from common.files.json_files import size_and_crc
 from common.training import checkpoint_files
 from common.training import checkpoint_files as checkpoint_choice
 from common.training.checkpoint_files import damage_of, newest_usable

@@ -22,8 +22,7 @@ from torch import Tensor
 
 from common.cli import UserError, one_line
 from common.files.hashing import combined_hash
-from common.files.json_files import is_plain_name, open_regular, read_json, shorten
-from common.files.output_directory import sync_directory, sync_tree
+from common.files.json_files import is_plain_name, open_regular, read_json, shorten, sync_directory, sync_tree
 
 # A config.json as somebody else may have written it: read, held to sizes that exist, and rid of what names code.
 

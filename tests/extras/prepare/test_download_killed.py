@@ -7,7 +7,7 @@ import subprocess
 
 import pytest
 
-from common.files.output_directory import Journal
+from extras.prepare.output_directory import Journal
 from extras.prepare.shuffle import SCATTERED
 from tests.data_fixtures import DOWNLOAD, call, command, environment, everything_in, numbered, write_fasta
 from tests.extras.prepare.killed_runs import run_killed_at

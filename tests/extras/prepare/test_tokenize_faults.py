@@ -14,8 +14,8 @@ import pytest
 
 from common.cli import UserError
 from common.files.alphabet import TOKENS, encode
-from common.files.output_directory import read_record
 from extras.prepare import encode as encode_files
+from extras.prepare.output_directory import read_record
 from extras.sources import csv_records
 from extras.sources.csv_records import count_rows, csv_files, read_rows
 from extras.sources.records import BadRecords

@@ -1,4 +1,4 @@
-"""common/files/output_directory.py: complete or not there; what a killed build leaves is gone on from, or cleared."""
+"""extras/prepare/output_directory.py: outputs are complete or absent; a killed build resumes from its journal."""
 
 import multiprocessing
 import os
@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from common.cli import UserError
-from common.files.json_files import write_json
-from common.files.output_directory import Journal, building, hold_work, read_record, replace_flushed
+from common.files.json_files import replace_flushed, write_json
+from extras.prepare.output_directory import Journal, building, hold_work, read_record
 
 NAMES = ["csv", "fasta"]
 

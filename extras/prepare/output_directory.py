@@ -22,9 +22,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
-from isal import isal_zlib
-
 from common.cli import MAKE_ROOM, NO_ROOM, UserError
+from common.files.json_files import size_and_crc, sync, sync_directory, sync_tree
 
 logger = logging.getLogger(__name__)
 RECORD = ".complete.json"
@@ -250,15 +249,6 @@ def _files(directory: Path) -> dict[str, list[int]]:
         return dict(zip(names, pool.map(size_and_crc, paths), strict=True))
 
 
-def size_and_crc(path: Path) -> list[int]:
-    """[bytes, CRC-32] of a file, as manifests keep them."""
-    size = crc = 0
-    with open(path, "rb") as file:
-        while block := file.read(1 << 20):
-            size, crc = size + len(block), isal_zlib.crc32(block, crc)
-    return [size, crc]
-
-
 def _changed(directory: Path, verify: bool) -> str | None:
     """What is not as the record of completion has it. Records of earlier versions do not tell."""
     for name, (size, crc) in (read_record(directory) or {}).get("files", {}).items():
@@ -287,48 +277,6 @@ def _publish(path: Path, final: Path, record: dict) -> None:
         final.rename(final.parent / f"{BUILDING}-replaced-{final.name}")
     path.rename(final)
     sync_directory(final.parent)
-
-
-def sync(file) -> None:
-    """Have a file that was written reach the disk; call before the rename that makes it visible."""
-    file.flush()
-    os.fsync(file.fileno())
-
-
-@contextmanager
-def replace_flushed(path: Path) -> Iterator[Path]:
-    """Gives a path beside `path` to write a file to, which then takes its place, once it is on the disk.
-
-    A failure leaves `path` as it was and nothing beside it; a power cut too, but for the unfinished file.
-    """
-    unfinished = path.with_name(f"{path.name}.partial")
-    try:
-        yield unfinished
-        with open(unfinished, "rb") as file:
-            os.fsync(file.fileno())
-        os.replace(unfinished, path)
-    except BaseException:
-        unfinished.unlink(missing_ok=True)
-        raise
-    sync_directory(path.parent)
-
-
-def sync_directory(path: Path) -> None:
-    """Have the names in a directory reach the disk: what was renamed or removed there."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
-def sync_tree(directory: Path) -> None:
-    """Have a directory reach the disk, with all that is in it; call before the rename that makes it visible."""
-    for root, _, names in os.walk(directory):
-        for name in names:
-            with open(os.path.join(root, name), "rb") as file:
-                os.fsync(file.fileno())
-        sync_directory(Path(root))
 
 
 def _clear(parent: Path) -> None:
