@@ -8,7 +8,7 @@ import os
 import re
 import stat
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -96,6 +96,14 @@ def shorten(value: Any) -> str:
     """A value for an error line."""
     text = ascii(value)
     return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def open_private(path: str, flags: int) -> int:
+    """An `opener` for `open` that makes the file readable and writable by its owner only, also if it exists."""
+    descriptor = os.open(path, flags, 0o600)
+    with suppress(OSError):  # another user's file, or a file system without modes
+        os.fchmod(descriptor, 0o600)
+    return descriptor
 
 
 # ---- durable writes -----------------------------------------------------------------------------------------

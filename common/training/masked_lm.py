@@ -35,9 +35,8 @@ from common.shapes import filled_up
 from common.training.arguments import TrainArguments
 from common.training.evaluation import held_out_results
 from common.training.flops import step_flops
-from common.training.run_logger import step_line
+from common.training.run_logger import PlotLabels, step_line
 from common.training.task import BuiltModel, ModelSpec, StepCounts, Task
-from extras.curves import ESM2
 from extras.prepare.encode import check_tokenizer
 from extras.prepare.sample import SAMPLE, make_sample
 
@@ -72,7 +71,7 @@ class MaskedLM(Task):
     """The task of a run: the model that was built for it, and its data once they are opened."""
 
     choose = staticmethod(choose_esm2)
-    words = ESM2
+    words = PlotLabels()
 
     data: TrainingData
 

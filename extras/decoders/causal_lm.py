@@ -25,9 +25,8 @@ from common.models.layers.backend import check_device, choose_backend
 from common.models.layers.hf_directory import Training
 from common.training.evaluation import held_out_results
 from common.training.flops import decoder_flops
-from common.training.run_logger import guide_line
+from common.training.run_logger import PlotLabels, guide_line
 from common.training.task import BuiltModel, ModelSpec, StepCounts, Task
-from extras.curves import PlotLabels
 from extras.decoders.causal_arguments import CausalArguments
 from extras.decoders.convert import pieces_to_hf, read_decoder, save_decoder
 from extras.decoders.model import DecoderForCausalLM

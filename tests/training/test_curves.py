@@ -11,7 +11,8 @@ import pytest
 from PIL import Image
 
 from common.files.json_files import JsonLinesLog
-from extras.curves import draw_curves, read_about, read_results
+from common.training.run_logger import read_run_info
+from extras.curves import draw_curves, read_results
 from extras.report import held_out_table
 from tests.forked import Script, run_script
 from tests.live_runs import newest_step
@@ -88,10 +89,10 @@ def test_an_interrupted_run_has_a_picture_while_it_goes_on_and_a_report_after(da
     assert re.search(rf"unigram predictor +{held_out['eval_unigram_loss']:.4f} ", done.stdout)
     assert re.search(rf"at step {held_out['step']} +{held_out['eval_loss']:.4f} ", done.stdout)
     assert f"plot    {picture}" in done.stdout
-    assert read_about(tmp_path)["starts"] == [0]
+    assert read_run_info(tmp_path)["starts"] == [0]
     stop = newest_step(tmp_path) + 2
     train(dataset, tmp_path, max_steps=5000, save_steps=5, do_eval=True, eval_steps=5, stop_at_step=stop)
-    about = read_about(tmp_path)
+    about = read_run_info(tmp_path)
     assert about["starts"] == [0, stop - 1]
     assert about["device"] == "cpu x 1, fp32"
     assert about["data"] == str(dataset)
@@ -118,7 +119,7 @@ def test_the_picture_says_what_it_is_of(tmp_path, count):
     )
 
     def drawn(**about) -> np.ndarray:
-        (tmp_path / "about.json").write_text(json.dumps(about))
+        (tmp_path / "run_info.json").write_text(json.dumps(about))
         return np.asarray(Image.open(draw_curves(tmp_path)).convert("RGB"), dtype=int)
 
     plain = drawn()
