@@ -14,9 +14,11 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from common.cli import UserError
-from common.training.checkpoint_metadata import content_of_pickle, decode, encode
+from common.training.checkpoint_files import Refused
+from common.training.checkpoint_metadata import decode, encode
 from common.training.checkpoint_reader import Reader, StoredTensors
-from extras.inert_pickle import Call, Name, Refused, loads
+from common.training.inert_pickle import Call, Name, loads
+from extras.pickled_metadata import content_of_pickle
 from tests.training.checkpoint_fixtures import files_of
 from tests.training.hostile import old, vouch
 from tests.training.hostile_pickles import Evil
