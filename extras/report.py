@@ -1,4 +1,4 @@
-"""What a run has come to, finished or not, from its files: the table that quickstart ends on, and its curves.
+"""Report a run, finished or not, from its files: the table that quickstart prints last, and the curves.
 
 python -m extras.report OUTPUT_DIR
 """
@@ -16,7 +16,7 @@ HELD_OUT = ("eval_loss", "perplexity", "eval_accuracy")
 
 
 def held_out_table(output_dir: Path) -> str:
-    """Held-out loss, perplexity and accuracy before and after training, beside the unigram predictor's."""
+    """Held-out loss, perplexity and accuracy before and after training, and of the unigram predictor."""
     results = read_results(output_dir)
     rows = [r for r in read_json_lines(output_dir / METRICS) if "eval_loss" in r]
     lines = [("held-out proteins", "loss (nats)", "perplexity", "accuracy")]

@@ -36,7 +36,7 @@ def test_cached_hash_is_used(file, cache):
 
 
 def test_hashing_that_takes_long_is_said(file, monkeypatch, caplog):
-    monkeypatch.setattr(module, "SAID_EVERY_S", 0.001)
+    monkeypatch.setattr(module, "LOG_EVERY_S", 0.001)
     (file.parent / "large").write_bytes(bytes(64 << 20))
     with caplog.at_level("INFO"):
         combined_hash([file, file.parent / "large"])

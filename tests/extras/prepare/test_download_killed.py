@@ -117,7 +117,7 @@ def test_a_full_disk_leaves_what_is_finished(tmp_path, room):
         enlarge(disk, "20m")
         done = run_script(SCRIPT, *arguments, env=environment(), settings=settings)
         assert done.returncode == 0, done.stderr
-        assert ("Going on from what a stopped run left" in done.stderr) == notes.holds_work
+        assert ("Resuming from what an interrupted run left" in done.stderr) == notes.holds_work
         assert everything_in(disk / "out") == everything_in(tmp_path / "whole")
 
 

@@ -102,7 +102,7 @@ def test_work_for_something_else_is_removed_with_a_warning(tmp_path, caplog):
     killed(half_done, tmp_path, {"seed": 7})
     with building(tmp_path, NAMES, {"seed": 8}, overwrite=False):
         pass
-    assert "work of a stopped run for other input or arguments is removed" in caplog.text
+    assert "removing the work of an interrupted run for other input or arguments" in caplog.text
 
 
 def holds(parent, begun, ends) -> None:

@@ -179,7 +179,7 @@ def test_a_full_disk_leaves_what_is_finished(tmp_path, caplog):
         assert [path.name for path in disk.glob("*/*")] == [".building"]
         enlarge(disk, "40m")
         call(TOKENIZE, "--input_dir", tmp_path / "csv", "--output_dir", disk / "out")
-        assert "Going on from what a stopped run left" in caplog.text
+        assert "Resuming from what an interrupted run left" in caplog.text
         call(TOKENIZE, "--input_dir", tmp_path / "csv", "--output_dir", tmp_path / "whole")
         assert everything_in(disk / "out") == everything_in(tmp_path / "whole")
 
