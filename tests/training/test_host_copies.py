@@ -33,7 +33,7 @@ def flat(tree: dict, *path) -> dict:
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 8])
-def test_the_ranks_shares_are_the_state_each_tensor_once_and_as_even_as_the_largest_allows(size):
+def test_share_of_splits_state_evenly(size):
     shares = [flat(share_of(STATE, rank, size)) for rank in range(size)]
     whole = flat(STATE)
     dealt = {name for name, value in whole.items() if isinstance(value, torch.Tensor) and value.dim()}
@@ -43,7 +43,7 @@ def test_the_ranks_shares_are_the_state_each_tensor_once_and_as_even_as_the_larg
     assert max(loads) - min(loads) <= max(whole[name].nbytes for name in dealt)
 
 
-def test_a_copy_does_not_follow_the_state():
+def test_stager_copy_is_independent():
     state = {"a": torch.arange(5.0, requires_grad=True), "b": [{"lr": 0.1}, (torch.ones(3), 2)]}
     copies = PinnedStager(torch.device("cpu"), torch.optim.SGD([state["a"]]))
     first = copies.stage(state)
@@ -76,7 +76,7 @@ def _save(out: Path, hybrid: bool = False) -> None:
     torch.distributed.destroy_process_group()
 
 
-def test_replicas_hold_one_copy_together_and_save_what_each_alone_would(tmp_path):
+def test_stager_holds_one_copy_over_replicas(tmp_path):
     held = {}
     for name, size in SIZES.items():
         codes, said = on_ranks(size, _save, tmp_path / name, name == "hybrid")
@@ -97,7 +97,7 @@ def test_replicas_hold_one_copy_together_and_save_what_each_alone_would(tmp_path
 
 
 @pytest.mark.parametrize("in_passes", [False, True])
-def test_on_cuda_the_update_waits_for_copies_that_run_beside_the_passes(monkeypatch, in_passes):
+def test_stager_optimizer_step_waits_for_cuda_copies(monkeypatch, in_passes):
     """Streams and events note the order in which they are told to wait; nothing here copies on a GPU."""
     told, locked = [], {}
 
