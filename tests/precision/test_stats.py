@@ -288,7 +288,7 @@ def test_compiled_layers_leave_the_same_log(dataset, tmp_path):
     assert_same_rows(log(tmp_path / "True"), log(tmp_path / "False"), 1e-6)
 
 
-def test_metrics_resume_has_each_step_once(dataset, tmp_path):
+def test_a_resumed_run_leaves_each_step_once(dataset, tmp_path):
     flags = RUN | FP8 | {"bf16": True, "quant_stats_dir": tmp_path / "logs" / "stats"}
     train(dataset, tmp_path / "whole", **flags | {"quant_stats_dir": None})
     train(dataset, tmp_path / "parts", **flags, stop_at_step=2)

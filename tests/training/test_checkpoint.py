@@ -229,7 +229,7 @@ def test_checkpoint_refuses_step_0_if_none_is_intact(run, finished, dataset, tmp
 
 
 def test_checkpoint_refuses_step_0_if_all_are_gone(run, finished, dataset):
-    """Moved away, or removed to save room; with and without what a finished run leaves."""
+    """The user moved or deleted them, of a finished or an unfinished run."""
     for checkpoint in run.glob("checkpoint-*"):
         shutil.rmtree(checkpoint)
     before = (run / "metrics.jsonl").read_text()
@@ -262,7 +262,7 @@ def test_checkpoint_kill_before_first_starts_over(run, finished, dataset, tmp_pa
 
 
 def test_checkpoint_resumes_from_named_or_none(run, finished, dataset, tmp_path):
-    """What lies beyond is of another way from there: set aside, or a restart would go on from it."""
+    """Later checkpoints are of another trajectory and set aside, or a restart would resume from them."""
     said = train(dataset, run, **FLAGS, resume_from_checkpoint=run / "checkpoint-2")
     assert "Resuming after step 2" in said
     assert names(run) == sorted([*names(finished), "superseded-checkpoint-4", "superseded-checkpoint-6"])

@@ -26,7 +26,7 @@ from tests.training_fixtures import environment, on_ranks, train, training_comma
 
 @pytest.fixture
 def disk(tmp_path):
-    """A checkpoint's room many times over, until something fills it."""
+    """A file system that holds several checkpoints until a test fills it."""
     with small_disk(tmp_path, "12m") as disk:
         yield disk
 

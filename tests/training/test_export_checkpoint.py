@@ -26,8 +26,8 @@ FLAGS = {"max_steps": 4, "save_steps": 2, "max_seq_length": 64}
 
 @pytest.fixture(scope="module")
 def hub(tmp_path_factory) -> Path:
-    """Weights like the Hub's: every parameter random, the contact head too; a field of config.json of its own, and
-    code that nobody is to run."""
+    """Weights like the Hub's: every parameter random, the contact head too; an extra field in config.json, and
+    remote code that must not run."""
     directory = tmp_path_factory.mktemp("hub")
     config = esm2_config(2, 64, 4, initializer_range=0.03)
     config.others |= {"esmfold_config": None, "id2label": {"0": "helix", "1": "sheet"}}
@@ -167,7 +167,7 @@ def test_export_full_disk_leaves_nothing(finished, tmp_path):
 
 @pytest.mark.parametrize("weights", ["final_model", "another"])
 def test_export_other_weights_into_run_are_refused(finished, hub, dataset, tmp_path, weights):
-    """They would not be looked at: the run that is there goes on with its own."""
+    """They would be ignored: the run resumes with its own."""
     given = shutil.copytree(hub, tmp_path / "another") if weights == "another" else finished / "final_model"
     for more in ({}, {"do_train": False, "do_eval": True}):
         said = train(dataset, finished, expect=2, model_name_or_path=given, gelu="tanh", **FLAGS | more)

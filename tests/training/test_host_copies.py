@@ -98,7 +98,7 @@ def test_stager_holds_one_copy_over_replicas(tmp_path):
 
 @pytest.mark.parametrize("in_passes", [False, True])
 def test_stager_optimizer_step_waits_for_cuda_copies(monkeypatch, in_passes):
-    """Streams and events note the order in which they are told to wait; nothing here copies on a GPU."""
+    """Fake streams and events record the order of waits; nothing is copied on a GPU."""
     told, locked = [], {}
 
     class Runtime:

@@ -160,7 +160,7 @@ def test_metrics_speeds_count_padding(evaluated_run):
         steps = row["step"] - before["step"]
         assert 2 * row["unpadded_tokens_per_second_per_gpu"] == pytest.approx(row["tokens_per_second"])
         computed = 2 * row["tokens_per_second_per_gpu"] * row["step_seconds"] * steps
-        assert computed / 64 == pytest.approx(round(computed / 64)), "whole products"
+        assert computed / 64 == pytest.approx(round(computed / 64)), "a multiple of 64"
         filled.append(computed - (row["tokens"] - before["tokens"]))
         assert -1e-6 < filled[-1] < 64 * 2 * steps
     assert max(filled) > 0

@@ -90,7 +90,7 @@ def assert_each_step_once(out: Path, steps: int) -> None:
 
 
 def test_soak_killed_torchrun_is_bit_identical(dataset, tmp_path, rounds, generator):
-    """Ranks, launcher or all killed, or told to stop; each time the same command is given at once.
+    """Ranks, launcher or all killed, or asked to stop; each time the same command is given at once.
 
     The short form leaves out what tests/training/test_resume.py and tests/distributed/test_signals.py do with a
     torchrun.
@@ -128,7 +128,7 @@ def test_soak_killed_torchrun_is_bit_identical(dataset, tmp_path, rounds, genera
 
 
 def test_soak_killed_and_resharded_is_same_run(dataset, tmp_path, rounds, generator):
-    """FSDP2, hybrid and DDP on 1, 2 and 4 ranks, killed (all ranks, or one) or told to stop; sums in another order."""
+    """FSDP2, hybrid and DDP on 1, 2 and 4 ranks, killed (all ranks or one) or asked to stop; sums in another order."""
     rounds = rounds or 3
     flags = FLAGS | {"max_steps": rounds * STEPS_A_ROUND}
     steps = flags["max_steps"]

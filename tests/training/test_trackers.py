@@ -106,7 +106,7 @@ def _write_a_row_and_die(directory: Path, row: dict) -> None:
 
 
 def test_tensorboard_flushes_each_row(tmp_path):
-    """A run that is killed goes on after its checkpoint: what was before it does not come again."""
+    """A killed run resumes after its checkpoint: rows before it are not logged again."""
     pytest.importorskip("tensorboard")
     numbers = {f"number {n}": n / 2 for n in range(20)}
     row = numbers | {"step": 3, "slowest_host": "no number"}
