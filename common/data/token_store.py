@@ -19,7 +19,6 @@ import pyarrow as pa
 
 from common.cli import UserError, one_line
 from common.files.alphabet import PAD, VOCAB_SIZE
-from extras import earlier_identity
 
 # Lists of token ids in the memory-mapped Arrow files of one split: nothing loaded, nothing indexed per record.
 #
@@ -248,6 +247,8 @@ class TokenStore:
     @property
     def earlier_fingerprint(self) -> str:
         """As earlier versions made it."""
+        from extras import earlier_identity
+
         return f"{earlier_identity.fingerprint(self.path, self._lists.num_rows)}-{self._num_records}"
 
     def __reduce__(self):
