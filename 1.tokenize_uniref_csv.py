@@ -21,7 +21,6 @@ from tqdm import tqdm
 
 from common.cli import Flags, Missing, UserError, flag, parse_arguments, run
 from common.files.hashing import combined_hash, content_hash
-from common.files.output_directory import Build, building
 from extras import earlier_identity
 from extras.prepare.cluster_splits import cluster_records, publish_index, split_by_clusters
 from extras.prepare.dataset_writer import (
@@ -40,6 +39,7 @@ from extras.prepare.encode import (
     encode_rows,
     usable_threads,
 )
+from extras.prepare.output_directory import building
 from extras.prepare.splits import HELD_OUT, SPLITS, labels_by_file, split_labels, split_sizes
 from extras.sources import compression as limits
 from extras.sources import csv_records

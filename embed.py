@@ -29,7 +29,6 @@ from common.cli import Missing, UserError, flag, parse_arguments, run
 from common.distributed.run import ProcessFlags, distributed_run
 from common.distributed.world import World
 from common.files.hashing import content_hash
-from common.files.output_directory import RECORD, Build, building, hold_work
 from common.models.esm2.config import load_config
 from common.models.layers.hf_directory import model_files, model_hash
 from extras.inference.encoder import (
@@ -47,6 +46,7 @@ from extras.inference.encoder import (
     table,
     write_part,
 )
+from extras.prepare.output_directory import RECORD, building, hold_work
 from extras.sources.fasta import read_fasta
 
 logger = logging.getLogger(__name__)

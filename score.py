@@ -26,7 +26,7 @@ from tqdm import tqdm
 
 from common.cli import Missing, UserError, flag, one_line, parse_arguments, run
 from common.files.hashing import content_hash
-from common.files.output_directory import replace_flushed
+from common.files.json_files import replace_flushed
 from common.models.esm2.config import load_config
 from common.models.layers.hf_directory import model_hash
 from extras.inference.encoder import Encoder, EncoderFlags, look_through

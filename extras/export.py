@@ -1,10 +1,9 @@
-"""The model of a checkpoint, as a directory that transformers' from_pretrained opens: final_model/ of any step.
+"""Export a checkpoint's model to a directory for transformers' from_pretrained: the final_model/ of any step.
 
 python -m extras.export CHECKPOINT OUT
 
-CHECKPOINT: checkpoint-N of a run, of whatever script and number of ranks; or the run's --output_dir, for its newest
-whole one. OUT: a directory that is not there yet, or empty. One process, without a GPU; tensors go through memory in
-files of 5 GB at most.
+CHECKPOINT: a run's checkpoint-N, of any script and number of ranks; or its --output_dir, for the newest intact one.
+OUT: a new or empty directory. Runs in one process without a GPU, and holds at most one 5 GB file in memory.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ MODEL, EXTRAS = "model.", "extras."
 
 
 def choose(path: Path) -> Path:
-    """The checkpoint that is meant, all its files looked through. UserError where there is none that is whole."""
+    """The checkpoint that `path` stands for, with its files verified. UserError if none is intact."""
     alone = World(0, 0, 1, torch.device("cpu"))
     if not (path / files.MANIFEST).exists() and files.list_checkpoints(path):
         newest = newest_usable(path, None, alone, otherwise="there is nothing to export")
@@ -49,15 +48,15 @@ def choose(path: Path) -> Path:
 
 
 def export(checkpoint: Path, directory: Path) -> None:
-    """Write the model of a checkpoint that `choose` has looked through.
+    """Write the model of a checkpoint that `choose` has verified.
 
-    UserError where the directory has something in it, and for a checkpoint that has no model of this program in it.
+    UserError if the directory is not empty, or the checkpoint holds no model of this program.
     """
-    model, described = files.read_manifest(checkpoint)
+    model, listed = files.read_manifest(checkpoint)
     family = family_of(model_type if (model_type := model.get("model_type")) in FAMILIES else "esm")
     if family.task == "mlm" and model.get("alphabet") != family.alphabet:
         raise UserError(f"{checkpoint}: of another alphabet: export it with the version of this program that wrote it")
-    if CONFIG not in described:
+    if CONFIG not in listed:
         raise UserError(
             f"{checkpoint}: of an earlier version, without {CONFIG}: the command of its run with --do_train False "
             f"--save_final_model --resume_from_checkpoint {checkpoint} exports it"
@@ -71,7 +70,7 @@ def export(checkpoint: Path, directory: Path) -> None:
 
 
 def _tokenizer(checkpoint: Path, state: dict) -> Tokenizer:
-    """That of the run. UserError where the one of its name is another one now."""
+    """The run's tokenizer. UserError if another one has that name now."""
     try:
         name, identity = state["arguments"]["tokenizer"], state["data"]["tokenizer"]
         check_type("tokenizer", name, "str")
@@ -84,7 +83,7 @@ def _tokenizer(checkpoint: Path, state: dict) -> Tokenizer:
 
 
 def _reader(checkpoint: Path, stored: StoredTensors, make: Callable[[], nn.Module]) -> Callable[[str], Tensor]:
-    """What reads a parameter by its name. UserError unless all of the model's are there."""
+    """A function that reads a parameter by name. UserError if one of the model's is missing."""
     with torch.device("meta"):
         expected = make().state_dict()
     for name, tensor in expected.items():
@@ -94,16 +93,16 @@ def _reader(checkpoint: Path, stored: StoredTensors, make: Callable[[], nn.Modul
 
 
 def check_free(directory: Path) -> None:
-    """UserError unless the directory is still to be made, or empty."""
+    """UserError unless the directory is new or empty."""
     if os.path.lexists(directory) and not (directory.is_dir() and not any(directory.iterdir())):
         raise UserError(f"{directory}: there is something already: name a directory that is still to be made")
 
 
 def main() -> None:
-    told, directory = map(Path, positional(__doc__, "python -m extras.export CHECKPOINT OUT", 2))
+    source, directory = map(Path, positional(__doc__, "python -m extras.export CHECKPOINT OUT", 2))
     directory = directory.resolve()
     check_free(directory)
-    checkpoint = choose(told)
+    checkpoint = choose(source)
     made = [path for path in directory.parents if not path.exists()]
     try:
         export(checkpoint, directory)

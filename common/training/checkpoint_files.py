@@ -1,6 +1,9 @@
-"""Which checkpoint a run goes on from: the one it is told, or the newest that is whole.
+"""Checkpoint directories: list, verify, choose the one to resume, prune.
 
-All ranks together: rank 0 reads the manifest, each rank checks its share of the files, and all hear of what any found.
+A directory is verified against its manifest.json (format version, the model's fingerprint, every file with size and
+CRC-32), which is written last. Rank 0 reads the manifest, each rank verifies a share of the files, and all ranks get
+the result. Directories are renamed to tmp-checkpoint-* before they are removed, so that a kill in between never leaves
+an incomplete one under a checkpoint's name.
 """
 
 from __future__ import annotations
@@ -19,26 +22,24 @@ from common.cli import UserError, one_line
 from common.distributed.world import World
 from common.files.json_files import check_type, file_size, is_plain_name, open_regular, read_json, shorten
 
-# Checkpoint directories as files: which are there, whether one is whole, how old ones leave.
-#
-# A directory is held against its own manifest.json (written last: format version, the model's fingerprint, every file
-# with its size and CRC-32) by checkpoint_choice. What is removed is first renamed to tmp-checkpoint-*, so that a kill
-# in between leaves nothing under a checkpoint's name that is no checkpoint.
-
 logger = logging.getLogger(__name__)
 
 FORMAT_VERSION = 1
 NAME = re.compile(r"checkpoint-(\d+)")
 PARTIAL, SUPERSEDED = "tmp-checkpoint-", "superseded-"
-# File servers may show a file that another machine made as late as this (attribute caches of NFS: a minute).
+# NFS clients cache attributes for up to a minute before they see a file that another machine has written.
 SHARED_PATIENCE_S = 90.0
-SAVED = ".saved"  # an empty file: some checkpoint was once complete here
+SAVED = ".saved"  # an empty file: at least one checkpoint was completed here
 OF_A_FINISHED_RUN = ("train_results.json", "final_model")
 MANIFEST = "manifest.json"
 
 
 class Corrupt(Exception):
-    """A checkpoint that must not be read, and why."""
+    """A checkpoint that is incomplete or damaged; the message says how."""
+
+
+class Refused(ValueError):
+    """A checkpoint holds something that no checkpoint of this program holds."""
 
 
 def list_checkpoints(output_dir: Path) -> list[tuple[int, Path]]:
@@ -48,9 +49,9 @@ def list_checkpoints(output_dir: Path) -> list[tuple[int, Path]]:
 
 
 def check_nothing_was_completed(output_dir: Path) -> None:
-    """UserError where a run has saved or finished, and its checkpoints are gone: step 0 would overwrite what is left.
+    """UserError if an earlier run saved or finished but its checkpoints are gone: step 0 would overwrite its results.
 
-    A run that was killed before its first checkpoint was complete has left nothing of the kind: it starts over.
+    A run killed before its first checkpoint leaves neither mark, and starts over.
     """
     found = [name for name in OF_A_FINISHED_RUN if (output_dir / name).exists()]
     if (output_dir / SAVED).exists() or found:
@@ -62,7 +63,7 @@ def check_nothing_was_completed(output_dir: Path) -> None:
 
 
 def read_manifest(path: Path) -> tuple[dict, dict[str, list[int]]]:
-    """(the model's fingerprint, {file: [bytes, CRC-32]}) as they were written. Corrupt where there is none to read."""
+    """(model fingerprint, {file: [bytes, CRC-32]}) of the manifest. Corrupt if it cannot be read."""
     if not path.is_dir():
         raise Corrupt("no such directory")
     try:
@@ -84,7 +85,7 @@ def read_manifest(path: Path) -> tuple[dict, dict[str, list[int]]]:
 
 
 def read_listed(path: Path, name: str) -> dict:
-    """The JSON file of a checkpoint, which its manifest must list. UserError where it cannot be read."""
+    """A JSON file of a checkpoint, which its manifest must list. UserError if it cannot be read."""
     try:
         if name not in read_manifest(path)[1]:
             raise Corrupt("it is not in the manifest")
@@ -94,8 +95,8 @@ def read_listed(path: Path, name: str) -> dict:
 
 
 def check_same_model(path: Path, model: dict, fingerprint: dict) -> None:
-    """UserError unless a checkpoint's `model` is the one that the fingerprint tells of."""
-    model = {"hidden_act": fingerprint.get("hidden_act")} | model  # what older checkpoints do not tell
+    """UserError unless a checkpoint's `model` has this run's fingerprint."""
+    model = {"hidden_act": fingerprint.get("hidden_act")} | model  # older checkpoints do not record it
     flags = {"hidden_act": "hidden_act (--gelu)"}
     differing = [
         f"{flags.get(k, k)} {shorten(model.get(k))} (now {v!r})" for k, v in fingerprint.items() if model.get(k) != v
@@ -108,7 +109,7 @@ def check_same_model(path: Path, model: dict, fingerprint: dict) -> None:
 
 
 def check_file(path: Path, recorded: list[int]) -> None:
-    """Raise Corrupt unless a regular file is there with its size and checksum. One of another size is not read."""
+    """Corrupt unless `path` is a regular file of the recorded size and checksum. Compares the size before reading."""
     try:
         with open_regular(path) as file:
             size, crc = file_size(file), 0
@@ -120,9 +121,11 @@ def check_file(path: Path, recorded: list[int]) -> None:
         raise Corrupt(f"{path.name} is damaged ({size} bytes, {recorded[0]} written, or checksum differs)")
 
 
-def see_all(directory: Path, written: dict[str, list[int]]) -> None:
-    """Return once every shard that some rank has `written` is to be seen here with its size, as a file server may
-    take its time to show; else UserError: the ranks have no directory in common."""
+def wait_for_shards(directory: Path, written: dict[str, list[int]]) -> None:
+    """Wait until the shards of all ranks are visible here with their sizes (a file server may show them late).
+
+    UserError if they do not appear: the ranks share no directory.
+    """
     deadline = time.monotonic() + SHARED_PATIENCE_S
     while unseen := [name for name, (size, _) in written.items() if _size(directory / name) != size]:
         if time.monotonic() > deadline:
@@ -131,7 +134,7 @@ def see_all(directory: Path, written: dict[str, list[int]]) -> None:
                 f"{directory.parent}: what rank {ranks} wrote there is not to be seen from rank 0 (host "
                 f"{socket.gethostname()}): --output_dir must be one directory for all nodes, on a shared file system"
             )
-        os.listdir(directory)  # a client of NFS forgets names that it has not found, and looks again
+        os.listdir(directory)  # makes an NFS client drop its cache of missing names
         time.sleep(0.2)
 
 
@@ -143,7 +146,7 @@ def _size(path: Path) -> int | None:
 
 
 def clear_partial(output_dir: Path) -> None:
-    """Remove what a killed run was writing or removing."""
+    """Remove checkpoints that a killed run was writing or removing."""
     for leftover in output_dir.glob(f"{PARTIAL}*"):
         shutil.rmtree(leftover, ignore_errors=True)
 
@@ -156,16 +159,16 @@ def remove(path: Path) -> None:
 
 
 def prune(output_dir: Path, step: int, keep: int) -> None:
-    """Leave the newest `keep` of the checkpoints up to `step`, the one just saved."""
+    """Keep the newest `keep` of the checkpoints up to `step`, which was just saved."""
     up_to = [path for number, path in list_checkpoints(output_dir) if number <= step]
     for path in up_to[max(keep, 1) :]:
         remove(path)
 
 
 def set_aside_beyond(output_dir: Path, step: int) -> None:
-    """Rename the checkpoints beyond `step`: the run goes another way from there (or they are damaged).
+    """Rename the checkpoints beyond `step`, where this run resumes: they are another trajectory's, or damaged.
 
-    Left in place they would be taken for this run's newest, by the next restart and by --save_total_limit.
+    Otherwise the next restart and --save_total_limit would take them for this run's newest.
     """
     for number, path in list_checkpoints(output_dir):
         if number > step:
@@ -173,7 +176,7 @@ def set_aside_beyond(output_dir: Path, step: int) -> None:
             if aside.exists():
                 remove(aside)
             path.rename(aside)
-            logger.warning("%s is not of this run, which goes on from step %d: renamed to %s", path, step, aside.name)
+            logger.warning("%s is not of this run, which resumes from step %d: renamed to %s", path, step, aside.name)
 
 
 AT_STEP_0 = (
@@ -277,3 +280,12 @@ def _refuse(why: str, world: World) -> None:
     with world.on_main_rank() as is_main:
         if is_main:
             raise UserError(why)
+
+
+def reason_of(error: BaseException) -> str:
+    """The innermost cause in one line: DCP's own exception lists every rank's traceback."""
+    causes = getattr(error, "failures", None)
+    if causes:
+        first = next(iter(causes.values()))
+        error = first[0] if isinstance(first, tuple) else first
+    return one_line(error)[:200]

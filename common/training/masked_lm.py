@@ -30,7 +30,7 @@ from common.models.registry import ModelSpec, encoder_family, family_of
 from common.shapes import filled_up
 from common.training.arguments import TrainArguments
 from common.training.evaluation import held_out_results
-from common.training.run_logger import step_line
+from common.training.run_logger import PlotLabels, step_line
 from common.training.task import BuiltModel, StepCounts, Task
 
 UNIGRAM_SAMPLE = 200_000  # proteins, from all over the training split, that the unigram baseline is fitted on
@@ -47,6 +47,7 @@ class MaskedLM(Task):
     """The task of a run: its model, and its data once they are opened."""
 
     choose = staticmethod(choose_encoder)
+    words = PlotLabels()
 
     data: TrainingData
 
@@ -54,13 +55,6 @@ class MaskedLM(Task):
         self.built, self.flags, self.bf16, self.world = built, flags, flags.bf16, world
         self.family = encoder_family(str(flags.config_name or flags.model_name_or_path))
         self.baselines: dict[str, dict] = {}  # unigram results by split
-
-    @property
-    def words(self) -> tuple[str, ...]:
-        """Labels for the plots."""
-        from extras.curves import ESM2
-
-        return ESM2
 
     def open(self, evaluates: bool) -> None:
         """Open the data; all ranks together."""

@@ -21,9 +21,8 @@ from common.distributed.world import World
 from common.models.layers.hf_directory import Training
 from common.models.layers.initialise import count_parameters
 from common.training.evaluation import held_out_results
-from common.training.run_logger import guide_line
+from common.training.run_logger import PlotLabels, guide_line
 from common.training.task import BuiltModel, StepCounts, Task
-from extras.curves import PlotLabels
 from extras.decoders.causal_arguments import CausalArguments
 from extras.decoders.family import FAMILY
 from extras.text.causal import causal_batches

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from common.cli import Flags, Missing, UserError, flag
 from common.files.hashing import hash_bytes
-from common.files.output_directory import replace_flushed
+from common.files.json_files import replace_flushed
 from common.models.esm2.alphabet import BYTE_TO_ID, TOKENS, UNK, encode
 from common.models.esm2.config import load_config
 from common.models.esm2.convert import read_pretrained

@@ -24,9 +24,10 @@ import pyarrow.parquet
 
 from common.cli import UserError, one_line
 from common.files.hashing import hash_bytes
-from common.files.output_directory import Build, sync, sync_directory
+from common.files.json_files import sync, sync_directory
 from common.heartbeat import log_every
 from extras.prepare.clusters import DIRECTORY
+from extras.prepare.output_directory import Build
 from extras.prepare.partitions import boot_id
 from extras.prepare.splits import SPLITS, Buckets, draw_splits, join, without_copies, write_index
 from extras.sources.compression import LONGEST_PROTEIN, STRADDLING, check_file, open_decompressed

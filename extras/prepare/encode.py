@@ -21,9 +21,10 @@ import pyarrow.compute as pc
 
 from common.cli import UserError
 from common.files.hashing import BYTES, GAMMA, WORD, derive_key, hash_counters, mix
-from common.files.output_directory import Build, sync, sync_directory
+from common.files.json_files import sync, sync_directory
 from common.models.esm2.alphabet import BYTE_TO_ID, CLS, EOS, PAD, TOKENS, UNK
 from extras.prepare.dataset_writer import TOKEN_FEATURES, Piece, ShardWriter, arrow_schema
+from extras.prepare.output_directory import Build
 from extras.prepare.splits import SPLITS
 from extras.sources.records import characters
 

@@ -26,9 +26,9 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet
 
-from common.files.output_directory import Build, sync
+from common.files.json_files import sync
 from extras.prepare.dataset_writer import TEXT_FEATURES, arrow_schema, shard_name, write_dataset_files
-from extras.sources.records import Lines, columns, skip, view
+from extras.sources.records import Lines, columns, prefetch, skip, view
 
 MEMORY_BYTES = 128 << 20  # text of the records in memory; the peak is about twice that
 BATCH_BYTES = 2 << 20  # text of a batch of records

@@ -18,8 +18,9 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from common.files.hashing import MEMBER, derive_key, hash_counters
-from common.files.output_directory import Build, sync_directory
+from common.files.json_files import sync_directory
 from extras.prepare.dataset_writer import Piece, ShardWriter, arrow_schema
+from extras.prepare.output_directory import Build
 from extras.sources.sequence_files import ROW_BITS, Unit, read_rows
 from extras.text.tokenizers import Tokenizer, load_tokenizer, tokenize
 

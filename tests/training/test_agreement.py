@@ -100,7 +100,7 @@ def test_a_file_server_that_takes_its_time_is_waited_for(tmp_path):
     written = {"__0_0.distcp": [3, 0], "__1_0.distcp": [4, 0], ".metadata": [2, 0]}
     for name, (size, _) in written.items():
         (tmp_path / name).write_bytes(bytes(size))
-    checkpoint_files.see_all(tmp_path, written)
+    checkpoint_files.wait_for_shards(tmp_path, written)
     (tmp_path / "__1_0.distcp").write_bytes(b"")  # as a client sees a file before its attributes are new
     looks = []
 
@@ -111,7 +111,7 @@ def test_a_file_server_that_takes_its_time_is_waited_for(tmp_path):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(checkpoint_files.time, "sleep", sleep)
-        checkpoint_files.see_all(tmp_path, written)
+        checkpoint_files.wait_for_shards(tmp_path, written)
     assert len(looks) == 3
 
 

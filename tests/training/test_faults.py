@@ -244,7 +244,7 @@ def test_overwriting_removes_what_a_run_writes_and_nothing_that_only_looks_like_
     clear(out)
     assert sorted(str(p.relative_to(out)) for p in out.rglob("*") if p.is_file()) == sorted([".run", *mine])
     assert written - {".run"} == {
-        *(".saved", "about.json"),
+        *(".saved", "run_info.json"),
         *("checkpoint-1", "checkpoint-2", "final_model", "metrics.jsonl", "trainer_state.json", "training_curves.png"),
         *("train_results.json", "eval_results.json", "test_results.json", "all_results.json"),
     }

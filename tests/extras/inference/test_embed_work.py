@@ -106,7 +106,7 @@ def test_a_model_replaced_in_place_is_another_model(fasta, tmp_path, caplog):
     shutil.copy(other / file, model / file)
     os.utime(model / file, ns=(date, date))
     call_embed(model, fasta, out, "--proteins_per_part", 20)
-    assert "work of a stopped run for other input or arguments is removed" in caplog.text
+    assert "removing the work of an interrupted run for other input or arguments" in caplog.text
     call_embed(other, fasta, tmp_path / "expected", "--proteins_per_part", 20)
     assert everything_in(out) == everything_in(tmp_path / "expected")
     shutil.copy(tmp_path / "first", model / file)

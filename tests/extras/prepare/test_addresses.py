@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from common.files.output_directory import read_record
 from extras.prepare.download import RetryPolicy, download
+from extras.prepare.output_directory import read_record
 from extras.prepare.transfers import FetchError, identity, shown
 from tests.data_fixtures import environment
 from tests.extras.prepare.download_fixtures import CONTENT, QUICK, THIRD

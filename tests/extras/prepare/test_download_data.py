@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from common.cli import UserError
-from common.files.output_directory import building, read_record
+from extras.prepare.output_directory import building, read_record
 from extras.prepare.sample import write_sample
 from extras.sources.fasta import read_fasta
 from tests.data_fixtures import (

@@ -7,7 +7,7 @@ import subprocess
 
 import pytest
 
-from common.files.output_directory import Journal
+from extras.prepare.output_directory import Journal
 from extras.prepare.partitions import SCATTERED
 from tests.data_fixtures import DOWNLOAD, call, command, environment, everything_in, numbered, write_fasta
 from tests.extras.prepare.killed_runs import run_killed_at
@@ -117,7 +117,7 @@ def test_download_data_keeps_finished_partitions_on_a_full_disk(tmp_path, size):
         enlarge(disk, "20m")
         done = run_script(SCRIPT, *arguments, env=environment(), settings=settings)
         assert done.returncode == 0, done.stderr
-        assert ("Going on from what a stopped run left" in done.stderr) == notes.holds_work
+        assert ("Resuming from what an interrupted run left" in done.stderr) == notes.holds_work
         assert everything_in(disk / "out") == everything_in(tmp_path / "whole")
 
 

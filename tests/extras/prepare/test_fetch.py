@@ -10,7 +10,6 @@ import signal
 import pytest
 
 from common.cli import UserError
-from common.files.output_directory import read_record
 from extras.prepare.download import Expected
 from extras.prepare.fetch import (
     describe_sources,
@@ -20,6 +19,7 @@ from extras.prepare.fetch import (
     published_checksums,
     read_metalink,
 )
+from extras.prepare.output_directory import read_record
 from extras.prepare.transfers import FetchError
 from tests.data_fixtures import DOWNLOAD, call, edit_unnoticed, environment, everything_in
 from tests.extras.prepare.local_servers import ftp_server, http_server

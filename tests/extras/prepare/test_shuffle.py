@@ -7,8 +7,8 @@ from unittest import mock
 import pyarrow as pa
 import pytest
 
-from common.files.output_directory import Build, Journal
 from extras.prepare import partitions
+from extras.prepare.output_directory import Build, Journal
 from extras.prepare.partitions import in_random_order
 
 LINES = [b"P%d\t%s\n" % (i, b"M" * (i % 50 + 1)) for i in range(6000)]

@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 
 from common.cli import UserError
-from common.files.output_directory import read_record
 from common.models.esm2.alphabet import TOKENS, encode
 from extras.prepare import dataset_writer
+from extras.prepare.output_directory import read_record
 from extras.sources import csv_records
 from extras.sources.csv_records import count_rows, csv_files, read_rows
 from extras.sources.records import BadRecords
@@ -179,7 +179,7 @@ def test_tokenize_keeps_finished_files_on_a_full_disk(tmp_path, caplog):
         assert [path.name for path in disk.glob("*/*")] == [".building"]
         enlarge(disk, "40m")
         call(TOKENIZE, "--input_dir", tmp_path / "csv", "--output_dir", disk / "out")
-        assert "Going on from what a stopped run left" in caplog.text
+        assert "Resuming from what an interrupted run left" in caplog.text
         call(TOKENIZE, "--input_dir", tmp_path / "csv", "--output_dir", tmp_path / "whole")
         assert everything_in(disk / "out") == everything_in(tmp_path / "whole")
 

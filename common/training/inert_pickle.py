@@ -1,7 +1,7 @@
-"""A reader of pickles that makes nothing but plain values: no class is imported, no function called.
+"""Unpickle plain values only: nothing is imported and nothing is called.
 
-`pickle` builds whatever a file names. This interprets the few opcodes that checkpoints consist of; what they name or
-call becomes a `Name` or a `Call`, which only hold what the file says of them.
+torch.save pickles every item of a shard, and `pickle` runs whatever a file names. This interprets the few opcodes that
+checkpoints use; classes and calls become inert `Name` and `Call` records.
 """
 
 from __future__ import annotations
@@ -11,14 +11,12 @@ from collections.abc import Callable, Container
 from dataclasses import dataclass
 from typing import Any
 
-
-class Refused(ValueError):
-    """Not what a checkpoint consists of."""
+from common.training.checkpoint_files import Refused
 
 
 @dataclass(frozen=True)
 class Name:
-    """What a pickle refers to by name: a class, a function or a torch.dtype."""
+    """A global that a pickle refers to: a class, a function or a torch.dtype."""
 
     module: str
     name: str
@@ -26,7 +24,7 @@ class Name:
 
 @dataclass(eq=False)
 class Call:
-    """What a pickle would have called, and the state that it would have set on the result."""
+    """A call that was not made, and the state that the pickle sets on its result."""
 
     of: Name
     arguments: tuple
@@ -48,15 +46,15 @@ _MARK = object()
 
 
 def loads(data: bytes, names: Container[tuple[str, str]] = ()) -> Any:
-    """The value of a pickle. names: (module, name) of what it may refer to.
+    """The value of a pickle. names: the (module, name) pairs it may refer to.
 
-    Refused for every opcode and name that is not known, and for a damaged pickle.
+    Refused: an unknown opcode or name, or a damaged pickle.
     """
     try:
         return _Machine(names).run(data)
     except Refused:
         raise
-    except Exception as error:  # damaged: a stack that is too short, a key that is no key, a number without an end
+    except Exception as error:  # stack underflow, unhashable key, truncated argument, ...
         raise Refused(f"damaged pickle ({type(error).__name__})") from error
 
 
@@ -79,7 +77,7 @@ class _Machine:
             elif name in _EMPTY:
                 self.stack.append(_EMPTY[name]())
             elif name in _TUPLES:
-                self.stack[-_TUPLES[name] :] = [tuple(self.pop(_TUPLES[name]))]
+                self.stack[-_TUPLES[name] :] = [tuple(self.top(_TUPLES[name]))]
             elif name in ("PROTO", "FRAME"):
                 pass
             elif (step := getattr(self, f"do_{name.lower()}", None)) is not None:
@@ -88,15 +86,15 @@ class _Machine:
                 raise Refused(f"it has the opcode {name}, which is no part of a checkpoint")
         raise Refused("damaged pickle")
 
-    def pop(self, count: int) -> list[Any]:
-        """The topmost values, left in place: whoever calls replaces them."""
+    def top(self, count: int) -> list[Any]:
+        """The topmost values. They stay on the stack: the caller replaces them."""
         values = self.stack[-count:]
         if len(values) < count or any(value is _MARK for value in values):
             raise Refused("damaged pickle")
         return values
 
     def to_mark(self) -> list[Any]:
-        """The values above the last mark, taken off with it."""
+        """Remove and return the values above the last mark, and the mark."""
         at = len(self.stack) - 1
         while self.stack[at] is not _MARK:
             at -= 1
@@ -115,10 +113,10 @@ class _Machine:
         self.stack.append(tuple(self.to_mark()))
 
     def do_memoize(self, _) -> None:
-        self.memo[len(self.memo)] = self.pop(1)[0]
+        self.memo[len(self.memo)] = self.top(1)[0]
 
     def do_binput(self, index: int) -> None:
-        self.memo[index] = self.pop(1)[0]
+        self.memo[index] = self.top(1)[0]
 
     do_long_binput = do_binput
 
@@ -128,33 +126,33 @@ class _Machine:
     do_long_binget = do_binget
 
     def do_append(self, _) -> None:
-        target, value = self.pop(2)
+        target, value = self.top(2)
         self.stack.pop()
         self.extend(target, [value])
 
     def do_appends(self, _) -> None:
         values = self.to_mark()
-        self.extend(self.pop(1)[0], values)
+        self.extend(self.top(1)[0], values)
 
     def do_setitem(self, _) -> None:
-        target, key, value = self.pop(3)
+        target, key, value = self.top(3)
         del self.stack[-2:]
         self.update(target, [key, value])
 
     def do_setitems(self, _) -> None:
         values = self.to_mark()
-        self.update(self.pop(1)[0], values)
+        self.update(self.top(1)[0], values)
 
     def do_global(self, argument: str) -> None:
         self.refer(*argument.split(" ", 1))
 
     def do_stack_global(self, _) -> None:
-        module, name = self.pop(2)
+        module, name = self.top(2)
         del self.stack[-2:]
         self.refer(module, name)
 
     def do_reduce(self, _) -> None:
-        called, arguments = self.pop(2)
+        called, arguments = self.top(2)
         if not isinstance(called, Name) or not isinstance(arguments, tuple):
             raise Refused("it calls something that it does not name")
         self.stack[-2:] = [Call(called, arguments)]
@@ -162,19 +160,19 @@ class _Machine:
     do_newobj = do_reduce
 
     def do_build(self, _) -> None:
-        target, state = self.pop(2)
+        target, state = self.top(2)
         if not isinstance(target, Call):
             raise Refused("it sets attributes of something that is no instance")
         self.stack.pop()
         target.state = state
 
     def do_binpersid(self, _) -> None:
-        (reference,) = self.pop(1)
+        (reference,) = self.top(1)
         if not isinstance(reference, tuple):
             raise Refused("damaged pickle")
         self.stack[-1] = Persistent(reference)
 
-    # ---- what they share ------------------------------------------------------------------------------------
+    # ---- helpers --------------------------------------------------------------------------------------------
 
     def refer(self, module: Any, name: Any) -> None:
         if not (isinstance(module, str) and isinstance(name, str)):
@@ -194,6 +192,7 @@ class _Machine:
     def update(target: Any, values: list[Any]) -> None:
         if type(target) is not dict:
             raise Refused("it sets items of something that is no dict")
-        if not all(isinstance(key, str | int | Call) for key in values[::2]):  # hashing a deep tuple ends the process
+        # Hashing a deeply nested tuple would overflow the interpreter's stack.
+        if not all(isinstance(key, str | int | Call) for key in values[::2]):
             raise Refused("it has a key that is neither a text nor a number")
         target.update(zip(values[::2], values[1::2], strict=True))

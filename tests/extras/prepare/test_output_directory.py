@@ -1,4 +1,4 @@
-"""common/files/output_directory.py: complete or not there; what a killed build leaves is gone on from, or cleared."""
+"""extras/prepare/output_directory.py: outputs are complete or absent; a killed build resumes from its journal."""
 
 import multiprocessing
 import os
@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from common.cli import UserError
-from common.files.json_files import write_json
-from common.files.output_directory import Journal, building, hold_work, read_record, replace_flushed
+from common.files.json_files import replace_flushed, write_json
+from extras.prepare.output_directory import Journal, building, hold_work, read_record
 
 NAMES = ["csv", "fasta"]
 
@@ -38,7 +38,7 @@ def half_done(parent, made_from, overwrite=False) -> None:
         die()
 
 
-def test_a_killed_build_is_gone_on_from(tmp_path):
+def test_build_resumes_after_kill(tmp_path):
     killed(half_done, tmp_path, {"seed": (1, 2)})
     with building(tmp_path, NAMES, {"seed": (1, 2)}, overwrite=False) as build:
         assert build.done("part") == {"number": 2}
@@ -53,14 +53,14 @@ def test_a_killed_build_is_gone_on_from(tmp_path):
 
 
 @pytest.mark.parametrize(("names", "seed"), [(NAMES, 8), ([*NAMES, "arrow"], 7)])
-def test_other_input_or_outputs_start_anew(tmp_path, names, seed):
+def test_build_of_other_input_starts_over(tmp_path, names, seed):
     killed(half_done, tmp_path, {"seed": 7})
     with building(tmp_path, names, {"seed": seed}, overwrite=False) as build:
         assert build.done("part") is None
         assert not any(file for path in (build.scratch, *build.paths.values()) for file in path.iterdir())
 
 
-def test_work_without_a_journal_is_cleared(tmp_path):
+def test_build_clears_work_without_journal(tmp_path):
     (tmp_path / ".building/csv").mkdir(parents=True)
     (tmp_path / ".building/csv/x000.csv").write_text("half")
     with building(tmp_path, ["csv"], {}, overwrite=False) as build:
@@ -79,7 +79,7 @@ ERRORS = [UserError("bad"), OSError(28, "No space left on device"), ZeroDivision
 
 
 @pytest.mark.parametrize("error", ERRORS)
-def test_a_failed_build_is_gone_on_from(tmp_path, error):
+def test_build_resumes_after_error(tmp_path, error):
     with pytest.raises(type(error)):
         fails(tmp_path, error, notes=True)
     assert [path.name for path in tmp_path.iterdir()] == [".building"]
@@ -92,17 +92,17 @@ def test_a_failed_build_is_gone_on_from(tmp_path, error):
 
 
 @pytest.mark.parametrize("error", ERRORS)
-def test_a_build_that_noted_nothing_leaves_nothing(tmp_path, error):
+def test_build_without_notes_leaves_nothing(tmp_path, error):
     with pytest.raises(type(error)):
         fails(tmp_path / "new" / "out", error, notes=False)
     assert not list(tmp_path.iterdir())
 
 
-def test_work_for_something_else_is_removed_with_a_warning(tmp_path, caplog):
+def test_build_removes_other_work_with_warning(tmp_path, caplog):
     killed(half_done, tmp_path, {"seed": 7})
     with building(tmp_path, NAMES, {"seed": 8}, overwrite=False):
         pass
-    assert "work of a stopped run for other input or arguments is removed" in caplog.text
+    assert "removing the work of an interrupted run for other input or arguments" in caplog.text
 
 
 def holds(parent, begun, ends) -> None:
@@ -111,7 +111,7 @@ def holds(parent, begun, ends) -> None:
     ends.wait()
 
 
-def test_other_runs_wait_for_all_who_hold_the_work(tmp_path):
+def test_build_lock_covers_all_ranks(tmp_path):
     """The ranks of a run, which may outlive the one that was in `building`."""
     killed(half_done, tmp_path, {})
     context = multiprocessing.get_context("fork")
@@ -129,7 +129,7 @@ def test_other_runs_wait_for_all_who_hold_the_work(tmp_path):
             pass
 
 
-def test_what_an_earlier_version_recorded_counts_as_complete_where_it_is_the_same(tmp_path):
+def test_build_accepts_record_of_earlier_version(tmp_path):
     with building(tmp_path, ["csv"], {"path": "a"}, overwrite=False) as build:
         (build.paths["csv"] / "content").write_text("old")
     for earlier, paths in ((lambda directory, made_from: made_from == {"path": "a"}, []), (None, ["csv"])):
@@ -159,7 +159,7 @@ def on_disk(monkeypatch):
     return flushed
 
 
-def test_nothing_gets_its_name_before_it_is_on_the_disk(tmp_path, on_disk):
+def test_build_flushes_before_rename(tmp_path, on_disk):
     build_all(tmp_path)
     assert tmp_path.stat().st_ino in on_disk
     on_disk.clear()
@@ -171,7 +171,7 @@ def test_nothing_gets_its_name_before_it_is_on_the_disk(tmp_path, on_disk):
     assert {(tmp_path / "file").stat().st_ino, tmp_path.stat().st_ino} <= on_disk
 
 
-def test_a_replacement_that_fails_leaves_what_was_there(tmp_path):
+def test_replace_flushed_failure_keeps_old_file(tmp_path):
     (tmp_path / "file").write_text("old")
     with pytest.raises(FileNotFoundError), replace_flushed(tmp_path / "file") as path:
         path.write_bytes((tmp_path / "absent").read_bytes() if path.write_text("half") else b"")
@@ -201,7 +201,7 @@ def publishing_stops(parent, number: int, after: bool) -> None:
 
 @pytest.mark.parametrize("after", [False, True])
 @pytest.mark.parametrize("number", [1, 2, 3, 4])
-def test_killed_while_publishing(tmp_path, number, after):
+def test_build_killed_while_publishing_resumes(tmp_path, number, after):
     with building(tmp_path, NAMES, {"seed": 0}, overwrite=False) as build:
         for path in build.paths.values():
             (path / "content").write_text("old")
@@ -220,7 +220,7 @@ def test_killed_while_publishing(tmp_path, number, after):
 
 
 @pytest.mark.parametrize("torn", [b'["b", {"x', b'["b", 2]', b"\0\0\0\0\n", b"7\n"])
-def test_a_torn_note_is_no_note(tmp_path, torn):
+def test_journal_drops_torn_record(tmp_path, torn):
     path = tmp_path / "journal"
     Journal(path).note("a", [1])
     path.write_bytes(path.read_bytes() + torn)
@@ -263,7 +263,7 @@ def flip(directory) -> None:
         (flip, r"x000 has changed \(its checksum differs\)"),
     ],
 )
-def test_complete_output_is_looked_at_again(tmp_path, change, told):
+def test_build_verifies_complete_output(tmp_path, change, told):
     assert build_all(tmp_path)
     assert not build_all(tmp_path)
     assert not build_all(tmp_path, verify=True)
@@ -277,7 +277,7 @@ def test_complete_output_is_looked_at_again(tmp_path, change, told):
     assert not build_all(tmp_path, verify=True)
 
 
-def test_overwriting_makes_what_is_complete_anew(tmp_path):
+def test_build_overwrite_rebuilds(tmp_path):
     build_all(tmp_path)
     before = (tmp_path / "csv/x000").stat().st_ino
     assert build_all(tmp_path, overwrite=True)
@@ -285,7 +285,7 @@ def test_overwriting_makes_what_is_complete_anew(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["csv"]
 
 
-def test_other_forms_of_other_input_do_not_stay(tmp_path):
+def test_build_removes_stale_siblings(tmp_path):
     build_all(tmp_path, names=("csv", "fasta"))
     (tmp_path / "arrow").mkdir()  # of another script: none of this one's business
     with pytest.raises(UserError, match=r"csv: was made from other input"):

@@ -1,11 +1,11 @@
-"""Output directories that are either complete or not there: built under a temporary name, renamed at the end.
+"""Output directories that are complete or absent: built under a temporary name, renamed at the end.
 
-A complete directory holds `.complete.json`: what it was made from (source, arguments), what came out, and every file
-with size and CRC-32. The same command started again sees that, looks whether the files are as they were written, and
-does nothing; another command replaces the directory only with --overwrite, which makes everything anew.
+A complete directory holds `.complete.json`: its input and arguments, its results, and every file with size and CRC-32.
+The same command run again checks the files against it and does nothing; another command replaces the directory only
+with --overwrite, which rebuilds everything.
 
-What a killed or failed run leaves under the temporary name has a journal: the same command goes on from what is noted
-there. A run that has noted nothing leaves nothing.
+A killed or failed run leaves its temporary directory with a journal, from which the same command resumes. A run that
+has recorded nothing leaves nothing.
 """
 
 from __future__ import annotations
@@ -22,9 +22,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
-from isal import isal_zlib
-
 from common.cli import MAKE_ROOM, NO_ROOM, UserError
+from common.files.json_files import size_and_crc, sync, sync_directory, sync_tree
 
 logger = logging.getLogger(__name__)
 RECORD = ".complete.json"
@@ -33,7 +32,7 @@ SCRATCH, JOURNAL, MADE_FROM = "scratch", "journal.jsonl", "made from"
 
 
 class Journal:
-    """Notes (key -> anything JSON holds) in a file that stays readable whenever the process is killed."""
+    """An append-only file of (key, JSON value) records that survives a kill at any moment."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -42,22 +41,22 @@ class Journal:
         for line in path.read_bytes().splitlines(keepends=True) if path.exists() else ():
             try:
                 key, self._values[key] = json.loads(line) if line.endswith(b"\n") else None
-            except (TypeError, ValueError):  # torn: the process or the machine stopped while it was written
+            except (TypeError, ValueError):  # torn by a crash during the write
                 os.truncate(path, whole)
                 break
             whole += len(line)
 
     def done(self, key: str):
-        """The latest value noted under `key`, or None."""
+        """The latest value of `key`, or None."""
         return self._values.get(key)
 
     @property
     def holds_work(self) -> bool:
-        """Whether anything is noted but what the work is for."""
+        """Whether there is any record besides the description of the work."""
         return not self._values.keys() <= {MADE_FROM}
 
     def note(self, key: str, value) -> None:
-        """Have (key, value) on the disk on return; sync what it speaks of first."""
+        """Record (key, value), flushed to disk. Sync the files it refers to first."""
         line = json.dumps([key, value]) + "\n"
         with open(self.path, "a") as file:
             file.write(line)
@@ -67,10 +66,10 @@ class Journal:
 
 @dataclass
 class Build:
-    """`paths`: where to write each output that is not complete yet; `scratch`: room for temporary files;
-    `results`: numbers to put into the record of completion; `journal`: what an earlier run has done already.
+    """`paths`: where to write each incomplete output; `scratch`: a directory for temporary files; `results`: numbers
+    for the record of completion; `journal`: the parts that an interrupted run has finished.
 
-    `paths` and `scratch` are as that run left them, or empty directories together with an empty journal.
+    `paths` and `scratch` are as that run left them; with an empty journal they are empty directories.
     """
 
     paths: dict[str, Path]
@@ -79,16 +78,16 @@ class Build:
     results: dict = field(default_factory=dict)
 
     def done(self, key: str):
-        """What was noted under `key`, in this run or in the stopped one before it; None if nothing was."""
+        """The value noted under `key` by this run or the interrupted one; None if there is none."""
         return self.journal.done(key)
 
     def note(self, key: str, value) -> None:
-        """Note that something is done; what it speaks of must be on the disk (`sync`)."""
+        """Note that a part is done; its files must be on disk (`sync`)."""
         self.journal.note(key, value)
 
 
 def read_record(directory: Path) -> dict | None:
-    """The record of completion, {"made_from": ..., "results": ...}, or None where there is none."""
+    """The record of completion, {"made_from": ..., "results": ...}, or None."""
     try:
         return json.loads((directory / RECORD).read_text())
     except (FileNotFoundError, NotADirectoryError, ValueError):
@@ -105,17 +104,16 @@ def building(
     siblings: tuple[str, ...] = (),
     earlier: Callable[[Path, dict], bool] = lambda directory, made_from: False,
 ) -> Iterator[Build]:
-    """Build parent/name for each of `names` that is not there yet; `paths` is empty when all of them are.
+    """Build parent/name for each of `names` that is not complete; `paths` is empty if all are.
 
-    overwrite: make all of them anew; verify: look at the checksums of what is there, not only at sizes; siblings: what
-    the same script may have made there before, in other forms: of other input it must not stay beside the new.
-    earlier: whether a complete directory, whose record has this `made_from`, was made by an earlier version of the
-    script, which recorded other facts, from the same input; it counts as complete then.
+    overwrite: rebuild all of them; verify: compare checksums of complete outputs, not only sizes; siblings: other
+    outputs of the same script in `parent`: those made from other input are removed. earlier: whether a complete
+    directory whose record has this `made_from` was made from the same input by an earlier version of the script, which
+    recorded other facts; it then counts as complete.
 
-    On a clean exit each output appears under its name at once. A run that ends otherwise, killed, interrupted or by
-    any error, leaves what it has noted, and the next one with the same `made_from` goes on from it; if it has noted
-    nothing, nothing is left. Work for something else is cleared. UserError if an output exists and was made from
-    something else (unless `overwrite`), if `parent` is not writable or if another run is at work in it.
+    On a clean exit each output is renamed into place. Otherwise (kill, interrupt, any error) the noted parts stay, and
+    the next run with the same `made_from` resumes from them; work for another `made_from` is removed. UserError if an
+    output was made from something else (unless `overwrite`), if `parent` is not writable or another run works in it.
     """
     created = [path for path in (parent, *parent.parents) if not path.exists()]
     lock = None
@@ -124,7 +122,7 @@ def building(
             parent.mkdir(parents=True, exist_ok=True)
             lock = _lock(parent)
             if (parent / BUILDING).is_dir():
-                _release(_lock(parent, of=parent / BUILDING))  # nor may ranks of an earlier run still be at work
+                _release(_lock(parent, of=parent / BUILDING))  # ranks of an earlier run may still be at work
             same = partial(_is_same, made_from=made_from, earlier=earlier)
             missing = _missing(parent, names, made_from, overwrite, verify, same)
             stale = [name for name in siblings if name not in names and _is_stale(parent / name, made_from)]
@@ -135,7 +133,7 @@ def building(
             what_to_do = MAKE_ROOM if error.errno in NO_ROOM else "choose a directory you can write to"
             raise UserError(f"--output_dir {parent}: {error.strerror}: {what_to_do}") from None
         if build is None:
-            _clear(parent)  # a run killed between its last rename and the end
+            _clear(parent)  # a run was killed after its last rename
             yield Build({}, parent, Journal(parent / BUILDING / JOURNAL))
             return
         failed = True
@@ -149,25 +147,25 @@ def building(
                 shutil.rmtree(parent / name)
             failed = False
         except OSError as error:
-            error.filename = error.filename or str(parent)  # writing to a full disk does not say where
+            error.filename = error.filename or str(parent)  # an error of a full disk names no file
             raise
         finally:
             if failed and build.journal.holds_work:
-                logger.info("What is finished stays in %s: the same command goes on from there", parent / BUILDING)
+                logger.info("Finished parts stay in %s: the same command resumes from there", parent / BUILDING)
             else:
                 _clear(parent)
         created = []
     finally:
         _release(lock)
-        for path in created:  # after a failure only; those that hold something (a download to resume) stay
+        for path in created:  # only after a failure; directories that are not empty stay
             with suppress(OSError):
                 path.rmdir()
 
 
 def hold_work(parent: Path) -> None:
-    """Keep other runs out of what is being built in `parent`, for as long as this process lives.
+    """Lock the build in `parent` against other runs for the lifetime of this process.
 
-    For the ranks beside the one that is in `building`: they may outlive it. UserError if another run has it already.
+    For the other ranks of a run whose main rank is in `building`: they may outlive it. UserError if it is locked.
     """
     _lock(parent, fcntl.LOCK_SH, parent / BUILDING)
 
@@ -179,7 +177,7 @@ def _missing(
         begun = Journal(parent / BUILDING / JOURNAL).done(MADE_FROM)
         if begun is None or begun["made_from"] != _as_json(made_from):
             return list(names)
-        # A run that did the same was killed: what it had published already is new.
+        # The same command was killed: the outputs it had published are new.
         return [name for name in names if name not in begun["names"] or (parent / BUILDING / name).is_dir()]
     missing = [name for name in names if not same(parent / name)]
     for name in names:
@@ -193,40 +191,40 @@ def _missing(
 
 
 def _open_work(parent: Path, names: list[str], made_from: dict) -> Build:
-    """The work of a killed run where it was for the same outputs, otherwise empty directories."""
+    """The work of an interrupted run for the same outputs, otherwise empty directories."""
     work = parent / BUILDING
     paths = {name: work / name for name in names}
     journal = Journal(work / JOURNAL)
     of = journal.done(MADE_FROM)
-    # A directory of its outputs that is gone was published, just before the kill.
+    # An output directory that is missing was published just before the kill.
     if (
         of is None
         or of["made_from"] != _as_json(made_from)
         or not all(name in of["names"] and path.is_dir() for name, path in paths.items())
     ):
         if journal.holds_work:
-            logger.warning("%s: work of a stopped run for other input or arguments is removed", work)
+            logger.warning("%s: removing the work of an interrupted run for other input or arguments", work)
         _clear(parent)
         try:
             for path in (work, work / SCRATCH, *paths.values()):
                 path.mkdir()
             journal = Journal(work / JOURNAL)
             journal.note(MADE_FROM, {"made_from": made_from, "names": names})
-        except OSError:  # a disk that is full already
+        except OSError:  # the disk is full
             _clear(parent)
             raise
     else:
-        logger.info("Going on from what a stopped run left in %s", work)
+        logger.info("Resuming from what an interrupted run left in %s", work)
     return Build(paths, work / SCRATCH, journal)
 
 
 def _as_json(value: dict) -> dict:
-    """As it reads once written, so that tuples and the like compare equal."""
+    """The value after a round trip through JSON, so that tuples compare equal to lists."""
     return json.loads(json.dumps(value))
 
 
 def _is_same(directory: Path, made_from: dict, earlier: Callable[[Path, dict], bool]) -> bool:
-    """Whether the directory is complete and of the same input."""
+    """Whether the directory is complete and made from the same input."""
     record = read_record(directory)
     return record is not None and (
         record["made_from"] == _as_json(made_from) or earlier(directory, record["made_from"])
@@ -234,11 +232,11 @@ def _is_same(directory: Path, made_from: dict, earlier: Callable[[Path, dict], b
 
 
 def _is_stale(directory: Path, made_from: dict) -> bool:
-    """Whether the same script made it from something else: what it was made from has the same keys."""
+    """Whether the same script (its `made_from` has the same keys) made it from other input."""
     record = read_record(directory)
     if record is None or record["made_from"] == _as_json(made_from):
         return False
-    always = {name for name in made_from if not name.startswith("on_")}  # others are there where they are given
+    always = {name for name in made_from if not name.startswith("on_")}  # on_* are recorded only if given
     return always <= record["made_from"].keys()
 
 
@@ -250,17 +248,8 @@ def _files(directory: Path) -> dict[str, list[int]]:
         return dict(zip(names, pool.map(size_and_crc, paths), strict=True))
 
 
-def size_and_crc(path: Path) -> list[int]:
-    """[bytes, CRC-32] of a file, as manifests keep them."""
-    size = crc = 0
-    with open(path, "rb") as file:
-        while block := file.read(1 << 20):
-            size, crc = size + len(block), isal_zlib.crc32(block, crc)
-    return [size, crc]
-
-
 def _changed(directory: Path, verify: bool) -> str | None:
-    """What is not as the record of completion has it. Records of earlier versions do not tell."""
+    """How a file differs from the record of completion, or None. Records of earlier versions list no files."""
     for name, (size, crc) in (read_record(directory) or {}).get("files", {}).items():
         path = directory / name
         if not path.is_file():
@@ -289,55 +278,13 @@ def _publish(path: Path, final: Path, record: dict) -> None:
     sync_directory(final.parent)
 
 
-def sync(file) -> None:
-    """Have a file that was written reach the disk; call before the rename that makes it visible."""
-    file.flush()
-    os.fsync(file.fileno())
-
-
-@contextmanager
-def replace_flushed(path: Path) -> Iterator[Path]:
-    """Gives a path beside `path` to write a file to, which then takes its place, once it is on the disk.
-
-    A failure leaves `path` as it was and nothing beside it; a power cut too, but for the unfinished file.
-    """
-    unfinished = path.with_name(f"{path.name}.partial")
-    try:
-        yield unfinished
-        with open(unfinished, "rb") as file:
-            os.fsync(file.fileno())
-        os.replace(unfinished, path)
-    except BaseException:
-        unfinished.unlink(missing_ok=True)
-        raise
-    sync_directory(path.parent)
-
-
-def sync_directory(path: Path) -> None:
-    """Have the names in a directory reach the disk: what was renamed or removed there."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
-def sync_tree(directory: Path) -> None:
-    """Have a directory reach the disk, with all that is in it; call before the rename that makes it visible."""
-    for root, _, names in os.walk(directory):
-        for name in names:
-            with open(os.path.join(root, name), "rb") as file:
-                os.fsync(file.fileno())
-        sync_directory(Path(root))
-
-
 def _clear(parent: Path) -> None:
     for path in parent.glob(f"{BUILDING}*"):
         shutil.rmtree(path)
 
 
 def _lock(parent: Path, kind: int = fcntl.LOCK_EX, of: Path | None = None) -> int | None:
-    """Hold the directory (or another one in its stead) for this process; released by the system however it ends."""
+    """Lock `of` (default: parent) for this process; the system releases it when the process ends."""
     handle = os.open(of or parent, os.O_RDONLY)
     try:
         fcntl.flock(handle, kind | fcntl.LOCK_NB)
@@ -346,7 +293,7 @@ def _lock(parent: Path, kind: int = fcntl.LOCK_EX, of: Path | None = None) -> in
         raise UserError(
             f"{parent}: another run is writing here: wait for it, or choose another --output_dir"
         ) from None
-    except OSError:  # a file system without locks
+    except OSError:  # the file system has no locks
         os.close(handle)
         return None
     return handle

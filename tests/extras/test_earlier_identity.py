@@ -10,10 +10,10 @@ import pyarrow as pa
 import pytest
 
 from common.data.token_store import TokenStore
-from common.files.output_directory import building
 from common.models.esm2.alphabet import ESM2_TOKENS
 from extras.earlier_identity import fingerprint, recorded_form
 from extras.prepare.dataset_writer import TOKEN_FEATURES, DatasetWriter
+from extras.prepare.output_directory import building
 
 
 def write_split(path, ids: np.ndarray):
