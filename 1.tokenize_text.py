@@ -23,7 +23,7 @@ from common.files.json_files import write_json_flushed
 from extras.earlier_identity import recorded_form
 from extras.prepare.dataset_writer import Piece, assemble, write_dataset_dict
 from extras.prepare.encode import usable_threads
-from extras.prepare.output_directory import building
+from extras.prepare.output_directory import Build, building
 from extras.prepare.tokenize_units import UnitOfText, token_features, tokenize_units
 from extras.sources import compression as limits
 from extras.sources.dataset import Source, documents, open_source, with_contents

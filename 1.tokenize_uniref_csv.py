@@ -39,7 +39,7 @@ from extras.prepare.encode import (
     encode_rows,
     usable_threads,
 )
-from extras.prepare.output_directory import building
+from extras.prepare.output_directory import Build, building
 from extras.prepare.splits import HELD_OUT, SPLITS, labels_by_file, split_labels, split_sizes
 from extras.sources import compression as limits
 from extras.sources import csv_records

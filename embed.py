@@ -46,7 +46,7 @@ from extras.inference.encoder import (
     table,
     write_part,
 )
-from extras.prepare.output_directory import RECORD, building, hold_work
+from extras.prepare.output_directory import RECORD, Build, building, hold_work
 from extras.sources.fasta import read_fasta
 
 logger = logging.getLogger(__name__)

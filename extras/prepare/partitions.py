@@ -28,6 +28,7 @@ import pyarrow.parquet
 
 from common.files.json_files import sync
 from extras.prepare.dataset_writer import TEXT_FEATURES, arrow_schema, shard_name, write_dataset_files
+from extras.prepare.output_directory import Build
 from extras.sources.records import Lines, columns, prefetch, skip, view
 
 MEMORY_BYTES = 128 << 20  # text of the records in memory; the peak is about twice that

@@ -365,7 +365,7 @@ def test_tokenize_skips_rows_that_are_not_utf_8(tmp_path, monkeypatch, block_byt
     rows = [row for batch in read_rows(path, bad) for row in batch.to_pylist()]
     assert [row["id"] for row in rows] == [f"P{n}" if n != 9 else "P9é" for n in range(1, 41) if n not in (3, 5, 7, 8)]
     assert [re.search(r"row (\d+)", line)[1] for line in sorted(bad.first)] == ["3", "5", "7", "8"]
-    with pytest.raises(UserError, match=r"row 3: Expected 2 columns, got 4: mend or") as error:
+    with pytest.raises(UserError, match=r"row 3: Expected 2 columns, got 4: fix or") as error:
         list(read_rows(path))
     assert str(error.value).isprintable()
 

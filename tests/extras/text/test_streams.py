@@ -103,5 +103,5 @@ def test_text_stream_is_independent_of_ranks_and_workers(tmp_path):
 @pytest.mark.parametrize("some", [["one", "two"], ["", "", "", ""]])
 def test_text_stream_rejects_fewer_documents_than_packs(tmp_path, some):
     plan = plan_of(write_jsonl(tmp_path / "a.jsonl", some), 4)
-    with pytest.raises(UserError, match="do not hold a document for each of the 4 packs of a step"):
+    with pytest.raises(UserError, match="do not have a document for each of the 4 packs of a step"):
         [next(plan.stream(index)) for index in range(4)]

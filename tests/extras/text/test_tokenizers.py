@@ -107,15 +107,19 @@ def test_tokenizer_never_runs_remote_code(tmp_path, monkeypatch, config):
     for path in tmp_path.glob("saved/*"):
         assert not re.search(b"auto_map|evil.Evil", path.read_bytes()), path
     assert not (directory / "ran").exists()
-    assert sys.stdin.readline() == "y\n"  # nobody has asked
+    assert sys.stdin.readline() == "y\n"  # no prompt read it
     os.close(ours)
 
 
 def test_auto_classes_never_ask():
     """Without trust_remote_code=False one asks a terminal whether to run a stranger's code."""
     calls = 0
-    places = ("*.py", "common/**/*.py", "extras/**/*.py", "benchmarks/**/*.py")
-    for path in (path for place in places for path in ROOT.glob(place)):
+    for path in (
+        *ROOT.glob("*.py"),
+        *ROOT.glob("common/**/*.py"),
+        *ROOT.glob("extras/**/*.py"),
+        *ROOT.glob("benchmarks/**/*.py"),
+    ):
         for call in ast.walk(ast.parse(path.read_text())):
             function = ast.unparse(call.func) if isinstance(call, ast.Call) else ""
             if re.search(r"\bAuto\w+\.from_(pretrained|config)$", function):
