@@ -31,8 +31,8 @@ from common.models.esm2.model import Esm2ForMaskedLM
 from common.models.layers.hf_directory import Training
 from common.training import checkpoint_files as files
 from common.training.checkpoint import CONFIG, TRAINER_STATE
-from common.training.checkpoint_files import damage_of, newest_usable
 from common.training.checkpoint_reader import StoredTensors
+from common.training.resume import damage_of, newest_usable
 from extras.decoders import convert as decoder_convert
 from extras.decoders.config import ARCHITECTURES, load_decoder_config
 from extras.decoders.convert import save_decoder
@@ -48,10 +48,10 @@ def choose(path: Path) -> Path:
     """The checkpoint that is meant, all its files looked through. UserError where there is none that is whole."""
     alone = World(0, 0, 1, torch.device("cpu"))
     if not (path / files.MANIFEST).exists() and files.list_checkpoints(path):
-        newest = newest_usable(path, None, alone, otherwise="there is nothing to export")
+        newest = newest_usable(path, alone, advice="there is nothing to export")
         logger.info("%s: its newest whole checkpoint is %s", path, newest.name)
         return newest
-    if damage := damage_of(path, None, alone):
+    if damage := damage_of(path, alone):
         raise UserError(f"{path}: {damage}: give a checkpoint-N directory, or the --output_dir of a run")
     return path
 

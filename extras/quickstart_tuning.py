@@ -29,7 +29,6 @@ from common.training.load_model import load_model
 from common.training.masked_lm import MaskedLM
 from common.training.optim import build_optimizer
 from common.training.step import Stepper
-from extras.monitor.stragglers import Stragglers
 
 logger = logging.getLogger(__name__)
 
@@ -56,13 +55,12 @@ def step_seconds(args: TrainArguments, world: World) -> float:
     task = MaskedLM(built, args, world)
     task.open(evaluates=False)
     strategy, optimizer = Strategy(built.model), build_optimizer(built.weights, args)
-    stragglers = Stragglers(strategy, world, 0)
-    stepper = Stepper(task, strategy, built.precision, optimizer, stragglers, world, args.max_grad_norm)
+    stepper = Stepper(task, strategy, built.precision, optimizer, world, args.max_grad_norm)
     built.model.train()
     taken = []
     for share in task.steps(args.gradient_accumulation_steps, 0, {}, WARM + TIMED):
         started = time.perf_counter()
-        stepper.take(share.step, 0.0, share.micro_batches, task.counts(share.micro_batches))
+        stepper.step(share.step, 0.0, share.micro_batches, task.counts(share.micro_batches))
         taken.append(time.perf_counter() - started)
     return min(taken[WARM:])
 

@@ -81,6 +81,10 @@ class StopRequest:
         for number in SIGNALS:
             signal.signal(number, self._handle)
 
+    def save_first(self) -> None:
+        """From now on a signal no longer ends the process at once: the ranks agree on it and save."""
+        self.at_once = False
+
     @staticmethod
     def ignore() -> None:
         """For the way out: a signal now must not change the exit status. Ctrl-C is meant, and may."""

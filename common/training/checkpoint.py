@@ -38,7 +38,6 @@ from common.distributed.world import FailedElsewhere, World
 from common.files.json_files import write_json_flushed
 from common.files.output_directory import size_and_crc, sync_directory
 from common.training import checkpoint_files as files
-from common.training.checkpoint_files import choose, resume_from
 from common.training.checkpoint_metadata import METADATA, OLD_METADATA
 from common.training.checkpoint_reader import Planner, Reader, Writer, reason_of
 from common.training.pinned_stager import PinnedStager, share_of
@@ -79,8 +78,7 @@ class Checkpointer:
     """Saves and restores one run's (model, optimizer, trainer state) under --output_dir; all ranks call together.
 
     scales: of --fp8_recipe delayed, tensors that are restored in place, the same on all ranks; extras: of the weights
-    that the run began with, what is exported again but not trained; training: whether the run is to go on from what is
-    restored; described: as `Strategy.dcp_state`.
+    that the run began with, what is exported again but not trained; dcp_state: as `Strategy.dcp_state`.
     """
 
     def __init__(
@@ -93,15 +91,14 @@ class Checkpointer:
         timeout_s: float,
         scales: dict[str, torch.Tensor] | None = None,
         extras: dict[str, torch.Tensor] | None = None,
-        training: bool = True,
-        described: Callable[[dict, bool], dict] = lambda state, saving: state,
+        dcp_state: Callable[[dict, bool], dict] = lambda state, saving: state,
     ):
         self.flags, self.output_dir = flags, Path(flags.output_dir)
         self.model, self.optimizer = model, optimizer
         self.scales = scales or {}
         self.extras = {"extras": extras} if extras else {}
         self.config, self.fingerprint = config, config.fingerprint()
-        self.world, self.training, self.dcp_state = world, training, described
+        self.world, self.dcp_state = world, dcp_state
         self.copies = PinnedStager(world.device, optimizer, in_passes=bool(self.scales))
         # Collectives of the writer thread must not interleave with the training step's.
         self.group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
@@ -217,20 +214,11 @@ class Checkpointer:
 
     # ---- restoring ------------------------------------------------------------------------------------------
 
-    def restore(self, where: str | None = None, restarted: bool = False) -> dict | None:
-        """Load `where`, or the newest usable checkpoint of the output directory; returns its trainer state or None.
-
-        A restarted job takes the newest of its own even when told where to start. Damaged checkpoints are skipped
-        with a warning. UserError: a checkpoint of another model, none of several whole, or none left where one was.
-        """
-        told = resume_from(where, self.output_dir, restarted)
-        path = choose(told, self.output_dir, self.fingerprint, self.world, self.training)
-        if path is None:
-            return None
+    def load(self, path: Path) -> None:
+        """Load model, optimizer and scales from a whole checkpoint of this model, of any strategy and world size."""
         model_state, optimizer_state = get_state_dict(self.model, self.optimizer)
         reader = Reader(path)
         with self.world.raise_together():
-            trainer_state = files.read_listed(path, TRAINER_STATE)
             scales = self._scales(reader.read_metadata().state_dict_metadata)
         state = self.dcp_state({"model": _canonical(model_state), "optimizer": optimizer_state} | scales, False)
         try:
@@ -246,7 +234,6 @@ class Checkpointer:
         )
         for group, own in zip(self.optimizer.param_groups, options, strict=True):
             group |= own  # what the flags and this machine say, not the checkpoint
-        return trainer_state
 
     def _scales(self, saved: dict | None = None) -> dict:
         """What delayed scaling adds to a checkpoint; of a `saved` one, only if it is there, and fits."""

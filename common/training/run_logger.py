@@ -176,7 +176,7 @@ class RunLogger:
         self.tracker = Tracker()
         self.metrics: JsonLinesLog | None = None  # None until rows are to come
         self.last_row: dict = {}
-        self.line: Callable[[dict], str] = step_line  # of a row, for the terminal: the task's
+        self._line: Callable[[dict], str] = step_line
         self._drawing: threading.Thread | None = None
         self._drawn_at = -DRAW_EVERY_S
 
@@ -197,9 +197,13 @@ class RunLogger:
                 where = (flags, self.output_dir, first_row, anew)
                 self.tracker = open_tracker(flags.report_to, flags.run_name, *where)
 
-    def begin(self, first_row: int, quant_stats_in: Path | None, step: int, about: dict) -> None:
+    def begin(
+        self, first_row: int, quant_stats_in: Path | None, step: int, about: dict, line: Callable[[dict], str]
+    ) -> None:
         """Open the files of rows before the first step. Rows of metrics.jsonl from `first_row` on, and of
-        quant_stats.jsonl beyond `step`, will come again: they are dropped. about: of the run, for its picture."""
+        quant_stats.jsonl beyond `step`, will come again: they are dropped. about: of the run, for its picture; line:
+        formats a row for the terminal."""
+        self._line = line
         starts = [start for start in read_about(self.output_dir).get("starts", []) if start < first_row]
         write_json(self.output_dir / ABOUT, about | {"starts": [*starts, first_row]})
         self.metrics = JsonLinesLog(self.output_dir / METRICS, first_row - 1)
@@ -214,7 +218,7 @@ class RunLogger:
             self.last_row = row
             self.tracker.write(row)
             if "loss" in row:
-                logger.info(self.line(row))
+                logger.info(self._line(row))
 
     def draw(self) -> None:
         """Draw the curves, now and then, beside what the run does; the main rank only."""

@@ -42,17 +42,15 @@ class Stragglers:
             for owner, name in strategy.exchanges():
                 setattr(owner, name, self._timed(getattr(owner, name)))
 
-    def waited(self, seconds: float) -> None:
-        """This rank has waited so long for its batch."""
-        self.seconds += seconds
-
     def begin(self) -> None:
         if self.every:
             self._begin, self._end, self._waits_since, self._waits = self._now(), None, None, []
             self._waits_before_end = None
 
-    def end(self) -> None:
+    def end(self, waited: float) -> None:
+        """After a step. waited: seconds that this rank waited for batches."""
         if self.every:
+            self.seconds += waited
             self.seconds += self._between(self._begin, self._end or self._now())
             self.seconds -= sum(self._between(*wait) for wait in self._waits[: self._waits_before_end])
             self.steps += 1

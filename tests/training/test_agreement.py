@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,9 +12,14 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from common.cli import UserError
+from common.distributed.world import World
+from common.files.json_files import read_json, write_json
+from common.files.output_directory import size_and_crc
 from common.models.layers.backend import choose_backend
 from common.training import checkpoint_files
+from common.training.resume import plan_resume
 from tests.live_runs import assert_same_run, outcome
+from tests.training.checkpoint_fixtures import DAMAGES
 from tests.training_fixtures import _main, arguments, flags_of, make_dataset, on_ranks, rows, train
 
 FLAGS = {"max_steps": 6, "save_final_model": False}
@@ -162,6 +169,49 @@ def test_a_resumed_run_keeps_its_gelu_and_another_one_is_refused(dataset, tmp_pa
     assert_same_run(out, tmp_path / "whole", 6, tmp_path)
     said = train(dataset, out, **flags, overwrite_output_dir=True, stop_at_step=1)
     assert "GELU" not in said, "a new run begins with the default"
+
+
+def test_resume_takes_gelu_from_the_older_checkpoint_if_the_newest_is_damaged(dataset, tmp_path):
+    """The state and what fixes the model come from one and the same checkpoint."""
+    flags = FLAGS | {"save_steps": 2}
+    train(dataset, tmp_path / "whole", gelu="tanh", **flags)
+    out = tmp_path / "out"
+    train(dataset, out, gelu="tanh", **flags, stop_at_step=2)
+    train(dataset, tmp_path / "other", gelu="exact", **flags, stop_at_step=4)
+    newest = Path(shutil.copytree(tmp_path / "other" / "checkpoint-4", out / "checkpoint-4"))
+    DAMAGES["a flipped byte"](newest)
+    said = train(dataset, out, **flags)
+    assert "checkpoint-4: skipped: " in said
+    assert "GELU: the tanh approximation" in said
+    assert "Resuming after step 2" in said
+    assert_same_run(out, tmp_path / "whole", 6, tmp_path)
+
+
+def test_plan_resume_takes_backend_and_state_from_one_checkpoint(dataset, tmp_path):
+    train(dataset, tmp_path, **FLAGS, save_steps=2)
+    (tmp_path / "checkpoint-6").rename(tmp_path / "checkpoint-8")
+    for step, backend in ((4, "torch"), (8, "te")):
+        path = tmp_path / f"checkpoint-{step}"
+        state, manifest = (read_json(path / name) for name in ("trainer_state.json", "manifest.json"))
+        write_json(path / "trainer_state.json", state | {"arguments": state["arguments"] | {"backend": backend}})
+        manifest["files"]["trainer_state.json"] = size_and_crc(path / "trainer_state.json")
+        write_json(path / "manifest.json", manifest)
+    args = replace(arguments(dataset, **FLAGS), output_dir=str(tmp_path))
+    alone = World(0, 0, 1, torch.device("cpu"))
+    plan = plan_resume(args, False, alone)
+    assert (plan.checkpoint.name, plan.implementation["backend"]) == ("checkpoint-8", "te")
+    DAMAGES["a flipped byte"](tmp_path / "checkpoint-8")
+    plan = plan_resume(args, False, alone)
+    assert (plan.checkpoint.name, plan.state.step) == ("checkpoint-4", 4)
+    assert plan.implementation == {"backend": "torch", "gelu": "exact"}
+
+
+def test_plan_resume_refuses_to_overwrite_the_checkpoint_it_resumes_from(dataset, tmp_path):
+    train(dataset, tmp_path, **FLAGS)
+    flags = {"resume_from_checkpoint": tmp_path / "checkpoint-6", "overwrite_output_dir": True}
+    said = train(dataset, tmp_path, **FLAGS, **flags, expect=2)
+    assert f"--resume_from_checkpoint {tmp_path / 'checkpoint-6'}: --overwrite_output_dir would remove it" in said
+    assert (tmp_path / "checkpoint-6").exists()
 
 
 def test_a_resumed_run_keeps_its_backend(dataset, monkeypatch):

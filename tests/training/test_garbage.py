@@ -7,7 +7,7 @@ import weakref
 
 import torch
 
-from common.training.gc_schedule import collected_by_step
+from common.training.step import scheduled_gc
 from tests.training_fixtures import _main, flags_of, on_ranks
 
 
@@ -18,7 +18,7 @@ class Cycle:
 
 def test_cycles_go_every_so_many_steps_and_by_themselves_afterwards():
     before = gc.get_freeze_count()
-    with collected_by_step(every=3) as collect:
+    with scheduled_gc(every=3) as collect:
         assert not gc.isenabled()
         garbage = weakref.ref(Cycle())
         for step in (1, 2):

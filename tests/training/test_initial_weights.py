@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from common.distributed.strategy import ReplicaFlags
-from common.training.progress import describe_weights, warn_of_unused_weights
 from common.training.registry import parse_run
+from common.training.results import describe_weights, warn_of_unused_weights
 from tests.training_fixtures import train
 
 RUN = {"max_steps": 2, "stop_at_step": 1, "save_final_model": True}

@@ -20,7 +20,6 @@ from common.training.registry import parse_run
 from common.training.step import Stepper
 from common.training.task import BuiltModel
 from extras.dry_run.memory_estimate import rehearsed
-from extras.monitor.stragglers import Stragglers
 from tests.data_fixtures import load_script
 from tests.training_fixtures import arguments, flags_of
 
@@ -54,10 +53,10 @@ def test_a_step_reads_the_device_once(dataset):
     built = BuiltModel(model, "torch", "erf", (), Precision(), {})
     task, strategy = MaskedLM(built, args, world), Strategy(model)
     optimizer = build_optimizer(model, args)
-    stepper = Stepper(task, strategy, Precision(), optimizer, Stragglers(strategy, world, 0), world, 1.0)
+    stepper = Stepper(task, strategy, Precision(), optimizer, world, 1.0)
     batches = [task.example(100), task.example(150)]
     with counted() as work:
-        result = stepper.take(0, 1e-3, batches, task.counts(batches))
+        result = stepper.step(0, 1e-3, batches, task.counts(batches))
     assert result.loss > 0
     assert not result.skipped
     assert dict(work.waits) == {"tolist": len(batches) * 2 + 1}
