@@ -37,7 +37,7 @@ GAIN = 1.1  # by which bf16 has to be faster: else its rounding buys nothing
 
 
 @dataclass
-class PaceArguments(TrainArguments):
+class TuningArguments(TrainArguments):
     flags_file: str = flag("run.json", "Where the flags of the run go.")
     seconds: float = flag(90.0, "What the run, with its evaluations, may take.")
     least_steps: int = flag(48, "Take so many, however long they take.")
@@ -79,7 +79,7 @@ def evaluated_tokens(args: TrainArguments, world: World) -> int:
     )
 
 
-def choose(args: PaceArguments, seconds: dict[str, float], evaluated: int) -> tuple[str, int, float]:
+def choose(args: TuningArguments, seconds: dict[str, float], evaluated: int) -> tuple[str, int, float]:
     """(fp32 or bf16, steps, seconds in all) from what a step takes in each, and the tokens that are evaluated."""
     precision = "bf16" if "bf16" in seconds and seconds["fp32"] > GAIN * seconds["bf16"] else "fp32"
     step = seconds[precision]
@@ -88,14 +88,14 @@ def choose(args: PaceArguments, seconds: dict[str, float], evaluated: int) -> tu
     return precision, steps, steps * step + forward_alone
 
 
-def flags_of_run(args: PaceArguments) -> dict:
+def flags_of_run(args: TuningArguments) -> dict:
     """Those that are not the run's defaults, without those of this module."""
     defaults = {field.name: field.default for field in fields(TrainArguments)}
     return {name: getattr(args, name) for name, default in defaults.items() if getattr(args, name) != default}
 
 
 def main() -> None:
-    (args,) = parse_arguments(__doc__, PaceArguments)
+    (args,) = parse_arguments(__doc__, TuningArguments)
     with distributed_run(args) as world:
         precisions = ("fp32", "bf16") if has_bf16(world.device) else ("fp32",)
         seconds = {name: step_seconds(replace(args, bf16=name == "bf16"), world) for name in precisions}

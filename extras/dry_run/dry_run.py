@@ -16,7 +16,7 @@ from dataclasses import replace
 from common.cli import UserError
 from common.models.esm2.model import count_parameters
 from common.training.arguments import RunArguments
-from extras.dry_run.memory_estimate import Build, Held, rehearsed
+from extras.dry_run.memory_estimate import Build, MemoryEstimate, fake_run
 from extras.dry_run.memory_tracker import BACKWARD, ENDS, GATHERED, GRADIENTS, LAYERS, OPTIMIZER, WEIGHTS
 
 GIB = 1 << 30
@@ -35,7 +35,7 @@ MOST_TRIES = 4
 def dry_run(args: RunArguments, build: Build) -> None:
     """UserError where it does not fit --device_memory."""
     step = args.max_seq_length
-    with rehearsed(args, build) as run:
+    with fake_run(args, build) as run:
         held = run.step(args.pack_tokens)
         parameters = count_parameters(run.built.model)
         largest = largest_pack(run.step, held, _room(args), step) if args.device_memory else None
@@ -47,7 +47,9 @@ def dry_run(args: RunArguments, build: Build) -> None:
         _judge(args, held, largest, step)
 
 
-def largest_pack(step: Callable[[int], Held], known: Held, room: int, multiple: int) -> Held | None:
+def largest_pack(
+    step: Callable[[int], MemoryEstimate], known: MemoryEstimate, room: int, multiple: int
+) -> MemoryEstimate | None:
     """Of packs of a multiple of so many tokens the largest whose peak is within `room` bytes, as it was counted.
 
     None where not even one fits. known: any pack. A peak is all but a straight line of a pack's tokens, for attention
@@ -81,7 +83,7 @@ def _heading(args: RunArguments, parameters: int) -> str:
     )
 
 
-def _table(args: RunArguments, held: Held) -> list[str]:
+def _table(args: RunArguments, held: MemoryEstimate) -> list[str]:
     device = "the process" if args.use_cpu else "the device"
     rows = [(LABELS[kind], held.kinds[kind]) for kind in LABELS]
     rows.append((f"peak of a step on {device} of a rank", held.peak))
@@ -97,7 +99,7 @@ def _table(args: RunArguments, held: Held) -> list[str]:
     return [*lines, "", "In host memory, beside it, for each rank:", *told]
 
 
-def _ways(args: RunArguments, build: Build, held: Held) -> list[str]:
+def _ways(args: RunArguments, build: Build, held: MemoryEstimate) -> list[str]:
     """The peak in each way of keeping activations that the script has."""
     ways = args.ways()
     flags = ", ".join(f"--{name}" for name in next(iter(ways.values())))
@@ -106,13 +108,13 @@ def _ways(args: RunArguments, build: Build, held: Held) -> list[str]:
         here = all(getattr(args, flag) == value for flag, value in way.items())
         peak = held.peak
         if not here:
-            with rehearsed(replace(args, **way), build) as run:
+            with fake_run(replace(args, **way), build) as run:
                 peak = run.step(args.pack_tokens).peak
         lines.append(f"{peak / GIB:10.2f}  {name}{' (as here)' * here}")
     return lines
 
 
-def _judge(args: RunArguments, held: Held, largest: Held | None, multiple: int) -> None:
+def _judge(args: RunArguments, held: MemoryEstimate, largest: MemoryEstimate | None, multiple: int) -> None:
     reserve = args.device_reserve
     most = "not even one of --max_seq_length does"
     if largest:

@@ -24,7 +24,16 @@ from common.training.optim import build_optimizer
 from common.training.pinned_stager import share_of
 from common.training.registry import task_of
 from common.training.task import BuiltModel
-from extras.dry_run.memory_tracker import BACKWARD, ENDS, GATHERED, GRADIENTS, LAYERS, OPTIMIZER, WEIGHTS, LiveBytes
+from extras.dry_run.memory_tracker import (
+    BACKWARD,
+    ENDS,
+    GATHERED,
+    GRADIENTS,
+    LAYERS,
+    OPTIMIZER,
+    WEIGHTS,
+    MemoryTracker,
+)
 
 # One process in the place of rank 0 of many: its mesh and groups are those of the run, and nothing is exchanged.
 #
@@ -32,7 +41,7 @@ from extras.dry_run.memory_tracker import BACKWARD, ENDS, GATHERED, GRADIENTS, L
 # laptop.
 
 
-class RehearsedWorld(World):
+class FakeWorld(World):
     """Rank 0 of `size`, which agrees with itself: the others would say the same.
 
     lent: what is entered there (stand-ins for a device, say) is left as the rehearsal ends.
@@ -65,12 +74,12 @@ class RehearsedWorld(World):
 
 
 @contextmanager
-def rehearsal(size: int, cp_size: int = 1) -> Iterator[RehearsedWorld]:
+def fake_world(size: int, cp_size: int = 1) -> Iterator[FakeWorld]:
     """The world of a run on `size` ranks, in this process alone. UserError as `World.share_packs`."""
     # Registers the backend "fake" (torch 2.11 to 2.13), whose collectives return at once.
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    world = RehearsedWorld(0, 0, size, torch.device("cpu"), local_size=size)
+    world = FakeWorld(0, 0, size, torch.device("cpu"), local_size=size)
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=size)
     try:
         with ExitStack() as world.lent:
@@ -85,7 +94,7 @@ STATE = (WEIGHTS, GRADIENTS, OPTIMIZER)
 
 
 @dataclass(frozen=True)
-class Held:
+class MemoryEstimate:
     """What a rank holds in a step on packs of so many tokens; bytes.
 
     peak: of the device, at most; kinds: those of extras.dry_run.memory_tracker, then. In host memory: state_on_host,
@@ -101,10 +110,10 @@ class Held:
     checkpoint_copy: int
 
 
-class Rehearsed:
+class FakeRun:
     """A run that is built, its tensors without values: what it holds on a pack, as often as asked."""
 
-    def __init__(self, args: RunArguments, world: World, build: Build, counted: LiveBytes):
+    def __init__(self, args: RunArguments, world: World, build: Build, counted: MemoryTracker):
         self.args, self.world, self.counted = args, world, counted
         with counted.making(GRADIENTS):  # a strategy may have buckets for them
             self.strategy, self.built = build(args, world)
@@ -125,7 +134,7 @@ class Rehearsed:
         for _ in range(self.strategy.warmup_steps_before_timing):
             self.step(args.max_seq_length)
 
-    def step(self, tokens: int) -> Held:
+    def step(self, tokens: int) -> MemoryEstimate:
         """A step's passes on packs of so many tokens."""
         counted, args, strategy = self.counted, self.args, self.strategy
         batch = self.task.example(tokens)
@@ -143,7 +152,7 @@ class Rehearsed:
             del loss
             counted.put_all((LAYERS, ENDS, BACKWARD, GATHERED), GRADIENTS)
             self._tell_weights()
-        held = Held(
+        held = MemoryEstimate(
             tokens,
             counted.peak,
             {kind: 0 if kind in counted.on_host else size for kind, size in counted.at_peak.items()},
@@ -175,13 +184,13 @@ class Rehearsed:
 
 
 @contextmanager
-def rehearsed(args: RunArguments, build: Build) -> Iterator[Rehearsed]:
+def fake_run(args: RunArguments, build: Build) -> Iterator[FakeRun]:
     """The run of these flags. On a GPU's ways, unless --use_cpu."""
     args = replace(args, torch_compile=False, quant_stats=False, output_dir=args.output_dir or "dry_run")
     with ExitStack() as stack:
-        world = stack.enter_context(rehearsal(args.world_size or 1, args.cp_size))
+        world = stack.enter_context(fake_world(args.world_size or 1, args.cp_size))
         if not args.use_cpu:
             stack.enter_context(as_on_a_gpu())
         on_host = STATE if args.state_on_host and not args.use_cpu else ()
-        counted = stack.enter_context(LiveBytes(on_host))
-        yield Rehearsed(args, world, build, counted)
+        counted = stack.enter_context(MemoryTracker(on_host))
+        yield FakeRun(args, world, build, counted)

@@ -30,7 +30,7 @@ _EXCHANGE = ("fsdp", "c10d", "_c10d_functional")  # namespaces of operators
 _STAYS = (WEIGHTS, OPTIMIZER, GRADIENTS, HOST)  # whatever is done with them
 
 
-class LiveBytes(TorchDispatchMode):
+class MemoryTracker(TorchDispatchMode):
     """While this is active, tensors have no values and are counted.
 
     kind: under which new storages are. on_host: kinds that the device does not hold. peak: bytes the device holds at

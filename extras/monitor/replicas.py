@@ -34,7 +34,7 @@ class Replicas:
         self.checked = step
         everyone = self.world.gather((digest(self.parameters), socket.gethostname()))
         fault = None
-        if odd := odd_ones([found for found, _ in everyone]):
+        if odd := outliers([found for found, _ in everyone]):
             names = ", ".join(f"rank {rank} (host {everyone[rank][1]})" for rank in odd)
             fault = MachineFault(
                 f"after step {step} the weights of {names} are not those of the ranks that hold the same ones: a "
@@ -44,7 +44,7 @@ class Replicas:
         self.world.raise_on_all(fault)
 
 
-def odd_ones(digests: list[dict]) -> list[int]:
+def outliers(digests: list[dict]) -> list[int]:
     """Ranks whose digest of some rows is not the one that most ranks have; of two that differ, both."""
     values = defaultdict(dict)
     for rank, found in enumerate(digests):

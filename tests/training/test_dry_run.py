@@ -11,7 +11,7 @@ from common.models.esm2.config import esm2_config
 from common.models.esm2.model import Esm2ForMaskedLM
 from common.training.registry import parse_run
 from extras.dry_run.dry_run import GIB, largest_pack
-from extras.dry_run.memory_estimate import Held, rehearsed
+from extras.dry_run.memory_estimate import MemoryEstimate, fake_run
 from tests.data_fixtures import load_script
 from tests.decoder_fixtures import decoder_flags, write_text
 from tests.forked import run_script
@@ -26,9 +26,9 @@ def script_and_arguments(script: str, argv: list[str]):
     return module, parse_run("", getattr(module, FLAGS[script]), argv)
 
 
-def predicted(script: str, nproc: int, argv: list[str], *more: str) -> Held:
+def predicted(script: str, nproc: int, argv: list[str], *more: str) -> MemoryEstimate:
     module, args = script_and_arguments(script, [*argv, "--dry_run", f"--world_size={nproc}", *more])
-    with rehearsed(args, module.build) as run:
+    with fake_run(args, module.build) as run:
         return run.step(args.pack_tokens)
 
 
@@ -86,7 +86,7 @@ def test_weights_and_moments_are_the_rows_that_rank_0_is_dealt():
 def test_the_largest_pack_fits_and_the_next_one_does_not():
     argv = ["--config_name=facebook/esm2_t6_8M_UR50D", "--config_overrides=num_hidden_layers=1", "--bf16"]
     module, args = script_and_arguments(FSDP, [*argv, "--max_seq_length=256", "--dry_run", "--world_size=4"])
-    with rehearsed(args, module.build) as run:
+    with fake_run(args, module.build) as run:
         known = run.step(2048)
         room = int(3.3 * known.peak)
         found = largest_pack(run.step, known, room, 256)

@@ -13,7 +13,7 @@ import torch
 
 from benchmarks.allocator_peak import PLAIN, run_measured
 from common.cli import UserError
-from extras.dry_run.memory_estimate import Held
+from extras.dry_run.memory_estimate import MemoryEstimate
 from extras.megatron import without_cuda
 from tests.decoder_fixtures import decoder_flags, write_text
 from tests.forked import run_script
@@ -52,7 +52,7 @@ def test_a_rank_of_a_real_run_holds_what_the_dry_run_says(dataset, tmp_path, npr
 
 
 @functools.cache
-def on_one_rank() -> Held:
+def on_one_rank() -> MemoryEstimate:
     return predicted(MFSDP, 1, TINY, "--bf16", "--zero_dp_strategy=no_shard")
 
 

@@ -10,13 +10,13 @@ import torch
 
 from common.data.token_store import open_split
 from common.distributed.world import World
-from extras.quickstart_tuning import PaceArguments, choose, evaluated_tokens
+from extras.quickstart_tuning import TuningArguments, choose, evaluated_tokens
 from tests.forked import run_script
 from tests.training_fixtures import DEFAULTS, MAX_SEQ_LENGTH, TINY_MODEL, environment, flags_of, rows
 
 
-def arguments(dataset, **flags) -> PaceArguments:
-    return PaceArguments(dataset_dir=str(dataset), output_dir="unused", **TINY_MODEL | DEFAULTS | flags)
+def arguments(dataset, **flags) -> TuningArguments:
+    return TuningArguments(dataset_dir=str(dataset), output_dir="unused", **TINY_MODEL | DEFAULTS | flags)
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from common.training.optim import build_optimizer
 from common.training.registry import parse_run
 from common.training.step import Stepper
 from common.training.task import BuiltModel
-from extras.dry_run.memory_estimate import rehearsed
+from extras.dry_run.memory_estimate import fake_run
 from tests.data_fixtures import load_script
 from tests.training_fixtures import arguments, flags_of
 
@@ -34,7 +34,7 @@ def test_passes_and_optimiser_wait_for_nothing_on_a_gpus_way(tmp_path, script, f
     module = load_script(script)
     argv = flags_of(None, tmp_path, **flags, dataset="sample", bf16=True, dry_run=True, world_size=2, use_cpu=False)
     args = parse_run("", getattr(module, FLAGS[script]), argv)
-    with rehearsed(args, module.build) as run:
+    with fake_run(args, module.build) as run:
         batch = run.task.example(1024)
         with counted() as work:
             for last in (False, True):
