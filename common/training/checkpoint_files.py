@@ -28,7 +28,7 @@ PARTIAL, SUPERSEDED = "tmp-checkpoint-", "superseded-"
 # File servers may show a file that another machine made as late as this (attribute caches of NFS: a minute).
 SHARED_PATIENCE_S = 90.0
 SAVED = ".saved"  # an empty file: some checkpoint was once complete here
-OF_A_FINISHED_RUN = ("train_results.json", "final_model")
+RESULTS = ("train_results.json", "final_model")
 MANIFEST = "manifest.json"
 
 
@@ -43,13 +43,13 @@ def list_checkpoints(output_dir: Path) -> list[tuple[int, Path]]:
 
 
 def check_nothing_was_completed(output_dir: Path) -> None:
-    """UserError where a run has saved or finished, and its checkpoints are gone: step 0 would overwrite what is left.
+    """UserError if an earlier run has saved or finished but its checkpoints are gone: step 0 would overwrite the rest.
 
-    A run that was killed before its first checkpoint was complete has left nothing of the kind: it starts over.
+    A run that was killed before its first checkpoint was complete simply starts over.
     """
-    found = [name for name in OF_A_FINISHED_RUN if (output_dir / name).exists()]
-    if (output_dir / SAVED).exists() or found:
-        left = f"there is {' and '.join(found)}" if found else "one was saved here"
+    results = [name for name in RESULTS if (output_dir / name).exists()]
+    if (output_dir / SAVED).exists() or results:
+        left = f"there is {' and '.join(results)}" if results else "one was saved here"
         raise UserError(
             f"{output_dir}: no checkpoint is left of an earlier run ({left}): put it back, or to start at step 0 give "
             "--overwrite_output_dir (removes that run's files), --resume_from_checkpoint false or another --output_dir"
@@ -57,7 +57,7 @@ def check_nothing_was_completed(output_dir: Path) -> None:
 
 
 def read_manifest(path: Path) -> tuple[dict, dict[str, list[int]]]:
-    """(the model's fingerprint, {file: [bytes, CRC-32]}) as they were written. Corrupt where there is none to read."""
+    """(the model's fingerprint, {file: [bytes, CRC-32]}). Corrupt if there is no readable manifest."""
     if not path.is_dir():
         raise Corrupt("no such directory")
     try:
@@ -89,8 +89,8 @@ def read_listed(path: Path, name: str) -> dict:
 
 
 def check_same_model(path: Path, model: dict, fingerprint: dict) -> None:
-    """UserError unless a checkpoint's `model` is the one that the fingerprint tells of."""
-    model = {"hidden_act": fingerprint.get("hidden_act")} | model  # what older checkpoints do not tell
+    """UserError unless the manifest's `model` equals the fingerprint."""
+    model = {"hidden_act": fingerprint.get("hidden_act")} | model  # missing in older checkpoints
     flags = {"hidden_act": "hidden_act (--gelu)"}
     differing = [
         f"{flags.get(k, k)} {shorten(model.get(k))} (now {v!r})" for k, v in fingerprint.items() if model.get(k) != v
@@ -158,9 +158,9 @@ def prune(output_dir: Path, step: int, keep: int) -> None:
 
 
 def set_aside_beyond(output_dir: Path, step: int) -> None:
-    """Rename the checkpoints beyond `step`: the run goes another way from there (or they are damaged).
+    """Rename the checkpoints beyond `step`: they belong to another trajectory (or are damaged).
 
-    Left in place they would be taken for this run's newest, by the next restart and by --save_total_limit.
+    Left in place, the next restart and --save_total_limit would take them for this run's newest.
     """
     for number, path in list_checkpoints(output_dir):
         if number > step:
@@ -168,4 +168,4 @@ def set_aside_beyond(output_dir: Path, step: int) -> None:
             if aside.exists():
                 remove(aside)
             path.rename(aside)
-            logger.warning("%s is not of this run, which goes on from step %d: renamed to %s", path, step, aside.name)
+            logger.warning("%s is not of this run, which resumes from step %d: renamed to %s", path, step, aside.name)

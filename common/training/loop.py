@@ -56,7 +56,7 @@ def train(args: RunArguments, build: Build) -> None:
         with world.on_main_rank() as is_main:
             if is_main:
                 directory = stack.enter_context(RunDirectory(Path(args.output_dir)))
-        # The directory is locked now: nobody else changes what is resumed.
+        # With the directory locked, no other run can change the checkpoints.
         restarted = world.broadcast_object(directory and directory.restarted)
         resume = plan_resume(args, restarted, world)
         strategy, built = build(args, world, resume)

@@ -1,4 +1,4 @@
-"""One optimiser step, the same for every strategy and task, and what goes on beside it: prefetch, garbage collection.
+"""One optimiser step, the same for every strategy and task, with prefetch and scheduled garbage collection.
 
 A step whose loss or gradient norm is not finite on any rank is skipped by all ranks: weights and optimiser state stay,
 data and schedule move on.
@@ -33,7 +33,7 @@ class StepPrefetcher:
     all ranks must know if one of them stops, has failed or is to save. An all-reduce of their own would make the host
     wait in every step; only the first step of a run needs it.
 
-    steps: this rank's batches; is_save_due: by the clock, asked on rank 0 only.
+    steps: this rank's batches; is_save_due: called on rank 0 only, by the clock.
     """
 
     def __init__(self, steps: Iterator[TrainStep], task: Task, world: World, is_save_due: Callable[[], bool]):

@@ -105,9 +105,9 @@ def test_it_prints_its_own_ways_and_the_largest_pack(tmp_path):
     flags = [*TINY, "--dry_run", "--world_size=4", "--activation_checkpointing=full", "--device_memory=5.5"]
     done = run_script(MFSDP, *flags, f"--output_dir={tmp_path / 'out'}")
     assert done.returncode == 0, done.stderr
-    table = done.stdout.partition("Peak by what becomes of activations (--activation_checkpointing), GiB:\n")[2]
+    table = done.stdout.partition("Peak by storage of activations (--activation_checkpointing), GiB:\n")[2]
     ways = [line.split() for line in table.partition("\n\n")[0].splitlines()]
-    assert [" ".join(way[1:]) for way in ways] == ["none", "selective", "full (as here)"]
+    assert [" ".join(way[1:]) for way in ways] == ["none", "selective", "full (as configured)"]
     peaks = [float(way[0]) for way in ways]
     assert peaks == sorted(peaks, reverse=True)
     assert "It fits: " in done.stdout
