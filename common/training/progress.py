@@ -260,7 +260,7 @@ def _in_steps(every: float | None, total: int) -> int:
 
 
 class SaveSchedule:
-    """When to save: every N steps, and by the clock. minutes: --save_minutes; step: that the run starts from."""
+    """When to save: every N steps, and every --save_minutes. step: the one that the run starts from."""
 
     def __init__(self, steps: int, minutes: float | None, step: int):
         self.steps, self.minutes, self.saved_step, self.saved_at = steps, minutes, step, time.monotonic()

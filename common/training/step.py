@@ -33,7 +33,7 @@ class StepPrefetcher:
     all ranks must know if one of them stops, has failed or is to save. An all-reduce of their own would make the host
     wait in every step; only the first step of a run needs it.
 
-    steps: this rank's batches; is_save_due: called on rank 0 only, by the clock.
+    steps: this rank's batches; is_save_due: whether --save_minutes have passed; rank 0 decides.
     """
 
     def __init__(self, steps: Iterator[TrainStep], task: Task, world: World, is_save_due: Callable[[], bool]):

@@ -44,9 +44,10 @@ class MemoryTracker(TorchDispatchMode):
         super().__init__()
         self.kind, self.on_host = ENDS, {*on_host, HOST}
         self.bytes = dict.fromkeys(KINDS, 0)
+        self.peak, self.at_peak, self.most_on_host = 0, dict(self.bytes), 0
+        self._resize = torch.UntypedStorage.resize_
         self._fake = FakeTensorMode(allow_non_fake_inputs=True)
         self._storages: dict[int, list] = {}  # {storage: [kind, bytes, weakref]}
-        self.begin_peak()
 
     def begin_peak(self) -> None:
         self.peak, self.at_peak, self.most_on_host = 0, dict(self.bytes), self.bytes[HOST]
@@ -85,12 +86,11 @@ class MemoryTracker(TorchDispatchMode):
 
     def __enter__(self):
         # FSDP frees and reallocates all-gathered weights by resizing their storages.
-        self._resize = torch.UntypedStorage.resize_
-        counted = self
+        tracker = self
 
         def resize_(storage: torch.UntypedStorage, size: int):
-            result = counted._resize(storage, size)
-            counted._resized(storage)
+            result = tracker._resize(storage, size)
+            tracker._resized(storage)
             return result
 
         torch.UntypedStorage.resize_ = resize_

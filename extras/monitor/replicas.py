@@ -18,7 +18,7 @@ from common.cli import MachineFault
 from common.distributed.world import World
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes per element
-_MIX = 0x9E3779B97F4A7C15  # odd: products with it differ in all bits
+_MIX = 0x9E3779B97F4A7C15  # an odd factor, so that positions differ in all bits
 
 
 class Replicas:
