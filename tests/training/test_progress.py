@@ -32,13 +32,13 @@ def _train_and_compare_flags(argv: list[str]) -> None:
     assert asdict(args) == before
 
 
-def test_nothing_is_written_to_the_flags_after_parsing(dataset, tmp_path):
+def test_train_leaves_the_flags_unchanged(dataset, tmp_path):
     flags = {"max_steps": 3, "fp8": True, "emulate_precision": True, "do_eval": True, "gradient_accumulation_steps": 2}
     codes, said = on_ranks(1, _train_and_compare_flags, flags_of(dataset, tmp_path, **flags))
     assert codes == [0], said
 
 
-def test_what_was_resolved_is_in_log_results_and_checkpoint(dataset, tmp_path):
+def test_run_plan_is_in_log_results_and_checkpoint(dataset, tmp_path):
     flags = {"max_steps": 4, "save_steps": 0.5, "do_eval": True, "eval_steps": 2, "packs_per_step": 4}
     said = train(dataset, tmp_path, 2, fp8=True, fp8_layers="2", emulate_precision=True, **flags)
     state = json.loads((tmp_path / "checkpoint-2" / "trainer_state.json").read_text())
@@ -65,7 +65,7 @@ def test_what_was_resolved_is_in_log_results_and_checkpoint(dataset, tmp_path):
     assert "Flags differ" not in train(dataset, tmp_path, 2, fp8=True, fp8_layers="2", emulate_precision=True, **flags)
 
 
-def test_a_state_of_before_there_was_a_record_goes_on_without_a_word(caplog):
+def test_trainer_state_of_earlier_version_resumes_without_warning(caplog):
     """Checkpoints of earlier versions hold backend and GELU, as resolved, among the arguments, and no `resolved`."""
     saved = asdict(TrainerState(step=5, arguments={"backend": "torch", "gelu": "exact", "save_steps": 7}))
     del saved["resolved"]
@@ -80,7 +80,7 @@ def test_a_state_of_before_there_was_a_record_goes_on_without_a_word(caplog):
     ]
 
 
-def test_a_run_of_epochs_keeps_the_steps_it_was_begun_with(dataset):
+def test_trainer_state_keeps_total_steps_of_a_run_of_epochs(dataset):
     """And one of an earlier version, which counted steps, takes no more of them than it was to take."""
     flags = arguments(dataset, max_steps=-1, num_train_epochs=2)
     now = {"arguments": {"num_train_epochs": 2, "max_steps": -1}, "packs_per_step": 4}
@@ -97,7 +97,7 @@ def test_a_run_of_epochs_keeps_the_steps_it_was_begun_with(dataset):
     assert stopped.saved_steps(flags, 4) == (None, None)
 
 
-def test_too_many_skipped_steps_in_a_row_are_an_end_and_one_good_step_forgives(caplog):
+def test_trainer_state_raises_after_too_many_skipped_steps_in_a_row(caplog):
     state, share, counts = TrainerState(), TrainStep(0, [], {"epoch": 1}, 1.5), StepCounts(3, 10, 100, 2, 0, 64)
     bad, good = (StepResult(loss, 1.0, loss != 2.0, 0.1, 0.1, []) for loss in (float("inf"), 2.0))
     for result in (bad, good, bad, bad):
@@ -112,7 +112,7 @@ def test_too_many_skipped_steps_in_a_row_are_an_end_and_one_good_step_forgives(c
         state.check_divergence(2)
 
 
-def test_the_loss_of_a_row_is_the_mean_of_the_steps_taken_since_the_last():
+def test_row_loss_is_the_mean_since_the_last_row():
     state, share, counts = TrainerState(), TrainStep(0, [], {}, 1.5), StepCounts(3, 10, 100, 2, 0, 64)
 
     def after(*losses: float) -> dict:
@@ -126,7 +126,7 @@ def test_the_loss_of_a_row_is_the_mean_of_the_steps_taken_since_the_last():
     assert (state.loss_total, state.skipped_steps) == (805.0, 2)
 
 
-def test_a_checkpoint_of_before_rows_had_means_goes_on_with_those_of_its_own_steps():
+def test_row_loss_of_earlier_version_is_the_mean_of_new_steps():
     saved = asdict(TrainerState(step=5, loss_total=15.0))
     del saved["row_loss"], saved["row_steps"]
     state = TrainerState(**saved)
@@ -136,7 +136,7 @@ def test_a_checkpoint_of_before_rows_had_means_goes_on_with_those_of_its_own_ste
     assert (state.pop_row_loss()["loss"], state.loss_total) == (2.0, 17.0)
 
 
-def test_what_is_no_residue_is_counted_and_said_once(caplog):
+def test_trainer_state_counts_unknown_characters_and_warns_once(caplog):
     state, share, result = TrainerState(), TrainStep(0, [], {}, 0.0), StepResult(2.0, 1.0, False, 0.1, 0.1, [])
     for unknown in (0, 3, 4):
         state.advance(share, StepCounts(3, 10, 100, 2, unknown, 64), 7.0, result, 0.5)
@@ -148,7 +148,7 @@ def test_what_is_no_residue_is_counted_and_said_once(caplog):
     assert training_results(state, PLAN, None)["train_unknown_characters"] == 7
 
 
-def test_checkpoint_of_an_earlier_version_stands_in_the_same_data():
+def test_check_same_data_accepts_identity_of_earlier_version():
     now = {"dataset": "a" * 64 + "-240", "sample_clusters": "0123", "seed": 1}
     earlier = {"dataset": "b" * 16 + "-240", "sample_clusters": True}
     check_same_data(now, now)

@@ -32,14 +32,14 @@ def arguments(dataset, **flags) -> TuningArguments:
         ({"fp32": 0.01}, 0, ("fp32", 240)),
     ],
 )
-def test_precision_and_steps_are_those_that_fit(dataset, seconds, evaluated, chosen):
+def test_choose_precision_and_steps_that_fit(dataset, seconds, evaluated, chosen):
     args = arguments(dataset, tokens_per_pack=512, seconds=100)
     precision, steps, in_all = choose(args, seconds, evaluated)
     assert (precision, steps) == chosen
     assert in_all == pytest.approx(seconds[precision] * (steps + evaluated / (3 * 512)))
 
 
-def test_every_evaluation_counts(dataset):
+def test_evaluated_tokens_count_every_evaluation(dataset):
     def tokens(split: str, first: int) -> int:
         store = open_split(str(dataset), split, first)
         return int(np.minimum(store.lengths(np.arange(len(store))), MAX_SEQ_LENGTH).sum())
@@ -50,7 +50,7 @@ def test_every_evaluation_counts(dataset):
     assert evaluated_tokens(args, alone) == 5 * tokens("validation", 10) + tokens("test", 10)
 
 
-def test_what_is_chosen_is_a_run_of_train_ddp(dataset, tmp_path):
+def test_quickstart_tuning_writes_flags_of_train_ddp(dataset, tmp_path):
     flags = flags_of(dataset, tmp_path / "out", do_eval=True, max_eval_samples=10, max_steps=None, learning_rate=3e-3)
     own = ("--flags_file", tmp_path / "run.json", "--seconds", 1, "--least_steps", 2, "--most_steps", 3)
     done = run_script("extras.quickstart_tuning", *flags, *own, env=environment())
