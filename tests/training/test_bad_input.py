@@ -156,7 +156,8 @@ def test_a_run_that_fails_before_it_has_begun_leaves_only_what_was_there(tmp_pat
             directory.claim()
             if name != "there":
                 (path / "metrics.jsonl").touch()
-            directory.begun = begun
+            if begun:
+                directory.keep()
             raise OSError("full")
 
     with pytest.raises(OSError, match="full"):
