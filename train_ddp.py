@@ -17,8 +17,9 @@ from common.distributed.strategy import ReplicaFlags, Strategy, replicate
 from common.distributed.world import World
 from common.models.layers.recompute import CheckpointingFlags, save_activations
 from common.training.load_model import load_model
+from common.training.loop import train
 from common.training.registry import parse_run
-from common.training.start import start
+from common.training.resume import ResumePlan
 from common.training.task import BuiltModel
 
 
@@ -29,12 +30,12 @@ class DdpFlags(CheckpointingFlags, ReplicaFlags):
             raise UserError(f"--cp_size {self.cp_size}: here every rank has packs of its own: use train_ddp_cp.py")
 
 
-def build(args: DdpFlags, world: World) -> tuple[Strategy, BuiltModel]:
-    built = load_model(args, world)
+def build(args: DdpFlags, world: World, resume: ResumePlan | None = None) -> tuple[Strategy, BuiltModel]:
+    built = load_model(args, world, resume)
     save_activations(list(built.model.layers), args.recomputed, offload=False)
     # All ranks have made the same weights; sent, those in FP8 would be rounded again.
     return replicate(built.model, world, args, init_sync=built.precision.masters is None), built
 
 
 if __name__ == "__main__":
-    run(lambda: start(parse_run(__doc__, DdpFlags), build))
+    run(lambda: train(parse_run(__doc__, DdpFlags), build))

@@ -16,8 +16,9 @@ from common.distributed.strategy import ReplicaFlags, Strategy, replicate
 from common.distributed.world import World
 from common.models.layers.recompute import CheckpointingFlags, save_activations
 from common.training.load_model import load_model
+from common.training.loop import train
 from common.training.registry import parse_run
-from common.training.start import start
+from common.training.resume import ResumePlan
 from common.training.task import BuiltModel
 
 
@@ -28,11 +29,11 @@ class DdpCpFlags(CheckpointingFlags, ReplicaFlags):
     cp_size: int = flag(2, "Ranks that share a pack, neighbours in rank.")
 
 
-def build(args: DdpCpFlags, world: World) -> tuple[Strategy, BuiltModel]:
-    built = load_model(args, world)
+def build(args: DdpCpFlags, world: World, resume: ResumePlan | None = None) -> tuple[Strategy, BuiltModel]:
+    built = load_model(args, world, resume)
     save_activations(list(built.model.layers), args.recomputed, offload=False)
     return replicate(built.model, world, args), built
 
 
 if __name__ == "__main__":
-    run(lambda: start(parse_run(__doc__, DdpCpFlags, without_flags="sanity_cp.yaml"), build))
+    run(lambda: train(parse_run(__doc__, DdpCpFlags, without_flags="sanity_cp.yaml"), build))

@@ -22,8 +22,9 @@ from common.distributed.strategy import Strategy
 from common.distributed.world import World
 from common.models.layers.recompute import RecomputeFlags, save_activations
 from common.training.load_model import load_model
+from common.training.loop import train
 from common.training.registry import parse_run
-from common.training.start import start
+from common.training.resume import ResumePlan
 from common.training.task import BuiltModel
 
 STRATEGIES = {
@@ -102,10 +103,11 @@ def shard(model: nn.Module, world: World, args: FsdpFlags) -> None:
         layer.set_modules_to_forward_prefetch(layers[number + 1 : number + 1 + args.forward_prefetch])
 
 
-def build(args: FsdpFlags, world: World) -> tuple[Strategy, BuiltModel]:
+def build(args: FsdpFlags, world: World, resume: ResumePlan | None = None) -> tuple[Strategy, BuiltModel]:
     built = load_model(
         args,
         world,
+        resume,
         shard=lambda model: shard(model, world, args),
         device=torch.device("cpu") if args.cpu_offload else None,
         torch_only=args.only_by_torch,
@@ -114,4 +116,4 @@ def build(args: FsdpFlags, world: World) -> tuple[Strategy, BuiltModel]:
 
 
 if __name__ == "__main__":
-    run(lambda: start(parse_run(__doc__, FsdpFlags), build))
+    run(lambda: train(parse_run(__doc__, FsdpFlags), build))

@@ -19,8 +19,9 @@ from common.distributed.strategy import Strategy
 from common.distributed.world import World
 from common.models.layers.recompute import RecomputeFlags, save_activations
 from common.training.load_model import load_model
+from common.training.loop import train
 from common.training.registry import parse_run
-from common.training.start import start
+from common.training.resume import ResumePlan
 from common.training.task import BuiltModel
 from extras.megatron import STRATEGIES, Layout, MegatronSharded
 
@@ -111,15 +112,15 @@ class MegatronFlags(RecomputeFlags):
         )
 
 
-def build(args: MegatronFlags, world: World) -> tuple[Strategy, BuiltModel]:
+def build(args: MegatronFlags, world: World, resume: ResumePlan | None = None) -> tuple[Strategy, BuiltModel]:
     strategy = MegatronSharded(args.layout(), world)
 
     def shard(model: nn.Module) -> None:
         save_activations(list(model.layers), args.activation_checkpointing, offload=False)
         strategy.shard(model)
 
-    return strategy, load_model(args, world, shard, torch_only=args.only_by_torch)
+    return strategy, load_model(args, world, resume, shard, torch_only=args.only_by_torch)
 
 
 if __name__ == "__main__":
-    run(lambda: start(parse_run(__doc__, MegatronFlags), build))
+    run(lambda: train(parse_run(__doc__, MegatronFlags), build))

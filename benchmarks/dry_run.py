@@ -22,7 +22,7 @@ from benchmarks.tables import publish, where_measured
 from common.cli import Flags, UserError, flag, parse_arguments, run
 from common.training.arguments import RunArguments
 from common.training.registry import parse_run
-from extras.dry_run.memory_estimate import rehearsed
+from extras.dry_run.memory_estimate import fake_run
 
 FSDP2, MFSDP = "train_fsdp2", "train_mfsdp"
 KINDS = {"train_ddp": "DdpFlags", FSDP2: "FsdpFlags", MFSDP: "MegatronFlags"}
@@ -75,7 +75,7 @@ def parsed(script: str, ranks: int, flags: list[str]) -> RunArguments:
 def predicted(script: str, ranks: int, flags: list[str]) -> int:
     """Peak bytes, by the dry run of these flags."""
     args = parsed(script, ranks, flags)
-    with rehearsed(args, importlib.import_module(script).build) as rehearsal:
+    with fake_run(args, importlib.import_module(script).build) as rehearsal:
         return rehearsal.step(args.pack_tokens).peak
 
 

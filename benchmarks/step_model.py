@@ -35,7 +35,7 @@ from common.models.layers.recompute import save_activations
 from common.models.layers.residual import begin, total
 from common.shapes import filled_up
 from common.training.run_logger import PEAK_FLOPS
-from extras.dry_run.memory_tracker import LiveBytes
+from extras.dry_run.memory_tracker import MemoryTracker
 
 EAGER, COMPILED = "eager", "compiled"
 BF16 = "compiled, --bf16_residual"  # layers
@@ -189,7 +189,7 @@ def ends_work(
     has, and a layer."""
     config = esm2_config(*SIZES[size])
     (batch,) = batches_for("torch", tokens, 1)
-    with LiveBytes(), as_on_a_gpu():
+    with MemoryTracker(), as_on_a_gpu():
         model, layer = Esm2ForMaskedLM(replace(config, num_hidden_layers=0)), TransformerLayer(config)
         with counted() as forward, torch.autocast("cpu", torch.bfloat16):
             loss = loss_of(model, batch)

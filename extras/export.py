@@ -26,8 +26,8 @@ from common.models.layers.hf_directory import Training
 from common.models.registry import FAMILIES, family_of
 from common.training import checkpoint_files as files
 from common.training.checkpoint import CONFIG, TRAINER_STATE
-from common.training.checkpoint_files import damage_of, newest_usable
 from common.training.checkpoint_reader import StoredTensors
+from common.training.resume import damage_of, newest_usable
 from extras.text.tokenizers import Tokenizer, load_tokenizer
 
 logger = logging.getLogger(__name__)
@@ -39,10 +39,10 @@ def choose(path: Path) -> Path:
     """The checkpoint that `path` stands for, with its files verified. UserError if none is intact."""
     alone = World(0, 0, 1, torch.device("cpu"))
     if not (path / files.MANIFEST).exists() and files.list_checkpoints(path):
-        newest = newest_usable(path, None, alone, otherwise="there is nothing to export")
+        newest = newest_usable(path, alone, advice="there is nothing to export")
         logger.info("%s: its newest whole checkpoint is %s", path, newest.name)
         return newest
-    if damage := damage_of(path, None, alone):
+    if damage := damage_of(path, alone):
         raise UserError(f"{path}: {damage}: give a checkpoint-N directory, or the --output_dir of a run")
     return path
 

@@ -79,7 +79,7 @@ WAITING = (
     ("ops/test_slurm", "test_readme", "ops/test_containers", "ops/test_kubernetes_run", "ops/test_push"),
     (
         *("ranks/", "preflight/", "training/test_soak", "training/test_resume", "training/test_fsdp2_faults"),
-        *("training/test_observability", "outputs/test_trackers"),
+        *("training/test_step_monitor", "outputs/test_trackers"),
     ),
 )
 

@@ -84,6 +84,10 @@ class StopRequest:
         for number in SIGNALS:
             signal.signal(number, self._handle)
 
+    def save_first(self) -> None:
+        """From now on a signal no longer ends the process at once: the ranks agree on it and save."""
+        self.exit_at_once = False
+
     @staticmethod
     def ignore() -> None:
         """During exit: later signals must not change the exit status. Ctrl-C still interrupts."""

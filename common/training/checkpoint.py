@@ -36,7 +36,7 @@ from common.distributed.run import exit_if_peer_lost, is_peer_lost
 from common.distributed.world import PeerFailed, World
 from common.files.json_files import size_and_crc, sync_directory, write_json_flushed
 from common.training import checkpoint_files as files
-from common.training.checkpoint_files import choose, reason_of, resume_from
+from common.training.checkpoint_files import reason_of
 from common.training.checkpoint_metadata import METADATA, OLD_METADATA, Writer
 from common.training.pinned_stager import PinnedStager, share_of
 
@@ -76,8 +76,7 @@ class Checkpointer:
     """Saves and restores one run's (model, optimizer, trainer state) under --output_dir. Methods are collective.
 
     scales: FP8 scales of --fp8_recipe delayed, replicated on all ranks and restored in place; extras: tensors of the
-    initial weights that are exported again but not trained; training: whether the run trains on from what it restores;
-    described: `Strategy.dcp_state`.
+    initial weights that are exported again but not trained; dcp_state: `Strategy.dcp_state`.
     """
 
     def __init__(
@@ -90,15 +89,14 @@ class Checkpointer:
         timeout_s: float,
         scales: dict[str, torch.Tensor] | None = None,
         extras: dict[str, torch.Tensor] | None = None,
-        training: bool = True,
-        described: Callable[[dict, bool], dict] = lambda state, saving: state,
+        dcp_state: Callable[[dict, bool], dict] = lambda state, saving: state,
     ):
         self.flags, self.output_dir = flags, Path(flags.output_dir)
         self.model, self.optimizer = model, optimizer
         self.scales = scales or {}
         self.extras = {"extras": extras} if extras else {}
         self.config, self.fingerprint = config, config.fingerprint()
-        self.world, self.training, self.dcp_state = world, training, described
+        self.world, self.dcp_state = world, dcp_state
         self.stager = PinnedStager(world.device, optimizer, in_passes=bool(self.scales))
         # The writer thread's collectives must not interleave with those of the training step.
         self.group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
@@ -210,22 +208,13 @@ class Checkpointer:
 
     # ---- restoring ------------------------------------------------------------------------------------------
 
-    def restore(self, where: str | None = None, restarted: bool = False) -> dict | None:
-        """Load `where`, or the newest usable checkpoint of the output directory; returns its trainer state or None.
-
-        A restarted job takes the newest of its own even when told where to start. Damaged checkpoints are skipped
-        with a warning. UserError: a checkpoint of another model, none of several whole, or none left where one was.
-        """
-        told = resume_from(where, self.output_dir, restarted)
-        path = choose(told, self.output_dir, self.fingerprint, self.world, self.training)
-        if path is None:
-            return None
+    def load(self, path: Path) -> None:
+        """Load model, optimizer and scales from a whole checkpoint of this model, of any strategy and world size."""
         from common.training.checkpoint_reader import Planner, Reader  # only a resumed run reads one
 
         model_state, optimizer_state = get_state_dict(self.model, self.optimizer)
         reader = Reader(path)
         with self.world.raise_together():
-            trainer_state = files.read_listed(path, TRAINER_STATE)
             scales = self._scales(reader.read_metadata().state_dict_metadata)
         state = self.dcp_state({"model": _canonical(model_state), "optimizer": optimizer_state} | scales, False)
         try:
@@ -241,7 +230,6 @@ class Checkpointer:
         )
         for group, own in zip(self.optimizer.param_groups, options, strict=True):
             group |= own  # hyperparameters come from the flags, not from the checkpoint
-        return trainer_state
 
     def _scales(self, saved: dict | None = None) -> dict:
         """The FP8 scales of a state to save, or of one to restore: {} if its metadata, `saved`, have none."""

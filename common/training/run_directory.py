@@ -18,11 +18,8 @@ from io import TextIOWrapper
 from pathlib import Path
 
 from common.cli import UserError
-from common.files.json_files import open_private, read_json
-from common.models.esm2.family import HIDDEN_ACT
-from common.models.layers.backend import BACKENDS
-from common.training.checkpoint import CheckpointFlags
-from common.training.checkpoint_files import NAME, PARTIAL, SAVED, SUPERSEDED, list_checkpoints, resume_from
+from common.files.json_files import open_private
+from common.training.checkpoint_files import NAME, PARTIAL, SAVED, SUPERSEDED, list_checkpoints
 from common.training.run_logger import METRICS, OLD_RUN_INFO, RUN_INFO
 
 logger = logging.getLogger(__name__)
@@ -50,13 +47,13 @@ class RunDirectory:
     """The output directory, locked until `close` or the end of the context. For rank 0 only.
 
     restarted: whether this process restarts the job that wrote here last, with the same command line. It then resumes
-    that job's newest checkpoint, whatever --overwrite_output_dir and --resume_from_checkpoint say. begun: set to True
-    once there are outputs to keep; a context that fails before leaves nothing it has created.
+    that job's newest checkpoint, whatever --overwrite_output_dir and --resume_from_checkpoint say. A context that fails
+    before `keep` was called removes what it has created.
     Raises OSError if the directory is not writable, UserError while another run writes to it.
     """
 
-    def __init__(self, path: Path, overwrite: bool):
-        self.path, self.begun = path, False
+    def __init__(self, path: Path):
+        self.path, self._kept = path, False
         self._created = [made for made in (path / RUN, path, *path.parents) if not made.exists()]
         try:
             path.mkdir(parents=True, exist_ok=True)
@@ -66,20 +63,27 @@ class RunDirectory:
             raise
         # Read through this handle: closing any other handle of the file would release a POSIX lock.
         self.restarted = _is_restart_of(self._handle.read())
-        if overwrite and self.restarted:
-            logger.info("--overwrite_output_dir: not applied, this is a restart of the job that wrote %s", path)
-        elif overwrite:
-            clear(path)
 
     def __enter__(self) -> RunDirectory:
         return self
 
     def __exit__(self, kind, *error) -> None:
-        if kind is not None and not self.begun:
+        if kind is not None and not self._kept:
             if self.path in self._created:
                 clear(self.path)
             self._remove_created()
         self.close()
+
+    def overwrite(self) -> None:
+        """--overwrite_output_dir: remove an earlier run's files, but not in a restart of the run that wrote them."""
+        if self.restarted:
+            logger.info("--overwrite_output_dir: not applied, this is a restart of the job that wrote %s", self.path)
+        else:
+            clear(self.path)
+
+    def keep(self) -> None:
+        """From now on there are results: an error does not remove what was made here."""
+        self._kept = True
 
     def claim(self) -> None:
         """Record this job as the one that wrote here last."""
@@ -106,28 +110,6 @@ class RunDirectory:
         except OSError as error:
             error.filename = str(self.path)  # an error of a full disk names no file
             raise
-
-
-def is_restart(path: Path) -> bool:
-    """Whether this process restarts the job that wrote to `path` last."""
-    try:
-        return _is_restart_of((path / RUN).read_text())
-    except OSError:
-        return False
-
-
-def previous_backend(flags: CheckpointFlags) -> dict:
-    """{"backend": ..., "gelu": ...} of the run that these flags resume; {} if they start one."""
-    path, restarted = Path(flags.output_dir), is_restart(Path(flags.output_dir))
-    told = resume_from(flags.resume_from_checkpoint, path, restarted)
-    if flags.overwrite_output_dir and not restarted:
-        told = False
-    for checkpoint in [p for _, p in list_checkpoints(path)] if told is True else [told] if told else []:
-        with suppress(OSError, ValueError, KeyError, TypeError):
-            arguments = read_json(checkpoint / "trainer_state.json")["arguments"]
-            if arguments["backend"] in BACKENDS and arguments["gelu"] in (*HIDDEN_ACT, ""):
-                return {name: arguments[name] for name in ("backend", "gelu")}
-    return {}
 
 
 def hold(path: Path, patience_s: float = LOCK_PATIENCE_S) -> TextIOWrapper:

@@ -209,7 +209,7 @@ class RunLogger:
         self.metrics: JsonLinesLog | None = None  # opened by `begin`
         self.quant_stats: JsonLinesLog | None = None
         self.last_row: dict = {}
-        self.line: Callable[[dict], str] = step_line  # formats a row for the terminal; the task's
+        self._line: Callable[[dict], str] = step_line  # formats a row for the terminal; the task's
         self._drawing: threading.Thread | None = None
         self._drawn_at = -DRAW_EVERY_S
 
@@ -232,12 +232,16 @@ class RunLogger:
             if is_main:
                 self.tracker = open_tracker(self.flags, self.output_dir, first_row, anew)
 
-    def begin(self, first_row: int, quant_stats_in: Path | None, step: int, about: dict) -> None:
+    def begin(
+        self, first_row: int, quant_stats_in: Path | None, step: int, about: dict, line: Callable[[dict], str]
+    ) -> None:
         """Open the files of rows before the first step.
 
         Rows that will be written again are dropped: those of metrics.jsonl from `first_row` on, those of
-        quant_stats.jsonl beyond `step`. about: the title and labels of the curves.
+        quant_stats.jsonl beyond `step`. about: the title and labels of the curves; line: formats a row for the
+        terminal.
         """
+        self._line = line
         starts = [start for start in read_run_info(self.output_dir).get("starts", []) if start < first_row]
         write_json(self.output_dir / RUN_INFO, about | {"starts": [*starts, first_row]})
         self.metrics = JsonLinesLog(self.output_dir / METRICS, first_row - 1)
@@ -254,7 +258,7 @@ class RunLogger:
             self.last_row = row
             self.tracker.write(row)
             if "loss" in row:
-                logger.info(self.line(row))
+                logger.info(self._line(row))
 
     def quant_stats_rows(self, rows: list[dict]) -> None:
         """Write a step's rows of quant_stats.jsonl, if any."""

@@ -10,7 +10,7 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from extras.monitor.replicas import digest, odd_ones
+from extras.monitor.replicas import digest, outliers
 from tests.live_runs import newest_step
 from tests.training_fixtures import _main, flags_of, on_ranks
 
@@ -60,7 +60,7 @@ def test_digest_changes_with_every_bit_and_position():
     ],
 )
 def test_outliers_of_digests(digests, odd):
-    assert odd_ones(digests) == odd
+    assert outliers(digests) == odd
 
 
 def _main_with_a_flipped_bit(argv: list[str], script: str, step: int, rank: int) -> None:

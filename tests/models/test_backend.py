@@ -202,7 +202,7 @@ def _saved_and_restored(out) -> None:
     scale = {name: torch.ones(1) for name in scale}
     for seed, kind, scales in ((1, WithExtraState, scale), (2, Linear, {})):
         model, reader = checkpointer(seed, kind, scales)
-        assert reader.restore() == {"step": 1}
+        reader.load(out / "checkpoint-1")
         for (name, ours), theirs in zip(model.named_parameters(), first.parameters(), strict=True):
             assert torch.equal(ours, theirs), name
     assert scale["layers.0.proj.scaling_fwd.scale"].item() == 3.0

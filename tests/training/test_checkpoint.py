@@ -15,10 +15,9 @@ import pytest
 import torch
 
 from common.distributed.world import World
-from common.files.json_files import size_and_crc
-from common.training import checkpoint_files
-from common.training import checkpoint_files as checkpoint_choice
-from common.training.checkpoint_files import damage_of, newest_usable
+from common.files.json_files import read_json, size_and_crc
+from common.training import checkpoint_files, resume
+from common.training.resume import damage_of, newest_usable
 from tests.live_runs import LiveRun, assert_same_run, newest_step, outcome
 from tests.training.checkpoint_fixtures import DAMAGES, FLAGS, checkpointer_of_a_small_model, names, take_steps
 from tests.training_fixtures import _main, flags_of, losses, on_ranks, rows, train
@@ -81,7 +80,8 @@ def _later_steps(out: Path) -> None:
             take_steps(checkpointer)
     checkpointer.wait()
     for step, (parameters, moments) in enumerate(expected, 1):
-        assert checkpointer.restore(str(out / f"checkpoint-{step}")) == {"step": step}
+        checkpointer.load(out / f"checkpoint-{step}")
+        assert read_json(out / f"checkpoint-{step}" / "trainer_state.json") == {"step": step}
         assert all(map(torch.equal, model.parameters(), parameters))
         assert all(map(torch.equal, (s["exp_avg"] for s in optimizer.state.values()), moments))
 
@@ -121,8 +121,7 @@ def test_checkpoint_limit_always_keeps_an_intact_one(dataset, tmp_path):
             time.sleep(generator.uniform(0, 0.05))
             run.signal(signal.SIGKILL)
             assert run.end() == [-signal.SIGKILL]
-        model = json.loads(next(out.glob("checkpoint-*/manifest.json")).read_text())["model"]
-        assert newest_usable(out, model, ALONE) is not None
+        assert newest_usable(out, ALONE) is not None
         assert len(names(out)) <= 3  # it, one not yet removed, one being written or removed
     train(dataset, out, **flags, stop_at_step=newest_step(out) + 1)
     assert len(names(out)) == 1
@@ -132,11 +131,10 @@ def test_checkpoint_limit_always_keeps_an_intact_one(dataset, tmp_path):
 
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_checkpoint_detects_damage(run, damage):
-    model = json.loads((run / "checkpoint-6/manifest.json").read_text())["model"]
-    assert damage_of(run / "checkpoint-6", model, ALONE) is None
+    assert damage_of(run / "checkpoint-6", ALONE) is None
     DAMAGES[damage](run / "checkpoint-6")
-    assert damage_of(run / "checkpoint-6", model, ALONE)
-    assert newest_usable(run, model, ALONE) == run / "checkpoint-4"
+    assert damage_of(run / "checkpoint-6", ALONE)
+    assert newest_usable(run, ALONE) == run / "checkpoint-4"
 
 
 @pytest.fixture(scope="module")
@@ -150,11 +148,11 @@ def of_three(dataset, tmp_path_factory) -> Path:
 def _choose_and_count(out: Path, model: dict) -> None:
     """On a rank: which is the newest usable one, and which files were read for it."""
     read = []
-    check_file = checkpoint_choice.check_file
-    checkpoint_choice.check_file = lambda path, recorded: (read.append(path.name), check_file(path, recorded))
+    check_file = resume.check_file
+    resume.check_file = lambda path, recorded: (read.append(path.name), check_file(path, recorded))
     world = World(int(os.environ["RANK"]), 0, int(os.environ["WORLD_SIZE"]), torch.device("cpu"))
     torch.distributed.init_process_group("gloo")
-    newest = newest_usable(out, model, world)
+    newest = newest_usable(out, world)
     print(json.dumps([newest and newest.name, read]))
     torch.distributed.destroy_process_group()
 
@@ -206,8 +204,7 @@ def test_checkpoint_sets_damaged_newest_aside(run, finished, dataset, tmp_path):
 def test_checkpoint_newest_is_by_number(run, dataset):
     os.utime(run / "checkpoint-2")
     (run / "checkpoint-4").rename(run / "checkpoint-10")  # text order would put it first
-    model = json.loads((run / "checkpoint-6/manifest.json").read_text())["model"]
-    assert newest_usable(run, model, ALONE).name == "checkpoint-10"
+    assert newest_usable(run, ALONE).name == "checkpoint-10"
     assert [step for step, _ in checkpoint_files.list_checkpoints(run)] == [10, 6, 2]
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import multiprocessing
 import shutil
 import signal
@@ -15,7 +14,7 @@ import torch
 from common.cli import UserError
 from common.distributed.world import World
 from common.files.json_files import JsonLinesLog
-from common.training.checkpoint_files import damage_of
+from common.training.resume import damage_of
 from common.training.run_directory import RunDirectory, hold
 from tests.live_runs import LiveRun, assert_same_run, newest_step
 from tests.patience import run
@@ -102,8 +101,7 @@ def test_checkpoint_exit_waits_for_save(dataset, tmp_path):
         assert codes == [0] * nproc, said
         assert "terminate called" not in "".join(said)
         assert names(out) == ["checkpoint-1"]
-        model = json.loads((out / "checkpoint-1/manifest.json").read_text())["model"]
-        assert damage_of(out / "checkpoint-1", model, World(0, 0, 1, torch.device("cpu"))) is None
+        assert damage_of(out / "checkpoint-1", World(0, 0, 1, torch.device("cpu"))) is None
     done = run(training_command(dataset, tmp_path / "real", **FLAGS), env=environment())
     assert done.returncode == 0
     assert not [line for line in done.stderr.splitlines() if " - INFO - " not in line]
@@ -142,7 +140,7 @@ def test_run_directory_record_is_private(tmp_path, mode, monkeypatch):
     if mode:  # as earlier versions made it
         (tmp_path / ".run").touch(mode)
     for restarted in (False, True):
-        with RunDirectory(tmp_path, overwrite=False) as directory:
+        with RunDirectory(tmp_path) as directory:
             assert directory.restarted == restarted
             directory.begun = True
             directory.claim()

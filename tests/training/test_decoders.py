@@ -261,7 +261,7 @@ def _initial_rows(argv: list[str], directory: str) -> None:
     script = load_script("train_fsdp2.py")
     args = script.parse_run("", script.FsdpFlags, argv)
     with distributed_run(args) as world:
-        model = load_model(args, world, lambda model: script.shard(model, world, args)).model
+        model = load_model(args, world, shard=lambda model: script.shard(model, world, args)).model
         held = {name: (local_shard(p)[1], local_shard(p)[0].clone()) for name, p in model.named_parameters()}
         torch.save(held, f"{directory}/{world.rank}.pt")
 

@@ -171,7 +171,7 @@ def test_export_other_weights_into_run_are_refused(finished, hub, dataset, tmp_p
     given = shutil.copytree(hub, tmp_path / "another") if weights == "another" else finished / "final_model"
     for more in ({}, {"do_train": False, "do_eval": True}):
         said = train(dataset, finished, expect=2, model_name_or_path=given, gelu="tanh", **FLAGS | more)
-        assert f"began from {hub} and goes on with its own, not with those of --model_name_or_path {given}" in said
+        assert f"started from {hub} and resumes with its own, not with those of --model_name_or_path {given}" in said
         assert "choose another --output_dir" in said
     assert (finished / "checkpoint-4").is_dir()
 

@@ -247,7 +247,7 @@ def _inspect(argv: list[str], path: str) -> None:
     args = script.parse_run("", script.MegatronFlags, argv)
     with distributed_run(args) as world:
         strategy = script.MegatronSharded(args.layout(), world)
-        model = load_model(args, world, strategy.shard).model
+        model = load_model(args, world, shard=strategy.shard).model
         assert strategy.clip(1.0) == 0.0, "there are no gradients yet, as for a rank that has no rows"
         named = dict(model.named_parameters())
         parts = {name: (strategy.full_tensor(p), p.to_local().clone()) for name, p in named.items()}
@@ -310,7 +310,7 @@ def _costs(argv: list[str], path: str) -> None:
         for name in COSTS:
             args = replace(given, zero_dp_strategy=name)
             strategy = script.MegatronSharded(args.layout(), world)
-            model = load_model(args, world, strategy.shard).model
+            model = load_model(args, world, shard=strategy.shard).model
             strategy.sync_model_weights()
             total = sum(p.numel() for p in model.parameters())
             groups = strategy.model.param_and_grad_buffer.parameter_groups

@@ -16,7 +16,7 @@ from common.cli import UserError
 from common.data.loader import TrainLoader, merge_positions
 from common.data.packing import Position
 from common.distributed.world import Mesh, World
-from common.training.progress import check_same_data
+from common.training.resume import check_same_data
 from extras.prepare.output_directory import read_record
 from extras.sources.dataset import documents, open_source
 from extras.text.causal import ContextPlan, causal_batches

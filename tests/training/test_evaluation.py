@@ -60,7 +60,7 @@ def questions(dataset, **flags) -> list[tuple[torch.Tensor, torch.Tensor]]:
     return found
 
 
-def test_loss_accuracy_and_perplexity_are_those_of_transformers_on_the_same_masks(model, dataset):
+def test_evaluation_equals_transformers_on_the_same_masks(model, dataset):
     reference = EsmForMaskedLM(model.config.to_transformers()).eval()
     reference.load_state_dict(convert.to_hf(model.state_dict(), model.config), strict=False)
     loss, correct, masked = 0.0, 0, 0
@@ -80,7 +80,7 @@ def test_loss_accuracy_and_perplexity_are_those_of_transformers_on_the_same_mask
     assert abs(found["eval_loss"] - math.log(33)) > 0.3, "a model whose predictions say something"
 
 
-def test_every_protein_of_the_split_is_asked_about_once(model, dataset):
+def test_evaluation_covers_every_protein_once(model, dataset):
     stored = load_from_disk(str(dataset / "validation"))["input_ids"]
     cropped = [ids for ids in stored if len(ids) > 128]
     assert cropped
@@ -98,7 +98,7 @@ def test_every_protein_of_the_split_is_asked_about_once(model, dataset):
     assert abs(share - 0.15) < 3 * math.sqrt(0.15 * 0.85 / residues)
 
 
-def test_packing_pack_size_and_batch_size_change_nothing(model, dataset):
+def test_evaluation_is_independent_of_packing(model, dataset):
     expected = numbers(model, dataset)
     for flags in (
         {"per_device_eval_batch_size": 1},
@@ -115,7 +115,7 @@ def test_packing_pack_size_and_batch_size_change_nothing(model, dataset):
         assert found == {k: v for k, v in expected.items() if k in found}, flags
 
 
-def test_workers_change_no_bit_and_end_with_the_evaluation_also_when_it_is_broken_off(model, dataset, recwarn):
+def test_evaluation_workers_change_no_bit_and_are_joined(model, dataset, recwarn):
     others = set(multiprocessing.active_children())
     in_small = {"per_device_eval_batch_size": 1, "dataloader_num_workers": 2}
     assert numbers(model, dataset, **in_small) == numbers(model, dataset, **in_small | {"dataloader_num_workers": 0})
@@ -131,7 +131,7 @@ def test_workers_change_no_bit_and_end_with_the_evaluation_also_when_it_is_broke
     assert not [text for text in told if not text.startswith("This DataLoader will create")]  # where there is one core
 
 
-def test_the_masks_do_not_depend_on_the_seed_nor_on_what_was_done_before(model, dataset):
+def test_evaluation_masks_do_not_depend_on_seed_or_history(model, dataset):
     expected = numbers(model, dataset)
     model.train()
     assert numbers(model, dataset, seed=1) == numbers(model, dataset, seed=2) == expected
@@ -141,7 +141,7 @@ def test_the_masks_do_not_depend_on_the_seed_nor_on_what_was_done_before(model, 
     assert not model.training
 
 
-def test_ranks_share_the_split_and_agree(dataset, tmp_path):
+def test_evaluation_ranks_share_the_split_and_agree(dataset, tmp_path):
     """40 and 20 proteins over three ranks: some have a batch more."""
     flags = {"do_train": False, "do_eval": True, "per_device_eval_batch_size": 1, "sequence_packing": False}
     results = {}
@@ -155,14 +155,14 @@ def test_ranks_share_the_split_and_agree(dataset, tmp_path):
         assert [results[nproc][k] for k in keys] == pytest.approx([results[1][k] for k in keys], rel=1e-12)
 
 
-def test_the_test_split_is_evaluated_at_the_end_under_its_own_names(model, dataset):
+def test_evaluation_of_test_split_has_its_own_keys(model, dataset):
     found = numbers(model, dataset, "test", "test")
     assert found["test_samples"] == NUM_TEST
     assert found["test_loss"] != numbers(model, dataset)["eval_loss"]
     assert found["test_perplexity"] == math.exp(found["test_loss"])
 
 
-def test_the_unigram_predictor_is_the_one_worked_out_by_hand(dataset):
+def test_unigram_equals_hand_computation(dataset):
     counts = np.bincount(np.concatenate(load_from_disk(str(dataset / "train"))["input_ids"]), minlength=33)
     counts = counts[4:31] + 1  # L to '-': every token that can be masked; one more than seen
     log_p = np.log(counts / counts.sum())
@@ -180,7 +180,7 @@ def test_the_unigram_predictor_is_the_one_worked_out_by_hand(dataset):
     assert again == pytest.approx(found, rel=1e-12)
 
 
-def test_a_model_that_knows_nothing_is_as_good_as_guessing_among_33(dataset):
+def test_evaluation_of_uniform_model_is_log_33(dataset):
     model = build_model(override(load_config(TINY_MODEL["config_name"]), TINY_OVERRIDES), seed=5)
     torch.nn.init.zeros_(model.embeddings.word_embeddings.weight)  # tied: all logits are the bias, zero
     found = numbers(model, dataset)
@@ -188,14 +188,14 @@ def test_a_model_that_knows_nothing_is_as_good_as_guessing_among_33(dataset):
     assert found["perplexity"] == pytest.approx(33, rel=1e-5)
 
 
-def test_fewer_proteins_on_demand_are_the_first_ones(model, dataset):
+def test_max_eval_samples_takes_the_first_proteins(model, dataset):
     some = numbers(model, dataset, max_eval_samples=7)
     assert some["eval_samples"] == 7
     first = questions(dataset)[:7]
     assert some["eval_masked_tokens"] == sum((labels != -100).sum().item() for _, labels in first)
 
 
-def test_evaluations_during_training_are_rows_and_the_last_one_is_the_result(dataset, tmp_path):
+def test_evaluations_during_training_are_rows(dataset, tmp_path):
     train(dataset, tmp_path, max_steps=6, do_eval=True, eval_on_start=True, eval_steps=3, logging_steps=4)
     history = rows(tmp_path)
     assert [row["step"] for row in history] == [0, 1, 3, 4, 6]
@@ -205,7 +205,7 @@ def test_evaluations_during_training_are_rows_and_the_last_one_is_the_result(dat
     assert history[0]["eval_loss"] > history[-1]["eval_loss"]
 
 
-def test_evaluating_does_not_disturb_training(dataset, tmp_path):
+def test_evaluation_does_not_change_training(dataset, tmp_path):
     train(dataset, tmp_path / "without", max_steps=4)
     train(dataset, tmp_path / "with", max_steps=4, do_eval=True, eval_steps=1)
     exact = ("loss", "grad_norm", "tokens")
@@ -213,7 +213,7 @@ def test_evaluating_does_not_disturb_training(dataset, tmp_path):
     assert kept[0] == kept[1]
 
 
-def test_eval_dataset_beside_a_dataset_dir_is_evaluated_on(dataset, tmp_path):
+def test_eval_dataset_replaces_the_validation_split(dataset, tmp_path):
     """The same proteins in a FASTA file give the same results; the test split stays that of the directory."""
     store = open_split(dataset, "validation", ESM2_TOKENS)
     ids, offsets = store.gather(np.arange(len(store)), np.zeros(len(store), int), store.lengths(np.arange(len(store))))
@@ -234,7 +234,7 @@ def test_eval_dataset_beside_a_dataset_dir_is_evaluated_on(dataset, tmp_path):
     assert not (tmp_path / "none").exists()
 
 
-def test_a_missing_validation_split_is_said_before_training(dataset, tmp_path):
+def test_missing_validation_split_is_an_error_before_training(dataset, tmp_path):
     arrow = tmp_path / "arrow"
     shutil.copytree(dataset / "train", arrow / "train")
     said = train(arrow, tmp_path / "out", nproc=2, expect=2, do_eval=True)

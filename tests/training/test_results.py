@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 
 from common.distributed.strategy import ReplicaFlags
-from common.training.progress import describe_weights, warn_of_unused_weights
 from common.training.registry import parse_run
+from common.training.results import describe_weights, warn_of_unused_weights
 from tests.training_fixtures import train
 
 RUN = {"max_steps": 2, "stop_at_step": 1, "save_final_model": True}
 
 
-def test_a_run_says_which_weights_it_starts_from(dataset, tmp_path):
+def test_announce_names_initial_weights(dataset, tmp_path):
     """MODEL=DIR of a job script is --config_name DIR: its weights were left out without a word."""
     said = train(dataset, tmp_path / "first", **RUN)
     assert "Weights: random, seed 42\n" in said
@@ -39,7 +39,7 @@ def test_a_run_says_which_weights_it_starts_from(dataset, tmp_path):
         (["config.json", "training_args.bin"], None),
     ],
 )
-def test_weights_of_any_form_beside_a_configuration_are_warned_of(tmp_path, flag, files, named):
+def test_warn_of_unused_weights_finds_any_format(tmp_path, flag, files, named):
     for name in files:
         (tmp_path / name).touch()
     argv = ["--dataset=x", "--max_steps=1", "--output_dir=out"]

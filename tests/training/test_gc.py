@@ -7,7 +7,7 @@ import weakref
 
 import torch
 
-from common.training.gc_schedule import collected_by_step
+from common.training.step import scheduled_gc
 from tests.training_fixtures import _main, flags_of, on_ranks
 
 
@@ -16,9 +16,9 @@ class Cycle:
         self.itself = self
 
 
-def test_cycles_go_every_so_many_steps_and_by_themselves_afterwards():
+def test_scheduled_gc_collects_every_n_steps():
     before = gc.get_freeze_count()
-    with collected_by_step(every=3) as collect:
+    with scheduled_gc(every=3) as collect:
         assert not gc.isenabled()
         garbage = weakref.ref(Cycle())
         for step in (1, 2):
@@ -39,7 +39,7 @@ def _main_watched(argv: list[str]) -> None:
     print(f"generations {collected[seen[0] : seen[-1]]}")
 
 
-def test_a_run_collects_nothing_between_its_steps(dataset, tmp_path):
+def test_train_collects_no_garbage_between_steps(dataset, tmp_path):
     argv = flags_of(dataset, tmp_path, max_steps=3, do_eval=False, save_final_model=False, dataloader_num_workers=0)
     codes, said = on_ranks(1, _main_watched, argv)
     assert codes == [0], said[0]

@@ -59,7 +59,7 @@ def slowed(
 
 
 @pytest.mark.parametrize(("nproc", "flags"), [(1, {}), (2, {}), (2, FSDP2)], ids=["one", "ddp", "fsdp2"])
-def test_the_parts_of_a_step_add_up_to_it(dataset, tmp_path, nproc, flags):
+def test_step_parts_add_up(dataset, tmp_path, nproc, flags):
     slowed(dataset, tmp_path, nproc, 0, 0.1, **flags)
     history = rows(tmp_path)[1:]
     parts = ("data_wait_seconds", "forward_backward_seconds", "optimizer_seconds")
@@ -72,7 +72,7 @@ def test_the_parts_of_a_step_add_up_to_it(dataset, tmp_path, nproc, flags):
     assert middle["optimizer_seconds"] < 0.1
 
 
-def test_a_checkpoint_that_stalls_training_is_in_the_next_row(dataset, tmp_path):
+def test_checkpoint_seconds_are_in_the_next_row(dataset, tmp_path):
     train(dataset, tmp_path, **FLAGS, save_steps=4, async_save=False)
     stalls = {row["step"]: row["checkpoint_seconds"] for row in rows(tmp_path)}
     assert {step for step, seconds in stalls.items() if seconds > 1e-3} == {5, 9}
@@ -83,7 +83,7 @@ def test_a_checkpoint_that_stalls_training_is_in_the_next_row(dataset, tmp_path)
     [(2, 1, 2, {}), (2, 0, 1, FSDP2), (4, 1, 2, HYBRID), (2, 0, 2, {"script": "train_mfsdp.py"})],
     ids=["ddp", "fsdp2", "hsdp", "mfsdp"],
 )
-def test_the_slow_rank_is_named_in_the_row_and_in_one_line(dataset, tmp_path, nproc, rank, accumulation, flags):
+def test_stragglers_name_the_slow_rank(dataset, tmp_path, nproc, rank, accumulation, flags):
     """Slow in the forward passes up to the first comparison, then in the backward passes."""
     flags = flags | {"straggler_every": 5, "gradient_accumulation_steps": accumulation}
     said = slowed(dataset, tmp_path, nproc, rank, 0.2, 5 * accumulation, **flags)
@@ -99,7 +99,7 @@ def test_the_slow_rank_is_named_in_the_row_and_in_one_line(dataset, tmp_path, np
 
 
 @pytest.mark.parametrize("flags", [{}, FSDP2 | {"activation_checkpointing": "full"}], ids=["ddp", "fsdp2"])
-def test_the_comparison_of_ranks_can_be_off_and_changes_no_bit(dataset, tmp_path, flags):
+def test_stragglers_off_changes_no_bit(dataset, tmp_path, flags):
     for every in (0, 1):
         train(dataset, tmp_path / str(every), 2, **FLAGS | flags, straggler_every=every)
     assert not [row for row in rows(tmp_path / "0") if "slowest_rank" in row]
@@ -108,7 +108,7 @@ def test_the_comparison_of_ranks_can_be_off_and_changes_no_bit(dataset, tmp_path
 
 
 @pytest.mark.parametrize(("flags", "exchange"), [({}, "all_reduce"), (FSDP2, "all_gather")], ids=["ddp", "fsdp2"])
-def test_a_trace_holds_the_steps_asked_for_of_every_rank(dataset, tmp_path, flags, exchange):
+def test_profiler_traces_the_given_steps_of_every_rank(dataset, tmp_path, flags, exchange):
     train(dataset, tmp_path, 2, **FLAGS | flags, profile_steps="4-6")
     names = sorted(path.name for path in (tmp_path / "profile").iterdir())
     assert names == ["rank0-steps-4-6.json.gz", "rank1-steps-4-6.json.gz"]
@@ -120,7 +120,7 @@ def test_a_trace_holds_the_steps_asked_for_of_every_rank(dataset, tmp_path, flag
         assert any(exchange in event.get("name", "") for event in events)
 
 
-def test_a_trace_cut_short_and_resumed_is_in_two_files_and_overwriting_removes_them(dataset, tmp_path):
+def test_profiler_trace_of_resumed_run_is_in_two_files(dataset, tmp_path):
     for stop in (5, None):
         train(dataset, tmp_path, **FLAGS, profile_steps="4-7", stop_at_step=stop)
     names = sorted(path.name for path in (tmp_path / "profile").iterdir())
@@ -131,24 +131,24 @@ def test_a_trace_cut_short_and_resumed_is_in_two_files_and_overwriting_removes_t
 
 
 @pytest.mark.parametrize("text", ["0-3", "5-4", "a-b", "3-", "-3", "1,2", " 1-2"])
-def test_bad_steps_to_profile_are_refused(text):
+def test_parse_steps_refuses_bad_ranges(text):
     with pytest.raises(UserError, match=r"--profile_steps .*: expected steps as A-B"):
         parse_steps(text)
 
 
-def test_steps_to_profile():
+def test_parse_steps_reads_ranges():
     assert parse_steps("3-5") == range(3, 6)
     assert parse_steps("7") == range(7, 8)
 
 
-def test_bad_steps_to_profile_end_the_run_in_one_line(dataset, tmp_path):
+def test_profile_steps_error_is_one_line(dataset, tmp_path):
     said = train(dataset, tmp_path / "out", expect=2, profile_steps="9-3")
     assert said == "error: --profile_steps 9-3: expected steps as A-B, say 10-12, counted from 1\n"
     assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("flags", [{}, FSDP2], ids=["ddp", "fsdp2"])
-def test_checkpoints_come_by_rank_0s_clock_on_all_ranks(dataset, tmp_path, flags):
+def test_save_minutes_follows_the_clock_of_rank_0(dataset, tmp_path, flags):
     """Steps of at least 0.1 s and a save after 0.35 s, asked for before a step: every fifth at the latest."""
     out = tmp_path / "out"
     slowed(dataset, out, 2, 1, 0.1, save_steps=1000, save_minutes=0.35 / 60, **flags)
@@ -161,7 +161,7 @@ def test_checkpoints_come_by_rank_0s_clock_on_all_ranks(dataset, tmp_path, flags
     assert trajectory(out) == trajectory(tmp_path / "without")
 
 
-def test_the_step_line_tells_of_stalls_and_skipped_steps_only_where_there_are_any():
+def test_step_line_shows_stalls_and_skipped_steps_if_any():
     row = {"step": 20, "total_steps": 100, "epoch": 0.5, "loss": 2.7, "grad_norm": 1.2, "learning_rate": 4e-4}
     row |= {"peak_memory_gb": 12.3, "tokens_per_second": 95_900.4, "tflops_per_device": 123.4}
     row |= {"step_seconds": 0.5, "data_wait_seconds": 0.01, "checkpoint_seconds": 0.0, "skipped_steps": 0}

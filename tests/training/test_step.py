@@ -19,8 +19,7 @@ from common.training.optim import build_optimizer
 from common.training.registry import parse_run
 from common.training.step import Stepper
 from common.training.task import BuiltModel
-from extras.dry_run.memory_estimate import rehearsed
-from extras.monitor.stragglers import Stragglers
+from extras.dry_run.memory_estimate import fake_run
 from tests.data_fixtures import load_script
 from tests.training_fixtures import arguments, flags_of
 
@@ -31,11 +30,11 @@ FLAGS = {"train_ddp.py": "DdpFlags", "train_fsdp2.py": "FsdpFlags"}
     ("script", "flags"),
     [("train_ddp.py", {}), ("train_fsdp2.py", {}), ("train_fsdp2.py", {"activation_checkpointing": "full"})],
 )
-def test_passes_and_optimiser_wait_for_nothing_on_a_gpus_way(tmp_path, script, flags):
+def test_passes_and_optimizer_never_synchronize_with_a_gpu(tmp_path, script, flags):
     module = load_script(script)
     argv = flags_of(None, tmp_path, **flags, dataset="sample", bf16=True, dry_run=True, world_size=2, use_cpu=False)
     args = parse_run("", getattr(module, FLAGS[script]), argv)
-    with rehearsed(args, module.build) as run:
+    with fake_run(args, module.build) as run:
         batch = run.task.example(1024)
         with counted() as work:
             for last in (False, True):
@@ -47,23 +46,23 @@ def test_passes_and_optimiser_wait_for_nothing_on_a_gpus_way(tmp_path, script, f
     assert dict(work.waits) == {}
 
 
-def test_a_step_reads_the_device_once(dataset):
+def test_stepper_synchronizes_once(dataset):
     """On the CPU's way, whose attention has a loop over the sequences in every layer."""
     args, world = arguments(dataset), World(0, 0, 1, torch.device("cpu"))
     model = build_model(esm2_config(layers=2, hidden_size=64, heads=4), seed=1)
     built = BuiltModel(model, "torch", "erf", (), Precision(), {})
     task, strategy = MaskedLM(built, args, world), Strategy(model)
     optimizer = build_optimizer(model, args)
-    stepper = Stepper(task, strategy, Precision(), optimizer, Stragglers(strategy, world, 0), world, 1.0)
+    stepper = Stepper(task, strategy, Precision(), optimizer, world, 1.0)
     batches = [task.example(100), task.example(150)]
     with counted() as work:
-        result = stepper.take(0, 1e-3, batches, task.counts(batches))
+        result = stepper.step(0, 1e-3, batches, task.counts(batches))
     assert result.loss > 0
     assert not result.skipped
     assert dict(work.waits) == {"tolist": len(batches) * 2 + 1}
 
 
-def test_positions_that_came_with_a_batch_are_the_ones_that_the_model_finds():
+def test_predicted_positions_of_batch_equal_those_of_model():
     torch.manual_seed(0)
     model = build_model(esm2_config(layers=1, hidden_size=64, heads=4), seed=1)
     pack = {"input_ids": torch.randint(4, 24, (90,)), "cu_seqlens": torch.tensor([0, 50, 90], dtype=torch.int32)}
@@ -79,7 +78,7 @@ def test_positions_that_came_with_a_batch_are_the_ones_that_the_model_finds():
     assert given.correct == (logits.argmax(-1) == pack["labels"][asked]).sum()
 
 
-def test_every_pack_of_a_gpu_has_one_shape(dataset):
+def test_collator_pads_packs_to_one_shape_on_a_gpu(dataset):
     """Those of a CPU, where fillers cost what they are, have no more of them than products want."""
 
     def pad_to(device: str, **flags) -> int:

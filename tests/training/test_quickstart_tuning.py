@@ -11,13 +11,13 @@ import torch
 from common.data.token_store import open_split
 from common.distributed.world import World
 from common.models.esm2.alphabet import ESM2_TOKENS
-from extras.quickstart_tuning import PaceArguments, choose, evaluated_tokens
+from extras.quickstart_tuning import TuningArguments, choose, evaluated_tokens
 from tests.forked import run_script
 from tests.training_fixtures import DEFAULTS, MAX_SEQ_LENGTH, TINY_MODEL, environment, flags_of, rows
 
 
-def arguments(dataset, **flags) -> PaceArguments:
-    return PaceArguments(dataset_dir=str(dataset), output_dir="unused", **TINY_MODEL | DEFAULTS | flags)
+def arguments(dataset, **flags) -> TuningArguments:
+    return TuningArguments(dataset_dir=str(dataset), output_dir="unused", **TINY_MODEL | DEFAULTS | flags)
 
 
 @pytest.mark.parametrize(
@@ -33,14 +33,14 @@ def arguments(dataset, **flags) -> PaceArguments:
         ({"fp32": 0.01}, 0, ("fp32", 240)),
     ],
 )
-def test_precision_and_steps_are_those_that_fit(dataset, seconds, evaluated, chosen):
+def test_choose_precision_and_steps_that_fit(dataset, seconds, evaluated, chosen):
     args = arguments(dataset, tokens_per_pack=512, seconds=100)
     precision, steps, in_all = choose(args, seconds, evaluated)
     assert (precision, steps) == chosen
     assert in_all == pytest.approx(seconds[precision] * (steps + evaluated / (3 * 512)))
 
 
-def test_every_evaluation_counts(dataset):
+def test_evaluated_tokens_count_every_evaluation(dataset):
     def tokens(split: str, first: int) -> int:
         store = open_split(str(dataset), split, ESM2_TOKENS, first)
         return int(np.minimum(store.lengths(np.arange(len(store))), MAX_SEQ_LENGTH).sum())
@@ -51,7 +51,7 @@ def test_every_evaluation_counts(dataset):
     assert evaluated_tokens(args, alone) == 5 * tokens("validation", 10) + tokens("test", 10)
 
 
-def test_what_is_chosen_is_a_run_of_train_ddp(dataset, tmp_path):
+def test_quickstart_tuning_writes_flags_of_train_ddp(dataset, tmp_path):
     flags = flags_of(dataset, tmp_path / "out", do_eval=True, max_eval_samples=10, max_steps=None, learning_rate=3e-3)
     own = ("--flags_file", tmp_path / "run.json", "--seconds", 1, "--least_steps", 2, "--most_steps", 3)
     done = run_script("extras.quickstart_tuning", *flags, *own, env=environment())
