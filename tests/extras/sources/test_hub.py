@@ -43,7 +43,7 @@ def read(home, url: str, *flags, **variables) -> subprocess.CompletedProcess:
     environment |= {"HF_ENDPOINT": url, "HF_HOME": str(home), "HF_HUB_DISABLE_XET": "1"} | variables
     script = home.with_suffix(".py")
     script.write_text(READ)
-    return run_script(str(script), *flags, env=environment, anew=("huggingface_hub", "common"))
+    return run_script(str(script), *flags, env=environment, anew=("huggingface_hub", "common", "extras"))
 
 
 def test_hub_streamed_downloaded_and_offline_are_the_same(repo, tmp_path):

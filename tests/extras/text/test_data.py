@@ -110,7 +110,7 @@ def test_text_of_hub_is_read_in_place(tmp_path, streaming):
     environment = {k: v for k, v in os.environ.items() if not k.startswith("HF_")}
     with hub_server("allenai/c4", tmp_path / "repo") as hub:
         environment |= {"HF_ENDPOINT": hub.url, "HF_HOME": str(home), "HF_HUB_DISABLE_XET": "1"}
-        done = run_script(str(script), str(streaming), env=environment, anew=("huggingface_hub", "common"))
+        done = run_script(str(script), str(streaming), env=environment, anew=("huggingface_hub", "common", "extras"))
         sent = hub.sent
     assert done.returncode == 0, done.stderr
     flags, data = opened(dataset=str(tmp_path / "repo"), dataset_config_name="en", max_steps=1, evaluates=False)

@@ -169,7 +169,7 @@ def load(home, url: str, **variables):
     environment |= {"HF_ENDPOINT": url, "HF_HOME": str(home), "HF_HUB_DISABLE_XET": "1"} | variables
     script = home.with_suffix(".py")
     script.write_text(LOAD)
-    return run_script(str(script), env=environment, anew=("huggingface_hub", "transformers", "common"))
+    return run_script(str(script), env=environment, anew=("huggingface_hub", "transformers", "common", "extras"))
 
 
 def test_tokenizer_downloads_once_and_no_weights(tmp_path):
