@@ -47,8 +47,8 @@ class RunDirectory:
     """The output directory, locked until `close` or the end of the context. For rank 0 only.
 
     restarted: whether this process restarts the job that wrote here last, with the same command line. It then resumes
-    that job's newest checkpoint, whatever --overwrite_output_dir and --resume_from_checkpoint say. A context that fails
-    before `keep` was called removes what it has created.
+    that job's newest checkpoint, whatever --overwrite_output_dir and --resume_from_checkpoint say. A context that
+    fails before `keep` was called removes what it has created.
     Raises OSError if the directory is not writable, UserError while another run writes to it.
     """
 
