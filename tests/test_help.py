@@ -53,7 +53,6 @@ def test_help_fits_the_terminal(script, flags):
 MODULES = (
     "training.report",
     "training.export",
-    "training.pace",
     "precision.stats_report",
     "prepare.sample",
     "preflight",
