@@ -51,7 +51,13 @@ def train(args: RunArguments, build: Build) -> None:
 
         dry_run(args, build)
         return
-    with distributed_run(args) as world, ExitStack() as stack:
+    with distributed_run(args) as world:
+        run_training(args, build, world)
+
+
+def run_training(args: RunArguments, build: Build, world: World) -> None:
+    """A function of its own: its locals (model, process groups) must be freed before the groups are destroyed."""
+    with ExitStack() as stack:
         directory = None
         with world.on_main_rank() as is_main:
             if is_main:
@@ -59,8 +65,7 @@ def train(args: RunArguments, build: Build) -> None:
         # With the directory locked, no other run can change the checkpoints.
         restarted = world.broadcast_object(directory and directory.restarted)
         resume = plan_resume(args, restarted, world)
-        strategy, built = build(args, world, resume)
-        run = set_up(args, world, strategy, built, resume, directory, stack)
+        run = set_up(args, build, world, resume, directory, stack)
         if args.do_train:
             train_steps(run)
         if directory:
@@ -96,16 +101,16 @@ class Run:
 
 def set_up(
     args: RunArguments,
+    build: Build,
     world: World,
-    strategy: Strategy,
-    built: BuiltModel,
     resume: ResumePlan,
     directory: RunDirectory | None,
     stack: ExitStack,
 ) -> Run:
-    """Open data, log and checkpoints, load the checkpoint, and resolve what the flags leave open."""
+    """Build the model, open data, log and checkpoints, load the checkpoint, resolve what the flags leave open."""
     from extras.monitor.step_monitor import StepMonitor
 
+    strategy, built = build(args, world, resume)
     with world.on_main_rank() as is_main:  # report bad input before anything is removed or written
         if is_main and args.quant_stats:
             args.check_log_directory()
@@ -263,7 +268,7 @@ def save(run: Run, schedule: SaveSchedule) -> float:
 
 def end(run: Run) -> None:
     """Write results, evaluate, export and draw as the flags say. Raises Preempted if stopped in an evaluation."""
-    args, world, state, task = run.args, run.world, run.state, run.task
+    args, world, state, task, output_dir = run.args, run.world, run.state, run.task, Path(run.args.output_dir)
 
     def report(split: str, results: dict) -> None:
         with world.on_main_rank() as is_main:
@@ -271,9 +276,6 @@ def end(run: Run) -> None:
                 run.log.results(split, state.step, results, of_training=args.do_train)
 
     if args.do_train:
-        if state.unknown:
-            share = state.unknown / max(state.tokens, 1)
-            logger.warning("%s characters (%.2g of the tokens) are no residues: <unk>", f"{state.unknown:,}", share)
         report("train", training_results(state, run.plan, task.data.num_examples))
     if args.do_eval:
         logger.info("*** Evaluate ***")
@@ -286,15 +288,15 @@ def end(run: Run) -> None:
             if not results:
                 raise Preempted
             report(prefix, {"epoch": state.epoch} | results)
-    output_dir = Path(args.output_dir)
     with world.on_main_rank() as is_main:
         if is_main and args.do_train:
             history = read_json_lines(output_dir / METRICS)
             write_json(output_dir / "trainer_state.json", asdict(state) | {"log_history": history})
     is_complete = args.do_train and task.data.finished(state.step, state.position)
     if is_complete if args.save_final_model is None else args.save_final_model:
-        training = Training.of_state(asdict(state))
-        export_model(task, output_dir / "final_model", training, world, run.strategy.full_tensor)
+        export_model(
+            task, output_dir / "final_model", Training.of_state(asdict(state)), world, run.strategy.full_tensor
+        )
     with world.on_main_rank() as is_main:
         if is_main and args.do_train:
             run.log.draw_last()

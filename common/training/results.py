@@ -106,7 +106,10 @@ def run_info(args: RunArguments, built: BuiltModel, labels: tuple[str, ...], wor
 
 
 def training_results(state: TrainerState, plan: RunPlan, num_examples: int | None) -> dict:
-    """The content of train_results.json."""
+    """The content of train_results.json. Warns of characters that are no residues."""
+    if state.unknown:
+        share = state.unknown / max(state.tokens, 1)
+        logger.warning("%s characters (%.2g of the tokens) are no residues: <unk>", f"{state.unknown:,}", share)
     seconds = max(state.seconds, 1e-9)
     return {
         "backend": plan.backend,

@@ -303,7 +303,7 @@ WRONG = {
         "slurm/llama3_1_8b-training.sbatch --frobnicate=1",
         {"NPROC_PER_NODE": "1", "FI_PROVIDER": ""},
     ),
-    "(n3): none, 1 asked for": (
+    "(n3): none, 1 required": (
         "--partition=plain slurm/train_ddp.sh",
         {"GPUS_PER_NODE": "1", "PREFLIGHT": "error"},
     ),
@@ -312,7 +312,7 @@ WRONG = {
         {"MODEL": "", "DATASET_DIR": "/no/data", "PATH": "{nvidia_smi}"},
     ),
     "no GPUs on n3: set NPROC_PER_NODE": ("--partition=plain slurm/train_ddp.sh", {}),
-    "(n3): none, 2 asked for": (
+    "(n3): none, 2 required": (
         "--partition=plain slurm/train_ddp.sh",
         {"PATH": "{nvidia_smi}", "PREFLIGHT": "error"},
     ),
@@ -338,7 +338,7 @@ WRONG = {
         "--chdir={broken} slurm/train_ddp.sh",
         {"NPROC_PER_NODE": "1"},
     ),
-    "none, 2 asked for": ("--gpus-per-node=2 slurm/train_ddp.sh", {"PREFLIGHT": "error"}),
+    "none, 2 required": ("--gpus-per-node=2 slurm/train_ddp.sh", {"PREFLIGHT": "error"}),
     "train_mfsdp.py needs an NVIDIA GPU": (f"slurm/train_mfsdp.sh {flags()}", {"NPROC_PER_NODE": "1"}),
     "unknown flag --frobnicate": (f"slurm/train_ddp_cp.sh --frobnicate {flags()}", {"NPROC_PER_NODE": "2"}),
 }
