@@ -18,9 +18,10 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from common.cli import Flags, Missing, UserError, flag, parse_arguments, run
+from common.cli import UserError, run
 from common.files.json_files import write_json_flushed
 from common.files.output_directory import Build, building
+from common.flags import Flags, Missing, flag, parse_arguments
 from extras.earlier_identity import recorded_form
 from extras.prepare.dataset_writer import write_dataset_dict
 from extras.prepare.encode import Piece, assemble, usable_threads
@@ -124,7 +125,7 @@ def tokenize(args: Arguments, units: list[UnitOfText], tokenizer: Tokenizer, bui
 
 
 def main() -> None:
-    (args,) = parse_arguments(__doc__, Arguments)
+    args = parse_arguments(__doc__, Arguments)
     tokenizer, revision = load_tokenizer(args.tokenizer)
     source = open_source(
         *(args.dataset, args.streaming),

@@ -12,17 +12,18 @@ from __future__ import annotations
 import common  # noqa: F401  # isort: skip  (before torch: see there)
 import logging
 import time
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
-from common.cli import flag, parse_arguments, run
+from common.cli import run
 from common.data.training_data import open_data
 from common.distributed.run import distributed_run
 from common.distributed.strategy import Strategy
 from common.distributed.world import World
 from common.files.json_files import write_json
+from common.flags import flag, flat, parse_arguments, with_flags
 from common.models.layers.backend import has_bf16
 from common.training.arguments import TrainArguments
 from common.training.load_model import load_model
@@ -37,7 +38,7 @@ WARM, TIMED = 1, 2  # steps; the first one makes kernels and asks for memory
 GAIN = 1.1  # by which bf16 has to be faster: else its rounding buys nothing
 
 
-@dataclass
+@dataclass(frozen=True)
 class PaceArguments(TrainArguments):
     flags_file: str = flag("run.json", "Where the flags of the run go.")
     seconds: float = flag(90.0, "What the run, with its evaluations, may take.")
@@ -55,12 +56,12 @@ def step_seconds(args: TrainArguments, world: World) -> float:
     built = load_model(args, world)
     task = MaskedLM(built, args, world)
     task.open(evaluates=False)
-    strategy, optimizer = Strategy(built.model), build_optimizer(built.weights, args)
+    strategy, optimizer = Strategy(built.model), build_optimizer(built.weights, args.optimizer)
     stragglers = Stragglers(strategy, world, 0)
-    stepper = Stepper(task, strategy, built.precision, optimizer, stragglers, world, args.max_grad_norm)
+    stepper = Stepper(task, strategy, built.precision, optimizer, stragglers, world, args.optimizer.max_grad_norm)
     built.model.train()
     taken = []
-    for share in task.steps(args.gradient_accumulation_steps, 0, {}, WARM + TIMED):
+    for share in task.steps(args.data.gradient_accumulation_steps, 0, {}, WARM + TIMED):
         started = time.perf_counter()
         stepper.take(share.step, 0.0, share.micro_batches, task.counts(share.micro_batches))
         taken.append(time.perf_counter() - started)
@@ -71,11 +72,11 @@ def evaluated_tokens(args: TrainArguments, world: World) -> int:
     """Of all evaluations of the run: before it, during it, and on both splits after it."""
     if not args.do_eval:
         return 0
-    data = open_data(args, world, evaluate=True)
+    data = open_data(args.data, world, evaluate=True)
     rounds = {"validation": args.eval_on_start + round(1 / args.eval_steps if args.eval_steps else 0) + 1, "test": 1}
     held_out = {split: data.held_out(split) for split in rounds}
     return sum(
-        rounds[split] * int(np.minimum(store.lengths(np.arange(len(store))), args.max_seq_length).sum())
+        rounds[split] * int(np.minimum(store.lengths(np.arange(len(store))), args.data.max_seq_length).sum())
         for split, store in held_out.items()
         if store is not None
     )
@@ -85,28 +86,33 @@ def choose(args: PaceArguments, seconds: dict[str, float], evaluated: int) -> tu
     """(fp32 or bf16, steps, seconds in all) from what a step takes in each, and the tokens that are evaluated."""
     precision = "bf16" if "bf16" in seconds and seconds["fp32"] > GAIN * seconds["bf16"] else "fp32"
     step = seconds[precision]
-    forward_alone = evaluated * step / (3 * args.tokens_per_pack * args.gradient_accumulation_steps)
+    forward_alone = evaluated * step / (3 * args.data.tokens_per_pack * args.data.gradient_accumulation_steps)
     steps = min(max(int((args.seconds - forward_alone) / step), args.least_steps), args.most_steps)
     return precision, steps, steps * step + forward_alone
 
 
 def flags_of_run(args: PaceArguments) -> dict:
     """Those that are not the run's defaults, without those of this module."""
-    defaults = {field.name: field.default for field in fields(TrainArguments)}
-    return {name: getattr(args, name) for name, default in defaults.items() if getattr(args, name) != default}
+    given = flat(args)
+    return {name: given[name] for name, default in flat(TrainArguments()).items() if given[name] != default}
 
 
 def main() -> None:
-    (args,) = parse_arguments(__doc__, PaceArguments)
-    with distributed_run(args) as world:
+    args = parse_arguments(__doc__, PaceArguments)
+    with distributed_run(args.process) as world:
         precisions = ("fp32", "bf16") if has_bf16(world.device) else ("fp32",)
-        seconds = {name: step_seconds(replace(args, bf16=name == "bf16"), world) for name in precisions}
+        seconds = {name: step_seconds(with_flags(args, bf16=name == "bf16"), world) for name in precisions}
         precision, steps, in_all = choose(args, seconds, evaluated_tokens(args, world))
         write_json(Path(args.flags_file), flags_of_run(args) | {"bf16": precision == "bf16", "max_steps": steps})
     timed = ", ".join(f"{name} {value:.2f} s" for name, value in seconds.items())
     minutes = f"about {in_all / 60:.1f} minutes"
     logger.info(
-        "A step of %s tokens: %s. So: %s, %d steps, %s", f"{args.tokens_per_pack:,}", timed, precision, steps, minutes
+        "A step of %s tokens: %s. So: %s, %d steps, %s",
+        f"{args.data.tokens_per_pack:,}",
+        timed,
+        precision,
+        steps,
+        minutes,
     )
 
 

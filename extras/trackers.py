@@ -15,7 +15,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from common.cli import Flags, MachineFault, UserError, one_line
+from common.cli import MachineFault, UserError, one_line
 from common.distributed.stopping import PREEMPTED
 from common.files.json_files import read_json_lines, write_json
 
@@ -63,7 +63,7 @@ class _TensorBoard(Tracker):
 
 
 class _WandB(Tracker):
-    def __init__(self, flags: Flags, name: str | None, directory: Path, first_row: int | None, anew: bool):
+    def __init__(self, config: dict, name: str | None, directory: Path, first_row: int | None, anew: bool):
         try:
             import wandb
         except ImportError as error:
@@ -75,7 +75,7 @@ class _WandB(Tracker):
         ours = {"WANDB_RUN_ID": ("id", run_id), "WANDB_RESUME": ("resume", "allow"), "WANDB_DIR": ("dir", directory)}
         arguments = {key: str(value) for variable, (key, value) in ours.items() if not os.environ.get(variable)}
         try:
-            self.run = wandb.init(name=name, config=vars(flags), **arguments)
+            self.run = wandb.init(name=name, config=config, **arguments)
         except (wandb.errors.UsageError, wandb.errors.AuthenticationError, ValueError) as error:
             raise UserError(
                 f"--report_to wandb: {one_line(error)}: see WANDB_* in docs/training.md; WANDB_MODE=offline needs no "
@@ -140,18 +140,18 @@ class _Dispensable(Tracker):
 
 
 def open_tracker(
-    report_to: str, name: str | None, flags: Flags, output_dir: Path, first_row: int | None, anew: bool
+    report_to: str, name: str | None, config: dict, output_dir: Path, first_row: int | None, anew: bool
 ) -> Tracker:
     """What --report_to asks for.
 
-    name: the run's, None for the tracker's choice; flags: W&B's configuration of the run; first_row: the step of the
+    name: the run's, None for the tracker's choice; config: the run's flags, for W&B; first_row: the step of the
     first row that is to come, None where nothing is to be trained; anew: this start goes on with nothing.
     Raises UserError for settings it cannot be opened with, MachineFault where its server does not answer.
     """
     if report_to == "tensorboard":
         return _Dispensable(_TensorBoard(output_dir / EVENTS, first_row), report_to)
     if report_to == "wandb":
-        return _Dispensable(_WandB(flags, name, output_dir, first_row, anew), report_to)
+        return _Dispensable(_WandB(config, name, output_dir, first_row, anew), report_to)
     return Tracker()
 
 

@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from common.cli import Flags, Missing, UserError, flag, parse_arguments
+from common.cli import UserError
+from common.flags import Flags, Missing, flag, parse_arguments
 from tests.conftest import ROOT
 
 
@@ -47,7 +48,7 @@ class Paper(Flags):
     speed: float = flag(1.0, "Any.")
     dry: bool = flag(True, "Wait.")
 
-    instead_of = {"paper": ("colour",), "speed": ("zoom",), "zoom": ("speed",)}
+    overrides = {"paper": ("colour",), "speed": ("zoom",), "zoom": ("speed",)}
     last_wins = ("speed", "zoom")
 
     def missing(self) -> Iterator[Missing]:
@@ -68,7 +69,7 @@ class Printed(Paper, Drawing):
 
 
 def test_one_object_has_the_flags_of_every_class():
-    (args,) = parse_arguments("", Drawing, argv=["--width=5", "--colour=red", "--zoom=0.5"])
+    args = parse_arguments("", Drawing, argv=["--width=5", "--colour=red", "--zoom=0.5"])
     assert (args.width, args.colour, args.zoom) == (5, "red", 0.5)
     assert isinstance(args, Size)
     assert isinstance(args, Colour)
@@ -90,7 +91,7 @@ def test_each_class_checks_its_own_flags(flags, message):
 
 
 def printed(*argv) -> Printed:
-    (args,) = parse_arguments("", Printed, argv=[str(word) for word in argv])
+    args = parse_arguments("", Printed, argv=[str(word) for word in argv])
     return args
 
 
@@ -191,7 +192,7 @@ class Open(Flags):
     [([], None), (["--compiled"], True), (["--compiled", "False"], False), (["--compiled=True"], True)],
 )
 def test_a_switch_that_may_be_left_open_takes_its_bare_name(words, value):
-    (found,) = parse_arguments("", Open, argv=words)
+    found = parse_arguments("", Open, argv=words)
     assert found.compiled is value
 
 

@@ -7,7 +7,8 @@ import re
 import pytest
 import transformers
 
-from common.cli import UserError, parse_arguments
+from common.cli import UserError
+from common.flags import parse_arguments
 from tests.conftest import ROOT
 from tests.data_fixtures import load_script
 

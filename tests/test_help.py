@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 import pytest
 
-from common.cli import Flags, UserError, flag, parse_arguments
+from common.cli import UserError
+from common.flags import Flags, flag, parse_arguments
 from common.data.flags import DataFlags
 from common.models.esm2.family import ModelFlags
 from common.training.arguments import TrainArguments

@@ -22,50 +22,52 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from common.cli import Flags, UserError, flag, one_line, setup_logging, user_errors
+from common.cli import UserError, one_line, setup_logging, user_errors
 from common.distributed.nccl import device_failure, lost_by_nccl, out_of_memory, tell_nccl
 from common.distributed.stopping import PREEMPTED, Preempted
 from common.distributed.store import join_store, keep_to_this_node, serve_store, store_host
 from common.distributed.world import OUR_BUG, FailedElsewhere, World
+from common.flags import Flags, flag
 
 logger = logging.getLogger(__name__)
 # torchrun's store is there before the ranks are: one that cannot reach it has outlived its launcher.
 AGENT_S = 60
 
 
-@dataclass
+@dataclass(frozen=True)
 class ProcessFlags(Flags):
-    """The flags of a run's processes."""
+    """Of a run's processes: device, determinism, timeout, context parallelism."""
 
     group = "processes"
-    rarely = ("tf32",)
+    advanced = ("tf32",)
+    unlisted = ("use_cpu",)
 
-    tf32: bool | None = flag(None, "Allow TF32 for fp32 matrix products (NVIDIA Ampere and later).")
+    tf32: bool | None = flag(None, "Allow TF32 in fp32 matmuls (NVIDIA Ampere and later).")
     use_cpu: bool = flag(False, "Train on the CPU even where there is a GPU.")
     deterministic: bool = flag(
-        False, "On GPUs too: the same bits each time, by slower kernels. CPUs always give them."
+        False, "Bit-identical results on GPUs too, with slower kernels; on CPUs they always are."
     )
-    ddp_timeout: int = flag(1800, "Seconds after which a rank that hangs ends the run, and is named.")
-    cp_size: int = flag(1, "Ranks that share a pack, neighbours in rank: context parallelism, for long sequences.")
+    ddp_timeout: int = flag(1800, "Seconds after which a hanging rank ends the run; the error names it.")
+    cp_size: int = flag(1, "Context parallelism: neighbouring ranks that share each pack, for long sequences.")
 
     def check(self) -> None:
         self.require_at_least(1, "ddp_timeout", "cp_size")
 
 
 @contextmanager
-def distributed_run(args: ProcessFlags) -> Iterator[World]:
+def distributed_run(flags: ProcessFlags) -> Iterator[World]:
     """Set up logging, device, process group and signals; take them down in order, whatever happens.
 
     Bad input ends every rank with status 2, and the first rank that found it says so in one line; a stop by signal
     ends every rank with PREEMPTED.
     """
-    world = World.from_environment(args.use_cpu)
+    world = World.from_environment(flags.use_cpu)
     rank, size, local_rank, device = world.rank, world.size, world.local_rank, world.device
     use_gpu = device.type == "cuda"
     setup_logging(logging.INFO if rank == 0 else logging.ERROR)
     faulthandler.enable()
     world.stop.listen()
-    if args.deterministic:
+    if flags.deterministic:
         _make_deterministic()
     try:
         with _exit_status(world):
@@ -74,11 +76,11 @@ def distributed_run(args: ProcessFlags) -> Iterator[World]:
                 raise UserError(f"rank {rank} has no GPU of its own: --nproc_per_node is above the {count} here")
             if use_gpu:
                 torch.cuda.set_device(device)
-            if args.tf32 is not None:
-                torch.backends.cuda.matmul.allow_tf32 = args.tf32
-            world.timeout_s = args.ddp_timeout
+            if flags.tf32 is not None:
+                torch.backends.cuda.matmul.allow_tf32 = flags.tf32
+            world.timeout_s = flags.ddp_timeout
             _init_process_group(world)
-            world.share_packs(args.cp_size)
+            world.share_packs(flags.cp_size)
             keep_freed_memory()
             yield world
     except BaseException as error:

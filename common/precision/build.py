@@ -18,10 +18,10 @@ from common.models.esm2.config import Esm2Config
 from common.models.layers.linear import RoundedWeights
 from common.precision.emulation import Emulation
 from common.precision.masters import Masters
-from common.precision.plan import Plan, check_device, check_dimensions, describe, formats, resolve
+from common.precision.plan import Plan, PrecisionFlags, check_device, check_dimensions, describe, formats, resolve
 from extras.decoders.config import DecoderConfig
 from extras.quant_stats.stats import QuantStats
-from extras.quant_stats.stats_plan import StatsFlags, select
+from extras.quant_stats.stats_plan import select
 
 logger = logging.getLogger(__name__)
 
@@ -103,7 +103,12 @@ class Precision:
 
 
 def choose_plan(
-    flags: StatsFlags, config: Esm2Config | DecoderConfig, device: torch.device, backend: str, why: str, sharded: bool
+    flags: PrecisionFlags,
+    config: Esm2Config | DecoderConfig,
+    device: torch.device,
+    backend: str,
+    why: str,
+    sharded: bool,
 ) -> Plan | None:
     """The number format of each layer, if this model, backend, strategy and device can have it; None: nothing to do.
 
@@ -134,7 +139,7 @@ def choose_plan(
     return plan
 
 
-def start_te_stats(flags: StatsFlags, plan: Plan | None, world: World, directory: Path):
+def start_te_stats(flags: PrecisionFlags, plan: Plan | None, world: World, directory: Path):
     """Transformer Engine's statistics, where wanted: before there are layers, which look for it when built."""
     if not flags.quant_stats or flags.emulate_precision:
         return None
@@ -144,7 +149,7 @@ def start_te_stats(flags: StatsFlags, plan: Plan | None, world: World, directory
 
 
 def set_formats(
-    model: nn.Module, plan: Plan | None, flags: StatsFlags, seed: int, world: World, te_stats
+    model: nn.Module, plan: Plan | None, flags: PrecisionFlags, seed: int, world: World, te_stats
 ) -> Precision:
     """Give each layer of a model, which has no values yet, its format."""
     if plan is None:

@@ -37,7 +37,7 @@ def finish(
 
     whole: gathers a parameter from the ranks.
     """
-    output_dir = Path(args.output_dir)
+    output_dir = Path(args.checkpoint.output_dir)
 
     def report(split: str, results: dict) -> None:
         with world.on_main_rank() as is_main:

@@ -21,6 +21,7 @@ from common.data.training_data import packs_per_step
 from common.distributed.stopping import Preempted
 from common.distributed.strategy import Strategy
 from common.distributed.world import World
+from common.flags import flat
 from common.models.layers.compiling import FirstStep
 from common.training.arguments import RunArguments
 from common.training.checkpoint import Checkpointer
@@ -44,8 +45,10 @@ logger = logging.getLogger(__name__)
 def train(strategy: Strategy, built: BuiltModel, args: RunArguments, world: World) -> None:
     """Train, evaluate, save and export as the flags say. `strategy` holds the model of `built`, wrapped or not."""
     with world.on_main_rank() as is_main:  # bad input is found before anything is removed or written
-        if is_main and args.quant_stats:
-            args.check_log_directory()
+        if is_main and args.precision.quant_stats:
+            from extras.quant_stats.stats_plan import check_stats_directory
+
+            check_stats_directory(args.precision)
     task = task_of(args)(built, args, world)
     task.open(evaluates=args.do_eval)
     world.assert_same(task.data.identity)
@@ -53,14 +56,16 @@ def train(strategy: Strategy, built: BuiltModel, args: RunArguments, world: Worl
         directory = None
         with world.on_main_rank() as is_main:
             if is_main:
-                overwrite = args.overwrite_output_dir and args.do_train
-                directory = way_out.enter_context(RunDirectory(Path(args.output_dir), overwrite))
-        log = way_out.enter_context(RunLogger(args, Path(args.output_dir), world))
+                overwrite = args.checkpoint.overwrite_output_dir and args.do_train
+                directory = way_out.enter_context(RunDirectory(Path(args.checkpoint.output_dir), overwrite))
+        log = way_out.enter_context(RunLogger(args.log, Path(args.checkpoint.output_dir), world))
         trainer = Trainer(strategy, built, task, log, args, world)
         with trainer.checkpointer:
             restarted = world.broadcast_object(directory and directory.restarted)
             trainer.resume(restarted)
-            log.track(trainer.first_row if args.do_train else None, anew=trainer.state.step == 0 and not restarted)
+            log.track(
+                flat(args), trainer.first_row if args.do_train else None, trainer.state.step == 0 and not restarted
+            )
             if args.do_train:
                 trainer.loop(directory)
             if directory:
@@ -80,34 +85,38 @@ class Trainer:
         self.args, self.world = args, world
         self.state = TrainerState()
         self.evaluated: dict[tuple[str, int], dict] = {}  # the last results: of which split, after which step
-        optimizer = build_optimizer(built.weights, args)
+        optimizer = build_optimizer(built.weights, args.optimizer)
         built.precision.attach(optimizer)
         self.checkpointer = Checkpointer(
-            *(args, built.weights, optimizer, built.config, world, args.ddp_timeout),
+            *(args.checkpoint, built.weights, optimizer, built.config, world, args.process.ddp_timeout),
             scales=built.precision.scales,
             extras=built.extras,
             training=args.do_train,
             described=strategy.dcp_state,
         )
-        self.stragglers = Stragglers(strategy, world, args.straggler_every)
+        self.stragglers = Stragglers(strategy, world, args.log.straggler_every)
         self.replicas = Replicas(built.weights, world)
-        self.profiler = StepProfiler(args.profile_steps, world, Path(args.output_dir))
-        self.stepper = Stepper(task, strategy, built.precision, optimizer, self.stragglers, world, args.max_grad_norm)
+        self.profiler = StepProfiler(args.log.profile_steps, world, Path(args.checkpoint.output_dir))
+        self.stepper = Stepper(
+            task, strategy, built.precision, optimizer, self.stragglers, world, args.optimizer.max_grad_norm
+        )
 
     def resume(self, restarted: bool) -> None:
         """Take up the newest checkpoint if there is one, settle what the flags leave open, and say so."""
         args, data, world = self.args, self.task.data, self.world
-        saved = self.checkpointer.restore(args.resume_from_checkpoint, restarted)
-        set_hyperparameters(self.checkpointer.optimizer, args)
+        saved = self.checkpointer.restore(args.checkpoint.resume_from_checkpoint, restarted)
+        set_hyperparameters(self.checkpointer.optimizer, args.optimizer)
         factor = self.strategy.grad_scale(world.size)
         self.built.precision.attach_restored(factor / ((saved or {}).get("gradient_factor") or factor))
         self.strategy.sync_model_weights()
         with world.raise_together():
             if saved is not None:
-                self.state = TrainerState.read(saved, f"{args.output_dir}: the checkpoint's trainer_state.json")
+                self.state = TrainerState.read(
+                    saved, f"{args.checkpoint.output_dir}: the checkpoint's trainer_state.json"
+                )
                 self.state.check_same_start(args)
                 check_same_data(self.state.data, data.identity, data.earlier_identity)
-            packs = packs_per_step(args, world.mesh, self.state.packs_per_step)
+            packs = packs_per_step(args.data, world.mesh, self.state.packs_per_step)
             data.check_packs(self.state.packs_per_step or packs, packs)
             total_steps, last_step = self.state.steps_begun(args, packs)
             if total_steps is None:
@@ -120,16 +129,18 @@ class Trainer:
             packs_per_step=packs,
             accumulation=max(1, packs // world.mesh.dp_size),  # which need not divide where nothing is trained
             total_steps=total_steps,
-            last_step=min((n for n in (args.max_steps, args.stop_at_step, last_step) if n and n > 0), default=None),
+            last_step=min(
+                (n for n in (args.data.max_steps, args.stop_at_step, last_step) if n and n > 0), default=None
+            ),
             eval_every=_steps(args.eval_steps, total_steps),
-            save_every=_steps(args.save_steps, total_steps),
+            save_every=_steps(args.checkpoint.save_steps, total_steps),
         )
         with world.raise_together():
             if args.do_train and not self.done:
                 check_divisible(packs, world.mesh.dp_size)
         self.state.gradient_factor = factor
-        self.state.go_on(data.identity, asdict(args), self.resolved)
-        self.lr = args.schedule(total_steps)
+        self.state.go_on(data.identity, flat(args), self.resolved)
+        self.lr = args.optimizer.schedule(total_steps)
         self.log.line = partial(self.task.line, packs_per_step=packs)
         self.saved_step, self.saved_at, self.save_asked = self.state.step, time.monotonic(), False
         announce(args, self.built, data, self.resolved, self.state, world)
@@ -167,7 +178,9 @@ class Trainer:
         with world.on_main_rank() as is_main:
             if is_main:
                 directory.claim()
-                quant_stats_in = args.log_directory(args.output_dir) if args.quant_stats else None
+                quant_stats_in = (
+                    args.precision.stats_directory(args.checkpoint.output_dir) if args.precision.quant_stats else None
+                )
                 about = about_run(args, self.built, self.task.words, world)
                 self.log.begin(self.first_row, quant_stats_in, state.step, about)
                 directory.begun = True
@@ -180,7 +193,7 @@ class Trainer:
         bar = tqdm(
             total=resolved.last_step or resolved.total_steps,
             initial=state.step,
-            disable=True if args.disable_tqdm or not world.is_main else None,  # None: only on a terminal
+            disable=True if args.log.disable_tqdm or not world.is_main else None,  # None: only on a terminal
             unit="step",
         )
         self.strategy.model.train()
@@ -188,7 +201,7 @@ class Trainer:
             world.watch.compilation_counts_as_progress()
         first_step = FirstStep(self.built.compiled)
         interval = Interval()
-        peak = peak_flops(world.device, args.bf16)
+        peak = peak_flops(world.device, args.precision.bf16)
         self.saved_at = time.monotonic()
         stopping = False
         with closing(iter(loader)) as steps, logging_redirect_tqdm(), bar, collected_by_step() as collect:
@@ -212,15 +225,15 @@ class Trainer:
                     state.advance(share, counts, flops, result, seconds)
                     if result.skipped:
                         with world.raise_together():
-                            state.check_divergence(args.max_skipped_steps)
+                            state.check_divergence(args.optimizer.max_skipped_steps)
                     bar.update()
                     collect(state.step)
                     self.profiler.after(state.step)
                     interval.ranks |= self.stragglers.compare(state.step)
-                    if args.straggler_every and state.step % args.straggler_every == 0:
+                    if args.log.straggler_every and state.step % args.log.straggler_every == 0:
                         self.replicas.check(state.step)
                     evaluating = resolved.eval_every and state.step % resolved.eval_every == 0
-                    if evaluating or state.step % args.logging_steps == 0 or state.step == 1 or self.done:
+                    if evaluating or state.step % args.log.logging_steps == 0 or state.step == 1 or self.done:
                         row = interval.row(state, resolved.total_steps, lr, result, world, peak)
                         interval = Interval()
                         if evaluating:
@@ -251,7 +264,7 @@ class Trainer:
         return self._no_step_left(self.state.step + 1, share.position)
 
     def _save_is_due_by_the_clock(self) -> bool:
-        minutes = self.args.save_minutes
+        minutes = self.args.checkpoint.save_minutes
         return minutes is not None and time.monotonic() - self.saved_at >= 60 * minutes
 
     def _complete(self, row: dict) -> bool:

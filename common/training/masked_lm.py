@@ -47,20 +47,20 @@ from extras.prepare.sample import SAMPLE, make_sample
 def choose_esm2(args: TrainArguments, world: World, torch_only: tuple[str, ...], so_far: dict) -> ModelSpec:
     """torch_only: flags that are given and only the torch backend can honour; so_far: what the run that goes on has
     computed with. UserError for what cannot be had here. No collective."""
-    if args.tokenizer_name:
-        check_tokenizer(args.tokenizer_name)
-    config = presets.load_config(args.config_name or args.model_name_or_path)
-    if args.config_overrides:
-        config = override(config, args.config_overrides)
-    torch_only += ("--emulate_precision",) * args.emulate_precision
-    backend, why = choose_backend(args, world.device, args.bf16, torch_only, so_far.get("backend"))
-    check_device(world.device, args.bf16, config.hidden_size // config.num_attention_heads, backend)
-    check_context(args, args.cp_layout, world.cp_size, backend, config)
-    gelu, remark = choose_gelu(args.gelu or so_far.get("gelu"), backend, config)
+    if args.model.tokenizer_name:
+        check_tokenizer(args.model.tokenizer_name)
+    config = presets.load_config(args.model.config_name or args.model.model_name_or_path)
+    if args.model.config_overrides:
+        config = override(config, args.model.config_overrides)
+    torch_only += ("--emulate_precision",) * args.precision.emulate_precision
+    backend, why = choose_backend(args.model, world.device, args.precision.bf16, torch_only, so_far.get("backend"))
+    check_device(world.device, args.precision.bf16, config.hidden_size // config.num_attention_heads, backend)
+    check_context(args.model, args.data.cp_layout, world.cp_size, backend, config)
+    gelu, remark = choose_gelu(args.model.gelu or so_far.get("gelu"), backend, config)
     attention = f"Attention by torch's kernels: {NO_KERNEL}" if backend == "te" and not te_attends(config) else None
     remarks = tuple(line for line in (f"Backend: {backend} ({why})", attention, remark) if line)
-    read = partial(read_pretrained, args.model_name_or_path, config) if args.model_name_or_path else None
-    make = partial(Esm2ForMaskedLM, config, backend, torch.bfloat16 if args.bf16_residual else torch.float32)
+    read = partial(read_pretrained, args.model.model_name_or_path, config) if args.model.model_name_or_path else None
+    make = partial(Esm2ForMaskedLM, config, backend, torch.bfloat16 if args.model.bf16_residual else torch.float32)
     return ModelSpec(config, backend, why, gelu, remarks, make, read)
 
 
@@ -77,27 +77,27 @@ class MaskedLM(Task):
     data: TrainingData
 
     def __init__(self, built: BuiltModel, flags: TrainArguments, world: World):
-        self.built, self.flags, self.bf16, self.world = built, flags, flags.bf16, world
+        self.built, self.flags, self.bf16, self.world = built, flags, flags.precision.bf16, world
         self.baselines: dict[str, dict] = {}  # of each split, once it was asked for
 
     def open(self, evaluates: bool) -> None:
         """The data; all ranks together."""
-        makers = {SAMPLE: lambda: make_sample(Path(self.flags.output_dir) / SAMPLE)}
-        self.data = open_data(self.flags, self.world, evaluates, makers)
+        makers = {SAMPLE: lambda: make_sample(Path(self.flags.checkpoint.output_dir) / SAMPLE)}
+        self.data = open_data(self.flags.data, self.world, evaluates, makers)
 
     def example(self, tokens: int) -> Batch:
         """This rank's batch of a pack of so many tokens, as long a sequence as may be, of random residues."""
-        pack = Pack.of_length(tokens, self.flags.max_seq_length)
+        pack = Pack.of_length(tokens, self.flags.data.max_seq_length)
         residues = (alphabet.FIRST_RESIDUE, alphabet.FIRST_RESIDUE + 20)
-        ids = np.random.default_rng(self.flags.seed).integers(*residues, tokens, dtype=np.uint8)
-        return masked_batches(self.flags, self.flags.seed, self.world.mesh)(pack, ids)
+        ids = np.random.default_rng(self.flags.data.seed).integers(*residues, tokens, dtype=np.uint8)
+        return masked_batches(self.flags.data, self.flags.data.seed, self.world.mesh)(pack, ids)
 
     def collator(self) -> Collator:
         # One shape for every step: for each new one a GPU's libraries choose anew, and its allocator takes memory.
         # A CPU would compute the fillers for nothing.
-        one_shape = self.world.device.type == "cuda" and self.flags.packing
+        one_shape = self.world.device.type == "cuda" and self.flags.data.packing
         pad_to = self.flags.pack_tokens if one_shape else 0
-        return masked_batches(self.flags, self.flags.seed, self.world.mesh, pad_to)
+        return masked_batches(self.flags.data, self.flags.data.seed, self.world.mesh, pad_to)
 
     @staticmethod
     def counts(micro_batches: list[Batch]) -> StepCounts:
@@ -117,7 +117,7 @@ class MaskedLM(Task):
     def evaluate(self, model: nn.Module, split: str, prefix: str, step: int) -> dict:
         """As `evaluate`, on a split."""
         store = self.data.held_out(split)
-        return evaluate(model, store, self.flags, self.world, prefix, step, self.bf16)
+        return evaluate(model, store, self.flags.data, self.world, prefix, step, self.bf16)
 
     @staticmethod
     def summary(results: dict) -> str:
@@ -132,7 +132,7 @@ class MaskedLM(Task):
         """As `unigram`, on a split: the line to beat."""
         if split not in self.baselines:
             held_out = self.data.held_out(split)
-            self.baselines[split] = unigram(self.data.sample, held_out, self.flags, self.world, prefix)
+            self.baselines[split] = unigram(self.data.sample, held_out, self.flags.data, self.world, prefix)
         return self.baselines[split]
 
     def line(self, row: dict, packs_per_step: int) -> str:

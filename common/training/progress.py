@@ -33,15 +33,15 @@ def describe_weights(args: RunArguments, step: int) -> str:
     """step: of the checkpoint that the run resumes from; 0: it starts anew."""
     if step:
         return f"from checkpoint-{step}"
-    if not args.model_name_or_path:
-        return f"random, seed {args.seed}"
-    files = weight_files(args.model_name_or_path)
-    return f"from {args.model_name_or_path}" + (f" ({files})" if files else "")
+    if not args.model.model_name_or_path:
+        return f"random, seed {args.data.seed}"
+    files = weight_files(args.model.model_name_or_path)
+    return f"from {args.model.model_name_or_path}" + (f" ({files})" if files else "")
 
 
 def warn_of_unused_weights(args: RunArguments) -> str | None:
     """The warning for --config_name, or --model, of a directory that has weights: they are not loaded."""
-    if args.model_name_or_path or not args.model_named or not (files := weight_files(args.model_named)):
+    if args.model.model_name_or_path or not args.model_named or not (files := weight_files(args.model_named)):
         return None
     return (
         f"{args.model_named} has weights ({files}), which are not loaded: training starts from random ones; to start "
@@ -188,21 +188,21 @@ class TrainerState:
         """Of the run that these flags go on with: its total_steps, so that its schedule stays, and where an earlier
         version of this program would have ended it, which counted steps, not records. None where there is none."""
         before = (self.arguments.get("num_train_epochs"), self.packs_per_step)
-        counted_in_epochs = flags.max_steps <= 0 and self.arguments.get("max_steps", 0) <= 0
-        if not counted_in_epochs or before != (flags.num_train_epochs, packs_per_step):
+        counted_in_epochs = flags.data.max_steps <= 0 and self.arguments.get("max_steps", 0) <= 0
+        if not counted_in_epochs or before != (flags.data.num_train_epochs, packs_per_step):
             return None, None
         stopped = self.arguments.get("stop_at_step") is not None
         return self.resolved.get("total_steps"), None if stopped else self.resolved.get("last_step")
 
     def check_same_start(self, flags: RunArguments) -> None:
         """UserError for given weights that would not be trained: the run that is there began from others."""
-        given = flags.model_name_or_path
+        given = flags.model.model_name_or_path
         before = self.arguments.get("model_name_or_path", given)
         if given and (before is None or os.path.abspath(given) != os.path.abspath(before)):
             raise UserError(
-                f"--output_dir {flags.output_dir}: the run there began from {before or 'random weights'} and goes on "
-                f"with its own, not with those of --model_name_or_path {given}: choose another --output_dir, or begin "
-                "anew there with --overwrite_output_dir"
+                f"--output_dir {flags.checkpoint.output_dir}: the run there began from {before or 'random weights'} "
+                f"and goes on with its own, not with those of --model_name_or_path {given}: choose another "
+                "--output_dir, or begin anew there with --overwrite_output_dir"
             )
 
     def go_on(self, identity: dict, arguments: dict, resolved: Resolved) -> None:
@@ -286,7 +286,7 @@ def announce(
     logger.info("***** Running training *****" if args.do_train else "***** No training *****")
     for name, value in (
         ("Num examples", data.num_examples or "not counted: they are streamed"),
-        ("Num Epochs", _epochs(args.num_train_epochs, data)),
+        ("Num Epochs", _epochs(args.data.num_train_epochs, data)),
         (f"Instantaneous batch size per device ({unit})", per_rank),
         (f"Total train batch size (w. parallel, distributed & accumulation; {unit})", in_all),
         ("Gradient Accumulation steps", resolved.accumulation),
@@ -299,13 +299,15 @@ def announce(
         logger.warning("%s", warning)
     for line in built.remarks:
         logger.info("  %s", line)
-    precision = "bfloat16, fp32 master weights" if args.bf16 else "fp32"
+    precision = "bfloat16, fp32 master weights" if args.precision.bf16 else "fp32"
     logger.info("  Device = %s x %d, computing in %s", world.device.type, world.size, precision)
     if world.cp_size > 1:
-        logger.info("  Each pack is shared by %d ranks (%s, %s)", world.cp_size, args.cp_comm_type, args.cp_layout)
+        logger.info(
+            "  Each pack is shared by %d ranks (%s, %s)", world.cp_size, args.model.cp_comm_type, args.data.cp_layout
+        )
     if state.step:
         logger.info("Resuming after step %d (epoch %.2f)", state.step, state.epoch)
-    if resolved.accumulation != args.gradient_accumulation_steps:
+    if resolved.accumulation != args.data.gradient_accumulation_steps:
         logger.info("Accumulation is %d, to keep %d packs a step", resolved.accumulation, resolved.packs_per_step)
 
 
@@ -314,8 +316,8 @@ def about_run(args: RunArguments, built: BuiltModel, words: tuple[str, ...], wor
     device = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else world.device.type
     return {
         "model": f"{args.model_named or built.config.model_type} ({count_parameters(built.model):,} parameters)",
-        "data": str(args.dataset_dir or args.dataset),
-        "device": f"{device} x {world.size}, {'bf16' if args.bf16 else 'fp32'}",
+        "data": str(args.data.dataset_dir or args.data.dataset),
+        "device": f"{device} x {world.size}, {'bf16' if args.precision.bf16 else 'fp32'}",
         "words": list(words),
     }
 

@@ -15,10 +15,11 @@ from pathlib import Path
 
 import torch
 
-from common.cli import MACHINE_FAULT, Flags, UserError, flag
+from common.cli import MACHINE_FAULT, UserError
 from common.distributed.stopping import PREEMPTED, Preempted
 from common.distributed.world import World
 from common.files.json_files import JsonLinesLog, read_json_lines, write_json
+from common.flags import Flags, flag
 from extras.curves import ABOUT, draw_curves, read_about
 from extras.profiling import parse_steps
 from extras.quant_stats import stats_plan
@@ -146,10 +147,10 @@ METRICS = "metrics.jsonl"
 DRAW_EVERY_S = 60.0  # the picture of a run that goes on, at a checkpoint
 
 
-@dataclass
+@dataclass(frozen=True)
 class LogFlags(Flags):
     group = "logging"
-    rarely = ("straggler_every", "profile_steps", "disable_tqdm")
+    advanced = ("straggler_every", "profile_steps", "disable_tqdm")
 
     logging_steps: int = flag(10, "Steps between log lines and rows of metrics.jsonl.")
     straggler_every: int = flag(100, "Steps between comparisons of the ranks' own work; the slowest is named. 0: off.")
@@ -189,12 +190,12 @@ class RunLogger:
         ended = PREEMPTED if kind and issubclass(kind, Preempted) else MACHINE_FAULT
         self.tracker.close(ended if kind else 0)
 
-    def track(self, first_row: int | None, anew: bool) -> None:
-        """Open what --report_to says, on all ranks together; see `open_tracker`."""
+    def track(self, config: dict, first_row: int | None, anew: bool) -> None:
+        """Open the tracker of --report_to, on all ranks together; see `open_tracker`. config: all flags of the run."""
         flags = self.flags
         with self.world.on_main_rank() as is_main:
             if is_main:
-                where = (flags, self.output_dir, first_row, anew)
+                where = (config, self.output_dir, first_row, anew)
                 self.tracker = open_tracker(flags.report_to, flags.run_name, *where)
 
     def begin(self, first_row: int, quant_stats_in: Path | None, step: int, about: dict) -> None:

@@ -11,9 +11,9 @@ from extras.dry_run.memory_estimate import Build
 
 def start(args: RunArguments, build: Build) -> None:
     """build: a script's own, the model of a run and what its strategy makes of it."""
-    if args.dry_run:
+    if args.dry_run.dry_run:
         dry_run(args, build)
         return
-    with distributed_run(args) as world:
+    with distributed_run(args.process) as world:
         strategy, built = build(args, world)
         train(strategy, built, args, world)

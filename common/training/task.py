@@ -15,10 +15,10 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from common.data.collators import Collator
-from common.data.flags import StepFlags
 from common.data.loader import TrainLoader
 from common.distributed.world import World
 from common.precision.build import Precision
+from common.training.arguments import RunArguments
 
 # What a step's micro-batches hold, whatever the task.
 
@@ -85,7 +85,7 @@ class BuiltModel:
 class Task(ABC):
     """flags, world: of the run; data: once it is opened. The task sets them."""
 
-    flags: StepFlags
+    flags: RunArguments
     world: World
 
     @abstractmethod
@@ -102,5 +102,5 @@ class Task(ABC):
             step,
             position,
             num_steps=None if last_step is None else max(0, last_step - step),
-            **self.flags.loading(self.world.device),
+            **self.flags.data.loading(self.world.device),
         )

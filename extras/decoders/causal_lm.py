@@ -40,23 +40,23 @@ from extras.text.tokenizers import check_vocabulary, open_tokenizer
 
 def choose_decoder(args: CausalArguments, world: World, torch_only: tuple[str, ...], so_far: dict) -> ModelSpec:
     """As `choose_esm2`."""
-    config, told = args.decoder_config(args.max_seq_length)
-    torch_only += ("--emulate_precision",) * args.emulate_precision
+    config, remark = args.model.decoder_config(args.data.max_seq_length)
+    torch_only += ("--emulate_precision",) * args.precision.emulate_precision
     torch_only += ("--model with experts (Mixtral)",) * bool(config.num_local_experts)
-    backend, why = choose_backend(args, world.device, args.bf16, torch_only, so_far.get("backend"))
-    check_device(world.device, args.bf16, config.head_dim, "torch")  # whose attention it is with both
+    backend, why = choose_backend(args.model, world.device, args.precision.bf16, torch_only, so_far.get("backend"))
+    check_device(world.device, args.precision.bf16, config.head_dim, "torch")  # whose attention it is with both
     if world.cp_size > 1:
         raise UserError(
             f"--cp_size {world.cp_size}: a decoder's contexts are not shared by ranks yet (causal attention): use "
             "train_fsdp2.py with --activation_checkpointing full, or a shorter --max_seq_length"
         )
-    if args.quant_stats and config.num_local_experts:
+    if args.precision.quant_stats and config.num_local_experts:
         raise UserError("--quant_stats: not of a layer with experts, whose matrices are several: drop the flag")
     read = None
-    if args.model_name_or_path:
-        where = args.model_name_or_path
+    if args.model.model_name_or_path:
+        where = args.model.model_name_or_path
         read = lambda: (read_decoder(where, config), {})  # noqa: E731
-    remarks = (told, f"Backend: {backend} ({why})", *args.remarks())
+    remarks = (remark, f"Backend: {backend} ({why})")
     return ModelSpec(config, backend, why, "", remarks, partial(DecoderForCausalLM, config, backend), read)
 
 
@@ -78,21 +78,21 @@ class CausalLM(Task):
         """Tokenizer and data; all ranks together."""
         parameters = count_parameters(self.built.model)
         logger.info("Created model with total parameters: %d (%.2f B)", parameters, parameters / 1e9)
-        self.tokenizer = open_tokenizer(self.flags.tokenizer, self.world)
+        self.tokenizer = open_tokenizer(self.flags.data.tokenizer, self.world)
         with self.world.raise_together():
             check_vocabulary(self.tokenizer, self.built.config.vocab_size)
         # transformers' generate() stops there.
         self.built.config.others |= {"bos_token_id": None, "eos_token_id": self.tokenizer.eos_id}
-        self.data = open_text(self.flags, self.world, evaluates, self.tokenizer)
+        self.data = open_text(self.flags.data, self.world, evaluates, self.tokenizer)
 
     def example(self, tokens: int) -> Batch:
         """This rank's batch of a pack of so many random tokens, a document each context."""
-        pack = Pack.of_length(tokens, self.flags.max_seq_length)
-        ids = np.random.default_rng(self.flags.seed).integers(self.built.config.vocab_size, size=tokens)
-        return causal_batches(self.flags, self.world.mesh)(pack, ids)
+        pack = Pack.of_length(tokens, self.flags.data.max_seq_length)
+        ids = np.random.default_rng(self.flags.data.seed).integers(self.built.config.vocab_size, size=tokens)
+        return causal_batches(self.flags.data, self.world.mesh)(pack, ids)
 
     def collator(self) -> Collator:
-        return causal_batches(self.flags, self.world.mesh)
+        return causal_batches(self.flags.data, self.world.mesh)
 
     @staticmethod
     def counts(micro_batches: list[Batch]) -> StepCounts:
@@ -102,7 +102,7 @@ class CausalLM(Task):
 
     def loss_sum(self, model: nn.Module, batch: Batch) -> Tensor:
         """Cross-entropy in nats, summed over the predicted tokens of a batch, and the router's; fp32 scalar."""
-        with torch.autocast(self.world.device.type, torch.bfloat16, enabled=self.flags.bf16):
+        with torch.autocast(self.world.device.type, torch.bfloat16, enabled=self.flags.precision.bf16):
             output = model(**to_device(batch, self.world.device))
         if output.router is None:
             return output.loss_sum
@@ -115,8 +115,8 @@ class CausalLM(Task):
     def evaluate(self, model: nn.Module, split: str, prefix: str, step: int) -> dict:
         """`{prefix}_{loss,accuracy,perplexity,...}` of --validation_batches batches; {} if told to stop meanwhile."""
         store = self.data.held_out(split)
-        made = held_out_contexts(self.flags, store, self.collator(), self.world)
-        return held_out_results(model, made, self.world, prefix, step, self.flags.bf16, "tokens")
+        made = held_out_contexts(self.flags.data, store, self.collator(), self.world)
+        return held_out_results(model, made, self.world, prefix, step, self.flags.precision.bf16, "tokens")
 
     @staticmethod
     def summary(results: dict) -> str:
@@ -132,7 +132,7 @@ class CausalLM(Task):
 
     def line(self, row: dict, packs_per_step: int) -> str:
         """A row of metrics.jsonl in the guides' shape."""
-        return guide_line(row, packs_per_step * self.flags.per_device_train_batch_size)
+        return guide_line(row, packs_per_step * self.flags.data.per_device_train_batch_size)
 
     def exported(self, gather: Callable[[Tensor], Tensor]) -> Iterator[tuple[str, Tensor]]:
         """The tensors to export; all ranks ask for one after the other, which `gather` makes whole."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -18,6 +18,7 @@ from torch import Tensor
 
 from common.distributed.strategy import Strategy, local_rows
 from common.distributed.world import World
+from common.flags import with_flags
 from common.models.layers.cpu import as_on_a_gpu
 from common.training.arguments import RunArguments
 from common.training.optim import build_optimizer
@@ -112,7 +113,7 @@ class Rehearsed:
         self.strategy.rehearse()
         self.parameters = [p for p in self.built.weights.parameters() if p.requires_grad]
         self._tell_weights()
-        optimizer = build_optimizer(self.built.weights, args)
+        optimizer = build_optimizer(self.built.weights, args.optimizer)
         with torch.no_grad():
             self.strategy.hold_gradients(self.parameters)
         with counted.making(OPTIMIZER):
@@ -123,16 +124,16 @@ class Rehearsed:
             layer.register_forward_pre_hook(self._enters(LAYERS))
             layer.register_forward_hook(self._enters(ENDS))
         for _ in range(self.strategy.warmup_steps_before_timing):
-            self.step(args.max_seq_length)
+            self.step(args.data.max_seq_length)
 
     def step(self, tokens: int) -> Held:
         """A step's passes on packs of so many tokens."""
         counted, args, strategy = self.counted, self.args, self.strategy
         batch = self.task.example(tokens)
-        if args.packs_per_step:
-            packs = max(1, args.packs_per_step // self.world.mesh.dp_size)
+        if args.data.packs_per_step:
+            packs = max(1, args.data.packs_per_step // self.world.mesh.dp_size)
         else:
-            packs = args.gradient_accumulation_steps
+            packs = args.data.gradient_accumulation_steps
         counted.begin_peak()
         for number in reversed(range(min(packs, 2))):  # what the second adds up to, more do not change
             with strategy.micro_batch(last=number == 0):
@@ -177,11 +178,11 @@ class Rehearsed:
 @contextmanager
 def rehearsed(args: RunArguments, build: Build) -> Iterator[Rehearsed]:
     """The run of these flags. On a GPU's ways, unless --use_cpu."""
-    args = replace(args, torch_compile=False, quant_stats=False, output_dir=args.output_dir or "dry_run")
+    args = with_flags(args, torch_compile=False, quant_stats=False, output_dir=args.checkpoint.output_dir or "dry_run")
     with ExitStack() as stack:
-        world = stack.enter_context(rehearsal(args.world_size or 1, args.cp_size))
-        if not args.use_cpu:
+        world = stack.enter_context(rehearsal(args.dry_run.world_size or 1, args.process.cp_size))
+        if not args.process.use_cpu:
             stack.enter_context(as_on_a_gpu())
-        on_host = STATE if args.state_on_host and not args.use_cpu else ()
+        on_host = STATE if args.strategy.state_on_host and not args.process.use_cpu else ()
         counted = stack.enter_context(LiveBytes(on_host))
         yield Rehearsed(args, world, build, counted)

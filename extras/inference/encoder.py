@@ -11,9 +11,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from common.cli import Flags, Missing, UserError, flag
+from common.cli import UserError
 from common.files.alphabet import BYTE_TO_ID, TOKENS, UNK, encode
 from common.files.hashing import hash_bytes
+from common.flags import Flags, Missing, flag
 from common.models.esm2.config import load_config
 from common.models.esm2.convert import read_pretrained
 from common.models.esm2.model import Esm2ForMaskedLM
@@ -104,7 +105,7 @@ class EncoderFlags(Flags):
     """The model, and how it is run."""
 
     group = "model"
-    needed = ("model_name_or_path",)
+    required = ("model_name_or_path",)
 
     model_name_or_path: str | None = flag(
         None, "A final_model/, any other directory of an EsmForMaskedLM, or its name on the Hub."

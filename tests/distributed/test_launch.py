@@ -124,7 +124,8 @@ def test_bad_input_is_not_tried_again_and_leaves_no_directory(tmp_path):
 # Ranks without torch, too, started as train_ddp.py is and without the flags that they need.
 WITHOUT_FLAGS = """
 from common.data.flags import DataFlags
-from common.cli import parse_arguments, run
+from common.cli import run
+from common.flags import parse_arguments
 run(lambda: parse_arguments("", DataFlags))
 """
 MISSING = "error: missing: --dataset_dir ("

@@ -96,15 +96,15 @@ def test_torchs_layers_are_compiled_on_a_gpu_unless_told_otherwise_or_nothing_co
     monkeypatch.setattr("common.models.layers.backend.find_spec", lambda name: object())
     monkeypatch.setenv("CC", "gcc")
     undecided = arguments(dataset)
-    assert undecided.torch_only() == []  # auto may still take te
-    assert undecided.compiles(gpu, "torch")[0]
-    assert not undecided.compiles(gpu, "te")[0]
-    assert undecided.compiles(cpu, "torch") == (False, None)
-    assert arguments(dataset, torch_compile=False).compiles(gpu, "torch") == (False, None)
-    assert arguments(dataset, torch_compile=True).compiles(cpu, "torch") == (True, None)
+    assert undecided.strategy.torch_only() == []  # auto may still take te
+    assert undecided.model.compiles(gpu, "torch")[0]
+    assert not undecided.model.compiles(gpu, "te")[0]
+    assert undecided.model.compiles(cpu, "torch") == (False, None)
+    assert arguments(dataset, torch_compile=False).model.compiles(gpu, "torch") == (False, None)
+    assert arguments(dataset, torch_compile=True).model.compiles(cpu, "torch") == (True, None)
     monkeypatch.delenv("CC")
     monkeypatch.setenv("PATH", "")
-    assert undecided.compiles(gpu, "torch") == (
+    assert undecided.model.compiles(gpu, "torch") == (
         False,
         "Layers are not compiled, which costs speed: Triton needs a C compiler (apt-get install gcc)",
     )
@@ -157,7 +157,7 @@ def test_of_decoders_too(installed, flags, named):
     with pytest.raises(UserError, match="--backend te: it needs an NVIDIA GPU"):
         choose_decoder(decoder(backend="te"), World(0, 0, 1, CPU), (), {})
     plain = CausalArguments(model="llama3_2_1b", dataset="text.jsonl")
-    assert choose_backend(plain, gpu.device, bf16=True) == ("te", "Transformer Engine is here")
+    assert choose_backend(plain.model, gpu.device, bf16=True) == ("te", "Transformer Engine is here")
 
 
 @pytest.mark.parametrize("flags", [{"backend": "jax"}, {"gelu": "sigmoid"}])

@@ -8,7 +8,7 @@ from dataclasses import asdict
 import numpy as np
 import pytest
 
-from common.cli import parse_arguments
+from common.flags import parse_arguments
 from common.data.packing import BatchPlan
 from common.training.arguments import TrainArguments
 from common.training.optim import lr_schedule
@@ -31,7 +31,7 @@ def parsed(script: str, *flags: str) -> dict:
     kinds = {"train_ddp.py": "DdpFlags", "train_ddp_cp.py": "DdpCpFlags", "train_fsdp2.py": "FsdpFlags"}
     kinds |= {"train_mfsdp.py": "MegatronFlags"}
     kind = kinds[script]
-    (args,) = parse_arguments(
+    args = parse_arguments(
         None, arguments_of(getattr(load_script(script), kind), TrainArguments), argv=[*PLACES, *flags]
     )
     return asdict(args)
@@ -76,6 +76,6 @@ def test_the_documented_line_is_the_guides_run(script, proteins, steps):
     packs = plan.packs_per_epoch()
     assert (count, packs // args["packs_per_step"]) == (100_000, steps)
     assert args["max_steps"] in (-1, steps)
-    (args,) = parse_arguments(None, TrainArguments, argv=[*PLACES, *of_slurm(), *flags])
+    args = parse_arguments(None, TrainArguments, argv=[*PLACES, *of_slurm(), *flags])
     # Their log has the rate of the next step: after the 16th of 1,136 steps 4.929577464788733e-05.
     assert lr_schedule(args, 1136)(16) == pytest.approx(4.929577464788733e-05, rel=1e-12)

@@ -45,7 +45,7 @@ def _train_with_masters(argv: list[str], poison: tuple | None) -> None:
     script = load_script("train_ddp.py")
     sys.argv = ["train_ddp.py", *argv]
     args = script.parse_run("", script.DdpFlags)
-    with distributed_run(args) as world:
+    with distributed_run(args.process) as world:
         built = load_model(args, world)
         model = built.model
         matrices = [name for name, p in model.encoder.named_parameters(prefix="encoder") if p.dim() > 1]
@@ -53,7 +53,7 @@ def _train_with_masters(argv: list[str], poison: tuple | None) -> None:
         assert len(matrices) == len([p for p in model.parameters() if p.dtype == torch.bfloat16]) == 2 * 4
         assert all(p.dtype == torch.float32 for p in masters.weights.parameters())
         built = replace(built, precision=replace(built.precision, masters=masters))
-        train(replicate(built.model, world, args, init_sync=built.precision.masters is None), built, args, world)
+        train(replicate(built.model, world, args.strategy, init_sync=built.precision.masters is None), built, args, world)
 
 
 def train_with_masters(dataset, output_dir, nproc: int = 1, poison: tuple | None = None, **flags) -> None:

@@ -42,7 +42,7 @@ def model():
 
 def numbers(model, dataset, split="validation", prefix="eval", **flags) -> dict:
     args = arguments(dataset, **flags)
-    found = masked_lm.evaluate(model, open_training(args).held_out(split), args, ALONE, prefix)
+    found = masked_lm.evaluate(model, open_training(args.data).held_out(split), args.data, ALONE, prefix)
     return {k: v for k, v in found.items() if "runtime" not in k and "per_second" not in k}
 
 
@@ -50,7 +50,7 @@ def questions(dataset, **flags) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """(input_ids, labels) of every protein of the validation split."""
     args = arguments(dataset, sequence_packing=False, **flags)
     found = []
-    for batch in held_out_batches(args, open_training(args).held_out("validation"), MaskingCollator(EVAL_SEED), ALONE):
+    for batch in held_out_batches(args.data, open_training(args.data).held_out("validation"), MaskingCollator(EVAL_SEED), ALONE):
         lengths = batch["cu_seqlens"].diff().tolist()
         found += zip(batch["input_ids"].split(lengths), batch["labels"].split(lengths), strict=True)
     return found
@@ -118,7 +118,7 @@ def test_workers_change_no_bit_and_end_with_the_evaluation_also_when_it_is_broke
     assert set(multiprocessing.active_children()) == others
     args, stopped = arguments(dataset, **in_small), World(0, 0, 1, torch.device("cpu"))
     stopped.stop.requested = True
-    assert masked_lm.evaluate(model, open_training(args).held_out("validation"), args, stopped) == {}
+    assert masked_lm.evaluate(model, open_training(args.data).held_out("validation"), args.data, stopped) == {}
     assert set(multiprocessing.active_children()) == others
     told = [str(warning.message) for warning in recwarn if warning.category is UserWarning]
     assert not [text for text in told if not text.startswith("This DataLoader will create")]  # where there is one core
@@ -162,14 +162,14 @@ def test_the_unigram_predictor_is_the_one_worked_out_by_hand(dataset):
     labels = torch.cat([labels[labels != -100] for _, labels in questions(dataset)]).numpy() - 4
     assert labels.min() >= 0
     args = arguments(dataset)
-    data = open_training(args)
-    found = masked_lm.unigram(data.sample, data.held_out("validation"), args, ALONE)
+    data = open_training(args.data)
+    found = masked_lm.unigram(data.sample, data.held_out("validation"), args.data, ALONE)
     assert found["eval_unigram_loss"] == pytest.approx(-log_p[labels].mean(), rel=1e-12)
     assert found["eval_unigram_perplexity"] == pytest.approx(np.exp(-log_p[labels].mean()), rel=1e-12)
     assert found["eval_unigram_accuracy"] == (labels == counts.argmax()).mean()
     assert 2.7 < found["eval_unigram_loss"] < 3.0  # facts.md: 2.87 nats on UniRef
     other = arguments(dataset, seed=9, sequence_packing=False)
-    again = masked_lm.unigram(data.sample, data.held_out("validation"), other, ALONE)
+    again = masked_lm.unigram(data.sample, data.held_out("validation"), other.data, ALONE)
     assert again == pytest.approx(found, rel=1e-12)
 
 

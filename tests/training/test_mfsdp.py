@@ -17,6 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from common.flags import with_flags
 from common.distributed.run import distributed_run
 from common.distributed.world import World
 from common.training.load_model import load_model
@@ -245,7 +246,7 @@ def _inspect(argv: list[str], path: str) -> None:
     megatron_on_cpu.install()
     script = load_script(MFSDP)
     args = script.parse_run("", script.MegatronFlags, argv)
-    with distributed_run(args) as world:
+    with distributed_run(args.process) as world:
         strategy = script.MegatronSharded(args.layout(), world)
         model = load_model(args, world, strategy.shard).model
         assert strategy.clip(1.0) == 0.0, "there are no gradients yet, as for a rank that has no rows"
@@ -306,9 +307,9 @@ def _costs(argv: list[str], path: str) -> None:
     dist.all_gather_into_tensor = counted(dist.all_gather_into_tensor, "gather", "output_tensor")
     dist.reduce_scatter_tensor = counted(dist.reduce_scatter_tensor, "reduce_scatter", "input")
     found = {}
-    with distributed_run(given) as world:
+    with distributed_run(given.process) as world:
         for name in COSTS:
-            args = replace(given, zero_dp_strategy=name)
+            args = with_flags(given, zero_dp_strategy=name)
             strategy = script.MegatronSharded(args.layout(), world)
             model = load_model(args, world, strategy.shard).model
             strategy.sync_model_weights()

@@ -51,7 +51,7 @@ def tiny_config():
 def micro_batches(dataset_dir, step: int = 0, packs: int = PACKS_PER_STEP, **flags) -> list[dict]:
     """What the micro-batches of a global step hold, as one process would read them."""
     args = arguments(dataset_dir, **flags)
-    steps = TrainLoader(open_training(args).order(packs), MaskingCollator(args.seed), num_steps=step + 1)
+    steps = TrainLoader(open_training(args.data).order(packs), MaskingCollator(args.data.seed), num_steps=step + 1)
     return list(steps)[step].micro_batches
 
 
@@ -315,11 +315,11 @@ def test_epochs_of_padded_batches_take_the_steps_they_should(dataset, tmp_path, 
 
 def test_an_epoch_of_packs_sees_every_protein(dataset, tmp_path):
     args = arguments(dataset)
-    packs = open_training(args).plan.packs_per_epoch()
+    packs = open_training(args.data).plan.packs_per_epoch()
     train(dataset, tmp_path, num_train_epochs=1, max_steps=None, logging_steps=100)
     state = json.loads((tmp_path / "trainer_state.json").read_text())
     assert (state["step"], state["sequences"], state["epoch"]) == (packs, NUM_TRAIN, 1.0)
-    assert 0.9 * packs * args.tokens_per_pack < state["tokens"] <= packs * args.tokens_per_pack
+    assert 0.9 * packs * args.data.tokens_per_pack < state["tokens"] <= packs * args.data.tokens_per_pack
 
 
 def test_the_guides_command_line_trains_evaluates_and_exports_under_torchrun(dataset, tmp_path):

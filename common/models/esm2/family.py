@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from common.cli import Missing, UserError, flag
+from common.cli import UserError
+from common.flags import Missing, flag
 from common.models.esm2.config import Esm2Config
 from common.models.layers.backend import BackendFlags
 from common.models.layers.context_attention import WAYS
@@ -51,44 +52,42 @@ CP_COMM_TYPES = (*WAYS, "a2a")
 NO_KERNEL = "Transformer Engine has no attention kernel for packs here (neither flash-attn nor cuDNN's)"
 
 
-@dataclass
+@dataclass(frozen=True)
 class ModelFlags(BackendFlags):
+    """Which ESM-2, and how it computes."""
+
     group = "model"
-    needed = ("config_name",)
-    rarely = ("tokenizer_name", "gelu", "bf16_residual", "cp_comm_type")
+    required = ("config_name",)
+    advanced = ("gelu", "bf16_residual", "cp_comm_type")
+    unlisted = ("tokenizer_name",)
 
     config_name: str | None = flag(
         None, "Train from random weights: facebook/esm2_* (built in), a directory with config.json, a Hub name."
-    )
-    model_name_or_path: str | None = flag(
-        None, "Start from these weights: a directory (say final_model/) or a Hub name."
     )
     config_overrides: str | None = flag(
         None, "Change the configuration of --config_name: num_hidden_layers=2,hidden_size=64,..."
     )
     tokenizer_name: str | None = flag(
-        None, "Accepted for the guides' sake: the vocabulary is ESM-2's, and a directory with another one is refused."
+        None, "The vocabulary is always ESM-2's: a directory with another one is refused."
     )
     gelu: str | None = flag(
         None, "exact (ESM-2's own) or tanh (an approximation, Transformer Engine's only one). Default: the backend's."
     )
     bf16_residual: bool = flag(
         False,
-        "With --bf16, the stream from layer to layer in bf16 too, as Transformer Engine always has it: less traffic "
-        "and memory, two more roundings a layer.",
+        "With --bf16: a bf16 residual stream too, as Transformer Engine always has it: less memory traffic, two more "
+        "roundings per layer.",
     )
     cp_comm_type: str = flag(
-        "p2p", "How keys come to queries with --cp_size: p2p (a ring), all_gather, or a2a (Transformer Engine only)."
+        "p2p", "How ranks exchange keys with --cp_size: p2p (a ring), all_gather, or a2a (Transformer Engine only)."
     )
 
-    instead_of = {"config_name": ("model_name_or_path",), "model_name_or_path": ("config_name", "config_overrides")}
+    overrides = {"config_name": ("model_name_or_path",), "model_name_or_path": ("config_name", "config_overrides")}
     last_wins = ("config_name", "model_name_or_path")
 
     def missing(self) -> Iterator[Missing]:
         if not self.config_name and not self.model_name_or_path:
             yield Missing("--config_name", "the model to train", "facebook/esm2_t6_8M_UR50D")
-        if self.bf16_residual and not self.bf16:
-            yield Missing("--bf16", "--bf16_residual is of what is computed in bf16")
 
     def check(self) -> None:
         if self.config_name and self.model_name_or_path:

@@ -10,7 +10,8 @@ from importlib.util import find_spec
 
 import torch
 
-from common.cli import Flags, UserError, flag, one_line
+from common.cli import UserError, one_line
+from common.flags import Flags, flag
 
 BACKENDS = ("auto", "te", "torch")
 BF16_SINCE = (8, 0)  # compute capability
@@ -20,16 +21,21 @@ COMPILED = "--torch_compile (Transformer Engine keeps its modules out of graphs)
 HEAD_MULTIPLE = 8  # of the flash kernels behind torch's varlen attention
 
 
-@dataclass
+@dataclass(frozen=True)
 class BackendFlags(Flags):
+    """Of a model of any family: its weights, and what computes its layers."""
+
     group = "model"
 
     backend: str = flag(
         "auto",
-        "Layers by te (Transformer Engine; NVIDIA GPUs) or torch (any device). auto: te if it is there.",
+        "Layers are computed by te (Transformer Engine; NVIDIA GPUs), torch (any device), or auto: te if possible.",
     )
     torch_compile: bool | None = flag(
-        None, "Compile the layers (needs a C++ compiler on a CPU). Default: on a GPU, those of the torch backend."
+        None, "Compile the layers (needs a C++ compiler on a CPU). Default: on a GPU, with the torch backend."
+    )
+    model_name_or_path: str | None = flag(
+        None, "Start from these weights: a directory (say final_model/) or a Hub name."
     )
 
     def check(self) -> None:
