@@ -166,7 +166,7 @@ def parse_arguments(description: str | None, flags: type[T] | T, argv: list[str]
     # What is imported by now stays for good. Kept out of garbage collection, it saves a tenth of step 0's time.
     gc.freeze()
     defaults = flags() if isinstance(flags, type) else flags
-    defaults = with_flags(defaults, **{name: changed.default for name, changed in changes(defaults).items()})
+    defaults = changed_defaults(defaults)
     argv = sys.argv[1:] if argv is None else argv
     parser = _Parser(defaults)
     everything = "--help_all" in argv
@@ -229,6 +229,12 @@ class FlagSpec(NamedTuple):
 def changes(args: Any) -> dict[str, Any]:
     """{flag: field} of all flags whose default, help or aliases another group changes."""
     return {name: each for part in groups(args) for name, each in getattr(part, "changed", {}).items()}
+
+
+def changed_defaults(args: T) -> T:
+    """The flags with the defaults that `changed` gives them; those that do not exist here are skipped."""
+    defaults = {name: each.default for name, each in changes(args).items() if name in flat(args)}
+    return with_flags(args, **defaults)
 
 
 def flag_specs(args: Any) -> list[FlagSpec]:

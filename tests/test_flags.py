@@ -17,16 +17,16 @@ PINNED = re.search(r"^transformers==(.*)$", (ROOT / "requirements.txt").read_tex
 
 
 @pytest.mark.skipif(transformers.__version__ != PINNED, reason="another version of transformers has other flags")
-def test_the_page_is_the_one_that_is_made_from_the_code_now():
+def test_flags_page_is_up_to_date():
     assert load_script("docs/make_flags.py").page() == PAGE, "python docs/make_flags.py makes it anew"
 
 
-def test_what_the_page_says_is_not_here_is_an_unknown_flag_of_every_script():
+def test_flags_page_lists_unknown_flags_of_transformers():
     (section,) = re.findall(r"\n## Not here\n(.*?)\n\| ", PAGE, re.S)
     absent = re.findall(r"`(--\w+)`", section)
     assert len(absent) > 80
     assert f"{len(absent)} other flags" in section
-    for kind in load_script("docs/make_flags.py").SCRIPTS.values():
+    for args in load_script("docs/make_flags.py").SCRIPTS.values():
         with pytest.raises(UserError, match="unknown flag") as error:
-            parse_arguments(None, kind, argv=[f"{flag}=1" for flag in absent])
+            parse_arguments(None, args, argv=[f"{flag}=1" for flag in absent])
         assert [flag for flag in absent if f" {flag}=1" not in str(error.value)] == []

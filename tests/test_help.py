@@ -8,10 +8,10 @@ from dataclasses import dataclass
 import pytest
 
 from common.cli import UserError
-from common.flags import Flags, flag, parse_arguments
 from common.data.flags import DataFlags
+from common.flags import Flags, checked, flag, flag_specs, flat, parse_arguments, with_flags
 from common.models.esm2.family import ModelFlags
-from common.training.arguments import TrainArguments
+from common.training.arguments import RunArguments
 from common.training.checkpoint import CheckpointFlags
 from common.training.registry import arguments_of
 from tests.data_fixtures import environment, load_script
@@ -23,8 +23,8 @@ TRAINING = [(script, ()) for script in STRATEGIES] + [("train_fsdp2.py", ("--mod
 DATA = [(script, ()) for script in ("0.download_data.py", "1.tokenize_uniref_csv.py", "1.tokenize_text.py")]
 
 
-def flags_of(script: str) -> type[TrainArguments]:
-    return arguments_of(getattr(load_script(script), STRATEGIES[script]), TrainArguments)
+def flags_of(script: str) -> RunArguments:
+    return arguments_of(getattr(load_script(script), STRATEGIES[script]), "mlm")
 
 
 def said(script: str, *flags: str) -> list[str]:
@@ -69,22 +69,32 @@ def test_modules_say_what_they_are_for(module):
 
 
 @pytest.mark.parametrize("script", STRATEGIES)
-def test_all_of_it_has_every_flag(script):
+def test_help_all_names_every_flag(script):
     of_it = "\n".join(said(script, "--help_all"))
     shown = set(re.findall(r"--(?:no_)?(\w+)", of_it))
-    assert set(flags_of(script).__dataclass_fields__) <= shown
+    assert set(flat(flags_of(script))) <= shown
     assert "--help_all: " not in of_it
     assert "--help_all: " in "\n".join(said(script, "--help"))
+
+
+def test_help_all_lists_at_most_75_flags_of_train_ddp():
+    lines = said("train_ddp.py", "--help_all")
+    assert 60 < sum(line.startswith("  --") for line in lines) <= 75
+
+
+def test_help_all_names_flags_without_effect_in_one_line():
+    of_it = " ".join(said("train_fsdp2.py", "--task", "clm", "--help_all"))
+    assert "Accepted for compatibility, without effect: --same_seed, --tensorboard_dir, --resid_pdrop," in of_it
 
 
 @pytest.mark.parametrize("script", STRATEGIES)
 def test_choices_are_in_the_help(script):
     """Those that the error names for a value that is none of them."""
-    kind = flags_of(script)
-    fields = kind.__dataclass_fields__
+    args = flags_of(script)
     found = 0
-    for name, field in fields.items():
-        if "str" not in str(field.type):
+    for spec in flag_specs(args):
+        name = spec.name
+        if "str" not in spec.type or name == "task":
             continue
         try:
             flags = {
@@ -93,12 +103,12 @@ def test_choices_are_in_the_help(script):
                 "output_dir": "y",
                 name: "nonsense",
             }
-            kind(**flags)
+            checked(with_flags(args, **flags))
         except UserError as error:
             choices = re.search(rf"--{name} nonsense: choose (.*)", str(error))
             for choice in re.split(", | or ", choices[1]) if choices else ():
                 found += 1
-                assert choice in field.metadata["help"], (name, choice)
+                assert choice in spec.help, (name, choice)
     assert found > 15
 
 
@@ -107,8 +117,8 @@ def test_groups_defaults_and_what_is_on(capsys, monkeypatch):
     @dataclass
     class Loud(Flags):
         group = "sound"
-        needed = ("file",)
-        rarely = ("echo",)
+        required = ("file",)
+        advanced = ("echo",)
 
         file: str | None = flag(None, "What to play.")
         volume: float = flag(0.5, "How loud.", "gain")

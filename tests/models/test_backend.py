@@ -13,6 +13,7 @@ import torch.distributed.checkpoint as dcp
 
 from common.cli import UserError, setup_logging
 from common.distributed.world import World
+from common.flags import with_flags
 from common.models.esm2.config import esm2_config
 from common.models.esm2.model import build_model
 from common.models.layers.backend import COMPILED, check_device, choose_backend
@@ -20,6 +21,7 @@ from common.models.layers.linear import Linear
 from common.training.checkpoint import Checkpointer, CheckpointFlags
 from extras.decoders.causal_arguments import CausalArguments
 from extras.decoders.causal_lm import choose_decoder
+from extras.decoders.flags import DecoderFlags
 from tests.models.reference import packed, random_batch
 from tests.training.test_bad_input import refused
 from tests.training_fixtures import arguments, on_ranks, train
@@ -147,7 +149,7 @@ def test_auto_takes_te_where_it_fits_and_torch_in_fp32(dataset, installed):
 def test_of_decoders_too(installed, flags, named):
     """The rest, refusals and auto's choice, is of one function for both tasks."""
     installed("")
-    decoder = partial(CausalArguments, dataset="text.jsonl", bf16=False, **flags)
+    decoder = partial(with_flags, CausalArguments(), dataset="text.jsonl", bf16=False, **flags)
     gpu = World(0, 0, 1, torch.device("cuda"))  # nothing is computed on it here
     with pytest.raises(UserError, match=re.escape(f"--backend te: {named} is the torch backend's: drop one")):
         choose_decoder(decoder(backend="te"), gpu, (), {})
@@ -156,8 +158,10 @@ def test_of_decoders_too(installed, flags, named):
     assert f"Backend: torch ({chosen.why})" in chosen.remarks
     with pytest.raises(UserError, match="--backend te: it needs an NVIDIA GPU"):
         choose_decoder(decoder(backend="te"), World(0, 0, 1, CPU), (), {})
-    plain = CausalArguments(model="llama3_2_1b", dataset="text.jsonl")
-    assert choose_backend(plain.model, gpu.device, bf16=True) == ("te", "Transformer Engine is here")
+    assert choose_backend(DecoderFlags(model="llama3_2_1b"), gpu.device, bf16=True) == (
+        "te",
+        "Transformer Engine is here",
+    )
 
 
 @pytest.mark.parametrize("flags", [{"backend": "jax"}, {"gelu": "sigmoid"}])

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import re
-from dataclasses import asdict
 
 import numpy as np
 import pytest
 
-from common.flags import parse_arguments
 from common.data.packing import BatchPlan
+from common.flags import flat, parse_arguments
 from common.training.arguments import TrainArguments
 from common.training.optim import lr_schedule
-from common.training.registry import arguments_of
+from common.training.registry import parse_run
 from tests.data_fixtures import load_script
 from tests.training_fixtures import ROOT
 
@@ -31,10 +30,7 @@ def parsed(script: str, *flags: str) -> dict:
     kinds = {"train_ddp.py": "DdpFlags", "train_ddp_cp.py": "DdpCpFlags", "train_fsdp2.py": "FsdpFlags"}
     kinds |= {"train_mfsdp.py": "MegatronFlags"}
     kind = kinds[script]
-    args = parse_arguments(
-        None, arguments_of(getattr(load_script(script), kind), TrainArguments), argv=[*PLACES, *flags]
-    )
-    return asdict(args)
+    return flat(parse_run(None, getattr(load_script(script), kind), [*PLACES, *flags]))
 
 
 def of_slurm() -> list[str]:

@@ -53,7 +53,9 @@ def _train_with_masters(argv: list[str], poison: tuple | None) -> None:
         assert len(matrices) == len([p for p in model.parameters() if p.dtype == torch.bfloat16]) == 2 * 4
         assert all(p.dtype == torch.float32 for p in masters.weights.parameters())
         built = replace(built, precision=replace(built.precision, masters=masters))
-        train(replicate(built.model, world, args.strategy, init_sync=built.precision.masters is None), built, args, world)
+        train(
+            replicate(built.model, world, args.strategy, init_sync=built.precision.masters is None), built, args, world
+        )
 
 
 def train_with_masters(dataset, output_dir, nproc: int = 1, poison: tuple | None = None, **flags) -> None:

@@ -12,10 +12,10 @@ import torch
 from common.cli import UserError
 from common.files.json_files import read_json_lines
 from common.precision.emulation import GRADIENT, INPUT, WEIGHT
+from common.precision.plan import PrecisionFlags
 from extras.quant_stats.report import cells, draw
 from extras.quant_stats.stats import QuantStats, scalars
 from extras.quant_stats.stats_file import PLAIN, QUANTISED
-from common.precision.plan import PrecisionFlags
 from extras.quant_stats.stats_plan import select
 from tests.precision.test_emulation import ALONE, FP8, RECIPES, by_definition, operands, tiny_model
 from tests.precision.test_stats_plan import GUIDES, selected, write

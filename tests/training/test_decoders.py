@@ -72,8 +72,13 @@ def reference(text: Path, out: Path, **flags) -> tuple[list[float], list[float],
     save_file(dict(pieces_to_hf(weights.__getitem__, built.config)), directory / "model.safetensors", {"format": "pt"})
     model = transformers.AutoModelForCausalLM.from_pretrained(directory, attn_implementation="eager")
     matrices, norms = ([p for p in model.parameters() if (p.dim() > 1) == many] for many in (True, False))
-    groups = [{"params": matrices, "weight_decay": args.optimizer.weight_decay}, {"params": norms, "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW(groups, lr=0.0, betas=(args.optimizer.adam_beta1, args.optimizer.adam_beta2), eps=args.optimizer.adam_epsilon)
+    groups = [
+        {"params": matrices, "weight_decay": args.optimizer.weight_decay},
+        {"params": norms, "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(
+        groups, lr=0.0, betas=(args.optimizer.adam_beta1, args.optimizer.adam_beta2), eps=args.optimizer.adam_epsilon
+    )
     data = open_text(args.data, alone, False, ByteTokenizer())
     loader = TrainLoader(data.order(args.data.packs_per_step), causal_batches(args.data, alone.mesh), num_steps=STEPS)
     found, of_norms = [], []

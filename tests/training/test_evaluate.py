@@ -50,7 +50,9 @@ def questions(dataset, **flags) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """(input_ids, labels) of every protein of the validation split."""
     args = arguments(dataset, sequence_packing=False, **flags)
     found = []
-    for batch in held_out_batches(args.data, open_training(args.data).held_out("validation"), MaskingCollator(EVAL_SEED), ALONE):
+    for batch in held_out_batches(
+        args.data, open_training(args.data).held_out("validation"), MaskingCollator(EVAL_SEED), ALONE
+    ):
         lengths = batch["cu_seqlens"].diff().tolist()
         found += zip(batch["input_ids"].split(lengths), batch["labels"].split(lengths), strict=True)
     return found

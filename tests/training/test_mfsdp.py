@@ -11,15 +11,14 @@ import functools
 import signal
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import replace
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from common.flags import with_flags
 from common.distributed.run import distributed_run
 from common.distributed.world import World
+from common.flags import with_flags
 from common.training.load_model import load_model
 from extras.monitor.replicas import digest
 from tests import megatron_on_cpu
@@ -247,7 +246,7 @@ def _inspect(argv: list[str], path: str) -> None:
     script = load_script(MFSDP)
     args = script.parse_run("", script.MegatronFlags, argv)
     with distributed_run(args.process) as world:
-        strategy = script.MegatronSharded(args.layout(), world)
+        strategy = script.MegatronSharded(args.strategy.layout(args.precision.bf16), world)
         model = load_model(args, world, strategy.shard).model
         assert strategy.clip(1.0) == 0.0, "there are no gradients yet, as for a rank that has no rows"
         named = dict(model.named_parameters())
@@ -310,7 +309,7 @@ def _costs(argv: list[str], path: str) -> None:
     with distributed_run(given.process) as world:
         for name in COSTS:
             args = with_flags(given, zero_dp_strategy=name)
-            strategy = script.MegatronSharded(args.layout(), world)
+            strategy = script.MegatronSharded(args.strategy.layout(args.precision.bf16), world)
             model = load_model(args, world, strategy.shard).model
             strategy.sync_model_weights()
             total = sum(p.numel() for p in model.parameters())

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from common.flags import flat
 from extras.trackers import Tracker, open_tracker
 from tests.forked import run_script
 from tests.patience import Limit
@@ -99,7 +100,7 @@ def test_what_a_run_that_starts_over_had_written_is_seen_no_more(dataset, tmp_pa
 
 
 def _write_a_row_and_die(directory: Path, row: dict) -> None:
-    tracker = open_tracker("tensorboard", None, arguments(directory), directory, 0, anew=True)
+    tracker = open_tracker("tensorboard", None, flat(arguments(directory)), directory, 0, anew=True)
     tracker.write(row)
     os.kill(os.getpid(), signal.SIGKILL)
 
@@ -262,7 +263,7 @@ def test_a_run_that_wandb_does_not_take_ends_in_one_line(dataset, tmp_path, sett
 def _write_to_wandb_that_has_died(environ: dict, directory: Path) -> None:
     os.environ.clear()
     os.environ.update(environ)
-    tracker = open_tracker("wandb", None, arguments(directory), directory, 0, anew=True)
+    tracker = open_tracker("wandb", None, flat(arguments(directory)), directory, 0, anew=True)
     tracker.write({"step": 1, "loss": 3.0})
     ours = [int(pid) for pid in Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()]
     for pid in [pid for pid in ours if "wandb" in Path(f"/proc/{pid}/cmdline").read_text()]:
@@ -300,7 +301,7 @@ def _open_and_close(environ: dict, directory: Path, status: int) -> None:
     directory.mkdir()
     os.environ.clear()
     os.environ.update(environ)
-    open_tracker("wandb", None, arguments(directory), directory, 0, anew=True).close(status)
+    open_tracker("wandb", None, flat(arguments(directory)), directory, 0, anew=True).close(status)
 
 
 # ---- either -------------------------------------------------------------------------------------------------

@@ -9,11 +9,11 @@ from dataclasses import asdict
 
 import pytest
 
-from common.flags import flat
 from common.cli import UserError
 from common.data.loader import TrainStep
 from common.distributed.run import distributed_run
 from common.distributed.strategy import replicate
+from common.flags import flat
 from common.training.finish import _training_results
 from common.training.load_model import load_model
 from common.training.loop import train as train_model
