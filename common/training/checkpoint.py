@@ -168,7 +168,7 @@ class Checkpointer:
         if self.world.device.type == "cuda":
             torch.cuda.set_device(self.world.device)  # a thread's own: else every rank would take memory of GPU 0
         partial = self.output_dir / f"{files.PARTIAL}{step}"
-        is_main, together = self.world.is_main, self.world.together
+        is_main, together = self.world.is_main, self.world.raise_together
         try:
             self.copies.wait()
             with together(self.group):
