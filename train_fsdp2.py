@@ -110,7 +110,7 @@ def build(args: RunArguments, world: World) -> tuple[Strategy, BuiltModel]:
         world,
         shard=lambda model: shard(model, world, flags, args.precision.bf16),
         device=torch.device("cpu") if flags.cpu_offload else None,
-        torch_only=flags.torch_only,
+        torch_only=flags.only_by_torch,
     )
     return FullySharded(built.model, flags.sync_each_batch), built
 

@@ -115,7 +115,7 @@ def build(args: RunArguments, world: World) -> tuple[Strategy, BuiltModel]:
         save_activations(list(model.layers), flags.activation_checkpointing, offload=False)
         strategy.shard(model)
 
-    return strategy, load_model(args, world, shard, torch_only=flags.torch_only)
+    return strategy, load_model(args, world, shard, torch_only=flags.only_by_torch)
 
 
 if __name__ == "__main__":

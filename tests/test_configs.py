@@ -182,4 +182,4 @@ def test_the_sample_is_not_mistaken_for_a_directory_of_that_name(tmp_path, monke
     (tmp_path / SAMPLE).mkdir()
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UserError, match="--dataset sample: built in, but ./sample is here, too"):
-        open_data(parse(DDP), World(0, 0, 1, torch.device("cpu")), False, {SAMPLE: lambda: pytest.fail("made")})
+        open_data(parse(DDP).data, World(0, 0, 1, torch.device("cpu")), False, {SAMPLE: lambda: pytest.fail("made")})

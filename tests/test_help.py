@@ -38,7 +38,7 @@ def said(script: str, *flags: str) -> list[str]:
 def test_help_is_a_page_or_two_that_fits_the_terminal(script, flags):
     lines = said(script, *flags, "--help")
     assert lines[0].startswith(f"usage: {script} ")
-    assert len(lines) < 150
+    assert len(lines) < 155
     assert max(map(len, lines)) <= 100, max(lines, key=len)
     groups = [line for line in lines if re.fullmatch(r"[a-z ,]+:", line)]
     if (script, flags) in TRAINING:
@@ -54,7 +54,6 @@ def test_help_is_a_page_or_two_that_fits_the_terminal(script, flags):
 MODULES = (
     "training.report",
     "training.export",
-    "training.pace",
     "precision.stats_report",
     "prepare.sample",
     "preflight",

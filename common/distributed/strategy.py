@@ -183,7 +183,7 @@ class StrategyFlags(Flags):
         return False
 
     @property
-    def torch_only(self) -> tuple[str, ...]:
+    def only_by_torch(self) -> tuple[str, ...]:
         """Flags that are given and only the torch backend supports."""
         return ()
 

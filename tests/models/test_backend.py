@@ -53,7 +53,7 @@ def test_te_that_is_not_there_is_one_line(dataset, tmp_path):
     assert "--backend torch" in error
     assert not (tmp_path / "out").exists()
     with pytest.raises(UserError, match=r"--backend te: Transformer Engine is not installed \(\./install\.sh --gpu"):
-        choose_backend(arguments(dataset, backend="te"), torch.device("cuda"), bf16=True)
+        choose_backend(arguments(dataset, backend="te").model, torch.device("cuda"), bf16=True)
 
 
 @without_te
@@ -66,23 +66,23 @@ def test_auto_takes_torch_and_says_why(dataset, tmp_path):
 def test_a_gpu_without_te_is_told_what_it_loses(dataset, installed):
     """Where the run is on one, and would have used it: not with a flag that is the torch backend's."""
     gpu, lost = torch.device("cuda"), "; this run goes without its fused kernels, and FP8, MXFP8 and NVFP4"
-    chosen, why = choose_backend(arguments(dataset), gpu, bf16=True)
+    chosen, why = choose_backend(arguments(dataset).model, gpu, bf16=True)
     assert (chosen, why.startswith("not te: Transformer Engine is not installed (./install.sh --gpu")) == (
         "torch",
         True,
     )
     assert lost in why
-    assert lost not in choose_backend(arguments(dataset), CPU, bf16=True)[1]
-    assert lost not in choose_backend(arguments(dataset, backend="torch"), gpu, bf16=True)[1]
+    assert lost not in choose_backend(arguments(dataset).model, CPU, bf16=True)[1]
+    assert lost not in choose_backend(arguments(dataset, backend="torch").model, gpu, bf16=True)[1]
     installed("raise OSError('libcudnn.so.9')")
-    assert lost in choose_backend(arguments(dataset), gpu, bf16=True)[1]
+    assert lost in choose_backend(arguments(dataset).model, gpu, bf16=True)[1]
 
 
 def test_te_on_a_cpu_is_one_line(dataset, installed):
     installed("")
     with pytest.raises(UserError, match="--backend te: it needs an NVIDIA GPU.*--backend torch"):
-        choose_backend(arguments(dataset, backend="te"), CPU, bf16=False)
-    chosen, why = choose_backend(arguments(dataset), CPU, bf16=False)
+        choose_backend(arguments(dataset, backend="te").model, CPU, bf16=False)
+    chosen, why = choose_backend(arguments(dataset).model, CPU, bf16=False)
     assert chosen == "torch"
     assert "GPU" in why
 
@@ -90,7 +90,7 @@ def test_te_on_a_cpu_is_one_line(dataset, installed):
 def test_te_that_does_not_load_is_one_line(dataset, installed):
     installed("raise OSError('libcudnn.so.9: cannot open shared object file:\\n  No such file')")
     with pytest.raises(UserError, match=r"does not load \(OSError: libcudnn.so.9: cannot .*file: No such file\)"):
-        choose_backend(arguments(dataset, backend="te"), torch.device("cuda"), bf16=False)
+        choose_backend(arguments(dataset, backend="te").model, torch.device("cuda"), bf16=False)
 
 
 def test_torchs_layers_are_compiled_on_a_gpu_unless_told_otherwise_or_nothing_compiles(dataset, monkeypatch):
@@ -98,7 +98,7 @@ def test_torchs_layers_are_compiled_on_a_gpu_unless_told_otherwise_or_nothing_co
     monkeypatch.setattr("common.models.layers.backend.find_spec", lambda name: object())
     monkeypatch.setenv("CC", "gcc")
     undecided = arguments(dataset)
-    assert undecided.strategy.torch_only() == []  # auto may still take te
+    assert undecided.model.torch_only() == []  # auto may still take te
     assert undecided.model.compiles(gpu, "torch")[0]
     assert not undecided.model.compiles(gpu, "te")[0]
     assert undecided.model.compiles(cpu, "torch") == (False, None)
@@ -123,8 +123,8 @@ def test_what_only_torch_does_is_refused_with_te_and_decides_auto(dataset, insta
     installed("")
     gpu = torch.device("cuda")  # nothing is computed on it here
     with pytest.raises(UserError, match=re.escape(f"--backend te: {named} is")):
-        choose_backend(arguments(dataset, backend="te", **flags), gpu, bf16=True)
-    assert choose_backend(arguments(dataset, **flags), gpu, bf16=True) == (
+        choose_backend(arguments(dataset, backend="te", **flags).model, gpu, bf16=True)
+    assert choose_backend(arguments(dataset, **flags).model, gpu, bf16=True) == (
         "torch",
         f"not te: {named} is the torch backend's",
     )
@@ -132,8 +132,11 @@ def test_what_only_torch_does_is_refused_with_te_and_decides_auto(dataset, insta
 
 def test_auto_takes_te_where_it_fits_and_torch_in_fp32(dataset, installed):
     installed("")
-    assert choose_backend(arguments(dataset), torch.device("cuda"), bf16=True) == ("te", "Transformer Engine is here")
-    chosen, why = choose_backend(arguments(dataset), torch.device("cuda"), bf16=False)
+    assert choose_backend(arguments(dataset).model, torch.device("cuda"), bf16=True) == (
+        "te",
+        "Transformer Engine is here",
+    )
+    chosen, why = choose_backend(arguments(dataset).model, torch.device("cuda"), bf16=False)
     assert chosen == "torch"
     assert "TF32" in why
 

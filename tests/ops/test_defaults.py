@@ -74,4 +74,4 @@ def test_the_documented_line_is_the_guides_run(script, proteins, steps):
     assert args["max_steps"] in (-1, steps)
     args = parse_arguments(None, TrainArguments, argv=[*PLACES, *of_slurm(), *flags])
     # Their log has the rate of the next step: after the 16th of 1,136 steps 4.929577464788733e-05.
-    assert lr_schedule(args, 1136)(16) == pytest.approx(4.929577464788733e-05, rel=1e-12)
+    assert lr_schedule(args.optimizer, 1136)(16) == pytest.approx(4.929577464788733e-05, rel=1e-12)

@@ -84,11 +84,11 @@ def test_both_jobs_of_a_model_do_the_guides_run(name):
     assert args | places == other | places
     names = ("max_steps", "save_steps", "eval_steps", *batches)
     assert [args[each] for each in names] == [*RUNS[name], RUNS[name][-1]]
-    assert args.do_eval == (args.eval_steps is not None)
-    assert (args.model, args.max_seq_length) == (name, PRESETS[name].context)
-    assert (args.dataset, args.dataset_config_name) == ("allenai/c4", "en")
-    assert (args.sharding_strategy, args.offload_activations, args.activation_checkpointing) == ("full", True, "full")
-    assert args.bf16
+    assert args["do_eval"] == (args["eval_steps"] is not None)
+    expected = {"model": name, "max_seq_length": PRESETS[name].context, "bf16": True}
+    expected |= {"dataset": "allenai/c4", "dataset_config_name": "en"}
+    expected |= {"sharding_strategy": "full", "offload_activations": True, "activation_checkpointing": "full"}
+    assert expected.items() <= args.items()
 
 
 @needs_envsubst

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from common.cli import UserError
-from common.flags import parse_arguments
+from common.flags import checked, parse_arguments
 from common.models.esm2.config import ESM2_SIZES, Esm2Config, load_config
 from common.precision.plan import (
     FP8_RECIPES,
@@ -28,7 +28,7 @@ LETTERS = {DelayedScaling: "8", NVFP4BlockScaling: "4", type(None): "-"}
 
 def plan_of(layers: int = 6, **flags) -> str:
     """The plan as a word, a letter a layer."""
-    plan = resolve(PrecisionFlags(**flags), layers)
+    plan = resolve(checked(PrecisionFlags(**flags)), layers)
     return None if plan is None else "".join(LETTERS[type(recipe)] for recipe in plan)
 
 

@@ -167,12 +167,15 @@ def test_a_resumed_run_keeps_its_gelu_and_another_one_is_refused(dataset, tmp_pa
 def test_a_resumed_run_keeps_its_backend(dataset, monkeypatch):
     cpu, gpu = torch.device("cpu"), torch.device("cuda")
     with pytest.raises(UserError, match=r"computes with Transformer Engine so far, and now not: .*--backend torch"):
-        choose_backend(arguments(dataset), cpu, bf16=True, so_far="te")
-    assert choose_backend(arguments(dataset, backend="torch"), cpu, True, so_far="te") == ("torch", "--backend torch")
+        choose_backend(arguments(dataset).model, cpu, bf16=True, so_far="te")
+    assert choose_backend(arguments(dataset, backend="torch").model, cpu, True, so_far="te") == (
+        "torch",
+        "--backend torch",
+    )
     monkeypatch.setattr("common.models.layers.backend.te_missing", lambda device: None)
-    assert choose_backend(arguments(dataset), gpu, True, so_far="torch") == ("torch", "as this run so far")
-    assert choose_backend(arguments(dataset, backend="te"), gpu, True, so_far="torch") == ("te", "--backend te")
-    assert choose_backend(arguments(dataset), gpu, True, so_far="te")[0] == "te"
+    assert choose_backend(arguments(dataset).model, gpu, True, so_far="torch") == ("torch", "as this run so far")
+    assert choose_backend(arguments(dataset, backend="te").model, gpu, True, so_far="torch") == ("te", "--backend te")
+    assert choose_backend(arguments(dataset).model, gpu, True, so_far="te")[0] == "te"
 
 
 def _main_out_of_memory(argv: list[str]) -> None:

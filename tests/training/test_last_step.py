@@ -34,7 +34,7 @@ LOSS, WEIGHTS = 3e-6, 2e-6
 
 
 def packs_of(dataset, **flags) -> int:
-    plan = open_training(arguments(dataset, **EPOCH | flags)).plan
+    plan = open_training(arguments(dataset, **EPOCH | flags).data).plan
     return plan.packs_per_epoch()
 
 

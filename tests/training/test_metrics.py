@@ -51,7 +51,7 @@ def read(path) -> dict:
 
 def test_total_flos_add_up_over_the_proteins_really_read(dataset, tmp_path):
     train(dataset, tmp_path, num_train_epochs=1, max_steps=None, max_seq_length=1500, tokens_per_pack=1500)
-    store = open_training(arguments(dataset)).store
+    store = open_training(arguments(dataset).data).store
     lengths = store.lengths(np.arange(len(store))).astype(float)
     state = read(tmp_path / "trainer_state.json")
     assert state["tokens"] == lengths.sum()

@@ -162,7 +162,7 @@ class RecomputeFlags(StrategyFlags):
     activation_checkpointing: str = flag("none", "Recompute activations: none, selective (cheap ones), full.")
 
     @property
-    def torch_only(self) -> tuple[str, ...]:
+    def only_by_torch(self) -> tuple[str, ...]:
         return ("--activation_checkpointing selective",) * (self.activation_checkpointing == "selective")
 
     def recompute_modes(self) -> dict[str, dict[str, Any]]:
