@@ -15,11 +15,11 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 MACHINE_FAULT = 1
-BAD_INPUT = 2  # exit status for anything the user can mend; tracebacks (status 1) are for our bugs
+BAD_INPUT = 2  # exit status for anything the user can fix; tracebacks (status 1) are for our bugs
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 MAKE_ROOM = "make room, or choose another --output_dir"
-INTERRUPTED = 130  # Ctrl-C, as shells have it
-TOLD_TO_STOP = 143  # SIGTERM, likewise
+INTERRUPTED = 130  # Ctrl-C, as in shells
+STOPPED_BY_SIGTERM = 143  # SIGTERM, likewise
 LAUNCHER_SPEAKS = "LAUNCHER_SPEAKS"  # in the environment: what started this rank prints its error line, after all else
 
 
@@ -27,7 +27,7 @@ class MachineFault(RuntimeError):
     """Something that is neither the user's fault nor ours, in one line. Status 1: what starts jobs again does so."""
 
 
-class ToldToStop(KeyboardInterrupt):
+class StoppedBySignal(KeyboardInterrupt):
     """SIGTERM, where it is to end a script as Ctrl-C would."""
 
 
@@ -36,24 +36,24 @@ class UserError(ValueError):
 
 
 def one_line(error: BaseException) -> str:
-    """What an exception says, for the middle of a line: it may quote a file, and nothing of one rules a terminal."""
-    said = "".join(character if character.isprintable() else "?" for character in " ".join(str(error).split()))
-    return said or type(error).__name__
+    """The message of an exception on one line, without unprintable characters: it may quote a file."""
+    text = "".join(character if character.isprintable() else "?" for character in " ".join(str(error).split()))
+    return text or type(error).__name__
 
 
 def setup_logging(level: int = logging.INFO) -> None:
-    """Log lines in the guides' shape: `MM/DD/YYYY HH:MM:SS - INFO - message`, on standard error."""
+    """Log lines as in the guides: `MM/DD/YYYY HH:MM:SS - INFO - message`, on standard error."""
     logging.basicConfig(
         level=level, format="%(asctime)s - %(levelname)s - %(message)s", datefmt="%m/%d/%Y %H:%M:%S", force=True
     )
     # A progress line for every request to the Hub is noise in a training log.
     for noisy in map(logging.getLogger, ("httpx", "filelock", "fsspec", "datasets", "matplotlib")):
-        if noisy.level != logging.WARNING:  # to set it goes through all the loggers that there are
+        if noisy.level != logging.WARNING:  # setting it walks through all loggers
             noisy.setLevel(logging.WARNING)
 
 
 def positional(description: str, usage: str, *counts: int) -> list[str]:
-    """The words of a command line that has no flags, so many of them; what it is for, where --help is among them."""
+    """The arguments of a command line without flags, `counts` of them; prints the description for --help."""
     words = sys.argv[1:]
     if not {"-h", "--help"}.isdisjoint(words):
         print(f"usage: {usage}\n\n{description.strip()}")
@@ -111,16 +111,16 @@ def user_errors(where: str = "", quiet: bool = False):
         _say(f"error: {where}{error}")
         raise SystemExit(MACHINE_FAULT) from None
     except KeyboardInterrupt as interrupt:
-        told = isinstance(interrupt, ToldToStop)
+        stopped = isinstance(interrupt, StoppedBySignal)
         if not (quiet or where):  # Ctrl-C reaches all processes of a terminal: one says so
-            sys.stderr.write("stopped as asked: the same command goes on from there\n" if told else "interrupted\n")
-        raise SystemExit(TOLD_TO_STOP if told else INTERRUPTED) from None
+            sys.stderr.write("stopped as asked: the same command resumes from there\n" if stopped else "interrupted\n")
+        raise SystemExit(STOPPED_BY_SIGTERM if stopped else INTERRUPTED) from None
 
 
 def run(main: Callable[[], None], resumable: bool = False) -> None:
     """Entry point of the scripts: logging, then `main` with one-line errors.
 
-    resumable: SIGTERM ends it as Ctrl-C does, with TOLD_TO_STOP. As the first process of a container it would be deaf.
+    resumable: SIGTERM ends it like Ctrl-C, with STOPPED_BY_SIGTERM. PID 1 of a container would ignore it otherwise.
     """
     setup_logging()
     if resumable:
@@ -136,10 +136,10 @@ def _listen_to_sigterm() -> None:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         if os.getpid() != process:  # a worker, forked since: it ends as it would have
             os.kill(os.getpid(), signal.SIGTERM)
-        raise ToldToStop
+        raise StoppedBySignal
 
     def unraisable(unraised) -> None:
-        if not isinstance(unraised.exc_value, ToldToStop):
+        if not isinstance(unraised.exc_value, StoppedBySignal):
             return sys.__unraisablehook__(unraised)
         # The signal came while a destructor or a weakref's callback ran, where Python drops exceptions: once more.
         signal.signal(signal.SIGTERM, stop)

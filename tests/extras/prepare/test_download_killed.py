@@ -125,7 +125,7 @@ def test_a_full_disk_leaves_what_is_finished(tmp_path, room):
     ("number", "status", "line"),
     [
         (signal.SIGINT, 130, "interrupted"),
-        (signal.SIGTERM, 143, "stopped as asked: the same command goes on from there"),
+        (signal.SIGTERM, 143, "stopped as asked: the same command resumes from there"),
     ],
 )
 def test_stopped_by_the_keyboard_or_as_a_pod_it_goes_on(tmp_path, number, status, line):
