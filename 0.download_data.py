@@ -1,10 +1,10 @@
-"""FASTA to csv/x000.csv, x001.csv, ... (`id,text`): downloaded if need be, shuffled as a whole, exactly partitioned.
+"""FASTA to csv/x000.csv, x001.csv, ... (`id,text`): downloaded, shuffled as a whole, in files of exact size.
 
     python 0.download_data.py --output_dir DIR [--source FILE_OR_URL ...]
 
-The source is UniRef50 by default; FASTA files, plain or packed (gzip, bzip2, xz, zstd), and http(s)://, ftp:// or
-s3:// URLs otherwise. What is under OUTPUT_DIR/csv is always complete. Stopped at any moment and started again, the
-same command gives the same files (a download goes on where it broke off); once they are there it does nothing.
+The source is UniRef50 by default; else FASTA files, plain or compressed (gzip, bzip2, xz, zstd), and http(s)://,
+ftp:// or s3:// URLs. OUTPUT_DIR/csv is always complete. Stopped at any moment, the same command resumes (downloads
+too) and makes the same files; once they exist it does nothing.
 """
 
 import logging
@@ -19,13 +19,12 @@ from tqdm import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
 from common.cli import UserError, run
-from common.files.output_directory import Build, building
 from common.flags import Flags, flag, parse_arguments
 from extras.earlier_identity import recorded_form
 from extras.prepare.download import download_directory
 from extras.prepare.fetch import Source, describe_sources, describe_sources_earlier, fetch, parse_sources
-from extras.prepare.partitions import PartitionWriter
-from extras.prepare.shuffle import in_random_order
+from extras.prepare.output_directory import Build, building
+from extras.prepare.partitions import PartitionWriter, in_random_order
 from extras.sources import compression as limits
 from extras.sources.fasta import read_fasta_lines
 from extras.sources.records import BadRecords, Lines, Policy, skip
@@ -47,19 +46,21 @@ class Arguments(Flags):
     shuffle: bool = flag(True, "one random order over the whole input; False keeps its own")
     source: list[str] = field(
         default_factory=lambda: [UNIREF50],
-        metadata={"help": "FASTA files (plain or packed), http(s), ftp or s3 URLs, read in order (default: UniRef50)"},
+        metadata={
+            "help": "FASTA files (plain or compressed), http(s), ftp or s3 URLs, read in order (default: UniRef50)"
+        },
     )
     md5: list[str] = field(default_factory=list, metadata={"help": "checksums of the sources, in their order"})
-    sha256: list[str] = field(default_factory=list, metadata={"help": "likewise"})
-    on_bad_record: Policy = flag("error", "skip: leave out records without id or sequence etc., and count them")
+    sha256: list[str] = field(default_factory=list, metadata={"help": "SHA-256 checksums, likewise"})
+    on_bad_record: Policy = flag("error", "skip: drop invalid records (without id or sequence etc.), and count them")
     max_record_length: int = flag(limits.LONGEST_PROTEIN, limits.HELP)
-    seed: int = flag(42, "of the shuffle")
-    overwrite: bool = flag(False, "make the outputs anew, whatever is there")
-    verify: bool = flag(False, "read what is complete, and compare its checksums")
+    seed: int = flag(42, "seed of the shuffle")
+    overwrite: bool = flag(False, "replace existing outputs")
+    verify: bool = flag(False, "read complete outputs and compare their checksums")
 
     def check(self) -> None:
         self.require_at_least(1, "max_records_per_partition")
-        limits.check_flag(self.max_record_length)
+        limits.check_record_length(self.max_record_length)
         self.require_at_least(0, "seed")
         if not self.formats:
             raise UserError("nothing to write: leave --save_csv True or set another --save_... flag")
@@ -71,7 +72,7 @@ class Arguments(Flags):
 
 
 def describe(args: Arguments) -> dict:
-    """What decides the output: an output directory made from the same is not made again."""
+    """All that the output depends on: an output made from the same is reused."""
     now, earlier = _describe(args, describe_sources), _describe(args, describe_sources_earlier)
     return recorded_form(Path(args.output_dir), FORMATS, now, earlier, args.overwrite)
 
@@ -85,9 +86,9 @@ def _describe(args: Arguments, describe_sources: Callable[[list[Source]], dict])
 
 
 class Bars:
-    """Progress of work that has phases: one bar after the other, none of them left open when an error is printed.
+    """Progress bars of consecutive phases, closed before an error is printed. Log lines go above the bar.
 
-    A bar on a terminal; in a log file, a line now and then. Log lines go above the bar.
+    In a log file a line every ten seconds.
     """
 
     def __enter__(self) -> "Bars":
@@ -100,28 +101,11 @@ class Bars:
         self._end()
         self._redirect.__exit__(*error)
 
-    def bytes(self, what: str, total: int) -> None:
-        """Begin a phase that is measured in bytes; `read` tells how far it is."""
-        self._begin(what, total=total, unit="B", unit_scale=True, postfix="0 records/s")
-
-    def read(self, position: int, records: int) -> None:
-        """So many bytes of the total, and the records in them."""
-        rate = records / (time.monotonic() - self._began)
-        self._bar.set_postfix_str(f"{records:,} records, {rate:,.0f} records/s", refresh=False)
-        self._bar.update(position - self._bar.n)
-
-    def records(self, what: str, total: int, done: int = 0) -> None:
-        """Begin a phase that is measured in records; `done` is where it begins."""
-        self._begin(what, total=total, initial=done, unit=" records")
-
-    def add(self, records: int) -> None:
-        """So many more records."""
-        self._bar.update(records)
-
-    def _begin(self, what: str, **options) -> None:
+    def begin(self, phase: str, total: int, **options) -> tqdm:
+        """End the bar of the last phase, and begin one."""
         self._end()
-        self._began = time.monotonic()
-        self._bar = tqdm(desc=what, mininterval=0.5 if sys.stderr.isatty() else 10.0, **options)
+        self._bar = tqdm(desc=phase, total=total, mininterval=0.5 if sys.stderr.isatty() else 10.0, **options)
+        return self._bar
 
     def _end(self) -> None:
         if self._bar is not None:
@@ -130,30 +114,34 @@ class Bars:
 
 
 def read_records(args: Arguments, build: Build, downloads: Path, bars: Bars) -> Iterator[Lines]:
-    """The records of all sources, which are fetched first; how many there were is noted at the end."""
+    """Fetch all sources and yield their records; their number is noted at the end."""
     paths = fetch(args.sources, downloads)
     sizes = [path.stat().st_size for path in paths]
     bad_records = BadRecords(args.on_bad_record)
     records = before = 0
-    bars.bytes("Reading", sum(sizes))
+    bar = bars.begin("Reading", sum(sizes), unit="B", unit_scale=True, postfix="0 records/s")
+    began = time.monotonic()
     for path, size in zip(paths, sizes, strict=True):
         logger.info("Reading FASTA file %s", path)
         position = [0]
         reading = {"bad_records": bad_records, "on_read": position.append, "max_record": args.max_record_length}
         for lines in read_fasta_lines(path, **reading):
             records += len(lines)
-            bars.read(before + position[-1], records)
+            rate = records / (time.monotonic() - began)
+            bar.set_postfix_str(f"{records:,} records, {rate:,.0f} records/s", refresh=False)
+            bar.update(before + position[-1] - bar.n)
             yield lines
         before += size
     build.note(READ, {"records": records, "bad": bad_records.state})
 
 
 def with_bar(batches: Iterator[Lines], build: Build, written: int, bars: Bars) -> Iterator[Lines]:
-    """The same lines; the bar begins with the first: by then all records have been read, and their number is known."""
-    for number, lines in enumerate(batches):
-        if number == 0:
-            bars.records("Writing", build.done(READ)["records"], written)
-        bars.add(len(lines))
+    """The same lines with a bar, started at the first: the number of records is known when all have been read."""
+    bar = None
+    for lines in batches:
+        if bar is None:
+            bar = bars.begin("Writing", build.done(READ)["records"], initial=written, unit=" records")
+        bar.update(len(lines))
         yield lines
 
 
@@ -177,12 +165,12 @@ def main() -> None:
                 records = skip(records, writer.written)
             logger.info("Generating %s files", " and ".join(build.paths))
             read = build.done(READ)
-            if read is None or writer.written < read["records"]:  # else killed when all was written
+            if read is None or writer.written < read["records"]:  # else killed when all records were written
                 for lines in records:
                     writer.write(lines)
                 read = build.done(READ)
             if not read["records"]:
-                raise UserError(f"{read['bad']['first'][0]} (and no other record can be used either)")
+                raise UserError(f"{read['bad']['first'][0]} (and no other record is valid)")
             build.results |= {"records": writer.close(), "skipped_records": read["bad"]["count"]}
         BadRecords(args.on_bad_record, **read["bad"]).report()
     logger.info("Save complete")

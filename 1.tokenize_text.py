@@ -2,10 +2,10 @@
 
     python 1.tokenize_text.py --dataset texts.jsonl --tokenizer bytes --output_dir DIR
 
-The sibling of 1.tokenize_uniref_csv.py for decoders: --dataset is what the training scripts take, and --dataset_dir
-DIR/text is what they train on then, in an order that finds any place at once. Two bytes a token, or four where the
-vocabulary has more than 65,536. Where the data have no validation split, --validation_size of the documents make one.
-What is under OUTPUT_DIR/text is always complete; once it is there the same command does nothing.
+1.tokenize_uniref_csv.py for decoders: takes the --dataset of the training scripts, which then train on --dataset_dir
+DIR/text with random access and exact resume. Two bytes a token, or four for a vocabulary of more than 65,536. Without
+a validation split, --validation_size of the documents are held out. OUTPUT_DIR/text is always complete; once it exists
+the same command does nothing.
 """
 
 import hashlib
@@ -20,20 +20,20 @@ from tqdm import tqdm
 
 from common.cli import UserError, run
 from common.files.json_files import write_json_flushed
-from common.files.output_directory import Build, building
 from common.flags import Flags, Missing, flag, parse_arguments
 from extras.earlier_identity import recorded_form
-from extras.prepare.dataset_writer import write_dataset_dict
-from extras.prepare.encode import Piece, assemble, usable_threads
+from extras.prepare.dataset_writer import Piece, assemble, write_dataset_dict
+from extras.prepare.encode import usable_threads
+from extras.prepare.output_directory import Build, building
 from extras.prepare.tokenize_units import UnitOfText, token_features, tokenize_units
 from extras.sources import compression as limits
 from extras.sources.dataset import Source, documents, open_source, with_contents
-from extras.sources.stream_reader import check_columns, units_of
+from extras.sources.sequence_files import check_columns, units_of
 from extras.text.store import TOKENS, describe_tokens
 from extras.text.tokenizers import BYTES, Tokenizer, load_tokenizer
 
 logger = logging.getLogger(__name__)
-UNITS = 64  # of a split: fewer files than that are taken apart where they can be
+UNITS = 64  # of a split: with fewer files, parquet files are divided into row groups
 
 
 @dataclass
@@ -48,12 +48,12 @@ class Arguments(Flags):
     output_dir: str = flag("processed", "the splits go to OUTPUT_DIR/text")
     train_split: str = flag("train", "the split to train on")
     val_split: str = flag("validation", "the split to evaluate on")
-    validation_size: float = flag(0.005, "fraction of the documents held out where there is no --val_split")
+    validation_size: float = flag(0.005, "fraction of the documents held out if there is no --val_split")
     max_record_length: int = flag(limits.LONGEST_DOCUMENT, limits.HELP)
     preprocessing_num_workers: int = flag(8, "processes; the result is the same for any")
-    seed: int = flag(42, "of the choice of what is held out")
-    overwrite: bool = flag(False, "make the output anew, whatever is there")
-    verify: bool = flag(False, "read what is complete, and compare its checksums")
+    seed: int = flag(42, "seed of the choice of held-out documents")
+    overwrite: bool = flag(False, "replace an existing output")
+    verify: bool = flag(False, "read a complete output and compare its checksums")
 
     def missing(self) -> Iterator[Missing]:
         if not self.dataset:
@@ -61,7 +61,7 @@ class Arguments(Flags):
 
     def check(self) -> None:
         self.require_at_least(1, "preprocessing_num_workers")
-        limits.check_flag(self.max_record_length)
+        limits.check_record_length(self.max_record_length)
         self.require_at_least(0, "seed")
         if not 0 <= self.validation_size < 1:
             raise UserError(f"--validation_size {self.validation_size}: a fraction of the documents, 0 to below 1")
@@ -70,7 +70,7 @@ class Arguments(Flags):
 
 
 def describe(args: Arguments, source: Source, tokenizer: Tokenizer) -> dict:
-    """What decides the output: an output directory made from the same is not made again."""
+    """All that the output depends on: an output made from the same is reused."""
     splits = (args.train_split, args.val_split)
     listing = repr([source.identity(split) for split in splits])
     deciding = ("dataset_config_name", "text_column", "train_split", "val_split", "validation_size", "seed")
@@ -85,13 +85,13 @@ def describe(args: Arguments, source: Source, tokenizer: Tokenizer) -> dict:
 
 
 def units_to_make(args: Arguments, source: Source, revision: str | None) -> list[UnitOfText]:
-    """What each process makes; the same whatever their number, so that any may go on with what another left."""
+    """The units of work. They do not depend on the number of processes, so that a run with another number resumes."""
     held_out = 0.0 if args.val_split in source.splits else args.validation_size
     splits = [split for split in (args.train_split, args.val_split) if split in source.splits]
     units = [(unit, split) for split in splits for unit in units_of(source.splits[split], wanted=UNITS)]
-    told = (args.tokenizer, revision, args.seed)
+    settings = (args.tokenizer, revision, args.seed)
     return [
-        UnitOfText(unit, number, split, *told, held_out if split == args.train_split else 0.0, args.val_split)
+        UnitOfText(unit, number, split, *settings, held_out if split == args.train_split else 0.0, args.val_split)
         for number, (unit, split) in enumerate(units)
     ]
 
@@ -101,9 +101,9 @@ def tokenize(args: Arguments, units: list[UnitOfText], tokenizer: Tokenizer, bui
     totals = dict.fromkeys(("documents", "tokens", "bytes"), 0)
     made = []
     with tqdm(total=len(units), unit=" units", mininterval=0.5 if sys.stderr.isatty() else 10.0) as bar:
-        for found in tokenize_units(units, tokenizer, build, workers):
-            made.append(found["pieces"])
-            totals = {name: count + found[name] for name, count in totals.items()}
+        for result in tokenize_units(units, tokenizer, build, workers):
+            made.append(result["pieces"])
+            totals = {name: count + result[name] for name, count in totals.items()}
             bar.set_postfix_str(f"{totals['tokens']:,} tokens", refresh=False)
             bar.update(1)
     splits = [split for split in (args.train_split, args.val_split) if any(of_unit.get(split) for of_unit in made)]
@@ -117,10 +117,9 @@ def tokenize(args: Arguments, units: list[UnitOfText], tokenizer: Tokenizer, bui
     write_dataset_dict(directory, splits)
     write_json_flushed(directory / TOKENS, describe_tokens(tokenizer), sort_keys=True)
     build.results |= totals
-    each = totals["bytes"] / totals["tokens"]
     logger.info(
         "%s documents, %s tokens, %.2f bytes of text a token: %s",
-        *(f"{totals['documents']:,}", f"{totals['tokens']:,}", each, ", ".join(splits)),
+        *(f"{totals['documents']:,}", f"{totals['tokens']:,}", totals["bytes"] / totals["tokens"], ", ".join(splits)),
     )
 
 

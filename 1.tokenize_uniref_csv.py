@@ -4,8 +4,8 @@
 
 `datasets.load_from_disk` opens OUTPUT_DIR/arrow and each split below it. Splits are disjoint, drawn uniformly from all
 records and depend on --seed; training records keep the order of the CSV files. Exact copies of held-out proteins are
-left out of training. Nothing is truncated or padded unless asked for. data_report.json has lengths, duplicates and
-unknown characters. What is under OUTPUT_DIR/arrow is always complete; once it is there the same command does nothing.
+dropped from training. By default nothing is truncated or padded. data_report.json has lengths, duplicates and unknown
+characters. OUTPUT_DIR/arrow is always complete; once it exists the same command does nothing.
 """
 
 import functools
@@ -21,29 +21,31 @@ from tqdm import tqdm
 
 from common.cli import UserError, run
 from common.files.hashing import combined_hash, content_hash
-from common.files.output_directory import Build, building
 from common.flags import Flags, Missing, flag, parse_arguments
 from extras import earlier_identity
-from extras.prepare.cluster_splits import publish_index, split_by_clusters
-from extras.prepare.dataset_writer import TOKEN_FEATURES, DatasetWriter, write_dataset_dict
-from extras.prepare.drop_copies import drop_copies, key_files, mark_copies, open_copies, write_report
+from extras.prepare.cluster_splits import cluster_records, publish_index, split_by_clusters
+from extras.prepare.dataset_writer import (
+    TOKEN_FEATURES,
+    DatasetWriter,
+    Piece,
+    assemble,
+    read_pieces,
+    write_dataset_dict,
+)
+from extras.prepare.duplicates import drop_copies, key_files, mark_copies, open_copies, write_report
 from extras.prepare.encode import (
     Chunker,
     FileEncoder,
-    Piece,
-    assemble,
     check_tokenizer,
     encode_rows,
-    read_pieces,
     usable_threads,
 )
-from extras.prepare.mmseqs import cluster_records
+from extras.prepare.output_directory import Build, building
 from extras.prepare.splits import HELD_OUT, SPLITS, labels_by_file, split_labels, split_sizes
 from extras.sources import compression as limits
 from extras.sources import csv_records
 from extras.sources.csv_records import count_rows, csv_files
-from extras.sources.records import BadRecords, Policy
-from extras.sources.residues import check_residues
+from extras.sources.records import BadRecords, Policy, check_residues
 
 logger = logging.getLogger(__name__)
 
@@ -52,7 +54,7 @@ logger = logging.getLogger(__name__)
 class Arguments(Flags):
     input_dir: str = flag("csv", "directory of the CSV files")
     output_dir: str = flag("processed", "the splits go to OUTPUT_DIR/arrow")
-    train_size: float | None = flag(None, "records, or a fraction; default: all that is left")
+    train_size: float | None = flag(None, "records, or a fraction; default: all remaining records")
     validation_size: float | None = flag(
         None, "records, or a fraction below 1; default: 50,000, with test at most a tenth unless --train_size is given"
     )
@@ -68,16 +70,16 @@ class Arguments(Flags):
         None, "table of ur50_id, ur90_id (parquet, CSV, TSV): split by clusters, index them for training"
     )
     cluster: float | None = flag(
-        None, "cluster at this identity (0.5) with MMseqs2, which has to be there, and split as --cluster_table does"
+        None, "cluster at this identity (0.5) with MMseqs2, which must be installed, and split as --cluster_table does"
     )
     on_bad_record: Policy = flag(
         "error", "a row without text, not ASCII or not of two columns: error (stop) or skip (and count)"
     )
-    line_ends_in_text: bool = flag(False, "texts in quotes may go on over line ends, which are taken out")
+    line_ends_in_text: bool = flag(False, "quoted texts may span lines; line ends are removed")
     max_record_length: int = flag(limits.LONGEST_PROTEIN, limits.HELP)
-    seed: int = flag(42, "of the choice of splits")
-    overwrite: bool = flag(False, "make the output anew, whatever is there")
-    verify: bool = flag(False, "read what is complete, and compare its checksums")
+    seed: int = flag(42, "seed of the choice of splits")
+    overwrite: bool = flag(False, "replace an existing output")
+    verify: bool = flag(False, "read a complete output and compare its checksums")
 
     def missing(self) -> Iterator[Missing]:
         if self.pad_to_max_length and self.max_seq_length is None:
@@ -97,18 +99,18 @@ class Arguments(Flags):
         if self.clustered and not self.line_by_line:
             raise UserError(f"{clusters} needs --line_by_line True: a chunk belongs to no cluster")
         if self.clustered and self.line_ends_in_text:
-            raise UserError(f"--line_ends_in_text does not go with {clusters}: take the line ends out first")
+            raise UserError(f"--line_ends_in_text does not go with {clusters}: remove the line ends first")
         if self.cluster is not None and self.cluster_table:
             raise UserError("--cluster and --cluster_table: give one of them")
         if self.cluster is not None and not 0 < self.cluster <= 1:
             raise UserError(f"--cluster {self.cluster}: an identity above 0 and up to 1, as 0.5")
-        limits.check_flag(self.max_record_length)
+        limits.check_record_length(self.max_record_length)
         if self.seed < 0:
             raise UserError(f"--seed {self.seed}: must not be negative")
 
 
 def describe(args: Arguments, files: list[Path]) -> dict:
-    """What decides the output: an output directory made from the same is not made again."""
+    """All that the output depends on: an output made from the same is reused."""
     deciding = (
         "train_size",
         "validation_size",
@@ -119,10 +121,10 @@ def describe(args: Arguments, files: list[Path]) -> dict:
         "seed",
     )
     about_input = {"files": len(files), "bytes": sum(path.stat().st_size for path in files)}
-    # The default is written as it was when it was a number; the same number given as a flag is taken at its word.
+    # Earlier versions recorded the default as HELD_OUT; the same number given as a flag is used exactly.
     held_out = ("validation_size", "test_size")
-    said = [name for name in held_out if getattr(args, name) == HELD_OUT]
-    optional = {"said": said} if said else {}
+    given = [name for name in held_out if getattr(args, name) == HELD_OUT]
+    optional = {"said": given} if given else {}
     if args.on_bad_record != "error":
         optional["on_bad_record"] = args.on_bad_record
     if args.line_ends_in_text:
@@ -145,26 +147,26 @@ def describe(args: Arguments, files: list[Path]) -> dict:
 
 
 def rows_of(path: Path, args: Arguments):
-    """The rows of a file, a new count of bad ones for each."""
+    """The rows of a file, with its own count of bad ones."""
     return csv_records.read_rows(path, BadRecords(args.on_bad_record), args.line_ends_in_text, args.max_record_length)
 
 
 def count_records(
     build: Build, files: list[Path], on_bad_record: str, line_ends: bool, max_record: int
 ) -> tuple[list[int], BadRecords]:
-    """Usable records of every file, and what is known about the bad ones."""
-    if (found := build.done("records")) is None:
+    """Number of valid records of every file, and the bad ones."""
+    if (noted := build.done("records")) is None:
         bad_records = BadRecords(on_bad_record)
-        # What stops the run anyway is found when the records are read.
+        # With "error", the first bad record stops the run when it is encoded.
         bad = bad_records if on_bad_record == "skip" else None
         counts = [count_rows(path, bad, line_ends, max_record) for path in files]
-        found = {"counts": counts, "bad": bad_records.state}
-        build.note("records", found)
-    return found["counts"], BadRecords(on_bad_record, **found["bad"])
+        noted = {"counts": counts, "bad": bad_records.state}
+        build.note("records", noted)
+    return noted["counts"], BadRecords(on_bad_record, **noted["bad"])
 
 
 def finish_split(build: Build, split: str, pieces: list[Piece], chunker: Chunker | None) -> None:
-    """Make the split's directory of its pieces, once."""
+    """Make the split's directory from its pieces, once."""
     directory = build.paths["arrow"] / split
     if build.done(f"finished {split}"):
         return
@@ -181,7 +183,7 @@ def finish_split(build: Build, split: str, pieces: list[Piece], chunker: Chunker
 
 
 def pieces_of(encoded: dict) -> dict[str, list[Piece]]:
-    """By split, of a file that FileEncoder made."""
+    """The pieces of a file, by split, from a result of FileEncoder."""
     return {split: [Piece(*piece) for piece in encoded["pieces"][split]] for split in SPLITS}
 
 
@@ -254,7 +256,7 @@ def tokenize(args: Arguments, files: list[Path], build: Build) -> None:
     }
     write_report(build, key_files(build, len(files)), open_copies(build), truncate)
     if unknown:
-        logger.warning("%s characters in %s records are no residues: <unk>", f"{unknown:,}", f"{with_unknown:,}")
+        logger.warning("%s characters in %s records are not residues: <unk>", f"{unknown:,}", f"{with_unknown:,}")
     bad_records.report()
 
 

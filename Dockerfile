@@ -24,7 +24,7 @@ COPY extras extras/
 COPY configs configs/
 COPY benchmarks benchmarks/
 COPY tests tests/
-COPY *.py LICENSE pytest.ini fp8_debugging_stats.yaml ./
+COPY *.py LICENSE pyproject.toml fp8_debugging_stats.yaml ./
 COPY docker/finish_image.sh /tmp/build/
 RUN /bin/bash /tmp/build/finish_image.sh
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-r"""Embeddings of the proteins of a FASTA file, by a model that you have trained or any ESM-2, as Parquet.
+r"""Embeddings of the proteins of a FASTA file, by a model that you trained or any ESM-2, as Parquet.
 
 python embed.py --model_name_or_path out/final_model --fasta my.fasta --output_dir embedded
 python embed.py --model_name_or_path out/final_model --fasta my.fasta --output_dir embedded --per_residue
@@ -7,7 +7,7 @@ python -m extras.launch --nproc_per_node 8 embed.py --model_name_or_path out/fin
     --fasta my.fasta --output_dir embedded
 
 OUTPUT_DIR/embeddings/part-00000.parquet, ...: id, length, embedding, in the order of the file. Stopped and started
-again, on any number of ranks, the same command goes on where it was. docs/after.md has more.
+again, on any number of ranks, the same command resumes. docs/after.md has more.
 """
 
 from __future__ import annotations
@@ -29,41 +29,44 @@ from common.cli import UserError, run
 from common.distributed.run import ProcessFlags, distributed_run
 from common.distributed.world import World
 from common.files.hashing import content_hash
-from common.files.output_directory import RECORD, Build, building, hold_work
 from common.flags import Missing, flag, parse_arguments
 from common.models.esm2.config import load_config
 from common.models.layers.hf_directory import model_files, model_hash
-from extras.inference.embeddings import (
+from extras.inference.encoder import (
+    Encoder,
+    EncoderFlags,
     Facts,
     Protein,
+    Totals,
     check_parts,
     embed,
     in_parts,
     is_made,
+    look_through,
     part_path,
     table,
     write_part,
 )
-from extras.inference.encoder import Encoder, EncoderFlags, Totals, look_through
+from extras.prepare.output_directory import RECORD, Build, building, hold_work
 from extras.sources.fasta import read_fasta
 
 logger = logging.getLogger(__name__)
-SETTINGS = ("max_seq_length", "bf16", "per_residue", "proteins_per_part")  # that decide what is in the files
-INPUT = "input"  # in the journal: what there is to do
-A_WEEK_S = 7 * 86400  # ranks that are done wait for the others
+SETTINGS = ("max_seq_length", "bf16", "per_residue", "proteins_per_part")  # that the content of the files depends on
+INPUT = "input"  # in the journal: counts of the input
+WEEK_S = 7 * 86400  # timeout of ranks that wait for the others
 
 
 @dataclass
 class Arguments(EncoderFlags):
     required = ("fasta", "output_dir")
 
-    fasta: str | None = flag(None, "The proteins, plain or packed.")
+    fasta: str | None = flag(None, "The proteins, plain or compressed.")
     output_dir: str | None = flag(None, "The tables go to OUTPUT_DIR/embeddings.")
     per_residue: bool = flag(
-        False, "An embedding of each residue, not their mean: 1.3 kB a residue with the 8M model."
+        False, "An embedding of each residue instead of their mean: 1.3 kB a residue with the 8M model."
     )
-    proteins_per_part: int = flag(1000, "Proteins in a file; what is lost when the run is stopped.")
-    overwrite: bool = flag(False, "Make the tables anew, whatever is there.")
+    proteins_per_part: int = flag(1000, "Proteins in a file; at most so many are lost when the run is stopped.")
+    overwrite: bool = flag(False, "Replace existing tables.")
 
     def missing(self) -> Iterator[Missing]:
         if not self.fasta:
@@ -82,16 +85,16 @@ class Arguments(EncoderFlags):
 
 
 def identity(args: Arguments) -> dict:
-    """What the embeddings are made from, by content: paths and dates play no part."""
-    load_config(args.model_name_or_path)  # it says best what is wrong with what is no model
+    """What the embeddings are made from, by content: hashes, not paths or dates."""
+    load_config(args.model_name_or_path)  # for its error messages
     hashes = {"model_hash": model_hash(args.model_name_or_path), "fasta_hash": content_hash(args.fasta)}
     return hashes | args.settings
 
 
 def same_by_date(directory: Path, made_from: dict, args: Arguments) -> bool:
-    """Whether a complete output of an earlier version, which recorded paths and dates, is of this model and input.
+    """Whether a complete output of an earlier version, which recorded paths and dates, has this model and input.
 
-    UserError where the model is younger than the output: it may have been replaced.
+    UserError if the model is newer than the output: it may have been replaced.
     """
     fasta = Path(args.fasta).stat()
     expected = args.settings | {"model_name_or_path": args.model_name_or_path, "fasta": Path(args.fasta).name}
@@ -112,12 +115,12 @@ def proteins_of(fasta: str) -> Iterator[Protein]:
 
 
 def begin(args: Arguments, world: World, build: Build | None, made_from: dict) -> tuple[Encoder, Totals]:
-    """The model, and what there is to do. All ranks together; build: rank 0's."""
-    found = None
+    """Load the model and count the input, on all ranks together. build: on rank 0 only."""
+    counts = None
     with world.on_main_rank() as is_main:
         if is_main:
-            found = build.done(INPUT) or asdict(look_through(args.fasta))
-    totals = Totals(**world.broadcast_object(found))
+            counts = build.done(INPUT) or asdict(look_through(args.fasta))
+    totals = Totals(**world.broadcast_object(counts))
     if world.is_main:
         totals.report(f"--fasta {args.fasta}")
     with world.raise_together():
@@ -131,7 +134,7 @@ def begin(args: Arguments, world: World, build: Build | None, made_from: dict) -
 
 
 def make_parts(args: Arguments, world: World, encoder: Encoder, directory: Path, facts: Facts, proteins: int) -> None:
-    """This rank's part of the parts, every `world.size`th, but for those that are there already."""
+    """Make this rank's parts, every `world.size`th, except those that exist."""
     interval = 0.5 if sys.stderr.isatty() else 10.0
     with tqdm(unit=" tokens", unit_scale=True, mininterval=interval, disable=not world.is_main) as bar:
         seen = 0
@@ -146,7 +149,7 @@ def make_parts(args: Arguments, world: World, encoder: Encoder, directory: Path,
 def embed_all(args: Arguments, world: World) -> None:
     with world.on_main_rank() as is_main:
         if is_main:
-            identity(args)  # fetches and reads it all: the others of its node then find it in the caches
+            identity(args)  # downloads and reads all files first: the other ranks of the node then use the caches
     with world.raise_together():
         made_from = identity(args)
     world.assert_same(made_from)
@@ -159,19 +162,21 @@ def embed_all(args: Arguments, world: World) -> None:
                 earlier = partial(same_by_date, args=args)
                 outputs = building(parent, ["embeddings"], made_from, args.overwrite, earlier=earlier)
                 build = stack.enter_context(outputs)
-        below = world.broadcast_object(
+        relative = world.broadcast_object(
             str(build.paths["embeddings"].relative_to(parent)) if build and build.paths else None
         )
-        if below is None:
+        if relative is None:
             return
-        directory = parent / below
+        directory = parent / relative
         with world.raise_together():
             if not directory.is_dir():
-                raise UserError(f"--output_dir {parent}: not that of rank 0: give a directory that all ranks share")
+                raise UserError(
+                    f"--output_dir {parent}: differs from that of rank 0: give a directory that all ranks share"
+                )
             if not world.is_main:
                 hold_work(parent)
         encoder, totals = begin(args, world, build, made_from)
-        # Not together: a rank that fails ends now, not when the others are done.
+        # Outside `raise_together`: a rank that fails ends at once, not when the others are done.
         make_parts(args, world, encoder, directory, facts, totals.proteins)
         world.watch.mark("waiting for the other ranks", 0)
         with world.raise_together():
@@ -194,8 +199,8 @@ def main() -> None:
     if "RANK" not in os.environ:
         embed_all(args, World.from_environment(args.use_cpu))
         return
-    with distributed_run(ProcessFlags(use_cpu=args.use_cpu, ddp_timeout=A_WEEK_S)) as world:
-        world.stop.where = "what is finished stays: the same command goes on from there"
+    with distributed_run(ProcessFlags(use_cpu=args.use_cpu, ddp_timeout=WEEK_S)) as world:
+        world.stop.exit_note = "finished parts are kept: the same command resumes"
         embed_all(args, world)
 
 

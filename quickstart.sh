@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # The main job on a fresh machine: install, get proteins, prepare them, train the 8M ESM-2 on them, evaluate on held-out
-# proteins, export the model for transformers, draw the curves, and say how it went. Interrupted, start it again: it
-# goes on where it was.
+# proteins, export the model for transformers, draw the curves, and print the result. If interrupted, start it again: it
+# resumes.
 #
 #   ./quickstart.sh                          a generated sample of protein families
 #   ./quickstart.sh --fasta my.fasta[.gz]    your own proteins
@@ -53,7 +53,7 @@ say "4/5 Training (and evaluating before, during and after)"
 launch=("$python")
 gpus=$($python -c 'import torch; print(torch.cuda.device_count())')
 [ "$gpus" -le 1 ] || launch=("$python" -m extras.launch --standalone --nproc_per_node="$gpus")
-run=$output/run.json  # once written, it stays: started again, the run goes on as it began
+run=$output/run.json  # kept once written: a restart resumes with the same settings
 [ -f "$run" ] || $python -m extras.quickstart_tuning --flags_file "$run" --seconds 90 \
   --config_name facebook/esm2_t6_8M_UR50D --dataset_dir "$output/processed/arrow" --output_dir "$output/model" \
   --max_seq_length 512 --tokens_per_pack 4096 --learning_rate 1e-3 --warmup_steps 0.15 --logging_steps 10 \
@@ -64,7 +64,7 @@ say "5/5 Result"
 $python -m extras.report "$output/model"
 cat <<EOF
 
-Next:  train longer    the same command with --steps 2000 (it goes on from here)
+Next:  train longer    the same command with --steps 2000 (it resumes from here)
        your proteins   ./quickstart.sh --fasta my_proteins.fasta
        larger models, UniRef, many GPUs: README.md
 EOF

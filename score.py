@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
-r"""Scores of mutations, by a model that you have trained or any ESM-2: a CSV in, the same with two columns more out.
+r"""Score mutations with a model that you trained or any ESM-2: reads a CSV, and writes it with two more columns.
 
 python score.py --model_name_or_path out/final_model --fasta protein.fasta --mutations mutants.csv \
     --output scored.csv
 
-A row's mutations stand in the column `mutant`: A24G, or A24G:K30R, whose score is the sum of the two.
-masked_marginal: log p(mutant) - log p(wild type) in nats, with the residue masked; wild_type_marginal: with nothing
-masked, one pass a protein. Above zero the model prefers the mutant. docs/after.md has more.
+A row's mutations are in the column `mutant`: A24G, or A24G:K30R, whose score is the sum of the two.
+masked_marginal: log p(mutant) - log p(wild type) in nats, with the residue masked; wild_type_marginal: without
+masks, one pass a protein. Above zero the model prefers the mutant. docs/after.md has more.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from tqdm import tqdm
 
 from common.cli import UserError, one_line, run
 from common.files.hashing import content_hash
-from common.files.output_directory import replace_flushed
+from common.files.json_files import replace_flushed
 from common.flags import Missing, flag, parse_arguments
 from common.models.esm2.config import load_config
 from common.models.layers.hf_directory import model_hash
@@ -37,7 +37,7 @@ from extras.sources.fasta import read_fasta
 logger = logging.getLogger(__name__)
 COLUMNS = {"masked_marginal": True, "wild_type_marginal": False}
 PROTEIN = "protein"
-LONGEST_LINE = 1 << 20  # characters of a line of the table
+LONGEST_LINE = 1 << 20  # characters
 SETTINGS = (
     *("max_seq_length", "bf16", "mutation_column", "protein_column", "first_residue"),
     *("wild_type_marginal_only", "column_prefix"),
@@ -48,15 +48,15 @@ SETTINGS = (
 class Arguments(EncoderFlags):
     required = ("fasta", "mutations", "output")
 
-    fasta: str | None = flag(None, "The wild type; or several, which the column `protein` tells apart.")
+    fasta: str | None = flag(None, "The wild type; or several, which the column `protein` names.")
     mutations: str | None = flag(None, "The CSV.")
     output: str | None = flag(None, "The CSV with the scores.")
     mutation_column: str = flag("mutant", "The column of the mutations.")
-    protein_column: str = flag(PROTEIN, "The column of the ids in --fasta; needed where it has several.")
+    protein_column: str = flag(PROTEIN, "The column of the ids in --fasta; needed if it has several.")
     first_residue: int = flag(1, "The number that the CSV gives the first residue.")
-    wild_type_marginal_only: bool = flag(False, "Only the cheap score: one pass a window of a protein.")
-    column_prefix: str = flag("", "What the names of the new columns begin with, say the model's name.")
-    overwrite: bool = flag(False, "Replace --output, whatever it is.")
+    wild_type_marginal_only: bool = flag(False, "Only the cheap score: one pass per window of a protein.")
+    column_prefix: str = flag("", "Prefix of the names of the new columns, for example the model's name.")
+    overwrite: bool = flag(False, "Replace an existing --output.")
 
     def missing(self) -> Iterator[Missing]:
         for name, what in (("fasta", "the wild type"), ("mutations", "the CSV"), ("output", "where the scores go")):
@@ -72,20 +72,20 @@ class Arguments(EncoderFlags):
                     raise UserError(f"--output {self.output}: it would replace --{name}: choose another name")
         output = Path(self.output)
         if output.exists() and not output.is_file():
-            raise UserError(f"--output {output}: it is there and no file: choose another name")
+            raise UserError(f"--output {output}: exists and is not a file: choose another name")
         there = next(path for path in output.absolute().parents if path.exists())
         if not (there.is_dir() and os.access(there, os.W_OK | os.X_OK)):
-            raise UserError(f"--output {output}: {there} is no directory that you can write to: choose another")
+            raise UserError(f"--output {output}: {there} is not a directory that you can write to: choose another")
 
 
 def written(output: Path) -> list[Path]:
-    """All files that a run writes: the scores, the record of what they were made from, and both under way."""
+    """All files that a run writes: the scores, the record of their input, and the partial files of both."""
     final = (output, output.with_name(f"{output.name}.json"))
     return [*final, *(path.with_name(f"{path.name}.partial") for path in final)]
 
 
 def read_lines(file: TextIO, path: str) -> Iterator[str]:
-    """The lines of a table. UserError for one so long that reading it would take the memory."""
+    """The lines of a table. UserError for a line over LONGEST_LINE, which could exhaust the memory."""
     number = 0
     while line := file.readline(LONGEST_LINE + 1):
         number += 1
@@ -101,35 +101,35 @@ def read_rows(path: str) -> tuple[list[str], list[dict[str, str]]]:
             reader = csv.DictReader(read_lines(file, path))
             rows = list(reader)
         except (csv.Error, UnicodeDecodeError) as error:
-            raise UserError(f"--mutations {path}: no CSV: {one_line(error)}") from error
+            raise UserError(f"--mutations {path}: not a CSV file: {one_line(error)}") from error
     for line, row in enumerate(rows, 2):
         if None in row or None in row.values():
-            raise UserError(f"--mutations {path}: row {line} has not as many fields as the header")
+            raise UserError(f"--mutations {path}: row {line} has another number of fields than the header")
     if not rows:
-        raise UserError(f"--mutations {path}: there is no row in it")
+        raise UserError(f"--mutations {path}: it has no rows")
     return list(reader.fieldnames), rows
 
 
 def read_proteins(path: str) -> dict[str, bytes]:
-    """{id: residues}. UserError where two have the same id, and for what is no protein."""
+    """{id: residues}. UserError for a repeated id, and for text that is not protein."""
     totals = look_through(path)
     totals.report(f"--fasta {path}")
     proteins: dict[str, bytes] = {}
     for name, text in read_fasta(path):
         if (name := name.decode()) in proteins:
-            raise UserError(f"--fasta {path}: the id {quoted(name)} is there twice: rename one, or remove it")
+            raise UserError(f"--fasta {path}: the id {quoted(name)} is repeated: rename one, or remove it")
         proteins[name] = text
     return proteins
 
 
 def check_columns(args: Arguments, names: list[str], new: list[str], proteins: dict[str, bytes]) -> None:
-    """UserError unless the CSV has the columns that are needed, and none of the new ones."""
+    """UserError unless the CSV has the required columns and none of the new ones."""
     where = f"--mutations {args.mutations}"
     if twice := [name for number, name in enumerate(names) if name in names[:number]]:
-        raise UserError(f"{where}: the column {quoted(twice[0])} is there twice: rename one")
+        raise UserError(f"{where}: the column {quoted(twice[0])} is repeated: rename one")
     if args.mutation_column not in names:
         there = ", ".join(map(quoted, names))
-        raise UserError(f"{where}: no column {args.mutation_column!r}: there are {there}: give --mutation_column")
+        raise UserError(f"{where}: no column {args.mutation_column!r}, only {there}: give --mutation_column")
     if args.protein_column not in names and (len(proteins) > 1 or args.protein_column != PROTEIN):
         raise UserError(
             f"--fasta {args.fasta} has {len(proteins)} proteins and {args.mutations} no column "
@@ -141,7 +141,7 @@ def check_columns(args: Arguments, names: list[str], new: list[str], proteins: d
 
 
 def variants_of(args: Arguments, names: list[str], rows: list[dict[str, str]], proteins: dict) -> list[Variant]:
-    """The variant of each row. UserError names the first row whose protein or mutations are none."""
+    """The variant of each row. UserError names the first row with an unknown protein or an invalid mutation."""
     variants = []
     for line, row in enumerate(rows, 2):
         where = f"{args.mutations}, row {line}"
@@ -160,23 +160,24 @@ def input_hashes(args: Arguments) -> dict[str, str]:
 
 
 def is_finished(output: Path, record: Path, made_from: dict) -> bool:
-    """Whether `output` holds the scores of this very input. UserError where it holds anything else."""
+    """Whether `output` has the scores of this input. UserError if it has any other content."""
     if not output.exists():
         return False
     try:
-        found = json.loads(record.read_text())
-        made, digest = found["made_from"], found["sha256"]
+        recorded = json.loads(record.read_text())
+        recorded_input, digest = recorded["made_from"], recorded["sha256"]
     except (OSError, ValueError, TypeError, KeyError, RecursionError):
-        why = "exists, and does not say what it was made from"
+        why = "exists without a record of what it was made from"
     else:
-        if made == made_from and digest == content_hash(output):
+        if recorded_input == made_from and digest == content_hash(output):
             return True
-        why = "has changed since it was written" if made == made_from else "was made from other input or arguments"
+        changed = recorded_input == made_from
+        why = "has changed since it was written" if changed else "was made from other input or arguments"
     raise UserError(f"--output {output}: {why}: give --overwrite to replace it, or another --output")
 
 
 def write(output: Path, record: Path, header: list[str], rows: list[dict], about: dict) -> None:
-    """The scores, and the record of them, `about` among it: whole and on the disk, or not at all."""
+    """Write the scores and their record (`about` and a checksum): flushed before they get their names."""
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
         with replace_flushed(output) as partial:
@@ -184,7 +185,7 @@ def write(output: Path, record: Path, header: list[str], rows: list[dict], about
                 writer = csv.DictWriter(file, header)
                 writer.writeheader()
                 writer.writerows(rows)
-            # The record first: a file of scores never stands beside one of other input.
+            # The record first: scores are never beside a record of other input.
             with replace_flushed(record) as path:
                 path.write_text(json.dumps(about | {"sha256": content_hash(partial)}, indent=1))
     except OSError as error:
@@ -204,7 +205,7 @@ def main() -> None:
     check_columns(args, names, list(columns), proteins)
     variants = variants_of(args, names, rows, proteins)
     output, record, *_ = written(Path(args.output))
-    load_config(args.model_name_or_path)  # it says best what is wrong with what is no model
+    load_config(args.model_name_or_path)  # for its error messages
     hashes["model_hash"] = model_hash(args.model_name_or_path)
     made_from = hashes | {name: getattr(args, name) for name in SETTINGS}
     if not args.overwrite and is_finished(output, record, made_from):

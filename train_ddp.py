@@ -18,8 +18,9 @@ from common.distributed.world import World
 from common.models.layers.recompute import save_activations
 from common.training.arguments import RunArguments
 from common.training.load_model import load_model
+from common.training.loop import train
 from common.training.registry import parse_run
-from common.training.start import start
+from common.training.resume import ResumePlan
 from common.training.task import BuiltModel
 
 
@@ -32,12 +33,12 @@ class DdpFlags(ReplicaFlags):
             raise UserError(f"--cp_size {run.process.cp_size}: no context parallelism here: use train_ddp_cp.py")
 
 
-def build(args: RunArguments, world: World) -> tuple[Strategy, BuiltModel]:
-    built = load_model(args, world)
+def build(args: RunArguments, world: World, resume: ResumePlan | None = None) -> tuple[Strategy, BuiltModel]:
+    built = load_model(args, world, resume)
     save_activations(list(built.model.layers), args.strategy.recomputed, offload=False)
     # All ranks have made the same weights; sent, those in FP8 would be rounded again.
     return replicate(built.model, world, args.strategy, init_sync=built.precision.masters is None), built
 
 
 if __name__ == "__main__":
-    run(lambda: start(parse_run(__doc__, DdpFlags), build))
+    run(lambda: train(parse_run(__doc__, DdpFlags), build))

@@ -18,8 +18,9 @@ from common.flags import flag
 from common.models.layers.recompute import save_activations
 from common.training.arguments import RunArguments
 from common.training.load_model import load_model
+from common.training.loop import train
 from common.training.registry import parse_run
-from common.training.start import start
+from common.training.resume import ResumePlan
 from common.training.task import BuiltModel
 
 
@@ -28,11 +29,11 @@ class DdpCpFlags(ReplicaFlags):
     changed = {"cp_size": flag(2, "Neighbouring ranks that share each pack.")}
 
 
-def build(args: RunArguments, world: World) -> tuple[Strategy, BuiltModel]:
-    built = load_model(args, world)
+def build(args: RunArguments, world: World, resume: ResumePlan | None = None) -> tuple[Strategy, BuiltModel]:
+    built = load_model(args, world, resume)
     save_activations(list(built.model.layers), args.strategy.recomputed, offload=False)
     return replicate(built.model, world, args.strategy), built
 
 
 if __name__ == "__main__":
-    run(lambda: start(parse_run(__doc__, DdpCpFlags, without_flags="sanity_cp.yaml"), build))
+    run(lambda: train(parse_run(__doc__, DdpCpFlags, without_flags="sanity_cp.yaml"), build))

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-r"""Pretrain ESM-2 with FSDP2: weights, gradients and optimiser state are sharded over the ranks, layer by layer.
+r"""Pretrain ESM-2 with FSDP2: weights, gradients and optimiser state sharded over the ranks, layer by layer.
 
 torchrun --nproc_per_node=8 train_fsdp2.py --config_name facebook/esm2_t33_650M_UR50D \
     --dataset_dir processed/arrow --output_dir out --bf16 --do_eval
@@ -18,14 +18,16 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from common.cli import UserError, run
-from common.distributed.strategy import FullySharded, Strategy, mesh_of, replicas_and_shards
+from common.distributed.fsdp import FullySharded, hsdp_shape, init_mesh
+from common.distributed.strategy import Strategy
 from common.distributed.world import World
 from common.flags import Missing, flag
 from common.models.layers.recompute import RecomputeFlags, save_activations
 from common.training.arguments import RunArguments
 from common.training.load_model import load_model
+from common.training.loop import train
 from common.training.registry import parse_run
-from common.training.start import start
+from common.training.resume import ResumePlan
 from common.training.task import BuiltModel
 
 STRATEGIES = {
@@ -75,11 +77,11 @@ class FsdpFlags(RecomputeFlags):
 
 
 def make_mesh(flags: FsdpFlags, world: World) -> DeviceMesh:
-    """(shard,), or for hybrid (replicate, shard): neighbours in rank, that is in a node, share a copy."""
+    """(shard,), or for hybrid (replicate, shard): consecutive ranks, so those of a node, shard a copy."""
     if flags.sharding_strategy != "hybrid":
-        return mesh_of(world, (world.size,), ("shard",))
-    shape = replicas_and_shards(world, flags.hsdp_shard_size or world.local_size)
-    return mesh_of(world, shape, ("replicate", "shard"))
+        return init_mesh(world, (world.size,), ("shard",))
+    shape = hsdp_shape(world, flags.hsdp_shard_size or world.local_size)
+    return init_mesh(world, shape, ("replicate", "shard"))
 
 
 def shard(model: nn.Module, world: World, flags: FsdpFlags, bf16: bool) -> None:
@@ -103,11 +105,12 @@ def shard(model: nn.Module, world: World, flags: FsdpFlags, bf16: bool) -> None:
         layer.set_modules_to_forward_prefetch(layers[number + 1 : number + 1 + flags.forward_prefetch])
 
 
-def build(args: RunArguments, world: World) -> tuple[Strategy, BuiltModel]:
+def build(args: RunArguments, world: World, resume: ResumePlan | None = None) -> tuple[Strategy, BuiltModel]:
     flags = args.strategy
     built = load_model(
         args,
         world,
+        resume,
         shard=lambda model: shard(model, world, flags, args.precision.bf16),
         device=torch.device("cpu") if flags.cpu_offload else None,
         torch_only=flags.only_by_torch,
@@ -116,4 +119,4 @@ def build(args: RunArguments, world: World) -> tuple[Strategy, BuiltModel]:
 
 
 if __name__ == "__main__":
-    run(lambda: start(parse_run(__doc__, FsdpFlags), build))
+    run(lambda: train(parse_run(__doc__, FsdpFlags), build))

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-r"""Pretrain ESM-2 with Megatron-FSDP: optimiser state, gradients and weights are sharded over the GPUs.
+r"""Pretrain ESM-2 with Megatron-FSDP: optimiser state, gradients and weights sharded over the GPUs (ZeRO-1, 2 or 3).
 
 torchrun --nproc_per_node=8 train_mfsdp.py --config_name facebook/esm2_t33_650M_UR50D \
     --dataset_dir processed/arrow --output_dir out --bf16 --do_eval
@@ -21,8 +21,9 @@ from common.flags import Missing, flag
 from common.models.layers.recompute import RecomputeFlags, save_activations
 from common.training.arguments import RunArguments
 from common.training.load_model import load_model
+from common.training.loop import train
 from common.training.registry import parse_run
-from common.training.start import start
+from common.training.resume import ResumePlan
 from common.training.task import BuiltModel
 from extras.megatron import STRATEGIES, Layout, MegatronSharded
 
@@ -107,7 +108,7 @@ class MegatronFlags(RecomputeFlags):
         )
 
 
-def build(args: RunArguments, world: World) -> tuple[Strategy, BuiltModel]:
+def build(args: RunArguments, world: World, resume: ResumePlan | None = None) -> tuple[Strategy, BuiltModel]:
     flags = args.strategy
     strategy = MegatronSharded(flags.layout(args.precision.bf16), world)
 
@@ -115,8 +116,8 @@ def build(args: RunArguments, world: World) -> tuple[Strategy, BuiltModel]:
         save_activations(list(model.layers), flags.activation_checkpointing, offload=False)
         strategy.shard(model)
 
-    return strategy, load_model(args, world, shard, torch_only=flags.only_by_torch)
+    return strategy, load_model(args, world, resume, shard, torch_only=flags.only_by_torch)
 
 
 if __name__ == "__main__":
-    run(lambda: start(parse_run(__doc__, MegatronFlags), build))
+    run(lambda: train(parse_run(__doc__, MegatronFlags), build))

@@ -17,8 +17,9 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import torch.distributed as dist
-from torch._C._profiler import _EventType
 from torch.profiler import ProfilerActivity, profile
+
+from common.compat import ProfilerEventType
 
 ROOT = Path(__file__).parent.parent
 PLAIN = {"async_save": False, "save_final_model": False, "dataloader_num_workers": 0, "disable_tqdm": True}
@@ -38,7 +39,7 @@ def run_measured(script: str, argv: list[str], out: str) -> None:
     while todo:
         event = todo.pop()
         todo += event.children
-        if event.typed[0] == _EventType.Allocation:
+        if event.typed[0] == ProfilerEventType.Allocation:
             blocks.append((event.start_time_ns, event.typed[1].ptr, event.typed[1].alloc_size))
     Path(f"{out}.{os.environ.get('RANK', 0)}").write_text(str(peak_of((at, size) for _, at, size in sorted(blocks))))
 
@@ -47,7 +48,7 @@ def peak_of(blocks: Iterable[tuple[int, int]]) -> int:
     """The most bytes live at a time, of (address, bytes) in order; bytes are negative where the block is freed.
 
     The profiler records nothing of threads that it was not started in, and its own total counts for ever what one of
-    gloo's frees: a bucket of DDP, now and then. But memory that is handed out again has been freed.
+    gloo's frees: a bucket of DDP, now and then. But memory that is allocated again has been freed.
     """
     starts: list[int] = []
     ends: dict[int, int] = {}

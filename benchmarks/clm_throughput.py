@@ -6,7 +6,7 @@ The peer is LlamaForCausalLM, scaled-dot-product attention, trained as a plain s
 laid end to end and cut into contexts, as run_clm.py does (packed, documents see each other), or one a row, cut at the
 context and padded to the longest of the batch. Same optimiser, dtype and clipping, as many positions a step; ratios
 are against the faster of the peer as it is and with our process settings. Speeds are real tokens a second: padding
-counts for nobody. Without --documents the documents are docstrings of the installed torch and transformers. Every
+is not counted. Without --documents the documents are docstrings of the installed torch and transformers. Every
 measurement is a fresh process, rounds are interleaved, and the median is reported.
 """
 
@@ -84,6 +84,7 @@ def measure(args: Arguments) -> dict:
     import torch
     from torch.nn.utils.rnn import pad_sequence
 
+    from common.compat import use_sdpa
     from common.data.collators import to_device
     from common.data.crops import Pack
     from common.distributed.run import keep_freed_memory
@@ -119,7 +120,7 @@ def measure(args: Arguments) -> dict:
         from transformers import LlamaConfig, LlamaForCausalLM
 
         stock = LlamaConfig(**config.content())
-        stock._attn_implementation = "sdpa"
+        use_sdpa(stock)
         model = LlamaForCausalLM(stock)
 
     tokenizer, _ = load_tokenizer(BYTES)
@@ -143,10 +144,10 @@ def measure(args: Arguments) -> dict:
         nonlocal left
         missing, taken = args.contexts * args.context, []
         while missing:
-            room = min(missing, args.context - (args.contexts * args.context - missing) % args.context)
+            take = min(missing, args.context - (args.contexts * args.context - missing) % args.context)
             piece = left if len(left) else next(source)
-            taken.append(piece[:room])
-            left, missing = piece[room:], missing - len(taken[-1])
+            taken.append(piece[:take])
+            left, missing = piece[take:], missing - len(taken[-1])
         return np.concatenate(taken), [len(piece) for piece in taken]
 
     source = tokenised()

@@ -11,6 +11,7 @@ from __future__ import annotations
 import common  # noqa: F401  # isort: skip  (before torch: see there)
 import json
 import os
+import re
 import statistics
 import subprocess
 import sys
@@ -24,6 +25,7 @@ from common.cli import UserError, run
 from common.flags import Flags, flag, parse_arguments
 
 ROOT = Path(__file__).resolve().parents[1]
+ERROR = re.compile(r"^(\[rank\d+\]: )?(error|[\w.]+Error): .*", re.MULTILINE)
 LEFT_OUT = 4  # steps, before the speed is that of all others
 
 
@@ -46,7 +48,8 @@ class Arguments(Flags):
 def called(command: list[str | Path], place: Path) -> None:
     done = subprocess.run(command, cwd=place, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": ""})
     if done.returncode:
-        raise UserError(f"{' '.join(map(str, command))}: failed: {done.stderr.strip()[-500:]}")
+        error = ERROR.search(done.stderr)  # torchrun says more after that of its ranks
+        raise UserError(f"{' '.join(map(str, command))}: failed: {error[0] if error else done.stderr.strip()[-500:]}")
 
 
 def prepare(checkout: Path, fasta: str, place: Path) -> Path:

@@ -2,7 +2,7 @@
 
     python -m benchmarks.context_parallel [--output benchmarks/results/context_parallel_cpu.md]
 
-One thread a rank, one sequence a pack, fp32, DistributedDataParallel's exchange of gradients left out: what remains is
+One thread a rank, one sequence a pack, fp32, DistributedDataParallel's gradient all-reduce left out: what remains is
 the layers and context parallelism. Activations are the bytes of all tensors that autograd keeps for the backward pass.
 Bytes moved are those a rank hands to torch.distributed in one forward and backward pass, counted at its calls; in
 theory, with b = cp - 1 blocks of keys and values for each layer: p2p b forward, b backward and b + 1 of their
@@ -23,6 +23,7 @@ from benchmarks.fresh import measured_afresh
 from benchmarks.tables import publish, where_measured
 from common.cli import run
 from common.flags import flag, parse_arguments
+from common.models.esm2.alphabet import ESM2_TOKENS
 
 WAYS = {"p2p": "dual_chunk", "all_gather": "dual_chunk", "p2p, contiguous": "contiguous"}
 
@@ -48,7 +49,7 @@ def measure(args: Arguments) -> dict | None:
     from common.distributed.world import World
     from common.models.esm2.config import esm2_config
     from common.models.esm2.model import build_model
-    from common.models.layers.context_attention import share_context
+    from common.models.layers.context_attention import enable_context_parallel
 
     keep_freed_memory()
     torch.set_num_threads(1)
@@ -57,13 +58,15 @@ def measure(args: Arguments) -> dict | None:
     length = int(args.lengths)
     ids = torch.randint(4, 24, (length,), generator=torch.Generator().manual_seed(0)).to(torch.uint8).numpy()
     pack = Pack(*(torch.tensor([n]).numpy() for n in (0, 0, length)), epoch=0)
-    collator = MaskingCollator(seed=0)
+    collator = MaskingCollator(ESM2_TOKENS, seed=0)
     model = build_model(esm2_config(layers=args.layers, hidden_size=320, heads=20), seed=0)
     if world.size > 1:
-        world.share_packs(world.size)
+        world.create_cp_groups(world.size)
         layout = WAYS[args.worker]
-        collator = SlicingCollator(collator, world.mesh, layout, 1 if layout == "contiguous" else 2 * world.size)
-        share_context(model, world.cp_group, args.worker.partition(",")[0])
+        multiple = 1 if layout == "contiguous" else 2 * world.size
+        tokens = ESM2_TOKENS.pad, ESM2_TOKENS.mask
+        collator = SlicingCollator(collator, world.mesh, layout, multiple, *tokens)
+        enable_context_parallel(model, world.cp_group, args.worker.partition(",")[0])
     batch = to_device(collator(pack, ids), world.device)
     moved = _count_bytes(world.size)
     kept: dict[int, int] = {}
@@ -99,11 +102,11 @@ def _count_bytes(size: int) -> list[int]:
     from common.models.layers import context_attention
 
     sent: list[int] = []
-    exchange, gather, scatter = dist.batch_isend_irecv, context_attention.all_gather, context_attention.reduce_scatter
+    send_recv, gather, scatter = dist.batch_isend_irecv, context_attention.all_gather, context_attention.reduce_scatter
 
     def batch_isend_irecv(ways):
         sent.extend(way.tensor.nbytes for way in ways if way.op is dist.isend)
-        return exchange(ways)
+        return send_recv(ways)
 
     def all_gather(out, own, **how):
         sent.append(own.nbytes * (size - 1))

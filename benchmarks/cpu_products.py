@@ -1,10 +1,10 @@
-"""Products of ESM-2's layers on this CPU: fp32 by MKL and by oneDNN, bf16 by the library and by
-common.models.layers.linear.
+"""Matmuls of ESM-2's layers on this CPU: fp32 by MKL and by oneDNN, bf16 by the library and by
+common.models.layers.cpu.
 
     python -m benchmarks.cpu_products [--output benchmarks/results/cpu_products.md]
 
-Every level is a fresh process, told by the libraries' own variables which instructions it may use; what a CPU lacks it
-cannot be told to have. A level's figures are GF/s of forward, input gradient and weight gradient together, on one
+Every level is a fresh process, with the instructions restricted by the libraries' own variables; a level that the CPU
+lacks cannot be enabled. A level's figures are GF/s of forward, input gradient and weight gradient together, on one
 thread, of CPU time, the best of the rounds. In brackets: what a training run takes at that level.
 """
 
@@ -39,7 +39,7 @@ COLUMNS = {"mkl": "fp32, MKL", "onednn": "fp32, oneDNN", "library": "bf16, libra
 class Arguments:
     sizes: str = flag("8M", f"Of {', '.join(HIDDEN)}.")
     tokens: int = flag(4096, "Rows of the activations.")
-    rounds: int = flag(3, "Times that every product is timed.")
+    rounds: int = flag(3, "Repetitions of every matmul.")
     output: str | None = flag(None, "Also write the table there.")
     worker: bool = flag(False, "Internal: measure in this process and print JSON.")
 
@@ -53,16 +53,16 @@ def measure(args: Arguments) -> dict:
     import torch
 
     from common.distributed.run import keep_freed_memory
-    from common.models.layers import linear
-    from common.models.layers.cpu import BF16_PRODUCTS, FP32_BY_ONEDNN
+    from common.models.layers import cpu
+    from common.models.layers.cpu import BF16_MATMULS, FP32_BY_ONEDNN
 
     keep_freed_memory()
     torch.set_num_threads(1)
-    ways = {  # dtype, then the constants of common.models.layers.linear under which `linear` takes that way
+    ways = {  # dtype, then the constants of common.models.layers.cpu under which `linear` takes that way
         "mkl": (torch.float32, {"FP32_BY_ONEDNN": False}),
         "onednn": (torch.float32, {"FP32_BY_ONEDNN": True}),
-        "library": (torch.bfloat16, {"BF16_PRODUCTS": True}),
-        "ours": (torch.bfloat16, {"BF16_PRODUCTS": False, "FP32_BY_ONEDNN": FP32_BY_ONEDNN}),
+        "library": (torch.bfloat16, {"BF16_MATMULS": True}),
+        "ours": (torch.bfloat16, {"BF16_MATMULS": False, "FP32_BY_ONEDNN": FP32_BY_ONEDNN}),
     }
     found = {}
     for size in args.sizes.split(","):
@@ -73,24 +73,24 @@ def measure(args: Arguments) -> dict:
             best = dict.fromkeys(ways, float("inf"))
             for number in range(args.rounds + 1):  # the first is for warmth
                 for way, (dtype, constants) in ways.items():
-                    vars(linear).update(constants)
+                    vars(cpu).update(constants)
                     x, weight = (torch.randn(n, inputs).to(dtype).requires_grad_() for n in (args.tokens, outputs))
                     upstream = torch.randn(args.tokens, outputs).to(dtype)
                     started = time.process_time()
-                    linear.linear(x, weight).backward(upstream)
+                    cpu.linear(x, weight, None).backward(upstream)
                     if number:
                         best[way] = min(best[way], time.process_time() - started)
             for way in ways:
                 seconds[way] += best[way]
         work = 3 * 2 * args.tokens * sum(a * b for a, b in shapes) / 1e9
         found[size] = {way: work / s for way, s in seconds.items()}
-    return {"taken": ["onednn" if FP32_BY_ONEDNN else "mkl", "library" if BF16_PRODUCTS else "ours"], "speeds": found}
+    return {"taken": ["onednn" if FP32_BY_ONEDNN else "mkl", "library" if BF16_MATMULS else "ours"], "speeds": found}
 
 
 def compare(args: Arguments) -> str:
     hardware, command = where_measured("benchmarks.cpu_products", "torch")
     lines = [
-        "# Products of fp32 and bf16 on a CPU",
+        "# Matmuls of fp32 and bf16 on a CPU",
         "",
         f"{args.tokens} tokens, one thread; in brackets: what a training run takes. {hardware}",
         "",

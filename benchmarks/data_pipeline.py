@@ -43,7 +43,7 @@ class BenchmarkArguments:
         default_factory=lambda: [200_000, 2_000_000], metadata={"help": "sizes of the inputs to measure"}
     )
     rounds: int = flag(3, "Measure everything so many times and report the median.")
-    work_dir: str | None = flag(None, "Room for inputs and outputs, some GB; default: the system's temporary files.")
+    work_dir: str | None = flag(None, "For inputs and outputs, some GB; default: the system's temporary directory.")
     output: str | None = flag(None, "Also write the table to this file.")
 
 

@@ -23,7 +23,7 @@ from common.cli import UserError, run
 from common.flags import Flags, flag, parse_arguments
 from common.training.arguments import RunArguments
 from common.training.registry import parse_run
-from extras.dry_run.memory_estimate import rehearsed
+from extras.dry_run.memory_estimate import fake_run
 
 FSDP2, MFSDP = "train_fsdp2", "train_mfsdp"
 KINDS = {"train_ddp": "DdpFlags", FSDP2: "FsdpFlags", MFSDP: "MegatronFlags"}
@@ -73,10 +73,10 @@ def parsed(script: str, ranks: int, flags: list[str]) -> RunArguments:
     return parse_run("", kind, [*flags, "--dry_run", f"--world_size={ranks}"])
 
 
-def told(script: str, ranks: int, flags: list[str]) -> int:
-    """Bytes at most, by the dry run of these words."""
+def predicted(script: str, ranks: int, flags: list[str]) -> int:
+    """Peak bytes, by the dry run of these flags."""
     args = parsed(script, ranks, flags)
-    with rehearsed(args, importlib.import_module(script).build) as rehearsal:
+    with fake_run(args, importlib.import_module(script).build) as rehearsal:
         return rehearsal.step(args.pack_tokens).peak
 
 
@@ -92,11 +92,11 @@ def main() -> None:
         for script, name, ranks, layout in cases:
             flags = {"dataset": text} | MODELS[name] | layout
             found = measured(script, ranks, flags, Path(place))
-            said = told(script, ranks, [*words(flags), "--use_cpu"])
+            estimate = predicted(script, ranks, [*words(flags), "--use_cpu"])
             of_script = f"{script}.py " + " ".join(f"{flag} {value}" for flag, value in layout.items())
             lines.append(
-                f"| {of_script.strip()} | {name} | {ranks} | {found / 1e6:,.0f} | {said / 1e6:,.0f} "
-                f"| {said / found - 1:+.1%} |"
+                f"| {of_script.strip()} | {name} | {ranks} | {found / 1e6:,.0f} | {estimate / 1e6:,.0f} "
+                f"| {estimate / found - 1:+.1%} |"
             )
             print(lines[-1], file=sys.stderr, flush=True)
     publish("\n\n".join([*where_measured("benchmarks.dry_run", "torch"), "\n".join(lines)]) + "\n", args.output)

@@ -21,12 +21,11 @@ import torch
 from transformers import EsmModel
 
 from benchmarks.tables import publish, where_measured
-from common.files.alphabet import PAD
+from common.models.esm2.alphabet import PAD
 from common.models.esm2.config import load_config
 from common.models.esm2.convert import pieces_to_hf, save_pretrained
 from common.models.esm2.model import build_model
-from extras.inference.embeddings import embed
-from extras.inference.encoder import Encoder, EncoderFlags, tokens_of
+from extras.inference.encoder import Encoder, EncoderFlags, embed, tokens_of
 from extras.sources.fasta import read_fasta
 
 

@@ -56,7 +56,7 @@ def measure(args: Arguments, dtype: str) -> dict[str, list[float]]:
 
     from common.distributed.run import keep_freed_memory
     from common.distributed.world import World
-    from common.files.alphabet import MASK
+    from common.models.esm2.alphabet import MASK
     from common.models.esm2.config import load_config
     from common.models.esm2.model import build_model
     from common.precision.emulation import Emulation

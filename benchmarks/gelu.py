@@ -23,10 +23,12 @@ from common.data.loader import PlannedOrder, TrainLoader
 from common.data.packing import BatchPlan
 from common.data.token_store import open_split
 from common.flags import flag, parse_arguments
+from common.models.esm2.alphabet import ESM2_TOKENS
 from common.models.esm2.config import load_config
 from common.models.esm2.family import HIDDEN_ACT
 from common.models.esm2.model import Esm2ForMaskedLM, build_model
-from common.training.optim import OptimizerFlags, build_optimizer, lr_schedule
+from common.training.arguments import TrainArguments
+from common.training.optim import build_optimizer, lr_schedule
 
 
 @dataclass
@@ -47,16 +49,18 @@ def with_gelu(args: Arguments, gelu: str, seed: int) -> Esm2ForMaskedLM:
 
 
 def batches_of(args: Arguments) -> list[dict]:
-    store = open_split(args.dataset_dir, "train")
+    store = open_split(args.dataset_dir, "train", ESM2_TOKENS)
     plan = BatchPlan(store.lengths, len(store), 0, args.max_seq_length, tokens_per_pack=args.tokens)
-    loader = TrainLoader(PlannedOrder(store, plan, packs_per_step=1), MaskingCollator(0))
+    loader = TrainLoader(PlannedOrder(store, plan, packs_per_step=1), MaskingCollator(ESM2_TOKENS, 0))
     return [share.micro_batches[0] for share, _ in zip(loader, range(args.steps), strict=False)]
 
 
 def train(args: Arguments, model: Esm2ForMaskedLM, batches: list[dict], name: str) -> list[float]:
     """The loss of every step, in nats."""
-    flags = OptimizerFlags(learning_rate=args.learning_rate)
-    optimizer, rate = build_optimizer(model, flags), lr_schedule(flags, len(batches))
+    defaults = TrainArguments(
+        config_name=args.config_name, dataset_dir="-", output_dir="-", learning_rate=args.learning_rate
+    )
+    optimizer, rate = build_optimizer(model, defaults.optimizer), lr_schedule(defaults.optimizer, len(batches))
     losses = []
     for step, batch in enumerate(batches):
         for group in optimizer.param_groups:

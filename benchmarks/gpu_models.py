@@ -12,9 +12,10 @@ from transformers import EsmForMaskedLM
 
 from benchmarks.peer import padded
 from common.cli import UserError
+from common.compat import use_sdpa
 from common.data.collators import Batch, MaskingCollator, to_device
 from common.data.packing import Pack
-from common.files.alphabet import CLS, EOS
+from common.models.esm2.alphabet import CLS, EOS, ESM2_TOKENS
 from common.models.esm2.config import ESM2_SIZES, Esm2Config, esm2_config
 from common.models.esm2.family import HIDDEN_ACT
 from common.models.esm2.model import Esm2ForMaskedLM
@@ -59,12 +60,12 @@ def batches_for(kind: str, tokens: int, count: int) -> list[Batch]:
     rng = np.random.default_rng(0)
     packs = [proteins(tokens, rng) for _ in range(count)]
     if kind != "peer":
-        return [MaskingCollator(0)(*pack) for pack in packs]
+        return [MaskingCollator(ESM2_TOKENS, 0)(*pack) for pack in packs]
     batches = []
     for pack, ids in packs:
         rows = next(n for n in range(len(pack.lengths), 0, -1) if n * pack.lengths[:n].max() <= tokens or n == 1)
         part = Pack(pack.records[:rows], pack.starts[:rows], pack.lengths[:rows], 0)
-        batch = MaskingCollator(0)(part, ids[: part.lengths.sum()])
+        batch = MaskingCollator(ESM2_TOKENS, 0)(part, ids[: part.lengths.sum()])
         counts = {name: value for name, value in batch.items() if isinstance(value, int) and name != "max_seqlen"}
         batches.append(padded(batch) | counts)
     return batches
@@ -77,7 +78,7 @@ def build(kind: str, config: Esm2Config, device: str, fp8_recipe: str) -> tuple[
     """
     if kind == "peer":
         stock = config.to_transformers()
-        stock._attn_implementation = "sdpa"
+        use_sdpa(stock)
         with torch.device(device):
             return EsmForMaskedLM(stock), Precision()
     backend = "te" if kind.startswith("te") else "torch"
@@ -92,7 +93,7 @@ def build(kind: str, config: Esm2Config, device: str, fp8_recipe: str) -> tuple[
 
         from common.precision.te import Quantised
 
-        FP8GlobalStateManager.reset()  # it would go on scaling for the models before
+        FP8GlobalStateManager.reset()  # it would keep the scales of earlier models
         precision = Precision(plan, quantised=Quantised(model, plan, fp8_params=kind == "te-fp8-params"))
     model.to_empty(device=device)
     fill(model)
@@ -101,7 +102,7 @@ def build(kind: str, config: Esm2Config, device: str, fp8_recipe: str) -> tuple[
     if kind == "emulated":
         precision = Precision(plan, emulation=Emulation(model, plan, seed=0, device=device))
     if kind == "torch-compiled":
-        torch._dynamo.reset()
+        torch.compiler.reset()
         compile_layers(model, device)
     return model, precision
 

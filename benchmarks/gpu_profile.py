@@ -3,9 +3,9 @@
     python -m benchmarks.gpu_profile --output table.md                                   on a GPU, in two minutes
     python -m benchmarks.gpu_profile --device cpu --size tiny --tokens 512 --modes torch      tries the script itself
 
-Steps, models and proteins are benchmarks.gpu_throughput's. Kernels are sorted by their names: products (cuBLAS'),
+Steps, models and proteins are benchmarks.gpu_throughput's. Kernels are grouped by name: matmuls (cuBLAS'),
 attention, the optimiser, clipping of gradients, casts for FP8; the rest is elementwise work, reductions and copies.
-Idle is what is left of the time by the clock, which the profiler itself lengthens.
+Idle is the rest of the wall time, which the profiler itself lengthens.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from common.flags import Flags, flag, parse_arguments
 
 GROUPS = {
     "attention": r"flash|fmha|sdpa|cudnn.*(attn|mha)",  # whose kernels are made with CUTLASS
-    "products": r"gemm|cutlass|nvjet|cublas|splitK|aten::.*mm",
+    "matmuls": r"gemm|cutlass|nvjet|cublas|splitK|aten::.*mm",
     "optimiser, clipping": r"multi_tensor|adam|foreach",
     "casts to FP8": r"quantize|cast_transpose|fp8|amax|float8",
 }

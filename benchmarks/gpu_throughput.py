@@ -6,7 +6,7 @@
 All do the same training steps (forward, backward, clipping, fused AdamW on fp32 weights, bf16 autocast) on the same
 generated proteins, whose lengths are distributed as UniRef50's: median about 270, cropped at 1,024. Ours get packs;
 the peer gets the same sequences as padded batches (to the longest), of as many positions as packs have tokens, with
-scaled-dot-product attention. Speeds are real tokens a second: padding counts for nobody. MFU is of the dense bf16 peak
+scaled-dot-product attention. Speeds are real tokens a second: padding is not counted. MFU is of the dense bf16 peak
 (for FP8 too), and counts attention by the sum of squared lengths.
 
 The table and its JSON are written after every row, the most telling sizes come first, and all ends after --minutes.
@@ -32,8 +32,8 @@ from benchmarks.gpu_models import KINDS, MAX_LENGTH, SIZES, batches_for, config_
 from benchmarks.tables import publish, where_measured
 from common.cli import UserError, run
 from common.flags import Flags, flag, parse_arguments
+from common.models.esm2.family import FAMILY
 from common.precision.plan import FP8_RECIPES
-from common.training.flops import step_flops
 from common.training.run_logger import peak_flops, peak_memory_gb
 
 MODES = [kind for kind in KINDS if kind != "emulated"]
@@ -81,7 +81,7 @@ def measure(mode: str, size: str, args: Arguments) -> dict:
         loss = step(batch)
         if number >= args.warmup:
             tokens += batch["num_tokens"]
-            flops += step_flops(config, *(batch[k] for k in ("num_tokens", "sum_squared_lengths", "num_targets")))
+            flops += FAMILY.flops(config, *(batch[k] for k in ("num_tokens", "sum_squared_lengths", "num_targets")))
     finish()
     seconds = time.perf_counter() - started
     row = {"tokens_per_second": tokens / seconds, "peak_gb": peak_memory_gb(device), "loss": loss.item()}

@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from datasets import load_dataset
 from transformers import EsmTokenizer
 
-from common.files.alphabet import TOKENS
+from common.models.esm2.alphabet import TOKENS
 
 
 def tokenize(source: str, target: str) -> float:

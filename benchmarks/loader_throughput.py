@@ -34,8 +34,8 @@ from common.data.loader import PlannedOrder, TrainLoader, TrainStep
 from common.data.packing import BatchPlan
 from common.data.token_store import open_split
 from common.distributed.world import Mesh
-from common.files.alphabet import encode
 from common.flags import Flags, Missing, parse_arguments
+from common.models.esm2.alphabet import ESM2_TOKENS, encode
 from extras.prepare.dataset_writer import TOKEN_FEATURES, DatasetWriter
 from extras.sources.dataset import open_source
 from extras.sources.fasta import read_fasta
@@ -82,9 +82,9 @@ def loader(where: str, args: BenchmarkArguments, tokens_per_pack: int, num_worke
         plan = plan_streams(open_source(args.dataset, streaming=False).splits["train"], 1, **packing)
         order = StreamedOrder(plan, packs_per_step=1)
     else:
-        store = open_split(where, "train")
+        store = open_split(where, "train", ESM2_TOKENS)
         order = PlannedOrder(store, BatchPlan(store.lengths, len(store), **packing), packs_per_step=1)
-    return TrainLoader(order, MaskingCollator(0), num_workers=num_workers, prefetch_factor=4)
+    return TrainLoader(order, MaskingCollator(ESM2_TOKENS, 0), num_workers=num_workers, prefetch_factor=4)
 
 
 def measure(steps: Iterator[TrainStep], seconds: float) -> tuple[float, float]:
@@ -102,7 +102,7 @@ def measure(steps: Iterator[TrainStep], seconds: float) -> tuple[float, float]:
 
 def planning_seconds(where: str, args: BenchmarkArguments, tokens_per_pack: int) -> float:
     """CPU seconds that a process takes to walk past a step of `--planned_packs`."""
-    store = open_split(where, "train")
+    store = open_split(where, "train", ESM2_TOKENS)
     plan = BatchPlan(store.lengths, len(store), 0, args.max_seq_length, tokens_per_pack)
     order = PlannedOrder(store, plan, args.planned_packs)
     steps = order.steps(Mesh(0, args.planned_packs), {}, 0, count(), lambda number: True)

@@ -35,6 +35,7 @@ from common.data.loader import PlannedOrder, TrainLoader
 from common.data.packing import BatchPlan, Position
 from common.data.token_store import open_split
 from common.flags import parse_arguments
+from common.models.esm2.alphabet import ESM2_TOKENS
 from common.training.masked_lm import residue_frequencies
 from extras.prepare.clusters import open_clusters
 from extras.prepare.dataset_writer import (
@@ -128,26 +129,26 @@ def private_bytes() -> int:
 
 
 def first_batch(directory: Path, args: BenchmarkArguments, by_clusters: bool, start: Position) -> tuple:
-    store = open_split(directory, "train")
+    store = open_split(directory, "train", ESM2_TOKENS)
     clusters = open_clusters(directory / "train", len(store)) if by_clusters else None
     size = {"tokens_per_pack": args.tokens_per_pack, "clusters": clusters}
     plan = BatchPlan(store.lengths, len(store), 0, args.max_seq_length, **size)
     if start.window:
         start = Position(start.epoch, plan.num_windows // 2, start.pack_in_window)
     order = PlannedOrder(store, plan, packs_per_step=1)
-    loader = TrainLoader(order, MaskingCollator(0), position=asdict(start))
+    loader = TrainLoader(order, MaskingCollator(ESM2_TOKENS, 0), position=asdict(start))
     steps = iter(loader)
     return next(steps), steps, loader  # in memory together
 
 
 def count_packs(directory: Path, args: BenchmarkArguments) -> tuple:
-    store = open_split(directory, "train")
+    store = open_split(directory, "train", ESM2_TOKENS)
     plan = BatchPlan(store.lengths, len(store), 0, args.max_seq_length, args.tokens_per_pack)
     return plan.packs_per_epoch(), plan
 
 
 MEASUREMENTS: dict[str, Callable] = {
-    "open_split": lambda directory, args: open_split(directory, "train"),
+    "open_split": lambda directory, args: open_split(directory, "train", ESM2_TOKENS),
     "first batch": lambda directory, args: first_batch(directory, args, False, Position()),
     "first batch, by clusters": lambda directory, args: first_batch(directory, args, True, Position()),
     "first batch in the middle of epoch 3": lambda directory, args: first_batch(
@@ -155,7 +156,9 @@ MEASUREMENTS: dict[str, Callable] = {
     ),
     "... by clusters": lambda directory, args: first_batch(directory, args, True, Position(3, 1, 5)),
     "number of packs of an epoch": count_packs,
-    "residue frequencies (evaluation)": lambda directory, args: residue_frequencies(open_split(directory, "train")),
+    "residue frequencies (evaluation)": lambda directory, args: residue_frequencies(
+        open_split(directory, "train", ESM2_TOKENS)
+    ),
 }
 
 

@@ -1,13 +1,13 @@
 """What low precision does to training: held-out loss of BF16, FP8, MXFP8 and NVFP4, emulated, on the same batches.
 
-Also, when asked for by --formats, of FP32, of gradients exchanged in bf16 (`BF16 buckets`, under DDP of --ranks), and
+With --formats also of FP32, of gradients all-reduced in bf16 (`BF16 buckets`, under DDP of --ranks), and
 of a bf16 residual stream.
 
     python -m benchmarks.precision_convergence --dataset_dir quickstart/sample/processed/arrow --output_dir convergence
         [--steps 2000] [--seeds 1,2,3] [--formats BF16,NVFP4] [--ranks 2] [--max_runs 2] [--report path.md]
 
 Each (format, seed) is a run of train_ddp.py in output_dir/<format>-<seed>: of one seed, all formats start from the
-same weights and see the same batches and masks. Finished runs are kept, a broken one goes on from its checkpoint, and
+same weights and see the same batches and masks. Finished runs are kept, an interrupted one resumes, and
 --max_runs stops after so many, so that it can all be done in pieces; the table and the plot show what there is.
 Differences are those to BF16 of the same seed; their noise is over the seeds.
 """

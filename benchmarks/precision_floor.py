@@ -7,7 +7,7 @@
 SCRIPT FLAGS are a run's own, with its precision plan, schedule and seed; nothing is written to its --output_dir. The
 run is started once from its initial weights, and once from each of several perturbed copies, with the same batches,
 masks and random bits of rounding. A row has the largest relative difference of loss and gradient norm from the first
-run's. Two plans that differ less at that step, on one seed, cannot be told apart by it.
+run's. Two plans that differ less at that step, on one seed, cannot be distinguished.
 """
 
 from __future__ import annotations

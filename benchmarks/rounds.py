@@ -40,5 +40,5 @@ def cells(what: str, runs: list[dict], ours: list[dict] | None) -> str:
 def _afresh(module: str, job: str, flags: dict[str, object]) -> dict:
     environment = {k: v for k, v in os.environ.items() if k != "GOMP_SPINCOUNT"}
     if job.endswith(":plain"):
-        environment["GOMP_SPINCOUNT"] = "30000000000"  # what GNU OpenMP does unless told otherwise
+        environment["GOMP_SPINCOUNT"] = "30000000000"  # what GNU OpenMP does by default
     return measured_afresh(module, {"worker": job} | flags, environment, job)

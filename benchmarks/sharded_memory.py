@@ -95,7 +95,8 @@ def table(args: Arguments) -> list[str]:
     import torch
 
     from common.models.esm2.config import load_config
-    from common.models.esm2.model import Esm2ForMaskedLM, count_parameters
+    from common.models.esm2.model import Esm2ForMaskedLM
+    from common.models.layers.initialise import count_parameters
 
     with torch.device("meta"):
         parameters = count_parameters(Esm2ForMaskedLM(load_config(args.config_name)))

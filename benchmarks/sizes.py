@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from math import log
 from pathlib import Path
 
-from benchmarks.dry_run import parsed, told, words
+from benchmarks.dry_run import parsed, predicted, words
 from benchmarks.step_model import COMPILED, DEVICES, Step, step_of
 from benchmarks.tables import where_measured
 from common.cli import UserError, run
@@ -80,7 +80,7 @@ class Plan:
 
     @property
     def seconds(self) -> float:
-        """A step, by the model, with exchanges hidden behind it."""
+        """A step, by the model, with communication fully overlapped."""
         once, h100 = self.step, DEVICES[0]
         if dict(self.flags).get("activation_checkpointing") != "full":
             return once.seconds(h100)
@@ -122,7 +122,7 @@ class Arguments(Flags):
 
 def memory(plan: Plan) -> float:
     """GiB of a GPU, with what --dry_run adds for what it does not count."""
-    return told(plan.script, plan.gpus, words(plan.values)) / GIB + RESERVE
+    return predicted(plan.script, plan.gpus, words(plan.values)) / GIB + RESERVE
 
 
 def checkpoints(plan: Plan) -> float:
@@ -147,14 +147,14 @@ def plans_table() -> Iterator[str]:
 def of_one_node() -> list[tuple[str, list[str]]]:
     """The README's training commands for 8 GPUs: (script, its words)."""
     text = (ROOT / "README.md").read_text().replace("\\\n", " ")
-    found = re.findall(r"^python -m common\.ranks\.launch --nproc_per_node=8 (\w+)\.py (.*)$", text, re.M)
+    found = re.findall(r"^python -m extras\.launch --nproc_per_node=8 (\w+)\.py (.*)$", text, re.M)
     return [(script, words.split()) for script, words in found]
 
 
 def one_node_table() -> Iterator[str]:
     yield "| command | memory of a GPU, GiB | checkpoints, GB | days | held-out loss |\n|---|--:|--:|--:|--:|\n"
     for script, flags in of_one_node():
-        args, needed = parsed(script, 8, flags), told(script, 8, flags) / GIB + RESERVE
+        args, needed = parsed(script, 8, flags), predicted(script, 8, flags) / GIB + RESERVE
         plan = next((plan for plan in PLANS if plan.name == getattr(args, "config_name", None)), None)
         yield f"| `{script}.py {' '.join(flags)}` | {needed:.0f} | "
         if plan is None:

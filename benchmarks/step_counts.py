@@ -1,4 +1,4 @@
-"""What a piece of a step would have a GPU do, counted on tensors without values: products, bytes, kernels, waits."""
+"""Count what a piece of a step launches on a GPU, on fake tensors: matmuls, bytes, kernels, waits."""
 
 from __future__ import annotations
 
@@ -12,26 +12,31 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_iter
+
+from common.compat import TorchDispatchMode, operator_schema, storage_key, tree_iter
 
 aten = torch.ops.aten
-PRODUCTS = {"mm": (0, 1), "addmm": (1, 2), "bmm": (0, 1), "baddbmm": (1, 2)}  # {aten operator: where its factors are}
-ATTENTION = {"_varlen_attn": 2, "_varlen_attn_backward": 5}  # {operator: products of T x T scores with D columns}
+MATMULS = {
+    "mm": (0, 1),
+    "addmm": (1, 2),
+    "bmm": (0, 1),
+    "baddbmm": (1, 2),
+}  # {operator: positions of its operands}
+ATTENTION = {"_varlen_attn": 2, "_varlen_attn_backward": 5}  # {operator: matmuls of T x T scores with D columns}
 # What makes the host wait for the device: the result is a Python value, or its shape follows from values.
 WAITS = {"_local_scalar_dense", "nonzero", "masked_select", "_unique2", "unique_dim", "equal", "is_nonzero"}
-READS = {Tensor.tolist, Tensor.numpy, Tensor.cpu}  # which a tensor on a CPU answers without an operator
-UNSCALED = ("grads",)  # of AdamW, which would write them with a gradient scaler only
+READS = {Tensor.tolist, Tensor.numpy, Tensor.cpu}  # no operator on a CPU tensor
+UNSCALED = ("grads",)  # of AdamW, which writes them with a gradient scaler only
 SETS = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "lift_fresh", "detach", "alias"}
 
 
 @dataclass
 class Work:
-    """products: {(m, n, k): how many}; attention: matrix products over pairs of tokens, by heads' width, so that FLOPs
+    """matmuls: {(m, n, k): count}; attention: matmuls over pairs of tokens, by heads' width, so that FLOPs
     are 2 x pairs x hidden x this; moved: bytes that all other kernels read and write; kernels: all that are launched;
-    waits: {what the host waits for: times}; by_operator: {name: bytes} of `moved`."""
+    waits: {operator the host waits for: count}; by_operator: {name: bytes} of `moved`."""
 
-    products: Counter = field(default_factory=Counter)
+    matmuls: Counter = field(default_factory=Counter)
     attention: int = 0
     moved: int = 0
     kernels: int = 0
@@ -39,29 +44,29 @@ class Work:
     by_operator: Counter = field(default_factory=Counter)
 
     @property
-    def product_flops(self) -> int:
-        return sum(2 * math.prod(shape) * times for shape, times in self.products.items())
+    def matmul_flops(self) -> int:
+        return sum(2 * math.prod(shape) * times for shape, times in self.matmuls.items())
 
     def __add__(self, other: Work) -> Work:
-        mine, its = vars(self), vars(other)
-        return Work(**{name: mine[name] + its[name] for name in mine})
+        left, right = vars(self), vars(other)
+        return Work(**{name: left[name] + right[name] for name in left})
 
     def __mul__(self, times: int) -> Work:
-        def grown(value):
+        def scaled(value):
             return Counter({k: v * times for k, v in value.items()}) if isinstance(value, Counter) else value * times
 
-        return Work(**{name: grown(value) for name, value in vars(self).items()})
+        return Work(**{name: scaled(value) for name, value in vars(self).items()})
 
     # ---- what is counted ----------------------------------------------------------------------------------------
 
-    def product(self, left: Tensor, right: Tensor) -> None:
+    def matmul(self, left: Tensor, right: Tensor) -> None:
         """left [..., m, k], right [..., k, n]."""
         *batch, m, k = left.shape
-        self.products[(m * math.prod(batch), right.shape[-1], k)] += 1
+        self.matmuls[(m * math.prod(batch), right.shape[-1], k)] += 1
         self.kernels += 1
 
     def kernel(self, name: str, size: int) -> None:
-        """One that reads and writes so many bytes."""
+        """One kernel that reads and writes `size` bytes."""
         self.kernels += 1
         self.moved += size
         self.by_operator[name] += size
@@ -80,15 +85,15 @@ class _Operators(TorchDispatchMode):
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented  # seen again by its local parts
         result = func(*args, **(kwargs or {}))
-        name, given, made = func._schema.name.split("::")[1], tensors((args, kwargs)), tensors(result)
+        name, given, made = operator_schema(func).name.split("::")[1], tensors((args, kwargs)), tensors(result)
         if name in WAITS:
             self.work.waits[name] += 1
-        if name in PRODUCTS:
-            self.work.product(*(args[place] for place in PRODUCTS[name]))
+        if name in MATMULS:
+            self.work.matmul(*(args[place] for place in MATMULS[name]))
         elif name in ATTENTION:
             self.work.attention += ATTENTION[name]
             self.work.kernels += 1
-        elif name not in SETS and (func._schema.is_mutable or _is_new(given, made)):
+        elif name not in SETS and (operator_schema(func).is_mutable or _is_new(given, made)):
             self.work.kernel(name, sum(map(_bytes, [*given, *(made or _written(func, args))])))
         return result
 
@@ -105,25 +110,25 @@ class _Reads(TorchFunctionMode):
 
 
 def _is_new(given: list[Tensor], made: list[Tensor]) -> bool:
-    """Whether anything is computed: a view has the storage of what it is of."""
-    storages = {x.untyped_storage()._cdata for x in given}
-    return any(x.untyped_storage()._cdata not in storages for x in made)
+    """Whether anything is computed: a view shares its base's storage."""
+    storages = {storage_key(x) for x in given}
+    return any(storage_key(x) not in storages for x in made)
 
 
 def _written(func, args: tuple) -> list[Tensor]:
-    """What an operator changes in place."""
-    places = zip(func._schema.arguments, args, strict=False)
+    """Tensors that an operator changes in place."""
+    places = zip(operator_schema(func).arguments, args, strict=False)
     return tensors([x for a, x in places if a.alias_info and a.alias_info.is_write and a.name not in UNSCALED])
 
 
 def _bytes(x: Tensor) -> int:
-    """That are read or written; what is repeated by a stride of 0 is one number."""
+    """Bytes read or written; an expanded dimension (stride 0) counts once."""
     return x.element_size() * math.prod(n for n, stride in zip(x.shape, x.stride(), strict=True) if stride)
 
 
 @contextmanager
 def counted() -> Iterator[Work]:
-    """All that tensors are asked for meanwhile, operator by operator: what eager execution launches."""
+    """Count all operators inside the block: what eager execution launches."""
     work = Work()
     with _Operators(work), _Reads(work):
         yield work

@@ -4,7 +4,7 @@ The graphs are those of AOTAutograd with Inductor's decompositions and its cut b
 are operators over the same numbers: elementwise ones with each other and, row by row, with sums over rows (LayerNorm);
 sums over columns (gradients of biases and norms) go with sums over the rows of the same large tensor, if neither waits
 for the other (Inductor's mix-order reductions, on by default in torch 2.13), or else are kernels of their own, which
-read what others have written. A kernel costs the union of what it reads and writes. Products and attention stay what
+read what others have written. A kernel costs the union of what it reads and writes. Matmuls and attention stay what
 they are.
 """
 
@@ -15,12 +15,17 @@ from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor, fx, nn
-from torch._functorch.aot_autograd import aot_function, make_boxed_func
-from torch._functorch.compile_utils import fx_graph_cse
-from torch._functorch.partitioners import min_cut_rematerialization_partition
-from torch._inductor.decomposition import select_decomp_table
 
-from benchmarks.step_counts import ATTENTION, PRODUCTS, Work, tensors
+from benchmarks.step_counts import ATTENTION, MATMULS, Work, tensors
+from common.compat import (
+    aot_function,
+    dynamo_counters,
+    fx_graph_cse,
+    make_boxed_func,
+    min_cut_rematerialization_partition,
+    operator_schema,
+    select_decomp_table,
+)
 
 SUMS = ("sum", "mean", "var_mean", "amax")
 VIEWS = ("view", "permute", "unbind", "split", "split_with_sizes", "slice", "unsqueeze", "squeeze", "expand", "alias")
@@ -57,13 +62,13 @@ def graphs_and_breaks(layer: nn.Module, calls: Iterable[tuple]) -> tuple[int, in
         made = [node.meta["example_value"] for node in graph.graph.output_node().args[0]]
         return lambda *_: [torch.empty([int(n) for n in value.shape], dtype=value.dtype) for value in made]
 
-    torch._dynamo.reset()
-    torch._dynamo.utils.counters.clear()  # of this process, whoever compiled before
+    torch.compiler.reset()
+    dynamo_counters.clear()  # of this process, whoever compiled before
     layer.compile(dynamic=True, backend=keep)
     for args in calls:
         layer(*args)
-    breaks = sum(torch._dynamo.utils.counters["graph_break"].values())
-    torch._dynamo.reset()
+    breaks = sum(dynamo_counters["graph_break"].values())
+    torch.compiler.reset()
     return len(graphs), breaks
 
 
@@ -72,8 +77,8 @@ def fused_work(graph: fx.GraphModule) -> Work:
     kernels = _Kernels(graph.graph)
     for node in graph.graph.nodes:
         name = _name(node)
-        if name in PRODUCTS:
-            work.product(*(node.args[place].meta["val"] for place in PRODUCTS[name]))
+        if name in MATMULS:
+            work.matmul(*(node.args[place].meta["val"] for place in MATMULS[name]))
         elif name in ATTENTION:
             work.attention += ATTENTION[name]
             work.kernels += 1
@@ -90,7 +95,7 @@ class _Kernels:
         self.nodes = [n for n in graph.nodes if n.op == "call_function" and _name(n) not in VIEWS]
         self.kernel = {n: number for number, n in enumerate(self.nodes)}  # which kernel a node is in
         self.members = {number: [n] for n, number in self.kernel.items()}
-        self.alone = {n for n in self.nodes if _name(n) in PRODUCTS or _name(n) in ATTENTION}
+        self.alone = {n for n in self.nodes if _name(n) in MATMULS or _name(n) in ATTENTION}
         self.given = {n: {_computed(a) for a in n.all_input_nodes} for n in self.nodes}
         self.users: dict[fx.Node, set] = {}
         for n, inputs in self.given.items():
@@ -111,7 +116,7 @@ class _Kernels:
         return sum(_read(a, nodes) for a in reads) + sum(self._written(n) for n in nodes)
 
     def _sources(self, node: fx.Node) -> set[fx.Node]:
-        """What is read for it: sums over columns compute what nobody writes once more."""
+        """What is read for it: column sums recompute values that no kernel writes."""
         if node not in self.kernel or node in self.alone or _over(node) or self._is_written(node):
             return {node}
         return {source for a in self.given[node] for source in self._sources(a)}
@@ -226,7 +231,8 @@ def _name(node: fx.Node) -> str:
     target = node.target
     if node.op != "call_function":
         return ""
-    return target._schema.name.split("::")[1] if hasattr(target, "_schema") else target.__name__
+    schema = operator_schema(target)
+    return schema.name.split("::")[1] if schema else target.__name__
 
 
 def _computed(node: fx.Node) -> fx.Node:

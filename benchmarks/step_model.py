@@ -1,9 +1,9 @@
-"""What a training step would have a GPU do, counted without one; and what that takes by a roofline.
+"""Count what a training step launches on a GPU, without one, and estimate its time by a roofline model.
 
     python -m benchmarks.step_model --output benchmarks/results/step_model.md
 
-Model code runs on tensors without values, on the way that CUDA takes (bf16 autocast, attention as one operator): the
-encoder layer, scaled by the number of layers; embeddings, head and loss; clipping and AdamW. Counted are products,
+Model code runs on fake tensors, on the code path of CUDA (bf16 autocast, attention as one operator): the
+encoder layer, scaled by the number of layers; embeddings, head and loss; clipping and AdamW. Counted are matmuls,
 attention, bytes that all other kernels move, kernels and waits for the device; of compiled layers, kernels fused by
 `benchmarks.step_fused`. Proteins are those of `benchmarks.gpu_throughput`, whose measurements the model is checked on.
 """
@@ -16,27 +16,27 @@ from dataclasses import dataclass, replace
 from functools import cache
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from benchmarks.gpu_models import SIZES, batches_for
 from benchmarks.step_counts import Work, counted
 from benchmarks.step_fused import fused_work, go_back, graphs_and_breaks, graphs_of
 from benchmarks.tables import publish, where_measured
 from common.cli import UserError, run
+from common.compat import FakeTensorMode
 from common.data.collators import Batch, to_device
 from common.flags import Flags, flag, parse_arguments
 from common.models.esm2.config import Esm2Config, esm2_config
+from common.models.esm2.family import FAMILY
 from common.models.esm2.layers_torch import TransformerLayer, prepare
 from common.models.esm2.model import Esm2ForMaskedLM
-from common.models.layers.cpu import as_on_a_gpu
+from common.models.layers.backend import as_on_a_gpu
 from common.models.layers.linear import RoundedWeights, use_copy
 from common.models.layers.recompute import MODES as RECOMPUTED
 from common.models.layers.recompute import save_activations
 from common.models.layers.residual import begin, total
 from common.shapes import filled_up
-from common.training.flops import step_flops
 from common.training.run_logger import PEAK_FLOPS
-from extras.dry_run.memory_tracker import LiveBytes
+from extras.dry_run.memory_tracker import MemoryTracker
 
 EAGER, COMPILED = "eager", "compiled"
 BF16 = "compiled, --bf16_residual"  # layers
@@ -51,9 +51,9 @@ class Device:
     name: str
     bandwidth: float
     link: float
-    # Reached on the H100 of results/gpu_profile.md at 650M and 16,384 tokens: the products' 63.9 TFLOP in 90.7 ms; the
+    # Reached on the H100 of results/gpu_profile.md at 650M and 16,384 tokens: the matmuls' 63.9 TFLOP in 90.7 ms; the
     # 0.50 GB of GELU's backward kernel in 0.181 ms; attention in 29.1 ms. Taken for the other devices too.
-    of_products: float = 0.71
+    of_matmuls: float = 0.71
     of_bandwidth: float = 0.83
     of_attention: float = 0.16
 
@@ -103,10 +103,10 @@ class Step:
         return sum(self.phases, Work())
 
     def parts(self, device: Device) -> dict[str, float]:
-        """Seconds of products, attention and all other kernels, and of a host that launches them."""
+        """Seconds of matmuls, attention and all other kernels, and of a host that launches them."""
         work = self.all
         return {
-            "products": work.product_flops / device.peak / device.of_products,
+            "matmuls": work.matmul_flops / device.peak / device.of_matmuls,
             "attention": 2 * self.pairs * self.hidden * work.attention / device.peak / device.of_attention,
             "other kernels": work.moved / device.bandwidth / device.of_bandwidth,
             "launching": work.kernels * LAUNCH,
@@ -140,10 +140,10 @@ def step_of(
     phases = passes + [*passes[:-1], passes[-1] + more] * (packs - 1) + [end]
     if not waits:
         phases = [sum(phases[:-1], Work()), end]
-    flops = step_flops(config, *(batch[key] for key in ("num_tokens", "sum_squared_lengths", "num_targets")))
+    flops = FAMILY.flops(config, *(batch[key] for key in ("num_tokens", "sum_squared_lengths", "num_targets")))
     count = parameters[0] + layers * parameters[1]
-    told = packs * batch["num_tokens"], packs * flops, batch["sum_squared_lengths"], config.hidden_size
-    return Step(phases, layer, count, *told)
+    counts = packs * batch["num_tokens"], packs * flops, batch["sum_squared_lengths"], config.hidden_size
+    return Step(phases, layer, count, *counts)
 
 
 @cache
@@ -190,7 +190,7 @@ def ends_work(
     has, and a layer."""
     config = esm2_config(*SIZES[size])
     (batch,) = batches_for("torch", tokens, 1)
-    with LiveBytes(), as_on_a_gpu():
+    with MemoryTracker(), as_on_a_gpu():
         model, layer = Esm2ForMaskedLM(replace(config, num_hidden_layers=0)), TransformerLayer(config)
         with counted() as forward, torch.autocast("cpu", torch.bfloat16):
             loss = loss_of(model, batch)
@@ -224,9 +224,9 @@ def optimiser_work(module: torch.nn.Module) -> tuple[Work, Work]:
     return work, addition
 
 
-def exchanged(parameters: int, ranks: int) -> dict[str, float]:
-    """Bytes that a rank sends a step: DDP's fp32 gradients, reduced in a ring (each rank sends 2 (N - 1) / N of them);
-    FSDP2's bf16 weights, gathered for the forward and again for the backward pass, and fp32 gradients, scattered."""
+def bytes_sent(parameters: int, ranks: int) -> dict[str, float]:
+    """Bytes that a rank sends a step: DDP's fp32 gradients, all-reduced in a ring (2 (N - 1) / N of them);
+    FSDP2's bf16 weights, all-gathered for forward and backward pass, and fp32 gradients, reduce-scattered."""
     share = (ranks - 1) / ranks
     return {"DDP": 2 * share * 4 * parameters, "FSDP2": share * (2 * 2 + 4) * parameters}
 
@@ -238,7 +238,7 @@ def exchanged(parameters: int, ranks: int) -> dict[str, float]:
 class Arguments(Flags):
     sizes: str = flag("650M,3B,15B", f"Which: {', '.join(SIZES)}.")
     tokens: int = flag(16384, "Tokens in a pack.")
-    ranks: int = flag(8, "GPUs that exchange weights and gradients.")
+    ranks: int = flag(8, "GPUs of the DDP and FSDP2 columns.")
     checks: bool = flag(True, "Also the model beside what was measured.")
     output: str | None = flag(None, "Also write the tables there.")
 
@@ -256,9 +256,9 @@ def counts_table(args: Arguments) -> Iterator[str]:
     for size in args.sizes.split(","):
         for mode in MODES:
             step = step_of(size, args.tokens, mode)
-            sent = exchanged(step.parameters, args.ranks)
+            sent = bytes_sent(step.parameters, args.ranks)
             work, layer = step.all, step.layer[0] + step.layer[1]
-            yield f"| {size} | {mode} | {work.product_flops / 1e12:.1f} | {work.moved / 1e9:.1f} "
+            yield f"| {size} | {mode} | {work.matmul_flops / 1e12:.1f} | {work.moved / 1e9:.1f} "
             yield f"| {layer.moved / 1e9:.2f} | {work.kernels:,} | {_waits(work)} "
             yield f"| {sent['DDP'] / 1e9:.1f} | {sent['FSDP2'] / 1e9:.1f} |\n"
 
@@ -288,7 +288,7 @@ def _call(config: Esm2Config, tokens: int, residual: torch.dtype = torch.float32
 
 
 def times_table(args: Arguments) -> Iterator[str]:
-    yield "| GPU | model | layers | products, ms | attention | other kernels | launching | a step | tokens/s | MFU |\n"
+    yield "| GPU | model | layers | matmuls, ms | attention | other kernels | launching | a step | tokens/s | MFU |\n"
     yield "|---|---|---|--:|--:|--:|--:|--:|--:|--:|\n"
     for device in DEVICES:
         for size in args.sizes.split(","):
@@ -319,8 +319,9 @@ def checks_table() -> Iterator[str]:
     rows += [(device, "Megatron (published)", size, 16384, COMPILED, found) for device, size, found in PUBLISHED]
     for device, by, size, tokens, mode, found in rows:
         step = step_of(size, tokens, mode, rounded_ahead=False, added_up=True)  # as when they were measured
-        said = step.tokens / step.seconds(device)
-        yield f"| {device.name} | {size} | {by} | {tokens:,} | {found:,} | {said:,.0f} | {said / found - 1:+.0%} |\n"
+        modelled = step.tokens / step.seconds(device)
+        yield f"| {device.name} | {size} | {by} | {tokens:,} | {found:,} "
+        yield f"| {modelled:,.0f} | {modelled / found - 1:+.0%} |\n"
 
 
 def main() -> None:

@@ -5,7 +5,7 @@
 The peer gets the same proteins, crops and masks, as padded batches (to 512, and to the longest of the batch) of as
 many positions as our packs have tokens, the same optimiser, dtype and clipping, scaled-dot-product attention, and runs
 both as a plain script would and with our process settings (allocator, thread spinning); ratios are against the faster
-of the two. Speeds are real residues and <cls>/<eos> a second: padding counts for nobody. Every measurement is a fresh
+of the two. Speeds are real residues and <cls>/<eos> a second: padding is not counted. Every measurement is a fresh
 process, rounds are interleaved, and the median is reported.
 """
 
@@ -22,6 +22,7 @@ from benchmarks.rounds import cells, in_rounds
 from benchmarks.tables import publish, where_measured
 from common.cli import run
 from common.flags import flag, parse_arguments
+from common.models.esm2.alphabet import ESM2_TOKENS
 
 MODES = {
     "ours": "ours, packed",
@@ -71,15 +72,17 @@ def measure(args: Arguments) -> dict:
     else:
         from transformers import EsmForMaskedLM
 
+        from common.compat import use_sdpa
+
         stock = config.to_transformers()
-        stock._attn_implementation = "sdpa"
+        use_sdpa(stock)
         model = EsmForMaskedLM(stock)
-    store = open_split(args.dataset_dir, "train")
+    store = open_split(args.dataset_dir, "train", ESM2_TOKENS)
     size = {"tokens_per_pack": args.tokens}
     if not ours:
         size = {"sequences_per_pack": args.tokens // args.max_seq_length}
     plan = BatchPlan(store.lengths, len(store), 0, args.max_seq_length, **size)
-    loader = TrainLoader(PlannedOrder(store, plan, packs_per_step=1), MaskingCollator(0))
+    loader = TrainLoader(PlannedOrder(store, plan, packs_per_step=1), MaskingCollator(ESM2_TOKENS, 0))
     prepared = [share.micro_batches[0] for share in islice(loader, args.steps + 2)]
     if not ours:
         width = args.max_seq_length if mode == "pad512" else 0

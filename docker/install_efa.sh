@@ -58,7 +58,7 @@ if [ -n "${AWS_OFI_NCCL_VERSION:-}" ]; then
   )
 fi
 
-# NCCL looks for libnccl-net.so unless told another name, and without its plugin falls back to TCP without an error.
+# NCCL looks for libnccl-net.so unless configured otherwise, and without its plugin falls back to TCP without an error.
 # In some images the installer leaves only libnccl-net-ofi.so, which is the name NCCL_NET_PLUGIN=ofi stands for.
 plugin=$(find /opt/amazon -name 'libnccl-net*.so' -print -quit 2>/dev/null || true)
 [ -n "$plugin" ] || fail "the EFA installer $EFA_INSTALLER_VERSION left no NCCL plugin below /opt/amazon"

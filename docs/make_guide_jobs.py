@@ -89,7 +89,7 @@ def sbatch(name: str) -> str:
     text = (ROOT / "slurm" / "train_clm.sh").read_text(encoding="utf-8")
     args = "".join(f"  {flag}\n" for flag in training_args(name, '"$OUTPUT_DIR"'))
     head = f"""\
-# {title(name)} with FSDP2 on streamed C4; it goes on from its newest checkpoint. Made by {MAKER}.
+# {title(name)} with FSDP2 on streamed C4; resumes from its newest checkpoint. Made by {MAKER}.
 #
 #   sbatch {name}-training.sbatch [any flag of train_fsdp2.py]
 """
@@ -126,7 +126,7 @@ def manifest(name: str) -> str:
     text = text.replace('"${JOB_NAME}-fsdp-${RUN_ID}"', job).replace('"${JOB_NAME}"', job)
     args = "".join(f"                    {flag} \\\n" for flag in training_args(name, results))
     head = f"""\
-# {title(name)} with FSDP2 on streamed C4; it goes on from its newest checkpoint. Made by {MAKER}.
+# {title(name)} with FSDP2 on streamed C4; resumes from its newest checkpoint. Made by {MAKER}.
 # Checkpoints: {results}, on the claim fsx-claim. More: docs/kubernetes.md.
 #
 #   source env_vars   # IMAGE_URI INSTANCE_TYPE NUM_NODES GPU_PER_NODE EFA_PER_NODE FI_PROVIDER HF_TOKEN

@@ -1,54 +1,41 @@
-"""The picture of a run, from the files it left or is leaving: training_curves.png."""
+"""training_curves.png: a run's loss, learning rate, gradient norm and speed, drawn from its output directory."""
 
 from __future__ import annotations
 
 import json
 import math
 from pathlib import Path
-from typing import NamedTuple
 
 from common.files.json_files import read_json_lines
+from common.training.run_logger import METRICS, PlotLabels, read_run_info
 
-ABOUT = "about.json"  # what a run is of, and where its starts were
-FEW = 50  # rows that are shown as points, too
-
-
-class PlotLabels(NamedTuple):
-    """How a task's loss is called, its unit, what is held out, and what the line to beat knows."""
-
-    loss: str = "Masked-language-modelling loss"
-    unit: str = "nats per masked residue"
-    held_out: str = "held-out proteins"
-    baseline: str = "held-out, by residue frequencies alone (unigram predictor)"
-
-
-ESM2 = PlotLabels()
+FEW = 50  # rows: up to here points are drawn, too
 
 
 def draw_curves(output_dir: Path) -> Path | None:
-    """Loss (training, held-out, unigram), learning rate, gradient norm and speed over the steps; None without rows."""
+    """Draw the curves over the steps. Returns the file, or None if no training step was logged."""
     from matplotlib.figure import Figure
 
-    rows = read_json_lines(output_dir / "metrics.jsonl")
+    rows = read_json_lines(output_dir / METRICS)
     trained = [r for r in rows if "loss" in r]
     if not trained:
         return None
-    results, about = read_results(output_dir), read_about(output_dir)
-    words = PlotLabels(*about.get("words", ()))
-    # Fixed margins: a layout engine draws everything many times over, most of the time that a short run takes.
+    results, info = read_results(output_dir), read_run_info(output_dir)
+    labels = PlotLabels(*info.get("words", ()))
+    # Fixed margins: a layout engine draws everything several times, which takes longer than a short run.
     figure = Figure(figsize=(12, 7.4))
     axes = figure.subplots(2, 2)
     figure.subplots_adjust(left=0.06, right=0.985, top=0.86, bottom=0.065, wspace=0.3, hspace=0.28)
-    figure.suptitle(_title(about, rows), fontsize=11, x=0.06, ha="left")
+    figure.suptitle(_title(info, rows), fontsize=11, x=0.06, ha="left")
     loss, rate, norm, speed = axes.flat
-    _draw_loss(loss, rows, trained, results, words)
+    _draw_loss(loss, rows, trained, results, labels)
     for axis, key, title, unit in (
         (rate, "learning_rate", "Learning rate", ""),
         (norm, "grad_norm", "Gradient norm before clipping", ""),
         (speed, "tokens_per_second", "Speed", "tokens/s, without padding"),
     ):
-        shown = [(r["step"], r[key]) for r in rows if key in r]
-        axis.plot(*zip(*shown, strict=True), color="tab:blue", linewidth=1, marker=_marker(shown), markersize=4)
+        points = [(r["step"], r[key]) for r in rows if key in r]
+        axis.plot(*zip(*points, strict=True), color="tab:blue", linewidth=1, marker=_marker(points), markersize=4)
         axis.set_title(title, y=1.0)
         axis.set_ylabel(unit)
         axis.set_ylim(bottom=0)
@@ -57,8 +44,8 @@ def draw_curves(output_dir: Path) -> Path | None:
         axis.set_xlabel("step")
         axis.set_xlim(0, last * 1.02)
         axis.grid(alpha=0.3)
-        for n, step in enumerate(step for step in about.get("starts", ()) if 1 < step <= last):
-            label = "started again" if n == 0 and axis is loss else None
+        for n, step in enumerate(step for step in info.get("starts", ()) if 1 < step <= last):
+            label = "resumed" if n == 0 and axis is loss else None
             axis.axvline(step - 0.5, color="tab:green", linestyle=":", linewidth=1, label=label)
     loss.legend(fontsize=8)
     path = output_dir / "training_curves.png"
@@ -67,19 +54,19 @@ def draw_curves(output_dir: Path) -> Path | None:
     return path
 
 
-def _draw_loss(loss, rows: list[dict], trained: list[dict], results: dict, words: PlotLabels) -> None:
-    """In nats on the left, as perplexity on the right."""
+def _draw_loss(loss, rows: list[dict], trained: list[dict], results: dict, labels: PlotLabels) -> None:
+    """Loss in nats on the left axis, perplexity on the right."""
     steps, values = [r["step"] for r in trained], [r["loss"] for r in trained]
     loss.plot(steps, values, color="0.75", linewidth=0.8, marker=_marker(steps), label="training, mean of each row")
-    loss.plot(steps, _smoothed(values), color="tab:blue", label="training, smoothed")
+    loss.plot(steps, _moving_average(values), color="tab:blue", label="training, smoothed")
     held_out = {r["step"]: r["eval_loss"] for r in rows if "eval_loss" in r}
-    if "eval_loss" in results:  # an evaluation at the end is no row
+    if "eval_loss" in results:  # the evaluation after the last step is not in metrics.jsonl
         held_out[rows[-1]["step"]] = results["eval_loss"]
     if held_out:
-        loss.plot(held_out.keys(), held_out.values(), "o-", color="tab:red", markersize=4, label=words.held_out)
+        loss.plot(held_out.keys(), held_out.values(), "o-", color="tab:red", markersize=4, label=labels.held_out)
     unigram = next((each["eval_unigram_loss"] for each in (results, *rows) if "eval_unigram_loss" in each), None)
     if unigram is not None:
-        loss.axhline(unigram, color="black", linestyle="--", linewidth=1, label=words.baseline)
+        loss.axhline(unigram, color="black", linestyle="--", linewidth=1, label=labels.baseline)
     skipped, before = [], 0
     for row in rows:
         if row.get("skipped_steps", before) > before:
@@ -88,40 +75,34 @@ def _draw_loss(loss, rows: list[dict], trained: list[dict], results: dict, words
     if skipped:
         loss.plot(skipped, [0.02] * len(skipped), "^", color="tab:orange", markersize=7, label="steps skipped before",
                   transform=loss.get_xaxis_transform(), clip_on=False)  # fmt: skip
-    loss.set_title(words.loss, y=1.0)  # given y, it is not looked for among the ticks
-    loss.set_ylabel(words.unit)
+    loss.set_title(labels.loss, y=1.0)  # a fixed y saves a layout pass over the ticks
+    loss.set_ylabel(labels.unit)
     perplexity = loss.secondary_yaxis("right", functions=(lambda nats: nats, lambda nats: nats))
     perplexity.yaxis.set_major_formatter(lambda nats, _: f"{math.exp(min(nats, 700)):.3g}")
     perplexity.set_ylabel("perplexity")
 
 
-def _title(about: dict, rows: list[dict]) -> str:
+def _title(info: dict, rows: list[dict]) -> str:
     last = rows[-1]
-    done = [f"step {last['step']:,}" + (f" of {last['total_steps']:,}" if "total_steps" in last else "")]
-    done += [f"{last['tokens']:,} tokens"] if "tokens" in last else []
-    done += [f"{last['epoch']:.2f} epochs"] if last.get("epoch") is not None else []
-    what = [about[key] for key in ("model", "data", "device") if about.get(key)]
-    return "\n".join(filter(None, ["   ".join(what), "   ".join(done)]))
+    progress = [f"step {last['step']:,}" + (f" of {last['total_steps']:,}" if "total_steps" in last else "")]
+    progress += [f"{last['tokens']:,} tokens"] if "tokens" in last else []
+    progress += [f"{last['epoch']:.2f} epochs"] if last.get("epoch") is not None else []
+    run = [info[key] for key in ("model", "data", "device") if info.get(key)]
+    return "\n".join(filter(None, ["   ".join(run), "   ".join(progress)]))
 
 
-def _marker(shown: list) -> str:
-    return "." if len(shown) <= FEW else ""
+def _marker(points: list) -> str:
+    return "." if len(points) <= FEW else ""
 
 
 def read_results(output_dir: Path) -> dict:
-    """all_results.json; {} where there is none."""
+    """all_results.json; {} if it is missing."""
     path = output_dir / "all_results.json"
     return json.loads(path.read_text()) if path.exists() else {}
 
 
-def read_about(output_dir: Path) -> dict:
-    """about.json: model, data, device, words, and `starts`, the first step of each start; {} where there is none."""
-    path = output_dir / ABOUT
-    return json.loads(path.read_text()) if path.exists() else {}
-
-
-def _smoothed(values: list[float]) -> list[float]:
-    """Exponential moving average, its start corrected for having no past; over fewer values it forgets sooner."""
+def _moving_average(values: list[float]) -> list[float]:
+    """Bias-corrected exponential moving average; the decay is lower where there are few values."""
     weight = min(0.9, max(0.0, 1 - 10 / max(len(values), 1)))
     out, mean, total = [], 0.0, 0.0
     for value in values:

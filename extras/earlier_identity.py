@@ -1,6 +1,6 @@
-"""Compatibility: how earlier versions knew data, by names, sizes and times. Their records and checkpoints stay valid.
+"""How earlier versions identified data (names, sizes, times), so that their records and checkpoints stay valid.
 
-All that makes those forms is here; nothing new is written in them, but for an output that was begun in one.
+Nothing new is written in these forms, except for an output that was begun in one.
 """
 
 from __future__ import annotations
@@ -13,31 +13,31 @@ from pathlib import Path
 
 import pyarrow as pa
 
-from common.files.output_directory import BUILDING, JOURNAL, MADE_FROM, Journal, read_record
+from extras.prepare.output_directory import BUILDING, JOURNAL, MADE_FROM, Journal, read_record
 
 
 def describe_file(path: Path) -> dict:
-    """A local source of step 0, in its record."""
+    """A local source, as 0.download_data.py recorded it."""
     return {"source": path.name, "size": path.stat().st_size, "mtime_ns": path.stat().st_mtime_ns}
 
 
 def list_files(paths: Iterable[Path]) -> list[tuple[str, int, int]]:
-    """The cluster table of step 1, in its record."""
+    """The cluster table, as 1.tokenize_uniref_csv.py recorded it."""
     return [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in paths]
 
 
 def hash_listing(paths: list[Path]) -> str:
-    """The CSV files of step 1, in its record."""
+    """The CSV files, as 1.tokenize_uniref_csv.py recorded them."""
     return hashlib.sha256(repr(list_files(paths)).encode()).hexdigest()
 
 
 def list_names(revision: str | None, files: Iterable[tuple[str, int]]) -> list:
-    """The files (path, size) of a split of text or of a stream: hashed as a repr."""
+    """The files (path, size) of a text split or a stream; its repr was hashed."""
     return [revision] + [[os.path.basename(path), size] for path, size in files]
 
 
 def fingerprint(directory: Path, rows: int) -> str:
-    """Of a prepared split, in its state.json: of the beginnings of its files. "" for one that is of another tool."""
+    """A hash of the first MiB of each file of a prepared split; "" if another tool wrote it."""
     paths = sorted(directory.glob("data-*.arrow"))
     try:
         with pa.memory_map(str(paths[0])) as file, pa.ipc.open_stream(file) as stream:
@@ -52,9 +52,9 @@ def fingerprint(directory: Path, rows: int) -> str:
 
 
 def recorded_form(parent: Path, names: Iterable[str], now: dict, earlier: dict, overwrite: bool) -> dict:
-    """`now`, or `earlier` where an output parent/name is recorded so, or what a killed run left of one.
+    """`now`, or `earlier` if an output parent/name, or the journal of an interrupted run, was recorded in that form.
 
-    With `overwrite`, what is complete does not count.
+    With `overwrite`, complete outputs are ignored.
     """
     earlier = json.loads(json.dumps(earlier))
     begun = Journal(parent / BUILDING / JOURNAL).done(MADE_FROM)

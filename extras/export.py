@@ -1,10 +1,9 @@
-"""The model of a checkpoint, as a directory that transformers' from_pretrained opens: final_model/ of any step.
+"""Export a checkpoint's model to a directory for transformers' from_pretrained: the final_model/ of any step.
 
 python -m extras.export CHECKPOINT OUT
 
-CHECKPOINT: checkpoint-N of a run, of whatever script and number of ranks; or the run's --output_dir, for its newest
-whole one. OUT: a directory that is not there yet, or empty. One process, without a GPU; tensors go through memory in
-files of 5 GB at most.
+CHECKPOINT: a run's checkpoint-N, of any script and number of ranks; or its --output_dir, for the newest intact one.
+OUT: a new or empty directory. Runs in one process without a GPU, and holds at most one 5 GB file in memory.
 """
 
 from __future__ import annotations
@@ -22,21 +21,13 @@ from torch import Tensor, nn
 
 from common.cli import UserError, one_line, positional, run
 from common.distributed.world import World
-from common.files import alphabet
 from common.files.json_files import check_type, shorten
-from common.models.esm2 import convert
-from common.models.esm2.config import load_config
-from common.models.esm2.convert import save_pretrained
-from common.models.esm2.model import Esm2ForMaskedLM
 from common.models.layers.hf_directory import Training
+from common.models.registry import FAMILIES, family_of
 from common.training import checkpoint_files as files
 from common.training.checkpoint import CONFIG, TRAINER_STATE
-from common.training.checkpoint_files import damage_of, newest_usable
 from common.training.checkpoint_reader import StoredTensors
-from extras.decoders import convert as decoder_convert
-from extras.decoders.config import ARCHITECTURES, load_decoder_config
-from extras.decoders.convert import save_decoder
-from extras.decoders.model import DecoderForCausalLM
+from common.training.resume import damage_of, newest_usable
 from extras.text.tokenizers import Tokenizer, load_tokenizer
 
 logger = logging.getLogger(__name__)
@@ -45,53 +36,41 @@ MODEL, EXTRAS = "model.", "extras."
 
 
 def choose(path: Path) -> Path:
-    """The checkpoint that is meant, all its files looked through. UserError where there is none that is whole."""
+    """The checkpoint that `path` stands for, with its files verified. UserError if none is intact."""
     alone = World(0, 0, 1, torch.device("cpu"))
     if not (path / files.MANIFEST).exists() and files.list_checkpoints(path):
-        newest = newest_usable(path, None, alone, otherwise="there is nothing to export")
+        newest = newest_usable(path, alone, advice="there is nothing to export")
         logger.info("%s: its newest whole checkpoint is %s", path, newest.name)
         return newest
-    if damage := damage_of(path, None, alone):
+    if damage := damage_of(path, alone):
         raise UserError(f"{path}: {damage}: give a checkpoint-N directory, or the --output_dir of a run")
     return path
 
 
 def export(checkpoint: Path, directory: Path) -> None:
-    """Write the model of a checkpoint that `choose` has looked through.
+    """Write the model of a checkpoint that `choose` has verified.
 
-    UserError where the directory has something in it, and for a checkpoint that has no model of this program in it.
+    UserError if the directory is not empty, or the checkpoint holds no model of this program.
     """
-    model, described = files.read_manifest(checkpoint)
-    is_decoder = model.get("model_type") in [*ARCHITECTURES]
-    if not is_decoder and model.get("alphabet") != " ".join(alphabet.TOKENS):
+    model, listed = files.read_manifest(checkpoint)
+    family = family_of(model_type if (model_type := model.get("model_type")) in FAMILIES else "esm")
+    if family.task == "mlm" and model.get("alphabet") != family.alphabet:
         raise UserError(f"{checkpoint}: of another alphabet: export it with the version of this program that wrote it")
-    if CONFIG not in described:
+    if CONFIG not in listed:
         raise UserError(
             f"{checkpoint}: of an earlier version, without {CONFIG}: the command of its run with --do_train False "
             f"--save_final_model --resume_from_checkpoint {checkpoint} exports it"
         )
-    (_export_decoder if is_decoder else _export_esm2)(checkpoint, StoredTensors(checkpoint), directory)
-
-
-def _export_esm2(checkpoint: Path, stored: StoredTensors, directory: Path) -> None:
-    config = load_config(str(checkpoint))
-    read = _reader(checkpoint, stored, partial(Esm2ForMaskedLM, config))
+    config, stored = family.load_config(str(checkpoint)), StoredTensors(checkpoint)
+    read = _reader(checkpoint, stored, partial(family.make, config))
     extras = {name.removeprefix(EXTRAS): stored.read(name) for name in stored.shapes if name.startswith(EXTRAS)}
-    training = Training.of_state(files.read_listed(checkpoint, TRAINER_STATE))
-    save_pretrained(convert.pieces_to_hf(read, config, extras), config, directory, training)
-
-
-def _export_decoder(checkpoint: Path, stored: StoredTensors, directory: Path) -> None:
-    config = load_decoder_config(str(checkpoint))
-    read = _reader(checkpoint, stored, partial(DecoderForCausalLM, config))
     state = files.read_listed(checkpoint, TRAINER_STATE)
-    tokenizer = _tokenizer(checkpoint, state)
-    pieces = decoder_convert.pieces_to_hf(read, config)
-    save_decoder(pieces, config, directory, tokenizer.save, Training.of_state(state))
+    tokenizer = _tokenizer(checkpoint, state) if family.task == "clm" else None
+    family.save(family.to_hf(read, config, extras), config, directory, Training.of_state(state), tokenizer)
 
 
 def _tokenizer(checkpoint: Path, state: dict) -> Tokenizer:
-    """That of the run. UserError where the one of its name is another one now."""
+    """The run's tokenizer. UserError if another one has that name now."""
     try:
         name, identity = state["arguments"]["tokenizer"], state["data"]["tokenizer"]
         check_type("tokenizer", name, "str")
@@ -104,7 +83,7 @@ def _tokenizer(checkpoint: Path, state: dict) -> Tokenizer:
 
 
 def _reader(checkpoint: Path, stored: StoredTensors, make: Callable[[], nn.Module]) -> Callable[[str], Tensor]:
-    """What reads a parameter by its name. UserError unless all of the model's are there."""
+    """A function that reads a parameter by name. UserError if one of the model's is missing."""
     with torch.device("meta"):
         expected = make().state_dict()
     for name, tensor in expected.items():
@@ -114,16 +93,16 @@ def _reader(checkpoint: Path, stored: StoredTensors, make: Callable[[], nn.Modul
 
 
 def check_free(directory: Path) -> None:
-    """UserError unless the directory is still to be made, or empty."""
+    """UserError unless the directory is new or empty."""
     if os.path.lexists(directory) and not (directory.is_dir() and not any(directory.iterdir())):
         raise UserError(f"{directory}: there is something already: name a directory that is still to be made")
 
 
 def main() -> None:
-    told, directory = map(Path, positional(__doc__, "python -m extras.export CHECKPOINT OUT", 2))
+    source, directory = map(Path, positional(__doc__, "python -m extras.export CHECKPOINT OUT", 2))
     directory = directory.resolve()
     check_free(directory)
-    checkpoint = choose(told)
+    checkpoint = choose(source)
     made = [path for path in directory.parents if not path.exists()]
     try:
         export(checkpoint, directory)

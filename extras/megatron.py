@@ -1,11 +1,11 @@
-"""Megatron-FSDP as a strategy: `fully_shard_model` of megatron-fsdp, the rest by its lower methods.
+"""Megatron-FSDP as a strategy: megatron-fsdp's `fully_shard_model`, otherwise its lower-level methods.
 
-Its own optimiser wrapper, clipping and checkpoint preparation are not used: the first takes a step when it is made,
-the second hangs where a rank has no rows of a tensor, the third is a collective for every tensor. What is relied on
-here, parts that are private too, is that of one version, so another one is refused.
+Not used are its optimiser wrapper, which takes a step when it is created, its clipping, which hangs if a rank has no
+rows of a tensor, and its checkpoint preparation, a collective per tensor. This relies on internals of one version, so
+any other is refused.
 
-Weights lie in buckets, one or more a layer, which are cut in equal parts, always between rows: where a tensor is cut,
-and whether a rank has any of it, follows from its neighbours, not from torch.chunk. `first_row` says it.
+Weights lie in buckets, one or more per layer, which are split into equal parts between rows. Where a tensor is split,
+and whether a rank has any of it, depends on its neighbours in the bucket, not on torch.chunk: `first_row` has it.
 """
 
 from __future__ import annotations
@@ -26,28 +26,28 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from common.cli import UserError
-from common.distributed.strategy import Strategy, mesh_of, replicas_and_shards, wait_as_told
+from common.compat import MEGATRON_COALESCING, MEGATRON_GRAD_REDUCE, flatten_mesh
+from common.distributed.fsdp import hsdp_shape, init_mesh, set_group_timeouts
+from common.distributed.strategy import Strategy
 from common.distributed.world import World
 
-# What megatron-fsdp 0.6.1 calls of CUDA, where nothing is computed: no-op stand-ins, lent while a rehearsal lasts.
+# ---- dry run: no-op stand-ins for the CUDA calls of megatron-fsdp 0.6.1 --------------------------------------
 #
-# None of what they stand for holds memory or computes: streams and events order work, the device's number names it, a
-# product that NCCL takes as it adds (PREMUL_SUM) and a group of exchanges that it sends as one are in its kernels. So
-# a rank holds the same without them, but for what CUDA's allocator keeps until another stream is done with it. They
-# are lent on a machine that has a GPU too, which is then not touched.
-#
-# On ranks of a CPU that do compute, tests build on the same streams and events (tests/megatron_on_cpu.py).
+# Streams, events, scaling inside a reduction (PREMUL_SUM) and coalesced collectives hold no memory, so a rank's memory
+# is the same without them, except for blocks that CUDA's allocator holds until another stream is done with them. They
+# are replaced on a machine with a GPU too, which is not touched then. Tests that compute on CPU ranks use the same
+# streams and events (tests/megatron_on_cpu.py).
 
 
 class Event:
-    """Of CUDA, or work of a group: it is done."""
+    """A CUDA event, or the work of a collective, that is complete."""
 
     def wait(self, stream=None) -> None:
         pass
 
 
 class Stream:
-    """Work is done as it is given."""
+    """A stream whose work is complete when it is enqueued."""
 
     def __init__(self, *args, **kwargs):
         pass
@@ -59,8 +59,7 @@ class Stream:
         return Event()
 
 
-# Of torch.cuda.
-CALLS = {
+CALLS = {  # of torch.cuda
     "Stream": Stream,
     "stream": lambda stream: nullcontext(),
     "current_stream": lambda device=None: Stream(),
@@ -70,14 +69,14 @@ CALLS = {
 
 
 @contextmanager
-def without_cuda() -> Iterator[None]:
-    """Everything as it was afterwards."""
+def fake_cuda() -> Iterator[None]:
+    """Replace the CUDA calls within the block."""
     from megatron_fsdp import param_and_grad_buffer as library
 
     of_library = {
-        "_coalescing_manager": lambda group=None, device=None, async_ops=False: nullcontext(Event()),
+        MEGATRON_COALESCING: lambda group=None, device=None, async_ops=False: nullcontext(Event()),
         "gradient_reduce_preprocessing": lambda gradients, factor, config: dist.ReduceOp.SUM,
-        "check_gpu_memory": lambda threshold=0.9: False,  # whether to empty the allocator's cache
+        "check_gpu_memory": lambda threshold=0.9: False,  # True empties the allocator's cache
     }
     logger = logging.getLogger("megatron_fsdp")
     level = logger.level
@@ -91,33 +90,29 @@ def without_cuda() -> Iterator[None]:
         yield
 
 
-# Tensors that are cut between rows, anywhere: gathered from the ranks, and told to torch.distributed.checkpoint.
-#
-# DTensor knows where rows begin by torch.chunk's rule alone. What is cut otherwise says it itself: rows `first` and
-# on.
+# ---- tensors split between any rows: DTensor itself knows torch.chunk's offsets only --------------------------
 
 
 def gather_rows(rows: Tensor, first: int, shape: torch.Size, group: dist.ProcessGroup) -> Tensor:
-    """All rows of a tensor of this shape, each rank having some, or none; the ranks of the group call together."""
-    # Shares of one length: gloo gathers no others.
-    mine = torch.tensor([first, len(rows)], device=rows.device)
-    shares = mine.new_empty(group.size() * 2)
-    dist.all_gather_into_tensor(shares, mine, group=group)
-    shares = shares.view(-1, 2).tolist()
-    most = max(count for _, count in shares)
+    """All-gather a tensor of this shape of which each rank of the group has some rows, or none."""
+    span = torch.tensor([first, len(rows)], device=rows.device)
+    spans = span.new_empty(group.size() * 2)
+    dist.all_gather_into_tensor(spans, span, group=group)
+    spans = spans.view(-1, 2).tolist()
+    most = max(count for _, count in spans)  # pad to one length: gloo gathers no others
     padded = rows.new_zeros(most, *shape[1:])
     padded[: len(rows)] = rows
-    gathered = padded.new_empty(len(shares) * most, *shape[1:])
+    gathered = padded.new_empty(len(spans) * most, *shape[1:])
     dist.all_gather_into_tensor(gathered, padded, group=group)
-    found = rows.new_empty(shape)
-    for part, (begin, count) in zip(gathered.view(len(shares), most, *shape[1:]), shares, strict=True):
-        found[begin : begin + count] = part[:count]
-    return found
+    full = rows.new_empty(shape)
+    for part, (begin, count) in zip(gathered.view(len(spans), most, *shape[1:]), spans, strict=True):
+        full[begin : begin + count] = part[:count]
+    return full
 
 
 @torch.no_grad()
-def describe(shard: DTensor, first: int) -> None:
-    """Tell torch.distributed.checkpoint which rows these are, by the names that it looks for; a copy forgets it."""
+def add_dcp_hooks(shard: DTensor, first: int) -> None:
+    """Give torch.distributed.checkpoint the shard's offset by the methods it looks for; copies lose them."""
     local = shard.to_local()
     offsets = torch.Size((first, *(0 for _ in local.shape[1:])))
     chunk = ChunkStorageMetadata(offsets, local.shape)
@@ -144,12 +139,11 @@ STRATEGIES = {
 
 @dataclass(frozen=True)
 class Layout:
-    """How `fully_shard_model` is called.
+    """Arguments of `fully_shard_model`.
 
-    shard_size: ranks that share one copy, None for all; bf16: weights are gathered and computed with in it; masters:
-    fp32 ones of those; reduce_dtype: in which gradients travel; meta_device: each rank makes storage for one bucket
-    at a time; sums_gradients: over the ranks, instead of averaging them; sync_each_batch: wait for every micro-batch's
-    exchange.
+    shard_size: ranks that shard one copy, None for all; bf16: gather and compute in bf16; masters: fp32 master
+    weights; reduce_dtype: of the gradient reduction; meta_device: allocate one bucket at a time; sums_gradients:
+    instead of averaging over ranks; sync_each_batch: wait for every micro-batch's gradient reduction.
     """
 
     zero_dp_strategy: str = "optim_grads_params"
@@ -167,14 +161,14 @@ class Layout:
 
 
 def load_library(world: World):
-    """The module. UserError where it cannot work, or is not the one that this is written for."""
-    if world.device.type not in DEVICES and not world.rehearsed:
+    """Import megatron_fsdp. UserError if it cannot run here or has another version."""
+    if world.device.type not in DEVICES and not world.is_dry_run:
         raise UserError(
             "train_mfsdp.py needs an NVIDIA GPU: Megatron-FSDP runs on CUDA alone; train_fsdp2.py shards on any device"
         )
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # that it does without Transformer Engine
+            warnings.simplefilter("ignore")  # that Transformer Engine is missing
             import megatron_fsdp
     except ImportError as error:
         raise UserError(f"megatron-fsdp is not installed: pip install megatron-fsdp=={VERSION}") from error
@@ -184,36 +178,35 @@ def load_library(world: World):
             f"pip install megatron-fsdp=={VERSION}"
         )
     warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+_tensor` is deprecated", FutureWarning)
-    logging.getLogger(megatron_fsdp.__name__).setLevel(logging.WARNING)  # it prints every bucket
+    logging.getLogger(megatron_fsdp.__name__).setLevel(logging.WARNING)  # it logs every bucket
     return megatron_fsdp
 
 
 class MegatronSharded(Strategy):
-    """`shard` wraps the model. Its parameters are then what the optimiser updates: fp32 masters, or the weights."""
+    """`shard` wraps the model; its parameters are then what the optimiser updates: fp32 masters, or the weights."""
 
     def __init__(self, layout: Layout, world: World):
         with world.raise_together():
             self.library = load_library(world)
-        if world.rehearsed:
-            world.lent.enter_context(without_cuda())
+        if world.is_dry_run:
+            world.lent.enter_context(fake_cuda())
         self.layout, self.world = layout, world
         self.sums_gradients = layout.sums_gradients
 
     def shard(self, model: nn.Module) -> None:
-        """Deal out a model that has no storage yet. The values of its parameters are still to be set."""
+        """Shard a model without storage. The values of its parameters are set later."""
         layout, device = self.layout, self.world.device
         mesh, groups = self._mesh()
         if layout.bf16:
             model.to(torch.bfloat16)
         if not layout.meta_device:
             model.to_empty(device=device)
-        alone = mesh["shard"].size() == 1
         policy = self.library.MixedPrecisionPolicy(
             # Without masters the optimiser updates the weights themselves.
             main_params_dtype=torch.float32 if layout.bf16 and layout.masters else None,
             main_grads_dtype=torch.float32 if layout.masters or not layout.bf16 else torch.bfloat16,
-            # Where nothing travels, a copy in another precision is added to what it was made of (0.6.1).
-            grad_comm_dtype=None if alone else layout.reduce_dtype,
+            # With one shard 0.6.1 would add the copy in another precision to the original.
+            grad_comm_dtype=None if mesh["shard"].size() == 1 else layout.reduce_dtype,
         )
         with _storage_alone(model):
             wrapped = self.library.fully_shard_model(
@@ -235,25 +228,25 @@ class MegatronSharded(Strategy):
         self.group = mesh["shard"].get_group()
         self.raw = wrapped.raw_param
         for parameter in self.raw.values():
-            # They were given a `to` and a `cpu` that look whether there is storage: no compiled graph holds that.
+            # The library's own `to` and `cpu`, which check for storage, cannot be traced by torch.compile.
             parameter.__dict__.pop("to", None)
             parameter.__dict__.pop("cpu", None)
         self.first_rows = {}
         for name, parameter in model.named_parameters():
             if layout.shards:
                 first, rest = divmod(parameter.megatron_fsdp_slice.start, math.prod(parameter.shape[1:]))
-                assert rest == 0, "only rows are dealt"
+                assert rest == 0, "only rows are sharded"
                 self.first_rows[name] = parameter.first_row = first
 
     def _mesh(self) -> tuple[DeviceMesh, dict]:
-        """(its mesh, which wants a dimension for tensor parallelism; what tells it of groups that replicate)."""
+        """(the mesh, which needs a tensor-parallel dimension; the arguments for HSDP)."""
         world, size = self.world, self.layout.shard_size
-        replicas, shards = replicas_and_shards(world, size or world.size)
+        replicas, shards = hsdp_shape(world, size or world.size)
         if replicas == 1:
-            return mesh_of(world, (shards, 1), ("shard", "tensor")), {}
-        mesh = mesh_of(world, (replicas, shards, 1), ("replicate", "shard", "tensor"))
-        everyone = mesh["replicate", "shard"]._flatten("everyone")
-        wait_as_told(world, everyone)
+            return init_mesh(world, (shards, 1), ("shard", "tensor")), {}
+        mesh = init_mesh(world, (replicas, shards, 1), ("replicate", "shard", "tensor"))
+        everyone = flatten_mesh(mesh["replicate", "shard"], "everyone")
+        set_group_timeouts(world, everyone)
         return mesh, {"dp_outer_dim": "replicate", "hybrid_fsdp_group": everyone.get_group()}
 
     # ---- a step ---------------------------------------------------------------------------------------------
@@ -265,7 +258,7 @@ class MegatronSharded(Strategy):
     def gradients(self) -> list[Tensor]:
         return [p.grad.to_local() for p in self._parameters() if p.grad is not None]
 
-    def over_shards(self, total: Tensor) -> Tensor:
+    def sum_over_shards(self, total: Tensor) -> Tensor:
         total = total.to(self.world.device)
         if self.layout.shards:
             dist.all_reduce(total, group=self.group)
@@ -277,13 +270,13 @@ class MegatronSharded(Strategy):
     def clear_gradients(self) -> None:
         self.model.zero_grad_buffer()
 
-    def release(self) -> None:
+    def reshard(self) -> None:
         self.model.synchronize_param_gather()
 
-    # ---- parameters as a whole ------------------------------------------------------------------------------
+    # ---- full parameters and checkpoints ------------------------------------------------------------------------
 
     @torch.no_grad()
-    def whole(self, parameter: Tensor) -> Tensor:
+    def full_tensor(self, parameter: Tensor) -> Tensor:
         rows = parameter.to_local()
         if not self.layout.shards:
             return rows
@@ -295,10 +288,10 @@ class MegatronSharded(Strategy):
         for name, first in self.first_rows.items():
             for shard in (state["model"].get(name), *moments.get(name, {}).values()):
                 if isinstance(shard, DTensor):
-                    describe(shard, first)
+                    add_dcp_hooks(shard, first)
         if saving:
-            # A rank without rows of a tensor takes no step for it: its count of steps is not the tensor's.
-            # Nor is it where its moments are another replica's to save.
+            # A rank without rows of a tensor takes no step for it, so its step count is not the tensor's. The same
+            # where another replica saves the moments.
             moments = {name: of for name, of in moments.items() if any(map(_has_rows, of.values()))}
         return state | {"optimizer": state["optimizer"] | {"state": moments}}
 
@@ -308,31 +301,31 @@ class MegatronSharded(Strategy):
     def last_gradient(self) -> nn.Parameter:
         return next(p for p in self.raw.values() if p.requires_grad)
 
-    def exchanges(self) -> list[tuple[object, str]]:
+    def blocking_collectives(self) -> list[tuple[object, str]]:
         gathering, reducing = self.model.all_gather_pipeline, self.model.grad_reduce_pipeline
         return [
             (gathering, "wait_bucket_ready"),
             (reducing, "wait_for_previous_grad_reduce"),
-            (reducing, "_bucket_group_gradient_reduce"),
+            (reducing, MEGATRON_GRAD_REDUCE),
         ]
 
     # ---- a dry run ------------------------------------------------------------------------------------------
 
-    warmup_steps_before_timing = 1  # weights outside of layers, once they have been gathered, stay
+    warmup_steps_before_timing = 1  # weights outside the layers stay gathered after the first step
 
-    def computed_with(self) -> Iterator[Tensor]:
-        """Its buffers of weights, and what of them is gathered, which has had its storage since it was made."""
+    def compute_buffers(self) -> Iterator[Tensor]:
+        """Weight buffers, and the gathered weights, whose storage is allocated once."""
         for group in self.model.param_and_grad_buffer.parameter_groups:
             if group.model_weight_buffer:
                 yield group.model_weight_buffer.data
         yield from self.raw.values()
 
-    def hold_gradients(self, parameters: list[nn.Parameter]) -> None:
-        """They have been in its buffers since those were made."""
+    def attach_gradients(self, parameters: list[nn.Parameter]) -> None:
+        """They are in the library's gradient buffers from the start."""
         self.model.attach_grad_to_optimizer_state()
 
     def _parameters(self) -> Iterator[nn.Parameter]:
-        """What the optimiser updates, whichever the module holds at the moment."""
+        """What the optimiser updates, whichever set the module holds at the moment."""
         return (parameter for _, parameter in self.model.param_and_grad_buffer.optimizer_named_parameters)
 
 

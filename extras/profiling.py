@@ -1,4 +1,4 @@
-"""`--profile_steps A-B`: what the process did in these steps, as a trace for chrome://tracing or ui.perfetto.dev."""
+"""--profile_steps A-B: a torch profiler trace of these steps, for chrome://tracing or ui.perfetto.dev."""
 
 from __future__ import annotations
 
@@ -10,15 +10,14 @@ from torch.profiler import ProfilerActivity, profile
 
 from common.cli import UserError
 from common.distributed.world import World
+from common.training.run_directory import TRACES
 from extras.monitor.watchdog import SAVE
 
 logger = logging.getLogger(__name__)
 
-TRACES = "profile/rank*-steps-*.json.gz"  # under the output directory
-
 
 def parse_steps(text: str) -> range:
-    """ "A-B" (or "A"): the steps A to B, both included, counted from 1."""
+    """Parse "A-B" or "A": steps A to B inclusive, counted from 1."""
     match = re.fullmatch(r"(\d+)(?:-(\d+))?", text)
     first, last = (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
     if not 1 <= first <= last:
@@ -27,16 +26,17 @@ def parse_steps(text: str) -> range:
 
 
 class StepProfiler:
-    """Profiles the steps asked for on this rank. `before` each step, `after` it, `close` on every way out."""
+    """Profiles --profile_steps on this rank: call `before` and `after` each step."""
 
     def __init__(self, steps: str | None, world: World, output_dir: Path):
         self.steps = parse_steps(steps) if steps else range(0)
         self.world, self.directory = world, (output_dir / TRACES).parent
         self.profile: profile | None = None
+        self.first = 0
 
     def before(self, step: int) -> None:
         if step in self.steps and self.profile is None:
-            self.first = step  # a resumed run may begin in the middle
+            self.first = step  # not the range's first if the run resumed inside it
             activities = [ProfilerActivity.CPU]
             if self.world.device.type == "cuda":
                 activities.append(ProfilerActivity.CUDA)
@@ -44,14 +44,14 @@ class StepProfiler:
             self.profile.start()
 
     def after(self, step: int, ends: bool = False) -> None:
-        """Write the trace after the last step asked for, or of what there is when the run ends; all ranks together."""
+        """After the last of these steps, or when the run `ends` before it, write the trace. Collective."""
         if self.profile is None or not (ends or step >= self.steps[-1]):
             return
-        done, self.profile = self.profile, None
+        trace, self.profile = self.profile, None
         self.world.watch.mark(SAVE, step)
-        done.stop()
+        trace.stop()
         path = self.directory / f"rank{self.world.rank}-steps-{self.first}-{step}.json.gz"
         with self.world.raise_together():
             self.directory.mkdir(exist_ok=True)
-            done.export_chrome_trace(str(path))
-        logger.info("Trace of steps %d-%d: %s (one a rank)", self.first, step, path)
+            trace.export_chrome_trace(str(path))
+        logger.info("Trace of steps %d-%d: %s (one per rank)", self.first, step, path)

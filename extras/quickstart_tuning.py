@@ -1,10 +1,9 @@
-"""How fast this machine trains, and so what a run of some minutes can be: its precision and its number of steps.
+"""Choose precision and number of steps for a run of a few minutes on this machine.
 
     python -m extras.quickstart_tuning --flags_file run.json --seconds 90 --max_seq_length 512 ...
 
-takes the flags of train_ddp.py, times a few of its steps in fp32 and in bf16, and writes the flags of the run it would
-do into a file for `train_ddp.py run.json`. What is written there stays: a run that is started again reads it and times
-nothing.
+takes the flags of train_ddp.py, times a few steps in fp32 and in bf16, and writes the flags of the run to a file for
+`train_ddp.py run.json`. A run that is started again reads that file and times nothing.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from __future__ import annotations
 import common  # noqa: F401  # isort: skip  (before torch: see there)
 import logging
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 import numpy as np
@@ -23,27 +22,27 @@ from common.distributed.run import distributed_run
 from common.distributed.strategy import Strategy
 from common.distributed.world import World
 from common.files.json_files import write_json
-from common.flags import flag, flat, parse_arguments, with_flags
+from common.flags import flag, parse_arguments
+from common.models.esm2.alphabet import ESM2_TOKENS
 from common.models.layers.backend import has_bf16
 from common.training.arguments import TrainArguments
 from common.training.load_model import load_model
 from common.training.masked_lm import MaskedLM
 from common.training.optim import build_optimizer
 from common.training.step import Stepper
-from extras.monitor.stragglers import Stragglers
 
 logger = logging.getLogger(__name__)
 
-WARM, TIMED = 1, 2  # steps; the first one makes kernels and asks for memory
-GAIN = 1.1  # by which bf16 has to be faster: else its rounding buys nothing
+WARM, TIMED = 1, 2  # steps; the first one builds kernels and allocates memory
+GAIN = 1.1  # bf16 must be faster by this factor to be worth its rounding
 
 
-@dataclass(frozen=True)
-class PaceArguments(TrainArguments):
-    flags_file: str = flag("run.json", "Where the flags of the run go.")
-    seconds: float = flag(90.0, "What the run, with its evaluations, may take.")
-    least_steps: int = flag(48, "Take so many, however long they take.")
-    most_steps: int = flag(240, "Take no more.")
+@dataclass
+class TuningArguments(TrainArguments):
+    flags_file: str = flag("run.json", "File to write the run's flags to.")
+    seconds: float = flag(90.0, "Time limit of the run, evaluations included.")
+    least_steps: int = flag(48, "Minimum number of steps, even if they take longer.")
+    most_steps: int = flag(240, "Maximum number of steps.")
 
     def check(self) -> None:
         self.require_above(0, "seconds")
@@ -52,27 +51,26 @@ class PaceArguments(TrainArguments):
 
 
 def step_seconds(args: TrainArguments, world: World) -> float:
-    """What a step of the run takes here."""
+    """Seconds of a step on this machine."""
     built = load_model(args, world)
     task = MaskedLM(built, args, world)
     task.open(evaluates=False)
     strategy, optimizer = Strategy(built.model), build_optimizer(built.weights, args.optimizer)
-    stragglers = Stragglers(strategy, world, 0)
-    stepper = Stepper(task, strategy, built.precision, optimizer, stragglers, world, args.optimizer.max_grad_norm)
+    stepper = Stepper(task, strategy, built.precision, optimizer, world, args.optimizer.max_grad_norm)
     built.model.train()
-    taken = []
+    durations = []
     for share in task.steps(args.data.gradient_accumulation_steps, 0, {}, WARM + TIMED):
         started = time.perf_counter()
-        stepper.take(share.step, 0.0, share.micro_batches, task.counts(share.micro_batches))
-        taken.append(time.perf_counter() - started)
-    return min(taken[WARM:])
+        stepper.step(share.step, 0.0, share.micro_batches, task.counts(share.micro_batches))
+        durations.append(time.perf_counter() - started)
+    return min(durations[WARM:])
 
 
 def evaluated_tokens(args: TrainArguments, world: World) -> int:
-    """Of all evaluations of the run: before it, during it, and on both splits after it."""
+    """Tokens of all evaluations: before and during the run, and on both splits after it."""
     if not args.do_eval:
         return 0
-    data = open_data(args.data, world, evaluate=True)
+    data = open_data(args.data, ESM2_TOKENS, world, evaluate=True)
     rounds = {"validation": args.eval_on_start + round(1 / args.eval_steps if args.eval_steps else 0) + 1, "test": 1}
     held_out = {split: data.held_out(split) for split in rounds}
     return sum(
@@ -82,37 +80,32 @@ def evaluated_tokens(args: TrainArguments, world: World) -> int:
     )
 
 
-def choose(args: PaceArguments, seconds: dict[str, float], evaluated: int) -> tuple[str, int, float]:
-    """(fp32 or bf16, steps, seconds in all) from what a step takes in each, and the tokens that are evaluated."""
+def choose(args: TuningArguments, seconds: dict[str, float], evaluated: int) -> tuple[str, int, float]:
+    """(fp32 or bf16, steps, total seconds). seconds: per step in each precision; evaluated: tokens."""
     precision = "bf16" if "bf16" in seconds and seconds["fp32"] > GAIN * seconds["bf16"] else "fp32"
     step = seconds[precision]
-    forward_alone = evaluated * step / (3 * args.data.tokens_per_pack * args.data.gradient_accumulation_steps)
+    forward_alone = evaluated * step / (3 * args.tokens_per_pack * args.gradient_accumulation_steps)
     steps = min(max(int((args.seconds - forward_alone) / step), args.least_steps), args.most_steps)
     return precision, steps, steps * step + forward_alone
 
 
-def flags_of_run(args: PaceArguments) -> dict:
-    """Those that are not the run's defaults, without those of this module."""
-    given = flat(args)
-    return {name: given[name] for name, default in flat(TrainArguments()).items() if given[name] != default}
+def flags_of_run(args: TuningArguments) -> dict:
+    """The run's flags that differ from their defaults, without the flags of this module."""
+    defaults = {field.name: field.default for field in fields(TrainArguments)}
+    return {name: getattr(args, name) for name, default in defaults.items() if getattr(args, name) != default}
 
 
 def main() -> None:
-    args = parse_arguments(__doc__, PaceArguments)
-    with distributed_run(args.process) as world:
+    args = parse_arguments(__doc__, TuningArguments)
+    with distributed_run(args) as world:
         precisions = ("fp32", "bf16") if has_bf16(world.device) else ("fp32",)
-        seconds = {name: step_seconds(with_flags(args, bf16=name == "bf16"), world) for name in precisions}
+        seconds = {name: step_seconds(replace(args, bf16=name == "bf16"), world) for name in precisions}
         precision, steps, in_all = choose(args, seconds, evaluated_tokens(args, world))
         write_json(Path(args.flags_file), flags_of_run(args) | {"bf16": precision == "bf16", "max_steps": steps})
     timed = ", ".join(f"{name} {value:.2f} s" for name, value in seconds.items())
     minutes = f"about {in_all / 60:.1f} minutes"
     logger.info(
-        "A step of %s tokens: %s. So: %s, %d steps, %s",
-        f"{args.data.tokens_per_pack:,}",
-        timed,
-        precision,
-        steps,
-        minutes,
+        "A step of %s tokens: %s. So: %s, %d steps, %s", f"{args.tokens_per_pack:,}", timed, precision, steps, minutes
     )
 
 

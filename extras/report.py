@@ -1,4 +1,4 @@
-"""What a run has come to, finished or not, from its files: the table that quickstart ends on, and its curves.
+"""Report a run, finished or not, from its files: the table that quickstart prints last, and the curves.
 
 python -m extras.report OUTPUT_DIR
 """
@@ -9,15 +9,16 @@ from pathlib import Path
 
 from common.cli import UserError, positional, run
 from common.files.json_files import read_json_lines
+from common.training.run_logger import METRICS
 from extras.curves import draw_curves, read_results
 
 HELD_OUT = ("eval_loss", "perplexity", "eval_accuracy")
 
 
 def held_out_table(output_dir: Path) -> str:
-    """Held-out loss, perplexity and accuracy before and after training, beside the unigram predictor's."""
+    """Held-out loss, perplexity and accuracy before and after training, and of the unigram predictor."""
     results = read_results(output_dir)
-    rows = [r for r in read_json_lines(output_dir / "metrics.jsonl") if "eval_loss" in r]
+    rows = [r for r in read_json_lines(output_dir / METRICS) if "eval_loss" in r]
     lines = [("held-out proteins", "loss (nats)", "perplexity", "accuracy")]
     first = next((r for r in rows if r["step"] == 0), None)
     if first:
@@ -41,7 +42,7 @@ def held_out_table(output_dir: Path) -> str:
 
 def main() -> None:
     output_dir = Path(*positional(__doc__, "python -m extras.report OUTPUT_DIR", 1))
-    results, rows = read_results(output_dir), read_json_lines(output_dir / "metrics.jsonl")
+    results, rows = read_results(output_dir), read_json_lines(output_dir / METRICS)
     if not results and not rows:
         raise UserError(f"{output_dir}: no run there: it has neither metrics.jsonl nor all_results.json")
     if rows:

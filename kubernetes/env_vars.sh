@@ -4,7 +4,7 @@
 #   kubernetes/render.sh train-ddp-template.yaml | kubectl apply -f -
 #
 # or, without render.sh's checks and switches: envsubst < kubernetes/train-ddp-template.yaml | kubectl apply -f -
-# What the environment has already is kept.
+# Variables that are set already are kept.
 # shellcheck shell=bash
 
 # The image, as build.sh and push.sh have it.
@@ -43,7 +43,7 @@ export JOB_NAME JOB_NAME_OF_ENV_VARS NAMESPACE=${NAMESPACE:-default}
 export NUM_NODES=${NUM_NODES:-2}
 export GPU_PER_NODE=${GPU_PER_NODE:-8}
 export EFA_PER_NODE=${EFA_PER_NODE:-32}
-# Memory that a training pod asks for: while a checkpoint is written, a copy of weights and optimiser state lies there, 12
+# Memory request of a training pod: while a checkpoint is written, it holds a copy of weights and optimiser state, 12
 # bytes a parameter over all pods; 16 GiB for the rest.
 if [ -z "${MEMORY:-}" ] || [ "$MEMORY" = "${MEMORY_OF_ENV_VARS:-}" ]; then
   case $MODEL in
@@ -63,7 +63,7 @@ export MEMORY MEMORY_OF_ENV_VARS
 if [ "$EFA_PER_NODE" = 0 ]; then HUGEPAGES=${HUGEPAGES:-0}; fi
 export HUGEPAGES=${HUGEPAGES:-5120Mi}
 
-# Ranks that share a pack, neighbours, for train-ddp-cp-template.yaml. It divides NUM_NODES x GPU_PER_NODE.
+# Context parallelism: ranks that share a pack, for train-ddp-cp-template.yaml. Must divide NUM_NODES x GPU_PER_NODE.
 export CP_SIZE=${CP_SIZE:-2}
 
 # The text that train-clm-template.yaml trains on, and what cuts it: `model` is the tokenizer that MODEL was published with.
@@ -71,13 +71,13 @@ export TEXT_FLAGS=${TEXT_FLAGS:---dataset=allenai/c4 --dataset_config_name=en --
 
 # Further flags of the scripts; they win over those of the templates. The guides' short first run, of 100,000 proteins:
 # TRAIN_FLAGS as in docs/slurm.md, "The guides' run".
-# (A line end in them would end their line in the manifest, too.)
+# (No line breaks: they would break the manifest's line, too.)
 export DOWNLOAD_FLAGS=${DOWNLOAD_FLAGS:-} PREPROCESS_FLAGS=${PREPROCESS_FLAGS:-} TRAIN_FLAGS=${TRAIN_FLAGS:-}
 DOWNLOAD_FLAGS=${DOWNLOAD_FLAGS//$'\n'/ }
 PREPROCESS_FLAGS=${PREPROCESS_FLAGS//$'\n'/ }
 TRAIN_FLAGS=${TRAIN_FLAGS//$'\n'/ }
 
-# Tells this run from others of the same name: a new one each time this file is sourced, unless you have set it yourself.
+# Distinguishes this run from others of the same name: new each time this file is sourced, unless set already.
 # Keep it when you apply the manifest of a running job again.
 if [ -z "${RUN_ID:-}" ] || [ "$RUN_ID" = "${RUN_ID_OF_ENV_VARS:-}" ]; then
   RUN_ID=$(date -u +%Y%m%d-%H%M%S)

@@ -98,7 +98,7 @@ if grep -qx CP_SIZE <<<"$names"; then
   ranks=$((NUM_NODES * each))
   [ $((ranks % CP_SIZE)) -eq 0 ] ||
     fail "CP_SIZE=$CP_SIZE does not divide the job's $ranks ranks (nodes: $NUM_NODES, ranks a node: $each)"
-  # Not refused: the numbers are the same, and with one GPU a node, or packs too long for a node's, it is the only way.
+  # Only a warning: results are the same, and with one GPU per node or packs too long for a node it is the only way.
   [ $((each % CP_SIZE)) -eq 0 ] ||
     echo "warning: CP_SIZE=$CP_SIZE on $each ranks a node: keys cross the network in every layer" >&2
 fi

@@ -1,6 +1,6 @@
-# What the jobs of decoders share; they source it from the repository's root in place of common.sh, which it sources.
+# Functions of the decoders' jobs, which source this file from the repository's root; it sources common.sh.
 #
-# The text is read in place: nothing to prepare. Hub access: HF_TOKEN, for gated tokenizers and more requests an hour.
+# The text is streamed: nothing to prepare. Hub access: HF_TOKEN, for gated tokenizers and more requests an hour.
 # shellcheck shell=bash
 
 # Results may lie in the repository, which the nodes share.

@@ -1,4 +1,4 @@
-# What the job scripts share; they source it from the repository's root, before anything else.
+# Functions of the job scripts, which source this file from the repository's root before anything else.
 #
 #   launch ARGS...               run torchrun's ARGS on all nodes of the job
 #   train SCRIPT ARGS...         the same for ESM-2's pretraining, with MODEL, INIT_FROM, DATASET_DIR, OUTPUT_DIR; requeues
@@ -15,7 +15,7 @@ fail() { echo "error: $*" >&2; exit 2; }
 # shellcheck source=slurm/env.sh
 . slurm/env.sh
 
-# What a job lacks is gathered, and said in one line before its first step: nobody is to queue once for each.
+# Collect all missing settings and report them in one line, so that a user does not queue once for each.
 missing=()
 lacks() { missing+=("$*"); }
 all_there() {
@@ -31,7 +31,7 @@ else
   mkdir -p "$TARGET_PATH" 2>/dev/null || lacks "TARGET_PATH=$TARGET_PATH: cannot be made on $(hostname)"
 fi
 
-PREEMPTED=75 # exit status of a run that was told to stop and has saved (common/distributed/stopping.py)
+PREEMPTED=75 # exit status of a run that was stopped by a signal and has saved (common/distributed/stopping.py)
 restarts=${SLURM_RESTART_COUNT:-0}
 log_dir=logs/${SLURM_JOB_NAME}_$SLURM_JOB_ID/$restarts
 
@@ -57,28 +57,28 @@ fi
 
 export NPROC_PER_NODE NCCL_DEBUG NCCL_SOCKET_IFNAME PYTHONUNBUFFERED=1
 export PYTORCH_ALLOC_CONF=${PYTORCH_ALLOC_CONF:-expandable_segments:True}
-# When a collective hangs, each rank leaves a record of the last ones beside its logs.
+# When a collective hangs, each rank writes its latest collectives beside its logs (flight recorder).
 export TORCH_FR_BUFFER_SIZE=${TORCH_FR_BUFFER_SIZE:-20000} TORCH_NCCL_DUMP_ON_TIMEOUT=1
 export TORCH_FR_DUMP_TEMP_FILE=$PWD/$log_dir/nccl_trace_rank_
-# torch 2.13: agents that share the ranks' store never tell one that joins later where it is.
+# torch 2.13: agents that share the ranks' store do not announce its address to one that joins later.
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
 if [ -n "$FI_PROVIDER" ]; then export FI_PROVIDER; else unset FI_PROVIDER; fi
 if [ "${FI_PROVIDER:-}" = efa ]; then export FI_EFA_USE_HUGE_PAGE=${FI_EFA_USE_HUGE_PAGE:-0}; fi
 
 # ---- signals -----------------------------------------------------------------------------------------------------------
 
-# sbatch --signal=B:USR1@S warns this script alone, S seconds before the walltime is over: the ranks are told. SIGTERM
-# (scancel, the walltime itself, a preemption) Slurm sends to them as well: this script only stays to hear the outcome.
+# sbatch --signal=B:USR1@S signals this script alone, S seconds before the walltime ends: forward it to the ranks. SIGTERM
+# (scancel, the walltime itself, a preemption) Slurm sends to them as well: this script only waits for their status.
 stop="" step=""
 stop_soon() {
   stop=USR1
-  echo "$(date +%T) SIGUSR1: the job's time is nearly over: telling the run to save and stop"
+  echo "$(date +%T) SIGUSR1: the job's time is nearly over: signalling the run to save and stop"
   [ -z "$step" ] || kill -USR1 "$step" 2>/dev/null || true
 }
 trap stop_soon USR1
 trap 'stop=${stop:-TERM}' TERM
 
-# run COMMAND...: its exit status, whatever signals come while it runs; 75 if a signal came before it could take any.
+# run COMMAND...: returns its exit status even if signals arrive meanwhile; 75 if one arrived before it started.
 run() {
   local status=0
   [ -z "$stop" ] || return "$PREEMPTED"
@@ -105,9 +105,9 @@ on_one_node() {
 launch() {
   local nodes=$SLURM_JOB_NUM_NODES hyperpod=()
   if [ -d /opt/sagemaker_cluster ]; then hyperpod=(--auto-resume=1); fi
-  # The rendezvous of several nodes is on the first one, where this script runs: another one for each start. It asks nobody
-  # who he is, so that nobody else on the network is to guess where it is and what it is called. The name goes through the
-  # environment, which only its owner can read. On one node nothing listens on the network (extras/launcher/rendezvous.py).
+  # The rendezvous of several nodes runs on the first node, where this script runs; each start has its own. It is
+  # unauthenticated, so its port and id are random and cannot be guessed from the network. The id is passed in the
+  # environment, which only the owner can read. On one node nothing listens on the network (extras/launcher/rendezvous.py).
   PET_RDZV_ID=$(od -An -N16 -tx1 /dev/urandom | tr -d ' \n')
   export PET_RDZV_ID
   run "${steps[@]}" ${hyperpod[@]+"${hyperpod[@]}"} --nodes="$nodes" --ntasks="$nodes" --ntasks-per-node=1 \
@@ -115,9 +115,9 @@ launch() {
     --rdzv_backend=c10d --rdzv_endpoint="$(hostname):$((10000 + (RANDOM * 32768 + RANDOM) % 20000))" "$@"
 }
 
-# Ranks a node, where NPROC_PER_NODE is not set: the GPUs that the job asked Slurm for, which node.sh counts; else
-# GPUS_PER_NODE, which the steps of an exclusive job may ask for by themselves; else, where Slurm manages none, those of
-# the driver. gpus_per_node: how many of them the preflight is to find; empty: as many as there are ranks.
+# Ranks per node if NPROC_PER_NODE is not set: the GPUs that the job requested from Slurm, which node.sh counts; else
+# GPUS_PER_NODE, which the steps of an exclusive job can request themselves; else, if Slurm manages none, those of
+# the driver. gpus_per_node: how many the preflight has to find; empty: as many as there are ranks.
 gpus_per_node=""
 count_gpus() {
   [ -z "$NPROC_PER_NODE" ] || return 0
@@ -152,7 +152,7 @@ check_cp_size() {
   ranks=$((SLURM_JOB_NUM_NODES * each))
   [ $((ranks % size)) -eq 0 ] ||
     lacks "--cp_size $size does not divide this job's $ranks ranks (nodes: $SLURM_JOB_NUM_NODES, ranks a node: $each)"
-  # Not refused: the numbers are the same, and with one GPU a node, or packs too long for a node's, it is the only way.
+  # Only a warning: results are the same, and with one GPU per node or packs too long for a node it is the only way.
   [ $((each % size)) -eq 0 ] ||
     echo "warning: --cp_size $size on $each ranks a node: keys cross the network in every layer" >&2
 }
@@ -187,8 +187,8 @@ pretrain() {
     read -ra more <<<"$PREFLIGHT_FLAGS"
     launch -m extras.preflight "${looked_at[@]}" "${checks[@]}" ${more[@]+"${more[@]}"} || status=$?
   fi
-  # What ends a run but is no fault of the user's (a rank out of memory, a failed collective, a node that was away)
-  # starts again: here if all nodes are free, else from the queue. The third start in a row that makes no new checkpoint
+  # A run that failed through no fault of the user's (a rank out of memory, a failed collective, a node that was away)
+  # is started again: here if all nodes are free, else from the queue. The third start in a row without a new checkpoint
   # ends with 2 (extras/launcher/restart_limit.py).
   while [ "$status" -eq 0 ]; do
     launch "$@" || status=$?
@@ -201,7 +201,7 @@ pretrain() {
   done
   case $status in
     0 | 2) ;;
-    "$PREEMPTED") requeue "told to stop, and saved" ;;
+    "$PREEMPTED") requeue "stopped by a signal, checkpoint saved" ;;
     *) if [ -n "$lost" ] || ! nodes_are_free; then requeue "a node does not answer, or has lost its step"; fi ;;
   esac
   exit "$status"
@@ -216,14 +216,14 @@ nodes_are_free() {
 # Put this job back into the queue: same number, same script, same arguments.
 requeue() {
   local state="" try
-  # The controller may be away for a moment, or restarting: a failed question is not an answer.
+  # The controller may be down for a moment, or restarting: retry a failed query.
   for ((try = 1; try <= CONTROLLER_TRIES; try++)); do
     state=$(squeue --noheader --jobs="$SLURM_JOB_ID" --format="%T %r") && break
     echo "$(date +%T) squeue does not answer ($try of $CONTROLLER_TRIES)" >&2
     sleep "$CONTROLLER_PAUSE"
   done
-  # After scancel the job is COMPLETING without a reason, and would start again if it were told to; so it is when Slurm
-  # has noticed a dead node and requeues by itself. After the walltime the reason is TimeLimit.
+  # After scancel the job is COMPLETING without a reason, and a requeue would start it again; likewise when Slurm
+  # has noticed a dead node and requeues it itself. After the walltime the reason is TimeLimit.
   case $state in
     RUNNING* | *TimeLimit) ;;
     *) echo "$(date +%T) not requeueing job $SLURM_JOB_ID: Slurm says $state"; return ;;

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# FASTA (default: UniRef50) to $TARGET_PATH/csv, on one node. Started again, it goes on where it was.
+# FASTA (default: UniRef50) to $TARGET_PATH/csv, on one node. Resumes when started again.
 #
 #   sbatch slurm/download_data.sh [--source my.fasta.gz or any flag of 0.download_data.py]
 #SBATCH --job-name=esm2-download

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# $TARGET_PATH/csv to $TARGET_PATH/processed/arrow, on one node. Started again, it goes on where it was.
+# $TARGET_PATH/csv to $TARGET_PATH/processed/arrow, on one node. Resumes when started again.
 #
 #   sbatch slurm/preprocess.sh [--validation_size 50000 or any flag of 1.tokenize_uniref_csv.py]
 #SBATCH --job-name=esm2-preprocess

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Pretrain MODEL with Megatron-FSDP: weights, gradients and optimiser are dealt out to the GPUs. Variables: slurm/env.sh.
+# Pretrain MODEL with Megatron-FSDP: weights, gradients and optimiser state are sharded. Variables: slurm/env.sh.
 #
 #   sbatch --nodes=4 --gpus-per-node=8 slurm/train_mfsdp.sh [--max_steps 100000 or any flag of train_mfsdp.py]
 #SBATCH --job-name=esm2-mfsdp

@@ -19,7 +19,7 @@ from tests.forked import serve
 ROOT = Path(__file__).resolve().parent.parent
 # An image holds the code and its tests, not what is around it: no documentation, no scripts of a cluster.
 AROUND = ["ops", "benchmarks/test_sizes.py"]
-AROUND += [f"test_{page}.py" for page in ("readme", "documents", "diagnosing", "flags", "decoders_page")]
+AROUND += [f"test_{page}.py" for page in ("readme", "documents", "diagnosing", "flags", "decoders_page", "packaging")]
 collect_ignore = [] if (ROOT / "README.md").exists() else AROUND
 REAL_FASTA = ROOT.parent / "shared" / "data" / "uniref90_sample_8k.fasta.gz"
 
@@ -79,7 +79,7 @@ WAITING = (
     ("ops/test_slurm", "test_readme", "ops/test_containers", "ops/test_kubernetes_run", "ops/test_push"),
     (
         *("ranks/", "preflight/", "training/test_soak", "training/test_resume", "training/test_fsdp2_faults"),
-        *("training/test_observability", "outputs/test_trackers"),
+        *("training/test_step_monitor", "outputs/test_trackers"),
     ),
 )
 

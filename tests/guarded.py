@@ -13,7 +13,7 @@ from pathlib import Path
 
 import common
 
-ROOM = 4 << 30  # bytes of address space more than now, for threads' stacks and the like
+EXTRA = 4 << 30  # bytes of address space more than now, for threads' stacks and the like
 PATIENCE_S = 60
 _PATHS = {"open": 1, "os.listdir": 1, "os.mkdir": 1, "os.remove": 1, "os.rmdir": 1, "os.rename": 2, "os.chmod": 1}
 _PATHS |= {"os.symlink": 2, "os.link": 2, "os.truncate": 1, "shutil.rmtree": 1}
@@ -62,7 +62,7 @@ def guarded(*places: Path) -> Iterator[list[str]]:
     size = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     signal.signal(signal.SIGALRM, signal.default_int_handler)
     signal.alarm(PATIENCE_S)
-    resource.setrlimit(resource.RLIMIT_AS, (size + ROOM, hard))
+    resource.setrlimit(resource.RLIMIT_AS, (size + EXTRA, hard))
     _watched.append((tuple(os.path.realpath(place) for place in places) + _SYSTEM, strays))
     try:
         yield strays

@@ -13,7 +13,7 @@ import pytest
 
 @contextmanager
 def small_disk(parent: Path, size: str) -> Iterator[Path]:
-    """A directory under `parent` with room for `size` ("2m"), or the test is skipped."""
+    """A directory under `parent` of `size` ("2m"), or the test is skipped."""
     if os.geteuid() != 0:
         pytest.skip("mounting a small tmpfs needs root")
     disk = parent / "disk"
@@ -28,12 +28,12 @@ def small_disk(parent: Path, size: str) -> Iterator[Path]:
 
 
 def enlarge(disk: Path, size: str) -> None:
-    """The same directory with room for `size`."""
+    """Enlarge it to `size`."""
     subprocess.run(["mount", "-o", f"remount,size={size}", disk], check=True)
 
 
 def fill(disk: Path) -> None:
-    """Leave no room, by a file called `mine`."""
+    """Fill it with a file called `mine`."""
     with suppress(OSError), open(disk / "mine", "wb", buffering=0) as file:
         while file.write(bytes(1000)):
             pass

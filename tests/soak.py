@@ -27,7 +27,7 @@ POLL_S = 0.0005  # a checkpoint is written in some 10 ms
 
 @dataclass(frozen=True)
 class Subject:
-    """command: the words after `python` that do the work into a directory, and go on with what is there.
+    """command: the words after `python` that do the work into a directory, and resume from an unfinished one.
 
     assert_same: (directory, one that was made without a kill). critical: of a directory, whether something is being
     written that is worth a kill right now; a random part of the kills waits for that. real: whether it needs a real

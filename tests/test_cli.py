@@ -117,7 +117,7 @@ def test_switches_take_a_value_their_bare_name_or_no(words, dry, speed):
         ({"width": float("nan")}, "--width nan: must be at least 1"),
     ],
 )
-def test_each_class_checks_its_own_flags(flags, message):
+def test_parse_arguments_checks_the_flags_of_each_class(flags, message):
     with pytest.raises(UserError) as error:
         checked(with_flags(Drawing(), **flags))
     assert str(error.value) == message
@@ -134,7 +134,7 @@ def refused(*argv) -> str:
     return str(error.value)
 
 
-def test_all_that_is_missing_is_one_error_with_an_example_to_copy():
+def test_parse_arguments_lists_all_missing_flags():
     assert refused("--width=0") == (
         "missing: --paper (to draw on), --inks (to draw with), --copies (how many): "
         "add, say, --paper a4 --inks black --copies 3"
@@ -151,7 +151,7 @@ def written(tmp_path: Path, text: str, name: str = "flags.yaml") -> Path:
     return tmp_path / name
 
 
-def test_a_file_of_flags_comes_first_and_flags_win(tmp_path):
+def test_flags_override_the_file(tmp_path):
     file = written(tmp_path, COMPLETE + "speed: 4e-4\ndry: false\nzoom: null\nwidth: 1_000\n")
     args = printed(file)
     on, drawing = args.on, args.drawing
@@ -168,14 +168,14 @@ def test_a_file_of_flags_comes_first_and_flags_win(tmp_path):
     assert printed(as_json, "--paper=a3").on.paper == "a3"
 
 
-def test_flag_overrides_values_of_the_file(tmp_path):
+def test_flag_removes_the_flags_it_replaces(tmp_path):
     file = written(tmp_path, COMPLETE + "colour: red\n")
     assert printed(file).drawing.colours.colour == "red"
     assert printed(file, "--paper=a5").drawing.colours.colour is None
     assert printed(file, "--paper=a5", "--colour=blue").drawing.colours.colour == "blue"
 
 
-def test_the_last_of_two_flags_on_the_command_line_wins_where_declared(tmp_path, caplog):
+def test_last_of_two_exclusive_flags_wins(tmp_path, caplog):
     file = written(tmp_path, COMPLETE)
     with caplog.at_level(logging.INFO):
         args = printed(file, "--zoom", 2, "--colour=red", "--speed=3", "--paper=a5")
@@ -198,13 +198,13 @@ def test_the_last_of_two_flags_on_the_command_line_wins_where_declared(tmp_path,
         ("", "expected names of flags and their values"),
     ],
 )
-def test_an_error_of_a_file_names_the_file_and_the_key(tmp_path, text, message):
+def test_file_error_names_file_and_key(tmp_path, text, message):
     file = written(tmp_path, text)
     rest = ["--paper=a4", "--inks=red", "--copies=1"]
     assert refused(file, *rest).startswith(f"{file}: {message}")
 
 
-def test_an_error_of_the_command_line_does_not_name_the_file(tmp_path):
+def test_command_line_error_does_not_name_the_file(tmp_path):
     file = written(tmp_path, COMPLETE + "width: 3\n")
     assert refused(file, "--width=0") == "--width 0: must be at least 1"
     assert refused(file, "--widht=1").startswith("unknown flag --widht=1: did you mean --width?")
@@ -221,7 +221,7 @@ class Open(Flags):
     ("words", "value"),
     [([], None), (["--compiled"], True), (["--compiled", "False"], False), (["--compiled=True"], True)],
 )
-def test_a_switch_that_may_be_left_open_takes_its_bare_name(words, value):
+def test_optional_switch_accepts_its_bare_name(words, value):
     found = parse_arguments("", Open, argv=words)
     assert found.compiled is value
 

@@ -16,6 +16,7 @@ from common.cli import UserError
 from common.data.training_data import open_data
 from common.distributed.world import World
 from common.flags import flat
+from common.models.esm2.alphabet import ESM2_TOKENS
 from common.training import registry as tasks
 from common.training.checkpoint_files import list_checkpoints
 from extras.decoders.config import GUIDE_RUNS, PRESETS
@@ -50,7 +51,7 @@ CONFIGS = {  # NAME: (what the source says, scripts)
         [DDP],
     ),
 }
-# The FSDP guides' runs: as the table of them says, whose names are the house's.
+# The FSDP guides' runs, by this project's flag names.
 for name, run in GUIDE_RUNS.items():
     own_directory = run.checkpoint_dir not in (None, "checkpoints")
     said = {"model": name, "max_steps": run.max_steps, "per_device_train_batch_size": run.train_batch_size}
@@ -65,19 +66,19 @@ def parse(script: tuple[str, str], *argv):
     return module.parse_run("", getattr(module, script[1]), [str(word) for word in argv])
 
 
-def test_every_file_is_looked_at():
+def test_configs_are_all_tested():
     assert {path.stem for path in (ROOT / "configs").iterdir()} == set(CONFIGS)
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_a_file_says_what_its_source_says(name):
+def test_config_matches_its_source(name):
     said, scripts = CONFIGS[name]
     for script in scripts:
         args = parse(script, ROOT / "configs" / f"{name}.yaml")
         assert said.items() <= flat(args).items()
 
 
-def test_prepared_proteins_stand_in_the_place_of_those_of_a_file():
+def test_dataset_dir_replaces_the_dataset_of_a_config():
     args = parse(FSDP, ROOT / "configs" / "esm2_650m.yaml", "--dataset_dir=processed/arrow")
     assert (args.data.dataset_dir, args.data.dataset, args.data.streaming) == ("processed/arrow", None, False)
 
@@ -93,14 +94,14 @@ def test_prepared_proteins_stand_in_the_place_of_those_of_a_file():
         (["--model_name_or_path=d", "--model", "llama3_2_1b"], None),
     ],
 )
-def test_the_later_of_model_and_weights_wins(argv, starts_from):
+def test_last_of_config_and_weights_wins(argv, starts_from):
     args = parse(FSDP, *argv, "--dataset=x", "--max_steps=1", "--output_dir=out")
     named = flat(args).get("config_name") or flat(args).get("model")
     assert (args.model.model_name_or_path, named is None) == (starts_from, starts_from is not None)
 
 
 @pytest.mark.parametrize("script", [DDP, FSDP, MFSDP], ids=["ddp", "fsdp2", "mfsdp"])
-def test_no_flags_stand_for_the_sanity_run(script, caplog):
+def test_script_without_flags_is_the_sanity_run(script, caplog):
     with caplog.at_level(logging.INFO):
         assert flat(parse(script)) == flat(parse(script, tasks.CONFIGS / "sanity.yaml"))
     (line,) = caplog.messages
@@ -110,7 +111,7 @@ def test_no_flags_stand_for_the_sanity_run(script, caplog):
 
 
 def _without_flags(directory: str, script: str) -> None:
-    """`python SCRIPT` in a directory of its own, told to stop once the first step is in metrics.jsonl."""
+    """`python SCRIPT` in its own directory, stopped once the first step is in metrics.jsonl."""
     os.chdir(directory)
     metrics = Path("out/sanity/metrics.jsonl")
 
@@ -123,7 +124,7 @@ def _without_flags(directory: str, script: str) -> None:
     _main([], script)
 
 
-def test_a_script_without_flags_trains_here(tmp_path):
+def test_script_without_flags_trains(tmp_path):
     codes, said = on_ranks(1, _without_flags, str(tmp_path), "train_ddp.py")
     assert codes == [75], said[0]
     assert "No flags given" in said[0]
@@ -131,7 +132,7 @@ def test_a_script_without_flags_trains_here(tmp_path):
     assert list_checkpoints(tmp_path / "out" / "sanity")
 
 
-def test_without_flags_two_ranks_share_packs_and_one_says_that_it_is_alone(tmp_path):
+def test_cp_script_without_flags_on_two_ranks_and_on_one(tmp_path):
     codes, said = on_ranks(1, _without_flags, str(tmp_path), "train_ddp_cp.py")
     assert codes == [2], said[0]
     assert "/configs/sanity_cp.yaml: 250 short steps of facebook/esm2_t6_8M_UR50D" in said[0]
@@ -148,7 +149,7 @@ def sanity(out: Path, *more: str, name: str = "sanity") -> list[str]:
     return [f"configs/{name}.yaml", "--max_steps=3", *where, *more]
 
 
-def test_the_sanity_run_on_one_process_is_done_for_two_as_well(tmp_path):
+def test_sanity_run_of_one_process_is_complete_for_two(tmp_path):
     """README's two first commands one after the other: what one of them has done, the other finds done."""
     done = run_script("train_ddp.py", *sanity(tmp_path), env=environment())
     assert done.returncode == 0, done.stderr
@@ -163,14 +164,14 @@ def test_the_sanity_run_on_one_process_is_done_for_two_as_well(tmp_path):
     assert "a global batch of 1 packs does not divide among 2 data-parallel ranks" in said[0]
 
 
-def test_the_sanity_run_on_two_processes_with_evaluation(tmp_path):
+def test_sanity_run_on_two_processes_with_evaluation(tmp_path):
     codes, said = on_ranks(2, _main, sanity(tmp_path, "--do_eval", "--max_eval_samples=20"), "train_fsdp2.py")
     assert codes == [0, 0], "\n".join(said)
     assert "nothing to train" not in said[0]
     assert "eval_loss" in (tmp_path / "eval_results.json").read_text()
 
 
-def test_the_sanity_run_of_ranks_that_share_packs(tmp_path):
+def test_sanity_run_with_context_parallelism(tmp_path):
     codes, said = on_ranks(2, _main, sanity(tmp_path, name="sanity_cp"), CP[0])
     assert codes == [0, 0], "\n".join(said)
     first, last = [row for row in rows(tmp_path) if "loss" in row]
@@ -178,8 +179,14 @@ def test_the_sanity_run_of_ranks_that_share_packs(tmp_path):
     assert 2 * 1600 < last["tokens"] <= 3 * 1600  # of one pack a step, which both ranks have a part of
 
 
-def test_the_sample_is_not_mistaken_for_a_directory_of_that_name(tmp_path, monkeypatch):
+def test_sample_is_not_a_directory_of_that_name(tmp_path, monkeypatch):
     (tmp_path / SAMPLE).mkdir()
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(UserError, match="--dataset sample: built in, but ./sample is here, too"):
-        open_data(parse(DDP).data, World(0, 0, 1, torch.device("cpu")), False, {SAMPLE: lambda: pytest.fail("made")})
+    with pytest.raises(UserError, match="--dataset sample: a built-in name, but ./sample exists too"):
+        open_data(
+            parse(DDP).data,
+            ESM2_TOKENS,
+            World(0, 0, 1, torch.device("cpu")),
+            False,
+            {SAMPLE: lambda: pytest.fail("made")},
+        )

@@ -44,13 +44,13 @@ def test_commands_run_in_order(page, checkout):
 
 
 @pytest.mark.parametrize("page", [ROOT / "README.md", *PAGES], ids=lambda page: page.stem)
-def test_commands_stand_in_blocks_that_say_who_types_them(page):
+def test_commands_are_in_bash_or_sh_blocks(page):
     for block in blocks(page.read_text(), ""):
         assert [line for line in block.splitlines() if COMMAND.match(line)] == []
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
-def test_links_lead_somewhere(page):
+def test_links_exist(page):
     for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
         if link.startswith(("http://", "https://")):
             continue

@@ -21,7 +21,7 @@ def test_flags_page_is_up_to_date():
     assert load_script("docs/make_flags.py").page() == PAGE, "python docs/make_flags.py makes it anew"
 
 
-def test_flags_page_lists_unknown_flags_of_transformers():
+def test_flags_listed_as_absent_are_unknown():
     (section,) = re.findall(r"\n## Not here\n(.*?)\n\| ", PAGE, re.S)
     absent = re.findall(r"`(--\w+)`", section)
     assert len(absent) > 80

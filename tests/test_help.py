@@ -35,7 +35,7 @@ def said(script: str, *flags: str) -> list[str]:
 
 
 @pytest.mark.parametrize(("script", "flags"), TRAINING + DATA)
-def test_help_is_a_page_or_two_that_fits_the_terminal(script, flags):
+def test_help_fits_the_terminal(script, flags):
     lines = said(script, *flags, "--help")
     assert lines[0].startswith(f"usage: {script} ")
     assert len(lines) < 155
@@ -61,14 +61,14 @@ MODULES = (
 
 
 @pytest.mark.parametrize("module", MODULES)
-def test_modules_say_what_they_are_for(module):
+def test_module_help_has_a_purpose(module):
     lines = said(f"common.{module}", "--help")
     assert lines[0].startswith("usage: ")
     assert len(lines) >= 5
 
 
 @pytest.mark.parametrize("script", STRATEGIES)
-def test_help_all_names_every_flag(script):
+def test_help_all_lists_every_flag(script):
     of_it = "\n".join(said(script, "--help_all"))
     shown = set(re.findall(r"--(?:no_)?(\w+)", of_it))
     assert set(flat(flags_of(script))) <= shown
@@ -87,7 +87,7 @@ def test_help_all_names_flags_without_effect_in_one_line():
 
 
 @pytest.mark.parametrize("script", STRATEGIES)
-def test_choices_are_in_the_help(script):
+def test_help_lists_choices(script):
     """Those that the error names for a value that is none of them."""
     args = flags_of(script)
     found = 0
@@ -111,7 +111,7 @@ def test_choices_are_in_the_help(script):
     assert found > 15
 
 
-def test_groups_defaults_and_what_is_on(capsys, monkeypatch):
+def test_help_shows_groups_and_defaults(capsys, monkeypatch):
 
     @dataclass
     class Loud(Flags):

@@ -25,7 +25,7 @@ def load(monkeypatch, text: str) -> None:
         ("40.0 0.2 0.3 1/200 77\n", 20),
     ],
 )
-def test_limit_grows_with_the_processes_that_want_a_core(monkeypatch, text, times):
+def test_limit_grows_with_the_load(monkeypatch, text, times):
     load(monkeypatch, text)
     clock = iter([100.0, 100 + 9.9 * times, 100 + 10.1 * times])
     monkeypatch.setattr(time, "monotonic", lambda: next(clock))

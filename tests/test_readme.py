@@ -18,7 +18,7 @@ def checkout(tmp_path_factory) -> Path:
     return checkout_in(tmp_path_factory.mktemp("checkout"))
 
 
-def test_the_commands_in_order(checkout):
+def test_readme_commands_run_in_order(checkout):
     commands = blocks(README, "bash")
     assert len(commands) == 3
     for command in commands:
@@ -34,12 +34,12 @@ def test_the_commands_in_order(checkout):
     assert done.stdout.split() == ["7512474", "33"], done.stderr[-2000:]  # 7,512,353 and 121 of the contact head
 
 
-def test_links_and_files_that_the_readme_names_exist():
+def test_readme_links_exist():
     for link in re.findall(r"\]\(([^)]+)\)", README):
         assert (ROOT / link).exists(), link
 
 
-def test_quickstart_from_a_fasta_file_and_again(checkout, tmp_path):
+def test_quickstart_trains_and_resumes(checkout, tmp_path):
     """Run for real on a few proteins, from elsewhere; the second run finds all done and ends on the same table."""
     (tmp_path / "my.fasta").symlink_to(checkout / "my_proteins.fasta")
     command = f"{checkout}/quickstart.sh --fasta my.fasta --steps 2 --output out"

@@ -157,8 +157,8 @@ def on_ranks(nproc: int, function: Callable, *arguments) -> tuple[list[int], lis
 
 
 def free_port() -> int:
-    """One that nobody listens on, below those that the kernel gives to whoever asks for any: such a one is taken, once
-    in some thousand runs, before the process that it is for gets there."""
+    """A port without a listener, below the ephemeral range: a port of that range is taken by another process, once
+    in some thousand runs, before ours binds it."""
     limits = Path("/proc/sys/net/ipv4/ip_local_port_range")
     lowest = int(limits.read_text().split()[0]) if limits.exists() else 32768
     while True:

@@ -67,7 +67,7 @@ def checkout_in(directory: Path) -> Path:
     """A directory that looks like a checkout, so that the commands' relative paths land in a temporary place; and the
     files that documents take for the user's own."""
     for path in ROOT.iterdir():
-        if path.suffix in (".py", ".sh", ".txt") or path.name in ("common", "configs", "benchmarks"):
+        if path.suffix in (".py", ".sh", ".txt") or path.name in ("common", "extras", "configs", "benchmarks"):
             (directory / path.name).symlink_to(path)
     (directory / ".venv").mkdir()
     for path in (ROOT / ".venv").iterdir():

@@ -182,7 +182,7 @@ def _what_to_run(arguments: list[str], directory: Path) -> tuple[str | None, lis
     if arguments[:1] == ["-m"]:
         name, *arguments = arguments[1:]
         package = name.partition(".")[0]
-        ours = package in ("common", "benchmarks") and (directory / package).resolve() == ROOT / package
+        ours = package in ("common", "extras", "benchmarks") and (directory / package).resolve() == ROOT / package
         return (name if ours or name == "torch.distributed.run" else None), arguments
     if not arguments:
         return None, []

@@ -1,9 +1,14 @@
-"""Packs that ranks share: each builds the same pack and keeps its slices of the sequences. Nothing is handed out."""
+"""Collate a pack to a batch of tensors for masked language modelling, or to a rank's slices of one.
+
+A batch has the sequences of its pack end to end without padding, their boundaries (cu_seqlens), and the counts that
+loss, FLOPs and log need, as Python integers (`Counts`). With context parallelism the ranks of a group build the same
+batch and each keeps its slices of the sequences: no communication.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import NamedTuple
+from collections.abc import Iterable
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -11,19 +16,14 @@ import torch
 from common.cli import UserError
 from common.data.crops import Pack
 from common.data.flags import DataFlags, StepFlags
-from common.distributed.slices import SharedPack, Slices
+from common.data.token_store import TokenSet
+from common.distributed.context_parallel import CpPack, CpSplit
 from common.distributed.world import Mesh
-from common.files.alphabet import FIRST_RESIDUE, LAST_RESIDUE, MASK, PAD, STANDARD_RESIDUES, UNK
 from common.files.hashing import GAMMA, MASKING, derive_key, hash_counters, mix
 from common.shapes import predicted_positions
 
-# BERT masking keyed by (seed, epoch, record, position): the same token gets the same fate in every batch.
-#
-# Of the residues 15 % are selected; of those 80 % become `<mask>`, 10 % a random one of the 20 amino acids and 10 %
-# stay (Devlin et al. 2019; Lin et al. 2023 for ESM-2). Special tokens are never selected.
-
 IGNORE = -100  # label of a token without loss: the default ignore_index of torch's cross-entropy
-FATE = 0x5851F42D4C957F2D  # turns the hash that selected a token into the one that decides what becomes of it
+FATE = 0x5851F42D4C957F2D  # derives the hash that decides between <mask>, random and unchanged
 MASKED_BELOW = np.uint64(0.8 * 2**32)
 RANDOM_BELOW = np.uint64(0.9 * 2**32)
 
@@ -33,17 +33,22 @@ def mask_tokens(
     records: np.ndarray,
     starts: np.ndarray,
     lengths: np.ndarray,
+    tokens: TokenSet,
     seed: int,
     epoch: int,
     mlm_probability: float = 0.15,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Mask the crops of n sequences, laid end to end.
+    """BERT masking of the crops of n sequences, laid end to end.
+
+    `mlm_probability` of the residues are selected; of those 80 % become `<mask>`, 10 % a random amino acid and 10 %
+    stay (Devlin et al. 2019; Lin et al. 2023 for ESM-2). The choice is a hash of (seed, epoch, record, position): a
+    token is masked in the same way in every batch. Special tokens are never selected.
 
     ids: uint8 [T]; records: int64 [n], the store's index of each sequence; starts: int64 [n], where in its sequence
     each crop begins; lengths: int64 [n], T in sum. Returns input ids uint8 [T] and labels int64 [T], the original id
     where a token was selected and -100 elsewhere.
     """
-    # The counter of a token is its position in the whole sequence, so a crop elsewhere masks the same residues:
+    # A token is hashed by its position in the whole sequence, so that every crop masks the same residues:
     # state = hash(record) + position * GAMMA, with position = start + (index in the batch - index of the crop).
     state = hash_counters(derive_key(seed, epoch, MASKING), records)
     state += (starts - (np.cumsum(lengths) - lengths)).astype(np.uint64) * np.uint64(GAMMA)
@@ -51,7 +56,8 @@ def mask_tokens(
     hashes += np.arange(len(ids), dtype=np.uint64) * np.uint64(GAMMA)
     hashes = mix(hashes)
 
-    is_residue = (ids >= FIRST_RESIDUE) & (ids <= LAST_RESIDUE)
+    first, last = tokens.residues
+    is_residue = (ids >= first) & (ids <= last)
     # 53 bits, so that a probability of 1.0 has a threshold
     selected = np.flatnonzero(((hashes >> np.uint64(11)) < np.uint64(round(mlm_probability * 2**53))) & is_residue)
     labels = np.full(len(ids), IGNORE, dtype=np.int64)
@@ -59,31 +65,36 @@ def mask_tokens(
 
     fate = mix(hashes[selected] ^ np.uint64(FATE))
     which, residue = fate >> np.uint64(32), fate & np.uint64(0xFFFFFFFF)
-    amino_acids = STANDARD_RESIDUES[(residue * np.uint64(len(STANDARD_RESIDUES))) >> np.uint64(32)]
+    replacements = np.array(tokens.replacements, np.uint8)
+    amino_acids = replacements[(residue * np.uint64(len(replacements))) >> np.uint64(32)]
     input_ids = ids.copy()
     input_ids[selected] = np.where(
-        which < MASKED_BELOW, np.uint8(MASK), np.where(which < RANDOM_BELOW, amino_acids, ids[selected])
+        which < MASKED_BELOW, np.uint8(tokens.mask), np.where(which < RANDOM_BELOW, amino_acids, ids[selected])
     )
     return input_ids, labels
 
 
-# From a pack and its tokens to a batch of tensors: sequences end to end, with their boundaries, no padding.
-#
-# A batch carries the counts that the loss, the FLOPs and the log need, as Python integers (`Counts`).
-
 Batch = dict[str, torch.Tensor | int]
-INPUTS = ("input_ids", "labels", "predicted", "attention_mask", "cu_seqlens", "max_seqlen", "pad_to")  # of a model
-SHARED = {f"shared_{name}": name for name in SharedPack._fields}  # and of one that shares its packs
+INPUTS = (
+    "input_ids",
+    "labels",
+    "predicted",
+    "attention_mask",
+    "cu_seqlens",
+    "max_seqlen",
+    "pad_to",
+)  # of a model's forward
+SHARED = {f"shared_{name}": name for name in CpPack._fields}  # with context parallelism
 
 
 class Counts(NamedTuple):
-    """What batches hold, by the batches' own keys."""
+    """Counts of a batch, under its own keys."""
 
     num_targets: int  # labels that are not -100
     num_tokens: int
     sum_squared_lengths: int
     num_sequences: int
-    num_unknown: int = 0  # tokens that stand for a character that is no residue
+    num_unknown: int = 0  # <unk> tokens: characters that are not residues
 
     @classmethod
     def of(cls, batches: Iterable[Batch]) -> Counts:
@@ -92,38 +103,40 @@ class Counts(NamedTuple):
         return cls(*(sum(batch[key] for batch in batches) for key in cls._fields))
 
 
-Collator = Callable[[Pack, np.ndarray], Batch]
+class Collator(Protocol):
+    def __call__(self, pack: Pack, ids: np.ndarray, step: int | None = None) -> Batch:
+        """The batch of a pack whose tokens are `ids`. step: of training, so that anything in a batch may follow a
+        schedule; None in an evaluation, which follows none."""
 
 
 class MaskingCollator:
-    """Masked language modelling: some residues hidden, which the labels ask for.
+    """Batches of masked language modelling.
 
-    seed, mlm_probability: of the masks; pad_to: tokens that the model is to compute at least, fillers included.
+    seed, mlm_probability: as `mask_tokens`; pad_to: the model pads its tokens to this many.
     """
 
-    def __init__(self, seed: int, mlm_probability: float = 0.15, pad_to: int = 0):
+    def __init__(self, tokens: TokenSet, seed: int, mlm_probability: float = 0.15, pad_to: int = 0):
         if not 0 <= mlm_probability <= 1:
             raise UserError(f"the masking probability lies between 0 and 1, not {mlm_probability}")
-        self.seed, self.mlm_probability, self.pad_to = seed, mlm_probability, pad_to
+        self.tokens, self.seed, self.mlm_probability, self.pad_to = tokens, seed, mlm_probability, pad_to
 
-    def __call__(self, pack: Pack, ids: np.ndarray) -> Batch:
+    def __call__(self, pack: Pack, ids: np.ndarray, step: int | None = None) -> Batch:
         """The batch of a pack of B sequences whose tokens are `ids` uint8 [T].
 
         input_ids int64 [T], labels int64 [T], predicted int64 [P] (`predicted_positions` of them), cu_seqlens int32
-        [B + 1], max_seqlen and pad_to int and the counts. A pack without a sequence gives one `<pad>`, with all counts
-        zero and no label: every rank can run its forward pass (sharded models need all of them to) and it adds nothing
-        to any sum.
+        [B + 1], max_seqlen and pad_to int and the counts. An empty pack gives one `<pad>` without a label, and all
+        counts zero: the rank can run its forward pass (sharded models need all ranks to) and adds nothing to any sum.
         """
         input_ids, labels = mask_tokens(
-            ids, pack.records, pack.starts, pack.lengths, self.seed, pack.epoch, self.mlm_probability
+            ids, pack.records, pack.starts, pack.lengths, self.tokens, self.seed, pack.epoch, self.mlm_probability
         )
         masked = int(np.count_nonzero(labels != IGNORE))
-        unknown = int(np.count_nonzero(ids == UNK))
+        unknown = int(np.count_nonzero(ids == self.tokens.unknown))
         counts = Counts(masked, len(ids), int((pack.lengths**2).sum()), len(pack.lengths), unknown)
         lengths = pack.lengths
         if len(ids) == 0:
             lengths = np.array([1])
-            input_ids, labels = np.array([PAD]), np.array([IGNORE])
+            input_ids, labels = np.array([self.tokens.pad]), np.array([IGNORE])
         cu_seqlens = np.zeros(len(lengths) + 1, dtype=np.int32)
         np.cumsum(lengths, out=cu_seqlens[1:])
         labels = torch.from_numpy(labels)
@@ -139,7 +152,7 @@ class MaskingCollator:
 
 
 def to_device(batch: Batch, device: torch.device) -> dict:
-    """The model's inputs of a batch, on the device; counts stay behind. On the CPU nothing is copied."""
+    """The model's inputs of a batch, on the device, without the counts. On the CPU nothing is copied."""
 
     def moved(name: str):
         value = batch[name]
@@ -147,45 +160,46 @@ def to_device(batch: Batch, device: torch.device) -> dict:
 
     inputs = {name: moved(name) for name in INPUTS if name in batch}
     if all(key in batch for key in SHARED):
-        on_host = ("bounds", "real")  # where they are read
-        inputs["shared"] = SharedPack(
+        on_host = ("bounds", "real")  # read by the CPU
+        inputs["shared"] = CpPack(
             **{name: batch[key] if name in on_host else moved(key) for key, name in SHARED.items()}
         )
     return inputs
 
 
 class SlicingCollator:
-    """One rank's slices of the batches that `collator` makes.
+    """One rank's slices of the batches of `collator` (context parallelism).
 
-    mesh: whose; layout, multiple: of `Slices`. A rank that has no token of a pack gets a `<pad>`, which is of no
-    sequence. Counts are the rank's own, so that their sums over all ranks count a pack once: tokens are those that it
-    has, and the first rank of a group counts the sequences.
+    layout, multiple: of `CpSplit`; pad: token id of the filler; mask: of `<mask>`, which is counted by sequence, -1
+    for a model without one. A rank without a token of a pack gets a `<pad>` that belongs to no sequence. Sums of the
+    counts over all ranks count a pack once: a rank counts its own tokens, the first rank of a group the sequences.
     """
 
-    def __init__(self, collator: Collator, mesh: Mesh, layout: str, multiple: int):
+    def __init__(self, collator: Collator, mesh: Mesh, layout: str, multiple: int, pad: int, mask: int = -1):
         self.collator, self.mesh, self.layout, self.multiple = collator, mesh, layout, multiple
+        self.pad, self.mask = pad, mask
 
-    def __call__(self, pack: Pack, ids: np.ndarray) -> Batch:
-        batch, rank = self.collator(pack, ids), self.mesh.cp_rank
+    def __call__(self, pack: Pack, ids: np.ndarray, step: int | None = None) -> Batch:
+        batch, rank = self.collator(pack, ids, step), self.mesh.cp_rank
         starts = batch["cu_seqlens"].numpy().astype(np.int64)
         lengths = np.diff(starts)
-        slices = Slices(lengths, self.mesh.cp_size, self.layout, self.multiple)
+        slices = CpSplit(lengths, self.mesh.cp_size, self.layout, self.multiple)
         positions, sequences, bounds = slices.positions(rank), slices.sequences(rank), slices.bounds()
         real = positions < lengths[sequences]
         places = (starts[sequences] + positions)[real]
         tokens = max(1, len(positions))
 
-        def own(values: torch.Tensor, filler: int) -> np.ndarray:
-            mine = np.full(tokens, filler, dtype=np.int64)
-            mine[: len(real)][real] = values.numpy()[places]
-            return mine
+        def slice_of(values: torch.Tensor, filler: int) -> np.ndarray:
+            sliced = np.full(tokens, filler, dtype=np.int64)
+            sliced[: len(real)][real] = values.numpy()[places]
+            return sliced
 
-        input_ids, labels = own(batch["input_ids"], PAD), torch.from_numpy(own(batch["labels"], IGNORE))
+        input_ids, labels = slice_of(batch["input_ids"], self.pad), torch.from_numpy(slice_of(batch["labels"], IGNORE))
         predicted = {"predicted": predicted_positions(labels)} if "predicted" in batch else {}
         of_sequences = np.append(bounds[rank], tokens) if tokens > len(positions) else bounds[rank]
         first = rank == 0
-        masks = np.add.reduceat(batch["input_ids"].numpy() == MASK, starts[:-1], dtype=np.int64)
-        shared = SharedPack(np.pad(positions, (0, tokens - len(positions))), bounds, slices.real(), lengths, masks)
+        masks = np.add.reduceat(batch["input_ids"].numpy() == self.mask, starts[:-1], dtype=np.int64)
+        shared = CpPack(np.pad(positions, (0, tokens - len(positions))), bounds, slices.real(), lengths, masks)
         return {
             "input_ids": torch.from_numpy(input_ids),
             "labels": labels,
@@ -201,17 +215,18 @@ class SlicingCollator:
         }
 
 
-def masked_batches(flags: DataFlags, seed: int, mesh: Mesh, pad_to: int = 0) -> Collator:
-    """What makes a rank's batches for masked language modelling: whole packs, or its slices of them.
+def masked_batches(flags: DataFlags, tokens: TokenSet, seed: int, mesh: Mesh, pad_to: int = 0) -> Collator:
+    """The collator of a rank for masked language modelling: of whole packs, or of its slices of them.
 
-    pad_to: of `MaskingCollator`; slices, whose sum it would not be, are not filled up to it.
+    pad_to: as MaskingCollator; slices are not filled up to it.
     """
-    return shared_batches(MaskingCollator(seed, flags.mlm_probability, pad_to), flags, mesh)
+    collator = MaskingCollator(tokens, seed, flags.mlm_probability, pad_to)
+    return shared_batches(collator, flags, mesh, tokens.pad, tokens.mask)
 
 
-def shared_batches(collator: Collator, flags: StepFlags, mesh: Mesh) -> Collator:
-    """`collator` itself where a rank has packs of its own, else what makes its slices of the batches."""
+def shared_batches(collator: Collator, flags: StepFlags, mesh: Mesh, pad: int, mask: int = -1) -> Collator:
+    """`collator` itself if a rank has packs of its own, else the collator of its slices. pad, mask: of the latter."""
     if mesh.cp_size == 1:
         return collator
     multiple = 1 if flags.cp_layout == "contiguous" else flags.pad_sequences_to_be_divisible_by or 2 * mesh.cp_size
-    return SlicingCollator(collator, mesh, flags.cp_layout, multiple)
+    return SlicingCollator(collator, mesh, flags.cp_layout, multiple, pad, mask)

@@ -1,8 +1,8 @@
 """Plan one window of records: crop them, fill packs with them, put the packs in order.
 
 A pack is a list of sequence crops of at most `tokens_per_pack` tokens (packed batches), or of `sequences_per_pack`
-crops (padded batches). What comes out is a function of the records, their lengths and the keys (seed, epoch, record or
-window); where the records come from (the blocks of a batch plan, the buffer of a stream) is the caller's affair.
+crops (padded batches). The plan is a function of the records, their lengths and the keys (seed, epoch, record or
+window); the caller chooses the records (blocks of a batch plan, buffer of a stream).
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ class Pack:
 
     @classmethod
     def empty(cls, epoch: int = 0) -> Pack:
-        """A pack without a sequence: for a rank that has nothing left to evaluate, or to train on."""
+        """A pack without a sequence, for a rank without data in the last step."""
         nothing = np.zeros(0, dtype=np.int64)
         return cls(nothing, nothing, nothing, epoch)
 
     @classmethod
     def of_length(cls, tokens: int, longest: int) -> Pack:
-        """A pack of so many tokens (at least 1) in sequences as long as they may be, the last one shorter."""
+        """A pack of `tokens` (at least 1) in sequences of length `longest`, the last one shorter."""
         lengths = np.full(-(-tokens // longest), longest, dtype=np.int64)
         lengths[-1] -= lengths.sum() - tokens
         return cls(np.arange(len(lengths)), np.zeros_like(lengths), lengths, 0)
@@ -81,11 +81,11 @@ def plan_window(
     starts, crops = crop(records, lengths, seed, epoch, max_seq_length)
     if sequences_per_pack:
         bounds = np.append(np.arange(0, len(records), sequences_per_pack), len(records))
-        keep = crops > 0  # records without a token add nothing to a batch but trouble
+        keep = crops > 0  # without empty records
         bounds = np.concatenate(([0], np.cumsum(keep)))[bounds]
         return Window(epoch, records[keep], starts[keep], crops[keep], bounds)
     order, bounds = fill_packs(crops, tokens_per_pack)
-    if shuffle:  # the last packs of a window are made of what was left
+    if shuffle:  # otherwise the badly filled packs would come last in each window
         key = derive_key(seed, epoch, PACK_ORDER, number)
         packs = np.argsort(hash_counters(key, np.arange(len(bounds) - 1)), kind="stable")
         sizes = np.diff(bounds)[packs]
@@ -110,15 +110,15 @@ def crop(
 def fill_packs(lengths: np.ndarray, capacity: int) -> tuple[np.ndarray, np.ndarray]:
     """Distribute sequences over packs of at most `capacity` tokens.
 
-    Every pack takes the sequences in the order given until the next one doesn't fit; what room is left is closed by
-    the longest of the next 512 that fits, again and again. So all but the last few members of a pack are a random
-    sample of the lengths, the others only move up, and nearly nothing is left empty.
+    Every pack takes the sequences in the given order until the next one does not fit, then repeatedly the longest of
+    the next 512 that still fits. So all but the last few sequences of a pack are a random sample of the lengths, and
+    packs are nearly full.
 
     lengths: int64 [n], none above `capacity`; those of length 0 are left out. Returns the sequences' indices int64
     [m <= n] in the order of the packs, and bounds int64 [packs + 1]: pack p holds order[bounds[p] : bounds[p + 1]].
     """
     queue = np.flatnonzero(lengths)
-    lengths = lengths[queue].astype(np.int32)  # of the queue's members, moved about with them
+    lengths = lengths[queue].astype(np.int32)  # kept in the order of the queue
     bounds, head, end = [0], 0, len(queue)
     usual = 2 * int(capacity // lengths.mean() + 1) if end else 0
     while head < end:
@@ -127,17 +127,17 @@ def fill_packs(lengths: np.ndarray, capacity: int) -> tuple[np.ndarray, np.ndarr
             count *= 2
             total = lengths[head : head + count].cumsum()
         taken = int(total.searchsorted(capacity, side="right"))
-        room = capacity - int(total[taken - 1])
+        free = capacity - int(total[taken - 1])
         head += taken
         candidates, chosen = lengths[head : head + LOOK_AHEAD].copy(), []
-        while room > 0 and len(candidates):
-            fitting = candidates * (candidates <= room)
+        while free > 0 and len(candidates):
+            fitting = candidates * (candidates <= free)
             best = int(fitting.argmax())  # the first of the longest
             if not fitting[best]:
                 break
-            room -= int(fitting[best])
+            free -= int(fitting[best])
             candidates[best] = 0
-            # To the front, behind those chosen before; these have come from behind it or not.
+            # Move it to the front, behind those chosen before, which may have shifted it.
             front, place = head + len(chosen), head + best + sum(other > best for other in chosen)
             for array in (queue, lengths):
                 value = array[place]

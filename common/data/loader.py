@@ -1,7 +1,7 @@
-"""Deliver packs to the ranks: which are whose, where to resume, and which worker makes them.
+"""Load batches: which rank and which worker builds which pack, and from where a run resumes.
 
-Every process (rank or worker) walks through the same order and builds only what is its own, so nothing is handed out,
-counted or kept in step between them, and any number of workers delivers the same batches.
+Every process (rank or worker) walks through the same order and builds only its own packs. No communication is needed,
+and any number of workers gives the same batches. A step's batches travel from a worker to its rank in one tensor.
 """
 
 from __future__ import annotations
@@ -23,41 +23,40 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from common.cli import UserError, one_line
+from common.compat import stop_loader_workers
 from common.data.collators import Batch, Collator
 from common.data.crops import Pack
 from common.data.packing import BatchPlan, Position
-from common.data.token_store import TokenStore
-from common.distributed.stopping import end_with
+from common.distributed.stopping import die_with_parent
 from common.distributed.world import Mesh
-
-# A loader's worker processes: how they get what they make to their rank, outlive its signals and end with it.
 
 ALIGNMENT = 64  # bytes, of the tensors in a bundle
 
 
 def this_worker() -> tuple[int, int]:
+    """Number of this worker process, and how many there are."""
     info = get_worker_info()
     return (info.id, info.num_workers) if info else (0, 1)
 
 
 def deliver(dataset: IterableDataset, num_workers: int, prefetch_factor: int, pin_memory: bool) -> Iterator:
-    """The dataset's items in order: DataLoader takes from its workers in turn, as they take the steps."""
+    """The dataset's items in order. DataLoader reads its workers in turn, and they build the steps in turn."""
     if num_workers == 0:
-        yield from DataLoader(dataset, batch_size=None, collate_fn=_as_it_is, pin_memory=pin_memory)
+        yield from DataLoader(dataset, batch_size=None, collate_fn=_identity, pin_memory=pin_memory)
         return
     loader = DataLoader(
-        _WithErrors(dataset),
+        _ErrorsAsItems(dataset),
         batch_size=None,
-        collate_fn=_as_it_is,
+        collate_fn=_identity,
         num_workers=num_workers,
         prefetch_factor=prefetch_factor,
         pin_memory=pin_memory,
-        worker_init_fn=partial(_outlive_signals, os.getpid()),
-        # A fork costs nothing here (the data are memory-mapped); it isn't safe where system libraries start threads.
+        worker_init_fn=partial(_ignore_signals, os.getpid()),
+        # A fork is cheap (the data are memory-mapped), but unsafe where system libraries start threads (macOS).
         multiprocessing_context="fork" if sys.platform == "linux" else "spawn",
     )
     iterator = iter(loader)
-    # Workers ignore SIGTERM, which is also how Python ends the ones that are left at exit: tell them before that.
+    # Workers ignore SIGTERM, by which Python ends remaining workers at exit: stop them earlier.
     alive = weakref.ref(iterator)
     stop = atexit.register(lambda: _stop_workers(alive()))
     try:
@@ -67,16 +66,16 @@ def deliver(dataset: IterableDataset, num_workers: int, prefetch_factor: int, pi
             yield item
     except (OSError, EOFError) as error:
         if isinstance(error, OSError) and error.errno is None:
-            raise  # a worker's own, as DataLoader passes it on
-        # It was gone while it handed a tensor over, which must not pass for bad input.
+            raise  # raised in a worker and passed on by DataLoader
+        # A worker died while it sent a tensor, which must not be reported as bad input.
         raise RuntimeError(f"a DataLoader worker is gone ({one_line(error)})") from error
     finally:
         atexit.unregister(stop)
         _stop_workers(iterator)
 
 
-class _WithErrors(IterableDataset):
-    """The dataset's items; a UserError comes as one, for DataLoader would fold a worker's traceback into it."""
+class _ErrorsAsItems(IterableDataset):
+    """The dataset's items; a UserError is one of them, since DataLoader would add a worker's traceback to it."""
 
     def __init__(self, dataset: IterableDataset):
         self.dataset = dataset
@@ -88,40 +87,35 @@ class _WithErrors(IterableDataset):
             yield error
 
 
-def _as_it_is(item):
+def _identity(item):
     return item
 
 
-def _outlive_signals(parent: int, worker_id: int) -> None:
-    """Schedulers signal the whole process group: the main process finishes its step and saves, with its workers."""
-    end_with(parent)
-    gc.enable()  # the main process may do without
+def _ignore_signals(parent: int, worker_id: int) -> None:
+    """Schedulers signal the whole process group, but the main process needs its workers to finish a step and save."""
+    die_with_parent(parent)
+    gc.enable()  # the main process may have disabled it
     for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
-    sys.excepthook = _but_a_lost_connection
+    sys.excepthook = _hide_lost_connection
 
 
-def _but_a_lost_connection(kind, error, stack) -> None:
-    """A main process that is told to stop while it takes a batch hangs up on the thread that hands it over."""
+def _hide_lost_connection(kind, error, stack) -> None:
+    """No traceback if the main process, stopped by a signal, closes the connection while a batch is being sent."""
     if not issubclass(kind, ConnectionError | EOFError):
         sys.__excepthook__(kind, error, stack)
 
 
 def _stop_workers(iterator) -> None:
-    if iterator is None:
-        return
-    iterator._shutdown_workers()  # waits for each of them a few seconds
-    for worker in iterator._workers:
-        if worker.is_alive():  # hangs in a read, say; the process could not end before it does
-            worker.kill()
-            worker.join()
+    if iterator is not None:
+        stop_loader_workers(iterator)
 
 
 def bundle(batches: list[Batch]) -> tuple[torch.Tensor, list[dict]]:
-    """One tensor of bytes for all tensors of a step, and what is where in it.
+    """All tensors of a step in one tensor of bytes, and the layout of each batch in it.
 
-    A worker sends each tensor through shared memory of its own, with an open file each: a step of many micro-batches
-    would run into the limit of open files.
+    Each tensor that a worker sends takes shared memory with an open file: a step of many micro-batches would exceed
+    the limit of open files.
     """
     contents, parts, end = [], [], 0
     for batch in batches:
@@ -135,7 +129,7 @@ def bundle(batches: list[Batch]) -> tuple[torch.Tensor, list[dict]]:
             else:
                 layout[name] = value
         contents.append(layout)
-    flat = np.empty(end, dtype=np.uint8)  # copied by NumPy: torch would wake its thread pool
+    flat = np.empty(end, dtype=np.uint8)  # copied by NumPy: torch would start its thread pool
     for begin, data in parts:
         flat[begin : begin + data.size] = data
     return torch.from_numpy(flat), contents
@@ -159,12 +153,26 @@ def unbundle(bundle: tuple[torch.Tensor, list[dict]]) -> list[Batch]:
 ALONE = Mesh()
 
 
+class Store(Protocol):
+    """Random access to token ids: common.data.token_store.TokenStore and those of the extras."""
+
+    def __len__(self) -> int: ...
+
+    def gather(self, records: np.ndarray, starts: np.ndarray, lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Tokens [start, start + length) of each of n records, end to end, and their offsets int64 [n + 1]."""
+
+
+class ProteinStore(Store, Protocol):
+    def lengths(self, records: np.ndarray) -> np.ndarray:
+        """Tokens of the records int64 [n], `<cls>` and `<eos>` included."""
+
+
 class TrainStep(NamedTuple):
     """One data rank's share of a step.
 
-    step: number of the step, from 0; micro_batches: G / dp_size batches, in the last step of the last epoch fewer, as
-    many on every rank; position: where the next step begins, plain values (what a checkpoint keeps, after
-    `merge_positions`); epoch: epochs done after this step, a fraction; None where only the ranks together know.
+    step: from 0; micro_batches: G / dp_size batches, fewer in the last step of the last epoch, equally many on every
+    rank; position: where the next step begins, plain values (a checkpoint keeps them after `merge_positions`);
+    epoch: epochs done after this step, a fraction; None if it depends on the other ranks.
     """
 
     step: int
@@ -174,34 +182,34 @@ class TrainStep(NamedTuple):
 
 
 class Order(Protocol):
-    """An order of packs, of which each step takes G: a batch plan's (`PlannedOrder`) or streams' (`StreamedOrder`)."""
+    """An order of packs, of which each step takes G: of a batch plan (`PlannedOrder`) or streams (`StreamedOrder`)."""
 
     packs_per_step: int  # G
 
     def check_position(self, position: dict) -> None:
-        """UserError where there is no such position: one of other data fails here, not in a worker."""
+        """UserError for a position of other data: it fails here, not in a worker."""
 
     def most_workers(self, wanted: int) -> int:
-        """Of so many workers, those that can share the work."""
+        """At most `wanted` workers, so many as can share the work."""
 
     def own(self, position: dict, mesh: Mesh) -> dict:
-        """Of a position of all ranks, the part that a data rank's steps move."""
+        """The part of a global position that a data rank's steps change."""
 
     def steps(
-        self, mesh: Mesh, position: dict, first: int, numbers: Iterator[int], mine: Callable[[int], bool]
+        self, mesh: Mesh, position: dict, first: int, numbers: Iterator[int], is_mine: Callable[[int], bool]
     ) -> Iterator[tuple[int, list[tuple[Pack, np.ndarray]], dict, float | None]]:
-        """For each of `numbers`, counted from the step `first` on, that is `mine`: the step, what a data rank takes of
-        it (packs and their tokens), what is new of its position after it, and the epochs done by then."""
+        """For each of `numbers`, counted from step `first`, that `is_mine`: the step, a data rank's packs and their
+        tokens, what changes in its position, and the epochs done after it."""
 
 
 class PlannedOrder:
     """The packs of a batch plan over a store; rank r takes packs r, r + dp_size, ... of each step's G.
 
-    end: where the last epoch ends (None: there is no last one). The step before it takes what is left, and ranks for
-    which nothing is left an empty pack: all ranks run equally many.
+    end: where the last epoch ends (None: no end). The last step takes the remaining packs; ranks without one get an
+    empty pack, so that all ranks run equally many.
     """
 
-    def __init__(self, store: TokenStore, plan: BatchPlan, packs_per_step: int, end: Position | None = None):
+    def __init__(self, store: Store, plan: BatchPlan, packs_per_step: int, end: Position | None = None):
         self.store, self.plan, self.packs_per_step, self.end = store, plan, packs_per_step, end
 
     def check_position(self, position: dict) -> None:
@@ -213,27 +221,27 @@ class PlannedOrder:
     def own(self, position: dict, mesh: Mesh) -> dict:
         return position
 
-    def steps(self, mesh, position, first, numbers, mine):
+    def steps(self, mesh, position, first, numbers, is_mine):
         places = self.plan.places(Position(**position), self.end)
         for number in numbers:
             of_step = list(islice(places, self.packs_per_step))
             if not of_step:
                 return
-            if mine(number):
+            if is_mine(number):
                 *last, _ = of_step[-1]
                 following = self.plan.position_after(Position(*last), 1)
                 packs = [window.pack(pack) for _, _, pack, window in of_step[mesh.dp_rank :: mesh.dp_size]]
                 packs += [Pack.empty()] * (-(-len(of_step) // mesh.dp_size) - len(packs))
-                taken = [(pack, read(self.store, pack)) for pack in packs]
+                taken = [(pack, read_tokens(self.store, pack)) for pack in packs]
                 yield first + number, taken, asdict(following), self.plan.epochs_before(following)
 
 
 class TrainLoader:
     """Iterate over the training steps of one data rank.
 
-    mesh: whose share; first_step, position: of the first step, {} at the beginning; num_steps: end after that many
-    (None: where the order does); num_workers: processes (0: none); prefetch_factor: steps each of them holds ready.
-    Raises UserError when G is no multiple of dp_size, or the position is not one of this order.
+    first_step, position: where to begin, {} at the start of the data; num_steps: end after that many (None: at the end
+    of the order); num_workers: processes (0: none); prefetch_factor: steps that each worker prepares ahead.
+    UserError if G is not a multiple of dp_size, or the position does not belong to this order.
     """
 
     def __init__(
@@ -256,13 +264,13 @@ class TrainLoader:
         self._workers = (order.most_workers(num_workers), prefetch_factor, pin_memory)
 
     def __iter__(self) -> Iterator[TrainStep]:
-        for made, (step, moved, epoch) in deliver(self._steps, *self._workers):
+        for bundled, (step, moved, epoch) in deliver(self._steps, *self._workers):
             self.position |= moved
-            yield TrainStep(step, unbundle(made), dict(self.position), epoch)
+            yield TrainStep(step, unbundle(bundled), dict(self.position), epoch)
 
 
 def evaluation_batches(
-    store: TokenStore,
+    store: Store,
     plan: BatchPlan,
     collator: Collator,
     mesh: Mesh = ALONE,
@@ -270,19 +278,19 @@ def evaluation_batches(
     prefetch_factor: int = 2,
     pin_memory: bool = False,
 ) -> Generator[Batch, None, None]:
-    """One data rank's batches of a whole split: epoch 0 of `plan` (shuffle=False), dealt round robin.
+    """One data rank's batches of a whole split: epoch 0 of `plan` (shuffle=False), round-robin over the ranks.
 
-    Every record comes exactly once whatever dp_size is, and with the same masks each time; all ranks yield equally
-    many batches, those that have nothing left an empty one (all counts zero). Workers as those of `TrainLoader`: they
-    end with the last batch, or when this is closed.
+    Every record comes exactly once for any dp_size, with the same masks each time. All ranks yield equally many
+    batches; ranks without a pack yield an empty one (all counts zero). Workers end with the last batch, or when this
+    generator is closed.
     """
     split = _Split(store, plan, collator, mesh)
-    for made in deliver(split, num_workers, prefetch_factor, pin_memory):
-        yield from unbundle(made)
+    for bundled in deliver(split, num_workers, prefetch_factor, pin_memory):
+        yield from unbundle(bundled)
 
 
 def check_divisible(packs_per_step: int, dp_size: int) -> None:
-    """Raise UserError, with numbers that work, unless `packs_per_step` packs can be dealt evenly to the ranks."""
+    """UserError, with numbers that work, unless `packs_per_step` packs divide evenly among the ranks."""
     if packs_per_step < 1 or packs_per_step % dp_size:
         sizes = ", ".join(str(n) for n in range(1, packs_per_step + 1) if packs_per_step % n == 0)
         lower = packs_per_step // dp_size * dp_size
@@ -294,7 +302,7 @@ def check_divisible(packs_per_step: int, dp_size: int) -> None:
 
 
 def merge_positions(parts: list[dict]) -> dict:
-    """One position for all ranks: each knows how far its own streams are."""
+    """The global position from those of all ranks, each of which is current for its own streams only."""
     keys = {key: None for part in parts for key in part}
     return {key: max(part[key] for part in parts if key in part) for key in keys}
 
@@ -311,13 +319,13 @@ class _Steps(IterableDataset):
         numbers = count() if self.num is None else range(self.num)
         steps = self.order.steps(self.mesh, self.position, self.first, numbers, lambda n: n % workers == worker)
         for step, packs, moved, epoch in steps:
-            yield bundle([self.collator(*pack) for pack in packs]), (step, moved, epoch)
+            yield bundle([self.collator(pack, ids, step) for pack, ids in packs]), (step, moved, epoch)
 
 
 class _Split(IterableDataset):
     """The batches of one rank over a whole split; worker w of W builds those with number % W == w."""
 
-    def __init__(self, store: TokenStore, plan: BatchPlan, collator: Collator, mesh: Mesh):
+    def __init__(self, store: Store, plan: BatchPlan, collator: Collator, mesh: Mesh):
         self.store, self.plan, self.collator, self.mesh = store, plan, collator, mesh
 
     def __iter__(self):
@@ -326,13 +334,13 @@ class _Split(IterableDataset):
         windows = self.plan.windows(epoch=0)
         packs = chain.from_iterable((window.pack(number) for number in range(len(window))) for window in windows)
         for number in count():
-            if not (dealt := list(islice(packs, ranks))):  # one pack for each rank
+            if not (round_robin := list(islice(packs, ranks))):  # one pack for each rank
                 return
             if number % workers == worker:
-                pack = dealt[rank] if rank < len(dealt) else Pack.empty()
-                yield bundle([self.collator(pack, read(self.store, pack))])
+                pack = round_robin[rank] if rank < len(round_robin) else Pack.empty()
+                yield bundle([self.collator(pack, read_tokens(self.store, pack))])
 
 
-def read(store: TokenStore, pack: Pack) -> np.ndarray:
+def read_tokens(store: Store, pack: Pack) -> np.ndarray:
     """The pack's tokens uint8 [T]."""
     return store.gather(pack.records, pack.starts, pack.lengths)[0]

@@ -9,23 +9,23 @@ a step takes the next G of them, whoever computes it. An epoch is planned in win
 - within the window the records are shuffled, cropped to `max_seq_length` at a random place, packed and the packs
   shuffled, all by hashes keyed with (seed, epoch, record or pack).
 
-With `clusters`, what is permuted, cut into blocks and gone through once an epoch are clusters, and each contributes
-one member, drawn by a hash of (seed, epoch, cluster).
+With `clusters`, clusters take the place of records: an epoch has one member of each, drawn by a hash of
+(seed, epoch, cluster).
 
-Every window is planned by itself, so a position (epoch, window, pack) is all there is to resume from.
+Windows are planned independently, so a position (epoch, window, pack) is enough to resume.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 
 from common.cli import UserError
 from common.data.crops import Pack, Window, plan_window
 from common.files.hashing import BLOCK_ORDER, MEMBER, ROTATION, Permutation, derive_key
-from extras.prepare.clusters import Clusters
 
 RECORDS_PER_BLOCK = 256
 BLOCKS_PER_WINDOW = 64
@@ -36,7 +36,7 @@ COUNTED_WINDOWS = 192  # planned to count packs: seconds; three epochs of a mill
 
 @dataclass(frozen=True, order=True)
 class Position:
-    """Where a pack lies in the global order. `dataclasses.asdict` and `Position(**d)` take it to JSON and back."""
+    """Position of a pack in the global order. `dataclasses.asdict` and `Position(**d)` convert to JSON and back."""
 
     epoch: int = 0
     window: int = 0
@@ -45,12 +45,23 @@ class Position:
 
 @dataclass(frozen=True)
 class PlanStatistics:
-    """Of one epoch: counts, the share of token places that hold a token, and whether every window was counted."""
+    """Of one epoch: counts, fill (tokens / capacity), and whether every window was counted."""
 
     packs: int
     tokens: int
     fill: float
     is_exact: bool
+
+
+class Clusters(Protocol):
+    """Groups of records, of each of which an epoch has one member (extras.prepare.clusters)."""
+
+    num_records: int
+
+    def __len__(self) -> int: ...
+
+    def draw(self, clusters: np.ndarray, key: int) -> np.ndarray:
+        """A member of each of the clusters int64 [n]: records int64 [n], a function of key and cluster."""
 
 
 class BatchPlan:
@@ -108,8 +119,8 @@ class BatchPlan:
             yield Position(*where), window.pack(where[-1])
 
     def places(self, position: Position, end: Position | None = None) -> Iterator[tuple[int, int, int, Window]]:
-        """Epoch, window and number of all packs from a position on, up to that at `end` (None: without end), and the
-        planned window: whoever walks by a pack need not make it."""
+        """Epoch, window and number of all packs from a position up to `end` (None: without end), and the planned
+        window: a process that skips a pack need not build it."""
         position = self.position_after(position, 0)
         while end is None or position < end:
             window = self._window(position.epoch, position.window)
@@ -128,7 +139,7 @@ class BatchPlan:
     def position_after(self, position: Position, num_packs: int) -> Position:
         """The position of the pack `num_packs` after the one at `position`. Plans the windows between, none before.
 
-        Raises UserError when this plan has no such position (other data or other arguments than the checkpoint's).
+        UserError for a position of other data or other arguments.
         """
         epoch, number, pack = position.epoch, position.window, position.pack_in_window
         if not (epoch >= 0 and 0 <= number < self.num_windows and 0 <= pack <= len(self._window(epoch, number))):
@@ -148,15 +159,15 @@ class BatchPlan:
         return Position(epoch, number, pack)
 
     def epochs_before(self, position: Position) -> float:
-        """Epochs the packs before `position` make, as a fraction: 1.5 in the middle of the second epoch."""
+        """Epochs done at `position`, a fraction: 1.5 in the middle of the second epoch."""
         if position.pack_in_window == 0:
             return position.epoch + position.window / self.num_windows
         within = position.pack_in_window / len(self._window(position.epoch, position.window))
         return position.epoch + (position.window + within) / self.num_windows
 
     def position_at(self, epochs: float) -> Position:
-        """Where so many epochs end, the first pack after them; at least one pack is before it. Of a fraction the
-        nearest one: `epochs_before` it is `epochs` to half a pack."""
+        """The first pack after this many epochs, at least one pack from the beginning. For a fraction the nearest
+        pack: `epochs_before` it differs from `epochs` by at most half a pack."""
         epoch = int(epochs)
         window, within = divmod((epochs - epoch) * self.num_windows, 1)
         if window == within == 0:
@@ -166,8 +177,8 @@ class BatchPlan:
 
     def count(self, start: Position, end: Position) -> int:
         """Packs from one position up to another. Exact for padded batches, and where at most 192 windows lie between;
-        beyond that from `packs_per_epoch`, which is off by less than 0.1 %: to count 70 million records takes half a
-        minute or more, before the first step."""
+        beyond that from `packs_per_epoch`, with an error below 0.1 %: counting 70 million records takes half a minute
+        or more, before the first step."""
         if end <= start:
             return 0
         if self.sequences_per_pack:
@@ -192,17 +203,17 @@ class BatchPlan:
 
     def statistics(self, epoch: int = 0) -> PlanStatistics:
         """Packs, tokens and fill of one epoch: from all windows up to 64; beyond, extrapolated from 64 stretches of
-        the store. (Windows gather blocks from everywhere in it: reading 64 off a disk took half a minute.)"""
+        the store. (Shuffled windows read blocks all over it: 64 of them took half a minute on a disk.)"""
         if epoch not in self._counted:
             sampled = min(self.num_windows, SAMPLED_WINDOWS)
             numbers = [i * self.num_windows // sampled for i in range(sampled)]
             windows = [self._plan_window(epoch, number, self.num_windows > sampled) for number in numbers]
             packs, tokens = sum(map(len, windows)), sum(int(window.lengths.sum()) for window in windows)
-            room = packs * (self.tokens_per_pack or self.sequences_per_pack * self.max_seq_length)
-            # By records, not by windows: these differ by a block in size.
+            capacity = packs * (self.tokens_per_pack or self.sequences_per_pack * self.max_seq_length)
+            # By records: the sizes of windows differ by a block.
             share = self.num_drawn / sum(last - first for first, last in map(self._window_range, numbers))
             self._counted[epoch] = PlanStatistics(
-                round(packs * share), round(tokens * share), tokens / max(1, room), sampled == self.num_windows
+                round(packs * share), round(tokens * share), tokens / max(1, capacity), sampled == self.num_windows
             )
         return self._counted[epoch]
 
@@ -236,12 +247,12 @@ class BatchPlan:
             permute = Permutation(self.num_full_blocks, derive_key(self.seed, epoch, BLOCK_ORDER))
             distinct, inverse = np.unique(block[full], return_inverse=True)
             block[full] = permute(distinct)[inverse]
-        # Rotated, so that the blocks (the last one above all) are other records in every epoch.
+        # Rotated, so that the blocks, in particular the last one, hold other records in every epoch.
         shift = derive_key(self.seed, epoch, ROTATION) % self.num_drawn
         return (block * self.block + within + shift) % self.num_drawn
 
     def _plan_window(self, epoch: int, number: int, as_stored: bool = False) -> Window:
         records = self._window_records(epoch, number, as_stored)
-        lengths = self.lengths_of(records)  # asked for in store order: the offsets are read sequentially
+        lengths = self.lengths_of(records)  # in store order: the offsets are read sequentially
         size = (self.max_seq_length, self.tokens_per_pack, self.sequences_per_pack)
         return plan_window(records, lengths, self.seed, epoch, number, *size, self.shuffle)

@@ -1,10 +1,10 @@
-"""Read one tokenised split (`processed/arrow/train`, say): memory-mapped, nothing loaded, nothing indexed per record.
+"""Read one tokenised split, for example `processed/arrow/train`: memory-mapped, without an index of records.
 
 A split is a directory that `datasets.load_from_disk` opens. Its own format is one `list<uint8>` column `input_ids` =
 `<cls> residues <eos>`: a record's length and place follow from the Arrow offsets in the file, so opening costs a few
 bytes for each record batch and reading costs one copy of the tokens. Datasets of other tools (wider integers,
-fixed-size or large lists, trailing `<pad>`) are read too; for those, the lengths without padding are found when
-first asked for and kept (4 bytes a record).
+fixed-size or large lists, trailing `<pad>`) are read too; their lengths without padding are computed on first use and
+kept (4 bytes a record).
 """
 
 from __future__ import annotations
@@ -12,30 +12,23 @@ from __future__ import annotations
 import json
 import mmap
 import os
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 
 from common.cli import UserError, one_line
-from common.files.alphabet import PAD, VOCAB_SIZE
-from extras import earlier_identity
-
-# Lists of token ids in the memory-mapped Arrow files of one split: nothing loaded, nothing indexed per record.
-#
-# A split is a directory that `datasets.load_from_disk` opens, with a list column `input_ids`. A record's length and
-# place follow from the Arrow offsets in the file, so opening costs a few bytes for each record batch and reading costs
-# one copy of the tokens. What the ids mean is the affair of `token_store` (proteins) and extras.text.store.
 
 COLUMN = "input_ids"
 
 
 class ArrowLists:
-    """The rows of one split. state: what `read_state` gives.
+    """The lists of token ids of one split, of proteins or text. state: from `read_state`.
 
-    width: of fixed-size lists, else 0; dtype: of the tokens; has_masks: whether another tool's masks are beside them.
-    chunk_start, chunk_file, offset_slot, token_slot: int64 [chunks], of each record batch its first row, its file, and
-    the slots of its first offset and of its first token in that file's views.
+    width: of fixed-size lists, else 0; dtype: of the tokens; has_masks: whether there is a column attention_mask.
+    chunk_start, chunk_file, offset_slot, token_slot: int64 [chunks], the first row of each record batch, its file, and
+    the indices of its first offset and first token in that file's views.
     """
 
     def __init__(self, path: Path, state: dict):
@@ -142,21 +135,21 @@ def indices_mapping(directory: Path, state: dict) -> np.ndarray | None:
 
 
 class ArrowFile:
-    """The `input_ids` column of one memory-mapped Arrow stream, as NumPy views of the file and numbers into them.
+    """The `input_ids` column of one memory-mapped Arrow stream, as NumPy views of the file and indices into them.
 
     tokens: the whole file as the values' type; offsets: the whole file as the offsets' type; width: of fixed-size
-    lists, else 0; chunk_rows, offset_slot, token_slot: int64 [chunks], rows of a record batch, and where its first
-    offset and the token its offsets count from lie in the views.
+    lists, else 0; chunk_rows, offset_slot, token_slot: int64 [chunks], rows of a record batch, and the indices in the
+    views of its first offset and of the token that offset 0 stands for.
     """
 
     def __init__(self, path: Path):
         try:
             with open(path, "rb") as file:  # an empty file cannot be mapped
                 size = os.fstat(file.fileno()).st_size
-                # Not by pyarrow: reading from its mappings has the system fetch the whole file.
+                # Not pyarrow's memory_map, reading from which loads the whole file.
                 mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if size else b""
             raw = pa.py_buffer(mapped)  # the views below keep it alive
-            _advise(mapped, "MADV_RANDOM")  # a page a record batch is read, not what lies around it
+            _advise(mapped, "MADV_RANDOM")  # no readahead: one page of each record batch is read
             schema = pa.ipc.open_stream(raw).schema
             self._check_type(path, schema)
             options = pa.ipc.IpcReadOptions(included_fields=[schema.get_field_index(COLUMN)])
@@ -210,18 +203,34 @@ def _advise(mapped: mmap.mmap | bytes, advice: str) -> None:
         mapped.madvise(getattr(mmap, advice))
 
 
-STEP = "1.tokenize_uniref_csv.py"  # which makes them
+@dataclass(frozen=True)
+class TokenSet:
+    """The token ids of a family's alphabet that reading and masking need.
+
+    residues: first and last id of the tokens that may be masked; replacements: ids of which a random one replaces a
+    selected token.
+    """
+
+    vocab_size: int
+    pad: int
+    mask: int
+    unknown: int
+    residues: tuple[int, int]
+    replacements: tuple[int, ...]
+
+
+STEP = "1.tokenize_uniref_csv.py"  # the script that writes splits
 
 
 class TokenStore:
-    """Random access to the token ids of one split. Cheap to fork; pickles as its path.
+    """Random access to the token ids of one split. Cheap to fork; pickles as its arguments.
 
-    path: directory of one split; max_records: use the first that many records only.
-    Raises UserError for anything that isn't such a directory. Token ids are checked when they are read.
+    path: directory of one split; tokens: of the model's family; max_records: use only the first ones.
+    UserError for any other directory. Token ids are checked when they are read.
     """
 
-    def __init__(self, path: str | Path, max_records: int | None = None):
-        self.path, self.max_records = Path(path), max_records
+    def __init__(self, path: str | Path, tokens: TokenSet, max_records: int | None = None):
+        self.path, self.tokens, self.max_records = Path(path), tokens, max_records
         state = read_state(self.path, STEP)
         self._lists = lists = ArrowLists(self.path, state)
         self._is_padded = lists.width > 0 or lists.dtype != np.uint8 or lists.has_masks
@@ -238,20 +247,22 @@ class TokenStore:
 
         self._lengths = None  # int32 [rows], -1 where not yet known: padded datasets only
         if not self._is_padded:
-            # uint8 rows that another tool padded and stripped of their masks look like ours but for their ends
+            # uint8 rows that another tool padded, without masks, differ from ours in their last tokens only
             first = zip(*lists.locate(self._rows(np.arange(min(self._num_records, 256)))), strict=True)
             ends = [lists.files[file].tokens[begin + length - 1] for file, begin, length in first if length]
-            self._is_padded = PAD in ends
+            self._is_padded = tokens.pad in ends
         if self._is_padded:
             self._lengths = np.full(lists.num_rows, -1, dtype=np.int32)
 
     @property
     def earlier_fingerprint(self) -> str:
-        """As earlier versions made it."""
+        """The fingerprint in checkpoints of earlier versions."""
+        from extras import earlier_identity
+
         return f"{earlier_identity.fingerprint(self.path, self._lists.num_rows)}-{self._num_records}"
 
     def __reduce__(self):
-        return TokenStore, (self.path, self.max_records)
+        return TokenStore, (self.path, self.tokens, self.max_records)
 
     def __len__(self) -> int:
         return self._num_records
@@ -265,22 +276,22 @@ class TokenStore:
     def gather(self, indices: np.ndarray, starts: np.ndarray, lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Tokens [start, start + length) of each of n records, end to end.
 
-        Returns ids uint8 [sum(lengths)] and offsets int64 [n + 1]. Raises UserError for an id that is none of the 33
-        tokens and for `<pad>` inside a sequence.
+        Returns ids uint8 [sum(lengths)] and offsets int64 [n + 1]. Raises UserError for an id outside the
+        vocabulary and for `<pad>` inside a sequence.
         """
         ids, offsets = self._lists.gather(self._rows(indices), starts, lengths)
         self._check(ids, indices, offsets)
         return ids.astype(np.uint8, copy=False), offsets
 
     def _check(self, ids: np.ndarray, indices: np.ndarray, offsets: np.ndarray) -> None:
-        wrong = (ids >= VOCAB_SIZE) | (ids < 0) | (ids == PAD)
+        size, pad = self.tokens.vocab_size, self.tokens.pad
+        wrong = (ids >= size) | (ids < 0) | (ids == pad)
         if wrong.any():
-            at = int(wrong.argmax())
-            record = int(indices[np.searchsorted(offsets, at, side="right") - 1])
-            what = (
-                "<pad> inside its sequence" if ids[at] == PAD else f"token id {ids[at]}, ESM-2 has 0-{VOCAB_SIZE - 1}"
-            )
-            raise UserError(f"{self.path}: record {record}: {what}: tokenise again with the ESM-2 alphabet")
+            position = int(wrong.argmax())
+            record = int(indices[np.searchsorted(offsets, position, side="right") - 1])
+            found = ids[position]
+            what = "<pad> inside its sequence" if found == pad else f"token id {found}, the model has 0-{size - 1}"
+            raise UserError(f"{self.path}: record {record}: {what}: tokenise again with the model's alphabet")
 
     def _rows(self, indices: np.ndarray) -> np.ndarray:
         """Stored rows of records: the same unless the dataset carries an indices mapping."""
@@ -304,13 +315,13 @@ class TokenStore:
                 bounds = file.offsets[slot : slot + last - first + 1].astype(np.int64)
             tokens = file.tokens[lists.token_slot[chunk] + bounds[0] : lists.token_slot[chunk] + bounds[-1]]
             bounds = bounds - bounds[0]
-            # one past the last token that is no <pad>, before each row's end
-            past = np.concatenate(([0], np.flatnonzero(tokens != PAD) + 1))
+            # one past the last token other than <pad> before each row's end
+            past = np.concatenate(([0], np.flatnonzero(tokens != self.tokens.pad) + 1))
             ends = past[np.searchsorted(past, bounds[1:], side="right") - 1]
             self._lengths[first:last] = np.maximum(ends - bounds[:-1], 0)
         return self._lengths[rows].astype(np.int64)
 
 
-def open_split(dataset_dir: str | Path, split: str, max_records: int | None = None) -> TokenStore:
+def open_split(dataset_dir: str | Path, split: str, tokens: TokenSet, max_records: int | None = None) -> TokenStore:
     """The store of one split ("train", "validation", "test") of a tokenised dataset directory."""
-    return TokenStore(split_directory(dataset_dir, split, STEP), max_records)
+    return TokenStore(split_directory(dataset_dir, split, STEP), tokens, max_records)

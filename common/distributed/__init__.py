@@ -1,1 +1,1 @@
-"""The processes of a job: device mesh, agreement, signals and failures; what a data-parallel strategy does."""
+"""Processes: ranks and meshes, agreement, signals, failures, and what a parallelism strategy does to a model."""

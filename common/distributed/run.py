@@ -1,13 +1,15 @@
-"""A run of several processes from its first line to its last: logging, signals, process group, how each rank ends.
+"""A run of several processes from start to exit: logging, signals, rendezvous, process group, exit status.
 
-When a rank is dead or silent the others end at once, whichever of their threads finds it (`leave_if_rank_lost`): a
-thread that waited for another one first, or for a rank that does the same, would wait until --ddp_timeout.
+If a rank dies or hangs, the thread of another rank that notices first ends its process (`exit_if_peer_lost`) without
+joining other threads: those may be blocked in a collective until --ddp_timeout.
 """
 
 from __future__ import annotations
 
 import ctypes
+import errno
 import faulthandler
+import ipaddress
 import logging
 import os
 import socket
@@ -23,15 +25,28 @@ import torch
 import torch.distributed as dist
 
 from common.cli import UserError, one_line, setup_logging, user_errors
-from common.distributed.nccl import device_failure, lost_by_nccl, out_of_memory, tell_nccl
 from common.distributed.stopping import PREEMPTED, Preempted
-from common.distributed.store import join_store, keep_to_this_node, serve_store, store_host
-from common.distributed.world import OUR_BUG, FailedElsewhere, World
+from common.distributed.world import BUG, PeerFailed, World
 from common.flags import Flags, flag
 
 logger = logging.getLogger(__name__)
-# torchrun's store is there before the ranks are: one that cannot reach it has outlived its launcher.
-AGENT_S = 60
+AGENT_S = 60  # torchrun's store starts before the ranks: a rank that cannot reach it has outlived its launcher
+GRACE_S = 120  # after --ddp_timeout, for the hang watchdog to name a rank before NCCL's own ends the process
+LOOPBACK = "127.0.0.1"
+# NCCL's errors when a peer is dead or silent. Messages are those of torch 2.11 to 2.13 (ProcessGroupNCCL).
+_PEER_ERRORS = (
+    "ncclRemoteError",
+    "remote process",
+    "Watchdog caught collective operation timeout",
+    "onnection",
+    "socketPoll",
+)
+_ADVICE = {
+    "ncclInvalidUsage": "two ranks on one GPU, or ranks that call different collectives",
+    "ncclUnhandledCudaError": "the driver and this CUDA may not match: python -m extras.preflight compares them",
+    "ncclSystemError": "shared memory (/dev/shm), memlock or the network: NCCL_DEBUG=INFO says which",
+    "ncclInternalError": "NCCL_DEBUG=INFO says more",
+}
 
 
 @dataclass(frozen=True)
@@ -56,135 +71,58 @@ class ProcessFlags(Flags):
 
 @contextmanager
 def distributed_run(flags: ProcessFlags) -> Iterator[World]:
-    """Set up logging, device, process group and signals; take them down in order, whatever happens.
+    """Set up logging, device, signals and process group; tear them down in order on any exit.
 
-    Bad input ends every rank with status 2, and the first rank that found it says so in one line; a stop by signal
-    ends every rank with PREEMPTED.
+    Bad input ends every rank with status 2, with one line from the first rank that found it. A stop by signal ends
+    every rank with PREEMPTED.
     """
     world = World.from_environment(flags.use_cpu)
-    rank, size, local_rank, device = world.rank, world.size, world.local_rank, world.device
-    use_gpu = device.type == "cuda"
-    setup_logging(logging.INFO if rank == 0 else logging.ERROR)
+    use_gpu = world.device.type == "cuda"
+    setup_logging(logging.INFO if world.is_main else logging.ERROR)
     faulthandler.enable()
-    world.stop.listen()
+    world.stop.install_handlers()
     if flags.deterministic:
-        _make_deterministic()
+        _set_deterministic()
     try:
         with _exit_status(world):
-            if use_gpu and local_rank >= torch.cuda.device_count():
-                count = torch.cuda.device_count()
-                raise UserError(f"rank {rank} has no GPU of its own: --nproc_per_node is above the {count} here")
             if use_gpu:
-                torch.cuda.set_device(device)
+                if world.local_rank >= (count := torch.cuda.device_count()):
+                    raise UserError(f"rank {world.rank} has no GPU: --nproc_per_node is above the {count} here")
+                torch.cuda.set_device(world.device)
             if flags.tf32 is not None:
                 torch.backends.cuda.matmul.allow_tf32 = flags.tf32
             world.timeout_s = flags.ddp_timeout
             _init_process_group(world)
-            world.share_packs(flags.cp_size)
+            world.create_cp_groups(flags.cp_size)
             keep_freed_memory()
             yield world
     except BaseException as error:
-        world.stop.ignore()  # the exit status stands: torchrun signals the ranks that are left when one has ended
-        if size > 1:
+        world.stop.ignore()  # keep the exit status: torchrun signals the remaining ranks once one has ended
+        if world.size > 1:
             world.watch.end(failed=not (isinstance(error, SystemExit) and error.code == PREEMPTED))
-            leave(error)
+            exit_now(error)
         raise
     finally:
         world.watch.end()
         if dist.is_initialized():
             dist.destroy_process_group()
-    world.stop.default()
+    world.stop.restore_handlers()
 
 
-def _make_deterministic() -> None:
-    """Before anything of CUDA starts: cuBLAS reads then how much memory it works in."""
+def _set_deterministic() -> None:
+    """Call before CUDA starts: cuBLAS reads its workspace size then."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     os.environ["NVTE_ALLOW_NONDETERMINISTIC_ALGO"] = "0"  # Transformer Engine's attention
     torch.use_deterministic_algorithms(True)
-    torch.utils.deterministic.fill_uninitialized_memory = False  # for finding bugs: no kernel of ours reads it
-
-
-@contextmanager
-def _exit_status(world: World) -> Iterator[None]:
-    """Turn what ended the run into an exit status and at most one line, but for our own bugs."""
-    where = f"rank {world.rank}: " if world.rank else ""
-    with user_errors(where):
-        try:
-            yield
-        except Preempted:
-            logger.info("Stopped as asked, the state is saved: the same command goes on from there")
-            raise SystemExit(PREEMPTED) from None
-        except FailedElsewhere as failure:
-            raise SystemExit(failure.status) from None
-        except RuntimeError as error:
-            if out_of_memory(error):
-                raise UserError(
-                    f"out of memory on {world.device}: {one_line(error).partition('. ')[0]}: lower --tokens_per_pack "
-                    "(or --per_device_train_batch_size), recompute with --activation_checkpointing, or shard over "
-                    "more ranks"
-                ) from error
-            if isinstance(error, dist.DistNetworkError) and "EADDRINUSE" in str(error):
-                port = os.environ.get("MASTER_PORT")
-                taken = f"port {port} (MASTER_PORT) is taken on {socket.gethostname()}: by another job, or one that"
-                leave_with(world, f"{taken} has not ended yet: choose another --master_port, or start again", error)
-            leave_if_rank_lost(world, error)
-            if told := device_failure(error, world.device, socket.gethostname()):
-                leave_with(world, told, error)
-            raise
-
-
-def rank_lost(error: BaseException | None) -> bool:
-    """Whether a collective failed because the process at the other end is dead or silent. gloo has no exception."""
-    text = str(error)
-    of_gloo = "gloo" in text and any(word in text for word in ("onnection", "peer", "Timed out"))
-    of_nccl = isinstance(error, dist.DistBackendError) and lost_by_nccl(text)
-    return isinstance(error, dist.DistNetworkError) or of_nccl or (isinstance(error, RuntimeError) and of_gloo)
-
-
-def leave_if_rank_lost(world: World, error: BaseException) -> None:
-    """If the error says that another rank is gone: say who, and end this rank, from any thread. Else return."""
-    if not rank_lost(error):
-        return
-    where = f"rank {world.rank}: " if world.rank else ""
-    who = world.watch.missing()
-    told = f"{who}: see what it said" if who else "see what it said"
-    sys.stderr.write(f"error: {where}another rank is gone: {told} ({one_line(error)[:160]})\n")
-    world.watch.end(failed=True)
-    leave(SystemExit(OUR_BUG))
-
-
-def leave_with(world: World, told: str, error: BaseException) -> None:
-    """End this rank with one line, and the full stack where TRACEBACK is set: its device is in no state to go on."""
-    if os.environ.get("TRACEBACK"):
-        traceback.print_exception(error)
-    where = f"rank {world.rank}: " if world.rank else ""
-    sys.stderr.write(f"error: {where}{told}\n")
-    world.watch.end(failed=True)
-    leave(SystemExit(OUR_BUG))
-
-
-def leave(error: BaseException) -> None:
-    """End this rank of several now, without taking the process group down.
-
-    Taking it down can hang: NCCL waits for ranks that are gone, and with gloo (torch 2.13) half of such exits hung in
-    a destructor, after the last line of Python, for the exception's frames had kept model and groups alive until
-    then. A rank that hangs keeps its connections open, and the others waiting.
-    """
-    status = error.code if isinstance(error, SystemExit) and isinstance(error.code, int) else OUR_BUG
-    if not isinstance(error, SystemExit):
-        traceback.print_exception(error)
-    logging.shutdown()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(status)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # a debugging aid: no kernel of ours reads such memory
 
 
 def keep_freed_memory() -> None:
-    """Tell glibc to keep freed blocks for the next step instead of returning them to the kernel.
+    """Have glibc keep freed blocks for the next step instead of returning them to the kernel.
 
-    Activations are large blocks, freed and asked for again every step; by default each is mapped and zeroed by the
-    kernel anew. benchmarks/results/train_throughput_cpu.md has transformers' model with and without it. Whoever sets
-    glibc's own variables (MALLOC_MMAP_THRESHOLD_=65536 gives every large block back at once) is left alone.
+    Activations are large blocks, freed and allocated again every step; by default the kernel maps and zeroes each
+    anew. benchmarks/results/train_throughput_cpu.md has transformers' model with and without it. If the user sets
+    glibc's own variables (MALLOC_MMAP_THRESHOLD_=65536 returns every large block at once), nothing is changed.
     """
     if any(name.startswith("MALLOC_") for name in os.environ):
         return
@@ -197,39 +135,166 @@ def keep_freed_memory() -> None:
     mallopt(m_trim_threshold, 2**31 - 1)
 
 
+# ---- errors -------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _exit_status(world: World) -> Iterator[None]:
+    """Turn an exception into an exit status and at most one line; a bug keeps its traceback."""
+    with user_errors(_rank_prefix(world)):
+        try:
+            yield
+        except Preempted:
+            logger.info("Stopped by a signal, checkpoint saved: run the same command to resume")
+            raise SystemExit(PREEMPTED) from None
+        except PeerFailed as failure:
+            raise SystemExit(failure.status) from None
+        except RuntimeError as error:
+            if is_out_of_memory(error):
+                raise UserError(
+                    f"out of memory on {world.device}: {one_line(error).partition('. ')[0]}: lower --tokens_per_pack "
+                    "(or --per_device_train_batch_size), recompute with --activation_checkpointing, or shard over "
+                    "more ranks"
+                ) from error
+            host = socket.gethostname()
+            if isinstance(error, dist.DistNetworkError) and "EADDRINUSE" in str(error):
+                message = (
+                    f"port {os.environ.get('MASTER_PORT')} (MASTER_PORT) is taken on {host}: another job uses it, or "
+                    "one that has not ended yet: choose another --master_port, or start again"
+                )
+                exit_with_error(world, message, error)
+            exit_if_peer_lost(world, error)
+            if message := device_failure(error, world.device, host):
+                exit_with_error(world, message, error)
+            raise
+
+
+def _rank_prefix(world: World) -> str:
+    return f"rank {world.rank}: " if world.rank else ""
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether a device is out of memory: torch's own exception, or an error of CUDA or NCCL that says so."""
+    text = str(error)
+    of_device = isinstance(error, torch.AcceleratorError | dist.DistBackendError) or "CUDA error" in text
+    of_device = of_device and any(word in text for word in ("out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "calloc"))
+    return isinstance(error, torch.OutOfMemoryError) or of_device
+
+
+def device_failure(error: RuntimeError, device: torch.device, host: str) -> str | None:
+    """A CUDA or NCCL error and what to do about it, in one line; None for another error."""
+    text = str(error)
+    if isinstance(error, dist.DistBackendError):
+        advice = next((advice for name, advice in _ADVICE.items() if name in text), "NCCL_DEBUG=INFO says more")
+        return f"NCCL failed on {device} of {host}: {one_line(error)[:200]}: {advice}"
+    if isinstance(error, torch.AcceleratorError) or "CUDA error" in text or "cuDNN error" in text:
+        first_line = text.partition("\n")[0].removeprefix("CUDA error: ")
+        return (
+            f"CUDA failed on {device} of {host}: {first_line[:160]}: if it happens again on this host alone, check "
+            "its GPU (nvidia-smi -q, dmesg); else CUDA_LAUNCH_BLOCKING=1 and TRACEBACK=1 show where"
+        )
+    return None
+
+
+def is_peer_lost(error: BaseException | None) -> bool:
+    """Whether a collective failed because a peer is dead or silent. gloo has no exception of its own for it."""
+    text = str(error)
+    of_gloo = "gloo" in text and any(word in text for word in ("onnection", "peer", "Timed out"))
+    of_nccl = isinstance(error, dist.DistBackendError) and any(word in text for word in _PEER_ERRORS)
+    return isinstance(error, dist.DistNetworkError) or of_nccl or (isinstance(error, RuntimeError) and of_gloo)
+
+
+def exit_if_peer_lost(world: World, error: BaseException) -> None:
+    """If a lost peer caused the error, name it and end this process, from any thread. Else return."""
+    if is_peer_lost(error):
+        who = world.watch.missing()
+        cause = f"{who}: see its log" if who else "see its log"
+        exit_with_error(world, f"another rank is gone: {cause} ({one_line(error)[:160]})")
+
+
+def exit_with_error(world: World, message: str, error: BaseException | None = None) -> None:
+    """End this process with one line, and with the error's stack if TRACEBACK is set.
+
+    For errors after which the device or a peer cannot be used any more.
+    """
+    if error is not None and os.environ.get("TRACEBACK"):
+        traceback.print_exception(error)
+    sys.stderr.write(f"error: {_rank_prefix(world)}{message}\n")
+    world.watch.end(failed=True)
+    exit_now(SystemExit(BUG))
+
+
+def exit_now(error: BaseException) -> None:
+    """End this process without destroying the process group, which can hang.
+
+    NCCL waits for ranks that are gone. With gloo (torch 2.13) half of such exits hung in a destructor after the last
+    line of Python, because the exception's frames had kept model and groups alive. A rank that hangs keeps its
+    connections open, and the other ranks waiting.
+    """
+    status = error.code if isinstance(error, SystemExit) and isinstance(error.code, int) else BUG
+    if not isinstance(error, SystemExit):
+        traceback.print_exception(error)
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
+
+
+# ---- rendezvous and process group ---------------------------------------------------------------------------
+#
+# torch's TCPStore answers anyone who reaches its port, and listens on all interfaces whatever address it is given. A
+# store at a loopback address gets a socket that listens there only; a run on one node has all its stores there.
+
+
 def _init_process_group(world: World) -> None:
+    from extras.monitor.watchdog import Watch
+
+    watch = world.watch = Watch()
     timeout_s, timeout = world.timeout_s, timedelta(seconds=world.timeout_s)
-    keep_to_this_node()
-    backend = "cpu:gloo,cuda:nccl" if world.device.type == "cuda" else "gloo"
+    use_loopback_interface()
+    backend = "gloo"
     if world.device.type == "cuda":
-        tell_nccl(timeout_s)
+        backend = "cpu:gloo,cuda:nccl"
+        set_nccl_defaults(timeout_s)
     if "RANK" not in os.environ:
-        world.watch.begin(0, 1, None, timeout_s)
+        watch.begin(0, 1, None, timeout_s)
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+        return
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        store = _store_of_this_attempt(world, timeout_s)
     else:
-        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-            store = _store_of_this_attempt(world, timeout_s)
-        else:
-            host, port = store_host(), int(os.environ["MASTER_PORT"])
-            everyone = {"world_size": world.size, "wait_for_workers": True, "timeout": timeout}
-            store = serve_store(host, port, **everyone) if world.is_main else join_store(host, port, **everyone)
-        world.watch.begin(world.rank, world.size, store, timeout_s, lambda: world.stop.told)
-        dist.init_process_group(backend, store=store, rank=world.rank, world_size=world.size, timeout=timeout)
+        host, port = store_host(), int(os.environ["MASTER_PORT"])
+        options = {"world_size": world.size, "wait_for_workers": True, "timeout": timeout}
+        store = serve_store(host, port, **options) if world.is_main else join_store(host, port, **options)
+    watch.begin(world.rank, world.size, store, timeout_s, lambda: world.stop.signalled)
+    dist.init_process_group(backend, store=store, rank=world.rank, world_size=world.size, timeout=timeout)
+
+
+def set_nccl_defaults(timeout_s: int) -> None:
+    """Variables for NCCL and its network libraries, unless the user sets them."""
+    for name, value in {
+        # NCCL's watchdog ends a process whose thread does not answer, without naming a rank: ours comes first.
+        "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC": timeout_s + GRACE_S,
+        # Loader workers fork: libfabric and the RDMA libraries must not lose their registered memory then.
+        "FI_EFA_FORK_SAFE": 1,
+        "RDMAV_FORK_SAFE": 1,
+    }.items():
+        os.environ.setdefault(name, str(value))
 
 
 def _store_of_this_attempt(world: World, timeout_s: int) -> dist.Store:
-    """A store that holds nothing of an earlier attempt of the same torchrun.
+    """A store without the keys of an earlier attempt of the same torchrun.
 
-    torchrun's own store outlives its restarts, with the addresses of the dead ranks in it: whoever reads one before
-    the new rank has written its own fails to connect, and the restart with it (pytorch issue 135712, still so in torch
-    2.13). So rank 0 serves a new store and says in the old one where; a stale answer is a dead port.
+    torchrun's own store outlives its restarts and holds the addresses of dead ranks: a rank that reads one before the
+    new rank has written its own fails to connect, and the restart fails with it (pytorch issue 135712, still so in
+    torch 2.13). So rank 0 serves a new store and puts its address into the old one; a stale address is a dead port.
     """
     key = "common.distributed.world/store"
     agents, _, _ = next(dist.rendezvous("env://", world.rank, world.size, timeout=timedelta(seconds=AGENT_S)))
     timeout = timedelta(seconds=timeout_s)
     agents.set_timeout(timeout)
     if world.is_main:
-        host = store_host()  # as torchrun tells rank 0: its own node
+        host = store_host()  # torchrun sets MASTER_ADDR to rank 0's node
         store = serve_store(host, 0, timeout=timeout)
         agents.set(key, f"{host} {store.port}")
         return store
@@ -245,3 +310,57 @@ def _store_of_this_attempt(world: World, timeout_s: int) -> dist.Store:
             if time.monotonic() > deadline:
                 raise
             time.sleep(0.1)
+
+
+def is_loopback(host: str) -> bool:
+    """Whether the address itself is loopback. Host names are not resolved: a host's own name may be loopback on that
+    host and another address on the other nodes."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def on_one_node() -> bool:
+    """Whether all ranks are on this machine, by torchrun's variables or the store's address."""
+    size, local_size = os.environ.get("WORLD_SIZE"), os.environ.get("LOCAL_WORLD_SIZE")
+    return size == local_size or is_loopback(os.environ.get("MASTER_ADDR", ""))
+
+
+def store_host() -> str:
+    """Where rank 0 serves a store."""
+    return LOOPBACK if on_one_node() else os.environ["MASTER_ADDR"]
+
+
+def serve_store(host: str, port: int, **options) -> dist.TCPStore:
+    """Serve a TCPStore at a port (0: a free one); at a loopback address it listens there only.
+
+    options: TCPStore's. Raises DistNetworkError if the port is taken.
+    """
+    options = {"wait_for_workers": False} | options
+    if not is_loopback(host):
+        return dist.TCPStore(host, port, is_master=True, **options)
+    try:
+        listener = socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            raise dist.DistNetworkError(f"EADDRINUSE: {host}:{port}: {error.strerror}") from None
+        raise
+    port = listener.getsockname()[1]
+    store = dist.TCPStore(host, port, is_master=True, master_listen_fd=listener.fileno(), **options)
+    listener.detach()  # the store owns the socket now
+    return store
+
+
+def join_store(host: str, port: int, **options) -> dist.TCPStore:
+    """A client of the store there. options: TCPStore's."""
+    return dist.TCPStore(host, port, is_master=False, **{"wait_for_workers": False} | options)
+
+
+def use_loopback_interface() -> None:
+    """On one node have gloo and NCCL use loopback, unless the user names an interface. Call before making a group."""
+    names = [name for _, name in socket.if_nameindex()]
+    loopback = next((name for name in ("lo", "lo0") if name in names), None)
+    if loopback and on_one_node():
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", loopback)

@@ -1,4 +1,9 @@
-"""The processes of a run: who am I, which device is mine, how do we agree, how do we fail together."""
+"""A process of a run: its rank, device and mesh, and the collectives by which ranks agree and fail together.
+
+Ranks send each other values as JSON in tensors, because torch's object collectives unpickle what they receive. A value
+is a dict with string keys, a list, string, number, boolean or None; a tuple arrives as a list. Anything else is a
+TypeError, with one rank too.
+"""
 
 from __future__ import annotations
 
@@ -17,51 +22,36 @@ from torch import Tensor
 
 from common.cli import BAD_INPUT, UserError
 from common.distributed.stopping import StopRequest
-from extras.monitor.watchdog import Watch
-
-# Values that ranks send each other, as JSON in tensors: torch's collectives of objects unpickle what they receive.
-#
-# A value is what JSON holds: dicts with strings as keys, lists, strings, numbers, booleans, None. A tuple arrives as a
-# list. Everything else is a TypeError, on one rank as on many.
 
 
-def copy(value):
-    """The value as another rank would receive it."""
-    return json.loads(_encoded(value))
-
-
-def share(value):
-    """Rank 0's value on every rank."""
-    sends = dist.get_rank() == 0
-    data = _to_tensor(value) if sends else torch.empty(0)
+def _broadcast(value):
+    is_source = dist.get_rank() == 0
+    data = _to_tensor(value) if is_source else torch.empty(0)
     length = torch.tensor([len(data)])
     dist.broadcast(length, src=0)
-    if not sends:
+    if not is_source:
         data = torch.empty(int(length), dtype=torch.uint8)
     dist.broadcast(data, src=0)
     return _from_tensor(data)
 
 
-def gather(value, group: dist.ProcessGroup | None = None) -> list:
-    """Every rank's value, in order, on every rank of the group."""
+def _gather(value, group: dist.ProcessGroup | None, to_main: bool) -> list:
+    """to_main: all values on rank 0, [] on the others, which receive lengths only."""
     lengths, padded = _padded(value, group)
-    everyone = [torch.empty_like(padded) for _ in lengths]
-    dist.all_gather(everyone, padded, group=group)
-    return [_from_tensor(data[:length]) for data, length in zip(everyone, lengths, strict=True)]
-
-
-def gather_to_main(value, group: dist.ProcessGroup | None = None) -> list:
-    """Every rank's value, in order, on rank 0; [] on the others, who are sent lengths only."""
-    lengths, padded = _padded(value, group)
-    everyone = [torch.empty_like(padded) for _ in lengths] if dist.get_rank() == 0 else None
-    dist.gather(padded, everyone, dst=0, group=group)
-    if everyone is None:
+    if not to_main:
+        buffers = [torch.empty_like(padded) for _ in lengths]
+        dist.all_gather(buffers, padded, group=group)
+    elif dist.get_rank() == 0:
+        buffers = [torch.empty_like(padded) for _ in lengths]
+        dist.gather(padded, buffers, dst=0, group=group)
+    else:
+        dist.gather(padded, None, dst=0, group=group)
         return []
-    return [_from_tensor(data[:length]) for data, length in zip(everyone, lengths, strict=True)]
+    return [_from_tensor(data[:length]) for data, length in zip(buffers, lengths, strict=True)]
 
 
 def _padded(value, group: dist.ProcessGroup | None) -> tuple[list[int], Tensor]:
-    """The lengths of every rank's data, and this rank's data, as long as the longest."""
+    """The lengths of every rank's data, and this rank's data padded to the longest."""
     data = _to_tensor(value)
     lengths = [torch.empty(1, dtype=torch.int64) for _ in range(dist.get_world_size(group))]
     dist.all_gather(lengths, torch.tensor([len(data)]), group=group)
@@ -84,22 +74,22 @@ def _encoded(value) -> bytes:
 
 
 def _check_keys(value) -> None:
-    """json.dumps turns other keys into strings without a word."""
+    """json.dumps silently turns other keys into strings."""
     if isinstance(value, dict):
         if others := [key for key in value if not isinstance(key, str)]:
-            raise TypeError(f"the key {others[0]!r} is no string")
+            raise TypeError(f"the key {others[0]!r} is not a string")
         value = value.values()
     elif not isinstance(value, list | tuple):
         return
-    for each in value:
-        _check_keys(each)
+    for item in value:
+        _check_keys(item)
 
 
-OUR_BUG = 1  # exit status beside a traceback
+BUG = 1  # exit status of an unexpected exception
 
 
-class FailedElsewhere(Exception):
-    """Another rank has failed and says why: this one leaves without a word, with the same exit status."""
+class PeerFailed(Exception):
+    """Another rank has failed and reports why: this rank exits silently with the same status."""
 
     def __init__(self, status: int):
         super().__init__("another rank failed")
@@ -108,9 +98,9 @@ class FailedElsewhere(Exception):
 
 @dataclass(frozen=True)
 class Mesh:
-    """A rank's place among those that share the data: (dp, cp), cp innermost. Ranks of one cp group share a pack.
+    """A rank's coordinates in the mesh (dp, cp), cp innermost; the ranks of a cp group share a pack.
 
-    Whoever deals out data asks for `dp_rank` of `dp_size`; whoever averages over all ranks, for the World's size.
+    Data is sharded by `dp_rank` of `dp_size`; averages over all ranks use the World's size.
     """
 
     rank: int = 0
@@ -130,39 +120,60 @@ class Mesh:
         return self.rank % self.cp_size
 
 
+class NullWatch:
+    """The interface of the hang watchdog, doing nothing: `distributed_run` puts the real one in its place."""
+
+    def mark(self, phase: str, step: int) -> None:
+        """The main thread enters a phase of a step. All ranks pass the same marks in the same order."""
+
+    def rest(self) -> None:
+        """Stop watching until the next mark: what follows may take any time."""
+
+    def end(self, failed: bool = False) -> None:
+        """The process is about to exit: tell the other ranks and stop watching."""
+
+    def compilation_counts_as_progress(self) -> None:
+        """Do not count the time torch.compile takes as a hang."""
+
+    def missing(self) -> str:
+        """Which rank is gone or stuck, after a collective failed; "" if unknown."""
+        return ""
+
+
 @dataclass
 class World:
-    """The process' place in the run. Without torchrun: a world of one.
+    """This process in the run; without torchrun a world of one.
 
-    rehearsed: nothing is computed, so that no value is needed (extras.dry_run.memory_estimate).
+    is_dry_run: tensors have no values (extras.dry_run.memory_estimate). local_size: ranks of this node; timeout_s: of
+    collectives; cp_group: the ranks that share this rank's packs, None if it has packs of its own.
     """
 
-    rehearsed: ClassVar[bool] = False
+    is_dry_run: ClassVar[bool] = False
 
     rank: int
     local_rank: int
     size: int
     device: torch.device
     stop: StopRequest = field(default_factory=StopRequest)
-    local_size: int = 1  # ranks of this node
-    watch: Watch = field(default_factory=Watch)
-    timeout_s: int = 1800  # of what the ranks exchange
+    local_size: int = 1
+    watch: NullWatch = field(default_factory=NullWatch)
+    timeout_s: int = 1800
     cp_size: int = 1
-    cp_group: dist.ProcessGroup | None = None  # those that share this rank's packs; None: nobody else
+    cp_group: dist.ProcessGroup | None = None
 
     @classmethod
     def from_environment(cls, use_cpu: bool) -> World:
-        """The place that torchrun's variables tell."""
+        """From torchrun's environment variables."""
         rank, size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
         local_rank = int(os.environ.get("LOCAL_RANK", 0))
         use_gpu = torch.cuda.is_available() and not use_cpu
         device = torch.device("cuda", local_rank) if use_gpu else torch.device("cpu")
         return cls(rank, local_rank, size, device, local_size=int(os.environ.get("LOCAL_WORLD_SIZE", size)))
 
-    def share_packs(self, cp_size: int) -> None:
-        """Neighbours in rank, so many, share their packs from now on. UserError where that does not divide the ranks.
+    def create_cp_groups(self, cp_size: int) -> None:
+        """Split the ranks into context-parallel groups of `cp_size` consecutive ranks. A collective.
 
-        All ranks together.
+        UserError if that does not divide the number of ranks.
         """
         with self.raise_together():
             if self.size % cp_size:
@@ -203,7 +214,7 @@ class World:
         return values
 
     def any(self, flag: bool) -> bool:
-        """Whether the flag is set on some rank: every rank gets the same answer."""
+        """Whether the flag is set on any rank; every rank gets the same answer."""
         if self.size == 1:
             return flag
         value = torch.tensor(int(flag))
@@ -211,19 +222,19 @@ class World:
         return bool(value.item())
 
     def broadcast_object(self, value):
-        """Rank 0's value (what JSON holds: common.distributed.world) on every rank."""
-        return share(value) if self.size > 1 else copy(value)
+        """Rank 0's value on every rank."""
+        return _broadcast(value) if self.size > 1 else json.loads(_encoded(value))
 
     def gather(self, value, group: dist.ProcessGroup | None = None) -> list:
-        """Every rank's value (what JSON holds), in order, on every rank."""
-        return gather(value, group) if self.size > 1 else [copy(value)]
+        """Every rank's value, in order, on every rank of the group."""
+        return _gather(value, group, to_main=False) if self.size > 1 else [json.loads(_encoded(value))]
 
     def gather_to_main(self, value, group: dist.ProcessGroup | None = None) -> list:
-        """Every rank's value (what JSON holds), in order, on rank 0; [] on the others, who are sent nothing of it."""
-        return gather_to_main(value, group) if self.size > 1 else [copy(value)]
+        """Every rank's value, in order, on rank 0; [] on the others, which receive no values."""
+        return _gather(value, group, to_main=True) if self.size > 1 else [json.loads(_encoded(value))]
 
     def assert_same(self, facts: dict) -> None:
-        """UserError, on all ranks together, unless these plain values are the same on every rank."""
+        """Raise UserError on all ranks unless these plain values are the same on every rank."""
         everyone = self.gather((socket.gethostname(), {name: repr(value) for name, value in facts.items()}))
         failure = None
         for rank, (host, theirs) in enumerate(everyone):
@@ -242,9 +253,9 @@ class World:
 
     @contextmanager
     def raise_together(self, group: dist.ProcessGroup | None = None) -> Iterator[None]:
-        """Every rank does the body, which must hold no collective of its own. If it fails on some rank, all end.
+        """Run the body, which must not contain a collective, on every rank; if it raises on one, raise on all.
 
-        Without this the others would wait in their next collective for a rank that never comes.
+        Otherwise the other ranks would wait in their next collective for a rank that never arrives.
         """
         failure: Exception | None = None
         try:
@@ -254,22 +265,22 @@ class World:
         self.raise_on_all(failure, group)
 
     def raise_on_all(self, failure: Exception | None, group: dist.ProcessGroup | None = None) -> None:
-        """Return if no rank has a failure. Else the first rank that has raises its own, the others FailedElsewhere."""
-        if isinstance(failure, FailedElsewhere):
-            failure = None  # its own rank tells
+        """Return if no rank has a failure. Else the first rank with one raises it, the others PeerFailed."""
+        if isinstance(failure, PeerFailed):
+            failure = None  # reported by its own rank
         if self.size > 1:
-            # One number that tells the rank and the kind of failure.
-            kind = OUR_BUG if not isinstance(failure, UserError | OSError) else BAD_INPUT
+            # Rank and exit status in one number, so that one all-reduce does.
+            kind = BUG if not isinstance(failure, UserError | OSError) else BAD_INPUT
             value = torch.tensor(self.size * 8 if failure is None else self.rank * 8 + kind)
             dist.all_reduce(value, op=dist.ReduceOp.MIN, group=group)
             first, status = divmod(int(value.item()), 8)
             if first < self.size and first != self.rank:
-                raise FailedElsewhere(status) from failure
+                raise PeerFailed(status) from failure
         if failure is not None:
             raise failure
 
     @contextmanager
     def on_main_rank(self) -> Iterator[bool]:
-        """Only rank 0 does the body's work (`with ... as is_main: if is_main: ...`); if it fails, every rank ends."""
+        """`with ... as is_main: if is_main: ...` for work that rank 0 alone does; if it raises, all ranks raise."""
         with self.raise_together():
             yield self.is_main

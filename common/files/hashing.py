@@ -1,8 +1,13 @@
-"""Identity of a file: the SHA-256 of its content, never its path, size or date.
+"""Hashes: counter-based random numbers, and the SHA-256 of files.
 
-Reading a file of many gigabytes takes a while, so hashes are cached in ~/.cache (XDG_CACHE_HOME), one small file for
-each path. A cached hash counts only while inode, size, mtime and ctime are unchanged: a replaced file has another
-inode or ctime even if its name, size and mtime are the old ones.
+Random numbers are a hash of (key, counter), vectorised and without generator state. A draw at (seed, epoch, record,
+position) is the same in any order, process or batch, so a run is a function of its data, arguments and seed. The
+mixing function is SplitMix64's finaliser (Steele, Lea, Flood: Fast Splittable Pseudorandom Number Generators, OOPSLA
+2014; constants: Stafford's variant 13).
+
+A file's identity is the SHA-256 of its content, never its path, size or date. Hashes are cached in ~/.cache
+(XDG_CACHE_HOME), one small file per path. A cached hash is used only while inode, size, mtime and ctime are unchanged:
+a replaced file has another inode or ctime even if its name, size and mtime are the same.
 """
 
 from __future__ import annotations
@@ -22,17 +27,11 @@ import numpy as np
 from common.cli import UserError
 from common.heartbeat import log_every
 
-# Counter-based random numbers: a hash of (key, counter), vectorised, no generator state.
-#
-# Whoever draws at (seed, epoch, record, position) gets the same number, in whatever order, process or batch: this is
-# what makes a run one function of its data, arguments and seed. The mixing function is the finaliser of SplitMix64
-# (Steele, Lea, Flood: Fast Splittable Pseudorandom Number Generators, OOPSLA 2014; constants: Stafford's variant 13).
-
 GAMMA = 0x9E3779B97F4A7C15  # 2^64 / golden ratio, odd: the step between the counters of one key
 MULTIPLIERS = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 WORD = (1 << 64) - 1
 
-# What a key is for. Two uses of one (seed, epoch) never share a stream.
+# The purpose of a key, so that two uses of one (seed, epoch) never share a stream.
 BLOCK_ORDER, ROTATION, RECORD_ORDER, PACK_ORDER, CROP, MASKING, MEMBER, BYTES, CLUSTER_ORDER, ROUNDING = range(1, 11)
 
 
@@ -73,7 +72,7 @@ def hash_counters(key: int, counters: np.ndarray) -> np.ndarray:
 def hash_bytes(data: np.ndarray, offsets: np.ndarray) -> np.ndarray:
     """uint64 [N] hashes of N byte strings: data uint8 [C] end to end, offsets int [N + 1], where each begins.
 
-    Eight bytes at a time, the last ones filled up with zeros; the length is part of the hash.
+    Eight bytes at a time, zero-padded at the end; the length is part of the hash.
     """
     offsets = offsets.astype(np.int64)
     lengths = np.diff(offsets)
@@ -124,15 +123,15 @@ class Permutation:
         return left << self.half_bits | right
 
 
-# A file changed this recently may change again without its times showing it (file systems count in ticks).
+# A file this recent may change again within the same tick of the file system's clock, so its hash is not cached.
 SETTLED_S = 2.0
-SAID_EVERY_S = 5.0
+LOG_EVERY_S = 5.0
 
 
 def content_hash(path: str | Path) -> str:
     """SHA-256 (hex) of a regular file.
 
-    UserError if it is no regular file or is written to meanwhile, OSError if it cannot be read.
+    UserError if it is no regular file or changes while it is read, OSError if it cannot be read.
     """
     path = Path(path).resolve()
     before = _stat(path)
@@ -151,9 +150,9 @@ def content_hash(path: str | Path) -> str:
 
 
 def content_hashes(paths: Iterable[str | Path], threads: int = 4) -> list[str]:
-    """`content_hash` of several files. The log says so where it takes long."""
+    """`content_hash` of several files, with a log line every few seconds."""
     paths = list(paths)
-    with log_every(f"Hashing {len(paths)} input files", every=SAID_EVERY_S), ThreadPoolExecutor(threads) as pool:
+    with log_every(f"Hashing {len(paths)} input files", every=LOG_EVERY_S), ThreadPoolExecutor(threads) as pool:
         return list(pool.map(content_hash, paths))
 
 
@@ -163,15 +162,15 @@ def combined_hash(paths: Iterable[str | Path], threads: int = 4) -> str:
 
 
 def _stat(path: Path) -> dict[str, int]:
-    found = path.stat()
-    if not stat.S_ISREG(found.st_mode):
+    status = path.stat()
+    if not stat.S_ISREG(status.st_mode):
         raise UserError(f"{path}: not a regular file")
     return {
-        "device": found.st_dev,
-        "inode": found.st_ino,
-        "size": found.st_size,
-        "mtime_ns": found.st_mtime_ns,
-        "ctime_ns": found.st_ctime_ns,
+        "device": status.st_dev,
+        "inode": status.st_ino,
+        "size": status.st_size,
+        "mtime_ns": status.st_mtime_ns,
+        "ctime_ns": status.st_ctime_ns,
     }
 
 
@@ -181,7 +180,7 @@ def _cache_file(path: Path) -> Path:
 
 
 def _write_cache(file: Path, entry: dict) -> None:
-    """Best effort: without a home directory to write to, files are hashed each time."""
+    """Best effort: without a writable home directory files are hashed each time."""
     with suppress(OSError):
         file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         partial = file.with_name(f"{file.name}.{os.getpid()}")

@@ -1,4 +1,4 @@
-"""JSON files and files of JSON lines, written so that nobody ever reads half of what was meant to be whole."""
+"""Read untrusted files safely and write files atomically: JSON, JSON lines, checksums, fsync."""
 
 from __future__ import annotations
 
@@ -7,13 +7,12 @@ import json
 import os
 import re
 import stat
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from common.files.output_directory import replace_flushed, sync
-
-# Reading files that somebody else may have made: regular ones, of bounded size, with values of the expected types.
+from isal import isal_zlib
 
 JSON_LIMIT = 16 << 20  # bytes of a configuration, a manifest or a trainer state
 LARGEST_INT = 1 << 53  # of JSON that every reader agrees on
@@ -30,14 +29,19 @@ _KINDS = {
 }
 
 
+# ---- files that somebody else may have made: regular, of bounded size, values of the expected types ----------
+
+
 def is_plain_name(name: Any) -> bool:
-    """Whether this is the name of a file in the directory at hand: no separator, no `..`, nothing unprintable."""
+    """Whether this is a plain file name: no separator, no `..`, nothing unprintable."""
     return isinstance(name, str) and _PLAIN_NAME.fullmatch(name) is not None and name not in (".", "..")
 
 
 def open_regular(path: Path, follow_links: bool = False) -> BinaryIO:
-    """Open a regular file to read. OSError for anything else (a FIFO would block, a device has no end), and for a link
-    unless links are followed."""
+    """Open a regular file for reading.
+
+    OSError for anything else (a FIFO would block, a device is endless), and for a link unless `follow_links`.
+    """
     # O_NONBLOCK: opening a FIFO without a writer returns; O_NOCTTY: opening a terminal does not take it.
     flags = os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC | (0 if follow_links else os.O_NOFOLLOW)
     try:
@@ -57,7 +61,7 @@ def file_size(file: BinaryIO) -> int:
 
 
 def read_limited(path: Path, limit: int, follow_links: bool = False) -> bytes:
-    """All of a regular file. ValueError where it has more bytes than `limit`."""
+    """The content of a regular file. ValueError if it has more bytes than `limit`."""
     with open_regular(path, follow_links) as file:
         content = file.read(limit + 1)
     if len(content) > limit:
@@ -66,7 +70,7 @@ def read_limited(path: Path, limit: int, follow_links: bool = False) -> bytes:
 
 
 def read_json(path: Path, limit: int = JSON_LIMIT, follow_links: bool = False) -> dict[str, Any]:
-    """The object that a JSON file holds. ValueError where it holds something else, OSError as `open_regular`."""
+    """The object in a JSON file. ValueError if it holds anything else, OSError as `open_regular`."""
     try:
         content = json.loads(read_limited(path, limit, follow_links))
     except RecursionError as error:
@@ -77,9 +81,9 @@ def read_json(path: Path, limit: int = JSON_LIMIT, follow_links: bool = False) -
 
 
 def check_type(name: str, value: Any, annotation: str) -> None:
-    """ValueError unless the value is of one of the types in `annotation` ("int | None"); an integer is a float, too.
+    """ValueError unless the value has one of the types in `annotation` ("int | None"); integers count as floats.
 
-    Integers beyond 2**53 are refused: no count or size here comes near, and later arithmetic would overflow.
+    Integers beyond 2**53 are refused: no count or size is that large, and later arithmetic would overflow.
     """
     allowed = annotation.split(" | ")
     if not any(isinstance(value, _KINDS[k]) and (k == "bool" or not isinstance(value, bool)) for k in allowed):
@@ -91,26 +95,91 @@ def check_type(name: str, value: Any, annotation: str) -> None:
 
 
 def shorten(value: Any) -> str:
-    """A value for an error line."""
+    """A value as text for an error message, at most 80 characters."""
     text = ascii(value)
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 
+def open_private(path: str, flags: int) -> int:
+    """An `opener` for `open` that makes the file readable and writable by its owner only, also if it exists."""
+    descriptor = os.open(path, flags, 0o600)
+    with suppress(OSError):  # another user's file, or a file system without modes
+        os.fchmod(descriptor, 0o600)
+    return descriptor
+
+
+# ---- durable writes -----------------------------------------------------------------------------------------
+
+
+def sync(file) -> None:
+    """Flush a file to disk; call before the rename that publishes it."""
+    file.flush()
+    os.fsync(file.fileno())
+
+
+@contextmanager
+def replace_flushed(path: Path) -> Iterator[Path]:
+    """Yield a temporary path to write to; on exit flush it and rename it to `path`.
+
+    A failure leaves `path` unchanged and removes the temporary file (a power cut may leave it).
+    """
+    unfinished = path.with_name(f"{path.name}.partial")
+    try:
+        yield unfinished
+        with open(unfinished, "rb") as file:
+            os.fsync(file.fileno())
+        os.replace(unfinished, path)
+    except BaseException:
+        unfinished.unlink(missing_ok=True)
+        raise
+    sync_directory(path.parent)
+
+
+def sync_directory(path: Path) -> None:
+    """Flush a directory's entries to disk: renames and removals."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def sync_tree(directory: Path) -> None:
+    """Flush a directory and everything below it to disk; call before the rename that publishes it."""
+    for root, _, names in os.walk(directory):
+        for name in names:
+            with open(os.path.join(root, name), "rb") as file:
+                os.fsync(file.fileno())
+        sync_directory(Path(root))
+
+
+def size_and_crc(path: Path) -> list[int]:
+    """[bytes, CRC-32] of a file, as manifests keep them."""
+    size = crc = 0
+    with open(path, "rb") as file:
+        while block := file.read(1 << 20):
+            size, crc = size + len(block), isal_zlib.crc32(block, crc)
+    return [size, crc]
+
+
+# ---- JSON and JSON lines ------------------------------------------------------------------------------------
+
+
 def write_json(path: Path, value: dict) -> None:
-    """Replace the file at once: whoever reads finds the old one or the new one."""
+    """Replace the file atomically: a reader sees the old one or the new one."""
     with replace_flushed(path) as partial:
         partial.write_text(json.dumps(value, indent=4, sort_keys=True) + "\n")
 
 
 def write_json_flushed(path: Path, value: dict, sort_keys: bool) -> None:
-    """Have it on the disk on return: a file of a directory that appears under its name when all of it is there."""
+    """Write and flush a file of a directory that is renamed when complete."""
     with open(path, "w") as file:
         json.dump(value, file, indent=2, sort_keys=sort_keys)
         sync(file)
 
 
 def read_json_lines(path: Path) -> list[dict]:
-    """One object a line, none where there is no file; a last line torn by a crash is left out."""
+    """One object per line; [] if the file is missing. A last line torn by a crash is dropped."""
     rows = []
     for line in path.read_text().splitlines() if path.exists() else ():
         try:
@@ -121,10 +190,10 @@ def read_json_lines(path: Path) -> list[dict]:
 
 
 class JsonLinesLog:
-    """Rows with a "step", added as they come: metrics.jsonl has one a logged step, quant_stats.jsonl several."""
+    """A file of rows with a "step": metrics.jsonl has one per logged step, quant_stats.jsonl several."""
 
     def __init__(self, path: Path, keep_through: int):
-        """Rows beyond step `keep_through` belong to steps that will be taken again: they are dropped."""
+        """Drops the rows beyond step `keep_through`: a resumed run takes those steps again."""
         self.path = path
         kept = [row for row in read_json_lines(path) if row["step"] <= keep_through]
         partial = path.with_suffix(".partial")
@@ -139,7 +208,7 @@ class JsonLinesLog:
         try:
             with open(self.path, "a") as file:
                 file.write(_lines(rows))
-        except OSError as error:  # of a full disk, which names no file
+        except OSError as error:  # an error of a full disk names no file
             raise OSError(error.errno, error.strerror, str(self.path)) from None
 
 

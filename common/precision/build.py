@@ -1,4 +1,4 @@
-"""Give a model's layers their number formats, and tell those of every step: what was built, in one record."""
+"""Give a model's layers their number formats. Emulation, statistics and Transformer Engine are imported on request."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import logging
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -14,28 +14,26 @@ from torch import Tensor, nn
 from common.cli import UserError
 from common.distributed.world import World
 from common.files.hashing import ROUNDING, derive_key
-from common.models.esm2.config import Esm2Config
 from common.models.layers.linear import RoundedWeights
-from common.precision.emulation import Emulation
-from common.precision.masters import Masters
 from common.precision.plan import Plan, PrecisionFlags, check_device, check_dimensions, describe, formats, resolve
-from extras.decoders.config import DecoderConfig
-from extras.quant_stats.stats import QuantStats
-from extras.quant_stats.stats_plan import select
+
+if TYPE_CHECKING:
+    from common.precision.emulation import Emulation
+    from common.precision.masters import Masters
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class Precision:
-    """The formats of a model, and what a step tells them. One without a plan does nothing.
+    """The formats of a model's layers, and the hooks that a step calls. Without a plan it does nothing.
 
-    emulation or quantised (Transformer Engine's contexts, common.precision.te); stats: of either; masters: of weights
-    that the model itself holds in another format; rounded: of weights that it computes with in bf16.
+    emulation or quantised (Transformer Engine's contexts, common.precision.te): who quantises; stats: of either;
+    masters: fp32 master weights of a model in FP8; rounded: bf16 copies of fp32 weights.
     """
 
     plan: Plan | None = None
-    rest: str = "BF16"  # what layers without a format compute in
+    rest: str = "BF16"  # the format of all other layers
     emulation: Emulation | None = None
     quantised: Any = None
     stats: Any = None
@@ -44,7 +42,7 @@ class Precision:
 
     @property
     def formats(self) -> dict[str, str]:
-        """Of the layers; {} where none is quantised."""
+        """{layers: format}; {} where none is quantised."""
         return formats(self.plan, self.rest) if self.plan else {}
 
     @property
@@ -54,14 +52,14 @@ class Precision:
         return made.state if made else {}
 
     def attach(self, optimizer: torch.optim.Optimizer) -> None:
-        """The optimiser updates `masters`, if there are any: the model's own weights are to follow. So are copies."""
+        """Copy the weights that the optimiser updates to the model after each step: FP8 from masters, bf16 copies."""
         if self.masters:
             self.masters.attach(optimizer)
         if self.rounded:
             optimizer.register_step_post_hook(lambda *_: self.rounded.refresh())
 
     def attach_restored(self, gradients: float) -> None:
-        """The same when a checkpoint has been read; gradients: how many times those of the run that wrote it."""
+        """Copy them after a checkpoint is read. gradients: this run's over those of the run that wrote it."""
         if self.masters:
             self.masters.copy_to_model()
         if self.rounded:
@@ -70,7 +68,7 @@ class Precision:
             self.quantised.rescale_gradients(gradients)
 
     def computed_with(self) -> Iterable[Tensor]:
-        """Copies of weights that are kept between steps."""
+        """bf16 copies of weights, kept between steps."""
         return self.rounded.copies if self.rounded else ()
 
     def begin_step(self, step: int) -> None:
@@ -79,7 +77,7 @@ class Precision:
             self.stats.begin_step(step + 1)
 
     def begin_pack(self, step: int, pack: int, empty: bool = False) -> None:
-        """Before the pass over a pack, its number in the global step; empty: of fillers alone."""
+        """Before the pass over a pack, numbered within the global step; empty: it holds fillers only."""
         if self.quantised:
             self.quantised.begin_pack(step, pack)
         if self.emulation:
@@ -87,32 +85,28 @@ class Precision:
         elif self.stats:
             self.stats.begin_pack(empty)
 
-    def add_unseen(self, stray: Tensor, optimizer: torch.optim.Optimizer) -> Tensor:
-        """stray, an fp32 scalar; NaN where this rank has one that neither loss nor gradient norm would show."""
+    def add_unseen(self, value: Tensor, optimizer: torch.optim.Optimizer) -> Tensor:
+        """value, an fp32 scalar; NaN if this rank has a NaN that neither loss nor gradient norm would show."""
         if not self.quantised:
-            return stray
-        return self.quantised.unseen.add_to(stray, (p for group in optimizer.param_groups for p in group["params"]))
+            return value
+        weights = (p for group in optimizer.param_groups for p in group["params"])
+        return self.quantised.nan_guard.nonfinite(value, weights)
 
     def end_step(self, world: World, skipped: bool) -> list[dict]:
-        """After the optimiser step, or where it would have been; all ranks together. The rows of quant_stats.jsonl."""
+        """After the optimiser step, also a skipped one; all ranks together. Returns rows of quant_stats.jsonl."""
         if self.emulation:
             self.emulation.end_step(world, skipped)
         if self.quantised and skipped:
             self.quantised.forget_overflows()
-        return self.stats.end_step() if self.stats else []  # of a skipped step too: they may tell why
+        return self.stats.end_step() if self.stats else []  # also of a skipped step: they may show why
 
 
 def choose_plan(
-    flags: PrecisionFlags,
-    config: Esm2Config | DecoderConfig,
-    device: torch.device,
-    backend: str,
-    why: str,
-    sharded: bool,
+    flags: PrecisionFlags, config: Any, device: torch.device, backend: str, why: str, sharded: bool
 ) -> Plan | None:
-    """The number format of each layer, if this model, backend, strategy and device can have it; None: nothing to do.
+    """The number format of each layer; None if none is quantised.
 
-    why: the backend was chosen. UserError names the flag that asks for what is not possible.
+    why: the reason for the backend. UserError if this model, backend, strategy or device cannot have the format.
     """
     plan = resolve(flags, config.num_hidden_layers)
     if plan is None:
@@ -139,10 +133,11 @@ def choose_plan(
     return plan
 
 
-def start_te_stats(flags: PrecisionFlags, plan: Plan | None, world: World, directory: Path):
-    """Transformer Engine's statistics, where wanted: before there are layers, which look for it when built."""
+def start_te_stats(flags: PrecisionFlags, plan: Plan | None, world: World, directory: Path | None):
+    """Transformer Engine's statistics, if asked for: before the layers are built, which register with it."""
     if not flags.quant_stats or flags.emulate_precision:
         return None
+    from extras.quant_stats.stats_plan import select
     from extras.quant_stats.stats_te import TeStats
 
     return TeStats(select(flags, plan), plan, world, directory)
@@ -151,18 +146,25 @@ def start_te_stats(flags: PrecisionFlags, plan: Plan | None, world: World, direc
 def set_formats(
     model: nn.Module, plan: Plan | None, flags: PrecisionFlags, seed: int, world: World, te_stats
 ) -> Precision:
-    """Give each layer of a model, which has no values yet, its format."""
+    """Give each layer of a model (on the meta device) its format."""
     if plan is None:
         return Precision()
     if not flags.emulate_precision:
         from common.precision.te import Quantised
 
-        key = derive_key(seed, world.mesh.cp_rank, ROUNDING)  # ranks that share a pack have other tokens of it
+        key = derive_key(seed, world.mesh.cp_rank, ROUNDING)  # ranks that share a pack hold different tokens
         quantised = Quantised(model, plan, flags.fp8_params, key)
         logger.info("Precision:\n%s", describe(plan, "BF16"))
         return Precision(plan, quantised=quantised, stats=te_stats)
+    from common.precision.emulation import Emulation
+
     emulation = Emulation(model, plan, seed, world.device, world.size, world.cp_group)
-    stats = QuantStats(emulation, select(flags, plan), world) if flags.quant_stats else None
+    stats = None
+    if flags.quant_stats:
+        from extras.quant_stats.stats import QuantStats
+        from extras.quant_stats.stats_plan import select
+
+        stats = QuantStats(emulation, select(flags, plan), world)
     rest = "BF16" if flags.bf16 else "FP32"
     logger.info("Emulated precision:\n%s", describe(plan, rest))
     return Precision(plan, rest, emulation, stats=stats)

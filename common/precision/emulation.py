@@ -1,9 +1,9 @@
-"""--emulate_precision: a model whose products round as FP8, MXFP8 and NVFP4 hardware does, on any device.
+"""--emulate_precision: a model whose matmuls round as FP8, MXFP8 and NVFP4 hardware does, on any device.
 
-The encoder's four products (qkv, proj, fc1, fc2) are replaced; embeddings, norms, attention and LM head stay as they
-are. Each product is quantised as its recipe has Transformer Engine do it: forward x W^T, backward dy W and dy^T x,
-every operand in blocks along the dimension that is summed over, from the same unquantised tensor. The product itself
-is one of fp32 (or, with --bf16, of bf16, exact for the operands) with fp32 accumulators.
+The encoder's four matmuls (qkv, proj, fc1, fc2) are replaced; embeddings, norms, attention and LM head are not. Each
+operand is quantised as its recipe has Transformer Engine do it: in the forward pass x W^T, in the backward pass dy W
+and dy^T x, in blocks along the dimension that is summed over, from the same unquantised tensor. The matmul itself is
+fp32 (or bf16 with --bf16, exact for the operands) with fp32 accumulators.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from common.precision.formats import (
 )
 from common.precision.plan import BlockScaling, DelayedScaling, NVFP4BlockScaling, Plan, Recipe
 
-PRODUCTS = ("qkv", "proj", "fc1", "fc2")
+MATMULS = ("qkv", "proj", "fc1", "fc2")
 
 Factor = tuple[Tensor, Tensor]  # values, scale: see common.precision.formats
 
@@ -45,8 +45,8 @@ Factor = tuple[Tensor, Tensor]  # values, scale: see common.precision.formats
 class DelayedScales:
     """FP8's delayed scaling: the amax history and scales of as many tensors as there are `elements`, their formats.
 
-    Scales change between optimiser steps: all micro-batches of all ranks of a step use the same, and what they see
-    counts together. So they depend on neither the number of ranks nor on accumulation. (Transformer Engine moves on
+    Scales change between optimiser steps: all micro-batches of all ranks of a step use the same scales, and their
+    amaxes are combined. So they depend on neither the number of ranks nor on accumulation. (Transformer Engine updates
     after every micro-batch, which is the same without accumulation.)
 
     `state` is what a checkpoint holds; it is updated in place.
@@ -59,25 +59,25 @@ class DelayedScales:
             "amax_history": torch.zeros(recipe.amax_history_len, count, device=device),
             "scale": torch.ones(count, device=device),
         }
-        self.amax = torch.zeros(count, device=device)  # of the step under way, as far as this rank has seen
+        self.amax = torch.zeros(count, device=device)  # of the current step, on this rank
 
     def scale(self, number: int) -> Tensor:
         return self.state["scale"][number]
 
     def record(self, number: int, amax: Tensor) -> None:
-        """Seen once or, by a recomputed forward pass, twice: the maximum is the same."""
+        """Called once or, by a recomputed forward pass, twice: the maximum is the same."""
         seen = self.amax[number]
         torch.maximum(seen, amax, out=seen)
 
     @torch.no_grad()
     def end_step(self, world: World, skipped: bool) -> None:
-        """Scales for the next step. What a skipped one has seen is no number perhaps: it is forgotten."""
+        """Scales for the next step. A skipped step's amaxes may be NaN: they are dropped."""
         if skipped:
             self.amax.zero_()
             return
         history, scale = self.state["amax_history"], self.state["scale"]
         latest = world.max(self.amax)
-        seen = latest != 0  # of all zeros nothing is learned: such a tensor keeps its history and its scale
+        seen = latest != 0  # a tensor of zeros keeps its history and its scale
         history[:, seen] = torch.cat((latest[None], history[:-1]))[:, seen]
         amax = history[0] if self.recipe.amax_compute_algo == "most_recent" else history.amax(0)
         for element in set(self.elements):
@@ -87,23 +87,22 @@ class DelayedScales:
 
 
 class Watcher(Protocol):
-    """Sees every operand and every result (extras.quant_stats.stats)."""
+    """Receives every operand and every result (extras.quant_stats.stats)."""
 
     def begin_pack(self, empty: bool) -> None: ...
 
     def operand(
-        self, layer: int, product: int, role: int, along: int, x: Tensor, cast: Tensor, quantized: Quantized
+        self, layer: int, matmul: int, role: int, along: int, x: Tensor, cast: Tensor, quantized: Quantized
     ) -> None: ...
 
-    def result(self, layer: int, product: int, tensor: str, x: Tensor) -> None: ...
+    def result(self, layer: int, matmul: int, tensor: str, x: Tensor) -> None: ...
 
 
 class Emulation:
-    """What the emulated products of a model share: their scales, and the key of the random bits.
+    """State shared by a model's emulated matmuls: scales, and the key of the random bits.
 
-    ranks: of the run. Gradients are as many times those of the global batch, for they are averaged over the ranks.
-    group: the ranks that share this one's packs: what is scaled by the largest number of a pack takes that of all of
-    it. Blocks are of the rank's own tokens.
+    ranks: world size; gradients are that many times the global batch's until they are averaged. group: the ranks that
+    share this one's packs: a per-tensor scale takes the amax of the whole pack. Blocks are of the rank's own tokens.
     """
 
     def __init__(
@@ -117,30 +116,32 @@ class Emulation:
     ):
         self.plan, self.seed, self.ranks, self.group, self.training = plan, seed, ranks, group, False
         self.key = 0
-        self.empty = False  # the pack under way: how many there are depends on the number of ranks
-        self.watcher: Watcher | None = None  # set for the steps whose statistics are wanted
+        self.empty = (
+            False  # the current pack holds fillers only: how many such there are depends on the number of ranks
+        )
+        self.watcher: Watcher | None = None  # set in steps that log statistics
         self.scales: DelayedScales | None = None
         if delayed := next((r for r in plan if isinstance(r, DelayedScaling)), None):
-            # Of all layers, whatever their format: a checkpoint fits a run with another plan.
-            elements = [element_of(delayed, role) for _ in plan for _ in PRODUCTS for role in ROLES]
+            # For all layers, whatever their format: a checkpoint fits a run with another plan.
+            elements = [element_of(delayed, role) for _ in plan for _ in MATMULS for role in ROLES]
             self.scales = DelayedScales(delayed, elements, device)
         for number, (layer, recipe) in enumerate(zip(model.layers, plan, strict=True)):
             if recipe is not None:
-                qkv, proj, fc1, fc2 = (Product(self, recipe, number, product) for product in range(len(PRODUCTS)))
-                layer.self_attention.layernorm_qkv.product = qkv
-                layer.self_attention.proj.product = proj
-                layer.layernorm_mlp.fc1_product, layer.layernorm_mlp.fc2_product = fc1, fc2
+                qkv, proj, fc1, fc2 = (EmulatedMatmul(self, recipe, number, matmul) for matmul in range(len(MATMULS)))
+                layer.self_attention.layernorm_qkv.matmul = qkv
+                layer.self_attention.proj.matmul = proj
+                layer.layernorm_mlp.fc1_matmul, layer.layernorm_mlp.fc2_matmul = fc1, fc2
 
     def begin(self, step: int, pack: int, empty: bool = False) -> None:
-        """Before the pass over a pack, its number in the global step: the same random bits on whatever rank. Of an
-        empty one neither scales nor statistics take notice."""
+        """Before the pass over a pack, numbered within the global step: the same random bits on any rank. An empty
+        pack counts for neither scales nor statistics."""
         self.key = derive_key(self.seed, ROUNDING, step, pack)
         self.training, self.empty = True, empty
         if self.watcher:
             self.watcher.begin_pack(empty)
 
     def end_step(self, world: World, skipped: bool) -> None:
-        """After the optimiser step, or where it would have been; all ranks together."""
+        """After the optimiser step, also a skipped one; all ranks together."""
         self.training = self.empty = False
         if self.scales is not None:
             self.scales.end_step(world, skipped)
@@ -151,12 +152,12 @@ class Emulation:
         return {} if self.scales is None else self.scales.state
 
 
-class Product:
+class EmulatedMatmul:
     """Takes the place of `common.models.layers.linear.linear` in a layer."""
 
-    def __init__(self, emulation: Emulation, recipe: Recipe, layer: int, product: int):
+    def __init__(self, emulation: Emulation, recipe: Recipe, layer: int, matmul: int):
         self.emulation, self.recipe = emulation, recipe
-        self.layer, self.product = layer, product
+        self.layer, self.matmul = layer, matmul
 
     @outside_graphs
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -166,79 +167,79 @@ class Product:
             x = x.to(
                 torch.get_autocast_dtype(device)
             )  # the weight is quantised as it comes: fp32, or gathered in bf16
-        fillers = -len(x) % self.recipe.multiple  # zeros, as hardware wants them: ESM-2's packs hold them already
+        fillers = -len(x) % self.recipe.multiple  # zeros, as hardware needs; ESM-2's packs have them already
         if not fillers:
             return _QuantizedLinear.apply(x, weight, bias, self, self.emulation.key)
         y = _QuantizedLinear.apply(F.pad(x, (0, 0, 0, fillers)), weight, bias, self, self.emulation.key)
-        return F.pad(y, (0, 0, 0, -fillers))  # a copy: FSDP2 warns of a layer that returns a view
+        return F.pad(y, (0, 0, 0, -fillers))  # a copy: FSDP2 warns if a layer returns a view
 
     @property
     def whole_tensor(self) -> bool:
         return self.recipe.whole_tensor
 
     def quantize(self, x: Tensor, role: int, along: int, dtype: torch.dtype, key: int = 0) -> Factor:
-        """x [R, C] as the factor of a product in `dtype` that sums over its columns or its rows."""
+        """x [R, C] as the factor of a matmul in `dtype` that sums over its columns or its rows."""
         cast = transformed(self.recipe, x, role, along)
         quantized = self._quantize(cast, role, along, key)
         if self.emulation.watcher:
-            self.emulation.watcher.operand(self.layer, self.product, role, along, x, cast, quantized)
-        # What a weight in fp32 becomes is exact in bf16, too, but for blocks with fp32 scales.
+            self.emulation.watcher.operand(self.layer, self.matmul, role, along, x, cast, quantized)
+        # A quantised fp32 weight is exact in bf16, too, except for blocks with fp32 scales.
         narrow = not (isinstance(self.recipe, BlockScaling) and self.recipe.use_f32_scales)
         return quantized.values.to(dtype) if narrow else quantized.values, quantized.scale
 
     def _quantize(self, x: Tensor, role: int, along: int, key: int) -> Quantized:
         if not isinstance(self.recipe, DelayedScaling):
             stochastic = role == GRADIENT and isinstance(self.recipe, NVFP4BlockScaling)
-            noise_key = derive_key(key, self.layer, self.product, along) if stochastic else 0
+            noise_key = derive_key(key, self.layer, self.matmul, along) if stochastic else 0
             return quantize_operand(self.recipe, x, role, along, noise_key, self.emulation.group)
-        number = (self.layer * len(PRODUCTS) + self.product) * len(ROLES) + role
+        number = (self.layer * len(MATMULS) + self.matmul) * len(ROLES) + role
         scales = self.emulation.scales
-        # Histories and scales are those of the global batch: the same on any number of ranks, from the first step on.
+        # Histories and scales are in units of the global batch: the same on any number of ranks.
         ranks = self.emulation.ranks if role == GRADIENT else 1
         if self.emulation.training and not self.emulation.empty:
             scales.record(number, tensor_amax(x) / ranks)
         return quantize_tensor(x, scales.scale(number) / ranks, element_of(self.recipe, role))
 
     def watch_result(self, tensor: str, x: Tensor) -> None:
-        """x: the `output`, `dgrad` or `wgrad` of a product."""
+        """x: the `output`, `dgrad` or `wgrad` of a matmul."""
         if self.emulation.watcher:
-            self.emulation.watcher.result(self.layer, self.product, tensor, x)
+            self.emulation.watcher.result(self.layer, self.matmul, tensor, x)
 
 
 class _QuantizedLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x: Tensor, weight: Tensor, bias: Tensor, product: Product, key: int) -> Tensor:
-        ctx.product, ctx.key = product, key
-        quantized = product.quantize(x, INPUT, COLUMNS, x.dtype)
-        if product.whole_tensor:
+    def forward(ctx, x: Tensor, weight: Tensor, bias: Tensor, matmul: EmulatedMatmul, key: int) -> Tensor:
+        ctx.matmul, ctx.key = matmul, key
+        quantized = matmul.quantize(x, INPUT, COLUMNS, x.dtype)
+        if matmul.whole_tensor:
             ctx.save_for_backward(weight, *quantized)
         else:
             ctx.save_for_backward(weight, x)
-        y = _multiply(quantized, product.quantize(weight, WEIGHT, COLUMNS, x.dtype), x.dtype, bias)
-        product.watch_result("output", y)
+        y = _multiply(quantized, matmul.quantize(weight, WEIGHT, COLUMNS, x.dtype), x.dtype, bias)
+        matmul.watch_result("output", y)
         return y
 
     @staticmethod
     def backward(ctx, grad: Tensor):
-        product, key, dtype = ctx.product, ctx.key, grad.dtype
+        matmul, key, dtype = ctx.matmul, ctx.key, grad.dtype
         weight, *saved = ctx.saved_tensors
         grad_x = grad_weight = grad_bias = None
         along_columns = along_rows = None
-        if ctx.needs_input_grad[0] or product.whole_tensor:
-            along_columns = product.quantize(grad, GRADIENT, COLUMNS, dtype, key)
+        if ctx.needs_input_grad[0] or matmul.whole_tensor:
+            along_columns = matmul.quantize(grad, GRADIENT, COLUMNS, dtype, key)
         if ctx.needs_input_grad[0]:
-            values, scale = product.quantize(weight, WEIGHT, ROWS, dtype)
+            values, scale = matmul.quantize(weight, WEIGHT, ROWS, dtype)
             grad_x = _multiply(along_columns, (values.t(), scale), dtype)
-            product.watch_result("dgrad", grad_x)
+            matmul.watch_result("dgrad", grad_x)
         if ctx.needs_input_grad[1]:
-            along_rows = along_columns if product.whole_tensor else product.quantize(grad, GRADIENT, ROWS, dtype, key)
-            values, scale = saved if product.whole_tensor else product.quantize(saved[0], INPUT, ROWS, dtype)
+            along_rows = along_columns if matmul.whole_tensor else matmul.quantize(grad, GRADIENT, ROWS, dtype, key)
+            values, scale = saved if matmul.whole_tensor else matmul.quantize(saved[0], INPUT, ROWS, dtype)
             # Both factors are read column-wise here; the wider one is faster as the second.
             if weight.shape[0] > weight.shape[1]:
                 grad_weight = _multiply((values.t(), scale), (along_rows[0].t(), along_rows[1]), dtype).t()
             else:
                 grad_weight = _multiply((along_rows[0].t(), along_rows[1]), (values.t(), scale), dtype)
-            product.watch_result("wgrad", grad_weight)
+            matmul.watch_result("wgrad", grad_weight)
             grad_weight = grad_weight.to(weight.dtype)
         if ctx.needs_input_grad[2]:
             grad_bias = grad.sum(0)
@@ -250,6 +251,6 @@ def _multiply(a: Factor, b: Factor, dtype: torch.dtype, bias: Tensor | None = No
     (left, left_scale), (right, right_scale) = a, b
     with torch.autocast(left.device.type, enabled=False):
         kind = torch.promote_types(left.dtype, right.dtype)
-        # Not in place: selective checkpointing keeps the product's result.
+        # Not in place: selective checkpointing keeps the matmul's result.
         result = linear(left.to(kind), right.to(kind)).float() * (left_scale * right_scale)
         return (result if bias is None else result.add_(bias)).to(dtype)

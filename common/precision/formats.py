@@ -1,6 +1,6 @@
-"""What an operand of a product becomes by a recipe: in which blocks, along which dimension, in numbers of which kind.
+"""FP8, MXFP8 and NVFP4 in plain PyTorch, on any device: what a recipe stores for an operand of a matmul.
 
-As Transformer Engine 2.20 has it: blocks lie along the dimension that the product sums over, weights are scaled in
+As in Transformer Engine 2.20, blocks lie along the dimension that the matmul sums over, weights are scaled in
 squares where the recipe has them, and both operands of the weights' gradient pass NVFP4's Hadamard transform.
 """
 
@@ -16,12 +16,10 @@ from torch import Tensor
 from common.files.hashing import GAMMA, MULTIPLIERS
 from common.precision.plan import BlockScaling, MXFP8BlockScaling, NVFP4BlockScaling, Recipe
 
-# FP8, MXFP8 and NVFP4 in plain PyTorch, on any device: what a tensor becomes when it is stored in them.
-#
-# Every `quantize_*` returns `Quantized`: the tensor is values * scale. `values` holds what the format can hold,
-# times the scale of its block where there is one, and is exact in bfloat16 (but for blocks with fp32 scales); `scale`
-# is the fp32 scale of the whole tensor. So a product of two such tensors is the product of their values, in any dtype,
-# times both scales: as matrix units do it.
+# Every `quantize_*` returns `Quantized`: the tensor is values * scale. `values` are numbers of the format times the
+# scale of their block, if any, and are exact in bfloat16 (except for blocks with fp32 scales); `scale`
+# is the fp32 scale of the whole tensor. So a matmul of two such tensors is the matmul of their values, in any dtype,
+# times both scales, as in matrix units.
 #
 # Sources: OCP 8-bit Floating Point Specification (OFP8) 1.0; OCP Microscaling Formats (MX) 1.0; NVIDIA, Pretraining
 # Large Language Models with NVFP4 (arXiv 2509.25149). Where a specification leaves a choice, it is Transformer
@@ -61,8 +59,8 @@ def round_to(x: Tensor, element: Element, noise: Tensor | None = None) -> Tensor
     (stochastic rounding).
     """
     x.clamp_(-element.largest, element.largest)
-    # Numbers around x are 2^(floor(log2 |x|) - mantissa bits) apart, subnormal ones as far as the smallest normal. In
-    # fp32, adding 1.5 * 2^23 times that leaves room for nothing smaller: its own rounding, to nearest even, is ours.
+    # Numbers around x are 2^(floor(log2 |x|) - mantissa bits) apart, subnormals as far as the smallest normal. Adding
+    # 1.5 * 2^23 times that in fp32 drops all smaller bits: fp32's own rounding, to nearest even, does ours.
     smallest = (127 + element.smallest_exponent) << 23
     power = x.view(torch.int32).bitwise_and(0x7F800000).clamp_(min=smallest).view(torch.float32)
     if noise is not None:
@@ -179,9 +177,9 @@ def hadamard_matrix(device: torch.device | str = "cpu") -> Tensor:
 
 
 def hadamard_rows(x: Tensor) -> Tensor:
-    """The transform of every 16 rows of x [R, C], R a multiple of 16. Both factors of a product whose contraction runs
+    """The transform of every 16 rows of x [R, C], R a multiple of 16. Both factors of a matmul whose contraction runs
     over the rows may be transformed: x^T y stays, and outliers are spread over 16 rows before they are quantised."""
-    # bf16 in fp32, rounded once: what its products are, also on a CPU that has no instructions for them.
+    # bf16 widened to fp32 and rounded once: a bf16 matmul, also on a CPU without the instructions.
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     matrix = hadamard_matrix(x.device).to(wide.dtype)
     return torch.matmul(matrix.t(), wide.unflatten(0, (-1, HADAMARD_SIZE))).flatten(0, 1).to(x.dtype)
@@ -209,7 +207,7 @@ def _unblocked(blocks: Tensor, like: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 INPUT, WEIGHT, GRADIENT = ROLES = range(3)
-COLUMNS, ROWS = 1, 0  # the dimension a product sums over, that is along which blocks lie
+COLUMNS, ROWS = 1, 0  # the dimension a matmul sums over, that is along which blocks lie
 
 
 def element_of(recipe: Recipe, role: int) -> Element:
@@ -225,7 +223,7 @@ def transformed(recipe: Recipe, x: Tensor, role: int, along: int) -> Tensor:
 def quantize_operand(
     recipe: Recipe, x: Tensor, role: int, along: int, key: int = 0, group: dist.ProcessGroup | None = None
 ) -> Quantized:
-    """x [R, C] for a product that sums over its columns or its rows, by a recipe that keeps nothing between steps.
+    """x [R, C] for a matmul that sums over its columns or its rows, by a recipe that keeps nothing between steps.
 
     key: of NVFP4's random bits for gradients; group: the ranks that share a pack, and with it the scale of a tensor.
     """

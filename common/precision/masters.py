@@ -1,8 +1,8 @@
-"""fp32 master weights of parameters that the model itself holds in another format (--fp8_params).
+"""fp32 master weights of parameters that the model holds in FP8 (--fp8_params), and a guard against hidden NaNs.
 
-The model computes with the stored numbers and gets their gradients; everything that lasts is the masters': the
-optimiser's update and weight decay, checkpoints, the exported model. After every optimiser step, and when a checkpoint
-has been read, the stored numbers are made from the masters anew.
+The model computes with the FP8 weights and gets their gradients. The optimiser's update and weight decay, checkpoints
+and the exported model use the master weights. After every optimiser step, and after a checkpoint is read, the FP8
+weights are cast from the master weights again.
 """
 
 from __future__ import annotations
@@ -16,37 +16,38 @@ from torch.nn.utils import get_total_norm
 
 from common.precision.plan import NVFP4BlockScaling, Plan
 
-# Numbers that are none (NaN) where Transformer Engine's NVFP4 would hide them from loss and gradient norm.
-#
-# E2M1 has no NaN: the cast takes one to 6, and the GPU's maximum, which scales come from, passes it over. So a product
-# of NVFP4 makes a finite number of it, and its gradients are finite too. What does not go through such products alone
-# is seen as ever: the residual stream and what goes back along it, norms, and every gradient of a bias, which is
-# summed before the cast. That leaves weights, and, in layers without biases, what attention hands back to its three
-# inputs (where it finds them no number on its way forward, these are none, too).
-#
-# The emulation keeps a NaN, and so do the other formats, which have one.
 
+class NanGuard:
+    """Detect NaNs that Transformer Engine's NVFP4 hides from loss and gradient norm.
 
-class Unseen:
-    """Looks at gradients of a model's NVFP4 layers as they pass, and at weights once a step. Waits for no device."""
+    E2M1 has no NaN: the cast turns one into 6, and the amax that scales come from ignores it. So an NVFP4 matmul of a
+    NaN is finite, and so are its gradients. Whatever does not pass through such matmuls alone still shows a NaN: the
+    residual stream and its gradient, norms, and bias gradients, which are summed before the cast. That leaves weights,
+    and in layers without biases the gradients that attention returns to its inputs.
+
+    Looks at those gradients as they pass, and at weights once a step, without waiting for the device. Emulated
+    precision and the other formats keep a NaN.
+    """
 
     def __init__(self, layers: nn.ModuleList, plan: Plan):
         hidden = [layer for layer, recipe in zip(layers, plan, strict=True) if isinstance(recipe, NVFP4BlockScaling)]
         self.any = bool(hidden)
-        self.gradients: Tensor | float = 0.0  # or no number, in some pass since the last step
+        self.gradients: Tensor | float = 0.0  # NaN after one in any pass since the last step
         for layer in hidden:
             qkv = layer.self_attention.layernorm_qkv
             if not qkv.use_bias:
                 qkv.register_forward_hook(self._watch)
 
-    def add_to(self, stray: Tensor, weights: Iterable[Tensor]) -> Tensor:
-        """After a step's backward passes: stray, an fp32 scalar, or NaN where this rank would hide one; weights: its
-        own, or its shards of them."""
+    def nonfinite(self, value: Tensor, weights: Iterable[Tensor]) -> Tensor:
+        """value, an fp32 scalar, or NaN if a NaN is hidden here. weights: this rank's, or its shards.
+
+        Call it after a step's backward passes.
+        """
         if not self.any:
-            return stray
-        norm = get_total_norm([w.to_local() if isinstance(w, DTensor) else w for w in weights]).to(stray.device)
-        found, self.gradients = self.gradients, 0.0
-        return stray + (norm - norm) + found
+            return value
+        norm = get_total_norm([w.to_local() if isinstance(w, DTensor) else w for w in weights]).to(value.device)
+        gradients, self.gradients = self.gradients, 0.0
+        return value + (norm - norm) + gradients
 
     def _watch(self, module: nn.Module, inputs: tuple, output: Tensor) -> None:
         if output.requires_grad:
@@ -100,8 +101,8 @@ def _tree(parameters: dict[str, nn.Parameter]) -> nn.Module:
         *path, own_name = name.split(".")
         module = root
         for part in path:
-            if part not in module._modules:
+            if not hasattr(module, part):
                 module.add_module(part, nn.Module())
-            module = module._modules[part]
+            module = getattr(module, part)
         module.register_parameter(own_name, parameter)
     return root

@@ -22,13 +22,13 @@ NAMES = {ADA: "Ada", HOPPER: "Hopper", BLACKWELL: "Blackwell"}
 
 @dataclass(frozen=True)
 class Recipe:
-    """How a layer's products are quantised. Class attributes: what the format asks of device and shapes."""
+    """How a layer's matmuls are quantised. Class attributes: what the format asks of device and shapes."""
 
     title = ""
     flag = "--fp8"
     capability = HOPPER
     whole_tensor = False  # one scale a tensor: quantised, it is the same along both dimensions
-    multiple = 16  # of tokens and of every dimension of a product
+    multiple = 16  # of tokens and of every dimension of a matmul
     default_format = "hybrid"
 
     fp8_format: str = "hybrid"  # hybrid: E4M3 forward, E5M2 for gradients; e4m3: everywhere
@@ -152,9 +152,23 @@ class PrecisionFlags(Flags):
 
             read_file(self.quant_stats_file)
 
-    def stats_directory(self, output_dir: str) -> Path:
-        """Where quant_stats.jsonl goes."""
-        return Path(self.quant_stats_dir or output_dir)
+    def stats_directory(self, output_dir: str) -> Path | None:
+        """Where quant_stats.jsonl goes; None without --quant_stats."""
+        return Path(self.quant_stats_dir or output_dir) if self.quant_stats else None
+
+    def check_stats_directory(self) -> None:
+        """UserError unless --quant_stats_dir can be made and written to; the output directory is checked elsewhere."""
+        if self.quant_stats and self.quant_stats_dir:
+            probe = Path(self.quant_stats_dir) / "quant_stats.jsonl.probe"
+            try:
+                probe.parent.mkdir(parents=True, exist_ok=True)
+                probe.touch()
+                probe.unlink()
+            except OSError as error:
+                raise UserError(
+                    f"--quant_stats_dir {self.quant_stats_dir}: not writable ({error.strerror}): choose another "
+                    "directory"
+                ) from error
 
 
 def recipes(flags: PrecisionFlags) -> dict[str, Recipe]:

@@ -24,6 +24,7 @@ from transformer_engine.pytorch.tensor.storage.mxfp8_tensor_storage import MXFP8
 from transformer_engine.pytorch.tensor.storage.nvfp4_tensor_storage import NVFP4TensorStorage
 
 from common.cli import UserError
+from common.compat import te_field
 from common.files.hashing import derive_key
 from common.precision import plan as plans
 from common.precision.formats import (
@@ -37,37 +38,38 @@ from common.precision.formats import (
     Quantized,
     exponent_value,
 )
-from common.precision.masters import Masters, Unseen
+from common.precision.masters import Masters, NanGuard
 from common.precision.plan import Plan, Recipe
 
-# What Transformer Engine has stored of an operand, as the formats' `Quantized`: numbers, scales of blocks, scale.
+# Transformer Engine's stored operands as the formats' `Quantized`.
 #
-# Written against Transformer Engine 2.20. Its storages hold one copy for each dimension that products sum over; scales
+# Its storages hold one copy for each dimension that matmuls sum over; scales
 # are padded, and a copy for columns may lie transposed (`get_scale_shape` and `dequantize` of its tensors say how).
 
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # by the lower three bits; the fourth is the sign
 
 
 def stored(tensor, along: int) -> Quantized | None:
-    """[R, C], stored for products that sum over its columns or its rows; None where there is no such copy."""
+    """[R, C], stored for matmuls that sum over its columns or its rows; None where there is no such copy."""
     if isinstance(tensor, Float8TensorStorage):  # one scale: both copies hold the same numbers
-        if tensor._data is None:
+        if te_field(tensor, "data") is None:
             return None
-        return Quantized(_numbers(tensor._data, tensor._fp8_dtype), tensor._scale_inv.float().squeeze())
+        numbers = _numbers(te_field(tensor, "data"), te_field(tensor, "fp8_dtype"))
+        return Quantized(numbers, te_field(tensor, "scale_inv").float().squeeze())
     side = "rowwise" if along == COLUMNS else "columnwise"
-    data, scales = getattr(tensor, f"_{side}_data"), getattr(tensor, f"_{side}_scale_inv")
+    data, scales = te_field(tensor, f"{side}_data"), te_field(tensor, f"{side}_scale_inv")
     if data is None:
         return None
     one = torch.ones((), device=data.device)
     if isinstance(tensor, MXFP8TensorStorage):
         exponents = scales.int()
         decode = exponent_value(exponents.clamp(max=254)).masked_fill(exponents == 255, torch.nan)
-        return _scaled(_numbers(data, tensor._fp8_dtype), decode, _line(MX_BLOCK, along), one)
+        return _scaled(_numbers(data, te_field(tensor, "fp8_dtype")), decode, _line(MX_BLOCK, along), one)
     if isinstance(tensor, Float8BlockwiseQTensorStorage):
-        numbers = _numbers(data, tensor._fp8_dtype, transposed=along != COLUMNS)
+        numbers = _numbers(data, te_field(tensor, "fp8_dtype"), transposed=along != COLUMNS)
         # Scales of lines lie line after line of blocks; those of squares as the numbers do.
-        decode = scales if tensor._is_2D_scaled == (along == COLUMNS) else scales.t()
-        block = (FP8_BLOCK, FP8_BLOCK) if tensor._is_2D_scaled else _line(FP8_BLOCK, along)
+        decode = scales if te_field(tensor, "is_2D_scaled") == (along == COLUMNS) else scales.t()
+        block = (FP8_BLOCK, FP8_BLOCK) if te_field(tensor, "is_2D_scaled") else _line(FP8_BLOCK, along)
         return _scaled(numbers, decode, block, one)
     assert isinstance(tensor, NVFP4TensorStorage), type(tensor)
     # Two numbers a byte, the first in its lower half; columns lie as rows. A square's scale stands in all its rows.
@@ -75,7 +77,7 @@ def stored(tensor, along: int) -> Quantized | None:
     table = torch.tensor((*_E2M1, *(-number for number in _E2M1)), device=data.device)
     numbers, decode = _matrix(table[codes], along != COLUMNS), scales.view(torch.float8_e4m3fn).float()
     decode = decode if along == COLUMNS else decode.t()
-    amax = getattr(tensor, f"_amax_{side}").float().squeeze()
+    amax = te_field(tensor, f"amax_{side}").float().squeeze()
     return _scaled(numbers, decode, _line(NVFP4_BLOCK, along), amax / (E4M3.largest * E2M1.largest))
 
 
@@ -120,8 +122,8 @@ _VARIABLES = {
     "NVTE_NVFP4_ROW_SCALED_ACTIVATION": "activations have one scale a tensor",
     "NVTE_NVFP4_4OVER6": "blocks are scaled to 6",
 }
-# Products whose operands are quantised, by kind of module: each has scales of its own.
-_PRODUCTS = {te.LayerNormLinear: 1, te.Linear: 1, te.LayerNormMLP: 2}
+# Matmuls whose operands are quantised, by kind of module: each has scales of its own.
+_MATMULS = {te.LayerNormLinear: 1, te.Linear: 1, te.LayerNormMLP: 2}
 
 
 def te_recipe(recipe: Recipe):
@@ -172,7 +174,7 @@ class Quantised:
                 if recipe is not None and not isinstance(recipe, plans.NVFP4BlockScaling):
                     with te.quantized_model_init(recipe=made[recipe]):
                         self.layers[number] = type(self.layers[number])(model.config, number)
-        self.unseen = Unseen(self.layers, plan)
+        self.nan_guard = NanGuard(self.layers, plan)
 
     def quantise_weights(self) -> Masters:
         """Put the weights of layers that keep them in FP8 into it; what they were become their masters.
@@ -182,7 +184,7 @@ class Quantised:
         """
         convert = {}
         for path, module in self.model.named_modules():
-            if type(module) in _PRODUCTS and module.primary_weights_in_fp8:
+            if type(module) in _MATMULS and module.primary_weights_in_fp8:
                 for name, _ in module.named_parameters(recurse=False):
                     if (index := module.param_init_meta[name].fp8_meta_index) is not None:
                         quantizer = module.quantizers["scaling_fwd"][index]
@@ -227,15 +229,15 @@ class Quantised:
     def state(self) -> dict[str, Tensor]:
         """Delayed scaling's scales and amax histories, the same on every rank, to be restored in place.
 
-        Transformer Engine's own `_extra_state` holds them pickled, and refuses to load that unless told to trust it.
+        Transformer Engine's own `_extra_state` holds them pickled, and refuses to load that unless it trusts the file.
         """
         if self._state is None:
             self._state = {}
             for number, layer in enumerate(self.layers):
                 if isinstance(self.plan[number], plans.DelayedScaling):
                     for name, module in layer.named_modules():
-                        if products := _PRODUCTS.get(type(module)):
-                            self._add(f"layers.{number}.{name}", module, products)
+                        if matmuls := _MATMULS.get(type(module)):
+                            self._add(f"layers.{number}.{name}", module, matmuls)
         return self._state
 
     def rescale_gradients(self, factor: float) -> None:
@@ -254,8 +256,8 @@ class Quantised:
     def _histories(self, direction: str) -> list[Tensor]:
         return [tensor for name, tensor in self.state.items() if name.endswith(f"{direction}.amax_history")]
 
-    def _add(self, name: str, module: nn.Module, products: int) -> None:
-        module.fp8_meta["num_gemms"] = products  # as the first forward pass would
+    def _add(self, name: str, module: nn.Module, matmuls: int) -> None:
+        module.fp8_meta["num_gemms"] = matmuls  # as the first forward pass would
         recipe = self.recipes[self.outer]
         with te.quantized_model_init(enabled=False, recipe=recipe):  # it looks there for the recipe, too
             module.init_fp8_meta_tensors(recipe)

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 
 from common.cli import UserError
 from common.data.flags import DataFlags, StepFlags
+from common.distributed.context_parallel import LAYOUTS
 from common.distributed.run import ProcessFlags
-from common.distributed.slices import LAYOUTS
 from common.distributed.strategy import StrategyFlags
 from common.flags import Flags, Missing, flag
 from common.models.esm2.family import ModelFlags

@@ -1,14 +1,13 @@
-"""Checkpoints that are complete or not there.
+"""Save and restore checkpoints: complete, or absent.
 
 `output_dir/checkpoint-<step>/` holds torch.distributed.checkpoint shards under canonical (unwrapped) names, so any
-strategy on any number of ranks reads what any other wrote; `metadata.json`, what is where in them (`.metadata` says
-the same to torch's own tools); `trainer_state.json`, what the trainer needs to go on; `config.json`, which with the
-weights makes a model (extras/export.py); and `manifest.json`: format version, the model's fingerprint, every
-file with its size and CRC-32. All of it is written under a temporary name, flushed to disk, and renamed last: a
-directory with the final name is complete.
+strategy on any number of ranks loads what any other saved; `metadata.json`, the index of the shards (`.metadata` is
+the same for torch's own tools); `trainer_state.json`; `config.json`, which with the weights makes a model
+(extras/export.py); and `manifest.json`: format version, the model's fingerprint, every file with its size and CRC-32.
+All of it is written to a temporary directory, flushed to disk, and renamed last.
 
-Saving copies the state (common.training.pinned_stager) and returns; a thread writes it, over a process group of its
-own. At most one save is under way (so at most one copy is held), and `close` waits for it: a process that ended sooner
+`save` copies the state to host memory (pinned_stager) and returns; a thread writes the copy, over its own process
+group. At most one save, hence one copy, is in flight. Leaving the context waits for it: a process that exited before
 would lose the checkpoint.
 """
 
@@ -33,15 +32,13 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 from common.cli import INTERRUPTED, UserError
-from common.distributed.run import leave_if_rank_lost, rank_lost
-from common.distributed.world import FailedElsewhere, World
-from common.files.json_files import write_json_flushed
-from common.files.output_directory import size_and_crc, sync_directory
+from common.distributed.run import exit_if_peer_lost, is_peer_lost
+from common.distributed.world import PeerFailed, World
+from common.files.json_files import size_and_crc, sync_directory, write_json_flushed
 from common.flags import Flags, Missing, flag
 from common.training import checkpoint_files as files
-from common.training.checkpoint_files import choose, resume_from
-from common.training.checkpoint_metadata import METADATA, OLD_METADATA
-from common.training.checkpoint_reader import Planner, Reader, Writer, reason_of
+from common.training.checkpoint_files import reason_of
+from common.training.checkpoint_metadata import METADATA, OLD_METADATA, Writer
 from common.training.pinned_stager import PinnedStager, share_of
 
 logger = logging.getLogger(__name__)
@@ -77,11 +74,10 @@ class CheckpointFlags(Flags):
 
 
 class Checkpointer:
-    """Saves and restores one run's (model, optimizer, trainer state) under --output_dir; all ranks call together.
+    """Saves and restores one run's (model, optimizer, trainer state) under --output_dir. Methods are collective.
 
-    scales: of --fp8_recipe delayed, tensors that are restored in place, the same on all ranks; extras: of the weights
-    that the run began with, what is exported again but not trained; training: whether the run is to go on from what is
-    restored; described: as `Strategy.dcp_state`.
+    scales: FP8 scales of --fp8_recipe delayed, replicated on all ranks and restored in place; extras: tensors of the
+    initial weights that are exported again but not trained; dcp_state: `Strategy.dcp_state`.
     """
 
     def __init__(
@@ -94,17 +90,16 @@ class Checkpointer:
         timeout_s: float,
         scales: dict[str, torch.Tensor] | None = None,
         extras: dict[str, torch.Tensor] | None = None,
-        training: bool = True,
-        described: Callable[[dict, bool], dict] = lambda state, saving: state,
+        dcp_state: Callable[[dict, bool], dict] = lambda state, saving: state,
     ):
         self.flags, self.output_dir = flags, Path(flags.output_dir)
         self.model, self.optimizer = model, optimizer
         self.scales = scales or {}
         self.extras = {"extras": extras} if extras else {}
         self.config, self.fingerprint = config, config.fingerprint()
-        self.world, self.training, self.dcp_state = world, training, described
-        self.copies = PinnedStager(world.device, optimizer, in_passes=bool(self.scales))
-        # Collectives of the writer thread must not interleave with the training step's.
+        self.world, self.dcp_state = world, dcp_state
+        self.stager = PinnedStager(world.device, optimizer, in_passes=bool(self.scales))
+        # The writer thread's collectives must not interleave with those of the training step.
         self.group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
         self.thread: threading.Thread | None = None
         self.failure: BaseException | None = None
@@ -112,7 +107,7 @@ class Checkpointer:
     # ---- saving ---------------------------------------------------------------------------------------------
 
     def save(self, step: int, trainer_state: dict) -> None:
-        """Save now; returns once the state is copied (`async_save`) or written. Raises what the last save raised."""
+        """Return once the state is copied (`async_save`) or written. Raises the previous save's error, if any."""
         self.wait()
         model_state, optimizer_state = get_state_dict(self.model, self.optimizer)
         state = {"model": _canonical(model_state), "optimizer": optimizer_state} | self._scales() | self.extras
@@ -120,14 +115,14 @@ class Checkpointer:
             self._write(step, self.dcp_state(state, True), trainer_state)
             return self._raise_failure()
         with self.world.raise_together():
-            copies = self.copies.take(share_of(state, self.world.rank, self.world.size))
+            copies = self.stager.stage(share_of(state, self.world.rank, self.world.size))
         arguments = (step, self.dcp_state(copies, True), trainer_state)
         self.thread = threading.Thread(target=self._write, args=arguments, name="checkpoint writer")
         self.thread.start()
         return None
 
     def wait(self) -> None:
-        """Return when no save is under way; raise if it failed, on every rank."""
+        """Wait for the save in flight; raise on every rank if it failed."""
         if self.thread is not None:
             self.thread.join()
             self.thread = None
@@ -139,58 +134,59 @@ class Checkpointer:
     def __exit__(self, kind, error: BaseException | None, stack) -> None:
         """Join the writer without raising, also when the run has failed. Not collective.
 
-        Unless ranks have lost each other (NCCL does not say more than that it failed): then the writer may wait for a
-        rank that waits for this one.
+        If the process group is broken (NCCL only reports a failure), the writer may be stuck in a collective: then it
+        is not joined.
         """
-        if self.thread is None or rank_lost(error) or isinstance(error, dist.DistError):
+        if self.thread is None or is_peer_lost(error) or isinstance(error, dist.DistError):
             return
         try:
             self.thread.join()
         except KeyboardInterrupt:
-            # A second Ctrl-C, while the last save is being finished: the user means it. Leaving by the front door
-            # would tear the process group down under the writer and abort.
+            # A second Ctrl-C, during the last save. A normal exit would destroy the process group under the writer
+            # and abort.
             os._exit(INTERRUPTED)
         self.thread = None
 
     def _raise_failure(self) -> None:
-        # A full disk on one rank ends the run on all, or the others would wait for it in the next step.
+        # An error on one rank ends the run on all: the others would wait for it in the next step.
         failure, self.failure = self.failure, None
         error = failure
-        if failure is not None and not isinstance(failure, FailedElsewhere | UserError):
+        if failure is not None and not isinstance(failure, PeerFailed | UserError):
             error = UserError(
                 f"{self.output_dir}: checkpoint not saved: {reason_of(failure)}; the last complete one is untouched: "
-                "make room (or lower --save_total_limit) and run the same command again"
+                "free disk space (or lower --save_total_limit) and run the same command again"
             )
             error.__cause__ = failure
         self.world.raise_on_all(error)
 
     def _write(self, step: int, state: dict, trainer_state: dict) -> None:
         if self.world.device.type == "cuda":
-            torch.cuda.set_device(self.world.device)  # a thread's own: else every rank would take memory of GPU 0
+            torch.cuda.set_device(self.world.device)  # per thread; the default would allocate on GPU 0
         partial = self.output_dir / f"{files.PARTIAL}{step}"
-        is_main, together = self.world.is_main, self.world.raise_together
+        is_main, raise_together = self.world.is_main, self.world.raise_together
         try:
-            self.copies.wait()
-            with together(self.group):
+            self.stager.wait()
+            with raise_together(self.group):
                 if is_main:
                     files.clear_partial(self.output_dir)
                     partial.mkdir(parents=True)
             writer = Writer(partial, sync_files=True)
-            dcp.save(state, storage_writer=writer, process_group=self.group)  # fails on all ranks if it does on one
-            with together(self.group):
-                mine = self._checksums(partial)
-            checksums = self._gathered(mine)
-            with together(self.group):
+            dcp.save(state, storage_writer=writer, process_group=self.group)  # raises on all ranks if on one
+            with raise_together(self.group):
+                checksums = self._checksums(partial)
+            gathered = self.world.gather_to_main(checksums, self.group)
+            checksums = {name: value for part in gathered for name, value in part.items()}
+            with raise_together(self.group):
                 if is_main:
                     self._finish(step, partial, checksums, trainer_state)
-        except (Exception, CheckpointException) as error:  # DCP's own is no Exception
-            leave_if_rank_lost(self.world, error)
-            self.failure = _named(error, self.output_dir)
-            shutil.rmtree(partial, ignore_errors=True)  # by every rank: where nodes share no disk, each has its own
+        except (Exception, CheckpointException) as error:  # DCP's derives from BaseException
+            exit_if_peer_lost(self.world, error)
+            self.failure = _disk_full_or(error, self.output_dir)
+            shutil.rmtree(partial, ignore_errors=True)  # on every rank: nodes may not share a disk
 
     def _finish(self, step: int, partial: Path, checksums: dict, trainer_state: dict) -> None:
         final = self.output_dir / f"checkpoint-{step}"
-        files.see_all(partial, checksums)
+        files.wait_for_shards(partial, checksums)
         write_json_flushed(partial / TRAINER_STATE, trainer_state, sort_keys=False)
         write_json_flushed(partial / CONFIG, self.config.content(), sort_keys=True)
         contents = checksums | {name: size_and_crc(partial / name) for name in (TRAINER_STATE, CONFIG)}
@@ -205,33 +201,21 @@ class Checkpointer:
         logger.info("Saved %s", final)
 
     def _checksums(self, directory: Path) -> dict[str, list[int]]:
-        """{file: [bytes, CRC-32]}; each rank reads back its own shards, the main rank the metadata."""
+        """{file: [bytes, CRC-32]} of this rank's shards, read back; on the main rank also of the metadata."""
         prefix = f"__{self.world.rank}_"
-        mine = [p for p in directory.iterdir() if p.name.startswith(prefix)]
-        mine += [directory / METADATA, directory / OLD_METADATA] if self.world.is_main else []
-        return {p.name: size_and_crc(p) for p in mine}
-
-    def _gathered(self, sums: dict) -> dict:
-        """Of all ranks, on the main one."""
-        parts = self.world.gather_to_main(sums, self.group)
-        return {name: value for part in parts for name, value in part.items()}
+        paths = [p for p in directory.iterdir() if p.name.startswith(prefix)]
+        paths += [directory / METADATA, directory / OLD_METADATA] if self.world.is_main else []
+        return {p.name: size_and_crc(p) for p in paths}
 
     # ---- restoring ------------------------------------------------------------------------------------------
 
-    def restore(self, where: str | None = None, restarted: bool = False) -> dict | None:
-        """Load `where`, or the newest usable checkpoint of the output directory; returns its trainer state or None.
+    def load(self, path: Path) -> None:
+        """Load model, optimizer and scales from a whole checkpoint of this model, of any strategy and world size."""
+        from common.training.checkpoint_reader import Planner, Reader  # only a resumed run reads one
 
-        A restarted job takes the newest of its own even when told where to start. Damaged checkpoints are skipped
-        with a warning. UserError: a checkpoint of another model, none of several whole, or none left where one was.
-        """
-        told = resume_from(where, self.output_dir, restarted)
-        path = choose(told, self.output_dir, self.fingerprint, self.world, self.training)
-        if path is None:
-            return None
         model_state, optimizer_state = get_state_dict(self.model, self.optimizer)
         reader = Reader(path)
         with self.world.raise_together():
-            trainer_state = files.read_listed(path, TRAINER_STATE)
             scales = self._scales(reader.read_metadata().state_dict_metadata)
         state = self.dcp_state({"model": _canonical(model_state), "optimizer": optimizer_state} | scales, False)
         try:
@@ -246,29 +230,28 @@ class Checkpointer:
             optim_state_dict=state["optimizer"],
         )
         for group, own in zip(self.optimizer.param_groups, options, strict=True):
-            group |= own  # what the flags and this machine say, not the checkpoint
-        return trainer_state
+            group |= own  # hyperparameters come from the flags, not from the checkpoint
 
     def _scales(self, saved: dict | None = None) -> dict:
-        """What delayed scaling adds to a checkpoint; of a `saved` one, only if it is there, and fits."""
+        """The FP8 scales of a state to save, or of one to restore: {} if its metadata, `saved`, have none."""
         if saved is not None and not self.scales and any(name.startswith("scales.") for name in saved):
-            logger.info("The checkpoint's FP8 scales are left out: nothing here scales by history")
+            logger.info("The checkpoint's FP8 scales are ignored: this run does not use delayed scaling")
         if saved is None or not self.scales:
             return {"scales": self.scales} if self.scales else {}
-        there = {name: getattr(saved.get(f"scales.{name}"), "size", None) for name in self.scales}
-        if None in there.values():
-            logger.warning("The checkpoint has no FP8 scales: they start anew, at 1")
+        shapes = {name: getattr(saved.get(f"scales.{name}"), "size", None) for name in self.scales}
+        if None in shapes.values():
+            logger.warning("The checkpoint has no FP8 scales: they start at 1")
             return {}
         for name, tensor in self.scales.items():
-            if there[name] != tensor.shape:
+            if shapes[name] != tensor.shape:
                 raise UserError(
-                    f"--fp8_recipe_kwargs: the checkpoint's {name} has the shape {list(there[name])}, not "
+                    f"--fp8_recipe_kwargs: the checkpoint's {name} has the shape {list(shapes[name])}, not "
                     f"{list(tensor.shape)}: give the same amax_history_len"
                 )
         return {"scales": self.scales}
 
     def begin(self, step: int) -> None:
-        """Before training goes on from `step`: clear what an earlier run left that is not of this one."""
+        """Before training from `step`: remove unfinished checkpoints and set aside those beyond `step`."""
         with self.world.on_main_rank() as is_main:
             if is_main:
                 files.clear_partial(self.output_dir)
@@ -278,12 +261,12 @@ class Checkpointer:
 
 
 def _canonical(model_state: dict) -> dict:
-    """Without the `_extra_state` of Transformer Engine: pickles of what `scales` holds, and of no use elsewhere."""
+    """Drop Transformer Engine's `_extra_state`: pickles of what `scales` holds."""
     return {name: value for name, value in model_state.items() if not name.endswith("_extra_state")}
 
 
-def _named(error: BaseException, directory: Path) -> BaseException:
-    """A full disk by its name: torch's file writer reports how many bytes it wrote, not why there are no more."""
+def _disk_full_or(error: BaseException, directory: Path) -> BaseException:
+    """ENOSPC if the disk is full (torch's file writer only reports how many bytes it wrote), else `error`."""
     with suppress(OSError):
         if shutil.disk_usage(directory).free < 1 << 20:
             return OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

@@ -1,21 +1,25 @@
-"""What is where in a checkpoint: torch.distributed.checkpoint's Metadata as JSON, and as the pickle of older versions.
+"""metadata.json: torch.distributed.checkpoint's Metadata as JSON, so that no pickle is needed to read it.
 
     {"files": ["__0_0.distcp", ...],
      "tensors": {name: {"dtype": "float32", "shape": [...], "chunks": [[offsets, sizes, file, begin, length], ...]}},
      "values": {name: [file, begin, length]}}
 
-`file` counts in `files`; `begin` and `length` are bytes of what torch.save wrote there. Both forms are checked by the
-same `decode` before a number of theirs is used: chunks lie in their tensor and fill it, and bytes in their file, where
-no two overlap. So tensors take no more memory than their files take bytes.
+`file` is an index into `files`; `begin` and `length` delimit the bytes torch.save wrote. `decode` checks every number
+before use: chunks lie within their tensor and fill it, bytes lie within their file and do not overlap. So tensors take
+no more memory than their files take bytes. Older checkpoints have only torch's pickled `.metadata`
+(extras/pickled_metadata.py), which passes the same checks.
 """
 
 from __future__ import annotations
 
+import json
 import math
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
@@ -26,13 +30,12 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from common.files.json_files import LARGEST_INT, is_plain_name, shorten
-from extras.inert_pickle import Call, Name, Refused, loads
+from common.files.json_files import LARGEST_INT, is_plain_name, shorten, sync
+from common.training.checkpoint_files import Refused
 
 METADATA = "metadata.json"
-OLD_METADATA = ".metadata"  # of torch's own tools, and all that older checkpoints have
-# An item takes more bytes in its shard (torch.save: a thousand) than in the metadata, so these are the smaller ones.
-LARGEST = 256 << 20
+OLD_METADATA = ".metadata"  # for torch's own tools; older checkpoints have no other
+LARGEST = 256 << 20  # bytes; an item takes a thousand in its shard and far fewer here
 MOST_DIMENSIONS = 8
 
 _DTYPES = (
@@ -41,20 +44,10 @@ _DTYPES = (
 )
 DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in _DTYPES}
 
-_DCP = "torch.distributed.checkpoint"
-_NAMES = {
-    *((f"{_DCP}.metadata", name) for name in ("Metadata", "MetadataIndex", "StorageMeta", "TensorProperties")),
-    *((f"{_DCP}.metadata", f"{kind}StorageMetadata") for kind in ("Tensor", "Bytes", "Chunk")),
-    *((f"{_DCP}.metadata", "_MEM_FORMAT_ENCODING"), (f"{_DCP}.filesystem", "_StorageInfo")),
-    *(("torch", "Size"), ("torch.serialization", "_get_layout"), ("collections", "OrderedDict")),
-    *(("pathlib", "PosixPath"), ("pathlib._local", "PosixPath")),
-    *(("torch", name) for name in DTYPES),
-}
-
 
 @dataclass(frozen=True)
 class Stored:
-    """Where a tensor's chunk or another value is; dtype and sizes: of a chunk, None of another value."""
+    """Where a tensor's chunk or another value is stored. dtype and sizes are None for a value that is no tensor."""
 
     file: str
     begin: int
@@ -63,8 +56,18 @@ class Stored:
     sizes: tuple[int, ...] | None = None
 
 
+class Writer(dcp.FileSystemWriter):
+    """Writes metadata.json beside torch's `.metadata`."""
+
+    def finish(self, metadata: Metadata, results: list) -> None:
+        super().finish(metadata, results)
+        with open(Path(self.path) / METADATA, "w") as file:
+            file.write(json.dumps(encode(metadata), separators=(",", ":")))
+            sync(file)
+
+
 def encode(metadata: Metadata) -> dict[str, Any]:
-    """As JSON has it. metadata: as torch's FileSystemWriter completes them."""
+    """The content of metadata.json. metadata: as completed by torch's FileSystemWriter."""
     files: dict[str, int] = {}
 
     def place(index: MetadataIndex) -> list[int]:
@@ -83,144 +86,85 @@ def encode(metadata: Metadata) -> dict[str, Any]:
 
 
 def decode(content: Any, sizes: dict[str, int]) -> Metadata:
-    """The Metadata of a `content` that nobody vouches for; `storage_data` holds a Stored for each chunk and value.
+    """The Metadata of an untrusted `content`; `storage_data` holds a Stored for each chunk and value.
 
-    sizes: {file: bytes} of the checkpoint. Refused where anything is not as the head of this module says.
+    sizes: {file: bytes} of the checkpoint. Refused: a violation of the format in this module's docstring.
     """
-    _require(isinstance(content, dict) and content.keys() == {"files", "tensors", "values"}, "it is no metadata")
+    require(isinstance(content, dict) and content.keys() == {"files", "tensors", "values"}, "it is no metadata")
     files, tensors, values = content["files"], content["tensors"], content["values"]
     shapes = isinstance(files, list) and isinstance(tensors, dict) and isinstance(values, dict)
-    _require(shapes, "it is no metadata")
+    require(shapes, "it is no metadata")
     for file in files:
-        _require(is_plain_name(file), f"its shard {shorten(file)} is elsewhere")
-        _require(file in sizes, f"its shard {file} is not in the manifest")
+        require(is_plain_name(file), f"its shard {shorten(file)} is elsewhere")
+        require(file in sizes, f"its shard {file} is not in the manifest")
     state: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
     storage: dict[MetadataIndex, Stored] = {}
     for name, stored in tensors.items():
         state[name] = _tensor(name, stored, files, sizes, storage)
     for name, place in values.items():
-        _require(name not in state, f"{shorten(name)} is there twice")
+        require(name not in state, f"{shorten(name)} is there twice")
         state[name] = BytesStorageMetadata()
         storage[MetadataIndex(name)] = Stored(*_place(name, place, files, sizes))
-    _check_apart(storage)
+    _check_disjoint(storage)
     return Metadata(state, storage_data=storage, storage_meta=StorageMeta())
 
 
 def _tensor(
     name: str, stored: Any, files: list[str], sizes: dict[str, int], storage: dict[MetadataIndex, Stored]
 ) -> TensorStorageMetadata:
-    """One of the content's tensors; its chunks are added to `storage`."""
+    """A tensor of the content. Adds its chunks to `storage`."""
     what = shorten(name)
-    _require(isinstance(stored, dict) and stored.keys() == {"dtype", "shape", "chunks"}, f"{what} is no tensor")
+    require(isinstance(stored, dict) and stored.keys() == {"dtype", "shape", "chunks"}, f"{what} is no tensor")
     dtype = DTYPES.get(stored["dtype"]) if isinstance(stored["dtype"], str) else None
-    _require(dtype is not None, f"{what} has the dtype {shorten(stored['dtype'])}")
+    require(dtype is not None, f"{what} has the dtype {shorten(stored['dtype'])}")
     shape = _sizes(what, stored["shape"])
     chunks, numel = [], 0
-    _require(isinstance(stored["chunks"], list), f"{what} is no tensor")
+    require(isinstance(stored["chunks"], list), f"{what} is no tensor")
     for chunk in stored["chunks"]:
-        _require(isinstance(chunk, list) and len(chunk) == 5, f"{what} has a chunk that is none")
+        require(isinstance(chunk, list) and len(chunk) == 5, f"{what} has a chunk that is none")
         offsets, extent = _sizes(what, chunk[0]), _sizes(what, chunk[1])
         inside = len(offsets) == len(extent) == len(shape) and all(
             offset + size <= whole for offset, size, whole in zip(offsets, extent, shape, strict=True)
         )
-        _require(inside, f"{what} has a chunk outside its shape")
+        require(inside, f"{what} has a chunk outside its shape")
         place = Stored(*_place(name, chunk[2:], files, sizes), dtype, tuple(extent))
         of_chunk = math.prod(extent)
-        _require(of_chunk * dtype.itemsize <= place.length, f"{what} has a chunk larger than its bytes in the shard")
+        require(of_chunk * dtype.itemsize <= place.length, f"{what} has a chunk larger than its bytes in the shard")
         index = MetadataIndex(name, offsets)
-        _require(index not in storage, f"{what} has a chunk twice")
+        require(index not in storage, f"{what} has a chunk twice")
         storage[index] = place
         chunks.append(ChunkStorageMetadata(torch.Size(offsets), torch.Size(extent)))
         numel += of_chunk
-    _require(numel == math.prod(shape), f"{what} has chunks that do not fill it")
+    require(numel == math.prod(shape), f"{what} has chunks that do not fill it")
     return TensorStorageMetadata(TensorProperties(dtype), torch.Size(shape), chunks)
 
 
 def _sizes(what: str, value: Any) -> list[int]:
-    plain = isinstance(value, list) and len(value) <= MOST_DIMENSIONS and all(map(_is_size, value))
-    _require(plain, f"{what} has the sizes {shorten(value)}")
+    plain = isinstance(value, list) and len(value) <= MOST_DIMENSIONS and all(map(is_size, value))
+    require(plain, f"{what} has the sizes {shorten(value)}")
     return value
 
 
 def _place(name: str, value: Any, files: list[str], sizes: dict[str, int]) -> tuple[str, int, int]:
     """(file, begin, length)."""
-    plain = isinstance(value, list) and len(value) == 3 and all(map(_is_size, value)) and value[0] < len(files)
-    _require(plain, f"{shorten(name)} is stored at {shorten(value)}")
+    plain = isinstance(value, list) and len(value) == 3 and all(map(is_size, value)) and value[0] < len(files)
+    require(plain, f"{shorten(name)} is stored at {shorten(value)}")
     file, begin, length = files[value[0]], *value[1:]
-    _require(begin + length <= sizes[file], f"{shorten(name)} is stored beyond the end of {file}")
+    require(begin + length <= sizes[file], f"{shorten(name)} is stored beyond the end of {file}")
     return file, begin, length
 
 
-def _check_apart(storage: dict[MetadataIndex, Stored]) -> None:
-    """Refused where two share bytes: a small file would become many large tensors."""
+def _check_disjoint(storage: dict[MetadataIndex, Stored]) -> None:
+    """Refused if two items overlap: a small file could become many large tensors."""
     places = sorted((place.file, place.begin, place.length) for place in storage.values())
     for (file, begin, length), (next_file, next_begin, _) in zip(places, places[1:], strict=False):
-        _require(file != next_file or begin + length <= next_begin, f"two of its values share bytes of {file}")
+        require(file != next_file or begin + length <= next_begin, f"two of its values share bytes of {file}")
 
 
-def _is_size(value: Any) -> bool:
+def is_size(value: Any) -> bool:
     return type(value) is int and 0 <= value <= LARGEST_INT
 
 
-def _require(holds: bool, otherwise: str) -> None:
+def require(holds: bool, otherwise: str) -> None:
     if not holds:
         raise Refused(otherwise)
-
-
-# ---- the pickle of older checkpoints ------------------------------------------------------------------------------
-
-
-def content_of_pickle(data: bytes) -> dict[str, Any]:
-    """The same content, not yet checked, of the pickle that torch's FileSystemWriter makes of Metadata."""
-    metadata = _state(loads(data, _NAMES), "Metadata")
-    try:
-        return _content(metadata)
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        if isinstance(error, Refused):
-            raise
-        raise Refused("it is no metadata") from error
-
-
-def _content(metadata: dict[str, Any]) -> dict[str, Any]:
-    files: dict[str, int] = {}
-    places: dict[tuple[str, tuple[int, ...] | None], list[int]] = {}
-    for index, info in metadata["storage_data"].items():
-        key, where = _state(index, "MetadataIndex"), _state(info, "_StorageInfo")
-        _require(not where.get("transform_descriptors"), "its shards are transformed")
-        path, offset = where["relative_path"], key.get("offset")
-        _require(is_plain_name(path), f"its shard {shorten(path)} is elsewhere")
-        _require(isinstance(key["fqn"], str), "it has a name that is no text")
-        place = [files.setdefault(path, len(files)), where["offset"], where["length"]]
-        places[key["fqn"], None if offset is None else tuple(_size(offset))] = place
-    tensors, values, taken = {}, {}, 0
-    for name, stored in metadata["state_dict_metadata"].items():
-        if isinstance(stored, Call) and stored.of.name == "BytesStorageMetadata":
-            values[name] = places[name, None]
-            continue
-        stored = _state(stored, "TensorStorageMetadata")
-        chunks = []
-        for chunk in stored["chunks"]:
-            taken += 1
-            _require(taken <= len(places), "it has more chunks than are stored")  # a list may be there many times
-            chunk = _state(chunk, "ChunkStorageMetadata")
-            offsets, extent = _size(chunk["offsets"]), _size(chunk["sizes"])
-            chunks.append([offsets, extent, *places[name, tuple(offsets)]])
-        dtype = _state(stored["properties"], "TensorProperties", tuple)[0]
-        _require(isinstance(dtype, Name) and dtype.module == "torch", "it has a dtype that is none")
-        tensors[name] = {"dtype": dtype.name, "shape": _size(stored["size"]), "chunks": chunks}
-    return {"files": list(files), "tensors": tensors, "values": values}
-
-
-def _state(value: Any, name: str, kind: type = dict) -> Any:
-    """What a pickle sets on an instance of that class."""
-    _require(isinstance(value, Call) and value.of.name == name and isinstance(value.state, kind), "it is no metadata")
-    return value.state
-
-
-def _size(value: Any) -> list[int]:
-    """Of a torch.Size."""
-    _require(isinstance(value, Call) and value.of.name == "Size" and len(value.arguments) == 1, "it has no sizes")
-    (sizes,) = value.arguments
-    plain = isinstance(sizes, tuple) and len(sizes) <= MOST_DIMENSIONS and all(map(_is_size, sizes))
-    _require(plain, "it has no sizes")
-    return list(sizes)

@@ -1,9 +1,9 @@
-"""Checkpoints are data: reading one runs no code that somebody put into it, and takes no more memory than its files.
+"""Read checkpoints without running code from them, and in no more memory than their files take.
 
-torch.distributed.checkpoint reads its metadata with `pickle` and what is in the shards with `torch.load`. Here the
-metadata are JSON (`checkpoint_metadata`), written beside torch's own, and a shard's items are read by the little of
-torch.save's format that a checkpoint consists of: a zip archive without compression, a pickle that `inert_pickle`
-reads, and the bytes of a tensor. Only files of the manifest are opened, and only regular ones.
+torch.distributed.checkpoint unpickles its metadata, and reads shards with `torch.load`. Here the metadata are JSON
+(checkpoint_metadata), and a shard's items are read by a parser of the part of torch.save's format that checkpoints
+use: an uncompressed zip archive with an inert pickle and the bytes of a tensor. Only regular files that the manifest
+lists are opened.
 """
 
 from __future__ import annotations
@@ -23,19 +23,9 @@ from torch.futures import Future
 
 from common.cli import UserError, one_line
 from common.files.json_files import file_size, open_regular, read_limited
-from common.files.output_directory import sync
-from common.training.checkpoint_files import Corrupt, read_manifest
-from common.training.checkpoint_metadata import (
-    DTYPES,
-    LARGEST,
-    METADATA,
-    OLD_METADATA,
-    Stored,
-    content_of_pickle,
-    decode,
-    encode,
-)
-from extras.inert_pickle import Call, Name, Persistent, Refused, loads
+from common.training.checkpoint_files import Corrupt, Refused, read_manifest
+from common.training.checkpoint_metadata import DTYPES, LARGEST, METADATA, OLD_METADATA, Stored, decode
+from common.training.inert_pickle import Call, Name, Persistent, loads
 
 _STORAGES = {
     "DoubleStorage": "float64",
@@ -54,26 +44,16 @@ _TENSOR_NAMES = {
     *(("torch", name) for name in (*_STORAGES, *DTYPES)),
     *(("torch.storage", "UntypedStorage"), ("collections", "OrderedDict")),
 }
-_LARGEST_PICKLE = 16 << 20  # of one item: its values, or what describes a tensor
-
-
-class Writer(dcp.FileSystemWriter):
-    """torch's, whose `.metadata` stay for torch's own tools; nothing here reads them where METADATA are there."""
-
-    def finish(self, metadata: Metadata, results: list) -> None:
-        super().finish(metadata, results)
-        with open(Path(self.path) / METADATA, "w") as file:
-            file.write(json.dumps(encode(metadata), separators=(",", ":")))
-            sync(file)
+_LARGEST_PICKLE = 16 << 20  # bytes of one item's pickle: a value, or the description of a tensor
 
 
 class Reader(dcp.FileSystemReader):
-    """Of a checkpoint directory. UserError for metadata that are no checkpoint's; reads only with our Planner."""
+    """Reads a checkpoint directory, with our Planner only. UserError for invalid metadata."""
 
     metadata: Metadata | None = None
 
     def read_metadata(self, *args, **kwargs) -> Metadata:
-        if self.metadata is None:  # asked for before the load and by it
+        if self.metadata is None:  # both the caller and dcp.load ask for it
             self.metadata = self._read_metadata()
             self.metadata.storage_meta.load_id = self.load_id
         return self.metadata
@@ -91,8 +71,7 @@ class Reader(dcp.FileSystemReader):
                 raise Refused("not in the manifest")
             shards = sum(size for name, size in self.sizes.items() if name.endswith(".distcp"))
             data = read_limited(path, min(LARGEST, shards))
-            content = json.loads(data) if path.name == METADATA else content_of_pickle(data)
-            return decode(content, self.sizes)
+            return decode(json.loads(data) if path.name == METADATA else _unpickle(data), self.sizes)
         except (ValueError, RecursionError) as error:
             raise UserError(f"{path}: refused: {one_line(error)}") from error
 
@@ -118,7 +97,7 @@ class Reader(dcp.FileSystemReader):
         return done
 
     def open_shard(self, name: str) -> BinaryIO:
-        """To read; a shard of the metadata, which are read already."""
+        """Open a shard that the metadata name."""
         file = open_regular(Path(self.path) / name)
         if (size := file_size(file)) != self.sizes[name]:
             file.close()
@@ -127,7 +106,7 @@ class Reader(dcp.FileSystemReader):
 
 
 def _read(file: BinaryIO, stored: Stored, name: str) -> Any:
-    """A tensor's chunk, or another value, of a shard. Refused where it is not as the metadata say."""
+    """Read a tensor's chunk or another value from a shard. Refused if it disagrees with the metadata."""
     try:
         archive = _Archive(file, stored.begin, stored.length)
         return archive.value() if stored.dtype is None else archive.tensor(stored)
@@ -135,8 +114,14 @@ def _read(file: BinaryIO, stored: Stored, name: str) -> Any:
         raise Refused(f"{stored.file}: {name}: {one_line(error)}") from error
 
 
+def _unpickle(data: bytes) -> Any:
+    from extras.pickled_metadata import content_of_pickle
+
+    return content_of_pickle(data)
+
+
 class Planner(dcp.DefaultLoadPlanner):
-    """torch's, which puts tensors where tensors are and values where values of that kind are."""
+    """torch's planner, which loads tensors only into tensors and values only into values of the same type."""
 
     def create_local_plan(self) -> LoadPlan:
         for name, value in self.state_dict.items():
@@ -146,10 +131,10 @@ class Planner(dcp.DefaultLoadPlanner):
         return super().create_local_plan()
 
     def load_value(self, item: ReadItem, value: Any) -> None:
-        now = self.state_dict[item.dest_index.fqn]
-        if _kind(value) != _kind(now) and None not in (value, now):
-            raise Refused(f"it is a {type(value).__name__}, expected {type(now).__name__}")
-        buffer = io.BytesIO()  # written here: torch's planner unpickles it
+        current = self.state_dict[item.dest_index.fqn]
+        if _kind(value) != _kind(current) and None not in (value, current):
+            raise Refused(f"it is a {type(value).__name__}, expected {type(current).__name__}")
+        buffer = io.BytesIO()  # torch's planner will unpickle this, our own, archive
         torch.save(value, buffer)
         buffer.seek(0)
         self.load_bytes(item, buffer)
@@ -159,8 +144,8 @@ def _kind(value: Any) -> type:
     return float if isinstance(value, int | float) else tuple if isinstance(value, list) else type(value)
 
 
-class _Part(io.RawIOBase):
-    """A part of a file as a file."""
+class _FileSlice(io.RawIOBase):
+    """A byte range of a file, as a file."""
 
     def __init__(self, file: BinaryIO, begin: int, length: int):
         self.file, self.begin, self.length, self.at = file, begin, length, 0
@@ -187,22 +172,22 @@ class _Part(io.RawIOBase):
 
 
 class _Archive:
-    """What torch.save wrote: `<name>/data.pkl`, and `<name>/data/<key>` with the bytes of a storage."""
+    """An archive of torch.save: `<name>/data.pkl`, and `<name>/data/<key>` with the bytes of a storage."""
 
     def __init__(self, file: BinaryIO, begin: int, length: int):
-        self.part = _Part(file, begin, length)
+        self.file = _FileSlice(file, begin, length)
         try:
-            with zipfile.ZipFile(self.part) as archive:
+            with zipfile.ZipFile(self.file) as archive:
                 self.entries = {entry.filename.partition("/")[2]: entry for entry in archive.infolist()}
-        except Exception as error:  # of the many that a damaged archive causes
+        except Exception as error:  # a damaged archive raises many kinds
             raise Refused(f"damaged archive ({type(error).__name__})") from error
 
     def value(self) -> Any:
-        """Numbers, texts, lists, tuples and dicts of them."""
+        """A value of numbers, strings, lists, tuples and dicts."""
         return loads(self._small("data.pkl"))
 
     def tensor(self, stored: Stored) -> Tensor:
-        """Refused unless it is one of the dtype and sizes that the metadata say."""
+        """A tensor. Refused unless it has the dtype and sizes of the metadata."""
         call = loads(self._small("data.pkl"), _TENSOR_NAMES)
         if not (isinstance(call, Call) and call.of.name.startswith("_rebuild_tensor") and len(call.arguments) >= 6):
             raise Refused("it is no tensor")
@@ -210,8 +195,8 @@ class _Archive:
         dtype, key = _storage(storage, call.arguments)
         if DTYPES.get(dtype) != stored.dtype or sizes != stored.sizes:
             raise Refused("it is another tensor than the metadata say")
-        plain = isinstance(strides, tuple) and all(type(n) is int and 0 <= n < 1 << 53 for n in (*strides, offset))
-        if not plain or len(strides) != len(stored.sizes):
+        valid = isinstance(strides, tuple) and all(type(n) is int and 0 <= n < 1 << 53 for n in (*strides, offset))
+        if not valid or len(strides) != len(stored.sizes):
             raise Refused("it has strides that are none")
         begin, size = self._place(f"data/{key}")
         if size % stored.dtype.itemsize:
@@ -219,31 +204,31 @@ class _Archive:
         reach = sum((n - 1) * stride for n, stride in zip(stored.sizes, strides, strict=True)) + offset + 1
         if 0 not in stored.sizes and reach * stored.dtype.itemsize > size:
             raise Refused("it is larger than its bytes")
-        numbers = torch.empty(size, dtype=torch.uint8)
-        self.part.seek(begin)
-        if size and self.part.readinto(numbers.numpy()) != size:
+        data = torch.empty(size, dtype=torch.uint8)
+        self.file.seek(begin)
+        if size and self.file.readinto(data.numpy()) != size:
             raise Refused("it is cut short")
-        return numbers.view(stored.dtype).as_strided(stored.sizes, strides, offset)
+        return data.view(stored.dtype).as_strided(stored.sizes, strides, offset)
 
     def _small(self, name: str) -> bytes:
         begin, size = self._place(name)
         if size > _LARGEST_PICKLE:
             raise Refused(f"its {name} is larger than {_LARGEST_PICKLE:,} bytes")
-        self.part.seek(begin)
-        return self.part.read(size)
+        self.file.seek(begin)
+        return self.file.read(size)
 
     def _place(self, name: str) -> tuple[int, int]:
-        """(begin, size) of an entry's bytes, which are stored as they are."""
+        """(begin, size) of an entry's bytes. Refused if it is missing or compressed."""
         entry = self.entries.get(name)
         if entry is None or entry.compress_type != zipfile.ZIP_STORED or entry.file_size != entry.compress_size:
             raise Refused(f"it has no {name} that is stored as it is")
-        self.part.seek(entry.header_offset)
-        header = self.part.read(30)
+        self.file.seek(entry.header_offset)
+        header = self.file.read(30)
         if len(header) < 30 or header[:4] != b"PK\x03\x04":
             raise Refused("damaged archive")
         begin = entry.header_offset + 30 + int.from_bytes(header[26:28], "little")
         begin += int.from_bytes(header[28:30], "little")
-        if begin + entry.file_size > self.part.length:
+        if begin + entry.file_size > self.file.length:
             raise Refused("damaged archive")
         return begin, entry.file_size
 
@@ -255,21 +240,12 @@ def _storage(storage: Any, arguments: tuple) -> tuple[str | None, str]:
         raise Refused("it has a storage that is none")
     dtype = _STORAGES.get(reference[1].name)
     if dtype is None and len(arguments) > 6 and isinstance(arguments[6], Name):
-        dtype = arguments[6].name  # of one without a storage class of its own
+        dtype = arguments[6].name  # a dtype without a storage class of its own
     return dtype, reference[2]
 
 
-def reason_of(error: BaseException) -> str:
-    """The innermost cause in one line: DCP wraps it in an exception that lists every rank's stack."""
-    causes = getattr(error, "failures", None)
-    if causes:
-        first = next(iter(causes.values()))
-        error = first[0] if isinstance(first, tuple) else first
-    return one_line(error)[:200]
-
-
 class StoredTensors:
-    """The tensors of a checkpoint, read one at a time in one process, whatever ranks wrote them."""
+    """Reads the tensors of a checkpoint one at a time, in one process, whatever ranks wrote them."""
 
     def __init__(self, path: Path):
         self._reader = Reader(path)
@@ -281,9 +257,9 @@ class StoredTensors:
         }
 
     def read(self, name: str) -> Tensor:
-        """One of `shapes`, in the precision in which it was stored. UserError where it is not as the metadata say."""
+        """The tensor `name`, in the dtype it was stored in. UserError if it disagrees with the metadata."""
         stored = self._metadata.state_dict_metadata[name]
-        tensor = torch.zeros(stored.size, dtype=stored.properties.dtype)  # chunks that overlap may leave holes
+        tensor = torch.zeros(stored.size, dtype=stored.properties.dtype)  # zeros: chunks that overlap may leave gaps
         for chunk in stored.chunks:
             where = self._metadata.storage_data[MetadataIndex(name, chunk.offsets)]
             target = tensor

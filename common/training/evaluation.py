@@ -1,7 +1,8 @@
-"""A model over held-out batches on all ranks: sums of all of them, divided once; no mean of means."""
+"""Evaluation on held-out batches by all ranks: sums over the whole split, divided once (no mean of means)."""
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 from collections.abc import Generator
@@ -11,32 +12,61 @@ import torch
 from torch import nn
 
 from common.data.collators import to_device
+from common.distributed.strategy import Strategy
 from common.distributed.world import World
+from common.training.task import Task
+
+logger = logging.getLogger(__name__)
+
+
+class Evaluator:
+    """Evaluates the model of a run; all ranks together."""
+
+    def __init__(self, task: Task, strategy: Strategy):
+        self.task, self.strategy = task, strategy
+        self._last: dict[tuple[str, int], dict] = {}  # {(split, step): results} of the last evaluation
+
+    def evaluate(self, step: int, split: str = "validation", prefix: str = "eval") -> dict:
+        """Results of a held-out split after `step` steps; {} if the run was stopped meanwhile (on all ranks)."""
+        if (split, step) in self._last:  # the last step's evaluation is also the one at the end of the run
+            return self._last[split, step]
+        is_logged = split == "validation"  # of the test split only the results at the end
+        if is_logged:
+            logger.info("***** Running Evaluation *****")
+        results = self.task.evaluate(self.strategy.evaluated, split, prefix, step)
+        self.strategy.reshard()
+        self.strategy.model.train()
+        if results:
+            results |= self.task.baseline(split, prefix)
+            self._last = {(split, step): results}
+        if is_logged and results:
+            logger.info(self.task.summary(results))
+        return results
 
 
 @torch.no_grad()
 def held_out_results(
-    model: nn.Module, made: Generator, world: World, prefix: str, step: int, bf16: bool, predicted: str
+    model: nn.Module, batches: Generator, world: World, prefix: str, step: int, bf16: bool, targets: str
 ) -> dict:
-    """`{prefix}_{loss,accuracy,perplexity,samples,runtime,...}` of a rank's batches, as many on every rank.
+    """`{prefix}_{loss,accuracy,perplexity,samples,runtime,...}` of this rank's batches, as many on every rank.
 
-    step: of the run, for the watch on hangs; predicted: what is predicted, in a key. Returns {} when the run was told
-    to stop meanwhile (all ranks agree).
+    step: of the run, for the hang watch; targets: the results' key for the number of predicted tokens. Returns {} if
+    the run was stopped meanwhile (on all ranks).
     """
     started = time.perf_counter()
-    # loss in nats, correct, predicted positions, sequences
+    # loss in nats, correct predictions, targets, sequences
     sums = torch.zeros(4, dtype=torch.float64, device=world.device)
-    batches = 0
+    num_batches = 0
     was_training = model.training
     model.eval()
     world.watch.mark("evaluation", step)
-    with closing(made):  # its workers end with it, whatever happens
+    with closing(batches):  # ends its workers, whatever happens
         while True:
             world.watch.mark("evaluation", step)
             batch, failure = None, None
             try:
-                batch = next(made, None)
-            except Exception as error:  # the others wait for this rank: they are told
+                batch = next(batches, None)
+            except Exception as error:  # the other ranks wait in the all-reduce below
                 failure = error
             stop, failed = world.max(torch.tensor([int(world.stop_requested), int(failure is not None)])).tolist()
             if failed:
@@ -47,21 +77,21 @@ def held_out_results(
                 break
             with torch.autocast(world.device.type, torch.bfloat16, enabled=bf16):
                 output = model(**to_device(batch, world.device))
-            held = [sums.new_tensor(batch[key]) for key in ("num_targets", "num_sequences")]
-            sums += torch.stack([output.loss_sum.double(), output.correct.double(), *held])
-            batches += 1
+            counts = [sums.new_tensor(batch[key]) for key in ("num_targets", "num_sequences")]
+            sums += torch.stack([output.loss_sum.double(), output.correct.double(), *counts])
+            num_batches += 1
     world.watch.rest()
     model.train(was_training)
     runtime = time.perf_counter() - started
-    loss_sum, correct, asked, samples = world.sum(sums).tolist()
-    asked, samples = max(asked, 1), int(samples)
+    loss_sum, correct, num_targets, samples = world.sum(sums).tolist()
+    num_targets, samples = max(num_targets, 1), int(samples)
     return {
-        f"{prefix}_loss": loss_sum / asked,
-        f"{prefix}_accuracy": correct / asked,
-        "perplexity" if prefix == "eval" else f"{prefix}_perplexity": math.exp(min(loss_sum / asked, 700)),
-        f"{prefix}_{predicted}": int(asked),
+        f"{prefix}_loss": loss_sum / num_targets,
+        f"{prefix}_accuracy": correct / num_targets,
+        "perplexity" if prefix == "eval" else f"{prefix}_perplexity": math.exp(min(loss_sum / num_targets, 700)),
+        f"{prefix}_{targets}": int(num_targets),
         f"{prefix}_samples": samples,
         f"{prefix}_runtime": runtime,
         f"{prefix}_samples_per_second": samples / runtime,
-        f"{prefix}_steps_per_second": batches / runtime,
+        f"{prefix}_steps_per_second": num_batches / runtime,
     }

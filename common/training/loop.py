@@ -1,320 +1,300 @@
-"""The training run: one trajectory, a function of (data, arguments, seed), whatever interrupts it.
+"""A training run, from top to bottom: set up, resume, loop over steps, end.
 
-A strategy (train_ddp.py, ...) hands in its wrapped model; the rest is here, in the order in which it happens: set up,
-resume, loop over steps, end.
+A run is a deterministic function of (data, arguments, seed), however often it is interrupted. A train script passes
+`build`, which makes the model and wraps it in the script's strategy; everything else is the same for all strategies.
 """
 
 from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
 from contextlib import ExitStack, closing
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from tqdm.auto import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
-from common.data.loader import TrainStep, check_divisible, merge_positions
-from common.data.training_data import packs_per_step
+from common.data.loader import merge_positions
+from common.distributed.run import distributed_run
 from common.distributed.stopping import Preempted
 from common.distributed.strategy import Strategy
 from common.distributed.world import World
+from common.files.json_files import read_json_lines, write_json
 from common.flags import flat
 from common.models.layers.compiling import FirstStep
+from common.models.layers.hf_directory import Training
 from common.training.arguments import RunArguments
 from common.training.checkpoint import Checkpointer
-from common.training.finish import finish
-from common.training.gc_schedule import collected_by_step
+from common.training.evaluation import Evaluator
 from common.training.optim import build_optimizer, set_hyperparameters
-from common.training.progress import Interval, Resolved, TrainerState, about_run, announce, check_same_data
+from common.training.progress import Interval, RunPlan, SaveSchedule, TrainerState, plan_run
 from common.training.registry import task_of
+from common.training.results import announce, export_model, run_info, training_results
+from common.training.resume import ResumePlan, plan_resume
 from common.training.run_directory import RunDirectory
-from common.training.run_logger import RunLogger, peak_flops
-from common.training.step import StepAhead, Stepper
-from common.training.task import BuiltModel, StepCounts, Task
-from extras.monitor.replicas import Replicas
-from extras.monitor.stragglers import Stragglers
-from extras.monitor.watchdog import SAVE
-from extras.profiling import StepProfiler
+from common.training.run_logger import METRICS, RunLogger, peak_flops
+from common.training.step import Stepper, StepPrefetcher, scheduled_gc
+from common.training.task import BuiltModel, Task
 
 logger = logging.getLogger(__name__)
 
+Build = Callable[[RunArguments, World, ResumePlan], tuple[Strategy, BuiltModel]]
 
-def train(strategy: Strategy, built: BuiltModel, args: RunArguments, world: World) -> None:
-    """Train, evaluate, save and export as the flags say. `strategy` holds the model of `built`, wrapped or not."""
-    with world.on_main_rank() as is_main:  # bad input is found before anything is removed or written
-        if is_main and args.precision.quant_stats:
-            from extras.quant_stats.stats_plan import check_stats_directory
 
-            check_stats_directory(args.precision)
-    task = task_of(args)(built, args, world)
-    task.open(evaluates=args.do_eval)
-    world.assert_same(task.data.identity)
-    with ExitStack() as way_out:
+def train(args: RunArguments, build: Build) -> None:
+    """Train, evaluate, save and export as the flags say, or with --dry_run estimate the memory of such a run."""
+    if args.dry_run.dry_run:
+        from extras.dry_run.dry_run import dry_run
+
+        dry_run(args, build)
+        return
+    with distributed_run(args.process) as world, ExitStack() as stack:
         directory = None
         with world.on_main_rank() as is_main:
             if is_main:
-                overwrite = args.checkpoint.overwrite_output_dir and args.do_train
-                directory = way_out.enter_context(RunDirectory(Path(args.checkpoint.output_dir), overwrite))
-        log = way_out.enter_context(RunLogger(args.log, Path(args.checkpoint.output_dir), world))
-        trainer = Trainer(strategy, built, task, log, args, world)
-        with trainer.checkpointer:
-            restarted = world.broadcast_object(directory and directory.restarted)
-            trainer.resume(restarted)
-            log.track(
-                flat(args), trainer.first_row if args.do_train else None, trainer.state.step == 0 and not restarted
-            )
-            if args.do_train:
-                trainer.loop(directory)
-            if directory:
-                directory.begun = True
-            finish(task, trainer.state, trainer.resolved, log, args, world, trainer.evaluate, strategy.whole)
-            if directory and args.do_train:
-                directory.done()
+                directory = stack.enter_context(RunDirectory(Path(args.checkpoint.output_dir)))
+        # With the directory locked, no other run can change the checkpoints.
+        restarted = world.broadcast_object(directory and directory.restarted)
+        resume = plan_resume(args, restarted, world)
+        strategy, built = build(args, world, resume)
+        run = set_up(args, world, strategy, built, resume, directory, stack)
+        if args.do_train:
+            train_steps(run)
+        if directory:
+            directory.keep()
+        end(run)
+        if directory and args.do_train:
+            directory.done()
 
 
-class Trainer:
-    """A run under way: `state` is how far it is, `resolved` what it has settled on."""
+@dataclass(frozen=True)
+class Run:
+    """The parts of a run once it is set up; only `state` changes while it trains."""
 
-    def __init__(
-        self, strategy: Strategy, built: BuiltModel, task: Task, log: RunLogger, args: RunArguments, world: World
-    ):
-        self.strategy, self.built, self.task, self.log = strategy, built, task, log
-        self.args, self.world = args, world
-        self.state = TrainerState()
-        self.evaluated: dict[tuple[str, int], dict] = {}  # the last results: of which split, after which step
-        optimizer = build_optimizer(built.weights, args.optimizer)
-        built.precision.attach(optimizer)
-        self.checkpointer = Checkpointer(
-            *(args.checkpoint, built.weights, optimizer, built.config, world, args.process.ddp_timeout),
-            scales=built.precision.scales,
-            extras=built.extras,
-            training=args.do_train,
-            described=strategy.dcp_state,
-        )
-        self.stragglers = Stragglers(strategy, world, args.log.straggler_every)
-        self.replicas = Replicas(built.weights, world)
-        self.profiler = StepProfiler(args.log.profile_steps, world, Path(args.checkpoint.output_dir))
-        self.stepper = Stepper(
-            task, strategy, built.precision, optimizer, self.stragglers, world, args.optimizer.max_grad_norm
-        )
-
-    def resume(self, restarted: bool) -> None:
-        """Take up the newest checkpoint if there is one, settle what the flags leave open, and say so."""
-        args, data, world = self.args, self.task.data, self.world
-        saved = self.checkpointer.restore(args.checkpoint.resume_from_checkpoint, restarted)
-        set_hyperparameters(self.checkpointer.optimizer, args.optimizer)
-        factor = self.strategy.grad_scale(world.size)
-        self.built.precision.attach_restored(factor / ((saved or {}).get("gradient_factor") or factor))
-        self.strategy.sync_model_weights()
-        with world.raise_together():
-            if saved is not None:
-                self.state = TrainerState.read(
-                    saved, f"{args.checkpoint.output_dir}: the checkpoint's trainer_state.json"
-                )
-                self.state.check_same_start(args)
-                check_same_data(self.state.data, data.identity, data.earlier_identity)
-            packs = packs_per_step(args.data, world.mesh, self.state.packs_per_step)
-            data.check_packs(self.state.packs_per_step or packs, packs)
-            total_steps, last_step = self.state.steps_begun(args, packs)
-            if total_steps is None:
-                total_steps = data.total_steps(packs, self.state.step, self.state.position)
-        world.assert_same({"total_steps": total_steps, "packs_per_step": packs})
-        self.resolved = Resolved(
-            backend=self.built.backend,
-            gelu=self.built.gelu,
-            formats=self.built.precision.formats,
-            packs_per_step=packs,
-            accumulation=max(1, packs // world.mesh.dp_size),  # which need not divide where nothing is trained
-            total_steps=total_steps,
-            last_step=min(
-                (n for n in (args.data.max_steps, args.stop_at_step, last_step) if n and n > 0), default=None
-            ),
-            eval_every=_steps(args.eval_steps, total_steps),
-            save_every=_steps(args.checkpoint.save_steps, total_steps),
-        )
-        with world.raise_together():
-            if args.do_train and not self.done:
-                check_divisible(packs, world.mesh.dp_size)
-        self.state.gradient_factor = factor
-        self.state.go_on(data.identity, flat(args), self.resolved)
-        self.lr = args.optimizer.schedule(total_steps)
-        self.log.line = partial(self.task.line, packs_per_step=packs)
-        self.saved_step, self.saved_at, self.save_asked = self.state.step, time.monotonic(), False
-        announce(args, self.built, data, self.resolved, self.state, world)
+    args: RunArguments
+    world: World
+    directory: RunDirectory | None  # on rank 0
+    strategy: Strategy
+    built: BuiltModel
+    task: Task
+    stepper: Stepper
+    evaluator: Evaluator
+    checkpointer: Checkpointer
+    log: RunLogger
+    monitor: Any  # extras.monitor.step_monitor.StepMonitor, which the core does not import
+    plan: RunPlan
+    state: TrainerState
 
     @property
     def done(self) -> bool:
-        """Whether no step is left to take, of the flags' or of the data's."""
-        return self._no_step_left(self.state.step, self.state.position)
+        """Whether no step is left to take."""
+        return self.plan.finished(self.task.data, self.state.step, self.state.position)
 
-    def _no_step_left(self, step: int, position: dict) -> bool:
-        last = self.resolved.last_step
-        return (last is not None and step >= last) or self.task.data.finished(step, position)
 
-    @property
-    def first_row(self) -> int | None:
-        """The step of the first row that is to come; None where nothing is to be trained."""
-        step = self.state.step
-        if self.state.unfinished_row is not None:
-            return step
-        if self.done:
-            return None
-        return step + 1 if step else 0
+def set_up(
+    args: RunArguments,
+    world: World,
+    strategy: Strategy,
+    built: BuiltModel,
+    resume: ResumePlan,
+    directory: RunDirectory | None,
+    stack: ExitStack,
+) -> Run:
+    """Open data, log and checkpoints, load the checkpoint, and resolve what the flags leave open."""
+    from extras.monitor.step_monitor import StepMonitor
 
-    def loop(self, directory: RunDirectory | None) -> None:
-        """Train up to the last step, or until told to stop: then Preempted, with the state saved."""
-        args, state, world, resolved = self.args, self.state, self.world, self.resolved
-        if self.first_row is None:
-            last = resolved.last_step or state.step
-            logger.info("Step %d of %d is done already: nothing to train", state.step, last)
-            return
-        # From here on a signal is agreed on and the state is saved. Ranks meet below before the first of them begins:
-        # none that is still to come here may then leave the others by itself.
-        world.stop.at_once = False
-        self.checkpointer.begin(state.step)
+    with world.on_main_rank() as is_main:  # report bad input before anything is removed or written
+        if is_main:
+            args.precision.check_stats_directory()
+    task = task_of(args)(built, args, world)
+    task.open(evaluates=args.do_eval)
+    world.assert_same(task.data.identity)
+    with world.on_main_rank() as is_main:
+        if is_main and args.checkpoint.overwrite_output_dir and args.do_train:
+            directory.overwrite()
+    log = stack.enter_context(RunLogger(args.log, Path(args.checkpoint.output_dir), world))
+    optimizer = build_optimizer(built.weights, args.optimizer)
+    built.precision.attach(optimizer)
+    checkpointer = Checkpointer(
+        *(args.checkpoint, built.weights, optimizer, built.config, world, args.process.ddp_timeout),
+        scales=built.precision.scales,
+        extras=built.extras,
+        dcp_state=strategy.dcp_state,
+    )
+    stack.enter_context(checkpointer)
+    monitor = StepMonitor(strategy, built.weights, args, world)
+
+    state = resume.state
+    with world.raise_together():
+        resume.check(built.config.fingerprint(), args, task.data)
+    if resume.checkpoint is not None:
+        checkpointer.load(resume.checkpoint)
+    set_hyperparameters(optimizer, args.optimizer)
+    grad_scale = strategy.grad_scale(world.size)
+    built.precision.attach_restored(grad_scale / (state.gradient_factor or grad_scale))
+    strategy.sync_model_weights()
+    plan = plan_run(args, built, task.data, state, world)
+    state.start(plan, task.data.identity, flat(args), grad_scale)
+    announce(args, built, task.data, plan, state, world)
+
+    stepper = Stepper(task, strategy, built.precision, optimizer, world, args.optimizer.max_grad_norm)
+    run = Run(
+        *(args, world, directory, strategy, built, task, stepper, Evaluator(task, strategy)),
+        *(checkpointer, log, monitor, plan, state),
+    )
+    first_row = plan.first_row(task.data, state) if args.do_train else None
+    log.track(flat(args), first_row, anew=state.step == 0 and not resume.restarted)
+    return run
+
+
+def train_steps(run: Run) -> None:
+    """Train up to the last step. Raises Preempted, with the state saved, if a signal stops the run before."""
+    args, world, state, plan, task, log = run.args, run.world, run.state, run.plan, run.task, run.log
+    first_row = plan.first_row(task.data, state)
+    if first_row is None:
+        logger.info("Step %d of %d is done already: nothing to train", state.step, plan.last_step or state.step)
+        return
+    begin_training(run, first_row)
+    if args.eval_on_start and state.step == 0:
+        state.keep_row({"step": 0, "epoch": 0.0})
+    if state.unfinished_row is not None and not evaluate_and_log(run, state.unfinished_row):
+        raise Preempted
+    with world.raise_together():
+        loader = task.steps(plan.packs_per_step, state.step, state.position, plan.last_step)
+    learning_rate = args.optimizer.schedule(plan.total_steps)
+    peak = peak_flops(world.device, args.precision.bf16)
+    first_step, interval = FirstStep(run.built.compiled), Interval()
+    saves = SaveSchedule(plan.save_every, args.checkpoint.save_minutes, state.step)
+    hidden = True if args.log.disable_tqdm or not world.is_main else None  # None: only on a terminal
+    bar = tqdm(total=plan.last_step or plan.total_steps, initial=state.step, disable=hidden, unit="step")
+    stopping = False
+    with closing(iter(loader)) as steps, logging_redirect_tqdm(), bar, scheduled_gc() as collect:
+        prefetcher = StepPrefetcher(steps, task, world, saves.is_due_by_clock)
+        while not run.done and not stopping:
+            started = time.perf_counter()
+            data, counts = prefetcher.pop(state.step + 1)
+            stopping = data is None
+            if not stopping:
+                if data.epoch is None:
+                    data = data._replace(epoch=task.data.epochs(state.sequences + counts.num_sequences))
+                run.monitor.before_step(state.step + 1)
+                # A few steps more than estimated may come before the data end: keep the last learning rate.
+                lr = learning_rate(min(state.step, plan.total_steps - 1))
+                flops = task.flops(counts)
+                is_last = plan.finished(task.data, state.step + 1, data.position)
+                with first_step.waited_for():
+                    result = run.stepper.step(
+                        state.step, lr, data.micro_batches, counts, None if is_last else prefetcher
+                    )
+                log.quant_stats_rows(result.quant_stats)
+                seconds, waited = time.perf_counter() - started, prefetcher.pop_wait()
+                interval.add(counts, flops, seconds, waited, result)
+                state.advance(data, counts, flops, result, seconds)
+                if result.skipped:
+                    with world.raise_together():
+                        state.check_divergence(args.optimizer.max_skipped_steps)
+                bar.update()
+                collect(state.step)
+                interval.add_monitored(run.monitor.after_step(state.step, waited))
+                evaluates = plan.eval_every and state.step % plan.eval_every == 0
+                if evaluates or state.step % args.log.logging_steps == 0 or state.step == 1 or run.done:
+                    row = interval.row(state, plan.total_steps, lr, result, world, peak)
+                    interval = Interval()
+                    if evaluates:
+                        stopping = not evaluate_and_log(run, row)
+                    else:
+                        log.row(row)
+            if stopping or run.done or saves.is_due(state, prefetcher.save_requested):
+                interval.add_checkpoint(save(run, saves))
+                log.draw()
+        run.monitor.close(state.step)
+        world.watch.mark("save", state.step)
+        run.checkpointer.wait()
+        world.watch.rest()
+    if stopping:
+        raise Preempted
+
+
+def begin_training(run: Run, first_row: int) -> None:
+    """Take possession of the output directory; all ranks together."""
+    # From here on ranks agree on a signal and save. They meet below first, so that none exits by itself any more.
+    run.world.stop.save_first()
+    run.checkpointer.begin(run.state.step)
+    with run.world.on_main_rank() as is_main:
+        if is_main:
+            run.directory.claim()
+            stats_directory = run.args.precision.stats_directory(run.args.checkpoint.output_dir)
+            info = run_info(run.args, run.built, run.task.words, run.world)
+            line = partial(run.task.line, packs_per_step=run.plan.packs_per_step)
+            run.log.begin(first_row, stats_directory, run.state.step, info, line)
+            run.directory.keep()
+    run.strategy.model.train()
+    if run.built.compiled:
+        run.world.watch.compilation_counts_as_progress()
+
+
+def evaluate_and_log(run: Run, row: dict) -> bool:
+    """Add held-out results to the row and log it; False if stopped meanwhile: then the next start does it."""
+    run.state.keep_row(row)
+    results = run.evaluator.evaluate(run.state.step)
+    if not results:
+        return False
+    run.state.keep_row(None)
+    run.log.row(row | results)
+    return True
+
+
+def save(run: Run, schedule: SaveSchedule) -> float:
+    """Save if there are new steps; all ranks together. Returns the seconds that training waited."""
+    state, started = run.state, time.perf_counter()
+    if state.step > schedule.saved_step:
+        run.monitor.check_replicas(state.step)
+        run.world.watch.mark("save", state.step)
+        # Each rank knows the position of its own streams; rank 0 writes all of them.
+        position = merge_positions(run.world.gather_to_main(state.position))
+        run.checkpointer.save(state.step, asdict(state) | {"position": position})
+        schedule.mark_saved(state.step)
+    return time.perf_counter() - started
+
+
+def end(run: Run) -> None:
+    """Write results, evaluate, export and draw as the flags say. Raises Preempted if stopped in an evaluation."""
+    args, world, state, task = run.args, run.world, run.state, run.task
+
+    def report(split: str, results: dict) -> None:
         with world.on_main_rank() as is_main:
             if is_main:
-                directory.claim()
-                quant_stats_in = (
-                    args.precision.stats_directory(args.checkpoint.output_dir) if args.precision.quant_stats else None
-                )
-                about = about_run(args, self.built, self.task.words, world)
-                self.log.begin(self.first_row, quant_stats_in, state.step, about)
-                directory.begun = True
-        if args.eval_on_start and state.step == 0:
-            state.unfinished_row = {"step": 0, "epoch": 0.0}
-        if state.unfinished_row is not None and not self._complete(state.unfinished_row):
-            raise Preempted
-        with world.raise_together():
-            loader = self.task.steps(resolved.packs_per_step, state.step, state.position, resolved.last_step)
-        bar = tqdm(
-            total=resolved.last_step or resolved.total_steps,
-            initial=state.step,
-            disable=True if args.log.disable_tqdm or not world.is_main else None,  # None: only on a terminal
-            unit="step",
-        )
-        self.strategy.model.train()
-        if self.built.compiled:
-            world.watch.compilation_counts_as_progress()
-        first_step = FirstStep(self.built.compiled)
-        interval = Interval()
-        peak = peak_flops(world.device, args.precision.bf16)
-        self.saved_at = time.monotonic()
-        stopping = False
-        with closing(iter(loader)) as steps, logging_redirect_tqdm(), bar, collected_by_step() as collect:
-            ahead = StepAhead(steps, self.task, self.stragglers, world, self._save_is_due_by_the_clock)
-            while not self.done and not stopping:
-                started, ahead.waited = time.perf_counter(), 0.0
-                share, counts = self._next(ahead)
-                stopping = share is None
-                if not stopping:
-                    self.profiler.before(state.step + 1)
-                    # Where the end of the data was estimated, a few more steps may come: as the last of the schedule.
-                    lr = self.lr(min(state.step, resolved.total_steps - 1))
-                    flops = self.task.flops(counts)
-                    following = None if self._is_last(share) else ahead
-                    with first_step.waited_for():
-                        result = self.stepper.take(state.step, lr, share.micro_batches, counts, following)
-                    self.save_asked |= ahead.save_asked
-                    self.log.quant_stats_rows(result.quant_stats)
-                    seconds = time.perf_counter() - started
-                    interval.add(counts, flops, seconds, ahead.waited, result)
-                    state.advance(share, counts, flops, result, seconds)
-                    if result.skipped:
-                        with world.raise_together():
-                            state.check_divergence(args.optimizer.max_skipped_steps)
-                    bar.update()
-                    collect(state.step)
-                    self.profiler.after(state.step)
-                    interval.ranks |= self.stragglers.compare(state.step)
-                    if args.log.straggler_every and state.step % args.log.straggler_every == 0:
-                        self.replicas.check(state.step)
-                    evaluating = resolved.eval_every and state.step % resolved.eval_every == 0
-                    if evaluating or state.step % args.log.logging_steps == 0 or state.step == 1 or self.done:
-                        row = interval.row(state, resolved.total_steps, lr, result, world, peak)
-                        interval = Interval()
-                        if evaluating:
-                            stopping = not self._complete(row)
-                        else:
-                            self.log.row(row)
-                if stopping or self.done or self._save_due():
-                    interval.checkpoints += self._save()
-                    self.log.draw()
-            self.profiler.after(state.step, ends=True)
-            world.watch.mark(SAVE, state.step)
-            self.checkpointer.wait()
-            world.watch.rest()
-        if stopping:
-            raise Preempted
+                run.log.results(split, state.step, results, of_training=args.do_train)
 
-    # ---- the parts of the loop ------------------------------------------------------------------------------
-
-    def _next(self, ahead: StepAhead) -> tuple[TrainStep | None, StepCounts]:
-        """This rank's share of the next step and the counts of the whole of it; (None, _) if a rank is to stop."""
-        share, counts = ahead.take(self.state.step + 1)
-        if share is not None and share.epoch is None:
-            share = share._replace(epoch=self.task.data.epochs(self.state.sequences + counts.num_sequences))
-        return share, counts
-
-    def _is_last(self, share: TrainStep) -> bool:
-        """Whether no step is left to take after this one."""
-        return self._no_step_left(self.state.step + 1, share.position)
-
-    def _save_is_due_by_the_clock(self) -> bool:
-        minutes = self.args.checkpoint.save_minutes
-        return minutes is not None and time.monotonic() - self.saved_at >= 60 * minutes
-
-    def _complete(self, row: dict) -> bool:
-        """Evaluate, add that to the row and record it; False if told to stop meanwhile: then the next start does."""
-        self.state.unfinished_row = row
-        results = self.evaluate()
-        if not results:
-            return False
-        self.state.unfinished_row = None
-        self.log.row(row | results)
-        return True
-
-    def evaluate(self, split: str = "validation", prefix: str = "eval") -> dict:
-        """On a held-out split; {} if the run was told to stop meanwhile (all ranks agree)."""
-        if (split, self.state.step) in self.evaluated:  # these very weights: at the end of a run after its last step
-            return self.evaluated[split, self.state.step]
-        told = split == "validation"  # of the test split only the results at the end
-        if told:
-            logger.info("***** Running Evaluation *****")
-        results = self.task.evaluate(self.strategy.evaluated, split, prefix, self.state.step)
-        self.strategy.release()
-        self.strategy.model.train()
-        if results:
-            results |= self.task.baseline(split, prefix)
-            self.evaluated = {(split, self.state.step): results}
-        if told and results:
-            logger.info(self.task.summary(results))
-        return results
-
-    def _save_due(self) -> bool:
-        if self.state.skipped_lately:
-            return False  # the weights may be what is wrong: no good checkpoint makes room for them
-        every = self.resolved.save_every
-        return self.save_asked or self.state.step // every > self.saved_step // every
-
-    def _save(self) -> float:
-        """Save what is not saved yet; the seconds that training stood still for it."""
-        started = time.perf_counter()
-        if self.state.step > self.saved_step:
-            self.replicas.check(self.state.step)
-            self.world.watch.mark(SAVE, self.state.step)
-            # Every rank's own streams, for the one that writes them down.
-            position = merge_positions(self.world.gather_to_main(self.state.position))
-            self.checkpointer.save(self.state.step, asdict(self.state) | {"position": position})
-            self.saved_step, self.saved_at, self.save_asked = self.state.step, time.monotonic(), False
-        return time.perf_counter() - started
-
-
-def _steps(every: float | None, total: int) -> int:
-    """--eval_steps and --save_steps: a number of steps, or below 1 a fraction of the run; 0 when unset."""
-    if every is None:
-        return 0
-    return max(1, int(every * total)) if every < 1 else int(every)
+    if args.do_train:
+        if state.unknown:
+            share = state.unknown / max(state.tokens, 1)
+            logger.warning("%s characters (%.2g of the tokens) are no residues: <unk>", f"{state.unknown:,}", share)
+        report("train", training_results(state, run.plan, task.data.num_examples))
+    if args.do_eval:
+        logger.info("*** Evaluate ***")
+        for split, prefix in (("validation", "eval"), ("test", "test")):
+            with world.raise_together():
+                is_absent = task.data.held_out(split) is None
+            if is_absent:
+                continue
+            results = run.evaluator.evaluate(state.step, split, prefix)
+            if not results:
+                raise Preempted
+            report(prefix, {"epoch": state.epoch} | results)
+    output_dir = Path(args.checkpoint.output_dir)
+    with world.on_main_rank() as is_main:
+        if is_main and args.do_train:
+            history = read_json_lines(output_dir / METRICS)
+            write_json(output_dir / "trainer_state.json", asdict(state) | {"log_history": history})
+    is_complete = args.do_train and task.data.finished(state.step, state.position)
+    if is_complete if args.save_final_model is None else args.save_final_model:
+        training = Training.of_state(asdict(state))
+        export_model(task, output_dir / "final_model", training, world, run.strategy.full_tensor)
+    with world.on_main_rank() as is_main:
+        if is_main and args.do_train:
+            run.log.draw_last()

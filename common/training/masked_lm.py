@@ -1,103 +1,94 @@
-"""The task: masked language modelling with ESM-2. What is learned, counted, evaluated and exported.
+"""Masked language modelling with an encoder: what a run trains on, counts, evaluates and exports.
 
-The trainer knows these methods and nothing else of batches and model; another task has the same ones.
+The loop calls these methods and knows nothing else of batches and model. What differs between encoders is their
+family's (common.models.registry).
 
-Held-out sums are taken over all masked residues of a split, on all ranks, and divided once: no mean of means. Masks
-are a function of the protein alone, so two evaluations, two models and any number of ranks face the same questions.
+Held-out sums are over all masked residues of a split, on all ranks, and divided once: no mean of means. Masks depend
+on the protein alone, so every evaluation, model and number of ranks predicts the same residues.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from common.cli import UserError
 from common.data.collators import Batch, Collator, Counts, masked_batches, to_device
 from common.data.crops import Pack
 from common.data.flags import DataFlags
+from common.data.token_store import TokenSet
 from common.data.training_data import EVAL_SEED, TrainingData, held_out_batches, open_data
 from common.distributed.world import World
-from common.files import alphabet
-from common.models.esm2 import config as presets
-from common.models.esm2 import convert
-from common.models.esm2.config import override
-from common.models.esm2.convert import read_pretrained, save_pretrained
-from common.models.esm2.family import NO_KERNEL, check_context, choose_gelu, te_attends
-from common.models.esm2.model import Esm2ForMaskedLM
-from common.models.layers.backend import check_device, choose_backend
 from common.models.layers.hf_directory import Training
+from common.models.registry import ModelSpec, encoder_family, family_of
 from common.shapes import filled_up
 from common.training.arguments import TrainArguments
 from common.training.evaluation import held_out_results
-from common.training.flops import step_flops
-from common.training.run_logger import step_line
-from common.training.task import BuiltModel, ModelSpec, StepCounts, Task
-from extras.curves import ESM2
-from extras.prepare.encode import check_tokenizer
-from extras.prepare.sample import SAMPLE, make_sample
+from common.training.run_logger import PlotLabels, step_line
+from common.training.task import BuiltModel, StepCounts, Task
 
-# Which ESM-2 the flags ask for, and whether this machine can have it.
+UNIGRAM_SAMPLE = 200_000  # proteins, from all over the training split, that the unigram baseline is fitted on
+UNIGRAM_RUN = 1000  # consecutive proteins that are read together
 
 
-def choose_esm2(args: TrainArguments, world: World, torch_only: tuple[str, ...], so_far: dict) -> ModelSpec:
-    """torch_only: flags that are given and only the torch backend can honour; so_far: what the run that goes on has
-    computed with. UserError for what cannot be had here. No collective."""
-    if args.model.tokenizer_name:
-        check_tokenizer(args.model.tokenizer_name)
-    config = presets.load_config(args.model.config_name or args.model.model_name_or_path)
-    if args.model.config_overrides:
-        config = override(config, args.model.config_overrides)
-    torch_only += ("--emulate_precision",) * args.precision.emulate_precision
-    backend, why = choose_backend(args.model, world.device, args.precision.bf16, torch_only, so_far.get("backend"))
-    check_device(world.device, args.precision.bf16, config.hidden_size // config.num_attention_heads, backend)
-    check_context(args.model, args.data.cp_layout, world.cp_size, backend, config)
-    gelu, remark = choose_gelu(args.model.gelu or so_far.get("gelu"), backend, config)
-    attention = f"Attention by torch's kernels: {NO_KERNEL}" if backend == "te" and not te_attends(config) else None
-    remarks = tuple(line for line in (f"Backend: {backend} ({why})", attention, remark) if line)
-    read = partial(read_pretrained, args.model.model_name_or_path, config) if args.model.model_name_or_path else None
-    make = partial(Esm2ForMaskedLM, config, backend, torch.bfloat16 if args.model.bf16_residual else torch.float32)
-    return ModelSpec(config, backend, why, gelu, remarks, make, read)
-
-
-UNIGRAM_SAMPLE = 200_000  # proteins, from all over the training split, that the unigram predictor is fitted on
-UNIGRAM_RUN = 1000  # of them that are neighbours
+def choose_encoder(args: TrainArguments, world: World, torch_only: tuple[str, ...], previous: dict) -> ModelSpec:
+    """As `Family.choose`, of the family of --config_name or --model_name_or_path."""
+    name = args.model.config_name or args.model.model_name_or_path
+    return encoder_family(str(name)).choose(args, world, torch_only, previous)
 
 
 class MaskedLM(Task):
-    """The task of a run: the model that was built for it, and its data once they are opened."""
+    """The task of a run: its model, and its data once they are opened."""
 
-    choose = staticmethod(choose_esm2)
-    words = ESM2
+    choose = staticmethod(choose_encoder)
+    words = PlotLabels()
 
     data: TrainingData
 
     def __init__(self, built: BuiltModel, flags: TrainArguments, world: World):
         self.built, self.flags, self.bf16, self.world = built, flags, flags.precision.bf16, world
-        self.baselines: dict[str, dict] = {}  # of each split, once it was asked for
+        self.family = encoder_family(str(flags.model.config_name or flags.model.model_name_or_path))
+        self.baselines: dict[str, dict] = {}  # unigram results by split
 
     def open(self, evaluates: bool) -> None:
-        """The data; all ranks together."""
-        makers = {SAMPLE: lambda: make_sample(Path(self.flags.checkpoint.output_dir) / SAMPLE)}
-        self.data = open_data(self.flags.data, self.world, evaluates, makers)
+        """Open the data; all ranks together."""
+        if self.flags.data.dataset and self.family is not family_of("esm"):
+            raise UserError(
+                f"--dataset {self.flags.data.dataset}: files are tokenised with ESM-2's alphabet: give --dataset_dir, "
+                "tokenised with the model's own"
+            )
+        self.data = open_data(
+            self.flags.data, self.family.tokens, self.world, evaluates, {"sample": self._make_sample}
+        )
+
+    def _make_sample(self) -> Path:
+        """Generate proteins for --dataset sample."""
+        from extras.prepare.sample import SAMPLE, make_sample
+
+        return make_sample(Path(self.flags.checkpoint.output_dir) / SAMPLE)
 
     def example(self, tokens: int) -> Batch:
-        """This rank's batch of a pack of so many tokens, as long a sequence as may be, of random residues."""
+        """This rank's batch of a pack of `tokens` random residues in sequences of the maximum length."""
         pack = Pack.of_length(tokens, self.flags.data.max_seq_length)
-        residues = (alphabet.FIRST_RESIDUE, alphabet.FIRST_RESIDUE + 20)
-        ids = np.random.default_rng(self.flags.data.seed).integers(*residues, tokens, dtype=np.uint8)
-        return masked_batches(self.flags.data, self.flags.data.seed, self.world.mesh)(pack, ids)
+        choices = np.array(self.family.tokens.replacements, dtype=np.uint8)
+        ids = choices[np.random.default_rng(self.flags.data.seed).integers(len(choices), size=tokens)]
+        return self._masked(self.flags.data.seed)(pack, ids)
+
+    def _masked(self, seed: int, pad_to: int = 0) -> Collator:
+        return masked_batches(self.flags.data, self.family.tokens, seed, self.world.mesh, pad_to)
 
     def collator(self) -> Collator:
-        # One shape for every step: for each new one a GPU's libraries choose anew, and its allocator takes memory.
-        # A CPU would compute the fillers for nothing.
+        # One shape for every step: for a new one a GPU's libraries select kernels again, and its allocator takes
+        # memory. On a CPU the fillers would only cost time.
         one_shape = self.world.device.type == "cuda" and self.flags.data.packing
         pad_to = self.flags.pack_tokens if one_shape else 0
-        return masked_batches(self.flags.data, self.flags.data.seed, self.world.mesh, pad_to)
+        return self._masked(self.flags.data.seed, pad_to)
 
     @staticmethod
     def counts(micro_batches: list[Batch]) -> StepCounts:
@@ -112,16 +103,17 @@ class MaskedLM(Task):
 
     def flops(self, counts: StepCounts) -> float:
         """Of a training step with these counts."""
-        return step_flops(self.built.config, counts.num_tokens, counts.sum_squared_lengths, counts.num_targets)
+        totals = counts.num_tokens, counts.sum_squared_lengths, counts.num_targets
+        return self.family.flops(self.built.config, *totals)
 
     def evaluate(self, model: nn.Module, split: str, prefix: str, step: int) -> dict:
         """As `evaluate`, on a split."""
         store = self.data.held_out(split)
-        return evaluate(model, store, self.flags.data, self.world, prefix, step, self.bf16)
+        return evaluate(model, store, self.family.tokens, self.flags.data, self.world, prefix, step, self.bf16)
 
     @staticmethod
     def summary(results: dict) -> str:
-        """Those of the validation split in a line, beside its baseline."""
+        """The validation split's results in a line, beside the unigram baseline."""
         return (
             f"Held-out loss {results['eval_loss']:.4f} (residue frequencies alone: "
             f"{results['eval_unigram_loss']:.4f}), perplexity {results['perplexity']:.3f}, accuracy "
@@ -129,10 +121,11 @@ class MaskedLM(Task):
         )
 
     def baseline(self, split: str, prefix: str) -> dict:
-        """As `unigram`, on a split: the line to beat."""
+        """As `unigram`, on a split."""
         if split not in self.baselines:
             held_out = self.data.held_out(split)
-            self.baselines[split] = unigram(self.data.sample, held_out, self.flags.data, self.world, prefix)
+            tokens = self.family.tokens
+            self.baselines[split] = unigram(self.data.sample, held_out, tokens, self.flags.data, self.world, prefix)
         return self.baselines[split]
 
     def line(self, row: dict, packs_per_step: int) -> str:
@@ -142,18 +135,18 @@ class MaskedLM(Task):
     def exported(self, gather: Callable[[Tensor], Tensor]) -> Iterator[tuple[str, Tensor]]:
         """The tensors to export; all ranks ask for one after the other, which `gather` makes whole."""
         parameters = dict(self.built.weights.named_parameters())
-        return convert.pieces_to_hf(
-            lambda name: gather(parameters[name]).detach(), self.built.config, self.built.extras
-        )
+        get = lambda name: gather(parameters[name]).detach()  # noqa: E731
+        return self.family.to_hf(get, self.built.config, self.built.extras)
 
     def export(self, pieces: Iterator[tuple[str, Tensor]], directory: Path, training: Training) -> None:
         """Write them where transformers' from_pretrained opens them; the main rank only."""
-        save_pretrained(pieces, self.built.config, directory, training)
+        self.family.save(pieces, self.built.config, directory, training, None)
 
 
 def evaluate(
     model: nn.Module,
-    store,
+    store: Any,
+    tokens: TokenSet,
     flags: DataFlags,
     world: World,
     prefix: str = "eval",
@@ -161,19 +154,21 @@ def evaluate(
     bf16: bool = False,
 ) -> dict:
     """`{prefix}_{loss,accuracy,perplexity,samples,runtime,...}` on the proteins of a store; as `held_out_results`."""
-    made = held_out_batches(flags, store, masked_batches(flags, EVAL_SEED, world.mesh), world)
+    made = held_out_batches(flags, store, masked_batches(flags, tokens, EVAL_SEED, world.mesh), world)
     return held_out_results(model, made, world, prefix, step, bf16, "masked_tokens")
 
 
-def unigram(training: Callable, store, flags: DataFlags, world: World, prefix: str = "eval") -> dict:
-    """The same questions answered from the residue frequencies of training proteins alone: what `training()` opens.
+def unigram(
+    training: Callable, store: Any, tokens: TokenSet, flags: DataFlags, world: World, prefix: str = "eval"
+) -> dict:
+    """The unigram baseline: predicts every masked residue from the residue frequencies of `training()`.
 
-    Frequencies have one added to every count, so that a residue never seen in training costs a finite number.
+    One is added to every count, so that a residue absent from training has a finite loss.
     """
     sums = torch.zeros(3, dtype=torch.float64)
     with world.raise_together():
-        log_p = np.log(residue_frequencies(training()))
-        for batch in held_out_batches(flags, store, masked_batches(flags, EVAL_SEED, world.mesh), world):
+        log_p = np.log(residue_frequencies(training(), tokens))
+        for batch in held_out_batches(flags, store, masked_batches(flags, tokens, EVAL_SEED, world.mesh), world):
             labels = batch["labels"].flatten().numpy()
             labels = labels[labels >= 0]
             correct = (labels == log_p.argmax()).sum()
@@ -187,18 +182,18 @@ def unigram(training: Callable, store, flags: DataFlags, world: World, prefix: s
     }
 
 
-def residue_frequencies(store) -> np.ndarray:
-    """Relative frequencies of the 33 tokens among the residues, float64 [33]; zero for what is never masked."""
-    counts = np.zeros(alphabet.VOCAB_SIZE)
-    # Runs of neighbours: single records all over a large store would be as many reads of the filesystem.
+def residue_frequencies(store: Any, tokens: TokenSet) -> np.ndarray:
+    """Relative frequencies of the tokens, float64 [vocab_size]; about zero for those that are never masked."""
+    counts = np.zeros(tokens.vocab_size)
+    # Runs of consecutive records: single ones all over a large store would each be a read of the filesystem.
     starts = np.arange(0, len(store), UNIGRAM_RUN)
     if len(store) > UNIGRAM_SAMPLE:
         starts = np.linspace(0, len(store) - UNIGRAM_RUN, UNIGRAM_SAMPLE // UNIGRAM_RUN).astype(np.int64)
     for start in starts:
         block = np.arange(start, min(start + UNIGRAM_RUN, len(store)))
         ids, _ = store.gather(block, np.zeros_like(block), store.lengths(block))
-        counts += np.bincount(ids, minlength=alphabet.VOCAB_SIZE)
-    residues = slice(alphabet.FIRST_RESIDUE, alphabet.LAST_RESIDUE + 1)
+        counts += np.bincount(ids, minlength=tokens.vocab_size)
+    residues = slice(tokens.residues[0], tokens.residues[1] + 1)
     frequencies = np.full_like(counts, 1e-300)
     frequencies[residues] = (counts[residues] + 1) / (counts[residues] + 1).sum()
     return frequencies

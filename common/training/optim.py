@@ -1,4 +1,4 @@
-"""AdamW with weight-decay groups, and learning rates as a pure function of the step."""
+"""AdamW with weight-decay groups, and learning-rate schedules as functions of the step."""
 
 from __future__ import annotations
 
@@ -56,9 +56,9 @@ class OptimizerFlags(Flags):
 
 
 class AdamW(torch.optim.AdamW):
-    """torch's, updating of sharded tensors what this rank has, without asking DTensor for every one how to.
+    """torch's AdamW, updating the local shards of DTensors directly: the same bits.
 
-    That is most of what such a step takes of the host; the update is the same, number by number.
+    DTensor's dispatch for each tensor takes most of the host time of a sharded step.
     """
 
     def _init_group(self, group: dict, *lists: list[torch.Tensor]):
@@ -80,7 +80,7 @@ def build_optimizer(model: nn.Module, flags: OptimizerFlags) -> torch.optim.Adam
 
 
 def set_hyperparameters(optimizer: torch.optim.AdamW, flags: OptimizerFlags) -> None:
-    """What the flags say, in place of what a checkpoint brought along; the learning rate is set at every step."""
+    """Replace a checkpoint's hyperparameters by those of the flags; the learning rate is set at every step."""
     for group, weight_decay in zip(optimizer.param_groups, (flags.weight_decay, 0.0), strict=True):
         group |= {"weight_decay": weight_decay, "eps": flags.adam_epsilon}
         group["betas"] = type(group["betas"])((flags.adam_beta1, flags.adam_beta2))
@@ -109,7 +109,7 @@ def lr_schedule(flags: OptimizerFlags, total_steps: int) -> Callable[[int], floa
             return flags.learning_rate * (1 - (1 - ESM2_FINAL_FRACTION) * progress)
 
         return esm2
-    from transformers import SchedulerType, get_scheduler  # here: they take a second to import
+    from transformers import SchedulerType, get_scheduler  # imported here: takes a second
 
     try:
         kind = SchedulerType(flags.lr_scheduler_type)

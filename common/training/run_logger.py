@@ -1,4 +1,4 @@
-"""What a run says of itself as it goes: on the terminal, in metrics.jsonl and *_results.json, to a tracker."""
+"""The outputs of a run while it trains: log lines, metrics.jsonl, *_results.json, a tracker, the curves."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from importlib.util import find_spec
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -20,16 +21,16 @@ from common.distributed.stopping import PREEMPTED, Preempted
 from common.distributed.world import World
 from common.files.json_files import JsonLinesLog, read_json_lines, write_json
 from common.flags import Flags, flag
-from extras.curves import ABOUT, draw_curves, read_about
-from extras.profiling import parse_steps
-from extras.quant_stats import stats_plan
-from extras.quant_stats.stats import scalars
-from extras.trackers import Tracker, open_tracker
 
-# What a run counts and writes: metrics.jsonl, the guides' *_results.json, the step line, peaks of devices.
+logger = logging.getLogger(__name__)
 
-# Dense bf16 peak in FLOP/s, from the vendors' data sheets (without sparsity), by words of the device's name. The key
-# with most words wins.
+METRICS = "metrics.jsonl"
+RUN_INFO = "run_info.json"  # the title of the curves, and the first step of each start
+OLD_RUN_INFO = "about.json"  # its name before 0.3
+DRAW_EVERY_S = 60.0  # at most, of a run that is still training
+
+# Dense bf16 peak in FLOP/s (without sparsity), from the vendors' data sheets, by words of the device's name. The
+# longest matching key wins.
 PEAK_FLOPS = {
     "A10": 125e12,
     "A10G": 70e12,
@@ -51,8 +52,7 @@ PEAK_FLOPS = {
 
 
 def peak_flops(device: torch.device, bf16: bool) -> float | None:
-    """The device's dense bf16 peak, or None where it is not known (CPUs, slices of a GPU, other precisions): then no
-    MFU is claimed."""
+    """The device's dense bf16 peak. None (no MFU is reported) on CPUs, MIG slices, unknown GPUs, other precisions."""
     if device.type != "cuda" or not bf16:
         return None
     words = set(torch.cuda.get_device_name(device).replace("-", " ").split())
@@ -61,7 +61,7 @@ def peak_flops(device: torch.device, bf16: bool) -> float | None:
 
 
 def peak_memory_gb(device: torch.device) -> float:
-    """Most memory in use so far, in GB: of the allocator on a GPU, resident on a CPU."""
+    """Peak memory so far, in GB: the allocator's on a GPU, resident memory on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 1e9
     for line in Path("/proc/self/status").read_text().splitlines() if Path("/proc/self/status").exists() else ():
@@ -84,12 +84,12 @@ def write_results(output_dir: Path, split: str, results: dict) -> None:
 
 def format_block(split: str, results: dict) -> str:
     """The guides' `***** train metrics *****` block."""
-    shown = {k: _shown(k, v) for k, v in sorted(results.items())}
+    shown = {k: _format_value(k, v) for k, v in sorted(results.items())}
     width, right = max(map(len, shown), default=0), max(map(len, shown.values()), default=0)
     return "\n".join([f"***** {split} metrics *****", *(f"  {k:<{width}} = {v:>{right}}" for k, v in shown.items())])
 
 
-def _shown(key: str, value) -> str:
+def _format_value(key: str, value) -> str:
     if key.endswith("_runtime"):
         hours, rest = divmod(value, 3600)
         return f"{int(hours)}:{int(rest // 60):02d}:{rest % 60:05.2f}"
@@ -98,22 +98,24 @@ def _shown(key: str, value) -> str:
     return f"{value:.4f}" if isinstance(value, float) else str(value)
 
 
-IN_GUIDE_LINE = ("loss", "step_loss", "learning_rate")
+GUIDE_LINE_KEYS = ("loss", "step_loss", "learning_rate")
 
 
 def guide_line(row: dict, samples: int) -> str:
-    """The same in the FSDP guides' shape, which their users' scripts read; further fields follow. samples: of a step,
-    on all ranks; the seconds of a step hold its wait for data."""
-    loss = row.get("step_loss", float("nan"))  # the last step was skipped: the guides would show no number, too
+    """`step_line` in the format of the FSDP guides, which their users' scripts parse, with more fields appended.
+
+    samples: sequences per step over all ranks; the speed includes the wait for data.
+    """
+    loss = row.get("step_loss", float("nan"))  # missing where the last step was skipped
     speed = samples / max(row["step_seconds"], 1e-9)
-    begins = (
+    guide_fields = (
         f"Batch {row['step'] - 1} Loss: {loss:.5f}, Speed: {speed:.2f} samples/sec, lr: {row['learning_rate']:.6f}"
     )
-    return f"{begins}, {step_line({k: v for k, v in row.items() if k not in IN_GUIDE_LINE})}"
+    return f"{guide_fields}, {step_line({k: v for k, v in row.items() if k not in GUIDE_LINE_KEYS})}"
 
 
 def step_line(row: dict) -> str:
-    """One line a logged step, in torchtitan's spirit. What the row does not have is left out."""
+    """One line per logged step, like torchtitan's; fields that the row lacks are left out."""
     parts = [f"step: {row['step']}/{row['total_steps']}"]
     parts += [
         f"{name}: {row[key]:{form}}{unit}"
@@ -142,9 +144,21 @@ def step_line(row: dict) -> str:
     return "  ".join(parts)
 
 
-logger = logging.getLogger(__name__)
-METRICS = "metrics.jsonl"
-DRAW_EVERY_S = 60.0  # the picture of a run that goes on, at a checkpoint
+class PlotLabels(NamedTuple):
+    """A task's labels in the plot of the loss; the defaults are masked language modelling's."""
+
+    loss: str = "Masked-language-modelling loss"
+    unit: str = "nats per masked residue"
+    held_out: str = "held-out proteins"
+    baseline: str = "held-out, by residue frequencies alone (unigram predictor)"
+
+
+def read_run_info(output_dir: Path) -> dict:
+    """run_info.json: model, data, device, labels, and `starts`, the first step of each start; {} if it is missing."""
+    for name in (RUN_INFO, OLD_RUN_INFO):
+        if (output_dir / name).exists():
+            return json.loads((output_dir / name).read_text())
+    return {}
 
 
 @dataclass(frozen=True)
@@ -163,21 +177,40 @@ class LogFlags(Flags):
         self.require_at_least(1, "logging_steps")
         self.require_at_least(0, "straggler_every")
         if self.profile_steps:
+            from extras.profiling import parse_steps
+
             parse_steps(self.profile_steps)
         self.require_choice("report_to", ("none", "tensorboard", "wandb"))
         if self.report_to != "none" and find_spec(self.report_to) is None:
             raise UserError(f"--report_to {self.report_to}: not installed: ./install.sh --trackers")
 
 
+class Tracker:
+    """The interface of TensorBoard and W&B (extras/trackers.py). This one, the default, drops everything."""
+
+    def write(self, row: dict) -> None:
+        """Log the numbers of a row of metrics.jsonl, or of any {"step": ..., name: value}."""
+
+    def resume(self, metrics: Path) -> None:
+        """Called before the first new row. metrics: metrics.jsonl with the rows kept from before the restart."""
+
+    def close(self, status: int) -> None:
+        """status: the exit status the process is about to have."""
+
+    def give_up(self) -> None:
+        """Shut down after a failure."""
+
+
 class RunLogger:
-    """Writes on the main rank; on the others nothing happens. Leaving it as a context closes the tracker."""
+    """Writes on the main rank and does nothing on the others. Use as a context: leaving it closes the tracker."""
 
     def __init__(self, flags: LogFlags, output_dir: Path, world: World):
         self.flags, self.output_dir, self.world = flags, output_dir, world
         self.tracker = Tracker()
-        self.metrics: JsonLinesLog | None = None  # None until rows are to come
+        self.metrics: JsonLinesLog | None = None  # opened by `begin`
+        self.quant_stats: JsonLinesLog | None = None
         self.last_row: dict = {}
-        self.line: Callable[[dict], str] = step_line  # of a row, for the terminal: the task's
+        self._line: Callable[[dict], str] = step_line  # formats a row for the terminal; the task's
         self._drawing: threading.Thread | None = None
         self._drawn_at = -DRAW_EVERY_S
 
@@ -185,40 +218,59 @@ class RunLogger:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error, stack) -> None:
-        if self._drawing is not None:  # not in the middle of it
+        if self._drawing is not None:
             self._drawing.join()
-        ended = PREEMPTED if kind and issubclass(kind, Preempted) else MACHINE_FAULT
-        self.tracker.close(ended if kind else 0)
+        failed = PREEMPTED if kind and issubclass(kind, Preempted) else MACHINE_FAULT
+        self.tracker.close(failed if kind else 0)
 
     def track(self, config: dict, first_row: int | None, anew: bool) -> None:
         """Open the tracker of --report_to, on all ranks together; see `open_tracker`. config: all flags of the run."""
-        flags = self.flags
+        if self.flags.report_to == "none":
+            return
+        from extras.trackers import open_tracker
+
         with self.world.on_main_rank() as is_main:
             if is_main:
-                where = (config, self.output_dir, first_row, anew)
-                self.tracker = open_tracker(flags.report_to, flags.run_name, *where)
+                self.tracker = open_tracker(self.flags, config, self.output_dir, first_row, anew)
 
-    def begin(self, first_row: int, quant_stats_in: Path | None, step: int, about: dict) -> None:
-        """Open the files of rows before the first step. Rows of metrics.jsonl from `first_row` on, and of
-        quant_stats.jsonl beyond `step`, will come again: they are dropped. about: of the run, for its picture."""
-        starts = [start for start in read_about(self.output_dir).get("starts", []) if start < first_row]
-        write_json(self.output_dir / ABOUT, about | {"starts": [*starts, first_row]})
+    def begin(
+        self, first_row: int, quant_stats_in: Path | None, step: int, about: dict, line: Callable[[dict], str]
+    ) -> None:
+        """Open the files of rows before the first step.
+
+        Rows that will be written again are dropped: those of metrics.jsonl from `first_row` on, those of
+        quant_stats.jsonl beyond `step`. about: the title and labels of the curves; line: formats a row for the
+        terminal.
+        """
+        self._line = line
+        starts = [start for start in read_run_info(self.output_dir).get("starts", []) if start < first_row]
+        write_json(self.output_dir / RUN_INFO, about | {"starts": [*starts, first_row]})
         self.metrics = JsonLinesLog(self.output_dir / METRICS, first_row - 1)
-        self.tracker.go_on(self.output_dir / METRICS)
+        self.tracker.resume(self.output_dir / METRICS)
         if quant_stats_in:
-            self.quant_stats = JsonLinesLog(quant_stats_in / stats_plan.FILE, step)
+            from extras.quant_stats.stats_plan import FILE
+
+            self.quant_stats = JsonLinesLog(quant_stats_in / FILE, step)
 
     def row(self, row: dict) -> None:
-        """A row of metrics.jsonl."""
+        """Write a row of metrics.jsonl."""
         if self.world.is_main:
             self.metrics.write(row)
             self.last_row = row
             self.tracker.write(row)
             if "loss" in row:
-                logger.info(self.line(row))
+                logger.info(self._line(row))
+
+    def quant_stats_rows(self, rows: list[dict]) -> None:
+        """Write a step's rows of quant_stats.jsonl, if any."""
+        if rows and self.world.is_main:
+            from extras.quant_stats.stats import scalars
+
+            self.quant_stats.write(*rows)
+            self.tracker.write(scalars(rows))
 
     def draw(self) -> None:
-        """Draw the curves, now and then, beside what the run does; the main rank only."""
+        """Draw the curves in a background thread, at most once a minute; the main rank only."""
         busy = self._drawing is not None and self._drawing.is_alive()
         if not self.world.is_main or busy or time.monotonic() < self._drawn_at + DRAW_EVERY_S:
             return
@@ -227,34 +279,31 @@ class RunLogger:
         self._drawing.start()
 
     def draw_last(self) -> None:
-        """Draw the curves of all there is."""
+        """Draw the curves of the whole run."""
+        from extras.curves import draw_curves
+
         if self._drawing is not None:
             self._drawing.join()
         draw_curves(self.output_dir)
 
     def _draw(self) -> None:
-        with suppress(OSError):  # of a full disk, of which the run hears by itself
+        from extras.curves import draw_curves
+
+        with suppress(OSError):  # a full disk ends the run at its next row or checkpoint
             draw_curves(self.output_dir)
 
-    def quant_stats_rows(self, rows: list[dict]) -> None:
-        """The rows of quant_stats.jsonl of a step, if there are any."""
-        if rows and self.world.is_main:
-            self.quant_stats.write(*rows)
-            self.tracker.write(scalars(rows))
-
     def results(self, split: str, step: int, results: dict, of_training: bool) -> None:
-        """`<split>_results.json` and the guides' block of them; the main rank only.
+        """Write `<split>_results.json` and print the guides' block; the main rank only.
 
-        of_training: these end a run that trains, not an evaluation by itself; of them a tracker is told what it does
-        not know.
+        of_training: a training run ends with these results. Then the tracker gets only the values it has not yet seen.
         """
-        known = self._known(split, step, results) if of_training else {}
+        seen = self._seen_by_tracker(split, step, results) if of_training else {}
         write_results(self.output_dir, split, results)
-        self.tracker.write({"step": step} | {k: v for k, v in results.items() if k not in known})
+        self.tracker.write({"step": step} | {k: v for k, v in results.items() if k not in seen})
         print(format_block(split, results), flush=True)
 
-    def _known(self, split: str, step: int, results: dict) -> dict:
-        """What a tracker has of them: the row of this very step; all, where a finished run was only started again."""
+    def _seen_by_tracker(self, split: str, step: int, results: dict) -> dict:
+        """The row of this step; all results, if a finished run was only started again."""
         if self.metrics is None and results_file(self.output_dir, split).exists():
             return results
         row = self.last_row

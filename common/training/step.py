@@ -1,14 +1,16 @@
-"""One optimiser step, the same on every rank, for every strategy and every task.
+"""One optimiser step, the same for every strategy and task, with prefetch and scheduled garbage collection.
 
-A step whose loss or gradient norm is infinite or no number, if only on one rank, is skipped by all of them: no
-optimiser step, weights and optimiser state as they were; the data and the schedule move on.
+A step whose loss or gradient norm is not finite on any rank is skipped by all ranks: weights and optimiser state stay,
+data and schedule move on.
 """
 
 from __future__ import annotations
 
+import gc
 import math
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -20,89 +22,87 @@ from common.distributed.strategy import Strategy
 from common.distributed.world import World
 from common.precision.build import Precision
 from common.training.task import StepCounts, Task
-from extras.monitor.stragglers import Stragglers
 
-# The step to come: this rank's share of it, taken while a step is under way, and what all ranks say of it.
-#
-# A step's loss is a mean over what all ranks predict, so their number has to be known before the first gradient; and
-# all must know whether one of them is to stop, has failed or is to save. Summed over the ranks in an exchange of its
-# own, all this would be a wait of the host in every step. It rides in the reduction of the loss instead, one step
-# ahead: only the first step of a run asks for itself.
+COLLECT_EVERY = 50  # steps between garbage collections
 
 
-class StepAhead:
-    """steps: of this rank, as the loader gives them; is_save_due: by the clock, which rank 0 alone is asked about."""
+class StepPrefetcher:
+    """Prefetch the next step's batches, and send its counts and stop/fail/save flags with this step's loss all-reduce.
 
-    def __init__(
-        self,
-        steps: Iterator[TrainStep],
-        task: Task,
-        stragglers: Stragglers,
-        world: World,
-        is_save_due: Callable[[], bool],
-    ):
-        self._steps, self._task, self._stragglers, self._world = steps, task, stragglers, world
-        self._is_save_due = is_save_due
-        self._share: TrainStep | None = None
+    The loss is a mean over the targets of all ranks, so their number must be known before the first backward pass, and
+    all ranks must know if one of them stops, has failed or is to save. An all-reduce of their own would make the host
+    wait in every step; only the first step of a run needs it.
+
+    steps: this rank's batches; is_save_due: whether --save_minutes have passed; rank 0 decides.
+    """
+
+    def __init__(self, steps: Iterator[TrainStep], task: Task, world: World, is_save_due: Callable[[], bool]):
+        self._steps, self._task, self._world, self._is_save_due = steps, task, world, is_save_due
+        self._data: TrainStep | None = None
         self._failure: Exception | None = None
-        self._agreed: list[int] | None = None
-        self.waited = 0.0  # seconds for batches, since it was last set to 0
-        self.save_asked = False
+        self._sums: list[int] | None = None  # of the prefetched step: counts, stop, failed
+        self._waited = 0.0
+        self.save_requested = False  # of the last all-reduce
 
-    def fetch(self, number: int) -> tuple[Tensor, float]:
-        """Take this rank's share of step `number`, from 1, from the loader: (what is to be summed over the ranks and
-        given to `agree`, float64 [9] on the CPU, in which each of these counts is exact; seconds waited for it).
+    def prefetch(self, number: int) -> tuple[Tensor, float]:
+        """Take this rank's batches of step `number` (from 1) from the loader.
 
-        A rank that waits for data in vain, or whose data are damaged, tells the others so: no rank waits for it.
+        Returns the values to sum over the ranks and pass to `receive`, float64 [9] on the CPU (exact for counts), and
+        the seconds waited for the batches. A rank whose data fail or never arrive says so in these values instead of
+        raising, so that no rank waits for it.
         """
         world = self._world
         world.watch.mark("data", number)
         started = time.perf_counter()
         try:
-            self._share = world.stop.wait_for(self._steps)
+            self._data = world.stop.next_unless_stopped(self._steps)
         except Exception as error:
             self._failure = error
+        # A GPU that still has kernels queued did not wait.
         seconds = 0.0 if _is_busy(world.device) else time.perf_counter() - started
-        self.waited += seconds
-        self._stragglers.waited(seconds)
-        counts = self._task.counts(self._share.micro_batches if self._share else [])
-        stop = self._failure is None and (self._share is None or world.stop_requested)
-        save = world.is_main and self._is_save_due()  # one clock decides for all
+        self._waited += seconds
+        counts = self._task.counts(self._data.micro_batches if self._data else [])
+        stop = self._failure is None and (self._data is None or world.stop_requested)
+        save = world.is_main and self._is_save_due()  # by one clock for all ranks
         return torch.tensor([*counts, stop, self._failure is not None, save], dtype=torch.float64), seconds
 
-    def agree(self, sums: list[float]) -> None:
-        """What all ranks have fetched, summed."""
-        *self._agreed, save = map(int, sums)
-        self.save_asked = bool(save)
+    def receive(self, sums: list[float]) -> None:
+        """The sums over all ranks of what `prefetch` returned."""
+        *self._sums, save = map(int, sums)
+        self.save_requested = bool(save)
 
-    def take(self, number: int) -> tuple[TrainStep | None, StepCounts]:
-        """This rank's share of step `number` and the counts of the whole of it; (None, _) if a rank is to stop.
+    def pop(self, number: int) -> tuple[TrainStep | None, StepCounts]:
+        """This rank's batches of step `number` and the counts of the global batch; (None, _) if a rank is to stop.
 
-        All ranks together. Where one has failed all of them end, as `World.raise_on_all` says.
+        All ranks together. If one has failed, all of them end (`World.raise_on_all`).
         """
-        if self._agreed is None:
-            values, _ = self.fetch(number)
-            self.agree(self._world.sum(values).tolist())
-        *counts, stop, failed = self._agreed
+        if self._sums is None:
+            values, _ = self.prefetch(number)
+            self.receive(self._world.sum(values).tolist())
+        *counts, stop, failed = self._sums
         if failed:
             self._world.raise_on_all(self._failure)
-        share, self._share, self._agreed = self._share, None, None
-        return (None if stop else share), StepCounts(*counts)
+        data, self._data, self._sums = self._data, None, None
+        return (None if stop else data), StepCounts(*counts)
+
+    def pop_wait(self) -> float:
+        """Seconds waited for batches since the last call."""
+        waited, self._waited = self._waited, 0.0
+        return waited
 
 
 def _is_busy(device: torch.device) -> bool:
-    """Whether a GPU still has work that it was given: it would not have gone on any earlier."""
+    """Whether a GPU still has queued work."""
     return device.type == "cuda" and not torch.cuda.current_stream(device).query()
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """Of one step: the global batch's loss in nats a masked residue, the gradient norm before clipping, seconds.
+    """A step's loss (nats per target, over the global batch), gradient norm before clipping, and seconds.
 
-    The seconds are the host's, and exact on a CPU. On a GPU the loss is read before the optimiser is started, so the
-    first are those of forward, backward and exchange; the optimiser's are what starting it took, and its kernels
-    count with the next step's forward pass. A wait for the next step's batch is in neither. quant_stats: rows of
-    quant_stats.jsonl.
+    The seconds are the host's, which is exact on a CPU. On a GPU the loss is read before the optimiser is launched:
+    `forward_backward` covers forward, backward and communication; `optimizer` is the launch alone, its kernels count
+    with the next step. Neither includes the wait for the next batches. quant_stats: rows of quant_stats.jsonl.
     """
 
     loss: float
@@ -115,30 +115,28 @@ class StepResult:
 
 @dataclass(frozen=True)
 class Stepper:
-    """What every step needs; it keeps nothing of the run's progress."""
+    """Takes optimiser steps; holds no progress of the run."""
 
     task: Task
     strategy: Strategy
     precision: Precision
     optimizer: torch.optim.Optimizer
-    stragglers: Stragglers
     world: World
     max_grad_norm: float
 
-    def take(
+    def step(
         self,
         step: int,
         lr: float,
         micro_batches: list[Batch],
         counts: StepCounts,
-        ahead: StepAhead | None = None,
+        prefetcher: StepPrefetcher | None = None,
     ) -> StepResult:
-        """Take step number `step`, from 0, or skip it. counts: of the global batch; micro_batches: this rank's; ahead:
-        where the next step is fetched and agreed on meanwhile, None where there is none."""
+        """Take step `step` (from 0), or skip it. micro_batches: this rank's; counts: of the global batch; prefetcher:
+        fetches the next step meanwhile, None after the last step."""
         world, strategy = self.world, self.strategy
         world.watch.mark("forward/backward", step + 1)
         started = time.perf_counter()
-        self.stragglers.begin()
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         loss = torch.zeros((), device=world.device)
@@ -152,23 +150,21 @@ class Stepper:
             loss += loss_sum.detach()
         world.watch.mark("gradient norm", step + 1)
         norm = strategy.clip(self.max_grad_norm).to(world.device)
-        # The next batch is fetched here, where a GPU still has the passes to do.
-        coming, waited = ahead.fetch(step + 2) if ahead else (torch.zeros(0, dtype=torch.float64), 0.0)
+        # Prefetch here, while a GPU still works on the backward pass.
+        coming, waited = prefetcher.prefetch(step + 2) if prefetcher else (torch.zeros(0, dtype=torch.float64), 0.0)
         world.watch.mark("loss", step + 1)
-        # The norm minus itself is 0, or no number where the norm is none: that of one rank (a replica that went wrong
-        # by itself) reaches all with the loss, in no exchange of its own. Nor is there a wait for the device of its
-        # own: loss and norm are read once a step, to be logged; here, and not after the optimiser has been started.
-        stray = self.precision.add_unseen(norm - norm, self.optimizer)
-        # The next step's counts come along, which fp64 numbers hold.
+        # `norm - norm` is 0, or NaN if the norm is not finite. Adding it to the loss all-reduce spreads one rank's NaN
+        # to all ranks without another collective.
+        nan = self.precision.add_unseen(norm - norm, self.optimizer)
         coming = coming.to(world.device, non_blocking=True)
-        sums = world.sum(torch.cat([torch.stack([loss, stray]).double(), coming]))
+        sums = world.sum(torch.cat([torch.stack([loss, nan]).double(), coming]))
         loss = sums[0].float() / max(counts.num_targets, 1)
-        loss, norm, stray, *coming = torch.cat([torch.stack([loss, norm]).double(), sums[1:]]).tolist()
-        norm = norm + stray if math.isfinite(norm) else norm
-        if ahead:
-            ahead.agree(coming)
+        # The only synchronisation with the device in a step, before the optimiser is launched.
+        loss, norm, nan, *coming = torch.cat([torch.stack([loss, norm]).double(), sums[1:]]).tolist()
+        norm = norm + nan if math.isfinite(norm) else norm
+        if prefetcher:
+            prefetcher.receive(coming)
         computed = time.perf_counter()
-        self.stragglers.end()
 
         world.watch.mark("optimiser", step + 1)
         skipped = not (math.isfinite(loss) and math.isfinite(norm))
@@ -178,3 +174,21 @@ class Stepper:
         strategy.clear_gradients()
         rows = self.precision.end_step(world, skipped)
         return StepResult(loss, norm, skipped, computed - started - waited, time.perf_counter() - computed, rows)
+
+
+@contextmanager
+def scheduled_gc(every: int = COLLECT_EVERY) -> Iterator[Callable[[int], None]]:
+    """Run Python's garbage collector only in what this yields, to be called with each step, and there every N steps.
+
+    By itself it would run at another step on each rank, and all ranks would wait for the one that collects.
+    """
+    was_enabled = gc.isenabled()
+    gc.collect()
+    gc.freeze()  # modules and model are not looked at again
+    gc.disable()
+    try:
+        yield lambda step: gc.collect() if step % every == 0 else None
+    finally:
+        gc.unfreeze()
+        if was_enabled:
+            gc.enable()

@@ -1,16 +1,15 @@
-"""What the tasks have in common: how a rank's share of the steps is loaded.
+"""The interface of a task (masked or causal language modelling) to the loop, and the records around it.
 
-The trainer knows a task's methods and nothing else of batches and model: `open`, `steps`, `counts`, `loss_sum`,
-`flops`, `evaluate`, `summary`, `baseline`, `line`, `exported`, `export` (common.training.masked_lm tells them); a dry
-run, which opens no data, takes an `example`.
+The loop uses a task's methods and knows nothing else about batches and model: `open`, `steps`, `counts`, `loss_sum`,
+`flops`, `evaluate`, `summary`, `baseline`, `line`, `exported`, `export` (documented in common.training.masked_lm). A
+dry run opens no data and uses `example`.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from torch import Tensor, nn
 
@@ -20,11 +19,9 @@ from common.distributed.world import World
 from common.precision.build import Precision
 from common.training.arguments import RunArguments
 
-# What a step's micro-batches hold, whatever the task.
-
 
 class StepCounts(NamedTuple):
-    """What micro-batches hold (`Counts`), and on how many tokens, fillers included, the layers run for them."""
+    """Counts of micro-batches (`Counts`); num_computed: tokens that the layers run on, padding included."""
 
     num_targets: int
     num_tokens: int
@@ -34,33 +31,12 @@ class StepCounts(NamedTuple):
     num_computed: int
 
 
-# What becomes of the flags about a model: first what they choose, then the model that was built of it.
-
-
-@dataclass(frozen=True)
-class ModelSpec:
-    """Which model it is to be, before there is one.
-
-    backend, why: who computes its layers; gelu: with which GELU ("" where it has none); remarks: for the log; make:
-    the model, under torch.device("meta"); read: given weights as (pairs of our name and tensor, extras), None for
-    random ones.
-    """
-
-    config: Any
-    backend: str
-    why: str
-    gelu: str
-    remarks: tuple[str, ...]
-    make: Callable[[], nn.Module]
-    read: Callable[[], tuple[Iterator[tuple[str, Tensor]], dict[str, Tensor]]] | None
-
-
 @dataclass(frozen=True)
 class BuiltModel:
-    """What `load_model` made of the flags.
+    """The model that `load_model` built.
 
-    model: before a strategy wraps it; remarks: how it came to be, for the log; extras: of a Hub checkpoint, tensors
-    that are exported again but play no part here; compiled: whether its layers are, by torch.compile.
+    model: not wrapped by a strategy; remarks: for the log; extras: tensors of a Hub checkpoint that are not trained
+    but exported again; compiled: whether the layers are, by torch.compile.
     """
 
     model: nn.Module
@@ -77,24 +53,23 @@ class BuiltModel:
 
     @property
     def weights(self) -> nn.Module:
-        """What is updated, saved and exported: the model's parameters, or their fp32 masters."""
+        """What is updated, saved and exported: the model's parameters, or their fp32 master weights."""
         masters = self.precision.masters
         return masters.weights if masters else self.model
 
 
 class Task(ABC):
-    """flags, world: of the run; data: once it is opened. The task sets them."""
+    """A subclass sets flags and world, and data when it opens them."""
 
     flags: RunArguments
     world: World
 
     @abstractmethod
     def collator(self) -> Collator:
-        """What makes a rank's batches to train on."""
+        """Makes this rank's training batches."""
 
     def steps(self, packs_per_step: int, step: int, position: dict, last_step: int | None) -> TrainLoader:
-        """This rank's share of the steps from number `step` on, which begins at `position`, up to `last_step`; where
-        that is None, up to the end of the data."""
+        """This rank's batches from step `step`, at `position`, up to `last_step` (None: the end of the data)."""
         return TrainLoader(
             self.data.order(packs_per_step),
             self.collator(),

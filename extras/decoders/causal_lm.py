@@ -1,64 +1,33 @@
-"""The task: causal language modelling with a decoder. What is learned, counted, evaluated and exported.
+"""Causal language modelling with a decoder: the methods of common.training.masked_lm for text.
 
-The same methods as common.training.masked_lm. The loss is the cross-entropy in nats a predicted token, of the global
+The loss is the cross-entropy in nats a predicted token, of the global
 batch. Mixtral's router adds its load-balancing loss, weighted: of each pack by itself, in proportion to its predicted
-tokens. A pack is what it is on any number of ranks, and so is the sum; evaluations leave the router out.
+tokens. A pack is what it is on any number of ranks, and so is the sum; evaluations have no router loss.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from common.cli import UserError
 from common.data.collators import Batch, Collator, Counts, to_device
 from common.data.crops import Pack
 from common.distributed.world import World
-from common.models.esm2.model import count_parameters
-from common.models.layers.backend import check_device, choose_backend
 from common.models.layers.hf_directory import Training
+from common.models.layers.initialise import count_parameters
 from common.training.evaluation import held_out_results
-from common.training.flops import decoder_flops
-from common.training.run_logger import guide_line
-from common.training.task import BuiltModel, ModelSpec, StepCounts, Task
-from extras.curves import PlotLabels
+from common.training.run_logger import PlotLabels, guide_line
+from common.training.task import BuiltModel, StepCounts, Task
 from extras.decoders.causal_arguments import CausalArguments
-from extras.decoders.convert import pieces_to_hf, read_decoder, save_decoder
-from extras.decoders.model import DecoderForCausalLM
+from extras.decoders.family import FAMILY
 from extras.text.causal import causal_batches
 from extras.text.data import TextData, held_out_contexts, open_text
 from extras.text.tokenizers import check_vocabulary, open_tokenizer
-
-# Which decoder the flags ask for, and whether this machine can have it.
-
-
-def choose_decoder(args: CausalArguments, world: World, torch_only: tuple[str, ...], so_far: dict) -> ModelSpec:
-    """As `choose_esm2`."""
-    config, remark = args.model.decoder_config(args.data.max_seq_length)
-    torch_only += ("--emulate_precision",) * args.precision.emulate_precision
-    torch_only += ("--model with experts (Mixtral)",) * bool(config.num_local_experts)
-    backend, why = choose_backend(args.model, world.device, args.precision.bf16, torch_only, so_far.get("backend"))
-    check_device(world.device, args.precision.bf16, config.head_dim, "torch")  # whose attention it is with both
-    if world.cp_size > 1:
-        raise UserError(
-            f"--cp_size {world.cp_size}: a decoder's contexts are not shared by ranks yet (causal attention): use "
-            "train_fsdp2.py with --activation_checkpointing full, or a shorter --max_seq_length"
-        )
-    if args.precision.quant_stats and config.num_local_experts:
-        raise UserError("--quant_stats: not of a layer with experts, whose matrices are several: drop the flag")
-    read = None
-    if args.model.model_name_or_path:
-        where = args.model.model_name_or_path
-        read = lambda: (read_decoder(where, config), {})  # noqa: E731
-    remarks = (remark, f"Backend: {backend} ({why})")
-    return ModelSpec(config, backend, why, "", remarks, partial(DecoderForCausalLM, config, backend), read)
-
 
 logger = logging.getLogger(__name__)
 
@@ -66,7 +35,7 @@ logger = logging.getLogger(__name__)
 class CausalLM(Task):
     """The task of a run: the model that was built for it, and its data once they are opened."""
 
-    choose = staticmethod(choose_decoder)
+    choose = staticmethod(FAMILY.choose)
     words = PlotLabels("Causal-language-modelling loss", "nats per token", "held-out text")
 
     data: TextData
@@ -101,7 +70,7 @@ class CausalLM(Task):
         return StepCounts(*Counts.of(micro_batches), computed)
 
     def loss_sum(self, model: nn.Module, batch: Batch) -> Tensor:
-        """Cross-entropy in nats, summed over the predicted tokens of a batch, and the router's; fp32 scalar."""
+        """Cross-entropy in nats, summed over a batch's targets, plus the router's loss; fp32 scalar."""
         with torch.autocast(self.world.device.type, torch.bfloat16, enabled=self.flags.precision.bf16):
             output = model(**to_device(batch, self.world.device))
         if output.router is None:
@@ -110,10 +79,10 @@ class CausalLM(Task):
 
     def flops(self, counts: StepCounts) -> float:
         """Of a training step with these counts."""
-        return decoder_flops(self.built.config, counts.num_tokens, counts.sum_squared_lengths)
+        return FAMILY.flops(self.built.config, counts.num_tokens, counts.sum_squared_lengths, counts.num_targets)
 
     def evaluate(self, model: nn.Module, split: str, prefix: str, step: int) -> dict:
-        """`{prefix}_{loss,accuracy,perplexity,...}` of --validation_batches batches; {} if told to stop meanwhile."""
+        """`{prefix}_{loss,accuracy,perplexity,...}` of --validation_batches batches; {} if stopped meanwhile."""
         store = self.data.held_out(split)
         made = held_out_contexts(self.flags.data, store, self.collator(), self.world)
         return held_out_results(model, made, self.world, prefix, step, self.flags.precision.bf16, "tokens")
@@ -137,8 +106,8 @@ class CausalLM(Task):
     def exported(self, gather: Callable[[Tensor], Tensor]) -> Iterator[tuple[str, Tensor]]:
         """The tensors to export; all ranks ask for one after the other, which `gather` makes whole."""
         parameters = dict(self.built.weights.named_parameters())
-        return pieces_to_hf(lambda name: gather(parameters[name]).detach(), self.built.config)
+        return FAMILY.to_hf(lambda name: gather(parameters[name]).detach(), self.built.config, {})
 
     def export(self, pieces: Iterator[tuple[str, Tensor]], directory: Path, training: Training) -> None:
         """Write them where AutoModelForCausalLM opens them, with the tokenizer; the main rank only."""
-        save_decoder(pieces, self.built.config, directory, self.tokenizer.save, training)
+        FAMILY.save(pieces, self.built.config, directory, training, self.tokenizer)

@@ -2,11 +2,11 @@
 
 Pre-norm: x + proj(attention(RMSNorm(x))), then x + feed-forward(RMSNorm(x)). Attention is causal, several heads of
 queries may share one of keys and values (GQA, Ainslie et al. 2023), the feed-forward block is SwiGLU (Shazeer 2020),
-in Mixtral one of several for each token. There are no biases. Modules and products have the names of ESM-2's layers,
-so that what quantises, recomputes or shards those does these.
+in Mixtral one of several for each token. There are no biases. Modules and matmuls have the names of ESM-2's layers,
+so that the same code quantises, recomputes and shards them.
 
 Every activation is [T, hidden]: all tokens of a pack end to end. Norms, rotation and the router compute in fp32. The
-last sum is the next layer's to make (common.models.layers.residual).
+next layer adds the last sum (common.models.layers.residual).
 """
 
 from __future__ import annotations
@@ -17,17 +17,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from common.models.layers import cpu
+from common.models.layers.attention import has_varlen_kernel, rotate, rotated_attention
+from common.models.layers.backend import device_type
 from common.models.layers.linear import linear
 from common.models.layers.residual import Stream, total
-from common.models.layers.residual import begin as begin  # as those of another backend have their own
-from extras.decoders.causal_attention import causal_attention
+from common.models.layers.residual import begin as begin  # layers_te has its own
 from extras.decoders.config import DecoderConfig
 
-TOKENS = 1  # of a pass: a multiple of it
+TOKENS = 1  # the number of tokens of a pass is a multiple of it
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """RMSNorm over the last dimension of x, in fp32 (float64 for float64) whatever x and the weight come in."""
+    """RMSNorm over the last dimension of x, in fp32 (float64 for float64) for any dtype of x and the weight."""
     x = x.to(torch.promote_types(x.dtype, torch.float32))
     return F.rms_norm(x, weight.shape, weight.to(x.dtype), eps)
 
@@ -43,17 +45,17 @@ class RMSNorm(nn.Module):
 
 
 class Linear(nn.Module):
-    """x W^T by way of `linear`, or of what takes its place as `product`."""
+    """x W^T by `linear`, or the EmulatedMatmul set in its place."""
 
-    multiplied = ("weight",)
+    matmul_weights = ("weight",)
 
     def __init__(self, in_features: int, out_features: int):
         super().__init__()
-        self.product = linear
+        self.matmul = linear
         self.weight = nn.Parameter(torch.empty(out_features, in_features))
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.product(x, self.weight, None)
+        return self.matmul(x, self.weight, None)
 
 
 class NormLinear(Linear):
@@ -66,6 +68,24 @@ class NormLinear(Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(rms_norm(x, self.layer_norm_weight, self.eps))
+
+
+def causal_attention(
+    qkv: Tensor, kv_heads: int, cos: Tensor, sin: Tensor, cu_seqlens: Tensor, max_seqlen: int
+) -> Tensor:
+    """Causal rotary self-attention of a pack: each token attends to its own sequence up to itself.
+
+    qkv [T, H + 2 K, D]: the heads of all queries, then of all keys, then of all values, not yet rotated; K = kv_heads.
+    The rest as for `packed_attention`. Returns [T, H * D].
+    """
+    if device_type(qkv) == "cpu" and qkv.dtype in (torch.float32, torch.bfloat16):
+        return cpu.attention(qkv, cos, sin, cu_seqlens, kv_heads)
+    q, k, v = qkv.split((qkv.shape[1] - 2 * kv_heads, kv_heads, kv_heads), dim=1)
+    q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+    if has_varlen_kernel(q):
+        return rotated_attention(q, k, v, cu_seqlens, max_seqlen, causal=True)
+    with torch.autocast(q.device.type, enabled=False):
+        return rotated_attention(q, k, v, cu_seqlens, max_seqlen, causal=True)
 
 
 class SelfAttention(nn.Module):
@@ -86,12 +106,12 @@ class SelfAttention(nn.Module):
 class FeedForward(nn.Module):
     """SwiGLU: fc2(silu(gate) * up), where gate and up are the upper and the lower half of fc1(RMSNorm(x))."""
 
-    multiplied = ("fc1_weight", "fc2_weight")
+    matmul_weights = ("fc1_weight", "fc2_weight")
 
     def __init__(self, config: DecoderConfig):
         super().__init__()
         self.eps = config.rms_norm_eps
-        self.fc1_product = self.fc2_product = linear
+        self.fc1_matmul = self.fc2_matmul = linear
         self.layer_norm_weight = nn.Parameter(torch.empty(config.hidden_size))
         self.fc1_weight = nn.Parameter(torch.empty(2 * config.intermediate_size, config.hidden_size))
         self.fc2_weight = nn.Parameter(torch.empty(config.hidden_size, config.intermediate_size))
@@ -101,18 +121,18 @@ class FeedForward(nn.Module):
         return self.of_normed(x, self.fc1_weight, self.fc2_weight), None
 
     def of_normed(self, x: Tensor, fc1: Tensor, fc2: Tensor) -> Tensor:
-        gate, up = self.fc1_product(x, fc1, None).chunk(2, dim=-1)
-        return self.fc2_product(F.silu(gate) * up, fc2, None)
+        gate, up = self.fc1_matmul(x, fc1, None).chunk(2, dim=-1)
+        return self.fc2_matmul(F.silu(gate) * up, fc2, None)
 
 
 class Experts(FeedForward):
     """Mixtral's: a router sends each token to the `top` of its experts, whose results count by its probabilities.
 
-    The experts' matrices lie one after the other, by rows: strategies deal out rows, evenly also where there are more
+    The experts' matrices lie one after the other, by rows: strategies shard rows, evenly also where there are more
     ranks than experts.
     """
 
-    multiplied = ()  # an expert's part at a time
+    matmul_weights = ()  # an expert's part at a time
 
     def __init__(self, config: DecoderConfig):
         super().__init__(config)
@@ -140,7 +160,7 @@ class Experts(FeedForward):
                 self.fc2_weight.chunk(self.experts),
                 strict=True,
             )
-            if len(part)  # what quantises takes no product of nothing
+            if len(part)  # quantised matmuls take no empty operand
         ]
         result = torch.cat(results)
         result = result * weights.flatten()[order, None].to(result.dtype)

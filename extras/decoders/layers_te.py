@@ -1,10 +1,10 @@
 """The decoder layer of Llama and Mistral by Transformer Engine: interface and parameter names are those of
 extras.decoders.layers.
 
-Norms and products are Transformer Engine's, fused, and what its recipes quantise. Attention, rotation and the fp32
+Norms and matmuls are Transformer Engine's, fused, and what its recipes quantise. Attention, rotation and the fp32
 residual stream are the torch layers': `varlen_attn` is one kernel over the pack, causal and with shared heads, where
 Transformer Engine would need flash-attn or a graph of cuDNN's for every longest sequence. What differs: under bf16 the
-norms take the residual stream in bf16; fp32 products are TF32 unless NVIDIA_TF32_OVERRIDE=0 is set.
+norms take the residual stream in bf16; fp32 matmuls are TF32 unless NVIDIA_TF32_OVERRIDE=0 is set.
 
 Experts (Mixtral) are not here: their matrices are slices of one parameter, and Transformer Engine's modules have
 parameters of their own.
@@ -24,7 +24,7 @@ from extras.decoders import layers as decoder_layers
 from extras.decoders.config import DecoderConfig
 
 begin = total  # these layers add up themselves
-# Products in FP8, MXFP8 and NVFP4 take multiples of 16 or 32 tokens; that of ESM-2's packs serves all.
+# FP8, MXFP8 and NVFP4 matmuls take multiples of 16 or 32 tokens; that of ESM-2's packs serves all.
 TOKENS = 64
 
 

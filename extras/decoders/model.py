@@ -2,14 +2,13 @@
 
 Fidelity to transformers' classes (fp32 logits, losses and every gradient within 1e-5) is tested for each family.
 Inside, tokens always lie packed end to end, with the boundaries of their sequences: attention and positions stay
-within one. Nothing here is a buffer: rotary tables are made from the positions of each pass, so that there is nothing
-to get wrong after the meta device.
+within one. Nothing here is a buffer: rotary tables are made from the positions of each pass, so that nothing is
+lost on the meta device.
 """
 
 from __future__ import annotations
 
-import importlib
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -32,7 +31,7 @@ LOGITS_AT_A_TIME = 2**26
 
 
 def vocabulary_loss(hidden: Tensor, weight: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """hidden [T, H], weight [V, H], labels int64 [T], -100 where nothing is asked.
+    """hidden [T, H], weight [V, H], labels int64 [T], -100 where there is no target.
 
     Returns the cross-entropy in nats, summed over the labelled positions (fp32 scalar; float64 for float64), and at
     how many of them the label is the top prediction (int64 scalar). By autocast's rules where that is on.
@@ -56,15 +55,15 @@ class _VocabularyLoss(torch.autograd.Function):
             grad_weight = torch.zeros_like(weight, dtype=wide)
         step = max(1, LOGITS_AT_A_TIME // len(weight))
         for rows in (slice(begin, begin + step) for begin in range(0, len(hidden), step)):
-            x, asked = hidden[rows], labels[rows]
+            x, targets = hidden[rows], labels[rows]
             logits = linear(x, weight).to(wide)
-            loss += F.cross_entropy(logits, asked, ignore_index=IGNORE, reduction="sum")
-            correct += (logits.argmax(-1) == asked).sum()
+            loss += F.cross_entropy(logits, targets, ignore_index=IGNORE, reduction="sum")
+            correct += (logits.argmax(-1) == targets).sum()
             if differentiates:
-                told = asked != IGNORE
+                is_target = targets != IGNORE
                 grad = logits.softmax(-1)
-                grad[torch.arange(len(x), device=x.device), asked.clamp(min=0)] -= 1
-                grad *= told[:, None]
+                grad[torch.arange(len(x), device=x.device), targets.clamp(min=0)] -= 1
+                grad *= is_target[:, None]
                 grad_hidden[rows], more = gradients(grad.to(x.dtype), x, weight)
                 grad_weight += more
         if differentiates:
@@ -80,11 +79,8 @@ class _VocabularyLoss(torch.autograd.Function):
         return grad_hidden * grad.to(grad_hidden.dtype), torch.mul(grad_weight, grad, out=of_weight), None, None
 
 
-LAYERS = {"torch": "extras.decoders.layers", "te": "extras.decoders.layers_te"}
-
-
 class DecoderOutput(NamedTuple):
-    """What a forward pass gives. Without labels: `logits`. With labels: sums over the labelled positions.
+    """The result of a forward pass. Without labels: `logits`. With labels: sums over the labelled positions.
 
     router: Mixtral's load-balancing loss (fp32 scalar), not yet weighted; None without experts.
     """
@@ -104,7 +100,11 @@ class DecoderForCausalLM(nn.Module):
     def __init__(self, config: DecoderConfig, backend: str = "torch"):
         super().__init__()
         self.config = config
-        layers = importlib.import_module(LAYERS[backend])
+        layers: Any
+        if backend == "te":
+            from extras.decoders import layers_te as layers
+        else:
+            from extras.decoders import layers
         self.multiple, self.begin = layers.TOKENS, layers.begin
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.layers = Layers(layers.DecoderLayer(config, n) for n in range(config.num_hidden_layers))
@@ -122,7 +122,7 @@ class DecoderForCausalLM(nn.Module):
     ) -> DecoderOutput:
         """Run a pack (`input_ids` [T], `cu_seqlens` int32 [B + 1]), or sequences of one length (`input_ids` [B, S]).
 
-        labels: of the shape of `input_ids`, the token that follows each, -100 where none is asked for.
+        labels: of the shape of `input_ids`, the token that follows each, -100 where there is no target.
         """
         shape = input_ids.shape
         if input_ids.dim() == 2:
@@ -135,7 +135,7 @@ class DecoderForCausalLM(nn.Module):
             max_seqlen = max(max_seqlen, fillers)
         x = self.embed_tokens(input_ids)
         if torch.is_autocast_enabled(x.device.type):
-            x = x.float()  # the residual stream is fp32, also where a strategy hands out bf16 weights
+            x = x.float()  # the residual stream is fp32, also if a strategy casts weights to bf16
         stream, rotary, shares = self.begin(x), self._rotary(len(x), cu_seqlens), []
         for layer in self.layers.in_turn():
             *parts, of_router = layer(stream, rotary, cu_seqlens, max_seqlen)

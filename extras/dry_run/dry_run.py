@@ -1,10 +1,10 @@
-"""A dry run: what a run on so many ranks needs, without a GPU, data, or anything written.
+"""Dry run: the memory that a run on N ranks needs, without GPUs or data, and without writing anything.
 
     python train_fsdp2.py --dry_run --world_size 32 --device_memory 80 --config_name facebook/esm2_t48_15B_UR50D --bf16
 
-Prints a rank's memory at the peak of a step, by what it is for; the peak in each way of recomputing activations; and,
-with --device_memory, whether that fits, and the largest pack that would. A GPU's ways are taken, or with --use_cpu a
-CPU's. Status 0; 2 and a line where it does not fit.
+Prints the peak memory of a rank in a step, by purpose; the peak for each mode of activation checkpointing; and with
+--device_memory whether that fits, and the largest pack that does. Estimates a GPU, or with --use_cpu a CPU. Exit
+status 0, or 2 with one line if it does not fit.
 """
 
 from __future__ import annotations
@@ -14,61 +14,63 @@ from collections.abc import Callable
 
 from common.cli import UserError
 from common.flags import flat, with_flags
-from common.models.esm2.model import count_parameters
+from common.models.layers.initialise import count_parameters
 from common.training.arguments import RunArguments
-from extras.dry_run.memory_estimate import Build, Held, rehearsed
+from extras.dry_run.memory_estimate import Build, MemoryEstimate, fake_run
 from extras.dry_run.memory_tracker import BACKWARD, ENDS, GATHERED, GRADIENTS, LAYERS, OPTIMIZER, WEIGHTS
 
 GIB = 1 << 30
 LABELS = {
     WEIGHTS: "weights",
-    OPTIMIZER: "optimiser: two moments a weight",
+    OPTIMIZER: "optimiser: two moments per weight",
     GRADIENTS: "gradients",
-    GATHERED: "weights gathered or rounded for use; buffers of exchanges",
-    LAYERS: "activations of the layers, kept for the backward pass",
+    GATHERED: "weights all-gathered or cast for use; communication buffers",
+    LAYERS: "activations of the layers, saved for the backward pass",
     ENDS: "embeddings, head and loss",
-    BACKWARD: "under way in the backward pass, what is recomputed included",
+    BACKWARD: "temporary in the backward pass, recomputation included",
 }
 MOST_TRIES = 4
 
 
 def dry_run(args: RunArguments, build: Build) -> None:
-    """UserError where it does not fit --device_memory."""
+    """Print the estimate. UserError if it does not fit --device_memory."""
     step = args.data.max_seq_length
-    with rehearsed(args, build) as run:
+    with fake_run(args, build) as run:
         held = run.step(args.pack_tokens)
         parameters = count_parameters(run.built.model)
-        largest = largest_pack(run.step, held, _room(args), step) if args.dry_run.device_memory else None
+        largest = largest_pack(run.step, held, _device_limit(args), step) if args.dry_run.device_memory else None
         remarks = run.built.remarks
-    lines = [_heading(args, parameters), *remarks, "", *_table(args, held), "", *_ways(args, build, held)]
+    lines = [_heading(args, parameters), *remarks, "", *_table(args, held), "", *_modes(args, build, held)]
     sys.stdout.write("\n".join(lines) + "\n")
     if args.dry_run.device_memory:
         sys.stdout.write("\n")
-        _judge(args, held, largest, step)
+        _check_fit(args, held, largest, step)
 
 
-def largest_pack(step: Callable[[int], Held], known: Held, room: int, multiple: int) -> Held | None:
-    """Of packs of a multiple of so many tokens the largest whose peak is within `room` bytes, as it was counted.
+def largest_pack(
+    step: Callable[[int], MemoryEstimate], known: MemoryEstimate, limit: int, multiple: int
+) -> MemoryEstimate | None:
+    """The largest pack, in multiples of `multiple` tokens, whose estimated peak is at most `limit` bytes.
 
-    None where not even one fits. known: any pack. A peak is all but a straight line of a pack's tokens, for attention
-    holds no scores; the line through the last two packs is followed until it leads to a pack that was counted.
+    None if not even one multiple fits. known: the estimate of any pack. The peak is nearly linear in a pack's tokens
+    (attention stores no scores), so the secant through the last two packs is followed until it repeats one.
     """
     first = known if known.tokens >= 2 * multiple else step(multiple)
     second = step(multiple if first is known else 2 * multiple)
-    best = max((held for held in (known, first, second) if held.peak <= room), key=lambda h: h.tokens, default=None)
+    best = max((held for held in (known, first, second) if held.peak <= limit), key=lambda h: h.tokens, default=None)
     for _ in range(MOST_TRIES):
         slope = (first.peak - second.peak) / (first.tokens - second.tokens)
-        tokens = int((second.tokens + (room - second.peak) / slope) // multiple * multiple)
+        tokens = int((second.tokens + (limit - second.peak) / slope) // multiple * multiple)
         if tokens < multiple or tokens in (first.tokens, second.tokens):
             break
         first, second = second, step(tokens)
-        if second.peak <= room and (best is None or tokens > best.tokens):
+        if second.peak <= limit and (best is None or tokens > best.tokens):
             best = second
     return best
 
 
-def _room(args: RunArguments) -> int:
-    """Bytes of a device that tensors may take."""
+def _device_limit(args: RunArguments) -> int:
+    """Bytes of the device that tensors may use."""
     return int((args.dry_run.device_memory - args.dry_run.device_reserve) * GIB)
 
 
@@ -81,13 +83,13 @@ def _heading(args: RunArguments, parameters: int) -> str:
     )
 
 
-def _table(args: RunArguments, held: Held) -> list[str]:
+def _table(args: RunArguments, held: MemoryEstimate) -> list[str]:
     device = "the process" if args.process.use_cpu else "the device"
     rows = [(LABELS[kind], held.kinds[kind]) for kind in LABELS]
     rows.append((f"peak of a step on {device} of a rank", held.peak))
     if args.dry_run.device_memory:
         reserve = int(args.dry_run.device_reserve * GIB)
-        rows.append(("left to CUDA's context, NCCL, the allocator's gaps (--device_reserve)", reserve))
+        rows.append(("reserved for CUDA context, NCCL, fragmentation (--device_reserve)", reserve))
         rows.append((f"needed, of {args.dry_run.device_memory:g} GiB (--device_memory)", held.peak + reserve))
     lines = [f"{'GiB':>10}", *(f"{size / GIB:10.2f}  {what}" for what, size in rows)]
     host = [(held.state_on_host, "weights, gradients and moments (--cpu_offload)")]
@@ -97,23 +99,22 @@ def _table(args: RunArguments, held: Held) -> list[str]:
     return [*lines, "", "In host memory, beside it, for each rank:", *told]
 
 
-def _ways(args: RunArguments, build: Build, held: Held) -> list[str]:
-    """The peak in each way of keeping activations that the script has."""
-    ways = args.strategy.recompute_modes()
-    flags = ", ".join(f"--{name}" for name in next(iter(ways.values())))
-    lines = [f"Peak by what becomes of activations ({flags}), GiB:"]
-    given = flat(args)
-    for name, way in ways.items():
-        here = way.items() <= given.items()
+def _modes(args: RunArguments, build: Build, held: MemoryEstimate) -> list[str]:
+    """The peak for each mode of storing or recomputing activations that the script has."""
+    modes = args.strategy.recompute_modes()
+    flags = ", ".join(f"--{name}" for name in next(iter(modes.values())))
+    lines = [f"Peak by storage of activations ({flags}), GiB:"]
+    for name, changes in modes.items():
+        here = all(flat(args)[flag] == value for flag, value in changes.items())
         peak = held.peak
         if not here:
-            with rehearsed(with_flags(args, **way), build) as run:
+            with fake_run(with_flags(args, **changes), build) as run:
                 peak = run.step(args.pack_tokens).peak
-        lines.append(f"{peak / GIB:10.2f}  {name}{' (as here)' * here}")
+        lines.append(f"{peak / GIB:10.2f}  {name}{' (as configured)' * here}")
     return lines
 
 
-def _judge(args: RunArguments, held: Held, largest: Held | None, multiple: int) -> None:
+def _check_fit(args: RunArguments, held: MemoryEstimate, largest: MemoryEstimate | None, multiple: int) -> None:
     reserve = args.dry_run.device_reserve
     most = "not even one of --max_seq_length does"
     if largest:
@@ -122,7 +123,7 @@ def _judge(args: RunArguments, held: Held, largest: Held | None, multiple: int) 
             f"{multiple:,}; {largest.peak / GIB + reserve:.1f} GiB)"
         )
     needed = f"{held.peak / GIB + reserve:.1f} of {args.dry_run.device_memory:g} GiB"
-    if held.peak > _room(args):
+    if held.peak > _device_limit(args):
         raise UserError(
             f"packs of {held.tokens:,} tokens do not fit: {needed}; {most}: more ranks, recomputed activations "
             "(--activation_checkpointing full) or smaller packs take less"

@@ -1,9 +1,9 @@
-"""What a rank of a run holds in memory, found by the run's own code on tensors without values.
+"""Estimate a rank's memory by running the run's own code on fake tensors, in one process that stands for rank 0.
 
-The script's own strategy deals out the model, over groups that exchange nothing; then forward and backward pass run on
-a pack, with AdamW's moments there, and every storage is counted for as long as it lives (`live_bytes`). So
-recomputation, gathered layers, buckets and accumulation count as what they are. Rank 0 has at least as many rows as
-any other; Megatron-FSDP's buffers are padded to equal parts.
+The script's strategy shards the model over fake process groups; then forward and backward pass run on a pack, with
+AdamW's moments allocated, and every storage is counted while it lives (`memory_tracker`). So recomputation, gathered
+layers, buckets and accumulation are counted as they happen. Rank 0 has at least as many rows as any other rank;
+Megatron-FSDP's buffers are padded to equal parts.
 """
 
 from __future__ import annotations
@@ -16,30 +16,35 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from common.distributed.strategy import Strategy, local_rows
+from common.distributed.fsdp import local_shard
+from common.distributed.strategy import Strategy
 from common.distributed.world import World
 from common.flags import with_flags
-from common.models.layers.cpu import as_on_a_gpu
+from common.models.layers.backend import as_on_a_gpu
 from common.training.arguments import RunArguments
 from common.training.optim import build_optimizer
 from common.training.pinned_stager import share_of
 from common.training.registry import task_of
 from common.training.task import BuiltModel
-from extras.dry_run.memory_tracker import BACKWARD, ENDS, GATHERED, GRADIENTS, LAYERS, OPTIMIZER, WEIGHTS, LiveBytes
+from extras.dry_run.memory_tracker import (
+    BACKWARD,
+    ENDS,
+    GATHERED,
+    GRADIENTS,
+    LAYERS,
+    OPTIMIZER,
+    WEIGHTS,
+    MemoryTracker,
+)
 
-# One process in the place of rank 0 of many: its mesh and groups are those of the run, and nothing is exchanged.
-#
-# With tensors that have no values (extras.dry_run.memory_tracker) a strategy deals a model out as it would, on a
-# laptop.
 
+class FakeWorld(World):
+    """Rank 0 of `size` ranks; collectives return what they would if all ranks had rank 0's values.
 
-class RehearsedWorld(World):
-    """Rank 0 of `size`, which agrees with itself: the others would say the same.
-
-    lent: what is entered there (stand-ins for a device, say) is left as the rehearsal ends.
+    lent: contexts entered there (patches of a device's API, say) are left when the dry run ends.
     """
 
-    rehearsed = True
+    is_dry_run = True
     lent: ExitStack
 
     def sum(self, values: Tensor) -> Tensor:
@@ -66,16 +71,16 @@ class RehearsedWorld(World):
 
 
 @contextmanager
-def rehearsal(size: int, cp_size: int = 1) -> Iterator[RehearsedWorld]:
-    """The world of a run on `size` ranks, in this process alone. UserError as `World.share_packs`."""
+def fake_world(size: int, cp_size: int = 1) -> Iterator[FakeWorld]:
+    """A world of `size` ranks in this process alone. UserError as `World.create_cp_groups`."""
     # Registers the backend "fake" (torch 2.11 to 2.13), whose collectives return at once.
-    from torch.testing._internal.distributed.fake_pg import FakeStore
+    from common.compat import FakeStore
 
-    world = RehearsedWorld(0, 0, size, torch.device("cpu"), local_size=size)
+    world = FakeWorld(0, 0, size, torch.device("cpu"), local_size=size)
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=size)
     try:
         with ExitStack() as world.lent:
-            world.share_packs(cp_size)
+            world.create_cp_groups(cp_size)
             yield world
     finally:
         dist.destroy_process_group()
@@ -86,11 +91,11 @@ STATE = (WEIGHTS, GRADIENTS, OPTIMIZER)
 
 
 @dataclass(frozen=True)
-class Held:
-    """What a rank holds in a step on packs of so many tokens; bytes.
+class MemoryEstimate:
+    """Bytes that a rank holds in a step on packs of `tokens` tokens.
 
-    peak: of the device, at most; kinds: those of extras.dry_run.memory_tracker, then. In host memory: state_on_host,
-    weights, gradients and moments; activations_on_host, at most; checkpoint_copy, while one is written in the
+    peak: on the device; kinds: the peak by kind (extras.dry_run.memory_tracker). On the host: state_on_host, weights,
+    gradients and moments; activations_on_host, at their peak; checkpoint_copy, while a checkpoint is written in the
     background.
     """
 
@@ -102,87 +107,87 @@ class Held:
     checkpoint_copy: int
 
 
-class Rehearsed:
-    """A run that is built, its tensors without values: what it holds on a pack, as often as asked."""
+class FakeRun:
+    """A run built on fake tensors; `step` estimates its memory for a pack size."""
 
-    def __init__(self, args: RunArguments, world: World, build: Build, counted: LiveBytes):
-        self.args, self.world, self.counted = args, world, counted
-        with counted.making(GRADIENTS):  # a strategy may have buckets for them
+    def __init__(self, args: RunArguments, world: World, build: Build, tracker: MemoryTracker):
+        self.args, self.world, self.tracker = args, world, tracker
+        with tracker.making(GRADIENTS):  # a strategy may have buckets for them
             self.strategy, self.built = build(args, world)
         self.task = task_of(args)(self.built, args, world)
-        self.strategy.rehearse()
+        self.strategy.prepare_dry_run()
         self.parameters = [p for p in self.built.weights.parameters() if p.requires_grad]
-        self._tell_weights()
+        self._label_weights()
         optimizer = build_optimizer(self.built.weights, args.optimizer)
         with torch.no_grad():
-            self.strategy.hold_gradients(self.parameters)
-        with counted.making(OPTIMIZER):
+            self.strategy.attach_gradients(self.parameters)
+        with tracker.making(OPTIMIZER):
             optimizer.step()
         self.optimizer = optimizer
         self.strategy.clear_gradients()
         for layer in self.built.model.layers:
-            layer.register_forward_pre_hook(self._enters(LAYERS))
-            layer.register_forward_hook(self._enters(ENDS))
+            layer.register_forward_pre_hook(self._labels(LAYERS))
+            layer.register_forward_hook(self._labels(ENDS))
         for _ in range(self.strategy.warmup_steps_before_timing):
             self.step(args.data.max_seq_length)
 
-    def step(self, tokens: int) -> Held:
-        """A step's passes on packs of so many tokens."""
-        counted, args, strategy = self.counted, self.args, self.strategy
+    def step(self, tokens: int) -> MemoryEstimate:
+        """Run forward and backward pass on packs of `tokens` tokens."""
+        tracker, args, strategy = self.tracker, self.args, self.strategy
         batch = self.task.example(tokens)
         if args.data.packs_per_step:
             packs = max(1, args.data.packs_per_step // self.world.mesh.dp_size)
         else:
             packs = args.data.gradient_accumulation_steps
-        counted.begin_peak()
-        for number in reversed(range(min(packs, 2))):  # what the second adds up to, more do not change
+        tracker.begin_peak()
+        for number in reversed(range(min(packs, 2))):  # more than two micro-batches do not change the peak
             with strategy.micro_batch(last=number == 0):
-                with counted.making(ENDS):
+                with tracker.making(ENDS):
                     loss = self.task.loss_sum(strategy.model, batch)
-                with counted.making(BACKWARD):
+                with tracker.making(BACKWARD):
                     loss.backward()
             del loss
-            counted.put_all((LAYERS, ENDS, BACKWARD, GATHERED), GRADIENTS)
-            self._tell_weights()
-        held = Held(
+            tracker.put_all((LAYERS, ENDS, BACKWARD, GATHERED), GRADIENTS)
+            self._label_weights()
+        held = MemoryEstimate(
             tokens,
-            counted.peak,
-            {kind: 0 if kind in counted.on_host else size for kind, size in counted.at_peak.items()},
-            sum(counted.bytes[kind] for kind in STATE if kind in counted.on_host),
-            counted.most_on_host,
-            self._copied(),
+            tracker.peak,
+            {kind: 0 if kind in tracker.on_host else size for kind, size in tracker.at_peak.items()},
+            sum(tracker.bytes[kind] for kind in STATE if kind in tracker.on_host),
+            tracker.most_on_host,
+            self._checkpoint_copy(),
         )
         strategy.clear_gradients()
         return held
 
-    def _copied(self) -> int:
-        """Bytes that this rank copies when the run is saved."""
+    def _checkpoint_copy(self) -> int:
+        """Bytes that this rank copies for a checkpoint."""
         state = {number: {"": weight} for number, weight in enumerate(self.parameters)}
         state |= {weight: self.optimizer.state[weight] for weight in self.parameters}
         mine = share_of(state, self.world.rank, self.world.size)
-        return sum(local_rows(tensor)[0].nbytes for of in mine.values() for tensor in of.values())
+        return sum(local_shard(tensor)[0].nbytes for of in mine.values() for tensor in of.values())
 
-    def _tell_weights(self) -> None:
-        for tensor in (*self.strategy.computed_with(), *self.built.precision.computed_with()):
-            self.counted.put(tensor, GATHERED)
-        for parameter in self.parameters:  # which may lie in the same storage
-            self.counted.put(parameter, WEIGHTS)
+    def _label_weights(self) -> None:
+        for tensor in (*self.strategy.compute_buffers(), *self.built.precision.computed_with()):
+            self.tracker.put(tensor, GATHERED)
+        for parameter in self.parameters:  # may share the storage
+            self.tracker.put(parameter, WEIGHTS)
 
-    def _enters(self, kind: str) -> Callable:
+    def _labels(self, kind: str) -> Callable:
         def hook(*_) -> None:
-            self.counted.kind = kind
+            self.tracker.kind = kind
 
         return hook
 
 
 @contextmanager
-def rehearsed(args: RunArguments, build: Build) -> Iterator[Rehearsed]:
-    """The run of these flags. On a GPU's ways, unless --use_cpu."""
+def fake_run(args: RunArguments, build: Build) -> Iterator[FakeRun]:
+    """The run of these flags on fake tensors, with a GPU's code paths unless --use_cpu."""
     args = with_flags(args, torch_compile=False, quant_stats=False, output_dir=args.checkpoint.output_dir or "dry_run")
     with ExitStack() as stack:
-        world = stack.enter_context(rehearsal(args.dry_run.world_size or 1, args.process.cp_size))
+        world = stack.enter_context(fake_world(args.dry_run.world_size or 1, args.process.cp_size))
         if not args.process.use_cpu:
             stack.enter_context(as_on_a_gpu())
         on_host = STATE if args.strategy.state_on_host and not args.process.use_cpu else ()
-        counted = stack.enter_context(LiveBytes(on_host))
-        yield Rehearsed(args, world, build, counted)
+        tracker = stack.enter_context(MemoryTracker(on_host))
+        yield FakeRun(args, world, build, tracker)

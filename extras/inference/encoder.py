@@ -1,32 +1,34 @@
-"""ESM-2 over many sequences: packed end to end, so that none of them is padded for another's sake."""
+"""Run ESM-2 on many sequences, packed without padding, and write embeddings to Parquet part by part."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import torch
 from torch import Tensor
 
 from common.cli import UserError
-from common.files.alphabet import BYTE_TO_ID, TOKENS, UNK, encode
 from common.files.hashing import hash_bytes
+from common.files.json_files import replace_flushed
 from common.flags import Flags, Missing, flag
+from common.models.esm2.alphabet import BYTE_TO_ID, TOKENS, UNK, encode
 from common.models.esm2.config import load_config
 from common.models.esm2.convert import read_pretrained
 from common.models.esm2.model import Esm2ForMaskedLM
 from extras.sources.fasta import read_fasta_lines
-from extras.sources.records import characters, columns
-from extras.sources.residues import check_residues, clean
-
-# Proteins that are longer than the model has seen: in windows that overlap by half.
+from extras.sources.records import characters, check_residues, clean, columns
 
 
 class Window(NamedTuple):
-    """Residues [start, start + length) of a protein; [begin, end), counted in it, are the ones to take of it."""
+    """Residues [start, start + length) of a protein; results are used for [begin, end), relative to start."""
 
     start: int
     length: int
@@ -35,32 +37,30 @@ class Window(NamedTuple):
 
 
 def windows(residues: int, longest: int) -> Iterator[Window]:
-    """Of so many residues each window holds `longest` at most, all the same; each residue is taken of the window in
-    whose middle it lies most nearly."""
+    """Windows of a protein, of `longest` residues each if it is longer, overlapping by about half. Each residue is
+    used from the window whose centre is nearest."""
     if residues <= longest:
         yield Window(0, residues, 0, residues)
         return
     count = -(-(residues - longest) // (longest // 2)) + 1
     starts = np.linspace(0, residues - longest, count).round().astype(int).tolist()
-    # Half-way between the middles of two neighbours the one hands over to the other.
+    # Windows change half-way between the centres of two neighbours.
     borders = [0, *((a + b + longest) // 2 for a, b in zip(starts, starts[1:], strict=False)), residues]
     for start, begin, end in zip(starts, borders, borders[1:], strict=False):
         yield Window(start, longest, begin - start, end - start)
 
 
 def tokens_of(sequence: bytes, start: int, length: int) -> np.ndarray:
-    """`<cls> residues <eos>` of a part, uint8 [length + 2]."""
+    """Token ids of a window, `<cls> residues <eos>`, uint8 [length + 2]."""
     return encode(sequence[start : start + length])
 
-
-# A FASTA file of proteins, looked through as a whole before anything is computed from it.
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass
 class Totals:
-    """Counts. unknown: characters that are no residues, <unk> to the model; duplicates: ids that came before."""
+    """Counts of a FASTA file. unknown: characters that become <unk>; duplicates: repeated ids."""
 
     proteins: int = 0
     residues: int = 0
@@ -71,22 +71,22 @@ class Totals:
     def report(self, where: str) -> None:
         if self.unknown:
             counts = f"{self.unknown:,}", f"{self.with_unknown:,}"
-            logger.warning("%s: %s characters in %s proteins are no residues: <unk>", where, *counts)
+            logger.warning("%s: %s characters in %s proteins are not residues: <unk>", where, *counts)
         if self.duplicates:
-            logger.warning("%s: %s ids have come before: each has its row", where, f"{self.duplicates:,}")
+            logger.warning("%s: %s ids are repeated: each gets a row", where, f"{self.duplicates:,}")
 
 
 def look_through(fasta: str) -> Totals:
-    """What is in the file, by the rules that hold for training (extras.sources.residues).
+    """Read the whole file once and count, with the checks of training (extras.sources.records).
 
-    UserError for what `read_fasta_lines` refuses anywhere in the file, and for what is no protein. 8 bytes a protein.
+    UserError for any invalid record, and for text that is not protein. Takes 8 bytes of memory a protein.
     """
     where = f"--fasta {fasta}"
     totals, ids = Totals(), []
     for lines in read_fasta_lines(fasta):
         rows = columns(lines)
         data, offsets = clean(*characters(rows.column("text")), where)
-        unknown = np.add.reduceat(BYTE_TO_ID[data] == UNK, offsets[:-1], dtype=np.int64)  # no text is empty
+        unknown = np.add.reduceat(BYTE_TO_ID[data] == UNK, offsets[:-1], dtype=np.int64)  # texts are not empty
         totals.proteins += rows.num_rows
         totals.residues += len(data)
         totals.unknown += int(unknown.sum())
@@ -102,7 +102,7 @@ Progress = Callable[[int], None]
 
 @dataclass
 class EncoderFlags(Flags):
-    """The model, and how it is run."""
+    """The model, and how to run it."""
 
     group = "model"
     required = ("model_name_or_path",)
@@ -110,8 +110,10 @@ class EncoderFlags(Flags):
     model_name_or_path: str | None = flag(
         None, "A final_model/, any other directory of an EsmForMaskedLM, or its name on the Hub."
     )
-    max_seq_length: int = flag(1024, "Tokens, <cls> and <eos> included; longer proteins are seen in windows.")
-    tokens_per_pack: int = flag(4096, "Tokens that are computed at a time; more need more memory.")
+    max_seq_length: int = flag(
+        1024, "Tokens, <cls> and <eos> included; longer proteins are split into overlapping windows."
+    )
+    tokens_per_pack: int = flag(4096, "Tokens per forward pass; more need more memory.")
     bf16: bool = flag(False, "Compute in bfloat16: faster on GPUs and some CPUs, three digits.")
     use_cpu: bool = flag(False, "Compute on the CPU even where there is a GPU.")
 
@@ -125,10 +127,10 @@ class EncoderFlags(Flags):
 
 
 class Encoder:
-    """A model with its weights, on the GPU where there is one.
+    """A model with its weights, on a GPU if there is one.
 
-    device: of this process, where several share a machine. UserError for weights that are missing, damaged or not
-    finite, and for another vocabulary than ESM-2's.
+    device: of this rank, if several share a machine. UserError for weights that are missing, damaged or not finite,
+    and for a vocabulary other than ESM-2's.
     """
 
     def __init__(self, flags: EncoderFlags, device: torch.device | None = None):
@@ -148,7 +150,7 @@ class Encoder:
         logger.info("%s: %d layers of %d, on %s", flags.model_name_or_path, *size, self.device)
 
     def packs(self, lengths: Sequence[int]) -> Iterator[list[int]]:
-        """Numbers of the sequences that are computed together: the longest first, so that memory is known at once."""
+        """Indices of the sequences of each forward pass; longest first, so that the first needs the most memory."""
         pack, tokens = [], 0
         for number in sorted(range(len(lengths)), key=lambda n: -lengths[n]):
             if pack and tokens + lengths[number] > self.flags.tokens_per_pack:
@@ -160,33 +162,33 @@ class Encoder:
             yield pack
 
     def hidden(self, sequences: Sequence[np.ndarray], done: Progress = lambda tokens: None) -> list[Tensor]:
-        """After the last LayerNorm: fp32 [length, hidden] each, of token ids uint8 [length].
+        """Hidden states after the last LayerNorm, fp32 [length, hidden] for token ids uint8 [length].
 
-        done: called after each pack with the number of its tokens. UserError where one is NaN or infinite.
+        done: called after each pack with its number of tokens. UserError if one is NaN or infinite.
         """
         return self._run(sequences, True, done)
 
     def logits(self, sequences: Sequence[np.ndarray], done: Progress = lambda tokens: None) -> list[Tensor]:
-        """Of the 33 tokens: fp32 [length, 33] each, of token ids uint8 [length]. done: as above."""
+        """Logits of the 33 tokens, fp32 [length, 33] for token ids uint8 [length]. done: as above."""
         return self._run(sequences, False, done)
 
     @torch.inference_mode()
     def _run(self, sequences: Sequence[np.ndarray], hidden: bool, done: Progress) -> list[Tensor]:
         results: list[Tensor | None] = [None] * len(sequences)
-        for pack in self.packs([len(each) for each in sequences]):
+        for pack in self.packs([len(sequence) for sequence in sequences]):
             lengths = [len(sequences[number]) for number in pack]
             ids = torch.from_numpy(np.concatenate([sequences[number] for number in pack]).astype(np.int64))
             ends = torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int32)
             ids, ends = ids.to(self.device), ends.to(self.device)
-            # Labels that ask for nothing: the head has nothing to do.
-            more = {"labels": torch.full_like(ids, -100), "output_hidden": True} if hidden else {}
+            # No label is set, so that the LM head is skipped.
+            options = {"labels": torch.full_like(ids, -100), "output_hidden": True} if hidden else {}
             with torch.autocast(self.device.type, torch.bfloat16, enabled=self.flags.bf16):
-                output = self.model(ids, cu_seqlens=ends, max_seqlen=max(lengths), **more)
-            found = (output.hidden if hidden else output.logits).float().cpu()
+                output = self.model(ids, cu_seqlens=ends, max_seqlen=max(lengths), **options)
+            packed = (output.hidden if hidden else output.logits).float().cpu()
             done(len(ids))
-            for number, part in zip(pack, found.split(lengths), strict=True):
+            for number, part in zip(pack, packed.split(lengths), strict=True):
                 results[number] = part
-            if not found.isfinite().all():
+            if not packed.isfinite().all():
                 self._refuse(sequences[next(number for number in pack if not results[number].isfinite().all())])
         return results
 
@@ -196,3 +198,76 @@ class Encoder:
             f"{self.flags.model_name_or_path}: gives NaN or infinity for the sequence {begins}... of {len(sequence)} "
             "tokens: try it without --bf16, or take another checkpoint"
         )
+
+
+# Embeddings as Parquet tables
+
+Protein = tuple[str, bytes]  # name and residues
+Facts = dict[bytes, bytes]  # metadata of a table: hashes of model and input, and the settings
+
+
+def embed(encoder: Encoder, proteins: list[Protein], done: Progress = lambda tokens: None) -> list[Tensor]:
+    """fp32 [residues, hidden] of each protein, without `<cls>` and `<eos>`. done: as in `Encoder.hidden`."""
+    longest = encoder.flags.max_seq_length - 2
+    parts = [(n, window) for n, (_, text) in enumerate(proteins) for window in windows(len(text), longest)]
+    outputs = encoder.hidden([tokens_of(proteins[n][1], window.start, window.length) for n, window in parts], done)
+    pieces: list[list[Tensor]] = [[] for _ in proteins]
+    for (n, window), hidden in zip(parts, outputs, strict=True):
+        pieces[n].append(hidden[1 + window.begin : 1 + window.end])
+    return [torch.cat(of_protein) for of_protein in pieces]
+
+
+def table(proteins: list[Protein], embedded: list[Tensor], per_residue: bool, facts: Facts) -> pa.Table:
+    """Columns id, length, and embedding: the mean float32 [hidden], or a list of one per residue."""
+    hidden = embedded[0].shape[1]
+    if per_residue:
+        rows = np.concatenate([tensor.numpy() for tensor in embedded])
+        ends = np.cumsum([0, *(len(tensor) for tensor in embedded)])
+        vectors = pa.FixedSizeListArray.from_arrays(pa.array(rows.ravel()), hidden)
+        column = pa.ListArray.from_arrays(pa.array(ends, pa.int32()), vectors)
+    else:
+        means = np.stack([tensor.mean(0).numpy() for tensor in embedded])
+        column = pa.FixedSizeListArray.from_arrays(pa.array(means.ravel()), hidden)
+    lengths = pa.array([len(text) for _, text in proteins], pa.int32())
+    made = pa.table({"id": [name for name, _ in proteins], "length": lengths, "embedding": column})
+    return made.replace_schema_metadata(facts)
+
+
+def in_parts(proteins: Iterable[Protein], size: int) -> Iterator[list[Protein]]:
+    """Lists of `size` proteins."""
+    proteins = iter(proteins)
+    while part := list(islice(proteins, size)):
+        yield part
+
+
+def write_part(made: pa.Table, path: Path) -> None:
+    """Written and flushed before it gets its name, with a checksum of every page."""
+    with replace_flushed(path) as partial:
+        pq.write_table(made, partial, write_page_checksum=True)
+
+
+def is_made(path: Path, proteins: list[Protein], facts: Facts) -> bool:
+    """Whether the table of these proteins exists and is intact: a disk may lose writes that it confirmed."""
+    try:
+        with pq.ParquetFile(path, page_checksum_verification=True) as file:
+            ids = [name for batch in file.iter_batches() for name in batch.column("id").to_pylist()]
+            return file.schema_arrow.metadata == facts and ids == [name for name, _ in proteins]
+    except (OSError, pa.ArrowException):
+        return False
+
+
+def check_parts(directory: Path, count: int, facts: Facts) -> None:
+    """UserError unless all parts exist and have these facts: ranks may see different directories."""
+    for number in range(count):
+        path = part_path(directory, number)
+        try:
+            metadata = pq.read_schema(path).metadata
+        except (OSError, pa.ArrowException):
+            metadata = None
+        if metadata != facts:
+            what = "is missing" if metadata is None else "is of another model or input"
+            raise UserError(f"{path}: {what}: give all ranks one directory that they share, and start again")
+
+
+def part_path(directory: Path, number: int) -> Path:
+    return directory / f"part-{number:05d}.parquet"

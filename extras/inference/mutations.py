@@ -1,8 +1,8 @@
 """Scores of mutations under a masked language model: log p(mutant) - log p(wild type), in nats.
 
 The two scores are those of Meier et al. 2021 (NeurIPS), "Language models enable zero-shot prediction of the effects of
-mutations on protein function". A variant with several mutations gets the sum of theirs, each computed alone, as
-ProteinGym computes them.
+mutations on protein function". A variant with several mutations gets the sum of their scores, each computed alone,
+as in ProteinGym.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ import numpy as np
 import torch
 
 from common.cli import UserError
-from common.files.alphabet import BYTE_TO_ID, MASK, STANDARD_RESIDUES, TOKENS
+from common.models.esm2.alphabet import BYTE_TO_ID, MASK, STANDARD_RESIDUES, TOKENS
 from extras.inference.encoder import Encoder, Progress, Window, tokens_of, windows
 
-AT_ONCE = 256  # sequences whose logits are held at a time
+GROUP = 256  # sequences whose logits are in memory at a time
 SUBSTITUTION = re.compile(r"([A-Za-z])(-?[0-9]{1,9})([A-Za-z])")
 SEPARATORS = re.compile(r"[:,;/ ]+")
 WILD_TYPES = {*STANDARD_RESIDUES.tolist(), TOKENS.index("U"), TOKENS.index("O")}
-SHOWN = 40  # characters of a cell that an error quotes
+QUOTED = 40  # characters of a cell in an error
 
 
 class Mutation(NamedTuple):
-    """`A24G`: letters as token ids, the position from 0."""
+    """`A24G`: letters as token ids, position from 0."""
 
     wild: int
     position: int
@@ -41,7 +41,7 @@ class Variant(NamedTuple):
 
 
 class Pass(NamedTuple):
-    """A forward pass: a window of a protein, with one of its positions masked, or none."""
+    """A forward pass: a window of a protein, with one position masked, or none."""
 
     protein: bytes
     window: Window
@@ -49,15 +49,15 @@ class Pass(NamedTuple):
 
 
 def quoted(text: str) -> str:
-    """A cell of a table, for an error's line."""
-    return repr(text if len(text) <= SHOWN else f"{text[:SHOWN]}...")
+    """A cell of a table, for an error message."""
+    return repr(text if len(text) <= QUOTED else f"{text[:QUOTED]}...")
 
 
 def parse_variant(text: str, protein: bytes, where: str, first_residue: int = 1) -> Variant:
     """`A24G`, or several as `A24G:K30R`; an empty text or `WT` is the wild type.
 
-    first_residue: the number of the protein's first residue. UserError, which begins with `where`, for anything that
-    is no substitution in this protein.
+    first_residue: the number of the protein's first residue. UserError, which begins with `where`, for anything but
+    substitutions in this protein.
     """
     words = [] if text.strip().upper() in ("", "WT") else SEPARATORS.split(text.strip())
     mutations = sorted(
@@ -74,7 +74,7 @@ def parse_variant(text: str, protein: bytes, where: str, first_residue: int = 1)
 def _parse_mutation(word: str, protein: bytes, where: str, first_residue: int) -> Mutation:
     match = SUBSTITUTION.fullmatch(word)
     if match is None:
-        raise UserError(f"{where}: {quoted(word)} is no mutation: expected, say, A24G")
+        raise UserError(f"{where}: {quoted(word)} is not a mutation: expected, for example, A24G")
     wild, mutant = (int(BYTE_TO_ID[ord(letter)]) for letter in (match[1], match[3]))
     position = int(match[2]) - first_residue
     if not 0 <= position < len(protein):
@@ -88,9 +88,9 @@ def _parse_mutation(word: str, protein: bytes, where: str, first_residue: int) -
             f"and does it begin with residue {first_residue}?"
         )
     if wild not in WILD_TYPES:
-        raise UserError(f"{where}: {word}: {match[1]} is no amino acid: its probability means nothing")
+        raise UserError(f"{where}: {word}: {match[1]} is not an amino acid: its probability is meaningless")
     if mutant not in STANDARD_RESIDUES:
-        raise UserError(f"{where}: {word}: {match[3]} is none of the 20 amino acids")
+        raise UserError(f"{where}: {word}: {match[3]} is not one of the 20 amino acids")
     return Mutation(wild, position, mutant)
 
 
@@ -99,32 +99,32 @@ def score(
 ) -> list[float]:
     """The sum over each variant's mutations of log p(mutant) - log p(wild type), in nats; 0 for the wild type.
 
-    A position is looked at in the window of `windows` that has it nearest to its middle. masked: with that position
-    masked, one pass a position; else with nothing masked, one pass a window. done: as `Encoder.logits`.
+    Each position is scored in the window whose centre is nearest. masked: one pass per position, with it masked; else
+    one pass per window, with nothing masked. done: as in `Encoder.logits`.
     """
     proteins: dict[bytes, set[Mutation]] = {}
     for protein, mutations in variants:
         proteins.setdefault(protein, set()).update(mutations)
-    asked: dict[Pass, list[Mutation]] = {}
+    passes: dict[Pass, list[Mutation]] = {}
     for protein, mutations in proteins.items():
-        cut = list(windows(len(protein), encoder.flags.max_seq_length - 2))
-        ends = [window.start + window.end for window in cut]
+        of_protein = list(windows(len(protein), encoder.flags.max_seq_length - 2))
+        ends = [window.start + window.end for window in of_protein]
         for mutation in sorted(mutations):
-            window = cut[bisect_right(ends, mutation.position)]
-            asked.setdefault(Pass(protein, window, mutation.position if masked else None), []).append(mutation)
+            window = of_protein[bisect_right(ends, mutation.position)]
+            passes.setdefault(Pass(protein, window, mutation.position if masked else None), []).append(mutation)
     scores: dict[tuple[bytes, Mutation], float] = {}
-    for some in _groups(asked):
-        for key, logits in zip(some, encoder.logits([_tokens(key) for key in some], done), strict=True):
+    for group in _groups(passes):
+        for key, logits in zip(group, encoder.logits([_tokens(key) for key in group], done), strict=True):
             log_p = torch.log_softmax(logits.double(), -1).numpy()
-            for mutation in asked[key]:
+            for mutation in passes[key]:
                 row = log_p[1 + mutation.position - key.window.start]
                 scores[key.protein, mutation] = float(row[mutation.mutant] - row[mutation.wild])
-    return [sum((scores[protein, each] for each in mutations), 0.0) for protein, mutations in variants]
+    return [sum((scores[protein, mutation] for mutation in mutations), 0.0) for protein, mutations in variants]
 
 
 def _groups(passes: Iterable[Pass]) -> Iterator[list[Pass]]:
     passes = iter(passes)
-    while group := list(islice(passes, AT_ONCE)):
+    while group := list(islice(passes, GROUP)):
         yield group
 
 

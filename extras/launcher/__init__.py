@@ -1,1 +1,1 @@
-"""The launcher of ranks: torchrun's agent with a rendezvous without pickle, and limits on restarts."""
+"""The launcher: torchrun's agent, a rendezvous without pickle, and a restart limit."""

@@ -1,6 +1,6 @@
-"""torchrun's agent, with a rule for starting again: not after bad input, nor when told to stop, nor thrice in vain.
+"""torchrun's agent with limits on restarts: none after bad input, a stop signal, or three starts without progress.
 
-What is overridden are methods that torch documents for an agent of one's own (torch.distributed.elastic.agent).
+It overrides methods that torch documents for custom agents (torch.distributed.elastic.agent).
 """
 
 from __future__ import annotations
@@ -21,99 +21,99 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from common.cli import BAD_INPUT, UserError
 from common.distributed.stopping import PREEMPTED
-from extras.launcher.restart_limit import Starts, unique_id
+from extras.launcher.restart_limit import RestartCounter, unique_id
 
 
 class Stopped(SignalException):
-    """The ranks have ended because this node was told to stop; torchrun then leaves the rendezvous open, in which the
-    other nodes wait for its successor."""
+    """The ranks have exited because this node received a stop signal. torchrun then leaves the rendezvous open, in
+    which the other nodes wait for this node's successor."""
 
     def __init__(self, number: int, failure: ProcessFailure):
-        super().__init__(f"told to stop by signal {number}", number)
+        super().__init__(f"stopped by signal {number}", number)
         self.failure = failure
 
 
 class Agent(LocalElasticAgent):
-    """told: signals that have come, in the launcher's own list; output_dir: of the run, None for what is no run."""
+    """signals: those received, the launcher's own list; output_dir: the run's, None if it writes no checkpoints."""
 
-    told: list[int] = []
+    signals: list[int] = []
     output_dir: Path | None = None
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
-        self._starts: Starts | None = None
-        self._counts = True  # the next start, unless nodes have only joined or left
-        self._verdict: str | None = None
+        self._counter: RestartCounter | None = None
+        self._count_next = True  # False if nodes have only joined or left
+        self._limit_message: str | None = None
 
     def run(self, role: str = "default") -> RunResult:
         result = super().run(role)
-        if result.is_failed() and self._verdict:
-            raise UserError(f"{self._verdict}; the last one: {_what_happened(result.failures)}")
-        if result.is_failed() and self.told:
-            raise Stopped(self.told[0], _first(result.failures))
+        if result.is_failed() and self._limit_message:
+            raise UserError(f"{self._limit_message}; the last one: {_first_failure_message(result.failures)}")
+        if result.is_failed() and self.signals:
+            raise Stopped(self.signals[0], _first(result.failures))
         return result
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        self._counter = None
         if worker_group.group_rank == 0 and self.output_dir:
-            self._starts = Starts(self.output_dir, unique_id() or worker_group.spec.rdzv_handler.get_run_id())
-            if self._counts:
-                self._starts.begin()
-        else:
-            self._starts = None
-        self._counts = False
+            job = unique_id() or worker_group.spec.rdzv_handler.get_run_id()
+            self._counter = RestartCounter(self.output_dir, job)
+            if self._count_next:
+                self._counter.increment()
+        self._count_next = False
         return super()._start_workers(worker_group)
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
-        with _held_back(api.logger) as records:
+        with _captured(api.logger) as records:
             result = super()._monitor_workers(worker_group)
         statuses = {failure.exitcode for failure in result.failures.values()}
-        if BAD_INPUT not in statuses:  # that one's line says all there is to know
+        if BAD_INPUT not in statuses:  # the rank's own line says it all
             for record in records:
                 api.logger.handle(record)
         if result.state in (WorkerState.FAILED, WorkerState.UNHEALTHY):
-            sys.stderr.writelines(_last_words(result.failures))
-            self._counts = True
-            self._decide(statuses)
-        elif result.state == WorkerState.SUCCEEDED and self._starts:
-            self._starts.end()
+            sys.stderr.writelines(_error_lines(result.failures))
+            self._count_next = True
+            self._limit_restarts(statuses)
+        elif result.state == WorkerState.SUCCEEDED and self._counter:
+            self._counter.clear()
         return result
 
-    def _decide(self, statuses: set[int]) -> None:
-        """Whether torchrun may start the ranks again, if it has restarts left."""
-        if BAD_INPUT in statuses or self.told:
+    def _limit_restarts(self, statuses: set[int]) -> None:
+        """Set torchrun's remaining restarts to 0 if it must not start the ranks again."""
+        if BAD_INPUT in statuses or self.signals:
             self._remaining_restarts = 0
-        if not self._starts:
+        if not self._counter:
             return
         if BAD_INPUT in statuses:
-            self._starts.end()
-        elif PREEMPTED in statuses or self.told:
-            self._starts.forget()
-        elif self._starts.spent():
+            self._counter.clear()
+        elif PREEMPTED in statuses or self.signals:
+            self._counter.decrement()
+        elif self._counter.exhausted():
             self._remaining_restarts = 0
-            self._verdict = self._starts.verdict()
-            self._starts.end()
+            self._limit_message = self._counter.message()
+            self._counter.clear()
 
 
 @contextmanager
-def _held_back(logger: logging.Logger) -> Iterator[list[logging.LogRecord]]:
-    """What the logger would have said."""
+def _captured(logger: logging.Logger) -> Iterator[list[logging.LogRecord]]:
+    """Collect the logger's records instead of emitting them."""
     records: list[logging.LogRecord] = []
 
-    def hold(record: logging.LogRecord) -> bool:
+    def capture(record: logging.LogRecord) -> bool:
         records.append(record)
         return False
 
-    logger.addFilter(hold)
+    logger.addFilter(capture)
     try:
         yield records
     finally:
-        logger.removeFilter(hold)
+        logger.removeFilter(capture)
 
 
-def _last_words(failures: dict[int, ProcessFailure]) -> list[str]:
-    """The error lines that ranks have left (common.cli), each once: the ranks of a node share a command line."""
-    said = [failure.message for failure in sorted(failures.values(), key=lambda failure: failure.timestamp)]
-    ours = [each["message"] for each in said if isinstance(each, dict) and "py_callstack" not in each["extraInfo"]]
+def _error_lines(failures: dict[int, ProcessFailure]) -> list[str]:
+    """The ranks' error lines (common.cli), each once: the ranks of a node share a command line."""
+    messages = [failure.message for failure in sorted(failures.values(), key=lambda failure: failure.timestamp)]
+    ours = [m["message"] for m in messages if isinstance(m, dict) and "py_callstack" not in m["extraInfo"]]
     return [f"{line}\n" for line in dict.fromkeys(ours)]
 
 
@@ -121,10 +121,10 @@ def _first(failures: dict[int, ProcessFailure]) -> ProcessFailure:
     return min(failures.values(), key=lambda failure: failure.timestamp)
 
 
-def _what_happened(failures: dict[int, ProcessFailure]) -> str:
+def _first_failure_message(failures: dict[int, ProcessFailure]) -> str:
     if not failures:
         return "its ranks did not answer"
     failure = _first(failures)
     rank = next(rank for rank, other in failures.items() if other is failure)
     how = f"status {failure.exitcode}" if failure.exitcode >= 0 else f"killed by {failure.signal_name()}"
-    return f"rank {rank} on {socket.gethostname()}: {how}, see what it said"
+    return f"rank {rank} on {socket.gethostname()}: {how}, see its log"

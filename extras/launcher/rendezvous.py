@@ -1,7 +1,7 @@
-"""torchrun's rendezvous with its state as JSON: torch pickles it, into a store that answers whoever reaches its port.
+"""torchrun's rendezvous with JSON instead of pickle: its store answers anyone who reaches the port.
 
-Who writes there runs code in every agent. Here what comes from the store is JSON of the right types, or the job ends;
-all nodes have to be started with extras.launch.
+With torch's pickles, whoever writes there runs code in every agent. Here the store's content is JSON of the right
+types, or the job ends; every node has to be started with extras.launch.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousHandler,
     RendezvousParameters,
     RendezvousStateError,
-    dynamic_rendezvous,
     rendezvous_handler_registry,
 )
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import (
@@ -30,24 +29,23 @@ from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import (
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
     RendezvousBackend,
     Token,
-    _NodeDesc,
-    _RendezvousState,
     create_handler,
 )
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
 from common.cli import one_line
-from common.distributed.store import LOOPBACK, is_loopback, join_store, serve_store
+from common.compat import NodeDesc, RendezvousState, rendezvous_has_time_zones, set_tcp_store_factory
+from common.distributed.run import LOOPBACK, is_loopback, join_store, serve_store
 
 LARGEST = 1 << 24  # bytes of JSON: some 100,000 nodes
-SUFFIX = "-json"  # of our backends' names
+SUFFIX = "-json"  # of the names of these backends
 READ_TIMEOUT_S = 60  # torch's default
 
 
-def choose(flags: Namespace, nodes: int) -> None:
-    """Set torchrun's parsed flags to a backend of this module; on one node, on loopback: no other has to find it.
+def use_json_backend(flags: Namespace, nodes: int) -> None:
+    """Change torchrun's parsed flags to a backend of this module; on one node it listens on loopback.
 
-    nodes: the most that there may be. The static rendezvous has no state; etcd's first one has it as JSON.
+    nodes: their maximum. The static rendezvous has no state; the older etcd backend has JSON already.
     """
     if flags.standalone or (nodes == 1 and flags.rdzv_backend in ("c10d", "static")):
         flags.standalone, flags.rdzv_backend = False, "c10d"
@@ -63,7 +61,7 @@ def choose(flags: Namespace, nodes: int) -> None:
 
 
 class JsonBackend(RendezvousBackend):
-    """Another backend, with JSON in it. The handler, on this side of it, unpickles only what this process has made."""
+    """Wraps a backend to store JSON. The handler that uses it unpickles only what this process has pickled."""
 
     def __init__(self, backend: RendezvousBackend):
         self._backend = backend
@@ -73,100 +71,100 @@ class JsonBackend(RendezvousBackend):
         return self._backend.name + SUFFIX
 
     def get_state(self) -> tuple[bytes, Token] | None:
-        with _one_of_ours():
-            found = self._backend.get_state()
-            return found and (_checked(found[0]), found[1])
+        with _ours_or_error():
+            result = self._backend.get_state()
+            return result and (_repickled(result[0]), result[1])
 
     def set_state(self, state: bytes, token: Token | None = None) -> tuple[bytes, Token, bool] | None:
-        with _one_of_ours():
-            found = self._backend.set_state(encode(pickle.loads(state)), token)
-            return found and (_checked(found[0]), *found[1:])
+        with _ours_or_error():
+            result = self._backend.set_state(encode(pickle.loads(state)), token)
+            return result and (_repickled(result[0]), *result[1:])
 
 
-def _checked(data: bytes) -> bytes:
-    """The pickle that torch's handler reads, of the JSON that another agent wrote."""
+def _repickled(data: bytes) -> bytes:
+    """The pickle that torch's handler expects, from the JSON that another agent wrote."""
     return pickle.dumps(decode(data))
 
 
 @contextmanager
-def _one_of_ours() -> Iterator[None]:
-    """RendezvousStateError that says what to do, where a state is not what `encode` makes."""
+def _ours_or_error() -> Iterator[None]:
+    """RendezvousStateError with advice if a state is not what `encode` makes."""
     try:
         yield
     except (ValueError, TypeError, OverflowError, RecursionError, RendezvousStateError) as error:
         raise RendezvousStateError(
-            f"the rendezvous holds what no extras.launch has written ({one_line(error)[:80]}): start every node "
-            "with `python -m extras.launch`, and let nobody else reach its port"
+            f"the rendezvous state was not written by extras.launch ({one_line(error)[:80]}): start every node "
+            "with `python -m extras.launch`, and block other access to its port"
         ) from None
 
 
-def encode(state: _RendezvousState) -> bytes:
+def encode(state: RendezvousState) -> bytes:
     """The state as JSON."""
     return json.dumps(
         {
             "round": state.round,
             "complete": state.complete,
             "closed": state.closed,
-            "deadline": state.deadline and _of_time(state.deadline),
-            "participants": [[_of_node(node), rank] for node, rank in state.participants.items()],
-            "wait_list": [_of_node(node) for node in state.wait_list],
-            "redundancy_list": [_of_node(node) for node in state.redundancy_list],
-            "last_heartbeats": [[_of_node(node), _of_time(at)] for node, at in state.last_heartbeats.items()],
+            "deadline": state.deadline and _time_text(state.deadline),
+            "participants": [[_node_list(node), rank] for node, rank in state.participants.items()],
+            "wait_list": [_node_list(node) for node in state.wait_list],
+            "redundancy_list": [_node_list(node) for node in state.redundancy_list],
+            "last_heartbeats": [[_node_list(node), _time_text(at)] for node, at in state.last_heartbeats.items()],
         }
     ).encode()
 
 
-def decode(data: bytes) -> _RendezvousState:
-    """The state that `encode` made this of. ValueError, TypeError, OverflowError or RecursionError for all else."""
+def decode(data: bytes) -> RendezvousState:
+    """Inverse of `encode`. ValueError, TypeError, OverflowError or RecursionError for any other data."""
     if data[:1] == pickle.PROTO:
         raise ValueError("a pickle, as torchrun itself writes it")
     if len(data) > LARGEST:
         raise ValueError(f"{len(data)} bytes")
-    found, state = json.loads(data), _RendezvousState()
-    if _of(dict, found).keys() != vars(state).keys():
-        raise ValueError("the keys of something else")
-    state.round, state.complete = _number(found["round"]), _of(bool, found["complete"])
-    state.closed = _of(bool, found["closed"])
-    state.deadline = None if found["deadline"] is None else _time(found["deadline"])
-    state.participants = {_node(node): _number(rank) for node, rank in _of(list, found["participants"])}
-    state.wait_list = {_node(node) for node in _of(list, found["wait_list"])}
-    state.redundancy_list = {_node(node) for node in _of(list, found["redundancy_list"])}
-    state.last_heartbeats = {_node(node): _time(at) for node, at in _of(list, found["last_heartbeats"])}
+    values, state = json.loads(data), RendezvousState()
+    if _typed(dict, values).keys() != vars(state).keys():
+        raise ValueError("unknown keys")
+    state.round, state.complete = _number(values["round"]), _typed(bool, values["complete"])
+    state.closed = _typed(bool, values["closed"])
+    state.deadline = None if values["deadline"] is None else _time(values["deadline"])
+    state.participants = {_node(node): _number(rank) for node, rank in _typed(list, values["participants"])}
+    state.wait_list = {_node(node) for node in _typed(list, values["wait_list"])}
+    state.redundancy_list = {_node(node) for node in _typed(list, values["redundancy_list"])}
+    state.last_heartbeats = {_node(node): _time(at) for node, at in _typed(list, values["last_heartbeats"])}
     return state
 
 
-def _of_node(node: _NodeDesc) -> list:
+def _node_list(node: NodeDesc) -> list:
     return [node.addr, node.pid, node.local_id]
 
 
-def _node(value) -> _NodeDesc:
-    address, pid, local_id = _of(list, value)
-    return _NodeDesc(_of(str, address), _number(pid), _number(local_id))
+def _node(value) -> NodeDesc:
+    address, pid, local_id = _typed(list, value)
+    return NodeDesc(_typed(str, address), _number(pid), _number(local_id))
 
 
-def _of(kind: type, value):
-    if type(value) is not kind:  # True is no number
-        raise TypeError(f"a {type(value).__name__} in the place of a {kind.__name__}")
+def _typed(kind: type, value):
+    if type(value) is not kind:  # not isinstance: True is an int
+        raise TypeError(f"a {type(value).__name__} instead of a {kind.__name__}")
     return value
 
 
 def _number(value) -> int:
-    if not 0 <= _of(int, value) < 1 << 63:
+    if not 0 <= _typed(int, value) < 1 << 63:
         raise ValueError(f"the number {value}")
     return value
 
 
-def _of_time(time: datetime) -> str:
+def _time_text(time: datetime) -> str:
     return (time if time.tzinfo else time.replace(tzinfo=UTC)).isoformat()
 
 
 def _time(value) -> datetime:
-    """In UTC, with its zone where this torch compares it with such times (earlier ones took `datetime.utcnow`)."""
-    time = datetime.fromisoformat(_of(str, value))
+    """In UTC, with a time zone if this torch compares with such times (earlier ones took `datetime.utcnow`)."""
+    time = datetime.fromisoformat(_typed(str, value))
     if time.tzinfo is None:
         raise ValueError("a time without its zone")
     time = time.astimezone(UTC)
-    return time if hasattr(dynamic_rendezvous, "timezone") else time.replace(tzinfo=None)
+    return time if rendezvous_has_time_zones() else time.replace(tzinfo=None)
 
 
 # ---- handlers -----------------------------------------------------------------------------------------------
@@ -190,13 +188,13 @@ def _etcd_v2(params: RendezvousParameters) -> RendezvousHandler:
 
 def _handler(store: dist.Store, backend: RendezvousBackend, params: RendezvousParameters) -> RendezvousHandler:
     handler = create_handler(store, JsonBackend(backend), params)
-    # The store that the first node's agent serves for the ranks, at its --local_addr.
-    handler._create_tcp_store_server = lambda host, port: serve_store(host, port, multi_tenant=True)
+    # How the first node's agent serves the ranks' store, at its --local_addr.
+    set_tcp_store_factory(handler, lambda host, port: serve_store(host, port, multi_tenant=True))
     return handler
 
 
 def _store_on_loopback(params: RendezvousParameters, host: str, port: int) -> dist.TCPStore:
-    """As torch's backend makes it: the first agent there serves it, unless `is_host` says who does."""
+    """As torch's backend: the first agent there serves the store, unless `is_host` says which one does."""
     timeout = timedelta(seconds=params.get_as_int("read_timeout", READ_TIMEOUT_S))
     is_host = params.get_as_bool("is_host")
     try:

@@ -1,12 +1,12 @@
-"""Hangs end with a name: which rank is it that the others wait for, on which host, in which step, doing what?
+"""Hang watchdog: names the rank that the others wait for, its host, step and phase, and ends the run.
 
-Each rank marks where it is (`Watch.mark`: a few assignments). One thread tells the run's store so about once a second,
-which also says that the process is alive; another looks at the marks. A rank whose main thread has passed no mark for
-nearly --ddp_timeout reads from the store how far the others are, says in one line who is missing, dumps its stacks and
-ends with status 1; torchrun then ends the others. Nearly: collectives time out by themselves at --ddp_timeout, and do
-not know whom they waited for.
+Each rank marks its progress (`Watch.mark`: a few assignments). One thread sends the marks to the store about once
+a second, which is also the heartbeat; another checks them. A rank whose main thread has made no mark for nearly
+--ddp_timeout reads from the store how far the others are, prints one line that names the missing ranks, dumps its
+stacks and ends with status 1; torchrun then ends the others. "Nearly", because collectives time out by themselves at
+--ddp_timeout and do not know whom they waited for.
 
-All ranks pass the same marks in the same order, so the one with fewer of them is the one that is behind.
+All ranks make the same marks in the same order, so the rank with fewer marks is the one that is behind.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import faulthandler
 import json
 import os
 import socket
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -23,19 +22,25 @@ from datetime import timedelta
 from pathlib import Path
 
 import torch.distributed as dist
-from torch._C import _distributed_c10d as c10d
 
 from common.cli import one_line
+from common.compat import dump_flight_recorder, frame_of_thread
+from common.distributed.world import NullWatch
 
-# What a process can tell of itself when a run hangs: where its main thread is, what it reads and writes, its
-# collectives.
+SAVE = "save"  # a phase in which disk traffic counts as progress: a large checkpoint takes time
+SHARE_OF_TIMEOUT = 0.9
+# A rank without progress ends after this many seconds if a peer has been silent as long, or has failed: with NCCL its
+# main thread may be blocked in a wait for the device, which neither an exception nor a signal handler interrupts.
+GONE_S = 60.0
+STOPPING_S = 10.0  # the same once the process has been signalled to stop: it cannot reach a place to save at
+LOST = "watch/lost"  # key in the store: a rank that misses its neighbour sets it for all
+STATUS = 1
+RECORDER_PREFIXES = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")  # torch's variables: new, old
 
-RECORDER_PREFIXES = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")  # torch's names: the new, the old
 
-
-def main_thread_is_at() -> tuple[bool, str]:
-    """Whether the main thread waits for other ranks as far as Python can tell, and its place."""
-    frame = sys._current_frames().get(threading.main_thread().ident)
+def main_thread_location() -> tuple[bool, str]:
+    """(whether the main thread seems to wait for other ranks, where it is)."""
+    frame = frame_of_thread(threading.main_thread().ident)
     if frame is None:
         return True, ""
     file, function = frame.f_code.co_filename, frame.f_code.co_name
@@ -44,7 +49,7 @@ def main_thread_is_at() -> tuple[bool, str]:
 
 
 def disk_traffic() -> int:
-    """Bytes this process has read and written by system calls; 0 where the system does not say."""
+    """Bytes that this process has read and written by system calls; 0 if unknown."""
     try:
         lines = Path("/proc/self/io").read_text().splitlines()
     except OSError:
@@ -53,64 +58,52 @@ def disk_traffic() -> int:
 
 
 def write_flight_recorder(rank: int) -> str:
-    """Torch's latest collectives of this rank to `<prefix><rank>`; a line that says so, "" where no prefix is set.
+    """Write torch's record of this rank's latest collectives to `<prefix><rank>`; returns a line for the log.
 
-    Torch itself writes them when a collective times out on NCCL, with TORCH_NCCL_DUMP_ON_TIMEOUT. The watch ends the
-    process before that, so it has them written, by gloo too, to the same place and in the same format.
+    "" if no prefix is set. Torch writes it itself when a collective times out on NCCL with TORCH_NCCL_DUMP_ON_TIMEOUT.
+    The watchdog ends the process earlier, so it writes the same file, with gloo too.
     """
     prefix = next((os.environ[name] for name in RECORDER_PREFIXES if os.environ.get(name)), None)
     if prefix is None:
         return ""
     path = Path(f"{prefix}{rank}")
     try:
-        # Builds with CUDA keep NCCL's collectives apart from gloo's.
-        dump = getattr(c10d, "_dump_nccl_trace", None) or c10d._dump_fr_trace
-        path.write_bytes(dump())
-    except Exception as error:  # the run ends for another reason, which must be told whatever comes of this
+        path.write_bytes(dump_flight_recorder())
+    except Exception as error:  # must not hide the error that ends the run
         return f"Flight recorder: not written to {path}: {one_line(error)[:160]}"
     return f"Flight recorder: {path}"
 
 
-SAVE = "save"  # a phase in which disk traffic counts as progress: a large checkpoint takes its time
-SHARE_OF_TIMEOUT = 0.9
-# Where a peer has been silent for so many seconds, or has failed, a rank ends that makes no progress for as long: with
-# NCCL it may sit in a wait for the device, which neither an exception nor a signal's handler ends.
-GONE_S = 60.0
-TOLD_S = 10.0  # the same once the process has been told to stop: it cannot reach a place to save at
-LOST = "watch/lost"  # in the store: whoever misses its neighbour says so to all
-STATUS = 1
-
-
-class Watch:
-    """Where this rank is, and a watch on it while it is somewhere (`mark`) and not at rest (`rest`)."""
+class Watch(NullWatch):
+    """This rank's progress, watched between `mark` and `rest`."""
 
     def __init__(self) -> None:
         self.phase: str | None = None
         self.step = self.marks = 0
-        self.since = time.monotonic()
+        self.since = time.monotonic()  # of the last progress
         self.size = 1
-        self._compiling = self._ended = self._failed = self._victim = self._asking = False
-        self._lost = self._reported = False  # a peer, as the store says; this rank says so there
-        self._neighbour = (0, time.monotonic())  # its latest beat, when that was new
-        self._told: Callable[[], bool] = bool
-        self._speaks = threading.Lock()  # one line: the watch's, or the main thread's
+        self._compiling = self._ended = self._failed = False
+        self._collateral = False  # this rank ends because of another one
+        self._asking = False  # read the other ranks' messages
+        self._lost = self._reported = False  # the store says that a peer is lost; this rank has reported one
+        self._neighbour = (0, time.monotonic())  # the next rank's latest heartbeat, and when it was new
+        self._signalled: Callable[[], bool] = bool
+        self._reporting = threading.Lock()  # one line: the watchdog's, or the main thread's
         self._beats = 0
-        self._heard: dict[int, tuple[dict, float]] = {}  # rank: its latest message, when it was new
+        self._peers: dict[int, tuple[dict, float]] = {}  # rank: its latest message, and when it was new
         self._store_answered = time.monotonic()
         self._store_lost = False
         self._stop, self._wake = threading.Event(), threading.Event()
         self._threads: list[threading.Thread] = []
 
-    # ---- the main thread's side -----------------------------------------------------------------------------
+    # ---- called by the main thread --------------------------------------------------------------------------
 
     def mark(self, phase: str, step: int) -> None:
-        """The main thread goes on to this. On every rank, in the same order."""
         self.phase, self.step = phase, step
         self.marks += 1
         self.since = time.monotonic()
 
     def rest(self) -> None:
-        """What comes now may take as long as it likes."""
         self.phase = None
 
     def begin(
@@ -119,31 +112,30 @@ class Watch:
         size: int,
         store: dist.Store | None,
         timeout_s: float,
-        told: Callable[[], bool] = bool,
+        signalled: Callable[[], bool] = bool,
     ) -> None:
-        """Start to watch; before the process group is made, so that every rank is in the store once it is there.
+        """Start the threads, before the process group is made, so that the store has heard of every rank by then.
 
-        told: whether a signal has told this process to stop.
+        signalled: whether a signal has asked this process to stop.
         """
-        self._told = told
+        self._signalled = signalled
         self.rank, self.size, self.timeout_s = rank, size, timeout_s
         self.limit_s = SHARE_OF_TIMEOUT * timeout_s
         self.poll_s = min(1.0, timeout_s / 20)
-        # Without a message: a busy machine delays some.
+        # How long a peer may be silent: a busy machine delays heartbeats.
         self.silence_s = max(2.5 * self.poll_s, min(GONE_S, self.limit_s / 3))
         self.host = socket.gethostname()
-        targets = [self._look]
-        if size > 1:
-            self._store = store.clone()  # a connection of its own: the other one may be busy waiting
+        targets = [self._check_progress]
+        if store is not None and size > 1:
+            self._store = store.clone()  # the other connection may be blocked in a wait
             self._store.set_timeout(timedelta(seconds=timeout_s))
-            self._tell()
-            targets.append(self._talk)
+            self._send_heartbeat()
+            targets.append(self._exchange_heartbeats)
         for target in targets:
             self._threads.append(threading.Thread(target=target, name="hang watch", daemon=True))
             self._threads[-1].start()
 
     def end(self, failed: bool = False) -> None:
-        """The process is about to leave, by itself: tell the others, and watch no more."""
         self._ended, self._failed = True, failed
         self._stop.set()
         self._wake.set()
@@ -151,8 +143,7 @@ class Watch:
             thread.join(timeout=1.0)
 
     def compilation_counts_as_progress(self) -> None:
-        """For torch.compile: the first step may take minutes, and recompilation comes when it likes."""
-        from torch._dynamo.callback import callback_handler
+        from common.compat import compile_callbacks
 
         def started(_) -> None:
             self._compiling = True
@@ -160,55 +151,53 @@ class Watch:
         def ended(_) -> None:
             self._compiling, self.since = False, time.monotonic()
 
-        callback_handler.register_start_callback(started)
-        callback_handler.register_end_callback(ended)
+        compile_callbacks.register_start_callback(started)
+        compile_callbacks.register_end_callback(ended)
 
     def missing(self) -> str:
-        """Who is gone or stuck, for a rank whose collective has just failed; "" where the store does not tell."""
         if self.size == 1 or not self._threads:
             return ""
-        if not self._speaks.acquire(blocking=False):
-            time.sleep(self.timeout_s)  # the watch is just saying it, and ends the process
+        if not self._reporting.acquire(blocking=False):
+            time.sleep(self.timeout_s)  # the watchdog is reporting, and ends the process
         self._stop.set()
-        self._victim = True
-        self._asking = True
+        self._collateral = self._asking = True
         self._wake.set()
-        self.silence_s = 2.5 * self.poll_s  # somebody is gone for certain: no need to wait long
+        self.silence_s = 2.5 * self.poll_s  # a peer is certainly gone: no need to wait long
         deadline = time.monotonic() + 2 * self.silence_s + 0.5
         while time.monotonic() < deadline and not self._store_is_gone():
-            silent, named = self._culprits()
-            if silent and any(rank in self._heard and not self._heard[rank][0]["victim"] for rank in named):
-                break  # those who were left alone, as this one, have ended too, perhaps before it
+            silent, suspects = self._suspects()
+            if silent and any(rank in self._peers and not self._peers[rank][0]["collateral"] for rank in suspects):
+                break  # not one of those that, like this rank, ended because of it
             time.sleep(0.02)
-        self._write_flight_record()
-        silent, named = self._culprits()
-        return self._describe(silent, named) if silent or len(named) < self.size else ""
+        self._report_flight_recorder()
+        silent, suspects = self._suspects()
+        return self._describe(silent, suspects) if silent or len(suspects) < self.size else ""
 
-    # ---- the threads ----------------------------------------------------------------------------------------
+    # ---- threads --------------------------------------------------------------------------------------------
 
-    def _tell(self) -> None:
+    def _send_heartbeat(self) -> None:
         self._beats += 1
         message = {"beat": self._beats, "host": self.host, "step": self.step, "phase": self.phase, "marks": self.marks}
-        message |= {"ended": self._ended, "failed": self._failed, "victim": self._victim}
+        message |= {"ended": self._ended, "failed": self._failed, "collateral": self._collateral}
         if self._asking:
-            message["waits"], message["where"] = main_thread_is_at()
+            message["waits"], message["where"] = main_thread_location()
         self._store.set(f"watch/{self.rank}", json.dumps(message))
 
-    def _talk(self) -> None:
-        """Tell the store, ask it when there is something to ask. It may block for ever: rank 0 holds the store."""
+    def _exchange_heartbeats(self) -> None:
+        """Write to the store, and read from it when needed. May block for ever: rank 0 holds the store."""
         keys = [f"watch/{rank}" for rank in range(self.size)]
         while True:
             ended = self._ended
             try:
-                self._tell()
+                self._send_heartbeat()
                 self._lost = self._a_peer_is_lost()
                 if self._asking:
                     now = time.monotonic()
                     for rank, text in enumerate(self._store.multi_get(keys)):
                         message = json.loads(text)
-                        known = self._heard.get(rank)
+                        known = self._peers.get(rank)
                         if known is None or known[0]["beat"] != message["beat"]:
-                            self._heard[rank] = (message, now)
+                            self._peers[rank] = (message, now)
             except RuntimeError:  # DistError: the store went with rank 0
                 self._store_lost = self._lost = True
                 return
@@ -219,7 +208,7 @@ class Watch:
             self._wake.clear()
 
     def _a_peer_is_lost(self) -> bool:
-        """Each rank looks after the next one and tells all: a few questions a second, however many ranks there are."""
+        """Each rank checks the next one and reports to all: a few requests a second with any number of ranks."""
         if self.limit_s < 3 * GONE_S:
             return False  # the limit itself comes soon
         key = f"watch/{(self.rank + 1) % self.size}"
@@ -237,15 +226,15 @@ class Watch:
         return self._store.check([LOST])
 
     def _patience(self) -> float:
-        return max(2.5 * self.poll_s, min(TOLD_S, self.silence_s)) if self._told() else self.silence_s
+        return max(2.5 * self.poll_s, min(STOPPING_S, self.silence_s)) if self._signalled() else self.silence_s
 
-    def _look(self) -> None:
+    def _check_progress(self) -> None:
         last = time.monotonic()
         traffic = disk_traffic()
         while not self._stop.wait(self.poll_s):
             now = time.monotonic()
             if now - last > 3 * self.poll_s + 1:
-                self.since = now  # this process itself was stopped (Ctrl-Z, a debugger): start to count anew
+                self.since = now  # this process itself was suspended (Ctrl-Z, a debugger): count from now
             last = now
             if self.phase is None or self._compiling:
                 continue
@@ -255,71 +244,70 @@ class Watch:
                     self.since = now
             stalled = now - self.since
             self._asking = stalled > self.limit_s / 3 or self._lost
-            alone = self._lost and stalled > self._patience() and self._is_left()
-            if (stalled > self.limit_s or alone) and self._speaks.acquire(blocking=False):
+            orphaned = self._lost and stalled > self._patience() and self._peer_is_gone()
+            if (stalled > self.limit_s or orphaned) and self._reporting.acquire(blocking=False):
                 self._abort(stalled)
 
     def _abort(self, stalled: float) -> None:
-        place = f"step {self.step}, {self.phase}"
-        told = "a single process"
+        cause = "a single process"
         if self.size > 1:
-            silent, ranks = self._culprits()
-            told, self._victim = self._describe(silent, ranks), self.rank not in ranks
+            silent, suspects = self._suspects()
+            cause, self._collateral = self._describe(silent, suspects), self.rank not in suspects
         name = f"rank {self.rank}: " if self.rank else ""
-        line = f"error: {name}no progress for {stalled:.0f} s in {place} (--ddp_timeout {self.timeout_s:g}): {told}"
-        os.write(2, f"{line}\nStacks of rank {self.rank}:\n".encode())
+        line = f"error: {name}no progress for {stalled:.0f} s in step {self.step}, {self.phase} (--ddp_timeout "
+        os.write(2, f"{line}{self.timeout_s:g}): {cause}\nStacks of rank {self.rank}:\n".encode())
         faulthandler.dump_traceback(file=2, all_threads=True)
         self._ended = True
         self._wake.set()
         if self.size > 1:
             self._threads[-1].join(timeout=1.0)
-            self._write_flight_record()
+            self._report_flight_recorder()
         os._exit(STATUS)
 
-    def _write_flight_record(self) -> None:
-        # Asking a device that hangs may hang too, with Python's lock: then a thread outside Python ends the process.
+    def _report_flight_recorder(self) -> None:
+        # Querying a device that hangs may hang too, with Python's lock: then a thread outside Python ends the process.
         faulthandler.dump_traceback_later(max(1.0, self.timeout_s - self.limit_s), exit=True)
         os.write(2, f"{write_flight_recorder(self.rank)}\n".lstrip().encode())
         faulthandler.cancel_dump_traceback_later()
 
-    # ---- who is it? -----------------------------------------------------------------------------------------
+    # ---- which rank is it? ----------------------------------------------------------------------------------
 
     def _store_is_gone(self) -> bool:
         return self._store_lost or time.monotonic() - self._store_answered > self.silence_s + 0.5
 
-    def _is_left(self) -> bool:
-        """Whether some peer is gone, without whom no collective ends."""
+    def _peer_is_gone(self) -> bool:
+        """Whether a peer is gone, so that no collective can complete."""
         self.silence_s = self._patience()
-        silent, named = self._culprits()
-        return silent and bool(named)
+        silent, suspects = self._suspects()
+        return silent and bool(suspects)
 
-    def _culprits(self) -> tuple[bool, list[int]]:
-        """(whether they are silent, the ranks); all ranks where nothing tells them apart."""
-        heard, gone = dict(self._heard), self._store_is_gone() and self.rank != 0
+    def _suspects(self) -> tuple[bool, list[int]]:
+        """(whether they are silent, the ranks); all ranks if nothing sets one apart."""
+        peers, gone = dict(self._peers), self._store_is_gone() and self.rank != 0
         now = self._store_answered if gone else time.monotonic()  # who was silent while the store still answered?
-        silent = [r for r, (message, at) in heard.items() if message["ended"] or now - at > self.silence_s]
+        silent = [r for r, (message, at) in peers.items() if message["ended"] or now - at > self.silence_s]
         silent = [r for r in silent if r != self.rank]
-        if guilty := [r for r in silent if not heard[r][0]["victim"]]:
-            return True, guilty
-        if gone and not all("waits" in message for message, _ in heard.values()):
-            return True, [0]  # rank 0 left while steps were still taken
-        # Victims have left because of another one, which is still there: this rank itself, it may be.
-        there = {r: message for r, (message, _) in heard.items() if r not in silent}
-        most = max((message["marks"] for message, _ in heard.values()), default=0)
+        if causes := [r for r in silent if not peers[r][0]["collateral"]]:
+            return True, causes
+        if gone and not all("waits" in message for message, _ in peers.values()):
+            return True, [0]  # rank 0 ended while the others still took steps
+        # Collateral ranks ended because of a rank that is still there, possibly this one.
+        there = {r: message for r, (message, _) in peers.items() if r not in silent}
+        most = max((message["marks"] for message, _ in peers.values()), default=0)
         behind = [r for r, message in there.items() if message["marks"] < most]
         busy = [r for r, message in there.items() if not message.get("waits", True)]
         if behind or busy:
             return False, behind or busy
         if gone:
             return True, [0]
-        return (True, silent) if silent else (False, sorted(heard))
+        return (True, silent) if silent else (False, sorted(peers))
 
     def _describe(self, silent: bool, ranks: list[int]) -> str:
         if not ranks:
             return ""
         parts = []
         for rank in ranks[:8]:
-            message, _ = self._heard.get(rank, (None, 0.0))
+            message, _ = self._peers.get(rank, (None, 0.0))
             if message is None:
                 parts.append(f"rank {rank}" + (" (which holds the store)" if rank == 0 else ""))
                 continue

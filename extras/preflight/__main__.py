@@ -1,9 +1,9 @@
-"""Look before a job is started: GPUs, versions, memory, disks, data, network and clocks of every node, in seconds.
+"""Check every node before a job starts: GPUs, versions, memory, disks, data, network and clocks, in seconds.
 
 torchrun --nproc_per_node=8 --nnodes=4 ... -m extras.preflight --dataset_dir processed/arrow --output_dir out
 
-A table (and --json) of what was found, then one line a problem. Exit status 2 if there is one of --fail_on or worse
-(torchrun's own is 1 whenever a rank's is not 0). `python -m extras.preflight` looks at this machine alone.
+Prints a table (and --json), then one line per problem. Exit status 2 if there is a problem of --fail_on or worse
+(torchrun's own is 1 whenever a rank's is not 0). `python -m extras.preflight` checks this machine alone.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from common.cli import BAD_INPUT, UserError, one_line, run
-from common.distributed.run import leave
+from common.distributed.run import exit_now
 from common.distributed.world import World
 from common.files.json_files import write_json
 from common.flags import Flags, flag, parse_arguments
 from extras.preflight import network, node
-from extras.preflight.exchange import Exchange, Meeting
+from extras.preflight.group import GroupChecks, Mailbox
 from extras.preflight.report import ERROR, LEVELS, Finding, RankReport, differences, merge, problems, table
 from extras.sources.dataset import is_local
 
@@ -69,76 +69,76 @@ def main() -> None:
     if world.rank:
         logging.disable(logging.WARNING)
     report, whole_run = RankReport(*_place(world)), []
-    attempts = Attempts(args.timeout)
-    meeting = None
-    local_checks(args, world, attempts)
+    checks = LocalChecks(args.timeout)
+    mailbox = None
+    start_local_checks(args, world, checks)
     if world.size > 1:
-        meeting = Meeting(world, args.timeout)
-        present, missing = roll_call(meeting, report)
+        mailbox = Mailbox(world, args.timeout)
+        present, missing = roll_call(mailbox, report)
         num_nodes = sum(each["leads"] for each in present)
         whole_run += [absent(rank, present, world, args.timeout) for rank in missing]
         if report.leads:
             hosts = [each["host"] for each in present]
             master = os.environ.get("MASTER_ADDR")
-            attempts.start("hostnames", network.check_hostnames, report.host, hosts, master)
+            checks.start("hostnames", network.check_hostnames, report.host, hosts, master)
     else:
         num_nodes, missing = 1, []
-        attempts.start("hostnames", network.check_hostnames, report.host, [], None)
+        checks.start("hostnames", network.check_hostnames, report.host, [], None)
     if report.leads:
-        attempts.start("interfaces", network.check_interfaces, os.environ, world.device.type == "cuda", num_nodes)
-    attempts.finish(report)
+        checks.start("interfaces", network.check_interfaces, os.environ, world.device.type == "cuda", num_nodes)
+    checks.finish(report)
     reports, pairs = [report], []
-    if meeting is not None:
+    if mailbox is not None:
         if not missing:
-            exchange = Exchange(meeting, present, args)
-            exchange.run(report)
-            whole_run += exchange.findings
-        meeting.post("report", report.to_json())
+            group = GroupChecks(mailbox, present, args)
+            group.run(report)
+            whole_run += group.findings
+        mailbox.post("report", report.to_json())
         if world.is_main:
             ranks = [rank for rank in range(world.size) if rank not in missing]
-            posted, silent = meeting.collect("report", ranks)
+            posted, silent = mailbox.collect("report", ranks)
             reports = [RankReport.from_json(value) for value in posted.values()]
-            pairs = exchange.pairs if not missing else []
-            whole_run += [absent(rank, present, world, args.timeout, "has gone silent") for rank in silent]
+            pairs = group.pairs if not missing else []
+            whole_run += [absent(rank, present, world, args.timeout, "stopped answering") for rank in silent]
     if world.is_main:
         whole_run += differences(reports)
         merged = merge(reports, whole_run, time.monotonic() - started) | {"pairs": pairs}
         status = publish(merged, args)
-        if meeting is not None:
-            meeting.tell("status", status)
-            meeting.collect("left", [r.rank for r in reports if r.rank])  # before the store goes with this process
+        if mailbox is not None:
+            mailbox.broadcast("status", status)
+            mailbox.collect("left", [r.rank for r in reports if r.rank])  # before the store ends with this process
     else:
-        status = meeting.hear("status", patience=4)
-        meeting.post("left", True)
+        status = mailbox.receive("status", patience=4)
+        mailbox.post("left", True)
     raise SystemExit(status)
 
 
-def local_checks(args: PreflightArguments, world: World, attempts: Attempts) -> None:
-    """Start what a rank can look at by itself; the first of a node looks at what its ranks share."""
+def start_local_checks(args: PreflightArguments, world: World, checks: LocalChecks) -> None:
+    """Start the checks that need no other rank; the first rank of a node checks what its ranks share."""
     use_gpu = world.device.type == "cuda"
     if use_gpu:
-        attempts.start("gpus", node.check_own_gpu, world.local_rank)
+        checks.start("gpus", node.check_own_gpu, world.local_rank)
     if world.local_rank:
         return
     asked = args.gpus_per_node
     if asked is None and use_gpu and world.size > 1:
         asked = world.local_size
-    attempts.start("gpus", node.check_gpus, asked, args.use_cpu)
-    attempts.start("versions", node.versions)
-    attempts.start("shm", node.check_shm, args.dataloader_num_workers)
+    checks.start("gpus", node.check_gpus, asked, args.use_cpu)
+    checks.start("versions", node.versions)
+    checks.start("shm", node.check_shm, args.dataloader_num_workers)
     if args.output_dir:
-        room = (args.output_dir, args.min_free_gb, args.config_name, args.save_total_limit)
-        attempts.start("output", node.check_output, *room)
-    attempts.start("cache", node.check_cache, bool(args.dataset) and not is_local(args.dataset))
+        output = (args.output_dir, args.min_free_gb, args.config_name, args.save_total_limit)
+        checks.start("output", node.check_output, *output)
+    checks.start("cache", node.check_cache, bool(args.dataset) and not is_local(args.dataset))
     if args.dataset_dir:
-        attempts.start("dataset", node.check_dataset_dir, args.dataset_dir)
-    if args.dataset and (is_local(args.dataset) or world.is_main):  # the Hub counts its requests
-        attempts.start("dataset", node.check_dataset, args.dataset)
-    attempts.start("efa", network.check_efa, os.environ, use_gpu)
+        checks.start("dataset", node.check_dataset_dir, args.dataset_dir)
+    if args.dataset and (is_local(args.dataset) or world.is_main):  # the Hub limits the rate of requests
+        checks.start("dataset", node.check_dataset, args.dataset)
+    checks.start("efa", network.check_efa, os.environ, use_gpu)
 
 
-class Attempts:
-    """Checks that run at the same time, each in a thread: one that hangs is given up and named."""
+class LocalChecks:
+    """Checks that run concurrently, each in a thread; one that hangs is abandoned and reported."""
 
     def __init__(self, seconds: float):
         self.seconds = seconds
@@ -149,23 +149,23 @@ class Attempts:
         self._running.append((check, self._pool.submit(function, *arguments)))
 
     def finish(self, report: RankReport) -> None:
-        """Put what they found into the report: findings, and facts that every node must share."""
+        """Add the results to the report: findings, and facts that must be the same on every node."""
         deadline = time.monotonic() + self.seconds
         for check, running in self._running:
             try:
-                found = running.result(max(0.0, deadline - time.monotonic()))
+                result = running.result(max(0.0, deadline - time.monotonic()))
             except TimeoutError:
                 what = f"no answer within {self.seconds:g} s"
-                found = Finding(check, ERROR, what, "see whether the filesystem or network behind it is alive")
+                result = Finding(check, ERROR, what, "see whether the filesystem or network behind it is alive")
             except UserError as error:
-                found = Finding(check, ERROR, str(error))
+                result = Finding(check, ERROR, str(error))
             except (OSError, RuntimeError) as error:
-                found = Finding(check, ERROR, one_line(error))
-            for each in found if isinstance(found, list | tuple) else [found]:
-                if isinstance(each, Finding):
-                    report.findings.append(each)
-                elif each:
-                    report.facts |= each
+                result = Finding(check, ERROR, one_line(error))
+            for item in result if isinstance(result, list | tuple) else [result]:
+                if isinstance(item, Finding):
+                    report.findings.append(item)
+                elif item:
+                    report.facts |= item
 
 
 def _place(world: World) -> tuple[int, str, str, bool]:
@@ -173,21 +173,21 @@ def _place(world: World) -> tuple[int, str, str, bool]:
     return world.rank, host, os.environ.get("GROUP_RANK", host), world.local_rank == 0
 
 
-def roll_call(meeting: Meeting, report: RankReport) -> tuple[list[dict], list[int]]:
-    """(the ranks that lead a node, ranks that have not come). Every rank gets the same answer."""
-    world = meeting.world
+def roll_call(mailbox: Mailbox, report: RankReport) -> tuple[list[dict], list[int]]:
+    """(the first rank of each node, missing ranks); every rank gets the same answer."""
+    world = mailbox.world
     mine = {"rank": report.rank, "host": report.host, "node": report.node, "leads": report.leads}
-    meeting.post("present", mine)
+    mailbox.post("present", mine)
     if world.is_main:
-        present, missing = meeting.collect("present", list(range(world.size)))
-        meeting.tell("roll", [[each for each in present.values() if each["leads"]], missing])
-    return tuple(meeting.hear("roll"))
+        present, missing = mailbox.collect("present", list(range(world.size)))
+        mailbox.broadcast("roll", [[each for each in present.values() if each["leads"]], missing])
+    return tuple(mailbox.receive("roll"))
 
 
-def absent(rank: int, leaders: list[dict], world: World, seconds: float, what: str = "has not come") -> Finding:
-    """A rank that others wait for. torchrun numbers ranks node by node: its host is that of its leader."""
+def absent(rank: int, leaders: list[dict], world: World, seconds: float, what: str = "has not started") -> Finding:
+    """A missing rank. torchrun numbers ranks node by node: its host is that of its node's first rank."""
     hosts = [each["host"] for each in leaders if each["rank"] <= rank < each["rank"] + world.local_size]
-    host = f" ({hosts[-1]})" if hosts else f" (node {rank // world.local_size}, of which nobody has come)"
+    host = f" ({hosts[-1]})" if hosts else f" (node {rank // world.local_size}, no rank of which has started)"
     todo = "see that node's log: is its process alive, can it import torch, does its filesystem answer?"
     return Finding("ranks", ERROR, f"rank {rank}{host} {what} within {seconds:g} s", todo)
 
@@ -204,7 +204,7 @@ def publish(report: dict, args: PreflightArguments) -> int:
     elif args.json:
         try:
             write_json(Path(args.json), report)
-        except OSError as error:  # the other ranks still wait to be told the status
+        except OSError as error:  # the other ranks still wait for the status
             print(f"error: --json {args.json}: {error.strerror}", file=sys.stderr, flush=True)
             failed = True
     return BAD_INPUT if failed else 0
@@ -214,4 +214,4 @@ if __name__ == "__main__":
     try:
         run(main)
     except BaseException as end:
-        leave(end)  # at once: a thread may still wait for a filesystem or a rank that never answers
+        exit_now(end)  # without joining threads: one may wait for a filesystem or a rank that never answers

@@ -1,4 +1,4 @@
-"""What preflight looks at of a node's network before anything is sent: interfaces, host names, EFA."""
+"""Preflight's checks of a node's network settings: interfaces, host names, EFA."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ FI_INFO = "/opt/amazon/efa/bin/fi_info"
 
 
 def interfaces_left(setting: str, interfaces: list[str]) -> list[str]:
-    """The interfaces that NCCL_SOCKET_IFNAME leaves: prefixes; after `^`: all but these; after `=`: whole names."""
+    """The interfaces that NCCL_SOCKET_IFNAME selects: prefixes; with `^` all others; with `=` exact names."""
     excluding = setting.startswith("^")
     setting = setting.removeprefix("^")
     exact = setting.startswith("=")
@@ -42,10 +42,7 @@ def interfaces_left(setting: str, interfaces: list[str]) -> list[str]:
 def check_interfaces(
     environment: Mapping[str, str], nccl_is_used: bool, num_nodes: int, interfaces: list[str] | None = None
 ) -> Finding:
-    """Whether the variables that choose network interfaces leave one to use.
-
-    interfaces: names, instead of this machine's own that have an address.
-    """
+    """Whether the variables that select network interfaces leave one. interfaces: instead of this machine's."""
     interfaces = _interfaces() if interfaces is None else interfaces
     found = f"interfaces {', '.join(interfaces) or 'none'}"
     gloo = environment.get("GLOO_SOCKET_IFNAME", "")
@@ -66,7 +63,7 @@ def check_interfaces(
 
 
 def _interfaces(sysfs: Path = Path("/sys/class/net")) -> list[str]:
-    """Names of the interfaces that are up; all where the system does not say."""
+    """Names of the interfaces that are up; all if the system does not say."""
     names = [name for _, name in socket.if_nameindex()]
 
     def is_down(name: str) -> bool:
@@ -80,7 +77,7 @@ def _interfaces(sysfs: Path = Path("/sys/class/net")) -> list[str]:
 
 
 def check_hostnames(own: str, others: list[str], master: str | None) -> list[Finding]:
-    """Whether this node finds its own name, the other nodes' and MASTER_ADDR; all are asked for at a time."""
+    """Whether this node resolves its own name, the other nodes' and MASTER_ADDR; all concurrently."""
     names = list(dict.fromkeys([own, *others, *([master] if master else [])]))
     with ThreadPoolExecutor(32) as pool:
         addresses = dict(zip(names, pool.map(_resolve, names), strict=True))
@@ -145,19 +142,19 @@ def check_efa(
     sysfs: Path = Path("/sys/class/infiniband"),
     verbs: Path = Path("/dev/infiniband"),
 ) -> list[Finding]:
-    """Where FI_PROVIDER=efa asks for EFA: device, its files, libfabric's provider, NCCL's plugin, locked memory."""
+    """With FI_PROVIDER=efa: device, device files, libfabric's provider, NCCL's plugin, locked memory."""
     if environment.get("FI_PROVIDER") != "efa":
         return []
     devices = efa_devices(sysfs)
     if not devices:
-        what = f"FI_PROVIDER=efa, but there is no EFA device in {sysfs}: NCCL would fall back to TCP without a word"
+        what = f"FI_PROVIDER=efa, but there is no EFA device in {sysfs}: NCCL would silently fall back to TCP"
         todo = "ask for vpc.amazonaws.com/efa (Kubernetes), an instance type with EFA, or unset FI_PROVIDER"
         return [Finding("efa", ERROR, what, todo)]
     findings = []
     open_files = [file for file in verbs.glob("uverbs*") if os.access(file, os.R_OK | os.W_OK)]
     if not open_files:
         todo = "hand the devices to the container (--device=/dev/infiniband/..., the EFA device plugin)"
-        findings.append(Finding("efa", ERROR, f"no {verbs}/uverbs* that this user may open", todo))
+        findings.append(Finding("efa", ERROR, f"no {verbs}/uverbs* that this user can open", todo))
     fi_info = shutil.which("fi_info") or (FI_INFO if os.path.exists(FI_INFO) else None)
     if fi_info:
         done = subprocess.run([fi_info, "-p", "efa"], capture_output=True, text=True, timeout=8)
@@ -166,7 +163,7 @@ def check_efa(
             todo = "install the EFA software in the image, and give it the devices"
             findings.append(Finding("efa", ERROR, f"fi_info -p efa finds no provider ({said})", todo))
     else:
-        findings.append(Finding("efa", WARN, "fi_info is not installed: libfabric was not asked", "install it"))
+        findings.append(Finding("efa", WARN, "fi_info is not installed: libfabric was not checked", "install it"))
     plugin = _plugin(environment)
     if plugin is None and use_gpu:
         todo = "install aws-ofi-nccl and put its lib directory into LD_LIBRARY_PATH"
@@ -175,7 +172,7 @@ def check_efa(
         todo = "LimitMEMLOCK=infinity for what starts the job (containerd, slurmd); docker: --ulimit memlock=-1"
         findings.append(Finding("efa", ERROR, "locked memory is limited (ulimit -l), and RDMA locks its own", todo))
     if all(finding.level != ERROR for finding in findings):
-        findings.append(Finding("efa", OK, f"{len(devices)} devices, plugin {plugin or 'not looked for'}"))
+        findings.append(Finding("efa", OK, f"{len(devices)} devices, plugin {plugin or 'not checked'}"))
     return findings
 
 
@@ -193,10 +190,7 @@ def _plugin(environment: Mapping[str, str]) -> str | None:
 
 
 def network_of_log(log: str) -> tuple[str, str] | None:
-    """(network, provider) that NCCL's log (NCCL_DEBUG=INFO) says it uses: ("Libfabric", "efa"), ("Socket", "").
-
-    None where the log does not say.
-    """
+    """(network, provider) in NCCL's log (NCCL_DEBUG=INFO): ("Libfabric", "efa"), ("Socket", ""); None if absent."""
     network = re.findall(r"Using network (.+?)\s*$", log, re.MULTILINE)
     provider = re.findall(r"NET/OFI Selected [Pp]rovider is (\w+)", log)
     if not network and not provider:
@@ -205,7 +199,7 @@ def network_of_log(log: str) -> tuple[str, str] | None:
 
 
 def check_nccl_log(log: str) -> Finding:
-    """Whether NCCL, asked for EFA, says that it uses it."""
+    """Whether NCCL uses EFA, by its log."""
     said = network_of_log(log)
     if said is None:
         return Finding(

@@ -1,4 +1,4 @@
-"""What preflight looks at on a node by itself: GPUs, versions, shared memory, disks, the dataset."""
+"""Preflight's checks of a single node: GPUs, versions, shared memory, disks, the dataset."""
 
 from __future__ import annotations
 
@@ -10,43 +10,41 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from torch import nn
 
 from common.cli import UserError
 from common.data.token_store import TokenStore, open_split
-from common.models.esm2.config import ESM2_SIZES, load_config
-from common.models.esm2.model import Esm2ForMaskedLM, count_parameters
+from common.models.esm2.alphabet import ESM2_TOKENS
+from common.models.esm2.config import ESM2_SIZES
+from common.models.layers.initialise import count_parameters
+from common.models.registry import Family, family_of
 from common.training.checkpoint_files import NAME
-from extras.decoders.config import PRESETS, load_decoder_config
-from extras.decoders.model import DecoderForCausalLM
+from extras.decoders.config import PRESETS
 from extras.preflight.report import ERROR, OK, WARN, Finding
 from extras.sources.dataset import Source, open_source
-from extras.sources.stream_reader import MemoryStore
+from extras.sources.streamed_data import MemoryStore
 
-# Whether there is room for a run's checkpoints: found out before the run, not by its third save.
-
-BYTES_A_PARAMETER = 12  # weights and two moments in fp32
+BYTES_PER_PARAMETER = 12  # weights and two moments in fp32
 
 
 def bytes_needed(model: str, limit: int) -> int | None:
-    """What `limit` checkpoints of a model take (0: two, at least) and the next, written before the oldest goes.
+    """Bytes of `limit` checkpoints of a model (0: at least two) and the next, written before the oldest is removed.
 
-    None for a model of another name: its directory, or the Hub, would have to be asked.
+    None for a model of another name: its configuration would have to be read from a directory or the Hub.
     """
-    module: type[nn.Module]
+    family: Family
     if model in PRESETS:
-        config, module = load_decoder_config(model), DecoderForCausalLM
+        family = family_of(PRESETS[model].config.model_type)
     elif model in ESM2_SIZES:
-        config, module = load_config(model), Esm2ForMaskedLM
+        family = family_of("esm")
     else:
         return None
     with torch.device("meta"):
-        parameters = count_parameters(module(config))
-    return BYTES_A_PARAMETER * parameters * ((limit or 2) + 1)
+        parameters = count_parameters(family.make(family.load_config(model)))
+    return BYTES_PER_PARAMETER * parameters * ((limit or 2) + 1)
 
 
-def bytes_there(output_dir: Path) -> int:
-    """Of the checkpoints that a run has there already, which make way for newer ones."""
+def checkpoint_bytes(output_dir: Path) -> int:
+    """Bytes of the checkpoints that are there already, which newer ones replace."""
     return sum(
         file.stat().st_size
         for directory in output_dir.glob("checkpoint-*")
@@ -56,30 +54,30 @@ def bytes_there(output_dir: Path) -> int:
     )
 
 
-DOCKER_SHM = 64 << 20  # bytes of /dev/shm in a container nobody asked more for: a few batches of a loader worker
+DOCKER_SHM = 64 << 20  # docker's default /dev/shm: a few batches of a loader worker
 ROOMY_SHM = 1 << 30
 GB = 1e9
 FULL_DISK = 1 * GB
 SPLITS = ("train", "validation", "test")
-GOES_WITH_THE_CONTAINER = ("overlay", "tmpfs", "ramfs")
+EPHEMERAL = ("overlay", "tmpfs", "ramfs")
 
 
 # ---- GPUs and versions --------------------------------------------------------------------------------------
 
 
 def check_gpus(asked: int | None, use_cpu: bool, driver: Path = Path("/proc/driver/nvidia")) -> Finding:
-    """GPUs that torch sees on this node against those asked for (None: nobody said)."""
+    """GPUs that torch sees on this node, against the required number (None: any)."""
     if use_cpu:
         return Finding("gpus", OK, "not used (--use_cpu)")
     seen = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if not seen and driver.exists():
         todo = "compare nvidia-smi with torch.version.cuda: the driver is older, or torch was built without CUDA"
-        return Finding("gpus", ERROR, f"the NVIDIA driver is there, but torch {torch.__version__} sees no GPU", todo)
+        return Finding("gpus", ERROR, f"the NVIDIA driver is loaded, but torch {torch.__version__} sees no GPU", todo)
     if seen:
         names = ", ".join(sorted({torch.cuda.get_device_name(number) for number in range(seen)}))
-        found = f"{seen} x {names}" if asked is None else f"{seen} x {names}, {asked} asked for"
+        found = f"{seen} x {names}" if asked is None else f"{seen} x {names}, {asked} required"
     else:
-        found = "none" if not asked else f"none, {asked} asked for"
+        found = "none" if not asked else f"none, {asked} required"
     if asked is not None and seen < asked:
         todo = "see nvidia-smi on that node; in a container: --gpus all, or nvidia.com/gpu in its resources"
         return Finding("gpus", ERROR, found, todo)
@@ -89,17 +87,17 @@ def check_gpus(asked: int | None, use_cpu: bool, driver: Path = Path("/proc/driv
 
 
 def check_own_gpu(local_rank: int) -> Finding | None:
-    """Whether this rank's GPU computes; None where it does."""
+    """Whether this rank's GPU computes; None if it does."""
     try:
         value = torch.ones(1024, device=f"cuda:{local_rank}").sum().item()
     except RuntimeError as error:
-        todo = "drain the node and have the GPU looked at (nvidia-smi -q, dmesg for Xid)"
+        todo = "drain the node and check the GPU (nvidia-smi -q, dmesg for Xid)"
         return Finding("gpus", ERROR, f"GPU {local_rank} does not compute: {str(error).splitlines()[0]}", todo)
     return None if value == 1024 else Finding("gpus", ERROR, f"GPU {local_rank} adds 1024 ones up to {value}")
 
 
 def versions() -> dict[str, str]:
-    """What must be the same on every node."""
+    """Versions, which must be the same on every node."""
     found = {"python": platform.python_version(), "torch": torch.__version__}
     for name in ("transformers", "transformer_engine"):
         try:
@@ -116,7 +114,7 @@ def versions() -> dict[str, str]:
 
 
 def nvidia_driver(file: Path = Path("/proc/driver/nvidia/version")) -> str | None:
-    """The driver's version, as the kernel module tells it."""
+    """The driver's version, from the kernel module."""
     if not file.exists():
         return None
     for word in file.read_text().split():
@@ -129,7 +127,7 @@ def nvidia_driver(file: Path = Path("/proc/driver/nvidia/version")) -> str | Non
 
 
 def check_shm(num_workers: int, path: str = "/dev/shm") -> Finding:
-    """Shared memory, which loader workers (and NCCL between the GPUs of a node) pass their data through."""
+    """Shared memory, through which loader workers (and NCCL within a node) pass data."""
     disk = os.statvfs(path)
     size, free = disk.f_blocks * disk.f_frsize, disk.f_bavail * disk.f_frsize
     found = f"{size / GB:.2f} GB, {free / GB:.2f} free"
@@ -140,26 +138,29 @@ def check_shm(num_workers: int, path: str = "/dev/shm") -> Finding:
 
 
 def check_output(output_dir: str, min_free_gb: float, model: str | None = None, limit: int = 3) -> Finding:
-    """Whether checkpoints can be written there: on what filesystem, with how much room.
+    """Whether checkpoints can be written there: filesystem and free space.
 
-    model, limit: of the run, whose checkpoints' size is then known; those that are there already make way.
+    model, limit: of the run, for the size of its checkpoints; those that are there already are replaced.
     """
     path = Path(output_dir).expanduser().absolute()
-    where, free = _room(path)
+    where, free = _free_space(path)
     kind = _filesystem(where)
     found = f"{path} ({kind}): {free / GB:.1f} GB free"
     needed = model and bytes_needed(model, limit)
-    if needed and free + bytes_there(path) < needed:
+    if needed and free + checkpoint_bytes(path) < needed:
         what = f"{found}: too little for checkpoints of {model}: {limit or 2} and the next take {needed / GB:.1f}"
-        return Finding("output", ERROR, what, "make room, or lower --save_total_limit")
+        return Finding("output", ERROR, what, "free disk space, or lower --save_total_limit")
     if free < min_free_gb * GB:
         level = ERROR if free < FULL_DISK else WARN
         return Finding(
-            "output", level, found, f"make room: a checkpoint is 12 bytes a parameter (want {min_free_gb:g})"
+            "output",
+            level,
+            found,
+            f"free disk space: a checkpoint is 12 bytes per parameter (want {min_free_gb:g})",
         )
-    if kind in GOES_WITH_THE_CONTAINER:
+    if kind in EPHEMERAL:
         return Finding(
-            "output", WARN, found, "this filesystem is gone with the container or node: use a shared volume"
+            "output", WARN, found, "this filesystem is lost with the container or node: use a shared volume"
         )
     return Finding("output", OK, found)
 
@@ -171,7 +172,7 @@ def check_cache(needed: bool) -> Finding:
     path = Path(constants.HF_HOME)
     todo = "set HF_HOME to a directory on the shared volume"
     try:
-        _, free = _room(path)
+        _, free = _free_space(path)
     except UserError as error:
         return Finding("cache", ERROR if needed else WARN, str(error), todo)
     found = f"{path}: {free / GB:.1f} GB free"
@@ -181,13 +182,13 @@ def check_cache(needed: bool) -> Finding:
 
 
 def existing(path: Path) -> Path:
-    """The path, or the nearest directory above it that is there."""
+    """The path, or its nearest existing parent."""
     while not path.exists() and path != path.parent:
         path = path.parent
     return path
 
 
-def _room(path: Path) -> tuple[Path, int]:
+def _free_space(path: Path) -> tuple[Path, int]:
     """The nearest existing directory and its free bytes; UserError unless files can be created in it."""
     where = existing(path)
     if not where.is_dir():
@@ -198,14 +199,14 @@ def _room(path: Path) -> tuple[Path, int]:
             file.flush()
     except OSError as error:
         raise UserError(
-            f"{path}: cannot be written to ({error.strerror}): mend its permissions or name another"
+            f"{path}: cannot be written to ({error.strerror}): fix its permissions or name another"
         ) from error
     disk = os.statvfs(where)
     return where, disk.f_bavail * disk.f_frsize
 
 
 def _filesystem(path: Path) -> str:
-    """The type of the filesystem that holds a path ("lustre", "ext4")."""
+    """Type of the filesystem of a path ("lustre", "ext4")."""
     path, best = path.resolve(), ("", "unknown")
     with open("/proc/mounts", encoding="utf-8", errors="replace") as mounts:
         for line in mounts:
@@ -220,13 +221,13 @@ def _filesystem(path: Path) -> str:
 
 
 def check_dataset_dir(dataset_dir: str) -> tuple[Finding, dict[str, str]]:
-    """The tokenised splits: their counts, and that their first and last record can be read. And their fingerprints."""
+    """The tokenised splits: counts, whether the first and last record can be read, and fingerprints."""
     counts, facts = [], {}
     for split in SPLITS:
         if split != "train" and not (Path(dataset_dir) / split).is_dir():
             continue
         try:
-            store = open_split(dataset_dir, split)
+            store = open_split(dataset_dir, split, ESM2_TOKENS)
         except UserError as error:
             if split != "train" and "empty" in str(error):
                 continue
@@ -243,14 +244,14 @@ def _read_ends(store: TokenStore) -> None:
 
 
 def check_dataset(name: str) -> tuple[Finding, dict[str, str]]:
-    """The files of a --dataset, and that its first protein can be read; nothing is downloaded as a whole."""
+    """The files of a --dataset, and whether its first protein can be read, without downloading everything."""
     source: Source = open_source(name, streaming=True)
     splits = [
         f"{len(files)} {split} files ({sum(file.size for file in files) / GB:.2f} GB)"
         for split, files in source.splits.items()
     ]
     if not len(MemoryStore.read(source.splits["train"], max_records=1)):
-        raise UserError(f"--dataset {name}: there is no protein in its training files")
+        raise UserError(f"--dataset {name}: no protein in its training files")
     finding = Finding("dataset", OK, f"{name}: {', '.join(splits)}")
     if source.revision:  # of the Hub: one rank has asked for all
         return finding, {}

@@ -1,4 +1,4 @@
-"""What preflight found, merged over the ranks: a table and JSON for the same facts, and one line for each problem."""
+"""Preflight's findings, merged over the ranks: a table, the same as JSON, and one line for each problem."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 
 OK, WARN, ERROR = LEVELS = ("ok", "warn", "error")
-SHOWN = 8  # places a line names one by one
-ALIKE = 4  # rows of a check without a problem that the table shows; JSON has all
+SHOWN = 8  # ranks that a line lists
+ALIKE = 4  # rows of a check without problems in the table; JSON has all
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One fact of one rank. `todo`: what the user can do about it, for warnings and errors."""
+    """A result of one rank. `todo`: what to do about a warning or error."""
 
     check: str
     level: str  # of LEVELS
@@ -23,12 +23,12 @@ class Finding:
 
 @dataclass
 class RankReport:
-    """What one rank found. `facts` must be the same on every node: {"torch": "2.13.0", ...}."""
+    """One rank's findings. `facts` must be the same on every node: {"torch": "2.13.0", ...}."""
 
     rank: int
     host: str
-    node: str  # which node, unique in the run: two may have the same host name
-    leads: bool  # the first rank of its node, which looks at what the node's ranks share
+    node: str  # unique in the run: two nodes may have the same host name
+    leads: bool  # the first rank of its node, which checks what its ranks share
     findings: list[Finding] = field(default_factory=list)
     facts: dict[str, str] = field(default_factory=dict)
 
@@ -41,9 +41,9 @@ class RankReport:
 
 
 def merge(reports: list[RankReport], whole_run: Iterable[Finding], seconds: float) -> dict:
-    """The report of the run: equal findings in one row, with the places they were made at.
+    """The report of the run: one row for equal findings, with the ranks that made them; rows of a check adjacent.
 
-    whole_run: findings that are no single rank's. Rows of a check stand together.
+    whole_run: findings of no single rank.
     """
     places: dict[Finding, list[str]] = {}
     for report in sorted(reports, key=lambda each: each.rank):
@@ -65,7 +65,7 @@ def merge(reports: list[RankReport], whole_run: Iterable[Finding], seconds: floa
 
 
 def _at(where: list[str], leaders: list[str]) -> str:
-    """The places in a few words."""
+    """The ranks, abbreviated."""
     if not where:
         return "the run"
     if len(where) > 1 and where == leaders:
@@ -75,7 +75,7 @@ def _at(where: list[str], leaders: list[str]) -> str:
 
 
 def differences(reports: list[RankReport]) -> list[Finding]:
-    """Findings on the facts that all nodes must share: one row of what is the same, an error for each that isn't."""
+    """Compare the nodes' facts: one row with those that are equal, an error for each that differs."""
     leaders = sorted((report for report in reports if report.leads), key=lambda report: report.rank)
     findings, same = [], []
     for name in dict.fromkeys(name for report in leaders for name in report.facts):
@@ -92,7 +92,7 @@ def differences(reports: list[RankReport]) -> list[Finding]:
 
 
 def table(report: dict) -> str:
-    """The report as text, one line a row; of many nodes that differ in harmless numbers, some."""
+    """The report as text, one line per row; rows of a check beyond ALIKE without problems are only counted."""
     width = max((len(row["check"]) for row in report["checks"]), default=0)
     lines, fine = [], Counter(row["check"] for row in report["checks"] if row["level"] == OK)
     shown = Counter()
@@ -109,7 +109,7 @@ def table(report: dict) -> str:
 
 
 def problems(report: dict) -> list[str]:
-    """One line a problem: `error: what: where: what was found: what to do`, errors first."""
+    """One line per problem, errors first: `error: check: ranks: finding: what to do`."""
     lines = []
     for level, word in ((ERROR, "error"), (WARN, "warning")):
         for row in report["checks"]:

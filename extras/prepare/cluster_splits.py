@@ -1,15 +1,17 @@
-"""Step 1 with --cluster_table: splits of whole clusters and the index of the training records' clusters.
+"""Step 1 with --cluster_table or --cluster: splits of whole clusters and the index of the training clusters.
 
-The table (UniRef50 cluster, UniRef90 member) is parquet, or CSV or TSV, plain or packed. With a header, the columns
-are `ur50_id` and `ur90_id`, in any order and beside any others. Without one there are two columns, a UniRef50_... and
-a UniRef90_... name in each line.
+The table (UniRef50 cluster, UniRef90 member) is parquet, or CSV or TSV, plain or compressed. With a header, columns
+include `ur50_id` and `ur90_id`. Without one it has two columns, a UniRef50_... and a UniRef90_... name in each line.
+With --cluster, MMseqs2 makes the table of the records' numbers, so that ids may be anything, and repeat.
 """
 
 from __future__ import annotations
 
-import functools
 import logging
+import os
 import shutil
+import signal
+import subprocess
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -22,13 +24,13 @@ import pyarrow.parquet
 
 from common.cli import UserError, one_line
 from common.files.hashing import hash_bytes
-from common.files.output_directory import Build
-from extras.prepare.cluster_index import Buckets, draw_splits, join, without_copies, write_index
+from common.files.json_files import sync, sync_directory
+from common.heartbeat import log_every
 from extras.prepare.clusters import DIRECTORY
-from extras.prepare.mmseqs import numbers
-from extras.prepare.shuffle import boot_id
-from extras.prepare.splits import SPLITS
-from extras.sources.compression import LONGEST_PROTEIN, STRADDLING, check_file, open_unpacked
+from extras.prepare.output_directory import Build
+from extras.prepare.partitions import boot_id
+from extras.prepare.splits import SPLITS, Buckets, draw_splits, join, without_copies, write_index
+from extras.sources.compression import LONGEST_PROTEIN, STRADDLING, check_file, open_decompressed
 from extras.sources.csv_records import read_rows
 from extras.sources.parquet_pages import read_columns
 from extras.sources.records import BadRecords, Policy, characters
@@ -36,7 +38,7 @@ from extras.sources.records import BadRecords, Policy, characters
 logger = logging.getLogger(__name__)
 WINDOW = 1 << 16
 COLUMNS = ("ur50_id", "ur90_id")
-BLOCK_BYTES = 4 << 20  # of a text: a row must fit
+BLOCK_BYTES = 4 << 20  # of a text file; longest row
 WANTED = (
     f"expected the columns {' and '.join(COLUMNS)}, or two columns UniRef50_... and UniRef90_... without a header, or "
     "the _cluster.tsv of mmseqs2"
@@ -63,38 +65,33 @@ def split_by_clusters(
     by_number: bool = False,
     max_record: int = LONGEST_PROTEIN,
 ) -> ClusterSplits:
-    """Done once: what a killed run completed is taken up.
+    """Make the splits, or read those that a killed run made.
 
-    sizes_of: number of records -> sizes of the splits; all_left: train takes whatever the others leave; by_number: the
-    table has the records' numbers (mmseqs.py), not their ids; max_record: as for `read_rows`.
+    sizes_of: number of records -> sizes of the splits; all_left: train takes all other records; by_number: the table
+    has the records' numbers (`cluster_records`), not their ids; max_record: as for `read_rows`.
     """
     directory = build.scratch / DIRECTORY
-    found = build.done("clustered")
-    # publish_index needs the buckets, which are not flushed to the disk: another boot makes them anew.
-    if found is None or (found["boot"] != boot_id() and build.done("indexed") is None):
-
-        def draw(joined: Buckets) -> np.ndarray:
-            return draw_splits(joined, sizes_of(joined.rows), all_left, directory / "labels.npy")
-
-        read = functools.partial(read_rows, bad_records=(bad := BadRecords(policy)), max_record=max_record)
-        found = _make(directory, files, table, draw, seed, bad, read, numbers if by_number else _ids)
-        build.note("clustered", found)
+    made = build.done("clustered")
+    # publish_index needs the buckets, which are not flushed to the disk: make them again after a reboot.
+    if made is None or (made["boot"] != boot_id() and build.done("indexed") is None):
+        made = _make(directory, files, table, sizes_of, all_left, seed, BadRecords(policy), by_number, max_record)
+        build.note("clustered", made)
     labels = np.load(directory / "labels.npy", mmap_mode="r")
-    build.results["not_in_cluster_table"] = found["missing"]
-    if found["missing"]:
+    build.results["not_in_cluster_table"] = made["missing"]
+    if made["missing"]:
         logger.warning(
             "%s of %s records are not in %s: each is a cluster of its own",
-            *(f"{n:,}" for n in (found["missing"], len(labels))),
+            *(f"{n:,}" for n in (made["missing"], len(labels))),
             table,
         )
-    if found["repeated"]:
-        logger.warning("%s: %s rows put a member into a second cluster: left out", table, f"{found['repeated']:,}")
+    if made["repeated"]:
+        logger.warning("%s: %s rows put a member into a second cluster: left out", table, f"{made['repeated']:,}")
     windows = (np.asarray(labels[first : first + WINDOW]) for first in range(0, len(labels), WINDOW))
-    return ClusterSplits(found["counts"], found["sizes"], windows, BadRecords(policy, **found["bad"]))
+    return ClusterSplits(made["counts"], made["sizes"], windows, BadRecords(policy, **made["bad"]))
 
 
 def publish_index(build: Build, copies: np.ndarray) -> None:
-    """Put the index of the training records beside their split, once. copies: bool, one for each record in a split."""
+    """Move the index of the training records beside their split, once. copies: bool, one per record in a split."""
     directory, target = build.scratch / DIRECTORY, build.paths["arrow"] / SPLITS[0] / DIRECTORY
     if build.done("indexed") is None:
         labels = without_copies(np.load(directory / "labels.npy", mmap_mode="r"), copies, directory / "kept.npy")
@@ -111,30 +108,33 @@ def _make(
     directory: Path,
     files: list[Path],
     table: Path,
-    draw: Callable,
+    sizes_of: Callable[[int], tuple[int, int, int]],
+    all_left: bool,
     seed: int,
     bad: BadRecords,
-    read: Callable[[Path], Iterator[pa.RecordBatch]],
-    names_of: Callable,
+    by_number: bool,
+    max_record: int,
 ) -> dict:
+    """Join the records with the table, and draw the splits. Returns what `split_by_clusters` notes."""
     shutil.rmtree(directory, ignore_errors=True)
     counts = []
 
     def batches() -> Iterator[pa.RecordBatch]:
         for path in files:
             counts.append(0)
-            for rows in read(path):
+            for rows in read_rows(path, bad, max_record=max_record):
                 counts[-1] += rows.num_rows
                 yield rows
 
-    joined = join(map(hash_names, names_of(batches())), read_table(table), seed, directory)
-    if 2 * joined.missing > joined.buckets.rows:  # with each record a cluster of its own, relatives would be split
+    names = numbers(batches()) if by_number else (without_prefix(rows.column("id")) for rows in batches())
+    joined = join(map(hash_names, names), read_table(table), seed, directory)
+    if 2 * joined.missing > joined.buckets.rows:  # single-record clusters would put relatives into different splits
         raise UserError(
             f"--cluster_table {table}: names only {joined.buckets.rows - joined.missing:,} of the "
-            f"{joined.buckets.rows:,} records: is it the table of these proteins, and its columns the right way round "
-            "(cluster, then member)?"
+            f"{joined.buckets.rows:,} records: is it the table of these proteins, with its columns in the order "
+            "cluster, member?"
         )
-    labels = draw(joined.buckets)
+    labels = draw_splits(joined.buckets, sizes_of(joined.buckets.rows), all_left, directory / "labels.npy")
     return {
         "boot": boot_id(),
         "counts": counts,
@@ -145,15 +145,11 @@ def _make(
     }
 
 
-def _ids(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.Array]:
-    return (without_prefix(rows.column("id")) for rows in batches)
-
-
-# ---- the table ----------------------------------------------------------------------------------------------
+# --- the table
 
 
 def read_table(path: Path) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Hashes of the clusters' names and of the members' names, uint64 [n] each, block by block."""
+    """Hashes of the names of clusters and members, uint64 [n] each, block by block."""
     check_file(path, f"--cluster_table {path}")
     with open(path, "rb") as file:
         magic = file.read(4)
@@ -174,7 +170,7 @@ def read_table(path: Path) -> Iterator[tuple[np.ndarray, np.ndarray]]:
 
 
 def without_prefix(names: pa.Array) -> pa.Array:
-    """Names of members without `UniRef90_`, which one of table and records may have and the other not."""
+    """Names of members without `UniRef90_`, which either the table or the records may lack."""
     return pa.compute.replace_substring_regex(names, "^UniRef90_", "")
 
 
@@ -195,16 +191,16 @@ def _parquet_rows(path: Path) -> Iterator[tuple[pa.Array, pa.Array]]:
 
 
 def _text_rows(path: Path) -> Iterator[tuple[pa.Array, pa.Array]]:
-    with open_unpacked(path) as stream:
+    with open_decompressed(path) as stream:
         first = stream.read(1 << 16).split(b"\n")[0].decode("utf-8", "replace").strip("\ufeff\r\n")
     delimiter = "\t" if "\t" in first else ","
     fields = [field.strip('"') for field in first.split(delimiter)]
     has_header = all(name in fields for name in COLUMNS)
     uniref = [field[:9] for field in fields] == ["UniRef50_", "UniRef90_"]
-    mmseqs = len(fields) == 2 and fields[0] == fields[1] != ""  # a cluster's first member is the one it is named for
+    mmseqs = len(fields) == 2 and fields[0] == fields[1] != ""  # a cluster has the name of its first member
     if not (has_header or uniref or mmseqs):
         raise UserError(f"--cluster_table {path}: its first line is {first[:80]!r}: {WANTED}")
-    with open_unpacked(path) as stream:
+    with open_decompressed(path) as stream:
         read = pa.csv.ReadOptions(block_size=BLOCK_BYTES, column_names=None if has_header else COLUMNS)
         convert = pa.csv.ConvertOptions(
             column_types=dict.fromkeys(COLUMNS, pa.binary()),
@@ -215,3 +211,85 @@ def _text_rows(path: Path) -> Iterator[tuple[pa.Array, pa.Array]]:
         with pa.csv.open_csv(stream, read_options=read, convert_options=convert, parse_options=options) as reader:
             for batch in reader:
                 yield tuple(batch.columns)
+
+
+PROGRAM = "mmseqs"
+COVERAGE = 0.8  # of both sequences, as in UniRef50's clusters
+INSTALL = "apt-get install mmseqs2, conda install -c bioconda mmseqs2, or cluster elsewhere and give --cluster_table"
+
+
+def mmseqs_version() -> str:
+    """The version of MMseqs2. UserError if it is not installed."""
+    if shutil.which(PROGRAM) is None:
+        raise UserError(f"--cluster needs MMseqs2, and there is no {PROGRAM} on PATH: {INSTALL}")
+    return subprocess.run([PROGRAM, "version"], capture_output=True, text=True, check=False).stdout.strip()
+
+
+def cluster_records(
+    build: Build, files: list[Path], read: Callable[[Path], Iterable[pa.RecordBatch]], identity: float, threads: int
+) -> Path:
+    """The table of clusters (representative, member: numbers of records) of all records, made once.
+
+    identity: least identity in a cluster, over COVERAGE of both sequences; read: batches of `id` and `text`.
+    """
+    directory = build.scratch / PROGRAM
+    table = directory / "clusters_cluster.tsv"
+    if (version := build.done(PROGRAM)) is not None:
+        build.results["mmseqs"] = version
+        return table
+    version = mmseqs_version()
+    shutil.rmtree(directory, ignore_errors=True)
+    directory.mkdir()
+    fasta = directory / "records.fasta"
+    records = write_numbered(fasta, (rows for path in files for rows in read(path)))
+    logger.info("Clustering %s records at %g identity with MMseqs2 %s", f"{records:,}", identity, version)
+    command = [PROGRAM, "easy-cluster", fasta, directory / "clusters", directory / "work"]
+    command += ["--min-seq-id", identity, "-c", COVERAGE, "--cov-mode", 0, "--threads", threads]
+    with log_every("Clustering"):
+        _run([str(word) for word in command], directory / "log")
+    shutil.rmtree(directory / "work", ignore_errors=True)
+    for left in (fasta, directory / "clusters_all_seqs.fasta", directory / "clusters_rep_seq.fasta"):
+        left.unlink(missing_ok=True)
+    with open(table, "rb") as made:
+        sync(made)
+    sync_directory(directory)
+    build.results["mmseqs"] = version
+    build.note(PROGRAM, version)
+    return table
+
+
+def write_numbered(path: Path, batches: Iterable[pa.RecordBatch]) -> int:
+    """Write texts as FASTA with the names 0, 1, ...; other characters than letters become X. Returns their number."""
+    count = 0
+    with open(path, "w", encoding="ascii") as file:
+        for rows in batches:
+            texts = pa.compute.replace_substring_regex(rows.column("text"), "[^A-Za-z]", "X")
+            file.writelines(f">{n}\n{text}\n" for n, text in enumerate(texts.to_pylist(), count))
+            count += rows.num_rows
+    return count
+
+
+def numbers(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.Array]:
+    """The names of `write_numbered`, batch by batch."""
+    count = 0
+    for rows in batches:
+        yield pa.array(range(count, count + rows.num_rows)).cast(pa.string())
+        count += rows.num_rows
+
+
+def _run(command: list[str], log: Path) -> None:
+    with open(log, "wb") as out:
+        # A new session, so that all of MMseqs2's child processes can be killed with it.
+        child = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, start_new_session=True)
+        try:
+            status = child.wait()
+        except BaseException:
+            os.killpg(child.pid, signal.SIGKILL)
+            child.wait()
+            raise
+    if status != 0:
+        lines = [line.strip() for line in log.read_text(errors="replace").splitlines()]
+        lines = [line for line in lines if line and not line.startswith(("references:", "- "))]  # citations
+        first = next((n for n, line in enumerate(lines) if line.startswith("Error")), len(lines))
+        last = "; ".join(lines[max(0, first - 1) :])  # the line before often has the cause
+        raise UserError(f"--cluster: {command[0]} {command[1]} ended with status {status}: {last[-300:]}")

@@ -1,9 +1,9 @@
-"""Draw proteins by clusters: every cluster once an epoch, one of its members at random, as ESM-2 was trained.
+"""Sample proteins by clusters: one random member of every cluster per epoch, as ESM-2 was trained.
 
-ESM-2 drew a UniRef50 cluster uniformly and then one of its UniRef90 members uniformly (Lin et al., Science 2023,
+ESM-2 sampled a UniRef50 cluster uniformly and then one of its UniRef90 members uniformly (Lin et al., Science 2023,
 supplementary A.1). The index beside a split, `clusters/`, is two memory-mapped arrays: `members.npy`, the split's
-records cluster by cluster, and `offsets.npy`, where each cluster begins. Clusters stand in the order of their first
-records, so that blocks of clusters are mostly blocks of records too.
+records cluster by cluster, and `offsets.npy`, where each cluster begins. Clusters are ordered by their first
+records, so that a block of clusters is mostly a block of records too.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Clusters:
         self.directory = directory
         self.offsets, self.members = (np.load(directory / f"{n}.npy", mmap_mode="r") for n in ("offsets", "members"))
         if int(self.offsets[-1]) != len(self.members):
-            raise UserError(f"{directory}: offsets.npy and members.npy do not belong together: tokenise again")
+            raise UserError(f"{directory}: offsets.npy and members.npy do not match: tokenise again")
 
     def __reduce__(self):
         return Clusters, (self.directory,)
@@ -53,7 +53,7 @@ class Clusters:
 
 
 def open_clusters(split_directory: str | Path, num_records: int) -> Clusters:
-    """The clusters of a split of so many records (`len(store)`). UserError where there are none or they do not fit."""
+    """The clusters of a split of `num_records` records. UserError if there are none or they do not match."""
     directory = Path(split_directory) / DIRECTORY
     if not (directory / "offsets.npy").is_file():
         raise UserError(

@@ -1,19 +1,23 @@
-"""Write a `datasets` directory (Arrow IPC stream shards and three JSON files) without going through `datasets`.
+"""Write a `datasets` directory (Arrow IPC stream shards and three JSON files) without `datasets`, piece by piece.
 
-The form is that of `Dataset.save_to_disk` of datasets 5.2; `datasets.load_from_disk` opens it.
+The format is that of `Dataset.save_to_disk` of datasets 5.2; `datasets.load_from_disk` opens it. Input files are
+tokenised to pieces, shards of one input file. `assemble` makes a dataset of them: a large piece becomes a shard by a
+rename, runs of small ones are copied into one. Killed and called again, it resumes with the remaining pieces.
 """
 
 from __future__ import annotations
 
 import json
+import shutil
+from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import pyarrow as pa
 
 from common.files.hashing import combined_hash
-from common.files.json_files import write_json_flushed
-from common.files.output_directory import sync
+from common.files.json_files import sync, sync_directory, write_json_flushed
 
 ROWS_PER_BATCH = 10_000
 SHARD_BYTES = 500 << 20
@@ -26,7 +30,7 @@ LISTS = {"List": pa.list_, "LargeList": pa.large_list}  # of 32-bit and of 64-bi
 
 
 def arrow_schema(features: dict) -> pa.Schema:
-    """The Arrow schema of `features`, with the metadata by which `datasets` recognises its types."""
+    """The Arrow schema of `features`, with the metadata that `datasets` reads its types from."""
 
     def arrow_type(feature: dict) -> pa.DataType:
         if feature["_type"] in LISTS:
@@ -38,7 +42,7 @@ def arrow_schema(features: dict) -> pa.Schema:
 
 
 class ShardWriter:
-    """Writes record batches to `data-00000.arrow`, ... in a directory of its own: flushed Arrow IPC streams.
+    """Write record batches to `data-00000.arrow`, ... in an own directory: flushed Arrow IPC streams.
 
     Rows are regrouped into record batches of ROWS_PER_BATCH (the last of a shard may be shorter), so that a small
     split does not become thousands of tiny pieces. A shard ends after `shard_bytes` or at `end_shard`.
@@ -65,7 +69,7 @@ class ShardWriter:
             self._flush(self._pending_rows - self._pending_rows % ROWS_PER_BATCH)
 
     def write_unchanged(self, batch: pa.RecordBatch) -> None:
-        """Add rows as a record batch of its own: nothing is copied. Not after a `write`, whose rows may be waiting."""
+        """Add rows as one record batch, without a copy. Not after `write`, whose rows may be pending."""
         if self._stream is None:
             self._open()
         self._stream.write_batch(batch)
@@ -89,11 +93,11 @@ class ShardWriter:
         if not rows:
             return
         table = pa.Table.from_batches(self._pending, self.schema)
-        now, later = table.slice(0, rows).combine_chunks(), table.slice(rows)
+        head, later = table.slice(0, rows).combine_chunks(), table.slice(rows)
         self._pending = later.to_batches()
         self._pending_rows = later.num_rows
-        for batch in now.to_batches(max_chunksize=ROWS_PER_BATCH):
-            # A copy: of a slice of something longer, what comes after it would be written as padding.
+        for batch in head.to_batches(max_chunksize=ROWS_PER_BATCH):
+            # A copy: of a slice, Arrow would write the bytes after it as padding.
             self.write_unchanged(batch.take(np.arange(batch.num_rows)))
 
     def _open(self) -> None:
@@ -110,7 +114,7 @@ class ShardWriter:
 
 
 class DatasetWriter(ShardWriter):
-    """A whole dataset: `close` gives the shards their names, `data-00000-of-00003.arrow`, and adds the JSON files."""
+    """A whole dataset: `close` renames the shards to `data-00000-of-00003.arrow` and writes the JSON files."""
 
     def __init__(self, directory: Path, features: dict, shard_bytes: int | None = SHARD_BYTES) -> None:
         super().__init__(directory, arrow_schema(features), shard_bytes)
@@ -131,7 +135,7 @@ def shard_name(number: int, shards: int) -> str:
 
 
 def write_dataset_files(directory: Path, features: dict, shards: int, rows: int) -> None:
-    """The JSON files of a dataset whose shards stand in their places."""
+    """The JSON files of a dataset whose shards have their final names."""
     names = [shard_name(number, shards) for number in range(shards)]
     state = {
         "_data_files": [{"filename": name} for name in names],
@@ -150,3 +154,91 @@ def write_dataset_files(directory: Path, features: dict, shards: int, rows: int)
 def write_dataset_dict(directory: Path, splits: list[str]) -> None:
     """Make `load_from_disk(directory)` give a DatasetDict of the splits below it."""
     write_json_flushed(directory / "dataset_dict.json", {"splits": splits}, sort_keys=True)
+
+
+SMALL_BYTES = 64 << 20
+
+
+class Piece(NamedTuple):
+    """An Arrow stream file; path: below the directory that holds the pieces."""
+
+    path: str
+    rows: int
+    bytes: int
+
+
+def group_pieces(pieces: list[Piece]) -> list[list[Piece]]:
+    """Consecutive pieces that become a shard: one of SMALL_BYTES or more alone, smaller ones up to SHARD_BYTES."""
+    groups: list[list[Piece]] = []
+    free = 0  # bytes left in the last group
+    for piece in pieces:
+        if piece.bytes >= SMALL_BYTES:
+            groups.append([piece])
+            free = 0
+            continue
+        if free < piece.bytes:
+            groups.append([])
+            free = SHARD_BYTES
+        groups[-1].append(piece)
+        free -= piece.bytes
+    return groups
+
+
+def assemble(directory: Path, pieces: list[Piece], root: Path, features: dict) -> None:
+    """Make `directory` a dataset of the pieces' rows, in order; moves or removes the pieces.
+
+    root: the directory that the pieces' paths are relative to, on the same file system. An empty dataset has one empty
+    shard: `datasets` cannot open one without any.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    groups = group_pieces(pieces) or [[]]
+    for number, group in enumerate(groups):
+        shard = directory / shard_name(number, len(groups))
+        if not shard.exists():
+            if len(group) == 1:
+                (root / group[0].path).rename(shard)
+            else:
+                _copy_together(group, root, features).rename(shard)
+        for piece in group:
+            (root / piece.path).unlink(missing_ok=True)
+    write_dataset_files(directory, features, len(groups), sum(piece.rows for piece in pieces))
+
+
+def read_pieces(pieces: list[Piece], root: Path) -> Iterator[pa.RecordBatch]:
+    """The record batches of the pieces, one in memory at a time."""
+    for piece in pieces:
+        with pa.OSFile(str(root / piece.path)) as file, pa.ipc.open_stream(file) as stream:
+            yield from stream
+
+
+def filter_pieces(pieces: list[Piece], kept: np.ndarray, root: Path, directory: Path) -> list[Piece]:
+    """New pieces in `directory`, of the rows that are `kept` (bool, one for each row); paths are below `root`."""
+    part = directory.with_suffix(".part")
+    for left in (part, directory):
+        shutil.rmtree(left, ignore_errors=True)
+    writer = ShardWriter(part, arrow_schema(TOKEN_FEATURES))
+    first = 0
+    for rows in read_pieces(pieces, root):
+        chosen = kept[first : first + rows.num_rows]
+        first += rows.num_rows
+        if not chosen.all():
+            # Few rows are dropped: copying the runs between them is ten times as fast as filtering lists.
+            bounds = np.flatnonzero(np.diff(np.concatenate(([0], chosen.view(np.int8), [0])))).reshape(-1, 2)
+            runs = [rows.slice(begin, end - begin) for begin, end in bounds.tolist()]
+            rows = pa.concat_batches(runs) if runs else rows[:0]
+        if rows.num_rows:
+            writer.write_unchanged(rows)
+    assert first == len(kept)
+    writer.end()
+    part.rename(directory)
+    sync_directory(directory.parent)
+    name = directory.relative_to(root)
+    return [Piece(f"{name}/{shard.name}", *sizes) for shard, *sizes in writer.ended]
+
+
+def _copy_together(pieces: list[Piece], root: Path, features: dict) -> Path:
+    writer = ShardWriter(root / "shard", arrow_schema(features), shard_bytes=None)
+    for batch in read_pieces(pieces, root):
+        writer.write(batch)
+    writer.end_shard()
+    return writer.ended[0][0]

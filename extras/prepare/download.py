@@ -1,7 +1,4 @@
-"""Download a URL into a directory, through broken connections, restarts, busy servers and full disks; verified.
-
-`transfers` opens a download, `download_files` says whether what has arrived is what should have.
-"""
+"""Download a URL into a directory: resumed after broken connections, restarts and full disks; verified."""
 
 from __future__ import annotations
 
@@ -24,11 +21,25 @@ from tqdm import tqdm
 from common.cli import MAKE_ROOM, NO_ROOM, UserError
 from extras.prepare.transfers import FetchError, TemporaryError, Transfer, identity, open_transfer, shown
 
-# The files of a download that is under way: what has arrived, whether it is right, and how it becomes whole.
-
+logger = logging.getLogger(__name__)
 GZIP = b"\x1f\x8b"
-COPY_BYTES = 1 << 20
-HASHED_BYTES = 4 << 20
+CHUNK_BYTES = 1 << 20
+
+
+@dataclass(frozen=True)
+class RetryPolicy:
+    """When to retry. `attempts` failures in a row without progress end the download. Waits double from first_wait_s,
+    or follow Retry-After, up to longest_wait_s. A transfer ends after timeout_s of silence, or below min_bytes_per_s.
+    """
+
+    timeout_s: float = 60.0
+    min_bytes_per_s: float = 10_000.0
+    attempts: int = 6
+    first_wait_s: float = 1.0
+    longest_wait_s: float = 300.0
+
+
+RETRIES = RetryPolicy()
 
 
 @dataclass(frozen=True)
@@ -39,66 +50,39 @@ class Expected:
     size: int | None = None
     authority: str = ""
 
+    def mismatch(self, path: Path) -> str | None:
+        """How the file differs from what is expected, or None."""
+        size = path.stat().st_size
+        if self.size not in (None, size):
+            return f"has {size:,} bytes, {self.authority} says {self.size:,}"
+        for name, expected in self.sums.items():
+            with open(path, "rb") as file:
+                digest = hashlib.file_digest(file, lambda: hashlib.new(name, usedforsecurity=False)).hexdigest()  # noqa: B023
+            if digest != expected:
+                return f"its {name} is {digest}, {self.authority or '--' + name} says {expected}"
+        return None
+
 
 ANYTHING = Expected()
 
 
-class Digest:
-    """The checksums that are asked for, of the first `position` bytes of a file that grows."""
-
-    def __init__(self, expected: Expected) -> None:
-        self.expected = expected
-        self.restart()
-
-    def restart(self) -> None:
-        self.position = 0
-        self._hashes = {name: hashlib.new(name, usedforsecurity=False) for name in self.expected.sums}
-
-    def update(self, data: bytes) -> None:
-        for each in self._hashes.values():
-            each.update(data)
-        self.position += len(data)
-
-    def catch_up(self, path: Path, end: int) -> None:
-        """Have `position` be `end`, reading from `path` what has not been seen."""
-        assert self.position <= end
-        if not self._hashes:
-            self.position = end
-            return
-        with open(path, "rb") as file:
-            file.seek(self.position)
-            while data := file.read(min(HASHED_BYTES, end - self.position)):
-                self.update(data)
-
-    def complaint(self, path: Path) -> str | None:
-        """What is wrong with the whole file, or None; what was hashed while it arrived is not read again."""
-        size, expected = path.stat().st_size, self.expected
-        if expected.size is not None and size != expected.size:
-            return f"has {size:,} bytes, {expected.authority} says {expected.size:,}"
-        self.catch_up(path, size)
-        for name, wanted in expected.sums.items():
-            if (found := self._hashes[name].hexdigest()) != wanted:
-                return f"its {name} is {found}, {expected.authority or '--' + name} says {wanted}"
-        return None
-
-
 class DownloadFiles:
-    """The files of one download: `part` grows, `note` says what it is part of, `target` is complete; `plain` is
-    `part` without the compression of the transfer."""
+    """The files of one download: `part` grows, `note` says which version it is part of, `target` is complete, `plain`
+    is `part` after decompression (Content-Encoding)."""
 
     def __init__(self, directory: Path, url: str) -> None:
         name = Path(unquote(urlsplit(url).path)).name or "source"
-        # Names end at 255 bytes; the hash tells files of one name apart.
+        # File names are limited to 255 bytes; the hash tells files of the same name apart.
         self.target = directory / f"{hashlib.sha256(identity(url).encode()).hexdigest()[:8]}-{name[-100:]}"
-        self.part = self.target.with_name(self.target.name + ".part")
-        self.note = self.target.with_name(self.target.name + ".json")
-        self.plain = self.target.with_name(self.target.name + ".plain")
+        self.part, self.note, self.plain = (
+            self.target.with_name(self.target.name + suffix) for suffix in (".part", ".json", ".plain")
+        )
 
     def size(self) -> int:
         return self.part.stat().st_size if self.part.exists() else 0
 
     def begin(self, transfer: Transfer) -> None:
-        """Note what the bytes belong to before the first one is written."""
+        """Start over: note the version before its first byte is written."""
         self.part.unlink(missing_ok=True)
         self.note.write_text(
             json.dumps({"version": transfer.version, "total": transfer.total, "gzipped": transfer.gzipped_in_transit})
@@ -107,7 +91,7 @@ class DownloadFiles:
     def read_note(self) -> dict:
         try:
             return json.loads(self.note.read_text())
-        except (FileNotFoundError, ValueError):  # killed in mid-write
+        except (FileNotFoundError, ValueError):  # killed during the write
             return {"version": "", "total": None, "gzipped": False}
 
     def remove(self) -> None:
@@ -115,36 +99,32 @@ class DownloadFiles:
             path.unlink(missing_ok=True)
 
     def keep(self) -> str:
-        """After a failure: remove what cannot be gone on from. Returns what there is to say about the rest."""
+        """After a failure: remove files that cannot be resumed. Returns a remark about the bytes that are kept."""
         if self.size() and self.read_note()["version"]:
             return f" ({self.size():,} bytes have arrived and are kept)"
         self.remove()
         with suppress(OSError):
-            self.part.parent.rmdir()  # only if there is nothing in it
+            self.part.parent.rmdir()  # only if it is empty
         return ""
 
-    def complete(self) -> bool:
-        """Give the whole file its name; True if a compression that was the server's own idea had to be undone first.
-
-        Raises TemporaryError, and removes everything, if that compression is broken.
-        """
+    def complete(self) -> None:
+        """Rename `part` to `target`, after undoing a Content-Encoding. TemporaryError if that is broken."""
         if self.read_note()["gzipped"]:
             try:
                 if _gzip_layers(self.part) > (self.target.suffix == ".gz"):
                     with gzip.open(self.part, "rb") as encoded, open(self.plain, "wb") as file:
-                        shutil.copyfileobj(encoded, file, COPY_BYTES)
+                        shutil.copyfileobj(encoded, file, CHUNK_BYTES)
                     self.plain.rename(self.target)
                     self.part.unlink()
-                    return True
+                    return
             except (EOFError, zlib.error, gzip.BadGzipFile) as error:
                 self.remove()
-                raise TemporaryError(f"arrived as a gzip stream that is broken ({error})") from error
+                raise TemporaryError(f"arrived as a broken gzip stream ({error})") from error
         self.part.rename(self.target)
-        return False
 
 
 def _gzip_layers(path: Path) -> int:
-    """How often the file is gzipped: 0, 1 or 2. Servers that label a .gz file as encoded send it as it is: 1."""
+    """How many times the file is gzipped: 0, 1 or 2. Some servers declare the .gz itself as encoding: 1."""
     with open(path, "rb") as file:
         if file.read(2) != GZIP:
             return 0
@@ -153,38 +133,17 @@ def _gzip_layers(path: Path) -> int:
             return 1 + (inner.read(2) == GZIP)
 
 
-logger = logging.getLogger(__name__)
-CHUNK_BYTES = 1 << 20
-
-
-@dataclass(frozen=True)
-class Patience:
-    """With servers. `attempts` failures in a row that bring the download no further are the end of it, with waits of
-    first_wait_s, twice that, four times that ... in between, or as long as the server asks for (Retry-After), but no
-    longer than longest_wait_s. A transfer is broken off after timeout_s of silence, or of less than
-    min_bytes_per_s."""
-
-    timeout_s: float = 60.0
-    min_bytes_per_s: float = 10_000.0
-    attempts: int = 6
-    first_wait_s: float = 1.0
-    longest_wait_s: float = 300.0
-
-
-PATIENCE = Patience()
-
-
 @contextmanager
 def download_directory(path: Path) -> Iterator[Path]:
-    """A directory for downloads that is removed once they are used up, or turned out to be unusable.
+    """A directory for downloads, removed once they are read, or if they turn out to be unusable (UserError).
 
-    It stays when fetching fails or the process is stopped, so that the next run goes on where this one ended.
+    It stays after a FetchError or a kill, so that the next run resumes.
     """
     try:
         yield path
     except FetchError:
         with suppress(OSError):
-            path.rmdir()  # only if there is nothing in it
+            path.rmdir()  # only if it is empty
         raise
     except UserError:
         shutil.rmtree(path, ignore_errors=True)
@@ -192,120 +151,87 @@ def download_directory(path: Path) -> Iterator[Path]:
     shutil.rmtree(path, ignore_errors=True)
 
 
-def download(url: str, directory: Path, expected: Expected = ANYTHING, patience: Patience = PATIENCE) -> Path:
-    """Fetch `url` into `directory` and return the file's path; a complete file that is already there is returned.
+def download(url: str, directory: Path, expected: Expected = ANYTHING, retries: RetryPolicy = RETRIES) -> Path:
+    """Fetch `url` into `directory` and return the file's path; a complete file from an earlier run is reused.
 
-    A broken transfer goes on where it ended (Range, FTP REST) if the remote file is still the same one (ETag,
-    Last-Modified, MDTM); otherwise it starts over. Size and checksums are verified, of resumed files as a whole; a
-    file that is wrong is removed, and if it had arrived in pieces fetched once more in one.
+    A broken transfer is resumed (Range, FTP REST) if the remote file is unchanged (ETag, Last-Modified, MDTM), else
+    started over. Size and checksums of the whole file are verified. A wrong file is removed, and downloaded once more
+    if it had been resumed: a server may change a file and keep its ETag.
 
-    Raises FetchError. What has arrived by then stays in `directory`, except what is wrong.
+    Raises FetchError. Bytes that have arrived stay in `directory`, unless they are wrong.
     """
     files = DownloadFiles(directory, url)
-    digest = Digest(expected)
-    in_pieces = files.target.exists()  # came in an earlier run, we don't know how
+    resumed = files.target.exists()  # by an earlier run, maybe in several transfers
     for last in (False, True):
         if not files.target.exists():
-            in_pieces |= _fetch(url, files, digest, patience)
-        complaint = digest.complaint(files.target)
-        if complaint is None:
+            resumed |= _fetch(url, files, expected, retries)
+        mismatch = expected.mismatch(files.target)
+        if mismatch is None:
             files.note.unlink(missing_ok=True)
             return files.target
         files.remove()
-        if last or not in_pieces:
+        if last or not resumed:
             break
-        logger.warning("%s: %s; it came in pieces: fetching it once more", shown(url), complaint)
-    raise FetchError(f"{shown(url)}: {complaint}: the file was removed: check the address and the checksum")
+        logger.warning("%s: %s; it was downloaded in several transfers: downloading it again", shown(url), mismatch)
+    raise FetchError(f"{shown(url)}: {mismatch}: the file was removed: check the address and the checksum")
 
 
-def _fetch(url: str, files: DownloadFiles, digest: Digest, patience: Patience) -> bool:
-    """Bring files.target there, whatever attempts that takes. Returns whether it arrived in pieces."""
-    in_pieces = False
+def _fetch(url: str, files: DownloadFiles, expected: Expected, retries: RetryPolicy) -> bool:
+    """Make files.target, with retries. Returns whether a transfer was resumed."""
+    resumed = False
     failures, furthest = 0, files.size()
     while True:
         try:
-            with _full_disk(url, files):
-                in_pieces |= _attempt(url, files, digest, patience)
-                if files.complete():
-                    digest.restart()
-            return in_pieces
-        except TemporaryError as trouble:
+            resumed |= _attempt(url, files, expected, retries)
+            files.complete()
+            return resumed
+        except TemporaryError as error:
             arrived = files.size()
-            failures = 1 if arrived > furthest and not isinstance(trouble, _TooSlow) else failures + 1
+            failures = 1 if arrived > furthest and not isinstance(error, _TooSlow) else failures + 1
             furthest = max(furthest, arrived)
-            if failures >= patience.attempts:
+            if failures >= retries.attempts:
                 kept = files.keep()
-                raise FetchError(f"{shown(url)}: {trouble} ({failures} attempts): {trouble.advice}{kept}") from trouble
-            wait_s = max(patience.first_wait_s * 2 ** (failures - 1), trouble.retry_after_s)
-            wait_s = min(wait_s, patience.longest_wait_s)
-            logger.warning("%s: %s; trying again in %.0f s", shown(url), trouble, wait_s)
+                raise FetchError(f"{shown(url)}: {error} ({failures} attempts): {error.advice}{kept}") from error
+            wait_s = max(retries.first_wait_s * 2 ** (failures - 1), error.retry_after_s)
+            wait_s = min(wait_s, retries.longest_wait_s)
+            logger.warning("%s: %s; trying again in %.0f s", shown(url), error, wait_s)
             time.sleep(wait_s)
         except FetchError:
             files.keep()
             raise
+        except OSError as error:
+            if error.errno not in NO_ROOM:
+                raise
+            where = files.part.parent
+            raise FetchError(f"{where}: no space left for {shown(url)}: {MAKE_ROOM}{files.keep()}") from error
 
 
 class _TooSlow(TemporaryError):
-    """Bytes arrive, but hardly; that some did is no reason to hope."""
+    """The transfer stalled: bytes that arrived all the same do not count as progress."""
 
 
-def _attempt(url: str, files: DownloadFiles, digest: Digest, patience: Patience) -> bool:
-    """One transfer into files.part. Returns whether it went on from an earlier one."""
+def _attempt(url: str, files: DownloadFiles, expected: Expected, retries: RetryPolicy) -> bool:
+    """One transfer into files.part. Returns whether it resumed an earlier one."""
     files.part.parent.mkdir(parents=True, exist_ok=True)
     note = files.read_note()
-    have = files.size() if note["version"] else 0
-    if have:
-        logger.info("Going on with %s after %s bytes", shown(url), f"{have:,}")
-        digest.catch_up(files.part, have)  # before the server waits for us
-        if have == note["total"]:
+    start = files.size() if note["version"] else 0
+    if start:
+        logger.info("Resuming %s after %s bytes", shown(url), f"{start:,}")
+        if start == note["total"]:
             return True
-    transfer = open_transfer(url, have, note["version"], patience.timeout_s)
+    transfer = open_transfer(url, start, note["version"], retries.timeout_s)
     try:
-        _check_size(url, files, transfer, digest.expected)
+        _check_size(url, files, transfer, expected)
         if transfer.start == 0:
-            digest.restart()
             files.begin(transfer)
-        _copy(url, transfer, files, digest, patience)
+        _copy(url, transfer, files, expected, retries)
     finally:
         transfer.close()
     return transfer.start > 0
 
 
-def _copy(url: str, transfer: Transfer, files: DownloadFiles, digest: Digest, patience: Patience) -> None:
-    position, total = transfer.start, transfer.total
-    if total is None and not transfer.gzipped_in_transit:
-        total = digest.expected.size
-    window_s = window_bytes = 0
-    bar = tqdm(
-        total=total, initial=position, desc=shown(url), unit="B", unit_scale=True,
-        mininterval=0.5 if sys.stderr.isatty() else 10.0,
-    )  # fmt: skip
-    with bar, open(files.part, "r+b" if position else "wb") as file:
-        file.seek(position)
-        file.truncate()
-        while True:
-            began = time.monotonic()
-            chunk = transfer.read(CHUNK_BYTES)
-            if not chunk:
-                break
-            window_s += time.monotonic() - began  # waiting for the network, not for the disk
-            window_bytes += len(chunk)
-            file.write(chunk)
-            digest.update(chunk)
-            position += len(chunk)
-            bar.update(len(chunk))
-            if window_s >= patience.timeout_s:
-                if window_bytes < patience.min_bytes_per_s * window_s:
-                    raise _TooSlow(f"{window_bytes:,} bytes arrived in {window_s:.0f} s")
-                window_s = window_bytes = 0
-    if total is not None and position != total:
-        if position > total:
-            files.part.unlink()  # no prefix of the right file either
-        raise TemporaryError(f"{position:,} of {total:,} bytes arrived")
-
-
 def _check_size(url: str, files: DownloadFiles, transfer: Transfer, expected: Expected) -> None:
-    """Before the bytes come: are they those of the file that is expected, and is there room for them?"""
+    """Before any byte is written: FetchError for an unexpected size, or if the disk is too small."""
     if transfer.total is None:
         return
     if expected.size not in (None, transfer.total) and not transfer.gzipped_in_transit:
@@ -315,19 +241,39 @@ def _check_size(url: str, files: DownloadFiles, transfer: Transfer, expected: Ex
             "release may be under way there: start again later"
         )
     missing = transfer.total - transfer.start
-    free = shutil.disk_usage(files.part.parent).free + (files.size() if transfer.start == 0 else 0)  # makes way
+    free = shutil.disk_usage(files.part.parent).free + (files.size() if transfer.start == 0 else 0)  # `begin` frees it
     if missing > free:
         raise FetchError(
-            f"{files.part.parent}: no room for {shown(url)}: {missing:,} bytes to come, {free:,} free: {MAKE_ROOM}"
+            f"{files.part.parent}: not enough space for {shown(url)}: {missing:,} bytes to come, {free:,} free: "
+            f"{MAKE_ROOM}"
         )
 
 
-@contextmanager
-def _full_disk(url: str, files: DownloadFiles) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        if error.errno not in NO_ROOM:
-            raise
-        where = files.part.parent
-        raise FetchError(f"{where}: no space left for {shown(url)}: {MAKE_ROOM}{files.keep()}") from error
+def _copy(url: str, transfer: Transfer, files: DownloadFiles, expected: Expected, retries: RetryPolicy) -> None:
+    position, total = transfer.start, transfer.total
+    if total is None and not transfer.gzipped_in_transit:
+        total = expected.size
+    window_s = window_bytes = 0
+    interval = 0.5 if sys.stderr.isatty() else 10.0
+    bar = tqdm(total=total, initial=position, desc=shown(url), unit="B", unit_scale=True, mininterval=interval)
+    with bar, open(files.part, "r+b" if position else "wb") as file:
+        file.seek(position)
+        file.truncate()
+        while True:
+            began = time.monotonic()
+            chunk = transfer.read(CHUNK_BYTES)
+            if not chunk:
+                break
+            window_s += time.monotonic() - began  # time in the network alone, not in writes to the disk
+            window_bytes += len(chunk)
+            file.write(chunk)
+            position += len(chunk)
+            bar.update(len(chunk))
+            if window_s >= retries.timeout_s:
+                if window_bytes < retries.min_bytes_per_s * window_s:
+                    raise _TooSlow(f"{window_bytes:,} bytes arrived in {window_s:.0f} s")
+                window_s = window_bytes = 0
+    if total is not None and position != total:
+        if position > total:
+            files.part.unlink()  # too long: not a prefix of the right file
+        raise TemporaryError(f"{position:,} of {total:,} bytes arrived")

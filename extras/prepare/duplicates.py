@@ -1,56 +1,43 @@
 """Exact duplicates: records whose token ids are equal before anything is truncated.
 
-A sequence stands in one split only, test before validation before train: records of the other splits that repeat it
-are copies, and left out. Duplicates inside a split are counted and stay.
+A sequence is kept in one split only, test before validation before train. Records of other splits that repeat it are
+copies, and are dropped. Duplicates inside a split are counted and kept.
 
 Records are compared by 64-bit hashes, which FileEncoder writes while it encodes: 16 bytes a record on disk. They are
-joined in partitions of the hash, so memory does not grow with the input. Of 69 million different proteins with 100,000
-held out, one is left out by mistake with probability 4e-7.
+joined in partitions of the hash, so memory does not grow with the input. For 69 million different proteins with
+100,000 held out, the probability that one is dropped by mistake is 4e-7.
 """
 
 from __future__ import annotations
 
+import logging
+import shutil
+import sys
+from collections import Counter
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 from numpy.lib.format import open_memmap
 
-from common.files.hashing import BYTES, GAMMA, WORD, derive_key, hash_counters, mix
+from common.cli import UserError
+from common.files.json_files import sync_directory, write_json_flushed
+from extras.prepare.dataset_writer import Piece, filter_pieces
+from extras.prepare.encode import KEY, KEYS, directory_name, in_order
+from extras.prepare.output_directory import Build
 from extras.prepare.splits import SPLITS
 
-# Of a record: the hash of its token ids, its residues before truncation, its split (an index into SPLITS).
-KEY = np.dtype([("hash", "<u8"), ("residues", "<u4"), ("split", "<u4")])
-CHUNK = 1 << 20  # records that are read at once
-PARTITION = 1 << 21  # records that are joined at once, about
+CHUNK = 1 << 20  # records read at a time
+PARTITION = 1 << 21  # records joined at a time, about
 
 
 class Duplicates(NamedTuple):
     """Counts of records by split, each [train, validation, test]."""
 
-    left_out: list[int]  # copies of a record of a later split
-    repeated: list[int]  # of the others: those that repeat another one of their split
-
-
-def hash_records(ids: np.ndarray, offsets: np.ndarray) -> np.ndarray:
-    """uint64 [N] hashes of N records: token ids uint8 [T] end to end, offsets int [N + 1] from 0, none empty.
-
-    The sum over a record of the hashes of (eight tokens, their place), mixed with its length.
-    """
-    offsets = offsets.astype(np.int64)
-    lengths = np.diff(offsets)
-    counts = (lengths + 7) // 8  # of words
-    ends = np.cumsum(counts)
-    begins = ends - counts
-    places = np.arange(ends[-1] if len(ends) else 0) - np.repeat(begins, counts)
-    padded = np.concatenate((ids, np.zeros(8, np.uint8)))
-    overlapping = np.ndarray(len(padded) - 7, "<u8", padded, strides=(1,))  # a word at every byte
-    words = overlapping[np.repeat(offsets[:-1], counts) + 8 * places]
-    beyond = (8 * counts - lengths).astype(np.uint64)  # bytes of a last word that are the next record's
-    words[ends - 1] &= np.uint64(WORD) >> (np.uint64(8) * beyond)
-    words ^= hash_counters(derive_key(BYTES), np.arange(counts.max(initial=0)))[places]
-    return mix(np.add.reduceat(mix(words), begins) + lengths.astype(np.uint64) * np.uint64(GAMMA))
+    left_out: list[int]  # copies of a record in a later split
+    repeated: list[int]  # of the others: duplicates inside their split
 
 
 def read_keys(path: Path) -> Iterator[np.ndarray]:
@@ -61,7 +48,7 @@ def read_keys(path: Path) -> Iterator[np.ndarray]:
 
 
 def find_copies(files: list[Path], path: Path) -> Duplicates:
-    """Write to `path`, as .npy, which records are copies: bool [records], in the order of the files of KEY."""
+    """Write to `path` (.npy) which records are copies: bool [records], in the order of the files of KEY."""
     records = sum(file.stat().st_size for file in files) // KEY.itemsize
     copies = open_memmap(path, "w+", bool, (records,))
     left_out, repeated = np.zeros((2, len(SPLITS)), np.int64)
@@ -81,7 +68,7 @@ def find_copies(files: list[Path], path: Path) -> Duplicates:
 
 
 def _repeated(hashes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The places of hashes that are there more than once, int64 [n], and a number for each of these hashes [n]."""
+    """Indices of the hashes that occur more than once, int64 [n], and a group number for each of them [n]."""
     ordered = np.sort(hashes)  # several times as fast as argsort
     repeated = np.unique(ordered[1:][ordered[1:] == ordered[:-1]])
     if not len(repeated):
@@ -92,7 +79,7 @@ def _repeated(hashes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _partition(files: list[Path], number: int, mask: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Hashes, splits and numbers of the records whose hash has `number` in its lowest bits, those of `mask`."""
+    """Hashes, splits and numbers of the records with `number` in the bits `mask` of their hash."""
     hashes, splits, numbers = [np.empty(0, np.uint64)], [np.empty(0, np.uint8)], [np.empty(0, np.int64)]
     first = 0
     for keys in (keys for file in files for keys in read_keys(file)):
@@ -106,3 +93,124 @@ def _partition(files: list[Path], number: int, mask: int) -> tuple[np.ndarray, n
 
 def _count(splits: np.ndarray) -> np.ndarray:
     return np.bincount(splits, minlength=len(SPLITS))
+
+
+logger = logging.getLogger(__name__)
+REPORT = "data_report.json"  # lengths, duplicates and unknown characters of the output of step 1
+QUANTILES = {"5%": 0.05, "25%": 0.25, "median": 0.5, "75%": 0.75, "95%": 0.95, "99%": 0.99}
+
+
+def write_report(build: Build, files: list[Path], copies: np.ndarray, max_seq_length: int | None) -> None:
+    """Add lengths, tokens and bytes to the build's results, log them, and write all results to REPORT.
+
+    files, copies: as for `count_lengths`; max_seq_length: tokens that records were truncated to.
+    """
+    lengths = count_lengths(files, copies)
+    quantiles = length_quantiles(lengths)
+    longest = max_seq_length or sys.maxsize
+    tokens = sum(min(residues + 2, longest) * records for residues, records in lengths.items())
+    written = sum(path.stat().st_size for path in build.paths["arrow"].rglob("*.arrow"))
+    build.results |= {"tokens": tokens, "bytes": written, "residues": quantiles}
+    logger.info("%s tokens, %.0f bytes a record", f"{tokens:,}", written / lengths.total())
+    logger.info("Residues a protein: %s", ", ".join(f"{name} {value:,}" for name, value in quantiles.items()))
+    write_json_flushed(build.paths["arrow"] / REPORT, build.results, sort_keys=False)
+
+
+def count_lengths(files: list[Path], copies: np.ndarray) -> Counter:
+    """{residues before truncation: number of records} of the records in files of KEY, without copies."""
+    lengths: Counter = Counter()
+    first = 0
+    for keys in (keys for path in files for keys in read_keys(path)):
+        kept = ~copies[first : first + len(keys)]
+        values, counts = np.unique(keys["residues"][kept], return_counts=True)
+        lengths.update(dict(zip(values.tolist(), counts.tolist(), strict=True)))
+        first += len(keys)
+    return lengths
+
+
+def length_quantiles(lengths: Counter) -> dict[str, int | float]:
+    """Minimum, maximum and mean length, and QUANTILES.
+
+    lengths: as of `count_lengths`, not empty.
+    """
+    values, counts = (np.array(column, np.int64) for column in zip(*sorted(lengths.items()), strict=True))
+    within = np.cumsum(counts)
+    places = {name: np.searchsorted(within, share * within[-1]) for name, share in QUANTILES.items()}
+    quantiles = {name: int(values[place]) for name, place in places.items()}
+    mean = round(float((values * counts).sum() / within[-1]), 1)
+    return {"min": int(values[0]), **quantiles, "max": int(values[-1]), "mean": mean}
+
+
+COPIES = "copies.npy"
+
+
+def key_files(build: Build, files: int) -> list[Path]:
+    """The files of KEY that FileEncoder wrote for `files` input files."""
+    return [build.scratch / directory_name(number) / KEYS for number in range(files)]
+
+
+def open_copies(build: Build) -> np.ndarray:
+    """Which records are copies: bool [records], memory-mapped, in the order of the key files."""
+    return np.load(build.scratch / COPIES, mmap_mode="r")
+
+
+def mark_copies(build: Build, files: int, sizes: tuple[int, ...]) -> Duplicates:
+    """Find copies among all encoded records, once, and log their numbers. sizes: records of each split.
+
+    UserError if a split becomes empty.
+    """
+    if (counts := build.done("duplicates")) is None:
+        logger.info("Looking for exact duplicates")
+        shutil.rmtree(build.paths["arrow"])  # splits with copies, of a stopped run of an earlier version
+        build.paths["arrow"].mkdir()
+        counts = find_copies(key_files(build, files), build.scratch / COPIES)._asdict()
+        sync_directory(build.scratch)
+        build.note("duplicates", counts)
+    duplicates = Duplicates(**counts)
+    for split, later, size, left_out in zip(SPLITS, ("held-out", "test"), sizes, duplicates.left_out, strict=False):
+        if left_out and left_out == size:
+            raise UserError(
+                f"all {size:,} {split} records are exact copies of {later} ones: hold out fewer (--validation_size, "
+                "--test_size), or give more different proteins"
+            )
+        if left_out:
+            logger.warning("%s %s records are exact copies of %s ones: left out", f"{left_out:,}", split, later)
+    if any(duplicates.repeated):
+        logger.warning(
+            "Exact duplicates inside a split, kept: train %s, validation %s, test %s",
+            *(f"{count:,}" for count in duplicates.repeated),
+        )
+    return duplicates
+
+
+def drop_copies(build: Build, pieces: list[dict[str, list[Piece]]], workers: int) -> list[dict[str, list[Piece]]]:
+    """The pieces of every file, by split, without copies. Files without copies keep their pieces."""
+    copies, files = open_copies(build), key_files(build, len(pieces))
+    ends = np.cumsum([path.stat().st_size // KEY.itemsize for path in files]).tolist()
+    affected = [n for n, (begin, end) in enumerate(pairwise([0, *ends])) if copies[begin:end].any()]
+
+    def without_copies(number: int) -> dict[str, list[Piece]]:
+        if (noted := build.done(_note(number))) is not None:
+            return {split: [Piece(*piece) for piece in of_split] for split, of_split in noted.items()}
+        splits = np.concatenate([keys["split"].astype(np.uint8) for keys in read_keys(files[number])])
+        is_copy = copies[ends[number] - len(splits) : ends[number]]
+        filtered = dict(pieces[number])
+        for label in np.unique(splits[is_copy]).tolist():
+            split, kept = SPLITS[label], ~is_copy[splits == label]
+            target = build.scratch / directory_name(number) / f"{split}-kept"
+            filtered[split] = filter_pieces(pieces[number][split], kept, build.scratch, target)
+        return filtered
+
+    result = list(pieces)
+    for number, filtered in zip(affected, in_order(without_copies, affected, min(workers, len(pieces))), strict=True):
+        if build.done(_note(number)) is None:
+            build.note(_note(number), filtered)
+        for split in SPLITS:
+            if filtered[split] != pieces[number][split]:
+                shutil.rmtree(build.scratch / directory_name(number) / split, ignore_errors=True)
+        result[number] = filtered
+    return result
+
+
+def _note(number: int) -> str:
+    return f"without copies {number}"

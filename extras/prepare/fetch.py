@@ -1,4 +1,4 @@
-"""Turn sources (files, http, https, ftp and s3 URLs) into local files that have been verified."""
+"""Turn sources (files, and http, https, ftp and s3 URLs) into verified local files."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from xml.etree import ElementTree
 from common.cli import UserError
 from common.files.hashing import content_hashes
 from extras import earlier_identity
-from extras.prepare.download import ANYTHING, PATIENCE, Digest, DownloadFiles, Expected, Patience, download
+from extras.prepare.download import ANYTHING, RETRIES, DownloadFiles, Expected, RetryPolicy, download
 from extras.prepare.transfers import SCHEMES, FetchError, TemporaryError, identity, shown
-from extras.sources.compression import check_file, refuse_twice
+from extras.sources.compression import check_duplicates, check_file
 
 logger = logging.getLogger(__name__)
 HEX_DIGITS = {"md5": 32, "sha256": 64}
-# UniProt's server and its two official mirrors; every directory with data has a RELEASE.metalink.
+# UniProt's server and its official mirrors publish checksums in a RELEASE.metalink beside the data.
 UNIPROT_HOSTS = ("ftp.uniprot.org", "ftp.ebi.ac.uk", "ftp.expasy.org")
 METALINK = "RELEASE.metalink"
 
 
 @dataclass(frozen=True)
 class Source:
-    """A file or URL as the user gave it, and what it should be."""
+    """A file or URL as given by the user, and its expected content."""
 
     address: str
     expected: Expected = ANYTHING
@@ -38,24 +38,24 @@ class Source:
 
     @property
     def name(self) -> str:
-        """What tells it from others."""
+        """Compared with other sources: without access keys."""
         return identity(self.address) if self.is_url else self.address
 
     @property
     def shown(self) -> str:
-        """For a line that somebody reads."""
+        """For log lines and errors."""
         return shown(self.address) if self.is_url else self.address
 
     @property
     def path(self) -> Path:
-        """Of a local source."""
+        """Only of a local file."""
         return Path(self.address).expanduser()
 
 
 def parse_sources(addresses: list[str], md5: list[str] = (), sha256: list[str] = ()) -> list[Source]:
-    """`addresses` with their checksums: none, or one for each, in order.
+    """Sources of `addresses`, with checksums: none, or one for each, in order.
 
-    Raises UserError: no readable file, no address that can be fetched, one given twice, no checksum, too few of them.
+    UserError for an unreadable file, an address that cannot be fetched, a duplicate, or an invalid checksum.
     """
     for flag, sums in (("--md5", md5), ("--sha256", sha256)):
         if sums and len(sums) != len(addresses):
@@ -72,25 +72,25 @@ def parse_sources(addresses: list[str], md5: list[str] = (), sha256: list[str] =
             if not other.is_url and source.path.samefile(other.path):
                 raise UserError(f"--source {address}: the same file as {other.address}: its records would come twice")
         sources.append(source)
-    refuse_twice("--source", [source.path for source in sources if not source.is_url])
+    check_duplicates("--source", [source.path for source in sources if not source.is_url])
     return sources
 
 
 def _parse_sum(algorithm: str, text: str) -> str:
-    """The checksum in lower case. UserError where it cannot be one."""
+    """The checksum in lower case. UserError if it is invalid."""
     if not re.fullmatch(rf"[0-9a-fA-F]{{{HEX_DIGITS[algorithm]}}}", text):
         raise UserError(f"--{algorithm} {text}: expected {HEX_DIGITS[algorithm]} hexadecimal digits")
     return text.lower()
 
 
 def describe_sources(sources: list[Source]) -> dict:
-    """What tells these sources from others, for the record of an output made from them: a file's content, a URL."""
+    """The identity of the sources, for the record of an output: a hash of each file's content, and URLs."""
     digests = iter(content_hashes(source.path for source in sources if not source.is_url))
     return _described(sources, lambda path: {"source": f"sha256:{next(digests)}"})
 
 
 def describe_sources_earlier(sources: list[Source]) -> dict:
-    """The same as earlier versions recorded it."""
+    """The identity that earlier versions recorded."""
     return _described(sources, earlier_identity.describe_file)
 
 
@@ -102,33 +102,33 @@ def _described(sources: list[Source], describe_file: Callable[[Path], dict]) -> 
     return described[0] if len(described) == 1 else {"sources": described}
 
 
-def fetch(sources: list[Source], directory: Path, patience: Patience = PATIENCE) -> list[Path]:
-    """The sources as files, in order; those that are URLs are downloaded into `directory`. FetchError if one fails."""
+def fetch(sources: list[Source], directory: Path, retries: RetryPolicy = RETRIES) -> list[Path]:
+    """Local paths of the sources, in order. URLs are downloaded into `directory`. FetchError if one fails."""
     paths = []
     for source in sources:
         address, expected = source.address, source.expected
         if source.is_url:
             if not expected.sums and (metalink := metalink_beside(address)):
-                expected = published_checksums(address, metalink, directory, patience)
+                expected = published_checksums(address, metalink, directory, retries)
             logger.info("Downloading FASTA")
             logger.info("Downloading %s to %s", shown(address), directory)
-            path = download(address, directory, expected, patience)
+            path = download(address, directory, expected, retries)
         else:
             path = source.path
-            if expected.sums and (complaint := Digest(expected).complaint(path)):
-                raise FetchError(f"{path}: {complaint}: it is another file, or damaged: get it again")
+            if mismatch := expected.mismatch(path):
+                raise FetchError(f"{path}: {mismatch}: it is another file, or damaged: get it again")
         for name, value in expected.sums.items():
             logger.info("Verified %s: %s %s", shown(address), name, value)
         paths.append(path)
     return paths
 
 
-def published_checksums(url: str, metalink: str, directory: Path, patience: Patience = PATIENCE) -> Expected:
-    """What the publisher's `metalink` says of the file at `url`; with a warning, `ANYTHING` if it says nothing."""
+def published_checksums(url: str, metalink: str, directory: Path, retries: RetryPolicy = RETRIES) -> Expected:
+    """Size and checksums of the file at `url` from the publisher's `metalink`; else ANYTHING and a warning."""
     name = Path(unquote(urlsplit(url).path)).name
-    DownloadFiles(directory, metalink).remove()  # of an earlier run, maybe of an earlier release
+    DownloadFiles(directory, metalink).remove()  # of an earlier run, and maybe of an earlier release
     try:
-        path = download(metalink, directory, patience=patience)
+        path = download(metalink, directory, retries=retries)
     except FetchError as error:
         if isinstance(error.__cause__, TemporaryError):
             raise
@@ -142,7 +142,7 @@ def published_checksums(url: str, metalink: str, directory: Path, patience: Pati
 
 
 def metalink_beside(url: str) -> str | None:
-    """The address of the metalink that lists a file of UniProt's; None for files of others."""
+    """URL of the metalink that lists a file of UniProt; None for other servers."""
     parts = urlsplit(url)
     if parts.hostname not in UNIPROT_HOSTS or "/uniprot/" not in parts.path:
         return None
@@ -150,7 +150,7 @@ def metalink_beside(url: str) -> str | None:
 
 
 def read_metalink(text: bytes, name: str) -> Expected | None:
-    """What a metalink (version 3.0, http://www.metalinker.org) says of the file `name`; None if that is nothing.
+    """Size and checksums of the file `name` in a metalink (3.0, http://www.metalinker.org); None if not listed.
 
     <metalink><files><file name="..."><size>...</size><verification><hash type="md5">...
     """
@@ -162,9 +162,9 @@ def read_metalink(text: bytes, name: str) -> Expected | None:
         if PurePosixPath(file.get("name", "")).name != name:
             continue
         sums = {
-            kind: (each.text or "").strip().lower()
-            for each in file.iterfind(".//{*}verification/{*}hash")
-            if (kind := each.get("type", "").lower().replace("-", "")) in HEX_DIGITS
+            kind: (element.text or "").strip().lower()
+            for element in file.iterfind(".//{*}verification/{*}hash")
+            if (kind := element.get("type", "").lower().replace("-", "")) in HEX_DIGITS
         }
         size = file.findtext("{*}size", "").strip()
         if sums or size.isdigit():
@@ -184,16 +184,16 @@ def _check_address(source: Source) -> None:
         raise UserError(f"{source.shown}: cannot fetch {scheme}:// (only {', '.join(SCHEMES)}, or a local file)")
     try:
         complete = bool(urlsplit(source.address).hostname and (scheme == "s3" or urlsplit(source.address).port != 0))
-    except ValueError:  # no number for a port, brackets without an end
+    except ValueError:  # an invalid port, an unclosed bracket
         complete = False
     if not complete:
         raise UserError(f"{source.shown}: not a complete address: expected {scheme}://HOST/PATH")
 
 
 def _check_file(source: Source) -> None:
-    path, takes = source.path, "--source takes FASTA files (plain or packed) and URLs"
+    path, takes = source.path, "--source takes FASTA files (plain or compressed) and URLs"
     if path.is_dir():
-        raise UserError(f"{source.address}: not a file but a directory: {takes}: name the files that are in it")
+        raise UserError(f"{source.address}: not a file but a directory: {takes}: give the files in it")
     if not os.path.lexists(path) and source.address != "-":
         pattern = any(character in source.address for character in "*?[")
         hint = ": write a pattern without quotes, for the shell to replace" if pattern else ""

@@ -1,6 +1,12 @@
-"""Records to exactly numbered partitions, in several formats at once; a killed run goes on after the last whole one.
+"""Shuffle records that do not fit into memory, and write them to partitions of an exact size, in several formats.
 
-Records come as lines of bytes, `id TAB text NEWLINE` (extras/sources/records.py).
+Records are lines of bytes, `id TAB text NEWLINE` (extras/sources/records.py). Each gets a random 64-bit key and is
+scattered over 256 bucket files by the key's first bits; then each bucket is read and sorted by the whole key. A bucket
+fits into memory up to 32 GB of text; a larger one is read several times, for a range of keys each. A killed run
+resumes after the last complete partition.
+
+DuckDB (2.0, ORDER BY key) gives the same order in the same CPU time (1.3 s for 500,000 records) but took 560 MB where
+this takes 310 to 370 MB, and it keeps no buckets for a run that resumes.
 """
 
 from __future__ import annotations
@@ -9,28 +15,178 @@ import csv
 import io
 import logging
 import threading
-from collections.abc import Callable
+import uuid
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing
+from itertools import pairwise
 from pathlib import Path
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet
 
-from common.files.output_directory import Build, sync
+from common.files.json_files import sync
 from extras.prepare.dataset_writer import TEXT_FEATURES, arrow_schema, shard_name, write_dataset_files
-from extras.sources.records import Lines, columns, view
+from extras.prepare.output_directory import Build
+from extras.sources.records import Lines, columns, prefetch, skip, view
+
+MEMORY_BYTES = 128 << 20  # text of the records in memory; the peak is about twice that
+BATCH_BYTES = 2 << 20  # text of a batch of records
+BUCKET_BITS = 8
+BUCKETS = 1 << BUCKET_BITS
+SCHEMA = pa.schema([("key", pa.uint64()), ("line", pa.large_binary())])
+SCATTERED = "records in buckets"  # in the journal of the build
+
+
+def in_random_order(batches: Iterable[Lines], build: Build, seed: int, written: Callable[[], int]) -> Iterator[Lines]:
+    """The lines of `batches` in an order drawn uniformly from all permutations.
+
+    The order depends on (seed, number of records) alone, not on the memory. `written()`: number of records in complete
+    partitions; they are skipped, and buckets that hold no others are removed. A killed build that had scattered all
+    records resumes from the buckets, without reading `batches`.
+    """
+    buckets = [build.scratch / f"{number:03d}.bucket" for number in range(BUCKETS)]
+    noted = build.done(SCATTERED)
+    if noted is not None and noted["boot"] == boot_id():
+        counts = noted["counts"]
+    else:
+        for path in build.scratch.iterdir():  # of a run that was killed before all were scattered
+            path.unlink()
+        with closing(prefetch(_with_keys(batches, seed))) as keyed:
+            held, counts = _scatter(keyed, buckets)
+        if not any(counts):
+            yield from skip(_sorted_lines(held), written())
+            return
+        build.note(SCATTERED, {"boot": boot_id(), "counts": counts})
+    yield from prefetch(_in_buckets(buckets, counts, written))
+
+
+def boot_id() -> str:
+    """Identifies this boot of this machine. Buckets are not flushed to the disk (most are deleted before they get
+    there), so after a reboot they may be incomplete."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return str(uuid.uuid4())  # differs each time: never resume
+
+
+def _with_keys(batches: Iterable[Lines], seed: int) -> Iterator[pa.RecordBatch]:
+    source = np.random.PCG64(seed)
+    for lines in batches:
+        yield pa.RecordBatch.from_arrays([pa.array(source.random_raw(len(lines))), lines], schema=SCHEMA)
+
+
+def _by_key(keys: np.ndarray) -> np.ndarray:
+    """A stable argsort of the keys."""
+    order = np.argsort(keys)  # not stable, but several times as fast
+    ordered = keys[order]
+    return np.argsort(keys, kind="stable") if (ordered[1:] == ordered[:-1]).any() else order
+
+
+def _by_bucket(keys: np.ndarray) -> np.ndarray:
+    return np.argsort((keys >> np.uint64(64 - BUCKET_BITS)).astype(np.uint8), kind="stable")  # a radix sort
+
+
+def _sorted(
+    batches: list[pa.RecordBatch], ordered: Callable[[np.ndarray], np.ndarray] = _by_key
+) -> Iterator[pa.RecordBatch]:
+    """The rows sorted by their keys, in new batches; empties `batches` to free memory."""
+    rows = pa.concat_batches(batches) if batches else []
+    batches.clear()
+    if not len(rows):
+        return
+    order = ordered(rows.column("key").to_numpy())
+    _, offsets = view(rows.column("line"))
+    ends = np.cumsum(np.diff(offsets)[order])
+    cuts = np.searchsorted(ends, np.arange(BATCH_BYTES, ends[-1], BATCH_BYTES))
+    for part in np.split(order, np.unique(cuts)):
+        if len(part):
+            yield rows.take(pa.array(part))
+
+
+def _sorted_lines(batches: list[pa.RecordBatch]) -> Iterator[Lines]:
+    return (rows.column("line") for rows in _sorted(batches))
+
+
+def _scatter(batches: Iterator[pa.RecordBatch], buckets: list[Path]) -> tuple[list[pa.RecordBatch], list[int]]:
+    """Append each row to the file of its bucket. Returns (an empty list, number of rows in each bucket).
+
+    If all rows fit into memory, returns them instead, and writes no bucket.
+    """
+    counts = np.zeros(BUCKETS, np.int64)
+    held, size, appending = [], 0, None
+    with ThreadPoolExecutor(1) as pool:  # write one half while reading the other
+        for batch in batches:
+            held.append(batch)
+            size += batch.nbytes
+            if size > MEMORY_BYTES // 2:
+                counts += appending.result() if appending else 0
+                appending = pool.submit(_append, held, buckets)
+                held, size = [], 0
+        if appending:
+            counts += appending.result()
+            counts += _append(held, buckets)
+    return held, counts.tolist()
+
+
+def _append(held: list[pa.RecordBatch], buckets: list[Path]) -> np.ndarray:
+    """Move the rows to the bucket files. Returns the number of rows per bucket."""
+    counts = np.zeros(BUCKETS, np.int64)
+    for batch in _sorted(held, _by_bucket):
+        number_of = (batch.column("key").to_numpy() >> np.uint64(64 - BUCKET_BITS)).astype(np.int64)
+        cuts = np.searchsorted(number_of, np.arange(BUCKETS + 1)).tolist()
+        for number, (begin, end) in enumerate(pairwise(cuts)):
+            if begin < end:
+                # Opened for each append: 256 open files come close to usual limits.
+                with open(buckets[number], "ab") as file:
+                    file.write(batch.slice(begin, end - begin).serialize())
+        counts += np.diff(cuts)
+    return counts
+
+
+def _in_buckets(buckets: list[Path], counts: list[int], written: Callable[[], int]) -> Iterator[Lines]:
+    ends = np.cumsum(counts)
+    first = written()
+    removed = 0
+    for number, path in enumerate(buckets):
+        while removed < number and ends[removed] <= written():
+            buckets[removed].unlink(missing_ok=True)
+            removed += 1
+        if ends[number] > first and counts[number]:
+            begin = int(ends[number]) - counts[number]
+            yield from skip(_sorted_bucket(number, path), max(0, first - begin))
+
+
+def _sorted_bucket(number: int, path: Path) -> Iterator[Lines]:
+    parts = -(-path.stat().st_size // MEMORY_BYTES)
+    span = 1 << (64 - BUCKET_BITS)  # of keys
+    bounds = [number * span + span * part // parts for part in range(parts + 1)]
+    for low, high in pairwise(bounds):
+        yield from _sorted_lines(list(_read_bucket(path, np.uint64(low), np.uint64(high - 1))))
+
+
+def _read_bucket(path: Path, first_key: np.uint64, last_key: np.uint64) -> Iterator[pa.RecordBatch]:
+    """The rows of a bucket with keys from `first_key` to `last_key`."""
+    with pa.OSFile(str(path)) as file:
+        while file.tell() < file.size():
+            rows = pa.ipc.read_record_batch(pa.ipc.read_message(file), SCHEMA)
+            keys = rows.column("key").to_numpy()
+            inside = (keys >= first_key) & (keys <= last_key)
+            yield rows if inside.all() else rows.filter(pa.array(inside))
+
 
 logger = logging.getLogger(__name__)
 WRITTEN = "partitions written"  # in the journal of the build
-WAITING = 64  # batches (of about 2 MB) that may wait to be written
+QUEUED = 64  # batches (of about 2 MB) that may wait to be written
 
 
 class PartitionWriter:
-    """Cuts a stream of lines into partitions of exactly `max_records` (the last: what is left), in several formats.
+    """Split a stream of lines into partitions of exactly `max_records` (the last may be smaller), in several formats.
 
-    Each partition has a thread that writes it, so that the next one begins while the last one is still on its way to
-    the disk. It is noted in the build's journal once it is there in all formats, and those before it are noted.
-    `written` is the number of records in those; a new writer of the same build expects the records after them.
+    Each partition is written by its own thread, so that the next one begins while the last is being flushed. It is
+    noted in the build's journal once it is flushed in all formats, and all earlier ones are noted. `written` is the
+    number of records in noted partitions; a resumed writer expects the records after them.
     """
 
     def __init__(self, build: Build, final_parent: Path, max_records: int) -> None:
@@ -40,8 +196,8 @@ class PartitionWriter:
         self.max_records = max_records
         self.number, self.written = build.done(WRITTEN) or (0, 0)  # number: of the partition being filled
         self.filled = 0  # records in it
-        self._before = self.written  # records in the partitions before this one
-        self._room = threading.Semaphore(WAITING)
+        self._before = self.written  # records in earlier partitions
+        self._queue_slots = threading.Semaphore(QUEUED)
         self._partition: _Partition | None = None
         self._noted = Future()  # the partition before this one
         self._noted.set_result(None)
@@ -58,17 +214,17 @@ class PartitionWriter:
         while len(lines):
             if self._partition is None:
                 pool = ThreadPoolExecutor(1)
-                self._pools = [*self._pools[-1:], pool]  # those before have nothing left to do
-                self._partition = _Partition(self.build.paths, self.number, pool, self._room)
-            now, lines = lines[: self.max_records - self.filled], lines[self.max_records - self.filled :]
-            self._partition.write(now)
-            self.filled += len(now)
+                self._pools = [*self._pools[-1:], pool]  # earlier ones have finished
+                self._partition = _Partition(self.build.paths, self.number, pool, self._queue_slots)
+            head, lines = lines[: self.max_records - self.filled], lines[self.max_records - self.filled :]
+            self._partition.write(head)
+            self.filled += len(head)
             if self.filled == self.max_records:
                 self._end_partition()
 
     def close(self) -> int:
-        """Finish; returns the number of records written, by killed runs before this one too."""
-        if self.filled:  # an input that is an exact multiple ends without an empty file
+        """Finish. Returns the number of records written, including those of earlier runs."""
+        if self.filled:  # no empty file after an exact multiple of max_records
             self._end_partition()
         self._noted.result()
         if "arrow" in self.build.paths:
@@ -76,7 +232,7 @@ class PartitionWriter:
         return self.written
 
     def _end_partition(self) -> None:
-        self._noted.result()  # of the one before the last: at most two are under way
+        self._noted.result()  # at most two partitions are being written
         for name, file_name in self._partition.names().items():
             logger.info("Writing %d records to %s", self.filled, self.final_parent / name / file_name)
         self.number += 1
@@ -92,25 +248,27 @@ class PartitionWriter:
 
 
 class _Partition:
-    """One partition in all its formats; everything happens in the one thread of `pool`."""
+    """One partition in all its formats; all work runs in the single thread of `pool`."""
 
-    def __init__(self, directories: dict[str, Path], number: int, pool: ThreadPoolExecutor, room) -> None:
+    def __init__(
+        self, directories: dict[str, Path], number: int, pool: ThreadPoolExecutor, slots: threading.Semaphore
+    ) -> None:
         self.paths = {name: FORMATS[name].path(directory, number) for name, directory in directories.items()}
-        self.pool, self.room = pool, room
+        self.pool, self.slots = pool, slots
         self.files: list[_File] = []
         self.pool.submit(self._open)
 
     def names(self) -> dict[str, str]:
-        """What to call the files in the log, by format."""
+        """File names for the log, by format."""
         return {name: FORMATS[name].title(path) for name, path in self.paths.items()}
 
     def write(self, lines: Lines) -> None:
-        """Soon; waits while too much is waiting. What goes wrong is told by `end`."""
-        self.room.acquire()
+        """Queue lines for writing; blocks while the queue is full. `end` raises errors."""
+        self.slots.acquire()
         self.pool.submit(self._write, lines)
 
     def end(self, then: Callable, *arguments) -> Future:
-        """Flush all files to the disk, then call `then`. The result tells what has gone wrong."""
+        """Flush all files to the disk, then call `then`. The future raises the first error of this partition."""
         return self.pool.submit(self._end, then, arguments)
 
     def _open(self) -> None:
@@ -129,7 +287,7 @@ class _Partition:
         except Exception as error:
             self.failure = error
         finally:
-            self.room.release()
+            self.slots.release()
 
     def _end(self, then: Callable, arguments: tuple) -> None:
         if self.failure is not None:
@@ -173,7 +331,7 @@ class _Csv(_File):
 
     def add(self, lines: Lines) -> None:
         text = view(lines)[0].tobytes()
-        if b"," not in text and b'"' not in text:  # nothing to quote: the tab is the only thing to change
+        if b"," not in text and b'"' not in text:  # nothing to quote: only the tab changes
             self.file.write(text.replace(b"\t", b","))
             return
         quoted = io.StringIO()
@@ -211,7 +369,7 @@ class _Arrow(_Batches):
 
     @staticmethod
     def title(path: Path) -> str:
-        return path.name.replace(".arrow", "-of-*.arrow")  # how many there will be is known at the end
+        return path.name.replace(".arrow", "-of-*.arrow")  # their number is known at the end
 
     def begin(self) -> None:
         self.writer = pa.ipc.new_stream(self.file, arrow_schema(TEXT_FEATURES))
@@ -229,6 +387,6 @@ FORMATS = {"csv": _Csv, "fasta": _Fasta, "parquet": _Parquet, "arrow": _Arrow}
 
 def _name_shards(directory: Path, partitions: int, records: int) -> None:
     for number in range(partitions):
-        if _Arrow.path(directory, number).exists():  # else a run that was killed here has renamed it
+        if _Arrow.path(directory, number).exists():  # else renamed by a run that was killed here
             _Arrow.path(directory, number).rename(directory / shard_name(number, partitions))
     write_dataset_files(directory, TEXT_FEATURES, partitions, records)

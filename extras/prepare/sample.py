@@ -1,18 +1,18 @@
-"""A generated protein sample: families of related sequences, for trying the whole pipeline without a download.
+"""Generate a protein sample: families of related sequences, to try the whole pipeline without a download.
 
     python -m extras.prepare.sample OUT.fasta[.gz] --num_proteins 4000 --seed 42
     python train_ddp.py --dataset sample ...     the same proteins, made in the run's own directory
 
 An ancestor is a mosaic: segments drawn from a small library of motifs, shared by all families as protein domains are,
 joined by linkers drawn from the family's own residue composition. A member is its ancestor after substitutions,
-insertions and deletions. So there are three things to learn beyond residue frequencies: composition of the protein,
-recurring motifs, and the family itself, of which a random split holds out some members.
+insertions and deletions. A model can learn three things beyond residue frequencies: the protein's composition, its
+motifs, and the family itself, as a random split holds out some members of each.
 """
 
 import gzip
 import os
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,8 +21,8 @@ import numpy as np
 from common.cli import UserError, run
 from common.flags import flag, parse_arguments
 
-SAMPLE = "sample"  # as a --dataset
-HELD_OUT_EVERY = 20  # proteins of such a one: some of every family
+SAMPLE = "sample"  # value of --dataset
+HELD_OUT_EVERY = 20  # proteins: some of every family
 RESIDUES = "ARNDCQEGHILKMFPSTWYV"
 
 # Percent of residues in UniProtKB/Swiss-Prot: section "amino acid composition" of its release statistics
@@ -89,12 +89,12 @@ def make_ancestor(length: int, motifs: list[np.ndarray], generator: np.random.Ge
     composition = generator.dirichlet(COMPOSITION_STRENGTH * BACKGROUND)
     chosen = generator.permutation(len(motifs))[:MOTIFS_PER_FAMILY]
     mean_linker = np.mean([len(motif) for motif in motifs]) * (1 - MOTIF_SHARE) / MOTIF_SHARE
-    pieces, so_far = [], 0
-    while so_far < length:
+    pieces, total = [], 0
+    while total < length:
         linker = generator.choice(20, size=generator.poisson(mean_linker), p=composition)
         motif = motifs[generator.choice(chosen)]
         pieces += [linker, motif]
-        so_far += len(linker) + len(motif)
+        total += len(linker) + len(motif)
     return np.concatenate(pieces)[:length]
 
 
@@ -117,8 +117,10 @@ def evolve(
     return residues[:LENGTH_MAX]
 
 
-def make_proteins(num_proteins: int, families: int, motifs: int, divergence: tuple[float, float], seed: int):
-    """Yield (header, sequence): families by falling length of their ancestors, as UniRef comes sorted by length."""
+def make_proteins(
+    num_proteins: int, families: int, motifs: int, divergence: tuple[float, float], seed: int
+) -> Iterator[tuple[str, str]]:
+    """(header, sequence) of each protein; families by falling length of their ancestors, as UniRef is sorted."""
     generator = np.random.default_rng(seed)
     library = make_motifs(motifs, generator)
     lengths = []
@@ -137,35 +139,37 @@ def make_proteins(num_proteins: int, families: int, motifs: int, divergence: tup
             yield header, letters[residues].tobytes().decode()
 
 
-def write_sample(
-    path: Path | str,
-    num_proteins: int = 4000,
-    families: int = 40,
-    motifs: int = 12,
-    min_divergence: float = 0.10,
-    max_divergence: float = 0.40,
-    seed: int = 42,
-) -> None:
-    """Write a FASTA file (gzipped where the name ends in .gz); the same arguments give the same bytes."""
-    if num_proteins < 1 or families < 1 or motifs < 1:
-        raise UserError("--num_proteins, --families and --motifs must be at least 1")
-    if not 0 <= min_divergence <= max_divergence <= 1:
-        raise UserError(f"divergence {min_divergence:g} to {max_divergence:g}: give 0 <= min <= max <= 1")
-    _write(Path(path), make_proteins(num_proteins, families, motifs, (min_divergence, max_divergence), seed))
+@dataclass
+class Arguments:
+    num_proteins: int = flag(4000, "sequences to write")
+    families: int = flag(40, "families they belong to, of equal size")
+    motifs: int = flag(12, "motifs in the library that all ancestors are made from")
+    min_divergence: float = flag(0.10, "smallest share of substituted residues in a member")
+    max_divergence: float = flag(0.40, "largest share of substituted residues in a member")
+    seed: int = flag(42, "the same seed gives the same file")
+
+    def proteins(self) -> Iterator[tuple[str, str]]:
+        if self.num_proteins < 1 or self.families < 1 or self.motifs < 1:
+            raise UserError("--num_proteins, --families and --motifs must be at least 1")
+        divergence = (self.min_divergence, self.max_divergence)
+        if not 0 <= divergence[0] <= divergence[1] <= 1:
+            raise UserError(f"divergence {divergence[0]:g} to {divergence[1]:g}: give 0 <= min <= max <= 1")
+        return make_proteins(self.num_proteins, self.families, self.motifs, divergence, self.seed)
+
+
+def write_sample(path: Path | str, **options) -> None:
+    """Write a FASTA file (gzipped if its name ends in .gz); the same options (of Arguments) give the same bytes."""
+    _write(Path(path), Arguments(**options).proteins())
 
 
 def make_sample(directory: Path) -> Path:
-    """The proteins of the defaults as a --dataset directory, with a twentieth held out; made where it is not there."""
+    """The default proteins as a --dataset directory, with a twentieth held out; an existing one is reused."""
     train, held_out = directory / "train.fasta", directory / "validation.fasta"
     if not train.exists():  # it is written last
-        defaults = Arguments()
-        divergence = (defaults.min_divergence, defaults.max_divergence)
-        proteins = list(
-            make_proteins(defaults.num_proteins, defaults.families, defaults.motifs, divergence, defaults.seed)
-        )
+        proteins = list(Arguments().proteins())
         directory.mkdir(parents=True, exist_ok=True)
         _write(held_out, proteins[::HELD_OUT_EVERY])
-        _write(train, [each for number, each in enumerate(proteins) if number % HELD_OUT_EVERY])
+        _write(train, [protein for number, protein in enumerate(proteins) if number % HELD_OUT_EVERY])
     return directory
 
 
@@ -183,16 +187,6 @@ def _write(path: Path, proteins: Iterable[tuple[str, str]]) -> None:
         temporary.rename(path)
     finally:
         temporary.unlink(missing_ok=True)
-
-
-@dataclass
-class Arguments:
-    num_proteins: int = flag(4000, "sequences to write")
-    families: int = flag(40, "families they belong to, of equal size")
-    motifs: int = flag(12, "motifs in the library all ancestors are made from")
-    min_divergence: float = flag(0.10, "least share of residues substituted in a member")
-    max_divergence: float = flag(0.40, "greatest share of residues substituted in a member")
-    seed: int = flag(42, "the same seed gives the same file")
 
 
 def main() -> None:

@@ -1,7 +1,7 @@
-"""Tokenise text in parallel processes, unit by unit, each into pieces of its own for every split.
+"""Tokenise text in parallel processes, unit by unit, to pieces (dataset_writer.py) for every split.
 
-A unit is a file, or a row group of a parquet file. Its directory appears under its name when it is complete, and is
-noted: after a kill, only the units that were being worked on are read again.
+A unit is a file, or a row group of a parquet file. Its directory gets its final name when it is complete, and is noted
+in the build's journal: after a kill, only the units in progress are read again.
 """
 
 from __future__ import annotations
@@ -18,27 +18,26 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from common.files.hashing import MEMBER, derive_key, hash_counters
-from common.files.output_directory import Build, sync_directory
-from extras.prepare.dataset_writer import ShardWriter, arrow_schema
-from extras.prepare.encode import Piece
-from extras.sources.sequence_files import Unit
-from extras.sources.stream_reader import ROW_BITS, read_rows
+from common.files.json_files import sync_directory
+from extras.prepare.dataset_writer import Piece, ShardWriter, arrow_schema
+from extras.prepare.output_directory import Build
+from extras.sources.sequence_files import ROW_BITS, Unit, read_rows
 from extras.text.tokenizers import Tokenizer, load_tokenizer, tokenize
 
 DOCUMENTS_AT_ONCE = 512
 
 
 def token_features(tokenizer: Tokenizer) -> dict:
-    """The column of a store of text; lists of 64-bit offsets, for 10,000 books may have more than 2^31 tokens."""
+    """The column of tokenised text: a list with 64-bit offsets, as 10,000 books may have more than 2^31 tokens."""
     return {"input_ids": {"feature": {"dtype": str(tokenizer.dtype), "_type": "Value"}, "_type": "LargeList"}}
 
 
 @dataclass(frozen=True)
 class UnitOfText:
-    """What a process makes of a unit, by itself.
+    """A unit, and all that a process needs to tokenise it.
 
-    number: by which documents are told apart; split: they belong to; held_out: but for this share of them, drawn by a
-    hash of (seed, unit, row), which belongs to `validation`.
+    number: of the unit; split: of its documents, except a share `held_out`, drawn by a hash of (seed, number, row),
+    which goes to the split `validation`.
     """
 
     unit: Unit
@@ -51,7 +50,7 @@ class UnitOfText:
     validation: str
 
     def make(self, tokenizer: Tokenizer, scratch: Path) -> dict:
-        """Pieces of the splits (by name), and counts of documents, tokens and bytes of text."""
+        """Pieces by split name, and counts of documents, tokens and bytes of text."""
         directory = scratch / f"unit-{self.number:06d}"
         part = directory.with_suffix(".part")
         for left in (part, directory):
@@ -61,7 +60,7 @@ class UnitOfText:
         counts = {"documents": 0, "tokens": 0, "bytes": 0}
         for split, texts in self._by_split():
             ids, bounds = tokenize(tokenizer, texts)
-            bounds = bounds[np.append(True, np.diff(bounds) > 0)]  # an empty document is none
+            bounds = bounds[np.append(True, np.diff(bounds) > 0)]  # empty documents are skipped
             if split not in writers:
                 writers[split] = ShardWriter(part / split, schema)
             lists = pa.LargeListArray.from_arrays(pa.array(bounds), pa.array(ids))
@@ -80,7 +79,7 @@ class UnitOfText:
         return counts | {"pieces": pieces}
 
     def _by_split(self) -> Iterator[tuple[str, pa.Array]]:
-        """The documents in blocks."""
+        """Blocks of documents, by split."""
         row = 0
         for block in read_rows(self.unit, 0):
             for first in range(0, len(block), DOCUMENTS_AT_ONCE):
@@ -94,9 +93,9 @@ class UnitOfText:
 
 
 def tokenize_units(units: list[UnitOfText], tokenizer: Tokenizer, build: Build, workers: int) -> Iterator[dict]:
-    """What `UnitOfText.make` returns for every unit, in order; what is noted already is not made again.
+    """The result of `UnitOfText.make` for every unit, in order; noted results are reused.
 
-    workers: processes; 1: this one.
+    workers: number of processes; 1: this process.
     """
     keys = [f"unit {unit.number}" for unit in units]
     missing = [number for number, key in enumerate(keys) if build.done(key) is None]
@@ -105,7 +104,7 @@ def tokenize_units(units: list[UnitOfText], tokenizer: Tokenizer, build: Build, 
         made = (units[number].make(tokenizer, build.scratch) for number in missing)
         yield from _in_turn(keys, missing, made, build)
         return
-    # Not forked: this process has threads of Arrow's. Each opens the tokenizer for itself.
+    # Spawned, not forked: this process has Arrow threads. Each worker opens the tokenizer.
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(workers, context, _open, (units[0].tokenizer, units[0].revision)) as pool:
         running = {number: pool.submit(_make, units[number], build.scratch) for number in missing}

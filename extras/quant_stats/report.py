@@ -91,7 +91,7 @@ def draw(directory: Path, step: int | None = None) -> Path:
         axis.set(title=f"{title} (step {step})", ylabel="layer")
         axis.set_yticks(range(len(layers)), [f"{layer}  {formats.get(layer, 'not quantised')}" for layer in layers])
         axis.set_xticks(range(len(columns)), columns, rotation=60, ha="right", rotation_mode="anchor")
-        for number in range(1, len(columns)):  # a line between the products
+        for number in range(1, len(columns)):  # a line between the matmuls
             if columns[number].split()[0] != columns[number - 1].split()[0]:
                 axis.axvline(number - 0.5, color="white", linewidth=2)
         if len(layers) <= ANNOTATED_LAYERS:

@@ -1,12 +1,11 @@
-"""--quant_stats: what quantisation did to each tensor, over the global batch of a step, whoever quantises.
+"""--quant_stats: quantisation error, underflows and norms of each tensor, over the global batch of a step.
 
-Every rank counts and sums what its own packs show; at the end of the step all are added up, so that they are those
-of the global batch whatever the number of ranks. Weights, the same everywhere, count once. Gradients are in units of
-the global batch's loss (a rank's own are as many times larger as there are ranks). Steps without statistics cost
-nothing: nobody watches then.
+Every rank sums over its own packs; an all-reduce at the end of the step makes the sums those of the global batch on
+any number of ranks. Weights, equal everywhere, count once. Gradients are in units of the global batch's loss (a rank's
+own are world-size times larger). Steps without statistics cost nothing.
 
-What another recipe would have made of a tensor (mxfp8_underflows%, ...) comes from the formats of the emulation, in
-blocks of the rank's own tokens, whatever the layer computes in.
+Statistics of another recipe (mxfp8_underflows%, ...) come from the emulation's formats, in blocks of the rank's own
+tokens, whatever format the layer has.
 """
 
 from __future__ import annotations
@@ -23,29 +22,29 @@ from common.precision.plan import NVFP4BlockScaling, Plan, Recipe
 from extras.quant_stats.stats_file import OPERANDS, RECIPES, RESULTS, split_stat
 from extras.quant_stats.stats_plan import MODULES, Key, Selection
 
-# The products that an operand enters, quantised along its columns and along its rows.
+# The matmuls that an operand enters, quantised along its columns and along its rows.
 GEMMS = {"activation": ("fprop", "wgrad"), "weight": ("fprop", "dgrad"), "gradient": ("dgrad", "wgrad")}
-# What is added up over packs and ranks, and what the maximum is taken of.
+# Summed over packs and ranks; and those whose maximum is taken.
 SUMS = ("numel", "underflows", "overflows", "square_error", "sum", "absolute", "square")
 TOPS = ("amax", "max", "-min", "-smallest", "scale_inv_max", "-scale_inv_min")
-# Dividing a tensor by a number divides its statistics by this power of it; those not named stay.
+# Dividing a tensor by a number divides its statistics by this power of it; all others stay.
 _DEGREE = {"mse": 2} | dict.fromkeys(
     ("scale_inv_min", "scale_inv_max", "min", "max", "mean", "std", "l1_norm", "l2_norm", "cur_amax"), 1
 )
-# A scale of fp32 that maps the largest value to the format's largest may miss it by rounding: that is no overflow.
+# An fp32 scale that maps the largest value to the format's largest may miss it by rounding: not an overflow.
 _SLACK = 1 + 2.0**-20
 
-Row = tuple[Key, tuple[str, ...]]  # a tensor, and the products it is an operand or the result of
+Row = tuple[Key, tuple[str, ...]]  # a tensor, and the matmuls it is an operand or the result of
 Measured = tuple[Key, tuple[str, ...], str]  # the same, and the recipe of a what-if ("": the layer's own)
 
 
 class Statistics:
-    """Adds up what a step's packs show of the operands and results that a `Selection` names."""
+    """Accumulates a step's statistics of the operands and results in a `Selection`."""
 
     def __init__(self, plan: Plan, selection: Selection, world: World):
         self.plan, self.selection, self.world = plan, selection, world
         self.step, self.empty = 0, False
-        # Due in this step, in the order of the sums; what is wanted of each.
+        # Due in this step, in the order of the sums: the statistics of each.
         self._rows: dict[Measured, tuple[str, ...]] = {}
 
     def begin_step(self, step: int) -> None:
@@ -68,29 +67,29 @@ class Statistics:
             self.begin_pack()
 
     def begin_pack(self, empty: bool = False) -> None:
-        """empty: of fillers alone, of which statistics take no notice."""
+        """empty: the pack holds fillers only and does not count."""
         self._seen: set[int] = set()
         self.empty = empty
 
-    def operand(self, layer: int, product: int, role: int, along: int, x: Tensor, cast: Tensor, quantized: Quantized):
+    def operand(self, layer: int, matmul: int, role: int, along: int, x: Tensor, cast: Tensor, quantized: Quantized):
         """x [R, C] of layer `layer`, from 0; `cast`, which is x or its transform, became `quantized` along `along`.
 
         Called again by a recomputed forward pass, it counts once.
         """
         tensor, recipe = OPERANDS[role], self.plan[layer]
-        if (number := self._new(layer, product, tensor, along, "")) is not None:
+        if (number := self._new(layer, matmul, tensor, along, "")) is not None:
             element = E2M1 if isinstance(recipe, NVFP4BlockScaling) else element_of(recipe, role)
             self._add(number, *measure(cast, quantized, element))
         for name, kind in RECIPES.items():
             for direction in (COLUMNS, ROWS):
-                if (number := self._new(layer, product, tensor, direction, name)) is not None:
+                if (number := self._new(layer, matmul, tensor, direction, name)) is not None:
                     other = kind(recipe.fp8_format)
                     would = quantize_operand(other, x, role, direction)
                     self._add(number, *measure(x, would, element_of(other, role)))
 
-    def result(self, layer: int, product: int, tensor: str, x: Tensor) -> None:
-        """x: the result (`output`, `dgrad` or `wgrad`) of a product."""
-        if (number := self._new(layer, product, tensor, COLUMNS, "")) is not None:
+    def result(self, layer: int, matmul: int, tensor: str, x: Tensor) -> None:
+        """x: the result (`output`, `dgrad` or `wgrad`) of a matmul."""
+        if (number := self._new(layer, matmul, tensor, COLUMNS, "")) is not None:
             self._add(number, *measure(x))
 
     def end_step(self) -> list[dict]:
@@ -117,11 +116,11 @@ class Statistics:
             return [(RESULTS[tensor],)]
         return [GEMMS[tensor]] if self._recipe(key, name).whole_tensor else [(gemm,) for gemm in GEMMS[tensor]]
 
-    def _new(self, layer: int, product: int, tensor: str, along: int, name: str) -> int | None:
-        """Where to add it, unless it is not wanted in this step or was seen before."""
+    def _new(self, layer: int, matmul: int, tensor: str, along: int, name: str) -> int | None:
+        """The row to add to; None if it is not due in this step, or was counted already."""
         if self.empty or not self._rows:
             return None
-        key = (layer + 1, tuple(MODULES)[product], tensor)
+        key = (layer + 1, tuple(MODULES)[matmul], tensor)
         gemms = self._gemms(key, name)
         number = self._numbers.get((key, gemms[0] if len(gemms) == 1 or along == COLUMNS else gemms[1], name))
         weight = tensor == "weight"
@@ -137,7 +136,7 @@ class Statistics:
 
 
 class QuantStats(Statistics):
-    """Of the products of an `Emulation`, which it watches at the steps that a `Selection` names."""
+    """Statistics of an `Emulation`, whose watcher it is in the steps of a `Selection`."""
 
     def __init__(self, emulation: Emulation, selection: Selection, world: World):
         super().__init__(emulation.plan, selection, world)
@@ -157,7 +156,7 @@ def measure(x: Tensor, quantized: Quantized | None = None, element: Element | No
     """(SUMS, TOPS) of x [R, C] as fp64, and of what it became in a format of `element`s.
 
     underflows: numbers that became zero; overflows: those beyond the largest of their block. Scales are the numbers
-    that stored ones are multiplied with, in blocks that hold anything but zeros.
+    that stored ones are multiplied with, in blocks that are not all zeros.
     """
     x = x.float()
     sizes = x.abs()
@@ -211,7 +210,7 @@ def statistics(of: dict[str, float]) -> dict[str, float]:
 
 
 def make_row(step: int, key: Key, gemms: tuple[str, ...], stats: dict[str, float], recipe, world: World) -> dict:
-    """An object of quant_stats.jsonl. What is not a number (a scale where all is zero, say) is null."""
+    """An object of quant_stats.jsonl. NaN and infinity (the scale of a tensor of zeros) are null."""
     layer, module, tensor = key
     ranks = world.size if tensor in ("gradient", "dgrad", "wgrad") else 1
     found = {stat: value / ranks ** _DEGREE.get(split_stat(stat)[1], 0) for stat, value in stats.items()}
@@ -220,7 +219,7 @@ def make_row(step: int, key: Key, gemms: tuple[str, ...], stats: dict[str, float
 
 
 def scalars(rows: list[dict]) -> dict:
-    """The rows of a step as one row for a tracker: quant_stats/<layer>.<module>.<tensor>.<products>/<statistic>."""
+    """The rows of a step as one row for a tracker: quant_stats/<layer>.<module>.<tensor>.<matmuls>/<statistic>."""
     flat = {"step": rows[0]["step"]}
     for row in rows:
         where = f"{row['layer']}.{row['module']}.{row['tensor']}.{'+'.join(row['gemms'])}"

@@ -1,8 +1,8 @@
 """The file of --quant_stats_file: which statistics of which tensors, in which layers and when.
 
 It has the structure of Transformer Engine's debug configuration: named sections, each with the layers it is about and,
-under `transformer_engine`, LogFp8TensorStats (or LogNvfp4TensorStats) and LogTensorStats. Unlike there, what cannot be
-honoured is an error.
+under `transformer_engine`, LogFp8TensorStats (or LogNvfp4TensorStats) and LogTensorStats. Unlike there, an option that
+cannot be honoured is an error.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from common.cli import UserError
 from common.precision.plan import BlockScaling, CurrentScaling, DelayedScaling, MXFP8BlockScaling
 
 OPERANDS = ("activation", "weight", "gradient")
-RESULTS = {"output": "fprop", "dgrad": "dgrad", "wgrad": "wgrad"}  # tensor: the product it is the result of
+RESULTS = {"output": "fprop", "dgrad": "dgrad", "wgrad": "wgrad"}  # tensor: the matmul it is the result of
 QUANTISED = ("underflows%", "overflows%", "scale_inv_min", "scale_inv_max", "mse")
 PLAIN = ("min", "max", "mean", "std", "l1_norm", "l2_norm", "cur_amax", "dynamic_range")
 # Before a statistic of `QUANTISED`: what that recipe makes, or would make of the tensor.

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 
 from common.cli import UserError
 from common.precision.plan import DelayedScaling, NVFP4BlockScaling, Plan, PrecisionFlags, Recipe
@@ -32,20 +31,6 @@ MODULES = {
 }
 
 _DELAYED = "fp8_delayed_scaling"  # of its own layers only: elsewhere there are no histories
-
-
-def check_stats_directory(flags: PrecisionFlags) -> None:
-    """UserError unless --quant_stats_dir can be made and written to. (The output directory's owner tries that.)"""
-    if flags.quant_stats_dir:
-        probe = Path(flags.quant_stats_dir) / f"{FILE}.probe"
-        try:
-            probe.parent.mkdir(parents=True, exist_ok=True)
-            probe.touch()
-            probe.unlink()
-        except OSError as error:
-            raise UserError(
-                f"--quant_stats_dir {flags.quant_stats_dir}: not writable ({error.strerror}): choose another directory"
-            ) from error
 
 
 DEFAULT_FREQ = 10
@@ -83,7 +68,7 @@ def select(flags: PrecisionFlags, plan: Plan) -> Selection:
 
 
 def _wanted(name: str, recipe: Recipe, sections: list[Section], said: str) -> Iterator[tuple[str, Wanted]]:
-    """(tensor, what) of a product in the format of `recipe`. UserError, after `said`, where that cannot be."""
+    """(tensor, what) of a matmul in the format of `recipe`. UserError, after `said`, where that cannot be."""
     # Either feature means the format that the layer has; of two sections, that with the layer's own counts.
     own, other = (FP4, FP8) if isinstance(recipe, NVFP4BlockScaling) else (FP8, FP4)
     mine = [section for section in sections if section.accepts(name)]

@@ -1,8 +1,8 @@
-"""--quant_stats where Transformer Engine quantises: its debug API (nvdlfw_inspect) shows what it has stored.
+"""--quant_stats of Transformer Engine's tensors, through its debug API (nvdlfw_inspect).
 
-Written against Transformer Engine 2.20 and nvdlfw_inspect 0.2.2. The API calls a feature of ours with every operand
-that is wanted, before and after the cast, and with the products' results; they are added up as those of the emulation
-are (extras.quant_stats.stats), so that a statistic means the same. Its own features would not do: there MXFP8's scales
+Written against Transformer Engine 2.20 and nvdlfw_inspect 0.2.2. The API calls our feature with every selected
+operand, before and after the cast, and with the matmuls' results; they are accumulated as the emulation's are
+(extras.quant_stats.stats), so that a statistic means the same. Its own features do not do: there MXFP8's scales
 are exponents, an all-zero block has a scale, the error along columns is that along rows, recomputed tensors count
 twice, and sharded weights, stored for one dimension at a time, end the run. It has to be started before the first
 layer is built.
@@ -22,14 +22,14 @@ from extras.quant_stats.stats import Statistics
 from extras.quant_stats.stats_file import OPERANDS, RESULTS
 from extras.quant_stats.stats_plan import MODULES, Selection
 
-# Its names of the products, which it matches the configuration against, and the number of the layer, from 0.
+# Transformer Engine's names of the matmuls, with the layer's number from 0.
 _NAMES = {
     "qkv": "encoder.layers.{}.self_attention.layernorm_linear_qkv",
     "proj": "encoder.layers.{}.self_attention.proj",
     "fc1": "encoder.layers.{}.layernorm_mlp.fc1",
     "fc2": "encoder.layers.{}.layernorm_mlp.fc2",
 }
-_BETWEEN_STEPS = -1  # a step at which nothing is due: evaluation shall not be counted
+_BETWEEN_STEPS = -1  # a step at which nothing is due: evaluations do not count
 _FEATURE = "AddedUp"
 _FC1, _FC2 = list(MODULES).index("fc1"), list(MODULES).index("fc2")
 
@@ -69,27 +69,27 @@ class TeStats(Statistics):
         super().begin_pack(empty)
         self._past_fc2: set[int] = set()  # layers whose backward pass is
 
-    def next_due(self, layer: int, product: int, tensor: str, step: int) -> int | None:
+    def next_due(self, layer: int, matmul: int, tensor: str, step: int) -> int | None:
         """The first step from `step` on at which something of it is due; None: never again."""
-        names = [name for name in MODULES if asked_as(name, tensor) == tuple(MODULES)[product]]
+        names = [name for name in MODULES if asked_as(name, tensor) == tuple(MODULES)[matmul]]
         wanted = [wanted for name in names for wanted in self.selection.get((layer + 1, name, tensor), ())]
         return min((due for w in wanted if (due := w.next_due(step)) is not None), default=None)
 
-    def inspect(self, layer: int, product: int, tensor: str, x, quantized) -> None:
+    def inspect(self, layer: int, matmul: int, tensor: str, x, quantized) -> None:
         """Of one tensor, before the cast, [..., C], and after it (of an operand), in Transformer Engine's storage."""
         from common.precision.te import stored
 
-        if (product, tensor) == (_FC1, "dgrad") and layer not in self._past_fc2:
+        if (matmul, tensor) == (_FC1, "dgrad") and layer not in self._past_fc2:
             self._past_fc2.add(layer)
-            product = _FC2
+            matmul = _FC2
         x = x.detach().flatten(0, -2)
         if tensor in RESULTS:
-            self.result(layer, product, tensor, x)
+            self.result(layer, matmul, tensor, x)
             return
         role = OPERANDS.index(tensor)
         for along in (COLUMNS,) if self.plan[layer].whole_tensor else (COLUMNS, ROWS):
             if (became := stored(quantized, along)) is not None:
-                self.operand(layer, product, role, along, x, transformed(self.plan[layer], x, role, along), became)
+                self.operand(layer, matmul, role, along, x, transformed(self.plan[layer], x, role, along), became)
 
 
 def _register(stats: TeStats) -> None:
@@ -102,7 +102,7 @@ def _register(stats: TeStats) -> None:
 
         @api_method
         def inspect_tensor_enabled(self, config: dict, layer_name: str, tensor_name: str, iteration: int):
-            now, later = (stats.next_due(*product_of(layer_name), tensor_name, iteration + more) for more in (0, 1))
+            now, later = (stats.next_due(*matmul_of(layer_name), tensor_name, iteration + more) for more in (0, 1))
             return iteration == now, later
 
         @api_method
@@ -119,7 +119,7 @@ def _register(stats: TeStats) -> None:
             quantizer=None,
             tp_size: int = 1,
         ) -> None:
-            stats.inspect(*product_of(layer_name), tensor_name, tensor, rowwise_quantized_tensor)
+            stats.inspect(*matmul_of(layer_name), tensor_name, tensor, rowwise_quantized_tensor)
 
     Registry.register_feature(namespace="transformer_engine")(AddedUp)
 
@@ -142,7 +142,7 @@ def configuration(selection: Selection) -> dict:
 
 
 def asked_as(module: str, tensor: str) -> str:
-    """The product by whose name it comes: in 2.20 fc2's gradient of its input comes as fc1's, before that."""
+    """The matmul by whose name it comes: in 2.20 fc2's gradient of its input comes as fc1's, before that."""
     return "fc1" if (module, tensor) == ("fc2", "dgrad") else module
 
 
@@ -151,7 +151,7 @@ def te_name(layer: int, module: str) -> str:
     return _NAMES[module].format(layer - 1)
 
 
-def product_of(name: str) -> tuple[int, int]:
-    """(layer, product), both from 0, of Transformer Engine's name."""
+def matmul_of(name: str) -> tuple[int, int]:
+    """(layer, matmul), both from 0, of Transformer Engine's name."""
     layer = int(name.split(".")[2])
     return layer, [pattern.format(layer) for pattern in _NAMES.values()].index(name)

@@ -1,4 +1,8 @@
-"""Stream `id,text` CSV files, plain or packed; every complaint names file and row."""
+"""Stream `id,text` CSV files, plain or compressed, with pyarrow's parser; every error names file and row.
+
+The header is read first, so that only the columns that are needed are parsed: pyarrow would infer types of the others,
+and fail in the middle of a file.
+"""
 
 from __future__ import annotations
 
@@ -17,41 +21,35 @@ import pyarrow.csv
 
 from common.cli import UserError, one_line
 from extras.sources.compression import (
+    HEAD_BYTES,
     LONGEST_PROTEIN,
-    LOOKED_AT,
     STRADDLING,
     SUFFIXES,
+    check_duplicates,
     check_file,
-    first_too_long,
-    open_unpacked,
-    refuse_twice,
+    detect_non_text,
+    find_too_long,
+    open_decompressed,
     too_long,
-    what_it_is,
 )
-from extras.sources.records import BadRecords, characters, texts
-from extras.sources.residues import clean
+from extras.sources.records import BadRecords, characters, clean, texts
 
-# The first line of a CSV file, read before a parser sees the file: only the columns that are needed are then parsed.
-#
-# A parser that is let loose on all of them infers their types, and fails in the middle of a file for a column that
-# nobody asked for.
-
-LONGEST = 1 << 20  # bytes of a header
+LONGEST_HEADER = 1 << 20  # bytes
 
 
 def read_header(file: BinaryIO, where: str, delimiter: str = ",") -> list[str]:
     """The names of the columns, as written; the file is left at the second line.
 
-    UserError for what is no line of text: another encoding, a binary file, nothing at all.
+    UserError for an empty or binary file, or another encoding.
     """
-    told = what_it_is(file.peek(LOOKED_AT)[:LOOKED_AT])
-    line = file.readline(LONGEST)
+    problem = detect_non_text(file.peek(HEAD_BYTES)[:HEAD_BYTES])
+    line = file.readline(LONGEST_HEADER)
     if not line:
         raise UserError(f"{where}: Empty CSV file")
-    if told or b"\0" in line:
-        raise UserError(f"{where}: row 0: not CSV: {told or 'a NUL byte in the header'}")
-    if len(line) == LONGEST:
-        raise UserError(f"{where}: row 0: the header has no end: this is no CSV file")
+    if problem or b"\0" in line:
+        raise UserError(f"{where}: row 0: not CSV: {problem or 'a NUL byte in the header'}")
+    if len(line) == LONGEST_HEADER:
+        raise UserError(f"{where}: row 0: the header has no end: not a CSV file")
     try:
         text = line.decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -63,75 +61,21 @@ def read_header(file: BinaryIO, where: str, delimiter: str = ",") -> list[str]:
 
 
 def column_named(names: list[str], wanted: tuple[str, ...]) -> str | None:
-    """The column among `names` that is called as the first of `wanted` that is there, in any case."""
+    """The name in `names` that matches the first of `wanted` that has a match; case is ignored."""
     lower = [name.strip().lower() for name in names]
     found = [names[lower.index(name)] for name in wanted if lower.count(name) == 1]
     return found[0] if found else None
 
 
-# CSV files of plain lines `id,text`, nothing quoted, as step 0 writes them: read without a CSV parser.
-
-BLOCK_BYTES = 1 << 20  # what is worked on stays in the processor's cache
 COLUMNS = ("id", "text")
 HEADER = b"id,text\n"
-
-
-class PlainRows:
-    """The rows up to the first block that holds anything but plain lines of two columns, or to the end of the file.
-
-    A plain block is cut at its commas and line ends, ten times as fast as a CSV parser reads it. `rest`, in the end:
-    what was read of the file and not given, from the beginning of a row.
-    """
-
-    def __init__(self, file: BinaryIO, where: str):
-        self.file, self.where, self.rest = file, where, b""
-
-    def __iter__(self) -> Iterator[pa.RecordBatch]:
-        while data := self.file.read(BLOCK_BYTES):
-            data = self.rest + data
-            cut = data.rfind(b"\n") + 1
-            batch = _cut(data[:cut], self.where)
-            if batch is None:
-                self.rest = data
-                return
-            self.rest = data[cut:]
-            yield batch
-        if self.rest and (batch := _cut(self.rest + b"\n", self.where)) is not None:
-            self.rest = b""
-            yield batch
-
-
-def _cut(data: bytes, where: str) -> pa.RecordBatch | None:
-    """The rows of whole lines, if each is `id,text` with some text, all ASCII, without quotes or carriage returns."""
-    raw = np.frombuffer(data, np.uint8)
-    commas, ends = np.flatnonzero(raw == ord(",")), np.flatnonzero(raw == ord("\n"))
-    if not len(ends) or len(commas) != len(ends) or b'"' in data or raw.max() >= 128:
-        return None
-    if np.count_nonzero(raw < ord(" ")) != len(ends):  # carriage returns and other control characters
-        return None
-    if not ((commas + 1 < ends).all() and (commas[1:] > ends[:-1]).all()):
-        return None
-    begins = np.append(0, ends[:-1] + 1)
-    like_header = np.flatnonzero((commas - begins == len("id")) & (ends - commas == len(",text")))
-    if any(data[begins[row] : ends[row] + 1].lower() == HEADER for row in like_header):  # files that were joined
-        return None
-    # One binary array over the block, four values a line (id, comma, text, line end), of which two are taken.
-    offsets = np.zeros(4 * len(ends) + 1, np.int32)
-    offsets[1::4], offsets[2::4], offsets[3::4], offsets[4::4] = commas, commas + 1, ends, ends + 1
-    pieces = pa.StringArray.from_buffers(4 * len(ends), pa.py_buffer(offsets), pa.py_buffer(data))
-    ids, text = (pieces.take(pa.array(np.arange(first, 4 * len(ends), 4))) for first in (0, 2))
-    if b" " in data or b"*\n" in data:
-        cleaned, offsets = clean(*characters(text), where)
-        if not np.diff(offsets).all():
-            return None
-        text = texts(cleaned, offsets, pa.string())
-    return pa.RecordBatch.from_arrays([ids, text], names=COLUMNS)
+BLOCK_BYTES = 1 << 20  # read at once to count lines: stays in the processor's cache
 
 
 def count_lines(path: Path) -> int | None:
     """Lines after the header of a file in which every line is a row; None where only a CSV parser can tell."""
     lines, last = 0, b"\n"
-    with open_unpacked(path) as file:
+    with open_decompressed(path) as file:
         if file.readline(len(HEADER) + 1) != HEADER:
             return None
         while block := file.read(BLOCK_BYTES):
@@ -147,17 +91,17 @@ def count_lines(path: Path) -> int | None:
 NOT_UTF8 = "\ufffd"
 PARSED_BYTES = LONGEST_PROTEIN  # of a block of the parser: a row must fit
 STRAY_QUOTE = (
-    "a text that goes on over a line end, after a quote that is not closed: mend or remove the quote (or, if texts "
-    "may hold line ends, give --line_ends_in_text to 1.tokenize_uniref_csv.py)"
+    "a text that continues after a line end, after a quote that is not closed: fix or remove the quote (or, if texts "
+    "may have line ends, give --line_ends_in_text to 1.tokenize_uniref_csv.py)"
 )
-SIDECAR = "rename the columns, or move the file away if it holds no proteins"
-REMEDY = "mend or remove the row, or give --on_bad_record skip"
+SIDECAR = "rename the columns, or move the file away if it has no proteins"
+REMEDY = "fix or remove the row, or give --on_bad_record skip"
 
 
 def csv_files(directory: Path) -> list[Path]:
-    """The *.csv files of a directory, packed ones too, x999 before x1000.
+    """The *.csv files of a directory, also compressed, x999 before x1000.
 
-    UserError if there are none, for what is no file, and for a file that is there plain and packed.
+    UserError if there are none, for a directory or pipe, and for a file that is there plain and compressed.
     """
     if not directory.is_dir():
         raise UserError(f"--input_dir {directory}: no such directory: run 0.download_data.py first")
@@ -167,14 +111,14 @@ def csv_files(directory: Path) -> list[Path]:
         raise UserError(f"--input_dir {directory}: no *.csv files in it: run 0.download_data.py first")
     for path in files:
         check_file(path, str(path))
-    refuse_twice(f"--input_dir {directory}", files)
+    check_duplicates(f"--input_dir {directory}", files)
     return sorted(files, key=lambda path: [int(p) if p.isdigit() else p for p in re.split(r"(\d+)", path.name)])
 
 
 def count_rows(
     path: Path, bad_records: BadRecords | None = None, line_ends: bool = False, max_record: int = LONGEST_PROTEIN
 ) -> int:
-    """Rows that `read_rows` will give: without `bad_records`, rows after the header (not yet looked into)."""
+    """Number of rows of `read_rows`; without `bad_records` rows are counted without checking them."""
     rows = count_lines(path) if bad_records is None else None
     if rows is None:
         rows = sum(batch.num_rows for batch in read_rows(path, bad_records, line_ends, max_record))
@@ -184,49 +128,21 @@ def count_rows(
 def read_rows(
     path: Path, bad_records: BadRecords | None = None, line_ends: bool = False, max_record: int = LONGEST_PROTEIN
 ) -> Iterator[pa.RecordBatch]:
-    """Record batches with `id` and `text`, both string; text is ASCII, clean (extras.sources.residues), not empty.
+    """Record batches with string columns `id` and `text`; text is ASCII, clean (extras.sources.records), not empty.
 
-    Memory is a few blocks. bad_records: called with the complaint about each row that is not so, or has more or fewer
-    columns than the header; such rows are left out (UserError without it). line_ends: texts in quotes may hold some,
-    which are taken out. Else one is a UserError whatever bad_records says: after a stray quote, all up to the next one
-    is one "text". max_record: bytes of a text; a longer one is a UserError, too.
+    bad_records: called with the error of each other row, or row of more or fewer columns than the header; such rows
+    are left out. Without it, UserError. line_ends: quoted texts may have line ends, which are removed. Without it, a
+    line end is always a UserError: after a stray quote, everything up to the next one is one text. max_record: maximum
+    bytes of a text; a longer one is always a UserError. Memory is a few blocks.
     """
-    with open_unpacked(path) as file:
-        begin = file.readline(len(HEADER) + 1)
-        plain = PlainRows(file, str(path))
-        rows = 0
-        if begin == HEADER:
-            for batch in plain:
-                if (row := first_too_long(batch.column("text"), max_record)) is not None:
-                    raise too_long(f"{path}: row {rows + row + 1}", max_record)
-                yield batch
-                rows += batch.num_rows
-        left = io.BufferedReader(_Joined(plain.rest if begin == HEADER else begin, file))
-        names = list(COLUMNS) if begin == HEADER else read_header(left, str(path))
-        left = io.BufferedReader(_Utf8(left))
-        yield from _parsed_rows(path, left, names, rows, bad_records, line_ends, max_record)
-
-
-class _Joined(io.RawIOBase):
-    """Bytes that were read of a file already, then the rest of it."""
-
-    def __init__(self, begin: bytes, rest: BinaryIO):
-        self.begin, self.rest = memoryview(begin), rest
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer) -> int:
-        if not self.begin:
-            return self.rest.readinto(buffer)
-        count = min(len(buffer), len(self.begin))
-        buffer[:count], self.begin = self.begin[:count], self.begin[count:]
-        return count
+    with open_decompressed(path) as file:
+        names = read_header(file, str(path))
+        yield from _parsed_rows(path, io.BufferedReader(_Utf8(file)), names, bad_records, line_ends, max_record)
 
 
 class _Utf8(io.RawIOBase):
-    """A file's bytes, with NOT_UTF8 in place of what is not UTF-8: of a row with such bytes, and of a wrong number of
-    columns, pyarrow only says that it cannot be decoded, and stops."""
+    """A file's bytes, with NOT_UTF8 in place of invalid UTF-8: pyarrow's error for a row with such bytes and a wrong
+    number of columns does not name the row."""
 
     def __init__(self, file: BinaryIO):
         self.file, self.ready = file, memoryview(b"")
@@ -250,28 +166,24 @@ class _Utf8(io.RawIOBase):
 
 
 def _parsed_rows(
-    path: Path,
-    file: BinaryIO,
-    names: list[str],
-    before: int,
-    bad_records: BadRecords | None,
-    line_ends: bool,
-    max_record: int,
+    path: Path, file: BinaryIO, names: list[str], bad_records: BadRecords | None, line_ends: bool, max_record: int
 ) -> Iterator[pa.RecordBatch]:
-    """The rows from where the file stands, by pyarrow's parser; `before` rows came before them. names: of columns."""
+    """The rows from where the file stands. names: of its columns."""
     misshapen: list[int] = []  # rows of a wrong number of columns, which the parser leaves out
-    parsed = before
-    for batch in _parse(path, file, names, before, misshapen, bad_records, line_ends, max_record):
+    parsed = 0
+    for batch in _parse(path, file, names, misshapen, bad_records, line_ends, max_record):
         rows = np.arange(parsed + 1, parsed + batch.num_rows + 1)
         rows += np.searchsorted(np.array(misshapen) - np.arange(len(misshapen)), rows, side="right")
         parsed += batch.num_rows
-        if not line_ends and (row := first_with_line_end(batch.columns)) is not None:
+        # A pass for minimum and maximum instead of one for each of the bytes that are complained about.
+        printable = [_is_printable(column) for column in batch.columns]
+        if not line_ends and not all(printable) and (row := first_with_line_end(batch.columns)) is not None:
             raise UserError(f"{path}: row {rows[row]}: {STRAY_QUOTE}")
-        if (row := first_too_long(batch.column("text"), max_record)) is not None:
+        if (row := find_too_long(batch.column("text"), max_record)) is not None:
             raise too_long(f"{path}: row {rows[row]}", max_record)
         text = texts(*clean(*characters(batch.column("text")), str(path)), pa.binary())
         batch = pa.RecordBatch.from_arrays([batch.column("id"), text], names=COLUMNS)
-        bad = _complaints(batch)
+        bad = _complaints(batch, *printable)
         for i, complaint in sorted(bad.items()):
             (bad_records or BadRecords())(UserError(f"{path}: row {rows[i]}: {complaint}: {REMEDY}"))
         if bad:
@@ -281,17 +193,23 @@ def _parsed_rows(
         yield pa.RecordBatch.from_arrays([column.cast(pa.string()) for column in batch.columns], names=COLUMNS)
 
 
+def _is_printable(column: pa.Array) -> bool:
+    """Whether all bytes of a binary array are printable ASCII, which few files are not."""
+    data, offsets = characters(column)
+    data = data[offsets[0] : offsets[-1]]
+    return not len(data) or (data.min() >= ord(" ") and data.max() < 127)
+
+
 def _parse(
     path: Path,
     file: BinaryIO,
     names: list[str],
-    before: int,
     misshapen: list[int],
     bad_records: BadRecords | None,
     line_ends: bool,
     max_record: int,
 ) -> Iterator[pa.RecordBatch]:
-    """`id` and `text` as binary; rows of a wrong number of columns are an error, or left out and noted."""
+    """`id` and `text` as binary. Rows of a wrong number of columns raise, or are noted in `misshapen`."""
     chosen = [column_named(names, (column,)) for column in COLUMNS]
     if None in chosen:
         raise UserError(f"{path}: row 0: the header is {','.join(names)[:80]!r}: expected id,text: {SIDECAR}")
@@ -300,22 +218,19 @@ def _parse(
     swallowed: list[int] = []
     given = 0
 
-    def number(counted: int) -> int:
-        return counted + before
-
     def leave_out(row) -> str:
         if "\n" in row.text and not line_ends:
-            swallowed.append(number(row.number))
+            swallowed.append(row.number)
             return "error"
-        misshapen.append(number(row.number))
+        misshapen.append(row.number)
         complaint = f"Expected {row.expected_columns} columns, got {row.actual_columns}"
         bad_records(UserError(f"{path}: row {misshapen[-1]}: {complaint}: {REMEDY}"))
         return "skip"
 
-    # Threads lose the row number of an error.
+    # With threads, errors do not name the row.
     block = PARSED_BYTES if max_record <= LONGEST_PROTEIN else max_record
     read = pa.csv.ReadOptions(block_size=block, use_threads=False, column_names=names)
-    # Binary: pyarrow's own complaint about bytes that are no UTF-8 does not say where they are.
+    # Binary: pyarrow's error for invalid UTF-8 does not name the row.
     convert = pa.csv.ConvertOptions(
         column_types=dict.fromkeys(chosen, pa.binary()), include_columns=chosen, strings_can_be_null=False
     )
@@ -332,16 +247,16 @@ def _parse(
         if swallowed:
             raise UserError(f"{path}: row {swallowed[0]}: {STRAY_QUOTE}") from None
         if STRADDLING in str(error):
-            raise too_long(f"{path}: after row {number(given + len(misshapen))}", block) from None
+            raise too_long(f"{path}: after row {given + len(misshapen)}", block) from None
         if "out of sync" in str(error):  # the quote that is not closed is in the block after those given
             raise UserError(f"{path}: {STRAY_QUOTE}") from None
         message = re.sub(r"^CSV parse error: |(?<=got \d): .*|(?<=got \d\d): .*", "", one_line(error))
-        message = re.sub(r"Row #(\d+)", lambda match: f"row {number(int(match[1]))}", message)
+        message = re.sub(r"Row #(\d+)", lambda match: f"row {match[1]}", message)
         raise UserError(f"{path}: {message[:200]}: {REMEDY}") from None
 
 
 def first_with_line_end(columns: Iterable[pa.Array]) -> int | None:
-    """The first row that has a line end in one of its values (binary or string), if any has."""
+    """The first row with a line end in one of its values (binary or string), if there is one."""
     found = []
     for column in columns:
         data, offsets = characters(column)
@@ -351,22 +266,23 @@ def first_with_line_end(columns: Iterable[pa.Array]) -> int | None:
     return min(found, default=None)
 
 
-def _complaints(batch: pa.RecordBatch) -> dict[int, str]:
-    """What is wrong with which row."""
-    damaged = [pa.compute.match_substring(column, NOT_UTF8) for column in batch.columns]
-    found = dict.fromkeys(np.flatnonzero(damaged[0]).tolist(), "the id is not UTF-8")
-    data, offsets = characters(batch.column("text"))
-    data, offsets = data[offsets[0] : offsets[-1]], offsets - offsets[0]
-    control = data < ord(" ")
-    if len(data) and (data.max() >= 128 or control.any()):
-        places = np.flatnonzero((data >= 128) | control)
+def _complaints(batch: pa.RecordBatch, id_printable: bool, text_printable: bool) -> dict[int, str]:
+    """The problem of each bad row. *_printable: `_is_printable` of the columns."""
+    found: dict[int, str] = {}
+    if not id_printable:
+        damaged = pa.compute.match_substring(batch.column("id"), NOT_UTF8)
+        found = dict.fromkeys(np.flatnonzero(damaged).tolist(), "the id is not UTF-8")
+    if not text_printable:
+        data, offsets = characters(batch.column("text"))
+        places = np.flatnonzero((data >= 128) | (data < ord(" ")))
         rows, first = np.unique(np.searchsorted(offsets, places, side="right") - 1, return_index=True)
         for row, place in zip(rows.tolist(), places[first], strict=True):
             kind = "non-ASCII" if data[place] >= 128 else "control"
             found[row] = f"{kind} byte 0x{data[place]:02x} in the text"
-    found |= dict.fromkeys(np.flatnonzero(damaged[1]).tolist(), "bytes in the text that are not UTF-8")
+        damaged = pa.compute.match_substring(batch.column("text"), NOT_UTF8)
+        found |= dict.fromkeys(np.flatnonzero(damaged).tolist(), "bytes in the text that are not UTF-8")
     lengths = [np.diff(characters(column)[1]) for column in batch.columns]
     for row in np.flatnonzero((lengths[0] == len(COLUMNS[0])) & (lengths[1] == len(COLUMNS[1]))).tolist():
         if all(batch.column(n)[row].as_py().lower() == name.encode() for n, name in enumerate(COLUMNS)):
             found[row] = "the header once more"
-    return found | dict.fromkeys(np.flatnonzero(np.diff(offsets) == 0).tolist(), "the text is empty")
+    return found | dict.fromkeys(np.flatnonzero(lengths[1] == 0).tolist(), "the text is empty")

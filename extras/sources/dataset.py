@@ -1,8 +1,8 @@
-"""Where `--dataset` finds proteins, or text: a local file, directory or glob, or a Hub dataset; and its splits.
+"""Find the files of a `--dataset` of proteins or text, a local file, directory or glob, or a Hub dataset; by split.
 
-Formats are told by the name: parquet, JSON lines, CSV, FASTA, plain text; all but parquet also packed. A file belongs
-to the split that its path names (train-00000-of-00004.parquet, validation/part.csv, test.jsonl.gz), and to `train`
-when it names none; of text, a data set's card may name configurations and splits (extras/sources/hub.py).
+The name of a file decides its format: parquet, JSON lines, CSV, FASTA or plain text, all but parquet also compressed.
+A file belongs to the split that its path names (train-00000-of-00004.parquet, validation/part.csv, test.jsonl.gz),
+else to `train`. The card of a text dataset may name configurations and splits (extras/sources/hub.py).
 """
 
 from __future__ import annotations
@@ -18,7 +18,13 @@ from pathlib import Path
 from common.cli import UserError
 from common.files.hashing import combined_hash
 from extras.earlier_identity import list_names
-from extras.sources.compression import LONGEST_DOCUMENT, LONGEST_PROTEIN, check_file, refuse_twice, unpacked_name
+from extras.sources.compression import (
+    LONGEST_DOCUMENT,
+    LONGEST_PROTEIN,
+    check_duplicates,
+    check_file,
+    strip_compression,
+)
 from extras.sources.hub import (
     CARD,
     HUB_NAME,
@@ -29,8 +35,6 @@ from extras.sources.hub import (
     uncached_advice,
     unreachable_advice,
 )
-
-# What the files of a `--dataset` hold, proteins or documents, and in which formats and columns.
 
 FORMATS = {
     "parquet": (".parquet", ".pq"),
@@ -43,8 +47,11 @@ FORMATS = {
 
 @dataclass(frozen=True)
 class Content:
-    """name: plural, for messages; kinds: of FORMATS; columns: one of which holds the texts; line_ends: whether a text
-    may go on over them; other_column: what to do where none of the columns is there; longest: bytes of a record."""
+    """What files contain: proteins or documents.
+
+    name: plural, for messages; kinds: keys of FORMATS; columns: possible names of the column of texts; line_ends:
+    whether a text may contain them; other_column: advice if no column has such a name; longest: bytes of a record.
+    """
 
     name: str
     kinds: tuple[str, ...]
@@ -55,17 +62,17 @@ class Content:
 
     @classmethod
     def from_json(cls, value: dict) -> Content:
-        """Of `dataclasses.asdict` in JSON."""
+        """From `dataclasses.asdict` after JSON."""
         return cls(**value | {name: tuple(value[name]) for name in ("kinds", "columns")})
 
     @property
     def suffixes(self) -> str:
-        """The names that its files may have, for messages."""
+        """Possible suffixes of its files, for messages."""
         return ", ".join(suffix for kind in self.kinds for suffix in FORMATS[kind])
 
     def format_of(self, path: str) -> str | None:
-        """The key of FORMATS that a file's name stands for; None for none of its own."""
-        name = unpacked_name(path.lower())
+        """The key of FORMATS for a file name; None if it is not one of `kinds`."""
+        name = strip_compression(path.lower())
         for kind in self.kinds:
             if name.endswith(FORMATS[kind]) and not (kind == "parquet" and name != path.lower()):
                 return kind
@@ -83,25 +90,25 @@ PROTEINS = Content(
 
 
 def proteins(longest: int = LONGEST_PROTEIN) -> Content:
-    """Proteins, in records of at most so many bytes."""
+    """Proteins, in records of at most `longest` bytes."""
     return replace(PROTEINS, longest=longest)
 
 
 def documents(column: str, longest: int = LONGEST_DOCUMENT) -> Content:
-    """Text, in a column of that name."""
+    """Text in the column `column`."""
     return Content(
         "documents",
         ("parquet", "json", "csv", "text"),
         (column,),
         line_ends=True,
-        other_column="say which one holds the documents: --text_column",
+        other_column="name the column of the documents: --text_column",
         longest=longest,
     )
 
 
 logger = logging.getLogger(__name__)
 
-LONGEST_CARD = 4 << 20  # characters: the front matter of most has some hundreds
+LONGEST_CARD = 4 << 20  # characters; most front matters have some hundreds
 SPLIT_WORDS = {
     "train": ("train", "training"),
     "validation": ("validation", "valid", "val", "dev", "eval"),
@@ -111,7 +118,7 @@ SPLIT_WORDS = {
 
 @dataclass(frozen=True)
 class File:
-    """One file: a local path, or an hf:// address whose revision is a commit, so that it can never change."""
+    """One file: a local path, or an hf:// address with a commit as revision, so that it cannot change."""
 
     path: str
     kind: str  # a key of extras.sources.dataset.FORMATS
@@ -127,8 +134,8 @@ class File:
 class Source:
     """The files of each split, in a fixed order.
 
-    revision: the Hub's commit, of files that are read in place; contents: hashes of the splits of local files, once
-    `with_contents` has them.
+    revision: the commit of Hub files that are read in place; contents: hashes of the splits of local files, set by
+    `with_contents`.
     """
 
     name: str
@@ -137,14 +144,14 @@ class Source:
     contents: dict[str, str] = field(default_factory=dict)
 
     def identity(self, split: str) -> str:
-        """A hash (hex) of what a split holds: equal for equal contents in the same order, whatever their names."""
+        """A hash (hex) of a split's contents in order, whatever the files' names."""
         files = self.splits.get(split, ())
         read_as = [(file.kind, file.content.columns) for file in files]
         held = self.contents[split] if self.revision is None else self._listing(split)
         return hashlib.sha256(repr([held, read_as]).encode()).hexdigest()
 
     def earlier_identity(self, *splits: str) -> str:
-        """Of one split, or of several, as earlier versions had it."""
+        """The identity of one or more splits in checkpoints of earlier versions."""
         listings = [self._listing(split) for split in splits]
         return hashlib.sha256(repr(listings if len(splits) > 1 else listings[0]).encode()).hexdigest()
 
@@ -152,7 +159,7 @@ class Source:
         return list_names(self.revision, ((file.path, file.size) for file in self.splits.get(split, ())))
 
     def to_json(self) -> dict:
-        """What `from_json` makes an equal one of, on another rank."""
+        """To send the source to another rank; `from_json` is the inverse."""
         return asdict(self)
 
     @classmethod
@@ -162,8 +169,8 @@ class Source:
 
 
 @dataclass(frozen=True)
-class Wanted:
-    """What of a source is wanted: given, how the user named it; train, the split that must be there (None: none)."""
+class Request:
+    """What to open. given: flag and name, for messages; train: the split that must exist (None: none)."""
 
     given: str
     content: Content = PROTEINS
@@ -172,7 +179,7 @@ class Wanted:
 
     @property
     def chooses(self) -> bool:
-        """Whether a card's configurations count. Proteins are all the files that are there."""
+        """Whether a card's configurations are used: not for proteins, of which all files are read."""
         return self.content.name != PROTEINS.name
 
 
@@ -186,21 +193,21 @@ def open_source(
 ) -> Source:
     """The source that a flag names. A Hub dataset is read in place with `streaming`, else downloaded first.
 
-    configuration: of text, which of the source's. UserError for what isn't there or is no file, and where no file is
-    of a known format, or none is of the split `train` (for --dataset).
+    configuration: of a text dataset. UserError for a missing file, for something else than a file, and if no file has
+    a known format or, for --dataset, belongs to the split `train`.
     """
     given = f"{flag} {name}"
-    wanted = Wanted(given, content, configuration, train if flag == "--dataset" else None)
+    request = Request(given, content, configuration, train if flag == "--dataset" else None)
     local = is_local(name)
     if not local and not HUB_NAME.fullmatch(name):
         raise UserError(f"{given}: neither a file, directory or glob, nor a Hub dataset (owner/name)")
-    source = _local(wanted, name) if local else _hub(wanted, name, streaming)
+    source = _local(request, name) if local else _hub(request, name, streaming)
     if not source.splits:
         raise UserError(
-            f"{given}: no files of {content.name} in it: expected {content.suffixes} (all but parquet also packed)"
+            f"{given}: no files of {content.name} in it: expected {content.suffixes} (all but parquet also compressed)"
         )
-    if wanted.train and wanted.train not in source.splits:
-        if wanted.train != "train":
+    if request.train and request.train not in source.splits:
+        if request.train != "train":
             raise UserError(f"{given}: no split {train}, only {', '.join(source.splits)}: see --train_split")
         raise UserError(
             f"{given}: no training files in it: by their names, these are held out: {held_out_files(source)}: give "
@@ -210,7 +217,7 @@ def open_source(
 
 
 def with_contents(source: Source, *splits: str) -> Source:
-    """The source with hashes of these splits, if they are local files: all of them are read, once."""
+    """The source with hashes of these splits, if they are local files, all of which are read once."""
     if source.revision is not None:
         return source
     paths = {split: [file.path for file in source.splits.get(split, ())] for split in splits}
@@ -218,7 +225,7 @@ def with_contents(source: Source, *splits: str) -> Source:
 
 
 def check_same_files(source: Source) -> None:
-    """UserError where a local file is not here, or of another size than where the source was found: on rank 0."""
+    """UserError for a local file that is missing on this node, or of another size than on rank 0's."""
     for file in (file for files in source.splits.values() for file in files if not file.path.startswith(REMOTE)):
         size = os.path.getsize(file.path) if os.path.isfile(file.path) else None
         if size != file.size:
@@ -230,13 +237,13 @@ def check_same_files(source: Source) -> None:
 
 
 def held_out_files(source: Source) -> str:
-    """The files of the splits that nobody trains on, a few of them by name."""
-    told = []
+    """The held-out splits and the first few of their files, for messages."""
+    described = []
     for split, files in source.splits.items():
         if split != "train":
             names = [os.path.basename(file.path) for file in files]
-            told.append(f"{split}: {', '.join(names[:3])}{' ...' if len(names) > 3 else ''}")
-    return "; ".join(told)
+            described.append(f"{split}: {', '.join(names[:3])}{' ...' if len(names) > 3 else ''}")
+    return "; ".join(described)
 
 
 def is_local(name: str) -> bool:
@@ -256,18 +263,18 @@ def split_of(path: str) -> str:
 
 
 def _file(path: str, name: str, size: int, content: Content) -> File | None:
-    """The file of that name if it holds what is wanted, as far as name and size tell."""
+    """The file if its name and size fit the content."""
     kind = content.format_of(name)
     if kind is None or (name.endswith(".json") and size < 1 << 16):
         return None  # dataset_infos.json and the like lie beside the data of many Hub datasets
     return File(path, kind, size, content)
 
 
-def _by_split(wanted: Wanted, files: list[tuple[str, File]], card: str = "") -> dict[str, tuple[File, ...]]:
+def _by_split(request: Request, files: list[tuple[str, File]], card: str = "") -> dict[str, tuple[File, ...]]:
     """(relative path, file) pairs to splits, in the order of the paths."""
     known, chosen = dict(sorted(files, key=lambda pair: pair[0])), None
-    if wanted.chooses and known:
-        chosen = choose_files(wanted.given, known, card, wanted.configuration, split_of)
+    if request.chooses and known:
+        chosen = choose_files(request.given, known, card, request.configuration, split_of)
     if chosen is not None:
         return {split: tuple(known[path] for path in paths) for split, paths in chosen.items()}
     splits: dict[str, list[File]] = {}
@@ -276,20 +283,20 @@ def _by_split(wanted: Wanted, files: list[tuple[str, File]], card: str = "") -> 
     return {split: tuple(members) for split, members in splits.items()}
 
 
-def _local(wanted: Wanted, name: str) -> Source:
-    path, given, content = Path(name).expanduser(), wanted.given, wanted.content
+def _local(request: Request, name: str) -> Source:
+    path, given, content = Path(name).expanduser(), request.given, request.content
     if name == "-" or (os.path.lexists(path) and not path.is_dir()):
         check_file(path, given)
         if (kind := content.format_of(path.name)) is None:
-            raise UserError(f"{given}: its name says no format: expected {content.suffixes}")
+            raise UserError(f"{given}: its name has no known suffix: expected {content.suffixes}")
         file = File(str(path), kind, path.stat().st_size, content)
-        return Source(name, {wanted.train or "train": (file,)})
+        return Source(name, {request.train or "train": (file,)})
     card = ""
     if path.is_dir():
         root, found = path, list(path.rglob("*"))
         if (path / "dataset_dict.json").exists() or (path / "state.json").exists():
             raise UserError(f"{given}: holds tokenised data already: give it as --dataset_dir")
-        if wanted.chooses and (path / CARD).is_file():
+        if request.chooses and (path / CARD).is_file():
             card = _read_card(path / CARD)
     else:
         found = [Path(p) for p in glob.glob(str(path), recursive=True)]
@@ -300,9 +307,9 @@ def _local(wanted: Wanted, name: str) -> Source:
     shown = {name: p for name, p in relative.items() if not any(part.startswith(".") for part in Path(name).parts)}
     for member in shown.values():
         check_file(member, f"{given}: {member}")
-    refuse_twice(given, list(shown.values()))
+    check_duplicates(given, list(shown.values()))
     files = [(name, _file(str(p), p.name, p.stat().st_size, content)) for name, p in shown.items()]
-    return Source(name, _by_split(wanted, _each_once([(name, file) for name, file in files if file]), card))
+    return Source(name, _by_split(request, _without_links([(name, file) for name, file in files if file]), card))
 
 
 def _read_card(path: Path) -> str:
@@ -310,39 +317,39 @@ def _read_card(path: Path) -> str:
         return file.read(LONGEST_CARD)
 
 
-def _each_once(files: list[tuple[str, File]]) -> list[tuple[str, File]]:
-    """Without those of a split that are links to others of it."""
+def _without_links(files: list[tuple[str, File]]) -> list[tuple[str, File]]:
+    """Without links to other files of the same split."""
     kept: dict[tuple, str] = {}
     for name, file in sorted(files, key=lambda pair: pair[0]):
         stat = os.stat(file.path)
         first = kept.setdefault((split_of(name), stat.st_dev, stat.st_ino), name)
         if first != name:
-            logger.warning("%s is %s once more (a link): it is read once", name, first)
+            logger.warning("%s is a link to %s: it is read once", name, first)
     return [(name, file) for name, file in files if name in kept.values()]
 
 
-def _hub(wanted: Wanted, name: str, streaming: bool) -> Source:
+def _hub(request: Request, name: str, streaming: bool) -> Source:
     from huggingface_hub import HfApi, hf_hub_download, snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError
 
-    given = wanted.given
+    given = request.given
     try:
-        if offline() or not (streaming or wanted.chooses):
+        if offline() or not (streaming or request.chooses):
             folder = snapshot_download(name, repo_type="dataset", local_files_only=offline())
-            return replace(_local(wanted, folder), name=name)
+            return replace(_local(request, folder), name=name)
         info = HfApi().dataset_info(name, files_metadata=True)
         members = {member.rfilename: member.size or 0 for member in info.siblings or ()}
         card = ""
-        if wanted.chooses and CARD in members:
+        if request.chooses and CARD in members:
             path = hf_hub_download(name, CARD, repo_type="dataset", revision=info.sha)
             card = _read_card(Path(path))
         addresses = ((path, f"{REMOTE}datasets/{name}@{info.sha}/{path}", size) for path, size in members.items())
-        files = [(path, _file(address, path, size, wanted.content)) for path, address, size in addresses]
-        source = Source(name, _by_split(wanted, [(path, file) for path, file in files if file], card), info.sha)
-        if not streaming:  # of its configurations, only this one
+        files = [(path, _file(address, path, size, request.content)) for path, address, size in addresses]
+        source = Source(name, _by_split(request, [(path, file) for path, file in files if file], card), info.sha)
+        if not streaming:  # download the files of this configuration only
             paths = [file.path.split("@", 1)[1].split("/", 1)[1] for of in source.splits.values() for file in of]
             asked = {"repo_type": "dataset", "revision": info.sha, "allow_patterns": [CARD, *paths]}
-            return replace(_local(wanted, snapshot_download(name, **asked)), name=name)
+            return replace(_local(request, snapshot_download(name, **asked)), name=name)
         return source
     except LocalEntryNotFoundError:
         raise UserError(f"{given}: {uncached_advice(name)}") from None

@@ -1,14 +1,14 @@
-"""The pages of a parquet column, looked at before Arrow unpacks them: what the file's footer says of sizes may lie.
+"""Check the page headers of a parquet column before Arrow decompresses it: sizes in the file's footer may be wrong.
 
 Each page begins with a header in Thrift's compact protocol
-(https://github.com/apache/parquet-format/blob/master/src/main/thrift/parquet.thrift, PageHeader) that has the size to
-which it unpacks: so many bytes are allocated for it. A dictionary page's values stand for any number of rows.
+(https://github.com/apache/parquet-format/blob/master/src/main/thrift/parquet.thrift, PageHeader) with its
+decompressed size, which Arrow allocates. A value of a dictionary page may stand for any number of rows.
 """
 
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import BinaryIO
 
 import pyarrow as pa
@@ -16,10 +16,10 @@ import pyarrow.parquet as pq
 
 from common.cli import UserError
 
-PAGE_BYTES = 64 << 20  # of a page that may pack as well as it can
-PACKED_BYTES = 512 << 20  # of one that packs as text does, say 1,024 books of half a megabyte
-MOST_PACKED = 100  # times: text packs 2 to 20 times
-ROWS_BYTES = 64 << 20  # of the rows that are read at once, if each were the longest
+PAGE_BYTES = 64 << 20  # limit for a page of any compression ratio
+PACKED_BYTES = 512 << 20  # limit for a page compressed as text is, say 1,024 books of half a megabyte
+MOST_PACKED = 100  # highest ratio of text, which usually has 2 to 20
+ROWS_BYTES = 64 << 20  # of the rows read at once, if each were the longest
 HEADER_BYTES = 1 << 16  # of a page's header: most have 30
 LONGEST_HEADER = 16 << 20  # with a column's minimum and maximum in it
 DATA, DATA_V2 = 0, 3  # PageType
@@ -37,8 +37,8 @@ def read_columns(
 ) -> Iterator[pa.RecordBatch]:
     """Columns of texts of a row group, at most so many rows at once. file: to seek in.
 
-    UserError, beginning with `where`, for a page that unpacks to more than records of up to `longest` bytes are a
-    reason for; ArrowInvalid for a damaged one.
+    UserError, beginning with `where`, for a page that decompresses to more than records of up to `longest` bytes
+    explain; ArrowInvalid for a damaged one.
     """
     chunks = [_column_chunk(metadata.row_group(group), column) for column in columns]
     rows = min([most_rows, *(_check_pages(file, where, chunk, longest) for chunk in chunks)])
@@ -46,8 +46,20 @@ def read_columns(
     yield from reader.iter_batches(rows, row_groups=[group], columns=columns, use_threads=False)
 
 
+def coalesce(arrays: Iterable[pa.Array], rows: int, size: int) -> Iterator[pa.Array]:
+    """Concatenate arrays to batches of at least `rows` rows or `size` bytes: neither many tiny nor few huge ones."""
+    held: list[pa.Array] = []
+    for array in arrays:
+        held.append(array)
+        if sum(map(len, held)) >= rows or sum(array.nbytes for array in held) >= size:
+            yield pa.chunked_array(held).combine_chunks() if len(held) > 1 else held[0]
+            held = []
+    if held:
+        yield pa.chunked_array(held).combine_chunks()
+
+
 def fetched(file: BinaryIO, group: pq.RowGroupMetaData, column: str, size: int) -> BinaryIO:
-    """A file of `size` bytes of which a column of a row group is read at once, for one request to a server."""
+    """A file of `size` bytes of which one column of a row group was read ahead, in one request to a server."""
     chunk = _column_chunk(group, column)
     begin = _begin(chunk)
     file.seek(begin)
@@ -55,7 +67,7 @@ def fetched(file: BinaryIO, group: pq.RowGroupMetaData, column: str, size: int) 
 
 
 class _Fetched(io.RawIOBase):
-    """Bytes of a file from `begin` on, at their places in it: what is around them is not there."""
+    """Part of a file, from byte `begin` on, at its original offset; the rest is missing."""
 
     def __init__(self, data: bytes, begin: int, size: int):
         self.data, self.begin, self.size, self.at = memoryview(data), begin, size, 0
@@ -108,8 +120,8 @@ def _check_pages(file: BinaryIO, where: str, chunk: pq.ColumnChunkMetaData, long
             raise _damaged()
         if unpacked > max(longest, PAGE_BYTES if unpacked > MOST_PACKED * packed else PACKED_BYTES):
             raise UserError(
-                f"{where}: a page of it unpacks from {packed:,} to {unpacked:,} bytes: write the file with smaller "
-                "pages, or leave it out"
+                f"{where}: a page of it decompresses from {packed:,} to {unpacked:,} bytes: write the file with "
+                "smaller pages, or leave it out"
             )
         # On average over a page, so that rows at once are at most those of three pages; of a dictionary, at worst.
         longest_value = max(longest_value, unpacked // max(count, 1))
@@ -148,7 +160,7 @@ class _Thrift:
         self.data, self.at = data, 0
 
     def struct(self) -> dict[int, int | dict | None]:
-        """{number: value} of the fields: integers and structures; None for what is only read over."""
+        """{number: value} of the fields: integers and structures; None for skipped types."""
         fields, number = {}, 0
         while head := self._byte():
             number = number + (head >> 4) if head >> 4 else self._integer()

@@ -1,8 +1,8 @@
-"""The one column of texts of a file, proteins or documents: parquet, JSON lines, CSV, TSV, FASTA or plain text.
+"""Read the one column of texts, proteins or documents, of a file: parquet, JSON lines, CSV, TSV, FASTA, plain text.
 
-All but parquet may be packed.
-
-No other column or field is looked at: it may have any type, another one in each row, or come late.
+All but parquet may be compressed. Other columns or fields are never parsed: they may have any type, another one in
+each row, or begin late. A unit, a file or a row group of parquet, is read from one end to the other; reading from the
+Hub is retried.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import io
 import json
 import re
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,33 +26,33 @@ import pyarrow.parquet as pq
 
 from common.cli import UserError, one_line
 from extras.sources.compression import (
-    LOOKED_AT,
+    HEAD_BYTES,
     STRADDLING,
     check_file,
-    first_too_long,
+    decompress_both,
+    detect_non_text,
+    find_too_long,
     open_both,
+    strip_compression,
     too_long,
-    unpacked_both,
-    unpacked_name,
-    what_it_is,
 )
 from extras.sources.csv_records import STRAY_QUOTE, column_named, first_with_line_end, read_header
 from extras.sources.dataset import File
 from extras.sources.fasta import read_fasta_lines
-from extras.sources.hub import REMOTE
-from extras.sources.parquet_pages import fetched, read_columns
-from extras.sources.records import columns
+from extras.sources.hub import FIRST_WAIT_S, REMOTE, Retries, brief
+from extras.sources.parquet_pages import coalesce, fetched, read_columns
+from extras.sources.records import characters, check_residues, clean, columns, count_unknown
 
-ROWS_AT_ONCE = 4096
 TEXTS = (pa.types.is_string, pa.types.is_binary, pa.types.is_large_string, pa.types.is_large_binary)
 TEXTS += (pa.types.is_string_view, pa.types.is_binary_view, pa.types.is_null)
+ROWS_AT_ONCE = 4096
 BLOCK_BYTES = 4 << 20
 BLANK_LINES = re.compile(rb"\n[ \t\r\n]*\n")
 
 
 @dataclass(frozen=True)
 class Unit:
-    """What is read from one end to the other."""
+    """A file, or one of its row groups."""
 
     file: File
     row_group: int | None = None  # None: the whole file
@@ -61,9 +62,9 @@ class Unit:
 
 
 def read_texts(unit: Unit, first_row: int) -> Iterator[pa.Array]:
-    """The texts as they stand there, string or binary, "" for a missing one; without the first `first_row` rows.
+    """The texts from row `first_row` on, unchanged, string or binary; "" for a missing one.
 
-    UserError for what is no text, and for a text that is too long; Arrow's errors for a damaged file.
+    UserError for a column of another type and for a text that is too long; Arrow's errors for a damaged file.
     """
     readers = {"parquet": _parquet, "json": _json, "csv": _csv, "fasta": _fasta, "text": _plain}
     longest, row = unit.file.content.longest, 0
@@ -75,14 +76,14 @@ def read_texts(unit: Unit, first_row: int) -> Iterator[pa.Array]:
             if isinstance(text, pa.ChunkedArray):
                 text = text.combine_chunks()
             text = _as_text(unit, text)
-            if (long := first_too_long(text, longest)) is not None:
+            if (long := find_too_long(text, longest)) is not None:
                 raise too_long(f"{unit}: row {row - len(text) + long + 1:,}", longest)
             yield (text.fill_null("") if text.null_count else text)[max(first, 0) :]
 
 
 @contextmanager
 def _naming_the_row(unit: Unit, row: Callable[[], int]) -> Iterator[None]:
-    """A row that is longer than a parser's block is a UserError. row: how many were read before."""
+    """Turn pyarrow's error for a row longer than a parser's block into a UserError. row: rows read so far."""
     try:
         yield
     except pa.ArrowInvalid as error:
@@ -92,8 +93,7 @@ def _naming_the_row(unit: Unit, row: Callable[[], int]) -> Iterator[None]:
 
 
 def column_of(file: File) -> str | None:
-    """The name of the column of texts, None for FASTA and plain text. UserError where there is none, or it cannot hold
-    texts."""
+    """The name of the column of texts; None for FASTA and plain text. UserError if there is none."""
     unit = Unit(file)
     if file.kind == "parquet":
         with _open(file) as handle:
@@ -113,15 +113,8 @@ def column_of(file: File) -> str | None:
         return _column(unit, _names_of_first_object(unit, stream))
 
 
-def row_counts(file: File) -> list[int]:
-    """Rows in each row group of a parquet file."""
-    with _open(file) as handle:
-        metadata = pq.read_metadata(handle)
-    return [metadata.row_group(group).num_rows for group in range(metadata.num_row_groups)]
-
-
 def _as_text(unit: Unit, text: pa.Array) -> pa.Array:
-    """A string or binary array of whatever Arrow keeps texts in; UserError for what is no text."""
+    """Cast any of Arrow's types of texts to string; UserError for other types."""
     if pa.types.is_string(text.type) or pa.types.is_binary(text.type):
         return text
     _check_text(unit, text.type)
@@ -147,25 +140,12 @@ def _parquet(unit: Unit) -> Iterator[pa.Array]:
             if unit.file.path.startswith(REMOTE):
                 file = fetched(handle, metadata.row_group(group), column, unit.file.size)
             batches = read_columns(file, where, metadata, group, [column], ROWS_AT_ONCE, unit.file.content.longest)
-            yield from _together(_as_text(unit, batch.column(0)) for batch in batches)
-
-
-def _together(arrays: Iterator[pa.Array]) -> Iterator[pa.Array]:
-    """So many rows at once that the short ones do not come singly, and the long ones do not add up."""
-    held: list[pa.Array] = []
-    for array in arrays:
-        held.append(array)
-        if sum(map(len, held)) >= ROWS_AT_ONCE or sum(each.nbytes for each in held) >= BLOCK_BYTES:
-            yield pa.chunked_array(held).combine_chunks() if len(held) > 1 else held[0]
-            held = []
-    if held:
-        yield pa.chunked_array(held).combine_chunks()
+            yield from coalesce((_as_text(unit, batch.column(0)) for batch in batches), ROWS_AT_ONCE, BLOCK_BYTES)
 
 
 def _json(unit: Unit) -> Iterator[pa.Array]:
     options = pa.json.ReadOptions(block_size=_block_bytes(unit), use_threads=False)
     column = column_of(unit.file)
-    # No other field is looked at: it may have any type, another one in each row, or come late.
     parse = pa.json.ParseOptions(
         explicit_schema=pa.schema([(column, pa.string())]), unexpected_field_behavior="ignore"
     )
@@ -178,8 +158,8 @@ def _json(unit: Unit) -> Iterator[pa.Array]:
 
 
 def _names_of_first_object(unit: Unit, stream: BinaryIO) -> list[str]:
-    if told := what_it_is(stream.peek(LOOKED_AT)[:LOOKED_AT]):
-        raise UserError(f"{unit}: not JSON lines: {told}")
+    if problem := detect_non_text(stream.peek(HEAD_BYTES)[:HEAD_BYTES]):
+        raise UserError(f"{unit}: not JSON lines: {problem}")
     line, number, longest = b"\n", 0, _block_bytes(unit)
     while line and not line.strip():
         line, number = stream.readline(longest + 1), number + 1
@@ -188,7 +168,7 @@ def _names_of_first_object(unit: Unit, stream: BinaryIO) -> list[str]:
     try:
         return [*json.loads(line).keys()]
     except (ValueError, AttributeError, RecursionError) as error:
-        raise pa.ArrowInvalid(f"its first line is no JSON object ({one_line(error)})") from None
+        raise pa.ArrowInvalid(f"its first line is not a JSON object ({one_line(error)})") from None
 
 
 def _csv(unit: Unit) -> Iterator[pa.Array]:
@@ -198,7 +178,7 @@ def _csv(unit: Unit) -> Iterator[pa.Array]:
     with open_stream(unit.file) as (_, stream):
         names = read_header(stream, str(unit), parse.delimiter)
         column = _column(unit, names)
-        # The one column, as text: others would be parsed as numbers or dates, until a row that is none ends the run.
+        # This column only, as text: pyarrow would infer types of the others, and fail at a later row of another type.
         convert = pa.csv.ConvertOptions(
             column_types={column: pa.string()}, include_columns=[column], strings_can_be_null=False
         )
@@ -217,11 +197,11 @@ def _csv(unit: Unit) -> Iterator[pa.Array]:
 
 
 def _delimiter(unit: Unit) -> str:
-    return "\t" if unpacked_name(unit.file.path.lower()).endswith(".tsv") else ","
+    return "\t" if strip_compression(unit.file.path.lower()).endswith(".tsv") else ","
 
 
 def _header_again(text: pa.Array, column: str) -> int | None:
-    """The first row that holds the column's name: files that were joined. In capitals, it may be a protein."""
+    """The first row that holds the column's name, as in concatenated files. In capitals, it may be a protein."""
     length = pa.compute.equal(pa.compute.binary_length(text), len(column.encode()))
     for row in np.flatnonzero(length).tolist():
         found = text[row].as_py()
@@ -236,7 +216,7 @@ def _fasta(unit: Unit) -> Iterator[pa.Array]:
 
 
 def _plain(unit: Unit) -> Iterator[pa.Array]:
-    """Documents parted by one or more empty lines."""
+    """Documents separated by one or more empty lines."""
     left, searched, number, longest = bytearray(), 0, 1, unit.file.content.longest
     with open_stream(unit.file) as (_, stream):
         _check_plain(unit, stream)
@@ -253,8 +233,8 @@ def _plain(unit: Unit) -> Iterator[pa.Array]:
             del left[:begin]
             if len(left) > longest:
                 raise UserError(
-                    f"{unit}: line {number}: no empty line in {longest:,} bytes: in plain text these part documents; "
-                    "with a document a line, make it JSON lines; or raise --max_record_length"
+                    f"{unit}: line {number}: no empty line in {longest:,} bytes: in plain text they separate "
+                    "documents; with a document a line, make it JSON lines; or raise --max_record_length"
                 )
             searched = len(left.rstrip(b" \t\r\n"))
     if left.strip():
@@ -266,8 +246,8 @@ def _documents(found: list[bytes]) -> pa.Array:
 
 
 def _check_plain(unit: Unit, stream: BinaryIO) -> None:
-    if told := what_it_is(stream.peek(LOOKED_AT)[:LOOKED_AT]):
-        raise UserError(f"{unit}: not plain text: {told}")
+    if problem := detect_non_text(stream.peek(HEAD_BYTES)[:HEAD_BYTES]):
+        raise UserError(f"{unit}: not plain text: {problem}")
 
 
 def _column(unit: Unit, names: list[str]) -> str:
@@ -279,12 +259,12 @@ def _column(unit: Unit, names: list[str]) -> str:
 
 
 def _block_bytes(unit: Unit) -> int:
-    """Of a parser, in which a row must fit."""
+    """Block size of a parser: a row must fit in it."""
     return max(BLOCK_BYTES, unit.file.content.longest)
 
 
 def _open(file: File):
-    """A binary file to seek in."""
+    """A seekable binary file."""
     if not file.path.startswith(REMOTE):
         return pa.memory_map(file.path)
     from huggingface_hub import HfFileSystem
@@ -294,18 +274,17 @@ def _open(file: File):
 
 @contextmanager
 def open_stream(file: File) -> Iterator[tuple[BinaryIO, BinaryIO]]:
-    """A file itself, and its bytes unpacked, as `extras.sources.compression.open_both`; the Hub's in place, as it
-    comes."""
+    """The raw file and its decompressed bytes, as compression.open_both; a Hub file is read in place."""
     if not file.path.startswith(REMOTE):
         with open_both(file.path) as both:
             yield both
         return
-    with _open(file) as raw, unpacked_both(io.BufferedReader(raw), file.path) as both:
+    with _open(file) as raw, decompress_both(io.BufferedReader(raw), file.path) as both:
         yield both
 
 
 def local_path(unit: Unit) -> str:
-    """A path to read FASTA from: the Hub's is fetched to the cache first."""
+    """A local path to read FASTA from: a Hub file is downloaded to the cache first."""
     path = unit.file.path
     if not path.startswith(REMOTE):
         return path
@@ -314,3 +293,107 @@ def local_path(unit: Unit) -> str:
     owner, rest, name = path.removeprefix(REMOTE + "datasets/").split("/", 2)
     repo, revision = rest.split("@")
     return hf_hub_download(f"{owner}/{repo}", name, repo_type="dataset", revision=revision)
+
+
+ROW_BITS = 40  # a record's number is unit << ROW_BITS | row
+
+
+def units_of(files: tuple[File, ...], wanted: int) -> list[Unit]:
+    """The units of some files: the files if there are at least `wanted`, else row groups of parquet files."""
+    if len(files) >= wanted:
+        return [Unit(file) for file in files]
+    units = []
+    for file in files:
+        groups = range(len(row_counts(file))) if file.kind == "parquet" else [None]
+        units += [Unit(file, group) for group in groups]
+    return units
+
+
+def row_counts(file: File) -> list[int]:
+    """Rows in each row group of a parquet file, with retries."""
+    retries = _retries(file)
+    while True:
+        try:
+            with _reporting(file.path), _open(file) as handle:
+                metadata = pq.read_metadata(handle)
+                return [metadata.row_group(group).num_rows for group in range(metadata.num_row_groups)]
+        except _Network as trouble:
+            retries.wait_after(trouble.error)
+
+
+def _retries(file: File, first_wait_s: float = FIRST_WAIT_S, what: str = "") -> Retries:
+    repo = "/".join(file.path.removeprefix(REMOTE).split("/")[1:3]).split("@")[0]
+    return Retries(what or file.path, repo, first_wait_s=first_wait_s)
+
+
+def check_columns(files: tuple[File, ...]) -> None:
+    """UserError for a local file without a column of texts, say a table beside the data. Only the beginning of each
+    is read; Hub files are not requested."""
+
+    def check(file: File) -> None:
+        with _reporting(file.path):
+            column_of(file)
+
+    with ThreadPoolExecutor(8) as pool:
+        for _ in pool.map(check, (file for file in files if not file.path.startswith(REMOTE))):
+            pass
+
+
+def read_rows(unit: Unit, first_row: int, wait_s: float = FIRST_WAIT_S) -> Iterator[pa.Array]:
+    """The rows of a unit from `first_row` on, in blocks, string or binary; a missing value is an empty row.
+
+    Network failures are retried with exponential backoff, resuming at the row that failed. UserError after ATTEMPTS
+    failures, and for files of another format than their names say.
+    """
+    row, retries = first_row, _retries(unit.file, wait_s, str(unit))
+    while True:
+        try:
+            with _reporting(str(unit)):
+                for text in read_texts(unit, row):
+                    yield text
+                    row, retries.failures = row + len(text), 0
+                return
+        except _Network as trouble:
+            retries.wait_after(trouble.error)
+
+
+def read_sequences(
+    unit: Unit, first_row: int, wait_s: float = FIRST_WAIT_S
+) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """`read_rows` of proteins, cleaned (extras.sources.records): characters uint8 [C] and row offsets [n + 1]."""
+    for text in read_rows(unit, first_row, wait_s):
+        data, offsets = clean(*characters(text), str(unit))
+        check_residues(str(unit), count_unknown(data), len(data))
+        yield data, offsets
+
+
+class _Network(Exception):
+    """A failure of the network, which a retry may mend. error: the original."""
+
+    def __init__(self, error: Exception):
+        super().__init__(str(error))
+        self.error = error
+
+
+@contextmanager
+def _reporting(what: str) -> Iterator[None]:
+    """Turn a damaged file into a UserError, and a failure that a retry may mend into a _Network."""
+    try:
+        yield
+    except (pa.ArrowInvalid, pa.ArrowTypeError, UnicodeDecodeError) as error:
+        raise UserError(f"{what}: cannot be read: {brief(error)}: repair the file or leave it out") from None
+    except (OSError, RuntimeError) as error:
+        if what.startswith(REMOTE):
+            raise _Network(error) from error
+        if not isinstance(error, OSError):
+            raise
+        reason = error.strerror or brief(error)  # of Arrow: a damaged file has no errno
+        raise UserError(f"{what}: cannot be read: {reason}: repair the file or leave it out") from None
+    except Exception as error:
+        if not what.startswith(REMOTE):
+            raise
+        from httpx import HTTPError
+
+        if isinstance(error, HTTPError):
+            raise _Network(error) from error
+        raise

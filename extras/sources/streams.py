@@ -1,9 +1,13 @@
-"""Proteins packed on the fly from files nobody prepared: S streams (`stream_order`), each exactly resumable.
+"""Pack proteins on the fly from files as they are: S streams, each exactly resumable.
 
-A stream takes its next few thousand proteins at
-a time, a window, or fewer where they are long, and shuffles, crops and packs it as a batch plan does. Only what the
-crops leave of a protein is held. Its position is (epoch, unit, row, packs taken of the window that begins there):
-nothing else need be kept to go on.
+The units of a source (files, or row groups) are assigned to the streams anew each epoch, by a hash of (seed, epoch,
+unit). With fewer units than streams, several streams share a unit and each takes every n-th row. So every record
+belongs to one stream, and streams do not communicate. Each step takes one pack of each of G streams. Streams of text
+(extras.text.streams) use the same assignment and order.
+
+A stream of proteins reads a window of a few thousand proteins, fewer if they are long, and shuffles, crops and packs
+it as a batch plan does. Only crops are kept in memory. Its position (epoch, unit, row, packs used of the window that
+begins there) is enough to resume.
 """
 
 from __future__ import annotations
@@ -19,33 +23,25 @@ import numpy as np
 from common.cli import UserError
 from common.data.crops import Pack, Window, crop, plan_window
 from common.distributed.world import Mesh
-from common.files.alphabet import encode_many
 from common.files.hashing import BLOCK_ORDER, derive_key, hash_counters
+from common.models.esm2.alphabet import encode_many
 from extras.sources.dataset import File
-from extras.sources.sequence_files import Unit
-from extras.sources.stream_reader import ROW_BITS, read_sequences, units_of
+from extras.sources.sequence_files import ROW_BITS, Unit, read_sequences, units_of
 
-# Files nobody prepared, dealt to S streams, of which each step takes one pack of each of G.
-#
-# The units of a source (files, or row groups) are dealt anew each epoch, by a hash of (seed, epoch, unit); where there
-# are fewer units than streams, several streams share one, each taking every n-th of its rows. So every record belongs
-# to one stream, and streams never speak to each other. What a stream makes of its records is its own affair: proteins
-# are in `streams`, text in extras.text.streams.
-
-LANES = (8, 4, 2, 1)
+WORKER_GROUPS = (8, 4, 2, 1)  # possible numbers of them; see StreamedOrder
 
 
-class Share(NamedTuple):
-    """The rows of a unit that are a stream's own: those whose number leaves `part` when divided by `parts`."""
+class UnitShare(NamedTuple):
+    """The rows of a unit that belong to a stream: row % parts == part."""
 
-    unit: int  # its place in Dealt.units
+    unit: int  # index in StreamAssignment.units
     part: int
     parts: int
 
 
 @dataclass(frozen=True)
-class Dealt(ABC):
-    """Which stream reads what."""
+class StreamAssignment(ABC):
+    """The units that each stream reads."""
 
     units: list[Unit]
     num_streams: int
@@ -53,98 +49,95 @@ class Dealt(ABC):
 
     @abstractmethod
     def stream(self, index: int, saved: Sequence[int] = ()) -> Iterator[tuple[Pack, np.ndarray, Sequence[int]]]:
-        """A stream from a saved position on, [] for the beginning: without end, packs, their tokens and the position
+        """An endless stream from a saved position on ([]: from the beginning): packs, their tokens and the position
         after each, plain numbers."""
 
-    def shares(self, stream: int, epoch: int) -> list[Share]:
-        """What a stream reads in an epoch, in order. The streams' shares of an epoch are all rows, each once."""
+    def shares(self, stream: int, epoch: int) -> list[UnitShare]:
+        """What a stream reads in an epoch, in order. All streams together read each row once."""
         keys = hash_counters(derive_key(self.seed, epoch, BLOCK_ORDER), np.arange(len(self.units)))
         order = np.argsort(keys, kind="stable").tolist()
         if len(order) >= self.num_streams:
-            return [Share(unit, 0, 1) for unit in order[stream :: self.num_streams]]
+            return [UnitShare(unit, 0, 1) for unit in order[stream :: self.num_streams]]
         part, place = divmod(stream, len(order))
-        return [Share(order[place], part, len(range(place, self.num_streams, len(order))))]
+        return [UnitShare(order[place], part, len(range(place, self.num_streams, len(order))))]
 
 
-def deal(files: tuple[File, ...], packs_per_step: int) -> tuple[list[Unit], int]:
-    """The units of some files, and how many streams read them for a global batch of G packs: as many lanes as there
-    are units for."""
-    units = units_of(files, wanted=LANES[0] * packs_per_step)
-    lanes = next(n for n in LANES if n * packs_per_step <= len(units) or n == 1)
-    return units, lanes * packs_per_step
+def assign_units(files: tuple[File, ...], packs_per_step: int) -> tuple[list[Unit], int]:
+    """The units of some files, and the number of streams for a global batch of G packs: G for each worker group, of
+    which there are as many as the units allow."""
+    units = units_of(files, wanted=WORKER_GROUPS[0] * packs_per_step)
+    groups = next(n for n in WORKER_GROUPS if n * packs_per_step <= len(units) or n == 1)
+    return units, groups * packs_per_step
 
 
 class StreamedOrder:
-    """Step k of a run takes one pack of each of G streams, those of lane k % lanes (a lane is G streams).
+    """Step k takes one pack of each of the G streams of worker group k % groups.
 
-    So which packs make a step depends on G alone; rank r takes every dp_size-th of them. A lane is read by one worker
-    only: lanes are there so that several workers can each have their own. A position names streams, as texts, and
-    where they stand; a rank's own names at least those it has read.
+    So the packs of a step depend on G alone; rank r takes every dp_size-th of them. A worker group is read by one
+    worker of each rank. A position maps stream numbers, as strings, to stream positions; a rank's own position has at
+    least the streams that it has read.
     """
 
-    def __init__(self, plan: Dealt, packs_per_step: int):
+    def __init__(self, plan: StreamAssignment, packs_per_step: int):
         assert plan.num_streams % packs_per_step == 0
         self.plan, self.packs_per_step = plan, packs_per_step
-        self.lanes = plan.num_streams // packs_per_step
+        self.groups = plan.num_streams // packs_per_step
 
     def check_position(self, position: dict[str, list[int]]) -> None:
         if position and max(map(int, position)) >= self.plan.num_streams:
             raise UserError(
-                f"the checkpoint stands in {max(map(int, position)) + 1} streams of the data, and there are "
-                f"{self.plan.num_streams} now: go on with the --packs_per_step and the files it was made with"
+                f"the checkpoint has positions in {max(map(int, position)) + 1} streams of the data, and there are "
+                f"{self.plan.num_streams} now: resume with the --packs_per_step and the files of the checkpoint"
             )
 
     def most_workers(self, wanted: int) -> int:
-        """A worker more would share a lane with another one."""
-        return max((n for n in LANES if n <= min(wanted, self.lanes)), default=0)
+        """Not more than there are worker groups."""
+        return max((n for n in WORKER_GROUPS if n <= min(wanted, self.groups)), default=0)
 
     def own(self, position: dict, mesh: Mesh) -> dict:
-        mine = range(mesh.dp_rank, self.packs_per_step, mesh.dp_size)
-        return {stream: at for stream, at in position.items() if int(stream) % self.packs_per_step in mine}
+        own = range(mesh.dp_rank, self.packs_per_step, mesh.dp_size)
+        return {stream: at for stream, at in position.items() if int(stream) % self.packs_per_step in own}
 
-    def steps(self, mesh: Mesh, position: dict, first: int, numbers: Iterable[int], mine: Callable[[int], bool]):
-        """As `common.data.loader.Order` has it."""
+    def steps(self, mesh: Mesh, position: dict, first: int, numbers: Iterable[int], is_mine: Callable[[int], bool]):
+        """As common.data.loader.Order."""
         streams: dict[int, Iterator] = {}
-        for step in (first + number for number in numbers if mine(number)):
-            lane = step % self.lanes * self.packs_per_step
+        for step in (first + number for number in numbers if is_mine(number)):
+            group = step % self.groups * self.packs_per_step
             taken, moved = [], {}
-            for number in range(lane + mesh.dp_rank, lane + self.packs_per_step, mesh.dp_size):
+            for number in range(group + mesh.dp_rank, group + self.packs_per_step, mesh.dp_size):
                 if number not in streams:
                     streams[number] = self.plan.stream(number, position.get(str(number), ()))
                 pack, ids, after = next(streams[number])
                 taken.append((pack, ids))
                 moved[str(number)] = list(after)
-            yield step, taken, moved, None  # streams go round at a pace of their own: the run counts records
-
-
-# What a stream has read: blocks of rows, of each protein its crop alone; and the window it takes packs of.
+            yield step, taken, moved, None  # streams end their epochs at different steps: the run counts records
 
 
 class Block(NamedTuple):
-    """Some rows of a unit, those of other streams left out."""
+    """A stream's rows of part of a unit."""
 
-    unit_index: int  # among the stream's units of the epoch
+    unit_index: int  # index among the stream's units of the epoch
     unit: int
     rows: np.ndarray  # int64 [n], row numbers in the unit
-    ids: np.ndarray  # uint8 [T], of each record its crop
+    ids: np.ndarray  # uint8 [T], the crops of the records
     offsets: np.ndarray  # int64 [n + 1], from 0
     lengths: np.ndarray  # int64 [n], of the whole records
     starts: np.ndarray  # int64 [n], of the crops
-    end: int  # the row to go on from
+    end: int  # the next row
 
     @classmethod
-    def encode(cls, index: int, share: Share, first: int, characters: np.ndarray, offsets: np.ndarray) -> Block:
+    def encode(cls, index: int, share: UnitShare, first: int, characters: np.ndarray, offsets: np.ndarray) -> Block:
         ids, offsets = encode_many(characters, offsets)
         rows = np.arange(first, first + len(offsets) - 1)
         if share.parts > 1:
-            mine, lengths = rows % share.parts == share.part, np.diff(offsets)
-            ids, rows = ids[np.repeat(mine, lengths)], rows[mine]
-            offsets = np.append(0, np.cumsum(lengths[mine]))
-        end = first + len(mine) if share.parts > 1 else first + len(rows)
+            own, lengths = rows % share.parts == share.part, np.diff(offsets)
+            ids, rows = ids[np.repeat(own, lengths)], rows[own]
+            offsets = np.append(0, np.cumsum(lengths[own]))
+        end = first + len(own) if share.parts > 1 else first + len(rows)
         return cls(index, share.unit, rows, ids, offsets, np.diff(offsets), np.zeros_like(rows), end)
 
     def cropped(self, seed: int, epoch: int, max_seq_length: int) -> Block:
-        """With no more of each record than its crop, which a window's plan will choose again."""
+        """Only the crops of the records: the same ones that the plan of the window will choose."""
         if not (self.lengths > max_seq_length).any():
             return self
         starts, crops = crop(self.records, self.lengths, seed, epoch, max_seq_length)
@@ -183,7 +176,7 @@ class Buffer:
     """A planned window and the tokens of its records."""
 
     def __init__(self, window: Window, records: np.ndarray, begins: np.ndarray, ids: np.ndarray, following):
-        """begins: where in `ids` each record would begin, int64 [n]; of a crop, only its own part is there."""
+        """begins: index in `ids` of each whole record's first token, int64 [n], of which `ids` has the crop only."""
         self.window, self.ids, self.following = window, ids, following
         self._begins, self._sorter = begins, np.argsort(records)
         self._records = records[self._sorter]
@@ -195,16 +188,16 @@ class Buffer:
         return np.concatenate(pieces or [self.ids[:0]])
 
 
-WINDOW_TOKENS = 1 << 20  # about: of a usual protein length; the window's last pack is badly filled
+WINDOW_TOKENS = 1 << 20  # for proteins of the usual length; large, since a window's last pack is badly filled
 USUAL_PROTEIN = 256
-LONG_PROTEIN = 2048  # tokens, after cropping: a window of the usual number of proteins holds no more than of these
+LONG_PROTEIN = 2048  # cropped tokens: a window has at most its number of records times this
 PACKS_PER_WINDOW = 128
 
 
 class StreamPosition(NamedTuple):
-    """Where a stream stands: `pack` packs are taken of the window that begins at `row` of its `unit`-th unit.
+    """`pack` packs are used of the window that begins at `row` of the stream's `unit`-th unit.
 
-    whole: that window ends after so many proteins, however long, as all did once.
+    whole: that window ends after a number of proteins, however long, as in checkpoints of earlier versions.
     """
 
     epoch: int = 0
@@ -215,12 +208,12 @@ class StreamPosition(NamedTuple):
 
     @classmethod
     def of(cls, saved: Sequence[int]) -> StreamPosition:
-        """As a checkpoint has it: [] at the beginning; four numbers from the time when windows were whole."""
+        """From a checkpoint: [] at the beginning; four numbers of an earlier version, where windows were whole."""
         return cls(*saved) if len(saved) != 4 else cls(*saved, whole=saved[3] > 0)
 
 
 @dataclass(frozen=True)
-class StreamPlan(Dealt):
+class StreamPlan(StreamAssignment):
     """Streams of proteins, and how they are packed; sizes as in BatchPlan."""
 
     max_seq_length: int
@@ -246,23 +239,23 @@ class Stream:
 
     def __init__(self, plan: StreamPlan, index: int, position: StreamPosition | None = None):
         self.plan, self.index, self.position = plan, index, position or StreamPosition()
-        self._buffer: Buffer | None = None  # of the window the position is in
-        self._blocks: Iterator[Block] | None = None  # what is left of the epoch after it
-        self._left: Block | None = None  # of the block that the window's end cut in two
+        self._buffer: Buffer | None = None  # the current window
+        self._blocks: Iterator[Block] | None = None  # the rest of the epoch after it
+        self._left: Block | None = None  # the rest of a block that the window's end split
 
     def __iter__(self) -> Stream:
         return self
 
     def __next__(self) -> tuple[Pack, np.ndarray, StreamPosition]:
-        barren_epochs = 0
+        empty_epochs = 0
         while self._buffer is None or self.position.pack >= len(self._buffer.window):
             if self._buffer is not None:
                 self.position = self._buffer.following
             self._buffer = self._next_window()
-            barren_epochs += self._buffer.following.epoch > self.position.epoch and not len(self._buffer.window)
-            if barren_epochs > 1:
+            empty_epochs += self._buffer.following.epoch > self.position.epoch and not len(self._buffer.window)
+            if empty_epochs > 1:
                 raise UserError(
-                    f"the data do not hold a protein for each of the {self.plan.num_streams} packs of a step: give "
+                    f"the data do not have a protein for each of the {self.plan.num_streams} packs of a step: give "
                     "more data, or fewer --packs_per_step (ranks x --gradient_accumulation_steps)"
                 )
         pack = self._buffer.window.pack(self.position.pack)
@@ -275,17 +268,17 @@ class Stream:
         if self._blocks is None:
             self._blocks, self._left = self._read(start.epoch, start.unit, start.row), None
         missing, taken, end = self.plan.window_records, [], None
-        room = math.inf if start.whole else self.plan.window_tokens
+        free = math.inf if start.whole else self.plan.window_tokens
         while missing and (block := self._left or next(self._blocks, None)):
-            count = min(missing, int(np.searchsorted(block.offsets[1:], room, side="right")))
+            count = min(missing, int(np.searchsorted(block.offsets[1:], free, side="right")))
             if missing == self.plan.window_records:
-                count = max(count, 1)  # even if that is longer than a window should be
+                count = max(count, 1)  # even if it alone is longer than a window
             if count == 0 and len(block.rows):
                 self._left = block
                 break
             now, self._left = block.split(count)
             taken.append(now)
-            missing, room = missing - len(now.rows), room - int(now.offsets[-1])
+            missing, free = missing - len(now.rows), free - int(now.offsets[-1])
             end = StreamPosition(start.epoch, now.unit_index, now.end)
             if self._left is not None:
                 break
@@ -298,11 +291,11 @@ class Stream:
         starts = np.concatenate([block.starts for block in taken] or [np.zeros(0, np.int64)])
         ids = np.concatenate([block.ids for block in taken] or [np.zeros(0, np.uint8)])
         plan = self.plan
-        # By the number of its first row: unique in the epoch, and known wherever one starts.
+        # The window's number is that of its first row: unique in the epoch, and known after a resume.
         number = int(records[0]) if len(records) else 0
         window = plan_window(
             records,
-            np.where(lengths > 2, lengths, 0),  # no protein is only <cls> and <eos>: an empty row
+            np.where(lengths > 2, lengths, 0),  # only <cls> and <eos>: an empty row
             plan.seed,
             start.epoch,
             number,
@@ -328,4 +321,4 @@ class Stream:
 
 def plan_streams(files: tuple[File, ...], packs_per_step: int, **packing) -> StreamPlan:
     """The streams of proteins for a global batch of G packs."""
-    return StreamPlan(*deal(files, packs_per_step), **packing)
+    return StreamPlan(*assign_units(files, packs_per_step), **packing)

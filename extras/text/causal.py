@@ -1,4 +1,11 @@
-"""From a pack of text and its tokens to a batch for a causal model: each token asks for the next one."""
+"""Causal language modelling on prepared text: the plan of contexts, and batches in which each token predicts the next.
+
+The plan is one global order of packs with random access. All documents of a split, end to end, are rotated by a hash
+of (seed, epoch) and cut into contexts of L tokens; a keyed bijection of (seed, epoch) permutes the contexts, and a
+pack is the next few of them. The remainder, less than a context, is dropped; because of the rotation it is other text
+in each epoch. Without `shuffle` (evaluation) nothing is rotated, permuted or dropped: the last context is shorter. The
+interface is that of `BatchPlan`, with one window an epoch.
+"""
 
 from __future__ import annotations
 
@@ -17,15 +24,6 @@ from common.files.hashing import RECORD_ORDER, ROTATION, Permutation, derive_key
 from extras.text.flags import TextFlags
 from extras.text.store import TextMemory, TextStore
 from extras.text.tokenizers import Pieces
-
-# The plan of contexts over prepared text: one global order of packs, in which any place is found at once.
-#
-# All documents of a split, end to end, are rotated by a hash of (seed, epoch) and cut into contexts of L tokens; a
-# keyed bijection of (seed, epoch) permutes the contexts, and a pack is the next few of them. What is left
-# after the last cut, less than a context, is left out of the epoch; rotated, it is other text in each. Without
-# `shuffle` (evaluation) nothing is rotated, permuted or left out: the last context is shorter.
-#
-# The interface is that of `packing.BatchPlan`, with one window an epoch.
 
 
 class ContextPlan:
@@ -99,7 +97,7 @@ class ContextPlan:
 
 @dataclass(frozen=True)
 class EpochOfText:
-    """One epoch of a plan, in the part of a window: its packs by their numbers. shift: the place it begins at."""
+    """The packs of one epoch, as a window of a BatchPlan. shift: of the rotation, in tokens."""
 
     plan: ContextPlan
     epoch: int
@@ -115,10 +113,10 @@ class EpochOfText:
         if plan.shuffle:
             contexts = Permutation(plan.num_contexts, derive_key(plan.seed, self.epoch, RECORD_ORDER))(contexts)
         pieces = [part for context in contexts.tolist() for part in self._pieces(context)]
-        return Pack(*Pieces.together(pieces), self.epoch)
+        return Pack(*Pieces.concat(pieces), self.epoch)
 
     def _pieces(self, context: int) -> Iterator[Pieces]:
-        """Those of one context, which may go over the end of the text to its beginning."""
+        """The pieces of one context, which may continue from the end of the text to its beginning."""
         total = self.plan.store.num_tokens
         begin = context * self.plan.context + self.shift
         end = begin + self.plan.context if self.plan.shuffle else min(begin + self.plan.context, total)
@@ -127,27 +125,30 @@ class EpochOfText:
                 yield self.plan.store.pieces(low % total, (high - 1) % total + 1)
 
 
-class CausalCollator:
-    """Contexts of at most `context` tokens end to end, with the boundaries of what attention runs on.
+FILLER = 1  # token id of a rank's slice that has no token; of no sequence, without a label
 
-    document_masks: those are the documents' pieces in the contexts (a pack's own pieces), else the contexts.
+
+class CausalCollator:
+    """Contexts of at most `context` tokens end to end, with the boundaries of attention (cu_seqlens).
+
+    document_masks: boundaries of the documents' pieces in the contexts, else of the contexts.
     """
 
     def __init__(self, context: int, document_masks: bool = False):
         self.context, self.document_masks = context, document_masks
 
-    def __call__(self, pack: Pack, ids: np.ndarray) -> Batch:
+    def __call__(self, pack: Pack, ids: np.ndarray, step: int | None = None) -> Batch:
         """The batch of a pack whose tokens are `ids` [T], of any integer type; see extras.text.data.
 
-        A pack without a token gives one token without a label, with all counts zero: every rank can run its forward
-        pass (sharded models need all of them to) and it adds nothing to any sum.
+        An empty pack gives one token without a label, and all counts zero: the rank can run its forward pass (sharded
+        models need all ranks to) and adds nothing to any sum.
         """
         tokens = len(ids)
         begins = np.arange(0, max(tokens, 1), self.context)
         counts = Counts(0, 0, 0, 0)
         if tokens and self.document_masks:
             ends = np.cumsum(pack.lengths)
-            begins = np.union1d(begins, ends[:-1])  # no piece of a pack goes beyond its context
+            begins = np.union1d(begins, ends[:-1])  # no piece of a pack crosses a context
         cu_seqlens = np.append(begins, max(tokens, 1)).astype(np.int32)
         lengths = np.diff(cu_seqlens).astype(np.int64)
         input_ids = np.zeros(max(tokens, 1), np.int64)
@@ -168,5 +169,5 @@ class CausalCollator:
 
 
 def causal_batches(flags: TextFlags, mesh: Mesh) -> Collator:
-    """What makes a rank's batches of text: whole packs, or its slices of them."""
-    return shared_batches(CausalCollator(flags.max_seq_length, flags.document_masks), flags, mesh)
+    """The collator of a rank for text: of whole packs, or of its slices of them."""
+    return shared_batches(CausalCollator(flags.max_seq_length, flags.document_masks), flags, mesh, FILLER)

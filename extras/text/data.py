@@ -1,13 +1,10 @@
-"""What a causal run reads: tokens that 1.tokenize_text.py prepared (`--dataset_dir`), or text as it is (`--dataset`).
+"""The data of a causal run: tokens that 1.tokenize_text.py wrote (`--dataset_dir`), or text as it is (`--dataset`).
 
-Documents are tokenised, each ended by the tokenizer's end-of-text token, laid end to end and cut into contexts of
-`max_seq_length` tokens; what a context has no room for begins the next one: no padding, nothing lost. A pack is
-`per_device_train_batch_size` contexts; a step takes G of them (`packs_per_step`), as in the batch plan for proteins.
+Documents are tokenised, each followed by the tokenizer's end-of-text token, concatenated and cut into contexts of
+`max_seq_length` tokens without padding. A pack is `per_device_train_batch_size` contexts; a step takes G packs
+(`packs_per_step`), as for proteins. The interface is common.data.training_data.TrainingData.
 
-The trainer asks as it asks common.data.training_data: identity, total_steps, finished, check_packs, order(G) (for a
-TrainLoader, with `extras.text.causal.causal_batches` as its collator), held_out(split), epochs, num_examples, end.
-
-How the task uses this, on all ranks together:
+How the task uses it, on all ranks:
 
     tokenizer = open_tokenizer(flags.tokenizer, world)           # extras.text.tokenizers
     check_vocabulary(tokenizer, config.vocab_size)               # extras.text.tokenizers: UserError
@@ -16,8 +13,8 @@ How the task uses this, on all ranks together:
     store = data.held_out("validation"); held_out_contexts(flags, store, causal_batches(flags, world.mesh), world)
     tokenizer.save(directory)                                    # opens with AutoTokenizer, beside an export
 
-A batch: input_ids int64 [T]; labels int64 [T], shifted already: labels[t] is token t + 1, -100 where nothing follows
-in the same sequence; cu_seqlens int32 [B + 1] (of contexts, with --document_masks of the documents' pieces in them);
+A batch: input_ids int64 [T]; labels int64 [T], already shifted: labels[t] is token t + 1, -100 at the end of a
+sequence; cu_seqlens int32 [B + 1] (of contexts, with --document_masks of the documents' pieces in them);
 max_seqlen int; and `Counts`: num_targets = labels that are not -100, num_tokens = T, sum_squared_lengths of the
 sequences that attention runs on, num_sequences = contexts, num_unknown = 0.
 """
@@ -31,11 +28,12 @@ from pathlib import Path
 from common.cli import UserError
 from common.data.collators import Collator
 from common.data.loader import Order, PlannedOrder, evaluation_batches
-from common.data.training_data import EVAL_SEED, FromPlan, FromStreams
+from common.data.training_data import EVAL_SEED, PlannedData
 from common.distributed.world import World
 from extras.sources.dataset import Source, check_same_files, documents, open_source, with_contents
 from extras.sources.hub import REMOTE
-from extras.sources.stream_reader import check_columns, count_records
+from extras.sources.sequence_files import check_columns
+from extras.sources.streamed_data import StreamedData, count_records
 from extras.sources.streams import StreamedOrder
 from extras.text.causal import ContextPlan
 from extras.text.flags import TextFlags
@@ -45,11 +43,11 @@ from extras.text.tokenizers import Tokenizer
 
 logger = logging.getLogger(__name__)
 
-SAMPLE_TOKENS = 1 << 18  # of the beginning of a source, from which the tokens of all of it are estimated
-COUNTED_BYTES = 32 << 20  # of a local source: the tokens of no more text than that are counted to the end
+SAMPLE_TOKENS = 1 << 18  # from the beginning of a source, to estimate the number of tokens
+COUNTED_BYTES = 32 << 20  # of a local source: the tokens of smaller ones are counted exactly
 
 
-class PreparedText(FromPlan):
+class PreparedText(PlannedData):
     """The splits of a --dataset_dir, in the order of a plan of contexts."""
 
     def __init__(self, flags: TextFlags, tokenizer: Tokenizer):
@@ -62,23 +60,21 @@ class PreparedText(FromPlan):
         self.end = None if flags.max_steps > 0 else self.plan.position_at(flags.num_train_epochs)
 
     def earlier_identity(self) -> dict:
-        """As in the checkpoints of earlier versions."""
         return {"dataset": self.store.earlier_fingerprint}
 
     def order(self, packs_per_step: int) -> Order:
-        """The packs of the run, so many a step."""
         return PlannedOrder(self.store, self.plan, packs_per_step, self.end)
 
     def held_out(self, split: str) -> TextStore | None:
-        """The store of --val_split; None where the data have none, and for any other split than "validation"."""
+        """The store of --val_split; None without one, and for other splits than "validation"."""
         name = self.flags.val_split
         if split != "validation" or not (Path(self.flags.dataset_dir) / name).is_dir():
             return None
         return open_text_split(self.flags.dataset_dir, name, self.tokenizer)
 
 
-class StreamedText(FromStreams):
-    """A source that nobody prepared, in the order of its streams. tokens: in an epoch, about."""
+class StreamedText(StreamedData):
+    """Text of a source, in the order of its streams. tokens: estimated number in an epoch."""
 
     def __init__(self, flags: TextFlags, source: Source, tokenizer: Tokenizer, tokens: float):
         super().__init__(flags)
@@ -90,11 +86,9 @@ class StreamedText(FromStreams):
         self._held_out: dict[str, TextMemory | None] = {}
 
     def epochs(self, sequences: int) -> float:
-        """Epochs that so many contexts, of all ranks and since the run began, make."""
         return sequences * self.flags.max_seq_length / self.tokens
 
     def earlier_identity(self) -> dict:
-        """As in the checkpoints of earlier versions."""
         return {"dataset": self.source.earlier_identity(self.flags.train_split)[:16]}
 
     def order(self, packs_per_step: int) -> Order:
@@ -125,9 +119,9 @@ TextData = PreparedText | StreamedText
 
 
 def open_text(flags: TextFlags, world: World, evaluates: bool, tokenizer: Tokenizer) -> TextData:
-    """The data of a run; all ranks call together. UserError if they cannot be trained, or evaluated, on.
+    """The data of a run; collective. UserError if they cannot be trained on or, with `evaluates`, evaluated on.
 
-    One rank finds the files of a --dataset for all: a Hub counts its requests.
+    One rank finds the files of a --dataset for all: the Hub limits the rate of requests.
     """
     source, tokens = None, 0.0
     with world.on_main_rank() as is_main:
@@ -147,7 +141,7 @@ def open_text(flags: TextFlags, world: World, evaluates: bool, tokenizer: Tokeni
 
 
 def _no_held_out(flags: TextFlags) -> str:
-    """What to do where there is no text to evaluate on."""
+    """The error for a run without text to evaluate on."""
     where = f"--dataset {flags.dataset}" if flags.dataset else f"--dataset_dir {flags.dataset_dir}"
     ways = "give --val_split, or drop --do_eval"
     if flags.dataset:
@@ -159,14 +153,14 @@ def _no_held_out(flags: TextFlags) -> str:
 
 
 def held_out_contexts(flags: TextFlags, store: TextStore | TextMemory, collator: Collator, world: World) -> Generator:
-    """This rank's batches of a held-out store: its first contexts, whatever the number of ranks."""
+    """This rank's batches of the first contexts of a held-out store, the same ones for any number of ranks."""
     size = (flags.max_seq_length, flags.per_device_eval_batch_size)
     plan = ContextPlan(store, EVAL_SEED, *size, shuffle=False, most_contexts=flags.held_out_contexts)
     return evaluation_batches(store, plan, collator, world.mesh, **flags.loading(world.device))
 
 
 def _packing(flags: TextFlags, tokenizer: Tokenizer) -> dict:
-    """What else than its text a position in the data belongs to."""
+    """The part of the identity that does not depend on the text."""
     return {
         "tokenizer": tokenizer.identity,
         "seed": flags.seed,
@@ -176,7 +170,7 @@ def _packing(flags: TextFlags, tokenizer: Tokenizer) -> dict:
 
 
 def _find(flags: TextFlags) -> Source:
-    """The files of --dataset. One of the wrong kind is found before anything is written."""
+    """The files of --dataset. A file of the wrong kind is an error before anything is written."""
     source = open_source(
         flags.dataset,
         flags.streaming,
@@ -190,24 +184,24 @@ def _find(flags: TextFlags) -> Source:
 
 
 def _estimate_tokens(files: tuple, tokenizer: Tokenizer) -> float:
-    """Tokens of some files. Exact for local ones of up to COUNTED_BYTES in all, unpacked; else their records, counted
-    or estimated, times the mean length of the first ones."""
+    """Tokens of some files. Exact for local files of up to COUNTED_BYTES in all, decompressed; else the number of
+    records times the mean length of the first ones."""
     sample = TextMemory.read(files, tokenizer, SAMPLE_TOKENS)
     if not len(sample):
         raise UserError(f"{files[0].path}: no document in the files to train on")
     if sample.num_tokens < SAMPLE_TOKENS:
-        return sample.num_tokens  # that was all
+        return sample.num_tokens  # all of them
     counted = _count_tokens(files, tokenizer)
     return count_records(files) * sample.num_tokens / len(sample) if counted is None else counted
 
 
 def _count_tokens(files: tuple, tokenizer: Tokenizer) -> int | None:
-    """Tokens of local files; None where they have more than COUNTED_BYTES, and of remote ones."""
+    """Tokens of local files; None for more than COUNTED_BYTES, and for remote files."""
     if any(file.path.startswith(REMOTE) for file in files) or sum(file.size for file in files) > COUNTED_BYTES:
         return None
     tokens = size = 0
     for texts, ids, _ in tokenize_files(files, tokenizer):
         tokens, size = tokens + len(ids), size + texts.nbytes
-        if size > COUNTED_BYTES:  # of packed files
+        if size > COUNTED_BYTES:  # of compressed files
             return None
     return tokens

@@ -1,7 +1,8 @@
-"""One split of text that 1.tokenize_text.py prepared: documents as token ids, each ended by the end-of-text token.
+"""Text as tokens: a split that 1.tokenize_text.py wrote (TextStore), or the first documents of files (TextMemory).
 
-A directory as `arrow_lists` has it, `list<uint16>` or `list<uint32>`; `tokens.json` beside the splits tells of which
-tokenizer. Where the n-th token of all documents end to end lies follows from a few bytes for each record batch.
+Documents are token ids, each followed by the end-of-text token. A split is a directory of Arrow files as in
+common.data.token_store, `list<uint16>` or `list<uint32>`; `tokens.json` beside the splits names the tokenizer. A few
+bytes for each record batch are enough to find the n-th token of all documents end to end.
 """
 
 from __future__ import annotations
@@ -17,16 +18,14 @@ from common.cli import UserError
 from common.data.token_store import ArrowLists, read_state, split_directory
 from extras import earlier_identity
 from extras.sources.dataset import File
-from extras.sources.stream_reader import read_rows, units_of
+from extras.sources.sequence_files import read_rows, units_of
 from extras.text.tokenizers import Pieces, Tokenizer, tokenize
-
-# The first documents of files that nobody prepared, as tokens in memory: the held-out text of a streamed source.
 
 DOCUMENTS_AT_ONCE = 64
 
 
 def tokenize_files(files: tuple[File, ...], tokenizer: Tokenizer) -> Iterator[tuple[pa.Array, np.ndarray, np.ndarray]]:
-    """The documents of some files, a few at a time, with what `tokenize` gives for them: ids and bounds."""
+    """The documents of some files, a few at a time, with their ids and bounds from `tokenize`."""
     for unit in units_of(files, wanted=1):
         for block in read_rows(unit, 0):
             for first in range(0, len(block), DOCUMENTS_AT_ONCE):
@@ -35,14 +34,17 @@ def tokenize_files(files: tuple[File, ...], tokenizer: Tokenizer) -> Iterator[tu
 
 
 class TextMemory:
-    """Documents with the interface of a TextStore: ids [T] end to end, bounds int64 [n + 1]."""
+    """Documents in memory, the held-out text of a streamed source, with the interface of a TextStore.
+
+    ids [T] end to end, bounds int64 [n + 1].
+    """
 
     def __init__(self, ids: np.ndarray, bounds: np.ndarray):
         self.ids, self.bounds = ids, bounds
 
     @classmethod
     def read(cls, files: tuple[File, ...], tokenizer: Tokenizer, max_tokens: int) -> TextMemory:
-        """The first documents of some files, until they have `max_tokens` tokens; what is beyond is left out."""
+        """The first `max_tokens` tokens of some files."""
         ids, lengths, missing = [], [], max_tokens
         for _, some, bounds in tokenize_files(files, tokenizer):
             ids.append(some[:missing])
@@ -76,19 +78,19 @@ class TextMemory:
         return np.concatenate(parts or [self.ids[:0]]), np.append(0, np.cumsum(lengths))
 
 
-STEP = "1.tokenize_text.py"  # which makes them
+STEP = "1.tokenize_text.py"  # the script that writes splits
 TOKENS = "tokens.json"
 
 
 class TextStore:
-    """Random access to the tokens of one split, by document or by place. Cheap to fork; pickles as its path."""
+    """Random access to the tokens of one split, by document or position. Cheap to fork; pickles as its path."""
 
     def __init__(self, path: str | Path):
         self.path = Path(path)
         state = read_state(self.path, STEP)
         self._lists = lists = ArrowLists(self.path, state)
         if lists.width or lists.dtype not in (np.uint16, np.uint32):
-            raise UserError(f"{self.path}: holds lists of {lists.dtype}, no tokens of text: tokenise with {STEP}")
+            raise UserError(f"{self.path}: holds lists of {lists.dtype}, not tokens of text: tokenise with {STEP}")
         if lists.num_rows == 0:
             raise UserError(f"{self.path}: the dataset is empty")
         self.fingerprint = str(state.get("_fingerprint"))
@@ -98,7 +100,7 @@ class TextStore:
 
     @property
     def earlier_fingerprint(self) -> str:
-        """As earlier versions made it."""
+        """The fingerprint in checkpoints of earlier versions."""
         return earlier_identity.fingerprint(self.path, len(self))
 
     def __reduce__(self):
@@ -108,7 +110,7 @@ class TextStore:
         return self._lists.num_rows
 
     def pieces(self, begin: int, end: int) -> Pieces:
-        """Of tokens [begin, end) of all documents end to end, 0 <= begin < end <= num_tokens."""
+        """The pieces of tokens [begin, end) of all documents end to end, 0 <= begin < end <= num_tokens."""
         first, last = np.searchsorted(self._chunk_token, (begin, end - 1), side="right") - 1
         found = []
         for chunk in range(int(first), int(last) + 1):
@@ -116,14 +118,14 @@ class TextStore:
             records = self._lists.chunk_start[chunk] + np.arange(len(bounds) - 1)
             within = max(begin - offset, 0), min(end - offset, int(bounds[-1]))
             found.append(Pieces.between(records, bounds, *within))
-        return Pieces.together(found)
+        return Pieces.concat(found)
 
     def gather(self, records: np.ndarray, starts: np.ndarray, lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Tokens [start, start + length) of each of n documents, end to end: ids uint16 or uint32, offsets [n + 1]."""
         return self._lists.gather(records, starts, lengths)
 
     def _bounds(self, chunk: int) -> np.ndarray:
-        """Where each document of a record batch begins, and the last one ends, from 0; int64 [rows + 1]."""
+        """Offsets of the documents of a record batch, from 0; int64 [rows + 1]."""
         lists = self._lists
         file, slot = lists.files[lists.chunk_file[chunk]], lists.offset_slot[chunk]
         rows = int(np.append(lists.chunk_start, lists.num_rows)[chunk + 1] - lists.chunk_start[chunk])
@@ -135,8 +137,8 @@ def open_text_split(dataset_dir: str | Path, split: str, tokenizer: Tokenizer) -
     """The store of one split of a directory that was tokenised with this tokenizer; UserError for any other."""
     directory = split_directory(dataset_dir, split, STEP)
     try:
-        told = json.loads((Path(dataset_dir) / TOKENS).read_text())
-        name, identity = told["tokenizer"], told["identity"]
+        described = json.loads((Path(dataset_dir) / TOKENS).read_text())
+        name, identity = described["tokenizer"], described["identity"]
     except (OSError, ValueError, KeyError):
         raise UserError(
             f"{dataset_dir}: no {TOKENS} in it, so it holds no text that {STEP} tokenised: of proteins, perhaps?"
@@ -150,7 +152,7 @@ def open_text_split(dataset_dir: str | Path, split: str, tokenizer: Tokenizer) -
 
 
 def describe_tokens(tokenizer: Tokenizer) -> dict:
-    """What `tokens.json` says."""
+    """The content of `tokens.json`."""
     return {
         "tokenizer": tokenizer.name,
         "identity": tokenizer.identity,

@@ -1,10 +1,10 @@
-"""Text packed on the fly from files nobody prepared: S streams (extras.sources.streams), each exactly resumable.
+"""Pack text on the fly from files as they are: S streams (extras.sources.streams), each exactly resumable.
 
-A stream reads its documents a window at a time: rows of one unit that follow each other, about a megabyte of text. It
-tokenises them, ends each with the end-of-text token, puts them into the order of a hash of (seed, epoch, record) and
-lays them end to end. Packs are cut from that, window after window and epoch after epoch: what is left of a window
-begins the next pack. Nothing is carried: a position is (epoch, unit, row, taken), where `taken` tokens are used of the
-window that begins at `row` of its `unit`-th unit, and a window is a function of where it begins.
+A stream reads a window of documents: successive rows of one unit, about a megabyte of text. It tokenises them, adds
+the end-of-text token to each, shuffles them by a hash of (seed, epoch, record) and concatenates them. Packs are cut
+from that, window after window and epoch after epoch; the rest of a window begins the next pack. A position is (epoch,
+unit, row, taken): `taken` tokens are used of the window that begins at `row` of the stream's `unit`-th unit. A window
+depends only on its position, so there is no other state.
 """
 
 from __future__ import annotations
@@ -21,9 +21,8 @@ from common.cli import UserError
 from common.data.crops import Pack
 from common.files.hashing import RECORD_ORDER, derive_key, hash_counters
 from extras.sources.dataset import File
-from extras.sources.sequence_files import Unit
-from extras.sources.stream_reader import ROW_BITS, read_rows
-from extras.sources.streams import Dealt, Share, deal
+from extras.sources.sequence_files import ROW_BITS, Unit, read_rows
+from extras.sources.streams import StreamAssignment, UnitShare, assign_units
 from extras.text.tokenizers import Pieces, Tokenizer, tokenize
 
 WINDOW_BYTES = 1 << 20  # of text: a window ends with the document that reaches it
@@ -31,7 +30,7 @@ WINDOW_DOCUMENTS = 8192  # or after so many
 
 
 class TextPosition(NamedTuple):
-    """Where a stream stands: `taken` tokens are used of the window that begins at `row` of its `unit`-th unit."""
+    """`taken` tokens are used of the window that begins at `row` of the stream's `unit`-th unit."""
 
     epoch: int = 0
     unit: int = 0
@@ -40,8 +39,8 @@ class TextPosition(NamedTuple):
 
 
 @dataclass(frozen=True)
-class TextStreams(Dealt):
-    """Streams of text; context: tokens of one, contexts_per_pack: of which a pack has so many."""
+class TextStreams(StreamAssignment):
+    """Streams of text. context: its number of tokens."""
 
     context: int
     contexts_per_pack: int
@@ -53,7 +52,7 @@ class TextStreams(Dealt):
 
 class _Window(NamedTuple):
     records: np.ndarray  # int64 [n]
-    bounds: np.ndarray  # int64 [n + 1], where in `ids` each document begins
+    bounds: np.ndarray  # int64 [n + 1], offsets of the documents in `ids`
     ids: np.ndarray
     following: TextPosition
 
@@ -63,8 +62,8 @@ class TextStream:
 
     def __init__(self, plan: TextStreams, index: int, position: TextPosition | None = None):
         self.plan, self.index, self.position = plan, index, position or TextPosition()
-        self._window: _Window | None = None  # that the position is in
-        self._coming: Iterator[_Window] | None = None  # what is left of the epoch after it
+        self._window: _Window | None = None  # the current window
+        self._next_windows: Iterator[_Window] | None = None  # the rest of the epoch after it
 
     def __iter__(self) -> TextStream:
         return self
@@ -84,29 +83,29 @@ class TextStream:
                 self.position = self.position._replace(taken=end)
             else:
                 self.position, self._window = window.following, None
-        pack = Pack(*Pieces.together(pieces).cut(self.plan.context), epoch)
+        pack = Pack(*Pieces.concat(pieces).cut(self.plan.context), epoch)
         return pack, np.concatenate(ids), self.position
 
     def _filled_window(self) -> _Window:
-        """The window of the position, which goes on to the next one that has a token, in this epoch or the next."""
+        """The current window; the position moves to the next window with a token, in this epoch or the next."""
         ended = 0  # epochs
         while self._window is None or not len(self._window.ids):
             if self._window is not None:
                 self.position = self._window.following
-            if self._coming is None:
-                self._coming = self._windows(self.position)
-            self._window = next(self._coming, None)
+            if self._next_windows is None:
+                self._next_windows = self._windows(self.position)
+            self._window = next(self._next_windows, None)
             if self._window is None:
-                self._coming, self.position, ended = None, TextPosition(self.position.epoch + 1), ended + 1
+                self._next_windows, self.position, ended = None, TextPosition(self.position.epoch + 1), ended + 1
             if ended > 1:
                 raise UserError(
-                    f"the data do not hold a document for each of the {self.plan.num_streams} packs of a step: give "
+                    f"the data do not have a document for each of the {self.plan.num_streams} packs of a step: give "
                     "more data, or fewer --packs_per_step (ranks x --gradient_accumulation_steps)"
                 )
         return self._window
 
     def _windows(self, start: TextPosition) -> Iterator[_Window]:
-        """What the stream reads in an epoch, from the window that begins at a position on."""
+        """The windows of the stream in an epoch, from a position on."""
         shares = self.plan.shares(self.index, start.epoch)
         for number in range(start.unit, len(shares)):
             share = shares[number]
@@ -122,18 +121,18 @@ class TextStream:
         return _Window(records[order], bounds, ids, following)
 
 
-def _document_windows(unit: Unit, share: Share, first_row: int) -> Iterator[tuple[np.ndarray, pa.Array]]:
+def _document_windows(unit: Unit, share: UnitShare, first_row: int) -> Iterator[tuple[np.ndarray, pa.Array]]:
     """The rows int64 [n] of a share from `first_row` on, and their texts, a window at a time. Windows do not depend on
     the blocks in which a file is read."""
     row = first_row
-    rows, texts, size = [], [], 0  # of the window that is being filled
+    rows, texts, size = [], [], 0  # of the current window
     for block in read_rows(unit, first_row):
         numbers = np.arange(row, row + len(block))
         row += len(block)
-        mine = np.flatnonzero(numbers % share.parts == share.part)
-        block, numbers = block.take(pa.array(mine)) if share.parts > 1 else block, numbers[mine]
+        own = np.flatnonzero(numbers % share.parts == share.part)
+        block, numbers = block.take(pa.array(own)) if share.parts > 1 else block, numbers[own]
         sizes = np.cumsum(pc.binary_length(block).to_numpy(zero_copy_only=False).astype(np.int64))
-        done, before = 0, 0  # of the block: rows and bytes that are in windows
+        done, before = 0, 0  # rows and bytes of the block that are in windows
         while done < len(numbers):
             reaching = int(np.searchsorted(sizes, WINDOW_BYTES - size + before)) + 1
             end = min(reaching, done + WINDOW_DOCUMENTS - sum(map(len, rows)), len(numbers))
@@ -149,4 +148,4 @@ def _document_windows(unit: Unit, share: Share, first_row: int) -> Iterator[tupl
 
 def plan_text_streams(files: tuple[File, ...], packs_per_step: int, **packing) -> TextStreams:
     """The streams of text for a global batch of G packs."""
-    return TextStreams(*deal(files, packs_per_step), **packing)
+    return TextStreams(*assign_units(files, packs_per_step), **packing)

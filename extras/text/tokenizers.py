@@ -1,4 +1,8 @@
-"""The tokenizer of a run, opened by all ranks together."""
+"""Tokenizers: the built-in byte-level one, and any that transformers' AutoTokenizer opens; and pieces of documents.
+
+A tokenizer's `identity` is a hash of everything that decides its ids. Token stores and checkpoints keep it, so that
+data of one tokenizer are never continued with another.
+"""
 
 from __future__ import annotations
 
@@ -14,13 +18,14 @@ import pyarrow as pa
 
 from common.cli import UserError, one_line
 from common.distributed.world import World
-from extras.sources.hub import HUB_NAME, Patience, offline, uncached_advice, unreachable_advice
-
-# Pieces of documents: what a run of tokens, cut from documents laid end to end, is made of.
+from extras.sources.hub import HUB_NAME, Retries, offline, uncached_advice, unreachable_advice
 
 
 class Pieces(NamedTuple):
-    """Tokens [starts[i], starts[i] + lengths[i]) of document records[i], in order; int64 [n] each, no length 0."""
+    """A range of tokens of concatenated documents, as pieces of documents.
+
+    Piece i is tokens [starts[i], starts[i] + lengths[i]) of document records[i]; int64 [n] each, no length 0.
+    """
 
     records: np.ndarray
     starts: np.ndarray
@@ -28,7 +33,7 @@ class Pieces(NamedTuple):
 
     @classmethod
     def between(cls, records: np.ndarray, bounds: np.ndarray, begin: int, end: int) -> Pieces:
-        """Of tokens [begin, end), where document records[i] (int64 [m]) has [bounds[i], bounds[i + 1]), in order."""
+        """The pieces of tokens [begin, end), where document records[i] (int64 [m]) has [bounds[i], bounds[i + 1])."""
         first = int(np.searchsorted(bounds, begin, side="right")) - 1
         last = int(np.searchsorted(bounds, end, side="left"))
         edges = np.clip(bounds[first : last + 1], begin, end)
@@ -36,8 +41,8 @@ class Pieces(NamedTuple):
         return found.filled()
 
     @classmethod
-    def together(cls, parts: list[Pieces]) -> Pieces:
-        """One after the other."""
+    def concat(cls, parts: list[Pieces]) -> Pieces:
+        """Concatenate."""
         nothing = np.zeros(0, np.int64)
         return (
             cls(*(np.concatenate([nothing, *arrays]) for arrays in zip(*parts, strict=True)))
@@ -46,11 +51,11 @@ class Pieces(NamedTuple):
         )
 
     def filled(self) -> Pieces:
-        """Without those that have no token."""
+        """Without empty pieces."""
         return self if self.lengths.all() else Pieces(*(array[self.lengths > 0] for array in self))
 
     def cut(self, context: int) -> Pieces:
-        """The same tokens, no piece of which goes over a multiple of `context`."""
+        """Split pieces at multiples of `context` tokens."""
         ends = np.cumsum(self.lengths)
         total = int(ends[-1]) if len(ends) else 0
         begins = np.union1d(ends - self.lengths, np.arange(0, total, context))
@@ -59,15 +64,10 @@ class Pieces(NamedTuple):
         return Pieces(self.records[piece], starts, np.diff(np.append(begins, total)))
 
 
-# Text to token ids: the built-in byte-level tokenizer, and whatever transformers' AutoTokenizer opens.
-#
-# A tokenizer is told by its `identity`, a hash of what decides its ids: token stores and checkpoints keep it, so that
-# nothing tokenised by one is continued with another.
-
 BYTES = "bytes"
-# Of a repository, what AutoTokenizer may need: no weights.
+# Files of a repository that AutoTokenizer may need: no weights.
 TOKENIZER_FILES = ("*token*", "vocab*", "merges.txt", "*.model", "*.model.v*", "*.tiktoken", "config.json")
-DECIDING = ("normalizer", "pre_tokenizer", "model", "added_tokens")  # parts of tokenizer.json
+IDENTITY_PARTS = ("normalizer", "pre_tokenizer", "model", "added_tokens")  # parts of tokenizer.json
 
 
 class Tokenizer(Protocol):
@@ -82,19 +82,19 @@ class Tokenizer(Protocol):
     def dtype(self) -> np.dtype: ...
 
     def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """The ids of each text, `dtype` [n], without any special token around them."""
+        """The ids of each text, `dtype` [n], without special tokens."""
 
     def save(self, directory: Path) -> None:
-        """The files from which AutoTokenizer opens it."""
+        """Write the files that AutoTokenizer reads."""
 
 
 def smallest_dtype(vocab_size: int) -> np.dtype:
-    """That token stores keep ids in: two bytes a token where they suffice."""
+    """The dtype of token stores: two bytes a token if possible."""
     return np.dtype(np.uint16 if vocab_size <= 1 << 16 else np.uint32)
 
 
 class ByteTokenizer:
-    """One token a byte of UTF-8, ids 0 to 255, then <bos>, <eos> and <pad>. Nothing to download, nothing unknown."""
+    """One token a byte of UTF-8, ids 0 to 255, then <bos>, <eos> and <pad>. No download, no unknown characters."""
 
     name = identity = BYTES
     SPECIAL = ("<bos>", "<eos>", "<pad>")
@@ -121,8 +121,8 @@ class ByteTokenizer:
 
 
 def _printable_bytes() -> list[str]:
-    """The character that byte-level BPE shows for each byte (Radford et al. 2019): itself if it can be seen, else the
-    next one from 256 on."""
+    """The character of each byte in byte-level BPE (Radford et al. 2019): itself if printable, else the next one from
+    256 on."""
     seen = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
     hidden = iter(range(256, 512))
     return [chr(byte if byte in seen else next(hidden)) for byte in range(256)]
@@ -132,7 +132,7 @@ class PretrainedTokenizer:
     """transformers' tokenizer of a directory. name: how the user called it."""
 
     def __init__(self, directory: Path, name: str):
-        # Workers and ranks share the processors; a pool of threads of its own would not survive their fork either.
+        # Workers and ranks share the cores, and a thread pool would not survive a fork.
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
         from transformers import AutoTokenizer
 
@@ -141,12 +141,12 @@ class PretrainedTokenizer:
             self._tokenizer = AutoTokenizer.from_pretrained(
                 str(directory), use_fast=True, local_files_only=True, trust_remote_code=False
             )
-        except Exception as error:  # of many kinds: of a file that is missing, torn, or asks for another package
-            raise UserError(f"{given}: no tokenizer that transformers can open ({one_line(error)[:200]})") from None
-        self._tokenizer.init_kwargs.pop("auto_map", None)  # names code; it would be saved again
+        except Exception as error:  # many types: a missing or damaged file, or another package that it needs
+            raise UserError(f"{given}: not a tokenizer that transformers can open ({one_line(error)[:200]})") from None
+        self._tokenizer.init_kwargs.pop("auto_map", None)  # names code, and would be saved again
         if self._tokenizer.eos_token_id is None:
             raise UserError(
-                f"{given}: it has no end-of-text token, which parts documents: set eos_token in its "
+                f"{given}: it has no end-of-text token, which separates documents: set eos_token in its "
                 "tokenizer_config.json"
             )
         self.name, self.eos_id = name, int(self._tokenizer.eos_token_id)
@@ -159,7 +159,7 @@ class PretrainedTokenizer:
         parts = [self.eos_id, sorted(vocabulary.items())]
         if self._fast is not None:
             whole = json.loads(self._fast.to_str())
-            parts += [whole.get(part) for part in DECIDING]
+            parts += [whole.get(part) for part in IDENTITY_PARTS]
         return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
 
     @property
@@ -178,10 +178,10 @@ class PretrainedTokenizer:
 
 
 def load_tokenizer(name: str, revision: str | None = None) -> tuple[Tokenizer, str | None]:
-    """The tokenizer of that name (`bytes`, a directory, a Hub name), and the commit of the Hub that it is of.
+    """The tokenizer called `name` (`bytes`, a directory, a Hub name), and its commit on the Hub.
 
-    revision: that commit, where another process has asked for it: what is in the local cache is then taken from there
-    without a request. UserError for what isn't there, cannot be opened, is gated, or has no end-of-text token.
+    revision: that commit, if another process has downloaded it: the local cache is then used without a request.
+    UserError for a tokenizer that is missing, damaged, gated, or without an end-of-text token.
     """
     if name == BYTES:
         return ByteTokenizer(), None
@@ -198,7 +198,7 @@ def load_tokenizer(name: str, revision: str | None = None) -> tuple[Tokenizer, s
 
 
 def check_vocabulary(tokenizer: Tokenizer, vocab_size: int) -> None:
-    """UserError where the tokenizer has ids that a model of so many embeddings does not have."""
+    """UserError if the tokenizer has ids outside the model's vocabulary."""
     if tokenizer.vocab_size > vocab_size:
         raise UserError(
             f"--tokenizer {tokenizer.name}: its {tokenizer.vocab_size:,} tokens do not fit into the model's "
@@ -207,7 +207,7 @@ def check_vocabulary(tokenizer: Tokenizer, vocab_size: int) -> None:
 
 
 def _fetch(name: str, revision: str | None) -> Path:
-    """The directory of the local cache that holds a repository's tokenizer."""
+    """The directory of a repository's tokenizer in the local cache."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import (
         GatedRepoError,
@@ -223,7 +223,7 @@ def _fetch(name: str, revision: str | None) -> Path:
             return Path(snapshot_download(name, local_files_only=True, **asked))
         except LocalEntryNotFoundError:
             pass  # a node with a cache of its own
-    patience = Patience(given, name, "tokenizer")
+    retries = Retries(given, name, "tokenizer")
     while True:
         try:
             return Path(snapshot_download(name, local_files_only=offline(), **asked))
@@ -238,18 +238,18 @@ def _fetch(name: str, revision: str | None) -> Path:
             ) from None
         except LocalEntryNotFoundError as error:
             if isinstance(cause := error.__cause__, HfHubHTTPError):
-                patience.wait_after(cause)
+                retries.wait_after(cause)
                 continue
             raise UserError(f"{given}: {uncached_advice(name, 'tokenizer')}") from None
         except HfHubHTTPError as error:
-            patience.wait_after(error)
+            retries.wait_after(error)
         except OSError as error:
             raise UserError(f"{given}: {unreachable_advice(name, error, 'tokenizer')}") from None
 
 
 def tokenize(tokenizer: Tokenizer, texts: pa.Array) -> tuple[np.ndarray, np.ndarray]:
-    """The ids of documents (string or binary), each ended by the end-of-text token, end to end: [T] of the tokenizer's
-    dtype; and where each begins, int64 [n + 1]. An empty document has no token, not even that one."""
+    """The ids of documents (string or binary), each followed by the end-of-text token, end to end: [T] of the
+    tokenizer's dtype; and their offsets int64 [n + 1]. Empty documents are skipped."""
     found = tokenizer.encode(texts.cast(pa.string()).to_pylist())
     end = np.array([tokenizer.eos_id], tokenizer.dtype)
     sizes = np.array([len(ids) + 1 if len(ids) else 0 for ids in found], np.int64)
@@ -258,9 +258,9 @@ def tokenize(tokenizer: Tokenizer, texts: pa.Array) -> tuple[np.ndarray, np.ndar
 
 
 def open_tokenizer(name: str, world: World) -> Tokenizer:
-    """The tokenizer of that name (see `load_tokenizer`), the same on every rank; all of them call together.
+    """The tokenizer called `name` (see `load_tokenizer`), the same on every rank; collective.
 
-    One rank asks the Hub, which counts its requests; the others open the commit that it found.
+    One rank asks the Hub, which limits the rate of requests; the others open the same commit.
     """
     found, revision = None, None
     with world.on_main_rank() as is_main:

@@ -21,7 +21,7 @@ from tests.training_fixtures import ROOT
 from tests.warm_python import python
 
 
-def test_the_peer_gets_the_same_proteins_in_no_more_positions():
+def test_peer_gets_the_same_proteins():
     for pack, padded in zip(batches_for("torch", 4096, 2), batches_for("peer", 4096, 2), strict=True):
         assert 4094 <= pack["num_tokens"] <= 4096
         assert pack["max_seqlen"] <= 1024
@@ -32,7 +32,7 @@ def test_the_peer_gets_the_same_proteins_in_no_more_positions():
         assert padded["input_ids"].shape[1] * (len(kept) + 1) > 4096 * 0.5  # and not needlessly few
 
 
-def test_rows_that_fail_leave_the_others(tmp_path, monkeypatch, capsys):
+def test_failed_row_keeps_the_others(tmp_path, monkeypatch, capsys):
     out = tmp_path / "table.md"
     flags = ["--device=cpu", "--sizes=tiny", "--modes=te,torch,peer", "--tokens=256", "--steps=1", "--warmup=1"]
     monkeypatch.setattr("sys.argv", ["gpu_throughput", *flags, f"--output={out}"])
@@ -46,7 +46,7 @@ def test_rows_that_fail_leave_the_others(tmp_path, monkeypatch, capsys):
     assert "1.00 x" in out.read_text()
 
 
-def test_a_row_that_hangs_or_kills_its_process_costs_itself_only():
+def test_hanging_or_killed_row_keeps_the_others():
     modes = ["peer", "te", "te-fp8", "torch-compiled", "torch", "te-fp8-params"]
     found = list(rows_of([("tiny", mode) for mode in modes], SimpleNamespace(row_seconds=15, minutes=10), misbehave))
     assert [row["mode"] for row in found] == modes
@@ -56,14 +56,14 @@ def test_a_row_that_hangs_or_kills_its_process_costs_itself_only():
     assert len(set(processes)) == 4
 
 
-def test_all_ends_when_the_minutes_are_over():
+def test_session_ends_at_its_time_limit():
     started = time.monotonic()
     found = list(rows_of([("tiny", "te")] * 3, SimpleNamespace(row_seconds=15, minutes=0.05), misbehave))
     assert len(found) == 1
     assert time.monotonic() - started < 20
 
 
-def test_agreement_is_measured_between_equal_weights():
+def test_agreement_uses_equal_weights():
     args = gpu_agreement.Arguments(device="cpu", size="tiny", tokens=512)
     emulated = in_fp8("current")[1]
     pairs = [(TORCH, PEER), (TORCH_BF16, TORCH), emulated, (TE_BF16, TORCH_BF16)]
@@ -75,7 +75,7 @@ def test_agreement_is_measured_between_equal_weights():
     assert "Transformer Engine" in te or "GPU" in te
 
 
-def test_a_session_without_a_gpu_says_so_twice_and_fails(tmp_path):
+def test_session_without_a_gpu_fails(tmp_path):
     command = [ROOT / "tests/gpu/session.sh", tmp_path / "out"]
     environment = os.environ | {"PYTHON": python(), "CUDA_VISIBLE_DEVICES": ""}
     done = run(command, env=environment)

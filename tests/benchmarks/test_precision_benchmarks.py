@@ -34,7 +34,7 @@ def another_seed(run: Path, copy: Path) -> None:
     (copy / "eval_results.json").write_text(json.dumps(results))
 
 
-def test_convergence_is_measured_in_pieces_and_against_the_same_seed(dataset, tmp_path):
+def test_convergence_resumes_and_compares_by_seed(dataset, tmp_path):
     out = tmp_path / "out"
     flags = ["--dataset_dir", dataset, "--output_dir", out, "--config_overrides", TINY_OVERRIDES, "--steps", 4]
     flags += ["--evaluations", 2, "--tokens_per_pack", 512, "--max_seq_length", 128, "--max_eval_samples", 10]
@@ -75,7 +75,7 @@ def test_convergence_is_measured_in_pieces_and_against_the_same_seed(dataset, tm
     assert (out / "convergence.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_convergence_of_a_format_that_does_not_exist(tmp_path):
+def test_convergence_refuses_an_unknown_format(tmp_path):
     said = benchmark("precision_convergence", "--dataset_dir", tmp_path, "--output_dir", tmp_path, "--formats", "FP2")
     assert said.returncode == 2
     assert said.stderr.startswith("error: --formats FP2: choose of BF16,FP8 delayed,MXFP8,NVFP4 half,NVFP4 all,FP32")
@@ -106,7 +106,7 @@ def test_cost_of_emulation_and_of_statistics(tmp_path):
     assert all(cell.endswith("%") for cell in added[1:])
 
 
-def test_floor_is_the_distance_of_runs_from_perturbed_weights(dataset, tmp_path):
+def test_floor_is_the_difference_of_perturbed_runs(dataset, tmp_path):
     flags = {"max_steps": 6, "fp8": True, "emulate_precision": True, "seed": 3}
     train(dataset, tmp_path / "run", stop_at_step=2, **flags)
     own = ["--steps", 2, "--perturbations", 1, "--relative", 1e-3, "--report", tmp_path / "floor.md"]

@@ -14,14 +14,14 @@ TEXT = PAGE.read_text()
 ROWS = {row.split(" | ")[0]: row.split(" | ") for row in re.findall(r"^\| (\d+M .*|\d+B .*) \|$", TEXT, re.M)}
 
 
-def test_there_is_a_row_and_a_command_for_each_published_size():
+def test_page_has_a_row_and_a_command_per_size():
     assert [plan.name for plan in PLANS] == list(ESM2_SIZES)
     assert list(ROWS) == [plan.size for plan in PLANS]
     assert all(plan.command in TEXT for plan in PLANS)
 
 
 @pytest.mark.parametrize("plan", PLANS, ids=lambda plan: plan.size)
-def test_a_step_has_as_many_tokens_as_the_papers(plan):
+def test_plans_have_the_tokens_of_the_paper(plan):
     args = parsed(plan.script, plan.gpus, plan.command.partition(".py ")[2].split())
     tokens = plan.gpus * args.gradient_accumulation_steps * args.pack_tokens
     assert tokens == plan.step_tokens == int(ROWS[plan.size][5].replace(",", ""))
@@ -31,13 +31,13 @@ def test_a_step_has_as_many_tokens_as_the_papers(plan):
     assert float(ROWS[plan.size][7]) <= 75
 
 
-def test_memory_and_disk_are_what_the_code_says():
+def test_page_has_the_memory_and_disk_of_the_code():
     (smallest, *_) = PLANS
     assert ROWS["8M"][7] == f"{memory(smallest):.0f}"
     assert ROWS["8M"][8] == f"{checkpoints(smallest):.1f}" == f"{12 * 7_512_353 * 4 / 1e9:.1f}"
 
 
-def test_the_readmes_commands_are_there():
+def test_page_has_the_commands_of_the_readme():
     commands = [f"`{script}.py {' '.join(words)}`" for script, words in of_one_node()]
     assert len(commands) == 3
     assert all(command in TEXT for command in commands)

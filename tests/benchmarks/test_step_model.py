@@ -1,4 +1,4 @@
-"""The model of a step counts what can be counted by hand."""
+"""benchmarks/step_model.py counts what can be counted by hand."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from common.models.esm2.config import esm2_config
 TOKENS = 1024
 
 
-def test_bytes_kernels_and_waits_of_operators():
+def test_counted_has_bytes_kernels_and_waits():
     with counted() as work:
         x = torch.ones(10, 8)  # written: 320 bytes
         y = x + x[:1]  # 10 x 8 and 1 x 8 read, 10 x 8 written
@@ -27,11 +27,11 @@ def test_bytes_kernels_and_waits_of_operators():
     assert work.by_operator["ones"] == 320 + 128
     assert work.by_operator["add"] == 320 + 32 + 320
     assert work.by_operator["add_"] == 640
-    assert dict(work.products) == {(10, 4, 8): 1}
+    assert dict(work.matmuls) == {(10, 4, 8): 1}
     assert dict(work.waits) == {"_local_scalar_dense": 1, "nonzero": 1, "tolist": 1}
 
 
-def test_a_chain_between_two_products_is_one_kernel_and_so_is_its_gradient():
+def test_fused_work_joins_a_chain_between_matmuls():
     def function(x, w, v):
         return F.gelu(x @ w, approximate="tanh") * 2 @ v
 
@@ -39,13 +39,13 @@ def test_a_chain_between_two_products_is_one_kernel_and_so_is_its_gradient():
         x, w, v = (torch.empty(64, 64, requires_grad=True) for _ in range(3))
         forward, backward = (fused_work(graph) for graph in graphs_of(function, x, w, v))
     one = 64 * 64 * 4
-    assert (forward.kernels, forward.moved) == (3, 2 * one)  # reads the product, writes what is multiplied
-    assert (backward.kernels, backward.moved) == (5, 3 * one)  # the same product, the gradient; writes one
-    assert forward.product_flops + backward.product_flops == 6 * 2 * 64**3
+    assert (forward.kernels, forward.moved) == (3, 2 * one)  # reads the first result, writes the second operand
+    assert (backward.kernels, backward.moved) == (5, 3 * one)  # the same result, the gradient; writes one
+    assert forward.matmul_flops + backward.matmul_flops == 6 * 2 * 64**3
 
 
 @pytest.mark.parametrize(("tokens", "width", "mixed"), [(64, 32, False), (8192, 1024, True), (8192, 4096, True)])
-def test_a_layer_norm_reads_its_rows_once_and_so_do_its_weights_gradients_where_there_are_many(tokens, width, mixed):
+def test_fused_work_of_a_layer_norm_reads_rows_once(tokens, width, mixed):
     def function(x, w, b):
         return F.layer_norm(x, (width,), w, b)
 
@@ -59,10 +59,10 @@ def test_a_layer_norm_reads_its_rows_once_and_so_do_its_weights_gradients_where_
     assert (backward.kernels, backward.moved) == (1 if mixed else 2, once * (1 if mixed else 2) + row + rows + 2 * row)
 
 
-def test_both_ways_of_a_layer_multiply_what_the_formula_says_and_fusing_only_takes_bytes_away():
+def test_layer_work_has_the_flops_of_the_formula():
     config = esm2_config(*SIZES["8M"])
     eager, compiled = (sum(layer_work("8M", TOKENS, mode), start=counted_nothing()) for mode in (EAGER, COMPILED))
-    assert eager.product_flops == compiled.product_flops == 3 * 2 * 12 * config.hidden_size**2 * TOKENS
+    assert eager.matmul_flops == compiled.matmul_flops == 3 * 2 * 12 * config.hidden_size**2 * TOKENS
     assert eager.attention == compiled.attention == 7  # two forward; five backward, scores once more among them
     assert compiled.kernels < eager.kernels
     assert compiled.moved < 0.6 * eager.moved
@@ -74,18 +74,18 @@ def counted_nothing():
     return nothing
 
 
-def test_a_step_is_its_layers_and_its_ends():
+def test_step_of_adds_layers_and_ends():
     step = step_of("8M", TOKENS, EAGER)
     layers = esm2_config(*SIZES["8M"]).num_hidden_layers
-    of_layers = layers * sum(work.product_flops for work in step.layer)
-    head = step.all.product_flops - of_layers
+    of_layers = layers * sum(work.matmul_flops for work in step.layer)
+    head = step.all.matmul_flops - of_layers
     assert 0 < head < 0.05 * of_layers
     assert step.parameters == 7_512_353 + 31 * (320 + 1)  # the vocabulary's padding rows
     # MFU leaves out attention's second look at its scores, and fillers.
     h100 = DEVICES[0]
-    assert 0 < step.mfu(h100) < h100.of_products
-    assert step.seconds(h100) >= step.parts(h100)["products"]
+    assert 0 < step.mfu(h100) < h100.of_matmuls
+    assert step.seconds(h100) >= step.parts(h100)["matmuls"]
 
 
-def test_a_layer_is_one_graph_whatever_is_recomputed():
+def test_layer_is_one_graph_with_any_recomputation():
     assert [line.split("|")[2:4] for line in "".join(graphs_table()).splitlines()[2:]] == 3 * [[" 1 ", " 0 "]]

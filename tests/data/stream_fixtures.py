@@ -9,7 +9,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet
 
-from common.files import alphabet
+from common.models.esm2 import alphabet
 from extras.sources.dataset import open_source
 from extras.sources.streams import Stream, plan_streams
 

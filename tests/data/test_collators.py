@@ -9,7 +9,7 @@ import torch
 from common.cli import UserError
 from common.data.collators import Counts, MaskingCollator
 from common.data.packing import Pack
-from common.files.alphabet import PAD, UNK
+from common.models.esm2.alphabet import ESM2_TOKENS, PAD, UNK
 
 
 def random_pack(lengths, seed=0):
@@ -19,10 +19,10 @@ def random_pack(lengths, seed=0):
     return Pack(records, starts, lengths, epoch=2), rng.integers(4, 24, lengths.sum()).astype(np.uint8)
 
 
-def test_batch_of_a_pack():
+def test_collator_batch_of_a_pack():
     pack, ids = random_pack([7, 100, 1, 42])
     ids[[3, 20, 21]] = UNK
-    batch = MaskingCollator(seed=3)(pack, ids)
+    batch = MaskingCollator(ESM2_TOKENS, seed=3)(pack, ids)
     assert batch["input_ids"].shape == batch["labels"].shape == (150,)
     assert batch["input_ids"].dtype == batch["labels"].dtype == torch.int64
     assert batch["cu_seqlens"].dtype == torch.int32
@@ -38,8 +38,8 @@ def test_batch_of_a_pack():
     assert Counts.of([batch]) == (int(selected.sum()), 150, 49 + 10_000 + 1 + 1764, 4, 3)
 
 
-def test_empty_pack():
-    batch = MaskingCollator(seed=0)(Pack.empty(), np.zeros(0, dtype=np.uint8))
+def test_collator_of_empty_pack():
+    batch = MaskingCollator(ESM2_TOKENS, seed=0)(Pack.empty(), np.zeros(0, dtype=np.uint8))
     assert batch["input_ids"].tolist() == [PAD]
     assert batch["labels"].tolist() == [-100]
     assert batch["predicted"].tolist() == []
@@ -48,8 +48,8 @@ def test_empty_pack():
     assert Counts.of([batch]) == (0, 0, 0, 0, 0)
 
 
-def test_counts_of_a_step_are_those_of_its_batches():
-    batches = [MaskingCollator(seed=0)(*random_pack(lengths)) for lengths in ([30, 20], [50], [])]
+def test_counts_sum_over_batches():
+    batches = [MaskingCollator(ESM2_TOKENS, seed=0)(*random_pack(lengths)) for lengths in ([30, 20], [50], [])]
     counts = Counts.of(batches)
     assert counts.num_targets == sum(int((batch["labels"] != -100).sum()) for batch in batches)
     assert counts[1:] == (100, 900 + 400 + 2500, 3, 0)
@@ -57,6 +57,6 @@ def test_counts_of_a_step_are_those_of_its_batches():
 
 
 @pytest.mark.parametrize("probability", [15, -0.1])
-def test_bad_arguments(probability):
+def test_collator_rejects_bad_probability(probability):
     with pytest.raises(UserError, match="between 0 and 1"):
-        MaskingCollator(seed=0, mlm_probability=probability)
+        MaskingCollator(ESM2_TOKENS, seed=0, mlm_probability=probability)

@@ -11,8 +11,8 @@ from common.data.crops import Pack
 from common.data.loader import PlannedOrder, TrainLoader
 from common.data.packing import BatchPlan
 from common.distributed.world import Mesh
-from common.files.alphabet import MASK, PAD
-from extras.sources.stream_reader import MemoryStore
+from common.models.esm2.alphabet import ESM2_TOKENS, MASK, PAD
+from extras.sources.streamed_data import MemoryStore
 
 LENGTHS = np.array([40, 3, 1, 77, 22])
 
@@ -23,10 +23,11 @@ def a_pack() -> tuple[Pack, np.ndarray]:
 
 
 @pytest.mark.parametrize(("layout", "multiple"), [("dual_chunk", 4), ("dual_chunk", 16), ("contiguous", 1)])
-def test_slices_are_the_whole_batch(layout, multiple):
-    collator = MaskingCollator(seed=3)
+def test_slicing_collator_covers_the_batch(layout, multiple):
+    collator = MaskingCollator(ESM2_TOKENS, seed=3)
     whole = collator(*a_pack())
-    parts = [SlicingCollator(collator, Mesh(rank, 2, 2), layout, multiple)(*a_pack()) for rank in range(2)]
+    slices = [SlicingCollator(collator, Mesh(rank, 2, 2), layout, multiple, PAD, MASK) for rank in range(2)]
+    parts = [collate(*a_pack()) for collate in slices]
     back = {name: torch.full_like(whole[name], -1) for name in ("input_ids", "labels")}
     for rank, part in enumerate(parts):
         bounds, real = part["shared_bounds"][rank], part["shared_real"][rank]
@@ -51,19 +52,18 @@ def test_slices_are_the_whole_batch(layout, multiple):
 
 
 @pytest.mark.parametrize("layout", ["dual_chunk", "contiguous"])
-def test_an_empty_pack_is_a_filler_on_every_rank(layout):
+def test_slicing_collator_fills_empty_pack(layout):
     multiple = 1 if layout == "contiguous" else 8
     for rank in range(4):
-        batch = SlicingCollator(MaskingCollator(0), Mesh(rank, 4, 4), layout, multiple)(
-            Pack.empty(), np.zeros(0, dtype=np.uint8)
-        )
+        collator = SlicingCollator(MaskingCollator(ESM2_TOKENS, 0), Mesh(rank, 4, 4), layout, multiple, PAD, MASK)
+        batch = collator(Pack.empty(), np.zeros(0, dtype=np.uint8))
         assert (batch["input_ids"] == PAD).all()
         assert len(batch["input_ids"]) >= 1
         assert batch["cu_seqlens"][-1] == len(batch["input_ids"])
         assert Counts.of([batch]) == Counts(0, 0, 0, 0, 0)
 
 
-def test_every_record_of_an_epoch_comes_once_whatever_shares_it():
+def test_loader_reads_each_record_once_with_context_parallelism():
     lengths = np.random.default_rng(1).integers(3, 90, 200)
     store = MemoryStore(np.full(lengths.sum(), 5, dtype=np.uint8), np.append(0, lengths.cumsum()))
     plan = BatchPlan(store.lengths, len(store), seed=1, max_seq_length=96, tokens_per_pack=256)
@@ -81,8 +81,8 @@ class _Recorder:
     """Notes the records of the packs it is given."""
 
     def __init__(self, records: list):
-        self.records, self.collator = records, MaskingCollator(0)
+        self.records, self.collator = records, MaskingCollator(ESM2_TOKENS, 0)
 
-    def __call__(self, pack: Pack, ids: np.ndarray):
+    def __call__(self, pack: Pack, ids: np.ndarray, step: int | None = None):
         self.records += pack.records.tolist()
-        return self.collator(pack, ids)
+        return self.collator(pack, ids, step)

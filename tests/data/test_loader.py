@@ -23,7 +23,7 @@ from common.data.loader import PlannedOrder, TrainLoader, evaluation_batches
 from common.data.packing import BatchPlan, Position
 from common.data.token_store import TokenStore
 from common.distributed.world import Mesh
-from common.files.alphabet import CLS, EOS, encode
+from common.models.esm2.alphabet import CLS, EOS, ESM2_TOKENS, encode
 from extras.sources.fasta import read_fasta
 from tests.conftest import ROOT
 from tests.patience import run
@@ -47,17 +47,17 @@ def store(tmp_path_factory):
     path = tmp_path_factory.mktemp("store") / "train"
     residues = [rng.integers(4, 24, n) for n in np.clip(rng.lognormal(4.5, 0.7, 700), 8, 900).astype(int)]
     save(path, [np.concatenate(([CLS], of, [EOS])).astype(np.uint8) for of in residues])
-    return TokenStore(path)
+    return TokenStore(path, ESM2_TOKENS)
 
 
 def packed(store, shuffle=True, seed=1):
     plan = BatchPlan(store.lengths, len(store), seed, LONGEST, tokens_per_pack=2048, shuffle=shuffle)
-    return plan, MaskingCollator(seed)
+    return plan, MaskingCollator(ESM2_TOKENS, seed)
 
 
 def padded(store, shuffle=True, seed=1):
     plan = BatchPlan(store.lengths, len(store), seed, LONGEST, sequences_per_pack=9, shuffle=shuffle)
-    return plan, MaskingCollator(seed)
+    return plan, MaskingCollator(ESM2_TOKENS, seed)
 
 
 def loader_of(store, plan, collator, packs_per_step, dp_rank=0, dp_size=1, **arguments):
@@ -87,7 +87,7 @@ def global_batches(store, mode, dp_size, steps, packs_per_step=8, **arguments):
 
 
 @pytest.mark.parametrize("mode", [packed, padded])
-def test_same_global_batches_for_any_number_of_ranks(store, mode):
+def test_loader_is_independent_of_ranks(store, mode):
     steps = 20
     expected, one_rank = global_batches(store, mode, 1, steps)
     assert one_rank[-1].epoch > 1.5  # the steps cross the end of an epoch
@@ -99,7 +99,7 @@ def test_same_global_batches_for_any_number_of_ranks(store, mode):
 
 @pytest.mark.parametrize("mode", [packed, padded])
 @pytest.mark.parametrize("num_workers", [1, 4])
-def test_same_batches_for_any_number_of_workers(store, mode, num_workers):
+def test_loader_is_independent_of_workers(store, mode, num_workers):
     expected, steps = global_batches(store, mode, 2, 11)
     found, steps_of_workers = global_batches(store, mode, 2, 11, num_workers=num_workers)
     assert found == expected
@@ -108,7 +108,7 @@ def test_same_batches_for_any_number_of_workers(store, mode, num_workers):
 
 
 @pytest.mark.parametrize("mode", [packed, padded])
-def test_restart_from_any_step_with_another_number_of_ranks(store, mode):
+def test_loader_resumes_on_other_ranks(store, mode):
     expected, steps = global_batches(store, mode, 1, 20)
     for done, dp_size, num_workers in ((1, 2, 0), (7, 4, 0), (12, 8, 0), (19, 2, 0), (9, 2, 2)):
         start = {"first_step": done, "position": json.loads(json.dumps(steps[done - 1].position))}  # a checkpoint's
@@ -118,8 +118,30 @@ def test_restart_from_any_step_with_another_number_of_ranks(store, mode):
         assert after[0].step == done
 
 
+def test_loader_gives_collator_the_step(store):
+    """A schedule of the masking probability needs no more: the same masks on any ranks and workers, after a resume."""
+
+    def collator(pack, ids, step=None):
+        probability = 0.5 if step is None else 0.1 * (step + 1)
+        return MaskingCollator(ESM2_TOKENS, 1, probability)(pack, ids, step)
+
+    def scheduled(store):
+        return packed(store)[0], collator
+
+    expected, steps = global_batches(store, scheduled, 1, 6)
+    for step, batches in enumerate(expected):
+        targets, tokens = (sum(batch[key] for batch in batches) for key in ("num_targets", "num_tokens"))
+        assert targets / tokens == pytest.approx(0.1 * (step + 1), rel=0.1)
+    found, _ = global_batches(store, scheduled, 2, 3, first_step=3, position=steps[2].position, num_workers=2)
+    assert found == expected[3:]
+    plan, _ = packed(store, shuffle=False)
+    held_out = list(evaluation_batches(store, plan, collator))
+    targets, tokens = (sum(batch[key] for batch in held_out) for key in ("num_targets", "num_tokens"))
+    assert targets / tokens == pytest.approx(0.5, rel=0.1)
+
+
 @pytest.mark.parametrize(("mode", "packs_per_step"), [(padded, 6), (packed, 12), (packed, 3000)])
-def test_the_last_step_deals_what_is_left_of_the_last_epoch(store, mode, packs_per_step):
+def test_loader_last_step_takes_remaining_packs(store, mode, packs_per_step):
     """78 padded and 41 or so packed batches an epoch; 700 records. Two epochs, from the beginning or a later step."""
     plan, collator = mode(store)
     end = plan.position_at(2)
@@ -143,7 +165,7 @@ def test_the_last_step_deals_what_is_left_of_the_last_epoch(store, mode, packs_p
         assert {of_rank[-1].epoch for of_rank in ranks} == {2.0}
 
 
-def test_ranks_of_a_context_parallel_group_get_the_same_packs(store):
+def test_loader_gives_context_parallel_ranks_the_same_packs(store):
     plan, collator = packed(store)
     expected, _ = global_batches(store, packed, 2, 3)
     for rank in range(4):
@@ -157,7 +179,7 @@ def test_ranks_of_a_context_parallel_group_get_the_same_packs(store):
     assert sum(b["num_sequences"] for of_rank in of_ranks[::2] for b in of_rank) == len(store)
 
 
-def test_another_global_batch_goes_on_where_the_first_ended(store):
+def test_loader_resumes_with_other_global_batch(store):
     packs = list(itertools.chain.from_iterable(global_batches(store, packed, 1, 12)[0]))
     _, steps = global_batches(store, packed, 2, 3)
     larger, _ = global_batches(store, packed, 4, 4, first_step=3, position=steps[-1].position, packs_per_step=16)
@@ -165,7 +187,7 @@ def test_another_global_batch_goes_on_where_the_first_ended(store):
 
 
 @pytest.mark.parametrize("mode", [packed, padded])
-def test_an_epoch_delivers_every_token_once(store, mode):
+def test_loader_reads_every_token_once_an_epoch(store, mode):
     plan, collator = mode(store)
     steps = list(loader_of(store, plan, collator, 1, num_steps=plan.packs_per_epoch()))
     assert steps[-1].epoch == 1
@@ -176,7 +198,7 @@ def test_an_epoch_delivers_every_token_once(store, mode):
     assert sum(batch["num_tokens"] for batch in batches) == np.minimum(lengths, LONGEST).sum()
 
 
-def test_batches_hold_the_crops_of_the_plan(store):
+def test_loader_batches_equal_the_plans_crops(store):
     plan, collator = packed(store)
     loader = loader_of(store, plan, collator, 1, num_steps=30)
     for step, (_, pack) in zip(loader, plan.packs(), strict=False):
@@ -189,7 +211,7 @@ def test_batches_hold_the_crops_of_the_plan(store):
             assert np.array_equal(ids[bounds[i] : bounds[i + 1]], crop)
 
 
-def test_epochs_and_seeds_bring_other_masks_and_orders(store):
+def test_loader_masks_and_order_depend_on_epoch_and_seed(store):
     firsts = []
     for seed, epoch in ((1, 0), (1, 1), (2, 0)):
         plan, collator = packed(store, seed=seed)
@@ -198,7 +220,7 @@ def test_epochs_and_seeds_bring_other_masks_and_orders(store):
     assert len({tuple(ids) for ids in firsts}) == 3
 
 
-def test_tensors_of_a_step_share_one_piece_of_memory(store):
+def test_loader_bundles_tensors_of_a_step(store):
     """Each shared tensor is an open file: a step of many micro-batches must not open hundreds."""
     plan, collator = packed(store)
     step = next(iter(loader_of(store, plan, collator, 32, num_workers=1)))
@@ -208,7 +230,7 @@ def test_tensors_of_a_step_share_one_piece_of_memory(store):
     assert len(storages) == 1
 
 
-def test_loader_pickles_for_platforms_that_spawn(store):
+def test_loader_pickles(store):
     plan, collator = packed(store)
     loader = loader_of(store, plan, collator, 4, num_steps=3)
     again = pickle.loads(pickle.dumps(loader))
@@ -216,7 +238,7 @@ def test_loader_pickles_for_platforms_that_spawn(store):
         assert list(map(tensors, one.micro_batches)) == list(map(tensors, other.micro_batches))
 
 
-def test_world_size_that_does_not_divide_the_global_batch(store):
+def test_loader_rejects_indivisible_global_batch(store):
     with pytest.raises(UserError) as error:
         loader_of(store, *packed(store), packs_per_step=8, dp_rank=0, dp_size=3)
     message = str(error.value)
@@ -227,14 +249,14 @@ def test_world_size_that_does_not_divide_the_global_batch(store):
         loader_of(store, *packed(store), packs_per_step=1, dp_rank=0, dp_size=2)
 
 
-def test_position_of_other_data_is_refused_at_once(store):
+def test_loader_rejects_position_of_other_data(store):
     with pytest.raises(UserError, match="other data"):
         loader_of(store, *packed(store), packs_per_step=1, first_step=5, position=asdict(Position(0, 3, 0)))
 
 
 @pytest.mark.parametrize("mode", [packed, padded])
 @pytest.mark.parametrize("dp_size", [1, 2, 3, 64])
-def test_evaluation_sees_every_record_once_with_the_same_masks(store, mode, dp_size):
+def test_evaluation_reads_every_record_once_with_the_same_masks(store, mode, dp_size):
     plan, collator = mode(store, shuffle=False)
     expected = [tensors(batch) for batch in evaluation_batches(store, plan, collator)]
     assert sum(batch["num_sequences"] for batch in expected) == len(store)
@@ -255,14 +277,14 @@ def test_evaluation_sees_every_record_once_with_the_same_masks(store, mode, dp_s
 
 def test_evaluation_of_fewer_records_than_ranks(tmp_path):
     save(tmp_path / "s", [encode("MKV")])
-    store = TokenStore(tmp_path / "s")
+    store = TokenStore(tmp_path / "s", ESM2_TOKENS)
     plan, collator = packed(store, shuffle=False)
     ranks = [evaluation_batches(store, plan, collator, Mesh(rank, 4)) for rank in range(4)]
     sizes = [[batch["num_tokens"] for batch in of_rank] for of_rank in ranks]
     assert sizes == [[5], [0], [0], [0]]
 
 
-def test_workers_ignore_the_signals_of_the_scheduler(store):
+def test_workers_ignore_scheduler_signals(store):
     """SIGTERM, SIGUSR1 and SIGINT go to the whole process group; the batches go on as if nothing had been sent."""
     plan, collator = packed(store)
     expected = [tensors(step.micro_batches[0]) for step in loader_of(store, plan, collator, 1, num_steps=40)]
@@ -282,7 +304,7 @@ def test_workers_ignore_the_signals_of_the_scheduler(store):
     assert not set(multiprocessing.active_children()) - others
 
 
-def test_closing_ends_the_workers(store):
+def test_loader_close_ends_workers(store):
     others = set(multiprocessing.active_children())
     steps = iter(loader_of(store, *packed(store), packs_per_step=1, num_workers=2))
     next(steps)
@@ -291,7 +313,7 @@ def test_closing_ends_the_workers(store):
     assert not set(multiprocessing.active_children()) - others
 
 
-def test_process_ends_at_once_with_workers_still_at_work(store):
+def test_process_exits_at_once_with_busy_workers(store):
     """Workers that ignore SIGTERM must not outlive or hold up the process that started them, however it ends."""
     endings = {"pass": 0, "raise SystemExit(3)": 3, "1 / 0": 1}
     script = f"""
@@ -302,13 +324,14 @@ from common.data.loader import PlannedOrder, TrainLoader
 from common.data.packing import BatchPlan
 from common.data.token_store import TokenStore
 from common.distributed.world import Mesh
+from common.models.esm2.alphabet import ESM2_TOKENS
 for ending in {list(endings)!r}:
     if process := os.fork():
         print("ended", os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]), flush=True)
         continue
-    store = TokenStore({str(store.path)!r})
+    store = TokenStore({str(store.path)!r}, ESM2_TOKENS)
     plan = BatchPlan(store.lengths, len(store), 0, {LONGEST}, tokens_per_pack=2048)
-    steps = iter(TrainLoader(PlannedOrder(store, plan, 1), MaskingCollator(0), num_workers=2))
+    steps = iter(TrainLoader(PlannedOrder(store, plan, 1), MaskingCollator(ESM2_TOKENS, 0), num_workers=2))
     next(steps)
     print(*[child.pid for child in multiprocessing.active_children()], flush=True)
     exec(ending)
@@ -325,15 +348,16 @@ for ending in {list(endings)!r}:
             os.kill(pid, 0)
 
 
-def test_real_proteins(tmp_path, real_fasta):
+def test_loader_of_real_proteins(tmp_path, real_fasta):
     """One epoch of the sample on 2 ranks with workers: all of its tokens, 15 % masked, packs full."""
     records = [encode(sequence) for _, sequence in read_fasta(real_fasta)]
     save(tmp_path / "s", records)
-    store = TokenStore(tmp_path / "s")
+    store = TokenStore(tmp_path / "s", ESM2_TOKENS)
     plan = BatchPlan(store.lengths, len(store), 0, 1024, tokens_per_pack=8192)
     steps = plan.packs_per_epoch() // 4
     loaders = [
-        loader_of(store, plan, MaskingCollator(0), 4, rank, 2, num_steps=steps, num_workers=rank) for rank in range(2)
+        loader_of(store, plan, MaskingCollator(ESM2_TOKENS, 0), 4, rank, 2, num_steps=steps, num_workers=rank)
+        for rank in range(2)
     ]
     batches = [batch for loader in loaders for step in loader for batch in step.micro_batches]
     assert steps * 4 == plan.packs_per_epoch() == len(batches)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from common.data.collators import mask_tokens
-from common.files.alphabet import CLS, EOS, MASK, PAD, TOKENS, UNK
+from common.models.esm2.alphabet import CLS, EOS, ESM2_TOKENS, MASK, PAD, TOKENS, UNK
 
 WORD = (1 << 64) - 1
 GOLDEN = 0x9E3779B97F4A7C15
@@ -38,12 +38,12 @@ def reference_token(token, record, position, seed, epoch, probability=0.15):
 
 def mask(ids, records, starts, lengths, seed=0, epoch=0, **rest):
     arrays = (np.asarray(array, dtype=np.int64) for array in (records, starts, lengths))
-    return mask_tokens(np.asarray(ids, dtype=np.uint8), *arrays, seed, epoch, **rest)
+    return mask_tokens(np.asarray(ids, dtype=np.uint8), *arrays, ESM2_TOKENS, seed, epoch, **rest)
 
 
 @pytest.mark.parametrize("seed", [0, 42, 2**63 + 11, -1])
 @pytest.mark.parametrize("probability", [0.15, 0.5])
-def test_equals_the_reference_bit_for_bit(seed, probability):
+def test_mask_tokens_equals_reference_bit_for_bit(seed, probability):
     rng = np.random.default_rng(5)
     lengths = rng.integers(0, 200, 40)
     records = rng.integers(0, 2**40, 40)
@@ -71,7 +71,7 @@ def many():
     return input_ids.reshape(4000, 500), labels.reshape(4000, 500)
 
 
-def test_rates(many):
+def test_mask_tokens_rates(many):
     input_ids, labels = many
     selected = labels != -100
     count = int(selected.sum())
@@ -86,7 +86,7 @@ def test_rates(many):
     assert (labels[selected] == 4).all()
 
 
-def test_neighbours_are_independent(many):
+def test_mask_tokens_of_neighbours_are_independent(many):
     selected = many[1] != -100
     hidden = many[0] == MASK
     for of in (selected, hidden):
@@ -102,14 +102,14 @@ def test_neighbours_are_independent(many):
 
 
 @pytest.mark.parametrize("other", [{"epoch": 1}, {"seed": 1}, {"epoch": 2**20}, {"seed": 2**32}])
-def test_epochs_and_seeds_are_independent(many, other):
+def test_mask_tokens_of_epochs_and_seeds_are_independent(many, other):
     ids = np.full(2_000_000, 4, dtype=np.uint8)
     _, labels = mask(ids, np.arange(4000), np.zeros(4000), np.full(4000, 500), **other)
     both = (labels.reshape(4000, 500) != -100) & (many[1] != -100)
     assert within(int(both.sum()), both.size, 0.15**2)
 
 
-def test_special_tokens_are_never_selected():
+def test_mask_tokens_never_selects_special_tokens():
     ids = np.tile(np.array([CLS, PAD, EOS, UNK, 31, MASK], dtype=np.uint8), 100)
     input_ids, labels = mask(ids, [7], [0], [600], mlm_probability=1.0)
     assert np.array_equal(input_ids, ids)
@@ -119,7 +119,7 @@ def test_special_tokens_are_never_selected():
     assert (mask(ids, [7], [0], [27], mlm_probability=0.0)[1] == -100).all()
 
 
-def test_masks_do_not_depend_on_packing_order_or_crop():
+def test_mask_tokens_is_independent_of_packing_and_crop():
     rng = np.random.default_rng(2)
     sequences = [rng.integers(4, 24, n).astype(np.uint8) for n in (700, 3, 120, 1)]
     records, lengths = [10, 5, 2**33, 0], [700, 3, 120, 1]
@@ -134,12 +134,12 @@ def test_masks_do_not_depend_on_packing_order_or_crop():
         assert np.array_equal(whole[250:500], one)
 
 
-def test_nothing_to_mask():
+def test_mask_tokens_without_residues():
     input_ids, labels = mask([], [], [], [])
     assert (len(input_ids), len(labels)) == (0, 0)
 
 
-def test_input_is_left_alone():
+def test_mask_tokens_keeps_its_input():
     ids = np.full(100, 4, dtype=np.uint8)
     mask(ids, [1], [0], [100], mlm_probability=1.0)
     assert (ids == 4).all()

@@ -16,8 +16,8 @@ from common.cli import UserError
 from common.data import packing
 from common.data.crops import fill_packs
 from common.data.packing import BatchPlan, Pack, Position
-from common.files.alphabet import encode
 from common.files.hashing import Permutation
+from common.models.esm2.alphabet import encode
 from extras.sources.fasta import read_fasta
 
 
@@ -51,7 +51,7 @@ def test_permutation_is_a_bijection(size, key):
     assert np.array_equal(np.sort(images), np.arange(size))
 
 
-def test_permutations_of_other_keys_differ_and_mix():
+def test_permutation_depends_on_key():
     first, second = (Permutation(4097, key)(np.arange(4097)) for key in (0, 1))
     assert (first == second).sum() < 10
     for images in (first, second):
@@ -59,7 +59,7 @@ def test_permutations_of_other_keys_differ_and_mix():
         assert (np.abs(np.diff(images)) == 1).sum() < 12
 
 
-def test_permutation_of_a_huge_range_needs_no_table():
+def test_permutation_handles_huge_range():
     size = 10**12 + 7
     images = Permutation(size, 5)(np.arange(0, size, size // 1000))
     assert len(set(images.tolist())) == len(images)
@@ -68,7 +68,7 @@ def test_permutation_of_a_huge_range_needs_no_table():
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("count", [1, 5, 255, 256, 257, 3000, 40_000])
-def test_every_record_exactly_once_an_epoch(count, mode):
+def test_plan_has_every_record_once_an_epoch(count, mode):
     plan = plan_of(protein_lengths(count), **mode)
     for epoch in (0, 1):
         records = np.concatenate([pack.records for pack in epoch_of(plan, epoch)])
@@ -76,14 +76,14 @@ def test_every_record_exactly_once_an_epoch(count, mode):
         assert plan.packs_per_epoch(epoch) == len(epoch_of(plan, epoch))
 
 
-def test_packs_hold_at_most_their_tokens():
+def test_pack_respects_token_limit():
     lengths = protein_lengths(20_000)
     for pack in epoch_of(plan_of(lengths, tokens_per_pack=2048)):
         assert 0 < pack.lengths.sum() <= 2048
         assert np.array_equal(pack.lengths, np.minimum(lengths[pack.records], 1024))
 
 
-def test_crops_lie_inside_and_move_with_the_epoch():
+def test_crop_lies_inside_and_moves_each_epoch():
     lengths = np.full(3000, 5000)
     lengths[::2] = 300
     plan = plan_of(lengths)
@@ -105,14 +105,14 @@ def test_crops_lie_inside_and_move_with_the_epoch():
     assert abs(long.mean() - (places - 1) / 2) < 4 * places / (12 * long.size) ** 0.5
 
 
-def test_crop_may_begin_anywhere_up_to_the_last_place():
+def test_crop_reaches_every_start():
     plan = plan_of(np.full(4000, 12), max_seq_length=10, tokens_per_pack=100)
     starts = np.concatenate([pack.starts for pack in epoch_of(plan)])
     assert set(starts.tolist()) == {0, 1, 2}
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_order_differs_between_epochs_and_seeds(mode):
+def test_plan_order_depends_on_epoch_and_seed(mode):
     lengths = protein_lengths(40_000)
     orders = []
     for seed, epoch in ((0, 0), (0, 1), (1, 0)):
@@ -125,7 +125,7 @@ def test_order_differs_between_epochs_and_seeds(mode):
     assert np.array_equal(again, orders[1])
 
 
-def test_windows_take_whole_blocks_from_everywhere():
+def test_window_takes_whole_blocks_from_everywhere():
     """Sequential reads for the filesystem, and yet every part of the data in every window."""
     plan = plan_of(np.full(1_000_000, 300))
     window = np.sort(plan._window(0, 3).records)
@@ -136,7 +136,7 @@ def test_windows_take_whole_blocks_from_everywhere():
     assert not np.array_equal(window, np.sort(plan._window(1, 3).records))
 
 
-def test_every_epoch_has_its_own_blocks_in_its_own_order():
+def test_plan_permutes_other_blocks_each_epoch():
     plan = plan_of(np.full(1_000_000, 300))
     begins = [plan._window_records(epoch, 3)[:: packing.RECORDS_PER_BLOCK] for epoch in (0, 1)]
     assert begins[0][0] % packing.RECORDS_PER_BLOCK != begins[1][0] % packing.RECORDS_PER_BLOCK
@@ -146,14 +146,14 @@ def test_every_epoch_has_its_own_blocks_in_its_own_order():
 
 @pytest.mark.parametrize(("tokens_per_pack", "least"), [(16_384, 0.99), (8192, 0.97)])
 @pytest.mark.parametrize("count", [8000, 100_000])
-def test_fill_of_generated_lengths(tokens_per_pack, least, count):
+def test_plan_fill_of_generated_lengths(tokens_per_pack, least, count):
     statistics = plan_of(protein_lengths(count), tokens_per_pack=tokens_per_pack).statistics()
     assert statistics.is_exact
     assert least <= statistics.fill <= 1
 
 
 @pytest.mark.parametrize(("tokens_per_pack", "least"), [(16_384, 0.99), (8192, 0.97)])
-def test_fill_of_real_proteins(real_fasta, tokens_per_pack, least):
+def test_plan_fill_of_real_proteins(real_fasta, tokens_per_pack, least):
     lengths = np.array([len(encode(sequence)) for _, sequence in read_fasta(real_fasta)])
     for seed in range(3):
         plan = plan_of(lengths, seed, tokens_per_pack=tokens_per_pack)
@@ -163,7 +163,7 @@ def test_fill_of_real_proteins(real_fasta, tokens_per_pack, least):
         assert plan.statistics().fill == pytest.approx(fill)
 
 
-def test_packs_are_random_mixtures_of_lengths():
+def test_pack_mixes_lengths_at_random():
     """Neither the packs' mean lengths nor their order tell them from random draws."""
     lengths = np.minimum(protein_lengths(16_000), 1024)
     packs = epoch_of(plan_of(lengths, tokens_per_pack=16_384))
@@ -173,14 +173,14 @@ def test_packs_are_random_mixtures_of_lengths():
     assert abs(np.corrcoef(np.arange(len(means)), means)[0, 1]) < 4 / len(means) ** 0.5
 
 
-def test_what_is_left_over_is_not_always_the_end_of_a_window():
+def test_window_shuffles_badly_filled_packs():
     plan = plan_of(np.full(1000, 300), tokens_per_pack=1200 * 3)  # 12 a pack, 83 packs and 4 over
     places = {int(np.argmin([len(pack.records) for pack in epoch_of(plan, epoch)])) for epoch in range(8)}
     assert len(places) > 4
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_filling_packs_loses_nothing(seed):
+def test_fill_packs_keeps_every_sequence(seed):
     rng = np.random.default_rng(seed)
     capacity = int(rng.integers(1, 3000))
     lengths = rng.integers(0, capacity + 1, rng.integers(0, 2000)) // rng.integers(1, 50)
@@ -193,21 +193,21 @@ def test_filling_packs_loses_nothing(seed):
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_packs_are_filled_as_the_rule_says(seed):
+def test_fill_packs_equals_reference(seed):
     """The rule, word for word: positions in checkpoints depend on every choice it makes."""
     rng = np.random.default_rng(seed)
     capacity = int(rng.integers(50, 3000))
     lengths = rng.integers(0, capacity + 1, 1500) // rng.integers(1, 50)
     queue, packs = np.flatnonzero(lengths).tolist(), []
     while queue:
-        pack, room = [], capacity
-        while queue and lengths[queue[0]] <= room:
-            room -= lengths[queue[0]]
+        pack, free = [], capacity
+        while queue and lengths[queue[0]] <= free:
+            free -= lengths[queue[0]]
             pack.append(queue.pop(0))
         ahead = queue[:512]
-        while fitting := [i for i in ahead if lengths[i] <= room]:
+        while fitting := [i for i in ahead if lengths[i] <= free]:
             best = max(fitting, key=lambda i: lengths[i])
-            room -= lengths[best]
+            free -= lengths[best]
             pack.append(best)
             ahead.remove(best)
             queue.remove(best)
@@ -216,7 +216,7 @@ def test_packs_are_filled_as_the_rule_says(seed):
     assert [order[a:b].tolist() for a, b in itertools.pairwise(bounds)] == packs
 
 
-def test_records_without_tokens_are_left_out():
+def test_plan_skips_empty_records():
     lengths = protein_lengths(1000)
     lengths[[3, 500]] = 0
     for mode in MODES:
@@ -229,7 +229,7 @@ def test_records_without_tokens_are_left_out():
 
 
 @pytest.mark.parametrize("batch", [1, 8, 88, 300, 20_000])
-def test_padded_packs_are_full_but_for_the_last(batch):
+def test_padded_packs_are_full_except_last(batch):
     plan = plan_of(protein_lengths(40_001), sequences_per_pack=batch)
     sizes = [len(pack.records) for pack in epoch_of(plan)]
     assert len(sizes) == plan.packs_per_epoch() == -(-40_001 // batch)
@@ -237,7 +237,7 @@ def test_padded_packs_are_full_but_for_the_last(batch):
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_iteration_goes_on_from_any_position(mode):
+def test_plan_resumes_at_any_position(mode):
     """Three windows and the epochs' ends; the positions pass through JSON."""
     plan = plan_of(protein_lengths(50_000), **mode)
     assert plan.num_windows == 3
@@ -262,7 +262,7 @@ def test_iteration_goes_on_from_any_position(mode):
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_where_so_many_epochs_end(mode):
+def test_position_at_end_of_epochs(mode):
     plan = plan_of(protein_lengths(50_000), **mode)
     packs = [plan.packs_per_epoch(epoch) for epoch in range(3)]
     for epochs in (1, 3.0):
@@ -282,7 +282,7 @@ def test_where_so_many_epochs_end(mode):
     assert plan.count(Position(3), middle) == len(list(plan.places(Position(3), middle))) == 0
 
 
-def test_packs_of_many_windows_are_estimated_and_padded_ones_never(monkeypatch):
+def test_count_estimates_only_packed_plans_of_many_windows(monkeypatch):
     plan = plan_of(protein_lengths(150_000))
     exact = plan.count(Position(), Position(2))
     monkeypatch.setattr(packing, "COUNTED_WINDOWS", 2 * plan.num_windows - 1)
@@ -292,7 +292,7 @@ def test_packs_of_many_windows_are_estimated_and_padded_ones_never(monkeypatch):
     assert millions.count(Position(1, 0, 5), Position(1000)) == 999 * -(-69_000_000 // 88) - 5
 
 
-def test_resuming_plans_no_earlier_window():
+def test_plan_resume_plans_no_earlier_window():
     lengths, asked = protein_lengths(300_000), []
 
     def lengths_of(records):
@@ -305,12 +305,12 @@ def test_resuming_plans_no_earlier_window():
 
 
 @pytest.mark.parametrize("position", [Position(0, 0, 10**6), Position(0, 5, 0), Position(-1, 0, 0)])
-def test_position_of_other_data_is_refused(position):
+def test_plan_rejects_position_of_other_data(position):
     with pytest.raises(UserError, match="other data"):
         plan_of(protein_lengths(1000)).position_after(position, 0)
 
 
-def test_evaluation_keeps_the_store_order():
+def test_plan_without_shuffle_keeps_store_order():
     lengths = protein_lengths(40_000)
     plan = BatchPlan(lengths.take, len(lengths), 0, 1024, sequences_per_pack=16, shuffle=False)
     assert np.array_equal(np.concatenate([pack.records for pack in epoch_of(plan)]), np.arange(40_000))
@@ -320,7 +320,7 @@ def test_evaluation_keeps_the_store_order():
     assert max(np.ptp(pack.records) for pack in packs[:100]) < 1500  # neighbours stay together
 
 
-def test_69_million_records(monkeypatch):
+def test_plan_of_69_million_records(monkeypatch):
     """Memory, time to the first pack, and the estimate of the epoch's packs against the true number."""
     lengths = protein_lengths(1 << 16)
 
@@ -359,7 +359,7 @@ def test_69_million_records(monkeypatch):
         ({"tokens_per_pack": 8192, "max_seq_length": 0}, "max_seq_length"),
     ],
 )
-def test_impossible_sizes_are_refused(arguments, message):
+def test_plan_rejects_impossible_sizes(arguments, message):
     with pytest.raises(UserError, match=message):
         plan_of(protein_lengths(10), **arguments)
     with pytest.raises(UserError, match="no record"):

@@ -1,4 +1,4 @@
-"""Files that nobody prepared: which are proteins to train on, what is taken out of them, and what is refused."""
+"""Files as they are: which are proteins to train on, what is taken out of them, and what is refused."""
 
 from __future__ import annotations
 
@@ -16,26 +16,27 @@ import pytest
 from common.cli import UserError
 from common.data.collators import MaskingCollator
 from common.data.flags import DataFlags
-from common.data.training_data import find_source
+from common.models.esm2.alphabet import ESM2_TOKENS
 from extras.sources.dataset import check_same_files, open_source, split_of, with_contents
-from extras.sources.stream_reader import MemoryStore, read_sequences, units_of
+from extras.sources.sequence_files import read_sequences, units_of
+from extras.sources.streamed_data import MemoryStore, find_source
 from extras.sources.streams import Stream
 from tests.data.stream_fixtures import first_epoch, plan_of, proteins, write
 
 
-def test_texts_are_cleaned_and_what_is_no_residue_is_counted(tmp_path):
+def test_reader_cleans_texts_and_counts_unknown(tmp_path):
     """In every format, as FASTA files and step 1 have it."""
     texts = ["MKV LAG*", " mk\tv ", "MKV**", "M1K*J", "M K V L A"]
     for name in ("a.parquet", "a.jsonl", "a.csv", "a.fasta"):
         plan = plan_of(write(tmp_path / name, texts), 1)
         assert sorted(first_epoch(plan)) == sorted(["MKVLAG", "MKV", "MKV", "M?K??", "MKVLA"]), name
         pack, ids, _ = next(Stream(plan, 0))
-        assert MaskingCollator(0)(pack, ids)["num_unknown"] == 3
+        assert MaskingCollator(ESM2_TOKENS, 0)(pack, ids)["num_unknown"] == 3
         store = MemoryStore.read(open_source(str(tmp_path / name), False).splits["train"], 10)
         assert store.unknown() == (3, 1)
 
 
-def test_empty_rows_are_left_out_and_odd_characters_are_unknown(tmp_path):
+def test_memory_store_skips_empty_rows(tmp_path):
     path = tmp_path / "a.parquet"
     pa.parquet.write_table(pa.table({"text": ["", "MKV", None, "acd", "M*é"]}), path)
     found = sorted(first_epoch(plan_of(path, 1)))
@@ -53,16 +54,16 @@ def test_empty_rows_are_left_out_and_odd_characters_are_unknown(tmp_path):
         ("my_constraints.csv", "train"),  # not: train
     ],
 )
-def test_which_split_a_name_means(path, split):
+def test_split_of_names(path, split):
     assert split_of(path) == split
 
 
-def test_a_file_by_itself_is_trained_on_whatever_its_name(tmp_path):
+def test_source_of_one_file_is_training_data(tmp_path):
     path = write(tmp_path / "my_test.csv", ["MKV"])
     assert list(open_source(str(path), False).splits) == ["train"]
 
 
-def test_files_that_took_the_name_of_a_split_are_named(tmp_path):
+def test_source_names_held_out_files(tmp_path):
     for name in ("my_test.csv", "val.fasta"):
         write(tmp_path / name, ["MKV"])
     for given in (str(tmp_path), f"{tmp_path}/*.csv"):
@@ -76,7 +77,7 @@ def test_files_that_took_the_name_of_a_split_are_named(tmp_path):
         open_source(str(tmp_path / "empty"), False)
 
 
-def test_identity_is_of_contents_and_their_order(tmp_path):
+def test_source_identity_depends_on_contents_and_order(tmp_path):
     parts = {"a": ["MKV"], "b": ["MKL"]}
 
     def identity(**names: str) -> str:
@@ -93,7 +94,7 @@ def test_identity_is_of_contents_and_their_order(tmp_path):
 
 
 @pytest.mark.parametrize(("change", "said"), [("remove", "is not there"), ("grow", "has 18 bytes")])
-def test_file_that_another_node_has_otherwise_is_an_error(tmp_path, change, said):
+def test_source_rejects_other_file_on_another_node(tmp_path, change, said):
     path = write(tmp_path / "a.csv", ["MKV"], "text")
     source = open_source(str(path), False)
     check_same_files(source)
@@ -114,7 +115,7 @@ def test_file_that_another_node_has_otherwise_is_an_error(tmp_path, change, said
         ("z.tsv", b"\x28\xb5\x2f\xfd\0", r"z\.tsv: the compressed file is (cut short|corrupt)"),
     ],
 )
-def test_a_table_beside_the_data_is_named_before_anything_is_written(tmp_path, name, content, message):
+def test_source_rejects_a_table_without_texts(tmp_path, name, content, message):
     """Not only when its turn comes to be read, days later."""
     write(tmp_path / "a.csv", proteins(20))
     (tmp_path / name).write_bytes(content)
@@ -130,7 +131,7 @@ def test_a_table_beside_the_data_is_named_before_anything_is_written(tmp_path, n
 
 @pytest.mark.parametrize("pack", [gzip.compress, bz2.compress, lzma.compress])
 @pytest.mark.parametrize("name", ["a.csv", "a.tsv", "a.jsonl", "a.fasta"])
-def test_packed_files_are_told_by_content(tmp_path, name, pack):
+def test_reader_detects_compression_by_content(tmp_path, name, pack):
     path = write(tmp_path / name, proteins(40))
     content = path.read_bytes()
     path.write_bytes(pack(content.replace(b",", b"\t") if name == "a.tsv" else content))
@@ -138,7 +139,7 @@ def test_packed_files_are_told_by_content(tmp_path, name, pack):
     assert len(open_source(str(path.rename(f"{path}.xz")), False).splits["train"]) == 1
 
 
-def test_directories_and_globs(tmp_path):
+def test_source_of_directories_and_globs(tmp_path):
     write(tmp_path / "data" / "train-0.parquet", ["MKV"])
     write(tmp_path / "data" / "validation-0.parquet", ["MKL"])
     (tmp_path / "README.md").write_text("about")
@@ -166,22 +167,22 @@ def test_directories_and_globs(tmp_path):
         ("a.csv.gz", gzip.compress(b"id,text\n1,MKV\n" * 99)[:-9], "the compressed file is cut short"),
         ("a.jsonl", gzip.compress(gzip.compress(b"{}")), "not JSON lines: it is gzipped twice"),
         ("a.fasta", b"MKV\n", "not FASTA"),
-        ("a.csv", b'id,text\n1,MKV\n2,"MKV\n3,MKL\n4,MK"\n', "row 2: a text that goes on over a line end"),
+        ("a.csv", b'id,text\n1,MKV\n2,"MKV\n3,MKL\n4,MK"\n', "row 2: a text that continues after a line end"),
         ("a.csv", "id,text\n1,MKV\n".encode("utf-16"), "not CSV: it is UTF-16: convert it"),
         ("a.csv", b"id,text\n1,MKV\nid,text\n2,MKV\n", "row 2: the header once more"),
-        ("a.csv", b"id,text\n" + b"1,12345\n" * 3, "100% of the characters are no residues"),
+        ("a.csv", b"id,text\n" + b"1,12345\n" * 3, "100% of the characters are not residues"),
         ("a.csv", b"ID,Text\n1,MKV\nid,text\n2,MKV\n", "row 2: the header once more"),
-        ("a.csv", b"id,text\n" + b"1,12345\n" * 300, "100% of the characters are no residues"),
+        ("a.csv", b"id,text\n" + b"1,12345\n" * 300, "100% of the characters are not residues"),
         (
             "a.csv",
             b"id,text\n" + b"1,A protein of the cell wall.\n" * 50,
             "19% of the characters are blanks",
         ),
-        ("a.jsonl", b"[1, 2]\n", "first line is no JSON object"),
-        ("a.txt", b"MKV\n", "its name says no format"),
+        ("a.jsonl", b"[1, 2]\n", "first line is not a JSON object"),
+        ("a.txt", b"MKV\n", "its name has no known suffix"),
     ],
 )
-def test_bad_files_are_named(tmp_path, name, content, message):
+def test_reader_names_bad_files(tmp_path, name, content, message):
     path = tmp_path / name
     if content is not None:
         path.write_bytes(content)
@@ -197,7 +198,7 @@ def test_bad_files_are_named(tmp_path, name, content, message):
 
 
 @pytest.mark.parametrize("name", ["a.csv", "a.tsv.gz", "my.tsv.d/a.csv", "a.jsonl"])
-def test_fields_that_nobody_asked_for_are_not_looked_at(tmp_path, name):
+def test_reader_ignores_other_fields(tmp_path, name):
     """Numbers that turn into words after many rows, and a field that appears late."""
     path = tmp_path / name
     path.parent.mkdir(exist_ok=True)
@@ -219,7 +220,7 @@ def test_fields_that_nobody_asked_for_are_not_looked_at(tmp_path, name):
     ("values", "kind"),
     [([1, 2], "int64"), ([["MKV"], ["L"]], "list<"), ([{"a": 1}] * 2, "struct<"), ([1.5, 2.5], "double")],
 )
-def test_columns_that_are_no_texts_are_refused(tmp_path, values, kind):
+def test_reader_rejects_columns_of_other_types(tmp_path, values, kind):
     pa.parquet.write_table(pa.table({"text": values}), tmp_path / "a.parquet")
     (unit,) = units_of(open_source(str(tmp_path / "a.parquet"), streaming=False).splits["train"], 1)
     with pytest.raises(UserError, match=rf"a\.parquet.*: the column of proteins holds {kind}.*: expected texts"):

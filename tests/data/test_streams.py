@@ -12,13 +12,14 @@ from common.cli import UserError
 from common.data.collators import MaskingCollator
 from common.data.loader import TrainLoader, merge_positions
 from common.distributed.world import Mesh
+from common.models.esm2.alphabet import ESM2_TOKENS
 from extras.sources.streams import Stream, StreamedOrder, StreamPosition
 from tests.data.stream_fixtures import PACKED, PADDED, first_epoch, plan_of, proteins, texts_of, write
 
 
 @pytest.mark.parametrize("name", ["a.parquet", "a.jsonl", "a.jsonl.gz", "a.csv", "a.csv.gz", "a.fasta", "a.fa.gz"])
 @pytest.mark.parametrize("packing", [PACKED, PADDED])
-def test_every_format_gives_every_protein_once_an_epoch(tmp_path, name, packing):
+def test_stream_reads_every_protein_once_an_epoch(tmp_path, name, packing):
     plan = plan_of(write(tmp_path / name, proteins()), **packing)
     assert sorted(first_epoch(plan)) == sorted(proteins())
 
@@ -27,7 +28,7 @@ SHAPES = [(1, 1000, 4), (1, 50, 4), (3, 20, 2), (40, 5, 4), (3, 99, 5)]
 
 
 @pytest.mark.parametrize(("files", "row_group", "packs"), SHAPES)
-def test_units_are_dealt_without_overlap_or_loss(tmp_path, files, row_group, packs):
+def test_assignment_covers_every_row_once(tmp_path, files, row_group, packs):
     for number, part in enumerate(np.array_split(proteins(), files)):
         write(tmp_path / f"train-{number:05d}.parquet", part.tolist(), row_group=row_group)
     plan = plan_of(tmp_path, packs)
@@ -41,7 +42,7 @@ def test_units_are_dealt_without_overlap_or_loss(tmp_path, files, row_group, pac
         assert plan.shares(0, 0) != plan.shares(0, 1), "the same files for the same stream in every epoch"
 
 
-def test_windows_do_not_depend_on_how_the_file_is_read(tmp_path, monkeypatch):
+def test_window_is_independent_of_read_blocks(tmp_path, monkeypatch):
     path = write(tmp_path / "a.parquet", proteins(), row_group=600)
     packs = [ids for (_, ids, _), _ in zip(Stream(plan_of(path, 1), 0), range(40), strict=False)]
     monkeypatch.setattr("extras.sources.sequence_files.ROWS_AT_ONCE", 7)
@@ -50,7 +51,7 @@ def test_windows_do_not_depend_on_how_the_file_is_read(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("window_tokens", [3000, 1 << 20])
-def test_a_stream_goes_on_from_any_position(tmp_path, monkeypatch, window_tokens):
+def test_stream_resumes_at_any_position(tmp_path, monkeypatch, window_tokens):
     monkeypatch.setattr("extras.sources.streams.WINDOW_TOKENS", window_tokens)  # several windows in a unit, or one
     monkeypatch.setattr("extras.sources.streams.PACKS_PER_WINDOW", 2)
     plan = plan_of(write(tmp_path / "a.parquet", proteins(200)), 1)
@@ -68,7 +69,7 @@ def steps_of(plan, packs: int, number: int, ranks: int = 1, workers: int = 0, fi
     """[(input_ids and labels of each pack of the step, in the order of the packs; position)], over all ranks."""
     loaders = [
         TrainLoader(
-            *(StreamedOrder(plan, packs), MaskingCollator(0), Mesh(r, ranks), first, position, number),
+            *(StreamedOrder(plan, packs), MaskingCollator(ESM2_TOKENS, 0), Mesh(r, ranks), first, position, number),
             num_workers=workers,
         )
         for r in range(ranks)
@@ -83,7 +84,7 @@ def steps_of(plan, packs: int, number: int, ranks: int = 1, workers: int = 0, fi
 
 
 @pytest.mark.parametrize("name", ["a.parquet", "a.csv"])  # 12 row groups: two lanes; one file: one lane
-def test_a_step_holds_the_same_packs_on_any_number_of_ranks_and_workers(tmp_path, name):
+def test_streamed_order_is_independent_of_ranks_and_workers(tmp_path, name):
     plan = plan_of(write(tmp_path / name, proteins()))
     expected = steps_of(plan, 4, 30)
     for ranks, workers in ((2, 0), (4, 0), (1, 1), (2, 2), (1, 3)):
@@ -91,7 +92,7 @@ def test_a_step_holds_the_same_packs_on_any_number_of_ranks_and_workers(tmp_path
     assert len({str(batches) for batches, _ in expected}) == 30
 
 
-def test_resume_on_any_number_of_ranks_and_workers(tmp_path):
+def test_streamed_order_resumes_on_any_ranks_and_workers(tmp_path):
     plan = plan_of(write(tmp_path / "a.parquet", proteins()))
     whole = steps_of(plan, 4, 40)
     for done, ranks, workers in ((1, 2, 0), (7, 1, 2), (20, 4, 0), (33, 2, 1)):
@@ -101,7 +102,7 @@ def test_resume_on_any_number_of_ranks_and_workers(tmp_path):
 
 
 @pytest.mark.parametrize(("ranks", "cp_size"), [(1, 1), (2, 1), (4, 2)])
-def test_after_a_restart_each_rank_keeps_track_of_its_own_streams_alone(tmp_path, ranks, cp_size):
+def test_streamed_order_tracks_own_streams_after_resume(tmp_path, ranks, cp_size):
     """What it would have to send at a save; the streams of all ranks together are all there are."""
     plan = plan_of(write(tmp_path / "a.parquet", proteins()))
     position = steps_of(plan, 4, 7)[-1][1]
@@ -109,7 +110,7 @@ def test_after_a_restart_each_rank_keeps_track_of_its_own_streams_alone(tmp_path
     order, parts = StreamedOrder(plan, 4), []
     for rank in range(ranks):
         mesh = Mesh(rank, ranks, cp_size)
-        (step,) = TrainLoader(order, MaskingCollator(0), mesh, 7, position, 1)
+        (step,) = TrainLoader(order, MaskingCollator(ESM2_TOKENS, 0), mesh, 7, position, 1)
         assert sorted(int(stream) % 4 for stream in step.position) == sorted(
             2 * list(range(mesh.dp_rank, 4, mesh.dp_size))
         )
@@ -137,7 +138,7 @@ def lengths_of(count: int, long: int) -> list[str]:
 
 @pytest.mark.parametrize("rows_at_once", [7, 4096])
 @pytest.mark.parametrize("name", ["a.parquet", "a.csv"])
-def test_windows_of_long_proteins_hold_fewer_of_them(tmp_path, monkeypatch, small_windows, name, rows_at_once):
+def test_window_has_fewer_long_proteins(tmp_path, monkeypatch, small_windows, name, rows_at_once):
     monkeypatch.setattr("extras.sources.sequence_files.ROWS_AT_ONCE", rows_at_once)
     texts = [*lengths_of(300, 1000), "M" * 9000, *lengths_of(60, 50)]
     plan = plan_of(write(tmp_path / name, texts, row_group=999), 1, **LONG)
@@ -154,7 +155,7 @@ def test_windows_of_long_proteins_hold_fewer_of_them(tmp_path, monkeypatch, smal
         assert next(Stream(plan, 0, StreamPosition.of(position)))[1].tolist() == ids
 
 
-def test_windows_of_usual_proteins_are_those_of_old(tmp_path, monkeypatch, small_windows):
+def test_window_of_usual_proteins_equals_earlier_version(tmp_path, monkeypatch, small_windows):
     """A bound that does not bite changes no bit; nor does holding crops alone."""
     texts = [*proteins(300), "MKVLA" * 2000, *lengths_of(90, 120)]
     plan = plan_of(write(tmp_path / "a.csv", texts), 1)
@@ -164,7 +165,7 @@ def test_windows_of_usual_proteins_are_those_of_old(tmp_path, monkeypatch, small
     assert [(ids.tolist(), pack.starts.tolist()) for pack, ids, _ in islice(Stream(plan, 0), 100)] == some
 
 
-def test_a_position_of_old_goes_on_in_its_window(tmp_path, monkeypatch, small_windows):
+def test_stream_resumes_earlier_versions_position(tmp_path, monkeypatch, small_windows):
     """In the middle of a window that would have fewer proteins now: to its end as it was, then as they are now."""
     texts = lengths_of(300, 1000)
     plan = plan_of(write(tmp_path / "a.csv", texts), 1, **LONG)
@@ -181,17 +182,17 @@ def test_a_position_of_old_goes_on_in_its_window(tmp_path, monkeypatch, small_wi
     assert sorted(texts_of(np.array(sum(done + left, [])))) == sorted(texts)
 
 
-def test_a_position_of_another_global_batch_is_refused(tmp_path):
+def test_streamed_order_rejects_other_global_batch(tmp_path):
     path = write(tmp_path / "a.csv", proteins())
     position = steps_of(plan_of(path, 4), 4, 1)[0][1]
     with pytest.raises(UserError, match="packs_per_step"):
-        TrainLoader(StreamedOrder(plan_of(path, 2), 2), MaskingCollator(0), position=position)
+        TrainLoader(StreamedOrder(plan_of(path, 2), 2), MaskingCollator(ESM2_TOKENS, 0), position=position)
 
 
-def test_masks_differ_from_epoch_to_epoch_and_proteins_do_not(tmp_path):
+def test_stream_changes_masks_not_proteins_each_epoch(tmp_path):
     plan = plan_of(write(tmp_path / "a.csv", proteins(8)), 1)
     epochs: dict[int, list] = {}
-    collate = MaskingCollator(0)
+    collate = MaskingCollator(ESM2_TOKENS, 0)
     for pack, ids, _ in Stream(plan, 0):
         if pack.epoch > 1:
             break
@@ -200,7 +201,7 @@ def test_masks_differ_from_epoch_to_epoch_and_proteins_do_not(tmp_path):
     assert [labels for _, labels in epochs[0]] != [labels for _, labels in epochs[1]]
 
 
-def test_fewer_proteins_than_packs_is_an_error_not_a_hang(tmp_path):
+def test_stream_rejects_fewer_proteins_than_packs(tmp_path):
     plan = plan_of(write(tmp_path / "a.csv", proteins(3)), 8)
-    with pytest.raises(UserError, match="do not hold a protein for each"):
+    with pytest.raises(UserError, match="do not have a protein for each"):
         [next(Stream(plan, index)) for index in range(8)]

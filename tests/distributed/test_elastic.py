@@ -1,4 +1,4 @@
-"""--nnodes=1:2: nodes go and come back, the run goes on with the same global batch."""
+"""--nnodes=1:2: nodes leave and return, the run resumes with the same global batch."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Agent:
         self.process.wait()
 
 
-def test_a_node_that_goes_and_comes_back_does_not_change_the_run(dataset, tmp_path):
+def test_elastic_run_is_unchanged_by_a_node_that_leaves_and_returns(dataset, tmp_path):
     out = tmp_path / "out"
     argv = ["train_fsdp2.py", *flags_of(dataset, out, **FLAGS)]
     endpoint, job = f"127.0.0.1:{free_port()}", uuid.uuid4().hex
@@ -59,7 +59,7 @@ def test_a_node_that_goes_and_comes_back_does_not_change_the_run(dataset, tmp_pa
         return "\n".join(f"{agent.log.name}:\n{agent.log.read_text()}" for agent in agents)
 
     def wait_for(happened: Callable[[], bool]) -> None:
-        """As long as no node goes that is not told to: one that cannot join gives up after its join_timeout."""
+        """As long as no node leaves unless it is stopped: one that cannot join gives up after its join_timeout."""
         alive = [agent for agent in agents if agent.alive()]
         assert wait_until(happened, lambda: all(agent.alive() for agent in alive), 0.05, said), said()
 

@@ -39,7 +39,7 @@ def errors_of(said: str) -> list[str]:
     ],
     ids=["ddp-main", "ddp-3", "cp-3", "fsdp2", "hsdp", "mfsdp"],
 )
-def test_a_rank_that_is_stopped_is_named_by_all_others(dataset, tmp_path, script, nproc, rank, flags):
+def test_watch_names_a_stopped_rank(dataset, tmp_path, script, nproc, rank, flags):
     """SIGSTOP: the process is there, its connections are open, and nothing answers. Rank 0 keeps the store, too."""
     with LiveRun(dataset, tmp_path / "out", tmp_path / "logs", nproc, script=script, **FLAGS | flags) as run:
         run.until_step(5)
@@ -70,47 +70,47 @@ def test_a_rank_that_is_stopped_is_named_by_all_others(dataset, tmp_path, script
     assert not first
 
 
-def test_who_fell_silent_first_is_named_though_rank_0_has_left_with_the_store_since():
+def test_suspects_are_the_first_silent_rank_after_the_store_is_gone():
     watch = Watch()
     watch.rank, watch.silence_s = 3, 2.0
-    said = {"victim": False, "ended": False, "marks": 9, "host": HOST, "step": 6, "phase": "data"}
+    said = {"collateral": False, "ended": False, "marks": 9, "host": HOST, "step": 6, "phase": "data"}
     watch._store_answered = now = time.monotonic()
-    watch._heard = {0: (said, now - 0.5), 1: (said, now - 0.4), 2: (said, now - 5.0)}
+    watch._peers = {0: (said, now - 0.5), 1: (said, now - 0.4), 2: (said, now - 5.0)}
     watch._store_lost = True
-    assert watch._culprits() == (True, [2])
-    watch._heard[2] = (said, now - 0.5)
-    assert watch._culprits() == (True, [0])
+    assert watch._suspects() == (True, [2])
+    watch._peers[2] = (said, now - 0.5)
+    assert watch._suspects() == (True, [0])
 
 
-def test_a_rank_that_others_waited_for_names_itself_though_rank_0_has_left_with_the_store_since():
+def test_suspects_include_this_rank_if_busy_after_the_store_is_gone():
     """Both time out in the same moment; rank 0's last word may come too late to be read."""
     watch = Watch()
     watch.rank, watch.silence_s, watch._store_lost = 1, 2.0, True
     watch._store_answered = now = time.monotonic()
-    said = {"victim": False, "ended": False, "marks": 9, "host": HOST, "step": 6, "phase": "data"}
+    said = {"collateral": False, "ended": False, "marks": 9, "host": HOST, "step": 6, "phase": "data"}
     waits, busy = said | {"waits": True}, said | {"waits": False}
-    watch._heard = {0: (waits, now - 0.1), 1: (busy, now - 0.1)}
-    assert watch._culprits() == (False, [1])
-    watch._heard[1] = (waits | {"marks": 8}, now - 0.1)
-    assert watch._culprits() == (False, [1])
-    watch._heard[1] = (waits, now - 0.1)
-    assert watch._culprits() == (True, [0])
-    watch._heard = {}
-    assert watch._culprits() == (True, [0])
+    watch._peers = {0: (waits, now - 0.1), 1: (busy, now - 0.1)}
+    assert watch._suspects() == (False, [1])
+    watch._peers[1] = (waits | {"marks": 8}, now - 0.1)
+    assert watch._suspects() == (False, [1])
+    watch._peers[1] = (waits, now - 0.1)
+    assert watch._suspects() == (True, [0])
+    watch._peers = {}
+    assert watch._suspects() == (True, [0])
 
 
-def test_a_rank_that_others_have_left_for_names_itself():
+def test_suspects_include_this_rank_if_others_are_collateral():
     """They had waited for it, and said so; it must not take them for the reason."""
     watch = Watch()
     watch.rank, watch.silence_s, watch._store_answered = 0, 2.0, time.monotonic()
-    said = {"victim": False, "ended": False, "marks": 9, "host": HOST, "step": 6, "phase": "data", "waits": False}
-    left = said | {"victim": True, "ended": True, "waits": True}
-    watch._heard = {0: (said, time.monotonic()), 1: (left, time.monotonic())}
-    assert watch._culprits() == (False, [0])
-    watch._heard[0] = (said | {"waits": True}, time.monotonic())
-    assert watch._culprits() == (True, [1])
-    watch._heard[1] = (left | {"victim": False}, time.monotonic())
-    assert watch._culprits() == (True, [1])
+    said = {"collateral": False, "ended": False, "marks": 9, "host": HOST, "step": 6, "phase": "data", "waits": False}
+    left = said | {"collateral": True, "ended": True, "waits": True}
+    watch._peers = {0: (said, time.monotonic()), 1: (left, time.monotonic())}
+    assert watch._suspects() == (False, [0])
+    watch._peers[0] = (said | {"waits": True}, time.monotonic())
+    assert watch._suspects() == (True, [1])
+    watch._peers[1] = (left | {"collateral": False}, time.monotonic())
+    assert watch._suspects() == (True, [1])
 
 
 def _main_that_sleeps(argv: list[str], step: int, rank: int, seconds: float, script: str, env: dict) -> None:
@@ -130,7 +130,7 @@ def _main_that_sleeps(argv: list[str], step: int, rank: int, seconds: float, scr
 
 
 @pytest.mark.parametrize(("script", "nproc", "rank"), [(DDP, 2, 1), (FSDP2, 2, 0), (DDP, 1, 0)])
-def test_a_rank_that_sleeps_for_ever_is_named_with_its_stack(dataset, tmp_path, script, nproc, rank):
+def test_watch_names_a_sleeping_rank_with_its_stack(dataset, tmp_path, script, nproc, rank):
     env = {"TORCH_FR_DUMP_TEMP_FILE": str(tmp_path / "collectives_")}
     argv = flags_of(dataset, tmp_path / "out", **FLAGS)
     codes, said = on_ranks(nproc, _main_that_sleeps, argv, 7, rank, 1000, script, env)
@@ -153,7 +153,7 @@ def test_a_rank_that_sleeps_for_ever_is_named_with_its_stack(dataset, tmp_path, 
             assert f"Flight recorder: {tmp_path}/collectives_{r}\n" in text
 
 
-def test_a_rank_that_is_slow_within_the_time_changes_nothing(dataset, tmp_path):
+def test_watch_ignores_a_slow_rank_within_the_timeout(dataset, tmp_path):
     argv = flags_of(dataset, tmp_path / "out", **FLAGS | {"max_steps": 8})
     codes, said = on_ranks(2, _main_that_sleeps, argv, 4, 1, TIMEOUT / 3, DDP, {})
     assert codes == [0, 0], said
@@ -171,7 +171,7 @@ def _main_evaluating_slowly(argv: list[str], seconds: float) -> None:
     _main(argv)
 
 
-def test_an_evaluation_longer_than_the_time_is_no_hang(dataset, tmp_path):
+def test_watch_ignores_a_long_evaluation(dataset, tmp_path):
     """Ten proteins on each rank, 0.7 seconds each."""
     flags = {"max_steps": 1, "do_eval": True, "per_device_eval_batch_size": 1, "ddp_timeout": 6}
     argv = flags_of(dataset, tmp_path, **flags, max_eval_samples=20, save_final_model=False)
@@ -197,14 +197,14 @@ def _compile_slowly(timeout_s: float, seconds: float) -> None:
     print("compiled:", result.tolist())
 
 
-def test_compiling_is_no_hang():
+def test_watch_ignores_compilation():
     """In a process of its own, which the watch would end."""
     codes, said = on_ranks(1, _compile_slowly, 3, 4)
     assert codes == [0], said
     assert said == ["compiled: [1.0, 1.0, 1.0]\n"]
 
 
-def test_a_pause_longer_than_the_time_is_no_hang(dataset, tmp_path):
+def test_watch_ignores_a_suspended_process(dataset, tmp_path):
     """Ctrl-Z, and on again after seven seconds."""
     flags = {"max_steps": 200, "ddp_timeout": 5, "save_final_model": False}
     with LiveRun(dataset, tmp_path / "out", tmp_path / "logs", **flags) as run:
@@ -217,7 +217,7 @@ def test_a_pause_longer_than_the_time_is_no_hang(dataset, tmp_path):
     assert rows(tmp_path / "out")[-1]["step"] == 200
 
 
-def test_a_rank_that_dies_is_named_at_once(dataset, tmp_path):
+def test_watch_names_a_dead_rank_immediately(dataset, tmp_path):
     with LiveRun(dataset, tmp_path / "out", tmp_path / "logs", 2, **FLAGS | {"ddp_timeout": 100}) as run:
         run.until_step(5)
         run.signal(signal.SIGKILL, 1)
@@ -239,7 +239,7 @@ def test_torchrun_ends_a_job_with_a_stopped_rank(dataset, tmp_path):
     assert f"no answer from rank 1 (host {HOST}), last heard of " in said
 
 
-def test_a_run_with_a_short_time_is_the_run_with_a_long_one(dataset, tmp_path):
+def test_watch_does_not_change_the_run(dataset, tmp_path):
     for seconds in (10, 1800):
         train(dataset, tmp_path / str(seconds), 2, max_steps=6, save_final_model=False, ddp_timeout=seconds)
     assert [row["loss"] for row in rows(tmp_path / "10")] == [row["loss"] for row in rows(tmp_path / "1800")]

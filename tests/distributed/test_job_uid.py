@@ -68,7 +68,7 @@ def account(tmp_path, monkeypatch):
     (tmp_path / "token").write_text("secret\n")
     monkeypatch.setenv("JOB_UID", "")  # restored afterwards, whatever is set meanwhile
     monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "127.0.0.1")
-    monkeypatch.setenv("https_proxy", "http://127.0.0.1:9")  # nobody there
+    monkeypatch.setenv("https_proxy", "http://127.0.0.1:9")  # a closed port
     monkeypatch.delenv("no_proxy", raising=False)
     monkeypatch.delenv("NO_PROXY", raising=False)
     monkeypatch.setenv("KUBERNETES_SERVICE_PORT", str(server.server_port))
@@ -77,23 +77,23 @@ def account(tmp_path, monkeypatch):
     server.server_close()
 
 
-def test_the_pods_owner_is_its_job(account):
+def test_job_uid_is_the_pods_owner(account):
     set_job_uid(account)
     assert os.environ["JOB_UID"] == "1b2c"
 
 
-def test_what_is_known_is_not_asked_for(account, monkeypatch, capsys):
+def test_job_uid_is_not_queried_if_known(account, monkeypatch, capsys):
     (account / "token").write_text("another")
     monkeypatch.setenv("JOB_UID", "known")
     set_job_uid(account)
     assert (os.environ["JOB_UID"], capsys.readouterr().err) == ("known", "")
 
 
-def test_a_pod_that_may_not_ask_says_so_and_one_without_a_token_does_not_try(account, capsys):
+def test_job_uid_warns_if_forbidden_and_needs_a_token(account, capsys):
     (account / "token").write_text("another")
     set_job_uid(account)
     said = capsys.readouterr().err
-    assert said.startswith("warning: the API does not tell this pod's job (kubernetes/job-uid.yaml): HTTPError: ")
+    assert said.startswith("warning: the API does not say this pod's job (kubernetes/job-uid.yaml): HTTPError: ")
     assert said.count("\n") == 1
     (account / "token").unlink()
     set_job_uid(account)

@@ -12,7 +12,7 @@ import pytest
 
 from common.distributed.stopping import PREEMPTED
 from extras.launch import TRY_AGAIN
-from extras.launcher.restart_limit import FILE, IN_A_ROW, Starts
+from extras.launcher.restart_limit import FILE, MAX_STARTS, RestartCounter
 from tests.forked import ROOT, Script
 from tests.live_runs import wait_until
 from tests.patience import run
@@ -65,7 +65,7 @@ def error(script: Script) -> str:
     return line
 
 
-def test_an_end_after_progress_starts_again_as_often_as_it_takes(tmp_path):
+def test_launcher_restarts_while_there_is_progress(tmp_path):
     again = "save+killed,1,save+1,killed,save+1,0"
     script = launch(tmp_path, again)
     assert script.wait() == 0, script.said()
@@ -76,34 +76,34 @@ def test_an_end_after_progress_starts_again_as_often_as_it_takes(tmp_path):
 @pytest.mark.parametrize(
     ("how", "reason"), [("save+1,1,1,1,0", "status 1"), ("save+1,1,1,killed", "killed by SIGKILL")]
 )
-def test_three_starts_without_a_checkpoint_are_the_end_with_the_reason(tmp_path, how, reason):
+def test_launcher_stops_after_three_starts_without_checkpoint(tmp_path, how, reason):
     script = launch(tmp_path, how)
     assert script.wait() == 2, script.said()
-    assert starts(tmp_path) == 1 + IN_A_ROW
-    assert f"{IN_A_ROW} starts of this job in a row made no new checkpoint" in error(script)
+    assert starts(tmp_path) == 1 + MAX_STARTS
+    assert f"{MAX_STARTS} starts of this job in a row made no new checkpoint" in error(script)
     assert "the newest is still checkpoint-1" in error(script)
     assert reason in error(script)
 
 
-def test_starts_by_others_count_too_and_a_new_job_counts_anew(tmp_path):
+def test_restart_counter_counts_other_launchers_and_resets_for_a_new_job(tmp_path):
     """As by a requeue or a new pod: the launcher itself is gone each time."""
-    for start in range(IN_A_ROW):
+    for start in range(MAX_STARTS):
         script = launch(tmp_path, "1", restarts=0)
-        assert script.wait() == (1 if start < IN_A_ROW - 1 else 2)
+        assert script.wait() == (1 if start < MAX_STARTS - 1 else 2)
     assert "there is none" in error(script)
     assert launch(tmp_path, "1", restarts=0, job="8").wait() == 1
 
 
-def test_the_count_of_starts_is_the_users_own(tmp_path):
+def test_restart_counter_file_is_private(tmp_path):
     tmp_path.joinpath(FILE).touch(0o644)  # as earlier versions made it
-    Starts(tmp_path, "7").begin()
+    RestartCounter(tmp_path, "7").increment()
     assert (tmp_path / FILE).stat().st_mode & 0o777 == 0o600
-    Starts(tmp_path, "7").begin()
+    RestartCounter(tmp_path, "7").increment()
     assert json.loads((tmp_path / FILE).read_text())["starts"] == 2
 
 
-def test_a_launcher_killed_three_times_does_not_start_a_fourth(tmp_path):
-    for _ in range(IN_A_ROW):
+def test_launcher_killed_three_times_does_not_start_again(tmp_path):
+    for _ in range(MAX_STARTS):
         script = launch(tmp_path, "wait")
         until_waiting(tmp_path, script)
         script.send_signal(signal.SIGKILL)
@@ -111,10 +111,10 @@ def test_a_launcher_killed_three_times_does_not_start_a_fourth(tmp_path):
     script = launch(tmp_path, "0")
     assert script.wait() == 2, script.said()
     assert "not started again" in error(script)
-    assert starts(tmp_path) == IN_A_ROW
+    assert starts(tmp_path) == MAX_STARTS
 
 
-def test_bad_input_is_not_tried_again_and_leaves_no_directory(tmp_path):
+def test_launcher_does_not_restart_after_bad_input(tmp_path):
     script = launch(tmp_path, "2,0")
     assert script.wait() == 2, script.said()
     assert starts(tmp_path) == 1
@@ -137,7 +137,7 @@ def without_flags(tmp_path: Path) -> tuple[list[str], dict[str, str]]:
     return ["--nproc_per_node=2", str(tmp_path / "rank.py")], environment() | {"PYTHONPATH": str(ROOT)}
 
 
-def test_under_the_launcher_the_error_line_is_alone(tmp_path):
+def test_launcher_prints_the_error_line_only(tmp_path):
     """Torchrun's warning that it sets OMP_NUM_THREADS is not beside it: the launcher sets it."""
     argv, env = without_flags(tmp_path)
     env.pop("OMP_NUM_THREADS")
@@ -147,7 +147,7 @@ def test_under_the_launcher_the_error_line_is_alone(tmp_path):
     assert line.startswith(MISSING)
 
 
-def test_under_torchrun_the_error_line_is_there_at_once_and_again_where_its_report_ends(tmp_path):
+def test_torchrun_prints_the_error_line_first_and_last(tmp_path):
     """Of what torchrun prints around it a rank can only choose the last words: its own line."""
     argv, env = without_flags(tmp_path)
     command = [sys.executable, "-m", "torch.distributed.run", *argv]
@@ -166,24 +166,24 @@ def test_under_torchrun_the_error_line_is_there_at_once_and_again_where_its_repo
         (signal.SIGINT, {}, PREEMPTED),
     ],
 )
-def test_a_stop_is_not_started_again_here_and_does_not_count(tmp_path, number, pod, status):
-    for _ in range(IN_A_ROW + 1):
+def test_launcher_does_not_restart_or_count_a_stop(tmp_path, number, pod, status):
+    for _ in range(MAX_STARTS + 1):
         script = launch(tmp_path, "wait", **pod)
         until_waiting(tmp_path, script)
         script.send_signal(number)
         assert script.wait() == status
         assert "failed" not in script.said()[1]  # torchrun's word for any status but 0
         assert "closing signal" not in script.said()[1]
-    assert starts(tmp_path) == IN_A_ROW + 1
+    assert starts(tmp_path) == MAX_STARTS + 1
 
 
 @pytest.mark.parametrize(("how", "status"), [("1", TRY_AGAIN), ("killed", TRY_AGAIN), ("2", 2), ("0", 0)])
-def test_in_a_pod_bad_input_alone_is_final(tmp_path, how, status):
+def test_launcher_in_a_pod_retries_all_but_bad_input(tmp_path, how, status):
     assert launch(tmp_path, how, restarts=0, KUBERNETES_SERVICE_HOST="10.0.0.1").wait() == status
 
 
-def test_a_place_that_cannot_be_written_is_for_the_run_to_say(tmp_path):
+def test_restart_counter_ignores_unwritable_directory(tmp_path):
     (tmp_path / "file").touch()
-    for _ in range(IN_A_ROW + 1):
-        Starts(tmp_path / "file" / "out", "7").begin()
+    for _ in range(MAX_STARTS + 1):
+        RestartCounter(tmp_path / "file" / "out", "7").increment()
     assert os.listdir(tmp_path) == ["file"]

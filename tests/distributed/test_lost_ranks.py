@@ -17,7 +17,7 @@ from torch.utils.data import IterableDataset
 
 from common.data.loader import deliver
 from common.distributed.run import ProcessFlags, distributed_run
-from common.distributed.stopping import end_with
+from common.distributed.stopping import die_with_parent
 from tests.live_runs import is_running, wait_until
 from tests.training.checkpoint_fixtures import checkpointer_of_a_small_model
 from tests.training_fixtures import on_ranks
@@ -49,7 +49,7 @@ def _lose_rank_2(out: Path, finder: str) -> None:
 
 
 @pytest.mark.parametrize("finder", ["main", "checkpoint writer"])
-def test_the_thread_that_finds_a_lost_rank_waits_for_no_other_thread(tmp_path, finder):
+def test_exit_if_peer_lost_joins_no_other_thread(tmp_path, finder):
     codes, said = on_ranks(3, _lose_rank_2, tmp_path, finder)
     assert codes == [1, 1, -signal.SIGKILL], "\n".join(said)
     assert said[0].startswith("error: another rank is gone: no answer from rank 2 (host "), said[0]
@@ -77,11 +77,11 @@ def _die_before_the_child_looks(told) -> None:
         os._exit(0)
     wait_until(lambda: os.getppid() != parent)
     told.send(os.getpid())
-    end_with(parent)
+    die_with_parent(parent)
     time.sleep(3600)
 
 
-def test_an_error_of_nccl_waits_for_no_other_thread_either(tmp_path):
+def test_exit_with_error_after_nccl_error_joins_no_other_thread(tmp_path):
     codes, said = on_ranks(3, _lose_rank_2, tmp_path, "NCCL")
     assert codes == [1, 1, -signal.SIGKILL], "\n".join(said)
     assert "error: another rank is gone: no answer from rank 2 " in said[0]
@@ -89,7 +89,7 @@ def test_an_error_of_nccl_waits_for_no_other_thread_either(tmp_path):
 
 
 @pytest.mark.parametrize("body", [_wait_with_a_worker, _die_before_the_child_looks])
-def test_workers_end_with_their_rank(body):
+def test_loader_workers_die_with_their_rank(body):
     """A worker holds its rank's connections: while it is there, the others wait for a rank that is dead."""
     listener, told = multiprocessing.get_context("fork").Pipe(duplex=False)
     rank = multiprocessing.get_context("fork").Process(target=body, args=(told,))
@@ -111,7 +111,7 @@ def _meet_at(port: int) -> None:
         pass
 
 
-def test_a_port_that_is_taken_is_called_so():
+def test_distributed_run_reports_a_taken_port():
     """And no other rank is said to be gone."""
     with closing(socket.socket()) as other:
         other.bind(("", 0))

@@ -13,9 +13,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from common.distributed import nccl
+from common.distributed import run
+from common.distributed.fsdp import init_mesh, set_group_timeouts
 from common.distributed.run import ProcessFlags, distributed_run
-from common.distributed.strategy import mesh_of, wait_as_told
 from extras.monitor import watchdog
 from tests.training.checkpoint_fixtures import checkpointer_of_a_small_model
 from tests.training_fixtures import on_ranks
@@ -31,10 +31,10 @@ def _wait_for_the_device(seconds: int) -> None:
 
 def _blocked(gone_s: float, told: bool, dies: bool, who: int = 1) -> None:
     """On two ranks: one is killed, or works on for some seconds; the other waits for it."""
-    watchdog.GONE_S, watchdog.TOLD_S = gone_s, 3.0
+    watchdog.GONE_S, watchdog.STOPPING_S = gone_s, 3.0
     with distributed_run(ProcessFlags(use_cpu=True, ddp_timeout=LONG)) as world:
         world.watch.mark("forward/backward", 3)
-        world.stop.at_once = False
+        world.stop.exit_at_once = False
         dist.barrier()
         if world.rank == who:
             time.sleep(1.5 if dies else 8)
@@ -44,11 +44,11 @@ def _blocked(gone_s: float, told: bool, dies: bool, who: int = 1) -> None:
             if told:
                 threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGTERM)).start()
             _wait_for_the_device(60 if dies else 8)
-            print("goes on")
+            print("continues")
 
 
-@pytest.mark.parametrize(("gone_s", "told"), [(4.0, False), (60.0, True)], ids=["alone", "told to stop"])
-def test_a_rank_that_waits_for_the_device_ends_when_a_peer_is_gone(gone_s, told):
+@pytest.mark.parametrize(("gone_s", "told"), [(4.0, False), (60.0, True)], ids=["alone", "signalled"])
+def test_watch_ends_a_rank_blocked_on_the_device_when_a_peer_is_gone(gone_s, told):
     started = time.monotonic()
     codes, said = on_ranks(2, _blocked, gone_s, told, True)
     assert codes == [1, -signal.SIGKILL], said[0]
@@ -57,18 +57,18 @@ def test_a_rank_that_waits_for_the_device_ends_when_a_peer_is_gone(gone_s, told)
     assert time.monotonic() - started < LONG / 10
 
 
-def test_rank_0_takes_the_store_with_it_and_is_missed_all_the_same():
+def test_watch_names_rank_0_though_it_held_the_store():
     codes, said = on_ranks(2, _blocked, 4.0, False, True, 0)
     assert codes == [-signal.SIGKILL, 1], said[1]
     (error,) = [line for line in said[1].splitlines() if line.startswith("error: ")]
     assert "no answer from rank 0" in error
 
 
-def test_a_rank_that_is_told_to_stop_waits_for_peers_that_are_there():
+def test_watch_lets_a_signalled_rank_wait_for_live_peers():
     """It may yet come to a place where it can save."""
     codes, said = on_ranks(2, _blocked, 60.0, True, False)
     assert codes == [0, 0], said[0]
-    assert "goes on" in said[0]
+    assert "continues" in said[0]
     assert "error" not in said[0]
 
 
@@ -102,7 +102,7 @@ def _fails(kind: type, text: str) -> None:
     ("kind", "text", "status", "line"),
     [
         (dist.DistBackendError, INVALID, 1, r"NCCL failed on cpu of .*: two ranks on one GPU"),
-        (dist.DistBackendError, REMOTE, 1, "another rank is gone: see what it said"),
+        (dist.DistBackendError, REMOTE, 1, "another rank is gone: see its log"),
         (torch.AcceleratorError, ILLEGAL, 1, "CUDA failed on cpu of .*: an illegal memory access .*nvidia-smi"),
         (RuntimeError, ILLEGAL, 1, "CUDA failed on cpu of "),
         (RuntimeError, CUBLAS, 2, "out of memory on cpu: CUDA error: CUBLAS_STATUS_ALLOC_FAILED"),
@@ -115,7 +115,7 @@ def _fails(kind: type, text: str) -> None:
         (torch.AcceleratorError, NO_MEMORY, 2, "out of memory on cpu: CUDA error: out of memory.*--tokens_per_pack"),
     ],
 )
-def test_failures_of_devices_are_one_line(kind, text, status, line):
+def test_distributed_run_reports_device_failures_in_one_line(kind, text, status, line):
     codes, said = on_ranks(1, _fails, kind, text)
     assert codes == [status], said[0]
     (error,) = said[0].splitlines()
@@ -123,36 +123,36 @@ def test_failures_of_devices_are_one_line(kind, text, status, line):
     assert re.search(line, error), error
 
 
-def test_an_error_of_ours_keeps_its_stack():
+def test_distributed_run_keeps_the_traceback_of_a_bug():
     codes, said = on_ranks(1, _fails, RuntimeError, "shapes do not match")
     assert codes == [1]
     assert "Traceback" in said[0]
 
 
-def test_nccls_guards_come_after_ours_and_the_users_settings_stay(monkeypatch):
+def test_set_nccl_defaults_keeps_the_users_settings(monkeypatch):
     monkeypatch.setattr(os, "environ", {"RDMAV_FORK_SAFE": "0"})
-    nccl.tell_nccl(1800)
+    run.set_nccl_defaults(1800)
     assert int(os.environ["TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC"]) > 1800
     assert (os.environ["FI_EFA_FORK_SAFE"], os.environ["RDMAV_FORK_SAFE"]) == ("1", "0")
 
 
 def _groups_of_a_mesh() -> None:
     with distributed_run(ProcessFlags(use_cpu=True, ddp_timeout=77, cp_size=2)) as world:
-        mesh = mesh_of(world, (2, 1), ("replicate", "shard"))
-        wait_as_told(world, flat := mesh._flatten("everyone"))
+        mesh = init_mesh(world, (2, 1), ("replicate", "shard"))
+        set_group_timeouts(world, flat := mesh._flatten("everyone"))
         for group in (*mesh.get_all_groups(), flat.get_group(), world.cp_group, dist.group.WORLD):
             print(group._get_backend(torch.device("cpu")).options._timeout.total_seconds())
         dist.barrier()  # rank 0 holds the store, of which the other still asks for its groups
         world.watch.end()  # and may be gone before the other has looked for it
 
 
-def test_every_group_waits_as_long_as_ddp_timeout_says():
+def test_process_groups_have_ddp_timeout():
     codes, said = on_ranks(2, _groups_of_a_mesh)
     assert codes == [0, 0], said
     assert said[0].split() == ["77.0"] * 5
 
 
-def test_the_checkpoint_writer_works_on_its_ranks_own_device(tmp_path, monkeypatch):
+def test_checkpoint_writer_sets_its_ranks_device(tmp_path, monkeypatch):
     """Devices are a thread's own: a thread that sets none opens a context on GPU 0."""
     seen = {}
     monkeypatch.setattr(

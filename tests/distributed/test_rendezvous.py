@@ -1,4 +1,4 @@
-"""Who reaches a launcher's port: on one node nobody but this machine; of several nodes nobody who runs code there."""
+"""The launcher's port: on one node loopback only; with several nodes no client that runs code there."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from torch.distributed.elastic.rendezvous import RendezvousStateError
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import _NodeDesc, _RendezvousState
 
-from common.distributed.store import join_store, keep_to_this_node, serve_store, store_host
+from common.distributed.run import join_store, serve_store, store_host, use_loopback_interface
 from extras.launcher import rendezvous
 from tests.forked import Script
 from tests.live_runs import ranks_of, wait_until
@@ -53,7 +53,7 @@ def a_state() -> _RendezvousState:
 
 
 @pytest.mark.parametrize("state", [a_state(), _RendezvousState()], ids=["full", "new"])
-def test_a_state_is_the_same_after_json(state):
+def test_rendezvous_state_survives_json(state):
     assert vars(rendezvous.decode(rendezvous.encode(state))) == vars(state)
 
 
@@ -92,18 +92,18 @@ FOREIGN = {
 
 
 @pytest.mark.parametrize("data", FOREIGN.values(), ids=FOREIGN)
-def test_a_state_that_no_launcher_wrote_is_refused_in_one_line(data):
+def test_rendezvous_refuses_foreign_state_in_one_line(data):
     backend = rendezvous.JsonBackend(C10dRendezvousBackend(dist.HashStore(), RUN))
     assert backend.get_state() is None
     _, token, done = backend.set_state(pickle.dumps(a_state()))
     assert done
     backend._backend.set_state(data, token)
     for look in (backend.get_state, lambda: backend.set_state(pickle.dumps(a_state()), token)):
-        with pytest.raises(RendezvousStateError, match="^the rendezvous holds what no extras.launch has written"):
+        with pytest.raises(RendezvousStateError, match="^the rendezvous state was not written by extras.launch"):
             look()
 
 
-def test_the_largest_state_is_bounded(monkeypatch):
+def test_rendezvous_state_size_is_bounded(monkeypatch):
     monkeypatch.setattr(rendezvous, "LARGEST", len(rendezvous.encode(a_state())) - 1)
     with pytest.raises(ValueError, match=r"^\d+ bytes$"):
         rendezvous.decode(rendezvous.encode(a_state()))
@@ -121,10 +121,10 @@ def test_the_largest_state_is_bounded(monkeypatch):
         ({"local_addr": "10.0.0.1"}, 2, ("static", "", "10.0.0.1")),
     ],
 )
-def test_the_launcher_chooses_where_nodes_meet(flags, nodes, chosen):
+def test_use_json_backend_sets_backend_and_endpoint(flags, nodes, chosen):
     told = {"standalone": False, "rdzv_backend": "static", "rdzv_endpoint": "", "rdzv_id": "none", "local_addr": None}
     parsed = Namespace(**told | flags)
-    rendezvous.choose(parsed, nodes)
+    rendezvous.use_json_backend(parsed, nodes)
     assert (parsed.rdzv_backend, parsed.rdzv_endpoint, parsed.local_addr) == chosen
     assert (parsed.rdzv_id == "none") == (chosen[1] != "127.0.0.1:0")
 
@@ -137,7 +137,7 @@ def listening(pid: int) -> list[str]:
     return [line[1].partition(":")[0] for line in lines if line[3] == LISTENS and f"socket:[{line[9]}]" in sockets]
 
 
-def test_a_store_at_a_loopback_address_listens_there_alone():
+def test_serve_store_on_loopback_listens_there_only():
     before = Counter(listening(os.getpid()))
     for host in ("127.0.0.1", "localhost"):
         store = serve_store(host, 0)
@@ -160,14 +160,14 @@ def test_a_store_at_a_loopback_address_listens_there_alone():
         ({"GLOO_SOCKET_IFNAME": "eth0", "NCCL_SOCKET_IFNAME": "eth0"}, "127.0.0.1", "eth0"),
     ],
 )
-def test_gloo_and_nccl_use_loopback_on_one_node(monkeypatch, variables, host, interface):
+def test_use_loopback_interface_on_one_node(monkeypatch, variables, host, interface):
     for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         monkeypatch.setenv(name, "")  # to be put back as it was
         monkeypatch.delenv(name)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr("socket.if_nameindex", lambda: [(1, "lo"), (2, "eth0")])
-    keep_to_this_node()
+    use_loopback_interface()
     assert store_host() == host
     assert [os.environ.get(f"{name}_SOCKET_IFNAME") for name in ("GLOO", "NCCL")] == [interface] * 2
 
@@ -183,7 +183,7 @@ def running(*scripts: Script) -> Iterator[None]:
             script.wait()
 
 
-def test_on_one_node_launcher_and_ranks_listen_on_loopback_alone(dataset, tmp_path):
+def test_launcher_on_one_node_listens_on_loopback_only(dataset, tmp_path):
     out = tmp_path / "out"
     argv = ["--nproc_per_node=2", "train_ddp.py", *flags_of(dataset, out, max_steps=100_000, logging_steps=1)]
     script = Script("extras.launch", *argv, env=environment(), settings={"sys.executable": python()})
@@ -217,7 +217,7 @@ def two_nodes(tmp_path) -> Iterator[tuple[list[Script], dist.Store]]:
         yield nodes, join_store("127.0.0.1", port)
 
 
-def test_a_pickle_in_the_rendezvous_runs_nothing_and_ends_the_job_with_a_line(two_nodes, tmp_path):
+def test_launcher_refuses_a_pickle_in_the_rendezvous(two_nodes, tmp_path):
     nodes, store = two_nodes
     key = f"torch.rendezvous.{RUN}"  # which `list_keys` of the store tells everybody
     assert store.check([key])
@@ -225,6 +225,6 @@ def test_a_pickle_in_the_rendezvous_runs_nothing_and_ends_the_job_with_a_line(tw
     assert [node.wait() for node in nodes] == [1, 1]
     errors = [line for node in nodes for line in node.said()[1].splitlines() if line.startswith("error: ")]
     assert len(errors) == 2  # one a node; the second may only see that the first is gone
-    assert any("holds what no extras.launch has written (a pickle, as torchrun itself writes" in e for e in errors)
+    assert any("was not written by extras.launch (a pickle, as torchrun itself writes" in e for e in errors)
     assert "Traceback" not in "".join(node.said()[1] for node in nodes)
     assert not (tmp_path / "owned").exists()

@@ -10,7 +10,7 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from extras.monitor.replicas import digest, odd_ones
+from extras.monitor.replicas import digest, outliers
 from tests.live_runs import newest_step
 from tests.training_fixtures import _main, flags_of, on_ranks
 
@@ -26,7 +26,7 @@ def weights() -> list[torch.Tensor]:
     return [*tensors, tensors[0].bfloat16(), tensors[2].double()]
 
 
-def test_a_digest_sees_every_bit_and_every_place():
+def test_digest_changes_with_every_bit_and_position():
     before = digest(weights())
     assert before == digest(weights())
     assert before.keys() == {""}
@@ -59,8 +59,8 @@ def test_a_digest_sees_every_bit_and_every_place():
         ([{"": 7, "0:0": 1}, {"": 7, "0:1": 2}, {"": 8, "0:0": 1}], [2]),
     ],
 )
-def test_who_is_odd(digests, odd):
-    assert odd_ones(digests) == odd
+def test_outliers_of_digests(digests, odd):
+    assert outliers(digests) == odd
 
 
 def _main_with_a_flipped_bit(argv: list[str], script: str, step: int, rank: int) -> None:
@@ -84,7 +84,7 @@ def _main_with_a_flipped_bit(argv: list[str], script: str, step: int, rank: int)
     [(2, 1, [0, 1], {}), (3, 2, [2], {}), (4, 2, [0, 2], HYBRID), (2, 1, [0, 1], REPLICATED)],
     ids=["ddp", "ddp-3", "hsdp", "mfsdp"],
 )
-def test_replicas_that_go_apart_end_the_run_and_are_named(dataset, tmp_path, nproc, rank, named, flags):
+def test_replicas_check_names_ranks_that_diverge(dataset, tmp_path, nproc, rank, named, flags):
     """Found at the comparison of the ranks, and before a checkpoint: none is saved of them."""
     flags = dict(flags)
     script = flags.pop("script", "train_ddp.py")

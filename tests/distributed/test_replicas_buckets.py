@@ -9,7 +9,7 @@ from common.distributed.strategy import ReplicaFlags, replicate
 from common.distributed.world import World
 from tests.training_fixtures import on_ranks
 
-# Till the process ends. A thread of gloo's takes the GIL when it is done with a hook's exchange; a group's end, which
+# Kept until the process ends. A gloo thread takes the GIL after a hook's all-reduce; destroying a group, which
 # comes with the last model's, holds the GIL and waits for that thread (torch 2.13): for ever, if it comes right after.
 kept = []
 
@@ -35,13 +35,13 @@ def _check_gradients() -> None:
         else:
             assert torch.equal(model.weight.grad, model.weight.grad.bfloat16().float())
             half = [gradient.bfloat16() / 2 for gradient in gradients]
-            # Products may be summed in another order: now and then a number falls on the other side of a rounding.
+            # Matmuls may sum in another order: now and then a number falls on the other side of a rounding.
             bound = 2**-7 * (half[0].abs() + half[1].abs()).float()
             assert ((model.weight.grad - (half[0] + half[1]).float()).abs() <= bound).all()
             assert not torch.allclose(model.weight.grad, exact, rtol=1e-5, atol=1e-5)
     dist.destroy_process_group()
 
 
-def test_buckets_in_bf16():
+def test_replicate_all_reduces_in_bf16():
     codes, said = on_ranks(2, _check_gradients)
     assert codes == [0, 0], "\n".join(said)

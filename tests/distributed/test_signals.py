@@ -1,4 +1,4 @@
-"""A run that is told to stop: all ranks agree, save, and leave with status 75; the same command then goes on."""
+"""A run stopped by a signal: all ranks agree, save and exit with status 75; the same command resumes."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def whole(dataset, tmp_path_factory):
 def assert_goes_on(dataset: Path, out: Path, whole: Path, scratch: Path, nproc: int = 1, **flags) -> None:
     """The same command does what the uninterrupted run did, bit for bit: up to its next checkpoint, to be sooner done.
 
-    One test goes on to the end.
+    One test runs to the end.
     """
     stop = (newest_step(out) // LEG + 1) * LEG
     train(dataset, out, nproc, **FLAGS | flags, stop_at_step=stop)
@@ -56,20 +56,20 @@ def assert_goes_on(dataset: Path, out: Path, whole: Path, scratch: Path, nproc: 
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
-def test_a_signal_during_a_step_saves_after_it(dataset, whole, tmp_path, number):
+def test_stop_during_a_step_saves_after_it(dataset, whole, tmp_path, number):
     out = tmp_path / "out"
     with LiveRun(dataset, out, tmp_path / "logs", **FLAGS, dataloader_num_workers=1) as run:
         run.until_step(5)
         run.signal(number)
         assert run.end() == [PREEMPTED]
-    assert "Stopped as asked, the state is saved" in run.said()
+    assert "Stopped by a signal, checkpoint saved" in run.said()
     assert "Traceback" not in run.said()
     assert newest_step(out) == rows(out)[-1]["step"] < STEPS
     assert_goes_on(dataset, out, whole(), tmp_path)
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_signal_to_one_rank_stops_them_all_at_the_same_step(dataset, whole, tmp_path, rank):
+def test_stop_of_one_rank_stops_all_at_the_same_step(dataset, whole, tmp_path, rank):
     out = tmp_path / "out"
     with LiveRun(dataset, out, tmp_path / "logs", 2, **FLAGS) as run:
         run.until_step(5)
@@ -80,7 +80,7 @@ def test_a_signal_to_one_rank_stops_them_all_at_the_same_step(dataset, whole, tm
     assert_goes_on(dataset, out, whole(2), tmp_path, 2)
 
 
-def test_a_signal_during_an_evaluation_breaks_it_off_and_the_next_start_does_it(dataset, whole, tmp_path):
+def test_stop_during_evaluation_defers_it_to_the_next_start(dataset, whole, tmp_path):
     """Each evaluation is in metrics.jsonl once, also the ones that were broken off: at the start, and one twice."""
     flags = FLAGS | {"max_steps": 60, "do_eval": True, "eval_steps": 20, "eval_on_start": True}
     flags["per_device_eval_batch_size"] = 1
@@ -98,7 +98,7 @@ def test_a_signal_during_an_evaluation_breaks_it_off_and_the_next_start_does_it(
     assert [row["step"] for row in rows(out) if "eval_loss" in row] == [0, 20, 40, 60]
 
 
-def test_a_signal_while_a_loader_hangs_still_saves(dataset, whole, tmp_path):
+def test_stop_while_a_loader_hangs_still_saves(dataset, whole, tmp_path):
     """The worker is stopped (SIGSTOP), so the next batch never comes."""
     out = tmp_path / "out"
     with LiveRun(dataset, out, tmp_path / "logs", 2, **FLAGS, dataloader_num_workers=1) as run:
@@ -122,7 +122,7 @@ def test_a_signal_while_a_loader_hangs_still_saves(dataset, whole, tmp_path):
 
 
 @pytest.mark.parametrize("async_save", [True, False])
-def test_a_signal_to_the_whole_process_tree_while_a_save_is_under_way(dataset, whole, tmp_path, async_save):
+def test_stop_of_the_process_tree_during_a_save(dataset, whole, tmp_path, async_save):
     """As schedulers do: loader workers get the signal too, and outlive it until the run has saved."""
     flags = FLAGS | {"save_steps": 2, "async_save": async_save}
     out = tmp_path / "out"
@@ -139,7 +139,7 @@ def test_a_signal_to_the_whole_process_tree_while_a_save_is_under_way(dataset, w
     assert_goes_on(dataset, out, whole(), tmp_path, **flags)
 
 
-def test_a_signal_before_the_first_step_ends_the_run_at_once(dataset, tmp_path):
+def test_stop_before_the_first_step_exits_immediately(dataset, tmp_path):
     """Rank 0 waits, in a collective, for a rank that never comes: no Python runs there that could notice a flag."""
     out = tmp_path / "out"
     run = LiveRun(dataset, out, tmp_path / "logs", 2, **FLAGS)
@@ -153,11 +153,11 @@ def test_a_signal_before_the_first_step_ends_the_run_at_once(dataset, tmp_path):
         run.until(listens)
         run.signal(signal.SIGTERM)
         assert run.end() == [PREEMPTED]
-    assert run.said().splitlines() == ["Stopped as asked, before the first step: the same command starts again"]
+    assert run.said().splitlines() == ["Stopped by a signal, before the first step: the same command starts again"]
     assert not out.exists()
 
 
-def test_a_signal_during_the_last_evaluation_keeps_the_finished_training(dataset, whole, tmp_path):
+def test_stop_during_the_last_evaluation_keeps_the_training(dataset, whole, tmp_path):
     flags = FLAGS | {"max_steps": LEG, "do_eval": True, "per_device_eval_batch_size": 1}
     out = tmp_path / "out"
     with LiveRun(dataset, out, tmp_path / "logs", 2, **flags) as run:
@@ -170,7 +170,7 @@ def test_a_signal_during_the_last_evaluation_keeps_the_finished_training(dataset
     assert_same_run(out, whole(2, max_steps=LEG), LEG, tmp_path)
 
 
-def test_sigterm_to_torchrun_saves_and_the_same_command_goes_on(dataset, whole, tmp_path):
+def test_stop_of_torchrun_saves_and_the_run_resumes(dataset, whole, tmp_path):
     out = tmp_path / "out"
     flags = FLAGS | {"dataloader_num_workers": 1}
     job = torchrun(dataset, out, 2, **flags)
@@ -181,7 +181,7 @@ def test_sigterm_to_torchrun_saves_and_the_same_command_goes_on(dataset, whole, 
         said, _ = communicate(job)
     finally:
         kill_all(job)
-    assert "Stopped as asked, the state is saved" in said
+    assert "Stopped by a signal, checkpoint saved" in said
     assert len(ranks) == 2
     assert not [pid for pid in ranks.values() if os.path.exists(f"/proc/{pid}")]
     assert newest_step(out) == rows(out)[-1]["step"] < STEPS
@@ -189,7 +189,7 @@ def test_sigterm_to_torchrun_saves_and_the_same_command_goes_on(dataset, whole, 
     assert_same_run(out, whole(2), STEPS, tmp_path)
 
 
-def test_ctrl_c_saves_as_a_signal_to_stop_does(dataset, whole, tmp_path):
+def test_ctrl_c_saves(dataset, whole, tmp_path):
     out = tmp_path / "out"
     command = training_command(dataset, out, **FLAGS, dataloader_num_workers=2)
     job = subprocess.Popen(
@@ -204,20 +204,21 @@ def test_ctrl_c_saves_as_a_signal_to_stop_does(dataset, whole, tmp_path):
     assert job.returncode == PREEMPTED, said
     assert said.splitlines()[0].endswith(" - INFO - train_ddp.py: loading PyTorch")
     last = [line for line in said.splitlines() if " - INFO - " not in line]
-    assert last == ["interrupted: saving after this step; once more to leave without"]
+    assert last == [CTRL_C]
     assert not list(out.glob("tmp-*"))
     assert newest_step(out) == rows(out)[-1]["step"]
     assert_goes_on(dataset, out, whole(), tmp_path, dataloader_num_workers=2)
 
 
+CTRL_C = "interrupted: saving after this step; press Ctrl-C again to quit without saving"
 LISTENS = """
 import time
 from common.cli import run
 from common.distributed.stopping import StopRequest
 def main():
     stop = StopRequest()
-    stop.at_once = {at_once}
-    stop.listen()
+    stop.exit_at_once = {at_once}
+    stop.install_handlers()
     print("listens", flush=True)
     while not stop.requested:
         time.sleep(0.01)
@@ -230,13 +231,13 @@ run(main)
 @pytest.mark.parametrize(
     ("program", "status", "said"),
     [
-        (LISTENS.format(at_once=False), 130, ["interrupted: saving after this step; once more to leave without"]),
+        (LISTENS.format(at_once=False), 130, [CTRL_C]),
         (LISTENS.format(at_once=True), 130, ["interrupted, before the first step: the same command starts again"]),
         ("import common, time; print('imports', flush=True); time.sleep(60)", -2, []),
     ],
     ids=["in a step", "before the first", "during imports"],
 )
-def test_ctrl_c_again_is_meant_and_none_is_a_traceback(program, status, said):
+def test_second_ctrl_c_quits_without_traceback(program, status, said):
     job = subprocess.Popen(
         [sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT
     )
@@ -255,7 +256,7 @@ def test_ctrl_c_again_is_meant_and_none_is_a_traceback(program, status, said):
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_when_one_rank_dies_the_others_end_soon_and_without_a_traceback(dataset, tmp_path, rank):
+def test_dead_rank_ends_the_others_without_traceback(dataset, tmp_path, rank):
     with LiveRun(dataset, tmp_path / "out", tmp_path / "logs", 2, **FLAGS) as run:
         run.until_step(5)
         run.signal(signal.SIGKILL, rank)

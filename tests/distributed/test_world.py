@@ -1,4 +1,4 @@
-"""The mesh: which ranks share a pack, and which have their own."""
+"""World: its mesh, its collectives of JSON values, and how a run starts."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from tests.training_fixtures import free_port, on_ranks
     ("size", "cp_size", "data_ranks"),
     [(4, 1, [0, 1, 2, 3]), (4, 2, [0, 0, 1, 1]), (4, 4, [0, 0, 0, 0]), (6, 2, [0, 0, 1, 1, 2, 2])],
 )
-def test_neighbours_share_the_data_of_a_context_parallel_group(size, cp_size, data_ranks):
+def test_mesh_ranks_of_a_cp_group_share_a_data_rank(size, cp_size, data_ranks):
     meshes = [Mesh(rank, size, cp_size) for rank in range(size)]
     assert [mesh.dp_rank for mesh in meshes] == data_ranks
     assert {mesh.dp_size for mesh in meshes} == {len(set(data_ranks))}
 
 
-def test_a_world_has_the_mesh_of_its_rank():
+def test_world_mesh_has_its_rank_and_cp_size():
     assert World(3, 1, 8, torch.device("cpu"), cp_size=2).mesh == Mesh(3, 8, 2)
     assert World(3, 1, 8, torch.device("cpu")).mesh.dp_size == 8
 
@@ -41,7 +41,7 @@ def _gather() -> None:
     torch.distributed.destroy_process_group()
 
 
-def test_only_the_main_rank_is_sent_what_is_gathered_for_it():
+def test_world_gather_to_main_sends_values_to_rank_0_only():
     codes, said = on_ranks(3, _gather)
     assert codes == [0, 0, 0], said
     assert World(0, 0, 1, torch.device("cpu")).gather_to_main("mine") == ["mine"]
@@ -53,14 +53,14 @@ def _deterministic() -> None:
         assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
 
 
-def test_a_deterministic_run_asks_torch_and_cublas_for_it():
-    """What they make of it only a GPU shows: tests/gpu/test_runs.py."""
+def test_distributed_run_deterministic_sets_torch_and_cublas():
+    """The effect shows on a GPU only: tests/gpu/test_runs.py."""
     codes, said = on_ranks(1, _deterministic)
     assert codes == [0], said
 
 
 class Evil:
-    """Unpickled, it makes a file."""
+    """Unpickling it makes a directory."""
 
     def __init__(self, path):
         self.path = path
@@ -72,7 +72,7 @@ class Evil:
 VALUES = ["ä\ud800", None, 2**64 - 1, 1e-300, [], {"a": [1, {"b": "x" * 70_000}]}, True]
 
 
-def _exchange(directory: Path) -> None:
+def _send_pickles(directory: Path) -> None:
     world = World(int(os.environ["RANK"]), 0, 2, torch.device("cpu"))
     torch.distributed.init_process_group("gloo")
     for value in VALUES:
@@ -80,29 +80,29 @@ def _exchange(directory: Path) -> None:
         assert world.gather([world.rank, value]) == [[0, value], [1, value]]
     pickled = torch.frombuffer(bytearray(pickle.dumps(Evil(directory / f"by-{world.rank}"))), dtype=torch.uint8)
     messages._to_tensor = lambda _: pickled
-    for exchange in (world.share, world.gather, world.gather_to_main):
+    for collective in (world.broadcast_object, world.gather, world.gather_to_main):
         with suppress(ValueError):
-            exchange("mine")
+            collective("mine")
     torch.distributed.destroy_process_group()
 
 
-def test_what_ranks_send_each_other_is_data(tmp_path):
-    codes, said = on_ranks(2, _exchange, tmp_path)
+def test_world_collectives_never_unpickle(tmp_path):
+    codes, said = on_ranks(2, _send_pickles, tmp_path)
     assert codes == [0, 0], said
     assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("value", [{1: 2}, [{("a",): 2}], Path("x"), b"x", {1}, torch.ones(1)])
-def test_what_is_no_json_is_refused_on_one_rank_as_on_many(value):
+def test_world_collectives_refuse_values_that_are_not_json(value):
     alone = World(0, 0, 1, torch.device("cpu"))
-    for exchange in (alone.share, alone.gather, alone.gather_to_main):
+    for collective in (alone.broadcast_object, alone.gather, alone.gather_to_main):
         with pytest.raises(TypeError):
-            exchange(value)
+            collective(value)
     assert alone.broadcast_object((1, 2)) == [1, 2]
 
 
-def test_rank_that_outlives_its_launcher_ends_soon(monkeypatch):
-    """Not after the minutes that a rank may take: it was started, and the launcher with its store was killed."""
+def test_store_of_this_attempt_fails_soon_without_launcher(monkeypatch):
+    """Within AGENT_S, not --ddp_timeout: the launcher and its store were killed."""
     place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "TORCHELASTIC_USE_AGENT_STORE": "True"}
     for name, value in place.items():
         monkeypatch.setenv(name, value)

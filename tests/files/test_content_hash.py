@@ -35,8 +35,8 @@ def test_cached_hash_is_used(file, cache):
     assert content_hash(file) == "cached"
 
 
-def test_hashing_that_takes_long_is_said(file, monkeypatch, caplog):
-    monkeypatch.setattr(module, "SAID_EVERY_S", 0.001)
+def test_content_hashes_logs_progress(file, monkeypatch, caplog):
+    monkeypatch.setattr(module, "LOG_EVERY_S", 0.001)
     (file.parent / "large").write_bytes(bytes(64 << 20))
     with caplog.at_level("INFO"):
         combined_hash([file, file.parent / "large"])

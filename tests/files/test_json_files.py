@@ -3,7 +3,7 @@
 from common.files.json_files import JsonLinesLog, read_json_lines
 
 
-def test_a_log_that_is_resumed_drops_what_will_come_again_and_a_torn_last_line(tmp_path):
+def test_json_lines_log_drops_repeated_and_torn_rows(tmp_path):
     path = tmp_path / "metrics.jsonl"
     log = JsonLinesLog(path, keep_through=-1)
     for step in (1, 5, 10, 15):

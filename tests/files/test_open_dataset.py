@@ -9,6 +9,7 @@ import pytest
 
 from benchmarks import open_dataset
 from common.data.token_store import TokenStore
+from common.models.esm2.alphabet import ESM2_TOKENS
 from common.training import masked_lm
 from extras.prepare.dataset_writer import TOKEN_FEATURES, DatasetWriter
 
@@ -18,7 +19,7 @@ def test_private_memory_of_a_process(tmp_path, monkeypatch):
     monkeypatch.setattr(open_dataset, "RECORDS_PER_SHARD", 40_000)
     open_dataset.make_dataset(tmp_path, 95_000)
     rows = datasets.load_from_disk(str(tmp_path / "train"))
-    store = TokenStore(tmp_path / "train")
+    store = TokenStore(tmp_path / "train", ESM2_TOKENS)
     assert len(rows) == len(store) == 95_000
     some = np.array([0, 39_999, 40_000, 94_999])
     assert [len(rows[int(i)]["input_ids"]) for i in some] == store.lengths(some).tolist()
@@ -42,16 +43,18 @@ def test_frequencies_of_a_large_store_are_those_of_a_sample(tmp_path, monkeypatc
         columns = [pa.array(["P"] * 1000), pa.array(tokens, pa.list_(pa.uint8()))]
         writer.write(pa.record_batch(columns, schema=writer.schema))
     writer.close()
-    store = TokenStore(tmp_path)
+    store = TokenStore(tmp_path, ESM2_TOKENS)
     asked = []
     gather = store.gather
     store.gather = lambda records, *where: asked.append(records) or gather(records, *where)
-    whole = masked_lm.residue_frequencies(store)
+    whole = masked_lm.residue_frequencies(store, ESM2_TOKENS)
     assert np.array_equal(np.concatenate(asked), np.arange(20_000))
     monkeypatch.setattr(masked_lm, "UNIGRAM_SAMPLE", 4000)
     monkeypatch.setattr(masked_lm, "UNIGRAM_RUN", 100)
     asked.clear()
-    assert masked_lm.residue_frequencies(store) == pytest.approx(whole, abs=0.03)  # 40 runs, 2 of each kind
+    assert masked_lm.residue_frequencies(store, ESM2_TOKENS) == pytest.approx(
+        whole, abs=0.03
+    )  # 40 runs, 2 of each kind
     assert len(asked) == 40
     assert all((np.diff(records) == 1).all() for records in asked)
     assert min(map(np.min, asked)) == 0

@@ -13,7 +13,7 @@ from datasets import Dataset, DatasetDict, Features, List, Sequence, Value, load
 
 from common.cli import UserError
 from common.data.token_store import TokenStore, open_split
-from common.files.alphabet import CLS, EOS, PAD, encode
+from common.models.esm2.alphabet import CLS, EOS, ESM2_TOKENS, PAD, encode
 from extras.sources.fasta import read_fasta
 
 OURS = Features({"id": Value("string"), "input_ids": List(Value("uint8"))})
@@ -52,7 +52,7 @@ def assert_holds(store: TokenStore, records: list[np.ndarray]) -> None:
 def test_reads_our_format_over_several_files(tmp_path):
     records = random_records(500)
     save(tmp_path / "s", records, num_shards=3)
-    assert_holds(TokenStore(tmp_path / "s"), records)
+    assert_holds(TokenStore(tmp_path / "s", ESM2_TOKENS), records)
 
 
 def test_reads_what_the_writer_writes(tmp_path):
@@ -66,7 +66,7 @@ def test_reads_what_the_writer_writes(tmp_path):
         writer.write(pa.record_batch(columns, names=["id", "input_ids"]))
         writer.end_shard()
     writer.close()
-    store = TokenStore(tmp_path / "s")
+    store = TokenStore(tmp_path / "s", ESM2_TOKENS)
     assert_holds(store, records)
     assert [row["input_ids"] for row in load_from_disk(tmp_path / "s")] == [record.tolist() for record in records]
 
@@ -87,7 +87,7 @@ def test_lists_in_many_chunks(tmp_path, kind):
     whole = pa.record_batch([pa.array(["P"] * 230), column], names=["id", "input_ids"])
     bounds = [0, 1, 1, 8, 207, 230]  # one of them empty
     write_split(tmp_path / "s", [whole[a:b] for a, b in zip(bounds, bounds[1:], strict=False)], whole.schema)
-    store = TokenStore(tmp_path / "s")
+    store = TokenStore(tmp_path / "s", ESM2_TOKENS)
     assert len(store._lists.chunk_start) == 4
     assert_holds(store, records)
 
@@ -108,7 +108,7 @@ def test_padded_datasets_of_other_tools(tmp_path, value, shape):
         }
     )
     write_split(tmp_path / "s", table.to_batches(max_chunksize=50), table.schema)
-    assert_holds(TokenStore(tmp_path / "s"), records)
+    assert_holds(TokenStore(tmp_path / "s", ESM2_TOKENS), records)
 
 
 def test_saved_by_datasets_map_with_padding(tmp_path):
@@ -117,13 +117,13 @@ def test_saved_by_datasets_map_with_padding(tmp_path):
     features = Features({"input_ids": Sequence(Value("int32")), "attention_mask": Sequence(Value("int8"))})
     masks = [[int(i != PAD) for i in row] for row in rows]
     Dataset.from_dict({"input_ids": rows, "attention_mask": masks}, features=features).save_to_disk(tmp_path / "s")
-    assert_holds(TokenStore(tmp_path / "s"), records)
+    assert_holds(TokenStore(tmp_path / "s", ESM2_TOKENS), records)
 
 
 def test_padded_bytes_without_their_mask(tmp_path):
     records = random_records(50, longest=60)
     padded = [np.pad(record, (0, 70 - len(record)), constant_values=PAD) for record in records]
-    assert_holds(TokenStore(save(tmp_path / "s", padded)), records)
+    assert_holds(TokenStore(save(tmp_path / "s", padded), ESM2_TOKENS), records)
 
 
 def test_selected_and_shuffled_dataset(tmp_path):
@@ -132,7 +132,7 @@ def test_selected_and_shuffled_dataset(tmp_path):
     save(tmp_path / "all", records)
     order = np.random.default_rng(3).permutation(200)[:120]
     load_from_disk(tmp_path / "all").select(order).save_to_disk(tmp_path / "s")
-    assert_holds(TokenStore(tmp_path / "s"), [records[i] for i in order])
+    assert_holds(TokenStore(tmp_path / "s", ESM2_TOKENS), [records[i] for i in order])
 
 
 def test_indices_mapping_on_disk(tmp_path):
@@ -149,16 +149,16 @@ def test_indices_mapping_on_disk(tmp_path):
     state = json.loads((tmp_path / "s" / "state.json").read_text())
     state["_indices_data_files"] = [{"filename": "indices.arrow"}]
     (tmp_path / "s" / "state.json").write_text(json.dumps(state))
-    assert_holds(TokenStore(tmp_path / "s"), [records[i] for i in order])
+    assert_holds(TokenStore(tmp_path / "s", ESM2_TOKENS), [records[i] for i in order])
 
 
 def test_first_records_only_and_pickle(tmp_path):
     records = random_records(200)
     save(tmp_path / "train", records)
-    store = open_split(tmp_path, "train", max_records=77)
+    store = open_split(tmp_path, "train", ESM2_TOKENS, max_records=77)
     assert_holds(store, records[:77])
     assert_holds(pickle.loads(pickle.dumps(store)), records[:77])
-    assert len(open_split(tmp_path, "train", max_records=1000)) == 200
+    assert len(open_split(tmp_path, "train", ESM2_TOKENS, max_records=1000)) == 200
     with pytest.raises(IndexError):
         store.lengths(np.array([77]))
     with pytest.raises(AssertionError, match="crop"):
@@ -168,9 +168,13 @@ def test_first_records_only_and_pickle(tmp_path):
 def test_fingerprint_tells_datasets_and_sizes_apart(tmp_path):
     save(tmp_path / "a", random_records(20))
     save(tmp_path / "b", random_records(20, seed=1))
-    prints = [TokenStore(tmp_path / "a"), TokenStore(tmp_path / "b"), TokenStore(tmp_path / "a", max_records=10)]
+    prints = [
+        TokenStore(tmp_path / "a", ESM2_TOKENS),
+        TokenStore(tmp_path / "b", ESM2_TOKENS),
+        TokenStore(tmp_path / "a", ESM2_TOKENS, max_records=10),
+    ]
     assert len({store.fingerprint for store in prints}) == 3
-    assert TokenStore(tmp_path / "a").fingerprint == prints[0].fingerprint
+    assert TokenStore(tmp_path / "a", ESM2_TOKENS).fingerprint == prints[0].fingerprint
 
 
 def test_memory_does_not_grow_with_the_data(tmp_path):
@@ -181,7 +185,7 @@ def test_memory_does_not_grow_with_the_data(tmp_path):
     dataset.save_to_disk(tmp_path / "s")
     tracemalloc.start()
     before = pa.total_allocated_bytes()
-    store = TokenStore(tmp_path / "s")
+    store = TokenStore(tmp_path / "s", ESM2_TOKENS)
     store.lengths(np.arange(0, 100_000, 100))
     store.gather(np.array([5, 99_999]), np.array([0, 3]), np.array([300, 100]))
     peak = tracemalloc.get_traced_memory()[1]
@@ -196,14 +200,14 @@ def test_real_proteins(tmp_path, real_fasta):
     offsets = np.concatenate(([0], np.cumsum([len(record) for record in records]))).astype(np.int32)
     values = pa.array(np.concatenate(records))
     Dataset(pa.table({"input_ids": pa.ListArray.from_arrays(pa.array(offsets), values)})).save_to_disk(tmp_path / "s")
-    assert_holds(TokenStore(tmp_path / "s"), records)
+    assert_holds(TokenStore(tmp_path / "s", ESM2_TOKENS), records)
 
 
 def break_ids(path):
     records = random_records(5)
     records[3][4] = 40
     save(path, records)
-    store = TokenStore(path)
+    store = TokenStore(path, ESM2_TOKENS)
     store.gather(np.arange(5), np.zeros(5, dtype=np.int64), store.lengths(np.arange(5)))
 
 
@@ -211,105 +215,105 @@ def pad_inside(path):
     records = random_records(5)
     records[3][1] = PAD
     save(path, records)
-    store = TokenStore(path)
+    store = TokenStore(path, ESM2_TOKENS)
     store.gather(np.arange(5), np.zeros(5, dtype=np.int64), store.lengths(np.arange(5)))
 
 
 def negative_ids(path):
     features = Features({"id": Value("string"), "input_ids": List(Value("int64"))})
     save(path, [np.array([0, 5, 2]), np.array([0, 256 + 5, 2])], features)
-    TokenStore(path).gather(np.array([1]), np.array([0]), np.array([3]))
+    TokenStore(path, ESM2_TOKENS).gather(np.array([1]), np.array([0]), np.array([3]))
 
 
 def no_column(path):
     Dataset.from_dict({"text": ["MK"]}).save_to_disk(path)
-    TokenStore(path)
+    TokenStore(path, ESM2_TOKENS)
 
 
 def wrong_type(path):
     Dataset.from_dict({"input_ids": ["MK"]}).save_to_disk(path)
-    TokenStore(path)
+    TokenStore(path, ESM2_TOKENS)
 
 
 def no_records(path):
     save(path, [])
-    TokenStore(path)
+    TokenStore(path, ESM2_TOKENS)
 
 
 def dataset_dict(path):
     split = Dataset.from_dict({"id": ["a"], "input_ids": [[0, 5, 2]]}, features=OURS)
     DatasetDict({"train": split, "test": split}).save_to_disk(path)
-    TokenStore(path)
+    TokenStore(path, ESM2_TOKENS)
 
 
 def no_arrow_files(path):
     path.mkdir()
-    TokenStore(path)
+    TokenStore(path, ESM2_TOKENS)
 
 
 def no_rows_in_a_file(path):
     schema = pa.schema([("input_ids", pa.list_(pa.uint8()))])
     write_split(path, [], schema)
-    TokenStore(path)
+    TokenStore(path, ESM2_TOKENS)
 
 
 def save_interrupted(path):
     save(path, random_records(5))
     (path / "state.json").unlink()
-    TokenStore(path)
+    TokenStore(path, ESM2_TOKENS)
 
 
 def file_missing(path):
     save(path, random_records(5), num_shards=2)
     next(path.glob("*00001*.arrow")).unlink()
-    TokenStore(path)
+    TokenStore(path, ESM2_TOKENS)
 
 
 def file_cut_short(path):
     save(path, random_records(500))
     file = next(path.glob("*.arrow"))
     file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
-    TokenStore(path)
+    TokenStore(path, ESM2_TOKENS)
 
 
 def file_empty(path):
     save(path, random_records(5))
     next(path.glob("*.arrow")).write_bytes(b"")
-    TokenStore(path)
+    TokenStore(path, ESM2_TOKENS)
 
 
 def not_arrow(path):
     save(path, random_records(5))
     next(path.glob("*.arrow")).write_bytes(b"id,text\nP1,MKV\n" * 50)
-    TokenStore(path)
+    TokenStore(path, ESM2_TOKENS)
 
 
 def bad_state(path):
     save(path, random_records(5))
     (path / "state.json").write_text("{")
-    TokenStore(path)
+    TokenStore(path, ESM2_TOKENS)
 
 
 def no_split(path):
     save(path / "train", random_records(5))
-    open_split(path, "validation")
+    open_split(path, "validation", ESM2_TOKENS)
 
 
 def split_as_dataset(path):
     save(path, random_records(5))
-    open_split(path, "train")
+    open_split(path, "train", ESM2_TOKENS)
 
 
 def zero_records_wanted(path):
     save(path, random_records(5))
-    TokenStore(path, max_records=0)
+    TokenStore(path, ESM2_TOKENS, max_records=0)
 
 
 @pytest.mark.parametrize(
     ("bad_input", "message"),
     [
-        (TokenStore, "no such directory"),
-        (lambda path: open_split(path, "train"), "no such directory"),
+        (lambda path: TokenStore(path, ESM2_TOKENS), "no such directory"),
+        (lambda path: open_split(path, "train", ESM2_TOKENS), "no such directory"),
         (no_arrow_files, "no Arrow files"),
         (no_column, "no column input_ids, only text"),
         (wrong_type, "not a list of integers"),

@@ -9,13 +9,14 @@ import torch
 import torch.distributed as dist
 
 from common.data.collators import SlicingCollator, to_device
+from common.distributed.context_parallel import CpSplit
 from common.distributed.run import ProcessFlags, distributed_run
-from common.distributed.slices import Slices
+from common.models.esm2.alphabet import MASK, PAD
 from common.models.esm2.config import esm2_config
 from common.models.esm2.family import HIDDEN_ACT
 from common.models.esm2.model import Esm2ForMaskedLM, build_model
-from common.models.layers import attention_blocks as blocks
-from common.models.layers.context_attention import share_context
+from common.models.layers import attention
+from common.models.layers.context_attention import enable_context_parallel
 from tests.gpu.test_runs import BACKENDS, TWO_GPUS
 from tests.gpu.test_training import relative
 from tests.models.context_cases import LENGTHS, make_batch
@@ -33,17 +34,17 @@ ROUNDING = {True: 0.05, False: 1e-4}  # of bf16: 2^-8 a step, and a few steps; o
 
 @pytest.mark.parametrize("bf16", [True, False], ids=["bf16", "fp32"])
 @pytest.mark.parametrize("lengths", LENGTHS)
-def test_blocks_of_keys_add_up_to_attention_to_all(lengths, bf16):
+def test_cp_attention_by_blocks_equals_full_attention(lengths, bf16):
     """Of four ranks, one after the other on one GPU: with bf16 by flash attention's own kernels, with fp32 by ours."""
     device, cp, heads, dim = "cuda", 4, 4, 64
-    slices = Slices(np.array(LENGTHS[lengths]), cp, "contiguous")
-    parts = blocks.Bounds.make(torch.from_numpy(slices.bounds()), device)
+    slices = CpSplit(np.array(LENGTHS[lengths]), cp, "contiguous")
+    parts = attention.Bounds.make(torch.from_numpy(slices.bounds()), device)
     starts = [0, *np.cumsum(LENGTHS[lengths]).tolist()]
-    (all_of_it,) = blocks.Bounds.make(torch.tensor([starts]), "cpu")
+    (all_of_it,) = attention.Bounds.make(torch.tensor([starts]), "cpu")
     random = torch.Generator().manual_seed(0)
     q, k, v, grad = (torch.randn(starts[-1], heads, dim, generator=random).to(torch.bfloat16) for _ in range(4))
-    out, lse = blocks.attend(*(x.double() for x in (q, k, v)), all_of_it, all_of_it)
-    whole = blocks.gradients(*(x.double() for x in (grad, q, k, v)), out, lse, all_of_it, all_of_it)
+    out, lse = attention.attend_block(*(x.double() for x in (q, k, v)), all_of_it, all_of_it)
+    whole = attention.block_gradients(*(x.double() for x in (grad, q, k, v)), out, lse, all_of_it, all_of_it)
 
     places = [slices.positions(r) + np.array(starts)[slices.sequences(r)] for r in range(cp)]
     q, k, v, grad = (x.to(device, torch.bfloat16 if bf16 else torch.float32) for x in (q, k, v, grad))
@@ -54,13 +55,13 @@ def test_blocks_of_keys_add_up_to_attention_to_all(lengths, bf16):
         others = [(rank + turn) % cp for turn in range(cp)]  # its own first, as in the ring
         merged = None
         for other in others:
-            part = blocks.attend(q[mine], k[places[other]], v[places[other]], parts[rank], parts[other])
-            merged = part if merged is None else blocks.merge(*merged, *part)
+            part = attention.attend_block(q[mine], k[places[other]], v[places[other]], parts[rank], parts[other])
+            merged = part if merged is None else attention.merge_blocks(*merged, *part)
         found["out"][mine] = merged[0]
         for other in others:
             theirs = places[other]
             inputs = grad[mine], q[mine], k[theirs], v[theirs], *merged
-            dq, dk, dv = blocks.gradients(*inputs, parts[rank], parts[other])
+            dq, dk, dv = attention.block_gradients(*inputs, parts[rank], parts[other])
             for name, places_of, values in (("dq", mine, dq), ("dk", theirs, dk), ("dv", theirs, dv)):
                 found[name][places_of] += values
     for name, expected in zip(found, (out, *whole), strict=True):
@@ -71,7 +72,7 @@ def test_blocks_of_keys_add_up_to_attention_to_all(lengths, bf16):
 
 @TWO_GPUS
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_two_gpus_that_share_packs_compute_what_one_does(tmp_path, backend):
+def test_cp_on_two_gpus_equals_one(tmp_path, backend):
     precisions = (True, False) if backend == "torch" else (True,)
     cases = [(*way, lengths, bf16) for way in WAYS[backend] for lengths in ("mixed", "long") for bf16 in precisions]
     codes, said = on_ranks(2, compare, backend, cases, str(tmp_path / "found"))
@@ -97,9 +98,9 @@ def compare(backend: str, cases: list[tuple], out: str) -> None:
             packs = [make_batch(LENGTHS[lengths], "random", seed=n) for n in range(2)]
             expected = loss_and_gradients(model_of(backend, device), packs, bf16, device)
             shared = model_of(backend, device)
-            share_context(shared, world.cp_group, way)
+            enable_context_parallel(shared, world.cp_group, way)
             mine = [
-                SlicingCollator(lambda pack, ids, whole=whole: whole, world.mesh, layout, multiple)(None, None)
+                SlicingCollator(lambda *_, whole=whole: whole, world.mesh, layout, multiple, PAD, MASK)(None, None)
                 for whole in packs
             ]
             ours = loss_and_gradients(shared, mine, bf16, device)

@@ -28,7 +28,7 @@ SCRIPTS = [
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(("script", "nproc"), SCRIPTS)
-def test_a_run_trains_saves_and_resumes(dataset, tmp_path, backend, script, nproc):
+def test_run_trains_saves_and_resumes(dataset, tmp_path, backend, script, nproc):
     flags = {"backend": backend, "bf16": True, "max_steps": 20, "save_steps": 10, "nproc": nproc}
     done = run_training(dataset, tmp_path / "a", script=script, **flags)
     assert done.returncode == 0, done.stderr
@@ -42,7 +42,7 @@ def test_a_run_trains_saves_and_resumes(dataset, tmp_path, backend, script, npro
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a_deterministic_run_that_resumes_ends_with_the_same_bits(dataset, tmp_path, backend):
+def test_deterministic_run_resumes_bit_exactly(dataset, tmp_path, backend):
     flags = {"backend": backend, "bf16": True, "deterministic": True, "max_steps": 12, "save_steps": 6}
     for where, until in (("a", 12), ("b", 6), ("b", 12)):
         done = run_training(dataset, tmp_path / where, stop_at_step=until, save_final_model=True, **flags)
@@ -52,7 +52,7 @@ def test_a_deterministic_run_that_resumes_ends_with_the_same_bits(dataset, tmp_p
 
 
 @pytest.mark.skipif(find_spec("transformer_engine") is None, reason="Transformer Engine is not installed")
-def test_a_checkpoint_goes_on_with_the_other_backend(dataset, tmp_path):
+def test_checkpoint_resumes_with_the_other_backend(dataset, tmp_path):
     flags = {"bf16": True, "gelu": "tanh", "max_steps": 20, "save_steps": 5}
     for backend, until in (("te", 5), ("torch", 10), ("te", 15), ("torch", 20)):
         done = run_training(dataset, tmp_path, backend=backend, stop_at_step=until, **flags)
@@ -66,7 +66,7 @@ def test_a_checkpoint_goes_on_with_the_other_backend(dataset, tmp_path):
 @pytest.mark.skipif(
     torch.cuda.is_available() and torch.cuda.get_device_capability() < (9, 0), reason="FP8 needs Hopper"
 )
-def test_an_fp8_run_resumes_with_its_scales(dataset, tmp_path):
+def test_fp8_run_resumes_with_its_scales(dataset, tmp_path):
     flags = {"backend": "te", "bf16": True, "fp8": True, "fp8_layers": "1", "max_steps": 12, "save_steps": 6}
     done = run_training(dataset, tmp_path / "a", **flags)
     assert done.returncode == 0, done.stderr
@@ -81,7 +81,7 @@ def test_an_fp8_run_resumes_with_its_scales(dataset, tmp_path):
 @pytest.mark.skipif(
     torch.cuda.is_available() and torch.cuda.get_device_capability() < (9, 0), reason="FP8 needs Hopper"
 )
-def test_weights_in_fp8_resume_evaluate_and_go_on_in_bf16(dataset, tmp_path):
+def test_fp8_params_resume_evaluate_and_continue_in_bf16(dataset, tmp_path):
     flags = {"bf16": True, "max_steps": 12, "save_steps": 4, "do_eval": True, "gelu": "tanh"}
     fp8 = flags | {"backend": "te", "fp8": True, "fp8_params": True}
     done = run_training(dataset, tmp_path / "a", **fp8)
@@ -97,7 +97,7 @@ def test_weights_in_fp8_resume_evaluate_and_go_on_in_bf16(dataset, tmp_path):
     assert losses(tmp_path / "c") == pytest.approx(losses(tmp_path / "a"), abs=0.05)
 
 
-def test_weights_in_host_memory(dataset, tmp_path):
+def test_cpu_offload_trains(dataset, tmp_path):
     flags = {"bf16": True, "max_steps": 5, "backend": "torch", "script": "train_fsdp2.py"}
     for where, offload in (("a", False), ("b", True)):
         done = run_training(dataset, tmp_path / where, cpu_offload=offload, **flags)
@@ -117,8 +117,8 @@ def test_weights_in_host_memory(dataset, tmp_path):
     ],
     ids=["optim_grads_params", "optim_grads", "optim", "no_shard"],
 )
-def test_megatron_fsdp_is_the_run_of_fsdp2(dataset, tmp_path, nproc, flags):
-    """fp32 with accumulation and clipping, evaluations in between; a checkpoint of FSDP2 goes on with this one."""
+def test_megatron_fsdp_equals_fsdp2(dataset, tmp_path, nproc, flags):
+    """fp32 with accumulation and clipping, evaluations in between; resumes a checkpoint of FSDP2."""
     run = {"backend": "torch", "max_steps": 12, "packs_per_step": 4, "save_steps": 6, "do_eval": True, "eval_steps": 4}
     other = {"script": "train_fsdp2.py"}
     legs = {"fsdp2": [other], "mfsdp": [flags], "both": [other | {"stop_at_step": 6}, flags]}
@@ -134,7 +134,7 @@ def test_megatron_fsdp_is_the_run_of_fsdp2(dataset, tmp_path, nproc, flags):
 
 @MEGATRON
 @pytest.mark.parametrize("nproc", [1, pytest.param(2, marks=TWO_GPUS)])
-def test_megatron_fsdp_in_bf16_is_the_run_of_fsdp2(dataset, tmp_path, nproc):
+def test_megatron_fsdp_in_bf16_equals_fsdp2(dataset, tmp_path, nproc):
     flags = {"bf16": True, "backend": "torch", "max_steps": 12, "packs_per_step": 4}
     for script in ("train_fsdp2.py", "train_mfsdp.py"):
         done = run_training(dataset, tmp_path / script, nproc, script=script, **flags)

@@ -61,7 +61,7 @@ def skip_unless_here(recipe) -> None:
 
 @pytest.mark.parametrize("name", ["llama3_1_8b", "llama3_2_1b", "mathstral_7b"])
 def test_fp32_equals_the_torch_backend(name):
-    """Values of weights, loss and gradients. Products are TF32 (10 bits) unless NVIDIA_TF32_OVERRIDE=0."""
+    """Values of weights, loss and gradients. Matmuls are TF32 (10 bits) unless NVIDIA_TF32_OVERRIDE=0."""
     model, theirs = model_of(name, "torch"), model_of(name, "te")
     weights = dict(theirs.named_parameters())
     assert weights.keys() == dict(model.named_parameters()).keys()
@@ -84,7 +84,7 @@ def test_bf16_equals_fp32():
 
 @HOPPER
 @pytest.mark.parametrize("name", RECIPES)
-def test_products_are_those_of_the_emulation(name, forget):  # noqa: F811
+def test_matmuls_equal_the_emulation(name, forget):  # noqa: F811
     """In fp32, where both quantise the same tensors: forward, and every gradient. A GPU's units keep fewer bits
     between partial sums, which moves a number over the edge between two neighbours now and then."""
     from common.precision.te import Quantised
@@ -116,19 +116,19 @@ def test_products_are_those_of_the_emulation(name, forget):  # noqa: F811
 
 
 @HOPPER
-def test_what_products_of_nvfp4_hide_is_found(forget):  # noqa: F811
+def test_nans_hidden_by_nvfp4_matmuls_are_detected(forget):  # noqa: F811
     """A NaN among the gradients that attention hands back, and one in a weight. Over the stand-in, whose casts hide
     them, loss and gradients are finite; whether those of a GPU do is for one to say."""
     from common.precision.te import Quantised
 
     skip_unless_here(RECIPES["nvfp4"])
     model = model_of("llama3_1_8b", "te")
-    unseen = Quantised(model, (RECIPES["nvfp4"],) * 3).unseen
+    guard = Quantised(model, (RECIPES["nvfp4"],) * 3).nan_guard
 
     def found() -> float:
         loss, gradients = loss_and_gradients(model, pack(), bf16=True)
         assert not SMALL or math.isfinite(loss) and all(gradient.isfinite().all() for gradient in gradients.values())
-        return unseen.add_to(torch.zeros((), device="cuda"), model.parameters()).item()
+        return guard.nonfinite(torch.zeros((), device="cuda"), model.parameters()).item()
 
     def spoil(module, inputs, output) -> None:
         output.register_hook(lambda gradient: torch.cat((gradient[:1] * math.nan, gradient[1:])))
@@ -145,7 +145,7 @@ def test_what_products_of_nvfp4_hide_is_found(forget):  # noqa: F811
 
 
 @HOPPER
-def test_a_pack_of_any_length_is_filled_up(forget):  # noqa: F811
+def test_pack_of_any_length_is_padded(forget):  # noqa: F811
     """Fillers change neither loss nor gradients, but for the rounding of the other tokens."""
     from common.precision.te import Quantised
 

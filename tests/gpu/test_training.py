@@ -57,8 +57,8 @@ def test_bf16_varlen_attention_equals_fp32_on_the_cpu(compiled):
 
 
 @pytest.mark.parametrize("compiled", [False, True])
-def test_gradients_of_rounded_weights_are_fp32_from_the_product_on(compiled):
-    """Of one layer's products, beside float64 products of what they multiplied."""
+def test_gradients_of_bf16_weights_are_fp32_from_the_matmul_on(compiled):
+    """Of one layer's matmuls, beside float64 matmuls of the same operands."""
     module, x = Linear(320, 960).cuda(), torch.randn(512, 320, device="cuda").bfloat16()
     initialise(module, 1, 0.1)
     RoundedWeights([module])

@@ -11,12 +11,12 @@ import torch
 import torch.distributed as dist
 
 from common.data.collators import IGNORE, SlicingCollator, to_device
-from common.distributed.slices import SharedPack, Slices
+from common.distributed.context_parallel import CpPack, CpSplit
 from common.distributed.world import World
-from common.files.alphabet import MASK
+from common.models.esm2.alphabet import MASK, PAD
 from common.models.esm2.config import esm2_config
 from common.models.esm2.model import Esm2ForMaskedLM, build_model
-from common.models.layers.context_attention import WAYS, ContextGroup, Sharing, rounds, share_context
+from common.models.layers.context_attention import WAYS, ContextGroup, CpLayout, enable_context_parallel, ring_blocks
 
 LENGTHS = {  # of the sequences of a pack
     "mixed": [1, 3, 16, 29, 70, 5, 41],
@@ -98,7 +98,7 @@ def compare(cp_size: int, cases: list[tuple], out: str) -> None:
     """
     world = World.from_environment(use_cpu=True)
     dist.init_process_group("gloo")
-    world.share_packs(cp_size)
+    world.create_cp_groups(cp_size)
     mesh, found = world.mesh, []
 
     @functools.cache  # ways and layouts are compared to the same
@@ -114,9 +114,11 @@ def compare(cp_size: int, cases: list[tuple], out: str) -> None:
         way, layout, multiple, dropout, bf16, lengths, labels = case
         packs = packs_of(lengths, labels)
         shared = model_of(dropout)
-        share_context(shared, world.cp_group, way)
+        enable_context_parallel(shared, world.cp_group, way)
         mine = packs[mesh.dp_rank :: mesh.dp_size]
-        slices = [SlicingCollator(lambda pack, ids, batch=b: batch, mesh, layout, multiple)(None, None) for b in mine]
+        slices = [
+            SlicingCollator(lambda *_, batch=b: batch, mesh, layout, multiple, PAD, MASK)(None, None) for b in mine
+        ]
         own_loss, own = gradients(shared, slices, bf16)
         together = torch.cat([own_loss.view(1), *(value.flatten() for value in own.values())])
         dist.all_reduce(together)
@@ -146,14 +148,14 @@ def hold_blocks() -> None:
     """In every rank: what is left of the blocks of a ring, while they go round."""
     world = World.from_environment(use_cpu=True)
     dist.init_process_group("gloo")
-    world.share_packs(world.size)
-    slices = Slices(np.array([64]), world.size, "contiguous")
+    world.create_cp_groups(world.size)
+    slices = CpSplit(np.array([64]), world.size, "contiguous")
     arrays = (slices.positions(world.rank), slices.bounds(), slices.real())
-    shared = SharedPack(*map(torch.from_numpy, arrays), torch.tensor([64]), torch.tensor([0]))
+    shared = CpPack(*map(torch.from_numpy, arrays), torch.tensor([64]), torch.tensor([0]))
     seen, ranks = [], []
-    for rank, block in rounds(
+    for rank, block in ring_blocks(
         torch.full((16, 2, 1, 4), float(world.rank)),
-        Sharing(shared.real, shared.bounds, CPU, ContextGroup(world.cp_group)),
+        CpLayout(shared.real, shared.bounds, CPU, ContextGroup(world.cp_group)),
     ):
         seen.append(weakref.ref(block))
         ranks.append(rank)

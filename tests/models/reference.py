@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from transformers import EsmForMaskedLM
 
-from common.files import alphabet
+from common.models.esm2 import alphabet
 from common.models.esm2.config import Esm2Config
 from common.models.esm2.convert import from_hf
 from common.models.esm2.model import Esm2ForMaskedLM

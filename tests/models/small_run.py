@@ -9,7 +9,7 @@ import torch
 
 from common.models.esm2.config import esm2_config
 from common.models.esm2.model import build_model
-from common.models.layers.cpu import BF16_PRODUCTS
+from common.models.layers.cpu import BF16_MATMULS
 
 
 def loss_and_gradients(pack: dict, dtype: torch.dtype) -> dict[str, torch.Tensor]:
@@ -23,7 +23,7 @@ def loss_and_gradients(pack: dict, dtype: torch.dtype) -> dict[str, torch.Tensor
 def main() -> None:
     """Of both precisions, where the libraries are told that there are no bf16 instructions."""
     if platform.machine() == "x86_64":
-        assert not BF16_PRODUCTS
+        assert not BF16_MATMULS
     pack = torch.load(sys.argv[1])
     torch.save([loss_and_gradients(pack, dtype) for dtype in (torch.float32, torch.bfloat16)], sys.argv[2])
 

@@ -47,7 +47,7 @@ def installed(tmp_path, monkeypatch):
 
 
 @without_te
-def test_te_that_is_not_there_is_one_line(dataset, tmp_path):
+def test_backend_te_missing_is_one_line(dataset, tmp_path):
     error = refused(dataset, tmp_path / "out", backend="te")
     assert "--backend te: it needs an NVIDIA GPU" in error
     assert "--backend torch" in error
@@ -57,13 +57,13 @@ def test_te_that_is_not_there_is_one_line(dataset, tmp_path):
 
 
 @without_te
-def test_auto_takes_torch_and_says_why(dataset, tmp_path):
+def test_backend_auto_logs_why_torch(dataset, tmp_path):
     said = train(dataset, tmp_path, max_steps=1)
     assert "Backend: torch (not te: it needs an NVIDIA GPU, and this run is on a CPU)" in said
 
 
 @without_te
-def test_a_gpu_without_te_is_told_what_it_loses(dataset, installed):
+def test_backend_logs_what_gpu_without_te_lacks(dataset, installed):
     """Where the run is on one, and would have used it: not with a flag that is the torch backend's."""
     gpu, lost = torch.device("cuda"), "; this run goes without its fused kernels, and FP8, MXFP8 and NVFP4"
     chosen, why = choose_backend(arguments(dataset).model, gpu, bf16=True)
@@ -78,7 +78,7 @@ def test_a_gpu_without_te_is_told_what_it_loses(dataset, installed):
     assert lost in choose_backend(arguments(dataset).model, gpu, bf16=True)[1]
 
 
-def test_te_on_a_cpu_is_one_line(dataset, installed):
+def test_backend_te_on_cpu_is_one_line(dataset, installed):
     installed("")
     with pytest.raises(UserError, match="--backend te: it needs an NVIDIA GPU.*--backend torch"):
         choose_backend(arguments(dataset, backend="te").model, CPU, bf16=False)
@@ -87,13 +87,13 @@ def test_te_on_a_cpu_is_one_line(dataset, installed):
     assert "GPU" in why
 
 
-def test_te_that_does_not_load_is_one_line(dataset, installed):
+def test_backend_te_broken_is_one_line(dataset, installed):
     installed("raise OSError('libcudnn.so.9: cannot open shared object file:\\n  No such file')")
     with pytest.raises(UserError, match=r"does not load \(OSError: libcudnn.so.9: cannot .*file: No such file\)"):
         choose_backend(arguments(dataset, backend="te").model, torch.device("cuda"), bf16=False)
 
 
-def test_torchs_layers_are_compiled_on_a_gpu_unless_told_otherwise_or_nothing_compiles(dataset, monkeypatch):
+def test_backend_compiles_torch_layers_on_gpu(dataset, monkeypatch):
     gpu, cpu = torch.device("cuda"), torch.device("cpu")  # nothing is computed on either
     monkeypatch.setattr("common.models.layers.backend.find_spec", lambda name: object())
     monkeypatch.setenv("CC", "gcc")
@@ -119,7 +119,7 @@ def test_torchs_layers_are_compiled_on_a_gpu_unless_told_otherwise_or_nothing_co
         ({"gelu": "exact"}, "--gelu exact"),
     ],
 )
-def test_what_only_torch_does_is_refused_with_te_and_decides_auto(dataset, installed, flags, named):
+def test_backend_torch_only_flags_conflict_with_te(dataset, installed, flags, named):
     installed("")
     gpu = torch.device("cuda")  # nothing is computed on it here
     with pytest.raises(UserError, match=re.escape(f"--backend te: {named} is")):
@@ -130,7 +130,7 @@ def test_what_only_torch_does_is_refused_with_te_and_decides_auto(dataset, insta
     )
 
 
-def test_auto_takes_te_where_it_fits_and_torch_in_fp32(dataset, installed):
+def test_backend_auto_takes_te_in_bf16(dataset, installed):
     installed("")
     assert choose_backend(arguments(dataset).model, torch.device("cuda"), bf16=True) == (
         "te",
@@ -149,7 +149,7 @@ def test_auto_takes_te_where_it_fits_and_torch_in_fp32(dataset, installed):
         ({"model": "llama3_2_1b", "torch_compile": True}, COMPILED),
     ],
 )
-def test_of_decoders_too(installed, flags, named):
+def test_backend_torch_only_flags_of_decoders(installed, flags, named):
     """The rest, refusals and auto's choice, is of one function for both tasks."""
     installed("")
     decoder = partial(with_flags, CausalArguments(), dataset="text.jsonl", bf16=False, **flags)
@@ -209,13 +209,13 @@ def _saved_and_restored(out) -> None:
     scale = {name: torch.ones(1) for name in scale}
     for seed, kind, scales in ((1, WithExtraState, scale), (2, Linear, {})):
         model, reader = checkpointer(seed, kind, scales)
-        assert reader.restore() == {"step": 1}
+        reader.load(out / "checkpoint-1")
         for (name, ours), theirs in zip(model.named_parameters(), first.parameters(), strict=True):
             assert torch.equal(ours, theirs), name
     assert scale["layers.0.proj.scaling_fwd.scale"].item() == 3.0
 
 
-def test_checkpoints_hold_scales_as_tensors_and_move_between_backends(tmp_path):
+def test_checkpoint_scales_move_between_backends(tmp_path):
     codes, said = on_ranks(1, _saved_and_restored, tmp_path)
     assert codes == [0], said
     assert said[0].count("FP8 scales are left out") == 1
@@ -230,7 +230,7 @@ def test_checkpoints_hold_scales_as_tensors_and_move_between_backends(tmp_path):
         ((9, 0), 64, "torch", None),
     ],
 )
-def test_what_a_gpu_cannot_do_is_said_before_its_kernels_do(monkeypatch, capability, head_dim, backend, message):
+def test_check_device_refuses_before_kernels(monkeypatch, capability, head_dim, backend, message):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla T4")
     check_device(torch.device("cpu"), True, head_dim, backend)

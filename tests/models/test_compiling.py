@@ -7,11 +7,11 @@ from pathlib import Path
 
 import torch
 
-from common.models.layers import attention
+from common.models.layers import cpu
 from common.models.layers.compiling import CACHE, cache_by_cpu
 
 
-def test_what_is_compiled_for_one_kind_of_cpu_is_not_found_by_another(monkeypatch, tmp_path):
+def test_cache_by_cpu_separates_kinds_of_cpu(monkeypatch, tmp_path):
     """It was found, and computed NaN, where two kinds share a directory."""
     places = []
     for capability in ("AVX2", "AVX512", "AVX2"):
@@ -24,13 +24,13 @@ def test_what_is_compiled_for_one_kind_of_cpu_is_not_found_by_another(monkeypatc
     assert places[0] == places[2] != places[1]
 
 
-def test_what_is_compiled_for_other_operators_of_ours_is_not_found(monkeypatch, tmp_path):
+def test_cache_by_cpu_separates_operator_versions(monkeypatch, tmp_path):
     """It was, and failed at the first step after an update: torch knows them by name alone."""
     places = []
     for version in ("one", "other", "one"):
         monkeypatch.setenv(CACHE, str(tmp_path))
-        (tmp_path / "attention.py").write_text(version)
-        monkeypatch.setattr(attention, "__file__", str(tmp_path / "attention.py"))
+        (tmp_path / "cpu.py").write_text(version)
+        monkeypatch.setattr(cpu, "__file__", str(tmp_path / "cpu.py"))
         cache_by_cpu()
         places.append(os.environ[CACHE])
     assert places[0] == places[2] != places[1]

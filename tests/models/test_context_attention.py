@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from common.distributed.slices import SharedPack, Slices
+from common.distributed.context_parallel import CpPack, CpSplit
 from common.models.layers.context_attention import whole_sequences
 from tests.models.context_cases import all_cases, compare, hold_blocks
 from tests.training_fixtures import on_ranks
@@ -16,7 +16,7 @@ ROUNDING_BF16 = 0.03  # of bf16: 2^-8 a step, and a few steps
 
 
 @pytest.mark.parametrize(("cp_size", "dp_size"), [(2, 1), (2, 2), (4, 1)])
-def test_shared_packs_give_the_single_process_numbers(tmp_path, cp_size, dp_size):
+def test_context_attention_equals_single_process(tmp_path, cp_size, dp_size):
     cases = all_cases(cp_size)
     if dp_size > 1:
         cases = [case for case in cases if case[5] == "mixed"][::2]
@@ -31,15 +31,13 @@ def test_shared_packs_give_the_single_process_numbers(tmp_path, cp_size, dp_size
     assert not wrong, "\n".join(map(str, wrong[:20]))
 
 
-def test_a_ring_holds_the_block_at_hand_and_the_one_that_comes(tmp_path):
+def test_ring_blocks_holds_two_blocks(tmp_path):
     codes, said = on_ranks(4, hold_blocks)
     assert codes == [0] * 4, "\n".join(said)
 
 
-def test_transformer_engine_is_told_the_whole_sequences():
+def test_whole_sequences_gives_te_boundaries():
     """With cp 2: [5, 8] padded to [8, 8], and 4 fillers on each rank."""
-    slices = Slices(np.array([5, 8]), 2, "dual_chunk", 8)
-    shared = SharedPack(
-        *(torch.from_numpy(x) for x in (slices.positions(0), slices.bounds(), slices.real())), None, None
-    )
+    slices = CpSplit(np.array([5, 8]), 2, "dual_chunk", 8)
+    shared = CpPack(*(torch.from_numpy(x) for x in (slices.positions(0), slices.bounds(), slices.real())), None, None)
     assert whole_sequences(shared, tokens=12).tolist() == [[0, 5, 13, 21], [0, 8, 16, 24]]

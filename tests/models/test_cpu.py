@@ -15,13 +15,13 @@ GENOA = Cpu("AuthenticAMD", frozenset(f"{AVX512} avx512_bf16".split()))
 GRAVITON3 = Cpu("", frozenset(["asimd", "bf16"]))
 
 
-def test_cpuinfo_is_that_of_the_first_processor():
+def test_cpu_parse_reads_first_processor():
     first, second = "vendor_id\t: AuthenticAMD\nflags\t\t: fpu avx2\n", "vendor_id\t: x\nflags\t: y\n"
-    assert Cpu.of(f"processor\t: 0\n{first}\nprocessor\t: 1\n{second}") == Cpu(
+    assert Cpu.parse(f"processor\t: 0\n{first}\nprocessor\t: 1\n{second}") == Cpu(
         "AuthenticAMD", frozenset(["fpu", "avx2"])
     )
-    assert Cpu.of("processor\t: 0\nFeatures\t: fp asimd bf16\n") == Cpu("", frozenset(["fp", "asimd", "bf16"]))
-    assert Cpu.of("") == Cpu()
+    assert Cpu.parse("processor\t: 0\nFeatures\t: fp asimd bf16\n") == Cpu("", frozenset(["fp", "asimd", "bf16"]))
+    assert Cpu.parse("") == Cpu()
 
 
 @pytest.mark.parametrize(
@@ -42,6 +42,6 @@ def test_cpuinfo_is_that_of_the_first_processor():
         (GENOA, {"ONEDNN_MAX_CPU_ISA": "AVX2"}, False, False),
     ],
 )
-def test_products_go_where_the_instructions_are(cpu, environment, bf16, onednn):
-    assert cpu.has_bf16_products(environment) == bf16
+def test_cpu_picks_library_by_instructions(cpu, environment, bf16, onednn):
+    assert cpu.has_bf16_matmuls(environment) == bf16
     assert cpu.multiplies_fp32_by_onednn(environment) == onednn

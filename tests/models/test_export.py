@@ -11,9 +11,9 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModel, AutoModelForMaskedLM, AutoTokenizer, EsmForMaskedLM, EsmModel
 
 from common.cli import UserError
-from common.files.alphabet import TOKENS
 from common.models.esm2 import convert
 from common.models.esm2 import convert as pretrained
+from common.models.esm2.alphabet import TOKENS
 from common.models.esm2.config import esm2_config, load_config
 from common.models.esm2.model import Esm2ForMaskedLM, build_model
 from tests.models.reference import reference_model
@@ -67,7 +67,7 @@ def ours(directory) -> Esm2ForMaskedLM:
     return model.eval()
 
 
-def test_stock_classes_open_the_exported_model_without_a_word(run, caplog, monkeypatch):
+def test_export_opens_without_warnings(run, caplog, monkeypatch):
     directory = run / "final_model"
     monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
     for kind, unused in ((EsmForMaskedLM, ()), (AutoModelForMaskedLM, ()), (AutoModel, ("lm_head.",))):
@@ -83,7 +83,7 @@ def test_stock_classes_open_the_exported_model_without_a_word(run, caplog, monke
     assert AutoConfig.from_pretrained(directory).architectures == ["EsmForMaskedLM"]
 
 
-def test_the_green_fluorescent_protein_gets_the_same_logits_from_transformers_and_from_us(run):
+def test_export_logits_equal_transformers(run):
     directory = run / "final_model"
     tokenizer = AutoTokenizer.from_pretrained(directory)
     inputs = tokenizer([GFP, GFP[:50] + "<mask>" + GFP[51:120]], return_tensors="pt", padding=True)
@@ -100,7 +100,7 @@ def test_the_green_fluorescent_protein_gets_the_same_logits_from_transformers_an
     assert (logits[keep] - theirs[keep]).abs().max().item() < 1e-5 * spread
 
 
-def test_the_exported_weights_are_those_of_the_last_checkpoint(run, tmp_path):
+def test_export_equals_last_checkpoint(run, tmp_path):
     trained = checkpoint_state(run / "checkpoint-5", tmp_path)["model"]
     config = load_config(str(run / "final_model"))
     exported = {k: v for k, v in final_weights(run).items() if not k.endswith("inv_freq")}
@@ -123,7 +123,7 @@ def test_the_tokenizer_is_esm2s(run):
     assert [getattr(tokenizer, f"{n}_token_id") for n in names] == [0, 1, 2, 3, 32]
 
 
-def test_a_hub_checkpoint_survives_the_round_trip_bit_for_bit(dataset, hub, tmp_path):
+def test_export_round_trip_keeps_hub_bits(dataset, hub, tmp_path):
     """Contact head included. --save_final_model exports without training; by default only a finished run does."""
     train(dataset, tmp_path, model_name_or_path=hub, do_train=False, save_final_model=True)
     directories = (hub, tmp_path / "final_model")  # eager: the contact head reads the attention weights
@@ -272,7 +272,7 @@ def test_a_model_without_its_lm_head_is_refused(tmp_path):
     assert "not an EsmForMaskedLM checkpoint" in refusal(tmp_path)
 
 
-def test_what_is_wrong_with_a_checkpoint_or_tokenizer_ends_the_run_with_one_line(dataset, hub, broken, tmp_path):
+def test_pretrained_errors_are_one_line(dataset, hub, broken, tmp_path):
     directory, tensors = broken
     (directory / "model.safetensors").write_bytes(b"torn")
     done = run_forked(dataset, tmp_path / "out", model_name_or_path=directory)

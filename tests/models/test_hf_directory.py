@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from common.cli import UserError
-from common.files.alphabet import TOKENS
+from common.models.esm2.alphabet import TOKENS
 from common.models.esm2.config import esm2_config, load_config
 from common.models.esm2.convert import pieces_to_hf, read_pretrained, save_pretrained
 from common.models.esm2.model import build_model

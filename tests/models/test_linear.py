@@ -1,4 +1,4 @@
-"""The products of CPUs against float64 arithmetic, each way in this process, whatever this CPU has."""
+"""The matmuls of CPUs against float64 arithmetic, each way in this process, whatever this CPU has."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from common.models.esm2.config import esm2_config
 from common.models.esm2.model import build_model
-from common.models.layers import linear as module
+from common.models.layers import cpu
 from common.models.layers.linear import linear
 from common.models.layers.recompute import save_activations
 from tests.models.reference import packed, random_batch
@@ -19,14 +19,14 @@ SHAPES = [(1, 7, 5), (64, 320, 960), (130, 1280, 320), (63, 33, 64)]  # rows, in
 
 @pytest.fixture(params=[True, False], ids=["oneDNN", "MKL"])
 def fp32_by_onednn(request, monkeypatch):
-    monkeypatch.setattr(module, "FP32_BY_ONEDNN", request.param)
+    monkeypatch.setattr(cpu, "FP32_BY_ONEDNN", request.param)
     return request.param
 
 
 @pytest.fixture
 def without_bf16_instructions(monkeypatch, fp32_by_onednn):
-    monkeypatch.setattr(module, "BF16_PRODUCTS", False)
-    monkeypatch.setattr(module, "ROWS_PER_THREAD", 24)  # several blocks, the last of them shorter
+    monkeypatch.setattr(cpu, "BF16_MATMULS", False)
+    monkeypatch.setattr(cpu, "ROWS_PER_THREAD", 24)  # several blocks, the last of them shorter
 
 
 def operands(rows: int, inputs: int, outputs: int, bias: bool) -> list[torch.Tensor | None]:
@@ -36,16 +36,16 @@ def operands(rows: int, inputs: int, outputs: int, bias: bool) -> list[torch.Ten
     return [x, weight, shift if bias else None]
 
 
-def forward_and_backward(product, tensors, upstream) -> list[torch.Tensor]:
+def forward_and_backward(matmul, tensors, upstream) -> list[torch.Tensor]:
     tensors = [None if x is None else x.detach().requires_grad_() for x in tensors]
-    result = product(*tensors)
+    result = matmul(*tensors)
     result.backward(upstream.to(result.dtype))
     return [result.detach(), *(x.grad for x in tensors if x is not None)]
 
 
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_products_and_gradients_equal_float64(shape, bias, fp32_by_onednn):
+def test_linear_equals_float64(shape, bias, fp32_by_onednn):
     tensors = operands(*shape, bias)
     upstream = torch.randn(shape[0], shape[2])
     found = forward_and_backward(linear, tensors, upstream)
@@ -58,7 +58,7 @@ def test_products_and_gradients_equal_float64(shape, bias, fp32_by_onednn):
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("masters", [True, False], ids=["autocast", "bf16 parameters"])
-def test_bf16_without_instructions_is_the_product_of_the_bf16_numbers(shape, bias, masters, without_bf16_instructions):
+def test_linear_widened_bf16_rounds_once(shape, bias, masters, without_bf16_instructions):
     """Rounded once, like the instructions' result: no element is further from the exact one than half a unit in the
     last place and what fp32 sums lose."""
     tensors = operands(*shape, bias)
@@ -76,7 +76,7 @@ def test_bf16_without_instructions_is_the_product_of_the_bf16_numbers(shape, bia
         assert ((ours.double() - reference).abs() <= 2**-8 * reference.abs() + sums).all()
 
 
-def test_bf16_without_instructions_never_calls_the_librarys_bf16_product(without_bf16_instructions):
+def test_linear_widened_bf16_calls_fp32_matmuls_only(without_bf16_instructions):
     class Watch(TorchDispatchMode):
         def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
             if operator.overloadpacket.__name__ in ("mm", "addmm", "addmm_", "_linear_pointwise"):
@@ -86,14 +86,14 @@ def test_bf16_without_instructions_never_calls_the_librarys_bf16_product(without
     seen = []
     x, weight, bias = (x.bfloat16() for x in operands(*SHAPES[1], bias=True))
     with Watch(), torch.autocast("cpu", torch.bfloat16):
-        grad = module._multiply(x, weight, bias)
-        module._differentiate(grad, x, weight, True, True)
-    assert len(seen) == 3 * 3  # blocks, products
+        grad = cpu._matmul(x, weight, bias)
+        cpu._matmul_backward(grad, x, weight, True, True)
+    assert len(seen) == 3 * 3  # blocks, matmuls
     assert all(dtypes == {torch.float32} for dtypes in seen)
 
 
 @pytest.mark.parametrize("mode", ["selective", "full"])
-def test_bf16_without_instructions_is_recomputed(mode, without_bf16_instructions):
+def test_linear_widened_bf16_recomputes(mode, without_bf16_instructions):
     """What selective recomputation keeps is not memory that the next block of rows is written to."""
     gradients = []
     for how in ("none", mode):
@@ -106,7 +106,7 @@ def test_bf16_without_instructions_is_recomputed(mode, without_bf16_instructions
         assert (recomputed - kept).norm() <= 1e-6 * kept.norm()  # the same operators on the same numbers
 
 
-def test_other_dtypes_and_shapes_stay_with_the_library(without_bf16_instructions):
+def test_linear_leaves_other_dtypes_to_torch(without_bf16_instructions):
     x, weight = torch.randn(8, 16), torch.randn(4, 16)
     assert linear(x.double(), weight.double()).dtype == torch.float64
     with torch.autocast("cpu", torch.bfloat16):

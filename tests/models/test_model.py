@@ -8,12 +8,12 @@ import pytest
 import torch
 from transformers import EsmForMaskedLM
 
-from common.files import alphabet
+from common.models.esm2 import alphabet
 from common.models.esm2.config import ESM2_SIZES, esm2_config, load_config
 from common.models.esm2.convert import from_hf, to_hf
-from common.models.esm2.model import Esm2ForMaskedLM, build_model, count_parameters
+from common.models.esm2.model import Esm2ForMaskedLM, build_model
 from common.models.layers.compiling import compile_layers
-from common.models.layers.initialise import initialise
+from common.models.layers.initialise import count_parameters, initialise
 from common.models.layers.recompute import save_activations
 from tests.models.reference import ours_like, packed, random_batch, reference_model
 
@@ -215,7 +215,7 @@ def test_conversion_round_trip_is_bitwise_and_keeps_the_contact_head():
     assert all(m.endswith(("inv_freq", "position_ids")) or m.startswith("lm_head.decoder") for m in missing), missing
 
 
-def test_gradients_in_bf16_are_off_by_its_rounding_alone_however_many_tokens_they_are_of():
+def test_bf16_gradients_are_off_by_rounding_alone():
     """Sums over tokens are fp32's: in bf16 they would be off by more, the more tokens there are."""
     pack = packed(random_batch([128] * 64))
     assert (pack["labels"] != -100).sum() > 1000
@@ -234,7 +234,7 @@ def test_gradients_in_bf16_are_off_by_its_rounding_alone_however_many_tokens_the
     [("none", torch.float32), ("none", torch.bfloat16), ("full", torch.bfloat16), ("selective", torch.float32)],
     ids=str,
 )
-def test_a_layer_is_one_graph_whatever_becomes_of_its_activations(mode, dtype):
+def test_layer_compiles_to_one_graph(mode, dtype):
     """Of packs of any length: compiled once, without a break, and the gradients are those of the plain layers."""
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
@@ -271,7 +271,7 @@ def test_fillers_up_to_a_packs_size_change_nothing():
         assert relative(a.grad, b.grad) < 1e-5, name
 
 
-def test_a_bf16_residual_stream_goes_from_layer_to_layer_and_costs_roundings():
+def test_bf16_residual_costs_roundings_only():
     pack = packed(random_batch([70, 30]))
     results, seen = [], []
     for residual in (torch.float32, torch.bfloat16):

@@ -12,8 +12,9 @@ from transformers import AutoTokenizer, EsmForMaskedLM
 from common.models.esm2 import convert
 from common.models.esm2.config import esm2_config
 from common.models.esm2.convert import KEPT, NOT_FITTED, read_pretrained, save_pretrained
-from common.models.esm2.model import build_model, count_parameters
+from common.models.esm2.model import build_model
 from common.models.layers.hf_directory import Training
+from common.models.layers.initialise import count_parameters
 from extras.decoders.config import DecoderConfig
 from extras.decoders.convert import pieces_to_hf as decoder_pieces
 from extras.decoders.convert import save_decoder

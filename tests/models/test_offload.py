@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from common.models.layers import recompute as offload
-from common.models.layers.cpu import as_on_a_gpu
+from common.models.layers.backend import as_on_a_gpu
 from common.models.layers.recompute import MODES, save_activations
 
 empty_like = torch.empty_like
@@ -46,7 +46,7 @@ class Layer(nn.Module):
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_gradients_are_the_same_bits_and_the_device_keeps_what_two_layers_saved(calls, mode):
+def test_offloading_keeps_bits_and_two_layers_on_device(calls, mode):
     torch.manual_seed(0)
     layers = [Layer() for _ in range(5)]
     gradients = []
@@ -58,8 +58,8 @@ def test_gradients_are_the_same_bits_and_the_device_keeps_what_two_layers_saved(
             for layer in layers:
                 x = layer(x)
             if offloaded:
-                kept = [call().here for call in calls]
-                there = [sum(tensor.numel() for tensor in call().there) for call in calls]
+                kept = [call().on_device for call in calls]
+                there = [sum(tensor.numel() for tensor in call().on_host) for call in calls]
                 # `selective` keeps products itself; a layer's input is 4 x 8, that of GELU 4 x 16
                 assert there == [{"none": 4 * (8 + 16 + 16), "full": 4 * 8}.get(mode, there[0])] * 5
                 assert [len(of) > 0 for of in kept] == [False] * 3 + [True] * 2
@@ -77,7 +77,7 @@ def test_gradients_are_the_same_bits_and_the_device_keeps_what_two_layers_saved(
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_what_compiled_layers_save_goes_the_same_way(calls, mode):
+def test_offloading_works_on_compiled_layers(calls, mode):
     """Compiled as a run compiles them (common.models.layers.compiling), but for what the graphs become."""
     torch.manual_seed(0)
     layers, x = [Layer() for _ in range(4)], torch.randn(4, 8)
@@ -91,8 +91,8 @@ def test_what_compiled_layers_save_goes_the_same_way(calls, mode):
         for layer in layers:
             out = layer(out)
         if compiled:
-            assert [bool(call().there) for call in calls] == [True] * 4
-            assert [bool(call().here) for call in calls] == [False] * 2 + [True] * 2
+            assert [bool(call().on_host) for call in calls] == [True] * 4
+            assert [bool(call().on_device) for call in calls] == [False] * 2 + [True] * 2
         out.square().sum().backward()
         assert not [call for call in calls if call() is not None]
         gradients.append([p.grad.clone() for layer in layers for p in layer.parameters()])
@@ -103,7 +103,7 @@ def test_what_compiled_layers_save_goes_the_same_way(calls, mode):
         torch.testing.assert_close(graph, eager, rtol=1e-5, atol=1e-6)
 
 
-def test_on_cuda_copies_run_beside_the_layers_and_each_is_waited_for_where_it_must(calls, monkeypatch):
+def test_offloading_orders_cuda_streams(calls, monkeypatch):
     told = []
 
     class Noted:

@@ -12,8 +12,8 @@ from benchmarks.step_counts import counted
 from common.models.esm2.config import esm2_config
 from common.models.esm2.model import build_model
 from common.models.layers import linear
+from common.models.layers.backend import as_on_a_gpu
 from common.models.layers.compiling import compile_layers
-from common.models.layers.cpu import as_on_a_gpu
 from common.models.layers.initialise import initialise
 from common.models.layers.linear import RoundedWeights
 from common.models.layers.recompute import save_activations
@@ -67,7 +67,7 @@ def passes(model, micro_batches: int = 2) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("made", [esm2, decoder])
-def test_micro_batches_and_recomputation_use_what_was_rounded(made):
+def test_rounded_weights_serve_micro_batches_and_recomputation(made):
     gradients, casts = [], []
     for ahead in (False, True):
         model = made()
@@ -86,7 +86,7 @@ def test_micro_batches_and_recomputation_use_what_was_rounded(made):
     assert not any(torch.equal(*pair) for pair in zip(before, kept.copies, strict=True))
 
 
-def test_a_gradient_is_fp32_from_the_product_on(monkeypatch):
+def test_rounded_weights_get_fp32_gradients(monkeypatch):
     """On a GPU: neither rounded to bf16 on its way to the weight, nor written in bf16. Beside float64."""
     monkeypatch.setattr(linear, "_takes_copies", lambda x: True)  # which a CPU has no operator for
     generator = torch.Generator().manual_seed(3)
@@ -107,7 +107,7 @@ def test_a_gradient_is_fp32_from_the_product_on(monkeypatch):
     assert torch.equal(result, copies)
 
 
-def test_no_gradient_of_a_weight_is_converted_on_a_gpu():
+def test_rounded_weights_convert_no_gradient_on_gpu():
     with FakeTensorMode(), as_on_a_gpu():
         module = linear.Linear(48, 40)
         RoundedWeights([module])
@@ -121,12 +121,12 @@ def test_no_gradient_of_a_weight_is_converted_on_a_gpu():
     assert set(work.by_operator) <= {"sum", "expand", "ones_like"}, work.by_operator
 
 
-def test_experts_whose_weights_are_cut_up_have_none():
+def test_rounded_weights_skip_experts():
     kept = RoundedWeights(decoder(experts=2).layers)
     assert len(kept.weights) == 2 * 2  # of attention
 
 
-def test_compiled_layers_take_them_as_inputs_of_one_graph():
+def test_rounded_weights_are_graph_inputs():
     """Not as constants: those of the second step are others."""
     results = []
     for compiled in (False, True):

@@ -36,7 +36,7 @@ def run(layers, x: Tensor, added_up: bool) -> list[Tensor]:
 
 @pytest.mark.parametrize("residual", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("recomputed", ["none", "selective", "full"])
-def test_who_adds_changes_no_number(residual, recomputed):
+def test_residual_sum_order_changes_no_bit(residual, recomputed):
     results = []
     for added_up in (False, True):
         made = layers()
@@ -48,7 +48,7 @@ def test_who_adds_changes_no_number(residual, recomputed):
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
-def test_a_recomputed_layer_keeps_one_tensor_of_what_goes_in():
+def test_recomputed_layer_saves_one_tensor():
     """The sum, and not both that it is of."""
     made = layers()
     save_activations(list(made), "full", offload=False)

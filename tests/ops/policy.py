@@ -21,7 +21,7 @@ OTHER_IMAGES = {
 }
 DEVICES = ("nvidia.com/gpu", "vpc.amazonaws.com/efa", "hugepages-2Mi")
 OWN_NAME = "-fsdp"  # the end of the FSDP guide's jobs' names: only the guide's variables, each job has its own Secret
-SAVE_S = 300  # the least that ranks get to save once told to stop
+SAVE_S = 300  # the least that ranks get to save after a stop signal
 RULES: dict[str, Callable[[dict], Iterator[str]]] = {}
 
 
@@ -175,7 +175,7 @@ def secrets(document: dict) -> Iterator[str]:
 
 @rule
 def lifetime(document: dict) -> Iterator[str]:
-    """Nothing lives for ever, and a pod told to stop has the time to save."""
+    """Nothing lives for ever, and a pod has time to save after a stop signal."""
     spec = document.get("spec", {})
     policy = spec.get("runPolicy", {}) if document["kind"] == "PyTorchJob" else spec
     wanted = {
@@ -226,11 +226,11 @@ def launch(document: dict) -> Iterator[str]:
     for container in containers(document):
         script = "\n".join(container.get("args", []))
         if document["kind"] in JOBS:
-            if not re.search(r"^trap 'exit 143' TERM.*\npython3 -m common\.preflight ", script, re.MULTILINE):
-                yield "no preflight, or one that is deaf to signals"
+            if not re.search(r"^trap 'exit 143' TERM.*\npython3 -m extras\.preflight ", script, re.MULTILINE):
+                yield "no preflight, or one that ignores signals"
             if "|| { [ $? = 2 ] && exit 2; exit 143; }" not in re.sub(r"\s+", " ", script):
                 yield "a preflight that fails by no fault of the user's is final"
-            found = re.search(r"^exec python3 -m common\.ranks\.launch (\S+) \\$", script, re.MULTILINE)
+            found = re.search(r"^exec python3 -m extras\.launch (\S+) \\$", script, re.MULTILINE)
             if not found or found[1] not in TRAIN_SCRIPTS:
                 yield "no bare `exec python3 -m extras.launch script.py`"
             elif found[1] == "train_ddp_cp.py":

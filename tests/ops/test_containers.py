@@ -24,7 +24,7 @@ from tests.training_fixtures import DEFAULTS, TINY_MODEL
 
 REQUIREMENTS = "REQUIREMENTS=requirements.txt requirements-test.txt"
 ON_THE_TEST_BASE = ("BASE_IMAGE=base:1", "EFA_INSTALLER_VERSION=", REQUIREMENTS)
-TESTS = {"tests", "benchmarks", "pytest.ini", "fp8_debugging_stats.yaml"}
+TESTS = {"tests", "benchmarks", "pyproject.toml", "fp8_debugging_stats.yaml"}
 SECRET = "_".join(("hf", "secret", "of", "the", "user"))  # not as it stands in this file, which the images hold
 
 
@@ -45,7 +45,7 @@ def checkout(tmp_path) -> Path:
     return directory
 
 
-def test_the_image(checkout, dataset, tmp_path):
+def test_image_builds_and_trains(checkout, dataset, tmp_path):
     need("git", "dpkg-query", "ldd")
     with docker_engine() as environment:
         import_base_image("base:1", environment)
@@ -67,8 +67,8 @@ def test_the_image(checkout, dataset, tmp_path):
 
         assert run("id", "-u").strip() == "1000"
         files = set(run("ls", "-A", "/workspace").split())
-        assert {"train_ddp.py", "0.download_data.py", "common"} <= files
-        assert files <= {path.name for path in ROOT.glob("*.py")} | {"common", "configs", "LICENSE"} | TESTS
+        assert {"train_ddp.py", "0.download_data.py", "common", "extras"} <= files
+        assert files <= {path.name for path in ROOT.glob("*.py")} | {"common", "extras", "configs", "LICENSE"} | TESTS
         of = "from importlib.metadata import version as v; print(v('torch'), v('tqdm'), v('transformers'))"
         versions = [metadata.version("torch"), BASE_TQDM, metadata.version("transformers")]
         assert run("python3", "-c", of).split() == versions, "torch and constraints of the base, the rest ours"
@@ -97,7 +97,7 @@ def test_the_image(checkout, dataset, tmp_path):
             assert (out / "final_model" / "model.safetensors").stat().st_uid == user
 
 
-def test_the_context_is_small_and_holds_no_data_and_no_secret(checkout, tmp_path):
+def test_image_context_has_no_data_and_no_secrets(checkout, tmp_path):
     need("git")
     with docker_engine() as environment:
         (tmp_path / "Dockerfile").write_text("FROM scratch\nCOPY . /\n")
@@ -141,7 +141,7 @@ transformer-engine==2.20.2 \\
 """
 
 
-def test_what_the_base_brings_stays(tmp_path):
+def test_image_keeps_the_base_images_packages(tmp_path):
     (tmp_path / "requirements.lock").write_text(LOCK)
     lock, files = read_lock(tmp_path / "requirements.lock"), ["requirements.txt", "requirements-gpu.txt"]
     kept = {"torch": "2.13.0a0+nv26.07", "transformer-engine": "2.18"}
@@ -158,7 +158,7 @@ def test_what_the_base_brings_stays(tmp_path):
     assert len(plan(lock, files[:1], [], {}, set())[0]) == 4
 
 
-def test_what_pip_fetches_has_the_hash_of_the_lock(tmp_path):
+def test_lock_hashes_are_checked(tmp_path):
     """With the real pip: a package that is another one than was locked is refused, whatever its version says."""
     wheels = tmp_path / "wheels"
     wheels.mkdir()
@@ -198,7 +198,7 @@ def write_wheel(path: Path, name: str, needs: str, content: str = "") -> None:
         archive.writestr(f"{information}/RECORD", "")
 
 
-def test_the_lock_is_that_of_the_requirements():
+def test_lock_matches_the_requirements():
     """Made anew after each change of them (docker/lock.sh): all that they pin, with hashes."""
     files = sorted(path.name for path in ROOT.glob("requirements*.txt") if path.name != "requirements-dev.txt")
     lock = read_lock(ROOT / "requirements.lock")

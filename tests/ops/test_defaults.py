@@ -43,7 +43,7 @@ def of_slurm() -> list[str]:
 def test_slurm_and_kubernetes_train_with_the_same_defaults(name):
     text = (ROOT / "kubernetes" / f"{name}-template.yaml").read_text()
     ((script, flags),) = re.findall(
-        r"exec python3 -m common\.ranks\.launch (train_\w+\.py) (.*?)\$\(printenv TRAIN_FLAGS\)", text, re.S
+        r"exec python3 -m extras\.launch (train_\w+\.py) (.*?)\$\(printenv TRAIN_FLAGS\)", text, re.S
     )
     given = [flag for flag in re.findall(r"--\w+=\S+", flags) if "${" not in flag]
     assert len(given) >= 8

@@ -44,7 +44,7 @@ def stand_in(environment, tmp_path) -> dict[str, str]:
     return environment | {"PATH": path, "RECORD": str(tmp_path / "record"), "BEHAVIOUR": "work"}
 
 
-def test_the_file_is_complete_or_the_old_one(stand_in, tmp_path):
+def test_enroot_writes_a_complete_file_or_keeps_the_old(stand_in, tmp_path):
     target = tmp_path / "target"
     done = sh(["./enroot.sh"], stand_in, cwd=ROOT)
     assert (done.returncode, done.stdout) == (0, f"Wrote {target}/esm.sqsh\n"), done.stderr
@@ -72,7 +72,7 @@ def test_the_file_is_complete_or_the_old_one(stand_in, tmp_path):
     assert sh(["./enroot.sh"], stand_in, cwd=ROOT).returncode == 0, "a second run replaces the file"
 
 
-def test_what_is_missing_is_named(stand_in):
+def test_enroot_names_what_is_missing(stand_in):
     for change, message in (
         ({"TARGET_PATH": ""}, "error: TARGET_PATH is not set"),
         ({"TAG": "2"}, "error: there is no image esm:2 here: run ./build.sh"),

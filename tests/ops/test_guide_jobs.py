@@ -48,7 +48,7 @@ RUNS = {
 needs_envsubst = pytest.mark.skipif(not shutil.which("envsubst"), reason="envsubst (gettext-base) is not installed")
 
 
-def test_the_files_are_what_their_generator_makes():
+def test_guide_jobs_match_their_generator():
     made = load_script("docs/make_guide_jobs.py").files()
     there = {*(ROOT / "slurm").glob("*.sbatch"), *(KUBERNETES / name for name in GUIDE_JOBS)}
     assert {path.relative_to(ROOT) for path in made} == {path.relative_to(ROOT) for path in there}
@@ -57,7 +57,7 @@ def test_the_files_are_what_their_generator_makes():
         assert path.read_text() == text, f"{path.name}: python docs/make_guide_jobs.py makes it anew"
 
 
-def test_the_names_of_the_guides():
+def test_guide_jobs_have_the_guides_names():
     assert {path.name for path in (ROOT / "slurm").glob("*.sbatch")} == {f"{name}-training.sbatch" for name in NAMES}
     assert set(GUIDE_JOBS) == {f"{name}-fsdp.yaml" for name in NAMES}
     assert set(NAMES) == set(GUIDE_RUNS)
@@ -72,7 +72,7 @@ def flags_of(text: str, **variables: str) -> list[str]:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_both_jobs_of_a_model_do_the_guides_run(name):
+def test_guide_jobs_of_a_model_do_the_guides_run(name):
     script = load_script("train_fsdp2.py")
     slurm = flags_of((ROOT / "slurm" / f"{name}-training.sbatch").read_text(), OUTPUT_DIR=f"/fsx-shared/{name}")
     pods = flags_of((KUBERNETES / f"{name}-fsdp.yaml").read_text())

@@ -67,7 +67,7 @@ def install(tmp_path):
 
 
 def told(directory: Path) -> list[str]:
-    """What pip was told, since the last time."""
+    """pip's arguments since the last call."""
     lines = (directory / "pip.log").read_text().splitlines() if (directory / "pip.log").exists() else []
     (directory / "pip.log").unlink(missing_ok=True)
     return lines
@@ -143,7 +143,7 @@ def test_transformer_engines_python_is_put_beside_the_environment_or_done_withou
     assert told(tmp_path) == []
 
 
-def test_create_venv_goes_on_without_and_says_so(install, tmp_path):
+def test_create_venv_continues_without_and_warns(install, tmp_path):
     """Where there are GPUs it installs them, too; a venv without them is a venv."""
     source = ". slurm/create_venv.sh; echo status $?"
     (tmp_path / ".venv" / "bin").mkdir(parents=True)

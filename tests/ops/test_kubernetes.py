@@ -75,7 +75,7 @@ def test_the_readmes_commands(tmp_path):
 
 @pytest.mark.parametrize("settings", SETTINGS)
 @pytest.mark.parametrize("template", TEMPLATES)
-def test_rendered_manifests_are_good(template, settings):
+def test_render_makes_valid_manifests(template, settings):
     assert_good(render(template, **SETTINGS[settings]))
 
 
@@ -90,7 +90,7 @@ def test_each_switch_and_all_together(template):
         assert not re.search(r"# \[(not )?\w+\] ", text)
 
 
-def test_switches_say_what_they_mean():
+def test_render_switches_change_what_they_name():
     (job,) = documents(render("train-ddp-template.yaml", *SWITCHES))  # `open`: without its policy
     assert job["metadata"]["labels"] == {"kueue.x-k8s.io/queue-name": "team"}
     assert job["spec"]["runPolicy"]["suspend"] is True
@@ -124,7 +124,7 @@ def test_plain_envsubst_makes_what_render_makes(template, settings):
     assert found == documents(rendered.stdout)
 
 
-def test_render_with_the_envsubst_that_is_written_in_go(tmp_path):
+def test_render_with_gos_envsubst(tmp_path):
     """It fills in variables and knows none of gettext's flags: what is missing must be found without it."""
     script = "import os, sys\nif sys.argv[1:]: sys.exit('flag provided but not defined')\n"
     script += "print(os.path.expandvars(sys.stdin.read()), end='')\n"
@@ -271,8 +271,8 @@ HOSTILE = [
 
 
 @pytest.mark.parametrize("template", [name for name in TEMPLATES if "_FLAGS}" in (KUBERNETES / name).read_text()])
-def test_flags_reach_the_script_as_they_are(template, tmp_path):
-    """No shell, no YAML and no kubelet finds anything in them; python3 here writes down what it is told."""
+def test_render_passes_flags_unchanged(template, tmp_path):
+    """No shell, no YAML and no kubelet finds anything in them; python3 here writes down its arguments."""
     program = tmp_path / "python3"
     program.write_text(f'#!/bin/sh\nprintf "%s\\n" "$@" >{tmp_path}/said\n')
     program.chmod(0o755)
@@ -290,7 +290,7 @@ def test_flags_reach_the_script_as_they_are(template, tmp_path):
 
 
 @pytest.mark.parametrize("template", TEMPLATES)
-def test_broken_manifests_are_caught(template):
+def test_policy_catches_broken_manifests(template):
     """Each change that can be made to the template is caught, by the rule it is meant for; each rule has some."""
     caught, uncaught = set(), []
     for document in documents(render(template)):

@@ -164,7 +164,7 @@ def test_the_guides_pods_of_a_decoder_train_and_say_who_leads(pods, tmp_path):
     tiny += " --max_context_width=32 --val_split=train --validation_batches=1 --max_steps=4 --dataloader_num_workers=0"
     none = CPU_ONLY | {"NUM_NODES": "2", "FI_PROVIDER": ""}
     made, port = local_guide_job("llama3_2_1b-fsdp.yaml", tmp_path, tiny, **none), free_port()
-    # A disk of tests need not have room for the guide's checkpoints.
+    # A disk of tests may be too small for the guide's checkpoints.
     (container,) = made["spec"]["pytorchReplicaSpecs"]["Worker"]["template"]["spec"]["containers"]
     container["args"] = [container["args"][0].replace("--model=llama3_2_1b", f"--model={MODEL}", 1)]
     pods += [Pod(made, tmp_path / f"{index}.log", index, port) for index in range(2)]
@@ -191,14 +191,14 @@ def test_preflight_stops_a_pod_without_data(tmp_path, pods, template):
     assert not (tmp_path / "ddp").exists()
 
 
-def test_preflight_of_all_nodes(volume, pods, tmp_path):
+def test_pod_preflight_of_all_nodes(volume, pods, tmp_path):
     made, port = job("train-ddp-template.yaml", volume, "preflight"), free_port()
     pods += [Pod(made, tmp_path / f"{index}.log", index, port) for index in range(2)]
     assert [pod.end() for pod in pods] == [0, 0], "\n".join(pod.said() for pod in pods)
     assert "2 ranks" in "\n".join(pod.said() for pod in pods)
 
 
-def test_deleted_during_the_preflight(volume, pods, tmp_path):
+def test_pod_deleted_during_preflight_ends(volume, pods, tmp_path):
     """The shell is process 1 then: without its trap the signal would be lost."""
     pods.append(Pod(job("train-ddp-template.yaml", volume), tmp_path / "log", 0, free_port()))
     wait_until(lambda: _children(pods[0]), pods[0].alive, poll=0.01)

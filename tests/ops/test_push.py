@@ -131,7 +131,7 @@ def client(environment: dict[str, str]):
 
 
 def tell_ecr(environment: dict[str, str], reference: str, tag: str) -> None:
-    """ECR and its registry are one; here, what was pushed into the registry has to be told to the stand-in."""
+    """ECR and its registry are one; here, what was pushed into the registry has to be reported to the stand-in."""
     digest, name = reference.partition("@")[2], environment["DOCKER_IMAGE_NAME"]
     request = urllib.request.Request(f"https://{environment['REGISTRY_ADDRESS']}/v2/{name}/manifests/{digest}")
     request.add_header("Authorization", f"Basic {base64.b64encode(f'AWS:{PASSWORD}'.encode()).decode()}")
@@ -153,7 +153,7 @@ def test_push_makes_the_repository_and_prints_what_can_be_pulled(ecr, tmp_path):
     assert pushed(ecr, ACCOUNT=ACCOUNT) != reference
 
 
-def test_an_immutable_tag_is_left_as_it_is(ecr, tmp_path):
+def test_push_keeps_an_immutable_tag(ecr, tmp_path):
     name, ecr = ecr["DOCKER_IMAGE_NAME"], ecr | {"ACCOUNT": ACCOUNT}
     reference = pushed(ecr, ECR_TAG_MUTABILITY="IMMUTABLE")
     tell_ecr(ecr, reference, "1")
@@ -179,5 +179,5 @@ def test_what_is_wrong_is_said_in_one_line(ecr, tmp_path):
     assert re.search("^error: ACCOUNT is not set .*credentials", error(keyless))
     assert re.search(f"^error: cannot look up the repository {name} .*credentials", error(keyless, ACCOUNT=ACCOUNT))
     assert "has no host: unset it" in error(ecr, REGISTRY=".dkr.ecr.us-east-1.amazonaws.com/")
-    nobody = {"DOCKER_HOST": f"unix://{tmp_path}/nothing.sock"}
-    assert "no Docker engine answers" in error(ecr, **nobody)
+    no_engine = {"DOCKER_HOST": f"unix://{tmp_path}/nothing.sock"}
+    assert "no Docker engine answers" in error(ecr, **no_engine)

@@ -7,7 +7,7 @@ import pytest
 from tests.conftest import ROOT
 from tests.patience import run
 
-# Sourced by others; one that is, by a user's shell; of tests and images, which nobody else runs.
+# Sourced by others; one that is, by a user's shell; of tests and images, not run by users.
 OTHERS = {"docker/env.sh", "kubernetes/env_vars.sh", "slurm/clm.sh", "slurm/common.sh", "slurm/create_venv.sh"}
 OTHERS |= {"slurm/env.sh", "slurm/node.sh", "docker/finish_image.sh", "docker/install_efa.sh"}
 FOLDERS = ("*.sh", "docker/*.sh", "kubernetes/*.sh", "slurm/*.sh", "slurm/*.sbatch")

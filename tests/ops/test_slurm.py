@@ -37,7 +37,7 @@ def make_checkout(directory: Path) -> Path:
     """Without a .venv."""
     directory.mkdir()
     for path in ROOT.iterdir():
-        if path.suffix in (".py", ".sh", ".txt") or path.name == "common":
+        if path.suffix in (".py", ".sh", ".txt") or path.name in ("common", "extras"):
             (directory / path.name).symlink_to(path)
     shutil.copytree(ROOT / "slurm", directory / "slurm")  # where a user may be, with the checkout above
     return directory
@@ -97,7 +97,7 @@ def seldom(ask: Callable, seconds: float = 0.5) -> Callable:
 
 
 def is_told(rank: int) -> bool:
-    """Whether SIGUSR1 waits for the process to go on."""
+    """Whether SIGUSR1 is pending for the process."""
     pending = re.search(r"ShdPnd:\s*(\w+)", Path(f"/proc/{rank}/status").read_text())[1]
     return bool(int(pending, 16) >> (signal.SIGUSR1 - 1) & 1)
 
@@ -107,7 +107,7 @@ def said(cluster, job: int) -> str:
     return log.read_text()
 
 
-def test_the_readme_from_fasta_to_a_model(cluster, tmp_path):
+def test_slurm_runs_the_readmes_commands(cluster, tmp_path):
     """The README's commands on two nodes and a few proteins: three jobs, each of which waits for the one before."""
     target = tmp_path / "target"
     write_sample(tmp_path / "my.fasta", num_proteins=150, seed=1)
@@ -139,10 +139,10 @@ def test_the_readme_from_fasta_to_a_model(cluster, tmp_path):
     assert "***** Running training *****" in said(cluster, job)
 
 
-def test_a_job_goes_on_whatever_ends_it_until_it_is_cancelled(cluster, dataset, whole, tmp_path):
+def test_slurm_job_resumes_until_cancelled(cluster, dataset, whole, tmp_path):
     """A rank is killed, a collective fails, a node reboots within seconds, the walltime comes near, a node stays away.
 
-    The job goes on each time, in itself or from the queue. scancel ends it, another one goes on: at last it is the run
+    The job resumes each time, in itself or from the queue. scancel ends it, another one resumes: at last it is the run
     that nothing happened to, to the bit.
     """
     path = stand_ins(tmp_path / "bin", squeue=BUSY.format(program=shutil.which("squeue"), asked=tmp_path / "asked"))
@@ -181,7 +181,7 @@ def test_a_job_goes_on_whatever_ends_it_until_it_is_cancelled(cluster, dataset, 
     cluster.until(lambda: sum(map(is_told, cluster.ranks(job))) == 2, "the ranks are not told", 60)
     cluster.signal_ranks(job, signal.SIGCONT)
     cluster.until(lambda: restarted()[1] > requeues, "the walltime: not requeued")
-    assert "Stopped as asked, the state is saved" in said(cluster, job)
+    assert "Stopped by a signal, checkpoint saved" in said(cluster, job)
     assert "squeue does not answer (1 of 20)" in said(cluster, job)
     cluster.on_head(f"scontrol update JobId={job} TimeLimit=10")
     gets_on("the walltime")
@@ -200,7 +200,7 @@ def test_a_job_goes_on_whatever_ends_it_until_it_is_cancelled(cluster, dataset, 
     assert_same_run(out, whole, STEPS, tmp_path)
 
 
-def test_the_guides_job_of_a_decoder_trains_on_text_and_goes_on(cluster, tmp_path):
+def test_slurm_guide_job_trains_a_decoder_and_resumes(cluster, tmp_path):
     """`sbatch NAME-training.sbatch` in slurm/, the model made tiny: an exclusive job's steps ask for GPUS_PER_NODE.
 
     A rank is killed; at last it is the run of two ranks here, which nothing happened to.
@@ -212,7 +212,7 @@ def test_the_guides_job_of_a_decoder_trains_on_text_and_goes_on(cluster, tmp_pat
     tiny |= {"dataset": tmp_path / "text.jsonl", "val_split": "train", "validation_batches": 1, "max_steps": steps}
     tiny |= {"checkpoint_freq": 5, "validation_freq": steps, "dataloader_num_workers": 0, "packs_per_step": 2}
     words = [f"--{flag}={value}" for flag, value in tiny.items()]
-    # The preflight is told of the smallest model: a disk of tests need not have room for the guide's.
+    # The preflight gets the smallest model: the tests' disk may be too small for the guide's.
     looked_at = f"--gpus_per_node=0 --config_name={TINY_MODEL['config_name']}"
     variables = {"GPUS_PER_NODE": "1", "FI_PROVIDER": "", "PREFLIGHT_FLAGS": looked_at}
     submitted = cluster.on_head(
@@ -346,7 +346,7 @@ WRONG = {
 
 def test_what_is_wrong_is_said_in_one_line_within_seconds(cluster, dataset, tmp_path):
     """All at once, on nodes that they share; none comes back."""
-    directories = {"empty": (), "no_venv": ("slurm",), "broken": ("slurm", "common"), "images": ()}
+    directories = {"empty": (), "no_venv": ("slurm",), "broken": ("slurm", "common", "extras"), "images": ()}
     for name, has in directories.items():
         (tmp_path / name).mkdir()
         for part in has:
@@ -378,7 +378,7 @@ def test_submit_data_refuses_what_cannot_work(cluster):
     assert cluster.on_head("squeue -h --name=esm2-download") == ""
 
 
-def test_a_failed_download_does_not_leave_the_next_job_waiting(cluster, tmp_path):
+def test_submit_data_cancels_the_next_job_after_a_failed_download(cluster, tmp_path):
     last = cluster.on_head("slurm/submit_data.sh --source /no/fasta 2>/dev/null", TARGET_PATH=str(tmp_path))
     assert cluster.end(int(last)) == "CANCELLED"
 

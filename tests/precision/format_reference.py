@@ -36,7 +36,7 @@ assert E2M1 == [0, 0.5, 1, 1.5, 2, 3, 4, 6]
 
 
 class Cast(NamedTuple):
-    """numbers [R, C]: of the format. scales [R, C]: of each number's block; what is meant is their product."""
+    """numbers [R, C]: of the format. scales [R, C]: of each number's block; multiplied, the tensor."""
 
     numbers: np.ndarray
     scales: np.ndarray

@@ -1,4 +1,4 @@
-"""Emulated precision: each product against the formats' definitions, and runs of it on every layout."""
+"""Emulated precision: each matmul against the formats' definitions, and runs of it on every layout."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ def tiny_model(**flags):
     return model, Emulation(model, plan, seed=1)
 
 
-def product_of(**flags) -> fake_quant.Product:
-    return tiny_model(**flags)[0].encoder.layers[1].layernorm_mlp.fc1_product
+def matmul_of(**flags) -> fake_quant.EmulatedMatmul:
+    return tiny_model(**flags)[0].encoder.layers[1].layernorm_mlp.fc1_matmul
 
 
 def operands(dtype=torch.float32) -> list[torch.Tensor]:
@@ -89,18 +89,18 @@ def close(ours: torch.Tensor, expected: np.ndarray, tolerance: float) -> bool:
 
 
 def check_product(name: str, flags: dict, dtype: torch.dtype) -> None:
-    product = product_of(**flags)
+    matmul = matmul_of(**flags)
     x, weight, bias, grad = operands(dtype)
     if name == "delayed":
         grad *= 1e4  # with a scale of 1 nothing of it would be left
-    y = product(x, weight, bias)
+    y = matmul(x, weight, bias)
     y.backward(grad)
     q = {
         (role, along): by_definition(name, flags, tensor, role, along)
         for role, tensor in ((fake_quant.INPUT, x), (fake_quant.WEIGHT, weight), (fake_quant.GRADIENT, grad))
         for along in (0, 1)
     }
-    # fp32: rounding of sums. bf16: the product is rounded, then again where a tensor's scale or the bias is applied,
+    # fp32: rounding of sums. bf16: the matmul is rounded, then again where a tensor's scale or the bias is applied,
     # each by up to 2^-9.
     tolerance = 1e-6 if dtype == torch.float32 else 2**-8
     assert y.dtype == x.grad.dtype == weight.grad.dtype == dtype
@@ -125,13 +125,13 @@ def test_nvfp4_products_and_gradients_are_those_of_the_definition(kwargs):
 
 
 def test_stochastic_gradients_are_keyed_and_right_on_average():
-    product = product_of(**RECIPES["nvfp4"])
-    emulation = product.emulation
+    matmul = matmul_of(**RECIPES["nvfp4"])
+    emulation = matmul.emulation
 
     def gradients(step: int, pack: int) -> torch.Tensor:
         x, weight, bias, grad = operands()
         emulation.begin(step, pack)
-        product(x, weight, bias).backward(grad)
+        matmul(x, weight, bias).backward(grad)
         return torch.cat((x.grad.flatten(), weight.grad.flatten()))
 
     first = gradients(0, 0)
@@ -153,10 +153,10 @@ def test_under_autocast_activations_are_bf16_and_weights_are_quantised_as_they_c
     x, weight, bias, grad = operands()
 
     def run(weight: torch.Tensor, autocast: bool) -> list[torch.Tensor]:
-        product = product_of(**RECIPES[recipe])
+        matmul = matmul_of(**RECIPES[recipe])
         mine = [t.detach().requires_grad_() for t in (x if autocast else x.bfloat16(), weight, bias)]
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-            y = product(*mine)
+            y = matmul(*mine)
         assert y.dtype == torch.bfloat16
         y.backward(grad.bfloat16())
         assert [t.grad.dtype for t in mine] == [t.dtype for t in mine]
@@ -177,8 +177,8 @@ def test_product_of_any_number_of_rows_is_no_view(rows):
     found = []
     for number in (rows, TOKENS):
         mine = [tensor.detach().requires_grad_() for tensor in (x, weight, bias)]
-        product, keep = product_of(**RECIPES["current"]), (torch.arange(TOKENS) < rows)[:, None]
-        y = product((mine[0] * keep)[:number], *mine[1:])
+        matmul, keep = matmul_of(**RECIPES["current"]), (torch.arange(TOKENS) < rows)[:, None]
+        y = matmul((mine[0] * keep)[:number], *mine[1:])
         assert not y._is_view()
         (y * (grad * keep)[:number]).sum().backward()
         found.append([y.detach()[:rows], *(tensor.grad for tensor in mine)])
@@ -191,16 +191,16 @@ def test_product_of_any_number_of_rows_is_no_view(rows):
 def test_only_the_layers_of_the_plan_change():
     flags = {"fp4": True, "fp4_layers": "2", "emulate_precision": True}
     first, second = tiny_model(**flags)[0].encoder.layers
-    assert first.self_attention.layernorm_qkv.product is first.self_attention.proj.product is linear
-    assert first.layernorm_mlp.fc1_product is first.layernorm_mlp.fc2_product is linear
-    products = (
-        second.self_attention.layernorm_qkv.product,
-        second.self_attention.proj.product,
-        second.layernorm_mlp.fc1_product,
-        second.layernorm_mlp.fc2_product,
+    assert first.self_attention.layernorm_qkv.matmul is first.self_attention.proj.matmul is linear
+    assert first.layernorm_mlp.fc1_matmul is first.layernorm_mlp.fc2_matmul is linear
+    matmuls = (
+        second.self_attention.layernorm_qkv.matmul,
+        second.self_attention.proj.matmul,
+        second.layernorm_mlp.fc1_matmul,
+        second.layernorm_mlp.fc2_matmul,
     )
-    assert [p.product for p in products] == [0, 1, 2, 3]
-    assert {p.layer for p in products} == {1}
+    assert [p.matmul for p in matmuls] == [0, 1, 2, 3]
+    assert {p.layer for p in matmuls} == {1}
 
 
 # ---- delayed scaling ---------------------------------------------------------------------------------------------
@@ -209,14 +209,14 @@ def test_only_the_layers_of_the_plan_change():
 @pytest.mark.parametrize("algorithm", ["max", "most_recent"])
 def test_delayed_scales_follow_the_amax_of_the_steps_before(algorithm):
     kwargs = f'{{"amax_history_len": 2, "margin": 1, "amax_compute_algo": "{algorithm}"}}'
-    product = product_of(**FP8 | {"fp8_recipe_kwargs": kwargs})
-    emulation, columns = product.emulation, slice((4 + 2) * 3, (4 + 2) * 3 + 3)
+    matmul = matmul_of(**FP8 | {"fp8_recipe_kwargs": kwargs})
+    emulation, columns = matmul.emulation, slice((4 + 2) * 3, (4 + 2) * 3 + 3)
     seen = []
     for step, size in enumerate((1.0, 8.0, 2.0, 0.5, 0.0)):
         emulation.begin(step, 0)
         for part in (0.5, 1.0):  # two micro-batches
             x, weight, bias, grad = (t.detach() * size * part for t in operands())
-            y = product(x.requires_grad_(), weight.requires_grad_(), bias)
+            y = matmul(x.requires_grad_(), weight.requires_grad_(), bias)
             y.backward(grad)
         if size:  # zeros age nothing: the history and the scales stay, as in Transformer Engine
             seen.append(torch.stack([t.detach().abs().max() for t in (x, weight, grad)]))
@@ -279,7 +279,7 @@ def test_every_layout_is_the_run_of_a_single_process(dataset, tmp_path, full_pre
     [("delayed", {}), ("nvfp4", {"script": "train_fsdp2.py", "activation_checkpointing": "selective", "bf16": True})],
 )
 def test_compiled_layers_take_the_same_steps(dataset, tmp_path, name, more):
-    """Products stay outside the graphs."""
+    """Matmuls stay outside the graphs."""
     flags = STEPS | RECIPES[name] | more | {"stop_at_step": 3}
     for compiled in (False, True):
         train(dataset, tmp_path / str(compiled), compiler="aot_eager", **flags, torch_compile=compiled)

@@ -1,6 +1,6 @@
 """--fp8_params: fp32 masters of weights that the model holds in another format, and what it is refused with.
 
-FP8 itself needs a GPU (tests/gpu). Here the other format is bf16: autocast rounds fp32 weights to it in every product,
+FP8 itself needs a GPU (tests/gpu). Here the other format is bf16: autocast rounds fp32 weights to it in every matmul,
 so a run that stores rounded ones, if it loses nothing on the way, is the same run bit for bit.
 """
 
@@ -13,7 +13,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-from common.distributed.run import distributed_run
 from common.distributed.strategy import replicate
 from common.precision.masters import Masters
 from common.training.load_model import load_model
@@ -45,17 +44,18 @@ def _train_with_masters(argv: list[str], poison: tuple | None) -> None:
     script = load_script("train_ddp.py")
     sys.argv = ["train_ddp.py", *argv]
     args = script.parse_run("", script.DdpFlags)
-    with distributed_run(args.process) as world:
-        built = load_model(args, world)
+
+    def build(args, world, resume):
+        built = load_model(args, world, resume)
         model = built.model
         matrices = [name for name, p in model.encoder.named_parameters(prefix="encoder") if p.dim() > 1]
         masters = Masters(model, dict.fromkeys(matrices, torch.Tensor.bfloat16))
         assert len(matrices) == len([p for p in model.parameters() if p.dtype == torch.bfloat16]) == 2 * 4
         assert all(p.dtype == torch.float32 for p in masters.weights.parameters())
         built = replace(built, precision=replace(built.precision, masters=masters))
-        train(
-            replicate(built.model, world, args.strategy, init_sync=built.precision.masters is None), built, args, world
-        )
+        return replicate(built.model, world, args, init_sync=built.precision.masters is None), built
+
+    train(args, build)
 
 
 def train_with_masters(dataset, output_dir, nproc: int = 1, poison: tuple | None = None, **flags) -> None:

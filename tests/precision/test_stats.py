@@ -25,7 +25,7 @@ from tests.training_fixtures import losses, train
 
 
 def one_step(name: str, file: Path, tensors: list[torch.Tensor], **more) -> dict[tuple, dict]:
-    """The rows of fc1 of layer 2, by (tensor, products), after one pack."""
+    """The rows of fc1 of layer 2, by (tensor, matmuls), after one pack."""
     flags = RECIPES[name] | more
     model, emulation = tiny_model(**flags)
     args = PrecisionFlags(**flags, quant_stats=True, quant_stats_freq=1, quant_stats_file=str(file))
@@ -33,7 +33,7 @@ def one_step(name: str, file: Path, tensors: list[torch.Tensor], **more) -> dict
     x, weight, bias, grad = tensors
     stats.begin_step(1)
     emulation.begin(0, 0)
-    model.encoder.layers[1].layernorm_mlp.fc1_product(x, weight, bias).backward(grad)
+    model.encoder.layers[1].layernorm_mlp.fc1_matmul(x, weight, bias).backward(grad)
     rows = stats.end_step()
     return {(r["tensor"], *r["gemms"]): r for r in rows if (r["layer"], r["module"]) == (2, "fc1")}
 
@@ -203,13 +203,13 @@ def test_packs_add_up_and_a_recomputed_pass_counts_once(tmp_path):
     model, emulation = tiny_model(**flags)
     args = PrecisionFlags(**flags, quant_stats=True, quant_stats_file=str(everything(tmp_path)))
     stats = QuantStats(emulation, select(args, emulation.plan), ALONE)
-    product = model.encoder.layers[1].layernorm_mlp.fc1_product
+    matmul = model.encoder.layers[1].layernorm_mlp.fc1_matmul
     x, weight, bias, grad = operands()
     stats.begin_step(1)
     for number, part in enumerate((slice(0, 32), slice(32, 64))):
         emulation.begin(0, number)
         for _ in range(number + 1):
-            product(x[part], weight, bias).backward(grad[part])
+            matmul(x[part], weight, bias).backward(grad[part])
     rows = {(r["tensor"], *r["gemms"]): r for r in stats.end_step() if (r["layer"], r["module"]) == (2, "fc1")}
     whole = one_step("mxfp8", everything(tmp_path), operands())
     for key in whole:

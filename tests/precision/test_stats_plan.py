@@ -14,7 +14,7 @@ from common.cli import UserError
 from common.distributed.world import World
 from common.precision.plan import resolve
 from extras.quant_stats.stats_plan import MODULES, PrecisionFlags, select
-from extras.quant_stats.stats_te import TeStats, configuration, product_of, te_name
+from extras.quant_stats.stats_te import TeStats, configuration, matmul_of, te_name
 from tests.training_fixtures import ROOT, train
 
 FP8 = {"fp8": True, "emulate_precision": True}
@@ -235,8 +235,8 @@ def test_transformer_engine_is_asked_for_what_is_wanted():
         "layers": {"layer_name_regex_pattern": r"^encoder\.layers\.0\.self_attention\.layernorm_linear_qkv$"},
         "transformer_engine": {"AddedUp": {"enabled": True, "tensors": ["activation", "weight", "gradient"]}},
     }
-    assert [product_of(te_name(layer, module)) for layer in (1, 3) for module in MODULES] == [
-        (layer, product) for layer in (0, 2) for product in range(4)
+    assert [matmul_of(te_name(layer, module)) for layer in (1, 3) for module in MODULES] == [
+        (layer, matmul) for layer in (0, 2) for matmul in range(4)
     ]
 
 

@@ -1,6 +1,6 @@
 """Transformer Engine's casts: tensors in its own storages, numbers from tests/precision/format_reference.py.
 
-Layouts are those its Python asks for (`inner_tensor_specs`): numbers as bytes, scales padded as products read them.
+Layouts are those its Python asks for (`inner_tensor_specs`): numbers as bytes, scales padded as matmuls read them.
 """
 
 from __future__ import annotations

@@ -32,11 +32,11 @@ def check_cast(kind: str, shape: tuple[int, int], dtype: torch.dtype, transform:
 
 
 def check_operand(kind: str, shape: tuple[int, int], inner: int) -> None:
-    """Of an operand [R, C] of a product that sums over its dimension `inner` (0 or 1)."""
+    """Of an operand [R, C] of a matmul that sums over its dimension `inner` (0 or 1)."""
     if kind.startswith("MXFP8"):
-        _require(not any(size % MX_BLOCK for size in shape), "MXFP8 products take multiples of 32", shape)
+        _require(not any(size % MX_BLOCK for size in shape), "MXFP8 matmuls take multiples of 32", shape)
     elif kind.startswith("NVFP4"):
-        _require(shape[inner] % 32 == 0, "NVFP4 products sum over multiples of 32 (16 bytes)", shape)
-        _require(shape[1 - inner] % 8 == 0, "NVFP4 products have results of multiples of 8", shape)
+        _require(shape[inner] % 32 == 0, "NVFP4 matmuls sum over multiples of 32 (16 bytes)", shape)
+        _require(shape[1 - inner] % 8 == 0, "NVFP4 matmuls have results of multiples of 8", shape)
     else:
-        _require(shape[0] % 8 == 0 and shape[1] % 16 == 0, "FP8 products take multiples of 8 and 16", shape)
+        _require(shape[0] % 8 == 0 and shape[1] % 16 == 0, "FP8 matmuls take multiples of 8 and 16", shape)

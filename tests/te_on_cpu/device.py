@@ -16,11 +16,11 @@ from torch.amp import autocast_mode
 from torch.nn.attention import varlen
 from torch.nn.parallel import DistributedDataParallel
 
-from extras import megatron as without_cuda
+from extras import megatron as fake_cuda
 from tests.te_on_cpu import placement
 
 
-class Event(without_cuda.Event):
+class Event(fake_cuda.Event):
     """Everything is done as it is asked for."""
 
     def __init__(self, *args, **kwargs):
@@ -39,7 +39,7 @@ class Event(without_cuda.Event):
         return 0.0
 
 
-class Stream(without_cuda.Stream):
+class Stream(fake_cuda.Stream):
     cuda_stream, device = 0, placement.CUDA
 
     def query(self) -> bool:

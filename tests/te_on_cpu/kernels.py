@@ -1,4 +1,4 @@
-"""Transformer Engine's products, norms, activations, rotations and softmax, in plain PyTorch and fp32.
+"""Transformer Engine's matmuls, norms, activations, rotations and softmax, in plain PyTorch and fp32.
 
 Each takes the arguments that its Python gives (csrc/extensions/pybind.cpp) and returns what that expects.
 """
@@ -67,7 +67,7 @@ def generic_gemm(
     extra output)."""
     kinds = kind_of(A), kind_of(B)
     if kinds[0] != kinds[1]:
-        raise RuntimeError(f"a product of {kinds[0]} and {kinds[1]}")
+        raise RuntimeError(f"a matmul of {kinds[0]} and {kinds[1]}")
     a, b = values(A, columnwise=not transA), values(B, columnwise=transB)
     if kinds[0]:
         check_operand(kinds[0], tuple(a.shape), 1 if transA else 0)

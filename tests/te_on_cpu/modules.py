@@ -47,7 +47,7 @@ def models(layers: int = 2) -> tuple[Esm2ForMaskedLM, Esm2ForMaskedLM]:
 
 
 def passes(model: Esm2ForMaskedLM, contexts, bf16: bool, number: int = 1) -> dict[str, torch.Tensor]:
-    """Results and gradients of the products of a layer: of qkv and proj each, of fc1 and fc2 together."""
+    """Results and gradients of the matmuls of a layer: of qkv and proj each, of fc1 and fc2 together."""
     random, found, layer = torch.Generator().manual_seed(1), {}, model.layers[number]
     model.zero_grad()
     for name, width in MODULES.items():

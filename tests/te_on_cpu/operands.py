@@ -1,4 +1,4 @@
-"""The numbers that a quantised tensor stands for, in either direction: what products read and `dequantize` gives."""
+"""Dequantised values of a tensor, rowwise or columnwise: the operands of matmuls, and the result of `dequantize`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def _of_tensor(t, columnwise: bool) -> Tensor:
         data = t._transpose.view(dtype).float()
         return data.reshape(data.shape[0], -1).t() * t._scale_inv
     if torch.cuda.get_device_capability() < (10, 0):
-        raise RuntimeError("FP8 products of Hopper take rows of the transposed tensor, and there is none")
+        raise RuntimeError("FP8 matmuls of Hopper take rows of the transposed tensor, and there is none")
     return _of_tensor(t, False)
 
 
@@ -65,7 +65,7 @@ def kind_of(t) -> str | None:
 
 
 def values(t, columnwise: bool) -> Tensor:
-    """fp32 [R, C] of a tensor as a product reads it: along its rows, or its columns."""
+    """fp32 [R, C] of a tensor as a matmul reads it: along its rows, or its columns."""
     kind = kind_of(t)
     if kind is None:
         return flat(t.detach().float())

@@ -43,7 +43,7 @@ class Places:
         self.limit = 10_000
 
     def __getitem__(self, tensor: Tensor) -> torch.device | None:
-        """None: nobody knows yet."""
+        """None: unknown so far."""
         storage = _storage(tensor)
         if storage is None:
             return CUDA if hasattr(tensor, "_quantizer") else None
@@ -175,7 +175,7 @@ def _pin(tensor: Tensor, *args) -> Tensor:
 
 
 def _backward(tensor: Tensor, gradient=None, retain_graph=None, create_graph=False, inputs=None) -> None:
-    """As the method does, but with the mode: what is asked for in backward passes counts, too."""
+    """`Tensor.backward` under the mode, so that operators of backward passes are checked too."""
     with _modes[0]:
         torch.autograd.backward(tensor, gradient, retain_graph, create_graph, inputs=inputs)
 
@@ -239,7 +239,7 @@ def common_place(func, given: list[Tensor]) -> torch.device | None:
     if whole:
         return whole.pop()
     if any(tensor.dim() > 0 for tensor in given):
-        return None  # nobody knows yet where that one is: a number does not tell
+        return None  # unknown: a 0-d tensor may be on either device
     return CUDA if CUDA in numbers else next(iter(numbers), None)
 
 

@@ -56,7 +56,7 @@ def of_nvfp4(x: Tensor, square: bool, transform: bool) -> dict[str, int]:
 
     block, across = ((16, 16), (16, 16)) if square else ((1, 16), (16, 1))
     columns = x
-    if transform:  # in fp32, rounded once: not every CPU's product of bf16 numbers is
+    if transform:  # in fp32, rounded once: not every CPU's bf16 matmul is
         turn = NVFP4QuantizerRef(Fp4Formats.E2M1, with_rht=True)._apply_rht
         columns = turn(x.t().float().contiguous()).to(x.dtype).t().contiguous()
     stood = NVFP4Quantizer(with_rht=transform, with_post_rht_amax=transform, with_2d_quantization=square)(x)

@@ -14,7 +14,7 @@ __all__ = ["fused_amax_and_scale_update_after_reduction"]
 def fused_amax_and_scale_update_after_reduction(
     amax: Tensor, histories: list[Tensor], scales: list[Tensor], algorithm: str, dtype, margin: float
 ) -> None:
-    """amax [N]: of all tensors of all histories [L, n] in order, after their exchange. In place.
+    """amax [N]: of all tensors of all histories [L, n] in order, after the all-reduce. In place.
 
     A tensor that was not seen (0) leaves its history as it is, the last number in row 0 counts; its scale stays.
     """

@@ -20,7 +20,7 @@ RECIPES = FP8_RECIPES | {"nvfp4": NVFP4BlockScaling}
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_the_products_of_all_sizes_are_taken(recipe):
+def test_contracts_accept_the_matmuls_of_all_sizes(recipe):
     """Tokens: the least that a pack is filled up to."""
     assert KINDS.keys() == RECIPES.keys()
     quantizer, storage = KINDS[recipe]
@@ -36,7 +36,7 @@ def test_the_products_of_all_sizes_are_taken(recipe):
                 check_operand(storage, shape, along)
 
 
-def test_others_are_refused():
+def test_contracts_refuse_other_shapes():
     for storage, shape, along in (
         ("Float8TensorStorage", (12, 64), 1),
         ("Float8BlockwiseQTensorStorage", (16, 72), 1),

@@ -14,11 +14,11 @@ pytestmark = needs_site
 FILES = "tests/gpu/test_te.py", "tests/gpu/test_te_decoders.py"
 
 
-CASES = [("9.0", "", 26), ("10.0", "products or recipes_have", 7)]
+CASES = [("9.0", "", 26), ("10.0", "matmuls or recipes_have", 7)]
 
 
 @pytest.mark.parametrize(("capability", "which", "at_least"), CASES, ids=["9.0", "10.0"])
-def test_what_a_gpu_is_asked_holds_over_the_stand_in(capability, which, at_least):
+def test_gpu_files_pass_over_the_stand_in(capability, which, at_least):
     """At 9.0 all of it; at 10.0 what has recipes that Hopper has not: MXFP8 and NVFP4."""
     environment = os.environ | {"GPU_CAPABILITY": capability, "GPU_TESTS_SMALL": "1", "NVIDIA_TF32_OVERRIDE": "0"}
     for name in [name for name in environment if name.startswith("PYTEST_")]:

@@ -1,4 +1,4 @@
-"""Product by product, Transformer Engine computes what the emulation says that it does."""
+"""EmulatedMatmul by matmul, Transformer Engine computes what the emulation says that it does."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def bound(name: str, bf16: bool, tensor: str, change: float) -> float:
     fp32: the same values, multiplied and summed by the same library; scales that are no powers of two come before or
     after the sum. bf16: values times powers of two are bf16 numbers, so that results are the same bits, but for what
     passes the norm's backward pass, rounded to bf16 once more or less. Otherwise the emulation's operands are rounded
-    to bf16, which FP8's units have no need of: 2^-8 a product, and in the MLP what that moves over an edge.
+    to bf16, which FP8's units have no need of: 2^-8 a matmul, and in the MLP what that moves over an edge.
     """
     power_of_2 = name in ("current, powers of 2", "block", "mxfp8", "mxfp8, hybrid")
     if not bf16:
@@ -43,7 +43,7 @@ def bound(name: str, bf16: bool, tensor: str, change: float) -> float:
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_products_are_those_of_the_emulation(found, name):
+def test_matmuls_equal_the_emulation(found, name):
     cases = {case: distances for case, distances in found.items() if case[0] == name}
     assert cases
     for (_, bf16, step), distances in cases.items():
@@ -54,7 +54,7 @@ def test_products_are_those_of_the_emulation(found, name):
 
 
 @pytest.mark.parametrize("way", ["p2p", "a2a"])
-def test_attention_of_ranks_that_share_a_pack_is_that_to_the_whole(way, tmp_path):
+def test_cp_attention_equals_attention_to_the_whole_pack(way, tmp_path):
     """Inputs are the same bf16 numbers; results and gradients are rounded to bf16 once, and where a ring joins two
     parts a few times more: each time by 2^-9 of a number at most. Half of the keys are another rank's."""
     codes, said = on_ranks(2, sharing.compare, way, str(tmp_path / "found"))

@@ -46,6 +46,6 @@ def _in_a_process_of_its_own() -> None:
         there.numpy()
 
 
-def test_what_a_gpu_refuses_is_refused():
+def test_placement_refuses_mixed_devices():
     codes, said = on_ranks(1, _in_a_process_of_its_own)
     assert codes == [0], said[0]

@@ -26,7 +26,7 @@ def found(tmp_path_factory) -> dict:
 
 
 @pytest.mark.parametrize(("kind", "cases"), [("current", 84), ("nvfp4", 48), ("nvfp4, transform", 2)])
-def test_casts_are_those_of_the_references(found, kind, cases):
+def test_casts_equal_the_references(found, kind, cases):
     of_kind = {case: counts for case, counts in found.items() if case[0] == kind}
     assert len(of_kind) == cases
     wrong = {case: counts for case, counts in of_kind.items() if any(counts.values())}

@@ -54,7 +54,7 @@ def in_bf16(dataset, tmp_path_factory):
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_it_trains_as_in_bf16_but_for_the_formats(case, dataset, tmp_path, in_bf16):
+def test_run_trains_like_bf16_up_to_the_formats(case, dataset, tmp_path, in_bf16):
     flags = CASES[case]
     if flags.get("script") == "train_mfsdp.py":
         pytest.importorskip("megatron_fsdp", reason="megatron-fsdp is not installed")
@@ -69,7 +69,7 @@ def test_it_trains_as_in_bf16_but_for_the_formats(case, dataset, tmp_path, in_bf
 
 
 @pytest.mark.parametrize("recipe", [name for name in RECIPES if name != "delayed"])
-def test_a_run_goes_on_bit_exactly(recipe, dataset, tmp_path):
+def test_run_resumes_bit_exactly(recipe, dataset, tmp_path):
     """Stochastic rounding too, and scales of all kinds but delayed scaling's, which have a state (below)."""
     whole, parted = tmp_path / "whole", tmp_path / "parted"
     train_by_te(dataset, whole, save_steps=2, max_steps=4, **RECIPES[recipe])
@@ -78,7 +78,7 @@ def test_a_run_goes_on_bit_exactly(recipe, dataset, tmp_path):
     assert losses(parted) == losses(whole)[2:]
 
 
-def test_a_run_of_delayed_scaling_goes_on_bit_exactly(dataset, tmp_path):
+def test_run_with_delayed_scaling_resumes_bit_exactly(dataset, tmp_path):
     """Histories and scales come back from the checkpoint; statistics are those of tensors on the GPU's units."""
     flags = {"fp8": True, "fp8_recipe": "delayed", "packs_per_step": 2, "quant_stats": True, "quant_stats_freq": 2}
     whole, parted, shared = (tmp_path / name for name in ("whole", "parted", "shared"))
@@ -111,14 +111,14 @@ def _spoil_a_weight() -> None:
     torch.nn.modules.module.register_module_forward_pre_hook(spoil)
 
 
-def test_a_weight_that_is_no_number_is_found_in_nvfp4_too(dataset, tmp_path):
+def test_run_detects_a_nan_weight_under_nvfp4(dataset, tmp_path):
     """Its cast makes 6 of a NaN, so that neither loss nor gradients show it: they are finite."""
     flags = {"fp4": True, "capability": BLACKWELL, "max_skipped_steps": 2, "max_steps": 4, "expect": 2}
     said = train_by_te(dataset, tmp_path / "out", before=_spoil_a_weight, **flags)
     assert re.search(r"2 skipped in a row \(step 2: loss [\d.]+, gradient norm nan; step 3: loss", said), said
 
 
-def test_a_decoder_trains_as_in_bf16_but_for_the_formats(tmp_path):
+def test_decoder_trains_like_bf16_up_to_the_formats(tmp_path):
     text = write_text(tmp_path / "text")
     flags = {"hidden_width": 64, "num_heads": 4, "intermediate_size": 96, "max_steps": 3}
     train_decoder(text, tmp_path / "torch", bf16=1, backend="torch", **flags)
@@ -129,7 +129,7 @@ def test_a_decoder_trains_as_in_bf16_but_for_the_formats(tmp_path):
 
 
 @pytest.mark.parametrize("way", ["p2p", "a2a"])
-def test_ranks_that_share_packs_train_as_one(way, dataset, tmp_path, in_bf16):
-    """By Transformer Engine's own exchange of keys (a ring) or of heads, around kernels of attention to packs."""
+def test_cp_run_trains_like_one_process(way, dataset, tmp_path, in_bf16):
+    """By Transformer Engine's own ring of keys or all-to-all of heads, around kernels of attention to packs."""
     train_by_te(dataset, tmp_path / "out", 2, "train_ddp_cp.py", cp_comm_type=way)
     assert losses(tmp_path / "out") == pytest.approx(in_bf16[1], rel=3e-4)

@@ -22,11 +22,11 @@ def binary():
         pytest.skip(f"no binary of Transformer Engine: {error}")
 
 
-def test_every_name_is_in_the_binary_with_its_arguments():
+def test_signatures_match_the_binary():
     assert not differences(binary())
 
 
-def test_signatures_are_read():
+def test_signatures_are_parsed():
     """And what differs is seen: of a binary that has one function, none of the others, and another count."""
     dequantize = "dequantize(input: list[int, str], otype: DType | None = None, *, more: object) -> object\n\nText"
     assert parameters(dequantize.splitlines()[0]) == {"input": False, "otype": True, "more": False}

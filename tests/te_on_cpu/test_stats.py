@@ -37,10 +37,10 @@ PLANS: dict[tuple[int, int], Plan] = {
     # Without random bits, which differ.
     BLACKWELL: (MXFP8BlockScaling("e4m3"), NVFP4BlockScaling("e4m3", disable_stochastic_rounding=True)),
 }
-POWERS_OF_2 = {HOPPER: (3,), BLACKWELL: (1,)}  # layers, from 1: products of bf16 are the same bits (test_modules.py)
-# Operands that come out of a product of bf16 before; all others are the same bits, and so are their casts. Results are
+POWERS_OF_2 = {HOPPER: (3,), BLACKWELL: (1,)}  # layers, from 1: bf16 matmuls are the same bits (test_modules.py)
+# Operands that are results of a bf16 matmul; all others are the same bits, and so are their casts. Results are
 # rounded once more or less, and those of proj and fc2 have no bias yet.
-AFTER_A_PRODUCT = {("fc1", "gradient"), ("fc2", "activation")}
+AFTER_A_MATMUL = {("fc1", "gradient"), ("fc2", "activation")}
 WHERE = ("layer", "module", "tensor", "gemms")
 
 
@@ -78,7 +78,7 @@ def _rows_of_both(capability: tuple[int, int], directory: str, path: str) -> Non
 
 
 @pytest.mark.parametrize("capability", PLANS, ids=["9.0", "10.0"])
-def test_rows_are_those_of_the_emulation(capability, tmp_path):
+def test_stats_rows_equal_the_emulation(capability, tmp_path):
     codes, said = on_ranks(1, _rows_of_both, capability, str(tmp_path), str(tmp_path / "rows"))
     assert codes == [0], said[0]
     emulated, theirs = torch.load(tmp_path / "rows")
@@ -87,7 +87,7 @@ def test_rows_are_those_of_the_emulation(capability, tmp_path):
     for row, expected in zip(theirs, emulated, strict=True):
         where = {key: row[key] for key in WHERE}
         assert row.keys() == expected.keys(), where
-        result, apart = row["tensor"] in RESULTS, (row["module"], row["tensor"]) in AFTER_A_PRODUCT
+        result, apart = row["tensor"] in RESULTS, (row["module"], row["tensor"]) in AFTER_A_MATMUL
         if result or (apart and row["layer"] not in POWERS_OF_2[capability]):
             stats, bound = {"l2_norm", "std", "mse"} & row.keys(), 0.05
         else:
@@ -96,7 +96,7 @@ def test_rows_are_those_of_the_emulation(capability, tmp_path):
             assert row[stat] == pytest.approx(expected[stat], rel=bound, abs=1e-12), (where, stat)
 
 
-def test_sharded_and_recomputed_runs_have_the_same_rows(dataset, tmp_path):
+def test_stats_rows_do_not_depend_on_sharding_and_recomputation(dataset, tmp_path):
     """Weights, stored for one dimension at a time, have both; recomputed tensors count once; a what-if comes along."""
     features = {
         "LogFp8TensorStats": {"enabled": True, "tensors": list(OPERANDS), "stats": ["mse", "fp8_current_scaling_mse"]},

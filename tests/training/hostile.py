@@ -17,7 +17,7 @@ from typing import Any
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
-from common.files.output_directory import size_and_crc
+from common.files.json_files import size_and_crc
 from tests.training.hostile_items import ITEMS, VALUES
 from tests.training.hostile_pickles import NO_PART, PICKLES, Evil
 
@@ -41,7 +41,7 @@ class Case:
 
 
 def vouch(checkpoint: Path) -> None:
-    """Have the manifest say what is there."""
+    """Rewrite the manifest to match the files."""
     manifest = json.loads((checkpoint / "manifest.json").read_text())
     manifest["files"] = {p.name: size_and_crc(p) for p in checkpoint.iterdir() if p.name != "manifest.json"}
     (checkpoint / "manifest.json").write_text(json.dumps(manifest))
@@ -348,7 +348,7 @@ CONFIGS = [
     ("1e9 positions", config(max_position_embeddings=10**9), "an export has an embedding for each"),
     ("a wide layer", config(intermediate_size=1 << 19), "its weights are not those of its config.json"),
     ("a vocabulary of 1e9", config(vocab_size=10**9), "vocab_size is 1000000000"),
-    ("an epsilon that is no number", config(layer_norm_eps=float("nan")), "layer_norm_eps is nan"),
+    ("an epsilon that is NaN", config(layer_norm_eps=float("nan")), "layer_norm_eps is nan"),
     ("a list", written("config.json", b"[]"), "expected an object of names and values"),
     ("deep", written("config.json", 100_000 * b"["), "nested too deeply"),
     ("a number of 5,000 digits", written("config.json", b'{"hidden_size": ' + 5000 * b"9" + b"}"), "no configuration"),

@@ -1,4 +1,4 @@
-"""What a shard may hold in the place of a tensor [64, 32] in fp32, or of a number: (name, bytes, what is said)."""
+"""Hostile shard items in place of a tensor [64, 32] in fp32, or of a number: (name, bytes, error)."""
 
 from __future__ import annotations
 

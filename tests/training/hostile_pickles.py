@@ -1,4 +1,4 @@
-"""Pickles that run, build, call or take what no checkpoint needs: (name, pickle, what is said of it)."""
+"""Hostile pickles, which run, build, call or allocate what no checkpoint needs: (name, pickle, error)."""
 
 from __future__ import annotations
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -10,9 +11,15 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from common.cli import UserError
+from common.distributed.world import World
+from common.files.json_files import read_json, write_json
+from common.flags import with_flags
 from common.models.layers.backend import choose_backend
 from common.training import checkpoint_files
+from common.training.resume import plan_resume
+from extras.prepare.output_directory import size_and_crc
 from tests.live_runs import assert_same_run, outcome
+from tests.training.checkpoint_fixtures import DAMAGES
 from tests.training_fixtures import _main, arguments, flags_of, make_dataset, on_ranks, rows, train
 
 FLAGS = {"max_steps": 6, "save_final_model": False}
@@ -50,7 +57,7 @@ def other_dataset(tmp_path_factory) -> Path:
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
-def test_a_rank_that_would_train_something_else_is_named(dataset, other_dataset, tmp_path, others, differing, script):
+def test_ranks_with_other_flags_are_named(dataset, other_dataset, tmp_path, others, differing, script):
     out = tmp_path / "out"
     others = dict(others)
     version, where = others.pop("torch", None), dataset
@@ -66,7 +73,7 @@ def test_a_rank_that_would_train_something_else_is_named(dataset, other_dataset,
     assert not list(out.glob("*")), "something was written"
 
 
-def test_ranks_may_differ_in_what_changes_nothing(dataset, tmp_path):
+def test_ranks_may_have_other_number_of_workers(dataset, tmp_path):
     argvs = [flags_of(dataset, tmp_path, **FLAGS | more) for more in ({}, {"dataloader_num_workers": 1})]
     codes, said = on_ranks(2, _main_of_each, argvs, "train_ddp.py")
     assert codes == [0, 0], said
@@ -80,7 +87,7 @@ def _main_somewhere(argv: list[str], directories: list[Path], script: str, patie
 
 @pytest.mark.parametrize("async_save", [True, False])
 @pytest.mark.parametrize("script", ["train_ddp.py", "train_fsdp2.py"])
-def test_nodes_that_share_no_output_directory_end_at_the_first_save(dataset, tmp_path, script, async_save):
+def test_save_fails_if_nodes_share_no_output_directory(dataset, tmp_path, script, async_save):
     """--output_dir out, on two nodes with a disk each."""
     nodes = [tmp_path / "a", tmp_path / "b"]
     for node in nodes:
@@ -96,11 +103,11 @@ def test_nodes_that_share_no_output_directory_end_at_the_first_save(dataset, tmp
         assert not list(node.glob("out/*checkpoint-*"))
 
 
-def test_a_file_server_that_takes_its_time_is_waited_for(tmp_path):
+def test_see_all_waits_for_a_slow_file_server(tmp_path):
     written = {"__0_0.distcp": [3, 0], "__1_0.distcp": [4, 0], ".metadata": [2, 0]}
     for name, (size, _) in written.items():
         (tmp_path / name).write_bytes(bytes(size))
-    checkpoint_files.see_all(tmp_path, written)
+    checkpoint_files.wait_for_shards(tmp_path, written)
     (tmp_path / "__1_0.distcp").write_bytes(b"")  # as a client sees a file before its attributes are new
     looks = []
 
@@ -111,7 +118,7 @@ def test_a_file_server_that_takes_its_time_is_waited_for(tmp_path):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(checkpoint_files.time, "sleep", sleep)
-        checkpoint_files.see_all(tmp_path, written)
+        checkpoint_files.wait_for_shards(tmp_path, written)
     assert len(looks) == 3
 
 
@@ -126,7 +133,7 @@ def groups(out: Path, step: int, scratch: Path) -> list[tuple]:
 
 
 @pytest.mark.parametrize(("nproc", "script"), [(1, "train_ddp.py"), (2, "train_fsdp2.py")])
-def test_the_optimisers_flags_take_effect_in_a_resumed_run(dataset, tmp_path, nproc, script):
+def test_optimizer_flags_take_effect_on_resume(dataset, tmp_path, nproc, script):
     out = tmp_path / "out"
     usual = {"weight_decay": 0.1, "adam_beta1": 0.8, "adam_beta2": 0.9, "adam_epsilon": 1e-6}
     changed = {"weight_decay": 100.0, "adam_beta1": 0.7, "adam_beta2": 0.95, "adam_epsilon": 1e-4}
@@ -148,7 +155,7 @@ def test_the_optimisers_flags_take_effect_in_a_resumed_run(dataset, tmp_path, np
         torch.testing.assert_close(after[f"model/{name}"].double(), decayed - lr * step, rtol=1e-4, atol=1e-6)
 
 
-def test_a_resumed_run_keeps_its_gelu_and_another_one_is_refused(dataset, tmp_path):
+def test_resume_keeps_gelu_and_refuses_another(dataset, tmp_path):
     flags = FLAGS | {"save_steps": 3}
     train(dataset, tmp_path / "whole", gelu="tanh", **flags)
     out = tmp_path / "out"
@@ -164,18 +171,64 @@ def test_a_resumed_run_keeps_its_gelu_and_another_one_is_refused(dataset, tmp_pa
     assert "GELU" not in said, "a new run begins with the default"
 
 
-def test_a_resumed_run_keeps_its_backend(dataset, monkeypatch):
+def test_resume_takes_gelu_from_the_older_checkpoint_if_the_newest_is_damaged(dataset, tmp_path):
+    """The state and what fixes the model come from one and the same checkpoint."""
+    flags = FLAGS | {"save_steps": 2}
+    train(dataset, tmp_path / "whole", gelu="tanh", **flags)
+    out = tmp_path / "out"
+    train(dataset, out, gelu="tanh", **flags, stop_at_step=2)
+    train(dataset, tmp_path / "other", gelu="exact", **flags, stop_at_step=4)
+    newest = Path(shutil.copytree(tmp_path / "other" / "checkpoint-4", out / "checkpoint-4"))
+    DAMAGES["a flipped byte"](newest)
+    said = train(dataset, out, **flags)
+    assert "checkpoint-4: skipped: " in said
+    assert "GELU: the tanh approximation" in said
+    assert "Resuming after step 2" in said
+    assert_same_run(out, tmp_path / "whole", 6, tmp_path)
+
+
+def test_plan_resume_takes_backend_and_state_from_one_checkpoint(dataset, tmp_path):
+    train(dataset, tmp_path, **FLAGS, save_steps=2)
+    (tmp_path / "checkpoint-6").rename(tmp_path / "checkpoint-8")
+    for step, backend in ((4, "torch"), (8, "te")):
+        path = tmp_path / f"checkpoint-{step}"
+        state, manifest = (read_json(path / name) for name in ("trainer_state.json", "manifest.json"))
+        write_json(path / "trainer_state.json", state | {"arguments": state["arguments"] | {"backend": backend}})
+        manifest["files"]["trainer_state.json"] = size_and_crc(path / "trainer_state.json")
+        write_json(path / "manifest.json", manifest)
+    args = with_flags(arguments(dataset, **FLAGS), output_dir=str(tmp_path))
+    alone = World(0, 0, 1, torch.device("cpu"))
+    plan = plan_resume(args, False, alone)
+    assert (plan.checkpoint.name, plan.implementation["backend"]) == ("checkpoint-8", "te")
+    DAMAGES["a flipped byte"](tmp_path / "checkpoint-8")
+    plan = plan_resume(args, False, alone)
+    assert (plan.checkpoint.name, plan.state.step) == ("checkpoint-4", 4)
+    assert plan.implementation == {"backend": "torch", "gelu": "exact"}
+
+
+def test_plan_resume_refuses_to_overwrite_the_checkpoint_it_resumes_from(dataset, tmp_path):
+    train(dataset, tmp_path, **FLAGS)
+    flags = {"resume_from_checkpoint": tmp_path / "checkpoint-6", "overwrite_output_dir": True}
+    said = train(dataset, tmp_path, **FLAGS, **flags, expect=2)
+    assert f"--resume_from_checkpoint {tmp_path / 'checkpoint-6'}: --overwrite_output_dir would remove it" in said
+    assert (tmp_path / "checkpoint-6").exists()
+
+
+def test_choose_backend_keeps_backend_on_resume(dataset, monkeypatch):
     cpu, gpu = torch.device("cpu"), torch.device("cuda")
-    with pytest.raises(UserError, match=r"computes with Transformer Engine so far, and now not: .*--backend torch"):
-        choose_backend(arguments(dataset).model, cpu, bf16=True, so_far="te")
-    assert choose_backend(arguments(dataset, backend="torch").model, cpu, True, so_far="te") == (
+    with pytest.raises(UserError, match=r"has used Transformer Engine so far, and now cannot: .*--backend torch"):
+        choose_backend(arguments(dataset).model, cpu, bf16=True, previous="te")
+    assert choose_backend(arguments(dataset, backend="torch").model, cpu, True, previous="te") == (
         "torch",
         "--backend torch",
     )
     monkeypatch.setattr("common.models.layers.backend.te_missing", lambda device: None)
-    assert choose_backend(arguments(dataset).model, gpu, True, so_far="torch") == ("torch", "as this run so far")
-    assert choose_backend(arguments(dataset, backend="te").model, gpu, True, so_far="torch") == ("te", "--backend te")
-    assert choose_backend(arguments(dataset).model, gpu, True, so_far="te")[0] == "te"
+    assert choose_backend(arguments(dataset).model, gpu, True, previous="torch") == ("torch", "as this run so far")
+    assert choose_backend(arguments(dataset, backend="te").model, gpu, True, previous="torch") == (
+        "te",
+        "--backend te",
+    )
+    assert choose_backend(arguments(dataset).model, gpu, True, previous="te")[0] == "te"
 
 
 def _main_out_of_memory(argv: list[str]) -> None:
@@ -194,6 +247,6 @@ def test_out_of_memory_is_one_line(dataset, tmp_path):
     assert error_of(said).startswith("error: out of memory on cpu: CUDA out of memory: lower --tokens_per_pack")
 
 
-def test_a_bucket_of_no_size_is_refused(dataset, tmp_path):
+def test_ddp_bucket_of_size_0_is_refused(dataset, tmp_path):
     said = train(dataset, tmp_path / "out", 2, expect=2, ddp_bucket_cap_mb=0)
     assert said == "error: --ddp_bucket_cap_mb 0: must be at least 1\n"

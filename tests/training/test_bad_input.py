@@ -17,7 +17,7 @@ import pytest
 import yaml
 
 from common.cli import UserError
-from common.files import alphabet
+from common.models.esm2 import alphabet
 from common.models.esm2.config import ESM2_SIZES
 from common.training import run_directory
 from tests.forked import run_script
@@ -152,11 +152,12 @@ def test_a_run_that_fails_before_it_has_begun_leaves_only_what_was_there(tmp_pat
     (tmp_path / "there").mkdir()
 
     def run():
-        with run_directory.RunDirectory(path, overwrite=False) as directory:
+        with run_directory.RunDirectory(path) as directory:
             directory.claim()
             if name != "there":
                 (path / "metrics.jsonl").touch()
-            directory.begun = begun
+            if begun:
+                directory.keep()
             raise OSError("full")
 
     with pytest.raises(OSError, match="full"):
@@ -178,7 +179,7 @@ def test_a_lock_whose_file_has_gone_meanwhile_is_no_lock(tmp_path):
     other = context.Process(target=hold_next)
 
     def run():
-        with run_directory.RunDirectory(tmp_path / "out", overwrite=False):
+        with run_directory.RunDirectory(tmp_path / "out"):
             other.start()
             assert receive(told) == "waiting"
             time.sleep(0.5)  # it has opened the file
@@ -200,7 +201,7 @@ def test_a_model_that_no_machine_holds_is_refused_before_it_is_made(dataset, tmp
     sizes = "hidden_size=65536,num_hidden_layers=100,num_attention_heads=512,intermediate_size=64"
     said = refused(dataset, tmp_path / "out", config_overrides=sizes)
     # 401 matrices of 2^16 x 2^16, four fp32 numbers a weight: 27.56 TB, and a little.
-    assert re.search(r"of the 1 rank on this machine take 27,5\d\d GB, and it has \d+:", said), said
+    assert re.search(r"of the 1 rank on this machine need 27,5\d\d GB, and it has \d+:", said), said
     assert not (tmp_path / "out").exists()
 
 
@@ -265,7 +266,7 @@ def test_a_new_torchrun_is_a_new_job_though_its_rendezvous_id_is_the_old_one(tmp
     out = tmp_path / "out"
 
     def restarted() -> bool:
-        with closing(run_directory.RunDirectory(out, overwrite=False)) as directory:
+        with closing(run_directory.RunDirectory(out)) as directory:
             directory.claim()
             return directory.restarted
 
@@ -294,7 +295,7 @@ def test_an_operators_new_job_of_the_old_name_is_told_by_its_uid_its_flags_or_th
     monkeypatch.setattr(run_directory, "_parent", lambda: str(next(pods)))
 
     def restarted(done: bool = False) -> bool:
-        with closing(run_directory.RunDirectory(tmp_path, overwrite=False)) as directory:
+        with closing(run_directory.RunDirectory(tmp_path)) as directory:
             directory.claim()
             if done:
                 directory.done()
@@ -331,7 +332,7 @@ def test_a_directory_is_held_while_it_is_open(tmp_path):
     """POSIX locks go with any handle of the file that is closed."""
     context = multiprocessing.get_context("fork")
     told = context.Queue()
-    with closing(run_directory.RunDirectory(tmp_path, overwrite=False)) as directory:
+    with closing(run_directory.RunDirectory(tmp_path)) as directory:
         directory.claim()
         other = context.Process(target=_try, args=(tmp_path / ".run", told))
         other.start()

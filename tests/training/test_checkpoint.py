@@ -15,10 +15,9 @@ import pytest
 import torch
 
 from common.distributed.world import World
-from common.files.output_directory import size_and_crc
-from common.training import checkpoint_files
-from common.training import checkpoint_files as checkpoint_choice
-from common.training.checkpoint_files import damage_of, newest_usable
+from common.files.json_files import read_json, size_and_crc
+from common.training import checkpoint_files, resume
+from common.training.resume import damage_of, newest_usable
 from tests.live_runs import LiveRun, assert_same_run, newest_step, outcome
 from tests.training.checkpoint_fixtures import DAMAGES, FLAGS, checkpointer_of_a_small_model, names, take_steps
 from tests.training_fixtures import _main, flags_of, losses, on_ranks, rows, train
@@ -40,7 +39,7 @@ def run(finished, tmp_path) -> Path:
     return Path(shutil.copytree(finished, tmp_path / "out"))
 
 
-def test_a_checkpoint_holds_canonical_names_and_a_manifest_of_every_file(finished, dataset, tmp_path):
+def test_checkpoint_holds_canonical_names_and_manifest(finished, dataset, tmp_path):
     assert names(finished) == ["checkpoint-2", "checkpoint-4", "checkpoint-6"]
     directory = finished / "checkpoint-4"
     manifest = json.loads((directory / "manifest.json").read_text())
@@ -62,7 +61,7 @@ def test_a_checkpoint_holds_canonical_names_and_a_manifest_of_every_file(finishe
     assert not [name for name in of_two if "module." in name]
 
 
-def test_saving_in_the_background_changes_neither_the_run_nor_what_is_written(finished, dataset, tmp_path):
+def test_checkpoint_async_save_equals_sync_save(finished, dataset, tmp_path):
     train(dataset, tmp_path / "sync", **FLAGS, async_save=False)
     for step in (2, 4, 6):
         assert_same_run(tmp_path / "sync", finished, step, tmp_path)
@@ -81,12 +80,13 @@ def _later_steps(out: Path) -> None:
             take_steps(checkpointer)
     checkpointer.wait()
     for step, (parameters, moments) in enumerate(expected, 1):
-        assert checkpointer.restore(str(out / f"checkpoint-{step}")) == {"step": step}
+        checkpointer.load(out / f"checkpoint-{step}")
+        assert read_json(out / f"checkpoint-{step}" / "trainer_state.json") == {"step": step}
         assert all(map(torch.equal, model.parameters(), parameters))
         assert all(map(torch.equal, (s["exp_avg"] for s in optimizer.state.values()), moments))
 
 
-def test_steps_taken_while_a_save_is_under_way_do_not_change_it(tmp_path):
+def test_checkpoint_save_ignores_later_steps(tmp_path):
     codes, said = on_ranks(1, _later_steps, tmp_path)
     assert codes == [0], said
     assert names(tmp_path) == ["checkpoint-1", "checkpoint-2", "checkpoint-3"]
@@ -104,13 +104,13 @@ def _count_writers(out: Path) -> None:
     assert most == 1
 
 
-def test_at_most_one_save_is_under_way(tmp_path):
+def test_checkpoint_has_one_save_in_flight(tmp_path):
     codes, said = on_ranks(1, _count_writers, tmp_path)
     assert codes == [0], said
     assert len(names(tmp_path)) == 8
 
 
-def test_the_limit_keeps_the_newest_and_there_is_always_a_whole_one(dataset, tmp_path):
+def test_checkpoint_limit_always_keeps_an_intact_one(dataset, tmp_path):
     """Killed again and again while it saves every step and keeps one: a whole one is there each time."""
     out, generator = tmp_path / "out", random.Random(3)
     flags = FLAGS | {"max_steps": 400, "save_steps": 1, "save_total_limit": 1}
@@ -121,8 +121,7 @@ def test_the_limit_keeps_the_newest_and_there_is_always_a_whole_one(dataset, tmp
             time.sleep(generator.uniform(0, 0.05))
             run.signal(signal.SIGKILL)
             assert run.end() == [-signal.SIGKILL]
-        model = json.loads(next(out.glob("checkpoint-*/manifest.json")).read_text())["model"]
-        assert newest_usable(out, model, ALONE) is not None
+        assert newest_usable(out, ALONE) is not None
         assert len(names(out)) <= 3  # it, one not yet removed, one being written or removed
     train(dataset, out, **flags, stop_at_step=newest_step(out) + 1)
     assert len(names(out)) == 1
@@ -131,12 +130,11 @@ def test_the_limit_keeps_the_newest_and_there_is_always_a_whole_one(dataset, tmp
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_a_damaged_checkpoint_is_told_from_a_whole_one(run, damage):
-    model = json.loads((run / "checkpoint-6/manifest.json").read_text())["model"]
-    assert damage_of(run / "checkpoint-6", model, ALONE) is None
+def test_checkpoint_detects_damage(run, damage):
+    assert damage_of(run / "checkpoint-6", ALONE) is None
     DAMAGES[damage](run / "checkpoint-6")
-    assert damage_of(run / "checkpoint-6", model, ALONE)
-    assert newest_usable(run, model, ALONE) == run / "checkpoint-4"
+    assert damage_of(run / "checkpoint-6", ALONE)
+    assert newest_usable(run, ALONE) == run / "checkpoint-4"
 
 
 @pytest.fixture(scope="module")
@@ -150,17 +148,17 @@ def of_three(dataset, tmp_path_factory) -> Path:
 def _choose_and_count(out: Path, model: dict) -> None:
     """On a rank: which is the newest usable one, and which files were read for it."""
     read = []
-    check_file = checkpoint_choice.check_file
-    checkpoint_choice.check_file = lambda path, recorded: (read.append(path.name), check_file(path, recorded))
+    check_file = resume.check_file
+    resume.check_file = lambda path, recorded: (read.append(path.name), check_file(path, recorded))
     world = World(int(os.environ["RANK"]), 0, int(os.environ["WORLD_SIZE"]), torch.device("cpu"))
     torch.distributed.init_process_group("gloo")
-    newest = newest_usable(out, model, world)
+    newest = newest_usable(out, world)
     print(json.dumps([newest and newest.name, read]))
     torch.distributed.destroy_process_group()
 
 
 @pytest.mark.parametrize("damaged", [None, "__0_0.distcp", "__1_0.distcp", "__2_0.distcp", ".metadata"])
-def test_each_rank_checks_its_share_and_all_agree(of_three, tmp_path, damaged):
+def test_checkpoint_ranks_verify_shares_and_agree(of_three, tmp_path, damaged):
     out = Path(shutil.copytree(of_three, tmp_path / "out"))
     manifest = json.loads((out / "checkpoint-6/manifest.json").read_text())
     if damaged:
@@ -177,7 +175,7 @@ def test_each_rank_checks_its_share_and_all_agree(of_three, tmp_path, damaged):
         assert f"checkpoint-6: skipped: {damaged} is damaged (1000 bytes" in said[0]
 
 
-def test_the_first_of_several_damages_is_named_once_and_the_run_goes_on_with_the_older(of_three, dataset, tmp_path):
+def test_checkpoint_skips_corrupt_shard_for_older_one(of_three, dataset, tmp_path):
     out = Path(shutil.copytree(of_three, tmp_path / "out"))
     for shard in (out / "checkpoint-6").glob("*.distcp"):
         shard.unlink()
@@ -191,7 +189,7 @@ def test_the_first_of_several_damages_is_named_once_and_the_run_goes_on_with_the
     assert "".join(said).count("error: ") == "".join(said).count("none of its checkpoints is whole") == 1
 
 
-def test_a_damaged_newest_one_is_skipped_set_aside_and_written_anew(run, finished, dataset, tmp_path):
+def test_checkpoint_sets_damaged_newest_aside(run, finished, dataset, tmp_path):
     """Also with --save_total_limit 1: the damaged one must not count as the newest and crowd out the whole ones."""
     DAMAGES["a flipped byte"](run / "checkpoint-6")
     (run / "tmp-checkpoint-5").mkdir()
@@ -203,15 +201,14 @@ def test_a_damaged_newest_one_is_skipped_set_aside_and_written_anew(run, finishe
     assert_same_run(run, finished, 6, tmp_path)
 
 
-def test_newest_is_by_number_not_by_time(run, dataset):
+def test_checkpoint_newest_is_by_number(run, dataset):
     os.utime(run / "checkpoint-2")
     (run / "checkpoint-4").rename(run / "checkpoint-10")  # text order would put it first
-    model = json.loads((run / "checkpoint-6/manifest.json").read_text())["model"]
-    assert newest_usable(run, model, ALONE).name == "checkpoint-10"
+    assert newest_usable(run, ALONE).name == "checkpoint-10"
     assert [step for step, _ in checkpoint_files.list_checkpoints(run)] == [10, 6, 2]
 
 
-def test_when_no_checkpoint_is_whole_the_user_decides(run, finished, dataset, tmp_path):
+def test_checkpoint_refuses_step_0_if_none_is_intact(run, finished, dataset, tmp_path):
     """A run that silently started at step 0 would throw away what can perhaps be rescued."""
     for checkpoint in run.glob("checkpoint-*"):
         DAMAGES["a shard cut short"](checkpoint)
@@ -228,8 +225,8 @@ def test_when_no_checkpoint_is_whole_the_user_decides(run, finished, dataset, tm
     assert names(run) == names(finished)
 
 
-def test_a_run_whose_checkpoints_are_gone_is_not_written_over(run, finished, dataset):
-    """Moved away, or removed to save room; with and without what a finished run leaves."""
+def test_checkpoint_refuses_step_0_if_all_are_gone(run, finished, dataset):
+    """The user moved or deleted them, of a finished or an unfinished run."""
     for checkpoint in run.glob("checkpoint-*"):
         shutil.rmtree(checkpoint)
     before = (run / "metrics.jsonl").read_text()
@@ -247,7 +244,7 @@ def test_a_run_whose_checkpoints_are_gone_is_not_written_over(run, finished, dat
 
 
 @pytest.mark.parametrize("flags", [{}, {"resume_from_checkpoint": "false"}, {"overwrite_output_dir": True}], ids=str)
-def test_a_run_killed_before_its_first_checkpoint_was_complete_starts_over(run, finished, dataset, tmp_path, flags):
+def test_checkpoint_kill_before_first_starts_over(run, finished, dataset, tmp_path, flags):
     """By the same command, also where it had begun to take an earlier run's place."""
     out = run if flags else tmp_path / "new"
     with LiveRun(dataset, out, tmp_path / "logs", **FLAGS | {"max_steps": 500, "save_steps": 400}, **flags) as live:
@@ -261,8 +258,8 @@ def test_a_run_killed_before_its_first_checkpoint_was_complete_starts_over(run, 
     assert_same_run(out, finished, 6, tmp_path)
 
 
-def test_resume_from_a_named_checkpoint_and_from_none(run, finished, dataset, tmp_path):
-    """What lies beyond is of another way from there: set aside, or a restart would go on from it."""
+def test_checkpoint_resumes_from_named_or_none(run, finished, dataset, tmp_path):
+    """Later checkpoints are of another trajectory and set aside, or a restart would resume from them."""
     said = train(dataset, run, **FLAGS, resume_from_checkpoint=run / "checkpoint-2")
     assert "Resuming after step 2" in said
     assert names(run) == sorted([*names(finished), "superseded-checkpoint-4", "superseded-checkpoint-6"])
@@ -288,7 +285,7 @@ def test_resume_from_a_named_checkpoint_and_from_none(run, finished, dataset, tm
         ),
     ],
 )
-def test_a_checkpoint_of_another_model_or_other_data_is_refused_naming_what_differs(run, dataset, flags, reasons):
+def test_checkpoint_of_other_model_or_data_is_refused(run, dataset, flags, reasons):
     before = {path: path.stat().st_mtime_ns for path in run.rglob("*")}
     for where in (None, run / "checkpoint-2"):
         said = train(dataset, run, expect=2, **FLAGS | flags, resume_from_checkpoint=where)
@@ -301,7 +298,7 @@ def test_a_checkpoint_of_another_model_or_other_data_is_refused_naming_what_diff
     }
 
 
-def test_a_checkpoint_of_another_alphabet_is_refused(run, dataset):
+def test_checkpoint_of_other_alphabet_is_refused(run, dataset):
     """Its ids stand for other residues: nothing else would tell."""
     for manifest in run.glob("checkpoint-*/manifest.json"):
         contents = json.loads(manifest.read_text())
@@ -313,7 +310,7 @@ def test_a_checkpoint_of_another_alphabet_is_refused(run, dataset):
 
 
 @pytest.mark.parametrize("damage", ["a flipped byte", "nothing"])
-def test_a_named_checkpoint_that_is_damaged_is_refused(run, dataset, damage):
+def test_checkpoint_refuses_damaged_named_one(run, dataset, damage):
     DAMAGES[damage](run / "checkpoint-4")
     said = train(dataset, run, expect=2, **FLAGS, resume_from_checkpoint=run / "checkpoint-4")
     assert f"error: --resume_from_checkpoint {run / 'checkpoint-4'}: " in said

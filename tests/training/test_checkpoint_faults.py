@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import multiprocessing
 import shutil
 import signal
@@ -15,7 +14,7 @@ import torch
 from common.cli import UserError
 from common.distributed.world import World
 from common.files.json_files import JsonLinesLog
-from common.training.checkpoint_files import damage_of
+from common.training.resume import damage_of
 from common.training.run_directory import RunDirectory, hold
 from tests.live_runs import LiveRun, assert_same_run, newest_step
 from tests.patience import run
@@ -26,7 +25,7 @@ from tests.training_fixtures import environment, on_ranks, train, training_comma
 
 @pytest.fixture
 def disk(tmp_path):
-    """A checkpoint's room many times over, until something fills it."""
+    """A file system that holds several checkpoints until a test fills it."""
     with small_disk(tmp_path, "12m") as disk:
         yield disk
 
@@ -35,7 +34,7 @@ def disk(tmp_path):
     ("async_save", "nproc", "script"),
     [(True, 1, "train_ddp.py"), (False, 1, "train_ddp.py"), (True, 2, "train_ddp.py"), (True, 2, "train_fsdp2.py")],
 )
-def test_a_full_disk_costs_no_checkpoint(disk, dataset, tmp_path, async_save, nproc, script):
+def test_checkpoint_full_disk_keeps_earlier_ones(disk, dataset, tmp_path, async_save, nproc, script):
     out = disk / "out"
     # No row of metrics.jsonl meets the full disk before the save at step 6 has said that the one at step 4 failed.
     flags = FLAGS | {"async_save": async_save, "script": script, "max_steps": 8, "logging_steps": 8}
@@ -58,7 +57,7 @@ def test_a_full_disk_costs_no_checkpoint(disk, dataset, tmp_path, async_save, np
     assert_same_run(out, tmp_path / "never full", 8, tmp_path)
 
 
-def test_a_row_that_finds_the_disk_full_names_its_file(disk):
+def test_json_lines_full_disk_names_file(disk):
     rows = JsonLinesLog(disk / "metrics.jsonl", 0)
     (disk / "ballast").write_bytes(bytes(shutil.disk_usage(disk).free))
     with pytest.raises(OSError, match="No space left") as told:
@@ -66,7 +65,7 @@ def test_a_row_that_finds_the_disk_full_names_its_file(disk):
     assert told.value.filename == str(disk / "metrics.jsonl")
 
 
-def test_an_export_that_finds_the_disk_full_leaves_nothing_half_written(disk, dataset):
+def test_final_model_full_disk_leaves_nothing(disk, dataset):
     out = disk / "out"
     flags = {"max_steps": 2}
     train(dataset, out, **flags, save_final_model=False)
@@ -92,7 +91,7 @@ def _save_and_end(out: Path) -> None:
         torch.distributed.destroy_process_group()
 
 
-def test_the_end_of_a_process_neither_loses_nor_aborts_its_save(dataset, tmp_path):
+def test_checkpoint_exit_waits_for_save(dataset, tmp_path):
     """12 processes that save in the background and end at once, half of them pairs; and a real command line."""
     for number in range(12):
         out = tmp_path / str(number)
@@ -102,15 +101,14 @@ def test_the_end_of_a_process_neither_loses_nor_aborts_its_save(dataset, tmp_pat
         assert codes == [0] * nproc, said
         assert "terminate called" not in "".join(said)
         assert names(out) == ["checkpoint-1"]
-        model = json.loads((out / "checkpoint-1/manifest.json").read_text())["model"]
-        assert damage_of(out / "checkpoint-1", model, World(0, 0, 1, torch.device("cpu"))) is None
+        assert damage_of(out / "checkpoint-1", World(0, 0, 1, torch.device("cpu"))) is None
     done = run(training_command(dataset, tmp_path / "real", **FLAGS), env=environment())
     assert done.returncode == 0
     assert not [line for line in done.stderr.splitlines() if " - INFO - " not in line]
     assert names(tmp_path / "real") == ["checkpoint-2", "checkpoint-4", "checkpoint-6"]
 
 
-def test_another_run_in_the_same_directory_is_waited_for(dataset, tmp_path):
+def test_run_directory_waits_for_lock(dataset, tmp_path):
     """The lock goes with the process that holds it, and its loader workers do not inherit it."""
     out, flags = tmp_path / "out", FLAGS | {"max_steps": 500, "save_steps": 50, "dataloader_num_workers": 2}
     with LiveRun(dataset, out, tmp_path / "logs", **flags) as first:
@@ -122,7 +120,7 @@ def test_another_run_in_the_same_directory_is_waited_for(dataset, tmp_path):
             assert "is done already" in second.said()
 
 
-def test_a_directory_that_stays_locked_is_refused(tmp_path):
+def test_run_directory_refuses_held_lock(tmp_path):
     context = multiprocessing.get_context("spawn")
     held = context.Event()
     other = context.Process(target=_hold, args=(tmp_path / ".run", held))
@@ -137,12 +135,12 @@ def test_a_directory_that_stays_locked_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize("mode", [None, 0o644])
-def test_the_record_of_a_run_is_the_users_own_and_read_again(tmp_path, mode, monkeypatch):
+def test_run_directory_record_is_private(tmp_path, mode, monkeypatch):
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     if mode:  # as earlier versions made it
         (tmp_path / ".run").touch(mode)
     for restarted in (False, True):
-        with RunDirectory(tmp_path, overwrite=False) as directory:
+        with RunDirectory(tmp_path) as directory:
             assert directory.restarted == restarted
             directory.begun = True
             directory.claim()

@@ -14,9 +14,11 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from common.cli import UserError
-from common.training.checkpoint_metadata import content_of_pickle, decode, encode
+from common.training.checkpoint_files import Refused
+from common.training.checkpoint_metadata import decode, encode
 from common.training.checkpoint_reader import Reader, StoredTensors
-from extras.inert_pickle import Call, Name, Refused, loads
+from common.training.inert_pickle import Call, Name, loads
+from extras.pickled_metadata import content_of_pickle
 from tests.training.checkpoint_fixtures import files_of
 from tests.training.hostile import old, vouch
 from tests.training.hostile_pickles import Evil
@@ -31,7 +33,7 @@ def run(short_run, tmp_path) -> Path:
     return Path(shutil.copytree(short_run, tmp_path / "out"))
 
 
-def test_metadata_as_json_and_as_pickle_are_the_same(short_run):
+def test_metadata_json_equals_pickle(short_run):
     checkpoint = short_run / "checkpoint-2"
     theirs = pickle.loads((checkpoint / ".metadata").read_bytes())
     content = json.loads((checkpoint / "metadata.json").read_text())
@@ -46,7 +48,7 @@ def test_metadata_as_json_and_as_pickle_are_the_same(short_run):
     assert len(ours.state_dict_metadata) > 50
 
 
-def test_tensors_are_those_that_torch_reads(short_run):
+def test_stored_tensors_equal_torch_load(short_run):
     stored = StoredTensors(short_run / "checkpoint-2")
     theirs = {name: torch.empty(shape) for name, shape in stored.shapes.items()}
     dcp.load(theirs, checkpoint_id=str(short_run / "checkpoint-2"), no_dist=True)
@@ -56,7 +58,7 @@ def test_tensors_are_those_that_torch_reads(short_run):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int64", "bool", "float8_e4m3fn"])
-def test_tensor_of_any_dtype_and_order_is_read(tmp_path, dtype):
+def test_stored_tensors_reads_any_dtype_and_stride(tmp_path, dtype):
     tensor = torch.arange(24).reshape(4, 6).to(getattr(torch, dtype)).t()
     dcp.save({"x": tensor, "empty": tensor[:0], "one": tensor[1, 1]}, checkpoint_id=str(tmp_path), no_dist=True)
     (tmp_path / "manifest.json").write_text(json.dumps({"format_version": 1, "model": {}, "files": {}}))
@@ -68,7 +70,7 @@ def test_tensor_of_any_dtype_and_order_is_read(tmp_path, dtype):
         assert torch.equal(found.float(), expected.float())
 
 
-def test_checkpoint_of_an_earlier_version_resumes_to_the_same_bytes(run, dataset, tmp_path):
+def test_checkpoint_of_earlier_version_resumes_bit_identically(run, dataset, tmp_path):
     """One with .metadata alone. An earlier version reads today's, too: the format's number is the same."""
     earlier = Path(shutil.copytree(run, tmp_path / "earlier"))
     (earlier / "checkpoint-2" / "metadata.json").unlink()
@@ -92,7 +94,7 @@ def _numbers(shard: bytes, reader: Reader) -> dict:
     return found
 
 
-def test_crafted_checkpoint_ends_a_run_on_two_ranks(run, dataset, tmp_path):
+def test_crafted_checkpoint_ends_run_on_two_ranks(run, dataset, tmp_path):
     made = tmp_path / "made"
     old(lambda metadata: setattr(metadata, "planner_data", Evil(str(made))))(run / "checkpoint-2")
     vouch(run / "checkpoint-2")

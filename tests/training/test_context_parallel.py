@@ -149,7 +149,7 @@ def test_streams_are_dealt_out_by_data_rank(tmp_path, cp_size, packing):
         ),
         (1, {"cp_layout": "zigzag"}, "--cp_layout zigzag: choose dual_chunk, contiguous"),
         (1, {"fp8_params": True, "fp8": True, "bf16": True}, "--fp8_params with --cp_size: "),
-        (2, {"cp_comm_type": "a2a"}, "--cp_comm_type a2a: only Transformer Engine exchanges heads (--backend te): "),
+        (2, {"cp_comm_type": "a2a"}, "--cp_comm_type a2a: only Transformer Engine has all-to-all (--backend te): "),
     ],
     ids=["ranks", "multiple", "contiguous", "layout", "fp8_params", "a2a"],
 )

@@ -11,7 +11,8 @@ import pytest
 from PIL import Image
 
 from common.files.json_files import JsonLinesLog
-from extras.curves import draw_curves, read_about, read_results
+from common.training.run_logger import read_run_info
+from extras.curves import draw_curves, read_results
 from extras.report import held_out_table
 from tests.forked import Script, run_script
 from tests.live_runs import newest_step
@@ -19,7 +20,7 @@ from tests.patience import wait_until
 from tests.training_fixtures import environment, flags_of, rows, train
 
 
-def test_the_picture_shows_the_rows(tmp_path):
+def test_curves_show_rows(tmp_path):
     """Two runs that differ in one point differ in the picture, there and nowhere else."""
 
     def pixels(losses: list[float]) -> np.ndarray:
@@ -52,7 +53,7 @@ def test_the_picture_shows_the_rows(tmp_path):
     assert right > left + 30, "a falling loss falls"
 
 
-def test_the_picture_has_the_held_out_points_and_the_unigram_line(evaluated_run, tmp_path):
+def test_curves_show_held_out_and_unigram(evaluated_run, tmp_path):
     output_dir, _ = evaluated_run
     for name in ("metrics.jsonl", "all_results.json"):
         (tmp_path / name).write_text((output_dir / name).read_text())
@@ -69,7 +70,7 @@ def test_the_picture_has_the_held_out_points_and_the_unigram_line(evaluated_run,
     assert not (tmp_path / "training_curves.png").exists()
 
 
-def test_an_interrupted_run_has_a_picture_while_it_goes_on_and_a_report_after(dataset, tmp_path):
+def test_curves_of_interrupted_run(dataset, tmp_path):
     argv = flags_of(dataset, tmp_path, max_steps=5000, save_steps=5, save_total_limit=2, do_eval=True, eval_steps=5)
     settings = {"common.training.run_logger.DRAW_EVERY_S": 0.0}
     running = Script("train_ddp.py", *argv, env=environment(), settings=settings)
@@ -88,10 +89,10 @@ def test_an_interrupted_run_has_a_picture_while_it_goes_on_and_a_report_after(da
     assert re.search(rf"unigram predictor +{held_out['eval_unigram_loss']:.4f} ", done.stdout)
     assert re.search(rf"at step {held_out['step']} +{held_out['eval_loss']:.4f} ", done.stdout)
     assert f"plot    {picture}" in done.stdout
-    assert read_about(tmp_path)["starts"] == [0]
+    assert read_run_info(tmp_path)["starts"] == [0]
     stop = newest_step(tmp_path) + 2
     train(dataset, tmp_path, max_steps=5000, save_steps=5, do_eval=True, eval_steps=5, stop_at_step=stop)
-    about = read_about(tmp_path)
+    about = read_run_info(tmp_path)
     assert about["starts"] == [0, stop - 1]
     assert about["device"] == "cpu x 1, fp32"
     assert about["data"] == str(dataset)
@@ -99,7 +100,7 @@ def test_an_interrupted_run_has_a_picture_while_it_goes_on_and_a_report_after(da
 
 
 @pytest.mark.parametrize("count", [10, 10_000])
-def test_the_picture_says_what_it_is_of(tmp_path, count):
+def test_curves_title_names_model_and_data(tmp_path, count):
     """Title, starts and skipped steps; legible with ten rows and with ten thousand."""
     log = JsonLinesLog(tmp_path / "metrics.jsonl", -1)
     noise = np.random.default_rng(0).normal(0, 0.05, count)
@@ -118,7 +119,7 @@ def test_the_picture_says_what_it_is_of(tmp_path, count):
     )
 
     def drawn(**about) -> np.ndarray:
-        (tmp_path / "about.json").write_text(json.dumps(about))
+        (tmp_path / "run_info.json").write_text(json.dumps(about))
         return np.asarray(Image.open(draw_curves(tmp_path)).convert("RGB"), dtype=int)
 
     plain = drawn()
@@ -134,7 +135,7 @@ def test_the_picture_says_what_it_is_of(tmp_path, count):
     assert orange[: height // 2, : width // 2].sum() > 20, "steps skipped"
 
 
-def test_the_held_out_table_shows_before_unigram_and_after(evaluated_run):
+def test_report_table_shows_before_unigram_and_after(evaluated_run):
     output_dir, _ = evaluated_run
     before, results = rows(output_dir)[0], read_results(output_dir)
     lines = held_out_table(output_dir).splitlines()

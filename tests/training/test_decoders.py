@@ -260,14 +260,14 @@ def test_another_models_checkpoint_is_refused(text, two_ranks, tmp_path):
 
 def _initial_rows(argv: list[str], directory: str) -> None:
     """Every rank writes the rows of the initial weights that it holds."""
+    from common.distributed.fsdp import local_shard
     from common.distributed.run import distributed_run
-    from common.distributed.strategy import local_rows
 
     script = load_script("train_fsdp2.py")
     args = script.parse_run("", script.FsdpFlags, argv)
     with distributed_run(args.process) as world:
-        model = load_model(args, world, lambda model: script.shard(model, world, args.strategy)).model
-        held = {name: (local_rows(p)[1], local_rows(p)[0].clone()) for name, p in model.named_parameters()}
+        model = load_model(args, world, shard=lambda model: script.shard(model, world, args.strategy)).model
+        held = {name: (local_shard(p)[1], local_shard(p)[0].clone()) for name, p in model.named_parameters()}
         torch.save(held, f"{directory}/{world.rank}.pt")
 
 
@@ -340,7 +340,7 @@ def test_checkpoints_hold_no_second_copy_of_tied_embeddings(text, tmp_path):
 @pytest.mark.parametrize(
     ("script", "flags", "said"),
     [
-        ("train_ddp_cp.py", {}, "--cp_size 2: a decoder's contexts are not shared by ranks yet"),
+        ("train_ddp_cp.py", {}, "--cp_size 2: context parallelism has no causal attention yet"),
         ("train_fsdp2.py", {"model_type": "gpt_neox"}, "--model_type gpt_neox: its layers"),
         ("train_fsdp2.py", {"vocab_size": 200}, "its 259 tokens do not fit into the model's vocabulary of 200"),
         ("train_fsdp2.py", {"num_heads": 5}, "--model_type llama_v3 (as llama3_1_8b): hidden_size 48 is not"),

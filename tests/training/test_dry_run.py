@@ -11,7 +11,7 @@ from common.models.esm2.config import esm2_config
 from common.models.esm2.model import Esm2ForMaskedLM
 from common.training.registry import parse_run
 from extras.dry_run.dry_run import GIB, largest_pack
-from extras.dry_run.memory_estimate import Held, rehearsed
+from extras.dry_run.memory_estimate import MemoryEstimate, fake_run
 from tests.data_fixtures import load_script
 from tests.decoder_fixtures import decoder_flags, write_text
 from tests.forked import run_script
@@ -26,9 +26,9 @@ def script_and_arguments(script: str, argv: list[str]):
     return module, parse_run("", getattr(module, FLAGS[script]), argv)
 
 
-def predicted(script: str, nproc: int, argv: list[str], *more: str) -> Held:
+def predicted(script: str, nproc: int, argv: list[str], *more: str) -> MemoryEstimate:
     module, args = script_and_arguments(script, [*argv, "--dry_run", f"--world_size={nproc}", *more])
-    with rehearsed(args, module.build) as run:
+    with fake_run(args, module.build) as run:
         return run.step(args.pack_tokens)
 
 
@@ -50,7 +50,7 @@ LLAMA |= {"intermediate_size": 352, "max_context_width": 128, "train_batch_size"
         (FSDP, 2, None, {"activation_checkpointing": "full"}),
     ],
 )
-def test_a_rank_of_a_real_run_holds_what_the_dry_run_says(dataset, tmp_path, script, nproc, model, flags):
+def test_dry_run_peak_is_that_of_a_real_run(dataset, tmp_path, script, nproc, model, flags):
     if model:
         argv = flags_of(dataset, tmp_path / "out", config_overrides=model, **PROTEINS | PLAIN | flags)
     else:
@@ -63,7 +63,7 @@ def test_a_rank_of_a_real_run_holds_what_the_dry_run_says(dataset, tmp_path, scr
     assert predicted(script, nproc, argv, "--use_cpu").peak == pytest.approx(max(peaks), rel=0.10)
 
 
-def test_weights_and_moments_are_the_rows_that_rank_0_is_dealt():
+def test_dry_run_counts_weights_and_moments_of_rank_0_shard():
     overrides = "num_hidden_layers=1,hidden_size=40,num_attention_heads=2,intermediate_size=50"  # 40 / 16: uneven
     argv = ["--config_name=facebook/esm2_t6_8M_UR50D", f"--config_overrides={overrides}", "--tokens_per_pack=1024"]
     with torch.device("meta"):
@@ -83,10 +83,10 @@ def test_weights_and_moments_are_the_rows_that_rank_0_is_dealt():
             assert held.checkpoint_copy == pytest.approx(12 * whole / 16 + steps, abs=largest)
 
 
-def test_the_largest_pack_fits_and_the_next_one_does_not():
+def test_largest_pack_fits_and_next_does_not():
     argv = ["--config_name=facebook/esm2_t6_8M_UR50D", "--config_overrides=num_hidden_layers=1", "--bf16"]
     module, args = script_and_arguments(FSDP, [*argv, "--max_seq_length=256", "--dry_run", "--world_size=4"])
-    with rehearsed(args, module.build) as run:
+    with fake_run(args, module.build) as run:
         known = run.step(2048)
         room = int(3.3 * known.peak)
         found = largest_pack(run.step, known, room, 256)
@@ -95,7 +95,7 @@ def test_the_largest_pack_fits_and_the_next_one_does_not():
         assert largest_pack(run.step, known, 1000, 256) is None
 
 
-def test_recomputed_and_offloaded_activations_leave_the_device():
+def test_dry_run_subtracts_recomputed_and_offloaded_activations():
     argv = ["--config_name=facebook/esm2_t6_8M_UR50D", "--config_overrides=num_hidden_layers=4"]
     argv += ["--bf16", "--tokens_per_pack=4096"]
     ways = (["none"], ["selective"], ["full"], ["full", "--offload_activations"])
@@ -107,7 +107,7 @@ def test_recomputed_and_offloaded_activations_leave_the_device():
     assert held[2].activations_on_host == 0
 
 
-def test_the_guides_layout_of_llama_8b_fits_as_published():
+def test_dry_run_fits_the_guides_layout_of_llama_8b():
     """Guide 003: Llama 3.1 8B on four nodes of eight H100 of 80 GB, batch 1, full sharding, activations offloaded."""
     guide = ["--model=llama3_1_8b", "--max_context_width=8192", "--train_batch_size=1", "--offload_activations=1"]
     held = predicted(FSDP, 32, guide)
@@ -115,7 +115,7 @@ def test_the_guides_layout_of_llama_8b_fits_as_published():
     assert held.peak + 5 * GIB < 80 * GIB
 
 
-def test_what_does_not_fit_is_one_line_and_status_2(tmp_path):
+def test_dry_run_that_does_not_fit_is_one_line_and_status_2(tmp_path):
     flags = ["--dry_run", "--config_name=facebook/esm2_t6_8M_UR50D", f"--output_dir={tmp_path / 'out'}"]
     flags += ["--tokens_per_pack=2048", "--device_memory=5.1"]
     done = run_script("train_ddp.py", *flags)
@@ -135,6 +135,6 @@ def test_what_does_not_fit_is_one_line_and_status_2(tmp_path):
         (FSDP, ["--dry_run", "--device_memory=0"], "--device_memory 0.0: must be above 0"),
     ],
 )
-def test_what_cannot_be_is_refused(script, flags, said):
+def test_dry_run_refuses_bad_flags(script, flags, said):
     with pytest.raises(UserError, match=said):
         script_and_arguments(script, ["--config_name=facebook/esm2_t6_8M_UR50D", *flags])

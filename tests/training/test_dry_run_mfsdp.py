@@ -13,8 +13,8 @@ import torch
 
 from benchmarks.allocator_peak import PLAIN, run_measured
 from common.cli import UserError
-from extras.dry_run.memory_estimate import Held
-from extras.megatron import without_cuda
+from extras.dry_run.memory_estimate import MemoryEstimate
+from extras.megatron import fake_cuda
 from tests.decoder_fixtures import decoder_flags, write_text
 from tests.forked import run_script
 from tests.training.test_dry_run import DEEPER, LLAMA, PROTEINS, predicted
@@ -39,7 +39,7 @@ PACKS = {"gradient_accumulation_steps": 2}
     ],
     ids=["one", "optim_grads_params", "optim", "hybrid", "no_shard", "llama"],
 )
-def test_a_rank_of_a_real_run_holds_what_the_dry_run_says(dataset, tmp_path, nproc, model, flags):
+def test_dry_run_peak_is_that_of_a_real_run(dataset, tmp_path, nproc, model, flags):
     if model:
         argv = flags_of(dataset, tmp_path / "out", config_overrides=model, **PROTEINS | PLAIN | flags)
     else:
@@ -52,7 +52,7 @@ def test_a_rank_of_a_real_run_holds_what_the_dry_run_says(dataset, tmp_path, npr
 
 
 @functools.cache
-def on_one_rank() -> Held:
+def on_one_rank() -> MemoryEstimate:
     return predicted(MFSDP, 1, TINY, "--bf16", "--zero_dp_strategy=no_shard")
 
 
@@ -65,7 +65,7 @@ def on_one_rank() -> Held:
         ("optim_grads_params", 4 / 16, 8 / 16, 4 / 16),
     ],
 )
-def test_a_parameter_takes_the_bytes_of_the_documented_table(strategy, weights, moments, gradients):
+def test_dry_run_bytes_per_parameter_are_the_documented_ones(strategy, weights, moments, gradients):
     """docs/distributed.md, but for the bf16 weights: those are among what is gathered or rounded for use."""
     way = f"--zero_dp_strategy={strategy}"
     held = predicted(MFSDP, 16, TINY, "--bf16", way, "--activation_checkpointing=full")
@@ -78,7 +78,7 @@ def test_a_parameter_takes_the_bytes_of_the_documented_table(strategy, weights, 
     assert held.checkpoint_copy / parameters == pytest.approx(12 / 16, rel=0.15 if strategy == "no_shard" else 0.05)
 
 
-def test_whole_buffers_in_fp32_are_not_copied_for_a_checkpoint():
+def test_dry_run_checkpoint_copy_excludes_unsharded_fp32_buffers():
     """Without masters the optimiser updates rows of the whole weights."""
     held = predicted(MFSDP, 16, TINY, "--zero_dp_strategy=optim")
     alone = predicted(MFSDP, 1, TINY, "--zero_dp_strategy=no_shard")
@@ -86,7 +86,7 @@ def test_whole_buffers_in_fp32_are_not_copied_for_a_checkpoint():
     assert held.checkpoint_copy == pytest.approx(3 * alone.kinds["weights"] / 16, rel=0.05)
 
 
-def test_what_is_lent_is_given_back_also_after_an_error():
+def test_dry_run_restores_patched_functions_after_an_error():
     def calls():
         cuda = [getattr(torch.cuda, name) for name in ("Stream", "stream", "current_stream", "current_device")]
         return [*cuda, library._coalescing_manager, library.gradient_reduce_preprocessing, library.check_gpu_memory]
@@ -97,17 +97,17 @@ def test_what_is_lent_is_given_back_also_after_an_error():
     with pytest.raises(UserError, match="--hsdp_shard_size 3 does not divide 4 ranks"):
         predicted(MFSDP, 4, TINY, "--hsdp_shard_size=3")
     assert calls() == before
-    with without_cuda():
+    with fake_cuda():
         assert not {id(call) for call in calls()} & {id(call) for call in before}
 
 
-def test_it_prints_its_own_ways_and_the_largest_pack(tmp_path):
+def test_dry_run_prints_modes_and_largest_pack(tmp_path):
     flags = [*TINY, "--dry_run", "--world_size=4", "--activation_checkpointing=full", "--device_memory=5.5"]
     done = run_script(MFSDP, *flags, f"--output_dir={tmp_path / 'out'}")
     assert done.returncode == 0, done.stderr
-    table = done.stdout.partition("Peak by what becomes of activations (--activation_checkpointing), GiB:\n")[2]
+    table = done.stdout.partition("Peak by storage of activations (--activation_checkpointing), GiB:\n")[2]
     ways = [line.split() for line in table.partition("\n\n")[0].splitlines()]
-    assert [" ".join(way[1:]) for way in ways] == ["none", "selective", "full (as here)"]
+    assert [" ".join(way[1:]) for way in ways] == ["none", "selective", "full (as configured)"]
     peaks = [float(way[0]) for way in ways]
     assert peaks == sorted(peaks, reverse=True)
     assert "It fits: " in done.stdout

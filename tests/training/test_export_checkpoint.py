@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import EsmForMaskedLM
 
-from common.files.output_directory import size_and_crc
+from common.files.json_files import size_and_crc
 from common.models.esm2.config import esm2_config
 from common.models.esm2.convert import KEPT
 from tests.forked import run_script
@@ -26,8 +26,8 @@ FLAGS = {"max_steps": 4, "save_steps": 2, "max_seq_length": 64}
 
 @pytest.fixture(scope="module")
 def hub(tmp_path_factory) -> Path:
-    """Weights like the Hub's: every parameter random, the contact head too; a field of config.json of its own, and
-    code that nobody is to run."""
+    """Weights like the Hub's: every parameter random, the contact head too; an extra field in config.json, and
+    remote code that must not run."""
     directory = tmp_path_factory.mktemp("hub")
     config = esm2_config(2, 64, 4, initializer_range=0.03)
     config.others |= {"esmfold_config": None, "id2label": {"0": "helix", "1": "sheet"}}
@@ -61,7 +61,7 @@ def refused(*arguments) -> str:
     return errors[0]
 
 
-def test_a_checkpoint_of_the_last_step_is_exported_to_the_bytes_of_final_model(finished, hub, tmp_path):
+def test_export_of_last_step_equals_final_model(finished, hub, tmp_path):
     """config.json (GELU, the Hub's own fields), tokenizer, and the contact head, which no checkpoint trains."""
     out = exported(finished / "checkpoint-4", tmp_path / "new" / "model")
     assert files_of(out) == files_of(finished / "final_model")
@@ -78,7 +78,7 @@ def test_a_checkpoint_of_the_last_step_is_exported_to_the_bytes_of_final_model(f
     assert str(hub) not in card
 
 
-def test_code_of_the_starting_model_never_travels(finished, hub):
+def test_export_drops_remote_code(finished, hub):
     """Whoever opens an export is not asked to run what the directory that its run began from named."""
     assert "evil" in (hub / "config.json").read_text()
     written = [*finished.glob("checkpoint-*/*.json"), *(finished / "final_model").iterdir()]
@@ -91,14 +91,14 @@ def test_code_of_the_starting_model_never_travels(finished, hub):
     ("script", "flags"),
     [("train_ddp.py", {}), ("train_fsdp2.py", {"param_dtype": "bf16", "bf16": True})],
 )
-def test_so_is_one_of_several_ranks_sharded_or_in_bf16(dataset, tmp_path, script, flags):
+def test_export_of_sharded_or_bf16_equals_final_model(dataset, tmp_path, script, flags):
     train(dataset, tmp_path / "run", 2, script=script, **FLAGS | {"max_steps": 2}, **flags)
     assert len([*(tmp_path / "run" / "checkpoint-2").glob("*.distcp")]) == 2
     out = exported(tmp_path / "run" / "checkpoint-2", tmp_path / "model")
     assert files_of(out) == files_of(tmp_path / "run" / "final_model")
 
 
-def test_an_earlier_step_is_what_the_run_itself_exports_there(dataset, finished, hub, tmp_path):
+def test_export_of_earlier_step_equals_run_export(dataset, finished, hub, tmp_path):
     flags = FLAGS | {"model_name_or_path": hub, "gelu": "tanh", "stop_at_step": 2, "save_final_model": True}
     train(dataset, tmp_path / "stopped", **flags)
     out = exported(finished / "checkpoint-2", tmp_path / "model")
@@ -106,7 +106,7 @@ def test_an_earlier_step_is_what_the_run_itself_exports_there(dataset, finished,
     assert not same_bits(final_weights(tmp_path / "stopped"), final_weights(finished))
 
 
-def test_of_an_output_directory_the_newest_whole_checkpoint_is_taken_and_named(run, tmp_path):
+def test_export_takes_newest_intact_checkpoint(run, tmp_path):
     two = files_of(exported(run / "checkpoint-2", tmp_path / "two"))
     shard(run / "checkpoint-4").write_bytes(b"torn")
     done = run_script("extras.export", run, tmp_path / "model")
@@ -120,7 +120,7 @@ def test_of_an_output_directory_the_newest_whole_checkpoint_is_taken_and_named(r
     assert not (tmp_path / "none").exists()
 
 
-def test_what_is_no_whole_checkpoint_is_refused_and_nothing_is_written(run, tmp_path):
+def test_export_refuses_damaged_checkpoint(run, tmp_path):
     out = tmp_path / "new" / "model"
     assert "usage: python -m extras.export CHECKPOINT OUT" in refused(run)
     assert f"{tmp_path}/absent: no such directory" in refused(tmp_path / "absent", out)
@@ -144,7 +144,7 @@ def test_what_is_no_whole_checkpoint_is_refused_and_nothing_is_written(run, tmp_
     assert not out.parent.exists()
 
 
-def test_what_is_there_already_stays(finished, tmp_path):
+def test_export_keeps_existing_files(finished, tmp_path):
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "notes").write_text("mine")
     for there in (tmp_path / "mine", tmp_path / "mine" / "notes"):
@@ -156,7 +156,7 @@ def test_what_is_there_already_stays(finished, tmp_path):
     assert files_of(tmp_path / "empty") == files_of(finished / "final_model")
 
 
-def test_a_full_disk_keeps_nothing_of_it(finished, tmp_path):
+def test_export_full_disk_leaves_nothing(finished, tmp_path):
     with small_disk(tmp_path, "1m") as disk:
         fill(disk)
         said = refused(finished, disk / "new" / "model")
@@ -166,16 +166,16 @@ def test_a_full_disk_keeps_nothing_of_it(finished, tmp_path):
 
 
 @pytest.mark.parametrize("weights", ["final_model", "another"])
-def test_other_weights_into_the_directory_of_a_run_are_refused(finished, hub, dataset, tmp_path, weights):
-    """They would not be looked at: the run that is there goes on with its own."""
+def test_export_other_weights_into_run_are_refused(finished, hub, dataset, tmp_path, weights):
+    """They would be ignored: the run resumes with its own."""
     given = shutil.copytree(hub, tmp_path / "another") if weights == "another" else finished / "final_model"
     for more in ({}, {"do_train": False, "do_eval": True}):
         said = train(dataset, finished, expect=2, model_name_or_path=given, gelu="tanh", **FLAGS | more)
-        assert f"began from {hub} and goes on with its own, not with those of --model_name_or_path {given}" in said
+        assert f"started from {hub} and resumes with its own, not with those of --model_name_or_path {given}" in said
         assert "choose another --output_dir" in said
     assert (finished / "checkpoint-4").is_dir()
 
 
-def test_the_weights_of_a_checkpoint_are_not_taken_for_a_model(finished, dataset, tmp_path):
+def test_export_checkpoint_is_not_a_model(finished, dataset, tmp_path):
     said = train(dataset, tmp_path, expect=2, model_name_or_path=finished / "checkpoint-4")
     assert f"python -m extras.export {finished}/checkpoint-4 OUT makes a model of it" in said

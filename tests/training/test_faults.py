@@ -132,7 +132,7 @@ def test_a_damaged_record_is_named_once_whichever_rank_and_worker_reads_it(datas
             said = run.said(0) + run.said(1)
         assert "Traceback" not in said
         assert len(errors_of(said)) == 1
-        assert "record 37: token id 40, ESM-2 has 0-32" in errors_of(said)[0]
+        assert "record 37: token id 40, the model has 0-32" in errors_of(said)[0]
         assert newest_step(out) == rows(out)[-1]["step"] < 300
 
 
@@ -151,7 +151,7 @@ def test_a_damaged_held_out_record_ends_all_ranks_with_one_line(dataset, tmp_pat
         said = live.said(0) + live.said(1)
     assert "Traceback" not in said
     (error,) = errors_of(said)
-    assert "record 7: token id 40, ESM-2 has 0-32" in error
+    assert "record 7: token id 40, the model has 0-32" in error
 
 
 def test_a_killed_loader_worker_ends_all_ranks_and_the_same_command_goes_on(dataset, tmp_path):
@@ -244,7 +244,7 @@ def test_overwriting_removes_what_a_run_writes_and_nothing_that_only_looks_like_
     clear(out)
     assert sorted(str(p.relative_to(out)) for p in out.rglob("*") if p.is_file()) == sorted([".run", *mine])
     assert written - {".run"} == {
-        *(".saved", "about.json"),
+        *(".saved", "run_info.json"),
         *("checkpoint-1", "checkpoint-2", "final_model", "metrics.jsonl", "trainer_state.json", "training_curves.png"),
         *("train_results.json", "eval_results.json", "test_results.json", "all_results.json"),
     }

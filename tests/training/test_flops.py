@@ -8,8 +8,9 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import EsmForMaskedLM
 
 from common.models.esm2.config import esm2_config
-from common.training.flops import decoder_flops, step_flops
+from common.models.esm2.family import FAMILY as ESM2
 from extras.decoders.config import PRESETS
+from extras.decoders.family import FAMILY as DECODERS
 from extras.decoders.model import DecoderForCausalLM
 from tests.models.reference import random_batch
 
@@ -32,10 +33,10 @@ def test_flops_are_those_that_pytorch_counts_for_each_protein_alone():
         angles = 2 * length * 16 // 2  # forward only: [D/2, 1] x [1, L]
         counted -= angles
     tokens, squared = sum(lengths), sum(n * n for n in lengths)
-    assert step_flops(config, tokens, squared, predicted=tokens) == counted
+    assert ESM2.flops(config, tokens, squared, tokens) == counted
     masked = 24
     head = 3 * 2 * (64 * 64 + 64 * 33)
-    assert step_flops(config, tokens, squared, masked) == counted - head * (tokens - masked)
+    assert ESM2.flops(config, tokens, squared, masked) == counted - head * (tokens - masked)
 
 
 def test_flops_are_those_of_the_weights_that_a_token_meets():
@@ -44,7 +45,7 @@ def test_flops_are_those_of_the_weights_that_a_token_meets():
     halved by the causal mask."""
     for name, preset in PRESETS.items():
         config, context = preset.config, 4096
-        flops = decoder_flops(config, context, context**2) / context
+        flops = DECODERS.flops(config, context, context**2, context) / context
         attention = 6 * config.num_hidden_layers * config.hidden_size * context
         embedding = config.vocab_size * config.hidden_size
         weights = (flops - attention) / 6

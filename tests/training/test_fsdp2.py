@@ -9,7 +9,7 @@ import torch
 
 from common.distributed.run import distributed_run
 from common.distributed.world import World
-from common.models.esm2 import model as esm2
+from common.models.layers.initialise import count_parameters
 from common.training.load_model import load_model
 from tests.data_fixtures import load_script
 from tests.training_fixtures import (
@@ -96,9 +96,9 @@ def _inspect(argv: list[str], path: str) -> None:
     script = load_script(FSDP)
     args = script.parse_run("", script.FsdpFlags, argv)
     with distributed_run(args.process) as world:
-        model = load_model(args, world, lambda model: script.shard(model, world, args.strategy)).model
+        model = load_model(args, world, shard=lambda model: script.shard(model, world, args.strategy)).model
         parameters = {k: (p.full_tensor(), p.to_local().clone()) for k, p in model.named_parameters()}
-        torch.save((parameters, esm2.count_parameters(model)), f"{path}.{world.rank}")
+        torch.save((parameters, count_parameters(model)), f"{path}.{world.rank}")
 
 
 @pytest.mark.parametrize(("nproc", "hybrid"), [(2, False), (3, False), (4, True)])
@@ -115,7 +115,7 @@ def test_a_sharded_model_starts_with_the_very_values_of_a_whole_one(dataset, tmp
     for name, parameter in whole.named_parameters():
         assert all(torch.equal(r[0][name][0], parameter) for r in ranks), name
         assert sum(r[0][name][1].numel() for r in ranks[:shards]) == parameter.numel(), f"{name} is replicated"
-    assert {r[1] for r in ranks} == {esm2.count_parameters(whole)}
+    assert {r[1] for r in ranks} == {count_parameters(whole)}
 
 
 def test_export_from_shards_is_the_export_of_a_whole_model(dataset, tmp_path):

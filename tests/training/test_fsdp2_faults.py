@@ -75,7 +75,7 @@ def test_signals_in_a_step_and_in_an_evaluation_save_and_the_same_command_goes_o
         run.signal(signal.SIGTERM)  # as torchrun hands it on
         assert run.end() == [PREEMPTED] * 2
         said = run.said()
-    assert "Stopped as asked, the state is saved" in said
+    assert "Stopped by a signal, checkpoint saved" in said
     assert newest_step(out) == 8
 
     with LiveRun(data, out, tmp_path / "logs", 2, **flags) as run:

@@ -34,7 +34,7 @@ def flat(tree: dict, *path) -> dict:
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 8])
-def test_the_ranks_shares_are_the_state_each_tensor_once_and_as_even_as_the_largest_allows(size):
+def test_share_of_splits_state_evenly(size):
     shares = [flat(share_of(STATE, rank, size)) for rank in range(size)]
     whole = flat(STATE)
     dealt = {name for name, value in whole.items() if isinstance(value, torch.Tensor) and value.dim()}
@@ -44,10 +44,10 @@ def test_the_ranks_shares_are_the_state_each_tensor_once_and_as_even_as_the_larg
     assert max(loads) - min(loads) <= max(whole[name].nbytes for name in dealt)
 
 
-def test_a_copy_does_not_follow_the_state():
+def test_stager_copy_is_independent():
     state = {"a": torch.arange(5.0, requires_grad=True), "b": [{"lr": 0.1}, (torch.ones(3), 2)]}
     copies = PinnedStager(torch.device("cpu"), torch.optim.SGD([state["a"]]))
-    first = copies.take(state)
+    first = copies.stage(state)
     with torch.no_grad():
         state["a"] += 1
     assert first["a"].tolist() == [0, 1, 2, 3, 4]
@@ -65,19 +65,19 @@ def _save(out: Path, hybrid: bool = False) -> None:
         fully_shard(checkpointer.model, mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")))
         checkpointer.optimizer = torch.optim.AdamW(checkpointer.model.parameters(), lr=0.1)
     take_steps(checkpointer)
-    copies, copied = checkpointer.copies, {}
-    copies.take = lambda state: copied.update(taken := PinnedStager.take(copies, state)) or taken
+    copies, copied = checkpointer.stager, {}
+    copies.stage = lambda state: copied.update(staged := PinnedStager.stage(copies, state)) or staged
     checkpointer.save(1, {})
     checkpointer.wait()
     checkpointer.flags = replace(checkpointer.flags, async_save=False)
     checkpointer.save(2, {})
     tensors = [value for value in flat(copied).values() if isinstance(value, torch.Tensor)]
     print(sum(whole.to_local().nbytes if isinstance(whole, DTensor) else whole.nbytes for whole in tensors))
-    assert checkpointer.restore(str(out / "checkpoint-1")) == {}
+    checkpointer.load(out / "checkpoint-1")
     torch.distributed.destroy_process_group()
 
 
-def test_replicas_hold_one_copy_together_and_save_what_each_alone_would(tmp_path):
+def test_stager_holds_one_copy_over_replicas(tmp_path):
     held = {}
     for name, size in SIZES.items():
         codes, said = on_ranks(size, _save, tmp_path / name, name == "hybrid")
@@ -98,8 +98,8 @@ def test_replicas_hold_one_copy_together_and_save_what_each_alone_would(tmp_path
 
 
 @pytest.mark.parametrize("in_passes", [False, True])
-def test_on_cuda_the_update_waits_for_copies_that_run_beside_the_passes(monkeypatch, in_passes):
-    """Streams and events note the order in which they are told to wait; nothing here copies on a GPU."""
+def test_stager_optimizer_step_waits_for_cuda_copies(monkeypatch, in_passes):
+    """Fake streams and events record the order of waits; nothing is copied on a GPU."""
     told, locked = [], {}
 
     class Runtime:
@@ -125,7 +125,7 @@ def test_on_cuda_the_update_waits_for_copies_that_run_beside_the_passes(monkeypa
     weight = torch.ones(3, requires_grad=True)
     optimizer = torch.optim.SGD([weight])
     copies = PinnedStager(torch.device("cuda"), optimizer, in_passes)
-    first = copies.take({"weight": weight})["weight"]
+    first = copies.stage({"weight": weight})["weight"]
     assert first.tolist() == [1, 1, 1]
     copied = [("side", "wait_stream", "current"), ("done", "record")]
     assert told == copied + [("current", "wait_event", "done")] * in_passes
@@ -133,11 +133,11 @@ def test_on_cuda_the_update_waits_for_copies_that_run_beside_the_passes(monkeypa
     optimizer.step()
     copies.wait()
     assert told == [("current", "wait_event", "done"), ("done", "synchronize")]
-    assert copies.take({"weight": weight + 1})["weight"].data_ptr() == first.data_ptr(), "the memory is kept"
+    assert copies.stage({"weight": weight + 1})["weight"].data_ptr() == first.data_ptr(), "the memory is kept"
     assert first.tolist() == [2, 2, 2]
     assert locked == {first.data_ptr(): 64}
-    larger = copies.take({"weight": torch.ones(9), "step": torch.tensor(7.0), "none": torch.ones(0, 4)})
+    larger = copies.stage({"weight": torch.ones(9), "step": torch.tensor(7.0), "none": torch.ones(0, 4)})
     assert [larger[name].tolist() for name in ("weight", "step", "none")] == [[1] * 9, 7, []]
     assert locked == {larger["weight"].data_ptr(): 128}
     with pytest.raises(UserError, match=r"--async_save: CUDA cannot page-lock .* error 2.* --async_save False"):
-        copies.take({"weight": torch.ones(999)})
+        copies.stage({"weight": torch.ones(999)})

@@ -15,7 +15,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 from common.cli import UserError
 from common.models.esm2.config import load_config
 from common.training import checkpoint_files as files
-from common.training.checkpoint_reader import Planner, Reader, StoredTensors, reason_of
+from common.training.checkpoint_files import reason_of
+from common.training.checkpoint_reader import Planner, Reader, StoredTensors
 from common.training.progress import TrainerState
 from extras.export import choose, export
 from tests.forked import run_script

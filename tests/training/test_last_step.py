@@ -10,7 +10,8 @@ import json
 import pytest
 import torch
 
-from common.data.training_data import open_training
+from common.data.training_data import PreparedData
+from common.models.esm2.alphabet import ESM2_TOKENS
 from tests.training_fixtures import (
     arguments,
     checkpoint_state,
@@ -34,7 +35,7 @@ LOSS, WEIGHTS = 3e-6, 2e-6
 
 
 def packs_of(dataset, **flags) -> int:
-    plan = open_training(arguments(dataset, **EPOCH | flags).data).plan
+    plan = PreparedData(arguments(dataset, **EPOCH | flags).data, ESM2_TOKENS).plan
     return plan.packs_per_epoch()
 
 
@@ -58,7 +59,7 @@ def assert_same(out, alone) -> None:
     assert state_of(out)["sequences"] == RECORDS
 
 
-def test_an_epoch_is_each_record_once_and_its_last_step_takes_what_is_left(dataset, epoch):
+def test_epoch_covers_each_record_once(dataset, epoch):
     out, flags = epoch
     packs = packs_of(dataset, **flags)
     assert packs % PACKS in (2, 5), "choose sizes that leave one of two, and of three, ranks with fewer packs"
@@ -72,13 +73,13 @@ def test_an_epoch_is_each_record_once_and_its_last_step_takes_what_is_left(datas
 
 
 @pytest.mark.parametrize(("nproc", "flags"), [(2, {}), (3, {}), (3, FSDP), (2, {"dataloader_num_workers": 3} | FSDP)])
-def test_any_number_of_ranks_and_workers_takes_the_same_last_step(dataset, tmp_path, epoch, nproc, flags):
+def test_last_step_is_independent_of_ranks_and_workers(dataset, tmp_path, epoch, nproc, flags):
     alone, epochs = epoch
     train(dataset, tmp_path, nproc, **epochs, **flags)
     assert_same(tmp_path, alone)
 
 
-def test_a_run_goes_on_to_the_same_end_on_other_ranks_and_one_that_is_done_stays_so(dataset, tmp_path, epoch):
+def test_resume_on_other_ranks_ends_at_the_same_step(dataset, tmp_path, epoch):
     alone, flags = epoch
     last = rows(alone)[-1]["step"]
     train(dataset, tmp_path, 2, **flags, stop_at_step=1)
@@ -92,7 +93,7 @@ def test_a_run_goes_on_to_the_same_end_on_other_ranks_and_one_that_is_done_stays
     assert same_bits(final_weights(tmp_path), weights)
 
 
-def test_resuming_before_the_last_step_changes_no_bit(dataset, tmp_path, epoch):
+def test_resume_before_the_last_step_is_bit_identical(dataset, tmp_path, epoch):
     alone, flags = epoch
     train(dataset, tmp_path, **flags, stop_at_step=rows(alone)[-1]["step"] - 1)
     train(dataset, tmp_path, **flags, dataloader_num_workers=2)
@@ -100,7 +101,7 @@ def test_resuming_before_the_last_step_changes_no_bit(dataset, tmp_path, epoch):
     assert same_bits(final_weights(tmp_path), final_weights(alone))
 
 
-def test_another_number_of_packs_a_step_ends_with_the_data_too(dataset, tmp_path, epoch):
+def test_resume_with_other_packs_per_step_ends_with_the_data(dataset, tmp_path, epoch):
     _, flags = epoch
     train(dataset, tmp_path, **flags, stop_at_step=2)
     train(dataset, tmp_path, **flags | {"packs_per_step": 5})
@@ -110,7 +111,7 @@ def test_another_number_of_packs_a_step_ends_with_the_data_too(dataset, tmp_path
     assert (state["sequences"], state["epoch"]) == (RECORDS, 1.0)
 
 
-def test_epochs_follow_each_other_without_a_gap_and_only_the_last_ends_short(dataset, tmp_path):
+def test_epochs_are_contiguous(dataset, tmp_path):
     flags = EPOCH | MODES["padded"] | {"num_train_epochs": 3}
     train(dataset, tmp_path, 2, **flags)
     state = state_of(tmp_path)
@@ -134,7 +135,7 @@ EMULATED = {"emulate_precision": True, "quant_stats": True, "quant_stats_freq": 
     ],
     ids=["bf16", "bf16, recomputed", "recomputed", "FP8", "MXFP8 and NVFP4"],
 )
-def test_an_empty_pack_is_trained_on_as_nothing(dataset, tmp_path, flags, layout, tolerance):
+def test_empty_pack_adds_no_gradient(dataset, tmp_path, flags, layout, tolerance):
     """Three packs where a step may take 64: of two ranks that run two, one has an empty one."""
     train(dataset, tmp_path / "one", **ONE_STEP | flags)
     train(dataset, tmp_path / "two", 2, **ONE_STEP | flags, **layout)

@@ -11,8 +11,8 @@ import torch
 
 from common.data.collators import MaskingCollator, to_device
 from common.data.crops import Pack
-from common.data.training_data import open_training
-from common.files.alphabet import LAST_RESIDUE
+from common.data.training_data import PreparedData
+from common.models.esm2.alphabet import ESM2_TOKENS, LAST_RESIDUE
 from common.models.esm2.config import esm2_config
 from common.models.esm2.model import build_model
 from common.training import run_logger as metrics
@@ -49,9 +49,9 @@ def read(path) -> dict:
     return json.loads(path.read_text())
 
 
-def test_total_flos_add_up_over_the_proteins_really_read(dataset, tmp_path):
+def test_total_flos_sum_over_proteins_read(dataset, tmp_path):
     train(dataset, tmp_path, num_train_epochs=1, max_steps=None, max_seq_length=1500, tokens_per_pack=1500)
-    store = open_training(arguments(dataset).data).store
+    store = PreparedData(arguments(dataset).data, ESM2_TOKENS).store
     lengths = store.lengths(np.arange(len(store))).astype(float)
     state = read(tmp_path / "trainer_state.json")
     assert state["tokens"] == lengths.sum()
@@ -85,14 +85,14 @@ def test_total_flos_add_up_over_the_proteins_really_read(dataset, tmp_path):
         ("NVIDIA A16", None),
     ],
 )
-def test_the_peak_is_looked_up_by_the_devices_name_and_never_guessed(monkeypatch, name, peak):
+def test_peak_flops_is_by_device_name(monkeypatch, name, peak):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)  # the driver's answer
     assert peak_flops(torch.device("cuda"), bf16=True) == peak
     assert peak_flops(torch.device("cuda"), bf16=False) is None
     assert peak_flops(torch.device("cpu"), bf16=True) is None
 
 
-def test_a_run_leaves_the_guides_files_with_the_guides_keys(evaluated_run):
+def test_results_have_the_guides_keys(evaluated_run):
     output_dir, _ = evaluated_run
     trained, evaluated, tested, everything = (
         read(output_dir / f"{name}_results.json") for name in ("train", "eval", "test", "all")
@@ -110,7 +110,7 @@ def test_a_run_leaves_the_guides_files_with_the_guides_keys(evaluated_run):
     assert trained["train_tokens_per_second"] * trained["train_runtime"] == pytest.approx(state["tokens"])
 
 
-def test_rows_come_once_a_logged_step_with_all_their_keys(evaluated_run):
+def test_metrics_have_one_row_per_logged_step(evaluated_run):
     output_dir, _ = evaluated_run
     history = rows(output_dir)
     assert [row["step"] for row in history] == [0, 1, 4, 5, 8, 10, 12]
@@ -129,7 +129,7 @@ def test_rows_come_once_a_logged_step_with_all_their_keys(evaluated_run):
         assert row["tokens_per_second"] == pytest.approx(expected)
 
 
-def test_the_loss_of_a_row_is_the_mean_since_the_last_with_the_steps_own_beside_it(evaluated_run, dataset, tmp_path):
+def test_metrics_loss_is_mean_since_last_row(evaluated_run, dataset, tmp_path):
     train(dataset, tmp_path, 2, max_steps=12)
     every = {row["step"]: row["loss"] for row in rows(tmp_path)}
     history = rows(evaluated_run[0])
@@ -141,7 +141,7 @@ def test_the_loss_of_a_row_is_the_mean_since_the_last_with_the_steps_own_beside_
     assert any(row["loss"] != row["step_loss"] for row in history[2:])
 
 
-def test_a_run_killed_between_two_rows_writes_the_rows_of_one_that_was_not(dataset, tmp_path):
+def test_metrics_rows_survive_kill(dataset, tmp_path):
     flags = {"max_steps": 11, "logging_steps": 5, "save_steps": 4, "save_final_model": False}
     train(dataset, tmp_path, **flags)
     expected = trajectory(tmp_path)
@@ -151,7 +151,7 @@ def test_a_run_killed_between_two_rows_writes_the_rows_of_one_that_was_not(datas
     assert trajectory(tmp_path) == expected
 
 
-def test_speeds_are_told_for_each_gpu_with_and_without_fillers(evaluated_run):
+def test_metrics_speeds_count_padding(evaluated_run):
     """Two ranks, one pack each a step, filled up to a multiple of 64 tokens."""
     output_dir, _ = evaluated_run
     history = rows(output_dir)[1:]
@@ -160,15 +160,15 @@ def test_speeds_are_told_for_each_gpu_with_and_without_fillers(evaluated_run):
         steps = row["step"] - before["step"]
         assert 2 * row["unpadded_tokens_per_second_per_gpu"] == pytest.approx(row["tokens_per_second"])
         computed = 2 * row["tokens_per_second_per_gpu"] * row["step_seconds"] * steps
-        assert computed / 64 == pytest.approx(round(computed / 64)), "whole products"
+        assert computed / 64 == pytest.approx(round(computed / 64)), "a multiple of 64"
         filled.append(computed - (row["tokens"] - before["tokens"]))
         assert -1e-6 < filled[-1] < 64 * 2 * steps
     assert max(filled) > 0
 
 
 @pytest.mark.parametrize(("pad_to", "computed"), [(0, 64 + 128 + 64 + 64), (200, 4 * 256)])
-def test_the_tokens_counted_as_computed_are_those_that_a_layer_sees(pad_to, computed):
-    model, collator = build_model(esm2_config(1, 64, 4), 0), MaskingCollator(0, pad_to=pad_to)
+def test_metrics_computed_tokens_are_those_layers_see(pad_to, computed):
+    model, collator = build_model(esm2_config(1, 64, 4), 0), MaskingCollator(ESM2_TOKENS, 0, pad_to=pad_to)
     seen = []
     model.layers[0].register_forward_hook(lambda layer, inputs, output: seen.append(len(inputs[0].x)))
     batches = []
@@ -181,7 +181,7 @@ def test_the_tokens_counted_as_computed_are_those_that_a_layer_sees(pad_to, comp
     assert MaskedLM.counts(batches).num_tokens == 64 + 65 + 5
 
 
-def test_train_loss_is_the_mean_over_all_steps_through_stops(dataset, tmp_path):
+def test_train_loss_is_mean_over_restarts(dataset, tmp_path):
     for stop in ({"stop_at_step": 3}, {}):
         train(dataset, tmp_path, max_steps=7, **stop)
     assert len(rows(tmp_path)) == 7
@@ -189,7 +189,7 @@ def test_train_loss_is_the_mean_over_all_steps_through_stops(dataset, tmp_path):
     assert read(tmp_path / "train_results.json")["train_loss"] == pytest.approx(mean, rel=1e-9)
 
 
-def test_a_resumed_run_leaves_each_step_once(dataset, tmp_path):
+def test_metrics_resume_has_each_step_once(dataset, tmp_path):
     flags = {"max_steps": 8, "save_steps": 4}
     train(dataset, tmp_path, stop_at_step=6, **flags)
     for path in (tmp_path / "checkpoint-6").iterdir():
@@ -202,14 +202,14 @@ def test_a_resumed_run_leaves_each_step_once(dataset, tmp_path):
     assert max(row["loss"] for row in rows(tmp_path)) < 4
 
 
-def test_results_of_several_splits_are_merged_and_later_ones_win(tmp_path):
+def test_results_are_merged_over_splits(tmp_path):
     write_results(tmp_path, "train", {"train_loss": 2.0, "epoch": 1.0})
     write_results(tmp_path, "eval", {"eval_loss": 2.5, "epoch": 2.0})
     assert read(tmp_path / "train_results.json") == {"train_loss": 2.0, "epoch": 1.0}
     assert read(tmp_path / "all_results.json") == {"train_loss": 2.0, "eval_loss": 2.5, "epoch": 2.0}
 
 
-def test_the_block_is_the_guides():
+def test_format_block_equals_guides():
     results = {
         "epoch": 1.0,
         "total_flos": 304_667_017_000_000.0,
@@ -227,7 +227,7 @@ def test_the_block_is_the_guides():
     ]
 
 
-def test_the_step_line_says_what_the_row_says():
+def test_step_line_shows_row():
     row = {"step": 20, "total_steps": 100, "epoch": 0.5, "loss": 2.71828, "grad_norm": 1.2344, "learning_rate": 4e-4}
     row |= {"peak_memory_gb": 12.345, "tokens_per_second": 95_900.4, "tflops_per_device": 123.456}
     row |= {"step_seconds": 0.5, "data_wait_seconds": 0.01, "step_loss": 2.5, "train_perplexity": 15.15423}
@@ -243,7 +243,7 @@ def test_the_step_line_says_what_the_row_says():
     assert "mfu: 41.0%" in step_line(row | {"mfu": 0.41})
 
 
-def test_the_log_has_the_step_lines_and_both_blocks(evaluated_run):
+def test_log_has_step_lines_and_blocks(evaluated_run):
     output_dir, said = evaluated_run
     assert said.count("step: 12/12") == 1
     assert said.count("Held-out loss") == 4  # at steps 0, 4, 8, 12: the end is the last of them
@@ -259,7 +259,7 @@ def test_the_log_has_the_step_lines_and_both_blocks(evaluated_run):
         assert said.count(f"***** {split} metrics *****") == 1
 
 
-def test_peak_memory_is_a_peak():
+def test_peak_memory_never_falls():
     block = torch.ones(100_000_000)  # 0.4 GB
     during = metrics.peak_memory_gb(torch.device("cpu"))
     del block

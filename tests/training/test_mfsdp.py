@@ -246,11 +246,11 @@ def _inspect(argv: list[str], path: str) -> None:
     script = load_script(MFSDP)
     args = script.parse_run("", script.MegatronFlags, argv)
     with distributed_run(args.process) as world:
-        strategy = script.MegatronSharded(args.strategy.layout(args.precision.bf16), world)
-        model = load_model(args, world, strategy.shard).model
+        strategy = script.MegatronSharded(args.layout(), world)
+        model = load_model(args, world, shard=strategy.shard).model
         assert strategy.clip(1.0) == 0.0, "there are no gradients yet, as for a rank that has no rows"
         named = dict(model.named_parameters())
-        parts = {name: (strategy.whole(p), p.to_local().clone()) for name, p in named.items()}
+        parts = {name: (strategy.full_tensor(p), p.to_local().clone()) for name, p in named.items()}
         gathered = {name for name, p in strategy.raw.items() if p.untyped_storage().size()}
         torch.save((parts, gathered, digest(named.values())), f"{path}.{world.rank}")
 
@@ -309,8 +309,8 @@ def _costs(argv: list[str], path: str) -> None:
     with distributed_run(given.process) as world:
         for name in COSTS:
             args = with_flags(given, zero_dp_strategy=name)
-            strategy = script.MegatronSharded(args.strategy.layout(args.precision.bf16), world)
-            model = load_model(args, world, strategy.shard).model
+            strategy = script.MegatronSharded(args.layout(), world)
+            model = load_model(args, world, shard=strategy.shard).model
             strategy.sync_model_weights()
             total = sum(p.numel() for p in model.parameters())
             groups = strategy.model.param_and_grad_buffer.parameter_groups

@@ -29,7 +29,7 @@ def arguments(**changes) -> SimpleNamespace:
     return SimpleNamespace(**settings | changes)
 
 
-def test_matrices_decay_biases_and_norms_do_not():
+def test_weight_decay_skips_biases_and_norms():
     model = build_model(esm2_config(2, 64, 4), seed=0)
     optimizer = build_optimizer(model, arguments(weight_decay=0.03))
     names = {id(parameter): name for name, parameter in model.named_parameters()}
@@ -48,7 +48,7 @@ def test_matrices_decay_biases_and_norms_do_not():
         assert (group["betas"], group["eps"], group["lr"]) == ((0.9, 0.98), 1e-8, 4e-4)
 
 
-def test_one_step_is_adamw_worked_out_by_hand():
+def test_adamw_step_equals_hand_computation():
     """First step of AdamW (Loshchilov & Hutter, algorithm 2): p - lr (g / (|g| + eps) + decay p)."""
     model = build_model(esm2_config(1, 64, 4), seed=0)
     optimizer = build_optimizer(model, arguments(weight_decay=0.1, learning_rate=1e-2))
@@ -76,12 +76,12 @@ def test_one_step_is_adamw_worked_out_by_hand():
         (500_000, 0.1),  # and constant from there
     ],
 )
-def test_the_esm2_schedule_is_the_papers(steps_taken, of_peak):
+def test_esm2_schedule_is_the_papers(steps_taken, of_peak):
     lr = lr_schedule(arguments(), total_steps=500_000)
     assert lr(steps_taken - 1) == pytest.approx(4e-4 * of_peak, rel=1e-12)
 
 
-def test_the_esm2_schedule_never_jumps():
+def test_esm2_schedule_never_jumps():
     lr = lr_schedule(arguments(), total_steps=10_000)
     values = [lr(step) for step in range(10_000)]
     assert max(abs(a - b) for a, b in zip(values, values[1:], strict=False)) <= 4e-4 / 500 * 1.0001
@@ -92,7 +92,7 @@ def test_the_esm2_schedule_never_jumps():
 
 @pytest.mark.parametrize("total_steps", [1, 2, 3, 10])
 @pytest.mark.parametrize("warmup", [None, 0, 1, 5])
-def test_very_short_runs_have_a_learning_rate(total_steps, warmup):
+def test_esm2_schedule_of_very_short_runs(total_steps, warmup):
     lr = lr_schedule(arguments(warmup_steps=warmup), total_steps)
     assert all(0 < lr(step) <= 4e-4 for step in range(total_steps))
 
@@ -102,7 +102,7 @@ def test_very_short_runs_have_a_learning_rate(total_steps, warmup):
     ["linear", "cosine", "constant", "constant_with_warmup", "polynomial", "inverse_sqrt", "cosine_with_restarts"],
 )
 @pytest.mark.parametrize("warmup", [0, 7])
-def test_other_schedules_are_those_of_transformers_stepped_along(name, warmup):
+def test_lr_schedule_equals_transformers_schedulers(name, warmup):
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=3e-4)
     scheduler = get_scheduler(name, optimizer, num_warmup_steps=warmup, num_training_steps=50)
     lr = lr_schedule(arguments(learning_rate=3e-4, lr_scheduler_type=name, warmup_steps=warmup), 50)
@@ -112,7 +112,7 @@ def test_other_schedules_are_those_of_transformers_stepped_along(name, warmup):
         scheduler.step()
 
 
-def test_warm_up_is_steps_or_a_fraction_or_left_to_us():
+def test_warmup_steps_are_steps_a_fraction_or_default():
     assert warmup_steps(arguments(warmup_steps=300), 10_000) == 300
     assert warmup_steps(arguments(warmup_steps=0.06), 1010) == 61  # rounded up, as transformers does
     assert warmup_steps(arguments(warmup_steps=0), 10_000) == 0
@@ -121,12 +121,12 @@ def test_warm_up_is_steps_or_a_fraction_or_left_to_us():
 
 
 @pytest.mark.parametrize("name", ["lineer", "reduce_lr_on_plateau", "warmup_stable_decay", "greedy"])
-def test_a_schedule_that_is_unknown_or_needs_more_than_the_step_is_refused(name):
+def test_lr_schedule_refuses_unknown_names(name):
     with pytest.raises(UserError, match=f"--lr_scheduler_type {name}: choose esm2, linear, cosine"):
         lr_schedule(arguments(lr_scheduler_type=name), 100)
 
 
-def test_a_wrong_schedule_ends_the_run_with_one_line_before_an_earlier_run_is_removed(dataset, tmp_path):
+def test_lr_schedule_error_comes_before_overwriting_a_run(dataset, tmp_path):
     earlier = tmp_path / "metrics.jsonl"
     earlier.write_text('{"step": 1}\n')
     done = run_forked(dataset, tmp_path, lr_scheduler_type="lineer", overwrite_output_dir=True)

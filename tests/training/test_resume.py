@@ -52,7 +52,7 @@ def killed_again_and_again(data, output_dir, logs, nproc: int, kills: int, gener
     return torn
 
 
-def test_kill_9_at_any_moment_changes_no_bit(dataset, tmp_path):
+def test_resume_after_kill_9_is_bit_identical(dataset, tmp_path):
     flags = {"max_steps": STEPS, "save_steps": 1, "save_total_limit": 2, "dataloader_num_workers": 1}
     flags |= {"do_eval": True, "eval_steps": 7}
     train(dataset, tmp_path / "whole", **flags)
@@ -67,7 +67,7 @@ def test_kill_9_at_any_moment_changes_no_bit(dataset, tmp_path):
     assert not list(killed.glob("tmp-*"))
 
 
-def test_kill_9_of_two_ranks_changes_no_bit(dataset, tmp_path):
+def test_resume_of_two_ranks_after_kill_9_is_bit_identical(dataset, tmp_path):
     flags = {"max_steps": 400, "save_steps": 1, "per_device_train_batch_size": 2, "save_final_model": False}
     flags |= {"warmup_steps": 10}
     killed = tmp_path / "killed"
@@ -78,7 +78,7 @@ def test_kill_9_of_two_ranks_changes_no_bit(dataset, tmp_path):
     assert_same_run(killed, tmp_path / "whole", end, tmp_path)
 
 
-def test_torchrun_restarts_a_run_that_lost_a_rank_and_then_its_whole_group(dataset, tmp_path):
+def test_resume_when_torchrun_restarts_lost_ranks(dataset, tmp_path):
     """With --overwrite_output_dir on the command line, as in the guides: a restart must not wipe out the run."""
     flags = {
         "max_steps": 700,
@@ -106,7 +106,7 @@ def test_torchrun_restarts_a_run_that_lost_a_rank_and_then_its_whole_group(datas
     assert_same_run(out, tmp_path / "whole", end, tmp_path)
 
 
-def test_a_run_goes_on_with_another_number_of_loader_workers(dataset, tmp_path):
+def test_resume_with_other_number_of_loader_workers(dataset, tmp_path):
     flags = {"max_steps": 12, "save_final_model": False}
     train(dataset, tmp_path / "whole", **flags)
     for stop, workers in ((4, 0), (8, 3), (None, 1)):
@@ -114,7 +114,7 @@ def test_a_run_goes_on_with_another_number_of_loader_workers(dataset, tmp_path):
     assert_same_run(tmp_path / "changed", tmp_path / "whole", 12, tmp_path)
 
 
-def test_a_run_goes_on_with_another_world_size_and_keeps_its_global_batch(dataset, tmp_path):
+def test_resume_with_other_world_size_keeps_global_batch(dataset, tmp_path):
     """4 packs a step throughout: 1 rank x 4, then 2 ranks x 2, then 4 ranks x 1; losses agree to fp32 rounding."""
     flags = {"max_steps": 12, "gradient_accumulation_steps": 4, "per_device_train_batch_size": 1}
     train(dataset, tmp_path / "whole", **flags)

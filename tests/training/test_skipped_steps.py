@@ -59,7 +59,7 @@ def poisoned(
     ("nproc", "rank", "script"),
     [(1, 0, "train_ddp.py"), (2, 1, "train_ddp.py"), (2, 1, "train_fsdp2.py"), (2, 1, "train_mfsdp.py")],
 )
-def test_a_step_that_is_no_number_changes_nothing_and_is_counted(dataset, tmp_path, nproc, rank, script):
+def test_nan_step_is_skipped_and_counted(dataset, tmp_path, nproc, rank, script):
     """Of step 3 the loss, of step 5 the gradient."""
     out = tmp_path / "out"
     said = poisoned(dataset, out, nproc, {3: "loss", 5: "gradient"}, rank, script=script)
@@ -99,7 +99,7 @@ def _main_with_a_rank_gone_wrong(argv: list[str], script: str, step: int, rank: 
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_what_only_one_rank_finds_all_skip(dataset, tmp_path, rank):
+def test_nan_of_one_rank_is_skipped_by_all(dataset, tmp_path, rank):
     out = tmp_path / "out"
     argv = flags_of(dataset, out, **FLAGS | {"save_steps": 10})
     codes, said = on_ranks(2, _main_with_a_rank_gone_wrong, argv, "train_ddp.py", 3, rank)
@@ -112,7 +112,7 @@ def test_what_only_one_rank_finds_all_skip(dataset, tmp_path, rank):
 
 
 @pytest.mark.parametrize(("nproc", "flags"), [(1, {}), (2, {}), (2, FSDP2)], ids=["one", "ddp", "fsdp2"])
-def test_a_run_resumed_after_a_skipped_step_is_the_uninterrupted_one(dataset, tmp_path, nproc, flags):
+def test_resume_after_a_skipped_step_is_bit_identical(dataset, tmp_path, nproc, flags):
     """Stopped after the first of two that are skipped in a row: what it saves then is checkpoint 3 in everything."""
     steps = {4: "loss", 5: "loss"}
     poisoned(dataset, tmp_path / "whole", nproc, steps, nproc - 1, **flags, save_steps=10)
@@ -130,7 +130,7 @@ def test_a_run_resumed_after_a_skipped_step_is_the_uninterrupted_one(dataset, tm
 
 
 @LAYOUTS
-def test_too_many_in_a_row_end_the_run_with_one_line_and_good_checkpoints(dataset, tmp_path, nproc, flags):
+def test_too_many_skipped_steps_end_the_run_and_keep_checkpoints(dataset, tmp_path, nproc, flags):
     """Steps 2 and 4-6; three in a row are too many, of which the first two come with nothing saved either."""
     out = tmp_path / "out"
     steps = dict.fromkeys((2, 4, 5, 6), "loss")
@@ -143,12 +143,12 @@ def test_too_many_in_a_row_end_the_run_with_one_line_and_good_checkpoints(datase
     assert sorted(int(path.name[11:]) for path in out.glob("checkpoint-*")) == [1, 3]
 
 
-def test_a_huge_learning_rate_is_found_out_by_itself(dataset, tmp_path):
+def test_divergence_by_a_huge_learning_rate_ends_the_run(dataset, tmp_path):
     said = train(dataset, tmp_path / "out", 2, expect=2, **FLAGS | {"learning_rate": 1e38, "max_steps": 40})
     assert "the run has diverged: --max_skipped_steps 5 skipped in a row (step " in said
     assert said.count("Skipped step") == 5
 
 
-def test_none_allowed_is_refused(dataset, tmp_path):
+def test_max_skipped_steps_0_is_refused(dataset, tmp_path):
     said = train(dataset, tmp_path / "out", expect=2, max_skipped_steps=0)
     assert said == "error: --max_skipped_steps 0: must be at least 1\n"

@@ -89,8 +89,8 @@ def assert_each_step_once(out: Path, steps: int) -> None:
     assert not saving(out)
 
 
-def test_a_torchrun_that_is_killed_in_every_way_changes_no_bit(dataset, tmp_path, rounds, generator):
-    """Ranks, launcher or all killed, or told to stop; each time the same command is given at once.
+def test_soak_killed_torchrun_is_bit_identical(dataset, tmp_path, rounds, generator):
+    """Ranks, launcher or all killed, or asked to stop; each time the same command is given at once.
 
     The short form leaves out what tests/training/test_resume.py and tests/distributed/test_signals.py do with a
     torchrun.
@@ -127,8 +127,8 @@ def test_a_torchrun_that_is_killed_in_every_way_changes_no_bit(dataset, tmp_path
     assert torn >= rounds // 15, "too few kills tore a save"
 
 
-def test_killed_and_started_on_another_layout_each_time_it_is_the_same_run(dataset, tmp_path, rounds, generator):
-    """FSDP2, hybrid and DDP on 1, 2 and 4 ranks, killed (all ranks, or one) or told to stop; sums in another order."""
+def test_soak_killed_and_resharded_is_same_run(dataset, tmp_path, rounds, generator):
+    """FSDP2, hybrid and DDP on 1, 2 and 4 ranks, killed (all ranks or one) or asked to stop; sums in another order."""
     rounds = rounds or 3
     flags = FLAGS | {"max_steps": rounds * STEPS_A_ROUND}
     steps = flags["max_steps"]

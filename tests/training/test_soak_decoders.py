@@ -40,7 +40,7 @@ def assert_same_results(scratch: Path, killed: Path, whole: Path) -> None:
 
 
 @pytest.mark.parametrize("prepared", [True, False], ids=["prepared", "streamed"])
-def test_killed_decoder_ends_with_the_same_bits(tmp_path, rounds, generator, prepared):
+def test_soak_killed_decoder_is_bit_identical(tmp_path, rounds, generator, prepared):
     if prepared and not rounds:
         pytest.skip("in the long form alone (--soak-rounds)")
     data = {"dataset": write_text(tmp_path / "text")}

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from common.flags import flat
-from extras.trackers import Tracker, open_tracker
+from common.training.run_logger import Tracker
+from extras.trackers import open_tracker
 from tests.forked import run_script
 from tests.patience import Limit
 from tests.training_fixtures import arguments, environment, flags_of, on_ranks, rows
@@ -60,7 +60,7 @@ def scalars(directory: Path) -> dict[str, dict[int, float]]:
     return {tag: dict(points) for tag, points in values.items()}
 
 
-def test_a_resumed_runs_event_files_hold_each_step_once(dataset, tmp_path):
+def test_tensorboard_resume_has_each_step_once(dataset, tmp_path):
     """Killed after step 4, whose checkpoint is lost; then started once more when all was done."""
     pytest.importorskip("tensorboard")
     out, flags = tmp_path / "out", {"do_eval": True, "eval_steps": 2}
@@ -90,7 +90,7 @@ def test_a_resumed_runs_event_files_hold_each_step_once(dataset, tmp_path):
         assert after[tag] == pytest.approx({6: results[tag]}), tag
 
 
-def test_what_a_run_that_starts_over_had_written_is_seen_no_more(dataset, tmp_path):
+def test_tensorboard_hides_rows_of_overwritten_run(dataset, tmp_path):
     pytest.importorskip("tensorboard")
     tracked(dataset, tmp_path, environment(), "tensorboard", stop_at_step=4)
     tracked(dataset, tmp_path, environment(), "tensorboard", stop_at_step=2, resume_from_checkpoint="false")
@@ -100,13 +100,13 @@ def test_what_a_run_that_starts_over_had_written_is_seen_no_more(dataset, tmp_pa
 
 
 def _write_a_row_and_die(directory: Path, row: dict) -> None:
-    tracker = open_tracker("tensorboard", None, flat(arguments(directory)), directory, 0, anew=True)
+    tracker = open_tracker(arguments(directory, report_to="tensorboard").log, directory, 0, anew=True)
     tracker.write(row)
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def test_a_row_is_in_the_event_file_when_it_has_been_written(tmp_path):
-    """A run that is killed goes on after its checkpoint: what was before it does not come again."""
+def test_tensorboard_flushes_each_row(tmp_path):
+    """A killed run resumes after its checkpoint: rows before it are not logged again."""
     pytest.importorskip("tensorboard")
     numbers = {f"number {n}": n / 2 for n in range(20)}
     row = numbers | {"step": 3, "slowest_host": "no number"}
@@ -162,7 +162,7 @@ def starts(output_dir: Path) -> list[Start]:
     return [Start(path) for path in paths]
 
 
-def test_a_resumed_run_is_the_same_run_in_wandb_and_misses_no_step(dataset, tmp_path, settings):
+def test_wandb_resume_continues_same_run(dataset, tmp_path, settings):
     pytest.importorskip("wandb")
     out = tmp_path / "out"
     tracked(dataset, out, settings, "wandb", stop_at_step=4, run_name="first")
@@ -186,7 +186,7 @@ def test_a_resumed_run_is_the_same_run_in_wandb_and_misses_no_step(dataset, tmp_
     assert config["learning_rate"] == 1e-3
 
 
-def test_what_starts_over_is_a_new_run_in_wandb(dataset, tmp_path, settings):
+def test_wandb_start_over_is_new_run(dataset, tmp_path, settings):
     pytest.importorskip("wandb")
     out, flags = tmp_path / "out", {"max_steps": 2}
     tracked(dataset, out, settings, "wandb", **flags)
@@ -199,7 +199,7 @@ def test_what_starts_over_is_a_new_run_in_wandb(dataset, tmp_path, settings):
     assert not (out / "wandb_run.json").exists()
 
 
-def test_a_job_that_is_started_again_before_its_first_checkpoint_goes_on_with_its_run(dataset, tmp_path, settings):
+def test_wandb_restart_before_checkpoint_keeps_run(dataset, tmp_path, settings):
     pytest.importorskip("wandb")
     out, job = tmp_path / "out", settings | {"SLURM_JOB_ID": "7"}
     for environ in (job, job, job | {"SLURM_JOB_ID": "8"}):
@@ -210,7 +210,7 @@ def test_a_job_that_is_started_again_before_its_first_checkpoint_goes_on_with_it
     assert first == again != other
 
 
-def test_the_users_own_settings_win(dataset, tmp_path, settings):
+def test_wandb_environment_overrides_defaults(dataset, tmp_path, settings):
     pytest.importorskip("wandb")
     out, flags = tmp_path / "out", {"max_steps": 2}
     mine = {"WANDB_RUN_ID": "mine", "WANDB_DIR": str(tmp_path), "WANDB_RUN_GROUP": "ours", "WANDB_NAME": "named"}
@@ -221,7 +221,7 @@ def test_the_users_own_settings_win(dataset, tmp_path, settings):
     assert next_one.run.run_id == "mine", "kept for a start that does not say it again"
 
 
-def test_an_evaluation_by_itself_leaves_the_runs_id_alone(dataset, tmp_path, settings):
+def test_wandb_evaluation_keeps_run_id(dataset, tmp_path, settings):
     pytest.importorskip("wandb")
     out, flags = tmp_path / "out", {"max_steps": 2}
     tracked(dataset, out, settings, "wandb", **flags)
@@ -248,7 +248,7 @@ def test_an_evaluation_by_itself_leaves_the_runs_id_alone(dataset, tmp_path, set
     ],
     ids=["no account", "no such mode", "no server"],
 )
-def test_a_run_that_wandb_does_not_take_ends_in_one_line(dataset, tmp_path, settings, settings_of_user, status, line):
+def test_wandb_refusal_is_one_line(dataset, tmp_path, settings, settings_of_user, status, line):
     pytest.importorskip("wandb")
     said = tracked(dataset, tmp_path / "out", settings | settings_of_user, "wandb", expect=status)
     assert "Traceback" not in said
@@ -263,7 +263,7 @@ def test_a_run_that_wandb_does_not_take_ends_in_one_line(dataset, tmp_path, sett
 def _write_to_wandb_that_has_died(environ: dict, directory: Path) -> None:
     os.environ.clear()
     os.environ.update(environ)
-    tracker = open_tracker("wandb", None, flat(arguments(directory)), directory, 0, anew=True)
+    tracker = open_tracker(arguments(directory, report_to="wandb").log, directory, 0, anew=True)
     tracker.write({"step": 1, "loss": 3.0})
     ours = [int(pid) for pid in Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()]
     for pid in [pid for pid in ours if "wandb" in Path(f"/proc/{pid}/cmdline").read_text()]:
@@ -278,7 +278,7 @@ def _write_to_wandb_that_has_died(environ: dict, directory: Path) -> None:
     print("done")
 
 
-def test_a_tracker_that_dies_takes_nothing_with_it(tmp_path, settings):
+def test_wandb_death_does_not_stop_run(tmp_path, settings):
     """A batch system's SIGTERM reaches W&B's process as well: the run has still to save."""
     pytest.importorskip("wandb")
     (code,), (said,) = on_ranks(1, _write_to_wandb_that_has_died, settings, tmp_path)
@@ -288,7 +288,7 @@ def test_a_tracker_that_dies_takes_nothing_with_it(tmp_path, settings):
     assert "Traceback" not in said
 
 
-def test_a_run_that_is_stopped_or_fails_is_not_finished_in_wandb(tmp_path, settings):
+def test_wandb_failed_run_is_not_finished(tmp_path, settings):
     pytest.importorskip("wandb")
     for status in (0, 75, 1):
         code, said = on_ranks(1, _open_and_close, settings, tmp_path / str(status), status)
@@ -301,14 +301,14 @@ def _open_and_close(environ: dict, directory: Path, status: int) -> None:
     directory.mkdir()
     os.environ.clear()
     os.environ.update(environ)
-    open_tracker("wandb", None, flat(arguments(directory)), directory, 0, anew=True).close(status)
+    open_tracker(arguments(directory, report_to="wandb").log, directory, 0, anew=True).close(status)
 
 
 # ---- either -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["wandb", "tensorboard"])
-def test_a_tracker_that_is_not_installed_is_one_line(dataset, tmp_path, name):
+def test_tracker_not_installed_is_one_line(dataset, tmp_path, name):
     flags = flags_of(dataset, tmp_path / "out", report_to=name, max_steps=1)
     absent = {"common.training.run_logger.find_spec": nothing_is_installed}
     done = run_script("train_ddp.py", *flags, env=environment(), settings=absent)

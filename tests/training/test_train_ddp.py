@@ -16,8 +16,9 @@ from transformers import EsmForMaskedLM, get_scheduler
 
 from common.data.collators import MaskingCollator
 from common.data.loader import TrainLoader
-from common.data.training_data import open_training
+from common.data.training_data import PreparedData
 from common.models.esm2 import convert
+from common.models.esm2.alphabet import ESM2_TOKENS
 from common.models.esm2.config import load_config, override
 from common.models.esm2.model import Esm2ForMaskedLM, build_model
 from tests.data_fixtures import DOWNLOAD, TOKENIZE, call, write_fasta
@@ -51,7 +52,11 @@ def tiny_config():
 def micro_batches(dataset_dir, step: int = 0, packs: int = PACKS_PER_STEP, **flags) -> list[dict]:
     """What the micro-batches of a global step hold, as one process would read them."""
     args = arguments(dataset_dir, **flags)
-    steps = TrainLoader(open_training(args.data).order(packs), MaskingCollator(args.data.seed), num_steps=step + 1)
+    steps = TrainLoader(
+        PreparedData(args.data, ESM2_TOKENS).order(packs),
+        MaskingCollator(ESM2_TOKENS, args.data.seed),
+        num_steps=step + 1,
+    )
     return list(steps)[step].micro_batches
 
 
@@ -315,7 +320,7 @@ def test_epochs_of_padded_batches_take_the_steps_they_should(dataset, tmp_path, 
 
 def test_an_epoch_of_packs_sees_every_protein(dataset, tmp_path):
     args = arguments(dataset)
-    packs = open_training(args.data).plan.packs_per_epoch()
+    packs = PreparedData(args.data, ESM2_TOKENS).plan.packs_per_epoch()
     train(dataset, tmp_path, num_train_epochs=1, max_steps=None, logging_steps=100)
     state = json.loads((tmp_path / "trainer_state.json").read_text())
     assert (state["step"], state["sequences"], state["epoch"]) == (packs, NUM_TRAIN, 1.0)

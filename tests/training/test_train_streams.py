@@ -115,5 +115,5 @@ def test_another_number_of_packs_a_step_is_refused_on_resume(source, tmp_path):
     out, flags = tmp_path / "out", {"dataset": source, "max_steps": 6}
     train(None, out, **flags, packs_per_step=2, stop_at_step=3)
     said = train(None, out, expect=2, **flags, packs_per_step=4)
-    assert "--packs_per_step 4: the checkpoint stands in streams of the data for 2 packs a step" in said
+    assert "--packs_per_step 4: the checkpoint's position is for streams of 2 packs a step" in said
     assert "Resuming after step 3" in train(None, out, **flags, packs_per_step=2)

@@ -1,4 +1,4 @@
-"""The six published ESM-2 sizes, so that their names resolve without a network; and every other name's configuration.
+"""ESM-2's configuration: config.json's fields, the six published sizes (without a network), checks, overrides.
 
 Source: config.json of the facebook/esm2_* checkpoints and table S1 of Lin et al., Science 379:1123 (2023).
 """
@@ -10,16 +10,11 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from common.cli import UserError, one_line
-from common.files import alphabet
 from common.files.json_files import check_type, shorten
+from common.models.esm2 import alphabet
 from common.models.layers.hf_directory import check_positive, check_sizes, read_config
 
-# What an ESM-2 model is made of, under transformers' names: the fields of its config.json.
-#
-# A class of our own, since importing transformers' takes a process longer than it needs for everything else it does
-# before its first step; a directory is written by transformers itself (`to_transformers`).
-
-# What must agree for a checkpoint to be of the same model; the rest of config.json is free to differ.
+# Must agree for a checkpoint to be of the same model; the rest of config.json may differ.
 FINGERPRINT_FIELDS = (
     *("model_type", "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size"),
     *("max_position_embeddings", "layer_norm_eps", "token_dropout", "position_embedding_type", "hidden_act"),
@@ -29,9 +24,10 @@ MOST_POSITIONS = 1 << 20
 
 @dataclass
 class Esm2Config:
-    """The values here are those that `transformers.EsmConfig` gives to what a config.json leaves out.
+    """The fields of an ESM-2 config.json, with the defaults of `transformers.EsmConfig`.
 
-    others: what else a config.json holds, but for what names code; it plays no part here, and is written again.
+    A class of our own: importing transformers' takes longer than everything else before the first step. others: all
+    other keys of a config.json (but those that load code), unused here and written again.
     """
 
     set_by: ClassVar[str] = "--config_overrides {name}={size}, or another --config_name"
@@ -61,7 +57,7 @@ class Esm2Config:
 
     @classmethod
     def read(cls, path: Path) -> Esm2Config:
-        """From a config.json. ValueError where it is none, OSError where it cannot be read."""
+        """From a config.json. ValueError if it is malformed, OSError if it cannot be read."""
         content = read_config(path)
         known = {f.name: f.type for f in fields(cls) if f.name != "others"}
         for name in known.keys() & content.keys():
@@ -70,16 +66,15 @@ class Esm2Config:
         return cls(**values, others={name: value for name, value in content.items() if name not in known})
 
     def content(self) -> dict[str, Any]:
-        """What `read` makes this of: names and values of a config.json."""
+        """The inverse of `read`: names and values of a config.json."""
         values = asdict(self)
         others = values.pop("others")
-        if values["hidden_act"] is None:  # a field of ours only: absent stays absent
+        if values["hidden_act"] is None:  # a field of ours alone: absent stays absent
             del values["hidden_act"]
         return others | values
 
     def fingerprint(self) -> dict[str, Any]:
-        """What must agree for a checkpoint to be of the same model: its shape, and which residue each of its ids
-        stands for."""
+        """What must agree for a checkpoint to be of the same model: its shape, and its alphabet."""
         return {name: getattr(self, name) for name in FINGERPRINT_FIELDS} | {"alphabet": " ".join(alphabet.TOKENS)}
 
     def to_transformers(self):
@@ -90,7 +85,7 @@ class Esm2Config:
 
 
 def check_supported(config: Esm2Config, where: str) -> None:
-    """Refuse what this implementation of ESM-2 would silently compute differently."""
+    """Refuse a configuration that this implementation would silently compute differently."""
     expected = {
         "model_type": "esm",
         "vocab_size": alphabet.VOCAB_SIZE,
@@ -190,7 +185,7 @@ def load_config(name: str) -> Esm2Config:
 
             path = Path(hf_hub_download(name, "config.json"))
         config = Esm2Config.read(path)
-    except Exception as error:  # of the Hub's many, and of a broken config.json
+    except Exception as error:  # the Hub has many; or a malformed config.json
         reason = one_line(error)[:160]
         raise UserError(
             f"{name}: no configuration found, neither there nor on the Hub ({reason}); "

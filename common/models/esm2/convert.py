@@ -1,5 +1,9 @@
-"""ESM-2's weights from a directory of `transformers`, and a trained ESM-2 as one
-(common.models.layers.hf_directory)."""
+"""ESM-2's weights between this project's names and Hugging Face's (`EsmForMaskedLM`), lossless in both directions.
+
+Ours fuse query, key and value into one matrix whose rows are interleaved per head, and fold each LayerNorm into the
+block that follows it. What a Hub checkpoint has and pretraining does not use (the contact head, the position
+embeddings that rotary models ignore) is carried along as `extras`.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +16,9 @@ import torch
 from torch import Tensor
 
 from common.cli import UserError
-from common.files import alphabet
+from common.models.esm2 import alphabet
 from common.models.esm2.config import ESM2_SIZES, Esm2Config
-from common.models.esm2.model import PADDED_VOCAB, Esm2ForMaskedLM, count_parameters
+from common.models.esm2.model import PADDED_VOCAB, Esm2ForMaskedLM
 from common.models.layers.hf_directory import (
     SHARD_BYTES,
     UNKNOWN,
@@ -25,12 +29,7 @@ from common.models.layers.hf_directory import (
     write_card,
     write_directory,
 )
-
-# Weights between this project's names and Hugging Face's (`EsmForMaskedLM`), without loss in either direction.
-#
-# Ours fuse query, key and value into one matrix whose rows are interleaved per head, and fold each LayerNorm into the
-# block that follows it. What a Hub checkpoint has and pretraining does not use (the contact head, the position
-# embeddings that rotary models leave idle) is carried along untouched as `extras`.
+from common.models.layers.initialise import count_parameters
 
 # one layer: ours -> theirs. QKV is handled apart.
 _LAYER = {
@@ -65,7 +64,7 @@ _OLD_NAMES = {".gamma": ".weight", ".beta": ".bias"}
 
 
 def is_contact_head(name: str) -> bool:
-    """Whether a Hugging Face tensor is of the contact head, which pretraining does not fit."""
+    """Whether a Hugging Face tensor belongs to the contact head, which pretraining does not train."""
     return name.startswith(_CONTACT)
 
 
@@ -104,9 +103,9 @@ def pieces_from_hf(
 ) -> tuple[Iterator[tuple[str, Tensor]], dict]:
     """The same, one of our tensors at a time: `theirs` may read each when it is asked for.
 
-    UserError, when it is its turn, for a tensor that holds NaN or infinity.
+    UserError for a tensor with NaN or infinity, when it is read.
     """
-    # A bare EsmModel checkpoint has no "esm." prefix and no LM head: not something to go on pretraining from.
+    # A bare EsmModel checkpoint has no "esm." prefix and no LM head: pretraining cannot continue from it.
     known = {_new_name(k): k for k in theirs if k not in _REDUNDANT and not k.endswith(_ROTARY)}
     _check_shapes({name: theirs[k] for name, k in known.items()}, config, where)
     used = {*_names(config).values(), *_VOCAB.values()}
@@ -168,7 +167,7 @@ def pieces_to_hf(
     for ours, name in _VOCAB.items():
         value = get(ours)[: alphabet.VOCAB_SIZE].contiguous()
         yield name, value
-    # Stock EsmForMaskedLM owns these even where nothing reads them; absent, it would draw random ones and warn.
+    # Stock EsmForMaskedLM has these though nothing reads them; if absent, it would draw random ones and warn.
     contacts = config.num_hidden_layers * config.num_attention_heads
     for name, shape in (
         (_POSITIONS, (config.max_position_embeddings, config.hidden_size)),
@@ -180,7 +179,7 @@ def pieces_to_hf(
 
 
 def frequencies(config: Esm2Config) -> dict[str, Tensor]:
-    """The rotary frequencies that every layer of a Hub checkpoint holds: transformers warns where they are missing."""
+    """The rotary frequencies that every layer of a Hub checkpoint has: transformers warns if they are missing."""
     dim = config.hidden_size // config.num_attention_heads
     layers = range(config.num_hidden_layers)
     return {
@@ -193,9 +192,7 @@ logger = logging.getLogger(__name__)
 NOT_FITTED = "the contact head is not fitted: `predict_contacts` answers 0.5 for every pair of residues"
 KEPT = "the contact head is that of the starting weights, which training leaves as it is"
 
-VOCABULARY_CHARACTERS = 10_000  # at most to be read of a vocab.txt: ESM-2's has 100
-
-VOCABULARY_CHARACTERS = 10_000  # at most to be read of a vocab.txt: ESM-2's has 100
+VOCABULARY_CHARACTERS = 10_000  # read of a vocab.txt at most: ESM-2's has 100
 
 
 def read_pretrained(directory: str, config: Esm2Config) -> tuple[Iterator[tuple[str, Tensor]], dict]:
@@ -209,7 +206,7 @@ def read_pretrained(directory: str, config: Esm2Config) -> tuple[Iterator[tuple[
 
 
 def _check_vocabulary(path: Path) -> None:
-    """UserError for a vocab.txt with other tokens, or in another order. Without one the weights are ESM-2's."""
+    """UserError for a vocab.txt with other tokens or another order. None is needed."""
     if not path.is_file():
         return
     with open(path, encoding="utf-8", errors="replace") as file:
@@ -233,7 +230,7 @@ def save_pretrained(
     """Write a directory that stock `EsmForMaskedLM` / `AutoModel` / `AutoTokenizer.from_pretrained` open offline.
 
     pieces: Hugging Face's tensors as `pieces_to_hf` gives them; written in fp32. training: for the model card.
-    The directory appears when it is complete, or not at all; one that is there already is replaced.
+    The directory appears when it is complete; an existing one is replaced.
     """
     rotary = frequencies(config)
     with torch.device("meta"):

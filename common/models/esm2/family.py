@@ -1,36 +1,45 @@
-"""The flags about ESM-2, and which of them a backend cannot honour."""
+"""ESM-2 as a family (common.models.registry): its flags, the choice of backend and GELU, FLOPs, export.
+
+GELU: ESM-2's own is exact (erf); Transformer Engine's fused kernels have the tanh approximation only. A run records
+its choice as `hidden_act` in config.json (transformers' names), which stock `EsmForMaskedLM` ignores: its GELU is
+always exact. The difference is measured in benchmarks/results/gelu.md. The LM head's GELU is exact everywhere.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
 
 from common.cli import UserError
+from common.distributed.world import World
 from common.flags import Missing, flag
-from common.models.esm2.config import Esm2Config
-from common.models.layers.backend import BackendFlags
+from common.models.esm2.alphabet import ESM2_TOKENS, TOKENS
+from common.models.esm2.config import Esm2Config, load_config, override
+from common.models.layers.backend import BackendFlags, check_device, choose_backend
 from common.models.layers.context_attention import WAYS
-
-# Which GELU the layers have: ESM-2's own (exact, by erf) or the tanh approximation.
-#
-# Transformer Engine's fused kernels have the second only. A run records its choice as `hidden_act` in config.json
-# (transformers' names), which stock `EsmForMaskedLM` does not read: its GELU is always the exact one. What that
-# changes is measured in benchmarks/results/gelu.md. The LM head's GELU is exact everywhere.
+from common.models.layers.hf_directory import Training
+from common.models.registry import Family, ModelSpec
 
 HIDDEN_ACT = {"exact": "gelu", "tanh": "gelu_pytorch_tanh"}
 ONLY_GELU = {"te": "tanh"}  # a backend with one kind
 
 
 def gelu_of(config: Esm2Config) -> str:
-    """`exact` or `tanh`, as config.json says. Any other `hidden_act` counts for nothing, as in transformers."""
+    """`exact` or `tanh`, by config.json. Any other `hidden_act` is ignored, as in transformers."""
     return "tanh" if getattr(config, "hidden_act", None) == HIDDEN_ACT["tanh"] else "exact"
 
 
 def choose_gelu(asked: str | None, backend: str, config: Esm2Config) -> tuple[str, str | None]:
-    """Settle on --gelu, write it into the configuration, and return it with what is to be said about it.
+    """(the GELU, a remark for the log or None); the GELU is written into the configuration.
 
-    asked: None leaves it to the backend, and then to the weights' own configuration. UserError where the backend has
-    only another.
+    asked: --gelu; None takes the backend's only one, else that of the weights. UserError if the backend has only the
+    other.
     """
     own, only = gelu_of(config), ONLY_GELU.get(backend)
     if asked and only and asked != only:
@@ -45,7 +54,7 @@ def choose_gelu(asked: str | None, backend: str, config: Esm2Config) -> tuple[st
         )
     if own == "tanh":
         return chosen, "GELU: the exact one (asked for); these weights were trained with the tanh approximation"
-    return chosen, None  # ESM-2 as published goes without saying
+    return chosen, None  # ESM-2 as published
 
 
 CP_COMM_TYPES = (*WAYS, "a2a")
@@ -102,12 +111,12 @@ class ModelFlags(BackendFlags):
 
 
 def check_context(flags: ModelFlags, layout: str, cp_size: int, backend: str, config: Esm2Config) -> None:
-    """UserError where a backend cannot share packs among so many ranks as the flags say."""
+    """UserError if the backend cannot do the context parallelism that the flags ask for."""
     way, heads = f"--cp_comm_type {flags.cp_comm_type}", config.num_attention_heads
     if cp_size == 1:
         return
     if backend == "torch" and flags.cp_comm_type == "a2a":
-        raise UserError(f"{way}: only Transformer Engine exchanges heads (--backend te): choose p2p or all_gather")
+        raise UserError(f"{way}: only Transformer Engine has all-to-all (--backend te): choose p2p or all_gather")
     if flags.cp_comm_type == "a2a" and heads % cp_size:
         raise UserError(f"{way}: {heads} attention heads do not divide among --cp_size {cp_size}: choose p2p")
     if backend == "te" and layout != "dual_chunk":
@@ -117,7 +126,77 @@ def check_context(flags: ModelFlags, layout: str, cp_size: int, backend: str, co
 
 
 def te_attends(config: Esm2Config) -> bool:
-    """Whether Transformer Engine, which is here, attends to packs by a kernel of its own."""
+    """Whether Transformer Engine (installed) has its own attention kernel for packs."""
     from common.models.esm2.layers_te import has_kernel
 
     return has_kernel(config.num_attention_heads, config.hidden_size // config.num_attention_heads)
+
+
+class Esm2(Family):
+    alphabet = " ".join(TOKENS)
+
+    tokens = ESM2_TOKENS
+
+    def load_config(self, name: str) -> Esm2Config:
+        return load_config(name)
+
+    def choose(self, args: Any, world: World, torch_only: tuple[str, ...], previous: dict) -> ModelSpec:
+        from common.models.esm2.convert import read_pretrained
+        from common.models.esm2.model import Esm2ForMaskedLM
+
+        flags, bf16 = args.model, args.precision.bf16
+        if flags.tokenizer_name:
+            from extras.prepare.encode import check_tokenizer
+
+            check_tokenizer(flags.tokenizer_name)
+        config = load_config(flags.config_name or flags.model_name_or_path)
+        if flags.config_overrides:
+            config = override(config, flags.config_overrides)
+        torch_only += ("--emulate_precision",) * args.precision.emulate_precision
+        backend, why = choose_backend(flags, world.device, bf16, torch_only, previous.get("backend"))
+        check_device(world.device, bf16, config.hidden_size // config.num_attention_heads, backend)
+        check_context(flags, args.data.cp_layout, world.cp_size, backend, config)
+        gelu, remark = choose_gelu(flags.gelu or previous.get("gelu"), backend, config)
+        attention = (
+            f"Attention by torch's kernels: {NO_KERNEL}" if backend == "te" and not te_attends(config) else None
+        )
+        remarks = tuple(line for line in (f"Backend: {backend} ({why})", attention, remark) if line)
+        read = partial(read_pretrained, flags.model_name_or_path, config) if flags.model_name_or_path else None
+        residual = torch.bfloat16 if flags.bf16_residual else torch.float32
+        make = partial(Esm2ForMaskedLM, config, backend, residual)
+        return ModelSpec(config, backend, why, gelu, tuple(remarks), make, read)
+
+    def make(self, config: Esm2Config) -> nn.Module:
+        from common.models.esm2.model import Esm2ForMaskedLM
+
+        return Esm2ForMaskedLM(config)
+
+    def flops(self, config: Esm2Config, tokens: int, squared_lengths: int, targets: int) -> float:
+        """The LM head runs on the masked positions only."""
+        hidden, ffn = config.hidden_size, config.intermediate_size
+        per_token = 2 * config.num_hidden_layers * (4 * hidden * hidden + 2 * hidden * ffn)
+        attention = 4 * config.num_hidden_layers * hidden * squared_lengths
+        head = 2 * targets * (hidden * hidden + hidden * config.vocab_size)
+        return 3.0 * (per_token * tokens + attention + head)
+
+    def to_hf(
+        self, get: Callable[[str], Tensor], config: Esm2Config, extras: dict[str, Tensor]
+    ) -> Iterator[tuple[str, Tensor]]:
+        from common.models.esm2.convert import pieces_to_hf
+
+        return pieces_to_hf(get, config, extras)
+
+    def save(
+        self,
+        tensors: Iterator[tuple[str, Tensor]],
+        config: Esm2Config,
+        directory: Path,
+        training: Training,
+        tokenizer: Any = None,
+    ) -> None:
+        from common.models.esm2.convert import save_pretrained
+
+        save_pretrained(tensors, config, directory, training)
+
+
+FAMILY = Esm2()

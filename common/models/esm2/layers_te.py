@@ -1,12 +1,12 @@
 """The encoder layer by Transformer Engine: interface and parameter names are those of common.models.esm2.layers_torch.
 
 What differs from the torch layers, by Transformer Engine's own design: GELU is the tanh approximation; under bf16 the
-residual stream is bf16, not fp32; fp32 products are TF32 unless NVIDIA_TF32_OVERRIDE=0 is set. The embeddings, the
+residual stream is bf16, not fp32; fp32 matmuls are TF32 unless NVIDIA_TF32_OVERRIDE=0 is set. The embeddings, the
 final norm and the LM head are the torch backend's: too small a part of a step to gain anything (docs/precision.md has
 the numbers), and so they stay out of every quantisation.
 
-Attention is Transformer Engine's where it has a kernel for packs: flash-attn's if that is installed, cuDNN's on Hopper
-and later. Without one it would write down every score, so then attention is the torch backend's (`Attention`).
+Attention is Transformer Engine's where it has a kernel for packs: flash-attn if installed, cuDNN on Hopper and later.
+Otherwise it would materialise all scores, so attention is the torch backend's (`Attention`).
 
 Written against Transformer Engine 2.20. Needs a CUDA device even to build a layer.
 """
@@ -21,7 +21,7 @@ import transformer_engine.pytorch as te
 from torch import Tensor, nn
 from transformer_engine.pytorch.attention.dot_product_attention import utils as dpa_utils
 
-from common.distributed.slices import SharedPack
+from common.distributed.context_parallel import CpPack
 from common.models.esm2.config import Esm2Config
 from common.models.layers.attention import has_varlen_kernel, rotary_angles, rotated_attention
 from common.models.layers.context_attention import ContextGroup, whole_sequences
@@ -29,7 +29,7 @@ from common.models.layers.recompute import RecomputedByTe
 from common.models.layers.residual import total
 
 begin = total  # these layers add up themselves
-# cuDNN makes, and keeps, a graph for every longest sequence it sees: lengths are rounded up to this.
+# cuDNN builds and caches a graph for every maximum length it sees: lengths are rounded up to this.
 LENGTH_MULTIPLE = 128
 
 
@@ -56,7 +56,7 @@ def has_kernel(heads: int, head_dim: int) -> bool:
 
 
 class Attention(nn.Module):
-    """In the place of Transformer Engine's own: that one where it has a kernel, else the torch backend's."""
+    """Transformer Engine's attention where it has a kernel, else the torch backend's."""
 
     def __init__(self, theirs: te.DotProductAttention, heads: int, head_dim: int):
         super().__init__()
@@ -89,7 +89,7 @@ class TransformerLayer(RecomputedByTe, te.TransformerLayer):
             qkv_weight_interleaved=True,
             activation="gelu",
             params_dtype=torch.float32,
-            device="meta",  # its own initialisation is common.models.layers.initialise's business
+            device="meta",  # values come from common.models.layers.initialise
             name=f"encoder.layers.{number}",
         )
         shape = config.num_attention_heads, config.hidden_size // config.num_attention_heads
@@ -101,11 +101,11 @@ class TransformerLayer(RecomputedByTe, te.TransformerLayer):
         rotary: Tensor,
         cu_seqlens: Tensor,
         max_seqlen: int,
-        sharing: tuple[Tensor, Tensor] | None = None,
+        layout: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor:
-        """sharing: boundaries of the whole sequences without and with padding, where other ranks have a part of them.
-        The others are of this rank's tokens."""
-        cu_seqlens, padded = (cu_seqlens, None) if sharing is None else sharing
+        """layout: with context parallelism, boundaries of the whole sequences without and with padding; the other
+        arguments are of this rank's tokens."""
+        cu_seqlens, padded = (cu_seqlens, None) if layout is None else layout
         return super().forward(
             x,
             rotary_pos_emb=rotary,
@@ -124,20 +124,20 @@ def prepare(
     cu_seqlens: Tensor,
     max_seqlen: int,
     head_dim: int,
-    shared: SharedPack | None = None,
+    shared: CpPack | None = None,
     context: ContextGroup | None = None,
 ) -> tuple[Tensor, int, tuple[Tensor, Tensor] | None]:
-    """What all layers share: (rotary angles fp32 [S, 1, 1, D], the bound S on sequence lengths, boundaries of whole
-    sequences where other ranks have a part of them).
+    """What all layers share: (rotary angles fp32 [S, 1, 1, D], the bound S on sequence lengths, and with context
+    parallelism the boundaries of the whole sequences).
 
-    Transformer Engine takes angles by position in the sequence, and finds the position by `cu_seqlens` itself.
+    Transformer Engine takes angles by position in the sequence, and derives the positions from `cu_seqlens`.
     """
-    sharing = None
+    layout = None
     if shared is not None:
         bounds = whole_sequences(shared, tokens)
         max_seqlen = int(bounds.diff().max())
-        sharing = tuple(bounds.to(cu_seqlens, non_blocking=True))
+        layout = tuple(bounds.to(cu_seqlens, non_blocking=True))
     multiple = LENGTH_MULTIPLE if context is None else math.lcm(LENGTH_MULTIPLE, 2 * context.size)
     longest = -(-max_seqlen // multiple) * multiple
     angles = rotary_angles(torch.arange(longest, device=cu_seqlens.device), head_dim)
-    return torch.cat((angles, angles), dim=-1)[:, None, None], longest, sharing
+    return torch.cat((angles, angles), dim=-1)[:, None, None], longest, layout

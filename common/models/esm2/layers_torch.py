@@ -2,7 +2,7 @@
 
 Pre-norm transformer layer as in ESM-2: x + proj(attention(LN(x))), then x + fc2(gelu(fc1(LN(x)))), with the GELU that
 the configuration names (common.models.esm2.family). Every activation is [T, hidden]: all tokens of a pack end to end.
-The last sum is the next layer's to make (common.models.layers.residual).
+The next layer adds the last sum (common.models.layers.residual).
 """
 
 from __future__ import annotations
@@ -11,20 +11,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from common.distributed.slices import SharedPack
+from common.distributed.context_parallel import CpPack
 from common.models.esm2.config import Esm2Config
 from common.models.esm2.family import gelu_of
 from common.models.layers.attention import packed_attention, rotary_tables
-from common.models.layers.context_attention import ContextGroup, Sharing, context_attention
+from common.models.layers.context_attention import ContextGroup, CpLayout, context_attention
 from common.models.layers.linear import Linear, linear
 from common.models.layers.residual import Stream, total
-from common.models.layers.residual import begin as begin  # as those of another backend have their own
+from common.models.layers.residual import begin as begin  # layers_te has its own
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
-    """LayerNorm over the last dimension of x, in fp32 (float64 for float64) whatever x and the parameters come in.
+    """LayerNorm over the last dimension of x, in fp32 (float64 for float64) for any dtype of x and the parameters.
 
-    Of bf16 numbers torch's CPU kernel adds up the parameters' gradients in bf16: 13 % off after some 2,000 rows.
+    In bf16 torch's CPU kernel sums the parameters' gradients in bf16: 13 % off after some 2,000 rows.
     """
     x = x.to(torch.promote_types(x.dtype, torch.float32))
     weight, bias = weight.to(x.dtype), bias.to(x.dtype)
@@ -32,8 +32,7 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
 
 
 class LayerNorm(nn.LayerNorm):
-    """`nn.LayerNorm` by way of `layer_norm`. A module is called, and not its weights read: a strategy may gather
-    them when it is."""
+    """`nn.LayerNorm` that calls `layer_norm`. A module: a strategy may all-gather its weights when it is called."""
 
     def forward(self, x: Tensor) -> Tensor:
         return layer_norm(x, self.weight, self.bias, self.eps)
@@ -42,12 +41,12 @@ class LayerNorm(nn.LayerNorm):
 class LayerNormLinear(nn.Module):
     """Linear(LayerNorm(x)). QKV rows are interleaved per head: q, k, v of head 0, then of head 1, ..."""
 
-    multiplied = ("weight", "bias")
+    matmul_weights = ("weight", "bias")
 
     def __init__(self, in_features: int, out_features: int, eps: float):
         super().__init__()
         self.eps = eps
-        self.product = linear  # or what emulates it in another precision
+        self.matmul = linear  # or an EmulatedMatmul
         self.layer_norm_weight = nn.Parameter(torch.empty(in_features))
         self.layer_norm_bias = nn.Parameter(torch.empty(in_features))
         self.weight = nn.Parameter(torch.empty(out_features, in_features))
@@ -55,18 +54,18 @@ class LayerNormLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = layer_norm(x, self.layer_norm_weight, self.layer_norm_bias, self.eps)
-        return self.product(x, self.weight, self.bias)
+        return self.matmul(x, self.weight, self.bias)
 
 
 class LayerNormMLP(nn.Module):
     """fc2(gelu(fc1(LayerNorm(x))))."""
 
-    multiplied = ("fc1_weight", "fc1_bias", "fc2_weight", "fc2_bias")
+    matmul_weights = ("fc1_weight", "fc1_bias", "fc2_weight", "fc2_bias")
 
     def __init__(self, hidden_size: int, ffn_size: int, eps: float, gelu: str):
         super().__init__()
         self.eps = eps
-        self.fc1_product = self.fc2_product = linear
+        self.fc1_matmul = self.fc2_matmul = linear
         self.approximate = "tanh" if gelu == "tanh" else "none"
         self.layer_norm_weight = nn.Parameter(torch.empty(hidden_size))
         self.layer_norm_bias = nn.Parameter(torch.empty(hidden_size))
@@ -77,8 +76,8 @@ class LayerNormMLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = layer_norm(x, self.layer_norm_weight, self.layer_norm_bias, self.eps)
-        x = F.gelu(self.fc1_product(x, self.fc1_weight, self.fc1_bias), approximate=self.approximate)
-        return self.fc2_product(x, self.fc2_weight, self.fc2_bias)
+        x = F.gelu(self.fc1_matmul(x, self.fc1_weight, self.fc1_bias), approximate=self.approximate)
+        return self.fc2_matmul(x, self.fc2_weight, self.fc2_bias)
 
 
 class SelfAttention(nn.Module):
@@ -94,11 +93,11 @@ class SelfAttention(nn.Module):
         rotary: tuple[Tensor, Tensor],
         cu_seqlens: Tensor,
         max_seqlen: int,
-        sharing: Sharing | None = None,
+        layout: CpLayout | None = None,
     ) -> Tensor:
         qkv = self.layernorm_qkv(x).view(len(x), self.heads, 3, -1)  # [T, H, 3, D]
-        if sharing is not None:
-            return self.proj(context_attention(qkv, *rotary, sharing))
+        if layout is not None:
+            return self.proj(context_attention(qkv, *rotary, layout))
         return self.proj(packed_attention(qkv, *rotary, cu_seqlens, max_seqlen))
 
 
@@ -115,10 +114,10 @@ class TransformerLayer(nn.Module):
         rotary: tuple[Tensor, Tensor],
         cu_seqlens: Tensor,
         max_seqlen: int,
-        sharing: Sharing | None = None,
+        layout: CpLayout | None = None,
     ) -> Stream:
         x = total(stream)
-        x = x + self.self_attention(x, rotary, cu_seqlens, max_seqlen, sharing)
+        x = x + self.self_attention(x, rotary, cu_seqlens, max_seqlen, layout)
         return Stream(x, self.layernorm_mlp(x))
 
 
@@ -127,17 +126,17 @@ def prepare(
     cu_seqlens: Tensor,
     max_seqlen: int,
     head_dim: int,
-    shared: SharedPack | None = None,
+    shared: CpPack | None = None,
     context: ContextGroup | None = None,
-) -> tuple[tuple[Tensor, Tensor], int, Sharing | None]:
-    """What all layers share: (cosines and sines of each token's position in its sequence, the longest sequence, how
-    the pack is shared with other ranks, if it is)."""
+) -> tuple[tuple[Tensor, Tensor], int, CpLayout | None]:
+    """What all layers share: (cosines and sines of each token's position in its sequence, the longest sequence, the
+    layout of a pack that ranks share)."""
     if shared is not None:
         positions = F.pad(shared.positions, (0, tokens - len(shared.positions)))
         return (
             rotary_tables(positions, head_dim),
             max_seqlen,
-            Sharing(shared.real, shared.bounds, positions.device, context),
+            CpLayout(shared.real, shared.bounds, positions.device, context),
         )
     starts = torch.repeat_interleave(cu_seqlens[:-1], cu_seqlens.diff(), output_size=tokens)
     return rotary_tables(torch.arange(tokens, device=cu_seqlens.device) - starts, head_dim), max_seqlen, None

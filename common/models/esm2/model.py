@@ -7,20 +7,18 @@ padding costs no arithmetic.
 
 from __future__ import annotations
 
-import importlib
-import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from common.distributed.slices import SharedPack
-from common.files.alphabet import MASK, PAD, VOCAB_SIZE
+from common.distributed.context_parallel import CpPack
+from common.models.esm2.alphabet import MASK, PAD, VOCAB_SIZE
 from common.models.esm2.config import Esm2Config
 from common.models.esm2.layers_torch import LayerNorm
 from common.models.layers.context_attention import ContextGroup
-from common.models.layers.initialise import VOCABULARY, initialise
+from common.models.layers.initialise import initialise
 from common.models.layers.linear import Linear, linear
 from common.models.layers.residual import Layers, total
 from common.shapes import SHAPE_MULTIPLE, filled_up, predicted_positions
@@ -31,9 +29,9 @@ TRAIN_MASK_RATIO = 0.15 * 0.8
 
 
 class Esm2Output(NamedTuple):
-    """What a forward pass gives. Without labels: `logits`. With labels: the sums over the masked positions.
+    """The result of a forward pass. Without labels: `logits`. With labels: sums over the masked positions.
 
-    A tuple: hooks of wrappers look for tensors in tuples and lists, and in a dataclass find none without a word.
+    A tuple: wrappers' hooks look for tensors in tuples and lists, and silently miss those of a dataclass.
     """
 
     logits: Tensor | None = None  # [T, 33] or [B, S, 33] (zeros where padded), fp32
@@ -43,22 +41,22 @@ class Esm2Output(NamedTuple):
 
 
 class Embeddings(nn.Module):
-    """residual: what the stream that begins here is kept in under autocast."""
+    """residual: dtype of the residual stream under autocast."""
 
     def __init__(self, config: Esm2Config, residual: torch.dtype = torch.float32):
         super().__init__()
         self.token_dropout, self.residual = config.token_dropout, residual
         self.word_embeddings = nn.Embedding(PADDED_VOCAB, config.hidden_size)
 
-    def forward(self, input_ids: Tensor, cu_seqlens: Tensor, shared: SharedPack | None = None) -> Tensor:
-        """[T] -> [T, hidden]. Token dropout is counted sequence by sequence, as if each were alone in its batch, and
-        on the whole of it where other ranks have their share."""
+    def forward(self, input_ids: Tensor, cu_seqlens: Tensor, shared: CpPack | None = None) -> Tensor:
+        """[T] -> [T, hidden]. Token dropout counts the masks of each sequence by itself, of the whole sequence with
+        context parallelism."""
         x = self.word_embeddings(input_ids)
-        kept_in = x.dtype
+        dtype = x.dtype
         if torch.is_autocast_enabled(x.device.type):
-            x, kept_in = x.float(), self.residual  # also where a strategy hands out bf16 weights
+            x, dtype = x.float(), self.residual  # also if a strategy casts weights to bf16
         if not self.token_dropout:
-            return x.to(kept_in)
+            return x.to(dtype)
         is_mask = input_ids == MASK
         cu_seqlens = cu_seqlens.long()
         lengths = cu_seqlens.diff()
@@ -68,28 +66,32 @@ class Embeddings(nn.Module):
         else:
             ratio = shared.masks / shared.lengths.clamp(min=1)
             ratio = F.pad(ratio, (0, len(lengths) - len(ratio)))  # fillers
-        # A sequence of nothing but <mask> has zero embeddings either way; the clamp keeps 0/0 out of them.
+        # A sequence of <mask> alone has zero embeddings anyway; the clamp avoids 0/0.
         scale = (1 - TRAIN_MASK_RATIO) / (1 - ratio).clamp(min=1e-6)
         per_token = torch.repeat_interleave(scale, lengths, output_size=len(input_ids))
-        return (x * per_token.masked_fill(is_mask, 0.0)[:, None].to(x.dtype)).to(kept_in)
+        return (x * per_token.masked_fill(is_mask, 0.0)[:, None].to(x.dtype)).to(dtype)
 
 
 class Encoder(nn.Module):
     def __init__(self, config: Esm2Config, backend: str = "torch"):
         super().__init__()
         self.head_dim = config.hidden_size // config.num_attention_heads
-        layers = importlib.import_module(f"common.models.esm2.layers_{backend}")
+        layers: Any
+        if backend == "te":
+            from common.models.esm2 import layers_te as layers
+        else:
+            from common.models.esm2 import layers_torch as layers
         self.prepare, self.begin = layers.prepare, layers.begin
         self.layers = Layers(layers.TransformerLayer(config, n) for n in range(config.num_hidden_layers))
-        self.context: ContextGroup | None = None  # the ranks that packs are shared with
+        self.context: ContextGroup | None = None  # with context parallelism: the ranks that share packs
         self.emb_layer_norm_after = LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
 
-    def forward(self, x: Tensor, cu_seqlens: Tensor, max_seqlen: int, shared: SharedPack | None = None) -> Tensor:
+    def forward(self, x: Tensor, cu_seqlens: Tensor, max_seqlen: int, shared: CpPack | None = None) -> Tensor:
         to_prepare = len(x), cu_seqlens, max_seqlen, self.head_dim
-        rotary, max_seqlen, sharing = self.prepare(*to_prepare, shared, self.context)
+        rotary, max_seqlen, layout = self.prepare(*to_prepare, shared, self.context)
         stream = self.begin(x)
         for layer in self.layers.in_turn():
-            stream = layer(stream, rotary, cu_seqlens, max_seqlen, sharing)
+            stream = layer(stream, rotary, cu_seqlens, max_seqlen, layout)
         return self.emb_layer_norm_after(total(stream))
 
 
@@ -114,6 +116,10 @@ class Esm2ForMaskedLM(nn.Module):
     residual: of torch's layers under autocast, the stream from layer to layer; that of `te` is always bf16.
     """
 
+    # For layers.initialise: <pad> and the rows past the vocabulary start, and stay, at zero.
+    zero_rows = {"embeddings.word_embeddings.weight": (PAD, *range(VOCAB_SIZE, PADDED_VOCAB))}
+    padded_vocab = {"embeddings.word_embeddings.weight": VOCAB_SIZE, "lm_head.bias": VOCAB_SIZE}
+
     def __init__(self, config: Esm2Config, backend: str = "torch", residual: torch.dtype = torch.float32):
         super().__init__()
         self.config, self.backend = config, backend
@@ -123,7 +129,7 @@ class Esm2ForMaskedLM(nn.Module):
 
     @property
     def layers(self) -> nn.ModuleList:
-        """What strategies wrap, recompute, compile and quantise one by one; the rest is small."""
+        """Wrapped, recomputed, compiled and quantised one by one; the rest is small."""
         return self.encoder.layers
 
     def forward(
@@ -137,23 +143,23 @@ class Esm2ForMaskedLM(nn.Module):
         predicted: Tensor | None = None,
         pad_to: int = 0,
         output_hidden: bool = False,
-        shared: SharedPack | None = None,
+        shared: CpPack | None = None,
     ) -> Esm2Output:
         """Run a pack (`input_ids` [T], `cu_seqlens` int32 [B + 1]) or a padded batch (`input_ids`, mask [B, S]).
 
-        shared: of a pack whose sequences this rank shares with others (`share_context`), how; `input_ids`, `labels`
-        and all results are then of its own tokens.
+        shared: with context parallelism (`enable_context_parallel`), how the pack's sequences are shared; `input_ids`,
+        `labels` and all results are then of this rank's tokens.
 
-        `labels` has the shape of `input_ids`, -100 where nothing is predicted; the LM head then runs on the labelled
-        positions only. predicted: of a pack, those positions, as `predicted_positions` has them: who made the batch
-        knows how many they are, and the model else asks the device, and waits. pad_to: tokens that the layers run on
-        at least, fillers included. Padding may be on either side, but not inside a sequence.
+        labels: of the shape of `input_ids`, -100 where nothing is predicted; the LM head runs on the labelled
+        positions only. predicted: those positions (`predicted_positions`), without which the model synchronises with
+        the device to count them. pad_to: the layers run on at least so many tokens, fillers included. Padding may be
+        on either side, but not inside a sequence.
         """
         shape, kept = input_ids.shape, None
         if input_ids.dim() == 2:
             if attention_mask is None:
                 attention_mask = torch.ones_like(input_ids)
-            kept = attention_mask.flatten().nonzero().squeeze(1)  # [T]: where the tokens lie in the padded batch
+            kept = attention_mask.flatten().nonzero().squeeze(1)  # [T]: indices in the padded batch
             lengths = attention_mask.sum(1)
             cu_seqlens = F.pad(lengths.cumsum(0), (1, 0)).to(torch.int32)
             max_seqlen = int(lengths.max())
@@ -182,15 +188,6 @@ class Esm2ForMaskedLM(nn.Module):
             everywhere = logits.new_zeros(shape.numel(), logits.shape[-1])
             logits = everywhere.index_copy(0, kept, logits).view(*shape, -1)
         return Esm2Output(logits=logits, hidden=hidden if output_hidden else None)
-
-
-def count_parameters(model: nn.Module) -> int:
-    """Trainable parameters, the vocabulary's padding rows left out. Works on the meta device and on wrapped models."""
-    total = 0
-    for name, parameter in model.named_parameters():
-        rows = VOCAB_SIZE if name.removeprefix("module.") in VOCABULARY else parameter.shape[0]
-        total += rows * math.prod(parameter.shape[1:]) if parameter.requires_grad else 0
-    return total
 
 
 def build_model(

@@ -1,14 +1,18 @@
-"""Self-attention over a pack of sequences: every token attends to the tokens of its own sequence, and to no other.
+"""Self-attention of packed sequences: every token attends to the tokens of its own sequence, and to no other.
 
-Three ways to the same numbers, chosen by `packed_attention`:
-- CUDA, bf16/fp16: `torch.nn.attention.varlen.varlen_attn`, one fused kernel over the whole pack;
-- CPU: `_CpuAttention`, sequence by sequence, the library's flash kernel in fp32. bf16 numbers are widened for it: they
-  are multiplied exactly so, on every CPU, and faster than by bf16 instructions (benchmarks/results/cpu_products.md);
-- anything else (float64, fp32 on CUDA): `scaled_dot_product_attention`, sequence by sequence.
+- CUDA, bf16/fp16: `torch.nn.attention.varlen.varlen_attn`, one fused kernel over the whole pack.
+- CPU, fp32/bf16: common.models.layers.cpu.
+- Anything else (float64, fp32 on CUDA): `scaled_dot_product_attention`, sequence by sequence.
+
+`attend_block` and `block_gradients` are for sequences whose keys lie in several blocks, one a rank
+(common.models.layers.context_attention): a block gives its own result with its lse (log-sum-exp of the scores),
+`merge_blocks` combines two results, and the backward pass of a block takes the output and lse over all blocks. Sums
+are fp32 (float64 for float64).
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from inspect import signature
 
@@ -16,7 +20,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from common.models.layers.cpu import device_type
+from common.compat import assume_constant_result, cuda_flash_backward, cuda_flash_forward
+from common.models.layers import cpu
+from common.models.layers.backend import device_type
 
 
 def rotary_angles(positions: Tensor, head_dim: int, base: float = 10000.0) -> Tensor:
@@ -46,29 +52,28 @@ def packed_attention(qkv: Tensor, cos: Tensor, sin: Tensor, cu_seqlens: Tensor, 
     1/sqrt(D).
     """
     if device_type(qkv) == "cpu" and qkv.dtype in (torch.float32, torch.bfloat16):
-        return _cpu_attention(qkv, cos, sin, cu_seqlens)
+        return cpu.attention(qkv, cos, sin, cu_seqlens)
     q, k, v = qkv.unbind(2)
     return rotated_attention(rotate(q, cos, sin), rotate(k, cos, sin), v, cu_seqlens, max_seqlen)
 
 
 def has_varlen_kernel(q: Tensor) -> bool:
-    """Whether there is a fused kernel for packs of such numbers."""
+    """Whether there is a fused varlen kernel for this device and dtype."""
     return device_type(q) == "cuda" and q.dtype in (torch.float16, torch.bfloat16)
 
 
 def rotated_attention(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int, causal: bool = False
 ) -> Tensor:
-    """The same of queries and keys that are rotated already: q [T, H, D], k and v [T, K, D] -> [T, H * D].
+    """The same of rotated queries and keys: q [T, H, D], k and v [T, K, D] -> [T, H * D].
 
-    K divides H: neighbours among the queries' heads share a head of keys and values. causal: a token attends to those
-    up to itself only.
+    Grouped-query attention if K < H: neighbouring query heads share a head of keys and values.
     """
     if has_varlen_kernel(q):
         from torch.nn.attention.varlen import varlen_attn  # torch >= 2.10; CUDA only
 
         options = {}
-        if causal:  # torch's versions have other names for it
+        if causal:  # torch 2.11 has another name for it
             options = {"is_causal": True} if _varlen_has("is_causal") else {"window_size": (-1, 0)}
         if q.shape[1] != k.shape[1] and _varlen_has("enable_gqa"):
             options["enable_gqa"] = True
@@ -81,138 +86,111 @@ def rotated_attention(
     return torch.cat(attended, dim=1).transpose(0, 1).flatten(1)
 
 
+@assume_constant_result
 def _varlen_has(option: str) -> bool:
     from torch.nn.attention.varlen import varlen_attn
 
     return option in signature(varlen_attn).parameters
 
 
-# As torch.compiler.assume_constant_result does, whose import of the compiler would be a fifth of `--help`.
-_varlen_has._dynamo_marked_constant = True
+# ---- blocks of keys ----------------------------------------------------------------------------------------------
 
 
-def _cpu_attention(qkv: Tensor, cos: Tensor, sin: Tensor, cu_seqlens: Tensor) -> Tensor:
-    if torch.compiler.is_compiling():
-        return _in_a_graph(qkv, cos, sin, cu_seqlens)[0]
-    return _CpuAttention.apply(qkv, cos, sin, cu_seqlens.tolist()).flatten(1)
+@dataclass(frozen=True)
+class Bounds:
+    """cu_seqlens of a block of queries or keys, as a list and on the device (int32 [B + 1])."""
+
+    host: list[int]
+    device: Tensor
+
+    @classmethod
+    def make(cls, rows: Tensor, device: torch.device | str) -> list[Bounds]:
+        """One for each row of a tensor on the host, copied to the device together."""
+        moved = rows.to(torch.int32).to(device, non_blocking=True)
+        return [cls(row.tolist(), on_device) for row, on_device in zip(rows, moved, strict=True)]
+
+    @property
+    def longest(self) -> int:
+        return max((b - a for a, b in zip(self.host, self.host[1:], strict=False)), default=0)
 
 
-class _CpuAttention(torch.autograd.Function):
-    """Rotary attention of a pack on the CPU, sequence by sequence: what is worked on stays in the cache.
-
-    Heads stay where the products around it have them, [T, H, ...]: the kernel takes any strides, and copies that bring
-    the tokens of a head together cost as much as a third of the kernel at heads of 16. `lse` [T, H], fp32, is the
-    logarithm of the sum of a query's weights.
-    """
-
-    @staticmethod
-    @torch.autocast("cpu", enabled=False)  # autocast would turn the fp32 products of the scores into bf16 ones
-    def forward(ctx, qkv: Tensor, cos: Tensor, sin: Tensor, bounds: list[int]) -> Tensor:
-        tokens, heads, _, dim = qkv.shape
-        rotated, out = qkv.new_empty(qkv.shape), qkv.new_empty(tokens, heads, dim)
-        lse = qkv.new_empty(tokens, heads, dtype=torch.float32)
-        kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-        turns = _turns(cos, sin)
-        for span in spans(bounds):
-            rotated[span] = _turn(qkv[span].float(), *(t[span] for t in turns))
-            attended, logarithm = kernel(*_by_head(rotated[span].float()), scale=dim**-0.5)
-            out[span] = attended[0].transpose(0, 1)
-            lse[span] = logarithm[0].t()
-        ctx.save_for_backward(rotated, out, lse, cos, sin)
-        ctx.bounds = bounds
-        return out
-
-    @staticmethod
-    @torch.autocast("cpu", enabled=False)
-    def backward(ctx, grad_out: Tensor):
-        rotated, out, lse, cos, sin = ctx.saved_tensors
-        grads = rotated.new_empty(rotated.shape)
-        kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-        turns = _turns(cos, -sin)
-        for span in spans(ctx.bounds):
-            grad, attended = (x[span].float().transpose(0, 1)[None] for x in (grad_out, out))
-            logarithm = lse[span].t()[None]
-            inputs = grad, *_by_head(rotated[span].float()), attended, logarithm
-            by_head = kernel(*inputs, 0.0, False, scale=rotated.shape[-1] ** -0.5)
-            together = torch.stack([x[0].transpose(0, 1) for x in by_head], dim=2)  # [T, H, 3, D]
-            grads[span] = _turn(together, *(t[span] for t in turns))
-        return grads, None, None, None
+def attend_block(q: Tensor, k: Tensor, v: Tensor, queries: Bounds, keys: Bounds) -> tuple[Tensor, Tensor]:
+    """q [Tq, H, D], k and v [Tk, H, D] -> out [Tq, H, D], lse [Tq, H] fp32; 0 and -inf where there are no keys."""
+    if _has_kernel(q, k):
+        flash, sequences = cuda_flash_forward, _sequence_bounds(queries, keys)
+        out, lse, *_ = flash(q, k, v, *sequences, 0.0, False, False, scale=q.shape[-1] ** -0.5)
+        keyless = _without_keys(queries, keys)
+        return out.float().masked_fill(keyless[:, None, None], 0), lse.t().masked_fill(keyless[:, None], -math.inf)
+    kind = torch.promote_types(q.dtype, torch.float32)
+    out, lse = q.new_zeros(q.shape, dtype=kind), q.new_full(q.shape[:2], -math.inf, dtype=kind)
+    for rows, columns in _pairs(queries, keys):
+        out[rows], lse[rows] = _attend_one(*(x.to(kind) for x in (q[rows], k[columns], v[columns])))
+    return out, lse
 
 
-# In a graph that is compiled the loop over sequences is one operator: neither unrolled nor a break in the graph.
-@torch.library.custom_op("esm2::attention", mutates_args=())
-def _in_a_graph(qkv: Tensor, cos: Tensor, sin: Tensor, cu_seqlens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """As `_CpuAttention`; also what its backward pass needs: rotated [T, H, 3, D] and lse [T, H]."""
-    context = Kept()
-    out = _CpuAttention.forward(context, qkv, cos, sin, cu_seqlens.tolist())
-    rotated, _, lse, _, _ = context.saved_tensors
-    return out.flatten(1), rotated, lse
+def merge_blocks(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> tuple[Tensor, Tensor]:
+    """Combine the results over two blocks of keys. Every query has a key in the first."""
+    total = torch.logaddexp(lse, other_lse)
+    out = out * (lse - total).exp()[..., None]
+    return out.addcmul_(other, (other_lse - total).exp()[..., None]), total
 
 
-@_in_a_graph.register_fake
-def _(qkv: Tensor, cos: Tensor, sin: Tensor, cu_seqlens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    tokens, heads, _, dim = qkv.shape
-    lse = qkv.new_empty(tokens, heads, dtype=torch.float32)
-    return qkv.new_empty(tokens, heads * dim), qkv.new_empty(qkv.shape), lse
+def block_gradients(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, queries: Bounds, keys: Bounds
+) -> tuple[Tensor, Tensor, Tensor]:
+    """fp32: the block's part of the gradient of q, and those of k and v. out, lse: over all blocks."""
+    if _has_kernel(q, k):
+        flash, sequences = cuda_flash_backward, _sequence_bounds(queries, keys)
+        by = (grad.to(q.dtype), q, k, v, out.to(q.dtype), lse.t().contiguous())
+        # The random state of dropout, unused: as torch.nn.attention.varlen passes it.
+        state = torch.zeros(2, dtype=torch.uint64, device=q.device), torch.empty(0, device=q.device)
+        dq, dk, dv = flash(*by, *sequences, 0.0, False, *state, scale=q.shape[-1] ** -0.5)
+        keyless = _without_keys(queries, keys)
+        return dq.float().masked_fill(keyless[:, None, None], 0), dk.float(), dv.float()
+    kind = torch.promote_types(q.dtype, torch.float32)
+    dq, dk, dv = (torch.zeros_like(x, dtype=kind) for x in (q, k, v))
+    for rows, columns in _pairs(queries, keys):
+        inputs = (grad[rows], q[rows], k[columns], v[columns], out[rows])
+        dq[rows], dk[columns], dv[columns] = _one_gradients(*(x.to(kind) for x in inputs), lse[rows])
+    return dq, dk, dv
 
 
-@torch.library.custom_op("esm2::attention_backward", mutates_args=())
-def _backward_in_a_graph(
-    grad: Tensor, rotated: Tensor, out: Tensor, lse: Tensor, cos: Tensor, sin: Tensor, cu_seqlens: Tensor
-) -> Tensor:
-    tokens, heads, _, dim = rotated.shape
-    context = Kept((rotated, out.view(tokens, heads, dim), lse, cos, sin), cu_seqlens.tolist())
-    return _CpuAttention.backward(context, grad.view(tokens, heads, dim))[0]
+def _attend_one(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """One sequence: [Tq, H, D], [Tk, H, D] twice -> [Tq, H, D], lse [Tq, H]."""
+    if q.device.type == "cpu":
+        return cpu.flash(q, k, v)
+    q, k, v = (x.transpose(0, 1) for x in (q, k, v))
+    scores = q @ k.mT * q.shape[-1] ** -0.5
+    lse = scores.logsumexp(-1)
+    return ((scores - lse[..., None]).exp() @ v).transpose(0, 1), lse.t()
 
 
-@_backward_in_a_graph.register_fake
-def _(grad, rotated, out, lse, cos, sin, cu_seqlens) -> Tensor:
-    return rotated.new_empty(rotated.shape)
+def _one_gradients(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, ...]:
+    if q.device.type == "cpu":
+        return cpu.flash_backward(grad, q, k, v, out, lse)
+    grad, q, k, v, out = (x.transpose(0, 1) for x in (grad, q, k, v, out))
+    scale = q.shape[-1] ** -0.5
+    weights = (q @ k.mT * scale - lse.t()[..., None]).exp()
+    grad_scores = weights * (grad @ v.mT - (grad * out).sum(-1, keepdim=True)) * scale
+    return tuple(x.transpose(0, 1) for x in (grad_scores @ k, grad_scores.mT @ q, weights.mT @ grad))
 
 
-def _keep(ctx, inputs, output) -> None:
-    _, cos, sin, cu_seqlens = inputs
-    out, rotated, lse = output
-    ctx.save_for_backward(rotated, out, lse, cos, sin, cu_seqlens)
+def _has_kernel(q: Tensor, k: Tensor) -> bool:
+    """Not for empty tensors: CUDA launches no kernel without threads ("invalid argument")."""
+    return has_varlen_kernel(q) and len(q) > 0 and len(k) > 0
 
 
-def _backward(ctx, grad: Tensor, *_):
-    return _backward_in_a_graph(grad.contiguous(), *ctx.saved_tensors), None, None, None
+def _pairs(queries: Bounds, keys: Bounds) -> list[tuple[slice, slice]]:
+    """(rows, columns) of each sequence that has both."""
+    ends = zip(queries.host, queries.host[1:], keys.host, keys.host[1:], strict=False)
+    return [(slice(a, b), slice(c, d)) for a, b, c, d in ends if b > a and d > c]
 
 
-_in_a_graph.register_autograd(_backward, setup_context=_keep)
+def _sequence_bounds(queries: Bounds, keys: Bounds) -> tuple[Tensor, Tensor, int, int]:
+    return queries.device, keys.device, queries.longest, keys.longest
 
 
-@dataclass
-class Kept:
-    """The part of a context of autograd that attention on a CPU uses."""
-
-    saved_tensors: tuple[Tensor, ...] = ()
-    bounds: list[int] | None = None
-    kv_heads: int = 0
-
-    def save_for_backward(self, *tensors: Tensor) -> None:
-        self.saved_tensors = tensors
-
-
-def _turns(cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """[T, D/2] each -> what `_turn` multiplies [T, 1, 3, D] by itself and by its swapped halves: values stay."""
-    direct = torch.cat((cos, cos), -1)
-    crossed = torch.cat((-sin, sin), -1)
-    direct = torch.stack((direct, direct, torch.ones_like(direct)), 1)
-    crossed = torch.stack((crossed, crossed, torch.zeros_like(crossed)), 1)
-    return direct[:, None], crossed[:, None]
-
-
-def _turn(x: Tensor, direct: Tensor, crossed: Tensor) -> Tensor:
-    """The rotation of queries and keys in fp32 [T, H, 3, D]; every pass is over whole rows of 3 D numbers."""
-    return (x * direct).addcmul_(x.roll(x.shape[-1] // 2, -1), crossed)
-
-
-def _by_head(qkv: Tensor) -> Tensor:
-    """[T, H, 3, D] -> three of [1, H, T, D], without a copy."""
-    return qkv.permute(2, 1, 0, 3)[:, None]
-
-
-def spans(bounds: list[int]) -> list[slice]:
-    return [slice(a, b) for a, b in zip(bounds, bounds[1:], strict=False) if b > a]
+def _without_keys(queries: Bounds, keys: Bounds) -> Tensor:
+    """Which queries have no key in the block; bool [Tq]."""
+    missing = keys.device.diff() == 0
+    return torch.repeat_interleave(missing, queries.device.diff(), output_size=queries.host[-1])

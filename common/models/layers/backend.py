@@ -1,24 +1,48 @@
-"""Who computes the layers: Transformer Engine (`te`) or plain PyTorch (`torch`). Weights fit both."""
+"""The backend of the layers: Transformer Engine (`te`) or plain PyTorch (`torch`), by a GPU's kernels or a CPU's.
+
+Weights fit both backends.
+"""
 
 from __future__ import annotations
 
 import importlib
 import os
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
 
 import torch
+from torch import Tensor
 
 from common.cli import UserError, one_line
 from common.flags import Flags, flag
 
 BACKENDS = ("auto", "te", "torch")
 BF16_SINCE = (8, 0)  # compute capability
-# What a GPU does without, where Transformer Engine is not: said at the start of a run.
+# What a run on a GPU without Transformer Engine lacks, for the log.
 LOST = "its fused kernels, and FP8, MXFP8 and NVFP4 on the GPU's own units"
 COMPILED = "--torch_compile (Transformer Engine keeps its modules out of graphs)"
 HEAD_MULTIPLE = 8  # of the flash kernels behind torch's varlen attention
+
+_as_on_a_gpu = False  # a plain name: torch.compile looks into what reads it
+
+
+@contextmanager
+def as_on_a_gpu() -> Iterator[None]:
+    """Take a GPU's code paths without one, on tensors without values: for memory estimates."""
+    global _as_on_a_gpu
+    before, _as_on_a_gpu = _as_on_a_gpu, True
+    try:
+        yield
+    finally:
+        _as_on_a_gpu = before
+
+
+def device_type(x: Tensor) -> str:
+    """Which code path x takes: `cpu` (common.models.layers.cpu) or `cuda`."""
+    return "cuda" if _as_on_a_gpu else x.device.type
 
 
 @dataclass(frozen=True)
@@ -56,7 +80,7 @@ class BackendFlags(Flags):
 
 
 def _to_compile_with() -> str | None:
-    """What torch.compile lacks on a GPU, or None: Triton, and the compiler that it builds its launchers with."""
+    """What torch.compile lacks on a GPU (Triton, or a C compiler for its launchers), or None."""
     if find_spec("triton") is None:
         return "Triton is not installed"
     if not (os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")):
@@ -72,19 +96,19 @@ def te_missing(device: torch.device) -> str | None:
         return "Transformer Engine is not installed (./install.sh --gpu, or the container image)"
     try:
         importlib.import_module("transformer_engine.pytorch")
-    except Exception as error:  # libraries that do not fit each other fail in many ways
+    except Exception as error:  # mismatched libraries fail in many ways
         reason = one_line(error)[:160]
         return f"Transformer Engine is installed but does not load ({type(error).__name__}: {reason})"
     return None
 
 
 def has_bf16(device: torch.device) -> bool:
-    """Whether it computes in bf16: every CPU (common.models.layers.cpu), and GPUs that have the instructions."""
+    """Whether the device computes in bf16: every CPU does, and GPUs with the instructions."""
     return device.type != "cuda" or torch.cuda.get_device_capability(device) >= BF16_SINCE
 
 
 def check_device(device: torch.device, bf16: bool, head_dim: int, backend: str) -> None:
-    """UserError for what a GPU cannot do, before the first kernel says so in its own words."""
+    """UserError for what a GPU cannot do, before a kernel fails with its own message."""
     if device.type != "cuda" or not bf16:
         return
     if not has_bf16(device):
@@ -102,12 +126,12 @@ def choose_backend(
     device: torch.device,
     bf16: bool,
     torch_only: tuple[str, ...] = (),
-    so_far: str | None = None,
+    previous: str | None = None,
 ) -> tuple[str, str]:
-    """(`te` or `torch`, why). UserError if --backend te asks for what is not there.
+    """(`te` or `torch`, why). UserError if --backend te cannot be had.
 
-    torch_only: what else only the torch backend can honour: `auto` gives way; a user who asked for te is told. so_far:
-    what the run that goes on has computed with, which `auto` keeps.
+    torch_only: other flags that only the torch backend can honour: `auto` takes torch then, --backend te is an error.
+    previous: the backend of the run that is resumed, which `auto` keeps.
     """
     if flags.backend == "torch":
         return "torch", "--backend torch"
@@ -119,16 +143,16 @@ def choose_backend(
         if conflicts:
             raise UserError(f"--backend te: {conflicts[0]} is the torch backend's: drop one of the two")
         return "te", "--backend te"
-    if so_far == "torch":
+    if previous == "torch":
         return "torch", "as this run so far"
-    if so_far == "te" and (missing or conflicts):
+    if previous == "te" and (missing or conflicts):
         raise UserError(
-            f"this run computes with Transformer Engine so far, and now not: {missing or conflicts[0]}: mend that, or "
-            "give --backend torch to go on without it"
+            f"this run has used Transformer Engine so far, and now cannot: {missing or conflicts[0]}: fix that, or "
+            "resume with --backend torch"
         )
     if missing and device.type == "cuda":
         missing += f"; this run goes without {LOST}"
     reason = missing or (f"{conflicts[0]} is the torch backend's" if conflicts else None)
     if reason is None and not bf16:
-        reason = "without --bf16 its products would be TF32 and its attention unfused"
+        reason = "without --bf16 its matmuls would be TF32 and its attention unfused"
     return ("torch", f"not te: {reason}") if reason else ("te", "Transformer Engine is here")

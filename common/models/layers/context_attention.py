@@ -1,17 +1,18 @@
-"""Self-attention of sequences that several ranks share: each has the queries of its own tokens, and needs all keys.
+"""Context parallelism: attention of sequences that several ranks share, each with the queries of its own tokens.
 
-Two ways for keys and values to come to the queries, with the same result:
-- `p2p`, a ring: each rank's block goes round, from neighbour to neighbour; while a rank works on one block the next is
-  on its way. Never more than two blocks are held. In the backward pass a block's gradients go round with it.
-- `all_gather`: every rank gets all blocks at once. One exchange for each pass, and cp blocks are held while it lasts.
+Two ways to get keys and values to the queries, with the same result:
+- `p2p`, a ring: each rank's block is sent from neighbour to neighbour, and the next block is received while a rank
+  computes on the last. At most two blocks are in memory. In the backward pass a block's gradients travel with it.
+- `all_gather`: every rank gets all blocks at once: one collective a pass, with cp blocks in memory.
 
-Neither keeps another rank's keys from the forward to the backward pass: they come again.
+Neither keeps another rank's keys from the forward to the backward pass: they are communicated again.
 
-In a compiled layer all of it is one operator, which takes tensors in place of a `Sharing`: the layer is one graph.
+In a compiled layer all of it is one operator, which takes tensors in place of a `CpLayout`: the layer is one graph.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -19,11 +20,11 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.distributed_c10d import _resolve_process_group
 
-from common.distributed.slices import SharedPack
-from common.models.layers import attention_blocks as blocks
-from common.models.layers.attention import Kept, rotate
+from common.compat import resolve_process_group
+from common.distributed.context_parallel import CpPack
+from common.models.layers import attention
+from common.models.layers.attention import Bounds, rotate
 
 # By their newer names, where torch (2.13) has them: it warns of the older ones.
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -32,7 +33,7 @@ reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sca
 
 @dataclass(frozen=True)
 class ContextGroup:
-    """The ranks that share a pack: their process group, this rank's place in it, the way keys come."""
+    """The ranks that share a pack. way: `p2p`, `all_gather`, or Transformer Engine's `a2a`."""
 
     group: dist.ProcessGroup
     way: str = "p2p"
@@ -46,8 +47,8 @@ class ContextGroup:
         return self.group.size()
 
 
-def share_context(model: nn.Module, group: dist.ProcessGroup, way: str) -> None:
-    """Have a model (`Esm2ForMaskedLM`) take packs that the ranks of a group share. way: one of WAYS."""
+def enable_context_parallel(model: nn.Module, group: dist.ProcessGroup, way: str) -> None:
+    """Have a model (`Esm2ForMaskedLM`) take packs that the ranks of a group share. way: of `ContextGroup`."""
     model.encoder.context = ContextGroup(group, way)
     for layer in model.layers:
         if hasattr(layer, "set_context_parallel_group"):  # Transformer Engine's own
@@ -55,175 +56,187 @@ def share_context(model: nn.Module, group: dist.ProcessGroup, way: str) -> None:
             layer.set_context_parallel_group(group, ranks, torch.cuda.Stream(), way)
 
 
-class Sharing:
-    """Where what is of a shared pack, for all layers: this rank's tokens, every rank's block of keys; real ones only.
+class CpLayout:
+    """Index tables of a shared pack, for all layers: this rank's real tokens and where each rank's keys lie.
 
-    own [R]: the places of this rank's real tokens; parts: for each rank, where its part of each sequence begins in its
-    block, end to end; rows: how many rows a block is sent with, the same on all ranks. Made once for all layers: what
-    the host counts, and sends to a device, it does not do again in each.
+    own [R]: the indices of this rank's real tokens; parts: for each rank, the bounds of its part of each sequence in
+    its block; rows: how many rows a block is sent with, the same on all ranks. Built once a batch: what the host
+    counts and copies to the device is not repeated in each layer.
     """
 
     def __init__(self, real: Tensor, bounds: Tensor, device: torch.device, context: ContextGroup):
-        """real, bounds: of the `SharedPack`."""
+        """real, bounds: of the `CpPack`."""
         self.real, self.bounds, self.context = real, bounds, context
         self.names = context.group.group_name, context.way
         self._device = device
         self._ends = F.pad(real.cumsum(1), (1, 0))  # [cp, B + 1]
-        self.parts = blocks.Bounds.make(self._ends, self._device)
+        self.parts = Bounds.make(self._ends, self._device)
         begins = bounds[context.rank, :-1] - self._ends[context.rank, :-1]
-        self.own = self._places(begins, real[context.rank])
+        self.own = self._indices(begins, real[context.rank])
         self.rows = max(1, int(self._ends[:, -1].max()))
 
-    def is_of(self, real: Tensor, bounds: Tensor, device: torch.device) -> bool:
+    def matches(self, real: Tensor, bounds: Tensor, device: torch.device) -> bool:
         return self._device == device and torch.equal(self.real, real) and torch.equal(self.bounds, bounds)
 
-    def _places(self, shifts: Tensor, counts: Tensor) -> Tensor:
-        """Runs of neighbours, end to end: the n-th has counts[n] places, shifts[n] beyond where it is here."""
+    def _indices(self, shifts: Tensor, counts: Tensor) -> Tensor:
+        """Runs of consecutive indices, end to end: run n has counts[n] of them, each shifts[n] beyond its place."""
         shift = torch.repeat_interleave(shifts, counts)
         return (torch.arange(len(shift)) + shift).to(self._device, non_blocking=True)
 
     @property
-    def queries(self) -> blocks.Bounds:
+    def queries(self) -> Bounds:
         return self.parts[self.context.rank]
 
     @cached_property
-    def everyone(self) -> blocks.Bounds:
-        """Of the parts of all ranks together."""
-        return blocks.Bounds.make(self._ends.sum(0)[None], self._device)[0]
+    def all_parts(self) -> Bounds:
+        """The bounds of the sequences in all ranks' parts together."""
+        return Bounds.make(self._ends.sum(0)[None], self._device)[0]
 
     @cached_property
-    def places(self) -> Tensor:
+    def gathered_rows(self) -> Tensor:
         """The rows of all blocks end to end, sequence by sequence and in a sequence rank by rank; int64 [L]."""
         begins = self._ends[:, :-1] + self.rows * torch.arange(len(self._ends))[:, None]
         counts = self._ends.diff().t().flatten()
-        return self._places(begins.t().flatten() - (counts.cumsum(0) - counts), counts)
+        return self._indices(begins.t().flatten() - (counts.cumsum(0) - counts), counts)
 
     def block(self, kv: Tensor) -> Tensor:
-        """[R, ...] with fillers up to `rows`."""
+        """[R, ...] padded to `rows`."""
         if len(kv) == self.rows:
             return kv
         return torch.cat((kv, kv.new_zeros(self.rows - len(kv), *kv.shape[1:])))
 
-    def part(self, block: Tensor, rank: int) -> tuple[Tensor, Tensor]:
-        """Keys and values of a rank's block [rows, 2, H, D], without the fillers."""
+    def part(self, block: Tensor, rank: int) -> tuple[Tensor, ...]:
+        """Keys and values of a rank's block [rows, 2, H, D], without the padding."""
         return block[: self.parts[rank].host[-1]].unbind(1)
 
 
-_latest: list[Sharing] = []  # at most one: it is the same for all layers
+_latest: list[CpLayout] = []  # at most one: it is the same for all layers
 
 
-def sharing_of(real: Tensor, bounds: Tensor, device: torch.device, group: str, way: str) -> Sharing:
-    """The `Sharing` of a pack, made anew unless it is the one of the last call. group: a process group's name."""
-    if not _latest or _latest[0].names != (group, way) or not _latest[0].is_of(real, bounds, device):
-        _latest[:] = [Sharing(real, bounds, device, ContextGroup(_resolve_process_group(group), way))]
+def layout_of(real: Tensor, bounds: Tensor, device: torch.device, group: str, way: str) -> CpLayout:
+    """The `CpLayout` of a pack, the last call's if it matches. group: a process group's name."""
+    if not _latest or _latest[0].names != (group, way) or not _latest[0].matches(real, bounds, device):
+        _latest[:] = [CpLayout(real, bounds, device, ContextGroup(resolve_process_group(group), way))]
     return _latest[0]
 
 
-def whole_sequences(shared: SharedPack, tokens: int) -> Tensor:
-    """Boundaries of the sequences that ranks share, as Transformer Engine takes them: int64 [2, B + 2] on the host,
-    without padding and with it. tokens: of each rank, with fillers, which are one more sequence."""
+def whole_sequences(shared: CpPack, tokens: int) -> Tensor:
+    """Boundaries of the shared sequences as Transformer Engine takes them, without and with padding: int64 [2, B + 2]
+    on the host. tokens: of each rank, with fillers, which are one more sequence."""
     fillers = (tokens - shared.bounds[:, -1]).sum()
     real, padded = (torch.cat((x.sum(0), fillers[None])) for x in (shared.real, shared.bounds.diff()))
     return F.pad(torch.stack((real, padded)).cumsum(1), (1, 0))
 
 
-def context_attention(qkv: Tensor, cos: Tensor, sin: Tensor, sharing: Sharing) -> Tensor:
-    """Rotary self-attention of this rank's tokens to all of their sequences.
+def context_attention(qkv: Tensor, cos: Tensor, sin: Tensor, layout: CpLayout) -> Tensor:
+    """Rotary self-attention of this rank's tokens to all tokens of their sequences.
 
     qkv [T, H, 3, D] (query, key, value of each head, not yet rotated), cos and sin [T, D/2] by position in the whole
-    sequence. Returns [T, H * D]; 0 where a token is padding, which nobody attends to and which has no gradient.
+    sequence. Returns [T, H * D]; 0 where a token is padding, which gets no attention and no gradient.
     """
     if torch.compiler.is_compiling():
-        return _in_a_graph(qkv, cos, sin, sharing.real, sharing.bounds, *sharing.names)[0]
+        return _operator(qkv, cos, sin, layout.real, layout.bounds, *layout.names)[0]
     with torch.autocast(qkv.device.type, enabled=False):
-        out = WAYS[sharing.context.way].apply(*_rotated(qkv, cos, sin, sharing), sharing)
-    return _spread(out, sharing, len(qkv)).flatten(1)
+        out = _ContextAttention.apply(*_rotated(qkv, cos, sin, layout), layout)
+    return _scatter(out, layout, len(qkv)).flatten(1)
 
 
-def _rotated(qkv: Tensor, cos: Tensor, sin: Tensor, sharing: Sharing) -> tuple[Tensor, Tensor]:
+def _rotated(qkv: Tensor, cos: Tensor, sin: Tensor, layout: CpLayout) -> tuple[Tensor, Tensor]:
     """Of this rank's real tokens: q [R, H, D], kv [R, 2, H, D]."""
-    own = sharing.own
+    own = layout.own
     q, k, v = qkv[own].unbind(2)
     q, k = (rotate(x, cos[own], sin[own]) for x in (q, k))
     return q, torch.stack((k, v), 1)
 
 
-def _spread(x: Tensor, sharing: Sharing, tokens: int) -> Tensor:
+def _scatter(x: Tensor, layout: CpLayout, tokens: int) -> Tensor:
     """[R, ...] of the real tokens -> [T, ...], 0 where a token is padding."""
-    return x.new_zeros(tokens, *x.shape[1:]).index_copy(0, sharing.own, x)
+    return x.new_zeros(tokens, *x.shape[1:]).index_copy(0, layout.own, x)
 
 
-class _Ring(torch.autograd.Function):
+class _ContextAttention(torch.autograd.Function):
     """q [R, H, D], kv [R, 2, H, D] (rotated) -> [R, H, D]."""
 
     @staticmethod
-    def forward(ctx, q: Tensor, kv: Tensor, sharing: Sharing) -> Tensor:
-        out = lse = None
-        for rank, block in rounds(sharing.block(kv), sharing):
-            part = blocks.attend(q, *sharing.part(block, rank), sharing.queries, sharing.parts[rank])
-            out, lse = part if out is None else blocks.merge(out, lse, *part)
-        ctx.sharing = sharing
-        ctx.save_for_backward(q, kv, out.to(q.dtype), lse)
-        return out.to(q.dtype)
+    def forward(ctx, q: Tensor, kv: Tensor, layout: CpLayout) -> Tensor:
+        out, lse = WAYS[layout.context.way].forward(q, kv, layout)
+        ctx.layout = layout
+        ctx.save_for_backward(q, kv, out, lse)
+        return out
 
     @staticmethod
     def backward(ctx, grad: Tensor):
-        q, kv, out, lse = ctx.saved_tensors
-        sharing, grads_q = ctx.sharing, 0
-        coming = None  # the gradients of the block at hand, as far as others have worked on it
-        for rank, block in rounds(sharing.block(kv), sharing):
-            keys = sharing.part(block, rank)
-            dq, *more = blocks.gradients(grad, q, *keys, out, lse, sharing.queries, sharing.parts[rank])
-            grads_q = grads_q + dq
-            added = sharing.block(torch.stack(more, 1))
-            if coming is not None:
-                added += coming.wait()
-            coming = _Passing(added, sharing.context)
-        return grads_q.to(q.dtype), coming.wait()[: len(kv)].to(kv.dtype), None
+        return *WAYS[ctx.layout.context.way].backward(grad, *ctx.saved_tensors, ctx.layout), None
 
 
-class _Gathered(torch.autograd.Function):
-    """As `_Ring`, from all keys and values at once."""
-
-    @staticmethod
-    def forward(ctx, q: Tensor, kv: Tensor, sharing: Sharing) -> Tensor:
-        out, lse = blocks.attend(q, *_all_keys(kv, sharing), sharing.queries, sharing.everyone)
-        ctx.sharing = sharing
-        ctx.save_for_backward(q, kv, out.to(q.dtype), lse)
-        return out.to(q.dtype)
-
-    @staticmethod
-    def backward(ctx, grad: Tensor):
-        q, kv, out, lse = ctx.saved_tensors
-        sharing, group = ctx.sharing, ctx.sharing.context.group
-        keys = _all_keys(kv, sharing)
-        dq, *more = blocks.gradients(grad, q, *keys, out, lse, sharing.queries, sharing.everyone)
-        grads = torch.stack(more, 1)
-        apart = grads.new_zeros(sharing.context.size * sharing.rows, *kv.shape[1:])
-        apart.index_copy_(0, sharing.places, grads)
-        own = torch.empty_like(apart[: sharing.rows])
-        reduce_scatter(own, apart, group=group)
-        return dq.to(q.dtype), own[: len(kv)].to(kv.dtype), None
+def _ring_forward(q: Tensor, kv: Tensor, layout: CpLayout) -> tuple[Tensor, Tensor]:
+    """out [R, H, D] in q's dtype, lse [R, H]."""
+    out = lse = None
+    for rank, block in ring_blocks(layout.block(kv), layout):
+        part = attention.attend_block(q, *layout.part(block, rank), layout.queries, layout.parts[rank])
+        out, lse = part if out is None else attention.merge_blocks(out, lse, *part)
+    return out.to(q.dtype), lse
 
 
-WAYS: dict[str, type[torch.autograd.Function]] = {"p2p": _Ring, "all_gather": _Gathered}
+def _ring_backward(
+    grad: Tensor, q: Tensor, kv: Tensor, out: Tensor, lse: Tensor, layout: CpLayout
+) -> tuple[Tensor, Tensor]:
+    """The gradients of q and kv."""
+    grads_q = 0
+    received = None  # the block's gradients from the ranks that have computed on it
+    for rank, block in ring_blocks(layout.block(kv), layout):
+        bounds = layout.queries, layout.parts[rank]
+        dq, *dkv = attention.block_gradients(grad, q, *layout.part(block, rank), out, lse, *bounds)
+        grads_q = grads_q + dq
+        added = layout.block(torch.stack(dkv, 1))
+        if received is not None:
+            added += received.wait()
+        received = _SendReceive(added, layout.context)
+    return grads_q.to(q.dtype), received.wait()[: len(kv)].to(kv.dtype)
 
-# ---- in a graph: one operator, which finds out from tensors how the pack is shared ---------------------------------
+
+def _gathered_forward(q: Tensor, kv: Tensor, layout: CpLayout) -> tuple[Tensor, Tensor]:
+    """As `_ring_forward`, from all keys and values at once."""
+    out, lse = attention.attend_block(q, *_all_keys(kv, layout), layout.queries, layout.all_parts)
+    return out.to(q.dtype), lse
+
+
+def _gathered_backward(
+    grad: Tensor, q: Tensor, kv: Tensor, out: Tensor, lse: Tensor, layout: CpLayout
+) -> tuple[Tensor, Tensor]:
+    bounds = layout.queries, layout.all_parts
+    dq, *dkv = attention.block_gradients(grad, q, *_all_keys(kv, layout), out, lse, *bounds)
+    grads = torch.stack(dkv, 1)
+    by_rank = grads.new_zeros(layout.context.size * layout.rows, *kv.shape[1:])
+    by_rank.index_copy_(0, layout.gathered_rows, grads)
+    own = torch.empty_like(by_rank[: layout.rows])
+    reduce_scatter(own, by_rank, group=layout.context.group)
+    return dq.to(q.dtype), own[: len(kv)].to(kv.dtype)
+
+
+@dataclass(frozen=True)
+class _Way:
+    forward: Callable[[Tensor, Tensor, CpLayout], tuple[Tensor, Tensor]]
+    backward: Callable[..., tuple[Tensor, Tensor]]
+
+
+WAYS = {"p2p": _Way(_ring_forward, _ring_backward), "all_gather": _Way(_gathered_forward, _gathered_backward)}
+
+# ---- in a compiled graph: one operator, which derives the layout from tensors -----
 
 
 @torch.library.custom_op("esm2::context_attention", mutates_args=())
-def _in_a_graph(
+def _operator(
     qkv: Tensor, cos: Tensor, sin: Tensor, real: Tensor, bounds: Tensor, group: str, way: str
 ) -> tuple[Tensor, Tensor]:
     """As `context_attention`; also, for the backward pass, the lse [T, H] of the real tokens."""
-    sharing, kept = sharing_of(real, bounds, qkv.device, group, way), Kept()
+    layout = layout_of(real, bounds, qkv.device, group, way)
     with torch.autocast(qkv.device.type, enabled=False):
-        out = WAYS[way].forward(kept, *_rotated(qkv, cos, sin, sharing), sharing)
-    lse = kept.saved_tensors[-1]
-    return _spread(out, sharing, len(qkv)).flatten(1), _spread(lse, sharing, len(qkv))
+        out, lse = WAYS[way].forward(*_rotated(qkv, cos, sin, layout), layout)
+    return _scatter(out, layout, len(qkv)).flatten(1), _scatter(lse, layout, len(qkv))
 
 
-@_in_a_graph.register_fake
+@_operator.register_fake
 def _(qkv, cos, sin, real, bounds, group, way) -> tuple[Tensor, Tensor]:
     tokens, heads, _, dim = qkv.shape
     lse = qkv.new_empty(tokens, heads, dtype=torch.promote_types(qkv.dtype, torch.float32))
@@ -231,7 +244,7 @@ def _(qkv, cos, sin, real, bounds, group, way) -> tuple[Tensor, Tensor]:
 
 
 @torch.library.custom_op("esm2::context_attention_backward", mutates_args=())
-def _backward_in_a_graph(
+def _backward_operator(
     grad: Tensor,
     qkv: Tensor,
     cos: Tensor,
@@ -243,66 +256,66 @@ def _backward_in_a_graph(
     group: str,
     way: str,
 ) -> Tensor:
-    sharing = sharing_of(real, bounds, qkv.device, group, way)
-    own = sharing.own
+    layout = layout_of(real, bounds, qkv.device, group, way)
+    own = layout.own
     with torch.autocast(qkv.device.type, enabled=False):
         grad, out = (x.view(len(qkv), qkv.shape[1], -1)[own] for x in (grad, out))
-        kept = Kept((*_rotated(qkv, cos, sin, sharing), out, lse[own]))
-        kept.sharing = sharing
-        dq, dkv, _ = WAYS[way].backward(kept, grad)
+        dq, dkv = WAYS[way].backward(grad, *_rotated(qkv, cos, sin, layout), out, lse[own], layout)
         dk, dv = dkv.unbind(1)
         dq, dk = (rotate(x, cos[own], -sin[own]) for x in (dq, dk))
-        return _spread(torch.stack((dq, dk, dv), 2), sharing, len(qkv))
+        return _scatter(torch.stack((dq, dk, dv), 2), layout, len(qkv))
 
 
-@_backward_in_a_graph.register_fake
+@_backward_operator.register_fake
 def _(grad, qkv, cos, sin, real, bounds, out, lse, group, way) -> Tensor:
     return qkv.new_empty(qkv.shape)
 
 
-def _keep(ctx, inputs, output) -> None:
+def _save(ctx, inputs, output) -> None:
     *tensors, ctx.group, ctx.way = inputs
     ctx.save_for_backward(*tensors, *output)
 
 
-def _backward(ctx, grad: Tensor, *_):
-    grads = _backward_in_a_graph(grad.contiguous(), *ctx.saved_tensors, ctx.group, ctx.way)
+def _differentiate(ctx, grad: Tensor, *_):
+    grads = _backward_operator(grad.contiguous(), *ctx.saved_tensors, ctx.group, ctx.way)
     return grads, None, None, None, None, None, None
 
 
-_in_a_graph.register_autograd(_backward, setup_context=_keep)
+_operator.register_autograd(_differentiate, setup_context=_save)
+
+# ---- communication -------------------------------------------------------------------------------------------------
 
 
-def _all_keys(kv: Tensor, sharing: Sharing) -> tuple[Tensor, Tensor]:
-    """Keys and values of all ranks, sequence by sequence; [L, H, D] each."""
-    block = sharing.block(kv)
-    gathered = block.new_empty(sharing.context.size * sharing.rows, *kv.shape[1:])
-    all_gather(gathered, block, group=sharing.context.group)
-    return gathered[sharing.places].unbind(1)
+def _all_keys(kv: Tensor, layout: CpLayout) -> tuple[Tensor, ...]:
+    """All-gather keys and values, sequence by sequence; [L, H, D] each."""
+    block = layout.block(kv)
+    gathered = block.new_empty(layout.context.size * layout.rows, *kv.shape[1:])
+    all_gather(gathered, block, group=layout.context.group)
+    return gathered[layout.gathered_rows].unbind(1)
 
 
-def rounds(block: Tensor, sharing: Sharing):
-    """(rank, its block) for every rank, this one's own first; the next one is on its way meanwhile."""
-    context = sharing.context
+def ring_blocks(block: Tensor, layout: CpLayout) -> Iterator[tuple[int, Tensor]]:
+    """(rank, its block) for every rank, this one's own first; the next block is received meanwhile."""
+    context = layout.context
     for turn in range(context.size):
-        coming = _Passing(block, context) if turn < context.size - 1 else None
+        received = _SendReceive(block, context) if turn < context.size - 1 else None
         yield (context.rank - turn) % context.size, block
-        if coming is not None:
-            block = coming.wait()
+        if received is not None:
+            block = received.wait()
 
 
-class _Passing:
-    """A tensor on its way to the next rank of the ring, and the previous one's to this one."""
+class _SendReceive:
+    """Sends a tensor to the next rank of the ring and receives the previous rank's."""
 
     def __init__(self, tensor: Tensor, context: ContextGroup):
-        self.sent, self.came = tensor, torch.empty_like(tensor)
+        self.sent, self.received = tensor, torch.empty_like(tensor)
         group, rank, size = context.group, context.rank, context.size
         to, source = (dist.get_global_rank(group, n % size) for n in (rank + 1, rank - 1))
-        ways = [dist.P2POp(dist.isend, tensor, to, group), dist.P2POp(dist.irecv, self.came, source, group)]
-        self.works = dist.batch_isend_irecv(ways)
+        operations = [dist.P2POp(dist.isend, tensor, to, group), dist.P2POp(dist.irecv, self.received, source, group)]
+        self.works = dist.batch_isend_irecv(operations)
 
     def wait(self) -> Tensor:
-        """What came from the previous rank."""
+        """The previous rank's tensor."""
         for work in self.works:
             work.wait()
-        return self.came
+        return self.received

@@ -1,6 +1,8 @@
-"""README.md of an exported model: what it is, how long it was trained, how transformers opens it.
+"""Directories of `transformers`: config.json, weights and model card, read and written a tensor at a time.
 
-Nothing of a user's text goes into it, nor a path: only numbers, hashes, and names that this program knows.
+A model of many gigabytes is never whole in memory here: tensors are read when asked for, and written in files of at
+most SHARD_BYTES. Each family knows its tensors. The model card holds nothing of a user's text and no path:
+only numbers, hashes, and names that this program knows.
 """
 
 from __future__ import annotations
@@ -22,16 +24,13 @@ from torch import Tensor
 
 from common.cli import UserError, one_line
 from common.files.hashing import combined_hash
-from common.files.json_files import is_plain_name, open_regular, read_json, shorten
-from common.files.output_directory import sync_directory, sync_tree
+from common.files.json_files import is_plain_name, open_regular, read_json, shorten, sync_directory, sync_tree
 
-# A config.json as somebody else may have written it: read, held to sizes that exist, and rid of what names code.
-
-# Keys by which transformers takes code, of the directory or of the Hub, for the model.
+# Keys with which a config.json makes transformers load code.
 NAMES_CODE = {"auto_map", "custom_pipelines", "attn_implementation", "experts_implementation"}
 NAMES_CODE |= {"_attn_implementation", "_experts_implementation"}
 
-# Well above any published model: what is larger would have a process build layers, or shapes, for hours.
+# Well above any published model: larger sizes would keep a process building layers for hours.
 LARGEST = {
     "vocab_size": 1 << 24,
     "hidden_size": 1 << 16,
@@ -46,7 +45,7 @@ LARGEST = {
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """Names and values. ValueError where it is none, OSError where it cannot be read."""
+    """A config.json without keys that load code. ValueError if it is malformed, OSError if it cannot be read."""
     return _without_code(read_json(path, follow_links=True))
 
 
@@ -71,25 +70,19 @@ def check_sizes(config: Any, where: str) -> None:
 
 
 def check_positive(config: Any, where: str, *names: str) -> None:
-    """UserError for a number that is none, not above 0 or infinite."""
+    """UserError for a value that is not a finite number above 0."""
     for name in names:
         value = getattr(config, name)
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
             raise UserError(f"{where}: {name} is {shorten(value)}: must be above 0")
 
 
-# Directories of `transformers`: weights read from one, and a trained model written as one; a tensor at a time.
-#
-# A model of many gigabytes is never whole in memory here: tensors are read when asked for, and written in files of at
-# most SHARD_BYTES, each as soon as its tensors are there. What is in them, each family of models knows (its
-# `pretrained`).
-
 SHARD_BYTES = 5 * 10**9
 INDEX = "model.safetensors.index.json"
 
 
 def local_directory(name_or_path: str) -> Path:
-    """A directory as it is; of a name on the Hub the files of its newest revision, fetched where they are not here."""
+    """A directory, or the local copy of a Hub repository's newest revision, downloaded if needed."""
     root = Path(name_or_path)
     if root.is_dir():
         return root
@@ -106,16 +99,16 @@ def local_directory(name_or_path: str) -> Path:
 
 
 def model_files(name_or_path: str) -> list[Path]:
-    """The files that make a model what it is: weights, configuration, vocabulary. UserError without weights."""
+    """The files that define a model: weights, configuration, vocabulary. UserError without weights."""
     root = local_directory(name_or_path)
     others = [root / name for name in ("config.json", "vocab.txt", INDEX)]
     return [*(path for path in others if path.is_file()), *_weight_files(root)]
 
 
 def model_hash(name_or_path: str) -> str:
-    """Identity of a model, wherever it is: one hash (hex) of the contents of its `model_files`.
+    """Identity of a model: one hash (hex) of the contents of its `model_files`.
 
-    UserError where there are no weights, or one of the files is being written.
+    UserError without weights, or while a file is being written.
     """
     return combined_hash(model_files(name_or_path))
 
@@ -128,7 +121,7 @@ def read_tensors(directory: str) -> tuple[Path, dict[str, Tensor]]:
         try:
             open_regular(path, follow_links=True).close()
             with safe_open(path, framework="pt") as file:
-                # Memory-mapped: what is not used is not read.
+                # Memory-mapped: unused tensors are not read.
                 theirs |= {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         except (SafetensorError, OSError, ValueError) as error:
             reason = one_line(error)[:160]
@@ -139,7 +132,7 @@ def read_tensors(directory: str) -> tuple[Path, dict[str, Tensor]]:
 def check_finite(name: str, tensor: Tensor, where: str) -> Tensor:
     """The tensor. UserError, which begins with `where`, if it holds NaN or infinity."""
     if tensor.numel() and tensor.is_floating_point():
-        extremes = torch.stack(torch.aminmax(tensor))  # a NaN is both; no copy, no mask
+        extremes = torch.stack(torch.aminmax(tensor))  # NaN propagates to both; no copy, no mask
         if not extremes.isfinite().all():
             raise UserError(
                 f"{where}: tensor {name} holds NaN or infinity: its training diverged, or the file is damaged: "
@@ -151,8 +144,8 @@ def check_finite(name: str, tensor: Tensor, where: str) -> Tensor:
 def _weight_files(root: Path) -> list[Path]:
     """The safetensors of a directory, or of the shards that its index names.
 
-    Links are followed, as the Hub's cache has them and users make them: what they lead to is read as tensors or not
-    at all. Names that lead out of the directory are refused.
+    Links are followed (the Hub's cache consists of them): their targets are read as tensors only. Names that lead out
+    of the directory are refused.
     """
     index = root / INDEX
     names = ["model.safetensors"]
@@ -177,7 +170,7 @@ def _weight_files(root: Path) -> list[Path]:
 
 @dataclass(frozen=True)
 class Content:
-    """What a directory is to hold.
+    """What to write into a directory.
 
     stock: transformers' configuration; architecture: its class of the model; shapes: of every tensor, in the order in
     which the tensors come; finish: writes the tokenizer's files into it.
@@ -194,7 +187,7 @@ def write_directory(
 ) -> None:
     """Write a directory that transformers' from_pretrained opens offline, tensors in fp32.
 
-    The directory appears when all of it is on the disk, or not at all; one that is there already is replaced.
+    The directory appears when it is complete and flushed; an existing one is replaced.
     """
     partial = directory.with_name(f"{directory.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
@@ -212,7 +205,7 @@ def write_directory(
 
 
 def _write(pieces: Iterator[tuple[str, Tensor]], content: Content, partial: Path, shard_bytes: int) -> None:
-    stock = content.stock  # as loaded it may name another class, and the precision it was stored in
+    stock = content.stock  # the loaded one may name another class and dtype
     stock.architectures, stock.dtype = [content.architecture], "float32"
     stock.save_pretrained(partial)
     files = _file_of_each(content.shapes, shard_bytes)
@@ -234,7 +227,7 @@ def _write(pieces: Iterator[tuple[str, Tensor]], content: Content, partial: Path
 
 def _save(tensors: dict[str, Tensor], path: Path) -> None:
     save_file(tensors, path, {"format": "pt"})
-    path.chmod(path.parent.stat().st_mode & 0o666)  # safetensors' own files are for nobody but their owner
+    path.chmod(path.parent.stat().st_mode & 0o666)  # safetensors creates files readable by their owner only
 
 
 def _file_of_each(shapes: Mapping[str, torch.Size], shard_bytes: int) -> dict[str, str]:
@@ -256,7 +249,7 @@ HASH = re.compile(r"[0-9a-f]{16,64}(-\d+)?")  # and a number of records
 
 @dataclass(frozen=True)
 class Training:
-    """How the weights came to be; None is not known.
+    """How the weights were trained, for the model card; None: unknown.
 
     steps, tokens: trained, 0 for weights exported as they were given; data: the training data's identity; start:
     --model_name_or_path, "" for random weights.
@@ -269,7 +262,7 @@ class Training:
 
     @classmethod
     def of_state(cls, state: Any) -> Training:
-        """From a run's trainer_state.json; what is not of its type there is not known."""
+        """From a run's trainer_state.json; a value of the wrong type is unknown."""
         state = _object(state)
         steps, tokens = (n if type(n := state.get(name)) is int and n >= 0 else None for name in ("step", "tokens"))
         data = _object(state.get("data")).get("dataset")
@@ -302,7 +295,7 @@ def write_card(
     """Write README.md into the directory of a model.
 
     architecture: transformers' class; tags: the Hub's, its pipeline's first; published: names of weights that may be
-    named as those that training started from; notes: {heading: text} below the rest.
+    mentioned as the starting point; notes: {heading: text} below the rest.
     """
     start = training.start if training.start in published else None
     front = ["library_name: transformers", f"pipeline_tag: {tags[0]}", "tags:", *(f"- {tag}" for tag in tags[1:])]

@@ -1,4 +1,4 @@
-"""Recomputation of a layer of Transformer Engine's modules, which minds FP8's scales."""
+"""Activation checkpointing (recomputation) and offloading: what happens to a layer's activations until backward."""
 
 from __future__ import annotations
 
@@ -14,43 +14,44 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from common.compat import storage_key
 from common.distributed.strategy import StrategyFlags
 from common.flags import flag
-from common.models.layers.cpu import is_as_on_a_gpu
+from common.models.layers.backend import device_type
 from common.models.layers.residual import total
-
-# Activations in host memory between forward and backward pass, copied there and back while layers compute.
-#
-# A stream of its own takes along what a layer saves while the next layer computes, and fetches what the layer before
-# saved while this one goes backwards. So the device has what two layers saved, and what is computed with. (torch's
-# `save_on_cpu` copies in the stream that computes, and every layer waits for its copies.)
-#
-# Weights stay: the strategy says when they are there. Where the device is the host nothing is copied.
 
 
 class Offloading:
-    """Of the layers of one model, in the order in which they are called."""
+    """Keeps activations in host memory between forward and backward pass, copying them while layers compute.
+
+    A second CUDA stream copies what a layer saved to the host while the next layer computes, and in the backward pass
+    prefetches the previous layer's. So the device holds the activations of two layers. (torch's `save_on_cpu` copies
+    on the computing stream, and every layer waits for its copies.) Weights are not offloaded: the strategy shards
+    them. On a CPU nothing is copied.
+
+    One for the layers of a model, in the order in which they are called.
+    """
 
     def __init__(self):
-        self._stream: torch.cuda.Stream | None = None  # none where a run is rehearsed
-        self._leaving: list[_Call] = []  # the last two, of which the device may still have everything
+        self._stream: torch.cuda.Stream | None = None  # none in a dry run
+        self._leaving: list[_Call] = []  # the last two, which may still be on the device
         self._last: Callable[[], _Call | None] = lambda: None
 
     def forward(self, layer: nn.Module) -> Callable:
-        """The layer's forward pass as it is now, with what it saves in host memory."""
+        """The layer's current forward pass, with its saved tensors offloaded."""
         compute = layer.forward
 
-        # torch.compile begins anew in the layer: streams and hooks are not for its graphs.
+        # torch.compile starts inside the layer: streams and hooks do not belong in its graphs.
         @torch.compiler.disable(recursive=False)
         def forward(*args):
             if not torch.is_grad_enabled():
                 return compute(*args)
             while len(self._leaving) > 1:
-                self._let_go(self._leaving.pop(0))
-            call = _Call(self, self._last, {p.untyped_storage()._cdata for p in layer.parameters()})
-            with saved_tensors_hooks(call.save, call.give):
+                self._free(self._leaving.pop(0))
+            call = _Call(self, self._last, {storage_key(p) for p in layer.parameters()})
+            with saved_tensors_hooks(call.pack, call.unpack):
                 result = compute(*args)
-            if call.there:
+            if call.on_host:
                 call.copied = self._record()
                 self._leaving.append(call)
                 self._last = weakref.ref(call)
@@ -58,40 +59,40 @@ class Offloading:
 
         return forward
 
-    def away(self, tensor: Tensor) -> Tensor:
-        """Its copy in host memory, once the stream is through with it."""
+    def to_host(self, tensor: Tensor) -> Tensor:
+        """Its copy in pinned host memory, complete once the copy stream gets there."""
         if tensor.is_cuda and self._stream is None:
             self._stream = torch.cuda.Stream(tensor.device)
         host = torch.empty_like(tensor, device="cpu", pin_memory=True)
-        with self._beside():
+        with self._on_copy_stream():
             host.copy_(tensor, non_blocking=True)
         return host
 
-    def fetched(self, call: _Call) -> list[Tensor]:
-        """What a call saved, on the device; what the call before it saved is on its way from now on."""
-        self._leaving.clear()  # the backward pass has begun: what has not left stays
-        self._fetch(call)
+    def fetch(self, call: _Call) -> list[Tensor]:
+        """A call's saved tensors, on the device; starts to prefetch those of the call before."""
+        self._leaving.clear()  # the backward pass has begun: what is still on the device stays
+        self._copy_back(call)
         self._wait_for(call)
         if (before := call.before()) is not None:
-            self._fetch(before)
-        return call.here
+            self._copy_back(before)
+        return call.on_device
 
-    def _fetch(self, call: _Call) -> None:
-        if call.here:
+    def _copy_back(self, call: _Call) -> None:
+        if call.on_device:
             return
-        # Memory of the stream that computes, which lets go of it after use: the other only has to wait for it now.
-        call.here = [torch.empty_like(tensor, device=call.device) for tensor in call.there]
-        with self._beside():
-            for tensor, host in zip(call.here, call.there, strict=True):
+        # Memory of the computing stream, which frees it after use: the copy stream only has to wait for it now.
+        call.on_device = [torch.empty_like(tensor, device=call.device) for tensor in call.on_host]
+        with self._on_copy_stream():
+            for tensor, host in zip(call.on_device, call.on_host, strict=True):
                 tensor.copy_(host, non_blocking=True)
         call.copied = self._record()
 
-    def _let_go(self, call: _Call) -> None:
+    def _free(self, call: _Call) -> None:
         self._wait_for(call)
-        call.here = []
+        call.on_device = []
 
-    def _beside(self) -> AbstractContextManager:
-        """The other stream, after what has been asked of the one that computes."""
+    def _on_copy_stream(self) -> AbstractContextManager:
+        """The copy stream, after everything queued on the computing one."""
         if self._stream is None:
             return nullcontext()
         self._stream.wait_stream(torch.cuda.current_stream())
@@ -107,42 +108,39 @@ class Offloading:
 
 
 class _Call:
-    """What one call of a layer saved: `there`, in host memory, and `here`, while the device has it.
+    """The tensors that one call of a layer saved: `on_host`, and `on_device` while they are there.
 
-    before: gives the call before it, if that has not gone backwards yet; weights: storages of the layer's weights.
+    before: returns the previous call, until that has had its backward pass; weights: storages of the layer's weights.
     """
 
     def __init__(self, offloading: Offloading, before: Callable[[], _Call | None], weights: set[int]):
         self.offloading, self.before, self.weights = offloading, before, weights
-        self.here: list[Tensor] = []
-        self.there: list[Tensor] = []
+        self.on_device: list[Tensor] = []
+        self.on_host: list[Tensor] = []
         self.device: torch.device | None = None
-        self.copied: torch.cuda.Event | None = None  # of the last copies, either way, until they were waited for
+        self.copied: torch.cuda.Event | None = None  # after the last copies, either way, until waited for
 
-    def save(self, tensor: Tensor) -> Tensor | tuple[_Call, int]:
-        on_host = tensor.device.type == "cpu" and not is_as_on_a_gpu()
-        if on_host or tensor.untyped_storage()._cdata in self.weights:
+    def pack(self, tensor: Tensor) -> Tensor | tuple[_Call, int]:
+        if device_type(tensor) == "cpu" or storage_key(tensor) in self.weights:
             return tensor
         self.device = tensor.device
-        self.there.append(self.offloading.away(tensor))
-        self.here.append(tensor)
-        return self, len(self.here) - 1
+        self.on_host.append(self.offloading.to_host(tensor))
+        self.on_device.append(tensor)
+        return self, len(self.on_device) - 1
 
     @staticmethod
-    def give(saved: Tensor | tuple[_Call, int]) -> Tensor:
+    def unpack(saved: Tensor | tuple[_Call, int]) -> Tensor:
         if isinstance(saved, Tensor):
             return saved
         call, number = saved
-        return call.offloading.fetched(call)[number]
+        return call.offloading.fetch(call)[number]
 
-
-# What becomes of a layer's activations between forward and backward: kept, recomputed, or kept in host memory.
 
 MODES = ("none", "selective", "full")
 
-# Results of products and of fused attention are kept by `selective`; norms, GELU, rotary and the like are recomputed.
-_KEPT = (
-    *("aten::mm", "aten::addmm", "mkldnn::_linear_pointwise", "esm2::product", "esm2::attention"),
+# `selective` saves the results of matmuls and fused attention; norms, GELU, rotary and the like are recomputed.
+_SAVED = (
+    *("aten::mm", "aten::addmm", "mkldnn::_linear_pointwise", "cpu::matmul", "cpu::attention"),
     "esm2::context_attention",
     *("aten::_scaled_dot_product_flash_attention", "aten::_scaled_dot_product_flash_attention_for_cpu"),
     *("aten::_scaled_dot_product_efficient_attention", "aten::_scaled_dot_product_cudnn_attention"),
@@ -151,7 +149,7 @@ _KEPT = (
 
 
 def mode_of(text: str) -> str:
-    """One of the MODES, by its name or as the FSDP guides have it: a boolean."""
+    """One of the MODES, by name or by the boolean of the FSDP guides."""
     return {"1": "full", "true": "full", "0": "none", "false": "none"}.get(text.lower(), text)
 
 
@@ -176,11 +174,11 @@ class RecomputeFlags(StrategyFlags):
 
 
 def save_activations(layers: list[nn.Module], mode: str, offload: bool) -> None:
-    """Set the MODES of these layers, in place: names and parameters stay as they are."""
+    """Set the activation checkpointing of these layers, in place; names and parameters stay."""
     offloading = Offloading()
     for layer in layers:
         if mode != "none" and hasattr(layer, "recompute"):
-            layer.recompute()  # Transformer Engine's own way: `full` only (see common.models.layers.backend)
+            layer.recompute()  # Transformer Engine's own, `full` only
         elif mode != "none":
             layer.forward = _recomputed(layer.forward, selective=mode == "selective")
         if offload:
@@ -190,8 +188,8 @@ def save_activations(layers: list[nn.Module], mode: str, offload: bool) -> None:
 def _recomputed(forward: Callable, selective: bool) -> Callable:
     contexts = {"context_fn": partial(create_selective_checkpoint_contexts, _policy)} if selective else {}
 
-    def call(stream, *args):  # torch.compile looks into a function, and not into a partial of `checkpoint`
-        # What goes in is kept: one tensor of it. There is nothing random in a layer.
+    def call(stream, *args):  # torch.compile traces a function, but not a partial of `checkpoint`
+        # The input is saved, as one tensor. Layers draw no random numbers.
         return checkpoint(forward, total(stream), *args, use_reentrant=False, preserve_rng_state=False, **contexts)
 
     return call
@@ -199,24 +197,24 @@ def _recomputed(forward: Callable, selective: bool) -> Callable:
 
 def _policy(context, operator, *args, **kwargs) -> CheckpointPolicy:
     name = operator.name().split(".")[0]
-    return CheckpointPolicy.MUST_SAVE if name in _KEPT else CheckpointPolicy.PREFER_RECOMPUTE
+    return CheckpointPolicy.MUST_SAVE if name in _SAVED else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 class RecomputedByTe:
-    """Of a layer (beside nn.Module): what common.models.layers.recompute calls for `full`."""
+    """Mixin of Transformer Engine's layers: `full` activation checkpointing that keeps FP8's scales right."""
 
     def recompute(self) -> None:
-        """Keep no activations: run the forward pass again when the backward pass comes.
+        """Save no activations: run the forward pass again in the backward pass.
 
-        te.checkpoint minds FP8's scales, but takes each layer's second forward pass for the end of a step: the amax
-        history would age as many times as there are layers. Inside another autocast it is no outermost one that ends.
+        te.checkpoint takes each layer's second forward pass for the end of a step: the amax history would move on once
+        a layer. Inside another autocast it is not the outermost that ends.
         """
 
         import transformer_engine.pytorch as te
         from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
         def contexts():
-            # Of the first pass, of the second; with the recipe there is, for it would note a default one beside it.
+            # For the first and second pass; with the current recipe, since te would record a default one otherwise.
             recipe = FP8GlobalStateManager.get_fp8_recipe()
             return nullcontext(), te.autocast(enabled=False, recipe=recipe)
 

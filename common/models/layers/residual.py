@@ -1,4 +1,8 @@
-"""The layers of a model, one after the other, each in the number format that it was given."""
+"""The stack of layers and its residual stream, whose last sum is left to the next layer.
+
+The next layer's first norm reads the sum, and a compiled layer computes both in one kernel. Added at the end of a
+layer, in another graph, the sum would be written and read again; so would its fp32 gradient, to be rounded to bf16.
+"""
 
 from __future__ import annotations
 
@@ -9,41 +13,35 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-# The residual stream from layer to layer, and what the last product adds to it: not added up yet.
-#
-# Who adds is the next layer: its first norm reads the sum, and computes both in one kernel where layers are compiled.
-# Added up at the end of a layer, in a graph of its own, the sum would be written to be read again at once; and its
-# gradient, which comes back in fp32, would be read again to be rounded for the product.
-
 
 class Stream(NamedTuple):
-    """x [T, hidden]; added [T, hidden], as a product gives it: in autocast's dtype, where that is on. None: it is."""
+    """x [T, hidden], and the last matmul's result in its dtype, not added yet; None if it is."""
 
     x: Tensor
     added: Tensor | None = None
 
 
 def begin(x: Tensor) -> Stream:
-    """What goes into the first layer: as into any other, so that all of them are one compiled graph."""
+    """The first layer's input, of the same form as all others', so that all layers share one compiled graph."""
     device = x.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
     return Stream(x, torch.zeros_like(x, dtype=dtype, requires_grad=x.requires_grad))
 
 
 def total(stream: Tensor | Stream) -> Tensor:
-    """[T, hidden]: the sum, or what is a sum already."""
+    """The sum, [T, hidden]."""
     if isinstance(stream, Tensor):
         return stream
     return stream.x if stream.added is None else stream.x + stream.added
 
 
 class Layers(nn.ModuleList):
-    """quantised: contexts in which Transformer Engine computes in other formats (common.precision.te), or None."""
+    """quantised: Transformer Engine's autocast contexts (common.precision.te), or None."""
 
     quantised = None
 
     def in_turn(self) -> Iterator[nn.Module]:
-        """Each layer, to be called while it is the latest: inside what gives it its format."""
+        """Yield each layer inside the context of its number format, where it is to be called."""
         with self.quantised.all() if self.quantised else nullcontext():
             for number, layer in enumerate(self):
                 with self.quantised.layer(number) if self.quantised else nullcontext():

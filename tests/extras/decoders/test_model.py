@@ -74,7 +74,7 @@ def pair(request, tmp_path_factory):
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_the_nine_models_are_the_published_ones(name):
+def test_decoder_presets_equal_published(name):
     config = PRESETS[name].config
     with torch.device("meta"):
         parameters = sum(p.numel() for p in DecoderForCausalLM(config).parameters())
@@ -89,7 +89,7 @@ def test_the_nine_models_are_the_published_ones(name):
     assert list(GUIDE_RUNS) == list(PRESETS) == list(PUBLISHED)
 
 
-def test_a_pack_is_to_ours_what_each_sequence_alone_is_to_transformers(pair):
+def test_decoder_pack_equals_transformers(pair):
     """Logits, loss and every gradient, in fp32."""
     model, reference, _ = pair
     generator = torch.Generator().manual_seed(1)
@@ -113,7 +113,7 @@ def test_a_pack_is_to_ours_what_each_sequence_alone_is_to_transformers(pair):
     _check_gradients(model, reference)
 
 
-def test_the_routers_loss_is_transformers(pair):
+def test_decoder_router_loss_equals_transformers(pair):
     model, reference, _ = pair
     ids = torch.randint(0, 97, (3, 20), generator=torch.Generator().manual_seed(2))
     output = model(ids, labels=ids.roll(-1, 1))
@@ -148,7 +148,7 @@ def _check_gradients(model: DecoderForCausalLM, reference: transformers.PreTrain
         assert (mine[name] - gradient).norm() <= 1e-5 * scale, name
 
 
-def test_rotation_is_transformers_for_the_published_models():
+def test_rotary_frequencies_equal_transformers():
     for name, preset in PRESETS.items():
         stock = preset.config.to_transformers()
         kind = stock.rope_parameters["rope_type"]
@@ -163,7 +163,7 @@ def test_rotation_is_transformers_for_the_published_models():
 
 
 @pytest.mark.parametrize("rows", [1, 7, 64])
-def test_the_loss_in_parts_is_that_of_all_logits(monkeypatch, rows):
+def test_vocabulary_loss_equals_whole_logits(monkeypatch, rows):
     """In float64, whatever number of rows is taken at a time."""
     monkeypatch.setattr(loss_module, "LOGITS_AT_A_TIME", rows * 50 + 3)
     generator = torch.Generator().manual_seed(4)
@@ -181,7 +181,7 @@ def test_the_loss_in_parts_is_that_of_all_logits(monkeypatch, rows):
         torch.testing.assert_close(gradient, theirs, rtol=1e-10, atol=1e-12)
 
 
-def test_bf16_is_near_fp32():
+def test_decoder_bf16_is_near_fp32():
     """Within what bf16's eight bits leave over two layers: a hundredth of the loss, a twentieth of the gradient."""
     model = ours(tiny("llama3_1_8b"))
     ids = torch.randint(0, 97, (2, 40), generator=torch.Generator().manual_seed(0))
@@ -198,7 +198,7 @@ def test_bf16_is_near_fp32():
 
 
 @pytest.mark.parametrize("name", ["llama3_1_8b", "mistral_8x7b"])
-def test_compiled_layers_compute_the_same(name):
+def test_decoder_compiled_layers_agree(name):
     """As traced by torch.compile, forward and backward, without a compiler: packs of two lengths."""
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
@@ -221,7 +221,7 @@ def test_compiled_layers_compute_the_same(name):
         assert not counters["graph_break"]
 
 
-def test_initial_weights_are_those_of_the_publication():
+def test_decoder_initial_weights_follow_config():
     """N(0, initializer_range) matrices, unit norms; none of it left as the memory was."""
     config = replace(tiny("mistral_8x7b"), initializer_range=0.02)
     for name, parameter in ours(config).named_parameters():
@@ -233,7 +233,7 @@ def test_initial_weights_are_those_of_the_publication():
             assert (parameter.std() / 0.02 - 1).abs() < 5 / size, name
 
 
-def test_weights_go_to_transformers_and_back_as_they_are(pair):
+def test_decoder_conversion_round_trip_is_bitwise(pair):
     model, _, directory = pair
     theirs = load_file(directory / "model.safetensors")
     back = dict(pieces_to_hf(model.state_dict().__getitem__, model.config))
@@ -258,12 +258,12 @@ def test_weights_go_to_transformers_and_back_as_they_are(pair):
         ({"others": {"sliding_window": 64}}, "sliding_window is 64, decoders here have None"),
     ],
 )
-def test_a_configuration_that_is_none_here_is_refused(changes, said):
+def test_decoder_config_refuses_unsupported(changes, said):
     with pytest.raises(UserError, match=said):
         check_supported(replace(tiny("llama3_1_8b"), **changes), "x")
 
 
-def test_what_is_no_decoder_is_refused(tmp_path: Path):
+def test_decoder_config_refuses_other_models(tmp_path: Path):
     with pytest.raises(UserError, match="--model llama9: neither one of llama2_7b, .* ESM-2"):
         load_decoder_config("llama9")
     (tmp_path / "config.json").write_text('{"model_type": "esm"}')
@@ -271,7 +271,7 @@ def test_what_is_no_decoder_is_refused(tmp_path: Path):
         load_decoder_config(str(tmp_path))
 
 
-def test_fillers_change_nothing():
+def test_decoder_fillers_change_nothing():
     """Of layers that take a multiple of so many tokens (extras.decoders.layers_te): shapes and values stay."""
     config = tiny("llama3_1_8b")
     random = torch.Generator().manual_seed(2)

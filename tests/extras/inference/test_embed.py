@@ -61,7 +61,7 @@ def embeddings(out: Path) -> dict[str, np.ndarray]:
     return found
 
 
-def test_embeddings_are_those_of_transformers(model, proteins, tmp_path):
+def test_embed_equals_transformers(model, proteins, tmp_path):
     """In packs of several; the means, and each residue; in the order of the file."""
     fasta = write_fasta(tmp_path / "my.fasta", proteins)
     flags = ("--model_name_or_path", model, "--fasta", fasta, "--max_seq_length", 100_000, "--proteins_per_part", 10)
@@ -77,7 +77,7 @@ def test_embeddings_are_those_of_transformers(model, proteins, tmp_path):
         np.testing.assert_allclose(means[name], expected.mean(0), atol=1e-5)
 
 
-def test_long_proteins_are_seen_in_windows(model, tmp_path):
+def test_embed_splits_long_proteins_into_windows(model, tmp_path):
     """Each residue as transformers has it in the window in whose middle it lies most nearly."""
     (_, text), *_ = make_proteins(1, 1, 4, (0.1, 0.4), seed=9)
     text = (text * 10)[:145]
@@ -90,7 +90,7 @@ def test_long_proteins_are_seen_in_windows(model, tmp_path):
         np.testing.assert_allclose(found[begin:end], expected, atol=1e-5)
 
 
-def test_mistakes_are_said_in_one_line(model, tmp_path):
+def test_embed_reports_errors_in_one_line(model, tmp_path):
     fasta = write_fasta(tmp_path / "my.fasta", [("one", "MKVLAG")])
     base = ["--model_name_or_path", model, "--fasta", fasta]
     assert "--fasta (the proteins)" in refused(
@@ -103,7 +103,7 @@ def test_mistakes_are_said_in_one_line(model, tmp_path):
     assert json.loads((model / "config.json").read_text())["model_type"] == "esm"
 
 
-def test_parts_say_what_they_were_made_from(model, tmp_path):
+def test_embed_parts_record_their_input(model, tmp_path):
     fasta = write_fasta(tmp_path / "my.fasta", [(f"P{n}", "MKVLAG" * n) for n in range(1, 6)])
     call_embed(model, fasta, tmp_path / "out", "--proteins_per_part", 3, "--max_seq_length", 20)
     settings = {"bf16": False, "max_seq_length": 20, "per_residue": False, "proteins_per_part": 3}
@@ -119,25 +119,25 @@ def test_parts_say_what_they_were_made_from(model, tmp_path):
 @pytest.mark.parametrize(
     ("records", "said"),
     [
-        ([("a", "MKVLAG"), ("digits", "0123456789")], "62% of the characters are no residues"),
-        ([("a", "MKVLAG" * 200), ("dots", "?!;:" * 40)], "12% of the characters are no residues"),
+        ([("a", "MKVLAG"), ("digits", "0123456789")], "62% of the characters are not residues"),
+        ([("a", "MKVLAG" * 200), ("dots", "?!;:" * 40)], "12% of the characters are not residues"),
         ([("a", "MKVLAG"), ("none", "")], "line 3: record 2 (none) has no sequence"),
         ([("a", "MKVLAG"), ("stop", "**")], "line 3: record 2 (stop) has no sequence"),
     ],
 )
-def test_what_is_no_protein_is_refused(model, tmp_path, records, said):
+def test_embed_refuses_text_that_is_not_protein(model, tmp_path, records, said):
     with pytest.raises(UserError, match=re.escape(said)):
         call_embed(model, write_fasta(tmp_path / "my.fasta", records), tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
-def test_unknown_characters_and_duplicate_ids_are_counted(model, tmp_path, caplog):
+def test_embed_counts_unknown_characters_and_duplicate_ids(model, tmp_path, caplog):
     records = [("a", "MKVL1AG*A"), ("a", "mkvlag"), ("b", "MK7LAG"), ("a", "MKVLAG"), ("c", "MKVLAG")]
     call_embed(model, write_fasta(tmp_path / "my.fasta", records), tmp_path / "out")
     warnings = [record.getMessage().partition(": ")[2] for record in caplog.records if record.levelname == "WARNING"]
     assert warnings == [
-        "3 characters in 2 proteins are no residues: <unk>",
-        "2 ids have come before: each has its row",
+        "3 characters in 2 proteins are not residues: <unk>",
+        "2 ids are repeated: each gets a row",
     ]
     assert json.loads((tmp_path / "out/embeddings/.complete.json").read_text())["results"] == {
         "proteins": 5,
@@ -151,8 +151,8 @@ def test_unknown_characters_and_duplicate_ids_are_counted(model, tmp_path, caplo
     assert found["embedding"][1] == found["embedding"][3] == found["embedding"][4], "lower case is upper case"
 
 
-def test_input_is_looked_through_before_the_model_is_loaded(model, tmp_path):
-    """A byte at the very end, and a model that is refused when it is loaded: the byte is what is told."""
+def test_embed_checks_the_input_before_loading_the_model(model, tmp_path):
+    """A bad byte at the end, and a model that is refused when it is loaded: the byte is reported."""
     broken = shutil.copytree(model, tmp_path / "model")
     change_weights(broken, lambda tensors: tensors["lm_head.bias"].fill_(math.nan))
     fasta = write_fasta(tmp_path / "my.fasta", [(f"P{n}", "MKVLAGTYRR" * 30) for n in range(2000)])
@@ -162,7 +162,7 @@ def test_input_is_looked_through_before_the_model_is_loaded(model, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-def test_a_model_that_gives_no_numbers_is_refused(model, tmp_path):
+def test_embed_refuses_a_model_that_gives_nan(model, tmp_path):
     """Weights that are not finite, and finite ones whose sums are not."""
     fasta = write_fasta(tmp_path / "my.fasta", [("one", "MKVLAG")])
     name = "esm.encoder.layer.1.attention.self.value.weight"

@@ -18,7 +18,7 @@ import pyarrow as pa
 import pytest
 
 from common.cli import UserError
-from extras.inference.embeddings import check_parts, write_part
+from extras.inference.encoder import check_parts, write_part
 from extras.launch import _output_dir
 from tests.data_fixtures import environment, everything_in, write_fasta
 from tests.extras.inference.embed_fixtures import call_embed, make_model
@@ -73,7 +73,7 @@ def stop_after(parts: int, out: Path, command: list[str], number: int) -> int:
 
 
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGKILL, -9)])
-def test_a_stopped_run_is_gone_on_from(model, fasta, whole, tmp_path, number, status):
+def test_embed_resumes_a_stopped_run(model, fasta, whole, tmp_path, number, status):
     command = flags(model, fasta, tmp_path)
     assert stop_after(3, tmp_path, command, number) == status
     kept = parts_under_way(tmp_path)
@@ -83,7 +83,7 @@ def test_a_stopped_run_is_gone_on_from(model, fasta, whole, tmp_path, number, st
     assert kept.items() <= made.items()
 
 
-def test_damaged_parts_are_made_again(model, fasta, whole, tmp_path):
+def test_embed_remakes_damaged_parts(model, fasta, whole, tmp_path):
     """Emptied, cut short, a byte changed, one of another protein under its name."""
     stop_after(5, tmp_path, flags(model, fasta, tmp_path), signal.SIGKILL)
     part = [tmp_path / f".building/embeddings/part-0000{number}.parquet" for number in range(5)]
@@ -106,7 +106,7 @@ def test_a_model_replaced_in_place_is_another_model(fasta, tmp_path, caplog):
     shutil.copy(other / file, model / file)
     os.utime(model / file, ns=(date, date))
     call_embed(model, fasta, out, "--proteins_per_part", 20)
-    assert "work of a stopped run for other input or arguments is removed" in caplog.text
+    assert "removing the work of an interrupted run for other input or arguments" in caplog.text
     call_embed(other, fasta, tmp_path / "expected", "--proteins_per_part", 20)
     assert everything_in(out) == everything_in(tmp_path / "expected")
     shutil.copy(tmp_path / "first", model / file)
@@ -115,7 +115,7 @@ def test_a_model_replaced_in_place_is_another_model(fasta, tmp_path, caplog):
         call_embed(model, fasta, out, "--proteins_per_part", 20)
 
 
-def test_the_same_content_elsewhere_is_the_same_work(model, fasta, tmp_path, caplog):
+def test_embed_recognises_the_same_content_elsewhere(model, fasta, tmp_path, caplog):
     caplog.set_level("INFO")
     call_embed(model, fasta, tmp_path / "out")
     elsewhere = shutil.copytree(model, tmp_path / "model", copy_function=shutil.copyfile)
@@ -125,7 +125,7 @@ def test_the_same_content_elsewhere_is_the_same_work(model, fasta, tmp_path, cap
         call_embed(model, write_fasta(tmp_path / "my.fasta", [("P0", "MKVLAH")]), tmp_path / "out")
 
 
-def test_output_of_an_earlier_version_counts_unless_the_model_is_younger(fasta, tmp_path):
+def test_embed_accepts_earlier_output_unless_the_model_is_newer(fasta, tmp_path):
     """Those versions recorded the model's path, and the input's name, size and date."""
     model, out = make_model(tmp_path / "model"), tmp_path / "out"
     call_embed(model, fasta, out)
@@ -160,7 +160,7 @@ def test_finished_parts_survive_a_full_disk(model, fasta, whole, tmp_path):
         out = disk / "out"
         stop_after(1, out, flags(model, fasta, out), signal.SIGKILL)
         fill(disk)
-        os.truncate(disk / "mine", (disk / "mine").stat().st_size - 60_000)  # room for some parts
+        os.truncate(disk / "mine", (disk / "mine").stat().st_size - 60_000)  # space for some parts
         kept = parts_under_way(out)
         with pytest.raises(OSError, match="No space left"):
             call_embed(model, fasta, out, "--proteins_per_part", 20)
@@ -175,7 +175,7 @@ def test_finished_parts_survive_a_full_disk(model, fasta, whole, tmp_path):
         assert kept.items() <= made.items()
 
 
-def test_ranks_killed_at_any_moment_are_gone_on_from_by_any_number(model, fasta, whole, tmp_path):
+def test_embed_killed_ranks_resume_with_any_number(model, fasta, whole, tmp_path):
     draw = random.Random(3)
     out, command = tmp_path / "out", flags(model, fasta, tmp_path / "out")
     for ranks, least in ((2, 0), (3, 4), (2, 8)):
@@ -190,13 +190,13 @@ def test_ranks_killed_at_any_moment_are_gone_on_from_by_any_number(model, fasta,
     assert everything_in(out) == whole
 
 
-def test_ranks_give_the_same_bytes_and_stop_and_go_on(model, fasta, whole, tmp_path):
+def test_embed_ranks_give_the_same_bytes_and_resume(model, fasta, whole, tmp_path):
     out, command = tmp_path / "out", flags(model, fasta, tmp_path / "out")
     with LiveRun(None, out, tmp_path / "logs", 2, script="embed.py", argv=command) as run:
         run.until(lambda: len(parts_under_way(out)) >= 3)
         run.signal(signal.SIGTERM)
         assert run.end() == [75, 75]
-        assert "what is finished stays: the same command goes on from there" in run.said()
+        assert "finished parts are kept: the same command resumes" in run.said()
     for said in ("600 proteins of", "nothing to do"):
         with LiveRun(None, out, tmp_path / "logs", 3, script="embed.py", argv=command) as run:
             assert run.end() == [0, 0, 0]
@@ -210,7 +210,7 @@ def as_rank_with(command: list[str], other: list[str]) -> None:
     runpy.run_path("embed.py", run_name="__main__")
 
 
-def test_ranks_that_differ_end_together_in_one_line(model, fasta, tmp_path):
+def test_embed_ranks_that_differ_end_together_in_one_line(model, fasta, tmp_path):
     """One has another model; one cannot load its own; one sees another output directory; the input is bad."""
     other, broken = make_model(tmp_path / "other", seed=6), shutil.copytree(model, tmp_path / "broken")
     (broken / "vocab.txt").write_text("\n".join("KVM"))
@@ -225,7 +225,7 @@ def test_ranks_that_differ_end_together_in_one_line(model, fasta, tmp_path):
         (
             command,
             flags(model, fasta, tmp_path / "x"),
-            r"error: rank 1: --output_dir .*/x: not that of rank 0: give a",
+            r"error: rank 1: --output_dir .*/x: differs from that of rank 0: give a",
         ),
         (*[flags(model, bad, tmp_path / "out")] * 2, r"error: .*bad.fasta: line 3: record 2 \(two\) has no sequence"),
         (*[flags(broken, fasta, tmp_path / "out")] * 2, r"error: .*vocab.txt: not ESM-2's vocabulary: token 0 is 'K'"),
@@ -238,7 +238,7 @@ def test_ranks_that_differ_end_together_in_one_line(model, fasta, tmp_path):
         assert not list(tmp_path.glob("out/embeddings"))
 
 
-def test_a_rank_left_behind_keeps_others_out(model, fasta, tmp_path):
+def test_embed_leftover_rank_keeps_other_runs_out(model, fasta, tmp_path):
     out, command = tmp_path / "out", flags(model, fasta, tmp_path / "out")
     with LiveRun(None, out, tmp_path / "logs", 2, script="embed.py", argv=command) as run:
         run.until(lambda: len(parts_under_way(out)) >= 2)
@@ -249,7 +249,7 @@ def test_a_rank_left_behind_keeps_others_out(model, fasta, tmp_path):
             call_embed(model, fasta, out, "--proteins_per_part", 20)
 
 
-def test_an_input_that_changes_meanwhile_is_refused(model, fasta, tmp_path):
+def test_embed_refuses_input_that_changes_meanwhile(model, fasta, tmp_path):
     out, own = tmp_path / "out", shutil.copyfile(fasta, tmp_path / "own.fasta")
     run = Script("embed.py", *flags(model, own, out), env=environment())
     while len(parts_under_way(out)) < 2 and run.poll() is None:
@@ -261,7 +261,7 @@ def test_an_input_that_changes_meanwhile_is_refused(model, fasta, tmp_path):
     assert [path.name for path in out.iterdir()] == [".building"]
 
 
-def test_parts_that_rank_0_does_not_see_are_missed(tmp_path):
+def test_embed_reports_parts_that_rank_0_cannot_see(tmp_path):
     """A directory that ranks do not share; or one in which a rank of an earlier run has written."""
     facts, other = {b"model_hash": b"1"}, {b"model_hash": b"2"}
     table = pa.table({"id": ["a"]})
@@ -270,14 +270,14 @@ def test_parts_that_rank_0_does_not_see_are_missed(tmp_path):
     check_parts(tmp_path, 1, facts)
     for count, said in (
         (2, "part-00001.parquet: is of another model or input"),
-        (3, "part-00002.parquet: is not there"),
+        (3, "part-00002.parquet: is missing"),
     ):
         with pytest.raises(UserError, match=f"{said}: give all ranks one directory"):
             check_parts(tmp_path, count, facts)
         write_part(table.replace_schema_metadata(facts), tmp_path / "part-00001.parquet")
 
 
-def test_the_launcher_starts_ranks_of_it(model, fasta, whole, tmp_path):
+def test_embed_runs_under_the_launcher(model, fasta, whole, tmp_path):
     """It counts no starts: there are no checkpoints to tell by whether one got on."""
     assert _output_dir(["--nproc_per_node=2", "embed.py", "--output_dir", "out"]) is None
     out = tmp_path / "out"

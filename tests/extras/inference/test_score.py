@@ -14,7 +14,7 @@ from transformers import AutoTokenizer, EsmForMaskedLM
 
 import score as script
 from common.cli import UserError
-from common.files.alphabet import TOKENS
+from common.models.esm2.alphabet import TOKENS
 from common.models.esm2.config import esm2_config
 from common.models.esm2.convert import write_tokenizer
 from extras.inference.encoder import Encoder, EncoderFlags
@@ -120,7 +120,7 @@ class CountingEncoder(Encoder):
         return super().logits(sequences, *more)
 
 
-def test_score_takes_a_long_protein_in_fixed_windows(model):
+def test_score_splits_a_long_protein_into_windows(model):
     """One pass a window without masks, one a position with them; each position from the window it is central in."""
     (_, text), *_ = make_proteins(1, 1, 4, (0.1, 0.4), seed=9)
     text = (text * 10)[:145]
@@ -162,29 +162,29 @@ def test_score_of_a_double_mutant_is_the_sum_of_its_singles(model):
         ("protein,mutant\none,A5G\none,K3R\n", [], "row 3: K3R: residue 3 of the protein is V, not K"),
         ("protein,mutant\none,A15G\n", [], "row 2: A15G: the protein has residues 1 to 6"),
         ("protein,mutant\none,M-1G\n", [], "row 2: M-1G: the protein has residues 1 to 6"),
-        ("protein,mutant\none,nonsense\n", [], "row 2: 'nonsense' is no mutation: expected, say, A24G"),
-        ("protein,mutant\none,A5*\n", [], "row 2: 'A5*' is no mutation: expected, say, A24G"),
-        ("protein,mutant\none,A٥G\n", [], "row 2: 'A٥G' is no mutation: expected, say, A24G"),
+        ("protein,mutant\none,nonsense\n", [], "row 2: 'nonsense' is not a mutation: expected, for example, A24G"),
+        ("protein,mutant\none,A5*\n", [], "row 2: 'A5*' is not a mutation: expected, for example, A24G"),
+        ("protein,mutant\none,A٥G\n", [], "row 2: 'A٥G' is not a mutation: expected, for example, A24G"),
         (f"protein,mutant\none,A{'9' * 5000}G\n", [], "row 2: 'A999999999"),
-        ("protein,mutant\none,A5Z\n", [], "row 2: A5Z: Z is none of the 20 amino acids"),
+        ("protein,mutant\none,A5Z\n", [], "row 2: A5Z: Z is not one of the 20 amino acids"),
         ("protein,mutant\none,A5G:A5V\n", [], "row 2: 'A5G:A5V': residue 5 is mutated twice"),
         ("protein,mutant\nthree,A5G\n", [], "row 2: the protein 'three' is not in"),
         ("mutant\nA5G\n", [], "has 2 proteins and"),
         ("protein,mutant\none,A5G\n", ["--protein_column", "id"], "no column 'id' to tell them apart"),
-        ("protein,change\none,A5G\n", [], "no column 'mutant': there are 'protein', 'change'"),
-        ("protein,mutant,mutant\none,A5G,A5V\n", [], "the column 'mutant' is there twice"),
+        ("protein,change\none,A5G\n", [], "no column 'mutant', only 'protein', 'change'"),
+        ("protein,mutant,mutant\none,A5G,A5V\n", [], "the column 'mutant' is repeated"),
         ("protein,mutant,masked_marginal\none,A5G,0.1\n", [], "it has a column 'masked_marginal' already: rename it"),
         ("protein,mutant\none,M11G\n", ["--first_residue", "12"], "the protein has residues 12 to 17"),
-        ("protein,mutant\n", [], "there is no row in it"),
-        ("", [], "there is no row in it"),
-        ("protein,mutant\none,A5G,1\n", [], "row 2 has not as many fields as the header"),
-        ("protein,mutant\none,A5G\none\n", [], "row 3 has not as many fields as the header"),
-        (f"protein,mutant\none,{'A' * 200_000}\n", [], "no CSV: field larger than field limit"),
+        ("protein,mutant\n", [], "it has no rows"),
+        ("", [], "it has no rows"),
+        ("protein,mutant\none,A5G,1\n", [], "row 2 has another number of fields than the header"),
+        ("protein,mutant\none,A5G\none\n", [], "row 3 has another number of fields than the header"),
+        (f"protein,mutant\none,{'A' * 200_000}\n", [], "not a CSV file: field larger than field limit"),
         (f"protein,mutant\n{'a,' * 600_000}\n", [], "line 2 is longer than 1,048,576 characters"),
     ],
     ids=lambda value: repr(value)[:40],
 )
-def test_score_refuses_what_is_no_mutation_of_the_protein(job, tmp_path, mutants, flags, message):
+def test_score_refuses_invalid_mutations(job, tmp_path, mutants, flags, message):
     with pytest.raises(UserError) as caught:
         job(mutants, *flags)
     assert message in str(caught.value)
@@ -192,7 +192,7 @@ def test_score_refuses_what_is_no_mutation_of_the_protein(job, tmp_path, mutants
     assert not list(tmp_path.glob("scored*"))
 
 
-def test_score_refuses_a_protein_column_that_names_no_protein(job, tmp_path):
+def test_score_refuses_an_unknown_protein(job, tmp_path):
     """Where the FASTA has one protein, too: of a row of another protein it would be the wrong wild type."""
     write_fasta(tmp_path / "my.fasta", [("one", "MKVLAG")])
     for name in ("two", ""):
@@ -206,11 +206,11 @@ def test_score_refuses_a_protein_column_that_names_no_protein(job, tmp_path):
 @pytest.mark.parametrize(
     ("proteins", "message"),
     [
-        ([("one", "MKVLAG"), ("two", "MKV"), ("one", "MKVLAGT")], "the id 'one' is there twice"),
-        ([("one", "1234567890")], "100% of the characters are no residues"),
+        ([("one", "MKVLAG"), ("two", "MKV"), ("one", "MKVLAGT")], "the id 'one' is repeated"),
+        ([("one", "1234567890")], "100% of the characters are not residues"),
     ],
 )
-def test_score_refuses_a_fasta_that_does_not_tell_proteins_apart(job, tmp_path, proteins, message):
+def test_score_refuses_ambiguous_proteins(job, tmp_path, proteins, message):
     write_fasta(tmp_path / "my.fasta", proteins)
     with pytest.raises(UserError, match=message):
         job("protein,mutant\none,A5G\n")
@@ -219,7 +219,7 @@ def test_score_refuses_a_fasta_that_does_not_tell_proteins_apart(job, tmp_path, 
 def test_parse_variant_refuses_an_unknown_wild_type():
     """The probability of `<unk>` or X means nothing."""
     for word in ("X3A", "J4A"):
-        with pytest.raises(UserError, match="is no amino acid"):
+        with pytest.raises(UserError, match="is not an amino acid"):
             parse_variant(word, b"MKXJ", "here")
     with pytest.raises(UserError, match="residue 4 of the protein is 1, not J"):
         parse_variant("J4A", b"MKX1", "here")
@@ -267,7 +267,7 @@ def test_score_refuses_an_output_that_is_an_input(job, tmp_path, name):
 
 
 @pytest.mark.parametrize("name", ["out.csv.json", "out.csv.partial", "out.csv.json.partial"])
-def test_score_refuses_an_input_that_it_would_write_on_the_way(model, tmp_path, name):
+def test_score_refuses_an_input_named_as_its_partial_file(model, tmp_path, name):
     write_fasta(tmp_path / "my.fasta", [("one", "MKVLAG")])
     (tmp_path / name).write_text("mutant\nA5G\n")
     flags = ("--model_name_or_path", model, "--fasta", tmp_path / "my.fasta", "--mutations", tmp_path / name)
@@ -276,10 +276,10 @@ def test_score_refuses_an_input_that_it_would_write_on_the_way(model, tmp_path, 
     assert (tmp_path / name).read_text() == "mutant\nA5G\n"
 
 
-def test_score_replaces_an_output_only_when_told_to(job, model, tmp_path, caplog):
+def test_score_replaces_an_output_only_with_overwrite(job, model, tmp_path, caplog):
     mutants, output = "protein,mutant\none,A5G\n", tmp_path / "scored.csv"
     output.write_text("of an earlier version")
-    with pytest.raises(UserError, match="exists, and does not say what it was made from: give --overwrite"):
+    with pytest.raises(UserError, match="exists without a record of what it was made from: give --overwrite"):
         job(mutants)
     assert output.read_text() == "of an earlier version"
     first = job(mutants, "--overwrite")
@@ -298,7 +298,7 @@ def test_score_replaces_an_output_only_when_told_to(job, model, tmp_path, caplog
     assert job(mutants, "--overwrite") == first
 
 
-def test_score_knows_a_model_by_its_content(job, model, tmp_path):
+def test_score_identifies_a_model_by_content(job, model, tmp_path):
     """Not by its path: other weights in the same place make other scores."""
     moved = Path(shutil.copytree(model, tmp_path / "model"))
     mutants = "protein,mutant\none,A5G\n"
@@ -310,7 +310,7 @@ def test_score_knows_a_model_by_its_content(job, model, tmp_path):
     assert job(mutants, "--overwrite", model=moved) != first
 
 
-def test_score_on_a_full_disk_leaves_what_was_there(job, tmp_path):
+def test_score_on_a_full_disk_keeps_the_old_output(job, tmp_path):
     mutants = "protein,mutant\n" + "one,A5G\n" * 5000
     with small_disk(tmp_path, "1m") as disk:
         fill(disk)
@@ -326,10 +326,12 @@ def test_score_on_a_full_disk_leaves_what_was_there(job, tmp_path):
         assert {path.name: path.read_bytes() for path in disk.iterdir() if path.name != "mine"} == before
 
 
-def test_score_says_mistakes_in_one_line(model, tmp_path):
+def test_score_reports_errors_in_one_line(model, tmp_path):
     """As a user starts it."""
     fasta = write_fasta(tmp_path / "my.fasta", [("one", "MKVLAG")])
     (tmp_path / "m.csv").write_text(f"mutant\nA{'5' * 5000}G\n")
     flags = ("--model_name_or_path", model, "--fasta", fasta, "--mutations", tmp_path / "m.csv")
-    assert "is no mutation: expected, say, A24G" in expect_error("score.py", *flags, "--output", tmp_path / "o.csv")
+    assert "is not a mutation: expected, for example, A24G" in expect_error(
+        "score.py", *flags, "--output", tmp_path / "o.csv"
+    )
     assert sorted(path.name for path in tmp_path.iterdir()) == ["m.csv", "my.fasta"]

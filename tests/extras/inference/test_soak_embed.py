@@ -28,7 +28,7 @@ def writes_a_part(out: Path) -> bool:
     return any(out.glob(".building/embeddings/*.partial"))
 
 
-def test_killed_embed_ends_with_the_same_bytes(tmp_path, rounds, generator):
+def test_embed_killed_gives_the_same_bytes(tmp_path, rounds, generator):
     model, lengths = make_model(tmp_path / "model"), random.Random(1)
     proteins = [(f"P{n}", "".join(lengths.choices("ACDEFGHIKLMNPQRSTVWY", k=300))) for n in range(20 * PARTS)]
     fasta = write_fasta(tmp_path / "my.fasta", proteins)

@@ -9,7 +9,7 @@ from extras.inference.encoder import windows
 
 @pytest.mark.parametrize("longest", [6, 7, 62, 1022])
 @pytest.mark.parametrize("times", [0.5, 1, 1.01, 1.5, 2, 2.3, 7.7])
-def test_each_residue_is_taken_once_and_from_the_middle_of_a_window(longest, times):
+def test_windows_use_each_residue_once_near_a_centre(longest, times):
     residues = max(1, int(longest * times))
     found = list(windows(residues, longest))
     taken = [window.start + n for window in found for n in range(window.begin, window.end)]

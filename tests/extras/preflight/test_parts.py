@@ -7,7 +7,7 @@ import resource
 
 import pytest
 
-from extras.preflight.exchange import check_clock
+from extras.preflight.group import Timing, check_clock, clock_offset, outliers, ring_rounds
 from extras.preflight.network import (
     check_efa,
     check_interfaces,
@@ -16,12 +16,11 @@ from extras.preflight.network import (
     interfaces_left,
     providers,
 )
-from extras.preflight.node import bytes_needed, bytes_there, check_output, nvidia_driver
-from extras.preflight.ranks import Timing, clock_offset, outliers, ring_rounds
+from extras.preflight.node import bytes_needed, check_output, checkpoint_bytes, nvidia_driver
 from extras.preflight.report import ERROR, OK, WARN, Finding, RankReport, differences, merge, problems, table
 
 
-def test_clock_offset_by_the_shortest_round_trip():
+def test_clock_offset_uses_the_shortest_round_trip():
     exact = (10.0, 40.001, 10.002)  # 30 s ahead, 2 ms there and back
     assert clock_offset([(9.0, 39.9, 9.9), exact, (11.0, 41.0, 11.5)]) == pytest.approx((30.0, 0.001))
     args = argparse.Namespace(max_clock_skew=1.0)
@@ -31,7 +30,7 @@ def test_clock_offset_by_the_shortest_round_trip():
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 4, 5, 8, 255, 512])
-def test_rounds_of_neighbours(count):
+def test_ring_rounds_are_disjoint_pairs(count):
     """Every node beside both neighbours, never in two pairs of a round, in two rounds or three."""
     rounds = ring_rounds(count)
     assert len(rounds) == {1: 0, 2: 1}.get(count, 2 + count % 2)
@@ -42,14 +41,14 @@ def test_rounds_of_neighbours(count):
     assert pairs == {frozenset((node, (node + 1) % count)) for node in range(count) if count > 1}
 
 
-def test_outliers_among_pairs():
+def test_outliers_are_slow_pairs():
     fine = [Timing([n, n + 1], 1e-4, 1e9 + n) for n in range(6)]
     slow, late = Timing([7, 8], 1e-4, 0.2e9), Timing([8, 9], 4e-4, 1e9)
     assert outliers([*fine, slow, late]) == [slow, late]
     assert outliers([fine[0], slow]) == []  # which of the two is the odd one?
 
 
-def test_report_of_many_nodes():
+def test_report_merges_many_nodes():
     """Equal findings share a row, harmless differences do not fill the table, facts that differ are errors."""
     reports = [
         RankReport(
@@ -89,19 +88,19 @@ def test_report_of_many_nodes():
         ("ens", []),
     ],
 )
-def test_what_nccl_socket_ifname_leaves(setting, left):
+def test_interfaces_left_by_nccl_socket_ifname(setting, left):
     interfaces = ["lo", "docker0", "eth0", "eth1"]
     assert interfaces_left(setting, interfaces) == left
     finding = check_interfaces({"NCCL_SOCKET_IFNAME": setting}, True, 2, interfaces)
     assert finding.level == (OK if left else ERROR)
 
 
-def test_nccl_with_loopback_only():
+def test_check_interfaces_refuses_loopback_between_nodes():
     assert check_interfaces({"NCCL_SOCKET_IFNAME": "lo"}, True, 2, ["lo", "eth0"]).level == ERROR
     assert check_interfaces({"NCCL_SOCKET_IFNAME": "lo"}, True, 1, ["lo", "eth0"]).level == OK
 
 
-def test_efa_devices_and_their_files(tmp_path, monkeypatch):
+def test_check_efa_finds_devices_and_files(tmp_path, monkeypatch):
     """A tree as the kernel lays it out: an EFA device beside one of another maker."""
     unlimited = resource.RLIM_INFINITY
     monkeypatch.setattr("resource.getrlimit", lambda which: (unlimited, unlimited))
@@ -114,7 +113,7 @@ def test_efa_devices_and_their_files(tmp_path, monkeypatch):
     asked = {"FI_PROVIDER": "efa", "LD_LIBRARY_PATH": str(tmp_path / "lib")}
     places = {"use_gpu": True, "sysfs": tmp_path / "sys", "verbs": tmp_path / "verbs"}
     found = {(finding.level, finding.found) for finding in check_efa(asked, **places)}
-    assert (ERROR, f"no {tmp_path}/verbs/uverbs* that this user may open") in found
+    assert (ERROR, f"no {tmp_path}/verbs/uverbs* that this user can open") in found
     assert (ERROR, "NCCL's plugin for EFA is not found: NCCL would use TCP") in found
     (tmp_path / "verbs").mkdir()
     (tmp_path / "lib").mkdir()
@@ -130,7 +129,7 @@ def test_efa_devices_and_their_files(tmp_path, monkeypatch):
     assert "LimitMEMLOCK=infinity" in limited.todo
 
 
-def test_what_fi_info_and_the_driver_say(tmp_path):
+def test_fi_info_and_driver_are_parsed(tmp_path):
     said = "provider: efa\n    fabric: efa\n    domain: rdmap16s27-rdm\nprovider: efa\n    fabric: efa-direct\n"
     assert providers(said) == ["efa"]
     assert providers("fi_getinfo: -61 (No data available)") == []
@@ -140,7 +139,7 @@ def test_what_fi_info_and_the_driver_say(tmp_path):
     assert nvidia_driver(tmp_path / "version") == "570.133.20"
 
 
-def test_which_network_nccl_says_it_uses():
+def test_check_nccl_log_finds_the_network():
     efa = (
         "n1:6831:6840 [0] NCCL INFO NET/OFI Selected Provider is efa (found 16 nics)\n"
         "n1:6831:6840 [0] NCCL INFO Using network Libfabric\n"
@@ -157,7 +156,7 @@ def test_which_network_nccl_says_it_uses():
     assert check_nccl_log("").level == WARN
 
 
-def test_a_disk_too_small_for_a_runs_checkpoints_is_an_error(tmp_path):
+def test_check_output_refuses_a_disk_too_small_for_checkpoints(tmp_path):
     """12 bytes a parameter, for as many as are kept and the next; those that are there make way."""
     small = "facebook/esm2_t6_8M_UR50D"  # 7,512,353 parameters
     assert bytes_needed(small, 3) == 12 * 7_512_353 * 4
@@ -168,9 +167,9 @@ def test_a_disk_too_small_for_a_runs_checkpoints_is_an_error(tmp_path):
     found = check_output(str(tmp_path), 0.0, "llama3_1_70b", 1000)
     assert found.level == ERROR
     assert "too little for checkpoints of llama3_1_70b: 1000 and the next take 847" in found.found
-    assert found.todo == "make room, or lower --save_total_limit"
+    assert found.todo == "free disk space, or lower --save_total_limit"
     (tmp_path / "checkpoint-5").mkdir()
     (tmp_path / "checkpoint-5.old").mkdir()
     for directory in ("checkpoint-5", "checkpoint-5.old"):
         (tmp_path / directory / "__0_0.distcp").write_bytes(bytes(1000))
-    assert bytes_there(tmp_path) == 1000
+    assert checkpoint_bytes(tmp_path) == 1000

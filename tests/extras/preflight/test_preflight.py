@@ -49,8 +49,8 @@ def lines_of(said: str, word: str = "error") -> list[str]:
 # ---- a healthy run ------------------------------------------------------------------------------------------
 
 
-def test_two_nodes_under_torchrun_as_the_job_scripts_start_it(dataset, tmp_path):
-    """The table and the JSON tell the same; everything is looked at, within seconds; nothing is left behind."""
+def test_preflight_of_two_nodes_under_torchrun(dataset, tmp_path):
+    """The table and the JSON tell the same; everything is checked within seconds; nothing is left behind."""
     output = tmp_path / "out"
     command = [python(), "-m", "torch.distributed.run", "--nnodes=2", "--nproc_per_node=1"]
     command += ["--rdzv_backend=c10d", f"--rdzv_endpoint=127.0.0.1:{free_port()}", f"--rdzv_id={os.getpid()}"]
@@ -90,7 +90,7 @@ def test_two_nodes_under_torchrun_as_the_job_scripts_start_it(dataset, tmp_path)
     assert not list(tmp_path.glob(".preflight*"))
 
 
-def test_three_nodes_of_two_ranks_in_a_ring(tmp_path):
+def test_preflight_of_three_nodes_of_two_ranks(tmp_path):
     """Only the first rank of a node stands for it; each node is in two pairs, though their number is odd."""
     codes, said = preflight(f"--json={tmp_path}/report.json", nproc=6, per_node=2)
     assert codes == [0] * 6, said
@@ -102,7 +102,7 @@ def test_three_nodes_of_two_ranks_in_a_ring(tmp_path):
     assert checks["all-reduce"]["found"].startswith("all 6 ranks: ")
 
 
-def test_one_process_by_itself(dataset):
+def test_preflight_of_one_process(dataset):
     codes, (said,) = preflight(f"--dataset_dir={dataset}", "--json=-", nproc=1)
     report = json.loads(said[said.index("\n{\n") :])
     assert codes == [0]
@@ -111,7 +111,7 @@ def test_one_process_by_itself(dataset):
     assert table(report) in said
 
 
-def test_files_that_nobody_prepared_are_not_read_to_the_end(tmp_path):
+def test_preflight_reads_only_the_start_of_a_dataset(tmp_path):
     """A line that is no JSON, far behind the first proteins, is not come across."""
     proteins = "".join(f'{{"sequence": "MKT{"A" * 400}"}}\n' for _ in range(40_000))
     (tmp_path / "train.jsonl").write_text(proteins + "no json\n")
@@ -132,12 +132,12 @@ def fails(said: list[str], codes: list[int], *expected: str) -> None:
     assert not any(lines_of(each) for each in said[1:]), said
 
 
-def test_gpus_that_were_asked_for_and_are_not_there():
+def test_preflight_reports_missing_gpus():
     codes, said = preflight("--gpus_per_node=8")
-    fails(said, codes, "error: gpus: all 2 nodes: ", "8 asked for", "nvidia-smi")
+    fails(said, codes, "error: gpus: all 2 nodes: ", "8 required", "nvidia-smi")
 
 
-def test_a_dataset_that_is_missing_and_one_cut_short(dataset, tmp_path):
+def test_preflight_reports_missing_and_truncated_dataset(dataset, tmp_path):
     codes, said = preflight(f"--dataset_dir={tmp_path / 'nowhere'}")
     fails(said, codes, "dataset: all 2 nodes", "no such directory", "1.tokenize_uniref_csv.py")
     torn = shutil.copytree(dataset, tmp_path / "torn")
@@ -147,7 +147,7 @@ def test_a_dataset_that_is_missing_and_one_cut_short(dataset, tmp_path):
     fails(said, codes, "dataset: rank 0", str(file), "tokenise again")
 
 
-def test_data_that_differ_between_nodes(dataset, tmp_path):
+def test_preflight_reports_data_that_differ_between_nodes(dataset, tmp_path):
     """The same path, but another directory behind it on the second node."""
     other = tmp_path / "other"
     shutil.copytree(dataset, other)
@@ -175,7 +175,7 @@ def _unshare(flags: int) -> None:
 
 
 @needs_root
-def test_shared_memory_as_docker_gives_it():
+def test_preflight_reports_dockers_shared_memory():
     small = {1: [(_own_mounts,), (_tmpfs, Path("/dev/shm"), "size=64m")]}
     codes, said = preflight(before=small)
     fails(said, codes, "error: shm: rank 1", "too small for loader workers", "--shm-size", "medium: Memory")
@@ -187,7 +187,7 @@ def test_shared_memory_as_docker_gives_it():
 
 
 @needs_root
-def test_an_output_directory_that_is_read_only_full_or_another_one(tmp_path):
+def test_preflight_reports_unusable_output_directory(tmp_path):
     output = tmp_path / "shared" / "out"
     output.mkdir(parents=True)
     codes, said = preflight(
@@ -197,7 +197,7 @@ def test_an_output_directory_that_is_read_only_full_or_another_one(tmp_path):
     codes, said = preflight(
         f"--output_dir={output}", nproc=1, before={0: [(_own_mounts,), (_tmpfs, output.parent, "size=64m")]}
     )
-    fails(said, codes, "output: rank 0", "(tmpfs): 0.1 GB free: make room")
+    fails(said, codes, "output: rank 0", "(tmpfs): 0.1 GB free: free disk space")
     own = {1: [(_own_mounts,), (_tmpfs, output.parent, "size=8g")]}
     codes, said = preflight(f"--output_dir={output}", "--min_free_gb=0.1", before=own)
     fails(said, codes, "output: rank 1", f"{output.parent} is not the directory that rank 0 sees there")
@@ -205,7 +205,7 @@ def test_an_output_directory_that_is_read_only_full_or_another_one(tmp_path):
 
 
 @needs_root
-def test_a_file_where_the_output_directory_should_be_and_a_cache_that_cannot_be_written(tmp_path):
+def test_preflight_reports_a_file_as_output_and_unwritable_cache(tmp_path):
     (tmp_path / "out").write_text("")
     codes, said = preflight(f"--output_dir={tmp_path}/out", nproc=1)
     fails(said, codes, f"{tmp_path}/out is a file, not a directory")
@@ -223,13 +223,13 @@ def _environ(name: str, value) -> None:
 
 
 @needs_root
-def test_a_host_name_that_does_not_resolve():
-    """The second node has a name that nobody knows: itself an error (gloo needs it), to the others a warning."""
-    codes, said = preflight(before={1: [(_own_name, "nobody-knows-me")]})
+def test_preflight_reports_unresolved_host_name():
+    """The second node's name does not resolve: for itself an error (gloo needs it), to the others a warning."""
+    codes, said = preflight(before={1: [(_own_name, "unknown-host")]})
     errors = lines_of(said[0])
     assert codes == [2, 2]
-    assert "rank 1 (nobody-knows-me): its own name nobody-knows-me does not resolve" in errors[0]
-    assert any("other nodes' names do not resolve: nobody-knows-me" in line for line in lines_of(said[0], "warning"))
+    assert "rank 1 (unknown-host): its own name unknown-host does not resolve" in errors[0]
+    assert any("other nodes' names do not resolve: unknown-host" in line for line in lines_of(said[0], "warning"))
 
 
 def _own_name(name: str) -> None:
@@ -238,13 +238,13 @@ def _own_name(name: str) -> None:
     assert libc.sethostname(name.encode(), len(name)) == 0
 
 
-def test_efa_that_was_asked_for_and_is_not_there():
+def test_preflight_reports_missing_efa():
     asked = [(_environ, "FI_PROVIDER", "efa")]
     codes, said = preflight(before={0: asked, 1: asked})
     fails(said, codes, "efa: all 2 nodes: FI_PROVIDER=efa, but there is no EFA device", "TCP")
 
 
-def test_network_variables_that_leave_nothing():
+def test_preflight_reports_variables_that_leave_no_interface():
     names = ",".join(name for _, name in socket.if_nameindex())
     codes, said = preflight("--fail_on=warn", before={1: [(_environ, "NCCL_SOCKET_IFNAME", f"^{names}")]})
     assert codes == [2, 2]  # a warning only: gloo does not read that variable
@@ -253,12 +253,12 @@ def test_network_variables_that_leave_nothing():
     fails(said, codes, "interfaces: rank 0", "GLOO_SOCKET_IFNAME=nope0: there is no nope0")
 
 
-def test_a_report_that_cannot_be_written(tmp_path):
+def test_preflight_reports_unwritable_json(tmp_path):
     codes, said = preflight(f"--json={tmp_path}/nowhere/report.json")
     fails(said, codes, f"error: --json {tmp_path}/nowhere/report.json: No such file or directory")
 
 
-def test_flags_that_are_wrong():
+def test_preflight_refuses_wrong_flags():
     for flag, what in (
         ("--frobnicate", "unknown flag --frobnicate"),
         ("--fail_on=never", "--fail_on never: choose error, warn"),
@@ -275,21 +275,21 @@ def test_flags_that_are_wrong():
 PATIENCE = 10  # seconds; on a busy machine the ranks that do come are seconds apart
 
 
-def test_a_rank_that_never_comes_is_named_in_time():
+def test_preflight_names_a_missing_rank():
     codes, said = preflight(f"--timeout={PATIENCE}", nproc=3, before={1: [(_stay_away, 2 * PATIENCE)]})
     assert codes[0] == codes[2] == 2
     assert len(lines_of(said[0])) == 1, said[0]
     (line,) = lines_of(said[0])
-    assert f"rank 1 (node 1, of which nobody has come) has not come within {PATIENCE} s" in line
+    assert f"rank 1 (node 1, no rank of which has started) has not started within {PATIENCE} s" in line
     assert float(said[0].split(" nodes, ")[1].split(" s")[0]) < 3 * PATIENCE
     assert not lines_of(said[2])
 
 
-def test_a_rank_that_never_comes_though_its_node_does():
+def test_preflight_names_a_missing_rank_of_a_node_that_answers():
     codes, said = preflight(f"--timeout={PATIENCE}", nproc=4, per_node=2, before={3: [(_stay_away, 2 * PATIENCE)]})
     assert codes == [2, 2, 2, 9]
     (line,) = lines_of(said[0])
-    assert f"rank 3 ({socket.gethostname()}) has not come within {PATIENCE} s" in line
+    assert f"rank 3 ({socket.gethostname()}) has not started within {PATIENCE} s" in line
 
 
 def _stay_away(seconds: float) -> None:
@@ -297,7 +297,7 @@ def _stay_away(seconds: float) -> None:
     os._exit(9)
 
 
-def test_rank_0_never_comes():
+def test_preflight_reports_missing_rank_0():
     codes, said = preflight(f"--timeout={PATIENCE}", before={0: [(_stay_away, 2 * PATIENCE)]})
     assert codes == [9, 2]
     (line,) = lines_of(said[1])
@@ -307,13 +307,13 @@ def test_rank_0_never_comes():
 @pytest.mark.parametrize(
     ("groups", "step"), [(1, "rank 1"), (2, "an all-reduce between rank 0 (")], ids=["before the clocks", "in a pair"]
 )
-def test_a_rank_that_stops_answering_after_the_roll_call(groups, step):
+def test_preflight_names_a_rank_that_stops_answering(groups, step):
     codes, said = preflight("--timeout=2", before={1: [(_freeze_when_there_are, groups)]})
     assert codes == [2, -signal.SIGKILL]
     errors = lines_of(said[0])
     assert any(step in line for line in errors), errors
-    assert any("rank 1 (" in line and "has gone silent within 2 s" in line for line in errors), errors
-    assert "nobody has come" not in said[0]
+    assert any("rank 1 (" in line and "stopped answering within 2 s" in line for line in errors), errors
+    assert "no rank of which" not in said[0]
 
 
 def _freeze_when_there_are(groups: int) -> None:
@@ -330,7 +330,7 @@ def _freeze_when_there_are(groups: int) -> None:
 
 
 @pytest.mark.skipif(shutil.which("faketime") is None, reason="faketime is not installed")
-def test_clocks_that_differ(tmp_path):
+def test_preflight_reports_clock_skew(tmp_path):
     """One node's clock is really 40 s ahead, another's 20 minutes behind, for all that they can tell."""
     port = free_port()
     nodes = []

@@ -140,7 +140,7 @@ def ftp_server(content: bytes | dict[str, bytes], **behaviour) -> Iterator[Serve
                     self.answer("500 unknown command" if state.lacking == "mdtm" else "213 20250101000000")
                 elif verb == "REST":
                     start = int(argument)
-                    self.answer("350 go on")
+                    self.answer("350 ok")
                 elif verb in ("PASV", "EPSV"):
                     passive = socketserver.TCPServer(("127.0.0.1", 0), None)
                     port = passive.server_address[1]

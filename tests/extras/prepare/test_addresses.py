@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from common.files.output_directory import read_record
-from extras.prepare.download import Patience, download
+from extras.prepare.download import RetryPolicy, download
+from extras.prepare.output_directory import read_record
 from extras.prepare.transfers import FetchError, identity, shown
 from tests.data_fixtures import environment
 from tests.extras.prepare.download_fixtures import CONTENT, QUICK, THIRD
@@ -25,13 +25,13 @@ from tests.forked import run_script
         "api_key=topsecret{0}",
     ],
 )
-def test_keys_are_not_seen_and_another_key_is_the_same_file(keys):
+def test_shown_and_identity_drop_access_keys(keys):
     urls = [f"https://me:topsecret@host:8443/a.fasta?{keys.format(n)}#x" for n in (1, 2)]
     assert {identity(url) for url in urls} == {"https://host:8443/a.fasta"}
     assert {shown(url) for url in urls} == {"https://host:8443/a.fasta?..."}
 
 
-def test_what_is_asked_for_tells_files_apart():
+def test_identity_keeps_other_parameters():
     urls = [f"https://rest.uniprot.org/stream?format=fasta&query={asked}" for asked in ("reviewed", "human")]
     assert len({identity(url) for url in urls}) == 2
     assert identity(f"{urls[0]}&token=topsecret") == identity(urls[0])
@@ -39,17 +39,17 @@ def test_what_is_asked_for_tells_files_apart():
     assert identity("s3://bucket/a.fasta") == shown("s3://bucket/a.fasta") == "s3://bucket/a.fasta"
 
 
-def test_a_download_goes_on_with_a_new_signature(tmp_path):
+def test_download_resumes_with_a_new_signature(tmp_path):
     with http_server(CONTENT, break_after=[THIRD]) as server:
         url = server.url + "/a.fasta.gz?X-Amz-Signature="
         with pytest.raises(FetchError, match=r"/a\.fasta\.gz\?\.\.\.: ") as stopped:
-            download(url + "topsecret1", tmp_path, patience=Patience(attempts=1))
+            download(url + "topsecret1", tmp_path, retries=RetryPolicy(attempts=1))
         assert "topsecret" not in str(stopped.value)
-        assert download(url + "topsecret2", tmp_path, patience=QUICK).read_bytes() == CONTENT
+        assert download(url + "topsecret2", tmp_path, retries=QUICK).read_bytes() == CONTENT
         assert server.ranges == [None, f"bytes={THIRD}-"]
 
 
-def test_the_script_says_and_keeps_no_signature(tmp_path):
+def test_download_data_neither_logs_nor_records_a_signature(tmp_path):
     out, said = tmp_path / "out", ""
     with http_server(CONTENT) as server:
         for n in (1, 2):

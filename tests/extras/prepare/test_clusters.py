@@ -18,17 +18,17 @@ import pytest
 from common.cli import UserError
 from common.data.packing import BatchPlan, Position
 from common.files.hashing import hash_bytes
-from extras.prepare import cluster_index, cluster_splits
-from extras.prepare.cluster_index import _fitting
+from extras.prepare import cluster_splits, splits
 from extras.prepare.cluster_splits import hash_names, read_table, without_prefix
 from extras.prepare.clusters import Clusters, open_clusters
+from extras.prepare.splits import _fitting
 from tests.data_fixtures import TOKENIZE, call, different, everything_in
 from tests.training_fixtures import losses, train
 
 # --- names and tables
 
 
-def test_hashes_of_names():
+def test_hash_names_equals_hash_bytes():
     names = ["", "a", "a\0", "\0", "12345678", "123456789", "UniRef90_A0A009", "UniRef90_A0A00A", "x" * 1000, "é"]
     hashes = hash_names(pa.array(names))
     assert len(set(hashes.tolist())) == len(names)
@@ -67,7 +67,7 @@ def parquet(path):
         lambda path: path.write_bytes(gzip.compress(LINES["\t"][:9000]) + gzip.compress(LINES["\t"][9000:])),
     ],
 )
-def test_tables_of_every_form(tmp_path, write):
+def test_read_table_accepts_every_format(tmp_path, write):
     write(tmp_path / "table")
     found = [np.concatenate(part) for part in zip(*read_table(tmp_path / "table"), strict=True)]
     clusters, members = map(pa.array, zip(*PAIRS, strict=True))
@@ -87,7 +87,7 @@ def test_tables_of_every_form(tmp_path, write):
         (b"PAR1 and nothing more", "table"),
     ],
 )
-def test_bad_tables_are_one_line(tmp_path, content, message):
+def test_read_table_refuses_bad_tables_in_one_line(tmp_path, content, message):
     (tmp_path / "table").write_bytes(content)
     with pytest.raises(UserError, match=message) as error:
         list(read_table(tmp_path / "table"))
@@ -95,7 +95,7 @@ def test_bad_tables_are_one_line(tmp_path, content, message):
     assert "\n" not in str(error.value)
 
 
-def test_parquet_with_other_columns(tmp_path):
+def test_read_table_refuses_parquet_without_the_columns(tmp_path):
     pa.parquet.write_table(pa.table({"id": ["a"], "cluster": ["b"]}), tmp_path / "table")
     with pytest.raises(UserError, match="its columns are id, cluster: expected the columns ur50_id and ur90_id"):
         list(read_table(tmp_path / "table"))
@@ -140,7 +140,7 @@ def tokenize(source, out, *flags):
     return {split: rows["id"] for split, rows in datasets.load_from_disk(str(out / "arrow")).items()}
 
 
-def test_splits_and_index_against_brute_force(tmp_path, caplog):
+def test_split_by_clusters_equals_brute_force(tmp_path, caplog):
     clusters = make_input(tmp_path / "csv")
     with caplog.at_level("INFO"):
         names = tokenize(tmp_path / "csv", tmp_path / "out")
@@ -168,11 +168,11 @@ def test_splits_and_index_against_brute_force(tmp_path, caplog):
     assert results["train"] == len(names["train"])
 
 
-def test_the_result_depends_on_seed_and_not_on_memory(tmp_path, monkeypatch):
+def test_split_by_clusters_depends_on_seed_not_on_memory(tmp_path, monkeypatch):
     make_input(tmp_path / "csv")
     first = tokenize(tmp_path / "csv", tmp_path / "a")
     for name in ("HELD_ROWS", "CHUNK"):
-        monkeypatch.setattr(cluster_index, name, 37)
+        monkeypatch.setattr(splits, name, 37)
     tokenize(tmp_path / "csv", tmp_path / "b", "--preprocessing_num_workers", 1)
     assert everything_in(tmp_path / "a") == everything_in(tmp_path / "b")
     assert tokenize(tmp_path / "csv", tmp_path / "c", "--seed", 7)["validation"] != first["validation"]
@@ -181,7 +181,7 @@ def test_the_result_depends_on_seed_and_not_on_memory(tmp_path, monkeypatch):
     open_clusters(tmp_path / "d/arrow/train", 500)
 
 
-def test_buckets_of_another_boot_are_made_anew(tmp_path, monkeypatch):
+def test_split_by_clusters_remakes_buckets_after_a_reboot(tmp_path, monkeypatch):
     make_input(tmp_path / "csv", count=600)
     tokenize(tmp_path / "csv", tmp_path / "undisturbed")
 
@@ -198,35 +198,35 @@ def test_buckets_of_another_boot_are_made_anew(tmp_path, monkeypatch):
     assert everything_in(tmp_path / "out") == everything_in(tmp_path / "undisturbed")
 
 
-def test_clusters_of_every_size_are_as_likely_to_be_held_out(tmp_path):
+def test_draw_splits_is_uniform_over_cluster_sizes(tmp_path):
     sizes = np.arange(1600) % 4 + 1
     names = hash_names(pa.array([f"UniRef50_{i}" for i in range(1600)]))
     held_out = np.zeros(1600)
     for seed in range(25):
         scratch = tmp_path / str(seed)
-        joined = cluster_index.join([np.repeat(names, sizes)], [], seed, scratch)
+        joined = splits.join([np.repeat(names, sizes)], [], seed, scratch)
         assert (joined.missing, joined.repeated) == (4000, 0)
-        labels = cluster_index.draw_splits(joined.buckets, (2000, 1600, 400), True, scratch / "labels.npy")
+        labels = splits.draw_splits(joined.buckets, (2000, 1600, 400), True, scratch / "labels.npy")
         by_cluster = np.split(np.array(labels), np.cumsum(sizes)[:-1])
         assert all(len(set(part.tolist())) == 1 for part in by_cluster)
         assert np.bincount(labels).tolist() == [2000, 1600, 400]
-        held_out += [part[0] == cluster_index.VALIDATION for part in by_cluster]
+        held_out += [part[0] == splits.VALIDATION for part in by_cluster]
     for size in range(1, 5):
         assert held_out[sizes == size].mean() / 25 == pytest.approx(0.4, abs=0.03)
 
 
-@pytest.mark.parametrize("room", [0, 1, 7, 100, 10_000])
-def test_fitting_is_greedy_and_exact(room):
+@pytest.mark.parametrize("free", [0, 1, 7, 100, 10_000])
+def test_fitting_is_greedy_and_exact(free):
     sizes = np.random.default_rng(0).integers(1, 30, 300)
-    left, expected = room, []
+    left, expected = free, []
     for i, size in enumerate(sizes):
         if size <= left:
             expected.append(i)
             left -= size
-    assert _fitting(sizes, np.arange(300), room).tolist() == expected
+    assert _fitting(sizes, np.arange(300), free).tolist() == expected
 
 
-def test_a_split_that_no_cluster_fits_into(tmp_path):
+def test_draw_splits_refuses_a_split_smaller_than_every_cluster(tmp_path):
     (tmp_path / "csv").mkdir()
     (tmp_path / "csv/table.tsv").write_text("".join(f"UniRef50_A\tUniRef90_{i}\n" for i in range(20)))
     (tmp_path / "csv/x000.csv").write_text("id,text\n" + "".join(f"UniRef90_{i},MKV\n" for i in range(20)))
@@ -240,7 +240,7 @@ def test_a_split_that_no_cluster_fits_into(tmp_path):
         call(TOKENIZE, "--input_dir", tmp_path / "csv", "--output_dir", tmp_path / "out", "--cluster_table", "absent")
 
 
-def test_missing_or_strange_index(tmp_path):
+def test_open_clusters_refuses_a_missing_or_wrong_index(tmp_path):
     with pytest.raises(UserError, match="tokenise with --cluster_table"):
         open_clusters(tmp_path, 10)
     write_clusters(tmp_path, [1, 2, 3])
@@ -271,7 +271,7 @@ def drawn(plan, epoch):
     return np.concatenate([window.records for window in plan.windows(epoch)])
 
 
-def test_an_epoch_draws_one_member_of_every_cluster(tmp_path):
+def test_clusters_epoch_draws_one_member_each(tmp_path):
     sizes = np.random.default_rng(0).geometric(0.3, 20_000)
     clusters = write_clusters(tmp_path, sizes)
     lengths = np.random.default_rng(1).integers(50, 900, sizes.sum())
@@ -289,7 +289,7 @@ def test_an_epoch_draws_one_member_of_every_cluster(tmp_path):
         assert plan.packs_per_epoch() == sum(map(len, plan.windows(0)))
 
 
-def test_members_are_drawn_uniformly(tmp_path):
+def test_clusters_draw_is_uniform_over_members(tmp_path):
     """Chi-square over 400 epochs, for every size; and neighbours are drawn independently."""
     sizes = np.tile([1, 2, 3, 5, 8], 60)
     clusters = write_clusters(tmp_path, sizes)
@@ -306,14 +306,14 @@ def test_members_are_drawn_uniformly(tmp_path):
     assert abs((twos[:, :-1] == twos[:, 1:]).mean() - 0.5) < 4 * 0.5 / twos[:, 1:].size ** 0.5
 
 
-def test_clusters_of_one_are_the_plan_without_clusters(tmp_path):
+def test_clusters_of_one_member_equal_the_plan_without_clusters(tmp_path):
     lengths = np.random.default_rng(1).integers(50, 900, 5000)
     clusters = write_clusters(tmp_path, np.ones(5000, dtype=int))
     for epoch in (0, 3):
         assert np.array_equal(drawn(plan_of(clusters, lengths), epoch), drawn(plan_of(None, lengths), epoch))
 
 
-def test_resuming_anywhere_and_pickling(tmp_path):
+def test_clusters_plan_resumes_anywhere_and_pickles(tmp_path):
     sizes = np.random.default_rng(0).geometric(0.3, 40_000)
     lengths = np.random.default_rng(1).integers(50, 900, sizes.sum())
     plan = plan_of(write_clusters(tmp_path, sizes), lengths)
@@ -329,7 +329,7 @@ def test_resuming_anywhere_and_pickling(tmp_path):
     assert Counter(position.epoch for position, _ in everything).keys() == {0, 1}
 
 
-def test_training_draws_by_clusters_and_goes_on_where_it_stopped(dataset, tmp_path):
+def test_training_by_clusters_resumes(dataset, tmp_path):
     make_input(tmp_path / "csv", count=2000)
     names = tokenize(tmp_path / "csv", tmp_path / "out")["train"]
     splits = tmp_path / "out" / "arrow"
@@ -360,7 +360,7 @@ def test_training_draws_by_clusters_and_goes_on_where_it_stopped(dataset, tmp_pa
     ],
     ids=["header only", "columns the other way round", "other proteins", "less than half of them"],
 )
-def test_a_table_of_other_proteins_is_an_error(tmp_path, table):
+def test_split_by_clusters_refuses_a_table_of_other_proteins(tmp_path, table):
     """Each record would be a cluster of its own, and relatives stand in training and validation."""
     (tmp_path / "csv").mkdir()
     (tmp_path / "csv/table.tsv").write_text(table)
@@ -370,7 +370,7 @@ def test_a_table_of_other_proteins_is_an_error(tmp_path, table):
     assert not (tmp_path / "out").exists()
 
 
-def test_the_table_of_mmseqs2(tmp_path):
+def test_read_table_accepts_mmseqs2_output(tmp_path):
     """Representative and member, tab-separated, without a header; a cluster's first member is its representative."""
     (tmp_path / "csv").mkdir()
     pairs = [(f"P{i // 4 * 4}.1", f"P{i}.1") for i in range(40)]
@@ -384,7 +384,7 @@ def test_the_table_of_mmseqs2(tmp_path):
 
 
 @pytest.mark.parametrize(("of_records", "of_table"), [("", "UniRef90_"), ("UniRef90_", "UniRef90_")])
-def test_names_with_and_without_their_prefix(tmp_path, of_records, of_table, caplog):
+def test_without_prefix_matches_names_with_and_without_it(tmp_path, of_records, of_table, caplog):
     (tmp_path / "csv").mkdir()
     rows = "".join(f"UniRef50_{i // 2}\t{of_table}{i}\n" for i in range(20))
     (tmp_path / "csv/table.tsv").write_text("ur50_id\tur90_id\n" + rows)

@@ -10,7 +10,7 @@ from email.utils import formatdate
 import pytest
 
 from common.cli import UserError
-from extras.prepare.download import Expected, Patience, download, download_directory
+from extras.prepare.download import Expected, RetryPolicy, download, download_directory
 from extras.prepare.transfers import FetchError
 from tests.extras.prepare.download_fixtures import CONTENT, QUICK, THIRD, sums
 from tests.extras.prepare.local_servers import ftp_server, http_server
@@ -19,7 +19,7 @@ from tests.small_disk import small_disk
 # --- broken connections
 
 
-def test_broken_download_goes_on_where_it_ended(tmp_path):
+def test_download_resumes_a_broken_transfer(tmp_path):
     with http_server(CONTENT, break_after=[THIRD, 20_000]) as server:
         path = download(f"{server.url}/u.fasta.gz", tmp_path, sums(CONTENT), QUICK)
     assert path.read_bytes() == CONTENT
@@ -28,95 +28,95 @@ def test_broken_download_goes_on_where_it_ended(tmp_path):
 
 
 @pytest.mark.parametrize(("lacking", "requests"), [("", 2), ("if-range", 3)])
-def test_a_changed_remote_file_is_fetched_from_its_start(tmp_path, lacking, requests):
+def test_download_restarts_when_the_remote_file_changed(tmp_path, lacking, requests):
     """By the answer to If-Range; by the ETag of the rest, where the server does not know If-Range."""
     newer = CONTENT[::-1]
     with http_server(CONTENT, break_after=[THIRD], lacking=lacking, next=(newer, '"2"')) as server:
-        path = download(f"{server.url}/u.fasta.gz", tmp_path, patience=QUICK)
+        path = download(f"{server.url}/u.fasta.gz", tmp_path, retries=QUICK)
     assert path.read_bytes() == newer
     assert server.ranges == [None, f"bytes={THIRD}-", None][:requests]
 
 
-def test_last_modified_stands_in_for_an_etag_and_a_weak_etag_does_not(tmp_path):
+def test_download_resumes_by_last_modified_not_by_weak_etag(tmp_path):
     date = "Wed, 01 Jan 2025 00:00:00 GMT"
     with http_server(CONTENT, break_after=[THIRD], etag="", last_modified=date) as server:
-        assert download(f"{server.url}/a", tmp_path, patience=QUICK).read_bytes() == CONTENT
+        assert download(f"{server.url}/a", tmp_path, retries=QUICK).read_bytes() == CONTENT
     assert server.ranges == [None, f"bytes={THIRD}-"]
     with http_server(CONTENT, break_after=[THIRD], etag='W/"1"') as server:
-        assert download(f"{server.url}/a", tmp_path, patience=QUICK).read_bytes() == CONTENT
+        assert download(f"{server.url}/a", tmp_path, retries=QUICK).read_bytes() == CONTENT
     assert server.ranges == [None, None]
 
 
 @pytest.mark.parametrize("lacking", ["ranges", "validator"])
-def test_servers_that_cannot_resume(tmp_path, lacking):
+def test_download_restarts_without_ranges_or_validator(tmp_path, lacking):
     with http_server(CONTENT, break_after=[THIRD], lacking=lacking) as server:
         path = download(f"{server.url}/u.fasta.gz", tmp_path, sums(CONTENT), QUICK)
         assert path.read_bytes() == CONTENT
 
 
-def test_a_server_that_cannot_resume_and_always_breaks_off_is_given_up(tmp_path):
+def test_download_gives_up_without_progress(tmp_path):
     with (
         http_server(CONTENT, break_after=[THIRD] * 9, lacking="ranges") as server,
         pytest.raises(FetchError, match=rf"{THIRD:,} of {len(CONTENT):,} bytes arrived \(3 attempts\)"),
     ):
-        download(f"{server.url}/u.fasta.gz", tmp_path, patience=QUICK)
+        download(f"{server.url}/u.fasta.gz", tmp_path, retries=QUICK)
     assert len(server.ranges) == 3
 
 
-def test_a_hopeless_download_keeps_what_came(tmp_path):
+def test_download_keeps_a_part_that_can_be_resumed(tmp_path):
     with http_server(CONTENT, break_after=[THIRD, 0, 0, 0]) as server:
         url = f"{server.url}/u.fasta.gz"
         with pytest.raises(FetchError, match=rf"\(3 attempts\): .*\({THIRD:,} bytes have arrived and are kept\)"):
-            download(url, tmp_path, patience=QUICK)
+            download(url, tmp_path, retries=QUICK)
         assert sorted(path.suffix for path in tmp_path.iterdir()) == [".json", ".part"]
         server.break_after.clear()
         assert download(url, tmp_path, sums(CONTENT), QUICK).read_bytes() == CONTENT
     assert server.ranges[-1] == f"bytes={THIRD}-"
 
 
-def test_what_cannot_be_gone_on_from_is_not_kept(tmp_path):
+def test_download_removes_a_part_that_cannot_be_resumed(tmp_path):
     with (
         http_server(CONTENT, break_after=[THIRD] * 9, lacking="validator") as server,
         pytest.raises(FetchError, match="start again$"),
     ):
-        download(f"{server.url}/u.fasta.gz", tmp_path / "d", patience=QUICK)
+        download(f"{server.url}/u.fasta.gz", tmp_path / "d", retries=QUICK)
     assert not list(tmp_path.iterdir())
 
 
-def test_nobody_listens(tmp_path):
+def test_download_reports_a_refused_connection(tmp_path):
     with pytest.raises(FetchError, match=r"refused \(3 attempts\): check the network"):
-        download("http://127.0.0.1:1/u.fasta", tmp_path / "d", patience=QUICK)
+        download("http://127.0.0.1:1/u.fasta", tmp_path / "d", retries=QUICK)
     assert not list(tmp_path.iterdir())
 
 
 # --- slow servers
 
 
-def test_silence_times_out_and_the_download_goes_on(tmp_path):
+def test_download_resumes_after_a_silent_server(tmp_path):
     with http_server(CONTENT, break_after=[THIRD], stall_s=5.0) as server:
         began = time.monotonic()
-        path = download(f"{server.url}/a", tmp_path, patience=Patience(timeout_s=0.2, first_wait_s=0.01))
+        path = download(f"{server.url}/a", tmp_path, retries=RetryPolicy(timeout_s=0.2, first_wait_s=0.01))
         assert time.monotonic() - began < 3
     assert path.read_bytes() == CONTENT
     assert server.ranges == [None, f"bytes={THIRD}-"]
 
 
 @pytest.mark.parametrize("serve", [http_server, ftp_server])
-def test_a_trickle_is_broken_off_and_the_download_goes_on(tmp_path, serve):
-    patience = Patience(timeout_s=0.3, first_wait_s=0.01)
+def test_download_resumes_after_a_stall(tmp_path, serve):
+    retries = RetryPolicy(timeout_s=0.3, first_wait_s=0.01)
     with serve(CONTENT, trickle_after=[THIRD]) as server:
-        assert download(f"{server.url}/a", tmp_path, sums(CONTENT), patience).read_bytes() == CONTENT
+        assert download(f"{server.url}/a", tmp_path, sums(CONTENT), retries).read_bytes() == CONTENT
     second = server.starts[1] if server.starts else int(server.ranges[1][6:-1])
     assert THIRD < second < THIRD + 3000
 
 
-def test_nothing_but_trickles_is_given_up_though_bytes_arrive(tmp_path):
-    patience = Patience(timeout_s=0.2, attempts=2, first_wait_s=0.01)
+def test_download_gives_up_when_every_transfer_stalls(tmp_path):
+    retries = RetryPolicy(timeout_s=0.2, attempts=2, first_wait_s=0.01)
     with (
         http_server(CONTENT, trickle_after=[0] * 9) as server,
         pytest.raises(FetchError, match=r"bytes arrived in 0 s \(2 attempts\).*are kept"),
     ):
-        download(f"{server.url}/a", tmp_path, patience=patience)
+        download(f"{server.url}/a", tmp_path, retries=retries)
     assert len(server.ranges) == 2
 
 
@@ -127,62 +127,62 @@ def test_nothing_but_trickles_is_given_up_though_bytes_arrive(tmp_path):
     ("status", "said"),
     [(404, "HTTP 404 Not Found: check the address"), (403, "HTTP 403 Forbidden: access is denied"), (410, "Gone")],
 )
-def test_refusals_are_final_at_once(tmp_path, status, said):
+def test_download_does_not_retry_client_errors(tmp_path, status, said):
     with http_server(CONTENT, statuses=[status]) as server, pytest.raises(FetchError, match=said):
-        download(f"{server.url}/u.fasta.gz", tmp_path / "d", patience=QUICK)
+        download(f"{server.url}/u.fasta.gz", tmp_path / "d", retries=QUICK)
     assert server.ranges == []
     assert not list(tmp_path.iterdir())
 
 
-def test_failures_of_the_server_are_retried(tmp_path):
+def test_download_retries_server_errors(tmp_path):
     with http_server(CONTENT, statuses=[503, 429, 500]) as server:
-        path = download(f"{server.url}/a", tmp_path, patience=Patience(first_wait_s=0.01))
+        path = download(f"{server.url}/a", tmp_path, retries=RetryPolicy(first_wait_s=0.01))
     assert path.read_bytes() == CONTENT
 
 
 @pytest.mark.parametrize("status", [429, 503])
-def test_a_busy_server_is_given_up_with_a_clear_word(tmp_path, status):
+def test_download_reports_a_busy_server(tmp_path, status):
     with (
         http_server(CONTENT, statuses=[status] * 9) as server,
         pytest.raises(FetchError, match=rf"HTTP {status} .* \(3 attempts\): the server is busy or down: start again"),
     ):
-        download(f"{server.url}/a", tmp_path, patience=QUICK)
+        download(f"{server.url}/a", tmp_path, retries=QUICK)
     assert len(server.statuses) == 6
 
 
 @pytest.mark.parametrize("date", [False, True])
-def test_the_wait_a_server_asks_for_is_honoured_up_to_a_bound(tmp_path, date, caplog):
-    def time_with(after_s: float, patience: Patience) -> float:
+def test_download_honours_retry_after_up_to_a_limit(tmp_path, date, caplog):
+    def time_with(after_s: float, retries: RetryPolicy) -> float:
         retry_after = formatdate(time.time() + after_s, usegmt=True) if date else str(after_s)
         with http_server(CONTENT, statuses=[429], retry_after=retry_after) as server:
             began = time.monotonic()
-            download(f"{server.url}/{after_s}", tmp_path, patience=patience)
+            download(f"{server.url}/{after_s}", tmp_path, retries=retries)
             return time.monotonic() - began
 
     # Dates have whole seconds: a wait of 2 is one of at least 1.
-    assert time_with(2 if date else 1, Patience(first_wait_s=0.01)) >= 0.95
-    assert time_with(3600, Patience(first_wait_s=0.01, longest_wait_s=0.3)) < 5
+    assert time_with(2 if date else 1, RetryPolicy(first_wait_s=0.01)) >= 0.95
+    assert time_with(3600, RetryPolicy(first_wait_s=0.01, longest_wait_s=0.3)) < 5
     assert "trying again in" in caplog.text
 
 
 # --- wrong content
 
 
-def test_a_length_that_is_too_long_ends_in_a_clear_word(tmp_path):
+def test_download_reports_missing_bytes(tmp_path):
     with (
         http_server(CONTENT, claims=100) as server,
         pytest.raises(FetchError, match=rf"{len(CONTENT):,} of {len(CONTENT) + 100:,} bytes arrived \(3 attempts\)"),
     ):
-        download(f"{server.url}/a", tmp_path, patience=QUICK)
+        download(f"{server.url}/a", tmp_path, retries=QUICK)
 
 
-def test_a_length_that_is_too_short_is_found_by_the_checksum(tmp_path):
+def test_download_detects_a_short_length_by_checksum(tmp_path):
     with http_server(CONTENT, claims=-100) as server, pytest.raises(FetchError, match="its md5 is .*, --md5 says"):
         download(f"{server.url}/a", tmp_path, sums(CONTENT), QUICK)
     assert not list(tmp_path.iterdir())
 
 
-def test_a_published_size_is_checked_before_anything_is_fetched(tmp_path):
+def test_download_checks_a_published_size_first(tmp_path):
     expected = sums(CONTENT, size=len(CONTENT) + 1, authority="RELEASE.metalink")
     said = rf"the server has {len(CONTENT):,} bytes, RELEASE.metalink says {len(CONTENT) + 1:,}"
     with http_server(CONTENT) as server, pytest.raises(FetchError, match=said):
@@ -190,14 +190,14 @@ def test_a_published_size_is_checked_before_anything_is_fetched(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_a_published_size_tells_a_broken_transfer_where_the_server_does_not(tmp_path):
+def test_download_detects_a_broken_transfer_by_published_size(tmp_path):
     with http_server(CONTENT, break_after=[THIRD], lacking="length") as server:
         path = download(f"{server.url}/a", tmp_path, Expected(size=len(CONTENT)), QUICK)
     assert path.read_bytes() == CONTENT
     assert server.ranges == [None, f"bytes={THIRD}-"]
 
 
-def test_a_wrong_checksum_removes_the_file_and_says_both_sums(tmp_path):
+def test_download_removes_a_file_with_a_wrong_checksum(tmp_path):
     wrong = Expected({"sha256": "0" * 64})
     right = hashlib.sha256(CONTENT).hexdigest()
     with (
@@ -209,7 +209,7 @@ def test_a_wrong_checksum_removes_the_file_and_says_both_sums(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_pieces_that_do_not_fit_are_fetched_once_more_as_a_whole(tmp_path):
+def test_download_restarts_once_after_a_resumed_mismatch(tmp_path):
     """A server that changes a file and keeps its ETag: only the checksum of the whole can tell."""
     newer = CONTENT[::-1]
     with http_server(CONTENT, break_after=[THIRD], next=(newer, '"1"')) as server:
@@ -223,10 +223,10 @@ def test_pieces_that_do_not_fit_are_fetched_once_more_as_a_whole(tmp_path):
     assert server.ranges == [None, f"bytes={THIRD}-"] * 2  # and no third time, though it came in pieces again
 
 
-def test_a_complete_file_of_an_earlier_run_is_checked_and_not_fetched_again(tmp_path):
+def test_download_reuses_a_complete_file(tmp_path):
     with http_server(CONTENT) as server:
         url = f"{server.url}/a"
-        path = download(url, tmp_path, patience=QUICK)
+        path = download(url, tmp_path, retries=QUICK)
         assert download(url, tmp_path, sums(CONTENT), QUICK) == path
         assert len(server.ranges) == 1
         path.write_bytes(CONTENT[:-1] + b"x")
@@ -237,16 +237,16 @@ def test_a_complete_file_of_an_earlier_run_is_checked_and_not_fetched_again(tmp_
 # --- full disks
 
 
-def test_a_disk_that_is_too_small_is_said_before_anything_is_fetched(tmp_path):
+def test_download_checks_free_space_first(tmp_path):
     with small_disk(tmp_path, "1m") as disk, http_server(bytes(2_000_000)) as server:
         with pytest.raises(
-            FetchError, match=r"no room for http.*: 2,000,000 bytes to come, 1,\d+,\d+ free: make room"
+            FetchError, match=r"not enough space for http.*: 2,000,000 bytes to come, 1,\d+,\d+ free: make room"
         ):
-            download(f"{server.url}/a", disk / "d", patience=QUICK)
+            download(f"{server.url}/a", disk / "d", retries=QUICK)
         assert not list(disk.iterdir())
 
 
-def test_a_disk_that_fills_up_keeps_what_came_for_when_there_is_room(tmp_path):
+def test_download_resumes_after_a_full_disk(tmp_path):
     content = random.Random(0).randbytes(2_000_000)
     with small_disk(tmp_path, "1m") as disk, http_server(content, lacking="length") as server:
         url = f"{server.url}/a"
@@ -265,7 +265,7 @@ def test_a_disk_that_fills_up_keeps_what_came_for_when_there_is_room(tmp_path):
     ("error", "stays"),
     [(FetchError("x"), True), (ZeroDivisionError("a bug"), True), (UserError("no FASTA"), False), (None, False)],
 )
-def test_the_directory_outlives_failures_to_fetch_and_kills_but_not_bad_content(tmp_path, error, stays):
+def test_download_directory_stays_for_failures_that_can_resume(tmp_path, error, stays):
     directory = tmp_path / "d"
     directory.mkdir()
     (directory / "a.part").touch()

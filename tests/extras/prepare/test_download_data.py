@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from common.cli import UserError
-from common.files.output_directory import building, read_record
+from extras.prepare.output_directory import building, read_record
 from extras.prepare.sample import write_sample
 from extras.sources.fasta import read_fasta
 from tests.data_fixtures import (
@@ -52,7 +52,7 @@ def partitions(directory) -> list[list[tuple[str, str]]]:
 
 @pytest.mark.parametrize("shuffle", [True, False])
 @pytest.mark.parametrize("count", [1, 6, 7, 8, 14, 15])
-def test_partitions_are_exactly_numbered(tmp_path, count, shuffle):
+def test_download_data_writes_partitions_of_exact_size(tmp_path, count, shuffle):
     records = numbered(count)
     source = write_fasta(tmp_path / "in.fasta", records)
     call(
@@ -69,7 +69,7 @@ def test_partitions_are_exactly_numbered(tmp_path, count, shuffle):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["csv", "in.fasta"]
 
 
-def test_the_csv_is_plain(tmp_path):
+def test_download_data_writes_plain_csv(tmp_path):
     source = write_fasta(tmp_path / "in.fasta", [("a", "MKV"), ("b,c", "LA"), ('d"e', "G,G")])
     call(DOWNLOAD, "--source", source, "--output_dir", tmp_path, "--shuffle", "False")
     assert (tmp_path / "csv/x000.csv").read_bytes() == b'id,text\na,MKV\n"b,c",LA\n"d""e","G,G"\n'
@@ -78,7 +78,7 @@ def test_the_csv_is_plain(tmp_path):
     assert (tmp_path / "simple/csv/x000.csv").read_bytes() == b"id,text\na,MKV\nb,la*g\n"
 
 
-def test_all_formats_hold_the_same(tmp_path):
+def test_download_data_formats_have_the_same_records(tmp_path):
     source = write_fasta(tmp_path / "in.fasta", numbered(25))
     flags = ["--save_arrow", "--save_fasta", "True", "--save_parquet=True", "--max_records_per_partition", 10]
     call(DOWNLOAD, "--source", source, "--output_dir", tmp_path, *flags)
@@ -93,7 +93,7 @@ def test_all_formats_hold_the_same(tmp_path):
     assert len(list((tmp_path / "arrow").glob("data-*-of-00003.arrow"))) == 3
 
 
-def test_formats_can_be_added_later(tmp_path):
+def test_download_data_adds_formats_later(tmp_path):
     source = write_fasta(tmp_path / "in.fasta", numbered(25))
     call(DOWNLOAD, "--source", source, "--output_dir", tmp_path)
     before = (tmp_path / "csv").stat().st_mtime_ns
@@ -107,7 +107,7 @@ def test_formats_can_be_added_later(tmp_path):
 # --- the shuffle
 
 
-def test_every_partition_is_a_sample_of_the_whole_input(tmp_path):
+def test_download_data_shuffles_over_the_whole_input(tmp_path):
     """On an input sorted by length: partition membership is independent of the position, and mean lengths agree."""
     count, size = 4000, 400
     source = write_fasta(tmp_path / "in.fasta", numbered(count))
@@ -125,7 +125,7 @@ def test_every_partition_is_a_sample_of_the_whole_input(tmp_path):
         assert abs(part.mean() - whole.mean()) < 4 * whole.std() / np.sqrt(size)
 
 
-def test_seed_decides(tmp_path):
+def test_download_data_order_depends_on_seed(tmp_path):
     source = write_fasta(tmp_path / "in.fasta", numbered(50))
     for name, seed in (("a", 1), ("b", 1), ("c", 2)):
         call(DOWNLOAD, "--source", source, "--output_dir", tmp_path / name, "--seed", seed)
@@ -140,11 +140,11 @@ def every_record_once(tmp_path, source):
 
 
 @needs_real_sample
-def test_real_sample(tmp_path):
+def test_download_data_on_the_real_sample(tmp_path):
     every_record_once(tmp_path, REAL_SAMPLE)
 
 
-def test_generated_sample(tmp_path):
+def test_download_data_on_a_generated_sample(tmp_path):
     write_sample(tmp_path / "s.fasta.gz", num_proteins=700)
     every_record_once(tmp_path, tmp_path / "s.fasta.gz")
 
@@ -152,7 +152,7 @@ def test_generated_sample(tmp_path):
 # --- started again
 
 
-def test_second_run_does_nothing_and_another_one_is_refused(tmp_path, caplog):
+def test_download_data_reuses_its_output_and_refuses_another(tmp_path, caplog):
     source = write_fasta(tmp_path / "in.fasta", numbered(30))
     out = tmp_path / "out"
     same = ("--source", source, "--output_dir", out)
@@ -176,7 +176,7 @@ def test_second_run_does_nothing_and_another_one_is_refused(tmp_path, caplog):
     assert json.loads((out / "csv/.complete.json").read_text())["results"] == {"records": 31, "skipped_records": 0}
 
 
-def test_a_directory_of_the_users_own_is_refused(tmp_path):
+def test_download_data_refuses_a_foreign_directory(tmp_path):
     source = write_fasta(tmp_path / "in.fasta", numbered(3))
     (tmp_path / "csv").mkdir()
     call(DOWNLOAD, "--source", source, "--output_dir", tmp_path)  # an empty one is taken
@@ -188,7 +188,7 @@ def test_a_directory_of_the_users_own_is_refused(tmp_path):
     assert (tmp_path / "csv/mine.csv").exists()
 
 
-def test_failing_while_overwriting_keeps_the_old(tmp_path):
+def test_download_data_failed_overwrite_keeps_the_old_output(tmp_path):
     source = write_fasta(tmp_path / "in.fasta", numbered(3))
     call(DOWNLOAD, "--source", source, "--output_dir", tmp_path)
     before = everything_in(tmp_path / "csv")
@@ -208,7 +208,7 @@ def kill_when(arguments, ready) -> None:
 
 
 @pytest.mark.parametrize("sign_of_life", ["scratch", "csv/x004.csv"])
-def test_killed_and_started_again(tmp_path, sign_of_life):
+def test_download_data_resumes_after_a_kill(tmp_path, sign_of_life):
     source = write_fasta(tmp_path / "in.fasta", [(f"P{i}", "MKVLAGTY" * 30) for i in range(200_000)])
     out = tmp_path / "out"
     arguments = ("--source", source, "--output_dir", out, "--max_records_per_partition", 20_000)
@@ -221,7 +221,7 @@ def test_killed_and_started_again(tmp_path, sign_of_life):
     assert [path.name for path in out.iterdir()] == ["csv"]
 
 
-def test_outputs_appear_at_once(tmp_path):
+def test_download_data_publishes_all_formats_together(tmp_path):
     """The finished directory itself takes the final name, record of completion included; nothing is copied there."""
     with building(tmp_path, ["csv", "fasta"], {"seed": (1, 2)}, overwrite=False) as build:
         inodes = {name: path.stat().st_ino for name, path in build.paths.items()}
@@ -233,7 +233,7 @@ def test_outputs_appear_at_once(tmp_path):
         assert list(build.paths) == ["arrow"]
 
 
-def test_two_runs_at_once_are_refused(tmp_path):
+def test_download_data_refuses_two_runs_at_once(tmp_path):
     source = write_fasta(tmp_path / "in.fasta", numbered(3))
     with building(tmp_path / "out", ["csv"], {}, overwrite=False):
         with pytest.raises(UserError, match="another run is writing here"):
@@ -255,7 +255,7 @@ def test_two_runs_at_once_are_refused(tmp_path):
         (gzip.compress(b">a\nMKVLA\n" * 1000)[:-20], "bad.fasta: the compressed file is cut short"),
     ],
 )
-def test_bad_fasta_leaves_nothing(tmp_path, content, message):
+def test_download_data_bad_fasta_leaves_nothing(tmp_path, content, message):
     (tmp_path / "bad.fasta").write_bytes(content)
     with pytest.raises(UserError) as error:
         call(DOWNLOAD, "--source", tmp_path / "bad.fasta", "--output_dir", tmp_path / "new/out", "--save_arrow")
@@ -263,7 +263,7 @@ def test_bad_fasta_leaves_nothing(tmp_path, content, message):
     assert [path.name for path in tmp_path.iterdir()] == ["bad.fasta"]
 
 
-def test_bad_input_on_the_command_line(tmp_path):
+def test_download_data_reports_bad_input_in_one_line(tmp_path):
     bad = tmp_path / "bad.fasta"
     bad.write_bytes(b">a\nMK\n>b\n")
     line = expect_error(SCRIPT, "--source", bad, "--output_dir", tmp_path / "out")
@@ -279,13 +279,13 @@ def test_bad_input_on_the_command_line(tmp_path):
 @pytest.mark.parametrize(
     "flags", [("--max_records_per_partition", 0), ("--seed", -1), ("--save_csv", "False"), ("--source", "/")]
 )
-def test_impossible_flags(tmp_path, flags):
+def test_download_data_refuses_invalid_flags(tmp_path, flags):
     with pytest.raises(UserError):
         call(DOWNLOAD, "--output_dir", tmp_path / "out", *flags)
     assert not list(tmp_path.iterdir())
 
 
-def test_bad_records_are_skipped_and_counted(tmp_path):
+def test_download_data_skips_and_counts_bad_records(tmp_path):
     source = tmp_path / "in.fasta"
     source.write_text(">a\nMK\n" + ">b\n" * 7 + ">c\nMV\n>\nMK\n>a\nMK\n")
     out, flags = tmp_path / "out", ("--on_bad_record", "skip", "--shuffle", "False")
@@ -302,7 +302,7 @@ def test_bad_records_are_skipped_and_counted(tmp_path):
     with pytest.raises(UserError, match="line 3: record 2"):
         call(DOWNLOAD, "--source", source, "--output_dir", tmp_path / "error", "--on_bad_record", "error")
     source.write_text(">b\n>c\n")
-    with pytest.raises(UserError, match=r"line 1: record 1 \(b\) .* no other record can be used either"):
+    with pytest.raises(UserError, match=r"line 1: record 1 \(b\) .* no other record is valid"):
         call(DOWNLOAD, "--source", source, "--output_dir", tmp_path / "error", *flags)
     source.write_bytes(gzip.compress(b">a\nMK\n" * 1000)[:-9])
     with pytest.raises(UserError, match="cut short"):
@@ -311,7 +311,7 @@ def test_bad_records_are_skipped_and_counted(tmp_path):
     assert "--on_bad_record" in expect_error(SCRIPT, "--source", source, "--on_bad_record", "mend")
 
 
-def test_what_is_said(tmp_path):
+def test_download_data_log_lines(tmp_path):
     """The guides' log lines, and bars with bytes and records a second, ETA included."""
     source = write_fasta(tmp_path / "in.fasta", numbered(300))
     flags = ("--source", source, "--output_dir", tmp_path, "--max_records_per_partition", 200)

@@ -7,8 +7,8 @@ import subprocess
 
 import pytest
 
-from common.files.output_directory import Journal
-from extras.prepare.shuffle import SCATTERED
+from extras.prepare.output_directory import Journal
+from extras.prepare.partitions import SCATTERED
 from tests.data_fixtures import DOWNLOAD, call, command, environment, everything_in, numbered, write_fasta
 from tests.extras.prepare.killed_runs import run_killed_at
 from tests.forked import run_script
@@ -18,9 +18,9 @@ from tests.small_disk import enlarge, small_disk
 SCRIPT = "0.download_data.py"
 # Of 75,000 bytes: the shuffle goes through files.
 IN_FILES = {
-    "extras.prepare.shuffle.MEMORY_BYTES": 20_000,
-    "extras.prepare.shuffle.BUCKET_BITS": 3,
-    "extras.prepare.shuffle.BUCKETS": 8,
+    "extras.prepare.partitions.MEMORY_BYTES": 20_000,
+    "extras.prepare.partitions.BUCKET_BITS": 3,
+    "extras.prepare.partitions.BUCKETS": 8,
 }
 
 
@@ -33,7 +33,7 @@ IN_FILES = {
     ],
     ids=["in memory", "through files", "in the order of the input"],
 )
-def test_killed_anywhere(tmp_path, flags, settings):
+def test_download_data_resumes_after_a_kill_anywhere(tmp_path, flags, settings):
     """Before every touch of the disk in turn where there are few, else before a random choice and the last of them."""
     source = write_fasta(tmp_path / "in.fasta", numbered(300))
     flags = ("--source", source, "--max_records_per_partition", 90, *flags, "--output_dir")
@@ -44,7 +44,7 @@ def test_killed_anywhere(tmp_path, flags, settings):
     for moment in sorted(moments):
         out = tmp_path / str(moment)
         run_killed_at(moment, SCRIPT, out, *flags, out, settings=settings)
-        for path in out.glob("[!.]*"):  # what is there is complete
+        for path in out.glob("[!.]*"):  # published outputs are complete
             assert (
                 everything_in(path).items()
                 <= {name.removeprefix(f"{path.name}/"): content for name, content in expected.items()}.items()
@@ -54,7 +54,7 @@ def test_killed_anywhere(tmp_path, flags, settings):
         assert sorted(path.name for path in out.iterdir()) == sorted({name.split("/")[0] for name in expected})
 
 
-def test_killed_again_and_again(tmp_path):
+def test_download_data_resumes_after_repeated_kills(tmp_path):
     """Every run gets a little further than the one before, and the last one is through."""
     source = write_fasta(tmp_path / "in.fasta", numbered(300))
     flags = ("--source", source, "--max_records_per_partition", 30, "--output_dir")
@@ -72,8 +72,8 @@ def stamps(directory) -> dict:
     return {path.name: (path.stat().st_ino, path.stat().st_mtime_ns) for path in directory.glob("x*.csv")}
 
 
-def test_nothing_is_done_twice(tmp_path):
-    """A run that goes on after the scatter neither reads the source nor writes finished partitions again."""
+def test_download_data_resume_repeats_no_finished_work(tmp_path):
+    """A run that resumes after the scatter neither reads the source nor writes finished partitions again."""
     source = write_fasta(tmp_path / "in.fasta", numbered(300))
     out = tmp_path / "out"
     flags = ("--source", source, "--output_dir", out, "--max_records_per_partition", 30)
@@ -85,22 +85,22 @@ def test_nothing_is_done_twice(tmp_path):
     finished = stamps(out / ".building/csv")
     assert sorted(finished) == [f"x{number:03d}.csv" for number in range(6)]
     del finished["x005.csv"]  # likewise
-    # Whoever reads its records now fails.
+    # Reading its records fails from now on.
     run_killed_at(None, SCRIPT, out, *flags, "--max_record_length", 1, settings=IN_FILES)
     after = stamps(out / "csv")
     assert len(after) == 10
     assert finished.items() <= after.items()
 
 
-@pytest.mark.parametrize("room", ["400k", "900k", "1300k"])
-def test_a_full_disk_leaves_what_is_finished(tmp_path, room):
-    """Full while records are scattered, and while partitions are written, in several formats. With room it goes on."""
+@pytest.mark.parametrize("size", ["400k", "900k", "1300k"])
+def test_download_data_keeps_finished_partitions_on_a_full_disk(tmp_path, size):
+    """Full while records are scattered, and while partitions are written. With space it resumes."""
     records = [(f"P{number}", "MKVLAGTYRR" * 30) for number in range(2000)]  # 0.6 MB
     source = write_fasta(tmp_path / "in.fasta", records)
-    with small_disk(tmp_path, room) as disk:
+    with small_disk(tmp_path, size) as disk:
         (disk / "mine").write_bytes(b"stays")
         flags = ("--max_records_per_partition", "300", "--save_parquet", "--save_arrow")
-        settings = {"extras.prepare.shuffle.MEMORY_BYTES": 100_000}
+        settings = {"extras.prepare.partitions.MEMORY_BYTES": 100_000}
         whole = run_script(SCRIPT, "--source", source, "--output_dir", tmp_path / "whole", *flags, settings=settings)
         assert whole.returncode == 0
         arguments = ("--source", source, "--output_dir", disk / "out", *flags)
@@ -117,7 +117,7 @@ def test_a_full_disk_leaves_what_is_finished(tmp_path, room):
         enlarge(disk, "20m")
         done = run_script(SCRIPT, *arguments, env=environment(), settings=settings)
         assert done.returncode == 0, done.stderr
-        assert ("Going on from what a stopped run left" in done.stderr) == notes.holds_work
+        assert ("Resuming from what an interrupted run left" in done.stderr) == notes.holds_work
         assert everything_in(disk / "out") == everything_in(tmp_path / "whole")
 
 
@@ -128,7 +128,7 @@ def test_a_full_disk_leaves_what_is_finished(tmp_path, room):
         (signal.SIGTERM, 143, "stopped as asked: the same command resumes from there"),
     ],
 )
-def test_stopped_by_the_keyboard_or_as_a_pod_it_goes_on(tmp_path, number, status, line):
+def test_download_data_resumes_after_sigint_and_sigterm(tmp_path, number, status, line):
     """The first process of a container is deaf to SIGTERM unless it listens."""
     source = write_fasta(tmp_path / "in.fasta", [(f"P{number}", "MKVLAGTY" * 30) for number in range(100_000)])
     flags = ("--source", source, "--max_records_per_partition", 10_000, "--output_dir")

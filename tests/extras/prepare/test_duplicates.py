@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 from common.cli import UserError
-from common.files.alphabet import encode
+from common.models.esm2.alphabet import encode
 from extras.prepare import duplicates
 from extras.prepare.clusters import open_clusters
-from extras.prepare.drop_copies import QUANTILES, length_quantiles
-from extras.prepare.duplicates import KEY, find_copies, hash_records
+from extras.prepare.duplicates import QUANTILES, find_copies, length_quantiles
+from extras.prepare.encode import KEY, hash_records
 from extras.prepare.splits import SPLITS
 from tests.data_fixtures import TOKENIZE, call, different, everything_in, load, proteins, write_csv
 
@@ -25,7 +25,7 @@ def hashes_of(records: list[list[int]]) -> np.ndarray:
     return hash_records(ids, np.cumsum([0, *map(len, records)]).astype(np.int32))
 
 
-def test_hash_records_is_that_of_the_record_alone():
+def test_hash_records_is_independent_of_other_records():
     rng = np.random.default_rng(0)
     records = [rng.integers(0, 33, size).tolist() for size in (*range(1, 70), 5000)]
     together = hashes_of(records)
@@ -33,7 +33,7 @@ def test_hash_records_is_that_of_the_record_alone():
     assert hashes_of([]).tolist() == []
 
 
-def test_hash_records_tells_records_apart():
+def test_hash_records_differ_between_records():
     base = np.random.default_rng(0).integers(1, 33, 40).tolist()
     others = [base[:place] + [base[place] % 32 + 1] + base[place + 1 :] for place in range(40)]
     others += [base[:size] for size in range(1, 40)]
@@ -53,7 +53,7 @@ def key_files(directory, hashes, splits, files=3):
 
 @pytest.mark.parametrize(("chunk", "partition"), [(1 << 20, 1 << 21), (37, 100)])
 @pytest.mark.parametrize("different_ones", [1, 40, 1000, 1 << 20])
-def test_find_copies_finds_what_sets_find(tmp_path, monkeypatch, chunk, partition, different_ones):
+def test_find_copies_equals_sets(tmp_path, monkeypatch, chunk, partition, different_ones):
     monkeypatch.setattr(duplicates, "CHUNK", chunk)
     monkeypatch.setattr(duplicates, "PARTITION", partition)
     rng = np.random.default_rng(1)
@@ -68,7 +68,7 @@ def test_find_copies_finds_what_sets_find(tmp_path, monkeypatch, chunk, partitio
     assert found.repeated == [len(part) - len(set(part)) for part in kept]
 
 
-def test_find_copies_holds_a_partition_at_a_time(tmp_path, monkeypatch):
+def test_find_copies_memory_is_one_partition(tmp_path, monkeypatch):
     monkeypatch.setattr(duplicates, "CHUNK", 1 << 12)
     monkeypatch.setattr(duplicates, "PARTITION", 1 << 12)
     peaks = []
@@ -137,7 +137,7 @@ def test_step_one_keeps_copies_of_held_out_proteins_out_of_training(tmp_path, ca
     assert json.loads((tmp_path / "out/arrow/.complete.json").read_text())["results"] == report
 
 
-def test_step_one_leaves_copies_out_of_chunks(tmp_path):
+def test_step_one_drops_copies_from_chunks(tmp_path):
     rows = with_copies()
     write_csv(tmp_path / "csv", rows)
     for name, flags in (("lines", ()), ("chunks", ("--line_by_line", "False", "--max_seq_length", 50))):
@@ -181,7 +181,7 @@ def test_step_one_refuses_a_split_of_copies_alone(tmp_path):
     assert not (tmp_path / "out" / "arrow").exists()
 
 
-def test_step_one_encodes_again_what_an_earlier_version_left(tmp_path, monkeypatch):
+def test_step_one_encodes_again_after_an_earlier_version(tmp_path, monkeypatch):
     """Its journal has other notes, its pieces no hashes, and its splits hold copies."""
     write_csv(tmp_path / "csv", with_copies())
     arguments = ("--input_dir", tmp_path / "csv", *SIZES)
@@ -208,7 +208,7 @@ def test_step_one_encodes_again_what_an_earlier_version_left(tmp_path, monkeypat
     assert everything_in(tmp_path / "out") == everything_in(tmp_path / "undisturbed")
 
 
-def test_length_quantiles_are_lengths_that_are_there():
+def test_length_quantiles_are_existing_lengths():
     lengths = np.random.default_rng(0).integers(1, 60, 997)
     found = length_quantiles(Counter(lengths.tolist()))
     for name, share in QUANTILES.items():

@@ -10,7 +10,6 @@ import signal
 import pytest
 
 from common.cli import UserError
-from common.files.output_directory import read_record
 from extras.prepare.download import Expected
 from extras.prepare.fetch import (
     describe_sources,
@@ -20,6 +19,7 @@ from extras.prepare.fetch import (
     published_checksums,
     read_metalink,
 )
+from extras.prepare.output_directory import read_record
 from extras.prepare.transfers import FetchError
 from tests.data_fixtures import DOWNLOAD, call, edit_unnoticed, environment, everything_in
 from tests.extras.prepare.local_servers import ftp_server, http_server
@@ -53,7 +53,7 @@ def rows(directory) -> list[str]:
 # --- several sources
 
 
-def test_several_sources_are_read_one_after_the_other(tmp_path):
+def test_fetch_reads_several_sources_in_order(tmp_path):
     (tmp_path / "a.fasta").write_text(">a\nMK\n>b\nLA\n")
     (tmp_path / "b.fasta.gz").write_bytes(gzip.compress(b">c\nGG"))  # no newline at its end
     out = tmp_path / "out"
@@ -65,7 +65,7 @@ def test_several_sources_are_read_one_after_the_other(tmp_path):
     assert [path.name for path in out.iterdir()] == ["csv"]
 
 
-def test_the_record_holds_all_sources_and_their_checksums(tmp_path, caplog):
+def test_record_has_all_sources_and_checksums(tmp_path, caplog):
     paths = [tmp_path / name for name in ("a.fasta", "b.fasta", "c.fasta")]
     for path in paths:
         path.write_text(f">{path.name}\nMK\n")
@@ -82,7 +82,7 @@ def test_the_record_holds_all_sources_and_their_checksums(tmp_path, caplog):
             call(DOWNLOAD, "--source", *other, "--output_dir", out)
 
 
-def test_source_is_known_by_its_content(tmp_path, caplog):
+def test_source_is_identified_by_content(tmp_path, caplog):
     path, out = tmp_path / "a.fasta", ("--output_dir", tmp_path / "out")
     path.write_text(">a\nMK\n")
     about = {"source": f"sha256:{hashlib.sha256(path.read_bytes()).hexdigest()}"}
@@ -118,7 +118,7 @@ def test_record_of_an_earlier_version_is_recognised(tmp_path, caplog):
     assert "mtime_ns" not in read_record(tmp_path / "out/csv")["made_from"]
 
 
-def test_a_source_that_fails_leaves_the_others_for_the_next_start(tmp_path):
+def test_fetch_keeps_other_sources_when_one_fails(tmp_path):
     out = tmp_path / "out"
     with http_server({"/a.fasta": b">a\nMK\n"}) as server:
         flags = ("--source", f"{server.url}/a.fasta", f"{server.url}/b.fasta", "--output_dir", out, "--no_shuffle")
@@ -137,7 +137,7 @@ def test_a_source_that_fails_leaves_the_others_for_the_next_start(tmp_path):
     [
         (["absent.fasta"], [], "no such file"),
         (["*.fas"], [], "without quotes"),
-        (["."], [], "not a file but a directory: .*name the files"),
+        (["."], [], "not a file but a directory: .*give the files"),
         (["a.fasta", "a.fasta"], [], "given twice"),
         (["gopher://x/y"], [], "cannot fetch gopher://"),
         (["a.fasta", "https:///y"], [], "not a complete address: expected https://HOST/PATH"),
@@ -149,7 +149,7 @@ def test_a_source_that_fails_leaves_the_others_for_the_next_start(tmp_path):
         (["a.fasta"], ["--md5", MD5, MD5], "2 checksums for 1 sources"),
     ],
 )
-def test_bad_sources_are_said_before_anything_is_done(tmp_path, monkeypatch, sources, flags, said):
+def test_parse_sources_refuses_bad_sources_first(tmp_path, monkeypatch, sources, flags, said):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "a.fasta").write_text(">a\nMK\n")
     with pytest.raises(UserError, match=said):
@@ -157,7 +157,7 @@ def test_bad_sources_are_said_before_anything_is_done(tmp_path, monkeypatch, sou
     assert [path.name for path in tmp_path.iterdir()] == ["a.fasta"]
 
 
-def test_content_that_is_no_fasta_leaves_nothing(tmp_path):
+def test_fetch_of_no_fasta_leaves_nothing(tmp_path):
     with http_server(b"<html>login</html>") as server, pytest.raises(UserError, match="not FASTA"):
         call(DOWNLOAD, "--source", f"{server.url}/u.fasta.gz", "--output_dir", tmp_path / "out")
     # Nothing else tells this one from a whole one.
@@ -172,7 +172,7 @@ def test_content_that_is_no_fasta_leaves_nothing(tmp_path):
 # --- checksums
 
 
-def test_checksums_of_files_and_urls(tmp_path, caplog):
+def test_fetch_verifies_checksums_of_files_and_urls(tmp_path, caplog):
     (tmp_path / "a.fasta.gz").write_bytes(CONTENT)
     with http_server(CONTENT) as server:
         sources = [str(tmp_path / "a.fasta.gz"), f"{server.url}/b.fasta.gz"]
@@ -190,7 +190,7 @@ def test_checksums_of_files_and_urls(tmp_path, caplog):
     assert (tmp_path / "a.fasta.gz").exists()  # the user's own
 
 
-def test_a_wrong_checksum_on_the_command_line(tmp_path):
+def test_download_data_reports_a_wrong_checksum_in_one_line(tmp_path):
     with http_server(CONTENT) as server:
         url = f"{server.url}/u.fasta.gz"
         arguments = ("--source", url, "--md5", "0" * 32, "--output_dir", tmp_path / "out")
@@ -215,7 +215,7 @@ def uniprot(monkeypatch, server) -> str:
 
 
 @pytest.mark.parametrize("broken", [[], [THIRD]])
-def test_uniprots_files_are_verified_by_their_metalink(tmp_path, monkeypatch, caplog, broken):
+def test_fetch_verifies_uniprot_files_by_metalink(tmp_path, monkeypatch, caplog, broken):
     metalink = METALINK.format(size=len(CONTENT), md5=MD5).encode()
     files = {f"{UNIREF50}/uniref50.fasta.gz": CONTENT, f"{UNIREF50}/RELEASE.metalink": metalink}
     with http_server(files, break_after=[len(metalink), *broken]) as server, caplog.at_level("INFO"):
@@ -232,7 +232,7 @@ def test_uniprots_files_are_verified_by_their_metalink(tmp_path, monkeypatch, ca
         (1, MD5, "RELEASE.metalink says 1: a release may be under way there"),
     ],
 )
-def test_uniprots_files_that_are_not_what_the_metalink_says(tmp_path, monkeypatch, size, md5, said):
+def test_fetch_refuses_uniprot_files_that_differ_from_the_metalink(tmp_path, monkeypatch, size, md5, said):
     metalink = METALINK.format(size=size, md5=md5).encode()
     files = {f"{UNIREF50}/uniref50.fasta.gz": CONTENT, f"{UNIREF50}/RELEASE.metalink": metalink}
     with http_server(files) as server, pytest.raises(FetchError, match=said):
@@ -241,7 +241,7 @@ def test_uniprots_files_that_are_not_what_the_metalink_says(tmp_path, monkeypatc
 
 
 @pytest.mark.parametrize("metalink", [None, b"<html>", METALINK.replace("uniref50.fasta", "other").encode()])
-def test_without_a_metalink_a_warning_says_that_only_the_size_is_checked(tmp_path, monkeypatch, caplog, metalink):
+def test_fetch_without_metalink_warns_and_checks_the_size(tmp_path, monkeypatch, caplog, metalink):
     files = {f"{UNIREF50}/uniref50.fasta.gz": CONTENT}
     if metalink:
         files[f"{UNIREF50}/RELEASE.metalink"] = metalink
@@ -252,13 +252,13 @@ def test_without_a_metalink_a_warning_says_that_only_the_size_is_checked(tmp_pat
     assert list(tmp_path.iterdir()) == paths
 
 
-def test_a_metalink_that_cannot_be_had_for_now_is_no_reason_to_go_without(tmp_path, monkeypatch):
+def test_fetch_fails_when_the_metalink_is_temporarily_unavailable(tmp_path, monkeypatch):
     with http_server({}, statuses=[503] * 3) as server, pytest.raises(FetchError, match="RELEASE.metalink: HTTP 503"):
         fetch(parse_sources([uniprot(monkeypatch, server)]), tmp_path / "d", QUICK)
     assert not list(tmp_path.iterdir())
 
 
-def test_metalinks_over_ftp(tmp_path):
+def test_published_checksums_over_ftp(tmp_path):
     metalink = METALINK.format(size=len(CONTENT), md5=MD5.upper()).encode()
     with ftp_server({f"{UNIREF50}/RELEASE.metalink": metalink}) as server:
         beside = f"{server.url}{UNIREF50}/RELEASE.metalink"
@@ -266,7 +266,7 @@ def test_metalinks_over_ftp(tmp_path):
     assert found == Expected({"md5": MD5}, len(CONTENT), "RELEASE.metalink")
 
 
-def test_which_addresses_have_a_metalink():
+def test_metalink_beside_uniprot_addresses_only():
     for scheme in ("https", "ftp"):
         beside = metalink_beside(f"{scheme}://ftp.uniprot.org{UNIREF50}/uniref50.fasta.gz")
         assert beside == f"{scheme}://ftp.uniprot.org{UNIREF50}/RELEASE.metalink"
@@ -279,7 +279,7 @@ def test_which_addresses_have_a_metalink():
 # --- killed
 
 
-def test_killed_in_mid_download_and_started_again(tmp_path):
+def test_download_data_resumes_a_killed_download(tmp_path):
     out = tmp_path / "out"
     with http_server(CONTENT, break_after=[THIRD], stall_s=60.0) as server:
         arguments = ("--source", f"{server.url}/u.fasta.gz", "--sha256", SHA256, "--output_dir", out)

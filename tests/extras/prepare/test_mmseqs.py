@@ -12,9 +12,9 @@ import pyarrow as pa
 import pytest
 
 from common.cli import UserError
-from common.files.alphabet import TOKENS
+from common.models.esm2.alphabet import TOKENS
+from extras.prepare.cluster_splits import numbers, write_numbered
 from extras.prepare.clusters import open_clusters
-from extras.prepare.mmseqs import numbers, write_numbered
 from tests.data_fixtures import TOKENIZE, call
 
 RESIDUES = "ACDEFGHIKLMNPQRSTVWY"
@@ -43,7 +43,7 @@ def write(directory, rows) -> None:
 
 
 @pytest.mark.skipif(shutil.which("mmseqs") is None, reason="needs MMseqs2 (tests/ops/install_packages.sh)")
-def test_whole_families_are_held_out(tmp_path):
+def test_mmseqs_holds_out_whole_families(tmp_path):
     rows = related()
     write(tmp_path / "csv", rows)
     flags = ("--input_dir", tmp_path / "csv", "--output_dir", tmp_path / "out", "--cluster", 0.5)
@@ -68,9 +68,9 @@ def test_whole_families_are_held_out(tmp_path):
 
 
 @pytest.mark.skipif(shutil.which("mmseqs") is None, reason="needs MMseqs2 (tests/ops/install_packages.sh)")
-def test_what_stops_mmseqs_is_one_line(tmp_path, monkeypatch):
+def test_mmseqs_failure_is_one_line(tmp_path, monkeypatch):
     write(tmp_path / "csv", related()[:20])
-    monkeypatch.setattr("extras.prepare.mmseqs.COVERAGE", "much")
+    monkeypatch.setattr("extras.prepare.cluster_splits.COVERAGE", "much")
     with pytest.raises(
         UserError, match=r"--cluster: mmseqs easy-cluster ended with status 1: .*Error in argument -c"
     ) as error:
@@ -80,7 +80,7 @@ def test_what_stops_mmseqs_is_one_line(tmp_path, monkeypatch):
 
 
 @pytest.mark.skipif(shutil.which("mmseqs") is None, reason="needs MMseqs2 (tests/ops/install_packages.sh)")
-def test_its_reason_is_in_the_line(tmp_path):
+def test_mmseqs_failure_includes_its_reason(tmp_path):
     write(tmp_path / "csv", [(f"p{n}", "MKV", n) for n in range(6)])
     with pytest.raises(UserError, match="the sequences length is less than 14 residues"):
         call(TOKENIZE, "--input_dir", tmp_path / "csv", "--output_dir", tmp_path / "out", "--cluster", 0.5)
@@ -96,12 +96,12 @@ def test_its_reason_is_in_the_line(tmp_path):
         (("--cluster", 0.5, "--line_ends_in_text"), "--line_ends_in_text does not go with --cluster"),
     ],
 )
-def test_flags_that_do_not_go_together(tmp_path, flags, message):
+def test_mmseqs_refuses_conflicting_flags(tmp_path, flags, message):
     with pytest.raises(UserError, match=message):
         call(TOKENIZE, "--input_dir", tmp_path, *flags)
 
 
-def test_without_mmseqs_there_is_advice(tmp_path, monkeypatch):
+def test_mmseqs_missing_is_reported_with_advice(tmp_path, monkeypatch):
     write(tmp_path / "csv", related()[:20])
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(UserError, match="no mmseqs on PATH: apt-get install mmseqs2, .* or cluster elsewhere"):
@@ -109,7 +109,7 @@ def test_without_mmseqs_there_is_advice(tmp_path, monkeypatch):
     assert not (tmp_path / "out").exists()
 
 
-def test_records_go_under_their_numbers(tmp_path):
+def test_write_numbered_names_records_by_number(tmp_path):
     batches = [
         pa.record_batch({"id": ids, "text": texts}) for ids, texts in ((["a", "a"], ["MK>", "mk-"]), (["b"], ["A"]))
     ]

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import boto3
 import pytest
 
-from extras.prepare.download import Patience, download
+from extras.prepare.download import RetryPolicy, download
 from extras.prepare.transfers import FetchError
 from tests.data_fixtures import environment, everything_in
 from tests.extras.prepare.local_servers import breaking_proxy, http_server
@@ -50,13 +50,13 @@ def s3(server, monkeypatch):
 URL = "s3://proteins/dir/u 100%.fasta.gz"
 
 
-def test_a_good_object(s3, tmp_path):
+def test_s3_downloads_an_object(s3, tmp_path):
     path = download(URL, tmp_path, sums(CONTENT, size=len(CONTENT)), QUICK)
     assert path.read_bytes() == CONTENT
     assert [path] == list(tmp_path.iterdir())
 
 
-def test_a_broken_connection_is_gone_on_from(s3, server, tmp_path, monkeypatch):
+def test_s3_resumes_a_broken_connection(s3, server, tmp_path, monkeypatch):
     with breaking_proxy(server, break_after=[100_000, 50_000]) as proxy:
         monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.url)
         assert download(URL, tmp_path, sums(CONTENT), QUICK).read_bytes() == CONTENT
@@ -64,19 +64,19 @@ def test_a_broken_connection_is_gone_on_from(s3, server, tmp_path, monkeypatch):
     assert len(CONTENT) < proxy.passed < len(CONTENT) + 10_000  # with the answers' headers: nothing came twice
 
 
-def test_an_object_that_changed_meanwhile_is_fetched_from_its_start(s3, server, tmp_path, monkeypatch):
+def test_s3_restarts_when_the_object_changed(s3, server, tmp_path, monkeypatch):
     newer = CONTENT[::-1]
     change = {"Bucket": "proteins", "Key": "dir/u 100%.fasta.gz", "Body": newer}
     with breaking_proxy(server, [100_000], before_closing=lambda: s3.put_object(**change)) as proxy:
         monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.url)
-        assert download(URL, tmp_path, patience=QUICK).read_bytes() == newer
+        assert download(URL, tmp_path, retries=QUICK).read_bytes() == newer
 
 
-def test_a_trickle_is_broken_off(s3, server, tmp_path, monkeypatch):
-    patience = Patience(timeout_s=0.3, attempts=3, first_wait_s=0.01)
+def test_s3_resumes_after_a_stall(s3, server, tmp_path, monkeypatch):
+    retries = RetryPolicy(timeout_s=0.3, attempts=3, first_wait_s=0.01)
     with breaking_proxy(server, [100_000], trickle=True) as proxy:
         monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.url)
-        assert download(URL, tmp_path, sums(CONTENT), patience).read_bytes() == CONTENT
+        assert download(URL, tmp_path, sums(CONTENT), retries).read_bytes() == CONTENT
     assert proxy.connections == 2
 
 
@@ -89,26 +89,26 @@ def test_a_trickle_is_broken_off(s3, server, tmp_path, monkeypatch):
         ("s3://Not_A_Bucket!/u.fasta", "Invalid bucket name.*check the address"),
     ],
 )
-def test_wrong_addresses(s3, tmp_path, url, said):
+def test_s3_refuses_wrong_addresses(s3, tmp_path, url, said):
     with pytest.raises(FetchError, match=said):
-        download(url, tmp_path / "d", patience=Patience(first_wait_s=60))
+        download(url, tmp_path / "d", retries=RetryPolicy(first_wait_s=60))
     assert not list(tmp_path.iterdir())
 
 
-def test_busy_denied_and_unreachable(s3, tmp_path, monkeypatch):
+def test_s3_reports_busy_denied_and_unreachable(s3, tmp_path, monkeypatch):
     with http_server(CONTENT, statuses=[503] * 3) as busy:
         monkeypatch.setenv("AWS_ENDPOINT_URL", busy.url)
         with pytest.raises(FetchError, match=r"HTTP 503 .*\(3 attempts\): the server is busy"):
-            download(URL, tmp_path / "d", patience=QUICK)
+            download(URL, tmp_path / "d", retries=QUICK)
         busy.statuses.append(403)
         with pytest.raises(FetchError, match="Forbidden.*AWS credentials .*aws configure"):
-            download(URL, tmp_path / "d", patience=Patience(first_wait_s=60))
+            download(URL, tmp_path / "d", retries=RetryPolicy(first_wait_s=60))
     with pytest.raises(FetchError, match=r"Could not connect.*\(3 attempts\): check the network"):
-        download(URL, tmp_path / "d", patience=QUICK)
+        download(URL, tmp_path / "d", retries=QUICK)
     assert not list(tmp_path.iterdir())
 
 
-def test_as_a_source_and_without_credentials(s3, server, tmp_path):
+def test_s3_source_with_and_without_credentials(s3, server, tmp_path):
     def start(**variables):
         own = {name: value for name, value in environment().items() if not name.startswith("AWS_")}
         flags = ("--source", "s3://proteins/u.fasta", "--output_dir", tmp_path / "out")

@@ -17,7 +17,7 @@ def proteins():
     return list(sample.make_proteins(1000, families=40, motifs=12, divergence=(0.1, 0.4), seed=42))
 
 
-def test_same_arguments_same_bytes(tmp_path):
+def test_sample_same_arguments_give_the_same_bytes(tmp_path):
     for name in ("a.fasta", "b.fasta", "c.fasta.gz", "d.fasta.gz"):
         sample.write_sample(tmp_path / name, num_proteins=50, families=4, seed=7)
     sample.write_sample(tmp_path / "other.fasta", num_proteins=50, families=4, seed=8)
@@ -28,7 +28,7 @@ def test_same_arguments_same_bytes(tmp_path):
     assert len(content) == 5  # and nothing temporary
 
 
-def test_headers_number_and_order(proteins):
+def test_sample_headers_number_and_order(proteins):
     assert len(proteins) == 1000
     ids = [header.split()[0] for header, _ in proteins]
     assert ids == [f"SAMPLE_F{f:04d}_M{m:03d}" for f in range(40) for m in range(25)]
@@ -36,7 +36,7 @@ def test_headers_number_and_order(proteins):
     assert np.corrcoef(medians, range(40))[0, 1] < -0.8  # sorted by length, as UniRef is: only a global shuffle helps
 
 
-def test_lengths_and_composition():
+def test_sample_lengths_and_composition():
     proteins = list(sample.make_proteins(600, families=600, motifs=200, divergence=(0.1, 0.4), seed=1))
     lengths = np.array([len(sequence) for _, sequence in proteins])
     assert lengths.min() >= sample.LENGTH_MIN
@@ -47,7 +47,7 @@ def test_lengths_and_composition():
     assert np.abs(observed - sample.BACKGROUND).max() < 0.012
 
 
-def test_substitutions_follow_blosum62():
+def test_sample_substitutions_follow_blosum62():
     probabilities = sample.substitution_probabilities()
     np.testing.assert_allclose(probabilities.sum(axis=1), 1)
     assert np.diag(probabilities).max() == 0
@@ -56,7 +56,7 @@ def test_substitutions_follow_blosum62():
 
 
 @pytest.mark.parametrize("divergence", [0.1, 0.4])
-def test_divergence_is_the_share_of_substituted_residues(monkeypatch, divergence):
+def test_sample_divergence_is_the_share_of_substituted_residues(monkeypatch, divergence):
     monkeypatch.setattr(sample, "INDELS_PER_SUBSTITUTION", 0.0)
     generator = np.random.default_rng(0)
     cdf = sample.substitution_probabilities().cumsum(axis=1)
@@ -65,14 +65,14 @@ def test_divergence_is_the_share_of_substituted_residues(monkeypatch, divergence
     assert changed == pytest.approx(divergence, abs=0.01)
 
 
-def test_members_resemble_their_own_family(proteins):
+def test_sample_members_resemble_their_family(proteins):
     words = [{s[i : i + 8] for i in range(len(s) - 7)} for _, s in proteins]
     own = np.mean([len(words[25 * f] & words[25 * f + 1]) / len(words[25 * f]) for f in range(40)])
     other = np.mean([len(words[25 * f] & words[(25 * f + 475) % 1000]) / len(words[25 * f]) for f in range(40)])
     assert own > 3 * other
 
 
-def test_the_composition_of_a_protein_tells_more_than_that_of_all(proteins):
+def test_sample_protein_composition_is_informative(proteins):
     """What a short run learns first: nats a residue that a protein's own frequencies save, from its other half."""
     letters = {residue: number for number, residue in enumerate(sample.RESIDUES)}
     counts = np.zeros((len(proteins), 2, 20))
@@ -86,7 +86,7 @@ def test_the_composition_of_a_protein_tells_more_than_that_of_all(proteins):
     assert saved > 0.1
 
 
-def test_command_line(tmp_path):
+def test_sample_command_line(tmp_path):
     out = tmp_path / "s.fasta.gz"
     flags = ("--num_proteins", "30", "--families", "3", "--seed", "5")
     assert run_script("extras.prepare.sample", out, *flags).returncode == 0
@@ -97,7 +97,7 @@ def test_command_line(tmp_path):
     assert (done.returncode, done.stderr.count("\n")) == (2, 1)
 
 
-def test_bad_arguments_leave_nothing(tmp_path):
+def test_sample_bad_arguments_leave_nothing(tmp_path):
     with pytest.raises(UserError, match="divergence"):
         sample.write_sample(tmp_path / "a.fasta", min_divergence=0.5, max_divergence=0.2)
     with pytest.raises(UserError, match="at least 1"):

@@ -1,4 +1,4 @@
-"""extras/prepare/shuffle.py: one uniform random order, whatever the memory; it goes on where a build was killed."""
+"""extras/prepare/partitions.py: a uniform random order, independent of the memory; resumed after a kill."""
 
 import itertools
 from collections import Counter
@@ -7,9 +7,9 @@ from unittest import mock
 import pyarrow as pa
 import pytest
 
-from common.files.output_directory import Build, Journal
-from extras.prepare import shuffle
-from extras.prepare.shuffle import in_random_order
+from extras.prepare import partitions
+from extras.prepare.output_directory import Build, Journal
+from extras.prepare.partitions import in_random_order
 
 LINES = [b"P%d\t%s\n" % (i, b"M" * (i % 50 + 1)) for i in range(6000)]
 
@@ -24,12 +24,12 @@ def batches(lines, size):
 
 
 def shuffled(build, lines=LINES, seed=3, size=1000, written=lambda: 0, memory_bytes=None) -> list[bytes]:
-    with mock.patch.object(shuffle, "MEMORY_BYTES", memory_bytes or shuffle.MEMORY_BYTES):
+    with mock.patch.object(partitions, "MEMORY_BYTES", memory_bytes or partitions.MEMORY_BYTES):
         order = in_random_order(batches(lines, size), build, seed, written)
         return list(itertools.chain.from_iterable(part.to_pylist() for part in order))
 
 
-def test_all_permutations_are_equally_likely(tmp_path):
+def test_shuffle_is_uniform_over_permutations(tmp_path):
     lines = [b"a\t1\n", b"b\t1\n", b"c\t1\n", b"d\t1\n"]
     orders = Counter(b"".join(shuffled(build_in(tmp_path), lines, seed, size=3)) for seed in range(1200))
     assert len(orders) == 24
@@ -39,11 +39,11 @@ def test_all_permutations_are_equally_likely(tmp_path):
 
 # Files of 1 kB: with 400 bytes each is read several times.
 @pytest.mark.parametrize(
-    ("memory_bytes", "batch_bytes"), [(100_000, 500), (5_000, shuffle.BATCH_BYTES), (5_000, 500), (400, 500)]
+    ("memory_bytes", "batch_bytes"), [(100_000, 500), (5_000, partitions.BATCH_BYTES), (5_000, 500), (400, 500)]
 )
-def test_the_order_does_not_depend_on_memory(tmp_path, monkeypatch, memory_bytes, batch_bytes):
+def test_shuffle_order_is_independent_of_memory(tmp_path, monkeypatch, memory_bytes, batch_bytes):
     in_memory = shuffled(build_in(tmp_path / "a"))
-    monkeypatch.setattr(shuffle, "BATCH_BYTES", batch_bytes)
+    monkeypatch.setattr(partitions, "BATCH_BYTES", batch_bytes)
     bounded_build = build_in(tmp_path / "b")
     assert not list((tmp_path / "a/scratch").iterdir())
     assert shuffled(bounded_build, size=77, memory_bytes=memory_bytes) == in_memory != LINES
@@ -54,7 +54,7 @@ def test_the_order_does_not_depend_on_memory(tmp_path, monkeypatch, memory_bytes
 
 
 @pytest.mark.parametrize("memory_bytes", [None, 50_000])
-def test_it_goes_on_after_what_is_written(tmp_path, memory_bytes):
+def test_shuffle_resumes_after_written_records(tmp_path, memory_bytes):
     whole = shuffled(build_in(tmp_path), memory_bytes=memory_bytes)
     for written in (1, 2500, 5999, 6000):
         again = build_in(tmp_path)
@@ -62,15 +62,15 @@ def test_it_goes_on_after_what_is_written(tmp_path, memory_bytes):
         assert shuffled(again, lines, written=lambda n=written: n, memory_bytes=memory_bytes) == whole[written:]
 
 
-def test_what_a_run_left_while_it_scattered_is_not_used(tmp_path):
+def test_shuffle_ignores_an_incomplete_scatter(tmp_path):
     build = build_in(tmp_path)
     for number in range(256):
         (build.scratch / f"{number:03d}.bucket").write_bytes(b"half a batch")
     assert sorted(shuffled(build, memory_bytes=50_000)) == sorted(LINES)
 
 
-def test_temporary_files_go_once_their_records_are_written(tmp_path, monkeypatch):
-    monkeypatch.setattr(shuffle, "MEMORY_BYTES", 50_000)
+def test_shuffle_removes_written_buckets(tmp_path, monkeypatch):
+    monkeypatch.setattr(partitions, "MEMORY_BYTES", 50_000)
     build = build_in(tmp_path)
     seen, left = [0], []
     for part in in_random_order(batches(LINES, 1000), build, 3, lambda: seen[0] // 1000 * 1000):
@@ -80,15 +80,15 @@ def test_temporary_files_go_once_their_records_are_written(tmp_path, monkeypatch
     assert left[0] == 256
     assert left[len(left) // 2] < 180
     assert left[-1] < 60
-    needed = build.done(shuffle.SCATTERED)["counts"][-1]
+    needed = build.done(partitions.SCATTERED)["counts"][-1]
     assert (build.scratch / "255.bucket").exists(), f"its {needed} records are not known to be written"
 
 
-def test_buckets_of_another_boot_are_not_trusted(tmp_path, monkeypatch):
+def test_shuffle_ignores_buckets_of_another_boot(tmp_path, monkeypatch):
     """They were never flushed: after a power failure, or seen from another node, they may be anything."""
     build = build_in(tmp_path)
     whole = shuffled(build, memory_bytes=50_000)
     for path in build.scratch.iterdir():
         path.write_bytes(b"")
-    monkeypatch.setattr(shuffle, "boot_id", lambda: "another")
+    monkeypatch.setattr(partitions, "boot_id", lambda: "another")
     assert shuffled(build, memory_bytes=50_000) == whole

@@ -42,7 +42,7 @@ def write_documents(directory: Path, files: int, of_each: int) -> Path:
     return directory
 
 
-def test_killed_step_1_ends_with_the_same_bytes(tmp_path, rounds, generator):
+def test_tokenize_killed_gives_the_same_bytes(tmp_path, rounds, generator):
     csv = write_proteins(tmp_path / "csv", 12, 5000)
 
     def command(out: Path) -> list:
@@ -56,7 +56,7 @@ def test_killed_step_1_ends_with_the_same_bytes(tmp_path, rounds, generator):
     soak(Subject(command, assert_same), tmp_path, rounds or 1, generator)
 
 
-def test_killed_tokenize_text_ends_with_the_same_bytes(tmp_path, rounds, generator):
+def test_tokenize_text_killed_gives_the_same_bytes(tmp_path, rounds, generator):
     if not rounds:
         pytest.skip("in the long form alone (--soak-rounds): two real interpreters a run")
     text = write_documents(tmp_path / "text", 12, 3000)

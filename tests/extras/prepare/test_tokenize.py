@@ -17,7 +17,7 @@ from datasets import List, Value
 from transformers import EsmTokenizer
 
 from common.cli import UserError
-from common.files.alphabet import PAD, TOKENS, UNK, encode
+from common.models.esm2.alphabet import PAD, TOKENS, UNK, encode
 from extras.prepare import splits
 from extras.prepare.dataset_writer import ROWS_PER_BATCH, TOKEN_FEATURES, DatasetWriter
 from extras.prepare.encode import encode_rows, in_order
@@ -60,16 +60,16 @@ def ids_equal_the_tokenizers(source, tmp_path, tokenizer):
 
 
 @needs_real_sample
-def test_ids_of_the_real_sample(tmp_path, tokenizer):
+def test_tokenize_ids_equal_transformers_on_the_real_sample(tmp_path, tokenizer):
     ids_equal_the_tokenizers(REAL_SAMPLE, tmp_path, tokenizer)
 
 
-def test_ids_of_a_generated_sample(tmp_path, tokenizer):
+def test_tokenize_ids_equal_transformers_on_a_generated_sample(tmp_path, tokenizer):
     write_sample(tmp_path / "s.fasta", num_proteins=300)
     ids_equal_the_tokenizers(tmp_path / "s.fasta", tmp_path, tokenizer)
 
 
-def test_every_token_lower_case_and_unknown_characters(tmp_path, caplog):
+def test_tokenize_every_token_lower_case_and_unknown(tmp_path, caplog):
     rows = [("all", "LAGVSERTIDPKQNFYMHWCXBUZO.-"), ("lower", "mkvla"), ("odd", "M*K1V?J")]
     write_csv(tmp_path / "csv", rows)
     with caplog.at_level("INFO"):
@@ -78,11 +78,11 @@ def test_every_token_lower_case_and_unknown_characters(tmp_path, caplog):
     assert list(found["all"]) == [0, *range(4, 31), 2]
     assert list(found["lower"]) == encode("MKVLA").tolist()
     assert list(found["odd"]) == [0, 20, UNK, 15, UNK, 7, UNK, UNK, 2]
-    assert "4 characters in 1 records are no residues" in caplog.text
+    assert "4 characters in 1 records are not residues" in caplog.text
 
 
 @pytest.mark.parametrize("length", [3, 10, 50])
-def test_truncation_and_padding_as_tokenizers_do_it(tmp_path, tokenizer, length):
+def test_tokenize_truncates_and_pads_as_transformers(tmp_path, tokenizer, length):
     rows = proteins(200)
     write_csv(tmp_path / "csv", rows)
     flags = ("--input_dir", tmp_path / "csv", "--max_seq_length", length)
@@ -96,7 +96,7 @@ def test_truncation_and_padding_as_tokenizers_do_it(tmp_path, tokenizer, length)
 
 
 @pytest.mark.parametrize("flags", [(), ("--max_seq_length", 64), ("--max_seq_length", 64, "--pad_to_max_length")])
-def test_chunks(tmp_path, flags):
+def test_tokenize_chunks(tmp_path, flags):
     rows = proteins(300)
     write_csv(tmp_path / "csv", rows)
     sizes = ("--validation_size", 0.1, "--test_size", 0)
@@ -120,7 +120,7 @@ def test_chunks(tmp_path, flags):
 # --- splits
 
 
-def test_splits_are_disjoint_complete_and_keep_the_order(tmp_path):
+def test_tokenize_splits_are_disjoint_complete_and_in_order(tmp_path):
     rows = proteins(1000)
     write_csv(tmp_path / "csv", rows[:600], "x999.csv")
     write_csv(tmp_path / "csv", rows[600:], "x1000.csv")  # comes after x999
@@ -144,7 +144,7 @@ def test_splits_are_disjoint_complete_and_keep_the_order(tmp_path):
 
 
 @pytest.mark.parametrize("size", ["0", "0.0"])
-def test_an_empty_split_opens(tmp_path, size):
+def test_tokenize_empty_split_opens(tmp_path, size):
     write_csv(tmp_path / "csv", proteins(20))
     flags = ("--validation_size", size, "--test_size", size)
     call(TOKENIZE, "--input_dir", tmp_path / "csv", "--output_dir", tmp_path, *flags)
@@ -170,7 +170,7 @@ def test_an_empty_split_opens(tmp_path, size):
         (100, (None, 1e-6, 0), (99, 1, 0), False),
         (100, (10_000, 1, 1), (98, 1, 1), True),
         (100, (0, 50, 50), (0, 50, 50), False),
-        # What is said is taken at its word, and defaults share the rest.
+        # Given sizes are used exactly, and defaults share the rest.
         (2000, (100, None, None), (100, 950, 950), False),
         (2000, (0.9, None, None), (1800, 100, 100), False),
         (69_000_000, (100, None, None), (100, 50_000, 50_000), False),
@@ -185,7 +185,7 @@ def test_an_empty_split_opens(tmp_path, size):
         (3, (None, None, None), (1, 1, 1), False),
     ],
 )
-def test_sizes(caplog, records, asked, expected, warns):
+def test_split_sizes(caplog, records, asked, expected, warns):
     found = split_sizes(records, *asked)
     assert sum(found) <= records
     if expected[1:] == (4000, 3999):  # all but one record
@@ -199,12 +199,12 @@ def test_sizes(caplog, records, asked, expected, warns):
 @pytest.mark.parametrize(
     "asked", [(None, -1, 5), (None, 1.5, 5), (-0.5, 5, 5), (None, math.nan, 5), (math.inf, 5, 5), (0, 0, 0)]
 )
-def test_impossible_sizes(asked):
+def test_split_sizes_refuses_invalid_sizes(asked):
     with pytest.raises(UserError, match="_size"):
         split_sizes(100, *asked)
 
 
-def test_every_record_is_as_likely_to_be_held_out(monkeypatch):
+def test_split_labels_are_uniform(monkeypatch):
     """Windows far smaller than the input: position tells nothing about the split, and the counts are exact."""
     monkeypatch.setattr(splits, "WINDOW", 7)
     drawn = np.stack([np.concatenate(list(split_labels(30, (20, 4, 3), seed))) for seed in range(3000)])
@@ -220,7 +220,7 @@ def test_every_record_is_as_likely_to_be_held_out(monkeypatch):
 # --- the Arrow directory
 
 
-def test_what_datasets_sees(tmp_path):
+def test_tokenize_output_opens_in_datasets(tmp_path):
     write_csv(tmp_path / "csv", proteins(100))
     call(TOKENIZE, "--input_dir", tmp_path / "csv", "--output_dir", tmp_path)
     loaded = datasets.load_from_disk(str(tmp_path / "arrow"))
@@ -240,7 +240,7 @@ def test_what_datasets_sees(tmp_path):
         assert {key: type(value) for key, value in ours.items()} == {key: type(value) for key, value in theirs.items()}
 
 
-def test_shards_and_record_batches(tmp_path):
+def test_dataset_writer_shards_and_record_batches(tmp_path):
     ids = [f"P{i}" for i in range(35_000)]
     tokens = [[0, 5 + i % 20, 2] for i in range(35_000)]
     writer = DatasetWriter(tmp_path, TOKEN_FEATURES, shard_bytes=500_000)
@@ -261,7 +261,7 @@ def test_shards_and_record_batches(tmp_path):
 
 
 @pytest.mark.parametrize("partitions", [1, 5])
-def test_workers_do_not_change_the_bytes(tmp_path, monkeypatch, partitions):
+def test_tokenize_bytes_are_independent_of_workers(tmp_path, monkeypatch, partitions):
     rows = proteins(3000)
     rows[2000:] = [(name, text) for (name, _), (_, text) in zip(rows[2000:], rows, strict=False)]  # copies
     for i in range(partitions):
@@ -274,7 +274,7 @@ def test_workers_do_not_change_the_bytes(tmp_path, monkeypatch, partitions):
     assert everything_in(tmp_path / "1") == everything_in(tmp_path / "8")
 
 
-def test_results_come_in_order_and_few_are_held():
+def test_in_order_holds_few_results():
     taken = []
 
     def items():
@@ -294,7 +294,7 @@ def test_results_come_in_order_and_few_are_held():
 
 
 @pytest.mark.parametrize("block_bytes", [100, 1000, 1 << 20])
-def test_rows_do_not_depend_on_blocks(tmp_path, monkeypatch, block_bytes):
+def test_read_rows_is_independent_of_blocks(tmp_path, monkeypatch, block_bytes):
     """Nor on whether the parser read them or the short cut for plain lines, which ends at the first other one."""
     rows = [*proteins(100), ("with,comma", "MK"), ('quo"te', "NA"), ("null", "NULL"), ("émile", "MK"), ("", "MK")]
     write_csv(tmp_path / "csv", rows)
@@ -308,7 +308,7 @@ def test_rows_do_not_depend_on_blocks(tmp_path, monkeypatch, block_bytes):
 @pytest.mark.parametrize("odd", ["a,MK\r\n", "\n", '"a",MK\n', "é,MK\n", 'a,"M\nK"\n', '"a""b",MK\n', ",MK\n"])
 @pytest.mark.parametrize("place", [0, 1, 37, 100])
 @pytest.mark.parametrize("end", ["", "\n"])
-def test_plain_lines_and_others_as_the_csv_module_reads_them(tmp_path, monkeypatch, odd, place, end):
+def test_read_rows_equals_the_csv_module(tmp_path, monkeypatch, odd, place, end):
     monkeypatch.setattr("extras.sources.csv_records.BLOCK_BYTES", 500)
     lines = [f"{name},{text}\n" for name, text in proteins(100)]
     lines.insert(place, odd)
@@ -321,7 +321,7 @@ def test_plain_lines_and_others_as_the_csv_module_reads_them(tmp_path, monkeypat
     assert count_rows(path, line_ends=True) == len(expected)
 
 
-def test_the_parser_and_the_short_cut_give_the_same_bytes(tmp_path):
+def test_read_rows_fast_path_gives_the_same_bytes(tmp_path):
     rows = proteins(1000)
     write_csv(tmp_path / "plain", rows)
     (tmp_path / "quoted").mkdir()
@@ -334,7 +334,7 @@ def test_the_parser_and_the_short_cut_give_the_same_bytes(tmp_path):
 
 
 @pytest.mark.parametrize("quote", [False, True])
-def test_texts_are_cleaned_as_those_of_fasta_files_are(tmp_path, quote):
+def test_read_rows_cleans_texts_as_fasta(tmp_path, quote):
     """Whether by the short cut for plain lines or by the parser."""
     titin = "".join(text for _, text in proteins(2000))[:35_000]
     assert len(titin) == 35_000
@@ -358,7 +358,7 @@ def test_texts_are_cleaned_as_those_of_fasta_files_are(tmp_path, quote):
 
 
 @pytest.mark.parametrize("pack", [gzip.compress, bz2.compress, lzma.compress])
-def test_packed_files_are_read_whatever_their_names(tmp_path, pack):
+def test_tokenize_detects_compression_by_content(tmp_path, pack):
     write_csv(tmp_path / "plain", proteins(500))
     (tmp_path / "packed").mkdir()
     content = (tmp_path / "plain/x000.csv").read_bytes()
@@ -372,13 +372,13 @@ def test_packed_files_are_read_whatever_their_names(tmp_path, pack):
     assert load(tmp_path / "named") == load(tmp_path / "plain0")
 
 
-def test_other_columns_and_orders_are_fine(tmp_path):
+def test_tokenize_accepts_other_columns_and_orders(tmp_path):
     (tmp_path / "a.csv").write_bytes(b'\xef\xbb\xbf"text",cluster,"id"\r\nMK,1,"a"\r\n\r\nLA,2,b\r\n')
     found = [row for batch in read_rows(tmp_path / "a.csv") for row in batch.to_pylist()]
     assert found == [{"id": "a", "text": "MK"}, {"id": "b", "text": "LA"}]
 
 
-def test_encode_a_slice_of_rows():
+def test_encode_rows_of_a_slice():
     rows = pa.RecordBatch.from_pydict({"id": ["a", "b", "c", "d"], "text": ["MKV", "L1", "*", "AG"]}).slice(1, 2)
     encoded = encode_rows(rows, None, pad=False)
     assert encoded.rows.to_pylist() == [{"id": "b", "input_ids": [0, 4, 3, 2]}, {"id": "c", "input_ids": [0, 3, 2]}]

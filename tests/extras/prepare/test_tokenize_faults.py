@@ -1,4 +1,4 @@
-"""1.tokenize_uniref_csv.py started again, killed, without room, and given bad input."""
+"""1.tokenize_uniref_csv.py repeated, killed, on a full disk, and with bad input."""
 
 import hashlib
 import itertools
@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 
 from common.cli import UserError
-from common.files.alphabet import TOKENS, encode
-from common.files.output_directory import read_record
-from extras.prepare import encode as encode_files
+from common.models.esm2.alphabet import TOKENS, encode
+from extras.prepare import dataset_writer
+from extras.prepare.output_directory import read_record
 from extras.sources import csv_records
 from extras.sources.csv_records import count_rows, csv_files, read_rows
 from extras.sources.records import BadRecords
@@ -42,7 +42,7 @@ SCRIPT = "1.tokenize_uniref_csv.py"
 # --- started again
 
 
-def test_second_run_does_nothing_and_another_one_is_refused(tmp_path, caplog):
+def test_tokenize_reuses_its_output_and_refuses_another(tmp_path, caplog):
     write_csv(tmp_path / "csv", proteins(50))
     same = ("--input_dir", tmp_path / "csv", "--output_dir", tmp_path)
     call(TOKENIZE, *same)
@@ -61,7 +61,7 @@ def test_second_run_does_nothing_and_another_one_is_refused(tmp_path, caplog):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["arrow", "csv"]
 
 
-def test_input_is_known_by_its_content(tmp_path, caplog):
+def test_tokenize_identifies_input_by_content(tmp_path, caplog):
     (tmp_path / "csv").mkdir()
     (tmp_path / "csv/x000.csv").write_text("id,text\n" + "".join(f"P{i},{'MKVLA' * (i + 1)}\n" for i in range(20)))
     table = tmp_path / "table.tsv"
@@ -83,7 +83,7 @@ def test_input_is_known_by_its_content(tmp_path, caplog):
         call(TOKENIZE, "--input_dir", tmp_path / "csv", "--cluster_table", table, *out)
 
 
-def test_record_of_an_earlier_version_is_recognised(tmp_path, caplog):
+def test_tokenize_recognises_the_record_of_an_earlier_version(tmp_path, caplog):
     files = [write_csv(tmp_path / "csv", proteins(30)) / "x000.csv"]
     table = tmp_path / "table.tsv"
     table.write_text("ur50_id\tur90_id\n" + "".join(f"C{i}\tP{i}\n" for i in range(30)))
@@ -104,7 +104,7 @@ def test_record_of_an_earlier_version_is_recognised(tmp_path, caplog):
         call(TOKENIZE, *same)
 
 
-def test_killed_and_started_again(tmp_path):
+def test_tokenize_resumes_after_a_kill(tmp_path):
     rows = proteins(1000)
     for i in range(60):
         write_csv(tmp_path / "csv", rows, f"x{i:03d}.csv")
@@ -125,12 +125,12 @@ CHUNKS = ("--line_by_line", "False", "--max_seq_length", "50")
 
 
 @pytest.mark.parametrize(("moments", "flags"), [(20, ()), (6, CHUNKS), (10, ("--cluster_table", "table.tsv"))])
-def test_killed_at_many_moments(tmp_path, monkeypatch, moments, flags):
+def test_tokenize_resumes_after_a_kill_anywhere(tmp_path, monkeypatch, moments, flags):
     """Counting, encoding, leaving out copies, renaming, copying pieces together: always the same bytes, and no whole
     file read again."""
     monkeypatch.chdir(tmp_path)
-    small = {"extras.prepare.encode.SMALL_BYTES": 2000}  # some pieces are renamed, some copied together
-    monkeypatch.setattr(encode_files, "SMALL_BYTES", 2000)
+    small = {"extras.prepare.dataset_writer.SMALL_BYTES": 2000}  # some pieces are renamed, some copied together
+    monkeypatch.setattr(dataset_writer, "SMALL_BYTES", 2000)
     texts = [text for _, text in proteins(360)]
     rows = [(f"UniRef90_P{i}", text) for i, text in enumerate(texts + texts[:60])]  # 60 proteins are there twice
     for i, (first, last) in enumerate(itertools.pairwise([0, 200, 210, 220, 420])):
@@ -168,8 +168,8 @@ def test_killed_at_many_moments(tmp_path, monkeypatch, moments, flags):
     assert resumed >= moments // 5
 
 
-def test_a_full_disk_leaves_what_is_finished(tmp_path, caplog):
-    """With room it goes on from there."""
+def test_tokenize_keeps_finished_files_on_a_full_disk(tmp_path, caplog):
+    """With more space it resumes."""
     caplog.set_level("INFO")
     for i in range(4):
         write_csv(tmp_path / "csv", proteins(20_000, seed=i), f"x{i:03d}.csv")
@@ -179,12 +179,12 @@ def test_a_full_disk_leaves_what_is_finished(tmp_path, caplog):
         assert [path.name for path in disk.glob("*/*")] == [".building"]
         enlarge(disk, "40m")
         call(TOKENIZE, "--input_dir", tmp_path / "csv", "--output_dir", disk / "out")
-        assert "Going on from what a stopped run left" in caplog.text
+        assert "Resuming from what an interrupted run left" in caplog.text
         call(TOKENIZE, "--input_dir", tmp_path / "csv", "--output_dir", tmp_path / "whole")
         assert everything_in(disk / "out") == everything_in(tmp_path / "whole")
 
 
-def test_a_disk_that_is_full_at_the_start(tmp_path):
+def test_tokenize_reports_a_disk_that_is_full_at_the_start(tmp_path):
     write_csv(tmp_path / "csv", proteins(50))
     source = write_fasta(tmp_path / "a.fasta", proteins(50))
     commands = [
@@ -215,7 +215,7 @@ def test_a_disk_that_is_full_at_the_start(tmp_path):
         (b"id,text\na,MK\nb,MK,V\n", "x001.csv: row 2: Expected 2 columns, got 3"),
     ],
 )
-def test_bad_csv_names_file_and_row(tmp_path, content, message):
+def test_tokenize_bad_csv_names_file_and_row(tmp_path, content, message):
     write_csv(tmp_path / "csv", proteins(10))
     (tmp_path / "csv/x001.csv").write_bytes(content)
     with pytest.raises(UserError) as error:
@@ -225,7 +225,7 @@ def test_bad_csv_names_file_and_row(tmp_path, content, message):
     assert not list(tmp_path.glob("new/out/[!.]*"))
 
 
-def test_row_numbers_count_over_blocks(tmp_path, monkeypatch):
+def test_tokenize_row_numbers_count_over_blocks(tmp_path, monkeypatch):
     rows = [*proteins(500), ("bad", "MKé")]
     write_csv(tmp_path / "csv", rows)
     for name in ("BLOCK_BYTES", "PARSED_BYTES"):
@@ -239,7 +239,7 @@ BAD_ROWS = [b"a,", b"b,M\xc3\xa9K", b"\xff,MK", b"c,MK,V", b"d", b'"",""']
 
 @pytest.mark.parametrize("block_bytes", [300, 1 << 20])
 @pytest.mark.parametrize("header", [b"id,text\n", b"id,text\r\n"])
-def test_bad_rows_are_skipped_and_counted(tmp_path, monkeypatch, caplog, block_bytes, header):
+def test_tokenize_skips_and_counts_bad_rows(tmp_path, monkeypatch, caplog, block_bytes, header):
     for name in ("BLOCK_BYTES", "PARSED_BYTES"):
         monkeypatch.setattr(f"extras.sources.csv_records.{name}", block_bytes)
     good = proteins(500)
@@ -272,14 +272,14 @@ def test_bad_rows_are_skipped_and_counted(tmp_path, monkeypatch, caplog, block_b
     assert (results["records"], results["bad_records"]) == (500, 6)
 
 
-def test_too_few_records(tmp_path):
+def test_tokenize_refuses_too_few_records(tmp_path):
     write_csv(tmp_path / "csv", proteins(2))
     with pytest.raises(UserError, match="at least 3"):
         call(TOKENIZE, "--input_dir", tmp_path / "csv", "--output_dir", tmp_path / "out")
     assert not (tmp_path / "out/arrow").exists()
 
 
-def test_input_directories(tmp_path):
+def test_tokenize_refuses_bad_input_directories(tmp_path):
     with pytest.raises(UserError, match="no such directory"):
         csv_files(tmp_path / "absent")
     (tmp_path / ".hidden.csv").write_text("id,text\n")
@@ -298,14 +298,14 @@ def test_input_directories(tmp_path):
         ("--seed", -1),
     ],
 )
-def test_impossible_flags(tmp_path, flags):
+def test_tokenize_refuses_invalid_flags(tmp_path, flags):
     write_csv(tmp_path / "csv", proteins(10))
     with pytest.raises(UserError, match=flags[0]):
         call(TOKENIZE, "--input_dir", tmp_path / "csv", "--output_dir", tmp_path / "out", *flags)
     assert not (tmp_path / "out/arrow").exists()
 
 
-def test_tokenizers_that_are_ours_by_another_name(tmp_path):
+def test_check_tokenizer_accepts_a_directory_with_the_vocabulary(tmp_path):
     write_csv(tmp_path / "csv", proteins(10))
     local = tmp_path / "tokenizer"
     local.mkdir()
@@ -318,7 +318,7 @@ def test_tokenizers_that_are_ours_by_another_name(tmp_path):
         call(TOKENIZE, "--input_dir", tmp_path / "csv", "--output_dir", tmp_path / "x", "--tokenizer_name", local)
 
 
-def test_bad_input_on_the_command_line(tmp_path):
+def test_tokenize_reports_bad_input_in_one_line(tmp_path):
     write_csv(tmp_path / "csv", [*proteins(10), ("bad", "")])
     line = expect_error(SCRIPT, "--input_dir", tmp_path / "csv", "--output_dir", tmp_path / "out")
     assert line == f"error: {tmp_path}/csv/x000.csv: row 11: the text is empty: {csv_records.REMEDY}"
@@ -330,7 +330,7 @@ def test_bad_input_on_the_command_line(tmp_path):
     assert not list(tmp_path.glob("out/[!.]*"))
 
 
-# --- quotes, line ends and columns that nobody asked for
+# --- quotes, line ends and unused columns
 
 
 def quoted(places: dict[int, bytes], count: int = 2000) -> bytes:
@@ -346,17 +346,17 @@ def quoted(places: dict[int, bytes], count: int = 2000) -> bytes:
     [{3: b'P3,"MKVLA', 1500: b'P1500,MKVLA"'}, {3: b'P3,"MKVLA'}, {3: b'"P3,MKVLA', 1500: b'P1500",MKVLA'}],
     ids=["closed far away", "never closed", "in the id"],
 )
-def test_a_stray_quote_is_an_error_and_swallows_nothing(tmp_path, monkeypatch, places, block_bytes, policy):
+def test_tokenize_refuses_a_stray_quote(tmp_path, monkeypatch, places, block_bytes, policy):
     monkeypatch.setattr(csv_records, "PARSED_BYTES", block_bytes)
     (tmp_path / "csv").mkdir()
     (tmp_path / "csv/x000.csv").write_bytes(quoted(places))
-    with pytest.raises(UserError, match=r"x000\.csv: (row 3: )?a text that goes on over a line end, after a quote"):
+    with pytest.raises(UserError, match=r"x000\.csv: (row 3: )?a text that continues after a line end, after a quote"):
         call(TOKENIZE, "--input_dir", tmp_path / "csv", "--output_dir", tmp_path / "out", "--on_bad_record", policy)
     assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("block_bytes", [64, 4 << 20])
-def test_rows_that_are_not_utf_8_are_skipped_whatever_else_is_wrong_with_them(tmp_path, monkeypatch, block_bytes):
+def test_tokenize_skips_rows_that_are_not_utf_8(tmp_path, monkeypatch, block_bytes):
     monkeypatch.setattr(csv_records, "PARSED_BYTES", block_bytes)
     places = {3: b"P3,MK,\xe9,x", 5: b"P5\xe9,MK", 7: b"P7,M\xe9K", 8: b"P8\xc3", 9: "P9é,MKVLA".encode()}
     path = tmp_path / "x000.csv"
@@ -365,13 +365,13 @@ def test_rows_that_are_not_utf_8_are_skipped_whatever_else_is_wrong_with_them(tm
     rows = [row for batch in read_rows(path, bad) for row in batch.to_pylist()]
     assert [row["id"] for row in rows] == [f"P{n}" if n != 9 else "P9é" for n in range(1, 41) if n not in (3, 5, 7, 8)]
     assert [re.search(r"row (\d+)", line)[1] for line in sorted(bad.first)] == ["3", "5", "7", "8"]
-    with pytest.raises(UserError, match=r"row 3: Expected 2 columns, got 4: mend or") as error:
+    with pytest.raises(UserError, match=r"row 3: Expected 2 columns, got 4: fix or") as error:
         list(read_rows(path))
     assert str(error.value).isprintable()
 
 
 @pytest.mark.parametrize("block_bytes", [400, 4 << 20])
-def test_texts_that_may_hold_line_ends(tmp_path, monkeypatch, block_bytes):
+def test_tokenize_line_ends_in_text(tmp_path, monkeypatch, block_bytes):
     monkeypatch.setattr(csv_records, "PARSED_BYTES", block_bytes)
     (tmp_path / "csv").mkdir()
     long = "\n".join(["MKVLA" * 12] * 4)
@@ -383,8 +383,8 @@ def test_texts_that_may_hold_line_ends(tmp_path, monkeypatch, block_bytes):
     assert found["P900"] == encode("MKVLA" * 48).tolist()
 
 
-def test_other_columns_are_not_looked_at(tmp_path):
-    """Numbers that turn into words, bytes that are no UTF-8: in a column that nobody asked for."""
+def test_tokenize_ignores_other_columns(tmp_path):
+    """Numbers that turn into words, and invalid UTF-8, in an unused column."""
     rows = [b"%d,P%d,MKVLA%s,\xe9" % (n, n, different(n).encode()) for n in range(1, 3000)]
     rows.append(b"word,P3000,MKVLA,x")
     (tmp_path / "csv").mkdir()
@@ -415,11 +415,11 @@ def test_other_columns_are_not_looked_at(tmp_path):
             b"name,organism\na,b\n",
             "the header is 'name,organism': expected id,text: rename the",
         ),
-        (b"id,text\n" + b"a,12345\n" * 300, "71% of the characters are no residues: are these proteins?"),
+        (b"id,text\n" + b"a,12345\n" * 300, "71% of the characters are not residues: are these proteins?"),
         (b"id,text\na,MK\nb,M\x00K\nc,MK\nd,MK\n", "x000.csv: row 2: control byte 0x00 in the text"),
     ],
 )
-def test_what_is_no_csv_file_is_said(tmp_path, content, message):
+def test_tokenize_refuses_files_that_are_not_csv(tmp_path, content, message):
     (tmp_path / "csv").mkdir()
     (tmp_path / "csv/x000.csv").write_bytes(content)
     for policy in ("error", "skip"):

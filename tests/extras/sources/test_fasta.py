@@ -24,8 +24,8 @@ CLEAN = [(b"one", b"MKVLAga*g"), (b"two", b"ACDEFG"), (b"three", b"X1-."), (b"fo
 
 
 @pytest.mark.parametrize("block_bytes", [1, 2, 3, 5, 7, 16, 33, 1 << 20])
-def test_records_do_not_depend_on_where_blocks_end(tmp_path, block_bytes):
-    plain, packed = tmp_path / "a.fasta", tmp_path / "b.fasta"  # gzip is told by content, not by name
+def test_fasta_is_independent_of_blocks(tmp_path, block_bytes):
+    plain, packed = tmp_path / "a.fasta", tmp_path / "b.fasta"  # gzip is detected by content, not by name
     plain.write_bytes(MESSY)
     packed.write_bytes(gzip.compress(MESSY[:40]) + gzip.compress(MESSY[40:]))
     assert list(read_fasta(plain, block_bytes)) == CLEAN
@@ -33,7 +33,7 @@ def test_records_do_not_depend_on_where_blocks_end(tmp_path, block_bytes):
 
 
 @needs_real_sample
-def test_real_sample_equals_a_plain_reader():
+def test_fasta_of_real_sample_equals_plain_reader():
     records = [part.split(b"\n") for part in gzip.decompress(REAL_SAMPLE.read_bytes())[1:].split(b"\n>")]
     expected = [(lines[0].split()[0], b"".join(lines[1:])) for lines in records]
     assert list(read_fasta(REAL_SAMPLE, 100_000)) == expected
@@ -58,7 +58,7 @@ def test_real_sample_equals_a_plain_reader():
     ],
 )
 @pytest.mark.parametrize("block_bytes", [1, 1 << 20])
-def test_bad_files_are_named_with_their_line(tmp_path, content, message, block_bytes):
+def test_fasta_errors_name_the_line(tmp_path, content, message, block_bytes):
     path = tmp_path / "bad.fasta"
     path.write_bytes(content)
     with pytest.raises(UserError, match=f"bad.fasta.*{message}"):
@@ -70,14 +70,14 @@ def record_batches(*arguments, **options):
     return map(columns, read_fasta_lines(*arguments, **options))
 
 
-def test_descriptions_may_hold_anything(tmp_path):
+def test_fasta_descriptions_may_have_any_bytes(tmp_path):
     path = tmp_path / "a.fasta"
     path.write_bytes(">a Müller's > protein\nMK\n".encode())
     assert list(read_fasta(path)) == [(b"a", b"MK")]
 
 
 @pytest.mark.parametrize(("damage", "message"), [("cut", "is cut short"), ("corrupt", "is corrupt")])
-def test_damaged_gzip(tmp_path, damage, message):
+def test_fasta_rejects_damaged_gzip(tmp_path, damage, message):
     content = b"".join(b">P%d\n%s\n" % (i, b"MKVLAGTY"[: i % 8 + 1] * 9) for i in range(3000))
     packed = bytearray(gzip.compress(content))
     if damage == "cut":
@@ -126,7 +126,7 @@ PIECES += [b"\xe9", b"\x85", b"\xa0", b"\x00", b",", b'"', b"\n\n", b"x" * 70]
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_any_bytes_are_read_as_one_by_one(tmp_path, seed):
+def test_fasta_of_random_bytes_equals_plain_reader(tmp_path, seed):
     """Random texts of everything that matters to the format, half of their records bad, in blocks of any size."""
     draw = random.Random(seed)
     content = b">first\nMK" + b"".join(
@@ -148,7 +148,7 @@ def test_any_bytes_are_read_as_one_by_one(tmp_path, seed):
         assert len(bad) == sum(not usable for *_, usable in expected)
 
 
-def test_batches_are_columns_of_strings(tmp_path):
+def test_fasta_columns_are_strings(tmp_path):
     path = tmp_path / "a.fasta"
     path.write_bytes(MESSY)
     for block_bytes in (5, 1 << 20):
@@ -160,7 +160,7 @@ def test_batches_are_columns_of_strings(tmp_path):
 
 
 @pytest.mark.parametrize("line_end", [b"\n", b"\r\n"])
-def test_a_protein_of_titins_length(tmp_path, line_end):
+def test_fasta_reads_titin(tmp_path, line_end):
     titin = b"MTTQAPTFTQPLQSVVVLEGSTATFEAHISGFPVPEVSWFRDGQVISTSTLPGVQISFSD" * 584  # 35,040 residues
     lines = [titin[i : i + 60] for i in range(0, len(titin), 60)]
     path = tmp_path / "a.fasta"
@@ -169,14 +169,14 @@ def test_a_protein_of_titins_length(tmp_path, line_end):
         assert list(read_fasta(path, block_bytes)) == [(b"a", b"MK"), (b"TITIN_HUMAN", titin), (b"b", b"MV")]
 
 
-def test_what_is_kept_as_it_is(tmp_path):
+def test_fasta_keeps_case_and_odd_letters(tmp_path):
     """Lower case, stops and gaps inside, ids that come twice."""
     path = tmp_path / "a.fasta"
     path.write_bytes(b">same\nmkVL-A.X\n>same\nMK*LA**\n>same\nMK\n*\n")
     assert list(read_fasta(path)) == [(b"same", b"mkVL-A.X"), (b"same", b"MK*LA"), (b"same", b"MK")]
 
 
-def test_bad_records_can_be_skipped(tmp_path):
+def test_fasta_skips_bad_records(tmp_path):
     content = b">a\nMK\n>b\n>c\nMV\n>\nMK\n>d\nM>K\n>e\xe9\nMK\n>f\nM\xe9\n>g\nMK\n>h\n*\n>i\nMV"
     path = tmp_path / "bad.fasta"
     path.write_bytes(content)
@@ -200,14 +200,14 @@ def test_bad_records_can_be_skipped(tmp_path):
     ],
     ids=["cut", "checksum", "garbage behind", "not FASTA", "empty"],
 )
-def test_a_damaged_file_is_never_skipped(tmp_path, content, message):
+def test_fasta_never_skips_damaged_files(tmp_path, content, message):
     path = tmp_path / "bad.fasta.gz"
     path.write_bytes(content)
     with pytest.raises(UserError, match=message):
         list(record_batches(path, bad_records=BadRecords("skip")))
 
 
-def test_progress_ends_with_the_size_of_the_file(tmp_path):
+def test_fasta_progress_ends_at_file_size(tmp_path):
     path = tmp_path / "a.fasta.gz"
     residues = bytes(random.Random(0).choices(b"ACDEFGHIKLMNPQRSTVWY", k=3_000_000))
     path.write_bytes(
@@ -230,7 +230,7 @@ def zstd(data: bytes) -> bytes:
 
 
 @pytest.mark.parametrize("pack", [gzip.compress, bz2.compress, lzma.compress, zstd])
-def test_packed_files_are_read_whatever_their_name(tmp_path, pack):
+def test_fasta_reads_compressed_files_of_any_name(tmp_path, pack):
     path = tmp_path / "a.fasta"
     path.write_bytes(pack(TWO))
     assert list(read_fasta(path)) == [(b"a", b"MKVLA"), (b"b", b"MK")]
@@ -243,8 +243,8 @@ def test_packed_files_are_read_whatever_their_name(tmp_path, pack):
     ("content", "told"),
     [
         (b"PK\x03\x04\x14\x00", "a zip archive: unpack it: unzip"),
-        (gzip.compress(gzip.compress(TWO)), "gzipped twice: unpack it once: gunzip"),
-        (gzip.compress(lzma.compress(TWO)), "packed twice, inside by xz: unpack it once: gunzip"),
+        (gzip.compress(gzip.compress(TWO)), "gzipped twice: decompress it once: gunzip"),
+        (gzip.compress(lzma.compress(TWO)), "compressed twice, inside with xz: decompress it once: gunzip"),
         (b"a.fasta".ljust(257, b"\0") + b"ustar\x00", "a tar archive: unpack it: tar -xf"),
         (TWO.decode().encode("utf-16"), "UTF-16: convert it: iconv -f UTF-16 -t UTF-8"),
         (b"<!DOCTYPE html>\n<html>Not found</html>", "a web page: a server's answer in place of the file"),
@@ -252,7 +252,7 @@ def test_packed_files_are_read_whatever_their_name(tmp_path, pack):
         (b"LOCUS       AB000001\n", "expected a line that starts with '>', found 'LOCUS       AB000001'"),
     ],
 )
-def test_what_is_no_fasta_is_called_by_its_name(tmp_path, content, told):
+def test_fasta_errors_name_the_format(tmp_path, content, told):
     path = tmp_path / "a.fasta"
     path.write_bytes(content)
     with pytest.raises(UserError) as error:

@@ -43,10 +43,10 @@ def read(home, url: str, *flags, **variables) -> subprocess.CompletedProcess:
     environment |= {"HF_ENDPOINT": url, "HF_HOME": str(home), "HF_HUB_DISABLE_XET": "1"} | variables
     script = home.with_suffix(".py")
     script.write_text(READ)
-    return run_script(str(script), *flags, env=environment, anew=("huggingface_hub", "common"))
+    return run_script(str(script), *flags, env=environment, anew=("huggingface_hub", "common", "extras"))
 
 
-def test_in_place_downloaded_and_offline_are_the_same(repo, tmp_path):
+def test_hub_streamed_downloaded_and_offline_are_the_same(repo, tmp_path):
     expected = sorted(first_epoch(plan_of(repo)))
     assert len(expected) == 120
     with hub_server("org/proteins", repo) as hub:
@@ -61,13 +61,13 @@ def test_in_place_downloaded_and_offline_are_the_same(repo, tmp_path):
             assert offline.stdout.split()[1:] == expected, offline.stderr
 
 
-def test_an_overloaded_hub_is_asked_again(repo, tmp_path):
+def test_hub_retries_when_overloaded(repo, tmp_path):
     with hub_server("org/proteins", repo, refuse=1) as hub:
         done = read(tmp_path / "home", hub.url, "--streaming")
     assert len(done.stdout.split()) == 121, done.stderr
 
 
-def test_a_hub_that_stays_overloaded_is_one_line_that_says_what_to_do(repo, tmp_path):
+def test_hub_overload_ends_in_one_line(repo, tmp_path):
     with hub_server("org/proteins", repo, refuse=10**6) as hub:
         failed = read(tmp_path / "home", hub.url, "--streaming", "--impatient")
         assert hub.calls["GET"] > 1
@@ -84,7 +84,7 @@ def test_a_hub_that_stays_overloaded_is_one_line_that_says_what_to_do(repo, tmp_
         ({}, "org/proteins", {"HF_HUB_OFFLINE": "1"}, "hf download org/proteins --repo-type dataset --local-dir DIR"),
     ],
 )
-def test_refusals_are_one_line_that_says_what_to_do(repo, tmp_path, behaviour, name, variables, message):
+def test_hub_refusal_is_one_line(repo, tmp_path, behaviour, name, variables, message):
     with hub_server(name, repo, **behaviour) as hub:
         failed = read(tmp_path / "home", hub.url, "--streaming", **variables)
     assert failed.returncode == 2, failed.stderr

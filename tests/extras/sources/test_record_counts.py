@@ -1,4 +1,4 @@
-"""Records of a source that nobody counted: exact where that is cheap, else within a few percent."""
+"""The number of records of files: exact where that is cheap, else estimated within a few percent."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import gzip
 
 import pytest
 
-from extras.sources import stream_reader as record_counts
+from extras.sources import streamed_data as record_counts
 from extras.sources.dataset import open_source
-from extras.sources.stream_reader import count_records
+from extras.sources.streamed_data import count_records
 from tests.data.stream_fixtures import proteins, write
 
 
@@ -17,7 +17,7 @@ def counted(path) -> int:
 
 
 @pytest.mark.parametrize("name", ["a.parquet", "a.jsonl", "a.jsonl.gz", "a.csv", "a.tsv.gz", "a.fasta", "a.fa.gz"])
-def test_small_files_of_every_format_are_counted(tmp_path, name):
+def test_count_records_of_small_files_is_exact(tmp_path, name):
     texts = proteins(200)
     path = write(tmp_path / name, texts)
     if name == "a.tsv.gz":
@@ -26,14 +26,14 @@ def test_small_files_of_every_format_are_counted(tmp_path, name):
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.csv.gz", "a.fasta", "a.fa.gz"])
-def test_large_files_are_estimated_from_their_beginning(tmp_path, monkeypatch, name):
+def test_count_records_estimates_large_files(tmp_path, monkeypatch, name):
     monkeypatch.setattr(record_counts, "HEAD_BYTES", 4_000_000)
     path = write(tmp_path / name, proteins(5_000) * 20)
     assert counted(path) == pytest.approx(100_000, rel=0.02)
 
 
 @pytest.mark.parametrize(("head_bytes", "off"), [(16 << 20, 0), (60_000, 0.03)])
-def test_many_files_are_counted_where_they_are_small_together(tmp_path, monkeypatch, head_bytes, off):
+def test_count_records_of_many_files(tmp_path, monkeypatch, head_bytes, off):
     """Else some are looked at, and all count."""
     monkeypatch.setattr(record_counts, "HEAD_BYTES", head_bytes)
     for number in range(30):
@@ -42,6 +42,6 @@ def test_many_files_are_counted_where_they_are_small_together(tmp_path, monkeypa
     assert counted(tmp_path) == pytest.approx(300 + sum(range(40, 70)), rel=off)
 
 
-def test_nothing_in_it_is_nothing(tmp_path):
+def test_count_records_of_empty_file(tmp_path):
     (tmp_path / "a.csv").write_text("id,sequence\n")
     assert counted(tmp_path / "a.csv") == 0

@@ -1,4 +1,4 @@
-"""extras/sources/residues.py: letters that stand for residues and mean bases."""
+"""extras/sources/records.py: letters that stand for residues and mean bases."""
 
 import gzip
 import logging
@@ -6,7 +6,7 @@ import logging
 import numpy as np
 import pytest
 
-from extras.sources import residues
+from extras.sources import records as residues
 from tests.data_fixtures import REAL_SAMPLE, needs_real_sample
 
 
@@ -20,14 +20,14 @@ def looked_at(text: bytes, caplog, monkeypatch) -> str:
 
 
 @pytest.mark.parametrize("bases", [b"ACGT", b"acgu", b"ACGTN"])
-def test_bases_are_warned_of_once(bases, caplog, monkeypatch):
+def test_clean_warns_once_of_nucleotides(bases, caplog, monkeypatch):
     said = looked_at(bases * 300 + b"MKV" * 20, caplog, monkeypatch)
     assert said.count("looks like DNA or RNA, not protein: translate it first") == 1
     assert "my.fasta: 9" in said
 
 
 @needs_real_sample
-def test_proteins_are_not(caplog, monkeypatch):
+def test_clean_does_not_warn_of_proteins(caplog, monkeypatch):
     text = b"".join(line for line in gzip.decompress(REAL_SAMPLE.read_bytes()).split(b"\n") if line[:1] != b">")
     assert looked_at(text, caplog, monkeypatch) == ""
     assert looked_at(b"GATTACA", caplog, monkeypatch) == "", "too few to tell"

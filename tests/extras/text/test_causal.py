@@ -15,14 +15,14 @@ PIECES = Pieces(np.array([7, 8, 9]), np.array([3, 0, 0]), np.array([5, 12, 6])).
 PACK = Pack(*PIECES, epoch=0)
 
 
-def test_pieces_are_cut_at_contexts():
+def test_pieces_cut_at_contexts():
     assert PIECES.lengths.tolist() == [5, 3, 8, 1, 6]
     assert PIECES.records.tolist() == [7, 8, 8, 8, 9]
     assert PIECES.starts.tolist() == [3, 0, 3, 11, 0]
 
 
 @pytest.mark.parametrize(("document_masks", "bounds"), [(False, [0, 8, 16, 23]), (True, [0, 5, 8, 16, 17, 23])])
-def test_each_token_asks_for_the_next_of_its_sequence(document_masks, bounds):
+def test_causal_collator_labels_are_the_next_token(document_masks, bounds):
     batch = CausalCollator(8, document_masks)(PACK, IDS)
     assert batch["cu_seqlens"].tolist() == bounds
     assert batch["cu_seqlens"].dtype == torch.int32
@@ -41,7 +41,7 @@ def test_each_token_asks_for_the_next_of_its_sequence(document_masks, bounds):
 
 
 @pytest.mark.parametrize("document_masks", [False, True])
-def test_a_pack_without_a_token_counts_nothing(document_masks):
+def test_causal_collator_of_empty_pack(document_masks):
     batch = CausalCollator(8, document_masks)(Pack.empty(), IDS[:0])
     assert batch["labels"].tolist() == [-100]
     assert batch["cu_seqlens"].tolist() == [0, 1]

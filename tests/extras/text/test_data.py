@@ -16,8 +16,8 @@ from common.cli import UserError
 from common.data.loader import TrainLoader, merge_positions
 from common.data.packing import Position
 from common.distributed.world import Mesh, World
-from common.files.output_directory import read_record
-from common.training.progress import check_same_data
+from common.training.resume import check_same_data
+from extras.prepare.output_directory import read_record
 from extras.sources.dataset import documents, open_source
 from extras.text.causal import ContextPlan, causal_batches
 from extras.text.data import held_out_contexts, open_text
@@ -51,7 +51,7 @@ def opened(tokenizer=BYTES, evaluates: bool = True, **flags):
     return flags, open_text(flags, world, evaluates, tokenizer)
 
 
-def test_a_configuration_is_streamed_and_its_validation_files_are_held_out(tmp_path):
+def test_text_configuration_is_streamed(tmp_path):
     expected = write_c4(tmp_path)
     flags, data = opened(dataset=str(tmp_path), dataset_config_name="en", max_steps=10)
     held_out = data.held_out("validation")
@@ -67,12 +67,12 @@ def test_a_configuration_is_streamed_and_its_validation_files_are_held_out(tmp_p
     assert b"held out 99 0 " in bytes(held_out.ids[held_out.ids < 256].tolist())
     tokens = sum(len(text.encode()) + 1 for text in expected)
     assert data.epochs(1000) == pytest.approx(1000 * 64 / tokens)  # small files: counted
-    with pytest.raises(UserError, match="the checkpoint stands in streams of the data for 3 packs a step"):
+    with pytest.raises(UserError, match="the checkpoint.s position is for streams of 3 packs a step"):
         data.check_packs(3, 4)
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.txt"])
-def test_small_local_files_are_counted_to_the_end(tmp_path, monkeypatch, name):
+def test_text_of_small_files_is_counted(tmp_path, monkeypatch, name):
     """Their first documents are shorter than the others."""
     monkeypatch.setattr("extras.text.data.SAMPLE_TOKENS", 4000)
     some = [text.replace("\n", " ") for text in texts(300) + [text * 5 for text in texts(300, seed=2)]]
@@ -86,7 +86,7 @@ def test_small_local_files_are_counted_to_the_end(tmp_path, monkeypatch, name):
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz"])
-def test_an_epoch_that_nobody_counted_is_estimated(tmp_path, monkeypatch, name):
+def test_text_epoch_is_estimated(tmp_path, monkeypatch, name):
     monkeypatch.setattr("extras.text.data.SAMPLE_TOKENS", 4000)
     monkeypatch.setattr("extras.text.data.COUNTED_BYTES", 100_000)
     path = write_jsonl(tmp_path / name, some := texts(2000))
@@ -96,7 +96,7 @@ def test_an_epoch_that_nobody_counted_is_estimated(tmp_path, monkeypatch, name):
 
 
 @pytest.mark.parametrize("streaming", [True, False])
-def test_c4_of_the_hub_is_read_in_place(tmp_path, streaming):
+def test_text_of_hub_is_read_in_place(tmp_path, streaming):
     """A configuration of the card; not fetched whole, nor anything else of the data set."""
     write_c4(tmp_path / "repo")
     (tmp_path / "repo" / "README.md").write_text(
@@ -110,7 +110,7 @@ def test_c4_of_the_hub_is_read_in_place(tmp_path, streaming):
     environment = {k: v for k, v in os.environ.items() if not k.startswith("HF_")}
     with hub_server("allenai/c4", tmp_path / "repo") as hub:
         environment |= {"HF_ENDPOINT": hub.url, "HF_HOME": str(home), "HF_HUB_DISABLE_XET": "1"}
-        done = run_script(str(script), str(streaming), env=environment, anew=("huggingface_hub", "common"))
+        done = run_script(str(script), str(streaming), env=environment, anew=("huggingface_hub", "common", "extras"))
         sent = hub.sent
     assert done.returncode == 0, done.stderr
     flags, data = opened(dataset=str(tmp_path / "repo"), dataset_config_name="en", max_steps=1, evaluates=False)
@@ -136,7 +136,7 @@ with cli.user_errors():
 """
 
 
-def test_prepared_text_is_what_datasets_opens(prepared):
+def test_prepared_text_opens_with_datasets(prepared):
     directory, expected = prepared
     loaded = datasets.load_from_disk(str(directory))
     assert [decoded(ids) for ids in loaded["train"]["input_ids"]] == expected
@@ -151,7 +151,7 @@ def test_prepared_text_is_what_datasets_opens(prepared):
 
 
 @pytest.mark.parametrize("context", [64, 7, 5000])
-def test_an_epoch_of_prepared_text_has_every_context_once(prepared, monkeypatch, context):
+def test_context_plan_has_every_context_once(prepared, monkeypatch, context):
     store = TextStore(prepared[0] / "train")
     whole = store.gather(*store.pieces(0, store.num_tokens))[0]
     plan = ContextPlan(store, 5, context, 3)
@@ -169,7 +169,7 @@ def test_an_epoch_of_prepared_text_has_every_context_once(prepared, monkeypatch,
     assert cuts[0] != cuts[1], "cut at the same places in every epoch"
 
 
-def test_places_in_prepared_text_are_found_at_once(prepared):
+def test_text_store_finds_positions(prepared):
     plan = ContextPlan(TextStore(prepared[0] / "train"), 5, 64, 3)
     all_places = [Position(*where) for *where, _ in islice(plan.places(Position()), 3 * plan.packs_per_epoch)]
     for at in (0, 1, plan.packs_per_epoch - 1, plan.packs_per_epoch, 2 * plan.packs_per_epoch + 1):
@@ -183,7 +183,7 @@ def test_places_in_prepared_text_are_found_at_once(prepared):
         ContextPlan(plan.store, 5, 1_000_000, 1)
 
 
-def test_prepared_text_trains_the_same_on_any_ranks_and_from_any_step_on(prepared):
+def test_prepared_text_is_independent_of_ranks_and_resumes(prepared):
     flags, data = opened(dataset_dir=str(prepared[0]), num_train_epochs=1.5, document_masks=True)
 
     def steps_of(ranks: int, workers: int = 0, first: int = 0, position=None):
@@ -211,7 +211,7 @@ def test_prepared_text_trains_the_same_on_any_ranks_and_from_any_step_on(prepare
 
 
 @pytest.mark.parametrize("kind", ["prepared", "streamed"])
-def test_held_out_contexts_are_the_same_on_any_ranks_and_no_more_than_asked(tmp_path, prepared, kind):
+def test_held_out_contexts_are_independent_of_ranks(tmp_path, prepared, kind):
     if kind == "prepared":
         where = {"dataset_dir": str(prepared[0])}
     else:
@@ -233,7 +233,7 @@ def test_held_out_contexts_are_the_same_on_any_ranks_and_no_more_than_asked(tmp_
         assert len(by_ranks[0]) == min(contexts * 64, store.num_tokens)
 
 
-def test_held_out_text_in_memory_ends_within_a_document(tmp_path):
+def test_text_memory_ends_within_a_document(tmp_path):
     path = write_jsonl(tmp_path / "a.jsonl", ["abcdef", "", "ghi"])
     files = open_source(str(path), True, content=documents("text")).splits["train"]
     for most, expected in ((9, [7, 2]), (7, [7]), (100, [7, 4])):
@@ -242,7 +242,7 @@ def test_held_out_text_in_memory_ends_within_a_document(tmp_path):
         assert store.num_tokens == sum(expected)
 
 
-def test_without_a_validation_split_some_documents_are_held_out(tmp_path):
+def test_text_without_validation_split(tmp_path):
     """The same ones whatever the number of processes; plain text is parted by empty lines."""
     some = [text.replace("\n", " ") for text in texts(400)]
     for number in (0, 1):
@@ -260,7 +260,7 @@ def test_without_a_validation_split_some_documents_are_held_out(tmp_path):
     assert 20 <= len(held_out) <= 60
 
 
-def test_text_is_known_by_its_content(tmp_path, caplog):
+def test_text_identity_depends_on_content(tmp_path, caplog):
     """By 1.tokenize_text.py, in what it made and in what a killed run left, and by a streamed run."""
     path = tmp_path / "in/a.txt"
     path.parent.mkdir()
@@ -283,13 +283,13 @@ def test_text_is_known_by_its_content(tmp_path, caplog):
         check_same_data(identity, edited.identity, edited.earlier_identity)
 
 
-def test_another_column_is_another_text(tmp_path):
+def test_text_identity_depends_on_column(tmp_path):
     (tmp_path / "a.jsonl").write_text('{"text": "a", "body": "b"}\n' * 9)
     given = {"dataset": str(tmp_path / "a.jsonl"), "max_steps": 1, "evaluates": False}
     assert opened(**given)[1].identity != opened(**given, text_column="body")[1].identity
 
 
-def test_records_and_checkpoints_of_earlier_versions_are_recognised(tmp_path, caplog):
+def test_text_recognises_earlier_versions(tmp_path, caplog):
     path = tmp_path / "a.txt"
     path.write_text("the quick fox\n\n" * 20)
     same = ("--dataset", path, "--output_dir", tmp_path / "out", "--preprocessing_num_workers", 1)
@@ -306,7 +306,7 @@ def test_records_and_checkpoints_of_earlier_versions_are_recognised(tmp_path, ca
     check_same_data(saved, data.identity, data.earlier_identity)
 
 
-def test_what_cannot_be_trained_on_is_one_line(tmp_path, prepared):
+def test_text_error_is_one_line(tmp_path, prepared):
     directory, _ = prepared
     other = load_tokenizer(str(trained(tmp_path / "other")))[0]
     call(TOKENIZE, "--input_dir", write_csv(tmp_path / "csv", protein_rows(30)), "--output_dir", tmp_path / "proteins")

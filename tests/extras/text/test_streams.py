@@ -13,7 +13,7 @@ import pytest
 from common.cli import UserError
 from common.data.loader import TrainLoader, merge_positions
 from common.distributed.world import Mesh
-from extras.sources.stream_reader import ROW_BITS
+from extras.sources.sequence_files import ROW_BITS
 from extras.sources.streams import StreamedOrder
 from extras.text.causal import CausalCollator
 from tests.extras.text.fixtures import decoded, flow, plan_of, texts, write_c4, write_jsonl
@@ -29,7 +29,7 @@ def small_windows(monkeypatch):
 
 
 @pytest.mark.parametrize("packs", [1, 2, 5])  # 5: more streams than files, which share them by rows
-def test_every_token_of_every_document_comes_once_an_epoch_and_in_order(tmp_path, packs):
+def test_text_stream_reads_every_token_once_in_order(tmp_path, packs):
     expected = write_c4(tmp_path, each=EACH)
     plan = plan_of(tmp_path, packs, "en")
     assert plan.num_streams == (2 if packs == 1 else packs)
@@ -46,7 +46,7 @@ def test_every_token_of_every_document_comes_once_an_epoch_and_in_order(tmp_path
     assert read[0] != read[1], "the same order in every epoch"
 
 
-def test_windows_do_not_depend_on_how_the_file_is_read(tmp_path, monkeypatch):
+def test_window_is_independent_of_read_blocks(tmp_path, monkeypatch):
     table = pa.table({"text": texts(200)})
     pa.parquet.write_table(table, tmp_path / "a.parquet", row_group_size=500)
     packs = [ids.tolist() for _, ids, _ in islice(plan_of(tmp_path, 1).stream(0), 60)]
@@ -54,7 +54,7 @@ def test_windows_do_not_depend_on_how_the_file_is_read(tmp_path, monkeypatch):
     assert [ids.tolist() for _, ids, _ in islice(plan_of(tmp_path, 1).stream(0), 60)] == packs
 
 
-def test_a_stream_goes_on_from_any_position(tmp_path):
+def test_stream_resumes_at_any_position(tmp_path):
     """In a window, at its end, and where a document is longer than a context, a pack or a window."""
     path = write_jsonl(tmp_path / "a.jsonl", [*texts(20), "long " * 300, "", *texts(20, seed=2), "longer " * 200])
     plan = plan_of(path, 1)
@@ -86,7 +86,7 @@ def steps_of(plan, packs: int, number: int, ranks: int = 1, workers: int = 0, fi
     return steps
 
 
-def test_a_step_is_the_same_on_any_ranks_and_workers_and_from_any_step_on(tmp_path):
+def test_text_stream_is_independent_of_ranks_and_workers(tmp_path):
     write_c4(tmp_path, files=8, each=10)  # 2 lanes of 4 streams
     plan = plan_of(tmp_path, 4, "en")
     assert plan.num_streams == 8
@@ -101,7 +101,7 @@ def test_a_step_is_the_same_on_any_ranks_and_workers_and_from_any_step_on(tmp_pa
 
 
 @pytest.mark.parametrize("some", [["one", "two"], ["", "", "", ""]])
-def test_fewer_documents_than_packs_is_an_error_not_a_hang(tmp_path, some):
+def test_text_stream_rejects_fewer_documents_than_packs(tmp_path, some):
     plan = plan_of(write_jsonl(tmp_path / "a.jsonl", some), 4)
-    with pytest.raises(UserError, match="do not hold a document for each of the 4 packs of a step"):
+    with pytest.raises(UserError, match="do not have a document for each of the 4 packs of a step"):
         [next(plan.stream(index)) for index in range(4)]

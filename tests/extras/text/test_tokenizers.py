@@ -36,7 +36,7 @@ def trained(directory, **special):
     return directory
 
 
-def test_bytes_are_tokens_and_the_export_gives_the_same_ids(tmp_path):
+def test_byte_tokenizer_export_gives_the_same_ids(tmp_path):
     tokenizer, revision = load_tokenizer(BYTES)
     assert revision is None
     ids = tokenizer.encode(TEXTS[:3])
@@ -51,7 +51,7 @@ def test_bytes_are_tokens_and_the_export_gives_the_same_ids(tmp_path):
     assert (len(exported), exported.eos_token_id) == (tokenizer.vocab_size, tokenizer.eos_id)
 
 
-def test_a_directory_gives_what_transformers_gives(tmp_path):
+def test_tokenizer_equals_transformers(tmp_path):
     tokenizer, _ = load_tokenizer(str(trained(tmp_path)))
     stock = AutoTokenizer.from_pretrained(tmp_path)
     assert [ids.tolist() for ids in tokenizer.encode(TEXTS)] == [
@@ -63,7 +63,7 @@ def test_a_directory_gives_what_transformers_gives(tmp_path):
     assert load_tokenizer(str(tmp_path / "copy"))[0].identity == tokenizer.identity
 
 
-def test_the_identity_is_of_the_content(tmp_path):
+def test_tokenizer_identity_depends_on_content(tmp_path):
     first = load_tokenizer(str(trained(tmp_path / "a")))[0]
     assert load_tokenizer(str(trained(tmp_path / "b")))[0].identity == first.identity
     file = tmp_path / "b" / "tokenizer.json"
@@ -73,7 +73,7 @@ def test_the_identity_is_of_the_content(tmp_path):
     assert load_tokenizer(str(tmp_path / "b"))[0].identity != first.identity
 
 
-def test_documents_end_to_end():
+def test_tokenize_concatenates_documents():
     ids, bounds = tokenize(ByteTokenizer(), pa.array(["ab", "", "c"]))
     assert ids.tolist() == [97, 98, 257, 99, 257]
     assert bounds.tolist() == [0, 3, 3, 5]
@@ -95,7 +95,7 @@ def with_code(directory, **config):
 
 
 @pytest.mark.parametrize("config", [{}, {"tokenizer_class": "Evil"}, {"model_type": "evil"}])
-def test_code_of_a_tokenizer_is_not_run_though_a_terminal_says_yes(tmp_path, monkeypatch, config):
+def test_tokenizer_never_runs_remote_code(tmp_path, monkeypatch, config):
     """It is refused or read without, and what is saved of it does not name it."""
     ours, theirs = pty.openpty()
     os.write(ours, b"y\n" * 4)
@@ -107,14 +107,19 @@ def test_code_of_a_tokenizer_is_not_run_though_a_terminal_says_yes(tmp_path, mon
     for path in tmp_path.glob("saved/*"):
         assert not re.search(b"auto_map|evil.Evil", path.read_bytes()), path
     assert not (directory / "ran").exists()
-    assert sys.stdin.readline() == "y\n"  # nobody has asked
+    assert sys.stdin.readline() == "y\n"  # no prompt read it
     os.close(ours)
 
 
-def test_auto_classes_are_never_left_to_ask():
+def test_auto_classes_never_ask():
     """Without trust_remote_code=False one asks a terminal whether to run a stranger's code."""
     calls = 0
-    for path in (*ROOT.glob("*.py"), *ROOT.glob("common/**/*.py"), *ROOT.glob("benchmarks/**/*.py")):
+    for path in (
+        *ROOT.glob("*.py"),
+        *ROOT.glob("common/**/*.py"),
+        *ROOT.glob("extras/**/*.py"),
+        *ROOT.glob("benchmarks/**/*.py"),
+    ):
         for call in ast.walk(ast.parse(path.read_text())):
             function = ast.unparse(call.func) if isinstance(call, ast.Call) else ""
             if re.search(r"\bAuto\w+\.from_(pretrained|config)$", function):
@@ -124,7 +129,7 @@ def test_auto_classes_are_never_left_to_ask():
     assert calls
 
 
-def test_what_cannot_be_used_is_one_line(tmp_path):
+def test_tokenizer_error_is_one_line(tmp_path):
     trained(tmp_path / "no end", pad_token="<pad>")
     (tmp_path / "empty").mkdir()
     (tmp_path / "torn").mkdir()
@@ -132,8 +137,8 @@ def test_what_cannot_be_used_is_one_line(tmp_path):
     (tmp_path / "torn" / "tokenizer_config.json").write_text("{}")
     for name, message in (
         ("no end", "it has no end-of-text token"),
-        ("empty", "no tokenizer that transformers can open"),
-        ("torn", "no tokenizer that transformers can open"),
+        ("empty", "not a tokenizer that transformers can open"),
+        ("torn", "not a tokenizer that transformers can open"),
         ("nowhere", "neither `bytes`, a directory of a tokenizer, nor a name on the Hub"),
     ):
         with pytest.raises(UserError, match=message) as raised:
@@ -164,10 +169,10 @@ def load(home, url: str, **variables):
     environment |= {"HF_ENDPOINT": url, "HF_HOME": str(home), "HF_HUB_DISABLE_XET": "1"} | variables
     script = home.with_suffix(".py")
     script.write_text(LOAD)
-    return run_script(str(script), env=environment, anew=("huggingface_hub", "transformers", "common"))
+    return run_script(str(script), env=environment, anew=("huggingface_hub", "transformers", "common", "extras"))
 
 
-def test_files_are_fetched_once_and_no_weights(tmp_path):
+def test_tokenizer_downloads_once_and_no_weights(tmp_path):
     (trained(tmp_path / "repo") / "model.safetensors").write_bytes(b"weights")
     with hub_server("org/llama", tmp_path / "repo", kind="models") as hub:
         done = load(tmp_path / "home", hub.url)
@@ -195,7 +200,7 @@ def test_files_are_fetched_once_and_no_weights(tmp_path):
         ("org/llama", {}, {"HF_HUB_OFFLINE": "1"}, "hf download org/llama --local-dir DIR, then --tokenizer DIR"),
     ],
 )
-def test_refusals_are_one_line_that_says_what_to_do(tmp_path, repo, behaviour, variables, message):
+def test_hub_refusal_is_one_line(tmp_path, repo, behaviour, variables, message):
     trained(tmp_path / "repo")
     with hub_server(repo, tmp_path / "repo", kind="models", refuse=10**6, **behaviour) as hub:
         failed = load(tmp_path / "home", hub.url, **variables)

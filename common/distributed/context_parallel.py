@@ -1,0 +1,92 @@
+"""Context parallelism: which tokens of each sequence of a pack a rank of a context-parallel group has.
+
+Two layouts:
+- `dual_chunk` (Transformer Engine's): a sequence is padded to a multiple of 2 * cp and split into 2 * cp chunks;
+  rank r has chunks r and 2 * cp - 1 - r. All ranks have as many tokens and, with a causal mask, as much work.
+- `contiguous`: rank r has tokens length * r // cp to length * (r + 1) // cp. No padding; the ranks' shares of a
+  sequence differ by at most one token. With bidirectional attention the work is balanced too.
+
+A rank's sequences are in the order of the pack, its tokens in the order of the sequence, real ones before padding.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+from torch import Tensor
+
+LAYOUTS = ("dual_chunk", "contiguous")
+
+
+class CpPack(NamedTuple):
+    """A rank's part of a pack of B sequences that cp ranks share. T: its own tokens.
+
+    positions int64 [T]: of its tokens in their sequences; bounds int64 [cp, B + 1]: where each sequence's tokens begin
+    and end on each rank, padding included; real int64 [cp, B]: how many of those are not padding; lengths int64 [B]:
+    of the full sequences; masks int64 [B]: number of <mask> tokens in the full sequences.
+    """
+
+    positions: Tensor
+    bounds: Tensor
+    real: Tensor
+    lengths: Tensor
+    masks: Tensor
+
+
+@dataclass(frozen=True)
+class CpSplit:
+    """How `size` ranks split a pack of sequences with these lengths (int64 [B]).
+
+    multiple: sequences are padded to a multiple of it: a multiple of 2 * size with dual_chunk, 1 with contiguous.
+    """
+
+    lengths: np.ndarray
+    size: int
+    layout: str = "dual_chunk"
+    multiple: int = 1
+
+    def __post_init__(self) -> None:
+        assert self.multiple == 1 if self.layout == "contiguous" else self.multiple % (2 * self.size) == 0
+
+    @property
+    def chunks(self) -> np.ndarray:
+        """Length of each sequence's chunks; dual_chunk only."""
+        return -(-self.lengths // self.multiple) * (self.multiple // (2 * self.size))
+
+    def counts(self) -> np.ndarray:
+        """Number of each sequence's tokens on each rank, padding included; int64 [size, B]."""
+        if self.layout == "contiguous":
+            return np.diff(self._cuts(), axis=0)
+        return np.repeat(2 * self.chunks[None], self.size, axis=0)
+
+    def real(self) -> np.ndarray:
+        """`counts` without padding."""
+        if self.layout == "contiguous":
+            return self.counts()
+        numbers = np.arange(2 * self.size)[:, None]
+        of_chunks = np.clip(self.lengths - numbers * self.chunks, 0, self.chunks)  # [2 * size, B]
+        return of_chunks[: self.size] + of_chunks[: self.size - 1 : -1]
+
+    def bounds(self) -> np.ndarray:
+        """Offsets of the sequences among each rank's tokens, and the end of the last; int64 [size, B + 1]."""
+        return np.pad(self.counts().cumsum(axis=1), ((0, 0), (1, 0)))
+
+    def positions(self, rank: int) -> np.ndarray:
+        """Positions of a rank's tokens in their sequences, padding included; int64 [T]."""
+        counts = self.counts()[rank]
+        ends = counts.cumsum()
+        within = np.arange(ends[-1] if len(ends) else 0) - np.repeat(ends - counts, counts)
+        if self.layout == "contiguous":
+            return within + np.repeat(self._cuts()[rank], counts)
+        chunk = np.repeat(self.chunks, counts)
+        second = within >= chunk
+        return within + chunk * np.where(second, 2 * self.size - 2 - rank, rank)
+
+    def sequences(self, rank: int) -> np.ndarray:
+        """The sequence that each of a rank's tokens belongs to; int64 [T]."""
+        return np.repeat(np.arange(len(self.lengths)), self.counts()[rank])
+
+    def _cuts(self) -> np.ndarray:
+        return self.lengths * np.arange(self.size + 1)[:, None] // self.size  # [size + 1, B]

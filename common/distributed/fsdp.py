@@ -1,0 +1,95 @@
+"""FSDP2 (`fully_shard`): weights, gradients and optimiser state sharded by rows; meshes and shards of parameters."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, Shard
+
+from common.cli import UserError
+from common.compat import set_group_timeout
+from common.distributed.strategy import Strategy
+from common.distributed.world import World
+
+
+class FullySharded(Strategy):
+    """FSDP2. sync_each_batch: reduce-scatter gradients after every micro-batch; else each rank keeps full fp32
+    gradients until a step's last one."""
+
+    def __init__(self, model: FSDPModule, sync_each_batch: bool = False):
+        super().__init__(model)
+        self.sync_each_batch = sync_each_batch
+        mesh = next(model.parameters()).device_mesh
+        self.device, self.group = mesh.device_type, mesh["shard"].get_group()
+
+    def micro_batch(self, last: bool) -> AbstractContextManager:
+        self.model.set_requires_gradient_sync(last or self.sync_each_batch)
+        return nullcontext()
+
+    def gradients(self) -> list[Tensor]:
+        return [gradient.to_local() for gradient in super().gradients()]
+
+    def sum_over_shards(self, total: Tensor) -> Tensor:
+        total = total.to(self.device)  # gradients may be on the host
+        dist.all_reduce(total, group=self.group)
+        return total
+
+    def reshard(self) -> None:
+        for module in self.model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+
+
+def hsdp_shape(world: World, shard_size: int) -> tuple[int, int]:
+    """(replicas, ranks that shard one copy: consecutive ranks). UserError if --hsdp_shard_size does not fit."""
+    if shard_size < 1 or world.size % shard_size:
+        fitting = ", ".join(str(n) for n in range(1, world.size + 1) if world.size % n == 0)
+        raise UserError(f"--hsdp_shard_size {shard_size} does not divide {world.size} ranks: choose {fitting}")
+    return world.size // shard_size, shard_size
+
+
+def init_mesh(world: World, shape: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
+    """A mesh of all ranks, in order, whose groups have --ddp_timeout. A collective."""
+    mesh = init_device_mesh(world.device.type, shape, mesh_dim_names=names)
+    set_group_timeouts(world, mesh)
+    return mesh
+
+
+def set_group_timeouts(world: World, mesh: DeviceMesh) -> None:
+    """torch gives a mesh's groups its own timeout (10 minutes with NCCL, 30 with gloo) and takes no other."""
+    if not world.is_dry_run:
+        for group in mesh.get_all_groups():
+            set_group_timeout(group, timedelta(seconds=world.timeout_s))
+
+
+def local_shard(parameter: Tensor) -> tuple[Tensor, int]:
+    """This rank's rows of a parameter (writable) and the index of the first. A plain tensor is not sharded.
+
+    `fully_shard` splits dimension 0 as torch.chunk does: equal chunks, the last one shorter or empty. Parameters that
+    are split otherwise have a `first_row`.
+    """
+    if not isinstance(parameter, DTensor):
+        return parameter, 0
+    if (first := getattr(parameter, "first_row", None)) is not None:
+        return parameter.to_local(), first
+    rows = parameter.shape[0]
+    first = 0
+    for dimension, placement in enumerate(parameter.placements):
+        if isinstance(placement, Shard):
+            assert placement.dim == 0, "only rows are sharded"
+            size = parameter.device_mesh.size(dimension)
+            first = min(rows, -(-rows // size) * parameter.device_mesh.get_coordinate()[dimension])
+    return parameter.to_local(), first
+
+
+@torch.no_grad()
+def copy_to_shard(parameter: Tensor, full: Tensor) -> None:
+    """Copy this rank's rows of a full tensor into a parameter."""
+    local, first = local_shard(parameter)
+    local.copy_(full[first : first + len(local)])

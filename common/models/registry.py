@@ -1,0 +1,112 @@
+"""The families of models: ESM-2, Llama, ... A family is a folder with a `family.py`, and a line in FAMILIES.
+
+A family's `family.py` defines FAMILY, a `Family`. It is imported when its family is asked for: an ESM-2 run imports no
+decoder. CONTRIBUTING.md says how to add one.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from common.data.token_store import TokenSet
+from common.distributed.world import World
+from common.models.layers.hf_directory import Training, read_config
+
+# config.json's model_type: the module that defines FAMILY
+FAMILIES = {
+    "esm": "common.models.esm2.family",
+    "llama": "extras.decoders.family",
+    "mistral": "extras.decoders.family",
+    "mixtral": "extras.decoders.family",
+}
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """The model that the flags ask for, before it is built.
+
+    backend, why: `te` or `torch`, and the reason; gelu: `exact` or `tanh` ("" without a choice); remarks: for the log;
+    make: builds the model, under torch.device("meta"); read: given weights as ((our name, tensor) pairs, extras), None
+    for random ones.
+    """
+
+    config: Any
+    backend: str
+    why: str
+    gelu: str
+    remarks: tuple[str, ...]
+    make: Callable[[], nn.Module]
+    read: Callable[[], tuple[Iterator[tuple[str, Tensor]], dict[str, Tensor]]] | None
+
+
+class Family(ABC):
+    """What the rest of the program asks of a family. Methods import what they need: torch alone is there already.
+
+    A model has `config`, `layers` (wrapped, compiled and recomputed one by one), and for `initialise` and
+    `count_parameters` (common.models.layers.initialise) may have `padded_vocab` and `zero_rows`.
+    """
+
+    task = "mlm"  # or "clm": what trains it
+    alphabet = ""  # the tokens in order, separated by blanks, as checkpoints record them (mlm)
+
+    tokens: TokenSet  # ids for reading and masking (mlm)
+
+    @abstractmethod
+    def load_config(self, name: str) -> Any:
+        """The configuration of a built-in name, a directory or a Hub name. UserError if there is none."""
+
+    @abstractmethod
+    def choose(self, args: Any, world: World, torch_only: tuple[str, ...], previous: dict) -> ModelSpec:
+        """The model that the flags ask for. UserError if it cannot run here. No collective.
+
+        torch_only: given flags that only the torch backend can honour; previous: the backend (and GELU) of a run that
+        is resumed.
+        """
+
+    @abstractmethod
+    def make(self, config: Any) -> nn.Module:
+        """The model with torch layers, under torch.device("meta")."""
+
+    @abstractmethod
+    def flops(self, config: Any, tokens: int, squared_lengths: int, targets: int) -> float:
+        """Floating-point operations of a training step: matmuls only, the backward pass twice the forward pass.
+
+        Linears cost 2 per weight and token; attention 4 x hidden per pair of tokens of the same sequence: hence the
+        sum of squared lengths.
+        """
+
+    @abstractmethod
+    def to_hf(
+        self, get: Callable[[str], Tensor], config: Any, extras: dict[str, Tensor]
+    ) -> Iterator[tuple[str, Tensor]]:
+        """The tensors to export, one at a time. `get` is called for each of our parameters once, in a fixed order."""
+
+    @abstractmethod
+    def save(
+        self, tensors: Iterator[tuple[str, Tensor]], config: Any, directory: Path, training: Training, tokenizer: Any
+    ) -> None:
+        """Write them where transformers' from_pretrained opens them. tokenizer: of a text task, else None."""
+
+
+def family_of(model_type: str) -> Family:
+    """The family of a config.json's model_type. KeyError if there is none."""
+    return import_module(FAMILIES[model_type]).FAMILY
+
+
+def encoder_family(name: str) -> Family:
+    """The masked-language-modelling family of a directory by its config.json; ESM-2 for any other name.
+
+    ESM-2's loader reports what is wrong with a directory that no family can read.
+    """
+    try:
+        family = family_of(read_config(Path(name) / "config.json")["model_type"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return family_of("esm")
+    return family if family.task == "mlm" else family_of("esm")

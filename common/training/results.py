@@ -1,0 +1,145 @@
+"""What a run logs before its first step, and what it writes at its end: results and the exported model."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from torch import Tensor
+
+from common.cli import UserError, one_line
+from common.data.training_data import TrainingData
+from common.distributed.world import World
+from common.models.layers.hf_directory import Training
+from common.models.layers.initialise import count_parameters
+from common.training.arguments import RunArguments
+from common.training.progress import RunPlan, TrainerState
+from common.training.task import BuiltModel, Task
+
+logger = logging.getLogger(__name__)
+
+WEIGHT_FILES = ("model*.safetensors", "pytorch_model*.bin", "*.distcp")  # of transformers, and of a checkpoint
+
+
+def announce(
+    args: RunArguments, built: BuiltModel, data: TrainingData, plan: RunPlan, state: TrainerState, world: World
+) -> None:
+    """Log what the run is about to do."""
+    per_rank, unit = args.batch
+    logger.info("***** Running training *****" if args.do_train else "***** No training *****")
+    for name, value in (
+        ("Num examples", data.num_examples or "unknown (streamed)"),
+        ("Num Epochs", _epochs(args.data.num_train_epochs, data)),
+        (f"Instantaneous batch size per device ({unit})", per_rank),
+        (
+            f"Total train batch size (w. parallel, distributed & accumulation; {unit})",
+            per_rank * plan.packs_per_step,
+        ),
+        ("Gradient Accumulation steps", plan.accumulation),
+        ("Total optimization steps", plan.total_steps),
+        ("Number of trainable parameters", count_parameters(built.model)),
+    ):
+        logger.info("  %s = %s", name, f"{value:,}" if isinstance(value, int) else value)
+    logger.info("  Weights: %s", describe_weights(args, state.step))
+    if not state.step and (warning := warn_of_unused_weights(args)):
+        logger.warning("%s", warning)
+    for line in built.remarks:
+        logger.info("  %s", line)
+    precision = "bfloat16, fp32 master weights" if args.precision.bf16 else "fp32"
+    logger.info("  Device = %s x %d, computing in %s", world.device.type, world.size, precision)
+    if world.cp_size > 1:
+        logger.info(
+            "  Each pack is shared by %d ranks (%s, %s)", world.cp_size, args.model.cp_comm_type, args.data.cp_layout
+        )
+    if state.step:
+        logger.info("Resuming after step %d (epoch %.2f)", state.step, state.epoch)
+    if plan.accumulation != args.data.gradient_accumulation_steps:
+        logger.info("Accumulation is %d, to keep %d packs a step", plan.accumulation, plan.packs_per_step)
+
+
+def _epochs(requested: float, data: TrainingData) -> int | str:
+    if (end := data.end) is None:
+        return "n/a (limited by --max_steps)"
+    epochs = data.plan.epochs_before(end)
+    return int(requested) if requested == epochs else f"{requested:g}: to the nearest pack, {epochs:.6g}"
+
+
+def describe_weights(args: RunArguments, step: int) -> str:
+    """Which weights the run starts from, for the log. step: of the checkpoint it resumes from, 0 for none."""
+    if step:
+        return f"from checkpoint-{step}"
+    if not args.model.model_name_or_path:
+        return f"random, seed {args.data.seed}"
+    files = weight_files(args.model.model_name_or_path)
+    return f"from {args.model.model_name_or_path}" + (f" ({files})" if files else "")
+
+
+def warn_of_unused_weights(args: RunArguments) -> str | None:
+    """A warning if --config_name or --model names a directory with weights: only its configuration is used."""
+    if args.model.model_name_or_path or not args.model_named or not (files := weight_files(args.model_named)):
+        return None
+    return (
+        f"{args.model_named} has weights ({files}), which are not loaded: training starts from random ones; to start "
+        f"from them give --model_name_or_path {args.model_named}"
+    )
+
+
+def weight_files(directory: str) -> str:
+    """The first weight file of a local directory and how many more there are; "" if there are none."""
+    matches = (sorted(Path(directory).glob(pattern)) for pattern in WEIGHT_FILES)
+    names = next((files for files in matches if files), [])
+    if not names:
+        return ""
+    return names[0].name + (f" and {len(names) - 1} more" if len(names) > 1 else "")
+
+
+def run_info(args: RunArguments, built: BuiltModel, labels: tuple[str, ...], world: World) -> dict:
+    """The heading of the run's curves."""
+    device = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else world.device.type
+    return {
+        "model": f"{args.model_named or built.config.model_type} ({count_parameters(built.model):,} parameters)",
+        "data": str(args.data.dataset_dir or args.data.dataset),
+        "device": f"{device} x {world.size}, {'bf16' if args.precision.bf16 else 'fp32'}",
+        "words": list(labels),
+    }
+
+
+def training_results(state: TrainerState, plan: RunPlan, num_examples: int | None) -> dict:
+    """The content of train_results.json."""
+    seconds = max(state.seconds, 1e-9)
+    return {
+        "backend": plan.backend,
+        "epoch": state.epoch,
+        **({"gelu": plan.gelu} if plan.gelu else {}),
+        "total_flos": state.total_flos,
+        "train_loss": state.loss_total / max(state.step - state.skipped_steps, 1),
+        "train_runtime": state.seconds,
+        "train_samples": num_examples or state.sequences,
+        "train_samples_per_second": state.sequences / seconds,
+        "train_steps_per_second": state.step / seconds,
+        "train_tokens_per_second": state.tokens / seconds,
+        "train_unknown_characters": state.unknown,
+    }
+
+
+def export_model(
+    task: Task, directory: Path, training: Training, world: World, gather: Callable[[Tensor], Tensor]
+) -> None:
+    """Write final_model/; all ranks together. Tensors are gathered one at a time and written by rank 0."""
+    pieces = task.exported(gather)
+    failure = None
+    try:
+        if world.is_main:
+            task.export(pieces, directory, training)
+    except (OSError, SafetensorError) as error:
+        failure = UserError(
+            f"{directory}: not exported: {one_line(error)[:160]}; the last checkpoint has everything: free some space "
+            "and run the same command again"
+        )
+    for _ in pieces:  # the other ranks wait for rank 0 to take part in every gather, also after a failure
+        pass
+    world.raise_on_all(failure)
+    logger.info("Model for transformers' from_pretrained: %s", directory)

@@ -1,0 +1,208 @@
+"""Decide once, before the model is built, which checkpoint a run resumes from and what that checkpoint fixes.
+
+Rank 0 reads the manifest, each rank verifies its share of the files, and all ranks get the same answer.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from common.cli import UserError
+from common.data.training_data import TrainingData
+from common.distributed.world import World
+from common.models.esm2.family import HIDDEN_ACT
+from common.models.layers.backend import BACKENDS
+from common.training.arguments import RunArguments
+from common.training.checkpoint import TRAINER_STATE
+from common.training.checkpoint_files import (
+    MANIFEST,
+    Corrupt,
+    check_file,
+    check_nothing_was_completed,
+    check_same_model,
+    list_checkpoints,
+    read_listed,
+    read_manifest,
+)
+from common.training.progress import TrainerState
+
+logger = logging.getLogger(__name__)
+
+AT_STEP_0 = (
+    "to start at step 0 give --resume_from_checkpoint false (sets them aside) or --overwrite_output_dir (removes them)"
+)
+
+
+@dataclass(frozen=True)
+class ResumePlan:
+    """The checkpoint a run resumes from, None to start at step 0.
+
+    model: the fingerprint in the checkpoint's manifest; state: its trainer state, or a new one; restarted: this is a
+    restart of the very job that wrote the output directory last.
+    """
+
+    checkpoint: Path | None = None
+    model: dict = field(default_factory=dict)
+    state: TrainerState = field(default_factory=TrainerState)
+    restarted: bool = False
+
+    @property
+    def implementation(self) -> dict[str, str]:
+        """{"backend": ..., "gelu": ...} that the run has used so far; {} for a new run or where none is recorded."""
+        backend, gelu = self.state.arguments.get("backend"), self.state.arguments.get("gelu")
+        known = backend in BACKENDS and gelu in (*HIDDEN_ACT, "")
+        return {"backend": backend, "gelu": gelu} if known else {}
+
+    def check(self, fingerprint: dict, args: RunArguments, data: TrainingData) -> None:
+        """UserError if the checkpoint is of another model, other initial weights or other data. No collective."""
+        if self.checkpoint is not None:
+            check_same_model(self.checkpoint, self.model, fingerprint)
+            self.state.check_same_start(args)
+            check_same_data(self.state.data, data.identity, data.earlier_identity)
+
+
+def plan_resume(args: RunArguments, restarted: bool, world: World) -> ResumePlan:
+    """Choose and verify the checkpoint to resume from; all ranks together, with the output directory locked.
+
+    A restarted job resumes from its own newest checkpoint, whatever its flags say. UserError: the checkpoint
+    asked for is damaged, none of several is whole, none is left of an earlier run, or the trainer state is refused.
+    """
+    output_dir = Path(args.checkpoint.output_dir)
+    overwrite = args.checkpoint.overwrite_output_dir and args.do_train and not restarted
+    request: str | bool = False
+    with world.on_main_rank() as is_main:
+        if is_main:
+            chosen = requested_checkpoint(args.checkpoint.resume_from_checkpoint, output_dir, restarted)
+            if overwrite and chosen is True:
+                chosen = False
+            if overwrite and chosen and chosen.resolve().parent == output_dir.resolve():
+                raise UserError(
+                    f"--resume_from_checkpoint {chosen}: --overwrite_output_dir would remove it: drop one of the two"
+                )
+            request = chosen if isinstance(chosen, bool) else str(chosen)
+    request = world.broadcast_object(request)
+    if request is True:
+        checkpoint = newest_usable(output_dir, world)
+        with world.on_main_rank() as is_main:
+            if is_main and checkpoint is None and args.do_train:
+                check_nothing_was_completed(output_dir)
+    elif request is False:
+        checkpoint = None
+    else:
+        checkpoint = Path(request)
+        if damage := damage_of(checkpoint, world):
+            _raise_on_main(f"--resume_from_checkpoint {checkpoint}: {damage}", world)
+    if checkpoint is None:
+        return ResumePlan(restarted=restarted)
+    with world.raise_together():
+        model, _ = read_manifest(checkpoint)
+        saved = read_listed(checkpoint, TRAINER_STATE)
+        state = TrainerState.read(saved, f"{output_dir}: the checkpoint's {TRAINER_STATE}")
+    return ResumePlan(checkpoint, model, state, restarted)
+
+
+def requested_checkpoint(flag: str | None, output_dir: Path, restarted: bool) -> bool | Path:
+    """--resume_from_checkpoint: True for the newest checkpoint of the output directory, False for none, or a path.
+
+    The output directory itself means its newest checkpoint, also before it exists; another directory of checkpoints
+    means the newest in there.
+    """
+    if restarted and list_checkpoints(output_dir):
+        return True
+    words = {"true": True, "yes": True, "1": True, "false": False, "no": False, "none": False, "0": False}
+    if (word := (flag or "true").lower()) in words:
+        return words[word]
+    path = Path(flag)
+    if path.resolve() == output_dir.resolve():
+        return True
+    inside = [] if (path / MANIFEST).exists() else list_checkpoints(path)
+    return inside[0][1] if inside else path
+
+
+def newest_usable(output_dir: Path, world: World, advice: str = AT_STEP_0) -> Path | None:
+    """The newest whole checkpoint, None if there is no checkpoint at all; damaged ones are skipped with a warning.
+
+    UserError if there are checkpoints and none is whole: whether to start at step 0 over the remains of a run is the
+    user's decision. advice: what the error tells the user to do.
+    """
+    paths: list[str] = []
+    damages = []
+    with world.on_main_rank() as is_main:
+        if is_main:
+            paths = [str(path) for _, path in list_checkpoints(output_dir)]
+    for path in map(Path, world.broadcast_object(paths)):
+        damage = damage_of(path, world)
+        if damage is None:
+            return path
+        damages.append(f"{path.name}: {damage}")
+        logger.warning("%s: skipped: %s", path, damage)
+    if damages:
+        _raise_on_main(f"{output_dir}: none of its checkpoints is whole ({'; '.join(damages)}): {advice}", world)
+    return None
+
+
+def damage_of(path: Path, world: World) -> str | None:
+    """What is wrong with a checkpoint, the same on every rank; None if it is whole. All ranks together."""
+    recorded, damage = {}, None
+    with world.on_main_rank() as is_main:
+        if is_main:
+            try:
+                _, recorded = read_manifest(path)
+            except Corrupt as error:
+                damage = str(error)
+    recorded, damage = world.broadcast_object((recorded, damage))
+    if damage is not None:
+        return damage
+    # Largest first, so that all ranks read about the same amount.
+    order = sorted(recorded, key=lambda name: recorded[name][0], reverse=True)
+    damages = {}
+    with world.raise_together():
+        if not (path / MANIFEST).exists():
+            raise UserError(f"{path}: not visible from here: --output_dir must be one directory for all nodes")
+        for name in order[world.rank :: world.size]:
+            try:
+                check_file(path / name, recorded[name])
+            except Corrupt as error:
+                damages[name] = str(error)
+    all_damages = {name: text for part in world.gather(damages) for name, text in part.items()}
+    return next((all_damages[name] for name in recorded if name in all_damages), None)
+
+
+def _raise_on_main(message: str, world: World) -> None:
+    """UserError on rank 0; the other ranks exit with it."""
+    with world.on_main_rank() as is_main:
+        if is_main:
+            raise UserError(message)
+
+
+def check_same_data(saved: dict, now: dict, earlier: Callable[[], dict] = dict) -> None:
+    """UserError naming what differs, unless a position in one batch plan is valid in the other.
+
+    earlier: returns {name: value} of the same data as checkpoints of earlier versions recorded it.
+    """
+    if saved != now:
+        saved = saved | {
+            name: now[name] for name, value in earlier().items() if name in now and saved.get(name) == value
+        }
+    if "dataset" in saved and saved["dataset"] != now["dataset"]:
+        before, after = _short_identity(saved["dataset"]), _short_identity(now["dataset"])
+        raise UserError(
+            f"the data have changed since the checkpoint (their hash was {before}; now {after}): give those it was "
+            "trained on, or start a new run from its final_model/ with --model_name_or_path and another --output_dir"
+        )
+    differing = [f"{k} {saved.get(k)!r} (now {v!r})" for k, v in now.items() if saved.get(k) != v]
+    differing += [f"{k} {v!r} (now not used)" for k, v in saved.items() if k not in now]
+    if differing:
+        raise UserError(
+            f"the checkpoint stands in another order of batches: {', '.join(differing)}; give the same flags, or "
+            "start a new run from its final_model/ with --model_name_or_path and another --output_dir"
+        )
+
+
+def _short_identity(identity: str) -> str:
+    """The first digits of a hash, and the number of records if it is followed by one."""
+    digest, _, records = str(identity).partition("-")
+    return f"{digest[:12]}, {records} records" if records else digest[:12]

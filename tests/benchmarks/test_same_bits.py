@@ -1,0 +1,53 @@
+"""benchmarks/same_bits.py: what counts as a difference between two runs' outputs."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+from benchmarks.same_bits import STEPS, checkpoint, difference, figures
+
+LAYER = torch.tensor([1.0, 2.0])
+
+
+def write_run(directory, loss: float = 3.5, seconds: float = 1.0, **row):
+    directory.mkdir()
+    row = {"step": 1, "loss": loss, "step_seconds": seconds, "peak_memory_gb": seconds} | row
+    (directory / "metrics.jsonl").write_text(json.dumps(row) + "\n")
+    (directory / "all_results.json").write_text(json.dumps({"test_loss": 3.25, "test_runtime": seconds}))
+    return directory
+
+
+def test_figures_leave_out_what_the_machine_decides(tmp_path):
+    one, other = write_run(tmp_path / "one"), write_run(tmp_path / "other", seconds=2.0)
+    assert figures(one) == figures(other)
+    assert figures(one)["all_results.json test_loss"] == "3.25"
+    assert difference(figures(one), figures(other)) == ""
+
+
+@pytest.mark.parametrize(
+    ("changed", "named"),
+    [
+        ({"loss": 3.5000000000000004}, "metrics.jsonl 0 (step 1) loss: 3.5 / 3.5000000000000004"),
+        ({"eval_loss": 3.0}, "metrics.jsonl 0 (step 1) eval_loss: missing / 3.0"),
+    ],
+)
+def test_difference_names_the_first_figure_of_another_value(tmp_path, changed, named):
+    one, other = write_run(tmp_path / "one"), write_run(tmp_path / "other", **changed)
+    assert difference(figures(one), figures(other)) == named
+
+
+def test_checkpoint_shows_a_bit_of_a_tensor_and_a_setting_of_the_optimizer(tmp_path):
+    changed = torch.nextafter(LAYER, LAYER + 1)
+    states = {"one": (LAYER, 0.1), "same": (LAYER, 0.1), "weight": (changed, 0.1), "lr": (LAYER, 0.2)}
+    found = {}
+    for name, (weight, lr) in states.items():
+        state = {"model": {"weight": weight}, "optimizer": {"lr": lr}}
+        dcp.save(state, checkpoint_id=tmp_path / name / f"checkpoint-{STEPS}", no_dist=True)
+        found[name] = checkpoint(tmp_path / name)
+    assert difference(found["one"], found["same"]) == ""
+    assert difference(found["one"], found["weight"]).startswith("model.weight: torch.float32 [2] sha256 ")
+    assert difference(found["one"], found["lr"]) == "optimizer.lr: 0.1 / 0.2"

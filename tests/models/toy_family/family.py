@@ -1,0 +1,112 @@
+"""The toy family: nucleotides, embedded, passed through one layer, predicted."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from common.data.token_store import TokenSet
+from common.distributed.world import World
+from common.models.esm2.model import Esm2Output
+from common.models.layers.hf_directory import Training, read_tensors
+from common.models.layers.linear import Linear
+from common.models.layers.residual import Layers
+from common.models.registry import Family, ModelSpec
+
+TOKENS = ("<cls>", "<pad>", "<eos>", "A", "C", "G", "T", "<mask>")
+
+
+@dataclass
+class ToyConfig:
+    set_by: ClassVar[str] = "config.json"
+
+    model_type: str = "toy"
+    vocab_size: int = len(TOKENS)
+    hidden_size: int = 16
+    num_hidden_layers: int = 1
+    initializer_range: float = 0.02
+
+    def content(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def fingerprint(self) -> dict[str, Any]:
+        return asdict(self) | {"alphabet": " ".join(TOKENS)}
+
+
+class ToyLayer(nn.Module):
+    def __init__(self, config: ToyConfig):
+        super().__init__()
+        self.linear = Linear(config.hidden_size, config.hidden_size)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + F.gelu(self.linear(x))
+
+
+class ToyModel(nn.Module):
+    zero_rows = {"embedding.weight": (TOKENS.index("<pad>"),)}
+
+    def __init__(self, config: ToyConfig):
+        super().__init__()
+        self.config = config
+        self.embedding = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.layers = Layers([ToyLayer(config)])
+
+    def forward(self, input_ids: Tensor, *, labels: Tensor, **_: Any) -> Esm2Output:
+        x = self.embedding(input_ids)
+        for layer in self.layers.in_turn():
+            x = layer(x)
+        logits = x @ self.embedding.weight.t()
+        correct = (logits.argmax(-1) == labels).sum()
+        return Esm2Output(loss_sum=F.cross_entropy(logits, labels, reduction="sum"), correct=correct)
+
+
+class Toy(Family):
+    alphabet = " ".join(TOKENS)
+    tokens = TokenSet(len(TOKENS), pad=1, mask=7, unknown=0, residues=(3, 6), replacements=(3, 4, 5, 6))
+
+    def load_config(self, name: str) -> ToyConfig:
+        return ToyConfig(**json.loads((Path(name) / "config.json").read_text()))
+
+    def choose(self, args: Any, world: World, torch_only: tuple[str, ...], previous: dict) -> ModelSpec:
+        config = self.load_config(args.model.config_name or args.model.model_name_or_path)
+        read = None
+        if args.model.model_name_or_path:
+            read = lambda: (iter(read_tensors(args.model.model_name_or_path)[1].items()), {})  # noqa: E731
+        return ModelSpec(config, "torch", "the only one", "", (), partial(self.make, config), read)
+
+    def make(self, config: ToyConfig) -> nn.Module:
+        return ToyModel(config)
+
+    def flops(self, config: ToyConfig, tokens: int, squared_lengths: int, targets: int) -> float:
+        return 3.0 * 2 * tokens * config.hidden_size * (config.hidden_size + config.vocab_size)
+
+    def to_hf(
+        self, get: Callable[[str], Tensor], config: ToyConfig, extras: dict[str, Tensor]
+    ) -> Iterator[tuple[str, Tensor]]:
+        with torch.device("meta"):
+            names = list(ToyModel(config).state_dict())
+        return ((name, get(name)) for name in names)
+
+    def save(
+        self,
+        tensors: Iterator[tuple[str, Tensor]],
+        config: ToyConfig,
+        directory: Path,
+        training: Training,
+        tokenizer: Any = None,
+    ) -> None:
+        directory.mkdir()
+        (directory / "config.json").write_text(json.dumps(asdict(config)))
+        save_file({name: tensor.contiguous() for name, tensor in tensors}, directory / "model.safetensors")
+
+
+FAMILY = Toy()

@@ -1,0 +1,160 @@
+"""The run around its steps: flags stay as they were given, and what they leave open is settled once and shown."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from dataclasses import asdict
+
+import pytest
+
+from common.cli import UserError
+from common.data.loader import TrainStep
+from common.flags import flat
+from common.training.loop import train as train_model
+from common.training.masked_lm import StepCounts
+from common.training.progress import RunPlan, TrainerState
+from common.training.results import training_results
+from common.training.resume import check_same_data
+from common.training.step import StepResult
+from tests.data_fixtures import load_script
+from tests.training_fixtures import arguments, flags_of, on_ranks, train
+
+PLAN = RunPlan("torch", "exact", {}, 4, 2, 10, 10, 0, 5)
+
+
+def _train_and_compare_flags(argv: list[str]) -> None:
+    script = load_script("train_ddp.py")
+    sys.argv = ["train_ddp.py", *argv]
+    args = script.parse_run("", script.DdpFlags)
+    before = flat(args)
+    train_model(args, script.build)
+    assert flat(args) == before
+
+
+def test_train_leaves_the_flags_unchanged(dataset, tmp_path):
+    flags = {"max_steps": 3, "fp8": True, "emulate_precision": True, "do_eval": True, "gradient_accumulation_steps": 2}
+    codes, said = on_ranks(1, _train_and_compare_flags, flags_of(dataset, tmp_path, **flags))
+    assert codes == [0], said
+
+
+def test_run_plan_is_in_log_results_and_checkpoint(dataset, tmp_path):
+    flags = {"max_steps": 4, "save_steps": 0.5, "do_eval": True, "eval_steps": 2, "packs_per_step": 4}
+    said = train(dataset, tmp_path, 2, fp8=True, fp8_layers="2", emulate_precision=True, **flags)
+    state = json.loads((tmp_path / "checkpoint-2" / "trainer_state.json").read_text())
+    expected = {
+        "backend": "torch",
+        "gelu": "exact",
+        "formats": {"1": "FP32", "2": "FP8, delayed scaling, hybrid"},
+        "packs_per_step": 4,
+        "accumulation": 2,
+        "total_steps": 4,
+        "last_step": 4,
+        "eval_every": 2,
+        "save_every": 2,
+    }
+    assert state["resolved"] == expected
+    results = json.loads((tmp_path / "train_results.json").read_text())
+    assert (results["backend"], results["gelu"]) == ("torch", "exact")
+    for line in (
+        "Gradient Accumulation steps = 2",
+        "Accumulation is 2, to keep 4 packs",
+        "2       FP8, delayed scaling",
+    ):
+        assert line in said, line
+    assert "Flags differ" not in train(dataset, tmp_path, 2, fp8=True, fp8_layers="2", emulate_precision=True, **flags)
+
+
+def test_trainer_state_of_earlier_version_resumes_without_warning(caplog):
+    """Checkpoints of earlier versions hold backend and GELU, as resolved, among the arguments, and no `resolved`."""
+    saved = asdict(TrainerState(step=5, arguments={"backend": "torch", "gelu": "exact", "save_steps": 7}))
+    del saved["resolved"]
+    state = TrainerState(**saved)
+    state.start(PLAN, {}, {"backend": "auto", "gelu": None, "save_steps": 7}, 1)
+    assert not caplog.records
+    assert state.arguments == {"backend": "torch", "gelu": "exact", "save_steps": 7}
+    assert state.resolved == asdict(PLAN)
+    state.start(PLAN, {}, {"backend": "auto", "gelu": "tanh", "save_steps": 9}, 1)
+    assert [record.getMessage() for record in caplog.records] == [
+        "Flags differ from those of the checkpoint: save_steps 7 -> 9"
+    ]
+
+
+def test_trainer_state_keeps_total_steps_of_a_run_of_epochs(dataset):
+    """And one of an earlier version, which counted steps, takes no more of them than it was to take."""
+    flags = arguments(dataset, max_steps=-1, num_train_epochs=2)
+    now = {"arguments": {"num_train_epochs": 2, "max_steps": -1}, "packs_per_step": 4}
+    begun = TrainerState(**now, resolved={"total_steps": 31, "last_step": None})
+    before = TrainerState(**now, resolved={"total_steps": 31, "last_step": 31})
+    assert begun.saved_steps(flags, 4) == (31, None)
+    assert before.saved_steps(flags, 4) == (31, 31)
+    for state in (begun, before):
+        for other, packs in (({"num_train_epochs": 3}, 4), ({"max_steps": 50}, 4), ({}, 2)):
+            others = arguments(dataset, **{"max_steps": -1, "num_train_epochs": 2} | other)
+            assert state.saved_steps(others, packs) == (None, None)
+    assert TrainerState().saved_steps(flags, 4) == (None, None)
+    stopped = TrainerState(**now | {"arguments": now["arguments"] | {"stop_at_step": 7}}, resolved={"last_step": 7})
+    assert stopped.saved_steps(flags, 4) == (None, None)
+
+
+def test_trainer_state_raises_after_too_many_skipped_steps_in_a_row(caplog):
+    state, share, counts = TrainerState(), TrainStep(0, [], {"epoch": 1}, 1.5), StepCounts(3, 10, 100, 2, 0, 64)
+    bad, good = (StepResult(loss, 1.0, loss != 2.0, 0.1, 0.1, []) for loss in (float("inf"), 2.0))
+    for result in (bad, good, bad, bad):
+        state.advance(share, counts, 7.0, result, 0.5)
+    assert (state.step, state.skipped_steps, state.loss_total) == (4, 3, 2.0)
+    assert (state.tokens, state.sequences, state.total_flos, state.seconds) == (40, 8, 28.0, 2.0)
+    assert (state.position, state.epoch) == ({"epoch": 1}, 1.5)
+    state.check_divergence(3)
+    with pytest.raises(
+        UserError, match="--max_skipped_steps 2 skipped in a row .step 3: loss inf.*; step 4: loss inf"
+    ):
+        state.check_divergence(2)
+
+
+def test_row_loss_is_the_mean_since_the_last_row():
+    state, share, counts = TrainerState(), TrainStep(0, [], {}, 1.5), StepCounts(3, 10, 100, 2, 0, 64)
+
+    def after(*losses: float) -> dict:
+        for loss in losses:
+            state.advance(share, counts, 7.0, StepResult(loss, 1.0, not math.isfinite(loss), 0.1, 0.1, []), 0.5)
+        return state.pop_row_loss()
+
+    assert after(3.0, math.inf, 2.0) == {"loss": 2.5, "train_perplexity": math.exp(2.5)}
+    assert after(math.nan) == {}, "all skipped"
+    assert after(800.0)["train_perplexity"] == math.exp(700), "no overflow"
+    assert (state.loss_total, state.skipped_steps) == (805.0, 2)
+
+
+def test_row_loss_of_earlier_version_is_the_mean_of_new_steps():
+    saved = asdict(TrainerState(step=5, loss_total=15.0))
+    del saved["row_loss"], saved["row_steps"]
+    state = TrainerState(**saved)
+    state.advance(
+        TrainStep(5, [], {}, 1.5), StepCounts(3, 10, 100, 2, 0, 64), 7.0, StepResult(2.0, 1, False, 1, 1, []), 1
+    )
+    assert (state.pop_row_loss()["loss"], state.loss_total) == (2.0, 17.0)
+
+
+def test_trainer_state_counts_unknown_characters_and_warns_once(caplog):
+    state, share, result = TrainerState(), TrainStep(0, [], {}, 0.0), StepResult(2.0, 1.0, False, 0.1, 0.1, [])
+    for unknown in (0, 3, 4):
+        state.advance(share, StepCounts(3, 10, 100, 2, unknown, 64), 7.0, result, 0.5)
+    assert state.unknown == 7
+    assert [record.getMessage() for record in caplog.records] == [
+        "Step 2: characters that are no residues: <unk>; they are counted"
+    ]
+    assert TrainerState(step=3).unknown == 0  # a checkpoint of before they were counted
+    assert training_results(state, PLAN, None)["train_unknown_characters"] == 7
+
+
+def test_check_same_data_accepts_identity_of_earlier_version():
+    now = {"dataset": "a" * 64 + "-240", "sample_clusters": "0123", "seed": 1}
+    earlier = {"dataset": "b" * 16 + "-240", "sample_clusters": True}
+    check_same_data(now, now)
+    check_same_data(earlier | {"seed": 1}, now, lambda: earlier)
+    with pytest.raises(UserError, match=r"order of batches: seed 2 \(now 1\)"):
+        check_same_data(earlier | {"seed": 2}, now, lambda: earlier)
+    with pytest.raises(UserError, match=r"data have changed since the checkpoint \(.* was b{12}, 240 records; now a"):
+        check_same_data(earlier | {"seed": 1}, now, lambda: {"dataset": "c"})

@@ -1,0 +1,69 @@
+"""What a run of some minutes can be on a machine: chosen once, from a few timed steps."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+import torch
+
+from common.data.token_store import open_split
+from common.distributed.world import World
+from common.models.esm2.alphabet import ESM2_TOKENS
+from extras.quickstart_tuning import TuningArguments, choose, evaluated_tokens
+from tests.forked import run_script
+from tests.training_fixtures import DEFAULTS, MAX_SEQ_LENGTH, TINY_MODEL, environment, flags_of, rows
+
+
+def arguments(dataset, **flags) -> TuningArguments:
+    return TuningArguments(dataset_dir=str(dataset), output_dir="unused", **TINY_MODEL | DEFAULTS | flags)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "evaluated", "chosen"),
+    [
+        ({"fp32": 1.0, "bf16": 0.5}, 0, ("bf16", 200)),
+        ({"fp32": 0.5, "bf16": 1.0}, 0, ("fp32", 200)),
+        ({"fp32": 0.5, "bf16": 0.48}, 0, ("fp32", 200)),  # not worth its rounding
+        ({"fp32": 0.5}, 0, ("fp32", 200)),
+        ({"fp32": 0.5}, 60 * 512, ("fp32", 180)),  # forward passes of 60 packs: 20 steps
+        ({"fp32": 0.5}, 600 * 512, ("fp32", 48)),
+        ({"fp32": 9.0}, 0, ("fp32", 48)),
+        ({"fp32": 0.01}, 0, ("fp32", 240)),
+    ],
+)
+def test_choose_precision_and_steps_that_fit(dataset, seconds, evaluated, chosen):
+    args = arguments(dataset, tokens_per_pack=512, seconds=100)
+    precision, steps, in_all = choose(args, seconds, evaluated)
+    assert (precision, steps) == chosen
+    assert in_all == pytest.approx(seconds[precision] * (steps + evaluated / (3 * 512)))
+
+
+def test_evaluated_tokens_count_every_evaluation(dataset):
+    def tokens(split: str, first: int) -> int:
+        store = open_split(str(dataset), split, ESM2_TOKENS, first)
+        return int(np.minimum(store.lengths(np.arange(len(store))), MAX_SEQ_LENGTH).sum())
+
+    alone = World(0, 0, 1, torch.device("cpu"))
+    assert evaluated_tokens(arguments(dataset), alone) == 0
+    args = arguments(dataset, do_eval=True, eval_on_start=True, eval_steps=0.334, max_eval_samples=10)
+    assert evaluated_tokens(args, alone) == 5 * tokens("validation", 10) + tokens("test", 10)
+
+
+def test_quickstart_tuning_writes_flags_of_train_ddp(dataset, tmp_path):
+    flags = flags_of(dataset, tmp_path / "out", do_eval=True, max_eval_samples=10, max_steps=None, learning_rate=3e-3)
+    own = ("--flags_file", tmp_path / "run.json", "--seconds", 1, "--least_steps", 2, "--most_steps", 3)
+    done = run_script("extras.quickstart_tuning", *flags, *own, env=environment())
+    assert done.returncode == 0, done.stderr
+    chosen = json.loads((tmp_path / "run.json").read_text())
+    precision = "bf16" if chosen["bf16"] else "fp32"
+    assert f"So: {precision}, {chosen['max_steps']} steps, about" in done.stderr
+    assert 2 <= chosen["max_steps"] <= 3
+    assert not {"seconds", "least_steps", "flags_file"} & chosen.keys()
+    assert not (tmp_path / "out").exists(), "a run has begun"
+    done = run_script("train_ddp.py", tmp_path / "run.json", env=environment())
+    assert done.returncode == 0, done.stderr
+    history = rows(tmp_path / "out")
+    assert [row["step"] for row in history] == list(range(1, chosen["max_steps"] + 1))
+    assert history[0]["learning_rate"] == pytest.approx(3e-3)
