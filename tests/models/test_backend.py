@@ -20,7 +20,7 @@ from common.models.layers.backend import COMPILED, check_device, choose_backend
 from common.models.layers.linear import Linear
 from common.training.checkpoint import Checkpointer, CheckpointFlags
 from extras.decoders.causal_arguments import CausalArguments
-from extras.decoders.causal_lm import choose_decoder
+from extras.decoders.family import FAMILY as DECODERS
 from extras.decoders.flags import DecoderFlags
 from tests.models.reference import packed, random_batch
 from tests.training.test_bad_input import refused
@@ -155,12 +155,12 @@ def test_backend_torch_only_flags_of_decoders(installed, flags, named):
     decoder = partial(with_flags, CausalArguments(), dataset="text.jsonl", bf16=False, **flags)
     gpu = World(0, 0, 1, torch.device("cuda"))  # nothing is computed on it here
     with pytest.raises(UserError, match=re.escape(f"--backend te: {named} is the torch backend's: drop one")):
-        choose_decoder(decoder(backend="te"), gpu, (), {})
-    chosen = choose_decoder(decoder(), gpu, (), {})
+        DECODERS.choose(decoder(backend="te"), gpu, (), {})
+    chosen = DECODERS.choose(decoder(), gpu, (), {})
     assert (chosen.backend, chosen.why) == ("torch", f"not te: {named} is the torch backend's")
     assert f"Backend: torch ({chosen.why})" in chosen.remarks
     with pytest.raises(UserError, match="--backend te: it needs an NVIDIA GPU"):
-        choose_decoder(decoder(backend="te"), World(0, 0, 1, CPU), (), {})
+        DECODERS.choose(decoder(backend="te"), World(0, 0, 1, CPU), (), {})
     assert choose_backend(DecoderFlags(model="llama3_2_1b"), gpu.device, bf16=True) == (
         "te",
         "Transformer Engine is here",
