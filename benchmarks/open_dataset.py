@@ -157,7 +157,7 @@ MEASUREMENTS: dict[str, Callable] = {
     "... by clusters": lambda directory, args: first_batch(directory, args, True, Position(3, 1, 5)),
     "number of packs of an epoch": count_packs,
     "residue frequencies (evaluation)": lambda directory, args: residue_frequencies(
-        open_split(directory, "train", ESM2_TOKENS)
+        open_split(directory, "train", ESM2_TOKENS), ESM2_TOKENS
     ),
 }
 

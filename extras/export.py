@@ -53,7 +53,8 @@ def export(checkpoint: Path, directory: Path) -> None:
     UserError if the directory is not empty, or the checkpoint holds no model of this program.
     """
     model, listed = files.read_manifest(checkpoint)
-    family = family_of(model_type if (model_type := model.get("model_type")) in FAMILIES else "esm")
+    model_type = model.get("model_type")
+    family = family_of(model_type if isinstance(model_type, str) and model_type in FAMILIES else "esm")
     if family.task == "mlm" and model.get("alphabet") != family.alphabet:
         raise UserError(f"{checkpoint}: of another alphabet: export it with the version of this program that wrote it")
     if CONFIG not in listed:

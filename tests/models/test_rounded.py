@@ -117,7 +117,7 @@ def test_rounded_weights_convert_no_gradient_on_gpu():
         with counted() as work:
             result.sum().backward()
     assert module.weight.grad.dtype == torch.float32
-    assert work.products == {(40, 48, T): 1, (T, 48, 40): 1}
+    assert work.matmuls == {(40, 48, T): 1, (T, 48, 40): 1}
     assert set(work.by_operator) <= {"sum", "expand", "ones_like"}, work.by_operator
 
 

@@ -81,7 +81,7 @@ def engine(tmp_path_factory) -> Iterator[dict[str, str]]:
 @pytest.fixture
 def ecr(engine, tmp_path, request) -> dict[str, str]:
     """The same with a repository's name, which is also that of an image, of the test's own."""
-    name = f"esm-{request.node.name.split('_')[1]}"
+    name = f"esm-{request.node.name.removeprefix('test_').replace('_', '-')[:40]}"
     tiny_image(f"{name}:1", "one", tmp_path, engine)
     # aws says what it likes on standard error, of what it then answers.
     aws = tmp_path / "aws"

@@ -262,7 +262,7 @@ def test_a_new_torchrun_is_a_new_job_though_its_rendezvous_id_is_the_old_one(tmp
     for name, value in (("TORCHELASTIC_RUN_ID", "esm2"), ("WORLD_SIZE", "1"), ("LOCAL_WORLD_SIZE", "1")):
         monkeypatch.setenv(name, value)
     parent = "A"
-    monkeypatch.setattr(run_directory, "_parent", lambda: parent)
+    monkeypatch.setattr(run_directory, "_parent_process", lambda: parent)
     out = tmp_path / "out"
 
     def restarted() -> bool:
@@ -292,7 +292,7 @@ def test_an_operators_new_job_of_the_old_name_is_told_by_its_uid_its_flags_or_th
     for name, value in (("TORCHELASTIC_RUN_ID", "esm2"), ("KUBERNETES_SERVICE_HOST", "10.0.0.1")):
         monkeypatch.setenv(name, value)
     pods = count()
-    monkeypatch.setattr(run_directory, "_parent", lambda: str(next(pods)))
+    monkeypatch.setattr(run_directory, "_parent_process", lambda: str(next(pods)))
 
     def restarted(done: bool = False) -> bool:
         with closing(run_directory.RunDirectory(tmp_path)) as directory:

@@ -128,7 +128,7 @@ def _saves_on_a_slow_disk(out: Path) -> None:
     checkpointer.wait()
     gc.collect()
     assert (out / "checkpoint-3").exists()
-    assert held_bytes() - before < 0.1 * copy
+    assert held_bytes() - before < 1.1 * copy, "the memory of one copy, kept for the next save"
     dist.destroy_process_group()
 
 

@@ -201,7 +201,7 @@ def test_preflight_reports_unusable_output_directory(tmp_path):
     own = {1: [(_own_mounts,), (_tmpfs, output.parent, "size=8g")]}
     codes, said = preflight(f"--output_dir={output}", "--min_free_gb=0.1", before=own)
     fails(said, codes, "output: rank 1", f"{output.parent} is not the directory that rank 0 sees there")
-    assert "gone with the container" in said[0]
+    assert "lost with the container" in said[0]
 
 
 @needs_root
