@@ -266,7 +266,9 @@ def _initial_rows(argv: list[str], directory: str) -> None:
     script = load_script("train_fsdp2.py")
     args = script.parse_run("", script.FsdpFlags, argv)
     with distributed_run(args.process) as world:
-        model = load_model(args, world, shard=lambda model: script.shard(model, world, args.strategy)).model
+        model = load_model(
+            args, world, shard=lambda model: script.shard(model, world, args.strategy, args.precision.bf16)
+        ).model
         held = {name: (local_shard(p)[1], local_shard(p)[0].clone()) for name, p in model.named_parameters()}
         torch.save(held, f"{directory}/{world.rank}.pt")
 

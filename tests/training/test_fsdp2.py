@@ -96,7 +96,9 @@ def _inspect(argv: list[str], path: str) -> None:
     script = load_script(FSDP)
     args = script.parse_run("", script.FsdpFlags, argv)
     with distributed_run(args.process) as world:
-        model = load_model(args, world, shard=lambda model: script.shard(model, world, args.strategy)).model
+        model = load_model(
+            args, world, shard=lambda model: script.shard(model, world, args.strategy, args.precision.bf16)
+        ).model
         parameters = {k: (p.full_tensor(), p.to_local().clone()) for k, p in model.named_parameters()}
         torch.save((parameters, count_parameters(model)), f"{path}.{world.rank}")
 

@@ -246,7 +246,7 @@ def _inspect(argv: list[str], path: str) -> None:
     script = load_script(MFSDP)
     args = script.parse_run("", script.MegatronFlags, argv)
     with distributed_run(args.process) as world:
-        strategy = script.MegatronSharded(args.layout(), world)
+        strategy = script.MegatronSharded(args.strategy.layout(args.precision.bf16), world)
         model = load_model(args, world, shard=strategy.shard).model
         assert strategy.clip(1.0) == 0.0, "there are no gradients yet, as for a rank that has no rows"
         named = dict(model.named_parameters())
@@ -309,7 +309,7 @@ def _costs(argv: list[str], path: str) -> None:
     with distributed_run(given.process) as world:
         for name in COSTS:
             args = with_flags(given, zero_dp_strategy=name)
-            strategy = script.MegatronSharded(args.layout(), world)
+            strategy = script.MegatronSharded(args.strategy.layout(args.precision.bf16), world)
             model = load_model(args, world, shard=strategy.shard).model
             strategy.sync_model_weights()
             total = sum(p.numel() for p in model.parameters())
