@@ -196,7 +196,7 @@ def test_what_needs_a_history_is_refused_where_there_is_none(tmp_path):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ({"quant_stats": True}, "missing: --fp8 (or --fp4: nothing is quantised for --quant_stats)"),
+        ({"quant_stats": True}, "missing: --fp8 (or --fp4: --quant_stats needs quantised layers)"),
         ({"quant_stats_freq": 5} | FP8, "--quant_stats_freq goes with --quant_stats"),
         ({"quant_stats": True, "quant_stats_freq": 0} | FP8, "--quant_stats_freq 0: must be at least 1"),
         (
