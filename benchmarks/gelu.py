@@ -27,8 +27,7 @@ from common.models.esm2.alphabet import ESM2_TOKENS
 from common.models.esm2.config import load_config
 from common.models.esm2.family import HIDDEN_ACT
 from common.models.esm2.model import Esm2ForMaskedLM, build_model
-from common.training.arguments import TrainArguments
-from common.training.optim import build_optimizer, lr_schedule
+from common.training.optim import OptimizerFlags, build_optimizer, lr_schedule
 
 
 @dataclass
@@ -57,10 +56,8 @@ def batches_of(args: Arguments) -> list[dict]:
 
 def train(args: Arguments, model: Esm2ForMaskedLM, batches: list[dict], name: str) -> list[float]:
     """The loss of every step, in nats."""
-    defaults = TrainArguments(
-        config_name=args.config_name, dataset_dir="-", output_dir="-", learning_rate=args.learning_rate
-    )
-    optimizer, rate = build_optimizer(model, defaults.optimizer), lr_schedule(defaults.optimizer, len(batches))
+    flags = OptimizerFlags(learning_rate=args.learning_rate)
+    optimizer, rate = build_optimizer(model, flags), lr_schedule(flags, len(batches))
     losses = []
     for step, batch in enumerate(batches):
         for group in optimizer.param_groups:

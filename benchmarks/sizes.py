@@ -19,7 +19,7 @@ from benchmarks.dry_run import parsed, predicted, words
 from benchmarks.step_model import COMPILED, DEVICES, Step, step_of
 from benchmarks.tables import where_measured
 from common.cli import UserError, run
-from common.flags import Flags, flag, parse_arguments
+from common.flags import Flags, flag, flat, parse_arguments
 from common.models.esm2.config import ESM2_SIZES
 from common.training.arguments import DryRunFlags
 from common.training.checkpoint import CheckpointFlags
@@ -155,13 +155,13 @@ def one_node_table() -> Iterator[str]:
     yield "| command | memory of a GPU, GiB | checkpoints, GB | days | held-out loss |\n|---|--:|--:|--:|--:|\n"
     for script, flags in of_one_node():
         args, needed = parsed(script, 8, flags), predicted(script, 8, flags) / GIB + RESERVE
-        plan = next((plan for plan in PLANS if plan.name == getattr(args, "config_name", None)), None)
+        plan = next((plan for plan in PLANS if plan.name == flat(args).get("config_name")), None)
         yield f"| `{script}.py {' '.join(flags)}` | {needed:.0f} | "
         if plan is None:
             yield " | | |\n"
             continue
-        packs = {"tokens_per_pack": args.tokens_per_pack, "accumulation": args.gradient_accumulation_steps}
-        plan = replace(plan, gpus=8, steps=args.max_steps, **packs)
+        packs = {"tokens_per_pack": args.data.tokens_per_pack, "accumulation": args.data.gradient_accumulation_steps}
+        plan = replace(plan, gpus=8, steps=args.data.max_steps, **packs)
         yield f"{checkpoints(plan):,.1f} | {plan.days:.1f} | {plan.loss} |\n"
 
 
