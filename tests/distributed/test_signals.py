@@ -244,7 +244,7 @@ def test_second_ctrl_c_quits_without_traceback(program, status, said):
     with job:
         job.stdout.readline()
         job.send_signal(signal.SIGINT)
-        if "once more" in "".join(said):
+        if "press Ctrl-C again" in "".join(said):
             assert job.stderr.readline() == f"{said[0]}\n"
             assert job.poll() is None
             job.stdout.readline()  # two signals before Python's handler has run would be one
