@@ -105,6 +105,9 @@ def distributed_run(flags: ProcessFlags) -> Iterator[World]:
     finally:
         world.watch.end()
         if dist.is_initialized():
+            # gloo's threads free the last collective's tensors, for which they need the GIL, under a lock that the
+            # group's destructor takes with the GIL held. Give it to them first, or the process never ends.
+            time.sleep(0.05)
             dist.destroy_process_group()
     world.stop.restore_handlers()
 
