@@ -18,7 +18,8 @@ from pathlib import Path
 from tqdm import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
-from common.cli import Flags, UserError, flag, parse_arguments, run
+from common.cli import UserError, run
+from common.flags import Flags, flag, parse_arguments
 from extras.earlier_identity import recorded_form
 from extras.prepare.download import download_directory
 from extras.prepare.fetch import Source, describe_sources, describe_sources_earlier, fetch, parse_sources
@@ -146,7 +147,7 @@ def with_bar(batches: Iterator[Lines], build: Build, written: int, bars: Bars) -
 
 def main() -> None:
     logger.info("Parsing arguments")
-    (args,) = parse_arguments(__doc__, Arguments)
+    args = parse_arguments(__doc__, Arguments)
     output_dir = Path(args.output_dir)
     with (
         building(output_dir, args.formats, describe(args), args.overwrite, args.verify, FORMATS) as build,

@@ -18,8 +18,9 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from common.cli import Flags, Missing, UserError, flag, parse_arguments, run
+from common.cli import UserError, run
 from common.files.json_files import write_json_flushed
+from common.flags import Flags, Missing, flag, parse_arguments
 from extras.earlier_identity import recorded_form
 from extras.prepare.dataset_writer import Piece, assemble, write_dataset_dict
 from extras.prepare.encode import usable_threads
@@ -123,7 +124,7 @@ def tokenize(args: Arguments, units: list[UnitOfText], tokenizer: Tokenizer, bui
 
 
 def main() -> None:
-    (args,) = parse_arguments(__doc__, Arguments)
+    args = parse_arguments(__doc__, Arguments)
     tokenizer, revision = load_tokenizer(args.tokenizer)
     source = open_source(
         *(args.dataset, args.streaming),

@@ -19,8 +19,9 @@ from pathlib import Path
 import numpy as np
 from tqdm import tqdm
 
-from common.cli import Flags, Missing, UserError, flag, parse_arguments, run
+from common.cli import UserError, run
 from common.files.hashing import combined_hash, content_hash
+from common.flags import Flags, Missing, flag, parse_arguments
 from extras import earlier_identity
 from extras.prepare.cluster_splits import cluster_records, publish_index, split_by_clusters
 from extras.prepare.dataset_writer import (
@@ -261,7 +262,7 @@ def tokenize(args: Arguments, files: list[Path], build: Build) -> None:
 
 def main() -> None:
     logger.info("Parsing arguments")
-    (args,) = parse_arguments(__doc__, Arguments)
+    args = parse_arguments(__doc__, Arguments)
     files = csv_files(Path(args.input_dir))
     with building(Path(args.output_dir), ["arrow"], describe(args, files), args.overwrite, args.verify) as build:
         if not build.paths:

@@ -25,10 +25,11 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from common.cli import Missing, UserError, flag, parse_arguments, run
+from common.cli import UserError, run
 from common.distributed.run import ProcessFlags, distributed_run
 from common.distributed.world import World
 from common.files.hashing import content_hash
+from common.flags import Missing, flag, parse_arguments
 from common.models.esm2.config import load_config
 from common.models.layers.hf_directory import model_files, model_hash
 from extras.inference.encoder import (
@@ -57,7 +58,7 @@ WEEK_S = 7 * 86400  # timeout of ranks that wait for the others
 
 @dataclass
 class Arguments(EncoderFlags):
-    needed = ("fasta", "output_dir")
+    required = ("fasta", "output_dir")
 
     fasta: str | None = flag(None, "The proteins, plain or compressed.")
     output_dir: str | None = flag(None, "The tables go to OUTPUT_DIR/embeddings.")
@@ -194,7 +195,7 @@ def embed_all(args: Arguments, world: World) -> None:
 
 
 def main() -> None:
-    (args,) = parse_arguments(__doc__, Arguments)
+    args = parse_arguments(__doc__, Arguments)
     if "RANK" not in os.environ:
         embed_all(args, World.from_environment(args.use_cpu))
         return

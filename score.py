@@ -24,9 +24,10 @@ from typing import TextIO
 
 from tqdm import tqdm
 
-from common.cli import Missing, UserError, flag, one_line, parse_arguments, run
+from common.cli import UserError, one_line, run
 from common.files.hashing import content_hash
 from common.files.json_files import replace_flushed
+from common.flags import Missing, flag, parse_arguments
 from common.models.esm2.config import load_config
 from common.models.layers.hf_directory import model_hash
 from extras.inference.encoder import Encoder, EncoderFlags, look_through
@@ -45,7 +46,7 @@ SETTINGS = (
 
 @dataclass
 class Arguments(EncoderFlags):
-    needed = ("fasta", "mutations", "output")
+    required = ("fasta", "mutations", "output")
 
     fasta: str | None = flag(None, "The wild type; or several, which the column `protein` names.")
     mutations: str | None = flag(None, "The CSV.")
@@ -192,7 +193,7 @@ def write(output: Path, record: Path, header: list[str], rows: list[dict], about
 
 
 def main() -> None:
-    (args,) = parse_arguments(__doc__, Arguments)
+    args = parse_arguments(__doc__, Arguments)
     columns = {
         f"{args.column_prefix}{name}": masked
         for name, masked in COLUMNS.items()

@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from common.cli import UserError, run
 from common.distributed.strategy import ReplicaFlags, Strategy, replicate
 from common.distributed.world import World
-from common.models.layers.recompute import CheckpointingFlags, save_activations
+from common.models.layers.recompute import save_activations
+from common.training.arguments import RunArguments
 from common.training.load_model import load_model
 from common.training.loop import train
 from common.training.registry import parse_run
@@ -23,18 +24,20 @@ from common.training.resume import ResumePlan
 from common.training.task import BuiltModel
 
 
-@dataclass
-class DdpFlags(CheckpointingFlags, ReplicaFlags):
-    def check(self) -> None:
-        if self.cp_size > 1:
-            raise UserError(f"--cp_size {self.cp_size}: here every rank has packs of its own: use train_ddp_cp.py")
+@dataclass(frozen=True)
+class DdpFlags(ReplicaFlags):
+    unlisted = ("cp_size", "cp_layout", "cp_comm_type", "pad_sequences_to_be_divisible_by")  # train_ddp_cp.py's
+
+    def check_in(self, run: RunArguments) -> None:
+        if run.process.cp_size > 1:
+            raise UserError(f"--cp_size {run.process.cp_size}: no context parallelism here: use train_ddp_cp.py")
 
 
-def build(args: DdpFlags, world: World, resume: ResumePlan | None = None) -> tuple[Strategy, BuiltModel]:
+def build(args: RunArguments, world: World, resume: ResumePlan | None = None) -> tuple[Strategy, BuiltModel]:
     built = load_model(args, world, resume)
-    save_activations(list(built.model.layers), args.recomputed, offload=False)
+    save_activations(list(built.model.layers), args.strategy.recomputed, offload=False)
     # All ranks have made the same weights; sent, those in FP8 would be rounded again.
-    return replicate(built.model, world, args, init_sync=built.precision.masters is None), built
+    return replicate(built.model, world, args.strategy, init_sync=built.precision.masters is None), built
 
 
 if __name__ == "__main__":

@@ -11,10 +11,12 @@ from __future__ import annotations
 import common  # noqa: F401  # isort: skip  (before torch: see there)
 from dataclasses import dataclass
 
-from common.cli import flag, run
+from common.cli import run
 from common.distributed.strategy import ReplicaFlags, Strategy, replicate
 from common.distributed.world import World
-from common.models.layers.recompute import CheckpointingFlags, save_activations
+from common.flags import flag
+from common.models.layers.recompute import save_activations
+from common.training.arguments import RunArguments
 from common.training.load_model import load_model
 from common.training.loop import train
 from common.training.registry import parse_run
@@ -22,17 +24,15 @@ from common.training.resume import ResumePlan
 from common.training.task import BuiltModel
 
 
-@dataclass
-class DdpCpFlags(CheckpointingFlags, ReplicaFlags):
-    group = "memory and exchange"
-
-    cp_size: int = flag(2, "Ranks that share a pack, neighbours in rank.")
+@dataclass(frozen=True)
+class DdpCpFlags(ReplicaFlags):
+    changed = {"cp_size": flag(2, "Neighbouring ranks that share each pack.")}
 
 
-def build(args: DdpCpFlags, world: World, resume: ResumePlan | None = None) -> tuple[Strategy, BuiltModel]:
+def build(args: RunArguments, world: World, resume: ResumePlan | None = None) -> tuple[Strategy, BuiltModel]:
     built = load_model(args, world, resume)
-    save_activations(list(built.model.layers), args.recomputed, offload=False)
-    return replicate(built.model, world, args), built
+    save_activations(list(built.model.layers), args.strategy.recomputed, offload=False)
+    return replicate(built.model, world, args.strategy), built
 
 
 if __name__ == "__main__":

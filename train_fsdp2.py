@@ -10,17 +10,20 @@ from __future__ import annotations
 import common  # noqa: F401  # isort: skip  (before torch: see there)
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
-from common.cli import Missing, UserError, flag, run
+from common.cli import UserError, run
 from common.distributed.fsdp import FullySharded, hsdp_shape, init_mesh
 from common.distributed.strategy import Strategy
 from common.distributed.world import World
+from common.flags import Missing, flag
 from common.models.layers.recompute import RecomputeFlags, save_activations
+from common.training.arguments import RunArguments
 from common.training.load_model import load_model
 from common.training.loop import train
 from common.training.registry import parse_run
@@ -28,43 +31,42 @@ from common.training.resume import ResumePlan
 from common.training.task import BuiltModel
 
 STRATEGIES = {
-    "full": "weights too are gathered anew for the backward pass (ZeRO-3)",
-    "grad_op": "weights stay gathered from forward to backward: more memory, less traffic (ZeRO-2)",
-    "hybrid": "full inside groups of --hsdp_shard_size ranks, which replicate each other (HSDP)",
+    "full": "weights are sharded too, and gathered again for the backward pass (ZeRO-3)",
+    "grad_op": "weights stay unsharded from forward to backward: more memory, less traffic (ZeRO-2)",
+    "hybrid": "full within groups of --hsdp_shard_size ranks, replicated across groups (HSDP)",
 }
 
 
-@dataclass
+@dataclass(frozen=True)
 class FsdpFlags(RecomputeFlags):
-    group = "memory and exchange"
-    rarely = ("forward_prefetch", "sync_each_batch")
+    advanced = ("forward_prefetch", "sync_each_batch")
 
     sharding_strategy: str = flag("full", "; ".join(f"{name}: {what}" for name, what in STRATEGIES.items()) + ".")
     hsdp_shard_size: int | None = flag(None, "Ranks that share one copy, with hybrid. Default: those of a node.")
     param_dtype: str = flag("fp32", "fp32 master weights; bf16: weights, gradients and moments in half the memory.")
     offload_activations: bool = flag(False, "Keep activations in host memory between forward and backward.")
     cpu_offload: bool = flag(False, "Keep weights, gradients and optimiser in host memory.")
-    sync_each_batch: bool = flag(False, "Exchange gradients after every micro-batch, rather than hold them whole.")
+    sync_each_batch: bool = flag(False, "Reduce-scatter gradients after every micro-batch: less memory, more traffic.")
     forward_prefetch: int = flag(1, "Layers whose weights are gathered ahead of use.")
 
     @property
     def state_on_host(self) -> bool:
         return self.cpu_offload
 
-    def ways(self) -> dict[str, dict[str, object]]:
-        """Offloaded are those of `full`, and of what the flags say."""
-        modes = super().ways()
+    def recompute_modes(self) -> dict[str, dict[str, Any]]:
+        """Offloading is compared for `full` and for the mode that the flags ask for."""
+        modes = super().recompute_modes()
         offloaded = ("full", self.activation_checkpointing) if self.offload_activations else ("full",)
         return {mode: way | {"offload_activations": False} for mode, way in modes.items()} | {
             f"{mode}, offloaded": modes[mode] | {"offload_activations": True} for mode in modes if mode in offloaded
         }
 
-    def missing(self) -> Iterator[Missing]:
+    def missing_in(self, run: RunArguments) -> Iterator[Missing]:
         if self.hsdp_shard_size is not None and self.sharding_strategy != "hybrid":
             yield Missing("--sharding_strategy", "--hsdp_shard_size goes with hybrid", "hybrid")
-        if self.dry_run and self.sharding_strategy == "hybrid" and self.hsdp_shard_size is None:
+        if run.dry_run.dry_run and self.sharding_strategy == "hybrid" and self.hsdp_shard_size is None:
             yield Missing("--hsdp_shard_size", "a dry run knows of no nodes", "8")
-        if self.param_dtype == "bf16" and not self.bf16:
+        if self.param_dtype == "bf16" and not run.precision.bf16:
             yield Missing("--bf16", "--param_dtype bf16 stores what it computes with")
 
     def check(self) -> None:
@@ -74,45 +76,46 @@ class FsdpFlags(RecomputeFlags):
             raise UserError(f"--forward_prefetch {self.forward_prefetch}: must not be negative")
 
 
-def make_mesh(args: FsdpFlags, world: World) -> DeviceMesh:
+def make_mesh(flags: FsdpFlags, world: World) -> DeviceMesh:
     """(shard,), or for hybrid (replicate, shard): consecutive ranks, so those of a node, shard a copy."""
-    if args.sharding_strategy != "hybrid":
+    if flags.sharding_strategy != "hybrid":
         return init_mesh(world, (world.size,), ("shard",))
-    shape = hsdp_shape(world, args.hsdp_shard_size or world.local_size)
+    shape = hsdp_shape(world, flags.hsdp_shard_size or world.local_size)
     return init_mesh(world, shape, ("replicate", "shard"))
 
 
-def shard(model: nn.Module, world: World, args: FsdpFlags) -> None:
-    """The strategy: each layer is gathered just before its turn; the rest (embeddings, head) is the root's."""
-    if args.param_dtype == "bf16":
+def shard(model: nn.Module, world: World, flags: FsdpFlags, bf16: bool) -> None:
+    """Shard by layer: each is gathered just before its turn; the rest (embeddings, head) belongs to the root."""
+    if flags.param_dtype == "bf16":
         model.to(torch.bfloat16)
     # Compute in bf16 from fp32 master weights; gradients are summed in fp32 either way.
-    compute = torch.bfloat16 if args.bf16 else None
-    offload = CPUOffloadPolicy(pin_memory=world.device.type == "cuda") if args.cpu_offload else OffloadPolicy()
+    compute = torch.bfloat16 if bf16 else None
+    offload = CPUOffloadPolicy(pin_memory=world.device.type == "cuda") if flags.cpu_offload else OffloadPolicy()
     options = {
-        "mesh": make_mesh(args, world),
+        "mesh": make_mesh(flags, world),
         "mp_policy": MixedPrecisionPolicy(compute, reduce_dtype=torch.float32, cast_forward_inputs=False),
         "offload_policy": offload,
     }
     layers = list(model.layers)
-    save_activations(layers, args.activation_checkpointing, args.offload_activations)
+    save_activations(layers, flags.activation_checkpointing, flags.offload_activations)
     for layer in layers:
-        fully_shard(layer, reshard_after_forward=args.sharding_strategy != "grad_op", **options)
+        fully_shard(layer, reshard_after_forward=flags.sharding_strategy != "grad_op", **options)
     fully_shard(model, reshard_after_forward=False, **options)
     for number, layer in enumerate(layers):
-        layer.set_modules_to_forward_prefetch(layers[number + 1 : number + 1 + args.forward_prefetch])
+        layer.set_modules_to_forward_prefetch(layers[number + 1 : number + 1 + flags.forward_prefetch])
 
 
-def build(args: FsdpFlags, world: World, resume: ResumePlan | None = None) -> tuple[Strategy, BuiltModel]:
+def build(args: RunArguments, world: World, resume: ResumePlan | None = None) -> tuple[Strategy, BuiltModel]:
+    flags = args.strategy
     built = load_model(
         args,
         world,
         resume,
-        shard=lambda model: shard(model, world, args),
-        device=torch.device("cpu") if args.cpu_offload else None,
-        torch_only=args.only_by_torch,
+        shard=lambda model: shard(model, world, flags, args.precision.bf16),
+        device=torch.device("cpu") if flags.cpu_offload else None,
+        torch_only=flags.only_by_torch,
     )
-    return FullySharded(built.model, args.sync_each_batch), built
+    return FullySharded(built.model, flags.sync_each_batch), built
 
 
 if __name__ == "__main__":

@@ -14,10 +14,12 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from common.cli import Missing, UserError, flag, run
+from common.cli import UserError, run
 from common.distributed.strategy import Strategy
 from common.distributed.world import World
+from common.flags import Missing, flag
 from common.models.layers.recompute import RecomputeFlags, save_activations
+from common.training.arguments import RunArguments
 from common.training.load_model import load_model
 from common.training.loop import train
 from common.training.registry import parse_run
@@ -26,17 +28,11 @@ from common.training.task import BuiltModel
 from extras.megatron import STRATEGIES, Layout, MegatronSharded
 
 
-@dataclass
+@dataclass(frozen=True)
 class MegatronFlags(RecomputeFlags):
-    group = "memory and exchange"
-    rarely = (
-        "init_model_with_meta_device",
-        "calculate_per_token_loss",
-        "check_for_nan_in_grad",
-        "overlap_grad_reduce",
-        "overlap_param_gather",
-        "average_in_collective",
-    )
+    advanced = ("init_model_with_meta_device", "calculate_per_token_loss")
+    # Their only working value is the default.
+    unlisted = ("check_for_nan_in_grad", "overlap_grad_reduce", "overlap_param_gather", "average_in_collective")
 
     zero_dp_strategy: str = flag(
         "optim_grads_params", "; ".join(f"{name}: {what}" for name, what in STRATEGIES.items()) + "."
@@ -45,23 +41,23 @@ class MegatronFlags(RecomputeFlags):
         None, "Ranks that share one copy. Default: all; for FSDP2 with hybrid, a node's."
     )
     preserve_fp32_weights: bool = flag(True, "With --bf16: fp32 master weights; else weights and moments are bf16.")
-    grad_reduce_in_fp32: bool = flag(True, "With --bf16: gradients travel in fp32; else in bf16, half the traffic.")
+    grad_reduce_in_fp32: bool = flag(True, "With --bf16: reduce gradients in fp32; else in bf16, half the traffic.")
     init_model_with_meta_device: bool | None = flag(
-        None, "Make the weights one bucket at a time. Default: where anything is dealt out."
+        None, "Materialise the weights one bucket at a time. Default: where anything is sharded."
     )
     calculate_per_token_loss: bool = flag(
         False, "Sum gradients over ranks instead of averaging; the loss is one a masked residue either way."
     )
-    sync_model_each_microbatch: bool = flag(False, "Wait for the exchange of every micro-batch.")
-    check_for_nan_in_grad: bool = flag(True, "Always: a step whose gradient norm is no number is skipped.")
-    overlap_grad_reduce: bool = flag(True, "Exchange gradients during the backward pass: always.")
-    overlap_param_gather: bool = flag(True, "Gather weights ahead of their turn: always.")
+    sync_model_each_microbatch: bool = flag(False, "Reduce gradients after every micro-batch, and wait for it.")
+    check_for_nan_in_grad: bool = flag(True, "Always: a step whose gradient norm is NaN or infinite is skipped.")
+    overlap_grad_reduce: bool = flag(True, "Reduce gradients during the backward pass: always.")
+    overlap_param_gather: bool = flag(True, "Prefetch weights: always.")
     average_in_collective: bool = flag(False, "NCCL averages instead of scaling and adding: refused.")
 
-    def missing(self) -> Iterator[Missing]:
+    def missing_in(self, run: RunArguments) -> Iterator[Missing]:
         for name in ("preserve_fp32_weights", "grad_reduce_in_fp32"):
-            if not getattr(self, name) and not self.bf16:
-                yield Missing("--bf16", f"--{name} False is about its bf16 numbers")
+            if not getattr(self, name) and not run.precision.bf16:
+                yield Missing("--bf16", f"--{name} False is about bf16 weights and gradients")
 
     def check(self) -> None:
         self.require_choice("zero_dp_strategy", STRATEGIES)
@@ -69,7 +65,7 @@ class MegatronFlags(RecomputeFlags):
             raise UserError(f"{flag_given}: {reason}")
 
     def refused(self) -> Iterator[tuple[str, str]]:
-        """(flag as given, why not): what megatron-fsdp 0.6.1 does wrongly, most of it without a word."""
+        """(flag as given, why not): what megatron-fsdp 0.6.1 gets wrong, mostly silently."""
         strategy, hybrid = self.zero_dp_strategy, self.hsdp_shard_size is not None
         if not self.overlap_grad_reduce:
             yield (
@@ -79,31 +75,31 @@ class MegatronFlags(RecomputeFlags):
         if not self.overlap_param_gather:
             yield (
                 "--overlap_param_gather False",
-                "computes with the weights of the step before, except with optim_grads_params: drop the flag",
+                "computes with the previous step's weights, except with optim_grads_params: drop the flag",
             )
         if self.average_in_collective:
             yield "--average_in_collective", "crashes without expert parallelism: drop the flag"
         if not self.check_for_nan_in_grad:
-            yield "--check_for_nan_in_grad False", "the norm is always looked at; see --max_skipped_steps"
+            yield "--check_for_nan_in_grad False", "the norm is always checked; see --max_skipped_steps"
         if self.init_model_with_meta_device and strategy == "no_shard":
             yield "--init_model_with_meta_device", "no_shard needs the whole model in memory anyway: drop the flag"
         if hybrid and strategy == "no_shard":
-            yield "--hsdp_shard_size", "no_shard deals nothing out: drop the flag"
+            yield "--hsdp_shard_size", "no_shard shards nothing: drop the flag"
         if self.hsdp_shard_size == 1:
-            yield "--hsdp_shard_size 1", "deals nothing out: give --zero_dp_strategy no_shard instead"
+            yield "--hsdp_shard_size 1", "shards nothing: give --zero_dp_strategy no_shard instead"
         if self.sync_model_each_microbatch and (hybrid or strategy in ("no_shard", "optim")):
             yield (
                 "--sync_model_each_microbatch",
-                "adds up what is added up already, but for optim_grads and optim_grads_params without "
+                "sums gradients twice, except with optim_grads and optim_grads_params without "
                 "--hsdp_shard_size: drop the flag",
             )
 
-    def layout(self) -> Layout:
+    def layout(self, bf16: bool) -> Layout:
         on_meta = self.init_model_with_meta_device
         return Layout(
             self.zero_dp_strategy,
             self.hsdp_shard_size,
-            bf16=self.bf16,
+            bf16=bf16,
             masters=self.preserve_fp32_weights,
             reduce_dtype=torch.float32 if self.grad_reduce_in_fp32 else torch.bfloat16,
             meta_device=self.zero_dp_strategy != "no_shard" if on_meta is None else on_meta,
@@ -112,14 +108,15 @@ class MegatronFlags(RecomputeFlags):
         )
 
 
-def build(args: MegatronFlags, world: World, resume: ResumePlan | None = None) -> tuple[Strategy, BuiltModel]:
-    strategy = MegatronSharded(args.layout(), world)
+def build(args: RunArguments, world: World, resume: ResumePlan | None = None) -> tuple[Strategy, BuiltModel]:
+    flags = args.strategy
+    strategy = MegatronSharded(flags.layout(args.precision.bf16), world)
 
     def shard(model: nn.Module) -> None:
-        save_activations(list(model.layers), args.activation_checkpointing, offload=False)
+        save_activations(list(model.layers), flags.activation_checkpointing, offload=False)
         strategy.shard(model)
 
-    return strategy, load_model(args, world, resume, shard, torch_only=args.only_by_torch)
+    return strategy, load_model(args, world, resume, shard, torch_only=flags.only_by_torch)
 
 
 if __name__ == "__main__":

@@ -24,7 +24,8 @@ from pathlib import Path
 
 from benchmarks.rounds import cells, in_rounds
 from benchmarks.tables import publish, where_measured
-from common.cli import Flags, UserError, flag, parse_arguments, run
+from common.cli import UserError, run
+from common.flags import Flags, flag, parse_arguments
 
 # Hidden size, layers, heads, key/value heads, feed-forward width, vocabulary.
 MODELS = {"tiny": (256, 6, 8, 4, 688, 2048), "110M": (768, 12, 12, 12, 2048, 32000)}
@@ -220,7 +221,7 @@ def compare(args: Arguments) -> str:
 
 
 def main() -> None:
-    (args,) = parse_arguments(__doc__, Arguments)
+    args = parse_arguments(__doc__, Arguments)
     if args.worker:
         print(json.dumps(measure(args)))
         return

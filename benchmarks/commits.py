@@ -21,7 +21,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.tables import publish, where_measured
-from common.cli import Flags, UserError, flag, parse_arguments, run
+from common.cli import UserError, run
+from common.flags import Flags, flag, parse_arguments
 
 ROOT = Path(__file__).resolve().parents[1]
 ERROR = re.compile(r"^(\[rank\d+\]: )?(error|[\w.]+Error): .*", re.MULTILINE)
@@ -76,7 +77,7 @@ def measure(checkout: Path, data: Path, args: Arguments, precision: str) -> tupl
 
 
 def main() -> None:
-    (args,) = parse_arguments(__doc__, Arguments)
+    args = parse_arguments(__doc__, Arguments)
     commits = [args.before, args.after]
     found: dict[tuple[str, str], list] = {}
     with tempfile.TemporaryDirectory() as work:

@@ -21,7 +21,8 @@ from dataclasses import dataclass
 
 from benchmarks.fresh import measured_afresh
 from benchmarks.tables import publish, where_measured
-from common.cli import flag, parse_arguments, run
+from common.cli import run
+from common.flags import flag, parse_arguments
 from common.models.esm2.alphabet import ESM2_TOKENS
 
 WAYS = {"p2p": "dual_chunk", "all_gather": "dual_chunk", "p2p, contiguous": "contiguous"}
@@ -166,7 +167,7 @@ def _in_ranks(args: Arguments, way: str, ranks: int, length: int) -> dict:
 
 
 def main() -> None:
-    (args,) = parse_arguments(__doc__, Arguments)
+    args = parse_arguments(__doc__, Arguments)
     if args.worker:
         found = measure(args)
         if os.environ["RANK"] == "0":

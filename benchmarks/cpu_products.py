@@ -19,7 +19,8 @@ from dataclasses import dataclass
 
 from benchmarks.fresh import measured_afresh
 from benchmarks.tables import publish, where_measured
-from common.cli import UserError, flag, parse_arguments, run
+from common.cli import UserError, run
+from common.flags import flag, parse_arguments
 
 AVX512 = {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE", "ATEN_CPU_CAPABILITY": "avx512"}
 AVX2 = {"ONEDNN_MAX_CPU_ISA": "AVX2", "ATEN_CPU_CAPABILITY": "avx2"}
@@ -110,7 +111,7 @@ def compare(args: Arguments) -> str:
 
 
 def main() -> None:
-    (args,) = parse_arguments(__doc__, Arguments)
+    args = parse_arguments(__doc__, Arguments)
     if args.worker:
         print(json.dumps(measure(args)))
         return

@@ -26,7 +26,8 @@ from itertools import islice
 from pathlib import Path
 
 from benchmarks.tables import publish, where_measured
-from common.cli import UserError, flag, parse_arguments, run
+from common.cli import UserError, run
+from common.flags import flag, parse_arguments
 from extras.prepare.sample import write_sample
 from extras.sources.fasta import read_fasta
 
@@ -190,7 +191,7 @@ def at_scale(steps: list[Step]) -> Iterator[str]:
 
 
 def main() -> None:
-    (args,) = parse_arguments(__doc__, BenchmarkArguments)
+    args = parse_arguments(__doc__, BenchmarkArguments)
     with tempfile.TemporaryDirectory(dir=args.work_dir) as directory:
         work = Path(directory)
         sample = Path(args.fasta) if args.fasta else REAL_SAMPLE

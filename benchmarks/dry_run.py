@@ -19,7 +19,8 @@ from pathlib import Path
 
 from benchmarks.allocator_peak import PLAIN, ROOT
 from benchmarks.tables import publish, where_measured
-from common.cli import Flags, UserError, flag, parse_arguments, run
+from common.cli import UserError, run
+from common.flags import Flags, flag, parse_arguments
 from common.training.arguments import RunArguments
 from common.training.registry import parse_run
 from extras.dry_run.memory_estimate import fake_run
@@ -80,7 +81,7 @@ def predicted(script: str, ranks: int, flags: list[str]) -> int:
 
 
 def main() -> None:
-    (args,) = parse_arguments(__doc__, Arguments)
+    args = parse_arguments(__doc__, Arguments)
     scripts, numbers = args.scripts.split(","), [int(number) for number in args.ranks.split(",")]
     cases = [(script, name, ranks, {}) for script in scripts for name in MODELS for ranks in numbers]
     cases += [(MFSDP, next(iter(MODELS)), 4, layout) for layout in LAYOUTS if MFSDP in scripts]

@@ -16,8 +16,9 @@ from dataclasses import dataclass
 from functools import partial
 
 from benchmarks.tables import publish, where_measured
-from common.cli import UserError, flag, parse_arguments, run
-from extras.quant_stats.stats_plan import StatsFlags
+from common.cli import UserError, run
+from common.flags import flag, parse_arguments
+from common.precision.plan import PrecisionFlags
 
 RECIPES = {
     "none": {},
@@ -78,7 +79,7 @@ def measure(args: Arguments, dtype: str) -> dict[str, list[float]]:
     steps = {}
     for name, flags in RECIPES.items():
         model = build_model(config, seed=0)
-        flags = StatsFlags(**flags)
+        flags = PrecisionFlags(**flags)
         plan = resolve(flags, config.num_hidden_layers)
         emulation = Emulation(model, plan, seed=0) if plan else None
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
@@ -129,7 +130,7 @@ def table(args: Arguments, dtype: str, seconds: dict[str, list[float]]) -> list[
 
 
 def main() -> None:
-    (args,) = parse_arguments(__doc__, Arguments)
+    args = parse_arguments(__doc__, Arguments)
     import torch
 
     for name in filter(None, args.watched.split(";")):

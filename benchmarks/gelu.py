@@ -17,17 +17,17 @@ import torch
 
 from benchmarks.prepared import PreparedFlags
 from benchmarks.tables import publish, where_measured
-from common.cli import flag, parse_arguments, run
+from common.cli import run
 from common.data.collators import MaskingCollator, to_device
 from common.data.loader import PlannedOrder, TrainLoader
 from common.data.packing import BatchPlan
 from common.data.token_store import open_split
+from common.flags import flag, parse_arguments
 from common.models.esm2.alphabet import ESM2_TOKENS
 from common.models.esm2.config import load_config
 from common.models.esm2.family import HIDDEN_ACT
 from common.models.esm2.model import Esm2ForMaskedLM, build_model
-from common.training.arguments import TrainArguments
-from common.training.optim import build_optimizer, lr_schedule
+from common.training.optim import OptimizerFlags, build_optimizer, lr_schedule
 
 
 @dataclass
@@ -56,10 +56,8 @@ def batches_of(args: Arguments) -> list[dict]:
 
 def train(args: Arguments, model: Esm2ForMaskedLM, batches: list[dict], name: str) -> list[float]:
     """The loss of every step, in nats."""
-    defaults = TrainArguments(
-        config_name=args.config_name, dataset_dir="-", output_dir="-", learning_rate=args.learning_rate
-    )
-    optimizer, rate = build_optimizer(model, defaults), lr_schedule(defaults, len(batches))
+    flags = OptimizerFlags(learning_rate=args.learning_rate)
+    optimizer, rate = build_optimizer(model, flags), lr_schedule(flags, len(batches))
     losses = []
     for step, batch in enumerate(batches):
         for group in optimizer.param_groups:
@@ -128,7 +126,7 @@ def compare(args: Arguments) -> str:
 
 
 def main() -> None:
-    (args,) = parse_arguments(__doc__, Arguments)
+    args = parse_arguments(__doc__, Arguments)
     table = compare(args)
     publish(table, args.output)
 

@@ -24,9 +24,10 @@ from torch import Tensor
 from benchmarks.gpu_models import SIZES, batches_for, build
 from benchmarks.peer import padded
 from benchmarks.tables import publish, where_measured
-from common.cli import Flags, UserError, flag, parse_arguments, run
+from common.cli import UserError, run
 from common.data.collators import to_device
 from common.distributed.world import World
+from common.flags import Flags, flag, parse_arguments
 from common.models.esm2.config import esm2_config
 from common.models.esm2.convert import from_hf, to_hf
 from common.models.esm2.family import HIDDEN_ACT
@@ -148,7 +149,7 @@ def rows_of(pairs: list[tuple[Model, Model]], args: Arguments):
 
 
 def main() -> None:
-    (args,) = parse_arguments(__doc__, Arguments)
+    args = parse_arguments(__doc__, Arguments)
     name = torch.cuda.get_device_name() if args.device == "cuda" else "no GPU"
     where, command = where_measured("benchmarks.gpu_agreement", "torch", "transformers")
     lines = [f"{name}; {where}; {args.size}, {args.tokens} tokens", "", command, ""]

@@ -24,7 +24,8 @@ from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.gpu_models import KINDS, SIZES, batches_for, config_of, steps_of
 from benchmarks.tables import publish, where_measured
-from common.cli import Flags, UserError, flag, parse_arguments, run
+from common.cli import UserError, run
+from common.flags import Flags, flag, parse_arguments
 
 GROUPS = {
     "attention": r"flash|fmha|sdpa|cudnn.*(attn|mha)",  # whose kernels are made with CUTLASS
@@ -88,7 +89,7 @@ def measure(mode: str, args: Arguments) -> tuple[float, Counter, Counter]:
 
 
 def main() -> None:
-    (args,) = parse_arguments(__doc__, Arguments)
+    args = parse_arguments(__doc__, Arguments)
     name = torch.cuda.get_device_name() if args.device == "cuda" else "no GPU"
     where, command = where_measured("benchmarks.gpu_profile", "torch", "transformers")
     columns = [*GROUPS, "the rest", "idle"]

@@ -30,7 +30,8 @@ import torch
 
 from benchmarks.gpu_models import KINDS, MAX_LENGTH, SIZES, batches_for, config_of, steps_of
 from benchmarks.tables import publish, where_measured
-from common.cli import Flags, UserError, flag, parse_arguments, run
+from common.cli import UserError, run
+from common.flags import Flags, flag, parse_arguments
 from common.models.esm2.family import FAMILY
 from common.precision.plan import FP8_RECIPES
 from common.training.run_logger import peak_flops, peak_memory_gb
@@ -165,7 +166,7 @@ def rows_of(cases: list[tuple[str, str]], args: Arguments, function: Callable = 
 
 
 def main() -> None:
-    (args,) = parse_arguments(__doc__, Arguments)
+    args = parse_arguments(__doc__, Arguments)
     begun, rows = time.monotonic(), []
     cases = [(size, mode) for size in args.sizes.split(",") for mode in args.modes.split(",")]
     for row in rows_of(cases, args):

@@ -28,12 +28,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import numpy as np
 import pyarrow as pa
 
-from common.cli import Flags, Missing, UserError, parse_arguments, run
+from common.cli import UserError, run
 from common.data.collators import MaskingCollator
 from common.data.loader import PlannedOrder, TrainLoader, TrainStep
 from common.data.packing import BatchPlan
 from common.data.token_store import open_split
 from common.distributed.world import Mesh
+from common.flags import Flags, Missing, parse_arguments
 from common.models.esm2.alphabet import ESM2_TOKENS, encode
 from extras.prepare.dataset_writer import TOKEN_FEATURES, DatasetWriter
 from extras.sources.dataset import open_source
@@ -114,7 +115,7 @@ def planning_seconds(where: str, args: BenchmarkArguments, tokens_per_pack: int)
 
 
 def main() -> None:
-    (args,) = parse_arguments(__doc__, BenchmarkArguments)
+    args = parse_arguments(__doc__, BenchmarkArguments)
     with tempfile.TemporaryDirectory() as scratch:
         if args.fasta:
             tokenise(args.fasta, Path(scratch) / "train")

@@ -29,11 +29,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import numpy as np
 import pyarrow as pa
 
-from common.cli import parse_arguments, run
+from common.cli import run
 from common.data.collators import MaskingCollator
 from common.data.loader import PlannedOrder, TrainLoader
 from common.data.packing import BatchPlan, Position
 from common.data.token_store import open_split
+from common.flags import parse_arguments
 from common.models.esm2.alphabet import ESM2_TOKENS
 from common.training.masked_lm import residue_frequencies
 from extras.prepare.clusters import open_clusters
@@ -184,7 +185,7 @@ def measure_all(
 
 
 def main() -> None:
-    (args,) = parse_arguments(__doc__, BenchmarkArguments)
+    args = parse_arguments(__doc__, BenchmarkArguments)
     with tempfile.TemporaryDirectory() as scratch:
         directory = Path(scratch) / "arrow"
         make_dataset(directory, args.records)

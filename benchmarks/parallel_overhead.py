@@ -23,7 +23,8 @@ from pathlib import Path
 
 from benchmarks.prepared import PreparedFlags
 from benchmarks.tables import publish, where_measured
-from common.cli import UserError, flag, parse_arguments, run
+from common.cli import UserError, run
+from common.flags import flag, parse_arguments
 
 ROOT = Path(__file__).parent.parent
 LAYOUTS = {  # script, ranks, flags
@@ -148,7 +149,7 @@ def _say(text: str) -> None:
 
 
 def main() -> None:
-    (args,) = parse_arguments(__doc__, Arguments)
+    args = parse_arguments(__doc__, Arguments)
     import torch  # noqa: F401  (its version)
 
     hardware, command = where_measured("benchmarks.parallel_overhead", "torch")

@@ -26,8 +26,9 @@ from pathlib import Path
 
 from benchmarks.prepared import PreparedFlags
 from benchmarks.tables import where_measured
-from common.cli import Missing, UserError, flag, parse_arguments, run
+from common.cli import UserError, run
 from common.files.json_files import read_json_lines
+from common.flags import Missing, flag, parse_arguments
 from common.models.esm2.config import load_config, override
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -206,7 +207,7 @@ def draw(found: dict, path: Path) -> None:
 
 
 def main() -> None:
-    (args,) = parse_arguments(__doc__, Arguments)
+    args = parse_arguments(__doc__, Arguments)
     left = train(args)
     found = curves(args)
     if not found:

@@ -25,8 +25,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from benchmarks.tables import publish, where_measured
-from common.cli import Flags, UserError, flag, parse_arguments, run
+from common.cli import UserError, run
 from common.files.json_files import read_json_lines
+from common.flags import Flags, flag, parse_arguments
 
 ROOT = Path(__file__).resolve().parent.parent
 PLAN = "recision:"  # ends the line that the plan follows in a run's log
@@ -115,7 +116,7 @@ def table(runs: list[list[dict]]) -> list[str]:
 def main() -> None:
     words = sys.argv[1:]
     script = next((number for number, word in enumerate(words) if word.endswith(".py")), len(words))
-    (args,) = parse_arguments(__doc__, Arguments, argv=words[:script])
+    args = parse_arguments(__doc__, Arguments, argv=words[:script])
     if script == len(words):
         raise UserError("no script among the arguments: say train_ddp.py and its flags, after those of this command")
     with tempfile.TemporaryDirectory(prefix="precision_floor-") as scratch:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from common.cli import Flags, Missing, flag
+from common.flags import Flags, Missing, flag
 
 
 @dataclass

@@ -30,7 +30,8 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from benchmarks.commits import ROOT, called, prepare
 from benchmarks.tables import publish, where_measured
-from common.cli import Flags, UserError, flag, parse_arguments, run
+from common.cli import UserError, run
+from common.flags import Flags, flag, parse_arguments
 
 PROTEINS = 400  # the first ones of --fasta
 STEPS, SAVED = 30, 20
@@ -208,7 +209,7 @@ def word(difference: str) -> str:
 
 
 def main() -> None:
-    (args,) = parse_arguments(__doc__, Arguments)
+    args = parse_arguments(__doc__, Arguments)
     os.environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     warnings.filterwarnings("ignore", "torch.distributed is disabled")  # checkpoints are read in this process
     names = args.only or list(RUNS)

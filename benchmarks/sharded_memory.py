@@ -21,7 +21,8 @@ from pathlib import Path
 
 from benchmarks.prepared import PreparedFlags
 from benchmarks.tables import publish, where_measured
-from common.cli import UserError, flag, parse_arguments, run
+from common.cli import UserError, run
+from common.flags import flag, parse_arguments
 
 ROOT = Path(__file__).parent.parent
 PHASES = ("start", "training", "saving", "export")
@@ -119,7 +120,7 @@ def table(args: Arguments) -> list[str]:
 
 
 def main() -> None:
-    (args,) = parse_arguments(__doc__, Arguments)
+    args = parse_arguments(__doc__, Arguments)
     lines = table(args)
     text = "\n\n".join([*where_measured("benchmarks.sharded_memory", "torch"), "\n".join(lines)]) + "\n"
     publish(text, args.output)

@@ -18,15 +18,17 @@ from pathlib import Path
 from benchmarks.dry_run import parsed, predicted, words
 from benchmarks.step_model import COMPILED, DEVICES, Step, step_of
 from benchmarks.tables import where_measured
-from common.cli import Flags, UserError, flag, parse_arguments, run
+from common.cli import UserError, run
+from common.flags import Flags, flag, flat, parse_arguments
 from common.models.esm2.config import ESM2_SIZES
-from common.training.arguments import RunArguments
+from common.training.arguments import DryRunFlags
+from common.training.checkpoint import CheckpointFlags
 from extras.preflight.node import bytes_needed
 
 GIB = 2**30
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "sizes.md"
-RESERVE = RunArguments.device_reserve  # GiB that --dry_run leaves to what it does not count
+RESERVE = DryRunFlags.device_reserve  # GiB that --dry_run leaves to what it does not count
 DDP, FSDP2 = "train_ddp", "train_fsdp2"
 MEETING = "--rdzv_backend=c10d --rdzv_endpoint=FIRST_NODE:29500 --rdzv_id=NAME"
 
@@ -125,7 +127,7 @@ def memory(plan: Plan) -> float:
 
 def checkpoints(plan: Plan) -> float:
     """GB of those that are kept, and the one that is being written."""
-    return bytes_needed(plan.name, RunArguments.save_total_limit) / 1e9
+    return bytes_needed(plan.name, CheckpointFlags.save_total_limit) / 1e9
 
 
 def plans_table() -> Iterator[str]:
@@ -153,13 +155,13 @@ def one_node_table() -> Iterator[str]:
     yield "| command | memory of a GPU, GiB | checkpoints, GB | days | held-out loss |\n|---|--:|--:|--:|--:|\n"
     for script, flags in of_one_node():
         args, needed = parsed(script, 8, flags), predicted(script, 8, flags) / GIB + RESERVE
-        plan = next((plan for plan in PLANS if plan.name == getattr(args, "config_name", None)), None)
+        plan = next((plan for plan in PLANS if plan.name == flat(args).get("config_name")), None)
         yield f"| `{script}.py {' '.join(flags)}` | {needed:.0f} | "
         if plan is None:
             yield " | | |\n"
             continue
-        packs = {"tokens_per_pack": args.tokens_per_pack, "accumulation": args.gradient_accumulation_steps}
-        plan = replace(plan, gpus=8, steps=args.max_steps, **packs)
+        packs = {"tokens_per_pack": args.data.tokens_per_pack, "accumulation": args.data.gradient_accumulation_steps}
+        plan = replace(plan, gpus=8, steps=args.data.max_steps, **packs)
         yield f"{checkpoints(plan):,.1f} | {plan.days:.1f} | {plan.loss} |\n"
 
 
@@ -173,7 +175,7 @@ def put(page: str, name: str, text: str) -> str:
 
 
 def main() -> None:
-    (args,) = parse_arguments(__doc__, Arguments)
+    args = parse_arguments(__doc__, Arguments)
     text = Path(args.page).read_text()
     commands = "\n".join(["```sh", *(plan.command for plan in PLANS), "```"])
     where = "\n\n".join(where_measured("benchmarks.sizes", "torch"))

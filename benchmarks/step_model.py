@@ -21,9 +21,10 @@ from benchmarks.gpu_models import SIZES, batches_for
 from benchmarks.step_counts import Work, counted
 from benchmarks.step_fused import fused_work, go_back, graphs_and_breaks, graphs_of
 from benchmarks.tables import publish, where_measured
-from common.cli import Flags, UserError, flag, parse_arguments, run
+from common.cli import UserError, run
 from common.compat import FakeTensorMode
 from common.data.collators import Batch, to_device
+from common.flags import Flags, flag, parse_arguments
 from common.models.esm2.config import Esm2Config, esm2_config
 from common.models.esm2.family import FAMILY
 from common.models.esm2.layers_torch import TransformerLayer, prepare
@@ -324,7 +325,7 @@ def checks_table() -> Iterator[str]:
 
 
 def main() -> None:
-    (args,) = parse_arguments(__doc__, Arguments)
+    args = parse_arguments(__doc__, Arguments)
     tables = [counts_table(args), graphs_table(), times_table(args), packs_table(args)]
     tables += [checks_table()] if args.checks else []
     parts = [*where_measured("benchmarks.step_model", "torch"), *("".join(table).rstrip() for table in tables)]

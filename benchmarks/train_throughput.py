@@ -20,7 +20,8 @@ from itertools import islice
 from benchmarks.prepared import PreparedFlags
 from benchmarks.rounds import cells, in_rounds
 from benchmarks.tables import publish, where_measured
-from common.cli import flag, parse_arguments, run
+from common.cli import run
+from common.flags import flag, parse_arguments
 from common.models.esm2.alphabet import ESM2_TOKENS
 
 MODES = {
@@ -136,7 +137,7 @@ def compare(args: Arguments) -> str:
 
 
 def main() -> None:
-    (args,) = parse_arguments(__doc__, Arguments)
+    args = parse_arguments(__doc__, Arguments)
     if args.worker:
         print(json.dumps(measure(args)))
         return

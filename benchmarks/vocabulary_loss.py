@@ -15,7 +15,8 @@ from dataclasses import dataclass
 
 from benchmarks.fresh import measured_afresh
 from benchmarks.tables import publish, where_measured
-from common.cli import Flags, flag, parse_arguments, run
+from common.cli import run
+from common.flags import Flags, flag, parse_arguments
 
 WAYS = {"parts": "in parts (`vocabulary_loss`)", "whole": "`F.cross_entropy` of all logits"}
 
@@ -65,7 +66,7 @@ def compare(args: Arguments) -> str:
 
 
 def main() -> None:
-    (args,) = parse_arguments(__doc__, Arguments)
+    args = parse_arguments(__doc__, Arguments)
     if args.worker:
         print(json.dumps(measure(args)))
         return

@@ -1,16 +1,16 @@
-"""The text of --help: flags in groups, needed ones first, with what they are by default; rare ones with --help_all."""
+"""The text of --help: flags in groups, required ones first, with their defaults; advanced ones with --help_all."""
 
 from __future__ import annotations
 
 import shutil
 import textwrap
-from collections.abc import Iterator
-from dataclasses import MISSING, Field, fields
+from collections.abc import Iterable, Iterator
+from typing import Any
 
 NAMES = 30  # columns before the text of a flag
-NEEDED = "needed"
+REQUIRED = "needed"
 ORDER = (
-    NEEDED,
+    REQUIRED,
     "model",
     "data",
     "batches",
@@ -22,58 +22,47 @@ ORDER = (
 )
 
 
-def help_text(program: str, description: str | None, kinds: tuple[type, ...], everything: bool) -> str:
+def help_text(program: str, description: str | None, specs: Iterable[Any], idle: dict[str, str], all_: bool) -> str:
     """For a terminal as wide as this one, 100 columns at most.
 
-    kinds: dataclasses of flags (common.cli.Flags). Each class says which `group` its flags belong to, which of them
-    are `needed` and which are `rarely` asked for.
+    specs: the flags, as common.flags.FlagSpec; idle: {name accepted for compatibility: why it does nothing}; all_: of
+    --help_all.
     """
     width = min(100, shutil.get_terminal_size((100, 24)).columns)
     groups: dict[str, list[str]] = {}
-    hidden = 0
-    for kind in kinds:
-        needed, rarely = (_said(kind, name) for name in ("needed", "rarely"))
-        for field in fields(kind):
-            if field.name in rarely and not everything:
-                hidden += 1
-                continue
-            group = NEEDED if field.name in needed else _declared_in(kind, field.name)
-            groups.setdefault(group, []).extend(_lines(field, width))
+    unlisted, hidden = [], 0
+    for spec in specs:
+        if spec.level == "unlisted":
+            unlisted.append(f"--{spec.name}")
+        if spec.level == "unlisted" or (spec.level == "advanced" and not all_):
+            hidden += 1
+            continue
+        group = REQUIRED if spec.level == "required" else spec.group
+        groups.setdefault(group, []).extend(_lines(spec, width))
     lines = [f"usage: {program} [FILE.yaml] [--FLAG VALUE ...]", ""]
     for line in (description or "").strip().splitlines():
         lines += textwrap.wrap(line, width) if len(line) > width else [line]
     for group in sorted(groups, key=lambda name: ORDER.index(name) if name in ORDER else len(ORDER)):
         lines += ["", f"{group}:", *groups[group]]
     lines += ["", "A file of flags, YAML or JSON, may come first; flags after it win."]
-    if hidden:
+    if all_ and unlisted:
+        lines += textwrap.wrap(f"Rarely of use, see docs/flags.md: {', '.join(unlisted)}.", width)
+    if all_ and idle:
+        names = ", ".join(f"--{name}" for name in idle)
+        lines += textwrap.wrap(f"Accepted for compatibility, without effect: {names}.", width)
+    if hidden and not all_:
         lines.append(f"--help_all: {hidden} more flags, which few runs need.")
     return "\n".join(lines) + "\n"
 
 
-def _said(kind: type, name: str) -> set[str]:
-    """What all classes of a kind say by that name."""
-    return {each for base in kind.__mro__ for each in vars(base).get(name, ())}
-
-
-def _declared_in(kind: type, name: str) -> str:
-    """The group of the class that has the flag first; others give it another default."""
-    owner = next(base for base in reversed(kind.__mro__) if name in vars(base).get("__annotations__", {}))
-    return getattr(owner, "group", "options")
-
-
-def _lines(field: Field, width: int) -> Iterator[str]:
-    names = [f"--{field.name}", *field.metadata.get("aliases", ())]
-    text = field.metadata.get("help", "").replace("%%", "%")
-    value = _value(str(field.type))
-    if field.default is True and not value:
-        # It is so already: what one can say is that it is not to be.
-        does, _, without = text.partition("; False: ")
-        text = (
-            without[:1].upper() + without[1:] if without else f"Switches off what is on: {does[:1].lower()}{does[1:]}"
-        )
-        names = [f"--no_{field.name}"]
-    elif "efault" not in text and (shown := _default(field)):
-        text = f"{text if text.endswith('...') else text.removesuffix('.')} [{shown}]"
+def _lines(spec: Any, width: int) -> Iterator[str]:
+    names, text, value = [f"--{spec.name}", *spec.aliases], spec.help, _value(spec.type)
+    if spec.default is True and not value:  # only switching it off makes sense
+        on, _, off = text.partition("; False: ")
+        text = off[:1].upper() + off[1:] if off else f"Switches off what is on: {on[:1].lower()}{on[1:]}"
+        names = [f"--no_{spec.name}"]
+    elif "efault" not in text and (default := _default(spec.default)):
+        text = f"{text if text.endswith('...') else text.removesuffix('.')} [{default}]"
     head = f"  {', '.join(names)}{value}"
     body = textwrap.wrap(text, width - NAMES) or [""]
     if len(head) < NAMES:
@@ -82,16 +71,17 @@ def _lines(field: Field, width: int) -> Iterator[str]:
     yield from (" " * NAMES + line for line in body)
 
 
-def _value(kind: str) -> str:
-    if "bool" in kind and "None" not in kind:
+def _value(annotation: str) -> str:
+    """The placeholder of a flag's value."""
+    if "bool" in annotation and "None" not in annotation:
         return ""
     for name, shown in (("bool", "[BOOL]"), ("list", "TEXT ..."), ("int", "N"), ("float", "X")):
-        if name in kind:
+        if name in annotation:
             return f" {shown}"
     return " TEXT"
 
 
-def _default(field: Field) -> str:
-    if field.default is MISSING or field.default is None or field.default is False or field.default == "":
+def _default(value: Any) -> str:
+    if value is None or value is False or value in ("", []):
         return ""
-    return f"{field.default:g}" if isinstance(field.default, float) else str(field.default)
+    return f"{value:g}" if isinstance(value, float) else str(value)

@@ -15,7 +15,8 @@ import transformers
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from common.training.arguments import TrainArguments  # noqa: E402
+from common.flags import FlagSpec, changed_defaults, flag_specs  # noqa: E402
+from common.training.arguments import RunArguments, TrainArguments  # noqa: E402
 from common.training.registry import arguments_of  # noqa: E402
 from extras.decoders.causal_arguments import CausalArguments  # noqa: E402
 from train_ddp import DdpFlags  # noqa: E402
@@ -25,7 +26,7 @@ from train_mfsdp import MegatronFlags  # noqa: E402
 
 STRATEGIES = {"train_ddp.py": DdpFlags, "train_ddp_cp.py": DdpCpFlags, "train_fsdp2.py": FsdpFlags}
 STRATEGIES |= {"train_mfsdp.py": MegatronFlags}
-SCRIPTS = {script: arguments_of(strategy, TrainArguments) for script, strategy in STRATEGIES.items()}
+SCRIPTS = {script: arguments_of(strategy, "mlm") for script, strategy in STRATEGIES.items()}
 # {name: default} of the arguments of its example run_mlm.py, which is in no package; None for the others of them.
 RUN_MLM = {
     "use_fast_tokenizer": True,
@@ -70,8 +71,13 @@ def shown(value: object) -> str:
     return "" if value is None else f"`{value}`"
 
 
-def text_of(field: Field) -> str:
-    return field.metadata["help"].replace("%%", "%").replace("<", "&lt;").replace("|", "&#124;")
+def specs_of(args: RunArguments) -> dict[str, FlagSpec]:
+    """{flag: its specification}, with the defaults that the groups of these arguments change."""
+    return {spec.name: spec for spec in flag_specs(changed_defaults(args))}
+
+
+def text_of(spec: FlagSpec) -> str:
+    return spec.help.replace("<", "&lt;").replace("|", "&#124;")
 
 
 def table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
@@ -82,13 +88,13 @@ def table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
 def page() -> str:
     """The text of docs/flags.md."""
     theirs = {field.name: default_of(field) for field in fields(transformers.TrainingArguments)} | RUN_MLM
-    of_all = {field.name: field for field in fields(TrainArguments)}
-    of_scripts = {script: {field.name: field for field in fields(kind)} for script, kind in SCRIPTS.items()}
-    ours = {name: field for own in (*of_scripts.values(), of_all) for name, field in own.items()}
+    of_all = specs_of(TrainArguments())
+    of_scripts = {script: specs_of(args) for script, args in SCRIPTS.items()}
+    ours = {name: spec for own in (*of_scripts.values(), of_all) for name, spec in own.items()}
 
     def row(name: str, *more: str) -> tuple[str, ...]:
-        default = default_of(ours[name])
-        having = {script: default_of(own[name]) for script, own in of_scripts.items() if name in own}
+        default = ours[name].default
+        having = {script: own[name].default for script, own in of_scripts.items() if name in own}
         others = "".join(f", {script} {shown(value)}" for script, value in having.items() if value != default)
         text = text_of(ours[name])
         only = "" if name in of_all else f"{', '.join(having)}: "
@@ -130,16 +136,17 @@ unknown.
 {table(("flag", "also", "default", ""), decoders(of_all))}"""
 
 
-def decoders(of_esm2: dict[str, Field]) -> list[tuple[str, ...]]:
+def decoders(of_esm2: dict[str, FlagSpec]) -> list[tuple[str, ...]]:
     """Rows of the flags of a decoder's run that are not ESM-2's."""
     rows = []
-    for field in sorted(fields(CausalArguments), key=lambda field: field.name):
-        also = field.metadata.get("aliases", [])
-        same = of_esm2.get(field.name)
-        if same is None or also or default_of(same) != default_of(field):
-            names = ", ".join(f"`{name}`" for name in also)
-            rows.append((f"`--{field.name}`", names, shown(default_of(field)), text_of(field)))
-    return rows
+    for name, spec in sorted(specs_of(CausalArguments()).items()):
+        same = of_esm2.get(name)
+        if same is None or spec.aliases or same.default != spec.default:
+            rows.append(
+                (f"`--{name}`", ", ".join(f"`{each}`" for each in spec.aliases), shown(spec.default), text_of(spec))
+            )
+    idle = CausalArguments.idle.items()
+    return rows + [(f"`--{name}`", "", "", f"No effect: {why}") for name, why in sorted(idle)]
 
 
 if __name__ == "__main__":

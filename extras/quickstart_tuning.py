@@ -11,17 +11,18 @@ from __future__ import annotations
 import common  # noqa: F401  # isort: skip  (before torch: see there)
 import logging
 import time
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
-from common.cli import flag, parse_arguments, run
+from common.cli import run
 from common.data.training_data import open_data
 from common.distributed.run import distributed_run
 from common.distributed.strategy import Strategy
 from common.distributed.world import World
 from common.files.json_files import write_json
+from common.flags import flag, flat, parse_arguments, with_flags
 from common.models.esm2.alphabet import ESM2_TOKENS
 from common.models.layers.backend import has_bf16
 from common.training.arguments import TrainArguments
@@ -36,7 +37,7 @@ WARM, TIMED = 1, 2  # steps; the first one builds kernels and allocates memory
 GAIN = 1.1  # bf16 must be faster by this factor to be worth its rounding
 
 
-@dataclass
+@dataclass(frozen=True)
 class TuningArguments(TrainArguments):
     flags_file: str = flag("run.json", "File to write the run's flags to.")
     seconds: float = flag(90.0, "Time limit of the run, evaluations included.")
@@ -54,11 +55,11 @@ def step_seconds(args: TrainArguments, world: World) -> float:
     built = load_model(args, world)
     task = MaskedLM(built, args, world)
     task.open(evaluates=False)
-    strategy, optimizer = Strategy(built.model), build_optimizer(built.weights, args)
-    stepper = Stepper(task, strategy, built.precision, optimizer, world, args.max_grad_norm)
+    strategy, optimizer = Strategy(built.model), build_optimizer(built.weights, args.optimizer)
+    stepper = Stepper(task, strategy, built.precision, optimizer, world, args.optimizer.max_grad_norm)
     built.model.train()
     durations = []
-    for share in task.steps(args.gradient_accumulation_steps, 0, {}, WARM + TIMED):
+    for share in task.steps(args.data.gradient_accumulation_steps, 0, {}, WARM + TIMED):
         started = time.perf_counter()
         stepper.step(share.step, 0.0, share.micro_batches, task.counts(share.micro_batches))
         durations.append(time.perf_counter() - started)
@@ -69,11 +70,11 @@ def evaluated_tokens(args: TrainArguments, world: World) -> int:
     """Tokens of all evaluations: before and during the run, and on both splits after it."""
     if not args.do_eval:
         return 0
-    data = open_data(args, ESM2_TOKENS, world, evaluate=True)
+    data = open_data(args.data, ESM2_TOKENS, world, evaluate=True)
     rounds = {"validation": args.eval_on_start + round(1 / args.eval_steps if args.eval_steps else 0) + 1, "test": 1}
     held_out = {split: data.held_out(split) for split in rounds}
     return sum(
-        rounds[split] * int(np.minimum(store.lengths(np.arange(len(store))), args.max_seq_length).sum())
+        rounds[split] * int(np.minimum(store.lengths(np.arange(len(store))), args.data.max_seq_length).sum())
         for split, store in held_out.items()
         if store is not None
     )
@@ -83,28 +84,29 @@ def choose(args: TuningArguments, seconds: dict[str, float], evaluated: int) -> 
     """(fp32 or bf16, steps, total seconds). seconds: per step in each precision; evaluated: tokens."""
     precision = "bf16" if "bf16" in seconds and seconds["fp32"] > GAIN * seconds["bf16"] else "fp32"
     step = seconds[precision]
-    forward_alone = evaluated * step / (3 * args.tokens_per_pack * args.gradient_accumulation_steps)
+    forward_alone = evaluated * step / (3 * args.data.tokens_per_pack * args.data.gradient_accumulation_steps)
     steps = min(max(int((args.seconds - forward_alone) / step), args.least_steps), args.most_steps)
     return precision, steps, steps * step + forward_alone
 
 
 def flags_of_run(args: TuningArguments) -> dict:
     """The run's flags that differ from their defaults, without the flags of this module."""
-    defaults = {field.name: field.default for field in fields(TrainArguments)}
-    return {name: getattr(args, name) for name, default in defaults.items() if getattr(args, name) != default}
+    given = flat(args)
+    return {name: given[name] for name, default in flat(TrainArguments()).items() if given[name] != default}
 
 
 def main() -> None:
-    (args,) = parse_arguments(__doc__, TuningArguments)
-    with distributed_run(args) as world:
+    args = parse_arguments(__doc__, TuningArguments)
+    with distributed_run(args.process) as world:
         precisions = ("fp32", "bf16") if has_bf16(world.device) else ("fp32",)
-        seconds = {name: step_seconds(replace(args, bf16=name == "bf16"), world) for name in precisions}
+        seconds = {name: step_seconds(with_flags(args, bf16=name == "bf16"), world) for name in precisions}
         precision, steps, in_all = choose(args, seconds, evaluated_tokens(args, world))
         write_json(Path(args.flags_file), flags_of_run(args) | {"bf16": precision == "bf16", "max_steps": steps})
     timed = ", ".join(f"{name} {value:.2f} s" for name, value in seconds.items())
     minutes = f"about {in_all / 60:.1f} minutes"
     logger.info(
-        "A step of %s tokens: %s. So: %s, %d steps, %s", f"{args.tokens_per_pack:,}", timed, precision, steps, minutes
+        "A step of %s tokens: %s. So: %s, %d steps, %s",
+        *(f"{args.data.tokens_per_pack:,}", timed, precision, steps, minutes),
     )
 
 

@@ -47,7 +47,7 @@ class _TensorBoard(Tracker):
 
 
 class _WandB(Tracker):
-    def __init__(self, flags: LogFlags, directory: Path, first_row: int | None, anew: bool):
+    def __init__(self, name: str | None, config: dict, directory: Path, first_row: int | None, anew: bool):
         try:
             import wandb
         except ImportError as error:
@@ -63,7 +63,7 @@ class _WandB(Tracker):
         }
         arguments = {key: str(value) for variable, (key, value) in defaults.items() if not os.environ.get(variable)}
         try:
-            self.run = wandb.init(name=flags.run_name, config=vars(flags), **arguments)
+            self.run = wandb.init(name=name, config=config, **arguments)
         except (wandb.errors.UsageError, wandb.errors.AuthenticationError, ValueError) as error:
             raise UserError(
                 f"--report_to wandb: {one_line(error)}: see WANDB_* in docs/training.md; WANDB_MODE=offline needs no "
@@ -126,16 +126,16 @@ class _OptionalTracker(Tracker):
             self.tracker = Tracker()
 
 
-def open_tracker(flags: LogFlags, output_dir: Path, first_row: int | None, anew: bool) -> Tracker:
+def open_tracker(flags: LogFlags, config: dict, output_dir: Path, first_row: int | None, anew: bool) -> Tracker:
     """The tracker of --report_to.
 
-    flags: all of the run's, which W&B saves as its configuration; first_row: the step of the first row to be logged,
-    None if nothing is left to train; anew: whether this start resumes nothing.
+    config: all flags of the run, which W&B saves as its configuration; first_row: the step of the first row to be
+    logged, None if nothing is left to train; anew: whether this start resumes nothing.
     UserError: settings it cannot be opened with. MachineFault: its server does not answer.
     """
     if flags.report_to == "tensorboard":
         return _OptionalTracker(_TensorBoard(output_dir / EVENTS, first_row), flags.report_to)
-    return _OptionalTracker(_WandB(flags, output_dir, first_row, anew), flags.report_to)
+    return _OptionalTracker(_WandB(flags.run_name, config, output_dir, first_row, anew), flags.report_to)
 
 
 def _saved_id(file: Path) -> str | None:

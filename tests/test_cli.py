@@ -1,8 +1,7 @@
-"""common/cli.py: flags of several packages in one object, each checked by the class that declares them."""
+"""common/flags.py and common/cli.py: nested flags from a flat command line, each checked by its own class."""
 
 from __future__ import annotations
 
-import importlib.util
 import logging
 import subprocess
 import sys
@@ -12,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from common.cli import Flags, Missing, UserError, flag, parse_arguments
+from common.cli import UserError
+from common.flags import Flags, Missing, checked, flag, flat, parse_arguments, with_flags
 from tests.conftest import ROOT
 
 
@@ -33,7 +33,9 @@ class Colour(Flags):
 
 
 @dataclass
-class Drawing(Colour, Size):
+class Drawing(Flags):
+    size: Size = field(default_factory=Size)
+    colours: Colour = field(default_factory=Colour)
     zoom: float | None = flag(None, "Times.")
 
     def check(self) -> None:
@@ -47,7 +49,7 @@ class Paper(Flags):
     speed: float = flag(1.0, "Any.")
     dry: bool = flag(True, "Wait.")
 
-    instead_of = {"paper": ("colour",), "speed": ("zoom",), "zoom": ("speed",)}
+    overrides = {"paper": ("colour",), "speed": ("zoom",), "zoom": ("speed",)}
     last_wins = ("speed", "zoom")
 
     def missing(self) -> Iterator[Missing]:
@@ -58,20 +60,52 @@ class Paper(Flags):
 
 
 @dataclass
-class Printed(Paper, Drawing):
-    copies: int | None = flag(None, "So many.")
+class Printed(Flags):
+    drawing: Drawing = field(default_factory=Drawing)
+    on: Paper = field(default_factory=Paper)
+    copies: int | None = flag(None, "So many.", "prints")
+
+    changed = {"speed": flag(2.0, "")}
+    idle = {"duplex": "there is one side."}
 
     def missing(self) -> Iterator[Missing]:
         if self.copies is None:
             yield Missing("--copies", "how many", "3")
-        yield from () if self.inks else [Missing("--inks", "said by another class, too")]
+        yield from () if self.on.inks else [Missing("--inks", "said by another class, too")]
 
 
-def test_parse_arguments_returns_the_flags_of_every_class():
-    (args,) = parse_arguments("", Drawing, argv=["--width=5", "--colour=red", "--zoom=0.5"])
-    assert (args.width, args.colour, args.zoom) == (5, "red", 0.5)
-    assert isinstance(args, Size)
-    assert isinstance(args, Colour)
+def test_flags_fill_nested_dataclasses_from_flat_words():
+    args = parse_arguments("", Drawing, argv=["--width=5", "--colour=red", "--zoom=0.5"])
+    assert (args.size.width, args.colours.colour, args.zoom) == (5, "red", 0.5)
+    assert flat(args) == {"width": 5, "colour": "red", "zoom": 0.5}
+    assert flat(with_flags(args, width=7, zoom=None)) == {"width": 7, "colour": "red", "zoom": None}
+    with pytest.raises(TypeError, match="unknown flags: height"):
+        with_flags(args, height=1)
+
+
+def test_flags_nested_elsewhere_may_have_another_default_and_alias():
+    args = printed("--paper=a4", "--inks=red", "--prints=2")
+    assert (args.on.speed, args.copies) == (2.0, 2)
+
+
+def test_idle_flag_is_accepted_and_logged(caplog):
+    with caplog.at_level(logging.INFO):
+        printed("--paper=a4", "--inks=red", "--copies=2", "--duplex", "long")
+    assert caplog.messages == ["--duplex long does nothing: there is one side."]
+
+
+@pytest.mark.parametrize(
+    ("words", "dry", "speed"),
+    [
+        (["--no_dry"], False, 2.0),
+        (["--no-dry"], False, 2.0),
+        (["--dry", "False", "--speed=1e-3"], False, 1e-3),
+        (["--dry=no", "--dry"], True, 2.0),
+    ],
+)
+def test_switches_take_a_value_their_bare_name_or_no(words, dry, speed):
+    args = printed("--paper=a4", "--inks=red", "--copies=2", *words)
+    assert (args.on.dry, args.on.speed) == (dry, speed)
 
 
 @pytest.mark.parametrize(
@@ -85,13 +119,12 @@ def test_parse_arguments_returns_the_flags_of_every_class():
 )
 def test_parse_arguments_checks_the_flags_of_each_class(flags, message):
     with pytest.raises(UserError) as error:
-        Drawing(**flags)
+        checked(with_flags(Drawing(), **flags))
     assert str(error.value) == message
 
 
 def printed(*argv) -> Printed:
-    (args,) = parse_arguments("", Printed, argv=[str(word) for word in argv])
-    return args
+    return parse_arguments("", Printed, argv=[str(word) for word in argv])
 
 
 def refused(*argv) -> str:
@@ -121,29 +154,35 @@ def written(tmp_path: Path, text: str, name: str = "flags.yaml") -> Path:
 def test_flags_override_the_file(tmp_path):
     file = written(tmp_path, COMPLETE + "speed: 4e-4\ndry: false\nzoom: null\nwidth: 1_000\n")
     args = printed(file)
-    assert (args.paper, args.inks, args.copies) == ("a4", ["red", "blue"], 2)
-    assert (args.speed, args.dry, args.zoom, args.width) == (4e-4, False, None, 1000)  # YAML reads 4e-4 as a text
+    on, drawing = args.on, args.drawing
+    assert (on.paper, on.inks, args.copies) == ("a4", ["red", "blue"], 2)
+    assert (on.speed, on.dry, drawing.zoom, drawing.size.width) == (
+        4e-4,
+        False,
+        None,
+        1000,
+    )  # YAML reads 4e-4 as a text
     args = printed(file, "--copies", 5, "--inks", "green", "--dry")
-    assert (args.copies, args.inks, args.dry, args.speed) == (5, ["green"], True, 4e-4)
+    assert (args.copies, args.on.inks, args.on.dry, args.on.speed) == (5, ["green"], True, 4e-4)
     as_json = written(tmp_path, '{"paper": "a5", "inks": ["red"], "copies": 1, "dry": true}', "flags.json")
-    assert printed(as_json, "--paper=a3").paper == "a3"
+    assert printed(as_json, "--paper=a3").on.paper == "a3"
 
 
 def test_flag_removes_the_flags_it_replaces(tmp_path):
     file = written(tmp_path, COMPLETE + "colour: red\n")
-    assert printed(file).colour == "red"
-    assert printed(file, "--paper=a5").colour is None
-    assert printed(file, "--paper=a5", "--colour=blue").colour == "blue"
+    assert printed(file).drawing.colours.colour == "red"
+    assert printed(file, "--paper=a5").drawing.colours.colour is None
+    assert printed(file, "--paper=a5", "--colour=blue").drawing.colours.colour == "blue"
 
 
 def test_last_of_two_exclusive_flags_wins(tmp_path, caplog):
     file = written(tmp_path, COMPLETE)
     with caplog.at_level(logging.INFO):
         args = printed(file, "--zoom", 2, "--colour=red", "--speed=3", "--paper=a5")
-    assert (args.zoom, args.speed) == (None, 3.0)
-    assert (args.paper, args.colour) == ("a5", "red"), "instead_of alone concerns the file"
+    assert (args.drawing.zoom, args.on.speed) == (None, 3.0)
+    assert (args.on.paper, args.drawing.colours.colour) == ("a5", "red"), "overrides alone concerns the file"
     assert caplog.messages == ["--speed=3 replaces what was given before it: --zoom 2"]
-    assert printed(file, "--speed=3", "--zoom=2", "--speed=4").zoom is None
+    assert printed(file, "--speed=3", "--zoom=2", "--speed=4").drawing.zoom is None
 
 
 @pytest.mark.parametrize(
@@ -173,14 +212,6 @@ def test_command_line_error_does_not_name_the_file(tmp_path):
     assert refused(tmp_path / "none.yaml") == f"{tmp_path / 'none.yaml'}: no such file of flags"
 
 
-def test_missing_transformers_is_one_line(monkeypatch):
-    """An environment that was not activated, say."""
-    monkeypatch.delitem(sys.modules, "transformers", raising=False)
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(UserError, match="transformers is not installed for this Python: ./install.sh"):
-        parse_arguments("", Size, argv=[])
-
-
 @dataclass
 class Open(Flags):
     compiled: bool | None = flag(None, "left open unless said")
@@ -191,7 +222,7 @@ class Open(Flags):
     [([], None), (["--compiled"], True), (["--compiled", "False"], False), (["--compiled=True"], True)],
 )
 def test_optional_switch_accepts_its_bare_name(words, value):
-    (found,) = parse_arguments("", Open, argv=words)
+    found = parse_arguments("", Open, argv=words)
     assert found.compiled is value
 
 

@@ -7,7 +7,8 @@ import re
 import pytest
 import transformers
 
-from common.cli import UserError, parse_arguments
+from common.cli import UserError
+from common.flags import parse_arguments
 from tests.conftest import ROOT
 from tests.data_fixtures import load_script
 
@@ -25,7 +26,7 @@ def test_flags_listed_as_absent_are_unknown():
     absent = re.findall(r"`(--\w+)`", section)
     assert len(absent) > 80
     assert f"{len(absent)} other flags" in section
-    for kind in load_script("docs/make_flags.py").SCRIPTS.values():
+    for args in load_script("docs/make_flags.py").SCRIPTS.values():
         with pytest.raises(UserError, match="unknown flag") as error:
-            parse_arguments(None, kind, argv=[f"{flag}=1" for flag in absent])
+            parse_arguments(None, args, argv=[f"{flag}=1" for flag in absent])
         assert [flag for flag in absent if f" {flag}=1" not in str(error.value)] == []

@@ -23,6 +23,7 @@ from safetensors.torch import load_file
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from common.files.json_files import read_json_lines
+from common.flags import checked, with_flags
 from common.models.layers.compiling import compile_layers
 from common.training.arguments import TrainArguments
 from extras.prepare.sample import write_sample
@@ -71,9 +72,10 @@ def flags_of(dataset_dir: Path | None, output_dir: Path, **flags) -> list[str]:
 
 
 def arguments(dataset_dir: Path, **flags) -> TrainArguments:
-    """The arguments of such a run, for calling parts of it in this process."""
+    """The flags of such a run, given flat, for calling parts of it in this process."""
     model = {} if {"config_name", "model_name_or_path"} & flags.keys() else TINY_MODEL
-    return TrainArguments(dataset_dir=str(dataset_dir), output_dir="unused", **model | DEFAULTS | flags)
+    places = {"dataset_dir": str(dataset_dir), "output_dir": "unused"}
+    return checked(with_flags(TrainArguments(), **places | model | DEFAULTS | flags))
 
 
 def environment() -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""The flags about proteins: which ones, and how they become batches."""
+"""The flags of the data: which proteins to train on, and how data of any kind become batches."""
 
 from __future__ import annotations
 
@@ -7,16 +7,18 @@ from dataclasses import dataclass
 
 import torch
 
-from common.cli import Flags, Missing, UserError, flag
+from common.cli import UserError
 from common.data import LONGEST_PROTEIN, check_record_length
+from common.flags import Flags, Missing, flag, with_flags
 
-# The flags by which data of any kind become steps: how much a step takes, how many there are, who prepares them.
 
-
-@dataclass
+@dataclass(frozen=True)
 class StepFlags(Flags):
+    """How data of any kind become steps: batch sizes, number of steps, workers."""
+
     group = "batches"
-    rarely = ("cp_layout", "pad_sequences_to_be_divisible_by", "dataloader_prefetch_factor", "dataloader_pin_memory")
+    advanced = ("cp_layout", "pad_sequences_to_be_divisible_by")
+    unlisted = ("dataloader_prefetch_factor", "dataloader_pin_memory")
 
     cp_layout: str = flag(
         "dual_chunk",
@@ -32,6 +34,7 @@ class StepFlags(Flags):
     dataloader_prefetch_factor: int = flag(4, "Steps that each worker prepares ahead.")
     dataloader_pin_memory: bool = flag(True, "Pinned host memory for faster copies to the GPU.")
 
+    max_seq_length: int = flag(1024, "Tokens, <cls> and <eos> included; longer proteins are cropped at random.")
     seed: int = flag(42, "Everything random follows from it: weights, order, crops, masks.")
     num_train_epochs: float = flag(3.0, "Passes over the training split.")
     max_steps: int = flag(-1, "Optimiser steps; overrides --num_train_epochs.")
@@ -42,10 +45,10 @@ class StepFlags(Flags):
         None, "Packs (batches) in a global step. Default: ranks x --gradient_accumulation_steps. Kept on resume."
     )
 
-    instead_of = {"num_train_epochs": ("max_steps",)}
+    overrides = {"num_train_epochs": ("max_steps",)}
 
     def loading(self, device: torch.device) -> dict[str, int | bool]:
-        """Who prepares batches for this device, and how far ahead: what loaders of any data are told."""
+        """The data loader's worker settings for this device."""
         return {
             "num_workers": self.dataloader_num_workers,
             "prefetch_factor": self.dataloader_prefetch_factor,
@@ -63,11 +66,14 @@ class StepFlags(Flags):
             raise UserError("nothing to train: --max_steps and --num_train_epochs are both zero or below")
 
 
-@dataclass
+@dataclass(frozen=True)
 class DataFlags(StepFlags):
+    """Which proteins, and how masked language modelling makes batches of them."""
+
     group = "data"
-    needed = ("dataset_dir",)
-    rarely = ("sequence_packing", "pad_to_max_length", "do_preprocess", "max_record_length")
+    required = ("dataset_dir",)
+    advanced = ("pad_to_max_length",)
+    unlisted = ("sequence_packing", "do_preprocess", "max_record_length")
 
     dataset_dir: str | None = flag(None, "The directory step 1 wrote: .../processed/arrow, with train and validation.")
     dataset: str | None = flag(
@@ -83,7 +89,6 @@ class DataFlags(StepFlags):
         False,
         "Draw UniRef50 clusters, then a member of each, as ESM-2 was trained (step 1's --cluster_table or --cluster).",
     )
-    max_seq_length: int = flag(1024, "Tokens, <cls> and <eos> included; longer proteins are cropped at random.")
     sequence_packing: bool | None = flag(
         None, "Fill packs up to a number of tokens, not of sequences. Default: on, unless --pad_to_max_length."
     )
@@ -97,9 +102,9 @@ class DataFlags(StepFlags):
     max_train_samples: int | None = flag(None, "Train on the first N proteins only.")
     max_eval_samples: int | None = flag(None, "Evaluate on the first N proteins only.")
     max_record_length: int = flag(LONGEST_PROTEIN, "Longest record of --dataset, in bytes; memory grows with it.")
-    do_preprocess: bool = flag(False, "Accepted for the guides' sake; preprocessing is 1.tokenize_uniref_csv.py.")
+    do_preprocess: bool = flag(False, "Refused: 1.tokenize_uniref_csv.py does the preprocessing.")
 
-    instead_of = {
+    overrides = {
         "dataset_dir": ("dataset", "streaming"),
         "dataset": ("dataset_dir", "sample_clusters", "max_train_samples"),
         "tokens_per_pack": ("pad_to_max_length", "sequence_packing"),
@@ -112,11 +117,19 @@ class DataFlags(StepFlags):
         return not self.pad_to_max_length if self.sequence_packing is None else self.sequence_packing
 
     @property
+    def pack_tokens(self) -> int:
+        """Most tokens of a pack."""
+        return self.tokens_per_pack or self.per_device_train_batch_size * self.max_seq_length
+
+    @property
     def pack_size(self) -> dict[str, int]:
-        """Of training, as BatchPlan and StreamPlan take it."""
+        """The size of a training pack, as BatchPlan and StreamPlan take it."""
         if not self.packing:
             return {"sequences_per_pack": self.per_device_train_batch_size}
         return {"tokens_per_pack": self.tokens_per_pack}
+
+    def resolve(self) -> DataFlags:
+        return with_flags(self, tokens_per_pack=self.pack_tokens) if self.packing else self
 
     def missing(self) -> Iterator[Missing]:
         if self.streaming and not self.dataset and not self.eval_dataset:
@@ -140,11 +153,9 @@ class DataFlags(StepFlags):
             raise UserError("--pad_to_max_length and --sequence_packing exclude each other")
         if self.tokens_per_pack is not None and not self.packing:
             raise UserError("--tokens_per_pack needs packing: drop --pad_to_max_length or --sequence_packing False")
-        if self.packing and self.tokens_per_pack is None:
-            self.tokens_per_pack = self.per_device_train_batch_size * self.max_seq_length
-        if self.packing and self.tokens_per_pack < self.max_seq_length:
+        if self.packing and self.pack_tokens < self.max_seq_length:
             raise UserError(
-                f"--tokens_per_pack {self.tokens_per_pack} is less than one sequence of --max_seq_length "
+                f"--tokens_per_pack {self.pack_tokens} is less than one sequence of --max_seq_length "
                 f"{self.max_seq_length}: raise the one or lower the other"
             )
         self.require_at_least(3, "max_seq_length")

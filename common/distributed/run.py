@@ -24,9 +24,10 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from common.cli import Flags, UserError, flag, one_line, setup_logging, user_errors
+from common.cli import UserError, one_line, setup_logging, user_errors
 from common.distributed.stopping import PREEMPTED, Preempted
 from common.distributed.world import BUG, PeerFailed, World
+from common.flags import Flags, flag
 
 logger = logging.getLogger(__name__)
 AGENT_S = 60  # torchrun's store starts before the ranks: a rank that cannot reach it has outlived its launcher
@@ -48,38 +49,39 @@ _ADVICE = {
 }
 
 
-@dataclass
+@dataclass(frozen=True)
 class ProcessFlags(Flags):
-    """The flags of a run's processes."""
+    """Of a run's processes: device, determinism, timeout, context parallelism."""
 
     group = "processes"
-    rarely = ("tf32",)
+    advanced = ("tf32",)
+    unlisted = ("use_cpu",)
 
-    tf32: bool | None = flag(None, "Allow TF32 for fp32 matrix products (NVIDIA Ampere and later).")
+    tf32: bool | None = flag(None, "Allow TF32 in fp32 matmuls (NVIDIA Ampere and later).")
     use_cpu: bool = flag(False, "Train on the CPU even where there is a GPU.")
     deterministic: bool = flag(
-        False, "On GPUs too: the same bits each time, by slower kernels. CPUs always give them."
+        False, "Bit-identical results on GPUs too, with slower kernels; on CPUs they always are."
     )
-    ddp_timeout: int = flag(1800, "Seconds after which a rank that hangs ends the run, and is named.")
-    cp_size: int = flag(1, "Ranks that share a pack, neighbours in rank: context parallelism, for long sequences.")
+    ddp_timeout: int = flag(1800, "Seconds after which a hanging rank ends the run; the error names it.")
+    cp_size: int = flag(1, "Context parallelism: neighbouring ranks that share each pack, for long sequences.")
 
     def check(self) -> None:
         self.require_at_least(1, "ddp_timeout", "cp_size")
 
 
 @contextmanager
-def distributed_run(args: ProcessFlags) -> Iterator[World]:
+def distributed_run(flags: ProcessFlags) -> Iterator[World]:
     """Set up logging, device, signals and process group; tear them down in order on any exit.
 
     Bad input ends every rank with status 2, with one line from the first rank that found it. A stop by signal ends
     every rank with PREEMPTED.
     """
-    world = World.from_environment(args.use_cpu)
+    world = World.from_environment(flags.use_cpu)
     use_gpu = world.device.type == "cuda"
     setup_logging(logging.INFO if world.is_main else logging.ERROR)
     faulthandler.enable()
     world.stop.install_handlers()
-    if args.deterministic:
+    if flags.deterministic:
         _set_deterministic()
     try:
         with _exit_status(world):
@@ -87,11 +89,11 @@ def distributed_run(args: ProcessFlags) -> Iterator[World]:
                 if world.local_rank >= (count := torch.cuda.device_count()):
                     raise UserError(f"rank {world.rank} has no GPU: --nproc_per_node is above the {count} here")
                 torch.cuda.set_device(world.device)
-            if args.tf32 is not None:
-                torch.backends.cuda.matmul.allow_tf32 = args.tf32
-            world.timeout_s = args.ddp_timeout
+            if flags.tf32 is not None:
+                torch.backends.cuda.matmul.allow_tf32 = flags.tf32
+            world.timeout_s = flags.ddp_timeout
             _init_process_group(world)
-            world.create_cp_groups(args.cp_size)
+            world.create_cp_groups(flags.cp_size)
             keep_freed_memory()
             yield world
     except BaseException as error:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,9 +17,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from common.cli import Flags, flag
 from common.compat import foreach_mul_, foreach_norm
 from common.distributed.world import World
+from common.flags import Flags, Missing, flag
 
 
 class Strategy:
@@ -134,13 +135,53 @@ def _all_reduce_in_bf16(_, bucket):
     return future.then(lambda done: gradients.copy_(done.value()[0]))
 
 
-@dataclass
-class ReplicaFlags(Flags):
-    group = "memory and exchange"
-    rarely = ("ddp_bucket_cap_mb",)
+@dataclass(frozen=True)
+class StrategyFlags(Flags):
+    """Base of the flags of a parallel strategy. Those that depend on other groups look at the whole run's flags."""
 
-    ddp_bucket_cap_mb: int = flag(25, "Megabytes of gradients that are exchanged at a time.")
-    ddp_bucket_dtype: str = flag("fp32", "Gradients are exchanged in fp32, or in bf16: half the bytes, and rounded.")
+    group = "memory and exchange"
+
+    def missing_in(self, run: Any) -> Iterable[Missing]:
+        """As `missing`, given the flags of the run."""
+        return ()
+
+    def check_in(self, run: Any) -> None:
+        """As `check`, given the flags of the run."""
+
+    @property
+    def state_on_host(self) -> bool:
+        """Whether weights, gradients and moments are kept in host memory."""
+        return False
+
+    @property
+    def only_by_torch(self) -> tuple[str, ...]:
+        """Flags that are given and only the torch backend supports."""
+        return ()
+
+    def recompute_modes(self) -> dict[str, dict[str, Any]]:
+        """{name: {flag: value}}: ways to treat activations, for a dry run to compare."""
+        return {}
+
+
+@dataclass(frozen=True)
+class ReplicaFlags(StrategyFlags):
+    """Of DistributedDataParallel."""
+
+    unlisted = ("ddp_bucket_cap_mb",)
+
+    gradient_checkpointing: bool = flag(
+        False, "Store layer inputs only, and recompute the activations in the backward pass."
+    )
+    ddp_bucket_cap_mb: int = flag(25, "Megabytes of gradients per all-reduce bucket.")
+    ddp_bucket_dtype: str = flag("fp32", "All-reduce gradients in fp32, or in bf16: half the bytes, and rounded.")
+
+    @property
+    def recomputed(self) -> str:
+        """The mode of `save_activations`."""
+        return "full" if self.gradient_checkpointing else "none"
+
+    def recompute_modes(self) -> dict[str, dict[str, Any]]:
+        return {"none": {"gradient_checkpointing": False}, "full": {"gradient_checkpointing": True}}
 
     def check(self) -> None:
         self.require_choice("ddp_bucket_dtype", ("fp32", "bf16"))

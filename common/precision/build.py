@@ -15,12 +15,11 @@ from common.cli import UserError
 from common.distributed.world import World
 from common.files.hashing import ROUNDING, derive_key
 from common.models.layers.linear import RoundedWeights
-from common.precision.plan import Plan, check_device, check_dimensions, describe, formats, resolve
+from common.precision.plan import Plan, PrecisionFlags, check_device, check_dimensions, describe, formats, resolve
 
 if TYPE_CHECKING:
     from common.precision.emulation import Emulation
     from common.precision.masters import Masters
-    from extras.quant_stats.stats_plan import StatsFlags
 
 logger = logging.getLogger(__name__)
 
@@ -103,7 +102,7 @@ class Precision:
 
 
 def choose_plan(
-    flags: StatsFlags, config: Any, device: torch.device, backend: str, why: str, sharded: bool
+    flags: PrecisionFlags, config: Any, device: torch.device, backend: str, why: str, sharded: bool
 ) -> Plan | None:
     """The number format of each layer; None if none is quantised.
 
@@ -134,7 +133,7 @@ def choose_plan(
     return plan
 
 
-def start_te_stats(flags: StatsFlags, plan: Plan | None, world: World, directory: Path):
+def start_te_stats(flags: PrecisionFlags, plan: Plan | None, world: World, directory: Path | None):
     """Transformer Engine's statistics, if asked for: before the layers are built, which register with it."""
     if not flags.quant_stats or flags.emulate_precision:
         return None
@@ -145,7 +144,7 @@ def start_te_stats(flags: StatsFlags, plan: Plan | None, world: World, directory
 
 
 def set_formats(
-    model: nn.Module, plan: Plan | None, flags: StatsFlags, seed: int, world: World, te_stats
+    model: nn.Module, plan: Plan | None, flags: PrecisionFlags, seed: int, world: World, te_stats
 ) -> Precision:
     """Give each layer of a model (on the meta device) its format."""
     if plan is None:

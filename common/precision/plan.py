@@ -11,8 +11,10 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from itertools import groupby
+from pathlib import Path
 
-from common.cli import Flags, Missing, UserError, flag
+from common.cli import UserError
+from common.flags import Flags, Missing, flag
 
 ADA, HOPPER, BLACKWELL = (8, 9), (9, 0), (10, 0)
 NAMES = {ADA: "Ada", HOPPER: "Hopper", BLACKWELL: "Blackwell"}
@@ -94,33 +96,37 @@ FIXED = {
 Plan = tuple[Recipe | None, ...]  # one entry a layer; None: BF16, or what the run computes in
 
 
-@dataclass
+@dataclass(frozen=True)
 class PrecisionFlags(Flags):
+    """Number formats of the layers, and statistics of what is quantised."""
+
     group = "precision"
-    rarely = (
-        "fp8_format",
-        "fp8_layers",
-        "fp8_recipe_kwargs",
-        "fp8_params",
-        "fp4_format",
-        "fp4_layers",
-        "fp4_recipe_kwargs",
+    advanced = (
+        *("fp8_format", "fp8_layers", "fp8_recipe_kwargs", "fp8_params", "fp4_layers", "fp4_recipe_kwargs"),
+        *("quant_stats_freq", "quant_stats_file"),
     )
+    unlisted = ("fp4_format", "quant_stats_dir")
 
     bf16: bool = flag(False, "Compute in bfloat16; weights, gradients and optimiser stay fp32.")
     fp8: bool = flag(False, "Compute encoder layers in FP8 (docs/precision.md).")
-    fp8_recipe: str = flag("delayed", f"Where FP8's scales come from: {', '.join(FP8_RECIPES)}.")
+    fp8_recipe: str = flag("delayed", f"FP8 scaling: {', '.join(FP8_RECIPES)}.")
     fp8_format: str | None = flag(
         None, "hybrid (E4M3, gradients E5M2) or e4m3. Default: hybrid; e4m3 for block and mxfp8."
     )
-    fp8_layers: str | None = flag(None, "Layers in FP8, counted from 1: 1-3,6. Default: all that --fp4 leaves.")
+    fp8_layers: str | None = flag(None, "Layers in FP8, counted from 1: 1-3,6. Default: all but --fp4_layers.")
     fp8_recipe_kwargs: str | None = flag(None, 'Arguments of the recipe as JSON: {"amax_history_len": 16}.')
-    fp8_params: bool = flag(False, "Keep the weights of those layers in FP8 on the GPU, beside fp32 masters.")
+    fp8_params: bool = flag(False, "Keep the weights of those layers in FP8 on the GPU, with fp32 master weights.")
     fp4: bool = flag(False, "Compute encoder layers in NVFP4.")
-    fp4_format: str = flag("e2m1", "e2m1, the only one that there is.")
-    fp4_layers: str | None = flag(None, "Layers in NVFP4, counted from 1. Default: all that --fp8 leaves.")
+    fp4_format: str = flag("e2m1", "e2m1 is the only one.")
+    fp4_layers: str | None = flag(None, "Layers in NVFP4, counted from 1. Default: all but --fp8_layers.")
     fp4_recipe_kwargs: str | None = flag(None, 'Arguments of the recipe as JSON: {"disable_rht": true}.')
     emulate_precision: bool = flag(False, "Round as those formats do, in plain PyTorch, on any device.")
+    quant_stats: bool = flag(False, "Log statistics of the quantised tensors: underflow, scales, error, norms.")
+    quant_stats_freq: int | None = flag(None, "Steps between them. Default: as the file says, 10 without one.")
+    quant_stats_dir: str | None = flag(None, "Where quant_stats.jsonl goes. Default: --output_dir.")
+    quant_stats_file: str | None = flag(
+        None, "Which layers, tensors and statistics: YAML as Transformer Engine's debug configuration."
+    )
 
     def missing(self) -> Iterator[Missing]:
         for name in ("fp8", "fp4"):
@@ -132,8 +138,37 @@ class PrecisionFlags(Flags):
         if self.emulate_precision and not (self.fp8 or self.fp4):
             yield Missing("--fp8", "or --fp4: there is nothing to emulate")
 
+        for detail in ("freq", "dir", "file"):
+            if getattr(self, f"quant_stats_{detail}") is not None and not self.quant_stats:
+                yield Missing("--quant_stats", f"--quant_stats_{detail} goes with --quant_stats")
+        if self.quant_stats and not (self.fp8 or self.fp4):
+            yield Missing("--fp8", "or --fp4: --quant_stats needs quantised layers")
+
     def check(self) -> None:
         recipes(self)
+        self.require_at_least(1, "quant_stats_freq")
+        if self.quant_stats_file is not None:
+            from extras.quant_stats.stats_file import read_file
+
+            read_file(self.quant_stats_file)
+
+    def stats_directory(self, output_dir: str) -> Path | None:
+        """Where quant_stats.jsonl goes; None without --quant_stats."""
+        return Path(self.quant_stats_dir or output_dir) if self.quant_stats else None
+
+    def check_stats_directory(self) -> None:
+        """UserError unless --quant_stats_dir can be made and written to; the output directory is checked elsewhere."""
+        if self.quant_stats and self.quant_stats_dir:
+            probe = Path(self.quant_stats_dir) / "quant_stats.jsonl.probe"
+            try:
+                probe.parent.mkdir(parents=True, exist_ok=True)
+                probe.touch()
+                probe.unlink()
+            except OSError as error:
+                raise UserError(
+                    f"--quant_stats_dir {self.quant_stats_dir}: not writable ({error.strerror}): choose another "
+                    "directory"
+                ) from error
 
 
 def recipes(flags: PrecisionFlags) -> dict[str, Recipe]:

@@ -1,31 +1,34 @@
-"""The flags of a training run: each room's own, and those of the run as a whole; ESM-2's are `TrainArguments`.
+"""The flags of a training run: one dataclass per concern, nested in `RunArguments`; ESM-2's are `TrainArguments`.
 
-Names and meanings are those of transformers' run_mlm.py and TrainingArguments wherever the two have the flag; what
-cannot be honoured is not here, and an unknown flag is an error.
+Names and meanings are those of transformers' run_mlm.py and TrainingArguments wherever the two have the flag. Flags
+of theirs that cannot be honoured do not exist here: an unknown flag is an error.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from common.cli import Flags, Missing, UserError, flag
+from common.cli import UserError
 from common.data.flags import DataFlags, StepFlags
 from common.distributed.context_parallel import LAYOUTS
 from common.distributed.run import ProcessFlags
+from common.distributed.strategy import StrategyFlags
+from common.flags import Flags, Missing, flag
 from common.models.esm2.family import ModelFlags
+from common.models.layers.backend import BackendFlags
+from common.precision.plan import PrecisionFlags
 from common.training.checkpoint import CheckpointFlags
 from common.training.optim import OptimizerFlags
 from common.training.run_logger import LogFlags
-from extras.quant_stats.stats_plan import StatsFlags
-
-# The flags of a dry run: what a run on so many ranks would hold, without a GPU and without data.
 
 
-@dataclass
+@dataclass(frozen=True)
 class DryRunFlags(Flags):
+    """What a run would need on so many ranks, estimated without a GPU and without data."""
+
     group = "dry run"
-    rarely = ("device_reserve",)
+    unlisted = ("device_reserve",)
 
     dry_run: bool = flag(
         False, "Train nothing: print what each of --world_size ranks would hold in memory, without GPUs or data."
@@ -38,15 +41,6 @@ class DryRunFlags(Flags):
         5.0, "GiB of --device_memory that are left to the CUDA context, NCCL and the allocator's gaps."
     )
 
-    @property
-    def does_without(self) -> tuple[str, ...]:
-        return ("--dataset_dir", "--dataset", "--max_steps", "--output_dir") if self.dry_run else ()
-
-    @property
-    def state_on_host(self) -> bool:
-        """Whether weights, gradients and moments are kept in host memory: a strategy's flags may say so."""
-        return False
-
     def missing(self) -> Iterator[Missing]:
         if not self.dry_run and (self.world_size or self.device_memory):
             yield Missing("--dry_run", "--world_size and --device_memory go with it: torchrun starts real ranks")
@@ -57,60 +51,105 @@ class DryRunFlags(Flags):
         self.require_at_least(0, "device_reserve")
 
 
-@dataclass
-class RunArguments(DryRunFlags, LogFlags, CheckpointFlags, ProcessFlags, StatsFlags, OptimizerFlags, StepFlags):
-    """Of a run of any task."""
+@dataclass(frozen=True)
+class RunArguments(Flags):
+    """Of a run of any task. A task narrows `model`, `data` and `optimizer`; the script brings its `strategy`."""
 
     group = "training and evaluation"
 
+    model: BackendFlags = field(default_factory=BackendFlags)
+    data: StepFlags = field(default_factory=StepFlags)
+    optimizer: OptimizerFlags = field(default_factory=OptimizerFlags)
+    precision: PrecisionFlags = field(default_factory=PrecisionFlags)
+    process: ProcessFlags = field(default_factory=ProcessFlags)
+    checkpoint: CheckpointFlags = field(default_factory=CheckpointFlags)
+    log: LogFlags = field(default_factory=LogFlags)
+    dry_run: DryRunFlags = field(default_factory=DryRunFlags)
+    strategy: StrategyFlags = field(default_factory=StrategyFlags)
+
+    task: str = flag(
+        "mlm",
+        "mlm (masked language modelling, ESM-2) or clm (causal, a decoder: docs/decoders.md). Default: clm with "
+        "--model, --model_type or a decoder's weights.",
+    )
     do_train: bool = flag(True, "Train.")
     do_eval: bool = flag(False, "Evaluate on the validation split, and at the end on the test split too.")
     eval_steps: float | None = flag(None, "Evaluate every N steps (below 1: a fraction of the run), with --do_eval.")
     eval_on_start: bool = flag(False, "Evaluate before the first step, with --do_eval.")
     stop_at_step: int | None = flag(None, "Save and end after this step; the schedule still spans the whole run.")
     save_final_model: bool | None = flag(
-        None,
-        "Export final_model/ for transformers. Default: once all steps are done; True: at any end of the run.",
+        None, "Export final_model/ for transformers. Default: once all steps are done; True: at any end of the run."
     )
 
+    @property
+    def optional(self) -> tuple[str, ...]:
+        return ("--dataset_dir", "--dataset", "--max_steps", "--output_dir") if self.dry_run.dry_run else ()
+
+    @property
+    def model_named(self) -> str | None:
+        """What the flags call the model."""
+        return self.model.model_name_or_path
+
+    @property
+    def pack_tokens(self) -> int:
+        """Most tokens of a pack."""
+        return self.data.per_device_train_batch_size * self.data.max_seq_length
+
+    @property
+    def batch(self) -> tuple[int, str]:
+        """The size of a pack, and its unit."""
+        return self.data.per_device_train_batch_size, "sequences"
+
     def missing(self) -> Iterator[Missing]:
-        if self.cp_size == 1 and (self.cp_layout != "dual_chunk" or self.pad_sequences_to_be_divisible_by):
+        if self.process.cp_size == 1 and (
+            self.data.cp_layout != "dual_chunk" or self.data.pad_sequences_to_be_divisible_by
+        ):
             yield Missing("--cp_size", "--cp_layout and --pad_sequences_to_be_divisible_by go with it", "2")
         if (self.eval_steps or self.eval_on_start) and not self.do_eval:
             yield Missing("--do_eval", "--eval_steps and --eval_on_start need it")
+        yield from self.strategy.missing_in(self)
 
     def check(self) -> None:
         self.require_at_least(1, "stop_at_step")
         self.require_above(0, "eval_steps")
-        self.require_choice("cp_layout", LAYOUTS)
-        multiple = self.pad_sequences_to_be_divisible_by
-        if multiple is not None and self.cp_layout == "contiguous":
+        cp_size, layout = self.process.cp_size, self.data.cp_layout
+        multiple = self.data.pad_sequences_to_be_divisible_by
+        if layout not in LAYOUTS:
+            raise UserError(f"--cp_layout {layout}: choose {', '.join(LAYOUTS)}")
+        if multiple is not None and layout == "contiguous":
             raise UserError(
                 "--pad_sequences_to_be_divisible_by: --cp_layout contiguous pads nothing: drop one of them"
             )
-        if multiple is not None and (multiple < 1 or multiple % (2 * self.cp_size)):
+        if multiple is not None and (multiple < 1 or multiple % (2 * cp_size)):
             raise UserError(
                 f"--pad_sequences_to_be_divisible_by {multiple}: a sequence is cut into 2 x --cp_size chunks: give a "
-                f"multiple of {2 * self.cp_size}"
+                f"multiple of {2 * cp_size}"
             )
-        if self.cp_size > 1 and self.fp8_params:
-            raise UserError("--fp8_params with --cp_size: not tried on any GPU yet: drop one of the two")
+        if cp_size > 1 and self.precision.fp8_params:
+            raise UserError("--fp8_params with --cp_size: not tested on any GPU yet: drop one of the two")
+        self.strategy.check_in(self)
 
 
-@dataclass
-class TrainArguments(RunArguments, DataFlags, ModelFlags):
+@dataclass(frozen=True)
+class TrainArguments(RunArguments):
     """Of masked language modelling with ESM-2."""
 
+    model: ModelFlags = field(default_factory=ModelFlags)
+    data: DataFlags = field(default_factory=DataFlags)
+
     @property
-    def model_named(self) -> str:
-        return self.config_name or self.model_name_or_path
+    def model_named(self) -> str | None:
+        return self.model.config_name or self.model.model_name_or_path
 
     @property
     def pack_tokens(self) -> int:
-        """How long a pack may be."""
-        return self.tokens_per_pack or self.per_device_train_batch_size * self.max_seq_length
+        return self.data.pack_tokens
 
     @property
     def batch(self) -> tuple[int, str]:
-        """How much a pack is, and of what."""
-        return (self.tokens_per_pack, "tokens") if self.packing else (self.per_device_train_batch_size, "sequences")
+        packed = self.data.tokens_per_pack if self.data.packing else None
+        return (packed, "tokens") if packed else super().batch
+
+    def missing(self) -> Iterator[Missing]:
+        if self.model.bf16_residual and not self.precision.bf16:
+            yield Missing("--bf16", "--bf16_residual needs bf16 layers")

@@ -31,10 +31,11 @@ from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
-from common.cli import INTERRUPTED, Flags, Missing, UserError, flag
+from common.cli import INTERRUPTED, UserError
 from common.distributed.run import exit_if_peer_lost, is_peer_lost
 from common.distributed.world import PeerFailed, World
 from common.files.json_files import size_and_crc, sync_directory, write_json_flushed
+from common.flags import Flags, Missing, flag
 from common.training import checkpoint_files as files
 from common.training.checkpoint_files import reason_of
 from common.training.checkpoint_metadata import METADATA, OLD_METADATA, Writer
@@ -45,11 +46,11 @@ logger = logging.getLogger(__name__)
 CONFIG, TRAINER_STATE = "config.json", "trainer_state.json"
 
 
-@dataclass
+@dataclass(frozen=True)
 class CheckpointFlags(Flags):
     group = "checkpoints"
-    needed = ("output_dir",)
-    rarely = ("async_save",)
+    required = ("output_dir",)
+    unlisted = ("async_save",)
 
     output_dir: str | None = flag(None, "Where checkpoints, metrics and final_model/ go.")
     overwrite_output_dir: bool = flag(

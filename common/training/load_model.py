@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from common.cli import UserError
 from common.distributed.fsdp import copy_to_shard
 from common.distributed.world import World
+from common.flags import flat
 from common.models.layers.compiling import compile_layers
 from common.models.layers.context_attention import enable_context_parallel
 from common.models.layers.initialise import initialise
@@ -45,20 +46,22 @@ def load_model(
     with world.raise_together():
         choice = task_of(args).choose(args, world, torch_only, resume.implementation if resume else {})
     config, backend, gelu = choice.config, choice.backend, choice.gelu
-    flags = {name: value for name, value in asdict(args).items() if name not in PER_RANK_FLAGS}
+    flags = {name: value for name, value in flat(args).items() if name not in PER_RANK_FLAGS}
     software = {"torch": torch.__version__, "device": world.device.type}
-    compiled, remark = args.compiles(world.device, backend)
+    compiled, remark = args.model.compiles(world.device, backend)
     software |= {"compiled": str(compiled)}
     software |= {"backend": f"{backend} ({choice.why})", "gelu": gelu}
     world.assert_same(flags | software | {f"model's {name}": value for name, value in asdict(config).items()})
     with world.raise_together():
-        plan = choose_plan(args, config, world.device, backend, choice.why, sharded=shard is not None)
-        te_stats = start_te_stats(args, plan, world, args.log_directory(args.output_dir))
+        plan = choose_plan(args.precision, config, world.device, backend, choice.why, sharded=shard is not None)
+        te_stats = start_te_stats(
+            args.precision, plan, world, args.precision.stats_directory(args.checkpoint.output_dir)
+        )
         with torch.device("meta"):
             model = choice.make()
-        precision = set_formats(model, plan, args, args.seed, world, te_stats)
+        precision = set_formats(model, plan, args.precision, args.data.seed, world, te_stats)
         if world.cp_group is not None:
-            enable_context_parallel(model, world.cp_group, args.cp_comm_type)
+            enable_context_parallel(model, world.cp_group, args.model.cp_comm_type)
         if compiled:
             compile_layers(model, world.device.type)
     if shard is not None:
@@ -70,16 +73,16 @@ def load_model(
                 check_host_memory(model, args.do_train, world.local_size)
             model.to_empty(device=device or world.device)
         if not world.is_dry_run:
-            initialise(model, args.seed, config.initializer_range)
+            initialise(model, args.data.seed, config.initializer_range)
         if choice.read and not world.is_dry_run:
             pieces, extras = choice.read()
             parameters = dict(model.named_parameters())
             for name, tensor in pieces:
                 copy_to_shard(parameters[name], tensor)
-        if args.fp8_params:
+        if args.precision.fp8_params:
             precision = replace(precision, masters=precision.quantised.quantise_weights())
         # Transformer Engine casts weights itself, and shards are gathered in bf16.
-        if args.bf16 and backend == "torch" and plan is None and shard is None:
+        if args.precision.bf16 and backend == "torch" and plan is None and shard is None:
             precision = replace(precision, rounded=RoundedWeights(model.layers))
     remarks = (*choice.remarks, *([remark] if remark else []))
     return BuiltModel(model, backend, gelu, remarks, precision, extras, compiled)

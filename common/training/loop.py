@@ -24,6 +24,7 @@ from common.distributed.stopping import Preempted
 from common.distributed.strategy import Strategy
 from common.distributed.world import World
 from common.files.json_files import read_json_lines, write_json
+from common.flags import flat
 from common.models.layers.compiling import FirstStep
 from common.models.layers.hf_directory import Training
 from common.training.arguments import RunArguments
@@ -46,12 +47,12 @@ Build = Callable[[RunArguments, World, ResumePlan], tuple[Strategy, BuiltModel]]
 
 def train(args: RunArguments, build: Build) -> None:
     """Train, evaluate, save and export as the flags say, or with --dry_run estimate the memory of such a run."""
-    if args.dry_run:
+    if args.dry_run.dry_run:
         from extras.dry_run.dry_run import dry_run
 
         dry_run(args, build)
         return
-    with distributed_run(args) as world:
+    with distributed_run(args.process) as world:
         run_training(args, build, world)
 
 
@@ -61,7 +62,7 @@ def run_training(args: RunArguments, build: Build, world: World) -> None:
         directory = None
         with world.on_main_rank() as is_main:
             if is_main:
-                directory = stack.enter_context(RunDirectory(Path(args.output_dir)))
+                directory = stack.enter_context(RunDirectory(Path(args.checkpoint.output_dir)))
         # With the directory locked, no other run can change the checkpoints.
         restarted = world.broadcast_object(directory and directory.restarted)
         resume = plan_resume(args, restarted, world)
@@ -100,31 +101,26 @@ class Run:
 
 
 def set_up(
-    args: RunArguments,
-    build: Build,
-    world: World,
-    resume: ResumePlan,
-    directory: RunDirectory | None,
-    stack: ExitStack,
+    args: RunArguments, build: Build, world: World, resume: ResumePlan, run_dir: RunDirectory | None, stack: ExitStack
 ) -> Run:
     """Build the model, open data, log and checkpoints, load the checkpoint, resolve what the flags leave open."""
     from extras.monitor.step_monitor import StepMonitor
 
     strategy, built = build(args, world, resume)
     with world.on_main_rank() as is_main:  # report bad input before anything is removed or written
-        if is_main and args.quant_stats:
-            args.check_log_directory()
+        if is_main:
+            args.precision.check_stats_directory()
     task = task_of(args)(built, args, world)
     task.open(evaluates=args.do_eval)
     world.assert_same(task.data.identity)
     with world.on_main_rank() as is_main:
-        if is_main and args.overwrite_output_dir and args.do_train:
-            directory.overwrite()
-    log = stack.enter_context(RunLogger(args, Path(args.output_dir), world))
-    optimizer = build_optimizer(built.weights, args)
+        if is_main and args.checkpoint.overwrite_output_dir and args.do_train:
+            run_dir.overwrite()
+    log = stack.enter_context(RunLogger(args.log, Path(args.checkpoint.output_dir), world))
+    optimizer = build_optimizer(built.weights, args.optimizer)
     built.precision.attach(optimizer)
     checkpointer = Checkpointer(
-        *(args, built.weights, optimizer, built.config, world, args.ddp_timeout),
+        *(args.checkpoint, built.weights, optimizer, built.config, world, args.process.ddp_timeout),
         scales=built.precision.scales,
         extras=built.extras,
         dcp_state=strategy.dcp_state,
@@ -137,22 +133,21 @@ def set_up(
         resume.check(built.config.fingerprint(), args, task.data)
     if resume.checkpoint is not None:
         checkpointer.load(resume.checkpoint)
-    set_hyperparameters(optimizer, args)
+    set_hyperparameters(optimizer, args.optimizer)
     grad_scale = strategy.grad_scale(world.size)
     built.precision.attach_restored(grad_scale / (state.gradient_factor or grad_scale))
     strategy.sync_model_weights()
     plan = plan_run(args, built, task.data, state, world)
-    state.start(plan, task.data.identity, asdict(args), grad_scale)
+    state.start(plan, task.data.identity, flat(args), grad_scale)
     announce(args, built, task.data, plan, state, world)
 
-    stepper = Stepper(task, strategy, built.precision, optimizer, world, args.max_grad_norm)
-    evaluator = Evaluator(task, strategy)
+    stepper = Stepper(task, strategy, built.precision, optimizer, world, args.optimizer.max_grad_norm)
     run = Run(
-        *(args, world, directory, strategy, built, task, stepper, evaluator),
+        *(args, world, run_dir, strategy, built, task, stepper, Evaluator(task, strategy)),
         *(checkpointer, log, monitor, plan, state),
     )
     first_row = plan.first_row(task.data, state) if args.do_train else None
-    log.track(first_row, anew=state.step == 0 and not resume.restarted)
+    log.track(flat(args), first_row, anew=state.step == 0 and not resume.restarted)
     return run
 
 
@@ -170,11 +165,11 @@ def train_steps(run: Run) -> None:
         raise Preempted
     with world.raise_together():
         loader = task.steps(plan.packs_per_step, state.step, state.position, plan.last_step)
-    learning_rate = args.schedule(plan.total_steps)
-    peak = peak_flops(world.device, args.bf16)
+    learning_rate = args.optimizer.schedule(plan.total_steps)
+    peak = peak_flops(world.device, args.precision.bf16)
     first_step, interval = FirstStep(run.built.compiled), Interval()
-    saves = SaveSchedule(plan.save_every, args.save_minutes, state.step)
-    hidden = True if args.disable_tqdm or not world.is_main else None  # None: only on a terminal
+    saves = SaveSchedule(plan.save_every, args.checkpoint.save_minutes, state.step)
+    hidden = True if args.log.disable_tqdm or not world.is_main else None  # None: only on a terminal
     bar = tqdm(total=plan.last_step or plan.total_steps, initial=state.step, disable=hidden, unit="step")
     stopping = False
     with closing(iter(loader)) as steps, logging_redirect_tqdm(), bar, scheduled_gc() as collect:
@@ -201,12 +196,12 @@ def train_steps(run: Run) -> None:
                 state.advance(data, counts, flops, result, seconds)
                 if result.skipped:
                     with world.raise_together():
-                        state.check_divergence(args.max_skipped_steps)
+                        state.check_divergence(args.optimizer.max_skipped_steps)
                 bar.update()
                 collect(state.step)
                 interval.add_monitored(run.monitor.after_step(state.step, waited))
                 evaluates = plan.eval_every and state.step % plan.eval_every == 0
-                if evaluates or state.step % args.logging_steps == 0 or state.step == 1 or run.done:
+                if evaluates or state.step % args.log.logging_steps == 0 or state.step == 1 or run.done:
                     row = interval.row(state, plan.total_steps, lr, result, world, peak)
                     interval = Interval()
                     if evaluates:
@@ -232,7 +227,7 @@ def begin_training(run: Run, first_row: int) -> None:
     with run.world.on_main_rank() as is_main:
         if is_main:
             run.directory.claim()
-            stats_directory = run.args.log_directory(run.args.output_dir) if run.args.quant_stats else None
+            stats_directory = run.args.precision.stats_directory(run.args.checkpoint.output_dir)
             info = run_info(run.args, run.built, run.task.words, run.world)
             line = partial(run.task.line, packs_per_step=run.plan.packs_per_step)
             run.log.begin(first_row, stats_directory, run.state.step, info, line)
@@ -268,7 +263,13 @@ def save(run: Run, schedule: SaveSchedule) -> float:
 
 def end(run: Run) -> None:
     """Write results, evaluate, export and draw as the flags say. Raises Preempted if stopped in an evaluation."""
-    args, world, state, task, output_dir = run.args, run.world, run.state, run.task, Path(run.args.output_dir)
+    args, world, state, task, output_dir = (
+        run.args,
+        run.world,
+        run.state,
+        run.task,
+        Path(run.args.checkpoint.output_dir),
+    )
 
     def report(split: str, results: dict) -> None:
         with world.on_main_rank() as is_main:

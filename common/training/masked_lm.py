@@ -39,7 +39,7 @@ UNIGRAM_RUN = 1000  # consecutive proteins that are read together
 
 def choose_encoder(args: TrainArguments, world: World, torch_only: tuple[str, ...], previous: dict) -> ModelSpec:
     """As `Family.choose`, of the family of --config_name or --model_name_or_path."""
-    name = args.config_name or args.model_name_or_path
+    name = args.model.config_name or args.model.model_name_or_path
     return encoder_family(str(name)).choose(args, world, torch_only, previous)
 
 
@@ -52,41 +52,43 @@ class MaskedLM(Task):
     data: TrainingData
 
     def __init__(self, built: BuiltModel, flags: TrainArguments, world: World):
-        self.built, self.flags, self.bf16, self.world = built, flags, flags.bf16, world
-        self.family = encoder_family(str(flags.config_name or flags.model_name_or_path))
+        self.built, self.flags, self.bf16, self.world = built, flags, flags.precision.bf16, world
+        self.family = encoder_family(str(flags.model.config_name or flags.model.model_name_or_path))
         self.baselines: dict[str, dict] = {}  # unigram results by split
 
     def open(self, evaluates: bool) -> None:
         """Open the data; all ranks together."""
-        if self.flags.dataset and self.family is not family_of("esm"):
+        if self.flags.data.dataset and self.family is not family_of("esm"):
             raise UserError(
-                f"--dataset {self.flags.dataset}: files are tokenised with ESM-2's alphabet: give --dataset_dir, "
+                f"--dataset {self.flags.data.dataset}: files are tokenised with ESM-2's alphabet: give --dataset_dir, "
                 "tokenised with the model's own"
             )
-        self.data = open_data(self.flags, self.family.tokens, self.world, evaluates, {"sample": self._make_sample})
+        self.data = open_data(
+            self.flags.data, self.family.tokens, self.world, evaluates, {"sample": self._make_sample}
+        )
 
     def _make_sample(self) -> Path:
         """Generate proteins for --dataset sample."""
         from extras.prepare.sample import SAMPLE, make_sample
 
-        return make_sample(Path(self.flags.output_dir) / SAMPLE)
+        return make_sample(Path(self.flags.checkpoint.output_dir) / SAMPLE)
 
     def example(self, tokens: int) -> Batch:
         """This rank's batch of a pack of `tokens` random residues in sequences of the maximum length."""
-        pack = Pack.of_length(tokens, self.flags.max_seq_length)
+        pack = Pack.of_length(tokens, self.flags.data.max_seq_length)
         choices = np.array(self.family.tokens.replacements, dtype=np.uint8)
-        ids = choices[np.random.default_rng(self.flags.seed).integers(len(choices), size=tokens)]
-        return self._masked(self.flags.seed)(pack, ids)
+        ids = choices[np.random.default_rng(self.flags.data.seed).integers(len(choices), size=tokens)]
+        return self._masked(self.flags.data.seed)(pack, ids)
 
     def _masked(self, seed: int, pad_to: int = 0) -> Collator:
-        return masked_batches(self.flags, self.family.tokens, seed, self.world.mesh, pad_to)
+        return masked_batches(self.flags.data, self.family.tokens, seed, self.world.mesh, pad_to)
 
     def collator(self) -> Collator:
         # One shape for every step: for a new one a GPU's libraries select kernels again, and its allocator takes
         # memory. On a CPU the fillers would only cost time.
-        one_shape = self.world.device.type == "cuda" and self.flags.packing
+        one_shape = self.world.device.type == "cuda" and self.flags.data.packing
         pad_to = self.flags.pack_tokens if one_shape else 0
-        return self._masked(self.flags.seed, pad_to)
+        return self._masked(self.flags.data.seed, pad_to)
 
     @staticmethod
     def counts(micro_batches: list[Batch]) -> StepCounts:
@@ -107,7 +109,7 @@ class MaskedLM(Task):
     def evaluate(self, model: nn.Module, split: str, prefix: str, step: int) -> dict:
         """As `evaluate`, on a split."""
         store = self.data.held_out(split)
-        return evaluate(model, store, self.family.tokens, self.flags, self.world, prefix, step, self.bf16)
+        return evaluate(model, store, self.family.tokens, self.flags.data, self.world, prefix, step, self.bf16)
 
     @staticmethod
     def summary(results: dict) -> str:
@@ -123,7 +125,7 @@ class MaskedLM(Task):
         if split not in self.baselines:
             held_out = self.data.held_out(split)
             tokens = self.family.tokens
-            self.baselines[split] = unigram(self.data.sample, held_out, tokens, self.flags, self.world, prefix)
+            self.baselines[split] = unigram(self.data.sample, held_out, tokens, self.flags.data, self.world, prefix)
         return self.baselines[split]
 
     def line(self, row: dict, packs_per_step: int) -> str:

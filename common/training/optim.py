@@ -11,16 +11,18 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import LambdaLR
 
-from common.cli import Flags, UserError, flag
+from common.cli import UserError
+from common.flags import Flags, flag
 
 ESM2_WARMUP_STEPS = 2000  # Lin et al. 2023, supplement A.2.4; also: decay to a tenth of the peak at 90 % of the run
 ESM2_FINAL_FRACTION, ESM2_DECAY_END = 0.1, 0.9
 
 
-@dataclass
+@dataclass(frozen=True)
 class OptimizerFlags(Flags):
     group = "optimiser"
-    rarely = ("adam_beta1", "adam_beta2", "adam_epsilon", "max_skipped_steps")
+    advanced = ("adam_beta1", "adam_beta2", "max_skipped_steps")
+    unlisted = ("adam_epsilon",)
 
     learning_rate: float = flag(4e-4, "Peak learning rate (ESM-2: 4e-4; 15B: 1.6e-4).")
     lr_scheduler_type: str = flag(
@@ -35,7 +37,7 @@ class OptimizerFlags(Flags):
     adam_epsilon: float = flag(1e-8, "AdamW's epsilon.")
     max_grad_norm: float = flag(1.0, "Clip the global gradient norm to this; 0: don't.")
     max_skipped_steps: int = flag(
-        5, "A step whose loss or gradient norm is not finite is skipped; after this many in a row the run stops."
+        5, "Steps with a NaN or infinite loss or gradient norm are skipped; after this many in a row the run stops."
     )
 
     def schedule(self, total_steps: int) -> Callable[[int], float]:

@@ -181,21 +181,21 @@ class TrainerState:
         after a number of steps, not of records.
         """
         before = (self.arguments.get("num_train_epochs"), self.packs_per_step)
-        counted_in_epochs = flags.max_steps <= 0 and self.arguments.get("max_steps", 0) <= 0
-        if not counted_in_epochs or before != (flags.num_train_epochs, packs):
+        counted_in_epochs = flags.data.max_steps <= 0 and self.arguments.get("max_steps", 0) <= 0
+        if not counted_in_epochs or before != (flags.data.num_train_epochs, packs):
             return None, None
         stopped = self.arguments.get("stop_at_step") is not None
         return self.resolved.get("total_steps"), None if stopped else self.resolved.get("last_step")
 
     def check_same_start(self, flags: RunArguments) -> None:
         """UserError if --model_name_or_path names other weights than the run started from: they would be ignored."""
-        given = flags.model_name_or_path
+        given = flags.model.model_name_or_path
         before = self.arguments.get("model_name_or_path", given)
         if given and (before is None or os.path.abspath(given) != os.path.abspath(before)):
             raise UserError(
-                f"--output_dir {flags.output_dir}: the run there started from {before or 'random weights'} and "
-                f"resumes with its own, not with those of --model_name_or_path {given}: choose another --output_dir, "
-                "or start anew there with --overwrite_output_dir"
+                f"--output_dir {flags.checkpoint.output_dir}: the run there started from "
+                f"{before or 'random weights'} and resumes with its own, not with those of --model_name_or_path "
+                f"{given}: choose another --output_dir, or start anew there with --overwrite_output_dir"
             )
 
 
@@ -229,7 +229,7 @@ def _check_row(row: dict) -> None:
 def plan_run(args: RunArguments, built: BuiltModel, data: TrainingData, state: TrainerState, world: World) -> RunPlan:
     """Resolve packs per step, accumulation and the number of steps; all ranks together."""
     with world.raise_together():
-        packs = packs_per_step(args, world.mesh, state.packs_per_step)
+        packs = packs_per_step(args.data, world.mesh, state.packs_per_step)
         data.check_packs(state.packs_per_step or packs, packs)
         total_steps, last_step = state.saved_steps(args, packs)
         if total_steps is None:
@@ -242,9 +242,9 @@ def plan_run(args: RunArguments, built: BuiltModel, data: TrainingData, state: T
         packs_per_step=packs,
         accumulation=max(1, packs // world.mesh.dp_size),  # need not divide if nothing is trained
         total_steps=total_steps,
-        last_step=min((n for n in (args.max_steps, args.stop_at_step, last_step) if n and n > 0), default=None),
+        last_step=min((n for n in (args.data.max_steps, args.stop_at_step, last_step) if n and n > 0), default=None),
         eval_every=_in_steps(args.eval_steps, total_steps),
-        save_every=_in_steps(args.save_steps, total_steps),
+        save_every=_in_steps(args.checkpoint.save_steps, total_steps),
     )
     with world.raise_together():
         if args.do_train and not plan.finished(data, state.step, state.position):

@@ -32,7 +32,7 @@ def announce(
     logger.info("***** Running training *****" if args.do_train else "***** No training *****")
     for name, value in (
         ("Num examples", data.num_examples or "unknown (streamed)"),
-        ("Num Epochs", _epochs(args.num_train_epochs, data)),
+        ("Num Epochs", _epochs(args.data.num_train_epochs, data)),
         (f"Instantaneous batch size per device ({unit})", per_rank),
         (
             f"Total train batch size (w. parallel, distributed & accumulation; {unit})",
@@ -48,13 +48,15 @@ def announce(
         logger.warning("%s", warning)
     for line in built.remarks:
         logger.info("  %s", line)
-    precision = "bfloat16, fp32 master weights" if args.bf16 else "fp32"
+    precision = "bfloat16, fp32 master weights" if args.precision.bf16 else "fp32"
     logger.info("  Device = %s x %d, computing in %s", world.device.type, world.size, precision)
     if world.cp_size > 1:
-        logger.info("  Each pack is shared by %d ranks (%s, %s)", world.cp_size, args.cp_comm_type, args.cp_layout)
+        logger.info(
+            "  Each pack is shared by %d ranks (%s, %s)", world.cp_size, args.model.cp_comm_type, args.data.cp_layout
+        )
     if state.step:
         logger.info("Resuming after step %d (epoch %.2f)", state.step, state.epoch)
-    if plan.accumulation != args.gradient_accumulation_steps:
+    if plan.accumulation != args.data.gradient_accumulation_steps:
         logger.info("Accumulation is %d, to keep %d packs a step", plan.accumulation, plan.packs_per_step)
 
 
@@ -69,15 +71,15 @@ def describe_weights(args: RunArguments, step: int) -> str:
     """Which weights the run starts from, for the log. step: of the checkpoint it resumes from, 0 for none."""
     if step:
         return f"from checkpoint-{step}"
-    if not args.model_name_or_path:
-        return f"random, seed {args.seed}"
-    files = weight_files(args.model_name_or_path)
-    return f"from {args.model_name_or_path}" + (f" ({files})" if files else "")
+    if not args.model.model_name_or_path:
+        return f"random, seed {args.data.seed}"
+    files = weight_files(args.model.model_name_or_path)
+    return f"from {args.model.model_name_or_path}" + (f" ({files})" if files else "")
 
 
 def warn_of_unused_weights(args: RunArguments) -> str | None:
     """A warning if --config_name or --model names a directory with weights: only its configuration is used."""
-    if args.model_name_or_path or not args.model_named or not (files := weight_files(args.model_named)):
+    if args.model.model_name_or_path or not args.model_named or not (files := weight_files(args.model_named)):
         return None
     return (
         f"{args.model_named} has weights ({files}), which are not loaded: training starts from random ones; to start "
@@ -99,8 +101,8 @@ def run_info(args: RunArguments, built: BuiltModel, labels: tuple[str, ...], wor
     device = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else world.device.type
     return {
         "model": f"{args.model_named or built.config.model_type} ({count_parameters(built.model):,} parameters)",
-        "data": str(args.dataset_dir or args.dataset),
-        "device": f"{device} x {world.size}, {'bf16' if args.bf16 else 'fp32'}",
+        "data": str(args.data.dataset_dir or args.data.dataset),
+        "device": f"{device} x {world.size}, {'bf16' if args.precision.bf16 else 'fp32'}",
         "words": list(labels),
     }
 

@@ -70,12 +70,12 @@ def plan_resume(args: RunArguments, restarted: bool, world: World) -> ResumePlan
     A restarted job resumes from its own newest checkpoint, whatever its flags say. UserError: the checkpoint
     asked for is damaged, none of several is whole, none is left of an earlier run, or the trainer state is refused.
     """
-    output_dir = Path(args.output_dir)
-    overwrite = args.overwrite_output_dir and args.do_train and not restarted
+    output_dir = Path(args.checkpoint.output_dir)
+    overwrite = args.checkpoint.overwrite_output_dir and args.do_train and not restarted
     request: str | bool = False
     with world.on_main_rank() as is_main:
         if is_main:
-            chosen = requested_checkpoint(args.resume_from_checkpoint, output_dir, restarted)
+            chosen = requested_checkpoint(args.checkpoint.resume_from_checkpoint, output_dir, restarted)
             if overwrite and chosen is True:
                 chosen = False
             if overwrite and chosen and chosen.resolve().parent == output_dir.resolve():

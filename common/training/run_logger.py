@@ -16,10 +16,11 @@ from typing import NamedTuple
 
 import torch
 
-from common.cli import MACHINE_FAULT, Flags, UserError, flag
+from common.cli import MACHINE_FAULT, UserError
 from common.distributed.stopping import PREEMPTED, Preempted
 from common.distributed.world import World
 from common.files.json_files import JsonLinesLog, read_json_lines, write_json
+from common.flags import Flags, flag
 
 logger = logging.getLogger(__name__)
 
@@ -160,10 +161,10 @@ def read_run_info(output_dir: Path) -> dict:
     return {}
 
 
-@dataclass
+@dataclass(frozen=True)
 class LogFlags(Flags):
     group = "logging"
-    rarely = ("straggler_every", "profile_steps", "disable_tqdm")
+    advanced = ("straggler_every", "profile_steps", "disable_tqdm")
 
     logging_steps: int = flag(10, "Steps between log lines and rows of metrics.jsonl.")
     straggler_every: int = flag(100, "Steps between comparisons of the ranks' own work; the slowest is named. 0: off.")
@@ -222,15 +223,15 @@ class RunLogger:
         failed = PREEMPTED if kind and issubclass(kind, Preempted) else MACHINE_FAULT
         self.tracker.close(failed if kind else 0)
 
-    def track(self, first_row: int | None, anew: bool) -> None:
-        """Open the tracker of --report_to, on all ranks together; see `open_tracker`."""
+    def track(self, config: dict, first_row: int | None, anew: bool) -> None:
+        """Open the tracker of --report_to, on all ranks together; see `open_tracker`. config: all flags of the run."""
         if self.flags.report_to == "none":
             return
         from extras.trackers import open_tracker
 
         with self.world.on_main_rank() as is_main:
             if is_main:
-                self.tracker = open_tracker(self.flags, self.output_dir, first_row, anew)
+                self.tracker = open_tracker(self.flags, config, self.output_dir, first_row, anew)
 
     def begin(
         self, first_row: int, quant_stats_in: Path | None, step: int, about: dict, line: Callable[[dict], str]

@@ -14,10 +14,10 @@ from typing import NamedTuple
 from torch import Tensor, nn
 
 from common.data.collators import Collator
-from common.data.flags import StepFlags
 from common.data.loader import TrainLoader
 from common.distributed.world import World
 from common.precision.build import Precision
+from common.training.arguments import RunArguments
 
 
 class StepCounts(NamedTuple):
@@ -61,7 +61,7 @@ class BuiltModel:
 class Task(ABC):
     """A subclass sets flags and world, and data when it opens them."""
 
-    flags: StepFlags
+    flags: RunArguments
     world: World
 
     @abstractmethod
@@ -77,5 +77,5 @@ class Task(ABC):
             step,
             position,
             num_steps=None if last_step is None else max(0, last_step - step),
-            **self.flags.loading(self.world.device),
+            **self.flags.data.loading(self.world.device),
         )

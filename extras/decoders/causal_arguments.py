@@ -1,44 +1,31 @@
-"""The flags of a decoder's run: the house's names, with the FSDP guides' names and defaults beside them."""
+"""The flags of a decoder's run. The FSDP guides' names are aliases, their defaults are a table."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, fields
-from typing import ClassVar
+from collections.abc import Callable
+from dataclasses import dataclass, field
 
-from common.cli import Flags, UserError, flag
+from common.cli import UserError
+from common.flags import flag, with_flags
 from common.training.arguments import RunArguments
 from common.training.optim import OptimizerFlags, warmup_steps
 from extras.decoders.config import PRESETS
 from extras.decoders.flags import DecoderFlags
-from extras.text.flags import TextFlags
-
-# The learning rates of a decoder's run, under the guides' names for them.
+from extras.text.flags import PUBLISHED, TextFlags
 
 STYLES = ("constant", "linear", "cosine", "exponential", "plateau")
 
 
-@dataclass
+@dataclass(frozen=True)
 class DecayFlags(OptimizerFlags):
-    group = "optimiser"
-    rarely = ("lr_decay_iters", "plateau")
+    """Learning rate schedules of the guides: warm-up, then from the peak to --min_lr."""
 
-    learning_rate: float = flag(1e-4, "Peak learning rate.", "lr")
-    lr_scheduler_type: str = flag(
-        "cosine",
-        "constant, or how the rate falls to --min_lr: linear, cosine, exponential, plateau (--plateau of the run at "
-        "the peak, then linear).",
-        "lr_decay_style",
-    )
-    warmup_steps: float | None = flag(0.0032, "Steps up to the peak, or a fraction of the run below 1.", "warmup")
+    advanced = ("lr_decay_iters", "plateau")
+
     lr_decay_iters: int | None = flag(None, "The step at which --min_lr is reached. Default: the last.")
     min_lr: float = flag(1e-5, "What the rate falls to.")
     plateau: float = flag(0.0, "With --lr_decay_style plateau: the fraction of the run at the peak.")
-    weight_decay: float = flag(0.2, "On matrices and embeddings; never on norms.")
-    adam_beta1: float = flag(0.9, "AdamW's first moment.", "beta1")
-    adam_beta2: float = flag(0.95, "AdamW's second moment.", "beta2")
-    max_grad_norm: float = flag(1.0, "Clip the global gradient norm to this; 0: don't.", "grad_clip")
 
     def check(self) -> None:
         self.require_choice("lr_scheduler_type", STYLES)
@@ -55,7 +42,7 @@ class DecayFlags(OptimizerFlags):
             )
 
     def schedule(self, total_steps: int) -> Callable[[int], float]:
-        """The peak comes with the last step of the warm-up, --min_lr with step --lr_decay_iters and stays."""
+        """The peak comes with the last step of the warm-up; --min_lr with step --lr_decay_iters, and stays."""
         peak, low, style = self.learning_rate, self.min_lr, self.lr_scheduler_type
         warm = warmup_steps(self, total_steps)
         begin = warm + math.ceil(self.plateau * total_steps)
@@ -75,98 +62,88 @@ class DecayFlags(OptimizerFlags):
         return rate
 
 
-PUBLISHED = "model"  # a --tokenizer
+@dataclass(frozen=True)
+class CausalArguments(RunArguments):
+    """Of causal language modelling with a decoder."""
 
+    # The guides' defaults and names. num_train_epochs and max_steps are None until `resolve`.
+    changed = {
+        "task": flag("clm", ""),
+        "learning_rate": flag(1e-4, "Peak learning rate.", "lr"),
+        "lr_scheduler_type": flag(
+            "cosine",
+            "constant, or how the rate falls to --min_lr: linear, cosine, exponential, plateau (--plateau of the run "
+            "at the peak, then linear).",
+            "lr_decay_style",
+        ),
+        "warmup_steps": flag(0.0032, "Steps up to the peak, or a fraction of the run below 1.", "warmup"),
+        "weight_decay": flag(0.2, "On matrices and embeddings; never on norms."),
+        "adam_beta1": flag(0.9, "", "beta1"),
+        "adam_beta2": flag(0.95, "", "beta2"),
+        "max_grad_norm": flag(1.0, "", "grad_clip"),
+        "max_seq_length": flag(2048, "Tokens in a context: documents are concatenated and cut.", "max_context_width"),
+        "seed": flag(12345, "Everything random follows from it: weights, order."),
+        "num_train_epochs": flag(None, "Passes over --dataset_dir, without --max_steps.", "epochs"),
+        "max_steps": flag(
+            None,
+            "Optimiser steps. Default: what --num_train_epochs makes with --dataset_dir, else 5000.",
+            "max_training_steps",
+        ),
+        "per_device_train_batch_size": flag(2, "Contexts in a batch.", "train_batch_size"),
+        "per_device_eval_batch_size": flag(4, "", "val_batch_size"),
+        "bf16": flag(True, ""),
+        "logging_steps": flag(1, "", "logging_freq"),
+        "output_dir": flag(
+            None, "Where checkpoints, metrics and final_model/ go. Default: out/MODEL.", "checkpoint_dir"
+        ),
+        "save_steps": flag(1000, "", "checkpoint_freq"),
+        "eval_steps": flag(
+            None, "Evaluate every N steps (below 1: a fraction of the run); switches --do_eval on.", "validation_freq"
+        ),
+        "activation_checkpointing": flag("full", ""),
+    }
+    # Flags of the guides that have no effect here.
+    idle = {
+        "same_seed": "weights and data follow from --seed, on any number of ranks.",
+        "tensorboard_dir": "--report_to tensorboard writes into --output_dir.",
+        "resid_pdrop": "these models have no dropout.",
+        "embd_pdrop": "these models have no dropout.",
+        "attn_pdrop": "these models have no dropout.",
+        "summary_first_pdrop": "these models have no dropout.",
+        "activation_loading_horizon": "activations are loaded layer by layer.",
+        "limit_all_gathers": "FSDP2 gathers --forward_prefetch layers ahead, no more.",
+        "rotary_pct": "these models rotate whole heads (GPT-NeoX a part).",
+    }
 
-@dataclass
-class IdleFlags(Flags):
-    """Flags of the guides that change nothing here; why not is said when one is given."""
-
-    group = "accepted, without effect"
-    same_seed: str | None = flag(None, "Nothing: weights and data follow from --seed, on any number of ranks.")
-    tensorboard_dir: str | None = flag(None, "Nothing: --report_to tensorboard writes into --output_dir.")
-    resid_pdrop: str | None = flag(None, "Nothing: these models have no dropout.")
-    embd_pdrop: str | None = flag(None, "Nothing: these models have no dropout.")
-    attn_pdrop: str | None = flag(None, "Nothing: these models have no dropout.")
-    summary_first_pdrop: str | None = flag(None, "Nothing: these models have no dropout.")
-    activation_loading_horizon: str | None = flag(None, "Nothing: activations come back layer by layer.")
-    limit_all_gathers: str | None = flag(None, "Nothing: FSDP2 gathers --forward_prefetch layers ahead, no more.")
-    rotary_pct: str | None = flag(None, "Nothing: these models rotate whole heads (GPT-NeoX a part).")
-
-    def remarks(self) -> Iterator[str]:
-        """A line for each that is given."""
-        for name, field in IdleFlags.__dataclass_fields__.items():
-            if (value := getattr(self, name)) is not None:
-                yield f"--{name} {value} does {field.metadata['help'][0].lower()}{field.metadata['help'][1:]}"
-
-
-IdleFlags.rarely = tuple(each.name for each in fields(IdleFlags))
-
-
-@dataclass
-class CausalArguments(DecayFlags, RunArguments, TextFlags, IdleFlags, DecoderFlags):
-    """Of causal language modelling with a decoder.
-
-    strategy_defaults: of flags that a script declares, where a decoder's are others.
-    """
-
-    strategy_defaults: ClassVar[dict] = {"activation_checkpointing": "full"}
-
-    dataset: str | None = flag(
-        None,
-        TextFlags.__dataclass_fields__["dataset"].metadata["help"],
-        "dataset_path",
-    )
-    tokenizer: str = flag(
-        TextFlags.__dataclass_fields__["tokenizer"].default,
-        TextFlags.__dataclass_fields__["tokenizer"].metadata["help"][:-1]
-        + f"; `{PUBLISHED}`: the one that --model was published with.",
-    )
-    max_seq_length: int = flag(2048, "Tokens in a context: documents end to end, cut.", "max_context_width")
-    seed: int = flag(12345, "Everything random follows from it: weights, order.")
-    num_train_epochs: float | None = flag(None, "Passes over --dataset_dir, without --max_steps.", "epochs")
-    max_steps: int | None = flag(
-        None,
-        "Optimiser steps. Default: what --num_train_epochs makes with --dataset_dir, else 5000.",
-        "max_training_steps",
-    )
-    per_device_train_batch_size: int = flag(2, "Contexts in a batch.", "train_batch_size")
-    per_device_eval_batch_size: int = flag(4, "The same for evaluation.", "val_batch_size")
-    bf16: bool = flag(True, "Compute in bfloat16; weights, gradients and optimiser stay fp32.")
-    logging_steps: int = flag(1, "Steps between log lines and rows of metrics.jsonl.", "logging_freq")
-    output_dir: str | None = flag(
-        None, "Where checkpoints, metrics and final_model/ go. Default: out/MODEL.", "checkpoint_dir"
-    )
-    save_steps: float = flag(1000, "Steps between checkpoints (below 1: a fraction of the run).", "checkpoint_freq")
-    eval_steps: float | None = flag(
-        None, "Evaluate every N steps (below 1: a fraction of the run); switches --do_eval on.", "validation_freq"
-    )
-
-    @property
-    def pack_tokens(self) -> int:
-        """How long a pack is."""
-        return self.per_device_train_batch_size * self.max_seq_length
+    model: DecoderFlags = field(default_factory=DecoderFlags)
+    data: TextFlags = field(default_factory=TextFlags)
+    optimizer: DecayFlags = field(default_factory=DecayFlags)
 
     @property
     def model_named(self) -> str | None:
-        return self.model or self.model_name_or_path or self.model_type
+        return self.model.model or self.model.model_name_or_path or self.model.model_type
 
     @property
     def batch(self) -> tuple[int, str]:
-        """How much a pack is, and of what."""
-        return self.per_device_train_batch_size, f"contexts of {self.max_seq_length} tokens"
+        return self.data.per_device_train_batch_size, f"contexts of {self.data.max_seq_length} tokens"
 
-    def __post_init__(self) -> None:
-        published = self.model or self.model_name_or_path
-        if self.tokenizer == PUBLISHED:
+    def resolve(self) -> CausalArguments:
+        data, tokenizer, output_dir = self.data, self.data.tokenizer, self.checkpoint.output_dir
+        published = self.model.model or self.model.model_name_or_path
+        if tokenizer == PUBLISHED:
             if not published:
                 raise UserError(f"--tokenizer {PUBLISHED}: is that of --model: name a --model, or the tokenizer")
-            self.tokenizer = PRESETS[published].hub if published in PRESETS else published
-        if not self.output_dir and self.model_named:
-            self.output_dir = f"out/{self.model_named.rstrip('/').rpartition('/')[2]}"
-        if self.max_steps is None:
-            self.max_steps = -1 if self.num_train_epochs is not None and self.dataset_dir else 5000
-        if self.num_train_epochs is None:
-            self.num_train_epochs = 3.0  # for --max_steps -1
-        self.do_eval = self.do_eval or self.eval_steps is not None
-        super().__post_init__()
+            tokenizer = PRESETS[published].hub if published in PRESETS else published
+        if not output_dir and self.model_named:
+            output_dir = f"out/{self.model_named.rstrip('/').rpartition('/')[2]}"
+        epochs, steps = data.num_train_epochs, data.max_steps
+        if steps is None:
+            steps = -1 if epochs is not None and data.dataset_dir else 5000
+        return with_flags(
+            self,
+            tokenizer=tokenizer,
+            output_dir=output_dir,
+            max_steps=steps,
+            num_train_epochs=3.0 if epochs is None else epochs,  # 3: for --max_steps -1
+            do_eval=self.do_eval or self.eval_steps is not None,
+        )

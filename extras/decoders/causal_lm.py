@@ -47,21 +47,21 @@ class CausalLM(Task):
         """Tokenizer and data; all ranks together."""
         parameters = count_parameters(self.built.model)
         logger.info("Created model with total parameters: %d (%.2f B)", parameters, parameters / 1e9)
-        self.tokenizer = open_tokenizer(self.flags.tokenizer, self.world)
+        self.tokenizer = open_tokenizer(self.flags.data.tokenizer, self.world)
         with self.world.raise_together():
             check_vocabulary(self.tokenizer, self.built.config.vocab_size)
         # transformers' generate() stops there.
         self.built.config.others |= {"bos_token_id": None, "eos_token_id": self.tokenizer.eos_id}
-        self.data = open_text(self.flags, self.world, evaluates, self.tokenizer)
+        self.data = open_text(self.flags.data, self.world, evaluates, self.tokenizer)
 
     def example(self, tokens: int) -> Batch:
         """This rank's batch of a pack of so many random tokens, a document each context."""
-        pack = Pack.of_length(tokens, self.flags.max_seq_length)
-        ids = np.random.default_rng(self.flags.seed).integers(self.built.config.vocab_size, size=tokens)
-        return causal_batches(self.flags, self.world.mesh)(pack, ids)
+        pack = Pack.of_length(tokens, self.flags.data.max_seq_length)
+        ids = np.random.default_rng(self.flags.data.seed).integers(self.built.config.vocab_size, size=tokens)
+        return causal_batches(self.flags.data, self.world.mesh)(pack, ids)
 
     def collator(self) -> Collator:
-        return causal_batches(self.flags, self.world.mesh)
+        return causal_batches(self.flags.data, self.world.mesh)
 
     @staticmethod
     def counts(micro_batches: list[Batch]) -> StepCounts:
@@ -71,7 +71,7 @@ class CausalLM(Task):
 
     def loss_sum(self, model: nn.Module, batch: Batch) -> Tensor:
         """Cross-entropy in nats, summed over a batch's targets, plus the router's loss; fp32 scalar."""
-        with torch.autocast(self.world.device.type, torch.bfloat16, enabled=self.flags.bf16):
+        with torch.autocast(self.world.device.type, torch.bfloat16, enabled=self.flags.precision.bf16):
             output = model(**to_device(batch, self.world.device))
         if output.router is None:
             return output.loss_sum
@@ -84,8 +84,8 @@ class CausalLM(Task):
     def evaluate(self, model: nn.Module, split: str, prefix: str, step: int) -> dict:
         """`{prefix}_{loss,accuracy,perplexity,...}` of --validation_batches batches; {} if stopped meanwhile."""
         store = self.data.held_out(split)
-        made = held_out_contexts(self.flags, store, self.collator(), self.world)
-        return held_out_results(model, made, self.world, prefix, step, self.flags.bf16, "tokens")
+        made = held_out_contexts(self.flags.data, store, self.collator(), self.world)
+        return held_out_results(model, made, self.world, prefix, step, self.flags.precision.bf16, "tokens")
 
     @staticmethod
     def summary(results: dict) -> str:
@@ -101,7 +101,7 @@ class CausalLM(Task):
 
     def line(self, row: dict, packs_per_step: int) -> str:
         """A row of metrics.jsonl in the guides' shape."""
-        return guide_line(row, packs_per_step * self.flags.per_device_train_batch_size)
+        return guide_line(row, packs_per_step * self.flags.data.per_device_train_batch_size)
 
     def exported(self, gather: Callable[[Tensor], Tensor]) -> Iterator[tuple[str, Tensor]]:
         """The tensors to export; all ranks ask for one after the other, which `gather` makes whole."""

@@ -26,22 +26,23 @@ class Decoders(Family):
         return load_decoder_config(name)
 
     def choose(self, args: Any, world: World, torch_only: tuple[str, ...], previous: dict) -> ModelSpec:
-        config, remark = args.decoder_config(args.max_seq_length)
-        torch_only += ("--emulate_precision",) * args.emulate_precision
+        flags, bf16 = args.model, args.precision.bf16
+        config, remark = flags.decoder_config(args.data.max_seq_length)
+        torch_only += ("--emulate_precision",) * args.precision.emulate_precision
         torch_only += ("--model with experts (Mixtral)",) * bool(config.num_local_experts)
-        backend, why = choose_backend(args, world.device, args.bf16, torch_only, previous.get("backend"))
-        check_device(world.device, args.bf16, config.head_dim, "torch")  # both backends have torch's attention
+        backend, why = choose_backend(flags, world.device, bf16, torch_only, previous.get("backend"))
+        check_device(world.device, bf16, config.head_dim, "torch")  # both backends have torch's attention
         if world.cp_size > 1:
             raise UserError(
                 f"--cp_size {world.cp_size}: context parallelism has no causal attention yet: use train_fsdp2.py with "
                 "--activation_checkpointing full, or a shorter --max_seq_length"
             )
-        if args.quant_stats and config.num_local_experts:
+        if args.precision.quant_stats and config.num_local_experts:
             raise UserError("--quant_stats: not of a layer with experts, whose matrices are several: drop the flag")
         read = None
-        if where := args.model_name_or_path:
+        if where := flags.model_name_or_path:
             read = lambda: (read_decoder(where, config), {})  # noqa: E731
-        remarks = (remark, f"Backend: {backend} ({why})", *args.remarks())
+        remarks = (remark, f"Backend: {backend} ({why})")
         return ModelSpec(config, backend, why, "", remarks, partial(DecoderForCausalLM, config, backend), read)
 
     def make(self, config: DecoderConfig) -> nn.Module:

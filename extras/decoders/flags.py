@@ -1,11 +1,12 @@
-"""The flags about a decoder: a published model, or one of any size; the house's names, and the guides' beside them."""
+"""The flags of a decoder: a published model, or one of any size. The FSDP guides' names are aliases."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from common.cli import Missing, UserError, flag
+from common.cli import UserError
+from common.flags import Missing, flag
 from common.models.layers.backend import BackendFlags
 from extras.decoders.config import (
     MODEL_TYPES,
@@ -16,22 +17,22 @@ from extras.decoders.config import (
     preset_like,
 )
 
-# What the flags of the same name (and type) put in the place of a configuration's own.
+# Flags that replace the configuration's field of the same name and type.
 SIZES = (
     *("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"),
     *("vocab_size", "initializer_range", "rope_theta"),
 )
 NEOX = (
-    "--model_type gpt_neox: its layers (LayerNorm with biases, rotation of a quarter of each head) are not here, and "
-    "no run of the guides has it: choose " + ", ".join(MODEL_TYPES)
+    "--model_type gpt_neox: its layers (LayerNorm with biases, rotary embeddings of a quarter of each head) are not "
+    "implemented: choose " + ", ".join(MODEL_TYPES)
 )
 
 
-@dataclass
+@dataclass(frozen=True)
 class DecoderFlags(BackendFlags):
     group = "model"
-    needed = ("model",)
-    rarely = ("intermediate_size", "num_key_value_heads", "initializer_range", "rope_theta", "vocab_size")
+    required = ("model",)
+    advanced = ("intermediate_size", "num_key_value_heads", "initializer_range", "rope_theta", "vocab_size")
 
     model: str | None = flag(
         None,
@@ -39,27 +40,29 @@ class DecoderFlags(BackendFlags):
     )
     model_type: str | None = flag(
         None,
-        f"Instead, a decoder of this family and of the sizes below: {', '.join(MODEL_TYPES)}. What is not given is "
-        "that of the family's published model of those sizes, or of its first.",
+        f"Instead, a decoder of this family and of the sizes below: {', '.join(MODEL_TYPES)}. Sizes that are not "
+        "given are those of the family's published model with these sizes, or of its first.",
     )
-    model_name_or_path: str | None = flag(
-        None,
-        "In place of --model, given weights: a directory (say final_model/), or with --model_type a Hub name.",
-    )
-    hidden_size: int | None = flag(None, "Numbers of a token between layers. Default: the model's.", "hidden_width")
+    hidden_size: int | None = flag(None, "Hidden size. Default: the model's.", "hidden_width")
     intermediate_size: int | None = flag(None, "Of the feed-forward block. Default: the model's.")
     num_hidden_layers: int | None = flag(None, "Layers. Default: the model's.", "num_layers")
     num_attention_heads: int | None = flag(None, "Heads of queries. Default: the model's.", "num_heads")
     num_key_value_heads: int | None = flag(
         None, "Heads of keys and values. Default: the model's; with another number of --num_attention_heads, as many."
     )
-    vocab_size: int | None = flag(None, "Tokens that it knows; at least the tokenizer's. Default: the model's.")
+    vocab_size: int | None = flag(None, "Size of the vocabulary, at least the tokenizer's. Default: the model's.")
     initializer_range: float | None = flag(None, "Standard deviation of initial weights. Default: the model's, 0.02.")
     rope_theta: float | None = flag(
         None, "Base of the rotary embedding's wavelengths. Default: the model's.", "rotary_emb_base"
     )
 
-    instead_of = {"model": ("model_name_or_path",), "model_name_or_path": ("model",)}
+    changed = {
+        "model_name_or_path": flag(
+            None,
+            "In place of --model, given weights: a directory (say final_model/), or with --model_type a Hub name.",
+        )
+    }
+    overrides = {"model": ("model_name_or_path",), "model_name_or_path": ("model",)}
     last_wins = ("model", "model_name_or_path")
 
     def missing(self) -> Iterator[Missing]:
@@ -76,10 +79,7 @@ class DecoderFlags(BackendFlags):
         self.require_above(0, "initializer_range", "rope_theta")
 
     def decoder_config(self, context: int) -> tuple[DecoderConfig, str | None]:
-        """(the configuration that the flags tell, for contexts of so many tokens; how it came to be, for the log).
-
-        UserError for one that makes no model.
-        """
+        """(configuration for contexts of so many tokens, remark for the log). UserError for an impossible one."""
         sizes = {name: value for name in SIZES if (value := getattr(self, name)) is not None}
         base = self.model or self.model_name_or_path or preset_like(self.model_type, sizes)
         config = load_decoder_config(base)
@@ -97,5 +97,5 @@ class DecoderFlags(BackendFlags):
         config = replace(config, **sizes, max_position_embeddings=longest)
         named = f"--model_type {self.model_type} (as {base})" if self.model_type else f"--model {base}"
         check_supported(config, named)
-        told = f"Model: {base}" + (f", but for {'; '.join(differing)}" if differing else "")
-        return config, told
+        remark = f"Model: {base}" + (f", but for {'; '.join(differing)}" if differing else "")
+        return config, remark

@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from dataclasses import replace
 
 from common.cli import UserError
+from common.flags import flat, with_flags
 from common.models.layers.initialise import count_parameters
 from common.training.arguments import RunArguments
 from extras.dry_run.memory_estimate import Build, MemoryEstimate, fake_run
@@ -34,15 +34,15 @@ MOST_TRIES = 4
 
 def dry_run(args: RunArguments, build: Build) -> None:
     """Print the estimate. UserError if it does not fit --device_memory."""
-    step = args.max_seq_length
+    step = args.data.max_seq_length
     with fake_run(args, build) as run:
         held = run.step(args.pack_tokens)
         parameters = count_parameters(run.built.model)
-        largest = largest_pack(run.step, held, _device_limit(args), step) if args.device_memory else None
+        largest = largest_pack(run.step, held, _device_limit(args), step) if args.dry_run.device_memory else None
         remarks = run.built.remarks
     lines = [_heading(args, parameters), *remarks, "", *_table(args, held), "", *_modes(args, build, held)]
     sys.stdout.write("\n".join(lines) + "\n")
-    if args.device_memory:
+    if args.dry_run.device_memory:
         sys.stdout.write("\n")
         _check_fit(args, held, largest, step)
 
@@ -71,26 +71,26 @@ def largest_pack(
 
 def _device_limit(args: RunArguments) -> int:
     """Bytes of the device that tensors may use."""
-    return int((args.device_memory - args.device_reserve) * GIB)
+    return int((args.dry_run.device_memory - args.dry_run.device_reserve) * GIB)
 
 
 def _heading(args: RunArguments, parameters: int) -> str:
-    ranks = args.world_size or 1
-    shared = f", {args.cp_size} of which share a pack" if args.cp_size > 1 else ""
+    ranks = args.dry_run.world_size or 1
+    shared = f", {args.process.cp_size} of which share a pack" if args.process.cp_size > 1 else ""
     return (
         f"{args.model_named}: {parameters:,} parameters on {ranks} rank{'s' * (ranks > 1)}{shared}; "
-        f"packs of {args.pack_tokens:,} tokens, {'bf16' if args.bf16 else 'fp32'}"
+        f"packs of {args.pack_tokens:,} tokens, {'bf16' if args.precision.bf16 else 'fp32'}"
     )
 
 
 def _table(args: RunArguments, held: MemoryEstimate) -> list[str]:
-    device = "the process" if args.use_cpu else "the device"
+    device = "the process" if args.process.use_cpu else "the device"
     rows = [(LABELS[kind], held.kinds[kind]) for kind in LABELS]
     rows.append((f"peak of a step on {device} of a rank", held.peak))
-    if args.device_memory:
-        reserve = int(args.device_reserve * GIB)
+    if args.dry_run.device_memory:
+        reserve = int(args.dry_run.device_reserve * GIB)
         rows.append(("reserved for CUDA context, NCCL, fragmentation (--device_reserve)", reserve))
-        rows.append((f"needed, of {args.device_memory:g} GiB (--device_memory)", held.peak + reserve))
+        rows.append((f"needed, of {args.dry_run.device_memory:g} GiB (--device_memory)", held.peak + reserve))
     lines = [f"{'GiB':>10}", *(f"{size / GIB:10.2f}  {what}" for what, size in rows)]
     host = [(held.state_on_host, "weights, gradients and moments (--cpu_offload)")]
     host += [(held.activations_on_host, "activations (--offload_activations)")]
@@ -101,28 +101,28 @@ def _table(args: RunArguments, held: MemoryEstimate) -> list[str]:
 
 def _modes(args: RunArguments, build: Build, held: MemoryEstimate) -> list[str]:
     """The peak for each mode of storing or recomputing activations that the script has."""
-    modes = args.ways()
+    modes = args.strategy.recompute_modes()
     flags = ", ".join(f"--{name}" for name in next(iter(modes.values())))
     lines = [f"Peak by storage of activations ({flags}), GiB:"]
     for name, changes in modes.items():
-        here = all(getattr(args, flag) == value for flag, value in changes.items())
+        here = all(flat(args)[flag] == value for flag, value in changes.items())
         peak = held.peak
         if not here:
-            with fake_run(replace(args, **changes), build) as run:
+            with fake_run(with_flags(args, **changes), build) as run:
                 peak = run.step(args.pack_tokens).peak
         lines.append(f"{peak / GIB:10.2f}  {name}{' (as configured)' * here}")
     return lines
 
 
 def _check_fit(args: RunArguments, held: MemoryEstimate, largest: MemoryEstimate | None, multiple: int) -> None:
-    reserve = args.device_reserve
+    reserve = args.dry_run.device_reserve
     most = "not even one of --max_seq_length does"
     if largest:
         most = (
             f"the largest pack that does has {largest.tokens:,} tokens ({largest.tokens // multiple} x "
             f"{multiple:,}; {largest.peak / GIB + reserve:.1f} GiB)"
         )
-    needed = f"{held.peak / GIB + reserve:.1f} of {args.device_memory:g} GiB"
+    needed = f"{held.peak / GIB + reserve:.1f} of {args.dry_run.device_memory:g} GiB"
     if held.peak > _device_limit(args):
         raise UserError(
             f"packs of {held.tokens:,} tokens do not fit: {needed}; {most}: more ranks, recomputed activations "

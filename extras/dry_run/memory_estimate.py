@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -19,6 +19,7 @@ from torch import Tensor
 from common.distributed.fsdp import local_shard
 from common.distributed.strategy import Strategy
 from common.distributed.world import World
+from common.flags import with_flags
 from common.models.layers.backend import as_on_a_gpu
 from common.training.arguments import RunArguments
 from common.training.optim import build_optimizer
@@ -117,7 +118,7 @@ class FakeRun:
         self.strategy.prepare_dry_run()
         self.parameters = [p for p in self.built.weights.parameters() if p.requires_grad]
         self._label_weights()
-        optimizer = build_optimizer(self.built.weights, args)
+        optimizer = build_optimizer(self.built.weights, args.optimizer)
         with torch.no_grad():
             self.strategy.attach_gradients(self.parameters)
         with tracker.making(OPTIMIZER):
@@ -128,16 +129,16 @@ class FakeRun:
             layer.register_forward_pre_hook(self._labels(LAYERS))
             layer.register_forward_hook(self._labels(ENDS))
         for _ in range(self.strategy.warmup_steps_before_timing):
-            self.step(args.max_seq_length)
+            self.step(args.data.max_seq_length)
 
     def step(self, tokens: int) -> MemoryEstimate:
         """Run forward and backward pass on packs of `tokens` tokens."""
         tracker, args, strategy = self.tracker, self.args, self.strategy
         batch = self.task.example(tokens)
-        if args.packs_per_step:
-            packs = max(1, args.packs_per_step // self.world.mesh.dp_size)
+        if args.data.packs_per_step:
+            packs = max(1, args.data.packs_per_step // self.world.mesh.dp_size)
         else:
-            packs = args.gradient_accumulation_steps
+            packs = args.data.gradient_accumulation_steps
         tracker.begin_peak()
         for number in reversed(range(min(packs, 2))):  # more than two micro-batches do not change the peak
             with strategy.micro_batch(last=number == 0):
@@ -182,11 +183,11 @@ class FakeRun:
 @contextmanager
 def fake_run(args: RunArguments, build: Build) -> Iterator[FakeRun]:
     """The run of these flags on fake tensors, with a GPU's code paths unless --use_cpu."""
-    args = replace(args, torch_compile=False, quant_stats=False, output_dir=args.output_dir or "dry_run")
+    args = with_flags(args, torch_compile=False, quant_stats=False, output_dir=args.checkpoint.output_dir or "dry_run")
     with ExitStack() as stack:
-        world = stack.enter_context(fake_world(args.world_size or 1, args.cp_size))
-        if not args.use_cpu:
+        world = stack.enter_context(fake_world(args.dry_run.world_size or 1, args.process.cp_size))
+        if not args.process.use_cpu:
             stack.enter_context(as_on_a_gpu())
-        on_host = STATE if args.state_on_host and not args.use_cpu else ()
+        on_host = STATE if args.strategy.state_on_host and not args.process.use_cpu else ()
         tracker = stack.enter_context(MemoryTracker(on_host))
         yield FakeRun(args, world, build, tracker)

@@ -15,9 +15,10 @@ import pyarrow.parquet as pq
 import torch
 from torch import Tensor
 
-from common.cli import Flags, Missing, UserError, flag
+from common.cli import UserError
 from common.files.hashing import hash_bytes
 from common.files.json_files import replace_flushed
+from common.flags import Flags, Missing, flag
 from common.models.esm2.alphabet import BYTE_TO_ID, TOKENS, UNK, encode
 from common.models.esm2.config import load_config
 from common.models.esm2.convert import read_pretrained
@@ -104,7 +105,7 @@ class EncoderFlags(Flags):
     """The model, and how to run it."""
 
     group = "model"
-    needed = ("model_name_or_path",)
+    required = ("model_name_or_path",)
 
     model_name_or_path: str | None = flag(
         None, "A final_model/, any other directory of an EsmForMaskedLM, or its name on the Hub."

@@ -18,10 +18,10 @@ class StepMonitor:
     """Called around every step, by all ranks together. weights: those that the optimiser updates."""
 
     def __init__(self, strategy: Strategy, weights: nn.Module, args: RunArguments, world: World):
-        self.every = args.straggler_every
+        self.every = args.log.straggler_every
         self.stragglers = Stragglers(strategy, world, self.every)
         self.replicas = Replicas(weights, world)
-        self.profiler = StepProfiler(args.profile_steps, world, Path(args.output_dir))
+        self.profiler = StepProfiler(args.log.profile_steps, world, Path(args.checkpoint.output_dir))
 
     def before_step(self, step: int) -> None:
         """step: from 1."""

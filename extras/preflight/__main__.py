@@ -19,10 +19,11 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from common.cli import BAD_INPUT, Flags, UserError, flag, one_line, parse_arguments, run
+from common.cli import BAD_INPUT, UserError, one_line, run
 from common.distributed.run import exit_now
 from common.distributed.world import World
 from common.files.json_files import write_json
+from common.flags import Flags, flag, parse_arguments
 from extras.preflight import network, node
 from extras.preflight.group import GroupChecks, Mailbox
 from extras.preflight.report import ERROR, LEVELS, Finding, RankReport, differences, merge, problems, table
@@ -51,7 +52,7 @@ class PreflightArguments(Flags):
         None, "Write the report there as JSON; -: on standard output (the table on standard error)."
     )
 
-    instead_of = {"dataset_dir": ("dataset",), "dataset": ("dataset_dir",)}
+    overrides = {"dataset_dir": ("dataset",), "dataset": ("dataset_dir",)}
 
     def check(self) -> None:
         self.require_choice("fail_on", ("error", "warn"))
@@ -63,7 +64,7 @@ class PreflightArguments(Flags):
 
 def main() -> None:
     started = time.monotonic()
-    (args,) = parse_arguments(__doc__, PreflightArguments)
+    args = parse_arguments(__doc__, PreflightArguments)
     world = World.from_environment(args.use_cpu)
     if world.rank:
         logging.disable(logging.WARNING)

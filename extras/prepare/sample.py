@@ -18,7 +18,8 @@ from pathlib import Path
 
 import numpy as np
 
-from common.cli import UserError, flag, parse_arguments, run
+from common.cli import UserError, run
+from common.flags import flag, parse_arguments
 
 SAMPLE = "sample"  # value of --dataset
 HELD_OUT_EVERY = 20  # proteins: some of every family
@@ -194,7 +195,7 @@ def main() -> None:
             "give the file to write first: python -m extras.prepare.sample OUT.fasta[.gz] [--num_proteins N ...]"
         )
     path, *flags = sys.argv[1:]
-    (args,) = parse_arguments(__doc__, Arguments, argv=[path] if path in ("-h", "--help") else flags)
+    args = parse_arguments(__doc__, Arguments, argv=[path] if path in ("-h", "--help") else flags)
     write_sample(path, **vars(args))
 
 

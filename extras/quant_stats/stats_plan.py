@@ -6,10 +6,9 @@ They mean the same whichever backend quantises.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import replace
 
-from common.cli import Missing, UserError, flag
+from common.cli import UserError
 from common.precision.plan import DelayedScaling, NVFP4BlockScaling, Plan, PrecisionFlags, Recipe
 from extras.quant_stats.stats_file import (
     FP4,
@@ -34,49 +33,6 @@ MODULES = {
 _DELAYED = "fp8_delayed_scaling"  # of its own layers only: elsewhere there are no histories
 
 
-@dataclass
-class StatsFlags(PrecisionFlags):
-    group = "precision"
-    rarely = ("quant_stats_freq", "quant_stats_dir", "quant_stats_file")
-
-    quant_stats: bool = flag(False, "Log statistics of the quantised tensors: underflow, scales, error, norms.")
-    quant_stats_freq: int | None = flag(None, "Every so many steps. Default: as the file says, 10 without one.")
-    quant_stats_dir: str | None = flag(None, "Where quant_stats.jsonl goes. Default: --output_dir.")
-    quant_stats_file: str | None = flag(
-        None, "Which layers, tensors and statistics: YAML as Transformer Engine's debug configuration."
-    )
-
-    def missing(self) -> Iterator[Missing]:
-        for detail in ("freq", "dir", "file"):
-            if getattr(self, f"quant_stats_{detail}") is not None and not self.quant_stats:
-                yield Missing("--quant_stats", f"--quant_stats_{detail} goes with --quant_stats")
-        if self.quant_stats and not (self.fp8 or self.fp4):
-            yield Missing("--fp8", "or --fp4: nothing is quantised for --quant_stats")
-
-    def check(self) -> None:
-        self.require_at_least(1, "quant_stats_freq")
-        if self.quant_stats_file is not None:
-            read_file(self.quant_stats_file)
-
-    def log_directory(self, output_dir: str) -> Path:
-        """Where quant_stats.jsonl goes."""
-        return Path(self.quant_stats_dir or output_dir)
-
-    def check_log_directory(self) -> None:
-        """UserError unless --quant_stats_dir can be made and written to. (The output directory's owner tries that.)"""
-        if self.quant_stats_dir:
-            probe = Path(self.quant_stats_dir) / f"{FILE}.probe"
-            try:
-                probe.parent.mkdir(parents=True, exist_ok=True)
-                probe.touch()
-                probe.unlink()
-            except OSError as error:
-                raise UserError(
-                    f"--quant_stats_dir {self.quant_stats_dir}: not writable ({error.strerror}): choose another "
-                    "directory"
-                ) from error
-
-
 DEFAULT_FREQ = 10
 DEFAULT_STATS = (*QUANTISED, "cur_amax", "l2_norm", "mean", "std")
 Key = tuple[int, str, str]  # layer from 1, of MODULES, of OPERANDS or RESULTS
@@ -88,7 +44,7 @@ def layer_name(layer: int, module: str) -> str:
     return f"encoder.layers.{layer}.{MODULES[module]}"
 
 
-def select(flags: StatsFlags, plan: Plan) -> Selection:
+def select(flags: PrecisionFlags, plan: Plan) -> Selection:
     """What is wanted of the tensors of the plan's quantised layers. UserError if the file selects none of them."""
     if flags.quant_stats_file is None:
         everything = dict.fromkeys(OPERANDS, Wanted(DEFAULT_STATS, DEFAULT_FREQ))

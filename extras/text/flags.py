@@ -1,28 +1,33 @@
-"""The flags about text: which documents, and how they become the contexts that a decoder is trained on."""
+"""The flags of text: which documents, and how they become the contexts that a decoder is trained on."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from common.cli import Missing, UserError, flag
+from common.cli import UserError
 from common.data import check_record_length
 from common.data.flags import StepFlags
+from common.flags import Missing, flag
 from extras.sources.compression import LONGEST_DOCUMENT
 from extras.text.tokenizers import BYTES
 
+PUBLISHED = "model"  # value of --tokenizer
 
-@dataclass
+
+@dataclass(frozen=True)
 class TextFlags(StepFlags):
     group = "data"
-    needed = ("dataset",)
-    rarely = ("document_masks", "text_column", "train_split", "val_split", "max_record_length")
+    required = ("dataset",)
+    advanced = ("document_masks", "text_column", "train_split", "val_split")
+    unlisted = ("max_record_length",)
 
     dataset_dir: str | None = flag(None, "What 1.tokenize_text.py wrote: .../text, with train and validation.")
     dataset: str | None = flag(
         None,
         "Instead of --dataset_dir, documents as they are: a file, directory or glob of parquet, JSON lines, CSV or "
-        "plain text (.txt: documents are parted by empty lines), or a Hub dataset. Needs --max_steps.",
+        "plain text (.txt: empty lines separate documents), or a Hub dataset. Needs --max_steps.",
+        "dataset_path",
     )
     dataset_config_name: str | None = flag(
         None, "Of a --dataset with several configurations, the one to read (`en` of allenai/c4)."
@@ -34,14 +39,11 @@ class TextFlags(StepFlags):
     val_split: str = flag("validation", "The split to evaluate on.")
     tokenizer: str = flag(
         BYTES,
-        "What cuts documents into tokens: `bytes` (built in: one token a byte), or a directory or Hub name that "
-        "transformers' AutoTokenizer opens.",
-    )
-    max_seq_length: int = flag(
-        2048, "Tokens in a context: documents, each with its end token, are laid end to end and cut."
+        "`bytes` (built in: one token per byte), a directory or Hub name that transformers' AutoTokenizer opens, or "
+        f"`{PUBLISHED}`: the one that --model was published with.",
     )
     document_masks: bool = flag(
-        False, "Documents of a context do not see each other, and positions begin anew with each (block-causal)."
+        False, "Block-causal attention: documents of a context do not see each other, positions restart with each."
     )
     validation_batches: int = flag(
         10, "Evaluate on the first N batches of --per_device_eval_batch_size contexts, whatever the number of ranks."
@@ -49,10 +51,10 @@ class TextFlags(StepFlags):
 
     @property
     def held_out_contexts(self) -> int:
-        """Contexts of an evaluation."""
+        """Number of contexts of an evaluation."""
         return self.validation_batches * self.per_device_eval_batch_size
 
-    instead_of = {
+    overrides = {
         "dataset_dir": ("dataset", "dataset_config_name", "streaming", "text_column"),
         "dataset": ("dataset_dir",),
     }

@@ -23,11 +23,11 @@ def test_page_has_a_row_and_a_command_per_size():
 @pytest.mark.parametrize("plan", PLANS, ids=lambda plan: plan.size)
 def test_plans_have_the_tokens_of_the_paper(plan):
     args = parsed(plan.script, plan.gpus, plan.command.partition(".py ")[2].split())
-    tokens = plan.gpus * args.gradient_accumulation_steps * args.pack_tokens
+    tokens = plan.gpus * args.data.gradient_accumulation_steps * args.pack_tokens
     assert tokens == plan.step_tokens == int(ROWS[plan.size][5].replace(",", ""))
     assert tokens == pytest.approx(3.2e6 if plan.size == "15B" else 2e6, rel=0.05)
-    assert args.learning_rate == (1.6e-4 if plan.size == "15B" else 4e-4)
-    assert (args.max_seq_length, args.mlm_probability, args.save_total_limit) == (1024, 0.15, 3)
+    assert args.optimizer.learning_rate == (1.6e-4 if plan.size == "15B" else 4e-4)
+    assert (args.data.max_seq_length, args.data.mlm_probability, args.checkpoint.save_total_limit) == (1024, 0.15, 3)
     assert float(ROWS[plan.size][7]) <= 75
 
 

@@ -7,6 +7,7 @@ import gzip
 import hashlib
 import json
 import lzma
+from dataclasses import replace
 
 import pyarrow as pa
 import pyarrow.parquet
@@ -121,7 +122,7 @@ def test_source_rejects_a_table_without_texts(tmp_path, name, content, message):
     flags = DataFlags(dataset=str(tmp_path), max_steps=1)
     with pytest.raises(UserError, match=message):
         find_source(flags)
-    flags.dataset = f"{tmp_path}/a.*"
+    flags = replace(flags, dataset=f"{tmp_path}/a.*")
     assert find_source(flags)
     pa.parquet.write_table(pa.table({"text": [1, 2]}), tmp_path / "a.parquet")
     with pytest.raises(UserError, match=r"a\.parquet: the column of proteins holds int64: expected texts"):

@@ -124,7 +124,8 @@ def test_launcher_does_not_restart_after_bad_input(tmp_path):
 # Ranks without torch, too, started as train_ddp.py is and without the flags that they need.
 WITHOUT_FLAGS = """
 from common.data.flags import DataFlags
-from common.cli import parse_arguments, run
+from common.cli import run
+from common.flags import parse_arguments
 run(lambda: parse_arguments("", DataFlags))
 """
 MISSING = "error: missing: --dataset_dir ("

@@ -13,13 +13,15 @@ import torch.distributed.checkpoint as dcp
 
 from common.cli import UserError, setup_logging
 from common.distributed.world import World
+from common.flags import with_flags
 from common.models.esm2.config import esm2_config
 from common.models.esm2.model import build_model
 from common.models.layers.backend import COMPILED, check_device, choose_backend
 from common.models.layers.linear import Linear
 from common.training.checkpoint import Checkpointer, CheckpointFlags
 from extras.decoders.causal_arguments import CausalArguments
-from extras.decoders.causal_lm import choose_decoder
+from extras.decoders.family import FAMILY as DECODERS
+from extras.decoders.flags import DecoderFlags
 from tests.models.reference import packed, random_batch
 from tests.training.test_bad_input import refused
 from tests.training_fixtures import arguments, on_ranks, train
@@ -51,7 +53,7 @@ def test_backend_te_missing_is_one_line(dataset, tmp_path):
     assert "--backend torch" in error
     assert not (tmp_path / "out").exists()
     with pytest.raises(UserError, match=r"--backend te: Transformer Engine is not installed \(\./install\.sh --gpu"):
-        choose_backend(arguments(dataset, backend="te"), torch.device("cuda"), bf16=True)
+        choose_backend(arguments(dataset, backend="te").model, torch.device("cuda"), bf16=True)
 
 
 @without_te
@@ -64,23 +66,23 @@ def test_backend_auto_logs_why_torch(dataset, tmp_path):
 def test_backend_logs_what_gpu_without_te_lacks(dataset, installed):
     """Where the run is on one, and would have used it: not with a flag that is the torch backend's."""
     gpu, lost = torch.device("cuda"), "; this run goes without its fused kernels, and FP8, MXFP8 and NVFP4"
-    chosen, why = choose_backend(arguments(dataset), gpu, bf16=True)
+    chosen, why = choose_backend(arguments(dataset).model, gpu, bf16=True)
     assert (chosen, why.startswith("not te: Transformer Engine is not installed (./install.sh --gpu")) == (
         "torch",
         True,
     )
     assert lost in why
-    assert lost not in choose_backend(arguments(dataset), CPU, bf16=True)[1]
-    assert lost not in choose_backend(arguments(dataset, backend="torch"), gpu, bf16=True)[1]
+    assert lost not in choose_backend(arguments(dataset).model, CPU, bf16=True)[1]
+    assert lost not in choose_backend(arguments(dataset, backend="torch").model, gpu, bf16=True)[1]
     installed("raise OSError('libcudnn.so.9')")
-    assert lost in choose_backend(arguments(dataset), gpu, bf16=True)[1]
+    assert lost in choose_backend(arguments(dataset).model, gpu, bf16=True)[1]
 
 
 def test_backend_te_on_cpu_is_one_line(dataset, installed):
     installed("")
     with pytest.raises(UserError, match="--backend te: it needs an NVIDIA GPU.*--backend torch"):
-        choose_backend(arguments(dataset, backend="te"), CPU, bf16=False)
-    chosen, why = choose_backend(arguments(dataset), CPU, bf16=False)
+        choose_backend(arguments(dataset, backend="te").model, CPU, bf16=False)
+    chosen, why = choose_backend(arguments(dataset).model, CPU, bf16=False)
     assert chosen == "torch"
     assert "GPU" in why
 
@@ -88,7 +90,7 @@ def test_backend_te_on_cpu_is_one_line(dataset, installed):
 def test_backend_te_broken_is_one_line(dataset, installed):
     installed("raise OSError('libcudnn.so.9: cannot open shared object file:\\n  No such file')")
     with pytest.raises(UserError, match=r"does not load \(OSError: libcudnn.so.9: cannot .*file: No such file\)"):
-        choose_backend(arguments(dataset, backend="te"), torch.device("cuda"), bf16=False)
+        choose_backend(arguments(dataset, backend="te").model, torch.device("cuda"), bf16=False)
 
 
 def test_backend_compiles_torch_layers_on_gpu(dataset, monkeypatch):
@@ -96,15 +98,15 @@ def test_backend_compiles_torch_layers_on_gpu(dataset, monkeypatch):
     monkeypatch.setattr("common.models.layers.backend.find_spec", lambda name: object())
     monkeypatch.setenv("CC", "gcc")
     undecided = arguments(dataset)
-    assert undecided.torch_only() == []  # auto may still take te
-    assert undecided.compiles(gpu, "torch")[0]
-    assert not undecided.compiles(gpu, "te")[0]
-    assert undecided.compiles(cpu, "torch") == (False, None)
-    assert arguments(dataset, torch_compile=False).compiles(gpu, "torch") == (False, None)
-    assert arguments(dataset, torch_compile=True).compiles(cpu, "torch") == (True, None)
+    assert undecided.model.torch_only() == []  # auto may still take te
+    assert undecided.model.compiles(gpu, "torch")[0]
+    assert not undecided.model.compiles(gpu, "te")[0]
+    assert undecided.model.compiles(cpu, "torch") == (False, None)
+    assert arguments(dataset, torch_compile=False).model.compiles(gpu, "torch") == (False, None)
+    assert arguments(dataset, torch_compile=True).model.compiles(cpu, "torch") == (True, None)
     monkeypatch.delenv("CC")
     monkeypatch.setenv("PATH", "")
-    assert undecided.compiles(gpu, "torch") == (
+    assert undecided.model.compiles(gpu, "torch") == (
         False,
         "Layers are not compiled, which costs speed: Triton needs a C compiler (apt-get install gcc)",
     )
@@ -121,8 +123,8 @@ def test_backend_torch_only_flags_conflict_with_te(dataset, installed, flags, na
     installed("")
     gpu = torch.device("cuda")  # nothing is computed on it here
     with pytest.raises(UserError, match=re.escape(f"--backend te: {named} is")):
-        choose_backend(arguments(dataset, backend="te", **flags), gpu, bf16=True)
-    assert choose_backend(arguments(dataset, **flags), gpu, bf16=True) == (
+        choose_backend(arguments(dataset, backend="te", **flags).model, gpu, bf16=True)
+    assert choose_backend(arguments(dataset, **flags).model, gpu, bf16=True) == (
         "torch",
         f"not te: {named} is the torch backend's",
     )
@@ -130,8 +132,11 @@ def test_backend_torch_only_flags_conflict_with_te(dataset, installed, flags, na
 
 def test_backend_auto_takes_te_in_bf16(dataset, installed):
     installed("")
-    assert choose_backend(arguments(dataset), torch.device("cuda"), bf16=True) == ("te", "Transformer Engine is here")
-    chosen, why = choose_backend(arguments(dataset), torch.device("cuda"), bf16=False)
+    assert choose_backend(arguments(dataset).model, torch.device("cuda"), bf16=True) == (
+        "te",
+        "Transformer Engine is here",
+    )
+    chosen, why = choose_backend(arguments(dataset).model, torch.device("cuda"), bf16=False)
     assert chosen == "torch"
     assert "TF32" in why
 
@@ -147,17 +152,19 @@ def test_backend_auto_takes_te_in_bf16(dataset, installed):
 def test_backend_torch_only_flags_of_decoders(installed, flags, named):
     """The rest, refusals and auto's choice, is of one function for both tasks."""
     installed("")
-    decoder = partial(CausalArguments, dataset="text.jsonl", bf16=False, **flags)
+    decoder = partial(with_flags, CausalArguments(), dataset="text.jsonl", bf16=False, **flags)
     gpu = World(0, 0, 1, torch.device("cuda"))  # nothing is computed on it here
     with pytest.raises(UserError, match=re.escape(f"--backend te: {named} is the torch backend's: drop one")):
-        choose_decoder(decoder(backend="te"), gpu, (), {})
-    chosen = choose_decoder(decoder(), gpu, (), {})
+        DECODERS.choose(decoder(backend="te"), gpu, (), {})
+    chosen = DECODERS.choose(decoder(), gpu, (), {})
     assert (chosen.backend, chosen.why) == ("torch", f"not te: {named} is the torch backend's")
     assert f"Backend: torch ({chosen.why})" in chosen.remarks
     with pytest.raises(UserError, match="--backend te: it needs an NVIDIA GPU"):
-        choose_decoder(decoder(backend="te"), World(0, 0, 1, CPU), (), {})
-    plain = CausalArguments(model="llama3_2_1b", dataset="text.jsonl")
-    assert choose_backend(plain, gpu.device, bf16=True) == ("te", "Transformer Engine is here")
+        DECODERS.choose(decoder(backend="te"), World(0, 0, 1, CPU), (), {})
+    assert choose_backend(DecoderFlags(model="llama3_2_1b"), gpu.device, bf16=True) == (
+        "te",
+        "Transformer Engine is here",
+    )
 
 
 @pytest.mark.parametrize("flags", [{"backend": "jax"}, {"gelu": "sigmoid"}])
@@ -211,7 +218,7 @@ def _saved_and_restored(out) -> None:
 def test_checkpoint_scales_move_between_backends(tmp_path):
     codes, said = on_ranks(1, _saved_and_restored, tmp_path)
     assert codes == [0], said
-    assert said[0].count("FP8 scales are left out") == 1
+    assert said[0].count("FP8 scales are ignored") == 1
 
 
 @pytest.mark.parametrize(

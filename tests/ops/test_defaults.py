@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import re
-from dataclasses import asdict
 
 import numpy as np
 import pytest
 
-from common.cli import parse_arguments
 from common.data.packing import BatchPlan
+from common.flags import flat, parse_arguments
 from common.training.arguments import TrainArguments
 from common.training.optim import lr_schedule
-from common.training.registry import arguments_of
+from common.training.registry import parse_run
 from tests.data_fixtures import load_script
 from tests.training_fixtures import ROOT
 
@@ -31,10 +30,7 @@ def parsed(script: str, *flags: str) -> dict:
     kinds = {"train_ddp.py": "DdpFlags", "train_ddp_cp.py": "DdpCpFlags", "train_fsdp2.py": "FsdpFlags"}
     kinds |= {"train_mfsdp.py": "MegatronFlags"}
     kind = kinds[script]
-    (args,) = parse_arguments(
-        None, arguments_of(getattr(load_script(script), kind), TrainArguments), argv=[*PLACES, *flags]
-    )
-    return asdict(args)
+    return flat(parse_run(None, getattr(load_script(script), kind), [*PLACES, *flags]))
 
 
 def of_slurm() -> list[str]:
@@ -76,6 +72,6 @@ def test_the_documented_line_is_the_guides_run(script, proteins, steps):
     packs = plan.packs_per_epoch()
     assert (count, packs // args["packs_per_step"]) == (100_000, steps)
     assert args["max_steps"] in (-1, steps)
-    (args,) = parse_arguments(None, TrainArguments, argv=[*PLACES, *of_slurm(), *flags])
+    args = parse_arguments(None, TrainArguments, argv=[*PLACES, *of_slurm(), *flags])
     # Their log has the rate of the next step: after the 16th of 1,136 steps 4.929577464788733e-05.
-    assert lr_schedule(args, 1136)(16) == pytest.approx(4.929577464788733e-05, rel=1e-12)
+    assert lr_schedule(args.optimizer, 1136)(16) == pytest.approx(4.929577464788733e-05, rel=1e-12)

@@ -33,7 +33,7 @@ def assert_starts_from(flags: list[str], weights: str | None, model: str) -> Non
     own = {"--model", "--config_name", "--model_name_or_path", "--output_dir"}
     words = [word for word in flags if word.partition("=")[0] in own]
     args = parse_run("", ReplicaFlags, [*words, "--dataset=x", "--max_steps=1"])
-    assert args.model_name_or_path == weights
+    assert args.model.model_name_or_path == weights
     assert args.model_named == (weights or model)
 
 

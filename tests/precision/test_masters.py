@@ -53,7 +53,7 @@ def _train_with_masters(argv: list[str], poison: tuple | None) -> None:
         assert len(matrices) == len([p for p in model.parameters() if p.dtype == torch.bfloat16]) == 2 * 4
         assert all(p.dtype == torch.float32 for p in masters.weights.parameters())
         built = replace(built, precision=replace(built.precision, masters=masters))
-        return replicate(built.model, world, args, init_sync=built.precision.masters is None), built
+        return replicate(built.model, world, args.strategy, init_sync=built.precision.masters is None), built
 
     train(args, build)
 

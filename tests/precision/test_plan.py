@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from common.cli import UserError, parse_arguments
+from common.cli import UserError
+from common.flags import checked, parse_arguments
 from common.models.esm2.config import ESM2_SIZES, Esm2Config, load_config
 from common.precision.plan import (
     FP8_RECIPES,
@@ -27,7 +28,7 @@ LETTERS = {DelayedScaling: "8", NVFP4BlockScaling: "4", type(None): "-"}
 
 def plan_of(layers: int = 6, **flags) -> str:
     """The plan as a word, a letter a layer."""
-    plan = resolve(PrecisionFlags(**flags), layers)
+    plan = resolve(checked(PrecisionFlags(**flags)), layers)
     return None if plan is None else "".join(LETTERS[type(recipe)] for recipe in plan)
 
 
@@ -123,7 +124,7 @@ def test_recipes_formats_and_arguments():
 
 def test_the_command_line():
     argv = ["--fp8", "--fp8_layers", "1-3", "--fp4", "True", "--fp4_layers=4-6", "--emulate_precision"]
-    (args,) = parse_arguments("", PrecisionFlags, argv=argv)
+    args = parse_arguments("", PrecisionFlags, argv=argv)
     assert "".join(LETTERS[type(r)] for r in resolve(args, 6)) == "888444"
 
 

@@ -12,10 +12,11 @@ import torch
 from common.cli import UserError
 from common.files.json_files import read_json_lines
 from common.precision.emulation import GRADIENT, INPUT, WEIGHT
+from common.precision.plan import PrecisionFlags
 from extras.quant_stats.report import cells, draw
 from extras.quant_stats.stats import QuantStats, scalars
 from extras.quant_stats.stats_file import PLAIN, QUANTISED
-from extras.quant_stats.stats_plan import StatsFlags, select
+from extras.quant_stats.stats_plan import select
 from tests.precision.test_emulation import ALONE, FP8, RECIPES, by_definition, operands, tiny_model
 from tests.precision.test_stats_plan import GUIDES, selected, write
 from tests.training_fixtures import losses, train
@@ -27,7 +28,7 @@ def one_step(name: str, file: Path, tensors: list[torch.Tensor], **more) -> dict
     """The rows of fc1 of layer 2, by (tensor, matmuls), after one pack."""
     flags = RECIPES[name] | more
     model, emulation = tiny_model(**flags)
-    args = StatsFlags(**flags, quant_stats=True, quant_stats_freq=1, quant_stats_file=str(file))
+    args = PrecisionFlags(**flags, quant_stats=True, quant_stats_freq=1, quant_stats_file=str(file))
     stats = QuantStats(emulation, select(args, emulation.plan), ALONE)
     x, weight, bias, grad = tensors
     stats.begin_step(1)
@@ -200,7 +201,7 @@ def test_packs_add_up_and_a_recomputed_pass_counts_once(tmp_path):
     """Two packs, the second seen twice, are the rows of both packs as one; weights count once."""
     flags = RECIPES["mxfp8"]
     model, emulation = tiny_model(**flags)
-    args = StatsFlags(**flags, quant_stats=True, quant_stats_file=str(everything(tmp_path)))
+    args = PrecisionFlags(**flags, quant_stats=True, quant_stats_file=str(everything(tmp_path)))
     stats = QuantStats(emulation, select(args, emulation.plan), ALONE)
     matmul = model.encoder.layers[1].layernorm_mlp.fc1_matmul
     x, weight, bias, grad = operands()

@@ -13,7 +13,7 @@ import yaml
 from common.cli import UserError
 from common.distributed.world import World
 from common.precision.plan import resolve
-from extras.quant_stats.stats_plan import MODULES, StatsFlags, select
+from extras.quant_stats.stats_plan import MODULES, PrecisionFlags, select
 from extras.quant_stats.stats_te import TeStats, configuration, matmul_of, te_name
 from tests.training_fixtures import ROOT, train
 
@@ -66,7 +66,7 @@ def write(directory: Path, content) -> Path:
 
 
 def selected(layers: int = 6, **flags):
-    args = StatsFlags(quant_stats=True, **{"fp8": True} | flags)
+    args = PrecisionFlags(quant_stats=True, **{"fp8": True} | flags)
     return select(args, resolve(args, layers))
 
 
@@ -196,7 +196,7 @@ def test_what_needs_a_history_is_refused_where_there_is_none(tmp_path):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ({"quant_stats": True}, "missing: --fp8 (or --fp4: nothing is quantised for --quant_stats)"),
+        ({"quant_stats": True}, "missing: --fp8 (or --fp4: --quant_stats needs quantised layers)"),
         ({"quant_stats_freq": 5} | FP8, "--quant_stats_freq goes with --quant_stats"),
         ({"quant_stats": True, "quant_stats_freq": 0} | FP8, "--quant_stats_freq 0: must be at least 1"),
         (
@@ -220,7 +220,7 @@ def test_bad_flags_are_one_line_and_leave_nothing(dataset, tmp_path, flags, mess
 
 
 def te(layers: int = 3, **flags):
-    args = StatsFlags(quant_stats=True, quant_stats_freq=4, **flags)
+    args = PrecisionFlags(quant_stats=True, quant_stats_freq=4, **flags)
     plan = resolve(args, layers)
     return select(args, plan), plan
 

@@ -49,12 +49,12 @@ def _rows_of_both(capability: tuple[int, int], directory: str, path: str) -> Non
     from common.precision.emulation import Emulation
     from common.precision.te import Quantised
     from extras.quant_stats.stats import QuantStats
-    from extras.quant_stats.stats_plan import StatsFlags, select
+    from extras.quant_stats.stats_plan import PrecisionFlags, select
     from extras.quant_stats.stats_te import TeStats
     from tests.precision.test_stats import everything
 
     plan, world = PLANS[capability], World(0, 0, 1, torch.device("cuda"))
-    flags = StatsFlags(fp8=True, quant_stats=True, quant_stats_file=str(everything(Path(directory))))
+    flags = PrecisionFlags(fp8=True, quant_stats=True, quant_stats_file=str(everything(Path(directory))))
     selection = select(flags, plan)
     te_stats = TeStats(selection, plan, world, Path(directory))
     ours, theirs = models(len(plan))

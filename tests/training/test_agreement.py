@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,6 +13,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from common.cli import UserError
 from common.distributed.world import World
 from common.files.json_files import read_json, write_json
+from common.flags import with_flags
 from common.models.layers.backend import choose_backend
 from common.training import checkpoint_files
 from common.training.resume import plan_resume
@@ -196,7 +196,7 @@ def test_plan_resume_takes_backend_and_state_from_one_checkpoint(dataset, tmp_pa
         write_json(path / "trainer_state.json", state | {"arguments": state["arguments"] | {"backend": backend}})
         manifest["files"]["trainer_state.json"] = size_and_crc(path / "trainer_state.json")
         write_json(path / "manifest.json", manifest)
-    args = replace(arguments(dataset, **FLAGS), output_dir=str(tmp_path))
+    args = with_flags(arguments(dataset, **FLAGS), output_dir=str(tmp_path))
     alone = World(0, 0, 1, torch.device("cpu"))
     plan = plan_resume(args, False, alone)
     assert (plan.checkpoint.name, plan.implementation["backend"]) == ("checkpoint-8", "te")
@@ -217,15 +217,18 @@ def test_plan_resume_refuses_to_overwrite_the_checkpoint_it_resumes_from(dataset
 def test_choose_backend_keeps_backend_on_resume(dataset, monkeypatch):
     cpu, gpu = torch.device("cpu"), torch.device("cuda")
     with pytest.raises(UserError, match=r"has used Transformer Engine so far, and now cannot: .*--backend torch"):
-        choose_backend(arguments(dataset), cpu, bf16=True, previous="te")
-    assert choose_backend(arguments(dataset, backend="torch"), cpu, True, previous="te") == (
+        choose_backend(arguments(dataset).model, cpu, bf16=True, previous="te")
+    assert choose_backend(arguments(dataset, backend="torch").model, cpu, True, previous="te") == (
         "torch",
         "--backend torch",
     )
     monkeypatch.setattr("common.models.layers.backend.te_missing", lambda device: None)
-    assert choose_backend(arguments(dataset), gpu, True, previous="torch") == ("torch", "as this run so far")
-    assert choose_backend(arguments(dataset, backend="te"), gpu, True, previous="torch") == ("te", "--backend te")
-    assert choose_backend(arguments(dataset), gpu, True, previous="te")[0] == "te"
+    assert choose_backend(arguments(dataset).model, gpu, True, previous="torch") == ("torch", "as this run so far")
+    assert choose_backend(arguments(dataset, backend="te").model, gpu, True, previous="torch") == (
+        "te",
+        "--backend te",
+    )
+    assert choose_backend(arguments(dataset).model, gpu, True, previous="te")[0] == "te"
 
 
 def _main_out_of_memory(argv: list[str]) -> None:

@@ -5,14 +5,13 @@ from __future__ import annotations
 import logging
 import math
 import os
-from dataclasses import fields
 
 import pytest
 
 from common.cli import UserError
-from common.training.arguments import TrainArguments
-from common.training.registry import arguments_of, parse_run
-from extras.decoders.causal_arguments import STYLES, CausalArguments, IdleFlags
+from common.flags import flag_specs, flat
+from common.training.registry import arguments_of, parse_run, task_name
+from extras.decoders.causal_arguments import STYLES, CausalArguments
 from extras.decoders.config import PRESETS
 from extras.text.tokenizers import ByteTokenizer
 from tests.data_fixtures import load_script
@@ -109,14 +108,19 @@ def parse(*words: str, script: str = "train_fsdp2.py"):
 def test_their_arguments_are_taken_word_for_word(name, caplog):
     with caplog.at_level(logging.INFO):
         args = parse(*GUIDES[name])
-    config, told = args.decoder_config(args.max_seq_length)
+    config, told = args.model.decoder_config(args.data.max_seq_length)
     assert told.startswith(f"Model: {name}")
     assert (config.hidden_size, config.num_hidden_layers, config.num_key_value_heads) == (4096, 32, 8)
     # Theirs had 50,432 words and no rotation of Llama 3's; a base that is given counts, and is said.
     assert config.vocab_size == {"llama3_1_8b": 128256, "mistral_8x7b": 32000, "mathstral_7b": 32768}[name]
     assert config.rope_theta == (500000 if name == "llama3_1_8b" else 10000)
     assert ("rope_theta 10000.0, not 1000000.0" in told) == (name != "llama3_1_8b")
-    assert (args.activation_checkpointing, args.offload_activations, args.sharding_strategy) == ("full", True, "full")
+    flags = args.strategy
+    assert (flags.activation_checkpointing, flags.offload_activations, flags.sharding_strategy) == (
+        "full",
+        True,
+        "full",
+    )
     comment = "Not a flag, taken for a comment: # https://pytorch.org/docs/stable/fsdp.html" in caplog.text
     assert comment == (" #" in GUIDES[name])
 
@@ -156,21 +160,21 @@ def _in(directory: str, words: list[str]) -> None:
 def test_sizes_beside_given_weights_are_to_be_theirs(tmp_path):
     PRESETS["llama3_2_1b"].config.to_transformers().save_pretrained(tmp_path)
     given = (f"--model_name_or_path={tmp_path}", "--dataset=x")
-    config, _ = parse("--hidden_width=2048", "--num_layers=16", *given).decoder_config(64)
+    config, _ = parse("--hidden_width=2048", "--num_layers=16", *given).model.decoder_config(64)
     assert config.hidden_size == 2048
     args = parse("--hidden_width=2048", "--num_layers=15", *given)
     with pytest.raises(UserError, match="^--num_hidden_layers: cannot change the weights of --model_name_or_path"):
-        args.decoder_config(64)
+        args.model.decoder_config(64)
 
 
 def test_defaults_are_theirs():
     args = parse("--model=llama2_7b", "--dataset=x")
-    assert {name: getattr(args, name) for name in DEFAULTS} == DEFAULTS
+    assert DEFAULTS.items() <= flat(args).items()
 
 
 def test_their_log_shows_the_rates_that_are_here():
     """Mathstral's and Mixtral's: warm-up over 16 of 5,000 steps."""
-    rate = parse(*MATHSTRAL).schedule(5000)
+    rate = parse(*MATHSTRAL).optimizer.schedule(5000)
     assert [f"{rate(step):.6f}" for step in range(6)] == [
         "0.000006",
         "0.000013",
@@ -179,7 +183,7 @@ def test_their_log_shows_the_rates_that_are_here():
         "0.000031",
         "0.000038",
     ]
-    rate = parse(*LLAMA3_1_8B).schedule(100)
+    rate = parse(*LLAMA3_1_8B).optimizer.schedule(100)
     assert f"{rate(0):.6f}" == "0.000100"
 
 
@@ -187,7 +191,7 @@ def test_their_log_shows_the_rates_that_are_here():
 def test_a_rate_goes_from_the_peak_to_the_least(style):
     flags = [f"--lr_decay_style={style}", "--lr=1e-3", "--min_lr=1e-4", "--warmup=0.1"]
     args = parse("--model=llama2_7b", "--dataset=x", *flags, *["--plateau=0.4"] * (style == "plateau"))
-    rate = args.schedule(100)
+    rate = args.optimizer.schedule(100)
     assert [rate(step) for step in (0, 4, 9)] == pytest.approx([1e-4, 5e-4, 1e-3])
     expected = {  # half-way between the end of the warm-up and the last step, which is the 55th
         "constant": 1e-3,
@@ -198,14 +202,15 @@ def test_a_rate_goes_from_the_peak_to_the_least(style):
     }
     assert rate(54) == pytest.approx(expected[style])
     assert rate(99) == rate(500) == pytest.approx(1e-3 if style == "constant" else 1e-4)
-    sooner = parse("--model=llama2_7b", "--dataset=x", *flags, "--lr_decay_iters=60").schedule(100)
+    sooner = parse("--model=llama2_7b", "--dataset=x", *flags, "--lr_decay_iters=60").optimizer.schedule(100)
     assert sooner(59) == pytest.approx(1e-3 if style == "constant" else 1e-4)
 
 
-@pytest.mark.parametrize("field", [field.name for field in fields(IdleFlags)])
-def test_a_flag_that_changes_nothing_says_so(field):
-    (line,) = parse("--model=llama2_7b", "--dataset=x", f"--{field}=1").remarks()
-    assert line.startswith(f"--{field} 1 does nothing: ")
+@pytest.mark.parametrize("name", CausalArguments.idle)
+def test_idle_flag_is_logged(name, caplog):
+    with caplog.at_level(logging.INFO):
+        parse("--model=llama2_7b", "--dataset=x", f"--{name}=1")
+    assert caplog.messages == [f"--{name} 1 does nothing: {CausalArguments.idle[name]}"]
 
 
 def test_sizes_find_the_published_model_of_their_family():
@@ -213,7 +218,7 @@ def test_sizes_find_the_published_model_of_their_family():
     for sizes in ((2048, 16, 32), (3072, 28, 24), (8192, 80, 64), (4096, 32, 32), (64, 2, 4)):
         flags = zip(("hidden_width", "num_layers", "num_heads"), sizes, strict=True)
         args = parse("--model_type=llama_v3", "--dataset=x", *(f"--{name}={size}" for name, size in flags))
-        config, line = args.decoder_config(2048)
+        config, line = args.model.decoder_config(2048)
         told[sizes[0]] = (line.split()[1].rstrip(","), config.tie_word_embeddings, config.num_key_value_heads)
     expected = {2048: ("llama3_2_1b", True, 8), 3072: ("llama3_2_3b", True, 8), 8192: ("llama3_1_70b", False, 8)}
     assert told == expected | {4096: ("llama3_1_8b", False, 8), 64: ("llama3_1_8b", False, 4)}
@@ -236,10 +241,8 @@ def test_the_flags_of_one_task_are_unknown_to_the_other(words):
 
 def test_the_help_of_esm2_has_nothing_of_decoders():
     strategy = load_script("train_fsdp2.py").FsdpFlags
-    esm2, decoders = (
-        {field.name for field in fields(arguments_of(strategy, kind))} for kind in (TrainArguments, CausalArguments)
-    )
-    assert {"min_lr", "model", "document_masks", "same_seed"} <= decoders - esm2
+    esm2, decoders = ({spec.name for spec in flag_specs(arguments_of(strategy, task))} for task in ("mlm", "clm"))
+    assert {"min_lr", "model", "document_masks"} <= decoders - esm2
     assert {"mlm_probability", "gelu", "pad_to_max_length"} <= esm2 - decoders
 
 
@@ -255,13 +258,33 @@ def test_the_help_of_esm2_has_nothing_of_decoders():
 )
 def test_epochs_that_are_asked_for_are_trained(words, steps, epochs):
     args = parse("--model=llama2_7b", *words)
-    assert (args.max_steps, args.num_train_epochs) == (steps, epochs)
+    assert (args.data.max_steps, args.data.num_train_epochs) == (steps, epochs)
+
+
+@pytest.mark.parametrize(
+    ("words", "task"),
+    [
+        (["--config_name=x"], "mlm"),
+        (["--model=llama2_7b"], "clm"),
+        (["--model-type", "mistral"], "clm"),
+        (["--task=clm", "--model_name_or_path=x"], "clm"),
+        (["--task", "mlm", "--model=x"], "mlm"),
+    ],
+)
+def test_task_is_named_or_follows_from_the_model(words, task):
+    assert task_name(words) == task
+
+
+def test_unknown_task_is_refused():
+    with pytest.raises(UserError, match="^--task dlm: choose mlm, clm$"):
+        task_name(["--task=dlm"])
 
 
 def test_a_file_of_flags_tells_a_decoder(tmp_path):
     (tmp_path / "run.yaml").write_text("model_type: llama_v3\nhidden_width: 64\ndataset: x\nlr: 2e-4\n")
     args = parse(str(tmp_path / "run.yaml"), "--checkpoint_dir=out/x")
-    assert (args.hidden_size, args.learning_rate, args.output_dir) == (64, 2e-4, "out/x")
+    found = (args.model.hidden_size, args.optimizer.learning_rate, args.checkpoint.output_dir)
+    assert found == (64, 2e-4, "out/x")
 
 
 def test_nothing_is_written_where_flags_lack(tmp_path):

@@ -72,15 +72,20 @@ def reference(text: Path, out: Path, **flags) -> tuple[list[float], list[float],
     save_file(dict(pieces_to_hf(weights.__getitem__, built.config)), directory / "model.safetensors", {"format": "pt"})
     model = transformers.AutoModelForCausalLM.from_pretrained(directory, attn_implementation="eager")
     matrices, norms = ([p for p in model.parameters() if (p.dim() > 1) == many] for many in (True, False))
-    groups = [{"params": matrices, "weight_decay": args.weight_decay}, {"params": norms, "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW(groups, lr=0.0, betas=(args.adam_beta1, args.adam_beta2), eps=args.adam_epsilon)
-    data = open_text(args, alone, False, ByteTokenizer())
-    loader = TrainLoader(data.order(args.packs_per_step), causal_batches(args, alone.mesh), num_steps=STEPS)
+    groups = [
+        {"params": matrices, "weight_decay": args.optimizer.weight_decay},
+        {"params": norms, "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(
+        groups, lr=0.0, betas=(args.optimizer.adam_beta1, args.optimizer.adam_beta2), eps=args.optimizer.adam_epsilon
+    )
+    data = open_text(args.data, alone, False, ByteTokenizer())
+    loader = TrainLoader(data.order(args.data.packs_per_step), causal_batches(args.data, alone.mesh), num_steps=STEPS)
     found, of_norms = [], []
     for step, share in enumerate(loader):
         total, predicted = torch.zeros(()), sum(batch["num_targets"] for batch in share.micro_batches)
         for batch in share.micro_batches:
-            ids = batch["input_ids"].view(-1, args.max_seq_length)
+            ids = batch["input_ids"].view(-1, args.data.max_seq_length)
             output = model(ids)
             logits = output.logits[:, :-1].flatten(0, 1)
             loss = torch.nn.functional.cross_entropy(logits, ids[:, 1:].flatten(), reduction="sum")
@@ -88,9 +93,9 @@ def reference(text: Path, out: Path, **flags) -> tuple[list[float], list[float],
                 loss = loss + coefficient * output.aux_loss * batch["num_targets"]
             (loss / predicted).backward()
             total += loss.detach() / predicted
-        of_norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm).item())
+        of_norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), args.optimizer.max_grad_norm).item())
         for group in optimizer.param_groups:
-            group["lr"] = args.schedule(STEPS)(step)
+            group["lr"] = args.optimizer.schedule(STEPS)(step)
         optimizer.step()
         optimizer.zero_grad()
         found.append(total.item())
@@ -260,8 +265,10 @@ def _initial_rows(argv: list[str], directory: str) -> None:
 
     script = load_script("train_fsdp2.py")
     args = script.parse_run("", script.FsdpFlags, argv)
-    with distributed_run(args) as world:
-        model = load_model(args, world, shard=lambda model: script.shard(model, world, args)).model
+    with distributed_run(args.process) as world:
+        model = load_model(
+            args, world, shard=lambda model: script.shard(model, world, args.strategy, args.precision.bf16)
+        ).model
         held = {name: (local_shard(p)[1], local_shard(p)[0].clone()) for name, p in model.named_parameters()}
         torch.save(held, f"{directory}/{world.rank}.pt")
 

@@ -43,7 +43,7 @@ def model():
 def numbers(model, dataset, split="validation", prefix="eval", **flags) -> dict:
     args = arguments(dataset, **flags)
     found = masked_lm.evaluate(
-        model, PreparedData(args, ESM2_TOKENS).held_out(split), ESM2_TOKENS, args, ALONE, prefix
+        model, PreparedData(args.data, ESM2_TOKENS).held_out(split), ESM2_TOKENS, args.data, ALONE, prefix
     )
     return {k: v for k, v in found.items() if "runtime" not in k and "per_second" not in k}
 
@@ -53,7 +53,10 @@ def questions(dataset, **flags) -> list[tuple[torch.Tensor, torch.Tensor]]:
     args = arguments(dataset, sequence_packing=False, **flags)
     found = []
     for batch in held_out_batches(
-        args, PreparedData(args, ESM2_TOKENS).held_out("validation"), MaskingCollator(ESM2_TOKENS, EVAL_SEED), ALONE
+        args.data,
+        PreparedData(args.data, ESM2_TOKENS).held_out("validation"),
+        MaskingCollator(ESM2_TOKENS, EVAL_SEED),
+        ALONE,
     ):
         lengths = batch["cu_seqlens"].diff().tolist()
         found += zip(batch["input_ids"].split(lengths), batch["labels"].split(lengths), strict=True)
@@ -123,7 +126,9 @@ def test_evaluation_workers_change_no_bit_and_are_joined(model, dataset, recwarn
     args, stopped = arguments(dataset, **in_small), World(0, 0, 1, torch.device("cpu"))
     stopped.stop.requested = True
     assert (
-        masked_lm.evaluate(model, PreparedData(args, ESM2_TOKENS).held_out("validation"), ESM2_TOKENS, args, stopped)
+        masked_lm.evaluate(
+            model, PreparedData(args.data, ESM2_TOKENS).held_out("validation"), ESM2_TOKENS, args.data, stopped
+        )
         == {}
     )
     assert set(multiprocessing.active_children()) == others
@@ -169,14 +174,14 @@ def test_unigram_equals_hand_computation(dataset):
     labels = torch.cat([labels[labels != -100] for _, labels in questions(dataset)]).numpy() - 4
     assert labels.min() >= 0
     args = arguments(dataset)
-    data = PreparedData(args, ESM2_TOKENS)
-    found = masked_lm.unigram(data.sample, data.held_out("validation"), ESM2_TOKENS, args, ALONE)
+    data = PreparedData(args.data, ESM2_TOKENS)
+    found = masked_lm.unigram(data.sample, data.held_out("validation"), ESM2_TOKENS, args.data, ALONE)
     assert found["eval_unigram_loss"] == pytest.approx(-log_p[labels].mean(), rel=1e-12)
     assert found["eval_unigram_perplexity"] == pytest.approx(np.exp(-log_p[labels].mean()), rel=1e-12)
     assert found["eval_unigram_accuracy"] == (labels == counts.argmax()).mean()
     assert 2.7 < found["eval_unigram_loss"] < 3.0  # facts.md: 2.87 nats on UniRef
     other = arguments(dataset, seed=9, sequence_packing=False)
-    again = masked_lm.unigram(data.sample, data.held_out("validation"), ESM2_TOKENS, other, ALONE)
+    again = masked_lm.unigram(data.sample, data.held_out("validation"), ESM2_TOKENS, other.data, ALONE)
     assert again == pytest.approx(found, rel=1e-12)
 
 

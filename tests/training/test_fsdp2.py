@@ -95,8 +95,10 @@ def _inspect(argv: list[str], path: str) -> None:
     """On a rank: the sharded model before training, and what of it is here."""
     script = load_script(FSDP)
     args = script.parse_run("", script.FsdpFlags, argv)
-    with distributed_run(args) as world:
-        model = load_model(args, world, shard=lambda model: script.shard(model, world, args)).model
+    with distributed_run(args.process) as world:
+        model = load_model(
+            args, world, shard=lambda model: script.shard(model, world, args.strategy, args.precision.bf16)
+        ).model
         parameters = {k: (p.full_tensor(), p.to_local().clone()) for k, p in model.named_parameters()}
         torch.save((parameters, count_parameters(model)), f"{path}.{world.rank}")
 

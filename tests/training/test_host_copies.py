@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -68,7 +69,7 @@ def _save(out: Path, hybrid: bool = False) -> None:
     copies.stage = lambda state: copied.update(staged := PinnedStager.stage(copies, state)) or staged
     checkpointer.save(1, {})
     checkpointer.wait()
-    checkpointer.flags.async_save = False
+    checkpointer.flags = replace(checkpointer.flags, async_save=False)
     checkpointer.save(2, {})
     tensors = [value for value in flat(copied).values() if isinstance(value, torch.Tensor)]
     print(sum(whole.to_local().nbytes if isinstance(whole, DTensor) else whole.nbytes for whole in tensors))

@@ -35,7 +35,7 @@ LOSS, WEIGHTS = 3e-6, 2e-6
 
 
 def packs_of(dataset, **flags) -> int:
-    plan = PreparedData(arguments(dataset, **EPOCH | flags), ESM2_TOKENS).plan
+    plan = PreparedData(arguments(dataset, **EPOCH | flags).data, ESM2_TOKENS).plan
     return plan.packs_per_epoch()
 
 

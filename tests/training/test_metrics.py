@@ -51,7 +51,7 @@ def read(path) -> dict:
 
 def test_total_flos_sum_over_proteins_read(dataset, tmp_path):
     train(dataset, tmp_path, num_train_epochs=1, max_steps=None, max_seq_length=1500, tokens_per_pack=1500)
-    store = PreparedData(arguments(dataset), ESM2_TOKENS).store
+    store = PreparedData(arguments(dataset).data, ESM2_TOKENS).store
     lengths = store.lengths(np.arange(len(store))).astype(float)
     state = read(tmp_path / "trainer_state.json")
     assert state["tokens"] == lengths.sum()

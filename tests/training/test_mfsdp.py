@@ -11,7 +11,6 @@ import functools
 import signal
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import replace
 
 import pytest
 import torch
@@ -19,6 +18,7 @@ import torch.distributed as dist
 
 from common.distributed.run import distributed_run
 from common.distributed.world import World
+from common.flags import with_flags
 from common.training.load_model import load_model
 from extras.monitor.replicas import digest
 from tests import megatron_on_cpu
@@ -245,8 +245,8 @@ def _inspect(argv: list[str], path: str) -> None:
     megatron_on_cpu.install()
     script = load_script(MFSDP)
     args = script.parse_run("", script.MegatronFlags, argv)
-    with distributed_run(args) as world:
-        strategy = script.MegatronSharded(args.layout(), world)
+    with distributed_run(args.process) as world:
+        strategy = script.MegatronSharded(args.strategy.layout(args.precision.bf16), world)
         model = load_model(args, world, shard=strategy.shard).model
         assert strategy.clip(1.0) == 0.0, "there are no gradients yet, as for a rank that has no rows"
         named = dict(model.named_parameters())
@@ -306,10 +306,10 @@ def _costs(argv: list[str], path: str) -> None:
     dist.all_gather_into_tensor = counted(dist.all_gather_into_tensor, "gather", "output_tensor")
     dist.reduce_scatter_tensor = counted(dist.reduce_scatter_tensor, "reduce_scatter", "input")
     found = {}
-    with distributed_run(given) as world:
+    with distributed_run(given.process) as world:
         for name in COSTS:
-            args = replace(given, zero_dp_strategy=name)
-            strategy = script.MegatronSharded(args.layout(), world)
+            args = with_flags(given, zero_dp_strategy=name)
+            strategy = script.MegatronSharded(args.strategy.layout(args.precision.bf16), world)
             model = load_model(args, world, shard=strategy.shard).model
             strategy.sync_model_weights()
             total = sum(p.numel() for p in model.parameters())

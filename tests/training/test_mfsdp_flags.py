@@ -22,26 +22,35 @@ MFSDP = "train_mfsdp.py"
             "--zero_dp_strategy zero3: choose no_shard, optim, optim_grads, optim_grads_p",
         ),
         ({"activation_checkpointing": "some"}, "--activation_checkpointing some: choose none, selective, full"),
-        ({"preserve_fp32_weights": False}, "missing: --bf16 (--preserve_fp32_weights False is about its bf16 numbers"),
-        ({"grad_reduce_in_fp32": False}, "missing: --bf16 (--grad_reduce_in_fp32 False is about its bf16 numbers"),
+        (
+            {"preserve_fp32_weights": False},
+            "missing: --bf16 (--preserve_fp32_weights False is about bf16 weights and gradients",
+        ),
+        (
+            {"grad_reduce_in_fp32": False},
+            "missing: --bf16 (--grad_reduce_in_fp32 False is about bf16 weights and gradients",
+        ),
         ({"overlap_grad_reduce": False}, "--overlap_grad_reduce False: gives wrong gradients with optim"),
         (
             {"overlap_param_gather": False},
-            "--overlap_param_gather False: computes with the weights of the step before, except with optim_grads_par",
+            "--overlap_param_gather False: computes with the previous step's weights, except with optim_grads_par",
         ),
         ({"average_in_collective": True}, "--average_in_collective: crashes without expert parallelism"),
-        ({"check_for_nan_in_grad": False}, "--check_for_nan_in_grad False: the norm is always looked at"),
+        ({"check_for_nan_in_grad": False}, "--check_for_nan_in_grad False: the norm is always checked"),
         (
             {"zero_dp_strategy": "no_shard", "init_model_with_meta_device": True},
             "--init_model_with_meta_device: no_shard needs the whole model",
         ),
-        ({"zero_dp_strategy": "no_shard", "hsdp_shard_size": 2}, "--hsdp_shard_size: no_shard deals nothing out"),
-        ({"hsdp_shard_size": 1}, "--hsdp_shard_size 1: deals nothing out"),
+        ({"zero_dp_strategy": "no_shard", "hsdp_shard_size": 2}, "--hsdp_shard_size: no_shard shards nothing"),
+        ({"hsdp_shard_size": 1}, "--hsdp_shard_size 1: shards nothing"),
         (
             {"zero_dp_strategy": "optim", "sync_model_each_microbatch": True},
-            "--sync_model_each_microbatch: adds up what is added up already",
+            "--sync_model_each_microbatch: sums gradients twice",
         ),
-        ({"hsdp_shard_size": 2, "sync_model_each_microbatch": True}, "--sync_model_each_microbatch: adds up what"),
+        (
+            {"hsdp_shard_size": 2, "sync_model_each_microbatch": True},
+            "--sync_model_each_microbatch: sums gradients twice",
+        ),
     ],
 )
 def test_what_is_refused(dataset, tmp_path, flags, message):

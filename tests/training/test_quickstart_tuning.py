@@ -10,6 +10,7 @@ import torch
 
 from common.data.token_store import open_split
 from common.distributed.world import World
+from common.flags import checked, with_flags
 from common.models.esm2.alphabet import ESM2_TOKENS
 from extras.quickstart_tuning import TuningArguments, choose, evaluated_tokens
 from tests.forked import run_script
@@ -17,7 +18,8 @@ from tests.training_fixtures import DEFAULTS, MAX_SEQ_LENGTH, TINY_MODEL, enviro
 
 
 def arguments(dataset, **flags) -> TuningArguments:
-    return TuningArguments(dataset_dir=str(dataset), output_dir="unused", **TINY_MODEL | DEFAULTS | flags)
+    given = {"dataset_dir": str(dataset), "output_dir": "unused"} | TINY_MODEL | DEFAULTS | flags
+    return checked(with_flags(TuningArguments(), **given))
 
 
 @pytest.mark.parametrize(

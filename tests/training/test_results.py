@@ -49,6 +49,6 @@ def test_warn_of_unused_weights_finds_any_format(tmp_path, flag, files, named):
     if named:
         assert f"{named})" in warning
         assert warning.endswith(f"give --model_name_or_path {tmp_path}")
-    assert describe_weights(args, 0) == f"random, seed {args.seed}"
+    assert describe_weights(args, 0) == f"random, seed {args.data.seed}"
     given = parse_run("", ReplicaFlags, [*argv, "--config_name=x", f"--model_name_or_path={tmp_path}"])
     assert warn_of_unused_weights(given) is None

@@ -52,7 +52,7 @@ def test_stepper_synchronizes_once(dataset):
     model = build_model(esm2_config(layers=2, hidden_size=64, heads=4), seed=1)
     built = BuiltModel(model, "torch", "erf", (), Precision(), {})
     task, strategy = MaskedLM(built, args, world), Strategy(model)
-    optimizer = build_optimizer(model, args)
+    optimizer = build_optimizer(model, args.optimizer)
     stepper = Stepper(task, strategy, Precision(), optimizer, world, 1.0)
     batches = [task.example(100), task.example(150)]
     with counted() as work:

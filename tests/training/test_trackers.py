@@ -100,7 +100,7 @@ def test_tensorboard_hides_rows_of_overwritten_run(dataset, tmp_path):
 
 
 def _write_a_row_and_die(directory: Path, row: dict) -> None:
-    tracker = open_tracker(arguments(directory, report_to="tensorboard"), directory, 0, anew=True)
+    tracker = open_tracker(arguments(directory, report_to="tensorboard").log, {}, directory, 0, anew=True)
     tracker.write(row)
     os.kill(os.getpid(), signal.SIGKILL)
 
@@ -263,7 +263,7 @@ def test_wandb_refusal_is_one_line(dataset, tmp_path, settings, settings_of_user
 def _write_to_wandb_that_has_died(environ: dict, directory: Path) -> None:
     os.environ.clear()
     os.environ.update(environ)
-    tracker = open_tracker(arguments(directory, report_to="wandb"), directory, 0, anew=True)
+    tracker = open_tracker(arguments(directory, report_to="wandb").log, {}, directory, 0, anew=True)
     tracker.write({"step": 1, "loss": 3.0})
     ours = [int(pid) for pid in Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()]
     for pid in [pid for pid in ours if "wandb" in Path(f"/proc/{pid}/cmdline").read_text()]:
@@ -301,7 +301,7 @@ def _open_and_close(environ: dict, directory: Path, status: int) -> None:
     directory.mkdir()
     os.environ.clear()
     os.environ.update(environ)
-    open_tracker(arguments(directory, report_to="wandb"), directory, 0, anew=True).close(status)
+    open_tracker(arguments(directory, report_to="wandb").log, {}, directory, 0, anew=True).close(status)
 
 
 # ---- either -------------------------------------------------------------------------------------------------

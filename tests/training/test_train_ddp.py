@@ -53,7 +53,9 @@ def micro_batches(dataset_dir, step: int = 0, packs: int = PACKS_PER_STEP, **fla
     """What the micro-batches of a global step hold, as one process would read them."""
     args = arguments(dataset_dir, **flags)
     steps = TrainLoader(
-        PreparedData(args, ESM2_TOKENS).order(packs), MaskingCollator(ESM2_TOKENS, args.seed), num_steps=step + 1
+        PreparedData(args.data, ESM2_TOKENS).order(packs),
+        MaskingCollator(ESM2_TOKENS, args.data.seed),
+        num_steps=step + 1,
     )
     return list(steps)[step].micro_batches
 
@@ -318,11 +320,11 @@ def test_epochs_of_padded_batches_take_the_steps_they_should(dataset, tmp_path, 
 
 def test_an_epoch_of_packs_sees_every_protein(dataset, tmp_path):
     args = arguments(dataset)
-    packs = PreparedData(args, ESM2_TOKENS).plan.packs_per_epoch()
+    packs = PreparedData(args.data, ESM2_TOKENS).plan.packs_per_epoch()
     train(dataset, tmp_path, num_train_epochs=1, max_steps=None, logging_steps=100)
     state = json.loads((tmp_path / "trainer_state.json").read_text())
     assert (state["step"], state["sequences"], state["epoch"]) == (packs, NUM_TRAIN, 1.0)
-    assert 0.9 * packs * args.tokens_per_pack < state["tokens"] <= packs * args.tokens_per_pack
+    assert 0.9 * packs * args.data.tokens_per_pack < state["tokens"] <= packs * args.data.tokens_per_pack
 
 
 def test_the_guides_command_line_trains_evaluates_and_exports_under_torchrun(dataset, tmp_path):

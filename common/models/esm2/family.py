@@ -16,8 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from common.cli import Missing, UserError, flag
+from common.cli import UserError
 from common.distributed.world import World
+from common.flags import Missing, flag
 from common.models.esm2.alphabet import ESM2_TOKENS, TOKENS
 from common.models.esm2.config import Esm2Config, load_config, override
 from common.models.layers.backend import BackendFlags, check_device, choose_backend
@@ -60,44 +61,42 @@ CP_COMM_TYPES = (*WAYS, "a2a")
 NO_KERNEL = "Transformer Engine has no attention kernel for packs here (neither flash-attn nor cuDNN's)"
 
 
-@dataclass
+@dataclass(frozen=True)
 class ModelFlags(BackendFlags):
+    """Which ESM-2, and how it computes."""
+
     group = "model"
-    needed = ("config_name",)
-    rarely = ("tokenizer_name", "gelu", "bf16_residual", "cp_comm_type")
+    required = ("config_name",)
+    advanced = ("gelu", "bf16_residual", "cp_comm_type")
+    unlisted = ("tokenizer_name",)
 
     config_name: str | None = flag(
         None, "Train from random weights: facebook/esm2_* (built in), a directory with config.json, a Hub name."
-    )
-    model_name_or_path: str | None = flag(
-        None, "Start from these weights: a directory (say final_model/) or a Hub name."
     )
     config_overrides: str | None = flag(
         None, "Change the configuration of --config_name: num_hidden_layers=2,hidden_size=64,..."
     )
     tokenizer_name: str | None = flag(
-        None, "Accepted for the guides' sake: the vocabulary is ESM-2's, and a directory with another one is refused."
+        None, "The vocabulary is always ESM-2's: a directory with another one is refused."
     )
     gelu: str | None = flag(
         None, "exact (ESM-2's own) or tanh (an approximation, Transformer Engine's only one). Default: the backend's."
     )
     bf16_residual: bool = flag(
         False,
-        "With --bf16, the stream from layer to layer in bf16 too, as Transformer Engine always has it: less traffic "
-        "and memory, two more roundings a layer.",
+        "With --bf16: a bf16 residual stream too, as Transformer Engine always has it: less memory traffic, two more "
+        "roundings per layer.",
     )
     cp_comm_type: str = flag(
-        "p2p", "How keys come to queries with --cp_size: p2p (a ring), all_gather, or a2a (Transformer Engine only)."
+        "p2p", "How ranks exchange keys with --cp_size: p2p (a ring), all_gather, or a2a (Transformer Engine only)."
     )
 
-    instead_of = {"config_name": ("model_name_or_path",), "model_name_or_path": ("config_name", "config_overrides")}
+    overrides = {"config_name": ("model_name_or_path",), "model_name_or_path": ("config_name", "config_overrides")}
     last_wins = ("config_name", "model_name_or_path")
 
     def missing(self) -> Iterator[Missing]:
         if not self.config_name and not self.model_name_or_path:
             yield Missing("--config_name", "the model to train", "facebook/esm2_t6_8M_UR50D")
-        if self.bf16_residual and not self.bf16:
-            yield Missing("--bf16", "--bf16_residual is of what is computed in bf16")
 
     def check(self) -> None:
         if self.config_name and self.model_name_or_path:
@@ -145,24 +144,25 @@ class Esm2(Family):
         from common.models.esm2.convert import read_pretrained
         from common.models.esm2.model import Esm2ForMaskedLM
 
-        if args.tokenizer_name:
+        flags, bf16 = args.model, args.precision.bf16
+        if flags.tokenizer_name:
             from extras.prepare.encode import check_tokenizer
 
-            check_tokenizer(args.tokenizer_name)
-        config = load_config(args.config_name or args.model_name_or_path)
-        if args.config_overrides:
-            config = override(config, args.config_overrides)
-        torch_only += ("--emulate_precision",) * args.emulate_precision
-        backend, why = choose_backend(args, world.device, args.bf16, torch_only, previous.get("backend"))
-        check_device(world.device, args.bf16, config.hidden_size // config.num_attention_heads, backend)
-        check_context(args, args.cp_layout, world.cp_size, backend, config)
-        gelu, remark = choose_gelu(args.gelu or previous.get("gelu"), backend, config)
+            check_tokenizer(flags.tokenizer_name)
+        config = load_config(flags.config_name or flags.model_name_or_path)
+        if flags.config_overrides:
+            config = override(config, flags.config_overrides)
+        torch_only += ("--emulate_precision",) * args.precision.emulate_precision
+        backend, why = choose_backend(flags, world.device, bf16, torch_only, previous.get("backend"))
+        check_device(world.device, bf16, config.hidden_size // config.num_attention_heads, backend)
+        check_context(flags, args.data.cp_layout, world.cp_size, backend, config)
+        gelu, remark = choose_gelu(flags.gelu or previous.get("gelu"), backend, config)
         attention = (
             f"Attention by torch's kernels: {NO_KERNEL}" if backend == "te" and not te_attends(config) else None
         )
         remarks = tuple(line for line in (f"Backend: {backend} ({why})", attention, remark) if line)
-        read = partial(read_pretrained, args.model_name_or_path, config) if args.model_name_or_path else None
-        residual = torch.bfloat16 if args.bf16_residual else torch.float32
+        read = partial(read_pretrained, flags.model_name_or_path, config) if flags.model_name_or_path else None
+        residual = torch.bfloat16 if flags.bf16_residual else torch.float32
         make = partial(Esm2ForMaskedLM, config, backend, residual)
         return ModelSpec(config, backend, why, gelu, tuple(remarks), make, read)
 

@@ -16,7 +16,8 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
-from common.cli import Flags, UserError, flag, one_line
+from common.cli import UserError, one_line
+from common.flags import Flags, flag
 
 BACKENDS = ("auto", "te", "torch")
 BF16_SINCE = (8, 0)  # compute capability
@@ -44,16 +45,21 @@ def device_type(x: Tensor) -> str:
     return "cuda" if _as_on_a_gpu else x.device.type
 
 
-@dataclass
+@dataclass(frozen=True)
 class BackendFlags(Flags):
+    """Of a model of any family: its weights, and what computes its layers."""
+
     group = "model"
 
     backend: str = flag(
         "auto",
-        "Layers by te (Transformer Engine; NVIDIA GPUs) or torch (any device). auto: te if it is there.",
+        "Layers are computed by te (Transformer Engine; NVIDIA GPUs), torch (any device), or auto: te if possible.",
     )
     torch_compile: bool | None = flag(
-        None, "Compile the layers (needs a C++ compiler on a CPU). Default: on a GPU, those of the torch backend."
+        None, "Compile the layers (needs a C++ compiler on a CPU). Default: on a GPU, with the torch backend."
+    )
+    model_name_or_path: str | None = flag(
+        None, "Start from these weights: a directory (say final_model/) or a Hub name."
     )
 
     def check(self) -> None:

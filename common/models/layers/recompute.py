@@ -5,16 +5,18 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from common.cli import Flags, flag
 from common.compat import storage_key
+from common.distributed.strategy import StrategyFlags
+from common.flags import flag
 from common.models.layers.backend import device_type
 from common.models.layers.residual import total
 
@@ -151,44 +153,24 @@ def mode_of(text: str) -> str:
     return {"1": "full", "true": "full", "0": "none", "false": "none"}.get(text.lower(), text)
 
 
-@dataclass
-class RecomputeFlags(Flags):
-    group = "memory and exchange"
+@dataclass(frozen=True)
+class RecomputeFlags(StrategyFlags):
+    """Of strategies that shard."""
 
-    activation_checkpointing: str = flag("none", "Activations: none recomputed, selective (cheap ones), full.")
+    activation_checkpointing: str = flag("none", "Recompute activations: none, selective (cheap ones), full.")
 
     @property
     def only_by_torch(self) -> tuple[str, ...]:
-        """What of it only the torch backend can honour."""
         return ("--activation_checkpointing selective",) * (self.activation_checkpointing == "selective")
 
-    def ways(self) -> dict[str, dict[str, object]]:
-        """{name: {flag: value}} of what may become of activations, for a dry run to compare."""
+    def recompute_modes(self) -> dict[str, dict[str, Any]]:
         return {mode: {"activation_checkpointing": mode} for mode in MODES}
 
+    def resolve(self) -> RecomputeFlags:
+        return replace(self, activation_checkpointing=mode_of(self.activation_checkpointing))
+
     def check(self) -> None:
-        self.activation_checkpointing = mode_of(self.activation_checkpointing)
         self.require_choice("activation_checkpointing", MODES)
-
-
-@dataclass
-class CheckpointingFlags(Flags):
-    """Of scripts without the other modes."""
-
-    group = "memory and exchange"
-
-    gradient_checkpointing: bool = flag(
-        False, "Keep of each layer what went in, and compute the rest anew in the backward pass."
-    )
-
-    @property
-    def recomputed(self) -> str:
-        """One of the MODES."""
-        return "full" if self.gradient_checkpointing else "none"
-
-    def ways(self) -> dict[str, dict[str, object]]:
-        """As of `RecomputeFlags`."""
-        return {"none": {"gradient_checkpointing": False}, "full": {"gradient_checkpointing": True}}
 
 
 def save_activations(layers: list[nn.Module], mode: str, offload: bool) -> None:

@@ -125,7 +125,7 @@ def test_download_data_keeps_finished_partitions_on_a_full_disk(tmp_path, size):
     ("number", "status", "line"),
     [
         (signal.SIGINT, 130, "interrupted"),
-        (signal.SIGTERM, 143, "stopped as asked: the same command goes on from there"),
+        (signal.SIGTERM, 143, "stopped as asked: the same command resumes from there"),
     ],
 )
 def test_download_data_resumes_after_sigint_and_sigterm(tmp_path, number, status, line):

@@ -77,10 +77,10 @@ class Toy(Family):
         return ToyConfig(**json.loads((Path(name) / "config.json").read_text()))
 
     def choose(self, args: Any, world: World, torch_only: tuple[str, ...], previous: dict) -> ModelSpec:
-        config = self.load_config(args.config_name or args.model_name_or_path)
+        config = self.load_config(args.model.config_name or args.model.model_name_or_path)
         read = None
-        if args.model_name_or_path:
-            read = lambda: (iter(read_tensors(args.model_name_or_path)[1].items()), {})  # noqa: E731
+        if args.model.model_name_or_path:
+            read = lambda: (iter(read_tensors(args.model.model_name_or_path)[1].items()), {})  # noqa: E731
         return ModelSpec(config, "torch", "the only one", "", (), partial(self.make, config), read)
 
     def make(self, config: ToyConfig) -> nn.Module:

@@ -1,0 +1,372 @@
+"""Flags of the scripts: dataclasses, nested by concern, parsed from a flat command line and a YAML or JSON file."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import gc
+import json
+import logging
+import os
+import re
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import field, fields, replace
+from pathlib import Path
+from typing import Any, ClassVar, NamedTuple, NoReturn, Self, TypeVar
+
+import yaml
+
+from common.cli import UserError, is_first_on_node, one_line
+from common.cli_help import help_text
+
+T = TypeVar("T")
+LEVELS = ("unlisted", "required", "advanced")  # of a flag in --help, see `Flags`; the first that names it counts
+
+
+def flag(default, text: str, *aliases: str):
+    """A field of a dataclass of flags: its default, its line of help, and other names of it on a command line."""
+    return field(default=default, metadata={"help": text, "aliases": [f"--{name}" for name in aliases]})
+
+
+class Missing(NamedTuple):
+    """A required flag that was not given. For the error line: what it is for, and an example value."""
+
+    flag: str
+    what: str
+    example: str = ""
+
+
+class Flags:
+    """Base of the dataclasses of flags: one per concern, each next to the code that reads it.
+
+    A script's dataclass may nest others (`data: DataFlags = field(default_factory=DataFlags)`); the command line and
+    files of flags stay flat. `parse_arguments` calls `resolve`, which fills in defaults that depend on other flags,
+    then `missing` and `check` of every class: nothing is written to flags after that. A class that extends another
+    one's flags does not call the `missing` and `check` of its base: `checked` does.
+
+    overrides: {flag: flags whose values from the file of flags it removes when given on the command line}.
+    last_wins: flags of `overrides` that also replace those given before them on the command line.
+    changed: {flag: flag(...)} of flags of other groups that have another default, help or alias here; an empty help
+    keeps theirs. idle: {name: why it does nothing}, of names that are accepted for compatibility only.
+    """
+
+    overrides: ClassVar[dict[str, tuple[str, ...]]] = {}
+    last_wins: ClassVar[tuple[str, ...]] = ()
+    changed: ClassVar[dict[str, Any]] = {}
+    idle: ClassVar[dict[str, str]] = {}
+    # For --help: the title of the class's flags, those every run needs, those only --help_all shows, and those it
+    # only names.
+    group: ClassVar[str] = "options"
+    required: ClassVar[tuple[str, ...]] = ()
+    advanced: ClassVar[tuple[str, ...]] = ()
+    unlisted: ClassVar[tuple[str, ...]] = ()
+
+    @property
+    def optional(self) -> tuple[str, ...]:
+        """Flags that are not missing after all, given the others (a dry run needs no data)."""
+        return ()
+
+    def resolve(self) -> Self:
+        """A copy with the defaults filled in that depend on other flags."""
+        return self
+
+    def missing(self) -> Iterable[Missing]:
+        """Flags that are required, given the others, and lacking. All of all groups make one error."""
+        return ()
+
+    def check(self) -> None:
+        """UserError for values that are wrong or contradict each other."""
+
+    def require_at_least(self, least: float, *names: str) -> None:
+        """UserError for a flag below `least`; None means it was not given."""
+        for name in names:
+            if (value := getattr(self, name)) is not None and not value >= least:
+                raise UserError(f"--{name} {value}: must be at least {least}")
+
+    def require_above(self, least: float, *names: str) -> None:
+        """UserError for a flag that is not above `least`; None means it was not given."""
+        for name in names:
+            if (value := getattr(self, name)) is not None and not value > least:
+                raise UserError(f"--{name} {value}: must be above {least}")
+
+    def require_choice(self, name: str, choices: Iterable[str | None]) -> None:
+        """UserError unless the flag is one of the choices."""
+        if getattr(self, name) not in choices:
+            raise UserError(f"--{name} {getattr(self, name)}: choose {', '.join(c for c in choices if c)}")
+
+
+def groups(args: Any) -> Iterator[Any]:
+    """The dataclasses of flags that are nested in this one, then itself."""
+    for each in fields(args):
+        if isinstance(value := getattr(args, each.name), Flags):
+            yield from groups(value)
+    yield args
+
+
+def flat(args: Any) -> dict[str, Any]:
+    """{flag: value} of all groups, as checkpoints and trackers show them."""
+    values: dict[str, Any] = {}
+    for each in fields(args):
+        value = getattr(args, each.name)
+        values |= flat(value) if isinstance(value, Flags) else {each.name: value}
+    return values
+
+
+def with_flags(args: T, **values: Any) -> T:
+    """A copy with these flags changed, whichever groups they belong to. Nothing is checked again."""
+    if unknown := values.keys() - flat(args).keys():
+        raise TypeError(f"unknown flags: {', '.join(sorted(unknown))}")
+    return _replaced(args, values)
+
+
+def _replaced(args: Any, values: dict[str, Any]) -> Any:
+    changes = {}
+    for each in fields(args):
+        if isinstance(value := getattr(args, each.name), Flags):
+            changes[each.name] = _replaced(value, values)
+        elif each.name in values:
+            changes[each.name] = values[each.name]
+    return replace(args, **changes)
+
+
+def checked(args: T) -> T:
+    """The flags with all defaults resolved. UserError for what is missing, else for the first value that is wrong."""
+    args = _resolved(args)
+    lacking: dict[str, Missing] = {}
+    parts = [part for part in groups(args) if isinstance(part, Flags)]
+    methods = [(part, vars(kind)) for part in parts for kind in reversed(type(part).__mro__)]
+    for part, own in methods:
+        for each in own["missing"](part) if "missing" in own else ():
+            if each.flag not in args.optional:
+                lacking.setdefault(each.flag, each)
+    if lacking:
+        named = ", ".join(f"{each.flag} ({each.what})" for each in lacking.values())
+        examples = " ".join(f"{each.flag} {each.example}".strip() for each in lacking.values())
+        raise UserError(f"missing: {named}: add, say, {examples}")
+    for part, own in methods:
+        if "check" in own:
+            own["check"](part)
+    return args
+
+
+def _resolved(args: Any) -> Any:
+    nested = {each.name: value for each in fields(args) if isinstance(value := getattr(args, each.name), Flags)}
+    args = replace(args, **{name: _resolved(value) for name, value in nested.items()})
+    return args.resolve() if isinstance(args, Flags) else args
+
+
+def parse_arguments(description: str | None, flags: type[T] | T, argv: list[str] | None = None) -> T:
+    """Parse the command line into a dataclass of flags, given as its class or as an instance that has the defaults.
+
+    A flag is a field's name: `--max_steps 5`, `--max-steps=5`, `--bf16`, `--bf16 False`, `--no_async_save` for one
+    that is on. A first argument that ends in .json, .yaml or .yml is read as a file of flags; those after it win.
+    UserError for unknown flags and values of the wrong type, naming the file if it is at fault.
+    """
+    # What is imported by now stays for good. Kept out of garbage collection, it saves a tenth of step 0's time.
+    gc.freeze()
+    defaults = flags() if isinstance(flags, type) else flags
+    defaults = changed_defaults(defaults)
+    argv = sys.argv[1:] if argv is None else argv
+    parser = _Parser(defaults)
+    everything = "--help_all" in argv
+    if everything or not {"-h", "--help"}.isdisjoint(argv):
+        print(help_text(parser.prog, description, parser.specs, parser.idle, everything), end="")
+        raise SystemExit(0)
+    file, of_file = None, {}
+    if argv and is_file_of_flags(argv[0]):
+        file, *argv = argv
+        of_file = parser.parse_file(file)
+    given = parser.split(argv)
+    overrides, last_wins = {}, set()
+    for kind in (kind for part in groups(defaults) for kind in type(part).__mro__):
+        overrides |= vars(kind).get("overrides", {})
+        last_wins |= set(vars(kind).get("last_wins", ()))
+    kept: list[tuple[str, list[str]]] = []
+    for name, words in given:
+        for each in (name, *overrides.get(name, ())):
+            of_file.pop(each, None)
+        if name in last_wins:
+            kept = _without(kept, overrides[name], words)
+        kept.append((name, words))
+    values = parser.values([word for words in (*of_file.values(), *(words for _, words in kept)) for word in words])
+    for name in parser.idle.keys() & values.keys():
+        why, value = parser.idle[name], values.pop(name)
+        if os.environ.get("RANK", "0") == "0":
+            logging.getLogger(__name__).info("--%s %s does nothing: %s", name, value, why)
+    try:
+        return checked(with_flags(defaults, **values))
+    except ValueError as error:
+        where = file if any(f"--{name}" in re.findall(r"--\w+", str(error)) for name in of_file) else None
+        if where is None and isinstance(error, UserError):
+            raise
+        raise UserError(f"{where}: {one_line(error)}" if where else one_line(error)) from error
+
+
+class FlagSpec(NamedTuple):
+    """A flag as the command line, --help and docs/flags.md show it. type: its annotation."""
+
+    name: str
+    type: str
+    default: Any
+    help: str
+    aliases: tuple[str, ...]
+    group: str
+    level: str  # one of LEVELS, or empty
+
+    @property
+    def is_switch(self) -> bool:
+        """Whether its bare name means True."""
+        return "bool" in self.type
+
+    @property
+    def options(self) -> list[str]:
+        """Its names on a command line, without those that switch it off."""
+        names = [f"--{self.name}", *self.aliases]
+        return [*names, *(f"--{name[2:].replace('_', '-')}" for name in names if "_" in name)]
+
+
+def changes(args: Any) -> dict[str, Any]:
+    """{flag: field} of all flags whose default, help or aliases another group changes."""
+    return {name: each for part in groups(args) for name, each in getattr(part, "changed", {}).items()}
+
+
+def changed_defaults(args: T) -> T:
+    """The flags with the defaults that `changed` gives them; those that do not exist here are skipped."""
+    defaults = {name: each.default for name, each in changes(args).items() if name in flat(args)}
+    return with_flags(args, **defaults)
+
+
+def flag_specs(args: Any) -> list[FlagSpec]:
+    """All flags of these groups, with the defaults that the instances have."""
+    parts, changed = list(groups(args)), changes(args)
+    kinds = [kind for part in parts for kind in type(part).__mro__]
+    named = {level: {name for kind in kinds for name in vars(kind).get(level, ())} for level in LEVELS}
+    specs = []
+    for part in parts:
+        for each in fields(part):
+            if isinstance(value := getattr(part, each.name), Flags):
+                continue
+            metadata = each.metadata | (dict(changed[each.name].metadata) if each.name in changed else {})
+            text = metadata.get("help") or each.metadata.get("help", "")
+            level = next((level for level, names in named.items() if each.name in names), "")
+            declares = (kind for kind in reversed(type(part).__mro__) if each.name in _annotations(kind))
+            aliases = tuple(metadata.get("aliases", ()))
+            group = getattr(next(declares), "group", "options")
+            specs.append(FlagSpec(each.name, str(each.type), value, text, aliases, group, level))
+    return specs
+
+
+def _annotations(kind: type) -> Iterable[str]:
+    return vars(kind).get("__annotations__", ())
+
+
+class _Parser(argparse.ArgumentParser):
+    """options: {word of a command line: flag}; idle: as `Flags.idle`; where: the file at fault, for error lines."""
+
+    def __init__(self, defaults: Any):
+        super().__init__(allow_abbrev=False, add_help=False, argument_default=argparse.SUPPRESS)
+        self.specs, self.where = flag_specs(defaults), ""
+        self.idle = {name: why for part in groups(defaults) for name, why in getattr(part, "idle", {}).items()}
+        self.lists = {spec.name for spec in self.specs if "list" in spec.type}
+        self.options = {}
+        for spec in self.specs:
+            self._add(spec.name, spec.options, _converter(spec.type), spec.is_switch, spec.name in self.lists)
+            if spec.is_switch and spec.default is True:
+                off = [f"--no_{spec.name}", f"--no-{spec.name.replace('_', '-')}"]
+                self.options |= dict.fromkeys(off, spec.name)
+                self.add_argument(*off, dest=spec.name, action="store_false")
+        for name in self.idle:
+            self._add(name, [f"--{name}"], str, False, False)
+
+    def _add(self, name: str, options: list[str], kind: Callable, is_switch: bool, is_list: bool) -> None:
+        self.options |= dict.fromkeys(options, name)
+        more = {"nargs": "+"} if is_list else {"nargs": "?", "const": True} if is_switch else {}
+        self.add_argument(*options, dest=name, type=kind, **more)
+
+    def error(self, message: str) -> NoReturn:
+        raise UserError(f"{self.where}{message} (see {self.prog} --help)")
+
+    def values(self, words: list[str]) -> dict[str, Any]:
+        """{flag: value}. UserError for unknown flags."""
+        found, unknown = self.parse_known_args(words)
+        if unknown and is_file_of_flags(unknown[0]):
+            self.error(f"{unknown[0]}: a file of flags comes first, flags after it")
+        if unknown:
+            self.error(self._unknown(unknown))
+        return vars(found)
+
+    def split(self, argv: list[str]) -> list[tuple[str, list[str]]]:
+        """A command line as (flag, the words that give it), in order."""
+        self.values(argv)  # unknown flags are errors before anything else
+        parts: list[tuple[str, list[str]]] = []
+        for word in argv:
+            name = self.options.get(word.partition("=")[0])
+            if name or not parts:
+                parts.append((name or "", []))
+            parts[-1][1].append(word)
+        return parts
+
+    def parse_file(self, name: str) -> dict[str, list[str]]:
+        """{flag: the words that give it} of a file, so that types and names are checked alike. null: the default."""
+        self.where = f"{name}: "
+        words = {}
+        for key, value in read_file_of_flags(name).items():
+            if (dest := self.options.get(f"--{key}")) is None:
+                self.error(self._unknown([f"--{key}"]))
+            if isinstance(value, dict) or (isinstance(value, list) and dest not in self.lists):
+                raise UserError(f"{name}: {key}: expected one value, not {value}")
+            if value is not None:
+                words[dest] = [f"--{key}", *map(str, value)] if isinstance(value, list) else [f"--{key}={value}"]
+                self.values(words[dest])  # a value of the wrong type is an error of this file
+        self.where = ""
+        return words
+
+    def _unknown(self, words: list[str]) -> str:
+        word, flags = words[0].partition("=")[0], list(self.options)
+        near = [flag for flag in flags if len(word) > 3 and flag.startswith(word)]  # abbreviated
+        near = near or difflib.get_close_matches(word, flags, n=1)
+        return f"unknown flag {' '.join(words)}" + (f": did you mean {near[0]}?" if near else "")
+
+
+def _converter(annotation: str) -> Callable[[str], Any]:
+    kinds = {"bool": _boolean, "int": int, "float": float}
+    return next((kind for name, kind in kinds.items() if name in annotation), str)
+
+
+def _boolean(text: str) -> bool:
+    if text.lower() in ("yes", "true", "t", "y", "1"):
+        return True
+    if text.lower() in ("no", "false", "f", "n", "0"):
+        return False
+    raise argparse.ArgumentTypeError(f"{text!r} is neither True nor False")
+
+
+def is_file_of_flags(word: str) -> bool:
+    """Whether a command line's word names a file of flags."""
+    return word[:1] != "-" and word.endswith((".json", ".yaml", ".yml"))
+
+
+def read_file_of_flags(name: str) -> dict[str, Any]:
+    """{flag: value} of a YAML or JSON file; UserError where it is none."""
+    path = Path(name)
+    if not path.is_file():
+        raise UserError(f"{path}: no such file of flags")
+    try:
+        text = path.read_text(encoding="utf-8")
+        flags = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
+    except (ValueError, yaml.YAMLError) as error:
+        raise UserError(f"{path}: cannot be read: {one_line(error)}") from error
+    if not isinstance(flags, dict):
+        raise UserError(f"{path}: expected names of flags and their values")
+    return flags
+
+
+def _without(
+    given: list[tuple[str, list[str]]], replaced: tuple[str, ...], by: list[str]
+) -> list[tuple[str, list[str]]]:
+    """The flags given so far except those that `by`, a later one, replaces; logs which."""
+    dropped = " ".join(word for name, words in given if name in replaced for word in words)
+    if dropped and is_first_on_node():
+        logging.getLogger(__name__).info("%s replaces what was given before it: %s", " ".join(by), dropped)
+    return [(name, words) for name, words in given if name not in replaced]
