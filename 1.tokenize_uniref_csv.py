@@ -15,6 +15,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import get_args
 
 import numpy as np
 from tqdm import tqdm
@@ -90,6 +91,7 @@ class Arguments(Flags):
         return self.cluster is not None or self.cluster_table is not None
 
     def check(self) -> None:
+        self.require_choice("on_bad_record", get_args(Policy))
         check_tokenizer(self.tokenizer_name)
         if self.max_seq_length is not None and self.max_seq_length < 3:
             raise UserError(f"--max_seq_length {self.max_seq_length}: at least 3 (<cls>, a residue, <eos>)")
