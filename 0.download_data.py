@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import get_args
 
 from tqdm import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
@@ -59,6 +60,7 @@ class Arguments(Flags):
     verify: bool = flag(False, "read complete outputs and compare their checksums")
 
     def check(self) -> None:
+        self.require_choice("on_bad_record", get_args(Policy))
         self.require_at_least(1, "max_records_per_partition")
         limits.check_record_length(self.max_record_length)
         self.require_at_least(0, "seed")

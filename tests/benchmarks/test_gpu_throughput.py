@@ -15,6 +15,7 @@ from benchmarks.gpu_agreement import PEER, TE_BF16, TORCH, TORCH_BF16, in_fp8
 from benchmarks.gpu_models import batches_for
 from benchmarks.gpu_throughput import Arguments, rows_of
 from common.cli import UserError
+from common.flags import checked
 from tests.benchmarks.misbehaving import misbehave
 from tests.patience import run
 from tests.training_fixtures import ROOT
@@ -88,4 +89,4 @@ def test_session_without_a_gpu_fails(tmp_path):
 def test_bad_flags_are_one_line(flags, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(UserError, match=f"--{next(iter(flags))}"):
-        Arguments(**flags)
+        checked(Arguments(**flags))

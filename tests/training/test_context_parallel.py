@@ -162,4 +162,4 @@ def test_what_cannot_be_shared_is_refused_in_a_line(dataset, tmp_path, nproc, fl
 
 def test_train_ddp_names_the_script_that_shares(dataset, tmp_path):
     said = train(dataset, tmp_path / "out", 1, expect=2, cp_size=2)
-    assert said == "error: --cp_size 2: here every rank has packs of its own: use train_ddp_cp.py\n"
+    assert said == "error: --cp_size 2: no context parallelism here: use train_ddp_cp.py\n"

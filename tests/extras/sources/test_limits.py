@@ -14,6 +14,7 @@ import pytest
 
 from common.cli import UserError
 from common.data.flags import DataFlags
+from common.flags import checked
 from extras.prepare.cluster_splits import read_table
 from extras.sources.compression import open_decompressed
 from extras.sources.csv_records import read_rows as read_csv
@@ -259,7 +260,7 @@ def test_max_record_length_is_a_flag_of_each_way_in(tmp_path):
 @pytest.mark.parametrize("value", [0, 1 << 31])
 def test_max_record_length_out_of_range_is_refused(value):
     with pytest.raises(UserError, match=f"--max_record_length {value}: a number of bytes, 1 to 1073741824"):
-        DataFlags(dataset="a.fasta", max_steps=1, max_record_length=value)
+        checked(DataFlags(dataset="a.fasta", max_steps=1, max_record_length=value))
 
 
 def test_long_line_of_a_cluster_table_is_refused(tmp_path):
