@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import re
-from dataclasses import fields
 
 import torch
 
+from common.flags import flag_specs, groups
 from common.training.registry import arguments_of
-from extras.decoders.causal_arguments import CausalArguments
 from extras.decoders.config import PRESETS
 from extras.decoders.model import DecoderForCausalLM
 from tests.conftest import ROOT
@@ -30,8 +29,9 @@ THEIRS = {
 
 
 def test_guide_flags_are_accepted_and_listed():
-    kind = arguments_of(load_script("train_fsdp2.py").FsdpFlags, CausalArguments)
-    names = {name for field in fields(kind) for name in (f"--{field.name}", *field.metadata.get("aliases", ()))}
+    defaults = arguments_of(load_script("train_fsdp2.py").FsdpFlags, "clm")
+    names = {name for spec in flag_specs(defaults) for name in (f"--{spec.name}", *spec.aliases)}
+    names |= {f"--{name}" for part in groups(defaults) for name in part.idle}
     assert [name for name in THEIRS if f"--{name}" not in names] == []
     (section,) = re.findall(r"\n## The guides' flags\n(.*?)\n## ", PAGE, re.S)
     first, second = set(), set()
