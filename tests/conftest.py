@@ -78,16 +78,22 @@ def pytest_make_parametrize_id(config, val, argname: str) -> str | None:
 WAITING = (
     ("ops/test_slurm", "test_readme", "ops/test_containers", "ops/test_kubernetes_run", "ops/test_push"),
     (
-        *("ranks/", "preflight/", "training/test_soak", "training/test_resume", "training/test_fsdp2_faults"),
-        *("training/test_step_monitor", "outputs/test_trackers"),
+        *(
+            "distributed/",
+            "extras/preflight/",
+            "training/test_soak",
+            "training/test_resume",
+            "training/test_fsdp2_faults",
+        ),
+        *("training/test_step_monitor", "training/test_trackers"),
     ),
 )
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Those that wait come first, each part on a worker of its own: others compute meanwhile, and no tail is left.
+    """Put tests that wait first, each part on its own worker: other workers compute meanwhile.
 
-    xdist gives each worker as many neighbours; who has done his own takes from the end of what another still has.
+    xdist gives each worker a run of neighbours; a worker that has finished steals from the end of another's.
     """
     starts = [tuple(f"tests/{name}" for name in names) for names in WAITING]
     parts = {item: next((n for n, of in enumerate(starts) if item.nodeid.startswith(of)), 2) for item in items}
