@@ -21,7 +21,7 @@ import numpy as np
 from tqdm import tqdm
 
 from common.cli import UserError, run
-from common.files.hashing import combined_hash, content_hash
+from common.files.json_files import combined_hash, content_hash
 from common.flags import Flags, Missing, flag, parse_arguments
 from extras import earlier_identity
 from extras.prepare.cluster_splits import cluster_records, publish_index, split_by_clusters

@@ -28,7 +28,7 @@ from tqdm import tqdm
 from common.cli import UserError, run
 from common.distributed.run import ProcessFlags, distributed_run
 from common.distributed.world import World
-from common.files.hashing import content_hash
+from common.files.json_files import content_hash
 from common.flags import Missing, flag, parse_arguments
 from common.models.esm2.config import load_config
 from common.models.layers.hf_directory import model_files, model_hash

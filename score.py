@@ -25,8 +25,7 @@ from typing import TextIO
 from tqdm import tqdm
 
 from common.cli import UserError, one_line, run
-from common.files.hashing import content_hash
-from common.files.json_files import replace_flushed
+from common.files.json_files import content_hash, replace_flushed
 from common.flags import Missing, flag, parse_arguments
 from common.models.esm2.config import load_config
 from common.models.layers.hf_directory import model_hash

@@ -13,7 +13,8 @@ from pathlib import Path
 import numpy as np
 
 from common.cli import UserError, one_line
-from common.files.hashing import combined_hash, hash_counters, scale
+from common.files.hashing import hash_counters, scale
+from common.files.json_files import combined_hash
 
 DIRECTORY = "clusters"
 

@@ -16,8 +16,7 @@ from typing import NamedTuple
 import numpy as np
 import pyarrow as pa
 
-from common.files.hashing import combined_hash
-from common.files.json_files import sync, sync_directory, write_json_flushed
+from common.files.json_files import combined_hash, sync, sync_directory, write_json_flushed
 
 ROWS_PER_BATCH = 10_000
 SHARD_BYTES = 500 << 20

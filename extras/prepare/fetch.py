@@ -12,7 +12,7 @@ from urllib.parse import unquote, urlsplit
 from xml.etree import ElementTree
 
 from common.cli import UserError
-from common.files.hashing import content_hashes
+from common.files.json_files import content_hashes
 from extras import earlier_identity
 from extras.prepare.download import ANYTHING, RETRIES, DownloadFiles, Expected, RetryPolicy, download
 from extras.prepare.transfers import SCHEMES, FetchError, TemporaryError, identity, shown

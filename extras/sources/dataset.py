@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from common.cli import UserError
-from common.files.hashing import combined_hash
+from common.files.json_files import combined_hash
 from extras.earlier_identity import list_names
 from extras.sources.compression import (
     LONGEST_DOCUMENT,

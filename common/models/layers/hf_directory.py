@@ -23,8 +23,15 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from common.cli import UserError, one_line
-from common.files.hashing import combined_hash
-from common.files.json_files import is_plain_name, open_regular, read_json, shorten, sync_directory, sync_tree
+from common.files.json_files import (
+    combined_hash,
+    is_plain_name,
+    open_regular,
+    read_json,
+    shorten,
+    sync_directory,
+    sync_tree,
+)
 
 # Keys with which a config.json makes transformers load code.
 NAMES_CODE = {"auto_map", "custom_pipelines", "attn_implementation", "experts_implementation"}
