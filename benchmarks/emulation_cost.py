@@ -89,7 +89,7 @@ def measure(args: Arguments, dtype: str) -> dict[str, list[float]]:
             if stats:
                 stats.begin_step(number)
             if emulation:
-                emulation.begin(0, 0)
+                emulation.begin_pack(0, 0)
             with torch.autocast("cpu", torch.bfloat16, enabled=dtype == "bf16"):
                 loss = model(**batch).loss_sum
             loss.div(labels.ne(-100).sum()).backward()

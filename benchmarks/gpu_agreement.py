@@ -28,9 +28,8 @@ from common.cli import UserError, run
 from common.data.collators import to_device
 from common.distributed.world import World
 from common.flags import Flags, flag, parse_arguments
-from common.models.esm2.config import esm2_config
+from common.models.esm2.config import HIDDEN_ACT, esm2_config
 from common.models.esm2.convert import from_hf, to_hf
-from common.models.esm2.family import HIDDEN_ACT
 
 PASSES_BEFORE = 3
 
@@ -91,7 +90,7 @@ def outcome(which: Model, args: Arguments) -> Outcome:
     config = esm2_config(*SIZES[args.size])
     config.hidden_act = HIDDEN_ACT[which.gelu]
     model, precision = build(which.kind, config, args.device, which.fp8_recipe)
-    emulation = precision.emulation
+    emulation = precision.quantiser if which.kind == "emulated" else None
     if which.kind == "peer":
         ours, _ = build("torch", config, args.device, which.fp8_recipe)
         model.load_state_dict(to_hf(ours.state_dict(), config), strict=False)
@@ -106,7 +105,7 @@ def outcome(which: Model, args: Arguments) -> Outcome:
     for number in range(passes):
         model.zero_grad()
         if emulation:
-            emulation.begin(number, 0)
+            emulation.begin_pack(number, 0)
         with torch.autocast(device.type, torch.bfloat16, enabled=which.bf16):
             output = model(**inputs)
             loss = output.loss if which.kind == "peer" else output.loss_sum / batch["num_targets"]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 
 import numpy as np
 import torch
@@ -16,8 +15,7 @@ from common.compat import use_sdpa
 from common.data.collators import Batch, MaskingCollator, to_device
 from common.data.packing import Pack
 from common.models.esm2.alphabet import CLS, EOS, ESM2_TOKENS
-from common.models.esm2.config import ESM2_SIZES, Esm2Config, esm2_config
-from common.models.esm2.family import HIDDEN_ACT
+from common.models.esm2.config import ESM2_SIZES, HIDDEN_ACT, Esm2Config, esm2_config
 from common.models.esm2.model import Esm2ForMaskedLM
 from common.models.layers.backend import te_missing
 from common.models.layers.compiling import compile_layers
@@ -94,13 +92,13 @@ def build(kind: str, config: Esm2Config, device: str, fp8_recipe: str) -> tuple[
         from common.precision.te import Quantised
 
         FP8GlobalStateManager.reset()  # it would keep the scales of earlier models
-        precision = Precision(plan, quantised=Quantised(model, plan, fp8_params=kind == "te-fp8-params"))
+        precision = Precision(plan, quantiser=Quantised(model, plan, fp8_params=kind == "te-fp8-params"))
     model.to_empty(device=device)
     fill(model)
     if kind == "te-fp8-params":
-        precision = replace(precision, masters=precision.quantised.quantise_weights())
+        precision = precision.quantise_weights()
     if kind == "emulated":
-        precision = Precision(plan, emulation=Emulation(model, plan, seed=0, device=device))
+        precision = Precision(plan, quantiser=Emulation(model, plan, seed=0, device=device))
     if kind == "torch-compiled":
         torch.compiler.reset()
         compile_layers(model, device)

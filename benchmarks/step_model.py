@@ -29,7 +29,7 @@ from common.models.esm2.config import Esm2Config, esm2_config
 from common.models.esm2.family import FAMILY
 from common.models.esm2.layers_torch import TransformerLayer, prepare
 from common.models.esm2.model import Esm2ForMaskedLM
-from common.models.layers.backend import as_on_a_gpu
+from common.models.layers.cpu import as_on_a_gpu
 from common.models.layers.linear import RoundedWeights, use_copy
 from common.models.layers.recompute import MODES as RECOMPUTED
 from common.models.layers.recompute import save_activations

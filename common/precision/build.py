@@ -4,38 +4,57 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from common.cli import UserError
 from common.distributed.world import World
 from common.files.hashing import ROUNDING, derive_key
 from common.models.layers.linear import RoundedWeights
+from common.models.layers.residual import Model
 from common.precision.plan import Plan, PrecisionFlags, check_device, check_dimensions, describe, formats, resolve
 
 if TYPE_CHECKING:
-    from common.precision.emulation import Emulation
     from common.precision.masters import Masters
 
 logger = logging.getLogger(__name__)
+
+
+class Quantiser(Protocol):
+    """What quantises a model's layers: common.precision.emulation, or Transformer Engine (common.precision.te)."""
+
+    @property
+    def state(self) -> dict[str, Tensor]:
+        """Delayed scaling's tensors, the same on every rank, that a checkpoint holds and restores in place."""
+
+    def rescale_gradients(self, factor: float) -> None:
+        """After a checkpoint is read: gradients are this many times as large as in the run that wrote it."""
+
+    def begin_pack(self, step: int, pack: int, empty: bool) -> None:
+        """Before the pass over a pack, numbered within the global step; empty: it holds fillers only."""
+
+    def nonfinite(self, value: Tensor, weights: Iterable[Tensor]) -> Tensor:
+        """value, an fp32 scalar; NaN if this rank has a NaN that neither loss nor gradient norm would show."""
+
+    def end_step(self, world: World, skipped: bool) -> None:
+        """After the optimiser step, also a skipped one; all ranks together."""
 
 
 @dataclass(frozen=True)
 class Precision:
     """The formats of a model's layers, and the hooks that a step calls. Without a plan it does nothing.
 
-    emulation or quantised (Transformer Engine's contexts, common.precision.te): who quantises; stats: of either;
-    masters: fp32 master weights of a model in FP8; rounded: bf16 copies of fp32 weights.
+    stats: extras.quant_stats.stats.Statistics; masters: fp32 master weights of a model in FP8; rounded: bf16 copies of
+    fp32 weights.
     """
 
     plan: Plan | None = None
     rest: str = "BF16"  # the format of all other layers
-    emulation: Emulation | None = None
-    quantised: Any = None
+    quantiser: Quantiser | None = None
     stats: Any = None
     masters: Masters | None = None
     rounded: RoundedWeights | None = None
@@ -47,16 +66,22 @@ class Precision:
 
     @property
     def scales(self) -> dict[str, Tensor]:
-        """Delayed scaling's tensors, the same on every rank, that a checkpoint holds and restores in place."""
-        made = self.emulation or self.quantised
-        return made.state if made else {}
+        """See `Quantiser.state`."""
+        return self.quantiser.state if self.quantiser else {}
+
+    def quantise_weights(self) -> Precision:
+        """--fp8_params: cast the weights, which have their values now, to FP8, with fp32 masters."""
+        from common.precision.te import Quantised
+
+        assert isinstance(self.quantiser, Quantised)  # --emulate_precision excludes --fp8_params
+        return replace(self, masters=self.quantiser.quantise_weights())
 
     def attach(self, optimizer: torch.optim.Optimizer) -> None:
         """Copy the weights that the optimiser updates to the model after each step: FP8 from masters, bf16 copies."""
         if self.masters:
             self.masters.attach(optimizer)
-        if self.rounded:
-            optimizer.register_step_post_hook(lambda *_: self.rounded.refresh())
+        if rounded := self.rounded:
+            optimizer.register_step_post_hook(lambda *_: rounded.refresh())
 
     def attach_restored(self, gradients: float) -> None:
         """Copy them after a checkpoint is read. gradients: this run's over those of the run that wrote it."""
@@ -64,8 +89,8 @@ class Precision:
             self.masters.copy_to_model()
         if self.rounded:
             self.rounded.refresh()
-        if self.quantised:
-            self.quantised.rescale_gradients(gradients)
+        if self.quantiser:
+            self.quantiser.rescale_gradients(gradients)
 
     def computed_with(self) -> Iterable[Tensor]:
         """bf16 copies of weights, kept between steps."""
@@ -77,27 +102,22 @@ class Precision:
             self.stats.begin_step(step + 1)
 
     def begin_pack(self, step: int, pack: int, empty: bool = False) -> None:
-        """Before the pass over a pack, numbered within the global step; empty: it holds fillers only."""
-        if self.quantised:
-            self.quantised.begin_pack(step, pack)
-        if self.emulation:
-            self.emulation.begin(step, pack, empty)
-        elif self.stats:
+        """Before the pass over a pack: see `Quantiser.begin_pack`."""
+        if self.quantiser:
+            self.quantiser.begin_pack(step, pack, empty)
+        if self.stats:
             self.stats.begin_pack(empty)
 
     def add_unseen(self, value: Tensor, optimizer: torch.optim.Optimizer) -> Tensor:
-        """value, an fp32 scalar; NaN if this rank has a NaN that neither loss nor gradient norm would show."""
-        if not self.quantised:
+        """See `Quantiser.nonfinite`."""
+        if not self.quantiser:
             return value
-        weights = (p for group in optimizer.param_groups for p in group["params"])
-        return self.quantised.nan_guard.nonfinite(value, weights)
+        return self.quantiser.nonfinite(value, (p for group in optimizer.param_groups for p in group["params"]))
 
     def end_step(self, world: World, skipped: bool) -> list[dict]:
         """After the optimiser step, also a skipped one; all ranks together. Returns rows of quant_stats.jsonl."""
-        if self.emulation:
-            self.emulation.end_step(world, skipped)
-        if self.quantised and skipped:
-            self.quantised.forget_overflows()
+        if self.quantiser:
+            self.quantiser.end_step(world, skipped)
         return self.stats.end_step() if self.stats else []  # also of a skipped step: they may show why
 
 
@@ -135,7 +155,7 @@ def choose_plan(
 
 def start_te_stats(flags: PrecisionFlags, plan: Plan | None, world: World, directory: Path | None):
     """Transformer Engine's statistics, if asked for: before the layers are built, which register with it."""
-    if not flags.quant_stats or flags.emulate_precision:
+    if plan is None or directory is None or flags.emulate_precision:
         return None
     from extras.quant_stats.stats_plan import select
     from extras.quant_stats.stats_te import TeStats
@@ -144,7 +164,7 @@ def start_te_stats(flags: PrecisionFlags, plan: Plan | None, world: World, direc
 
 
 def set_formats(
-    model: nn.Module, plan: Plan | None, flags: PrecisionFlags, seed: int, world: World, te_stats
+    model: Model, plan: Plan | None, flags: PrecisionFlags, seed: int, world: World, te_stats
 ) -> Precision:
     """Give each layer of a model (on the meta device) its format."""
     if plan is None:
@@ -155,7 +175,7 @@ def set_formats(
         key = derive_key(seed, world.mesh.cp_rank, ROUNDING)  # ranks that share a pack hold different tokens
         quantised = Quantised(model, plan, flags.fp8_params, key)
         logger.info("Precision:\n%s", describe(plan, "BF16"))
-        return Precision(plan, quantised=quantised, stats=te_stats)
+        return Precision(plan, quantiser=quantised, stats=te_stats)
     from common.precision.emulation import Emulation
 
     emulation = Emulation(model, plan, seed, world.device, world.size, world.cp_group)

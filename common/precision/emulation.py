@@ -8,17 +8,19 @@ fp32 (or bf16 with --bf16, exact for the operands) with fp32 accumulators.
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Iterable
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
+from common.compat import disable_dynamo
 from common.distributed.world import World
 from common.files.hashing import ROUNDING, derive_key
-from common.models.layers.compiling import outside_graphs
 from common.models.layers.linear import linear
+from common.models.layers.residual import Model
 from common.precision.formats import (
     COLUMNS,
     GRADIENT,
@@ -89,8 +91,6 @@ class DelayedScales:
 class Watcher(Protocol):
     """Receives every operand and every result (extras.quant_stats.stats)."""
 
-    def begin_pack(self, empty: bool) -> None: ...
-
     def operand(
         self, layer: int, matmul: int, role: int, along: int, x: Tensor, cast: Tensor, quantized: Quantized
     ) -> None: ...
@@ -107,7 +107,7 @@ class Emulation:
 
     def __init__(
         self,
-        model: nn.Module,
+        model: Model,
         plan: Plan,
         seed: int,
         device: torch.device | str = "cpu",
@@ -116,9 +116,8 @@ class Emulation:
     ):
         self.plan, self.seed, self.ranks, self.group, self.training = plan, seed, ranks, group, False
         self.key = 0
-        self.empty = (
-            False  # the current pack holds fillers only: how many such there are depends on the number of ranks
-        )
+        # The current pack holds fillers only: how many such packs there are depends on the number of ranks.
+        self.empty = False
         self.watcher: Watcher | None = None  # set in steps that log statistics
         self.scales: DelayedScales | None = None
         if delayed := next((r for r in plan if isinstance(r, DelayedScaling)), None):
@@ -132,13 +131,18 @@ class Emulation:
                 layer.self_attention.proj.matmul = proj
                 layer.layernorm_mlp.fc1_matmul, layer.layernorm_mlp.fc2_matmul = fc1, fc2
 
-    def begin(self, step: int, pack: int, empty: bool = False) -> None:
+    def begin_pack(self, step: int, pack: int, empty: bool = False) -> None:
         """Before the pass over a pack, numbered within the global step: the same random bits on any rank. An empty
-        pack counts for neither scales nor statistics."""
+        pack does not count for the scales."""
         self.key = derive_key(self.seed, ROUNDING, step, pack)
         self.training, self.empty = True, empty
-        if self.watcher:
-            self.watcher.begin_pack(empty)
+
+    def rescale_gradients(self, factor: float) -> None:
+        """Nothing to do: histories and scales are in units of the global batch."""
+
+    def nonfinite(self, value: Tensor, weights: Iterable[Tensor]) -> Tensor:
+        """value: the emulated formats keep a NaN."""
+        return value
 
     def end_step(self, world: World, skipped: bool) -> None:
         """After the optimiser step, also a skipped one; all ranks together."""
@@ -159,14 +163,13 @@ class EmulatedMatmul:
         self.emulation, self.recipe = emulation, recipe
         self.layer, self.matmul = layer, matmul
 
-    @outside_graphs
+    @disable_dynamo
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """x [T, in], weight [out, in], bias [out] -> [T, out]."""
         device = x.device.type
         if torch.is_autocast_enabled(device):
-            x = x.to(
-                torch.get_autocast_dtype(device)
-            )  # the weight is quantised as it comes: fp32, or gathered in bf16
+            # The weight is quantised as it comes: fp32, or gathered in bf16.
+            x = x.to(torch.get_autocast_dtype(device))
         fillers = -len(x) % self.recipe.multiple  # zeros, as hardware needs; ESM-2's packs have them already
         if not fillers:
             return _QuantizedLinear.apply(x, weight, bias, self, self.emulation.key)
@@ -194,6 +197,7 @@ class EmulatedMatmul:
             return quantize_operand(self.recipe, x, role, along, noise_key, self.emulation.group)
         number = (self.layer * len(MATMULS) + self.matmul) * len(ROLES) + role
         scales = self.emulation.scales
+        assert scales is not None  # of a plan with delayed scaling
         # Histories and scales are in units of the global batch: the same on any number of ranks.
         ranks = self.emulation.ranks if role == GRADIENT else 1
         if self.emulation.training and not self.emulation.empty:
@@ -220,30 +224,32 @@ class _QuantizedLinear(torch.autograd.Function):
         return y
 
     @staticmethod
-    def backward(ctx, grad: Tensor):
-        matmul, key, dtype = ctx.matmul, ctx.key, grad.dtype
+    def backward(ctx: Any, grad: Tensor):  # pyrefly: ignore[bad-override]  # torch passes one gradient an output
+        matmul: EmulatedMatmul = ctx.matmul
+        key, dtype = ctx.key, grad.dtype
         weight, *saved = ctx.saved_tensors
-        grad_x = grad_weight = grad_bias = None
-        along_columns = along_rows = None
-        if ctx.needs_input_grad[0] or matmul.whole_tensor:
+        need_x, need_weight, need_bias, *_ = ctx.needs_input_grad
+        grad_x = grad_weight = along_columns = None
+        if need_x or matmul.whole_tensor:
             along_columns = matmul.quantize(grad, GRADIENT, COLUMNS, dtype, key)
-        if ctx.needs_input_grad[0]:
-            values, scale = matmul.quantize(weight, WEIGHT, ROWS, dtype)
-            grad_x = _multiply(along_columns, (values.t(), scale), dtype)
-            matmul.watch_result("dgrad", grad_x)
-        if ctx.needs_input_grad[1]:
-            along_rows = along_columns if matmul.whole_tensor else matmul.quantize(grad, GRADIENT, ROWS, dtype, key)
-            values, scale = saved if matmul.whole_tensor else matmul.quantize(saved[0], INPUT, ROWS, dtype)
+            if need_x:
+                values, scale = matmul.quantize(weight, WEIGHT, ROWS, dtype)
+                grad_x = _multiply(along_columns, (values.t(), scale), dtype)
+                matmul.watch_result("dgrad", grad_x)
+        if need_weight:
+            if matmul.whole_tensor and along_columns:
+                (rows, row_scale), (values, scale) = along_columns, saved
+            else:
+                rows, row_scale = matmul.quantize(grad, GRADIENT, ROWS, dtype, key)
+                values, scale = matmul.quantize(saved[0], INPUT, ROWS, dtype)
             # Both factors are read column-wise here; the wider one is faster as the second.
             if weight.shape[0] > weight.shape[1]:
-                grad_weight = _multiply((values.t(), scale), (along_rows[0].t(), along_rows[1]), dtype).t()
+                grad_weight = _multiply((values.t(), scale), (rows.t(), row_scale), dtype).t()
             else:
-                grad_weight = _multiply((along_rows[0].t(), along_rows[1]), (values.t(), scale), dtype)
+                grad_weight = _multiply((rows.t(), row_scale), (values.t(), scale), dtype)
             matmul.watch_result("wgrad", grad_weight)
             grad_weight = grad_weight.to(weight.dtype)
-        if ctx.needs_input_grad[2]:
-            grad_bias = grad.sum(0)
-        return grad_x, grad_weight, grad_bias, None, None
+        return grad_x, grad_weight, grad.sum(0) if need_bias else None, None, None
 
 
 def _multiply(a: Factor, b: Factor, dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from common.files.hashing import GAMMA, MULTIPLIERS
-from common.precision.plan import BlockScaling, MXFP8BlockScaling, NVFP4BlockScaling, Recipe
+from common.precision.plan import BlockScaling, CurrentScaling, MXFP8BlockScaling, NVFP4BlockScaling, Recipe
 
 # Every `quantize_*` returns `Quantized`: the tensor is values * scale. `values` are numbers of the format times the
 # scale of their block, if any, and are exact in bfloat16 (except for blocks with fp32 scales); `scale`
@@ -237,6 +237,7 @@ def quantize_operand(
         return quantize_mx(x, _block(MX_BLOCK, along, square), element)
     if isinstance(recipe, BlockScaling):
         return quantize_fp8_blocks(x, _block(FP8_BLOCK, along, role == WEIGHT), element, not recipe.use_f32_scales)
+    assert isinstance(recipe, CurrentScaling)  # delayed scaling keeps its scales
     amax = tensor_amax(x)
     if group is not None and role != WEIGHT:
         dist.all_reduce(amax, dist.ReduceOp.MAX, group=group)

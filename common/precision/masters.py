@@ -7,14 +7,13 @@ weights are cast from the master weights again.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import get_total_norm
-
-from common.precision.plan import NVFP4BlockScaling, Plan
 
 
 class NanGuard:
@@ -27,13 +26,14 @@ class NanGuard:
 
     Looks at those gradients as they pass, and at weights once a step, without waiting for the device. Emulated
     precision and the other formats keep a NaN.
+
+    layers: those in NVFP4.
     """
 
-    def __init__(self, layers: nn.ModuleList, plan: Plan):
-        hidden = [layer for layer, recipe in zip(layers, plan, strict=True) if isinstance(recipe, NVFP4BlockScaling)]
-        self.any = bool(hidden)
+    def __init__(self, layers: Sequence[Any]):
+        self.any = bool(layers)
         self.gradients: Tensor | float = 0.0  # NaN after one in any pass since the last step
-        for layer in hidden:
+        for layer in layers:
             qkv = layer.self_attention.layernorm_qkv
             if not qkv.use_bias:
                 qkv.register_forward_hook(self._watch)

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from itertools import groupby
 from pathlib import Path
+from typing import Any, ClassVar
 
 from common.cli import UserError
 from common.flags import Flags, Missing, flag
@@ -24,12 +25,12 @@ NAMES = {ADA: "Ada", HOPPER: "Hopper", BLACKWELL: "Blackwell"}
 class Recipe:
     """How a layer's matmuls are quantised. Class attributes: what the format asks of device and shapes."""
 
-    title = ""
-    flag = "--fp8"
-    capability = HOPPER
-    whole_tensor = False  # one scale a tensor: quantised, it is the same along both dimensions
-    multiple = 16  # of tokens and of every dimension of a matmul
-    default_format = "hybrid"
+    title: ClassVar[str] = ""
+    flag: ClassVar[str] = "--fp8"
+    capability: ClassVar[tuple[int, int]] = HOPPER
+    whole_tensor: ClassVar[bool] = False  # one scale a tensor: quantised, it is the same along both dimensions
+    multiple: ClassVar[int] = 16  # of tokens and of every dimension of a matmul
+    default_format: ClassVar[str] = "hybrid"
 
     fp8_format: str = "hybrid"  # hybrid: E4M3 forward, E5M2 for gradients; e4m3: everywhere
 
@@ -85,7 +86,12 @@ class NVFP4BlockScaling(Recipe):
     disable_2d_quantization: bool = False
 
 
-FP8_RECIPES = {"delayed": DelayedScaling, "current": CurrentScaling, "block": BlockScaling, "mxfp8": MXFP8BlockScaling}
+FP8_RECIPES: dict[str, type[Recipe]] = {
+    "delayed": DelayedScaling,
+    "current": CurrentScaling,
+    "block": BlockScaling,
+    "mxfp8": MXFP8BlockScaling,
+}
 # Fields of Transformer Engine's recipes that can have one value only, and why.
 FIXED = {
     "fp8_dpa": (False, "attention is computed in BF16"),
@@ -178,7 +184,7 @@ def recipes(flags: PrecisionFlags) -> dict[str, Recipe]:
     flags.require_choice("fp8_recipe", FP8_RECIPES)
     flags.require_choice("fp8_format", (None, "hybrid", "e4m3"))
     flags.require_choice("fp4_format", ("e2m1",))
-    enabled = {}
+    enabled: dict[str, Recipe] = {}
     if flags.fp8:
         kind = FP8_RECIPES[flags.fp8_recipe]
         element = flags.fp8_format or kind.default_format
@@ -316,7 +322,7 @@ def _kwargs(flag: str, text: str | None, kind: type[Recipe]) -> dict:
         only, why = FIXED[name]
         if (value := given.pop(name)) != only:
             raise UserError(f"{flag}: {name} {json.dumps(value)}: {why}: drop it")
-    known = {f.name: type(f.default) for f in fields(kind) if f.name != "fp8_format"}
+    known: dict[str, Any] = {f.name: type(f.default) for f in fields(kind) if f.name != "fp8_format"}
     for name, value in given.items():
         if name not in known:
             raise UserError(f"{flag}: {kind.__name__} has no {name}: it has {', '.join(known) or 'nothing to set'}")

@@ -8,12 +8,14 @@ there are layers. Only layers whose format differs from the outer one's enter an
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
+from typing import Any
 
 import torch
 import transformer_engine.pytorch as te
-from torch import Tensor, nn
+from torch import Tensor
 from transformer_engine.common import recipe as te_recipes
 from transformer_engine.common.recipe import Format, QParams
 from transformer_engine.pytorch.constants import TE_DType_To_Torch
@@ -25,7 +27,9 @@ from transformer_engine.pytorch.tensor.storage.nvfp4_tensor_storage import NVFP4
 
 from common.cli import UserError
 from common.compat import te_field
+from common.distributed.world import World
 from common.files.hashing import derive_key
+from common.models.layers.residual import Model
 from common.precision import plan as plans
 from common.precision.formats import (
     COLUMNS,
@@ -103,7 +107,7 @@ def _scaled(numbers: Tensor, decode: Tensor, block: Block, scale: Tensor) -> Qua
 
 
 _FORMATS = {"hybrid": Format.HYBRID, "e4m3": Format.E4M3}
-_KINDS = {
+_KINDS: dict[type[Recipe], Any] = {
     plans.DelayedScaling: te_recipes.DelayedScaling,
     plans.CurrentScaling: te_recipes.Float8CurrentScaling,
     plans.BlockScaling: te_recipes.Float8BlockScaling,
@@ -158,7 +162,7 @@ class Quantised:
     key: of the random bits that NVFP4's gradients are rounded with.
     """
 
-    def __init__(self, model: nn.Module, plan: Plan, fp8_params: bool = False, key: int = 0):
+    def __init__(self, model: Model, plan: Plan, fp8_params: bool = False, key: int = 0):
         self.plan, self.key = plan, key
         fp4 = (recipe for recipe in plan if isinstance(recipe, plans.NVFP4BlockScaling))
         self.draws = not all(recipe.disable_stochastic_rounding for recipe in fp4)
@@ -167,14 +171,15 @@ class Quantised:
         self.outer = min(made, key=lambda recipe: not isinstance(recipe, plans.DelayedScaling))
         self.recipes = made
         self.model, self.layers = model, model.layers
-        self._state: dict[str, Tensor] | None = None
+        self._state: dict[str, Tensor] = {}
         self.layers.quantised = self
         if fp8_params:
             for number, recipe in enumerate(plan):
                 if recipe is not None and not isinstance(recipe, plans.NVFP4BlockScaling):
                     with te.quantized_model_init(recipe=made[recipe]):
                         self.layers[number] = type(self.layers[number])(model.config, number)
-        self.nan_guard = NanGuard(self.layers, plan)
+        of_layers = zip(self.layers, plan, strict=True)
+        self._nan_guard = NanGuard([layer for layer, r in of_layers if isinstance(r, plans.NVFP4BlockScaling)])
 
     def quantise_weights(self) -> Masters:
         """Put the weights of layers that keep them in FP8 into it; what they were become their masters.
@@ -183,7 +188,8 @@ class Quantised:
         (`reset_parameters`, preserve_high_precision_init_val) all values would be its own, and the masters on the CPU.
         """
         convert = {}
-        for path, module in self.model.named_modules():
+        modules: Iterable[tuple[str, Any]] = self.model.named_modules()
+        for path, module in modules:
             if type(module) in _MATMULS and module.primary_weights_in_fp8:
                 for name, _ in module.named_parameters(recurse=False):
                     if (index := module.param_init_meta[name].fp8_meta_index) is not None:
@@ -193,7 +199,7 @@ class Quantised:
                         convert[f"{path}.{name}"] = quantizer
         return Masters(self.model, convert)
 
-    def begin_pack(self, step: int, pack: int) -> None:
+    def begin_pack(self, step: int, pack: int, empty: bool = False) -> None:
         """Before the pass over a pack. Its random bits follow from the run's seed and the pack's place: Transformer
         Engine draws them from the device's generator, which a restart would begin anew."""
         if self.draws:
@@ -231,8 +237,7 @@ class Quantised:
 
         Transformer Engine's own `_extra_state` holds them pickled, and refuses to load that unless it trusts the file.
         """
-        if self._state is None:
-            self._state = {}
+        if not self._state:
             for number, layer in enumerate(self.layers):
                 if isinstance(self.plan[number], plans.DelayedScaling):
                     for name, module in layer.named_modules():
@@ -248,15 +253,19 @@ class Quantised:
             elif name.endswith("scaling_bwd.scale"):
                 tensor.div_(factor)
 
-    def forget_overflows(self) -> None:
+    def nonfinite(self, value: Tensor, weights: Iterable[Tensor]) -> Tensor:
+        """See `NanGuard.nonfinite`."""
+        return self._nan_guard.nonfinite(value, weights)
+
+    def end_step(self, world: World, skipped: bool) -> None:
         """After a skipped step: an infinite amax would keep a scale as it is for as long as it is in the history."""
-        for history in self._histories(""):
+        for history in self._histories("") if skipped else ():
             history.masked_fill_(~history.isfinite(), 0.0)
 
     def _histories(self, direction: str) -> list[Tensor]:
         return [tensor for name, tensor in self.state.items() if name.endswith(f"{direction}.amax_history")]
 
-    def _add(self, name: str, module: nn.Module, matmuls: int) -> None:
+    def _add(self, name: str, module: Any, matmuls: int) -> None:
         module.fp8_meta["num_gemms"] = matmuls  # as the first forward pass would
         recipe = self.recipes[self.outer]
         with te.quantized_model_init(enabled=False, recipe=recipe):  # it looks there for the recipe, too

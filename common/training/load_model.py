@@ -80,7 +80,7 @@ def load_model(
             for name, tensor in pieces:
                 copy_to_shard(parameters[name], tensor)
         if args.precision.fp8_params:
-            precision = replace(precision, masters=precision.quantised.quantise_weights())
+            precision = precision.quantise_weights()
         # Transformer Engine casts weights itself, and shards are gathered in bf16.
         if args.precision.bf16 and backend == "torch" and plan is None and shard is None:
             precision = replace(precision, rounded=RoundedWeights(model.layers))

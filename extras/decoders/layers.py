@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from common.models.layers import cpu
 from common.models.layers.attention import has_varlen_kernel, rotate, rotated_attention
-from common.models.layers.backend import device_type
+from common.models.layers.cpu import device_type
 from common.models.layers.linear import linear
 from common.models.layers.residual import Stream, total
 from common.models.layers.residual import begin as begin  # layers_te has its own

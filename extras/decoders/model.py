@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from common.models.layers.linear import gradients, linear
-from common.models.layers.residual import Layers, Stream, total
+from common.models.layers.residual import Layers, Model, Stream, total
 from extras.decoders.config import DecoderConfig
 from extras.decoders.layers import Linear, RMSNorm, rotary_frequencies
 
@@ -91,7 +91,7 @@ class DecoderOutput(NamedTuple):
     router: Tensor | None = None
 
 
-class DecoderForCausalLM(nn.Module):
+class DecoderForCausalLM(Model):
     """A decoder of any size. Build it under `torch.device("meta")` if large.
 
     backend: of the layers, `torch` (any device) or `te` (Transformer Engine; CUDA). Parameters are the same.

@@ -20,7 +20,7 @@ from common.distributed.fsdp import local_shard
 from common.distributed.strategy import Strategy
 from common.distributed.world import World
 from common.flags import with_flags
-from common.models.layers.backend import as_on_a_gpu
+from common.models.layers.cpu import as_on_a_gpu
 from common.training.arguments import RunArguments
 from common.training.optim import build_optimizer
 from common.training.pinned_stager import share_of

@@ -12,8 +12,7 @@ from common.data.collators import SlicingCollator, to_device
 from common.distributed.context_parallel import CpSplit
 from common.distributed.run import ProcessFlags, distributed_run
 from common.models.esm2.alphabet import MASK, PAD
-from common.models.esm2.config import esm2_config
-from common.models.esm2.family import HIDDEN_ACT
+from common.models.esm2.config import HIDDEN_ACT, esm2_config
 from common.models.esm2.model import Esm2ForMaskedLM, build_model
 from common.models.layers import attention
 from common.models.layers.context_attention import enable_context_parallel

@@ -94,7 +94,7 @@ def test_matmuls_equal_the_emulation(name, forget):  # noqa: F811
     plan = (RECIPES[name],) * 3
     Quantised(quantised, plan)
     emulated = copy.deepcopy(start)
-    Emulation(emulated, plan, seed=0, device="cuda").begin(0, 0)
+    Emulation(emulated, plan, seed=0, device="cuda").begin_pack(0, 0)
     random = torch.Generator().manual_seed(1)
     x, grad = (torch.randn(128, width, generator=random).cuda() for width in (128, 192))
 
@@ -123,7 +123,7 @@ def test_nans_hidden_by_nvfp4_matmuls_are_detected(forget):  # noqa: F811
 
     skip_unless_here(RECIPES["nvfp4"])
     model = model_of("llama3_1_8b", "te")
-    guard = Quantised(model, (RECIPES["nvfp4"],) * 3).nan_guard
+    guard = Quantised(model, (RECIPES["nvfp4"],) * 3)
 
     def found() -> float:
         loss, gradients = loss_and_gradients(model, pack(), bf16=True)

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from common.models.layers import recompute as offload
-from common.models.layers.backend import as_on_a_gpu
+from common.models.layers.cpu import as_on_a_gpu
 from common.models.layers.recompute import MODES, save_activations
 
 empty_like = torch.empty_like

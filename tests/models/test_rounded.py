@@ -12,8 +12,8 @@ from benchmarks.step_counts import counted
 from common.models.esm2.config import esm2_config
 from common.models.esm2.model import build_model
 from common.models.layers import linear
-from common.models.layers.backend import as_on_a_gpu
 from common.models.layers.compiling import compile_layers
+from common.models.layers.cpu import as_on_a_gpu
 from common.models.layers.initialise import initialise
 from common.models.layers.linear import RoundedWeights
 from common.models.layers.recompute import save_activations

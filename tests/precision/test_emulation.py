@@ -130,7 +130,7 @@ def test_stochastic_gradients_are_keyed_and_right_on_average():
 
     def gradients(step: int, pack: int) -> torch.Tensor:
         x, weight, bias, grad = operands()
-        emulation.begin(step, pack)
+        emulation.begin_pack(step, pack)
         matmul(x, weight, bias).backward(grad)
         return torch.cat((x.grad.flatten(), weight.grad.flatten()))
 
@@ -213,7 +213,7 @@ def test_delayed_scales_follow_the_amax_of_the_steps_before(algorithm):
     emulation, columns = matmul.emulation, slice((4 + 2) * 3, (4 + 2) * 3 + 3)
     seen = []
     for step, size in enumerate((1.0, 8.0, 2.0, 0.5, 0.0)):
-        emulation.begin(step, 0)
+        emulation.begin_pack(step, 0)
         for part in (0.5, 1.0):  # two micro-batches
             x, weight, bias, grad = (t.detach() * size * part for t in operands())
             y = matmul(x.requires_grad_(), weight.requires_grad_(), bias)
@@ -235,7 +235,7 @@ def test_evaluation_leaves_the_scales_alone():
     with torch.no_grad():
         model(**batch, max_seqlen=64)
     assert (emulation.scales.amax == 0).all()
-    emulation.begin(0, 0)
+    emulation.begin_pack(0, 0)
     model(**batch, max_seqlen=64)
     assert (emulation.scales.amax.view(2, 4, 3)[..., :2] > 0).all()
 

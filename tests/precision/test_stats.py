@@ -32,7 +32,7 @@ def one_step(name: str, file: Path, tensors: list[torch.Tensor], **more) -> dict
     stats = QuantStats(emulation, select(args, emulation.plan), ALONE)
     x, weight, bias, grad = tensors
     stats.begin_step(1)
-    emulation.begin(0, 0)
+    emulation.begin_pack(0, 0)
     model.encoder.layers[1].layernorm_mlp.fc1_matmul(x, weight, bias).backward(grad)
     rows = stats.end_step()
     return {(r["tensor"], *r["gemms"]): r for r in rows if (r["layer"], r["module"]) == (2, "fc1")}
@@ -207,7 +207,8 @@ def test_packs_add_up_and_a_recomputed_pass_counts_once(tmp_path):
     x, weight, bias, grad = operands()
     stats.begin_step(1)
     for number, part in enumerate((slice(0, 32), slice(32, 64))):
-        emulation.begin(0, number)
+        emulation.begin_pack(0, number)
+        stats.begin_pack()
         for _ in range(number + 1):
             matmul(x[part], weight, bias).backward(grad[part])
     rows = {(r["tensor"], *r["gemms"]): r for r in stats.end_step() if (r["layer"], r["module"]) == (2, "fc1")}

@@ -8,8 +8,7 @@ from contextlib import nullcontext
 import torch
 
 from common.distributed.world import World
-from common.models.esm2.config import esm2_config
-from common.models.esm2.family import HIDDEN_ACT
+from common.models.esm2.config import HIDDEN_ACT, esm2_config
 from common.models.esm2.model import Esm2ForMaskedLM, build_model
 from common.precision.emulation import Emulation
 from common.precision.plan import BlockScaling, CurrentScaling, DelayedScaling, MXFP8BlockScaling, NVFP4BlockScaling
@@ -86,7 +85,7 @@ def compare(capability: tuple[int, int], path: str) -> None:
             emulation = Emulation(emulated, plan, seed=0, device="cuda")
             plain = passes(start, nullcontext, bf16)
             for step in range(3 if "delayed" in name else 1):
-                emulation.begin(step, 0)
+                emulation.begin_pack(step, 0)
                 expected = passes(emulated, nullcontext, bf16)
                 got = passes(theirs, quantised.all, bf16)
                 emulation.end_step(World(0, 0, 1, torch.device("cuda")), skipped=False)

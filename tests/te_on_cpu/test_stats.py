@@ -63,7 +63,7 @@ def _rows_of_both(capability: tuple[int, int], directory: str, path: str) -> Non
     found = []
     for stats, model in ((QuantStats(emulation, selection, world), emulated), (te_stats, theirs)):
         stats.begin_step(1)
-        emulation.begin(0, 0)
+        emulation.begin_pack(0, 0)
         stats.begin_pack()
         for layer in range(len(plan)):
 

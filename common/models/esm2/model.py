@@ -20,7 +20,7 @@ from common.models.esm2.layers_torch import LayerNorm
 from common.models.layers.context_attention import ContextGroup
 from common.models.layers.initialise import initialise
 from common.models.layers.linear import Linear, linear
-from common.models.layers.residual import Layers, total
+from common.models.layers.residual import Layers, Model, total
 from common.shapes import SHAPE_MULTIPLE, filled_up, predicted_positions
 
 PADDED_VOCAB = 64  # rows of the embedding; a multiple that matrix units like. Rows past 33 stay zero and unseen.
@@ -109,7 +109,7 @@ class LMHead(nn.Module):
         return linear(x, embedding, self.bias)[..., :VOCAB_SIZE].float()
 
 
-class Esm2ForMaskedLM(nn.Module):
+class Esm2ForMaskedLM(Model):
     """ESM-2 of any size. Build it under `torch.device("meta")` if large.
 
     backend: of the encoder layers, `torch` (any device) or `te` (Transformer Engine; CUDA). Parameters are the same.
@@ -128,8 +128,7 @@ class Esm2ForMaskedLM(nn.Module):
         self.lm_head = LMHead(config)
 
     @property
-    def layers(self) -> nn.ModuleList:
-        """Wrapped, recomputed, compiled and quantised one by one; the rest is small."""
+    def layers(self) -> Layers:  # pyrefly: ignore[bad-override]  # checkpoints have the attribute's name
         return self.encoder.layers
 
     def forward(

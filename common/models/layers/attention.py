@@ -22,7 +22,7 @@ from torch import Tensor
 
 from common.compat import assume_constant_result, cuda_flash_backward, cuda_flash_forward
 from common.models.layers import cpu
-from common.models.layers.backend import device_type
+from common.models.layers.cpu import device_type
 
 
 def rotary_angles(positions: Tensor, head_dim: int, base: float = 10000.0) -> Tensor:

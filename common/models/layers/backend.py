@@ -8,13 +8,10 @@ from __future__ import annotations
 import importlib
 import os
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
 
 import torch
-from torch import Tensor
 
 from common.cli import UserError, one_line
 from common.flags import Flags, flag
@@ -25,24 +22,6 @@ BF16_SINCE = (8, 0)  # compute capability
 LOST = "its fused kernels, and FP8, MXFP8 and NVFP4 on the GPU's own units"
 COMPILED = "--torch_compile (Transformer Engine keeps its modules out of graphs)"
 HEAD_MULTIPLE = 8  # of the flash kernels behind torch's varlen attention
-
-_as_on_a_gpu = False  # a plain name: torch.compile looks into what reads it
-
-
-@contextmanager
-def as_on_a_gpu() -> Iterator[None]:
-    """Take a GPU's code paths without one, on tensors without values: for memory estimates."""
-    global _as_on_a_gpu
-    before, _as_on_a_gpu = _as_on_a_gpu, True
-    try:
-        yield
-    finally:
-        _as_on_a_gpu = before
-
-
-def device_type(x: Tensor) -> str:
-    """Which code path x takes: `cpu` (common.models.layers.cpu) or `cuda`."""
-    return "cuda" if _as_on_a_gpu else x.device.type
 
 
 @dataclass(frozen=True)

@@ -11,24 +11,21 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 import torch
-from torch import nn
 
 from common.cli import UserError
-from common.compat import disable_dynamo as outside_graphs
 from common.heartbeat import log_every
 from common.models.layers import context_attention, cpu
-
-__all__ = ["outside_graphs"]
+from common.models.layers.residual import Model
 
 logger = logging.getLogger(__name__)
 OPERATORS = (context_attention, cpu)  # modules that define custom operators
 CACHE = "TORCHINDUCTOR_CACHE_DIR"  # torch's own variable
 
 
-def compile_layers(model: nn.Module, device: str, backend: str = "inductor") -> None:
+def compile_layers(model: Model, device: str, backend: str = "inductor") -> None:
     """torch.compile each layer (in place): all layers share one compiled graph, and packs of any length too.
 
-    model: with `layers`. UserError on a CPU without a C++ compiler.
+    UserError on a CPU without a C++ compiler.
     """
     if backend == "inductor" and device == "cpu":
         if not any(shutil.which(c) for c in ("g++", "clang++", "c++")):

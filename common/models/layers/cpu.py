@@ -1,7 +1,7 @@
 """Everything the models do differently on a CPU: matmuls, packed attention, and which library computes them.
 
 A reader of GPU code need not open this file. `linear` and `attention` below are called where
-`backend.device_type` is `cpu`, and compute the same as the GPU's kernels.
+`device_type` is `cpu`, and compute the same as the GPU's kernels.
 
 - Matmuls: fp32 by oneDNN or MKL, whichever has the wider vectors here. Without bf16 instructions a bf16 matmul is the
   fp32 matmul of the bf16 numbers, rounded once: exact products and fp32 sums, as the instructions have them. Operands
@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,6 +26,27 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from common.compat import cpu_flash_backward, cpu_flash_forward, onednn_linear
+
+# ---- which tensors take this path ----------------------------------------------------------------------------------
+
+_as_on_a_gpu = False  # a plain name: torch.compile looks into what reads it
+
+
+@contextmanager
+def as_on_a_gpu() -> Iterator[None]:
+    """Take a GPU's code paths without one, on tensors without values: for memory estimates."""
+    global _as_on_a_gpu
+    before, _as_on_a_gpu = _as_on_a_gpu, True
+    try:
+        yield
+    finally:
+        _as_on_a_gpu = before
+
+
+def device_type(x: Tensor) -> str:
+    """Which code path x takes: `cpu` (this file) or `cuda`."""
+    return "cuda" if _as_on_a_gpu else x.device.type
+
 
 # ---- what this CPU has ------------------------------------------------------------------------------------------
 
@@ -46,7 +68,10 @@ class Cpu:
     @classmethod
     def parse(cls, cpuinfo: str) -> Cpu:
         """From the file's text: x86's `vendor_id` and `flags`, ARM's `Features`."""
-        fields = dict(_field(line) for line in reversed(cpuinfo.splitlines()))  # of the first processor
+        fields = {}
+        for line in reversed(cpuinfo.splitlines()):  # the first processor's come last, and stay
+            name, _, value = line.partition(":")
+            fields[name.strip()] = value.strip()
         return cls(fields.get("vendor_id", ""), frozenset(fields.get("flags", fields.get("Features", "")).split()))
 
     def has_bf16_matmuls(self, environment: Mapping[str, str]) -> bool:
@@ -72,11 +97,6 @@ class Cpu:
             and environment.get("MKL_ENABLE_INSTRUCTIONS", "").lower() not in _MKL_WITHOUT_AVX512
         )
         return onednn and not mkl
-
-
-def _field(line: str) -> tuple[str, str]:
-    name, _, value = line.partition(":")
-    return name.strip(), value.strip()
 
 
 def _onednn_level(environment: Mapping[str, str]) -> str:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from common.compat import foreach_copy_
 from common.models.layers import cpu
-from common.models.layers.backend import device_type
+from common.models.layers.cpu import device_type
 
 _COPY = "in_bf16"  # attribute of a parameter
 

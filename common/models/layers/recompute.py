@@ -17,7 +17,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from common.compat import storage_key
 from common.distributed.strategy import StrategyFlags
 from common.flags import flag
-from common.models.layers.backend import device_type
+from common.models.layers.cpu import device_type
 from common.models.layers.residual import total
 
 

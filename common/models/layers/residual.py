@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import nullcontext
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -38,11 +38,23 @@ def total(stream: Tensor | Stream) -> Tensor:
 class Layers(nn.ModuleList):
     """quantised: Transformer Engine's autocast contexts (common.precision.te), or None."""
 
-    quantised = None
+    quantised: Any = None
 
-    def in_turn(self) -> Iterator[nn.Module]:
+    if TYPE_CHECKING:
+
+        def __iter__(self) -> Iterator[Any]:
+            """Layers of all families and backends share names of modules and methods, but no class."""
+
+    def in_turn(self) -> Iterator[Any]:
         """Yield each layer inside the context of its number format, where it is to be called."""
         with self.quantised.all() if self.quantised else nullcontext():
             for number, layer in enumerate(self):
                 with self.quantised.layer(number) if self.quantised else nullcontext():
                     yield layer
+
+
+class Model(nn.Module):
+    """The base of all families' models. `layers` are wrapped, recomputed, compiled and quantised one by one."""
+
+    config: Any
+    layers: Layers
