@@ -24,8 +24,7 @@ from common.data.packing import BatchPlan
 from common.data.token_store import open_split
 from common.flags import flag, parse_arguments
 from common.models.esm2.alphabet import ESM2_TOKENS
-from common.models.esm2.config import load_config
-from common.models.esm2.family import HIDDEN_ACT
+from common.models.esm2.config import HIDDEN_ACT, load_config
 from common.models.esm2.model import Esm2ForMaskedLM, build_model
 from common.training.optim import OptimizerFlags, build_optimizer, lr_schedule
 

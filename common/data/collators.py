@@ -14,9 +14,8 @@ import numpy as np
 import torch
 
 from common.cli import UserError
+from common.data import TokenSet
 from common.data.crops import Pack
-from common.data.flags import DataFlags, StepFlags
-from common.data.token_store import TokenSet
 from common.distributed.context_parallel import CpPack, CpSplit
 from common.distributed.world import Mesh
 from common.files.hashing import GAMMA, MASKING, derive_key, hash_counters, mix
@@ -213,20 +212,3 @@ class SlicingCollator:
             "num_unknown": batch["num_unknown"] * first,
             **{key: torch.from_numpy(getattr(shared, name)) for key, name in SHARED.items()},
         }
-
-
-def masked_batches(flags: DataFlags, tokens: TokenSet, seed: int, mesh: Mesh, pad_to: int = 0) -> Collator:
-    """The collator of a rank for masked language modelling: of whole packs, or of its slices of them.
-
-    pad_to: as MaskingCollator; slices are not filled up to it.
-    """
-    collator = MaskingCollator(tokens, seed, flags.mlm_probability, pad_to)
-    return shared_batches(collator, flags, mesh, tokens.pad, tokens.mask)
-
-
-def shared_batches(collator: Collator, flags: StepFlags, mesh: Mesh, pad: int, mask: int = -1) -> Collator:
-    """`collator` itself if a rank has packs of its own, else the collator of its slices. pad, mask: of the latter."""
-    if mesh.cp_size == 1:
-        return collator
-    multiple = 1 if flags.cp_layout == "contiguous" else flags.pad_sequences_to_be_divisible_by or 2 * mesh.cp_size
-    return SlicingCollator(collator, mesh, flags.cp_layout, multiple, pad, mask)

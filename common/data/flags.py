@@ -4,12 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-
-import torch
+from typing import TYPE_CHECKING
 
 from common.cli import UserError
-from common.data import LONGEST_PROTEIN, check_record_length
+from common.data import LONGEST_PROTEIN
 from common.flags import Flags, Missing, flag, with_flags
+
+if TYPE_CHECKING:  # the scripts that prepare data read --max_record_length, and need no torch
+    import torch
+
+MAX_RECORD_LENGTH = 1 << 30  # Arrow counts the bytes of a block in 32 bits
+
+
+def check_record_length(longest: int) -> None:
+    """UserError for an impossible --max_record_length."""
+    if not 1 <= longest <= MAX_RECORD_LENGTH:
+        raise UserError(f"--max_record_length {longest}: a number of bytes, 1 to {MAX_RECORD_LENGTH}")
 
 
 @dataclass(frozen=True)

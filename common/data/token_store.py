@@ -12,13 +12,13 @@ from __future__ import annotations
 import json
 import mmap
 import os
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 
 from common.cli import UserError, one_line
+from common.data import TokenSet
 
 COLUMN = "input_ids"
 
@@ -201,22 +201,6 @@ class ArrowFile:
 def _advise(mapped: mmap.mmap | bytes, advice: str) -> None:
     if mapped and hasattr(mmap, advice):
         mapped.madvise(getattr(mmap, advice))
-
-
-@dataclass(frozen=True)
-class TokenSet:
-    """The token ids of a family's alphabet that reading and masking need.
-
-    residues: first and last id of the tokens that may be masked; replacements: ids of which a random one replaces a
-    selected token.
-    """
-
-    vocab_size: int
-    pad: int
-    mask: int
-    unknown: int
-    residues: tuple[int, int]
-    replacements: tuple[int, ...]
 
 
 STEP = "1.tokenize_uniref_csv.py"  # the script that writes splits

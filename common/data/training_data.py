@@ -11,11 +11,12 @@ from pathlib import Path
 from typing import Protocol
 
 from common.cli import UserError
-from common.data.collators import Collator
+from common.data import TokenSet
+from common.data.collators import Collator, MaskingCollator, SlicingCollator
 from common.data.flags import DataFlags, StepFlags
 from common.data.loader import Order, PlannedOrder, ProteinStore, Store, evaluation_batches
 from common.data.packing import BatchPlan, Position
-from common.data.token_store import TokenSet, TokenStore, open_split
+from common.data.token_store import TokenStore, open_split
 from common.distributed.world import Mesh, World
 
 EVAL_SEED = 0  # evaluation masks depend neither on --seed nor on the step
@@ -172,6 +173,23 @@ def packs_per_step(flags: StepFlags, mesh: Mesh, saved: int | None) -> int:
     `check_divisible` checks that the ranks can share them.
     """
     return flags.packs_per_step or saved or mesh.dp_size * flags.gradient_accumulation_steps
+
+
+def masked_batches(flags: DataFlags, tokens: TokenSet, seed: int, mesh: Mesh, pad_to: int = 0) -> Collator:
+    """The collator of a rank for masked language modelling: of whole packs, or of its slices of them.
+
+    pad_to: as MaskingCollator; slices are not filled up to it.
+    """
+    collator = MaskingCollator(tokens, seed, flags.mlm_probability, pad_to)
+    return shared_batches(collator, flags, mesh, tokens.pad, tokens.mask)
+
+
+def shared_batches(collator: Collator, flags: StepFlags, mesh: Mesh, pad: int, mask: int = -1) -> Collator:
+    """`collator` itself if a rank has packs of its own, else the collator of its slices. pad, mask: of the latter."""
+    if mesh.cp_size == 1:
+        return collator
+    multiple = 1 if flags.cp_layout == "contiguous" else flags.pad_sequences_to_be_divisible_by or 2 * mesh.cp_size
+    return SlicingCollator(collator, mesh, flags.cp_layout, multiple, pad, mask)
 
 
 def held_out_batches(flags: DataFlags, store: ProteinStore, collator: Collator, world: World) -> Generator:

@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from common.data.token_store import TokenSet
+from common.data import TokenSet
 from common.distributed.world import World
 from common.models.layers.hf_directory import Training, read_config
 

@@ -19,11 +19,11 @@ import torch
 from torch import Tensor, nn
 
 from common.cli import UserError
-from common.data.collators import Batch, Collator, Counts, masked_batches, to_device
+from common.data import TokenSet
+from common.data.collators import Batch, Collator, Counts, to_device
 from common.data.crops import Pack
 from common.data.flags import DataFlags
-from common.data.token_store import TokenSet
-from common.data.training_data import EVAL_SEED, TrainingData, held_out_batches, open_data
+from common.data.training_data import EVAL_SEED, TrainingData, held_out_batches, masked_batches, open_data
 from common.distributed.world import World
 from common.models.layers.hf_directory import Training
 from common.models.registry import ModelSpec, encoder_family, family_of

@@ -13,7 +13,7 @@ from pathlib import Path
 from common.cli import UserError
 from common.data.training_data import TrainingData
 from common.distributed.world import World
-from common.models.esm2.family import HIDDEN_ACT
+from common.models.esm2.config import HIDDEN_ACT
 from common.models.layers.backend import BACKENDS
 from common.training.arguments import RunArguments
 from common.training.checkpoint import TRAINER_STATE

@@ -14,9 +14,9 @@ from pathlib import Path
 import numpy as np
 
 from common.cli import UserError
+from common.data import TokenSet
 from common.data.flags import DataFlags, StepFlags
 from common.data.loader import Order
-from common.data.token_store import TokenSet
 from common.data.training_data import Makers, PreparedData, ProteinData
 from common.distributed.world import World
 from common.models.esm2.alphabet import UNK, encode_many

@@ -16,9 +16,10 @@ import numpy as np
 import torch
 
 from common.cli import UserError
-from common.data.collators import IGNORE, Batch, Collator, Counts, shared_batches
+from common.data.collators import IGNORE, Batch, Collator, Counts
 from common.data.crops import Pack
 from common.data.packing import Position
+from common.data.training_data import shared_batches
 from common.distributed.world import Mesh
 from common.files.hashing import RECORD_ORDER, ROTATION, Permutation, derive_key
 from extras.text.flags import TextFlags

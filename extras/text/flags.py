@@ -6,8 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from common.cli import UserError
-from common.data import check_record_length
-from common.data.flags import StepFlags
+from common.data.flags import StepFlags, check_record_length
 from common.flags import Missing, flag
 from extras.sources.compression import LONGEST_DOCUMENT
 from extras.text.tokenizers import BYTES

@@ -12,8 +12,8 @@ from transformers import EsmForMaskedLM
 from transformers.models.esm.modeling_esm import EsmIntermediate
 
 from common.cli import UserError
-from common.models.esm2.config import esm2_config
-from common.models.esm2.family import HIDDEN_ACT, choose_gelu, gelu_of
+from common.models.esm2.config import HIDDEN_ACT, esm2_config, gelu_of
+from common.models.esm2.family import choose_gelu
 from common.models.esm2.model import build_model
 from tests.models.reference import ours_like, packed, random_batch, reference_model
 from tests.training_fixtures import train

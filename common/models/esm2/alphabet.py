@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from common.data.token_store import TokenSet
+from common.data import TokenSet
 
 TOKENS = (
     *("<cls>", "<pad>", "<eos>", "<unk>"),

@@ -20,6 +20,7 @@ FINGERPRINT_FIELDS = (
     *("max_position_embeddings", "layer_norm_eps", "token_dropout", "position_embedding_type", "hidden_act"),
 )
 MOST_POSITIONS = 1 << 20
+HIDDEN_ACT = {"exact": "gelu", "tanh": "gelu_pytorch_tanh"}
 
 
 @dataclass
@@ -82,6 +83,11 @@ class Esm2Config:
         from transformers import EsmConfig
 
         return EsmConfig.from_dict(self.content())
+
+
+def gelu_of(config: Esm2Config) -> str:
+    """`exact` or `tanh`, by config.json. Any other `hidden_act` is ignored, as in transformers."""
+    return "tanh" if getattr(config, "hidden_act", None) == HIDDEN_ACT["tanh"] else "exact"
 
 
 def check_supported(config: Esm2Config, where: str) -> None:

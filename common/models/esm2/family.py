@@ -20,19 +20,12 @@ from common.cli import UserError
 from common.distributed.world import World
 from common.flags import Missing, flag
 from common.models.esm2.alphabet import ESM2_TOKENS, TOKENS
-from common.models.esm2.config import Esm2Config, load_config, override
+from common.models.esm2.config import HIDDEN_ACT, Esm2Config, gelu_of, load_config, override
 from common.models.layers.backend import BackendFlags, check_device, choose_backend
-from common.models.layers.context_attention import WAYS
 from common.models.layers.hf_directory import Training
 from common.models.registry import Family, ModelSpec
 
-HIDDEN_ACT = {"exact": "gelu", "tanh": "gelu_pytorch_tanh"}
 ONLY_GELU = {"te": "tanh"}  # a backend with one kind
-
-
-def gelu_of(config: Esm2Config) -> str:
-    """`exact` or `tanh`, by config.json. Any other `hidden_act` is ignored, as in transformers."""
-    return "tanh" if getattr(config, "hidden_act", None) == HIDDEN_ACT["tanh"] else "exact"
 
 
 def choose_gelu(asked: str | None, backend: str, config: Esm2Config) -> tuple[str, str | None]:
@@ -57,7 +50,7 @@ def choose_gelu(asked: str | None, backend: str, config: Esm2Config) -> tuple[st
     return chosen, None  # ESM-2 as published
 
 
-CP_COMM_TYPES = (*WAYS, "a2a")
+CP_COMM_TYPES = ("p2p", "all_gather", "a2a")
 NO_KERNEL = "Transformer Engine has no attention kernel for packs here (neither flash-attn nor cuDNN's)"
 
 

@@ -12,8 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from common.distributed.context_parallel import CpPack
-from common.models.esm2.config import Esm2Config
-from common.models.esm2.family import gelu_of
+from common.models.esm2.config import Esm2Config, gelu_of
 from common.models.layers.attention import packed_attention, rotary_tables
 from common.models.layers.context_attention import ContextGroup, CpLayout, context_attention
 from common.models.layers.linear import Linear, linear

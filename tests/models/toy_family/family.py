@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from common.data.token_store import TokenSet
+from common.data import TokenSet
 from common.distributed.world import World
 from common.models.esm2.model import Esm2Output
 from common.models.layers.hf_directory import Training, read_tensors
