@@ -7,11 +7,12 @@ batch and each keeps its slices of the sequences: no communication.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import NamedTuple, Protocol
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol, Required, TypedDict
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from common.cli import UserError
 from common.data import TokenSet
@@ -73,21 +74,35 @@ def mask_tokens(
     return input_ids, labels
 
 
-Batch = dict[str, torch.Tensor | int]
-INPUTS = (
-    "input_ids",
-    "labels",
-    "predicted",
-    "attention_mask",
-    "cu_seqlens",
-    "max_seqlen",
-    "pad_to",
-)  # of a model's forward
-SHARED = {f"shared_{name}": name for name in CpPack._fields}  # with context parallelism
+INPUTS = ("input_ids", "labels", "predicted", "attention_mask", "cu_seqlens", "max_seqlen", "pad_to")  # of a model
+SHARED = "shared_"  # before the fields of a CpPack, with context parallelism
+
+
+class Batch(TypedDict, total=False):
+    """A pack as a model's forward takes it; see `MaskingCollator`. Flat: a worker sends all tensors in one."""
+
+    input_ids: Required[Tensor]  # int64 [T]
+    labels: Required[Tensor]  # int64 [T]
+    cu_seqlens: Required[Tensor]  # int32 [B + 1]
+    max_seqlen: Required[int]
+    predicted: Tensor  # int64 [P]
+    pad_to: int
+    # The fields of `Counts`.
+    num_targets: Required[int]
+    num_tokens: Required[int]
+    sum_squared_lengths: Required[int]
+    num_sequences: Required[int]
+    num_unknown: Required[int]
+    # The fields of `CpPack`.
+    shared_positions: Tensor
+    shared_bounds: Tensor
+    shared_real: Tensor
+    shared_lengths: Tensor
+    shared_masks: Tensor
 
 
 class Counts(NamedTuple):
-    """Counts of a batch, under its own keys."""
+    """Summed over batches."""
 
     num_targets: int  # labels that are not -100
     num_tokens: int
@@ -96,10 +111,14 @@ class Counts(NamedTuple):
     num_unknown: int = 0  # <unk> tokens: characters that are not residues
 
     @classmethod
-    def of(cls, batches: Iterable[Batch]) -> Counts:
-        """Summed over batches."""
-        batches = list(batches)
-        return cls(*(sum(batch[key] for batch in batches) for key in cls._fields))
+    def of(cls, batches: Sequence[Batch]) -> Counts:
+        return cls(
+            sum(batch["num_targets"] for batch in batches),
+            sum(batch["num_tokens"] for batch in batches),
+            sum(batch["sum_squared_lengths"] for batch in batches),
+            sum(batch["num_sequences"] for batch in batches),
+            sum(batch["num_unknown"] for batch in batches),
+        )
 
 
 class Collator(Protocol):
@@ -129,41 +148,38 @@ class MaskingCollator:
         input_ids, labels = mask_tokens(
             ids, pack.records, pack.starts, pack.lengths, self.tokens, self.seed, pack.epoch, self.mlm_probability
         )
-        masked = int(np.count_nonzero(labels != IGNORE))
-        unknown = int(np.count_nonzero(ids == self.tokens.unknown))
-        counts = Counts(masked, len(ids), int((pack.lengths**2).sum()), len(pack.lengths), unknown)
         lengths = pack.lengths
         if len(ids) == 0:
             lengths = np.array([1])
             input_ids, labels = np.array([self.tokens.pad]), np.array([IGNORE])
-        cu_seqlens = np.zeros(len(lengths) + 1, dtype=np.int32)
-        np.cumsum(lengths, out=cu_seqlens[1:])
-        labels = torch.from_numpy(labels)
         return {
             "input_ids": torch.from_numpy(input_ids.astype(np.int64)),
-            "labels": labels,
-            "predicted": predicted_positions(labels),
-            "cu_seqlens": torch.from_numpy(cu_seqlens),
+            "labels": torch.from_numpy(labels),
+            "predicted": predicted_positions(torch.from_numpy(labels)),
+            "cu_seqlens": torch.from_numpy(np.append(0, np.cumsum(lengths)).astype(np.int32)),
             "max_seqlen": int(lengths.max()),
             "pad_to": self.pad_to,
-            **counts._asdict(),
+            "num_targets": int(np.count_nonzero(labels != IGNORE)),
+            "num_tokens": len(ids),
+            "sum_squared_lengths": int((pack.lengths**2).sum()),
+            "num_sequences": len(pack.lengths),
+            "num_unknown": int(np.count_nonzero(ids == self.tokens.unknown)),
         }
 
 
-def to_device(batch: Batch, device: torch.device) -> dict:
+def to_device(batch: Batch, device: torch.device) -> dict[str, Any]:
     """The model's inputs of a batch, on the device, without the counts. On the CPU nothing is copied."""
-
-    def moved(name: str):
-        value = batch[name]
-        return value.to(device, non_blocking=True) if isinstance(value, torch.Tensor) else value
-
-    inputs = {name: moved(name) for name in INPUTS if name in batch}
-    if all(key in batch for key in SHARED):
-        on_host = ("bounds", "real")  # read by the CPU
-        inputs["shared"] = CpPack(
-            **{name: batch[key] if name in on_host else moved(key) for key, name in SHARED.items()}
-        )
-    return inputs
+    inputs: dict[str, Any] = {}
+    shared: dict[str, Any] = {}
+    for name, value in batch.items():
+        field = name.removeprefix(SHARED)
+        if isinstance(value, Tensor) and field not in ("bounds", "real"):  # those two are read by the CPU
+            value = value.to(device, non_blocking=True)
+        if name in INPUTS:
+            inputs[name] = value
+        elif name != field:
+            shared[field] = value
+    return inputs | {"shared": CpPack(**shared)} if shared else inputs
 
 
 class SlicingCollator:
@@ -188,21 +204,18 @@ class SlicingCollator:
         places = (starts[sequences] + positions)[real]
         tokens = max(1, len(positions))
 
-        def slice_of(values: torch.Tensor, filler: int) -> np.ndarray:
+        def slice_of(values: Tensor, filler: int) -> Tensor:
             sliced = np.full(tokens, filler, dtype=np.int64)
             sliced[: len(real)][real] = values.numpy()[places]
-            return sliced
+            return torch.from_numpy(sliced)
 
-        input_ids, labels = slice_of(batch["input_ids"], self.pad), torch.from_numpy(slice_of(batch["labels"], IGNORE))
-        predicted = {"predicted": predicted_positions(labels)} if "predicted" in batch else {}
+        labels = slice_of(batch["labels"], IGNORE)
         of_sequences = np.append(bounds[rank], tokens) if tokens > len(positions) else bounds[rank]
-        first = rank == 0
         masks = np.add.reduceat(batch["input_ids"].numpy() == self.mask, starts[:-1], dtype=np.int64)
-        shared = CpPack(np.pad(positions, (0, tokens - len(positions))), bounds, slices.real(), lengths, masks)
-        return {
-            "input_ids": torch.from_numpy(input_ids),
+        first = rank == 0
+        sliced: Batch = {
+            "input_ids": slice_of(batch["input_ids"], self.pad),
             "labels": labels,
-            **predicted,
             "cu_seqlens": torch.from_numpy(of_sequences.astype(np.int32)),
             "max_seqlen": batch["max_seqlen"],
             "num_targets": int((labels != IGNORE).sum()),
@@ -210,5 +223,12 @@ class SlicingCollator:
             "sum_squared_lengths": batch["sum_squared_lengths"] * first,
             "num_sequences": batch["num_sequences"] * first,
             "num_unknown": batch["num_unknown"] * first,
-            **{key: torch.from_numpy(getattr(shared, name)) for key, name in SHARED.items()},
+            "shared_positions": torch.from_numpy(np.pad(positions, (0, tokens - len(positions)))),
+            "shared_bounds": torch.from_numpy(bounds),
+            "shared_real": torch.from_numpy(slices.real()),
+            "shared_lengths": torch.from_numpy(lengths),
+            "shared_masks": torch.from_numpy(masks),
         }
+        if "predicted" in batch:
+            sliced["predicted"] = predicted_positions(labels)
+        return sliced

@@ -64,14 +64,14 @@ def plan_window(
     epoch: int,
     number: int,
     max_seq_length: int,
-    tokens_per_pack: int | None,
-    sequences_per_pack: int | None,
+    tokens_per_pack: int,
+    sequences_per_pack: int,
     shuffle: bool,
 ) -> Window:
     """Crop n records to at most max_seq_length tokens at random places and distribute them over packs.
 
     records: int64 [n], the numbers by which crops (and order) are keyed; lengths: tokens int64 [n]; number: of the
-    window in its epoch; tokens_per_pack or sequences_per_pack: the other is None; shuffle: False keeps the order of
+    window in its epoch; tokens_per_pack or sequences_per_pack: the other is 0; shuffle: False keeps the order of
     the records. Records without a token are left out.
     """
     if shuffle:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from common.cli import UserError
 from common.data import LONGEST_PROTEIN
@@ -57,7 +57,7 @@ class StepFlags(Flags):
 
     overrides = {"num_train_epochs": ("max_steps",)}
 
-    def loading(self, device: torch.device) -> dict[str, int | bool]:
+    def loading(self, device: torch.device) -> dict[str, Any]:
         """The data loader's worker settings for this device."""
         return {
             "num_workers": self.dataloader_num_workers,
@@ -132,11 +132,11 @@ class DataFlags(StepFlags):
         return self.tokens_per_pack or self.per_device_train_batch_size * self.max_seq_length
 
     @property
-    def pack_size(self) -> dict[str, int]:
+    def pack_size(self) -> dict[str, Any]:
         """The size of a training pack, as BatchPlan and StreamPlan take it."""
         if not self.packing:
             return {"sequences_per_pack": self.per_device_train_batch_size}
-        return {"tokens_per_pack": self.tokens_per_pack}
+        return {"tokens_per_pack": self.pack_tokens}
 
     def resolve(self) -> DataFlags:
         return with_flags(self, tokens_per_pack=self.pack_tokens) if self.packing else self

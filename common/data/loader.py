@@ -12,11 +12,11 @@ import os
 import signal
 import sys
 import weakref
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import asdict
 from functools import partial
 from itertools import chain, count, islice
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -119,7 +119,7 @@ def bundle(batches: list[Batch]) -> tuple[torch.Tensor, list[dict]]:
     """
     contents, parts, end = [], [], 0
     for batch in batches:
-        layout = {}
+        layout: dict[str, Any] = {}
         for name, value in batch.items():
             if isinstance(value, torch.Tensor):
                 data = value.contiguous().view(-1).view(torch.uint8).numpy()
@@ -140,7 +140,7 @@ def unbundle(bundle: tuple[torch.Tensor, list[dict]]) -> list[Batch]:
     flat, contents = bundle
     batches = []
     for layout in contents:
-        batch = {}
+        batch: Any = {}  # a Batch
         for name, value in layout.items():
             if isinstance(value, list):
                 dtype, shape, begin, size = value
@@ -196,7 +196,7 @@ class Order(Protocol):
         """The part of a global position that a data rank's steps change."""
 
     def steps(
-        self, mesh: Mesh, position: dict, first: int, numbers: Iterator[int], is_mine: Callable[[int], bool]
+        self, mesh: Mesh, position: dict, first: int, numbers: Iterable[int], is_mine: Callable[[int], bool]
     ) -> Iterator[tuple[int, list[tuple[Pack, np.ndarray]], dict, float | None]]:
         """For each of `numbers`, counted from step `first`, that `is_mine`: the step, a data rank's packs and their
         tokens, what changes in its position, and the epochs done after it."""

@@ -56,7 +56,8 @@ class PlanStatistics:
 class Clusters(Protocol):
     """Groups of records, of each of which an epoch has one member (extras.prepare.clusters)."""
 
-    num_records: int
+    @property
+    def num_records(self) -> int: ...
 
     def __len__(self) -> int: ...
 
@@ -100,7 +101,7 @@ class BatchPlan:
         self.lengths_of, self.seed, self.clusters = lengths_of, seed, clusters
         self.num_drawn = num_records if clusters is None else len(clusters)  # records of an epoch
         self.max_seq_length, self.shuffle = max_seq_length, shuffle
-        self.tokens_per_pack, self.sequences_per_pack = tokens_per_pack, sequences_per_pack
+        self.tokens_per_pack, self.sequences_per_pack = tokens_per_pack or 0, sequences_per_pack or 0
         # Padded: a block is a multiple of the batch, so only the epoch's last batch is short.
         batch = sequences_per_pack or 1
         self.block = batch * -(-RECORDS_PER_BLOCK // batch)
@@ -124,10 +125,12 @@ class BatchPlan:
         position = self.position_after(position, 0)
         while end is None or position < end:
             window = self._window(position.epoch, position.window)
-            in_last = end is not None and (position.epoch, position.window) == (end.epoch, end.window)
-            for number in range(position.pack_in_window, end.pack_in_window if in_last else len(window)):
+            stop = len(window)
+            if is_last := end is not None and (position.epoch, position.window) == (end.epoch, end.window):
+                stop = end.pack_in_window
+            for number in range(position.pack_in_window, stop):
                 yield position.epoch, position.window, number, window
-            if in_last:
+            if is_last:
                 return
             position = self.position_after(Position(position.epoch, position.window, len(window)), 0)
 

@@ -13,6 +13,7 @@ import json
 import mmap
 import os
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -35,11 +36,8 @@ class ArrowLists:
         self.files = [ArrowFile(file) for file in arrow_files(path, state["_data_files"])]
         if len({file.kind for file in self.files}) > 1:
             raise UserError(f"{path}: its Arrow files differ in the type of {COLUMN}: tokenise again")
-        self.width, self.has_masks, self.dtype = (
-            self.files[0].width,
-            self.files[0].has_masks,
-            self.files[0].tokens.dtype,
-        )
+        first = self.files[0]
+        self.width, self.has_masks, self.dtype = first.width, first.has_masks, first.tokens.dtype
         rows = np.concatenate([file.chunk_rows for file in self.files])
         self.chunk_start = np.cumsum(rows) - rows
         self.chunk_file = np.repeat(np.arange(len(self.files)), [len(file.chunk_rows) for file in self.files])
@@ -151,7 +149,11 @@ class ArrowFile:
             raw = pa.py_buffer(mapped)  # the views below keep it alive
             _advise(mapped, "MADV_RANDOM")  # no readahead: one page of each record batch is read
             schema = pa.ipc.open_stream(raw).schema
-            self._check_type(path, schema)
+            self.kind = _type_of_lists(path, schema)
+            self.width = self.kind.list_size if pa.types.is_fixed_size_list(self.kind) else 0
+            self.has_masks = "attention_mask" in schema.names
+            self._token_type = np.dtype(self.kind.value_type.to_pandas_dtype())
+            self._offset_type = np.dtype(np.int64 if pa.types.is_large_list(self.kind) else np.int32)
             options = pa.ipc.IpcReadOptions(included_fields=[schema.get_field_index(COLUMN)])
             batches = pa.ipc.open_stream(raw, options=options)
             chunks = [self._describe(path, raw, batch.column(0)) for batch in batches if len(batch)]
@@ -165,18 +167,6 @@ class ArrowFile:
         self.chunk_rows, self.offset_slot, self.token_slot = np.array(chunks, dtype=np.int64).reshape(-1, 3).T
         types = self._token_type, self._offset_type
         self.tokens, self.offsets = (np.frombuffer(raw, each, raw.size // each.itemsize) for each in types)
-
-    def _check_type(self, path: Path, schema: pa.Schema) -> None:
-        if COLUMN not in schema.names:
-            raise UserError(f"{path}: no column {COLUMN}, only {', '.join(schema.names)}: not a tokenised dataset")
-        kind = schema.field(COLUMN).type
-        is_fixed, is_large = pa.types.is_fixed_size_list(kind), pa.types.is_large_list(kind)
-        if not (is_fixed or is_large or pa.types.is_list(kind)) or not pa.types.is_integer(kind.value_type):
-            raise UserError(f"{path}: {COLUMN} is {kind}, not a list of integers")
-        self.kind, self.width = kind, kind.list_size if is_fixed else 0
-        self._token_type = np.dtype(kind.value_type.to_pandas_dtype())
-        self._offset_type = np.dtype(np.int64 if is_large else np.int32)
-        self.has_masks = "attention_mask" in schema.names
 
     def _describe(self, path: Path, raw: pa.Buffer, lists: pa.Array) -> tuple[int, int, int]:
         values = lists.values
@@ -198,8 +188,18 @@ class ArrowFile:
         return position // dtype.itemsize + array.offset
 
 
+def _type_of_lists(path: Path, schema: pa.Schema) -> Any:
+    if COLUMN not in schema.names:
+        raise UserError(f"{path}: no column {COLUMN}, only {', '.join(schema.names)}: not a tokenised dataset")
+    kind, types = schema.field(COLUMN).type, pa.types
+    is_list = types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind)
+    if not is_list or not types.is_integer(kind.value_type):
+        raise UserError(f"{path}: {COLUMN} is {kind}, not a list of integers")
+    return kind
+
+
 def _advise(mapped: mmap.mmap | bytes, advice: str) -> None:
-    if mapped and hasattr(mmap, advice):
+    if isinstance(mapped, mmap.mmap) and hasattr(mmap, advice):
         mapped.madvise(getattr(mmap, advice))
 
 
@@ -217,7 +217,6 @@ class TokenStore:
         self.path, self.tokens, self.max_records = Path(path), tokens, max_records
         state = read_state(self.path, STEP)
         self._lists = lists = ArrowLists(self.path, state)
-        self._is_padded = lists.width > 0 or lists.dtype != np.uint8 or lists.has_masks
         self._mapping = indices_mapping(self.path, state)
 
         self._num_records = lists.num_rows if self._mapping is None else len(self._mapping)
@@ -229,14 +228,14 @@ class TokenStore:
             self._num_records = min(self._num_records, max_records)
         self.fingerprint = f"{state.get('_fingerprint')}-{self._num_records}"
 
-        self._lengths = None  # int32 [rows], -1 where not yet known: padded datasets only
-        if not self._is_padded:
+        is_padded = lists.width > 0 or lists.dtype != np.uint8 or lists.has_masks
+        if not is_padded:
             # uint8 rows that another tool padded, without masks, differ from ours in their last tokens only
             first = zip(*lists.locate(self._rows(np.arange(min(self._num_records, 256)))), strict=True)
             ends = [lists.files[file].tokens[begin + length - 1] for file, begin, length in first if length]
-            self._is_padded = tokens.pad in ends
-        if self._is_padded:
-            self._lengths = np.full(lists.num_rows, -1, dtype=np.int32)
+            is_padded = tokens.pad in ends
+        # Of padded datasets only: int32 [rows], -1 where not yet known.
+        self._lengths = np.full(lists.num_rows, -1, dtype=np.int32) if is_padded else None
 
     @property
     def earlier_fingerprint(self) -> str:
@@ -251,43 +250,42 @@ class TokenStore:
     def __len__(self) -> int:
         return self._num_records
 
-    def lengths(self, indices: np.ndarray) -> np.ndarray:
+    def lengths(self, records: np.ndarray) -> np.ndarray:
         """Tokens (with `<cls>` and `<eos>`, without padding) int64 [n] of the records int64 [n]."""
-        if self._is_padded:
-            return self._stripped_lengths(self._rows(indices))
-        return self._lists.locate(self._rows(indices))[2]
+        rows = self._rows(records)
+        return self._lists.locate(rows)[2] if self._lengths is None else self._stripped_lengths(self._lengths, rows)
 
-    def gather(self, indices: np.ndarray, starts: np.ndarray, lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def gather(self, records: np.ndarray, starts: np.ndarray, lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Tokens [start, start + length) of each of n records, end to end.
 
         Returns ids uint8 [sum(lengths)] and offsets int64 [n + 1]. Raises UserError for an id outside the
         vocabulary and for `<pad>` inside a sequence.
         """
-        ids, offsets = self._lists.gather(self._rows(indices), starts, lengths)
-        self._check(ids, indices, offsets)
+        ids, offsets = self._lists.gather(self._rows(records), starts, lengths)
+        self._check(ids, records, offsets)
         return ids.astype(np.uint8, copy=False), offsets
 
-    def _check(self, ids: np.ndarray, indices: np.ndarray, offsets: np.ndarray) -> None:
+    def _check(self, ids: np.ndarray, records: np.ndarray, offsets: np.ndarray) -> None:
         size, pad = self.tokens.vocab_size, self.tokens.pad
         wrong = (ids >= size) | (ids < 0) | (ids == pad)
         if wrong.any():
             position = int(wrong.argmax())
-            record = int(indices[np.searchsorted(offsets, position, side="right") - 1])
+            record = int(records[np.searchsorted(offsets, position, side="right") - 1])
             found = ids[position]
             what = "<pad> inside its sequence" if found == pad else f"token id {found}, the model has 0-{size - 1}"
             raise UserError(f"{self.path}: record {record}: {what}: tokenise again with the model's alphabet")
 
-    def _rows(self, indices: np.ndarray) -> np.ndarray:
+    def _rows(self, records: np.ndarray) -> np.ndarray:
         """Stored rows of records: the same unless the dataset carries an indices mapping."""
-        indices = np.asarray(indices, dtype=np.int64)
-        if len(indices) and not (indices.min() >= 0 and indices.max() < self._num_records):
+        records = np.asarray(records, dtype=np.int64)
+        if len(records) and not (records.min() >= 0 and records.max() < self._num_records):
             raise IndexError(f"records are numbered 0 to {self._num_records - 1}")
-        return indices if self._mapping is None else self._mapping[indices].astype(np.int64)
+        return records if self._mapping is None else self._mapping[records].astype(np.int64)
 
-    def _stripped_lengths(self, rows: np.ndarray) -> np.ndarray:
-        """Lengths without trailing <pad> of stored rows, whole chunks at a time."""
+    def _stripped_lengths(self, known: np.ndarray, rows: np.ndarray) -> np.ndarray:
+        """Lengths without trailing <pad> of stored rows, whole chunks at a time; kept in `known`."""
         lists = self._lists
-        unknown = rows[self._lengths[rows] < 0]
+        unknown = rows[known[rows] < 0]
         for chunk in np.unique(np.searchsorted(lists.chunk_start, unknown, side="right") - 1):
             file = lists.files[lists.chunk_file[chunk]]
             first = lists.chunk_start[chunk]
@@ -302,8 +300,8 @@ class TokenStore:
             # one past the last token other than <pad> before each row's end
             past = np.concatenate(([0], np.flatnonzero(tokens != self.tokens.pad) + 1))
             ends = past[np.searchsorted(past, bounds[1:], side="right") - 1]
-            self._lengths[first:last] = np.maximum(ends - bounds[:-1], 0)
-        return self._lengths[rows].astype(np.int64)
+            known[first:last] = np.maximum(ends - bounds[:-1], 0)
+        return known[rows].astype(np.int64)
 
 
 def open_split(dataset_dir: str | Path, split: str, tokens: TokenSet, max_records: int | None = None) -> TokenStore:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from common.cli import UserError
 from common.data import TokenSet
@@ -26,8 +26,11 @@ class TrainingData(Protocol):
     """What a run needs of its data, prepared or streamed."""
 
     identity: dict  # of the data and their order: a checkpoint's position is valid only for the same identity
-    num_examples: int | None  # in an epoch; None for streams
     end: Position | None  # where the run ends; None: after --max_steps
+
+    @property
+    def num_examples(self) -> int | None:
+        """Of an epoch; None for streams."""
 
     def earlier_identity(self) -> dict:
         """The identity as checkpoints of earlier versions have it."""
@@ -62,22 +65,22 @@ class ProteinData(TrainingData, Protocol):
 
 
 class PlannedData:
-    """Data in the order of a batch plan. Subclasses set `flags`, `plan` and `end`."""
+    """Data in the order of a batch plan. Subclasses set these."""
 
-    flags: StepFlags
+    max_steps: int
     plan: BatchPlan
-    num_examples: int
-    end: Position | None
+    num_examples: int  # of an epoch
+    end: Position | None  # None: after --max_steps
 
     def total_steps(self, packs_per_step: int, step: int, position: dict) -> int:
         """See BatchPlan.count for what is exact: the run ends where its data do (`finished`), which may be a few
         steps off for more than 192 windows."""
         if self.end is None:
-            return self.flags.max_steps
+            return self.max_steps
         return step - (-self.plan.count(Position(**position), self.end) // packs_per_step)
 
     def finished(self, step: int, position: dict) -> bool:
-        return step >= self.flags.max_steps if self.end is None else Position(**position) >= self.end
+        return step >= self.max_steps if self.end is None else Position(**position) >= self.end
 
     def check_packs(self, saved: int, packs_per_step: int) -> None:
         """Any number: a position in a batch plan does not depend on it."""
@@ -96,7 +99,9 @@ class PreparedData(PlannedData):
         self, flags: DataFlags, tokens: TokenSet, validation: Callable[[], ProteinStore | None] | None = None
     ):
         self.flags, self.tokens, self._validation = flags, tokens, validation
-        self.store = open_split(flags.dataset_dir, "train", tokens, flags.max_train_samples)
+        assert flags.dataset_dir is not None  # the flags say so, without --dataset
+        self.directory = Path(flags.dataset_dir)
+        self.store = open_split(self.directory, "train", tokens, flags.max_train_samples)
         self.identity = {
             "dataset": self.store.fingerprint,
             "seed": flags.seed,
@@ -107,12 +112,12 @@ class PreparedData(PlannedData):
         if flags.sample_clusters:
             from extras.prepare.clusters import open_clusters
 
-            clusters = open_clusters(Path(flags.dataset_dir) / "train", len(self.store))
+            clusters = open_clusters(self.directory / "train", len(self.store))
             self.identity["sample_clusters"] = clusters.content[:16]
         self.plan = BatchPlan(
             self.store.lengths, len(self.store), flags.seed, flags.max_seq_length, **flags.pack_size, clusters=clusters
         )
-        self.num_examples = self.plan.num_drawn
+        self.num_examples, self.max_steps = self.plan.num_drawn, flags.max_steps
         self.end = None if flags.max_steps > 0 else self.plan.position_at(flags.num_train_epochs)
 
     def earlier_identity(self) -> dict:
@@ -124,10 +129,10 @@ class PreparedData(PlannedData):
     def held_out(self, split: str) -> ProteinStore | None:
         if split == "validation" and self._validation:
             return self._validation()
-        if not (Path(self.flags.dataset_dir) / split).is_dir():
+        if not (self.directory / split).is_dir():
             return None
         try:
-            return open_split(self.flags.dataset_dir, split, self.tokens, self.flags.max_eval_samples)
+            return open_split(self.directory, split, self.tokens, self.flags.max_eval_samples)
         except UserError as error:
             if "empty" in str(error):
                 return None
@@ -138,12 +143,12 @@ class PreparedData(PlannedData):
         if self._validation:
             if self.held_out("validation") is None:
                 raise UserError(f"--eval_dataset {self.flags.eval_dataset}: no protein in it")
-        elif not (Path(self.flags.dataset_dir) / "validation").is_dir():
+        elif not (self.directory / "validation").is_dir():
             raise UserError(
-                f"{self.flags.dataset_dir}: no validation split to evaluate on: give --eval_dataset, or drop --do_eval"
+                f"{self.directory}: no validation split to evaluate on: give --eval_dataset, or drop --do_eval"
             )
         else:  # raises if the split is empty
-            open_split(self.flags.dataset_dir, "validation", self.tokens, self.flags.max_eval_samples)
+            open_split(self.directory, "validation", self.tokens, self.flags.max_eval_samples)
 
     def sample(self) -> TokenStore:
         return self.store
@@ -194,7 +199,7 @@ def shared_batches(collator: Collator, flags: StepFlags, mesh: Mesh, pad: int, m
 
 def held_out_batches(flags: DataFlags, store: ProteinStore, collator: Collator, world: World) -> Generator:
     """This rank's batches of all proteins of a held-out store."""
-    size = {"sequences_per_pack": flags.per_device_eval_batch_size}
+    size: dict[str, Any] = {"sequences_per_pack": flags.per_device_eval_batch_size}
     if flags.packing:  # results do not depend on the size
         size = {"tokens_per_pack": flags.per_device_eval_batch_size * flags.max_seq_length}
     plan = BatchPlan(store.lengths, len(store), EVAL_SEED, flags.max_seq_length, **size, shuffle=False)

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from common.cli import UserError
-from common.data.collators import IGNORE, Batch, Collator, Counts
+from common.data.collators import IGNORE, Batch, Collator
 from common.data.crops import Pack
 from common.data.packing import Position
 from common.data.training_data import shared_batches
@@ -146,7 +146,6 @@ class CausalCollator:
         """
         tokens = len(ids)
         begins = np.arange(0, max(tokens, 1), self.context)
-        counts = Counts(0, 0, 0, 0)
         if tokens and self.document_masks:
             ends = np.cumsum(pack.lengths)
             begins = np.union1d(begins, ends[:-1])  # no piece of a pack crosses a context
@@ -158,14 +157,16 @@ class CausalCollator:
             input_ids[:] = ids
             labels[:-1] = input_ids[1:]
             labels[cu_seqlens[1:] - 1] = IGNORE
-            contexts = -(-tokens // self.context)
-            counts = Counts(tokens - len(lengths), tokens, int((lengths**2).sum()), contexts)
         return {
             "input_ids": torch.from_numpy(input_ids),
             "labels": torch.from_numpy(labels),
             "cu_seqlens": torch.from_numpy(cu_seqlens),
             "max_seqlen": int(lengths.max()),
-            **counts._asdict(),
+            "num_targets": tokens - len(lengths) if tokens else 0,
+            "num_tokens": tokens,
+            "sum_squared_lengths": int((lengths**2).sum()) if tokens else 0,
+            "num_sequences": -(-tokens // self.context),
+            "num_unknown": 0,
         }
 
 

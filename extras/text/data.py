@@ -56,7 +56,7 @@ class PreparedText(PlannedData):
         self.identity = {"dataset": self.store.fingerprint} | _packing(flags, tokenizer)
         size = (flags.seed, flags.max_seq_length, flags.per_device_train_batch_size)
         self.plan = ContextPlan(self.store, *size)
-        self.num_examples = self.plan.num_contexts  # of an epoch
+        self.num_examples, self.max_steps = self.plan.num_contexts, flags.max_steps
         self.end = None if flags.max_steps > 0 else self.plan.position_at(flags.num_train_epochs)
 
     def earlier_identity(self) -> dict:
