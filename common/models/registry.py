@@ -13,11 +13,12 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from common.data import TokenSet
 from common.distributed.world import World
 from common.models.layers.hf_directory import Training, read_config
+from common.models.layers.residual import Model
 
 # config.json's model_type: the module that defines FAMILY
 FAMILIES = {
@@ -42,7 +43,7 @@ class ModelSpec:
     why: str
     gelu: str
     remarks: tuple[str, ...]
-    make: Callable[[], nn.Module]
+    make: Callable[[], Model]
     read: Callable[[], tuple[Iterator[tuple[str, Tensor]], dict[str, Tensor]]] | None
 
 
@@ -71,7 +72,7 @@ class Family(ABC):
         """
 
     @abstractmethod
-    def make(self, config: Any) -> nn.Module:
+    def make(self, config: Any) -> Model:
         """The model with torch layers, under torch.device("meta")."""
 
     @abstractmethod

@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from common.cli import UserError
 from common.distributed.world import World
@@ -45,7 +45,7 @@ class Decoders(Family):
         remarks = (remark, f"Backend: {backend} ({why})")
         return ModelSpec(config, backend, why, "", remarks, partial(DecoderForCausalLM, config, backend), read)
 
-    def make(self, config: DecoderConfig) -> nn.Module:
+    def make(self, config: DecoderConfig) -> DecoderForCausalLM:
         return DecoderForCausalLM(config)
 
     def flops(self, config: DecoderConfig, tokens: int, squared_lengths: int, targets: int) -> float:

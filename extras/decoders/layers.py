@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from common.models.layers import cpu
 from common.models.layers.attention import has_varlen_kernel, rotate, rotated_attention
 from common.models.layers.cpu import device_type
-from common.models.layers.linear import linear
+from common.models.layers.linear import Linear, linear
 from common.models.layers.residual import Stream, total
 from common.models.layers.residual import begin as begin  # layers_te has its own
 from extras.decoders.config import DecoderConfig
@@ -44,25 +44,11 @@ class RMSNorm(nn.Module):
         return rms_norm(x, self.weight, self.eps)
 
 
-class Linear(nn.Module):
-    """x W^T by `linear`, or the EmulatedMatmul set in its place."""
-
-    matmul_weights = ("weight",)
-
-    def __init__(self, in_features: int, out_features: int):
-        super().__init__()
-        self.matmul = linear
-        self.weight = nn.Parameter(torch.empty(out_features, in_features))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.matmul(x, self.weight, None)
-
-
 class NormLinear(Linear):
     """Linear(RMSNorm(x))."""
 
     def __init__(self, in_features: int, out_features: int, eps: float):
-        super().__init__(in_features, out_features)
+        super().__init__(in_features, out_features, bias=False)
         self.eps = eps
         self.layer_norm_weight = nn.Parameter(torch.empty(in_features))
 
@@ -96,7 +82,7 @@ class SelfAttention(nn.Module):
         heads, kv_heads, dim = config.num_attention_heads, config.num_key_value_heads, config.head_dim
         self.shape, self.kv_heads = (-1, heads + 2 * kv_heads, dim), kv_heads
         self.layernorm_qkv = NormLinear(config.hidden_size, (heads + 2 * kv_heads) * dim, config.rms_norm_eps)
-        self.proj = Linear(config.hidden_size, config.hidden_size)
+        self.proj = Linear(config.hidden_size, config.hidden_size, bias=False)
 
     def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor], cu_seqlens: Tensor, max_seqlen: int) -> Tensor:
         qkv = self.layernorm_qkv(x).view(self.shape)  # [T, H + 2 K, D]

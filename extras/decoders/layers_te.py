@@ -18,7 +18,7 @@ import torch
 import transformer_engine.pytorch as te
 from torch import Tensor
 
-from common.models.layers.recompute import RecomputedByTe
+from common.models.layers.recompute import recompute_by_te
 from common.models.layers.residual import Stream, total
 from extras.decoders import layers as decoder_layers
 from extras.decoders.config import DecoderConfig
@@ -28,8 +28,10 @@ begin = total  # these layers add up themselves
 TOKENS = 64
 
 
-class DecoderLayer(RecomputedByTe, decoder_layers.DecoderLayer):
+class DecoderLayer(decoder_layers.DecoderLayer):
     """The stream [T, hidden] -> the same, fp32 under autocast; nothing left to add, and no router."""
+
+    recompute = recompute_by_te
 
     def __init__(self, config: DecoderConfig, number: int = 0):
         super().__init__(config, number)

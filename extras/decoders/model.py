@@ -14,10 +14,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from common.models.layers.linear import gradients, linear
+from common.models.layers.linear import Linear, gradients, linear
 from common.models.layers.residual import Layers, Model, Stream, total
 from extras.decoders.config import DecoderConfig
-from extras.decoders.layers import Linear, RMSNorm, rotary_frequencies
+from extras.decoders.layers import RMSNorm, rotary_frequencies
 
 # Cross-entropy over a large vocabulary without the logits of all tokens: some rows at a time, gradients at once.
 #
@@ -110,7 +110,9 @@ class DecoderForCausalLM(Model):
         self.layers = Layers(layers.DecoderLayer(config, n) for n in range(config.num_hidden_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         # Tied embeddings are one parameter, by whatever it is sharded, saved or exported.
-        self.lm_head = None if config.tie_word_embeddings else Linear(config.hidden_size, config.vocab_size)
+        self.lm_head = (
+            None if config.tie_word_embeddings else Linear(config.hidden_size, config.vocab_size, bias=False)
+        )
 
     def forward(
         self,
@@ -128,6 +130,8 @@ class DecoderForCausalLM(Model):
         if input_ids.dim() == 2:
             cu_seqlens = torch.arange(0, shape.numel() + 1, shape[1], dtype=torch.int32, device=input_ids.device)
             max_seqlen, input_ids = shape[1], input_ids.flatten()
+        assert cu_seqlens is not None, "a pack comes with cu_seqlens"
+        assert max_seqlen is not None, "and with max_seqlen"
         tokens = len(input_ids)
         if fillers := -tokens % self.multiple:  # one more sequence, whose results are cut off below
             input_ids = F.pad(input_ids, (0, fillers))

@@ -5,7 +5,7 @@ Source: config.json of the facebook/esm2_* checkpoints and table S1 of Lin et al
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -60,7 +60,7 @@ class Esm2Config:
     def read(cls, path: Path) -> Esm2Config:
         """From a config.json. ValueError if it is malformed, OSError if it cannot be read."""
         content = read_config(path)
-        known = {f.name: f.type for f in fields(cls) if f.name != "others"}
+        known = {f.name: str(f.type) for f in fields(cls) if f.name != "others"}
         for name in known.keys() & content.keys():
             check_type(name, content[name], known[name])
         values = {name: value for name, value in content.items() if name in known}
@@ -154,26 +154,24 @@ ESM2_SIZES = {
 
 def esm2_config(layers: int, hidden_size: int, heads: int, **overrides) -> Esm2Config:
     """An ESM-2 configuration of any size, with everything but the size as published."""
-    settings = {
-        "vocab_size": alphabet.VOCAB_SIZE,
-        "num_hidden_layers": layers,
-        "hidden_size": hidden_size,
-        "num_attention_heads": heads,
-        "intermediate_size": 4 * hidden_size,
-        "max_position_embeddings": 1026,
-        "position_embedding_type": "rotary",
-        "layer_norm_eps": 1e-5,
-        "hidden_act": "gelu",  # exact: see common.models.esm2.family
-        "initializer_range": 0.02,
-        "token_dropout": True,
-        "emb_layer_norm_before": False,
-        "hidden_dropout_prob": 0.0,
-        "attention_probs_dropout_prob": 0.0,
-        "pad_token_id": alphabet.PAD,
-        "mask_token_id": alphabet.MASK,
-        "others": {"architectures": ["EsmForMaskedLM"], "vocab_list": None},
-    }
-    return Esm2Config(**(settings | overrides))
+    published = Esm2Config(
+        vocab_size=alphabet.VOCAB_SIZE,
+        num_hidden_layers=layers,
+        hidden_size=hidden_size,
+        num_attention_heads=heads,
+        intermediate_size=4 * hidden_size,
+        position_embedding_type="rotary",
+        layer_norm_eps=1e-5,
+        hidden_act="gelu",  # exact: see common.models.esm2.family
+        token_dropout=True,
+        emb_layer_norm_before=False,
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+        pad_token_id=alphabet.PAD,
+        mask_token_id=alphabet.MASK,
+        others={"architectures": ["EsmForMaskedLM"], "vocab_list": None},
+    )
+    return replace(published, **overrides)
 
 
 def load_config(name: str) -> Esm2Config:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from common.cli import UserError
 from common.distributed.world import World
@@ -23,6 +23,7 @@ from common.models.esm2.alphabet import ESM2_TOKENS, TOKENS
 from common.models.esm2.config import HIDDEN_ACT, Esm2Config, gelu_of, load_config, override
 from common.models.layers.backend import BackendFlags, check_device, choose_backend
 from common.models.layers.hf_directory import Training
+from common.models.layers.residual import Model
 from common.models.registry import Family, ModelSpec
 
 ONLY_GELU = {"te": "tanh"}  # a backend with one kind
@@ -159,7 +160,7 @@ class Esm2(Family):
         make = partial(Esm2ForMaskedLM, config, backend, residual)
         return ModelSpec(config, backend, why, gelu, tuple(remarks), make, read)
 
-    def make(self, config: Esm2Config) -> nn.Module:
+    def make(self, config: Esm2Config) -> Model:
         from common.models.esm2.model import Esm2ForMaskedLM
 
         return Esm2ForMaskedLM(config)
@@ -169,7 +170,7 @@ class Esm2(Family):
         hidden, ffn = config.hidden_size, config.intermediate_size
         per_token = 2 * config.num_hidden_layers * (4 * hidden * hidden + 2 * hidden * ffn)
         attention = 4 * config.num_hidden_layers * hidden * squared_lengths
-        head = 2 * targets * (hidden * hidden + hidden * config.vocab_size)
+        head = 2 * targets * (hidden * hidden + hidden * len(TOKENS))
         return 3.0 * (per_token * tokens + attention + head)
 
     def to_hf(

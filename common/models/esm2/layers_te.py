@@ -25,7 +25,7 @@ from common.distributed.context_parallel import CpPack
 from common.models.esm2.config import Esm2Config
 from common.models.layers.attention import has_varlen_kernel, rotary_angles, rotated_attention
 from common.models.layers.context_attention import ContextGroup, whole_sequences
-from common.models.layers.recompute import RecomputedByTe
+from common.models.layers.recompute import recompute_by_te
 from common.models.layers.residual import total
 
 begin = total  # these layers add up themselves
@@ -70,8 +70,10 @@ class Attention(nn.Module):
         return rotated_attention(q, k, v, cu_seqlens_q, max_seqlen_q)
 
 
-class TransformerLayer(RecomputedByTe, te.TransformerLayer):
+class TransformerLayer(te.TransformerLayer):
     """x [T, hidden] -> [T, hidden], in x's dtype or autocast's."""
+
+    recompute = recompute_by_te
 
     def __init__(self, config: Esm2Config, number: int = 0):
         super().__init__(
@@ -136,7 +138,8 @@ def prepare(
     if shared is not None:
         bounds = whole_sequences(shared, tokens)
         max_seqlen = int(bounds.diff().max())
-        layout = tuple(bounds.to(cu_seqlens, non_blocking=True))
+        real, padded = bounds.to(cu_seqlens, non_blocking=True)
+        layout = real, padded
     multiple = LENGTH_MULTIPLE if context is None else math.lcm(LENGTH_MULTIPLE, 2 * context.size)
     longest = -(-max_seqlen // multiple) * multiple
     angles = rotary_angles(torch.arange(longest, device=cu_seqlens.device), head_dim)

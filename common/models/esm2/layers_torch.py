@@ -33,8 +33,8 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
 class LayerNorm(nn.LayerNorm):
     """`nn.LayerNorm` that calls `layer_norm`. A module: a strategy may all-gather its weights when it is called."""
 
-    def forward(self, x: Tensor) -> Tensor:
-        return layer_norm(x, self.weight, self.bias, self.eps)
+    def forward(self, input: Tensor) -> Tensor:
+        return layer_norm(input, self.weight, self.bias, self.eps)
 
 
 class LayerNormLinear(nn.Module):
@@ -130,12 +130,9 @@ def prepare(
 ) -> tuple[tuple[Tensor, Tensor], int, CpLayout | None]:
     """What all layers share: (cosines and sines of each token's position in its sequence, the longest sequence, the
     layout of a pack that ranks share)."""
-    if shared is not None:
+    if shared is not None and context is not None:
         positions = F.pad(shared.positions, (0, tokens - len(shared.positions)))
-        return (
-            rotary_tables(positions, head_dim),
-            max_seqlen,
-            CpLayout(shared.real, shared.bounds, positions.device, context),
-        )
+        layout = CpLayout(shared.real, shared.bounds, positions.device, context)
+        return rotary_tables(positions, head_dim), max_seqlen, layout
     starts = torch.repeat_interleave(cu_seqlens[:-1], cu_seqlens.diff(), output_size=tokens)
     return rotary_tables(torch.arange(tokens, device=cu_seqlens.device) - starts, head_dim), max_seqlen, None

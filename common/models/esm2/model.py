@@ -164,6 +164,8 @@ class Esm2ForMaskedLM(Model):
             max_seqlen = int(lengths.max())
             input_ids = input_ids.flatten()[kept]
             labels = labels.flatten()[kept] if labels is not None else None
+        assert cu_seqlens is not None, "a pack comes with cu_seqlens"
+        assert max_seqlen is not None, "and with max_seqlen"
         tokens = len(input_ids)
         if mock := filled_up(max(tokens, pad_to)) - tokens:  # sequences of <pad>, whose results are cut off below
             input_ids = F.pad(input_ids, (0, mock), value=PAD)

@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from inspect import signature
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -72,13 +73,14 @@ def rotated_attention(
     if has_varlen_kernel(q):
         from torch.nn.attention.varlen import varlen_attn  # torch >= 2.10; CUDA only
 
-        options = {}
+        options: dict[str, Any] = {}
         if causal:  # torch 2.11 has another name for it
             options = {"is_causal": True} if _varlen_has("is_causal") else {"window_size": (-1, 0)}
         if q.shape[1] != k.shape[1] and _varlen_has("enable_gqa"):
             options["enable_gqa"] = True
         bounds = cu_seqlens, cu_seqlens, max_seqlen, max_seqlen
-        return varlen_attn(q, k, v.contiguous(), *bounds, **options).flatten(1)
+        out: Any = varlen_attn(q, k, v.contiguous(), *bounds, **options)  # a tuple with return_aux only
+        return out.flatten(1)
     lengths = cu_seqlens.diff().tolist()
     parts = zip(*(x.transpose(0, 1).split(lengths, dim=1) for x in (q, k, v)), strict=True)
     options = {"is_causal": causal, "enable_gqa": q.shape[1] != k.shape[1]}
@@ -150,8 +152,8 @@ def block_gradients(
     kind = torch.promote_types(q.dtype, torch.float32)
     dq, dk, dv = (torch.zeros_like(x, dtype=kind) for x in (q, k, v))
     for rows, columns in _pairs(queries, keys):
-        inputs = (grad[rows], q[rows], k[columns], v[columns], out[rows])
-        dq[rows], dk[columns], dv[columns] = _one_gradients(*(x.to(kind) for x in inputs), lse[rows])
+        inputs = (grad[rows], q[rows], k[columns], v[columns], out[rows], lse[rows])
+        dq[rows], dk[columns], dv[columns] = _one_gradients(*(x.to(kind) for x in inputs))
     return dq, dk, dv
 
 

@@ -15,16 +15,18 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from common.compat import resolve_process_group
 from common.distributed.context_parallel import CpPack
 from common.models.layers import attention
 from common.models.layers.attention import Bounds, rotate
+from common.models.layers.residual import Model
 
 # By their newer names, where torch (2.13) has them: it warns of the older ones.
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -47,9 +49,10 @@ class ContextGroup:
         return self.group.size()
 
 
-def enable_context_parallel(model: nn.Module, group: dist.ProcessGroup, way: str) -> None:
+def enable_context_parallel(model: Model, group: dist.ProcessGroup, way: str) -> None:
     """Have a model (`Esm2ForMaskedLM`) take packs that the ranks of a group share. way: of `ContextGroup`."""
-    model.encoder.context = ContextGroup(group, way)
+    encoder: Any = model.get_submodule("encoder")
+    encoder.context = ContextGroup(group, way)
     for layer in model.layers:
         if hasattr(layer, "set_context_parallel_group"):  # Transformer Engine's own
             ranks = dist.get_process_group_ranks(group)
@@ -105,9 +108,10 @@ class CpLayout:
             return kv
         return torch.cat((kv, kv.new_zeros(self.rows - len(kv), *kv.shape[1:])))
 
-    def part(self, block: Tensor, rank: int) -> tuple[Tensor, ...]:
+    def part(self, block: Tensor, rank: int) -> tuple[Tensor, Tensor]:
         """Keys and values of a rank's block [rows, 2, H, D], without the padding."""
-        return block[: self.parts[rank].host[-1]].unbind(1)
+        keys, values = block[: self.parts[rank].host[-1]].unbind(1)
+        return keys, values
 
 
 _latest: list[CpLayout] = []  # at most one: it is the same for all layers
@@ -165,33 +169,40 @@ class _ContextAttention(torch.autograd.Function):
         return out
 
     @staticmethod
-    def backward(ctx, grad: Tensor):
+    def backward(ctx: Any, grad: Tensor):  # pyrefly: ignore[bad-override]  # torch passes one gradient an output
         return *WAYS[ctx.layout.context.way].backward(grad, *ctx.saved_tensors, ctx.layout), None
 
 
 def _ring_forward(q: Tensor, kv: Tensor, layout: CpLayout) -> tuple[Tensor, Tensor]:
     """out [R, H, D] in q's dtype, lse [R, H]."""
-    out = lse = None
-    for rank, block in ring_blocks(layout.block(kv), layout):
-        part = attention.attend_block(q, *layout.part(block, rank), layout.queries, layout.parts[rank])
-        out, lse = part if out is None else attention.merge_blocks(out, lse, *part)
+    parts = (
+        attention.attend_block(q, *layout.part(block, rank), layout.queries, layout.parts[rank])
+        for rank, block in ring_blocks(layout.block(kv), layout)
+    )
+    out, lse = next(parts)
+    for part in parts:
+        out, lse = attention.merge_blocks(out, lse, *part)
     return out.to(q.dtype), lse
 
 
 def _ring_backward(
     grad: Tensor, q: Tensor, kv: Tensor, out: Tensor, lse: Tensor, layout: CpLayout
 ) -> tuple[Tensor, Tensor]:
-    """The gradients of q and kv."""
-    grads_q = 0
-    received = None  # the block's gradients from the ranks that have computed on it
-    for rank, block in ring_blocks(layout.block(kv), layout):
+    """The gradients of q and kv. A block's gradients travel with it, from rank to rank that computes on it."""
+
+    def gradients(rank: int, block: Tensor) -> tuple[Tensor, Tensor]:
         bounds = layout.queries, layout.parts[rank]
-        dq, *dkv = attention.block_gradients(grad, q, *layout.part(block, rank), out, lse, *bounds)
+        dq, dk, dv = attention.block_gradients(grad, q, *layout.part(block, rank), out, lse, *bounds)
+        return dq, layout.block(torch.stack((dk, dv), 1))
+
+    blocks = ring_blocks(layout.block(kv), layout)
+    grads_q, grads_kv = gradients(*next(blocks))
+    received = _SendReceive(grads_kv, layout.context)
+    for rank, block in blocks:
+        dq, grads_kv = gradients(rank, block)
         grads_q = grads_q + dq
-        added = layout.block(torch.stack(dkv, 1))
-        if received is not None:
-            added += received.wait()
-        received = _SendReceive(added, layout.context)
+        grads_kv += received.wait()
+        received = _SendReceive(grads_kv, layout.context)
     return grads_q.to(q.dtype), received.wait()[: len(kv)].to(kv.dtype)
 
 
@@ -205,8 +216,8 @@ def _gathered_backward(
     grad: Tensor, q: Tensor, kv: Tensor, out: Tensor, lse: Tensor, layout: CpLayout
 ) -> tuple[Tensor, Tensor]:
     bounds = layout.queries, layout.all_parts
-    dq, *dkv = attention.block_gradients(grad, q, *_all_keys(kv, layout), out, lse, *bounds)
-    grads = torch.stack(dkv, 1)
+    dq, dk, dv = attention.block_gradients(grad, q, *_all_keys(kv, layout), out, lse, *bounds)
+    grads = torch.stack((dk, dv), 1)
     by_rank = grads.new_zeros(layout.context.size * layout.rows, *kv.shape[1:])
     by_rank.index_copy_(0, layout.gathered_rows, grads)
     own = torch.empty_like(by_rank[: layout.rows])
@@ -286,12 +297,13 @@ _operator.register_autograd(_differentiate, setup_context=_save)
 # ---- communication -------------------------------------------------------------------------------------------------
 
 
-def _all_keys(kv: Tensor, layout: CpLayout) -> tuple[Tensor, ...]:
+def _all_keys(kv: Tensor, layout: CpLayout) -> tuple[Tensor, Tensor]:
     """All-gather keys and values, sequence by sequence; [L, H, D] each."""
     block = layout.block(kv)
     gathered = block.new_empty(layout.context.size * layout.rows, *kv.shape[1:])
     all_gather(gathered, block, group=layout.context.group)
-    return gathered[layout.gathered_rows].unbind(1)
+    keys, values = gathered[layout.gathered_rows].unbind(1)
+    return keys, values
 
 
 def ring_blocks(block: Tensor, layout: CpLayout) -> Iterator[tuple[int, Tensor]]:

@@ -20,6 +20,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -154,7 +155,7 @@ class _Linear(torch.autograd.Function):
         return (_matmul_operator if _needs_operator(x) else _matmul)(x, weight, bias)
 
     @staticmethod
-    def backward(ctx, grad: Tensor):
+    def backward(ctx: Any, grad: Tensor):  # pyrefly: ignore[bad-override]  # torch passes one gradient an output
         x, weight = ctx.saved_tensors
         need_x, need_weight, need_bias = ctx.needs_input_grad
         grad_x, grad_weight = _backward(grad, x, weight, need_x, need_weight)
@@ -325,9 +326,9 @@ def _attention_backward(
     factors = _rotation_factors(cos, -sin, kv_heads)
     for span in _spans(cu_seqlens):
         grad_out, attended = (x.view(by_head)[span].float() for x in (grad, out))
-        qkv = _split(rotated[span].float(), kv_heads)
+        q, k, v = _split(rotated[span].float(), kv_heads)
         with torch.autocast("cpu", enabled=False):
-            parts = flash_backward(grad_out, *qkv, attended, lse[span], causal=kv_heads > 0)
+            parts = flash_backward(grad_out, q, k, v, attended, lse[span], causal=kv_heads > 0)
         together = torch.cat(parts, dim=1) if kv_heads else torch.stack(parts, dim=2)
         _rotate(together, grads[span], kv_heads, *(f[span] for f in factors))
     return grads

@@ -14,6 +14,7 @@ import re
 import shutil
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -216,17 +217,11 @@ def _write(pieces: Iterator[tuple[str, Tensor]], content: Content, partial: Path
     stock.architectures, stock.dtype = [content.architecture], "float32"
     stock.save_pretrained(partial)
     files = _file_of_each(content.shapes, shard_bytes)
-    held: dict[str, Tensor] = {}
-    file = None
-    for name, tensor in pieces:
-        if held and files[name] != file:
-            _save(held, partial / file)
-            held = {}
-        file = files[name]
-        held[name] = tensor.detach().to("cpu", torch.float32)
-    _save(held, partial / file)
-    if file != "model.safetensors":
-        total = sum((partial / file).stat().st_size for file in set(files.values()))
+    for file, group in groupby(pieces, lambda piece: files[piece[0]]):
+        held = {name: tensor.detach().to("cpu", torch.float32) for name, tensor in group}
+        _save(held, partial / file)
+    if len(written := set(files.values())) > 1:
+        total = sum((partial / file).stat().st_size for file in written)
         index = {"metadata": {"total_size": total}, "weight_map": files}
         (partial / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True))
     content.finish(partial)

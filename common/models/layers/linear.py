@@ -10,7 +10,8 @@ common.models.layers.cpu.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -63,18 +64,19 @@ class _Rounded(torch.autograd.Function):
         return copy.view_as(copy)
 
     @staticmethod
-    def backward(ctx, grad: Tensor):
+    def backward(ctx: Any, grad: Tensor):  # pyrefly: ignore[bad-override]  # torch passes one gradient an output
         return grad.to(ctx.dtype), None
 
 
-class Linear(nn.Linear):
-    """`nn.Linear` that calls `linear`, or the `matmul` set in its place (emulated precision)."""
+class Linear(nn.Module):
+    """x W^T + b by `linear`, or by the `matmul` set in its place (emulated precision)."""
 
-    matmul_weights = ("weight", "bias")
-
-    def __init__(self, in_features: int, out_features: int):
-        super().__init__(in_features, out_features)
-        self.matmul = linear
+    def __init__(self, in_features: int, out_features: int, bias: bool = True):
+        super().__init__()
+        self.matmul: Callable[..., Tensor] = linear
+        self.weight = nn.Parameter(torch.empty(out_features, in_features))
+        self.bias = nn.Parameter(torch.empty(out_features)) if bias else None
+        self.matmul_weights = ("weight", "bias") if bias else ("weight",)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.matmul(x, self.weight, self.bias)
@@ -113,7 +115,7 @@ class _LinearByCopies(torch.autograd.Function):
         return F.linear(x, copy, bias_copy)
 
     @staticmethod
-    def backward(ctx, grad: Tensor):
+    def backward(ctx: Any, grad: Tensor):  # pyrefly: ignore[bad-override]  # torch passes one gradient an output
         x, copy = ctx.saved_tensors
         need_x, need_weight, need_bias, *_ = ctx.needs_input_grad
         grad_x = grad @ copy if need_x else None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -98,8 +98,8 @@ class Offloading:
         self._stream.wait_stream(torch.cuda.current_stream())
         return torch.cuda.stream(self._stream)
 
-    def _record(self) -> torch.cuda.Event | None:
-        return self._stream and self._stream.record_event()
+    def _record(self) -> torch.Event | None:
+        return self._stream.record_event() if self._stream else None
 
     def _wait_for(self, call: _Call) -> None:
         if call.copied is not None:
@@ -118,7 +118,7 @@ class _Call:
         self.on_device: list[Tensor] = []
         self.on_host: list[Tensor] = []
         self.device: torch.device | None = None
-        self.copied: torch.cuda.Event | None = None  # after the last copies, either way, until waited for
+        self.copied: torch.Event | None = None  # after the last copies, either way, until waited for
 
     def pack(self, tensor: Tensor) -> Tensor | tuple[_Call, int]:
         if device_type(tensor) == "cpu" or storage_key(tensor) in self.weights:
@@ -173,7 +173,7 @@ class RecomputeFlags(StrategyFlags):
         self.require_choice("activation_checkpointing", MODES)
 
 
-def save_activations(layers: list[nn.Module], mode: str, offload: bool) -> None:
+def save_activations(layers: Iterable[Any], mode: str, offload: bool) -> None:
     """Set the activation checkpointing of these layers, in place; names and parameters stay."""
     offloading = Offloading()
     for layer in layers:
@@ -186,7 +186,9 @@ def save_activations(layers: list[nn.Module], mode: str, offload: bool) -> None:
 
 
 def _recomputed(forward: Callable, selective: bool) -> Callable:
-    contexts = {"context_fn": partial(create_selective_checkpoint_contexts, _policy)} if selective else {}
+    contexts: dict[str, Any] = {}
+    if selective:
+        contexts = {"context_fn": partial(create_selective_checkpoint_contexts, _policy)}
 
     def call(stream, *args):  # torch.compile traces a function, but not a partial of `checkpoint`
         # The input is saved, as one tensor. Layers draw no random numbers.
@@ -200,22 +202,18 @@ def _policy(context, operator, *args, **kwargs) -> CheckpointPolicy:
     return CheckpointPolicy.MUST_SAVE if name in _SAVED else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-class RecomputedByTe:
-    """Mixin of Transformer Engine's layers: `full` activation checkpointing that keeps FP8's scales right."""
+def recompute_by_te(layer: Any) -> None:
+    """`full` activation checkpointing of Transformer Engine's layers, as their method: keeps FP8's scales right.
 
-    def recompute(self) -> None:
-        """Save no activations: run the forward pass again in the backward pass.
+    te.checkpoint takes each layer's second forward pass for the end of a step: the amax history would move on once a
+    layer. Inside another autocast it is not the outermost that ends.
+    """
+    import transformer_engine.pytorch as te
+    from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
-        te.checkpoint takes each layer's second forward pass for the end of a step: the amax history would move on once
-        a layer. Inside another autocast it is not the outermost that ends.
-        """
+    def contexts():
+        # For the first and second pass; with the current recipe, since te would record a default one otherwise.
+        recipe = FP8GlobalStateManager.get_fp8_recipe()
+        return nullcontext(), te.autocast(enabled=False, recipe=recipe)
 
-        import transformer_engine.pytorch as te
-        from transformer_engine.pytorch.quantization import FP8GlobalStateManager
-
-        def contexts():
-            # For the first and second pass; with the current recipe, since te would record a default one otherwise.
-            recipe = FP8GlobalStateManager.get_fp8_recipe()
-            return nullcontext(), te.autocast(enabled=False, recipe=recipe)
-
-        self.forward = partial(te.checkpoint, self.forward, use_reentrant=False, context_fn=contexts)
+    layer.forward = partial(te.checkpoint, layer.forward, use_reentrant=False, context_fn=contexts)
