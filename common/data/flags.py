@@ -77,13 +77,11 @@ class StepFlags(Flags):
 
 
 @dataclass(frozen=True)
-class DataFlags(StepFlags):
-    """Which proteins, and how masked language modelling makes batches of them."""
+class SourceFlags(StepFlags):
+    """Where the records of a run come from: what step 1 prepared, or files as they are."""
 
     group = "data"
-    required = ("dataset_dir",)
-    advanced = ("pad_to_max_length",)
-    unlisted = ("sequence_packing", "do_preprocess", "max_record_length")
+    unlisted = ("max_record_length",)
 
     dataset_dir: str | None = flag(None, "The directory step 1 wrote: .../processed/arrow, with train and validation.")
     dataset: str | None = flag(
@@ -92,6 +90,26 @@ class DataFlags(StepFlags):
         "FASTA (column sequence or text), a Hub dataset, or `sample`: generated proteins. Needs --max_steps.",
     )
     streaming: bool = flag(False, "Read a Hub --dataset in place, instead of downloading it first.")
+    max_record_length: int = flag(LONGEST_PROTEIN, "Longest record of --dataset, in bytes; memory grows with it.")
+
+    def missing(self) -> Iterator[Missing]:
+        if self.dataset and self.max_steps < 0:
+            yield Missing("--max_steps", "a --dataset has no length known beforehand", "1000")
+
+    def check(self) -> None:
+        if self.dataset and self.dataset_dir:
+            raise UserError("--dataset (files as they are) excludes --dataset_dir (the output of step 1)")
+        check_record_length(self.max_record_length)
+
+
+@dataclass(frozen=True)
+class DataFlags(SourceFlags):
+    """Which proteins, and how masked language modelling makes batches of them."""
+
+    required = ("dataset_dir",)
+    advanced = ("pad_to_max_length",)
+    unlisted = ("sequence_packing", "do_preprocess")
+
     eval_dataset: str | None = flag(
         None, "Proteins to evaluate on (as --dataset), in place of the validation split of --dataset_dir or --dataset."
     )
@@ -111,7 +129,6 @@ class DataFlags(StepFlags):
     mlm_probability: float = flag(0.15, "Fraction of residues to predict; 80 % become <mask>, 10 % another residue.")
     max_train_samples: int | None = flag(None, "Train on the first N proteins only.")
     max_eval_samples: int | None = flag(None, "Evaluate on the first N proteins only.")
-    max_record_length: int = flag(LONGEST_PROTEIN, "Longest record of --dataset, in bytes; memory grows with it.")
     do_preprocess: bool = flag(False, "Refused: 1.tokenize_uniref_csv.py does the preprocessing.")
 
     overrides = {
@@ -147,12 +164,8 @@ class DataFlags(StepFlags):
         elif not self.dataset and not self.dataset_dir:
             what = "what 1.tokenize_uniref_csv.py wrote; or --dataset and --max_steps"
             yield Missing("--dataset_dir", what, "processed/arrow")
-        if self.dataset and self.max_steps < 0:
-            yield Missing("--max_steps", "a --dataset has no length known beforehand", "1000")
 
     def check(self) -> None:
-        if self.dataset and self.dataset_dir:
-            raise UserError("--dataset (files as they are) excludes --dataset_dir (the output of step 1)")
         if self.dataset and self.sample_clusters:
             raise UserError("--sample_clusters needs --dataset_dir, tokenised with --cluster_table or --cluster")
         if self.dataset and self.max_train_samples:
@@ -170,6 +183,5 @@ class DataFlags(StepFlags):
             )
         self.require_at_least(3, "max_seq_length")
         self.require_at_least(1, "max_train_samples", "max_eval_samples")
-        check_record_length(self.max_record_length)
         if not 0 < self.mlm_probability < 1:
             raise UserError(f"--mlm_probability {self.mlm_probability}: must be between 0 and 1")

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from common.cli import UserError
-from common.data.flags import StepFlags, check_record_length
+from common.data.flags import SourceFlags
 from common.flags import Missing, flag
 from extras.sources.compression import LONGEST_DOCUMENT
 from extras.text.tokenizers import BYTES
@@ -15,25 +15,26 @@ PUBLISHED = "model"  # value of --tokenizer
 
 
 @dataclass(frozen=True)
-class TextFlags(StepFlags):
-    group = "data"
+class TextFlags(SourceFlags):
     required = ("dataset",)
     advanced = ("document_masks", "text_column", "train_split", "val_split")
-    unlisted = ("max_record_length",)
 
-    dataset_dir: str | None = flag(None, "What 1.tokenize_text.py wrote: .../text, with train and validation.")
-    dataset: str | None = flag(
-        None,
-        "Instead of --dataset_dir, documents as they are: a file, directory or glob of parquet, JSON lines, CSV or "
-        "plain text (.txt: empty lines separate documents), or a Hub dataset. Needs --max_steps.",
-        "dataset_path",
-    )
+    changed = {
+        "dataset_dir": flag(None, "What 1.tokenize_text.py wrote: .../text, with train and validation."),
+        "dataset": flag(
+            None,
+            "Instead of --dataset_dir, documents as they are: a file, directory or glob of parquet, JSON lines, CSV "
+            "or plain text (.txt: empty lines separate documents), or a Hub dataset. Needs --max_steps.",
+            "dataset_path",
+        ),
+        "streaming": flag(True, "Read a Hub --dataset in place; False: download it first."),
+        "max_record_length": flag(LONGEST_DOCUMENT, ""),
+    }
+
     dataset_config_name: str | None = flag(
         None, "Of a --dataset with several configurations, the one to read (`en` of allenai/c4)."
     )
     text_column: str = flag("text", "The column, or JSON field, of --dataset that holds the documents.")
-    max_record_length: int = flag(LONGEST_DOCUMENT, "Longest record of --dataset, in bytes; memory grows with it.")
-    streaming: bool = flag(True, "Read a Hub --dataset in place; False: download it first.")
     train_split: str = flag("train", "The split to train on.")
     val_split: str = flag("validation", "The split to evaluate on.")
     tokenizer: str = flag(
@@ -63,15 +64,10 @@ class TextFlags(StepFlags):
             yield Missing("--dataset", "--dataset_config_name goes with it", "allenai/c4")
         elif not self.dataset and not self.dataset_dir:
             yield Missing("--dataset", "text; or --dataset_dir, what 1.tokenize_text.py wrote", "texts.jsonl")
-        if self.dataset and self.max_steps < 0:
-            yield Missing("--max_steps", "a --dataset has no length known beforehand", "1000")
 
     def check(self) -> None:
-        if self.dataset and self.dataset_dir:
-            raise UserError("--dataset (text as it is) excludes --dataset_dir (the output of 1.tokenize_text.py)")
         for name in ("train_split", "val_split"):
             if "[" in getattr(self, name):
                 raise UserError(f"--{name} {getattr(self, name)}: slices are not read: name a split, or files")
         self.require_at_least(2, "max_seq_length")
         self.require_at_least(1, "validation_batches")
-        check_record_length(self.max_record_length)

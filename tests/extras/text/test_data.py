@@ -16,6 +16,7 @@ from common.cli import UserError
 from common.data.loader import TrainLoader, merge_positions
 from common.data.packing import Position
 from common.distributed.world import Mesh, World
+from common.flags import changed_defaults, with_flags
 from common.training.resume import check_same_data
 from extras.prepare.output_directory import read_record
 from extras.sources.dataset import documents, open_source
@@ -46,7 +47,7 @@ def prepared(tmp_path_factory):
 
 
 def opened(tokenizer=BYTES, evaluates: bool = True, **flags):
-    flags = TextFlags(**(SMALL | flags))
+    flags = with_flags(changed_defaults(TextFlags()), **(SMALL | flags))
     world = World.from_environment(use_cpu=True)
     return flags, open_text(flags, world, evaluates, tokenizer)
 
