@@ -8,15 +8,14 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from common.cli import UserError
 from common.models.layers.hf_directory import (
     SHARD_BYTES,
     UNKNOWN,
-    Content,
+    Export,
     Training,
     check_finite,
+    check_tensors,
     read_tensors,
-    write_card,
     write_directory,
 )
 from extras.decoders.config import DecoderConfig
@@ -74,16 +73,8 @@ def pieces_from_hf(theirs: Mapping[str, Tensor], config: DecoderConfig, where: s
     with torch.device("meta"):
         expected = dict(pieces_to_hf(DecoderForCausalLM(config).state_dict().__getitem__, config))
     tied = {"lm_head.weight"} if config.tie_word_embeddings else set()
-    for name in theirs:
-        if name not in expected and name not in tied and not name.endswith(_REDUNDANT):
-            raise UserError(f"{where}: not a {config.architecture} checkpoint: unknown tensor {name}")
-    for name, tensor in expected.items():
-        if name not in theirs:
-            raise UserError(f"{where}: not a {config.architecture} checkpoint: it has no tensor {name}")
-        if theirs[name].shape != tensor.shape:
-            raise UserError(
-                f"{where}: {name} is {list(theirs[name].shape)}, its config.json asks for {list(tensor.shape)}"
-            )
+    tensors = {name: tensor for name, tensor in theirs.items() if name not in tied and not name.endswith(_REDUNDANT)}
+    check_tensors(tensors, expected, config.architecture, where)
     return (
         (ours, torch.cat([check_finite(name, theirs[name], where).float() for name in names]))
         for ours, names, _ in parts(config)
@@ -111,13 +102,14 @@ def save_decoder(
     """
     with torch.device("meta"):
         model = DecoderForCausalLM(config)
-        tensors = dict(pieces_to_hf(model.state_dict().__getitem__, config))
-
-    def finish(partial: Path) -> None:
-        save_tokenizer(partial)
-        parameters = sum(parameter.numel() for parameter in model.parameters())
-        write_card(partial, config.architecture, ("text-generation", config.model_type), config, parameters, training)
-
-    shapes = {name: tensor.shape for name, tensor in tensors.items()}
-    content = Content(config.to_transformers(), config.architecture, shapes, finish)
-    write_directory(pieces, content, directory, shard_bytes)
+        expected = dict(pieces_to_hf(model.state_dict().__getitem__, config))
+    export = Export(
+        config,
+        config.architecture,
+        tags=("text-generation", config.model_type),
+        expected=expected,
+        parameters=sum(parameter.numel() for parameter in model.parameters()),
+        finish=save_tokenizer,
+        training=training,
+    )
+    write_directory(pieces, export, directory, shard_bytes)

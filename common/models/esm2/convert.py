@@ -22,16 +22,16 @@ from common.models.esm2.model import PADDED_VOCAB, Esm2ForMaskedLM
 from common.models.layers.hf_directory import (
     SHARD_BYTES,
     UNKNOWN,
-    Content,
+    Export,
     Training,
     check_finite,
+    check_tensors,
     read_tensors,
-    write_card,
     write_directory,
 )
 from common.models.layers.initialise import count_parameters
 
-# one layer: ours -> theirs. QKV is handled apart.
+# One layer: ours -> theirs, without the fused query, key and value.
 _LAYER = {
     "self_attention.layernorm_qkv.layer_norm_weight": "attention.LayerNorm.weight",
     "self_attention.layernorm_qkv.layer_norm_bias": "attention.LayerNorm.bias",
@@ -58,29 +58,24 @@ _REDUNDANT = {"lm_head.decoder.weight", "lm_head.decoder.bias", "esm.embeddings.
 _POSITIONS = "esm.embeddings.position_embeddings.weight"
 _CONTACT = "esm.contact_head.regression"
 _ROTARY = "rotary_embeddings.inv_freq"
-_KINDS = ("weight", "bias")
 # transformers 5 saves the layers' norms under TensorFlow's old names (and reads both).
 _OLD_NAMES = {".gamma": ".weight", ".beta": ".bias"}
 
 
-def is_contact_head(name: str) -> bool:
-    """Whether a Hugging Face tensor belongs to the contact head, which pretraining does not train."""
-    return name.startswith(_CONTACT)
-
-
-def _names(config: Esm2Config) -> dict[str, str]:
-    names = dict(_REST)
-    for n in range(config.num_hidden_layers):
-        names |= {f"encoder.layers.{n}.{a}": f"esm.encoder.layer.{n}.{b}" for a, b in _LAYER.items()}
-    return names
-
-
-def _qkv_names(layer: int, kind: str) -> list[str]:
-    return [f"esm.encoder.layer.{layer}.attention.self.{x}.{kind}" for x in ("query", "key", "value")]
-
-
-def _fused_name(layer: int, kind: str) -> str:
-    return f"encoder.layers.{layer}.self_attention.layernorm_qkv.{kind}"
+def _parts(config: Esm2Config) -> Iterator[tuple[str, list[str]]]:
+    """(our name, the tensors that ours is made of: one, or query, key and value), in the order of an export."""
+    for ours, theirs in _REST.items():
+        yield ours, [theirs]
+    layers = range(config.num_hidden_layers)
+    for n in layers:
+        for ours, theirs in _LAYER.items():
+            yield f"encoder.layers.{n}.{ours}", [f"esm.encoder.layer.{n}.{theirs}"]
+    for n in layers:
+        for kind in ("weight", "bias"):
+            qkv = [f"esm.encoder.layer.{n}.attention.self.{x}.{kind}" for x in ("query", "key", "value")]
+            yield f"encoder.layers.{n}.self_attention.layernorm_qkv.{kind}", qkv
+    for ours, theirs in _VOCAB.items():
+        yield ours, [theirs]
 
 
 def _interleave(parts: list[Tensor], heads: int) -> Tensor:
@@ -107,45 +102,25 @@ def pieces_from_hf(
     """
     # A bare EsmModel checkpoint has no "esm." prefix and no LM head: pretraining cannot continue from it.
     known = {_new_name(k): k for k in theirs if k not in _REDUNDANT and not k.endswith(_ROTARY)}
-    _check_shapes({name: theirs[k] for name, k in known.items()}, config, where)
-    used = {*_names(config).values(), *_VOCAB.values()}
-    used |= {name for n in range(config.num_hidden_layers) for kind in _KINDS for name in _qkv_names(n, kind)}
+    with torch.device("meta"):
+        expected = to_hf(Esm2ForMaskedLM(config).state_dict(), config)
+    tensors = {name: theirs[k] for name, k in known.items()}
+    check_tensors(tensors, expected, "EsmForMaskedLM", where, optional=(_POSITIONS, _CONTACT))
+    used = {name for _, names in _parts(config) for name in names}
     extras = {name: check_finite(name, theirs[k], where) for name, k in known.items() if name not in used}
     return _pieces_from_hf(lambda name: check_finite(name, theirs[known[name]], where), config), extras
 
 
 def _pieces_from_hf(get: Callable[[str], Tensor], config: Esm2Config) -> Iterator[tuple[str, Tensor]]:
-    for ours, name in _names(config).items():
-        yield ours, get(name)
-    for n in range(config.num_hidden_layers):
-        for kind in _KINDS:
-            fused = _interleave([get(name) for name in _qkv_names(n, kind)], config.num_attention_heads)
-            yield _fused_name(n, kind), fused
-    for ours, name in _VOCAB.items():
-        value = get(name)
-        yield ours, torch.cat((value, value.new_zeros(PADDED_VOCAB - len(value), *value.shape[1:])))
+    for ours, names in _parts(config):
+        parts = [get(name) for name in names]
+        value = parts[0] if len(parts) == 1 else _interleave(parts, config.num_attention_heads)
+        padding = PADDED_VOCAB - len(value) if ours in _VOCAB else 0
+        yield ours, torch.cat((value, value.new_zeros(padding, *value.shape[1:]))) if padding else value
 
 
 def _new_name(name: str) -> str:
     return next((name.removesuffix(old) + new for old, new in _OLD_NAMES.items() if name.endswith(old)), name)
-
-
-def _check_shapes(theirs: dict[str, Tensor], config: Esm2Config, where: str) -> None:
-    """UserError unless `theirs` are the tensors of an EsmForMaskedLM of this configuration; extras may be absent."""
-    with torch.device("meta"):
-        expected = to_hf(Esm2ForMaskedLM(config).state_dict(), config)
-    for name, tensor in expected.items():
-        if name not in theirs:
-            if name == _POSITIONS or name.startswith(_CONTACT):
-                continue
-            raise UserError(f"{where}: not an EsmForMaskedLM checkpoint: it has no tensor {name}")
-        if theirs[name].shape != tensor.shape:
-            raise UserError(
-                f"{where}: {name} is {list(theirs[name].shape)}, its config.json asks for {list(tensor.shape)}"
-            )
-    for name in theirs:
-        if name not in expected:
-            raise UserError(f"{where}: not an ESM-2 checkpoint: unknown tensor {name}")
 
 
 def to_hf(ours: dict[str, Tensor], config: Esm2Config, extras: dict[str, Tensor] | None = None) -> dict[str, Tensor]:
@@ -158,15 +133,12 @@ def pieces_to_hf(
 ) -> Iterator[tuple[str, Tensor]]:
     """The same, one tensor at a time: `get` is asked for each of our parameters once, always in the same order."""
     extras = dict(extras or {})
-    for ours, name in _names(config).items():
-        yield name, get(ours).contiguous()
-    for n in range(config.num_hidden_layers):
-        for kind in _KINDS:
-            parts = _deinterleave(get(_fused_name(n, kind)), config.num_attention_heads)
-            yield from zip(_qkv_names(n, kind), (part.contiguous() for part in parts), strict=True)
-    for ours, name in _VOCAB.items():
-        value = get(ours)[: alphabet.VOCAB_SIZE].contiguous()
-        yield name, value
+    for ours, names in _parts(config):
+        value = get(ours)
+        if ours in _VOCAB:
+            value = value[: alphabet.VOCAB_SIZE]
+        parts = [value] if len(names) == 1 else _deinterleave(value, config.num_attention_heads)
+        yield from zip(names, (part.contiguous() for part in parts), strict=True)
     # Stock EsmForMaskedLM has these though nothing reads them; if absent, it would draw random ones and warn.
     contacts = config.num_hidden_layers * config.num_attention_heads
     for name, shape in (
@@ -235,27 +207,32 @@ def save_pretrained(
     rotary = frequencies(config)
     with torch.device("meta"):
         model = Esm2ForMaskedLM(config)
-        tensors = to_hf(model.state_dict(), config) | rotary
+        expected = to_hf(model.state_dict(), config) | rotary
     has_contacts = False
 
     def watched() -> Iterator[tuple[str, Tensor]]:
         nonlocal has_contacts
         for name, tensor in pieces:
-            has_contacts |= is_contact_head(name) and bool(tensor.any())
+            has_contacts |= name.startswith(_CONTACT) and bool(tensor.any())
             yield name, tensor
 
-    def finish(partial: Path) -> None:
+    def finish(partial: Path) -> dict[str, str]:
         contacts = KEPT if has_contacts else NOT_FITTED
         logger.info("%s: %s", directory.name, contacts)
         write_tokenizer(partial)
-        notes = {"Contacts": f"{contacts[0].upper()}{contacts[1:]}."}
-        tags = ("fill-mask", "esm", "protein")
-        parameters = count_parameters(model)
-        write_card(partial, "EsmForMaskedLM", tags, config, parameters, training, ESM2_SIZES, notes)
+        return {"Contacts": f"{contacts[0].upper()}{contacts[1:]}."}
 
-    shapes = {name: tensor.shape for name, tensor in tensors.items()}
-    content = Content(config.to_transformers(), "EsmForMaskedLM", shapes, finish)
-    write_directory(chain(watched(), rotary.items()), content, directory, shard_bytes)
+    export = Export(
+        config,
+        "EsmForMaskedLM",
+        tags=("fill-mask", "esm", "protein"),
+        expected=expected,
+        parameters=count_parameters(model),
+        finish=finish,
+        training=training,
+        published=ESM2_SIZES,
+    )
+    write_directory(chain(watched(), rotary.items()), export, directory, shard_bytes)
 
 
 def write_tokenizer(directory: Path) -> None:

@@ -12,7 +12,7 @@ import math
 import os
 import re
 import shutil
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
@@ -149,6 +149,31 @@ def check_finite(name: str, tensor: Tensor, where: str) -> Tensor:
     return tensor
 
 
+def check_tensors(
+    tensors: Mapping[str, Tensor],
+    expected: Mapping[str, Tensor],
+    architecture: str,
+    where: str,
+    optional: tuple[str, ...] = (),
+) -> None:
+    """UserError unless `tensors` have the names and shapes of `expected`, those that may be absent left out.
+
+    optional: beginnings of their names; architecture: for the error line, which begins with `where`.
+    """
+    for name, tensor in expected.items():
+        if name not in tensors:
+            if name.startswith(optional):
+                continue
+            raise UserError(f"{where}: not an {architecture} checkpoint: it has no tensor {name}")
+        if tensors[name].shape != tensor.shape:
+            raise UserError(
+                f"{where}: {name} is {list(tensors[name].shape)}, its config.json asks for {list(tensor.shape)}"
+            )
+    for name in tensors:
+        if name not in expected:
+            raise UserError(f"{where}: not an {architecture} checkpoint: unknown tensor {name}")
+
+
 def _weight_files(root: Path) -> list[Path]:
     """The safetensors of a directory, or of the shards that its index names.
 
@@ -174,75 +199,6 @@ def _weight_files(root: Path) -> list[Path]:
                 hint = f"; a checkpoint of a run: python -m extras.export {root} OUT makes a model of it"
             raise UserError(f"{root / name}: no such file; weights are read from safetensors only{hint}")
     return [root / name for name in names]
-
-
-@dataclass(frozen=True)
-class Content:
-    """What to write into a directory.
-
-    stock: transformers' configuration; architecture: its class of the model; shapes: of every tensor, in the order in
-    which the tensors come; finish: writes the tokenizer's files into it.
-    """
-
-    stock: Any
-    architecture: str
-    shapes: Mapping[str, torch.Size]
-    finish: Callable[[Path], None]
-
-
-def write_directory(
-    pieces: Iterator[tuple[str, Tensor]], content: Content, directory: Path, shard_bytes: int = SHARD_BYTES
-) -> None:
-    """Write a directory that transformers' from_pretrained opens offline, tensors in fp32.
-
-    The directory appears when it is complete and flushed; an existing one is replaced.
-    """
-    partial = directory.with_name(f"{directory.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    try:
-        _write(pieces, content, partial, shard_bytes)
-        sync_tree(partial)
-    except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise
-    if directory.exists():
-        shutil.rmtree(directory)
-    partial.rename(directory)
-    sync_directory(directory.parent)
-
-
-def _write(pieces: Iterator[tuple[str, Tensor]], content: Content, partial: Path, shard_bytes: int) -> None:
-    stock = content.stock  # the loaded one may name another class and dtype
-    stock.architectures, stock.dtype = [content.architecture], "float32"
-    stock.save_pretrained(partial)
-    files = _file_of_each(content.shapes, shard_bytes)
-    for file, group in groupby(pieces, lambda piece: files[piece[0]]):
-        held = {name: tensor.detach().to("cpu", torch.float32) for name, tensor in group}
-        _save(held, partial / file)
-    if len(written := set(files.values())) > 1:
-        total = sum((partial / file).stat().st_size for file in written)
-        index = {"metadata": {"total_size": total}, "weight_map": files}
-        (partial / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True))
-    content.finish(partial)
-
-
-def _save(tensors: dict[str, Tensor], path: Path) -> None:
-    save_file(tensors, path, {"format": "pt"})
-    path.chmod(path.parent.stat().st_mode & 0o666)  # safetensors creates files readable by their owner only
-
-
-def _file_of_each(shapes: Mapping[str, torch.Size], shard_bytes: int) -> dict[str, str]:
-    """{tensor: file}, in the order they come; file names as transformers gives them."""
-    shard, size, shards = 0, 0, {}
-    for name, shape in shapes.items():
-        if size and size + 4 * shape.numel() > shard_bytes:
-            shard, size = shard + 1, 0
-        shards[name] = shard
-        size += 4 * shape.numel()
-    if shard == 0:
-        return dict.fromkeys(shapes, "model.safetensors")
-    return {name: f"model-{n + 1:05d}-of-{shard + 1:05d}.safetensors" for name, n in shards.items()}
 
 
 CARD = "README.md"
@@ -284,29 +240,89 @@ def _object(value: Any) -> dict:
     return value if isinstance(value, dict) else {}
 
 
-def write_card(
-    directory: Path,
-    architecture: str,
-    tags: tuple[str, ...],
-    config: Any,
-    parameters: int,
-    training: Training,
-    published: Collection[str] = (),
-    notes: Mapping[str, str] | None = None,
-) -> None:
-    """Write README.md into the directory of a model.
+@dataclass(frozen=True)
+class Export:
+    """What is written into a model's directory.
 
-    architecture: transformers' class; tags: the Hub's, its pipeline's first; published: names of weights that may be
-    mentioned as the starting point; notes: {heading: text} below the rest.
+    config: of ours, with `to_transformers`; architecture: transformers' class; tags: the Hub's, its pipeline's first;
+    expected: every tensor, on the meta device, in the order in which they come; parameters: their number as the card
+    has it; finish: writes the tokenizer's files into the directory, and returns {heading: text} for the end of the
+    card, if any; published: names of weights that the card may mention as the starting point.
     """
-    start = training.start if training.start in published else None
+
+    config: Any
+    architecture: str
+    tags: tuple[str, ...]
+    expected: Mapping[str, Tensor]
+    parameters: int
+    finish: Callable[[Path], Mapping[str, str] | None]
+    training: Training = UNKNOWN
+    published: Collection[str] = ()
+
+
+def write_directory(
+    pieces: Iterable[tuple[str, Tensor]], export: Export, directory: Path, shard_bytes: int = SHARD_BYTES
+) -> None:
+    """Write a directory that transformers' from_pretrained opens offline, tensors in fp32.
+
+    The directory appears when it is complete and flushed; an existing one is replaced.
+    """
+    partial = directory.with_name(f"{directory.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    try:
+        _write(pieces, export, partial, shard_bytes)
+        sync_tree(partial)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+    if directory.exists():
+        shutil.rmtree(directory)
+    partial.rename(directory)
+    sync_directory(directory.parent)
+
+
+def _write(pieces: Iterable[tuple[str, Tensor]], export: Export, partial: Path, shard_bytes: int) -> None:
+    stock = export.config.to_transformers()  # the loaded one may name another class and dtype
+    stock.architectures, stock.dtype = [export.architecture], "float32"
+    stock.save_pretrained(partial)
+    files = _file_of_each(export.expected, shard_bytes)
+    for file, group in groupby(pieces, lambda piece: files[piece[0]]):
+        path = partial / file
+        save_file({name: tensor.detach().to("cpu", torch.float32) for name, tensor in group}, path, {"format": "pt"})
+        path.chmod(partial.stat().st_mode & 0o666)  # safetensors creates files readable by their owner only
+    if len(written := set(files.values())) > 1:
+        total = sum((partial / file).stat().st_size for file in written)
+        index = {"metadata": {"total_size": total}, "weight_map": files}
+        (partial / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True))
+    notes = export.finish(partial) or {}
+    (partial / CARD).write_text(_card(export, notes), encoding="utf-8")
+
+
+def _file_of_each(tensors: Mapping[str, Tensor], shard_bytes: int) -> dict[str, str]:
+    """{tensor: file}, in the order they come; file names as transformers gives them."""
+    shard, size, shards = 0, 0, {}
+    for name, tensor in tensors.items():
+        if size and size + 4 * tensor.numel() > shard_bytes:
+            shard, size = shard + 1, 0
+        shards[name] = shard
+        size += 4 * tensor.numel()
+    if shard == 0:
+        return dict.fromkeys(tensors, "model.safetensors")
+    return {name: f"model-{n + 1:05d}-of-{shard + 1:05d}.safetensors" for name, n in shards.items()}
+
+
+def _card(export: Export, notes: Mapping[str, str]) -> str:
+    """README.md."""
+    config, architecture, tags, training = export.config, export.architecture, export.tags, export.training
+    start = training.start if training.start in export.published else None
     front = ["library_name: transformers", f"pipeline_tag: {tags[0]}", "tags:", *(f"- {tag}" for tag in tags[1:])]
     front += [f"base_model: {start}"] if start else []
     counts = {
         "layers": config.num_hidden_layers,
         "hidden size": config.hidden_size,
         "attention heads": config.num_attention_heads,
-        "parameters": parameters,
+        "parameters": export.parameters,
         "training steps": training.steps,
         "training tokens": training.tokens,
     }
@@ -320,6 +336,6 @@ def write_card(
     lines += ["", "```python", f"from transformers import AutoTokenizer, {architecture}", ""]
     lines += [f'model = {architecture}.from_pretrained("DIRECTORY")  # of this file']
     lines += ['tokenizer = AutoTokenizer.from_pretrained("DIRECTORY")', "```"]
-    for heading, text in (notes or {}).items():
+    for heading, text in notes.items():
         lines += ["", f"## {heading}", "", text]
-    (directory / CARD).write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return "\n".join(lines) + "\n"
