@@ -14,6 +14,7 @@ import os
 import re
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from typing import NamedTuple
 
 from common.cli import UserError
 from common.files.json_files import combined_hash
@@ -36,12 +37,22 @@ from extras.sources.hub import (
     unreachable_advice,
 )
 
+
+class Format(NamedTuple):
+    """suffixes: of its files' names; contents: what they may hold (`Content.name`); module: defines `texts` and
+    `column`, which do what `read_texts` and `column_of` say ("": extras.sources.sequence_files reads it itself)."""
+
+    suffixes: tuple[str, ...]
+    contents: tuple[str, ...]
+    module: str = ""
+
+
 FORMATS = {
-    "parquet": (".parquet", ".pq"),
-    "json": (".jsonl", ".ndjson", ".json"),
-    "csv": (".csv", ".tsv"),
-    "fasta": (".fasta", ".fa", ".faa"),
-    "text": (".txt",),
+    "parquet": Format((".parquet", ".pq"), ("proteins", "documents")),
+    "json": Format((".jsonl", ".ndjson", ".json"), ("proteins", "documents")),
+    "csv": Format((".csv", ".tsv"), ("proteins", "documents")),
+    "fasta": Format((".fasta", ".fa", ".faa"), ("proteins",)),
+    "text": Format((".txt",), ("documents",)),
 }
 
 
@@ -49,12 +60,11 @@ FORMATS = {
 class Content:
     """What files contain: proteins or documents.
 
-    name: plural, for messages; kinds: keys of FORMATS; columns: possible names of the column of texts; line_ends:
-    whether a text may contain them; other_column: advice if no column has such a name; longest: bytes of a record.
+    name: plural, for messages; columns: possible names of the column of texts; line_ends: whether a text may contain
+    them; other_column: advice if no column has such a name; longest: bytes of a record.
     """
 
     name: str
-    kinds: tuple[str, ...]
     columns: tuple[str, ...]
     line_ends: bool
     other_column: str
@@ -63,25 +73,29 @@ class Content:
     @classmethod
     def from_json(cls, value: dict) -> Content:
         """From `dataclasses.asdict` after JSON."""
-        return cls(**value | {name: tuple(value[name]) for name in ("kinds", "columns")})
+        return cls(**value | {"columns": tuple(value["columns"])})
+
+    @property
+    def formats(self) -> dict[str, Format]:
+        """Those of FORMATS that may hold it."""
+        return {kind: each for kind, each in FORMATS.items() if self.name in each.contents}
 
     @property
     def suffixes(self) -> str:
         """Possible suffixes of its files, for messages."""
-        return ", ".join(suffix for kind in self.kinds for suffix in FORMATS[kind])
+        return ", ".join(suffix for each in self.formats.values() for suffix in each.suffixes)
 
     def format_of(self, path: str) -> str | None:
-        """The key of FORMATS for a file name; None if it is not one of `kinds`."""
+        """The key of FORMATS for a file name; None if it is not one of `formats`."""
         name = strip_compression(path.lower())
-        for kind in self.kinds:
-            if name.endswith(FORMATS[kind]) and not (kind == "parquet" and name != path.lower()):
+        for kind, each in self.formats.items():
+            if name.endswith(each.suffixes) and not (kind == "parquet" and name != path.lower()):
                 return kind
         return None
 
 
 PROTEINS = Content(
     "proteins",
-    ("parquet", "json", "csv", "fasta"),
     ("sequence", "text"),
     line_ends=False,
     other_column="rename the one that holds the proteins; or if none does, leave the file out by a pattern in place "
@@ -98,7 +112,6 @@ def documents(column: str, longest: int = LONGEST_DOCUMENT) -> Content:
     """Text in the column `column`."""
     return Content(
         "documents",
-        ("parquet", "json", "csv", "text"),
         (column,),
         line_ends=True,
         other_column="name the column of the documents: --text_column",

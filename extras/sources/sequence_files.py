@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import BinaryIO
 
@@ -37,7 +38,7 @@ from extras.sources.compression import (
     too_long,
 )
 from extras.sources.csv_records import STRAY_QUOTE, column_named, first_with_line_end, read_header
-from extras.sources.dataset import File
+from extras.sources.dataset import FORMATS, File
 from extras.sources.fasta import read_fasta_lines
 from extras.sources.hub import FIRST_WAIT_S, REMOTE, Retries, brief
 from extras.sources.parquet_pages import coalesce, fetched, read_columns
@@ -67,8 +68,9 @@ def read_texts(unit: Unit, first_row: int) -> Iterator[pa.Array]:
     UserError for a column of another type and for a text that is too long; Arrow's errors for a damaged file.
     """
     readers = {"parquet": _parquet, "json": _json, "csv": _csv, "fasta": _fasta, "text": _plain}
+    texts = readers.get(unit.file.kind) or import_module(FORMATS[unit.file.kind].module).texts
     longest, row = unit.file.content.longest, 0
-    with closing(readers[unit.file.kind](unit)) as blocks, _naming_the_row(unit, lambda: row):
+    with closing(texts(unit)) as blocks, _naming_the_row(unit, lambda: row):
         for text in blocks:
             first, row = first_row - row, row + len(text)
             if first >= len(text):
@@ -93,14 +95,13 @@ def _naming_the_row(unit: Unit, row: Callable[[], int]) -> Iterator[None]:
 
 
 def column_of(file: File) -> str | None:
-    """The name of the column of texts; None for FASTA and plain text. UserError if there is none."""
+    """The name of the column of texts; None for a format without columns. UserError if there is none."""
     unit = Unit(file)
+    if module := FORMATS[file.kind].module:
+        return import_module(module).column(unit)
     if file.kind == "parquet":
         with _open(file) as handle:
-            schema = pq.read_schema(handle)
-        column = _column(unit, schema.names)
-        _check_text(unit, schema.field(column).type)
-        return column
+            return _column_of_schema(unit, pq.read_schema(handle))
     if file.kind == "fasta":
         check_file(Path(file.path), file.path)
         return None
@@ -131,9 +132,7 @@ def _parquet(unit: Unit) -> Iterator[pa.Array]:
     with _open(unit.file) as handle:
         metadata = pq.read_metadata(handle)
         groups = range(metadata.num_row_groups) if unit.row_group is None else [unit.row_group]
-        schema = metadata.schema.to_arrow_schema()
-        column = _column(unit, schema.names)
-        _check_text(unit, schema.field(column).type)
+        column = _column_of_schema(unit, metadata.schema.to_arrow_schema())
         for group in groups:
             where = f"{unit.file.path}, row group {group}"
             file = handle
@@ -141,6 +140,12 @@ def _parquet(unit: Unit) -> Iterator[pa.Array]:
                 file = fetched(handle, metadata.row_group(group), column, unit.file.size)
             batches = read_columns(file, where, metadata, group, [column], ROWS_AT_ONCE, unit.file.content.longest)
             yield from coalesce((_as_text(unit, batch.column(0)) for batch in batches), ROWS_AT_ONCE, BLOCK_BYTES)
+
+
+def _column_of_schema(unit: Unit, schema: pa.Schema) -> str:
+    column = _column(unit, schema.names)
+    _check_text(unit, schema.field(column).type)
+    return column
 
 
 def _json(unit: Unit) -> Iterator[pa.Array]:
@@ -227,8 +232,8 @@ def _plain(unit: Unit) -> Iterator[pa.Array]:
             for end, following in ends:
                 found.append(bytes(left[begin:end].strip(b"\r\n")))
                 begin = following
-            if found := [document for document in found if document.strip()]:
-                yield _documents(found)
+            if found := [document.decode() for document in found if document.strip()]:
+                yield pa.array(found)
             number += left.count(b"\n", 0, begin)
             del left[:begin]
             if len(left) > longest:
@@ -238,11 +243,7 @@ def _plain(unit: Unit) -> Iterator[pa.Array]:
                 )
             searched = len(left.rstrip(b" \t\r\n"))
     if left.strip():
-        yield _documents([bytes(left.strip(b"\r\n"))])
-
-
-def _documents(found: list[bytes]) -> pa.Array:
-    return pa.array([document.decode() for document in found])
+        yield pa.array([left.strip(b"\r\n").decode()])
 
 
 def _check_plain(unit: Unit, stream: BinaryIO) -> None:
