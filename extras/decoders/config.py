@@ -10,9 +10,10 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
-from common.cli import UserError, one_line
+from common.cli import UserError
 from common.files.json_files import shorten
-from common.models.layers.hf_directory import check_positive, check_sizes, read_config
+from common.models.layers import hf_directory
+from common.models.layers.hf_directory import check_heads, check_positive, check_sizes, read_config
 
 # What a decoder is made of (Llama, Mistral, Mixtral), under transformers' names: the fields of its config.json.
 #
@@ -112,11 +113,7 @@ def check_supported(config: DecoderConfig, where: str) -> None:
             raise UserError(f"{where}: {name} is {shorten(value)}, decoders here have {allowed!r}")
     check_sizes(config, where)
     check_positive(config, where, "rms_norm_eps", "rope_theta", "initializer_range")
-    if config.hidden_size % (2 * config.num_attention_heads):
-        raise UserError(
-            f"{where}: hidden_size {config.hidden_size} is not a multiple of 2 x num_attention_heads "
-            f"({config.num_attention_heads}): rotary embeddings need an even head dimension"
-        )
+    check_heads(config, where)
     if config.num_attention_heads % config.num_key_value_heads:
         raise UserError(
             f"{where}: num_attention_heads {config.num_attention_heads} is not a multiple of num_key_value_heads "
@@ -227,22 +224,8 @@ def load_decoder_config(name: str) -> DecoderConfig:
     """The configuration of a preset, of a local directory, or of a name on the Hub (in this order)."""
     if name in PRESETS:
         return replace(PRESETS[name].config)
-    directory, known = Path(name), ", ".join(PRESETS)
-    path = directory / "config.json"
-    if not directory.is_dir() and not (name.count("/") == 1 and not name.startswith((".", "/"))):
-        raise UserError(f"--model {name}: neither one of {known} nor a directory; ESM-2 is named by --config_name")
-    try:
-        if not directory.is_dir():
-            from huggingface_hub import hf_hub_download
-
-            path = Path(hf_hub_download(name, "config.json"))
-        config = DecoderConfig.read(path)
-    except Exception as error:  # of the Hub's many, and of a broken config.json
-        reason = one_line(error)[:160]
-        raise UserError(
-            f"--model {name}: no decoder's configuration found, neither there nor on the Hub ({reason}); a gated "
-            f"model needs HF_TOKEN; built-in names: {known}"
-        ) from error
+    hint = "; ESM-2 is named by --config_name"
+    config = hf_directory.load_config(name, DecoderConfig.read, f"--model {name}", PRESETS, hint)
     check_supported(config, name)
     return config
 

@@ -19,7 +19,7 @@ from common.data.loader import TrainLoader
 from common.distributed.world import World
 from common.training.load_model import load_model
 from common.training.registry import parse_run
-from extras.decoders.convert import pieces_to_hf
+from extras.decoders.family import pieces_to_hf
 from extras.export import export
 from extras.text.causal import causal_batches
 from extras.text.data import open_text
@@ -346,7 +346,11 @@ def test_checkpoints_hold_no_second_copy_of_tied_embeddings(text, tmp_path):
         ("train_fsdp2.py", {"model_type": "gpt_neox"}, "--model_type gpt_neox: its layers"),
         ("train_fsdp2.py", {"vocab_size": 200}, "its 259 tokens do not fit into the model's vocabulary of 200"),
         ("train_fsdp2.py", {"num_heads": 5}, "--model_type llama_v3 (as llama3_1_8b): hidden_size 48 is not"),
-        ("train_fsdp2.py", {"model": "llama9"}, "--model llama9: neither one of llama2_7b"),
+        (
+            "train_fsdp2.py",
+            {"model": "llama9"},
+            "--model llama9: no such model: neither a directory nor one of llama2_7b",
+        ),
         ("train_fsdp2.py", {"fp8": 1, "bf16": 1}, "FP8, delayed scaling needs a GPU"),
         (
             "train_fsdp2.py",

@@ -9,10 +9,11 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
-from common.cli import UserError, one_line
+from common.cli import UserError
 from common.files.json_files import check_type, shorten
 from common.models.esm2 import alphabet
-from common.models.layers.hf_directory import check_positive, check_sizes, read_config
+from common.models.layers import hf_directory
+from common.models.layers.hf_directory import check_heads, check_positive, check_sizes, read_config
 
 # Must agree for a checkpoint to be of the same model; the rest of config.json may differ.
 FINGERPRINT_FIELDS = (
@@ -117,11 +118,7 @@ def check_supported(config: Esm2Config, where: str) -> None:
             f"each, of at most {MOST_POSITIONS:,}"
         )
     check_positive(config, where, "layer_norm_eps", "initializer_range")
-    if config.hidden_size % (2 * config.num_attention_heads):
-        raise UserError(
-            f"{where}: hidden_size {config.hidden_size} is not a multiple of 2 x num_attention_heads "
-            f"({config.num_attention_heads}): rotary embeddings need an even head dimension"
-        )
+    check_heads(config, where)
 
 
 def override(config: Esm2Config, changes: str) -> Esm2Config:
@@ -178,22 +175,6 @@ def load_config(name: str) -> Esm2Config:
     """The configuration behind a built-in name, a local directory, or a name on the Hub (in this order)."""
     if name in ESM2_SIZES:
         return esm2_config(*ESM2_SIZES[name])
-    path = Path(name) / "config.json"
-    if not Path(name).is_dir() and not (name.count("/") == 1 and not name.startswith((".", "/"))):
-        raise UserError(f"{name}: no such model: neither a directory nor one of {', '.join(ESM2_SIZES)}")
-    if Path(name).is_dir() and not path.is_file():
-        raise UserError(f"{name}: this directory has no config.json: give one written by save_pretrained")
-    try:
-        if not Path(name).is_dir():
-            from huggingface_hub import hf_hub_download
-
-            path = Path(hf_hub_download(name, "config.json"))
-        config = Esm2Config.read(path)
-    except Exception as error:  # the Hub has many; or a malformed config.json
-        reason = one_line(error)[:160]
-        raise UserError(
-            f"{name}: no configuration found, neither there nor on the Hub ({reason}); "
-            f"built-in names: {', '.join(ESM2_SIZES)}"
-        ) from error
+    config = hf_directory.load_config(name, Esm2Config.read, name, ESM2_SIZES, "")
     check_supported(config, name)
     return config

@@ -16,7 +16,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -33,6 +33,8 @@ from common.files.json_files import (
     sync_directory,
     sync_tree,
 )
+
+Config = TypeVar("Config")
 
 # Keys with which a config.json makes transformers load code.
 NAMES_CODE = {"auto_map", "custom_pipelines", "attn_implementation", "experts_implementation"}
@@ -83,6 +85,40 @@ def check_positive(config: Any, where: str, *names: str) -> None:
         value = getattr(config, name)
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
             raise UserError(f"{where}: {name} is {shorten(value)}: must be above 0")
+
+
+def check_heads(config: Any, where: str) -> None:
+    """UserError unless rotary embeddings fit the heads."""
+    if config.hidden_size % (2 * config.num_attention_heads):
+        raise UserError(
+            f"{where}: hidden_size {config.hidden_size} is not a multiple of 2 x num_attention_heads "
+            f"({config.num_attention_heads}): rotary embeddings need an even head dimension"
+        )
+
+
+def load_config(name: str, read: Callable[[Path], Config], given: str, built_in: Iterable[str], hint: str) -> Config:
+    """What `read` makes of the config.json of a directory, else of a name on the Hub.
+
+    given: how error lines name it; built_in, hint: what else could be given there.
+    """
+    directory, known = Path(name), ", ".join(built_in)
+    path = directory / "config.json"
+    if not directory.is_dir() and not (name.count("/") == 1 and not name.startswith((".", "/"))):
+        raise UserError(f"{given}: no such model: neither a directory nor one of {known}{hint}")
+    if directory.is_dir() and not path.is_file():
+        raise UserError(f"{given}: this directory has no config.json: give one written by save_pretrained")
+    try:
+        if not directory.is_dir():
+            from huggingface_hub import hf_hub_download
+
+            path = Path(hf_hub_download(name, "config.json"))
+        return read(path)
+    except Exception as error:  # the Hub has many; or a malformed config.json
+        reason = one_line(error)[:160]
+        raise UserError(
+            f"{given}: no configuration found, neither there nor on the Hub ({reason}); a gated model needs HF_TOKEN; "
+            f"built-in names: {known}"
+        ) from error
 
 
 SHARD_BYTES = 5 * 10**9

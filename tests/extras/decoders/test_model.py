@@ -16,7 +16,7 @@ from common.models.layers.compiling import compile_layers
 from common.models.layers.initialise import initialise
 from extras.decoders import model as loss_module
 from extras.decoders.config import GUIDE_RUNS, PRESETS, DecoderConfig, check_supported, load_decoder_config
-from extras.decoders.convert import pieces_from_hf, pieces_to_hf
+from extras.decoders.family import pieces_from_hf, pieces_to_hf
 from extras.decoders.layers import rotary_frequencies
 from extras.decoders.model import DecoderForCausalLM, vocabulary_loss
 
@@ -264,7 +264,7 @@ def test_decoder_config_refuses_unsupported(changes, said):
 
 
 def test_decoder_config_refuses_other_models(tmp_path: Path):
-    with pytest.raises(UserError, match="--model llama9: neither one of llama2_7b, .* ESM-2"):
+    with pytest.raises(UserError, match="--model llama9: .*neither a directory nor one of llama2_7b, .* ESM-2"):
         load_decoder_config("llama9")
     (tmp_path / "config.json").write_text('{"model_type": "esm"}')
     with pytest.raises(UserError, match="model_type is 'esm', expected llama, mistral, mixtral"):
