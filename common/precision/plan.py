@@ -154,7 +154,7 @@ class PrecisionFlags(Flags):
         recipes(self)
         self.require_at_least(1, "quant_stats_freq")
         if self.quant_stats_file is not None:
-            from extras.quant_stats.stats_file import read_file
+            from extras.quant_stats.stats_plan import read_file
 
             read_file(self.quant_stats_file)
 

@@ -14,8 +14,7 @@ from pathlib import Path
 from common.cli import UserError, positional, run
 from common.files.json_files import read_json_lines
 from extras.quant_stats.stats import GEMMS
-from extras.quant_stats.stats_file import OPERANDS
-from extras.quant_stats.stats_plan import FILE, MODULES
+from extras.quant_stats.stats_plan import FILE, MODULES, OPERANDS
 
 Cell = tuple[int, str]  # layer, name of the column
 ANNOTATED_LAYERS = 12  # of models with more, numbers would not be read in the cells

@@ -19,8 +19,7 @@ from common.distributed.world import World
 from common.precision.emulation import Emulation
 from common.precision.formats import COLUMNS, E2M1, ROWS, Element, Quantized, blocked, element_of, quantize_operand
 from common.precision.plan import NVFP4BlockScaling, Plan, Recipe
-from extras.quant_stats.stats_file import OPERANDS, RECIPES, RESULTS, split_stat
-from extras.quant_stats.stats_plan import MODULES, Key, Selection
+from extras.quant_stats.stats_plan import MODULES, OPERANDS, RECIPES, RESULTS, Key, Selection, split_stat
 
 # The matmuls that an operand enters, quantised along its columns and along its rows.
 GEMMS = {"activation": ("fprop", "wgrad"), "weight": ("fprop", "dgrad"), "gradient": ("dgrad", "wgrad")}

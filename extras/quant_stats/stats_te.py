@@ -19,8 +19,7 @@ from common.distributed.world import World
 from common.precision.formats import COLUMNS, ROWS, transformed
 from common.precision.plan import Plan
 from extras.quant_stats.stats import Statistics
-from extras.quant_stats.stats_file import OPERANDS, RESULTS
-from extras.quant_stats.stats_plan import MODULES, Selection
+from extras.quant_stats.stats_plan import MODULES, OPERANDS, RESULTS, Selection
 
 # Transformer Engine's names of the matmuls, with the layer's number from 0.
 _NAMES = {

@@ -19,7 +19,7 @@ from common.models.esm2.convert import pieces_to_hf, read_pretrained, save_pretr
 from common.models.esm2.model import build_model
 from common.models.layers.hf_directory import check_finite, model_hash
 from extras.decoders.config import load_decoder_config
-from extras.decoders.convert import read_decoder
+from extras.decoders.family import read_decoder
 
 
 def write_esm2(directory: Path, seed: int = 1, **how) -> Path:

@@ -16,8 +16,8 @@ from common.models.esm2.model import build_model
 from common.models.layers.hf_directory import Training
 from common.models.layers.initialise import count_parameters
 from extras.decoders.config import DecoderConfig
-from extras.decoders.convert import pieces_to_hf as decoder_pieces
-from extras.decoders.convert import save_decoder
+from extras.decoders.family import pieces_to_hf as decoder_pieces
+from extras.decoders.family import save_decoder
 from extras.decoders.model import DecoderForCausalLM
 from extras.text.tokenizers import ByteTokenizer
 from tests.models.reference import reference_model

@@ -15,8 +15,7 @@ from common.precision.emulation import GRADIENT, INPUT, WEIGHT
 from common.precision.plan import PrecisionFlags
 from extras.quant_stats.report import cells, draw
 from extras.quant_stats.stats import QuantStats, scalars
-from extras.quant_stats.stats_file import PLAIN, QUANTISED
-from extras.quant_stats.stats_plan import select
+from extras.quant_stats.stats_plan import PLAIN, QUANTISED, select
 from tests.precision.test_emulation import ALONE, FP8, RECIPES, by_definition, operands, tiny_model
 from tests.precision.test_stats_plan import GUIDES, selected, write
 from tests.training_fixtures import losses, train

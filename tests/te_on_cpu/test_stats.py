@@ -19,7 +19,7 @@ from common.precision.plan import (
     NVFP4BlockScaling,
     Plan,
 )
-from extras.quant_stats.stats_file import OPERANDS, RESULTS
+from extras.quant_stats.stats_plan import OPERANDS, RESULTS
 from tests.precision.test_stats_plan import write
 from tests.te_on_cpu import boot
 from tests.te_on_cpu.modules import BLACKWELL, HOPPER, models, passes
