@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -25,16 +26,43 @@ from common.data.flags import DataFlags
 from common.data.token_store import TokenSet
 from common.data.training_data import EVAL_SEED, TrainingData, held_out_batches, open_data
 from common.distributed.world import World
+from common.flags import Missing
+from common.models.esm2.family import ModelFlags
 from common.models.layers.hf_directory import Training
 from common.models.registry import ModelSpec, encoder_family, family_of
 from common.shapes import filled_up
-from common.training.arguments import TrainArguments
+from common.training.arguments import RunArguments
 from common.training.evaluation import held_out_results
 from common.training.run_logger import PlotLabels, step_line
 from common.training.task import BuiltModel, StepCounts, Task
 
 UNIGRAM_SAMPLE = 200_000  # proteins, from all over the training split, that the unigram baseline is fitted on
 UNIGRAM_RUN = 1000  # consecutive proteins that are read together
+
+
+@dataclass(frozen=True)
+class TrainArguments(RunArguments):
+    """The flags of a run of masked language modelling."""
+
+    model: ModelFlags = field(default_factory=ModelFlags)
+    data: DataFlags = field(default_factory=DataFlags)
+
+    @property
+    def model_named(self) -> str | None:
+        return self.model.config_name or self.model.model_name_or_path
+
+    @property
+    def pack_tokens(self) -> int:
+        return self.data.pack_tokens
+
+    @property
+    def batch(self) -> tuple[int, str]:
+        packed = self.data.tokens_per_pack if self.data.packing else None
+        return (packed, "tokens") if packed else super().batch
+
+    def missing(self) -> Iterator[Missing]:
+        if self.model.bf16_residual and not self.precision.bf16:
+            yield Missing("--bf16", "--bf16_residual needs bf16 layers")
 
 
 def choose_encoder(args: TrainArguments, world: World, torch_only: tuple[str, ...], previous: dict) -> ModelSpec:

@@ -18,7 +18,7 @@ from common.cli import UserError
 from common.distributed.strategy import StrategyFlags
 from common.flags import is_file_of_flags, parse_arguments, read_file_of_flags
 from common.models.registry import family_of
-from common.training.arguments import RunArguments, TrainArguments
+from common.training.arguments import RunArguments
 from common.training.task import Task
 
 logger = logging.getLogger(__name__)
@@ -41,6 +41,8 @@ def task_of(args: RunArguments) -> type[Task]:
 def arguments_of(strategy: type[StrategyFlags], task: str) -> RunArguments:
     """A task's flags and a strategy's, with their defaults."""
     if task == "mlm":
+        from common.training.masked_lm import TrainArguments
+
         return TrainArguments(strategy=strategy())
     from extras.decoders.causal_arguments import CausalArguments
 
