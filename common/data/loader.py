@@ -181,6 +181,17 @@ class TrainStep(NamedTuple):
     epoch: float | None
 
 
+class StepCounts(NamedTuple):
+    """Counts of micro-batches (`Counts`); num_computed: tokens that the layers run on, padding included."""
+
+    num_targets: int
+    num_tokens: int
+    sum_squared_lengths: int
+    num_sequences: int
+    num_unknown: int
+    num_computed: int
+
+
 class Order(Protocol):
     """An order of packs, of which each step takes G: of a batch plan (`PlannedOrder`) or streams (`StreamedOrder`)."""
 

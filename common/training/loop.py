@@ -137,8 +137,8 @@ def set_up(
     grad_scale = strategy.grad_scale(world.size)
     built.precision.attach_restored(grad_scale / (state.gradient_factor or grad_scale))
     strategy.sync_model_weights()
-    plan = plan_run(args, built, task.data, state, world)
-    state.start(plan, task.data.identity, flat(args), grad_scale)
+    plan = plan_run(args, task.data, state, world)
+    state.start(plan, built.implementation, task.data.identity, flat(args), grad_scale)
     announce(args, built, task.data, plan, state, world)
 
     stepper = Stepper(task, strategy, built.precision, optimizer, world, args.optimizer.max_grad_norm)
@@ -277,7 +277,7 @@ def end(run: Run) -> None:
                 run.log.results(split, state.step, results, of_training=args.do_train)
 
     if args.do_train:
-        report("train", training_results(state, run.plan, task.data.num_examples))
+        report("train", training_results(state, run.built.implementation, task.data.num_examples))
     if args.do_eval:
         logger.info("*** Evaluate ***")
         for split, prefix in (("validation", "eval"), ("test", "test")):

@@ -23,6 +23,7 @@ from common.cli import UserError
 from common.data.collators import Batch, Collator, Counts, masked_batches, to_device
 from common.data.crops import Pack
 from common.data.flags import DataFlags
+from common.data.loader import StepCounts
 from common.data.token_store import TokenSet
 from common.data.training_data import EVAL_SEED, TrainingData, held_out_batches, open_data
 from common.distributed.world import World
@@ -34,7 +35,7 @@ from common.shapes import filled_up
 from common.training.arguments import RunArguments
 from common.training.evaluation import held_out_results
 from common.training.run_logger import PlotLabels, step_line
-from common.training.task import BuiltModel, StepCounts, Task
+from common.training.task import BuiltModel, Task
 
 UNIGRAM_SAMPLE = 200_000  # proteins, from all over the training split, that the unigram baseline is fitted on
 UNIGRAM_RUN = 1000  # consecutive proteins that are read together

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -107,16 +108,19 @@ def run_info(args: RunArguments, built: BuiltModel, labels: tuple[str, ...], wor
     }
 
 
-def training_results(state: TrainerState, plan: RunPlan, num_examples: int | None) -> dict:
-    """The content of train_results.json. Warns of characters that are no residues."""
+def training_results(state: TrainerState, implementation: dict[str, Any], num_examples: int | None) -> dict:
+    """The content of train_results.json. Warns of characters that are no residues.
+
+    implementation: `BuiltModel.implementation`.
+    """
     if state.unknown:
         share = state.unknown / max(state.tokens, 1)
         logger.warning("%s characters (%.2g of the tokens) are no residues: <unk>", f"{state.unknown:,}", share)
     seconds = max(state.seconds, 1e-9)
     return {
-        "backend": plan.backend,
+        "backend": implementation["backend"],
         "epoch": state.epoch,
-        **({"gelu": plan.gelu} if plan.gelu else {}),
+        **({"gelu": gelu} if (gelu := implementation["gelu"]) else {}),
         "total_flos": state.total_flos,
         "train_loss": state.loss_total / max(state.step - state.skipped_steps, 1),
         "train_runtime": state.seconds,

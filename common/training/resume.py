@@ -13,7 +13,6 @@ from pathlib import Path
 from common.cli import UserError
 from common.data.training_data import TrainingData
 from common.distributed.world import World
-from common.models.esm2.family import HIDDEN_ACT
 from common.models.layers.backend import BACKENDS
 from common.training.arguments import RunArguments
 from common.training.checkpoint import TRAINER_STATE
@@ -52,9 +51,8 @@ class ResumePlan:
     @property
     def implementation(self) -> dict[str, str]:
         """{"backend": ..., "gelu": ...} that the run has used so far; {} for a new run or where none is recorded."""
-        backend, gelu = self.state.arguments.get("backend"), self.state.arguments.get("gelu")
-        known = backend in BACKENDS and gelu in (*HIDDEN_ACT, "")
-        return {"backend": backend, "gelu": gelu} if known else {}
+        saved = self.state.arguments
+        return {k: str(saved.get(k)) for k in ("backend", "gelu")} if saved.get("backend") in BACKENDS else {}
 
     def check(self, fingerprint: dict, args: RunArguments, data: TrainingData) -> None:
         """UserError if the checkpoint is of another model, other initial weights or other data. No collective."""

@@ -17,11 +17,12 @@ import torch
 from torch import Tensor
 
 from common.data.collators import Batch
-from common.data.loader import TrainStep
+from common.data.loader import StepCounts, TrainStep
 from common.distributed.strategy import Strategy
 from common.distributed.world import World
 from common.precision.build import Precision
-from common.training.task import StepCounts, Task
+from common.training.progress import StepResult
+from common.training.task import Task
 
 COLLECT_EVERY = 50  # steps between garbage collections
 
@@ -94,23 +95,6 @@ class StepPrefetcher:
 def _is_busy(device: torch.device) -> bool:
     """Whether a GPU still has queued work."""
     return device.type == "cuda" and not torch.cuda.current_stream(device).query()
-
-
-@dataclass(frozen=True)
-class StepResult:
-    """A step's loss (nats per target, over the global batch), gradient norm before clipping, and seconds.
-
-    The seconds are the host's, which is exact on a CPU. On a GPU the loss is read before the optimiser is launched:
-    `forward_backward` covers forward, backward and communication; `optimizer` is the launch alone, its kernels count
-    with the next step. Neither includes the wait for the next batches. quant_stats: rows of quant_stats.jsonl.
-    """
-
-    loss: float
-    grad_norm: float
-    skipped: bool
-    forward_backward: float
-    optimizer: float
-    quant_stats: list[dict]
 
 
 @dataclass(frozen=True)

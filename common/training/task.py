@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -18,17 +18,6 @@ from common.data.loader import TrainLoader
 from common.distributed.world import World
 from common.precision.build import Precision
 from common.training.arguments import RunArguments
-
-
-class StepCounts(NamedTuple):
-    """Counts of micro-batches (`Counts`); num_computed: tokens that the layers run on, padding included."""
-
-    num_targets: int
-    num_tokens: int
-    sum_squared_lengths: int
-    num_sequences: int
-    num_unknown: int
-    num_computed: int
 
 
 @dataclass(frozen=True)
@@ -50,6 +39,11 @@ class BuiltModel:
     @property
     def config(self):
         return self.model.config
+
+    @property
+    def implementation(self) -> dict[str, Any]:
+        """How the model computes, as results and checkpoints record it; formats: {layers: number format}."""
+        return {"backend": self.backend, "gelu": self.gelu, "formats": self.precision.formats}
 
     @property
     def weights(self) -> nn.Module:

@@ -17,12 +17,13 @@ from torch import Tensor, nn
 
 from common.data.collators import Batch, Collator, Counts, to_device
 from common.data.crops import Pack
+from common.data.loader import StepCounts
 from common.distributed.world import World
 from common.models.layers.hf_directory import Training
 from common.models.layers.initialise import count_parameters
 from common.training.evaluation import held_out_results
 from common.training.run_logger import PlotLabels, guide_line
-from common.training.task import BuiltModel, StepCounts, Task
+from common.training.task import BuiltModel, Task
 from extras.decoders.causal_arguments import CausalArguments
 from extras.decoders.family import FAMILY
 from extras.text.causal import causal_batches

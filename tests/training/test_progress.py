@@ -10,18 +10,17 @@ from dataclasses import asdict
 import pytest
 
 from common.cli import UserError
-from common.data.loader import TrainStep
+from common.data.loader import StepCounts, TrainStep
 from common.flags import flat
 from common.training.loop import train as train_model
-from common.training.masked_lm import StepCounts
-from common.training.progress import RunPlan, TrainerState
+from common.training.progress import RunPlan, StepResult, TrainerState
 from common.training.results import training_results
 from common.training.resume import check_same_data
-from common.training.step import StepResult
 from tests.data_fixtures import load_script
 from tests.training_fixtures import arguments, flags_of, on_ranks, train
 
-PLAN = RunPlan("torch", "exact", {}, 4, 2, 10, 10, 0, 5)
+PLAN = RunPlan(4, 2, 10, 10, 0, 5)
+IMPLEMENTATION = {"backend": "torch", "gelu": "exact", "formats": {}}
 
 
 def _train_and_compare_flags(argv: list[str]) -> None:
@@ -71,11 +70,11 @@ def test_trainer_state_of_earlier_version_resumes_without_warning(caplog):
     saved = asdict(TrainerState(step=5, arguments={"backend": "torch", "gelu": "exact", "save_steps": 7}))
     del saved["resolved"]
     state = TrainerState(**saved)
-    state.start(PLAN, {}, {"backend": "auto", "gelu": None, "save_steps": 7}, 1)
+    state.start(PLAN, IMPLEMENTATION, {}, {"backend": "auto", "gelu": None, "save_steps": 7}, 1)
     assert not caplog.records
     assert state.arguments == {"backend": "torch", "gelu": "exact", "save_steps": 7}
-    assert state.resolved == asdict(PLAN)
-    state.start(PLAN, {}, {"backend": "auto", "gelu": "tanh", "save_steps": 9}, 1)
+    assert state.resolved == IMPLEMENTATION | asdict(PLAN)
+    state.start(PLAN, IMPLEMENTATION, {}, {"backend": "auto", "gelu": "tanh", "save_steps": 9}, 1)
     assert [record.getMessage() for record in caplog.records] == [
         "Flags differ from those of the checkpoint: save_steps 7 -> 9"
     ]
@@ -146,7 +145,7 @@ def test_trainer_state_counts_unknown_characters_and_warns_once(caplog):
         "Step 2: characters that are no residues: <unk>; they are counted"
     ]
     assert TrainerState(step=3).unknown == 0  # a checkpoint of before they were counted
-    assert training_results(state, PLAN, None)["train_unknown_characters"] == 7
+    assert training_results(state, IMPLEMENTATION, None)["train_unknown_characters"] == 7
 
 
 def test_check_same_data_accepts_identity_of_earlier_version():
