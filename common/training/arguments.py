@@ -16,6 +16,7 @@ from common.distributed.run import ProcessFlags
 from common.distributed.strategy import StrategyFlags
 from common.flags import Flags, Missing, flag
 from common.models.layers.backend import BackendFlags
+from common.models.registry import Family
 from common.precision.plan import PrecisionFlags
 from common.training.checkpoint import CheckpointFlags
 from common.training.optim import OptimizerFlags
@@ -88,6 +89,16 @@ class RunArguments(Flags):
     def model_named(self) -> str | None:
         """What the flags call the model."""
         return self.model.model_name_or_path
+
+    @property
+    def family(self) -> Family:
+        """The family of the model."""
+        raise NotImplementedError
+
+    @property
+    def cp_comm_type(self) -> str:
+        """How ranks that share a pack exchange keys and values; a task without context parallelism has none."""
+        return ""
 
     @property
     def pack_tokens(self) -> int:

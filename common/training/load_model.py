@@ -20,7 +20,6 @@ from common.models.layers.initialise import initialise
 from common.models.layers.linear import RoundedWeights
 from common.precision.build import choose_plan, set_formats, start_te_stats
 from common.training.arguments import RunArguments
-from common.training.registry import task_of
 from common.training.resume import ResumePlan
 from common.training.task import BuiltModel
 
@@ -44,7 +43,7 @@ def load_model(
     not on the rank's device; torch_only: the strategy's flags that only the torch backend supports.
     """
     with world.raise_together():
-        choice = task_of(args).choose(args, world, torch_only, resume.implementation if resume else {})
+        choice = args.family.choose(args, world, torch_only, resume.implementation if resume else {})
     config, backend, gelu = choice.config, choice.backend, choice.gelu
     flags = {name: value for name, value in flat(args).items() if name not in PER_RANK_FLAGS}
     software = {"torch": torch.__version__, "device": world.device.type}
@@ -61,7 +60,7 @@ def load_model(
             model = choice.make()
         precision = set_formats(model, plan, args.precision, args.data.seed, world, te_stats)
         if world.cp_group is not None:
-            enable_context_parallel(model, world.cp_group, args.model.cp_comm_type)
+            enable_context_parallel(model, world.cp_group, args.cp_comm_type)
         if compiled:
             compile_layers(model, world.device.type)
     if shard is not None:

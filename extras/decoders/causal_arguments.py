@@ -11,6 +11,7 @@ from common.flags import flag, with_flags
 from common.training.arguments import RunArguments
 from common.training.optim import OptimizerFlags, warmup_steps
 from extras.decoders.config import PRESETS
+from extras.decoders.family import FAMILY, Decoders
 from extras.decoders.flags import DecoderFlags
 from extras.text.flags import PUBLISHED, TextFlags
 
@@ -122,6 +123,10 @@ class CausalArguments(RunArguments):
     @property
     def model_named(self) -> str | None:
         return self.model.model or self.model.model_name_or_path or self.model.model_type
+
+    @property
+    def family(self) -> Decoders:
+        return FAMILY
 
     @property
     def batch(self) -> tuple[int, str]:
