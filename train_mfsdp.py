@@ -23,7 +23,6 @@ from common.training.arguments import RunArguments
 from common.training.load_model import load_model
 from common.training.loop import train
 from common.training.registry import parse_run
-from common.training.resume import ResumePlan
 from common.training.task import BuiltModel
 from extras.megatron import STRATEGIES, Layout, MegatronSharded
 
@@ -108,7 +107,7 @@ class MegatronFlags(RecomputeFlags):
         )
 
 
-def build(args: RunArguments, world: World, resume: ResumePlan | None = None) -> tuple[Strategy, BuiltModel]:
+def build(args: RunArguments, world: World, previous: dict[str, str]) -> tuple[Strategy, BuiltModel]:
     flags = args.strategy
     strategy = MegatronSharded(flags.layout(args.precision.bf16), world)
 
@@ -116,7 +115,7 @@ def build(args: RunArguments, world: World, resume: ResumePlan | None = None) ->
         save_activations(list(model.layers), flags.activation_checkpointing, offload=False)
         strategy.shard(model)
 
-    return strategy, load_model(args, world, resume, shard, torch_only=flags.only_by_torch)
+    return strategy, load_model(args, world, previous, shard, torch_only=flags.only_by_torch)
 
 
 if __name__ == "__main__":

@@ -69,7 +69,7 @@ def default_of(field: Field) -> object:
 
 
 def shown(value: object) -> str:
-    return "" if value is None else f"`{value}`"
+    return "" if value in (None, "") else f"`{value}`"
 
 
 def specs_of(args: RunArguments) -> dict[str, FlagSpec]:

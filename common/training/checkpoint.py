@@ -52,7 +52,7 @@ class CheckpointFlags(Flags):
     required = ("output_dir",)
     unlisted = ("async_save",)
 
-    output_dir: str | None = flag(None, "Where checkpoints, metrics and final_model/ go.")
+    output_dir: str = flag("", "Where checkpoints, metrics and final_model/ go.")
     overwrite_output_dir: bool = flag(
         False, "Remove an earlier run's files there and start at step 0 (a restart of this very job still resumes)."
     )

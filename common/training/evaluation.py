@@ -26,6 +26,12 @@ class Evaluator:
         self.task, self.strategy = task, strategy
         self._last: dict[tuple[str, int], dict] = {}  # {(split, step): results} of the last evaluation
 
+    def has(self, split: str) -> bool:
+        """Whether there is anything to evaluate on."""
+        with self.task.world.raise_together():
+            absent = self.task.data.held_out(split) is None
+        return not absent
+
     def evaluate(self, step: int, split: str = "validation", prefix: str = "eval") -> dict:
         """Results of a held-out split after `step` steps; {} if the run was stopped meanwhile (on all ranks)."""
         if (split, step) in self._last:  # the last step's evaluation is also the one at the end of the run

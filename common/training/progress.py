@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from common.cli import UserError, one_line
-from common.data.loader import StepCounts, TrainStep, check_divisible
+from common.data.loader import StepCounts, check_divisible
 from common.data.packing import Position
 from common.data.training_data import TrainingData, packs_per_step
 from common.distributed.world import World
@@ -147,10 +147,12 @@ class TrainerState:
         self.data, self.arguments, self.resolved = identity, arguments, implementation | asdict(plan)
         self.packs_per_step, self.gradient_factor = plan.packs_per_step, grad_scale
 
-    def advance(self, data: TrainStep, counts: StepCounts, flops: float, result: StepResult, seconds: float) -> None:
-        """Count a step, skipped or not."""
+    def advance(
+        self, position: dict, epoch: float, counts: StepCounts, flops: float, seconds: float, result: StepResult
+    ) -> None:
+        """Count a step, skipped or not. position, epoch: after it."""
         self.step += 1
-        self.position, self.epoch = data.position, data.epoch
+        self.position, self.epoch = position, epoch
         self.tokens += counts.num_tokens
         self.sequences += counts.num_sequences
         if counts.num_unknown and not self.unknown:

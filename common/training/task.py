@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from common.data.collators import Batch, Collator
 from common.data.loader import StepCounts, TrainLoader
 from common.data.training_data import TrainingData
+from common.distributed.strategy import Strategy
 from common.distributed.world import World
 from common.models.layers.hf_directory import Training
 from common.precision.build import Precision
@@ -56,6 +57,10 @@ class BuiltModel:
         """What is updated, saved and exported: the model's parameters, or their fp32 master weights."""
         masters = self.precision.masters
         return masters.weights if masters else self.model
+
+
+# What a train script brings: (flags, world, backend and GELU of a run that is resumed) -> the model, and its strategy.
+Build = Callable[[RunArguments, World, dict[str, str]], tuple[Strategy, BuiltModel]]
 
 
 class Task(ABC, Generic[Arguments, Data]):

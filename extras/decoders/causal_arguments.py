@@ -95,7 +95,7 @@ class CausalArguments(RunArguments):
         "bf16": flag(True, ""),
         "logging_steps": flag(1, "", "logging_freq"),
         "output_dir": flag(
-            None, "Where checkpoints, metrics and final_model/ go. Default: out/MODEL.", "checkpoint_dir"
+            "", "Where checkpoints, metrics and final_model/ go. Default: out/MODEL.", "checkpoint_dir"
         ),
         "save_steps": flag(1000, "", "checkpoint_freq"),
         "eval_steps": flag(

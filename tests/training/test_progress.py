@@ -10,7 +10,7 @@ from dataclasses import asdict
 import pytest
 
 from common.cli import UserError
-from common.data.loader import StepCounts, TrainStep
+from common.data.loader import StepCounts
 from common.flags import flat
 from common.training.loop import train as train_model
 from common.training.progress import RunPlan, StepResult, TrainerState
@@ -98,10 +98,10 @@ def test_trainer_state_keeps_total_steps_of_a_run_of_epochs(dataset):
 
 
 def test_trainer_state_raises_after_too_many_skipped_steps_in_a_row(caplog):
-    state, share, counts = TrainerState(), TrainStep(0, [], {"epoch": 1}, 1.5), StepCounts(3, 10, 100, 2, 0, 64)
+    state, counts = TrainerState(), StepCounts(3, 10, 100, 2, 0, 64)
     bad, good = (StepResult(loss, 1.0, loss != 2.0, 0.1, 0.1, []) for loss in (float("inf"), 2.0))
     for result in (bad, good, bad, bad):
-        state.advance(share, counts, 7.0, result, 0.5)
+        state.advance({"epoch": 1}, 1.5, counts, 7.0, 0.5, result)
     assert (state.step, state.skipped_steps, state.loss_total) == (4, 3, 2.0)
     assert (state.tokens, state.sequences, state.total_flos, state.seconds) == (40, 8, 28.0, 2.0)
     assert (state.position, state.epoch) == ({"epoch": 1}, 1.5)
@@ -113,11 +113,12 @@ def test_trainer_state_raises_after_too_many_skipped_steps_in_a_row(caplog):
 
 
 def test_row_loss_is_the_mean_since_the_last_row():
-    state, share, counts = TrainerState(), TrainStep(0, [], {}, 1.5), StepCounts(3, 10, 100, 2, 0, 64)
+    state, counts = TrainerState(), StepCounts(3, 10, 100, 2, 0, 64)
 
     def after(*losses: float) -> dict:
         for loss in losses:
-            state.advance(share, counts, 7.0, StepResult(loss, 1.0, not math.isfinite(loss), 0.1, 0.1, []), 0.5)
+            result = StepResult(loss, 1.0, not math.isfinite(loss), 0.1, 0.1, [])
+            state.advance({}, 1.5, counts, 7.0, 0.5, result)
         return state.pop_row_loss()
 
     assert after(3.0, math.inf, 2.0) == {"loss": 2.5, "train_perplexity": math.exp(2.5)}
@@ -130,16 +131,15 @@ def test_row_loss_of_earlier_version_is_the_mean_of_new_steps():
     saved = asdict(TrainerState(step=5, loss_total=15.0))
     del saved["row_loss"], saved["row_steps"]
     state = TrainerState(**saved)
-    state.advance(
-        TrainStep(5, [], {}, 1.5), StepCounts(3, 10, 100, 2, 0, 64), 7.0, StepResult(2.0, 1, False, 1, 1, []), 1
-    )
+    result = StepResult(2.0, 1, False, 1, 1, [])
+    state.advance({}, 1.5, StepCounts(3, 10, 100, 2, 0, 64), 7.0, 1, result)
     assert (state.pop_row_loss()["loss"], state.loss_total) == (2.0, 17.0)
 
 
 def test_trainer_state_counts_unknown_characters_and_warns_once(caplog):
-    state, share, result = TrainerState(), TrainStep(0, [], {}, 0.0), StepResult(2.0, 1.0, False, 0.1, 0.1, [])
+    state, result = TrainerState(), StepResult(2.0, 1.0, False, 0.1, 0.1, [])
     for unknown in (0, 3, 4):
-        state.advance(share, StepCounts(3, 10, 100, 2, unknown, 64), 7.0, result, 0.5)
+        state.advance({}, 0.0, StepCounts(3, 10, 100, 2, unknown, 64), 7.0, 0.5, result)
     assert state.unknown == 7
     assert [record.getMessage() for record in caplog.records] == [
         "Step 2: characters that are no residues: <unk>; they are counted"
