@@ -136,9 +136,10 @@ def checked(args: T) -> T:
     lacking: dict[str, Missing] = {}
     parts = [part for part in groups(args) if isinstance(part, Flags)]
     methods = [(part, vars(kind)) for part in parts for kind in reversed(type(part).__mro__)]
+    optional = args.optional if isinstance(args, Flags) else ()
     for part, own in methods:
         for each in own["missing"](part) if "missing" in own else ():
-            if each.flag not in args.optional:
+            if each.flag not in optional:
                 lacking.setdefault(each.flag, each)
     if lacking:
         named = ", ".join(f"{each.flag} ({each.what})" for each in lacking.values())
@@ -281,7 +282,7 @@ class _Parser(argparse.ArgumentParser):
 
     def _add(self, name: str, options: list[str], kind: Callable, is_switch: bool, is_list: bool) -> None:
         self.options |= dict.fromkeys(options, name)
-        more = {"nargs": "+"} if is_list else {"nargs": "?", "const": True} if is_switch else {}
+        more: dict[str, Any] = {"nargs": "+"} if is_list else {"nargs": "?", "const": True} if is_switch else {}
         self.add_argument(*options, dest=name, type=kind, **more)
 
     def error(self, message: str) -> NoReturn:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -47,7 +48,7 @@ class StepFlags(Flags):
 
     overrides = {"num_train_epochs": ("max_steps",)}
 
-    def loading(self, device: torch.device) -> dict[str, int | bool]:
+    def loading(self, device: torch.device) -> dict[str, Any]:
         """The data loader's worker settings for this device."""
         return {
             "num_workers": self.dataloader_num_workers,

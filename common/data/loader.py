@@ -274,7 +274,7 @@ class TrainLoader:
         self._steps = _Steps(order, collator, mesh, first_step, self.position, num_steps)
         self._workers = (order.most_workers(num_workers), prefetch_factor, pin_memory)
 
-    def __iter__(self) -> Iterator[TrainStep]:
+    def __iter__(self) -> Generator[TrainStep, None, None]:
         for bundled, (step, moved, epoch) in deliver(self._steps, *self._workers):
             self.position |= moved
             yield TrainStep(step, unbundle(bundled), dict(self.position), epoch)

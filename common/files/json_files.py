@@ -9,8 +9,9 @@ import re
 import stat
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
+from io import BufferedReader
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from isal import isal_zlib
 
@@ -37,7 +38,7 @@ def is_plain_name(name: Any) -> bool:
     return isinstance(name, str) and _PLAIN_NAME.fullmatch(name) is not None and name not in (".", "..")
 
 
-def open_regular(path: Path, follow_links: bool = False) -> BinaryIO:
+def open_regular(path: Path, follow_links: bool = False) -> BufferedReader:
     """Open a regular file for reading.
 
     OSError for anything else (a FIFO would block, a device is endless), and for a link unless `follow_links`.
@@ -56,7 +57,7 @@ def open_regular(path: Path, follow_links: bool = False) -> BinaryIO:
     return os.fdopen(descriptor, "rb")
 
 
-def file_size(file: BinaryIO) -> int:
+def file_size(file: BufferedReader) -> int:
     return os.fstat(file.fileno()).st_size
 
 

@@ -81,7 +81,7 @@ def load_model(
             precision = replace(precision, masters=precision.quantised.quantise_weights())
         # Transformer Engine casts weights itself, and shards are gathered in bf16.
         if args.precision.bf16 and backend == "torch" and plan is None and shard is None:
-            precision = replace(precision, rounded=RoundedWeights(model.layers))
+            precision = replace(precision, rounded=RoundedWeights(model.get_submodule("layers").children()))
     remarks = (*choice.remarks, *([remark] if remark else []))
     return BuiltModel(model, backend, gelu, remarks, precision, extras, compiled)
 

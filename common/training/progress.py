@@ -108,7 +108,7 @@ class TrainerState:
     @classmethod
     def read(cls, saved: dict, where: str) -> TrainerState:
         """From a checkpoint, which may be untrusted: UserError unless every value has its type."""
-        types = {f.name: f.type for f in fields(cls)}
+        types = {f.name: str(f.type) for f in fields(cls)}
         try:
             for name, value in saved.items():
                 if name not in types:

@@ -12,8 +12,9 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from common.cli import UserError, one_line
-from common.data.training_data import TrainingData
+from common.data.training_data import PlannedData, TrainingData
 from common.distributed.world import World
+from common.flags import flat
 from common.models.layers.hf_directory import Training
 from common.models.layers.initialise import count_parameters
 from common.training.arguments import RunArguments
@@ -62,9 +63,9 @@ def announce(
 
 
 def _epochs(requested: float, data: TrainingData) -> int | str:
-    if (end := data.end) is None:
+    if not isinstance(data, PlannedData) or data.end is None:
         return "n/a (limited by --max_steps)"
-    epochs = data.plan.epochs_before(end)
+    epochs = data.plan.epochs_before(data.end)
     return int(requested) if requested == epochs else f"{requested:g}: to the nearest pack, {epochs:.6g}"
 
 
@@ -100,9 +101,10 @@ def weight_files(directory: str) -> str:
 def run_info(args: RunArguments, built: BuiltModel, labels: tuple[str, ...], world: World) -> dict:
     """The heading of the run's curves."""
     device = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else world.device.type
+    flags = flat(args)
     return {
         "model": f"{args.model_named or built.config.model_type} ({count_parameters(built.model):,} parameters)",
-        "data": str(args.data.dataset_dir or args.data.dataset),
+        "data": str(flags["dataset_dir"] or flags["dataset"]),
         "device": f"{device} x {world.size}, {'bf16' if args.precision.bf16 else 'fp32'}",
         "words": list(labels),
     }

@@ -76,7 +76,7 @@ def plan_resume(args: RunArguments, restarted: bool, world: World) -> ResumePlan
             chosen = requested_checkpoint(args.checkpoint.resume_from_checkpoint, output_dir, restarted)
             if overwrite and chosen is True:
                 chosen = False
-            if overwrite and chosen and chosen.resolve().parent == output_dir.resolve():
+            if overwrite and isinstance(chosen, Path) and chosen.resolve().parent == output_dir.resolve():
                 raise UserError(
                     f"--resume_from_checkpoint {chosen}: --overwrite_output_dir would remove it: drop one of the two"
                 )
@@ -110,10 +110,11 @@ def requested_checkpoint(flag: str | None, output_dir: Path, restarted: bool) ->
     """
     if restarted and list_checkpoints(output_dir):
         return True
+    text = flag or "true"
     words = {"true": True, "yes": True, "1": True, "false": False, "no": False, "none": False, "0": False}
-    if (word := (flag or "true").lower()) in words:
-        return words[word]
-    path = Path(flag)
+    if text.lower() in words:
+        return words[text.lower()]
+    path = Path(text)
     if path.resolve() == output_dir.resolve():
         return True
     inside = [] if (path / MANIFEST).exists() else list_checkpoints(path)

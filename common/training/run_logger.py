@@ -263,7 +263,7 @@ class RunLogger:
 
     def row(self, row: dict) -> None:
         """Write a row of metrics.jsonl."""
-        if self.world.is_main:
+        if self.metrics is not None:
             self.metrics.write(row)
             self.last_row = row
             self.tracker.write(row)
@@ -272,7 +272,7 @@ class RunLogger:
 
     def quant_stats_rows(self, rows: list[dict]) -> None:
         """Write a step's rows of quant_stats.jsonl, if any."""
-        if rows and self.world.is_main:
+        if rows and self.quant_stats is not None:
             from extras.quant_stats.stats import scalars
 
             self.quant_stats.write(*rows)

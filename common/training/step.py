@@ -41,7 +41,7 @@ class StepPrefetcher:
         self._steps, self._task, self._world, self._is_save_due = steps, task, world, is_save_due
         self._data: TrainStep | None = None
         self._failure: Exception | None = None
-        self._sums: list[int] | None = None  # of the prefetched step: counts, stop, failed
+        self._sums: list[int] = []  # of the prefetched step: counts, stop, failed
         self._waited = 0.0
         self.save_requested = False  # of the last all-reduce
 
@@ -77,13 +77,13 @@ class StepPrefetcher:
 
         All ranks together. If one has failed, all of them end (`World.raise_on_all`).
         """
-        if self._sums is None:
+        if not self._sums:
             values, _ = self.prefetch(number)
             self.receive(self._world.sum(values).tolist())
         *counts, stop, failed = self._sums
         if failed:
             self._world.raise_on_all(self._failure)
-        data, self._data, self._sums = self._data, None, None
+        data, self._data, self._sums = self._data, None, []
         return (None if stop else data), StepCounts(*counts)
 
     def pop_wait(self) -> float:
@@ -127,7 +127,7 @@ class Stepper:
         self.precision.begin_step(step)
         scale = strategy.grad_scale(world.size)
         for number, batch in enumerate(micro_batches):
-            self.precision.begin_pack(step, number * world.mesh.dp_size + world.mesh.dp_rank, batch["num_tokens"] == 0)
+            self.precision.begin_pack(step, number * world.mesh.dp_size + world.mesh.dp_rank, not batch["num_tokens"])
             with strategy.micro_batch(last=number == len(micro_batches) - 1):
                 loss_sum = self.task.loss_sum(strategy.model, batch)
                 (loss_sum * (scale / max(counts.num_targets, 1))).backward()
@@ -166,12 +166,17 @@ def scheduled_gc(every: int = COLLECT_EVERY) -> Iterator[Callable[[int], None]]:
 
     By itself it would run at another step on each rank, and all ranks would wait for the one that collects.
     """
+
+    def collect(step: int) -> None:
+        if step % every == 0:
+            gc.collect()
+
     was_enabled = gc.isenabled()
     gc.collect()
     gc.freeze()  # modules and model are not looked at again
     gc.disable()
     try:
-        yield lambda step: gc.collect() if step % every == 0 else None
+        yield collect
     finally:
         gc.unfreeze()
         if was_enabled:
