@@ -24,8 +24,7 @@ from pathlib import Path
 
 import numpy as np
 
-from common.cli import UserError
-from common.heartbeat import log_every
+from common.cli import UserError, log_every
 
 GAMMA = 0x9E3779B97F4A7C15  # 2^64 / golden ratio, odd: the step between the counters of one key
 MULTIPLIERS = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)

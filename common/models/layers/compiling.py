@@ -13,9 +13,8 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from common.cli import UserError
+from common.cli import UserError, log_every
 from common.compat import disable_dynamo as outside_graphs
-from common.heartbeat import log_every
 from common.models.layers import context_attention, cpu
 
 __all__ = ["outside_graphs"]
