@@ -20,7 +20,6 @@ from common.training.arguments import RunArguments
 from common.training.load_model import load_model
 from common.training.loop import train
 from common.training.registry import parse_run
-from common.training.resume import ResumePlan
 from common.training.task import BuiltModel
 
 
@@ -33,8 +32,8 @@ class DdpFlags(ReplicaFlags):
             raise UserError(f"--cp_size {run.process.cp_size}: no context parallelism here: use train_ddp_cp.py")
 
 
-def build(args: RunArguments, world: World, resume: ResumePlan | None = None) -> tuple[Strategy, BuiltModel]:
-    built = load_model(args, world, resume)
+def build(args: RunArguments, world: World, previous: dict[str, str]) -> tuple[Strategy, BuiltModel]:
+    built = load_model(args, world, previous)
     save_activations(list(built.model.layers), args.strategy.recomputed, offload=False)
     # All ranks have made the same weights; sent, those in FP8 would be rounded again.
     return replicate(built.model, world, args.strategy, init_sync=built.precision.masters is None), built

@@ -20,7 +20,6 @@ from common.training.arguments import RunArguments
 from common.training.load_model import load_model
 from common.training.loop import train
 from common.training.registry import parse_run
-from common.training.resume import ResumePlan
 from common.training.task import BuiltModel
 
 
@@ -29,8 +28,8 @@ class DdpCpFlags(ReplicaFlags):
     changed = {"cp_size": flag(2, "Neighbouring ranks that share each pack.")}
 
 
-def build(args: RunArguments, world: World, resume: ResumePlan | None = None) -> tuple[Strategy, BuiltModel]:
-    built = load_model(args, world, resume)
+def build(args: RunArguments, world: World, previous: dict[str, str]) -> tuple[Strategy, BuiltModel]:
+    built = load_model(args, world, previous)
     save_activations(list(built.model.layers), args.strategy.recomputed, offload=False)
     return replicate(built.model, world, args.strategy), built
 

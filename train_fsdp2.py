@@ -27,7 +27,6 @@ from common.training.arguments import RunArguments
 from common.training.load_model import load_model
 from common.training.loop import train
 from common.training.registry import parse_run
-from common.training.resume import ResumePlan
 from common.training.task import BuiltModel
 
 STRATEGIES = {
@@ -105,12 +104,12 @@ def shard(model: nn.Module, world: World, flags: FsdpFlags, bf16: bool) -> None:
         layer.set_modules_to_forward_prefetch(layers[number + 1 : number + 1 + flags.forward_prefetch])
 
 
-def build(args: RunArguments, world: World, resume: ResumePlan | None = None) -> tuple[Strategy, BuiltModel]:
+def build(args: RunArguments, world: World, previous: dict[str, str]) -> tuple[Strategy, BuiltModel]:
     flags = args.strategy
     built = load_model(
         args,
         world,
-        resume,
+        previous,
         shard=lambda model: shard(model, world, flags, args.precision.bf16),
         device=torch.device("cpu") if flags.cpu_offload else None,
         torch_only=flags.only_by_torch,

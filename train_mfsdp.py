@@ -11,7 +11,6 @@ import common  # noqa: F401  # isort: skip  (before torch: see there)
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-import torch
 from torch import nn
 
 from common.cli import UserError, run
@@ -23,9 +22,8 @@ from common.training.arguments import RunArguments
 from common.training.load_model import load_model
 from common.training.loop import train
 from common.training.registry import parse_run
-from common.training.resume import ResumePlan
 from common.training.task import BuiltModel
-from extras.megatron import STRATEGIES, Layout, MegatronSharded
+from extras.megatron import STRATEGIES, MegatronSharded
 
 
 @dataclass(frozen=True)
@@ -60,63 +58,57 @@ class MegatronFlags(RecomputeFlags):
                 yield Missing("--bf16", f"--{name} False is about bf16 weights and gradients")
 
     def check(self) -> None:
+        """Refuses what megatron-fsdp 0.6.1 gets wrong, mostly silently."""
         self.require_choice("zero_dp_strategy", STRATEGIES)
-        for flag_given, reason in self.refused():
-            raise UserError(f"{flag_given}: {reason}")
-
-    def refused(self) -> Iterator[tuple[str, str]]:
-        """(flag as given, why not): what megatron-fsdp 0.6.1 gets wrong, mostly silently."""
-        strategy, hybrid = self.zero_dp_strategy, self.hsdp_shard_size is not None
+        hybrid = self.hsdp_shard_size is not None
+        sums_twice = hybrid or self.zero_dp_strategy in ("no_shard", "optim")
         if not self.overlap_grad_reduce:
-            yield (
-                "--overlap_grad_reduce False",
-                "gives wrong gradients with optim, and changes nothing with the others: drop the flag",
+            raise UserError(
+                "--overlap_grad_reduce False: gives wrong gradients with optim, and changes nothing with the others: "
+                "drop the flag"
             )
         if not self.overlap_param_gather:
-            yield (
-                "--overlap_param_gather False",
-                "computes with the previous step's weights, except with optim_grads_params: drop the flag",
+            raise UserError(
+                "--overlap_param_gather False: computes with the previous step's weights, except with "
+                "optim_grads_params: drop the flag"
             )
         if self.average_in_collective:
-            yield "--average_in_collective", "crashes without expert parallelism: drop the flag"
+            raise UserError("--average_in_collective: crashes without expert parallelism: drop the flag")
         if not self.check_for_nan_in_grad:
-            yield "--check_for_nan_in_grad False", "the norm is always checked; see --max_skipped_steps"
-        if self.init_model_with_meta_device and strategy == "no_shard":
-            yield "--init_model_with_meta_device", "no_shard needs the whole model in memory anyway: drop the flag"
-        if hybrid and strategy == "no_shard":
-            yield "--hsdp_shard_size", "no_shard shards nothing: drop the flag"
+            raise UserError("--check_for_nan_in_grad False: the norm is always checked; see --max_skipped_steps")
+        if self.init_model_with_meta_device and not self.shards:
+            raise UserError(
+                "--init_model_with_meta_device: no_shard needs the whole model in memory anyway: drop the flag"
+            )
+        if hybrid and not self.shards:
+            raise UserError("--hsdp_shard_size: no_shard shards nothing: drop the flag")
         if self.hsdp_shard_size == 1:
-            yield "--hsdp_shard_size 1", "shards nothing: give --zero_dp_strategy no_shard instead"
-        if self.sync_model_each_microbatch and (hybrid or strategy in ("no_shard", "optim")):
-            yield (
-                "--sync_model_each_microbatch",
-                "sums gradients twice, except with optim_grads and optim_grads_params without "
-                "--hsdp_shard_size: drop the flag",
+            raise UserError("--hsdp_shard_size 1: shards nothing: give --zero_dp_strategy no_shard instead")
+        if self.sync_model_each_microbatch and sums_twice:
+            raise UserError(
+                "--sync_model_each_microbatch: sums gradients twice, except with optim_grads and optim_grads_params "
+                "without --hsdp_shard_size: drop the flag"
             )
 
-    def layout(self, bf16: bool) -> Layout:
-        on_meta = self.init_model_with_meta_device
-        return Layout(
-            self.zero_dp_strategy,
-            self.hsdp_shard_size,
-            bf16=bf16,
-            masters=self.preserve_fp32_weights,
-            reduce_dtype=torch.float32 if self.grad_reduce_in_fp32 else torch.bfloat16,
-            meta_device=self.zero_dp_strategy != "no_shard" if on_meta is None else on_meta,
-            sums_gradients=self.calculate_per_token_loss,
-            sync_each_batch=self.sync_model_each_microbatch,
-        )
+    @property
+    def shards(self) -> bool:
+        return self.zero_dp_strategy != "no_shard"
+
+    @property
+    def on_meta(self) -> bool:
+        """Whether storage is allocated one bucket at a time."""
+        return self.shards if self.init_model_with_meta_device is None else self.init_model_with_meta_device
 
 
-def build(args: RunArguments, world: World, resume: ResumePlan | None = None) -> tuple[Strategy, BuiltModel]:
+def build(args: RunArguments, world: World, previous: dict[str, str]) -> tuple[Strategy, BuiltModel]:
     flags = args.strategy
-    strategy = MegatronSharded(flags.layout(args.precision.bf16), world)
+    strategy = MegatronSharded(flags, args.precision.bf16, world)
 
     def shard(model: nn.Module) -> None:
         save_activations(list(model.layers), flags.activation_checkpointing, offload=False)
         strategy.shard(model)
 
-    return strategy, load_model(args, world, resume, shard, torch_only=flags.only_by_torch)
+    return strategy, load_model(args, world, previous, shard, torch_only=flags.only_by_torch)
 
 
 if __name__ == "__main__":

@@ -10,10 +10,11 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+logger = logging.getLogger(__name__)
 MACHINE_FAULT = 1
 BAD_INPUT = 2  # exit status for anything the user can fix; tracebacks (status 1) are for our bugs
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
@@ -50,6 +51,24 @@ def setup_logging(level: int = logging.INFO) -> None:
     for noisy in map(logging.getLogger, ("httpx", "filelock", "fsspec", "datasets", "matplotlib")):
         if noisy.level != logging.WARNING:  # setting it walks through all loggers
             noisy.setLevel(logging.WARNING)
+
+
+@contextmanager
+def log_every(what: str, every: float = 20.0) -> Iterator[None]:
+    """Log "`what`: 20 s so far" every `every` seconds until the block ends."""
+    done, started = threading.Event(), time.monotonic()
+
+    def log() -> None:
+        while not done.wait(every):
+            logger.info("%s: %.0f s so far", what, time.monotonic() - started)
+
+    thread = threading.Thread(target=log, name="log_every", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
 
 
 def positional(description: str, usage: str, *counts: int) -> list[str]:

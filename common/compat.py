@@ -104,7 +104,7 @@ def assume_constant_result(function: Callable) -> Callable:
 
     `_dynamo_marked_constant`: torch 2.11 to 2.13.
     """
-    function._dynamo_marked_constant = True  # type: ignore[attr-defined]  # functions take any attribute
+    function.__dict__["_dynamo_marked_constant"] = True
     return function
 
 
@@ -147,8 +147,8 @@ def dump_flight_recorder() -> bytes:
     """
     from torch._C import _distributed_c10d as c10d
 
-    dump = getattr(c10d, "_dump_nccl_trace", None) or c10d._dump_fr_trace
-    return dump()
+    name = "_dump_nccl_trace" if hasattr(c10d, "_dump_nccl_trace") else "_dump_fr_trace"
+    return getattr(c10d, name)()
 
 
 def set_tcp_store_factory(handler: Any, serve: Callable) -> None:
@@ -169,7 +169,7 @@ def frame_of_thread(ident: int | None) -> Any:
     """The frame that a thread is in; None if it has ended. `sys._current_frames`: CPython 3.11 to 3.14."""
     import sys
 
-    return sys._current_frames().get(ident)
+    return None if ident is None else sys._current_frames().get(ident)
 
 
 # ---- Megatron-FSDP 0.6.1, the one version that extras/megatron.py takes --------------------------------------

@@ -136,9 +136,10 @@ def checked(args: T) -> T:
     lacking: dict[str, Missing] = {}
     parts = [part for part in groups(args) if isinstance(part, Flags)]
     methods = [(part, vars(kind)) for part in parts for kind in reversed(type(part).__mro__)]
+    optional = args.optional if isinstance(args, Flags) else ()
     for part, own in methods:
         for each in own["missing"](part) if "missing" in own else ():
-            if each.flag not in args.optional:
+            if each.flag not in optional:
                 lacking.setdefault(each.flag, each)
     if lacking:
         named = ", ".join(f"{each.flag} ({each.what})" for each in lacking.values())
@@ -156,19 +157,26 @@ def _resolved(args: Any) -> Any:
     return args.resolve() if isinstance(args, Flags) else args
 
 
-def parse_arguments(description: str | None, flags: type[T] | T, argv: list[str] | None = None) -> T:
+def parse_arguments(
+    description: str | None,
+    flags: type[T] | T,
+    argv: list[str] | None = None,
+    elsewhere: Callable[[str], str] = lambda option: "",
+) -> T:
     """Parse the command line into a dataclass of flags, given as its class or as an instance that has the defaults.
 
     A flag is a field's name: `--max_steps 5`, `--max-steps=5`, `--bf16`, `--bf16 False`, `--no_async_save` for one
     that is on. A first argument that ends in .json, .yaml or .yml is read as a file of flags; those after it win.
     UserError for unknown flags and values of the wrong type, naming the file if it is at fault.
+
+    elsewhere: says of an unknown flag, such as `--model`, where it would be known; "" if nowhere.
     """
     # What is imported by now stays for good. Kept out of garbage collection, it saves a tenth of step 0's time.
     gc.freeze()
     defaults = flags() if isinstance(flags, type) else flags
     defaults = changed_defaults(defaults)
     argv = sys.argv[1:] if argv is None else argv
-    parser = _Parser(defaults)
+    parser = _Parser(defaults, elsewhere)
     everything = "--help_all" in argv
     if everything or not {"-h", "--help"}.isdisjoint(argv):
         print(help_text(parser.prog, description, parser.specs, parser.idle, everything), end="")
@@ -264,9 +272,9 @@ def _annotations(kind: type) -> Iterable[str]:
 class _Parser(argparse.ArgumentParser):
     """options: {word of a command line: flag}; idle: as `Flags.idle`; where: the file at fault, for error lines."""
 
-    def __init__(self, defaults: Any):
+    def __init__(self, defaults: Any, elsewhere: Callable[[str], str]):
         super().__init__(allow_abbrev=False, add_help=False, argument_default=argparse.SUPPRESS)
-        self.specs, self.where = flag_specs(defaults), ""
+        self.specs, self.where, self.elsewhere = flag_specs(defaults), "", elsewhere
         self.idle = {name: why for part in groups(defaults) for name, why in getattr(part, "idle", {}).items()}
         self.lists = {spec.name for spec in self.specs if "list" in spec.type}
         self.options = {}
@@ -281,7 +289,7 @@ class _Parser(argparse.ArgumentParser):
 
     def _add(self, name: str, options: list[str], kind: Callable, is_switch: bool, is_list: bool) -> None:
         self.options |= dict.fromkeys(options, name)
-        more = {"nargs": "+"} if is_list else {"nargs": "?", "const": True} if is_switch else {}
+        more: dict[str, Any] = {"nargs": "+"} if is_list else {"nargs": "?", "const": True} if is_switch else {}
         self.add_argument(*options, dest=name, type=kind, **more)
 
     def error(self, message: str) -> NoReturn:
@@ -326,7 +334,8 @@ class _Parser(argparse.ArgumentParser):
         word, flags = words[0].partition("=")[0], list(self.options)
         near = [flag for flag in flags if len(word) > 3 and flag.startswith(word)]  # abbreviated
         near = near or difflib.get_close_matches(word, flags, n=1)
-        return f"unknown flag {' '.join(words)}" + (f": did you mean {near[0]}?" if near else "")
+        hint = self.elsewhere(word) or (f"did you mean {near[0]}?" if near else "")
+        return f"unknown flag {' '.join(words)}" + (f": {hint}" if hint else "")
 
 
 def _converter(annotation: str) -> Callable[[str], Any]:

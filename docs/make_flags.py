@@ -16,7 +16,8 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from common.flags import FlagSpec, changed_defaults, flag_specs  # noqa: E402
-from common.training.arguments import RunArguments, TrainArguments  # noqa: E402
+from common.training.arguments import RunArguments  # noqa: E402
+from common.training.masked_lm import TrainArguments  # noqa: E402
 from common.training.registry import arguments_of  # noqa: E402
 from extras.decoders.causal_arguments import CausalArguments  # noqa: E402
 from train_ddp import DdpFlags  # noqa: E402
@@ -68,7 +69,7 @@ def default_of(field: Field) -> object:
 
 
 def shown(value: object) -> str:
-    return "" if value is None else f"`{value}`"
+    return "" if value in (None, "") else f"`{value}`"
 
 
 def specs_of(args: RunArguments) -> dict[str, FlagSpec]:

@@ -15,7 +15,7 @@ import math
 import warnings
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -130,34 +130,11 @@ def add_dcp_hooks(shard: DTensor, first: int) -> None:
 VERSION = "0.6.1"
 DEVICES = ("cuda",)  # its streams, events and reductions are CUDA's and NCCL's
 STRATEGIES = {
-    "no_shard": "nothing dealt out",
-    "optim": "optimiser state dealt out (ZeRO-1)",
+    "no_shard": "nothing sharded",
+    "optim": "optimiser state sharded (ZeRO-1)",
     "optim_grads": "gradients too (ZeRO-2)",
     "optim_grads_params": "weights too, gathered layer by layer (ZeRO-3)",
 }
-
-
-@dataclass(frozen=True)
-class Layout:
-    """Arguments of `fully_shard_model`.
-
-    shard_size: ranks that shard one copy, None for all; bf16: gather and compute in bf16; masters: fp32 master
-    weights; reduce_dtype: of the gradient reduction; meta_device: allocate one bucket at a time; sums_gradients:
-    instead of averaging over ranks; sync_each_batch: wait for every micro-batch's gradient reduction.
-    """
-
-    zero_dp_strategy: str = "optim_grads_params"
-    shard_size: int | None = None
-    bf16: bool = False
-    masters: bool = True
-    reduce_dtype: torch.dtype = torch.float32
-    meta_device: bool = True
-    sums_gradients: bool = False
-    sync_each_batch: bool = False
-
-    @property
-    def shards(self) -> bool:
-        return self.zero_dp_strategy != "no_shard"
 
 
 def load_library(world: World):
@@ -183,30 +160,34 @@ def load_library(world: World):
 
 
 class MegatronSharded(Strategy):
-    """`shard` wraps the model; its parameters are then what the optimiser updates: fp32 masters, or the weights."""
+    """`shard` wraps the model; its parameters are then what the optimiser updates: fp32 masters, or the weights.
 
-    def __init__(self, layout: Layout, world: World):
+    flags: train_mfsdp.py's.
+    """
+
+    def __init__(self, flags: Any, bf16: bool, world: World):
         with world.raise_together():
             self.library = load_library(world)
         if world.is_dry_run:
             world.lent.enter_context(fake_cuda())
-        self.layout, self.world = layout, world
-        self.sums_gradients = layout.sums_gradients
+        self.flags, self.bf16, self.world = flags, bf16, world
+        self.sums_gradients = flags.calculate_per_token_loss
 
     def shard(self, model: nn.Module) -> None:
         """Shard a model without storage. The values of its parameters are set later."""
-        layout, device = self.layout, self.world.device
+        flags, device = self.flags, self.world.device
         mesh, groups = self._mesh()
-        if layout.bf16:
+        if self.bf16:
             model.to(torch.bfloat16)
-        if not layout.meta_device:
+        if not flags.on_meta:
             model.to_empty(device=device)
+        reduce_dtype = torch.float32 if flags.grad_reduce_in_fp32 else torch.bfloat16
         policy = self.library.MixedPrecisionPolicy(
             # Without masters the optimiser updates the weights themselves.
-            main_params_dtype=torch.float32 if layout.bf16 and layout.masters else None,
-            main_grads_dtype=torch.float32 if layout.masters or not layout.bf16 else torch.bfloat16,
+            main_params_dtype=torch.float32 if self.bf16 and flags.preserve_fp32_weights else None,
+            main_grads_dtype=torch.float32 if flags.preserve_fp32_weights or not self.bf16 else torch.bfloat16,
             # With one shard 0.6.1 would add the copy in another precision to the original.
-            grad_comm_dtype=None if mesh["shard"].size() == 1 else layout.reduce_dtype,
+            grad_comm_dtype=None if mesh["shard"].size() == 1 else reduce_dtype,
         )
         with _storage_alone(model):
             wrapped = self.library.fully_shard_model(
@@ -215,13 +196,13 @@ class MegatronSharded(Strategy):
                 dp_shard_dim="shard",
                 tp_dim="tensor",
                 fsdp_unit_modules=[type(model.layers[0])],
-                zero_dp_strategy=layout.zero_dp_strategy,
+                zero_dp_strategy=flags.zero_dp_strategy,
                 device=device,
-                init_model_with_meta_device=layout.meta_device,
+                init_model_with_meta_device=flags.on_meta,
                 mixed_precision_policy=policy,
                 sync_model_each_microbatch=False,
                 preproc_state_dict_for_dcp_ckpt=False,
-                calculate_per_token_loss=layout.sums_gradients,
+                calculate_per_token_loss=flags.calculate_per_token_loss,
                 **groups,
             )
         super().__init__(wrapped)
@@ -233,14 +214,14 @@ class MegatronSharded(Strategy):
             parameter.__dict__.pop("cpu", None)
         self.first_rows = {}
         for name, parameter in model.named_parameters():
-            if layout.shards:
+            if flags.shards:
                 first, rest = divmod(parameter.megatron_fsdp_slice.start, math.prod(parameter.shape[1:]))
                 assert rest == 0, "only rows are sharded"
                 self.first_rows[name] = parameter.first_row = first
 
     def _mesh(self) -> tuple[DeviceMesh, dict]:
         """(the mesh, which needs a tensor-parallel dimension; the arguments for HSDP)."""
-        world, size = self.world, self.layout.shard_size
+        world, size = self.world, self.flags.hsdp_shard_size
         replicas, shards = hsdp_shape(world, size or world.size)
         if replicas == 1:
             return init_mesh(world, (shards, 1), ("shard", "tensor")), {}
@@ -252,7 +233,7 @@ class MegatronSharded(Strategy):
     # ---- a step ---------------------------------------------------------------------------------------------
 
     def micro_batch(self, last: bool) -> AbstractContextManager:
-        self.model.model_auto_sync = last or self.layout.sync_each_batch  # its setter warns at every call
+        self.model.model_auto_sync = last or self.flags.sync_model_each_microbatch  # its setter warns at every call
         return nullcontext()
 
     def gradients(self) -> list[Tensor]:
@@ -260,7 +241,7 @@ class MegatronSharded(Strategy):
 
     def sum_over_shards(self, total: Tensor) -> Tensor:
         total = total.to(self.world.device)
-        if self.layout.shards:
+        if self.flags.shards:
             dist.all_reduce(total, group=self.group)
         return total
 
@@ -278,7 +259,7 @@ class MegatronSharded(Strategy):
     @torch.no_grad()
     def full_tensor(self, parameter: Tensor) -> Tensor:
         rows = parameter.to_local()
-        if not self.layout.shards:
+        if not self.flags.shards:
             return rows
         return gather_rows(rows, parameter.first_row, parameter.shape, self.group)
 

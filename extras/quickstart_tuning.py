@@ -25,9 +25,8 @@ from common.files.json_files import write_json
 from common.flags import flag, flat, parse_arguments, with_flags
 from common.models.esm2.alphabet import ESM2_TOKENS
 from common.models.layers.backend import has_bf16
-from common.training.arguments import TrainArguments
 from common.training.load_model import load_model
-from common.training.masked_lm import MaskedLM
+from common.training.masked_lm import MaskedLM, TrainArguments
 from common.training.optim import build_optimizer
 from common.training.step import Stepper
 

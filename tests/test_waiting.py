@@ -7,7 +7,7 @@ from contextlib import suppress
 
 import pytest
 
-from common.heartbeat import log_every
+from common.cli import log_every
 from common.models.layers.compiling import FirstStep
 from tests.patience import wait_until
 

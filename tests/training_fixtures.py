@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from common.files.json_files import read_json_lines
 from common.flags import checked, with_flags
 from common.models.layers.compiling import compile_layers
-from common.training.arguments import TrainArguments
+from common.training.masked_lm import TrainArguments
 from extras.prepare.sample import write_sample
 from tests import megatron_on_cpu
 from tests.data_fixtures import DOWNLOAD, TOKENIZE, call

@@ -181,6 +181,17 @@ class TrainStep(NamedTuple):
     epoch: float | None
 
 
+class StepCounts(NamedTuple):
+    """Counts of micro-batches (`Counts`); num_computed: tokens that the layers run on, padding included."""
+
+    num_targets: int
+    num_tokens: int
+    sum_squared_lengths: int
+    num_sequences: int
+    num_unknown: int
+    num_computed: int
+
+
 class Order(Protocol):
     """An order of packs, of which each step takes G: of a batch plan (`PlannedOrder`) or streams (`StreamedOrder`)."""
 
@@ -263,7 +274,7 @@ class TrainLoader:
         self._steps = _Steps(order, collator, mesh, first_step, self.position, num_steps)
         self._workers = (order.most_workers(num_workers), prefetch_factor, pin_memory)
 
-    def __iter__(self) -> Iterator[TrainStep]:
+    def __iter__(self) -> Generator[TrainStep, None, None]:
         for bundled, (step, moved, epoch) in deliver(self._steps, *self._workers):
             self.position |= moved
             yield TrainStep(step, unbundle(bundled), dict(self.position), epoch)

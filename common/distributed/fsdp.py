@@ -7,7 +7,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard
@@ -22,18 +22,22 @@ class FullySharded(Strategy):
     """FSDP2. sync_each_batch: reduce-scatter gradients after every micro-batch; else each rank keeps full fp32
     gradients until a step's last one."""
 
-    def __init__(self, model: FSDPModule, sync_each_batch: bool = False):
+    def __init__(self, model: nn.Module, sync_each_batch: bool = False):
         super().__init__(model)
         self.sync_each_batch = sync_each_batch
-        mesh = next(model.parameters()).device_mesh
-        self.device, self.group = mesh.device_type, mesh["shard"].get_group()
+        parameter = next(model.parameters())
+        assert isinstance(model, FSDPModule), "fully_shard comes first"
+        assert isinstance(parameter, DTensor)
+        self.sharded: FSDPModule = model
+        self.device = parameter.device_mesh.device_type
+        self.group = parameter.device_mesh["shard"].get_group()
 
     def micro_batch(self, last: bool) -> AbstractContextManager:
-        self.model.set_requires_gradient_sync(last or self.sync_each_batch)
+        self.sharded.set_requires_gradient_sync(last or self.sync_each_batch)
         return nullcontext()
 
     def gradients(self) -> list[Tensor]:
-        return [gradient.to_local() for gradient in super().gradients()]
+        return [gradient.to_local() for gradient in super().gradients() if isinstance(gradient, DTensor)]
 
     def sum_over_shards(self, total: Tensor) -> Tensor:
         total = total.to(self.device)  # gradients may be on the host
@@ -83,8 +87,8 @@ def local_shard(parameter: Tensor) -> tuple[Tensor, int]:
     for dimension, placement in enumerate(parameter.placements):
         if isinstance(placement, Shard):
             assert placement.dim == 0, "only rows are sharded"
-            size = parameter.device_mesh.size(dimension)
-            first = min(rows, -(-rows // size) * parameter.device_mesh.get_coordinate()[dimension])
+            mesh = parameter.device_mesh
+            first = min(rows, -(-rows // mesh.size(dimension)) * mesh.get_local_rank(dimension))
     return parameter.to_local(), first
 
 

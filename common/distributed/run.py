@@ -20,6 +20,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -117,7 +118,8 @@ def _set_deterministic() -> None:
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     os.environ["NVTE_ALLOW_NONDETERMINISTIC_ALGO"] = "0"  # Transformer Engine's attention
     torch.use_deterministic_algorithms(True)
-    torch.utils.deterministic.fill_uninitialized_memory = False  # a debugging aid: no kernel of ours reads such memory
+    # A debugging aid: no kernel of ours reads such memory.
+    torch.utils.deterministic.fill_uninitialized_memory = False  # pyrefly: ignore[missing-attribute]  # a property
 
 
 def keep_freed_memory() -> None:
@@ -335,12 +337,12 @@ def store_host() -> str:
     return LOOPBACK if on_one_node() else os.environ["MASTER_ADDR"]
 
 
-def serve_store(host: str, port: int, **options) -> dist.TCPStore:
+def serve_store(host: str, port: int, **options: Any) -> dist.TCPStore:
     """Serve a TCPStore at a port (0: a free one); at a loopback address it listens there only.
 
     options: TCPStore's. Raises DistNetworkError if the port is taken.
     """
-    options = {"wait_for_workers": False} | options
+    options.setdefault("wait_for_workers", False)
     if not is_loopback(host):
         return dist.TCPStore(host, port, is_master=True, **options)
     try:
@@ -355,9 +357,10 @@ def serve_store(host: str, port: int, **options) -> dist.TCPStore:
     return store
 
 
-def join_store(host: str, port: int, **options) -> dist.TCPStore:
+def join_store(host: str, port: int, **options: Any) -> dist.TCPStore:
     """A client of the store there. options: TCPStore's."""
-    return dist.TCPStore(host, port, is_master=False, **{"wait_for_workers": False} | options)
+    options.setdefault("wait_for_workers", False)
+    return dist.TCPStore(host, port, is_master=False, **options)
 
 
 def use_loopback_interface() -> None:

@@ -77,10 +77,10 @@ class StopRequest:
         # A Python handler runs between bytecodes, so not while the process is blocked in a collective whose peers are
         # gone. The interpreter also writes each signal's number to this pipe at once. Set it up before the handlers:
         # a signal in between would be recorded and never read.
-        self._pipe, end = os.pipe()
+        signals, end = os.pipe()
         os.set_blocking(end, False)
         signal.set_wakeup_fd(end, warn_on_full_buffer=False)
-        threading.Thread(target=self._read_signals, name="signal reader", daemon=True).start()
+        threading.Thread(target=self._read_signals, args=(signals,), name="signal reader", daemon=True).start()
         for number in SIGNALS:
             signal.signal(number, self._handle)
 
@@ -122,9 +122,9 @@ class StopRequest:
             self._waiting = False  # raise once: at a second signal the process is leaving the wait already
             raise _WaitInterrupted
 
-    def _read_signals(self) -> None:
+    def _read_signals(self, pipe: int) -> None:
         is_main = int(os.environ.get("RANK", 0)) == 0
-        while number := os.read(self._pipe, 1):
+        while number := os.read(pipe, 1):
             if number[0] not in SIGNALS:
                 continue
             interrupted = number[0] == signal.SIGINT

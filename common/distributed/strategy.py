@@ -39,7 +39,7 @@ class Strategy:
 
     def micro_batch(self, last: bool) -> AbstractContextManager:
         """Context of a micro-batch's forward and backward: gradients are all-reduced with a step's last one only."""
-        return nullcontext() if last or not hasattr(self.model, "no_sync") else self.model.no_sync()
+        return nullcontext()
 
     @torch.no_grad()
     def clip(self, max_norm: float) -> Tensor:
@@ -116,9 +116,16 @@ class Replicated(Strategy):
 
     warmup_steps_before_timing = 2  # the second rebuilds the buckets in the order in which gradients arrived
 
+    def __init__(self, replica: DistributedDataParallel, model: nn.Module):
+        super().__init__(replica, evaluated=model)
+        self.replica = replica
+
+    def micro_batch(self, last: bool) -> AbstractContextManager:
+        return nullcontext() if last else self.replica.no_sync()
+
     def prepare_dry_run(self) -> None:
         # Use local gradients as the average: a collective without values never completes.
-        self.model.register_comm_hook(None, _local_gradients)
+        self.replica.register_comm_hook(None, _local_gradients)
 
 
 def _local_gradients(_, bucket):  # torch inspects the annotations of a hook, and refuses quoted ones
@@ -204,4 +211,4 @@ def replicate(model: nn.Module, world: World, flags: ReplicaFlags, init_sync: bo
     )
     if flags.ddp_bucket_dtype == "bf16" and not world.is_dry_run:  # a dry run has its own hook
         replica.register_comm_hook(None, _all_reduce_in_bf16)
-    return Replicated(replica, evaluated=model)
+    return Replicated(replica, model)

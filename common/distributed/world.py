@@ -187,7 +187,8 @@ class World:
         self.cp_size = cp_size
         if cp_size > 1:
             groups = [list(range(first, first + cp_size)) for first in range(0, self.size, cp_size)]
-            self.cp_group, _ = dist.new_subgroups_by_enumeration(groups, timeout=timedelta(seconds=self.timeout_s))
+            own, _ = dist.new_subgroups_by_enumeration(groups, timeout=timedelta(seconds=self.timeout_s))
+            self.cp_group = own if isinstance(own, dist.ProcessGroup) else None
 
     @property
     def mesh(self) -> Mesh:

@@ -12,13 +12,13 @@ import time
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from io import BufferedReader
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from isal import isal_zlib
 
-from common.cli import UserError
-from common.heartbeat import log_every
+from common.cli import UserError, log_every
 
 JSON_LIMIT = 16 << 20  # bytes of a configuration, a manifest or a trainer state
 LARGEST_INT = 1 << 53  # of JSON that every reader agrees on
@@ -43,7 +43,7 @@ def is_plain_name(name: Any) -> bool:
     return isinstance(name, str) and _PLAIN_NAME.fullmatch(name) is not None and name not in (".", "..")
 
 
-def open_regular(path: Path, follow_links: bool = False) -> BinaryIO:
+def open_regular(path: Path, follow_links: bool = False) -> BufferedReader:
     """Open a regular file for reading.
 
     OSError for anything else (a FIFO would block, a device is endless), and for a link unless `follow_links`.
@@ -62,7 +62,7 @@ def open_regular(path: Path, follow_links: bool = False) -> BinaryIO:
     return os.fdopen(descriptor, "rb")
 
 
-def file_size(file: BinaryIO) -> int:
+def file_size(file: BufferedReader) -> int:
     return os.fstat(file.fileno()).st_size
 
 

@@ -1,4 +1,4 @@
-"""The flags of a training run: one dataclass per concern, nested in `RunArguments`; ESM-2's are `TrainArguments`.
+"""The flags of a training run of any task: one dataclass per concern, nested in `RunArguments`.
 
 Names and meanings are those of transformers' run_mlm.py and TrainingArguments wherever the two have the flag. Flags
 of theirs that cannot be honoured do not exist here: an unknown flag is an error.
@@ -10,13 +10,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from common.cli import UserError
-from common.data.flags import DataFlags, StepFlags
+from common.data.flags import StepFlags
 from common.distributed.context_parallel import LAYOUTS
 from common.distributed.run import ProcessFlags
 from common.distributed.strategy import StrategyFlags
 from common.flags import Flags, Missing, flag
-from common.models.esm2.family import ModelFlags
 from common.models.layers.backend import BackendFlags
+from common.models.registry import Family
 from common.precision.plan import PrecisionFlags
 from common.training.checkpoint import CheckpointFlags
 from common.training.optim import OptimizerFlags
@@ -91,6 +91,16 @@ class RunArguments(Flags):
         return self.model.model_name_or_path
 
     @property
+    def family(self) -> Family:
+        """The family of the model."""
+        raise NotImplementedError
+
+    @property
+    def cp_comm_type(self) -> str:
+        """How ranks that share a pack exchange keys and values; a task without context parallelism has none."""
+        return ""
+
+    @property
     def pack_tokens(self) -> int:
         """Most tokens of a pack."""
         return self.data.per_device_train_batch_size * self.data.max_seq_length
@@ -128,28 +138,3 @@ class RunArguments(Flags):
         if cp_size > 1 and self.precision.fp8_params:
             raise UserError("--fp8_params with --cp_size: not tested on any GPU yet: drop one of the two")
         self.strategy.check_in(self)
-
-
-@dataclass(frozen=True)
-class TrainArguments(RunArguments):
-    """Of masked language modelling with ESM-2."""
-
-    model: ModelFlags = field(default_factory=ModelFlags)
-    data: DataFlags = field(default_factory=DataFlags)
-
-    @property
-    def model_named(self) -> str | None:
-        return self.model.config_name or self.model.model_name_or_path
-
-    @property
-    def pack_tokens(self) -> int:
-        return self.data.pack_tokens
-
-    @property
-    def batch(self) -> tuple[int, str]:
-        packed = self.data.tokens_per_pack if self.data.packing else None
-        return (packed, "tokens") if packed else super().batch
-
-    def missing(self) -> Iterator[Missing]:
-        if self.model.bf16_residual and not self.precision.bf16:
-            yield Missing("--bf16", "--bf16_residual needs bf16 layers")

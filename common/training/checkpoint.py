@@ -29,6 +29,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 from common.cli import INTERRUPTED, UserError
@@ -52,7 +53,7 @@ class CheckpointFlags(Flags):
     required = ("output_dir",)
     unlisted = ("async_save",)
 
-    output_dir: str | None = flag(None, "Where checkpoints, metrics and final_model/ go.")
+    output_dir: str = flag("", "Where checkpoints, metrics and final_model/ go.")
     overwrite_output_dir: bool = flag(
         False, "Remove an earlier run's files there and start at step 0 (a restart of this very job still resumes)."
     )
@@ -100,9 +101,11 @@ class Checkpointer:
         self.world, self.dcp_state = world, dcp_state
         self.stager = PinnedStager(world.device, optimizer, in_passes=bool(self.scales))
         # The writer thread's collectives must not interleave with those of the training step.
-        self.group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
+        group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
+        assert isinstance(group, dist.ProcessGroup), "all ranks are in it"
+        self.group = group
         self.thread: threading.Thread | None = None
-        self.failure: BaseException | None = None
+        self.failure: Exception | None = None  # of the save in flight, to be raised on all ranks
 
     # ---- saving ---------------------------------------------------------------------------------------------
 
@@ -150,14 +153,7 @@ class Checkpointer:
     def _raise_failure(self) -> None:
         # An error on one rank ends the run on all: the others would wait for it in the next step.
         failure, self.failure = self.failure, None
-        error = failure
-        if failure is not None and not isinstance(failure, PeerFailed | UserError):
-            error = UserError(
-                f"{self.output_dir}: checkpoint not saved: {reason_of(failure)}; the last complete one is untouched: "
-                "free disk space (or lower --save_total_limit) and run the same command again"
-            )
-            error.__cause__ = failure
-        self.world.raise_on_all(error)
+        self.world.raise_on_all(failure)
 
     def _write(self, step: int, state: dict, trainer_state: dict) -> None:
         if self.world.device.type == "cuda":
@@ -181,8 +177,20 @@ class Checkpointer:
                     self._finish(step, partial, checksums, trainer_state)
         except (Exception, CheckpointException) as error:  # DCP's derives from BaseException
             exit_if_peer_lost(self.world, error)
-            self.failure = _disk_full_or(error, self.output_dir)
+            self.failure = error if isinstance(error, PeerFailed | UserError) else self._not_saved(error)
             shutil.rmtree(partial, ignore_errors=True)  # on every rank: nodes may not share a disk
+
+    def _not_saved(self, error: BaseException) -> UserError:
+        """The error of a failed save. torch's file writer reports a full disk as a number of bytes written."""
+        with suppress(OSError):
+            if shutil.disk_usage(self.output_dir).free < 1 << 20:
+                error = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        failure = UserError(
+            f"{self.output_dir}: checkpoint not saved: {reason_of(error)}; the last complete one is untouched: free "
+            "disk space (or lower --save_total_limit) and run the same command again"
+        )
+        failure.__cause__ = error
+        return failure
 
     def _finish(self, step: int, partial: Path, checksums: dict, trainer_state: dict) -> None:
         final = self.output_dir / f"checkpoint-{step}"
@@ -214,9 +222,9 @@ class Checkpointer:
         from common.training.checkpoint_reader import Planner, Reader  # only a resumed run reads one
 
         model_state, optimizer_state = get_state_dict(self.model, self.optimizer)
-        reader = Reader(path)
         with self.world.raise_together():
-            scales = self._scales(reader.read_metadata().state_dict_metadata)
+            reader = Reader(path)
+            scales = self._scales(reader.metadata.state_dict_metadata)
         state = self.dcp_state({"model": _canonical(model_state), "optimizer": optimizer_state} | scales, False)
         try:
             dcp.load(state, storage_reader=reader, planner=Planner(), process_group=self.group)
@@ -238,14 +246,14 @@ class Checkpointer:
             logger.info("The checkpoint's FP8 scales are ignored: this run does not use delayed scaling")
         if saved is None or not self.scales:
             return {"scales": self.scales} if self.scales else {}
-        shapes = {name: getattr(saved.get(f"scales.{name}"), "size", None) for name in self.scales}
-        if None in shapes.values():
-            logger.warning("The checkpoint has no FP8 scales: they start at 1")
-            return {}
         for name, tensor in self.scales.items():
-            if shapes[name] != tensor.shape:
+            stored = saved.get(f"scales.{name}")
+            if not isinstance(stored, TensorStorageMetadata):
+                logger.warning("The checkpoint has no FP8 scales: they start at 1")
+                return {}
+            if stored.size != tensor.shape:
                 raise UserError(
-                    f"--fp8_recipe_kwargs: the checkpoint's {name} has the shape {list(shapes[name])}, not "
+                    f"--fp8_recipe_kwargs: the checkpoint's {name} has the shape {list(stored.size)}, not "
                     f"{list(tensor.shape)}: give the same amax_history_len"
                 )
         return {"scales": self.scales}
@@ -263,11 +271,3 @@ class Checkpointer:
 def _canonical(model_state: dict) -> dict:
     """Drop Transformer Engine's `_extra_state`: pickles of what `scales` holds."""
     return {name: value for name, value in model_state.items() if not name.endswith("_extra_state")}
-
-
-def _disk_full_or(error: BaseException, directory: Path) -> BaseException:
-    """ENOSPC if the disk is full (torch's file writer only reports how many bytes it wrote), else `error`."""
-    with suppress(OSError):
-        if shutil.disk_usage(directory).free < 1 << 20:
-            return OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-    return error

@@ -25,7 +25,6 @@ from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
-    StorageMeta,
     TensorProperties,
     TensorStorageMetadata,
 )
@@ -47,13 +46,19 @@ DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in _DTYPES
 
 @dataclass(frozen=True)
 class Stored:
-    """Where a tensor's chunk or another value is stored. dtype and sizes are None for a value that is no tensor."""
+    """Where a value is stored."""
 
     file: str
     begin: int
     length: int
-    dtype: torch.dtype | None = None
-    sizes: tuple[int, ...] | None = None
+
+
+@dataclass(frozen=True)
+class StoredChunk(Stored):
+    """Where a tensor's chunk is stored."""
+
+    dtype: torch.dtype
+    sizes: tuple[int, ...]
 
 
 class Writer(dcp.FileSystemWriter):
@@ -106,7 +111,7 @@ def decode(content: Any, sizes: dict[str, int]) -> Metadata:
         state[name] = BytesStorageMetadata()
         storage[MetadataIndex(name)] = Stored(*_place(name, place, files, sizes))
     _check_disjoint(storage)
-    return Metadata(state, storage_data=storage, storage_meta=StorageMeta())
+    return Metadata(state, storage_data=storage)
 
 
 def _tensor(
@@ -116,7 +121,8 @@ def _tensor(
     what = shorten(name)
     require(isinstance(stored, dict) and stored.keys() == {"dtype", "shape", "chunks"}, f"{what} is no tensor")
     dtype = DTYPES.get(stored["dtype"]) if isinstance(stored["dtype"], str) else None
-    require(dtype is not None, f"{what} has the dtype {shorten(stored['dtype'])}")
+    if dtype is None:
+        raise Refused(f"{what} has the dtype {shorten(stored['dtype'])}")
     shape = _sizes(what, stored["shape"])
     chunks, numel = [], 0
     require(isinstance(stored["chunks"], list), f"{what} is no tensor")
@@ -127,7 +133,7 @@ def _tensor(
             offset + size <= whole for offset, size, whole in zip(offsets, extent, shape, strict=True)
         )
         require(inside, f"{what} has a chunk outside its shape")
-        place = Stored(*_place(name, chunk[2:], files, sizes), dtype, tuple(extent))
+        place = StoredChunk(*_place(name, chunk[2:], files, sizes), dtype, tuple(extent))
         of_chunk = math.prod(extent)
         require(of_chunk * dtype.itemsize <= place.length, f"{what} has a chunk larger than its bytes in the shard")
         index = MetadataIndex(name, offsets)

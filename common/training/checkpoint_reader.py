@@ -12,19 +12,25 @@ import io
 import json
 import zipfile
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from torch.futures import Future
 
 from common.cli import UserError, one_line
 from common.files.json_files import file_size, open_regular, read_limited
 from common.training.checkpoint_files import Corrupt, Refused, read_manifest
-from common.training.checkpoint_metadata import DTYPES, LARGEST, METADATA, OLD_METADATA, Stored, decode
+from common.training.checkpoint_metadata import DTYPES, LARGEST, METADATA, OLD_METADATA, Stored, StoredChunk, decode
 from common.training.inert_pickle import Call, Name, Persistent, loads
 
 _STORAGES = {
@@ -50,24 +56,18 @@ _LARGEST_PICKLE = 16 << 20  # bytes of one item's pickle: a value, or the descri
 class Reader(dcp.FileSystemReader):
     """Reads a checkpoint directory, with our Planner only. UserError for invalid metadata."""
 
-    metadata: Metadata | None = None
-
-    def read_metadata(self, *args, **kwargs) -> Metadata:
-        if self.metadata is None:  # both the caller and dcp.load ask for it
-            self.metadata = self._read_metadata()
-            self.metadata.storage_meta.load_id = self.load_id
-        return self.metadata
-
-    def _read_metadata(self) -> Metadata:
-        path = Path(self.path)
+    def __init__(self, path: Path):
+        super().__init__(path)
         try:
             _, files = read_manifest(path)
         except Corrupt as error:
             raise UserError(f"{path}: {error}") from error
         self.sizes = {name: size for name, (size, _) in files.items()}
-        path /= METADATA if METADATA in files else OLD_METADATA
+        self.metadata = self._decoded(path / (METADATA if METADATA in files else OLD_METADATA))
+
+    def _decoded(self, path: Path) -> Metadata:
         try:
-            if path.name not in files:
+            if path.name not in self.sizes:
                 raise Refused("not in the manifest")
             shards = sum(size for name, size in self.sizes.items() if name.endswith(".distcp"))
             data = read_limited(path, min(LARGEST, shards))
@@ -75,7 +75,12 @@ class Reader(dcp.FileSystemReader):
         except (ValueError, RecursionError) as error:
             raise UserError(f"{path}: refused: {one_line(error)}") from error
 
-    def read_data(self, plan: LoadPlan, planner: Planner) -> Future[None]:
+    def read_metadata(self, *args, **kwargs) -> Metadata:
+        self.metadata.storage_meta = StorageMeta(load_id=self.load_id)
+        return self.metadata
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        assert isinstance(planner, Planner), "torch's own would unpickle values"
         items: dict[str, list[ReadItem]] = {}
         for item in plan.items:
             items.setdefault(self.storage_data[item.storage_index].file, []).append(item)
@@ -96,7 +101,7 @@ class Reader(dcp.FileSystemReader):
         done.set_result(None)
         return done
 
-    def open_shard(self, name: str) -> BinaryIO:
+    def open_shard(self, name: str) -> io.BufferedReader:
         """Open a shard that the metadata name."""
         file = open_regular(Path(self.path) / name)
         if (size := file_size(file)) != self.sizes[name]:
@@ -105,11 +110,11 @@ class Reader(dcp.FileSystemReader):
         return file
 
 
-def _read(file: BinaryIO, stored: Stored, name: str) -> Any:
+def _read(file: io.BufferedReader, stored: Stored, name: str) -> Any:
     """Read a tensor's chunk or another value from a shard. Refused if it disagrees with the metadata."""
     try:
         archive = _Archive(file, stored.begin, stored.length)
-        return archive.value() if stored.dtype is None else archive.tensor(stored)
+        return archive.tensor(stored) if isinstance(stored, StoredChunk) else archive.value()
     except Refused as error:
         raise Refused(f"{stored.file}: {name}: {one_line(error)}") from error
 
@@ -124,6 +129,7 @@ class Planner(dcp.DefaultLoadPlanner):
     """torch's planner, which loads tensors only into tensors and values only into values of the same type."""
 
     def create_local_plan(self) -> LoadPlan:
+        assert self.metadata is not None  # torch gave it to set_up_planner
         for name, value in self.state_dict.items():
             stored = self.metadata.state_dict_metadata.get(name)
             if stored is not None and isinstance(value, Tensor) == isinstance(stored, BytesStorageMetadata):
@@ -147,7 +153,7 @@ def _kind(value: Any) -> type:
 class _FileSlice(io.RawIOBase):
     """A byte range of a file, as a file."""
 
-    def __init__(self, file: BinaryIO, begin: int, length: int):
+    def __init__(self, file: io.BufferedReader, begin: int, length: int):
         self.file, self.begin, self.length, self.at = file, begin, length, 0
 
     def readable(self) -> bool:
@@ -174,7 +180,7 @@ class _FileSlice(io.RawIOBase):
 class _Archive:
     """An archive of torch.save: `<name>/data.pkl`, and `<name>/data/<key>` with the bytes of a storage."""
 
-    def __init__(self, file: BinaryIO, begin: int, length: int):
+    def __init__(self, file: io.BufferedReader, begin: int, length: int):
         self.file = _FileSlice(file, begin, length)
         try:
             with zipfile.ZipFile(self.file) as archive:
@@ -186,7 +192,7 @@ class _Archive:
         """A value of numbers, strings, lists, tuples and dicts."""
         return loads(self._small("data.pkl"))
 
-    def tensor(self, stored: Stored) -> Tensor:
+    def tensor(self, stored: StoredChunk) -> Tensor:
         """A tensor. Refused unless it has the dtype and sizes of the metadata."""
         call = loads(self._small("data.pkl"), _TENSOR_NAMES)
         if not (isinstance(call, Call) and call.of.name.startswith("_rebuild_tensor") and len(call.arguments) >= 6):
@@ -233,13 +239,13 @@ class _Archive:
         return begin, entry.file_size
 
 
-def _storage(storage: Any, arguments: tuple) -> tuple[str | None, str]:
-    """(dtype, key) of a tensor's storage."""
+def _storage(storage: Any, arguments: tuple) -> tuple[str, str]:
+    """(dtype, key) of a tensor's storage; the dtype is empty if it is unknown."""
     reference = storage.reference if isinstance(storage, Persistent) else ()
     if len(reference) != 5 or not isinstance(reference[1], Name) or not isinstance(reference[2], str):
         raise Refused("it has a storage that is none")
-    dtype = _STORAGES.get(reference[1].name)
-    if dtype is None and len(arguments) > 6 and isinstance(arguments[6], Name):
+    dtype = _STORAGES.get(reference[1].name, "")
+    if not dtype and len(arguments) > 6 and isinstance(arguments[6], Name):
         dtype = arguments[6].name  # a dtype without a storage class of its own
     return dtype, reference[2]
 
@@ -249,19 +255,16 @@ class StoredTensors:
 
     def __init__(self, path: Path):
         self._reader = Reader(path)
-        self._metadata = self._reader.read_metadata()
-        self.shapes = {
-            name: stored.size
-            for name, stored in self._metadata.state_dict_metadata.items()
-            if isinstance(stored, TensorStorageMetadata)
-        }
+        stored = self._reader.metadata.state_dict_metadata
+        self._tensors = {name: value for name, value in stored.items() if isinstance(value, TensorStorageMetadata)}
+        self.shapes = {name: value.size for name, value in self._tensors.items()}
 
     def read(self, name: str) -> Tensor:
         """The tensor `name`, in the dtype it was stored in. UserError if it disagrees with the metadata."""
-        stored = self._metadata.state_dict_metadata[name]
+        stored = self._tensors[name]
         tensor = torch.zeros(stored.size, dtype=stored.properties.dtype)  # zeros: chunks that overlap may leave gaps
         for chunk in stored.chunks:
-            where = self._metadata.storage_data[MetadataIndex(name, chunk.offsets)]
+            where = self._reader.metadata.storage_data[MetadataIndex(name, chunk.offsets)]
             target = tensor
             for dimension, (offset, length) in enumerate(zip(chunk.offsets, chunk.sizes, strict=True)):
                 target = target.narrow(dimension, offset, length)

@@ -5,18 +5,22 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import closing
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from common.data.collators import to_device
+from common.data.collators import Batch, to_device
 from common.distributed.strategy import Strategy
 from common.distributed.world import World
 from common.training.task import Task
 
 logger = logging.getLogger(__name__)
+
+# {name: (a model's output, its batch) -> scalar}, summed over the batch's targets; results have the mean over all.
+METRICS: dict[str, Callable[[Any, Batch], Tensor]] = {"accuracy": lambda output, batch: output.correct}
 
 
 class Evaluator:
@@ -25,6 +29,12 @@ class Evaluator:
     def __init__(self, task: Task, strategy: Strategy):
         self.task, self.strategy = task, strategy
         self._last: dict[tuple[str, int], dict] = {}  # {(split, step): results} of the last evaluation
+
+    def has(self, split: str) -> bool:
+        """Whether there is anything to evaluate on."""
+        with self.task.world.raise_together():
+            absent = self.task.data.held_out(split) is None
+        return not absent
 
     def evaluate(self, step: int, split: str = "validation", prefix: str = "eval") -> dict:
         """Results of a held-out split after `step` steps; {} if the run was stopped meanwhile (on all ranks)."""
@@ -54,8 +64,8 @@ def held_out_results(
     the run was stopped meanwhile (on all ranks).
     """
     started = time.perf_counter()
-    # loss in nats, correct predictions, targets, sequences
-    sums = torch.zeros(4, dtype=torch.float64, device=world.device)
+    # targets, sequences, loss in nats, metrics
+    sums = torch.zeros(3 + len(METRICS), dtype=torch.float64, device=world.device)
     num_batches = 0
     was_training = model.training
     model.eval()
@@ -78,16 +88,17 @@ def held_out_results(
             with torch.autocast(world.device.type, torch.bfloat16, enabled=bf16):
                 output = model(**to_device(batch, world.device))
             counts = [sums.new_tensor(batch[key]) for key in ("num_targets", "num_sequences")]
-            sums += torch.stack([output.loss_sum.double(), output.correct.double(), *counts])
+            values = [output.loss_sum, *(metric(output, batch) for metric in METRICS.values())]
+            sums += torch.stack([*counts, *(value.double() for value in values)])
             num_batches += 1
     world.watch.rest()
     model.train(was_training)
     runtime = time.perf_counter() - started
-    loss_sum, correct, num_targets, samples = world.sum(sums).tolist()
+    num_targets, samples, loss_sum, *metrics = world.sum(sums).tolist()
     num_targets, samples = max(num_targets, 1), int(samples)
     return {
         f"{prefix}_loss": loss_sum / num_targets,
-        f"{prefix}_accuracy": correct / num_targets,
+        **{f"{prefix}_{name}": total / num_targets for name, total in zip(METRICS, metrics, strict=True)},
         "perplexity" if prefix == "eval" else f"{prefix}_perplexity": math.exp(min(loss_sum / num_targets, 700)),
         f"{prefix}_{targets}": int(num_targets),
         f"{prefix}_samples": samples,

@@ -20,8 +20,6 @@ from common.models.layers.initialise import initialise
 from common.models.layers.linear import RoundedWeights
 from common.precision.build import choose_plan, set_formats, start_te_stats
 from common.training.arguments import RunArguments
-from common.training.registry import task_of
-from common.training.resume import ResumePlan
 from common.training.task import BuiltModel
 
 # Flags that may differ between ranks: paths, which another node may name otherwise, and what does not affect results.
@@ -32,19 +30,19 @@ PER_RANK_FLAGS |= {"dataloader_num_workers", "dataloader_prefetch_factor", "data
 def load_model(
     args: RunArguments,
     world: World,
-    resume: ResumePlan | None = None,
+    previous: dict[str, str] | None = None,
     shard: Callable[[nn.Module], None] | None = None,
     device: torch.device | None = None,
     torch_only: tuple[str, ...] = (),
 ) -> BuiltModel:
     """The model on the rank's device, with random weights or those of --model_name_or_path; all ranks together.
 
-    resume: the checkpoint that will be loaded, whose backend and GELU are kept; shard: called with the model on the
+    previous: backend and GELU of the run that is resumed, which are kept; shard: called with the model on the
     meta device, after which each rank initialises or reads only its own shards; device: where the weights are kept, if
     not on the rank's device; torch_only: the strategy's flags that only the torch backend supports.
     """
     with world.raise_together():
-        choice = task_of(args).choose(args, world, torch_only, resume.implementation if resume else {})
+        choice = args.family.choose(args, world, torch_only, previous or {})
     config, backend, gelu = choice.config, choice.backend, choice.gelu
     flags = {name: value for name, value in flat(args).items() if name not in PER_RANK_FLAGS}
     software = {"torch": torch.__version__, "device": world.device.type}
@@ -61,7 +59,7 @@ def load_model(
             model = choice.make()
         precision = set_formats(model, plan, args.precision, args.data.seed, world, te_stats)
         if world.cp_group is not None:
-            enable_context_parallel(model, world.cp_group, args.model.cp_comm_type)
+            enable_context_parallel(model, world.cp_group, args.cp_comm_type)
         if compiled:
             compile_layers(model, world.device.type)
     if shard is not None:
@@ -83,7 +81,7 @@ def load_model(
             precision = precision.quantise_weights()
         # Transformer Engine casts weights itself, and shards are gathered in bf16.
         if args.precision.bf16 and backend == "torch" and plan is None and shard is None:
-            precision = replace(precision, rounded=RoundedWeights(model.layers))
+            precision = replace(precision, rounded=RoundedWeights(model.get_submodule("layers").children()))
     remarks = (*choice.remarks, *([remark] if remark else []))
     return BuiltModel(model, backend, gelu, remarks, precision, extras, compiled)
 

@@ -8,22 +8,17 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
 from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from tqdm.auto import tqdm
-from tqdm.contrib.logging import logging_redirect_tqdm
-
 from common.data.loader import merge_positions
 from common.distributed.run import distributed_run
 from common.distributed.stopping import Preempted
 from common.distributed.strategy import Strategy
 from common.distributed.world import World
-from common.files.json_files import read_json_lines, write_json
 from common.flags import flat
 from common.models.layers.compiling import FirstStep
 from common.models.layers.hf_directory import Training
@@ -36,13 +31,11 @@ from common.training.registry import task_of
 from common.training.results import announce, export_model, run_info, training_results
 from common.training.resume import ResumePlan, plan_resume
 from common.training.run_directory import RunDirectory
-from common.training.run_logger import METRICS, RunLogger, peak_flops
+from common.training.run_logger import RunLogger, peak_flops
 from common.training.step import Stepper, StepPrefetcher, scheduled_gc
-from common.training.task import BuiltModel, Task
+from common.training.task import Build, BuiltModel, Task
 
 logger = logging.getLogger(__name__)
-
-Build = Callable[[RunArguments, World, ResumePlan], tuple[Strategy, BuiltModel]]
 
 
 def train(args: RunArguments, build: Build) -> None:
@@ -60,12 +53,11 @@ def run_training(args: RunArguments, build: Build, world: World) -> None:
     """A function of its own: its locals (model, process groups) must be freed before the groups are destroyed."""
     with ExitStack() as stack:
         directory = None
-        with world.on_main_rank() as is_main:
-            if is_main:
+        with world.raise_together():
+            if world.is_main:
                 directory = stack.enter_context(RunDirectory(Path(args.checkpoint.output_dir)))
         # With the directory locked, no other run can change the checkpoints.
-        restarted = world.broadcast_object(directory and directory.restarted)
-        resume = plan_resume(args, restarted, world)
+        resume = plan_resume(args, world.broadcast_object(directory and directory.restarted), world)
         run = set_up(args, build, world, resume, directory, stack)
         if args.do_train:
             train_steps(run)
@@ -101,26 +93,36 @@ class Run:
 
 
 def set_up(
-    args: RunArguments, build: Build, world: World, resume: ResumePlan, run_dir: RunDirectory | None, stack: ExitStack
+    args: RunArguments,
+    build: Build,
+    world: World,
+    resume: ResumePlan,
+    directory: RunDirectory | None,
+    stack: ExitStack,
 ) -> Run:
     """Build the model, open data, log and checkpoints, load the checkpoint, resolve what the flags leave open."""
     from extras.monitor.step_monitor import StepMonitor
 
-    strategy, built = build(args, world, resume)
-    with world.on_main_rank() as is_main:  # report bad input before anything is removed or written
-        if is_main:
+    strategy, built = build(args, world, resume.implementation)
+    with world.raise_together():  # report bad input before anything is removed or written
+        if world.is_main:
             args.precision.check_stats_directory()
     task = task_of(args)(built, args, world)
     task.open(evaluates=args.do_eval)
     world.assert_same(task.data.identity)
-    with world.on_main_rank() as is_main:
-        if is_main and args.checkpoint.overwrite_output_dir and args.do_train:
-            run_dir.overwrite()
+    with world.raise_together():
+        if directory and args.checkpoint.overwrite_output_dir and args.do_train:
+            directory.overwrite()
     log = stack.enter_context(RunLogger(args.log, Path(args.checkpoint.output_dir), world))
     optimizer = build_optimizer(built.weights, args.optimizer)
     built.precision.attach(optimizer)
     checkpointer = Checkpointer(
-        *(args.checkpoint, built.weights, optimizer, built.config, world, args.process.ddp_timeout),
+        args.checkpoint,
+        built.weights,
+        optimizer,
+        built.config,
+        world,
+        timeout_s=args.process.ddp_timeout,
         scales=built.precision.scales,
         extras=built.extras,
         dcp_state=strategy.dcp_state,
@@ -137,18 +139,26 @@ def set_up(
     grad_scale = strategy.grad_scale(world.size)
     built.precision.attach_restored(grad_scale / (state.gradient_factor or grad_scale))
     strategy.sync_model_weights()
-    plan = plan_run(args, built, task.data, state, world)
-    state.start(plan, task.data.identity, flat(args), grad_scale)
+    plan = plan_run(args, task.data, state, world)
+    state.start(plan, built.implementation, task.data.identity, flat(args), grad_scale)
     announce(args, built, task.data, plan, state, world)
-
-    stepper = Stepper(task, strategy, built.precision, optimizer, world, args.optimizer.max_grad_norm)
-    run = Run(
-        *(args, world, run_dir, strategy, built, task, stepper, Evaluator(task, strategy)),
-        *(checkpointer, log, monitor, plan, state),
-    )
     first_row = plan.first_row(task.data, state) if args.do_train else None
     log.track(flat(args), first_row, anew=state.step == 0 and not resume.restarted)
-    return run
+    return Run(
+        args=args,
+        world=world,
+        directory=directory,
+        strategy=strategy,
+        built=built,
+        task=task,
+        stepper=Stepper(task, strategy, built.precision, optimizer, world, args.optimizer.max_grad_norm),
+        evaluator=Evaluator(task, strategy),
+        checkpointer=checkpointer,
+        log=log,
+        monitor=monitor,
+        plan=plan,
+        state=state,
+    )
 
 
 def train_steps(run: Run) -> None:
@@ -169,53 +179,51 @@ def train_steps(run: Run) -> None:
     peak = peak_flops(world.device, args.precision.bf16)
     first_step, interval = FirstStep(run.built.compiled), Interval()
     saves = SaveSchedule(plan.save_every, args.checkpoint.save_minutes, state.step)
-    hidden = True if args.log.disable_tqdm or not world.is_main else None  # None: only on a terminal
-    bar = tqdm(total=plan.last_step or plan.total_steps, initial=state.step, disable=hidden, unit="step")
-    stopping = False
-    with closing(iter(loader)) as steps, logging_redirect_tqdm(), bar, scheduled_gc() as collect:
+    progress_bar = log.progress_bar(plan.last_step or plan.total_steps, state.step)
+    stopped = False
+    with closing(iter(loader)) as steps, progress_bar as bar, scheduled_gc() as collect:
         prefetcher = StepPrefetcher(steps, task, world, saves.is_due_by_clock)
-        while not run.done and not stopping:
+        while not run.done:
             started = time.perf_counter()
             data, counts = prefetcher.pop(state.step + 1)
-            stopping = data is None
-            if not stopping:
-                if data.epoch is None:
-                    data = data._replace(epoch=task.data.epochs(state.sequences + counts.num_sequences))
-                run.monitor.before_step(state.step + 1)
-                # A few steps more than estimated may come before the data end: keep the last learning rate.
-                lr = learning_rate(min(state.step, plan.total_steps - 1))
-                flops = task.flops(counts)
-                is_last = plan.finished(task.data, state.step + 1, data.position)
-                with first_step.waited_for():
-                    result = run.stepper.step(
-                        state.step, lr, data.micro_batches, counts, None if is_last else prefetcher
-                    )
-                log.quant_stats_rows(result.quant_stats)
-                seconds, waited = time.perf_counter() - started, prefetcher.pop_wait()
-                interval.add(counts, flops, seconds, waited, result)
-                state.advance(data, counts, flops, result, seconds)
-                if result.skipped:
-                    with world.raise_together():
-                        state.check_divergence(args.optimizer.max_skipped_steps)
-                bar.update()
-                collect(state.step)
-                interval.add_monitored(run.monitor.after_step(state.step, waited))
-                evaluates = plan.eval_every and state.step % plan.eval_every == 0
-                if evaluates or state.step % args.log.logging_steps == 0 or state.step == 1 or run.done:
-                    row = interval.row(state, plan.total_steps, lr, result, world, peak)
-                    interval = Interval()
-                    if evaluates:
-                        stopping = not evaluate_and_log(run, row)
-                    else:
-                        log.row(row)
-            if stopping or run.done or saves.is_due(state, prefetcher.save_requested):
+            if data is None:
+                stopped = True
+                break
+            epoch = task.data.epochs(state.sequences + counts.num_sequences) if data.epoch is None else data.epoch
+            run.monitor.before_step(state.step + 1)
+            # A few steps more than estimated may come before the data end: keep the last learning rate.
+            lr = learning_rate(min(state.step, plan.total_steps - 1))
+            is_last = plan.finished(task.data, state.step + 1, data.position)
+            with first_step.waited_for():
+                result = run.stepper.step(state.step, lr, data.micro_batches, counts, None if is_last else prefetcher)
+            log.quant_stats_rows(result.quant_stats)
+            seconds, waited = time.perf_counter() - started, prefetcher.pop_wait()
+            flops = task.flops(counts)
+            interval.add(counts, flops, seconds, waited, result)
+            state.advance(data.position, epoch, counts, flops, seconds, result)
+            if result.skipped:
+                with world.raise_together():
+                    state.check_divergence(args.optimizer.max_skipped_steps)
+            bar.update()
+            collect(state.step)
+            interval.add_monitored(run.monitor.after_step(state.step, waited))
+            evaluates = plan.eval_every and state.step % plan.eval_every == 0
+            if evaluates or state.step % args.log.logging_steps == 0 or state.step == 1 or run.done:
+                row = interval.row(state, plan.total_steps, lr, result, world, peak)
+                interval = Interval()
+                if not evaluates:
+                    log.row(row)
+                elif not evaluate_and_log(run, row):
+                    stopped = True
+                    break
+            if saves.is_due(state, prefetcher.save_requested):
                 interval.add_checkpoint(save(run, saves))
-                log.draw()
+        save(run, saves)
         run.monitor.close(state.step)
         world.watch.mark("save", state.step)
         run.checkpointer.wait()
         world.watch.rest()
-    if stopping:
+    if stopped:
         raise Preempted
 
 
@@ -224,11 +232,11 @@ def begin_training(run: Run, first_row: int) -> None:
     # From here on ranks agree on a signal and save. They meet below first, so that none exits by itself any more.
     run.world.stop.save_first()
     run.checkpointer.begin(run.state.step)
-    with run.world.on_main_rank() as is_main:
-        if is_main:
+    with run.world.raise_together():
+        if run.directory:
             run.directory.claim()
             stats_directory = run.args.precision.stats_directory(run.args.checkpoint.output_dir)
-            info = run_info(run.args, run.built, run.task.words, run.world)
+            info = run_info(run.args, run.built, run.task.labels, run.world)
             line = partial(run.task.line, packs_per_step=run.plan.packs_per_step)
             run.log.begin(first_row, stats_directory, run.state.step, info, line)
             run.directory.keep()
@@ -249,7 +257,7 @@ def evaluate_and_log(run: Run, row: dict) -> bool:
 
 
 def save(run: Run, schedule: SaveSchedule) -> float:
-    """Save if there are new steps; all ranks together. Returns the seconds that training waited."""
+    """Save if there are new steps, and draw the curves; all ranks together. Returns the seconds training waited."""
     state, started = run.state, time.perf_counter()
     if state.step > schedule.saved_step:
         run.monitor.check_replicas(state.step)
@@ -258,46 +266,30 @@ def save(run: Run, schedule: SaveSchedule) -> float:
         position = merge_positions(run.world.gather_to_main(state.position))
         run.checkpointer.save(state.step, asdict(state) | {"position": position})
         schedule.mark_saved(state.step)
+    run.log.draw()
     return time.perf_counter() - started
 
 
 def end(run: Run) -> None:
     """Write results, evaluate, export and draw as the flags say. Raises Preempted if stopped in an evaluation."""
-    args, world, state, task, output_dir = (
-        run.args,
-        run.world,
-        run.state,
-        run.task,
-        Path(run.args.checkpoint.output_dir),
-    )
-
-    def report(split: str, results: dict) -> None:
-        with world.on_main_rank() as is_main:
-            if is_main:
-                run.log.results(split, state.step, results, of_training=args.do_train)
-
+    args, world, state, task, log = run.args, run.world, run.state, run.task, run.log
     if args.do_train:
-        report("train", training_results(state, run.plan, task.data.num_examples))
+        results = training_results(state, run.built.implementation, task.data.num_examples)
+        log.results("train", state.step, results, of_training=True)
     if args.do_eval:
         logger.info("*** Evaluate ***")
         for split, prefix in (("validation", "eval"), ("test", "test")):
-            with world.raise_together():
-                is_absent = task.data.held_out(split) is None
-            if is_absent:
+            if not run.evaluator.has(split):
                 continue
             results = run.evaluator.evaluate(state.step, split, prefix)
             if not results:
                 raise Preempted
-            report(prefix, {"epoch": state.epoch} | results)
-    with world.on_main_rank() as is_main:
-        if is_main and args.do_train:
-            history = read_json_lines(output_dir / METRICS)
-            write_json(output_dir / "trainer_state.json", asdict(state) | {"log_history": history})
+            log.results(prefix, state.step, {"epoch": state.epoch} | results, of_training=args.do_train)
+    if args.do_train:
+        log.trainer_state(asdict(state))
     is_complete = args.do_train and task.data.finished(state.step, state.position)
     if is_complete if args.save_final_model is None else args.save_final_model:
-        export_model(
-            task, output_dir / "final_model", Training.of_state(asdict(state)), world, run.strategy.full_tensor
-        )
-    with world.on_main_rank() as is_main:
-        if is_main and args.do_train:
-            run.log.draw_last()
+        directory = Path(args.checkpoint.output_dir) / "final_model"
+        export_model(task, directory, Training.of_state(asdict(state)), world, run.strategy.full_tensor)
+    if args.do_train:
+        log.draw_last()

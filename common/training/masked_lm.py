@@ -1,7 +1,4 @@
-"""Masked language modelling with an encoder: what a run trains on, counts, evaluates and exports.
-
-The loop calls these methods and knows nothing else of batches and model. What differs between encoders is their
-family's (common.models.registry).
+"""Masked language modelling with an encoder. What differs between encoders is their family's (common.models.registry).
 
 Held-out sums are over all masked residues of a split, on all ranks, and divided once: no mean of means. Masks depend
 on the protein alone, so every evaluation, model and number of ranks predicts the same residues.
@@ -11,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -23,41 +21,66 @@ from common.data import TokenSet
 from common.data.collators import Batch, Collator, Counts, to_device
 from common.data.crops import Pack
 from common.data.flags import DataFlags
-from common.data.training_data import EVAL_SEED, TrainingData, held_out_batches, masked_batches, open_data
+from common.data.loader import StepCounts
+from common.data.training_data import EVAL_SEED, ProteinData, held_out_batches, masked_batches, open_data
 from common.distributed.world import World
-from common.models.layers.hf_directory import Training
-from common.models.registry import ModelSpec, encoder_family, family_of
+from common.flags import Missing
+from common.models.esm2.family import ModelFlags
+from common.models.registry import Family, encoder_family, family_of
 from common.shapes import filled_up
-from common.training.arguments import TrainArguments
+from common.training.arguments import RunArguments
 from common.training.evaluation import held_out_results
 from common.training.run_logger import PlotLabels, step_line
-from common.training.task import BuiltModel, StepCounts, Task
+from common.training.task import BuiltModel, Task
 
 UNIGRAM_SAMPLE = 200_000  # proteins, from all over the training split, that the unigram baseline is fitted on
 UNIGRAM_RUN = 1000  # consecutive proteins that are read together
 
 
-def choose_encoder(args: TrainArguments, world: World, torch_only: tuple[str, ...], previous: dict) -> ModelSpec:
-    """As `Family.choose`, of the family of --config_name or --model_name_or_path."""
-    name = args.model.config_name or args.model.model_name_or_path
-    return encoder_family(str(name)).choose(args, world, torch_only, previous)
+@dataclass(frozen=True)
+class TrainArguments(RunArguments):
+    """The flags of a run of masked language modelling."""
+
+    model: ModelFlags = field(default_factory=ModelFlags)
+    data: DataFlags = field(default_factory=DataFlags)
+
+    @property
+    def model_named(self) -> str | None:
+        return self.model.config_name or self.model.model_name_or_path
+
+    @property
+    def family(self) -> Family:
+        return encoder_family(str(self.model_named))
+
+    @property
+    def cp_comm_type(self) -> str:
+        return self.model.cp_comm_type
+
+    @property
+    def pack_tokens(self) -> int:
+        return self.data.pack_tokens
+
+    @property
+    def batch(self) -> tuple[int, str]:
+        packed = self.data.tokens_per_pack if self.data.packing else None
+        return (packed, "tokens") if packed else super().batch
+
+    def missing(self) -> Iterator[Missing]:
+        if self.model.bf16_residual and not self.precision.bf16:
+            yield Missing("--bf16", "--bf16_residual needs bf16 layers")
 
 
-class MaskedLM(Task):
-    """The task of a run: its model, and its data once they are opened."""
+class MaskedLM(Task[TrainArguments, ProteinData]):
+    """Masked language modelling of proteins."""
 
-    choose = staticmethod(choose_encoder)
-    words = PlotLabels()
-
-    data: TrainingData
+    labels = PlotLabels()
 
     def __init__(self, built: BuiltModel, flags: TrainArguments, world: World):
-        self.built, self.flags, self.bf16, self.world = built, flags, flags.precision.bf16, world
-        self.family = encoder_family(str(flags.model.config_name or flags.model.model_name_or_path))
+        super().__init__(built, flags, world)
+        self.bf16 = flags.precision.bf16
         self.baselines: dict[str, dict] = {}  # unigram results by split
 
     def open(self, evaluates: bool) -> None:
-        """Open the data; all ranks together."""
         if self.flags.data.dataset and self.family is not family_of("esm"):
             raise UserError(
                 f"--dataset {self.flags.data.dataset}: files are tokenised with ESM-2's alphabet: give --dataset_dir, "
@@ -74,7 +97,6 @@ class MaskedLM(Task):
         return make_sample(Path(self.flags.checkpoint.output_dir) / SAMPLE)
 
     def example(self, tokens: int) -> Batch:
-        """This rank's batch of a pack of `tokens` random residues in sequences of the maximum length."""
         pack = Pack.of_length(tokens, self.flags.data.max_seq_length)
         choices = np.array(self.family.tokens.replacements, dtype=np.uint8)
         ids = choices[np.random.default_rng(self.flags.data.seed).integers(len(choices), size=tokens)]
@@ -92,28 +114,19 @@ class MaskedLM(Task):
 
     @staticmethod
     def counts(micro_batches: list[Batch]) -> StepCounts:
-        """Summed over this rank's micro-batches; none: all zero."""
         computed = sum(filled_up(max(len(batch["input_ids"]), batch.get("pad_to", 0))) for batch in micro_batches)
         return StepCounts(*Counts.of(micro_batches), computed)
 
     def loss_sum(self, model: nn.Module, batch: Batch) -> Tensor:
-        """Cross-entropy in nats, summed over the masked residues of a batch; fp32 scalar."""
         with torch.autocast(self.world.device.type, torch.bfloat16, enabled=self.bf16):
             return model(**to_device(batch, self.world.device)).loss_sum
 
-    def flops(self, counts: StepCounts) -> float:
-        """Of a training step with these counts."""
-        totals = counts.num_tokens, counts.sum_squared_lengths, counts.num_targets
-        return self.family.flops(self.built.config, *totals)
-
     def evaluate(self, model: nn.Module, split: str, prefix: str, step: int) -> dict:
-        """As `evaluate`, on a split."""
         store = self.data.held_out(split)
         return evaluate(model, store, self.family.tokens, self.flags.data, self.world, prefix, step, self.bf16)
 
     @staticmethod
     def summary(results: dict) -> str:
-        """The validation split's results in a line, beside the unigram baseline."""
         return (
             f"Held-out loss {results['eval_loss']:.4f} (residue frequencies alone: "
             f"{results['eval_unigram_loss']:.4f}), perplexity {results['perplexity']:.3f}, accuracy "
@@ -121,7 +134,6 @@ class MaskedLM(Task):
         )
 
     def baseline(self, split: str, prefix: str) -> dict:
-        """As `unigram`, on a split."""
         if split not in self.baselines:
             held_out = self.data.held_out(split)
             tokens = self.family.tokens
@@ -129,18 +141,7 @@ class MaskedLM(Task):
         return self.baselines[split]
 
     def line(self, row: dict, packs_per_step: int) -> str:
-        """A row of metrics.jsonl for the terminal."""
         return step_line(row)
-
-    def exported(self, gather: Callable[[Tensor], Tensor]) -> Iterator[tuple[str, Tensor]]:
-        """The tensors to export; all ranks ask for one after the other, which `gather` makes whole."""
-        parameters = dict(self.built.weights.named_parameters())
-        get = lambda name: gather(parameters[name]).detach()  # noqa: E731
-        return self.family.to_hf(get, self.built.config, self.built.extras)
-
-    def export(self, pieces: Iterator[tuple[str, Tensor]], directory: Path, training: Training) -> None:
-        """Write them where transformers' from_pretrained opens them; the main rank only."""
-        self.family.save(pieces, self.built.config, directory, training, None)
 
 
 def evaluate(

@@ -61,7 +61,7 @@ class AdamW(torch.optim.AdamW):
     DTensor's dispatch for each tensor takes most of the host time of a sharded step.
     """
 
-    def _init_group(self, group: dict, *lists: list[torch.Tensor]):
+    def _init_group(self, group: dict, *lists: list[torch.Tensor]):  # pyrefly: ignore[bad-override]  # of any version
         result = super()._init_group(group, *lists)
         for tensors in lists:
             tensors[:] = [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]

@@ -12,6 +12,7 @@ step's forward and backward passes, which only read the state; the optimizer's s
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -109,7 +110,7 @@ class PinnedStager:
         if self._stream is None:
             self._memory = torch.empty(size, dtype=torch.uint8)
             return
-        cuda = torch.cuda.cudart()
+        cuda: Any = torch.cuda.cudart()
         if self._memory.nbytes:
             cuda.cudaHostUnregister(self._memory.data_ptr())
         self._memory = torch.empty(size, dtype=torch.uint8)
@@ -154,7 +155,8 @@ def _copy(tensor: Tensor, memory: Tensor) -> Tensor:
     if source.numel():
         # A storage of its own: torch.distributed.checkpoint clones a tensor that is part of a larger storage.
         data = torch.frombuffer(memory.numpy(), dtype=source.dtype, count=source.numel()).view(source.shape)
-        _local(copy).set_(data.copy_(source, non_blocking=on_device))
+        data.copy_(source, non_blocking=on_device)
+        _local(copy).set_(data.untyped_storage(), 0, data.shape, data.stride())
     if on_device:
         source.record_stream(torch.cuda.current_stream())  # it may be freed before the copy runs
     return copy

@@ -10,15 +10,13 @@ from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from common.cli import UserError, one_line
-from common.data.loader import TrainStep, check_divisible
+from common.data.loader import StepCounts, check_divisible
 from common.data.packing import Position
 from common.data.training_data import TrainingData, packs_per_step
 from common.distributed.world import World
 from common.files.json_files import LARGEST_INT, check_type, shorten
 from common.training.arguments import RunArguments
 from common.training.run_logger import peak_memory_gb
-from common.training.step import StepResult
-from common.training.task import BuiltModel, StepCounts
 
 logger = logging.getLogger(__name__)
 
@@ -39,16 +37,30 @@ _WITH_LOSS = {"total_steps", "learning_rate", "step_seconds", "data_wait_seconds
 
 
 @dataclass(frozen=True)
+class StepResult:
+    """A step's loss (nats per target, over the global batch), gradient norm before clipping, and seconds.
+
+    The seconds are the host's, which is exact on a CPU. On a GPU the loss is read before the optimiser is launched:
+    `forward_backward` covers forward, backward and communication; `optimizer` is the launch alone, its kernels count
+    with the next step. Neither includes the wait for the next batches. quant_stats: rows of quant_stats.jsonl.
+    """
+
+    loss: float
+    grad_norm: float
+    skipped: bool
+    forward_backward: float
+    optimizer: float
+    quant_stats: list[dict]
+
+
+@dataclass(frozen=True)
 class RunPlan:
     """What the flags leave open, resolved once; the log, results and checkpoints show it.
 
-    formats: {layer: number format} if any layer is quantised; total_steps: of the whole run, which the schedule spans;
+    total_steps: of the whole run, which the schedule spans;
     last_step: where this start ends, None for the end of the data; eval_every, save_every: in steps, 0 for never.
     """
 
-    backend: str
-    gelu: str
-    formats: dict[str, str]
     packs_per_step: int
     accumulation: int
     total_steps: int
@@ -91,12 +103,12 @@ class TrainerState:
     unfinished_row: dict | None = None  # of metrics.jsonl, if a signal interrupted its evaluation
     data: dict = field(default_factory=dict)  # identity of the batch plan
     arguments: dict = field(default_factory=dict)
-    resolved: dict = field(default_factory=dict)  # the RunPlan
+    resolved: dict = field(default_factory=dict)  # BuiltModel.implementation and the RunPlan
 
     @classmethod
     def read(cls, saved: dict, where: str) -> TrainerState:
         """From a checkpoint, which may be untrusted: UserError unless every value has its type."""
-        types = {f.name: f.type for f in fields(cls)}
+        types = {f.name: str(f.type) for f in fields(cls)}
         try:
             for name, value in saved.items():
                 if name not in types:
@@ -117,23 +129,30 @@ class TrainerState:
             raise UserError(f"{where}: refused: {one_line(error)}") from error
         return state
 
-    def start(self, plan: RunPlan, identity: dict, arguments: dict, grad_scale: int) -> None:
-        """Record what this start of the run resolved, and warn of flags that differ from the checkpoint's."""
+    def start(
+        self, plan: RunPlan, implementation: dict[str, Any], identity: dict, arguments: dict, grad_scale: int
+    ) -> None:
+        """Record what this start of the run resolved, and warn of flags that differ from the checkpoint's.
+
+        implementation: `BuiltModel.implementation`.
+        """
         arguments = {k: v for k, v in arguments.items() if isinstance(v, str | int | float | bool | None)}
-        arguments |= {"backend": plan.backend, "gelu": plan.gelu}
+        arguments |= {name: implementation[name] for name in ("backend", "gelu")}
         saved = self.arguments
         changed = [
             f"{k} {saved[k]} -> {v}" for k, v in arguments.items() if k not in HARMLESS and saved.get(k, v) != v
         ]
         if changed:  # not refused: another --save_steps is fine
             logger.warning("Flags differ from those of the checkpoint: %s", ", ".join(changed))
-        self.data, self.arguments, self.resolved = identity, arguments, asdict(plan)
+        self.data, self.arguments, self.resolved = identity, arguments, implementation | asdict(plan)
         self.packs_per_step, self.gradient_factor = plan.packs_per_step, grad_scale
 
-    def advance(self, data: TrainStep, counts: StepCounts, flops: float, result: StepResult, seconds: float) -> None:
-        """Count a step, skipped or not."""
+    def advance(
+        self, position: dict, epoch: float, counts: StepCounts, flops: float, seconds: float, result: StepResult
+    ) -> None:
+        """Count a step, skipped or not. position, epoch: after it."""
         self.step += 1
-        self.position, self.epoch = data.position, data.epoch
+        self.position, self.epoch = position, epoch
         self.tokens += counts.num_tokens
         self.sequences += counts.num_sequences
         if counts.num_unknown and not self.unknown:
@@ -226,7 +245,7 @@ def _check_row(row: dict) -> None:
         raise ValueError("unfinished_row is no row of metrics")
 
 
-def plan_run(args: RunArguments, built: BuiltModel, data: TrainingData, state: TrainerState, world: World) -> RunPlan:
+def plan_run(args: RunArguments, data: TrainingData, state: TrainerState, world: World) -> RunPlan:
     """Resolve packs per step, accumulation and the number of steps; all ranks together."""
     with world.raise_together():
         packs = packs_per_step(args.data, world.mesh, state.packs_per_step)
@@ -236,9 +255,6 @@ def plan_run(args: RunArguments, built: BuiltModel, data: TrainingData, state: T
             total_steps = data.total_steps(packs, state.step, state.position)
     world.assert_same({"total_steps": total_steps, "packs_per_step": packs})
     plan = RunPlan(
-        backend=built.backend,
-        gelu=built.gelu,
-        formats=built.precision.formats,
         packs_per_step=packs,
         accumulation=max(1, packs // world.mesh.dp_size),  # need not divide if nothing is trained
         total_steps=total_steps,

@@ -11,20 +11,31 @@ import logging
 import os
 import sys
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from common.cli import UserError
 from common.distributed.strategy import StrategyFlags
-from common.flags import is_file_of_flags, parse_arguments, read_file_of_flags
+from common.flags import changed_defaults, flag_specs, flat, is_file_of_flags, parse_arguments, read_file_of_flags
 from common.models.registry import family_of
-from common.training.arguments import RunArguments, TrainArguments
+from common.training.arguments import RunArguments
 from common.training.task import Task
 
 logger = logging.getLogger(__name__)
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 TASKS = ("mlm", "clm")
+# What the other task has in place of a flag.
+COUNTERPARTS = {
+    "config_name": "model",
+    "model": "config_name",
+    "model_type": "config_name",
+    **dict.fromkeys(("hidden_size", "intermediate_size", "num_hidden_layers"), "config_overrides"),
+    **dict.fromkeys(("num_attention_heads", "initializer_range"), "config_overrides"),
+    "tokenizer_name": "tokenizer",
+    "max_eval_samples": "validation_batches",
+}
 
 
 def task_of(args: RunArguments) -> type[Task]:
@@ -41,6 +52,8 @@ def task_of(args: RunArguments) -> type[Task]:
 def arguments_of(strategy: type[StrategyFlags], task: str) -> RunArguments:
     """A task's flags and a strategy's, with their defaults."""
     if task == "mlm":
+        from common.training.masked_lm import TrainArguments
+
         return TrainArguments(strategy=strategy())
     from extras.decoders.causal_arguments import CausalArguments
 
@@ -60,7 +73,7 @@ def parse_run(
     task = task_name(words)
     if task == "clm":
         words = _without_comments(words)
-    args = parse_arguments(description, arguments_of(strategy, task), argv=words)
+    args = parse_arguments(description, arguments_of(strategy, task), words, partial(_of_other_task, strategy, task))
     if not argv and os.environ.get("RANK", "0") == "0":
         script, file = os.path.basename(sys.argv[0]), os.path.relpath(sanity)
         logger.info(
@@ -69,6 +82,18 @@ def parse_run(
             "--output_dir out/mine"
         )
     return args
+
+
+def _of_other_task(strategy: type[StrategyFlags], task: str, option: str) -> str:
+    """Which task has a flag that `task` lacks, and what to give instead; "" if none has it."""
+    [other] = (name for name in TASKS if name != task)
+    theirs = flag_specs(changed_defaults(arguments_of(strategy, other)))
+    spec = next((spec for spec in theirs if option in spec.options), None)
+    if spec is None:
+        return ""
+    ours = flat(arguments_of(strategy, task))  # an alias may be the other task's only
+    instead = spec.name if spec.name in ours else COUNTERPARTS.get(spec.name)
+    return f"it is a flag of --task {other}; this is --task {task}" + (f": give --{instead}" if instead else "")
 
 
 def task_name(words: list[str]) -> str:

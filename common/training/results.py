@@ -5,14 +5,16 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
 from common.cli import UserError, one_line
-from common.data.training_data import TrainingData
+from common.data.training_data import PlannedData, TrainingData
 from common.distributed.world import World
+from common.flags import flat
 from common.models.layers.hf_directory import Training
 from common.models.layers.initialise import count_parameters
 from common.training.arguments import RunArguments
@@ -52,7 +54,7 @@ def announce(
     logger.info("  Device = %s x %d, computing in %s", world.device.type, world.size, precision)
     if world.cp_size > 1:
         logger.info(
-            "  Each pack is shared by %d ranks (%s, %s)", world.cp_size, args.model.cp_comm_type, args.data.cp_layout
+            "  Each pack is shared by %d ranks (%s, %s)", world.cp_size, args.cp_comm_type, args.data.cp_layout
         )
     if state.step:
         logger.info("Resuming after step %d (epoch %.2f)", state.step, state.epoch)
@@ -61,9 +63,9 @@ def announce(
 
 
 def _epochs(requested: float, data: TrainingData) -> int | str:
-    if (end := data.end) is None:
+    if not isinstance(data, PlannedData) or data.end is None:
         return "n/a (limited by --max_steps)"
-    epochs = data.plan.epochs_before(end)
+    epochs = data.plan.epochs_before(data.end)
     return int(requested) if requested == epochs else f"{requested:g}: to the nearest pack, {epochs:.6g}"
 
 
@@ -99,24 +101,28 @@ def weight_files(directory: str) -> str:
 def run_info(args: RunArguments, built: BuiltModel, labels: tuple[str, ...], world: World) -> dict:
     """The heading of the run's curves."""
     device = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else world.device.type
+    flags = flat(args)
     return {
         "model": f"{args.model_named or built.config.model_type} ({count_parameters(built.model):,} parameters)",
-        "data": str(args.data.dataset_dir or args.data.dataset),
+        "data": str(flags["dataset_dir"] or flags["dataset"]),
         "device": f"{device} x {world.size}, {'bf16' if args.precision.bf16 else 'fp32'}",
         "words": list(labels),
     }
 
 
-def training_results(state: TrainerState, plan: RunPlan, num_examples: int | None) -> dict:
-    """The content of train_results.json. Warns of characters that are no residues."""
+def training_results(state: TrainerState, implementation: dict[str, Any], num_examples: int | None) -> dict:
+    """The content of train_results.json. Warns of characters that are no residues.
+
+    implementation: `BuiltModel.implementation`.
+    """
     if state.unknown:
         share = state.unknown / max(state.tokens, 1)
         logger.warning("%s characters (%.2g of the tokens) are no residues: <unk>", f"{state.unknown:,}", share)
     seconds = max(state.seconds, 1e-9)
     return {
-        "backend": plan.backend,
+        "backend": implementation["backend"],
         "epoch": state.epoch,
-        **({"gelu": plan.gelu} if plan.gelu else {}),
+        **({"gelu": gelu} if (gelu := implementation["gelu"]) else {}),
         "total_flos": state.total_flos,
         "train_loss": state.loss_total / max(state.step - state.skipped_steps, 1),
         "train_runtime": state.seconds,

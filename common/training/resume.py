@@ -13,7 +13,6 @@ from pathlib import Path
 from common.cli import UserError
 from common.data.training_data import TrainingData
 from common.distributed.world import World
-from common.models.esm2.config import HIDDEN_ACT
 from common.models.layers.backend import BACKENDS
 from common.training.arguments import RunArguments
 from common.training.checkpoint import TRAINER_STATE
@@ -52,9 +51,8 @@ class ResumePlan:
     @property
     def implementation(self) -> dict[str, str]:
         """{"backend": ..., "gelu": ...} that the run has used so far; {} for a new run or where none is recorded."""
-        backend, gelu = self.state.arguments.get("backend"), self.state.arguments.get("gelu")
-        known = backend in BACKENDS and gelu in (*HIDDEN_ACT, "")
-        return {"backend": backend, "gelu": gelu} if known else {}
+        saved = self.state.arguments
+        return {k: str(saved.get(k)) for k in ("backend", "gelu")} if saved.get("backend") in BACKENDS else {}
 
     def check(self, fingerprint: dict, args: RunArguments, data: TrainingData) -> None:
         """UserError if the checkpoint is of another model, other initial weights or other data. No collective."""
@@ -78,7 +76,7 @@ def plan_resume(args: RunArguments, restarted: bool, world: World) -> ResumePlan
             chosen = requested_checkpoint(args.checkpoint.resume_from_checkpoint, output_dir, restarted)
             if overwrite and chosen is True:
                 chosen = False
-            if overwrite and chosen and chosen.resolve().parent == output_dir.resolve():
+            if overwrite and isinstance(chosen, Path) and chosen.resolve().parent == output_dir.resolve():
                 raise UserError(
                     f"--resume_from_checkpoint {chosen}: --overwrite_output_dir would remove it: drop one of the two"
                 )
@@ -112,10 +110,11 @@ def requested_checkpoint(flag: str | None, output_dir: Path, restarted: bool) ->
     """
     if restarted and list_checkpoints(output_dir):
         return True
+    text = flag or "true"
     words = {"true": True, "yes": True, "1": True, "false": False, "no": False, "none": False, "0": False}
-    if (word := (flag or "true").lower()) in words:
-        return words[word]
-    path = Path(flag)
+    if text.lower() in words:
+        return words[text.lower()]
+    path = Path(text)
     if path.resolve() == output_dir.resolve():
         return True
     inside = [] if (path / MANIFEST).exists() else list_checkpoints(path)

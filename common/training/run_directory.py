@@ -16,6 +16,7 @@ import time
 from contextlib import suppress
 from io import TextIOWrapper
 from pathlib import Path
+from typing import Any
 
 from common.cli import UserError
 from common.files.json_files import open_private
@@ -189,6 +190,7 @@ def _parent_process() -> str | None:
 def _is_restart_of(text: str) -> bool:
     """text: of the .run file, written by this version or an earlier one."""
     now = _job()
+    before: dict[str, Any]
     try:
         before = json.loads(text)
     except ValueError:

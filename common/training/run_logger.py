@@ -6,8 +6,8 @@ import json
 import logging
 import threading
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from importlib.util import find_spec
@@ -15,6 +15,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
+from tqdm.auto import tqdm
+from tqdm.contrib.logging import logging_redirect_tqdm
 
 from common.cli import MACHINE_FAULT, UserError
 from common.distributed.stopping import PREEMPTED, Preempted
@@ -223,6 +225,13 @@ class RunLogger:
         failed = PREEMPTED if kind and issubclass(kind, Preempted) else MACHINE_FAULT
         self.tracker.close(failed if kind else 0)
 
+    @contextmanager
+    def progress_bar(self, total: int, done: int) -> Iterator[tqdm]:
+        """A bar of the steps, on a terminal; log lines are written above it."""
+        hidden = True if self.flags.disable_tqdm or not self.world.is_main else None  # None: only on a terminal
+        with logging_redirect_tqdm(), tqdm(total=total, initial=done, disable=hidden, unit="step") as bar:
+            yield bar
+
     def track(self, config: dict, first_row: int | None, anew: bool) -> None:
         """Open the tracker of --report_to, on all ranks together; see `open_tracker`. config: all flags of the run."""
         if self.flags.report_to == "none":
@@ -254,7 +263,7 @@ class RunLogger:
 
     def row(self, row: dict) -> None:
         """Write a row of metrics.jsonl."""
-        if self.world.is_main:
+        if self.metrics is not None:
             self.metrics.write(row)
             self.last_row = row
             self.tracker.write(row)
@@ -263,7 +272,7 @@ class RunLogger:
 
     def quant_stats_rows(self, rows: list[dict]) -> None:
         """Write a step's rows of quant_stats.jsonl, if any."""
-        if rows and self.world.is_main:
+        if rows and self.quant_stats is not None:
             from extras.quant_stats.stats import scalars
 
             self.quant_stats.write(*rows)
@@ -279,12 +288,14 @@ class RunLogger:
         self._drawing.start()
 
     def draw_last(self) -> None:
-        """Draw the curves of the whole run."""
+        """Draw the curves of the whole run; all ranks together."""
         from extras.curves import draw_curves
 
-        if self._drawing is not None:
-            self._drawing.join()
-        draw_curves(self.output_dir)
+        with self.world.raise_together():
+            if self._drawing is not None:
+                self._drawing.join()
+            if self.world.is_main:
+                draw_curves(self.output_dir)
 
     def _draw(self) -> None:
         from extras.curves import draw_curves
@@ -293,14 +304,23 @@ class RunLogger:
             draw_curves(self.output_dir)
 
     def results(self, split: str, step: int, results: dict, of_training: bool) -> None:
-        """Write `<split>_results.json` and print the guides' block; the main rank only.
+        """Write `<split>_results.json` and print the guides' block; all ranks together.
 
         of_training: a training run ends with these results. Then the tracker gets only the values it has not yet seen.
         """
-        seen = self._seen_by_tracker(split, step, results) if of_training else {}
-        write_results(self.output_dir, split, results)
-        self.tracker.write({"step": step} | {k: v for k, v in results.items() if k not in seen})
-        print(format_block(split, results), flush=True)
+        with self.world.raise_together():
+            if self.world.is_main:
+                seen = self._seen_by_tracker(split, step, results) if of_training else {}
+                write_results(self.output_dir, split, results)
+                self.tracker.write({"step": step} | {k: v for k, v in results.items() if k not in seen})
+                print(format_block(split, results), flush=True)
+
+    def trainer_state(self, state: dict) -> None:
+        """Write trainer_state.json, with the rows of metrics.jsonl; all ranks together."""
+        with self.world.raise_together():
+            if self.world.is_main:
+                history = read_json_lines(self.output_dir / METRICS)
+                write_json(self.output_dir / "trainer_state.json", state | {"log_history": history})
 
     def _seen_by_tracker(self, split: str, step: int, results: dict) -> dict:
         """The row of this step; all results, if a finished run was only started again."""

@@ -17,11 +17,12 @@ import torch
 from torch import Tensor
 
 from common.data.collators import Batch
-from common.data.loader import TrainStep
+from common.data.loader import StepCounts, TrainStep
 from common.distributed.strategy import Strategy
 from common.distributed.world import World
 from common.precision.build import Precision
-from common.training.task import StepCounts, Task
+from common.training.progress import StepResult
+from common.training.task import Task
 
 COLLECT_EVERY = 50  # steps between garbage collections
 
@@ -40,7 +41,7 @@ class StepPrefetcher:
         self._steps, self._task, self._world, self._is_save_due = steps, task, world, is_save_due
         self._data: TrainStep | None = None
         self._failure: Exception | None = None
-        self._sums: list[int] | None = None  # of the prefetched step: counts, stop, failed
+        self._sums: list[int] = []  # of the prefetched step: counts, stop, failed
         self._waited = 0.0
         self.save_requested = False  # of the last all-reduce
 
@@ -76,13 +77,13 @@ class StepPrefetcher:
 
         All ranks together. If one has failed, all of them end (`World.raise_on_all`).
         """
-        if self._sums is None:
+        if not self._sums:
             values, _ = self.prefetch(number)
             self.receive(self._world.sum(values).tolist())
         *counts, stop, failed = self._sums
         if failed:
             self._world.raise_on_all(self._failure)
-        data, self._data, self._sums = self._data, None, None
+        data, self._data, self._sums = self._data, None, []
         return (None if stop else data), StepCounts(*counts)
 
     def pop_wait(self) -> float:
@@ -94,23 +95,6 @@ class StepPrefetcher:
 def _is_busy(device: torch.device) -> bool:
     """Whether a GPU still has queued work."""
     return device.type == "cuda" and not torch.cuda.current_stream(device).query()
-
-
-@dataclass(frozen=True)
-class StepResult:
-    """A step's loss (nats per target, over the global batch), gradient norm before clipping, and seconds.
-
-    The seconds are the host's, which is exact on a CPU. On a GPU the loss is read before the optimiser is launched:
-    `forward_backward` covers forward, backward and communication; `optimizer` is the launch alone, its kernels count
-    with the next step. Neither includes the wait for the next batches. quant_stats: rows of quant_stats.jsonl.
-    """
-
-    loss: float
-    grad_norm: float
-    skipped: bool
-    forward_backward: float
-    optimizer: float
-    quant_stats: list[dict]
 
 
 @dataclass(frozen=True)
@@ -143,7 +127,7 @@ class Stepper:
         self.precision.begin_step(step)
         scale = strategy.grad_scale(world.size)
         for number, batch in enumerate(micro_batches):
-            self.precision.begin_pack(step, number * world.mesh.dp_size + world.mesh.dp_rank, batch["num_tokens"] == 0)
+            self.precision.begin_pack(step, number * world.mesh.dp_size + world.mesh.dp_rank, not batch["num_tokens"])
             with strategy.micro_batch(last=number == len(micro_batches) - 1):
                 loss_sum = self.task.loss_sum(strategy.model, batch)
                 (loss_sum * (scale / max(counts.num_targets, 1))).backward()
@@ -182,12 +166,17 @@ def scheduled_gc(every: int = COLLECT_EVERY) -> Iterator[Callable[[int], None]]:
 
     By itself it would run at another step on each rank, and all ranks would wait for the one that collects.
     """
+
+    def collect(step: int) -> None:
+        if step % every == 0:
+            gc.collect()
+
     was_enabled = gc.isenabled()
     gc.collect()
     gc.freeze()  # modules and model are not looked at again
     gc.disable()
     try:
-        yield lambda step: gc.collect() if step % every == 0 else None
+        yield collect
     finally:
         gc.unfreeze()
         if was_enabled:

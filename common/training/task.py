@@ -1,34 +1,30 @@
-"""The interface of a task (masked or causal language modelling) to the loop, and the records around it.
+"""The interface of a task (masked or causal language modelling) to the loop, and the model built for a run.
 
-The loop uses a task's methods and knows nothing else about batches and model: `open`, `steps`, `counts`, `loss_sum`,
-`flops`, `evaluate`, `summary`, `baseline`, `line`, `exported`, `export` (documented in common.training.masked_lm). A
-dry run opens no data and uses `example`.
+The loop uses these methods and knows nothing else about batches and model. A dry run opens no data and uses `example`.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
+from pathlib import Path
+from typing import Any, Generic, TypeVar
 
 from torch import Tensor, nn
 
-from common.data.collators import Collator
-from common.data.loader import TrainLoader
+from common.data.collators import Batch, Collator
+from common.data.loader import StepCounts, TrainLoader
+from common.data.training_data import TrainingData
+from common.distributed.strategy import Strategy
 from common.distributed.world import World
+from common.models.layers.hf_directory import Training
 from common.precision.build import Precision
 from common.training.arguments import RunArguments
+from common.training.run_logger import PlotLabels
 
-
-class StepCounts(NamedTuple):
-    """Counts of micro-batches (`Counts`); num_computed: tokens that the layers run on, padding included."""
-
-    num_targets: int
-    num_tokens: int
-    sum_squared_lengths: int
-    num_sequences: int
-    num_unknown: int
-    num_computed: int
+Arguments = TypeVar("Arguments", bound=RunArguments)
+Data = TypeVar("Data", bound=TrainingData)
 
 
 @dataclass(frozen=True)
@@ -48,8 +44,13 @@ class BuiltModel:
     compiled: bool = False
 
     @property
-    def config(self):
+    def config(self) -> Any:
         return self.model.config
+
+    @property
+    def implementation(self) -> dict[str, Any]:
+        """How the model computes, as results and checkpoints record it; formats: {layers: number format}."""
+        return {"backend": self.backend, "gelu": self.gelu, "formats": self.precision.formats}
 
     @property
     def weights(self) -> nn.Module:
@@ -58,11 +59,28 @@ class BuiltModel:
         return masters.weights if masters else self.model
 
 
-class Task(ABC):
-    """A subclass sets flags and world, and data when it opens them."""
+# What a train script brings: (flags, world, backend and GELU of a run that is resumed) -> the model, and its strategy.
+Build = Callable[[RunArguments, World, dict[str, str]], tuple[Strategy, BuiltModel]]
 
-    flags: RunArguments
-    world: World
+
+class Task(ABC, Generic[Arguments, Data]):
+    """What a run trains on, counts, evaluates and exports. `open` sets `data`."""
+
+    labels: PlotLabels
+    data: Data
+    tokenizer: Any = None  # of text
+
+    def __init__(self, built: BuiltModel, flags: Arguments, world: World):
+        self.built, self.flags, self.world = built, flags, world
+        self.family = flags.family
+
+    @abstractmethod
+    def open(self, evaluates: bool) -> None:
+        """Open the data; all ranks together."""
+
+    @abstractmethod
+    def example(self, tokens: int) -> Batch:
+        """This rank's batch of a pack of so many random tokens, in sequences of the maximum length."""
 
     @abstractmethod
     def collator(self) -> Collator:
@@ -79,3 +97,43 @@ class Task(ABC):
             num_steps=None if last_step is None else max(0, last_step - step),
             **self.flags.data.loading(self.world.device),
         )
+
+    @staticmethod
+    @abstractmethod
+    def counts(micro_batches: list[Batch]) -> StepCounts:
+        """Summed over this rank's micro-batches; none: all zero."""
+
+    @abstractmethod
+    def loss_sum(self, model: nn.Module, batch: Batch) -> Tensor:
+        """The loss in nats, summed over the targets of a batch; fp32 scalar."""
+
+    @abstractmethod
+    def evaluate(self, model: nn.Module, split: str, prefix: str, step: int) -> dict:
+        """As `held_out_results`, on a split that is not empty."""
+
+    @abstractmethod
+    def baseline(self, split: str, prefix: str) -> dict:
+        """Results of a predictor to compare with, on the same targets; {} without one."""
+
+    @staticmethod
+    @abstractmethod
+    def summary(results: dict) -> str:
+        """The validation split's results in a line."""
+
+    @abstractmethod
+    def line(self, row: dict, packs_per_step: int) -> str:
+        """A row of metrics.jsonl for the terminal."""
+
+    def flops(self, counts: StepCounts) -> float:
+        """Of a training step with these counts."""
+        totals = counts.num_tokens, counts.sum_squared_lengths, counts.num_targets
+        return self.family.flops(self.built.config, *totals)
+
+    def exported(self, gather: Callable[[Tensor], Tensor]) -> Iterator[tuple[str, Tensor]]:
+        """The tensors to export; all ranks ask for one after the other, which `gather` makes whole."""
+        parameters = dict(self.built.weights.named_parameters())
+        return self.family.to_hf(lambda name: gather(parameters[name]).detach(), self.built.config, self.built.extras)
+
+    def export(self, pieces: Iterator[tuple[str, Tensor]], directory: Path, training: Training) -> None:
+        """Write them where transformers' from_pretrained opens them; the main rank only."""
+        self.family.save(pieces, self.built.config, directory, training, self.tokenizer)

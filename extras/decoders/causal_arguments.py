@@ -19,6 +19,7 @@ from extras.decoders.config import (
     load_decoder_config,
     preset_like,
 )
+from extras.decoders.family import FAMILY, Decoders
 from extras.text.flags import PUBLISHED, TextFlags
 
 # Flags that replace the configuration's field of the same name and type.
@@ -187,7 +188,7 @@ class CausalArguments(RunArguments):
         "bf16": flag(True, ""),
         "logging_steps": flag(1, "", "logging_freq"),
         "output_dir": flag(
-            None, "Where checkpoints, metrics and final_model/ go. Default: out/MODEL.", "checkpoint_dir"
+            "", "Where checkpoints, metrics and final_model/ go. Default: out/MODEL.", "checkpoint_dir"
         ),
         "save_steps": flag(1000, "", "checkpoint_freq"),
         "eval_steps": flag(
@@ -215,6 +216,10 @@ class CausalArguments(RunArguments):
     @property
     def model_named(self) -> str | None:
         return self.model.model or self.model.model_name_or_path or self.model.model_type
+
+    @property
+    def family(self) -> Decoders:
+        return FAMILY
 
     @property
     def batch(self) -> tuple[int, str]:

@@ -1,15 +1,13 @@
-"""Causal language modelling with a decoder: the methods of common.training.masked_lm for text.
+"""Causal language modelling with a decoder.
 
-The loss is the cross-entropy in nats a predicted token, of the global
-batch. Mixtral's router adds its load-balancing loss, weighted: of each pack by itself, in proportion to its predicted
-tokens. A pack is what it is on any number of ranks, and so is the sum; evaluations have no router loss.
+The loss is the cross-entropy in nats a predicted token, of the global batch. Mixtral's router adds its load-balancing
+loss, weighted: of each pack by itself, in proportion to its predicted tokens. A pack is the same on any number of
+ranks, and so is the sum; evaluations have no router loss.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -17,14 +15,12 @@ from torch import Tensor, nn
 
 from common.data.collators import Batch, Collator, Counts, to_device
 from common.data.crops import Pack
-from common.distributed.world import World
-from common.models.layers.hf_directory import Training
+from common.data.loader import StepCounts
 from common.models.layers.initialise import count_parameters
 from common.training.evaluation import held_out_results
 from common.training.run_logger import PlotLabels, guide_line
-from common.training.task import BuiltModel, StepCounts, Task
+from common.training.task import Task
 from extras.decoders.causal_arguments import CausalArguments
-from extras.decoders.family import FAMILY
 from extras.text.causal import causal_batches
 from extras.text.data import TextData, held_out_contexts, open_text
 from extras.text.tokenizers import check_vocabulary, open_tokenizer
@@ -32,19 +28,12 @@ from extras.text.tokenizers import check_vocabulary, open_tokenizer
 logger = logging.getLogger(__name__)
 
 
-class CausalLM(Task):
-    """The task of a run: the model that was built for it, and its data once they are opened."""
+class CausalLM(Task[CausalArguments, TextData]):
+    """Causal language modelling of text."""
 
-    choose = staticmethod(FAMILY.choose)
-    words = PlotLabels("Causal-language-modelling loss", "nats per token", "held-out text")
-
-    data: TextData
-
-    def __init__(self, built: BuiltModel, flags: CausalArguments, world: World):
-        self.built, self.flags, self.world = built, flags, world
+    labels = PlotLabels("Causal-language-modelling loss", "nats per token", "held-out text")
 
     def open(self, evaluates: bool) -> None:
-        """Tokenizer and data; all ranks together."""
         parameters = count_parameters(self.built.model)
         logger.info("Created model with total parameters: %d (%.2f B)", parameters, parameters / 1e9)
         self.tokenizer = open_tokenizer(self.flags.data.tokenizer, self.world)
@@ -65,7 +54,6 @@ class CausalLM(Task):
 
     @staticmethod
     def counts(micro_batches: list[Batch]) -> StepCounts:
-        """Summed over this rank's micro-batches; none: all zero."""
         computed = sum(len(batch["input_ids"]) for batch in micro_batches)
         return StepCounts(*Counts.of(micro_batches), computed)
 
@@ -77,10 +65,6 @@ class CausalLM(Task):
             return output.loss_sum
         return output.loss_sum + self.built.config.router_aux_loss_coef * batch["num_targets"] * output.router
 
-    def flops(self, counts: StepCounts) -> float:
-        """Of a training step with these counts."""
-        return FAMILY.flops(self.built.config, counts.num_tokens, counts.sum_squared_lengths, counts.num_targets)
-
     def evaluate(self, model: nn.Module, split: str, prefix: str, step: int) -> dict:
         """`{prefix}_{loss,accuracy,perplexity,...}` of --validation_batches batches; {} if stopped meanwhile."""
         store = self.data.held_out(split)
@@ -89,7 +73,6 @@ class CausalLM(Task):
 
     @staticmethod
     def summary(results: dict) -> str:
-        """Those of the validation split in a line."""
         return (
             f"Held-out loss {results['eval_loss']:.4f}, perplexity {results['perplexity']:.3f}, "
             f"accuracy {results['eval_accuracy']:.4f} ({results['eval_tokens']} predicted tokens)"
@@ -102,12 +85,3 @@ class CausalLM(Task):
     def line(self, row: dict, packs_per_step: int) -> str:
         """A row of metrics.jsonl in the guides' shape."""
         return guide_line(row, packs_per_step * self.flags.data.per_device_train_batch_size)
-
-    def exported(self, gather: Callable[[Tensor], Tensor]) -> Iterator[tuple[str, Tensor]]:
-        """The tensors to export; all ranks ask for one after the other, which `gather` makes whole."""
-        parameters = dict(self.built.weights.named_parameters())
-        return FAMILY.to_hf(lambda name: gather(parameters[name]).detach(), self.built.config, {})
-
-    def export(self, pieces: Iterator[tuple[str, Tensor]], directory: Path, training: Training) -> None:
-        """Write them where AutoModelForCausalLM opens them, with the tokenizer; the main rank only."""
-        FAMILY.save(pieces, self.built.config, directory, training, self.tokenizer)

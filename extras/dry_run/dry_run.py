@@ -16,7 +16,8 @@ from common.cli import UserError
 from common.flags import flat, with_flags
 from common.models.layers.initialise import count_parameters
 from common.training.arguments import RunArguments
-from extras.dry_run.memory_estimate import Build, MemoryEstimate, fake_run
+from common.training.task import Build
+from extras.dry_run.memory_estimate import MemoryEstimate, fake_run
 from extras.dry_run.memory_tracker import BACKWARD, ENDS, GATHERED, GRADIENTS, LAYERS, OPTIMIZER, WEIGHTS
 
 GIB = 1 << 30

@@ -17,7 +17,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from common.distributed.fsdp import local_shard
-from common.distributed.strategy import Strategy
 from common.distributed.world import World
 from common.flags import with_flags
 from common.models.layers.cpu import as_on_a_gpu
@@ -25,7 +24,7 @@ from common.training.arguments import RunArguments
 from common.training.optim import build_optimizer
 from common.training.pinned_stager import share_of
 from common.training.registry import task_of
-from common.training.task import BuiltModel
+from common.training.task import Build
 from extras.dry_run.memory_tracker import (
     BACKWARD,
     ENDS,
@@ -86,7 +85,6 @@ def fake_world(size: int, cp_size: int = 1) -> Iterator[FakeWorld]:
         dist.destroy_process_group()
 
 
-Build = Callable[[RunArguments, World], tuple[Strategy, BuiltModel]]
 STATE = (WEIGHTS, GRADIENTS, OPTIMIZER)
 
 
@@ -113,7 +111,7 @@ class FakeRun:
     def __init__(self, args: RunArguments, world: World, build: Build, tracker: MemoryTracker):
         self.args, self.world, self.tracker = args, world, tracker
         with tracker.making(GRADIENTS):  # a strategy may have buckets for them
-            self.strategy, self.built = build(args, world)
+            self.strategy, self.built = build(args, world, {})
         self.task = task_of(args)(self.built, args, world)
         self.strategy.prepare_dry_run()
         self.parameters = [p for p in self.built.weights.parameters() if p.requires_grad]

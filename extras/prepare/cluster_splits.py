@@ -22,10 +22,9 @@ import pyarrow.compute
 import pyarrow.csv
 import pyarrow.parquet
 
-from common.cli import UserError, one_line
+from common.cli import UserError, log_every, one_line
 from common.files.hashing import hash_bytes
 from common.files.json_files import sync, sync_directory
-from common.heartbeat import log_every
 from extras.prepare.clusters import DIRECTORY
 from extras.prepare.output_directory import Build
 from extras.prepare.partitions import boot_id

@@ -9,7 +9,7 @@ import pytest
 
 from common.data.packing import BatchPlan
 from common.flags import flat, parse_arguments
-from common.training.arguments import TrainArguments
+from common.training.masked_lm import TrainArguments
 from common.training.optim import lr_schedule
 from common.training.registry import parse_run
 from tests.data_fixtures import load_script

@@ -45,8 +45,8 @@ def _train_with_masters(argv: list[str], poison: tuple | None) -> None:
     sys.argv = ["train_ddp.py", *argv]
     args = script.parse_run("", script.DdpFlags)
 
-    def build(args, world, resume):
-        built = load_model(args, world, resume)
+    def build(args, world, previous):
+        built = load_model(args, world, previous)
         model = built.model
         matrices = [name for name, p in model.encoder.named_parameters(prefix="encoder") if p.dim() > 1]
         masters = Masters(model, dict.fromkeys(matrices, torch.Tensor.bfloat16))

@@ -10,7 +10,7 @@ import pytest
 
 from common.cli import UserError
 from common.flags import flag_specs, flat
-from common.training.registry import arguments_of, parse_run, task_name
+from common.training.registry import COUNTERPARTS, TASKS, arguments_of, parse_run, task_name
 from extras.decoders.causal_arguments import STYLES, CausalArguments
 from extras.decoders.config import PRESETS
 from extras.text.tokenizers import ByteTokenizer
@@ -237,6 +237,37 @@ def test_sizes_find_the_published_model_of_their_family():
 def test_the_flags_of_one_task_are_unknown_to_the_other(words):
     with pytest.raises(UserError, match="unknown flag"):
         parse(*words, "--output_dir=out")
+
+
+IS_OF_MLM = "it is a flag of --task mlm; this is --task clm"
+IS_OF_CLM = "it is a flag of --task clm; this is --task mlm"
+
+
+@pytest.mark.parametrize(
+    ("words", "hint"),
+    [
+        ("--task clm --config_name x", f"{IS_OF_MLM}: give --model"),
+        ("--model=llama3_2_1b --config-name=x", f"{IS_OF_MLM}: give --model"),
+        ("--task mlm --model x", f"{IS_OF_CLM}: give --config_name"),
+        ("--lr 1", f"{IS_OF_CLM}: give --learning_rate"),
+        ("--model x --gelu tanh", f"{IS_OF_MLM} (see "),
+        ("--config_nam x", "did you mean --config_name?"),
+    ],
+)
+def test_parse_run_names_the_task_of_a_flag_and_its_counterpart(words, hint):
+    strategy = load_script("train_ddp.py").DdpFlags
+    with pytest.raises(UserError, match="unknown flag --") as error:
+        parse_run("", strategy, words.split())
+    assert f": {hint}" in str(error.value)
+
+
+def test_counterparts_are_flags_of_the_other_task():
+    strategy = load_script("train_ddp.py").DdpFlags
+    flags = {task: flat(arguments_of(strategy, task)).keys() for task in TASKS}
+    for flag, counterpart in COUNTERPARTS.items():
+        [own] = (task for task in TASKS if flag in flags[task])
+        assert counterpart not in flags[own]
+        assert any(counterpart in flags[task] for task in TASKS)
 
 
 def test_the_help_of_esm2_has_nothing_of_decoders():

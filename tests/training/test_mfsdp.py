@@ -246,7 +246,7 @@ def _inspect(argv: list[str], path: str) -> None:
     script = load_script(MFSDP)
     args = script.parse_run("", script.MegatronFlags, argv)
     with distributed_run(args.process) as world:
-        strategy = script.MegatronSharded(args.strategy.layout(args.precision.bf16), world)
+        strategy = script.MegatronSharded(args.strategy, args.precision.bf16, world)
         model = load_model(args, world, shard=strategy.shard).model
         assert strategy.clip(1.0) == 0.0, "there are no gradients yet, as for a rank that has no rows"
         named = dict(model.named_parameters())
@@ -309,7 +309,7 @@ def _costs(argv: list[str], path: str) -> None:
     with distributed_run(given.process) as world:
         for name in COSTS:
             args = with_flags(given, zero_dp_strategy=name)
-            strategy = script.MegatronSharded(args.strategy.layout(args.precision.bf16), world)
+            strategy = script.MegatronSharded(args.strategy, args.precision.bf16, world)
             model = load_model(args, world, shard=strategy.shard).model
             strategy.sync_model_weights()
             total = sum(p.numel() for p in model.parameters())
@@ -317,7 +317,7 @@ def _costs(argv: list[str], path: str) -> None:
             kinds = ("model_weight_buffer", "main_weight_buffer", "main_grad_buffer")
             buffers = [[getattr(group, kind) for group in groups] for kind in kinds]
             held = [sum(b.data.nbytes for b in of_kind if b) / total for of_kind in buffers]
-            if not strategy.layout.shards:
+            if not strategy.flags.shards:
                 held[0] = sum(p.nbytes for p in strategy.raw.values()) / total
             ids = torch.randint(4, 24, (64,))
             bounds = torch.tensor([0, 64], dtype=torch.int32)

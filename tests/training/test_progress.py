@@ -10,18 +10,17 @@ from dataclasses import asdict
 import pytest
 
 from common.cli import UserError
-from common.data.loader import TrainStep
+from common.data.loader import StepCounts
 from common.flags import flat
 from common.training.loop import train as train_model
-from common.training.masked_lm import StepCounts
-from common.training.progress import RunPlan, TrainerState
+from common.training.progress import RunPlan, StepResult, TrainerState
 from common.training.results import training_results
 from common.training.resume import check_same_data
-from common.training.step import StepResult
 from tests.data_fixtures import load_script
 from tests.training_fixtures import arguments, flags_of, on_ranks, train
 
-PLAN = RunPlan("torch", "exact", {}, 4, 2, 10, 10, 0, 5)
+PLAN = RunPlan(4, 2, 10, 10, 0, 5)
+IMPLEMENTATION = {"backend": "torch", "gelu": "exact", "formats": {}}
 
 
 def _train_and_compare_flags(argv: list[str]) -> None:
@@ -71,11 +70,11 @@ def test_trainer_state_of_earlier_version_resumes_without_warning(caplog):
     saved = asdict(TrainerState(step=5, arguments={"backend": "torch", "gelu": "exact", "save_steps": 7}))
     del saved["resolved"]
     state = TrainerState(**saved)
-    state.start(PLAN, {}, {"backend": "auto", "gelu": None, "save_steps": 7}, 1)
+    state.start(PLAN, IMPLEMENTATION, {}, {"backend": "auto", "gelu": None, "save_steps": 7}, 1)
     assert not caplog.records
     assert state.arguments == {"backend": "torch", "gelu": "exact", "save_steps": 7}
-    assert state.resolved == asdict(PLAN)
-    state.start(PLAN, {}, {"backend": "auto", "gelu": "tanh", "save_steps": 9}, 1)
+    assert state.resolved == IMPLEMENTATION | asdict(PLAN)
+    state.start(PLAN, IMPLEMENTATION, {}, {"backend": "auto", "gelu": "tanh", "save_steps": 9}, 1)
     assert [record.getMessage() for record in caplog.records] == [
         "Flags differ from those of the checkpoint: save_steps 7 -> 9"
     ]
@@ -99,10 +98,10 @@ def test_trainer_state_keeps_total_steps_of_a_run_of_epochs(dataset):
 
 
 def test_trainer_state_raises_after_too_many_skipped_steps_in_a_row(caplog):
-    state, share, counts = TrainerState(), TrainStep(0, [], {"epoch": 1}, 1.5), StepCounts(3, 10, 100, 2, 0, 64)
+    state, counts = TrainerState(), StepCounts(3, 10, 100, 2, 0, 64)
     bad, good = (StepResult(loss, 1.0, loss != 2.0, 0.1, 0.1, []) for loss in (float("inf"), 2.0))
     for result in (bad, good, bad, bad):
-        state.advance(share, counts, 7.0, result, 0.5)
+        state.advance({"epoch": 1}, 1.5, counts, 7.0, 0.5, result)
     assert (state.step, state.skipped_steps, state.loss_total) == (4, 3, 2.0)
     assert (state.tokens, state.sequences, state.total_flos, state.seconds) == (40, 8, 28.0, 2.0)
     assert (state.position, state.epoch) == ({"epoch": 1}, 1.5)
@@ -114,11 +113,12 @@ def test_trainer_state_raises_after_too_many_skipped_steps_in_a_row(caplog):
 
 
 def test_row_loss_is_the_mean_since_the_last_row():
-    state, share, counts = TrainerState(), TrainStep(0, [], {}, 1.5), StepCounts(3, 10, 100, 2, 0, 64)
+    state, counts = TrainerState(), StepCounts(3, 10, 100, 2, 0, 64)
 
     def after(*losses: float) -> dict:
         for loss in losses:
-            state.advance(share, counts, 7.0, StepResult(loss, 1.0, not math.isfinite(loss), 0.1, 0.1, []), 0.5)
+            result = StepResult(loss, 1.0, not math.isfinite(loss), 0.1, 0.1, [])
+            state.advance({}, 1.5, counts, 7.0, 0.5, result)
         return state.pop_row_loss()
 
     assert after(3.0, math.inf, 2.0) == {"loss": 2.5, "train_perplexity": math.exp(2.5)}
@@ -131,22 +131,21 @@ def test_row_loss_of_earlier_version_is_the_mean_of_new_steps():
     saved = asdict(TrainerState(step=5, loss_total=15.0))
     del saved["row_loss"], saved["row_steps"]
     state = TrainerState(**saved)
-    state.advance(
-        TrainStep(5, [], {}, 1.5), StepCounts(3, 10, 100, 2, 0, 64), 7.0, StepResult(2.0, 1, False, 1, 1, []), 1
-    )
+    result = StepResult(2.0, 1, False, 1, 1, [])
+    state.advance({}, 1.5, StepCounts(3, 10, 100, 2, 0, 64), 7.0, 1, result)
     assert (state.pop_row_loss()["loss"], state.loss_total) == (2.0, 17.0)
 
 
 def test_trainer_state_counts_unknown_characters_and_warns_once(caplog):
-    state, share, result = TrainerState(), TrainStep(0, [], {}, 0.0), StepResult(2.0, 1.0, False, 0.1, 0.1, [])
+    state, result = TrainerState(), StepResult(2.0, 1.0, False, 0.1, 0.1, [])
     for unknown in (0, 3, 4):
-        state.advance(share, StepCounts(3, 10, 100, 2, unknown, 64), 7.0, result, 0.5)
+        state.advance({}, 0.0, StepCounts(3, 10, 100, 2, unknown, 64), 7.0, 0.5, result)
     assert state.unknown == 7
     assert [record.getMessage() for record in caplog.records] == [
         "Step 2: characters that are no residues: <unk>; they are counted"
     ]
     assert TrainerState(step=3).unknown == 0  # a checkpoint of before they were counted
-    assert training_results(state, PLAN, None)["train_unknown_characters"] == 7
+    assert training_results(state, IMPLEMENTATION, None)["train_unknown_characters"] == 7
 
 
 def test_check_same_data_accepts_identity_of_earlier_version():

@@ -150,7 +150,8 @@ class Esm2(Family):
         backend, why = choose_backend(flags, world.device, bf16, torch_only, previous.get("backend"))
         check_device(world.device, bf16, config.hidden_size // config.num_attention_heads, backend)
         check_context(flags, args.data.cp_layout, world.cp_size, backend, config)
-        gelu, remark = choose_gelu(flags.gelu or previous.get("gelu"), backend, config)
+        before = previous.get("gelu")
+        gelu, remark = choose_gelu(flags.gelu or (before if before in HIDDEN_ACT else None), backend, config)
         attention = (
             f"Attention by torch's kernels: {NO_KERNEL}" if backend == "te" and not te_attends(config) else None
         )

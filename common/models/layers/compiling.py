@@ -12,8 +12,7 @@ from pathlib import Path
 
 import torch
 
-from common.cli import UserError
-from common.heartbeat import log_every
+from common.cli import UserError, log_every
 from common.models.layers import context_attention, cpu
 from common.models.layers.residual import Model
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 from common.data import TokenSet
 from common.distributed.world import World
-from common.models.esm2.model import Esm2Output
 from common.models.layers.hf_directory import Training, read_tensors
 from common.models.layers.linear import Linear
 from common.models.layers.residual import Layers
@@ -51,6 +50,12 @@ class ToyLayer(nn.Module):
         return x + F.gelu(self.linear(x))
 
 
+class ToyOutput(NamedTuple):
+    loss_sum: Tensor
+    correct: Tensor
+    entropy: Tensor  # of the predictions, summed over the targets: a metric that ESM-2 lacks
+
+
 class ToyModel(nn.Module):
     zero_rows = {"embedding.weight": (TOKENS.index("<pad>"),)}
 
@@ -60,13 +65,14 @@ class ToyModel(nn.Module):
         self.embedding = nn.Embedding(config.vocab_size, config.hidden_size)
         self.layers = Layers([ToyLayer(config)])
 
-    def forward(self, input_ids: Tensor, *, labels: Tensor, **_: Any) -> Esm2Output:
+    def forward(self, input_ids: Tensor, *, labels: Tensor, **_: Any) -> ToyOutput:
         x = self.embedding(input_ids)
         for layer in self.layers.in_turn():
             x = layer(x)
         logits = x @ self.embedding.weight.t()
         correct = (logits.argmax(-1) == labels).sum()
-        return Esm2Output(loss_sum=F.cross_entropy(logits, labels, reduction="sum"), correct=correct)
+        entropy = torch.distributions.Categorical(logits=logits.float()).entropy()[labels >= 0].sum()
+        return ToyOutput(F.cross_entropy(logits, labels, reduction="sum"), correct, entropy)
 
 
 class Toy(Family):
