@@ -11,7 +11,7 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import get_args
@@ -23,7 +23,7 @@ from common.cli import UserError, run
 from common.flags import Flags, flag, parse_arguments
 from extras.earlier_identity import recorded_form
 from extras.prepare.download import download_directory
-from extras.prepare.fetch import Source, describe_sources, describe_sources_earlier, fetch, parse_sources
+from extras.prepare.fetch import describe_sources, fetch, parse_sources
 from extras.prepare.output_directory import Build, building
 from extras.prepare.partitions import PartitionWriter, in_random_order
 from extras.sources import compression as limits
@@ -75,16 +75,12 @@ class Arguments(Flags):
 
 def describe(args: Arguments) -> dict:
     """All that the output depends on: an output made from the same is reused."""
-    now, earlier = _describe(args, describe_sources), _describe(args, describe_sources_earlier)
-    return recorded_form(Path(args.output_dir), FORMATS, now, earlier, args.overwrite)
-
-
-def _describe(args: Arguments, describe_sources: Callable[[list[Source]], dict]) -> dict:
-    made_from = describe_sources(args.sources) | {"max_records_per_partition": args.max_records_per_partition}
-    made_from |= {"shuffle": args.shuffle, "seed": args.seed if args.shuffle else None}
+    given: dict = {"max_records_per_partition": args.max_records_per_partition}
+    given |= {"shuffle": args.shuffle, "seed": args.seed if args.shuffle else None}
     if args.on_bad_record == "skip":
-        made_from["on_bad_record"] = "skip"
-    return made_from
+        given["on_bad_record"] = "skip"
+    now, earlier = (describe_sources(args.sources, earlier) | given for earlier in (False, True))
+    return recorded_form(Path(args.output_dir), FORMATS, now, earlier, args.overwrite)
 
 
 class Bars:
