@@ -186,7 +186,7 @@ def finish_split(build: Build, split: str, pieces: list[Piece], chunker: Chunker
 
 def pieces_of(encoded: dict) -> dict[str, list[Piece]]:
     """The pieces of a file, by split, from a result of FileEncoder."""
-    return {split: [Piece(*piece) for piece in encoded["pieces"][split]] for split in SPLITS}
+    return {split: [Piece(*piece) for piece in encoded["pieces"].get(split, ())] for split in SPLITS}
 
 
 def tokenize(args: Arguments, files: list[Path], build: Build) -> None:
