@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from urllib.parse import unquote, urlsplit
@@ -46,7 +47,7 @@ class Source:
         return Path(self.address).expanduser()
 
 
-def parse_sources(addresses: list[str], md5: list[str] = (), sha256: list[str] = ()) -> list[Source]:
+def parse_sources(addresses: list[str], md5: Sequence[str] = (), sha256: Sequence[str] = ()) -> list[Source]:
     """Sources of `addresses`, with checksums: none, or one for each, in order.
 
     UserError for an unreadable file, an address that cannot be fetched, a duplicate, or an invalid checksum.

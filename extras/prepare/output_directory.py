@@ -20,6 +20,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from common.cli import MAKE_ROOM, NO_ROOM, UserError
 from common.files.json_files import size_and_crc, sync, sync_directory, sync_tree
@@ -35,7 +36,7 @@ class Journal:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._values = {}
+        self._values: dict[str, Any] = {}
         whole = 0
         for line in path.read_bytes().splitlines(keepends=True) if path.exists() else ():
             try:
@@ -45,7 +46,7 @@ class Journal:
                 break
             whole += len(line)
 
-    def done(self, key: str):
+    def done(self, key: str) -> Any:
         """The latest value of `key`, or None."""
         return self._values.get(key)
 
@@ -76,7 +77,7 @@ class Build:
     journal: Journal
     results: dict = field(default_factory=dict)
 
-    def done(self, key: str):
+    def done(self, key: str) -> Any:
         """The value noted under `key` by this run or the interrupted one; None if there is none."""
         return self.journal.done(key)
 

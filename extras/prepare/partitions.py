@@ -93,9 +93,11 @@ def _sorted(
     batches: list[pa.RecordBatch], ordered: Callable[[np.ndarray], np.ndarray] = _by_key
 ) -> Iterator[pa.RecordBatch]:
     """The rows sorted by their keys, in new batches; empties `batches` to free memory."""
-    rows = pa.concat_batches(batches) if batches else []
+    if not batches:
+        return
+    rows = pa.concat_batches(batches)
     batches.clear()
-    if not len(rows):
+    if not rows.num_rows:
         return
     order = ordered(rows.column("key").to_numpy())
     _, offsets = view(rows.column("line"))
@@ -314,6 +316,8 @@ class _Fasta(_File):
 
 class _Batches(_File):
     """Record batches, written by `writer`."""
+
+    writer: pa.ipc.RecordBatchStreamWriter | pa.parquet.ParquetWriter
 
     def add(self, lines: Lines) -> None:
         self.writer.write_batch(pa.RecordBatch.from_arrays(columns(lines).columns, schema=arrow_schema(TEXT_FEATURES)))
