@@ -329,7 +329,7 @@ def test_clusters_plan_resumes_anywhere_and_pickles(tmp_path):
     assert Counter(position.epoch for position, _ in everything).keys() == {0, 1}
 
 
-def test_training_by_clusters_resumes(dataset, tmp_path):
+def test_train_by_clusters_resumes(dataset, tmp_path):
     make_input(tmp_path / "csv", count=2000)
     names = tokenize(tmp_path / "csv", tmp_path / "out")["train"]
     splits = tmp_path / "out" / "arrow"
