@@ -11,8 +11,10 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import get_args
 
@@ -23,7 +25,7 @@ from common.cli import UserError, run
 from common.flags import Flags, flag, parse_arguments
 from extras.earlier_identity import recorded_form
 from extras.prepare.download import download_directory
-from extras.prepare.fetch import Source, describe_sources, describe_sources_earlier, fetch, parse_sources
+from extras.prepare.fetch import describe_sources, fetch, parse_sources
 from extras.prepare.output_directory import Build, building
 from extras.prepare.partitions import PartitionWriter, in_random_order
 from extras.sources import compression as limits
@@ -75,76 +77,49 @@ class Arguments(Flags):
 
 def describe(args: Arguments) -> dict:
     """All that the output depends on: an output made from the same is reused."""
-    now, earlier = _describe(args, describe_sources), _describe(args, describe_sources_earlier)
+    given: dict = {"max_records_per_partition": args.max_records_per_partition}
+    given |= {"shuffle": args.shuffle, "seed": args.seed if args.shuffle else None}
+    if args.on_bad_record == "skip":
+        given["on_bad_record"] = "skip"
+    now, earlier = (describe_sources(args.sources, earlier) | given for earlier in (False, True))
     return recorded_form(Path(args.output_dir), FORMATS, now, earlier, args.overwrite)
 
 
-def _describe(args: Arguments, describe_sources: Callable[[list[Source]], dict]) -> dict:
-    made_from = describe_sources(args.sources) | {"max_records_per_partition": args.max_records_per_partition}
-    made_from |= {"shuffle": args.shuffle, "seed": args.seed if args.shuffle else None}
-    if args.on_bad_record == "skip":
-        made_from["on_bad_record"] = "skip"
-    return made_from
+def progress(phase: str, total: int, **options) -> tqdm:
+    """A bar; in a log file a line every ten seconds."""
+    return tqdm(desc=phase, total=total, mininterval=0.5 if sys.stderr.isatty() else 10.0, **options)
 
 
-class Bars:
-    """Progress bars of consecutive phases, closed before an error is printed. Log lines go above the bar.
-
-    In a log file a line every ten seconds.
-    """
-
-    def __enter__(self) -> "Bars":
-        self._bar = None
-        self._redirect = logging_redirect_tqdm()
-        self._redirect.__enter__()
-        return self
-
-    def __exit__(self, *error) -> None:
-        self._end()
-        self._redirect.__exit__(*error)
-
-    def begin(self, phase: str, total: int, **options) -> tqdm:
-        """End the bar of the last phase, and begin one."""
-        self._end()
-        self._bar = tqdm(desc=phase, total=total, mininterval=0.5 if sys.stderr.isatty() else 10.0, **options)
-        return self._bar
-
-    def _end(self) -> None:
-        if self._bar is not None:
-            self._bar.close()
-            self._bar = None
-
-
-def read_records(args: Arguments, build: Build, downloads: Path, bars: Bars) -> Iterator[Lines]:
+def read_records(args: Arguments, build: Build, downloads: Path) -> Iterator[Lines]:
     """Fetch all sources and yield their records; their number is noted at the end."""
     paths = fetch(args.sources, downloads)
     sizes = [path.stat().st_size for path in paths]
     bad_records = BadRecords(args.on_bad_record)
     records = before = 0
-    bar = bars.begin("Reading", sum(sizes), unit="B", unit_scale=True, postfix="0 records/s")
-    began = time.monotonic()
-    for path, size in zip(paths, sizes, strict=True):
-        logger.info("Reading FASTA file %s", path)
-        position = [0]
-        reading = {"bad_records": bad_records, "on_read": position.append, "max_record": args.max_record_length}
-        for lines in read_fasta_lines(path, **reading):
-            records += len(lines)
-            rate = records / (time.monotonic() - began)
-            bar.set_postfix_str(f"{records:,} records, {rate:,.0f} records/s", refresh=False)
-            bar.update(before + position[-1] - bar.n)
-            yield lines
-        before += size
+    with progress("Reading", sum(sizes), unit="B", unit_scale=True, postfix="0 records/s") as bar:
+        began = time.monotonic()
+        for path, size in zip(paths, sizes, strict=True):
+            logger.info("Reading FASTA file %s", path)
+            position = [0]
+            reading = {"bad_records": bad_records, "on_read": position.append, "max_record": args.max_record_length}
+            for lines in read_fasta_lines(path, **reading):
+                records += len(lines)
+                rate = records / (time.monotonic() - began)
+                bar.set_postfix_str(f"{records:,} records, {rate:,.0f} records/s", refresh=False)
+                bar.update(before + position[-1] - bar.n)
+                yield lines
+            before += size
     build.note(READ, {"records": records, "bad": bad_records.state})
 
 
-def with_bar(batches: Iterator[Lines], build: Build, written: int, bars: Bars) -> Iterator[Lines]:
+def with_bar(batches: Iterator[Lines], build: Build, written: int) -> Iterator[Lines]:
     """The same lines with a bar, started at the first: the number of records is known when all have been read."""
-    bar = None
-    for lines in batches:
-        if bar is None:
-            bar = bars.begin("Writing", build.done(READ)["records"], initial=written, unit=" records")
-        bar.update(len(lines))
-        yield lines
+    if (first := next(batches, None)) is None:
+        return
+    with progress("Writing", build.done(READ)["records"], initial=written, unit=" records") as bar:
+        for lines in chain([first], batches):
+            bar.update(len(lines))
+            yield lines
 
 
 def main() -> None:
@@ -154,22 +129,23 @@ def main() -> None:
     with (
         building(output_dir, args.formats, describe(args), args.overwrite, args.verify, FORMATS) as build,
         download_directory(output_dir / ".download") as downloads,
-        Bars() as bars,
+        logging_redirect_tqdm(),
     ):
         if not build.paths:
             return
         with PartitionWriter(build, output_dir, args.max_records_per_partition) as writer:
-            records = read_records(args, build, downloads, bars)
+            records = read_records(args, build, downloads)
             if args.shuffle:
                 records = in_random_order(records, build, args.seed, lambda: writer.written)
-                records = with_bar(records, build, writer.written, bars)
+                records = with_bar(records, build, writer.written)
             else:
                 records = skip(records, writer.written)
             logger.info("Generating %s files", " and ".join(build.paths))
             read = build.done(READ)
             if read is None or writer.written < read["records"]:  # else killed when all records were written
-                for lines in records:
-                    writer.write(lines)
+                with closing(records):  # its bar, before an error is printed
+                    for lines in records:
+                        writer.write(lines)
                 read = build.done(READ)
             if not read["records"]:
                 raise UserError(f"{read['bad']['first'][0]} (and no other record is valid)")

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import get_args
 
 import numpy as np
+import pyarrow as pa
 from tqdm import tqdm
 
 from common.cli import UserError, run
@@ -95,8 +96,7 @@ class Arguments(Flags):
         check_tokenizer(self.tokenizer_name)
         if self.max_seq_length is not None and self.max_seq_length < 3:
             raise UserError(f"--max_seq_length {self.max_seq_length}: at least 3 (<cls>, a residue, <eos>)")
-        if self.preprocessing_num_workers < 1:
-            raise UserError(f"--preprocessing_num_workers {self.preprocessing_num_workers}: at least 1")
+        self.require_at_least(1, "preprocessing_num_workers")
         clusters = "--cluster_table" if self.cluster_table else "--cluster"
         if self.clustered and not self.line_by_line:
             raise UserError(f"{clusters} needs --line_by_line True: a chunk belongs to no cluster")
@@ -107,8 +107,7 @@ class Arguments(Flags):
         if self.cluster is not None and not 0 < self.cluster <= 1:
             raise UserError(f"--cluster {self.cluster}: an identity above 0 and up to 1, as 0.5")
         limits.check_record_length(self.max_record_length)
-        if self.seed < 0:
-            raise UserError(f"--seed {self.seed}: must not be negative")
+        self.require_at_least(0, "seed")
 
 
 def describe(args: Arguments, files: list[Path]) -> dict:
@@ -148,23 +147,21 @@ def describe(args: Arguments, files: list[Path]) -> dict:
     return earlier_identity.recorded_form(Path(args.output_dir), ["arrow"], now, earlier, args.overwrite)
 
 
-def rows_of(path: Path, args: Arguments):
+def rows_of(path: Path, args: Arguments) -> Iterator[pa.RecordBatch]:
     """The rows of a file, with its own count of bad ones."""
     return csv_records.read_rows(path, BadRecords(args.on_bad_record), args.line_ends_in_text, args.max_record_length)
 
 
-def count_records(
-    build: Build, files: list[Path], on_bad_record: str, line_ends: bool, max_record: int
-) -> tuple[list[int], BadRecords]:
+def count_records(build: Build, files: list[Path], args: Arguments) -> tuple[list[int], BadRecords]:
     """Number of valid records of every file, and the bad ones."""
     if (noted := build.done("records")) is None:
-        bad_records = BadRecords(on_bad_record)
+        bad_records = BadRecords(args.on_bad_record)
         # With "error", the first bad record stops the run when it is encoded.
-        bad = bad_records if on_bad_record == "skip" else None
-        counts = [count_rows(path, bad, line_ends, max_record) for path in files]
+        bad = bad_records if args.on_bad_record == "skip" else None
+        counts = [count_rows(path, bad, args.line_ends_in_text, args.max_record_length) for path in files]
         noted = {"counts": counts, "bad": bad_records.state}
         build.note("records", noted)
-    return noted["counts"], BadRecords(on_bad_record, **noted["bad"])
+    return noted["counts"], BadRecords(args.on_bad_record, **noted["bad"])
 
 
 def finish_split(build: Build, split: str, pieces: list[Piece], chunker: Chunker | None) -> None:
@@ -182,11 +179,6 @@ def finish_split(build: Build, split: str, pieces: list[Piece], chunker: Chunker
         writer.write(chunker.finish())
         writer.close()
     build.note(f"finished {split}", True)
-
-
-def pieces_of(encoded: dict) -> dict[str, list[Piece]]:
-    """The pieces of a file, by split, from a result of FileEncoder."""
-    return {split: [Piece(*piece) for piece in encoded["pieces"][split]] for split in SPLITS}
 
 
 def tokenize(args: Arguments, files: list[Path], build: Build) -> None:
@@ -207,8 +199,7 @@ def tokenize(args: Arguments, files: list[Path], build: Build) -> None:
             max_record=args.max_record_length,
         )
     else:
-        reading = (args.on_bad_record, args.line_ends_in_text, args.max_record_length)
-        counts, bad_records = count_records(build, files, *reading)
+        counts, bad_records = count_records(build, files, args)
         logger.info("Splitting dataset")
         sizes = sizes_of(sum(counts))
         labels = split_labels(sum(counts), sizes, args.seed)
@@ -240,7 +231,10 @@ def tokenize(args: Arguments, files: list[Path], build: Build) -> None:
     )
     check_residues(f"--input_dir {args.input_dir}", unknown, encoded)
     duplicates = mark_copies(build, len(files), sizes)
-    pieces = drop_copies(build, [pieces_of(of_file) for of_file in made], workers)
+    pieces = [
+        {split: [Piece(*piece) for piece in of_file["pieces"].get(split, ())] for split in SPLITS} for of_file in made
+    ]
+    pieces = drop_copies(build, pieces, workers)
     for split, chunker in zip(SPLITS, chunkers, strict=True):
         finish_split(build, split, [piece for of_file in pieces for piece in of_file[split]], chunker)
     if args.clustered:

@@ -20,7 +20,6 @@ import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
 
 from tqdm import tqdm
@@ -47,11 +46,12 @@ from extras.inference.encoder import (
     table,
     write_part,
 )
-from extras.prepare.output_directory import RECORD, Build, building, hold_work
+from extras.prepare.output_directory import RECORD, Build, building, hold_work, read_record
 from extras.sources.fasta import read_fasta
 
 logger = logging.getLogger(__name__)
 SETTINGS = ("max_seq_length", "bf16", "per_residue", "proteins_per_part")  # that the content of the files depends on
+OUTPUT = "embeddings"  # directory in --output_dir
 INPUT = "input"  # in the journal: counts of the input
 WEEK_S = 7 * 86400  # timeout of ranks that wait for the others
 
@@ -91,22 +91,24 @@ def identity(args: Arguments) -> dict:
     return hashes | args.settings
 
 
-def same_by_date(directory: Path, made_from: dict, args: Arguments) -> bool:
-    """Whether a complete output of an earlier version, which recorded paths and dates, has this model and input.
+def recorded_form(args: Arguments, made_from: dict) -> dict:
+    """`made_from`, or what an earlier version, which recorded paths and dates, wrote for this model and input.
 
-    UserError if the model is newer than the output: it may have been replaced.
+    UserError if the model is newer than that output: it may have been replaced.
     """
-    fasta = Path(args.fasta).stat()
-    expected = args.settings | {"model_name_or_path": args.model_name_or_path, "fasta": Path(args.fasta).name}
-    if made_from != expected | {"size": fasta.st_size, "mtime_ns": fasta.st_mtime_ns}:
-        return False
+    directory, fasta = Path(args.output_dir) / OUTPUT, Path(args.fasta).stat()
+    earlier = args.settings | {"model_name_or_path": args.model_name_or_path, "fasta": Path(args.fasta).name}
+    earlier |= {"size": fasta.st_size, "mtime_ns": fasta.st_mtime_ns}
+    record = read_record(directory)
+    if args.overwrite or record is None or record["made_from"] != earlier:
+        return made_from
     model = [path.stat() for path in model_files(args.model_name_or_path)]
     if max(max(file.st_mtime_ns, file.st_ctime_ns) for file in model) >= (directory / RECORD).stat().st_ctime_ns:
         raise UserError(
             f"{directory}: made by an earlier version, and {args.model_name_or_path} may have changed since: give "
             "--overwrite to make it again, or another --output_dir"
         )
-    return True
+    return earlier
 
 
 def proteins_of(fasta: str) -> Iterator[Protein]:
@@ -159,11 +161,10 @@ def embed_all(args: Arguments, world: World) -> None:
     with ExitStack() as stack:
         with world.on_main_rank() as is_main:
             if is_main:
-                earlier = partial(same_by_date, args=args)
-                outputs = building(parent, ["embeddings"], made_from, args.overwrite, earlier=earlier)
-                build = stack.enter_context(outputs)
+                recorded = recorded_form(args, made_from)
+                build = stack.enter_context(building(parent, [OUTPUT], recorded, args.overwrite))
         relative = world.broadcast_object(
-            str(build.paths["embeddings"].relative_to(parent)) if build and build.paths else None
+            str(build.paths[OUTPUT].relative_to(parent)) if build and build.paths else None
         )
         if relative is None:
             return
@@ -189,9 +190,7 @@ def embed_all(args: Arguments, world: World) -> None:
                     raise UserError(f"--fasta {args.fasta}: changed while it was read: start again")
                 build.results |= asdict(totals)
                 stack.close()  # publishes
-    logger.info(
-        "%s proteins of %s residues: %s", f"{totals.proteins:,}", f"{totals.residues:,}", parent / "embeddings"
-    )
+    logger.info("%s proteins of %s residues: %s", f"{totals.proteins:,}", f"{totals.residues:,}", parent / OUTPUT)
 
 
 def main() -> None:

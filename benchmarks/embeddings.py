@@ -21,11 +21,11 @@ import torch
 from transformers import EsmModel
 
 from benchmarks.tables import publish, where_measured
-from common.models.esm2.alphabet import PAD
+from common.models.esm2.alphabet import PAD, encode
 from common.models.esm2.config import load_config
 from common.models.esm2.convert import pieces_to_hf, save_pretrained
 from common.models.esm2.model import build_model
-from extras.inference.encoder import Encoder, EncoderFlags, embed, tokens_of
+from extras.inference.encoder import Encoder, EncoderFlags, embed
 from extras.sources.fasta import read_fasta
 
 
@@ -34,7 +34,7 @@ def stock(model: EsmModel, texts: list[bytes], batch: int, longest: int) -> list
     """Means over residues, of padded batches."""
     means = []
     for start in range(0, len(texts), batch):
-        rows = [torch.from_numpy(tokens_of(text, 0, longest - 2)).long() for text in texts[start : start + batch]]
+        rows = [torch.from_numpy(encode(text[: longest - 2])).long() for text in texts[start : start + batch]]
         ids = torch.nn.utils.rnn.pad_sequence(rows, True, PAD).to(model.device)
         hidden = model(input_ids=ids, attention_mask=(ids != PAD).long()).last_hidden_state
         means += [each[1 : len(row) - 1].mean(0) for each, row in zip(hidden, rows, strict=True)]

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import pyarrow as pa
@@ -35,6 +35,9 @@ class Window(NamedTuple):
     begin: int
     end: int
 
+    def residues_of(self, sequence: bytes) -> bytes:
+        return sequence[self.start : self.start + self.length]
+
 
 def windows(residues: int, longest: int) -> Iterator[Window]:
     """Windows of a protein, of `longest` residues each if it is longer, overlapping by about half. Each residue is
@@ -48,11 +51,6 @@ def windows(residues: int, longest: int) -> Iterator[Window]:
     borders = [0, *((a + b + longest) // 2 for a, b in zip(starts, starts[1:], strict=False)), residues]
     for start, begin, end in zip(starts, borders, borders[1:], strict=False):
         yield Window(start, longest, begin - start, end - start)
-
-
-def tokens_of(sequence: bytes, start: int, length: int) -> np.ndarray:
-    """Token ids of a window, `<cls> residues <eos>`, uint8 [length + 2]."""
-    return encode(sequence[start : start + length])
 
 
 logger = logging.getLogger(__name__)
@@ -98,6 +96,7 @@ def look_through(fasta: str) -> Totals:
 
 
 Progress = Callable[[int], None]
+Item = TypeVar("Item")
 
 
 @dataclass
@@ -210,7 +209,7 @@ def embed(encoder: Encoder, proteins: list[Protein], done: Progress = lambda tok
     """fp32 [residues, hidden] of each protein, without `<cls>` and `<eos>`. done: as in `Encoder.hidden`."""
     longest = encoder.flags.max_seq_length - 2
     parts = [(n, window) for n, (_, text) in enumerate(proteins) for window in windows(len(text), longest)]
-    outputs = encoder.hidden([tokens_of(proteins[n][1], window.start, window.length) for n, window in parts], done)
+    outputs = encoder.hidden([encode(window.residues_of(proteins[n][1])) for n, window in parts], done)
     pieces: list[list[Tensor]] = [[] for _ in proteins]
     for (n, window), hidden in zip(parts, outputs, strict=True):
         pieces[n].append(hidden[1 + window.begin : 1 + window.end])
@@ -233,10 +232,10 @@ def table(proteins: list[Protein], embedded: list[Tensor], per_residue: bool, fa
     return made.replace_schema_metadata(facts)
 
 
-def in_parts(proteins: Iterable[Protein], size: int) -> Iterator[list[Protein]]:
-    """Lists of `size` proteins."""
-    proteins = iter(proteins)
-    while part := list(islice(proteins, size)):
+def in_parts(items: Iterable[Item], size: int) -> Iterator[list[Item]]:
+    """Lists of `size` items; the last may be shorter."""
+    items = iter(items)
+    while part := list(islice(items, size)):
         yield part
 
 

@@ -9,16 +9,14 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator
-from itertools import islice
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from common.cli import UserError
-from common.models.esm2.alphabet import BYTE_TO_ID, MASK, STANDARD_RESIDUES, TOKENS
-from extras.inference.encoder import Encoder, Progress, Window, tokens_of, windows
+from common.models.esm2.alphabet import BYTE_TO_ID, MASK, STANDARD_RESIDUES, TOKENS, encode
+from extras.inference.encoder import Encoder, Progress, Window, in_parts, windows
 
 GROUP = 256  # sequences whose logits are in memory at a time
 SUBSTITUTION = re.compile(r"([A-Za-z])(-?[0-9]{1,9})([A-Za-z])")
@@ -113,7 +111,7 @@ def score(
             window = of_protein[bisect_right(ends, mutation.position)]
             passes.setdefault(Pass(protein, window, mutation.position if masked else None), []).append(mutation)
     scores: dict[tuple[bytes, Mutation], float] = {}
-    for group in _groups(passes):
+    for group in in_parts(passes, GROUP):
         for key, logits in zip(group, encoder.logits([_tokens(key) for key in group], done), strict=True):
             log_p = torch.log_softmax(logits.double(), -1).numpy()
             for mutation in passes[key]:
@@ -122,14 +120,8 @@ def score(
     return [sum((scores[protein, mutation] for mutation in mutations), 0.0) for protein, mutations in variants]
 
 
-def _groups(passes: Iterable[Pass]) -> Iterator[list[Pass]]:
-    passes = iter(passes)
-    while group := list(islice(passes, GROUP)):
-        yield group
-
-
 def _tokens(key: Pass) -> np.ndarray:
-    tokens = tokens_of(key.protein, key.window.start, key.window.length)
+    tokens = encode(key.window.residues_of(key.protein))
     if key.masked is not None:
         tokens[1 + key.masked - key.window.start] = MASK
     return tokens

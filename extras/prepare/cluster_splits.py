@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute
+import pyarrow.compute as pc
 import pyarrow.csv
 import pyarrow.parquet
 
@@ -64,7 +64,7 @@ def split_by_clusters(
     by_number: bool = False,
     max_record: int = LONGEST_PROTEIN,
 ) -> ClusterSplits:
-    """Make the splits, or read those that a killed run made.
+    """Join the records with the table and draw the splits, or read those that a killed run made.
 
     sizes_of: number of records -> sizes of the splits; all_left: train takes all other records; by_number: the table
     has the records' numbers (`cluster_records`), not their ids; max_record: as for `read_rows`.
@@ -73,16 +73,33 @@ def split_by_clusters(
     made = build.done("clustered")
     # publish_index needs the buckets, which are not flushed to the disk: make them again after a reboot.
     if made is None or (made["boot"] != boot_id() and build.done("indexed") is None):
-        made = _make(directory, files, table, sizes_of, all_left, seed, BadRecords(policy), by_number, max_record)
+        shutil.rmtree(directory, ignore_errors=True)
+        counts, bad = [0] * len(files), BadRecords(policy)
+
+        def batches() -> Iterator[pa.RecordBatch]:
+            for number, path in enumerate(files):
+                for rows in read_rows(path, bad, max_record=max_record):
+                    counts[number] += rows.num_rows
+                    yield rows
+
+        names = numbers(batches()) if by_number else (without_prefix(rows.column("id")) for rows in batches())
+        joined = join(map(hash_names, names), read_table(table), seed, directory)
+        records = joined.buckets.rows
+        if 2 * joined.missing > records:  # single-record clusters would put relatives into different splits
+            raise UserError(
+                f"--cluster_table {table}: names only {records - joined.missing:,} of the {records:,} records: is it "
+                "the table of these proteins, with its columns in the order cluster, member?"
+            )
+        labels = draw_splits(joined.buckets, sizes_of(records), all_left, directory / "labels.npy")
+        sizes = [int((labels == split).sum()) for split in range(len(SPLITS))]
+        made = {"boot": boot_id(), "counts": counts, "sizes": sizes, "bad": bad.state}
+        made |= {"repeated": joined.repeated, "missing": joined.missing}
         build.note("clustered", made)
     labels = np.load(directory / "labels.npy", mmap_mode="r")
     build.results["not_in_cluster_table"] = made["missing"]
     if made["missing"]:
-        logger.warning(
-            "%s of %s records are not in %s: each is a cluster of its own",
-            *(f"{n:,}" for n in (made["missing"], len(labels))),
-            table,
-        )
+        counted = (f"{made['missing']:,}", f"{len(labels):,}")
+        logger.warning("%s of %s records are not in %s: each is a cluster of its own", *counted, table)
     if made["repeated"]:
         logger.warning("%s: %s rows put a member into a second cluster: left out", table, f"{made['repeated']:,}")
     windows = (np.asarray(labels[first : first + WINDOW]) for first in range(0, len(labels), WINDOW))
@@ -101,47 +118,6 @@ def publish_index(build: Build, copies: np.ndarray) -> None:
     logger.info("%s clusters of training records", f"{build.results['train_clusters']:,}")
     if not target.exists():
         (directory / "index").rename(target)
-
-
-def _make(
-    directory: Path,
-    files: list[Path],
-    table: Path,
-    sizes_of: Callable[[int], tuple[int, int, int]],
-    all_left: bool,
-    seed: int,
-    bad: BadRecords,
-    by_number: bool,
-    max_record: int,
-) -> dict:
-    """Join the records with the table, and draw the splits. Returns what `split_by_clusters` notes."""
-    shutil.rmtree(directory, ignore_errors=True)
-    counts = []
-
-    def batches() -> Iterator[pa.RecordBatch]:
-        for path in files:
-            counts.append(0)
-            for rows in read_rows(path, bad, max_record=max_record):
-                counts[-1] += rows.num_rows
-                yield rows
-
-    names = numbers(batches()) if by_number else (without_prefix(rows.column("id")) for rows in batches())
-    joined = join(map(hash_names, names), read_table(table), seed, directory)
-    if 2 * joined.missing > joined.buckets.rows:  # single-record clusters would put relatives into different splits
-        raise UserError(
-            f"--cluster_table {table}: names only {joined.buckets.rows - joined.missing:,} of the "
-            f"{joined.buckets.rows:,} records: is it the table of these proteins, with its columns in the order "
-            "cluster, member?"
-        )
-    labels = draw_splits(joined.buckets, sizes_of(joined.buckets.rows), all_left, directory / "labels.npy")
-    return {
-        "boot": boot_id(),
-        "counts": counts,
-        "sizes": [int((labels == split).sum()) for split in range(len(SPLITS))],
-        "bad": bad.state,
-        "repeated": joined.repeated,
-        "missing": joined.missing,
-    }
 
 
 # --- the table
@@ -170,7 +146,7 @@ def read_table(path: Path) -> Iterator[tuple[np.ndarray, np.ndarray]]:
 
 def without_prefix(names: pa.Array) -> pa.Array:
     """Names of members without `UniRef90_`, which either the table or the records may lack."""
-    return pa.compute.replace_substring_regex(names, "^UniRef90_", "")
+    return pc.replace_substring_regex(names, "^UniRef90_", "")
 
 
 def hash_names(names: pa.Array) -> np.ndarray:
@@ -262,7 +238,7 @@ def write_numbered(path: Path, batches: Iterable[pa.RecordBatch]) -> int:
     count = 0
     with open(path, "w", encoding="ascii") as file:
         for rows in batches:
-            texts = pa.compute.replace_substring_regex(rows.column("text"), "[^A-Za-z]", "X")
+            texts = pc.replace_substring_regex(rows.column("text"), "[^A-Za-z]", "X")
             file.writelines(f">{n}\n{text}\n" for n, text in enumerate(texts.to_pylist(), count))
             count += rows.num_rows
     return count

@@ -210,13 +210,39 @@ def read_pieces(pieces: list[Piece], root: Path) -> Iterator[pa.RecordBatch]:
             yield from stream
 
 
-def filter_pieces(pieces: list[Piece], kept: np.ndarray, root: Path, directory: Path) -> list[Piece]:
-    """New pieces in `directory`, of the rows that are `kept` (bool, one for each row); paths are below `root`."""
-    part = directory.with_suffix(".part")
-    for left in (part, directory):
-        shutil.rmtree(left, ignore_errors=True)
-    writer = ShardWriter(part, arrow_schema(TOKEN_FEATURES))
-    first = 0
+class PieceWriters:
+    """Shard writers of a directory of pieces, one for each split; the directory gets its name when it is complete."""
+
+    def __init__(self, root: Path, name: str, features: dict) -> None:
+        """root: what the pieces' paths are relative to. Removes what a killed run left under this name."""
+        self.root, self.directory, self.schema = root, root / name, arrow_schema(features)
+        self.part = self.directory.with_suffix(".part")
+        for left in (self.part, self.directory):
+            shutil.rmtree(left, ignore_errors=True)
+        self.part.mkdir()
+        self.writers: dict[str, ShardWriter] = {}
+
+    def __getitem__(self, split: str) -> ShardWriter:
+        if split not in self.writers:
+            self.writers[split] = ShardWriter(self.part / split, self.schema)
+        return self.writers[split]
+
+    def close(self) -> dict[str, list[Piece]]:
+        """The pieces by split."""
+        for writer in self.writers.values():
+            writer.end()
+        self.part.rename(self.directory)
+        sync_directory(self.directory.parent)
+        final = self.directory.relative_to(self.root)
+        return {
+            split: [Piece(str(final / split / shard.name), *sizes) for shard, *sizes in writer.ended]
+            for split, writer in self.writers.items()
+        }
+
+
+def filter_pieces(pieces: list[Piece], kept: np.ndarray, root: Path, name: str) -> list[Piece]:
+    """New pieces in root/name, of the rows that are `kept` (bool, one for each row)."""
+    writers, first = PieceWriters(root, name, TOKEN_FEATURES), 0
     for rows in read_pieces(pieces, root):
         chosen = kept[first : first + rows.num_rows]
         first += rows.num_rows
@@ -226,13 +252,9 @@ def filter_pieces(pieces: list[Piece], kept: np.ndarray, root: Path, directory: 
             runs = [rows.slice(begin, end - begin) for begin, end in bounds.tolist()]
             rows = pa.concat_batches(runs) if runs else rows[:0]
         if rows.num_rows:
-            writer.write_unchanged(rows)
+            writers[""].write_unchanged(rows)
     assert first == len(kept)
-    writer.end()
-    part.rename(directory)
-    sync_directory(directory.parent)
-    name = directory.relative_to(root)
-    return [Piece(f"{name}/{shard.name}", *sizes) for shard, *sizes in writer.ended]
+    return writers.close().get("", [])
 
 
 def _copy_together(pieces: list[Piece], root: Path, features: dict) -> Path:

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import gzip
 import hashlib
 import json
 import logging
 import shutil
 import sys
 import time
-import zlib
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
@@ -22,7 +20,6 @@ from common.cli import MAKE_ROOM, NO_ROOM, UserError
 from extras.prepare.transfers import FetchError, TemporaryError, Transfer, identity, open_transfer, shown
 
 logger = logging.getLogger(__name__)
-GZIP = b"\x1f\x8b"
 CHUNK_BYTES = 1 << 20
 
 
@@ -67,16 +64,13 @@ ANYTHING = Expected()
 
 
 class DownloadFiles:
-    """The files of one download: `part` grows, `note` says which version it is part of, `target` is complete, `plain`
-    is `part` after decompression (Content-Encoding)."""
+    """The files of one download: `part` grows, `note` says which version it is part of, `target` is complete."""
 
     def __init__(self, directory: Path, url: str) -> None:
         name = Path(unquote(urlsplit(url).path)).name or "source"
         # File names are limited to 255 bytes; the hash tells files of the same name apart.
         self.target = directory / f"{hashlib.sha256(identity(url).encode()).hexdigest()[:8]}-{name[-100:]}"
-        self.part, self.note, self.plain = (
-            self.target.with_name(self.target.name + suffix) for suffix in (".part", ".json", ".plain")
-        )
+        self.part, self.note = (self.target.with_name(self.target.name + suffix) for suffix in (".part", ".json"))
 
     def size(self) -> int:
         return self.part.stat().st_size if self.part.exists() else 0
@@ -84,53 +78,26 @@ class DownloadFiles:
     def begin(self, transfer: Transfer) -> None:
         """Start over: note the version before its first byte is written."""
         self.part.unlink(missing_ok=True)
-        self.note.write_text(
-            json.dumps({"version": transfer.version, "total": transfer.total, "gzipped": transfer.gzipped_in_transit})
-        )
+        self.note.write_text(json.dumps({"version": transfer.version, "total": transfer.total}))
 
     def read_note(self) -> dict:
         try:
             return json.loads(self.note.read_text())
         except (FileNotFoundError, ValueError):  # killed during the write
-            return {"version": "", "total": None, "gzipped": False}
+            return {"version": "", "total": None}
 
     def remove(self) -> None:
-        for path in (self.target, self.part, self.note, self.plain):
+        for path in (self.target, self.part, self.note):
             path.unlink(missing_ok=True)
+        with suppress(OSError):
+            self.part.parent.rmdir()  # only if it is empty
 
     def keep(self) -> str:
         """After a failure: remove files that cannot be resumed. Returns a remark about the bytes that are kept."""
         if self.size() and self.read_note()["version"]:
             return f" ({self.size():,} bytes have arrived and are kept)"
         self.remove()
-        with suppress(OSError):
-            self.part.parent.rmdir()  # only if it is empty
         return ""
-
-    def complete(self) -> None:
-        """Rename `part` to `target`, after undoing a Content-Encoding. TemporaryError if that is broken."""
-        if self.read_note()["gzipped"]:
-            try:
-                if _gzip_layers(self.part) > (self.target.suffix == ".gz"):
-                    with gzip.open(self.part, "rb") as encoded, open(self.plain, "wb") as file:
-                        shutil.copyfileobj(encoded, file, CHUNK_BYTES)
-                    self.plain.rename(self.target)
-                    self.part.unlink()
-                    return
-            except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-                self.remove()
-                raise TemporaryError(f"arrived as a broken gzip stream ({error})") from error
-        self.part.rename(self.target)
-
-
-def _gzip_layers(path: Path) -> int:
-    """How many times the file is gzipped: 0, 1 or 2. Some servers declare the .gz itself as encoding: 1."""
-    with open(path, "rb") as file:
-        if file.read(2) != GZIP:
-            return 0
-        file.seek(0)
-        with gzip.open(file, "rb") as inner:
-            return 1 + (inner.read(2) == GZIP)
 
 
 @contextmanager
@@ -141,12 +108,9 @@ def download_directory(path: Path) -> Iterator[Path]:
     """
     try:
         yield path
-    except FetchError:
-        with suppress(OSError):
-            path.rmdir()  # only if it is empty
-        raise
-    except UserError:
-        shutil.rmtree(path, ignore_errors=True)
+    except UserError as error:
+        if not isinstance(error, FetchError):
+            shutil.rmtree(path, ignore_errors=True)
         raise
     shutil.rmtree(path, ignore_errors=True)
 
@@ -183,7 +147,7 @@ def _fetch(url: str, files: DownloadFiles, expected: Expected, retries: RetryPol
     while True:
         try:
             resumed |= _attempt(url, files, expected, retries)
-            files.complete()
+            files.part.rename(files.target)
             return resumed
         except TemporaryError as error:
             arrived = files.size()
@@ -219,44 +183,40 @@ def _attempt(url: str, files: DownloadFiles, expected: Expected, retries: RetryP
         logger.info("Resuming %s after %s bytes", shown(url), f"{start:,}")
         if start == note["total"]:
             return True
-    transfer = open_transfer(url, start, note["version"], retries.timeout_s)
-    try:
-        _check_size(url, files, transfer, expected)
+    with closing(open_transfer(url, start, note["version"], retries.timeout_s)) as transfer:
+        _check_size(files, transfer, expected)
         if transfer.start == 0:
             files.begin(transfer)
-        _copy(url, transfer, files, expected, retries)
-    finally:
-        transfer.close()
+        _copy(transfer, files.part, expected, retries)
     return transfer.start > 0
 
 
-def _check_size(url: str, files: DownloadFiles, transfer: Transfer, expected: Expected) -> None:
+def _check_size(files: DownloadFiles, transfer: Transfer, expected: Expected) -> None:
     """Before any byte is written: FetchError for an unexpected size, or if the disk is too small."""
     if transfer.total is None:
         return
-    if expected.size not in (None, transfer.total) and not transfer.gzipped_in_transit:
+    if expected.size not in (None, transfer.total):
         files.remove()
         raise FetchError(
-            f"{shown(url)}: the server has {transfer.total:,} bytes, {expected.authority} says {expected.size:,}: a "
-            "release may be under way there: start again later"
+            f"{shown(transfer.url)}: the server has {transfer.total:,} bytes, {expected.authority} says "
+            f"{expected.size:,}: a release may be under way there: start again later"
         )
     missing = transfer.total - transfer.start
     free = shutil.disk_usage(files.part.parent).free + (files.size() if transfer.start == 0 else 0)  # `begin` frees it
     if missing > free:
         raise FetchError(
-            f"{files.part.parent}: not enough space for {shown(url)}: {missing:,} bytes to come, {free:,} free: "
-            f"{MAKE_ROOM}"
+            f"{files.part.parent}: not enough space for {shown(transfer.url)}: {missing:,} bytes to come, "
+            f"{free:,} free: {MAKE_ROOM}"
         )
 
 
-def _copy(url: str, transfer: Transfer, files: DownloadFiles, expected: Expected, retries: RetryPolicy) -> None:
-    position, total = transfer.start, transfer.total
-    if total is None and not transfer.gzipped_in_transit:
-        total = expected.size
+def _copy(transfer: Transfer, part: Path, expected: Expected, retries: RetryPolicy) -> None:
+    position, total = transfer.start, transfer.total if transfer.total is not None else expected.size
     window_s = window_bytes = 0
     interval = 0.5 if sys.stderr.isatty() else 10.0
-    bar = tqdm(total=total, initial=position, desc=shown(url), unit="B", unit_scale=True, mininterval=interval)
-    with bar, open(files.part, "r+b" if position else "wb") as file:
+    name = shown(transfer.url)
+    bar = tqdm(total=total, initial=position, desc=name, unit="B", unit_scale=True, mininterval=interval)
+    with bar, open(part, "r+b" if position else "wb") as file:
         file.seek(position)
         file.truncate()
         while True:
@@ -275,5 +235,5 @@ def _copy(url: str, transfer: Transfer, files: DownloadFiles, expected: Expected
                 window_s = window_bytes = 0
     if total is not None and position != total:
         if position > total:
-            files.part.unlink()  # too long: not a prefix of the right file
+            part.unlink()  # too long: not a prefix of the right file
         raise TemporaryError(f"{position:,} of {total:,} bytes arrived")

@@ -197,7 +197,7 @@ def drop_copies(build: Build, pieces: list[dict[str, list[Piece]]], workers: int
         filtered = dict(pieces[number])
         for label in np.unique(splits[is_copy]).tolist():
             split, kept = SPLITS[label], ~is_copy[splits == label]
-            target = build.scratch / directory_name(number) / f"{split}-kept"
+            target = f"{directory_name(number)}/{split}-kept"
             filtered[split] = filter_pieces(pieces[number][split], kept, build.scratch, target)
         return filtered
 

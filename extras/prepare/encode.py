@@ -7,7 +7,6 @@ the files in progress are read again.
 from __future__ import annotations
 
 import os
-import shutil
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -21,9 +20,9 @@ import pyarrow.compute as pc
 
 from common.cli import UserError
 from common.files.hashing import BYTES, GAMMA, WORD, derive_key, hash_counters, mix
-from common.files.json_files import sync, sync_directory
+from common.files.json_files import sync
 from common.models.esm2.alphabet import BYTE_TO_ID, CLS, EOS, PAD, TOKENS, UNK
-from extras.prepare.dataset_writer import TOKEN_FEATURES, Piece, ShardWriter, arrow_schema
+from extras.prepare.dataset_writer import TOKEN_FEATURES, PieceWriters, arrow_schema
 from extras.prepare.output_directory import Build
 from extras.prepare.splits import SPLITS
 from extras.sources.records import characters
@@ -215,7 +214,7 @@ class FileEncoder:
             self._advance(len(labels), result["tokens"])
             return result
         try:
-            result = self._make(path, labels, self.build.scratch / directory_name(number))
+            result = self._make(path, labels, number)
         except BaseException:
             self.stop.set()
             raise
@@ -224,37 +223,26 @@ class FileEncoder:
                 self.build.note(key, result)
         return result
 
-    def _make(self, path: Path, labels: np.ndarray, directory: Path) -> dict | None:
+    def _make(self, path: Path, labels: np.ndarray, number: int) -> dict | None:
         """Pieces by split name, and counts. None if stopped.
 
         labels: the split of every record, uint8 [records]: an index into SPLITS, or UNUSED.
         """
-        part = directory.with_suffix(".part")
-        for left in (part, directory):
-            shutil.rmtree(left, ignore_errors=True)
-        writers = [ShardWriter(part / split, arrow_schema(TOKEN_FEATURES)) for split in SPLITS]
+        writers = PieceWriters(self.build.scratch, directory_name(number), TOKEN_FEATURES)
         counts = {"tokens": 0, "unknown": 0, "records_with_unknown": 0}
         blocks = in_order(self._encode_block, _labelled(path, labels, self.read), self.threads_a_file)
-        with open(part / KEYS, "wb") as file:
+        with open(writers.part / KEYS, "wb") as file:
             for rows, encoded, keys in blocks:
                 if self.stop.is_set():
                     return None
                 keys.tofile(file)
                 for split, part_of_split in encoded:
-                    writers[split].write(part_of_split.rows)
+                    writers[SPLITS[split]].write(part_of_split.rows)
                     for name in counts:
                         counts[name] += getattr(part_of_split, name)
                 self._advance(rows, sum(part_of_split.tokens for _, part_of_split in encoded))
             sync(file)
-        for writer in writers:
-            writer.end()
-        part.rename(directory)
-        sync_directory(directory.parent)
-        pieces = {
-            split: [Piece(f"{directory.name}/{split}/{shard.name}", *sizes) for shard, *sizes in writer.ended]
-            for split, writer in zip(SPLITS, writers, strict=True)
-        }
-        return counts | {"pieces": pieces}
+        return counts | {"pieces": writers.close()}
 
     def _encode_block(
         self, item: tuple[pa.RecordBatch, np.ndarray]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from urllib.parse import unquote, urlsplit
@@ -37,11 +37,6 @@ class Source:
         return "://" in self.address
 
     @property
-    def name(self) -> str:
-        """Compared with other sources: without access keys."""
-        return identity(self.address) if self.is_url else self.address
-
-    @property
     def shown(self) -> str:
         """For log lines and errors."""
         return shown(self.address) if self.is_url else self.address
@@ -52,22 +47,29 @@ class Source:
         return Path(self.address).expanduser()
 
 
-def parse_sources(addresses: list[str], md5: list[str] = (), sha256: list[str] = ()) -> list[Source]:
+def parse_sources(addresses: list[str], md5: Sequence[str] = (), sha256: Sequence[str] = ()) -> list[Source]:
     """Sources of `addresses`, with checksums: none, or one for each, in order.
 
     UserError for an unreadable file, an address that cannot be fetched, a duplicate, or an invalid checksum.
     """
-    for flag, sums in (("--md5", md5), ("--sha256", sha256)):
+    given = {"md5": md5, "sha256": sha256}
+    for algorithm, sums in given.items():
         if sums and len(sums) != len(addresses):
-            raise UserError(f"{flag}: {len(sums)} checksums for {len(addresses)} sources: give one each, in order")
-    sources = []
+            raise UserError(
+                f"--{algorithm}: {len(sums)} checksums for {len(addresses)} sources: give one each, in order"
+            )
+        for text in sums:
+            if not re.fullmatch(rf"[0-9a-fA-F]{{{HEX_DIGITS[algorithm]}}}", text):
+                raise UserError(f"--{algorithm} {text}: expected {HEX_DIGITS[algorithm]} hexadecimal digits")
+    sources: list[Source] = []
     for number, address in enumerate(addresses):
-        given = {"md5": md5, "sha256": sha256}
-        sums = {name: _parse_sum(name, values[number]) for name, values in given.items() if values}
-        source = Source(address, Expected(sums))
-        if source.name in [other.name for other in sources]:
+        source = Source(address, Expected({name: sums[number].lower() for name, sums in given.items() if sums}))
+        if not source.is_url:
+            _check_file(source)
+        elif identity(address) in [identity(other.address) for other in sources if other.is_url]:
             raise UserError(f"--source {source.shown}: given twice: its records would come twice")
-        (_check_address if source.is_url else _check_file)(source)
+        else:
+            _check_address(source)
         for other in () if source.is_url else sources:
             if not other.is_url and source.path.samefile(other.path):
                 raise UserError(f"--source {address}: the same file as {other.address}: its records would come twice")
@@ -76,28 +78,18 @@ def parse_sources(addresses: list[str], md5: list[str] = (), sha256: list[str] =
     return sources
 
 
-def _parse_sum(algorithm: str, text: str) -> str:
-    """The checksum in lower case. UserError if it is invalid."""
-    if not re.fullmatch(rf"[0-9a-fA-F]{{{HEX_DIGITS[algorithm]}}}", text):
-        raise UserError(f"--{algorithm} {text}: expected {HEX_DIGITS[algorithm]} hexadecimal digits")
-    return text.lower()
-
-
-def describe_sources(sources: list[Source]) -> dict:
-    """The identity of the sources, for the record of an output: a hash of each file's content, and URLs."""
-    digests = iter(content_hashes(source.path for source in sources if not source.is_url))
-    return _described(sources, lambda path: {"source": f"sha256:{next(digests)}"})
-
-
-def describe_sources_earlier(sources: list[Source]) -> dict:
-    """The identity that earlier versions recorded."""
-    return _described(sources, earlier_identity.describe_file)
-
-
-def _described(sources: list[Source], describe_file: Callable[[Path], dict]) -> dict:
+def describe_sources(sources: list[Source], earlier: bool = False) -> dict:
+    """The identity of the sources, for the record of an output: a hash of each file's content, and URLs. earlier: as
+    earlier versions recorded it."""
+    digests = iter(content_hashes(source.path for source in sources if not source.is_url and not earlier))
     described = []
     for source in sources:
-        about = {"source": identity(source.address)} if source.is_url else describe_file(source.path)
+        if source.is_url:
+            about = {"source": identity(source.address)}
+        elif earlier:
+            about = earlier_identity.describe_file(source.path)
+        else:
+            about = {"source": f"sha256:{next(digests)}"}
         described.append(about | source.expected.sums)
     return described[0] if len(described) == 1 else {"sources": described}
 

@@ -15,12 +15,12 @@ import json
 import logging
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
+from typing import Any
 
 from common.cli import MAKE_ROOM, NO_ROOM, UserError
 from common.files.json_files import size_and_crc, sync, sync_directory, sync_tree
@@ -36,7 +36,7 @@ class Journal:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._values = {}
+        self._values: dict[str, Any] = {}
         whole = 0
         for line in path.read_bytes().splitlines(keepends=True) if path.exists() else ():
             try:
@@ -46,7 +46,7 @@ class Journal:
                 break
             whole += len(line)
 
-    def done(self, key: str):
+    def done(self, key: str) -> Any:
         """The latest value of `key`, or None."""
         return self._values.get(key)
 
@@ -77,7 +77,7 @@ class Build:
     journal: Journal
     results: dict = field(default_factory=dict)
 
-    def done(self, key: str):
+    def done(self, key: str) -> Any:
         """The value noted under `key` by this run or the interrupted one; None if there is none."""
         return self.journal.done(key)
 
@@ -102,19 +102,17 @@ def building(
     overwrite: bool,
     verify: bool = False,
     siblings: tuple[str, ...] = (),
-    earlier: Callable[[Path, dict], bool] = lambda directory, made_from: False,
 ) -> Iterator[Build]:
     """Build parent/name for each of `names` that is not complete; `paths` is empty if all are.
 
     overwrite: rebuild all of them; verify: compare checksums of complete outputs, not only sizes; siblings: other
-    outputs of the same script in `parent`: those made from other input are removed. earlier: whether a complete
-    directory whose record has this `made_from` was made from the same input by an earlier version of the script, which
-    recorded other facts; it then counts as complete.
+    outputs of the same script in `parent`: those made from other input are removed.
 
     On a clean exit each output is renamed into place. Otherwise (kill, interrupt, any error) the noted parts stay, and
     the next run with the same `made_from` resumes from them; work for another `made_from` is removed. UserError if an
     output was made from something else (unless `overwrite`), if `parent` is not writable or another run works in it.
     """
+    made_from = json.loads(json.dumps(made_from))  # as it is read again: lists, not tuples
     created = [path for path in (parent, *parent.parents) if not path.exists()]
     lock = None
     try:
@@ -123,8 +121,7 @@ def building(
             lock = _lock(parent)
             if (parent / BUILDING).is_dir():
                 _release(_lock(parent, of=parent / BUILDING))  # ranks of an earlier run may still be at work
-            same = partial(_is_same, made_from=made_from, earlier=earlier)
-            missing = _missing(parent, names, made_from, overwrite, verify, same)
+            missing = _missing(parent, names, made_from, overwrite, verify)
             stale = [name for name in siblings if name not in names and _is_stale(parent / name, made_from)]
             for name in stale:
                 _refuse_to_replace(parent / name, overwrite)
@@ -170,23 +167,23 @@ def hold_work(parent: Path) -> None:
     _lock(parent, fcntl.LOCK_SH, parent / BUILDING)
 
 
-def _missing(
-    parent: Path, names: list[str], made_from: dict, overwrite: bool, verify: bool, same: Callable[[Path], bool]
-) -> list[str]:
+def _missing(parent: Path, names: list[str], made_from: dict, overwrite: bool, verify: bool) -> list[str]:
     if overwrite:
         begun = Journal(parent / BUILDING / JOURNAL).done(MADE_FROM)
-        if begun is None or begun["made_from"] != _as_json(made_from):
+        if begun is None or begun["made_from"] != made_from:
             return list(names)
         # The same command was killed: the outputs it had published are new.
         return [name for name in names if name not in begun["names"] or (parent / BUILDING / name).is_dir()]
-    missing = [name for name in names if not same(parent / name)]
-    for name in names:
-        if name not in missing and (change := _changed(parent / name, verify)):
-            raise UserError(f"{parent / name}: {change} since it was written: give --overwrite to make it again")
-        if name in missing:
-            _refuse_to_replace(parent / name, overwrite)
+    missing = []
+    for directory in (parent / name for name in names):
+        record = read_record(directory)
+        if record is None or record["made_from"] != made_from:
+            _refuse_to_replace(directory, overwrite)
+            missing.append(directory.name)
+        elif change := _changed(directory, record, verify):
+            raise UserError(f"{directory}: {change} since it was written: give --overwrite to make it again")
         else:
-            logger.info("%s is complete and was made from the same input and arguments: nothing to do", parent / name)
+            logger.info("%s is complete and was made from the same input and arguments: nothing to do", directory)
     return missing
 
 
@@ -199,7 +196,7 @@ def _open_work(parent: Path, names: list[str], made_from: dict) -> Build:
     # An output directory that is missing was published just before the kill.
     if (
         of is None
-        or of["made_from"] != _as_json(made_from)
+        or of["made_from"] != made_from
         or not all(name in of["names"] and path.is_dir() for name, path in paths.items())
     ):
         if journal.holds_work:
@@ -218,23 +215,10 @@ def _open_work(parent: Path, names: list[str], made_from: dict) -> Build:
     return Build(paths, work / SCRATCH, journal)
 
 
-def _as_json(value: dict) -> dict:
-    """The value after a round trip through JSON, so that tuples compare equal to lists."""
-    return json.loads(json.dumps(value))
-
-
-def _is_same(directory: Path, made_from: dict, earlier: Callable[[Path, dict], bool]) -> bool:
-    """Whether the directory is complete and made from the same input."""
-    record = read_record(directory)
-    return record is not None and (
-        record["made_from"] == _as_json(made_from) or earlier(directory, record["made_from"])
-    )
-
-
 def _is_stale(directory: Path, made_from: dict) -> bool:
     """Whether the same script (its `made_from` has the same keys) made it from other input."""
     record = read_record(directory)
-    if record is None or record["made_from"] == _as_json(made_from):
+    if record is None or record["made_from"] == made_from:
         return False
     always = {name for name in made_from if not name.startswith("on_")}  # on_* are recorded only if given
     return always <= record["made_from"].keys()
@@ -248,9 +232,9 @@ def _files(directory: Path) -> dict[str, list[int]]:
         return dict(zip(names, pool.map(size_and_crc, paths), strict=True))
 
 
-def _changed(directory: Path, verify: bool) -> str | None:
+def _changed(directory: Path, record: dict, verify: bool) -> str | None:
     """How a file differs from the record of completion, or None. Records of earlier versions list no files."""
-    for name, (size, crc) in (read_record(directory) or {}).get("files", {}).items():
+    for name, (size, crc) in record.get("files", {}).items():
         path = directory / name
         if not path.is_file():
             return f"{name} has gone"

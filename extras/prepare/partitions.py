@@ -14,8 +14,9 @@ from __future__ import annotations
 import csv
 import io
 import logging
-import threading
+import os
 import uuid
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
@@ -92,9 +93,11 @@ def _sorted(
     batches: list[pa.RecordBatch], ordered: Callable[[np.ndarray], np.ndarray] = _by_key
 ) -> Iterator[pa.RecordBatch]:
     """The rows sorted by their keys, in new batches; empties `batches` to free memory."""
-    rows = pa.concat_batches(batches) if batches else []
+    if not batches:
+        return
+    rows = pa.concat_batches(batches)
     batches.clear()
-    if not len(rows):
+    if not rows.num_rows:
         return
     order = ordered(rows.column("key").to_numpy())
     _, offsets = view(rows.column("line"))
@@ -184,9 +187,9 @@ QUEUED = 64  # batches (of about 2 MB) that may wait to be written
 class PartitionWriter:
     """Split a stream of lines into partitions of exactly `max_records` (the last may be smaller), in several formats.
 
-    Each partition is written by its own thread, so that the next one begins while the last is being flushed. It is
-    noted in the build's journal once it is flushed in all formats, and all earlier ones are noted. `written` is the
-    number of records in noted partitions; a resumed writer expects the records after them.
+    One thread writes lines, and one flushes complete partitions, so that the next one begins meanwhile. A partition is
+    noted in the build's journal once it is flushed in all formats. `written` is the number of records in noted
+    partitions; a resumed writer expects the records after them.
     """
 
     def __init__(self, build: Build, final_parent: Path, max_records: int) -> None:
@@ -197,27 +200,30 @@ class PartitionWriter:
         self.number, self.written = build.done(WRITTEN) or (0, 0)  # number: of the partition being filled
         self.filled = 0  # records in it
         self._before = self.written  # records in earlier partitions
-        self._queue_slots = threading.Semaphore(QUEUED)
-        self._partition: _Partition | None = None
-        self._noted = Future()  # the partition before this one
-        self._noted.set_result(None)
-        self._pools: list[ThreadPoolExecutor] = []
+        self._files: list[_File] = []  # of the partition being filled
+        self._queued: deque[Future] = deque()  # writes to them
+        self._flushing: list[_File] = []  # of the partition before it
+        self._flushed: Future | None = None
+        self._writer, self._flusher = ThreadPoolExecutor(1), ThreadPoolExecutor(1)
 
     def __enter__(self) -> PartitionWriter:
         return self
 
     def __exit__(self, *error) -> None:
-        for pool in self._pools:
+        for pool in (self._writer, self._flusher):
             pool.shutdown(cancel_futures=any(error))
+        if any(error):
+            for file in (*self._flushing, *self._files):
+                file.discard()
 
     def write(self, lines: Lines) -> None:
         while len(lines):
-            if self._partition is None:
-                pool = ThreadPoolExecutor(1)
-                self._pools = [*self._pools[-1:], pool]  # earlier ones have finished
-                self._partition = _Partition(self.build.paths, self.number, pool, self._queue_slots)
+            if not self.filled:
+                self._files = [FORMATS[name](path, self.number) for name, path in self.build.paths.items()]
             head, lines = lines[: self.max_records - self.filled], lines[self.max_records - self.filled :]
-            self._partition.write(head)
+            self._queued.append(self._writer.submit(_add, self._files, head))
+            if len(self._queued) > QUEUED:
+                self._queued.popleft().result()
             self.filled += len(head)
             if self.filled == self.max_records:
                 self._end_partition()
@@ -226,93 +232,46 @@ class PartitionWriter:
         """Finish. Returns the number of records written, including those of earlier runs."""
         if self.filled:  # no empty file after an exact multiple of max_records
             self._end_partition()
-        self._noted.result()
+        if self._flushed:
+            self._flushed.result()
         if "arrow" in self.build.paths:
             _name_shards(self.build.paths["arrow"], self.number, self.written)
         return self.written
 
     def _end_partition(self) -> None:
-        self._noted.result()  # at most two partitions are being written
-        for name, file_name in self._partition.names().items():
+        while self._queued:
+            self._queued.popleft().result()
+        if self._flushed:
+            self._flushed.result()
+        for name in self.build.paths:
+            file_name = FORMATS[name].log_name.format(self.number)
             logger.info("Writing %d records to %s", self.filled, self.final_parent / name / file_name)
         self.number += 1
         self._before += self.filled
         self.filled = 0
-        self._noted = self._partition.end(self._note, self._noted, self.number, self._before)
-        self._partition = None
+        self._flushing, self._files = self._files, []
+        self._flushed = self._flusher.submit(self._flush, self.number, self._before)
 
-    def _note(self, before: Future, number: int, written: int) -> None:
-        before.result()
+    def _flush(self, number: int, written: int) -> None:
+        for file in self._flushing:
+            file.end()
         self.build.note(WRITTEN, [number, written])
         self.written = written
 
 
-class _Partition:
-    """One partition in all its formats; all work runs in the single thread of `pool`."""
-
-    def __init__(
-        self, directories: dict[str, Path], number: int, pool: ThreadPoolExecutor, slots: threading.Semaphore
-    ) -> None:
-        self.paths = {name: FORMATS[name].path(directory, number) for name, directory in directories.items()}
-        self.pool, self.slots = pool, slots
-        self.files: list[_File] = []
-        self.pool.submit(self._open)
-
-    def names(self) -> dict[str, str]:
-        """File names for the log, by format."""
-        return {name: FORMATS[name].title(path) for name, path in self.paths.items()}
-
-    def write(self, lines: Lines) -> None:
-        """Queue lines for writing; blocks while the queue is full. `end` raises errors."""
-        self.slots.acquire()
-        self.pool.submit(self._write, lines)
-
-    def end(self, then: Callable, *arguments) -> Future:
-        """Flush all files to the disk, then call `then`. The future raises the first error of this partition."""
-        return self.pool.submit(self._end, then, arguments)
-
-    def _open(self) -> None:
-        self.failure: Exception | None = None
-        try:
-            for name, path in self.paths.items():
-                self.files.append(FORMATS[name](path))
-        except OSError as error:
-            self.failure = error
-
-    def _write(self, lines: Lines) -> None:
-        try:
-            if self.failure is None:
-                for file in self.files:
-                    file.add(lines)
-        except Exception as error:
-            self.failure = error
-        finally:
-            self.slots.release()
-
-    def _end(self, then: Callable, arguments: tuple) -> None:
-        if self.failure is not None:
-            raise self.failure
-        for file in self.files:
-            file.end()
-        then(*arguments)
+def _add(files: list[_File], lines: Lines) -> None:
+    for file in files:
+        file.add(lines)
 
 
 class _File:
     """A partition in one format."""
 
-    suffix = ""
+    name = log_name = ""  # with the partition's number
 
-    def __init__(self, path: Path) -> None:
-        self.file = open(path, "wb")  # noqa: SIM115
+    def __init__(self, directory: Path, number: int) -> None:
+        self.file = open(directory / self.name.format(number), "wb")  # noqa: SIM115
         self.begin()
-
-    @classmethod
-    def path(cls, directory: Path, number: int) -> Path:
-        return directory / f"x{number:03d}.{cls.suffix}"
-
-    @staticmethod
-    def title(path: Path) -> str:
-        return path.name
 
     def begin(self) -> None: ...
 
@@ -322,9 +281,15 @@ class _File:
         with self.file:
             sync(self.file)
 
+    def discard(self) -> None:
+        """After an error: what is still buffered goes nowhere, for writing it to a full disk would fail again."""
+        if not self.file.closed:
+            with open(os.devnull, "wb") as nowhere:
+                os.dup2(nowhere.fileno(), self.file.fileno())
+
 
 class _Csv(_File):
-    suffix = "csv"
+    name = log_name = "x{:03d}.csv"
 
     def begin(self) -> None:
         self.file.write(b"id,text\n")
@@ -342,7 +307,7 @@ class _Csv(_File):
 
 
 class _Fasta(_File):
-    suffix = "fasta"
+    name = log_name = "x{:03d}.fasta"
 
     def add(self, lines: Lines) -> None:
         text = view(lines)[0].tobytes()
@@ -351,6 +316,8 @@ class _Fasta(_File):
 
 class _Batches(_File):
     """Record batches, written by `writer`."""
+
+    writer: pa.ipc.RecordBatchStreamWriter | pa.parquet.ParquetWriter
 
     def add(self, lines: Lines) -> None:
         self.writer.write_batch(pa.RecordBatch.from_arrays(columns(lines).columns, schema=arrow_schema(TEXT_FEATURES)))
@@ -363,20 +330,15 @@ class _Batches(_File):
 class _Arrow(_Batches):
     """One `datasets` directory, a shard per partition."""
 
-    @classmethod
-    def path(cls, directory: Path, number: int) -> Path:
-        return directory / f"data-{number:05d}.arrow"
-
-    @staticmethod
-    def title(path: Path) -> str:
-        return path.name.replace(".arrow", "-of-*.arrow")  # their number is known at the end
+    name = "data-{:05d}.arrow"
+    log_name = "data-{:05d}-of-*.arrow"  # their number is known at the end
 
     def begin(self) -> None:
         self.writer = pa.ipc.new_stream(self.file, arrow_schema(TEXT_FEATURES))
 
 
 class _Parquet(_Batches):
-    suffix = "parquet"
+    name = log_name = "x{:03d}.parquet"
 
     def begin(self) -> None:
         self.writer = pa.parquet.ParquetWriter(self.file, arrow_schema(TEXT_FEATURES))
@@ -387,6 +349,7 @@ FORMATS = {"csv": _Csv, "fasta": _Fasta, "parquet": _Parquet, "arrow": _Arrow}
 
 def _name_shards(directory: Path, partitions: int, records: int) -> None:
     for number in range(partitions):
-        if _Arrow.path(directory, number).exists():  # else renamed by a run that was killed here
-            _Arrow.path(directory, number).rename(directory / shard_name(number, partitions))
+        path = directory / _Arrow.name.format(number)
+        if path.exists():  # else renamed by a run that was killed here
+            path.rename(directory / shard_name(number, partitions))
     write_dataset_files(directory, TEXT_FEATURES, partitions, records)

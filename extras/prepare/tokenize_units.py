@@ -7,7 +7,6 @@ in the build's journal: after a kill, only the units in progress are read again.
 from __future__ import annotations
 
 import multiprocessing
-import shutil
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
@@ -18,8 +17,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from common.files.hashing import MEMBER, derive_key, hash_counters
-from common.files.json_files import sync_directory
-from extras.prepare.dataset_writer import Piece, ShardWriter, arrow_schema
+from extras.prepare.dataset_writer import PieceWriters
 from extras.prepare.output_directory import Build
 from extras.sources.sequence_files import ROW_BITS, Unit, read_rows
 from extras.text.tokenizers import Tokenizer, load_tokenizer, tokenize
@@ -51,32 +49,16 @@ class UnitOfText:
 
     def make(self, tokenizer: Tokenizer, scratch: Path) -> dict:
         """Pieces by split name, and counts of documents, tokens and bytes of text."""
-        directory = scratch / f"unit-{self.number:06d}"
-        part = directory.with_suffix(".part")
-        for left in (part, directory):
-            shutil.rmtree(left, ignore_errors=True)
-        schema = arrow_schema(token_features(tokenizer))
-        writers: dict[str, ShardWriter] = {}
+        writers = PieceWriters(scratch, f"unit-{self.number:06d}", token_features(tokenizer))
         counts = {"documents": 0, "tokens": 0, "bytes": 0}
         for split, texts in self._by_split():
             ids, bounds = tokenize(tokenizer, texts)
             bounds = bounds[np.append(True, np.diff(bounds) > 0)]  # empty documents are skipped
-            if split not in writers:
-                writers[split] = ShardWriter(part / split, schema)
             lists = pa.LargeListArray.from_arrays(pa.array(bounds), pa.array(ids))
-            writers[split].write(pa.RecordBatch.from_arrays([lists], schema=schema))
+            writers[split].write(pa.RecordBatch.from_arrays([lists], schema=writers.schema))
             size = int(pc.sum(pc.binary_length(texts)).as_py() or 0)
             counts = dict(zip(counts, np.add([*counts.values()], [len(lists), len(ids), size]).tolist(), strict=True))
-        part.mkdir(parents=True, exist_ok=True)
-        for writer in writers.values():
-            writer.end()
-        part.rename(directory)
-        sync_directory(scratch)
-        pieces = {
-            split: [Piece(f"{directory.name}/{split}/{shard.name}", *sizes) for shard, *sizes in writer.ended]
-            for split, writer in writers.items()
-        }
-        return counts | {"pieces": pieces}
+        return counts | {"pieces": writers.close()}
 
     def _by_split(self) -> Iterator[tuple[str, pa.Array]]:
         """Blocks of documents, by split."""

@@ -1,7 +1,10 @@
 """Open a download over http, https, ftp or s3 behind one `read`, and tell temporary errors from final ones.
 
-Own code on urllib, ftplib and boto3: curl is not in the images, and resumes neither s3 nor with a check of the file's
-version; fsspec neither resumes a file nor detects a stall.
+On urllib, ftplib and boto3, because no library resumes safely (tests/extras/prepare/local_servers.py breaks off after
+300,000 of 1,000,000 bytes). `curl -C -` (7.88) joins the head of an old file to the tail of a newer one, or with
+If-Range ends in error 33; its --retry starts over; it outlives a killed parent and is not in the images. http_get of
+huggingface_hub 1.33 starts over and waits at 1,000 bytes/s without end; fsspec needs aiohttp. All take the same time
+for 600 MB.
 """
 
 from __future__ import annotations
@@ -10,16 +13,19 @@ import ftplib
 import hashlib
 import http.client
 import re
+import socket
 import ssl
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
-from typing import NoReturn
+from typing import Any, NoReturn
 from urllib.parse import parse_qsl, quote, unquote, urlencode, urlsplit
+
+import urllib3
 
 from common.cli import UserError
 
@@ -62,7 +68,7 @@ def _split(url: str) -> tuple[str, str]:
 
 
 SCHEMES = ("http", "https", "ftp", "s3")
-NETWORK_ERRORS = (OSError, EOFError, http.client.HTTPException, ftplib.Error)
+NETWORK_ERRORS = (OSError, EOFError, http.client.HTTPException, ftplib.Error, urllib3.exceptions.HTTPError)
 RETRIED = (408, 425, 429)  # and 5xx
 CONFIGURE = "run `aws configure`, or set AWS_PROFILE or AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
 CERTIFICATES = "check the address; where a network has its own certificates, set {} to their file"
@@ -83,14 +89,21 @@ class TemporaryError(Exception):
 
 @dataclass
 class Transfer:
-    """An open download. `read(n)` returns up to n bytes, b"" at the end, or raises TemporaryError."""
+    """An open download."""
 
-    read: Callable[[int], bytes]
-    close: Callable[[], None]
+    url: str
+    stream: Any  # of the library
     start: int  # position of the first byte that `read` returns: 0 if the server does not resume
     total: int | None  # bytes of the whole file
     version: str  # ETag or date of the remote file; "" where the server sends none
-    gzipped_in_transit: bool = False  # Content-Encoding: gzip; positions count compressed bytes
+
+    def read(self, count: int) -> bytes:
+        """Up to `count` bytes as soon as there are any, b"" at the end. Raises TemporaryError."""
+        with _network_errors(self.url):
+            return self.stream.read1(count)
+
+    def close(self) -> None:
+        self.stream.close()
 
 
 def open_transfer(url: str, start: int, version: str, timeout_s: float) -> Transfer:
@@ -101,14 +114,11 @@ def open_transfer(url: str, start: int, version: str, timeout_s: float) -> Trans
     opener = {"http": _open_http, "https": _open_http, "ftp": _open_ftp, "s3": _open_s3}[urlsplit(url).scheme.lower()]
     with _network_errors(url):
         transfer = opener(url, start, version, timeout_s)
-    read = transfer.read
-
-    def guarded_read(count: int) -> bytes:
-        with _network_errors(url):
-            return read(count)
-
-    transfer.read = guarded_read
-    return transfer
+        if transfer and (not transfer.start or transfer.version in (version, "")):
+            return transfer
+        if transfer:
+            transfer.close()
+        return opener(url, 0, "", timeout_s)  # the remote file is another one, or shorter than the partial file
 
 
 @contextmanager
@@ -133,55 +143,56 @@ def _network_errors(url: str) -> Iterator[None]:
 # --- http and https
 
 
-def _open_http(url: str, start: int, version: str, timeout_s: float) -> Transfer:
+def _open_http(url: str, start: int, version: str, timeout_s: float) -> Transfer | None:
     headers = {"User-Agent": "esm2-pretraining-data", "Accept-Encoding": "identity"}
     if start:  # If-Range: the rest of that version, or all of a newer one
         headers |= {"Range": f"bytes={start}-", "If-Range": version}
     request = urllib.request.Request(quote(url, safe="%/:=&?~#+!$,;'@()*[]"), headers=headers)
     try:
         # A new opener: urlopen's caches certificates and proxies for the life of the process.
-        response = urllib.request.build_opener(_NoDowngrade()).open(request, timeout=timeout_s)
+        response = urllib.request.build_opener(_SafeRedirects()).open(request, timeout=timeout_s)
     except urllib.error.HTTPError as error:
         error.close()
-        if error.code == 416 and start:  # the partial file is longer than the remote one
-            return _open_http(url, 0, "", timeout_s)
+        if error.code == 416 and start:
+            return None
         _raise_for_status(url, error.code, error.reason, error.headers.get("Retry-After"))
-    if urlsplit(response.url).scheme not in ("http", "https"):
-        response.close()
-        raise FetchError(f"{shown(url)}: redirects to {shown(response.url)}: give that address")
     encoding = response.headers.get("Content-Encoding", "identity").lower()
-    if encoding not in ("identity", "gzip", "x-gzip"):
+    if encoding not in ("identity", "gzip", "x-gzip"):  # gzip stays, as in s3: readers detect it
         response.close()
         raise FetchError(
             f"{shown(url)}: the server sends Content-Encoding {encoding} unrequested: download it by other means"
         )
     length = response.headers.get("Content-Length")
-    total = int(length) if length else None
-    first = 0
+    first, total = 0, int(length) if length else None
     if response.status == 206:
-        match = re.match(r"bytes (\d+)-\d+/(\d+|\*)", response.headers.get("Content-Range", ""))
-        first = int(match[1]) if match else None
+        first, total = _content_range(response.headers.get("Content-Range"))
         if first != start:
             response.close()
             raise http.client.HTTPException(f"requested bytes from {start}, received bytes from {first}")
-        total = int(match[2]) if match[2] != "*" else first + total if total is not None else None
     etag = response.headers.get("ETag", "")
     version_now = response.headers.get("Last-Modified", "") if etag.startswith("W/") or not etag else etag
-    if first and version_now and version_now != version:  # a server without If-Range sends the rest of a newer file
-        response.close()
-        return _open_http(url, 0, "", timeout_s)
-    return Transfer(response.read1, response.close, first, total, version_now, "gzip" in encoding)
+    return Transfer(url, response, first, total, version_now)
 
 
-class _NoDowngrade(urllib.request.HTTPRedirectHandler):
-    """Follow redirects, except from https to http: anyone on the network could replace the content."""
+def _content_range(header: str | None) -> tuple[int | None, int | None]:
+    """The first byte and the size of the whole file, each None where the header does not say."""
+    match = re.match(r"bytes (\d+)-(\d+)/(\d+|\*)", header or "")
+    if match is None:
+        return None, None
+    return int(match[1]), int(match[2]) + 1 if match[3] == "*" else int(match[3])
+
+
+class _SafeRedirects(urllib.request.HTTPRedirectHandler):
+    """Follow no redirect from https to http, where anyone on the network could replace the content, nor to ftp."""
 
     def redirect_request(self, request, file, code, message, headers, url):
-        if urlsplit(request.full_url).scheme == "https" and urlsplit(url).scheme == "http":
+        scheme = urlsplit(url).scheme
+        if scheme != "https" and (scheme != "http" or urlsplit(request.full_url).scheme == "https"):
             file.close()
+            unsafe = ", which is not encrypted" if scheme == "http" else ""
             raise FetchError(
-                f"{shown(request.full_url)}: redirects to {shown(url)}, which is not encrypted: give that address, "
-                "with a --sha256, if you trust it"
+                f"{shown(request.full_url)}: redirects to {shown(url)}{unsafe}: give that address, with a --sha256, "
+                "if you trust it"
             )
         return super().redirect_request(request, file, code, message, headers, url)
 
@@ -209,12 +220,23 @@ def _seconds(retry_after: str | None) -> float:
 # --- ftp
 
 
+class _FtpData:
+    """The data connection of a transfer; closes the control connection, too."""
+
+    def __init__(self, data: socket.socket, control: ftplib.FTP):
+        self.read1, self.data, self.control = data.recv, data, control
+
+    def close(self) -> None:
+        self.data.close()
+        self.control.close()
+
+
 def _open_ftp(url: str, start: int, version: str, timeout_s: float) -> Transfer:
     parts = urlsplit(url)
     path = unquote(parts.path)
     ftp = ftplib.FTP(timeout=timeout_s)
-    ftp.connect(parts.hostname, parts.port or ftplib.FTP_PORT)
     try:
+        ftp.connect(parts.hostname or "", parts.port or ftplib.FTP_PORT)
         ftp.login(unquote(parts.username or "anonymous"), unquote(parts.password or "anonymous@"))
         ftp.voidcmd("TYPE I")
         total = ftp.size(path)
@@ -223,36 +245,28 @@ def _open_ftp(url: str, start: int, version: str, timeout_s: float) -> Transfer:
         except ftplib.error_perm:  # an old server: without a date, a changed file cannot be detected
             version_now = ""
         start = start if version_now and version_now == version else 0
-        connection = ftp.transfercmd(f"RETR {path}", rest=start or None)
+        data = ftp.transfercmd(f"RETR {path}", rest=start or None)
     except ftplib.error_perm as error:
         ftp.close()
         raise FetchError(f"{shown(url)}: FTP {error}: check the address") from None
     except BaseException:
         ftp.close()
         raise
-
-    def close() -> None:
-        connection.close()
-        ftp.close()
-
-    return Transfer(connection.recv, close, start, total, version_now)
+    return Transfer(url, _FtpData(data, ftp), start, total, version_now)
 
 
 # --- s3
 
 
-def _open_s3(url: str, start: int, version: str, timeout_s: float) -> Transfer:
+def _open_s3(url: str, start: int, version: str, timeout_s: float) -> Transfer | None:
     import boto3
     from botocore import exceptions as aws
     from botocore.config import Config
-    from urllib3.exceptions import HTTPError as StreamError
 
     bucket, _, key = url.partition("://")[2].partition("/")
     if not bucket or not key:
         raise FetchError(f"{shown(url)}: expected s3://BUCKET/KEY")
-    request = {"Bucket": bucket, "Key": key}
-    if start:
-        request |= {"Range": f"bytes={start}-", "IfMatch": version}
+    request = {"Bucket": bucket, "Key": key} | ({"Range": f"bytes={start}-"} if start else {})
     config = Config(
         connect_timeout=timeout_s,
         read_timeout=timeout_s,
@@ -265,8 +279,8 @@ def _open_s3(url: str, start: int, version: str, timeout_s: float) -> Transfer:
         details = error.response.get("Error", {})
         metadata = error.response.get("ResponseMetadata", {})
         status, code = metadata.get("HTTPStatusCode", 500), details.get("Code", "")
-        if start and status in (412, 416):  # a newer version, or a shorter file
-            return _open_s3(url, 0, "", timeout_s)
+        if start and status == 416:
+            return None
         if code in ("NoSuchKey", "NoSuchBucket"):
             raise FetchError(f"{shown(url)}: {code}: {details.get('Message', '')} Check the address.") from None
         if status in (400, 401, 403):
@@ -284,14 +298,6 @@ def _open_s3(url: str, start: int, version: str, timeout_s: float) -> Transfer:
         raise FetchError(f"{shown(url)}: {' '.join(str(error).split())}: check the address") from None
     except aws.BotoCoreError as error:  # missing or partial credentials, unknown profile, expired login
         raise FetchError(f"{shown(url)}: {error}: {CONFIGURE}") from None
-    match = re.match(r"bytes (\d+)-\d+/(\d+)", response.get("ContentRange", ""))
-    first, total = (int(match[1]), int(match[2])) if match else (0, response["ContentLength"])
+    first, total = _content_range(response["ContentRange"]) if start else (0, response["ContentLength"])
     stream = response["Body"].__enter__()  # of urllib3: botocore's read blocks until all bytes came
-
-    def read(count: int) -> bytes:
-        try:
-            return stream.read1(count)
-        except StreamError as error:
-            raise TemporaryError(str(error)) from error
-
-    return Transfer(read, stream.close, first, total, response["ETag"])
+    return Transfer(url, stream, first, total, response["ETag"])

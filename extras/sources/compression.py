@@ -134,24 +134,17 @@ def open_decompressed(path: Path | str) -> Iterator[BinaryIO]:
 
     UserError if it is not a regular file and, while it is open, for a truncated or corrupt compressed file.
     """
-    with open_both(path) as (_, file):
+    check_file(Path(path), str(path))
+    with open(path, "rb") as raw, decompressing(raw, str(path)) as file:
         yield file
 
 
 @contextmanager
-def open_both(path: Path | str) -> Iterator[tuple[BinaryIO, BinaryIO]]:
-    """The raw file, whose position shows the progress of reading, and its decompressed bytes."""
-    check_file(Path(path), str(path))
-    with open(path, "rb") as raw, decompress_both(raw, str(path)) as both:
-        yield both
-
-
-@contextmanager
-def decompress_both(raw: BinaryIO, name: str) -> Iterator[tuple[BinaryIO, BinaryIO]]:
-    """As open_both, of an open file called `name`."""
+def decompressing(raw: BinaryIO, name: str) -> Iterator[BinaryIO]:
+    """As open_decompressed, of an open file called `name`."""
     with decompress(raw) as file:
         try:
-            yield raw, file
+            yield file
         except DECOMPRESS_ERRORS as error:
             if (what := describe_damage(error)) is None:
                 raise

@@ -137,7 +137,30 @@ def read_rows(
     """
     with open_decompressed(path) as file:
         names = read_header(file, str(path))
-        yield from _parsed_rows(path, io.BufferedReader(_Utf8(file)), names, bad_records, line_ends, max_record)
+        misshapen: list[int] = []  # rows of a wrong number of columns, which the parser leaves out
+        parsed = 0
+        for batch in _parse(
+            path, io.BufferedReader(_Utf8(file)), names, misshapen, bad_records, line_ends, max_record
+        ):
+            rows = np.arange(parsed + 1, parsed + batch.num_rows + 1)
+            rows += np.searchsorted(np.array(misshapen) - np.arange(len(misshapen)), rows, side="right")
+            parsed += batch.num_rows
+            # A pass for minimum and maximum instead of one for each of the bytes that are complained about.
+            printable = [_is_printable(column) for column in batch.columns]
+            if not line_ends and not all(printable) and (row := first_with_line_end(batch.columns)) is not None:
+                raise UserError(f"{path}: row {rows[row]}: {STRAY_QUOTE}")
+            if (row := find_too_long(batch.column("text"), max_record)) is not None:
+                raise too_long(f"{path}: row {rows[row]}", max_record)
+            text = texts(*clean(*characters(batch.column("text")), str(path)), pa.binary())
+            batch = pa.RecordBatch.from_arrays([batch.column("id"), text], names=COLUMNS)
+            bad = _complaints(batch, *printable)
+            for i, complaint in sorted(bad.items()):
+                (bad_records or BadRecords())(UserError(f"{path}: row {rows[i]}: {complaint}: {REMEDY}"))
+            if bad:
+                keep = np.ones(batch.num_rows, dtype=bool)
+                keep[list(bad)] = False
+                batch = batch.filter(pa.array(keep))
+            yield pa.RecordBatch.from_arrays([column.cast(pa.string()) for column in batch.columns], names=COLUMNS)
 
 
 class _Utf8(io.RawIOBase):
@@ -163,34 +186,6 @@ class _Utf8(io.RawIOBase):
         count = min(len(buffer), len(self.ready))
         buffer[:count], self.ready = self.ready[:count], self.ready[count:]
         return count
-
-
-def _parsed_rows(
-    path: Path, file: BinaryIO, names: list[str], bad_records: BadRecords | None, line_ends: bool, max_record: int
-) -> Iterator[pa.RecordBatch]:
-    """The rows from where the file stands. names: of its columns."""
-    misshapen: list[int] = []  # rows of a wrong number of columns, which the parser leaves out
-    parsed = 0
-    for batch in _parse(path, file, names, misshapen, bad_records, line_ends, max_record):
-        rows = np.arange(parsed + 1, parsed + batch.num_rows + 1)
-        rows += np.searchsorted(np.array(misshapen) - np.arange(len(misshapen)), rows, side="right")
-        parsed += batch.num_rows
-        # A pass for minimum and maximum instead of one for each of the bytes that are complained about.
-        printable = [_is_printable(column) for column in batch.columns]
-        if not line_ends and not all(printable) and (row := first_with_line_end(batch.columns)) is not None:
-            raise UserError(f"{path}: row {rows[row]}: {STRAY_QUOTE}")
-        if (row := find_too_long(batch.column("text"), max_record)) is not None:
-            raise too_long(f"{path}: row {rows[row]}", max_record)
-        text = texts(*clean(*characters(batch.column("text")), str(path)), pa.binary())
-        batch = pa.RecordBatch.from_arrays([batch.column("id"), text], names=COLUMNS)
-        bad = _complaints(batch, *printable)
-        for i, complaint in sorted(bad.items()):
-            (bad_records or BadRecords())(UserError(f"{path}: row {rows[i]}: {complaint}: {REMEDY}"))
-        if bad:
-            keep = np.ones(batch.num_rows, dtype=bool)
-            keep[list(bad)] = False
-            batch = batch.filter(pa.array(keep))
-        yield pa.RecordBatch.from_arrays([column.cast(pa.string()) for column in batch.columns], names=COLUMNS)
 
 
 def _is_printable(column: pa.Array) -> bool:

@@ -1,8 +1,8 @@
 """The Hub: advice for its errors, retries, and the files of a dataset's configuration by split.
 
 A dataset's card (the YAML front matter of its README.md) lists configurations with the patterns of their files; a
-configuration that it does not list is a directory. `datasets.data_files` resolves patterns by requests to the Hub, and
-importing it takes seconds; here the list of files is at hand.
+configuration that it does not list is a directory. `datasets.data_files` (5.2) would resolve the patterns by requests
+to the Hub, and its import takes 0.5 s of CPU more than this; here the list of files is at hand.
 """
 
 from __future__ import annotations

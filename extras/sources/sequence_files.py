@@ -30,10 +30,9 @@ from extras.sources.compression import (
     HEAD_BYTES,
     STRADDLING,
     check_file,
-    decompress_both,
+    decompressing,
     detect_non_text,
     find_too_long,
-    open_both,
     strip_compression,
     too_long,
 )
@@ -275,13 +274,14 @@ def _open(file: File):
 
 @contextmanager
 def open_stream(file: File) -> Iterator[tuple[BinaryIO, BinaryIO]]:
-    """The raw file and its decompressed bytes, as compression.open_both; a Hub file is read in place."""
-    if not file.path.startswith(REMOTE):
-        with open_both(file.path) as both:
-            yield both
-        return
-    with _open(file) as raw, decompress_both(io.BufferedReader(raw), file.path) as both:
-        yield both
+    """The raw file, whose position shows the progress of reading, and its decompressed bytes."""
+    if file.path.startswith(REMOTE):
+        raw = io.BufferedReader(_open(file))
+    else:
+        check_file(Path(file.path), file.path)
+        raw = open(file.path, "rb")  # noqa: SIM115
+    with raw, decompressing(raw, file.path) as stream:
+        yield raw, stream
 
 
 def local_path(unit: Unit) -> str:

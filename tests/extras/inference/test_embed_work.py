@@ -96,7 +96,7 @@ def test_embed_remakes_damaged_parts(model, fasta, whole, tmp_path):
     assert everything_in(tmp_path) == whole
 
 
-def test_a_model_replaced_in_place_is_another_model(fasta, tmp_path, caplog):
+def test_embed_detects_a_model_replaced_in_place(fasta, tmp_path, caplog):
     """Between a kill and the next start, and after completion; its path, size and date are the same."""
     model, other = make_model(tmp_path / "model"), make_model(tmp_path / "other", seed=6)
     out, file = tmp_path / "out", Path("model.safetensors")
@@ -155,7 +155,7 @@ def test_embed_accepts_earlier_output_unless_the_model_is_newer(fasta, tmp_path)
     assert b"model_hash" in (out / "embeddings/.complete.json").read_bytes()
 
 
-def test_finished_parts_survive_a_full_disk(model, fasta, whole, tmp_path):
+def test_embed_keeps_finished_parts_on_a_full_disk(model, fasta, whole, tmp_path):
     with small_disk(tmp_path, "2m") as disk:
         out = disk / "out"
         stop_after(1, out, flags(model, fasta, out), signal.SIGKILL)

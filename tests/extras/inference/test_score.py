@@ -90,7 +90,7 @@ def stock_scores(model: Path, text: str, variant: str) -> tuple[float, float]:
     return tuple(sums)
 
 
-def test_scores_equal_transformers(model, proteins, job, tmp_path):
+def test_score_equals_transformers(model, proteins, job, tmp_path):
     rows = []
     for name, text in proteins:
         for at in (1, len(text) // 2, len(text)):

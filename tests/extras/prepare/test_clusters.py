@@ -199,20 +199,20 @@ def test_split_by_clusters_remakes_buckets_after_a_reboot(tmp_path, monkeypatch)
 
 
 def test_draw_splits_is_uniform_over_cluster_sizes(tmp_path):
-    sizes = np.arange(1600) % 4 + 1
-    names = hash_names(pa.array([f"UniRef50_{i}" for i in range(1600)]))
-    held_out = np.zeros(1600)
-    for seed in range(25):
+    sizes = np.arange(8000) % 4 + 1
+    names = hash_names(pa.array([f"UniRef50_{i}" for i in range(8000)]))
+    held_out = np.zeros(8000)
+    for seed in range(5):
         scratch = tmp_path / str(seed)
         joined = splits.join([np.repeat(names, sizes)], [], seed, scratch)
-        assert (joined.missing, joined.repeated) == (4000, 0)
-        labels = splits.draw_splits(joined.buckets, (2000, 1600, 400), True, scratch / "labels.npy")
+        assert (joined.missing, joined.repeated) == (20_000, 0)
+        labels = splits.draw_splits(joined.buckets, (10_000, 8000, 2000), True, scratch / "labels.npy")
         by_cluster = np.split(np.array(labels), np.cumsum(sizes)[:-1])
         assert all(len(set(part.tolist())) == 1 for part in by_cluster)
-        assert np.bincount(labels).tolist() == [2000, 1600, 400]
+        assert np.bincount(labels).tolist() == [10_000, 8000, 2000]
         held_out += [part[0] == splits.VALIDATION for part in by_cluster]
     for size in range(1, 5):
-        assert held_out[sizes == size].mean() / 25 == pytest.approx(0.4, abs=0.03)
+        assert held_out[sizes == size].mean() / 5 == pytest.approx(0.4, abs=0.03)
 
 
 @pytest.mark.parametrize("free", [0, 1, 7, 100, 10_000])
@@ -329,7 +329,7 @@ def test_clusters_plan_resumes_anywhere_and_pickles(tmp_path):
     assert Counter(position.epoch for position, _ in everything).keys() == {0, 1}
 
 
-def test_training_by_clusters_resumes(dataset, tmp_path):
+def test_train_by_clusters_resumes(dataset, tmp_path):
     make_input(tmp_path / "csv", count=2000)
     names = tokenize(tmp_path / "csv", tmp_path / "out")["train"]
     splits = tmp_path / "out" / "arrow"

@@ -178,7 +178,7 @@ def test_download_reports_missing_bytes(tmp_path):
 
 def test_download_detects_a_short_length_by_checksum(tmp_path):
     with http_server(CONTENT, claims=-100) as server, pytest.raises(FetchError, match="its md5 is .*, --md5 says"):
-        download(f"{server.url}/a", tmp_path, sums(CONTENT), QUICK)
+        download(f"{server.url}/a", tmp_path / "d", sums(CONTENT), QUICK)
     assert not list(tmp_path.iterdir())
 
 
@@ -204,7 +204,7 @@ def test_download_removes_a_file_with_a_wrong_checksum(tmp_path):
         http_server(CONTENT) as server,
         pytest.raises(FetchError, match=f"sha256 is {right}, --sha256 says {'0' * 64}"),
     ):
-        download(f"{server.url}/a", tmp_path, wrong, QUICK)
+        download(f"{server.url}/a", tmp_path / "d", wrong, QUICK)
     assert server.ranges == [None]  # it came in one piece: this is what the server has
     assert not list(tmp_path.iterdir())
 

@@ -6,7 +6,6 @@ import itertools
 import json
 import re
 import shutil
-import signal
 import subprocess
 
 import datasets
@@ -23,15 +22,13 @@ from tests.data_fixtures import (
     REAL_SAMPLE,
     call,
     command,
-    environment,
     everything_in,
     expect_error,
     needs_real_sample,
     numbered,
     write_fasta,
 )
-from tests.forked import Script, run_script
-from tests.patience import wait_until
+from tests.forked import run_script
 
 SCRIPT = "0.download_data.py"
 
@@ -197,28 +194,6 @@ def test_download_data_failed_overwrite_keeps_the_old_output(tmp_path):
         call(DOWNLOAD, "--source", source, "--output_dir", tmp_path, "--overwrite")
     assert everything_in(tmp_path / "csv") == before
     assert sorted(path.name for path in tmp_path.iterdir()) == ["csv", "in.fasta"]
-
-
-def kill_when(arguments, ready) -> None:
-    """Start the script and end it with SIGKILL once `ready()`."""
-    process = Script(SCRIPT, *arguments, env=environment())
-    wait_until(ready, lambda: process.poll() is None, poll=0.002)
-    process.send_signal(signal.SIGKILL)
-    assert process.wait() == -signal.SIGKILL, "the script was through before it could be killed"
-
-
-@pytest.mark.parametrize("sign_of_life", ["scratch", "csv/x004.csv"])
-def test_download_data_resumes_after_a_kill(tmp_path, sign_of_life):
-    source = write_fasta(tmp_path / "in.fasta", [(f"P{i}", "MKVLAGTY" * 30) for i in range(200_000)])
-    out = tmp_path / "out"
-    arguments = ("--source", source, "--output_dir", out, "--max_records_per_partition", 20_000)
-    kill_when(arguments, (out / ".building" / sign_of_life).exists)
-    assert not (out / "csv").exists()
-    assert (out / ".building").exists()
-    call(DOWNLOAD, *arguments)
-    call(DOWNLOAD, *arguments[:2], "--output_dir", tmp_path / "undisturbed", *arguments[4:])
-    assert everything_in(out) == everything_in(tmp_path / "undisturbed")
-    assert [path.name for path in out.iterdir()] == ["csv"]
 
 
 def test_download_data_publishes_all_formats_together(tmp_path):

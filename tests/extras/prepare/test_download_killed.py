@@ -40,7 +40,7 @@ def test_download_data_resumes_after_a_kill_anywhere(tmp_path, flags, settings):
     touches = run_killed_at(None, SCRIPT, tmp_path / "a", *flags, tmp_path / "a", settings=settings)
     expected = everything_in(tmp_path / "a")
     assert sum(name.startswith("csv/x") for name in expected) == 4
-    moments = {*random.Random(0).sample(range(touches), min(touches, 25)), *range(touches - 5, touches)}
+    moments = {*random.Random(0).sample(range(touches), min(touches, 12)), *range(touches - 5, touches)}
     for moment in sorted(moments):
         out = tmp_path / str(moment)
         run_killed_at(moment, SCRIPT, out, *flags, out, settings=settings)

@@ -99,7 +99,7 @@ def residues(text: str) -> str:
 
 
 @pytest.mark.parametrize("flags", [(), ("--max_seq_length", 12), ("--train_size", 300)])
-def test_step_one_keeps_copies_of_held_out_proteins_out_of_training(tmp_path, caplog, flags):
+def test_tokenize_keeps_copies_of_held_out_proteins_out_of_training(tmp_path, caplog, flags):
     rows = with_copies()
     texts = {name: residues(text) for name, text in rows}
     for number in range(3):
@@ -137,7 +137,7 @@ def test_step_one_keeps_copies_of_held_out_proteins_out_of_training(tmp_path, ca
     assert json.loads((tmp_path / "out/arrow/.complete.json").read_text())["results"] == report
 
 
-def test_step_one_drops_copies_from_chunks(tmp_path):
+def test_tokenize_drops_copies_from_chunks(tmp_path):
     rows = with_copies()
     write_csv(tmp_path / "csv", rows)
     for name, flags in (("lines", ()), ("chunks", ("--line_by_line", "False", "--max_seq_length", 50))):
@@ -148,7 +148,7 @@ def test_step_one_drops_copies_from_chunks(tmp_path):
         assert tokens[0] == tokens[1]
 
 
-def test_step_one_indexes_clusters_without_copies(tmp_path):
+def test_tokenize_indexes_clusters_without_copies(tmp_path):
     """A table that puts equal sequences into different clusters."""
     texts = [f"MK{different(number)}" for number in range(600)]
     for number in range(0, 600, 5):
@@ -174,14 +174,14 @@ def test_step_one_indexes_clusters_without_copies(tmp_path):
     assert results["train_clusters"] == len(expected)
 
 
-def test_step_one_refuses_a_split_of_copies_alone(tmp_path):
+def test_tokenize_refuses_a_split_of_copies_alone(tmp_path):
     write_csv(tmp_path / "csv", [(f"P{number}", "MKVLA") for number in range(50)])
     with pytest.raises(UserError, match="all 46 train records are exact copies of held-out ones: hold out fewer"):
         call(TOKENIZE, "--input_dir", tmp_path / "csv", "--output_dir", tmp_path / "out")
     assert not (tmp_path / "out" / "arrow").exists()
 
 
-def test_step_one_encodes_again_after_an_earlier_version(tmp_path, monkeypatch):
+def test_tokenize_encodes_again_after_an_earlier_version(tmp_path, monkeypatch):
     """Its journal has other notes, its pieces no hashes, and its splits hold copies."""
     write_csv(tmp_path / "csv", with_copies())
     arguments = ("--input_dir", tmp_path / "csv", *SIZES)

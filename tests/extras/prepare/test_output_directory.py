@@ -129,15 +129,6 @@ def test_build_lock_covers_all_ranks(tmp_path):
             pass
 
 
-def test_build_accepts_record_of_earlier_version(tmp_path):
-    with building(tmp_path, ["csv"], {"path": "a"}, overwrite=False) as build:
-        (build.paths["csv"] / "content").write_text("old")
-    for earlier, paths in ((lambda directory, made_from: made_from == {"path": "a"}, []), (None, ["csv"])):
-        how = {"earlier": earlier} if earlier else {"overwrite": True}
-        with building(tmp_path, ["csv"], {"hash": 1}, **{"overwrite": False} | how) as build:
-            assert list(build.paths) == paths
-
-
 @pytest.fixture
 def on_disk(monkeypatch):
     """Inodes of what was flushed. Renaming what was not, or a directory with such a file, fails."""

@@ -6,8 +6,7 @@ import json
 import os
 import re
 import shutil
-import signal
-import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,6 +14,7 @@ import pytest
 from common.cli import UserError
 from common.models.esm2.alphabet import TOKENS, encode
 from extras.prepare import dataset_writer
+from extras.prepare.encode import check_tokenizer
 from extras.prepare.output_directory import read_record
 from extras.sources import csv_records
 from extras.sources.csv_records import count_rows, csv_files, read_rows
@@ -24,7 +24,6 @@ from tests.data_fixtures import (
     call,
     different,
     edit_unnoticed,
-    environment,
     everything_in,
     expect_error,
     load,
@@ -33,92 +32,93 @@ from tests.data_fixtures import (
     write_fasta,
 )
 from tests.extras.prepare.killed_runs import run_killed_at
-from tests.forked import Script
 from tests.small_disk import enlarge, fill, small_disk
 
 SCRIPT = "1.tokenize_uniref_csv.py"
 
 
+@pytest.fixture
+def tokenize(tmp_path):
+    """A function that runs the script on tmp_path/csv and returns its output directory."""
+
+    def run(*flags, out="out", csv="csv") -> Path:
+        call(TOKENIZE, "--input_dir", tmp_path / csv, "--output_dir", tmp_path / out, *flags)
+        return tmp_path / out
+
+    return run
+
+
+def write_bytes(tmp_path: Path, content: bytes, name: str = "x000.csv") -> Path:
+    (tmp_path / "csv").mkdir(exist_ok=True)
+    (tmp_path / "csv" / name).write_bytes(content)
+    return tmp_path / "csv" / name
+
+
+def write_table(tmp_path: Path, count: int) -> tuple:
+    """Flags of a table of clusters of one protein each, and of small held-out splits."""
+    table = tmp_path / "table.tsv"
+    table.write_text("ur50_id\tur90_id\n" + "".join(f"C{i}\tP{i}\n" for i in range(count)))
+    return ("--cluster_table", table, "--validation_size", 2, "--test_size", 1)
+
+
 # --- started again
 
 
-def test_tokenize_reuses_its_output_and_refuses_another(tmp_path, caplog):
+def test_tokenize_reuses_its_output_and_refuses_another(tmp_path, tokenize, caplog):
     write_csv(tmp_path / "csv", proteins(50))
-    same = ("--input_dir", tmp_path / "csv", "--output_dir", tmp_path)
-    call(TOKENIZE, *same)
-    first = everything_in(tmp_path / "arrow")
+    out = tokenize()
+    first = everything_in(out)
     with caplog.at_level("INFO"):
-        call(TOKENIZE, *same, "--preprocessing_num_workers", 2)
+        tokenize("--preprocessing_num_workers", 2)
     assert "nothing to do" in caplog.text
     with pytest.raises(UserError, match="give --overwrite"):
-        call(TOKENIZE, *same, "--max_seq_length", 30)
+        tokenize("--max_seq_length", 30)
     write_csv(tmp_path / "csv", proteins(60, seed=1), "x001.csv")
     with pytest.raises(UserError, match="give --overwrite"):
-        call(TOKENIZE, *same)
-    assert everything_in(tmp_path / "arrow") == first
-    call(TOKENIZE, *same, "--overwrite")
-    assert sum(map(len, load(tmp_path).values())) == 110
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["arrow", "csv"]
+        tokenize()
+    assert everything_in(out) == first
+    tokenize("--overwrite")
+    assert sum(map(len, load(out).values())) == 110
+    assert [path.name for path in out.iterdir()] == ["arrow"]
 
 
-def test_tokenize_identifies_input_by_content(tmp_path, caplog):
-    (tmp_path / "csv").mkdir()
-    (tmp_path / "csv/x000.csv").write_text("id,text\n" + "".join(f"P{i},{'MKVLA' * (i + 1)}\n" for i in range(20)))
-    table = tmp_path / "table.tsv"
-    table.write_text("ur50_id\tur90_id\n" + "".join(f"C{i}\tP{i}\n" for i in range(20)))
-    out = ("--output_dir", tmp_path / "out", "--validation_size", 2, "--test_size", 1)
-    call(TOKENIZE, "--input_dir", tmp_path / "csv", "--cluster_table", table, *out)
+def test_tokenize_identifies_input_by_content(tmp_path, tokenize, caplog):
+    content = "id,text\n" + "".join(f"P{i},{'MKVLA' * (i + 1)}\n" for i in range(20))
+    write_bytes(tmp_path, content.encode())
+    flags = write_table(tmp_path, 20)
+    tokenize(*flags)
     moved = tmp_path / "moved"
     shutil.copytree(tmp_path / "csv", moved, copy_function=shutil.copyfile)
     (moved / "x000.csv").rename(moved / "another.csv")
-    os.utime(table, ns=(0, 0))
+    os.utime(tmp_path / "table.tsv", ns=(0, 0))
     with caplog.at_level("INFO"):
-        call(TOKENIZE, "--input_dir", moved, "--cluster_table", table, *out)
+        tokenize(*flags, csv="moved")
     assert "nothing to do" in caplog.text
     edit_unnoticed(moved / "another.csv", b"P7,MKVLA", b"P7,MKVLL")
     with pytest.raises(UserError, match="was made from other input"):
-        call(TOKENIZE, "--input_dir", moved, "--cluster_table", table, *out)
-    edit_unnoticed(table, b"C7\tP7", b"C8\tP7")
+        tokenize(*flags, csv="moved")
+    edit_unnoticed(tmp_path / "table.tsv", b"C7\tP7", b"C8\tP7")
     with pytest.raises(UserError, match="was made from other input"):
-        call(TOKENIZE, "--input_dir", tmp_path / "csv", "--cluster_table", table, *out)
+        tokenize(*flags)
 
 
-def test_tokenize_recognises_the_record_of_an_earlier_version(tmp_path, caplog):
+def test_tokenize_recognises_the_record_of_an_earlier_version(tmp_path, tokenize, caplog):
     files = [write_csv(tmp_path / "csv", proteins(30)) / "x000.csv"]
-    table = tmp_path / "table.tsv"
-    table.write_text("ur50_id\tur90_id\n" + "".join(f"C{i}\tP{i}\n" for i in range(30)))
-    same = ("--input_dir", tmp_path / "csv", "--output_dir", tmp_path, "--cluster_table", table)
-    same += ("--validation_size", 2, "--test_size", 1)
-    call(TOKENIZE, *same)
-    record = read_record(tmp_path / "arrow")
-    listings = [[(p.name, p.stat().st_size, p.stat().st_mtime_ns) for p in paths] for paths in (files, [table])]
+    flags = write_table(tmp_path, 30)
+    out = tokenize(*flags)
+    record = read_record(out / "arrow")
+    tables = [tmp_path / "table.tsv"]
+    listings = [[(p.name, p.stat().st_size, p.stat().st_mtime_ns) for p in paths] for paths in (files, tables)]
     del record["made_from"]["input"]["content"]
     record["made_from"]["input"]["listing"] = hashlib.sha256(repr(listings[0]).encode()).hexdigest()
     record["made_from"]["cluster_table"] = listings[1]
-    (tmp_path / "arrow/.complete.json").write_text(json.dumps(record))
+    (out / "arrow/.complete.json").write_text(json.dumps(record))
     with caplog.at_level("INFO"):
-        call(TOKENIZE, *same)
+        tokenize(*flags)
     assert "nothing to do" in caplog.text
     os.utime(files[0], ns=(0, 0))
     with pytest.raises(UserError, match="was made from other input"):
-        call(TOKENIZE, *same)
-
-
-def test_tokenize_resumes_after_a_kill(tmp_path):
-    rows = proteins(1000)
-    for i in range(60):
-        write_csv(tmp_path / "csv", rows, f"x{i:03d}.csv")
-    arguments = ("--input_dir", tmp_path / "csv", "--output_dir", tmp_path / "out")
-    process = Script(SCRIPT, *arguments, env=environment())
-    while not (tmp_path / "out/.building/scratch/file-00005").exists() and process.poll() is None:
-        time.sleep(0.002)
-    process.send_signal(signal.SIGKILL)
-    assert process.wait() == -signal.SIGKILL, "the script was through before it could be killed"
-    assert not (tmp_path / "out/arrow").exists()
-    call(TOKENIZE, *arguments)
-    call(TOKENIZE, *arguments[:2], "--output_dir", tmp_path / "undisturbed")
-    assert everything_in(tmp_path / "out") == everything_in(tmp_path / "undisturbed")
-    assert [path.name for path in (tmp_path / "out").iterdir()] == ["arrow"]
+        tokenize(*flags)
 
 
 CHUNKS = ("--line_by_line", "False", "--max_seq_length", "50")
@@ -168,20 +168,19 @@ def test_tokenize_resumes_after_a_kill_anywhere(tmp_path, monkeypatch, moments, 
     assert resumed >= moments // 5
 
 
-def test_tokenize_keeps_finished_files_on_a_full_disk(tmp_path, caplog):
+def test_tokenize_keeps_finished_files_on_a_full_disk(tmp_path, tokenize, caplog):
     """With more space it resumes."""
     caplog.set_level("INFO")
     for i in range(4):
-        write_csv(tmp_path / "csv", proteins(20_000, seed=i), f"x{i:03d}.csv")
-    with small_disk(tmp_path, "2m") as disk:
+        write_csv(tmp_path / "csv", proteins(10_000, seed=i), f"x{i:03d}.csv")
+    with small_disk(tmp_path, "1m") as disk:
         line = expect_error(SCRIPT, "--input_dir", tmp_path / "csv", "--output_dir", disk / "out")
         assert "No space left on device" in line
         assert [path.name for path in disk.glob("*/*")] == [".building"]
-        enlarge(disk, "40m")
-        call(TOKENIZE, "--input_dir", tmp_path / "csv", "--output_dir", disk / "out")
+        enlarge(disk, "20m")
+        tokenize(out=disk / "out")
         assert "Resuming from what an interrupted run left" in caplog.text
-        call(TOKENIZE, "--input_dir", tmp_path / "csv", "--output_dir", tmp_path / "whole")
-        assert everything_in(disk / "out") == everything_in(tmp_path / "whole")
+        assert everything_in(disk / "out") == everything_in(tokenize(out="whole"))
 
 
 def test_tokenize_reports_a_disk_that_is_full_at_the_start(tmp_path):
@@ -205,24 +204,39 @@ def test_tokenize_reports_a_disk_that_is_full_at_the_start(tmp_path):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"", "x001.csv: Empty CSV file"),
-        (b"id,text\na,MK\nb\n", "x001.csv: row 2: Expected 2 columns, got 1"),
-        (b"name,sequence\na,MK\n", "x001.csv: row 0: the header is 'name,sequence': expected id,text"),
-        (b"id,text,text\na,MK,V\n", "x001.csv: row 0: the header"),
-        (b"id,text\na,MK\nb,\nc,\n", "x001.csv: row 2: the text is empty"),
-        (b"id,text\na,MK\nb,MK\nc,M\xc3\xa9K\n", "x001.csv: row 3: non-ASCII byte 0xc3 in the text"),
-        (b"id,text\na,MK\nb\xff,MK\n", "x001.csv: row 2: the id is not UTF-8"),
-        (b"id,text\na,MK\nb,MK,V\n", "x001.csv: row 2: Expected 2 columns, got 3"),
+        (b"", "Empty CSV file"),
+        (b"id,text\na,MK\nb\n", "row 2: Expected 2 columns, got 1"),
+        (b"id,text\na,MK\nb,MK,V\n", "row 2: Expected 2 columns, got 3"),
+        (b"name,sequence\na,MK\n", "row 0: the header is 'name,sequence': expected id,text: rename the"),
+        (b"id,text,text\na,MK,V\n", "row 0: the header"),
+        (b"id,text\na,MK\nb,\nc,\n", "row 2: the text is empty"),
+        (b"id,text\na,MK\nb,MK\nc,M\xc3\xa9K\n", "row 3: non-ASCII byte 0xc3 in the text"),
+        (b"id,text\na,MK\nb\xff,MK\n", "row 2: the id is not UTF-8"),
+        (b"id,text\na,MK\nb,M\x00K\nc,MK\n", "row 2: control byte 0x00 in the text"),
+        ("id,text\na,MK\n".encode("utf-16"), "row 0: not CSV: it is UTF-16: convert it: iconv"),
+        (b"\x1f\x8b\x08\x00\x00", "the compressed file is cut short: fetch it again"),
+        (b"PK\x03\x04\x14\x00\n", "row 0: not CSV: it is a zip archive: unpack it: unzip FILE"),
+        (b"id\x00,text\n", "row 0: not CSV: it is a binary file"),
+        (b"id,text,\xe9\na,MK,b\n", "row 0: the header is not UTF-8: byte 0xe9"),
+        (b"id,text\na,MK\nid,text\nc,MK\n", "row 2: the header once more"),
+        (b"id,text\na,MK\nID,Text\nc,MK\n", "row 2: the header once more"),
+        (b"Id,Text\na,MK\nId,TEXT\nc,MK\n", "row 2: the header once more"),
+        (b"id,text\n" + b"a,A protein of the cell wall\n" * 90, "19% of the characters are blanks"),
+        (b"id,text\n" + b"a,12345\n" * 900, "% of the characters are not residues: are these proteins?"),
     ],
 )
-def test_tokenize_bad_csv_names_file_and_row(tmp_path, content, message):
+def test_tokenize_bad_csv_names_file_and_row(tmp_path, tokenize, content, message):
+    """--on_bad_record skip skips rows, not files."""
     write_csv(tmp_path / "csv", proteins(10))
-    (tmp_path / "csv/x001.csv").write_bytes(content)
-    with pytest.raises(UserError) as error:
-        call(TOKENIZE, "--input_dir", tmp_path / "csv", "--output_dir", tmp_path / "new/out")
-    assert message in str(error.value)
-    assert "\n" not in str(error.value)
-    assert not list(tmp_path.glob("new/out/[!.]*"))
+    write_bytes(tmp_path, content, "x001.csv")
+    for policy in ("error", "skip") if not re.match("row [1-9]", message) else ("error",):
+        with pytest.raises(UserError) as error:
+            tokenize("--on_bad_record", policy, out="new/out")
+        said = str(error.value)
+        assert said.isprintable()
+        assert message in said
+        assert "x001.csv: " in said or "not residues" in message
+        assert not list(tmp_path.glob("new/out/[!.]*"))
 
 
 def test_tokenize_row_numbers_count_over_blocks(tmp_path, monkeypatch):
@@ -239,7 +253,7 @@ BAD_ROWS = [b"a,", b"b,M\xc3\xa9K", b"\xff,MK", b"c,MK,V", b"d", b'"",""']
 
 @pytest.mark.parametrize("block_bytes", [300, 1 << 20])
 @pytest.mark.parametrize("header", [b"id,text\n", b"id,text\r\n"])
-def test_tokenize_skips_and_counts_bad_rows(tmp_path, monkeypatch, caplog, block_bytes, header):
+def test_tokenize_skips_and_counts_bad_rows(tmp_path, tokenize, monkeypatch, caplog, block_bytes, header):
     for name in ("BLOCK_BYTES", "PARSED_BYTES"):
         monkeypatch.setattr(f"extras.sources.csv_records.{name}", block_bytes)
     good = proteins(500)
@@ -247,14 +261,10 @@ def test_tokenize_skips_and_counts_bad_rows(tmp_path, monkeypatch, caplog, block
     lines = [f"{name},{text}".encode() for name, text in good]
     for place, bad in zip(places, BAD_ROWS, strict=True):
         lines.insert(place - 1, bad)
-    (tmp_path / "csv").mkdir()
-    (tmp_path / "csv/x000.csv").write_bytes(header + b"\n".join(lines))
-    found = []
+    path = write_bytes(tmp_path, header + b"\n".join(lines))
     bad_records = BadRecords("skip")
-    for batch in read_rows(tmp_path / "csv/x000.csv", bad_records):
-        found += [tuple(row.values()) for row in batch.to_pylist()]
-    assert found == good
-    assert count_rows(tmp_path / "csv/x000.csv", BadRecords("skip")) == 500
+    assert [tuple(row.values()) for batch in read_rows(path, bad_records) for row in batch.to_pylist()] == good
+    assert count_rows(path, BadRecords("skip")) == 500
     words = ["the text is empty", "non-ASCII byte 0xc3", "the id is not UTF-8", "Expected 2 columns, got 3"]
     words += ["Expected 2 columns, got 1", "the text is empty"]
     said = sorted(bad_records.first, key=lambda line: int(re.search(r"row (\d+)", line)[1]))
@@ -263,19 +273,19 @@ def test_tokenize_skips_and_counts_bad_rows(tmp_path, monkeypatch, caplog, block
     assert bad_records.count == 6
 
     with pytest.raises(UserError, match=r"x000.csv: row \d+: .*--on_bad_record skip"):
-        call(TOKENIZE, "--input_dir", tmp_path / "csv", "--output_dir", tmp_path / "out")
+        tokenize()
     with caplog.at_level("INFO"):
-        call(TOKENIZE, "--input_dir", tmp_path / "csv", "--output_dir", tmp_path / "out", "--on_bad_record", "skip")
+        tokenize("--on_bad_record", "skip")
     assert "6 bad records were skipped" in caplog.text
     assert dict(itertools.chain(*load(tmp_path / "out").values())) == {n: encode(t).tolist() for n, t in good}
     results = json.loads((tmp_path / "out/arrow/.complete.json").read_text())["results"]
     assert (results["records"], results["bad_records"]) == (500, 6)
 
 
-def test_tokenize_refuses_too_few_records(tmp_path):
+def test_tokenize_refuses_too_few_records(tmp_path, tokenize):
     write_csv(tmp_path / "csv", proteins(2))
     with pytest.raises(UserError, match="at least 3"):
-        call(TOKENIZE, "--input_dir", tmp_path / "csv", "--output_dir", tmp_path / "out")
+        tokenize()
     assert not (tmp_path / "out/arrow").exists()
 
 
@@ -298,24 +308,20 @@ def test_tokenize_refuses_bad_input_directories(tmp_path):
         ("--seed", -1),
     ],
 )
-def test_tokenize_refuses_invalid_flags(tmp_path, flags):
+def test_tokenize_refuses_invalid_flags(tmp_path, tokenize, flags):
     write_csv(tmp_path / "csv", proteins(10))
     with pytest.raises(UserError, match=flags[0]):
-        call(TOKENIZE, "--input_dir", tmp_path / "csv", "--output_dir", tmp_path / "out", *flags)
+        tokenize(*flags)
     assert not (tmp_path / "out/arrow").exists()
 
 
 def test_check_tokenizer_accepts_a_directory_with_the_vocabulary(tmp_path):
-    write_csv(tmp_path / "csv", proteins(10))
-    local = tmp_path / "tokenizer"
-    local.mkdir()
-    (local / "vocab.txt").write_text("\n".join(TOKENS) + "\n")
-    for i, name in enumerate(("facebook/esm2_t6_8M_UR50D", local)):
-        call(TOKENIZE, "--input_dir", tmp_path / "csv", "--output_dir", tmp_path / str(i), "--tokenizer_name", name)
-    assert everything_in(tmp_path / "0") == everything_in(tmp_path / "1")
-    (local / "vocab.txt").write_text("\n".join(reversed(TOKENS)))
+    (tmp_path / "vocab.txt").write_text("\n".join(TOKENS) + "\n")
+    check_tokenizer(str(tmp_path))
+    check_tokenizer("facebook/esm2_t6_8M_UR50D")
+    (tmp_path / "vocab.txt").write_text("\n".join(reversed(TOKENS)))
     with pytest.raises(UserError, match="33 ESM-2 tokens"):
-        call(TOKENIZE, "--input_dir", tmp_path / "csv", "--output_dir", tmp_path / "x", "--tokenizer_name", local)
+        check_tokenizer(str(tmp_path))
 
 
 def test_tokenize_reports_bad_input_in_one_line(tmp_path):
@@ -346,12 +352,11 @@ def quoted(places: dict[int, bytes], count: int = 2000) -> bytes:
     [{3: b'P3,"MKVLA', 1500: b'P1500,MKVLA"'}, {3: b'P3,"MKVLA'}, {3: b'"P3,MKVLA', 1500: b'P1500",MKVLA'}],
     ids=["closed far away", "never closed", "in the id"],
 )
-def test_tokenize_refuses_a_stray_quote(tmp_path, monkeypatch, places, block_bytes, policy):
+def test_tokenize_refuses_a_stray_quote(tmp_path, tokenize, monkeypatch, places, block_bytes, policy):
     monkeypatch.setattr(csv_records, "PARSED_BYTES", block_bytes)
-    (tmp_path / "csv").mkdir()
-    (tmp_path / "csv/x000.csv").write_bytes(quoted(places))
+    write_bytes(tmp_path, quoted(places))
     with pytest.raises(UserError, match=r"x000\.csv: (row 3: )?a text that continues after a line end, after a quote"):
-        call(TOKENIZE, "--input_dir", tmp_path / "csv", "--output_dir", tmp_path / "out", "--on_bad_record", policy)
+        tokenize("--on_bad_record", policy)
     assert not (tmp_path / "out").exists()
 
 
@@ -359,8 +364,7 @@ def test_tokenize_refuses_a_stray_quote(tmp_path, monkeypatch, places, block_byt
 def test_tokenize_skips_rows_that_are_not_utf_8(tmp_path, monkeypatch, block_bytes):
     monkeypatch.setattr(csv_records, "PARSED_BYTES", block_bytes)
     places = {3: b"P3,MK,\xe9,x", 5: b"P5\xe9,MK", 7: b"P7,M\xe9K", 8: b"P8\xc3", 9: "P9é,MKVLA".encode()}
-    path = tmp_path / "x000.csv"
-    path.write_bytes(quoted(places, 40))
+    path = write_bytes(tmp_path, quoted(places, 40))
     bad = BadRecords("skip")
     rows = [row for batch in read_rows(path, bad) for row in batch.to_pylist()]
     assert [row["id"] for row in rows] == [f"P{n}" if n != 9 else "P9é" for n in range(1, 41) if n not in (3, 5, 7, 8)]
@@ -371,62 +375,19 @@ def test_tokenize_skips_rows_that_are_not_utf_8(tmp_path, monkeypatch, block_byt
 
 
 @pytest.mark.parametrize("block_bytes", [400, 4 << 20])
-def test_tokenize_line_ends_in_text(tmp_path, monkeypatch, block_bytes):
+def test_tokenize_line_ends_in_text(tmp_path, tokenize, monkeypatch, block_bytes):
     monkeypatch.setattr(csv_records, "PARSED_BYTES", block_bytes)
-    (tmp_path / "csv").mkdir()
     long = "\n".join(["MKVLA" * 12] * 4)
-    (tmp_path / "csv/x000.csv").write_bytes(quoted({3: b'P3,"MK\nVL\r\nA"', 900: f'P900,"{long}"'.encode()}))
-    call(TOKENIZE, "--input_dir", tmp_path / "csv", "--output_dir", tmp_path / "out", "--line_ends_in_text", "True")
-    found = dict(itertools.chain(*load(tmp_path / "out").values()))
+    write_bytes(tmp_path, quoted({3: b'P3,"MK\nVL\r\nA"', 900: f'P900,"{long}"'.encode()}))
+    found = dict(itertools.chain(*load(tokenize("--line_ends_in_text", "True")).values()))
     assert len(found) == 2000
     assert found["P3"] == encode("MKVLA").tolist()
     assert found["P900"] == encode("MKVLA" * 48).tolist()
 
 
-def test_tokenize_ignores_other_columns(tmp_path):
+def test_tokenize_ignores_other_columns(tmp_path, tokenize):
     """Numbers that turn into words, and invalid UTF-8, in an unused column."""
     rows = [b"%d,P%d,MKVLA%s,\xe9" % (n, n, different(n).encode()) for n in range(1, 3000)]
     rows.append(b"word,P3000,MKVLA,x")
-    (tmp_path / "csv").mkdir()
-    (tmp_path / "csv/x000.csv").write_bytes(b"number,ID,Text,note\n" + b"\n".join(rows))
-    call(TOKENIZE, "--input_dir", tmp_path / "csv", "--output_dir", tmp_path / "out")
-    assert len(dict(itertools.chain(*load(tmp_path / "out").values()))) == 3000
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        (
-            "id,text\na,MK\n".encode("utf-16"),
-            "x000.csv: row 0: not CSV: it is UTF-16: convert it: iconv",
-        ),
-        (b"\x1f\x8b\x08\x00\x00", "x000.csv: the compressed file is cut short: fetch it again"),
-        (b"PK\x03\x04\x14\x00\n", "x000.csv: row 0: not CSV: it is a zip archive: unpack it: unzip FILE"),
-        (b"id\x00,text\n", "x000.csv: row 0: not CSV: it is a binary file"),
-        (b"id,text,\xe9\na,MK,b\n", "x000.csv: row 0: the header is not UTF-8: byte 0xe9"),
-        (b"id,text\na,MK\nid,text\nc,MK\nd,MK\n", "x000.csv: row 2: the header once more"),
-        (b"id,text\na,MK\nID,Text\nc,MK\nd,MK\n", "x000.csv: row 2: the header once more"),
-        (b"Id,Text\na,MK\nId,TEXT\nc,MK\nd,MK\n", "x000.csv: row 2: the header once more"),
-        (
-            b"id,text\n" + b"a,A protein of the cell wall\n" * 90,
-            "x000.csv: 19% of the characters are blanks",
-        ),
-        (
-            b"name,organism\na,b\n",
-            "the header is 'name,organism': expected id,text: rename the",
-        ),
-        (b"id,text\n" + b"a,12345\n" * 300, "71% of the characters are not residues: are these proteins?"),
-        (b"id,text\na,MK\nb,M\x00K\nc,MK\nd,MK\n", "x000.csv: row 2: control byte 0x00 in the text"),
-    ],
-)
-def test_tokenize_refuses_files_that_are_not_csv(tmp_path, content, message):
-    (tmp_path / "csv").mkdir()
-    (tmp_path / "csv/x000.csv").write_bytes(content)
-    for policy in ("error", "skip"):
-        if policy == "error" or "row 2" not in message:
-            with pytest.raises(UserError) as error:
-                call(
-                    *(TOKENIZE, "--input_dir", tmp_path / "csv", "--output_dir", tmp_path / "out"),
-                    *("--on_bad_record", policy),
-                )
-            assert message in str(error.value)
+    write_bytes(tmp_path, b"number,ID,Text,note\n" + b"\n".join(rows))
+    assert len(dict(itertools.chain(*load(tokenize()).values()))) == 3000

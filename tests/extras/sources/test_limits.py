@@ -76,7 +76,7 @@ def write_long(path):
         ("a.parquet", "row 2"),
     ],
 )
-def test_long_protein_is_refused_with_its_place(tmp_path, name, where):
+def test_read_rows_names_the_place_of_a_long_protein(tmp_path, name, where):
     path = write_long(tmp_path / name)
     with pytest.raises(
         UserError, match=rf"{name}(, row group 0)?: {where}: longer than 3,999 bytes: .*--max_record_l"
@@ -86,14 +86,14 @@ def test_long_protein_is_refused_with_its_place(tmp_path, name, where):
 
 
 @pytest.mark.parametrize("name", ["a.txt", "a.jsonl", "a.csv", "a.parquet"])
-def test_long_document_is_refused_with_its_place(tmp_path, name):
+def test_read_rows_names_the_place_of_a_long_document(tmp_path, name):
     path = write_long(tmp_path / name)
     with pytest.raises(UserError, match=rf"{name}: (line 3|row 2): .*3,999 bytes: .*--max_record_length"):
         read(path, documents("text", 3999))
     assert read(path, documents("text", 4010)) == ["MKV", LONG, "MKL"]
 
 
-def test_long_fasta_record_of_short_lines_is_refused(tmp_path):
+def test_read_fasta_refuses_a_long_record_of_short_lines(tmp_path):
     path = tmp_path / "a.fasta"
     path.write_text(">a\nMK\n>b\n" + "MKVL\n" * 1000 + ">c\nMK\n")
     for block_bytes in (1 << 20, 100):
@@ -103,7 +103,7 @@ def test_long_fasta_record_of_short_lines_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize("quote", ["", '"'])
-def test_long_csv_row_is_refused_with_its_number(tmp_path, quote):
+def test_csv_names_the_number_of_a_long_row(tmp_path, quote):
     path = tmp_path / "x000.csv"
     path.write_text("id,text\n" + "".join(f"{i},{quote}{text}{quote}\n" for i, text in enumerate(["MK", LONG, "ML"])))
     with pytest.raises(UserError, match=r"x000\.csv: row 2: longer than 3,999 bytes: .*--max_record_length"):
@@ -112,7 +112,7 @@ def test_long_csv_row_is_refused_with_its_number(tmp_path, quote):
 
 
 @pytest.mark.parametrize("limit", [5 * MIB, 4 * MIB])
-def test_raised_limit_admits_csv_row_of_more_than_a_block(tmp_path, limit):
+def test_csv_raised_limit_admits_a_row_longer_than_a_block(tmp_path, limit):
     path = tmp_path / "x000.csv"
     path.write_text('id,text\n"a",MK\nb,' + "M" * (5 * MIB - 100) + "\n")
     if limit == 5 * MIB:
@@ -122,13 +122,13 @@ def test_raised_limit_admits_csv_row_of_more_than_a_block(tmp_path, limit):
             list(read_csv(path, max_record=limit))
 
 
-def test_first_json_line_without_end_is_refused(tmp_path):
+def test_json_refuses_a_first_line_without_end(tmp_path):
     (tmp_path / "a.jsonl").write_text('{"text": "' + "M" * (5 * MIB))
     with pytest.raises(UserError, match=r"a\.jsonl: line 1: longer than 4,194,304 bytes"):
         read(tmp_path / "a.jsonl", proteins(1000))
 
 
-def test_nested_json_is_refused_not_a_traceback(tmp_path):
+def test_json_refuses_deep_nesting(tmp_path):
     (tmp_path / "a.jsonl").write_text('{"text": ' + "[" * 100_000)
     with pytest.raises(UserError, match=r"a\.jsonl: cannot be read"):
         read(tmp_path / "a.jsonl", proteins())
@@ -153,7 +153,7 @@ def _measured(work, *arguments) -> tuple[str, int]:
     ("name", "packed"),
     [*(("a.fasta", packed) for packed in PACKERS), *((name, ".gz") for name in BEGINNINGS if name != "a.fasta")],
 )
-def test_line_of_a_gigabyte_in_a_small_file_takes_little_memory(tmp_path, name, packed):
+def test_read_rows_bounds_memory_for_a_compressed_gigabyte(tmp_path, name, packed):
     path, pack = tmp_path / f"{name}{packed}", PACKERS[packed]
     path.write_bytes(pack(BEGINNINGS[name]) + pack(b"A" * (16 * MIB)) * 64)
     said, grown = _peak(read, path, documents("text") if name == "a.txt" else proteins())
@@ -161,7 +161,7 @@ def test_line_of_a_gigabyte_in_a_small_file_takes_little_memory(tmp_path, name, 
     assert grown < 400 * MIB
 
 
-def test_xz_file_that_asks_for_much_memory_is_refused(tmp_path):
+def test_xz_refuses_a_large_dictionary(tmp_path):
     filters = [{"id": lzma.FILTER_LZMA2, "preset": 0, "dict_size": 1 << 29}]
     packer = lzma.LZMACompressor(filters=filters)
     (tmp_path / "a.xz").write_bytes(packer.compress(b"MKV\n") + packer.flush())
@@ -172,7 +172,7 @@ def test_xz_file_that_asks_for_much_memory_is_refused(tmp_path):
         f.read()
 
 
-def test_xz_streams_and_padding_are_read_and_cut_ones_refused(tmp_path):
+def test_xz_reads_streams_and_padding(tmp_path):
     path, stream = tmp_path / "a.xz", lzma.compress(b"MKV\n")
     path.write_bytes(stream + b"\0" * 8 + stream + b"\0" * 4)
     with open_decompressed(path) as file:
@@ -188,14 +188,14 @@ def test_xz_streams_and_padding_are_read_and_cut_ones_refused(tmp_path):
 @pytest.mark.parametrize("version", ["1.0", "2.0"])
 @pytest.mark.parametrize("dictionary", [True, False])
 @pytest.mark.parametrize("codec", ["snappy", "zstd", "none"])
-def test_parquet_pages_of_any_form_are_read(tmp_path, version, dictionary, codec):
+def test_parquet_reads_pages_of_any_form(tmp_path, version, dictionary, codec):
     texts = [f"MKV{'L' * (i % 50)}" for i in range(5000)] + [None]
     form = {"data_page_version": version, "use_dictionary": dictionary, "compression": codec}
     pq.write_table(pa.table({"text": texts}), tmp_path / "a.parquet", data_page_size=2000, row_group_size=2000, **form)
     assert read(tmp_path / "a.parquet", proteins()) == texts[:-1] + [""]
 
 
-def test_parquet_page_that_unpacks_to_much_is_refused(tmp_path):
+def test_parquet_refuses_a_decompression_bomb(tmp_path):
     path = tmp_path / "a.parquet"
     pq.write_table(pa.table({"text": ["MKV", "A" * (300 * MIB)]}), path, compression="zstd", use_dictionary=False)
     said, grown = _peak(read, path, documents("text"))
@@ -215,7 +215,7 @@ def _read_a_few(path):
     assert sum(len(next(blocks)) for _ in range(4)) < 100
 
 
-def test_long_value_of_a_dictionary_comes_a_few_times_at_once(tmp_path):
+def test_parquet_bounds_rows_of_a_long_dictionary_value(tmp_path):
     """One value of 3 MB, in 4,000 rows of a file of some kilobytes: 12 GB."""
     path = tmp_path / "a.parquet"
     value = pa.DictionaryArray.from_arrays(pa.array([0] * 4000, pa.int32()), ["A" * (3 * MIB)])
@@ -223,7 +223,7 @@ def test_long_value_of_a_dictionary_comes_a_few_times_at_once(tmp_path):
     assert _peak(_read_a_few, path)[1] < 400 * MIB
 
 
-def test_damaged_parquet_page_header_is_refused(tmp_path):
+def test_parquet_refuses_a_damaged_page_header(tmp_path):
     path = tmp_path / "a.parquet"
     pq.write_table(pa.table({"text": ["MKV"] * 100}), path, use_dictionary=False)
     data = bytearray(path.read_bytes())
@@ -236,7 +236,7 @@ def test_damaged_parquet_page_header_is_refused(tmp_path):
 # --- the flag, where it is given
 
 
-def test_max_record_length_is_a_flag_of_each_way_in(tmp_path):
+def test_max_record_length_is_a_flag_of_every_reader(tmp_path):
     (tmp_path / "in").mkdir()
     fasta, text = write_long(tmp_path / "in/a.fasta"), write_long(tmp_path / "texts.jsonl")
     limit = ("--max_record_length", 3000)
@@ -258,12 +258,12 @@ def test_max_record_length_is_a_flag_of_each_way_in(tmp_path):
 
 
 @pytest.mark.parametrize("value", [0, 1 << 31])
-def test_max_record_length_out_of_range_is_refused(value):
+def test_max_record_length_refuses_out_of_range(value):
     with pytest.raises(UserError, match=f"--max_record_length {value}: a number of bytes, 1 to 1073741824"):
         checked(DataFlags(dataset="a.fasta", max_steps=1, max_record_length=value))
 
 
-def test_long_line_of_a_cluster_table_is_refused(tmp_path):
+def test_read_table_refuses_a_long_line(tmp_path):
     (tmp_path / "table.tsv").write_text("ur50_id\tur90_id\nUniRef50_A\tB\n" + "A" * (9 * MIB) + "\tC\n")
     with pytest.raises(UserError, match=r"--cluster_table .*table\.tsv: after row 1 one of more than 4,194,304 bytes"):
         list(read_table(tmp_path / "table.tsv"))
