@@ -216,11 +216,7 @@ class World:
 
     def any(self, flag: bool) -> bool:
         """Whether the flag is set on any rank; every rank gets the same answer."""
-        if self.size == 1:
-            return flag
-        value = torch.tensor(int(flag))
-        dist.all_reduce(value, op=dist.ReduceOp.MAX)
-        return bool(value.item())
+        return bool(self.max(torch.tensor(int(flag))).item())
 
     def broadcast_object(self, value):
         """Rank 0's value on every rank."""
