@@ -64,7 +64,7 @@ class StepPrefetcher:
         seconds = 0.0 if gpu_is_busy else time.perf_counter() - started
         self._waited += seconds
         counts = self._task.counts(self._data.micro_batches if self._data else [])
-        stop = self._failure is None and (self._data is None or world.stop_requested)
+        stop = self._failure is None and (self._data is None or world.stop.requested)
         save = world.is_main and self._is_save_due()  # by one clock for all ranks
         return torch.tensor([*counts, stop, self._failure is not None, save], dtype=torch.float64), seconds
 

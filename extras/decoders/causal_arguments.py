@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -14,6 +15,8 @@ from extras.decoders.config import PRESETS
 from extras.decoders.family import FAMILY, Decoders
 from extras.decoders.flags import DecoderFlags
 from extras.text.flags import PUBLISHED, TextFlags
+
+logger = logging.getLogger(__name__)
 
 STYLES = ("constant", "linear", "cosine", "exponential", "plateau")
 
@@ -152,3 +155,18 @@ class CausalArguments(RunArguments):
             num_train_epochs=3.0 if epochs is None else epochs,  # 3: for --max_steps -1
             do_eval=self.do_eval or self.eval_steps is not None,
         )
+
+
+def without_comments(words: list[str]) -> list[str]:
+    """Drop comments: a word that begins with #, up to the next flag. The guides' lists of flags contain one."""
+    kept: list[str] = []
+    comment: list[str] = []
+    for word in [*words, "--"]:
+        if word.lstrip().startswith("#") or (comment and not word.startswith("--")):
+            comment.append(word.strip())
+            continue
+        if comment:
+            logger.info("Not a flag, taken for a comment: %s", " ".join(comment))
+            comment = []
+        kept.append(word)
+    return kept[:-1]
