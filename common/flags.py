@@ -258,15 +258,12 @@ def flag_specs(args: Any) -> list[FlagSpec]:
             metadata = each.metadata | (dict(changed[each.name].metadata) if each.name in changed else {})
             text = metadata.get("help") or each.metadata.get("help", "")
             level = next((level for level, names in named.items() if each.name in names), "")
-            declares = (kind for kind in reversed(type(part).__mro__) if each.name in _annotations(kind))
+            annotations = ((kind, vars(kind).get("__annotations__", ())) for kind in reversed(type(part).__mro__))
+            declares = (kind for kind, names in annotations if each.name in names)
             aliases = tuple(metadata.get("aliases", ()))
             group = getattr(next(declares), "group", "options")
             specs.append(FlagSpec(each.name, str(each.type), value, text, aliases, group, level))
     return specs
-
-
-def _annotations(kind: type) -> Iterable[str]:
-    return vars(kind).get("__annotations__", ())
 
 
 class _Parser(argparse.ArgumentParser):

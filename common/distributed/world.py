@@ -37,7 +37,11 @@ def _broadcast(value):
 
 def _gather(value, group: dist.ProcessGroup | None, to_main: bool) -> list:
     """to_main: all values on rank 0, [] on the others, which receive lengths only."""
-    lengths, padded = _padded(value, group)
+    data = _to_tensor(value)
+    lengths = [torch.empty(1, dtype=torch.int64) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(lengths, torch.tensor([len(data)]), group=group)
+    longest = max(int(length) for length in lengths)
+    padded = torch.nn.functional.pad(data, (0, longest - len(data)))
     if not to_main:
         buffers = [torch.empty_like(padded) for _ in lengths]
         dist.all_gather(buffers, padded, group=group)
@@ -47,16 +51,7 @@ def _gather(value, group: dist.ProcessGroup | None, to_main: bool) -> list:
     else:
         dist.gather(padded, None, dst=0, group=group)
         return []
-    return [_from_tensor(data[:length]) for data, length in zip(buffers, lengths, strict=True)]
-
-
-def _padded(value, group: dist.ProcessGroup | None) -> tuple[list[int], Tensor]:
-    """The lengths of every rank's data, and this rank's data padded to the longest."""
-    data = _to_tensor(value)
-    lengths = [torch.empty(1, dtype=torch.int64) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(lengths, torch.tensor([len(data)]), group=group)
-    lengths = [int(length) for length in lengths]
-    return lengths, torch.nn.functional.pad(data, (0, max(lengths) - len(data)))
+    return [_from_tensor(data[: int(length)]) for data, length in zip(buffers, lengths, strict=True)]
 
 
 def _to_tensor(value) -> Tensor:
@@ -198,10 +193,6 @@ class World:
     def is_main(self) -> bool:
         return self.rank == 0
 
-    @property
-    def stop_requested(self) -> bool:
-        return self.stop.requested
-
     def sum(self, values: Tensor) -> Tensor:
         """Sum over the ranks, in place."""
         if self.size > 1:
@@ -216,11 +207,7 @@ class World:
 
     def any(self, flag: bool) -> bool:
         """Whether the flag is set on any rank; every rank gets the same answer."""
-        if self.size == 1:
-            return flag
-        value = torch.tensor(int(flag))
-        dist.all_reduce(value, op=dist.ReduceOp.MAX)
-        return bool(value.item())
+        return bool(self.max(torch.tensor(int(flag))).item())
 
     def broadcast_object(self, value):
         """Rank 0's value on every rank."""

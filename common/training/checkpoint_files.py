@@ -42,8 +42,8 @@ class Refused(ValueError):
 
 def list_checkpoints(output_dir: Path) -> list[tuple[int, Path]]:
     """(step, directory), newest (by number) first."""
-    found = [(m, p) for p in output_dir.glob("checkpoint-*") if (m := NAME.fullmatch(p.name)) and p.is_dir()]
-    return sorted(((int(m[1]), p) for m, p in found), reverse=True)
+    paths = (path for path in output_dir.glob("checkpoint-*") if path.is_dir())
+    return sorted(((int(match[1]), path) for path in paths if (match := NAME.fullmatch(path.name))), reverse=True)
 
 
 def check_nothing_was_completed(output_dir: Path) -> None:

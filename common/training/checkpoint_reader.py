@@ -71,7 +71,11 @@ class Reader(dcp.FileSystemReader):
                 raise Refused("not in the manifest")
             shards = sum(size for name, size in self.sizes.items() if name.endswith(".distcp"))
             data = read_limited(path, min(LARGEST, shards))
-            return decode(json.loads(data) if path.name == METADATA else _unpickle(data), self.sizes)
+            if path.name == METADATA:
+                return decode(json.loads(data), self.sizes)
+            from extras.pickled_metadata import content_of_pickle
+
+            return decode(content_of_pickle(data), self.sizes)
         except (ValueError, RecursionError) as error:
             raise UserError(f"{path}: refused: {one_line(error)}") from error
 
@@ -117,12 +121,6 @@ def _read(file: io.BufferedReader, stored: Stored, name: str) -> Any:
         return archive.tensor(stored) if isinstance(stored, StoredChunk) else archive.value()
     except Refused as error:
         raise Refused(f"{stored.file}: {name}: {one_line(error)}") from error
-
-
-def _unpickle(data: bytes) -> Any:
-    from extras.pickled_metadata import content_of_pickle
-
-    return content_of_pickle(data)
 
 
 class Planner(dcp.DefaultLoadPlanner):

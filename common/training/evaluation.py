@@ -78,7 +78,7 @@ def held_out_results(
                 batch = next(batches, None)
             except Exception as error:  # the other ranks wait in the all-reduce below
                 failure = error
-            stop, failed = world.max(torch.tensor([int(world.stop_requested), int(failure is not None)])).tolist()
+            stop, failed = world.max(torch.tensor([int(world.stop.requested), int(failure is not None)])).tolist()
             if failed:
                 world.raise_on_all(failure)
             if stop:

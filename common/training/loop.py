@@ -53,8 +53,8 @@ def run_training(args: RunArguments, build: Build, world: World) -> None:
     """A function of its own: its locals (model, process groups) must be freed before the groups are destroyed."""
     with ExitStack() as stack:
         directory = None
-        with world.raise_together():
-            if world.is_main:
+        with world.on_main_rank() as is_main:
+            if is_main:
                 directory = stack.enter_context(RunDirectory(Path(args.checkpoint.output_dir)))
         # With the directory locked, no other run can change the checkpoints.
         resume = plan_resume(args, world.broadcast_object(directory and directory.restarted), world)
@@ -104,8 +104,8 @@ def set_up(
     from extras.monitor.step_monitor import StepMonitor
 
     strategy, built = build(args, world, resume.implementation)
-    with world.raise_together():  # report bad input before anything is removed or written
-        if world.is_main:
+    with world.on_main_rank() as is_main:  # report bad input before anything is removed or written
+        if is_main:
             args.precision.check_stats_directory()
     task = task_of(args)(built, args, world)
     task.open(evaluates=args.do_eval)

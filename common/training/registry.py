@@ -72,7 +72,9 @@ def parse_run(
     words = argv or [str(sanity)]
     task = task_name(words)
     if task == "clm":
-        words = _without_comments(words)
+        from extras.decoders.causal_arguments import without_comments
+
+        words = without_comments(words)
     args = parse_arguments(description, arguments_of(strategy, task), words, partial(_of_other_task, strategy, task))
     if not argv and os.environ.get("RANK", "0") == "0":
         script, file = os.path.basename(sys.argv[0]), os.path.relpath(sanity)
@@ -120,18 +122,3 @@ def task_name(words: list[str]) -> str:
         return family_of(content["model_type"]).task
     except (KeyError, OSError, ValueError, TypeError):
         return "mlm"
-
-
-def _without_comments(words: list[str]) -> list[str]:
-    """Drop comments: a word that begins with #, up to the next flag. The guides' lists of flags contain one."""
-    kept: list[str] = []
-    comment: list[str] = []
-    for word in [*words, "--"]:
-        if word.lstrip().startswith("#") or (comment and not word.startswith("--")):
-            comment.append(word.strip())
-            continue
-        if comment:
-            logger.info("Not a flag, taken for a comment: %s", " ".join(comment))
-            comment = []
-        kept.append(word)
-    return kept[:-1]

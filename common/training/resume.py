@@ -82,17 +82,16 @@ def plan_resume(args: RunArguments, restarted: bool, world: World) -> ResumePlan
                 )
             request = chosen if isinstance(chosen, bool) else str(chosen)
     request = world.broadcast_object(request)
+    checkpoint = None
     if request is True:
         checkpoint = newest_usable(output_dir, world)
         with world.on_main_rank() as is_main:
             if is_main and checkpoint is None and args.do_train:
                 check_nothing_was_completed(output_dir)
-    elif request is False:
-        checkpoint = None
-    else:
+    elif request:
         checkpoint = Path(request)
         if damage := damage_of(checkpoint, world):
-            _raise_on_main(f"--resume_from_checkpoint {checkpoint}: {damage}", world)
+            world.raise_on_all(UserError(f"--resume_from_checkpoint {checkpoint}: {damage}"))
     if checkpoint is None:
         return ResumePlan(restarted=restarted)
     with world.raise_together():
@@ -139,7 +138,8 @@ def newest_usable(output_dir: Path, world: World, advice: str = AT_STEP_0) -> Pa
         damages.append(f"{path.name}: {damage}")
         logger.warning("%s: skipped: %s", path, damage)
     if damages:
-        _raise_on_main(f"{output_dir}: none of its checkpoints is whole ({'; '.join(damages)}): {advice}", world)
+        reasons = "; ".join(damages)
+        world.raise_on_all(UserError(f"{output_dir}: none of its checkpoints is whole ({reasons}): {advice}"))
     return None
 
 
@@ -168,13 +168,6 @@ def damage_of(path: Path, world: World) -> str | None:
                 damages[name] = str(error)
     all_damages = {name: text for part in world.gather(damages) for name, text in part.items()}
     return next((all_damages[name] for name in recorded if name in all_damages), None)
-
-
-def _raise_on_main(message: str, world: World) -> None:
-    """UserError on rank 0; the other ranks exit with it."""
-    with world.on_main_rank() as is_main:
-        if is_main:
-            raise UserError(message)
 
 
 def check_same_data(saved: dict, now: dict, earlier: Callable[[], dict] = dict) -> None:

@@ -72,13 +72,9 @@ def peak_memory_gb(device: torch.device) -> float:
     return 0.0
 
 
-def results_file(output_dir: Path, split: str) -> Path:
-    return output_dir / f"{split}_results.json"
-
-
 def write_results(output_dir: Path, split: str, results: dict) -> None:
     """`<split>_results.json`, and the same keys merged into all_results.json, as transformers' Trainer does."""
-    write_json(results_file(output_dir, split), results)
+    write_json(output_dir / f"{split}_results.json", results)
     merged = output_dir / "all_results.json"
     known = json.loads(merged.read_text()) if merged.exists() else {}
     write_json(merged, known | results)
@@ -98,22 +94,6 @@ def _format_value(key: str, value) -> str:
     if key == "total_flos":
         return f"{value / 1e9:,.0f}GF"
     return f"{value:.4f}" if isinstance(value, float) else str(value)
-
-
-GUIDE_LINE_KEYS = ("loss", "step_loss", "learning_rate")
-
-
-def guide_line(row: dict, samples: int) -> str:
-    """`step_line` in the format of the FSDP guides, which their users' scripts parse, with more fields appended.
-
-    samples: sequences per step over all ranks; the speed includes the wait for data.
-    """
-    loss = row.get("step_loss", float("nan"))  # missing where the last step was skipped
-    speed = samples / max(row["step_seconds"], 1e-9)
-    guide_fields = (
-        f"Batch {row['step'] - 1} Loss: {loss:.5f}, Speed: {speed:.2f} samples/sec, lr: {row['learning_rate']:.6f}"
-    )
-    return f"{guide_fields}, {step_line({k: v for k, v in row.items() if k not in GUIDE_LINE_KEYS})}"
 
 
 def step_line(row: dict) -> str:
@@ -308,8 +288,8 @@ class RunLogger:
 
         of_training: a training run ends with these results. Then the tracker gets only the values it has not yet seen.
         """
-        with self.world.raise_together():
-            if self.world.is_main:
+        with self.world.on_main_rank() as is_main:
+            if is_main:
                 seen = self._seen_by_tracker(split, step, results) if of_training else {}
                 write_results(self.output_dir, split, results)
                 self.tracker.write({"step": step} | {k: v for k, v in results.items() if k not in seen})
@@ -317,14 +297,14 @@ class RunLogger:
 
     def trainer_state(self, state: dict) -> None:
         """Write trainer_state.json, with the rows of metrics.jsonl; all ranks together."""
-        with self.world.raise_together():
-            if self.world.is_main:
+        with self.world.on_main_rank() as is_main:
+            if is_main:
                 history = read_json_lines(self.output_dir / METRICS)
                 write_json(self.output_dir / "trainer_state.json", state | {"log_history": history})
 
     def _seen_by_tracker(self, split: str, step: int, results: dict) -> dict:
         """The row of this step; all results, if a finished run was only started again."""
-        if self.metrics is None and results_file(self.output_dir, split).exists():
+        if self.metrics is None and (self.output_dir / f"{split}_results.json").exists():
             return results
         row = self.last_row
         if self.metrics is None:  # killed between its last row and its results

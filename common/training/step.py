@@ -59,11 +59,12 @@ class StepPrefetcher:
             self._data = world.stop.next_unless_stopped(self._steps)
         except Exception as error:
             self._failure = error
+        gpu_is_busy = world.device.type == "cuda" and not torch.cuda.current_stream(world.device).query()
         # A GPU that still has kernels queued did not wait.
-        seconds = 0.0 if _is_busy(world.device) else time.perf_counter() - started
+        seconds = 0.0 if gpu_is_busy else time.perf_counter() - started
         self._waited += seconds
         counts = self._task.counts(self._data.micro_batches if self._data else [])
-        stop = self._failure is None and (self._data is None or world.stop_requested)
+        stop = self._failure is None and (self._data is None or world.stop.requested)
         save = world.is_main and self._is_save_due()  # by one clock for all ranks
         return torch.tensor([*counts, stop, self._failure is not None, save], dtype=torch.float64), seconds
 
@@ -90,11 +91,6 @@ class StepPrefetcher:
         """Seconds waited for batches since the last call."""
         waited, self._waited = self._waited, 0.0
         return waited
-
-
-def _is_busy(device: torch.device) -> bool:
-    """Whether a GPU still has queued work."""
-    return device.type == "cuda" and not torch.cuda.current_stream(device).query()
 
 
 @dataclass(frozen=True)

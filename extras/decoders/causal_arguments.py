@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
@@ -21,6 +22,8 @@ from extras.decoders.config import (
 )
 from extras.decoders.family import FAMILY, Decoders
 from extras.text.flags import PUBLISHED, TextFlags
+
+logger = logging.getLogger(__name__)
 
 # Flags that replace the configuration's field of the same name and type.
 SIZES = (
@@ -245,3 +248,18 @@ class CausalArguments(RunArguments):
             num_train_epochs=3.0 if epochs is None else epochs,  # 3: for --max_steps -1
             do_eval=self.do_eval or self.eval_steps is not None,
         )
+
+
+def without_comments(words: list[str]) -> list[str]:
+    """Drop comments: a word that begins with #, up to the next flag. The guides' lists of flags contain one."""
+    kept: list[str] = []
+    comment: list[str] = []
+    for word in [*words, "--"]:
+        if word.lstrip().startswith("#") or (comment and not word.startswith("--")):
+            comment.append(word.strip())
+            continue
+        if comment:
+            logger.info("Not a flag, taken for a comment: %s", " ".join(comment))
+            comment = []
+        kept.append(word)
+    return kept[:-1]

@@ -18,7 +18,7 @@ from common.data.crops import Pack
 from common.data.loader import StepCounts
 from common.models.layers.initialise import count_parameters
 from common.training.evaluation import held_out_results
-from common.training.run_logger import PlotLabels, guide_line
+from common.training.run_logger import PlotLabels, step_line
 from common.training.task import Task
 from extras.decoders.causal_arguments import CausalArguments
 from extras.text.causal import causal_batches
@@ -26,6 +26,8 @@ from extras.text.data import TextData, held_out_contexts, open_text
 from extras.text.tokenizers import check_vocabulary, open_tokenizer
 
 logger = logging.getLogger(__name__)
+
+GUIDE_LINE_KEYS = ("loss", "step_loss", "learning_rate")
 
 
 class CausalLM(Task[CausalArguments, TextData]):
@@ -85,3 +87,16 @@ class CausalLM(Task[CausalArguments, TextData]):
     def line(self, row: dict, packs_per_step: int) -> str:
         """A row of metrics.jsonl in the guides' shape."""
         return guide_line(row, packs_per_step * self.flags.data.per_device_train_batch_size)
+
+
+def guide_line(row: dict, samples: int) -> str:
+    """`step_line` in the format of the FSDP guides, which their users' scripts parse, with more fields appended.
+
+    samples: sequences per step over all ranks; the speed includes the wait for data.
+    """
+    loss = row.get("step_loss", float("nan"))  # missing where the last step was skipped
+    speed = samples / max(row["step_seconds"], 1e-9)
+    guide_fields = (
+        f"Batch {row['step'] - 1} Loss: {loss:.5f}, Speed: {speed:.2f} samples/sec, lr: {row['learning_rate']:.6f}"
+    )
+    return f"{guide_fields}, {step_line({k: v for k, v in row.items() if k not in GUIDE_LINE_KEYS})}"
