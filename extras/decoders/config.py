@@ -233,8 +233,8 @@ def load_decoder_config(name: str) -> DecoderConfig:
 def preset_like(model_type: str, sizes: dict[str, int]) -> str:
     """Of the guides' model_type, the preset with these sizes (those of hidden_size, num_hidden_layers and
     num_attention_heads that are given); where none has them, the type's first."""
-    told = ("hidden_size", "num_hidden_layers", "num_attention_heads")
+    names = ("hidden_size", "num_hidden_layers", "num_attention_heads")
     for name in MODEL_TYPES[model_type]:
-        if all(sizes.get(size) in (None, getattr(PRESETS[name].config, size)) for size in told):
+        if all(sizes.get(size) in (None, getattr(PRESETS[name].config, size)) for size in names):
             return name
     return MODEL_TYPES[model_type][0]

@@ -110,32 +110,34 @@ def select(flags: PrecisionFlags, plan: Plan) -> Selection:
         sections = [Section("default", lambda name: True, {FP8: everything})]
     else:
         sections = read_file(flags.quant_stats_file)
-    said = f"--quant_stats_file {flags.quant_stats_file}"
+    given = f"--quant_stats_file {flags.quant_stats_file}"
     selection: Selection = {}
     for layer, recipe in enumerate(plan, 1):
         for module in MODULES if recipe else ():
-            for tensor, wanted in _of_matmul(layer_name(layer, module), recipe, sections, said):
+            for tensor, wanted in _of_matmul(layer_name(layer, module), recipe, sections, given):
                 if flags.quant_stats_freq is not None:
                     wanted = replace(wanted, freq=flags.quant_stats_freq)
                 selection[layer, module, tensor] = (*selection.get((layer, module, tensor), ()), wanted)
     if not selection:
         raise UserError(
-            f"{said}: selects no quantised layer: names are like "
+            f"{given}: selects no quantised layer: names are like "
             f"{layer_name(next(n for n, recipe in enumerate(plan, 1) if recipe), 'fc1')}"
         )
     return selection
 
 
-def _of_matmul(name: str, recipe: Recipe, sections: list[Section], said: str) -> Iterator[tuple[str, Wanted]]:
-    """(tensor, what) of a matmul in the format of `recipe`. UserError, after `said`, where that cannot be."""
+def _of_matmul(name: str, recipe: Recipe, sections: list[Section], given: str) -> Iterator[tuple[str, Wanted]]:
+    """(tensor, what) of a matmul in the format of `recipe`. UserError, after `given`, where that cannot be."""
     # Either feature means the format that the layer has; of two sections, that with the layer's own counts.
     own, other = (FP4, FP8) if isinstance(recipe, NVFP4BlockScaling) else (FP8, FP4)
-    mine = [section for section in sections if section.accepts(name)]
-    if len(mine) > 1:
-        mine = [section for section in mine if own in section.features] or mine
-    if len(mine) > 1:
-        raise UserError(f"{said}: {' and '.join(section.name for section in mine)} both select {name}: let one do")
-    for section in mine:
+    accepting = [section for section in sections if section.accepts(name)]
+    if len(accepting) > 1:
+        accepting = [section for section in accepting if own in section.features] or accepting
+    if len(accepting) > 1:
+        raise UserError(
+            f"{given}: {' and '.join(section.name for section in accepting)} both select {name}: let one do"
+        )
+    for section in accepting:
         features = section.features
         found = [*features.get(own, features.get(other, {})).items(), *features.get(TENSOR, {}).items()]
         if own in features:  # what the layer would be in other recipes
@@ -143,7 +145,7 @@ def _of_matmul(name: str, recipe: Recipe, sections: list[Section], said: str) ->
         for tensor, wanted in found:
             if not isinstance(recipe, DelayedScaling) and any(split_stat(s)[0] == _DELAYED for s in wanted.stats):
                 raise UserError(
-                    f"{said}: {section.name}: {name} is in {recipe.title}: there is no history for {_DELAYED}: drop "
+                    f"{given}: {section.name}: {name} is in {recipe.title}: there is no history for {_DELAYED}: drop "
                     "it there"
                 )
             if wanted.stats:

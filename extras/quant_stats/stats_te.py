@@ -92,7 +92,7 @@ class TeStats(Statistics):
 
 
 def _register(stats: TeStats) -> None:
-    """The feature that the API calls; it is built from its class alone, and told from others by the class's name."""
+    """The feature that the API calls; it is built from its class alone, and known by the class's name."""
     from nvdlfw_inspect.registry import Registry, api_method
 
     class AddedUp:

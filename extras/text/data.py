@@ -4,19 +4,8 @@ Documents are tokenised, each followed by the tokenizer's end-of-text token, con
 `max_seq_length` tokens without padding. A pack is `per_device_train_batch_size` contexts; a step takes G packs
 (`packs_per_step`), as for proteins. The interface is common.data.training_data.TrainingData.
 
-How the task uses it, on all ranks:
-
-    tokenizer = open_tokenizer(flags.tokenizer, world)           # extras.text.tokenizers
-    check_vocabulary(tokenizer, config.vocab_size)               # extras.text.tokenizers: UserError
-    data = open_text(flags, world, evaluates=args.do_eval, tokenizer=tokenizer)
-    TrainLoader(data.order(G), causal_batches(flags, world.mesh), world.mesh, step, position, ...)
-    store = data.held_out("validation"); held_out_contexts(flags, store, causal_batches(flags, world.mesh), world)
-    tokenizer.save(directory)                                    # opens with AutoTokenizer, beside an export
-
-A batch: input_ids int64 [T]; labels int64 [T], already shifted: labels[t] is token t + 1, -100 at the end of a
-sequence; cu_seqlens int32 [B + 1] (of contexts, with --document_masks of the documents' pieces in them);
-max_seqlen int; and `Counts`: num_targets = labels that are not -100, num_tokens = T, sum_squared_lengths of the
-sequences that attention runs on, num_sequences = contexts, num_unknown = 0.
+A batch has the labels already shifted: labels[t] is token t + 1, -100 at the end of a sequence. cu_seqlens are the
+bounds of contexts, with --document_masks of the documents' pieces in them; num_sequences counts contexts.
 """
 
 from __future__ import annotations

@@ -37,22 +37,14 @@ class Pieces(NamedTuple):
         first = int(np.searchsorted(bounds, begin, side="right")) - 1
         last = int(np.searchsorted(bounds, end, side="left"))
         edges = np.clip(bounds[first : last + 1], begin, end)
-        found = cls(records[first:last], edges[:-1] - bounds[first:last], np.diff(edges))
-        return found.filled()
+        lengths = np.diff(edges)
+        pieces = (records[first:last], edges[:-1] - bounds[first:last], lengths)
+        return cls(*(array[lengths > 0] for array in pieces))
 
     @classmethod
     def concat(cls, parts: list[Pieces]) -> Pieces:
-        """Concatenate."""
-        nothing = np.zeros(0, np.int64)
-        return (
-            cls(*(np.concatenate([nothing, *arrays]) for arrays in zip(*parts, strict=True)))
-            if parts
-            else cls(nothing, nothing, nothing)
-        )
-
-    def filled(self) -> Pieces:
-        """Without empty pieces."""
-        return self if self.lengths.all() else Pieces(*(array[self.lengths > 0] for array in self))
+        empty = cls(*[np.zeros(0, np.int64)] * 3)
+        return cls(*map(np.concatenate, zip(empty, *parts, strict=True)))
 
     def cut(self, context: int) -> Pieces:
         """Split pieces at multiples of `context` tokens."""

@@ -4,8 +4,8 @@ A reader of GPU code need not open this file. `linear` and `attention` below are
 `device_type` is `cpu`, and compute the same as the GPU's kernels.
 
 - Matmuls: fp32 by oneDNN or MKL, whichever has the wider vectors here. Without bf16 instructions a bf16 matmul is the
-  fp32 matmul of the bf16 numbers, rounded once: exact products and fp32 sums, as the instructions have them. Operands
-  are widened a block of rows at a time, which stays in the cache; what is saved for the backward pass is bf16.
+  fp32 matmul of the bf16 numbers, rounded once, as the instructions do it: they multiply exactly and sum in fp32.
+  Operands are widened a block of rows at a time, which stays in the cache; bf16 is saved for the backward pass.
 - Attention: torch's flash kernel in fp32, sequence by sequence. bf16 is widened for it: exact on every CPU, and faster
   than bf16 instructions.
 
@@ -91,13 +91,10 @@ class Cpu:
 
         With vectors of one width MKL is the faster of the two, and torch's own choice.
         """
-        onednn = self.flags >= _AVX512 and _onednn_level(environment) not in _ONEDNN_WITHOUT_AVX512
-        mkl = (
-            self.flags >= _AVX512
-            and self.vendor == "GenuineIntel"
-            and environment.get("MKL_ENABLE_INSTRUCTIONS", "").lower() not in _MKL_WITHOUT_AVX512
-        )
-        return onednn and not mkl
+        if not self.flags >= _AVX512 or _onednn_level(environment) in _ONEDNN_WITHOUT_AVX512:
+            return False
+        mkl_is_limited = environment.get("MKL_ENABLE_INSTRUCTIONS", "").lower() in _MKL_WITHOUT_AVX512
+        return self.vendor != "GenuineIntel" or mkl_is_limited
 
 
 def _onednn_level(environment: Mapping[str, str]) -> str:
