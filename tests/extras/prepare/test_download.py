@@ -12,8 +12,7 @@ import pytest
 from common.cli import UserError
 from extras.prepare.download import Expected, RetryPolicy, download, download_directory
 from extras.prepare.transfers import FetchError
-from tests.extras.prepare.download_fixtures import CONTENT, QUICK, THIRD, sums
-from tests.extras.prepare.local_servers import ftp_server, http_server
+from tests.extras.prepare.local_servers import CONTENT, QUICK, THIRD, ftp_server, http_server, sums
 from tests.small_disk import small_disk
 
 # --- broken connections
