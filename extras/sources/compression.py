@@ -48,7 +48,7 @@ SUFFIXES = (".gz", ".bz2", ".xz", ".zst")  # of names; the content decides
 TO_A_FILE = "write its output to a file, and give that"
 HEAD_BYTES = 512  # of a file, to detect its format
 XZ_BYTES = 256 << 20  # memory limit of the xz decoder; level 9 needs 65 MiB
-XZ_READ_BYTES = 1 << 16
+XZ_READ_BYTES, XZ_CHUNK_BYTES = 1 << 16, 1 << 20
 # Errors of the decompressors.
 DECOMPRESS_ERRORS = (EOFError, zlib.error, isal_zlib.error, igzip.BadGzipFile, lzma.LZMAError, OSError)
 UTF_16 = "it is UTF-16: convert it: iconv -f UTF-16 -t UTF-8 FILE > NEW_FILE"
@@ -64,38 +64,52 @@ def _unzstd(raw: BinaryIO, mode: str) -> BinaryIO:
     return io.BufferedReader(pa.CompressedInputStream(raw, "zstd"))
 
 
-class _Unxz(io.RawIOBase):
-    """As lzma.open with a memory limit: a file's header sets the decoder's memory, up to 4 GB."""
+class _Chunks(io.RawIOBase):
+    """A file of the bytes that an iterator yields."""
 
-    def __init__(self, raw: BinaryIO):
-        self.raw, self.packed, self.decoder = raw, b"", None
+    def __init__(self, chunks: Iterator[bytes]):
+        self.chunks, self.ready = chunks, memoryview(b"")
 
     def readable(self) -> bool:
         return True
 
     def readinto(self, buffer) -> int:
-        data = b""
-        while not data:
-            if not self.packed and (self.decoder is None or self.decoder.needs_input):
-                self.packed = self.raw.read(XZ_READ_BYTES)
-                if not self.packed:
-                    if self.decoder is not None:
-                        raise EOFError("cut short")
-                    return 0
-            if self.decoder is None:
-                self.packed = self.packed.lstrip(b"\0")  # padding between the streams of a file
-                if not self.packed:
-                    continue
-                self.decoder = lzma.LZMADecompressor(lzma.FORMAT_XZ, memlimit=XZ_BYTES)
-            data, self.packed = self.decoder.decompress(self.packed, len(buffer)), b""
-            if self.decoder.eof:
-                self.decoder, self.packed = None, self.decoder.unused_data
-        buffer[: len(data)] = data
-        return len(data)
+        while not self.ready:
+            if (chunk := next(self.chunks, None)) is None:
+                return 0
+            self.ready = memoryview(chunk)
+        count = min(len(buffer), len(self.ready))
+        buffer[:count], self.ready = self.ready[:count], self.ready[count:]
+        return count
+
+
+def file_of_chunks(chunks: Iterator[bytes]) -> BinaryIO:
+    return io.BufferedReader(_Chunks(chunks))
 
 
 def _unxz(raw: BinaryIO, mode: str) -> BinaryIO:
-    return io.BufferedReader(_Unxz(raw))
+    return file_of_chunks(_xz_chunks(raw))
+
+
+def _xz_chunks(raw: BinaryIO) -> Iterator[bytes]:
+    """As lzma.open with a memory limit: a file's header sets the decoder's memory, up to 4 GB."""
+    packed, decoder = b"", None
+    while True:
+        if not packed and (decoder is None or decoder.needs_input):
+            packed = raw.read(XZ_READ_BYTES)
+            if not packed:
+                break
+        if decoder is None:
+            packed = packed.lstrip(b"\0")  # padding between the streams of a file
+            if not packed:
+                continue
+            decoder = lzma.LZMADecompressor(lzma.FORMAT_XZ, memlimit=XZ_BYTES)
+        yield decoder.decompress(packed, XZ_CHUNK_BYTES)
+        packed = b""
+        if decoder.eof:
+            packed, decoder = decoder.unused_data, None
+    if decoder is not None:
+        raise EOFError("cut short")
 
 
 # First bytes of a compressed file: its format, and what opens it.

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import codecs
 import csv
-import io
 import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -28,6 +27,7 @@ from extras.sources.compression import (
     check_duplicates,
     check_file,
     detect_non_text,
+    file_of_chunks,
     find_too_long,
     open_decompressed,
     too_long,
@@ -140,7 +140,7 @@ def read_rows(
         misshapen: list[int] = []  # rows of a wrong number of columns, which the parser leaves out
         parsed = 0
         for batch in _parse(
-            path, io.BufferedReader(_Utf8(file)), names, misshapen, bad_records, line_ends, max_record
+            path, file_of_chunks(_as_utf8(file)), names, misshapen, bad_records, line_ends, max_record
         ):
             rows = np.arange(parsed + 1, parsed + batch.num_rows + 1)
             rows += np.searchsorted(np.array(misshapen) - np.arange(len(misshapen)), rows, side="right")
@@ -163,29 +163,13 @@ def read_rows(
             yield pa.RecordBatch.from_arrays([column.cast(pa.string()) for column in batch.columns], names=COLUMNS)
 
 
-class _Utf8(io.RawIOBase):
+def _as_utf8(file: BinaryIO) -> Iterator[bytes]:
     """A file's bytes, with NOT_UTF8 in place of invalid UTF-8: pyarrow's error for a row with such bytes and a wrong
     number of columns does not name the row."""
-
-    def __init__(self, file: BinaryIO):
-        self.file, self.ready = file, memoryview(b"")
-        self.decoder = codecs.getincrementaldecoder("utf-8")("replace")
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer) -> int:
-        while not self.ready:
-            data = self.file.read(PARSED_BYTES)
-            at_end = not data
-            if not data.isascii() or self.decoder.getstate()[0]:
-                data = self.decoder.decode(data, final=at_end).encode()
-            self.ready = memoryview(data)
-            if at_end:
-                break
-        count = min(len(buffer), len(self.ready))
-        buffer[:count], self.ready = self.ready[:count], self.ready[count:]
-        return count
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")
+    while data := file.read(PARSED_BYTES):
+        yield data if data.isascii() and not decoder.getstate()[0] else decoder.decode(data).encode()
+    yield decoder.decode(b"", final=True).encode()
 
 
 def _is_printable(column: pa.Array) -> bool:

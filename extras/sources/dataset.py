@@ -31,6 +31,7 @@ from extras.sources.hub import (
     HUB_NAME,
     REMOTE,
     choose_files,
+    group_paths,
     hub_advice,
     offline,
     uncached_advice,
@@ -283,17 +284,14 @@ def _file(path: str, name: str, size: int, content: Content) -> File | None:
     return File(path, kind, size, content)
 
 
-def _by_split(request: Request, files: list[tuple[str, File]], card: str = "") -> dict[str, tuple[File, ...]]:
-    """(relative path, file) pairs to splits, in the order of the paths."""
-    known, chosen = dict(sorted(files, key=lambda pair: pair[0])), None
-    if request.chooses and known:
-        chosen = choose_files(request.given, known, card, request.configuration, split_of)
-    if chosen is not None:
-        return {split: tuple(known[path] for path in paths) for split, paths in chosen.items()}
-    splits: dict[str, list[File]] = {}
-    for relative, file in known.items():
-        splits.setdefault(split_of(relative), []).append(file)
-    return {split: tuple(members) for split, members in splits.items()}
+def _by_split(request: Request, files: dict[str, File], card: str = "") -> dict[str, tuple[File, ...]]:
+    """The files, by relative path, to splits, in the order of the paths."""
+    paths, chosen = sorted(files), None
+    if request.chooses and files:
+        chosen = choose_files(request.given, paths, card, request.configuration, split_of)
+    if chosen is None:
+        chosen = group_paths(paths, split_of)
+    return {split: tuple(files[path] for path in of_split) for split, of_split in chosen.items()}
 
 
 def _local(request: Request, name: str) -> Source:
@@ -321,8 +319,8 @@ def _local(request: Request, name: str) -> Source:
     for member in shown.values():
         check_file(member, f"{given}: {member}")
     check_duplicates(given, list(shown.values()))
-    files = [(name, _file(str(p), p.name, p.stat().st_size, content)) for name, p in shown.items()]
-    return Source(name, _by_split(request, _without_links([(name, file) for name, file in files if file]), card))
+    files = ((relative, _file(str(p), p.name, p.stat().st_size, content)) for relative, p in shown.items())
+    return Source(name, _by_split(request, _without_links({path: file for path, file in files if file}), card))
 
 
 def _read_card(path: Path) -> str:
@@ -330,15 +328,15 @@ def _read_card(path: Path) -> str:
         return file.read(LONGEST_CARD)
 
 
-def _without_links(files: list[tuple[str, File]]) -> list[tuple[str, File]]:
+def _without_links(files: dict[str, File]) -> dict[str, File]:
     """Without links to other files of the same split."""
     kept: dict[tuple, str] = {}
-    for name, file in sorted(files, key=lambda pair: pair[0]):
-        stat = os.stat(file.path)
+    for name in sorted(files):
+        stat = os.stat(files[name].path)
         first = kept.setdefault((split_of(name), stat.st_dev, stat.st_ino), name)
         if first != name:
             logger.warning("%s is a link to %s: it is read once", name, first)
-    return [(name, file) for name, file in files if name in kept.values()]
+    return {name: files[name] for name in kept.values()}
 
 
 def _hub(request: Request, name: str, streaming: bool) -> Source:
@@ -357,8 +355,8 @@ def _hub(request: Request, name: str, streaming: bool) -> Source:
             path = hf_hub_download(name, CARD, repo_type="dataset", revision=info.sha)
             card = _read_card(Path(path))
         addresses = ((path, f"{REMOTE}datasets/{name}@{info.sha}/{path}", size) for path, size in members.items())
-        files = [(path, _file(address, path, size, request.content)) for path, address, size in addresses]
-        source = Source(name, _by_split(request, [(path, file) for path, file in files if file], card), info.sha)
+        files = ((path, _file(address, path, size, request.content)) for path, address, size in addresses)
+        source = Source(name, _by_split(request, {path: file for path, file in files if file}, card), info.sha)
         if not streaming:  # download the files of this configuration only
             paths = [file.path.split("@", 1)[1].split("/", 1)[1] for of in source.splits.values() for file in of]
             asked = {"repo_type": "dataset", "revision": info.sha, "allow_patterns": [CARD, *paths]}

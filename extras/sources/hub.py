@@ -126,15 +126,21 @@ def choose_files(
         files = _of_patterns(given, paths, listed[configuration], split_of)
     else:
         within = re.compile(rf"(?:.*/)?{re.escape(configuration)}/[^/].*")
-        files: Files = {}
-        for path in filter(within.fullmatch, paths):
-            files.setdefault(split_of(path), []).append(path)
+        files = group_paths(filter(within.fullmatch, paths), split_of)
     if not any(files.values()):
         there = [*listed] or sorted({path.split("/")[0] for path in paths if "/" in path})
         raise UserError(
             f"{given}: no files of a configuration {configuration}: "
             + (f"it has {_first_ten(there)}" if there else "it has none: drop --dataset_config_name")
         )
+    return files
+
+
+def group_paths(paths: Iterable[str], split_of: Callable[[str], str]) -> Files:
+    """The paths of each split, in order."""
+    files: Files = {}
+    for path in paths:
+        files.setdefault(split_of(path), []).append(path)
     return files
 
 
@@ -164,14 +170,11 @@ def _of_patterns(given: str, paths: list[str], entry: dict, split_of: Callable[[
     within = f"{_scalar(given, entry['data_dir']).strip('/')}/" if entry.get("data_dir") else ""
     data_files = entry.get("data_files")
     if data_files is None:
-        files: Files = {}
-        for path in sorted(path for path in paths if path.startswith(within)):
-            files.setdefault(split_of(path), []).append(path)
-        return files
+        return group_paths(sorted(path for path in paths if path.startswith(within)), split_of)
     if isinstance(data_files, list) and all(isinstance(item, dict) for item in data_files):
         data_files = {_scalar(given, item.get("split", "train")): item.get("path", ()) for item in data_files}
     by_split = data_files if isinstance(data_files, dict) else {"train": data_files}
-    files = {}
+    files: Files = {}
     for split, patterns in by_split.items():
         found: dict[str, None] = {}
         for pattern in patterns if isinstance(patterns, list | tuple) else [patterns]:

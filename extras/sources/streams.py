@@ -153,23 +153,18 @@ class Block(NamedTuple):
         """The first `count` rows and the rest."""
         if count >= len(self.rows):
             return self, None
-        cut = int(self.offsets[count])
-        now = self._replace(
-            rows=self.rows[:count],
-            ids=self.ids[:cut],
-            offsets=self.offsets[: count + 1],
-            lengths=self.lengths[:count],
-            starts=self.starts[:count],
-            end=int(self.rows[count - 1]) + 1,
+        now, rest = self._part(0, count), self._part(count, len(self.rows))
+        return now._replace(end=int(self.rows[count - 1]) + 1), rest
+
+    def _part(self, begin: int, end: int) -> Block:
+        offsets, part = self.offsets[begin : end + 1], slice(begin, end)
+        return self._replace(
+            rows=self.rows[part],
+            ids=self.ids[offsets[0] : offsets[-1]],
+            offsets=offsets - offsets[0],
+            lengths=self.lengths[part],
+            starts=self.starts[part],
         )
-        rest = self._replace(
-            rows=self.rows[count:],
-            ids=self.ids[cut:],
-            offsets=self.offsets[count:] - cut,
-            lengths=self.lengths[count:],
-            starts=self.starts[count:],
-        )
-        return now, rest
 
 
 class Buffer:

@@ -18,9 +18,27 @@ from transformers import AutoTokenizer, EsmModel
 
 from common.cli import UserError
 from common.models.layers.hf_directory import model_hash
+from extras.inference.encoder import windows
 from extras.prepare.sample import make_proteins
 from tests.data_fixtures import write_fasta
 from tests.extras.inference.embed_fixtures import call_embed, change_weights, make_model, ran, refused
+
+
+@pytest.mark.parametrize("longest", [6, 7, 62, 1022])
+@pytest.mark.parametrize("times", [0.5, 1, 1.01, 1.5, 2, 2.3, 7.7])
+def test_windows_use_each_residue_once_near_a_centre(longest, times):
+    residues = max(1, int(longest * times))
+    found = list(windows(residues, longest))
+    taken = [window.start + n for window in found for n in range(window.begin, window.end)]
+    assert taken == list(range(residues))
+    assert {window.length for window in found} == {min(residues, longest)}
+    for window in found:
+        assert 0 <= window.start <= residues - window.length
+        # Away from the protein's own ends, a quarter of a window is seen on both sides.
+        if window.start:
+            assert window.begin >= longest // 4 - 1
+        if window.start + window.length < residues:
+            assert window.length - window.end >= longest // 4 - 1
 
 
 @pytest.fixture(scope="module")

@@ -1,7 +1,9 @@
-"""HTTP(S) and FTP servers, and a proxy, on this machine that break off, stall, lie and forget headers on request."""
+"""HTTP(S) and FTP servers, and a proxy, that break off, stall, lie and forget headers on request; what to fetch."""
 
 from __future__ import annotations
 
+import gzip
+import hashlib
 import socket
 import socketserver
 import ssl
@@ -12,6 +14,16 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import urlsplit
+
+from extras.prepare.download import Expected, RetryPolicy
+
+QUICK = RetryPolicy(timeout_s=5.0, attempts=3, first_wait_s=0.01, longest_wait_s=0.05)
+CONTENT = gzip.compress("".join(f">P{i} x\nMKVLAGTYRR\n" for i in range(50_000)).encode(), mtime=0)
+THIRD = len(CONTENT) * 3 // 10
+
+
+def sums(content: bytes, **extra) -> Expected:
+    return Expected({name: hashlib.new(name, content).hexdigest() for name in ("md5", "sha256")}, **extra)
 
 
 @dataclass

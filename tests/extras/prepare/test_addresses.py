@@ -8,8 +8,7 @@ from extras.prepare.download import RetryPolicy, download
 from extras.prepare.output_directory import read_record
 from extras.prepare.transfers import FetchError, identity, shown
 from tests.data_fixtures import environment
-from tests.extras.prepare.download_fixtures import CONTENT, QUICK, THIRD
-from tests.extras.prepare.local_servers import http_server
+from tests.extras.prepare.local_servers import CONTENT, QUICK, THIRD, http_server
 from tests.forked import run_script
 
 

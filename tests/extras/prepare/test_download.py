@@ -12,8 +12,7 @@ import pytest
 from common.cli import UserError
 from extras.prepare.download import Expected, RetryPolicy, download, download_directory
 from extras.prepare.transfers import FetchError
-from tests.extras.prepare.download_fixtures import CONTENT, QUICK, THIRD, sums
-from tests.extras.prepare.local_servers import ftp_server, http_server
+from tests.extras.prepare.local_servers import CONTENT, QUICK, THIRD, ftp_server, http_server, sums
 from tests.small_disk import small_disk
 
 # --- broken connections
@@ -93,10 +92,8 @@ def test_download_reports_a_refused_connection(tmp_path):
 
 
 def test_download_resumes_after_a_silent_server(tmp_path):
-    with http_server(CONTENT, break_after=[THIRD], stall_s=5.0) as server:
-        began = time.monotonic()
+    with http_server(CONTENT, break_after=[THIRD], stall_s=600.0) as server:
         path = download(f"{server.url}/a", tmp_path, retries=RetryPolicy(timeout_s=0.2, first_wait_s=0.01))
-        assert time.monotonic() - began < 3
     assert path.read_bytes() == CONTENT
     assert server.ranges == [None, f"bytes={THIRD}-"]
 
@@ -111,10 +108,10 @@ def test_download_resumes_after_a_stall(tmp_path, serve):
 
 
 def test_download_gives_up_when_every_transfer_stalls(tmp_path):
-    retries = RetryPolicy(timeout_s=0.2, attempts=2, first_wait_s=0.01)
+    retries = RetryPolicy(timeout_s=0.5, attempts=2, first_wait_s=0.01)
     with (
         http_server(CONTENT, trickle_after=[0] * 9) as server,
-        pytest.raises(FetchError, match=r"bytes arrived in 0 s \(2 attempts\).*are kept"),
+        pytest.raises(FetchError, match=r"bytes arrived in \d s \(2 attempts\).*are kept"),
     ):
         download(f"{server.url}/a", tmp_path, retries=retries)
     assert len(server.ranges) == 2
@@ -150,18 +147,18 @@ def test_download_reports_a_busy_server(tmp_path, status):
     assert len(server.statuses) == 6
 
 
-@pytest.mark.parametrize("date", [False, True])
-def test_download_honours_retry_after_up_to_a_limit(tmp_path, date, caplog):
-    def time_with(after_s: float, retries: RetryPolicy) -> float:
-        retry_after = formatdate(time.time() + after_s, usegmt=True) if date else str(after_s)
+def test_download_honours_retry_after_up_to_a_limit(tmp_path, monkeypatch, caplog):
+    waits = []
+    monkeypatch.setattr(time, "sleep", waits.append)
+    in_an_hour = formatdate(time.time() + 3600, usegmt=True)
+    retries = RetryPolicy(first_wait_s=0.01, longest_wait_s=300.0)
+    for number, retry_after in enumerate(("7", "3600", in_an_hour, "soon")):
         with http_server(CONTENT, statuses=[429], retry_after=retry_after) as server:
-            began = time.monotonic()
-            download(f"{server.url}/{after_s}", tmp_path, retries=retries)
-            return time.monotonic() - began
-
-    # Dates have whole seconds: a wait of 2 is one of at least 1.
-    assert time_with(2 if date else 1, RetryPolicy(first_wait_s=0.01)) >= 0.95
-    assert time_with(3600, RetryPolicy(first_wait_s=0.01, longest_wait_s=0.3)) < 5
+            download(f"{server.url}/{number}", tmp_path, retries=retries)
+    assert waits == [7.0, 300.0, 300.0, 0.01]
+    with http_server(CONTENT, statuses=[429], retry_after=in_an_hour) as server:
+        download(f"{server.url}/a", tmp_path, retries=RetryPolicy(longest_wait_s=9999))
+    assert 3000 < waits[-1] <= 3600
     assert "trying again in" in caplog.text
 
 

@@ -12,8 +12,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from extras.prepare.download import RetryPolicy, download
 from extras.prepare.transfers import FetchError
 from extras.sources.fasta import read_fasta_lines
-from tests.extras.prepare.download_fixtures import CONTENT, QUICK, THIRD, sums
-from tests.extras.prepare.local_servers import ftp_server, http_server
+from tests.extras.prepare.local_servers import CONTENT, QUICK, THIRD, ftp_server, http_server, sums
 
 # --- encodings and redirects
 

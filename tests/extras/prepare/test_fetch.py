@@ -22,8 +22,7 @@ from extras.prepare.fetch import (
 from extras.prepare.output_directory import read_record
 from extras.prepare.transfers import FetchError
 from tests.data_fixtures import DOWNLOAD, call, edit_unnoticed, environment, everything_in
-from tests.extras.prepare.local_servers import ftp_server, http_server
-from tests.extras.prepare.test_download import CONTENT, QUICK, THIRD
+from tests.extras.prepare.local_servers import CONTENT, QUICK, THIRD, ftp_server, http_server
 from tests.forked import Script, run_script
 from tests.patience import wait_until
 

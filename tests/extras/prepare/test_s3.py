@@ -10,8 +10,7 @@ import pytest
 from extras.prepare.download import RetryPolicy, download
 from extras.prepare.transfers import FetchError
 from tests.data_fixtures import environment, everything_in
-from tests.extras.prepare.local_servers import breaking_proxy, http_server
-from tests.extras.prepare.test_download import QUICK, sums
+from tests.extras.prepare.local_servers import QUICK, breaking_proxy, http_server, sums
 from tests.forked import run_script
 from tests.moto_server import moto_server
 
