@@ -59,7 +59,7 @@ def _main_recorded(argv: list[str], script: str, file: Path) -> None:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_step_exchanges_gradients_and_one_thing_more(dataset, tmp_path, case):
+def test_step_collectives_are_gradients_and_one_scalar_all_reduce(dataset, tmp_path, case):
     flags, expected = CASES[case]
     file, out, script = tmp_path / "exchanges", tmp_path / "out", flags["script"]
     more = {name: value for name, value in flags.items() if name != "script"}
