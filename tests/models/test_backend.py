@@ -168,7 +168,7 @@ def test_backend_torch_only_flags_of_decoders(installed, flags, named):
 
 
 @pytest.mark.parametrize("flags", [{"backend": "jax"}, {"gelu": "sigmoid"}])
-def test_unknown_choices_are_refused_by_name(dataset, tmp_path, flags):
+def test_backend_unknown_choices_are_refused(dataset, tmp_path, flags):
     ((name, value),) = flags.items()
     assert f"--{name} {value}: choose" in refused(dataset, tmp_path / "out", **flags)
 
