@@ -146,7 +146,7 @@ def test_mfsdp_resume_after_kill_and_stop_is_same_run(dataset, tmp_path, megatro
     assert same_bits(final_weights(out), final_weights(megatron))
 
 
-# ---- bf16, other formats, compiled layers ----------------------------------------------------------------------
+# ---- bf16, other formats ----------------------------------------------------------------------------------------
 
 BF16 = {"bf16": True, "max_steps": 4, "packs_per_step": 6, "tokens_per_pack": 128}
 
@@ -195,23 +195,6 @@ def test_mfsdp_emulated_formats_equal_fsdp2(dataset, tmp_path):
         train(dataset, tmp_path / script, 2, script=script, **flags)
     assert losses(tmp_path / MFSDP) == pytest.approx(losses(tmp_path / FSDP2), rel=1e-5)
     assert norms(tmp_path / MFSDP) == pytest.approx(norms(tmp_path / FSDP2), rel=1e-4)
-
-
-def _compiled(argv: list[str]) -> None:
-    """On a rank: train_mfsdp.py with layers as graphs of torch's tracer, but no compiler behind it."""
-    _main(argv, MFSDP, compiler="aot_eager")
-    counters = torch._dynamo.utils.counters
-    print("graphs", counters["stats"]["unique_graphs"], "breaks", len(counters["graph_break"]))
-
-
-def test_mfsdp_compiled_layers_are_whole_graphs(dataset, tmp_path, alone):
-    """Recomputed ones too: one graph for all layers, or two where packs of another shape had it made anew."""
-    flags = {"torch_compile": True, "activation_checkpointing": "full", "stop_at_step": 2, "do_eval": False}
-    codes, said = on_ranks(2, _compiled, flags_of(dataset, tmp_path, **RUN | flags))
-    assert codes == [0, 0], "\n".join(said)
-    assert "graphs 1 breaks 0" in said[0] or "graphs 2 breaks 0" in said[0]
-    assert losses(tmp_path) == pytest.approx(losses(alone)[:2], rel=LOSS)
-    assert norms(tmp_path) == pytest.approx(norms(alone)[:2], rel=NORM)
 
 
 # ---- what would go wrong without a word ------------------------------------------------------------------------
