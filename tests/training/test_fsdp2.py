@@ -145,7 +145,7 @@ def test_fsdp2_checkpoint_of_any_layout_resumes_on_any_other(dataset, tmp_path, 
 def test_fsdp2_resume_on_same_layout_is_bit_identical(dataset, tmp_path):
     flags = {"script": FSDP, "packs_per_step": 4, "max_steps": 6, "activation_checkpointing": "selective"}
     train(dataset, tmp_path / "whole", 2, **flags)
-    for stop in (2, 4, 6):
+    for stop in (3, 6):
         train(dataset, tmp_path / "parts", 2, **flags, stop_at_step=stop)
     assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
     assert same_bits(final_weights(tmp_path / "parts"), final_weights(tmp_path / "whole"))

@@ -267,7 +267,7 @@ def test_ddp_bf16_keeps_weights_and_moments_in_fp32(dataset, tmp_path):
 def test_ddp_resume_after_stop_is_bit_identical(dataset, tmp_path, nproc):
     flags = {"max_steps": 9, "lr_scheduler_type": "cosine", "warmup_steps": 3, "save_steps": 100}
     train(dataset, tmp_path / "whole", nproc, **flags)
-    for stop in ({"stop_at_step": 2}, {"stop_at_step": 6}, {}):
+    for stop in ({"stop_at_step": 4}, {}):
         train(dataset, tmp_path / "parts", nproc, **flags, **stop)
     whole, parts = rows(tmp_path / "whole"), rows(tmp_path / "parts")
     exact = ("step", "loss", "grad_norm", "learning_rate", "tokens", "epoch")
