@@ -145,7 +145,7 @@ def compare(cp_size: int, cases: list[tuple], out: str) -> None:
 
 
 def hold_blocks() -> None:
-    """In every rank: what is left of the blocks of a ring, while they go round."""
+    """On every rank: the ring frees each block of keys once the next one has arrived."""
     world = World.from_environment(use_cpu=True)
     dist.init_process_group("gloo")
     world.create_cp_groups(world.size)

@@ -160,7 +160,7 @@ def test_export_of_unfinished_run_needs_flag(dataset, tmp_path):
     stopped = final_weights(tmp_path)
     train(dataset, tmp_path, max_steps=4, save_final_model=False)
     assert same_bits(final_weights(tmp_path), stopped)
-    train(dataset, tmp_path, max_steps=4)  # nothing left to train: the same command exports what is there
+    train(dataset, tmp_path, max_steps=4)  # nothing left to train: the same command exports the weights
     assert not same_bits(final_weights(tmp_path), stopped)
 
 

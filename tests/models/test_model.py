@@ -99,7 +99,7 @@ def test_esm2_packing_changes_nothing(dtype):
         for n, length in enumerate(LENGTHS):
             alone = model(batch["input_ids"][n : n + 1, :length]).logits[0]
             begin = pack["cu_seqlens"][n]
-            # bf16 products may be blocked differently for another number of rows: one rounding of the residual
+            # bf16 matmuls may be blocked differently for another number of rows: one rounding of the residual
             tolerance = 1e-6 if dtype == torch.float32 else 2e-2
             assert (together[begin : begin + length] - alone).abs().max() < tolerance * together.abs().max()
 
@@ -249,7 +249,7 @@ def test_esm2_layer_compiles_to_one_graph(mode, dtype):
     counters = torch._dynamo.utils.counters
     assert counters["stats"]["unique_graphs"] == 1
     assert not counters["graph_break"]
-    bound = 1e-5 if dtype == torch.float32 else 1e-2  # bf16: sums of products are rounded in other places
+    bound = 1e-5 if dtype == torch.float32 else 1e-2  # bf16 matmuls are rounded in other places
     for (name, ours), theirs in zip(models[0].named_parameters(), models[1].parameters(), strict=True):
         assert relative(ours.grad, theirs.grad) < bound, name
     torch._dynamo.reset()

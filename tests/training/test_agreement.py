@@ -1,4 +1,4 @@
-"""Ranks that would train different things, or save to different places, end before they do; a resumed run is told."""
+"""Ranks with different flags or output directories end before training; a resumed run logs what has changed."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def test_see_all_waits_for_a_slow_file_server(tmp_path):
     assert len(looks) == 3
 
 
-# ---- what a resumed run is told ------------------------------------------------------------------------------
+# ---- what a resumed run logs ---------------------------------------------------------------------------------
 
 
 def groups(out: Path, step: int, scratch: Path) -> list[tuple]:

@@ -167,7 +167,7 @@ def test_run_directory_removes_what_a_failed_start_made(tmp_path, name, begun, l
 
 
 def test_run_directory_lock_of_removed_file_is_taken_anew(tmp_path):
-    """The run that held it has left nothing; who waited for it must hold what the next one will look at."""
+    """A failed run removes the file that it locked; who waited must lock the file that the next run opens."""
     context = multiprocessing.get_context("fork")
     told = context.Queue()
 
@@ -258,7 +258,7 @@ def test_overwrite_output_dir_resumes_restarted_job(dataset, tmp_path, monkeypat
 
 
 def test_run_directory_new_torchrun_of_same_rdzv_id_is_new_job(tmp_path, monkeypatch):
-    """Nobody but the user starts one on one machine; an operator, and several nodes, start the same job again."""
+    """On one machine only the user starts torchrun again; an operator, or several nodes, restart the same job."""
     for name, value in (("TORCHELASTIC_RUN_ID", "esm2"), ("WORLD_SIZE", "1"), ("LOCAL_WORLD_SIZE", "1")):
         monkeypatch.setenv(name, value)
     parent = "A"

@@ -189,7 +189,7 @@ def test_decoder_export_of_checkpoint_equals_final_model(two_ranks, tmp_path):
 
 
 def test_decoder_export_refuses_other_tokenizer(two_ranks, tmp_path):
-    """The name of one in a checkpoint may lead anywhere; what is there may have been replaced."""
+    """The name in a checkpoint may be any path, and the tokenizer there may have been replaced."""
     checkpoint = Path(shutil.copytree(two_ranks[0] / "checkpoint-6", tmp_path / "checkpoint-6"))
     state = json.loads((checkpoint / "trainer_state.json").read_text())
     state["arguments"]["tokenizer"] = str(trained(tmp_path / "other"))
@@ -247,7 +247,7 @@ def test_decoder_resumes_on_other_number_of_ranks(text, plain, tmp_path):
 
 
 def test_decoder_refuses_checkpoint_of_other_model(text, two_ranks, tmp_path):
-    """The guides' five sizes of Llama share one directory: there 13B goes on from 7B."""
+    """The guides' five sizes of Llama share one directory: there 13B would resume from 7B."""
     out, _ = two_ranks
     before = sorted(path.name for path in out.iterdir())
     said = train_decoder(text, out, expect=2, resume_from_checkpoint=out, num_layers=3)
@@ -319,8 +319,7 @@ def test_decoder_memory_flags_change_no_result(text, two_ranks, tmp_path, flags)
     ids=["llama", "mixtral"],
 )
 def test_decoder_layers_compute_in_emulated_formats(text, tmp_path, family, recipes):
-    """Each format has its own rounding, seen in the losses, and the run goes on with it; experts get as few rows as
-    they get."""
+    """Each format rounds differently, so each run has other losses; experts get any number of rows."""
     sizes = {"hidden_width": 64, "num_heads": 4, "intermediate_size": 96, "max_steps": 2, "save_final_model": False}
     seen = {}
     for name, recipe in {"exact": None, **recipes}.items():
@@ -329,7 +328,7 @@ def test_decoder_layers_compute_in_emulated_formats(text, tmp_path, family, reci
         seen[name] = tuple(losses(out))
     exact = seen["exact"]
     assert len(set(seen.values())) == 1 + len(recipes)
-    for name in recipes:  # an eighth of a number's size at most in E2M1, a sixteenth in E4M3, averaged over products
+    for name in recipes:  # rounding is at most 1/8 in E2M1 and 1/16 in E4M3, averaged over a matmul's terms
         assert seen[name] == pytest.approx(exact, rel=0.1 if name == "nvfp4" else 0.03), name
 
 

@@ -185,7 +185,7 @@ def test_lost_loader_worker_is_not_a_user_error(monkeypatch):
 
 @pytest.mark.parametrize("nproc", [1, 2])
 def test_diverged_run_ends_before_saving(dataset, tmp_path, nproc):
-    """Numbers that are none would replace every good checkpoint under --save_total_limit."""
+    """NaN weights would replace every good checkpoint under --save_total_limit."""
     out = tmp_path / "out"
     flags = {"max_steps": 40, "save_steps": 1, "save_total_limit": 1, "save_final_model": False}
     train(dataset, out, nproc, **flags, stop_at_step=3)

@@ -16,7 +16,7 @@ from tests.models.reference import random_batch
 
 
 def test_flops_equal_pytorchs_count_of_each_protein():
-    """PyTorch's counter on transformers' model, forward and backward: the matrix products it really runs.
+    """PyTorch's counter on transformers' model, forward and backward: the matmuls it really runs.
 
     The reference runs the LM head on every position and the rotary angles as a product; ours does neither.
     """

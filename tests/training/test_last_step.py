@@ -1,6 +1,6 @@
-"""One epoch is each record once: the last step of a run takes what is left, on any number of ranks.
+"""One epoch reads each record once: the last step takes the remaining packs, on any number of ranks.
 
-Ranks for which nothing is left run empty packs, as many as the others run packs; nothing of the result shows it.
+Ranks without packs run as many empty packs as the others run packs, which must not change the result.
 """
 
 from __future__ import annotations

@@ -79,7 +79,7 @@ def test_collator_predicted_positions_equal_the_models():
 
 
 def test_collator_pads_packs_to_one_shape_on_gpu(dataset):
-    """Those of a CPU, where fillers cost what they are, have no more of them than products want."""
+    """On a CPU, where each filler costs time, packs have only those that matmuls need."""
 
     def pad_to(device: str, **flags) -> int:
         task = MaskedLM(None, arguments(dataset, **flags), World(0, 0, 1, torch.device(device)))

@@ -1,4 +1,4 @@
-"""Where the time of a step goes, which rank is slow, traces of chosen steps, checkpoints by the clock."""
+"""Times of the parts of a step, stragglers, profiler traces of chosen steps, checkpoints every few minutes."""
 
 from __future__ import annotations
 
@@ -107,8 +107,8 @@ def test_stragglers_off_changes_no_bit(dataset, tmp_path):
     assert trajectory(tmp_path / "0") == trajectory(tmp_path / "1")
 
 
-@pytest.mark.parametrize(("flags", "exchange"), [({}, "all_reduce"), (FSDP2, "all_gather")], ids=["ddp", "fsdp2"])
-def test_profiler_traces_the_given_steps_of_every_rank(dataset, tmp_path, flags, exchange):
+@pytest.mark.parametrize(("flags", "collective"), [({}, "all_reduce"), (FSDP2, "all_gather")], ids=["ddp", "fsdp2"])
+def test_profiler_traces_the_given_steps_of_every_rank(dataset, tmp_path, flags, collective):
     train(dataset, tmp_path, 2, **FLAGS | flags, profile_steps="4-6")
     names = sorted(path.name for path in (tmp_path / "profile").iterdir())
     assert names == ["rank0-steps-4-6.json.gz", "rank1-steps-4-6.json.gz"]
@@ -117,7 +117,7 @@ def test_profiler_traces_the_given_steps_of_every_rank(dataset, tmp_path, flags,
             events = json.load(file)["traceEvents"]
         steps = [event for event in events if event.get("name", "").startswith("Optimizer.step#AdamW")]
         assert len([event for event in steps if event.get("ph") == "X" and event.get("cat") == "user_annotation"]) == 3
-        assert any(exchange in event.get("name", "") for event in events)
+        assert any(collective in event.get("name", "") for event in events)
 
 
 def test_profiler_trace_of_resumed_run_is_in_two_files(dataset, tmp_path):

@@ -306,7 +306,7 @@ def test_ddp_pad_to_max_length_trains_the_same_model(dataset, tmp_path):
 
 @pytest.mark.parametrize(("epochs", "steps", "found"), [(1, 15, 1), (0.51, 8, 31 / 60), (1.1, 17, 1.1)])
 def test_ddp_padded_epochs_have_expected_steps(dataset, tmp_path, epochs, steps, found):
-    """240 proteins in batches of 4 are 60 batches, 4 a step: 15 steps an epoch; the last step takes what is left."""
+    """240 proteins in batches of 4 are 60 batches, 4 a step: 15 steps an epoch; the last step takes the rest."""
     flags = {"sequence_packing": False, "gradient_accumulation_steps": 4, "max_steps": None, "logging_steps": 100}
     said = train(dataset, tmp_path, num_train_epochs=epochs, **flags)
     state = json.loads((tmp_path / "trainer_state.json").read_text())
