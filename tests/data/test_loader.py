@@ -285,7 +285,7 @@ def test_evaluation_of_fewer_records_than_ranks(tmp_path):
 
 
 def test_workers_ignore_scheduler_signals(store):
-    """SIGTERM, SIGUSR1 and SIGINT go to the whole process group; the batches go on as if nothing had been sent."""
+    """SIGTERM, SIGUSR1 and SIGINT go to the whole process group; the batches are those of a run without signals."""
     plan, collator = packed(store)
     expected = [tensors(step.micro_batches[0]) for step in loader_of(store, plan, collator, 1, num_steps=40)]
     others = set(multiprocessing.active_children())

@@ -15,7 +15,7 @@ from tests.live_runs import newest_step, ranks_of, wait_until
 from tests.training_fixtures import ROOT, environment, flags_of, free_port, losses, rows, train
 from tests.warm_python import python
 
-FLAGS = {"max_steps": 100_000, "packs_per_step": 2, "save_steps": 10, "save_total_limit": 2, "logging_steps": 1}
+FLAGS = {"max_steps": 100_000, "packs_per_step": 2, "save_steps": 5, "save_total_limit": 2, "logging_steps": 1}
 
 
 class Agent:
@@ -70,7 +70,7 @@ def test_elastic_run_is_unchanged_by_a_node_that_leaves_and_returns(dataset, tmp
     def starts_again(ranks: int, before: int) -> None:
         wait_for(lambda: starts(ranks) > before)
         reached = newest_step(out)
-        wait_for(lambda: newest_step(out) >= reached + 20)
+        wait_for(lambda: newest_step(out) >= reached + 10)
 
     try:
         wait_for(lambda: ranks_of(first.process.pid))

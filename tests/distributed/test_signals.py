@@ -25,9 +25,9 @@ from tests.live_runs import (
 from tests.patience import communicate
 from tests.training_fixtures import ROOT, environment, rows, train, training_command
 
-STEPS = 150
+STEPS = 100
 FLAGS = {"max_steps": STEPS, "save_steps": 1000, "per_device_train_batch_size": 1, "save_final_model": False}
-LEG = 25  # steps between the checkpoints of an uninterrupted run
+LEG = 20  # steps between the checkpoints of an uninterrupted run
 
 
 @pytest.fixture(scope="module")

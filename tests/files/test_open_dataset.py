@@ -14,7 +14,7 @@ from common.training import masked_lm
 from extras.prepare.dataset_writer import TOKEN_FEATURES, DatasetWriter
 
 
-def test_private_memory_of_a_process(tmp_path, monkeypatch):
+def test_open_dataset_private_memory_is_small(tmp_path, monkeypatch):
     """In a process of its own; a few MB, as at 69 million records (benchmarks/open_dataset.py)."""
     monkeypatch.setattr(open_dataset, "RECORDS_PER_SHARD", 40_000)
     open_dataset.make_dataset(tmp_path, 95_000)
@@ -35,7 +35,7 @@ def test_private_memory_of_a_process(tmp_path, monkeypatch):
         measurement(tmp_path, arguments)
 
 
-def test_frequencies_of_a_large_store_are_those_of_a_sample(tmp_path, monkeypatch):
+def test_frequencies_of_large_store_are_of_a_sample(tmp_path, monkeypatch):
     """The kinds of residue change along the store: the sample is from all over it."""
     writer = DatasetWriter(tmp_path, TOKEN_FEATURES)
     for part in range(20):

@@ -49,13 +49,13 @@ def assert_holds(store: TokenStore, records: list[np.ndarray]) -> None:
     assert np.array_equal(ids, np.concatenate(expected))
 
 
-def test_reads_our_format_over_several_files(tmp_path):
+def test_token_store_reads_several_files(tmp_path):
     records = random_records(500)
     save(tmp_path / "s", records, num_shards=3)
     assert_holds(TokenStore(tmp_path / "s", ESM2_TOKENS), records)
 
 
-def test_reads_what_the_writer_writes(tmp_path):
+def test_token_store_reads_what_writer_writes(tmp_path):
     writing = pytest.importorskip("extras.prepare.dataset_writer")
     records = random_records(300)
     writer = writing.DatasetWriter(tmp_path / "s", writing.TOKEN_FEATURES, shard_bytes=20_000)
@@ -81,7 +81,7 @@ def write_split(path, batches, schema):
 
 
 @pytest.mark.parametrize("kind", [pa.list_(pa.uint8()), pa.large_list(pa.int64())])
-def test_lists_in_many_chunks(tmp_path, kind):
+def test_token_store_reads_many_chunks(tmp_path, kind):
     records = random_records(230)
     column = pa.array([record.tolist() for record in records], type=kind)
     whole = pa.record_batch([pa.array(["P"] * 230), column], names=["id", "input_ids"])
@@ -94,7 +94,7 @@ def test_lists_in_many_chunks(tmp_path, kind):
 
 @pytest.mark.parametrize("value", ["int64", "int32", "uint8"])
 @pytest.mark.parametrize("shape", ["list", "fixed", "large"])
-def test_padded_datasets_of_other_tools(tmp_path, value, shape):
+def test_token_store_reads_padded_datasets(tmp_path, value, shape):
     """As the guides' own tokeniser writes them: padded ids with attention_mask and special_tokens_mask."""
     records = random_records(120, longest=60)
     width = max(map(len, records)) + 3
@@ -111,7 +111,7 @@ def test_padded_datasets_of_other_tools(tmp_path, value, shape):
     assert_holds(TokenStore(tmp_path / "s", ESM2_TOKENS), records)
 
 
-def test_saved_by_datasets_map_with_padding(tmp_path):
+def test_token_store_reads_output_of_datasets_map(tmp_path):
     records = random_records(150, longest=60)
     rows = [record.tolist() + [PAD] * (70 - len(record)) for record in records]
     features = Features({"input_ids": Sequence(Value("int32")), "attention_mask": Sequence(Value("int8"))})
@@ -120,13 +120,13 @@ def test_saved_by_datasets_map_with_padding(tmp_path):
     assert_holds(TokenStore(tmp_path / "s", ESM2_TOKENS), records)
 
 
-def test_padded_bytes_without_their_mask(tmp_path):
+def test_token_store_reads_padded_bytes_without_mask(tmp_path):
     records = random_records(50, longest=60)
     padded = [np.pad(record, (0, 70 - len(record)), constant_values=PAD) for record in records]
     assert_holds(TokenStore(save(tmp_path / "s", padded), ESM2_TOKENS), records)
 
 
-def test_selected_and_shuffled_dataset(tmp_path):
+def test_token_store_reads_selected_and_shuffled_dataset(tmp_path):
     """`save_to_disk` writes the rows in the order of the indices mapping."""
     records = random_records(200)
     save(tmp_path / "all", records)
@@ -135,7 +135,7 @@ def test_selected_and_shuffled_dataset(tmp_path):
     assert_holds(TokenStore(tmp_path / "s", ESM2_TOKENS), [records[i] for i in order])
 
 
-def test_indices_mapping_on_disk(tmp_path):
+def test_token_store_reads_indices_mapping(tmp_path):
     """datasets 1.x saved the mapping beside the whole table."""
     records = random_records(200)
     save(tmp_path / "s", records)
@@ -152,7 +152,7 @@ def test_indices_mapping_on_disk(tmp_path):
     assert_holds(TokenStore(tmp_path / "s", ESM2_TOKENS), [records[i] for i in order])
 
 
-def test_first_records_only_and_pickle(tmp_path):
+def test_token_store_limits_records_and_pickles(tmp_path):
     records = random_records(200)
     save(tmp_path / "train", records)
     store = open_split(tmp_path, "train", ESM2_TOKENS, max_records=77)
@@ -165,7 +165,7 @@ def test_first_records_only_and_pickle(tmp_path):
         store.gather(np.array([0]), np.array([1]), store.lengths(np.array([0])))
 
 
-def test_fingerprint_tells_datasets_and_sizes_apart(tmp_path):
+def test_token_store_fingerprint_depends_on_data_and_size(tmp_path):
     save(tmp_path / "a", random_records(20))
     save(tmp_path / "b", random_records(20, seed=1))
     prints = [
@@ -177,7 +177,7 @@ def test_fingerprint_tells_datasets_and_sizes_apart(tmp_path):
     assert TokenStore(tmp_path / "a", ESM2_TOKENS).fingerprint == prints[0].fingerprint
 
 
-def test_memory_does_not_grow_with_the_data(tmp_path):
+def test_token_store_memory_does_not_grow_with_data(tmp_path):
     """Opening 30 MB of tokens and reading lengths and a few records allocates next to nothing."""
     offsets = np.arange(0, 30_000_001, 300, dtype=np.int32)
     values = np.tile(np.r_[0, np.full(298, 5), 2].astype(np.uint8), 100_000)
@@ -195,7 +195,7 @@ def test_memory_does_not_grow_with_the_data(tmp_path):
     assert not store._lists.files[0].tokens.flags.owndata
 
 
-def test_real_proteins(tmp_path, real_fasta):
+def test_token_store_reads_real_proteins(tmp_path, real_fasta):
     records = [encode(sequence) for _, sequence in read_fasta(real_fasta)]
     offsets = np.concatenate(([0], np.cumsum([len(record) for record in records]))).astype(np.int32)
     values = pa.array(np.concatenate(records))
@@ -334,7 +334,7 @@ def zero_records_wanted(path):
         (pad_inside, "record 3: <pad> inside"),
     ],
 )
-def test_bad_input_is_one_line(tmp_path, bad_input, message):
+def test_token_store_bad_input_is_one_line(tmp_path, bad_input, message):
     with pytest.raises(UserError, match=message) as error:
         bad_input(tmp_path / "data")
     assert "\n" not in str(error.value)

@@ -7,7 +7,7 @@ from common.models.esm2.alphabet import BYTE_TO_ID, EOS, MASK, PAD, TOKENS, UNK,
 PUBLISHED = "<cls> <pad> <eos> <unk> L A G V S E R T I D P K Q N F Y M H W C X B U Z O . - <null_1> <mask>"
 
 
-def test_order_of_the_tokens():
+def test_alphabet_order_equals_transformers():
     assert " ".join(TOKENS) == PUBLISHED
     assert (VOCAB_SIZE, TOKENS[PAD], TOKENS[EOS], TOKENS[UNK], TOKENS[MASK]) == (
         33,
@@ -18,20 +18,20 @@ def test_order_of_the_tokens():
     )
 
 
-def test_every_byte():
+def test_alphabet_encodes_every_byte():
     for byte in range(256):
         character = chr(byte).upper() if byte < 128 else "none"
         expected = TOKENS.index(character) if character in TOKENS else UNK
         assert BYTE_TO_ID[byte] == expected, chr(byte)
 
 
-def test_encode():
+def test_encode_maps_unknown_letters_and_adds_special_tokens():
     assert encode("LaGx-*").tolist() == [0, 4, 5, 6, 24, 30, UNK, 2]
     assert "".join(TOKENS[i] for i in encode("MKVlaG-.XBUZO")[1:-1]) == "MKVLAG-.XBUZO"
     assert encode("M*1é")[2:-1].tolist() == [UNK] * 3
 
 
-def test_many_at_once_equal_one_by_one():
+def test_encode_many_equals_encode_one():
     generator = np.random.default_rng(0)
     sequences = [bytes(generator.integers(1, 128, size=n, dtype=np.uint8)) for n in (1, 5, 0, 300, 2, 0)]
     offsets = np.cumsum([3, *map(len, sequences)])  # a slice of a longer buffer

@@ -58,7 +58,7 @@ def inputs(request):
 # Bounds: fp32 and fp64 a few times machine epsilon through a softmax (angles are fp32 in both); bf16 five units in
 # the last place (2^-8 = 0.4 %) of the inputs' own rounding, which the exact result is computed after.
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.float64, 2e-5), (torch.float32, 2e-5), (torch.bfloat16, 0.02)])
-def test_forward_and_backward(dtype, bound, inputs):
+def test_attention_equals_reference(dtype, bound, inputs):
     qkv, grad = (x.to(dtype) for x in inputs)
     exact = run(lambda x: definition(x, LENGTHS), qkv.double(), grad.double())
     out, grads = run(ours, qkv, grad)
@@ -67,7 +67,7 @@ def test_forward_and_backward(dtype, bound, inputs):
         assert error(grads[:, :, which], exact[1][:, :, which]) < bound, "qkv"[which]
 
 
-def test_bf16_numbers_are_multiplied_exactly(inputs):
+def test_attention_bf16_products_are_exact(inputs):
     """Beside fp32 arithmetic on the same bf16 numbers only q, k, the output and the gradients are rounded."""
     qkv, grad = (x.bfloat16() for x in inputs)
     narrow, wide = run(ours, qkv, grad), run(ours, qkv.float(), grad.float())
@@ -75,7 +75,7 @@ def test_bf16_numbers_are_multiplied_exactly(inputs):
         assert error(n, w) < 4 * 2**-8
 
 
-def test_nothing_leaks_between_sequences(inputs):
+def test_attention_does_not_leak_between_sequences(inputs):
     qkv, _ = (x.float() for x in inputs)
     before = ours(qkv)
     changed = qkv.clone()

@@ -1,4 +1,4 @@
-"""--backend: what is chosen, what is said, and what is refused where Transformer Engine cannot be."""
+"""--backend: which one is chosen and logged, and the errors where Transformer Engine cannot be used."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ without_te = pytest.mark.skipif(find_spec("transformer_engine") is not None, rea
 
 @pytest.fixture
 def installed(tmp_path, monkeypatch):
-    """A function that installs a package of the name whose import does what it is told: found, but broken."""
+    """A function that installs a transformer_engine with the given module body: present, but broken."""
 
     def install(body: str) -> None:
         package = tmp_path / "transformer_engine"
@@ -167,7 +167,7 @@ def test_backend_torch_only_flags_of_decoders(installed, flags, named):
 
 
 @pytest.mark.parametrize("flags", [{"backend": "jax"}, {"gelu": "sigmoid"}])
-def test_unknown_choices_are_refused_by_name(dataset, tmp_path, flags):
+def test_backend_unknown_choices_are_refused(dataset, tmp_path, flags):
     ((name, value),) = flags.items()
     assert f"--{name} {value}: choose" in refused(dataset, tmp_path / "out", **flags)
 

@@ -110,13 +110,13 @@ def test_export_equals_last_checkpoint(run, tmp_path):
         assert torch.equal(untrained[name], tensor) == ("contact_head" in name or "position_embeddings" in name), name
 
 
-def test_export_of_a_run_says_that_its_contact_head_is_not_fitted(run):
+def test_export_card_says_contact_head_is_not_fitted(run):
     card = (run / "final_model" / "README.md").read_text()
     assert pretrained.NOT_FITTED[1:] in card
     assert "| training steps | 5 |\n" in card
 
 
-def test_the_tokenizer_is_esm2s(run):
+def test_export_tokenizer_equals_esm2s(run):
     tokenizer = AutoTokenizer.from_pretrained(run / "final_model")
     assert tokenizer.convert_ids_to_tokens(range(33)) == list(TOKENS)
     names = ("cls", "pad", "eos", "unk", "mask")
@@ -136,7 +136,7 @@ def test_export_round_trip_keeps_hub_bits(dataset, hub, tmp_path):
     assert torch.equal(*contacts)
 
 
-def test_training_starts_from_a_hub_checkpoint_and_keeps_its_contact_head(dataset, hub, tmp_path):
+def test_pretrained_run_keeps_contact_head(dataset, hub, tmp_path):
     train(dataset, tmp_path, model_name_or_path=hub, max_steps=2)
     before, after = (EsmForMaskedLM.from_pretrained(d).state_dict() for d in (hub, tmp_path / "final_model"))
     for name in before:
@@ -144,7 +144,7 @@ def test_training_starts_from_a_hub_checkpoint_and_keeps_its_contact_head(datase
         assert unchanged == ("contact_head" in name or "inv_freq" in name or "position_ids" in name), name
 
 
-def test_training_goes_on_from_an_exported_model(dataset, run, tmp_path):
+def test_pretrained_run_starts_from_export(dataset, run, tmp_path):
     train(dataset, tmp_path, model_name_or_path=run / "final_model", max_steps=3, do_eval=True, eval_on_start=True)
     train(dataset, tmp_path / "evaluated", model_name_or_path=run / "final_model", do_train=False, do_eval=True)
     first = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[0])
@@ -153,18 +153,18 @@ def test_training_goes_on_from_an_exported_model(dataset, run, tmp_path):
     assert losses(tmp_path)[0] < losses(run)[0] - 0.05, "the weights of the first run are not where this one starts"
 
 
-def test_an_unfinished_run_exports_only_when_told_to(dataset, tmp_path):
+def test_export_of_unfinished_run_needs_flag(dataset, tmp_path):
     train(dataset, tmp_path, max_steps=4, stop_at_step=1)
     assert not (tmp_path / "final_model").exists()
     train(dataset, tmp_path, max_steps=4, stop_at_step=2, save_final_model=True)
     stopped = final_weights(tmp_path)
     train(dataset, tmp_path, max_steps=4, save_final_model=False)
     assert same_bits(final_weights(tmp_path), stopped)
-    train(dataset, tmp_path, max_steps=4)  # nothing left to train: the same command exports what is there
+    train(dataset, tmp_path, max_steps=4)  # nothing left to train: the same command exports the weights
     assert not same_bits(final_weights(tmp_path), stopped)
 
 
-def test_evaluating_alone_leaves_the_run_as_it_is(dataset, run, tmp_path):
+def test_evaluation_alone_changes_no_run(dataset, run, tmp_path):
     kept = {p.name: p.read_bytes() for p in run.iterdir() if p.name in ("metrics.jsonl", "trainer_state.json")}
     assert len(kept) == 2
     weights = final_weights(run)
@@ -173,7 +173,7 @@ def test_evaluating_alone_leaves_the_run_as_it_is(dataset, run, tmp_path):
     assert same_bits(final_weights(run), weights)
 
 
-def test_half_precision_and_repeated_tied_tensors_are_read(hub, tmp_path):
+def test_pretrained_half_precision_and_tied_tensors_are_read(hub, tmp_path):
     """As older Hub checkpoints store them: the tied decoder twice, rotary frequencies, fp16, one file."""
     model = EsmForMaskedLM.from_pretrained(hub).half()
     state = {k: v.clone() for k, v in model.state_dict().items()}
@@ -213,7 +213,7 @@ def refusal(directory) -> str:
     return message
 
 
-def test_a_file_cut_short_is_refused(broken):
+def test_pretrained_truncated_file_is_refused(broken):
     directory, tensors = broken
     save_file(tensors, directory / "model.safetensors")
     whole = (directory / "model.safetensors").read_bytes()
@@ -222,7 +222,7 @@ def test_a_file_cut_short_is_refused(broken):
         assert "cut short" in refusal(directory)
 
 
-def test_a_missing_shard_and_a_broken_index_are_refused(broken):
+def test_pretrained_missing_shard_or_broken_index_is_refused(broken):
     directory, tensors = broken
     save_file(tensors, directory / "model-00001-of-00002.safetensors")
     index = directory / "model.safetensors.index.json"
@@ -235,7 +235,7 @@ def test_a_missing_shard_and_a_broken_index_are_refused(broken):
         assert "not an index" in refusal(directory)
 
 
-def test_pickled_weights_alone_are_refused_with_what_to_do(broken):
+def test_pretrained_pickled_weights_are_refused(broken):
     directory, tensors = broken
     torch.save(tensors, directory / "pytorch_model.bin")
     assert "pytorch_model.bin there is pickled" in refusal(directory)
@@ -250,14 +250,14 @@ def test_pickled_weights_alone_are_refused_with_what_to_do(broken):
         ("esm.contact_head.regression.bias", 0),
     ],
 )
-def test_a_tensor_of_another_shape_is_refused_by_name(broken, name, rows):
+def test_pretrained_tensor_of_other_shape_is_refused(broken, name, rows):
     directory, tensors = broken
     tensors[name] = tensors[name][:rows].clone()
     save_file(tensors, directory / "model.safetensors")
     assert f"{name} is [{rows}" in refusal(directory)
 
 
-def test_missing_and_unknown_tensors_are_refused_by_name(broken):
+def test_pretrained_missing_or_unknown_tensors_are_refused(broken):
     directory, tensors = broken
     gone = tensors.pop("esm.encoder.layer.1.output.dense.bias")
     save_file(tensors, directory / "model.safetensors")
@@ -267,7 +267,7 @@ def test_missing_and_unknown_tensors_are_refused_by_name(broken):
     assert "unknown tensor esm.encoder.layer.2.output.dense.bias" in refusal(directory)
 
 
-def test_a_model_without_its_lm_head_is_refused(tmp_path):
+def test_pretrained_without_lm_head_is_refused(tmp_path):
     EsmModel(esm2_config(2, 64, 4).to_transformers()).save_pretrained(tmp_path)
     assert "not an EsmForMaskedLM checkpoint" in refusal(tmp_path)
 

@@ -43,7 +43,7 @@ def logits_beside_reference(hidden_act: str, intermediate: type[EsmIntermediate]
 
 
 @pytest.mark.parametrize("gelu", HIDDEN_ACT)
-def test_each_gelu_is_its_own_in_the_layers_and_exact_in_the_head(gelu):
+def test_gelu_of_layers_is_chosen_and_of_head_exact(gelu):
     """The stock model's head is exact; its layers get the tanh approximation here."""
     peers = {"exact": EsmIntermediate, "tanh": TanhIntermediate}
     ours, theirs = logits_beside_reference(HIDDEN_ACT[gelu], peers.pop(gelu))
@@ -53,7 +53,7 @@ def test_each_gelu_is_its_own_in_the_layers_and_exact_in_the_head(gelu):
     assert (ours - theirs).abs().max() > 5e-5 * (theirs.max() - theirs.min())  # the test could tell
 
 
-def test_gradients_of_the_tanh_layer_are_those_of_the_formula():
+def test_gelu_tanh_gradients_equal_formula():
     torch.manual_seed(0)
     layer = build_model(esm2_config(**TINY, hidden_act=HIDDEN_ACT["tanh"]), seed=0).encoder.layers[0].layernorm_mlp
     x = torch.randn(7, 64, dtype=torch.float64, requires_grad=True)
@@ -79,7 +79,7 @@ def test_gradients_of_the_tanh_layer_are_those_of_the_formula():
         ("exact", "te", "exact", None),
     ],
 )
-def test_the_choice(asked, backend, own, chosen):
+def test_gelu_choice_by_device_and_flag(asked, backend, own, chosen):
     config = esm2_config(**TINY, hidden_act=HIDDEN_ACT[own])
     if chosen is None:
         with pytest.raises(UserError, match="--gelu exact: --backend te"):
@@ -91,17 +91,17 @@ def test_the_choice(asked, backend, own, chosen):
     assert bool(remark) == ("tanh" in (chosen, own))  # ESM-2 as published goes without saying
 
 
-def test_a_copy_of_a_model_computes_the_same():
+def test_gelu_of_copied_model_is_kept():
     model = build_model(esm2_config(**TINY, hidden_act=HIDDEN_ACT["tanh"]), seed=0)
     batch = packed(random_batch([9, 20]))
     assert torch.equal(copy.deepcopy(model)(**batch).loss_sum, model(**batch).loss_sum)
 
 
-def test_other_names_count_for_nothing_as_in_transformers():
+def test_gelu_of_unknown_hidden_act_is_exact():
     assert gelu_of(esm2_config(**TINY, hidden_act="relu")) == "exact"
 
 
-def test_a_run_records_its_gelu_and_its_export_goes_on_with_it(dataset, tmp_path):
+def test_gelu_is_recorded_and_kept_by_export(dataset, tmp_path):
     train(dataset, tmp_path / "a", gelu="tanh", max_steps=3)
     final = tmp_path / "a" / "final_model"
     assert json.loads((final / "config.json").read_text())["hidden_act"] == "gelu_pytorch_tanh"

@@ -67,13 +67,13 @@ def test_model_hash_covers_every_shard(tmp_path):
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("name", ["esm.encoder.layer.0.LayerNorm.weight", "esm.contact_head.regression.bias"])
-def test_weights_that_are_not_finite_are_refused(esm2, name, value):
+def test_model_with_nonfinite_weights_is_refused(esm2, name, value):
     change(esm2 / "model.safetensors", name, value)
     with pytest.raises(UserError, match=f"{esm2}: tensor {name} holds NaN or infinity"):
         dict(read_pretrained(str(esm2), load_config(str(esm2)))[0])
 
 
-def test_a_decoder_whose_weights_are_not_finite_is_refused(tmp_path):
+def test_decoder_with_nonfinite_weights_is_refused(tmp_path):
     sizes = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1}
     config = LlamaConfig(**sizes, num_attention_heads=2, num_key_value_heads=2)
     LlamaForCausalLM(config).save_pretrained(tmp_path)
@@ -104,7 +104,7 @@ def test_check_finite_knows_all_types_of_weights(dtype):
         ([*TOKENS, "J"], "token 33 is 'J', not 'nothing'"),
     ],
 )
-def test_another_vocabulary_is_refused(esm2, tokens, said):
+def test_model_with_other_vocabulary_is_refused(esm2, tokens, said):
     config = load_config(str(esm2))
     (esm2 / "vocab.txt").write_text("\n".join(TOKENS) + "\n")
     read_pretrained(str(esm2), config)

@@ -95,21 +95,21 @@ def test_hostile_safetensors_are_refused(directory, name):
         ({"a": "other.safetensors"}, "no such file"),
     ],
 )
-def test_index_names_files_of_its_directory_only(directory, content, reason):
+def test_hostile_index_outside_directory_is_refused(directory, content, reason):
     (directory / INDEX).write_text(json.dumps({"weight_map": content}))
     assert reason in refusal(directory)
 
 
 @pytest.mark.parametrize("name", [SHARD, INDEX])
 @pytest.mark.parametrize("make", [os.mkfifo, os.mkdir, lambda path: os.symlink("/dev/zero", path)])
-def test_what_is_no_regular_file_is_refused(directory, name, make):
+def test_hostile_irregular_files_are_refused(directory, name, make):
     (directory / name).unlink(missing_ok=True)
     make(directory / name)
     with guarded(), pytest.raises(UserError, match=r"cannot be read: .*no regular file|not an index"):
         read_tensors(str(directory))  # /dev/zero is opened, and not read
 
 
-def test_links_of_the_hubs_cache_and_of_users_are_followed(directory, tmp_path):
+def test_symlinks_of_hub_cache_and_users_are_followed(directory, tmp_path):
     """What they lead to is read as tensors or not at all."""
     snapshot = tmp_path / "models--a--b" / "snapshots" / "0123"
     blob = tmp_path / "models--a--b" / "blobs" / "4567"
@@ -140,7 +140,7 @@ def test_mutated_header_is_refused_or_harmless(directory):
 
 
 @pytest.mark.parametrize("change", ["index", "FIFO", "header"])
-def test_embed_ends_with_one_line_and_status_2(directory, tmp_path, change):
+def test_embed_of_hostile_weights_is_one_line(directory, tmp_path, change):
     reference_model(esm2_config(1, 32, 4), seed=5).save_pretrained(directory)
     if change == "index":
         (directory / INDEX).write_text(json.dumps({"weight_map": {"a": "../elsewhere.safetensors"}}))

@@ -72,7 +72,7 @@ def test_linear_widened_bf16_rounds_once(shape, bias, masters, without_bf16_inst
         found = forward_and_backward(linear, [None if x is None else x.bfloat16() for x in tensors], upstream)
     assert [x.dtype for x in found] == [torch.bfloat16] + [torch.float32 if masters else torch.bfloat16] * (2 + bias)
     for ours, reference in zip(found, expected, strict=True):
-        sums = 1e-5 * reference.abs().max()  # of up to 1,280 fp32 products
+        sums = 1e-5 * reference.abs().max()  # fp32 sums of up to 1,280 terms
         assert ((ours.double() - reference).abs() <= 2**-8 * reference.abs() + sums).all()
 
 

@@ -20,7 +20,7 @@ LEVELS = {
 
 
 @pytest.mark.parametrize("level", LEVELS)
-def test_cpu_without_bf16_instructions_agrees(level, tmp_path):
+def test_cpu_without_bf16_instructions_computes_the_same(level, tmp_path):
     pack = packed(random_batch([100, 28, 1, 300]))
     torch.save(pack, tmp_path / "pack")
     command = [sys.executable, "-m", "tests.models.small_run", tmp_path / "pack", tmp_path / "found"]

@@ -65,7 +65,7 @@ def check_against_reference(config, batch) -> None:
 
 
 @pytest.mark.parametrize("name", list(ESM2_SIZES))
-def test_every_size_equals_the_reference(name):
+def test_esm2_every_size_equals_reference(name):
     config = load_config(name)
     large = config.hidden_size > 1000
     config.num_hidden_layers = 1 if large else 3
@@ -74,23 +74,23 @@ def test_every_size_equals_the_reference(name):
     check_against_reference(config, random_batch([1, 2, 30] if large else LENGTHS))
 
 
-def test_without_token_dropout():
+def test_esm2_without_token_dropout_equals_reference():
     check_against_reference(esm2_config(**TINY, token_dropout=False), random_batch(LENGTHS))
 
 
-def test_long_sequences_equal_the_reference():
+def test_esm2_long_sequences_equal_reference():
     check_against_reference(esm2_config(**TINY), random_batch([1024, 1023, 700]))
 
 
 @pytest.mark.parametrize("mask_ratio", [0.0, 0.5, 0.9])
-def test_token_dropout_is_counted_per_sequence(mask_ratio):
+def test_esm2_token_dropout_is_counted_per_sequence(mask_ratio):
     """A pack's mean mask ratio is not each sequence's; the guides scale 89 % of packed sequences wrongly."""
     config = esm2_config(**TINY)
     check_against_reference(config, random_batch([30, 200, 5], mask_ratio=mask_ratio))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_packing_changes_nothing(dtype):
+def test_esm2_packing_changes_nothing(dtype):
     model = build_model(esm2_config(**TINY), seed=1)
     batch = random_batch(LENGTHS, seed=3)
     pack = packed(batch)
@@ -99,12 +99,12 @@ def test_packing_changes_nothing(dtype):
         for n, length in enumerate(LENGTHS):
             alone = model(batch["input_ids"][n : n + 1, :length]).logits[0]
             begin = pack["cu_seqlens"][n]
-            # bf16 products may be blocked differently for another number of rows: one rounding of the residual
+            # bf16 matmuls may be blocked differently for another number of rows: one rounding of the residual
             tolerance = 1e-6 if dtype == torch.float32 else 2e-2
             assert (together[begin : begin + length] - alone).abs().max() < tolerance * together.abs().max()
 
 
-def test_left_padding_is_padding_too():
+def test_esm2_ignores_left_padding():
     model = build_model(esm2_config(**TINY), seed=1)
     batch = random_batch([9, 20], seed=3)
     left = {k: batch[k].clone() for k in ("input_ids", "attention_mask")}
@@ -129,7 +129,7 @@ def test_left_padding_is_padding_too():
         ("facebook/esm2_t48_15B_UR50D", 15_129_098_273),
     ],
 )
-def test_parameter_counts(name, parameters):
+def test_esm2_parameter_counts(name, parameters):
     config = load_config(name)
     with torch.device("meta"):
         model = Esm2ForMaskedLM(config)
@@ -143,7 +143,7 @@ def test_parameter_counts(name, parameters):
         assert contact == 121
 
 
-def test_initialisation_follows_the_paper():
+def test_esm2_initialisation_follows_paper():
     model = build_model(esm2_config(2, 320, 20), seed=5)
     for name, parameter in model.named_parameters():
         if name.endswith("bias"):
@@ -165,7 +165,7 @@ def test_initialisation_follows_the_paper():
     assert not torch.equal(*layers)
 
 
-def test_padding_rows_of_the_vocabulary_never_move():
+def test_esm2_padded_vocabulary_rows_never_change():
     model = build_model(esm2_config(**TINY), seed=0)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
     pack = packed(random_batch(LENGTHS))
@@ -177,7 +177,7 @@ def test_padding_rows_of_the_vocabulary_never_move():
         assert parameter[: alphabet.VOCAB_SIZE].any()
 
 
-def test_a_batch_without_labels_gives_zero_not_nan():
+def test_esm2_batch_without_labels_has_loss_zero():
     model = build_model(esm2_config(**TINY), seed=0)
     pack = packed(random_batch([10, 20])) | {"labels": torch.full((30,), -100)}
     output = model(**pack)
@@ -186,13 +186,13 @@ def test_a_batch_without_labels_gives_zero_not_nan():
     assert all(p.grad is None or torch.isfinite(p.grad).all() for p in model.parameters())
 
 
-def test_a_sequence_of_nothing_but_masks_is_finite():
+def test_esm2_sequence_of_masks_only_is_finite():
     model = build_model(esm2_config(**TINY), seed=0)
     ids = torch.full((1, 6), alphabet.MASK)
     assert torch.isfinite(model(ids).logits).all()
 
 
-def test_accuracy_counts_top_predictions():
+def test_esm2_accuracy_counts_top_predictions():
     model = build_model(esm2_config(**TINY), seed=0)
     pack = packed(random_batch(LENGTHS))
     chosen = pack["labels"] != -100
@@ -201,7 +201,7 @@ def test_accuracy_counts_top_predictions():
     assert model(**pack).correct == expected
 
 
-def test_conversion_round_trip_is_bitwise_and_keeps_the_contact_head():
+def test_esm2_conversion_round_trip_keeps_bits_and_contact_head():
     reference = reference_model(esm2_config(**TINY))
     theirs = reference.state_dict()
     ours, extras = from_hf(theirs, reference.config)
@@ -215,7 +215,7 @@ def test_conversion_round_trip_is_bitwise_and_keeps_the_contact_head():
     assert all(m.endswith(("inv_freq", "position_ids")) or m.startswith("lm_head.decoder") for m in missing), missing
 
 
-def test_bf16_gradients_are_off_by_rounding_alone():
+def test_esm2_bf16_gradients_differ_by_rounding_only():
     """Sums over tokens are fp32's: in bf16 they would be off by more, the more tokens there are."""
     pack = packed(random_batch([128] * 64))
     assert (pack["labels"] != -100).sum() > 1000
@@ -234,7 +234,7 @@ def test_bf16_gradients_are_off_by_rounding_alone():
     [("none", torch.float32), ("none", torch.bfloat16), ("full", torch.bfloat16), ("selective", torch.float32)],
     ids=str,
 )
-def test_layer_compiles_to_one_graph(mode, dtype):
+def test_esm2_layer_compiles_to_one_graph(mode, dtype):
     """Of packs of any length: compiled once, without a break, and the gradients are those of the plain layers."""
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
@@ -249,13 +249,13 @@ def test_layer_compiles_to_one_graph(mode, dtype):
     counters = torch._dynamo.utils.counters
     assert counters["stats"]["unique_graphs"] == 1
     assert not counters["graph_break"]
-    bound = 1e-5 if dtype == torch.float32 else 1e-2  # bf16: sums of products are rounded in other places
+    bound = 1e-5 if dtype == torch.float32 else 1e-2  # bf16 matmuls are rounded in other places
     for (name, ours), theirs in zip(models[0].named_parameters(), models[1].parameters(), strict=True):
         assert relative(ours.grad, theirs.grad) < bound, name
     torch._dynamo.reset()
 
 
-def test_fillers_up_to_a_packs_size_change_nothing():
+def test_esm2_fillers_change_nothing():
     """Split where they are longer than the longest sequence: in attention a filler of 200 would cost its square."""
     plain, filled = (build_model(esm2_config(**TINY), seed=1) for _ in range(2))
     bounds = []
@@ -271,7 +271,7 @@ def test_fillers_up_to_a_packs_size_change_nothing():
         assert relative(a.grad, b.grad) < 1e-5, name
 
 
-def test_bf16_residual_costs_roundings_only():
+def test_esm2_bf16_residual_differs_by_rounding_only():
     pack = packed(random_batch([70, 30]))
     results, seen = [], []
     for residual in (torch.float32, torch.bfloat16):

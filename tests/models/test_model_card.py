@@ -49,7 +49,7 @@ def contacts(directory: Path) -> torch.Tensor:
     return model.predict_contacts(ids, torch.ones_like(ids))
 
 
-def test_card_says_that_the_contact_head_is_not_fitted(tmp_path, caplog):
+def test_card_says_contact_head_is_not_fitted(tmp_path, caplog):
     caplog.set_level("INFO")
     card = saved(tmp_path / "model")
     assert (contacts(tmp_path / "model") == 0.5).all()
@@ -61,7 +61,7 @@ def test_card_says_that_the_contact_head_is_not_fitted(tmp_path, caplog):
     assert NOT_FITTED[1:] in saved(tmp_path / "again", extras)
 
 
-def test_card_says_that_the_contact_head_is_of_the_starting_weights(tmp_path, caplog):
+def test_card_says_contact_head_is_of_initial_weights(tmp_path, caplog):
     caplog.set_level("INFO")
     reference_model(CONFIG, seed=3).save_pretrained(tmp_path / "hub")
     _, extras = read_pretrained(str(tmp_path / "hub"), CONFIG)
@@ -72,7 +72,7 @@ def test_card_says_that_the_contact_head_is_of_the_starting_weights(tmp_path, ca
     assert f"model: {KEPT}" in caplog.text
 
 
-def test_card_says_what_the_model_is(tmp_path):
+def test_card_describes_model(tmp_path):
     card = saved(tmp_path / "model")
     assert front_matter(card) == FRONT
     parameters = f"{count_parameters(build_model(CONFIG, seed=1)):,}"
@@ -89,7 +89,7 @@ def test_card_says_what_the_model_is(tmp_path):
 
 
 @pytest.mark.parametrize("start", ["/home/me/secret/model", "a\n---\nlicense: evil", "me/x](http://evil) `", "../x"])
-def test_card_repeats_no_name_that_a_user_gave(tmp_path, start):
+def test_card_omits_paths_of_the_user(tmp_path, start):
     card = saved(tmp_path / "model", state=STATE | {"arguments": {"model_name_or_path": start}})
     assert card == saved(tmp_path / "same", state=STATE | {"arguments": {"model_name_or_path": "out/final_model"}})
     assert front_matter(card) == FRONT
@@ -98,7 +98,7 @@ def test_card_repeats_no_name_that_a_user_gave(tmp_path, start):
 
 
 @pytest.mark.parametrize("value", [None, "1\n---\n", [], {}, -1, True, 1.5, ["evil"], {"dataset": "evil`"}])
-def test_card_of_a_state_of_other_types_leaves_it_out(tmp_path, value):
+def test_card_omits_state_of_wrong_type(tmp_path, value):
     """trainer_state.json comes with a checkpoint, which is data."""
     card = saved(tmp_path / "model", state=dict.fromkeys(STATE, value))
     assert card == saved(tmp_path / "same", state={})

@@ -23,7 +23,7 @@ CODE = {
 
 
 @pytest.mark.parametrize(("config", "load"), FAMILIES)
-def test_names_of_code_are_left_out(tmp_path, config, load):
+def test_config_drops_names_of_code(tmp_path, config, load):
     content = config.content() | CODE | {"text_config": CODE | {"x": [CODE, 1]}, "id2label": {"0": "helix"}}
     (tmp_path / "config.json").write_text(json.dumps(content))
     found = load(str(tmp_path))
@@ -36,7 +36,7 @@ def test_names_of_code_are_left_out(tmp_path, config, load):
 @pytest.mark.parametrize("value", [10**9, 10**18, 10**400, -1, 1.5, "64", True, None, [64]])
 @pytest.mark.parametrize("name", ["hidden_size", "num_hidden_layers", "vocab_size", "num_attention_heads"])
 @pytest.mark.parametrize(("config", "load"), FAMILIES)
-def test_sizes_that_no_model_has_are_refused(tmp_path, config, load, name, value):
+def test_config_refuses_impossible_sizes(tmp_path, config, load, name, value):
     (tmp_path / "config.json").write_text(json.dumps(config.content() | {name: value}))
     with guarded(tmp_path), pytest.raises(UserError) as caught:
         load(str(tmp_path))
@@ -45,6 +45,6 @@ def test_sizes_that_no_model_has_are_refused(tmp_path, config, load, name, value
     assert len(str(caught.value)) < 500
 
 
-def test_published_configurations_are_within_the_limits():
+def test_config_of_published_models_is_within_limits():
     assert isinstance(load_config("facebook/esm2_t48_15B_UR50D"), Esm2Config)
     assert load_decoder_config("llama2_70b").num_hidden_layers == 80

@@ -60,7 +60,7 @@ def test_offloading_keeps_bits_and_two_layers_on_device(calls, mode):
             if offloaded:
                 kept = [call().on_device for call in calls]
                 there = [sum(tensor.numel() for tensor in call().on_host) for call in calls]
-                # `selective` keeps products itself; a layer's input is 4 x 8, that of GELU 4 x 16
+                # `selective` keeps matmul outputs itself; a layer's input is 4 x 8, that of GELU 4 x 16
                 assert there == [{"none": 4 * (8 + 16 + 16), "full": 4 * 8}.get(mode, there[0])] * 5
                 assert [len(of) > 0 for of in kept] == [False] * 3 + [True] * 2
                 del kept

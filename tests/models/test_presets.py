@@ -24,7 +24,7 @@ PUBLISHED = {
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_the_six_names_resolve_without_a_network(name):
+def test_preset_names_resolve_offline(name):
     config = load_config(name)
     assert (config.num_hidden_layers, config.hidden_size, config.num_attention_heads) == PUBLISHED[name]
     assert config.intermediate_size == 4 * config.hidden_size
@@ -37,7 +37,7 @@ def test_the_six_names_resolve_without_a_network(name):
 
 
 @pytest.mark.parametrize("name", ["facebook/esm2_t6_8M", "esm2_t6_8M_UR50D", "/nowhere/model", "./nowhere", "a b/c"])
-def test_an_unknown_name_is_one_line_that_lists_the_known_ones(name):
+def test_preset_unknown_name_lists_known_ones(name):
     with pytest.raises(UserError) as caught:
         load_config(name)
     message = str(caught.value)
@@ -46,7 +46,7 @@ def test_an_unknown_name_is_one_line_that_lists_the_known_ones(name):
     assert all(known in message for known in ESM2_SIZES)
 
 
-def test_a_local_directory_gives_its_own_configuration(tmp_path):
+def test_preset_of_local_directory_is_its_config(tmp_path):
     esm2_config(3, 96, 6, layer_norm_eps=1e-6, token_dropout=False).to_transformers().save_pretrained(tmp_path)
     config = load_config(str(tmp_path))
     assert (config.num_hidden_layers, config.hidden_size, config.num_attention_heads) == (3, 96, 6)
@@ -70,7 +70,7 @@ def test_a_local_directory_gives_its_own_configuration(tmp_path):
         ({"num_attention_heads": 64}, "even head dimension"),
     ],
 )
-def test_a_model_that_would_be_computed_differently_is_refused(tmp_path, changes, named):
+def test_preset_with_unsupported_settings_is_refused(tmp_path, changes, named):
     config = esm2_config(2, 64, 4)
     for field, value in changes.items():
         setattr(config, field, value)
@@ -80,7 +80,7 @@ def test_a_model_that_would_be_computed_differently_is_refused(tmp_path, changes
     assert str(caught.value).startswith(f"{tmp_path}: ")
 
 
-def test_what_a_config_json_leaves_out_is_what_transformers_makes_of_it(tmp_path):
+def test_config_json_defaults_equal_transformers(tmp_path):
     """transformers' own defaults, read through its own class from the same file."""
     (tmp_path / "config.json").write_text('{"model_type": "esm"}')
     stock, ours = EsmConfig.from_pretrained(tmp_path), Esm2Config.read(tmp_path / "config.json")
@@ -89,13 +89,13 @@ def test_what_a_config_json_leaves_out_is_what_transformers_makes_of_it(tmp_path
     assert not hasattr(stock, "hidden_act")
 
 
-def test_a_configuration_goes_to_transformers_and_back_whole(tmp_path):
+def test_config_round_trip_through_transformers(tmp_path):
     stock = EsmConfig(**esm2_config(3, 96, 6).to_transformers().to_dict() | {"a_lab": {"of": ["its", "own"]}})
     stock.save_pretrained(tmp_path)
     assert Esm2Config.read(tmp_path / "config.json").to_transformers().to_dict() == stock.to_dict()
 
 
-def test_a_run_of_a_built_in_size_never_imports_transformers():
+def test_preset_run_does_not_import_transformers():
     """It would take longer than everything else that a process imports for its first step."""
     code = (
         "import sys, train_ddp, common.training.optim as o; from common.models.esm2.config import load_config as l; "
@@ -105,14 +105,14 @@ def test_a_run_of_a_built_in_size_never_imports_transformers():
     assert done.stdout.strip() == "False", done.stderr
 
 
-def test_another_architecture_is_refused(tmp_path):
+def test_config_json_of_other_architecture_is_refused(tmp_path):
     BertConfig(vocab_size=33).save_pretrained(tmp_path)
     with pytest.raises(UserError, match="model_type is 'bert'"):
         load_config(str(tmp_path))
 
 
 @pytest.mark.parametrize("content", ["{", "[]", '{"model_type": "esm", "hidden_size": "wide"}'])
-def test_a_broken_config_json_is_one_line(tmp_path, content):
+def test_config_json_broken_is_one_line(tmp_path, content):
     (tmp_path / "config.json").write_text(content)
     with pytest.raises(UserError) as caught:
         load_config(str(tmp_path))
@@ -120,12 +120,12 @@ def test_a_broken_config_json_is_one_line(tmp_path, content):
     assert "\n" not in str(caught.value)
 
 
-def test_a_directory_without_config_json_is_said_to_be_one(tmp_path):
+def test_config_json_missing_is_named(tmp_path):
     with pytest.raises(UserError, match="no config.json"):
         load_config(str(tmp_path))
 
 
-def test_overrides_change_what_they_name_and_keep_its_type():
+def test_config_overrides_keep_types():
     config = override(load_config("facebook/esm2_t6_8M_UR50D"), "num_hidden_layers=2, layer_norm_eps=1e-6")
     assert (config.num_hidden_layers, config.layer_norm_eps, config.hidden_size) == (2, 1e-6, 320)
     assert override(config, "token_dropout=False").token_dropout is False
@@ -148,7 +148,7 @@ def test_overrides_change_what_they_name_and_keep_its_type():
         *("intermediate_size=0", "layer_norm_eps=nan", "layer_norm_eps=0", "initializer_range=-1"),
     ],
 )
-def test_overrides_that_cannot_work_are_refused(changes):
+def test_config_overrides_impossible_are_refused(changes):
     with pytest.raises(UserError, match="--config_overrides") as caught:
         override(load_config("facebook/esm2_t6_8M_UR50D"), changes)
     assert "\n" not in str(caught.value)

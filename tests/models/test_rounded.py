@@ -76,7 +76,7 @@ def test_rounded_weights_serve_micro_batches_and_recomputation(made):
         with Casts(model) as seen:
             gradients.append(passes(model))
         casts.append(seen.number)
-    assert casts == [2 * 4 * 2 * 2, 0]  # layers, products, micro-batches, forward and again
+    assert casts == [2 * 4 * 2 * 2, 0]  # layers x matmuls x micro-batches x (forward, recomputed forward)
     assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     Precision(rounded=kept).attach(optimizer)

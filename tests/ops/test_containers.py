@@ -75,7 +75,7 @@ def test_image_builds_and_trains(checkout, dataset, tmp_path):
 
         # `pytest` finds its tests: those of the model, of data and of a run pass, one of GPUs is skipped; of
         # what is not there it finds none, not this one.
-        some = "test_attention.py or test_alphabet or test_an_epoch_of_packs_sees_every_protein or test_containers"
+        some = "test_attention.py or test_alphabet or test_ddp_packed_epoch_reads_every_protein or test_containers"
         some += " or test_cpu_offload_trains"
         passed = run("python3", "-m", "pytest", "-v", "-k", some, options=("--ipc=host",))
         tests = dict(re.findall(r"^tests/(\w+)/\S+ ([.s])+ ", passed, re.M))

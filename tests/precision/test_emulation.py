@@ -114,17 +114,17 @@ def check_product(name: str, flags: dict, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", [name for name in RECIPES if name != "nvfp4"])
-def test_fp8_products_and_gradients_are_those_of_the_definition(name, dtype):
+def test_emulated_fp8_matmuls_equal_definition(name, dtype):
     check_product(name, RECIPES[name], dtype)
 
 
 @pytest.mark.parametrize("kwargs", [PLAIN_NVFP4, '{"disable_stochastic_rounding": true}'])
-def test_nvfp4_products_and_gradients_are_those_of_the_definition(kwargs):
+def test_emulated_nvfp4_matmuls_equal_definition(kwargs):
     for dtype in (torch.float32, torch.bfloat16) if kwargs is PLAIN_NVFP4 else (torch.float32,):
         check_product("nvfp4", RECIPES["nvfp4"] | {"fp4_recipe_kwargs": kwargs}, dtype)
 
 
-def test_stochastic_gradients_are_keyed_and_right_on_average():
+def test_emulated_stochastic_gradients_are_keyed_and_unbiased():
     matmul = matmul_of(**RECIPES["nvfp4"])
     emulation = matmul.emulation
 
@@ -148,7 +148,7 @@ def test_stochastic_gradients_are_keyed_and_right_on_average():
 
 
 @pytest.mark.parametrize("recipe", ["delayed", "block", "mxfp8"])
-def test_under_autocast_activations_are_bf16_and_weights_are_quantised_as_they_come(recipe):
+def test_emulated_linear_under_autocast_casts_activations_only(recipe):
     """From fp32, as Transformer Engine does; rounded to bf16 first, some become other numbers."""
     x, weight, bias, grad = operands()
 
@@ -171,7 +171,7 @@ def test_under_autocast_activations_are_bf16_and_weights_are_quantised_as_they_c
 
 
 @pytest.mark.parametrize("rows", [TOKENS, TOKENS - 3], ids=["whole", "filled up"])
-def test_product_of_any_number_of_rows_is_no_view(rows):
+def test_emulated_matmul_is_no_view(rows):
     """FSDP2 warns of layers that return views: what is changed in place afterwards would get wrong gradients."""
     x, weight, bias, grad = operands()
     found = []
@@ -188,7 +188,7 @@ def test_product_of_any_number_of_rows_is_no_view(rows):
 # ---- which layers ------------------------------------------------------------------------------------------------
 
 
-def test_only_the_layers_of_the_plan_change():
+def test_emulation_changes_only_layers_of_plan():
     flags = {"fp4": True, "fp4_layers": "2", "emulate_precision": True}
     first, second = tiny_model(**flags)[0].encoder.layers
     assert first.self_attention.layernorm_qkv.matmul is first.self_attention.proj.matmul is linear
@@ -207,7 +207,7 @@ def test_only_the_layers_of_the_plan_change():
 
 
 @pytest.mark.parametrize("algorithm", ["max", "most_recent"])
-def test_delayed_scales_follow_the_amax_of_the_steps_before(algorithm):
+def test_delayed_scales_follow_amax_history(algorithm):
     kwargs = f'{{"amax_history_len": 2, "margin": 1, "amax_compute_algo": "{algorithm}"}}'
     matmul = matmul_of(**FP8 | {"fp8_recipe_kwargs": kwargs})
     emulation, columns = matmul.emulation, slice((4 + 2) * 3, (4 + 2) * 3 + 3)
@@ -229,7 +229,7 @@ def test_delayed_scales_follow_the_amax_of_the_steps_before(algorithm):
     assert (emulation.state["scale"][untouched] == 1).all()
 
 
-def test_evaluation_leaves_the_scales_alone():
+def test_delayed_scales_are_unchanged_by_evaluation():
     model, emulation = tiny_model(**FP8)
     batch = {"input_ids": torch.randint(4, 24, (64,)), "cu_seqlens": torch.tensor([0, 64], dtype=torch.int32)}
     with torch.no_grad():
@@ -257,7 +257,7 @@ def full_precision(dataset, tmp_path_factory) -> list[float]:
 
 
 @pytest.mark.parametrize("name", ["delayed", "block", "mxfp8", "nvfp4"])
-def test_every_layout_is_the_run_of_a_single_process(dataset, tmp_path, full_precision, name):
+def test_emulated_run_of_every_layout_equals_one_process(dataset, tmp_path, full_precision, name):
     flags = STEPS | RECIPES[name]
     said = train(dataset, tmp_path / "alone", **flags)
     assert "Emulated precision:\n  layers  format\n  1-2     " in said
@@ -278,7 +278,7 @@ def test_every_layout_is_the_run_of_a_single_process(dataset, tmp_path, full_pre
     ("name", "more"),
     [("delayed", {}), ("nvfp4", {"script": "train_fsdp2.py", "activation_checkpointing": "selective", "bf16": True})],
 )
-def test_compiled_layers_take_the_same_steps(dataset, tmp_path, name, more):
+def test_emulated_compiled_layers_take_the_same_steps(dataset, tmp_path, name, more):
     """Matmuls stay outside the graphs."""
     flags = STEPS | RECIPES[name] | more | {"stop_at_step": 3}
     for compiled in (False, True):
@@ -287,7 +287,7 @@ def test_compiled_layers_take_the_same_steps(dataset, tmp_path, name, more):
 
 
 @pytest.mark.parametrize("name", ["delayed", "nvfp4"])
-def test_resume_changes_no_bit(dataset, tmp_path, name):
+def test_emulated_resume_is_bit_identical(dataset, tmp_path, name):
     flags = STEPS | RECIPES[name] | {"bf16": True, "script": "train_fsdp2.py" if name == "nvfp4" else "train_ddp.py"}
     train(dataset, tmp_path / "whole", **flags)
     for stop in (3, 6):
@@ -295,7 +295,7 @@ def test_resume_changes_no_bit(dataset, tmp_path, name):
     assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
 
 
-def test_a_checkpoint_with_other_scales(dataset, tmp_path):
+def test_emulated_resume_with_other_scales(dataset, tmp_path):
     train(dataset, tmp_path, **STEPS, stop_at_step=2)
     said = train(dataset, tmp_path, **STEPS, **FP8, stop_at_step=3)
     assert "The checkpoint has no FP8 scales: they start at 1" in said
@@ -321,7 +321,7 @@ def test_a_checkpoint_with_other_scales(dataset, tmp_path):
         ),
     ],
 )
-def test_bad_input_is_one_line_and_leaves_nothing(dataset, tmp_path, flags, message):
+def test_emulated_run_refuses_bad_input(dataset, tmp_path, flags, message):
     said = train(
         dataset,
         tmp_path / "out",

@@ -29,7 +29,7 @@ def all_bf16() -> torch.Tensor:
 
 
 @FORMATS
-def test_fp8_of_every_bf16_number(element):
+def test_fp8_rounds_every_bf16_value(element):
     x = all_bf16().float()
     found = formats.round_to(x.clone(), element).double()
     assert equal(found, np.array([reference.nearest_even(v, NUMBERS[element]) for v in x.tolist()]))
@@ -41,7 +41,7 @@ def test_fp8_of_every_bf16_number(element):
 
 
 @FORMATS
-def test_fp8_of_fp32_numbers_at_and_beside_every_tie(element):
+def test_fp8_rounds_fp32_values_around_ties(element):
     numbers = torch.tensor(NUMBERS[element])
     ties = (numbers[1:] + numbers[:-1]) / 2
     x = torch.cat((numbers, ties, ties.nextafter(torch.tensor(0.0)), ties.nextafter(torch.tensor(torch.inf))))
@@ -55,7 +55,7 @@ def test_fp8_of_fp32_numbers_at_and_beside_every_tie(element):
 
 @FORMATS
 @pytest.mark.parametrize("power_of_2", [False, True])
-def test_scaled_by_the_tensor(element, power_of_2):
+def test_fp8_scales_by_tensor(element, power_of_2):
     for name, x in samples((8, 48)).items():
         scale = formats.fp8_scale(formats.tensor_amax(x), element, power_of_2=power_of_2)
         expected_scale = reference.fp8_scale(x.abs().max().item(), element.largest, power_of_2)
@@ -65,7 +65,7 @@ def test_scaled_by_the_tensor(element, power_of_2):
         assert decode.item() == np.float32(1) / expected_scale, name
 
 
-def test_a_scale_stays_where_there_is_no_amax():
+def test_fp8_scale_is_unchanged_without_amax():
     amax = torch.tensor([0.0, torch.inf, torch.nan, 2.0, 1e-45])
     expected = torch.tensor([3.0, 3.0, 3.0, 224.0, torch.finfo(torch.float32).max])
     assert torch.equal(formats.fp8_scale(amax, formats.E4M3, torch.tensor(3.0)), expected)
@@ -77,7 +77,7 @@ def test_a_scale_stays_where_there_is_no_amax():
 @FORMATS
 @pytest.mark.parametrize("power_of_2", [False, True])
 @pytest.mark.parametrize("block", [(1, 128), (128, 1), (128, 128)])
-def test_fp8_blocks_also_where_they_are_not_full(element, power_of_2, block):
+def test_fp8_blocks_may_be_partial(element, power_of_2, block):
     for name, x in samples((130, 160)).items():
         values, scale, _ = formats.quantize_fp8_blocks(x, block, element, power_of_2)
         assert equal(values, reference.fp8_blocks(x.numpy(), block, NUMBERS[element], power_of_2)), name
@@ -87,14 +87,14 @@ def test_fp8_blocks_also_where_they_are_not_full(element, power_of_2, block):
 @FORMATS
 @pytest.mark.parametrize("block", [(1, 32), (32, 1)])
 @pytest.mark.parametrize("shape", [(64, 64), (33, 40)])
-def test_mx(element, block, shape):
+def test_mxfp8_equals_reference(element, block, shape):
     for name, x in samples(shape).items():
         values, scale, _ = formats.quantize_mx(x, block, element)
         assert equal(values, reference.mx(x.numpy(), block, NUMBERS[element])), name
         assert scale == 1
 
 
-def test_the_mx_scale_is_the_smallest_that_fits():
+def test_mxfp8_scale_is_smallest_that_fits():
     """Of a bf16 amax, by the exact ratio: no rounding of amax / 448 may tip it."""
     amax = all_bf16().float()
     amax = amax[(amax > 1e-30) & (amax < 2.0**127)]
@@ -111,7 +111,7 @@ def test_the_mx_scale_is_the_smallest_that_fits():
 
 @pytest.mark.parametrize("block", [(1, 16), (16, 1), (16, 16)])
 @pytest.mark.parametrize("shape", [(32, 48), (17, 40)])
-def test_nvfp4(block, shape):
+def test_nvfp4_equals_reference(block, shape):
     for name, x in samples(shape).items():
         values, scale, _ = formats.quantize_nvfp4(x, block)
         expected, expected_scale = reference.nvfp4(x.numpy(), block)
@@ -119,14 +119,14 @@ def test_nvfp4(block, shape):
         assert equal(values, expected), name
 
 
-def test_e2m1_of_every_bf16_number():
+def test_e2m1_rounds_every_bf16_value():
     x = all_bf16().float()
     expected = np.array([reference.nearest_even(v, reference.E2M1) for v in x.tolist()])
     assert equal(formats.round_to(x.clone(), formats.E2M1), expected)
 
 
 @pytest.mark.parametrize("x", [torch.inf, torch.nan])
-def test_one_bad_number(x):
+def test_formats_keep_nan_and_saturate_inf(x):
     """NaN makes its block NaN, or its tensor for NVFP4, and so the loss. Infinity saturates, as on the hardware: at
     448 times the largest scale, which is infinity in fp32, for MX."""
     tensor = torch.ones(32, 64)
@@ -151,7 +151,7 @@ def test_one_bad_number(x):
         lambda x: formats.quantize_nvfp4(x, (1, 16)),
     ],
 )
-def test_values_are_exact_in_bf16_and_the_input_is_left_alone(quantize):
+def test_formats_are_exact_in_bf16_and_keep_input(quantize):
     x = torch.randn(64, 128, generator=torch.Generator().manual_seed(1)).bfloat16()
     before = x.clone()
     values, scale, _ = quantize(x)
@@ -165,7 +165,7 @@ def test_values_are_exact_in_bf16_and_the_input_is_left_alone(quantize):
 # ---- stochastic rounding and the Hadamard transform --------------------------------------------------------------
 
 
-def test_noise_is_the_keyed_hash_of_the_batches():
+def test_noise_is_keyed_hash():
     for key, count in ((5, 24), ((1 << 64) - 3, 1001)):
         words = hash_counters(key, np.arange(-(-count // 8)))
         expected = (words.view(np.uint8)[:count].astype(np.float32) - 127.5) / 256
@@ -192,7 +192,7 @@ def test_stochastic_rounding_is_unbiased():
     assert set(rounded.abs().unique().tolist()) == set(reference.E2M1)
 
 
-def test_stochastic_nvfp4_is_keyed_and_unbiased_and_rounds_to_a_neighbour():
+def test_stochastic_nvfp4_is_keyed_and_unbiased():
     x = torch.randn(16, 64, generator=torch.Generator().manual_seed(3))
     first, scale, _ = formats.quantize_nvfp4(x, (1, 16), key=1)
     assert torch.equal(first, formats.quantize_nvfp4(x, (1, 16), key=1)[0])
@@ -207,7 +207,7 @@ def test_stochastic_nvfp4_is_keyed_and_unbiased_and_rounds_to_a_neighbour():
     assert ((first * scale - x).abs() <= block_amax / 3 * 1.07).all()
 
 
-def test_hadamard_is_orthogonal_and_leaves_the_product_alone():
+def test_hadamard_is_orthogonal_and_keeps_product():
     matrix = formats.hadamard_matrix()
     assert torch.equal(matrix @ matrix.t(), torch.eye(16))
     assert torch.equal(matrix.abs(), torch.full((16, 16), 0.25))

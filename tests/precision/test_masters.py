@@ -70,7 +70,7 @@ def plain(dataset, tmp_path_factory):
     return out
 
 
-def test_masters_are_trained_saved_and_exported_and_the_rest_is_only_their_image(dataset, tmp_path, plain):
+def test_master_weights_are_trained_saved_and_exported(dataset, tmp_path, plain):
     """Same bits as the run whose parameters are the masters: losses, evaluation, checkpoint, export."""
     out = tmp_path / "out"
     train_with_masters(dataset, out, **FLAGS)
@@ -87,7 +87,7 @@ def test_masters_are_trained_saved_and_exported_and_the_rest_is_only_their_image
 
 
 @pytest.mark.parametrize("first", ["masters", "plain"])
-def test_a_checkpoint_moves_between_masters_and_plain_weights(dataset, tmp_path, plain, first):
+def test_master_weights_resume_from_plain_checkpoint_and_back(dataset, tmp_path, plain, first):
     half, whole = (train_with_masters, train_plain) if first == "masters" else (train_plain, train_with_masters)
     half(dataset, tmp_path, stop_at_step=6, **FLAGS)
     whole(dataset, tmp_path, **FLAGS)
@@ -95,7 +95,7 @@ def test_a_checkpoint_moves_between_masters_and_plain_weights(dataset, tmp_path,
     assert same_bits(final_weights(tmp_path), final_weights(plain))
 
 
-def test_two_replicas_with_accumulation_follow_one(dataset, tmp_path):
+def test_master_weights_of_two_replicas_equal_one(dataset, tmp_path):
     """Gradients are averaged, added up and clipped in the stored format: bf16 here (FP8 weights have fp32 ones)."""
     flags = FLAGS | {"packs_per_step": 4, "save_steps": 100, "max_grad_norm": 0.5}
     train_plain(dataset, tmp_path / "plain", **flags)
@@ -103,7 +103,7 @@ def test_two_replicas_with_accumulation_follow_one(dataset, tmp_path):
     assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "plain"), rel=2e-3)
 
 
-def test_a_skipped_step_leaves_no_gradient_behind(dataset, tmp_path):
+def test_master_weights_skipped_step_leaves_no_gradient(dataset, tmp_path):
     poison = {5: "gradient"}, 0, 1
     train_with_masters(dataset, tmp_path / "masters", poison=poison, **FLAGS)
     poisoned(dataset, tmp_path / "plain", 1, poison[0], **FLAGS | {"save_final_model": True})
@@ -119,7 +119,7 @@ def test_a_skipped_step_leaves_no_gradient_behind(dataset, tmp_path):
         ("train_ddp.py", {}, "--fp8: FP8, delayed scaling needs a GPU"),
     ],
 )
-def test_what_cannot_be_is_refused_before_anything_is_written(dataset, tmp_path, script, flags, said):
+def test_master_weights_refuse_unsupported_flags(dataset, tmp_path, script, flags, said):
     out = tmp_path / "out"
     flags = {"fp8": True, "fp8_params": True, "bf16": True} | flags
     assert said in refused(dataset, out, script=script, **flags)

@@ -52,7 +52,7 @@ def plan_of(layers: int = 6, **flags) -> str:
         ({"fp8": True, "fp4": True, "fp8_layers": "2,4", "fp4_layers": "1,3,5"}, "48484-"),
     ],
 )
-def test_layers_get_their_formats(flags, expected):
+def test_plan_assigns_formats_to_layers(flags, expected):
     assert plan_of(**flags) == expected
 
 
@@ -101,14 +101,14 @@ def test_layers_get_their_formats(flags, expected):
         ({"fp8": True, "fp8_recipe_kwargs": '{"amax_compute_algo": "min"}'}, "choose max, most_recent"),
     ],
 )
-def test_bad_flags(flags, message):
+def test_plan_refuses_bad_flags(flags, message):
     with pytest.raises(UserError) as error:
         plan_of(**flags)
     assert message in str(error.value)
     assert "\n" not in str(error.value)
 
 
-def test_recipes_formats_and_arguments():
+def test_plan_recipe_has_formats_and_arguments():
     def recipe(**flags):
         return recipes(PrecisionFlags(**flags)).popitem()[1]
 
@@ -122,13 +122,13 @@ def test_recipes_formats_and_arguments():
     assert recipe(fp4=True, fp4_recipe_kwargs='{"disable_rht": true}') == NVFP4BlockScaling("e4m3", True)
 
 
-def test_the_command_line():
+def test_plan_is_read_from_flags():
     argv = ["--fp8", "--fp8_layers", "1-3", "--fp4", "True", "--fp4_layers=4-6", "--emulate_precision"]
     args = parse_arguments("", PrecisionFlags, argv=argv)
     assert "".join(LETTERS[type(r)] for r in resolve(args, 6)) == "888444"
 
 
-def test_the_plan_is_printed():
+def test_plan_is_logged():
     flags = {
         "fp8": True,
         "fp4": True,
@@ -174,7 +174,7 @@ WORKS = "--fp8 with --fp8_recipe delayed, current or block works on it; or add -
         ({"fp4": True}, "NVIDIA A100", (8, 0), "NVIDIA A100 has 8.0: add --emulate_precision"),
     ],
 )
-def test_what_the_device_can_do(flags, device, capability, message):
+def test_plan_refuses_unsupported_device(flags, device, capability, message):
     plan = resolve(PrecisionFlags(**flags), 6)
     if message is None:
         check_device(plan, device, capability)
@@ -185,7 +185,7 @@ def test_what_the_device_can_do(flags, device, capability, message):
 
 
 @pytest.mark.parametrize(("recipe", "multiple"), [("delayed", 16), ("current", 16), ("block", 16), ("mxfp8", 32)])
-def test_sizes_are_multiples(recipe, multiple):
+def test_plan_requires_size_multiples(recipe, multiple):
     plan = resolve(PrecisionFlags(fp8=True, fp8_recipe=recipe), 2)
     check_dimensions(plan, {"hidden_size": multiple * 3}, "")
     with pytest.raises(
@@ -195,7 +195,7 @@ def test_sizes_are_multiples(recipe, multiple):
     check_dimensions((None, None), {"hidden_size": 7}, "")
 
 
-def test_every_esm2_and_every_batch_fits_every_format():
+def test_plan_every_esm2_fits_every_format():
     multiples = {kind.multiple for kind in (*FP8_RECIPES.values(), NVFP4BlockScaling)}
     assert multiples == {16, 32}
     for name in ESM2_SIZES:

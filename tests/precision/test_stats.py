@@ -71,7 +71,7 @@ def plain_by_definition(x: np.ndarray) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("name", ["delayed", "current", "block", "mxfp8", "nvfp4"])
-def test_every_number_is_that_of_its_definition(tmp_path, name):
+def test_stats_equal_definitions(tmp_path, name):
     more = (
         {"fp4_recipe_kwargs": '{"disable_rht": true, "disable_stochastic_rounding": true}'} if name == "nvfp4" else {}
     )
@@ -119,7 +119,7 @@ def test_every_number_is_that_of_its_definition(tmp_path, name):
         ("nvfp4", {"fp8_block_scaling": "block", "mxfp8": "mxfp8"}),
     ],
 )
-def test_what_another_recipe_would_make_of_a_tensor(tmp_path, own, others):
+def test_stats_of_another_recipe(tmp_path, own, others):
     """Beside the layer's own, of the tensor as it is (not NVFP4's transform), along each dimension of a cast."""
     stats = ["underflows%", *(f"{name}_{stat}" for name in others for stat in ("underflows%", "mse"))]
     settings = {"enabled": True, "tensors": ["activation", "weight", "gradient"], "stats": stats}
@@ -155,7 +155,7 @@ def test_what_another_recipe_would_make_of_a_tensor(tmp_path, own, others):
                 )
 
 
-def test_scales_and_overflows_are_those_of_each_block(tmp_path):
+def test_stats_scales_and_overflows_are_per_block(tmp_path):
     tensors = operands()
     row = one_step("mxfp8", everything(tmp_path), tensors)["activation", "fprop"]
     blocks = tensors[0].detach().double().unflatten(1, (-1, 32)).abs().amax(-1)
@@ -175,7 +175,7 @@ def test_scales_and_overflows_are_those_of_each_block(tmp_path):
     assert clipped.any()
 
 
-def test_delayed_scales_that_are_too_large_overflow(tmp_path):
+def test_stats_count_overflows_of_delayed_scales(tmp_path):
     tensors = operands()
     with torch.no_grad():
         tensors[0].mul_(100)  # the first scale is 1, the largest number 448
@@ -186,7 +186,7 @@ def test_delayed_scales_that_are_too_large_overflow(tmp_path):
     assert row["scale_inv_min"] == row["scale_inv_max"] == 1
 
 
-def test_a_gradient_of_zeros_has_no_scale_and_no_nan(tmp_path):
+def test_stats_of_zero_gradient_are_finite(tmp_path):
     tensors = operands()
     tensors[3].zero_()
     for name in ("mxfp8", "current", "nvfp4"):
@@ -196,7 +196,7 @@ def test_a_gradient_of_zeros_has_no_scale_and_no_nan(tmp_path):
         json.dumps(row, allow_nan=False)
 
 
-def test_packs_add_up_and_a_recomputed_pass_counts_once(tmp_path):
+def test_stats_sum_over_packs_and_skip_recomputation(tmp_path):
     """Two packs, the second seen twice, are the rows of both packs as one; weights count once."""
     flags = RECIPES["mxfp8"]
     model, emulation = tiny_model(**flags)
@@ -219,7 +219,7 @@ def test_packs_add_up_and_a_recomputed_pass_counts_once(tmp_path):
                 assert rows[key][stat] == same, (key, stat)
 
 
-def test_steps_without_statistics_are_watched_by_nobody():
+def test_stats_hooks_exist_only_in_logged_steps():
     flags = RECIPES["nvfp4"]
     _, emulation = tiny_model(**flags)
     stats = QuantStats(emulation, selected(2, **{"fp8": False} | flags, quant_stats_freq=3), ALONE)
@@ -253,7 +253,7 @@ def assert_same_rows(ours: list[dict], expected: list[dict], rel: float) -> None
 
 
 @pytest.mark.parametrize("name", ["delayed", "mixed"])
-def test_the_log_does_not_depend_on_strategy_and_ranks(dataset, tmp_path, name):
+def test_stats_log_is_independent_of_strategy_and_ranks(dataset, tmp_path, name):
     # With a learning rate of 0 all runs keep the same weights: else, after the first step, they differ by fp32's
     # rounding, which moves a number in some thousands to the next one of its format.
     flags = RUN | {"learning_rate": 0} | (FP8 if name == "delayed" else FP8 | MIXED)
@@ -281,7 +281,7 @@ def test_the_log_does_not_depend_on_strategy_and_ranks(dataset, tmp_path, name):
         assert_same_rows(log(tmp_path / layout), alone, 1e-6)
 
 
-def test_compiled_layers_leave_the_same_log(dataset, tmp_path):
+def test_stats_log_of_compiled_layers_is_the_same(dataset, tmp_path):
     flags = RUN | FP8 | {"fp8_layers": "1", "fp4": True, "learning_rate": 0, "max_steps": 2}
     for compiled in (False, True):
         train(dataset, tmp_path / str(compiled), compiler="aot_eager", **flags, torch_compile=compiled)
@@ -289,7 +289,7 @@ def test_compiled_layers_leave_the_same_log(dataset, tmp_path):
     assert_same_rows(log(tmp_path / "True"), log(tmp_path / "False"), 1e-6)
 
 
-def test_a_resumed_run_leaves_each_step_once(dataset, tmp_path):
+def test_stats_log_of_resumed_run_has_each_step_once(dataset, tmp_path):
     flags = RUN | FP8 | {"bf16": True, "quant_stats_dir": tmp_path / "logs" / "stats"}
     train(dataset, tmp_path / "whole", **flags | {"quant_stats_dir": None})
     train(dataset, tmp_path / "parts", **flags, stop_at_step=2)
@@ -304,7 +304,7 @@ def test_a_resumed_run_leaves_each_step_once(dataset, tmp_path):
     assert not (tmp_path / "whole" / "quant_stats.jsonl").exists()
 
 
-def test_the_guides_file_is_taken_as_it_is(dataset, tmp_path):
+def test_stats_file_of_guides_is_accepted(dataset, tmp_path):
     flags = RUN | FP8 | {"quant_stats_freq": None, "quant_stats_file": write(tmp_path, GUIDES), "max_steps": 10}
     train(dataset, tmp_path / "out", **flags)
     steps = {}
@@ -315,7 +315,7 @@ def test_the_guides_file_is_taken_as_it_is(dataset, tmp_path):
     )
 
 
-def test_a_tracker_gets_one_row_a_step():
+def test_stats_tracker_gets_one_row_per_step():
     rows = [
         {
             "step": 5,
@@ -347,7 +347,7 @@ def row_of(layer: int, module: str, tensor: str, gemms: list[str], under: float,
     return where | {"underflows%": under, "mse": mse, "mean": 0.0, "std": 2.0} | more
 
 
-def test_the_heat_map_shows_each_row_in_its_place(tmp_path):
+def test_stats_heat_map_places_rows(tmp_path):
     rows = [
         row_of(1, "qkv", "activation", ["fprop"], 10.0, 4e-3),
         row_of(1, "qkv", "activation", ["wgrad"], 20.0, 8e-3),

@@ -73,7 +73,7 @@ def selected(layers: int = 6, **flags):
 # ---- flags and files ---------------------------------------------------------------------------------------------
 
 
-def test_the_example_file_selects_what_it_says():
+def test_stats_plan_of_example_file():
     selection = selected(quant_stats_file=str(EXAMPLE), fp8_layers="2-3")
     assert {key[0] for key in selection} == {2, 3}
     assert {key[1] for key in selection} == {"qkv", "proj", "fc1", "fc2"}
@@ -94,7 +94,7 @@ def test_the_example_file_selects_what_it_says():
         ({"layer_name_regex_pattern": r"layers\.(5|6)\..*proj"}, {5, 6}),
     ],
 )
-def test_layers_are_chosen_as_the_file_says(tmp_path, layers, expected):
+def test_stats_plan_selects_layers(tmp_path, layers, expected):
     content = copy.deepcopy(GUIDES)
     content["example_fp8_tensor_stat_collection"]["layers"] = layers
     selection = selected(quant_stats_file=str(write(tmp_path, content)))
@@ -105,7 +105,7 @@ def test_layers_are_chosen_as_the_file_says(tmp_path, layers, expected):
         assert {key[1] for key in selection} == {"proj"}
 
 
-def test_a_file_with_a_section_for_each_format(tmp_path):
+def test_stats_plan_of_file_with_section_per_format(tmp_path):
     path = str(write(tmp_path, BOTH_FORMATS))
     selection = selected(fp8_recipe="mxfp8", fp8_layers="1-3", fp4=True, quant_stats_file=path)
     stats = {layer: selection[layer, "fc1", "activation"][0].stats for layer in range(1, 7)}
@@ -176,7 +176,7 @@ FEATURES = (NAME, "transformer_engine")
         ("a: [1,\n", "no YAML: "),
     ],
 )
-def test_a_file_that_cannot_be_honoured_is_one_line(tmp_path, content, message):
+def test_stats_plan_refuses_bad_file_in_one_line(tmp_path, content, message):
     path = write(tmp_path, content)
     with pytest.raises(UserError) as caught:
         selected(quant_stats_file=str(path))
@@ -185,7 +185,7 @@ def test_a_file_that_cannot_be_honoured_is_one_line(tmp_path, content, message):
     assert "\n" not in str(caught.value)
 
 
-def test_what_needs_a_history_is_refused_where_there_is_none(tmp_path):
+def test_stats_plan_refuses_history_without_delayed_scaling(tmp_path):
     file = changed(*FEATURES, "LogFp8TensorStats", "tensors_struct", 0, "stats", value=["fp8_delayed_scaling_mse"])
     path = str(write(tmp_path, file))
     assert selected(quant_stats_file=path)[1, "fc1", "activation"][0].stats == ("fp8_delayed_scaling_mse",)
@@ -209,7 +209,7 @@ def test_what_needs_a_history_is_refused_where_there_is_none(tmp_path):
         ),
     ],
 )
-def test_bad_flags_are_one_line_and_leave_nothing(dataset, tmp_path, flags, message):
+def test_stats_flags_refused_in_one_line(dataset, tmp_path, flags, message):
     said = train(dataset, tmp_path / "out", expect=2, **flags)
     (line,) = (line for line in said.splitlines() if line.startswith("error:"))
     assert message in line
@@ -225,7 +225,7 @@ def te(layers: int = 3, **flags):
     return select(args, plan), plan
 
 
-def test_transformer_engine_is_asked_for_what_is_wanted():
+def test_stats_plan_configures_transformer_engine():
     asked = configuration(te(fp8=True, fp8_recipe="mxfp8", fp8_layers="1", fp4=True)[0])
     assert len(asked) == 3 * 4
     name = "encoder.layers.0.self_attention.layernorm_linear_qkv"
@@ -241,7 +241,7 @@ def test_transformer_engine_is_asked_for_what_is_wanted():
 
 
 @pytest.mark.skipif(find_spec("nvdlfw_inspect") is not None, reason="nvdlfw_inspect is installed")
-def test_transformer_engines_statistics_without_its_debug_api_are_one_line(tmp_path):
+def test_stats_of_te_without_debug_api_is_one_line(tmp_path):
     with pytest.raises(UserError, match="need nvdlfw_inspect: pip install nvdlfw-inspect, or add --emulate_precision"):
         TeStats(*te(fp8=True), World(0, 0, 1, torch.device("cpu")), tmp_path)
     assert not list(tmp_path.iterdir())

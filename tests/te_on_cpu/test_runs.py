@@ -27,12 +27,10 @@ RECIPES = {name: {"fp8": True, "fp8_recipe": name} for name in ("delayed", "curr
 RECIPES |= {"mxfp8": {"fp8": True, "fp8_recipe": "mxfp8", "capability": BLACKWELL}}
 RECIPES |= {"nvfp4": {"fp4": True, "capability": BLACKWELL}}
 WAYS = {
-    "one process": {},
-    "DDP": {"nproc": 2},
-    "FSDP2": {"script": "train_fsdp2.py", "nproc": 2},
-    "recomputed": {"script": "train_fsdp2.py", "activation_checkpointing": "full"},
-    "FP8 weights": {"fp8_params": True},
     "statistics": {"quant_stats": True, "quant_stats_freq": 2},
+    "DDP": {"nproc": 2},
+    "FSDP2, recomputed": {"script": "train_fsdp2.py", "nproc": 2, "activation_checkpointing": "full"},
+    "FP8 weights": {"fp8_params": True},
 }
 CASES = {f"{recipe}, {way}": RECIPES[recipe] | WAYS[way] for recipe in RECIPES for way in WAYS}
 del CASES["nvfp4, FP8 weights"]  # refused: they are FP8's

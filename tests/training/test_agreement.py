@@ -1,4 +1,4 @@
-"""Ranks that would train different things, or save to different places, end before they do; a resumed run is told."""
+"""Ranks with different flags or output directories end before training; a resumed run logs what has changed."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def other_dataset(tmp_path_factory) -> Path:
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
-def test_ranks_with_other_flags_are_named(dataset, other_dataset, tmp_path, others, differing, script):
+def test_check_agreement_names_ranks_with_other_flags(dataset, other_dataset, tmp_path, others, differing, script):
     out = tmp_path / "out"
     others = dict(others)
     version, where = others.pop("torch", None), dataset
@@ -73,7 +73,7 @@ def test_ranks_with_other_flags_are_named(dataset, other_dataset, tmp_path, othe
     assert not list(out.glob("*")), "something was written"
 
 
-def test_ranks_may_have_other_number_of_workers(dataset, tmp_path):
+def test_check_agreement_allows_other_number_of_workers(dataset, tmp_path):
     argvs = [flags_of(dataset, tmp_path, **FLAGS | more) for more in ({}, {"dataloader_num_workers": 1})]
     codes, said = on_ranks(2, _main_of_each, argvs, "train_ddp.py")
     assert codes == [0, 0], said
@@ -122,7 +122,7 @@ def test_see_all_waits_for_a_slow_file_server(tmp_path):
     assert len(looks) == 3
 
 
-# ---- what a resumed run is told ------------------------------------------------------------------------------
+# ---- what a resumed run logs ---------------------------------------------------------------------------------
 
 
 def groups(out: Path, step: int, scratch: Path) -> list[tuple]:
@@ -241,12 +241,12 @@ def _main_out_of_memory(argv: list[str]) -> None:
     _main(argv)
 
 
-def test_out_of_memory_is_one_line(dataset, tmp_path):
+def test_train_out_of_memory_is_one_line(dataset, tmp_path):
     codes, said = on_ranks(1, _main_out_of_memory, flags_of(dataset, tmp_path, **FLAGS))
     assert codes == [2], said
     assert error_of(said).startswith("error: out of memory on cpu: CUDA out of memory: lower --tokens_per_pack")
 
 
-def test_ddp_bucket_of_size_0_is_refused(dataset, tmp_path):
+def test_ddp_bucket_size_0_is_refused(dataset, tmp_path):
     said = train(dataset, tmp_path / "out", 2, expect=2, ddp_bucket_cap_mb=0)
     assert said == "error: --ddp_bucket_cap_mb 0: must be at least 1\n"

@@ -74,13 +74,13 @@ def refused(dataset_dir, output_dir, **flags) -> str:
     ],
     ids=lambda value: " ".join(value) if isinstance(value, dict) else "",
 )
-def test_flags_are_refused_by_name(dataset, tmp_path, flags, message):
+def test_train_refuses_bad_flags_by_name(dataset, tmp_path, flags, message):
     flags = {"dataset_dir": dataset, "output_dir": tmp_path / "out"} | flags
     assert message in refused(**flags)
     assert not (tmp_path / "out").exists() or not any((tmp_path / "out").iterdir())
 
 
-def test_directories_that_hold_no_dataset(dataset, tmp_path):
+def test_dataset_dir_without_dataset_is_refused(dataset, tmp_path):
     (tmp_path / "empty").mkdir()
     for directory in (tmp_path / "empty", tmp_path / "nowhere"):
         assert str(directory) in refused(directory, tmp_path / "out")
@@ -94,7 +94,7 @@ def test_directories_that_hold_no_dataset(dataset, tmp_path):
     assert "train" in refused(only_test, tmp_path / "out")
 
 
-def test_a_dataset_without_validation_split_is_refused_before_training(dataset, tmp_path):
+def test_dataset_without_validation_split_is_refused(dataset, tmp_path):
     only_train = tmp_path / "only_train"
     only_train.mkdir()
     (only_train / "train").symlink_to(dataset / "train")
@@ -102,13 +102,13 @@ def test_a_dataset_without_validation_split_is_refused_before_training(dataset, 
     assert not (tmp_path / "out" / "metrics.jsonl").exists()
 
 
-def test_token_ids_outside_the_vocabulary_are_refused(tmp_path):
+def test_dataset_with_unknown_token_ids_is_refused(tmp_path):
     rows = {"input_ids": [[0, 5, 40, 2]] * 50}
     datasets.Dataset.from_dict(rows).save_to_disk(tmp_path / "data" / "train")
     assert "40" in refused(tmp_path / "data", tmp_path / "out")
 
 
-def test_a_dataset_of_the_guides_script_is_accepted(dataset, tmp_path):
+def test_dataset_padded_by_datasets_map_is_accepted(dataset, tmp_path):
     """Padded to 512 with attention_mask and special_tokens_mask, int64 or int32, as datasets.map writes them."""
     columns: dict[str, list] = {"input_ids": [], "attention_mask": [], "special_tokens_mask": []}
     for row in datasets.load_from_disk(str(dataset / "train")).select(range(60)):
@@ -123,7 +123,7 @@ def test_a_dataset_of_the_guides_script_is_accepted(dataset, tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["a file in its place", "a file above it"])
-def test_an_output_directory_that_cannot_be_made(dataset, tmp_path, kind):
+def test_output_dir_under_a_file_is_refused(dataset, tmp_path, kind):
     blocker = tmp_path / "out"
     blocker.write_text("mine")
     target = blocker if kind == "a file in its place" else blocker / "deeper"
@@ -131,11 +131,11 @@ def test_an_output_directory_that_cannot_be_made(dataset, tmp_path, kind):
     assert blocker.read_text() == "mine"
 
 
-def test_a_read_only_output_directory(dataset):
+def test_output_dir_read_only_is_refused(dataset):
     assert "/proc" in refused(dataset, Path("/proc/no_such_output"))
 
 
-def test_a_disk_that_is_full_at_the_start_keeps_nothing_of_a_run(dataset, tmp_path):
+def test_output_dir_on_full_disk_is_removed(dataset, tmp_path):
     with small_disk(tmp_path, "64k") as disk:
         fill(disk)
         assert f"{disk}/new/out: No space left on device: make room" in refused(dataset, disk / "new/out")
@@ -146,7 +146,7 @@ def test_a_disk_that_is_full_at_the_start_keeps_nothing_of_a_run(dataset, tmp_pa
     ("name", "begun", "left"),
     [("there", False, []), ("new/out", False, None), ("kept", True, [".run", "metrics.jsonl"])],
 )
-def test_a_run_that_fails_before_it_has_begun_leaves_only_what_was_there(tmp_path, name, begun, left):
+def test_run_directory_removes_what_a_failed_start_made(tmp_path, name, begun, left):
     """And once it has something to keep, all of it."""
     path = tmp_path / name
     (tmp_path / "there").mkdir()
@@ -166,8 +166,8 @@ def test_a_run_that_fails_before_it_has_begun_leaves_only_what_was_there(tmp_pat
     assert not (tmp_path / "new").exists()
 
 
-def test_a_lock_whose_file_has_gone_meanwhile_is_no_lock(tmp_path):
-    """The run that held it has left nothing; who waited for it must hold what the next one will look at."""
+def test_run_directory_lock_of_removed_file_is_taken_anew(tmp_path):
+    """A failed run removes the file that it locked; who waited must lock the file that the next run opens."""
     context = multiprocessing.get_context("fork")
     told = context.Queue()
 
@@ -191,13 +191,13 @@ def test_a_lock_whose_file_has_gone_meanwhile_is_no_lock(tmp_path):
     other.join()
 
 
-def test_a_world_size_that_does_not_divide_the_global_batch(dataset, tmp_path):
+def test_packs_per_step_not_divisible_by_ranks_is_refused(dataset, tmp_path):
     message = refused(dataset, tmp_path / "out", nproc=2, packs_per_step=3)
     assert "3 packs" in message
     assert re.search(r"use 1, 3 ranks, or 2 or 4 packs", message), message
 
 
-def test_a_model_that_no_machine_holds_is_refused_before_it_is_made(dataset, tmp_path):
+def test_model_larger_than_memory_is_refused(dataset, tmp_path):
     sizes = "hidden_size=65536,num_hidden_layers=100,num_attention_heads=512,intermediate_size=64"
     said = refused(dataset, tmp_path / "out", config_overrides=sizes)
     # 401 matrices of 2^16 x 2^16, four fp32 numbers a weight: 27.56 TB, and a little.
@@ -206,7 +206,7 @@ def test_a_model_that_no_machine_holds_is_refused_before_it_is_made(dataset, tmp
 
 
 @pytest.mark.parametrize("suffix", ["json", "yaml"])
-def test_a_file_of_flags(dataset, tmp_path, suffix):
+def test_flags_file_is_read_and_checked(dataset, tmp_path, suffix):
     flags = dict(flag[2:].split("=", 1) for flag in flags_of(dataset, tmp_path / "out", max_steps=2))
     typed = {k: yaml.safe_load(v) for k, v in flags.items()}
     write = json.dumps if suffix == "json" else yaml.safe_dump
@@ -227,7 +227,7 @@ def test_a_file_of_flags(dataset, tmp_path, suffix):
     assert "nowhere" in error_of(missing.stderr)
 
 
-def test_overwriting_spares_what_is_not_ours(dataset, tmp_path):
+def test_overwrite_output_dir_keeps_other_files(dataset, tmp_path):
     """In the guides the output directory is often the data directory."""
     out = tmp_path / "out"
     (out / "csv").mkdir(parents=True)
@@ -243,7 +243,7 @@ def test_overwriting_spares_what_is_not_ours(dataset, tmp_path):
     assert (out / "processed" / "arrow").is_dir()
 
 
-def test_overwriting_does_not_defeat_the_restart_of_the_same_job(dataset, tmp_path, monkeypatch):
+def test_overwrite_output_dir_resumes_restarted_job(dataset, tmp_path, monkeypatch):
     """A hundred restarts come with the same command line; the guides' runs started over each time."""
     flags = {"overwrite_output_dir": True, "max_steps": 4}
     monkeypatch.setenv("SLURM_JOB_ID", "17")
@@ -257,8 +257,8 @@ def test_overwriting_does_not_defeat_the_restart_of_the_same_job(dataset, tmp_pa
     assert "Resuming" not in other.stderr
 
 
-def test_a_new_torchrun_is_a_new_job_though_its_rendezvous_id_is_the_old_one(tmp_path, monkeypatch):
-    """Nobody but the user starts one on one machine; an operator, and several nodes, start the same job again."""
+def test_run_directory_new_torchrun_of_same_rdzv_id_is_new_job(tmp_path, monkeypatch):
+    """On one machine only the user starts torchrun again; an operator, or several nodes, restart the same job."""
     for name, value in (("TORCHELASTIC_RUN_ID", "esm2"), ("WORLD_SIZE", "1"), ("LOCAL_WORLD_SIZE", "1")):
         monkeypatch.setenv(name, value)
     parent = "A"
@@ -287,7 +287,7 @@ def test_a_new_torchrun_is_a_new_job_though_its_rendezvous_id_is_the_old_one(tmp
     assert restarted(), "the first rank is on another node now"
 
 
-def test_an_operators_new_job_of_the_old_name_is_told_by_its_uid_its_flags_or_the_time(tmp_path, monkeypatch):
+def test_run_directory_identifies_job_by_uid_flags_or_time(tmp_path, monkeypatch):
     """As with the guides' constant rendezvous id, or env_vars.sh sourced once for two jobs."""
     for name, value in (("TORCHELASTIC_RUN_ID", "esm2"), ("KUBERNETES_SERVICE_HOST", "10.0.0.1")):
         monkeypatch.setenv(name, value)
@@ -328,7 +328,7 @@ def _try(path, told) -> None:
     told.put(True)
 
 
-def test_a_directory_is_held_while_it_is_open(tmp_path):
+def test_run_directory_lock_is_held_until_close(tmp_path):
     """POSIX locks go with any handle of the file that is closed."""
     context = multiprocessing.get_context("fork")
     told = context.Queue()

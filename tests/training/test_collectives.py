@@ -1,7 +1,7 @@
-"""What the ranks exchange in a step: gradients (and weights), the norm where rows are dealt out, and one more thing.
+"""The collectives of a step: gradients (and sharded weights), the gradient norm of shards, and one all-reduce more.
 
-The loss, the counts of the step to come, whether a rank is to stop: one reduction. What else a step exchanged would be
-one more wait of the host for the slowest rank, which no gradient hides.
+That one has the loss, the next step's token counts and whether a rank is to stop. Any further collective would make
+the host wait once more for the slowest rank, with no computation to hide it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tests.training_fixtures import _main, flags_of, on_ranks, rows
 STEPS = 5
 ROW = "row"
 CASES = {
-    # Gradients lie in one bucket, and are exchanged after the last of a step's two micro-batches.
+    # Gradients are in one bucket, reduced after the last of a step's two micro-batches.
     "DDP": ({"script": "train_ddp.py", "gradient_accumulation_steps": 2}, ["allreduce_", "allreduce_"]),
     # Two layers and the rest: gathered for the forward pass, layers once more for the backward pass. And the norm.
     "FSDP2": (
@@ -29,7 +29,7 @@ CASES = {
 }
 
 
-class Exchanges(TorchDispatchMode):
+class CollectivesLog(TorchDispatchMode):
     """Names of torch.distributed's operators, in turn, and where a row of the log came between them."""
 
     def __init__(self, file: Path):
@@ -50,22 +50,22 @@ class Exchanges(TorchDispatchMode):
 
 def _main_recorded(argv: list[str], script: str, file: Path) -> None:
     """Those of rank 0, which logs the rows."""
-    exchanges = Exchanges(file if os.environ["RANK"] == "0" else Path(os.devnull))
+    log = CollectivesLog(file if os.environ["RANK"] == "0" else Path(os.devnull))
     marker = logging.Handler()
-    marker.emit = lambda record: exchanges.write(ROW)
+    marker.emit = lambda record: log.write(ROW)
     logging.getLogger("common.training.run_logger").addHandler(marker)
-    with exchanges:
+    with log:
         _main(argv, script)
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_step_exchanges_gradients_and_one_thing_more(dataset, tmp_path, case):
+def test_step_collectives_are_gradients_and_one_scalar_all_reduce(dataset, tmp_path, case):
     flags, expected = CASES[case]
-    file, out, script = tmp_path / "exchanges", tmp_path / "out", flags["script"]
+    file, out, script = tmp_path / "collectives", tmp_path / "out", flags["script"]
     more = {name: value for name, value in flags.items() if name != "script"}
     argv = flags_of(dataset, out, max_steps=STEPS, save_final_model=False, **more)
     codes, said = on_ranks(2, _main_recorded, argv, script, file)
     assert codes == [0, 0], said
     assert len(rows(out)) == STEPS
-    *_, one, two, _ = file.read_text().split(ROW + "\n")  # in the second DDP still deals out its buckets
+    *_, one, two, _ = file.read_text().split(ROW + "\n")  # in the second step DDP still rebuilds its buckets
     assert sorted(one.split()) == sorted(two.split()) == sorted(expected)

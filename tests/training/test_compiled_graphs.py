@@ -46,7 +46,7 @@ def alone(dataset, tmp_path_factory) -> list[float]:
         ("train_ddp_cp.py", SMALL_BUCKETS),
         ("train_ddp_cp.py", {"cp_comm_type": "all_gather", "gradient_checkpointing": True}),
         ("train_fsdp2.py", {}),
-        ("train_mfsdp.py", {}),
+        ("train_mfsdp.py", {"activation_checkpointing": "full"}),
     ],
 )
 def test_compiled_layer_is_one_graph_on_two_ranks(dataset, tmp_path, alone, script, flags):

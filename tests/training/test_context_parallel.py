@@ -46,7 +46,7 @@ def alone(dataset, tmp_path_factory):
     ],
     ids=["ddp", "dp-x-cp", "contiguous", "fsdp2", "hybrid"],
 )
-def test_all_steps_are_those_of_one_process(dataset, alone, tmp_path, script, nproc, steps, flags):
+def test_cp_run_equals_one_process(dataset, alone, tmp_path, script, nproc, steps, flags):
     train(dataset, tmp_path / "out", nproc, script=script, stop_at_step=steps, **RUN | flags)
     assert_same_numbers(tmp_path / "out", alone, tmp_path, steps)
 
@@ -74,7 +74,7 @@ def _close(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 @pytest.mark.parametrize("recipe", ["delayed", "current", "mxfp8"])
-def test_emulated_formats_scale_by_the_whole_pack(dataset, tmp_path, recipe):
+def test_cp_emulated_formats_scale_by_whole_pack(dataset, tmp_path, recipe):
     flags = {"max_steps": 3, "packs_per_step": 2, "save_final_model": False, "fp8": True, "fp8_recipe": recipe}
     flags |= {"emulate_precision": True, "learning_rate": 0, "quant_stats": True, "quant_stats_freq": 1}
     train(dataset, tmp_path / "alone", 1, **flags)
@@ -92,7 +92,7 @@ def test_emulated_formats_scale_by_the_whole_pack(dataset, tmp_path, recipe):
                 assert one[stat] == pytest.approx(other[stat], rel=1e-3), (one["tensor"], stat)
 
 
-def test_another_number_of_ranks_goes_on_where_those_before_were_killed(dataset, alone, tmp_path):
+def test_cp_resume_after_kill_on_other_number_of_ranks(dataset, alone, tmp_path):
     """cp 2, killed; one process; cp 4: the run of one process."""
     out = tmp_path / "out"
     with LiveRun(dataset, out, tmp_path / "logs", 2, script=CP, **RUN | {"save_steps": 1}) as run:
@@ -103,7 +103,7 @@ def test_another_number_of_ranks_goes_on_where_those_before_were_killed(dataset,
     assert_same_numbers(out, alone, tmp_path)
 
 
-def test_a_dead_neighbour_is_named(dataset, tmp_path):
+def test_cp_dead_peer_is_named(dataset, tmp_path):
     flags = {"max_steps": 3000, "save_steps": 1000, "ddp_timeout": 60}
     with LiveRun(dataset, tmp_path / "out", tmp_path / "logs", 2, script=CP, **flags) as run:
         run.until_step(3)
@@ -117,7 +117,7 @@ def test_a_dead_neighbour_is_named(dataset, tmp_path):
 @pytest.mark.parametrize(
     ("cp_size", "packing"), [(1, {}), (2, {}), (2, {"pad_to_max_length": True})], ids=["cp1", "cp2", "padded"]
 )
-def test_streams_are_dealt_out_by_data_rank(tmp_path, cp_size, packing):
+def test_cp_streams_are_assigned_by_data_rank(tmp_path, cp_size, packing):
     """Padded batches are packs of so many sequences, and shared as such."""
     write_sample(tmp_path / "proteins.fasta", num_proteins=60, families=4, seed=3)
     flags = {"dataset": tmp_path / "proteins.fasta", "max_steps": 4, "packs_per_step": 2, "save_final_model": False}
@@ -153,13 +153,13 @@ def test_streams_are_dealt_out_by_data_rank(tmp_path, cp_size, packing):
     ],
     ids=["ranks", "multiple", "contiguous", "layout", "fp8_params", "a2a"],
 )
-def test_what_cannot_be_shared_is_refused_in_a_line(dataset, tmp_path, nproc, flags, line):
+def test_cp_refuses_unsupported_flags_in_one_line(dataset, tmp_path, nproc, flags, line):
     said = train(dataset, tmp_path / "out", nproc, expect=2, script=CP, **flags)
     assert said.startswith(f"error: {line}")
     assert said.count("\n") == 1
     assert not (tmp_path / "out").exists()
 
 
-def test_train_ddp_names_the_script_that_shares(dataset, tmp_path):
+def test_train_ddp_names_cp_script(dataset, tmp_path):
     said = train(dataset, tmp_path / "out", 1, expect=2, cp_size=2)
     assert said == "error: --cp_size 2: no context parallelism here: use train_ddp_cp.py\n"

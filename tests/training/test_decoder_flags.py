@@ -105,7 +105,7 @@ def parse(*words: str, script: str = "train_fsdp2.py"):
 
 
 @pytest.mark.parametrize("name", GUIDES)
-def test_their_arguments_are_taken_word_for_word(name, caplog):
+def test_decoder_flags_of_guides_are_accepted_unchanged(name, caplog):
     with caplog.at_level(logging.INFO):
         args = parse(*GUIDES[name])
     config, told = args.model.decoder_config(args.data.max_seq_length)
@@ -126,7 +126,7 @@ def test_their_arguments_are_taken_word_for_word(name, caplog):
 
 
 @pytest.mark.parametrize("name", GUIDES)
-def test_their_runs_run(name, tmp_path, monkeypatch):
+def test_decoder_commands_of_guides_train(name, tmp_path, monkeypatch):
     """Word for word but for sizes and places, twice: the second start finds the first one's checkpoints."""
     text = tmp_path / "text"
     write_text(text / "en")  # as in C4: a configuration is a folder
@@ -157,7 +157,7 @@ def _in(directory: str, words: list[str]) -> None:
     _main(words, "train_fsdp2.py")
 
 
-def test_sizes_beside_given_weights_are_to_be_theirs(tmp_path):
+def test_decoder_sizes_must_match_given_weights(tmp_path):
     PRESETS["llama3_2_1b"].config.to_transformers().save_pretrained(tmp_path)
     given = (f"--model_name_or_path={tmp_path}", "--dataset=x")
     config, _ = parse("--hidden_width=2048", "--num_layers=16", *given).model.decoder_config(64)
@@ -167,12 +167,12 @@ def test_sizes_beside_given_weights_are_to_be_theirs(tmp_path):
         args.model.decoder_config(64)
 
 
-def test_defaults_are_theirs():
+def test_decoder_defaults_are_the_guides():
     args = parse("--model=llama2_7b", "--dataset=x")
     assert DEFAULTS.items() <= flat(args).items()
 
 
-def test_their_log_shows_the_rates_that_are_here():
+def test_decoder_log_shows_learning_rates():
     """Mathstral's and Mixtral's: warm-up over 16 of 5,000 steps."""
     rate = parse(*MATHSTRAL).optimizer.schedule(5000)
     assert [f"{rate(step):.6f}" for step in range(6)] == [
@@ -188,7 +188,7 @@ def test_their_log_shows_the_rates_that_are_here():
 
 
 @pytest.mark.parametrize("style", STYLES)
-def test_a_rate_goes_from_the_peak_to_the_least(style):
+def test_decoder_schedule_decays_from_peak_to_minimum(style):
     flags = [f"--lr_decay_style={style}", "--lr=1e-3", "--min_lr=1e-4", "--warmup=0.1"]
     args = parse("--model=llama2_7b", "--dataset=x", *flags, *["--plateau=0.4"] * (style == "plateau"))
     rate = args.optimizer.schedule(100)
@@ -207,13 +207,13 @@ def test_a_rate_goes_from_the_peak_to_the_least(style):
 
 
 @pytest.mark.parametrize("name", CausalArguments.idle)
-def test_idle_flag_is_logged(name, caplog):
+def test_decoder_flag_without_effect_is_logged(name, caplog):
     with caplog.at_level(logging.INFO):
         parse("--model=llama2_7b", "--dataset=x", f"--{name}=1")
     assert caplog.messages == [f"--{name} 1 does nothing: {CausalArguments.idle[name]}"]
 
 
-def test_sizes_find_the_published_model_of_their_family():
+def test_decoder_sizes_select_published_model():
     told = {}
     for sizes in ((2048, 16, 32), (3072, 28, 24), (8192, 80, 64), (4096, 32, 32), (64, 2, 4)):
         flags = zip(("hidden_width", "num_layers", "num_heads"), sizes, strict=True)
@@ -234,7 +234,7 @@ def test_sizes_find_the_published_model_of_their_family():
         ["--model=llama2_7b", "nonsense"],
     ],
 )
-def test_the_flags_of_one_task_are_unknown_to_the_other(words):
+def test_flags_of_one_task_are_unknown_to_the_other(words):
     with pytest.raises(UserError, match="unknown flag"):
         parse(*words, "--output_dir=out")
 
@@ -270,7 +270,7 @@ def test_counterparts_are_flags_of_the_other_task():
         assert any(counterpart in flags[task] for task in TASKS)
 
 
-def test_the_help_of_esm2_has_nothing_of_decoders():
+def test_help_of_esm2_has_no_decoder_flags():
     strategy = load_script("train_fsdp2.py").FsdpFlags
     esm2, decoders = ({spec.name for spec in flag_specs(arguments_of(strategy, task))} for task in ("mlm", "clm"))
     assert {"min_lr", "model", "document_masks"} <= decoders - esm2
@@ -287,7 +287,7 @@ def test_the_help_of_esm2_has_nothing_of_decoders():
         (["--dataset=x", "--epochs=2"], 5000, 2),  # which has no length
     ],
 )
-def test_epochs_that_are_asked_for_are_trained(words, steps, epochs):
+def test_decoder_length_is_max_steps_or_epochs(words, steps, epochs):
     args = parse("--model=llama2_7b", *words)
     assert (args.data.max_steps, args.data.num_train_epochs) == (steps, epochs)
 
@@ -302,23 +302,23 @@ def test_epochs_that_are_asked_for_are_trained(words, steps, epochs):
         (["--task", "mlm", "--model=x"], "mlm"),
     ],
 )
-def test_task_is_named_or_follows_from_the_model(words, task):
+def test_task_follows_from_flag_or_model(words, task):
     assert task_name(words) == task
 
 
-def test_unknown_task_is_refused():
+def test_task_unknown_is_refused():
     with pytest.raises(UserError, match="^--task dlm: choose mlm, clm$"):
         task_name(["--task=dlm"])
 
 
-def test_a_file_of_flags_tells_a_decoder(tmp_path):
+def test_flags_file_selects_decoder(tmp_path):
     (tmp_path / "run.yaml").write_text("model_type: llama_v3\nhidden_width: 64\ndataset: x\nlr: 2e-4\n")
     args = parse(str(tmp_path / "run.yaml"), "--checkpoint_dir=out/x")
     found = (args.model.hidden_size, args.optimizer.learning_rate, args.checkpoint.output_dir)
     assert found == (64, 2e-4, "out/x")
 
 
-def test_nothing_is_written_where_flags_lack(tmp_path):
+def test_decoder_missing_flags_write_nothing(tmp_path):
     said = train_decoder(None, tmp_path / "out", expect=2)
     assert "missing: --dataset" in said
     assert not (tmp_path / "out").exists()

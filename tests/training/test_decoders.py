@@ -127,23 +127,23 @@ def check(out: Path, expected: tuple[list[float], list[float], dict[str, torch.T
     assert relative_difference(final_weights(out), weights) < 1e-5
 
 
-def test_one_process_is_transformers(text, plain, tmp_path):
+def test_decoder_run_equals_transformers(text, plain, tmp_path):
     train_decoder(text, tmp_path, script="train_ddp.py")
     check(tmp_path, plain)
 
 
-def test_two_ranks_are_transformers(plain, two_ranks):
+def test_decoder_run_on_two_ranks_equals_transformers(plain, two_ranks):
     check(two_ranks[0], plain)
 
 
 @pytest.mark.parametrize(("script", "ranks"), [("train_fsdp2.py", 4), ("train_ddp.py", 2), ("train_mfsdp.py", 2)])
-def test_other_ranks_and_strategies_are_transformers(text, plain, tmp_path, script, ranks):
+def test_decoder_run_of_any_strategy_equals_transformers(text, plain, tmp_path, script, ranks):
     train_decoder(text, tmp_path, ranks, script=script)
     check(tmp_path, plain)
 
 
 @pytest.mark.parametrize("family", [MIXTRAL, TIED], ids=["mixtral", "tied"])
-def test_experts_and_tied_embeddings_are_transformers(text, tmp_path, family):
+def test_decoder_experts_and_tied_embeddings_equal_transformers(text, tmp_path, family):
     expected = reference(text, tmp_path, **family)
     train_decoder(text, tmp_path / "run", 2, **family)
     check(tmp_path / "run", expected)
@@ -170,11 +170,11 @@ def generates_alike(directory: Path, flags: dict) -> None:
     assert ids[0].tolist() == theirs.tolist()
 
 
-def test_the_export_generates_as_the_model_does(two_ranks):
+def test_decoder_export_generates_like_the_model(two_ranks):
     generates_alike(two_ranks[0] / "final_model", {})
 
 
-def test_a_checkpoint_becomes_the_same_model(two_ranks, tmp_path):
+def test_decoder_export_of_checkpoint_equals_final_model(two_ranks, tmp_path):
     out, _ = two_ranks
     done = run_script("extras.export", out / "checkpoint-6", tmp_path / "model")
     assert done.returncode == 0, done.stderr
@@ -188,8 +188,8 @@ def test_a_checkpoint_becomes_the_same_model(two_ranks, tmp_path):
     assert "| training steps | 6 |\n" in cards[0]
 
 
-def test_export_takes_no_other_tokenizer_than_the_runs(two_ranks, tmp_path):
-    """The name of one in a checkpoint may lead anywhere; what is there may have been replaced."""
+def test_decoder_export_refuses_other_tokenizer(two_ranks, tmp_path):
+    """The name in a checkpoint may be any path, and the tokenizer there may have been replaced."""
     checkpoint = Path(shutil.copytree(two_ranks[0] / "checkpoint-6", tmp_path / "checkpoint-6"))
     state = json.loads((checkpoint / "trainer_state.json").read_text())
     state["arguments"]["tokenizer"] = str(trained(tmp_path / "other"))
@@ -200,7 +200,7 @@ def test_export_takes_no_other_tokenizer_than_the_runs(two_ranks, tmp_path):
     assert not (tmp_path / "model").exists()
 
 
-def test_the_log_has_the_guides_lines(two_ranks):
+def test_decoder_log_has_the_guides_lines(two_ranks):
     out, said = two_ranks
     parameters = 2 * 272 * 48 + 48 + 2 * (2 * 48 + 48 * 80 + 48 * 48 + 3 * 48 * 80)
     assert f"Created model with total parameters: {parameters} (0.00 B)" in said
@@ -215,7 +215,7 @@ def test_the_log_has_the_guides_lines(two_ranks):
     assert [row["step"] for row in rows(out) if "eval_loss" in row] == [3, 6]
 
 
-def test_a_run_that_is_stopped_goes_on_to_the_same_bits(text, two_ranks, tmp_path):
+def test_decoder_resume_after_stop_is_bit_identical(text, two_ranks, tmp_path):
     """With both directories the same, as the guides have it: at first there is nothing; then the newest counts."""
     out = tmp_path / "checkpoints"
     flags = {"resume_from_checkpoint": out, "validation_freq": 3}
@@ -227,7 +227,7 @@ def test_a_run_that_is_stopped_goes_on_to_the_same_bits(text, two_ranks, tmp_pat
     assert "nothing to train" in train_decoder(text, out, 2, **flags)
 
 
-def test_a_run_that_is_killed_goes_on_as_if_it_had_not_been(text, tmp_path):
+def test_decoder_resume_after_kill_is_bit_identical(text, tmp_path):
     out, flags = tmp_path / "killed", {"max_steps": 60}
     argv = decoder_flags(text, out, **flags)
     with LiveRun(None, out, tmp_path / "logs", 2, script="train_fsdp2.py", argv=argv) as run:
@@ -240,14 +240,14 @@ def test_a_run_that_is_killed_goes_on_as_if_it_had_not_been(text, tmp_path):
     assert_same_run(out, tmp_path / "whole", end, tmp_path)
 
 
-def test_a_run_goes_on_on_another_number_of_ranks(text, plain, tmp_path):
+def test_decoder_resumes_on_other_number_of_ranks(text, plain, tmp_path):
     train_decoder(text, tmp_path, 2, stop_at_step=3)
     train_decoder(text, tmp_path, 4, script="train_ddp.py")
     check(tmp_path, plain)
 
 
-def test_another_models_checkpoint_is_refused(text, two_ranks, tmp_path):
-    """The guides' five sizes of Llama share one directory: there 13B goes on from 7B."""
+def test_decoder_refuses_checkpoint_of_other_model(text, two_ranks, tmp_path):
+    """The guides' five sizes of Llama share one directory: there 13B would resume from 7B."""
     out, _ = two_ranks
     before = sorted(path.name for path in out.iterdir())
     said = train_decoder(text, out, expect=2, resume_from_checkpoint=out, num_layers=3)
@@ -273,7 +273,7 @@ def _initial_rows(argv: list[str], directory: str) -> None:
         torch.save(held, f"{directory}/{world.rank}.pt")
 
 
-def test_initial_weights_are_the_same_on_any_number_of_ranks(text, tmp_path):
+def test_decoder_initial_weights_are_independent_of_ranks(text, tmp_path):
     flags = MIXTRAL | {"vocab_size": 600}  # more rows than a stream of random numbers has
     args = arguments(text, tmp_path, **flags)
     whole = dict(load_model(args, World(0, 0, 1, torch.device("cpu"))).model.named_parameters())
@@ -287,7 +287,7 @@ def test_initial_weights_are_the_same_on_any_number_of_ranks(text, tmp_path):
     assert seen == {name: len(parameter) for name, parameter in whole.items()}
 
 
-def test_it_learns_what_no_table_of_frequencies_knows(text, tmp_path):
+def test_decoder_learns_more_than_frequencies(text, tmp_path):
     """PlotLabels of a list, in bytes: below the entropy of single bytes (about 3 nats) by far."""
     train_decoder(text, tmp_path, 1, max_steps=60, lr=8e-3, validation_freq=60, bf16=1, document_masks=1)
     counts = torch.bincount(torch.tensor(list((text / "train.jsonl").read_bytes()))).double()
@@ -307,7 +307,7 @@ def test_it_learns_what_no_table_of_frequencies_knows(text, tmp_path):
     ],
     ids=["selective", "offload", "documents"],
 )
-def test_what_saves_memory_changes_nothing(text, two_ranks, tmp_path, flags):
+def test_decoder_memory_flags_change_no_result(text, two_ranks, tmp_path, flags):
     train_decoder(text, tmp_path, 2, max_steps=2, save_final_model=False, **flags)
     same = "document_masks" not in flags
     assert (losses(tmp_path) == pytest.approx(losses(two_ranks[0])[:2], rel=1e-5)) == same
@@ -318,9 +318,8 @@ def test_what_saves_memory_changes_nothing(text, two_ranks, tmp_path, flags):
     [({}, {"delayed": {}, "nvfp4": {"fp8": 0, "fp4": 1}}), (MIXTRAL, {"nvfp4": {"fp8": 0, "fp4": 1}})],
     ids=["llama", "mixtral"],
 )
-def test_layers_compute_in_emulated_fp8_and_fp4(text, tmp_path, family, recipes):
-    """Each format has its own rounding, seen in the losses, and the run goes on with it; experts get as few rows as
-    they get."""
+def test_decoder_layers_compute_in_emulated_formats(text, tmp_path, family, recipes):
+    """Each format rounds differently, so each run has other losses; experts get any number of rows."""
     sizes = {"hidden_width": 64, "num_heads": 4, "intermediate_size": 96, "max_steps": 2, "save_final_model": False}
     seen = {}
     for name, recipe in {"exact": None, **recipes}.items():
@@ -329,11 +328,11 @@ def test_layers_compute_in_emulated_fp8_and_fp4(text, tmp_path, family, recipes)
         seen[name] = tuple(losses(out))
     exact = seen["exact"]
     assert len(set(seen.values())) == 1 + len(recipes)
-    for name in recipes:  # an eighth of a number's size at most in E2M1, a sixteenth in E4M3, averaged over products
+    for name in recipes:  # rounding is at most 1/8 in E2M1 and 1/16 in E4M3, averaged over a matmul's terms
         assert seen[name] == pytest.approx(exact, rel=0.1 if name == "nvfp4" else 0.03), name
 
 
-def test_checkpoints_hold_no_second_copy_of_tied_embeddings(text, tmp_path):
+def test_decoder_checkpoint_stores_tied_embeddings_once(text, tmp_path):
     train_decoder(text, tmp_path, 2, max_steps=1, save_final_model=False, **TIED)
     model = checkpoint_state(tmp_path / "checkpoint-1", tmp_path)["model"]
     assert sum(name in ("embed_tokens.weight", "lm_head.weight") for name in model) == 1
@@ -368,7 +367,7 @@ def test_checkpoints_hold_no_second_copy_of_tied_embeddings(text, tmp_path):
         ("train_fsdp2.py", {"min_lr": 1}, "--min_lr 1.0: must lie between 0 and --lr 0.001"),
     ],
 )
-def test_what_cannot_be_had_is_a_line(text, tmp_path, script, flags, said):
+def test_decoder_refuses_unsupported_flags_in_one_line(text, tmp_path, script, flags, said):
     ranks = 2 if script == "train_ddp_cp.py" else 1
     printed = train_decoder(text, tmp_path / "out", ranks, expect=2, script=script, **flags)
     assert said in printed

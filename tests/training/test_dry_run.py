@@ -59,7 +59,7 @@ def test_dry_run_peak_is_that_of_a_real_run(dataset, tmp_path, script, nproc, mo
     codes, said = on_ranks(nproc, run_measured, script, argv, str(tmp_path / "peak"))
     assert codes == [0] * nproc, "\n".join(said)
     peaks = [int((tmp_path / f"peak.{rank}").read_text()) for rank in range(nproc)]
-    # gloo has buffers of its own while it exchanges, which come and go with its threads
+    # gloo allocates buffers during collectives, from threads of its own
     assert predicted(script, nproc, argv, "--use_cpu").peak == pytest.approx(max(peaks), rel=0.10)
 
 
@@ -88,10 +88,10 @@ def test_largest_pack_fits_and_next_does_not():
     module, args = script_and_arguments(FSDP, [*argv, "--max_seq_length=256", "--dry_run", "--world_size=4"])
     with fake_run(args, module.build) as run:
         known = run.step(2048)
-        room = int(3.3 * known.peak)
-        found = largest_pack(run.step, known, room, 256)
+        limit = int(3.3 * known.peak)
+        found = largest_pack(run.step, known, limit, 256)
         assert found.tokens % 256 == 0
-        assert found.peak <= room < run.step(found.tokens + 256).peak
+        assert found.peak <= limit < run.step(found.tokens + 256).peak
         assert largest_pack(run.step, known, 1000, 256) is None
 
 

@@ -47,7 +47,7 @@ def test_dry_run_peak_is_that_of_a_real_run(dataset, tmp_path, nproc, model, fla
     codes, said = on_ranks(nproc, run_measured, MFSDP, argv, str(tmp_path / "peak"))
     assert codes == [0] * nproc, "\n".join(said)
     peak = max(int((tmp_path / f"peak.{rank}").read_text()) for rank in range(nproc))
-    # What is left is gloo's copy of weights that it gathers, one bucket's at a time
+    # The rest is gloo's copy of the weights it gathers, one bucket at a time
     assert predicted(MFSDP, nproc, argv, "--use_cpu").peak == pytest.approx(peak, rel=0.05)
 
 
@@ -66,7 +66,7 @@ def on_one_rank() -> MemoryEstimate:
     ],
 )
 def test_dry_run_bytes_per_parameter_are_the_documented_ones(strategy, weights, moments, gradients):
-    """docs/distributed.md, but for the bf16 weights: those are among what is gathered or rounded for use."""
+    """As in docs/distributed.md, except bf16 weights: they count as gathered or rounded weights."""
     way = f"--zero_dp_strategy={strategy}"
     held = predicted(MFSDP, 16, TINY, "--bf16", way, "--activation_checkpointing=full")
     alone = on_one_rank()
@@ -74,7 +74,7 @@ def test_dry_run_bytes_per_parameter_are_the_documented_ones(strategy, weights, 
     assert alone.kinds["gathered"] == pytest.approx(2 * parameters, rel=0.01)
     for kind, expected in (("weights", weights), ("optimizer", moments), ("gradients", gradients)):
         assert held.kinds[kind] / parameters == pytest.approx(expected, rel=0.05), kind  # buckets are padded
-    # Where nothing is dealt out the copying is, tensor by tensor, so not quite evenly.
+    # Replicas share the copying by whole tensors, so not quite evenly.
     assert held.checkpoint_copy / parameters == pytest.approx(12 / 16, rel=0.15 if strategy == "no_shard" else 0.05)
 
 

@@ -99,7 +99,7 @@ BODIES = {
         (_bug_on_rank_1_in_what_only_the_main_rank_should_do, 1, 1),
     ],
 )
-def test_all_ranks_end_with_the_failing_ranks_status_and_it_alone_speaks(body, status, speaker):
+def test_world_failing_rank_ends_all_with_its_status(body, status, speaker):
     codes, said = on_ranks(2, _run_body, body.__name__)
     assert codes == [status] * 2
     assert said[1 - speaker] == ""
@@ -111,7 +111,7 @@ def test_all_ranks_end_with_the_failing_ranks_status_and_it_alone_speaks(body, s
         assert "ZeroDivisionError: a bug" in said[speaker]
 
 
-def test_a_bug_between_collectives_ends_the_other_ranks_too():
+def test_world_bug_on_one_rank_ends_the_others():
     codes, said = on_ranks(2, _run_body, "_bug_on_rank_1_where_no_one_expects_it")
     assert codes == [1, 1]
     assert "ZeroDivisionError: a bug" in said[1]
@@ -119,7 +119,7 @@ def test_a_bug_between_collectives_ends_the_other_ranks_too():
     assert len(said[0].splitlines()) == 1
 
 
-def test_a_damaged_record_is_named_once_whichever_rank_and_worker_reads_it(dataset, tmp_path):
+def test_damaged_record_is_named_once(dataset, tmp_path):
     """One record of 60 with an id that is no token, met in the middle of the run; what was saved before is whole."""
     sequences = [row["input_ids"] for row in datasets.load_from_disk(str(dataset / "train")).select(range(60))]
     sequences[37][2] = 40
@@ -137,7 +137,7 @@ def test_a_damaged_record_is_named_once_whichever_rank_and_worker_reads_it(datas
 
 
 @pytest.mark.parametrize("flags", [{"eval_steps": 2}, {}], ids=["in the run", "at its end"])
-def test_a_damaged_held_out_record_ends_all_ranks_with_one_line(dataset, tmp_path, flags):
+def test_damaged_validation_record_is_named_once(dataset, tmp_path, flags):
     """One rank meets it, in an evaluation that the others are in too."""
     sequences = [row["input_ids"] for row in datasets.load_from_disk(str(dataset / "validation"))]
     sequences[7] = [0, 5, 40, 2]
@@ -154,7 +154,7 @@ def test_a_damaged_held_out_record_ends_all_ranks_with_one_line(dataset, tmp_pat
     assert "record 7: token id 40, the model has 0-32" in error
 
 
-def test_a_killed_loader_worker_ends_all_ranks_and_the_same_command_goes_on(dataset, tmp_path):
+def test_killed_loader_worker_ends_all_ranks_and_run_resumes(dataset, tmp_path):
     out, flags = tmp_path / "out", LONG | {"max_steps": 60}
     with LiveRun(dataset, out, tmp_path / "logs", 2, **flags, dataloader_num_workers=1) as run:
         run.until(lambda: newest_step(out) >= 10)
@@ -167,7 +167,7 @@ def test_a_killed_loader_worker_ends_all_ranks_and_the_same_command_goes_on(data
     assert_same_run(out, tmp_path / "whole", 60, tmp_path)
 
 
-def test_a_worker_that_goes_while_it_hands_a_batch_over_is_no_bad_input(monkeypatch):
+def test_lost_loader_worker_is_not_a_user_error(monkeypatch):
     """Then the connection breaks, which is an OSError, as an unreadable file is."""
 
     def broken(*_) -> None:
@@ -184,8 +184,8 @@ def test_a_worker_that_goes_while_it_hands_a_batch_over_is_no_bad_input(monkeypa
 
 
 @pytest.mark.parametrize("nproc", [1, 2])
-def test_a_run_that_diverges_ends_before_it_saves_garbage(dataset, tmp_path, nproc):
-    """Numbers that are none would replace every good checkpoint under --save_total_limit."""
+def test_diverged_run_ends_before_saving(dataset, tmp_path, nproc):
+    """NaN weights would replace every good checkpoint under --save_total_limit."""
     out = tmp_path / "out"
     flags = {"max_steps": 40, "save_steps": 1, "save_total_limit": 1, "save_final_model": False}
     train(dataset, out, nproc, **flags, stop_at_step=3)
@@ -206,7 +206,7 @@ def test_a_run_that_diverges_ends_before_it_saves_garbage(dataset, tmp_path, npr
 # ---- directories --------------------------------------------------------------------------------------------
 
 
-def test_output_directories_with_spaces_links_and_relative_paths(dataset, tmp_path):
+def test_output_dir_may_have_spaces_links_and_relative_path(dataset, tmp_path):
     flags = {"max_steps": 2, "save_steps": 1}
     train(dataset, tmp_path / "plain", **flags)
     (tmp_path / "target").mkdir()
@@ -221,7 +221,7 @@ def test_output_directories_with_spaces_links_and_relative_paths(dataset, tmp_pa
     assert losses(tmp_path / "relative") == losses(tmp_path / "plain")
 
 
-def test_overwriting_removes_what_a_run_writes_and_nothing_that_only_looks_like_it(dataset, tmp_path):
+def test_clear_removes_only_files_of_a_run(dataset, tmp_path):
     out = tmp_path / "out"
     train(dataset, out, max_steps=2, save_steps=1, do_eval=True)
     written = {path.name for path in out.iterdir()}
@@ -261,7 +261,7 @@ def test_overwriting_removes_what_a_run_writes_and_nothing_that_only_looks_like_
     ],
     ids=str,
 )
-def test_only_a_restart_of_the_same_job_goes_on_despite_flags_that_start_anew(dataset, tmp_path, variables, resumes):
+def test_restarted_job_resumes_despite_flags_that_start_over(dataset, tmp_path, variables, resumes):
     out = tmp_path / "out"
     for flags in ({"overwrite_output_dir": True}, {"resume_from_checkpoint": "false"}):
         shutil.rmtree(out, ignore_errors=True)
@@ -272,7 +272,7 @@ def test_only_a_restart_of_the_same_job_goes_on_despite_flags_that_start_anew(da
         assert ("Resuming after step 2" in run.said()) == resumes
 
 
-def test_a_validation_split_without_a_protein_is_refused_before_anything_is_written(dataset, tmp_path):
+def test_empty_validation_split_is_refused(dataset, tmp_path):
     data = tmp_path / "data"
     data.mkdir()
     (data / "train").symlink_to(dataset / "train")
@@ -283,7 +283,7 @@ def test_a_validation_split_without_a_protein_is_refused_before_anything_is_writ
     assert not (tmp_path / "out").exists()
 
 
-def test_torchrun_with_a_bad_flag_says_so_once_and_each_rank_ends_with_2(dataset, tmp_path):
+def test_torchrun_reports_bad_flag_once(dataset, tmp_path):
     done = run_training(dataset, tmp_path / "out", nproc=2, bf16="maybe", python=python())
     assert done.returncode == 1  # torchrun's own
     assert len(errors_of(done.stderr)) == 1
@@ -311,7 +311,7 @@ def _parse_nonsense() -> None:
     ],
 )
 @pytest.mark.parametrize("suffix", ["json", "yaml"])
-def test_files_of_flags_are_checked_like_flags(tmp_path, suffix, text, reason):
+def test_flags_file_is_checked_like_flags(tmp_path, suffix, text, reason):
     file = tmp_path / f"flags.{suffix}"
     file.write_text(text)
     codes, said = on_ranks(1, _main_on_file, file)

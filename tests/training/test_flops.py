@@ -15,8 +15,8 @@ from extras.decoders.model import DecoderForCausalLM
 from tests.models.reference import random_batch
 
 
-def test_flops_are_those_that_pytorch_counts_for_each_protein_alone():
-    """PyTorch's counter on transformers' model, forward and backward: the matrix products it really runs.
+def test_flops_equal_pytorchs_count_of_each_protein():
+    """PyTorch's counter on transformers' model, forward and backward: the matmuls it really runs.
 
     The reference runs the LM head on every position and the rotary angles as a product; ours does neither.
     """
@@ -39,7 +39,7 @@ def test_flops_are_those_that_pytorch_counts_for_each_protein_alone():
     assert ESM2.flops(config, tokens, squared, masked) == counted - head * (tokens - masked)
 
 
-def test_flops_are_those_of_the_weights_that_a_token_meets():
+def test_flops_of_experts_count_active_weights():
     """6 a weight and token: all but embeddings and norms of a dense model; of Mixtral 12.9 billion, as published
     (arXiv:2401.04088), with the embeddings. Of attention 12 x layers x hidden x context a token (PaLM's appendix B),
     halved by the causal mask."""

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
-
 import pytest
 import torch
 
@@ -58,19 +56,19 @@ def assert_same(out, alone) -> None:
         (4, {"sharding_strategy": "hybrid", "hsdp_shard_size": 2, "activation_checkpointing": "full"}),
     ],
 )
-def test_every_layout_is_the_run_of_a_single_process(dataset, tmp_path, alone, nproc, flags):
+def test_fsdp2_every_layout_equals_one_process(dataset, tmp_path, alone, nproc, flags):
     train(dataset, tmp_path, nproc, script=FSDP, max_steps=STEPS, **flags)
     assert_same(tmp_path, alone)
 
 
-@pytest.mark.skipif(not shutil.which("g++"), reason="torch.compile needs a C++ compiler on a CPU")
-def test_compiled_layers_take_the_same_steps(dataset, tmp_path, alone):
+def test_fsdp2_compiled_layers_take_the_same_steps(dataset, tmp_path, alone):
     flags = {"activation_checkpointing": "selective", "torch_compile": True, "stop_at_step": 3}
+    flags["compiler"] = "aot_eager"
     train(dataset, tmp_path, 1, script=FSDP, packs_per_step=4, max_steps=STEPS, **flags)
     assert losses(tmp_path) == pytest.approx(losses(alone)[:3], rel=LOSS)
 
 
-def test_bf16_follows_ddp_and_its_master_weights_are_fp32(dataset, tmp_path):
+def test_fsdp2_bf16_follows_ddp_with_fp32_master_weights(dataset, tmp_path):
     flags = {"bf16": True, "max_steps": 6, "gradient_accumulation_steps": 2}
     train(dataset, tmp_path / "ddp", 2, **flags)
     train(dataset, tmp_path / "fsdp", 2, script=FSDP, **flags)
@@ -83,7 +81,7 @@ def test_bf16_follows_ddp_and_its_master_weights_are_fp32(dataset, tmp_path):
     assert not torch.equal(weights, weights.bfloat16().float()), "the master weights are bf16"
 
 
-def test_emulated_fp8_is_that_of_ddp_and_nothing_is_warned_of(dataset, tmp_path):
+def test_fsdp2_emulated_fp8_equals_ddp(dataset, tmp_path):
     flags = {"fp8": True, "emulate_precision": True, "bf16": True, "max_steps": 3}
     train(dataset, tmp_path / "ddp", 2, **flags)
     said = train(dataset, tmp_path / "fsdp", 2, script=FSDP, **flags)
@@ -104,7 +102,7 @@ def _inspect(argv: list[str], path: str) -> None:
 
 
 @pytest.mark.parametrize(("nproc", "hybrid"), [(2, False), (3, False), (4, True)])
-def test_a_sharded_model_starts_with_the_very_values_of_a_whole_one(dataset, tmp_path, nproc, hybrid):
+def test_fsdp2_initial_weights_equal_unsharded(dataset, tmp_path, nproc, hybrid):
     flags = {"sharding_strategy": "hybrid", "hsdp_shard_size": 2} if hybrid else {}
     argv = flags_of(dataset, tmp_path / "out", config_overrides=TINY_OVERRIDES, **flags)
     codes, said = on_ranks(nproc, _inspect, argv, str(tmp_path / "rank"))
@@ -120,14 +118,14 @@ def test_a_sharded_model_starts_with_the_very_values_of_a_whole_one(dataset, tmp
     assert {r[1] for r in ranks} == {count_parameters(whole)}
 
 
-def test_export_from_shards_is_the_export_of_a_whole_model(dataset, tmp_path):
+def test_fsdp2_export_equals_unsharded(dataset, tmp_path):
     for name, nproc, script in (("ddp", 1, "train_ddp.py"), ("fsdp", 2, FSDP)):
         flags = {"max_steps": 2, "stop_at_step": 1, "learning_rate": 0, "save_final_model": True}
         train(dataset, tmp_path / name, nproc, script=script, packs_per_step=2, **flags)
     assert same_bits(final_weights(tmp_path / "fsdp"), final_weights(tmp_path / "ddp"))
 
 
-def test_training_goes_on_from_an_exported_model(dataset, tmp_path):
+def test_fsdp2_trains_from_an_exported_model(dataset, tmp_path):
     train(dataset, tmp_path / "first", 2, script=FSDP, max_steps=5)
     start = {"model_name_or_path": tmp_path / "first" / "final_model", "max_steps": 5, "packs_per_step": 2}
     train(dataset, tmp_path / "fsdp", 2, script=FSDP, **start)
@@ -135,7 +133,7 @@ def test_training_goes_on_from_an_exported_model(dataset, tmp_path):
     assert losses(tmp_path / "fsdp") == pytest.approx(losses(tmp_path / "ddp"), rel=LOSS)
 
 
-def test_checkpoints_of_any_layout_are_read_by_any_other(dataset, tmp_path, alone):
+def test_fsdp2_checkpoint_of_any_layout_resumes_on_any_other(dataset, tmp_path, alone):
     """One run that changes strategy and number of ranks five times; the uninterrupted one tells what it should be."""
     hybrid = {"sharding_strategy": "hybrid", "hsdp_shard_size": 2, "script": FSDP}
     legs = [(2, {}), (4, {"script": FSDP}), (1, {}), (4, hybrid), (2, {"script": FSDP}), (1, {"script": FSDP})]
@@ -144,10 +142,10 @@ def test_checkpoints_of_any_layout_are_read_by_any_other(dataset, tmp_path, alon
     assert_same(tmp_path, alone)
 
 
-def test_resume_on_the_same_layout_changes_no_bit(dataset, tmp_path):
+def test_fsdp2_resume_on_same_layout_is_bit_identical(dataset, tmp_path):
     flags = {"script": FSDP, "packs_per_step": 4, "max_steps": 6, "activation_checkpointing": "selective"}
     train(dataset, tmp_path / "whole", 2, **flags)
-    for stop in (2, 4, 6):
+    for stop in (3, 6):
         train(dataset, tmp_path / "parts", 2, **flags, stop_at_step=stop)
     assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
     assert same_bits(final_weights(tmp_path / "parts"), final_weights(tmp_path / "whole"))
@@ -162,10 +160,10 @@ def test_resume_on_the_same_layout_changes_no_bit(dataset, tmp_path):
         ({"activation_checkpointing": "some"}, "--activation_checkpointing some: choose none, selective, full"),
     ],
 )
-def test_bad_flags(dataset, tmp_path, flags, message):
+def test_fsdp2_refuses_bad_flags(dataset, tmp_path, flags, message):
     assert message in train(dataset, tmp_path / "out", expect=2, script=FSDP, **flags)
 
 
-def test_a_shard_size_that_does_not_divide_the_ranks(dataset, tmp_path):
+def test_fsdp2_shard_size_not_dividing_ranks_is_refused(dataset, tmp_path):
     said = train(dataset, tmp_path / "out", 2, expect=2, script=FSDP, sharding_strategy="hybrid", hsdp_shard_size=3)
     assert "--hsdp_shard_size 3 does not divide 2 ranks: choose 1, 2" in said

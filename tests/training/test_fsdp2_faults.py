@@ -27,7 +27,7 @@ from tests.training_fixtures import TINY_OVERRIDES, on_ranks, rows, train
 FLAGS = {"script": "train_fsdp2.py", "per_device_train_batch_size": 1, "save_final_model": False}
 
 
-def test_every_damaged_checkpoint_is_named_and_skipped_and_the_newest_whole_one_used(dataset, tmp_path):
+def test_fsdp2_resume_skips_and_names_damaged_checkpoints(dataset, tmp_path):
     flags, out = FLAGS | {"max_steps": 14, "save_steps": 2}, tmp_path / "damaged"
     train(dataset, out, 2, **flags)
     shutil.copytree(out, tmp_path / "whole")
@@ -52,7 +52,7 @@ def test_every_damaged_checkpoint_is_named_and_skipped_and_the_newest_whole_one_
     assert "checkpoint-14: the checkpoint is of another model: intermediate_size 64 (now 128);" in said
 
 
-def test_signals_in_a_step_and_in_an_evaluation_save_and_the_same_command_goes_on(dataset, tmp_path):
+def test_fsdp2_signal_saves_and_run_resumes(dataset, tmp_path):
     """SIGUSR1 to one rank; SIGTERM to both, and to one, while the ranks evaluate (half a second or more)."""
     data = tmp_path / "data"
     data.mkdir()
@@ -132,6 +132,6 @@ def _saves_on_a_slow_disk(out: Path) -> None:
     dist.destroy_process_group()
 
 
-def test_a_save_waits_for_the_one_before_and_one_copy_of_a_ranks_share_is_held(tmp_path):
+def test_fsdp2_save_waits_for_previous_and_holds_one_copy(tmp_path):
     codes, said = on_ranks(2, _saves_on_a_slow_disk, tmp_path)
     assert codes == [0, 0], "\n".join(said)

@@ -72,7 +72,7 @@ def outcome(checkpoint: Path, **how) -> str | None:
     return said
 
 
-def test_a_good_checkpoint_is_read(checkpoint):
+def test_intact_checkpoint_is_read(checkpoint):
     assert outcome(checkpoint, out=checkpoint.parent / "model") is None
     assert (checkpoint.parent / "model" / "model.safetensors").exists()
     (checkpoint / "metadata.json").unlink()  # as earlier versions wrote them
@@ -145,7 +145,7 @@ def test_mutated_shard_item_is_refused_or_harmless(checkpoint):
 @pytest.mark.parametrize(
     "name", ["pickle: BUILD on an allowed class", "manifest: a FIFO as shard", "config: 1e9 layers"]
 )
-def test_export_ends_with_one_line_and_status_2(checkpoint, name):
+def test_export_of_hostile_checkpoint_is_one_line(checkpoint, name):
     BY_NAME[name](checkpoint)
     done = run_script("extras.export", checkpoint, checkpoint.parent / "model")
     assert done.returncode == 2
@@ -157,7 +157,7 @@ def test_export_ends_with_one_line_and_status_2(checkpoint, name):
 
 
 @pytest.mark.parametrize("name", ["pickle: BUILD on an allowed class", "value: a text for a number", "state: a list"])
-def test_resumed_run_ends_with_one_line_and_status_2(checkpoint, dataset, name):
+def test_resume_from_hostile_checkpoint_is_one_line(checkpoint, dataset, name):
     BY_NAME[name](checkpoint)
     said = train(dataset, checkpoint.parent, expect=2, max_steps=4, save_final_model=False)
     errors = [line for line in said.splitlines() if line.startswith("error: ")]

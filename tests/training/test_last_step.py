@@ -1,6 +1,6 @@
-"""One epoch is each record once: the last step of a run takes what is left, on any number of ranks.
+"""One epoch reads each record once: the last step takes the remaining packs, on any number of ranks.
 
-Ranks for which nothing is left run empty packs, as many as the others run packs; nothing of the result shows it.
+Ranks without packs run as many empty packs as the others run packs, which must not change the result.
 """
 
 from __future__ import annotations
@@ -39,9 +39,13 @@ def packs_of(dataset, **flags) -> int:
     return plan.packs_per_epoch()
 
 
+PACKED = pytest.mark.parametrize("epoch", ["packed"], indirect=True)
+PADDED = pytest.mark.parametrize("epoch", ["padded"], indirect=True)
+
+
 @pytest.fixture(scope="module", params=MODES)
 def epoch(request, dataset, tmp_path_factory):
-    """One epoch of one process, and its flags."""
+    """One epoch of one process, and its flags; of the mode of a parameter, by default of each."""
     flags, out = EPOCH | MODES[request.param], tmp_path_factory.mktemp("epoch")
     train(dataset, out, **flags)
     return out, flags
@@ -72,13 +76,23 @@ def test_epoch_covers_each_record_once(dataset, epoch):
     assert (out / "final_model").exists()
 
 
-@pytest.mark.parametrize(("nproc", "flags"), [(2, {}), (3, {}), (3, FSDP), (2, {"dataloader_num_workers": 3} | FSDP)])
+@pytest.mark.parametrize(
+    ("epoch", "nproc", "flags"),
+    [
+        ("padded", 2, {}),
+        ("packed", 3, {}),
+        ("padded", 3, FSDP),
+        ("packed", 2, {"dataloader_num_workers": 3} | FSDP),
+    ],
+    indirect=["epoch"],
+)
 def test_last_step_is_independent_of_ranks_and_workers(dataset, tmp_path, epoch, nproc, flags):
     alone, epochs = epoch
     train(dataset, tmp_path, nproc, **epochs, **flags)
     assert_same(tmp_path, alone)
 
 
+@PACKED
 def test_resume_on_other_ranks_ends_at_the_same_step(dataset, tmp_path, epoch):
     alone, flags = epoch
     last = rows(alone)[-1]["step"]
@@ -93,6 +107,7 @@ def test_resume_on_other_ranks_ends_at_the_same_step(dataset, tmp_path, epoch):
     assert same_bits(final_weights(tmp_path), weights)
 
 
+@PADDED
 def test_resume_before_the_last_step_is_bit_identical(dataset, tmp_path, epoch):
     alone, flags = epoch
     train(dataset, tmp_path, **flags, stop_at_step=rows(alone)[-1]["step"] - 1)
@@ -101,6 +116,7 @@ def test_resume_before_the_last_step_is_bit_identical(dataset, tmp_path, epoch):
     assert same_bits(final_weights(tmp_path), final_weights(alone))
 
 
+@PACKED
 def test_resume_with_other_packs_per_step_ends_with_the_data(dataset, tmp_path, epoch):
     _, flags = epoch
     train(dataset, tmp_path, **flags, stop_at_step=2)

@@ -101,7 +101,7 @@ def assert_same(out, other, scratch, steps: int = STEPS) -> None:
     ],
     ids=["optim_grads_params", "optim_grads", "cp", "optim", "no_shard"],
 )
-def test_every_strategy_is_the_run_of_one_process_and_of_fsdp2(request, dataset, tmp_path, alone, sharded, flags):
+def test_mfsdp_every_strategy_equals_one_process_and_fsdp2(request, dataset, tmp_path, alone, sharded, flags):
     out = tmp_path / "out" if flags else request.getfixturevalue("megatron")
     if flags:
         train(dataset, out, 2, script=MFSDP, **RUN | flags)
@@ -109,7 +109,7 @@ def test_every_strategy_is_the_run_of_one_process_and_of_fsdp2(request, dataset,
     assert_same(out, sharded, tmp_path)
 
 
-def test_checkpoints_of_any_strategy_are_read_by_any_other_on_any_number_of_ranks(dataset, tmp_path):
+def test_mfsdp_checkpoint_of_any_strategy_resumes_on_any_other(dataset, tmp_path):
     """One run that changes both seven times, and one process that does not: weights, moments and steps."""
     hybrid = {"script": MFSDP, "hsdp_shard_size": 2}
     legs = [
@@ -129,7 +129,7 @@ def test_checkpoints_of_any_strategy_are_read_by_any_other_on_any_number_of_rank
     assert_same(out, alone, tmp_path, SHARED["max_steps"])
 
 
-def test_killed_told_to_stop_and_resumed_it_is_the_run_that_was_not(dataset, tmp_path, megatron):
+def test_mfsdp_resume_after_kill_and_stop_is_same_run(dataset, tmp_path, megatron):
     out, how = tmp_path / "out", {"script": MFSDP} | RUN
     with LiveRun(dataset, out, tmp_path / "logs", 2, **how | {"save_steps": 3}) as run:
         run.until(lambda: newest_step(out) > 0)
@@ -146,7 +146,7 @@ def test_killed_told_to_stop_and_resumed_it_is_the_run_that_was_not(dataset, tmp
     assert same_bits(final_weights(out), final_weights(megatron))
 
 
-# ---- bf16, other formats, compiled layers ----------------------------------------------------------------------
+# ---- bf16, other formats ----------------------------------------------------------------------------------------
 
 BF16 = {"bf16": True, "max_steps": 4, "packs_per_step": 6, "tokens_per_pack": 128}
 
@@ -179,7 +179,7 @@ def in_bf16(dataset, tmp_path_factory):
     ],
     ids=["masters", "three", "one", "reduce", "small"],
 )
-def test_bf16_is_that_of_fsdp2(dataset, tmp_path, in_bf16, nproc, like, flags, loss, norm):
+def test_mfsdp_bf16_equals_fsdp2(dataset, tmp_path, in_bf16, nproc, like, flags, loss, norm):
     train(dataset, tmp_path, nproc, script=MFSDP, **BF16 | flags)
     assert losses(tmp_path) == pytest.approx(losses(in_bf16(*like)), rel=loss)
     assert norms(tmp_path) == pytest.approx(norms(in_bf16(*like)), rel=norm)
@@ -187,7 +187,7 @@ def test_bf16_is_that_of_fsdp2(dataset, tmp_path, in_bf16, nproc, like, flags, l
     assert torch.equal(weights, weights.bfloat16().float()) == (like[1] == "bf16")
 
 
-def test_emulated_fp8_and_nvfp4_are_those_of_fsdp2(dataset, tmp_path):
+def test_mfsdp_emulated_formats_equal_fsdp2(dataset, tmp_path):
     formats = {"fp8": True, "fp8_recipe": "delayed", "fp8_layers": 1, "fp4": True, "fp4_layers": 2}
     flags = BF16 | formats | {"emulate_precision": True, "max_steps": 3}
     flags |= {"config_overrides": TINY_OVERRIDES.replace("hidden_size=32", "hidden_size=128")}
@@ -195,23 +195,6 @@ def test_emulated_fp8_and_nvfp4_are_those_of_fsdp2(dataset, tmp_path):
         train(dataset, tmp_path / script, 2, script=script, **flags)
     assert losses(tmp_path / MFSDP) == pytest.approx(losses(tmp_path / FSDP2), rel=1e-5)
     assert norms(tmp_path / MFSDP) == pytest.approx(norms(tmp_path / FSDP2), rel=1e-4)
-
-
-def _compiled(argv: list[str]) -> None:
-    """On a rank: train_mfsdp.py with layers as graphs of torch's tracer, but no compiler behind it."""
-    _main(argv, MFSDP, compiler="aot_eager")
-    counters = torch._dynamo.utils.counters
-    print("graphs", counters["stats"]["unique_graphs"], "breaks", len(counters["graph_break"]))
-
-
-def test_compiled_layers_are_whole_graphs_and_take_the_same_steps(dataset, tmp_path, alone):
-    """Recomputed ones too: one graph for all layers, or two where packs of another shape had it made anew."""
-    flags = {"torch_compile": True, "activation_checkpointing": "full", "stop_at_step": 2, "do_eval": False}
-    codes, said = on_ranks(2, _compiled, flags_of(dataset, tmp_path, **RUN | flags))
-    assert codes == [0, 0], "\n".join(said)
-    assert "graphs 1 breaks 0" in said[0] or "graphs 2 breaks 0" in said[0]
-    assert losses(tmp_path) == pytest.approx(losses(alone)[:2], rel=LOSS)
-    assert norms(tmp_path) == pytest.approx(norms(alone)[:2], rel=NORM)
 
 
 # ---- what would go wrong without a word ------------------------------------------------------------------------
@@ -231,7 +214,7 @@ def _without(what: str, argv: list[str]) -> None:
 
 
 @pytest.mark.parametrize("what", ["nothing", "waiting", "averaging", "clearing"])
-def test_a_part_that_is_left_out_is_seen(dataset, tmp_path, alone, what):
+def test_mfsdp_comparison_detects_omitted_parts(dataset, tmp_path, alone, what):
     flags = RUN | {"stop_at_step": 2, "do_eval": False, "max_skipped_steps": 5}
     codes, said = on_ranks(2, _without, what, flags_of(dataset, tmp_path / "out", **flags))
     assert codes == [0, 0], said
@@ -256,7 +239,7 @@ def _inspect(argv: list[str], path: str) -> None:
 
 
 @pytest.mark.parametrize(("nproc", "replicas"), [(3, 1), (4, 2)], ids=["three", "hybrid"])
-def test_each_rank_makes_its_own_rows_of_the_very_values_of_a_whole_model(dataset, tmp_path, nproc, replicas):
+def test_mfsdp_initial_rows_equal_unsharded(dataset, tmp_path, nproc, replicas):
     flags = {"hsdp_shard_size": 2} if replicas > 1 else {}
     overrides = "num_hidden_layers=2,hidden_size=48,num_attention_heads=3,intermediate_size=100"  # cut oddly
     argv = flags_of(dataset, tmp_path / "out", config_overrides=overrides, **flags)
@@ -335,7 +318,7 @@ def _costs(argv: list[str], path: str) -> None:
     torch.save(found, f"{path}.{world.rank}")
 
 
-def test_memory_and_traffic_are_those_of_the_documented_table(dataset, tmp_path):
+def test_mfsdp_memory_and_traffic_match_documented_table(dataset, tmp_path):
     larger = "num_hidden_layers=2,hidden_size=64,num_attention_heads=4,intermediate_size=256"
     argv = flags_of(dataset, tmp_path / "out", bf16=True, config_overrides=larger)
     codes, said = on_ranks(2, _costs, argv, str(tmp_path / "rank"))

@@ -53,7 +53,7 @@ MFSDP = "train_mfsdp.py"
         ),
     ],
 )
-def test_what_is_refused(dataset, tmp_path, flags, message):
+def test_mfsdp_refuses_bad_flags(dataset, tmp_path, flags, message):
     script = load_script(MFSDP)
     with pytest.raises(UserError) as error:
         script.parse_run("", script.MegatronFlags, flags_of(dataset, tmp_path, **flags))
@@ -61,13 +61,13 @@ def test_what_is_refused(dataset, tmp_path, flags, message):
     assert "\n" not in str(error.value)
 
 
-def test_a_shard_size_that_does_not_divide_the_ranks(dataset, tmp_path):
+def test_mfsdp_shard_size_not_dividing_ranks_is_refused(dataset, tmp_path):
     said = train(dataset, tmp_path / "out", 2, expect=2, script=MFSDP, hsdp_shard_size=3)
     assert "--hsdp_shard_size 3 does not divide 2 ranks: choose 1, 2" in said
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_without_a_gpu_it_says_so_in_one_line(dataset, tmp_path):
+def test_mfsdp_without_gpu_is_one_line(dataset, tmp_path):
     done = run_script(MFSDP, *flags_of(dataset, tmp_path / "out"), env=environment())
     assert done.returncode == 2
     (line,) = done.stderr.splitlines()

@@ -30,7 +30,7 @@ FLAGS = {"train_ddp.py": "DdpFlags", "train_fsdp2.py": "FsdpFlags"}
     ("script", "flags"),
     [("train_ddp.py", {}), ("train_fsdp2.py", {}), ("train_fsdp2.py", {"activation_checkpointing": "full"})],
 )
-def test_passes_and_optimizer_never_synchronize_with_a_gpu(tmp_path, script, flags):
+def test_stepper_passes_never_synchronize_with_gpu(tmp_path, script, flags):
     module = load_script(script)
     argv = flags_of(None, tmp_path, **flags, dataset="sample", bf16=True, dry_run=True, world_size=2, use_cpu=False)
     args = parse_run("", getattr(module, FLAGS[script]), argv)
@@ -62,7 +62,7 @@ def test_stepper_synchronizes_once(dataset):
     assert dict(work.waits) == {"tolist": 1}
 
 
-def test_predicted_positions_of_batch_equal_those_of_model():
+def test_collator_predicted_positions_equal_the_models():
     torch.manual_seed(0)
     model = build_model(esm2_config(layers=1, hidden_size=64, heads=4), seed=1)
     pack = {"input_ids": torch.randint(4, 24, (90,)), "cu_seqlens": torch.tensor([0, 50, 90], dtype=torch.int32)}
@@ -78,8 +78,8 @@ def test_predicted_positions_of_batch_equal_those_of_model():
     assert given.correct == (logits.argmax(-1) == pack["labels"][asked]).sum()
 
 
-def test_collator_pads_packs_to_one_shape_on_a_gpu(dataset):
-    """Those of a CPU, where fillers cost what they are, have no more of them than products want."""
+def test_collator_pads_packs_to_one_shape_on_gpu(dataset):
+    """On a CPU, where each filler costs time, packs have only those that matmuls need."""
 
     def pad_to(device: str, **flags) -> int:
         task = MaskedLM(None, arguments(dataset, **flags), World(0, 0, 1, torch.device(device)))

@@ -109,7 +109,7 @@ def test_tensorboard_flushes_each_row(tmp_path):
     """A killed run resumes after its checkpoint: rows before it are not logged again."""
     pytest.importorskip("tensorboard")
     numbers = {f"number {n}": n / 2 for n in range(20)}
-    row = numbers | {"step": 3, "slowest_host": "no number"}
+    row = numbers | {"step": 3, "slowest_host": "a name"}
     codes, said = on_ranks(1, _write_a_row_and_die, tmp_path, row)
     assert codes == [-signal.SIGKILL], said
     assert scalars(tmp_path / "logs") == {name: {3: value} for name, value in numbers.items()}

@@ -29,7 +29,7 @@ def source(tmp_path_factory):
     return root
 
 
-def test_kill_9_at_any_moment_changes_no_bit(source, tmp_path):
+def test_streamed_resume_after_kill_is_bit_identical(source, tmp_path):
     flags = FLAGS | {"dataset": source, "dataloader_num_workers": 2, "do_eval": True, "eval_steps": 5}
     train(None, tmp_path / "whole", **flags)
     killed = tmp_path / "killed"
@@ -43,7 +43,7 @@ def test_kill_9_at_any_moment_changes_no_bit(source, tmp_path):
     assert 2.7 < results["eval_unigram_loss"] < 3.1
 
 
-def test_any_number_of_ranks_makes_the_same_run(source, tmp_path):
+def test_streamed_run_is_independent_of_ranks(source, tmp_path):
     """Two ranks x 1, stopped half way, then one process x 2: the losses of one process x 2."""
     flags = {"dataset": source, "max_steps": 24}
     train(None, tmp_path / "whole", gradient_accumulation_steps=2, **flags)
@@ -59,13 +59,13 @@ def test_any_number_of_ranks_makes_the_same_run(source, tmp_path):
     assert max(steps) < 3 * min(steps), "it moves with every step"
 
 
-def test_another_dataset_is_refused_on_resume(source, tmp_path):
+def test_streamed_resume_refuses_other_dataset(source, tmp_path):
     train(None, tmp_path / "out", dataset=source, max_steps=4, stop_at_step=2)
     said = train(None, tmp_path / "out", expect=2, dataset=write(tmp_path / "b.csv", proteins(90)), max_steps=4)
     assert "the data have changed since the checkpoint" in said
 
 
-def test_resume_knows_streamed_data_by_their_content(tmp_path):
+def test_streamed_resume_identifies_data_by_content(tmp_path):
     """Copied under another name they are the same; edited in place, to the same size and time, they are not."""
     path, out = write(tmp_path / "a.csv", proteins(90)), tmp_path / "out"
     train(None, out, dataset=path, max_steps=6, stop_at_step=2)
@@ -82,7 +82,7 @@ def test_resume_knows_streamed_data_by_their_content(tmp_path):
 
 
 @needs_real_sample
-def test_real_proteins_straight_from_the_fasta_file(tmp_path):
+def test_streamed_run_reads_real_fasta(tmp_path):
     """The command line of a user, --streaming included, which says nothing about a local file."""
     flags = flags_of(
         None, tmp_path, dataset=REAL_SAMPLE, eval_dataset=REAL_SAMPLE, do_eval=True, max_eval_samples=20, max_steps=3
@@ -104,14 +104,14 @@ def test_real_proteins_straight_from_the_fasta_file(tmp_path):
         ({"dataset": None, "dataset_dir": "x", "streaming": True}, "missing: --dataset (--streaming goes with it)"),
     ],
 )
-def test_bad_input(tmp_path, flags, message):
+def test_streamed_run_refuses_bad_input(tmp_path, flags, message):
     flags = {"dataset": write(tmp_path / "a.csv", proteins(20))} | flags
     said = train(flags.pop("dataset_dir", None), tmp_path / "out", expect=2, **flags)
     assert message in said
     assert not (tmp_path / "out").exists()
 
 
-def test_another_number_of_packs_a_step_is_refused_on_resume(source, tmp_path):
+def test_streamed_resume_refuses_other_packs_per_step(source, tmp_path):
     out, flags = tmp_path / "out", {"dataset": source, "max_steps": 6}
     train(None, out, **flags, packs_per_step=2, stop_at_step=3)
     said = train(None, out, expect=2, **flags, packs_per_step=4)

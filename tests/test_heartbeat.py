@@ -1,4 +1,4 @@
-"""A sign of life while something takes long."""
+"""Log lines while something takes long: `log_every`, and the first step of a compiled model."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from common.models.layers.compiling import FirstStep
 from tests.patience import wait_until
 
 
-def test_it_is_said_until_the_end_and_not_after(caplog):
+def test_log_every_stops_at_the_end(caplog):
     with caplog.at_level("INFO"):
         with suppress(ZeroDivisionError), log_every("Clustering", every=0.05):
             wait_until(lambda: len(caplog.messages) >= 2)
@@ -24,7 +24,7 @@ def test_it_is_said_until_the_end_and_not_after(caplog):
 
 
 @pytest.mark.parametrize("compiles", [True, False])
-def test_the_first_step_says_that_it_compiles(caplog, compiles):
+def test_first_step_logs_compilation_once(caplog, compiles):
     first_step = FirstStep(compiles)
     with caplog.at_level("INFO"):
         for _ in range(3):
