@@ -11,7 +11,6 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
 
@@ -305,10 +304,12 @@ def test_preflight_reports_missing_rank_0():
 
 
 @pytest.mark.parametrize(
-    ("groups", "step"), [(1, "rank 1"), (2, "an all-reduce between rank 0 (")], ids=["before the clocks", "in a pair"]
+    ("function", "step"),
+    [("init_process_group", "rank 1"), ("new_group", "an all-reduce between rank 0 (")],
+    ids=["before the clocks", "in a pair"],
 )
-def test_preflight_names_a_rank_that_stops_answering(groups, step):
-    codes, said = preflight("--timeout=2", before={1: [(_freeze_when_there_are, groups)]})
+def test_preflight_names_a_rank_that_stops_answering(function, step):
+    codes, said = preflight("--timeout=2", before={1: [(_freeze_after, function)]})
     assert codes == [2, -signal.SIGKILL]
     errors = lines_of(said[0])
     assert any(step in line for line in errors), errors
@@ -316,17 +317,16 @@ def test_preflight_names_a_rank_that_stops_answering(groups, step):
     assert "no rank of which" not in said[0]
 
 
-def _freeze_when_there_are(groups: int) -> None:
-    """As a machine that dies: no answer, no closed connection. A shell ends the process later."""
+def _freeze_after(function: str) -> None:
+    """As a machine that dies in a call of torch.distributed: no answer, no closed connection. A shell kills it."""
+    original = getattr(dist, function)
 
-    def freeze() -> None:
-        while len(dist.distributed_c10d._world.pg_map) < groups:
-            time.sleep(0.0002)
+    def freeze(*args, **kwargs) -> None:
+        original(*args, **kwargs)
         os.kill(os.getpid(), signal.SIGSTOP)
 
+    setattr(dist, function, freeze)
     subprocess.Popen(["sh", "-c", f"sleep 15; kill -9 {os.getpid()}"])
-    sys.setswitchinterval(0.0005)
-    threading.Thread(target=freeze, daemon=True).start()
 
 
 @pytest.mark.skipif(shutil.which("faketime") is None, reason="faketime is not installed")
