@@ -92,11 +92,13 @@ def _table(args: RunArguments, held: MemoryEstimate) -> list[str]:
         rows.append(("reserved for CUDA context, NCCL, fragmentation (--device_reserve)", reserve))
         rows.append((f"needed, of {args.dry_run.device_memory:g} GiB (--device_memory)", held.peak + reserve))
     lines = [f"{'GiB':>10}", *(f"{size / GIB:10.2f}  {what}" for what, size in rows)]
-    host = [(held.state_on_host, "weights, gradients and moments (--cpu_offload)")]
-    host += [(held.activations_on_host, "activations (--offload_activations)")]
-    host += [(held.checkpoint_copy, "copy for a checkpoint that is written in the background")]
-    told = [f"{size / GIB:10.2f}  {what}" for size, what in host if size]
-    return [*lines, "", "In host memory, beside it, for each rank:", *told]
+    host = [
+        (held.state_on_host, "weights, gradients and moments (--cpu_offload)"),
+        (held.activations_on_host, "activations (--offload_activations)"),
+        (held.checkpoint_copy, "copy for a checkpoint that is written in the background"),
+    ]
+    on_host = [f"{size / GIB:10.2f}  {what}" for size, what in host if size]
+    return [*lines, "", "In host memory, beside it, for each rank:", *on_host]
 
 
 def _modes(args: RunArguments, build: Build, held: MemoryEstimate) -> list[str]:
