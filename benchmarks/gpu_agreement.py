@@ -11,7 +11,6 @@ delayed scaling finds its scales. The table is written after every row; a row th
 from __future__ import annotations
 
 import common  # noqa: F401  # isort: skip  (before torch: see there)
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
@@ -22,8 +21,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.gpu_models import SIZES, batches_for, build
-from benchmarks.peer import padded
-from benchmarks.tables import publish, where_measured
+from benchmarks.measuring import padded, publish, say, where_measured
 from common.cli import UserError, run
 from common.data.collators import to_device
 from common.distributed.world import World
@@ -157,7 +155,7 @@ def main() -> None:
     for (ours, theirs), found in rows_of(PAIRS, args):
         cells = [found, "", ""] if isinstance(found, str) else [f"{value:.1e}" for value in found.values()]
         lines.append(f"| {ours.name} | {theirs.name} | {' | '.join(cells)} |")
-        print(lines[-1], file=sys.stderr, flush=True)
+        say(lines[-1])
         if args.output:
             Path(args.output).write_text("\n".join(lines) + "\n")
     publish("\n".join(lines), args.output)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers import EsmForMaskedLM
 
-from benchmarks.peer import padded
+from benchmarks.measuring import padded
 from common.cli import UserError
 from common.compat import use_sdpa
 from common.data.collators import Batch, MaskingCollator, to_device

@@ -13,7 +13,6 @@ from __future__ import annotations
 import common  # noqa: F401  # isort: skip  (before torch: see there)
 import gc
 import re
-import sys
 import time
 from collections import Counter
 from dataclasses import dataclass
@@ -23,7 +22,7 @@ from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.gpu_models import KINDS, SIZES, batches_for, config_of, steps_of
-from benchmarks.tables import publish, where_measured
+from benchmarks.measuring import publish, say, where_measured
 from common.cli import UserError, run
 from common.flags import Flags, flag, parse_arguments
 
@@ -119,7 +118,7 @@ def main() -> None:
         for kernel, milliseconds in spent.most_common(args.slowest):
             short = kernel.replace("|", "/")[:90]
             below.append(f"| `{short}` | {group_of(kernel)} | {milliseconds:.2f} | {started[kernel]:.0f} |")
-        print(lines[-1], file=sys.stderr, flush=True)
+        say(lines[-1])
     publish("\n".join(lines + below) + "\n", args.output)
 
 

@@ -20,7 +20,6 @@ import common  # noqa: F401  # isort: skip  (before torch: see there)
 import gc
 import json
 import multiprocessing
-import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -29,7 +28,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.gpu_models import KINDS, MAX_LENGTH, SIZES, batches_for, config_of, steps_of
-from benchmarks.tables import publish, where_measured
+from benchmarks.measuring import publish, say, where_measured
 from common.cli import UserError, run
 from common.flags import Flags, flag, parse_arguments
 from common.models.esm2.family import FAMILY
@@ -171,7 +170,7 @@ def main() -> None:
     cases = [(size, mode) for size in args.sizes.split(",") for mode in args.modes.split(",")]
     for row in rows_of(cases, args):
         rows.append(row)
-        print(f"{time.monotonic() - begun:5.0f} s  {json.dumps(row)}", file=sys.stderr, flush=True)
+        say(f"{time.monotonic() - begun:5.0f} s  {json.dumps(row)}")
         if args.output:
             Path(args.output).write_text(table(args, rows))
             Path(args.output).with_suffix(".json").write_text(json.dumps(rows, indent=1) + "\n")
