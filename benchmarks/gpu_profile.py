@@ -60,7 +60,7 @@ def group_of(kernel: str) -> str:
 
 
 def measure(mode: str, args: Arguments) -> tuple[float, Counter, Counter]:
-    """(milliseconds a step by the clock; milliseconds, and starts, a step of each kernel)."""
+    """(wall time of a step in ms; by kernel: ms a step, launches a step)."""
     config = config_of(mode, args.size)
     step = steps_of(mode, config, args.device, args.fp8_recipe)
     batches = batches_for(mode, args.tokens, WARMUP + STEPS)

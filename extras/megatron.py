@@ -130,8 +130,8 @@ def add_dcp_hooks(shard: DTensor, first: int) -> None:
 VERSION = "0.6.1"
 DEVICES = ("cuda",)  # its streams, events and reductions are CUDA's and NCCL's
 STRATEGIES = {
-    "no_shard": "nothing dealt out",
-    "optim": "optimiser state dealt out (ZeRO-1)",
+    "no_shard": "nothing sharded",
+    "optim": "optimiser state sharded (ZeRO-1)",
     "optim_grads": "gradients too (ZeRO-2)",
     "optim_grads_params": "weights too, gathered layer by layer (ZeRO-3)",
 }

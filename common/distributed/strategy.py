@@ -139,7 +139,7 @@ def _all_reduce_in_bf16(_, bucket):
 class StrategyFlags(Flags):
     """Base of the flags of a parallel strategy. Those that depend on other groups look at the whole run's flags."""
 
-    group = "memory and exchange"
+    group = "memory and communication"
 
     def missing_in(self, run: Any) -> Iterable[Missing]:
         """As `missing`, given the flags of the run."""
