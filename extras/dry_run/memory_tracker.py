@@ -105,7 +105,7 @@ class MemoryTracker(TorchDispatchMode):
             self._resized(storage)
             return result
 
-        torch.UntypedStorage.resize_ = resize_
+        torch.UntypedStorage.resize_ = resize_  # pyrefly: ignore[bad-assignment]  # the stub says it never returns
         return super().__enter__()
 
     def __exit__(self, *error) -> None:
@@ -119,7 +119,7 @@ class MemoryTracker(TorchDispatchMode):
         pinned = kwargs.pop("pin_memory", None)
         given = [x for x in tree_iter((args, kwargs)) if isinstance(x, Tensor)]
         is_fake = any(isinstance(x, FakeTensor) for x in given)
-        result = None
+        result: Any = None
         if is_fake or all(x.is_meta for x in given):  # a factory function need not compute values either
             with self._fake:
                 result = func(*args, **kwargs)
