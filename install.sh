@@ -104,7 +104,7 @@ install_gpu() {
   echo "Compiling Transformer Engine and flash-attn against $torch, which takes long (MAX_JOBS: files at a time), unless"
   echo "their makers' servers have them for it"
   pip install --quiet -r requirements-build.txt -c constraints.txt
-  # One after the other: what is there when a later one fails need not be compiled again.
+  # One at a time: if a later one fails, those already installed are not compiled again.
   grep -E '^[a-z]' requirements-gpu.txt | while read -r line; do
     pip install --quiet --no-cache-dir --no-build-isolation -c constraints.txt "$line" </dev/null ||
       fail "pip could not install $line: see above"

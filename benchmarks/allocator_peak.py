@@ -19,9 +19,9 @@ from pathlib import Path
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
+from benchmarks.measuring import ROOT
 from common.compat import ProfilerEventType
 
-ROOT = Path(__file__).parent.parent
 PLAIN = {"async_save": False, "save_final_model": False, "dataloader_num_workers": 0, "disable_tqdm": True}
 
 

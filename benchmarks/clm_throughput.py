@@ -16,14 +16,12 @@ import common  # noqa: F401  # isort: skip  (before torch: see there)
 import ast
 import importlib.util
 import json
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 
-from benchmarks.rounds import cells, in_rounds
-from benchmarks.tables import publish, where_measured
+from benchmarks.measuring import WARMUP, in_rounds, speed_cells, training_speed, where_measured, worker_or_table
 from common.cli import UserError, run
 from common.flags import Flags, flag, parse_arguments
 
@@ -36,7 +34,6 @@ MODES = {
     "packed": "LlamaForCausalLM, packed",
     "padded": "LlamaForCausalLM, a document a row, padded to the longest",
 }
-WARM = 2  # steps that are not timed
 
 
 @dataclass
@@ -45,7 +42,7 @@ class Arguments(Flags):
     models: str = flag("tiny,110M", f"Which Llamas: {', '.join(MODELS)}.")
     context: int = flag(512, "Tokens in a context.")
     contexts: int = flag(8, "Contexts in a batch.")
-    steps: int = flag(6, f"Steps timed, after {WARM} that are not.")
+    steps: int = flag(6, f"Steps timed, after {WARMUP} that are not.")
     rounds: int = flag(3, "Times that every measurement is repeated.")
     dtypes: str = flag("fp32,bf16", "Which precisions.")
     compiled: bool = flag(False, "Measure --torch_compile too.")
@@ -85,12 +82,10 @@ def measure(args: Arguments) -> dict:
     from torch.nn.utils.rnn import pad_sequence
 
     from common.compat import use_sdpa
-    from common.data.collators import to_device
     from common.data.crops import Pack
     from common.distributed.run import keep_freed_memory
     from common.models.layers.compiling import compile_layers
     from common.models.layers.initialise import initialise
-    from common.training.run_logger import peak_memory_gb
     from extras.decoders.config import DecoderConfig
     from extras.decoders.model import DecoderForCausalLM
     from extras.text.causal import CausalCollator
@@ -135,7 +130,8 @@ def measure(args: Arguments) -> dict:
         lengths = torch.tensor([len(row) for row in rows])
         mask = torch.arange(int(lengths.max())) < lengths[:, None]
         ids = pad_sequence(rows, batch_first=True)
-        return {"input_ids": ids, "attention_mask": mask.long(), "labels": ids.masked_fill(~mask, -100)}
+        labels = ids.masked_fill(~mask, -100)
+        return {"input_ids": ids, "attention_mask": mask.long(), "labels": labels, "num_tokens": int(mask.sum())}
 
     left = np.zeros(0, np.int64)  # of a document that was cut
 
@@ -152,7 +148,7 @@ def measure(args: Arguments) -> dict:
 
     source = tokenised()
     prepared = []
-    for _ in range(args.steps + WARM):
+    for _ in range(args.steps + WARMUP):
         if mode == "padded":
             prepared.append(padded())
             continue
@@ -163,27 +159,9 @@ def measure(args: Arguments) -> dict:
             prepared.append(CausalCollator(args.context, mode == "ours-masks")(pack, ids))
         else:
             rows = torch.from_numpy(ids.astype(np.int64)).view(args.contexts, args.context)
-            prepared.append({"input_ids": rows, "attention_mask": torch.ones_like(rows), "labels": rows})
-
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, weight_decay=0.01, fused=True)
-    model.train()
-    tokens = 0
-    for number, batch in enumerate(prepared):
-        if number == WARM:
-            started, tokens = time.perf_counter(), 0
-        inputs = to_device(batch, torch.device("cpu")) if ours else batch
-        with torch.autocast("cpu", torch.bfloat16, enabled=dtype == "bf16"):
-            output = model(**inputs)
-            loss = output.loss_sum / batch["num_targets"] if ours else output.loss
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        tokens += batch["num_tokens"] if ours else int(batch["attention_mask"].sum())
-    speed = tokens / (time.perf_counter() - started)
-    parameters = sum(p.numel() for p in model.parameters())
-    memory = peak_memory_gb(torch.device("cpu"))
-    return {"tokens_per_second": speed, "peak_gb": memory, "loss": loss.item(), "parameters": parameters}
+            mask = torch.ones_like(rows)
+            prepared.append({"input_ids": rows, "attention_mask": mask, "labels": rows, "num_tokens": rows.numel()})
+    return training_speed(model, prepared, dtype, ours) | {"parameters": sum(p.numel() for p in model.parameters())}
 
 
 def compare(args: Arguments) -> str:
@@ -216,17 +194,12 @@ def compare(args: Arguments) -> str:
         ours = None if mode.startswith("ours") else found[f"{name}:ours:{dtype}:tuned"]
         what = MODES[mode] + (", our process settings" if tuned == "tuned" and ours else "")
         size = f"{name}, {found[job][0]['parameters'] / 1e6:.1f} M"
-        lines.append(f"| {size} | {dtype} | {cells(what, found[job], ours)}")
+        lines.append(f"| {size} | {dtype} | {speed_cells(what, found[job], ours)}")
     return "\n".join(lines) + "\n"
 
 
 def main() -> None:
-    args = parse_arguments(__doc__, Arguments)
-    if args.worker:
-        print(json.dumps(measure(args)))
-        return
-    table = compare(args)
-    publish(table, args.output)
+    worker_or_table(parse_arguments(__doc__, Arguments), measure, compare)
 
 
 if __name__ == "__main__":

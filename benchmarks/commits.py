@@ -20,11 +20,10 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.tables import publish, where_measured
+from benchmarks.measuring import ROOT, publish, say, spread, where_measured
 from common.cli import UserError, run
 from common.flags import Flags, flag, parse_arguments
 
-ROOT = Path(__file__).resolve().parents[1]
 ERROR = re.compile(r"^(\[rank\d+\]: )?(error|[\w.]+Error): .*", re.MULTILINE)
 LEFT_OUT = 4  # steps, before the speed is that of all others
 
@@ -91,13 +90,13 @@ def main() -> None:
                 for which in (0, 1) if number % 2 == 0 else (1, 0):
                     taken = measure(places[which], data, args, precision)
                     found.setdefault((precision, commits[which]), []).append(taken)
-                    print(number + 1, precision, commits[which], *taken, file=sys.stderr, flush=True)
+                    say(f"{number + 1} {precision} {commits[which]} {taken}")
     lines = ["| precision | commit | tokens/s | spread | start to end, s | last loss |", "|---|---|--:|--:|--:|--:|"]
     for (precision, commit), runs in sorted(found.items(), key=lambda item: (item[0][0], commits.index(item[0][1]))):
         speeds, seconds, losses = zip(*runs, strict=True)
         speed = statistics.median(speeds)
         lines.append(
-            f"| {precision} | {commit} | {speed:,.0f} | {(max(speeds) - min(speeds)) / speed:.0%} "
+            f"| {precision} | {commit} | {speed:,.0f} | {spread(speeds):.0%} "
             f"| {statistics.median(seconds):.1f} | {losses[0]:.7f} |"
         )
     publish("\n\n".join([*where_measured("benchmarks.commits", "torch"), "\n".join(lines)]) + "\n", args.output)

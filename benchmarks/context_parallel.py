@@ -15,12 +15,10 @@ import common  # noqa: F401  # isort: skip  (before torch: see there)
 import json
 import os
 import statistics
-import sys
 import time
 from dataclasses import dataclass
 
-from benchmarks.fresh import measured_afresh
-from benchmarks.tables import publish, where_measured
+from benchmarks.measuring import completed, publish, say, torchrun, where_measured, words
 from common.cli import run
 from common.flags import flag, parse_arguments
 from common.models.esm2.alphabet import ESM2_TOKENS
@@ -146,7 +144,7 @@ def compare(args: Arguments) -> str:
         for _ in range(args.rounds if length <= 10_000 else 1):
             for way, ranks in cases.items():
                 found[way].append(_in_ranks(args, way, ranks, length))
-                print(f"{length} {way}: {found[way][-1]}", file=sys.stderr, flush=True)
+                say(f"{length} {way}: {found[way][-1]}")
         seconds = {way: statistics.median(each["seconds"] for each in runs) for way, runs in found.items()}
         kept = {way: runs[0]["activations"] for way, runs in found.items()}
         for way, ranks in cases.items():
@@ -160,10 +158,10 @@ def compare(args: Arguments) -> str:
 
 
 def _in_ranks(args: Arguments, way: str, ranks: int, length: int) -> dict:
-    flags = {"standalone": True, "nproc_per_node": ranks, "module": "benchmarks.context_parallel"}
-    words = {"worker": way, "layers": args.layers, "cp_size": args.cp_size, "lengths": length}
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    return measured_afresh("torch.distributed.run", flags | words, environment, f"{length} tokens, {way}")
+    flags = {"worker": way, "layers": args.layers, "cp_size": args.cp_size, "lengths": length}
+    command = [*torchrun(ranks), "-m", "benchmarks.context_parallel", *words(flags)]
+    done = completed(command, f"{length} tokens, {way}", os.environ | {"OMP_NUM_THREADS": "1"})
+    return json.loads(done.stdout.strip().splitlines()[-1])
 
 
 def main() -> None:

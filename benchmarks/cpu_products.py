@@ -11,14 +11,11 @@ thread, of CPU time, the best of the rounds. In brackets: what a training run ta
 from __future__ import annotations
 
 import common  # noqa: F401  # isort: skip  (before torch: see there)
-import json
 import os
-import sys
 import time
 from dataclasses import dataclass
 
-from benchmarks.fresh import measured_afresh
-from benchmarks.tables import publish, where_measured
+from benchmarks.measuring import measured_afresh, say, where_measured, worker_or_table
 from common.cli import UserError, run
 from common.flags import flag, parse_arguments
 
@@ -106,16 +103,12 @@ def compare(args: Arguments) -> str:
         for size, speeds in done["speeds"].items():
             cells = (f"[{speeds[way]:.0f}]" if way in done["taken"] else f"{speeds[way]:.0f}" for way in COLUMNS)
             lines.append(f"| {level} | {size} | {' | '.join(cells)} |")
-            print(lines[-1], file=sys.stderr, flush=True)
+            say(lines[-1])
     return "\n".join(lines) + "\n"
 
 
 def main() -> None:
-    args = parse_arguments(__doc__, Arguments)
-    if args.worker:
-        print(json.dumps(measure(args)))
-        return
-    publish(compare(args), args.output)
+    worker_or_table(parse_arguments(__doc__, Arguments), measure, compare)
 
 
 if __name__ == "__main__":

@@ -25,14 +25,14 @@ from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 
-from benchmarks.tables import publish, where_measured
+from benchmarks.measuring import ROOT, publish, say, where_measured
 from common.cli import UserError, run
 from common.flags import flag, parse_arguments
 from extras.prepare.sample import write_sample
 from extras.sources.fasta import read_fasta
 
-ROOT = Path(__file__).resolve().parent.parent
 SUBSET = 16_000
+GUIDES = [sys.executable, "-m", "benchmarks.guides"]
 REAL_SAMPLE = ROOT.parent / "shared/data/uniref90_sample_8k.fasta.gz"
 
 
@@ -72,7 +72,7 @@ class Step:
 
 def fasta_to_csv(fasta: Path, records: int, work: Path) -> Step:
     ours, guides = work / "ours", work / "guides"
-    script, method = str(ROOT / "0.download_data.py"), str(ROOT / "benchmarks/guides_method.py")
+    script = str(ROOT / "0.download_data.py")
     cases = [
         Case(
             "`0.download_data.py`, one shuffle over all records",
@@ -81,7 +81,7 @@ def fasta_to_csv(fasta: Path, records: int, work: Path) -> Step:
         ),
         Case(
             "pyfastx and the csv module, shuffled within 500,000 records",
-            [sys.executable, method, str(fasta), str(guides)],
+            [*GUIDES, "csv", str(fasta), str(guides)],
             guides,
         ),
     ]
@@ -97,7 +97,7 @@ def csv_to_arrow(fasta: Path, records: int, work: Path) -> Step:
     with open(made / "csv/x000.csv") as lines, open(subset / "x000.csv", "w") as some:
         some.writelines(islice(lines, SUBSET + 1))
     ours, guides = work / "ours", work / "guides"
-    script, method = str(ROOT / "1.tokenize_uniref_csv.py"), str(ROOT / "benchmarks/guides_tokenize.py")
+    script = str(ROOT / "1.tokenize_uniref_csv.py")
     cases = [
         Case(
             "`1.tokenize_uniref_csv.py`",
@@ -106,7 +106,7 @@ def csv_to_arrow(fasta: Path, records: int, work: Path) -> Step:
         ),
         Case(
             "`datasets.map`, EsmTokenizer, padded to 512; without imports",
-            [sys.executable, method, str(subset), str(guides)],
+            [*GUIDES, "arrow", str(subset), str(guides)],
             guides,
             records=min(SUBSET, records),
         ),
@@ -207,7 +207,7 @@ def main() -> None:
                 measured = [measure(case) for case in step.cases]
                 step.seconds.append([seconds for seconds, _ in measured])
                 step.peak_mb.append([peak for _, peak in measured])
-            print(f"round {number + 1} of {args.rounds} done", file=sys.stderr)
+            say(f"round {number + 1} of {args.rounds} done")
         lines = list(table(steps, args.rounds))
     publish("\n".join(["# Data pipeline", "", *lines]), args.output)
 

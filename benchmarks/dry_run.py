@@ -11,15 +11,13 @@ from __future__ import annotations
 import common  # noqa: F401  # isort: skip  (before torch: see there)
 import importlib
 import os
-import subprocess
-import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.allocator_peak import PLAIN, ROOT
-from benchmarks.tables import publish, where_measured
-from common.cli import UserError, run
+from benchmarks.allocator_peak import PLAIN
+from benchmarks.measuring import ROOT, completed, publish, say, torchrun, where_measured, words
+from common.cli import run
 from common.flags import Flags, flag, parse_arguments
 from common.training.arguments import RunArguments
 from common.training.registry import parse_run
@@ -49,21 +47,12 @@ class Arguments(Flags):
     output: str | None = flag(None, "Also write the table there.")
 
 
-def words(flags: dict) -> list[str]:
-    return [f"--{name}={value}" for name, value in flags.items()]
-
-
 def measured(script: str, ranks: int, flags: dict, directory: Path) -> int:
     """Bytes at most of the rank that held most."""
     peak = directory / "peak"
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
-    command += ["-m", "benchmarks.allocator_peak", str(peak), f"{script}.py"]
+    command = [*torchrun(ranks), "-m", "benchmarks.allocator_peak", str(peak), f"{script}.py"]
     command += words(flags | PLAIN | {"output_dir": directory / "out", "overwrite_output_dir": True})
-    done = subprocess.run(
-        command, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, check=False
-    )
-    if done.returncode:
-        raise UserError(f"{ranks} ranks: failed: {done.stderr.strip().splitlines()[-1]}")
+    completed(command, f"{script}.py, {ranks} ranks", os.environ | {"OMP_NUM_THREADS": "1"})
     return max(int(Path(f"{peak}.{rank}").read_text()) for rank in range(ranks))
 
 
@@ -76,8 +65,8 @@ def parsed(script: str, ranks: int, flags: list[str]) -> RunArguments:
 def predicted(script: str, ranks: int, flags: list[str]) -> int:
     """Peak bytes, by the dry run of these flags."""
     args = parsed(script, ranks, flags)
-    with fake_run(args, importlib.import_module(script).build) as rehearsal:
-        return rehearsal.step(args.pack_tokens).peak
+    with fake_run(args, importlib.import_module(script).build) as fake:
+        return fake.step(args.pack_tokens).peak
 
 
 def main() -> None:
@@ -98,7 +87,7 @@ def main() -> None:
                 f"| {of_script.strip()} | {name} | {ranks} | {found / 1e6:,.0f} | {estimate / 1e6:,.0f} "
                 f"| {estimate / found - 1:+.1%} |"
             )
-            print(lines[-1], file=sys.stderr, flush=True)
+            say(lines[-1])
     publish("\n\n".join([*where_measured("benchmarks.dry_run", "torch"), "\n".join(lines)]) + "\n", args.output)
 
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import sys
 import tempfile
 import time
 from itertools import islice
@@ -20,7 +19,7 @@ from pathlib import Path
 import torch
 from transformers import EsmModel
 
-from benchmarks.tables import publish, where_measured
+from benchmarks.measuring import publish, say, spread, where_measured
 from common.models.esm2.alphabet import PAD, encode
 from common.models.esm2.config import load_config
 from common.models.esm2.convert import pieces_to_hf, save_pretrained
@@ -79,7 +78,7 @@ def main() -> None:
             started = time.perf_counter()
             way()
             seconds[name].append(time.perf_counter() - started)
-            print(f"round {number + 1}/{args.rounds}  {name}: {seconds[name][-1]:.2f} s", file=sys.stderr, flush=True)
+            say(f"round {number + 1}/{args.rounds}  {name}: {seconds[name][-1]:.2f} s")
     residues = sum(map(len, texts))
     where, command = where_measured("benchmarks.embeddings", "torch", "transformers")
     lines = ["# Embeddings beside transformers", "", where, "", command, ""]
@@ -93,9 +92,8 @@ def main() -> None:
     ours_s = statistics.median(seconds[names[0]])
     for name in names:
         middle = statistics.median(seconds[name])
-        spread = (max(seconds[name]) - min(seconds[name])) / middle
         ratio = "" if name == names[0] else f"{middle / ours_s:.2f} x"
-        lines.append(f"| {name} | {residues / middle:,.0f} | {spread:.0%} | {ratio} |")
+        lines.append(f"| {name} | {residues / middle:,.0f} | {spread(seconds[name]):.0%} | {ratio} |")
     publish("\n".join(lines), args.output)
 
 

@@ -15,7 +15,7 @@ import time
 from dataclasses import dataclass
 from functools import partial
 
-from benchmarks.tables import publish, where_measured
+from benchmarks.measuring import publish, where_measured
 from common.cli import UserError, run
 from common.flags import flag, parse_arguments
 from common.precision.plan import PrecisionFlags

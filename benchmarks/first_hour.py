@@ -19,9 +19,8 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
-from benchmarks.tables import publish, where_measured
+from benchmarks.measuring import ROOT, publish, where_measured
 
-ROOT = Path(__file__).resolve().parents[1]
 PROTEINS = "my_proteins.fasta"  # the name that the README gives them
 
 

@@ -10,13 +10,11 @@ from __future__ import annotations
 
 import common  # noqa: F401  # isort: skip  (before torch: see there)
 import copy
-import sys
 from dataclasses import dataclass
 
 import torch
 
-from benchmarks.prepared import PreparedFlags
-from benchmarks.tables import publish, where_measured
+from benchmarks.measuring import PreparedFlags, publish, say, where_measured
 from common.cli import run
 from common.data.collators import MaskingCollator, to_device
 from common.data.loader import PlannedOrder, TrainLoader
@@ -67,7 +65,7 @@ def train(args: Arguments, model: Esm2ForMaskedLM, batches: list[dict], name: st
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
-        print(f"{name}  step {step + 1}/{len(batches)}  loss {losses[-1]:.5f}", file=sys.stderr, flush=True)
+        say(f"{name}  step {step + 1}/{len(batches)}  loss {losses[-1]:.5f}")
     return losses
 
 

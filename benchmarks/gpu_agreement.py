@@ -11,7 +11,6 @@ delayed scaling finds its scales. The table is written after every row; a row th
 from __future__ import annotations
 
 import common  # noqa: F401  # isort: skip  (before torch: see there)
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
@@ -21,10 +20,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from benchmarks.gpu_models import SIZES, batches_for, build
-from benchmarks.peer import padded
-from benchmarks.tables import publish, where_measured
-from common.cli import UserError, run
+from benchmarks.gpu_models import SIZES, batches_for, build, check_choices, failure, gpu_name
+from benchmarks.measuring import padded, publish, say, where_measured
+from common.cli import run
 from common.data.collators import to_device
 from common.distributed.world import World
 from common.flags import Flags, flag, parse_arguments
@@ -42,10 +40,7 @@ class Arguments(Flags):
     output: str | None = flag(None, "Also write the table there.")
 
     def check(self) -> None:
-        if self.size not in SIZES:
-            raise UserError(f"--size {self.size}: choose {', '.join(SIZES)}")
-        if self.device == "cuda" and not torch.cuda.is_available():
-            raise UserError("--device cuda: no GPU here; --device cpu --size tiny tries the script itself")
+        check_choices(self, self.device, size=SIZES)
 
 
 class Model(NamedTuple):
@@ -143,20 +138,19 @@ def rows_of(pairs: list[tuple[Model, Model]], args: Arguments):
         try:
             found = compare(*map(run_once, pair))
         except Exception as error:  # what is not here, or does not fit: the other rows count
-            found = f"{type(error).__name__}: {' '.join(str(error).split())[:80]}".replace("|", "/")
+            found = failure(error)
         yield pair, found
 
 
 def main() -> None:
     args = parse_arguments(__doc__, Arguments)
-    name = torch.cuda.get_device_name() if args.device == "cuda" else "no GPU"
     where, command = where_measured("benchmarks.gpu_agreement", "torch", "transformers")
-    lines = [f"{name}; {where}; {args.size}, {args.tokens} tokens", "", command, ""]
+    lines = [f"{gpu_name(args.device)}; {where}; {args.size}, {args.tokens} tokens", "", command, ""]
     lines += ["| model | against | loss | logits | gradients |", "|---|---|--:|--:|--:|"]
     for (ours, theirs), found in rows_of(PAIRS, args):
         cells = [found, "", ""] if isinstance(found, str) else [f"{value:.1e}" for value in found.values()]
         lines.append(f"| {ours.name} | {theirs.name} | {' | '.join(cells)} |")
-        print(lines[-1], file=sys.stderr, flush=True)
+        say(lines[-1])
         if args.output:
             Path(args.output).write_text("\n".join(lines) + "\n")
     publish("\n".join(lines), args.output)

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers import EsmForMaskedLM
 
-from benchmarks.peer import padded
+from benchmarks.measuring import padded
 from common.cli import UserError
 from common.compat import use_sdpa
 from common.data.collators import Batch, MaskingCollator, to_device
 from common.data.packing import Pack
+from common.flags import Flags
 from common.models.esm2.alphabet import CLS, EOS, ESM2_TOKENS
 from common.models.esm2.config import ESM2_SIZES, HIDDEN_ACT, Esm2Config, esm2_config
 from common.models.esm2.model import Esm2ForMaskedLM
@@ -37,6 +38,26 @@ KINDS = {
 }
 MAX_LENGTH = 1024
 LOG_MEDIAN, LOG_SPREAD = 5.6, 0.75  # of the lengths
+
+
+def check_choices(flags: Flags, device: str, **known: Collection[str]) -> None:
+    """UserError for a value of a flag that is none of those known, or a device that is not here."""
+    for name, values in known.items():
+        for value in getattr(flags, name).split(","):
+            if value not in values:
+                raise UserError(f"--{name} {value}: choose {', '.join(values)}")
+    if device == "cuda" and not torch.cuda.is_available():
+        size = next(iter(known))
+        raise UserError(f"--device cuda: no GPU here; --device cpu --{size} tiny tries the script itself")
+
+
+def gpu_name(device: str) -> str:
+    return torch.cuda.get_device_name() if device == "cuda" else "no GPU"
+
+
+def failure(error: Exception) -> str:
+    """In a cell of a table."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:80]}".replace("|", "/")
 
 
 def proteins(tokens: int, rng: np.random.Generator) -> tuple[Pack, np.ndarray]:

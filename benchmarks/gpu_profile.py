@@ -13,7 +13,6 @@ from __future__ import annotations
 import common  # noqa: F401  # isort: skip  (before torch: see there)
 import gc
 import re
-import sys
 import time
 from collections import Counter
 from dataclasses import dataclass
@@ -22,9 +21,9 @@ import torch
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
-from benchmarks.gpu_models import KINDS, SIZES, batches_for, config_of, steps_of
-from benchmarks.tables import publish, where_measured
-from common.cli import UserError, run
+from benchmarks.gpu_models import KINDS, SIZES, batches_for, check_choices, config_of, failure, gpu_name, steps_of
+from benchmarks.measuring import publish, say, where_measured
+from common.cli import run
 from common.flags import Flags, flag, parse_arguments
 
 GROUPS = {
@@ -47,13 +46,7 @@ class Arguments(Flags):
     output: str | None = flag(None, "Also write the tables there.")
 
     def check(self) -> None:
-        if self.size not in SIZES:
-            raise UserError(f"--size {self.size}: choose {', '.join(SIZES)}")
-        for mode in self.modes.split(","):
-            if mode not in KINDS:
-                raise UserError(f"--modes {mode}: choose {', '.join(KINDS)}")
-        if self.device == "cuda" and not torch.cuda.is_available():
-            raise UserError("--device cuda: no GPU here; --device cpu --size tiny tries the script itself")
+        check_choices(self, self.device, size=SIZES, modes=KINDS)
 
 
 def group_of(kernel: str) -> str:
@@ -61,7 +54,7 @@ def group_of(kernel: str) -> str:
 
 
 def measure(mode: str, args: Arguments) -> tuple[float, Counter, Counter]:
-    """(milliseconds a step by the clock; milliseconds, and starts, a step of each kernel)."""
+    """(wall time of a step in ms; by kernel: ms a step, launches a step)."""
     config = config_of(mode, args.size)
     step = steps_of(mode, config, args.device, args.fp8_recipe)
     batches = batches_for(mode, args.tokens, WARMUP + STEPS)
@@ -90,10 +83,14 @@ def measure(mode: str, args: Arguments) -> tuple[float, Counter, Counter]:
 
 def main() -> None:
     args = parse_arguments(__doc__, Arguments)
-    name = torch.cuda.get_device_name() if args.device == "cuda" else "no GPU"
     where, command = where_measured("benchmarks.gpu_profile", "torch", "transformers")
     columns = [*GROUPS, "the rest", "idle"]
-    lines = [f"{name}; {where}; {args.size}, {args.tokens} tokens a step; milliseconds a step", "", command, ""]
+    lines = [
+        f"{gpu_name(args.device)}; {where}; {args.size}, {args.tokens} tokens a step; milliseconds a step",
+        "",
+        command,
+        "",
+    ]
     lines += [
         f"| layers by | a step | {' | '.join(columns)} | kernels started |",
         "|---|" + "--:|" * (len(columns) + 2),
@@ -103,7 +100,7 @@ def main() -> None:
         try:
             clock, spent, started = measure(mode, args)
         except Exception as error:  # what is not here, or does not fit: the other rows count
-            lines.append(f"| {KINDS[mode]} | {type(error).__name__}: {' '.join(str(error).split())[:80]} |")
+            lines.append(f"| {KINDS[mode]} | {failure(error)} |")
             continue
         finally:
             gc.collect()
@@ -119,7 +116,7 @@ def main() -> None:
         for kernel, milliseconds in spent.most_common(args.slowest):
             short = kernel.replace("|", "/")[:90]
             below.append(f"| `{short}` | {group_of(kernel)} | {milliseconds:.2f} | {started[kernel]:.0f} |")
-        print(lines[-1], file=sys.stderr, flush=True)
+        say(lines[-1])
     publish("\n".join(lines + below) + "\n", args.output)
 
 

@@ -20,7 +20,6 @@ import common  # noqa: F401  # isort: skip  (before torch: see there)
 import gc
 import json
 import multiprocessing
-import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -28,8 +27,18 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.gpu_models import KINDS, MAX_LENGTH, SIZES, batches_for, config_of, steps_of
-from benchmarks.tables import publish, where_measured
+from benchmarks.gpu_models import (
+    KINDS,
+    MAX_LENGTH,
+    SIZES,
+    batches_for,
+    check_choices,
+    config_of,
+    failure,
+    gpu_name,
+    steps_of,
+)
+from benchmarks.measuring import publish, say, where_measured
 from common.cli import UserError, run
 from common.flags import Flags, flag, parse_arguments
 from common.models.esm2.family import FAMILY
@@ -53,12 +62,7 @@ class Arguments(Flags):
     output: str | None = flag(None, "Write the table there, and its rows beside it as .json.")
 
     def check(self) -> None:
-        for name, known in (("sizes", SIZES), ("modes", MODES), ("fp8_recipe", FP8_RECIPES)):
-            for value in getattr(self, name).split(","):
-                if value not in known:
-                    raise UserError(f"--{name} {value}: choose {', '.join(known)}")
-        if self.device == "cuda" and not torch.cuda.is_available():
-            raise UserError("--device cuda: no GPU here; --device cpu --sizes tiny tries the script itself")
+        check_choices(self, self.device, sizes=SIZES, modes=MODES, fp8_recipe=FP8_RECIPES)
         if self.tokens < MAX_LENGTH and self.device == "cuda":
             raise UserError(f"--tokens {self.tokens}: at least one sequence of {MAX_LENGTH}")
 
@@ -91,10 +95,9 @@ def measure(mode: str, size: str, args: Arguments) -> dict:
 
 
 def table(args: Arguments, rows: list[dict]) -> str:
-    name = torch.cuda.get_device_name() if args.device == "cuda" else "no GPU"
     where, command = where_measured("benchmarks.gpu_throughput", "torch", "transformers")
     lines = [
-        f"{name}; {where}; {args.tokens} tokens a step, FP8 recipe {args.fp8_recipe}, BF16 but where FP8 is said",
+        f"{gpu_name(args.device)}; {where}; {args.tokens} tokens a step, FP8 recipe {args.fp8_recipe}, else BF16",
         "",
         command,
         "",
@@ -128,7 +131,7 @@ def make_rows(cases: list[tuple[str, str]], args: Arguments, results) -> None:
         try:
             row |= measure(mode, size, args)
         except Exception as error:  # out of memory, a library that does not fit: the other rows count
-            row["error"] = f"{type(error).__name__}: {' '.join(str(error).split())[:80]}".replace("|", "/")
+            row["error"] = failure(error)
         results.send(row)
         if "error" in row and "CUDA" in row["error"]:
             return
@@ -171,7 +174,7 @@ def main() -> None:
     cases = [(size, mode) for size in args.sizes.split(",") for mode in args.modes.split(",")]
     for row in rows_of(cases, args):
         rows.append(row)
-        print(f"{time.monotonic() - begun:5.0f} s  {json.dumps(row)}", file=sys.stderr, flush=True)
+        say(f"{time.monotonic() - begun:5.0f} s  {json.dumps(row)}")
         if args.output:
             Path(args.output).write_text(table(args, rows))
             Path(args.output).with_suffix(".json").write_text(json.dumps(rows, indent=1) + "\n")

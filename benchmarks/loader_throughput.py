@@ -34,7 +34,7 @@ from common.data.loader import PlannedOrder, TrainLoader, TrainStep
 from common.data.packing import BatchPlan
 from common.data.token_store import open_split
 from common.distributed.world import Mesh
-from common.flags import Flags, Missing, parse_arguments
+from common.flags import Flags, Missing, flag, parse_arguments
 from common.models.esm2.alphabet import ESM2_TOKENS, encode
 from extras.prepare.dataset_writer import TOKEN_FEATURES, DatasetWriter
 from extras.sources.dataset import open_source
@@ -44,14 +44,14 @@ from extras.sources.streams import StreamedOrder, plan_streams
 
 @dataclass
 class BenchmarkArguments(Flags):
-    fasta: str | None = field(default=None, metadata={"help": "FASTA file (plain or .gz) to tokenise and read"})
-    dataset_dir: str | None = field(default=None, metadata={"help": "tokenised dataset; its train split is read"})
-    dataset: str | None = field(default=None, metadata={"help": "file, directory or glob to stream, as for training"})
-    max_seq_length: int = field(default=1024, metadata={"help": "longest sequence in tokens"})
+    fasta: str | None = flag(None, "FASTA file (plain or .gz) to tokenise and read")
+    dataset_dir: str | None = flag(None, "tokenised dataset; its train split is read")
+    dataset: str | None = flag(None, "file, directory or glob to stream, as for training")
+    max_seq_length: int = flag(1024, "longest sequence in tokens")
     tokens_per_pack: list[int] = field(default_factory=lambda: [8192, 16384], metadata={"help": "sizes to measure"})
     num_workers: list[int] = field(default_factory=lambda: [0, 1, 2], metadata={"help": "worker counts to measure"})
-    planned_packs: int | None = field(default=None, metadata={"help": "packs of a step whose planning is measured"})
-    seconds: float = field(default=5.0, metadata={"help": "of every measurement"})
+    planned_packs: int | None = flag(None, "packs of a step whose planning is measured")
+    seconds: float = flag(5.0, "of every measurement")
 
     def missing(self) -> Iterator[Missing]:
         if not (self.fasta or self.dataset_dir or self.dataset):

@@ -21,7 +21,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -34,7 +34,7 @@ from common.data.collators import MaskingCollator
 from common.data.loader import PlannedOrder, TrainLoader
 from common.data.packing import BatchPlan, Position
 from common.data.token_store import open_split
-from common.flags import parse_arguments
+from common.flags import flag, parse_arguments
 from common.models.esm2.alphabet import ESM2_TOKENS
 from common.training.masked_lm import residue_frequencies
 from extras.prepare.clusters import open_clusters
@@ -53,9 +53,9 @@ HOLE = 1 << 16  # bytes: what is written in larger pieces is tokens
 
 @dataclass
 class BenchmarkArguments:
-    records: int = field(default=69_000_000, metadata={"help": "records of the dataset"})
-    max_seq_length: int = field(default=1024, metadata={"help": "longest sequence in tokens"})
-    tokens_per_pack: int = field(default=16_384, metadata={"help": "tokens in a pack"})
+    records: int = flag(69_000_000, "records of the dataset")
+    max_seq_length: int = flag(1024, "longest sequence in tokens")
+    tokens_per_pack: int = flag(16_384, "tokens in a pack")
 
 
 class SparseFile:

@@ -15,18 +15,14 @@ import common  # noqa: F401  # isort: skip  (before torch: see there)
 import json
 import os
 import statistics
-import subprocess
-import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.prepared import PreparedFlags
-from benchmarks.tables import publish, where_measured
-from common.cli import UserError, run
+from benchmarks.measuring import PreparedFlags, completed, publish, say, spread, torchrun, where_measured, words
+from common.cli import run
 from common.flags import flag, parse_arguments
 
-ROOT = Path(__file__).parent.parent
 LAYOUTS = {  # script, ranks, flags
     "single process": ("train_ddp.py", 1, ()),
     "DDP x 2": ("train_ddp.py", 2, ()),
@@ -72,12 +68,8 @@ def train(args: Arguments, layout: str, **flags) -> list[dict]:
             "disable_tqdm": True,
             "save_total_limit": 1,
         } | flags
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
-        command += [script, *extra, *(word for name, value in flags.items() for word in (f"--{name}", str(value)))]
-        environment = os.environ | {"OMP_NUM_THREADS": str(os.cpu_count() // ranks)}
-        done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True)
-        if done.returncode:
-            raise UserError(f"{layout}: failed: {done.stderr.strip().splitlines()[-1]}")
+        command = [*torchrun(ranks), script, *extra, *words(flags)]
+        completed(command, layout, os.environ | {"OMP_NUM_THREADS": str(os.cpu_count() // ranks)})
         return [json.loads(line) for line in (Path(out) / "metrics.jsonl").read_text().splitlines()]
 
 
@@ -87,7 +79,7 @@ def layouts() -> list[str]:
 
     if torch.cuda.device_count() >= 2:
         return [*LAYOUTS, *ON_GPUS]
-    _say("Megatron-FSDP is left out: it needs two GPUs")
+    say("Megatron-FSDP is left out: it needs two GPUs")
     return [*LAYOUTS]
 
 
@@ -101,7 +93,7 @@ def steps_table(args: Arguments, layouts: list[str]) -> list[str]:
             rows = train(args, layout, **flags)
             seconds[layout].append(statistics.median(row["step_seconds"] for row in rows[UNTIMED:]))
             memory[layout] = max(memory[layout], rows[-1]["peak_memory_gb"])
-            _say(f"round {number + 1}/{args.rounds}  {layout:<37} {seconds[layout][-1]:.3f} s a step")
+            say(f"round {number + 1}/{args.rounds}  {layout:<37} {seconds[layout][-1]:.3f} s a step")
     lines = [
         f"{args.config_name}, {2 * args.tokens} tokens a step, fp32:",
         "",
@@ -111,8 +103,9 @@ def steps_table(args: Arguments, layouts: list[str]) -> list[str]:
     single = statistics.median(seconds["single process"])
     for layout, runs in seconds.items():
         middle = statistics.median(runs)
-        spread = (max(runs) - min(runs)) / middle
-        lines.append(f"| {layout} | {middle:.3f} | {spread:.0%} | {middle / single:.2f} x | {memory[layout]:.2f} |")
+        lines.append(
+            f"| {layout} | {middle:.3f} | {spread(runs):.0%} | {middle / single:.2f} x | {memory[layout]:.2f} |"
+        )
     return lines
 
 
@@ -129,7 +122,7 @@ def checkpoints_table(args: Arguments, layouts: list[str]) -> list[str]:
             for number in range(args.rounds):
                 for background in stalls:
                     stalls[background] += _stalls(args, model, layout, background)
-                    _say(f"round {number + 1}/{args.rounds}  {model} {layout} {background} {stalls[background]}")
+                    say(f"round {number + 1}/{args.rounds}  {model} {layout} {background} {stalls[background]}")
             at_once, background = (statistics.median(found) for found in stalls.values())
             name = model.split("_")[2]
             lines.append(f"| {name} | {layout} | {at_once:.3f} | {background:.3f} | {background / at_once:.1%} |")
@@ -142,10 +135,6 @@ def _stalls(args: Arguments, model: str, layout: str, background: bool) -> list[
     rows = train(args, layout, max_steps=17, save_steps=4, **flags)
     found = [row["checkpoint_seconds"] for row in rows if row["checkpoint_seconds"] > 1e-4]
     return found[1:]
-
-
-def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
 
 
 def main() -> None:

@@ -18,20 +18,17 @@ import common  # noqa: F401  # isort: skip  (before torch: see there)
 import json
 import math
 import statistics
-import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.prepared import PreparedFlags
-from benchmarks.tables import where_measured
+from benchmarks.measuring import ROOT, PreparedFlags, completed, say, torchrun, where_measured, words
 from common.cli import UserError, run
 from common.files.json_files import read_json_lines
 from common.flags import Missing, flag, parse_arguments
 from common.models.esm2.config import load_config, override
 
-ROOT = Path(__file__).resolve().parent.parent
 BASE = "BF16"
 # Flags of each; of a model with n layers, {half} is 1 to n/2: NVFP4's authors keep the last layers in BF16.
 EMULATED = {
@@ -107,11 +104,10 @@ def command_of(args: Arguments, name: str, seed: str) -> list[str]:
         "backend": "torch",
         "save_final_model": False,
     }
-    flags = [f"--{key}={value}" for key, value in shared.items() if value is not None]
+    flags = words({key: value for key, value in shared.items() if value is not None})
     half = f"1-{max(1, config.num_hidden_layers // 2)}"
     own = [flag.format(half=half) for flag in FORMATS[name]]
-    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={args.ranks}"]
-    launcher = [sys.executable, *(launcher if args.ranks > 1 else [])]
+    launcher = torchrun(args.ranks) if args.ranks > 1 else [sys.executable]
     return [*launcher, str(ROOT / "train_ddp.py"), *flags, "--bf16", "--do_eval", "--disable_tqdm", *own]
 
 
@@ -122,12 +118,8 @@ def train(args: Arguments) -> int:
     for number, (name, seed) in enumerate(missing):
         if number == args.max_runs:
             return len(missing) - number
-        print(f"run {number + 1} of {len(missing)}: {name}, seed {seed}", file=sys.stderr, flush=True)
-        done = subprocess.run(command_of(args, name, seed), capture_output=True, text=True, cwd=ROOT, check=False)
-        if done.returncode:
-            said = done.stderr.strip().splitlines() or [f"exit status {done.returncode}"]
-            line = next((text for text in said if text.startswith("error: ")), said[-1])  # torchrun adds its own
-            raise UserError(f"{name}, seed {seed}: {line.removeprefix('error: ')}")
+        say(f"run {number + 1} of {len(missing)}: {name}, seed {seed}")
+        completed(command_of(args, name, seed), f"{name}, seed {seed}")
     return 0
 
 

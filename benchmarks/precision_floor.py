@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import common  # noqa: F401  # isort: skip  (before torch: see there)
 import shutil
-import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -24,12 +23,11 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
-from benchmarks.tables import publish, where_measured
+from benchmarks.measuring import completed, publish, torchrun, where_measured, words
 from common.cli import UserError, run
 from common.files.json_files import read_json_lines
 from common.flags import Flags, flag, parse_arguments
 
-ROOT = Path(__file__).resolve().parent.parent
 PLAN = "recision:"  # ends the line that the plan follows in a run's log
 
 
@@ -60,14 +58,9 @@ def perturb(model: Path, moved: Path, relative: float, seed: int) -> None:
 
 def start(command: Sequence[str], ranks: int, output_dir: Path, **flags: object) -> str:
     """Run a training script with further flags; its log. UserError with its own error line where it fails."""
-    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"] if ranks > 1 else []
+    launcher = torchrun(ranks) if ranks > 1 else [sys.executable]
     flags |= {"output_dir": output_dir, "report_to": "none"}
-    words = [*command, *(f"--{name}={value}" for name, value in flags.items())]
-    done = subprocess.run([sys.executable, *launcher, *words], capture_output=True, text=True, cwd=ROOT, check=False)
-    if done.returncode:
-        said = done.stderr.strip().splitlines() or [f"exit status {done.returncode}"]
-        raise UserError(next((line for line in said if line.startswith("error: ")), said[-1]).removeprefix("error: "))
-    return done.stderr
+    return completed([*launcher, *command, *words(flags)], command[0]).stderr
 
 
 def plan_of(log: str) -> list[str]:

@@ -28,8 +28,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from benchmarks.commits import ROOT, called, prepare
-from benchmarks.tables import publish, where_measured
+from benchmarks.commits import called, prepare
+from benchmarks.measuring import ROOT, publish, say, torchrun, where_measured
 from common.cli import UserError, run
 from common.flags import Flags, flag, parse_arguments
 
@@ -125,8 +125,7 @@ def train(checkout: Path, name: str, data: Path, out: Path) -> None:
         command = ["-c", WITHOUT_GPU, module, script]
     command = [sys.executable, *command, *flags, "--output_dir", str(out)]
     if ranks > 1:
-        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
-        command = [*torchrun, "--no-python", *command]
+        command = [*torchrun(ranks), "--no-python", *command]
     called(command, checkout)
 
 
@@ -175,7 +174,7 @@ def difference(some: dict, others: dict) -> str:
 
 
 def resume(checkout: Path, name: str, data: Path, before: Path, out: Path) -> str:
-    """Go on in a copy of what the earlier commit had written by step `SAVED`; the first difference at the end."""
+    """Resume in a copy of what the earlier commit had written by step `SAVED`; the first difference at the end."""
     shutil.copytree(before / f"checkpoint-{SAVED}", out / f"checkpoint-{SAVED}")
     for path in before.glob("*.jsonl"):
         lines = path.read_text().splitlines(keepends=True)
@@ -198,7 +197,7 @@ def compare(name: str, work: Path) -> list[str]:
         differences.append(resume(work / "after", name, work / "data", before, resumed))
     except (UserError, OSError) as error:
         differences.append(f"failed: {' '.join(str(error).split())[-200:]}")
-    print(f"{name}: {', '.join(map(word, differences))}", file=sys.stderr, flush=True)
+    say(f"{name}: {', '.join(map(word, differences))}")
     return differences
 
 

@@ -13,18 +13,15 @@ from __future__ import annotations
 import common  # noqa: F401  # isort: skip  (before torch: see there)
 import os
 import subprocess
-import sys
 import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.prepared import PreparedFlags
-from benchmarks.tables import publish, where_measured
+from benchmarks.measuring import ROOT, PreparedFlags, publish, say, torchrun, where_measured, words
 from common.cli import UserError, run
 from common.flags import flag, parse_arguments
 
-ROOT = Path(__file__).parent.parent
 PHASES = ("start", "training", "saving", "export")
 TINY = "hidden_size=16,num_hidden_layers=1,num_attention_heads=2,intermediate_size=32"
 EVERY_S = 0.005
@@ -51,8 +48,7 @@ def peaks(args: Arguments, ranks: int, accumulation: int, *extra: str) -> dict[s
             "max_steps": 3,
             "save_steps": 2,
         }
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
-        command += ["train_fsdp2.py", *(word for name, value in flags.items() for word in (f"--{name}", str(value)))]
+        command = [*torchrun(ranks), "train_fsdp2.py", *words(flags)]
         environment = os.environ | {"OMP_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": "65536"}
         process = subprocess.Popen(
             [*command, *extra], cwd=ROOT, env=environment, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True
@@ -115,7 +111,7 @@ def table(args: Arguments) -> list[str]:
         found = peaks(args, ranks, accumulation, *extra)
         cells = [f"{found[phase] - nothing[phase]:,.0f}" for phase in PHASES]
         lines.append(f"| {ranks} | {name} | {' | '.join(cells)} | {16 * parameters / ranks / 1e6:,.0f} |")
-        print(lines[-1], file=sys.stderr, flush=True)
+        say(lines[-1])
     return lines
 
 

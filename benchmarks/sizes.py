@@ -15,9 +15,9 @@ from dataclasses import dataclass, replace
 from math import log
 from pathlib import Path
 
-from benchmarks.dry_run import parsed, predicted, words
+from benchmarks.dry_run import parsed, predicted
+from benchmarks.measuring import ROOT, where_measured, words
 from benchmarks.step_model import COMPILED, DEVICES, Step, step_of
-from benchmarks.tables import where_measured
 from common.cli import UserError, run
 from common.flags import Flags, flag, flat, parse_arguments
 from common.models.esm2.config import ESM2_SIZES
@@ -26,7 +26,6 @@ from common.training.checkpoint import CheckpointFlags
 from extras.preflight.node import bytes_needed
 
 GIB = 2**30
-ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "sizes.md"
 RESERVE = DryRunFlags.device_reserve  # GiB that --dry_run leaves to what it does not count
 DDP, FSDP2 = "train_ddp", "train_fsdp2"

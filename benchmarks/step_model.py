@@ -18,9 +18,9 @@ from functools import cache
 import torch
 
 from benchmarks.gpu_models import SIZES, batches_for
+from benchmarks.measuring import publish, where_measured
 from benchmarks.step_counts import Work, counted
 from benchmarks.step_fused import fused_work, go_back, graphs_and_breaks, graphs_of
-from benchmarks.tables import publish, where_measured
 from common.cli import UserError, run
 from common.compat import FakeTensorMode
 from common.data.collators import Batch, to_device

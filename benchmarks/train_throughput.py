@@ -12,14 +12,19 @@ process, rounds are interleaved, and the median is reported.
 from __future__ import annotations
 
 import common  # noqa: F401  # isort: skip  (before torch: see there)
-import json
-import time
 from dataclasses import dataclass
 from itertools import islice
 
-from benchmarks.prepared import PreparedFlags
-from benchmarks.rounds import cells, in_rounds
-from benchmarks.tables import publish, where_measured
+from benchmarks.measuring import (
+    WARMUP,
+    PreparedFlags,
+    in_rounds,
+    padded,
+    speed_cells,
+    training_speed,
+    where_measured,
+    worker_or_table,
+)
 from common.cli import run
 from common.flags import flag, parse_arguments
 from common.models.esm2.alphabet import ESM2_TOKENS
@@ -37,7 +42,7 @@ class Arguments(PreparedFlags):
     config_name: str = flag("facebook/esm2_t6_8M_UR50D", "The model.")
     tokens: int = flag(8192, "Tokens in a pack; positions in a padded batch.")
     max_seq_length: int = flag(512, "Crop, for all.")
-    steps: int = flag(8, "Steps timed, after two that are not.")
+    steps: int = flag(8, f"Steps timed, after {WARMUP} that are not.")
     rounds: int = flag(3, "Times that every measurement is repeated.")
     dtypes: str = flag("fp32,bf16", "Which precisions.")
     compiled: bool = flag(False, "Measure --torch_compile too.")
@@ -47,10 +52,7 @@ class Arguments(PreparedFlags):
 
 def measure(args: Arguments) -> dict:
     """One mode in this process: real tokens a second and peak resident memory."""
-    import torch
-
-    from benchmarks.peer import padded
-    from common.data.collators import MaskingCollator, to_device
+    from common.data.collators import MaskingCollator
     from common.data.loader import PlannedOrder, TrainLoader
     from common.data.packing import BatchPlan
     from common.data.token_store import open_split
@@ -58,7 +60,6 @@ def measure(args: Arguments) -> dict:
     from common.models.esm2.config import load_config
     from common.models.esm2.model import build_model
     from common.models.layers.compiling import compile_layers
-    from common.training.run_logger import peak_memory_gb
 
     mode, dtype, tuned = args.worker.split(":")
     if tuned == "tuned":
@@ -83,28 +84,11 @@ def measure(args: Arguments) -> dict:
         size = {"sequences_per_pack": args.tokens // args.max_seq_length}
     plan = BatchPlan(store.lengths, len(store), 0, args.max_seq_length, **size)
     loader = TrainLoader(PlannedOrder(store, plan, packs_per_step=1), MaskingCollator(ESM2_TOKENS, 0))
-    prepared = [share.micro_batches[0] for share in islice(loader, args.steps + 2)]
+    prepared = [share.micro_batches[0] for share in islice(loader, args.steps + WARMUP)]
     if not ours:
         width = args.max_seq_length if mode == "pad512" else 0
         prepared = [batch | padded(batch, width) for batch in prepared]
-
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, weight_decay=0.01, fused=True)
-    model.train()
-    tokens = 0
-    for number, batch in enumerate(prepared):
-        if number == 2:
-            started, tokens = time.perf_counter(), 0
-        inputs = to_device(batch, torch.device("cpu"))
-        with torch.autocast("cpu", torch.bfloat16, enabled=dtype == "bf16"):
-            output = model(**inputs)
-            loss = output.loss_sum / batch["num_targets"] if ours else output.loss
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        tokens += batch["num_tokens"]
-    speed = tokens / (time.perf_counter() - started)
-    return {"tokens_per_second": speed, "peak_gb": peak_memory_gb(torch.device("cpu")), "loss": loss.item()}
+    return training_speed(model, prepared, dtype, ours)
 
 
 def compare(args: Arguments) -> str:
@@ -132,17 +116,12 @@ def compare(args: Arguments) -> str:
             mode, _, tuned = job.split(":")
             name = MODES[mode] + (", our process settings" if tuned == "tuned" and not mode.startswith("ours") else "")
             ours = None if mode.startswith("ours") else found[f"ours:{dtype}:tuned"]
-            lines.append(f"| {dtype} | {cells(name, found[job], ours)}")
+            lines.append(f"| {dtype} | {speed_cells(name, found[job], ours)}")
     return "\n".join(lines) + "\n"
 
 
 def main() -> None:
-    args = parse_arguments(__doc__, Arguments)
-    if args.worker:
-        print(json.dumps(measure(args)))
-        return
-    table = compare(args)
-    publish(table, args.output)
+    worker_or_table(parse_arguments(__doc__, Arguments), measure, compare)
 
 
 if __name__ == "__main__":

@@ -9,12 +9,10 @@ beyond that of the inputs.
 from __future__ import annotations
 
 import common  # noqa: F401  # isort: skip  (before torch: see there)
-import json
 import os
 from dataclasses import dataclass
 
-from benchmarks.fresh import measured_afresh
-from benchmarks.tables import publish, where_measured
+from benchmarks.measuring import measured_afresh, where_measured, worker_or_table
 from common.cli import run
 from common.flags import Flags, flag, parse_arguments
 
@@ -24,7 +22,7 @@ WAYS = {"parts": "in parts (`vocabulary_loss`)", "whole": "`F.cross_entropy` of 
 @dataclass
 class Arguments(Flags):
     tokens: int = flag(2048, "Tokens of a pack.")
-    vocabulary: int = flag(128256, "PlotLabels.")
+    vocabulary: int = flag(128256, "Words.")
     hidden: int = flag(64, "Hidden size.")
     output: str | None = flag(None, "Also write the table there.")
     worker: str | None = flag(None, "Internal: measure this one in this process and print JSON.")
@@ -66,11 +64,7 @@ def compare(args: Arguments) -> str:
 
 
 def main() -> None:
-    args = parse_arguments(__doc__, Arguments)
-    if args.worker:
-        print(json.dumps(measure(args)))
-        return
-    publish(compare(args), args.output)
+    worker_or_table(parse_arguments(__doc__, Arguments), measure, compare)
 
 
 if __name__ == "__main__":

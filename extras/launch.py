@@ -6,7 +6,7 @@ python -m extras.launch --nnodes=2 --nproc_per_node=8 --rdzv_backend=c10d ... tr
   as a failure and exits with 1, so that a run that has saved (75: requeue it) looks like a crash. With cgroups Slurm
   signals only the process that it started, which is torchrun.
 - Bad input (2) ends the job: --max_restarts is for failures that are not the user's.
-- So does the third start in a row without a new checkpoint (extras.launcher.restart_limit), with the reason and
+- So does the third start in a row without a new checkpoint (extras.launcher.restarts), with the reason and
   status 2.
 - The ranks' error line is printed last, without torchrun's report around it.
 - In a pod every other failure becomes TRY_AGAIN: the training operator's restartPolicy ExitCode retries above 127.
@@ -50,8 +50,7 @@ def _torchrun(arguments: list[str]) -> int:
     from torch.distributed.launcher import api
 
     from extras.launcher import rendezvous
-    from extras.launcher.agent import Agent, Stopped
-    from extras.launcher.restart_limit import set_job_uid
+    from extras.launcher.restarts import Agent, Stopped, set_job_uid
 
     set_job_uid()
     Agent.signals, Agent.output_dir = received, _output_dir(arguments)
@@ -63,7 +62,7 @@ def _torchrun(arguments: list[str]) -> int:
         # torchrun installs handlers for the signals named here: leave the stop signals to ours.
         parsed = run.parse_args(["--signals_to_handle=SIGHUP,SIGQUIT", *arguments])
         rendezvous.use_json_backend(parsed, run.parse_min_max_nnodes(parsed.nnodes)[1])
-        if run.determine_local_world_size(parsed.nproc_per_node) > 1:
+        if run.determine_local_world_size(parsed.nproc_per_node) != 1:
             os.environ.setdefault("OMP_NUM_THREADS", "1")  # as torchrun does, with five lines of warning
         run.run(parsed)
     except ChildFailedError as error:  # torchrun or the agent has printed which rank failed

@@ -189,7 +189,7 @@ pretrain() {
   fi
   # A run that failed through no fault of the user's (a rank out of memory, a failed collective, a node that was away)
   # is started again: here if all nodes are free, else from the queue. The third start in a row without a new checkpoint
-  # ends with 2 (extras/launcher/restart_limit.py).
+  # ends with 2 (extras/launcher/restarts.py).
   while [ "$status" -eq 0 ]; do
     launch "$@" || status=$?
     case $status in

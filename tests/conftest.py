@@ -78,14 +78,8 @@ def pytest_make_parametrize_id(config, val, argname: str) -> str | None:
 WAITING = (
     ("ops/test_slurm", "test_readme", "ops/test_containers", "ops/test_kubernetes_run", "ops/test_push"),
     (
-        *(
-            "distributed/",
-            "extras/preflight/",
-            "training/test_soak",
-            "training/test_resume",
-            "training/test_fsdp2_faults",
-        ),
-        *("training/test_step_monitor", "training/test_trackers"),
+        *("distributed/", "extras/preflight/", "extras/monitor/", "extras/launcher/"),
+        *("training/test_soak", "training/test_resume", "training/test_fsdp2_faults", "training/test_trackers"),
     ),
 )
 

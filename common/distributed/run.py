@@ -254,7 +254,6 @@ def exit_now(error: BaseException) -> None:
 def _init_process_group(world: World) -> None:
     from extras.monitor.watchdog import Watch
 
-    watch = world.watch = Watch()
     timeout_s, timeout = world.timeout_s, timedelta(seconds=world.timeout_s)
     use_loopback_interface()
     backend = "gloo"
@@ -262,16 +261,14 @@ def _init_process_group(world: World) -> None:
         backend = "cpu:gloo,cuda:nccl"
         set_nccl_defaults(timeout_s)
     if "RANK" not in os.environ:
-        watch.begin(0, 1, None, timeout_s)
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
-        return
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        store: dist.Store = dist.HashStore()
+    elif os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         store = _store_of_this_attempt(world, timeout_s)
     else:
         host, port = store_host(), int(os.environ["MASTER_PORT"])
         options = {"world_size": world.size, "wait_for_workers": True, "timeout": timeout}
         store = serve_store(host, port, **options) if world.is_main else join_store(host, port, **options)
-    watch.begin(world.rank, world.size, store, timeout_s, lambda: world.stop.signalled)
+    world.watch = Watch(world.rank, world.size, store, timeout_s, lambda: world.stop.signalled).start()
     dist.init_process_group(backend, store=store, rank=world.rank, world_size=world.size, timeout=timeout)
 
 

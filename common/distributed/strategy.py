@@ -83,7 +83,7 @@ class Strategy:
         what torch.distributed.checkpoint has to know of each shard. No collective; called from any thread."""
         return state
 
-    # ---- extras.monitor.stragglers ------------------------------------------------------------------------------
+    # ---- extras.monitor.step_monitor ----------------------------------------------------------------------------
 
     @property
     def last_gradient(self) -> nn.Parameter:

@@ -159,7 +159,8 @@ class World:
     @classmethod
     def from_environment(cls, use_cpu: bool) -> World:
         """From torchrun's environment variables."""
-        rank, size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+        rank = int(os.environ.get("RANK", 0))
+        size = int(os.environ.get("WORLD_SIZE", 1)) if "RANK" in os.environ else 1  # a single process, not a rank
         local_rank = int(os.environ.get("LOCAL_RANK", 0))
         use_gpu = torch.cuda.is_available() and not use_cpu
         device = torch.device("cuda", local_rank) if use_gpu else torch.device("cpu")

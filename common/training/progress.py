@@ -307,7 +307,7 @@ class Interval:
     optimizer: float = 0.0
     checkpoints: float = 0.0  # seconds that saving blocked training
     steps: int = 0
-    ranks: dict = field(default_factory=dict)  # the last comparison of the ranks (extras/monitor/stragglers.py)
+    ranks: dict = field(default_factory=dict)  # the last comparison of the ranks (extras/monitor/step_monitor.py)
 
     def add(self, counts: StepCounts, flops: float, seconds: float, waited: float, result: StepResult) -> None:
         self.tokens += counts.num_tokens

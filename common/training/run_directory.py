@@ -160,10 +160,8 @@ def _job() -> dict:
     That is its id in the batch system, which no two jobs share. torchrun's --rdzv_id may be shared (the guides'
     variables make it a constant), so it counts with the torchrun process and the command line.
     """
-    from extras.launcher.restart_limit import unique_id
-
-    if os.environ.get("SLURM_JOB_ID"):
-        return {"job": f"slurm {os.environ['SLURM_JOB_ID']}", "uid": unique_id()}
+    if slurm := os.environ.get("SLURM_JOB_ID"):
+        return {"job": f"slurm {slurm}", "uid": slurm}
     run_id = os.environ.get("TORCHELASTIC_RUN_ID")
     if run_id is None:
         return {"job": None}
@@ -173,7 +171,7 @@ def _job() -> dict:
         "torchrun": _parent_process(),
         "by_hand": one_node and "KUBERNETES_SERVICE_HOST" not in os.environ,
         "command": sys.argv[1:],
-        "uid": unique_id(),
+        "uid": os.environ.get("JOB_UID"),  # a Kubernetes job's (extras/launcher/restarts.py)
     }
 
 

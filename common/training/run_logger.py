@@ -159,7 +159,7 @@ class LogFlags(Flags):
         self.require_at_least(1, "logging_steps")
         self.require_at_least(0, "straggler_every")
         if self.profile_steps:
-            from extras.profiling import parse_steps
+            from extras.monitor.step_monitor import parse_steps
 
             parse_steps(self.profile_steps)
         self.require_choice("report_to", ("none", "tensorboard", "wandb"))

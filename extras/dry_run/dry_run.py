@@ -35,17 +35,18 @@ MOST_TRIES = 4
 
 def dry_run(args: RunArguments, build: Build) -> None:
     """Print the estimate. UserError if it does not fit --device_memory."""
-    step = args.data.max_seq_length
+    step, memory = args.data.max_seq_length, args.dry_run.device_memory
+    limit = int((memory - args.dry_run.device_reserve) * GIB) if memory else None  # bytes that tensors may use
     with fake_run(args, build) as run:
         held = run.step(args.pack_tokens)
         parameters = count_parameters(run.built.model)
-        largest = largest_pack(run.step, held, _device_limit(args), step) if args.dry_run.device_memory else None
+        largest = None if limit is None else largest_pack(run.step, held, limit, step)
         remarks = run.built.remarks
     lines = [_heading(args, parameters), *remarks, "", *_table(args, held), "", *_modes(args, build, held)]
     sys.stdout.write("\n".join(lines) + "\n")
-    if args.dry_run.device_memory:
+    if limit is not None:
         sys.stdout.write("\n")
-        _check_fit(args, held, largest, step)
+        _check_fit(args, held, largest, limit)
 
 
 def largest_pack(
@@ -70,11 +71,6 @@ def largest_pack(
     return best
 
 
-def _device_limit(args: RunArguments) -> int:
-    """Bytes of the device that tensors may use."""
-    return int((args.dry_run.device_memory - args.dry_run.device_reserve) * GIB)
-
-
 def _heading(args: RunArguments, parameters: int) -> str:
     ranks = args.dry_run.world_size or 1
     shared = f", {args.process.cp_size} of which share a pack" if args.process.cp_size > 1 else ""
@@ -93,11 +89,13 @@ def _table(args: RunArguments, held: MemoryEstimate) -> list[str]:
         rows.append(("reserved for CUDA context, NCCL, fragmentation (--device_reserve)", reserve))
         rows.append((f"needed, of {args.dry_run.device_memory:g} GiB (--device_memory)", held.peak + reserve))
     lines = [f"{'GiB':>10}", *(f"{size / GIB:10.2f}  {what}" for what, size in rows)]
-    host = [(held.state_on_host, "weights, gradients and moments (--cpu_offload)")]
-    host += [(held.activations_on_host, "activations (--offload_activations)")]
-    host += [(held.checkpoint_copy, "copy for a checkpoint that is written in the background")]
-    told = [f"{size / GIB:10.2f}  {what}" for size, what in host if size]
-    return [*lines, "", "In host memory, beside it, for each rank:", *told]
+    host = [
+        (held.state_on_host, "weights, gradients and moments (--cpu_offload)"),
+        (held.activations_on_host, "activations (--offload_activations)"),
+        (held.checkpoint_copy, "copy for a checkpoint that is written in the background"),
+    ]
+    on_host = [f"{size / GIB:10.2f}  {what}" for size, what in host if size]
+    return [*lines, "", "In host memory, beside it, for each rank:", *on_host]
 
 
 def _modes(args: RunArguments, build: Build, held: MemoryEstimate) -> list[str]:
@@ -115,8 +113,8 @@ def _modes(args: RunArguments, build: Build, held: MemoryEstimate) -> list[str]:
     return lines
 
 
-def _check_fit(args: RunArguments, held: MemoryEstimate, largest: MemoryEstimate | None, multiple: int) -> None:
-    reserve = args.dry_run.device_reserve
+def _check_fit(args: RunArguments, held: MemoryEstimate, largest: MemoryEstimate | None, limit: int) -> None:
+    reserve, multiple = args.dry_run.device_reserve, args.data.max_seq_length
     most = "not even one of --max_seq_length does"
     if largest:
         most = (
@@ -124,7 +122,7 @@ def _check_fit(args: RunArguments, held: MemoryEstimate, largest: MemoryEstimate
             f"{multiple:,}; {largest.peak / GIB + reserve:.1f} GiB)"
         )
     needed = f"{held.peak / GIB + reserve:.1f} of {args.dry_run.device_memory:g} GiB"
-    if held.peak > _device_limit(args):
+    if held.peak > limit:
         raise UserError(
             f"packs of {held.tokens:,} tokens do not fit: {needed}; {most}: more ranks, recomputed activations "
             "(--activation_checkpointing full) or smaller packs take less"

@@ -14,6 +14,8 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -40,6 +42,13 @@ _COLLECTIVES = ("fsdp", "c10d", "_c10d_functional")  # namespaces of operators
 _FIXED = (WEIGHTS, OPTIMIZER, GRADIENTS, HOST)  # keep their kind in a collective
 
 
+@dataclass
+class _Storage:
+    kind: str
+    size: int
+    alive: weakref.ref  # its callback ends the count
+
+
 class MemoryTracker(TorchDispatchMode):
     """While active, tensors are fake and their storages are counted.
 
@@ -54,32 +63,30 @@ class MemoryTracker(TorchDispatchMode):
         self.peak, self.at_peak, self.most_on_host = 0, dict(self.bytes), 0
         self._resize = torch.UntypedStorage.resize_
         self._fake = FakeTensorMode(allow_non_fake_inputs=True)
-        self._storages: dict[int, list] = {}  # {storage: [kind, bytes, weakref]}
+        self._storages: dict[int, _Storage] = {}
 
     def begin_peak(self) -> None:
         self.peak, self.at_peak, self.most_on_host = 0, dict(self.bytes), self.bytes[HOST]
         self._update_peak()
 
     def kind_of(self, tensor: Tensor) -> str | None:
-        entry = self._storages.get(storage_key(tensor))
-        return entry and entry[0]
+        storage = self._storages.get(storage_key(tensor))
+        return storage.kind if storage else None
 
     def put(self, tensor: Tensor, kind: str) -> None:
         """Count the tensor's storage (of a DTensor: the local shard) as this kind from now on."""
-        tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-        self._count(tensor)
-        entry = self._storages[storage_key(tensor)]
-        self.bytes[entry[0]] -= entry[1]
-        self.bytes[kind] += entry[1]
-        entry[0] = kind
+        self._relabel(self._count(tensor.to_local() if isinstance(tensor, DTensor) else tensor), kind)
 
     def put_all(self, kinds: tuple[str, ...], kind: str) -> None:
         """Count all storages of some kinds as this one."""
-        for entry in self._storages.values():
-            if entry[0] in kinds:
-                self.bytes[entry[0]] -= entry[1]
-                self.bytes[kind] += entry[1]
-                entry[0] = kind
+        for storage in self._storages.values():
+            if storage.kind in kinds:
+                self._relabel(storage, kind)
+
+    def _relabel(self, storage: _Storage, kind: str) -> None:
+        self.bytes[storage.kind] -= storage.size
+        self.bytes[kind] += storage.size
+        storage.kind = kind
 
     @contextmanager
     def making(self, kind: str) -> Iterator[None]:
@@ -93,14 +100,12 @@ class MemoryTracker(TorchDispatchMode):
 
     def __enter__(self):
         # FSDP frees and reallocates all-gathered weights by resizing their storages.
-        tracker = self
-
-        def resize_(storage: torch.UntypedStorage, size: int):
-            result = tracker._resize(storage, size)
-            tracker._resized(storage)
+        def resize_(storage: torch.UntypedStorage, size: int) -> Any:
+            result = self._resize(storage, size)
+            self._resized(storage)
             return result
 
-        torch.UntypedStorage.resize_ = resize_
+        torch.UntypedStorage.resize_ = resize_  # pyrefly: ignore[bad-assignment]  # the stub says it never returns
         return super().__enter__()
 
     def __exit__(self, *error) -> None:
@@ -113,19 +118,20 @@ class MemoryTracker(TorchDispatchMode):
         kwargs = dict(kwargs or {})
         pinned = kwargs.pop("pin_memory", None)
         given = [x for x in tree_iter((args, kwargs)) if isinstance(x, Tensor)]
-        if any(isinstance(x, FakeTensor) for x in given):
+        is_fake = any(isinstance(x, FakeTensor) for x in given)
+        result: Any = None
+        if is_fake or all(x.is_meta for x in given):  # a factory function need not compute values either
             with self._fake:
                 result = func(*args, **kwargs)
-        else:
-            result = self._fake_factory(func, args, kwargs) if all(x.is_meta for x in given) else None
-            result = self._as_fake(func(*args, **kwargs)) if result is None else result
+        if not is_fake and not _is_real_float(result):
+            result = func(*args, **kwargs)
+            result = self._fake.from_tensor(result) if _is_real_float(result) else result
         if func is torch.ops.aten.topk.default and isinstance(result[0], FakeTensor):
             result = result[0], _spread_evenly(result[1].shape, given[0].shape[args[2] if len(args) > 2 else -1])
         made = [x for x in tree_iter(result) if isinstance(x, Tensor) and not x.is_meta]
-        is_collective = func.namespace in _COLLECTIVES
         for tensor in made:
             self._count(tensor)
-        if is_collective:
+        if func.namespace in _COLLECTIVES:
             self._label_collective(func, given, made)
         elif pinned:
             for tensor in made:
@@ -135,20 +141,6 @@ class MemoryTracker(TorchDispatchMode):
         self._update_peak()
         return result
 
-    # ---- its parts ------------------------------------------------------------------------------------------
-
-    def _fake_factory(self, func, args: tuple, kwargs: dict) -> Tensor | None:
-        """The fake result of a factory function, if that is floating-point and has a storage."""
-        with self._fake:
-            result = func(*args, **kwargs)
-        shape_alone = isinstance(result, Tensor) and result.is_floating_point() and not result.is_meta
-        return result if shape_alone else None
-
-    def _as_fake(self, result):
-        if isinstance(result, Tensor) and result.is_floating_point() and not result.is_meta:
-            return self._fake.from_tensor(result)
-        return result
-
     def _label_collective(self, func, given: list[Tensor], made: list[Tensor]) -> None:
         # A shard that stays in the storage of its input goes with it.
         reduces = "reduce_scatter" in func.__name__ and storage_key(given[0]) not in map(storage_key, given[1:])
@@ -156,30 +148,35 @@ class MemoryTracker(TorchDispatchMode):
             if isinstance(tensor, FakeTensor) and self.kind_of(tensor) not in _FIXED:
                 self.put(tensor, GRADIENTS if reduces and number == 0 else GATHERED)
 
-    def _count(self, tensor: Tensor) -> None:
-        storage = tensor.untyped_storage()
-        place = untyped_storage_key(storage)
-        if place not in self._storages:
-            size = storage.nbytes()
-            self._storages[place] = [self.kind, size, weakref.ref(storage, lambda _: self._freed(place))]
-            self.bytes[self.kind] += size
+    def _count(self, tensor: Tensor) -> _Storage:
+        key = storage_key(tensor)
+        if key not in self._storages:
+            storage = tensor.untyped_storage()
+            alive = weakref.ref(storage, lambda _: self._freed(key))
+            self._storages[key] = _Storage(self.kind, storage.nbytes(), alive)
+            self.bytes[self.kind] += storage.nbytes()
+        return self._storages[key]
 
     def _resized(self, storage: torch.UntypedStorage) -> None:
         if entry := self._storages.get(untyped_storage_key(storage)):
-            size = storage.nbytes()
-            self.bytes[entry[0]] += size - entry[1]
-            entry[1] = size
+            self.bytes[entry.kind] += storage.nbytes() - entry.size
+            entry.size = storage.nbytes()
             self._update_peak()
 
-    def _freed(self, place: int) -> None:
-        kind, size, _ = self._storages.pop(place)
-        self.bytes[kind] -= size
+    def _freed(self, key: int) -> None:
+        storage = self._storages.pop(key)
+        self.bytes[storage.kind] -= storage.size
 
     def _update_peak(self) -> None:
         now = sum(size for kind, size in self.bytes.items() if kind not in self.on_host)
         if now > self.peak:
             self.peak, self.at_peak = now, dict(self.bytes)
         self.most_on_host = max(self.most_on_host, self.bytes[HOST])
+
+
+def _is_real_float(result) -> bool:
+    """Whether this is a floating-point tensor with a storage."""
+    return isinstance(result, Tensor) and result.is_floating_point() and not result.is_meta
 
 
 def _spread_evenly(shape: torch.Size, among: int) -> Tensor:

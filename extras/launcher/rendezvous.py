@@ -12,6 +12,7 @@ import uuid
 from argparse import Namespace
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import astuple
 from datetime import UTC, datetime, timedelta
 
 import torch.distributed as dist
@@ -26,11 +27,7 @@ from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import (
     C10dRendezvousBackend,
     create_backend,
 )
-from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
-    RendezvousBackend,
-    Token,
-    create_handler,
-)
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import RendezvousBackend, Token, create_handler
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
 from common.cli import one_line
@@ -99,19 +96,15 @@ def _ours_or_error() -> Iterator[None]:
 
 
 def encode(state: RendezvousState) -> bytes:
-    """The state as JSON."""
-    return json.dumps(
-        {
-            "round": state.round,
-            "complete": state.complete,
-            "closed": state.closed,
-            "deadline": state.deadline and _time_text(state.deadline),
-            "participants": [[_node_list(node), rank] for node, rank in state.participants.items()],
-            "wait_list": [_node_list(node) for node in state.wait_list],
-            "redundancy_list": [_node_list(node) for node in state.redundancy_list],
-            "last_heartbeats": [[_node_list(node), _time_text(at)] for node, at in state.last_heartbeats.items()],
-        }
-    ).encode()
+    """The state as JSON: nodes as lists, times as text, sets as lists, dicts as lists of pairs."""
+
+    def as_json(value):
+        if isinstance(value, datetime):
+            return (value if value.tzinfo else value.replace(tzinfo=UTC)).isoformat()
+        return astuple(value) if isinstance(value, NodeDesc) else list(value)
+
+    fields = {name: list(v.items()) if isinstance(v, dict) else v for name, v in vars(state).items()}
+    return json.dumps(fields, default=as_json).encode()
 
 
 def decode(data: bytes) -> RendezvousState:
@@ -133,10 +126,6 @@ def decode(data: bytes) -> RendezvousState:
     return state
 
 
-def _node_list(node: NodeDesc) -> list:
-    return [node.addr, node.pid, node.local_id]
-
-
 def _node(value) -> NodeDesc:
     address, pid, local_id = _typed(list, value)
     return NodeDesc(_typed(str, address), _number(pid), _number(local_id))
@@ -152,10 +141,6 @@ def _number(value) -> int:
     if not 0 <= _typed(int, value) < 1 << 63:
         raise ValueError(f"the number {value}")
     return value
-
-
-def _time_text(time: datetime) -> str:
-    return (time if time.tzinfo else time.replace(tzinfo=UTC)).isoformat()
 
 
 def _time(value) -> datetime:
@@ -195,7 +180,7 @@ def _handler(store: dist.Store, backend: RendezvousBackend, params: RendezvousPa
 
 def _store_on_loopback(params: RendezvousParameters, host: str, port: int) -> dist.TCPStore:
     """As torch's backend: the first agent there serves the store, unless `is_host` says which one does."""
-    timeout = timedelta(seconds=params.get_as_int("read_timeout", READ_TIMEOUT_S))
+    timeout = timedelta(seconds=params.get_as_int("read_timeout") or READ_TIMEOUT_S)
     is_host = params.get_as_bool("is_host")
     try:
         if is_host is not False:

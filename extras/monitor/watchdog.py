@@ -20,8 +20,7 @@ import time
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
-
-import torch.distributed as dist
+from typing import Any
 
 from common.cli import one_line
 from common.compat import dump_flight_recorder, frame_of_thread
@@ -77,24 +76,42 @@ def write_flight_recorder(rank: int) -> str:
 class Watch(NullWatch):
     """This rank's progress, watched between `mark` and `rest`."""
 
-    def __init__(self) -> None:
+    def __init__(self, rank: int, size: int, store: Any, timeout_s: float, signalled: Callable[[], bool] = bool):
+        """store: of all ranks, or None; signalled: whether a signal has asked this process to stop."""
+        self.rank, self.size, self.timeout_s, self.host = rank, size, timeout_s, socket.gethostname()
+        self.limit_s = SHARE_OF_TIMEOUT * timeout_s
+        self.poll_s = min(1.0, timeout_s / 20)
+        # How long a peer may be silent: a busy machine delays heartbeats.
+        self.silence_s = max(2.5 * self.poll_s, min(GONE_S, self.limit_s / 3))
         self.phase: str | None = None
         self.step = self.marks = 0
         self.since = time.monotonic()  # of the last progress
-        self.size = 1
+        self._signalled = signalled
         self._compiling = self._ended = self._failed = False
         self._collateral = False  # this rank ends because of another one
         self._asking = False  # read the other ranks' messages
         self._lost = self._reported = False  # the store says that a peer is lost; this rank has reported one
         self._neighbour = (0, time.monotonic())  # the next rank's latest heartbeat, and when it was new
-        self._signalled: Callable[[], bool] = bool
         self._reporting = threading.Lock()  # one line: the watchdog's, or the main thread's
         self._beats = 0
         self._peers: dict[int, tuple[dict, float]] = {}  # rank: its latest message, and when it was new
+        self._store: Any = store and store.clone()  # the other connection may be blocked in a wait
         self._store_answered = time.monotonic()
         self._store_lost = False
         self._stop, self._wake = threading.Event(), threading.Event()
         self._threads: list[threading.Thread] = []
+
+    def start(self) -> Watch:
+        """Start the threads, before the process group is made, so that the store has heard of every rank by then."""
+        targets = [self._check_progress]
+        if self.size > 1:
+            self._store.set_timeout(timedelta(seconds=self.timeout_s))
+            self._send_heartbeat()
+            targets.append(self._exchange_heartbeats)
+        for target in targets:
+            self._threads.append(threading.Thread(target=target, name="hang watch", daemon=True))
+            self._threads[-1].start()
+        return self
 
     # ---- called by the main thread --------------------------------------------------------------------------
 
@@ -105,35 +122,6 @@ class Watch(NullWatch):
 
     def rest(self) -> None:
         self.phase = None
-
-    def begin(
-        self,
-        rank: int,
-        size: int,
-        store: dist.Store | None,
-        timeout_s: float,
-        signalled: Callable[[], bool] = bool,
-    ) -> None:
-        """Start the threads, before the process group is made, so that the store has heard of every rank by then.
-
-        signalled: whether a signal has asked this process to stop.
-        """
-        self._signalled = signalled
-        self.rank, self.size, self.timeout_s = rank, size, timeout_s
-        self.limit_s = SHARE_OF_TIMEOUT * timeout_s
-        self.poll_s = min(1.0, timeout_s / 20)
-        # How long a peer may be silent: a busy machine delays heartbeats.
-        self.silence_s = max(2.5 * self.poll_s, min(GONE_S, self.limit_s / 3))
-        self.host = socket.gethostname()
-        targets = [self._check_progress]
-        if store is not None and size > 1:
-            self._store = store.clone()  # the other connection may be blocked in a wait
-            self._store.set_timeout(timedelta(seconds=timeout_s))
-            self._send_heartbeat()
-            targets.append(self._exchange_heartbeats)
-        for target in targets:
-            self._threads.append(threading.Thread(target=target, name="hang watch", daemon=True))
-            self._threads[-1].start()
 
     def end(self, failed: bool = False) -> None:
         self._ended, self._failed = True, failed

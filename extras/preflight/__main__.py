@@ -14,22 +14,28 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from common.cli import BAD_INPUT, UserError, one_line, run
+from common.cli import BAD_INPUT, UserError, run
 from common.distributed.run import exit_now
 from common.distributed.world import World
 from common.files.json_files import write_json
 from common.flags import Flags, flag, parse_arguments
 from extras.preflight import network, node
 from extras.preflight.group import GroupChecks, Mailbox
-from extras.preflight.report import ERROR, LEVELS, Finding, RankReport, differences, merge, problems, table
+from extras.preflight.report import (
+    ERROR,
+    LEVELS,
+    Finding,
+    LocalChecks,
+    RankReport,
+    differences,
+    merge,
+    problems,
+    table,
+)
 from extras.sources.dataset import is_local
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -38,13 +44,13 @@ class PreflightArguments(Flags):
     dataset: str | None = flag(None, "Instead of it, files or a Hub dataset as they are, as for training.")
     output_dir: str | None = flag(None, "Where checkpoints will go; it is not created.")
     config_name: str | None = flag(
-        None, "The model, as for training: is there room for its checkpoints?", "model", "model_name_or_path"
+        None, "The model, as for training: do its checkpoints fit on the disk?", "model", "model_name_or_path"
     )
     save_total_limit: int = flag(3, "How many checkpoints the job keeps, as for training.")
     gpus_per_node: int | None = flag(None, "GPUs that each node must have. Default: a GPU for each rank, if any.")
     use_cpu: bool = flag(False, "The job will not use GPUs.")
     dataloader_num_workers: int = flag(1, "Loader workers of the job, which need shared memory.")
-    min_free_gb: float = flag(20.0, "Warn of less room than this for checkpoints, in 1e9 bytes.")
+    min_free_gb: float = flag(20.0, "Warn of less free disk space than this for checkpoints, in 1e9 bytes.")
     max_clock_skew: float = flag(1.0, "Warn of clocks that differ by more seconds than this.")
     timeout: float = flag(60.0, "Seconds to wait for a rank, a filesystem or a network that does not answer.")
     fail_on: str = flag("error", "error, or warn: what the exit status 2 is for.")
@@ -68,45 +74,32 @@ def main() -> None:
     world = World.from_environment(args.use_cpu)
     if world.rank:
         logging.disable(logging.WARNING)
-    report, whole_run = RankReport(*_place(world)), []
+    host = socket.gethostname()
+    report = RankReport(world.rank, host, os.environ.get("GROUP_RANK", host), leads=world.local_rank == 0)
     checks = LocalChecks(args.timeout)
-    mailbox = None
     start_local_checks(args, world, checks)
-    if world.size > 1:
-        mailbox = Mailbox(world, args.timeout)
-        present, missing = roll_call(mailbox, report)
-        num_nodes = sum(each["leads"] for each in present)
-        whole_run += [absent(rank, present, world, args.timeout) for rank in missing]
-        if report.leads:
-            hosts = [each["host"] for each in present]
-            master = os.environ.get("MASTER_ADDR")
-            checks.start("hostnames", network.check_hostnames, report.host, hosts, master)
-    else:
-        num_nodes, missing = 1, []
-        checks.start("hostnames", network.check_hostnames, report.host, [], None)
+    mailbox = Mailbox(world, args.timeout)
+    leaders, missing = roll_call(mailbox, report)
     if report.leads:
-        checks.start("interfaces", network.check_interfaces, os.environ, world.device.type == "cuda", num_nodes)
+        hosts, master = [leader["host"] for leader in leaders], os.environ.get("MASTER_ADDR")
+        checks.start("hostnames", network.check_hostnames, host, hosts, master if world.size > 1 else None)
+        use_gpu = world.device.type == "cuda"
+        checks.start("interfaces", network.check_interfaces, os.environ, use_gpu, len(leaders))
     checks.finish(report)
-    reports, pairs = [report], []
-    if mailbox is not None:
-        if not missing:
-            group = GroupChecks(mailbox, present, args)
-            group.run(report)
-            whole_run += group.findings
-        mailbox.post("report", report.to_json())
-        if world.is_main:
-            ranks = [rank for rank in range(world.size) if rank not in missing]
-            posted, silent = mailbox.collect("report", ranks)
-            reports = [RankReport.from_json(value) for value in posted.values()]
-            pairs = group.pairs if not missing else []
-            whole_run += [absent(rank, present, world, args.timeout, "stopped answering") for rank in silent]
+    group = GroupChecks(mailbox, leaders, args, report)
+    if world.size > 1 and not missing:
+        group.run()
+    mailbox.post("report", asdict(report))
     if world.is_main:
-        whole_run += differences(reports)
-        merged = merge(reports, whole_run, time.monotonic() - started) | {"pairs": pairs}
-        status = publish(merged, args)
-        if mailbox is not None:
-            mailbox.broadcast("status", status)
-            mailbox.collect("left", [r.rank for r in reports if r.rank])  # before the store ends with this process
+        posted, silent = mailbox.collect("report", [rank for rank in range(world.size) if rank not in missing])
+        reports = [RankReport.from_json(value) for value in posted.values()]
+        findings = [absent(rank, leaders, world, args.timeout, "has not started") for rank in missing]
+        findings += group.findings
+        findings += [absent(rank, leaders, world, args.timeout, "stopped answering") for rank in silent]
+        findings += differences(reports)
+        status = publish(merge(reports, findings, time.monotonic() - started) | {"pairs": group.pairs}, args)
+        mailbox.broadcast("status", status)
+        mailbox.collect("left", [r.rank for r in reports if r.rank])  # before the store ends with this process
     else:
         status = mailbox.receive("status", patience=4)
         mailbox.post("left", True)
@@ -120,10 +113,10 @@ def start_local_checks(args: PreflightArguments, world: World, checks: LocalChec
         checks.start("gpus", node.check_own_gpu, world.local_rank)
     if world.local_rank:
         return
-    asked = args.gpus_per_node
-    if asked is None and use_gpu and world.size > 1:
-        asked = world.local_size
-    checks.start("gpus", node.check_gpus, asked, args.use_cpu)
+    required = args.gpus_per_node
+    if required is None and use_gpu and world.size > 1:
+        required = world.local_size
+    checks.start("gpus", node.check_gpus, required, args.use_cpu)
     checks.start("versions", node.versions)
     checks.start("shm", node.check_shm, args.dataloader_num_workers)
     if args.output_dir:
@@ -137,56 +130,20 @@ def start_local_checks(args: PreflightArguments, world: World, checks: LocalChec
     checks.start("efa", network.check_efa, os.environ, use_gpu)
 
 
-class LocalChecks:
-    """Checks that run concurrently, each in a thread; one that hangs is abandoned and reported."""
-
-    def __init__(self, seconds: float):
-        self.seconds = seconds
-        self._pool = ThreadPoolExecutor(16)
-        self._running: list[tuple[str, Future]] = []
-
-    def start(self, check: str, function: Callable, *arguments) -> None:
-        self._running.append((check, self._pool.submit(function, *arguments)))
-
-    def finish(self, report: RankReport) -> None:
-        """Add the results to the report: findings, and facts that must be the same on every node."""
-        deadline = time.monotonic() + self.seconds
-        for check, running in self._running:
-            try:
-                result = running.result(max(0.0, deadline - time.monotonic()))
-            except TimeoutError:
-                what = f"no answer within {self.seconds:g} s"
-                result = Finding(check, ERROR, what, "see whether the filesystem or network behind it is alive")
-            except UserError as error:
-                result = Finding(check, ERROR, str(error))
-            except (OSError, RuntimeError) as error:
-                result = Finding(check, ERROR, one_line(error))
-            for item in result if isinstance(result, list | tuple) else [result]:
-                if isinstance(item, Finding):
-                    report.findings.append(item)
-                elif item:
-                    report.facts |= item
-
-
-def _place(world: World) -> tuple[int, str, str, bool]:
-    host = socket.gethostname()
-    return world.rank, host, os.environ.get("GROUP_RANK", host), world.local_rank == 0
-
-
 def roll_call(mailbox: Mailbox, report: RankReport) -> tuple[list[dict], list[int]]:
     """(the first rank of each node, missing ranks); every rank gets the same answer."""
     world = mailbox.world
-    mine = {"rank": report.rank, "host": report.host, "node": report.node, "leads": report.leads}
-    mailbox.post("present", mine)
+    mailbox.post("present", {"rank": report.rank, "host": report.host, "leads": report.leads})
     if world.is_main:
-        present, missing = mailbox.collect("present", list(range(world.size)))
-        mailbox.broadcast("roll", [[each for each in present.values() if each["leads"]], missing])
-    return tuple(mailbox.receive("roll"))
+        present, missing = mailbox.collect("present", range(world.size))
+        mailbox.broadcast("roll", [[rank for rank in present.values() if rank["leads"]], missing])
+    leaders, missing = mailbox.receive("roll")
+    return leaders, missing
 
 
-def absent(rank: int, leaders: list[dict], world: World, seconds: float, what: str = "has not started") -> Finding:
+def absent(rank: int, leaders: list[dict], world: World, seconds: float, what: str) -> Finding:
     """A missing rank. torchrun numbers ranks node by node: its host is that of its node's first rank."""
-    hosts = [each["host"] for each in leaders if each["rank"] <= rank < each["rank"] + world.local_size]
+    hosts = [leader["host"] for leader in leaders if 0 <= rank - leader["rank"] < world.local_size]
     host = f" ({hosts[-1]})" if hosts else f" (node {rank // world.local_size}, no rank of which has started)"
     todo = "see that node's log: is its process alive, can it import torch, does its filesystem answer?"
     return Finding("ranks", ERROR, f"rank {rank}{host} {what} within {seconds:g} s", todo)

@@ -14,10 +14,12 @@ import os
 import statistics
 import tempfile
 import time
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -48,6 +50,8 @@ class Mailbox:
 
     def connect(self, purpose: str) -> dist.Store:
         """A new connection to the store: a wait blocks all users of a connection. UserError if it does not answer."""
+        if self.world.size == 1:
+            return dist.HashStore()
         served_by_torchrun = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         host, port = os.environ["MASTER_ADDR"] if served_by_torchrun else store_host(), int(os.environ["MASTER_PORT"])
         serves = self.world.is_main and not served_by_torchrun and purpose == "mailbox"
@@ -67,17 +71,17 @@ class Mailbox:
         """This rank's message under a name."""
         self._store.set(f"{name}/{self.world.rank}", json.dumps(value))
 
-    def collect(self, name: str, ranks: list[int]) -> tuple[dict[int, object], list[int]]:
+    def collect(self, name: str, ranks: Iterable[int]) -> tuple[dict[int, Any], list[int]]:
         """On rank 0: (the ranks' messages under the name, ranks that posted none in time)."""
         deadline = time.monotonic() + self.seconds
-        found, missing = {}, []
+        messages, missing = {}, []
         for rank in ranks:
             value = self._get(f"{name}/{rank}", deadline - time.monotonic())
             if value is None:
                 missing.append(rank)
             else:
-                found[rank] = json.loads(value)
-        return found, missing
+                messages[rank] = json.loads(value)
+        return messages, missing
 
     def broadcast(self, name: str, value) -> None:
         """Post rank 0's message to all ranks."""
@@ -91,6 +95,16 @@ class Mailbox:
             raise UserError(f"rank {self.world.rank}: no message from rank 0 for {seconds:g} s: see its log")
         return json.loads(value)
 
+    def agree(self, name: str, fine: bool, value=None) -> tuple[bool, list]:
+        """(whether `fine` is true on all ranks, on rank 0: their values that are not None)."""
+        self.post(name, [fine, value])
+        values = []
+        if self.world.is_main:
+            answers, missing = self.collect(name, range(self.world.size))
+            values = [value for _, value in answers.values() if value is not None]
+            self.broadcast(f"{name}/all", not missing and all(fine for fine, _ in answers.values()))
+        return self.receive(f"{name}/all", patience=2), values
+
     def _get(self, key: str, seconds: float) -> bytes | None:
         try:
             self._store.wait([key], timedelta(seconds=max(seconds, 0.001)))
@@ -100,42 +114,40 @@ class Mailbox:
 
 
 class GroupChecks:
-    """`findings` (of the whole run) and `pairs` are rank 0's; other findings go into each rank's own report.
+    """Checks by all ranks together; each begins when all ranks have finished the previous one.
 
-    leaders: {"rank", "host"} of the first rank of each node.
+    leaders: {"rank", "host"} of the first rank of each node. A rank's findings go into its `report`; `findings`, of
+    the whole run, and `pairs` are rank 0's.
     """
 
-    def __init__(self, mailbox: Mailbox, leaders: list[dict], args):
-        self.mailbox, self.world, self.args = mailbox, mailbox.world, args
-        self.hosts = {each["rank"]: each["host"] for each in leaders}
+    def __init__(self, mailbox: Mailbox, leaders: list[dict], args, report: RankReport):
+        self.mailbox, self.world, self.args, self.report = mailbox, mailbox.world, args, report
+        self.hosts = {leader["rank"]: leader["host"] for leader in leaders}
         self.leaders = list(self.hosts)
         self.findings: list[Finding] = []
         self.pairs: list[dict] = []
         self._threads = ThreadPoolExecutor(16)
 
-    def run(self, report: RankReport) -> None:
-        """A collective. A step begins when all ranks have finished the previous one."""
+    def run(self) -> None:
         world, seconds = self.world, self.mailbox.seconds
         several = len(self.leaders) > 1
         if several and self.args.output_dir:
-            self._attempt(report, "looking at --output_dir from every node", self._shared_output, report)
+            self._attempt("looking at --output_dir from every node", self._check_shared_output)
         log = self._enable_nccl_log() if several else None
         store = self.mailbox.connect("group")
-        started = self._attempt(report, "starting the process group", start_group, world, store, seconds)
-        if not self._agree("group", started is not None):
+        started = self._attempt("starting the process group", start_group, world, store, seconds)
+        if not self.mailbox.agree("group", bool(started))[0]:
             return
-        if several and not (self._clocks(report) and self._pairs(report)):
+        if several and not (self._check_clocks() and self._check_pairs()):
             return
         what = f"an all-reduce over all {world.size} ranks"
-        timing = self._attempt(report, what, time_all_reduce, world, list(range(world.size)))
+        timing = self._attempt(what, time_all_reduce, world, list(range(world.size)))
         if timing and world.is_main:
             self.findings.append(Finding("all-reduce", OK, f"all {world.size} ranks: {timing}"))
-        if log and report.leads:
-            report.findings.append(check_nccl_log(log.read_text(errors="replace") if log.exists() else ""))
+        if log and self.report.leads:
+            self.report.findings.append(check_nccl_log(log.read_text(errors="replace") if log.exists() else ""))
 
-    # ---- the steps ------------------------------------------------------------------------------------------
-
-    def _shared_output(self, report: RankReport) -> None:
+    def _check_shared_output(self) -> None:
         """Check that every node sees a file that rank 0 creates beside the checkpoints."""
         where = existing(Path(self.args.output_dir).expanduser().absolute())
         if self.world.is_main:
@@ -147,7 +159,7 @@ class GroupChecks:
                 self.mailbox.broadcast("marker", "")
             return
         marker = self.mailbox.receive("marker")
-        if not marker or not report.leads:
+        if not marker or not self.report.leads:
             return
         deadline = time.monotonic() + SEEN_WITHIN_S
         while not (seen := os.path.exists(marker)) and time.monotonic() < deadline:
@@ -157,56 +169,56 @@ class GroupChecks:
         if not seen:
             what = f"{where} is not the directory that rank 0 sees there"
             todo = "mount the same shared volume on every node: checkpoints are written by all and read by all"
-            report.findings.append(Finding("output", ERROR, what, todo))
+            self.report.findings.append(Finding("output", ERROR, what, todo))
 
-    def _clocks(self, report: RankReport) -> bool:
-        done: dict | None = {}
-        if report.leads:
-            done = self._attempt(report, "comparing clocks", measure_clocks, self.world, self.leaders)
-        for rank, (offset, uncertainty) in (done or {}).items():
-            self.findings += check_clock(f"rank {rank} ({self.hosts[rank]})", offset, uncertainty, self.args)
-        if self.world.is_main and done is not None and not any(f.check == "clocks" for f in self.findings):
-            worst = max(abs(offset) for offset, _ in done.values())
-            self.findings.append(Finding("clocks", OK, f"within {worst * 1e3:.1f} ms of rank 0's"))
-        return self._agree("clocks", done is not None)
+    def _check_clocks(self) -> bool:
+        """Whether the step has succeeded on all ranks, whatever the clocks show."""
+        offsets: dict[int, tuple[float, float]] | None = {}
+        if self.report.leads:
+            offsets = self._attempt("comparing clocks", measure_clocks, self.world, self.leaders)
+        if self.world.is_main and offsets:
+            limit = self.args.max_clock_skew
+            skewed = [check_clock(self._name(rank), *measured, limit) for rank, measured in offsets.items()]
+            worst = max(abs(offset) for offset, _ in offsets.values())
+            within = Finding("clocks", OK, f"within {worst * 1e3:.1f} ms of rank 0's")
+            self.findings += list(filter(None, skewed)) or [within]
+        return self.mailbox.agree("clocks", offsets is not None)[0]
 
-    def _pairs(self, report: RankReport) -> bool:
-        fine, timings = True, []
+    def _check_pairs(self) -> bool:
+        """Whether the step has succeeded on all ranks."""
+        timings: list[Timing] = []
+        all_fine = True
         for number, pairs in enumerate(ring_rounds(len(self.leaders))):
-            pairs = [(self.leaders[a], self.leaders[b]) for a, b in pairs]
-            timing = group = None
-            for pair in pairs:
-                if self.world.rank in pair:
-                    names = " and ".join(f"rank {rank} ({self.hosts[rank]})" for rank in sorted(pair))
-                    what = f"an all-reduce between {names}"
-                    measured = self._attempt(report, what, time_pair, self.world, pair, self.mailbox.seconds)
-                    fine &= measured is not None
-                    timing, group = measured or (None, None)
-            name = f"pairs/{number}"
-            self.mailbox.post(name, timing and asdict(timing))
-            if self.world.is_main:
-                found, missing = self.mailbox.collect(name, [min(pair) for pair in pairs])
-                timings += [Timing(**value) for value in found.values() if value]
+            pairs = [sorted((self.leaders[a], self.leaders[b])) for a, b in pairs]
+            pair = next((pair for pair in pairs if self.world.rank in pair), None)
+            timing = group = message = None
+            if pair:
+                what = f"an all-reduce between {self._name(pair[0])} and {self._name(pair[1])}"
+                timing, group = self._attempt(what, time_pair, self.world, pair, self.mailbox.seconds) or (None, None)
+                message = asdict(timing) if timing and self.world.rank == pair[0] else None
             # Start the next round when this one is over everywhere, so that a late rank does not slow the next pair.
-            if not self._agree(f"{name}/done", fine):
-                fine = False
+            all_fine, messages = self.mailbox.agree(f"pairs/{number}", not pair or timing is not None, message)
+            timings += [Timing(**message) for message in messages]
+            if not all_fine:
                 break
             if group is not None:
                 dist.destroy_process_group(group)
-        if self.world.is_main and timings:
-            self._report_outliers(timings)
-        return fine
+        if timings:
+            self._report_pairs(timings)
+        return all_fine
 
-    def _report_outliers(self, timings: list[Timing]) -> None:
-        self.pairs = [asdict(each) for each in timings]
-        slowest = min(timings, key=lambda each: each.bandwidth)
-        self.findings.append(
-            Finding("pairs", OK, f"{len(timings)} pairs of nodes; slowest {self._names(slowest)}: {slowest}")
-        )
-        for each in outliers(timings):
-            what = f"{self._names(each)}: {each}, {SLOW:g} times worse than the median pair"
+    def _report_pairs(self, timings: list[Timing]) -> None:
+        self.pairs = [asdict(timing) for timing in timings]
+        slowest = min(timings, key=lambda timing: timing.bandwidth)
+        what = f"{len(timings)} pairs of nodes; slowest {self._names(slowest)}: {slowest}"
+        self.findings.append(Finding("pairs", OK, what))
+        for timing in outliers(timings):
+            what = f"{self._names(timing)}: {timing}, {SLOW:g} times worse than the median pair"
             todo = "if a node is in two such pairs, drain it and look at its network"
             self.findings.append(Finding("pairs", WARN, what, todo))
+
+    def _name(self, rank: int) -> str:
+        return f"rank {rank} ({self.hosts[rank]})"
 
     def _names(self, timing: Timing) -> str:
         return " - ".join(self.hosts[rank] for rank in timing.ranks)
@@ -219,41 +231,30 @@ class GroupChecks:
         os.environ |= {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "INIT,NET", "NCCL_DEBUG_FILE": str(file)}
         return file
 
-    # ---- running a step -------------------------------------------------------------------------------------
-
-    def _attempt(self, report: RankReport, what: str, function, *arguments):
-        """The function's result (True for None). If it fails or hangs: None and a finding."""
+    def _attempt(self, what: str, function: Callable, *arguments) -> Any:
+        """The function's result. If it fails or hangs: None and a finding."""
         running = self._threads.submit(function, *arguments)
         try:
-            value = running.result(self.mailbox.seconds + GRACE_S)
-            return True if value is None else value
+            return running.result(self.mailbox.seconds + GRACE_S)
         except TimeoutError:
             message = f"{what}: no answer within {self.mailbox.seconds:g} s"
         except (RuntimeError, OSError, UserError) as error:
             message = f"{what} failed: {one_line(error)[:160]}"
-        report.findings.append(Finding("network", ERROR, message, ROUTE))
+        self.report.findings.append(Finding("network", ERROR, message, ROUTE))
         return None
 
-    def _agree(self, name: str, fine: bool) -> bool:
-        """Whether `fine` is true on all ranks; every rank gets the same answer."""
-        self.mailbox.post(name, fine)
-        if self.world.is_main:
-            answers, missing = self.mailbox.collect(name, list(range(self.world.size)))
-            self.mailbox.broadcast(f"{name}/all", all(answers.values()) and not missing)
-        return self.mailbox.receive(f"{name}/all", patience=2)
 
-
-def check_clock(who: str, offset: float, uncertainty: float, args) -> list[Finding]:
-    """Findings on a clock `offset` seconds ahead of rank 0's."""
-    if abs(offset) - uncertainty <= args.max_clock_skew:
-        return []
+def check_clock(who: str, offset: float, uncertainty: float, limit: float) -> Finding | None:
+    """A finding if a clock, `offset` seconds ahead of rank 0's, differs by more than `limit`."""
+    if abs(offset) - uncertainty <= limit:
+        return None
     direction = "ahead of" if offset > 0 else "behind"
     what = f"{who} is {abs(offset):.3f} s {direction} rank 0 (known to {uncertainty * 1e3:.1f} ms)"
     level = ERROR if abs(offset) > BAD_CLOCK_S else WARN
-    return [Finding("clocks", level, what, "start chrony (or another NTP client) on that node")]
+    return Finding("clocks", level, what, "start chrony (or another NTP client) on that node")
 
 
-# ---- measurements ---------------------------------------------------------------------------------------------
+# ---- measurements -------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -268,17 +269,13 @@ class Timing:
         return f"{self.latency * 1e6:.0f} us, {self.bandwidth / 1e9:.2f} GB/s"
 
 
-def start_group(world: World, store: dist.Store, seconds: float) -> None:
+def start_group(world: World, store: dist.Store, seconds: float) -> bool:
     """Make the process group of all ranks; a lost rank raises an exception, instead of hanging or ending this one."""
     use_loopback_interface()
     os.environ.setdefault("TORCH_NCCL_BLOCKING_WAIT", "1")  # else NCCL's watchdog ends a rank before it can report
-    backend = "cpu:gloo,cuda:nccl" if world.device.type == "cuda" else "gloo"
-    dist.init_process_group(
-        backend, store=store, rank=world.rank, world_size=world.size, timeout=timedelta(seconds=seconds)
-    )
-
-
-# ---- clocks -------------------------------------------------------------------------------------------------
+    backend, timeout = "cpu:gloo,cuda:nccl" if world.device.type == "cuda" else "gloo", timedelta(seconds=seconds)
+    dist.init_process_group(backend, store=store, rank=world.rank, world_size=world.size, timeout=timeout)
+    return True
 
 
 def clock_offset(samples: list[tuple[float, float, float]]) -> tuple[float, float]:
@@ -299,9 +296,7 @@ def measure_clocks(world: World, leaders: list[int]) -> dict[int, tuple[float, f
             dist.send(torch.tensor([time.time()], dtype=torch.float64), dst=0)
         return {}
     offsets = {}
-    for rank in leaders:
-        if rank == world.rank:
-            continue
+    for rank in [rank for rank in leaders if rank]:
         samples = []
         for _ in range(PINGS):
             sent = time.time()
@@ -321,20 +316,20 @@ def ring_rounds(count: int) -> list[list[tuple[int, int]]]:
     return [pairs for pairs in rounds if pairs]
 
 
-def time_pair(world: World, pair: tuple[int, int], seconds: float) -> tuple[Timing, dist.ProcessGroup]:
+def time_pair(world: World, pair: list[int], seconds: float) -> tuple[Timing, Any]:
     """Only the ranks of the pair call this. Destroy the group before either rank's next pair.
 
     torch 2.13 names such a group by its ranks and the number of groups a rank has: unless the number is the same on
     both, they wait under different names.
     """
-    group = dist.new_group(sorted(pair), timeout=timedelta(seconds=seconds), use_local_synchronization=True)
-    return time_all_reduce(world, sorted(pair), group), group
+    group: Any = dist.new_group(pair, timeout=timedelta(seconds=seconds), use_local_synchronization=True)
+    return time_all_reduce(world, pair, group), group
 
 
 def time_all_reduce(world: World, ranks: list[int], group: dist.ProcessGroup | None = None) -> Timing:
     """A collective of the group; each rank gets its own timing."""
-    times = {}
-    for size, repeats in ((SMALL, 5), (LARGE[world.device.type], 3)):
+
+    def median_seconds(size: int, repeats: int) -> float:
         values = torch.ones(size // 4, device=world.device)
         taken = []
         for _ in range(1 + repeats):  # the first one connects
@@ -342,14 +337,16 @@ def time_all_reduce(world: World, ranks: list[int], group: dist.ProcessGroup | N
             dist.all_reduce(values, op=dist.ReduceOp.MAX, group=group)
             values[0].item()  # waits for the device
             taken.append(time.perf_counter() - started)
-        times[size] = statistics.median(taken[1:])
-    return Timing(ranks, times[SMALL], LARGE[world.device.type] / times[LARGE[world.device.type]])
+        return statistics.median(taken[1:])
+
+    large = LARGE[world.device.type]
+    return Timing(ranks, latency=median_seconds(SMALL, 5), bandwidth=large / median_seconds(large, 3))
 
 
 def outliers(timings: list[Timing]) -> list[Timing]:
     """Pairs that are SLOW times slower than the median pair in latency or bandwidth; [] of fewer than three."""
     if len(timings) < 3:
         return []
-    latency = statistics.median(each.latency for each in timings)
-    bandwidth = statistics.median(each.bandwidth for each in timings)
-    return [each for each in timings if each.latency > SLOW * latency or each.bandwidth * SLOW < bandwidth]
+    latency = statistics.median(timing.latency for timing in timings)
+    bandwidth = statistics.median(timing.bandwidth for timing in timings)
+    return [t for t in timings if t.latency > SLOW * latency or t.bandwidth * SLOW < bandwidth]

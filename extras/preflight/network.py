@@ -64,13 +64,8 @@ def check_interfaces(
 
 def _interfaces(sysfs: Path = Path("/sys/class/net")) -> list[str]:
     """Names of the interfaces that are up; all if the system does not say."""
-    names = [name for _, name in socket.if_nameindex()]
-
-    def is_down(name: str) -> bool:
-        state = sysfs / name / "operstate"
-        return state.exists() and state.read_text().strip() == "down"
-
-    return [name for name in names if not is_down(name)]
+    states = {name: sysfs / name / "operstate" for _, name in socket.if_nameindex()}
+    return [name for name, file in states.items() if not file.exists() or file.read_text().strip() != "down"]
 
 
 # ---- host names ---------------------------------------------------------------------------------------------
@@ -105,7 +100,7 @@ def check_hostnames(own: str, others: list[str], master: str | None) -> list[Fin
 
 def _resolve(name: str) -> list[str]:
     try:
-        return sorted({entry[4][0] for entry in socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)})
+        return sorted({str(entry[4][0]) for entry in socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)})
     except OSError:
         return []
 
@@ -119,21 +114,12 @@ def _is_loopback(address: str) -> bool:
 
 def efa_devices(sysfs: Path = Path("/sys/class/infiniband")) -> list[str]:
     """Names of the EFA devices among the RDMA devices the kernel lists."""
-    found = []
-    for device in sorted(sysfs.glob("*")) if sysfs.is_dir() else []:
-        vendor, number = (_text(device / "device" / name) for name in ("vendor", "device"))
-        if vendor == AMAZON and number.startswith("0xefa"):
-            found.append(device.name)
-    return found
 
+    def text(file: Path) -> str:
+        return file.read_text().strip().lower() if file.exists() else ""
 
-def _text(file: Path) -> str:
-    return file.read_text().strip().lower() if file.exists() else ""
-
-
-def providers(fi_info_says: str) -> list[str]:
-    """The providers that `fi_info` lists, each once."""
-    return list(dict.fromkeys(re.findall(r"^provider:\s*(\S+)", fi_info_says, re.MULTILINE)))
+    pci = [(path.name, path / "device") for path in sorted(sysfs.glob("*"))]
+    return [name for name, at in pci if text(at / "vendor") == AMAZON and text(at / "device").startswith("0xefa")]
 
 
 def check_efa(
@@ -158,7 +144,7 @@ def check_efa(
     fi_info = shutil.which("fi_info") or (FI_INFO if os.path.exists(FI_INFO) else None)
     if fi_info:
         done = subprocess.run([fi_info, "-p", "efa"], capture_output=True, text=True, timeout=8)
-        if "efa" not in providers(done.stdout):
+        if not re.search(r"^provider:\s*efa\s*$", done.stdout, re.MULTILINE):
             said = " ".join((done.stdout + done.stderr).split())[:80]
             todo = "install the EFA software in the image, and give it the devices"
             findings.append(Finding("efa", ERROR, f"fi_info -p efa finds no provider ({said})", todo))
@@ -189,24 +175,14 @@ def _plugin(environment: Mapping[str, str]) -> str | None:
     return ctypes.util.find_library("nccl-net")
 
 
-def network_of_log(log: str) -> tuple[str, str] | None:
-    """(network, provider) in NCCL's log (NCCL_DEBUG=INFO): ("Libfabric", "efa"), ("Socket", ""); None if absent."""
-    network = re.findall(r"Using network (.+?)\s*$", log, re.MULTILINE)
-    provider = re.findall(r"NET/OFI Selected [Pp]rovider is (\w+)", log)
-    if not network and not provider:
-        return None
-    return network[-1] if network else "", provider[-1] if provider else ""
-
-
 def check_nccl_log(log: str) -> Finding:
-    """Whether NCCL uses EFA, by its log."""
-    said = network_of_log(log)
-    if said is None:
-        return Finding(
-            "efa", WARN, "NCCL's log does not say which network it uses", "look for 'NET/' with NCCL_DEBUG=INFO"
-        )
-    network, provider = said
-    if provider == "efa" and network != "Socket":
-        return Finding("efa", OK, f"NCCL: Selected Provider is efa ({network or 'network not named'})")
+    """Whether NCCL uses EFA, by its log (NCCL_DEBUG=INFO)."""
+    network = re.findall(r"Using network (.+?)\s*$", log, re.MULTILINE)[-1:]  # "Libfabric", "Socket"
+    provider = re.findall(r"NET/OFI Selected [Pp]rovider is (\w+)", log)[-1:]
+    if not network and not provider:
+        todo = "look for 'NET/' with NCCL_DEBUG=INFO"
+        return Finding("efa", WARN, "NCCL's log does not say which network it uses", todo)
+    if provider == ["efa"] and network != ["Socket"]:
+        return Finding("efa", OK, f"NCCL: Selected Provider is efa ({[*network, 'network not named'][0]})")
     todo = "see the NET/OFI lines above it with NCCL_DEBUG=INFO: plugin, libfabric and devices must all be there"
-    return Finding("efa", ERROR, f"NCCL uses {network or provider}, not EFA", todo)
+    return Finding("efa", ERROR, f"NCCL uses {[*network, *provider][0]}, not EFA", todo)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 import tempfile
+from collections.abc import Iterable
 from importlib import metadata
 from pathlib import Path
 
@@ -12,7 +14,7 @@ import numpy as np
 import torch
 
 from common.cli import UserError
-from common.data.token_store import TokenStore, open_split
+from common.data.token_store import open_split
 from common.models.esm2.alphabet import ESM2_TOKENS
 from common.models.esm2.config import ESM2_SIZES
 from common.models.layers.initialise import count_parameters
@@ -115,12 +117,8 @@ def versions() -> dict[str, str]:
 
 def nvidia_driver(file: Path = Path("/proc/driver/nvidia/version")) -> str | None:
     """The driver's version, from the kernel module."""
-    if not file.exists():
-        return None
-    for word in file.read_text().split():
-        if word[:1].isdigit() and word.count(".") >= 1:
-            return word
-    return None
+    match = re.search(r"(?<!\S)\d\S*\.\S*", file.read_text()) if file.exists() else None
+    return match and match[0]
 
 
 # ---- memory and disks ---------------------------------------------------------------------------------------
@@ -151,17 +149,11 @@ def check_output(output_dir: str, min_free_gb: float, model: str | None = None, 
         what = f"{found}: too little for checkpoints of {model}: {limit or 2} and the next take {needed / GB:.1f}"
         return Finding("output", ERROR, what, "free disk space, or lower --save_total_limit")
     if free < min_free_gb * GB:
-        level = ERROR if free < FULL_DISK else WARN
-        return Finding(
-            "output",
-            level,
-            found,
-            f"free disk space: a checkpoint is 12 bytes per parameter (want {min_free_gb:g})",
-        )
+        todo = f"free disk space: a checkpoint is {BYTES_PER_PARAMETER} bytes per parameter (want {min_free_gb:g})"
+        return Finding("output", ERROR if free < FULL_DISK else WARN, found, todo)
     if kind in EPHEMERAL:
-        return Finding(
-            "output", WARN, found, "this filesystem is lost with the container or node: use a shared volume"
-        )
+        todo = "this filesystem is lost with the container or node: use a shared volume"
+        return Finding("output", WARN, found, todo)
     return Finding("output", OK, found)
 
 
@@ -170,15 +162,13 @@ def check_cache(needed: bool) -> Finding:
     from huggingface_hub import constants
 
     path = Path(constants.HF_HOME)
-    todo = "set HF_HOME to a directory on the shared volume"
+    level, todo = ERROR if needed else WARN, "set HF_HOME to a directory on the shared volume"
     try:
         _, free = _free_space(path)
     except UserError as error:
-        return Finding("cache", ERROR if needed else WARN, str(error), todo)
+        return Finding("cache", level, str(error), todo)
     found = f"{path}: {free / GB:.1f} GB free"
-    if free < FULL_DISK:
-        return Finding("cache", ERROR if needed else WARN, found, todo)
-    return Finding("cache", OK, found)
+    return Finding("cache", level, found, todo) if free < FULL_DISK else Finding("cache", OK, found)
 
 
 def existing(path: Path) -> Path:
@@ -198,9 +188,8 @@ def _free_space(path: Path) -> tuple[Path, int]:
             file.write(b"preflight")
             file.flush()
     except OSError as error:
-        raise UserError(
-            f"{path}: cannot be written to ({error.strerror}): fix its permissions or name another"
-        ) from error
+        what = f"{path}: cannot be written to ({error.strerror}): fix its permissions or name another"
+        raise UserError(what) from error
     disk = os.statvfs(where)
     return where, disk.f_bavail * disk.f_frsize
 
@@ -232,28 +221,24 @@ def check_dataset_dir(dataset_dir: str) -> tuple[Finding, dict[str, str]]:
             if split != "train" and "empty" in str(error):
                 continue
             raise
-        _read_ends(store)
+        ends = np.array([0, len(store) - 1])
+        store.gather(ends, np.zeros_like(ends), store.lengths(ends))
         counts.append(f"{len(store):,} {split}")
         facts[f"dataset/{split}"] = store.fingerprint
     return Finding("dataset", OK, f"{dataset_dir}: {', '.join(counts)} records"), facts
 
 
-def _read_ends(store: TokenStore) -> None:
-    ends = np.array([0, len(store) - 1])
-    store.gather(ends, np.zeros_like(ends), store.lengths(ends))
-
-
 def check_dataset(name: str) -> tuple[Finding, dict[str, str]]:
     """The files of a --dataset, and whether its first protein can be read, without downloading everything."""
     source: Source = open_source(name, streaming=True)
-    splits = [
-        f"{len(files)} {split} files ({sum(file.size for file in files) / GB:.2f} GB)"
-        for split, files in source.splits.items()
-    ]
-    if not len(MemoryStore.read(source.splits["train"], max_records=1)):
-        raise UserError(f"--dataset {name}: no protein in its training files")
-    finding = Finding("dataset", OK, f"{name}: {', '.join(splits)}")
-    if source.revision:  # of the Hub: one rank has asked for all
-        return finding, {}
     files = source.splits["train"]
-    return finding, {"dataset/train": f"{len(files)} files of {sum(file.size for file in files):,} bytes"}
+    splits = [f"{len(files)} {split} files ({_bytes(files) / GB:.2f} GB)" for split, files in source.splits.items()]
+    if not len(MemoryStore.read(files, max_records=1)):
+        raise UserError(f"--dataset {name}: no protein in its training files")
+    # One rank has asked the Hub for all; each node sees local files by itself.
+    facts = {} if source.revision else {"dataset/train": f"{len(files)} files of {_bytes(files):,} bytes"}
+    return Finding("dataset", OK, f"{name}: {', '.join(splits)}"), facts
+
+
+def _bytes(files: Iterable) -> int:
+    return sum(file.size for file in files)

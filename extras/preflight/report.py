@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable
+import time
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
+from itertools import groupby
+from operator import itemgetter
+from subprocess import SubprocessError
+
+from common.cli import UserError, one_line
 
 OK, WARN, ERROR = LEVELS = ("ok", "warn", "error")
 SHOWN = 8  # ranks that a line lists
@@ -32,28 +38,55 @@ class RankReport:
     findings: list[Finding] = field(default_factory=list)
     facts: dict[str, str] = field(default_factory=dict)
 
-    def to_json(self) -> dict:
-        return asdict(self)
-
     @classmethod
     def from_json(cls, value: dict) -> RankReport:
         return cls(**value | {"findings": [Finding(**finding) for finding in value["findings"]]})
 
 
+class LocalChecks:
+    """Checks that run concurrently, each in a thread; one that hangs is abandoned and reported."""
+
+    def __init__(self, seconds: float):
+        self.seconds = seconds
+        self._pool = ThreadPoolExecutor(16)
+        self._running: list[tuple[str, Future]] = []
+
+    def start(self, check: str, function: Callable, *arguments) -> None:
+        """The function returns a Finding, a dict of facts, a sequence of these, or None."""
+        self._running.append((check, self._pool.submit(function, *arguments)))
+
+    def finish(self, report: RankReport) -> None:
+        """Add the results to the report."""
+        deadline = time.monotonic() + self.seconds
+        for check, running in self._running:
+            try:
+                result = running.result(max(0.0, deadline - time.monotonic()))
+            except TimeoutError:
+                what = f"no answer within {self.seconds:g} s"
+                result = Finding(check, ERROR, what, "see whether the filesystem or network behind it is alive")
+            except (UserError, OSError, RuntimeError, SubprocessError) as error:
+                result = Finding(check, ERROR, one_line(error))
+            for item in result if isinstance(result, list | tuple) else [result]:
+                if isinstance(item, Finding):
+                    report.findings.append(item)
+                elif item:
+                    report.facts |= item
+
+
 def merge(reports: list[RankReport], whole_run: Iterable[Finding], seconds: float) -> dict:
     """The report of the run: one row for equal findings, with the ranks that made them; rows of a check adjacent.
 
-    whole_run: findings of no single rank.
+    reports: by rank; whole_run: findings of no single rank.
     """
     places: dict[Finding, list[str]] = {}
-    for report in sorted(reports, key=lambda each: each.rank):
+    for report in reports:
         for finding in report.findings:
             places.setdefault(finding, []).append(f"rank {report.rank} ({report.host})")
     places |= {finding: [] for finding in whole_run}
-    leaders = [f"rank {r.rank} ({r.host})" for r in sorted(reports, key=lambda r: r.rank) if r.leads]
+    leaders = [f"rank {r.rank} ({r.host})" for r in reports if r.leads]
     rows = [asdict(finding) | {"where": where, "at": _at(where, leaders)} for finding, where in places.items()]
-    first = {row["check"]: number for number, row in reversed(list(enumerate(rows)))}
-    rows.sort(key=lambda row: first[row["check"]])
+    checks = list(dict.fromkeys(row["check"] for row in rows))
+    rows.sort(key=lambda row: checks.index(row["check"]))
     worst = max((LEVELS.index(row["level"]) for row in rows), default=0)
     return {
         "level": LEVELS[worst],
@@ -76,7 +109,7 @@ def _at(where: list[str], leaders: list[str]) -> str:
 
 def differences(reports: list[RankReport]) -> list[Finding]:
     """Compare the nodes' facts: one row with those that are equal, an error for each that differs."""
-    leaders = sorted((report for report in reports if report.leads), key=lambda report: report.rank)
+    leaders = [report for report in reports if report.leads]
     findings, same = [], []
     for name in dict.fromkeys(name for report in leaders for name in report.facts):
         hosts: dict[str, list[str]] = {}
@@ -94,15 +127,15 @@ def differences(reports: list[RankReport]) -> list[Finding]:
 def table(report: dict) -> str:
     """The report as text, one line per row; rows of a check beyond ALIKE without problems are only counted."""
     width = max((len(row["check"]) for row in report["checks"]), default=0)
-    lines, fine = [], Counter(row["check"] for row in report["checks"] if row["level"] == OK)
-    shown = Counter()
-    for row in report["checks"]:
-        check, is_fine = row["check"], row["level"] == OK
-        shown[check] += is_fine
-        if not is_fine or shown[check] <= ALIKE:
-            lines.append(f"{check:{width}}  {row['level']:5}  {row['found']}  [{row['at']}]")
-        elif shown[check] == fine[check]:
-            lines.append(f"{check:{width}}  {OK:5}  and {fine[check] - ALIKE} more  [see --json]")
+    lines = []
+    for check, rows in groupby(report["checks"], key=itemgetter("check")):
+        fine = 0
+        for row in rows:
+            fine += row["level"] == OK
+            if row["level"] != OK or fine <= ALIKE:
+                lines.append(f"{check:{width}}  {row['level']:5}  {row['found']}  [{row['at']}]")
+        if fine > ALIKE:
+            lines.append(f"{check:{width}}  {OK:5}  and {fine - ALIKE} more  [see --json]")
     whole = f"{report['ranks']} ranks on {report['nodes']} nodes, {report['seconds']:.1f} s"
     lines.append(f"preflight of {whole}: {report['level']}")
     return "\n".join(lines)

@@ -109,3 +109,18 @@ def test_store_of_this_attempt_fails_soon_without_launcher(monkeypatch):
     monkeypatch.setattr(run, "AGENT_S", 1)
     with pytest.raises(RuntimeError, match="connect"):
         run._store_of_this_attempt(World(0, 0, 2, torch.device("cpu")), timeout_s=1800)
+
+
+@pytest.mark.parametrize(
+    ("variables", "rank", "size"),
+    [({}, 0, 1), ({"RANK": "3", "WORLD_SIZE": "8"}, 3, 8), ({"WORLD_SIZE": "8"}, 0, 1)],
+    ids=["alone", "rank", "exported WORLD_SIZE"],
+)
+def test_world_size_is_that_of_a_launcher(monkeypatch, variables, rank, size):
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        monkeypatch.setenv(name, "")  # to be put back as it was
+        monkeypatch.delenv(name)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    world = World.from_environment(use_cpu=True)
+    assert (world.rank, world.size, world.local_size) == (rank, size, size)

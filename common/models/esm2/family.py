@@ -82,7 +82,7 @@ class ModelFlags(BackendFlags):
         "roundings per layer.",
     )
     cp_comm_type: str = flag(
-        "p2p", "How ranks exchange keys with --cp_size: p2p (a ring), all_gather, or a2a (Transformer Engine only)."
+        "p2p", "How the ranks of --cp_size send keys: p2p (a ring), all_gather, or a2a (Transformer Engine only)."
     )
 
     overrides = {"config_name": ("model_name_or_path",), "model_name_or_path": ("config_name", "config_overrides")}

@@ -2,31 +2,36 @@
 
 from __future__ import annotations
 
-import argparse
 import resource
+import subprocess
+import threading
 
 import pytest
 
+from common.cli import UserError
 from extras.preflight.group import Timing, check_clock, clock_offset, outliers, ring_rounds
-from extras.preflight.network import (
-    check_efa,
-    check_interfaces,
-    check_nccl_log,
-    efa_devices,
-    interfaces_left,
-    providers,
-)
+from extras.preflight.network import check_efa, check_interfaces, check_nccl_log, efa_devices, interfaces_left
 from extras.preflight.node import bytes_needed, check_output, checkpoint_bytes, nvidia_driver
-from extras.preflight.report import ERROR, OK, WARN, Finding, RankReport, differences, merge, problems, table
+from extras.preflight.report import (
+    ERROR,
+    OK,
+    WARN,
+    Finding,
+    LocalChecks,
+    RankReport,
+    differences,
+    merge,
+    problems,
+    table,
+)
 
 
 def test_clock_offset_uses_the_shortest_round_trip():
     exact = (10.0, 40.001, 10.002)  # 30 s ahead, 2 ms there and back
     assert clock_offset([(9.0, 39.9, 9.9), exact, (11.0, 41.0, 11.5)]) == pytest.approx((30.0, 0.001))
-    args = argparse.Namespace(max_clock_skew=1.0)
-    assert check_clock("n2", 1.5, 0.6, args) == []  # may be within
-    assert check_clock("n2", -1.5, 0.1, args)[0].level == WARN
-    assert check_clock("n2", 301, 0.1, args)[0].level == ERROR
+    assert check_clock("n2", 1.5, 0.6, 1.0) is None  # may be within
+    assert check_clock("n2", -1.5, 0.1, 1.0).level == WARN
+    assert check_clock("n2", 301, 0.1, 1.0).level == ERROR
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 4, 5, 8, 255, 512])
@@ -100,60 +105,107 @@ def test_check_interfaces_refuses_loopback_between_nodes():
     assert check_interfaces({"NCCL_SOCKET_IFNAME": "lo"}, True, 1, ["lo", "eth0"]).level == OK
 
 
-def test_check_efa_finds_devices_and_files(tmp_path, monkeypatch):
-    """A tree as the kernel lays it out: an EFA device beside one of another maker."""
-    unlimited = resource.RLIM_INFINITY
-    monkeypatch.setattr("resource.getrlimit", lambda which: (unlimited, unlimited))
+def test_efa_devices_are_amazons_alone(tmp_path):
     for name, vendor, number in (("rdmap16s27", "0x1d0f", "0xefa2"), ("mlx5_0", "0x15b3", "0x101e")):
-        (tmp_path / "sys" / name / "device").mkdir(parents=True)
-        (tmp_path / "sys" / name / "device" / "vendor").write_text(f"{vendor}\n")
-        (tmp_path / "sys" / name / "device" / "device").write_text(f"{number}\n")
-    assert efa_devices(tmp_path / "sys") == ["rdmap16s27"]
+        (tmp_path / name / "device").mkdir(parents=True)
+        (tmp_path / name / "device" / "vendor").write_text(f"{vendor}\n")
+        (tmp_path / name / "device" / "device").write_text(f"{number}\n")
+    assert efa_devices(tmp_path) == ["rdmap16s27"]
     assert efa_devices(tmp_path / "none") == []
-    asked = {"FI_PROVIDER": "efa", "LD_LIBRARY_PATH": str(tmp_path / "lib")}
+
+
+EFA = "provider: efa\n    fabric: efa\n    domain: rdmap16s27-rdm\nprovider: efa\n    fabric: efa-direct\n"
+
+
+@pytest.mark.parametrize(
+    ("absent", "fi_info", "found"),
+    [
+        (None, EFA, None),
+        ("verbs", EFA, "no {0}/verbs/uverbs* that this user can open"),
+        ("plugin", EFA, "NCCL's plugin for EFA is not found: NCCL would use TCP"),
+        ("memory", EFA, "locked memory is limited (ulimit -l), and RDMA locks its own"),
+        (None, "fi_getinfo: -61 (No data)", "fi_info -p efa finds no provider (fi_getinfo: -61 (No data))"),
+    ],
+)
+def test_check_efa_reports_what_is_missing(tmp_path, monkeypatch, absent, fi_info, found):
+    """A node as the kernel and the EFA software lay it out."""
+    for folder in ("sys/efa0/device", "verbs", "lib", "bin"):
+        (tmp_path / folder).mkdir(parents=True)
+    (tmp_path / "sys/efa0/device/vendor").write_text("0x1d0f\n")
+    (tmp_path / "sys/efa0/device/device").write_text("0xefa2\n")
+    for name, file in (("verbs", "verbs/uverbs0"), ("plugin", "lib/libnccl-net.so")):
+        if name != absent:
+            (tmp_path / file).touch()
+    limit = 65536 if absent == "memory" else resource.RLIM_INFINITY
+    monkeypatch.setattr("resource.getrlimit", lambda which: (limit, limit))
+    (tmp_path / "bin" / "fi_info").write_text(f"#!/bin/sh\necho '{fi_info}'\n")
+    (tmp_path / "bin" / "fi_info").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}/bin:/bin")
     places = {"use_gpu": True, "sysfs": tmp_path / "sys", "verbs": tmp_path / "verbs"}
-    found = {(finding.level, finding.found) for finding in check_efa(asked, **places)}
-    assert (ERROR, f"no {tmp_path}/verbs/uverbs* that this user can open") in found
-    assert (ERROR, "NCCL's plugin for EFA is not found: NCCL would use TCP") in found
-    (tmp_path / "verbs").mkdir()
-    (tmp_path / "lib").mkdir()
-    (tmp_path / "verbs" / "uverbs0").write_text("")
-    (tmp_path / "lib" / "libnccl-net.so").write_text("")
-    findings = check_efa(asked, **places)
-    assert not [finding for finding in findings if finding.level == ERROR]
-    assert findings[-1].found == f"1 devices, plugin {tmp_path}/lib/libnccl-net.so"
+    findings = check_efa({"FI_PROVIDER": "efa", "LD_LIBRARY_PATH": str(tmp_path / "lib")}, **places)
+    if found:
+        assert [(f.level, f.found) for f in findings] == [(ERROR, found.format(tmp_path))]
+    else:
+        assert [(f.level, f.found) for f in findings] == [(OK, f"1 devices, plugin {tmp_path}/lib/libnccl-net.so")]
     assert check_efa({"FI_PROVIDER": ""}, **places) == []
-    monkeypatch.setattr("resource.getrlimit", lambda which: (65536, 65536))
-    (limited,) = [finding for finding in check_efa(asked, **places) if "locked memory" in finding.found]
-    assert limited.level == ERROR
-    assert "LimitMEMLOCK=infinity" in limited.todo
 
 
-def test_fi_info_and_driver_are_parsed(tmp_path):
-    said = "provider: efa\n    fabric: efa\n    domain: rdmap16s27-rdm\nprovider: efa\n    fabric: efa-direct\n"
-    assert providers(said) == ["efa"]
-    assert providers("fi_getinfo: -61 (No data available)") == []
+def test_nvidia_driver_is_the_modules_version(tmp_path):
     (tmp_path / "version").write_text(
         "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  570.133.20  Release Build  (dvs-builder@U22)\n"
     )
     assert nvidia_driver(tmp_path / "version") == "570.133.20"
 
 
-def test_check_nccl_log_finds_the_network():
-    efa = (
-        "n1:6831:6840 [0] NCCL INFO NET/OFI Selected Provider is efa (found 16 nics)\n"
-        "n1:6831:6840 [0] NCCL INFO Using network Libfabric\n"
-    )
-    assert check_nccl_log(efa).level == OK
-    assert check_nccl_log("n1:1:9 [0] NCCL INFO NET/OFI Selected provider is efa, fabric is efa-direct\n").level == OK
-    tcp = (
-        "n1:1:9 [0] NCCL INFO NET/Plugin: Could not find: libnccl-net.so. Using internal network plugin.\n"
-        "n1:1:9 [0] NCCL INFO NET/Socket : Using [0]eth0:10.0.0.7<0>\nn1:1:9 [0] NCCL INFO Using network Socket\n"
-    )
-    assert check_nccl_log(tcp).level == ERROR
-    assert "NCCL uses Socket, not EFA" in check_nccl_log(tcp).found
-    assert check_nccl_log("n1:1:9 [0] NCCL INFO Using network Socket\n" + efa).level == OK
-    assert check_nccl_log("").level == WARN
+N1 = "n1:1:9 [0] NCCL INFO"
+BY_EFA = f"{N1} NET/OFI Selected Provider is efa (found 16 nics)\n{N1} Using network Libfabric\n"
+BY_TCP = (
+    f"{N1} NET/Plugin: Could not find: libnccl-net.so. Using internal network plugin.\n"
+    f"{N1} NET/Socket : Using [0]eth0:10.0.0.7<0>\n{N1} Using network Socket\n"
+)
+
+
+@pytest.mark.parametrize(
+    ("log", "level", "found"),
+    [
+        (BY_EFA, OK, "NCCL: Selected Provider is efa (Libfabric)"),
+        (
+            f"{N1} NET/OFI Selected provider is efa, fabric is efa-direct\n",
+            OK,
+            "NCCL: Selected Provider is efa (network not named)",
+        ),
+        (BY_TCP, ERROR, "NCCL uses Socket, not EFA"),
+        (BY_TCP + BY_EFA, OK, "NCCL: Selected Provider is efa (Libfabric)"),
+        ("", WARN, "NCCL's log does not say which network it uses"),
+    ],
+)
+def test_check_nccl_log_finds_the_network(log, level, found):
+    finding = check_nccl_log(log)
+    assert (finding.level, finding.found) == (level, found)
+
+
+def test_local_checks_report_errors_and_hangs():
+    def fail(error: Exception) -> None:
+        raise error
+
+    report, released = RankReport(0, "n0", "0", True), threading.Event()
+    checks = LocalChecks(0.2)
+    checks.start("shm", lambda: (Finding("shm", OK, "8 GB"), {"torch": "2.13.0"}))
+    checks.start("gpus", lambda: None)
+    checks.start("output", fail, UserError("no such directory"))
+    checks.start("cache", fail, OSError(5, "Input/output error"))
+    checks.start("efa", fail, subprocess.TimeoutExpired("fi_info", 8))
+    checks.start("dataset", released.wait)
+    checks.finish(report)
+    released.set()
+    assert report.facts == {"torch": "2.13.0"}
+    assert [(f.check, f.level, f.found) for f in report.findings] == [
+        ("shm", OK, "8 GB"),
+        ("output", ERROR, "no such directory"),
+        ("cache", ERROR, "[Errno 5] Input/output error"),
+        ("efa", ERROR, "Command 'fi_info' timed out after 8 seconds"),
+        ("dataset", ERROR, "no answer within 0.2 s"),
+    ]
 
 
 def test_check_output_refuses_a_disk_too_small_for_checkpoints(tmp_path):

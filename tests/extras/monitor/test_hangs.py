@@ -70,47 +70,32 @@ def test_watch_names_a_stopped_rank(dataset, tmp_path, script, nproc, rank, flag
     assert not first
 
 
-def test_suspects_are_the_first_silent_rank_after_the_store_is_gone():
-    watch = Watch()
-    watch.rank, watch.silence_s = 3, 2.0
-    said = {"collateral": False, "ended": False, "marks": 9, "host": HOST, "step": 6, "phase": "data"}
-    watch._store_answered = now = time.monotonic()
-    watch._peers = {0: (said, now - 0.5), 1: (said, now - 0.4), 2: (said, now - 5.0)}
-    watch._store_lost = True
-    assert watch._suspects() == (True, [2])
-    watch._peers[2] = (said, now - 0.5)
-    assert watch._suspects() == (True, [0])
+SAID = {"collateral": False, "ended": False, "marks": 9, "host": HOST, "step": 6, "phase": "data"}
+WAITS, BUSY = SAID | {"waits": True}, SAID | {"waits": False}
+LEFT = WAITS | {"collateral": True, "ended": True}
 
 
-def test_suspects_include_this_rank_if_busy_after_the_store_is_gone():
-    """Both time out in the same moment; rank 0's last word may come too late to be read."""
-    watch = Watch()
-    watch.rank, watch.silence_s, watch._store_lost = 1, 2.0, True
-    watch._store_answered = now = time.monotonic()
-    said = {"collateral": False, "ended": False, "marks": 9, "host": HOST, "step": 6, "phase": "data"}
-    waits, busy = said | {"waits": True}, said | {"waits": False}
-    watch._peers = {0: (waits, now - 0.1), 1: (busy, now - 0.1)}
-    assert watch._suspects() == (False, [1])
-    watch._peers[1] = (waits | {"marks": 8}, now - 0.1)
-    assert watch._suspects() == (False, [1])
-    watch._peers[1] = (waits, now - 0.1)
-    assert watch._suspects() == (True, [0])
-    watch._peers = {}
-    assert watch._suspects() == (True, [0])
-
-
-def test_suspects_include_this_rank_if_others_are_collateral():
-    """They had waited for it, and said so; it must not take them for the reason."""
-    watch = Watch()
-    watch.rank, watch.silence_s, watch._store_answered = 0, 2.0, time.monotonic()
-    said = {"collateral": False, "ended": False, "marks": 9, "host": HOST, "step": 6, "phase": "data", "waits": False}
-    left = said | {"collateral": True, "ended": True, "waits": True}
-    watch._peers = {0: (said, time.monotonic()), 1: (left, time.monotonic())}
-    assert watch._suspects() == (False, [0])
-    watch._peers[0] = (said | {"waits": True}, time.monotonic())
-    assert watch._suspects() == (True, [1])
-    watch._peers[1] = (left | {"collateral": False}, time.monotonic())
-    assert watch._suspects() == (True, [1])
+@pytest.mark.parametrize(
+    ("rank", "store_lost", "peers", "suspects"),
+    [
+        (3, True, [(SAID, 0.5), (SAID, 0.4), (SAID, 5.0)], (True, [2])),  # silent while the store still answered
+        (3, True, [(SAID, 0.5), (SAID, 0.4), (SAID, 0.5)], (True, [0])),
+        # Both time out in the same moment; rank 0's last message may come too late to be read.
+        (1, True, [(WAITS, 0.1), (BUSY, 0.1)], (False, [1])),
+        (1, True, [(WAITS, 0.1), (WAITS | {"marks": 8}, 0.1)], (False, [1])),
+        (1, True, [(WAITS, 0.1), (WAITS, 0.1)], (True, [0])),
+        (1, True, [], (True, [0])),
+        # The other rank has waited for this one, and ended: this one must not take it for the cause.
+        (0, False, [(BUSY, 0.0), (LEFT, 0.0)], (False, [0])),
+        (0, False, [(WAITS, 0.0), (LEFT, 0.0)], (True, [1])),
+        (0, False, [(WAITS, 0.0), (LEFT | {"collateral": False}, 0.0)], (True, [1])),
+    ],
+)
+def test_watch_suspects_the_rank_that_others_wait_for(rank, store_lost, peers, suspects):
+    watch = Watch(rank, 4, None, TIMEOUT)
+    watch.silence_s, watch._store_lost, now = 2.0, store_lost, watch._store_answered
+    watch._peers = {peer: (message, now - silent) for peer, (message, silent) in enumerate(peers)}
+    assert watch._suspects() == suspects
 
 
 def _main_that_sleeps(argv: list[str], step: int, rank: int, seconds: float, script: str, env: dict) -> None:
@@ -188,8 +173,7 @@ def _compile_slowly(timeout_s: float, seconds: float) -> None:
         return graph.forward
 
     torch.compile(lambda x: x.cos() + 1, backend="eager")(torch.ones(3))  # what it imports takes its time, too
-    watch = Watch()
-    watch.begin(0, 1, None, timeout_s)
+    watch = Watch(0, 1, None, timeout_s).start()
     watch.compilation_counts_as_progress()
     watch.mark("forward/backward", 1)
     result = torch.compile(lambda x: x.sin() + 1, backend=slow_backend)(torch.zeros(3))

@@ -17,7 +17,7 @@ from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
-from extras.launcher.restart_limit import set_job_uid
+from extras.launcher.restarts import set_job_uid
 
 POD = {
     "metadata": {

@@ -16,8 +16,8 @@ from common.cli import UserError
 from extras.dry_run.memory_estimate import MemoryEstimate
 from extras.megatron import fake_cuda
 from tests.decoder_fixtures import decoder_flags, write_text
+from tests.extras.dry_run.test_dry_run import DEEPER, LLAMA, PROTEINS, predicted
 from tests.forked import run_script
-from tests.training.test_dry_run import DEEPER, LLAMA, PROTEINS, predicted
 from tests.training_fixtures import flags_of, on_ranks
 
 library = pytest.importorskip("megatron_fsdp.param_and_grad_buffer", reason="megatron-fsdp is not installed")

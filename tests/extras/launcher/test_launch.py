@@ -12,7 +12,7 @@ import pytest
 
 from common.distributed.stopping import PREEMPTED
 from extras.launch import TRY_AGAIN
-from extras.launcher.restart_limit import FILE, MAX_STARTS, RestartCounter
+from extras.launcher.restarts import FILE, MAX_STARTS, RestartCounter
 from tests.forked import ROOT, Script
 from tests.live_runs import wait_until
 from tests.patience import run

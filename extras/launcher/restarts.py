@@ -1,0 +1,229 @@
+"""Restarts of a job: none after bad input, a stop signal, or three starts in a row without a new checkpoint.
+
+slurm/common.sh, torchrun's restarts and Kubernetes start a failed run again, without this for ever. The count is kept
+beside the checkpoints (`.starts`), because each start may be on another machine; a new job counts from zero.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+import signal
+import socket
+import ssl
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from http.client import HTTPException
+from pathlib import Path
+from typing import Any
+from urllib.request import HTTPSHandler, ProxyHandler, Request, build_opener
+
+from torch.distributed.elastic.agent.server import RunResult, WorkerGroup, WorkerState
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing import api
+from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+
+from common.cli import BAD_INPUT, UserError, one_line
+from common.distributed.stopping import PREEMPTED
+from common.files.json_files import open_private
+
+MAX_STARTS = 3
+FILE = ".starts"
+ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")  # of the pod's service account, if it has one
+_CHECKPOINT = re.compile(r"checkpoint-(\d+)")
+
+
+class RestartCounter:
+    """Starts of `job` in a row that made no new checkpoint in `output_dir`; used by the launcher of rank 0.
+
+    If the count cannot be written (no directory, no space) nothing is counted: the run itself reports the reason.
+    """
+
+    def __init__(self, output_dir: Path, job: str):
+        self.output_dir, self.job = output_dir, job
+        self._created = [path for path in (output_dir, *output_dir.parents) if not path.exists()]
+
+    def increment(self) -> None:
+        """Count a start. UserError if the limit is reached."""
+        if self.exhausted():
+            message = self.message()
+            self.clear()  # submitted again, even under the same name, the job counts from zero
+            raise UserError(message)
+        self._write(self._read() + 1)
+
+    def exhausted(self) -> bool:
+        return self._read() >= MAX_STARTS
+
+    def decrement(self) -> None:
+        """Do not count the last start: a signal stopped it."""
+        self._write(max(0, self._read() - 1))
+
+    def clear(self) -> None:
+        """The job is over: remove the count, and directories made for it that are empty."""
+        with suppress(OSError):
+            (self.output_dir / FILE).unlink(missing_ok=True)
+            for path in self._created:  # upwards
+                path.rmdir()
+
+    def message(self) -> str:
+        newest = self._newest_checkpoint()
+        stands = "there is none" if newest is None else f"the newest is still checkpoint-{newest}"
+        return (
+            f"{self.output_dir}: not started again: {MAX_STARTS} starts of this job in a row made no new checkpoint "
+            f"({stands}): fix what ended them, or save more often (--save_steps), then submit it anew"
+        )
+
+    def _read(self) -> int:
+        with suppress(OSError, ValueError, KeyError, TypeError):
+            saved = json.loads((self.output_dir / FILE).read_text())
+            if (saved["job"], saved["newest"]) == (self.job, self._newest_checkpoint()):
+                return int(saved["starts"])
+        return 0
+
+    def _write(self, starts: int) -> None:
+        with suppress(OSError):
+            self.output_dir.mkdir(parents=True, exist_ok=True)
+            content = json.dumps({"job": self.job, "newest": self._newest_checkpoint(), "starts": starts})
+            with open(self.output_dir / FILE, "w", opener=open_private) as file:
+                file.write(content)
+
+    def _newest_checkpoint(self) -> int | None:
+        """Its step; a checkpoint gets its name when it is complete."""
+        try:
+            matches = [_CHECKPOINT.fullmatch(path.name) for path in self.output_dir.iterdir()]
+        except OSError:
+            return None
+        return max((int(match[1]) for match in matches if match), default=None)
+
+
+class Stopped(SignalException):
+    """The ranks have exited because this node received a stop signal. torchrun then leaves the rendezvous open, in
+    which the other nodes wait for this node's successor."""
+
+    def __init__(self, number: int, failure: ProcessFailure):
+        super().__init__(f"stopped by signal {number}", signal.Signals(number))
+        self.failure = failure
+
+
+class Agent(LocalElasticAgent):
+    """torchrun's agent; the methods are those that torch documents for custom agents.
+
+    signals: those received, the launcher's own list; output_dir: the run's, None if it writes no checkpoints.
+    """
+
+    signals: list[int] = []
+    output_dir: Path | None = None
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self._counter: RestartCounter | None = None
+        self._count_next = True  # False if nodes have only joined or left
+        self._limit_message: str | None = None
+
+    def run(self, role: str = "default") -> RunResult:
+        result = super().run(role)
+        if result.is_failed() and self._limit_message:
+            raise UserError(f"{self._limit_message}; the last one: {_first_failure_message(result.failures)}")
+        if result.is_failed() and self.signals:
+            raise Stopped(self.signals[0], _by_time(result.failures)[0])
+        return result
+
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        self._counter = None
+        if worker_group.group_rank == 0 and self.output_dir:
+            job = os.environ.get("SLURM_JOB_ID") or os.environ.get("JOB_UID")  # these are unique, unlike a job's name
+            self._counter = RestartCounter(self.output_dir, job or worker_group.spec.rdzv_handler.get_run_id())
+            if self._count_next:
+                self._counter.increment()
+        self._count_next = False
+        return super()._start_workers(worker_group)
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        with _captured(api.logger) as records:
+            result = super()._monitor_workers(worker_group)
+        statuses = {failure.exitcode for failure in result.failures.values()}
+        if BAD_INPUT not in statuses:  # the rank's own line says it all
+            for record in records:
+                api.logger.handle(record)
+        if result.state in (WorkerState.FAILED, WorkerState.UNHEALTHY):
+            messages = [failure.message for failure in _by_time(result.failures)]
+            # The ranks' error lines (common.cli), each once: the ranks of a node share a command line.
+            lines = [m["message"] for m in messages if isinstance(m, dict) and "py_callstack" not in m["extraInfo"]]
+            sys.stderr.writelines(f"{line}\n" for line in dict.fromkeys(lines))
+            self._count_next = True
+            self._limit_restarts(statuses)
+        elif result.state == WorkerState.SUCCEEDED and self._counter:
+            self._counter.clear()
+        return result
+
+    def _limit_restarts(self, statuses: set[int]) -> None:
+        """Set torchrun's remaining restarts to 0 if it must not start the ranks again."""
+        if BAD_INPUT in statuses or self.signals:
+            self._remaining_restarts = 0
+        if not self._counter:
+            return
+        if BAD_INPUT in statuses:
+            self._counter.clear()
+        elif PREEMPTED in statuses or self.signals:
+            self._counter.decrement()
+        elif self._counter.exhausted():
+            self._remaining_restarts = 0
+            self._limit_message = self._counter.message()
+            self._counter.clear()
+
+
+@contextmanager
+def _captured(logger: logging.Logger) -> Iterator[list[logging.LogRecord]]:
+    """Collect the logger's records instead of emitting them."""
+    records: list[logging.LogRecord] = []
+
+    def capture(record: logging.LogRecord) -> bool:
+        records.append(record)
+        return False
+
+    logger.addFilter(capture)
+    try:
+        yield records
+    finally:
+        logger.removeFilter(capture)
+
+
+def _by_time(failures: dict[int, ProcessFailure]) -> list[ProcessFailure]:
+    return sorted(failures.values(), key=lambda failure: failure.timestamp)
+
+
+def _first_failure_message(failures: dict[int, ProcessFailure]) -> str:
+    if not failures:
+        return "its ranks did not answer"
+    failure = _by_time(failures)[0]
+    rank = next(rank for rank, other in failures.items() if other is failure)
+    how = f"status {failure.exitcode}" if failure.exitcode >= 0 else f"killed by {failure.signal_name()}"
+    return f"rank {rank} on {socket.gethostname()}: {how}, see its log"
+
+
+def set_job_uid(account: Path = ACCOUNT) -> None:
+    """Set JOB_UID, for the ranks too, to the owner of this pod as the Kubernetes API has it.
+
+    Unless it is set already (trainjob-template.yaml) or the pod has no account. Without an answer jobs are told apart
+    by rendezvous id, flags and time.
+    """
+    host, port = os.environ.get("KUBERNETES_SERVICE_HOST"), os.environ.get("KUBERNETES_SERVICE_PORT", "443")
+    if os.environ.get("JOB_UID") or not host or not (account / "token").exists():
+        return
+    try:
+        namespace, token = ((account / name).read_text().strip() for name in ("namespace", "token"))
+        host = f"[{host}]" if ":" in host else host
+        url = f"https://{host}:{port}/api/v1/namespaces/{namespace}/pods/{socket.gethostname()}"
+        context = ssl.create_default_context(cafile=account / "ca.crt")
+        # Not through a proxy that the pod's variables name for other hosts.
+        opener = build_opener(ProxyHandler({}), HTTPSHandler(context=context))
+        with opener.open(Request(url, headers={"Authorization": f"Bearer {token}"}), timeout=20) as answer:
+            owners = json.load(answer)["metadata"]["ownerReferences"]
+        os.environ["JOB_UID"] = next(owner["uid"] for owner in owners if owner.get("controller"))
+    except (OSError, HTTPException, ValueError, KeyError, TypeError, StopIteration) as error:
+        reason = f"{type(error).__name__}: {one_line(error)}"
+        sys.stderr.write(f"warning: the API does not say this pod's job (kubernetes/job-uid.yaml): {reason}\n")
