@@ -71,8 +71,8 @@ def measure(checkout: Path, data: Path, args: Arguments, precision: str) -> tupl
         called(command + ["--bf16"] * (precision == "bf16"), checkout)
         seconds = time.monotonic() - began
         rows = [json.loads(line) for line in (Path(out) / "metrics.jsonl").read_text().splitlines()]
-    rows = [row for row in rows if "step_loss" in row]
-    return statistics.median(row["tokens_per_second"] for row in rows[LEFT_OUT:]), seconds, rows[-1]["step_loss"]
+    rows = [row for row in rows if "loss" in row]  # of one step each: --logging_steps 1
+    return statistics.median(row["tokens_per_second"] for row in rows[LEFT_OUT:]), seconds, rows[-1]["loss"]
 
 
 def main() -> None:

@@ -9,8 +9,7 @@ import numpy as np
 import torch
 from safetensors.numpy import load_file
 
-from common.data.collators import masked_batches
-from common.data.training_data import EVAL_SEED, held_out_batches, open_data
+from common.data.training_data import EVAL_SEED, held_out_batches, masked_batches, open_data
 from common.distributed.world import World
 from common.models.registry import FAMILIES
 from common.training.evaluation import METRICS
