@@ -39,10 +39,15 @@ def installed(tmp_path, monkeypatch):
         (package / "__init__.py").touch()
         (package / "pytorch" / "__init__.py").write_text(body)
         monkeypatch.syspath_prepend(str(tmp_path))
-        for name in [n for n in sys.modules if n.startswith("transformer_engine")]:
+        for name in loaded():
             monkeypatch.delitem(sys.modules, name)
 
-    return install
+    def loaded() -> list[str]:
+        return [name for name in sys.modules if name.startswith("transformer_engine")]
+
+    yield install
+    for name in loaded():  # later tests would find the broken one
+        del sys.modules[name]
 
 
 @without_te
