@@ -62,7 +62,7 @@ def _torchrun(arguments: list[str]) -> int:
         # torchrun installs handlers for the signals named here: leave the stop signals to ours.
         parsed = run.parse_args(["--signals_to_handle=SIGHUP,SIGQUIT", *arguments])
         rendezvous.use_json_backend(parsed, run.parse_min_max_nnodes(parsed.nnodes)[1])
-        if run.determine_local_world_size(parsed.nproc_per_node) != 1:
+        if run.determine_local_world_size(parsed.nproc_per_node) > 1:
             os.environ.setdefault("OMP_NUM_THREADS", "1")  # as torchrun does, with five lines of warning
         run.run(parsed)
     except ChildFailedError as error:  # torchrun or the agent has printed which rank failed

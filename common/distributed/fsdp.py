@@ -37,7 +37,7 @@ class FullySharded(Strategy):
         return nullcontext()
 
     def gradients(self) -> list[Tensor]:
-        return [gradient.to_local() for gradient in super().gradients() if isinstance(gradient, DTensor)]
+        return [g.to_local() if isinstance(g, DTensor) else g for g in super().gradients()]
 
     def sum_over_shards(self, total: Tensor) -> Tensor:
         total = total.to(self.device)  # gradients may be on the host

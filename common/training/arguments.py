@@ -6,6 +6,7 @@ of theirs that cannot be honoured do not exist here: an unknown flag is an error
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -52,7 +53,7 @@ class DryRunFlags(Flags):
 
 
 @dataclass(frozen=True)
-class RunArguments(Flags):
+class RunArguments(Flags, ABC):
     """Of a run of any task. A task narrows `model`, `data` and `optimizer`; the script brings its `strategy`."""
 
     group = "training and evaluation"
@@ -91,13 +92,13 @@ class RunArguments(Flags):
         return self.model.model_name_or_path
 
     @property
+    @abstractmethod
     def family(self) -> Family:
         """The family of the model."""
-        raise NotImplementedError
 
     @property
     def cp_comm_type(self) -> str:
-        """How ranks that share a pack exchange keys and values; a task without context parallelism has none."""
+        """How the ranks of --cp_size send keys and values; empty for a task without context parallelism."""
         return ""
 
     @property

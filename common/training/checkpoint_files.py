@@ -36,10 +36,6 @@ class Corrupt(Exception):
     """A checkpoint that is incomplete or damaged; the message says how."""
 
 
-class Refused(ValueError):
-    """A checkpoint holds something that no checkpoint of this program holds."""
-
-
 def list_checkpoints(output_dir: Path) -> list[tuple[int, Path]]:
     """(step, directory), newest (by number) first."""
     paths = (path for path in output_dir.glob("checkpoint-*") if path.is_dir())

@@ -30,7 +30,6 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from common.files.json_files import LARGEST_INT, is_plain_name, shorten, sync
-from common.training.checkpoint_files import Refused
 
 METADATA = "metadata.json"
 OLD_METADATA = ".metadata"  # for torch's own tools; older checkpoints have no other
@@ -42,6 +41,10 @@ _DTYPES = (
     *("int64", "int32", "int16", "int8", "uint8", "bool"),
 )
 DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in _DTYPES}
+
+
+class Refused(ValueError):
+    """A checkpoint holds something that no checkpoint of this program holds."""
 
 
 @dataclass(frozen=True)

@@ -29,8 +29,17 @@ from torch.futures import Future
 
 from common.cli import UserError, one_line
 from common.files.json_files import file_size, open_regular, read_limited
-from common.training.checkpoint_files import Corrupt, Refused, read_manifest
-from common.training.checkpoint_metadata import DTYPES, LARGEST, METADATA, OLD_METADATA, Stored, StoredChunk, decode
+from common.training.checkpoint_files import Corrupt, read_manifest
+from common.training.checkpoint_metadata import (
+    DTYPES,
+    LARGEST,
+    METADATA,
+    OLD_METADATA,
+    Refused,
+    Stored,
+    StoredChunk,
+    decode,
+)
 from common.training.inert_pickle import Call, Name, Persistent, loads
 
 _STORAGES = {

@@ -11,7 +11,7 @@ from collections.abc import Container
 from dataclasses import dataclass
 from typing import Any
 
-from common.training.checkpoint_files import Refused
+from common.training.checkpoint_metadata import Refused
 
 
 @dataclass(frozen=True)

@@ -269,7 +269,7 @@ def test_pretrained_missing_or_unknown_tensors_are_refused(broken):
 
 def test_pretrained_without_lm_head_is_refused(tmp_path):
     EsmModel(esm2_config(2, 64, 4).to_transformers()).save_pretrained(tmp_path)
-    assert "not an EsmForMaskedLM checkpoint" in refusal(tmp_path)
+    assert "not a checkpoint of EsmForMaskedLM" in refusal(tmp_path)
 
 
 def test_pretrained_errors_are_one_line(dataset, hub, broken, tmp_path):

@@ -14,8 +14,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from common.cli import UserError
-from common.training.checkpoint_files import Refused
-from common.training.checkpoint_metadata import decode, encode
+from common.training.checkpoint_metadata import Refused, decode, encode
 from common.training.checkpoint_reader import Reader, StoredTensors
 from common.training.inert_pickle import Call, Name, loads
 from extras.pickled_metadata import content_of_pickle

@@ -200,14 +200,14 @@ def check_tensors(
         if name not in tensors:
             if name.startswith(optional):
                 continue
-            raise UserError(f"{where}: not an {architecture} checkpoint: it has no tensor {name}")
+            raise UserError(f"{where}: not a checkpoint of {architecture}: it has no tensor {name}")
         if tensors[name].shape != tensor.shape:
             raise UserError(
                 f"{where}: {name} is {list(tensors[name].shape)}, its config.json asks for {list(tensor.shape)}"
             )
     for name in tensors:
         if name not in expected:
-            raise UserError(f"{where}: not an {architecture} checkpoint: unknown tensor {name}")
+            raise UserError(f"{where}: not a checkpoint of {architecture}: unknown tensor {name}")
 
 
 def _weight_files(root: Path) -> list[Path]:
