@@ -129,7 +129,7 @@ def test_soak_killed_torchrun_is_bit_identical(dataset, tmp_path, rounds, genera
 
 def test_soak_killed_and_resharded_is_same_run(dataset, tmp_path, rounds, generator):
     """FSDP2, hybrid and DDP on 1, 2 and 4 ranks, killed (all ranks or one) or asked to stop; sums in another order."""
-    rounds = rounds or 3
+    rounds = rounds or 2
     flags = FLAGS | {"max_steps": rounds * STEPS_A_ROUND}
     steps = flags["max_steps"]
     train(dataset, tmp_path / "whole", 2, **flags)

@@ -43,7 +43,7 @@ def write_documents(directory: Path, files: int, of_each: int) -> Path:
 
 
 def test_tokenize_killed_gives_the_same_bytes(tmp_path, rounds, generator):
-    csv = write_proteins(tmp_path / "csv", 12, 5000)
+    csv = write_proteins(tmp_path / "csv", *((12, 5000) if rounds else (6, 2500)))
 
     def command(out: Path) -> list:
         return ["1.tokenize_uniref_csv.py", "--input_dir", csv, "--output_dir", out]
@@ -51,7 +51,7 @@ def test_tokenize_killed_gives_the_same_bytes(tmp_path, rounds, generator):
     def assert_same(killed: Path, whole: Path) -> None:
         assert_same_files(killed, whole)
         results = json.loads((whole / "arrow" / ".complete.json").read_text())["results"]
-        assert results["copies_left_out"]["train"] > 100
+        assert results["copies_left_out"]["train"] > 50
 
     soak(Subject(command, assert_same), tmp_path, rounds or 1, generator)
 
