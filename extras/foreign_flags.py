@@ -273,7 +273,6 @@ TRANSFORMERS = {
     "length_column_name": Ours(why="none: packs leave no padding to save"),
     "validation_split_percentage": Ours(why="none: step 1 makes the splits (1.tokenize_uniref_csv.py)"),
     "lr_scheduler_kwargs": Ours(why="none: --warmup_steps and --max_steps say it"),
-    "peak_tflops_per_gpu": Ours(why="none: mfu is of the dense bf16 peak of the GPU, which is known by its name"),
     "logging_dir": Ours(why="none: --report_to tensorboard writes into --output_dir"),
     **none("those of 1.tokenize_uniref_csv.py", "preprocessing_num_workers", "line_by_line"),
     **none(
