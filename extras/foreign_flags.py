@@ -76,7 +76,9 @@ RECIPE = {
         "max_steps", "the schedule ends there too; --stop_at_step ends a run before its schedule", convert=number
     ),
     "grad_acc_steps": Ours("gradient_accumulation_steps"),
-    "use_meta_device": Ours(why="none: weights are always initialised shard by shard, and the same on any world size"),
+    "use_meta_device": Ours(
+        why="none: sharded weights are made shard by shard, and are the same on any number of ranks"
+    ),
     "use_torch_compile": Ours("torch_compile"),
     "cp_size": Ours("cp_size"),
     "use_sequence_packing": Ours("sequence_packing", "on by default here", {"false": "--sequence_packing=False"}),
@@ -154,7 +156,7 @@ RECIPE = {
     "nsys_profiling.enabled": Ours("profile_steps", "steps A-B, by torch's profiler", {"true": "", "false": ""}),
     "nsys_profiling.start_step": Ours(why="--profile_steps A-B"),
     "nsys_profiling.end_step": Ours(why="--profile_steps A-B"),
-    "nsys_profiling.ranks": Ours(why="none: --profile_steps writes rank 0's trace"),
+    "nsys_profiling.ranks": Ours(why="none: --profile_steps writes a trace of each rank"),
     "hydra.verbose": Ours(why="none: TRACEBACK=1 shows the full stack of an error"),
     "hydra.run.dir": Ours(why="none: results go to --output_dir"),
 }
@@ -227,7 +229,7 @@ ACCELERATE = {
 
 TRAINER_STEPS = "by its number of steps alone"
 HUB = "none: final_model/ is what `hf upload` takes"
-DDP = "none: set as this loop needs it"
+LOOP = "none: as this training loop needs it"
 # Flags of transformers' TrainingArguments, run_mlm.py and run_clm.py that these scripts lack.
 TRANSFORMERS = {
     "dataset_name": Ours("dataset"),
@@ -272,7 +274,7 @@ TRANSFORMERS = {
     "group_by_length": Ours(why="none: packs leave no padding to save"),
     "length_column_name": Ours(why="none: packs leave no padding to save"),
     "validation_split_percentage": Ours(why="none: step 1 makes the splits (1.tokenize_uniref_csv.py)"),
-    "lr_scheduler_kwargs": Ours(why="none: --warmup_steps and --max_steps say it"),
+    "lr_scheduler_kwargs": Ours(why="none: --warmup_steps and --max_steps set the schedule"),
     "logging_dir": Ours(why="none: --report_to tensorboard writes into --output_dir"),
     **none("those of 1.tokenize_uniref_csv.py", "preprocessing_num_workers", "line_by_line"),
     **none(
@@ -285,17 +287,17 @@ TRANSFORMERS = {
         *("hub_revision", "model_revision"),
     ),
     **none("none: AdamW, fused", "optim_args", "optim_target_modules"),
-    **none("none: a directory for all nodes", "save_on_each_node"),
+    **none("none: all nodes share --output_dir", "save_on_each_node"),
     **none(
-        DDP,
+        LOOP,
         *("ddp_backend", "ddp_broadcast_buffers", "ddp_find_unused_parameters", "ddp_static_graph"),
         *("dataloader_drop_last", "dataloader_in_order", "dataloader_multiprocessing_context"),
         *("dataloader_persistent_workers", "remove_unused_columns", "torch_empty_cache_steps", "low_cpu_mem_usage"),
         *("average_tokens_across_devices", "use_cache", "debug", "torch_compile_backend", "torch_compile_mode"),
     ),
-    **none("lower --tokens_per_pack", "auto_find_batch_size"),
+    **none("none: when memory runs out, the error names what to lower", "auto_find_batch_size"),
     **none(
-        "none: an evaluation sums loss and accuracy over masked residues, and is never sampled",
+        "none: an evaluation is loss and accuracy over masked residues, summed over batches and ranks",
         *("batch_eval_metrics", "bf16_full_eval", "fp16_full_eval", "eval_accumulation_steps", "eval_delay"),
         *("eval_do_concat_batches", "eval_use_gather_object", "include_for_metrics", "prediction_loss_only"),
         *("label_names", "do_predict"),
@@ -304,10 +306,10 @@ TRANSFORMERS = {
         "none: the last checkpoint is the model; metrics.jsonl has every evaluation",
         *("load_best_model_at_end", "metric_for_best_model", "greater_is_better"),
     ),
-    **none("none: the loss is that of the paper", "label_smoothing_factor", "neftune_noise_alpha"),
+    **none("none: plain cross-entropy, as ESM-2 was trained", "label_smoothing_factor", "neftune_noise_alpha"),
     **none("none: Transformer Engine has fused layers (--backend te)", "use_liger_kernel", "liger_kernel_config"),
     **none(
-        "none: rank 0 logs each logged step, with memory and tokens; a step with NaN is skipped and named",
+        "none: rank 0 logs every --logging_steps steps, with tokens and memory; steps with NaN are skipped",
         *("log_level", "log_level_replica", "log_on_each_node", "logging_first_step", "logging_nan_inf_filter"),
         *("skip_memory_metrics", "include_num_input_tokens_seen"),
     ),
