@@ -55,6 +55,16 @@ def facebook(value: str) -> str:
     return re.sub(r"^nvidia/(?=esm2_)", "facebook/", value)
 
 
+def as_json(value: str) -> str:
+    """{"margin": 0} of hydra's {margin:0}."""
+    return re.sub(r"""["']?(\w+)["']?\s*:\s*""", r'"\1": ', value)
+
+
+def overrides(value: str) -> str:
+    """hidden_size=64,... of hydra's {hidden_size:64,...}."""
+    return re.sub(r"\s*:\s*", "=", value.strip("{}")).replace(" ", "")
+
+
 def none(why: str, *names: str) -> dict[str, Ours]:
     """Rows of flags that have no counterpart, for one reason."""
     return dict.fromkeys(names, Ours(why=why))
@@ -72,6 +82,7 @@ RECIPE = {
         "backend", "te or torch; auto: te if possible", {"true": "--backend=te", "false": "--backend=torch"}
     ),
     "attn_backend": Ours(why="none: follows from --backend and the device"),
+    "config_kwargs": Ours("config_overrides", convert=overrides),
     "num_train_steps": Ours(
         "max_steps", "the schedule ends there too; --stop_at_step ends a run before its schedule", convert=number
     ),
@@ -121,13 +132,13 @@ RECIPE = {
     "fp8_config.enabled": Ours("fp8"),
     "fp8_config.fp8_recipe": Ours("fp8_recipe"),
     "fp8_config.fp8_format": Ours("fp8_format"),
-    "fp8_config.fp8_recipe_kwargs": Ours("fp8_recipe_kwargs"),
+    "fp8_config.fp8_recipe_kwargs": Ours("fp8_recipe_kwargs", convert=as_json),
     "fp8_config.fp8_model_init_kwargs.enabled": Ours("fp8_params", "fp32 master weights stay"),
     "fp8_config.quantized_model_init_kwargs.enabled": Ours("fp8_params", "fp32 master weights stay"),
     "fp4_config.enabled": Ours("fp4"),
     "fp4_config.fp4_recipe": Ours(why="none: NVFP4BlockScaling is the only one"),
     "fp4_config.fp4_format": Ours("fp4_format"),
-    "fp4_config.fp4_recipe_kwargs": Ours("fp4_recipe_kwargs"),
+    "fp4_config.fp4_recipe_kwargs": Ours("fp4_recipe_kwargs", convert=as_json),
     "adamw_kwargs.lr": Ours("learning_rate"),
     "adamw_kwargs.betas": Ours("adam_beta1 adam_beta2"),
     "adamw_kwargs.eps": Ours("adam_epsilon"),
@@ -240,13 +251,16 @@ TRANSFORMERS = {
     "model_type": Ours(why="none for encoders: --config_name chooses; a flag of decoders (--task clm)"),
     "warmup_ratio": Ours("warmup_steps", "below 1: a fraction of the run"),
     "fp16": Ours("bf16", "no FP16: BF16 needs no loss scaling", {"true": "--bf16", "false": ""}),
-    "dtype": Ours(
-        "bf16",
-        "weights stay fp32",
-        {
-            **dict.fromkeys(("bfloat16", "torch.bfloat16", "bf16", "float16", "torch.float16"), "--bf16"),
-            **dict.fromkeys(("auto", "float32", "torch.float32"), ""),
-        },
+    **dict.fromkeys(
+        ("dtype", "torch_dtype"),
+        Ours(
+            "bf16",
+            "weights stay fp32",
+            {
+                **dict.fromkeys(("bfloat16", "torch.bfloat16", "bf16", "float16", "torch.float16"), "--bf16"),
+                **dict.fromkeys(("auto", "float32", "torch.float32"), ""),
+            },
+        ),
     ),
     "full_determinism": Ours("deterministic"),
     "data_seed": Ours("seed", "a run is a function of data, flags and seed"),
@@ -341,7 +355,7 @@ def of_recipe(word: str) -> tuple[str, str, str] | None:
     if name in RECIPE:
         return name, "", value
     for group in RECIPE_OBJECTS:
-        if name.startswith(f"{group}."):
+        if re.match(rf"{re.escape(group)}\.\w", name):
             return group, name.removeprefix(f"{group}."), value
     return None
 
@@ -386,8 +400,6 @@ def _scalar(value: str) -> Any:
 
 
 def shown(words: Iterable[str]) -> str:
-    """Words as a shell reads them. `$NAME` and `${NAME}` stay variables."""
-    return " ".join(
-        f'"{word}"' if re.fullmatch(r"[\w@%+=:,./{}$-]*\$(\w+|\{\w+\})[\w@%+=:,./{}$-]*", word) else shlex.quote(word)
-        for word in words
-    )
+    """Words as a shell reads them. `$NAME` and `${NAME}` stay variables, anything else is data."""
+    with_variables = r"(?=.*\$)([\w@%+=:,./-]|\$\w+|\$\{\w+\})+"
+    return " ".join(f'"{word}"' if re.fullmatch(with_variables, word) else shlex.quote(word) for word in words)

@@ -14,6 +14,7 @@ import re
 import shlex
 import sys
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,7 @@ STRATEGIES = {
     "train_fsdp2.py": "FsdpFlags",
     "train_mfsdp.py": "MegatronFlags",
 }
+TRAINER = ("train.py", "run_mlm.py", "run_clm.py")  # transformers' Trainer; train.py is the FSDP guides', too
 ROOT = Path(__file__).resolve().parent.parent
 
 
@@ -49,8 +51,9 @@ def script_with(option: str, task: str) -> str:
     from common.training.registry import arguments_of
 
     for script in STRATEGIES:
-        if any(option in spec.options for spec in flag_specs(arguments_of(strategy_of(script), task))):
-            return f"it is a flag of {script}"
+        with suppress(ImportError):  # installed without the scripts
+            if any(option in spec.options for spec in flag_specs(arguments_of(strategy_of(script), task))):
+                return f"it is a flag of {script}"
     return ""
 
 
@@ -108,6 +111,8 @@ def translate(words: list[str]) -> Translation:
         made.script, made.flags = theirs, given
         return made
     made.script = _script(theirs, given, sharded)
+    if not made.script:
+        raise UserError(f"{words[at]}: no train script of the guides: {', '.join((*STRATEGIES, *TRAINER))}")
     if made.script != words[at]:
         made.notes.append(f"{words[at]}: {made.script}")
     _flags(made, given, theirs)
@@ -147,7 +152,7 @@ def _pairs(words: list[str]) -> Iterable[tuple[str, str | None]]:
             yield f"{name}{equals}{value}", None
         elif equals:
             yield name, value
-        elif at < len(words) and not re.match(r"-[-\w]|#| #", words[at]) and not of_recipe(words[at]):
+        elif at < len(words) and not re.match(r"-(?!\d)", words[at]) and not of_recipe(words[at]):
             yield name, words[at]
             at += 1
         else:
@@ -159,7 +164,7 @@ def _accelerate(made: Translation, options: list[str]) -> bool:
     given = {name.removeprefix("--").replace("-", "_"): value for name, value in _pairs(options)}
     nodes, ranks = given.get("num_machines") or "1", given.get("num_processes")
     made.launcher = ["torchrun", f"--nnodes={nodes}"]
-    if ranks and (ranks + nodes).isdigit():
+    if ranks and re.fullmatch(r"[1-9][0-9]* [1-9][0-9]*", f"{ranks} {nodes}"):
         made.launcher.append(f"--nproc_per_node={-(-int(ranks) // int(nodes))}")
     elif ranks:
         made.launcher.append("--nproc_per_node=gpu")
@@ -196,9 +201,9 @@ def _note(theirs: str, ours: Ours, words: list[str]) -> str:
 
 
 def _script(theirs: str, given: list[str], sharded: bool) -> str:
-    """The train script for one of another name."""
-    if theirs in STRATEGIES:
-        return theirs
+    """The train script for one of another name; "" if there is none."""
+    if theirs in STRATEGIES or theirs not in (*TRAINER, "train_fsdp2_cp.py"):
+        return theirs if theirs in STRATEGIES else ""
     of_decoder = any(word.partition("=")[0] in ("--hidden_width", "--max_context_width") for word in given)
     return "train_fsdp2.py" if sharded or of_decoder or "fsdp" in theirs else "train_ddp.py"
 
@@ -206,7 +211,7 @@ def _script(theirs: str, given: list[str], sharded: bool) -> str:
 def _flags(made: Translation, given: list[str], theirs: str) -> None:
     """The script's flags."""
     from common.flags import flag_specs, is_file_of_flags
-    from common.training.registry import RECIPE_CONFIGS, arguments_of, task_name
+    from common.training.registry import COUNTERPARTS, RECIPE_CONFIGS, arguments_of, task_name
     from extras.decoders.causal_arguments import CausalArguments, without_comments
 
     if given and is_file_of_flags(given[0]):
@@ -214,16 +219,19 @@ def _flags(made: Translation, given: list[str], theirs: str) -> None:
     words = without_comments(given)
     if dropped := [word for word in given if word not in words]:
         made.notes.append(f"{shown(dropped)}: a comment")
-    task = task_name(words) if words and theirs != "run_mlm.py" else "mlm"
+    task = "clm" if theirs == "run_clm.py" else "mlm"
+    if words and theirs not in ("run_mlm.py", "run_clm.py"):
+        task = task_name(words)
+    made.flags += ["--task=clm"] if theirs == "run_clm.py" else []
     options = {option for spec in flag_specs(arguments_of(strategy_of(made.script), task)) for option in spec.options}
     options |= {f"--{name}" for name in CausalArguments.idle} if task == "clm" else set()
     objects: dict[str, dict[str, str]] = {}
     hydra, steps = False, {}
     for name, value in _pairs(words):
         word = name if value is None else f"{name}={value}"
-        if name in ("--config-name", "--config_name", "-cn") and value and re.fullmatch(r"\w+", value):
+        if name in ("--config-name", "-cn") or (name == "--config_name" and value in RECIPE_CONFIGS):
             hydra = True
-            _named_config(made, value, RECIPE_CONFIGS)
+            _named_config(made, value or "", RECIPE_CONFIGS)
             continue
         if found := of_recipe(name):
             hydra, (group, entry, theirs_value) = True, found
@@ -242,6 +250,8 @@ def _flags(made: Translation, given: list[str], theirs: str) -> None:
         else:
             key = name.removeprefix("--").replace("-", "_")
             ours = (ACCELERATE.get(key) or TRANSFORMERS.get(key)) if name.startswith("--") else None
+            if f"--{COUNTERPARTS.get(key)}" in options:  # of another task: a decoder's --config_name
+                ours = Ours(COUNTERPARTS[key])
             if ours is None:
                 made.notes.append(f"{word}: known neither here nor in the table of docs/flags.md: left out")
                 continue
@@ -252,9 +262,9 @@ def _flags(made: Translation, given: list[str], theirs: str) -> None:
         made.flags.append(f"--{RECIPE_OBJECTS[group]}={entry_of(group, entries)}")
     if hydra or steps:
         if not made.config:
-            _named_config(made, "L0_sanity_cp" if "_cp" in made.script else "L0_sanity", RECIPE_CONFIGS)
+            _named_config(made, "L0_sanity_cp" if "_cp" in theirs else "L0_sanity", RECIPE_CONFIGS)
         _steps(made, steps)
-    elif theirs in ("train.py", "run_mlm.py") and task == "mlm" and not made.config:
+    elif theirs in TRAINER and task == "mlm" and not made.config:
         said = {word.partition("=")[0] for word in made.flags}
         missing = [f"--{name}={value}" for name, value in TRAINER_DEFAULTS.items() if f"--{name}" not in said]
         made.notes.append(f"other defaults than transformers', which are: {shown(missing)}")
@@ -274,7 +284,7 @@ def _named_config(made: Translation, name: str, files: dict[str, str]) -> None:
         ]
     else:
         made.config = f"configs/{files.get(name, name)}.yaml"
-        if not (ROOT / made.config).is_file():
+        if not re.fullmatch(r"\w+", name) or not (ROOT / made.config).is_file():
             raise UserError(f"--config-name {name}: no file of this name in configs/, and none of the recipe's names")
     made.notes.append(f"--config-name {name}: {made.config}")
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import random
 import re
 import shlex
+from contextlib import suppress
 
 import pytest
 
@@ -13,12 +15,10 @@ from common.training.registry import TASKS, arguments_of, parse_run
 from extras.foreign_flags import PROGRAMS, RECIPE, RECIPE_OBJECTS, TRAINER_DEFAULTS, hint
 from extras.migrate import STRATEGIES, check, main, strategy_of, translate
 
-OURS = {
-    spec.name
-    for script in STRATEGIES
-    for task in TASKS
-    for spec in flag_specs(arguments_of(strategy_of(script), task))
-}
+SPECS = [
+    spec for script in STRATEGIES for task in TASKS for spec in flag_specs(arguments_of(strategy_of(script), task))
+]
+OURS, OPTIONS = {spec.name for spec in SPECS}, {option for spec in SPECS for option in spec.options}
 
 
 def refused(line: str, script: str = "train_ddp.py") -> str:
@@ -42,13 +42,14 @@ def test_table_names_our_flags_or_a_reason(program):
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_table_is_what_the_error_says(program):
     """No row is of a flag that the scripts know: nobody would be told of it. Those of decoders are migrate's only."""
-    for theirs, ours in PROGRAMS[program].items():
-        value = "[1,2]" if " " in ours.flag else "1"
-        said = refused(f"{'' if ours is RECIPE.get(theirs) else '--'}{theirs}={value}") if theirs not in OURS else ""
-        if said and "it is a flag of --task clm" not in said:
-            assert ours.why in said, theirs
-            assert all(f"--{name}" in said for name in ours.flag.split()), theirs
-            assert "did you mean" not in said, theirs
+    dashes = "" if program == "NVIDIA's recipe" else "--"
+    rows = {f"{dashes}{name}=[1,2]": ours for name, ours in PROGRAMS[program].items() if dashes + name not in OPTIONS}
+    said = refused(shlex.join(rows))
+    assert "did you mean" not in said
+    for word, ours in rows.items():
+        assert f"{word}: {hint(word)}" in said
+        assert ours.why in hint(word)
+        assert all(f"--{name}" in hint(word) for name in ours.flag.split())
 
 
 @pytest.mark.parametrize(
@@ -68,6 +69,17 @@ def test_table_is_what_the_error_says(program):
             "fp8_config.fp8_recipe_kwargs.margin=1",
             "fp8_config.fp8_recipe_kwargs.margin=1: here --fp8_recipe_kwargs '{\"margin\": 1}'",
         ),
+        (
+            "'fp8_config.fp8_recipe_kwargs={margin: 1,amax_compute_algo:\"max\"}'",
+            'fp8_config.fp8_recipe_kwargs={margin: 1,amax_compute_algo:"max"}: '
+            'here \'--fp8_recipe_kwargs={"margin": 1,"amax_compute_algo": "max"}\'',
+        ),
+        (
+            "config_kwargs={num_hidden_layers:2,hidden_size:64}",
+            "config_kwargs={num_hidden_layers:2,hidden_size:64}: here "
+            "--config_overrides=num_hidden_layers=2,hidden_size=64",
+        ),
+        ("config_kwargs.=", "config_kwargs.="),
         ("--sharding_strategy full", "--sharding_strategy full: it is a flag of train_fsdp2.py"),
         ("--lr 1", "--lr 1: it is a flag of --task clm; this is --task mlm: give --learning_rate"),
         ("fp8_config.enabeld=true", "fp8_config.enabeld=true"),
@@ -175,9 +187,16 @@ GUIDES = {  # commands of the five guides that train: {theirs: (our script, flag
         "train_fsdp2.py",
         {"model_type": "mixtral", "seed": 42, "rope_theta": 10_000.0, "offload_activations": True},
     ),
-    f"python run_mlm.py --model_type esm --fp16 --eval_strategy no --warmup_ratio 0.1 --push_to_hub {ESM2}": (
+    "python run_mlm.py --model_type esm --fp16 --eval_strategy no --warmup_ratio 0.1 --max_steps -1 --push_to_hub "
+    f"{ESM2}": (
         "train_ddp.py",
-        {"bf16": True, "warmup_steps": 0.1, "do_eval": False},
+        {"bf16": True, "warmup_steps": 0.1, "do_eval": False, "max_steps": -1},
+    ),
+    "torchrun run_clm.py --config_name meta-llama/Llama-3.2-1B --tokenizer_name meta-llama/Llama-3.2-1B "
+    "--dataset_name allenai/c4 --dataset_config_name en --block_size 1024 --num_train_epochs 1 --output_dir out "
+    "--max_steps 100 --torch_dtype bfloat16 --gradient_checkpointing": (
+        "train_ddp.py",
+        {"model": "meta-llama/Llama-3.2-1B", "max_seq_length": 1024, "max_steps": 100, "gradient_checkpointing": True},
     ),
 }
 
@@ -232,6 +251,7 @@ def test_jobs_and_data_scripts_keep_their_names(command, line):
     ("command", "message"),
     [
         ("kubectl get pods", "no script in this command"),
+        ("python other.py --fp16", "other.py: no train script of the guides: train_ddp.py, "),
         ("cd /fsx && python train_ddp.py", "&&: more than one command"),
         ("python train_ddp.py > log", ">: more than one command"),
         ("sbatch", "sbatch without a job script"),
@@ -268,6 +288,29 @@ def test_migrate_treats_the_command_as_data(tmp_path, monkeypatch, capsys):
     assert shlex.split(said[:first])[-1] == f"--output_dir={hostile}"
     assert all(line.startswith("# ") for line in said[first:].strip().splitlines())
     assert list(tmp_path.iterdir()) == []
+
+
+def test_migrate_of_any_words_is_a_translation_or_an_error_of_the_user():
+    rng = random.Random(0)
+    pieces = [
+        "accelerate",
+        "launch",
+        "torchrun",
+        "python",
+        "-m",
+        "sbatch",
+        "train.py",
+        "train_ddp.py",
+        "--config-name",
+    ]
+    pieces += ["-cn", "L0_sanity", "L1_3B", "", "=", "--", "--=", "-1", "#", "é", "\0", "--num_processes=0", "--fp16"]
+    pieces += ["--num_machines=0", "--config_name", "fp8_config.fp8_recipe_kwargs.margin=x", "adamw_kwargs.betas=[]"]
+    pieces += ["config_kwargs.=", "num_train_steps=x", "checkpoint.ckpt_dir=$(x)", "--model_type", "--mixed_precision"]
+    assert all("\n" not in hint(piece) for piece in pieces)
+    for _ in range(150):
+        words = rng.choices(pieces, k=rng.randrange(12))
+        with suppress(UserError):
+            assert shlex.split(str(translate(words)), comments=True)
 
 
 def test_hint_knows_no_other_words():
