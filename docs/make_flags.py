@@ -111,7 +111,8 @@ status 2 before it begins, and the error says what is here in its place.
 
 The same holds for hydra keys of NVIDIA's ESM-2 recipe and for flags of `accelerate launch`. `--config-name L0_sanity`
 and the recipe's other names run the file of [configs/](training.md#files-of-flags) that has its values. This command
-translates a whole command of theirs, of `run_mlm.py` or of the FSDP guides, and runs none of it:
+translates a whole command of theirs, of `run_mlm.py` or of the FSDP guides, and runs none of it. (The FSDP guides'
+arguments are [flags of decoders](#of-decoders).)
 
 ```sh
 python -m extras.migrate 'python train_fsdp2.py --config-name L0_sanity fp8_config.enabled=true'

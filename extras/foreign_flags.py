@@ -118,9 +118,10 @@ RECIPE = {
     "dataset.load_dataset_kwargs.split": Ours(why="none: trains on the split train"),
     "dataset.load_dataset_kwargs.streaming": Ours("streaming", "of a data set on the Hub"),
     "wandb_init_args.name": Ours("run_name", "with --report_to wandb"),
-    "wandb_init_args.project": Ours(why="WANDB_PROJECT in the environment, with --report_to wandb"),
-    "wandb_init_args.mode": Ours(why="WANDB_MODE in the environment, with --report_to wandb"),
-    "wandb_init_args.dir": Ours(why="WANDB_DIR in the environment, with --report_to wandb"),
+    **none(
+        "WANDB_PROJECT, WANDB_MODE, WANDB_DIR in the environment, with --report_to wandb",
+        *(f"wandb_init_args.{name}" for name in ("project", "mode", "dir")),
+    ),
     **{
         f"fully_shard_kwargs.{name}": Ours(name, MFSDP)
         for name in (
@@ -164,10 +165,10 @@ RECIPE = {
     "quant_stats_config.quant_stats_file": Ours("quant_stats_file"),
     "quant_stats_config.quant_log_dir": Ours("quant_stats_dir"),
     "quant_stats_config.log_to_wandb": Ours(why="none: --report_to wandb gets the statistics too"),
-    "nsys_profiling.enabled": Ours("profile_steps", "steps A-B, by torch's profiler", {"true": "", "false": ""}),
-    "nsys_profiling.start_step": Ours(why="--profile_steps A-B"),
-    "nsys_profiling.end_step": Ours(why="--profile_steps A-B"),
-    "nsys_profiling.ranks": Ours(why="none: --profile_steps writes a trace of each rank"),
+    **none(
+        "--profile_steps A-B: torch's profiler, a trace of each rank",
+        *(f"nsys_profiling.{name}" for name in ("enabled", "start_step", "end_step", "ranks")),
+    ),
     "hydra.verbose": Ours(why="none: TRACEBACK=1 shows the full stack of an error"),
     "hydra.run.dir": Ours(why="none: results go to --output_dir"),
 }
@@ -284,9 +285,7 @@ TRANSFORMERS = {
     "trust_remote_code": Ours(why=NO_REMOTE),
     "use_fast_tokenizer": Ours(why="none: the alphabet is built in"),
     "overwrite_cache": Ours(why="none: step 1 redoes what its input or flags change"),
-    "train_sampling_strategy": Ours(why="none: packs leave no padding to save"),
-    "group_by_length": Ours(why="none: packs leave no padding to save"),
-    "length_column_name": Ours(why="none: packs leave no padding to save"),
+    **none("none: packs leave no padding to save", "train_sampling_strategy", "group_by_length", "length_column_name"),
     "validation_split_percentage": Ours(why="none: step 1 makes the splits (1.tokenize_uniref_csv.py)"),
     "lr_scheduler_kwargs": Ours(why="none: --warmup_steps and --max_steps set the schedule"),
     "logging_dir": Ours(why="none: --report_to tensorboard writes into --output_dir"),
@@ -301,7 +300,7 @@ TRANSFORMERS = {
         *("hub_revision", "model_revision"),
     ),
     **none("none: AdamW, fused", "optim_args", "optim_target_modules"),
-    **none("none: all nodes share --output_dir", "save_on_each_node"),
+    "save_on_each_node": Ours(why="none: all nodes share --output_dir"),
     **none(
         LOOP,
         *("ddp_backend", "ddp_broadcast_buffers", "ddp_find_unused_parameters", "ddp_static_graph"),

@@ -143,10 +143,10 @@ class PrecisionFlags(Flags):
 
     def resolve(self) -> PrecisionFlags:
         """Transformer Engine's names as ours: the class (path) of a recipe, formats in upper case."""
-        recipe = self.fp8_recipe.removeprefix(TE_MODULE)
+        recipe = TE_RECIPES.get(self.fp8_recipe.removeprefix(TE_MODULE), self.fp8_recipe.lower())
         return replace(
             self,
-            fp8_recipe=TE_RECIPES.get(recipe, recipe.lower()),
+            fp8_recipe=recipe if recipe in FP8_RECIPES else self.fp8_recipe,
             fp8_format=self.fp8_format and self.fp8_format.lower(),
             fp4_format=self.fp4_format.lower(),
         )

@@ -41,7 +41,7 @@ def test_table_names_our_flags_or_a_reason(program):
 
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_table_is_what_the_error_says(program):
-    """No row is of a flag that the scripts know: nobody would be told of it. Those of decoders are migrate's only."""
+    """Rows of flags that the scripts know (decoders have --model_type) are for extras.migrate only."""
     dashes = "" if program == "NVIDIA's recipe" else "--"
     rows = {f"{dashes}{name}=[1,2]": ours for name, ours in PROGRAMS[program].items() if dashes + name not in OPTIONS}
     said = refused(shlex.join(rows))
@@ -311,6 +311,14 @@ def test_migrate_of_any_words_is_a_translation_or_an_error_of_the_user():
         words = rng.choices(pieces, k=rng.randrange(12))
         with suppress(UserError):
             assert shlex.split(str(translate(words)), comments=True)
+
+
+def test_migrate_prints_its_help(monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["migrate", "--help"])
+    with pytest.raises(SystemExit) as end:
+        main()
+    assert end.value.code == 0
+    assert capsys.readouterr().out.startswith("usage: python -m extras.migrate 'COMMAND'\n\nTranslate a command")
 
 
 def test_hint_knows_no_other_words():
