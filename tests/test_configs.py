@@ -100,6 +100,12 @@ def test_config_name_of_a_model_is_no_file_of_flags(tmp_path, monkeypatch):
     assert parse(DDP, "--config_name=sanity", *where).model.config_name == "sanity"
 
 
+@pytest.mark.parametrize("name", ["L1_5B", "bench_b200_3b_fp8"])
+def test_config_name_of_the_recipe_alone_names_those_that_are_here(name):
+    with pytest.raises(UserError, match=f"--config_name {name}: .* L0_sanity, L0_sanity_cp, L1_650M, .*: choose one"):
+        parse(DDP, "--config-name", name, "--bf16")
+
+
 def test_config_name_excludes_another_file_of_flags():
     with pytest.raises(UserError, match=r"--config_name L0_sanity: .*configs/sanity.yaml, .*other.yaml another: drop"):
         parse(DDP, "other.yaml", "--config-name", "L0_sanity")

@@ -104,14 +104,21 @@ def with_named_config(argv: list[str]) -> list[str]:
         if flag not in ("--config_name", "--config-name"):
             continue
         name = value if equals else "".join(argv[at + 1 : at + 2])
+        if os.path.isdir(name) or not re.fullmatch(r"\w+", name):
+            continue
         file = CONFIGS / f"{RECIPE_CONFIGS.get(name, name)}.yaml"
-        if re.fullmatch(r"\w+", name) and file.is_file() and not os.path.isdir(name):
+        if file.is_file():
             rest = argv[:at] + argv[at + (1 if equals else 2) :]
             if rest and is_file_of_flags(rest[0]):
                 raise UserError(
                     f"--config_name {name}: that is the file of flags {file}, and {rest[0]} another: drop one"
                 )
             return [str(file), *rest]
+        if re.match(r"L\d_|bench_", name):
+            raise UserError(
+                f"--config_name {name}: of the recipe's configurations there are {', '.join(RECIPE_CONFIGS)}: choose "
+                "one, or see what python -m extras.migrate makes of the command"
+            )
     return argv
 
 
