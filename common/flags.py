@@ -21,6 +21,7 @@ from common.cli import UserError, is_first_on_node, one_line
 from common.cli_help import help_text
 
 T = TypeVar("T")
+CLOSE = 0.8  # difflib's ratio: --learing_rate is close to --learning_rate (0.96), --use_fsdp not to --use_cpu (0.67)
 LEVELS = ("unlisted", "required", "advanced")  # of a flag in --help, see `Flags`; the first that names it counts
 
 
@@ -169,7 +170,7 @@ def parse_arguments(
     that is on. A first argument that ends in .json, .yaml or .yml is read as a file of flags; those after it win.
     UserError for unknown flags and values of the wrong type, naming the file if it is at fault.
 
-    elsewhere: says of an unknown flag, such as `--model`, where it would be known; "" if nowhere.
+    elsewhere: says what to give in place of an unknown word such as `--model` or `fp8_config.enabled=true`, or "".
     """
     # What is imported by now stays for good. Kept out of garbage collection, it saves a tenth of step 0's time.
     gc.freeze()
@@ -328,11 +329,25 @@ class _Parser(argparse.ArgumentParser):
         return words
 
     def _unknown(self, words: list[str]) -> str:
-        word, flags = words[0].partition("=")[0], list(self.options)
-        near = [flag for flag in flags if len(word) > 3 and flag.startswith(word)]  # abbreviated
-        near = near or difflib.get_close_matches(word, flags, n=1)
-        hint = self.elsewhere(word) or (f"did you mean {near[0]}?" if near else "")
-        return f"unknown flag {' '.join(words)}" + (f": {hint}" if hint else "")
+        """Unknown words, each with what to give in its place where that is known."""
+        said: list[str] = []
+        for word in words:
+            hint = self.elsewhere(word) or (self._near(word) if word.startswith("--") else "")
+            if said and not hint and not word.startswith("--"):  # the value of an unknown flag
+                flag, colon, its_hint = said[-1].partition(": ")
+                said[-1] = f"{flag} {word}{colon}{its_hint}"
+            else:
+                said.append(word + (f": {hint}" if hint else ""))
+        return f"unknown flag {'; '.join(said)}"
+
+    def _near(self, word: str) -> str:
+        """The flag that an abbreviated or misspelt one may mean; empty if none is close."""
+        name = word.partition("=")[0]
+        near = [option for option in self.options if len(name) > 3 and option.startswith(name)]
+        if not near:  # without the dashes, which make all alike
+            names = [option[2:] for option in self.options]
+            near = [f"--{each}" for each in difflib.get_close_matches(name[2:], names, n=1, cutoff=CLOSE)]
+        return f"did you mean {near[0]}?" if near else ""
 
 
 def _converter(annotation: str) -> Callable[[str], Any]:

@@ -20,6 +20,7 @@ from common.training.arguments import RunArguments  # noqa: E402
 from common.training.masked_lm import TrainArguments  # noqa: E402
 from common.training.registry import arguments_of  # noqa: E402
 from extras.decoders.causal_arguments import CausalArguments  # noqa: E402
+from extras.foreign_flags import ACCELERATE, RECIPE, TRANSFORMERS, Ours  # noqa: E402
 from train_ddp import DdpFlags  # noqa: E402
 from train_ddp_cp import DdpCpFlags  # noqa: E402
 from train_fsdp2 import FsdpFlags  # noqa: E402
@@ -44,22 +45,6 @@ RUN_MLM = {
     **dict.fromkeys(("cache_dir", "token", "dtype", "max_seq_length", "max_train_samples", "max_eval_samples")),
     **dict.fromkeys(("dataset_name", "dataset_config_name", "train_file", "validation_file")),
     **dict.fromkeys(("preprocessing_num_workers",)),
-}
-# What does here, in another way, what these do there.
-INSTEAD = {
-    ("fsdp", "fsdp_config", "deepspeed", "parallelism_config"): "`train_fsdp2.py`",
-    ("gradient_checkpointing_kwargs",): "`train_fsdp2.py --activation_checkpointing full`",
-    ("fp16",): "`--bf16`, `--fp8`, `--fp4`",
-    ("save_strategy", "eval_strategy", "logging_strategy"): "`--save_steps`, `--eval_steps`, `--logging_steps`",
-    ("optim", "optim_args"): "AdamW, always",
-    ("train_sampling_strategy",): "packing: no padding to save",
-    ("data_seed",): "`--seed`: a run is a function of data, flags and seed",
-    ("full_determinism",): "`--deterministic`",
-    ("use_cpu",): "a machine without GPUs, or `CUDA_VISIBLE_DEVICES=`",
-    ("dataset_name", "train_file", "validation_file"): "`--dataset`, `--eval_dataset`",
-    ("preprocessing_num_workers", "line_by_line"): "those of `1.tokenize_uniref_csv.py`",
-    ("restore_callback_states_from_checkpoint", "ignore_data_skip", "save_only_model"): "checkpoints hold all, always",
-    ("push_to_hub",): "`final_model/`, which `hf upload` takes",
 }
 
 
@@ -103,8 +88,7 @@ def page() -> str:
 
     same = [row(name, shown(theirs[name])) for name in sorted(ours.keys() & theirs.keys())]
     own = [row(name) for name in sorted(ours.keys() - theirs.keys())]
-    absent = sorted(theirs.keys() - ours.keys())
-    instead = [(", ".join(f"`--{name}`" for name in names), what) for names, what in INSTEAD.items()]
+    absent = {name: TRANSFORMERS[name] for name in sorted(theirs.keys() - ours.keys())}
     return f"""# Flags
 
 Made from the code by `python docs/make_flags.py`. An empty default: none, or it follows from other flags. More is in
@@ -120,11 +104,22 @@ Flags of `TrainingArguments` and `run_mlm.py` that are here under the same name.
 ## Not here
 
 {len(absent)} other flags of `TrainingArguments` and `run_mlm.py` are unknown: one that is given ends the run with
-status 2 before it begins.
+status 2 before it begins, and the error says what is here in its place.
 
-{", ".join(f"`--{name}`" for name in absent)}
+{table(("there", "here"), in_place_of(absent, "--"))}
+## Of NVIDIA's recipe and of accelerate
 
-{table(("in place of", ""), instead)}
+The same holds for hydra keys of NVIDIA's ESM-2 recipe and for flags of `accelerate launch`. `--config-name L0_sanity`
+and the recipe's other names run the file of [configs/](training.md#files-of-flags) that has its values. This command
+translates a whole command of theirs, of `run_mlm.py` or of the FSDP guides, and runs none of it. (The FSDP guides'
+arguments are [flags of decoders](#of-decoders).)
+
+```sh
+python -m extras.migrate 'python train_fsdp2.py --config-name L0_sanity fp8_config.enabled=true'
+```
+
+{table(("recipe", "here"), in_place_of(RECIPE, ""))}
+{table(("accelerate launch", "here"), in_place_of(ACCELERATE, "--"))}
 ## Only here
 
 {table(("flag", "default", ""), own)}
@@ -135,6 +130,15 @@ have another default, or another name besides; the rest are as above, but for th
 unknown.
 
 {table(("flag", "also", "default", ""), decoders(of_all))}"""
+
+
+def in_place_of(rows: dict[str, Ours], prefix: str) -> list[tuple[str, ...]]:
+    """Rows of another program's flags: those with one answer in one row."""
+    together: dict[str, list[str]] = {}
+    for name, ours in rows.items():
+        named = " ".join(f"`--{flag}`" for flag in ours.flag.split())
+        together.setdefault("; ".join(part for part in (named, ours.why) if part), []).append(f"`{prefix}{name}`")
+    return [(", ".join(names), said) for said, names in together.items()]
 
 
 def decoders(of_esm2: dict[str, FlagSpec]) -> list[tuple[str, ...]]:

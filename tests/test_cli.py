@@ -204,6 +204,35 @@ def test_file_error_names_file_and_key(tmp_path, text, message):
     assert refused(file, *rest).startswith(f"{file}: {message}")
 
 
+@pytest.mark.parametrize(
+    ("word", "guess"),
+    [
+        ("--widht", "--width"),
+        ("--wdith", "--width"),
+        ("--colours", "--colour"),
+        ("--colo", "--colour"),  # abbreviated
+        ("--zom", "--zoom"),
+        ("--use_width", ""),
+        ("--weight", ""),
+        ("--height", ""),
+        ("--zone", ""),
+        ("--fsdp", ""),
+    ],
+)
+def test_unknown_flag_gets_a_guess_only_if_one_is_close(word, guess):
+    hint = f": did you mean {guess}?" if guess else ""
+    assert refused(f"{word}=1") == f"unknown flag {word}=1{hint} (see {Path(sys.argv[0]).name} --help)"
+
+
+def test_unknown_words_each_have_their_hint():
+    with pytest.raises(UserError) as error:
+        parse_arguments(
+            None, Printed, ["--a", "1", "b.c=2", "d", "--widht=3"], lambda word: "ours" * (word == "b.c=2")
+        )
+    message = "unknown flag --a 1; b.c=2 d: ours; --widht=3: did you mean --width?"
+    assert str(error.value).startswith(message)
+
+
 def test_command_line_error_does_not_name_the_file(tmp_path):
     file = written(tmp_path, COMPLETE + "width: 3\n")
     assert refused(file, "--width=0") == "--width 0: must be at least 1"

@@ -78,6 +78,39 @@ def test_config_matches_its_source(name):
         assert said.items() <= flat(args).items()
 
 
+@pytest.mark.parametrize(
+    "words",
+    ["--config-name {}", "--config_name={}", "--seed=7 --config-name={} --bf16", "--bf16 --config-name {} --seed=7"],
+)
+@pytest.mark.parametrize(("name", "file"), [*tasks.RECIPE_CONFIGS.items(), ("esm2_3b", "esm2_3b")])
+def test_config_name_runs_the_config_of_that_name(name, file, words):
+    rest = (
+        words.replace("--config-name {}", "").replace("--config_name={}", "").replace("--config-name={}", "").split()
+    )
+    named = parse(DDP if file != "sanity_cp" else CP, *words.format(name).split())
+    assert flat(named) == flat(parse(DDP if file != "sanity_cp" else CP, ROOT / "configs" / f"{file}.yaml", *rest))
+
+
+def test_config_name_of_a_model_is_no_file_of_flags(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    where = ["--dataset_dir=d", "--output_dir=out"]
+    for name in ("facebook/esm2_t6_8M_UR50D", "../configs/sanity", "no_such_name"):
+        assert parse(DDP, "--config_name", name, *where).model.config_name == name
+    (tmp_path / "sanity").mkdir()  # a configuration of somebody's own
+    assert parse(DDP, "--config_name=sanity", *where).model.config_name == "sanity"
+
+
+@pytest.mark.parametrize("name", ["L1_5B", "bench_b200_3b_fp8"])
+def test_config_name_of_the_recipe_alone_names_those_that_are_here(name):
+    with pytest.raises(UserError, match=f"--config_name {name}: .* L0_sanity, L0_sanity_cp, L1_650M, .*: choose one"):
+        parse(DDP, "--config-name", name, "--bf16")
+
+
+def test_config_name_excludes_another_file_of_flags():
+    with pytest.raises(UserError, match=r"--config_name L0_sanity: .*configs/sanity.yaml, .*other.yaml another: drop"):
+        parse(DDP, "other.yaml", "--config-name", "L0_sanity")
+
+
 def test_dataset_dir_replaces_the_dataset_of_a_config():
     args = parse(FSDP, ROOT / "configs" / "esm2_650m.yaml", "--dataset_dir=processed/arrow")
     assert (args.data.dataset_dir, args.data.dataset, args.data.streaming) == ("processed/arrow", None, False)

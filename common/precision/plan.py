@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from itertools import groupby
 from pathlib import Path
 from typing import Any, ClassVar
@@ -92,6 +92,13 @@ FP8_RECIPES: dict[str, type[Recipe]] = {
     "block": BlockScaling,
     "mxfp8": MXFP8BlockScaling,
 }
+TE_MODULE = "transformer_engine.common.recipe."
+TE_RECIPES = {  # the class there: our name
+    "DelayedScaling": "delayed",
+    "Float8CurrentScaling": "current",
+    "Float8BlockScaling": "block",
+    "MXFP8BlockScaling": "mxfp8",
+}
 # Fields of Transformer Engine's recipes that can have one value only, and why.
 FIXED = {
     "fp8_dpa": (False, "attention is computed in BF16"),
@@ -133,6 +140,16 @@ class PrecisionFlags(Flags):
     quant_stats_file: str | None = flag(
         None, "Which layers, tensors and statistics: YAML as Transformer Engine's debug configuration."
     )
+
+    def resolve(self) -> PrecisionFlags:
+        """Transformer Engine's names as ours: the class (path) of a recipe, formats in upper case."""
+        recipe = TE_RECIPES.get(self.fp8_recipe.removeprefix(TE_MODULE), self.fp8_recipe.lower())
+        return replace(
+            self,
+            fp8_recipe=recipe if recipe in FP8_RECIPES else self.fp8_recipe,
+            fp8_format=self.fp8_format and self.fp8_format.lower(),
+            fp4_format=self.fp4_format.lower(),
+        )
 
     def missing(self) -> Iterator[Missing]:
         for name in ("fp8", "fp4"):

@@ -176,7 +176,7 @@ def train_steps(run: Run) -> None:
     with world.raise_together():
         loader = task.steps(plan.packs_per_step, state.step, state.position, plan.last_step)
     learning_rate = args.optimizer.schedule(plan.total_steps)
-    peak = peak_flops(world.device, args.precision.bf16)
+    peak = peak_flops(world.device, args.precision.bf16, args.log.peak_tflops_per_gpu)
     first_step, interval = FirstStep(run.built.compiled), Interval()
     saves = SaveSchedule(plan.save_every, args.checkpoint.save_minutes, state.step)
     progress_bar = log.progress_bar(plan.last_step or plan.total_steps, state.step)

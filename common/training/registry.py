@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import sys
 from contextlib import suppress
 from functools import partial
@@ -25,6 +26,13 @@ from common.training.task import Task
 logger = logging.getLogger(__name__)
 
 CONFIGS = Path(__file__).parents[2] / "configs"
+RECIPE_CONFIGS = {  # --config-name of NVIDIA's recipe: our file
+    "L0_sanity": "sanity",
+    "L0_sanity_cp": "sanity_cp",
+    "L1_650M": "esm2_650m",
+    "L1_3B": "esm2_3b",
+    "L1_15B_perf_test": "esm2_15b",
+}
 TASKS = ("mlm", "clm")
 # What the other task has in place of a flag.
 COUNTERPARTS = {
@@ -67,7 +75,7 @@ def parse_run(
     without_flags: str = "sanity.yaml",
 ) -> RunArguments:
     """The flags of a train script: its strategy's and the task's. Without any, those of configs/`without_flags`."""
-    argv = sys.argv[1:] if argv is None else argv
+    argv = with_named_config(sys.argv[1:] if argv is None else argv)
     sanity = CONFIGS / without_flags
     words = argv or [str(sanity)]
     task = task_name(words)
@@ -75,7 +83,7 @@ def parse_run(
         from extras.decoders.causal_arguments import without_comments
 
         words = without_comments(words)
-    args = parse_arguments(description, arguments_of(strategy, task), words, partial(_of_other_task, strategy, task))
+    args = parse_arguments(description, arguments_of(strategy, task), words, partial(_instead, strategy, task))
     if not argv and os.environ.get("RANK", "0") == "0":
         script, file = os.path.basename(sys.argv[0]), os.path.relpath(sanity)
         logger.info(
@@ -84,6 +92,44 @@ def parse_run(
             "--output_dir out/mine"
         )
     return args
+
+
+def with_named_config(argv: list[str]) -> list[str]:
+    """`--config-name NAME` of a file in configs/, by our name or the recipe's, as that file in first place.
+
+    Other values of --config_name are a model's: facebook/esm2_*, a directory, a name on the Hub.
+    """
+    for at, word in enumerate(argv):
+        flag, equals, value = word.partition("=")
+        if flag not in ("--config_name", "--config-name"):
+            continue
+        name = value if equals else "".join(argv[at + 1 : at + 2])
+        if os.path.isdir(name) or not re.fullmatch(r"\w+", name):
+            continue
+        file = CONFIGS / f"{RECIPE_CONFIGS.get(name, name)}.yaml"
+        if file.is_file():
+            rest = argv[:at] + argv[at + (1 if equals else 2) :]
+            if rest and is_file_of_flags(rest[0]):
+                raise UserError(
+                    f"--config_name {name}: that is the file of flags {file}, and {rest[0]} another: drop one"
+                )
+            return [str(file), *rest]
+        if re.match(r"L\d_|bench_", name):
+            raise UserError(
+                f"--config_name {name}: of the recipe's configurations there are {', '.join(RECIPE_CONFIGS)}: choose "
+                "one, or see what python -m extras.migrate makes of the command"
+            )
+    return argv
+
+
+def _instead(strategy: type[StrategyFlags], task: str, word: str) -> str:
+    """What to give in place of an unknown word of a command line; "" if neither a task nor another program has it."""
+    if said := _of_other_task(strategy, task, word.partition("=")[0]):
+        return said
+    from extras.foreign_flags import hint
+    from extras.migrate import script_with
+
+    return hint(word) or script_with(word.partition("=")[0], task)
 
 
 def _of_other_task(strategy: type[StrategyFlags], task: str, option: str) -> str:

@@ -53,8 +53,13 @@ PEAK_FLOPS = {
 }
 
 
-def peak_flops(device: torch.device, bf16: bool) -> float | None:
-    """The device's dense bf16 peak. None (no MFU is reported) on CPUs, MIG slices, unknown GPUs, other precisions."""
+def peak_flops(device: torch.device, bf16: bool, given_tflops: float | None = None) -> float | None:
+    """What MFU is a fraction of, in FLOP/s: the given peak, else the device's dense bf16 peak.
+
+    None (no MFU is reported) on CPUs, MIG slices, unknown GPUs and in other precisions.
+    """
+    if given_tflops is not None:
+        return given_tflops * 1e12
     if device.type != "cuda" or not bf16:
         return None
     words = set(torch.cuda.get_device_name(device).replace("-", " ").split())
@@ -147,6 +152,7 @@ def read_run_info(output_dir: Path) -> dict:
 class LogFlags(Flags):
     group = "logging"
     advanced = ("straggler_every", "profile_steps", "disable_tqdm")
+    unlisted = ("peak_tflops_per_gpu",)
 
     logging_steps: int = flag(10, "Steps between log lines and rows of metrics.jsonl.")
     straggler_every: int = flag(100, "Steps between comparisons of the ranks' own work; the slowest is named. 0: off.")
@@ -154,9 +160,13 @@ class LogFlags(Flags):
     report_to: str = flag("none", "none, tensorboard or wandb (each must be installed).")
     run_name: str | None = flag(None, "Name of the run for --report_to.")
     disable_tqdm: bool = flag(False, "No progress bar.")
+    peak_tflops_per_gpu: float | None = flag(
+        None, "Peak that mfu is a fraction of. Default: the GPU's dense bf16 peak, where it is known by its name."
+    )
 
     def check(self) -> None:
         self.require_at_least(1, "logging_steps")
+        self.require_above(0, "peak_tflops_per_gpu")
         self.require_at_least(0, "straggler_every")
         if self.profile_steps:
             from extras.monitor.step_monitor import parse_steps

@@ -128,6 +128,27 @@ def test_plan_is_read_from_flags():
     assert "".join(LETTERS[type(r)] for r in resolve(args, 6)) == "888444"
 
 
+@pytest.mark.parametrize(
+    ("given", "recipe"),
+    [
+        ("transformer_engine.common.recipe.DelayedScaling", "delayed"),
+        ("transformer_engine.common.recipe.Float8CurrentScaling", "current"),
+        ("Float8BlockScaling", "block"),
+        ("MXFP8BlockScaling", "mxfp8"),
+        ("MXFP8", "mxfp8"),
+    ],
+)
+def test_plan_reads_names_of_transformer_engine(given, recipe):
+    argv = ["--fp8", "--fp8_recipe", given, "--fp8_format", "HYBRID", "--fp4_format=E2M1"]
+    args = parse_arguments("", PrecisionFlags, argv=argv)
+    assert (args.fp8_recipe, args.fp8_format, args.fp4_format) == (recipe, "hybrid", "e2m1")
+
+
+def test_plan_refuses_a_class_of_another_module():
+    with pytest.raises(UserError, match="choose delayed, current, block, mxfp8"):
+        parse_arguments("", PrecisionFlags, argv=["--fp8", "--fp8_recipe=os.path.DelayedScaling"])
+
+
 def test_plan_is_logged():
     flags = {
         "fp8": True,

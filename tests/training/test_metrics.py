@@ -90,6 +90,13 @@ def test_peak_flops_is_by_device_name(monkeypatch, name, peak):
     assert peak_flops(torch.device("cuda"), bf16=True) == peak
     assert peak_flops(torch.device("cuda"), bf16=False) is None
     assert peak_flops(torch.device("cpu"), bf16=True) is None
+    assert peak_flops(torch.device("cuda"), bf16=False, given_tflops=1979.0) == 1979e12
+
+
+def test_mfu_is_of_the_given_peak(dataset, tmp_path):
+    train(dataset, tmp_path, 1, max_steps=2, peak_tflops_per_gpu=0.25)
+    for row in rows(tmp_path):
+        assert row["mfu"] == pytest.approx(row["tflops_per_device"] / 0.25)
 
 
 def test_results_have_the_guides_keys(evaluated_run):

@@ -1,0 +1,330 @@
+"""Translate a command of another program: NVIDIA's recipe, `accelerate launch`, run_mlm.py, the FSDP guides' train.py.
+
+python -m extras.migrate 'accelerate launch --use_fsdp ... train.py --config_name=facebook/esm2_t6_8M_UR50D ...'
+python -m extras.migrate 'python train_fsdp2.py --config-name L0_sanity fp8_config.enabled=true'
+
+Prints the command to give here, and each difference as a comment below it. It runs nothing of the command. Status 2 if
+the train script would refuse the result: the error says why.
+"""
+
+from __future__ import annotations
+
+import importlib
+import re
+import shlex
+import sys
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from common.cli import UserError, one_line, run
+from extras.foreign_flags import (
+    ACCELERATE,
+    RECIPE,
+    RECIPE_OBJECTS,
+    TORCHRUN,
+    TRAINER_DEFAULTS,
+    TRANSFORMERS,
+    Ours,
+    entry_of,
+    number,
+    of_recipe,
+    shown,
+)
+
+# The train scripts, and the class of each one's own flags.
+STRATEGIES = {
+    "train_ddp.py": "DdpFlags",
+    "train_ddp_cp.py": "DdpCpFlags",
+    "train_fsdp2.py": "FsdpFlags",
+    "train_mfsdp.py": "MegatronFlags",
+}
+TRAINER = ("train.py", "run_mlm.py", "run_clm.py")  # transformers' Trainer; train.py is the FSDP guides', too
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def script_with(option: str, task: str) -> str:
+    """Which of the train scripts has an option; "" if none has."""
+    from common.flags import flag_specs
+    from common.training.registry import arguments_of
+
+    for script in STRATEGIES:
+        with suppress(ImportError):  # installed without the scripts
+            if any(option in spec.options for spec in flag_specs(arguments_of(strategy_of(script), task))):
+                return f"it is a flag of {script}"
+    return ""
+
+
+def strategy_of(script: str) -> Any:
+    """The class of a train script's own flags. Loaded by name: no module of extras/ depends on a script."""
+    return getattr(importlib.import_module(script.removesuffix(".py")), STRATEGIES[script])
+
+
+@dataclass
+class Translation:
+    """A command as it is written here, and what differs, a line each."""
+
+    before: list[str] = field(default_factory=list)  # srun and its options, variables of the environment
+    launcher: list[str] = field(default_factory=list)
+    script: str = ""
+    config: str = ""  # a file of flags
+    flags: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def argv(self) -> list[str]:
+        """The arguments of the script."""
+        return [*([self.config] if self.config else []), *self.flags]
+
+    def __str__(self) -> str:
+        command = shown([*self.before, *self.launcher, self.script, *self.argv])
+        # A note quotes the command: one line each, or a shell would run the next.
+        return "\n".join([command, *(f"# {one_line(ValueError(note))}" for note in self.notes)])
+
+
+def translate(words: list[str]) -> Translation:
+    """Another program's command in this project's words. UserError if it is none that trains or prepares data."""
+    if joined := next((word for word in words if re.fullmatch(r"[|&;<>]+", word) or word.endswith(";")), None):
+        raise UserError(f"{joined}: more than one command: give the one that trains")
+    if (at := _index(words, lambda word: Path(word).name == "sbatch")) is not None:
+        return _job(words[:at], words[at:])
+    at = _index(words, lambda word: word.endswith(".py") and " " not in word)
+    if at is None:
+        raise UserError(
+            "no script in this command: give a torchrun, accelerate launch, python, srun or sbatch command"
+        )
+    launch = _index(words[:at], lambda word: Path(word).name in ("torchrun", "accelerate") or _is_python(word))
+    launch = at if launch is None else launch
+    made = Translation(before=words[:launch])
+    program, options = words[launch:at][:1], words[launch + 1 : at]
+    theirs, given = Path(words[at]).name, words[at + 1 :]
+    sharded = False
+    if program and Path(program[0]).name == "accelerate":
+        sharded = _accelerate(made, options[1:] if options[:1] == ["launch"] else options)
+    elif options[:1] == ["-m"] and options[1:2] in (["torch.distributed.run"], ["torch.distributed.launch"]):
+        made.launcher = ["torchrun", *options[2:]]
+    else:
+        made.launcher = [*program, *options]
+    if (ROOT / theirs).is_file() and theirs not in STRATEGIES:  # prepares data, or uses a model: the same here
+        made.script, made.flags = theirs, given
+        return made
+    made.script = _script(theirs, given, sharded)
+    if not made.script:
+        raise UserError(f"{words[at]}: no train script of the guides: {', '.join((*STRATEGIES, *TRAINER))}")
+    if made.script != words[at]:
+        made.notes.append(f"{words[at]}: {made.script}")
+    _flags(made, given, theirs)
+    return made
+
+
+def _index(words: list[str], wanted: Callable[[str], bool]) -> int | None:
+    return next((at for at, word in enumerate(words) if wanted(word)), None)
+
+
+def _is_python(word: str) -> bool:
+    return re.fullmatch(r"python[\d.]*", Path(word).name) is not None
+
+
+def _job(before: list[str], words: list[str]) -> Translation:
+    """A job script for sbatch: that of the same name in slurm/."""
+    at = _index(words, lambda word: Path(word).suffix in (".sh", ".sbatch", ".sub"))
+    if at is None:
+        raise UserError("sbatch without a job script (.sh, .sbatch): give the whole command")
+    theirs = Path(words[at]).name
+    script = f"slurm/{'train_fsdp.sh' if theirs == 'slurm.sh' else theirs}"  # slurm.sh: NVIDIA's recipe, with FSDP2
+    if not (ROOT / script).is_file():
+        raise UserError(f"{words[at]}: no job script of this name in slurm/: see docs/slurm.md")
+    made = Translation([*before, *words[:at]], script=script, flags=words[at + 1 :])
+    if words[at] != script:
+        made.notes.append(f"{words[at]}: {script}, submitted from the repository")
+    return made
+
+
+def _pairs(words: list[str]) -> Iterable[tuple[str, str | None]]:
+    """(word, its value) of words such as --a=1, --a 1, --a; a word that belongs to no flag comes alone."""
+    at = 0
+    while at < len(words):
+        name, equals, value = words[at].partition("=")
+        at += 1
+        if not name.startswith("-"):
+            yield f"{name}{equals}{value}", None
+        elif equals:
+            yield name, value
+        elif at < len(words) and not re.match(r"-(?!\d)", words[at]) and not of_recipe(words[at]):
+            yield name, words[at]
+            at += 1
+        else:
+            yield name, None
+
+
+def _accelerate(made: Translation, options: list[str]) -> bool:
+    """Options of `accelerate launch` as torchrun's, and as flags of the script. Returns whether it shards (FSDP)."""
+    given = {name.removeprefix("--").replace("-", "_"): value for name, value in _pairs(options)}
+    nodes, ranks = given.get("num_machines") or "1", given.get("num_processes")
+    made.launcher = ["torchrun", f"--nnodes={nodes}"]
+    if ranks and re.fullmatch(r"[1-9][0-9]* [1-9][0-9]*", f"{ranks} {nodes}"):
+        made.launcher.append(f"--nproc_per_node={-(-int(ranks) // int(nodes))}")
+    elif ranks:
+        made.launcher.append("--nproc_per_node=gpu")
+        made.notes.append(f"--num_processes={ranks}: torchrun starts a rank on each GPU of a node")
+    where, port = given.get("main_process_ip"), given.get("main_process_port") or "29500"
+    by_store = given.get("rdzv_backend") not in (None, "static")
+    for name, value in given.items():
+        ours = ACCELERATE.get(name)
+        if name in ("num_processes", "num_machines"):
+            continue
+        if name in TORCHRUN:
+            if by_store and name in ("main_process_ip", "main_process_port"):
+                continue
+            made.launcher.append(f"--{TORCHRUN[name]}={value}")
+            if name != TORCHRUN[name]:
+                made.notes.append(f"--{name}: torchrun's --{TORCHRUN[name]}")
+        elif ours is None:
+            made.notes.append(f"--{name}: not known of accelerate launch: left out")
+        else:
+            words = ours.words("true" if value is None else value)
+            made.flags += words
+            made.notes.append(_note(f"--{name}" + (f"={value}" if value is not None else ""), ours, words))
+    if by_store and where:
+        made.launcher.append(f"--rdzv_endpoint={where}:{port}")
+        made.notes.append("--main_process_ip, --main_process_port: torchrun's --rdzv_endpoint")
+    return "use_fsdp" in given or any(name.startswith("fsdp_") for name in given)
+
+
+def _note(theirs: str, ours: Ours, words: list[str]) -> str:
+    """The line of a flag that was translated."""
+    if not words:
+        return f"{theirs}: {ours.why or 'as by default here'}"
+    return f"{theirs}: {shown(words)}" + (f" ({ours.why})" if ours.why else "")
+
+
+def _script(theirs: str, given: list[str], sharded: bool) -> str:
+    """The train script for one of another name; "" if there is none."""
+    if theirs in STRATEGIES or theirs not in (*TRAINER, "train_fsdp2_cp.py"):
+        return theirs if theirs in STRATEGIES else ""
+    of_decoder = any(word.partition("=")[0] in ("--hidden_width", "--max_context_width") for word in given)
+    return "train_fsdp2.py" if sharded or of_decoder or "fsdp" in theirs else "train_ddp.py"
+
+
+def _flags(made: Translation, given: list[str], theirs: str) -> None:
+    """The script's flags."""
+    from common.flags import flag_specs, is_file_of_flags
+    from common.training.registry import COUNTERPARTS, RECIPE_CONFIGS, arguments_of, task_name
+    from extras.decoders.causal_arguments import CausalArguments, without_comments
+
+    if given and is_file_of_flags(given[0]):
+        made.config, given = given[0], given[1:]
+    words = without_comments(given)
+    if dropped := [word for word in given if word not in words]:
+        made.notes.append(f"{shown(dropped)}: a comment")
+    task = "clm" if theirs == "run_clm.py" else "mlm"
+    if words and theirs not in ("run_mlm.py", "run_clm.py"):
+        task = task_name(words)
+    made.flags += ["--task=clm"] if theirs == "run_clm.py" else []
+    options = {option for spec in flag_specs(arguments_of(strategy_of(made.script), task)) for option in spec.options}
+    options |= {f"--{name}" for name in CausalArguments.idle} if task == "clm" else set()
+    objects: dict[str, dict[str, str]] = {}
+    hydra, steps = False, {}
+    for name, value in _pairs(words):
+        word = name if value is None else f"{name}={value}"
+        if name in ("--config-name", "-cn") or (name == "--config_name" and value in RECIPE_CONFIGS):
+            hydra = True
+            _named_config(made, value or "", RECIPE_CONFIGS)
+            continue
+        if found := of_recipe(name):
+            hydra, (group, entry, theirs_value) = True, found
+            if entry:
+                objects.setdefault(group, {})[entry] = theirs_value
+                made.notes.append(f"{word}: in --{RECIPE_OBJECTS[group]}")
+                continue
+            ours = RECIPE[group]
+            if group in ("num_train_steps", "lr_scheduler_kwargs.num_training_steps"):
+                steps[group] = theirs_value
+                continue
+            translated = ours.words(theirs_value)
+        elif name in options or re.sub(r"^--no[_-]", "--", name) in options:
+            made.flags.append(word)
+            continue
+        else:
+            key = name.removeprefix("--").replace("-", "_")
+            ours = (ACCELERATE.get(key) or TRANSFORMERS.get(key)) if name.startswith("--") else None
+            if f"--{COUNTERPARTS.get(key)}" in options:  # of another task: a decoder's --config_name
+                ours = Ours(COUNTERPARTS[key])
+            if ours is None:
+                made.notes.append(f"{word}: known neither here nor in the table of docs/flags.md: left out")
+                continue
+            translated = ours.words("true" if value is None else value)
+        made.flags += translated
+        made.notes.append(_note(word, ours, translated))
+    for group, entries in objects.items():
+        made.flags.append(f"--{RECIPE_OBJECTS[group]}={entry_of(group, entries)}")
+    if hydra or steps:
+        if not made.config:
+            _named_config(made, "L0_sanity_cp" if "_cp" in theirs else "L0_sanity", RECIPE_CONFIGS)
+        _steps(made, steps)
+    elif theirs in TRAINER and task == "mlm" and not made.config:
+        said = {word.partition("=")[0] for word in made.flags}
+        missing = [f"--{name}={value}" for name, value in TRAINER_DEFAULTS.items() if f"--{name}" not in said]
+        made.notes.append(f"other defaults than transformers', which are: {shown(missing)}")
+
+
+def _named_config(made: Translation, name: str, files: dict[str, str]) -> None:
+    """--config-name of the recipe: our file, and flags for those of its benchmarks."""
+    of_benchmark = re.fullmatch(r"bench_\w+?_(3b|15b)_(bf16|fp8|mxfp8|nvfp4)(?:_cp(\d+))?", name)
+    if of_benchmark:
+        size, number_format, ranks = of_benchmark.groups()
+        made.config = f"configs/esm2_{size}.yaml"
+        formats = {"fp8": ["--fp8"], "mxfp8": ["--fp8", "--fp8_recipe=mxfp8"], "nvfp4": ["--fp4"]}
+        made.flags += [
+            "--stop_at_step=500",
+            *formats.get(number_format, []),
+            *([f"--cp_size={ranks}"] if ranks else []),
+        ]
+    else:
+        made.config = f"configs/{files.get(name, name)}.yaml"
+        if not re.fullmatch(r"\w+", name) or not (ROOT / made.config).is_file():
+            raise UserError(f"--config-name {name}: no file of this name in configs/, and none of the recipe's names")
+    made.notes.append(f"--config-name {name}: {made.config}")
+
+
+def _steps(made: Translation, steps: dict[str, str]) -> None:
+    """The recipe has two numbers: where the schedule ends, and where the run does."""
+    schedule, end = steps.get("lr_scheduler_kwargs.num_training_steps"), steps.get("num_train_steps")
+    of_file = "sanity" not in made.config  # other files than these have the length of the schedule
+    for key, value, flag in (
+        ("lr_scheduler_kwargs.num_training_steps", schedule, "max_steps"),
+        ("num_train_steps", end, "stop_at_step" if schedule or of_file else "max_steps"),
+    ):
+        if value:
+            made.flags.append(f"--{flag}={number(value)}")
+            made.notes.append(f"{key}={value}: {made.flags[-1]}")
+
+
+def check(made: Translation) -> None:
+    """UserError if the script refuses the translated flags."""
+    from common.training.registry import parse_run
+
+    if made.script in STRATEGIES and made.argv:
+        argv = [str(ROOT / made.config), *made.flags] if made.config else made.flags
+        parse_run(None, strategy_of(made.script), argv)
+
+
+def main() -> None:
+    words = sys.argv[1:]
+    if not words or words[0] in ("-h", "--help"):
+        print(f"usage: python -m extras.migrate 'COMMAND'\n\n{(__doc__ or '').strip()}")
+        raise SystemExit(0 if words else 2)
+    if len(words) == 1:
+        try:
+            words = shlex.split(words[0].replace("\\\n", " "))
+        except ValueError as error:
+            raise UserError(f"not a command line: {error}") from error
+    made = translate(words)
+    print(made, flush=True)
+    check(made)
+
+
+if __name__ == "__main__":
+    run(main)
