@@ -1,9 +1,9 @@
 """Every command and every promise of the five guides, a row each, and what holds it here.
 
 A row: what the guide's user types or expects; the check (tests/guides/checks.py); `command`, as it is typed;
-`blocks`, the numbers of the guide's code blocks that it is about (none: its prose). typed: such commands of a guide are typed one
-after the other into one shell; `before` is typed first, and is ours. gap: it does not hold yet; the test is a strict
-xfail, which fails as soon as it does.
+`blocks`, the numbers of the guide's code blocks that it is about (none: its prose). typed: such commands of a guide
+are typed one after the other into one shell; `before` is typed first, and is ours. gap: it does not hold yet; the test
+is a strict xfail, which fails as soon as it does.
 
 The guides: ESM-2 on EKS and on Slurm (awsome-distributed-training), NVIDIA's recipe esm2_native_te, and PyTorch FSDP
 on EKS and on Slurm (awsome-distributed-training).
@@ -566,6 +566,7 @@ SLURM = {
         "the same where Slurm manages them (gpu:a10g:1)",
         "sbatch train_ddp.sh",
         job_runs("train_ddp.py", 2, "esm2-ddp_7.out", output_dir="{fsx}/ubuntu/esm-slurm/out-ddp", **SLURM_JOB),
+        step_has("--gpus-per-node=1"),
         blocks=(9,),
         before="export GRES=gpu:a10g:1",
         gap="gap 2",
@@ -613,6 +614,7 @@ SLURM = {
         "the same where Slurm manages GPUs",
         "sbatch train_fsdp.sh",
         job_runs("train_fsdp2.py", 2, "esm2-fsdp_7.out", **SLURM_JOB),
+        step_has("--gpus-per-node=1"),
         blocks=(13,),
         before="export GRES=gpu:a10g:1",
         gap="gap 2",
@@ -995,7 +997,7 @@ def rates_of_the_logs(here: Here) -> None:
         (5000, range(1, 7), ("0.000006", "0.000013", "0.000019", "0.000025", "0.000031", "0.000038")),
     ):
         words = ["--model=mathstral_7b", f"--max_steps={steps}", "--lr=0.0001", "--min_lr=1e-5", "--warmup=0.0032"]
-        words += ["--lr_decay_style=annealing", "--checkpoint_dir=o"]
+        words += ["--lr_decay_style=annealing", "--dataset=x", "--checkpoint_dir=o"]
         args = parse_run("", load_script("train_fsdp2.py").FsdpFlags, words)
         rate = args.optimizer.schedule(steps)
         assert tuple(f"{rate(step):.6f}" for step in at) == expected
@@ -1113,7 +1115,7 @@ FSDP_EKS = {
         blocks=(18,),
     ),
     24: Row("the table of sizes", sizes_of_the_table),
-    25: Row("Llama 3.2 3B with an intermediate size of 11008", differs("11008"), gap="gap 15"),
+    25: Row("Llama 3.2 3B with an intermediate size of 11008", differs("ffn 11008", page="docs/decoders.md")),
     26: Row(
         "--peak_tflops_per_gpu, which the guide has gained",
         understands("train_fsdp2.py"),
@@ -1185,7 +1187,7 @@ FSDP_SLURM = {
         "number of nodes in #SBATCH --nodes, of GPUs in GPUS_PER_NODE",
         all_of(
             documented("slurm/llama3_1_8b-training.sbatch", "#SBATCH --nodes=4\n"),
-            documented("slurm/llama3_1_8b-training.sbatch", '"${GPUS_PER_NODE:=8}"'),
+            documented("slurm/llama3_1_8b-training.sbatch", ': "${GPUS_PER_NODE:='),
             documented("slurm/llama3_1_8b-training.sbatch", "TRAINING_ARGS=("),
         ),
     ),
@@ -1208,7 +1210,7 @@ FSDP_SLURM = {
         ),
         blocks=(8, 11, 14),
     ),
-    14: Row("Llama 3.1 8B of 7.39 B parameters", differs("7.39"), blocks=(8,), gap="gap 15"),
+    14: Row("Llama 3.1 8B of 7.39 B parameters", differs("7,392,727,040", page="docs/decoders.md"), blocks=(8,)),
     15: Row(
         "Created model with total parameters; Batch N Loss, Speed, lr",
         held("training/test_decoders.py::test_decoder_log_has_the_guides_lines"),

@@ -36,7 +36,7 @@ case "$name $*" in
   "kubectl apply -f -") cat >"$RECORD/manifest" ;;
   "kubectl apply -f "* | "kubectl delete -f "*) cp "$3" "$RECORD/manifest" ;;
   "nvidia-smi "*) echo "GPU 0: NVIDIA A10G (UUID: GPU-1)" ;;
-  "scontrol "*"show job"*) echo "JobId=7 NumNodes=$SLURM_JOB_NUM_NODES" ;;
+  "scontrol "*"show job"*) echo "JobId=7 NumNodes=$SLURM_JOB_NUM_NODES OverSubscribe=NO Contiguous=0" ;;
   "scontrol show hostname"*) echo n1 ;;
   "sinfo "*) echo "${GRES:-(null)}" ;;
   "srun --help") echo "  --container-image=PATH" ;;
