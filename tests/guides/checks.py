@@ -223,6 +223,22 @@ def pod_runs(script: str, **expected) -> Callable[[Typed], None]:
     return check
 
 
+def of_a_pod(typed: Typed) -> None:
+    """The pod that kubectl is asked about is one that the controllers make of what was applied before."""
+    (call,) = typed.of("kubectl")
+    name = next(word for word in call.words[1:] if not word.startswith("-"))
+    applied = [Typed(path.parent, typed.checkout) for path in typed.record.parent.glob("*/manifest")]
+    made = []
+    for document in (document for each in applied for document in each.manifest):
+        own = document["metadata"]["name"]
+        if document["kind"] == "PyTorchJob":
+            replicas = document["spec"]["pytorchReplicaSpecs"]["Worker"]["replicas"]
+            made += [f"{own}-worker-{index}" for index in range(replicas)]
+        elif document["kind"] in ("Pod", "Job"):
+            made.append(own if document["kind"] == "Pod" else rf"{own}-\w{{5}}")
+    assert [pattern for pattern in made if re.fullmatch(pattern, name)], f"{name}: {made}"
+
+
 def on_volume(path: str) -> Callable[[Typed], None]:
     """Every pod mounts the shared volume there."""
 

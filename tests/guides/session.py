@@ -34,7 +34,8 @@ case "$name $*" in
   "docker push"* | "docker image push"*) echo "aws: digest: sha256:0123456789abcdef size: 1" ;;
   "enroot import "*) echo squashfs >"$3" ;;
   "kubectl apply -f -") cat >"$RECORD/manifest" ;;
-  "kubectl apply -f "* | "kubectl delete -f "*) cp "$3" "$RECORD/manifest" ;;
+  "kubectl apply -f "*) cp "$3" "$RECORD/manifest" ;;
+  "kubectl delete -f "*) cp "$3" "$RECORD/deleted" ;;
   "nvidia-smi "*) echo "GPU 0: NVIDIA A10G (UUID: GPU-1)" ;;
   "scontrol "*"show job"*) echo "JobId=7 NumNodes=$SLURM_JOB_NUM_NODES OverSubscribe=NO Contiguous=0" ;;
   "scontrol show hostname"*) echo n1 ;;
