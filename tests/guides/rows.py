@@ -1114,7 +1114,7 @@ FSDP_EKS = {
         blocks=(14,),
     ),
     19: Row(
-        "master_addr= is in a pod's log",
+        "master_addr= is in a pod's log; that pod alone shows progress",
         held("ops/test_kubernetes_run.py::test_the_guides_pods_of_a_decoder_train_and_say_who_leads"),
         blocks=(15,),
     ),
@@ -1223,7 +1223,7 @@ FSDP_SLURM = {
     12: Row(
         "torchrun on every node: c10d, the first node's endpoint",
         held("ops/test_slurm.py::test_slurm_guide_job_trains_a_decoder_and_resumes"),
-        "--nproc_per_node=8 --nnodes=4 --rdzv_id=288 --rdzv_backend=c10d --rdzv_endpoint=p5-dy-gpu-1",
+        "--nproc_per_node=8 --nnodes=4 --rdzv_id=288 (--rdzv_id=2515) --rdzv_backend=c10d --rdzv_endpoint=p5-dy-gpu-1",
         blocks=(8, 14),
     ),
     13: Row(

@@ -12,6 +12,7 @@ from tests.forked import run_script
 from tests.guides.checks import Here
 from tests.guides.rows import GUIDES, ROWS, Row
 from tests.guides.session import ROOT, Typed, has_envsubst, type_commands
+from tests.training.test_decoder_flags import GUIDES as TRAINING_ARGS
 from tests.training_fixtures import TINY_OVERRIDES
 
 # The guides as published, where they lie beside this checkout; nothing of them is copied.
@@ -116,6 +117,8 @@ def test_guide_flags_have_rows(guide):
         flags |= set(
             re.findall(r"(?<![\w.])(\w+_config\.\w+|checkpoint\.\w+|fp[48]_layers|use_\w+|model_tag)(?==)", text)
         )
-    elif guide == "fsdp-slurm":  # TRAINING_ARGS of the logs are held by test_decoder_flags.py, word for word
-        flags -= set(re.findall(r"'(--\w+)", text))
+    elif guide == "fsdp-slurm":  # TRAINING_ARGS of the logs: held by test_decoder_flags.py, word for word
+        words = set(re.findall(r"'(--\w+=[^']*)'", text))
+        flags -= {word.partition("=")[0] for word in words}
+        assert {word for word in words if word not in rows} <= {word for run in TRAINING_ARGS.values() for word in run}
     assert {flag for flag in flags if flag not in rows} == set()
