@@ -18,7 +18,7 @@ from tests.forked import serve
 
 ROOT = Path(__file__).resolve().parent.parent
 # An image holds the code and its tests, not what is around it: no documentation, no scripts of a cluster.
-AROUND = ["ops", "benchmarks/test_sizes.py"]
+AROUND = ["guides", "ops", "benchmarks/test_sizes.py"]
 AROUND += [f"test_{page}.py" for page in ("readme", "documents", "diagnosing", "flags", "decoders_page", "packaging")]
 collect_ignore = [] if (ROOT / "README.md").exists() else AROUND
 REAL_FASTA = ROOT.parent / "shared" / "data" / "uniref90_sample_8k.fasta.gz"
