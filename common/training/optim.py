@@ -21,8 +21,8 @@ ESM2_FINAL_FRACTION, ESM2_DECAY_END = 0.1, 0.9
 @dataclass(frozen=True)
 class OptimizerFlags(Flags):
     group = "optimiser"
-    advanced = ("adam_beta1", "adam_beta2", "max_skipped_steps")
-    unlisted = ("adam_epsilon",)
+    advanced = ("adam_beta1", "adam_beta2")
+    unlisted = ("adam_epsilon", "max_skipped_steps")
 
     learning_rate: float = flag(4e-4, "Peak learning rate (ESM-2: 4e-4; 15B: 1.6e-4).")
     lr_scheduler_type: str = flag(
