@@ -83,6 +83,8 @@ class DecoderFlags(BackendFlags):
         if self.model_type == "gpt_neox":
             raise UserError(NEOX)
         self.require_choice("model_type", (None, *MODEL_TYPES))
+        if self.backend == "hf":
+            raise UserError("--backend hf: is of ESM-2 only: choose auto, te, torch")
         if self.model and self.model_name_or_path:
             raise UserError("--model (random weights) excludes --model_name_or_path (given weights)")
         self.require_at_least(1, *(name for name in SIZES if name not in ("initializer_range", "rope_theta")))
