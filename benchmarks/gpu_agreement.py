@@ -21,13 +21,12 @@ import torch
 from torch import Tensor
 
 from benchmarks.gpu_models import SIZES, batches_for, build, check_choices, failure, gpu_name
-from benchmarks.measuring import padded, publish, say, where_measured
+from benchmarks.measuring import publish, say, where_measured
 from common.cli import run
 from common.data.collators import to_device
 from common.distributed.world import World
 from common.flags import Flags, flag, parse_arguments
 from common.models.esm2.config import HIDDEN_ACT, esm2_config
-from common.models.esm2.convert import from_hf, to_hf
 
 PASSES_BEFORE = 3
 
@@ -86,11 +85,8 @@ def outcome(which: Model, args: Arguments) -> Outcome:
     config.hidden_act = HIDDEN_ACT[which.gelu]
     model, precision = build(which.kind, config, args.device, which.fp8_recipe)
     emulation = precision.quantiser if which.kind == "emulated" else None
-    if which.kind == "peer":
-        ours, _ = build("torch", config, args.device, which.fp8_recipe)
-        model.load_state_dict(to_hf(ours.state_dict(), config), strict=False)
     (batch,) = batches_for("torch", args.tokens, 1)
-    inputs = to_device(batch if which.kind != "peer" else padded(batch), device)
+    inputs = to_device(batch, device)
     masters = precision.masters
     if masters:  # a step that changes nothing makes the stored weights from them anew, by then with good scales
         still = torch.optim.SGD(masters.weights.parameters(), lr=0.0)
@@ -102,8 +98,7 @@ def outcome(which: Model, args: Arguments) -> Outcome:
         if emulation:
             emulation.begin_pack(number, 0)
         with torch.autocast(device.type, torch.bfloat16, enabled=which.bf16):
-            output = model(**inputs)
-            loss = output.loss if which.kind == "peer" else output.loss_sum / batch["num_targets"]
+            loss = model(**inputs).loss_sum / batch["num_targets"]
         loss.backward()
         if emulation:
             emulation.end_step(World(0, 0, 1, device), False)
@@ -113,9 +108,6 @@ def outcome(which: Model, args: Arguments) -> Outcome:
     del inputs["labels"]
     with torch.no_grad(), torch.autocast(device.type, torch.bfloat16, enabled=which.bf16):
         logits = model(**inputs).logits.float()
-    if which.kind == "peer":
-        gradients = from_hf(gradients, config)[0]
-        logits = logits[inputs["attention_mask"].bool()]
     flat = torch.cat([gradients[name].float().flatten().cpu() for name in sorted(gradients)])
     return Outcome(loss.item(), logits[: len(batch["input_ids"])].cpu(), flat)
 

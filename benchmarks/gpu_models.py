@@ -7,11 +7,8 @@ from collections.abc import Callable, Collection
 import numpy as np
 import torch
 from torch import Tensor, nn
-from transformers import EsmForMaskedLM
 
-from benchmarks.measuring import padded
 from common.cli import UserError
-from common.compat import use_sdpa
 from common.data.collators import Batch, MaskingCollator, to_device
 from common.data.packing import Pack
 from common.flags import Flags
@@ -23,6 +20,7 @@ from common.models.layers.compiling import compile_layers
 from common.precision.build import Precision
 from common.precision.emulation import Emulation
 from common.precision.plan import FP8_RECIPES
+from extras.hf_backend import StockEsm
 
 # layers, hidden size, heads; of 15B also as many layers as fit beside their optimiser
 SIZES = {name.split("_")[2]: shape for name, shape in ESM2_SIZES.items()}
@@ -77,34 +75,26 @@ def proteins(tokens: int, rng: np.random.Generator) -> tuple[Pack, np.ndarray]:
 def batches_for(kind: str, tokens: int, count: int) -> list[Batch]:
     """Packs of `tokens` tokens; for the peer, of each as many sequences as have no more positions when padded."""
     rng = np.random.default_rng(0)
-    packs = [proteins(tokens, rng) for _ in range(count)]
-    if kind != "peer":
-        return [MaskingCollator(ESM2_TOKENS, 0)(*pack) for pack in packs]
     batches = []
-    for pack, ids in packs:
-        rows = next(n for n in range(len(pack.lengths), 0, -1) if n * pack.lengths[:n].max() <= tokens or n == 1)
+    for pack, ids in (proteins(tokens, rng) for _ in range(count)):
+        rows = len(pack.lengths)
+        if kind == "peer":
+            rows = next(n for n in range(rows, 0, -1) if n * pack.lengths[:n].max() <= tokens or n == 1)
         part = Pack(pack.records[:rows], pack.starts[:rows], pack.lengths[:rows], 0)
-        batch = MaskingCollator(ESM2_TOKENS, 0)(part, ids[: part.lengths.sum()])
-        counts = {name: value for name, value in batch.items() if isinstance(value, int) and name != "max_seqlen"}
-        batches.append(padded(batch) | counts)
+        batches.append(MaskingCollator(ESM2_TOKENS, 0)(part, ids[: part.lengths.sum()]))
     return batches
 
 
 def build(kind: str, config: Esm2Config, device: str, fp8_recipe: str) -> tuple[nn.Module, Precision]:
-    """A model in fp32 with random weights; ours have the same ones whatever the kind. UserError without what it needs.
+    """A model in fp32 with random weights, the same ones whatever the kind. UserError without what it needs.
 
     Drawn on the device: common.models.layers.initialise, on the CPU, takes half a minute for 3B.
     """
-    if kind == "peer":
-        stock = config.to_transformers()
-        use_sdpa(stock)
-        with torch.device(device):
-            return EsmForMaskedLM(stock), Precision()
     backend = "te" if kind.startswith("te") else "torch"
     if backend == "te" and (missing := te_missing(torch.device(device))):
         raise UserError(missing)
     with torch.device("meta"):
-        model = Esm2ForMaskedLM(config, backend)
+        model = StockEsm(config) if kind == "peer" else Esm2ForMaskedLM(config, backend)
     precision = Precision()
     plan = (FP8_RECIPES[fp8_recipe](FP8_RECIPES[fp8_recipe].default_format),) * config.num_hidden_layers
     if kind.startswith("te-fp8"):
@@ -146,8 +136,7 @@ def steps_of(kind: str, config: Esm2Config, device: str, fp8_recipe: str) -> Cal
     def step(batch: Batch) -> Tensor:
         inputs = to_device(batch, torch.device(device))
         with torch.autocast(torch.device(device).type, torch.bfloat16):
-            output = model(**inputs)
-            loss = output.loss if kind == "peer" else output.loss_sum / batch["num_targets"]
+            loss = model(**inputs).loss_sum / batch["num_targets"]
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()

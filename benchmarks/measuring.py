@@ -23,9 +23,8 @@ from common.cli import UserError
 from common.flags import Flags, Missing, flag
 
 if TYPE_CHECKING:
-    from torch import Tensor, nn
+    from torch import nn
 
-    from common.data.collators import Batch
 
 ROOT = Path(__file__).resolve().parents[1]
 WARMUP = 2  # steps of `training_speed` that are not timed
@@ -102,19 +101,6 @@ def worker_or_table(args, measure: Callable[..., dict], compare: Callable[..., s
 
 
 # ---- beside transformers ------------------------------------------------------------------------------------
-
-
-def padded(batch: Batch, width: int = 0) -> dict[str, Tensor]:
-    """The sequences of a pack as rows: input_ids, attention_mask, labels int64 [B, S]; S: the longest, or `width`."""
-    import torch
-
-    lengths = batch["cu_seqlens"].long().diff()
-    rows = [batch[name].split(lengths.tolist()) for name in ("input_ids", "labels")]
-    ids, labels = (torch.nn.utils.rnn.pad_sequence(row, True, fill) for row, fill in zip(rows, (1, -100), strict=True))
-    more = (0, max(0, width - ids.shape[1]))
-    ids, labels = torch.nn.functional.pad(ids, more, value=1), torch.nn.functional.pad(labels, more, value=-100)
-    mask = torch.arange(ids.shape[1]) < lengths[:, None]
-    return {"input_ids": ids, "attention_mask": mask.long(), "labels": labels}
 
 
 def training_speed(model: nn.Module, batches: list[dict], dtype: str, ours: bool) -> dict:

@@ -19,7 +19,6 @@ from benchmarks.measuring import (
     WARMUP,
     PreparedFlags,
     in_rounds,
-    padded,
     speed_cells,
     training_speed,
     where_measured,
@@ -52,32 +51,30 @@ class Arguments(PreparedFlags):
 
 def measure(args: Arguments) -> dict:
     """One mode in this process: real tokens a second and peak resident memory."""
+    import torch
+
     from common.data.collators import MaskingCollator
     from common.data.loader import PlannedOrder, TrainLoader
     from common.data.packing import BatchPlan
     from common.data.token_store import open_split
     from common.distributed.run import keep_freed_memory
     from common.models.esm2.config import load_config
-    from common.models.esm2.model import build_model
+    from common.models.esm2.model import Esm2ForMaskedLM
     from common.models.layers.compiling import compile_layers
+    from common.models.layers.initialise import initialise
+    from extras.hf_backend import StockEsm
 
     mode, dtype, tuned = args.worker.split(":")
     if tuned == "tuned":
         keep_freed_memory()
     config = load_config(args.config_name)
     ours = mode.startswith("ours")
-    if ours:
-        model = build_model(config, seed=0)
-        if mode == "ours-compiled":
-            compile_layers(model, "cpu")
-    else:
-        from transformers import EsmForMaskedLM
-
-        from common.compat import use_sdpa
-
-        stock = config.to_transformers()
-        use_sdpa(stock)
-        model = EsmForMaskedLM(stock)
+    with torch.device("meta"):
+        model = Esm2ForMaskedLM(config) if ours else StockEsm(config)
+    model.to_empty(device="cpu")
+    initialise(model, 0, config.initializer_range)
+    if mode == "ours-compiled":
+        compile_layers(model, "cpu")
     store = open_split(args.dataset_dir, "train", ESM2_TOKENS)
     size = {"tokens_per_pack": args.tokens}
     if not ours:
@@ -85,10 +82,9 @@ def measure(args: Arguments) -> dict:
     plan = BatchPlan(store.lengths, len(store), 0, args.max_seq_length, **size)
     loader = TrainLoader(PlannedOrder(store, plan, packs_per_step=1), MaskingCollator(ESM2_TOKENS, 0))
     prepared = [share.micro_batches[0] for share in islice(loader, args.steps + WARMUP)]
-    if not ours:
-        width = args.max_seq_length if mode == "pad512" else 0
-        prepared = [batch | padded(batch, width) for batch in prepared]
-    return training_speed(model, prepared, dtype, ours)
+    if mode == "pad512":  # to this width; else to the longest
+        prepared = [batch | {"max_seqlen": args.max_seq_length} for batch in prepared]
+    return training_speed(model, prepared, dtype, ours=True)
 
 
 def compare(args: Arguments) -> str:

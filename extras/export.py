@@ -47,8 +47,8 @@ def choose(path: Path) -> Path:
     return path
 
 
-def export(checkpoint: Path, directory: Path) -> None:
-    """Write the model of a checkpoint that `choose` has verified.
+def export(checkpoint: Path, directory: Path, tokenizer: Tokenizer | None = None) -> None:
+    """Write the model of a checkpoint that `choose` has verified. tokenizer: of text; None: the one the run names.
 
     UserError if the directory is not empty, or the checkpoint holds no model of this program.
     """
@@ -66,8 +66,21 @@ def export(checkpoint: Path, directory: Path) -> None:
     read = _reader(checkpoint, stored, partial(family.make, config))
     extras = {name.removeprefix(EXTRAS): stored.read(name) for name in stored.shapes if name.startswith(EXTRAS)}
     state = files.read_listed(checkpoint, TRAINER_STATE)
-    tokenizer = _tokenizer(checkpoint, state) if family.task == "clm" else None
+    if family.task == "clm" and tokenizer is None:
+        tokenizer = _tokenizer(checkpoint, state)
     family.save(family.to_hf(read, config, extras), config, directory, Training.of_state(state), tokenizer)
+
+
+def add_model(checkpoint: Path, tokenizer: Tokenizer | None) -> None:
+    """Add the model's files to a checkpoint that is being written (--save_hf), read from its shards one at a time.
+
+    No rank's memory nor a GPU takes part, whatever the strategy. config.json becomes transformers'.
+    """
+    directory = checkpoint / "model"
+    export(checkpoint, directory, tokenizer)
+    for path in directory.iterdir():
+        path.replace(checkpoint / path.name)
+    directory.rmdir()
 
 
 def _tokenizer(checkpoint: Path, state: dict) -> Tokenizer:

@@ -33,9 +33,9 @@ FAMILIES = {
 class ModelSpec:
     """The model that the flags ask for, before it is built.
 
-    backend, why: `te` or `torch`, and the reason; gelu: `exact` or `tanh` ("" without a choice); remarks: for the log;
-    make: builds the model, under torch.device("meta"); read: given weights as ((our name, tensor) pairs, extras), None
-    for random ones.
+    backend, why: `te`, `torch` or `hf`, and the reason; gelu: `exact` or `tanh` ("" without a choice); remarks: for
+    the log; make: builds the model, under torch.device("meta"); read: given weights as ((our name, tensor) pairs,
+    extras), None for random ones.
     """
 
     config: Any

@@ -3,8 +3,9 @@
 `output_dir/checkpoint-<step>/` holds torch.distributed.checkpoint shards under canonical (unwrapped) names, so any
 strategy on any number of ranks loads what any other saved; `metadata.json`, the index of the shards (`.metadata` is
 the same for torch's own tools); `trainer_state.json`; `config.json`, which with the weights makes a model
-(extras/export.py); and `manifest.json`: format version, the model's fingerprint, every file with its size and CRC-32.
-All of it is written to a temporary directory, flushed to disk, and renamed last.
+(extras/export.py); and `manifest.json`: format version, the model's fingerprint, these files with size and CRC-32.
+With --save_hf it also holds the files of transformers' `save_pretrained`, which a resume does not read. All of it is
+written to a temporary directory, flushed to disk, and renamed last.
 
 `save` copies the state to host memory (pinned_stager) and returns; a thread writes the copy, over its own process
 group. At most one save, hence one copy, is in flight. Leaving the context waits for it: a process that exited before
@@ -23,6 +24,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -51,6 +53,7 @@ CONFIG, TRAINER_STATE = "config.json", "trainer_state.json"
 class CheckpointFlags(Flags):
     group = "checkpoints"
     required = ("output_dir",)
+    advanced = ("save_hf",)
     unlisted = ("async_save",)
 
     output_dir: str = flag("", "Where checkpoints, metrics and final_model/ go.")
@@ -61,6 +64,7 @@ class CheckpointFlags(Flags):
     save_minutes: float | None = flag(None, "Save also when so many minutes have passed since the last checkpoint.")
     save_total_limit: int = flag(3, "Keep the newest N checkpoints; 0: all of them.")
     async_save: bool = flag(True, "Write checkpoints in the background.")
+    save_hf: bool = flag(False, "Each checkpoint also holds model.safetensors, for transformers' from_pretrained.")
     resume_from_checkpoint: str | None = flag(
         None, "A checkpoint, or a directory of them (its newest); `false`: none. Default: that of --output_dir."
     )
@@ -78,7 +82,8 @@ class Checkpointer:
     """Saves and restores one run's (model, optimizer, trainer state) under --output_dir. Methods are collective.
 
     scales: FP8 scales of --fp8_recipe delayed, replicated on all ranks and restored in place; extras: tensors of the
-    initial weights that are exported again but not trained; dcp_state: `Strategy.dcp_state`.
+    initial weights that are exported again but not trained; dcp_state: `Strategy.dcp_state`; tokenizer: of text, for
+    --save_hf.
     """
 
     def __init__(
@@ -92,13 +97,14 @@ class Checkpointer:
         scales: dict[str, torch.Tensor] | None = None,
         extras: dict[str, torch.Tensor] | None = None,
         dcp_state: Callable[[dict, bool], dict] = lambda state, saving: state,
+        tokenizer: Any = None,
     ):
         self.flags, self.output_dir = flags, Path(flags.output_dir)
         self.model, self.optimizer = model, optimizer
         self.scales = scales or {}
         self.extras = {"extras": extras} if extras else {}
         self.config, self.fingerprint = config, config.fingerprint()
-        self.world, self.dcp_state = world, dcp_state
+        self.world, self.dcp_state, self.tokenizer = world, dcp_state, tokenizer
         self.stager = PinnedStager(world.device, optimizer, in_passes=bool(self.scales))
         # The writer thread's collectives must not interleave with those of the training step.
         group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
@@ -197,9 +203,12 @@ class Checkpointer:
         files.wait_for_shards(partial, checksums)
         write_json_flushed(partial / TRAINER_STATE, trainer_state, sort_keys=False)
         write_json_flushed(partial / CONFIG, self.config.content(), sort_keys=True)
-        contents = checksums | {name: size_and_crc(partial / name) for name in (TRAINER_STATE, CONFIG)}
-        manifest = {"format_version": files.FORMAT_VERSION, "step": step, "model": self.fingerprint, "files": contents}
-        write_json_flushed(partial / files.MANIFEST, manifest, sort_keys=False)
+        self._write_manifest(step, partial, checksums)
+        if self.flags.save_hf:
+            from extras.export import add_model
+
+            add_model(partial, self.tokenizer)
+            self._write_manifest(step, partial, checksums)  # config.json is another
         sync_directory(partial)
         partial.rename(final)
         (self.output_dir / files.SAVED).touch()
@@ -207,6 +216,11 @@ class Checkpointer:
         if self.flags.save_total_limit:
             files.prune(self.output_dir, step, self.flags.save_total_limit)
         logger.info("Saved %s", final)
+
+    def _write_manifest(self, step: int, partial: Path, checksums: dict) -> None:
+        contents = checksums | {name: size_and_crc(partial / name) for name in (TRAINER_STATE, CONFIG)}
+        manifest = {"format_version": files.FORMAT_VERSION, "step": step, "model": self.fingerprint, "files": contents}
+        write_json_flushed(partial / files.MANIFEST, manifest, sort_keys=False)
 
     def _checksums(self, directory: Path) -> dict[str, list[int]]:
         """{file: [bytes, CRC-32]} of this rank's shards, read back; on the main rank also of the metadata."""

@@ -126,6 +126,7 @@ def set_up(
         scales=built.precision.scales,
         extras=built.extras,
         dcp_state=strategy.dcp_state,
+        tokenizer=task.tokenizer,
     )
     stack.enter_context(checkpointer)
     monitor = StepMonitor(strategy, built.weights, args, world)

@@ -21,14 +21,14 @@ ESM2_FINAL_FRACTION, ESM2_DECAY_END = 0.1, 0.9
 @dataclass(frozen=True)
 class OptimizerFlags(Flags):
     group = "optimiser"
-    advanced = ("adam_beta1", "adam_beta2", "max_skipped_steps")
-    unlisted = ("adam_epsilon",)
+    advanced = ("adam_beta1", "adam_beta2")
+    unlisted = ("adam_epsilon", "max_skipped_steps")
 
     learning_rate: float = flag(4e-4, "Peak learning rate (ESM-2: 4e-4; 15B: 1.6e-4).")
     lr_scheduler_type: str = flag(
         "esm2",
-        "esm2 (linear to a tenth at 90 % of the run), linear, cosine, constant, constant_with_warmup, polynomial or "
-        "inverse_sqrt.",
+        "esm2 (linear to a tenth at 90 % of the run), linear, cosine, annealing (the FSDP guide's cosine), constant, "
+        "constant_with_warmup, polynomial or inverse_sqrt.",
     )
     warmup_steps: float | None = flag(None, "Steps, or a fraction of the run below 1. Default: 2000, at most 5 %.")
     weight_decay: float = flag(0.01, "On matrices and embeddings; never on biases and norms.")
@@ -96,8 +96,10 @@ def warmup_steps(flags: OptimizerFlags, total_steps: int) -> int:
 def lr_schedule(flags: OptimizerFlags, total_steps: int) -> Callable[[int], float]:
     """step (0-based, the one about to be taken) -> learning rate.
 
-    `esm2` reaches the peak with the last step of the warm-up; the others are transformers' own schedules.
+    `esm2` reaches the peak with the last step of the warm-up; the others, but for `annealing`, are transformers' own.
     """
+    if flags.lr_scheduler_type == "annealing":
+        return annealing(flags, total_steps)
     warmup = warmup_steps(flags, total_steps)
     if flags.lr_scheduler_type == "esm2":
         decay_end = max(ESM2_DECAY_END * total_steps, warmup + 1)
@@ -119,8 +121,29 @@ def lr_schedule(flags: OptimizerFlags, total_steps: int) -> Callable[[int], floa
             raise ValueError("not a function of the step alone")
     except (ValueError, TypeError) as error:
         raise UserError(
-            f"--lr_scheduler_type {flags.lr_scheduler_type}: choose esm2, linear, cosine, constant, "
+            f"--lr_scheduler_type {flags.lr_scheduler_type}: choose esm2, linear, cosine, annealing, constant, "
             "constant_with_warmup, polynomial or inverse_sqrt"
         ) from error
     factor = scheduler.lr_lambdas[0]
     return lambda step: flags.learning_rate * factor(step)
+
+
+def annealing(
+    flags: OptimizerFlags, total_steps: int, min_lr: float = 0.0, decay_steps: int | None = None
+) -> Callable[[int], float]:
+    """The rates of AnnealingLR with decay_style cosine, in awsome-distributed-training's FSDP example.
+
+    The first step is taken at 0, and the peak comes with the step after the warm-up, whose length is not rounded. The
+    cosine falls to 0 over all steps, not over those after the warm-up, and is cut off at min_lr. decay_steps: their
+    --lr_decay_iters. A warm-up of the whole run or longer, where their rates are 0 or negative, rises to the end here.
+    """
+    peak, end, given = flags.learning_rate, decay_steps or total_steps, flags.warmup_steps
+    warmup = given * end if given is not None and given < 1 else warmup_steps(flags, total_steps)
+
+    def rate(step: int) -> float:
+        taken = min(step, end - warmup) if warmup < end else step
+        if warmup > 0 and step <= warmup:
+            return peak * taken / warmup
+        return max(peak / 2 * (math.cos(math.pi * (taken - warmup) / end) + 1), min_lr)
+
+    return rate

@@ -11,7 +11,7 @@ from common.cli import UserError
 from common.flags import Missing, flag, with_flags
 from common.models.layers.backend import BackendFlags
 from common.training.arguments import RunArguments
-from common.training.optim import OptimizerFlags, warmup_steps
+from common.training.optim import OptimizerFlags, annealing, warmup_steps
 from extras.decoders.config import (
     MODEL_TYPES,
     PRESETS,
@@ -83,6 +83,8 @@ class DecoderFlags(BackendFlags):
         if self.model_type == "gpt_neox":
             raise UserError(NEOX)
         self.require_choice("model_type", (None, *MODEL_TYPES))
+        if self.backend == "hf":
+            raise UserError("--backend hf: is of ESM-2 only: choose auto, te, torch")
         if self.model and self.model_name_or_path:
             raise UserError("--model (random weights) excludes --model_name_or_path (given weights)")
         self.require_at_least(1, *(name for name in SIZES if name not in ("initializer_range", "rope_theta")))
@@ -111,7 +113,7 @@ class DecoderFlags(BackendFlags):
         return config, remark
 
 
-STYLES = ("constant", "linear", "cosine", "exponential", "plateau")
+STYLES = ("constant", "linear", "cosine", "annealing", "exponential", "plateau")
 
 
 @dataclass(frozen=True)
@@ -139,8 +141,11 @@ class DecayFlags(OptimizerFlags):
             )
 
     def schedule(self, total_steps: int) -> Callable[[int], float]:
-        """The peak comes with the last step of the warm-up; --min_lr with step --lr_decay_iters, and stays."""
+        """The peak comes with the last step of the warm-up; --min_lr with step --lr_decay_iters, and stays.
+        `annealing` differs in both."""
         peak, low, style = self.learning_rate, self.min_lr, self.lr_scheduler_type
+        if style == "annealing":
+            return annealing(self, total_steps, low, self.lr_decay_iters)
         warm = warmup_steps(self, total_steps)
         begin = warm + math.ceil(self.plateau * total_steps)
         span = max(1, (self.lr_decay_iters or total_steps) - begin)
@@ -169,8 +174,8 @@ class CausalArguments(RunArguments):
         "learning_rate": flag(1e-4, "Peak learning rate.", "lr"),
         "lr_scheduler_type": flag(
             "cosine",
-            "constant, or how the rate falls to --min_lr: linear, cosine, exponential, plateau (--plateau of the run "
-            "at the peak, then linear).",
+            "constant, or how the rate falls to --min_lr: linear, cosine, annealing (the guides' AnnealingLR: to 0 "
+            "by a cosine, cut off at --min_lr), exponential, plateau (--plateau of the run at the peak, then linear).",
             "lr_decay_style",
         ),
         "warmup_steps": flag(0.0032, "Steps up to the peak, or a fraction of the run below 1.", "warmup"),

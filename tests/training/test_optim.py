@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from types import SimpleNamespace
 
 import pytest
@@ -12,7 +13,7 @@ from transformers import get_scheduler
 from common.cli import UserError
 from common.models.esm2.config import esm2_config
 from common.models.esm2.model import build_model
-from common.training.optim import build_optimizer, lr_schedule, warmup_steps
+from common.training.optim import annealing, build_optimizer, lr_schedule, warmup_steps
 from tests.training_fixtures import run_forked
 
 
@@ -110,6 +111,35 @@ def test_lr_schedule_equals_transformers_schedulers(name, warmup):
         assert lr(step) == scheduler.get_last_lr()[0], step
         optimizer.step()
         scheduler.step()
+
+
+def rates_of_annealing_lr(peak, low, warmup, end, steps):
+    """AnnealingLR of the FSDP guides with decay_style cosine, as a loop over the steps that it has counted."""
+    rates = []
+    for counted in range(steps):
+        kept = counted if counted < end - warmup else end - warmup
+        if counted <= warmup != 0:
+            rates.append(kept / warmup * peak)
+        else:
+            cosine = 0.5 + 0.5 * math.cos(math.pi * (kept - warmup) / end)
+            rates.append(peak * cosine if peak * cosine > low else low)
+    return rates
+
+
+@pytest.mark.parametrize("warmup", [0, 0.0032, 0.01, 0.25, 0.6, 0.99, 1, 5, 16])
+@pytest.mark.parametrize("low", [0.0, 1e-5, 3e-4])
+def test_annealing_is_the_guides_schedule(warmup, low):
+    flags = arguments(learning_rate=3e-4, lr_scheduler_type="annealing", warmup_steps=warmup)
+    for total, end in ((1, None), (2, None), (7, None), (100, None), (100, 40), (100, 400), (5000, None)):
+        of_end = warmup if warmup >= 1 else warmup * (end or total)
+        rate = annealing(flags, total, low, end)
+        if of_end >= (end or total):  # theirs would be 0 or negative
+            assert [rate(step) for step in range(total)] == [3e-4 * step / of_end for step in range(total)]
+            continue
+        expected = rates_of_annealing_lr(3e-4, low, of_end, end or total, total)
+        assert [rate(step) for step in range(total)] == pytest.approx(expected, rel=1e-9, abs=1e-15)
+        if not low and end is None:
+            assert [lr_schedule(flags, total)(step) for step in range(total)] == [rate(step) for step in range(total)]
 
 
 def test_warmup_steps_are_steps_a_fraction_or_default():

@@ -166,12 +166,13 @@ def test_ddp_run_is_independent_of_ranks(dataset, tmp_path, mode):
             ]
 
 
-def test_ddp_run_equals_plain_loop_over_transformers(dataset, tmp_path):
+@pytest.mark.parametrize("backend", ["torch", "hf"])
+def test_ddp_run_equals_plain_loop_over_transformers(dataset, tmp_path, backend):
     """Six steps of stock model, AdamW, schedule and clipping against the script's on two ranks."""
     steps, peak, clip, decay = 6, 1e-3, 2.0, 0.1
     flags = {"max_steps": steps, "learning_rate": peak, "max_grad_norm": clip, "weight_decay": decay}
     flags |= {"lr_scheduler_type": "linear", "warmup_steps": 2, "adam_beta2": 0.95, "gradient_accumulation_steps": 2}
-    train(dataset, tmp_path, 2, **flags, save_steps=1)
+    train(dataset, tmp_path, 2, **flags, save_steps=1, backend=backend)
 
     model = reference(build_model(tiny_config(), 42))
     bare = ("bias", "LayerNorm.weight", "layer_norm.weight", "layer_norm_after.weight")

@@ -61,6 +61,10 @@ class Esm2Config:
     def read(cls, path: Path) -> Esm2Config:
         """From a config.json. ValueError if it is malformed, OSError if it cannot be read."""
         content = read_config(path)
+        if content.get("model_type") == "nv_esm":
+            from extras.nv_esm import stock_config
+
+            content = stock_config(content)
         known = {f.name: str(f.type) for f in fields(cls) if f.name != "others"}
         for name in known.keys() & content.keys():
             check_type(name, content[name], known[name])

@@ -174,6 +174,10 @@ def read_pretrained(directory: str, config: Esm2Config) -> tuple[Iterator[tuple[
     """
     root, theirs = read_tensors(directory)
     _check_vocabulary(root / "vocab.txt")
+    if "lm_head.decoder.layer_norm_weight" in theirs:
+        from extras import nv_esm
+
+        return nv_esm.pieces(theirs, config, str(root)), {}
     return pieces_from_hf(theirs, config, str(root))
 
 

@@ -26,7 +26,7 @@ from common.models.layers.hf_directory import Training
 from common.models.layers.residual import Model
 from common.models.registry import Family, ModelSpec
 
-ONLY_GELU = {"te": "tanh"}  # a backend with one kind
+ONLY_GELU = {"te": "tanh", "hf": "exact"}  # backends with one kind
 
 
 def choose_gelu(asked: str | None, backend: str, config: Esm2Config) -> tuple[str, str | None]:
@@ -158,7 +158,12 @@ class Esm2(Family):
         remarks = tuple(line for line in (f"Backend: {backend} ({why})", attention, remark) if line)
         read = partial(read_pretrained, flags.model_name_or_path, config) if flags.model_name_or_path else None
         residual = torch.bfloat16 if flags.bf16_residual else torch.float32
-        make = partial(Esm2ForMaskedLM, config, backend, residual)
+        make: Callable[[], Model] = partial(Esm2ForMaskedLM, config, backend, residual)
+        if backend == "hf":
+            from extras import hf_backend
+
+            hf_backend.check(args, world)
+            make = partial(hf_backend.StockEsm, config)
         return ModelSpec(config, backend, why, gelu, tuple(remarks), make, read)
 
     def make(self, config: Esm2Config) -> Model:

@@ -1,6 +1,6 @@
-"""The backend of the layers: Transformer Engine (`te`) or plain PyTorch (`torch`), by a GPU's kernels or a CPU's.
+"""The backend of the layers: Transformer Engine (`te`), plain PyTorch (`torch`), or for ESM-2 transformers' (`hf`).
 
-Weights fit both backends.
+Weights fit all backends.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from common.cli import UserError, one_line
 from common.flags import Flags, flag
 
-BACKENDS = ("auto", "te", "torch")
+BACKENDS = ("auto", "te", "torch", "hf")
 BF16_SINCE = (8, 0)  # compute capability
 # What a run on a GPU without Transformer Engine lacks, for the log.
 LOST = "its fused kernels, and FP8, MXFP8 and NVFP4 on the GPU's own units"
@@ -32,7 +32,8 @@ class BackendFlags(Flags):
 
     backend: str = flag(
         "auto",
-        "Layers are computed by te (Transformer Engine; NVIDIA GPUs), torch (any device), or auto: te if possible.",
+        "Layers are computed by te (Transformer Engine; NVIDIA GPUs), torch (any device), hf (transformers' own, for "
+        "ESM-2), or auto: te if possible.",
     )
     torch_compile: bool | None = flag(
         None, "Compile the layers (needs a C++ compiler on a CPU). Default: on a GPU, with the torch backend."
@@ -107,13 +108,13 @@ def choose_backend(
     torch_only: tuple[str, ...] = (),
     previous: str | None = None,
 ) -> tuple[str, str]:
-    """(`te` or `torch`, why). UserError if --backend te cannot be had.
+    """(`te`, `torch` or `hf`, why). UserError if --backend te cannot be had.
 
     torch_only: other flags that only the torch backend can honour: `auto` takes torch then, --backend te is an error.
     previous: the backend of the run that is resumed, which `auto` keeps.
     """
-    if flags.backend == "torch":
-        return "torch", "--backend torch"
+    if flags.backend in ("torch", "hf"):
+        return flags.backend, f"--backend {flags.backend}"
     missing = te_missing(device)
     conflicts = [*torch_only, *flags.torch_only()]
     if flags.backend == "te":
@@ -122,8 +123,8 @@ def choose_backend(
         if conflicts:
             raise UserError(f"--backend te: {conflicts[0]} is the torch backend's: drop one of the two")
         return "te", "--backend te"
-    if previous == "torch":
-        return "torch", "as this run so far"
+    if previous in ("torch", "hf"):
+        return previous, "as this run so far"
     if previous == "te" and (missing or conflicts):
         raise UserError(
             f"this run has used Transformer Engine so far, and now cannot: {missing or conflicts[0]}: fix that, or "

@@ -1,0 +1,114 @@
+"""--backend hf: transformers' EsmForMaskedLM, as it is, computes in this program's loop.
+
+Its forward pass runs on padded batches: the sequences of a pack become rows, padded to the longest. The parameters are
+those of the other backends, given to it under its own names. So data, initial weights, optimiser, evaluation,
+checkpoints and export are the same, and a run may resume with another backend. It is the peer of the benchmarks.
+"""
+
+from __future__ import annotations
+
+import warnings
+from copy import copy
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.func import functional_call
+from transformers import EsmForMaskedLM
+
+from common.cli import UserError
+from common.compat import use_sdpa
+from common.data.collators import IGNORE
+from common.distributed.strategy import ReplicaFlags
+from common.distributed.world import World
+from common.models.esm2.alphabet import PAD
+from common.models.esm2.config import Esm2Config
+from common.models.esm2.convert import pieces_to_hf
+from common.models.esm2.model import Esm2ForMaskedLM, Esm2Output
+
+
+def check(args: Any, world: World) -> None:
+    """UserError for a flag that changes this program's layers, which do not run here."""
+    model, precision, strategy = args.model, args.precision, args.strategy
+    unsupported = {
+        "--torch_compile": model.torch_compile,
+        "--bf16_residual": model.bf16_residual,
+        "--gradient_checkpointing": isinstance(strategy, ReplicaFlags) and strategy.gradient_checkpointing,
+        "--cp_size": world.cp_size > 1,
+        "--fp8": precision.fp8,
+        "--fp4": precision.fp4,
+        "--dry_run": world.is_dry_run,
+    }
+    for flag in (name for name, given in unsupported.items() if given):
+        raise UserError(f"--backend hf: {flag} is not of transformers' layers: drop one of the two")
+    if not isinstance(strategy, ReplicaFlags):
+        raise UserError("--backend hf: its weights are not sharded: use train_ddp.py, or another backend")
+
+
+class StockEsm(Esm2ForMaskedLM):
+    """The parameters of Esm2ForMaskedLM, computed with by EsmForMaskedLM (attention by sdpa)."""
+
+    def __init__(self, config: Esm2Config):
+        super().__init__(config)
+        stock = config.to_transformers()
+        use_sdpa(stock)
+        with torch.device("meta"):
+            model = EsmForMaskedLM(stock)
+        empty = copy(stock)
+        empty.num_hidden_layers = 0
+        with torch.device("cpu"), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that a contact head of no layers has no weights
+            self._buffers_of_stock = dict(EsmForMaskedLM(empty).named_buffers())  # positions and rotary frequencies
+        assert self._buffers_of_stock.keys() == dict(model.named_buffers()).keys(), "buffers of layers: not handled"
+        self._names = {name for name, _ in model.named_parameters()}
+        self._stock = [model]  # in a list: its parameters, which stay on the meta device, are not this module's
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        *,
+        cu_seqlens: Tensor | None = None,
+        max_seqlen: int | None = None,
+        attention_mask: Tensor | None = None,
+        labels: Tensor | None = None,
+        **unused: Any,
+    ) -> Esm2Output:
+        """As Esm2ForMaskedLM's, but the LM head runs on all positions. A pack is padded to `max_seqlen`."""
+        where = None
+        if input_ids.dim() == 1:
+            assert cu_seqlens is not None, "a pack comes with cu_seqlens"
+            assert max_seqlen is not None, "and with max_seqlen"
+            starts, lengths = cu_seqlens[:-1].long(), cu_seqlens.long().diff()
+            places = torch.arange(len(input_ids), device=input_ids.device)
+            row = torch.repeat_interleave(
+                torch.arange(len(lengths), device=places.device), lengths, output_size=len(places)
+            )
+            where = row, places - starts[row]
+            shape = len(lengths), max_seqlen
+            attention_mask = input_ids.new_zeros(shape).index_put(where, input_ids.new_ones(()))
+            input_ids = input_ids.new_full(shape, PAD).index_put(where, input_ids)
+            labels = labels if labels is None else labels.new_full(shape, IGNORE).index_put(where, labels)
+        weights = self._weights() | self._constants(input_ids.device)
+        inputs = {"input_ids": input_ids, "attention_mask": attention_mask}
+        logits = functional_call(self._stock[0], weights, kwargs=inputs, tie_weights=True).logits.float()  # [B, S, 33]
+        if labels is None:
+            return Esm2Output(logits=logits if where is None else logits[where])
+        loss_sum = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORE, reduction="sum")
+        return Esm2Output(loss_sum=loss_sum, correct=(logits.argmax(-1) == labels).sum())
+
+    def _weights(self) -> dict[str, Tensor]:
+        parameters = dict(self.named_parameters())
+        autocast = torch.is_autocast_enabled(self.lm_head.bias.device.type)
+
+        def get(name: str) -> Tensor:
+            if autocast and name.endswith("layernorm_qkv.weight"):
+                # Stock weights are cast by autocast. Those that are parts of a fused one are copies: cast them before.
+                return parameters[name].to(torch.get_autocast_dtype(parameters[name].device.type))
+            return parameters[name]
+
+        return {name: tensor for name, tensor in pieces_to_hf(get, self.config) if name in self._names}
+
+    def _constants(self, device: torch.device) -> dict[str, Tensor]:
+        self._buffers_of_stock = {name: tensor.to(device) for name, tensor in self._buffers_of_stock.items()}
+        return self._buffers_of_stock
