@@ -19,13 +19,15 @@ class Ours:
     """What is here in place of another program's flag.
 
     flag: ours, or several separated by blanks that share a list; empty: none. why: what differs, or why there is none.
-    values: {their value in lower case: our words}; any other value stays as it is. convert: their value as ours.
+    values: {their value in lower case: our words}; any other value stays as it is. convert: their value as ours. also:
+    further words that their value asks for.
     """
 
     flag: str = ""
     why: str = ""
     values: dict[str, str] = field(default_factory=dict)
     convert: Callable[[str], str] = str
+    also: Callable[[str], list[str]] = lambda value: []
 
     def words(self, value: str) -> list[str]:
         """Our words for their value; none if our default says the same."""
@@ -37,7 +39,8 @@ class Ours:
             return [f"--{self.flag}"]
         names = self.flag.split()
         parts = [value] if len(names) == 1 else unlisted(value).split(",")
-        return [f"--{name}={self.convert(part.strip())}" for name, part in zip(names, parts, strict=False)]
+        given = [f"--{name}={self.convert(part.strip())}" for name, part in zip(names, parts, strict=False)]
+        return given + self.also(value)
 
 
 def unlisted(value: str) -> str:
@@ -74,12 +77,17 @@ MFSDP = "of train_mfsdp.py"
 NO_REMOTE = "none: models, data and tokenizers are data, and run no code"
 CHECKPOINTS = "none: a checkpoint holds all of a run's state, always"
 PADDING = "none: packs are filled up to what the format asks for"
+MODEL = Ours(
+    "config_name",
+    "nvidia/esm2_* is the same model as facebook/esm2_*, which runs transformers' own layers there",
+    convert=facebook,
+    also=lambda value: ["--backend=hf"] if value.startswith("facebook/esm2_") else [],
+)
 # hydra keys of NVIDIA's recipe, as its files and README have had them.
 RECIPE = {
-    "config_name_or_path": Ours("config_name", "nvidia/esm2_* is the same model as facebook/esm2_*", convert=facebook),
-    "model_tag": Ours("config_name", "nvidia/esm2_* is the same model as facebook/esm2_*", convert=facebook),
+    **dict.fromkeys(("config_name_or_path", "model_tag"), MODEL),
     "use_te": Ours(
-        "backend", "te or torch; auto: te if possible", {"true": "--backend=te", "false": "--backend=torch"}
+        "backend", "hf: transformers' own; auto: te if possible", {"true": "--backend=te", "false": "--backend=hf"}
     ),
     "attn_backend": Ours(why="none: follows from --backend and the device"),
     "config_kwargs": Ours("config_overrides", convert=overrides),

@@ -130,7 +130,11 @@ GUIDES = {  # commands of the five guides that train: {theirs: (our script, flag
     ),
     "python train_fsdp2.py --config-name L0_sanity model_tag=facebook/esm2_t6_8M_UR50D": (
         "train_fsdp2.py",
-        {"config_name": "facebook/esm2_t6_8M_UR50D"},
+        {"config_name": "facebook/esm2_t6_8M_UR50D", "backend": "hf"},
+    ),
+    "python train_fsdp2.py --config-name L0_sanity config_name_or_path=nvidia/esm2_t6_8M_UR50D use_te=false": (
+        "train_fsdp2.py",
+        {"config_name": "facebook/esm2_t6_8M_UR50D", "backend": "hf"},
     ),
     f"HF_DATASETS_OFFLINE=1 python train_fsdp2.py --config-name L0_sanity {RECIPE_DATA}": (
         "train_fsdp2.py",
