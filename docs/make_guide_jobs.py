@@ -96,8 +96,8 @@ def sbatch(name: str) -> str:
     variables = f"""\
 
 # User variables; more of them in slurm/env.sh. export HF_TOKEN=... before sbatch.
-: "${{GPUS_PER_NODE:=8}}" # p4d, p5, p6-b200: 8; g5.12xlarge: 4; g5.xlarge: 1
-: "${{FI_PROVIDER=efa}}"  # nothing on instances without EFA: FI_PROVIDER= sbatch ...
+: "${{GPUS_PER_NODE:=}}" # all that a node has; or p4d, p5, p6-b200: 8; g5.12xlarge: 4; g5.xlarge: 1
+: "${{FI_PROVIDER=efa}}" # nothing on instances without EFA: FI_PROVIDER= sbatch ...
 #export CONTAINER_IMAGE=$(pwd)/pytorch-fsdp.sqsh
 MODEL={name}
 

@@ -11,7 +11,7 @@ case ${1:-} in -h | --help) sed -n '2,/^[^#]/{/^#SBATCH/d;/^#/!d;s/^# \{0,1\}//;
 
 fail() { echo "error: $*" >&2; exit 2; }
 
-[ -n "${SLURM_JOB_ID:-}" ] || fail "this is no Slurm job: submit with sbatch [--nodes=N --gpus-per-node=G] slurm/NAME.sh"
+[ -n "${SLURM_JOB_ID:-}" ] || fail "this is no Slurm job: submit with sbatch [--nodes=N] slurm/NAME.sh"
 # shellcheck source=slurm/env.sh
 . slurm/env.sh
 
@@ -115,30 +115,58 @@ launch() {
     --rdzv_backend=c10d --rdzv_endpoint="$(hostname):$((10000 + (RANDOM * 32768 + RANDOM) % 20000))" "$@"
 }
 
-# Ranks per node if NPROC_PER_NODE is not set: the GPUs that the job requested from Slurm, which node.sh counts; else
-# GPUS_PER_NODE, which the steps of an exclusive job can request themselves; else, if Slurm manages none, those of
-# the driver. gpus_per_node: how many the preflight has to find; empty: as many as there are ranks.
+# GPUs in GRES as Slurm writes them: gpu:8, gpu:a100:4(S:0,1),gpu:1g.10gb:2,nic:4, gres:gpu:2, (null).
+gpus_in() {
+  local entries entry count total=0
+  IFS=, read -ra entries < <(sed 's/([^)]*)//g' <<<"$1")
+  for entry in ${entries[@]+"${entries[@]}"}; do
+    entry=${entry#gres[:/]}
+    [[ $entry =~ ^gpu([:=]|$) ]] || continue
+    count=${entry##*[:=]}
+    [[ $count =~ ^[0-9]+$ ]] || count=1 # a name alone: --gres=gpu, --gres=gpu:a100
+    total=$((total + count))
+  done
+  echo "$total"
+}
+
+# Ranks per node if NPROC_PER_NODE is not set: the GPUs that the job requested from Slurm; else, as jobs are exclusive,
+# all that the nodes have (sinfo's %G), or GPUS_PER_NODE of them, which the steps request; else, if Slurm manages none,
+# GPUS_PER_NODE, or those of the driver. gpus_per_node: how many the preflight has to find; empty: as many as there are ranks.
 gpus_per_node=""
 count_gpus() {
+  local job counts own=${GPUS_PER_NODE##*:} # of h200:8
   [ -z "$NPROC_PER_NODE" ] || return 0
-  if [[ $(scontrol --oneliner show job "$SLURM_JOB_ID") =~ \ TresPer[A-Za-z]+=[^\ ]*gpu ]]; then
+  job=$(scontrol --oneliner show job "$SLURM_JOB_ID" || true)
+  if [[ $job =~ \ TresPer[A-Za-z]+=[^\ ]*gpu ]]; then
     # Without this number a job whose nodes have all lost their driver would train on their CPUs.
-    gpus_per_node=${SLURM_GPUS_PER_NODE:-}
-    gpus_per_node=${gpus_per_node##*:} # of h200:8
-  elif [[ $(sinfo --noheader --nodes="$SLURM_JOB_NODELIST" --format=%G) == *gpu* ]]; then
-    [ -n "$GPUS_PER_NODE" ] ||
-      lacks "this job has no GPUs: submit with --gpus-per-node=N, or set NPROC_PER_NODE to train on CPUs (see slurm/env.sh)"
-    gpus_per_node=$GPUS_PER_NODE
-    steps+=(--gpus-per-node="$GPUS_PER_NODE")
-  elif [ -n "$GPUS_PER_NODE" ]; then
-    gpus_per_node=$GPUS_PER_NODE
-    NPROC_PER_NODE=$gpus_per_node
-  else
+    if [[ $job =~ \ TresPerNode=([^\ ]*gpu[^\ ]*) ]]; then gpus_per_node=$(gpus_in "${BASH_REMATCH[1]}"); fi
+    return
+  fi
+  if [ -n "$own" ] && ! [[ $own =~ ^[1-9][0-9]*$ ]]; then
+    lacks "GPUS_PER_NODE=$GPUS_PER_NODE: a number, or nothing: all GPUs that a node has"
+    return
+  fi
+  counts=$(sinfo --noheader --nodes="$SLURM_JOB_NODELIST" --format=%G | while read -r gres; do gpus_in "$gres"; done || true)
+  counts=$(sort -nu <<<"$counts" | paste -sd ' ')
+  gpus_per_node=${own:-$counts}
+  if [ "${counts:-0}" != 0 ]; then
+    if [[ $job != *\ OverSubscribe=NO\ * ]]; then
+      lacks "this job is not exclusive and has requested no GPUs: submit with --exclusive or --gpus-per-node=N," \
+        "or set NPROC_PER_NODE to train on CPUs (see slurm/env.sh)"
+    elif [[ $gpus_per_node == *\ * ]]; then
+      lacks "the nodes of this job have different numbers of GPUs (${counts// /, }): submit with --gpus-per-node=N"
+    elif [ "$gpus_per_node" -gt "${counts%% *}" ]; then
+      lacks "GPUS_PER_NODE=$GPUS_PER_NODE, but a node of this job has ${counts%% *} GPUs by sinfo: set it to nothing, to use all"
+    fi
+    steps+=(--gpus-per-node="${GPUS_PER_NODE:-$counts}")
+    return
+  fi
+  if [ -z "$own" ]; then
     gpus_per_node=$(nvidia-smi -L 2>/dev/null | grep -c '^GPU ' || true)
-    NPROC_PER_NODE=$gpus_per_node
     echo "Slurm manages no GPUs here; nvidia-smi -L lists $gpus_per_node on $(hostname)"
     [ "$gpus_per_node" -gt 0 ] || lacks "no GPUs on $(hostname): set NPROC_PER_NODE to train on CPUs (see slurm/env.sh)"
   fi
+  NPROC_PER_NODE=$gpus_per_node
 }
 
 # Does the last --cp_size of these flags divide the job's ranks? Where their number is known to the steps alone

@@ -22,10 +22,10 @@ if [ "$DATASET" = allenai/c4 ]; then : "${DATASET_CONFIG_NAME:=en}"; fi
 # Another model needs another one.
 : "${OUTPUT_DIR:=}"
 
-# Ranks a node. Default: the GPUs that Slurm gives the job there; where it manages none, those that `nvidia-smi -L` lists on
-# the first node. Set it on CPUs.
+# Ranks a node. Default: the GPUs that the job requested; without a request, all that Slurm has there (sinfo's %G); where it
+# manages none, those that `nvidia-smi -L` lists on the first node. Set it on CPUs.
 : "${NPROC_PER_NODE:=}"
-# GPUs of a node, for an exclusive job that was submitted without --gpus-per-node.
+# GPUs of a node, if a job without --gpus-per-node is to use fewer than all.
 : "${GPUS_PER_NODE:=}"
 # Ranks that share a pack, neighbours; train_ddp_cp.sh's own. It divides the ranks of the job.
 : "${CP_SIZE:=2}"
