@@ -118,9 +118,10 @@ launch() {
 # GPUs in GRES as Slurm writes them: gpu:8, gpu:a100:4(S:0,1),gpu:1g.10gb:2,nic:4, gres:gpu:2, (null).
 gpus_in() {
   local entries entry count total=0
-  IFS=, read -ra entries < <(sed 's/([^)]*)//g' <<<"$1")
+  IFS=, read -ra entries <<<"$1" # at the comma in (S:0,1), too: what follows it names no GPU
   for entry in ${entries[@]+"${entries[@]}"}; do
     entry=${entry#gres[:/]}
+    entry=${entry%%(*}
     [[ $entry =~ ^gpu([:=]|$) ]] || continue
     count=${entry##*[:=]}
     [[ $count =~ ^[0-9]+$ ]] || count=1 # a name alone: --gres=gpu, --gres=gpu:a100
