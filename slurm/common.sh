@@ -186,28 +186,53 @@ check_cp_size() {
     echo "warning: --cp_size $size on $each ranks a node: keys cross the network in every layer" >&2
 }
 
-# Of ESM-2's training jobs, before their own flags; kubernetes/train-*-template.yaml have the same.
-defaults=(
-  --bf16 --do_eval --num_train_epochs=1 --max_seq_length=512 --per_device_train_batch_size=8
-  --gradient_accumulation_steps=1 --save_total_limit=3 --save_minutes=30 --dataloader_num_workers=2
-)
+# Of ESM-2's training jobs, after those of configs/sizes/; kubernetes/train-*-template.yaml have the same.
+defaults=(--bf16 --do_eval --num_train_epochs=1 --save_total_limit=3 --save_minutes=30 --dataloader_num_workers=2)
+
+# batch: flags for the global batch of MODEL's size (docs/sizes.md). GPUs of less than 80 GB, and CPUs, get small packs.
+size_flags() {
+  local memory
+  batch=("configs/sizes/$(basename "$MODEL").yaml")
+  [ -f "${batch[0]}" ] || batch=(configs/sizes/other.yaml)
+  memory=$(nvidia-smi -i 0 --query-gpu=memory.total --format=csv,noheader,nounits 2>/dev/null || true)
+  [ "$memory" -ge 75000 ] 2>/dev/null || batch+=(--per_device_train_batch_size=4)
+}
+
+# GUIDE=1: the guides' run, 100,000 proteins in minutes, with their batches, rate and optimiser.
+# guide_flags PROTEINS SIZE [FLAGS]     proteins of a step, and of a batch at most: as many as all ranks can have
+guide_flags() {
+  local proteins=$1 size=$2 each=${NPROC_PER_NODE:-$gpus_per_node} ranks
+  ranks=$((SLURM_JOB_NUM_NODES * ${each:-1}))
+  while [ "$size" -gt 0 ] && [ $((proteins % (size * ranks))) -ne 0 ]; do size=$((size - 1)); done
+  [ "$size" -gt 0 ] || lacks "GUIDE=$GUIDE: $ranks ranks do not divide the guide's $proteins proteins a step: take fewer"
+  batch=(
+    --max_train_samples=100000 --pad_to_max_length --max_seq_length=512 "${@:3}"
+    --per_device_train_batch_size="$size" --packs_per_step=$((proteins / (size > 0 ? size : 1)))
+    --learning_rate=5e-5 --lr_scheduler_type=linear --warmup_steps=0 --weight_decay=0 --adam_beta2=0.999
+  )
+}
 
 train() {
-  local script=$1
+  local script=$1 batch
   shift
   [ -n "$MODEL" ] || lacks "MODEL is not set: say facebook/esm2_t33_650M_UR50D (see slurm/env.sh)"
   [ -z "$DATASET_DIR" ] || [ -d "$DATASET_DIR" ] ||
     lacks "DATASET_DIR=$DATASET_DIR: no such directory on $(hostname): run slurm/submit_data.sh first"
   looked_at=(--config_name="$MODEL" ${INIT_FROM:+--model_name_or_path="$INIT_FROM"})
   looked_at+=(${DATASET_DIR:+--dataset_dir="$DATASET_DIR"} --output_dir="$OUTPUT_DIR")
-  pretrain "$script" "${looked_at[@]}" "${defaults[@]}" "$@"
+  count_gpus
+  case $GUIDE,$script in
+    ,* | 0,*) size_flags ;;
+    *,train_fsdp2.py | *,train_mfsdp.py) guide_flags 88 4 --max_steps=1136 ;;
+    *) guide_flags 32 8 ;;
+  esac
+  pretrain "$script" "${batch[@]}" "${looked_at[@]}" "${defaults[@]}" "$@"
 }
 
 # looked_at: flags of the run that the preflight has, too.
 looked_at=()
 pretrain() {
   local status=0 lost=""
-  count_gpus
   check_cp_size "$@"
   all_there
   if [ "$PREFLIGHT" != off ]; then

@@ -18,7 +18,7 @@ SLURM |= {"CONTAINER_IMAGE": "registry#image", "PREFLIGHT": "off"}
 
 
 def recorded(command: str, program: str, variables: dict, directory: Path) -> list[str]:
-    """The flags of the training script that the command starts by way of `program`."""
+    """The flags of the training script that the command starts by way of `program`. It runs in the repository."""
     stand_in, words = directory / program, directory / "words"
     stand_in.write_text(RECORD % words)
     stand_in.chmod(0o755)

@@ -30,7 +30,8 @@ TWO_NODES = "--nodes=2 --gpus-per-node=1"  # one rank on each
 
 def flags(**more) -> str:
     """What comes after the script: those flags of a tiny run that no variable gives."""
-    return " ".join(flags_of(None, None, **{"config_name": None, "config_overrides": TINY_OVERRIDES} | more))
+    usual = {"config_name": None, "config_overrides": TINY_OVERRIDES, "gradient_accumulation_steps": 1}
+    return " ".join(flags_of(None, None, **usual | more))
 
 
 def make_checkout(directory: Path) -> Path:
