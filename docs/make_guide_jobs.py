@@ -49,6 +49,7 @@ def training_args(name: str, checkpoint_dir: str) -> list[str]:
         "train_batch_size": run.train_batch_size,
         "val_batch_size": run.train_batch_size,
         "max_steps": run.max_steps,
+        "seed": run.seed,
         "checkpoint_freq": run.checkpoint_freq,
         "validation_freq": run.validation_freq,
         "checkpoint_dir": checkpoint_dir,
