@@ -38,7 +38,7 @@ def make_checkout(directory: Path) -> Path:
     """Without a .venv."""
     directory.mkdir()
     for path in ROOT.iterdir():
-        if path.suffix in (".py", ".sh", ".txt") or path.name in ("common", "extras"):
+        if path.suffix in (".py", ".sh", ".txt") or path.name in ("common", "configs", "extras"):
             (directory / path.name).symlink_to(path)
     shutil.copytree(ROOT / "slurm", directory / "slurm")  # where a user may be, with the checkout above
     return directory
