@@ -107,15 +107,15 @@ def _say(line: str, quiet: bool = False) -> None:
         sys.stderr.write(f"{line}\n")
 
 
-def _whose(error: OSError) -> str:
+def owner_of_denied(error: OSError) -> str:
     """Of a denied file: its owner, if that is another user, and in a container how to run as that user."""
-    if not isinstance(error, PermissionError) or not isinstance(error.filename, str):
+    if not isinstance(error, PermissionError) or not isinstance(error.filename, str | os.PathLike):
         return ""
     path, me = Path(error.filename).absolute(), os.geteuid()
     with suppress(OSError, StopIteration):
         there = next(each for each in (path, *path.parents) if os.path.lexists(each))
         if (owner := there.stat().st_uid) != me:
-            said = f": {there} belongs to user {owner}, and this is user {me}"
+            said = f"{there} belongs to user {owner}, and this is user {me}"
             if any(map(os.path.exists, CONTAINER_MARKS)):
                 said += ": add --user $(id -u):$(id -g) to docker run"
             return said
@@ -136,8 +136,8 @@ def user_errors(where: str = "", quiet: bool = False):
         message = str(error)
         if isinstance(error, OSError):
             path = f"{error.filename}: " if error.filename else ""
-            what_to_do = f": {MAKE_ROOM}" if error.errno in NO_ROOM else _whose(error)
-            message = f"{path}{error.strerror}{what_to_do} (set TRACEBACK=1 for the full stack)"
+            what_to_do = MAKE_ROOM if error.errno in NO_ROOM else owner_of_denied(error)
+            message = f"{path}{error.strerror}{what_to_do and f': {what_to_do}'} (set TRACEBACK=1 for the full stack)"
         _say(f"error: {where}{message}", quiet)
         raise SystemExit(BAD_INPUT) from None
     except MachineFault as error:
