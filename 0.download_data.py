@@ -1,3 +1,4 @@
+#!/usr/bin/env python3
 """FASTA to csv/x000.csv, x001.csv, ... (`id,text`): downloaded, shuffled as a whole, in files of exact size.
 
     python 0.download_data.py --output_dir DIR [--source FILE_OR_URL ...]

@@ -1,3 +1,4 @@
+#!/usr/bin/env python3
 """Text to OUTPUT_DIR/text/{train,validation}: token ids of documents, each ended by the end-of-text token.
 
     python 1.tokenize_text.py --dataset texts.jsonl --tokenizer bytes --output_dir DIR

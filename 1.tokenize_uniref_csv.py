@@ -1,3 +1,4 @@
+#!/usr/bin/env python3
 """csv/*.csv (`id,text`) to processed/arrow/{train,validation,test}: ESM-2 token ids, `<cls> residues <eos>`, uint8.
 
     python 1.tokenize_uniref_csv.py --input_dir DIR/csv --output_dir DIR/processed

@@ -2,8 +2,9 @@
 
     python -m benchmarks.sizes          makes the tables of docs/sizes.md anew
 
-Batches, rates and steps are the paper's (supplement of Lin et al. 2023). Memory is what --dry_run says, checkpoints
-are 12 bytes a parameter, speed is that of benchmarks/step_model.py: an estimate.
+Batches, rates and steps are the paper's (supplement of Lin et al. 2023), in configs/sizes/, which the job scripts use.
+Memory is what --dry_run says, checkpoints are 12 bytes a parameter, speed is that of benchmarks/step_model.py: an
+estimate.
 """
 
 from __future__ import annotations
@@ -16,10 +17,10 @@ from math import log
 from pathlib import Path
 
 from benchmarks.dry_run import parsed, predicted
-from benchmarks.measuring import ROOT, where_measured, words
+from benchmarks.measuring import ROOT, where_measured
 from benchmarks.step_model import COMPILED, DEVICES, Step, step_of
 from common.cli import UserError, run
-from common.flags import Flags, flag, flat, parse_arguments
+from common.flags import Flags, flag, flat, parse_arguments, read_file_of_flags
 from common.models.esm2.config import ESM2_SIZES
 from common.training.arguments import DryRunFlags
 from common.training.checkpoint import CheckpointFlags
@@ -32,32 +33,59 @@ DDP, FSDP2 = "train_ddp", "train_fsdp2"
 MEETING = "--rdzv_backend=c10d --rdzv_endpoint=FIRST_NODE:29500 --rdzv_id=NAME"
 
 
+def size_file(name: str) -> str:
+    """The file of flags of a model on the Hub, as the job scripts find it."""
+    return f"configs/sizes/{name.rpartition('/')[2]}.yaml"
+
+
 @dataclass(frozen=True)
 class Plan:
-    """flags: beside those of every size."""
+    """flags: those of its file; also: those that not all sizes have. perplexity: published, after all steps."""
 
     size: str
     script: str
     gpus: int
-    tokens_per_pack: int
-    accumulation: int
-    flags: tuple[tuple[str, object], ...] = ()
-    steps: int = 500_000
-    perplexity: float | None = None  # published, of held-out UniRef50 after all steps
+    flags: dict
+    perplexity: float | None = None  # of held-out UniRef50
+
+    @classmethod
+    def read(cls, size: str, script: str, gpus: int, perplexity: float | None = None) -> Plan:
+        name = next(name for name in ESM2_SIZES if f"_{size}_" in name)
+        return cls(size, script, gpus, read_file_of_flags(str(ROOT / size_file(name))), perplexity)
 
     @property
     def name(self) -> str:
-        return next(name for name in ESM2_SIZES if f"_{self.size}_" in name)
+        return self.flags["config_name"]
+
+    @property
+    def also(self) -> dict:
+        usual = {
+            "config_name",
+            "bf16",
+            "max_seq_length",
+            "per_device_train_batch_size",
+            "tokens_per_step",
+            "max_steps",
+        }
+        if str(self.flags["learning_rate"]) == "4e-4":
+            usual.add("learning_rate")
+        return {name: value for name, value in self.flags.items() if name not in usual}
+
+    @property
+    def tokens_per_pack(self) -> int:
+        return self.flags["per_device_train_batch_size"] * self.flags["max_seq_length"]
+
+    @property
+    def accumulation(self) -> int:
+        return round(self.flags["tokens_per_step"] / (self.gpus * self.tokens_per_pack))
+
+    @property
+    def steps(self) -> int:
+        return self.flags["max_steps"]
 
     @property
     def step_tokens(self) -> int:
         return self.gpus * self.tokens_per_pack * self.accumulation
-
-    @property
-    def values(self) -> dict[str, object]:
-        said = {"config_name": self.name, "bf16": True, "tokens_per_pack": self.tokens_per_pack}
-        said |= {"gradient_accumulation_steps": self.accumulation, "max_steps": self.steps}
-        return said | dict(self.flags)
 
     @property
     def nodes(self) -> int:
@@ -67,10 +95,9 @@ class Plan:
     def command(self) -> str:
         """The same on every node."""
         places = {"dataset_dir": "data/processed/arrow", "output_dir": f"out-{self.size}"}
-        said = (self.values | places).items()
-        flags = " ".join(f"--{name}" if value is True else f"--{name} {value}" for name, value in said)
+        flags = " ".join(f"--{name} {value}" for name, value in places.items())
         nodes = f"--nnodes={self.nodes} {MEETING} " * (self.nodes > 1)
-        return f"python -m extras.launch {nodes}--nproc_per_node=8 {self.script}.py {flags}"
+        return f"python -m extras.launch {nodes}--nproc_per_node=8 {self.script}.py {size_file(self.name)} {flags}"
 
     @property
     def step(self) -> Step:
@@ -81,7 +108,7 @@ class Plan:
     def seconds(self) -> float:
         """A step, by the model, with communication fully overlapped."""
         once, h100 = self.step, DEVICES[0]
-        if dict(self.flags).get("activation_checkpointing") != "full":
+        if self.flags.get("activation_checkpointing") != "full":
             return once.seconds(h100)
         again = replace(once, phases=[once.layer[0] * (ESM2_SIZES[self.name][0] * self.accumulation)])
         return once.seconds(h100) + again.seconds(h100)
@@ -95,7 +122,7 @@ class Plan:
         """The published one, or between those of the next sizes that have one."""
         if self.perplexity:
             return f"{log(self.perplexity):.2f}"
-        sizes = [plan.size for plan in PLANS]
+        sizes = list(dict.fromkeys(plan.size for plan in PLANS))
         known = {plan.size: log(plan.perplexity) for plan in PLANS if plan.perplexity}
         here = sizes.index(self.size)
         smaller = next(known[size] for size in reversed(sizes[:here]) if size in known)
@@ -103,14 +130,14 @@ class Plan:
         return f"{larger[0]:.2f} to {smaller:.2f}" if larger else f"below {smaller:.2f}"
 
 
-LARGE = (("activation_checkpointing", "full"), ("learning_rate", "1.6e-4"), ("weight_decay", 0.1))
 PLANS = [
-    Plan("8M", DDP, 8, 32768, 8, perplexity=10.26),
-    Plan("35M", DDP, 8, 32768, 8),
-    Plan("150M", DDP, 8, 32768, 8),
-    Plan("650M", DDP, 32, 16384, 4, perplexity=7.14),
-    Plan("3B", FSDP2, 128, 16384, 1, perplexity=6.42),
-    Plan("15B", FSDP2, 256, 12288, 1, LARGE, steps=270_000),
+    Plan.read("8M", DDP, 8, 10.26),
+    Plan.read("35M", DDP, 8),
+    Plan.read("150M", DDP, 8),
+    Plan.read("650M", DDP, 8, 7.14),
+    Plan.read("650M", DDP, 32, 7.14),
+    Plan.read("3B", FSDP2, 128, 6.42),
+    Plan.read("15B", FSDP2, 256),
 ]
 
 
@@ -121,7 +148,7 @@ class Arguments(Flags):
 
 def memory(plan: Plan) -> float:
     """GiB of a GPU, with what --dry_run adds for what it does not count."""
-    return predicted(plan.script, plan.gpus, words(plan.values)) / GIB + RESERVE
+    return predicted(plan.script, plan.gpus, [str(ROOT / size_file(plan.name))]) / GIB + RESERVE
 
 
 def checkpoints(plan: Plan) -> float:
@@ -130,11 +157,11 @@ def checkpoints(plan: Plan) -> float:
 
 
 def plans_table() -> Iterator[str]:
-    yield "| model | script | GPUs | `--tokens_per_pack` | `--gradient_accumulation_steps` | tokens a step | also "
+    yield "| model | script | GPUs | tokens of a pack | accumulation | tokens a step | also "
     yield "| memory of a GPU, GiB | checkpoints, GB | tokens/s | days | held-out loss |\n"
     yield "|---|---|--:|--:|--:|--:|---|--:|--:|--:|--:|--:|\n"
     for plan in PLANS:
-        flags = " ".join(f"`--{name} {value}`" for name, value in plan.flags)
+        flags = " ".join(f"`--{name} {value}`" for name, value in plan.also.items())
         nodes = f" ({plan.nodes} nodes)" if plan.nodes > 1 else ""
         rate = plan.step_tokens / plan.seconds
         yield f"| {plan.size} | `{plan.script}.py` | {plan.gpus}{nodes} | {plan.tokens_per_pack:,} "
@@ -159,8 +186,10 @@ def one_node_table() -> Iterator[str]:
         if plan is None:
             yield " | | |\n"
             continue
-        packs = {"tokens_per_pack": args.data.tokens_per_pack, "accumulation": args.data.gradient_accumulation_steps}
-        plan = replace(plan, gpus=8, steps=args.data.max_steps, **packs)
+        pack = args.data.tokens_per_pack
+        own = {"per_device_train_batch_size": pack // args.data.max_seq_length, "max_steps": args.data.max_steps}
+        own |= {"tokens_per_step": 8 * pack * args.data.gradient_accumulation_steps}
+        plan = replace(plan, gpus=8, flags=plan.flags | own)
         yield f"{checkpoints(plan):,.1f} | {plan.days:.1f} | {plan.loss} |\n"
 
 

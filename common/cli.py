@@ -19,6 +19,7 @@ MACHINE_FAULT = 1
 BAD_INPUT = 2  # exit status for anything the user can fix; tracebacks (status 1) are for our bugs
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 MAKE_ROOM = "make room, or choose another --output_dir"
+CONTAINER_MARKS = ("/.dockerenv", "/run/.containerenv")  # Docker's and Podman's, in a container
 INTERRUPTED = 130  # Ctrl-C, as in shells
 STOPPED_BY_SIGTERM = 143  # SIGTERM, likewise
 LAUNCHER_SPEAKS = "LAUNCHER_SPEAKS"  # in the environment: what started this rank prints its error line, after all else
@@ -106,6 +107,21 @@ def _say(line: str, quiet: bool = False) -> None:
         sys.stderr.write(f"{line}\n")
 
 
+def owner_of_denied(error: OSError) -> str:
+    """Of a denied file: its owner, if that is another user, and in a container how to run as that user."""
+    if not isinstance(error, PermissionError) or not isinstance(error.filename, str | os.PathLike):
+        return ""
+    path, me = Path(error.filename).absolute(), os.geteuid()
+    with suppress(OSError, StopIteration):
+        there = next(each for each in (path, *path.parents) if os.path.lexists(each))
+        if (owner := there.stat().st_uid) != me:
+            said = f"{there} belongs to user {owner}, and this is user {me}"
+            if any(map(os.path.exists, CONTAINER_MARKS)):
+                said += ": add --user $(id -u):$(id -g) to docker run"
+            return said
+    return ""
+
+
 @contextmanager
 def user_errors(where: str = "", quiet: bool = False):
     """Turn the errors a user causes (bad input, unwritable paths, full disks) into one line and status 2.
@@ -120,8 +136,8 @@ def user_errors(where: str = "", quiet: bool = False):
         message = str(error)
         if isinstance(error, OSError):
             path = f"{error.filename}: " if error.filename else ""
-            what_to_do = f": {MAKE_ROOM}" if error.errno in NO_ROOM else ""
-            message = f"{path}{error.strerror}{what_to_do} (set TRACEBACK=1 for the full stack)"
+            what_to_do = MAKE_ROOM if error.errno in NO_ROOM else owner_of_denied(error)
+            message = f"{path}{error.strerror}{what_to_do and f': {what_to_do}'} (set TRACEBACK=1 for the full stack)"
         _say(f"error: {where}{message}", quiet)
         raise SystemExit(BAD_INPUT) from None
     except MachineFault as error:

@@ -48,12 +48,14 @@ class Flags:
 
     overrides: {flag: flags whose values from the file of flags it removes when given on the command line}.
     last_wins: flags of `overrides` that also replace those given before them on the command line.
+    belongs_to: {flag: the one whose value it describes}: another value of that one, given later, removes it.
     changed: {flag: flag(...)} of flags of other groups that have another default, help or alias here; an empty help
     keeps theirs. idle: {name: why it does nothing}, of names that are accepted for compatibility only.
     """
 
     overrides: ClassVar[dict[str, tuple[str, ...]]] = {}
     last_wins: ClassVar[tuple[str, ...]] = ()
+    belongs_to: ClassVar[dict[str, str]] = {}
     changed: ClassVar[dict[str, Any]] = {}
     idle: ClassVar[dict[str, str]] = {}
     # For --help: the title of the class's flags, those every run needs, those only --help_all shows, and those it
@@ -187,12 +189,18 @@ def parse_arguments(
         file, *argv = argv
         of_file = parser.parse_file(file)
     given = parser.split(argv)
-    overrides, last_wins = {}, set()
+    overrides, last_wins, belongs_to = {}, set(), {}
     for kind in (kind for part in groups(defaults) for kind in type(part).__mro__):
         overrides |= vars(kind).get("overrides", {})
         last_wins |= set(vars(kind).get("last_wins", ()))
+        belongs_to |= vars(kind).get("belongs_to", {})
     kept: list[tuple[str, list[str]]] = []
     for name, words in given:
+        described = tuple(each for each, of in belongs_to.items() if of == name)
+        if name in of_file and parser.values(of_file[name]) != parser.values(words):
+            of_file = {each: value for each, value in of_file.items() if each not in described}
+        if any(each == name and parser.values(value) != parser.values(words) for each, value in kept):
+            kept = _without(kept, described, words)
         for each in (name, *overrides.get(name, ())):
             of_file.pop(each, None)
         if name in last_wins:

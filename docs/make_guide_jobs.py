@@ -49,6 +49,7 @@ def training_args(name: str, checkpoint_dir: str) -> list[str]:
         "train_batch_size": run.train_batch_size,
         "val_batch_size": run.train_batch_size,
         "max_steps": run.max_steps,
+        "seed": run.seed,
         "checkpoint_freq": run.checkpoint_freq,
         "validation_freq": run.validation_freq,
         "checkpoint_dir": checkpoint_dir,
@@ -96,8 +97,8 @@ def sbatch(name: str) -> str:
     variables = f"""\
 
 # User variables; more of them in slurm/env.sh. export HF_TOKEN=... before sbatch.
-: "${{GPUS_PER_NODE:=8}}" # p4d, p5, p6-b200: 8; g5.12xlarge: 4; g5.xlarge: 1
-: "${{FI_PROVIDER=efa}}"  # nothing on instances without EFA: FI_PROVIDER= sbatch ...
+: "${{GPUS_PER_NODE:=}}" # all that a node has; or p4d, p5, p6-b200: 8; g5.12xlarge: 4; g5.xlarge: 1
+: "${{FI_PROVIDER=efa}}" # nothing on instances without EFA: FI_PROVIDER= sbatch ...
 #export CONTAINER_IMAGE=$(pwd)/pytorch-fsdp.sqsh
 MODEL={name}
 

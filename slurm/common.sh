@@ -11,7 +11,7 @@ case ${1:-} in -h | --help) sed -n '2,/^[^#]/{/^#SBATCH/d;/^#/!d;s/^# \{0,1\}//;
 
 fail() { echo "error: $*" >&2; exit 2; }
 
-[ -n "${SLURM_JOB_ID:-}" ] || fail "this is no Slurm job: submit with sbatch [--nodes=N --gpus-per-node=G] slurm/NAME.sh"
+[ -n "${SLURM_JOB_ID:-}" ] || fail "this is no Slurm job: submit with sbatch [--nodes=N] slurm/NAME.sh"
 # shellcheck source=slurm/env.sh
 . slurm/env.sh
 
@@ -115,30 +115,59 @@ launch() {
     --rdzv_backend=c10d --rdzv_endpoint="$(hostname):$((10000 + (RANDOM * 32768 + RANDOM) % 20000))" "$@"
 }
 
-# Ranks per node if NPROC_PER_NODE is not set: the GPUs that the job requested from Slurm, which node.sh counts; else
-# GPUS_PER_NODE, which the steps of an exclusive job can request themselves; else, if Slurm manages none, those of
-# the driver. gpus_per_node: how many the preflight has to find; empty: as many as there are ranks.
+# GPUs in GRES as Slurm writes them: gpu:8, gpu:a100:4(S:0,1),gpu:1g.10gb:2,nic:4, gres:gpu:2, (null).
+gpus_in() {
+  local entries entry count total=0
+  IFS=, read -ra entries <<<"$1" # at the comma in (S:0,1), too: what follows it names no GPU
+  for entry in ${entries[@]+"${entries[@]}"}; do
+    entry=${entry#gres[:/]}
+    entry=${entry%%(*}
+    [[ $entry =~ ^gpu([:=]|$) ]] || continue
+    count=${entry##*[:=]}
+    [[ $count =~ ^[0-9]+$ ]] || count=1 # a name alone: --gres=gpu, --gres=gpu:a100
+    total=$((total + count))
+  done
+  echo "$total"
+}
+
+# Ranks per node if NPROC_PER_NODE is not set: the GPUs that the job requested from Slurm; else, as jobs are exclusive,
+# all that the nodes have (sinfo's %G), or GPUS_PER_NODE of them, which the steps request; else, if Slurm manages none,
+# GPUS_PER_NODE, or those of the driver. gpus_per_node: how many the preflight has to find; empty: as many as there are ranks.
 gpus_per_node=""
 count_gpus() {
+  local job counts own=${GPUS_PER_NODE##*:} # of h200:8
   [ -z "$NPROC_PER_NODE" ] || return 0
-  if [[ $(scontrol --oneliner show job "$SLURM_JOB_ID") =~ \ TresPer[A-Za-z]+=[^\ ]*gpu ]]; then
+  job=$(scontrol --oneliner show job "$SLURM_JOB_ID" || true)
+  if [[ $job =~ \ TresPer[A-Za-z]+=[^\ ]*gpu ]]; then
     # Without this number a job whose nodes have all lost their driver would train on their CPUs.
-    gpus_per_node=${SLURM_GPUS_PER_NODE:-}
-    gpus_per_node=${gpus_per_node##*:} # of h200:8
-  elif [[ $(sinfo --noheader --nodes="$SLURM_JOB_NODELIST" --format=%G) == *gpu* ]]; then
-    [ -n "$GPUS_PER_NODE" ] ||
-      lacks "this job has no GPUs: submit with --gpus-per-node=N, or set NPROC_PER_NODE to train on CPUs (see slurm/env.sh)"
-    gpus_per_node=$GPUS_PER_NODE
-    steps+=(--gpus-per-node="$GPUS_PER_NODE")
-  elif [ -n "$GPUS_PER_NODE" ]; then
-    gpus_per_node=$GPUS_PER_NODE
-    NPROC_PER_NODE=$gpus_per_node
-  else
+    if [[ $job =~ \ TresPerNode=([^\ ]*gpu[^\ ]*) ]]; then gpus_per_node=$(gpus_in "${BASH_REMATCH[1]}"); fi
+    return
+  fi
+  if [ -n "$own" ] && ! [[ $own =~ ^[1-9][0-9]*$ ]]; then
+    lacks "GPUS_PER_NODE=$GPUS_PER_NODE: a number, or nothing: all GPUs that a node has"
+    return
+  fi
+  counts=$(sinfo --noheader --nodes="$SLURM_JOB_NODELIST" --format=%G | while read -r gres; do gpus_in "$gres"; done || true)
+  counts=$(sort -nu <<<"$counts" | paste -sd ' ')
+  gpus_per_node=${own:-$counts}
+  if [ "${counts:-0}" != 0 ]; then
+    if [[ $job != *\ OverSubscribe=NO\ * ]]; then
+      lacks "this job is not exclusive and has requested no GPUs: submit with --exclusive or --gpus-per-node=N," \
+        "or set NPROC_PER_NODE to train on CPUs (see slurm/env.sh)"
+    elif [[ $gpus_per_node == *\ * ]]; then
+      lacks "the nodes of this job have different numbers of GPUs (${counts// /, }): submit with --gpus-per-node=N"
+    elif [ "$gpus_per_node" -gt "${counts%% *}" ]; then
+      lacks "GPUS_PER_NODE=$GPUS_PER_NODE, but a node of this job has ${counts%% *} GPUs by sinfo: set it to nothing, to use all"
+    fi
+    steps+=(--gpus-per-node="${GPUS_PER_NODE:-$counts}")
+    return
+  fi
+  if [ -z "$own" ]; then
     gpus_per_node=$(nvidia-smi -L 2>/dev/null | grep -c '^GPU ' || true)
-    NPROC_PER_NODE=$gpus_per_node
     echo "Slurm manages no GPUs here; nvidia-smi -L lists $gpus_per_node on $(hostname)"
     [ "$gpus_per_node" -gt 0 ] || lacks "no GPUs on $(hostname): set NPROC_PER_NODE to train on CPUs (see slurm/env.sh)"
   fi
+  NPROC_PER_NODE=$gpus_per_node
 }
 
 # Does the last --cp_size of these flags divide the job's ranks? Where their number is known to the steps alone
@@ -157,28 +186,53 @@ check_cp_size() {
     echo "warning: --cp_size $size on $each ranks a node: keys cross the network in every layer" >&2
 }
 
-# Of ESM-2's training jobs, before their own flags; kubernetes/train-*-template.yaml have the same.
-defaults=(
-  --bf16 --do_eval --num_train_epochs=1 --max_seq_length=512 --per_device_train_batch_size=8
-  --gradient_accumulation_steps=1 --save_total_limit=3 --save_minutes=30 --dataloader_num_workers=2
-)
+# Of ESM-2's training jobs, after those of configs/sizes/; kubernetes/train-*-template.yaml have the same.
+defaults=(--bf16 --do_eval --num_train_epochs=1 --save_total_limit=3 --save_minutes=30 --dataloader_num_workers=2)
+
+# batch: flags for the global batch of MODEL's size (docs/sizes.md). GPUs of less than 80 GB, and CPUs, get small packs.
+size_flags() {
+  local memory
+  batch=("configs/sizes/$(basename "$MODEL").yaml")
+  [ -f "${batch[0]}" ] || batch=(configs/sizes/other.yaml)
+  memory=$(nvidia-smi -i 0 --query-gpu=memory.total --format=csv,noheader,nounits 2>/dev/null || true)
+  [ "$memory" -ge 75000 ] 2>/dev/null || batch+=(--per_device_train_batch_size=4)
+}
+
+# GUIDE=1: the guides' run, 100,000 proteins in minutes, with their batches, rate and optimiser.
+# guide_flags PROTEINS SIZE [FLAGS]     proteins of a step, and of a batch at most: as many as all ranks can have
+guide_flags() {
+  local proteins=$1 size=$2 each=${NPROC_PER_NODE:-$gpus_per_node} ranks
+  ranks=$((SLURM_JOB_NUM_NODES * ${each:-1}))
+  while [ "$size" -gt 0 ] && [ $((proteins % (size * ranks))) -ne 0 ]; do size=$((size - 1)); done
+  [ "$size" -gt 0 ] || lacks "GUIDE=$GUIDE: $ranks ranks do not divide the guide's $proteins proteins a step: take fewer"
+  batch=(
+    --max_train_samples=100000 --pad_to_max_length --max_seq_length=512 "${@:3}"
+    --per_device_train_batch_size="$size" --packs_per_step=$((proteins / (size > 0 ? size : 1)))
+    --learning_rate=5e-5 --lr_scheduler_type=linear --warmup_steps=0 --weight_decay=0 --adam_beta2=0.999
+  )
+}
 
 train() {
-  local script=$1
+  local script=$1 batch
   shift
   [ -n "$MODEL" ] || lacks "MODEL is not set: say facebook/esm2_t33_650M_UR50D (see slurm/env.sh)"
   [ -z "$DATASET_DIR" ] || [ -d "$DATASET_DIR" ] ||
     lacks "DATASET_DIR=$DATASET_DIR: no such directory on $(hostname): run slurm/submit_data.sh first"
   looked_at=(--config_name="$MODEL" ${INIT_FROM:+--model_name_or_path="$INIT_FROM"})
   looked_at+=(${DATASET_DIR:+--dataset_dir="$DATASET_DIR"} --output_dir="$OUTPUT_DIR")
-  pretrain "$script" "${looked_at[@]}" "${defaults[@]}" "$@"
+  count_gpus
+  case $GUIDE,$script in
+    ,* | 0,*) size_flags ;;
+    *,train_fsdp2.py | *,train_mfsdp.py) guide_flags 88 4 --max_steps=1136 ;;
+    *) guide_flags 32 8 ;;
+  esac
+  pretrain "$script" "${batch[@]}" "${looked_at[@]}" "${defaults[@]}" "$@"
 }
 
 # looked_at: flags of the run that the preflight has, too.
 looked_at=()
 pretrain() {
   local status=0 lost=""
-  count_gpus
   check_cp_size "$@"
   all_there
   if [ "$PREFLIGHT" != off ]; then

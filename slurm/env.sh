@@ -5,10 +5,12 @@
 # Where data and results go: a directory on a filesystem that all nodes share. No default; for decoders the repository.
 : "${TARGET_PATH:=}"
 # The model: facebook/esm2_t{6_8M,12_35M,30_150M,33_650M,36_3B,48_15B}_UR50D; for train_clm.sh a decoder: llama2_{7b,13b,70b},
-# llama3_1_{8b,70b}, llama3_2_{1b,3b}, mathstral_7b, mistral_8x7b, a directory or a name on the Hub. No default.
-: "${MODEL:=}"
+# llama3_1_{8b,70b}, llama3_2_{1b,3b}, mathstral_7b, mistral_8x7b, a directory or a name on the Hub. Default: INIT_FROM's.
+: "${MODEL:=${INIT_FROM:-}}"
 # Weights to start from: a directory (final_model/ of another run) or a name on the Hub. Default: random ones.
 : "${INIT_FROM:=}"
+# 1: the guides' short run of ESM-2: 100,000 proteins, with their batches, rate and optimiser.
+: "${GUIDE:=}"
 # Proteins to train on, as slurm/preprocess.sh writes them. Set it to nothing to pass --dataset instead.
 : "${DATASET_DIR=${TARGET_PATH:+$TARGET_PATH/processed/arrow}}"
 # train_clm.sh's own: text to train on, read in place: a dataset on the Hub, or files; `en` is C4's English. Set it to
@@ -22,10 +24,10 @@ if [ "$DATASET" = allenai/c4 ]; then : "${DATASET_CONFIG_NAME:=en}"; fi
 # Another model needs another one.
 : "${OUTPUT_DIR:=}"
 
-# Ranks a node. Default: the GPUs that Slurm gives the job there; where it manages none, those that `nvidia-smi -L` lists on
-# the first node. Set it on CPUs.
+# Ranks a node. Default: the GPUs that the job requested; without a request, all that Slurm has there (sinfo's %G); where it
+# manages none, those that `nvidia-smi -L` lists on the first node. Set it on CPUs.
 : "${NPROC_PER_NODE:=}"
-# GPUs of a node, for an exclusive job that was submitted without --gpus-per-node.
+# GPUs of a node, if a job without --gpus-per-node is to use fewer than all.
 : "${GPUS_PER_NODE:=}"
 # Ranks that share a pack, neighbours; train_ddp_cp.sh's own. It divides the ranks of the job.
 : "${CP_SIZE:=2}"

@@ -2,7 +2,7 @@
 # Submit the two data jobs, the second to start when the first has succeeded. Prints the number of the second:
 #
 #   data=$(slurm/submit_data.sh [flags of 0.download_data.py] [-- flags of 1.tokenize_uniref_csv.py])
-#   sbatch --dependency=afterok:$data --kill-on-invalid-dep=yes --nodes=4 --gpus-per-node=8 slurm/train_fsdp.sh
+#   sbatch --dependency=afterok:$data --kill-on-invalid-dep=yes --nodes=4 slurm/train_fsdp.sh
 #
 # Options of sbatch go into its variables: SBATCH_PARTITION=cpu slurm/submit_data.sh
 set -euo pipefail

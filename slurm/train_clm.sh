@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Pretrain MODEL, a decoder, with FSDP2 on streamed text: nothing to prepare. Variables: slurm/env.sh.
 #
-#   MODEL=llama3_1_8b sbatch --gpus-per-node=8 slurm/train_clm.sh [--max_steps 1000 or any flag of train_fsdp2.py]
+#   MODEL=llama3_1_8b sbatch slurm/train_clm.sh [--max_steps 1000 or any flag of train_fsdp2.py]
 #SBATCH --job-name=clm
 #SBATCH --nodes=4
 #SBATCH --exclusive

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Pretrain MODEL with DistributedDataParallel: every GPU holds the whole model. Variables: slurm/env.sh.
 #
-#   sbatch --nodes=4 --gpus-per-node=8 slurm/train_ddp.sh [--max_steps 100000 or any flag of train_ddp.py]
+#   sbatch --nodes=4 slurm/train_ddp.sh [--max_steps 100000 or any flag of train_ddp.py]
 #SBATCH --job-name=esm2-ddp
 #SBATCH --nodes=2
 #SBATCH --exclusive

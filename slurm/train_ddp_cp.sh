@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Pretrain MODEL with DDP and context parallelism: CP_SIZE consecutive GPUs share each pack. Variables: slurm/env.sh.
 #
-#   CP_SIZE=4 sbatch --nodes=4 --gpus-per-node=8 slurm/train_ddp_cp.sh [--max_steps 100000 or any flag of train_ddp_cp.py]
+#   CP_SIZE=4 sbatch --nodes=4 slurm/train_ddp_cp.sh [--max_steps 100000 or any flag of train_ddp_cp.py]
 #SBATCH --job-name=esm2-ddp-cp
 #SBATCH --nodes=2
 #SBATCH --exclusive

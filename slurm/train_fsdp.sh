@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Pretrain MODEL with FSDP2: weights, gradients and optimiser state are sharded over the GPUs. Variables: slurm/env.sh.
 #
-#   sbatch --nodes=4 --gpus-per-node=8 slurm/train_fsdp.sh [--max_steps 100000 or any flag of train_fsdp2.py]
+#   sbatch --nodes=4 slurm/train_fsdp.sh [--max_steps 100000 or any flag of train_fsdp2.py]
 #SBATCH --job-name=esm2-fsdp
 #SBATCH --nodes=2
 #SBATCH --exclusive

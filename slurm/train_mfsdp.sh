@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Pretrain MODEL with Megatron-FSDP: weights, gradients and optimiser state are sharded. Variables: slurm/env.sh.
 #
-#   sbatch --nodes=4 --gpus-per-node=8 slurm/train_mfsdp.sh [--max_steps 100000 or any flag of train_mfsdp.py]
+#   sbatch --nodes=4 slurm/train_mfsdp.sh [--max_steps 100000 or any flag of train_mfsdp.py]
 #SBATCH --job-name=esm2-mfsdp
 #SBATCH --nodes=2
 #SBATCH --exclusive

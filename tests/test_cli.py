@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import logging
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -11,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from common.cli import UserError
+from common.cli import UserError, user_errors
 from common.flags import Flags, Missing, checked, flag, flat, parse_arguments, with_flags
 from tests.conftest import ROOT
 
@@ -277,3 +279,21 @@ run(main, resumable=True)
 def test_sigterm_in_a_destructor_still_stops():
     done = subprocess.run([sys.executable, "-c", STOPPED_IN_A_DESTRUCTOR], cwd=ROOT, capture_output=True, text=True)
     assert (done.returncode, done.stderr.count("\n")) == (143, 1), done.stderr
+
+
+@pytest.mark.parametrize("in_container", [True, False])
+def test_denied_file_names_its_owner_and_the_user_to_run_as(tmp_path, monkeypatch, capsys, in_container):
+    """A folder that docker run -v mounts often belongs to another user than the image's."""
+    monkeypatch.setattr("common.cli.CONTAINER_MARKS", [str(tmp_path)] * in_container)
+    there, owner, me = Path("/"), 0, os.geteuid()
+    if me == 0:
+        there, owner = tmp_path / "data", 4321
+        there.mkdir()
+        os.chown(there, owner, owner)
+    with pytest.raises(SystemExit) as end, user_errors():
+        raise PermissionError(errno.EACCES, "Permission denied", str(there / "csv" / "x000.csv"))
+    assert end.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    said = f"Permission denied: {there} belongs to user {owner}, and this is user {me}"
+    assert line.startswith(f"error: {there / 'csv' / 'x000.csv'}: {said}")
+    assert ("add --user $(id -u):$(id -g) to docker run" in line) == in_container

@@ -55,7 +55,19 @@ class StepFlags(Flags):
         None, "Packs (batches) in a global step. Default: ranks x --gradient_accumulation_steps. Kept on resume."
     )
 
-    overrides = {"num_train_epochs": ("max_steps",)}
+    tokens_per_step: int | None = flag(
+        None,
+        "Tokens in a global step, in place of --gradient_accumulation_steps: as many packs as come nearest and divide "
+        "among the ranks. Kept on resume.",
+    )
+
+    overrides = {
+        "num_train_epochs": ("max_steps",),
+        "gradient_accumulation_steps": ("tokens_per_step",),
+        "packs_per_step": ("tokens_per_step",),
+        "tokens_per_step": ("packs_per_step", "gradient_accumulation_steps"),
+    }
+    last_wins = ("gradient_accumulation_steps", "packs_per_step", "tokens_per_step")
 
     def loading(self, device: torch.device) -> dict[str, Any]:
         """The data loader's worker settings for this device."""
@@ -70,8 +82,10 @@ class StepFlags(Flags):
         self.require_at_least(
             1,
             *("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps"),
-            *("packs_per_step", "dataloader_prefetch_factor"),
+            *("packs_per_step", "tokens_per_step", "dataloader_prefetch_factor"),
         )
+        if self.packs_per_step and self.tokens_per_step:
+            raise UserError("--packs_per_step and --tokens_per_step exclude each other")
         if self.max_steps == 0 or (self.max_steps < 0 and self.num_train_epochs <= 0):
             raise UserError("nothing to train: --max_steps and --num_train_epochs are both zero or below")
 

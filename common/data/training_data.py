@@ -172,12 +172,16 @@ def open_data(
     return data
 
 
-def packs_per_step(flags: StepFlags, mesh: Mesh, saved: int | None) -> int:
-    """Packs in a global step: the flag, else the checkpoint's number, else one a rank and accumulation step.
+def packs_per_step(flags: StepFlags, mesh: Mesh, pack_tokens: int, saved: int | None = None) -> int:
+    """Packs in a global step: the flag, else the checkpoint's number, else as many as each rank accumulates.
 
-    `check_divisible` checks that the ranks can share them.
+    pack_tokens: of a pack, for --tokens_per_step. `check_divisible` checks that the ranks can share them.
     """
-    return flags.packs_per_step or saved or mesh.dp_size * flags.gradient_accumulation_steps
+    if packs := flags.packs_per_step or saved:
+        return packs
+    if flags.tokens_per_step is None:
+        return mesh.dp_size * flags.gradient_accumulation_steps
+    return mesh.dp_size * max(1, round(flags.tokens_per_step / (mesh.dp_size * pack_tokens)))
 
 
 def masked_batches(flags: DataFlags, tokens: TokenSet, seed: int, mesh: Mesh, pad_to: int = 0) -> Collator:

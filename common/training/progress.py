@@ -248,7 +248,8 @@ def _check_row(row: dict) -> None:
 def plan_run(args: RunArguments, data: TrainingData, state: TrainerState, world: World) -> RunPlan:
     """Resolve packs per step, accumulation and the number of steps; all ranks together."""
     with world.raise_together():
-        packs = packs_per_step(args.data, world.mesh, state.packs_per_step)
+        same = args.data.tokens_per_step in (None, state.arguments.get("tokens_per_step"))
+        packs = packs_per_step(args.data, world.mesh, args.pack_tokens, state.packs_per_step if same else None)
         data.check_packs(state.packs_per_step or packs, packs)
         total_steps, last_step = state.saved_steps(args, packs)
         if total_steps is None:

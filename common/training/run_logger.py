@@ -151,8 +151,8 @@ def read_run_info(output_dir: Path) -> dict:
 @dataclass(frozen=True)
 class LogFlags(Flags):
     group = "logging"
-    advanced = ("straggler_every", "profile_steps", "disable_tqdm")
-    unlisted = ("peak_tflops_per_gpu",)
+    advanced = ("straggler_every", "profile_steps")
+    unlisted = ("disable_tqdm", "peak_tflops_per_gpu")
 
     logging_steps: int = flag(10, "Steps between log lines and rows of metrics.jsonl.")
     straggler_every: int = flag(100, "Steps between comparisons of the ranks' own work; the slowest is named. 0: off.")

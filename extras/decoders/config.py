@@ -205,6 +205,7 @@ class GuideRun:
     validation_freq: int | None
     checkpoint_dir: str | None = "checkpoints"
     train_batch_size: int = 1
+    seed: int | None = None
 
 
 GUIDE_RUNS = {
@@ -215,8 +216,8 @@ GUIDE_RUNS = {
     "llama3_1_70b": GuideRun(30, 1000, 10),
     "llama3_2_1b": GuideRun(100, 50, 100),
     "llama3_2_3b": GuideRun(100, 50, 100),
-    "mathstral_7b": GuideRun(5000, 50, 500, "checkpoints/mathstral-7B"),
-    "mistral_8x7b": GuideRun(5000, None, None, None, train_batch_size=4),
+    "mathstral_7b": GuideRun(5000, 50, 500, "checkpoints/mathstral-7B", seed=42),
+    "mistral_8x7b": GuideRun(5000, None, None, None, train_batch_size=4, seed=42),
 }
 
 

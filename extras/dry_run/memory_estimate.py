@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from common.data.training_data import packs_per_step
 from common.distributed.fsdp import local_shard
 from common.distributed.world import World
 from common.flags import with_flags
@@ -133,12 +134,9 @@ class FakeRun:
         """Run forward and backward pass on packs of `tokens` tokens."""
         tracker, args, strategy = self.tracker, self.args, self.strategy
         batch = self.task.example(tokens)
-        if args.data.packs_per_step:
-            packs = max(1, args.data.packs_per_step // self.world.mesh.dp_size)
-        else:
-            packs = args.data.gradient_accumulation_steps
+        packs = packs_per_step(args.data, self.world.mesh, args.pack_tokens) // self.world.mesh.dp_size
         tracker.begin_peak()
-        for number in reversed(range(min(packs, 2))):  # more than two micro-batches do not change the peak
+        for number in reversed(range(min(max(packs, 1), 2))):  # more than two micro-batches do not change the peak
             with strategy.micro_batch(last=number == 0):
                 with tracker.making(ENDS):
                     loss = self.task.loss_sum(strategy.model, batch)

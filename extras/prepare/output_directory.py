@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from common.cli import MAKE_ROOM, NO_ROOM, UserError
+from common.cli import MAKE_ROOM, NO_ROOM, UserError, owner_of_denied
 from common.files.json_files import size_and_crc, sync, sync_directory, sync_tree
 
 logger = logging.getLogger(__name__)
@@ -127,7 +127,8 @@ def building(
                 _refuse_to_replace(parent / name, overwrite)
             build = _open_work(parent, missing, made_from) if missing else None
         except OSError as error:
-            what_to_do = MAKE_ROOM if error.errno in NO_ROOM else "choose a directory you can write to"
+            otherwise = owner_of_denied(error) or "choose a directory you can write to"
+            what_to_do = MAKE_ROOM if error.errno in NO_ROOM else otherwise
             raise UserError(f"--output_dir {parent}: {error.strerror}: {what_to_do}") from None
         if build is None:
             _clear(parent)  # a run was killed after its last rename

@@ -107,13 +107,13 @@ def choose_files(
 ) -> Files | None:
     """The relative paths of each split of a configuration; None if there are no configurations: use all files.
 
-    given: flag and name, for messages; card: the text of README.md, "" without one; configuration: None for the
-    default or only one; split_of: the split that a path names. UserError for an unknown configuration, or if there are
-    several and none is the default.
+    given: flag and name, for messages; card: the text of README.md, "" without one; configuration: None or empty for
+    the default or only one; split_of: the split that a path names. UserError for an unknown configuration, or if there
+    are several and none is the default.
     """
     paths = list(paths)
     listed = _listed(given, card)
-    if configuration is None:
+    if not configuration:
         chosen = [name for name, entry in listed.items() if entry.get("default") or name == "default"] or [*listed]
         if len(chosen) > 1:
             raise UserError(

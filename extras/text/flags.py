@@ -58,6 +58,8 @@ class TextFlags(SourceFlags):
         "dataset_dir": ("dataset", "dataset_config_name", "streaming", "text_column"),
         "dataset": ("dataset_dir",),
     }
+    last_wins = ("dataset_dir", "dataset")
+    belongs_to = {"dataset_config_name": "dataset"}
 
     def missing(self) -> Iterator[Missing]:
         if not self.dataset and self.dataset_config_name:

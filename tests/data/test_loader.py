@@ -19,9 +19,11 @@ from datasets import Dataset, Features, List, Value
 
 from common.cli import UserError
 from common.data.collators import MaskingCollator
+from common.data.flags import StepFlags
 from common.data.loader import PlannedOrder, TrainLoader, evaluation_batches
 from common.data.packing import BatchPlan, Position
 from common.data.token_store import TokenStore
+from common.data.training_data import packs_per_step
 from common.distributed.world import Mesh
 from common.models.esm2.alphabet import CLS, EOS, ESM2_TOKENS, encode
 from extras.sources.fasta import read_fasta
@@ -33,6 +35,27 @@ pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
 
 LONGEST = 256
 FEATURES = Features({"id": Value("string"), "input_ids": List(Value("uint8"))})
+
+
+@pytest.mark.parametrize(
+    ("ranks", "flags", "packs"),
+    [
+        (1, {"tokens_per_step": 2_097_152}, 128),
+        (8, {"tokens_per_step": 2_097_152}, 128),
+        (24, {"tokens_per_step": 2_097_152}, 120),  # the nearest that divides among them
+        (256, {"tokens_per_step": 2_097_152}, 256),  # one each
+        (8, {"gradient_accumulation_steps": 3}, 24),
+        (8, {"packs_per_step": 16, "gradient_accumulation_steps": 3}, 16),
+    ],
+)
+def test_packs_per_step_follows_from_flags_and_ranks(ranks, flags, packs):
+    assert packs_per_step(StepFlags(**flags), Mesh(size=ranks), 16_384) == packs
+    assert packs_per_step(StepFlags(**flags), Mesh(size=2 * ranks, cp_size=2), 16_384) == packs
+
+
+def test_tokens_per_step_excludes_packs_per_step():
+    with pytest.raises(UserError, match="--packs_per_step and --tokens_per_step exclude each other"):
+        StepFlags(max_steps=1, tokens_per_step=100, packs_per_step=2).check()
 
 
 def save(path, records):

@@ -22,7 +22,7 @@ from tests.patience import run, wait_until
 from tests.warm_python import at_work
 
 NODES = {"head": "10.231.77.1", "n1": "10.231.77.11", "n2": "10.231.77.12", "n3": "10.231.77.13"}
-GPUS = 8  # a node, made of null devices: Slurm counts them, torch sees none; n3, in partition `plain`, has none
+GPUS = 2  # a node, made of null devices: Slurm counts them, torch sees none; n3, in partition `plain`, has none
 TOOLS = ("slurmctld", "slurmd", "sbatch", "munged", "ip", "unshare", "nsenter", "setpriv")
 SBIN = "/usr/sbin:/sbin"
 
@@ -49,14 +49,14 @@ AccountingStorageType=accounting_storage/none
 SelectType=select/cons_tres
 SelectTypeParameters=CR_CPU_Memory
 SlurmdParameters=config_overrides
-GresTypes=gpu
+GresTypes=gpu,nic
 ReturnToService=2
 SlurmdTimeout=10
 MessageTimeout=10
 KillWait=10
 MinJobAge=600
 SchedulerParameters=batch_sched_delay=0,sched_min_interval=0,bf_interval=1,bf_window=60
-NodeName=n1 NodeAddr={n1} CPUs=16 RealMemory=1000 Gres=gpu:{gpus}
+NodeName=n1 NodeAddr={n1} CPUs=16 RealMemory=1000 Gres=gpu:a10g:{gpus},nic:1
 NodeName=n2 NodeAddr={n2} CPUs=16 RealMemory=1000 Gres=gpu:{gpus}
 NodeName=n3 NodeAddr={n3} CPUs=16 RealMemory=1000
 PartitionName=main Nodes=n1,n2 Default=YES MaxTime=INFINITE State=UP
@@ -130,7 +130,8 @@ class SlurmCluster:
             os.mknod(directory / "devices" / f"gpu{number}", 0o666 | 0o020000, os.makedev(1, 3))
         files = {
             "slurm.conf": CONFIGURATION.format(directory=directory, gpus=GPUS, **NODES),
-            "gres.conf": f"NodeName=n[1-2] Name=gpu File={directory}/devices/gpu[0-{GPUS - 1}]\n",
+            "gres.conf": f"NodeName=n1 Name=gpu Type=a10g File={directory}/devices/gpu[0-{GPUS - 1}]\n"
+            f"NodeName=n1 Name=nic Count=1\nNodeName=n2 Name=gpu File={directory}/devices/gpu[0-{GPUS - 1}]\n",
             "cgroup.conf": "CgroupPlugin=cgroup/v1\n",  # found without mounting anything
             "plugstack.conf": "",
             "hosts": "127.0.0.1 localhost\n" + "".join(f"{address} {name}\n" for name, address in NODES.items()),

@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 
 from docker.install_requirements import closure, name_of, plan, read_lock, read_requirements
+from extras.prepare.sample import write_sample
 from tests.conftest import ROOT
 from tests.ops.base_image import BASE_TQDM, import_base_image, mounts
 from tests.ops.docker_engine import docker_engine, need, ok
@@ -81,6 +82,23 @@ def test_image_builds_and_trains(checkout, dataset, tmp_path):
         tests = dict(re.findall(r"^tests/(\w+)/\S+ ([.s])+ ", passed, re.M))
         assert tests == {"models": ".", "training": ".", "gpu": "s"}, passed
         assert re.search(r"^=* ?\d+ passed, 1 skipped, \d+ deselected in ", passed, re.M), passed
+
+        # The guides' command, where the folder is another user's.
+        (theirs := tmp_path / "theirs").mkdir()
+        write_sample(tmp_path / "a.fasta", num_proteins=9, seed=1)
+        volumes = ("-v", f"{theirs}:/data", "-v", f"{tmp_path}/a.fasta:/a.fasta:ro")
+        download = ("python3", "0.download_data.py", "--source", "/a.fasta", "--output_dir", "/data")
+        denied = subprocess.run(
+            ["docker", "run", "--rm", *mounts(), *volumes, image, *download],
+            env=environment, capture_output=True, text=True, check=False,
+        )  # fmt: skip
+        (line,) = [line for line in denied.stderr.splitlines() if line.startswith("error: ")]
+        assert denied.returncode == 2
+        assert (
+            "Permission denied: /data belongs to user 0, and this is user 1000: add --user $(id -u):$(id -g)" in line
+        )
+        run(*download, options=(*volumes, "--user", "0:0"))
+        assert (theirs / "csv" / "x000.csv").exists()
 
         # As the image's user on two ranks; then as somebody whom the image does not know.
         for user, launch in (

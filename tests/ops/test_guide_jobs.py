@@ -87,8 +87,35 @@ def test_guide_jobs_of_a_model_do_the_guides_run(name):
     assert args["do_eval"] == (args["eval_steps"] is not None)
     expected = {"model": name, "max_seq_length": PRESETS[name].context, "bf16": True}
     expected |= {"dataset": "allenai/c4", "dataset_config_name": "en"}
+    expected |= {"seed": 42 if name in ("mathstral_7b", "mistral_8x7b") else 12345}
     expected |= {"sharding_strategy": "full", "offload_activations": True, "activation_checkpointing": "full"}
     assert expected.items() <= args.items()
+
+
+@pytest.mark.parametrize(
+    ("given", "dataset", "dataset_dir", "configuration"),
+    [
+        ("--dataset_path=my/texts", "my/texts", None, None),
+        ("--dataset my/texts --dataset_config_name de", "my/texts", None, "de"),
+        ("--dataset_config_name=de", "allenai/c4", None, "de"),
+        ("--dataset=allenai/c4", "allenai/c4", None, "en"),
+        ("--dataset_config_name=", "allenai/c4", None, ""),
+        ("--dataset_dir=processed/text", None, "processed/text", None),
+    ],
+)
+def test_guide_jobs_take_another_dataset(given, dataset, dataset_dir, configuration):
+    """C4's configuration goes with C4, whether a job's file or a file of flags names it."""
+    script = load_script("train_fsdp2.py")
+    for name in NAMES[-1], NAMES[0]:
+        job = flags_of((ROOT / "slurm" / f"{name}-training.sbatch").read_text(), OUTPUT_DIR="out")
+        for flags in job, [str(ROOT / "configs" / f"{name}.yaml")]:
+            data = parse_run("", script.FsdpFlags, [*flags, *given.split()]).data
+            assert (data.dataset, data.dataset_dir, data.dataset_config_name) == (dataset, dataset_dir, configuration)
+
+
+def test_dataset_keeps_the_configuration_given_before_it():
+    flags = ["--model=llama3_2_1b", "--dataset_config_name=en", "--dataset=allenai/c4"]
+    assert parse_run("", load_script("train_fsdp2.py").FsdpFlags, flags).data.dataset_config_name == "en"
 
 
 @needs_envsubst

@@ -18,7 +18,7 @@ SLURM |= {"CONTAINER_IMAGE": "registry#image", "PREFLIGHT": "off"}
 
 
 def recorded(command: str, program: str, variables: dict, directory: Path) -> list[str]:
-    """The flags of the training script that the command starts by way of `program`."""
+    """The flags of the training script that the command starts by way of `program`. It runs in the repository."""
     stand_in, words = directory / program, directory / "words"
     stand_in.write_text(RECORD % words)
     stand_in.chmod(0o755)
@@ -51,6 +51,19 @@ def test_slurm_jobs_start_from_the_weights(tmp_path, script, model, weights):
     variables |= {"INIT_FROM": weights} if weights else {}
     flags = recorded(f"cd {ROOT}; slurm/{script}", "srun", variables, tmp_path)
     assert_starts_from(flags, weights, model or "llama2_7b")
+
+
+@pytest.mark.parametrize("script", ["train_ddp.sh", "train_clm.sh"])
+@pytest.mark.parametrize("model", [None, "facebook/esm2_t6_8M_UR50D"])
+def test_slurm_jobs_need_no_model_beside_weights(tmp_path, script, model):
+    """INIT_FROM alone, or MODEL and --model_name_or_path after the script's name."""
+    if model and "clm" in script:
+        model = "llama2_7b"
+    given = {"MODEL": model} if model else {"INIT_FROM": WEIGHTS}
+    variables = SLURM | {"TARGET_PATH": tmp_path, "HOME": tmp_path} | given
+    flags = f"--model_name_or_path={WEIGHTS}" if model else ""
+    words = recorded(f"cd {ROOT}; slurm/{script} {flags}", "srun", variables, tmp_path)
+    assert_starts_from(words, WEIGHTS, WEIGHTS)
 
 
 @pytest.mark.parametrize("weights", ["", WEIGHTS])

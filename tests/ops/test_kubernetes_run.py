@@ -33,6 +33,7 @@ SMALL = {
     "config_overrides": TINY_OVERRIDES,
     "max_seq_length": 128,
     "per_device_train_batch_size": 4,
+    "gradient_accumulation_steps": 1,
     "learning_rate": 1e-3,
     "logging_steps": 1,
     "dataloader_num_workers": 0,

@@ -11,9 +11,12 @@ import pytest
 
 from common.cli import UserError
 from common.data.loader import StepCounts
+from common.data.training_data import open_data
+from common.distributed.world import World
 from common.flags import flat
+from common.models.esm2.alphabet import ESM2_TOKENS
 from common.training.loop import train as train_model
-from common.training.progress import RunPlan, StepResult, TrainerState
+from common.training.progress import RunPlan, StepResult, TrainerState, plan_run
 from common.training.results import training_results
 from common.training.resume import check_same_data
 from tests.data_fixtures import load_script
@@ -95,6 +98,27 @@ def test_trainer_state_keeps_total_steps_of_a_run_of_epochs(dataset):
     assert TrainerState().saved_steps(flags, 4) == (None, None)
     stopped = TrainerState(**now | {"arguments": now["arguments"] | {"stop_at_step": 7}}, resolved={"last_step": 7})
     assert stopped.saved_steps(flags, 4) == (None, None)
+
+
+@pytest.mark.parametrize(
+    ("flags", "saved", "packs"),
+    [
+        ({"tokens_per_step": 2048}, {}, 4),
+        (
+            {"tokens_per_step": 2048},
+            {"arguments": {"tokens_per_step": 2048}, "packs_per_step": 6},
+            6,
+        ),
+        ({"tokens_per_step": 2048}, {"arguments": {"tokens_per_step": 1024}, "packs_per_step": 2}, 4),
+        ({"tokens_per_step": 2048}, {"arguments": {}, "packs_per_step": 2}, 4),
+        ({}, {"arguments": {"tokens_per_step": 2048}, "packs_per_step": 4}, 4),
+    ],
+)
+def test_plan_run_keeps_packs_unless_tokens_per_step_changes(dataset, flags, saved, packs):
+    args, world = arguments(dataset, **flags), World.from_environment(use_cpu=True)
+    data = open_data(args.data, ESM2_TOKENS, world, False)
+    assert args.pack_tokens == 512
+    assert plan_run(args, data, TrainerState(**saved), world).packs_per_step == packs
 
 
 def test_trainer_state_raises_after_too_many_skipped_steps_in_a_row(caplog):
