@@ -174,8 +174,8 @@ class CausalArguments(RunArguments):
         "learning_rate": flag(1e-4, "Peak learning rate.", "lr"),
         "lr_scheduler_type": flag(
             "cosine",
-            "constant, or how the rate falls to --min_lr: linear, cosine, annealing (the guides' AnnealingLR: to 0 "
-            "by a cosine, cut off at --min_lr), exponential, plateau (--plateau of the run at the peak, then linear).",
+            "constant, or how the rate falls to --min_lr: linear, cosine, annealing (the guides' AnnealingLR), "
+            "exponential, plateau (--plateau of the run at the peak, then linear).",
             "lr_decay_style",
         ),
         "warmup_steps": flag(0.0032, "Steps up to the peak, or a fraction of the run below 1.", "warmup"),

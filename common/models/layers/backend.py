@@ -32,8 +32,8 @@ class BackendFlags(Flags):
 
     backend: str = flag(
         "auto",
-        "Layers are computed by te (Transformer Engine; NVIDIA GPUs), torch (any device), hf (transformers' own, for "
-        "ESM-2), or auto: te if possible.",
+        "What computes the layers: te (Transformer Engine, on GPUs), torch, hf (transformers', ESM-2 alone), auto: te "
+        "if possible.",
     )
     torch_compile: bool | None = flag(
         None, "Compile the layers (needs a C++ compiler on a CPU). Default: on a GPU, with the torch backend."
