@@ -151,7 +151,7 @@ count_gpus() {
   counts=$(sort -nu <<<"$counts" | paste -sd ' ')
   gpus_per_node=${own:-$counts}
   if [ "${counts:-0}" != 0 ]; then
-    if [[ $job != *\ OverSubscribe=NO\ * ]]; then
+    if [[ $job =~ \ OverSubscribe=([A-Z]+) && ${BASH_REMATCH[1]} != NO ]]; then
       lacks "this job is not exclusive and has requested no GPUs: submit with --exclusive or --gpus-per-node=N," \
         "or set NPROC_PER_NODE to train on CPUs (see slurm/env.sh)"
     elif [[ $gpus_per_node == *\ * ]]; then
@@ -202,7 +202,8 @@ size_flags() {
 # guide_flags PROTEINS SIZE [FLAGS]     proteins of a step, and of a batch at most: as many as all ranks can have
 guide_flags() {
   local proteins=$1 size=$2 each=${NPROC_PER_NODE:-$gpus_per_node} ranks
-  ranks=$((SLURM_JOB_NUM_NODES * ${each:-1}))
+  [[ $each =~ ^[1-9][0-9]*$ ]] || each=1 # known to the steps alone, or wrong and in the list already
+  ranks=$((SLURM_JOB_NUM_NODES * each))
   while [ "$size" -gt 0 ] && [ $((proteins % (size * ranks))) -ne 0 ]; do size=$((size - 1)); done
   [ "$size" -gt 0 ] || lacks "GUIDE=$GUIDE: $ranks ranks do not divide the guide's $proteins proteins a step: take fewer"
   batch=(

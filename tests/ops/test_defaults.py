@@ -155,6 +155,13 @@ def test_guide_variable_gives_the_guides_run(script, proteins, steps, ranks, tmp
     assert lr_schedule(optimizer, 1136)(16) == pytest.approx(4.929577464788733e-05, rel=1e-12)
 
 
+def test_guide_variable_with_an_unknown_number_of_ranks(tmp_path):
+    """`gpu`: each node counts its own; the training script says whether they can share a step."""
+    own = {"GUIDE": 1, "NPROC_PER_NODE": "gpu", "MODEL": "facebook/esm2_t6_8M_UR50D"}
+    args = of_slurm("train_ddp.py", with_memory(tmp_path, 23028), **own)
+    assert (args["per_device_train_batch_size"], args["packs_per_step"]) == (8, 4)
+
+
 def test_guide_variable_refuses_ranks_that_cannot_share_a_step(tmp_path):
     own = {"GUIDE": 1, "SLURM_JOB_NUM_NODES": 3, "MODEL": "x", "TARGET_PATH": tmp_path, "HOME": tmp_path}
     (tmp_path / "srun").write_text("#!/bin/sh\necho --container-image\n")
