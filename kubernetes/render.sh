@@ -4,11 +4,12 @@
 #   kubernetes/render.sh train-ddp-template.yaml | kubectl apply -f -
 #   kubernetes/render.sh --with kueue,hyperpod train-fsdp-template.yaml > train-fsdp.yaml
 #
-# Switches (docs/kubernetes.md) are the template's lines `# [NAME] ...`, which are uncommented, and `...  # [not NAME]`,
-# which are dropped; a line `# [not NAME]` alone is dropped with the document below it. kubernetes/env_vars.sh lists the
-# variables; *_FLAGS and INIT_FROM may be empty, RUN_ID, IMAGE_URI and HUGEPAGES have defaults. Flags are words with blanks
-# between them: the pods read them as they are, without a shell, so that quotes are part of a word. Any envsubst will do,
-# gettext's or the one written in Go.
+# Templates need nothing but the guide's variables, for plain envsubst. This script also sets those that kubernetes/env_vars.sh
+# adds: of a line that ends with `# [NAME]` it replaces the value, if NAME is set; where there is no value, NAME is needed.
+# Switches (docs/kubernetes.md) are the lines `# [NAME] ...`, which are uncommented, and `...  # [not NAME]`, which are
+# dropped; a line `# [not NAME]` alone is dropped with the document below it. Flags are words with blanks between them: the
+# pods read them as they are, without a shell, so that quotes are part of a word. Any envsubst will do, gettext's or the
+# one written in Go.
 set -euo pipefail
 export LC_ALL=C # [a-z] is ASCII, and a character a byte
 
@@ -33,31 +34,68 @@ command -v envsubst >/dev/null || fail "envsubst is missing: apt-get install get
 
 text=$(<"$template")
 for switch in "${switches[@]}"; do
+  if [ "$switch" = guide ] && [[ $template = *train-[dfm]*-template.yaml || $template = *trainjob-template.yaml ]]; then
+    GUIDE=1
+    continue
+  fi
   if ! [[ $switch =~ ^[a-z0-9]+$ ]] || ! grep -qE "^ *# \[(not )?$switch\]( |$)" <<<"$text"; then
     fail "$1 has no switch '$(printable "$switch")'"
   fi
   text=$(sed -E "s/^( *)# \[$switch\] /\1/; /^# \[not $switch\]$/,/^---$/d; /# \[not $switch\]$/d" <<<"$text")
 done
-text=$(sed -E '/^ *# \[[a-z0-9]+\] /d; /^# \[not [a-z0-9]+\]$/d; s/ +# \[not [a-z0-9]+\]$//' <<<"$text")
+# [NAMESPACE] namespace: ... is a switch that the variable turns on.
+[ -z "${NAMESPACE:-}" ] || text=$(sed -E 's/^( *)# \[NAMESPACE\] /\1/' <<<"$text")
+text=$(sed -E '/^ *# \[[A-Za-z0-9]+\] /d; /^# \[not [a-z0-9]+\]$/d; s/ +# \[not [a-z0-9]+\]$//' <<<"$text")
 
+# Defaults that depend on other variables; all others are the template's.
 export RUN_ID=${RUN_ID:-$(date -u +%Y%m%d-%H%M%S)}
-names=$(grep -vE '^ *#' <<<"$text" | grep -oE '\$\{[A-Z_0-9]+\}' | grep -oE '[A-Z_0-9]+' | sort -u || true) # none: fine
-if grep -qx IMAGE_URI <<<"$names" && [ -z "${IMAGE_URI:-}" ]; then
-  names+=$'\nDOCKER_IMAGE_NAME\nREGISTRY\nTAG'
-  export IMAGE_URI=${REGISTRY:-}${DOCKER_IMAGE_NAME:-}:${TAG:-}
-fi
+export JOB_NAME=${JOB_NAME:-$(sed -nE 's/^  name: (\S+) # \[JOB_NAME\]$/\1/p' <<<"$text")}
 if [ "${EFA_PER_NODE:-}" = 0 ]; then huge=0; else huge=5120Mi; fi # EFA's huge pages are not there where EFA isn't
-export HUGEPAGES=${HUGEPAGES:-$huge}
+export HUGEPAGES=${HUGEPAGES:-$huge} CP_SIZE=${CP_SIZE:-2}
+# The guide's run of 100,000 proteins: its batches and optimiser, and results where it looks for them.
+case ${GUIDE:-0}:${template##*/} in
+  1:train-[dfm]*-template.yaml | 1:trainjob-template.yaml)
+    guide="--max_train_samples=100000 --pad_to_max_length --logging_steps=16 --learning_rate=5e-5 --lr_scheduler_type=linear"
+    guide+=" --warmup_steps=0 --weight_decay=0 --adam_beta2=0.999"
+    # shellcheck disable=SC2016 # envsubst's variables
+    case ${template##*/} in
+      train-ddp-template.yaml) text=${text//'${OUTPUT_DIR}/ddp/${MODEL}'/'${TARGET_PATH}/output'} ;;
+      train-fsdp-template.yaml)
+        text=${text//'${OUTPUT_DIR}/fsdp/${MODEL}'/'${OUTPUT_DIR}/fsdp-output'}
+        guide+=" --per_device_train_batch_size=4 --gradient_accumulation_steps=11"
+        ;;
+    esac
+    TRAIN_FLAGS="$guide ${TRAIN_FLAGS:-}"
+    ;;
+esac
+more="" # variables that become flags
+if [ -n "${INIT_FROM:-}" ] && grep -q '\[TRAIN_FLAGS\]' <<<"$text"; then
+  TRAIN_FLAGS="--model_name_or_path=$INIT_FROM ${TRAIN_FLAGS:-}" more=INIT_FROM
+fi
+
+# `name: esm2 # [JOB_NAME]` becomes `name: "${JOB_NAME}"`, or `name: esm2` if JOB_NAME is not set.
+for name in $(grep -oE '\[[A-Z_]+\]' <<<"$text" | tr -d '[]' | sort -u); do
+  [ -n "${!name:-}" ] || text=$(sed -E "s/(: [^ ].*) # [^ ]*\[$name\][^ ]*$/\1/" <<<"$text")
+done
+text=$(sed -E '/^ *[a-z].* # [^ ]*\[[A-Z_]+\][^ ]*$/{
+  s/^( *)value: .* # \[([A-Z]+_FLAGS)\]$/\1value: |1-\n\1  [\2]/
+  s/: (.* )?# ([^ ]*)$/: "\2"/
+  s/"(\[MIN_NODES\])"$/\1/
+  s/\[([A-Z_]+)\]/${\1}/g
+}' <<<"$text")
+text=${text/ --cp_size=2 / --cp_size=\$\{CP_SIZE\} }
+
+names=$(grep -vE '^ *#' <<<"$text" | grep -oE '\$\{[A-Z_0-9]+\}' | grep -oE '[A-Z_0-9]+' | sort -u || true) # none: fine
 missing=()
 for name in $names; do
-  [ -n "${!name:-}" ] || [[ $name = *_FLAGS || $name = INIT_FROM ]] || missing+=("$name")
+  [ -n "${!name:-}" ] || [[ $name = *_FLAGS ]] || missing+=("$name")
 done
 [ "${#missing[@]}" -eq 0 ] || fail "unset or empty: ${missing[*]}; see kubernetes/env_vars.sh"
 # What is pasted is the very string that was given, wherever it stands: in quotes in YAML and as a word of a pod's command,
 # so that it is one plain word; or a number, which YAML reads as the same number. Flags are not pasted but lines of a block
 # and an environment variable, in which the kubelet would take $(NAME) for a variable, but for $$(NAME).
 must_be() { [[ -z ${!1:-} || ${!1} =~ ^($2)$ ]] || fail "$1=$(printable "${!1}"): $3"; }
-for name in $names; do
+for name in $more $names; do
   case $name in
     *_FLAGS)
       value=${!name:-}
@@ -102,7 +140,10 @@ if grep -qx CP_SIZE <<<"$names"; then
   [ $((each % CP_SIZE)) -eq 0 ] ||
     echo "warning: CP_SIZE=$CP_SIZE on $each ranks a node: keys cross the network in every layer" >&2
 fi
-case ${IMAGE_URI:-} in [./:]*) fail "IMAGE_URI=$IMAGE_URI is no image: REGISTRY has no host" ;; esac
+image=${IMAGE_URI:-${REGISTRY:-}${DOCKER_IMAGE_NAME:-}:${TAG:-}}
+[[ ${MODEL:-} != /* ]] || [ -n "${INIT_FROM:-}" ] || ! grep -qx MODEL <<<"$names" ||
+  echo "warning: MODEL=$MODEL: only its configuration is read; INIT_FROM=$MODEL starts from its weights" >&2
+case $image in [./:]*) fail "$image is no image: REGISTRY has no host" ;; esac
 manifest=$(envsubst <<<"$text")
 # Read as kubectl will read it, where there is a PyYAML (install.sh brings one).
 python=$here/../.venv/bin/python

@@ -94,7 +94,6 @@ for right, wrong in (
     ("accessModes", "accessMode"),
     ("csi", "CSI"),
     ("claimRef", "claimReference"),
-    ("targetPort", "targetport"),
     ("command", "commands"),
     ("apiVersion", "version"),
 ):

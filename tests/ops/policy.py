@@ -17,7 +17,6 @@ JOBS = ("PyTorchJob", "TrainJob")
 OTHER_IMAGES = {
     "fsx-share-test": "public.ecr.aws/docker/library/debian:12-slim",
     "fsx-owner": "public.ecr.aws/docker/library/debian:12-slim",
-    "etcd": "quay.io/coreos/etcd:v3.5.19",  # the v2 API that torch speaks is gone in 3.6
 }
 DEVICES = ("nvidia.com/gpu", "vpc.amazonaws.com/efa", "hugepages-2Mi")
 OWN_NAME = "-fsdp"  # the end of the FSDP guide's jobs' names: only the guide's variables, each job has its own Secret
@@ -81,10 +80,6 @@ def volumes(document: dict) -> Iterator[str]:
         for volume in declared.values():
             if "hostPath" in volume:
                 yield f"hostPath {volume['hostPath']}"
-        if pod["spec"]["containers"][0]["name"] == "etcd":
-            if "/var/lib/etcd" not in mounted:
-                yield "etcd's data directory is not a volume"
-            continue
         claim = declared.get(mounted.get(VOLUME), {}).get("persistentVolumeClaim")
         if claim != {"claimName": "fsx-claim"}:
             yield f"{VOLUME} is not the claim fsx-claim but {claim}"
@@ -96,7 +91,7 @@ def volumes(document: dict) -> Iterator[str]:
 
 @rule
 def resources(document: dict) -> Iterator[str]:
-    """Memory and CPU are asked for; devices as limits and requests alike, huge pages exactly where EFA is."""
+    """Memory and CPU are asked for; devices as limits and requests alike, huge pages only where EFA is."""
     for container in containers(document):
         requests, limits = container["resources"]["requests"], container["resources"]["limits"]
         for name in ("cpu", "memory"):
@@ -110,9 +105,8 @@ def resources(document: dict) -> Iterator[str]:
             wanted = DEVICES[:2] if unused else DEVICES
             if missing := [name for name in wanted if name not in limits or name not in requests]:
                 yield f"no request or limit for {missing}"
-            if not unused and limits.get("hugepages-2Mi") != (
-                "5120Mi" if limits.get("vpc.amazonaws.com/efa") else "0"
-            ):
+            allowed = {"0", "5120Mi" if limits.get("vpc.amazonaws.com/efa") else "0"}
+            if not unused and limits.get("hugepages-2Mi") not in allowed:
                 yield f"huge pages {limits.get('hugepages-2Mi')}, EFA {limits.get('vpc.amazonaws.com/efa')}"
         elif set(requests) != {"cpu", "memory"}:
             yield f"{container['name']}: requests {sorted(requests)}"
@@ -211,10 +205,10 @@ def restarts(document: dict) -> Iterator[str]:
     if not 1 <= elastic.get("maxRestarts", 0) <= 100:
         yield "maxRestarts"
     name = document["metadata"]["name"]
-    if not re.fullmatch(name if of_the_guide(document) else rf"{name}-\w+-[\w-]+", elastic["rdzvId"]):
+    if not re.fullmatch(name if of_the_guide(document) else rf"{name}-[\w-]+", elastic["rdzvId"]):
         yield f"rdzvId {elastic['rdzvId']}: not this run's own"
-    if elastic["rdzvBackend"] != "c10d" and not (elastic.get("rdzvHost") and elastic.get("rdzvPort")):
-        yield "etcd without host and port"
+    if elastic["rdzvBackend"] != "c10d":
+        yield "a rendezvous that needs a server"
     (container,) = containers(document)
     if values(container).get("TORCH_DISABLE_SHARE_RDZV_TCP_STORE") != "1":
         yield "a node that joins later never hears of the others' store"

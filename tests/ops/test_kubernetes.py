@@ -11,9 +11,14 @@ import sys
 
 import pytest
 
+from common.distributed.strategy import ReplicaFlags
+from common.flags import flat
+from common.training.registry import parse_run
 from tests.ops.job_schemas import DEFINITIONS, METADATA, definition_of
 from tests.ops.manifests import (
     CPU_ONLY,
+    EKS_GUIDE,
+    ENVSUBSTS,
     FILE_SYSTEM,
     GUIDE,
     IMAGE,
@@ -48,10 +53,10 @@ def assert_good(text: str) -> None:
 def test_the_guides_names_are_there():
     guides = {"download-data", "preprocess", "train-ddp", "train-ddp-cp", "train-fsdp", "train-mfsdp", "trainjob"}
     guides |= {"fsx-pv-pvc", "train-clm"}
-    others = {"view-fsx.yaml", "etcd.yaml", "job-uid.yaml"}
+    others = {"view-fsx.yaml", "job-uid.yaml"}
     assert {f"{name}-template.yaml" for name in guides} | others == set(TEMPLATES)
     names = {d["metadata"]["name"] for template in TEMPLATES for d in documents(render(template))}
-    assert {"download-uniref-data", "preprocess-data", "fsx-share-test", "fsx-claim", "esm2", "etcd"} <= names
+    assert {"download-uniref-data", "preprocess-data", "fsx-share-test", "fsx-claim", "esm2"} <= names
 
 
 def test_the_readmes_commands(tmp_path):
@@ -99,29 +104,38 @@ def test_render_switches_change_what_they_name():
         "sagemaker.amazonaws.com/job-max-retry-count": "10",
     }
     elastic = job["spec"]["elasticPolicy"]
-    assert (elastic["rdzvBackend"], elastic["rdzvHost"], elastic["rdzvPort"]) == ("etcd", "etcd", 2379)
+    assert elastic["rdzvBackend"] == "c10d"
     assert (elastic["minReplicas"], elastic["maxReplicas"]) == (1, 2)
     pod = job["spec"]["pytorchReplicaSpecs"]["Worker"]["template"]["spec"]
     assert pod["nodeSelector"] == {"node.kubernetes.io/instance-type": "p5.48xlarge"}
     (term,) = pod["affinity"]["nodeAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]["nodeSelectorTerms"]
     assert term["matchExpressions"][0]["values"] == ["Schedulable"]
-    service, _, _ = documents(render("etcd.yaml"))
-    assert (service["metadata"]["name"], service["spec"]["ports"][0]["port"]) == ("etcd", 2379)
 
 
+@pytest.mark.parametrize("envsubst", ENVSUBSTS)
 @pytest.mark.parametrize("settings", SETTINGS)
 @pytest.mark.parametrize("template", TEMPLATES)
-def test_plain_envsubst_makes_what_render_makes(template, settings):
-    """After `source env_vars.sh`, as in the guides. Shell and $(...) inside the containers' commands survive."""
-    variables = {"ACCOUNT": GUIDE["ACCOUNT"], "RUN_ID": "1"} | FILE_SYSTEM | SETTINGS[settings]
-    source = "source kubernetes/env_vars.sh"
-    plain = run_shell(f"{source}; envsubst < kubernetes/{template}", variables)
-    rendered = run_shell(f"{source}; kubernetes/render.sh {template}", variables)
-    assert (plain.returncode, rendered.returncode) == (0, 0), plain.stderr + rendered.stderr
-    found = documents(plain.stdout)
+def test_envsubst_needs_the_guides_variables_alone(template, settings, envsubst):
+    """The guide's `export`s and `envsubst < TEMPLATE`: a good manifest, and render.sh's but for what only that sets.
+
+    Shell and $(...) inside the containers' commands survive."""
+    variables = EKS_GUIDE | SETTINGS[settings] | (FILE_SYSTEM if template.startswith("fsx") else {})
+    text = ENVSUBSTS[envsubst](template, variables)
+    assert_good(text)
+    rendered = run_shell(f"kubernetes/render.sh {template}", variables | {"RUN_ID": "mine", "HUGEPAGES": "0"})
+    assert rendered.returncode == 0, rendered.stderr
+    found = documents(text)
     for container in [c for document in found for c in holders(document, "args")]:  # switches in a script are comments
         container["args"] = [re.sub(r"(?m)^# \[\w+\] .*\n", "", text) for text in container["args"]]
-    assert found == documents(rendered.stdout)
+    assert found == documents(rendered.stdout.replace("-mine", ""))
+
+
+@pytest.mark.parametrize("template", TRAINING)
+def test_envsubst_makes_jobs_with_the_guides_names(template):
+    job = job_of(ENVSUBSTS["gettext"](template, EKS_GUIDE))
+    assert job["metadata"] == {"name": "clm" if "clm" in template else "esm2"}
+    (container,) = containers(job)
+    assert container["image"] == f"{EKS_GUIDE['REGISTRY']}esm:aws"
 
 
 def test_render_with_gos_envsubst(tmp_path):
@@ -181,12 +195,13 @@ def test_env_vars_holds_the_guides_values_and_keeps_what_is_set(tmp_path):
         ("fsx-pv-pvc-template.yaml", {}, "error: unset or empty: FSX_ID FSX_MOUNT_NAME; see"),
         ("--with kueue train-ddp-template.yaml", {}, "error: unset or empty: QUEUE_NAME; see"),
         ("--with kueu train-ddp-template.yaml", {}, "has no switch 'kueu'"),
+        ("--with guide train-clm-template.yaml", {}, "has no switch 'guide'"),
+        ("--with guide preprocess-template.yaml", {}, "has no switch 'guide'"),
         ("train-dpp-template.yaml", {}, "no such template; there are"),
         ("train-ddp-template.yaml", {"OUTPUT_DIR": "/scratch"}, "OUTPUT_DIR=/scratch is not on the volume"),
         ("train-ddp-template.yaml", {"NUM_NODES": "two"}, "NUM_NODES=two: not a number of nodes, at least 1"),
         ("train-ddp-template.yaml", {"REGISTRY": ".dkr.ecr.eu-1.amazonaws.com/"}, "is no image: REGISTRY has no host"),
         ("train-ddp-template.yaml", {"REGISTRY": ""}, "error: unset or empty: REGISTRY; see"),
-        ("train-ddp-cp-template.yaml", {"CP_SIZE": ""}, "error: unset or empty: CP_SIZE; see"),
         ("train-ddp-cp-template.yaml", {"CP_SIZE": "two"}, "CP_SIZE=two: not a number of ranks, at least 1"),
         ("train-ddp-cp-template.yaml", {"CP_SIZE": "0"}, "CP_SIZE=0: not a number of ranks, at least 1"),
         ("train-ddp-cp-template.yaml", {"CP_SIZE": "3"}, "CP_SIZE=3 does not divide the job's 16 ranks (nodes: 2, r"),
@@ -249,6 +264,39 @@ def test_flags_of_the_user_come_last_and_whole(template):
     (container,) = containers(job)
     assert values(container)["TRAIN_FLAGS"].strip() == "--max_steps=5 --learning_rate=1e-4"
     assert container["args"][0].rstrip().endswith("$(printenv TRAIN_FLAGS)")
+
+
+GUIDE_RUN = "--max_train_samples=100000 --pad_to_max_length --logging_steps=16 --learning_rate=5e-5"
+GUIDE_RUN += " --lr_scheduler_type=linear --warmup_steps=0 --weight_decay=0 --adam_beta2=0.999"
+
+
+@pytest.mark.parametrize(
+    ("template", "results", "batch"),
+    [
+        ("train-ddp-template.yaml", "/fsx-shared/esm/output", (8, 1)),
+        ("train-fsdp-template.yaml", "/fsx-shared/fsdp-output", (4, 11)),
+        ("train-mfsdp-template.yaml", f"/fsx-shared/mfsdp/{MODEL}", (8, 1)),
+        ("trainjob-template.yaml", f"/fsx-shared/trainjob/{MODEL}", (8, 1)),
+    ],
+)
+def test_render_guide_makes_the_guides_run(template, results, batch):
+    """100,000 proteins with the guide's batches, and results where the guide looks; flags of the user still win."""
+    text = render(template, "guide", RUN_ID="1", TRAIN_FLAGS="--seed=1")
+    assert text == render(template, GUIDE="1", RUN_ID="1", TRAIN_FLAGS="--seed=1")
+    assert_good(text)
+    (container,) = containers(job_of(text))
+    words = values(container)["TRAIN_FLAGS"].split()
+    assert words[: len(GUIDE_RUN.split())] == GUIDE_RUN.split()
+    assert words[-1] == "--seed=1"
+    script = container["args"][0]
+    assert f" --output_dir={results} ||" in script
+    assert values(container)["TORCH_FR_DUMP_TEMP_FILE"] == f"{results}/nccl_trace_rank_"
+    flags = re.findall(r"--[a-z]\S+", script[script.index("extras.launch train_") :]) + words
+    args = flat(
+        parse_run("", ReplicaFlags, [flag for flag in flags if not re.match("--(sharding|zero_dp)_strategy", flag)])
+    )
+    assert (args["output_dir"], args["max_train_samples"]) == (results, 100_000)
+    assert (args["per_device_train_batch_size"], args["gradient_accumulation_steps"]) == batch
 
 
 HOSTILE = [
