@@ -7,7 +7,7 @@
 # Templates need nothing but the guide's variables, for plain envsubst. This script also sets those that kubernetes/env_vars.sh
 # adds: of a line that ends with `# [NAME]` it replaces the value, if NAME is set; where there is no value, NAME is needed.
 # Switches (docs/kubernetes.md) are the lines `# [NAME] ...`, which are uncommented, and `...  # [not NAME]`, which are
-# dropped; a line `# [not NAME]` alone is dropped with the document below it. Flags are words with blanks between them: the
+# dropped; a line `# [not NAME]` alone is dropped with the document below it; and `guide` and `hyperpodjob`. Flags are words with blanks between them: the
 # pods read them as they are, without a shell, so that quotes are part of a word. Any envsubst will do, gettext's or the
 # one written in Go.
 set -euo pipefail
@@ -19,7 +19,7 @@ printable() { local text=${1:0:80}; echo "${text//[^[:print:]]/?}"; }
 
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 usage="usage: kubernetes/render.sh [--with SWITCH,...] TEMPLATE"
-switches=()
+switches=() operator=kubeflow
 if [ "${1:-}" = --with ]; then
   [ $# -ge 2 ] || fail "--with needs the names of switches; $usage"
   IFS=, read -ra switches <<<"$2"
@@ -38,6 +38,11 @@ for switch in "${switches[@]}"; do
     GUIDE=1
     continue
   fi
+  if [ "$switch" = hyperpodjob ] && grep -q '^kind: PyTorchJob$' <<<"$text"; then
+    case " ${switches[*]} " in *" elastic "* | *" uid "*) fail "--with hyperpodjob excludes elastic and uid" ;; esac
+    operator=hyperpod
+    continue
+  fi
   if ! [[ $switch =~ ^[a-z0-9]+$ ]] || ! grep -qE "^ *# \[(not )?$switch\]( |$)" <<<"$text"; then
     fail "$1 has no switch '$(printable "$switch")'"
   fi
@@ -46,6 +51,38 @@ done
 # [NAMESPACE] namespace: ... is a switch that the variable turns on.
 [ -z "${NAMESPACE:-}" ] || text=$(sed -E 's/^( *)# \[NAMESPACE\] /\1/' <<<"$text")
 text=$(sed -E '/^ *# \[[A-Za-z0-9]+\] /d; /^# \[not [a-z0-9]+\]$/d; s/ +# \[not [a-z0-9]+\]$//' <<<"$text")
+
+# A PyTorchJob as HyperPod's own operator has it: `hyperpod-launch` (Dockerfile.hyperpod) waits in each pod for the operator,
+# which names the ranks. Its namespace may reach the agents, which answer to all who do.
+if [ "$operator" = hyperpod ]; then
+  run_id=$(sed -nE 's/^    rdzvId: //p' <<<"$text")
+  text=$(sed -E '
+    s|^apiVersion: kubeflow.org/v1$|apiVersion: sagemaker.amazonaws.com/v1|
+    s|^kind: PyTorchJob$|kind: HyperPodPyTorchJob|
+    /^  # torchrun reads PET_/d
+    /^  elasticPolicy:$/,/^    maxRestarts:/d
+    s|^    cleanPodPolicy: Running.*|    cleanPodPolicy: All|
+    s|^    backoffLimit:|    jobMaxRetryCount:|
+    /^    ttlSecondsAfterFinished:/r '"$here"'/hyperpod-rules.txt
+    s|^  pytorchReplicaSpecs:$|  replicaSpecs:|
+    s|^    Worker:$|    - name: pods|
+    /^      # 2 is final/,/^      restartPolicy: ExitCode$/d
+    s|training.kubeflow.org/job-name|app.kubernetes.io/instance|
+    s|name: pytorchjob-port$|name: agent|
+    s|containerPort: 23456|containerPort: 8080|
+    s|exec python3 -m extras.launch |exec hyperpod-launch |
+  ' <<<"$text")
+  label=$(sed -nE 's/^ +(app.kubernetes.io.instance: .*)/\1/p' <<<"$text" | tail -n 1)
+  text=${text/$'\n        metadata:\n'/$'\n        metadata:\n          labels:\n            '$label$'\n'}
+  # shellcheck disable=SC2016 # envsubst's variables
+  env='- name: PET_NNODES|  value: "${NUM_NODES}"|- name: PET_NPROC_PER_NODE|  value: "${GPU_PER_NODE}"|- name: PET_RDZV_ID|  value: '
+  text=${text/$'\n              env:\n'/$'\n              env:\n                '${env//|/$'\n                '}$run_id$'\n'}
+  if grep -q '^kind: NetworkPolicy$' <<<"$text"; then
+    reach='    - from: # the operator|        - namespaceSelector:|            matchLabels:'
+    reach+='|              kubernetes.io/metadata.name: aws-hyperpod|      ports:|        - port: 8080|---'
+    text=$(sed "/^kind: NetworkPolicy$/,/^---$/s~^---$~${reach//|/\\n}~" <<<"$text")
+  fi
+fi
 
 # Defaults that depend on other variables; all others are the template's.
 export RUN_ID=${RUN_ID:-$(date -u +%Y%m%d-%H%M%S)}

@@ -99,7 +99,11 @@ def switches_of(template: str) -> list[str]:
 
 def job_of(text: str) -> dict:
     """The training job among the documents of a manifest."""
-    (job,) = [document for document in documents(text) if document["kind"] in ("PyTorchJob", "TrainJob")]
+    (job,) = [
+        document
+        for document in documents(text)
+        if document["kind"] in ("PyTorchJob", "HyperPodPyTorchJob", "TrainJob")
+    ]
     return job
 
 
@@ -112,6 +116,8 @@ def pods(document: dict) -> list[dict]:
         templates = [spec["template"]]
     elif kind == "PyTorchJob":
         templates = [replica["template"] for replica in spec["pytorchReplicaSpecs"].values()]
+    elif kind == "HyperPodPyTorchJob":
+        templates = [replica["template"] for replica in spec["replicaSpecs"]]
     elif kind == "TrainJob":
         templates = [_train_job_pod(spec)]
     else:

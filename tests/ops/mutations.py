@@ -67,7 +67,7 @@ def misspell(key: str, wrong: str, kinds: tuple[str, ...] = ()) -> None:
 
 DELETE = object()
 PYTORCH, TRAIN = ("PyTorchJob",), ("TrainJob",)
-JOBS = (*PYTORCH, *TRAIN)
+JOBS = (*PYTORCH, *TRAIN, "HyperPodPyTorchJob")
 
 # Schema: unknown fields at every level, types, enumerations, missing fields.
 for right, wrong in (
