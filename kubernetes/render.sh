@@ -4,12 +4,12 @@
 #   kubernetes/render.sh train-ddp-template.yaml | kubectl apply -f -
 #   kubernetes/render.sh --with kueue,hyperpod train-fsdp-template.yaml > train-fsdp.yaml
 #
-# Templates need nothing but the guide's variables, for plain envsubst. This script also sets those that kubernetes/env_vars.sh
-# adds: of a line that ends with `# [NAME]` it replaces the value, if NAME is set; where there is no value, NAME is needed.
-# Switches (docs/kubernetes.md) are the lines `# [NAME] ...`, which are uncommented, and `...  # [not NAME]`, which are
-# dropped; a line `# [not NAME]` alone is dropped with the document below it; and `guide` and `hyperpodjob`. Flags are words with blanks between them: the
-# pods read them as they are, without a shell, so that quotes are part of a word. Any envsubst will do, gettext's or the
-# one written in Go.
+# Templates need nothing but the guide's variables, for plain envsubst. This script also sets those that
+# kubernetes/env_vars.sh adds: of a line that ends with `# [NAME]` it replaces the value, if NAME is set; where there is no
+# value, NAME is needed. Switches (docs/kubernetes.md) are the lines `# [NAME] ...`, which are uncommented, and
+# `...  # [not NAME]`, which are dropped; a line `# [not NAME]` alone is dropped with the document below it. `guide` and
+# `hyperpodjob` have no lines. Flags are words with blanks between them: the pods read them as they are, without a shell, so
+# that quotes are part of a word. Any envsubst will do, gettext's or the one written in Go.
 set -euo pipefail
 export LC_ALL=C # [a-z] is ASCII, and a character a byte
 

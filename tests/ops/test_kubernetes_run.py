@@ -87,7 +87,7 @@ def test_data_templates(volume):
             {"train_mfsdp.py": "train_ddp.py", "Megatron-FSDP": "DDP", "mfsdp": "ddp"},
             "--zero_dp_strategy=optim_grads_params",
         ),
-        ("ddp-cp", {"train_ddp_cp.py": "train_ddp.py", "DDP-CP": "DDP", "ddp-cp": "ddp"}, "--cp_size=${CP_SIZE}"),
+        ("ddp-cp", {"train_ddp_cp.py": "train_ddp.py", "DDP-CP": "DDP", "ddp-cp": "ddp"}, "--cp_size=2"),
     ],
 )
 def test_the_train_templates_differ_in_script_names_and_a_flag_alone(name, words, line):
