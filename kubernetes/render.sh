@@ -89,21 +89,16 @@ export RUN_ID=${RUN_ID:-$(date -u +%Y%m%d-%H%M%S)}
 export JOB_NAME=${JOB_NAME:-$(sed -nE 's/^  name: (\S+) # \[JOB_NAME\]$/\1/p' <<<"$text")}
 if [ "${EFA_PER_NODE:-}" = 0 ]; then huge=0; else huge=5120Mi; fi # EFA's huge pages are not there where EFA isn't
 export HUGEPAGES=${HUGEPAGES:-$huge} CP_SIZE=${CP_SIZE:-2}
-# The guide's run of 100,000 proteins: its batches and optimiser, and results where it looks for them.
-case ${GUIDE:-0}:${template##*/} in
-  1:train-[dfm]*-template.yaml | 1:trainjob-template.yaml)
-    guide="--max_train_samples=100000 --pad_to_max_length --logging_steps=16 --learning_rate=5e-5 --lr_scheduler_type=linear"
-    guide+=" --warmup_steps=0 --weight_decay=0 --adam_beta2=0.999"
-    # shellcheck disable=SC2016 # envsubst's variables
-    case ${template##*/} in
-      train-ddp-template.yaml) text=${text//'${OUTPUT_DIR}/ddp/${MODEL}'/'${TARGET_PATH}/output'} ;;
-      train-fsdp-template.yaml)
-        text=${text//'${OUTPUT_DIR}/fsdp/${MODEL}'/'${OUTPUT_DIR}/fsdp-output'}
-        guide+=" --per_device_train_batch_size=4 --gradient_accumulation_steps=11"
-        ;;
-    esac
-    TRAIN_FLAGS="$guide ${TRAIN_FLAGS:-}"
-    ;;
+# The guide's run of 100,000 proteins: its steps and optimiser, and results where it looks for them.
+guide="" # proteins of a step, and of a batch at most
+case ${GUIDE:-0}:${template##*/} in 1:train-[dfm]*-template.yaml | 1:trainjob-template.yaml)
+  guide="32 8" TRAIN_FLAGS=${TRAIN_FLAGS:- }
+  # shellcheck disable=SC2016 # envsubst's variables
+  case ${template##*/} in
+    train-ddp-template.yaml) text=${text//'${OUTPUT_DIR}/ddp/${MODEL}'/'${TARGET_PATH}/output'} ;;
+    train-fsdp-template.yaml) text=${text//'${OUTPUT_DIR}/fsdp/${MODEL}'/'${OUTPUT_DIR}/fsdp-output'} guide="88 4" ;;
+    train-mfsdp-template.yaml) guide="88 4" ;;
+  esac ;;
 esac
 more="" # variables that become flags
 if [ -n "${INIT_FROM:-}" ] && grep -q '\[TRAIN_FLAGS\]' <<<"$text"; then
@@ -168,9 +163,21 @@ done
 if grep -qx MIN_NODES <<<"$names"; then
   [ "$MIN_NODES" -le "$NUM_NODES" ] || fail "MIN_NODES=$MIN_NODES is above NUM_NODES=$NUM_NODES"
 fi
-if grep -qx CP_SIZE <<<"$names"; then
+if grep -qx NUM_NODES <<<"$names"; then
   each=$((GPU_PER_NODE > 0 ? GPU_PER_NODE : 1)) # without GPUs: one rank a pod
   ranks=$((NUM_NODES * each))
+fi
+if [ -n "$guide" ]; then
+  read -r proteins size <<<"$guide"
+  while [ "$size" -gt 0 ] && [ $((proteins % (size * ranks))) -ne 0 ]; do size=$((size - 1)); done
+  [ "$size" -gt 0 ] || fail "GUIDE=1: $ranks ranks do not divide the guide's $proteins proteins a step: take fewer"
+  flags="--max_train_samples=100000 --pad_to_max_length --max_seq_length=512 --per_device_train_batch_size=$size"
+  flags+=" --packs_per_step=$((proteins / size)) --learning_rate=5e-5 --lr_scheduler_type=linear --warmup_steps=0"
+  flags+=" --weight_decay=0 --adam_beta2=0.999"
+  if [ "$proteins" = 88 ]; then flags+=" --max_steps=1136"; fi
+  export TRAIN_FLAGS="$flags $TRAIN_FLAGS"
+fi
+if grep -qx CP_SIZE <<<"$names"; then
   [ $((ranks % CP_SIZE)) -eq 0 ] ||
     fail "CP_SIZE=$CP_SIZE does not divide the job's $ranks ranks (nodes: $NUM_NODES, ranks a node: $each)"
   # Only a warning: results are the same, and with one GPU per node or packs too long for a node it is the only way.

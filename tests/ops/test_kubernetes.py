@@ -269,37 +269,38 @@ def test_flags_of_the_user_come_last_and_whole(template):
     assert container["args"][0].rstrip().endswith("$(printenv TRAIN_FLAGS)")
 
 
-GUIDE_RUN = "--max_train_samples=100000 --pad_to_max_length --logging_steps=16 --learning_rate=5e-5"
-GUIDE_RUN += " --lr_scheduler_type=linear --warmup_steps=0 --weight_decay=0 --adam_beta2=0.999"
-
-
 @pytest.mark.parametrize(
-    ("template", "results", "batch"),
+    ("template", "results", "steps", "batch"),
     [
-        ("train-ddp-template.yaml", "/fsx-shared/esm/output", (8, 1)),
-        ("train-fsdp-template.yaml", "/fsx-shared/fsdp-output", (4, 11)),
-        ("train-mfsdp-template.yaml", f"/fsx-shared/mfsdp/{MODEL}", (8, 1)),
-        ("trainjob-template.yaml", f"/fsx-shared/trainjob/{MODEL}", (8, 1)),
+        ("train-ddp-template.yaml", "/fsx-shared/esm/output", -1, (2, 16)),
+        ("train-fsdp-template.yaml", "/fsx-shared/fsdp-output", 1136, (4, 22)),
+        ("train-mfsdp-template.yaml", f"/fsx-shared/mfsdp/{MODEL}", 1136, (4, 22)),
+        ("trainjob-template.yaml", f"/fsx-shared/trainjob/{MODEL}", -1, (2, 16)),
     ],
 )
-def test_render_guide_makes_the_guides_run(template, results, batch):
-    """100,000 proteins with the guide's batches, and results where the guide looks; flags of the user still win."""
-    text = render(template, "guide", RUN_ID="1", TRAIN_FLAGS="--seed=1")
-    assert text == render(template, GUIDE="1", RUN_ID="1", TRAIN_FLAGS="--seed=1")
+def test_render_guide_makes_the_guides_run(template, results, steps, batch):
+    """100,000 proteins in the guide's steps (DDP: 32 proteins, FSDP: 88), results where the guide looks."""
+    nodes = {"NUM_NODES": "2", "GPU_PER_NODE": "8" if steps < 0 else "1", "RUN_ID": "1", "TRAIN_FLAGS": "--seed=1"}
+    text = render(template, "guide", **nodes)
+    assert text == render(template, GUIDE="1", **nodes)
     assert_good(text)
     (container,) = containers(job_of(text))
-    words = values(container)["TRAIN_FLAGS"].split()
-    assert words[: len(GUIDE_RUN.split())] == GUIDE_RUN.split()
-    assert words[-1] == "--seed=1"
-    script = container["args"][0]
-    assert f" --output_dir={results} ||" in script
+    assert f" --output_dir={results} ||" in container["args"][0]
     assert values(container)["TORCH_FR_DUMP_TEMP_FILE"] == f"{results}/nccl_trace_rank_"
-    flags = re.findall(r"--[a-z]\S+", script[script.index("extras.launch train_") :]) + words
-    args = flat(
-        parse_run("", ReplicaFlags, [flag for flag in flags if not re.match("--(sharding|zero_dp)_strategy", flag)])
-    )
-    assert (args["output_dir"], args["max_train_samples"]) == (results, 100_000)
-    assert (args["per_device_train_batch_size"], args["gradient_accumulation_steps"]) == batch
+    flags = f"--config_name={MODEL} --dataset_dir=x --output_dir={results} --num_train_epochs=1"
+    flags += " --max_seq_length=1024 --gradient_accumulation_steps=1 --per_device_train_batch_size=16"
+    args = flat(parse_run("", ReplicaFlags, [*flags.split(), *values(container)["TRAIN_FLAGS"].split()]))
+    expected = {"max_train_samples": 100_000, "pad_to_max_length": True, "max_seq_length": 512, "seed": 1}
+    expected |= {"learning_rate": 5e-5, "warmup_steps": 0, "weight_decay": 0, "adam_beta2": 0.999}
+    assert {name: args[name] for name in expected} == expected
+    assert args["max_steps"] == steps
+    assert (args["per_device_train_batch_size"], args["packs_per_step"]) == batch
+
+
+def test_render_guide_refuses_ranks_that_cannot_share_a_step():
+    done = run_shell("kubernetes/render.sh --with guide train-ddp-template.yaml", GUIDE | {"NUM_NODES": "3"})
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == "error: GUIDE=1: 24 ranks do not divide the guide's 32 proteins a step: take fewer\n"
 
 
 PYTORCH_JOBS = [name for name in TRAINING if name != "trainjob-template.yaml"]
@@ -310,7 +311,7 @@ PYTORCH_JOBS = [name for name in TRAINING if name != "trainjob-template.yaml"]
     [
         *((template, ()) for template in [*PYTORCH_JOBS, "llama3_1_8b-fsdp.yaml"]),
         *((template, ("kueue", "hyperpod", "instance", "preflight")) for template in PYTORCH_JOBS),
-        ("train-fsdp-template.yaml", ("open", "guide")),
+        ("train-ddp-template.yaml", ("open", "guide")),
     ],
 )
 def test_render_hyperpodjob_makes_the_same_pods_for_hyperpods_operator(template, switched):
