@@ -25,7 +25,7 @@ if [ $# -eq 0 ]; then
   .venv/bin/yamllint --strict configs kubernetes .yamllint.yaml .pre-commit-config.yaml CITATION.cff
   # shellcheck disable=SC2046  # file names here have no spaces
   .venv/bin/shellcheck $(git ls-files '*.sh' '*.sbatch' .ci/run 2>/dev/null || ls ./*.sh .ci/run)
-  .venv/bin/hadolint Dockerfile Dockerfile.cuda
+  .venv/bin/hadolint Dockerfile Dockerfile.cuda Dockerfile.hyperpod
 fi
 
 echo "Tests"

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# Make requirements.lock anew: every package of the images with the sha256 of each of its files, after a change of
-# requirements*.txt or constraints.txt. Installed is nothing but uv and torch, in a folder that is removed.
+# Make requirements.lock and requirements-hyperpod.lock anew: every package of the images with the sha256 of each of its
+# files, after a change of requirements*.txt or constraints.txt. Installed is nothing but uv and torch, in a folder that is
+# removed.
 #
 #   docker/lock.sh        x86-64 or arm64, Python 3.11 or 3.12: the hashes of a version are those of all its files
 set -euo pipefail
@@ -24,3 +25,13 @@ export FLASH_ATTENTION_SKIP_CUDA_BUILD=TRUE UV_NO_FIND_LINKS=1
   cat "$work/lock"
 } >requirements.lock.new
 mv requirements.lock.new requirements.lock
+
+# Dockerfile.hyperpod's, without the torch that its agent asks for.
+printf '%s; sys_platform == "never"\n' torch pip >"$work/without"
+"$work/venv/bin/uv" pip compile --quiet --python "$work/venv/bin/python" \
+  --python-version 3.12 --python-platform x86_64-manylinux_2_28 --generate-hashes --annotation-style line --no-header \
+  requirements-hyperpod.txt -c requirements.lock --override "$work/without" --output-file "$work/hyperpod" >/dev/null
+{
+  echo "# Made by docker/lock.sh; Dockerfile.hyperpod reads it."
+  cat "$work/hyperpod"
+} >requirements-hyperpod.lock

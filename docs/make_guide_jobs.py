@@ -122,9 +122,11 @@ def manifest(name: str) -> str:
     # The switch `instance` is on, the others are off.
     text = re.sub(r"(?m)^( *)# \[instance\] ", r"\1", text)
     text = re.sub(r"(?m)^ *# \[\w+\] .*\n|^# \[not \w+\]\n| +# \[not \w+\]$", "", text)
-    text = re.sub(r"(?m)^ *hugepages-2Mi: .*\n", "", text)  # no variable tells them; libfabric does without, see below
-    text = text.replace('  namespace: "${NAMESPACE}"\n', "").replace('"${JOB_NAME}-pytorchjob"', job)
-    text = text.replace('"${JOB_NAME}-fsdp-${RUN_ID}"', job).replace('"${JOB_NAME}"', job)
+    text = re.sub(r"(?m)^ *hugepages-2Mi: .*\n", "", text)  # libfabric does without, see below
+    text = text.replace('"${REGISTRY}${DOCKER_IMAGE_NAME}:${TAG}"', '"${IMAGE_URI}"')
+    text = text.replace(": # [INSTANCE_TYPE]", ': "${INSTANCE_TYPE}"')
+    text = re.sub(r": clm.* # \[JOB_NAME\].*", f": {job}", text)
+    text = re.sub(r"(?m) # \[[A-Z_]+\]$", "", text)
     args = "".join(f"                    {flag} \\\n" for flag in training_args(name, results))
     head = f"""\
 # {title(name)} with FSDP2 on streamed C4; resumes from its newest checkpoint. Made by {MAKER}.
@@ -146,7 +148,7 @@ stringData:
         text,
         {
             between(text, "# A decoder with FSDP2", "# Only this job's pods"): head,
-            'memory: "${MEMORY}"\n': f"memory: {memory(name)}\n",
+            "memory: 64Gi\n": f"memory: {memory(name)}\n",
             "if [ ${EFA_PER_NODE} = 0 ]": 'if [ -z "${FI_PROVIDER}" ]',
             between(text, " [preflight]: ", "                  trap "): "\n",
             "${GPU_PER_NODE} --model=${MODEL} ": f"${{GPU_PER_NODE}} --model={name} ",
@@ -155,7 +157,7 @@ stringData:
             command: args.removesuffix(" \\\n") + "\n",
             flags: "",
             '"${OUTPUT_DIR}/clm/${MODEL}/nccl_trace_rank_"': f"{results}/nccl_trace_rank_",
-            "logs ${JOB_NAME}-worker-0": f"logs {job}-worker-0",
+            "logs clm-worker-0": f"logs {job}-worker-0",
             "                  value: efa\n": '                  value: "${FI_PROVIDER}"\n',
             between(text, "                # kubectl create secret", "                - name: HF_TOKEN"): "",
             "name: hf-token\n": f"name: {job}\n",

@@ -3,8 +3,9 @@
 #   source kubernetes/env_vars.sh
 #   kubernetes/render.sh train-ddp-template.yaml | kubectl apply -f -
 #
-# or, without render.sh's checks and switches: envsubst < kubernetes/train-ddp-template.yaml | kubectl apply -f -
-# Variables that are set already are kept.
+# Variables that are set already are kept. Plain envsubst (`envsubst < kubernetes/train-ddp-template.yaml | kubectl apply -f -`)
+# reads only the guide's eleven: AWS_REGION ACCOUNT REGISTRY DOCKER_IMAGE_NAME TAG TARGET_PATH OUTPUT_DIR MODEL NUM_NODES
+# GPU_PER_NODE EFA_PER_NODE; for all else a template has the value written in it.
 # shellcheck shell=bash
 
 # The image, as build.sh and push.sh have it.
@@ -27,6 +28,7 @@ export TARGET_PATH=${TARGET_PATH:-/fsx-shared/esm}
 export OUTPUT_DIR=${OUTPUT_DIR:-/fsx-shared}
 
 # For train-clm-template.yaml a decoder: llama2_{7b,13b,70b}, llama3_1_{8b,70b}, llama3_2_{1b,3b}, mathstral_7b, mistral_8x7b.
+if [ "${GUIDE:-0}" = 1 ]; then MODEL=${MODEL:-facebook/esm2_t6_8M_UR50D}; fi
 export MODEL=${MODEL:-facebook/esm2_t36_3B_UR50D}
 # Weights to start from, on the claim (final_model/ of another run) or on the Hub; nothing: random ones.
 export INIT_FROM=${INIT_FROM:-}
@@ -69,8 +71,10 @@ export CP_SIZE=${CP_SIZE:-2}
 # The text that train-clm-template.yaml trains on, and what cuts it: `model` is the tokenizer that MODEL was published with.
 export TEXT_FLAGS=${TEXT_FLAGS:---dataset=allenai/c4 --dataset_config_name=en --tokenizer=model}
 
-# Further flags of the scripts; they win over those of the templates. The guides' short first run, of 100,000 proteins:
-# TRAIN_FLAGS as in docs/slurm.md, "The guides' run".
+# 1: the guide's short first run, of 100,000 proteins, with results where the guide looks (docs/kubernetes.md, "Switches").
+export GUIDE=${GUIDE:-0}
+
+# Further flags of the scripts; they win over those of the templates.
 # (No line breaks: they would break the manifest's line, too.)
 export DOWNLOAD_FLAGS=${DOWNLOAD_FLAGS:-} PREPROCESS_FLAGS=${PREPROCESS_FLAGS:-} TRAIN_FLAGS=${TRAIN_FLAGS:-}
 DOWNLOAD_FLAGS=${DOWNLOAD_FLAGS//$'\n'/ }

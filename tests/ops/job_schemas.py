@@ -81,6 +81,61 @@ PYTORCH_JOB = fields(
     ),
 )
 
+# HyperPod's training operator: sagemaker.amazonaws.com/v1 as AWS' `hyp` command has it, which knows no other fields.
+HYPERPOD_JOB = fields(
+    ("apiVersion", "kind", "metadata", "spec"),
+    apiVersion={"const": "sagemaker.amazonaws.com/v1"},
+    kind={"const": "HyperPodPyTorchJob"},
+    metadata=METADATA,
+    spec=fields(
+        ("replicaSpecs", "runPolicy"),
+        nprocPerNode={"type": "string", "pattern": "^(auto|cpu|gpu|[0-9]+)$"},
+        runPolicy=fields(
+            activeDeadlineSeconds=COUNT,
+            cleanPodPolicy={"enum": ["All", "OnlyComplete", "None"]},
+            faultDeadlineSeconds=COUNT,
+            jobMaxRetryCount=COUNT,
+            logMonitoringConfiguration={
+                "type": "array",
+                "items": fields(
+                    ("name", "logPattern"),
+                    name=TEXT,
+                    logPattern=TEXT,
+                    stopPattern=TEXT,
+                    expectedRecurringFrequencyInSeconds=COUNT,
+                    expectedStartCutOffInSeconds=COUNT,
+                    metricEvaluationDataPoints=COUNT,
+                    metricThreshold=COUNT,
+                    operator={"enum": ["gt", "gteq", "lt", "lteq", "eq"]},
+                ),
+            },
+            restartPolicy=fields(
+                ("evalPeriodSeconds",),
+                evalPeriodSeconds=COUNT,
+                maxFullJobRestarts=COUNT,
+                numRestartBeforeFullJobRestart=COUNT,
+                maxNumRepeatOffendersToAvoid=COUNT,
+                scaleUpSnoozeTimeInSeconds=COUNT,
+            ),
+            startupDeadlineSeconds=COUNT,
+            suspend=FLAG,
+            ttlSecondsAfterFinished={"type": "integer", "minimum": -1},
+        ),
+        replicaSpecs={
+            "type": "array",
+            "minItems": 1,
+            "items": fields(
+                ("name", "replicas", "template"),
+                name=TEXT,
+                replicas=COUNT,
+                maxReplicas=COUNT,
+                spares=COUNT,
+                template=fields(metadata=ANY, spec=ANY),
+            ),
+        },
+    ),
+)
+
 # Kubeflow Trainer 2.3, API reference of trainer.kubeflow.org/v1alpha1.
 PATCHED_POD = fields(metadata=ANY, spec=ANY)
 PATCHED_JOB = fields(
@@ -119,7 +174,7 @@ TRAIN_JOB = fields(
         },
     ),
 )
-SCHEMAS = {"PyTorchJob": PYTORCH_JOB, "TrainJob": TRAIN_JOB}
+SCHEMAS = {"PyTorchJob": PYTORCH_JOB, "HyperPodPyTorchJob": HYPERPOD_JOB, "TrainJob": TRAIN_JOB}
 
 
 def errors(document: dict) -> Iterator[str]:
@@ -157,7 +212,7 @@ def _core_errors(document: dict) -> Iterator[str]:
 @functools.cache
 def definition_of(kind: str, directory: Path = REFERENCE) -> dict | None:
     """The schema in the operator's own definition, made strict; None where it is not beside the checkout."""
-    file = directory / DEFINITIONS[kind]
+    file = directory / DEFINITIONS.get(kind, "none is public")
     if not file.exists():
         return None
     definition = yaml.load(file.read_text(), Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))

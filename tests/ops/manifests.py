@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+import re
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,9 +19,9 @@ KUBERNETES = ROOT / "kubernetes"
 GUIDE_JOBS = sorted(path.name for path in KUBERNETES.glob("*-fsdp.yaml"))
 TEMPLATES = sorted({path.name for path in KUBERNETES.glob("*.yaml")} - {*GUIDE_JOBS})
 TRAINING = [name for name in TEMPLATES if name.startswith("train")]
-SWITCHES = ("elastic", "etcd", "hyperpod", "instance", "kueue", "open", "preflight", "uid")
-# Section 1 of the guide for EKS (the last four are ours), and what the file system's template and the switches add.
-GUIDE = {
+SWITCHES = ("elastic", "hyperpod", "instance", "kueue", "open", "preflight", "uid")
+# Section 1 of the guide for EKS, what env_vars.sh adds, and what the file system's template and the switches add.
+EKS_GUIDE = {
     "TARGET_PATH": "/fsx-shared/esm",
     "DOCKER_IMAGE_NAME": "esm",
     "TAG": "aws",
@@ -32,11 +33,8 @@ GUIDE = {
     "EFA_PER_NODE": "32",
     "NUM_NODES": "2",
     "OUTPUT_DIR": "/fsx-shared",
-    "CP_SIZE": "2",
-    "JOB_NAME": "esm2",
-    "NAMESPACE": "default",
-    "MEMORY": "34Gi",
 }
+GUIDE = EKS_GUIDE | {"CP_SIZE": "2", "JOB_NAME": "esm2", "NAMESPACE": "default", "MEMORY": "34Gi"}
 FILE_SYSTEM = {"FSX_ID": "fs-0123456789abcdef0", "FSX_MOUNT_NAME": "fsx"}
 FSDP_GUIDE = {
     "IMAGE_URI": "123456789012.dkr.ecr.us-east-1.amazonaws.com/esm:aws",
@@ -68,9 +66,26 @@ def render(template: str, *switches: str, **variables) -> str:
 
 def substitute(guide_job: str, **variables) -> str:
     """One of GUIDE_JOBS as the guide has it: `source env_vars; envsubst < NAME-fsdp.yaml`."""
-    done = run_shell(f"envsubst < kubernetes/{guide_job}", FSDP_GUIDE | variables)
+    return gettext_envsubst(guide_job, FSDP_GUIDE | variables)
+
+
+def gettext_envsubst(template: str, variables: dict) -> str:
+    """`envsubst < TEMPLATE`, with these variables and no others."""
+    done = run_shell(f"envsubst < kubernetes/{template}", variables)
     assert done.returncode == 0, done.stderr
     return done.stdout
+
+
+def go_envsubst(template: str, variables: dict) -> str:
+    """The same by the rules of a8m/envsubst, which the FSDP guide links to, with its -no-unset: $NAME is a variable
+    too, $$ is a $, and what is not set is a KeyError."""
+    text = (KUBERNETES / template).read_text()
+    return re.sub(
+        r"\$(?:(\$)|(?!_\b)(\w+)|\{(\w+)\})", lambda found: found[1] or str(variables[found[2] or found[3]]), text
+    )
+
+
+ENVSUBSTS = {"gettext": gettext_envsubst, "go": go_envsubst}
 
 
 def documents(text: str) -> list[dict]:
@@ -84,7 +99,11 @@ def switches_of(template: str) -> list[str]:
 
 def job_of(text: str) -> dict:
     """The training job among the documents of a manifest."""
-    (job,) = [document for document in documents(text) if document["kind"] in ("PyTorchJob", "TrainJob")]
+    (job,) = [
+        document
+        for document in documents(text)
+        if document["kind"] in ("PyTorchJob", "HyperPodPyTorchJob", "TrainJob")
+    ]
     return job
 
 
@@ -97,6 +116,8 @@ def pods(document: dict) -> list[dict]:
         templates = [spec["template"]]
     elif kind == "PyTorchJob":
         templates = [replica["template"] for replica in spec["pytorchReplicaSpecs"].values()]
+    elif kind == "HyperPodPyTorchJob":
+        templates = [replica["template"] for replica in spec["replicaSpecs"]]
     elif kind == "TrainJob":
         templates = [_train_job_pod(spec)]
     else:

@@ -67,7 +67,7 @@ def misspell(key: str, wrong: str, kinds: tuple[str, ...] = ()) -> None:
 
 DELETE = object()
 PYTORCH, TRAIN = ("PyTorchJob",), ("TrainJob",)
-JOBS = (*PYTORCH, *TRAIN)
+JOBS = (*PYTORCH, *TRAIN, "HyperPodPyTorchJob")
 
 # Schema: unknown fields at every level, types, enumerations, missing fields.
 for right, wrong in (
@@ -94,7 +94,6 @@ for right, wrong in (
     ("accessModes", "accessMode"),
     ("csi", "CSI"),
     ("claimRef", "claimReference"),
-    ("targetPort", "targetport"),
     ("command", "commands"),
     ("apiVersion", "version"),
 ):

@@ -12,14 +12,15 @@ from tests.ops.manifests import IMAGE, ROOT, containers, pods, values
 
 VOLUME = "/fsx-shared"
 TRAIN_SCRIPTS = ("train_ddp.py", "train_ddp_cp.py", "train_fsdp2.py", "train_mfsdp.py")
-JOBS = ("PyTorchJob", "TrainJob")
+JOBS = ("PyTorchJob", "HyperPodPyTorchJob", "TrainJob")
 # Images that are not ours: pinned, and only where a pod needs nothing of ours.
 OTHER_IMAGES = {
     "fsx-share-test": "public.ecr.aws/docker/library/debian:12-slim",
     "fsx-owner": "public.ecr.aws/docker/library/debian:12-slim",
-    "etcd": "quay.io/coreos/etcd:v3.5.19",  # the v2 API that torch speaks is gone in 3.6
 }
+PORTS = {"PyTorchJob": {"pytorchjob-port": 23456}, "HyperPodPyTorchJob": {"agent": 8080}}
 DEVICES = ("nvidia.com/gpu", "vpc.amazonaws.com/efa", "hugepages-2Mi")
+HYPERPOD = {"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "aws-hyperpod"}}}  # its operator
 OWN_NAME = "-fsdp"  # the end of the FSDP guide's jobs' names: only the guide's variables, each job has its own Secret
 SAVE_S = 300  # the least that ranks get to save after a stop signal
 RULES: dict[str, Callable[[dict], Iterator[str]]] = {}
@@ -59,14 +60,14 @@ def image(document: dict) -> Iterator[str]:
 def pytorch_container(document: dict) -> Iterator[str]:
     """The operator finds the container by its name and the rendezvous by its port's; only one container computes."""
     if document["kind"] in JOBS:
-        wanted = "pytorch" if document["kind"] == "PyTorchJob" else "node"
+        wanted = "node" if document["kind"] == "TrainJob" else "pytorch"
         names = [container["name"] for container in containers(document)]
         if names != [wanted]:
             yield f"containers {names}, not [{wanted}]"
-    if document["kind"] == "PyTorchJob":
+    if document["kind"] in PORTS:
         (container,) = containers(document)
         ports = {port["name"]: port["containerPort"] for port in container["ports"]}
-        if ports != {"pytorchjob-port": 23456}:
+        if ports != PORTS[document["kind"]]:
             yield f"ports {ports}"
 
 
@@ -81,10 +82,6 @@ def volumes(document: dict) -> Iterator[str]:
         for volume in declared.values():
             if "hostPath" in volume:
                 yield f"hostPath {volume['hostPath']}"
-        if pod["spec"]["containers"][0]["name"] == "etcd":
-            if "/var/lib/etcd" not in mounted:
-                yield "etcd's data directory is not a volume"
-            continue
         claim = declared.get(mounted.get(VOLUME), {}).get("persistentVolumeClaim")
         if claim != {"claimName": "fsx-claim"}:
             yield f"{VOLUME} is not the claim fsx-claim but {claim}"
@@ -96,7 +93,7 @@ def volumes(document: dict) -> Iterator[str]:
 
 @rule
 def resources(document: dict) -> Iterator[str]:
-    """Memory and CPU are asked for; devices as limits and requests alike, huge pages exactly where EFA is."""
+    """Memory and CPU are asked for; devices as limits and requests alike, huge pages only where EFA is."""
     for container in containers(document):
         requests, limits = container["resources"]["requests"], container["resources"]["limits"]
         for name in ("cpu", "memory"):
@@ -110,9 +107,8 @@ def resources(document: dict) -> Iterator[str]:
             wanted = DEVICES[:2] if unused else DEVICES
             if missing := [name for name in wanted if name not in limits or name not in requests]:
                 yield f"no request or limit for {missing}"
-            if not unused and limits.get("hugepages-2Mi") != (
-                "5120Mi" if limits.get("vpc.amazonaws.com/efa") else "0"
-            ):
+            allowed = {"0", "5120Mi" if limits.get("vpc.amazonaws.com/efa") else "0"}
+            if not unused and limits.get("hugepages-2Mi") not in allowed:
                 yield f"huge pages {limits.get('hugepages-2Mi')}, EFA {limits.get('vpc.amazonaws.com/efa')}"
         elif set(requests) != {"cpu", "memory"}:
             yield f"{container['name']}: requests {sorted(requests)}"
@@ -126,7 +122,9 @@ def security(document: dict) -> Iterator[str]:
         yield "may do more than read pods"
     if document["kind"] == "NetworkPolicy":
         senders = [sender for rule in document["spec"]["ingress"] for sender in rule.get("from", [{}])]
-        if document["spec"]["policyTypes"] != ["Ingress"] or not all(s.get("podSelector") for s in senders):
+        if document["spec"]["policyTypes"] != ["Ingress"] or not all(
+            s.get("podSelector") or s == HYPERPOD for s in senders
+        ):
             yield "anybody reaches these pods"
     for pod in pods(document):
         spec = pod["spec"]
@@ -177,10 +175,11 @@ def secrets(document: dict) -> Iterator[str]:
 def lifetime(document: dict) -> Iterator[str]:
     """Nothing lives for ever, and a pod has time to save after a stop signal."""
     spec = document.get("spec", {})
-    policy = spec.get("runPolicy", {}) if document["kind"] == "PyTorchJob" else spec
+    policy = spec.get("runPolicy", {}) if document["kind"] in PORTS else spec
     wanted = {
         "Job": ("activeDeadlineSeconds", "ttlSecondsAfterFinished", "backoffLimit"),
         "PyTorchJob": ("activeDeadlineSeconds", "ttlSecondsAfterFinished", "backoffLimit"),
+        "HyperPodPyTorchJob": ("activeDeadlineSeconds", "ttlSecondsAfterFinished", "jobMaxRetryCount"),
         "TrainJob": ("activeDeadlineSeconds",),
         "Pod": ("activeDeadlineSeconds",),
     }.get(document["kind"], ())
@@ -211,10 +210,10 @@ def restarts(document: dict) -> Iterator[str]:
     if not 1 <= elastic.get("maxRestarts", 0) <= 100:
         yield "maxRestarts"
     name = document["metadata"]["name"]
-    if not re.fullmatch(name if of_the_guide(document) else rf"{name}-\w+-[\w-]+", elastic["rdzvId"]):
+    if not re.fullmatch(name if of_the_guide(document) else rf"{name}-[\w-]+", elastic["rdzvId"]):
         yield f"rdzvId {elastic['rdzvId']}: not this run's own"
-    if elastic["rdzvBackend"] != "c10d" and not (elastic.get("rdzvHost") and elastic.get("rdzvPort")):
-        yield "etcd without host and port"
+    if elastic["rdzvBackend"] != "c10d":
+        yield "a rendezvous that needs a server"
     (container,) = containers(document)
     if values(container).get("TORCH_DISABLE_SHARE_RDZV_TCP_STORE") != "1":
         yield "a node that joins later never hears of the others' store"
@@ -230,12 +229,16 @@ def launch(document: dict) -> Iterator[str]:
                 yield "no preflight, or one that ignores signals"
             if "|| { [ $? = 2 ] && exit 2; exit 143; }" not in re.sub(r"\s+", " ", script):
                 yield "a preflight that fails by no fault of the user's is final"
-            found = re.search(r"^exec python3 -m extras\.launch (\S+) \\$", script, re.MULTILINE)
+            launcher = "hyperpod-launch" if document["kind"] == "HyperPodPyTorchJob" else "python3 -m extras.launch"
+            found = re.search(rf"^exec {launcher} (\S+) \\$", script, re.MULTILINE)
             if not found or found[1] not in TRAIN_SCRIPTS:
-                yield "no bare `exec python3 -m extras.launch script.py`"
+                yield f"no bare `exec {launcher} script.py`"
             elif found[1] == "train_ddp_cp.py":
                 spec = document["spec"]
-                ranks = spec["pytorchReplicaSpecs"]["Worker"]["replicas"] * max(1, int(spec["nprocPerNode"]))
+                (pods_of_job,) = (
+                    spec["replicaSpecs"] if "replicaSpecs" in spec else spec["pytorchReplicaSpecs"].values()
+                )
+                ranks = pods_of_job["replicas"] * max(1, int(spec["nprocPerNode"]))
                 sizes = [int(size) for size in re.findall(r" --cp_size=(\d+) ", script)]
                 if len(sizes) != 1 or ranks % sizes[0]:
                     yield f"--cp_size {sizes} on {ranks} ranks"
@@ -278,9 +281,13 @@ def spread(document: dict) -> Iterator[str]:
     if document["kind"] not in JOBS:
         return
     (pod,), name = pods(document), document["metadata"]["name"]
-    if document["kind"] == "PyTorchJob":
+    if document["kind"] in PORTS:
         terms = pod["spec"].get("topologySpreadConstraints", [])
         label = "training.kubeflow.org/job-name"
+        if document["kind"] == "HyperPodPyTorchJob":
+            label = "app.kubernetes.io/instance"
+            if pod["metadata"]["labels"] != {label: name}:
+                yield f"labels {pod['metadata']['labels']}"
     else:
         affinity = pod["spec"].get("affinity", {}).get("podAntiAffinity", {})
         terms = [t["podAffinityTerm"] for t in affinity.get("preferredDuringSchedulingIgnoredDuringExecution", [])]

@@ -216,10 +216,15 @@ def write_wheel(path: Path, name: str, needs: str, content: str = "") -> None:
         archive.writestr(f"{information}/RECORD", "")
 
 
-def test_lock_matches_the_requirements():
+@pytest.mark.parametrize("name", ["requirements.lock", "requirements-hyperpod.lock"])
+def test_lock_matches_the_requirements(name):
     """Made anew after each change of them (docker/lock.sh): all that they pin, with hashes."""
-    files = sorted(path.name for path in ROOT.glob("requirements*.txt") if path.name != "requirements-dev.txt")
-    lock = read_lock(ROOT / "requirements.lock")
+    own = "requirements-hyperpod.txt"
+    others = sorted(
+        path.name for path in ROOT.glob("requirements*.txt") if path.name not in ("requirements-dev.txt", own)
+    )
+    files = [own] if "hyperpod" in name else others
+    lock = read_lock(ROOT / name)
     locked = {name: package.pinned.split()[0].split("==")[1] for name, package in lock.items()}
     for file in files:
         for line in read_requirements(ROOT / file):

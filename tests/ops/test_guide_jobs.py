@@ -173,7 +173,7 @@ def test_broken_guide_jobs_are_caught():
 @needs_envsubst
 def test_the_template_of_decoders_is_that_of_fsdp_but_for_names_flags_and_variables():
     """Neither gets ahead of the other: how pods start, stop and are spread is the same."""
-    switches = ("elastic", "etcd", "hyperpod", "instance", "kueue", "uid")
+    switches = ("elastic", "hyperpod", "instance", "kueue", "uid")
     found = []
     for template in ("train-fsdp-template.yaml", "train-clm-template.yaml"):
         assert template in TRAINING

@@ -8,7 +8,7 @@ import pytest
 
 from common.distributed.strategy import ReplicaFlags
 from common.training.registry import parse_run
-from tests.ops.manifests import ROOT, TRAINING, containers, job_of, render, run_shell
+from tests.ops.manifests import GUIDE, ROOT, TRAINING, containers, job_of, render, run_shell, values
 
 WEIGHTS = "/fsx-shared/first/final_model"
 # Writes the words that it is started with, a line each. As srun it knows containers: no .venv is needed then.
@@ -72,8 +72,20 @@ def test_pods_start_from_the_weights(tmp_path, template, weights):
     model = "llama2_7b" if "clm" in template else "facebook/esm2_t6_8M_UR50D"
     (container,) = containers(job_of(render(template, INIT_FROM=weights, MODEL=model, TEXT_FLAGS="")))
     script = container["args"][0].replace("cd /workspace\n", "")
-    flags = recorded(script, "python3", {}, tmp_path)
+    flags = recorded(script, "python3", values(container), tmp_path)
     assert_starts_from(flags, weights or None, model)
+
+
+def test_render_warns_that_a_directory_as_model_gives_no_weights():
+    variables = GUIDE | {"MODEL": WEIGHTS}
+    done = run_shell("kubernetes/render.sh train-ddp-template.yaml", variables)
+    assert done.returncode == 0
+    warning = (
+        f"warning: MODEL={WEIGHTS}: only its configuration is read; INIT_FROM={WEIGHTS} starts from its weights\n"
+    )
+    assert done.stderr == warning
+    done = run_shell("kubernetes/render.sh train-ddp-template.yaml", variables | {"INIT_FROM": WEIGHTS})
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_render_refuses_weights_that_a_shell_would_run():

@@ -11,14 +11,21 @@ import sys
 
 import pytest
 
+from common.distributed.strategy import ReplicaFlags
+from common.flags import flat
+from common.training.registry import parse_run
 from tests.ops.job_schemas import DEFINITIONS, METADATA, definition_of
 from tests.ops.manifests import (
     CPU_ONLY,
+    EKS_GUIDE,
+    ENVSUBSTS,
     FILE_SYSTEM,
+    FSDP_GUIDE,
     GUIDE,
     IMAGE,
     KUBERNETES,
     ROOT,
+    SWITCHED,
     SWITCHES,
     TEMPLATES,
     TRAINING,
@@ -34,6 +41,7 @@ from tests.ops.manifests import (
 from tests.ops.mutations import MUTATIONS
 from tests.ops.pod import started
 from tests.ops.policy import RULES, broken_rules
+from tests.training_fixtures import run_forked
 
 pytestmark = pytest.mark.skipif(not shutil.which("envsubst"), reason="envsubst (gettext-base) is not installed")
 MODEL = GUIDE["MODEL"]
@@ -48,10 +56,10 @@ def assert_good(text: str) -> None:
 def test_the_guides_names_are_there():
     guides = {"download-data", "preprocess", "train-ddp", "train-ddp-cp", "train-fsdp", "train-mfsdp", "trainjob"}
     guides |= {"fsx-pv-pvc", "train-clm"}
-    others = {"view-fsx.yaml", "etcd.yaml", "job-uid.yaml"}
+    others = {"view-fsx.yaml", "job-uid.yaml"}
     assert {f"{name}-template.yaml" for name in guides} | others == set(TEMPLATES)
     names = {d["metadata"]["name"] for template in TEMPLATES for d in documents(render(template))}
-    assert {"download-uniref-data", "preprocess-data", "fsx-share-test", "fsx-claim", "esm2", "etcd"} <= names
+    assert {"download-uniref-data", "preprocess-data", "fsx-share-test", "fsx-claim", "esm2"} <= names
 
 
 def test_the_readmes_commands(tmp_path):
@@ -99,29 +107,38 @@ def test_render_switches_change_what_they_name():
         "sagemaker.amazonaws.com/job-max-retry-count": "10",
     }
     elastic = job["spec"]["elasticPolicy"]
-    assert (elastic["rdzvBackend"], elastic["rdzvHost"], elastic["rdzvPort"]) == ("etcd", "etcd", 2379)
+    assert elastic["rdzvBackend"] == "c10d"
     assert (elastic["minReplicas"], elastic["maxReplicas"]) == (1, 2)
     pod = job["spec"]["pytorchReplicaSpecs"]["Worker"]["template"]["spec"]
     assert pod["nodeSelector"] == {"node.kubernetes.io/instance-type": "p5.48xlarge"}
     (term,) = pod["affinity"]["nodeAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]["nodeSelectorTerms"]
     assert term["matchExpressions"][0]["values"] == ["Schedulable"]
-    service, _, _ = documents(render("etcd.yaml"))
-    assert (service["metadata"]["name"], service["spec"]["ports"][0]["port"]) == ("etcd", 2379)
 
 
+@pytest.mark.parametrize("envsubst", ENVSUBSTS)
 @pytest.mark.parametrize("settings", SETTINGS)
 @pytest.mark.parametrize("template", TEMPLATES)
-def test_plain_envsubst_makes_what_render_makes(template, settings):
-    """After `source env_vars.sh`, as in the guides. Shell and $(...) inside the containers' commands survive."""
-    variables = {"ACCOUNT": GUIDE["ACCOUNT"], "RUN_ID": "1"} | FILE_SYSTEM | SETTINGS[settings]
-    source = "source kubernetes/env_vars.sh"
-    plain = run_shell(f"{source}; envsubst < kubernetes/{template}", variables)
-    rendered = run_shell(f"{source}; kubernetes/render.sh {template}", variables)
-    assert (plain.returncode, rendered.returncode) == (0, 0), plain.stderr + rendered.stderr
-    found = documents(plain.stdout)
+def test_envsubst_needs_the_guides_variables_alone(template, settings, envsubst):
+    """The guide's `export`s and `envsubst < TEMPLATE`: a good manifest, and render.sh's but for what only that sets.
+
+    Shell and $(...) inside the containers' commands survive."""
+    variables = EKS_GUIDE | SETTINGS[settings] | (FILE_SYSTEM if template.startswith("fsx") else {})
+    text = ENVSUBSTS[envsubst](template, variables)
+    assert_good(text)
+    rendered = run_shell(f"kubernetes/render.sh {template}", variables | {"RUN_ID": "mine", "HUGEPAGES": "0"})
+    assert rendered.returncode == 0, rendered.stderr
+    found = documents(text)
     for container in [c for document in found for c in holders(document, "args")]:  # switches in a script are comments
         container["args"] = [re.sub(r"(?m)^# \[\w+\] .*\n", "", text) for text in container["args"]]
-    assert found == documents(rendered.stdout)
+    assert found == documents(rendered.stdout.replace("-mine", ""))
+
+
+@pytest.mark.parametrize("template", TRAINING)
+def test_envsubst_makes_jobs_with_the_guides_names(template):
+    job = job_of(ENVSUBSTS["gettext"](template, EKS_GUIDE))
+    assert job["metadata"] == {"name": "clm" if "clm" in template else "esm2"}
+    (container,) = containers(job)
+    assert container["image"] == f"{EKS_GUIDE['REGISTRY']}esm:aws"
 
 
 def test_render_with_gos_envsubst(tmp_path):
@@ -181,12 +198,13 @@ def test_env_vars_holds_the_guides_values_and_keeps_what_is_set(tmp_path):
         ("fsx-pv-pvc-template.yaml", {}, "error: unset or empty: FSX_ID FSX_MOUNT_NAME; see"),
         ("--with kueue train-ddp-template.yaml", {}, "error: unset or empty: QUEUE_NAME; see"),
         ("--with kueu train-ddp-template.yaml", {}, "has no switch 'kueu'"),
+        ("--with guide train-clm-template.yaml", {}, "has no switch 'guide'"),
+        ("--with guide preprocess-template.yaml", {}, "has no switch 'guide'"),
         ("train-dpp-template.yaml", {}, "no such template; there are"),
         ("train-ddp-template.yaml", {"OUTPUT_DIR": "/scratch"}, "OUTPUT_DIR=/scratch is not on the volume"),
         ("train-ddp-template.yaml", {"NUM_NODES": "two"}, "NUM_NODES=two: not a number of nodes, at least 1"),
         ("train-ddp-template.yaml", {"REGISTRY": ".dkr.ecr.eu-1.amazonaws.com/"}, "is no image: REGISTRY has no host"),
         ("train-ddp-template.yaml", {"REGISTRY": ""}, "error: unset or empty: REGISTRY; see"),
-        ("train-ddp-cp-template.yaml", {"CP_SIZE": ""}, "error: unset or empty: CP_SIZE; see"),
         ("train-ddp-cp-template.yaml", {"CP_SIZE": "two"}, "CP_SIZE=two: not a number of ranks, at least 1"),
         ("train-ddp-cp-template.yaml", {"CP_SIZE": "0"}, "CP_SIZE=0: not a number of ranks, at least 1"),
         ("train-ddp-cp-template.yaml", {"CP_SIZE": "3"}, "CP_SIZE=3 does not divide the job's 16 ranks (nodes: 2, r"),
@@ -249,6 +267,127 @@ def test_flags_of_the_user_come_last_and_whole(template):
     (container,) = containers(job)
     assert values(container)["TRAIN_FLAGS"].strip() == "--max_steps=5 --learning_rate=1e-4"
     assert container["args"][0].rstrip().endswith("$(printenv TRAIN_FLAGS)")
+
+
+@pytest.mark.parametrize(
+    ("template", "results", "steps", "batch"),
+    [
+        ("train-ddp-template.yaml", "/fsx-shared/esm/output", -1, (2, 16)),
+        ("train-fsdp-template.yaml", "/fsx-shared/fsdp-output", 1136, (4, 22)),
+        ("train-mfsdp-template.yaml", f"/fsx-shared/mfsdp/{MODEL}", 1136, (4, 22)),
+        ("trainjob-template.yaml", f"/fsx-shared/trainjob/{MODEL}", -1, (2, 16)),
+    ],
+)
+def test_render_guide_makes_the_guides_run(template, results, steps, batch):
+    """100,000 proteins in the guide's steps (DDP: 32 proteins, FSDP: 88), results where the guide looks."""
+    nodes = {"NUM_NODES": "2", "GPU_PER_NODE": "8" if steps < 0 else "1", "RUN_ID": "1", "TRAIN_FLAGS": "--seed=1"}
+    text = render(template, "guide", **nodes)
+    assert text == render(template, GUIDE="1", **nodes)
+    assert_good(text)
+    (container,) = containers(job_of(text))
+    assert f" --output_dir={results} ||" in container["args"][0]
+    assert values(container)["TORCH_FR_DUMP_TEMP_FILE"] == f"{results}/nccl_trace_rank_"
+    flags = f"--config_name={MODEL} --dataset_dir=x --output_dir={results} --num_train_epochs=1"
+    flags += " --max_seq_length=1024 --gradient_accumulation_steps=1 --per_device_train_batch_size=16"
+    args = flat(parse_run("", ReplicaFlags, [*flags.split(), *values(container)["TRAIN_FLAGS"].split()]))
+    expected = {"max_train_samples": 100_000, "pad_to_max_length": True, "max_seq_length": 512, "seed": 1}
+    expected |= {"learning_rate": 5e-5, "warmup_steps": 0, "weight_decay": 0, "adam_beta2": 0.999}
+    assert {name: args[name] for name in expected} == expected
+    assert args["max_steps"] == steps
+    assert (args["per_device_train_batch_size"], args["packs_per_step"]) == batch
+
+
+def test_render_guide_refuses_ranks_that_cannot_share_a_step():
+    done = run_shell("kubernetes/render.sh --with guide train-ddp-template.yaml", GUIDE | {"NUM_NODES": "3"})
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == "error: GUIDE=1: 24 ranks do not divide the guide's 32 proteins a step: take fewer\n"
+
+
+PYTORCH_JOBS = [name for name in TRAINING if name != "trainjob-template.yaml"]
+
+
+@pytest.mark.parametrize(
+    ("template", "switched"),
+    [
+        *((template, ()) for template in [*PYTORCH_JOBS, "llama3_1_8b-fsdp.yaml"]),
+        *((template, ("kueue", "hyperpod", "instance", "preflight")) for template in PYTORCH_JOBS),
+        ("train-ddp-template.yaml", ("open", "guide")),
+    ],
+)
+def test_render_hyperpodjob_makes_the_same_pods_for_hyperpods_operator(template, switched):
+    others = {"RUN_ID": "1"} | ({} if template in PYTORCH_JOBS else FSDP_GUIDE)
+    text = render(template, "hyperpodjob", *switched, **others)
+    assert_good(text)
+    made, plain = job_of(text), job_of(render(template, *switched, **others))
+    assert (made["kind"], made["metadata"]) == ("HyperPodPyTorchJob", plain["metadata"])
+    assert "elasticPolicy" not in made["spec"]
+    (replica,), worker = made["spec"]["replicaSpecs"], plain["spec"]["pytorchReplicaSpecs"]["Worker"]
+    assert replica["replicas"] == worker["replicas"]
+    (container,), (other,) = containers(made), containers(plain)
+    elastic = plain["spec"]["elasticPolicy"]
+    told = {"PET_NNODES": str(worker["replicas"]), "PET_NPROC_PER_NODE": "8", "PET_RDZV_ID": elastic["rdzvId"]}
+    assert values(container) == told | values(other)
+    assert container["args"] == [other["args"][0].replace("python3 -m extras.launch ", "hyperpod-launch ")]
+    for guard in documents(text):
+        if guard["kind"] == "NetworkPolicy":
+            own, operator = guard["spec"]["ingress"]
+            assert own["from"] == [{"podSelector": guard["spec"]["podSelector"]}]
+            assert operator["ports"] == [{"port": 8080}]
+
+
+@pytest.mark.parametrize(
+    ("template", "switches", "message"),
+    [
+        ("train-ddp-template.yaml", "hyperpodjob,elastic", "error: --with hyperpodjob excludes elastic and uid"),
+        ("trainjob-template.yaml", "hyperpodjob", "trainjob-template.yaml has no switch 'hyperpodjob'"),
+    ],
+)
+def test_render_hyperpodjob_refuses_what_its_operator_cannot_do(template, switches, message):
+    done = run_shell(f"kubernetes/render.sh --with {switches} {template}", GUIDE | SWITCHED)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert message in done.stderr
+
+
+def test_policy_catches_broken_hyperpod_jobs():
+    uncaught, caught = [], set()
+    for document in documents(render("train-ddp-cp-template.yaml", "hyperpodjob")):
+        for rule, what, change in MUTATIONS:
+            broken = copy.deepcopy(document)
+            if rule != "restarts" and change(broken):  # those are the operator's own
+                caught.add(rule)
+                uncaught += [] if rule in broken_rules(broken) else [f"{document['kind']}: {rule}: {what}"]
+    assert uncaught == []
+    assert {"schema", *RULES} - caught == {"restarts"}
+
+
+def test_hyperpods_log_rule_matches_each_step_of_a_run_and_its_end(dataset, tmp_path):
+    """The agent reads a rank's output by line with these patterns (re.match); no match for so long is a hang."""
+    policy = job_of(render("train-ddp-template.yaml", "hyperpodjob"))["spec"]["runPolicy"]
+    (rule,) = policy["logMonitoringConfiguration"]
+    assert rule.keys() == {"name", "logPattern", "stopPattern", "expectedRecurringFrequencyInSeconds"}
+    done = run_forked(dataset, tmp_path / "out", max_steps=3, do_eval=True)
+    lines = (done.stderr + done.stdout).splitlines()
+    seen = [line for line in lines if re.match(rule["logPattern"], line)]
+    assert [re.search(r"step: (\d+/\d+)", line)[1] for line in seen] == ["1/3", "2/3", "3/3"], done
+    stops = [line for line in lines if re.match(rule["stopPattern"], line)]
+    assert len(stops) == 1
+
+
+def test_hyperpod_launch_starts_the_agent_with_the_scripts_output_on_stdout(tmp_path):
+    agent = 'echo "$NNODES nodes"; while [ "$1" != --no_python ]; do echo "$1"; shift; done; shift; exec "$@"'
+    (tmp_path / "hyperpodrun").write_text(f"#!/bin/bash\n{agent}\n")
+    (tmp_path / "python3").write_text('#!/bin/bash\necho "$@" >&2\n')
+    for program in ("hyperpodrun", "python3"):
+        (tmp_path / program).chmod(0o755)
+    variables = {
+        "PATH": f"{tmp_path}:{os.environ['PATH']}",
+        "PET_NNODES": "2",
+        "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "540",
+    }
+    done = run_shell('docker/hyperpod_launch.sh train_ddp.py "--a=b c" --d', variables)
+    flags = ["--shutdown-signal=SIGTERM", "--shutdown-timeout=540", "--tee=3", "--log_dir=/tmp/hyperpod"]
+    assert done.stdout.splitlines() == ["2 nodes", *flags, "-u train_ddp.py --a=b c --d"]
+    assert done.stderr == ""
 
 
 HOSTILE = [

@@ -22,6 +22,9 @@ from tests.live_runs import wait_until
 from tests.ops.job_schemas import DEFINITIONS, REFERENCE
 from tests.ops.manifests import (
     CPU_ONLY,
+    EKS_GUIDE,
+    ENVSUBSTS,
+    FILE_SYSTEM,
     GUIDE_JOBS,
     KUBERNETES,
     TEMPLATES,
@@ -157,6 +160,22 @@ def test_apply_twice_and_delete(kubectl, template, switched):
             kept = json.loads(found.stdout)
             if document["kind"] in DEFINITIONS:  # the server drops what the definition does not know
                 assert kept["spec"].items() >= _without_defaults(document["spec"], kept["spec"]).items()
+    finally:
+        kubectl("delete", "--ignore-not-found", "--grace-period=0", "--force", "--wait=false", "-f", "-", text=text)
+        for document in wanted:
+            _let_go(kubectl, document)
+
+
+@pytest.mark.parametrize("envsubst", ENVSUBSTS)
+@pytest.mark.parametrize("template", TEMPLATES)
+def test_envsubst_and_apply_with_the_guides_variables_alone(kubectl, template, envsubst):
+    """`envsubst < TEMPLATE | kubectl apply -f -`."""
+    text = ENVSUBSTS[envsubst](template, EKS_GUIDE | (FILE_SYSTEM if template.startswith("fsx") else {}))
+    wanted = documents(text)
+    try:
+        done = kubectl("apply", "-f", "-", text=text)
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.count(" created") == len(wanted), done.stdout
     finally:
         kubectl("delete", "--ignore-not-found", "--grace-period=0", "--force", "--wait=false", "-f", "-", text=text)
         for document in wanted:

@@ -68,7 +68,10 @@ def template_of(name: str) -> tuple[list[dict], list[str]]:
     text = (KUBERNETES / name).read_text()
     switches = [switch for switch in switches_of(name) if switch != "open"]
     text = re.sub(rf"(?m)^.*# \[not ({'|'.join(switches)})\]\n", "", text) if switches else text
-    return documents(re.sub(r"(?m)^( *)# \[\w+\] ", r"\1", text)), switches
+    text = re.sub(r"(?m)^( *)# \[\w+\] ", r"\1", text).replace(" --cp_size=2 ", " --cp_size=[CP_SIZE] ")
+    text = re.sub(r"(?m)^( *value: ).* # (\[[A-Z]+_FLAGS\])$", r'\1" \2"', text)
+    text = re.sub(r"(?m)^( *[\w./-]+: )(?:.* )?# (\S*\[[A-Z_]+\]\S*)$", r'\1"\2"', text)
+    return documents(re.sub(r"\[([A-Z]+(?:_[A-Z]+)+|NAMESPACE|MEMORY|HUGEPAGES)\]", r"${\1}", text)), switches
 
 
 def assert_refused_or_exact(name: str, variables: dict[str, str]) -> bool:
@@ -85,6 +88,7 @@ def assert_refused_or_exact(name: str, variables: dict[str, str]) -> bool:
     told = dict(variables)
     for flags in FLAGS:  # words for a variable of the pod, in which the kubelet takes $$ for $
         told[flags] = re.sub(r"[\n\r\t]", " ", told[flags]).replace("$", "$$")
+    told["TRAIN_FLAGS"] = f"--model_name_or_path={told['INIT_FROM']} {told['TRAIN_FLAGS']}"
     assert documents(done.stdout) == expected(template, told)
     return True
 
