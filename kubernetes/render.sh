@@ -169,12 +169,11 @@ if grep -qx NUM_NODES <<<"$names"; then
 fi
 if [ -n "$guide" ]; then
   read -r proteins size <<<"$guide"
-  while [ "$size" -gt 0 ] && [ $((proteins % (size * ranks))) -ne 0 ]; do size=$((size - 1)); done
-  [ "$size" -gt 0 ] || fail "GUIDE=1: $ranks ranks do not divide the guide's $proteins proteins a step: take fewer"
+  proteins=$(((proteins + ranks - 1) / ranks * ranks)) # ranks that cannot share them take the next number that they can
+  while [ $((proteins % (size * ranks))) -ne 0 ]; do size=$((size - 1)); done
   flags="--max_train_samples=100000 --pad_to_max_length --max_seq_length=512 --per_device_train_batch_size=$size"
   flags+=" --packs_per_step=$((proteins / size)) --learning_rate=5e-5 --lr_scheduler_type=linear --warmup_steps=0"
-  flags+=" --weight_decay=0 --adam_beta2=0.999"
-  if [ "$proteins" = 88 ]; then flags+=" --max_steps=1136"; fi
+  flags+=" --weight_decay=0 --adam_beta2=0.999 --max_steps=$((100000 / proteins))"
   export TRAIN_FLAGS="$flags $TRAIN_FLAGS"
 fi
 if grep -qx CP_SIZE <<<"$names"; then

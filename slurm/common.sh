@@ -199,16 +199,17 @@ size_flags() {
 }
 
 # GUIDE=1: the guides' run, 100,000 proteins in minutes, with their batches, rate and optimiser.
-# guide_flags PROTEINS SIZE [FLAGS]     proteins of a step, and of a batch at most: as many as all ranks can have
+# guide_flags PROTEINS SIZE     proteins of a step (ranks that cannot share them take the next number that they can), and
+#                               of a batch at most: as many as all ranks can have
 guide_flags() {
   local proteins=$1 size=$2 each=${NPROC_PER_NODE:-$gpus_per_node} ranks
   [[ $each =~ ^[1-9][0-9]*$ ]] || each=1 # known to the steps alone, or wrong and in the list already
   ranks=$((SLURM_JOB_NUM_NODES * each))
-  while [ "$size" -gt 0 ] && [ $((proteins % (size * ranks))) -ne 0 ]; do size=$((size - 1)); done
-  [ "$size" -gt 0 ] || lacks "GUIDE=$GUIDE: $ranks ranks do not divide the guide's $proteins proteins a step: take fewer"
+  proteins=$(((proteins + ranks - 1) / ranks * ranks))
+  while [ $((proteins % (size * ranks))) -ne 0 ]; do size=$((size - 1)); done
   batch=(
-    --max_train_samples=100000 --pad_to_max_length --max_seq_length=512 "${@:3}"
-    --per_device_train_batch_size="$size" --packs_per_step=$((proteins / (size > 0 ? size : 1)))
+    --max_train_samples=100000 --pad_to_max_length --max_seq_length=512 --max_steps=$((100000 / proteins))
+    --per_device_train_batch_size="$size" --packs_per_step=$((proteins / size))
     --learning_rate=5e-5 --lr_scheduler_type=linear --warmup_steps=0 --weight_decay=0 --adam_beta2=0.999
   )
 }
@@ -224,7 +225,7 @@ train() {
   count_gpus
   case $GUIDE,$script in
     ,* | 0,*) size_flags ;;
-    *,train_fsdp2.py | *,train_mfsdp.py) guide_flags 88 4 --max_steps=1136 ;;
+    *,train_fsdp2.py | *,train_mfsdp.py) guide_flags 88 4 ;;
     *) guide_flags 32 8 ;;
   esac
   pretrain "$script" "${batch[@]}" "${looked_at[@]}" "${defaults[@]}" "$@"
