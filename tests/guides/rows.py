@@ -516,7 +516,7 @@ SLURM = {
     6: typed("it is there", "ls -al $TARGET_PATH", prints(" esm-slurm.sqsh\n"), blocks=(5,)),
     7: Row(
         "a squash file of the real enroot",
-        held("ops/test_enroot.py::test_the_real_enroot_makes_a_squashfs"),
+        held("ops/test_enroot.py::test_enroot_itself_makes_a_squashfs"),
         blocks=(4,),
     ),
     8: typed(
@@ -570,7 +570,7 @@ SLURM = {
         "on a real cluster",
         held(
             "ops/test_slurm.py::test_slurm_runs_the_readmes_commands",
-            "ops/test_slurm.py::test_from_slurm_itself_on_gpus_that_slurm_does_not_manage_in_the_image_that_is_there",
+            "ops/test_slurm.py::test_slurm_trains_in_an_image_on_unmanaged_gpus",
         ),
         blocks=(9, 13),
     ),
@@ -694,7 +694,7 @@ RECIPE = {
     6: Row(
         "uv venv --python 3.12 --seed; pip install --index-url, --no-build-isolation: torch, flash-attn, TE",
         all_of(
-            held("ops/test_install.py::test_what_compiles_comes_after_torch_one_by_one_with_constraints"),
+            held("ops/test_install.py::test_install_compiles_after_torch_with_constraints"),
             differs("uv venv"),
         ),
         blocks=(3,),
@@ -1050,12 +1050,12 @@ FSDP_EKS = {
     ),
     13: Row(
         "the same of the other eight",
-        held("ops/test_guide_jobs.py::test_the_guides_variables_make_a_good_manifest"),
+        held("ops/test_guide_jobs.py::test_guide_jobs_render_with_guide_variables"),
         blocks=(11,),
     ),
     14: Row(
         "FI_* commented out where there is no EFA",
-        held("ops/test_guide_jobs.py::test_without_devices_and_without_a_token_it_is_good_too"),
+        held("ops/test_guide_jobs.py::test_guide_jobs_render_without_devices_or_token"),
     ),
     15: Row(
         "one directory for --checkpoint_dir and --resume_from_checkpoint; the newest is taken",
@@ -1078,7 +1078,7 @@ FSDP_EKS = {
     ),
     19: Row(
         "master_addr= is in a pod's log; that pod alone shows progress",
-        held("ops/test_kubernetes_run.py::test_the_guides_pods_of_a_decoder_train_and_say_who_leads"),
+        held("ops/test_kubernetes_run.py::test_guide_pods_of_a_decoder_train_and_log_master_addr"),
         blocks=(15,),
     ),
     20: typed("the log", "kubectl logs -f llama3-1-8b-fsdp-worker-0", of_a_pod, blocks=(16,)),
@@ -1096,8 +1096,8 @@ FSDP_EKS = {
     23: Row(
         "without variables its name and kind are there; then it can be applied again",
         held(
-            "ops/test_guide_jobs.py::test_delete_finds_kinds_and_names_without_variables",
-            "ops/test_kubernetes_api.py::test_the_guides_apply_and_delete",
+            "ops/test_guide_jobs.py::test_guide_jobs_can_be_deleted_without_variables",
+            "ops/test_kubernetes_api.py::test_apiserver_applies_and_deletes_guide_jobs",
         ),
         blocks=(18,),
     ),
@@ -1110,7 +1110,7 @@ FSDP_EKS = {
     ),
     27: Row(
         "the Hub's token reaches the pods as a secret",
-        held("ops/test_guide_jobs.py::test_the_guides_variables_make_a_good_manifest"),
+        held("ops/test_guide_jobs.py::test_guide_jobs_render_with_guide_variables"),
         blocks=(8,),
     ),
 }
@@ -1139,7 +1139,7 @@ FSDP_SLURM = {
         "a virtual environment, sourced",
         held(
             "ops/test_slurm.py::test_create_venv_leaves_the_shell_that_sources_it_as_it_is",
-            "ops/test_install.py::test_create_venv_continues_without_and_warns",
+            "ops/test_install.py::test_create_venv_warns_without_transformer_engine",
         ),
         ". ./create_venv.sh",
         blocks=(2,),

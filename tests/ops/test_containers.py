@@ -176,7 +176,7 @@ def test_image_keeps_the_base_images_packages(tmp_path):
     assert len(plan(lock, files[:1], [], {}, set())[0]) == 4
 
 
-def test_lock_hashes_are_checked(tmp_path):
+def test_image_lock_hashes_are_checked(tmp_path):
     """With the real pip: a package that is another one than was locked is refused, whatever its version says."""
     wheels = tmp_path / "wheels"
     wheels.mkdir()
@@ -217,7 +217,7 @@ def write_wheel(path: Path, name: str, needs: str, content: str = "") -> None:
 
 
 @pytest.mark.parametrize("name", ["requirements.lock", "requirements-hyperpod.lock"])
-def test_lock_matches_the_requirements(name):
+def test_image_lock_matches_requirements(name):
     """Made anew after each change of them (docker/lock.sh): all that they pin, with hashes."""
     own = "requirements-hyperpod.txt"
     others = sorted(

@@ -114,7 +114,7 @@ def test_slurm_trains_each_size_with_the_batch_of_sizes_md(size, memory, tmp_pat
         ("--per_device_train_batch_size=32", 64),
     ],
 )
-def test_flags_after_the_script_replace_the_batch(flags, packs, tmp_path):
+def test_slurm_flags_replace_the_batch(flags, packs, tmp_path):
     args = of_slurm("train_ddp.py", with_memory(tmp_path, 81559), MODEL="esm2_t33_650M_UR50D", FLAGS=flags)
     if packs is None:
         assert (args["tokens_per_step"], args["gradient_accumulation_steps"]) == (None, 3)

@@ -83,7 +83,7 @@ def test_enroot_names_what_is_missing(stand_in):
         assert len(done.stderr.splitlines()) == 1
 
 
-def test_the_real_enroot_makes_a_squashfs(environment, tmp_path):
+def test_enroot_itself_makes_a_squashfs(environment, tmp_path):
     if not shutil.which("enroot"):
         pytest.skip("enroot is not installed (it is not in Debian)")
     done = sh(["./enroot.sh"], environment, cwd=ROOT)

@@ -113,14 +113,14 @@ def test_guide_jobs_take_another_dataset(given, dataset, dataset_dir, configurat
             assert (data.dataset, data.dataset_dir, data.dataset_config_name) == (dataset, dataset_dir, configuration)
 
 
-def test_dataset_keeps_the_configuration_given_before_it():
+def test_guide_jobs_keep_an_earlier_dataset_configuration():
     flags = ["--model=llama3_2_1b", "--dataset_config_name=en", "--dataset=allenai/c4"]
     assert parse_run("", load_script("train_fsdp2.py").FsdpFlags, flags).data.dataset_config_name == "en"
 
 
 @needs_envsubst
 @pytest.mark.parametrize("job", GUIDE_JOBS)
-def test_the_guides_variables_make_a_good_manifest(job):
+def test_guide_jobs_render_with_guide_variables(job):
     name = job.removesuffix(".yaml").replace("_", "-")
     secret, policy, made = documents(substitute(job))
     for document in (secret, policy, made):
@@ -142,14 +142,14 @@ def test_the_guides_variables_make_a_good_manifest(job):
 
 
 @needs_envsubst
-def test_without_devices_and_without_a_token_it_is_good_too():
+def test_guide_jobs_render_without_devices_or_token():
     none = {"GPU_PER_NODE": "0", "EFA_PER_NODE": "0", "FI_PROVIDER": "", "HF_TOKEN": ""}
     for document in documents(substitute("llama3_1_8b-fsdp.yaml", **none)):
         assert broken_rules(document) == {}
 
 
 @pytest.mark.parametrize("job", GUIDE_JOBS)
-def test_delete_finds_kinds_and_names_without_variables(job):
+def test_guide_jobs_can_be_deleted_without_variables(job):
     """`kubectl delete -f ./NAME-fsdp.yaml`: nothing but these is read."""
     name = job.removesuffix(".yaml").replace("_", "-")
     there = documents((KUBERNETES / job).read_text())
@@ -158,7 +158,7 @@ def test_delete_finds_kinds_and_names_without_variables(job):
 
 
 @needs_envsubst
-def test_broken_guide_jobs_are_caught():
+def test_guide_jobs_policy_catches_broken_ones():
     """Of one: all nine are made of the same template. What the guide has no variable for, it does not have."""
     (_, _, job), uncaught, caught = documents(substitute("llama3_1_8b-fsdp.yaml", NUM_NODES="2")), [], set()
     for rule, what, change in MUTATIONS:
@@ -171,7 +171,7 @@ def test_broken_guide_jobs_are_caught():
 
 
 @needs_envsubst
-def test_the_template_of_decoders_is_that_of_fsdp_but_for_names_flags_and_variables():
+def test_decoder_template_equals_fsdp_but_for_names_and_flags():
     """Neither gets ahead of the other: how pods start, stop and are spread is the same."""
     switches = ("elastic", "hyperpod", "instance", "kueue", "uid")
     found = []
@@ -204,7 +204,7 @@ def test_slurm_and_kubernetes_train_decoders_with_the_same_defaults():
     assert parse_run("", script.FsdpFlags, slurm) == parse_run("", script.FsdpFlags, words + pods)
 
 
-def test_the_published_tokenizer_is_that_of_the_model():
+def test_guide_jobs_use_the_published_tokenizer():
     script = load_script("train_fsdp2.py")
 
     def chosen(*flags: str) -> str:

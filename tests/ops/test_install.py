@@ -73,7 +73,7 @@ def told(directory: Path) -> list[str]:
     return lines
 
 
-def test_what_compiles_comes_after_torch_one_by_one_with_constraints(install, tmp_path):
+def test_install_compiles_after_torch_with_constraints(install, tmp_path):
     status, said = install()
     assert status == 0, said
     first, tools, *rest = told(tmp_path)
@@ -88,7 +88,7 @@ def test_what_compiles_comes_after_torch_one_by_one_with_constraints(install, tm
     assert told(tmp_path) == []
 
 
-def test_what_is_missing_is_one_line_before_anything_is_installed(install, tmp_path):
+def test_install_reports_missing_tools_first(install, tmp_path):
     status, said = install("nvidia-smi", "nvcc", "ninja", "c++", NO_HEADERS="yes")
     assert (status, said.count("\n")) == (2, 1), said
     assert said.startswith("error: Transformer Engine cannot be compiled here: missing: an NVIDIA GPU with its driver")
@@ -101,16 +101,14 @@ def test_what_is_missing_is_one_line_before_anything_is_installed(install, tmp_p
     assert install("nvidia-smi", TORCH_BUILD="cuda", DOES_NOT_LOAD="yes")[0] == 0
 
 
-def test_a_torch_that_is_no_cuda_build_is_refused_before_compiling(install, tmp_path):
+def test_install_refuses_torch_without_cuda(install, tmp_path):
     status, said = install(TORCH_CUDA="(none: for CPUs)")
     assert status == 2
     assert said.splitlines()[-1].startswith("error: pip gave a torch==2.13.0 for CUDA (none: for CPUs), Transformer")
     assert [line for line in told(tmp_path) if "isolation" in line] == []
 
 
-def test_what_failed_is_said_and_begun_again_and_what_was_compiled_against_another_torch_is_made_anew(
-    install, tmp_path
-):
+def test_install_repeats_failed_and_outdated_builds(install, tmp_path):
     status, said = install(REFUSED="flash-attn")
     assert (status, said.splitlines()[-1]) == (2, f"error: pip could not install {REQUIREMENTS[1]}: see above")
     assert told(tmp_path)[-1].endswith(REQUIREMENTS[0])
@@ -124,7 +122,7 @@ def test_what_failed_is_said_and_begun_again_and_what_was_compiled_against_anoth
     assert told(tmp_path)[0] == "uninstall --quiet --yes transformer-engine-torch flash-attn"
 
 
-def test_transformer_engines_python_is_put_beside_the_environment_or_done_without(install, tmp_path):
+def test_install_of_transformer_engine_is_optional(install, tmp_path):
     """In the versions that GPUs get, whose requirements alone name them."""
     folder, command = tmp_path / ".venv" / "te_on_cpu", "./install.sh --dev"
     status, said = install(command=command, REFUSED="--target")
@@ -143,7 +141,7 @@ def test_transformer_engines_python_is_put_beside_the_environment_or_done_withou
     assert told(tmp_path) == []
 
 
-def test_create_venv_continues_without_and_warns(install, tmp_path):
+def test_create_venv_warns_without_transformer_engine(install, tmp_path):
     """Where there are GPUs it installs them, too; a venv without them is a venv."""
     source = ". slurm/create_venv.sh; echo status $?"
     (tmp_path / ".venv" / "bin").mkdir(parents=True)

@@ -53,7 +53,7 @@ def assert_good(text: str) -> None:
         assert broken_rules(document) == {}
 
 
-def test_the_guides_names_are_there():
+def test_templates_have_the_guides_names():
     guides = {"download-data", "preprocess", "train-ddp", "train-ddp-cp", "train-fsdp", "train-mfsdp", "trainjob"}
     guides |= {"fsx-pv-pvc", "train-clm"}
     others = {"view-fsx.yaml", "job-uid.yaml"}
@@ -62,7 +62,7 @@ def test_the_guides_names_are_there():
     assert {"download-uniref-data", "preprocess-data", "fsx-share-test", "fsx-claim", "esm2"} <= names
 
 
-def test_the_readmes_commands(tmp_path):
+def test_readme_kubernetes_commands(tmp_path):
     """All but the image, which test_containers.py builds and test_push.py pushes; kubectl keeps what it is given."""
     (tmp_path / "kubectl").write_text(
         f'#!/bin/sh\n[ "$*" = "apply -f -" ] && cat >>{tmp_path}/applied && echo --- >>{tmp_path}/applied\n'
@@ -88,7 +88,7 @@ def test_render_makes_valid_manifests(template, settings):
 
 
 @pytest.mark.parametrize("template", TEMPLATES)
-def test_each_switch_and_all_together(template):
+def test_render_switches_alone_and_together(template):
     switches = switches_of(template)
     plain = documents(render(template, RUN_ID="1"))
     for chosen in [[s] for s in switches] + ([switches] if len(switches) > 1 else []):
@@ -156,7 +156,7 @@ def test_render_with_gos_envsubst(tmp_path):
     assert done.stderr.startswith("error: unset or empty: MODEL; see")
 
 
-def test_the_image_that_push_prints_is_the_one_that_runs(tmp_path):
+def test_push_prints_the_image_that_runs(tmp_path):
     image = f"{GUIDE['REGISTRY']}esm@sha256:{'a' * 64}"
     for template in TRAINING:
         job = job_of(render(template, IMAGE_URI=image))
@@ -171,7 +171,7 @@ def test_the_image_that_push_prints_is_the_one_that_runs(tmp_path):
     assert (done.stdout, done.stderr) == (f"{image}\n", "")
 
 
-def test_every_variable_of_the_templates_is_explained():
+def test_templates_variables_are_documented():
     explained = (KUBERNETES / "env_vars.sh").read_text() + (ROOT / "docs" / "kubernetes.md").read_text()
     for template in TEMPLATES:
         for name in re.findall(r"\$\{(\w+)\}", (KUBERNETES / template).read_text()):
@@ -224,7 +224,7 @@ def test_render_refuses_in_one_line(arguments, variables, message):
     assert len(done.stderr.strip().splitlines()) == 1
 
 
-def test_packs_are_shared_inside_a_node_or_render_warns():
+def test_render_warns_if_context_parallelism_crosses_nodes():
     for nodes, size, warned in (("2", "8", False), ("2", "16", True), ("1", "1", False)):
         variables = GUIDE | {"NUM_NODES": nodes, "CP_SIZE": size}
         done = run_shell("kubernetes/render.sh train-ddp-cp-template.yaml", variables)
@@ -241,7 +241,7 @@ def test_render_from_anywhere_and_with_a_path(tmp_path):
 
 
 @pytest.mark.parametrize("template", TRAINING)
-def test_two_users_have_two_jobs(template):
+def test_render_names_job_and_policy(template):
     """Name, namespace, rendezvous and the label that their pods are spread and guarded by."""
     guard, job = documents(render(template, JOB_NAME="mine", NAMESPACE="team", RUN_ID="1"))
     assert (job["metadata"]["name"], job["metadata"]["namespace"]) == ("mine", "team")
@@ -253,7 +253,7 @@ def test_two_users_have_two_jobs(template):
     assert [document["kind"] for document in documents(render(template, "open"))] == [job["kind"]]
 
 
-def test_memory_is_asked_for_by_the_models_size_and_sourcing_again_follows_the_model():
+def test_env_vars_memory_follows_the_model():
     show = "source kubernetes/env_vars.sh; echo $JOB_NAME $MEMORY"
     found = run_shell(f"MODEL=llama3_1_8b; {show}; MODEL=facebook/esm2_t6_8M_UR50D; {show}", {"ACCOUNT": "1"})
     assert found.stdout.split("\n") == ["clm 64Gi", "esm2 24Gi", ""]
@@ -262,7 +262,7 @@ def test_memory_is_asked_for_by_the_models_size_and_sourcing_again_follows_the_m
 
 
 @pytest.mark.parametrize("template", TRAINING)
-def test_flags_of_the_user_come_last_and_whole(template):
+def test_render_puts_user_flags_last(template):
     job = job_of(render(template, TRAIN_FLAGS="--max_steps=5 --learning_rate=1e-4"))
     (container,) = containers(job)
     assert values(container)["TRAIN_FLAGS"].strip() == "--max_steps=5 --learning_rate=1e-4"
@@ -450,14 +450,14 @@ def test_policy_catches_broken_manifests(template):
         assert {"schema", *RULES} - caught <= ({"restarts"} if template == "trainjob-template.yaml" else set())
 
 
-def test_every_change_applies_to_some_template():
+def test_mutations_apply_to_some_template():
     everything = [document for template in TEMPLATES for document in documents(render(template))]
     for rule, what, change in MUTATIONS:
         assert any(change(copy.deepcopy(document)) for document in everything), f"{rule}: {what}"
 
 
 @pytest.mark.parametrize("kind", DEFINITIONS)
-def test_the_operators_own_definition_was_used(kind):
+def test_apiserver_uses_the_operators_crd(kind):
     definition = definition_of(kind)
     if definition is None:
         pytest.skip(f"{DEFINITIONS[kind]} is not beside this checkout")

@@ -142,7 +142,7 @@ def _write_config(directory: Path, port: int) -> None:
 
 @pytest.mark.parametrize("switched", [False, True], ids=["plain", "all switches, no devices"])
 @pytest.mark.parametrize("template", TEMPLATES)
-def test_apply_twice_and_delete(kubectl, template, switched):
+def test_apiserver_applies_twice_and_deletes(kubectl, template, switched):
     switches = switches_of(template) if switched else []
     text = render(template, *switches, RUN_ID="1", **(CPU_ONLY if switched else {}))
     if template == "download-data-template.yaml":
@@ -183,7 +183,7 @@ def test_envsubst_and_apply_with_the_guides_variables_alone(kubectl, template, e
 
 
 @pytest.mark.parametrize("job", GUIDE_JOBS)
-def test_the_guides_apply_and_delete(kubectl, job):
+def test_apiserver_applies_and_deletes_guide_jobs(kubectl, job):
     """`envsubst < NAME-fsdp.yaml | kubectl apply -f -`, and `kubectl delete -f ./NAME-fsdp.yaml` as it lies there."""
     first = kubectl("apply", "-f", "-", text=substitute(job))
     assert first.returncode == 0, first.stderr
@@ -223,7 +223,7 @@ def _let_go(kubectl: Kubectl, document: dict) -> None:
         ("view-fsx.yaml", "- name: fsx\n          mountPath", "- name: other\n          mountPath"),
     ],
 )
-def test_the_server_refuses_a_broken_one(kubectl, template, old, new):
+def test_apiserver_refuses_broken_manifests(kubectl, template, old, new):
     text = render(template)
     assert old in text
     done = kubectl("apply", "-f", "-", text=text.replace(old, new))

@@ -70,7 +70,7 @@ def pods():
         pod.kill()
 
 
-def test_data_templates(volume):
+def test_data_templates_prepare_the_data(volume):
     assert sorted(path.name for path in (volume / "esm").iterdir() if path.is_dir() and path.name[0] != ".") == [
         "csv",
         "processed",
@@ -91,7 +91,7 @@ def test_data_templates(volume):
         ("ddp-cp", {"train_ddp_cp.py": "train_ddp.py", "DDP-CP": "DDP", "ddp-cp": "ddp"}, "--cp_size=2"),
     ],
 )
-def test_the_train_templates_differ_in_script_names_and_a_flag_alone(name, words, line):
+def test_train_templates_differ_in_script_and_a_flag(name, words, line):
     """envsubst takes whole files, so each is one; those whose pods run below stand for the others."""
     ddp, other = ((ROOT / f"kubernetes/train-{n}-template.yaml").read_text() for n in ("ddp", name))
     other, count = re.subn(rf"\n *{re.escape(line)} \\\n", "\n", other)
@@ -100,7 +100,7 @@ def test_the_train_templates_differ_in_script_names_and_a_flag_alone(name, words
     assert (other, count) == (ddp, 1)
 
 
-def test_two_pods_of_a_trainjob_train_to_the_end(volume, pods, tmp_path):
+def test_trainjob_pods_train_to_the_end(volume, pods, tmp_path):
     made, port = job("trainjob-template.yaml", volume, TRAIN_FLAGS=flags(max_steps=4)), free_port()
     pods += [Pod(made, tmp_path / f"{index}.log", index, port, fresh=index == 0) for index in range(2)]
     assert [pod.end() for pod in pods] == [0, 0], "\n".join(pod.said() for pod in pods)
@@ -119,7 +119,7 @@ def assert_complete(out: Path) -> None:
     assert (out / "final_model" / "config.json").is_file()
 
 
-def test_a_killed_rank_and_a_deleted_pod_come_back_and_the_run_goes_on(volume, pods, tmp_path):
+def test_pods_resume_after_killed_rank_and_deleted_pod(volume, pods, tmp_path):
     """A rank out of memory: torchrun starts all again. The drain of a node: SIGTERM to one pod; its successor and the
     other pod finish the run, as if nothing had happened."""
     steps = 90
@@ -155,7 +155,7 @@ def test_a_killed_rank_and_a_deleted_pod_come_back_and_the_run_goes_on(volume, p
     assert losses(out)[: saved + 5] == pytest.approx(losses(tmp_path / "whole"), rel=1e-3)
 
 
-def test_the_guides_pods_of_a_decoder_train_and_say_who_leads(pods, tmp_path):
+def test_guide_pods_of_a_decoder_train_and_log_master_addr(pods, tmp_path):
     """`kubectl logs NAME-worker-0 | grep master_addr=`; two pods' losses are those of two ranks here."""
     (tmp_path / "text.jsonl").write_text("".join(f'{{"text": "{"ab" * n}"}}\n' for n in range(2, 200)))
     tiny = "--vocab_size=320 --hidden_width=32 --intermediate_size=64 --num_layers=2 --num_heads=2"
@@ -220,7 +220,7 @@ def test_view_fsx_waits_and_ends_when_told(tmp_path):
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="giving a directory away needs root, as in the pod")
-def test_fsx_owner_makes_what_is_not_there_and_leaves_the_rest_to_whom_it_belongs(tmp_path):
+def test_fsx_owner_makes_missing_directories_only(tmp_path):
     (tmp_path / "fsdp").mkdir()
     os.chown(tmp_path / "fsdp", 2000, 2000)
     (_, _, made) = documents(render("fsx-pv-pvc-template.yaml").replace("/fsx-shared", str(tmp_path)))

@@ -167,7 +167,7 @@ def test_push_keeps_an_immutable_tag(ecr, tmp_path):
     assert pushed(ecr, TAG="2") != reference
 
 
-def test_what_is_wrong_is_said_in_one_line(ecr, tmp_path):
+def test_push_reports_errors_in_one_line(ecr, tmp_path):
     name = ecr["DOCKER_IMAGE_NAME"]
     with another_password(ecr):
         refusal = error(ecr, ACCOUNT=ACCOUNT)

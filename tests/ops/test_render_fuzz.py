@@ -94,7 +94,7 @@ def assert_refused_or_exact(name: str, variables: dict[str, str]) -> bool:
 
 
 @pytest.mark.parametrize("template", TEMPLATES)
-def test_every_template_is_rendered_as_its_yaml_says(template):
+def test_render_keeps_every_yaml_value(template):
     assert assert_refused_or_exact(template, EVERYTHING | FLAGS)
 
 
@@ -109,7 +109,7 @@ def cases() -> list[tuple[str, str]]:
     return sorted(found)
 
 
-def test_any_value_is_refused_in_a_line_or_stands_there_as_it_is():
+def test_render_keeps_or_refuses_any_value():
     rendered = set()
     for name, value in cases():
         if assert_refused_or_exact(OTHERS.get(name, "train-ddp-template.yaml"), EVERYTHING | FLAGS | {name: value}):
@@ -132,17 +132,17 @@ def test_any_value_is_refused_in_a_line_or_stands_there_as_it_is():
         ("TRAIN_FLAGS", "--a\u2028                - name: HOME"),
     ],
 )
-def test_what_would_mean_another_thing_is_refused(name, value):
+def test_render_refuses_values_of_another_meaning(name, value):
     assert not assert_refused_or_exact("train-ddp-template.yaml", EVERYTHING | FLAGS | {name: value})
 
 
 @pytest.mark.parametrize(
     ("name", "value"), [("RUN_ID", "010"), ("NAMESPACE", "123"), ("IMAGE_URI", "1e3"), ("TRAIN_FLAGS", "ä #: ${HOME}")]
 )
-def test_what_yaml_would_read_as_another_thing_is_a_string(name, value):
+def test_render_quotes_values_that_yaml_would_convert(name, value):
     assert assert_refused_or_exact("train-ddp-template.yaml", EVERYTHING | FLAGS | {name: value})
 
 
-def test_no_pattern_is_a_switch():
+def test_render_switch_is_no_pattern():
     done = run_shell("kubernetes/render.sh --with '.*' train-ddp-template.yaml", EVERYTHING)
     assert (done.returncode, done.stdout) == (2, "")

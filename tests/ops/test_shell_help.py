@@ -15,7 +15,7 @@ SCRIPTS = sorted({str(path.relative_to(ROOT)) for folder in FOLDERS for path in 
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
-def test_help_says_what_the_script_is_for_and_does_nothing(script):
+def test_shell_help_describes_and_does_nothing(script):
     header = (ROOT / script).read_text().splitlines()[1]
     assert header.startswith("# ")
     path = "/usr/bin:/bin"  # neither docker's own nor Slurm's variables, and no answer of either is waited for

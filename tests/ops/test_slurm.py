@@ -269,7 +269,7 @@ def stand_ins(directory: Path, **texts: str) -> str:
     return f"{directory}:{Path(sys.prefix) / 'bin'}:{os.environ['PATH']}"
 
 
-def test_from_slurm_itself_on_gpus_that_slurm_does_not_manage_in_the_image_that_is_there(cluster, dataset, tmp_path):
+def test_slurm_trains_in_an_image_on_unmanaged_gpus(cluster, dataset, tmp_path):
     """The guides' `sbatch train_ddp.sh`, with nothing more; the run is one epoch, as the templates have it.
 
     The image's Python is a fresh one; that of the other jobs is warm.
@@ -348,7 +348,7 @@ WRONG = {
 }
 
 
-def test_what_is_wrong_is_said_in_one_line_within_seconds(cluster, dataset, tmp_path):
+def test_slurm_reports_errors_within_seconds(cluster, dataset, tmp_path):
     """All at once, on nodes that they share; none comes back."""
     directories = {"empty": (), "no_venv": ("slurm",), "broken": ("slurm", "common", "extras"), "images": ()}
     for name, has in directories.items():
