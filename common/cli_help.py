@@ -1,12 +1,17 @@
-"""The text of --help: flags in groups, required ones first, with their defaults; advanced ones with --help_all."""
+"""The text of --help: flags in groups, required ones first, with their defaults; advanced ones with --help_all.
+
+And the guess at what a misspelt flag may mean.
+"""
 
 from __future__ import annotations
 
+import difflib
 import shutil
 import textwrap
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+CLOSE = 0.8  # difflib's ratio: --learing_rate is close to --learning_rate (0.96), --use_fsdp not to --use_cpu (0.67)
 NAMES = 30  # columns before the text of a flag
 REQUIRED = "needed"
 ORDER = (
@@ -85,3 +90,13 @@ def _default(value: Any) -> str:
     if value is None or value is False or value in ("", []):
         return ""
     return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def did_you_mean(word: str, options: Iterable[str]) -> str:
+    """A question that names the option that an abbreviated or misspelt one may mean; empty if none is close."""
+    name, options = word.partition("=")[0], list(options)
+    near = [option for option in options if len(name) > 3 and option.startswith(name)]
+    if not near:  # without the dashes, which make all alike
+        names = [option[2:] for option in options]
+        near = [f"--{each}" for each in difflib.get_close_matches(name[2:], names, n=1, cutoff=CLOSE)]
+    return f"did you mean {near[0]}?" if near else ""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import difflib
 import gc
 import json
 import logging
@@ -18,10 +17,9 @@ from typing import Any, ClassVar, NamedTuple, NoReturn, Self, TypeVar
 import yaml
 
 from common.cli import UserError, is_first_on_node, one_line
-from common.cli_help import help_text
+from common.cli_help import did_you_mean, help_text
 
 T = TypeVar("T")
-CLOSE = 0.8  # difflib's ratio: --learing_rate is close to --learning_rate (0.96), --use_fsdp not to --use_cpu (0.67)
 LEVELS = ("unlisted", "required", "advanced")  # of a flag in --help, see `Flags`; the first that names it counts
 
 
@@ -340,22 +338,13 @@ class _Parser(argparse.ArgumentParser):
         """Unknown words, each with what to give in its place where that is known."""
         said: list[str] = []
         for word in words:
-            hint = self.elsewhere(word) or (self._near(word) if word.startswith("--") else "")
+            hint = self.elsewhere(word) or (did_you_mean(word, self.options) if word.startswith("--") else "")
             if said and not hint and not word.startswith("--"):  # the value of an unknown flag
                 flag, colon, its_hint = said[-1].partition(": ")
                 said[-1] = f"{flag} {word}{colon}{its_hint}"
             else:
                 said.append(word + (f": {hint}" if hint else ""))
         return f"unknown flag {'; '.join(said)}"
-
-    def _near(self, word: str) -> str:
-        """The flag that an abbreviated or misspelt one may mean; empty if none is close."""
-        name = word.partition("=")[0]
-        near = [option for option in self.options if len(name) > 3 and option.startswith(name)]
-        if not near:  # without the dashes, which make all alike
-            names = [option[2:] for option in self.options]
-            near = [f"--{each}" for each in difflib.get_close_matches(name[2:], names, n=1, cutoff=CLOSE)]
-        return f"did you mean {near[0]}?" if near else ""
 
 
 def _converter(annotation: str) -> Callable[[str], Any]:

@@ -10,6 +10,7 @@ the train script would refuse the result: the error says why.
 from __future__ import annotations
 
 import importlib
+import json
 import re
 import shlex
 import sys
@@ -28,10 +29,7 @@ from extras.foreign_flags import (
     TRAINER_DEFAULTS,
     TRANSFORMERS,
     Ours,
-    entry_of,
     number,
-    of_recipe,
-    shown,
 )
 
 # The train scripts, and the class of each one's own flags.
@@ -43,6 +41,65 @@ STRATEGIES = {
 }
 TRAINER = ("train.py", "run_mlm.py", "run_clm.py")  # transformers' Trainer; train.py is the FSDP guides', too
 ROOT = Path(__file__).resolve().parent.parent
+
+
+def of_recipe(word: str) -> tuple[str, str, str] | None:
+    """(key, field of an object or "", value) of a word such as fp8_config.enabled=true; None if it is no such word."""
+    name, equals, value = word.lstrip("+~").partition("=")
+    value = value[1:-1] if re.fullmatch(r"(['\"]).*\1", value) else value
+    if not equals or name.startswith("-"):
+        return None
+    if name in RECIPE:
+        return name, "", value
+    for group in RECIPE_OBJECTS:
+        if re.match(rf"{re.escape(group)}\.\w", name):
+            return group, name.removeprefix(f"{group}."), value
+    return None
+
+
+def hint(word: str) -> str:
+    """What to give in place of another program's flag, given as a word of a command line; "" for none of them."""
+    if found := of_recipe(word):
+        group, entry, value = found
+        if entry:
+            return f"here --{RECIPE_OBJECTS[group]} {shown([entry_of(group, {entry: value})])}"
+        ours = RECIPE[group]
+        return _in_words(ours, ours.words(value))
+    name, equals, value = word.partition("=")
+    name = name.removeprefix("--").replace("-", "_") if word.startswith("--") else ""
+    ours = ACCELERATE.get(name) or TRANSFORMERS.get(name)
+    if ours:
+        return _in_words(ours, ours.words(value) if equals else [])
+    if any(key.startswith(f"{name}.") for key in RECIPE) and name:  # of a file of the recipe
+        return "a group of the recipe's: docs/flags.md has our flags for its keys"
+    return ""
+
+
+def _in_words(ours: Ours, words: list[str]) -> str:
+    if not ours.flag:
+        return ours.why
+    names = " and ".join(f"--{name}" for name in ours.flag.split())
+    return f"here {shown(words) or names}" + (f" ({ours.why})" if ours.why else "")
+
+
+def entry_of(group: str, entries: dict[str, str]) -> str:
+    """The value of the flag for an object of the recipe."""
+    if group == "config_kwargs":
+        return ",".join(f"{name}={value}" for name, value in entries.items())
+    return json.dumps({name: _scalar(value) for name, value in entries.items()})
+
+
+def _scalar(value: str) -> Any:
+    try:
+        return json.loads(value.lower() if value.lower() in ("true", "false", "null") else value)
+    except ValueError:
+        return value
+
+
+def shown(words: Iterable[str]) -> str:
+    """Words as a shell reads them. `$NAME` and `${NAME}` stay variables, anything else is data."""
+    with_variables = r"(?=.*\$)([\w@%+=:,./-]|\$\w+|\$\{\w+\})+"
+    return " ".join(f'"{word}"' if re.fullmatch(with_variables, word) else shlex.quote(word) for word in words)
 
 
 def script_with(option: str, task: str) -> str:

@@ -248,8 +248,9 @@ def _check_row(row: dict) -> None:
 def plan_run(args: RunArguments, data: TrainingData, state: TrainerState, world: World) -> RunPlan:
     """Resolve packs per step, accumulation and the number of steps; all ranks together."""
     with world.raise_together():
-        same = args.data.tokens_per_step in (None, state.arguments.get("tokens_per_step"))
-        packs = packs_per_step(args.data, world.mesh, args.pack_tokens, state.packs_per_step if same else None)
+        # A resumed run keeps its packs, on any number of ranks, unless another --tokens_per_step is given.
+        kept = args.data.tokens_per_step in (None, state.arguments.get("tokens_per_step"))
+        packs = packs_per_step(args.data, world.mesh, args.pack_tokens, state.packs_per_step if kept else None)
         data.check_packs(state.packs_per_step or packs, packs)
         total_steps, last_step = state.saved_steps(args, packs)
         if total_steps is None:

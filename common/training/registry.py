@@ -126,8 +126,7 @@ def _instead(strategy: type[StrategyFlags], task: str, word: str) -> str:
     """What to give in place of an unknown word of a command line; "" if neither a task nor another program has it."""
     if said := _of_other_task(strategy, task, word.partition("=")[0]):
         return said
-    from extras.foreign_flags import hint
-    from extras.migrate import script_with
+    from extras.migrate import hint, script_with
 
     return hint(word) or script_with(word.partition("=")[0], task)
 

@@ -12,8 +12,8 @@ import pytest
 from common.cli import UserError
 from common.flags import flag_specs, flat
 from common.training.registry import TASKS, arguments_of, parse_run
-from extras.foreign_flags import PROGRAMS, RECIPE, RECIPE_OBJECTS, TRAINER_DEFAULTS, hint
-from extras.migrate import STRATEGIES, check, main, strategy_of, translate
+from extras.foreign_flags import PROGRAMS, RECIPE, RECIPE_OBJECTS, TRAINER_DEFAULTS
+from extras.migrate import STRATEGIES, check, hint, main, strategy_of, translate
 
 SPECS = [
     spec for script in STRATEGIES for task in TASKS for spec in flag_specs(arguments_of(strategy_of(script), task))

@@ -1,3 +1,4 @@
 import pytest
 
-pytest.register_assert_rewrite("tests.guides.checks", "tests.guides.rows")
+for name in ("checks", "eks", "fsdp", "recipe", "slurm"):
+    pytest.register_assert_rewrite(f"tests.guides.{name}")

@@ -333,6 +333,13 @@ def all_of(*checks: Check) -> Check:
     return check
 
 
+# Of train_results.json and eval_results.json.
+TRAIN_KEYS = ("epoch", "total_flos", "train_loss", "train_runtime", "train_samples")
+TRAIN_KEYS += ("train_samples_per_second", "train_steps_per_second")
+EVAL_KEYS = ("eval_accuracy", "eval_loss", "eval_runtime", "eval_samples", "eval_samples_per_second")
+EVAL_KEYS += ("eval_steps_per_second", "perplexity")
+
+
 # ---- the demonstration: data, training and evaluation, for real -----------------------------------------------------
 
 
@@ -368,3 +375,21 @@ def leaves(*patterns: str) -> Check:
         assert [pattern for pattern in patterns if not [*directory.glob(pattern)]] == []
 
     return check
+
+
+# ---- rows -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Row:
+    says: str
+    check: Check
+    command: str = ""
+    blocks: tuple[int, ...] = ()
+    typed: bool = False
+    before: str = ""
+
+
+def typed(says: str, command: str, *checks, blocks: tuple[int, ...], before: str = "") -> Row:
+    """A command that works when it is typed, and what else is checked of it."""
+    return Row(says, runs(*checks), command, blocks, True, before)

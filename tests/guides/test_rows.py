@@ -9,8 +9,8 @@ import pytest
 
 from tests.data_fixtures import environment, write_fasta
 from tests.forked import run_script
-from tests.guides.checks import Here
-from tests.guides.rows import GUIDES, ROWS, Row
+from tests.guides.checks import Here, Row
+from tests.guides.rows import GUIDES, ROWS
 from tests.guides.session import ROOT, Typed, has_envsubst, type_commands
 from tests.training.test_decoder_flags import GUIDES as TRAINING_ARGS
 from tests.training_fixtures import TINY_OVERRIDES

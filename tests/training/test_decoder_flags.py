@@ -172,17 +172,14 @@ def test_decoder_defaults_are_the_guides():
     assert DEFAULTS.items() <= flat(args).items()
 
 
+# Of the first batches in Mathstral's and Mixtral's logs.
+MATHSTRAL_RATES = ["0.000006", "0.000013", "0.000019", "0.000025", "0.000031", "0.000038"]
+
+
 def test_decoder_log_shows_learning_rates():
     """Mathstral's and Mixtral's: warm-up over 16 of 5,000 steps."""
     rate = parse(*MATHSTRAL).optimizer.schedule(5000)
-    assert [f"{rate(step):.6f}" for step in range(6)] == [
-        "0.000006",
-        "0.000013",
-        "0.000019",
-        "0.000025",
-        "0.000031",
-        "0.000038",
-    ]
+    assert [f"{rate(step):.6f}" for step in range(6)] == MATHSTRAL_RATES
     rate = parse(*LLAMA3_1_8B).optimizer.schedule(100)
     assert f"{rate(0):.6f}" == "0.000100"
 
@@ -209,14 +206,7 @@ def test_decoder_schedule_decays_from_peak_to_minimum(style):
 def test_decoder_annealing_shows_the_guides_rates():
     """Their log has a batch's rate after the schedule's step: that of the next batch."""
     rate = parse(*MATHSTRAL, "--lr_decay_style=annealing").optimizer.schedule(5000)
-    assert [f"{rate(step + 1):.6f}" for step in range(6)] == [
-        "0.000006",
-        "0.000013",
-        "0.000019",
-        "0.000025",
-        "0.000031",
-        "0.000038",
-    ]
+    assert [f"{rate(step + 1):.6f}" for step in range(6)] == MATHSTRAL_RATES
     words = [*LLAMA3_1_8B, "--lr_decay_style=annealing"]
     rate = parse(*words).optimizer.schedule(100)
     assert rate(0) == 0
