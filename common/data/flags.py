@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from common.cli import UserError
 from common.data import LONGEST_PROTEIN
+from common.data.packs_per_step import PacksPerStep
 from common.flags import Flags, Missing, flag, with_flags
 
 if TYPE_CHECKING:  # the scripts that prepare data read --max_record_length, and need no torch
@@ -28,7 +29,7 @@ class StepFlags(Flags):
 
     group = "batches"
     advanced = ("cp_layout", "pad_sequences_to_be_divisible_by")
-    unlisted = ("dataloader_prefetch_factor", "dataloader_pin_memory")
+    unlisted = ("dataloader_prefetch_factor", "dataloader_pin_memory", "packs_per_step_schedule")
 
     cp_layout: str = flag(
         "dual_chunk",
@@ -55,6 +56,11 @@ class StepFlags(Flags):
         None, "Packs (batches) in a global step. Default: ranks x --gradient_accumulation_steps. Kept on resume."
     )
 
+    packs_per_step_schedule: str | None = flag(
+        None,
+        "Instead, step:packs pairs such as 0:8,1000:16: 16 packs a step once 1000 steps are done. It does not change "
+        "--learning_rate. Kept on resume.",
+    )
     tokens_per_step: int | None = flag(
         None,
         "Tokens in a global step, in place of --gradient_accumulation_steps: as many packs as come nearest and divide "
@@ -63,11 +69,12 @@ class StepFlags(Flags):
 
     overrides = {
         "num_train_epochs": ("max_steps",),
-        "gradient_accumulation_steps": ("tokens_per_step",),
-        "packs_per_step": ("tokens_per_step",),
-        "tokens_per_step": ("packs_per_step", "gradient_accumulation_steps"),
+        "gradient_accumulation_steps": ("tokens_per_step", "packs_per_step_schedule"),
+        "packs_per_step": ("tokens_per_step", "packs_per_step_schedule"),
+        "packs_per_step_schedule": ("tokens_per_step", "packs_per_step", "gradient_accumulation_steps"),
+        "tokens_per_step": ("packs_per_step", "gradient_accumulation_steps", "packs_per_step_schedule"),
     }
-    last_wins = ("gradient_accumulation_steps", "packs_per_step", "tokens_per_step")
+    last_wins = ("gradient_accumulation_steps", "packs_per_step", "packs_per_step_schedule", "tokens_per_step")
 
     def loading(self, device: torch.device) -> dict[str, Any]:
         """The data loader's worker settings for this device."""
@@ -84,8 +91,16 @@ class StepFlags(Flags):
             *("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps"),
             *("packs_per_step", "tokens_per_step", "dataloader_prefetch_factor"),
         )
-        if self.packs_per_step and self.tokens_per_step:
-            raise UserError("--packs_per_step and --tokens_per_step exclude each other")
+        sizes = ("packs_per_step", "packs_per_step_schedule", "tokens_per_step")
+        given = [name for name in sizes if getattr(self, name) is not None]
+        if self.packs_per_step_schedule is not None:
+            given += ["gradient_accumulation_steps"] * (self.gradient_accumulation_steps > 1)
+            try:
+                PacksPerStep.of(self.packs_per_step_schedule)
+            except ValueError as error:
+                raise UserError(f"--packs_per_step_schedule {error}") from error
+        if len(given) > 1:
+            raise UserError(f"--{given[0]} and --{given[1]} exclude each other")
         if self.max_steps == 0 or (self.max_steps < 0 and self.num_train_epochs <= 0):
             raise UserError("nothing to train: --max_steps and --num_train_epochs are both zero or below")
 

@@ -238,12 +238,16 @@ def begin_training(run: Run, first_row: int) -> None:
             run.directory.claim()
             stats_directory = run.args.precision.stats_directory(run.args.checkpoint.output_dir)
             info = run_info(run.args, run.built, run.task.labels, run.world)
-            line = partial(run.task.line, packs_per_step=run.plan.packs_per_step)
-            run.log.begin(first_row, stats_directory, run.state.step, info, line)
+            run.log.begin(first_row, stats_directory, run.state.step, info, partial(row_line, run))
             run.directory.keep()
     run.strategy.model.train()
     if run.built.compiled:
         run.world.watch.compilation_counts_as_progress()
+
+
+def row_line(run: Run, row: dict) -> str:
+    """A row of metrics.jsonl for the terminal."""
+    return run.task.line(row, run.plan.packs_per_step.at(max(row["step"] - 1, 0)))
 
 
 def evaluate_and_log(run: Run, row: dict) -> bool:

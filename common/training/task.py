@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from common.data.collators import Batch, Collator
 from common.data.loader import StepCounts, TrainLoader
+from common.data.packs_per_step import PacksPerStep
 from common.data.training_data import TrainingData
 from common.distributed.strategy import Strategy
 from common.distributed.world import World
@@ -86,7 +87,7 @@ class Task(ABC, Generic[Arguments, Data]):
     def collator(self) -> Collator:
         """Makes this rank's training batches."""
 
-    def steps(self, packs_per_step: int, step: int, position: dict, last_step: int | None) -> TrainLoader:
+    def steps(self, packs_per_step: PacksPerStep, step: int, position: dict, last_step: int | None) -> TrainLoader:
         """This rank's batches from step `step`, at `position`, up to `last_step` (None: the end of the data)."""
         return TrainLoader(
             self.data.order(packs_per_step),
@@ -122,7 +123,7 @@ class Task(ABC, Generic[Arguments, Data]):
 
     @abstractmethod
     def line(self, row: dict, packs_per_step: int) -> str:
-        """A row of metrics.jsonl for the terminal."""
+        """A row of metrics.jsonl for the terminal. packs_per_step: of its last step."""
 
     def flops(self, counts: StepCounts) -> float:
         """Of a training step with these counts."""

@@ -49,8 +49,8 @@ FEATURES = Features({"id": Value("string"), "input_ids": List(Value("uint8"))})
     ],
 )
 def test_packs_per_step_follows_from_flags_and_ranks(ranks, flags, packs):
-    assert packs_per_step(StepFlags(**flags), Mesh(size=ranks), 16_384) == packs
-    assert packs_per_step(StepFlags(**flags), Mesh(size=2 * ranks, cp_size=2), 16_384) == packs
+    assert packs_per_step(StepFlags(**flags), Mesh(size=ranks), 16_384).plain == packs
+    assert packs_per_step(StepFlags(**flags), Mesh(size=2 * ranks, cp_size=2), 16_384).plain == packs
 
 
 def test_tokens_per_step_excludes_packs_per_step():

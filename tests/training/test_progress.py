@@ -11,6 +11,7 @@ import pytest
 
 from common.cli import UserError
 from common.data.loader import StepCounts
+from common.data.packs_per_step import PacksPerStep
 from common.data.training_data import open_data
 from common.distributed.world import World
 from common.flags import flat
@@ -22,7 +23,7 @@ from common.training.resume import check_same_data
 from tests.data_fixtures import load_script
 from tests.training_fixtures import arguments, flags_of, on_ranks, train
 
-PLAN = RunPlan(4, 2, 10, 10, 0, 5)
+PLAN = RunPlan(PacksPerStep.of(4), PacksPerStep.of(2), 10, 10, 0, 5)
 IMPLEMENTATION = {"backend": "torch", "gelu": "exact", "formats": {}}
 
 
@@ -76,7 +77,7 @@ def test_trainer_state_of_earlier_version_resumes_without_warning(caplog):
     state.start(PLAN, IMPLEMENTATION, {}, {"backend": "auto", "gelu": None, "save_steps": 7}, 1)
     assert not caplog.records
     assert state.arguments == {"backend": "torch", "gelu": "exact", "save_steps": 7}
-    assert state.resolved == IMPLEMENTATION | asdict(PLAN)
+    assert state.resolved == IMPLEMENTATION | asdict(PLAN) | {"packs_per_step": 4, "accumulation": 2}
     state.start(PLAN, IMPLEMENTATION, {}, {"backend": "auto", "gelu": "tanh", "save_steps": 9}, 1)
     assert [record.getMessage() for record in caplog.records] == [
         "Flags differ from those of the checkpoint: save_steps 7 -> 9"
@@ -89,15 +90,15 @@ def test_trainer_state_keeps_total_steps_of_a_run_of_epochs(dataset):
     now = {"arguments": {"num_train_epochs": 2, "max_steps": -1}, "packs_per_step": 4}
     begun = TrainerState(**now, resolved={"total_steps": 31, "last_step": None})
     before = TrainerState(**now, resolved={"total_steps": 31, "last_step": 31})
-    assert begun.saved_steps(flags, 4) == (31, None)
-    assert before.saved_steps(flags, 4) == (31, 31)
+    assert begun.saved_steps(flags, PacksPerStep.of(4)) == (31, None)
+    assert before.saved_steps(flags, PacksPerStep.of(4)) == (31, 31)
     for state in (begun, before):
         for other, packs in (({"num_train_epochs": 3}, 4), ({"max_steps": 50}, 4), ({}, 2)):
             others = arguments(dataset, **{"max_steps": -1, "num_train_epochs": 2} | other)
-            assert state.saved_steps(others, packs) == (None, None)
-    assert TrainerState().saved_steps(flags, 4) == (None, None)
+            assert state.saved_steps(others, PacksPerStep.of(packs)) == (None, None)
+    assert TrainerState().saved_steps(flags, PacksPerStep.of(4)) == (None, None)
     stopped = TrainerState(**now | {"arguments": now["arguments"] | {"stop_at_step": 7}}, resolved={"last_step": 7})
-    assert stopped.saved_steps(flags, 4) == (None, None)
+    assert stopped.saved_steps(flags, PacksPerStep.of(4)) == (None, None)
 
 
 @pytest.mark.parametrize(
@@ -118,7 +119,7 @@ def test_plan_run_keeps_packs_unless_tokens_per_step_changes(dataset, flags, sav
     args, world = arguments(dataset, **flags), World.from_environment(use_cpu=True)
     data = open_data(args.data, ESM2_TOKENS, world, False)
     assert args.pack_tokens == 512
-    assert plan_run(args, data, TrainerState(**saved), world).packs_per_step == packs
+    assert plan_run(args, data, TrainerState(**saved), world).packs_per_step.plain == packs
 
 
 def test_trainer_state_raises_after_too_many_skipped_steps_in_a_row(caplog):
