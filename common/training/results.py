@@ -58,7 +58,9 @@ def announce(
         )
     if state.step:
         logger.info("Resuming after step %d (epoch %.2f)", state.step, state.epoch)
-    if plan.accumulation.plain != args.data.gradient_accumulation_steps:
+    if len(plan.packs_per_step.stages) > 1:
+        logger.info("Packs in a step: %s", plan.packs_per_step)
+    elif plan.accumulation.plain != args.data.gradient_accumulation_steps:
         logger.info("Accumulation is %s, to keep %s packs a step", plan.accumulation, plan.packs_per_step)
 
 

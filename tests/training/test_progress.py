@@ -113,13 +113,29 @@ def test_trainer_state_keeps_total_steps_of_a_run_of_epochs(dataset):
         ({"tokens_per_step": 2048}, {"arguments": {"tokens_per_step": 1024}, "packs_per_step": 2}, 4),
         ({"tokens_per_step": 2048}, {"arguments": {}, "packs_per_step": 2}, 4),
         ({}, {"arguments": {"tokens_per_step": 2048}, "packs_per_step": 4}, 4),
+        ({}, {"packs_per_step": "0:4,8:6"}, "0:4,8:6"),
+        ({"packs_per_step": 3}, {"packs_per_step": "0:4,8:6"}, 3),
+        ({"tokens_per_step": 2048}, {"packs_per_step": "0:4,8:6"}, 4),
+        ({"packs_per_step_schedule": "0:2,9:5"}, {"packs_per_step": "0:4,8:6"}, "0:2,9:5"),
+        ({"packs_per_step_schedule": "0:2,9:5"}, {"packs_per_step": 4}, "0:2,9:5"),
     ],
 )
-def test_plan_run_keeps_packs_unless_tokens_per_step_changes(dataset, flags, saved, packs):
+def test_plan_run_keeps_packs_unless_flags_change_them(dataset, flags, saved, packs):
     args, world = arguments(dataset, **flags), World.from_environment(use_cpu=True)
     data = open_data(args.data, ESM2_TOKENS, world, False)
     assert args.pack_tokens == 512
     assert plan_run(args, data, TrainerState(**saved), world).packs_per_step.plain == packs
+
+
+def test_trainer_state_with_a_ramp_that_is_none_is_refused():
+    assert TrainerState.read({"packs_per_step": "0:4,8:6"}, "state").packs_per_step == "0:4,8:6"
+    for packs, message in (
+        ("0:4,8:", "expected at most 100 step:packs pairs"),
+        (-1, "below 0"),
+        ([4], "expected int . str"),
+    ):
+        with pytest.raises(UserError, match=f"^state: refused: .*{message}"):
+            TrainerState.read({"packs_per_step": packs}, "state")
 
 
 def test_trainer_state_raises_after_too_many_skipped_steps_in_a_row(caplog):
