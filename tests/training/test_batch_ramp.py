@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 
 import pytest
 
 from common.data.training_data import PreparedData
 from common.models.esm2.alphabet import ESM2_TOKENS
+from tests.data.stream_fixtures import proteins, write
+from tests.decoder_fixtures import train_decoder, write_text
 from tests.training_fixtures import (
     arguments,
     final_weights,
@@ -90,3 +93,27 @@ def test_ramp_that_ranks_cannot_share_is_refused(dataset, tmp_path):
         "error: a global batch of 5 packs (--packs_per_step_schedule, from step 900) does not divide among 2" in said
     )
     assert not out.exists()
+
+
+STEPS = {"max_steps": 6, "packs_per_step_schedule": "0:2,2:6,4:4"}
+
+
+def test_ramp_of_streamed_proteins_resumes_on_other_ranks(tmp_path):
+    """Another largest stage is refused: positions belong to streams, and their number follows from it."""
+    source = write(tmp_path / "a.parquet", proteins(300), row_group=30)
+    flags = STEPS | {"dataset": source}
+    train(None, tmp_path / "whole", **flags)
+    train(None, tmp_path / "moved", 2, **flags, stop_at_step=3)
+    said = train(None, tmp_path / "moved", expect=2, **flags | {"packs_per_step_schedule": "0:2,4:8"})
+    assert "--packs_per_step 8: the checkpoint's position is for streams of 6 packs a step" in said
+    train(None, tmp_path / "moved", **flags)
+    assert losses(tmp_path / "moved") == pytest.approx(losses(tmp_path / "whole"), rel=LOSS)
+    assert [row["tokens"] for row in rows(tmp_path / "moved")] == [row["tokens"] for row in rows(tmp_path / "whole")]
+
+
+def test_ramp_of_a_decoder_counts_samples_of_each_step(tmp_path):
+    text = write_text(tmp_path / "text")
+    said = train_decoder(text, tmp_path / "out", 2, **STEPS | {"packs_per_step": None, "dataset": text})
+    speeds = [float(speed) for speed in re.findall(r"Speed: ([0-9.]+) samples/sec", said)]
+    samples = [speed * row["step_seconds"] for speed, row in zip(speeds, rows(tmp_path / "out"), strict=True)]
+    assert samples == pytest.approx([2 * packs for packs in (2, 2, 6, 6, 4, 4)], rel=0.1)
