@@ -117,7 +117,9 @@ class FakeRun:
         self.strategy.prepare_dry_run()
         self.parameters = [p for p in self.built.weights.parameters() if p.requires_grad]
         self._label_weights()
-        optimizer = build_optimizer(self.built.weights, args.optimizer)
+        optimizer = build_optimizer(self.built, args.optimizer, self.strategy, world, args.precision.bf16)
+        for group in optimizer.param_groups:
+            group["lr"] = 0.0  # makes the state alone: Muon's exchange takes no part in the peak
         with torch.no_grad():
             self.strategy.attach_gradients(self.parameters)
         with tracker.making(OPTIMIZER):
