@@ -36,7 +36,7 @@ MOMENTUM = 0.95
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of the Newton-Schulz steps, as in torch.optim.Muon
 STEPS, EPSILON = 5, 1e-7
 UPDATE_RMS = 0.2  # AdamW's, by which updates are scaled
-ELEMENTS_AT_A_TIME = 2**25  # of all matrices that a rank owns: bounds the memory of a step
+ROWS_AT_A_TIME = 2**28  # elements of a rank's rows that are exchanged at a time: bounds the memory of a step
 
 
 def orthogonalise(matrices: Tensor) -> Tensor:
@@ -120,7 +120,7 @@ def assign(parameters: Sequence[HeldParameter], replicas: int, shards: int, shar
         first = 0
         for block in parameter.blocks:
             size = block.rows * parameter.columns
-            if elements + size > ELEMENTS_AT_A_TIME * ranks:
+            if elements + size > ROWS_AT_A_TIME * shards:
                 groups.append([])
                 elements = 0
             groups[-1].append((number, block, first))
