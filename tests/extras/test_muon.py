@@ -14,8 +14,12 @@ from common.distributed.world import World
 from common.models.esm2.config import esm2_config
 from common.models.esm2.convert import pieces_to_hf
 from common.models.esm2.model import build_model
+from common.models.layers.initialise import initialise
 from common.models.layers.residual import Block
 from common.training.optim import OptimizerFlags, set_hyperparameters
+from extras.decoders.config import DecoderConfig
+from extras.decoders.family import pieces_to_hf as pieces_of_decoder
+from extras.decoders.model import DecoderForCausalLM
 from extras.muon import COEFFICIENTS, ROWS_AT_A_TIME, HeldParameter, Muon, assign, newton_schulz_flops
 
 ALONE = World(0, 0, 1, torch.device("cpu"))
@@ -96,6 +100,31 @@ def test_muon_matrices_of_esm2_are_those_of_transformers():
             update = gradients[name] / (gradients[name].abs() + 1e-8)
         decay = 0.1 if stock[name].dim() == 2 else 0.0
         expected = (stock[name].double() - 1e-2 * (update + decay * stock[name])).float()
+        torch.testing.assert_close(after[name], expected, rtol=0, atol=2e-6, msg=name)
+
+
+@pytest.mark.parametrize("model_type", ["llama", "mixtral"])
+def test_muon_matrices_of_decoders_are_those_of_transformers(model_type):
+    """Queries, keys and values of fewer heads, gate and up, and every expert by itself."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 48, "intermediate_size": 40, "num_hidden_layers": 2, "vocab_size": 64}
+    heads = {"num_attention_heads": 6, "num_key_value_heads": 2, "num_local_experts": 4 * (model_type == "mixtral")}
+    config = DecoderConfig(model_type=model_type, **sizes, **heads)
+    model = DecoderForCausalLM(config)
+    initialise(model, 0, 0.02)
+    named = dict(model.named_parameters())
+    for parameter in named.values():
+        parameter.grad = torch.randn_like(parameter)
+    stock = dict(pieces_of_decoder(lambda name: named[name].detach().clone(), config))
+    gradients = dict(pieces_of_decoder(lambda name: named[name].grad, config))
+    muon(model, model.hidden_matrices()).step()
+    after = dict(pieces_of_decoder(lambda name: named[name].detach(), config))
+    ends = ("_proj.weight", ".w1.weight", ".w2.weight", ".w3.weight")
+    hidden = [name for name in stock if name.endswith(ends)]
+    assert len(hidden) == 2 * (4 + (3 * 4 if model_type == "mixtral" else 3))
+    for name in hidden:
+        update = 0.2 * math.sqrt(max(stock[name].shape)) * orthogonalised(gradients[name])
+        expected = (stock[name].double() - 1e-2 * (update + 0.1 * stock[name])).float()
         torch.testing.assert_close(after[name], expected, rtol=0, atol=2e-6, msg=name)
 
 
