@@ -146,6 +146,18 @@ def assign(parameters: Sequence[HeldParameter], replicas: int, shards: int, shar
     return owned
 
 
+@dataclass(frozen=True)
+class StepCost:
+    """What a step costs a rank beside AdamW's part.
+
+    flops: of the rank with the most; bytes_sent: by this rank; temporary: bytes at a time, when activations are gone.
+    """
+
+    flops: float
+    bytes_sent: int
+    temporary: int
+
+
 class Ranks:
     """This rank in a process group; None: alone."""
 
@@ -206,6 +218,24 @@ class Muon(torch.optim.Optimizer):
                 weights = local_shard(self._hidden[each.number])[0][each.here]
                 weights.mul_(1 - lr * group["weight_decay"])
                 weights.add_(update.to(weights.device), alpha=-lr * each.scale)
+
+    def cost(self) -> StepCost:
+        me, replicas, shards = self._shards.rank, self._replicas.size, self._shards.size
+        flops, sent, temporary = [0.0] * (replicas * shards), 0, 0
+        for group in self._groups:
+            rows, own = [0] * replicas, 0
+            for each in group:
+                flops[each.replica * shards + each.shard] += newton_schulz_flops(each.block, each.columns)
+                here, whole = each.rows_of[me] * each.columns, each.block.rows * each.columns
+                rows[each.replica] += here
+                if each.replica == self._replicas.rank:
+                    own += whole * (each.shard == me)
+                    sent += whole - here if each.shard == me else here  # rows of the update, or of the direction
+            sent += (replicas - 1) * max(rows)
+            # Directions, what is sent, updates; of own matrices the input, a step's in- and output, two squares.
+            temporary = max(temporary, 3 * sum(rows) + 5 * own)
+        size = self._dtype.itemsize
+        return StepCost(max(flops), sent * size, temporary * size)
 
     def _direction(self, parameter: nn.Parameter, momentum: float) -> Callable[[slice], Tensor]:
         """Add the gradient to the momentum. Returns what gives some of this rank's rows of Nesterov's direction."""

@@ -31,9 +31,7 @@ class OptimizerFlags(Flags):
     advanced = ("adam_beta1", "adam_beta2")
     unlisted = ("adam_epsilon", "max_skipped_steps")
 
-    optim: str = flag(
-        "adamw_torch_fused", "adamw_torch_fused, or muon: Muon for the layers' matrices, AdamW for the rest."
-    )
+    optim: str = flag("adamw_torch_fused", "adamw_torch_fused, or muon (docs/optimisation.md).")
     learning_rate: float = flag(4e-4, "Peak learning rate (ESM-2: 4e-4; 15B: 1.6e-4).")
     lr_scheduler_type: str = flag(
         "esm2",

@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.utils.flop_counter import FlopCounterMode
 
+from common.distributed.fsdp import FullySharded, init_mesh
+from common.distributed.run import ProcessFlags, distributed_run
 from common.distributed.strategy import Strategy
 from common.distributed.world import World
 from common.models.esm2.config import esm2_config
@@ -20,7 +27,8 @@ from common.training.optim import OptimizerFlags, set_hyperparameters
 from extras.decoders.config import DecoderConfig
 from extras.decoders.family import pieces_to_hf as pieces_of_decoder
 from extras.decoders.model import DecoderForCausalLM
-from extras.muon import COEFFICIENTS, ROWS_AT_A_TIME, HeldParameter, Muon, assign, newton_schulz_flops
+from extras.muon import COEFFICIENTS, ROWS_AT_A_TIME, HeldParameter, Muon, assign, newton_schulz_flops, orthogonalise
+from tests.training_fixtures import on_ranks
 
 ALONE = World(0, 0, 1, torch.device("cpu"))
 FLAGS = OptimizerFlags(optim="muon", learning_rate=1e-2, weight_decay=0.1)
@@ -159,6 +167,51 @@ def test_assign_bounds_the_rows_exchanged_at_a_time():
     assert all(size <= ROWS_AT_A_TIME for size in sizes)
     assert all(a + 20 * columns > ROWS_AT_A_TIME for a, _ in pairwise(sizes))
     assert [b.number for group in groups for b in group] == list(range(12))
+
+
+def test_newton_schulz_flops_are_those_that_torch_counts():
+    for rows, columns, parts in ((96, 32, 3), (16, 40, 1), (48, 16, 1)):
+        with FlopCounterMode(display=False) as counter:
+            orthogonalise(torch.randn(parts, rows // parts, columns))
+        assert newton_schulz_flops(Block(rows, parts=parts), columns) == counter.get_total_flops()
+
+
+def _count_sent(out: str) -> None:
+    """On a rank: the bytes that a step sends, by what it gives to torch's collectives and by `Muon.cost`."""
+    with distributed_run(ProcessFlags()) as world:
+        mesh = init_mesh(world, (2, 2), ("replicate", "shard"))
+        model = build_model(esm2_config(2, 32, 4), seed=0)
+        fully_shard(model, mesh=mesh)
+        optimizer = Muon(model, model.hidden_matrices(), FLAGS, FullySharded(model), world, torch.float32)
+        for parameter in model.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        sent = 0
+
+        def count(name: str, of: Callable[..., int]) -> None:
+            real = getattr(dist, name)
+
+            def counting(output, given, *args, **kwargs):
+                nonlocal sent
+                sent += of(given, *args)
+                return real(output, given, *args, **kwargs)
+
+            setattr(dist, name, counting)
+
+        def to_others(given, received, splits) -> int:
+            return given.nbytes - splits[mesh.get_local_rank("shard")] * given.itemsize
+
+        count("all_to_all_single", to_others)
+        count("all_gather_into_tensor", lambda given: given.nbytes)  # to one other replica
+        optimizer.step()
+        Path(f"{out}.{world.rank}").write_text(f"{sent} {optimizer.cost().bytes_sent}")
+
+
+def test_muon_cost_names_the_bytes_that_a_step_sends(tmp_path):
+    codes, said = on_ranks(4, _count_sent, str(tmp_path / "rank"))
+    assert codes == [0] * 4, "\n".join(said)
+    for rank in range(4):
+        sent, expected = map(int, (tmp_path / f"rank.{rank}").read_text().split())
+        assert sent == expected > 0
 
 
 def test_muon_hyperparameters_follow_the_flags():
