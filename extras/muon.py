@@ -19,6 +19,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -158,12 +159,41 @@ class StepCost:
     temporary: int
 
 
-class Ranks:
+class Ranks(NamedTuple):
     """This rank in a process group; None: alone."""
 
-    def __init__(self, group: dist.ProcessGroup | None):
-        self.group = group
-        self.rank, self.size = (dist.get_rank(group), dist.get_world_size(group)) if group else (0, 1)
+    group: dist.ProcessGroup | None = None
+    rank: int = 0
+    size: int = 1
+
+    @classmethod
+    def of(cls, group: dist.ProcessGroup | None) -> Ranks:
+        return cls(group, dist.get_rank(group), dist.get_world_size(group)) if group else cls()
+
+
+def step_cost(groups: Sequence[Sequence[OwnedBlock]], replicas: Ranks, shards: Ranks, itemsize: int) -> StepCost:
+    """Of blocks that `assign` has given owners. itemsize: bytes of an element in the exchange."""
+    flops, sent, temporary = [0.0] * (replicas.size * shards.size), 0, 0
+    for group in groups:
+        rows = [0] * replicas.size
+        own: dict[tuple[int, int], int] = {}  # elements of the matrices of each shape
+        for each in group:
+            flops[each.replica * shards.size + each.shard] += newton_schulz_flops(each.block, each.columns)
+            here, whole = each.rows_of[shards.rank] * each.columns, each.block.rows * each.columns
+            rows[each.replica] += here
+            if each.replica == replicas.rank:
+                is_owner = each.shard == shards.rank
+                sent += whole - here if is_owner else here  # rows of the update, or of the direction
+                own[each.shape] = own.get(each.shape, 0) + is_owner * whole
+        sent += (replicas.size - 1) * max(rows)
+        # Of a Newton-Schulz step: input, two products, output, and two squares.
+        steps = [size * (4 + 2 * min(shape) / max(shape)) for shape, size in own.items()]
+        held = sum(rows) + max(steps, default=0)
+        if shards.size > 1:  # what is sent, what is received, and whole matrices
+            held += sum(rows) + 2 * sum(own.values())
+        gathered = sum(rows) + replicas.size * max(rows) + 2 * sum(own.values()) if replicas.size > 1 else 0
+        temporary = max(temporary, held, gathered)
+    return StepCost(max(flops), sent * itemsize, int(temporary) * itemsize)
 
 
 class Muon(torch.optim.Optimizer):
@@ -192,7 +222,7 @@ class Muon(torch.optim.Optimizer):
         super().__init__([*groups, matrix_group], {"lr": flags.learning_rate})
 
         self._device, self._dtype = world.device, dtype
-        self._shards, self._replicas = Ranks(strategy.shard_group), Ranks(strategy.replica_group)
+        self._shards, self._replicas = Ranks.of(strategy.shard_group), Ranks.of(strategy.replica_group)
         own = [[first, len(rows)] for rows, first in map(local_shard, hidden)]
         held = world.gather(own, strategy.shard_group) if self._shards.size > 1 else [own]
         shards = held[: self._shards.size]
@@ -220,22 +250,7 @@ class Muon(torch.optim.Optimizer):
                 weights.add_(update.to(weights.device), alpha=-lr * each.scale)
 
     def cost(self) -> StepCost:
-        me, replicas, shards = self._shards.rank, self._replicas.size, self._shards.size
-        flops, sent, temporary = [0.0] * (replicas * shards), 0, 0
-        for group in self._groups:
-            rows, own = [0] * replicas, 0
-            for each in group:
-                flops[each.replica * shards + each.shard] += newton_schulz_flops(each.block, each.columns)
-                here, whole = each.rows_of[me] * each.columns, each.block.rows * each.columns
-                rows[each.replica] += here
-                if each.replica == self._replicas.rank:
-                    own += whole * (each.shard == me)
-                    sent += whole - here if each.shard == me else here  # rows of the update, or of the direction
-            sent += (replicas - 1) * max(rows)
-            # Directions, what is sent, updates; of own matrices the input, a step's in- and output, two squares.
-            temporary = max(temporary, 3 * sum(rows) + 5 * own)
-        size = self._dtype.itemsize
-        return StepCost(max(flops), sent * size, temporary * size)
+        return step_cost(self._groups, self._replicas, self._shards, self._dtype.itemsize)
 
     def _direction(self, parameter: nn.Parameter, momentum: float) -> Callable[[slice], Tensor]:
         """Add the gradient to the momentum. Returns what gives some of this rank's rows of Nesterov's direction."""
