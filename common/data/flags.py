@@ -58,8 +58,8 @@ class StepFlags(Flags):
 
     packs_per_step_schedule: str | None = flag(
         None,
-        "Instead, step:packs pairs such as 0:8,1000:16: 16 packs a step once 1000 steps are done. It does not change "
-        "--learning_rate. Kept on resume.",
+        "In place of --packs_per_step, a batch ramp of step:packs pairs: 0:8,1000:16 takes 16 packs a step once 1000 "
+        "steps are done. --learning_rate is not scaled. Kept on resume.",
     )
     tokens_per_step: int | None = flag(
         None,
