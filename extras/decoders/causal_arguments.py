@@ -11,7 +11,8 @@ from common.cli import UserError
 from common.flags import Missing, flag, with_flags
 from common.models.layers.backend import BackendFlags
 from common.training.arguments import RunArguments
-from common.training.optim import OptimizerFlags, annealing, warmup_steps
+from common.training.optim import OptimizerFlags
+from common.training.schedule import annealing, warmup_steps
 from extras.decoders.config import (
     MODEL_TYPES,
     PRESETS,
