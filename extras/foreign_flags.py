@@ -292,7 +292,7 @@ TRANSFORMERS = {
     "overwrite_cache": Ours(why="none: step 1 redoes what its input or flags change"),
     **none("none: packs leave no padding to save", "train_sampling_strategy", "group_by_length", "length_column_name"),
     "validation_split_percentage": Ours(why="none: step 1 makes the splits (1.tokenize_uniref_csv.py)"),
-    "lr_scheduler_kwargs": Ours(why="none: --warmup_steps and --max_steps set the schedule"),
+    "lr_scheduler_kwargs": Ours(why="none: --warmup_steps, --min_lr_rate and --lr_decay_steps set the schedule"),
     "logging_dir": Ours(why="none: --report_to tensorboard writes into --output_dir"),
     **none("those of 1.tokenize_uniref_csv.py", "preprocessing_num_workers", "line_by_line"),
     **none(

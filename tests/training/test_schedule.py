@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import math
-from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
-from transformers import get_scheduler
+from transformers import get_cosine_with_min_lr_schedule_with_warmup, get_scheduler, get_wsd_schedule
 
 from common.cli import UserError
-from common.training.schedule import annealing, lr_schedule, warmup_steps
+from common.training.schedule import ScheduleFlags, annealing, lr_schedule, warmup_steps
 from tests.training_fixtures import run_forked
 
 
-def arguments(**changes) -> SimpleNamespace:
-    settings = {"learning_rate": 4e-4, "lr_scheduler_type": "esm2", "warmup_steps": None}
-    return SimpleNamespace(**settings | changes)
+def arguments(**changes) -> ScheduleFlags:
+    return ScheduleFlags(**changes)
 
 
 @pytest.mark.parametrize(
@@ -68,6 +66,91 @@ def test_lr_schedule_equals_transformers_schedulers(name, warmup):
         scheduler.step()
 
 
+def factors_of(schedule, steps: int, warmup: int, **settings) -> list[float]:
+    """transformers' own, as fractions of the peak."""
+    scratch = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0)
+    factor = schedule(scratch, num_warmup_steps=warmup, num_training_steps=steps, **settings).lr_lambdas[0]
+    return [factor(step) for step in range(steps)]
+
+
+def rates(steps: int, **flags) -> list[float]:
+    return list(map(lr_schedule(arguments(learning_rate=1.0, **flags), steps), range(steps)))
+
+
+@pytest.mark.parametrize("warmup", [0, 7])
+@pytest.mark.parametrize("floor", [0.0, 0.1, 1.0])
+@pytest.mark.parametrize("name", ["cosine", "cosine_with_min_lr"])
+def test_cosine_with_floor_equals_transformers(name, floor, warmup):
+    found = rates(50, lr_scheduler_type=name, warmup_steps=warmup, min_lr_rate=floor)
+    assert found == factors_of(get_cosine_with_min_lr_schedule_with_warmup, 50, warmup, min_lr_rate=floor)
+
+
+@pytest.mark.parametrize("warmup", [0, 7])
+@pytest.mark.parametrize("floor", [None, 0.0, 0.1])
+@pytest.mark.parametrize(("given", "decay"), [(None, 10), (0.3, 15), (1, 1), (20, 20)])
+def test_wsd_equals_transformers(given, decay, floor, warmup):
+    for name in ("wsd", "warmup_stable_decay"):
+        found = rates(50, lr_scheduler_type=name, warmup_steps=warmup, lr_decay_steps=given, min_lr_rate=floor)
+        expected = factors_of(
+            get_wsd_schedule, 50, warmup, num_decay_steps=decay, decay_type="linear", min_lr_ratio=floor or 0
+        )
+        assert found[warmup:] == pytest.approx(expected[warmup:], rel=1e-12, abs=1e-15)
+        if not floor:  # theirs rises from the floor, ours from 0
+            assert found[:warmup] == pytest.approx(expected[:warmup], rel=1e-12)
+
+
+@pytest.mark.parametrize("total_steps", [1, 2, 10, 100, 1000])
+@pytest.mark.parametrize("floor", [None, 0.0, 0.25, 1.0])
+@pytest.mark.parametrize("name", ["esm2", "linear", "cosine", "wsd"])
+def test_schedule_rises_stays_and_falls_to_the_floor(name, floor, total_steps):
+    found = rates(total_steps, lr_scheduler_type=name, min_lr_rate=floor)
+    warmup = warmup_steps(arguments(), total_steps)
+    lowest = floor if floor is not None else 0.1 if name == "esm2" else 0.0
+    rising, falling = found[: warmup + 1], found[warmup:]
+    assert rising == sorted(rising)
+    assert falling == sorted(falling, reverse=True)
+    assert max(found) == 1.0
+    assert min(falling) >= lowest - 1e-12
+    if total_steps == 1000:
+        assert found[-1] == pytest.approx(lowest, abs=0.006)  # a step before the end: linear's and wsd's last steps
+    if total_steps == 1000 and name == "wsd" and lowest < 1:
+        assert sum(rate == 1.0 for rate in found) == 1000 - warmup - 200 + 1
+
+
+@pytest.mark.parametrize("total_steps", [1, 5, 20])
+@pytest.mark.parametrize("warmup", [0, 4, 30])
+@pytest.mark.parametrize("decay", [0.5, 1, 100])
+def test_wsd_of_very_short_runs(total_steps, warmup, decay):
+    """The decay takes what the warm-up leaves."""
+    found = rates(total_steps, lr_scheduler_type="wsd", warmup_steps=warmup, lr_decay_steps=decay, min_lr_rate=0.1)
+    assert all(0 <= rate <= 1 for rate in found)
+    assert found[:warmup] == [step / warmup for step in range(min(warmup, total_steps))]
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ({"min_lr_rate": 1.5}, "--min_lr_rate 1.5: a fraction of the peak, 0 to 1"),
+        ({"min_lr_rate": math.nan}, "--min_lr_rate nan: a fraction"),
+        (
+            {"min_lr_rate": 0.1, "lr_scheduler_type": "constant"},
+            "--min_lr_rate 0.1: goes with --lr_scheduler_type esm2",
+        ),
+        ({"min_lr_rate": 0.1, "lr_scheduler_type": "annealing"}, "--min_lr_rate 0.1: goes with"),
+        (
+            {"lr_decay_steps": 0.1, "lr_scheduler_type": "cosine"},
+            "--lr_decay_steps 0.1: goes with --lr_scheduler_type wsd, not cosine: drop one",
+        ),
+        ({"lr_decay_steps": 0, "lr_scheduler_type": "wsd"}, "--lr_decay_steps 0: must be above 0"),
+        ({"lr_decay_steps": math.nan, "lr_scheduler_type": "wsd"}, "--lr_decay_steps nan: must be above 0"),
+        ({"warmup_steps": -1}, "--warmup_steps -1: must be a number that is not negative"),
+    ],
+)
+def test_schedule_flags_refuse_nonsense(flags, message):
+    with pytest.raises(UserError, match=message):
+        arguments(**flags).check()
+
+
 def rates_of_annealing_lr(peak, low, warmup, end, steps):
     """AnnealingLR of the FSDP guides with decay_style cosine, as a loop over the steps that it has counted."""
     rates = []
@@ -101,13 +184,17 @@ def test_warmup_steps_are_steps_a_fraction_or_default():
     assert warmup_steps(arguments(warmup_steps=300), 10_000) == 300
     assert warmup_steps(arguments(warmup_steps=0.06), 1010) == 61  # rounded up, as transformers does
     assert warmup_steps(arguments(warmup_steps=0), 10_000) == 0
-    assert warmup_steps(arguments(), 500_000) == 2000
-    assert warmup_steps(arguments(), 1000) == 50
 
 
-@pytest.mark.parametrize("name", ["lineer", "reduce_lr_on_plateau", "warmup_stable_decay", "greedy"])
+def test_default_warmup_has_a_floor():
+    of_run = {1: 0, 6: 0, 7: 1, 30: 4, 250: 37, 666: 99, 667: 100, 1000: 100, 2000: 100}
+    of_run |= {2020: 101, 10_000: 500, 40_000: 2000, 500_000: 2000}  # from 2,000 steps on ESM-2's own
+    assert {total: warmup_steps(arguments(), total) for total in of_run} == of_run
+
+
+@pytest.mark.parametrize("name", ["lineer", "reduce_lr_on_plateau", "greedy"])
 def test_lr_schedule_refuses_unknown_names(name):
-    with pytest.raises(UserError, match=f"--lr_scheduler_type {name}: choose esm2, linear, cosine"):
+    with pytest.raises(UserError, match=f"--lr_scheduler_type {name}: choose esm2, linear, cosine, wsd"):
         lr_schedule(arguments(lr_scheduler_type=name), 100)
 
 
