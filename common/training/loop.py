@@ -175,7 +175,7 @@ def train_steps(run: Run) -> None:
     if state.unfinished_row is not None and not evaluate_and_log(run, state.unfinished_row):
         raise Preempted
     with world.raise_together():
-        loader = task.steps(plan.packs_per_step, state.step, state.position, plan.last_step)
+        loader = task.steps(plan.packs_per_step, state.step, state.position, plan.last_step, plan.total_steps)
     learning_rate = replace(args.optimizer, warmup_steps=plan.warmup_steps).schedule(plan.total_steps)
     peak = peak_flops(world.device, args.precision.bf16, args.log.peak_tflops_per_gpu)
     first_step, interval = FirstStep(run.built.compiled), Interval()
