@@ -1,9 +1,11 @@
-"""AdamW with weight-decay groups, and its flags."""
+"""AdamW with weight-decay groups, or Muon, and their flags."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -13,6 +15,13 @@ from common.cli import UserError
 from common.flags import flag
 from common.training.schedule import ScheduleFlags
 
+if TYPE_CHECKING:
+    from common.distributed.strategy import Strategy
+    from common.distributed.world import World
+    from common.training.task import BuiltModel
+
+OPTIMIZERS = ("adamw_torch_fused", "muon")
+
 
 @dataclass(frozen=True)
 class OptimizerFlags(ScheduleFlags):
@@ -20,6 +29,7 @@ class OptimizerFlags(ScheduleFlags):
     advanced = ("adam_beta1", "adam_beta2")
     unlisted = ("adam_epsilon", "max_skipped_steps")
 
+    optim: str = flag("adamw_torch_fused", "adamw_torch_fused, or muon (docs/optimisation.md).")
     weight_decay: float = flag(0.01, "On matrices and embeddings; never on biases and norms.")
     adam_beta1: float = flag(0.9, "AdamW's first moment.")
     adam_beta2: float = flag(0.98, "AdamW's second moment.")
@@ -29,7 +39,11 @@ class OptimizerFlags(ScheduleFlags):
         5, "Steps with a NaN or infinite loss or gradient norm are skipped; after this many in a row the run stops."
     )
 
+    def resolve(self) -> OptimizerFlags:
+        return replace(self, optim="adamw_torch_fused") if self.optim == "adamw_torch" else self
+
     def check(self) -> None:
+        self.require_choice("optim", OPTIMIZERS)
         for name in ("weight_decay", "adam_epsilon", "max_grad_norm"):
             if not 0 <= getattr(self, name) < math.inf:
                 raise UserError(f"--{name} {getattr(self, name)}: must be a number that is not negative")
@@ -52,19 +66,38 @@ class AdamW(torch.optim.AdamW):
         return result
 
 
-def build_optimizer(model: nn.Module, flags: OptimizerFlags) -> torch.optim.AdamW:
-    """AdamW over fp32 master weights; no decay on biases and norms (everything with one dimension)."""
-    parameters = [p for p in model.parameters() if p.requires_grad]
-    groups = [
-        {"params": [p for p in parameters if p.dim() > 1], "weight_decay": flags.weight_decay},
-        {"params": [p for p in parameters if p.dim() <= 1], "weight_decay": 0.0},
+def build_optimizer(
+    built: BuiltModel, flags: OptimizerFlags, strategy: Strategy, world: World, bf16: bool
+) -> torch.optim.Optimizer:
+    """The optimiser of --optim over fp32 master weights; all ranks together. bf16: whether the run computes in it."""
+    if flags.optim == "muon":
+        from extras.muon import Muon
+
+        if not (matrices := built.model.hidden_matrices()):
+            raise UserError("--optim muon: this family does not name its hidden matrices: leave adamw_torch_fused")
+        return Muon(built.weights, matrices, flags, strategy, world, torch.bfloat16 if bf16 else torch.float32)
+    return build_adamw(built.weights.parameters(), flags)
+
+
+def build_adamw(parameters: Iterable[nn.Parameter], flags: OptimizerFlags) -> AdamW:
+    return AdamW(adamw_groups(parameters, flags), lr=flags.learning_rate, fused=True)
+
+
+def adamw_groups(parameters: Iterable[nn.Parameter], flags: OptimizerFlags) -> list[dict[str, Any]]:
+    """No decay on biases and norms (everything with one dimension)."""
+    trained = [p for p in parameters if p.requires_grad]
+    options = {"betas": (flags.adam_beta1, flags.adam_beta2), "eps": flags.adam_epsilon}
+    return [
+        {"params": [p for p in trained if p.dim() > 1], "weight_decay": flags.weight_decay, **options},
+        {"params": [p for p in trained if p.dim() <= 1], "weight_decay": 0.0, **options},
     ]
-    betas = (flags.adam_beta1, flags.adam_beta2)
-    return AdamW(groups, lr=flags.learning_rate, betas=betas, eps=flags.adam_epsilon, fused=True)
 
 
-def set_hyperparameters(optimizer: torch.optim.AdamW, flags: OptimizerFlags) -> None:
+def set_hyperparameters(optimizer: torch.optim.Optimizer, flags: OptimizerFlags) -> None:
     """Replace a checkpoint's hyperparameters by those of the flags; the learning rate is set at every step."""
-    for group, weight_decay in zip(optimizer.param_groups, (flags.weight_decay, 0.0), strict=True):
-        group |= {"weight_decay": weight_decay, "eps": flags.adam_epsilon}
-        group["betas"] = type(group["betas"])((flags.adam_beta1, flags.adam_beta2))
+    decays = (flags.weight_decay, 0.0, flags.weight_decay)  # the third group is Muon's
+    for group, weight_decay in zip(optimizer.param_groups, decays, strict=False):
+        group["weight_decay"] = weight_decay
+        if "betas" in group:
+            group["eps"] = flags.adam_epsilon
+            group["betas"] = type(group["betas"])((flags.adam_beta1, flags.adam_beta2))
