@@ -59,7 +59,7 @@ def step_seconds(args: TrainArguments, world: World) -> float:
     stepper = Stepper(task, strategy, built.precision, optimizer, world, args.optimizer.max_grad_norm)
     built.model.train()
     durations = []
-    for share in task.steps(args.data.gradient_accumulation_steps, 0, {}, WARM + TIMED, WARM + TIMED):
+    for share in task.steps(args.data.gradient_accumulation_steps, 0, {}, WARM + TIMED):
         started = time.perf_counter()
         stepper.step(share.step, 0.0, share.micro_batches, task.counts(share.micro_batches))
         durations.append(time.perf_counter() - started)

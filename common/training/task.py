@@ -88,12 +88,15 @@ class Task(ABC, Generic[Arguments, Data]):
         """Makes this rank's training batches. total_steps: of the run, which schedules of batches span."""
 
     def steps(
-        self, packs_per_step: int, step: int, position: dict, last_step: int | None, total_steps: int
+        self, packs_per_step: int, step: int, position: dict, last_step: int | None, total_steps: int | None = None
     ) -> TrainLoader:
-        """This rank's batches from step `step`, at `position`, up to `last_step` (None: the end of the data)."""
+        """This rank's batches from step `step`, at `position`, up to `last_step` (None: the end of the data).
+
+        total_steps: as `collator`. Default: last_step.
+        """
         return TrainLoader(
             self.data.order(packs_per_step),
-            self.collator(total_steps),
+            self.collator(total_steps or last_step or 1),
             self.world.mesh,
             step,
             position,

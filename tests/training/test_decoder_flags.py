@@ -296,7 +296,8 @@ def test_help_of_esm2_has_no_decoder_flags():
     strategy = load_script("train_fsdp2.py").FsdpFlags
     esm2, decoders = ({spec.name for spec in flag_specs(arguments_of(strategy, task))} for task in ("mlm", "clm"))
     assert {"min_lr", "model", "document_masks"} <= decoders - esm2
-    assert {"mlm_probability", "gelu", "pad_to_max_length"} <= esm2 - decoders
+    masks = {"mlm_probability", "mlm_probability_end", "mask_replace_prob", "eval_mlm_probability"}
+    assert {*masks, "gelu", "pad_to_max_length"} <= esm2 - decoders
 
 
 @pytest.mark.parametrize(
