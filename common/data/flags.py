@@ -136,8 +136,14 @@ class DataFlags(SourceFlags):
     """Which proteins, and how masked language modelling makes batches of them."""
 
     required = ("dataset_dir",)
-    advanced = ("pad_to_max_length",)
-    unlisted = ("sequence_packing", "do_preprocess")
+    advanced = ("pad_to_max_length", "mlm_probability_end")
+    unlisted = (
+        "sequence_packing",
+        "do_preprocess",
+        "mask_replace_prob",
+        "random_replace_prob",
+        "eval_mlm_probability",
+    )
 
     eval_dataset: str | None = flag(
         None, "Proteins to evaluate on (as --dataset), in place of the validation split of --dataset_dir or --dataset."
@@ -156,6 +162,14 @@ class DataFlags(SourceFlags):
         False, "Batches of --per_device_train_batch_size sequences, as if padded; padding itself is never computed."
     )
     mlm_probability: float = flag(0.15, "Fraction of residues to predict; 80 % become <mask>, 10 % another residue.")
+    mlm_probability_end: float | None = flag(
+        None, "What --mlm_probability falls to, linearly from the first step to the last. Default: it stays."
+    )
+    mask_replace_prob: float = flag(0.8, "Fraction of the residues to predict that become <mask>.")
+    random_replace_prob: float = flag(0.1, "Fraction of them that become a random amino acid; the rest stays.")
+    eval_mlm_probability: float = flag(
+        0.15, "--mlm_probability of evaluations, where 80 % become <mask> and 10 % another residue."
+    )
     max_train_samples: int | None = flag(None, "Train on the first N proteins only.")
     max_eval_samples: int | None = flag(None, "Evaluate on the first N proteins only.")
     do_preprocess: bool = flag(False, "Refused: 1.tokenize_uniref_csv.py does the preprocessing.")
@@ -212,5 +226,20 @@ class DataFlags(SourceFlags):
             )
         self.require_at_least(3, "max_seq_length")
         self.require_at_least(1, "max_train_samples", "max_eval_samples")
-        if not 0 < self.mlm_probability < 1:
-            raise UserError(f"--mlm_probability {self.mlm_probability}: must be between 0 and 1")
+        for name in ("mlm_probability", "eval_mlm_probability"):
+            if not 0 < getattr(self, name) < 1:
+                raise UserError(f"--{name} {getattr(self, name)}: must be between 0 and 1")
+        end = self.mlm_probability_end
+        if end is not None and not 0 < end <= self.mlm_probability:
+            raise UserError(
+                f"--mlm_probability_end {end}: must be above 0 and at most --mlm_probability {self.mlm_probability}, "
+                "which falls to it"
+            )
+        for name in ("mask_replace_prob", "random_replace_prob"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise UserError(f"--{name} {getattr(self, name)}: a fraction, 0 to 1")
+        if self.mask_replace_prob + self.random_replace_prob > 1:
+            raise UserError(
+                f"--mask_replace_prob {self.mask_replace_prob} and --random_replace_prob {self.random_replace_prob}: "
+                "more than 1 in sum: lower one"
+            )

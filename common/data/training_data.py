@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 from common.cli import UserError
 from common.data import TokenSet
-from common.data.collators import Collator, MaskingCollator, SlicingCollator
+from common.data.collators import Collator, MaskingCollator, MaskRates, SlicingCollator
 from common.data.flags import DataFlags, StepFlags
 from common.data.loader import Order, PlannedOrder, ProteinStore, Store, evaluation_batches
 from common.data.packing import BatchPlan, Position
@@ -185,12 +185,20 @@ def packs_per_step(flags: StepFlags, mesh: Mesh, pack_tokens: int, saved: int | 
     return PacksPerStep.of(mesh.dp_size * max(1, round(flags.tokens_per_step / (mesh.dp_size * pack_tokens))))
 
 
-def masked_batches(flags: DataFlags, tokens: TokenSet, seed: int, mesh: Mesh, pad_to: int = 0) -> Collator:
+def masked_batches(flags: DataFlags, tokens: TokenSet, mesh: Mesh, total_steps: int = 1, pad_to: int = 0) -> Collator:
     """The collator of a rank for masked language modelling: of whole packs, or of its slices of them.
 
-    pad_to: as MaskingCollator; slices are not filled up to it.
+    total_steps: of the run; pad_to: as MaskingCollator; slices are not filled up to it.
     """
-    collator = MaskingCollator(tokens, seed, flags.mlm_probability, pad_to)
+    replaced = flags.mask_replace_prob, flags.random_replace_prob
+    rates = MaskRates(flags.mlm_probability, *replaced, flags.mlm_probability_end, total_steps)
+    collator = MaskingCollator(tokens, flags.seed, rates, pad_to)
+    return shared_batches(collator, flags, mesh, tokens.pad, tokens.mask)
+
+
+def evaluation_masks(flags: DataFlags, tokens: TokenSet, mesh: Mesh) -> Collator:
+    """As `masked_batches`, of evaluations: their questions are the same whatever a run trains with."""
+    collator = MaskingCollator(tokens, EVAL_SEED, MaskRates(flags.eval_mlm_probability))
     return shared_batches(collator, flags, mesh, tokens.pad, tokens.mask)
 
 

@@ -18,6 +18,7 @@ from common.distributed.world import World
 from common.files.json_files import LARGEST_INT, check_type, shorten
 from common.training.arguments import RunArguments
 from common.training.run_logger import peak_memory_gb
+from common.training.schedule import default_warmup_steps, earlier_warmup_steps
 
 logger = logging.getLogger(__name__)
 
@@ -32,7 +33,12 @@ _SAVED = {
         "model_name_or_path": "str | None",
         "stop_at_step": "int | None",
     },
-    "resolved": {"total_steps": "int | None", "last_step": "int | None", "formats": "dict"},
+    "resolved": {
+        "total_steps": "int | None",
+        "last_step": "int | None",
+        "warmup_steps": "int | float",
+        "formats": "dict",
+    },
 }
 _WITH_LOSS = {"total_steps", "learning_rate", "step_seconds", "data_wait_seconds"}  # keys of a row that has a loss
 
@@ -58,13 +64,15 @@ class StepResult:
 class RunPlan:
     """What the flags leave open, resolved once; the log, results and checkpoints show it.
 
-    accumulation: packs of a rank; total_steps: of the whole run, which the schedule spans;
-    last_step: where this start ends, None for the end of the data; eval_every, save_every: in steps, 0 for never.
+    accumulation: packs of a rank; total_steps: of the whole run, which the schedule spans; warmup_steps: the flag, or
+    its default in steps; last_step: where this start ends, None for the end of the data; eval_every, save_every: in
+    steps, 0 for never.
     """
 
     packs_per_step: PacksPerStep
     accumulation: PacksPerStep
     total_steps: int
+    warmup_steps: float
     last_step: int | None
     eval_every: int
     save_every: int
@@ -120,14 +128,16 @@ class TrainerState:
                     raise ValueError(f"{shorten(name)} is unknown: of a later version?")
                 check_type(name, value, types[name])
             state = cls(**saved)
-            packs = PacksPerStep.of(state.packs_per_step or 0)
-            if min(state.step, packs.most, state.gradient_factor or 0) < 0:
-                raise ValueError("a count is below 0")
             _check_position(state.position)
             for part, expected in _SAVED.items():
                 for name, value in (getattr(state, part) or {}).items():
                     check_type(f"{part}: {name}", value, expected.get(name, "int | float | bool | str | None"))
                     _check_printable(name, value)
+            packs = PacksPerStep.of(state.packs_per_step or 0).most
+            if min(state.step, packs, state.gradient_factor or 0) < 0:
+                raise ValueError("a count is below 0")
+            if not 0 <= state.resolved.get("warmup_steps", 0) < math.inf:
+                raise ValueError(f"resolved: warmup_steps is {state.resolved['warmup_steps']}")
             _check_printable("skipped_lately", *state.skipped_lately)
             if state.unfinished_row is not None:
                 _check_row(state.unfinished_row)
@@ -212,6 +222,21 @@ class TrainerState:
         stopped = self.arguments.get("stop_at_step") is not None
         return self.resolved.get("total_steps"), None if stopped else self.resolved.get("last_step")
 
+    def warmup_steps(self, given: float | None, total_steps: int) -> float:
+        """--warmup_steps, or its default: that which the run began with."""
+        if given is not None:
+            return given
+        now, earlier = default_warmup_steps(total_steps), earlier_warmup_steps(total_steps)
+        if not self.step or self.arguments.get("warmup_steps") is not None:
+            return now
+        if "warmup_steps" in self.resolved:
+            return self.resolved["warmup_steps"]
+        if earlier != now:
+            logger.info(
+                "The run goes on with the warm-up of the version that began it: %d steps (a new run: %d)", earlier, now
+            )
+        return earlier
+
     def check_same_start(self, flags: RunArguments) -> None:
         """UserError if --model_name_or_path names other weights than the run started from, which would be ignored, or
         --optim another optimiser, whose state the checkpoint does not have."""
@@ -273,6 +298,7 @@ def plan_run(args: RunArguments, data: TrainingData, state: TrainerState, world:
         packs_per_step=packs,
         accumulation=packs.map(lambda n: max(1, n // world.mesh.dp_size)),  # need not divide if nothing is trained
         total_steps=total_steps,
+        warmup_steps=state.warmup_steps(args.optimizer.warmup_steps, total_steps),
         last_step=min((n for n in (args.data.max_steps, args.stop_at_step, last_step) if n and n > 0), default=None),
         eval_every=_in_steps(args.eval_steps, total_steps),
         save_every=_in_steps(args.checkpoint.save_steps, total_steps),

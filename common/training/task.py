@@ -85,14 +85,24 @@ class Task(ABC, Generic[Arguments, Data]):
         """This rank's batch of a pack of so many random tokens, in sequences of the maximum length."""
 
     @abstractmethod
-    def collator(self) -> Collator:
-        """Makes this rank's training batches."""
+    def collator(self, total_steps: int) -> Collator:
+        """Makes this rank's training batches. total_steps: of the run, which schedules of batches span."""
 
-    def steps(self, packs_per_step: PacksPerStep, step: int, position: dict, last_step: int | None) -> TrainLoader:
-        """This rank's batches from step `step`, at `position`, up to `last_step` (None: the end of the data)."""
+    def steps(
+        self,
+        packs_per_step: PacksPerStep,
+        step: int,
+        position: dict,
+        last_step: int | None,
+        total_steps: int | None = None,
+    ) -> TrainLoader:
+        """This rank's batches from step `step`, at `position`, up to `last_step` (None: the end of the data).
+
+        total_steps: as `collator`. Default: last_step.
+        """
         return TrainLoader(
             self.data.order(packs_per_step),
-            self.collator(),
+            self.collator(total_steps or last_step or 1),
             self.world.mesh,
             step,
             position,

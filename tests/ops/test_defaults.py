@@ -14,8 +14,9 @@ from common.data.packing import BatchPlan
 from common.data.training_data import packs_per_step
 from common.distributed.world import Mesh
 from common.flags import flat
-from common.training.optim import OptimizerFlags, lr_schedule
+from common.training.optim import OptimizerFlags
 from common.training.registry import parse_run
+from common.training.schedule import lr_schedule
 from tests.data_fixtures import load_script
 from tests.ops.manifests import containers, job_of, render
 from tests.ops.test_init_from import SLURM, recorded

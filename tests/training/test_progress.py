@@ -23,7 +23,7 @@ from common.training.resume import check_same_data
 from tests.data_fixtures import load_script
 from tests.training_fixtures import arguments, flags_of, on_ranks, train
 
-PLAN = RunPlan(PacksPerStep.of(4), PacksPerStep.of(2), 10, 10, 0, 5)
+PLAN = RunPlan(PacksPerStep.of(4), PacksPerStep.of(2), 10, 1, 10, 0, 5)
 IMPLEMENTATION = {"backend": "torch", "gelu": "exact", "formats": {}}
 
 
@@ -53,6 +53,7 @@ def test_run_plan_is_in_log_results_and_checkpoint(dataset, tmp_path):
         "packs_per_step": 4,
         "accumulation": 2,
         "total_steps": 4,
+        "warmup_steps": 0,
         "last_step": 4,
         "eval_every": 2,
         "save_every": 2,
@@ -82,6 +83,41 @@ def test_trainer_state_of_earlier_version_resumes_without_warning(caplog):
     assert [record.getMessage() for record in caplog.records] == [
         "Flags differ from those of the checkpoint: save_steps 7 -> 9"
     ]
+
+
+@pytest.mark.parametrize(
+    ("given", "saved", "expected"),
+    [
+        (None, {}, 37),  # a new run: 15 %
+        (None, {"step": 5, "resolved": {"warmup_steps": 37}}, 37),
+        (None, {"step": 5, "resolved": {"warmup_steps": 50}}, 50),  # begun as a run of another length
+        (None, {"step": 5, "resolved": {}}, 12),  # of version 0.2: 5 %
+        (None, {"step": 5, "resolved": {"warmup_steps": 12}}, 12),  # the same run, saved again
+        (None, {"step": 5, "arguments": {"warmup_steps": 3}, "resolved": {"warmup_steps": 3}}, 37),  # flag dropped
+        (0.1, {"step": 5, "resolved": {"warmup_steps": 12}}, 0.1),
+        (0, {"step": 5, "resolved": {}}, 0),
+    ],
+)
+def test_trainer_state_keeps_default_warmup(caplog, given, saved, expected):
+    caplog.set_level("INFO")
+    assert TrainerState(**saved).warmup_steps(given, 250) == expected
+    said = [record.getMessage() for record in caplog.records]
+    is_earlier = given is None and saved.get("resolved") == {}
+    assert said == is_earlier * [
+        "The run goes on with the warm-up of the version that began it: 12 steps (a new run: 37)"
+    ]
+
+
+def test_trainer_state_of_earlier_version_keeps_long_warmup_silently(caplog):
+    caplog.set_level("INFO")
+    assert TrainerState(step=5).warmup_steps(None, 2000) == 100
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("value", ["many", -1, math.nan, math.inf])
+def test_trainer_state_refuses_impossible_warmup(value):
+    with pytest.raises(UserError, match=r"refused: resolved: warmup_steps is ('many'|-1|nan|inf)"):
+        TrainerState.read({"resolved": {"warmup_steps": value}}, "somewhere")
 
 
 def test_trainer_state_keeps_total_steps_of_a_run_of_epochs(dataset):
