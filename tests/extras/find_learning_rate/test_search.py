@@ -188,37 +188,35 @@ def test_search_flags_are_checked(flags, message):
         parse_run("", load_script("train_ddp.py").DdpFlags, argv)
 
 
-@pytest.mark.parametrize("script", ["train_ddp.py", "train_fsdp2.py", "train_mfsdp.py", "train_ddp_cp.py", "decoder"])
-def test_search_on_two_ranks_leaves_a_run_alone(dataset, tmp_path, script):
-    """Any strategy gives the losses of one process, from the same weights in each trial."""
-    flags = {"find_learning_rate": True, "find_steps": 3, "packs_per_step": 2, "max_steps": 9, "learning_rate": 0.05}
-    flags |= {"max_eval_samples": 20, "tokens_per_pack": 256, "cp_size": 2 if script == "train_ddp_cp.py" else None}
-    out, name = tmp_path / "out", script
-    (out / "checkpoint-5").mkdir(parents=True)
-    (out / "metrics.jsonl").write_text('{"step": 5}\n')
-    argv = [*flags_of(dataset, out, **flags)]
-    if script == "decoder":
-        argv, name = (
-            decoder_flags(write_text(tmp_path / "text"), out, find_learning_rate=1, find_steps=3),
-            "train_fsdp2.py",
-        )
-    codes, said = on_ranks(2, _main, argv, name)
+def search_on_two_ranks(output_dir: Path, argv: list[str], script: str) -> list[dict]:
+    """The trials, in a directory that a run has written to and that stays as it was."""
+    (output_dir / "checkpoint-5").mkdir(parents=True)
+    (output_dir / "metrics.jsonl").write_text('{"step": 5}\n')
+    codes, said = on_ranks(2, _main, argv, script)
     assert codes == [0, 0], "\n".join(said)
-    assert {path.name for path in out.iterdir()} == {"checkpoint-5", "metrics.jsonl", DIRECTORY}
-    assert not list((out / "checkpoint-5").iterdir())
-    trials = results(out)["trials"]
+    assert {path.name for path in output_dir.iterdir()} == {"checkpoint-5", "metrics.jsonl", DIRECTORY}
+    assert not list((output_dir / "checkpoint-5").iterdir())
+    trials = results(output_dir)["trials"]
     assert len(trials) > 1
-    first = {trial["losses"][0] for trial in trials}
-    assert len(first) == 1, "each from the same weights"
-    if script != "decoder":
-        args = arguments(dataset, **{k: v for k, v in flags.items() if v} | {"output_dir": str(tmp_path / "one")})
-        args = (
-            args
-            if script != "train_ddp_cp.py"
-            else arguments(dataset, **flags | {"cp_size": 1, "output_dir": str(tmp_path / "one")})
-        )
-        find_learning_rate(args, build, alone())
-        for one, two in zip(results(tmp_path / "one")["trials"], trials, strict=True):
-            assert one["learning_rate"] == two["learning_rate"]
-            assert two["losses"] == pytest.approx(one["losses"], rel=1e-4)
-            assert two["eval_loss"] == pytest.approx(one["eval_loss"], rel=1e-4)
+    assert len({trial["losses"][0] for trial in trials}) == 1, "each from the same weights"
+    return trials
+
+
+@pytest.mark.parametrize("script", ["train_ddp.py", "train_fsdp2.py", "train_mfsdp.py", "train_ddp_cp.py"])
+def test_search_on_two_ranks_is_that_of_one(dataset, tmp_path, script):
+    flags = FIND | {"find_steps": 3, "packs_per_step": 2, "learning_rate": 0.05}
+    find_learning_rate(arguments(dataset, output_dir=str(tmp_path / "one"), **flags), build, alone())
+    cp_size = 2 if script == "train_ddp_cp.py" else None
+    trials = search_on_two_ranks(
+        tmp_path / "two", flags_of(dataset, tmp_path / "two", cp_size=cp_size, **flags), script
+    )
+    for one, two in zip(results(tmp_path / "one")["trials"], trials, strict=True):
+        assert one["learning_rate"] == two["learning_rate"]
+        assert two["losses"] == pytest.approx(one["losses"], rel=1e-4)
+        assert two["eval_loss"] == pytest.approx(one["eval_loss"], rel=1e-4)
+
+
+def test_search_of_a_decoder(tmp_path):
+    argv = decoder_flags(write_text(tmp_path / "text"), tmp_path / "out", find_learning_rate=1, find_steps=3)
+    trials = search_on_two_ranks(tmp_path / "out", argv, "train_fsdp2.py")
+    assert all(trial["eval_loss"] is not None for trial in trials)
