@@ -27,7 +27,7 @@ from common.distributed.world import World
 from common.files.json_files import replace_flushed, write_json
 from common.flags import flat, with_flags
 from common.training.arguments import RunArguments
-from common.training.optim import build_optimizer, warmup_steps
+from common.training.optim import build_optimizer
 from common.training.progress import TrainerState, plan_run
 from common.training.registry import task_of
 from common.training.run_directory import RunDirectory
@@ -40,7 +40,7 @@ logger = logging.getLogger(__name__)
 
 DIRECTORY, RESULTS, TABLE, PICTURE = "find_learning_rate", "results.json", "results.md", "results.png"
 STEPS, MINUTES = 100, 10.0  # defaults of --find_steps and --find_minutes
-WARMUP = 0.15  # of a trial's steps, at most
+WARMUP = 0.15  # of a trial's steps, unless the run has none
 EVAL_SAMPLES = 1000  # held-out proteins, unless --max_eval_samples is given
 # Flags that do not change a trial's losses.
 WITHOUT_EFFECT = {"dataloader_num_workers", "dataloader_prefetch_factor", "dataloader_pin_memory"}
@@ -90,7 +90,7 @@ class Search:
         task = task_of(args)(built, args, world)
         task.open(evaluates=args.do_eval)
         self._check_data(task.data.identity)
-        optimizer = build_optimizer(built.weights, args.optimizer)
+        optimizer = build_optimizer(built, args.optimizer, strategy, world, args.precision.bf16)
         built.precision.attach(optimizer)
         built.precision.attach_restored(1.0)
         strategy.sync_model_weights()
@@ -98,7 +98,7 @@ class Search:
         self.total_steps = plan.total_steps
         steps = min(self.settings["find_steps"], plan.total_steps)
         # Not the run's schedule: the first steps of a long run see its peak, and no decay.
-        warmup = min(warmup_steps(args.optimizer, plan.total_steps), math.ceil(WARMUP * steps))
+        warmup = 0 if args.optimizer.warmup_steps == 0 else math.ceil(WARMUP * steps)
         stepper = Stepper(task, strategy, built.precision, optimizer, world, args.optimizer.max_grad_norm)
         strategy.model.train()
         with world.raise_together():
