@@ -34,7 +34,7 @@ def table(trials: list[Trial]) -> list[str]:
 
 
 def advice(trials: list[Trial], total_steps: int | None, baseline: float | None, unfinished: bool) -> list[str]:
-    """What to pass, and how far that is known."""
+    """What to pass, and how far that is known. baseline: held-out loss of the unigram predictor, if there is one."""
     chosen, best = recommended(trials), best_of(trials)
     if chosen is None or best is None:
         return ["Every trial diverged: no recommendation."]
@@ -55,10 +55,11 @@ def advice(trials: list[Trial], total_steps: int | None, baseline: float | None,
             f"Too short to tell: no trial is {LEARNED} nats below the unigram predictor ({baseline:.4f}), so the "
             "losses show how soon residue frequencies are learned. Raise --find_steps."
         )
-    if unfinished:
+    rates = [trial.learning_rate for trial in trials]
+    if best.learning_rate == max(rates) or chosen.learning_rate == min(rates):
         lines.append(
-            "Not complete: --find_minutes ended the search, and the same command continues it. Rates beyond those of "
-            "the table may be better."
+            "Not complete: rates beyond those of the table may be better. "
+            + ("The same command continues the search (--find_minutes)." if unfinished else "Start from another rate.")
         )
     return lines
 

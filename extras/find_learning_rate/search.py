@@ -101,6 +101,8 @@ class Search:
         warmup = 0 if args.optimizer.warmup_steps == 0 else math.ceil(WARMUP * steps)
         stepper = Stepper(task, strategy, built.precision, optimizer, world, args.optimizer.max_grad_norm)
         strategy.model.train()
+        if built.compiled:
+            world.watch.compilation_counts_as_progress()
         with world.raise_together():
             loader = task.steps(plan.packs_per_step, 0, {}, steps)
         losses: list[float] = []
@@ -169,6 +171,7 @@ def find_learning_rate(
             is_late = world.broadcast_object(bool(search.trials) and clock() - started >= 60 * minutes)
             if rate is None or is_late:
                 break
+            logger.info("Trial %d: learning rate %g", len(search.trials) + 1, rate)
             search.try_rate(rate)
             logger.info("%s", line(search.trials[-1]))
         lines = [

@@ -126,7 +126,7 @@ def test_search_ends_in_time(dataset, tmp_path, caplog):
     with caplog.at_level("INFO"):
         find_learning_rate(args, build, alone(), clock=lambda: 60.0 * next(minutes))
     assert [trial["learning_rate"] for trial in results(tmp_path)["trials"]] == [1e-4, 2e-4, 4e-4]
-    assert "Not complete: --find_minutes ended the search" in caplog.text
+    assert "The same command continues the search (--find_minutes)" in caplog.text
     assert "Recommended: --learning_rate 0.0004" in caplog.text
 
 
@@ -202,9 +202,17 @@ def search_on_two_ranks(output_dir: Path, argv: list[str], script: str) -> list[
     return trials
 
 
-@pytest.mark.parametrize("script", ["train_ddp.py", "train_fsdp2.py", "train_mfsdp.py", "train_ddp_cp.py"])
-def test_search_on_two_ranks_is_that_of_one(dataset, tmp_path, script):
-    flags = FIND | {"find_steps": 3, "packs_per_step": 2, "learning_rate": 0.05}
+@pytest.mark.parametrize(
+    ("script", "more"),
+    [
+        ("train_ddp.py", {}),
+        ("train_fsdp2.py", {"optim": "muon"}),
+        ("train_mfsdp.py", {}),
+        ("train_ddp_cp.py", {}),
+    ],
+)
+def test_search_on_two_ranks_is_that_of_one(dataset, tmp_path, script, more):
+    flags = FIND | {"find_steps": 3, "packs_per_step": 2, "learning_rate": 0.05} | more
     find_learning_rate(arguments(dataset, output_dir=str(tmp_path / "one"), **flags), build, alone())
     cp_size = 2 if script == "train_ddp_cp.py" else None
     trials = search_on_two_ranks(

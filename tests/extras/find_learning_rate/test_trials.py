@@ -78,8 +78,9 @@ def test_report_says_what_the_trials_saw():
     assert "1,000 steps" in text
     assert "Too short" not in text
     assert "Not complete" not in text
-    text = "\n".join(advice(trials, 2, 2.52, unfinished=True))
+    text = "\n".join(advice(trials[:2], 2, 2.52, unfinished=True))
     assert "Too short to tell" in text
-    assert "Not complete" in text
+    assert "Not complete: rates beyond those of the table may be better. The same command continues" in text
     assert "The run has" not in text
+    assert "Start from another rate" in advice(search(1.0, lambda rate: -rate), None, None, unfinished=False)[-1]
     assert advice([trial(1.0, math.inf)], None, None, unfinished=False) == ["Every trial diverged: no recommendation."]
