@@ -47,8 +47,8 @@ def advice(trials: list[Trial], total_steps: int | None, baseline: float | None,
     )
     if total_steps and total_steps > steps:
         lines.append(
-            f"The run has {total_steps:,} steps: the trials saw {steps / total_steps:.2g} of it. Longer "
-            "runs want the same rate or a lower one."
+            f"The run has {total_steps:,} steps, of which the trials saw the first {100 * steps / total_steps:.2g} %: the "
+            "best rate depends on the length."
         )
     if baseline is not None and best.loss > baseline - LEARNED:
         lines.append(

@@ -62,7 +62,8 @@ def best_of(trials: list[Trial]) -> Trial | None:
 def recommended(trials: list[Trial]) -> Trial | None:
     """The lowest rate from which on, up to the best, all losses are within FLAT of the best; None if all diverged.
 
-    Not the best itself: a short run favours high rates, and a long one with a rate that is too low loses little.
+    Not the best itself: within the noise the lower rate is safer, since twice the best rate costs more than half of it
+    (docs/training.md).
     """
     best = best_of(trials)
     chosen = best
