@@ -46,10 +46,8 @@ def advice(trials: list[Trial], total_steps: int | None, baseline: float | None,
         f"{len(trials)} trials of {steps} steps ({chosen.tokens:,} tokens), each with one seed."
     )
     if total_steps and total_steps > steps:
-        lines.append(
-            f"The run has {total_steps:,} steps, of which the trials saw the first {100 * steps / total_steps:.2g} %: the "
-            "best rate depends on the length."
-        )
+        share = f"{100 * steps / total_steps:.2g} %"
+        lines.append(f"They saw {share} of the run's {total_steps:,} steps: the best rate depends on the length.")
     if baseline is not None and best.loss > baseline - LEARNED:
         lines.append(
             f"Too short to tell: no trial is {LEARNED} nats below the unigram predictor ({baseline:.4f}), so the "

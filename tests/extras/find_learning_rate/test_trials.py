@@ -75,12 +75,12 @@ def test_report_says_what_the_trials_saw():
     text = "\n".join(advice(trials, 1000, 2.9, unfinished=False))
     assert "Recommended: --learning_rate 0.5\n" in text
     assert "3 trials of 2 steps (20 tokens)" in text
-    assert "1,000 steps" in text
+    assert "They saw 0.2 % of the run's 1,000 steps" in text
     assert "Too short" not in text
     assert "Not complete" not in text
     text = "\n".join(advice(trials[:2], 2, 2.52, unfinished=True))
     assert "Too short to tell" in text
     assert "Not complete: rates beyond those of the table may be better. The same command continues" in text
-    assert "The run has" not in text
+    assert "They saw" not in text
     assert "Start from another rate" in advice(search(1.0, lambda rate: -rate), None, None, unfinished=False)[-1]
     assert advice([trial(1.0, math.inf)], None, None, unfinished=False) == ["Every trial diverged: no recommendation."]
