@@ -222,4 +222,4 @@ def settings_of(args: RunArguments, world: World) -> dict[str, Any]:
     settings = {name: value for group in groups for name, value in flat(group).items() if name not in WITHOUT_EFFECT}
     settings |= {"task": args.task, "find_steps": args.find.find_steps or STEPS}
     # Without the flag it depends on the number of ranks.
-    return settings | {"packs_per_step": packs_per_step(args.data, world.mesh, args.pack_tokens)}
+    return settings | {"packs_per_step": str(packs_per_step(args.data, world.mesh, args.pack_tokens))}
