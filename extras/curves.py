@@ -58,7 +58,7 @@ def _draw_loss(loss, rows: list[dict], trained: list[dict], results: dict, label
     """Loss in nats on the left axis, perplexity on the right."""
     steps, values = [r["step"] for r in trained], [r["loss"] for r in trained]
     loss.plot(steps, values, color="0.75", linewidth=0.8, marker=_marker(steps), label="training, mean of each row")
-    loss.plot(steps, _moving_average(values), color="tab:blue", label="training, smoothed")
+    loss.plot(steps, moving_average(values), color="tab:blue", label="training, smoothed")
     held_out = {r["step"]: r["eval_loss"] for r in rows if "eval_loss" in r}
     if "eval_loss" in results:  # the evaluation after the last step is not in metrics.jsonl
         held_out[rows[-1]["step"]] = results["eval_loss"]
@@ -101,7 +101,7 @@ def read_results(output_dir: Path) -> dict:
     return json.loads(path.read_text()) if path.exists() else {}
 
 
-def _moving_average(values: list[float]) -> list[float]:
+def moving_average(values: list[float]) -> list[float]:
     """Bias-corrected exponential moving average; the decay is lower where there are few values."""
     weight = min(0.9, max(0.0, 1 - 10 / max(len(values), 1)))
     out, mean, total = [], 0.0, 0.0

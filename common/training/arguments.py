@@ -53,6 +53,31 @@ class DryRunFlags(Flags):
 
 
 @dataclass(frozen=True)
+class LearningRateFlags(Flags):
+    """Of the search for a learning rate (extras/find_learning_rate.py)."""
+
+    group = "optimiser"
+    unlisted = ("find_learning_rate", "find_steps", "find_minutes")
+
+    find_learning_rate: bool = flag(
+        False,
+        "Train nothing: compare short runs at learning rates around --learning_rate, and recommend one for this run.",
+    )
+    find_steps: int | None = flag(None, "With --find_learning_rate: steps of each short run. Default: 100.")
+    find_minutes: float | None = flag(
+        None, "With --find_learning_rate: start no further short run after so many minutes. Default: 10."
+    )
+
+    def missing(self) -> Iterator[Missing]:
+        if not self.find_learning_rate and (self.find_steps or self.find_minutes):
+            yield Missing("--find_learning_rate", "--find_steps and --find_minutes go with it")
+
+    def check(self) -> None:
+        self.require_at_least(1, "find_steps")
+        self.require_above(0, "find_minutes")
+
+
+@dataclass(frozen=True)
 class RunArguments(Flags, ABC):
     """Of a run of any task. A task narrows `model`, `data` and `optimizer`; the script brings its `strategy`."""
 
@@ -66,6 +91,7 @@ class RunArguments(Flags, ABC):
     checkpoint: CheckpointFlags = field(default_factory=CheckpointFlags)
     log: LogFlags = field(default_factory=LogFlags)
     dry_run: DryRunFlags = field(default_factory=DryRunFlags)
+    find: LearningRateFlags = field(default_factory=LearningRateFlags)
     strategy: StrategyFlags = field(default_factory=StrategyFlags)
 
     task: str = flag(
@@ -136,6 +162,8 @@ class RunArguments(Flags, ABC):
                 f"--pad_sequences_to_be_divisible_by {multiple}: a sequence is cut into 2 x --cp_size chunks: give a "
                 f"multiple of {2 * cp_size}"
             )
+        if self.find.find_learning_rate and self.dry_run.dry_run:
+            raise UserError("--find_learning_rate and --dry_run exclude each other")
         if cp_size > 1 and self.precision.fp8_params:
             raise UserError("--fp8_params with --cp_size: not tested on any GPU yet: drop one of the two")
         self.strategy.check_in(self)

@@ -39,14 +39,19 @@ logger = logging.getLogger(__name__)
 
 
 def train(args: RunArguments, build: Build) -> None:
-    """Train, evaluate, save and export as the flags say, or with --dry_run estimate the memory of such a run."""
+    """Train as the flags say; or estimate the memory of such a run (--dry_run), or find a learning rate for it."""
     if args.dry_run.dry_run:
         from extras.dry_run.dry_run import dry_run
 
         dry_run(args, build)
         return
     with distributed_run(args.process) as world:
-        run_training(args, build, world)
+        if args.find.find_learning_rate:
+            from extras.find_learning_rate.search import find_learning_rate
+
+            find_learning_rate(args, build, world)
+        else:
+            run_training(args, build, world)
 
 
 def run_training(args: RunArguments, build: Build, world: World) -> None:

@@ -1,0 +1,1 @@
+"""Short runs at several learning rates (--find_learning_rate)."""
