@@ -233,7 +233,7 @@ class Muon(torch.optim.Optimizer):
         self._groups = assign(parameters, self._replicas.size, self._shards.size, self._shards.rank)
 
     @torch.no_grad()
-    def step(self, closure: None = None) -> None:  # pyrefly: ignore[bad-override]
+    def step(self, closure: None = None) -> None:  # pyrefly: ignore[bad-override]  # no closure
         """Update all weights."""
         *groups, group = self.param_groups
         self._adamw.state, self._adamw.param_groups = self.state, groups  # loading a state replaces both

@@ -43,15 +43,13 @@ def train(args: RunArguments, build: Build) -> None:
     if args.dry_run.dry_run:
         from extras.dry_run.dry_run import dry_run
 
-        dry_run(args, build)
-        return
+        return dry_run(args, build)
     with distributed_run(args.process) as world:
-        if args.find.find_learning_rate:
-            from extras.find_learning_rate.search import find_learning_rate
+        if not args.find.find_learning_rate:
+            return run_training(args, build, world)
+        from extras.find_learning_rate.search import find_learning_rate
 
-            find_learning_rate(args, build, world)
-        else:
-            run_training(args, build, world)
+        return find_learning_rate(args, build, world)
 
 
 def run_training(args: RunArguments, build: Build, world: World) -> None:
@@ -243,16 +241,12 @@ def begin_training(run: Run, first_row: int) -> None:
             run.directory.claim()
             stats_directory = run.args.precision.stats_directory(run.args.checkpoint.output_dir)
             info = run_info(run.args, run.built, run.task.labels, run.world)
-            run.log.begin(first_row, stats_directory, run.state.step, info, partial(row_line, run))
+            line = partial(run.task.line, packs_per_step=run.plan.packs_per_step)
+            run.log.begin(first_row, stats_directory, run.state.step, info, line)
             run.directory.keep()
     run.strategy.model.train()
     if run.built.compiled:
         run.world.watch.compilation_counts_as_progress()
-
-
-def row_line(run: Run, row: dict) -> str:
-    """A row of metrics.jsonl for the terminal."""
-    return run.task.line(row, run.plan.packs_per_step.at(max(row["step"] - 1, 0)))
 
 
 def evaluate_and_log(run: Run, row: dict) -> bool:

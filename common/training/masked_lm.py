@@ -22,6 +22,7 @@ from common.data.collators import Batch, Collator, Counts, to_device
 from common.data.crops import Pack
 from common.data.flags import DataFlags
 from common.data.loader import StepCounts
+from common.data.packs_per_step import PacksPerStep
 from common.data.training_data import ProteinData, evaluation_masks, held_out_batches, masked_batches, open_data
 from common.distributed.world import World
 from common.flags import Missing
@@ -137,7 +138,7 @@ class MaskedLM(Task[TrainArguments, ProteinData]):
             self.baselines[split] = unigram(self.data.sample, held_out, tokens, self.flags.data, self.world, prefix)
         return self.baselines[split]
 
-    def line(self, row: dict, packs_per_step: int) -> str:
+    def line(self, row: dict, packs_per_step: PacksPerStep) -> str:
         return step_line(row)
 
 

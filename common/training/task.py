@@ -133,8 +133,8 @@ class Task(ABC, Generic[Arguments, Data]):
         """The validation split's results in a line."""
 
     @abstractmethod
-    def line(self, row: dict, packs_per_step: int) -> str:
-        """A row of metrics.jsonl for the terminal. packs_per_step: of its last step."""
+    def line(self, row: dict, packs_per_step: PacksPerStep) -> str:
+        """A row of metrics.jsonl for the terminal."""
 
     def flops(self, counts: StepCounts) -> float:
         """Of a training step with these counts."""

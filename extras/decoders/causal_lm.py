@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from common.data.collators import Batch, Collator, Counts, to_device
 from common.data.crops import Pack
 from common.data.loader import StepCounts
+from common.data.packs_per_step import PacksPerStep
 from common.models.layers.initialise import count_parameters
 from common.training.evaluation import held_out_results
 from common.training.run_logger import PlotLabels, step_line
@@ -84,9 +85,10 @@ class CausalLM(Task[CausalArguments, TextData]):
         """None: a unigram predictor of text is no line worth to beat."""
         return {}
 
-    def line(self, row: dict, packs_per_step: int) -> str:
+    def line(self, row: dict, packs_per_step: PacksPerStep) -> str:
         """A row of metrics.jsonl in the guides' shape."""
-        return guide_line(row, packs_per_step * self.flags.data.per_device_train_batch_size)
+        packs = packs_per_step.at(max(row["step"] - 1, 0))
+        return guide_line(row, packs * self.flags.data.per_device_train_batch_size)
 
 
 def guide_line(row: dict, samples: int) -> str:
