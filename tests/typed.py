@@ -16,6 +16,7 @@ from tests.patience import run
 from tests.warm_python import programs
 
 TINY = "--config_overrides hidden_size=64,intermediate_size=128,num_attention_heads=4"
+TWO_LAYERS = f"{TINY},num_hidden_layers=2"  # where no flag says what layer 6 does
 SMALLER = (
     (r"^\./install\.sh && \. \.venv/bin/activate$", ":"),
     (r"--max_steps \d+", "--max_steps 2"),
@@ -24,7 +25,8 @@ SMALLER = (
     (r"--rdzv_\w+=\S+|--max_restarts=\d+", ""),
     (r"--nproc_per_node=8", "--standalone --nproc_per_node=2"),
     (r"--world_size \d+", "--world_size 2"),
-    (r"facebook/esm2_t\d+_(35M|150M|650M|3B|15B)_UR50D", f"facebook/esm2_t6_8M_UR50D {TINY}"),
+    (r"facebook/esm2_t\d+_(35M|150M|650M|3B|15B)_UR50D", f"facebook/esm2_t6_8M_UR50D {TWO_LAYERS}"),
+    (r"--device_memory 80", "--device_memory 8"),
     (r"--emulate_precision", f"--emulate_precision {TINY}"),
     (r"--tokens_per_pack \d+ --gradient_accumulation_steps \d+", "--tokens_per_pack 1024"),
     (r"--packs_per_step \d+", "--packs_per_step 2"),

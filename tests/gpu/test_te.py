@@ -22,7 +22,8 @@ from common.models.esm2.model import Esm2ForMaskedLM, build_model
 from common.models.layers.recompute import save_activations
 from common.precision.emulation import Emulation
 from common.precision.plan import BlockScaling, CurrentScaling, DelayedScaling, MXFP8BlockScaling, NVFP4BlockScaling
-from tests.gpu.test_training import LENGTHS, on_gpu, relative
+from tests.gpu import test_training
+from tests.gpu.test_training import on_gpu, relative
 from tests.models.reference import ours_like, packed, random_batch, reference_model
 from tests.training_fixtures import same_bits
 
@@ -34,6 +35,7 @@ TANH = {"hidden_act": HIDDEN_ACT["tanh"]}
 # Over a stand-in on a CPU (tests/te_on_cpu) the same, with less to compute.
 SMALL = "GPU_TESTS_SMALL" in os.environ
 CONFIG = (3, 64, 4) if SMALL else (3, 320, 20)
+LENGTHS = [1, 2, 3, 40, 17, 65] if SMALL else test_training.LENGTHS
 STEPS, FEW_STEPS = (4, 2) if SMALL else (20, 6)
 HOPPER = pytest.mark.skipif(
     torch.cuda.is_available() and torch.cuda.get_device_capability() < (9, 0), reason="FP8 needs Hopper"

@@ -10,7 +10,6 @@ import os
 import re
 import signal
 import subprocess
-import sys
 from pathlib import Path
 
 from tests.live_runs import ranks_of
@@ -91,12 +90,12 @@ def operator_variables(job: dict, index: int, port: int) -> dict[str, str]:
 
 
 class Pod:
-    """The container of a job's pod, started. fresh: with Python's own interpreter (tests/warm_python.py)."""
+    """The container of a job's pod, started."""
 
-    def __init__(self, job: dict, log: Path, index: int = 0, port: int = 0, fresh: bool = False):
+    def __init__(self, job: dict, log: Path, index: int = 0, port: int = 0):
         (container,) = containers(job)
         command, told = started(container, operator_variables(job, index, port))
-        path = f"{Path(sys.executable).parent if fresh else programs()}:{os.environ['PATH']}"
+        path = f"{programs()}:{os.environ['PATH']}"
         self.log = log
         with open(log, "w") as file:
             self.process = subprocess.Popen(

@@ -102,7 +102,7 @@ def test_train_templates_differ_in_script_and_a_flag(name, words, line):
 
 def test_trainjob_pods_train_to_the_end(volume, pods, tmp_path):
     made, port = job("trainjob-template.yaml", volume, TRAIN_FLAGS=flags(max_steps=4)), free_port()
-    pods += [Pod(made, tmp_path / f"{index}.log", index, port, fresh=index == 0) for index in range(2)]
+    pods += [Pod(made, tmp_path / f"{index}.log", index, port) for index in range(2)]
     assert [pod.end() for pod in pods] == [0, 0], "\n".join(pod.said() for pod in pods)
     out = volume / "trainjob" / MODEL
     assert [row["step"] for row in rows(out) if "loss" in row] == [1, 2, 3, 4]

@@ -278,6 +278,7 @@ def test_slurm_trains_in_an_image_on_unmanaged_gpus(cluster, dataset, tmp_path):
     target.mkdir()
     (target / "esm-slurm.sqsh").touch()
     path = stand_ins(tmp_path / "bin", nvidia_smi=NVIDIA_SMI, srun=PYXIS.format(srun=shutil.which("srun"), log=log))
+    path = path.replace(str(Path(sys.prefix) / "bin"), str(programs()), 1)  # the image's Python
     variables = {"TARGET_PATH": str(target), "DATASET_DIR": str(dataset), "DOCKER_IMAGE_NAME": "esm-slurm"}
     tiny = f"--config_overrides={TINY_OVERRIDES} --disable_tqdm=True"
     submitted = cluster.on_head(
