@@ -1,0 +1,388 @@
+"""Tokens to a held-out loss: optimisers, mask rates and other recipes beside tuned AdamW, over several seeds.
+
+    python 0.download_data.py --source my_proteins.fasta.gz --output_dir data
+    python 1.tokenize_uniref_csv.py --input_dir data/csv --output_dir data/processed --cluster 0.5
+    python -m benchmarks.time_to_loss --dataset_dir data/processed/arrow --output_dir time_to_loss
+        [--sizes 1M] [--only adamw,muon] [--seeds 42] [--max_runs 2] [--list]
+
+Each run is one of train_ddp.py. Every learning rate and warm-up of a recipe is run on the first seed, and the best two
+(by their last loss) on the others; of these the one with the lowest mean counts. A finished run is a file in
+output_dir and is not run again, so that it can all be done in pieces. The table and the picture show what there is,
+and the table names what has not been run.
+
+The decisive runs, for a machine with GPUs and UniRef50 as step 1 leaves it; `--list` shows their commands:
+
+    python -m benchmarks.time_to_loss --decisive --dataset_dir processed/arrow --output_dir decisive [--ranks 8]
+"""
+
+from __future__ import annotations
+
+import common  # noqa: F401  # isort: skip  (before torch: see there)
+import json
+import shlex
+import shutil
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from benchmarks.loss_curves import Curve, Tuned, draw, last_loss, table, verdict
+from benchmarks.measuring import ROOT, PreparedFlags, completed, publish, say, torchrun, where_measured, words
+from common.cli import UserError, run
+from common.files.json_files import read_json, read_json_lines, replace_flushed
+from common.flags import Missing, flag, parse_arguments
+from common.models.layers.cpu import BF16_MATMULS
+
+EXPLANATION = """Each recipe at its best setting, means over the seeds ± their standard errors. Held-out loss is asked
+at 15 % masks. A loss is reached where the line between two evaluations first crosses it. AdamW's last loss is that of
+the same seed, and all comparisons are of the same seed: the same initial weights, batches and held-out questions."""
+
+FINALISTS = 2  # settings of a recipe that are run on all seeds
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Flags of train_ddp.py, and the learning rates and warm-ups that are tried. change: of benchmarks.candidates."""
+
+    flags: Mapping[str, object]
+    rates: Sequence[float]
+    warmups: Sequence[float] = (0.15,)
+    change: str | None = None
+
+
+ADAMW = Recipe({}, (5e-4, 1e-3, 2e-3, 4e-3), (0.05, 0.15))
+MUON = Recipe({"optim": "muon"}, (1e-3, 2e-3, 4e-3))
+MASKS = {"mlm_probability": 0.25}
+ONE_RATE = replace(MUON, rates=(2e-3,))
+RECIPES = {
+    "adamw": ADAMW,
+    "adamw-mask25": replace(ADAMW, flags=MASKS, rates=(1e-3, 2e-3), warmups=(0.15,)),
+    "muon": MUON,
+    "muon-mask25": replace(MUON, flags=MUON.flags | MASKS, rates=(1e-3, 2e-3)),
+    "muon-mask30to15": replace(ONE_RATE, flags=MUON.flags | {"mlm_probability": 0.3, "mlm_probability_end": 0.15}),
+    "muon-wsd": replace(ONE_RATE, flags=MUON.flags | {"lr_scheduler_type": "wsd"}),
+    "normuon": replace(MUON, rates=(1e-3, 2e-3), change="normuon"),
+    "muon-decay": replace(ONE_RATE, flags=MUON.flags | {"weight_decay": 0.1}),
+    "muon-cautious-decay": replace(ONE_RATE, flags=MUON.flags | {"weight_decay": 0.1}, change="cautious_decay"),
+    "muon-ema": replace(ONE_RATE, change="ema"),
+    "muon-z-loss": replace(ONE_RATE, change="z_loss"),
+    "muon-zero-init": replace(ONE_RATE, change="zero_init"),
+}
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What the recipes are compared on. flags: of train_ddp.py, for model and batch; losses: targets in nats.
+
+    goal: tokens that the best recipe may need to AdamW's last loss, as a part of AdamW's.
+    """
+
+    title: str
+    flags: Mapping[str, object]
+    tokens_per_step: int
+    tokens: float
+    recipes: Mapping[str, Recipe]
+    losses: Sequence[float]
+    goal: float
+    seeds: Sequence[int] = (42, 43, 44)
+    evaluations: int = 20
+
+    @property
+    def steps(self) -> int:
+        """As many as come nearest to the tokens, and are a multiple of the evaluations."""
+        return self.evaluations * max(1, round(self.tokens / self.tokens_per_step / self.evaluations))
+
+
+# oneDNN emulates bf16 where the CPU lacks it: then fp32 is faster, and as good for comparing recipes.
+BF16 = {"bf16": BF16_MATMULS or torch.cuda.is_available()}
+MODEL_8M, MODEL_35M = "facebook/esm2_t6_8M_UR50D", "facebook/esm2_t12_35M_UR50D"
+SMALL = "num_hidden_layers=4,hidden_size=128,num_attention_heads=8,intermediate_size=512"
+CPU_PLANS = {
+    "1M": Plan(
+        "4 layers x 128, 0.8M parameters, crops of 256",
+        BF16
+        | {"config_name": MODEL_8M, "config_overrides": SMALL, "tokens_per_pack": 2048, "max_seq_length": 256}
+        | {"dataloader_num_workers": 0},
+        tokens_per_step=2048,
+        tokens=0.49e6,
+        recipes=RECIPES,
+        losses=(2.80, 2.75),
+        goal=0.65,
+    ),
+    "8M": Plan(
+        "ESM-2 8M, crops of 512",
+        BF16 | {"config_name": MODEL_8M, "tokens_per_pack": 4096, "max_seq_length": 512, "dataloader_num_workers": 0},
+        tokens_per_step=4096,
+        tokens=0.98e6,
+        recipes=RECIPES,
+        losses=(2.80, 2.75),
+        goal=0.65,
+    ),
+}
+# nanoprot's settings: 12 tokens a parameter, crops of 512, 524,288 tokens a step, masks of 15 %, 80/10/10.
+NANOPROT = {"bf16": True, "tokens_per_pack": 32768, "max_seq_length": 512, "tokens_per_step": 2**19}
+NANOPROT |= {"max_eval_samples": 20_000}
+DECISIVE_RECIPES = {
+    "adamw": replace(ADAMW, rates=(1e-3, 2e-3, 4e-3), warmups=(0.15,)),
+    "muon": replace(MUON, rates=(1e-3, 2e-3, 4e-3)),
+}
+DECISIVE_PLANS = {
+    "8M-UniRef50": Plan(
+        "ESM-2 8M, crops of 512, steps of 524,288 tokens (nanoprot: 2.598 nats at the end)",
+        NANOPROT | {"config_name": MODEL_8M},
+        tokens_per_step=2**19,
+        tokens=0.09e9,
+        recipes=DECISIVE_RECIPES,
+        losses=(2.598, 2.58),
+        goal=0.55,
+        seeds=(42, 43),
+        evaluations=43,
+    ),
+    "35M-UniRef50": Plan(
+        "ESM-2 35M, crops of 512, steps of 524,288 tokens (nanoprot: 2.519 nats at the end)",
+        NANOPROT | {"config_name": MODEL_35M},
+        tokens_per_step=2**19,
+        tokens=0.40e9,
+        recipes=DECISIVE_RECIPES,
+        losses=(2.519, 2.49),
+        goal=0.55,
+        seeds=(42, 43),
+        evaluations=109,
+    ),
+}
+
+
+@dataclass
+class Arguments(PreparedFlags):
+    output_dir: str | None = flag(None, "Where the runs, the table and the picture go.")
+    sizes: str = flag(",".join(CPU_PLANS), "Which sizes.")
+    decisive: bool = flag(False, "The runs for GPUs instead: " + ", ".join(DECISIVE_PLANS) + ".")
+    only: str | None = flag(None, "Which recipes: adamw,muon,... Default: all.")
+    seeds: str | None = flag(None, "Start runs of these seeds only. Default: all.")
+    ranks: int = flag(1, "Processes of a run, each with a GPU if there is one.")
+    max_runs: int | None = flag(None, "Start at most so many runs in this call; 0: only the table.")
+    list: bool = flag(False, "Start nothing; print each run's state, steps, tokens and command.")
+    max_steps: int | None = flag(None, "Shorten all runs to so many steps and 2 evaluations, to try it out.")
+    config_overrides: str | None = flag(None, "Change the model, likewise: num_hidden_layers=2,...")
+    report: str | None = flag(None, "The table's path; the picture gets .png. Default: output_dir/time_to_loss.md.")
+
+    @property
+    def optional(self) -> tuple[str, ...]:
+        return ("--dataset_dir", "--output_dir") if self.list else ()
+
+    def missing(self) -> Iterator[Missing]:
+        if not self.output_dir:
+            yield Missing("--output_dir", "where the runs, the table and the picture go", "time_to_loss")
+
+    def check(self) -> None:
+        self.require_at_least(1, "ranks")
+        self.require_at_least(2, "max_steps")
+        self.require_at_least(0, "max_runs")
+        for name, known in (("sizes", CPU_PLANS), ("only", DECISIVE_RECIPES if self.decisive else RECIPES)):
+            if unknown := set((getattr(self, name) or "").split(",")) - known.keys() - {""}:
+                raise UserError(f"--{name} {','.join(sorted(unknown))}: choose of {','.join(known)}")
+        if self.seeds and not all(seed.isdigit() for seed in self.seeds.split(",")):
+            raise UserError(f"--seeds {self.seeds}: expected numbers such as 42,43")
+
+    @property
+    def directory(self) -> Path:
+        return Path(self.output_dir or "time_to_loss")
+
+    @property
+    def plans(self) -> dict[str, Plan]:
+        plans = DECISIVE_PLANS if self.decisive else {name: CPU_PLANS[name] for name in self.sizes.split(",")}
+        chosen = {}
+        for name, plan in plans.items():
+            only = self.only.split(",") if self.only else plan.recipes
+            flags = plan.flags | ({"config_overrides": self.config_overrides} if self.config_overrides else {})
+            plan = replace(plan, flags=flags, recipes={recipe: plan.recipes[recipe] for recipe in only})
+            if self.max_steps:
+                plan = replace(plan, tokens=self.max_steps * plan.tokens_per_step, evaluations=2)
+            chosen[name] = plan
+        return chosen
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run of train_ddp.py."""
+
+    size: str
+    plan: Plan
+    recipe: str
+    rate: float
+    warmup: float
+    seed: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.size}-{self.recipe}-{self.rate:g}-warmup{self.warmup:g}-seed{self.seed}"
+
+    @property
+    def flags(self) -> dict[str, object]:
+        """What decides its losses, beside the data. change: of benchmarks.candidates."""
+        recipe = self.plan.recipes[self.recipe]
+        return {
+            "change": recipe.change,
+            **self.plan.flags,
+            **recipe.flags,
+            "learning_rate": self.rate,
+            "warmup_steps": self.warmup,
+            "seed": self.seed,
+            "max_steps": self.plan.steps,
+            "eval_steps": self.plan.steps // self.plan.evaluations,
+        }
+
+    def command(self, args: Arguments) -> list[str]:
+        flags = self.flags | {
+            "dataset_dir": args.dataset_dir or "processed/arrow",
+            "output_dir": args.directory / self.name,
+            "logging_steps": self.flags["eval_steps"],
+            "max_skipped_steps": self.plan.steps,  # a rate that is too high has a loss, too
+            "save_minutes": 10,
+            "save_total_limit": 1,
+            "save_final_model": False,
+            "do_eval": True,
+            "disable_tqdm": True,
+        }
+        change = flags.pop("change")
+        launcher = torchrun(args.ranks) if args.ranks > 1 else [sys.executable]
+        changed = ["-m", "benchmarks.candidates", str(change)] if change else []
+        return [*launcher, *changed, str(ROOT / "train_ddp.py"), *words(flags)]
+
+    def curve(self, args: Arguments) -> Curve | None:
+        """(tokens, held-out loss) of its evaluations; None if it has not been run."""
+        path = args.directory / f"{self.name}.json"
+        saved = read_json(path) if path.exists() else {}
+        if saved.get("flags") != json.loads(json.dumps(self.flags)):
+            return None
+        return [(tokens, loss) for tokens, loss in saved["curve"]]
+
+    def start(self, args: Arguments) -> None:
+        """Train, and leave the curve in place of the run's own files."""
+        completed(self.command(args), self.name)
+        directory = args.directory / self.name
+        rows = read_json_lines(directory / "metrics.jsonl")
+        curve = [(row["tokens"], row["eval_loss"]) for row in rows if "eval_loss" in row]
+        data = read_json(directory / "trainer_state.json")["data"]["dataset"]
+        with replace_flushed(directory.with_name(f"{self.name}.json")) as path:
+            path.write_text(json.dumps({"flags": self.flags, "dataset": data, "curve": curve}))
+        shutil.rmtree(directory)
+        say(f"{self.name}: {last_loss(curve):.4f} after {curve[-1][0]:,} tokens")
+
+
+def runs_of(args: Arguments, size: str, plan: Plan, recipe: str) -> list[Run]:
+    """All settings on the first seed; once those are done, also the best on the other seeds."""
+    how = plan.recipes[recipe]
+    first = [Run(size, plan, recipe, rate, warmup, plan.seeds[0]) for warmup in how.warmups for rate in how.rates]
+    curves = [run.curve(args) for run in first]
+    if None in curves:
+        return first
+    ranked = sorted(zip(first, curves, strict=True), key=lambda pair: last_loss(pair[1]))
+    return first + [replace(run, seed=seed) for seed in plan.seeds[1:] for run, _ in ranked[:FINALISTS]]
+
+
+def missing_runs(args: Arguments) -> Iterator[Run]:
+    """The next run, until none is left of those that are asked for."""
+    seeds = [int(seed) for seed in args.seeds.split(",")] if args.seeds else None
+    for size, plan in args.plans.items():
+        for recipe in plan.recipes:
+            for _ in range(2):  # the second time with the finalists
+                for each in runs_of(args, size, plan, recipe):
+                    if (seeds is None or each.seed in seeds) and each.curve(args) is None:
+                        yield each
+
+
+def tuned(args: Arguments, size: str, plan: Plan, recipe: str) -> Tuned | None:
+    """The recipe's best setting: of those on the most seeds, the one with the lowest mean of the last loss."""
+    by_setting: dict[tuple[float, float], dict[int, Curve]] = {}
+    for each in runs_of(args, size, plan, recipe):
+        if (curve := each.curve(args)) is not None:
+            by_setting.setdefault((each.rate, each.warmup), {})[each.seed] = curve
+    settings = [Tuned(rate, warmup, curves) for (rate, warmup), curves in by_setting.items()]
+    return min(settings, key=lambda setting: (-len(setting.curves), setting.loss), default=None)
+
+
+def listing(args: Arguments) -> Iterator[str]:
+    for size, plan in args.plans.items():
+        yield f"# {size}: {plan.title}; {plan.steps} steps of {plan.tokens_per_step:,} tokens, "
+        yield f"{plan.steps * plan.tokens_per_step:,} in all\n"
+        for recipe, how in plan.recipes.items():
+            runs = runs_of(args, size, plan, recipe)
+            for each in runs:
+                state = "to do" if each.curve(args) is None else "done "
+                yield f"{state} {each.name}: {shlex.join(each.command(args))}\n"
+            settings = len(how.rates) * len(how.warmups)
+            if len(runs) == settings:
+                yield f"then  {recipe}: the best {min(FINALISTS, settings)} of {settings} on seeds "
+                yield f"{', '.join(map(str, plan.seeds[1:]))}\n"
+
+
+def settings_table(args: Arguments, size: str, plan: Plan) -> list[str]:
+    """Markdown: the last loss of every run."""
+    lines = [f"| recipe | rate | warm-up | {' | '.join(f'seed {seed}' for seed in plan.seeds)} |"]
+    lines.append("|---|--:|--:" + "|--:" * len(plan.seeds) + "|")
+    for recipe in plan.recipes:
+        losses = {
+            (run.rate, run.warmup, run.seed): f"{last_loss(curve):.4f}"
+            for run in runs_of(args, size, plan, recipe)
+            if (curve := run.curve(args)) is not None
+        }
+        for rate, warmup in dict.fromkeys(setting[:2] for setting in losses):
+            of_seeds = [losses.get((rate, warmup, seed), "") for seed in plan.seeds]
+            lines.append(f"| {recipe} | {rate:g} | {warmup:.0%} | {' | '.join(of_seeds)} |")
+    return lines
+
+
+def not_run(args: Arguments, size: str, plan: Plan) -> str:
+    lacking = []
+    for recipe, how in plan.recipes.items():
+        runs = runs_of(args, size, plan, recipe)
+        todo = [run for run in runs if run.curve(args) is None]
+        selected = len(runs) > len(how.rates) * len(how.warmups)
+        if len(todo) == len(runs):
+            lacking.append(recipe)
+        elif todo or not selected:
+            seeds = {run.seed for run in todo} | set(() if selected else plan.seeds[1:])
+            lacking.append(f"{recipe} (seeds {', '.join(map(str, sorted(seeds)))})")
+    return f"Not run: {', '.join(lacking)}." if lacking else "All recipes have been run."
+
+
+def report(args: Arguments) -> None:
+    """Write and print the tables of all sizes, with what has not been run, and draw the picture."""
+    sections, panels = [], {}
+    for size, plan in args.plans.items():
+        recipes = {name: best for name in plan.recipes if (best := tuned(args, size, plan, name)) is not None}
+        sections += [f"## {size}: {plan.title}", ""]
+        sections += [f"{plan.steps} steps of {plan.tokens_per_step:,} tokens, {plan.evaluations} evaluations.", ""]
+        if recipes:
+            panels[size] = recipes
+            sections += [*table(recipes, plan.losses), "", verdict(recipes, plan.goal, len(plan.seeds)), ""]
+            sections += ["The last loss of every run:", "", *settings_table(args, size, plan), ""]
+        sections += [not_run(args, size, plan), ""]
+    path = Path(args.report or args.directory / "time_to_loss.md")
+    picture = [f"![held-out loss by tokens]({path.with_suffix('.png').name})", ""] if panels else []
+    where = "\n\n".join(where_measured("benchmarks.time_to_loss", "torch"))
+    text = "\n".join(["# Tokens to a held-out loss", "", where, "", EXPLANATION, "", *picture, *sections])
+    publish(text, str(path))
+    if panels:
+        draw(panels, path.with_suffix(".png"))
+
+
+def main() -> None:
+    args = parse_arguments(__doc__, Arguments)
+    if args.list:
+        print("".join(listing(args)), end="")
+        return
+    args.directory.mkdir(parents=True, exist_ok=True)
+    for number, each in enumerate(missing_runs(args)):
+        if number == args.max_runs:
+            break
+        say(f"starting {each.name}")
+        each.start(args)
+    report(args)
+
+
+if __name__ == "__main__":
+    run(main)
