@@ -29,7 +29,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.loss_curves import Curve, Tuned, draw, last_loss, table, verdict
-from benchmarks.measuring import ROOT, PreparedFlags, completed, publish, say, torchrun, where_measured, words
+from benchmarks.measuring import PreparedFlags, completed, publish, say, torchrun, where_measured, words
 from common.cli import UserError, run
 from common.files.json_files import read_json, read_json_lines, replace_flushed
 from common.flags import Missing, flag, parse_arguments
@@ -249,15 +249,18 @@ class Run:
         change = flags.pop("change")
         launcher = torchrun(args.ranks) if args.ranks > 1 else [sys.executable]
         changed = ["-m", "benchmarks.candidates", str(change)] if change else []
-        return [*launcher, *changed, str(ROOT / "train_ddp.py"), *words(flags)]
+        return [*launcher, *changed, "train_ddp.py", *words(flags)]
+
+    def saved(self, args: Arguments) -> dict | None:
+        """What `start` has left; None if it has not been run with these flags."""
+        path = args.directory / f"{self.name}.json"
+        saved = read_json(path) if path.exists() else {}
+        return saved if saved.get("flags") == json.loads(json.dumps(self.flags)) else None
 
     def curve(self, args: Arguments) -> Curve | None:
         """(tokens, held-out loss) of its evaluations; None if it has not been run."""
-        path = args.directory / f"{self.name}.json"
-        saved = read_json(path) if path.exists() else {}
-        if saved.get("flags") != json.loads(json.dumps(self.flags)):
-            return None
-        return [(tokens, loss) for tokens, loss in saved["curve"]]
+        saved = self.saved(args)
+        return saved and [(tokens, loss) for tokens, loss in saved["curve"]]
 
     def start(self, args: Arguments) -> None:
         """Train, and leave the curve in place of the run's own files."""
@@ -312,11 +315,19 @@ def listing(args: Arguments) -> Iterator[str]:
             runs = runs_of(args, size, plan, recipe)
             for each in runs:
                 state = "to do" if each.curve(args) is None else "done "
-                yield f"{state} {each.name}: {shlex.join(each.command(args))}\n"
+                yield f"{state} {each.name}: {shlex.join(['python', *each.command(args)[1:]])}\n"
             settings = len(how.rates) * len(how.warmups)
             if len(runs) == settings:
                 yield f"then  {recipe}: the best {min(FINALISTS, settings)} of {settings} on seeds "
                 yield f"{', '.join(map(str, plan.seeds[1:]))}\n"
+
+
+def check_dataset(args: Arguments) -> None:
+    """UserError if the finished runs are of several."""
+    of_plans = [(size, plan, recipe) for size, plan in args.plans.items() for recipe in plan.recipes]
+    saved = [each.saved(args) for plan in of_plans for each in runs_of(args, *plan)]
+    if len({run["dataset"] for run in saved if run}) > 1:
+        raise UserError(f"{args.output_dir}: has runs of different datasets: take one --output_dir for each")
 
 
 def settings_table(args: Arguments, size: str, plan: Plan) -> list[str]:
@@ -351,6 +362,7 @@ def not_run(args: Arguments, size: str, plan: Plan) -> str:
 
 def report(args: Arguments) -> None:
     """Write and print the tables of all sizes, with what has not been run, and draw the picture."""
+    check_dataset(args)
     sections, panels = [], {}
     for size, plan in args.plans.items():
         recipes = {name: best for name in plan.recipes if (best := tuned(args, size, plan, name)) is not None}
