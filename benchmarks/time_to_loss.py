@@ -22,136 +22,22 @@ import json
 import shlex
 import shutil
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import torch
-
 from benchmarks.loss_curves import Curve, Tuned, draw, last_loss, table, verdict
 from benchmarks.measuring import PreparedFlags, completed, publish, say, torchrun, where_measured, words
+from benchmarks.recipes import CPU_PLANS, DECISIVE_PLANS, DECISIVE_RECIPES, SMALL_PLAN, Plan
 from common.cli import UserError, run
 from common.files.json_files import read_json, read_json_lines, replace_flushed
 from common.flags import Missing, flag, parse_arguments
-from common.models.layers.cpu import BF16_MATMULS
 
 EXPLANATION = """Each recipe at its best setting, means over the seeds ± their standard errors. Held-out loss is asked
 at 15 % masks. A loss is reached where the line between two evaluations first crosses it. AdamW's last loss is that of
 the same seed, and all comparisons are of the same seed: the same initial weights, batches and held-out questions."""
 
 FINALISTS = 2  # settings of a recipe that are run on all seeds
-
-
-@dataclass(frozen=True)
-class Recipe:
-    """Flags of train_ddp.py, and the learning rates and warm-ups that are tried. change: of benchmarks.candidates."""
-
-    flags: Mapping[str, object]
-    rates: Sequence[float]
-    warmups: Sequence[float] = (0.15,)
-    change: str | None = None
-
-
-ADAMW = Recipe({}, (5e-4, 1e-3, 2e-3, 4e-3), (0.05, 0.15))
-MUON = Recipe({"optim": "muon"}, (1e-3, 2e-3, 4e-3))
-MASKS = {"mlm_probability": 0.25}
-ONE_RATE = replace(MUON, rates=(2e-3,))
-RECIPES = {
-    "adamw": ADAMW,
-    "adamw-mask25": replace(ADAMW, flags=MASKS, rates=(1e-3, 2e-3), warmups=(0.15,)),
-    "muon": MUON,
-    "muon-mask25": replace(MUON, flags=MUON.flags | MASKS, rates=(1e-3, 2e-3)),
-    "muon-mask30to15": replace(ONE_RATE, flags=MUON.flags | {"mlm_probability": 0.3, "mlm_probability_end": 0.15}),
-    "muon-wsd": replace(ONE_RATE, flags=MUON.flags | {"lr_scheduler_type": "wsd"}),
-    "normuon": replace(MUON, rates=(1e-3, 2e-3), change="normuon"),
-    "muon-decay": replace(ONE_RATE, flags=MUON.flags | {"weight_decay": 0.1}),
-    "muon-cautious-decay": replace(ONE_RATE, flags=MUON.flags | {"weight_decay": 0.1}, change="cautious_decay"),
-    "muon-ema": replace(ONE_RATE, change="ema"),
-    "muon-z-loss": replace(ONE_RATE, change="z_loss"),
-    "muon-zero-init": replace(ONE_RATE, change="zero_init"),
-}
-
-
-@dataclass(frozen=True)
-class Plan:
-    """What the recipes are compared on. flags: of train_ddp.py, for model and batch; losses: targets in nats.
-
-    goal: tokens that the best recipe may need to AdamW's last loss, as a part of AdamW's.
-    """
-
-    title: str
-    flags: Mapping[str, object]
-    tokens_per_step: int
-    tokens: float
-    recipes: Mapping[str, Recipe]
-    losses: Sequence[float]
-    goal: float
-    seeds: Sequence[int] = (42, 43, 44)
-    evaluations: int = 20
-
-    @property
-    def steps(self) -> int:
-        """As many as come nearest to the tokens, and are a multiple of the evaluations."""
-        return self.evaluations * max(1, round(self.tokens / self.tokens_per_step / self.evaluations))
-
-
-# oneDNN emulates bf16 where the CPU lacks it: then fp32 is faster, and as good for comparing recipes.
-BF16 = {"bf16": BF16_MATMULS or torch.cuda.is_available()}
-MODEL_8M, MODEL_35M = "facebook/esm2_t6_8M_UR50D", "facebook/esm2_t12_35M_UR50D"
-SMALL = "num_hidden_layers=4,hidden_size=128,num_attention_heads=8,intermediate_size=512"
-CPU_PLANS = {
-    "1M": Plan(
-        "4 layers x 128, 0.8M parameters, crops of 256",
-        BF16
-        | {"config_name": MODEL_8M, "config_overrides": SMALL, "tokens_per_pack": 2048, "max_seq_length": 256}
-        | {"dataloader_num_workers": 0},
-        tokens_per_step=2048,
-        tokens=0.49e6,
-        recipes=RECIPES,
-        losses=(2.80, 2.75),
-        goal=0.65,
-    ),
-    "8M": Plan(
-        "ESM-2 8M, crops of 512",
-        BF16 | {"config_name": MODEL_8M, "tokens_per_pack": 4096, "max_seq_length": 512, "dataloader_num_workers": 0},
-        tokens_per_step=4096,
-        tokens=0.98e6,
-        recipes=RECIPES,
-        losses=(2.80, 2.75),
-        goal=0.65,
-    ),
-}
-# nanoprot's settings: 12 tokens a parameter, crops of 512, 524,288 tokens a step, masks of 15 %, 80/10/10.
-NANOPROT = {"bf16": True, "tokens_per_pack": 32768, "max_seq_length": 512, "tokens_per_step": 2**19}
-NANOPROT |= {"max_eval_samples": 20_000}
-DECISIVE_RECIPES = {
-    "adamw": replace(ADAMW, rates=(1e-3, 2e-3, 4e-3), warmups=(0.15,)),
-    "muon": replace(MUON, rates=(1e-3, 2e-3, 4e-3)),
-}
-DECISIVE_PLANS = {
-    "8M-UniRef50": Plan(
-        "ESM-2 8M, crops of 512, steps of 524,288 tokens (nanoprot: 2.598 nats at the end)",
-        NANOPROT | {"config_name": MODEL_8M},
-        tokens_per_step=2**19,
-        tokens=0.09e9,
-        recipes=DECISIVE_RECIPES,
-        losses=(2.598, 2.58),
-        goal=0.55,
-        seeds=(42, 43),
-        evaluations=43,
-    ),
-    "35M-UniRef50": Plan(
-        "ESM-2 35M, crops of 512, steps of 524,288 tokens (nanoprot: 2.519 nats at the end)",
-        NANOPROT | {"config_name": MODEL_35M},
-        tokens_per_step=2**19,
-        tokens=0.40e9,
-        recipes=DECISIVE_RECIPES,
-        losses=(2.519, 2.49),
-        goal=0.55,
-        seeds=(42, 43),
-        evaluations=109,
-    ),
-}
 
 
 @dataclass
@@ -180,7 +66,7 @@ class Arguments(PreparedFlags):
         self.require_at_least(1, "ranks")
         self.require_at_least(2, "max_steps")
         self.require_at_least(0, "max_runs")
-        for name, known in (("sizes", CPU_PLANS), ("only", DECISIVE_RECIPES if self.decisive else RECIPES)):
+        for name, known in (("sizes", CPU_PLANS), ("only", DECISIVE_RECIPES if self.decisive else SMALL_PLAN.recipes)):
             if unknown := set((getattr(self, name) or "").split(",")) - known.keys() - {""}:
                 raise UserError(f"--{name} {','.join(sorted(unknown))}: choose of {','.join(known)}")
         if self.seeds and not all(seed.isdigit() for seed in self.seeds.split(",")):

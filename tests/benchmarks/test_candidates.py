@@ -13,10 +13,13 @@ from common.models.esm2 import model as esm2
 from common.models.esm2.config import esm2_config
 from common.models.esm2.model import build_model
 from common.training import evaluation, load_model, loop
+
 try:
     from extras.muon import Muon
 except ImportError:
-    class Muon: _updates=None
+
+    class Muon:
+        _updates = None
 
 
 @pytest.fixture(autouse=True)

@@ -13,10 +13,8 @@ import pytest
 
 from benchmarks.dry_run import parsed
 from benchmarks.loss_curves import Tuned, last_loss, table, tokens_to, verdict
+from benchmarks.recipes import CPU_PLANS, DECISIVE_PLANS
 from benchmarks.time_to_loss import (
-    CPU_PLANS,
-    DECISIVE_PLANS,
-    RECIPES,
     Arguments,
     Run,
     listing,
@@ -215,8 +213,8 @@ def test_decisive_commands_are_of_train_ddp(size, tokens, target, ranks):
 
 
 def test_recipes_have_flags_of_train_ddp(args):
-    plan = replace(args.plans["1M"], recipes=RECIPES)
-    for name, recipe in RECIPES.items():
+    plan = CPU_PLANS["1M"]
+    for name, recipe in plan.recipes.items():
         each = Run("1M", plan, name, recipe.rates[0], recipe.warmups[0], 42)
         command = each.command(args)
         flags = parsed("train_ddp", 1, command[command.index("train_ddp.py") + 1 :])
@@ -228,7 +226,7 @@ def test_recipes_have_flags_of_train_ddp(args):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ({"sizes": "1M,2M"}, "--sizes 2M: choose of 1M,8M"),
+        ({"sizes": "1M,2M"}, "--sizes 2M: choose of 1M,1M-long,8M"),
         ({"only": "adam"}, "--only adam: choose of adamw,"),
         ({"only": "normuon", "decisive": True}, "--only normuon: choose of adamw,muon"),
         ({"seeds": "a"}, "--seeds a: expected numbers such as 42,43"),
