@@ -12,14 +12,11 @@ from common.cli import UserError
 from common.models.esm2 import model as esm2
 from common.models.esm2.config import esm2_config
 from common.models.esm2.model import build_model
+from common.models.layers.residual import Block
 from common.training import evaluation, load_model, loop
-
-try:
-    from extras.muon import Muon
-except ImportError:
-
-    class Muon:
-        _updates = None
+from extras.muon import Muon, OwnedBlock
+from tests.forked import run_script
+from tests.training_fixtures import environment, flags_of, rows
 
 
 @pytest.fixture(autouse=True)
@@ -39,6 +36,23 @@ def sgd(monkeypatch, weights: torch.Tensor, **options) -> torch.optim.Optimizer:
     """An optimiser whose update is the gradient, built as a run builds its own after the change."""
     monkeypatch.setattr(loop, "build_optimizer", lambda: torch.optim.SGD([weights], **options))
     return lambda: loop.build_optimizer()
+
+
+def test_normuon_evens_the_rows_and_keeps_the_norm(monkeypatch):
+    monkeypatch.setattr(Muon, "_updates", lambda self, blocks, rows: rows)
+    candidates.apply("normuon=0.9")
+    block = OwnedBlock(0, Block(rows=8, groups=2, parts=2), 5, 0, 0, (8,), slice(0, 8))
+    of_part = [[0, 1, 4, 5], [2, 3, 6, 7]]  # two matrices, whose rows take turns in pairs
+    generator = np.random.default_rng(1)
+    average = np.zeros(8)
+    for _ in range(3):
+        update = generator.normal(size=(8, 5)) * generator.uniform(0.1, 3, size=(8, 1))
+        (found,) = Muon._updates(None, [block], [torch.tensor(update)])
+        average = 0.9 * average + 0.1 * (update**2).mean(1)
+        expected = update / np.sqrt(average)[:, None]
+        for part in of_part:
+            expected[part] *= np.linalg.norm(update[part]) / np.linalg.norm(expected[part])
+        np.testing.assert_allclose(found, expected, rtol=1e-5)
 
 
 def test_cautious_decay_spares_weights_that_grow(monkeypatch):
@@ -119,3 +133,11 @@ def test_zero_init_makes_layers_the_identity():
 def test_changes_that_are_wrong(change, message):
     with pytest.raises(UserError, match=message):
         candidates.apply(change)
+
+
+def test_changes_together_train(dataset, tmp_path):
+    flags = flags_of(dataset, tmp_path, optim="muon", max_steps=2, do_eval=True, eval_steps=1, max_eval_samples=8)
+    changes = ",".join(candidates.CHANGES)
+    done = run_script("benchmarks.candidates", changes, "train_ddp.py", *flags, env=environment())
+    assert done.returncode == 0, done.stderr
+    assert [row["step"] for row in rows(tmp_path) if "eval_loss" in row] == [1, 2]
