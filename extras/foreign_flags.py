@@ -271,7 +271,6 @@ TRANSFORMERS = {
     "full_determinism": Ours("deterministic"),
     "data_seed": Ours("seed", "a run is a function of data, flags and seed"),
     "no_cuda": Ours("use_cpu"),
-    "optim": Ours(why="none: AdamW, fused", values=dict.fromkeys(("adamw_torch", "adamw_torch_fused"), "")),
     "save_strategy": Ours("save_steps", TRAINER_STEPS, {"steps": "", "epoch": "", "no": "--save_steps=1000000000"}),
     "eval_strategy": Ours("eval_steps", TRAINER_STEPS, {"steps": "--do_eval", "epoch": "--do_eval", "no": ""}),
     "evaluation_strategy": Ours("eval_steps", TRAINER_STEPS, {"steps": "--do_eval", "epoch": "--do_eval", "no": ""}),
@@ -304,7 +303,7 @@ TRANSFORMERS = {
         *("push_to_hub", "hub_model_id", "hub_strategy", "hub_token", "hub_private_repo", "hub_always_push"),
         *("hub_revision", "model_revision"),
     ),
-    **none("none: AdamW, fused", "optim_args", "optim_target_modules"),
+    **none("none: --optim has no other settings", "optim_args", "optim_target_modules"),
     "save_on_each_node": Ours(why="none: all nodes share --output_dir"),
     **none(
         LOOP,

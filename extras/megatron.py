@@ -206,7 +206,13 @@ class MegatronSharded(Strategy):
                 **groups,
             )
         super().__init__(wrapped)
-        self.group = mesh["shard"].get_group()
+        group = mesh["shard"].get_group()
+        if not flags.shards:
+            self.replica_group = group
+        else:
+            self.shard_group = group
+            if groups:
+                self.replica_group = mesh["replicate"].get_group()
         self.raw = wrapped.raw_param
         for parameter in self.raw.values():
             # The library's own `to` and `cpu`, which check for storage, cannot be traced by torch.compile.
@@ -242,7 +248,7 @@ class MegatronSharded(Strategy):
     def sum_over_shards(self, total: Tensor) -> Tensor:
         total = total.to(self.world.device)
         if self.flags.shards:
-            dist.all_reduce(total, group=self.group)
+            dist.all_reduce(total, group=self.shard_group)
         return total
 
     def sync_model_weights(self) -> None:
@@ -261,7 +267,7 @@ class MegatronSharded(Strategy):
         rows = parameter.to_local()
         if not self.flags.shards:
             return rows
-        return gather_rows(rows, parameter.first_row, parameter.shape, self.group)
+        return gather_rows(rows, parameter.first_row, parameter.shape, self.shard_group)
 
     @torch.no_grad()
     def dcp_state(self, state: dict, saving: bool) -> dict:

@@ -54,7 +54,8 @@ def step_seconds(args: TrainArguments, world: World) -> float:
     built = load_model(args, world)
     task = MaskedLM(built, args, world)
     task.open(evaluates=False)
-    strategy, optimizer = Strategy(built.model), build_optimizer(built.weights, args.optimizer)
+    strategy = Strategy(built.model)
+    optimizer = build_optimizer(built, args.optimizer, strategy, world, args.precision.bf16)
     stepper = Stepper(task, strategy, built.precision, optimizer, world, args.optimizer.max_grad_norm)
     built.model.train()
     durations = []

@@ -29,8 +29,10 @@ class FullySharded(Strategy):
         assert isinstance(model, FSDPModule), "fully_shard comes first"
         assert isinstance(parameter, DTensor)
         self.sharded: FSDPModule = model
-        self.device = parameter.device_mesh.device_type
-        self.group = parameter.device_mesh["shard"].get_group()
+        mesh = parameter.device_mesh
+        self.device, self.shard_group = mesh.device_type, mesh["shard"].get_group()
+        if mesh.ndim > 1:
+            self.replica_group = mesh["replicate"].get_group()
 
     def micro_batch(self, last: bool) -> AbstractContextManager:
         self.sharded.set_requires_gradient_sync(last or self.sync_each_batch)
@@ -41,7 +43,7 @@ class FullySharded(Strategy):
 
     def sum_over_shards(self, total: Tensor) -> Tensor:
         total = total.to(self.device)  # gradients may be on the host
-        dist.all_reduce(total, group=self.group)
+        dist.all_reduce(total, group=self.shard_group)
         return total
 
     def reshard(self) -> None:

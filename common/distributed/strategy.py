@@ -25,10 +25,13 @@ from common.flags import Flags, Missing, flag
 class Strategy:
     """`model` is what a training step calls, wrapped or not; `evaluated` what an evaluation calls.
 
-    sums_gradients: gradients are summed over the ranks, not averaged.
+    sums_gradients: gradients are summed over the ranks, not averaged; shard_group: the ranks that share the rows of
+    one copy of the weights; replica_group: those that hold the same rows; None: this rank alone.
     """
 
     sums_gradients = False
+    shard_group: dist.ProcessGroup | None = None
+    replica_group: dist.ProcessGroup | None = None
 
     def __init__(self, model: nn.Module, evaluated: nn.Module | None = None):
         self.model, self.evaluated = model, evaluated or model
@@ -118,7 +121,7 @@ class Replicated(Strategy):
 
     def __init__(self, replica: DistributedDataParallel, model: nn.Module):
         super().__init__(replica, evaluated=model)
-        self.replica = replica
+        self.replica, self.replica_group = replica, dist.group.WORLD
 
     def micro_batch(self, last: bool) -> AbstractContextManager:
         return nullcontext() if last else self.replica.no_sync()

@@ -114,7 +114,7 @@ def set_up(
         if directory and args.checkpoint.overwrite_output_dir and args.do_train:
             directory.overwrite()
     log = stack.enter_context(RunLogger(args.log, Path(args.checkpoint.output_dir), world))
-    optimizer = build_optimizer(built.weights, args.optimizer)
+    optimizer = build_optimizer(built, args.optimizer, strategy, world, args.precision.bf16)
     built.precision.attach(optimizer)
     checkpointer = Checkpointer(
         args.checkpoint,

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -14,6 +15,12 @@ from torch.optim.lr_scheduler import LambdaLR
 from common.cli import UserError
 from common.flags import Flags, flag
 
+if TYPE_CHECKING:
+    from common.distributed.strategy import Strategy
+    from common.distributed.world import World
+    from common.training.task import BuiltModel
+
+OPTIMIZERS = ("adamw_torch_fused", "muon")
 ESM2_WARMUP_STEPS = 2000  # Lin et al. 2023, supplement A.2.4; also: decay to a tenth of the peak at 90 % of the run
 ESM2_FINAL_FRACTION, ESM2_DECAY_END = 0.1, 0.9
 
@@ -24,6 +31,7 @@ class OptimizerFlags(Flags):
     advanced = ("adam_beta1", "adam_beta2")
     unlisted = ("adam_epsilon", "max_skipped_steps")
 
+    optim: str = flag("adamw_torch_fused", "adamw_torch_fused, or muon (docs/optimisation.md).")
     learning_rate: float = flag(4e-4, "Peak learning rate (ESM-2: 4e-4; 15B: 1.6e-4).")
     lr_scheduler_type: str = flag(
         "esm2",
@@ -44,7 +52,11 @@ class OptimizerFlags(Flags):
         """step (0-based, the one about to be taken) -> learning rate."""
         return lr_schedule(self, total_steps)
 
+    def resolve(self) -> OptimizerFlags:
+        return replace(self, optim="adamw_torch_fused") if self.optim == "adamw_torch" else self
+
     def check(self) -> None:
+        self.require_choice("optim", OPTIMIZERS)
         for name in ("learning_rate", "weight_decay", "adam_epsilon", "max_grad_norm", "warmup_steps"):
             if getattr(self, name) is not None and not 0 <= getattr(self, name) < math.inf:
                 raise UserError(f"--{name} {getattr(self, name)}: must be a number that is not negative")
@@ -68,22 +80,40 @@ class AdamW(torch.optim.AdamW):
         return result
 
 
-def build_optimizer(model: nn.Module, flags: OptimizerFlags) -> torch.optim.AdamW:
-    """AdamW over fp32 master weights; no decay on biases and norms (everything with one dimension)."""
-    parameters = [p for p in model.parameters() if p.requires_grad]
-    groups = [
-        {"params": [p for p in parameters if p.dim() > 1], "weight_decay": flags.weight_decay},
-        {"params": [p for p in parameters if p.dim() <= 1], "weight_decay": 0.0},
+def build_optimizer(
+    built: BuiltModel, flags: OptimizerFlags, strategy: Strategy, world: World, bf16: bool
+) -> torch.optim.Optimizer:
+    """The optimiser of --optim over fp32 master weights; all ranks together. bf16: whether the run computes in it."""
+    if flags.optim == "muon":
+        from extras.muon import Muon
+
+        dtype = torch.bfloat16 if bf16 else torch.float32
+        return Muon(built.weights, built.model.hidden_matrices(), flags, strategy, world, dtype)
+    return build_adamw(built.weights.parameters(), flags)
+
+
+def build_adamw(parameters: Iterable[nn.Parameter], flags: OptimizerFlags) -> AdamW:
+    return AdamW(adamw_groups(parameters, flags), lr=flags.learning_rate, fused=True)
+
+
+def adamw_groups(parameters: Iterable[nn.Parameter], flags: OptimizerFlags) -> list[dict[str, Any]]:
+    """No decay on biases and norms (everything with one dimension)."""
+    trained = [p for p in parameters if p.requires_grad]
+    options = {"betas": (flags.adam_beta1, flags.adam_beta2), "eps": flags.adam_epsilon}
+    return [
+        {"params": [p for p in trained if p.dim() > 1], "weight_decay": flags.weight_decay, **options},
+        {"params": [p for p in trained if p.dim() <= 1], "weight_decay": 0.0, **options},
     ]
-    betas = (flags.adam_beta1, flags.adam_beta2)
-    return AdamW(groups, lr=flags.learning_rate, betas=betas, eps=flags.adam_epsilon, fused=True)
 
 
-def set_hyperparameters(optimizer: torch.optim.AdamW, flags: OptimizerFlags) -> None:
+def set_hyperparameters(optimizer: torch.optim.Optimizer, flags: OptimizerFlags) -> None:
     """Replace a checkpoint's hyperparameters by those of the flags; the learning rate is set at every step."""
-    for group, weight_decay in zip(optimizer.param_groups, (flags.weight_decay, 0.0), strict=True):
-        group |= {"weight_decay": weight_decay, "eps": flags.adam_epsilon}
-        group["betas"] = type(group["betas"])((flags.adam_beta1, flags.adam_beta2))
+    decays = (flags.weight_decay, 0.0, flags.weight_decay)  # the third group is Muon's
+    for group, weight_decay in zip(optimizer.param_groups, decays, strict=False):
+        group["weight_decay"] = weight_decay
+        if "betas" in group:
+            group["eps"] = flags.adam_epsilon
+            group["betas"] = type(group["betas"])((flags.adam_beta1, flags.adam_beta2))
 
 
 def warmup_steps(flags: OptimizerFlags, total_steps: int) -> int:

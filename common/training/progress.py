@@ -207,7 +207,14 @@ class TrainerState:
         return self.resolved.get("total_steps"), None if stopped else self.resolved.get("last_step")
 
     def check_same_start(self, flags: RunArguments) -> None:
-        """UserError if --model_name_or_path names other weights than the run started from: they would be ignored."""
+        """UserError if --model_name_or_path names other weights than the run started from, which would be ignored, or
+        --optim another optimiser, whose state the checkpoint does not have."""
+        optim, saved = flags.optimizer.optim, self.arguments.get("optim", "adamw_torch_fused")
+        if optim != saved:
+            raise UserError(
+                f"--optim {optim}: the checkpoint has the state of {saved}: go on with --optim {saved}, or start "
+                "a new run from its weights (python -m extras.export CHECKPOINT DIR, then --model_name_or_path DIR)"
+            )
         given = flags.model.model_name_or_path
         before = self.arguments.get("model_name_or_path", given)
         if given and (before is None or os.path.abspath(given) != os.path.abspath(before)):

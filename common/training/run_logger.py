@@ -151,7 +151,7 @@ def read_run_info(output_dir: Path) -> dict:
 @dataclass(frozen=True)
 class LogFlags(Flags):
     group = "logging"
-    advanced = ("straggler_every", "profile_steps")
+    advanced = ("straggler_every", "profile_steps", "run_name")
     unlisted = ("disable_tqdm", "peak_tflops_per_gpu")
 
     logging_steps: int = flag(10, "Steps between log lines and rows of metrics.jsonl.")

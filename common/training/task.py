@@ -19,6 +19,7 @@ from common.data.training_data import TrainingData
 from common.distributed.strategy import Strategy
 from common.distributed.world import World
 from common.models.layers.hf_directory import Training
+from common.models.layers.residual import Model
 from common.precision.build import Precision
 from common.training.arguments import RunArguments
 from common.training.run_logger import PlotLabels
@@ -35,7 +36,7 @@ class BuiltModel:
     but exported again; compiled: whether the layers are, by torch.compile.
     """
 
-    model: nn.Module
+    model: Model
     backend: str
     gelu: str
     remarks: tuple[str, ...]

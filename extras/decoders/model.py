@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from common.models.layers.linear import Linear, gradients, linear
-from common.models.layers.residual import Layers, Model, Stream, total
+from common.models.layers.residual import Block, Layers, Model, Stream, total
 from extras.decoders.config import DecoderConfig
 from extras.decoders.layers import RMSNorm, rotary_frequencies
 
@@ -113,6 +113,20 @@ class DecoderForCausalLM(Model):
         self.lm_head = (
             None if config.tie_word_embeddings else Linear(config.hidden_size, config.vocab_size, bias=False)
         )
+
+    def hidden_matrices(self) -> dict[str, list[Block]]:
+        config, experts = self.config, self.config.num_local_experts or 1
+        size, ffn, keys = config.hidden_size, config.intermediate_size, config.num_key_value_heads * config.head_dim
+        of_layer = {
+            "self_attention.layernorm_qkv.weight": [
+                Block(config.num_attention_heads * config.head_dim),
+                *2 * [Block(keys)],
+            ],
+            "self_attention.proj.weight": [Block(size)],
+            "layernorm_mlp.fc1_weight": [Block(ffn)] * 2 * experts,  # gate and up
+            "layernorm_mlp.fc2_weight": [Block(size)] * experts,
+        }
+        return {f"layers.{n}.{name}": of for n in range(config.num_hidden_layers) for name, of in of_layer.items()}
 
     def forward(
         self,

@@ -17,7 +17,7 @@ from common.flags import flat, with_flags
 from common.models.layers.initialise import count_parameters
 from common.training.arguments import RunArguments
 from common.training.task import Build
-from extras.dry_run.memory_estimate import MemoryEstimate, fake_run
+from extras.dry_run.memory_estimate import FakeRun, MemoryEstimate, fake_run
 from extras.dry_run.memory_tracker import BACKWARD, ENDS, GATHERED, GRADIENTS, LAYERS, OPTIMIZER, WEIGHTS
 
 GIB = 1 << 30
@@ -41,7 +41,7 @@ def dry_run(args: RunArguments, build: Build) -> None:
         held = run.step(args.pack_tokens)
         parameters = count_parameters(run.built.model)
         largest = None if limit is None else largest_pack(run.step, held, limit, step)
-        remarks = run.built.remarks
+        remarks = [*run.built.remarks, *_muon(run)]
     lines = [_heading(args, parameters), *remarks, "", *_table(args, held), "", *_modes(args, build, held)]
     sys.stdout.write("\n".join(lines) + "\n")
     if limit is not None:
@@ -80,9 +80,23 @@ def _heading(args: RunArguments, parameters: int) -> str:
     )
 
 
+def _muon(run: FakeRun) -> list[str]:
+    """What --optim muon costs a rank in a step on packs of the last size."""
+    if run.muon is None:
+        return []
+    cost, share = run.muon, run.muon.flops / run.flops
+    return [
+        f"Muon: {cost.flops / 1e12:.3g} TFLOP a step on a rank, {100 * share:.2g} % of those of its packs; sends "
+        f"{cost.bytes_sent / GIB:.2f} GiB a step; {cost.temporary / GIB:.2f} GiB meanwhile, without activations"
+    ]
+
+
 def _table(args: RunArguments, held: MemoryEstimate) -> list[str]:
     device = "the process" if args.process.use_cpu else "the device"
-    rows = [(LABELS[kind], held.kinds[kind]) for kind in LABELS]
+    labels = LABELS
+    if args.optimizer.optim == "muon":
+        labels = LABELS | {OPTIMIZER: "optimiser: one moment per weight of the layers' matrices, two of the rest"}
+    rows = [(label, held.kinds[kind]) for kind, label in labels.items()]
     rows.append((f"peak of a step on {device} of a rank", held.peak))
     if args.dry_run.device_memory:
         reserve = int(args.dry_run.device_reserve * GIB)

@@ -1,7 +1,7 @@
 """Estimate a rank's memory by running the run's own code on fake tensors, in one process that stands for rank 0.
 
 The script's strategy shards the model over fake process groups; then forward and backward pass run on a pack, with
-AdamW's moments allocated, and every storage is counted while it lives (`memory_tracker`). So recomputation, gathered
+the optimiser's state there, and every storage is counted while it lives (`memory_tracker`). So recomputation, gathered
 layers, buckets and accumulation are counted as they happen. Rank 0 has at least as many rows as any other rank;
 Megatron-FSDP's buffers are padded to equal parts.
 """
@@ -107,7 +107,10 @@ class MemoryEstimate:
 
 
 class FakeRun:
-    """A run built on fake tensors; `step` estimates its memory for a pack size."""
+    """A run built on fake tensors; `step` estimates its memory for a pack size.
+
+    muon: what --optim muon costs beside; flops: of the last `step`, on this rank.
+    """
 
     def __init__(self, args: RunArguments, world: World, build: Build, tracker: MemoryTracker):
         self.args, self.world, self.tracker = args, world, tracker
@@ -117,12 +120,15 @@ class FakeRun:
         self.strategy.prepare_dry_run()
         self.parameters = [p for p in self.built.weights.parameters() if p.requires_grad]
         self._label_weights()
-        optimizer = build_optimizer(self.built.weights, args.optimizer)
+        optimizer = build_optimizer(self.built, args.optimizer, self.strategy, world, args.precision.bf16)
+        for group in optimizer.param_groups:
+            group["lr"] = 0.0  # makes the state alone: Muon's exchange takes no part in the peak
         with torch.no_grad():
             self.strategy.attach_gradients(self.parameters)
         with tracker.making(OPTIMIZER):
             optimizer.step()
         self.optimizer = optimizer
+        self.muon = optimizer.cost() if args.optimizer.optim == "muon" else None  # extras.muon.StepCost
         self.strategy.clear_gradients()
         for layer in self.built.model.layers:
             layer.register_forward_pre_hook(self._labels(LAYERS))
@@ -136,6 +142,7 @@ class FakeRun:
         batch = self.task.example(tokens)
         packs = packs_per_step(args.data, self.world.mesh, args.pack_tokens) // self.world.mesh.dp_size
         tracker.begin_peak()
+        self.flops = max(packs, 1) * self.task.flops(self.task.counts([batch]))
         for number in reversed(range(min(max(packs, 1), 2))):  # more than two micro-batches do not change the peak
             with strategy.micro_batch(last=number == 0):
                 with tracker.making(ENDS):
@@ -147,7 +154,7 @@ class FakeRun:
             self._label_weights()
         held = MemoryEstimate(
             tokens,
-            tracker.peak,
+            max(tracker.peak, self._peak_of_optimizer()),
             {kind: 0 if kind in tracker.on_host else size for kind, size in tracker.at_peak.items()},
             sum(tracker.bytes[kind] for kind in STATE if kind in tracker.on_host),
             tracker.most_on_host,
@@ -155,6 +162,11 @@ class FakeRun:
         )
         strategy.clear_gradients()
         return held
+
+    def _peak_of_optimizer(self) -> int:
+        """Bytes on the device in Muon's step, when activations are gone."""
+        state = sum(self.tracker.bytes[kind] for kind in STATE if kind not in self.tracker.on_host)
+        return state + self.muon.temporary if self.muon else 0
 
     def _checkpoint_copy(self) -> int:
         """Bytes that this rank copies for a checkpoint."""

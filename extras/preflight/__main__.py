@@ -22,6 +22,7 @@ from common.distributed.run import exit_now
 from common.distributed.world import World
 from common.files.json_files import write_json
 from common.flags import Flags, flag, parse_arguments
+from common.training.optim import OPTIMIZERS
 from extras.preflight import network, node
 from extras.preflight.group import GroupChecks, Mailbox
 from extras.preflight.report import (
@@ -47,6 +48,7 @@ class PreflightArguments(Flags):
         None, "The model, as for training: do its checkpoints fit on the disk?", "model", "model_name_or_path"
     )
     save_total_limit: int = flag(3, "How many checkpoints the job keeps, as for training.")
+    optim: str = flag("adamw_torch_fused", "The optimiser, as for training.")
     gpus_per_node: int | None = flag(None, "GPUs that each node must have. Default: a GPU for each rank, if any.")
     use_cpu: bool = flag(False, "The job will not use GPUs.")
     dataloader_num_workers: int = flag(1, "Loader workers of the job, which need shared memory.")
@@ -62,6 +64,7 @@ class PreflightArguments(Flags):
 
     def check(self) -> None:
         self.require_choice("fail_on", ("error", "warn"))
+        self.require_choice("optim", ("adamw_torch", *OPTIMIZERS))
         if self.dataset and self.dataset_dir:
             raise UserError("--dataset (files as they are) excludes --dataset_dir (the output of step 1)")
         self.require_above(0, "timeout")
@@ -120,7 +123,7 @@ def start_local_checks(args: PreflightArguments, world: World, checks: LocalChec
     checks.start("versions", node.versions)
     checks.start("shm", node.check_shm, args.dataloader_num_workers)
     if args.output_dir:
-        output = (args.output_dir, args.min_free_gb, args.config_name, args.save_total_limit)
+        output = (args.output_dir, args.min_free_gb, args.config_name, args.save_total_limit, args.optim)
         checks.start("output", node.check_output, *output)
     checks.start("cache", node.check_cache, bool(args.dataset) and not is_local(args.dataset))
     if args.dataset_dir:

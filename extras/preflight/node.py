@@ -26,10 +26,13 @@ from extras.sources.dataset import Source, open_source
 from extras.sources.streamed_data import MemoryStore
 
 BYTES_PER_PARAMETER = 12  # weights and two moments in fp32
+BYTES_OF_MOMENT = 4
 
 
-def bytes_needed(model: str, limit: int) -> int | None:
+def bytes_needed(model: str, limit: int, optim: str = "adamw_torch_fused") -> int | None:
     """Bytes of `limit` checkpoints of a model (0: at least two) and the next, written before the oldest is removed.
+
+    optim: of the run; Muon keeps one moment of the layers' matrices.
 
     None for a model of another name: its configuration would have to be read from a directory or the Hub.
     """
@@ -41,8 +44,11 @@ def bytes_needed(model: str, limit: int) -> int | None:
     else:
         return None
     with torch.device("meta"):
-        parameters = count_parameters(family.make(family.load_config(model)))
-    return BYTES_PER_PARAMETER * parameters * ((limit or 2) + 1)
+        made = family.make(family.load_config(model))
+    size = BYTES_PER_PARAMETER * count_parameters(made)
+    if optim == "muon":
+        size -= BYTES_OF_MOMENT * sum(made.get_parameter(name).numel() for name in made.hidden_matrices())
+    return size * ((limit or 2) + 1)
 
 
 def checkpoint_bytes(output_dir: Path) -> int:
@@ -135,16 +141,18 @@ def check_shm(num_workers: int, path: str = "/dev/shm") -> Finding:
     return Finding("shm", OK if free >= ROOMY_SHM else WARN, found, "" if free >= ROOMY_SHM else todo)
 
 
-def check_output(output_dir: str, min_free_gb: float, model: str | None = None, limit: int = 3) -> Finding:
+def check_output(
+    output_dir: str, min_free_gb: float, model: str | None = None, limit: int = 3, optim: str = "adamw_torch_fused"
+) -> Finding:
     """Whether checkpoints can be written there: filesystem and free space.
 
-    model, limit: of the run, for the size of its checkpoints; those that are there already are replaced.
+    model, limit, optim: of the run, for the size of its checkpoints; those that are there already are replaced.
     """
     path = Path(output_dir).expanduser().absolute()
     where, free = _free_space(path)
     kind = _filesystem(where)
     found = f"{path} ({kind}): {free / GB:.1f} GB free"
-    needed = model and bytes_needed(model, limit)
+    needed = model and bytes_needed(model, limit, optim)
     if needed and free + checkpoint_bytes(path) < needed:
         what = f"{found}: too little for checkpoints of {model}: {limit or 2} and the next take {needed / GB:.1f}"
         return Finding("output", ERROR, what, "free disk space, or lower --save_total_limit")

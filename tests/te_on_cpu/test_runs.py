@@ -66,6 +66,15 @@ def test_run_trains_like_bf16_up_to_the_formats(case, dataset, tmp_path, in_bf16
     assert {row["step"] for row in read_json_lines(rows)} == {2} if "quant_stats" in flags else not rows.exists()
 
 
+@pytest.mark.parametrize(("nproc", "flags"), [(1, {"fp8_params": True}), (2, {"script": "train_fsdp2.py"})])
+def test_run_with_muon_trains_like_bf16(dataset, tmp_path, nproc, flags):
+    flags = flags | {"nproc": nproc, "optim": "muon", "max_steps": 3}
+    train_by_te(dataset, tmp_path / "te", **RECIPES["delayed"] | flags)
+    flags.pop("fp8_params", None)
+    train(dataset, tmp_path / "torch", bf16=True, gelu="tanh", backend="torch", **flags)
+    assert losses(tmp_path / "te") == pytest.approx(losses(tmp_path / "torch"), rel=0.01)
+
+
 @pytest.mark.parametrize("recipe", [name for name in RECIPES if name != "delayed"])
 def test_run_resumes_bit_exactly(recipe, dataset, tmp_path):
     """Stochastic rounding too, and scales of all kinds but delayed scaling's, which have a state (below)."""

@@ -373,3 +373,12 @@ def test_decoder_refuses_unsupported_flags_in_one_line(text, tmp_path, script, f
     assert said in printed
     assert "Traceback" not in printed
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("flags", [{}, MIXTRAL], ids=["llama", "mixtral"])
+def test_decoder_with_muon_equals_one_process(text, tmp_path, flags):
+    flags = flags | {"optim": "muon"}
+    train_decoder(text, tmp_path / "alone", **flags)
+    train_decoder(text, tmp_path / "fsdp2", 4, sharding_strategy="hybrid", hsdp_shard_size=2, **flags)
+    assert losses(tmp_path / "fsdp2") == pytest.approx(losses(tmp_path / "alone"), rel=2e-6)
+    assert relative_difference(final_weights(tmp_path / "fsdp2"), final_weights(tmp_path / "alone")) < 1e-5

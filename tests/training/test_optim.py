@@ -13,7 +13,7 @@ from transformers import get_scheduler
 from common.cli import UserError
 from common.models.esm2.config import esm2_config
 from common.models.esm2.model import build_model
-from common.training.optim import annealing, build_optimizer, lr_schedule, warmup_steps
+from common.training.optim import annealing, build_adamw, lr_schedule, warmup_steps
 from tests.training_fixtures import run_forked
 
 
@@ -32,7 +32,7 @@ def arguments(**changes) -> SimpleNamespace:
 
 def test_weight_decay_skips_biases_and_norms():
     model = build_model(esm2_config(2, 64, 4), seed=0)
-    optimizer = build_optimizer(model, arguments(weight_decay=0.03))
+    optimizer = build_adamw(model.parameters(), arguments(weight_decay=0.03))
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     decay = {names[id(p)]: group["weight_decay"] for group in optimizer.param_groups for p in group["params"]}
     assert decay.keys() == set(names.values())
@@ -52,7 +52,7 @@ def test_weight_decay_skips_biases_and_norms():
 def test_adamw_step_equals_hand_computation():
     """First step of AdamW (Loshchilov & Hutter, algorithm 2): p - lr (g / (|g| + eps) + decay p)."""
     model = build_model(esm2_config(1, 64, 4), seed=0)
-    optimizer = build_optimizer(model, arguments(weight_decay=0.1, learning_rate=1e-2))
+    optimizer = build_adamw(model.parameters(), arguments(weight_decay=0.1, learning_rate=1e-2))
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     torch.manual_seed(0)
     for parameter in model.parameters():

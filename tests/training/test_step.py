@@ -15,7 +15,7 @@ from common.models.esm2.model import build_model
 from common.precision.build import Precision
 from common.shapes import predicted_positions
 from common.training.masked_lm import MaskedLM
-from common.training.optim import build_optimizer
+from common.training.optim import build_adamw
 from common.training.registry import parse_run
 from common.training.step import Stepper
 from common.training.task import BuiltModel
@@ -52,7 +52,7 @@ def test_stepper_synchronizes_once(dataset):
     model = build_model(esm2_config(layers=2, hidden_size=64, heads=4), seed=1)
     built = BuiltModel(model, "torch", "erf", (), Precision(), {})
     task, strategy = MaskedLM(built, args, world), Strategy(model)
-    optimizer = build_optimizer(model, args.optimizer)
+    optimizer = build_adamw(model.parameters(), args.optimizer)
     stepper = Stepper(task, strategy, Precision(), optimizer, world, 1.0)
     batches = [task.example(100), task.example(150)]
     with counted() as work:

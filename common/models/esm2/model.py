@@ -20,7 +20,7 @@ from common.models.esm2.layers_torch import LayerNorm
 from common.models.layers.context_attention import ContextGroup
 from common.models.layers.initialise import initialise
 from common.models.layers.linear import Linear, linear
-from common.models.layers.residual import Layers, Model, total
+from common.models.layers.residual import Block, Layers, Model, total
 from common.shapes import SHAPE_MULTIPLE, filled_up, predicted_positions
 
 PADDED_VOCAB = 64  # rows of the embedding; a multiple that matrix units like. Rows past 33 stay zero and unseen.
@@ -130,6 +130,18 @@ class Esm2ForMaskedLM(Model):
     @property
     def layers(self) -> Layers:  # pyrefly: ignore[bad-override]  # checkpoints have the attribute's name
         return self.encoder.layers
+
+    def hidden_matrices(self) -> dict[str, list[Block]]:
+        size, heads = self.config.hidden_size, self.config.num_attention_heads
+        of_layer = {
+            "self_attention.layernorm_qkv.weight": [Block(3 * size, groups=heads, parts=3)],
+            "self_attention.proj.weight": [Block(size)],
+            "layernorm_mlp.fc1_weight": [Block(self.config.intermediate_size)],
+            "layernorm_mlp.fc2_weight": [Block(size)],
+        }
+        layers = range(self.config.num_hidden_layers)
+        blocks = {f"encoder.layers.{n}.{name}": of for n in layers for name, of in of_layer.items()}
+        return blocks | {"lm_head.dense.weight": [Block(size)]}
 
     def forward(
         self,

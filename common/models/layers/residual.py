@@ -53,8 +53,23 @@ class Layers(nn.ModuleList):
                     yield layer
 
 
+class Block(NamedTuple):
+    """Consecutive rows of a parameter: `parts` matrices, whose rows take turns in each of `groups` groups of rows."""
+
+    rows: int
+    groups: int = 1
+    parts: int = 1
+
+
 class Model(nn.Module):
     """The base of all families' models. `layers` are wrapped, recomputed, compiled and quantised one by one."""
 
     config: Any
     layers: Layers
+
+    def hidden_matrices(self) -> dict[str, list[Block]]:
+        """{parameter: its blocks, from the first row to the last}, for an optimiser that treats a matrix as a whole.
+
+        Of the matrices from hidden states to hidden states; embeddings and output layers are none.
+        """
+        raise NotImplementedError(f"{type(self).__name__} does not say which of its parameters are hidden matrices")

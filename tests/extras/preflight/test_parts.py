@@ -213,6 +213,8 @@ def test_check_output_refuses_a_disk_too_small_for_checkpoints(tmp_path):
     small = "facebook/esm2_t6_8M_UR50D"  # 7,512,353 parameters
     assert bytes_needed(small, 3) == 12 * 7_512_353 * 4
     assert bytes_needed(small, 0) == 12 * 7_512_353 * 3
+    hidden = 6 * 12 * 320**2 + 320**2  # weights of the layers' matrices and of the head's dense one
+    assert bytes_needed(small, 1, "muon") == (12 * 7_512_353 - 4 * hidden) * 2
     assert bytes_needed("llama3_1_70b", 1) == 12 * 70_553_706_496 * 2
     assert bytes_needed("some/model", 3) is None
     assert check_output(str(tmp_path), 0.0, small, 3).level != ERROR
