@@ -73,7 +73,7 @@ SMALL_PLAN = Plan(
     ON_CPU | {"config_name": MODEL_8M, "config_overrides": SMALL, "tokens_per_pack": 2048, "max_seq_length": 256},
     tokens_per_step=2048,
     tokens=0.49e6,
-    recipes=recipes((5e-4, 1e-3, 2e-3, 4e-3), (1e-3, 2e-3, 4e-3)),
+    recipes=recipes((2.5e-4, 5e-4, 1e-3, 2e-3, 4e-3), (1e-3, 2e-3, 4e-3)),
     losses=(2.80, 2.75),
     goal=0.65,
 )

@@ -124,7 +124,7 @@ def test_table_has_paired_ratios_and_their_errors():
 
 
 def test_runs_are_all_settings_then_the_best_two_on_other_seeds(args):
-    last = {5e-4: 2.60, 1e-3: 2.50, 2e-3: 2.51, 4e-3: math.nan}
+    last = {2.5e-4: 2.70, 5e-4: 2.60, 1e-3: 2.50, 2e-3: 2.51, 4e-3: math.nan}
 
     def curves(recipe, rate, warmup, seed):
         if math.isnan(last[rate]):
@@ -134,16 +134,16 @@ def test_runs_are_all_settings_then_the_best_two_on_other_seeds(args):
 
     started = finish_all(args, curves)
     adamw = [each for each in started if each.recipe == "adamw"]
-    assert [(each.rate, each.warmup) for each in adamw[:8]] == [(rate, w) for w in (0.05, 0.15) for rate in last]
-    assert {each.seed for each in adamw[:8]} == {42}
-    assert [(each.rate, each.warmup, each.seed) for each in adamw[8:]] == [
+    assert [(each.rate, each.warmup) for each in adamw[:10]] == [(rate, w) for w in (0.05, 0.15) for rate in last]
+    assert {each.seed for each in adamw[:10]} == {42}
+    assert [(each.rate, each.warmup, each.seed) for each in adamw[10:]] == [
         (rate, 0.15, seed) for seed in (43, 44) for rate in (1e-3, 2e-3)
     ]
     (plan,) = args.plans.values()
     best = tuned(args, "1M", plan, "adamw")
     assert (best.rate, best.warmup, sorted(best.curves)) == (2e-3, 0.15, [42, 43, 44])
     assert best.loss == pytest.approx(np.mean([2.49, 2.44, 2.44]))
-    assert len(started) == 8 + 4 + 3 + 4
+    assert len(started) == 10 + 4 + 3 + 4
     assert not list(missing_runs(args))
 
 
@@ -251,4 +251,4 @@ def test_runs_are_made_in_pieces(dataset, tmp_path):
     assert len(curve) == 2
     assert 2048 < curve[1][0] <= 4096
     assert not saved.with_suffix("").exists(), "the run's own files stay"
-    assert f"| adamw | 0.0005 | 5% | {curve[-1][1]:.4f} |" in done.stdout
+    assert f"| adamw | 0.00025 | 5% | {curve[-1][1]:.4f} |" in done.stdout
