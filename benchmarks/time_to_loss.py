@@ -32,6 +32,7 @@ from benchmarks.recipes import CPU_PLANS, DECISIVE_PLANS, DECISIVE_RECIPES, SMAL
 from common.cli import UserError, run
 from common.files.json_files import read_json, read_json_lines, replace_flushed
 from common.flags import Missing, flag, parse_arguments
+from extras.prepare.clusters import DIRECTORY as CLUSTERS
 
 EXPLANATION = """Each recipe at its best setting, means over the seeds ± their standard errors. Held-out loss is asked
 at 15 % masks. A loss is reached where the line between two evaluations first crosses it. AdamW's last loss is that of
@@ -262,7 +263,11 @@ def report(args: Arguments) -> None:
     path = Path(args.report or args.directory / "time_to_loss.md")
     picture = [f"![held-out loss by tokens]({path.with_suffix('.png').name})", ""] if panels else []
     where = "\n\n".join(where_measured("benchmarks.time_to_loss", "torch"))
-    text = "\n".join(["# Tokens to a held-out loss", "", where, "", EXPLANATION, "", *picture, *sections])
+    by_clusters = (Path(str(args.dataset_dir)) / "train" / CLUSTERS).exists()
+    held_out = f"Held-out proteins: {'whole clusters' if by_clusters else 'drawn one by one'}."
+    text = "\n".join(
+        ["# Tokens to a held-out loss", "", where, "", EXPLANATION, "", held_out, "", *picture, *sections]
+    )
     publish(text, str(path))
     if panels:
         draw(panels, path.with_suffix(".png"))

@@ -172,6 +172,10 @@ def test_report_names_what_has_not_been_run(args, capsys):
     text = (args.directory / "time_to_loss.md").read_text()
     assert text.strip() == capsys.readouterr().out.strip()
     assert "Not run: muon (seeds 43, 44), muon-mask25.\n" in text
+    assert "Held-out proteins: drawn one by one.\n" in text
+    (args.directory / "train" / "clusters").mkdir(parents=True)
+    report(replace(args, dataset_dir=str(args.directory)))
+    assert "Held-out proteins: whole clusters.\n" in capsys.readouterr().out
     assert (args.directory / "time_to_loss.png").read_bytes().startswith(b"\x89PNG")
 
 
