@@ -265,10 +265,8 @@ def report(args: Arguments) -> None:
     where = "\n\n".join(where_measured("benchmarks.time_to_loss", "torch"))
     by_clusters = (Path(str(args.dataset_dir)) / "train" / CLUSTERS).exists()
     held_out = f"Held-out proteins: {'whole clusters' if by_clusters else 'drawn one by one'}."
-    text = "\n".join(
-        ["# Tokens to a held-out loss", "", where, "", EXPLANATION, "", held_out, "", *picture, *sections]
-    )
-    publish(text, str(path))
+    head = ["# Tokens to a held-out loss", "", where, "", EXPLANATION, "", held_out, ""]
+    publish("\n".join([*head, *picture, *sections]), str(path))
     if panels:
         draw(panels, path.with_suffix(".png"))
 
