@@ -37,6 +37,7 @@ from common.models.layers.residual import begin, total
 from common.shapes import filled_up
 from common.training.run_logger import PEAK_FLOPS
 from extras.dry_run.memory_tracker import MemoryTracker
+from extras.muon import HeldParameter, Ranks, StepCost, assign, step_cost
 
 EAGER, COMPILED = "eager", "compiled"
 BF16 = "compiled, --bf16_residual"  # layers
@@ -231,6 +232,20 @@ def bytes_sent(parameters: int, ranks: int) -> dict[str, float]:
     return {"DDP": 2 * share * 4 * parameters, "FSDP2": share * (2 * 2 + 4) * parameters}
 
 
+def muon_cost(size: str, replicas: int, shards: int) -> StepCost:
+    """What --optim muon costs the first of replicas x shards ranks in a step, with --bf16."""
+    with torch.device("meta"):
+        model = Esm2ForMaskedLM(esm2_config(*SIZES[size]))
+    held = []
+    for name, blocks in model.hidden_matrices().items():
+        rows, columns = model.get_parameter(name).shape
+        chunk = -(-rows // shards)  # as fully_shard splits rows
+        spans = [(min(rows, chunk * n), max(0, min(chunk, rows - chunk * n))) for n in range(shards)]
+        held.append(HeldParameter(blocks, columns, spans))
+    groups = assign(held, replicas, shards, 0)
+    return step_cost(groups, Ranks(size=replicas), Ranks(size=shards), torch.bfloat16.itemsize)
+
+
 # ---- tables ----------------------------------------------------------------------------------------------------
 
 
@@ -312,6 +327,21 @@ def packs_table(args: Arguments) -> Iterator[str]:
             yield f"| {step.all.moved / packs / 1e9:.1f} | {1000 * seconds / packs:.1f} | {mfu:.1%} |\n"
 
 
+def muon_table(args: Arguments) -> Iterator[str]:
+    """Steps of one pack a rank. The share is of the FLOPs of its pack; milliseconds at the matmuls' efficiency."""
+    yield "| Muon, H100 | strategy | GPUs | tokens a step | Newton-Schulz, TFLOP a GPU | share | ms | sends, GB |\n"
+    yield "|---|---|--:|--:|--:|--:|--:|--:|\n"
+    device = DEVICES[0]
+    for size in args.sizes.split(","):
+        step = step_of(size, args.tokens, BF16)
+        for strategy, replicas, shards in (("one GPU", 1, 1), ("DDP", args.ranks, 1), ("FSDP2", 1, args.ranks)):
+            cost = muon_cost(size, replicas, shards)
+            seconds = cost.flops / device.peak / device.of_matmuls
+            yield f"| {size} | {strategy} | {replicas * shards} | {step.tokens * replicas * shards:,} "
+            yield f"| {cost.flops / 1e12:.2f} | {cost.flops / step.flops:.1%} | {1000 * seconds:.1f} "
+            yield f"| {cost.bytes_sent / 1e9:.2f} |\n"
+
+
 def checks_table() -> Iterator[str]:
     yield "| GPU | model | layers by | tokens a step | tokens/s | by the model | |\n"
     yield "|---|---|---|--:|--:|--:|--:|\n"
@@ -326,7 +356,7 @@ def checks_table() -> Iterator[str]:
 
 def main() -> None:
     args = parse_arguments(__doc__, Arguments)
-    tables = [counts_table(args), graphs_table(), times_table(args), packs_table(args)]
+    tables = [counts_table(args), graphs_table(), times_table(args), packs_table(args), muon_table(args)]
     tables += [checks_table()] if args.checks else []
     parts = [*where_measured("benchmarks.step_model", "torch"), *("".join(table).rstrip() for table in tables)]
     publish("\n\n".join(parts) + "\n", args.output)

@@ -17,8 +17,9 @@ turns a rounding difference of the gradient into one of up to 1.8e-2 of the upda
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -158,12 +159,41 @@ class StepCost:
     temporary: int
 
 
-class Ranks:
+class Ranks(NamedTuple):
     """This rank in a process group; None: alone."""
 
-    def __init__(self, group: dist.ProcessGroup | None):
-        self.group = group
-        self.rank, self.size = (dist.get_rank(group), dist.get_world_size(group)) if group else (0, 1)
+    group: dist.ProcessGroup | None = None
+    rank: int = 0
+    size: int = 1
+
+    @classmethod
+    def of(cls, group: dist.ProcessGroup | None) -> Ranks:
+        return cls(group, dist.get_rank(group), dist.get_world_size(group)) if group else cls()
+
+
+def step_cost(groups: Sequence[Sequence[OwnedBlock]], replicas: Ranks, shards: Ranks, itemsize: int) -> StepCost:
+    """Of blocks that `assign` has given owners. itemsize: bytes of an element in the exchange."""
+    flops, sent, temporary = [0.0] * (replicas.size * shards.size), 0, 0
+    for group in groups:
+        rows = [0] * replicas.size
+        own: dict[tuple[int, int], int] = {}  # elements of the matrices of each shape
+        for each in group:
+            flops[each.replica * shards.size + each.shard] += newton_schulz_flops(each.block, each.columns)
+            here, whole = each.rows_of[shards.rank] * each.columns, each.block.rows * each.columns
+            rows[each.replica] += here
+            if each.replica == replicas.rank:
+                is_owner = each.shard == shards.rank
+                sent += whole - here if is_owner else here  # rows of the update, or of the direction
+                own[each.shape] = own.get(each.shape, 0) + is_owner * whole
+        sent += (replicas.size - 1) * max(rows)
+        # Of a Newton-Schulz step: input, two products, output, and two squares.
+        steps = [size * (4 + 2 * min(shape) / max(shape)) for shape, size in own.items()]
+        held = sum(rows) + max(steps, default=0)
+        if shards.size > 1:  # what is sent, what is received, and whole matrices
+            held += sum(rows) + 2 * sum(own.values())
+        gathered = sum(rows) + replicas.size * max(rows) + 2 * sum(own.values()) if replicas.size > 1 else 0
+        temporary = max(temporary, held, gathered)
+    return StepCost(max(flops), sent * itemsize, int(temporary) * itemsize)
 
 
 class Muon(torch.optim.Optimizer):
@@ -192,7 +222,7 @@ class Muon(torch.optim.Optimizer):
         super().__init__([*groups, matrix_group], {"lr": flags.learning_rate})
 
         self._device, self._dtype = world.device, dtype
-        self._shards, self._replicas = Ranks(strategy.shard_group), Ranks(strategy.replica_group)
+        self._shards, self._replicas = Ranks.of(strategy.shard_group), Ranks.of(strategy.replica_group)
         own = [[first, len(rows)] for rows, first in map(local_shard, hidden)]
         held = world.gather(own, strategy.shard_group) if self._shards.size > 1 else [own]
         shards = held[: self._shards.size]
@@ -209,48 +239,38 @@ class Muon(torch.optim.Optimizer):
         self._adamw.state, self._adamw.param_groups = self.state, groups  # loading a state replaces both
         self._adamw.step()
         lr, momentum = group["lr"], group["momentum"]
-        directions = [self._direction(parameter, momentum) for parameter in self._hidden]
+        for parameter in self._hidden:
+            self._momentum(parameter).lerp_(self._gradient(parameter), 1 - momentum)
         if lr == 0:
             return
         for blocks in self._groups:
-            updates = self._updates(blocks, [directions[each.number](each.here) for each in blocks])
+            updates = self._updates(blocks, [self._direction(each, momentum) for each in blocks])
             for each, update in zip(blocks, updates, strict=True):
                 weights = local_shard(self._hidden[each.number])[0][each.here]
                 weights.mul_(1 - lr * group["weight_decay"])
                 weights.add_(update.to(weights.device), alpha=-lr * each.scale)
 
     def cost(self) -> StepCost:
-        me, replicas, shards = self._shards.rank, self._replicas.size, self._shards.size
-        flops, sent, temporary = [0.0] * (replicas * shards), 0, 0
-        for group in self._groups:
-            rows, own = [0] * replicas, 0
-            for each in group:
-                flops[each.replica * shards + each.shard] += newton_schulz_flops(each.block, each.columns)
-                here, whole = each.rows_of[me] * each.columns, each.block.rows * each.columns
-                rows[each.replica] += here
-                if each.replica == self._replicas.rank:
-                    own += whole * (each.shard == me)
-                    sent += whole - here if each.shard == me else here  # rows of the update, or of the direction
-            sent += (replicas - 1) * max(rows)
-            # Directions, what is sent, updates; of own matrices the input, a step's in- and output, two squares.
-            temporary = max(temporary, 3 * sum(rows) + 5 * own)
-        size = self._dtype.itemsize
-        return StepCost(max(flops), sent * size, temporary * size)
+        return step_cost(self._groups, self._replicas, self._shards, self._dtype.itemsize)
 
-    def _direction(self, parameter: nn.Parameter, momentum: float) -> Callable[[slice], Tensor]:
-        """Add the gradient to the momentum. Returns what gives some of this rank's rows of Nesterov's direction."""
+    def _momentum(self, parameter: nn.Parameter) -> Tensor:
+        """This rank's rows."""
         state = self.state[parameter]
         if not state:
             state["momentum_buffer"] = torch.zeros_like(parameter)
-        buffer = _local(state["momentum_buffer"])
-        # Megatron-FSDP gives a rank without rows no gradient; the rank takes part in the exchange all the same.
-        gradient = torch.zeros_like(buffer) if parameter.grad is None else _local(parameter.grad).to(buffer.dtype)
-        buffer.lerp_(gradient, 1 - momentum)
+        return _local(state["momentum_buffer"])
 
-        def rows(here: slice) -> Tensor:
-            return gradient[here].lerp(buffer[here], momentum).to(self._device, self._dtype)
+    def _gradient(self, parameter: nn.Parameter) -> Tensor:
+        """This rank's rows. Megatron-FSDP gives a rank without rows none; it takes part in the exchange even so."""
+        if parameter.grad is None:
+            return torch.zeros_like(_local(parameter))
+        return _local(parameter.grad).to(parameter.dtype)
 
-        return rows
+    def _direction(self, each: OwnedBlock, momentum: float) -> Tensor:
+        """Nesterov's, of this rank's rows of the block."""
+        parameter = self._hidden[each.number]
+        rows = self._gradient(parameter)[each.here].lerp(self._momentum(parameter)[each.here], momentum)
+        return rows.to(self._device, self._dtype)
 
     def _updates(self, blocks: list[OwnedBlock], rows: list[Tensor]) -> list[Tensor]:
         """This rank's rows [rows, columns] of each block's update, from those of its direction."""
@@ -264,11 +284,14 @@ class Muon(torch.optim.Optimizer):
             for replica in range(self._replicas.size)
         ]
         longest = max(map(sum, sizes))
-        sent = F.pad(_flat(done, rows[0]), (0, longest - sum(sizes[self._replicas.rank])))
+        sent = F.pad(self._flat(done), (0, longest - sum(sizes[self._replicas.rank])))
         gathered = sent.new_empty(self._replicas.size * longest)
         if longest:  # the same for all replicas
             dist.all_gather_into_tensor(gathered, sent, group=self._replicas.group)
-        parts = [iter(of[: sum(size)].split(size)) for of, size in zip(gathered.split(longest), sizes, strict=True)]
+        parts = [
+            iter(of[: sum(size)].split(size))
+            for of, size in zip(gathered.view(len(sizes), longest), sizes, strict=True)
+        ]
         return [next(parts[each.replica]).view(shape) for each, shape in zip(blocks, shapes, strict=True)]
 
     def _by_owners(self, blocks: list[OwnedBlock], rows: list[Tensor]) -> list[Tensor]:
@@ -280,18 +303,23 @@ class Muon(torch.optim.Optimizer):
         own = [each for each in blocks if each.shard == me]
         sent = [sum(each.rows_of[me] * each.columns for each in blocks if each.shard == shard) for shard in shards]
         received = [sum(each.rows_of[shard] * each.columns for each in own) for shard in shards]
-        to_owners = _flat([rows[number] for number in order], rows[0])
+        to_owners = self._flat([rows[number] for number in order])
         at_owner = to_owners.new_empty(sum(received))
         dist.all_to_all_single(at_owner, to_owners, received, sent, group=self._shards.group)
         pieces = at_owner.split([each.rows_of[shard] * each.columns for shard in shards for each in own])
         whole = [torch.cat(pieces[n :: len(own)]).view(-1, each.columns) for n, each in enumerate(own)]
         done = [update.split(each.rows_of) for each, update in zip(own, orthogonal_rows(own, whole), strict=True)]
-        back = _flat([of_shards[shard] for shard in shards for of_shards in done], to_owners)
+        back = self._flat([of_shards[shard] for shard in shards for of_shards in done])
         updates = torch.empty_like(to_owners)
         dist.all_to_all_single(updates, back, sent, received, group=self._shards.group)
         parts = updates.split([rows[number].numel() for number in order])
         by_number = dict(zip(order, parts, strict=True))
         return [by_number[number].view(rows[number].shape) for number in range(len(blocks))]
+
+    def _flat(self, tensors: Sequence[Tensor]) -> Tensor:
+        """All elements end to end."""
+        none = torch.empty(0, dtype=self._dtype, device=self._device)
+        return torch.cat([none, *(tensor.flatten() for tensor in tensors)])
 
 
 def orthogonal_rows(blocks: Sequence[OwnedBlock], wholes: Sequence[Tensor]) -> list[Tensor]:
@@ -309,8 +337,3 @@ def orthogonal_rows(blocks: Sequence[OwnedBlock], wholes: Sequence[Tensor]) -> l
 
 def _local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def _flat(tensors: Sequence[Tensor], like: Tensor) -> Tensor:
-    """All elements end to end, [0] of none."""
-    return torch.cat([tensor.flatten() for tensor in tensors]) if tensors else like.new_empty(0)

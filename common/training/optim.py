@@ -87,8 +87,9 @@ def build_optimizer(
     if flags.optim == "muon":
         from extras.muon import Muon
 
-        dtype = torch.bfloat16 if bf16 else torch.float32
-        return Muon(built.weights, built.model.hidden_matrices(), flags, strategy, world, dtype)
+        if not (matrices := built.model.hidden_matrices()):
+            raise UserError("--optim muon: this family does not name its hidden matrices: leave adamw_torch_fused")
+        return Muon(built.weights, matrices, flags, strategy, world, torch.bfloat16 if bf16 else torch.float32)
     return build_adamw(built.weights.parameters(), flags)
 
 

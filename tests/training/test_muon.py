@@ -52,6 +52,17 @@ def test_muon_every_strategy_equals_one_process(dataset, tmp_path, alone, nproc,
     assert_same(tmp_path, alone)
 
 
+def test_muon_more_ranks_than_matrices_and_rows(dataset, tmp_path):
+    """Replicas without a matrix of their own, and shards without a row: six ranks, matrices of two rows."""
+    sizes = "num_hidden_layers=1,hidden_size=2,num_attention_heads=1,intermediate_size=2"
+    flags = RUN | {"max_steps": 3, "config_overrides": sizes}
+    train(dataset, tmp_path / "alone", **flags)
+    for shards in (6, 3):
+        more = {"script": FSDP2, "sharding_strategy": "hybrid", "hsdp_shard_size": shards}
+        train(dataset, tmp_path / f"{shards}", 6, **flags | more)
+        assert_same(tmp_path / f"{shards}", tmp_path / "alone")
+
+
 def test_muon_checkpoint_of_any_strategy_resumes_on_any_other(dataset, tmp_path):
     """One run that changes strategy and ranks seven times, and one process that does not: weights and all state."""
     run = RUN | {"max_steps": 8, "save_steps": 8}

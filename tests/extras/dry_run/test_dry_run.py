@@ -45,7 +45,8 @@ LLAMA |= {"intermediate_size": 352, "max_context_width": 128, "train_batch_size"
         ("train_ddp.py", 1, DEEPER, {"bf16": True}),
         ("train_ddp.py", 2, WIDER, {"gradient_checkpointing": True}),
         (FSDP, 2, WIDER, {"gradient_accumulation_steps": 2, "activation_checkpointing": "selective"}),
-        (FSDP, 4, WIDER, {"sharding_strategy": "hybrid", "hsdp_shard_size": 2}),
+        (FSDP, 4, WIDER, {"sharding_strategy": "hybrid", "hsdp_shard_size": 2, "optim": "muon"}),
+        ("train_ddp.py", 1, WIDER, {"optim": "muon", "tokens_per_pack": 128}),  # its step holds the most
         (FSDP, 1, None, {"activation_checkpointing": "none"}),
         (FSDP, 2, None, {"activation_checkpointing": "full"}),
     ],
