@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -45,18 +45,26 @@ def tokens_to(curve: Curve, loss: float) -> float | None:
     return None
 
 
-def reached(recipe: Tuned, base: Tuned, loss: float | None) -> dict[int, tuple[float | None, float | None]]:
+def tokens_to_stay(curve: Curve, loss: float) -> float | None:
+    """From when on it is never above the loss again; None if it ends above."""
+    above = [number for number, (_, here) in enumerate(curve) if not here <= loss]
+    return tokens_to(curve[above[-1] :] if above else curve, loss)
+
+
+def reached(
+    recipe: Tuned, base: Tuned, loss: float | None, when: Callable = tokens_to
+) -> dict[int, tuple[float | None, float | None]]:
     """{seed: tokens to the loss of the recipe and of AdamW}. loss: None for the last one of AdamW with this seed."""
     found = {}
     for seed in recipe.curves.keys() & base.curves.keys():
         target = last_loss(base.curves[seed]) if loss is None else loss
-        found[seed] = tokens_to(recipe.curves[seed], target), tokens_to(base.curves[seed], target)
+        found[seed] = when(recipe.curves[seed], target), when(base.curves[seed], target)
     return found
 
 
-def ratios(recipe: Tuned, base: Tuned, loss: float | None) -> list[float]:
+def ratios(recipe: Tuned, base: Tuned, loss: float | None, when: Callable = tokens_to) -> list[float]:
     """Tokens to a loss as a part of AdamW's, of each seed; [] unless both reach it with every seed."""
-    pairs = reached(recipe, base, loss).values()
+    pairs = reached(recipe, base, loss, when).values()
     if any(own is None or other is None for own, other in pairs):
         return []
     return [own / other for own, other in pairs if own and other]
@@ -87,6 +95,7 @@ def table(recipes: Mapping[str, Tuned], losses: Sequence[float]) -> list[str]:
     columns = ["recipe", "rate", "warm-up", "seeds", "last loss", "less AdamW's"]
     for target in targets:
         columns += [f"thousand tokens to {target}", "of AdamW's"]
+    columns.insert(8, "to stay there")
     lines = [f"| {' | '.join(columns)} |", "|---" + "|--:" * (len(columns) - 1) + "|"]
     base = recipes.get(BASE)
     for name, recipe in recipes.items():
@@ -96,6 +105,8 @@ def table(recipes: Mapping[str, Tuned], losses: Sequence[float]) -> list[str]:
         cells.append(shown([own[seed] - last_loss(base.curves[seed]) for seed in shared], "+.4f"))
         for loss in (None, *losses):
             cells += cells_of(recipe, base, loss)
+            if loss is None:
+                cells.append("" if base is None else shown(ratios(recipe, base, None, tokens_to_stay), ".2f"))
         lines.append(f"| {' | '.join(cells)} |")
     return lines
 
@@ -110,7 +121,9 @@ def verdict(recipes: Mapping[str, Tuned], goal: float, seeds: int) -> str:
         return f"Goal: {goal} of AdamW's tokens to its last loss. No other recipe has reached it on {seeds} seeds."
     name = min(found, key=lambda each: statistics.mean(found[each]))
     met = "met" if statistics.mean(found[name]) <= goal else "not met"
-    return f"Goal: {goal} of AdamW's tokens to its last loss. Best: {name}, {shown(found[name], '.2f')}: {met}."
+    to_stay = shown(ratios(recipes[name], recipes[BASE], None, tokens_to_stay), ".2f")
+    best = f"{shown(found[name], '.2f')} to reach it: {met}; {to_stay} to stay there"
+    return f"Goal: {goal} of AdamW's tokens to its last loss. Best: {name}, {best}."
 
 
 def draw(panels: Mapping[str, Mapping[str, Tuned]], path: Path) -> None:

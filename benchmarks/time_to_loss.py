@@ -35,8 +35,10 @@ from common.flags import Missing, flag, parse_arguments
 from extras.prepare.clusters import DIRECTORY as CLUSTERS
 
 EXPLANATION = """Each recipe at its best setting, means over the seeds ± their standard errors. Held-out loss is asked
-at 15 % masks. A loss is reached where the line between two evaluations first crosses it. AdamW's last loss is that of
-the same seed, and all comparisons are of the same seed: the same initial weights, batches and held-out questions."""
+at 15 % masks. A loss is reached where the line between two evaluations first crosses it. Curves are noisy while the
+rate is high: "to stay there" is when a curve crosses AdamW's last loss for the last time, as a part of AdamW's tokens.
+AdamW's last loss is that of the same seed, and all comparisons are of the same seed: the same initial weights, batches
+and held-out questions."""
 
 FINALISTS = 2  # settings of a recipe that are run on all seeds
 
@@ -138,10 +140,12 @@ class Run:
         changed = ["-m", "benchmarks.candidates", str(change)] if change else []
         return [*launcher, *changed, "train_ddp.py", *words(flags)]
 
+    def path(self, args: Arguments) -> Path:
+        return args.directory / f"{self.name}.json"
+
     def saved(self, args: Arguments) -> dict | None:
         """What `start` has left; None if it has not been run with these flags."""
-        path = args.directory / f"{self.name}.json"
-        saved = read_json(path) if path.exists() else {}
+        saved = read_json(self.path(args)) if self.path(args).exists() else {}
         return saved if saved.get("flags") == json.loads(json.dumps(self.flags)) else None
 
     def curve(self, args: Arguments) -> Curve | None:
@@ -156,16 +160,20 @@ class Run:
         rows = read_json_lines(directory / "metrics.jsonl")
         curve = [(row["tokens"], row["eval_loss"]) for row in rows if "eval_loss" in row]
         data = read_json(directory / "trainer_state.json")["data"]["dataset"]
-        with replace_flushed(directory.with_name(f"{self.name}.json")) as path:
+        with replace_flushed(self.path(args)) as path:
             path.write_text(json.dumps({"flags": self.flags, "dataset": data, "curve": curve}))
         shutil.rmtree(directory)
         say(f"{self.name}: {last_loss(curve):.4f} after {curve[-1][0]:,} tokens")
 
 
+def settings_on(seed: int, size: str, plan: Plan, recipe: str) -> list[Run]:
+    how = plan.recipes[recipe]
+    return [Run(size, plan, recipe, rate, warmup, seed) for warmup in how.warmups for rate in how.rates]
+
+
 def runs_of(args: Arguments, size: str, plan: Plan, recipe: str) -> list[Run]:
     """All settings on the first seed; once those are done, also the best on the other seeds."""
-    how = plan.recipes[recipe]
-    first = [Run(size, plan, recipe, rate, warmup, plan.seeds[0]) for warmup in how.warmups for rate in how.rates]
+    first = settings_on(plan.seeds[0], size, plan, recipe)
     curves = [run.curve(args) for run in first]
     if None in curves:
         return first
@@ -184,13 +192,20 @@ def missing_runs(args: Arguments) -> Iterator[Run]:
                         yield each
 
 
+def curves_of(args: Arguments, size: str, plan: Plan, recipe: str) -> dict[tuple[float, float], dict[int, Curve]]:
+    """{(rate, warm-up): {seed: curve}} of all finished runs."""
+    found: dict[tuple[float, float], dict[int, Curve]] = {}
+    for seed in plan.seeds:
+        for each in settings_on(seed, size, plan, recipe):
+            if (curve := each.curve(args)) is not None:
+                found.setdefault((each.rate, each.warmup), {})[seed] = curve
+    return found
+
+
 def tuned(args: Arguments, size: str, plan: Plan, recipe: str) -> Tuned | None:
     """The recipe's best setting: of those on the most seeds, the one with the lowest mean of the last loss."""
-    by_setting: dict[tuple[float, float], dict[int, Curve]] = {}
-    for each in runs_of(args, size, plan, recipe):
-        if (curve := each.curve(args)) is not None:
-            by_setting.setdefault((each.rate, each.warmup), {})[each.seed] = curve
-    settings = [Tuned(rate, warmup, curves) for (rate, warmup), curves in by_setting.items()]
+    found = curves_of(args, size, plan, recipe)
+    settings = [Tuned(rate, warmup, curves) for (rate, warmup), curves in found.items()]
     return min(settings, key=lambda setting: (-len(setting.curves), setting.loss), default=None)
 
 
@@ -211,9 +226,14 @@ def listing(args: Arguments) -> Iterator[str]:
 
 def check_dataset(args: Arguments) -> None:
     """UserError if the finished runs are of several."""
-    of_plans = [(size, plan, recipe) for size, plan in args.plans.items() for recipe in plan.recipes]
-    saved = [each.saved(args) for plan in of_plans for each in runs_of(args, *plan)]
-    if len({run["dataset"] for run in saved if run}) > 1:
+    runs = [
+        each
+        for size, plan in args.plans.items()
+        for recipe in plan.recipes
+        for seed in plan.seeds
+        for each in settings_on(seed, size, plan, recipe)
+    ]
+    if len({saved["dataset"] for each in runs if (saved := each.saved(args))}) > 1:
         raise UserError(f"{args.output_dir}: has runs of different datasets: take one --output_dir for each")
 
 
@@ -222,28 +242,22 @@ def settings_table(args: Arguments, size: str, plan: Plan) -> list[str]:
     lines = [f"| recipe | rate | warm-up | {' | '.join(f'seed {seed}' for seed in plan.seeds)} |"]
     lines.append("|---|--:|--:" + "|--:" * len(plan.seeds) + "|")
     for recipe in plan.recipes:
-        losses = {
-            (run.rate, run.warmup, run.seed): f"{last_loss(curve):.4f}"
-            for run in runs_of(args, size, plan, recipe)
-            if (curve := run.curve(args)) is not None
-        }
-        for rate, warmup in dict.fromkeys(setting[:2] for setting in losses):
-            of_seeds = [losses.get((rate, warmup, seed), "") for seed in plan.seeds]
+        for (rate, warmup), curves in curves_of(args, size, plan, recipe).items():
+            of_seeds = [f"{last_loss(curves[seed]):.4f}" if seed in curves else "" for seed in plan.seeds]
             lines.append(f"| {recipe} | {rate:g} | {warmup:.0%} | {' | '.join(of_seeds)} |")
     return lines
 
 
 def not_run(args: Arguments, size: str, plan: Plan) -> str:
     lacking = []
-    for recipe, how in plan.recipes.items():
+    for recipe in plan.recipes:
         runs = runs_of(args, size, plan, recipe)
-        todo = [run for run in runs if run.curve(args) is None]
-        selected = len(runs) > len(how.rates) * len(how.warmups)
+        todo = [each.name.removeprefix(f"{size}-{recipe}-") for each in runs if each.curve(args) is None]
         if len(todo) == len(runs):
             lacking.append(recipe)
-        elif todo or not selected:
-            seeds = {run.seed for run in todo} | set(() if selected else plan.seeds[1:])
-            lacking.append(f"{recipe} (seeds {', '.join(map(str, sorted(seeds)))})")
+        elif todo:
+            unselected = len(runs) == len(settings_on(plan.seeds[0], size, plan, recipe))
+            lacking.append(f"{recipe} ({', '.join(todo)}{', then the best two on the other seeds' * unselected})")
     return f"Not run: {', '.join(lacking)}." if lacking else "All recipes have been run."
 
 

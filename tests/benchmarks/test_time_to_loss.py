@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from benchmarks.dry_run import parsed
-from benchmarks.loss_curves import Tuned, last_loss, table, tokens_to, verdict
+from benchmarks.loss_curves import Tuned, last_loss, table, tokens_to, tokens_to_stay, verdict
 from benchmarks.recipes import CPU_PLANS, DECISIVE_PLANS
 from benchmarks.time_to_loss import (
     Arguments,
@@ -57,7 +57,7 @@ def args(tmp_path):
 
 def finish(args: Arguments, each: Run, curve, dataset: str = "proteins") -> None:
     saved = {"flags": each.flags, "dataset": dataset, "curve": curve}
-    (args.directory / f"{each.name}.json").write_text(json.dumps(saved))
+    each.path(args).write_text(json.dumps(saved))
 
 
 def finish_all(args: Arguments, curves) -> list[Run]:
@@ -85,6 +85,15 @@ def test_tokens_to_takes_the_first_crossing():
     assert tokens_to([(100, math.nan), (200, math.nan)], 2.6) is None
 
 
+def test_tokens_to_stay_takes_the_last_crossing():
+    curve = [(100, 3.0), (200, 2.8), (300, 2.9), (400, 2.7)]
+    assert tokens_to_stay(curve, 2.8) == pytest.approx(350)
+    assert tokens_to_stay(curve, 2.95) == pytest.approx(125)
+    assert tokens_to_stay(curve, 3.1) == 100
+    assert tokens_to_stay(curve, 2.6) is None
+    assert tokens_to_stay([(100, 2.5), (200, math.nan)], 2.6) is None
+
+
 def test_table_has_paired_ratios_and_their_errors():
     seeds, losses = (1, 2, 3), (2.7, 2.6, 2.2)
     base = Tuned(1e-3, 0.05, {seed: curve_of(2.5 + 0.01 * seed) for seed in seeds})
@@ -110,16 +119,19 @@ def test_table_has_paired_ratios_and_their_errors():
     expect(rows["muon"][7], np.array(own) / 1e6)
     for number, loss in enumerate(losses[:2]):
         pairs = [(crossing(other.curves[seed], loss), crossing(base.curves[seed], loss)) for seed in seeds]
-        expect(rows["muon"][8 + 2 * number], [a / 1000 for a, _ in pairs])
-        expect(rows["muon"][9 + 2 * number], [a / b for a, b in pairs])
-    assert rows["muon"][12:] == ["not reached (3 of 3)", ""]
-    assert rows["slow"][6:8] == ["not reached (1 of 1)", ""]
+        expect(rows["muon"][9 + 2 * number], [a / 1000 for a, _ in pairs])
+        expect(rows["muon"][10 + 2 * number], [a / b for a, b in pairs])
+    assert rows["muon"][8] == rows["muon"][7], "these curves only fall"
+    assert rows["muon"][13:] == ["not reached (3 of 3)", ""]
+    assert rows["slow"][6:9] == ["not reached (1 of 1)", "", ""]
     assert rows["adamw"][5] == ""
     assert rows["adamw"][7] == "1.00 ± 0.00"
 
     mean, error = mean_and_error(np.array(own) / 1e6)
-    assert verdict(recipes, 0.65, 3).endswith(f"Best: muon, {mean:.2f} ± {error:.2f}: met.")
-    assert verdict(recipes, 0.1, 3).endswith("not met.")
+    assert verdict(recipes, 0.65, 3).endswith(
+        f"Best: muon, {mean:.2f} ± {error:.2f} to reach it: met; {mean:.2f} ± {error:.2f} to stay there."
+    )
+    assert ": not met;" in verdict(recipes, 0.1, 3)
     assert "No other recipe" in verdict({"adamw": base, "slow": slow}, 0.65, 3)
 
 
@@ -171,8 +183,13 @@ def test_report_names_what_has_not_been_run(args, capsys):
     report(args)
     text = (args.directory / "time_to_loss.md").read_text()
     assert text.strip() == capsys.readouterr().out.strip()
-    assert "Not run: muon (seeds 43, 44), muon-mask25.\n" in text
+    left = [f"{rate}-warmup0.15-seed{seed}" for seed in (43, 44) for rate in (0.001, 0.002)]
+    assert f"Not run: muon ({', '.join(left)}), muon-mask25.\n" in text
     assert "Held-out proteins: drawn one by one.\n" in text
+    runs_of(args, "1M", args.plans["1M"], "muon")[0].path(args).unlink()
+    report(args)
+    then = "0.001-warmup0.15-seed42, then the best two on the other seeds"
+    assert f"Not run: muon ({then}), muon-mask25.\n" in capsys.readouterr().out
     (args.directory / "train" / "clusters").mkdir(parents=True)
     report(replace(args, dataset_dir=str(args.directory)))
     assert "Held-out proteins: whole clusters.\n" in capsys.readouterr().out
