@@ -24,7 +24,8 @@ from common.flags import flag, parse_arguments
 from common.models.esm2.alphabet import ESM2_TOKENS
 from common.models.esm2.config import HIDDEN_ACT, load_config
 from common.models.esm2.model import Esm2ForMaskedLM, build_model
-from common.training.optim import OptimizerFlags, build_adamw, lr_schedule
+from common.training.optim import OptimizerFlags, build_adamw
+from common.training.schedule import lr_schedule
 
 
 @dataclass

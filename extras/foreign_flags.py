@@ -6,6 +6,7 @@ The FSDP guides' own arguments are not here: the scripts take them as they are (
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -38,6 +39,22 @@ class Ours:
         parts = [value] if len(names) == 1 else unlisted(value).split(",")
         given = [f"--{name}={self.convert(part.strip())}" for name, part in zip(names, parts, strict=False)]
         return given + self.also(value)
+
+
+@dataclass(frozen=True)
+class OfJson(Ours):
+    """Of a flag whose value is a JSON object of numbers. keys: {its key: our flag}; other keys have none."""
+
+    keys: dict[str, str] = field(default_factory=dict)
+
+    def words(self, value: str) -> list[str]:
+        try:
+            given = json.loads(value)
+        except ValueError:
+            return []
+        entries = given.items() if isinstance(given, dict) else ()
+        numbers = ((key, entry) for key, entry in entries if isinstance(entry, int | float))
+        return [f"--{self.keys[key]}={entry}" for key, entry in numbers if key in self.keys]
 
 
 def unlisted(value: str) -> str:
@@ -291,7 +308,11 @@ TRANSFORMERS = {
     "overwrite_cache": Ours(why="none: step 1 redoes what its input or flags change"),
     **none("none: packs leave no padding to save", "train_sampling_strategy", "group_by_length", "length_column_name"),
     "validation_split_percentage": Ours(why="none: step 1 makes the splits (1.tokenize_uniref_csv.py)"),
-    "lr_scheduler_kwargs": Ours(why="none: --warmup_steps and --max_steps set the schedule"),
+    "lr_scheduler_kwargs": OfJson(
+        "min_lr_rate lr_decay_steps",
+        "of its min_lr_rate, min_lr_ratio and num_decay_steps; wsd falls linearly here",
+        keys={"min_lr_rate": "min_lr_rate", "min_lr_ratio": "min_lr_rate", "num_decay_steps": "lr_decay_steps"},
+    ),
     "logging_dir": Ours(why="none: --report_to tensorboard writes into --output_dir"),
     **none("those of 1.tokenize_uniref_csv.py", "preprocessing_num_workers", "line_by_line"),
     **none(

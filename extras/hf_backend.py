@@ -25,7 +25,7 @@ from common.distributed.world import World
 from common.models.esm2.alphabet import PAD
 from common.models.esm2.config import Esm2Config
 from common.models.esm2.convert import pieces_to_hf
-from common.models.esm2.model import Esm2ForMaskedLM, Esm2Output
+from common.models.esm2.model import TRAIN_MASK_RATIO, Esm2ForMaskedLM, Esm2Output
 
 
 def check(args: Any, world: World) -> None:
@@ -63,6 +63,14 @@ class StockEsm(Esm2ForMaskedLM):
         assert self._buffers_of_stock.keys() == dict(model.named_buffers()).keys(), "buffers of layers: not handled"
         self._names = {name for name, _ in model.named_parameters()}
         self._stock = [model]  # in a list: its parameters, which stay on the meta device, are not this module's
+        self._mask_ratio = TRAIN_MASK_RATIO
+        model.esm.embeddings.register_forward_hook(self._scaled)
+
+    def _scaled(self, embeddings: Any, inputs: tuple, embedded: Tensor) -> Tensor:
+        """Stock token dropout is made for 12 % of `<mask>` in training: scale to the fraction of this batch."""
+        if self._mask_ratio == TRAIN_MASK_RATIO or not embeddings.token_dropout:
+            return embedded
+        return embedded * ((1 - self._mask_ratio) / (1 - TRAIN_MASK_RATIO))
 
     def forward(
         self,
@@ -72,10 +80,11 @@ class StockEsm(Esm2ForMaskedLM):
         max_seqlen: int | None = None,
         attention_mask: Tensor | None = None,
         labels: Tensor | None = None,
+        mask_ratio: float = TRAIN_MASK_RATIO,
         **unused: Any,
     ) -> Esm2Output:
         """As Esm2ForMaskedLM's, but the LM head runs on all positions. A pack is padded to `max_seqlen`."""
-        where = None
+        where, self._mask_ratio = None, mask_ratio
         if input_ids.dim() == 1:
             assert cu_seqlens is not None, "a pack comes with cu_seqlens"
             assert max_seqlen is not None, "and with max_seqlen"

@@ -8,6 +8,7 @@ batch and each keeps its slices of the sequences: no communication.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol, Required, TypedDict
 
 import numpy as np
@@ -24,8 +25,41 @@ from common.shapes import predicted_positions
 
 IGNORE = -100  # label of a token without loss: the default ignore_index of torch's cross-entropy
 FATE = 0x5851F42D4C957F2D  # derives the hash that decides between <mask>, random and unchanged
-MASKED_BELOW = np.uint64(0.8 * 2**32)
-RANDOM_BELOW = np.uint64(0.9 * 2**32)
+
+
+@dataclass(frozen=True)
+class MaskRates:
+    """How much to mask, and how. Names and defaults are those of transformers' DataCollatorForLanguageModeling, and
+    ESM-2's (Lin et al. 2023).
+
+    mlm_probability: of the residues are selected; of those mask_replace_prob become `<mask>`, random_replace_prob a
+    random amino acid, and the rest stays. end: mlm_probability at the last of total_steps, to which it falls linearly.
+    """
+
+    mlm_probability: float = 0.15
+    mask_replace_prob: float = 0.8
+    random_replace_prob: float = 0.1
+    end: float | None = None
+    total_steps: int = 1
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.mlm_probability <= 1:
+            raise UserError(f"the masking probability lies between 0 and 1, not {self.mlm_probability}")
+
+    def at(self, step: int) -> MaskRates:
+        """Those of a step, 0-based."""
+        if self.end is None:
+            return self
+        done = min(1.0, step / max(1, self.total_steps - 1))
+        return replace(self, mlm_probability=self.mlm_probability * (1 - done) + self.end * done, end=None)
+
+    @property
+    def mask_ratio(self) -> float:
+        """Expected fraction of <mask> among the tokens."""
+        return self.mlm_probability * self.mask_replace_prob
+
+
+ESM2_MASK_RATES = MaskRates()
 
 
 def mask_tokens(
@@ -36,13 +70,12 @@ def mask_tokens(
     tokens: TokenSet,
     seed: int,
     epoch: int,
-    mlm_probability: float = 0.15,
+    rates: MaskRates = ESM2_MASK_RATES,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """BERT masking of the crops of n sequences, laid end to end.
+    """BERT masking (Devlin et al. 2019) of the crops of n sequences, laid end to end.
 
-    `mlm_probability` of the residues are selected; of those 80 % become `<mask>`, 10 % a random amino acid and 10 %
-    stay (Devlin et al. 2019; Lin et al. 2023 for ESM-2). The choice is a hash of (seed, epoch, record, position): a
-    token is masked in the same way in every batch. Special tokens are never selected.
+    The choice is a hash of (seed, epoch, record, position): a token is masked in the same way in every batch, and one
+    that is selected at some mlm_probability is also selected at every higher one. Special tokens are never selected.
 
     ids: uint8 [T]; records: int64 [n], the store's index of each sequence; starts: int64 [n], where in its sequence
     each crop begins; lengths: int64 [n], T in sum. Returns input ids uint8 [T] and labels int64 [T], the original id
@@ -59,7 +92,9 @@ def mask_tokens(
     first, last = tokens.residues
     is_residue = (ids >= first) & (ids <= last)
     # 53 bits, so that a probability of 1.0 has a threshold
-    selected = np.flatnonzero(((hashes >> np.uint64(11)) < np.uint64(round(mlm_probability * 2**53))) & is_residue)
+    selected = np.flatnonzero(
+        ((hashes >> np.uint64(11)) < np.uint64(round(rates.mlm_probability * 2**53))) & is_residue
+    )
     labels = np.full(len(ids), IGNORE, dtype=np.int64)
     labels[selected] = ids[selected]
 
@@ -67,14 +102,17 @@ def mask_tokens(
     which, residue = fate >> np.uint64(32), fate & np.uint64(0xFFFFFFFF)
     replacements = np.array(tokens.replacements, np.uint8)
     amino_acids = replacements[(residue * np.uint64(len(replacements))) >> np.uint64(32)]
+    masked_below = np.uint64(rates.mask_replace_prob * 2**32)
+    random_below = np.uint64((rates.mask_replace_prob + rates.random_replace_prob) * 2**32)
     input_ids = ids.copy()
     input_ids[selected] = np.where(
-        which < MASKED_BELOW, np.uint8(tokens.mask), np.where(which < RANDOM_BELOW, amino_acids, ids[selected])
+        which < masked_below, np.uint8(tokens.mask), np.where(which < random_below, amino_acids, ids[selected])
     )
     return input_ids, labels
 
 
-INPUTS = ("input_ids", "labels", "predicted", "attention_mask", "cu_seqlens", "max_seqlen", "pad_to")  # of a model
+# Of a model.
+INPUTS = ("input_ids", "labels", "predicted", "attention_mask", "cu_seqlens", "max_seqlen", "pad_to", "mask_ratio")
 SHARED = "shared_"  # before the fields of a CpPack, with context parallelism
 
 
@@ -87,6 +125,7 @@ class Batch(TypedDict, total=False):
     max_seqlen: Required[int]
     predicted: Tensor  # int64 [P]
     pad_to: int
+    mask_ratio: float
     # The fields of `Counts`.
     num_targets: Required[int]
     num_tokens: Required[int]
@@ -130,29 +169,29 @@ class Collator(Protocol):
 class MaskingCollator:
     """Batches of masked language modelling.
 
-    seed, mlm_probability: as `mask_tokens`; pad_to: the model pads its tokens to this many.
+    seed: as `mask_tokens`; pad_to: the model pads its tokens to this many.
     """
 
-    def __init__(self, tokens: TokenSet, seed: int, mlm_probability: float = 0.15, pad_to: int = 0):
-        if not 0 <= mlm_probability <= 1:
-            raise UserError(f"the masking probability lies between 0 and 1, not {mlm_probability}")
-        self.tokens, self.seed, self.mlm_probability, self.pad_to = tokens, seed, mlm_probability, pad_to
+    def __init__(self, tokens: TokenSet, seed: int, rates: MaskRates = ESM2_MASK_RATES, pad_to: int = 0):
+        self.tokens, self.seed, self.rates, self.pad_to = tokens, seed, rates, pad_to
 
     def __call__(self, pack: Pack, ids: np.ndarray, step: int | None = None) -> Batch:
         """The batch of a pack of B sequences whose tokens are `ids` uint8 [T].
 
         input_ids int64 [T], labels int64 [T], predicted int64 [P] (`predicted_positions` of them), cu_seqlens int32
-        [B + 1], max_seqlen and pad_to int and the counts. An empty pack gives one `<pad>` without a label, and all
-        counts zero: the rank can run its forward pass (sharded models need all ranks to) and adds nothing to any sum.
+        [B + 1], max_seqlen and pad_to int and the counts; in training also mask_ratio, for the model's token dropout.
+        An empty pack gives one `<pad>` without a label, and all counts zero: the rank can run its forward pass
+        (sharded models need all ranks to) and adds nothing to any sum.
         """
+        rates = self.rates if step is None else self.rates.at(step)
         input_ids, labels = mask_tokens(
-            ids, pack.records, pack.starts, pack.lengths, self.tokens, self.seed, pack.epoch, self.mlm_probability
+            ids, pack.records, pack.starts, pack.lengths, self.tokens, self.seed, pack.epoch, rates
         )
         lengths = pack.lengths
         if len(ids) == 0:
             lengths = np.array([1])
             input_ids, labels = np.array([self.tokens.pad]), np.array([IGNORE])
-        return {
+        batch: Batch = {
             "input_ids": torch.from_numpy(input_ids.astype(np.int64)),
             "labels": torch.from_numpy(labels),
             "predicted": predicted_positions(torch.from_numpy(labels)),
@@ -165,6 +204,9 @@ class MaskingCollator:
             "num_sequences": len(pack.lengths),
             "num_unknown": int(np.count_nonzero(ids == self.tokens.unknown)),
         }
+        if step is not None:
+            batch["mask_ratio"] = rates.mask_ratio
+        return batch
 
 
 def to_device(batch: Batch, device: torch.device) -> dict[str, Any]:
@@ -231,4 +273,6 @@ class SlicingCollator:
         }
         if "predicted" in batch:
             sliced["predicted"] = predicted_positions(labels)
+        if "mask_ratio" in batch:
+            sliced["mask_ratio"] = batch["mask_ratio"]
         return sliced

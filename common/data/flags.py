@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from common.cli import UserError
 from common.data import LONGEST_PROTEIN
+from common.data.packs_per_step import PacksPerStep
 from common.flags import Flags, Missing, flag, with_flags
 
 if TYPE_CHECKING:  # the scripts that prepare data read --max_record_length, and need no torch
@@ -28,7 +29,7 @@ class StepFlags(Flags):
 
     group = "batches"
     advanced = ("cp_layout", "pad_sequences_to_be_divisible_by")
-    unlisted = ("dataloader_prefetch_factor", "dataloader_pin_memory")
+    unlisted = ("dataloader_prefetch_factor", "dataloader_pin_memory", "packs_per_step_schedule")
 
     cp_layout: str = flag(
         "dual_chunk",
@@ -55,6 +56,11 @@ class StepFlags(Flags):
         None, "Packs (batches) in a global step. Default: ranks x --gradient_accumulation_steps. Kept on resume."
     )
 
+    packs_per_step_schedule: str | None = flag(
+        None,
+        "In place of --packs_per_step, a batch ramp of step:packs pairs: 0:8,1000:16 takes 16 packs a step once 1000 "
+        "steps are done. --learning_rate is not scaled. Kept on resume.",
+    )
     tokens_per_step: int | None = flag(
         None,
         "Tokens in a global step, in place of --gradient_accumulation_steps: as many packs as come nearest and divide "
@@ -63,11 +69,12 @@ class StepFlags(Flags):
 
     overrides = {
         "num_train_epochs": ("max_steps",),
-        "gradient_accumulation_steps": ("tokens_per_step",),
-        "packs_per_step": ("tokens_per_step",),
-        "tokens_per_step": ("packs_per_step", "gradient_accumulation_steps"),
+        "gradient_accumulation_steps": ("tokens_per_step", "packs_per_step_schedule"),
+        "packs_per_step": ("tokens_per_step", "packs_per_step_schedule"),
+        "packs_per_step_schedule": ("tokens_per_step", "packs_per_step", "gradient_accumulation_steps"),
+        "tokens_per_step": ("packs_per_step", "gradient_accumulation_steps", "packs_per_step_schedule"),
     }
-    last_wins = ("gradient_accumulation_steps", "packs_per_step", "tokens_per_step")
+    last_wins = ("gradient_accumulation_steps", "packs_per_step", "packs_per_step_schedule", "tokens_per_step")
 
     def loading(self, device: torch.device) -> dict[str, Any]:
         """The data loader's worker settings for this device."""
@@ -84,8 +91,16 @@ class StepFlags(Flags):
             *("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps"),
             *("packs_per_step", "tokens_per_step", "dataloader_prefetch_factor"),
         )
-        if self.packs_per_step and self.tokens_per_step:
-            raise UserError("--packs_per_step and --tokens_per_step exclude each other")
+        sizes = ("packs_per_step", "packs_per_step_schedule", "tokens_per_step")
+        given = [name for name in sizes if getattr(self, name) is not None]
+        if self.packs_per_step_schedule is not None:
+            given += ["gradient_accumulation_steps"] * (self.gradient_accumulation_steps > 1)
+            try:
+                PacksPerStep.of(self.packs_per_step_schedule)
+            except ValueError as error:
+                raise UserError(f"--packs_per_step_schedule {error}") from error
+        if len(given) > 1:
+            raise UserError(f"--{given[0]} and --{given[1]} exclude each other")
         if self.max_steps == 0 or (self.max_steps < 0 and self.num_train_epochs <= 0):
             raise UserError("nothing to train: --max_steps and --num_train_epochs are both zero or below")
 
@@ -121,8 +136,14 @@ class DataFlags(SourceFlags):
     """Which proteins, and how masked language modelling makes batches of them."""
 
     required = ("dataset_dir",)
-    advanced = ("pad_to_max_length",)
-    unlisted = ("sequence_packing", "do_preprocess")
+    advanced = ("pad_to_max_length", "mlm_probability_end")
+    unlisted = (
+        "sequence_packing",
+        "do_preprocess",
+        "mask_replace_prob",
+        "random_replace_prob",
+        "eval_mlm_probability",
+    )
 
     eval_dataset: str | None = flag(
         None, "Proteins to evaluate on (as --dataset), in place of the validation split of --dataset_dir or --dataset."
@@ -141,6 +162,14 @@ class DataFlags(SourceFlags):
         False, "Batches of --per_device_train_batch_size sequences, as if padded; padding itself is never computed."
     )
     mlm_probability: float = flag(0.15, "Fraction of residues to predict; 80 % become <mask>, 10 % another residue.")
+    mlm_probability_end: float | None = flag(
+        None, "What --mlm_probability falls to, linearly from the first step to the last. Default: it stays."
+    )
+    mask_replace_prob: float = flag(0.8, "Fraction of the residues to predict that become <mask>.")
+    random_replace_prob: float = flag(0.1, "Fraction of them that become a random amino acid; the rest stays.")
+    eval_mlm_probability: float = flag(
+        0.15, "--mlm_probability of evaluations, where 80 % become <mask> and 10 % another residue."
+    )
     max_train_samples: int | None = flag(None, "Train on the first N proteins only.")
     max_eval_samples: int | None = flag(None, "Evaluate on the first N proteins only.")
     do_preprocess: bool = flag(False, "Refused: 1.tokenize_uniref_csv.py does the preprocessing.")
@@ -197,5 +226,20 @@ class DataFlags(SourceFlags):
             )
         self.require_at_least(3, "max_seq_length")
         self.require_at_least(1, "max_train_samples", "max_eval_samples")
-        if not 0 < self.mlm_probability < 1:
-            raise UserError(f"--mlm_probability {self.mlm_probability}: must be between 0 and 1")
+        for name in ("mlm_probability", "eval_mlm_probability"):
+            if not 0 < getattr(self, name) < 1:
+                raise UserError(f"--{name} {getattr(self, name)}: must be between 0 and 1")
+        end = self.mlm_probability_end
+        if end is not None and not 0 < end <= self.mlm_probability:
+            raise UserError(
+                f"--mlm_probability_end {end}: must be above 0 and at most --mlm_probability {self.mlm_probability}, "
+                "which falls to it"
+            )
+        for name in ("mask_replace_prob", "random_replace_prob"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise UserError(f"--{name} {getattr(self, name)}: a fraction, 0 to 1")
+        if self.mask_replace_prob + self.random_replace_prob > 1:
+            raise UserError(
+                f"--mask_replace_prob {self.mask_replace_prob} and --random_replace_prob {self.random_replace_prob}: "
+                "more than 1 in sum: lower one"
+            )

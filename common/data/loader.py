@@ -27,6 +27,7 @@ from common.compat import stop_loader_workers
 from common.data.collators import Batch, Collator
 from common.data.crops import Pack
 from common.data.packing import BatchPlan, Position
+from common.data.packs_per_step import PacksPerStep
 from common.distributed.stopping import die_with_parent
 from common.distributed.world import Mesh
 
@@ -170,8 +171,8 @@ class ProteinStore(Store, Protocol):
 class TrainStep(NamedTuple):
     """One data rank's share of a step.
 
-    step: from 0; micro_batches: G / dp_size batches, fewer in the last step of the last epoch, equally many on every
-    rank; position: where the next step begins, plain values (a checkpoint keeps them after `merge_positions`);
+    step: from 0; micro_batches: G(step) / dp_size batches, fewer in the last step of the last epoch, equally many on
+    every rank; position: where the next step begins, plain values (a checkpoint keeps them after `merge_positions`);
     epoch: epochs done after this step, a fraction; None if it depends on the other ranks.
     """
 
@@ -193,9 +194,9 @@ class StepCounts(NamedTuple):
 
 
 class Order(Protocol):
-    """An order of packs, of which each step takes G: of a batch plan (`PlannedOrder`) or streams (`StreamedOrder`)."""
+    """An order of packs, of which step k takes G(k): of a batch plan (`PlannedOrder`) or streams (`StreamedOrder`)."""
 
-    packs_per_step: int  # G
+    packs_per_step: PacksPerStep  # G
 
     def check_position(self, position: dict) -> None:
         """UserError for a position of other data: it fails here, not in a worker."""
@@ -214,14 +215,15 @@ class Order(Protocol):
 
 
 class PlannedOrder:
-    """The packs of a batch plan over a store; rank r takes packs r, r + dp_size, ... of each step's G.
+    """The packs of a batch plan over a store; rank r takes packs r, r + dp_size, ... of each step's.
 
     end: where the last epoch ends (None: no end). The last step takes the remaining packs; ranks without one get an
     empty pack, so that all ranks run equally many.
     """
 
-    def __init__(self, store: Store, plan: BatchPlan, packs_per_step: int, end: Position | None = None):
-        self.store, self.plan, self.packs_per_step, self.end = store, plan, packs_per_step, end
+    def __init__(self, store: Store, plan: BatchPlan, packs_per_step: int | PacksPerStep, end: Position | None = None):
+        self.store, self.plan, self.end = store, plan, end
+        self.packs_per_step = PacksPerStep.of(packs_per_step)
 
     def check_position(self, position: dict) -> None:
         self.plan.position_after(Position(**position), 0)
@@ -235,7 +237,7 @@ class PlannedOrder:
     def steps(self, mesh, position, first, numbers, is_mine):
         places = self.plan.places(Position(**position), self.end)
         for number in numbers:
-            of_step = list(islice(places, self.packs_per_step))
+            of_step = list(islice(places, self.packs_per_step.at(first + number)))
             if not of_step:
                 return
             if is_mine(number):
@@ -252,7 +254,7 @@ class TrainLoader:
 
     first_step, position: where to begin, {} at the start of the data; num_steps: end after that many (None: at the end
     of the order); num_workers: processes (0: none); prefetch_factor: steps that each worker prepares ahead.
-    UserError if G is not a multiple of dp_size, or the position does not belong to this order.
+    UserError if a step's packs are not a multiple of dp_size, or the position does not belong to this order.
     """
 
     def __init__(
@@ -300,14 +302,17 @@ def evaluation_batches(
         yield from unbundle(bundled)
 
 
-def check_divisible(packs_per_step: int, dp_size: int) -> None:
-    """UserError, with numbers that work, unless `packs_per_step` packs divide evenly among the ranks."""
-    if packs_per_step < 1 or packs_per_step % dp_size:
-        sizes = ", ".join(str(n) for n in range(1, packs_per_step + 1) if packs_per_step % n == 0)
-        lower = packs_per_step // dp_size * dp_size
+def check_divisible(packs_per_step: PacksPerStep, dp_size: int) -> None:
+    """UserError, with numbers that work, unless each step's packs divide evenly among the ranks."""
+    for step, packs in packs_per_step.stages:
+        if packs >= 1 and packs % dp_size == 0:
+            continue
+        sizes = ", ".join(str(n) for n in range(1, packs + 1) if packs % n == 0)
+        lower = packs // dp_size * dp_size
         batches = " or ".join(str(n) for n in (lower, lower + dp_size) if n > 0)
+        stage = f" (--packs_per_step_schedule, from step {step})" if len(packs_per_step.stages) > 1 else ""
         raise UserError(
-            f"a global batch of {packs_per_step} packs does not divide among {dp_size} data-parallel ranks: "
+            f"a global batch of {packs} packs{stage} does not divide among {dp_size} data-parallel ranks: "
             f"use {sizes or 'no'} ranks, or {batches} packs a step (ranks x accumulation steps)"
         )
 

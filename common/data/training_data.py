@@ -12,10 +12,11 @@ from typing import Any, Protocol
 
 from common.cli import UserError
 from common.data import TokenSet
-from common.data.collators import Collator, MaskingCollator, SlicingCollator
+from common.data.collators import Collator, MaskingCollator, MaskRates, SlicingCollator
 from common.data.flags import DataFlags, StepFlags
 from common.data.loader import Order, PlannedOrder, ProteinStore, Store, evaluation_batches
 from common.data.packing import BatchPlan, Position
+from common.data.packs_per_step import PacksPerStep
 from common.data.token_store import TokenStore, open_split
 from common.distributed.world import Mesh, World
 
@@ -35,16 +36,16 @@ class TrainingData(Protocol):
     def earlier_identity(self) -> dict:
         """The identity as checkpoints of earlier versions have it."""
 
-    def total_steps(self, packs_per_step: int, step: int, position: dict) -> int:
+    def total_steps(self, packs_per_step: PacksPerStep, step: int, position: dict) -> int:
         """Optimiser steps of the whole run, of which `step` led to `position`."""
 
     def finished(self, step: int, position: dict) -> bool:
         """Whether a run at this step and position has nothing left to do."""
 
-    def check_packs(self, saved: int, packs_per_step: int) -> None:
-        """UserError if a checkpoint written with `saved` packs a step cannot resume with another number."""
+    def check_packs(self, saved: PacksPerStep, packs_per_step: PacksPerStep) -> None:
+        """UserError if a checkpoint written with `saved` packs a step cannot resume with these."""
 
-    def order(self, packs_per_step: int) -> Order:
+    def order(self, packs_per_step: PacksPerStep) -> Order:
         """The packs of the run, `packs_per_step` a step."""
 
     def held_out(self, split: str) -> Store | None:
@@ -72,17 +73,17 @@ class PlannedData:
     num_examples: int  # of an epoch
     end: Position | None  # None: after --max_steps
 
-    def total_steps(self, packs_per_step: int, step: int, position: dict) -> int:
+    def total_steps(self, packs_per_step: PacksPerStep, step: int, position: dict) -> int:
         """See BatchPlan.count for what is exact: the run ends where its data do (`finished`), which may be a few
         steps off for more than 192 windows."""
         if self.end is None:
             return self.max_steps
-        return step - (-self.plan.count(Position(**position), self.end) // packs_per_step)
+        return step + packs_per_step.steps_for(self.plan.count(Position(**position), self.end), step)
 
     def finished(self, step: int, position: dict) -> bool:
         return step >= self.max_steps if self.end is None else Position(**position) >= self.end
 
-    def check_packs(self, saved: int, packs_per_step: int) -> None:
+    def check_packs(self, saved: PacksPerStep, packs_per_step: PacksPerStep) -> None:
         """Any number: a position in a batch plan does not depend on it."""
 
     def epochs(self, sequences: int) -> float:
@@ -123,7 +124,7 @@ class PreparedData(PlannedData):
     def earlier_identity(self) -> dict:
         return {"dataset": self.store.earlier_fingerprint, "sample_clusters": True}
 
-    def order(self, packs_per_step: int) -> Order:
+    def order(self, packs_per_step: PacksPerStep) -> Order:
         return PlannedOrder(self.store, self.plan, packs_per_step, self.end)
 
     def held_out(self, split: str) -> ProteinStore | None:
@@ -172,24 +173,32 @@ def open_data(
     return data
 
 
-def packs_per_step(flags: StepFlags, mesh: Mesh, pack_tokens: int, saved: int | None = None) -> int:
-    """Packs in a global step: the flag, else the checkpoint's number, else as many as each rank accumulates.
+def packs_per_step(flags: StepFlags, mesh: Mesh, pack_tokens: int, saved: int | str | None = None) -> PacksPerStep:
+    """Packs in a global step: the flag, else what the checkpoint has, else as many as each rank accumulates.
 
     pack_tokens: of a pack, for --tokens_per_step. `check_divisible` checks that the ranks can share them.
     """
-    if packs := flags.packs_per_step or saved:
-        return packs
+    if given := flags.packs_per_step_schedule or flags.packs_per_step or saved:
+        return PacksPerStep.of(given)
     if flags.tokens_per_step is None:
-        return mesh.dp_size * flags.gradient_accumulation_steps
-    return mesh.dp_size * max(1, round(flags.tokens_per_step / (mesh.dp_size * pack_tokens)))
+        return PacksPerStep.of(mesh.dp_size * flags.gradient_accumulation_steps)
+    return PacksPerStep.of(mesh.dp_size * max(1, round(flags.tokens_per_step / (mesh.dp_size * pack_tokens))))
 
 
-def masked_batches(flags: DataFlags, tokens: TokenSet, seed: int, mesh: Mesh, pad_to: int = 0) -> Collator:
+def masked_batches(flags: DataFlags, tokens: TokenSet, mesh: Mesh, total_steps: int = 1, pad_to: int = 0) -> Collator:
     """The collator of a rank for masked language modelling: of whole packs, or of its slices of them.
 
-    pad_to: as MaskingCollator; slices are not filled up to it.
+    total_steps: of the run; pad_to: as MaskingCollator; slices are not filled up to it.
     """
-    collator = MaskingCollator(tokens, seed, flags.mlm_probability, pad_to)
+    replaced = flags.mask_replace_prob, flags.random_replace_prob
+    rates = MaskRates(flags.mlm_probability, *replaced, flags.mlm_probability_end, total_steps)
+    collator = MaskingCollator(tokens, flags.seed, rates, pad_to)
+    return shared_batches(collator, flags, mesh, tokens.pad, tokens.mask)
+
+
+def evaluation_masks(flags: DataFlags, tokens: TokenSet, mesh: Mesh) -> Collator:
+    """As `masked_batches`, of evaluations: their questions are the same whatever a run trains with."""
+    collator = MaskingCollator(tokens, EVAL_SEED, MaskRates(flags.eval_mlm_probability))
     return shared_batches(collator, flags, mesh, tokens.pad, tokens.mask)
 
 

@@ -115,10 +115,10 @@ class PrecisionFlags(Flags):
 
     group = "precision"
     advanced = (
-        *("fp8_format", "fp8_layers", "fp8_params", "fp4_layers", "fp4_recipe_kwargs"),
+        *("fp8_format", "fp8_layers", "fp8_params", "fp4_layers"),
         *("quant_stats_freq", "quant_stats_file"),
     )
-    unlisted = ("fp4_format", "quant_stats_dir", "fp8_recipe_kwargs")
+    unlisted = ("fp4_format", "quant_stats_dir", "fp8_recipe_kwargs", "fp4_recipe_kwargs")
 
     bf16: bool = flag(False, "Compute in bfloat16; weights, gradients and optimiser stay fp32.")
     fp8: bool = flag(False, "Compute encoder layers in FP8 (docs/precision.md).")

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from contextlib import ExitStack, closing
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -175,8 +175,8 @@ def train_steps(run: Run) -> None:
     if state.unfinished_row is not None and not evaluate_and_log(run, state.unfinished_row):
         raise Preempted
     with world.raise_together():
-        loader = task.steps(plan.packs_per_step, state.step, state.position, plan.last_step)
-    learning_rate = args.optimizer.schedule(plan.total_steps)
+        loader = task.steps(plan.packs_per_step, state.step, state.position, plan.last_step, plan.total_steps)
+    learning_rate = replace(args.optimizer, warmup_steps=plan.warmup_steps).schedule(plan.total_steps)
     peak = peak_flops(world.device, args.precision.bf16, args.log.peak_tflops_per_gpu)
     first_step, interval = FirstStep(run.built.compiled), Interval()
     saves = SaveSchedule(plan.save_every, args.checkpoint.save_minutes, state.step)
@@ -238,12 +238,16 @@ def begin_training(run: Run, first_row: int) -> None:
             run.directory.claim()
             stats_directory = run.args.precision.stats_directory(run.args.checkpoint.output_dir)
             info = run_info(run.args, run.built, run.task.labels, run.world)
-            line = partial(run.task.line, packs_per_step=run.plan.packs_per_step)
-            run.log.begin(first_row, stats_directory, run.state.step, info, line)
+            run.log.begin(first_row, stats_directory, run.state.step, info, partial(row_line, run))
             run.directory.keep()
     run.strategy.model.train()
     if run.built.compiled:
         run.world.watch.compilation_counts_as_progress()
+
+
+def row_line(run: Run, row: dict) -> str:
+    """A row of metrics.jsonl for the terminal."""
+    return run.task.line(row, run.plan.packs_per_step.at(max(row["step"] - 1, 0)))
 
 
 def evaluate_and_log(run: Run, row: dict) -> bool:

@@ -22,7 +22,7 @@ from common.data.collators import Batch, Collator, Counts, to_device
 from common.data.crops import Pack
 from common.data.flags import DataFlags
 from common.data.loader import StepCounts
-from common.data.training_data import EVAL_SEED, ProteinData, held_out_batches, masked_batches, open_data
+from common.data.training_data import ProteinData, evaluation_masks, held_out_batches, masked_batches, open_data
 from common.distributed.world import World
 from common.flags import Missing
 from common.models.esm2.family import ModelFlags
@@ -100,17 +100,14 @@ class MaskedLM(Task[TrainArguments, ProteinData]):
         pack = Pack.of_length(tokens, self.flags.data.max_seq_length)
         choices = np.array(self.family.tokens.replacements, dtype=np.uint8)
         ids = choices[np.random.default_rng(self.flags.data.seed).integers(len(choices), size=tokens)]
-        return self._masked(self.flags.data.seed)(pack, ids)
+        return masked_batches(self.flags.data, self.family.tokens, self.world.mesh)(pack, ids)
 
-    def _masked(self, seed: int, pad_to: int = 0) -> Collator:
-        return masked_batches(self.flags.data, self.family.tokens, seed, self.world.mesh, pad_to)
-
-    def collator(self) -> Collator:
+    def collator(self, total_steps: int) -> Collator:
         # One shape for every step: for a new one a GPU's libraries select kernels again, and its allocator takes
         # memory. On a CPU the fillers would only cost time.
         one_shape = self.world.device.type == "cuda" and self.flags.data.packing
         pad_to = self.flags.pack_tokens if one_shape else 0
-        return self._masked(self.flags.data.seed, pad_to)
+        return masked_batches(self.flags.data, self.family.tokens, self.world.mesh, total_steps, pad_to)
 
     @staticmethod
     def counts(micro_batches: list[Batch]) -> StepCounts:
@@ -155,7 +152,7 @@ def evaluate(
     bf16: bool = False,
 ) -> dict:
     """`{prefix}_{loss,accuracy,perplexity,samples,runtime,...}` on the proteins of a store; as `held_out_results`."""
-    made = held_out_batches(flags, store, masked_batches(flags, tokens, EVAL_SEED, world.mesh), world)
+    made = held_out_batches(flags, store, evaluation_masks(flags, tokens, world.mesh), world)
     return held_out_results(model, made, world, prefix, step, bf16, "masked_tokens")
 
 
@@ -169,7 +166,7 @@ def unigram(
     sums = torch.zeros(3, dtype=torch.float64)
     with world.raise_together():
         log_p = np.log(residue_frequencies(training(), tokens))
-        for batch in held_out_batches(flags, store, masked_batches(flags, tokens, EVAL_SEED, world.mesh), world):
+        for batch in held_out_batches(flags, store, evaluation_masks(flags, tokens, world.mesh), world):
             labels = batch["labels"].flatten().numpy()
             labels = labels[labels >= 0]
             correct = (labels == log_p.argmax()).sum()

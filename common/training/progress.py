@@ -12,11 +12,13 @@ from typing import Any
 from common.cli import UserError, one_line
 from common.data.loader import StepCounts, check_divisible
 from common.data.packing import Position
+from common.data.packs_per_step import PacksPerStep
 from common.data.training_data import TrainingData, packs_per_step
 from common.distributed.world import World
 from common.files.json_files import LARGEST_INT, check_type, shorten
 from common.training.arguments import RunArguments
 from common.training.run_logger import peak_memory_gb
+from common.training.schedule import default_warmup_steps, earlier_warmup_steps
 
 logger = logging.getLogger(__name__)
 
@@ -31,7 +33,12 @@ _SAVED = {
         "model_name_or_path": "str | None",
         "stop_at_step": "int | None",
     },
-    "resolved": {"total_steps": "int | None", "last_step": "int | None", "formats": "dict"},
+    "resolved": {
+        "total_steps": "int | None",
+        "last_step": "int | None",
+        "warmup_steps": "int | float",
+        "formats": "dict",
+    },
 }
 _WITH_LOSS = {"total_steps", "learning_rate", "step_seconds", "data_wait_seconds"}  # keys of a row that has a loss
 
@@ -57,16 +64,22 @@ class StepResult:
 class RunPlan:
     """What the flags leave open, resolved once; the log, results and checkpoints show it.
 
-    total_steps: of the whole run, which the schedule spans;
-    last_step: where this start ends, None for the end of the data; eval_every, save_every: in steps, 0 for never.
+    accumulation: packs of a rank; total_steps: of the whole run, which the schedule spans; warmup_steps: the flag, or
+    its default in steps; last_step: where this start ends, None for the end of the data; eval_every, save_every: in
+    steps, 0 for never.
     """
 
-    packs_per_step: int
-    accumulation: int
+    packs_per_step: PacksPerStep
+    accumulation: PacksPerStep
     total_steps: int
+    warmup_steps: float
     last_step: int | None
     eval_every: int
     save_every: int
+
+    def to_json(self) -> dict[str, Any]:
+        """The values as a checkpoint keeps them."""
+        return asdict(self) | {"packs_per_step": self.packs_per_step.plain, "accumulation": self.accumulation.plain}
 
     def finished(self, data: TrainingData, step: int, position: dict) -> bool:
         """Whether no step is left after `step`, by the flags or because the data end."""
@@ -87,7 +100,7 @@ class TrainerState:
 
     step: int = 0
     position: dict = field(default_factory=dict)  # in the data, where the next step begins
-    packs_per_step: int | None = None
+    packs_per_step: int | str | None = None  # a number, or a schedule (PacksPerStep.plain)
     epoch: float = 0.0
     tokens: int = 0  # without padding
     sequences: int = 0
@@ -115,13 +128,16 @@ class TrainerState:
                     raise ValueError(f"{shorten(name)} is unknown: of a later version?")
                 check_type(name, value, types[name])
             state = cls(**saved)
-            if min(state.step, state.packs_per_step or 0, state.gradient_factor or 0) < 0:
-                raise ValueError("a count is below 0")
             _check_position(state.position)
             for part, expected in _SAVED.items():
                 for name, value in (getattr(state, part) or {}).items():
                     check_type(f"{part}: {name}", value, expected.get(name, "int | float | bool | str | None"))
                     _check_printable(name, value)
+            packs = PacksPerStep.of(state.packs_per_step or 0).most
+            if min(state.step, packs, state.gradient_factor or 0) < 0:
+                raise ValueError("a count is below 0")
+            if not 0 <= state.resolved.get("warmup_steps", 0) < math.inf:
+                raise ValueError(f"resolved: warmup_steps is {state.resolved['warmup_steps']}")
             _check_printable("skipped_lately", *state.skipped_lately)
             if state.unfinished_row is not None:
                 _check_row(state.unfinished_row)
@@ -144,8 +160,8 @@ class TrainerState:
         ]
         if changed:  # not refused: another --save_steps is fine
             logger.warning("Flags differ from those of the checkpoint: %s", ", ".join(changed))
-        self.data, self.arguments, self.resolved = identity, arguments, implementation | asdict(plan)
-        self.packs_per_step, self.gradient_factor = plan.packs_per_step, grad_scale
+        self.data, self.arguments, self.resolved = identity, arguments, implementation | plan.to_json()
+        self.packs_per_step, self.gradient_factor = plan.packs_per_step.plain, grad_scale
 
     def advance(
         self, position: dict, epoch: float, counts: StepCounts, flops: float, seconds: float, result: StepResult
@@ -193,7 +209,7 @@ class TrainerState:
                 "them: resume from an earlier checkpoint with a lower --learning_rate or --max_grad_norm"
             )
 
-    def saved_steps(self, flags: RunArguments, packs: int) -> tuple[int | None, int | None]:
+    def saved_steps(self, flags: RunArguments, packs: PacksPerStep) -> tuple[int | None, int | None]:
         """(total_steps, last_step) of the run that is resumed, (None, None) if its length is computed anew.
 
         A run of epochs keeps its total_steps, and with it the schedule. last_step is of versions that ended a run
@@ -201,10 +217,25 @@ class TrainerState:
         """
         before = (self.arguments.get("num_train_epochs"), self.packs_per_step)
         counted_in_epochs = flags.data.max_steps <= 0 and self.arguments.get("max_steps", 0) <= 0
-        if not counted_in_epochs or before != (flags.data.num_train_epochs, packs):
+        if not counted_in_epochs or before != (flags.data.num_train_epochs, packs.plain):
             return None, None
         stopped = self.arguments.get("stop_at_step") is not None
         return self.resolved.get("total_steps"), None if stopped else self.resolved.get("last_step")
+
+    def warmup_steps(self, given: float | None, total_steps: int) -> float:
+        """--warmup_steps, or its default: that which the run began with."""
+        if given is not None:
+            return given
+        now, earlier = default_warmup_steps(total_steps), earlier_warmup_steps(total_steps)
+        if not self.step or self.arguments.get("warmup_steps") is not None:
+            return now
+        if "warmup_steps" in self.resolved:
+            return self.resolved["warmup_steps"]
+        if earlier != now:
+            logger.info(
+                "The run goes on with the warm-up of the version that began it: %d steps (a new run: %d)", earlier, now
+            )
+        return earlier
 
     def check_same_start(self, flags: RunArguments) -> None:
         """UserError if --model_name_or_path names other weights than the run started from, which would be ignored, or
@@ -258,15 +289,16 @@ def plan_run(args: RunArguments, data: TrainingData, state: TrainerState, world:
         # A resumed run keeps its packs, on any number of ranks, unless another --tokens_per_step is given.
         kept = args.data.tokens_per_step in (None, state.arguments.get("tokens_per_step"))
         packs = packs_per_step(args.data, world.mesh, args.pack_tokens, state.packs_per_step if kept else None)
-        data.check_packs(state.packs_per_step or packs, packs)
+        data.check_packs(PacksPerStep.of(state.packs_per_step or packs), packs)
         total_steps, last_step = state.saved_steps(args, packs)
         if total_steps is None:
             total_steps = data.total_steps(packs, state.step, state.position)
-    world.assert_same({"total_steps": total_steps, "packs_per_step": packs})
+    world.assert_same({"total_steps": total_steps, "packs_per_step": packs.plain})
     plan = RunPlan(
         packs_per_step=packs,
-        accumulation=max(1, packs // world.mesh.dp_size),  # need not divide if nothing is trained
+        accumulation=packs.map(lambda n: max(1, n // world.mesh.dp_size)),  # need not divide if nothing is trained
         total_steps=total_steps,
+        warmup_steps=state.warmup_steps(args.optimizer.warmup_steps, total_steps),
         last_step=min((n for n in (args.data.max_steps, args.stop_at_step, last_step) if n and n > 0), default=None),
         eval_every=_in_steps(args.eval_steps, total_steps),
         save_every=_in_steps(args.checkpoint.save_steps, total_steps),

@@ -38,7 +38,7 @@ def announce(
         (f"Instantaneous batch size per device ({unit})", per_rank),
         (
             f"Total train batch size (w. parallel, distributed & accumulation; {unit})",
-            per_rank * plan.packs_per_step,
+            plan.packs_per_step.map(lambda packs: packs * per_rank),
         ),
         ("Gradient Accumulation steps", plan.accumulation),
         ("Total optimization steps", plan.total_steps),
@@ -58,8 +58,10 @@ def announce(
         )
     if state.step:
         logger.info("Resuming after step %d (epoch %.2f)", state.step, state.epoch)
-    if plan.accumulation != args.data.gradient_accumulation_steps:
-        logger.info("Accumulation is %d, to keep %d packs a step", plan.accumulation, plan.packs_per_step)
+    if len(plan.packs_per_step.stages) > 1:
+        logger.info("Packs in a step: %s", plan.packs_per_step)
+    elif plan.accumulation.plain != args.data.gradient_accumulation_steps:
+        logger.info("Accumulation is %s, to keep %s packs a step", plan.accumulation, plan.packs_per_step)
 
 
 def _epochs(requested: float, data: TrainingData) -> int | str:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from common.data.collators import Batch, Collator
 from common.data.loader import StepCounts, TrainLoader
+from common.data.packs_per_step import PacksPerStep
 from common.data.training_data import TrainingData
 from common.distributed.strategy import Strategy
 from common.distributed.world import World
@@ -84,14 +85,24 @@ class Task(ABC, Generic[Arguments, Data]):
         """This rank's batch of a pack of so many random tokens, in sequences of the maximum length."""
 
     @abstractmethod
-    def collator(self) -> Collator:
-        """Makes this rank's training batches."""
+    def collator(self, total_steps: int) -> Collator:
+        """Makes this rank's training batches. total_steps: of the run, which schedules of batches span."""
 
-    def steps(self, packs_per_step: int, step: int, position: dict, last_step: int | None) -> TrainLoader:
-        """This rank's batches from step `step`, at `position`, up to `last_step` (None: the end of the data)."""
+    def steps(
+        self,
+        packs_per_step: PacksPerStep,
+        step: int,
+        position: dict,
+        last_step: int | None,
+        total_steps: int | None = None,
+    ) -> TrainLoader:
+        """This rank's batches from step `step`, at `position`, up to `last_step` (None: the end of the data).
+
+        total_steps: as `collator`. Default: last_step.
+        """
         return TrainLoader(
             self.data.order(packs_per_step),
-            self.collator(),
+            self.collator(total_steps or last_step or 1),
             self.world.mesh,
             step,
             position,
@@ -123,7 +134,7 @@ class Task(ABC, Generic[Arguments, Data]):
 
     @abstractmethod
     def line(self, row: dict, packs_per_step: int) -> str:
-        """A row of metrics.jsonl for the terminal."""
+        """A row of metrics.jsonl for the terminal. packs_per_step: of its last step."""
 
     def flops(self, counts: StepCounts) -> float:
         """Of a training step with these counts."""

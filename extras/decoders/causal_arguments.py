@@ -11,7 +11,8 @@ from common.cli import UserError
 from common.flags import Missing, flag, with_flags
 from common.models.layers.backend import BackendFlags
 from common.training.arguments import RunArguments
-from common.training.optim import OptimizerFlags, annealing, warmup_steps
+from common.training.optim import OptimizerFlags
+from common.training.schedule import annealing, warmup_steps, wsd_decay_steps
 from extras.decoders.config import (
     MODEL_TYPES,
     PRESETS,
@@ -113,7 +114,7 @@ class DecoderFlags(BackendFlags):
         return config, remark
 
 
-STYLES = ("constant", "linear", "cosine", "annealing", "exponential", "plateau")
+STYLES = ("constant", "linear", "cosine", "wsd", "annealing", "exponential", "plateau")
 
 
 @dataclass(frozen=True)
@@ -126,12 +127,20 @@ class DecayFlags(OptimizerFlags):
     min_lr: float = flag(1e-5, "What the rate falls to.")
     plateau: float = flag(0.0, "With --lr_decay_style plateau: the fraction of the run at the peak.")
 
+    @property
+    def lowest(self) -> float:
+        """--min_lr, or --min_lr_rate of the peak in its place."""
+        return self.min_lr if self.min_lr_rate is None else self.min_lr_rate * self.learning_rate
+
     def check(self) -> None:
-        self.require_choice("lr_scheduler_type", STYLES)
+        if self.schedule_name not in STYLES:
+            self.require_choice("lr_scheduler_type", STYLES)
         self.require_at_least(1, "lr_decay_iters")
-        if not 0 <= self.min_lr <= self.learning_rate:
+        if self.lr_scheduler_type == "constant" and self.min_lr_rate is not None:
+            raise UserError(f"--min_lr_rate {self.min_lr_rate}: --lr_decay_style constant never falls: drop one")
+        if not 0 <= self.lowest <= self.learning_rate:
             raise UserError(f"--min_lr {self.min_lr}: must lie between 0 and --lr {self.learning_rate}")
-        if self.lr_scheduler_type == "exponential" and self.min_lr == 0:
+        if self.lr_scheduler_type == "exponential" and self.lowest == 0:
             raise UserError("--min_lr 0: --lr_decay_style exponential falls by factors, and never to 0: give another")
         if not 0 <= self.plateau < 1:
             raise UserError(f"--plateau {self.plateau}: a fraction of the run, at least 0 and below 1")
@@ -143,12 +152,15 @@ class DecayFlags(OptimizerFlags):
     def schedule(self, total_steps: int) -> Callable[[int], float]:
         """The peak comes with the last step of the warm-up; --min_lr with step --lr_decay_iters, and stays.
         `annealing` differs in both."""
-        peak, low, style = self.learning_rate, self.min_lr, self.lr_scheduler_type
+        peak, low, style = self.learning_rate, self.lowest, self.schedule_name
         if style == "annealing":
             return annealing(self, total_steps, low, self.lr_decay_iters)
         warm = warmup_steps(self, total_steps)
-        begin = warm + math.ceil(self.plateau * total_steps)
-        span = max(1, (self.lr_decay_iters or total_steps) - begin)
+        end = self.lr_decay_iters or total_steps
+        begin = (
+            end - wsd_decay_steps(self, end, warm) if style == "wsd" else warm + math.ceil(self.plateau * total_steps)
+        )
+        span = max(1, end - begin)
 
         def rate(step: int) -> float:
             if step < warm:
@@ -174,8 +186,8 @@ class CausalArguments(RunArguments):
         "learning_rate": flag(1e-4, "Peak learning rate.", "lr"),
         "lr_scheduler_type": flag(
             "cosine",
-            "constant, or how the rate falls to --min_lr: linear, cosine, annealing (the guides' AnnealingLR), "
-            "exponential, plateau (--plateau of the run at the peak, then linear).",
+            "constant, or how the rate falls to --min_lr: linear, cosine, wsd (in the last fifth), annealing (the "
+            "guides'), exponential, plateau (--plateau of the run at the peak, then linear).",
             "lr_decay_style",
         ),
         "warmup_steps": flag(0.0032, "Steps up to the peak, or a fraction of the run below 1.", "warmup"),

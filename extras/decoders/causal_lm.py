@@ -51,7 +51,7 @@ class CausalLM(Task[CausalArguments, TextData]):
         ids = np.random.default_rng(self.flags.data.seed).integers(self.built.config.vocab_size, size=tokens)
         return causal_batches(self.flags.data, self.world.mesh)(pack, ids)
 
-    def collator(self) -> Collator:
+    def collator(self, total_steps: int) -> Collator:
         return causal_batches(self.flags.data, self.world.mesh)
 
     @staticmethod
@@ -70,7 +70,7 @@ class CausalLM(Task[CausalArguments, TextData]):
     def evaluate(self, model: nn.Module, split: str, prefix: str, step: int) -> dict:
         """`{prefix}_{loss,accuracy,perplexity,...}` of --validation_batches batches; {} if stopped meanwhile."""
         store = self.data.held_out(split)
-        made = held_out_contexts(self.flags.data, store, self.collator(), self.world)
+        made = held_out_contexts(self.flags.data, store, causal_batches(self.flags.data, self.world.mesh), self.world)
         return held_out_results(model, made, self.world, prefix, step, self.flags.precision.bf16, "tokens")
 
     @staticmethod

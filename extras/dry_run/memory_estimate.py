@@ -140,7 +140,7 @@ class FakeRun:
         """Run forward and backward pass on packs of `tokens` tokens."""
         tracker, args, strategy = self.tracker, self.args, self.strategy
         batch = self.task.example(tokens)
-        packs = packs_per_step(args.data, self.world.mesh, args.pack_tokens) // self.world.mesh.dp_size
+        packs = packs_per_step(args.data, self.world.mesh, args.pack_tokens).most // self.world.mesh.dp_size
         tracker.begin_peak()
         self.flops = max(packs, 1) * self.task.flops(self.task.counts([batch]))
         for number in reversed(range(min(max(packs, 1), 2))):  # more than two micro-batches do not change the peak

@@ -17,6 +17,7 @@ from common.cli import UserError
 from common.data import TokenSet
 from common.data.flags import DataFlags, StepFlags
 from common.data.loader import Order
+from common.data.packs_per_step import PacksPerStep
 from common.data.training_data import Makers, PreparedData, ProteinData
 from common.distributed.world import World
 from common.models.esm2.alphabet import UNK, encode_many
@@ -125,17 +126,18 @@ class StreamedData:
     def __init__(self, flags: StepFlags):
         self.flags = flags
 
-    def total_steps(self, packs_per_step: int, step: int, position: dict) -> int:
+    def total_steps(self, packs_per_step: PacksPerStep, step: int, position: dict) -> int:
         return self.flags.max_steps
 
     def finished(self, step: int, position: dict) -> bool:
         return step >= self.flags.max_steps
 
-    def check_packs(self, saved: int, packs_per_step: int) -> None:
-        if saved != packs_per_step:
+    def check_packs(self, saved: PacksPerStep, packs_per_step: PacksPerStep) -> None:
+        if saved.most != packs_per_step.most:
             raise UserError(
-                f"--packs_per_step {packs_per_step}: the checkpoint's position is for streams of {saved} packs a "
-                "step; another number would skip or repeat records: drop the flag, or give that number"
+                f"--packs_per_step {packs_per_step.most}: the checkpoint's position is for streams of {saved.most} "
+                "packs a step; another number (of a schedule: the largest) would skip or repeat records: drop the "
+                "flag, or give that number"
             )
 
 
@@ -155,8 +157,8 @@ class StreamedProteins(StreamedData):
     def earlier_identity(self) -> dict:
         return {"dataset": self.source.earlier_identity("train")[:16]}
 
-    def order(self, packs_per_step: int) -> Order:
-        plan = plan_streams(self.source.splits["train"], packs_per_step, **self.packing)
+    def order(self, packs_per_step: PacksPerStep) -> Order:
+        plan = plan_streams(self.source.splits["train"], packs_per_step.most, **self.packing)
         counts = (self.source.name, len(plan.units), plan.num_streams)
         logger.info("Streaming %s: files or row groups: %d, streams: %d", *counts)
         return StreamedOrder(plan, packs_per_step)

@@ -22,6 +22,7 @@ import numpy as np
 
 from common.cli import UserError
 from common.data.crops import Pack, Window, crop, plan_window
+from common.data.packs_per_step import PacksPerStep
 from common.distributed.world import Mesh
 from common.files.hashing import BLOCK_ORDER, derive_key, hash_counters
 from common.models.esm2.alphabet import encode_many
@@ -63,25 +64,27 @@ class StreamAssignment(ABC):
 
 
 def assign_units(files: tuple[File, ...], packs_per_step: int) -> tuple[list[Unit], int]:
-    """The units of some files, and the number of streams for a global batch of G packs: G for each worker group, of
-    which there are as many as the units allow."""
+    """The units of some files, and the number of streams for a global batch of at most G packs: G for each worker
+    group, of which there are as many as the units allow."""
     units = units_of(files, wanted=WORKER_GROUPS[0] * packs_per_step)
     groups = next(n for n in WORKER_GROUPS if n * packs_per_step <= len(units) or n == 1)
     return units, groups * packs_per_step
 
 
 class StreamedOrder:
-    """Step k takes one pack of each of the G streams of worker group k % groups.
+    """Step k takes packs of worker group k % groups, one of each of its G streams.
 
-    So the packs of a step depend on G alone; rank r takes every dp_size-th of them. A worker group is read by one
-    worker of each rank. A position maps stream numbers, as strings, to stream positions; a rank's own position has at
-    least the streams that it has read.
+    If the number of packs changes, G is the largest, and a smaller step takes the next of the G streams in turn; each
+    stage begins with the first. So the packs of a step depend on the number of packs alone; rank r takes every
+    dp_size-th of them, always of the same streams. A worker group is read by one worker of each rank. A position maps
+    stream numbers, as strings, to stream positions; a rank's own position has at least the streams that it has read.
     """
 
-    def __init__(self, plan: StreamAssignment, packs_per_step: int):
-        assert plan.num_streams % packs_per_step == 0
-        self.plan, self.packs_per_step = plan, packs_per_step
-        self.groups = plan.num_streams // packs_per_step
+    def __init__(self, plan: StreamAssignment, packs_per_step: int | PacksPerStep):
+        self.plan, self.packs_per_step = plan, PacksPerStep.of(packs_per_step)
+        self.of_group = self.packs_per_step.most
+        self.groups, rest = divmod(plan.num_streams, self.of_group)
+        assert rest == 0
 
     def check_position(self, position: dict[str, list[int]]) -> None:
         if position and max(map(int, position)) >= self.plan.num_streams:
@@ -95,16 +98,18 @@ class StreamedOrder:
         return max((n for n in WORKER_GROUPS if n <= min(wanted, self.groups)), default=0)
 
     def own(self, position: dict, mesh: Mesh) -> dict:
-        own = range(mesh.dp_rank, self.packs_per_step, mesh.dp_size)
-        return {stream: at for stream, at in position.items() if int(stream) % self.packs_per_step in own}
+        own = range(mesh.dp_rank, self.of_group, mesh.dp_size)
+        return {stream: at for stream, at in position.items() if int(stream) % self.of_group in own}
 
     def steps(self, mesh: Mesh, position: dict, first: int, numbers: Iterable[int], is_mine: Callable[[int], bool]):
         """As common.data.loader.Order."""
         streams: dict[int, Iterator] = {}
         for step in (first + number for number in numbers if is_mine(number)):
-            group = step % self.groups * self.packs_per_step
+            begin, packs = self.packs_per_step.stage(step)
+            used = (step - begin) // self.groups * packs  # of the group, in earlier steps of the stage
             taken, moved = [], {}
-            for number in range(group + mesh.dp_rank, group + self.packs_per_step, mesh.dp_size):
+            for number in range(used + mesh.dp_rank, used + packs, mesh.dp_size):
+                number = step % self.groups * self.of_group + number % self.of_group
                 if number not in streams:
                     streams[number] = self.plan.stream(number, position.get(str(number), ()))
                 pack, ids, after = next(streams[number])

@@ -17,6 +17,7 @@ from pathlib import Path
 from common.cli import UserError
 from common.data.collators import Collator
 from common.data.loader import Order, PlannedOrder, evaluation_batches
+from common.data.packs_per_step import PacksPerStep
 from common.data.training_data import EVAL_SEED, PlannedData
 from common.distributed.world import World
 from extras.sources.dataset import Source, check_same_files, documents, open_source, with_contents
@@ -51,7 +52,7 @@ class PreparedText(PlannedData):
     def earlier_identity(self) -> dict:
         return {"dataset": self.store.earlier_fingerprint}
 
-    def order(self, packs_per_step: int) -> Order:
+    def order(self, packs_per_step: PacksPerStep) -> Order:
         return PlannedOrder(self.store, self.plan, packs_per_step, self.end)
 
     def held_out(self, split: str) -> TextStore | None:
@@ -80,11 +81,11 @@ class StreamedText(StreamedData):
     def earlier_identity(self) -> dict:
         return {"dataset": self.source.earlier_identity(self.flags.train_split)[:16]}
 
-    def order(self, packs_per_step: int) -> Order:
+    def order(self, packs_per_step: PacksPerStep) -> Order:
         flags = self.flags
         plan = plan_text_streams(
             self.source.splits[flags.train_split],
-            packs_per_step,
+            packs_per_step.most,
             seed=flags.seed,
             context=flags.max_seq_length,
             contexts_per_pack=flags.per_device_train_batch_size,

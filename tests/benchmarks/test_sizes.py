@@ -31,7 +31,7 @@ def test_page_has_a_row_and_a_command_per_size():
 @pytest.mark.parametrize("plan", PLANS, ids=lambda plan: f"{plan.size}-{plan.gpus}")
 def test_plans_have_the_tokens_of_the_paper(plan):
     args = parsed(plan.script, plan.gpus, plan.command.partition(".py ")[2].split())
-    packs = packs_per_step(args.data, Mesh(size=plan.gpus), args.pack_tokens)
+    packs = packs_per_step(args.data, Mesh(size=plan.gpus), args.pack_tokens).plain
     assert packs == plan.gpus * int(row_of(plan)[4])
     assert packs * args.pack_tokens == plan.step_tokens == int(row_of(plan)[5].replace(",", ""))
     tokens = plan.step_tokens

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from common.cli import UserError
-from common.data.collators import Counts, MaskingCollator
+from common.data.collators import Counts, MaskingCollator, MaskRates
 from common.data.packing import Pack
 from common.models.esm2.alphabet import ESM2_TOKENS, PAD, UNK
 
@@ -56,7 +56,32 @@ def test_counts_sum_over_batches():
     assert Counts.of([]) == (0, 0, 0, 0, 0)
 
 
+def test_mask_rates_fall_linearly_to_the_last_step():
+    rates = MaskRates(0.3, 0.7, 0.2, end=0.1, total_steps=5)
+    found = [rates.at(step) for step in (0, 1, 2, 3, 4, 7)]  # a run may be a few steps longer than estimated
+    assert [each.mlm_probability for each in found] == pytest.approx([0.3, 0.25, 0.2, 0.15, 0.1, 0.1])
+    assert found[0].mlm_probability == 0.3
+    assert {(each.mask_replace_prob, each.random_replace_prob) for each in found} == {(0.7, 0.2)}
+    assert found[2].mask_ratio == pytest.approx(0.14)
+    assert MaskRates(0.3, end=0.1).at(0).mlm_probability == 0.3  # a run of one step
+    assert MaskRates().at(1000) == MaskRates()
+
+
+def test_collator_masks_at_the_rate_of_the_step():
+    pack, ids = random_pack([9000])
+    collator = MaskingCollator(ESM2_TOKENS, 0, MaskRates(0.4, end=0.1, total_steps=11))
+    batches = [collator(pack, ids, step) for step in (0, 5, 10)]
+    assert [batch["num_targets"] / 9000 for batch in batches] == pytest.approx([0.4, 0.25, 0.1], rel=0.1)
+    assert [batch["mask_ratio"] for batch in batches] == pytest.approx([0.32, 0.2, 0.08])
+    for more, fewer in zip(batches, batches[1:], strict=False):
+        assert (more["labels"] >= 0)[fewer["labels"] >= 0].all()
+    evaluated = collator(pack, ids)
+    assert "mask_ratio" not in evaluated  # the model computes as the exported one
+    assert torch.equal(evaluated["labels"], batches[0]["labels"])
+    assert MaskingCollator(ESM2_TOKENS, 0)(pack, ids, 3)["mask_ratio"] == 0.15 * 0.8
+
+
 @pytest.mark.parametrize("probability", [15, -0.1])
 def test_collator_rejects_bad_probability(probability):
     with pytest.raises(UserError, match="between 0 and 1"):
-        MaskingCollator(ESM2_TOKENS, seed=0, mlm_probability=probability)
+        MaskRates(probability)

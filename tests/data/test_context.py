@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from common.data.collators import IGNORE, Counts, MaskingCollator, SlicingCollator
+from common.data.collators import IGNORE, Counts, MaskingCollator, MaskRates, SlicingCollator
 from common.data.crops import Pack
 from common.data.loader import PlannedOrder, TrainLoader
 from common.data.packing import BatchPlan
@@ -49,6 +49,18 @@ def test_slicing_collator_covers_the_batch(layout, multiple):
     for name, values in back.items():
         assert torch.equal(values, whole[name])
     assert Counts.of(parts) == Counts.of([whole])
+
+
+def test_slicing_collator_slices_the_masks_of_the_step():
+    collator = MaskingCollator(ESM2_TOKENS, 3, MaskRates(0.5, end=0.1, total_steps=3))
+    for step in range(3):
+        whole = collator(*a_pack(), step)
+        parts = [SlicingCollator(collator, Mesh(r, 2, 2), "contiguous", 1, PAD, MASK)(*a_pack(), step) for r in (0, 1)]
+        assert sum(part["num_targets"] for part in parts) == whole["num_targets"]
+        assert {part["mask_ratio"] for part in parts} == {whole["mask_ratio"]}
+        assert whole["mask_ratio"] == pytest.approx((0.5 - 0.2 * step) * 0.8)
+        for part in parts:
+            assert part["shared_masks"].sum() == (whole["input_ids"] == MASK).sum()
 
 
 @pytest.mark.parametrize("layout", ["dual_chunk", "contiguous"])

@@ -18,7 +18,7 @@ import torch
 from datasets import Dataset, Features, List, Value
 
 from common.cli import UserError
-from common.data.collators import MaskingCollator
+from common.data.collators import MaskingCollator, MaskRates
 from common.data.flags import StepFlags
 from common.data.loader import PlannedOrder, TrainLoader, evaluation_batches
 from common.data.packing import BatchPlan, Position
@@ -49,8 +49,8 @@ FEATURES = Features({"id": Value("string"), "input_ids": List(Value("uint8"))})
     ],
 )
 def test_packs_per_step_follows_from_flags_and_ranks(ranks, flags, packs):
-    assert packs_per_step(StepFlags(**flags), Mesh(size=ranks), 16_384) == packs
-    assert packs_per_step(StepFlags(**flags), Mesh(size=2 * ranks, cp_size=2), 16_384) == packs
+    assert packs_per_step(StepFlags(**flags), Mesh(size=ranks), 16_384).plain == packs
+    assert packs_per_step(StepFlags(**flags), Mesh(size=2 * ranks, cp_size=2), 16_384).plain == packs
 
 
 def test_tokens_per_step_excludes_packs_per_step():
@@ -142,11 +142,9 @@ def test_loader_resumes_on_other_ranks(store, mode):
 
 
 def test_loader_gives_collator_the_step(store):
-    """A schedule of the masking probability needs no more: the same masks on any ranks and workers, after a resume."""
+    """A falling masking probability: the same masks on any ranks and workers, and after a resume."""
 
-    def collator(pack, ids, step=None):
-        probability = 0.5 if step is None else 0.1 * (step + 1)
-        return MaskingCollator(ESM2_TOKENS, 1, probability)(pack, ids, step)
+    collator = MaskingCollator(ESM2_TOKENS, 1, MaskRates(0.6, end=0.1, total_steps=6))
 
     def scheduled(store):
         return packed(store)[0], collator
@@ -154,13 +152,13 @@ def test_loader_gives_collator_the_step(store):
     expected, steps = global_batches(store, scheduled, 1, 6)
     for step, batches in enumerate(expected):
         targets, tokens = (sum(batch[key] for batch in batches) for key in ("num_targets", "num_tokens"))
-        assert targets / tokens == pytest.approx(0.1 * (step + 1), rel=0.1)
+        assert targets / tokens == pytest.approx(0.6 - 0.1 * step, rel=0.1)
     found, _ = global_batches(store, scheduled, 2, 3, first_step=3, position=steps[2].position, num_workers=2)
     assert found == expected[3:]
     plan, _ = packed(store, shuffle=False)
     held_out = list(evaluation_batches(store, plan, collator))
     targets, tokens = (sum(batch[key] for batch in held_out) for key in ("num_targets", "num_tokens"))
-    assert targets / tokens == pytest.approx(0.5, rel=0.1)
+    assert targets / tokens == pytest.approx(0.6, rel=0.1)
 
 
 @pytest.mark.parametrize(("mode", "packs_per_step"), [(padded, 6), (packed, 12), (packed, 3000)])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from common.data.collators import mask_tokens
+from common.data.collators import MaskRates, mask_tokens
 from common.models.esm2.alphabet import CLS, EOS, ESM2_TOKENS, MASK, PAD, TOKENS, UNK
 
 WORD = (1 << 64) - 1
@@ -19,7 +19,7 @@ def splitmix(x):
     return x ^ (x >> 31)
 
 
-def reference_token(token, record, position, seed, epoch, probability=0.15):
+def reference_token(token, record, position, seed, epoch, probability=0.15, masked=0.8, random=0.1):
     """(input id, label) of one token, by the definition, one Python integer at a time."""
     key = 0
     for part in (seed, epoch, 6):
@@ -29,31 +29,33 @@ def reference_token(token, record, position, seed, epoch, probability=0.15):
         return token, -100
     fate = splitmix(number ^ 0x5851F42D4C957F2D)
     which = (fate >> 32) / 2**32
-    if which < 0.8:
+    if which < masked:
         return MASK, token
-    if which < 0.9:
+    if which < masked + random:
         return 4 + (fate % 2**32) * 20 // 2**32, token
     return token, token
 
 
-def mask(ids, records, starts, lengths, seed=0, epoch=0, **rest):
+def mask(ids, records, starts, lengths, seed=0, epoch=0, **rates):
     arrays = (np.asarray(array, dtype=np.int64) for array in (records, starts, lengths))
-    return mask_tokens(np.asarray(ids, dtype=np.uint8), *arrays, ESM2_TOKENS, seed, epoch, **rest)
+    return mask_tokens(np.asarray(ids, dtype=np.uint8), *arrays, ESM2_TOKENS, seed, epoch, MaskRates(**rates))
 
 
 @pytest.mark.parametrize("seed", [0, 42, 2**63 + 11, -1])
-@pytest.mark.parametrize("probability", [0.15, 0.5])
-def test_mask_tokens_equals_reference_bit_for_bit(seed, probability):
+@pytest.mark.parametrize("rates", [(0.15, 0.8, 0.1), (0.5, 0.8, 0.1), (0.3, 0.6, 0.4), (0.3, 0.0, 0.0), (0.3, 1.0, 0)])
+def test_mask_tokens_equals_reference_bit_for_bit(seed, rates):
     rng = np.random.default_rng(5)
     lengths = rng.integers(0, 200, 40)
     records = rng.integers(0, 2**40, 40)
     starts = rng.integers(0, 40_000, 40)
     ids = rng.integers(0, len(TOKENS), lengths.sum()).astype(np.uint8)
-    input_ids, labels = mask(ids, records, starts, lengths, seed, epoch=3, mlm_probability=probability)
+    names = ("mlm_probability", "mask_replace_prob", "random_replace_prob")
+    found = mask(ids, records, starts, lengths, seed, epoch=3, **dict(zip(names, rates, strict=True)))
+    input_ids, labels = found
     at = 0
     for record, start, length in zip(records.tolist(), starts.tolist(), lengths.tolist(), strict=True):
         for position in range(start, start + length):
-            expected = reference_token(int(ids[at]), record, position, seed, 3, probability)
+            expected = reference_token(int(ids[at]), record, position, seed, 3, *rates)
             assert (input_ids[at], labels[at]) == expected
             at += 1
     assert (labels != -100).any()
@@ -107,6 +109,17 @@ def test_mask_tokens_of_epochs_and_seeds_are_independent(many, other):
     _, labels = mask(ids, np.arange(4000), np.zeros(4000), np.full(4000, 500), **other)
     both = (labels.reshape(4000, 500) != -100) & (many[1] != -100)
     assert within(int(both.sum()), both.size, 0.15**2)
+
+
+def test_mask_tokens_of_a_lower_rate_are_a_subset(many):
+    ids = np.full(500_000, 4, dtype=np.uint8)
+    arrays = ids, np.arange(1000), np.zeros(1000), np.full(1000, 500)
+    at_15 = [each[:1000].reshape(-1) for each in many]
+    for lower, higher in ((mask(*arrays, mlm_probability=0.05), at_15), (at_15, mask(*arrays, mlm_probability=0.3))):
+        chosen = lower[1] != -100
+        assert (higher[1] != -100)[chosen].all()
+        assert np.array_equal(higher[0][chosen], lower[0][chosen])
+        assert chosen.sum() < (higher[1] != -100).sum()
 
 
 def test_mask_tokens_never_selects_special_tokens():

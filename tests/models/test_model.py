@@ -15,6 +15,7 @@ from common.models.esm2.model import Esm2ForMaskedLM, build_model
 from common.models.layers.compiling import compile_layers
 from common.models.layers.initialise import count_parameters, initialise
 from common.models.layers.recompute import save_activations
+from extras.hf_backend import StockEsm
 from tests.models.reference import ours_like, packed, random_batch, reference_model
 
 LENGTHS = [1, 2, 3, 40, 129, 17, 64]
@@ -87,6 +88,29 @@ def test_esm2_token_dropout_is_counted_per_sequence(mask_ratio):
     """A pack's mean mask ratio is not each sequence's; the guides scale 89 % of packed sequences wrongly."""
     config = esm2_config(**TINY)
     check_against_reference(config, random_batch([30, 200, 5], mask_ratio=mask_ratio))
+
+
+@pytest.mark.parametrize("backend", ["torch", "hf"])
+@pytest.mark.parametrize("layout", ["pack", "padded"])
+@pytest.mark.parametrize("mask_ratio", [0.0, 0.12, 0.3])
+def test_esm2_token_dropout_of_other_mask_ratio(backend, layout, mask_ratio):
+    """Against stock layers on embeddings that are scaled here: given embeddings, transformers drops no token."""
+    config = esm2_config(**TINY)
+    reference = reference_model(config)
+    ours = {"torch": Esm2ForMaskedLM, "hf": StockEsm}[backend](config)
+    ours.load_state_dict(from_hf(reference.state_dict(), config)[0])
+    batch = random_batch(LENGTHS, mask_ratio=0.4)
+    ids, kept = batch["input_ids"], batch["attention_mask"].bool()
+    is_mask = ids == alphabet.MASK
+    scale = (1 - mask_ratio) / (1 - is_mask.sum(1) / kept.sum(1))
+    embedded = reference.esm.embeddings.word_embeddings(ids) * (scale[:, None] * ~is_mask)[..., None]
+    with torch.no_grad():
+        expected = reference(inputs_embeds=embedded, attention_mask=batch["attention_mask"]).logits
+        inputs = packed(batch) if layout == "pack" else dict(batch)
+        del inputs["labels"]
+        found = ours(**inputs, mask_ratio=mask_ratio).logits
+    found = found if layout == "pack" else found[kept]
+    assert (found - expected[kept]).abs().max() < 1e-5 * expected.abs().max()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -14,8 +14,9 @@ from common.data.packing import BatchPlan
 from common.data.training_data import packs_per_step
 from common.distributed.world import Mesh
 from common.flags import flat
-from common.training.optim import OptimizerFlags, lr_schedule
+from common.training.optim import OptimizerFlags
 from common.training.registry import parse_run
+from common.training.schedule import lr_schedule
 from tests.data_fixtures import load_script
 from tests.ops.manifests import containers, job_of, render
 from tests.ops.test_init_from import SLURM, recorded
@@ -66,7 +67,7 @@ def step_tokens(args: dict, ranks: int) -> int:
     """Tokens of a global step, with the packs that the training script takes."""
     pack = args["per_device_train_batch_size"] * args["max_seq_length"]
     flags = StepFlags(**{name: args[name] for name in ("tokens_per_step", "packs_per_step")})
-    return packs_per_step(flags, Mesh(size=ranks), pack) * pack
+    return packs_per_step(flags, Mesh(size=ranks), pack).most * pack
 
 
 @pytest.mark.parametrize("memory", [23028, 81559])
@@ -120,7 +121,7 @@ def test_slurm_flags_replace_the_batch(flags, packs, tmp_path):
         assert (args["tokens_per_step"], args["gradient_accumulation_steps"]) == (None, 3)
     else:
         given = StepFlags(**{name: args[name] for name in ("tokens_per_step", "packs_per_step")})
-        assert packs_per_step(given, Mesh(size=2), args["tokens_per_pack"]) == packs
+        assert packs_per_step(given, Mesh(size=2), args["tokens_per_pack"]).plain == packs
 
 
 def test_slurm_trains_a_model_of_ones_own_with_the_same_batch(tmp_path):

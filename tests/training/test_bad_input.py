@@ -66,6 +66,13 @@ def refused(dataset_dir, output_dir, **flags) -> str:
         ({"pad_to_max_length": True, "tokens_per_pack": 4096}, "--tokens_per_pack"),
         ({"pad_to_max_length": True, "sequence_packing": True}, "exclude"),
         ({"mlm_probability": 1.5}, "--mlm_probability"),
+        ({"eval_mlm_probability": 0}, "--eval_mlm_probability 0.0: must be between 0 and 1"),
+        (
+            {"mlm_probability_end": 0.2},
+            "--mlm_probability_end 0.2: must be above 0 and at most --mlm_probability 0.15",
+        ),
+        ({"mask_replace_prob": -0.1}, "--mask_replace_prob -0.1: a fraction, 0 to 1"),
+        ({"mask_replace_prob": 0.95}, "--mask_replace_prob 0.95 and --random_replace_prob 0.1: more than 1 in sum"),
         ({"gradient_accumulation_steps": 0}, "--gradient_accumulation_steps"),
         ({"eval_steps": 10}, "--do_eval"),
         ({"do_preprocess": True}, "1.tokenize_uniref_csv.py"),

@@ -196,11 +196,23 @@ def test_decoder_schedule_decays_from_peak_to_minimum(style):
         "cosine": (1e-3 + 1e-4) / 2,
         "exponential": math.sqrt(1e-3 * 1e-4),
         "plateau": 1e-3 - 9e-4 * 5 / 50,  # it falls from the 50th on
+        "wsd": 1e-3,  # it falls from the 80th on
     }
     assert rate(54) == pytest.approx(expected[style])
     assert rate(99) == rate(500) == pytest.approx(1e-3 if style == "constant" else 1e-4)
     sooner = parse("--model=llama2_7b", "--dataset=x", *flags, "--lr_decay_iters=60").optimizer.schedule(100)
     assert sooner(59) == pytest.approx(1e-3 if style == "constant" else 1e-4)
+
+
+def test_decoder_wsd_falls_over_lr_decay_steps_to_min_lr_rate():
+    flags = ["--model=llama2_7b", "--dataset=x", "--lr=1e-3", "--warmup=0.1", "--lr_decay_style=warmup_stable_decay"]
+    rate = parse(*flags, "--lr_decay_steps=40", "--min_lr_rate=0.2").optimizer.schedule(100)
+    assert [rate(step) for step in (9, 59)] == [1e-3, 1e-3]
+    assert [rate(step) for step in (79, 99)] == pytest.approx([6e-4, 2e-4])
+    with pytest.raises(UserError, match="--min_lr_rate 0.2: --lr_decay_style constant never falls"):
+        parse(*flags, "--min_lr_rate=0.2", "--lr_decay_style=constant")
+    with pytest.raises(UserError, match="--lr_decay_steps 5.0: goes with --lr_scheduler_type wsd, not cosine"):
+        parse("--model=llama2_7b", "--dataset=x", "--lr_decay_steps=5")
 
 
 def test_decoder_annealing_shows_the_guides_rates():
@@ -284,7 +296,8 @@ def test_help_of_esm2_has_no_decoder_flags():
     strategy = load_script("train_fsdp2.py").FsdpFlags
     esm2, decoders = ({spec.name for spec in flag_specs(arguments_of(strategy, task))} for task in ("mlm", "clm"))
     assert {"min_lr", "model", "document_masks"} <= decoders - esm2
-    assert {"mlm_probability", "gelu", "pad_to_max_length"} <= esm2 - decoders
+    masks = {"mlm_probability", "mlm_probability_end", "mask_replace_prob", "eval_mlm_probability"}
+    assert {*masks, "gelu", "pad_to_max_length"} <= esm2 - decoders
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from common.cli import UserError
 from common.data.loader import TrainLoader
+from common.data.packs_per_step import PacksPerStep
 from common.distributed.world import World
 from common.training.load_model import load_model
 from common.training.registry import parse_run
@@ -80,7 +81,8 @@ def reference(text: Path, out: Path, **flags) -> tuple[list[float], list[float],
         groups, lr=0.0, betas=(args.optimizer.adam_beta1, args.optimizer.adam_beta2), eps=args.optimizer.adam_epsilon
     )
     data = open_text(args.data, alone, False, ByteTokenizer())
-    loader = TrainLoader(data.order(args.data.packs_per_step), causal_batches(args.data, alone.mesh), num_steps=STEPS)
+    order = data.order(PacksPerStep.of(args.data.packs_per_step))
+    loader = TrainLoader(order, causal_batches(args.data, alone.mesh), num_steps=STEPS)
     found, of_norms = [], []
     for step, share in enumerate(loader):
         total, predicted = torch.zeros(()), sum(batch["num_targets"] for batch in share.micro_batches)

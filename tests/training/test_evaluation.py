@@ -83,6 +83,25 @@ def test_evaluation_equals_transformers_on_the_same_masks(model, dataset):
     assert abs(found["eval_loss"] - math.log(33)) > 0.3, "a model whose predictions say something"
 
 
+def test_evaluation_asks_at_a_rate_of_its_own(model, dataset):
+    """The same questions whatever a run trains with, and the model's own token dropout (12 %)."""
+    training = {"mlm_probability": 0.4, "mlm_probability_end": 0.2, "mask_replace_prob": 0.5, "random_replace_prob": 0}
+    usual = numbers(model, dataset)
+    assert numbers(model, dataset, **training) == usual
+    more = numbers(model, dataset, eval_mlm_probability=0.3)
+    assert more["eval_masked_tokens"] == pytest.approx(2 * usual["eval_masked_tokens"], rel=0.15)
+    assert more.keys() == usual.keys()
+
+
+def test_unigram_asks_what_evaluation_asks(dataset):
+    def unigram(**flags):
+        data = arguments(dataset, **flags).data
+        opened = PreparedData(data, ESM2_TOKENS)
+        return masked_lm.unigram(opened.sample, opened.held_out("validation"), ESM2_TOKENS, data, ALONE)
+
+    assert unigram(mlm_probability=0.4) == unigram() != unigram(eval_mlm_probability=0.4)
+
+
 def test_evaluation_covers_every_protein_once(model, dataset):
     stored = load_from_disk(str(dataset / "validation"))["input_ids"]
     cropped = [ids for ids in stored if len(ids) > 128]

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from safetensors.numpy import load_file
 
-from common.data.training_data import EVAL_SEED, held_out_batches, masked_batches, open_data
+from common.data.training_data import evaluation_masks, held_out_batches, open_data
 from common.distributed.world import World
 from common.models.registry import FAMILIES
 from common.training.evaluation import METRICS
@@ -35,7 +35,7 @@ def _mean_entropy(args: TrainArguments, weights: dict[str, np.ndarray], split: s
         weights[name] for name in ("embedding.weight", "layers.0.linear.weight", "layers.0.linear.bias")
     )
     store = open_data(args.data, FAMILY.tokens, ALONE, evaluate=True).held_out(split)
-    collator = masked_batches(args.data, FAMILY.tokens, EVAL_SEED, ALONE.mesh)
+    collator = evaluation_masks(args.data, FAMILY.tokens, ALONE.mesh)
     entropies = []
     for batch in held_out_batches(args.data, store, collator, ALONE):
         x = embedding[batch["input_ids"].numpy()].astype(np.float64)

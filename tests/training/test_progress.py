@@ -11,6 +11,7 @@ import pytest
 
 from common.cli import UserError
 from common.data.loader import StepCounts
+from common.data.packs_per_step import PacksPerStep
 from common.data.training_data import open_data
 from common.distributed.world import World
 from common.flags import flat
@@ -22,7 +23,7 @@ from common.training.resume import check_same_data
 from tests.data_fixtures import load_script
 from tests.training_fixtures import arguments, flags_of, on_ranks, train
 
-PLAN = RunPlan(4, 2, 10, 10, 0, 5)
+PLAN = RunPlan(PacksPerStep.of(4), PacksPerStep.of(2), 10, 1, 10, 0, 5)
 IMPLEMENTATION = {"backend": "torch", "gelu": "exact", "formats": {}}
 
 
@@ -52,6 +53,7 @@ def test_run_plan_is_in_log_results_and_checkpoint(dataset, tmp_path):
         "packs_per_step": 4,
         "accumulation": 2,
         "total_steps": 4,
+        "warmup_steps": 0,
         "last_step": 4,
         "eval_every": 2,
         "save_every": 2,
@@ -76,11 +78,46 @@ def test_trainer_state_of_earlier_version_resumes_without_warning(caplog):
     state.start(PLAN, IMPLEMENTATION, {}, {"backend": "auto", "gelu": None, "save_steps": 7}, 1)
     assert not caplog.records
     assert state.arguments == {"backend": "torch", "gelu": "exact", "save_steps": 7}
-    assert state.resolved == IMPLEMENTATION | asdict(PLAN)
+    assert state.resolved == IMPLEMENTATION | asdict(PLAN) | {"packs_per_step": 4, "accumulation": 2}
     state.start(PLAN, IMPLEMENTATION, {}, {"backend": "auto", "gelu": "tanh", "save_steps": 9}, 1)
     assert [record.getMessage() for record in caplog.records] == [
         "Flags differ from those of the checkpoint: save_steps 7 -> 9"
     ]
+
+
+@pytest.mark.parametrize(
+    ("given", "saved", "expected"),
+    [
+        (None, {}, 37),  # a new run: 15 %
+        (None, {"step": 5, "resolved": {"warmup_steps": 37}}, 37),
+        (None, {"step": 5, "resolved": {"warmup_steps": 50}}, 50),  # begun as a run of another length
+        (None, {"step": 5, "resolved": {}}, 12),  # of version 0.2: 5 %
+        (None, {"step": 5, "resolved": {"warmup_steps": 12}}, 12),  # the same run, saved again
+        (None, {"step": 5, "arguments": {"warmup_steps": 3}, "resolved": {"warmup_steps": 3}}, 37),  # flag dropped
+        (0.1, {"step": 5, "resolved": {"warmup_steps": 12}}, 0.1),
+        (0, {"step": 5, "resolved": {}}, 0),
+    ],
+)
+def test_trainer_state_keeps_default_warmup(caplog, given, saved, expected):
+    caplog.set_level("INFO")
+    assert TrainerState(**saved).warmup_steps(given, 250) == expected
+    said = [record.getMessage() for record in caplog.records]
+    is_earlier = given is None and saved.get("resolved") == {}
+    assert said == is_earlier * [
+        "The run goes on with the warm-up of the version that began it: 12 steps (a new run: 37)"
+    ]
+
+
+def test_trainer_state_of_earlier_version_keeps_long_warmup_silently(caplog):
+    caplog.set_level("INFO")
+    assert TrainerState(step=5).warmup_steps(None, 2000) == 100
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("value", ["many", -1, math.nan, math.inf])
+def test_trainer_state_refuses_impossible_warmup(value):
+    with pytest.raises(UserError, match=r"refused: resolved: warmup_steps is ('many'|-1|nan|inf)"):
+        TrainerState.read({"resolved": {"warmup_steps": value}}, "somewhere")
 
 
 def test_trainer_state_keeps_total_steps_of_a_run_of_epochs(dataset):
@@ -89,15 +126,15 @@ def test_trainer_state_keeps_total_steps_of_a_run_of_epochs(dataset):
     now = {"arguments": {"num_train_epochs": 2, "max_steps": -1}, "packs_per_step": 4}
     begun = TrainerState(**now, resolved={"total_steps": 31, "last_step": None})
     before = TrainerState(**now, resolved={"total_steps": 31, "last_step": 31})
-    assert begun.saved_steps(flags, 4) == (31, None)
-    assert before.saved_steps(flags, 4) == (31, 31)
+    assert begun.saved_steps(flags, PacksPerStep.of(4)) == (31, None)
+    assert before.saved_steps(flags, PacksPerStep.of(4)) == (31, 31)
     for state in (begun, before):
         for other, packs in (({"num_train_epochs": 3}, 4), ({"max_steps": 50}, 4), ({}, 2)):
             others = arguments(dataset, **{"max_steps": -1, "num_train_epochs": 2} | other)
-            assert state.saved_steps(others, packs) == (None, None)
-    assert TrainerState().saved_steps(flags, 4) == (None, None)
+            assert state.saved_steps(others, PacksPerStep.of(packs)) == (None, None)
+    assert TrainerState().saved_steps(flags, PacksPerStep.of(4)) == (None, None)
     stopped = TrainerState(**now | {"arguments": now["arguments"] | {"stop_at_step": 7}}, resolved={"last_step": 7})
-    assert stopped.saved_steps(flags, 4) == (None, None)
+    assert stopped.saved_steps(flags, PacksPerStep.of(4)) == (None, None)
 
 
 @pytest.mark.parametrize(
@@ -112,13 +149,29 @@ def test_trainer_state_keeps_total_steps_of_a_run_of_epochs(dataset):
         ({"tokens_per_step": 2048}, {"arguments": {"tokens_per_step": 1024}, "packs_per_step": 2}, 4),
         ({"tokens_per_step": 2048}, {"arguments": {}, "packs_per_step": 2}, 4),
         ({}, {"arguments": {"tokens_per_step": 2048}, "packs_per_step": 4}, 4),
+        ({}, {"packs_per_step": "0:4,8:6"}, "0:4,8:6"),
+        ({"packs_per_step": 3}, {"packs_per_step": "0:4,8:6"}, 3),
+        ({"tokens_per_step": 2048}, {"packs_per_step": "0:4,8:6"}, 4),
+        ({"packs_per_step_schedule": "0:2,9:5"}, {"packs_per_step": "0:4,8:6"}, "0:2,9:5"),
+        ({"packs_per_step_schedule": "0:2,9:5"}, {"packs_per_step": 4}, "0:2,9:5"),
     ],
 )
-def test_plan_run_keeps_packs_unless_tokens_per_step_changes(dataset, flags, saved, packs):
+def test_plan_run_keeps_packs_unless_flags_change_them(dataset, flags, saved, packs):
     args, world = arguments(dataset, **flags), World.from_environment(use_cpu=True)
     data = open_data(args.data, ESM2_TOKENS, world, False)
     assert args.pack_tokens == 512
-    assert plan_run(args, data, TrainerState(**saved), world).packs_per_step == packs
+    assert plan_run(args, data, TrainerState(**saved), world).packs_per_step.plain == packs
+
+
+def test_trainer_state_with_a_ramp_that_is_none_is_refused():
+    assert TrainerState.read({"packs_per_step": "0:4,8:6"}, "state").packs_per_step == "0:4,8:6"
+    for packs, message in (
+        ("0:4,8:", "expected at most 100 step:packs pairs"),
+        (-1, "below 0"),
+        ([4], "expected int . str"),
+    ):
+        with pytest.raises(UserError, match=f"^state: refused: .*{message}"):
+            TrainerState.read({"packs_per_step": packs}, "state")
 
 
 def test_trainer_state_raises_after_too_many_skipped_steps_in_a_row(caplog):

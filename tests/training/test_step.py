@@ -83,7 +83,7 @@ def test_collator_pads_packs_to_one_shape_on_gpu(dataset):
 
     def pad_to(device: str, **flags) -> int:
         task = MaskedLM(None, arguments(dataset, **flags), World(0, 0, 1, torch.device(device)))
-        return task.collator()(Pack.empty(), np.zeros(0, dtype=np.uint8))["pad_to"]
+        return task.collator(1)(Pack.empty(), np.zeros(0, dtype=np.uint8))["pad_to"]
 
     assert pad_to("cuda", tokens_per_pack=4096, per_device_train_batch_size=8) == 4096
     assert pad_to("cuda", pad_to_max_length=True) == 0  # padding is never computed

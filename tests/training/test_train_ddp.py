@@ -16,6 +16,7 @@ from transformers import EsmForMaskedLM, get_scheduler
 
 from common.data.collators import MaskingCollator
 from common.data.loader import TrainLoader
+from common.data.packs_per_step import PacksPerStep
 from common.data.training_data import PreparedData
 from common.models.esm2 import convert
 from common.models.esm2.alphabet import ESM2_TOKENS
@@ -53,7 +54,7 @@ def micro_batches(dataset_dir, step: int = 0, packs: int = PACKS_PER_STEP, **fla
     """What the micro-batches of a global step hold, as one process would read them."""
     args = arguments(dataset_dir, **flags)
     steps = TrainLoader(
-        PreparedData(args.data, ESM2_TOKENS).order(packs),
+        PreparedData(args.data, ESM2_TOKENS).order(PacksPerStep.of(packs)),
         MaskingCollator(ESM2_TOKENS, args.data.seed),
         num_steps=step + 1,
     )

@@ -48,9 +48,15 @@ class Embeddings(nn.Module):
         self.token_dropout, self.residual = config.token_dropout, residual
         self.word_embeddings = nn.Embedding(PADDED_VOCAB, config.hidden_size)
 
-    def forward(self, input_ids: Tensor, cu_seqlens: Tensor, shared: CpPack | None = None) -> Tensor:
+    def forward(
+        self,
+        input_ids: Tensor,
+        cu_seqlens: Tensor,
+        shared: CpPack | None = None,
+        mask_ratio: float = TRAIN_MASK_RATIO,
+    ) -> Tensor:
         """[T] -> [T, hidden]. Token dropout counts the masks of each sequence by itself, of the whole sequence with
-        context parallelism."""
+        context parallelism. mask_ratio: at which its scale is 1."""
         x = self.word_embeddings(input_ids)
         dtype = x.dtype
         if torch.is_autocast_enabled(x.device.type):
@@ -67,7 +73,7 @@ class Embeddings(nn.Module):
             ratio = shared.masks / shared.lengths.clamp(min=1)
             ratio = F.pad(ratio, (0, len(lengths) - len(ratio)))  # fillers
         # A sequence of <mask> alone has zero embeddings anyway; the clamp avoids 0/0.
-        scale = (1 - TRAIN_MASK_RATIO) / (1 - ratio).clamp(min=1e-6)
+        scale = (1 - mask_ratio) / (1 - ratio).clamp(min=1e-6)
         per_token = torch.repeat_interleave(scale, lengths, output_size=len(input_ids))
         return (x * per_token.masked_fill(is_mask, 0.0)[:, None].to(x.dtype)).to(dtype)
 
@@ -153,6 +159,7 @@ class Esm2ForMaskedLM(Model):
         labels: Tensor | None = None,
         predicted: Tensor | None = None,
         pad_to: int = 0,
+        mask_ratio: float = TRAIN_MASK_RATIO,
         output_hidden: bool = False,
         shared: CpPack | None = None,
     ) -> Esm2Output:
@@ -163,8 +170,9 @@ class Esm2ForMaskedLM(Model):
 
         labels: of the shape of `input_ids`, -100 where nothing is predicted; the LM head runs on the labelled
         positions only. predicted: those positions (`predicted_positions`), without which the model synchronises with
-        the device to count them. pad_to: the layers run on at least so many tokens, fillers included. Padding may be
-        on either side, but not inside a sequence.
+        the device to count them. pad_to: the layers run on at least so many tokens, fillers included. mask_ratio: the
+        expected fraction of `<mask>`, which token dropout compensates: of this step in training, ESM-2's elsewhere.
+        Padding may be on either side, but not inside a sequence.
         """
         shape, kept = input_ids.shape, None
         if input_ids.dim() == 2:
@@ -184,7 +192,7 @@ class Esm2ForMaskedLM(Model):
             max_seqlen = max(max_seqlen, SHAPE_MULTIPLE)  # no filler is longer: in attention they would cost squares
             ends = torch.arange(mock, 0, -max_seqlen, dtype=cu_seqlens.dtype, device=cu_seqlens.device).flip(0)
             cu_seqlens = torch.cat((cu_seqlens, cu_seqlens[-1:] + ends))
-        embedded = self.embeddings(input_ids, cu_seqlens, shared)
+        embedded = self.embeddings(input_ids, cu_seqlens, shared, mask_ratio)
         hidden = self.encoder(embedded, cu_seqlens, max_seqlen, shared)[:tokens]
         embedding = self.embeddings.word_embeddings.weight
         if labels is not None:

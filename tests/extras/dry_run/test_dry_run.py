@@ -96,6 +96,17 @@ def test_largest_pack_fits_and_next_does_not():
         assert largest_pack(run.step, known, 1000, 256) is None
 
 
+def test_dry_run_of_a_batch_ramp_counts_its_largest_step():
+    """Of a number of packs above the ranks, each micro-batch but the last holds gradients of the ones before."""
+    argv = ["--config_name=facebook/esm2_t6_8M_UR50D", "--config_overrides=num_hidden_layers=1", "--max_seq_length=64"]
+    ramp, largest, first = (
+        predicted(FSDP, 2, argv, flag)
+        for flag in ("--packs_per_step_schedule=0:2,9:8,20:4", "--packs_per_step=8", "--packs_per_step=2")
+    )
+    assert ramp == largest
+    assert ramp.peak > first.peak
+
+
 def test_dry_run_subtracts_recomputed_and_offloaded_activations():
     argv = ["--config_name=facebook/esm2_t6_8M_UR50D", "--config_overrides=num_hidden_layers=4"]
     argv += ["--bf16", "--tokens_per_pack=4096"]

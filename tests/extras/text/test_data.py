@@ -15,6 +15,7 @@ import torch
 from common.cli import UserError
 from common.data.loader import TrainLoader, merge_positions
 from common.data.packing import Position
+from common.data.packs_per_step import PacksPerStep
 from common.distributed.world import Mesh, World
 from common.flags import changed_defaults, with_flags
 from common.training.resume import check_same_data
@@ -57,7 +58,8 @@ def test_text_configuration_is_streamed(tmp_path):
     flags, data = opened(dataset=str(tmp_path), dataset_config_name="en", max_steps=10)
     held_out = data.held_out("validation")
     assert data.held_out("test") is None
-    loader = TrainLoader(data.order(3), causal_batches(flags, Mesh()), Mesh(), num_steps=data.total_steps(3, 0, {}))
+    packs, steps = PacksPerStep.of(3), data.total_steps(PacksPerStep.of(3), 0, {})
+    loader = TrainLoader(data.order(packs), causal_batches(flags, Mesh()), Mesh(), num_steps=steps)
     steps = list(loader)
     assert len(steps) == 10
     assert not data.finished(9, {})
@@ -69,7 +71,7 @@ def test_text_configuration_is_streamed(tmp_path):
     tokens = sum(len(text.encode()) + 1 for text in expected)
     assert data.epochs(1000) == pytest.approx(1000 * 64 / tokens)  # small files: counted
     with pytest.raises(UserError, match="the checkpoint.s position is for streams of 3 packs a step"):
-        data.check_packs(3, 4)
+        data.check_packs(packs, PacksPerStep.of(4))
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.txt"])
@@ -115,7 +117,7 @@ def test_text_of_hub_is_read_in_place(tmp_path, streaming):
         sent = hub.sent
     assert done.returncode == 0, done.stderr
     flags, data = opened(dataset=str(tmp_path / "repo"), dataset_config_name="en", max_steps=1, evaluates=False)
-    (local,) = TrainLoader(data.order(2), causal_batches(flags, Mesh()), num_steps=1)
+    (local,) = TrainLoader(data.order(PacksPerStep.of(2)), causal_batches(flags, Mesh()), num_steps=1)
     assert json.loads(done.stdout) == [batch["input_ids"].tolist() for batch in local.micro_batches]
     assert sent < 1 << 20
     assert bool(list(home.rglob("*.json.gz"))) != streaming
@@ -126,13 +128,14 @@ READ = """
 import json, sys
 from common import cli
 from extras.text.causal import causal_batches
+from common.data.packs_per_step import PacksPerStep
 from common.data.loader import TrainLoader
 from common.distributed.world import Mesh
 from tests.extras.text.test_data import opened
 with cli.user_errors():
     streaming = sys.argv[1] == "True"
     flags, data = opened(dataset="allenai/c4", dataset_config_name="en", max_steps=1, streaming=streaming)
-    (step,) = TrainLoader(data.order(2), causal_batches(flags, Mesh()), num_steps=1)
+    (step,) = TrainLoader(data.order(PacksPerStep.of(2)), causal_batches(flags, Mesh()), num_steps=1)
     print(json.dumps([batch["input_ids"].tolist() for batch in step.micro_batches]))
 """
 
@@ -191,7 +194,9 @@ def test_prepared_text_is_independent_of_ranks_and_resumes(prepared):
         """[(the batches of a step in the order of its packs, the position after it)]."""
         meshes = [Mesh(rank, ranks) for rank in range(ranks)]
         of_ranks = [
-            TrainLoader(data.order(4), causal_batches(flags, mesh), mesh, first, position, num_workers=workers)
+            TrainLoader(
+                data.order(PacksPerStep.of(4)), causal_batches(flags, mesh), mesh, first, position, num_workers=workers
+            )
             for mesh in meshes
         ]
         steps = []
@@ -203,7 +208,7 @@ def test_prepared_text_is_independent_of_ranks_and_resumes(prepared):
         return steps
 
     whole = steps_of(1)
-    assert len(whole) == data.total_steps(4, 0, {}) == -(-round(1.5 * data.plan.packs_per_epoch) // 4)
+    assert len(whole) == data.total_steps(PacksPerStep.of(4), 0, {}) == -(-round(1.5 * data.plan.packs_per_epoch) // 4)
     assert data.finished(len(whole), whole[-1][1])
     assert data.num_examples == data.plan.num_contexts
     assert steps_of(2, workers=2) == whole
