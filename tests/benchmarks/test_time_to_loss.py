@@ -225,11 +225,12 @@ def test_decisive_commands_are_of_train_ddp(size, tokens, target, ranks):
     for line in lines:
         words = shlex.split(line)
         flags = parsed("train_ddp", ranks, words[words.index("train_ddp.py") + 1 :])
-        packs = packs_per_step(flags.data, Mesh(size=ranks), flags.pack_tokens)
+        packs = packs_per_step(flags.data, Mesh(size=ranks), flags.pack_tokens).plain
         assert packs * flags.pack_tokens == plan.tokens_per_step == 524_288
         assert flags.data.max_steps * 524_288 == pytest.approx(tokens, rel=0.005)
         assert flags.eval_steps * plan.evaluations == flags.data.max_steps
         assert (flags.data.max_seq_length, flags.data.mlm_probability, flags.precision.bf16) == (512, 0.15, True)
+        assert flags.data.eval_mlm_probability == 0.15
         assert flags.model.config_name.endswith(f"_{size.partition('-')[0]}_UR50D")
 
 
