@@ -6,6 +6,7 @@ It imports no torch: the peak memory of a child process counts from its parent's
 from __future__ import annotations
 
 import json
+import math
 import os
 import platform
 import shutil
@@ -134,6 +135,12 @@ def training_speed(model: nn.Module, batches: list[dict], dtype: str, ours: bool
 
 def median_speed(runs: list[dict]) -> float:
     return statistics.median(run["tokens_per_second"] for run in runs)
+
+
+def mean_and_error(values: Sequence[float]) -> tuple[float, float]:
+    """Mean and its standard error (NaN of one value)."""
+    error = statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else math.nan
+    return statistics.mean(values), error
 
 
 def spread(values: Sequence[float]) -> float:

@@ -23,7 +23,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.measuring import ROOT, PreparedFlags, completed, say, torchrun, where_measured, words
+from benchmarks.measuring import ROOT, PreparedFlags, completed, mean_and_error, say, torchrun, where_measured, words
 from common.cli import UserError, run
 from common.files.json_files import read_json_lines
 from common.flags import Missing, flag, parse_arguments
@@ -142,19 +142,13 @@ def curves(args: Arguments) -> dict[str, dict[str, dict[int, float]]]:
     return found
 
 
-def mean_and_noise(values: list[float]) -> tuple[float, float]:
-    """Mean over the seeds and its standard error (nan of one)."""
-    error = statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else math.nan
-    return statistics.mean(values), error
-
-
 def last_part(curve: dict[int, float]) -> float:
     return statistics.mean(loss for step, loss in curve.items() if step >= (1 - LAST_PART) * max(curve))
 
 
 def table(args: Arguments, found: dict) -> list[str]:
     def shown(values: list[float], form: str) -> str:
-        mean, error = mean_and_noise(values)
+        mean, error = mean_and_error(values)
         return f"{mean:{form}}" + ("" if math.isnan(error) else f" ± {error:.4f}")
 
     lines = [
