@@ -32,6 +32,7 @@ from common.distributed.stopping import die_with_parent
 from common.distributed.world import Mesh
 
 ALIGNMENT = 64  # bytes, of the tensors in a bundle
+MOST_RANKS = 4096  # that an error proposes
 
 
 def this_worker() -> tuple[int, int]:
@@ -307,13 +308,13 @@ def check_divisible(packs_per_step: PacksPerStep, dp_size: int) -> None:
     for step, packs in packs_per_step.stages:
         if packs >= 1 and packs % dp_size == 0:
             continue
-        sizes = ", ".join(str(n) for n in range(1, packs + 1) if packs % n == 0)
+        sizes = ", ".join(str(n) for n in range(1, min(packs, MOST_RANKS) + 1) if packs % n == 0)
         lower = packs // dp_size * dp_size
         batches = " or ".join(str(n) for n in (lower, lower + dp_size) if n > 0)
-        stage = f" (--packs_per_step_schedule, from step {step})" if len(packs_per_step.stages) > 1 else ""
+        stage = f", from step {step} of --packs_per_step_schedule" if len(packs_per_step.stages) > 1 else ""
         raise UserError(
-            f"a global batch of {packs} packs{stage} does not divide among {dp_size} data-parallel ranks: "
-            f"use {sizes or 'no'} ranks, or {batches} packs a step (ranks x accumulation steps)"
+            f"a global batch of {packs} packs does not divide among {dp_size} data-parallel ranks: "
+            f"use {sizes or 'no'} ranks, or {batches} packs a step (ranks x accumulation steps){stage}"
         )
 
 
