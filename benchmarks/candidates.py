@@ -21,7 +21,7 @@ from torch import Tensor
 
 from common.cli import UserError, run
 from common.models.esm2 import model as esm2
-from common.training import evaluation, load_model, loop
+from common.training import evaluation, load_model, task
 
 
 def normuon(beta: float = 0.95) -> None:
@@ -51,7 +51,7 @@ def normuon(beta: float = 0.95) -> None:
 
 def with_hooks(before: Callable, after: Callable) -> None:
     """Call before(optimizer) and after(optimizer) around each of the optimiser's steps."""
-    build = loop.build_optimizer
+    build = task.build_optimizer
 
     def built(*args, **kwargs):
         optimizer = build(*args, **kwargs)
@@ -59,7 +59,7 @@ def with_hooks(before: Callable, after: Callable) -> None:
         optimizer.register_step_post_hook(lambda optimizer, *_: after(optimizer))
         return optimizer
 
-    loop.build_optimizer = built
+    task.build_optimizer = built
 
 
 def cautious_decay() -> None:

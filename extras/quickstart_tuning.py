@@ -27,7 +27,6 @@ from common.models.esm2.alphabet import ESM2_TOKENS
 from common.models.layers.backend import has_bf16
 from common.training.load_model import load_model
 from common.training.masked_lm import MaskedLM, TrainArguments
-from common.training.optim import build_optimizer
 from common.training.step import Stepper
 
 logger = logging.getLogger(__name__)
@@ -55,7 +54,7 @@ def step_seconds(args: TrainArguments, world: World) -> float:
     task = MaskedLM(built, args, world)
     task.open(evaluates=False)
     strategy = Strategy(built.model)
-    optimizer = build_optimizer(built, args.optimizer, strategy, world, args.precision.bf16)
+    optimizer = built.optimizer(args, strategy, world)
     stepper = Stepper(task, strategy, built.precision, optimizer, world, args.optimizer.max_grad_norm)
     built.model.train()
     durations = []

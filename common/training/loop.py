@@ -25,7 +25,7 @@ from common.models.layers.hf_directory import Training
 from common.training.arguments import RunArguments
 from common.training.checkpoint import Checkpointer
 from common.training.evaluation import Evaluator
-from common.training.optim import build_optimizer, set_hyperparameters
+from common.training.optim import set_hyperparameters
 from common.training.progress import Interval, RunPlan, SaveSchedule, TrainerState, plan_run
 from common.training.registry import task_of
 from common.training.results import announce, export_model, run_info, training_results
@@ -117,7 +117,7 @@ def set_up(
         if directory and args.checkpoint.overwrite_output_dir and args.do_train:
             directory.overwrite()
     log = stack.enter_context(RunLogger(args.log, Path(args.checkpoint.output_dir), world))
-    optimizer = build_optimizer(built, args.optimizer, strategy, world, args.precision.bf16)
+    optimizer = built.optimizer(args, strategy, world)
     built.precision.attach(optimizer)
     checkpointer = Checkpointer(
         args.checkpoint,

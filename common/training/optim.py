@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 from common.cli import UserError
+from common.distributed.strategy import Strategy
+from common.distributed.world import World
 from common.flags import flag
+from common.models.layers.residual import Block
 from common.training.schedule import ScheduleFlags
-
-if TYPE_CHECKING:
-    from common.distributed.strategy import Strategy
-    from common.distributed.world import World
-    from common.training.task import BuiltModel
 
 OPTIMIZERS = ("adamw_torch_fused", "muon")
 
@@ -67,16 +65,24 @@ class AdamW(torch.optim.AdamW):
 
 
 def build_optimizer(
-    built: BuiltModel, flags: OptimizerFlags, strategy: Strategy, world: World, bf16: bool
+    weights: nn.Module,
+    matrices: Mapping[str, Sequence[Block]],
+    flags: OptimizerFlags,
+    strategy: Strategy,
+    world: World,
+    bf16: bool,
 ) -> torch.optim.Optimizer:
-    """The optimiser of --optim over fp32 master weights; all ranks together. bf16: whether the run computes in it."""
+    """The optimiser of --optim over fp32 master weights; all ranks together.
+
+    matrices: `Model.hidden_matrices`; bf16: whether the run computes in it.
+    """
     if flags.optim == "muon":
         from extras.muon import Muon
 
-        if not (matrices := built.model.hidden_matrices()):
+        if not matrices:
             raise UserError("--optim muon: this family does not name its hidden matrices: leave adamw_torch_fused")
-        return Muon(built.weights, matrices, flags, strategy, world, torch.bfloat16 if bf16 else torch.float32)
-    return build_adamw(built.weights.parameters(), flags)
+        return Muon(weights, matrices, flags, strategy, world, torch.bfloat16 if bf16 else torch.float32)
+    return build_adamw(weights.parameters(), flags)
 
 
 def build_adamw(parameters: Iterable[nn.Parameter], flags: OptimizerFlags) -> AdamW:

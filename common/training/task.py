@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
+import torch
 from torch import Tensor, nn
 
 from common.data.collators import Batch, Collator
@@ -23,6 +24,7 @@ from common.models.layers.hf_directory import Training
 from common.models.layers.residual import Model
 from common.precision.build import Precision
 from common.training.arguments import RunArguments
+from common.training.optim import build_optimizer
 from common.training.run_logger import PlotLabels
 
 Arguments = TypeVar("Arguments", bound=RunArguments)
@@ -59,6 +61,11 @@ class BuiltModel:
         """What is updated, saved and exported: the model's parameters, or their fp32 master weights."""
         masters = self.precision.masters
         return masters.weights if masters else self.model
+
+    def optimizer(self, args: RunArguments, strategy: Strategy, world: World) -> torch.optim.Optimizer:
+        """Of `weights`; all ranks together."""
+        matrices, bf16 = self.model.hidden_matrices(), args.precision.bf16
+        return build_optimizer(self.weights, matrices, args.optimizer, strategy, world, bf16)
 
 
 # What a train script brings: (flags, world, backend and GELU of a run that is resumed) -> the model, and its strategy.

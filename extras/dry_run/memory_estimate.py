@@ -22,7 +22,6 @@ from common.distributed.world import World
 from common.flags import with_flags
 from common.models.layers.cpu import as_on_a_gpu
 from common.training.arguments import RunArguments
-from common.training.optim import build_optimizer
 from common.training.pinned_stager import share_of
 from common.training.registry import task_of
 from common.training.task import Build
@@ -120,7 +119,7 @@ class FakeRun:
         self.strategy.prepare_dry_run()
         self.parameters = [p for p in self.built.weights.parameters() if p.requires_grad]
         self._label_weights()
-        optimizer = build_optimizer(self.built, args.optimizer, self.strategy, world, args.precision.bf16)
+        optimizer = self.built.optimizer(args, self.strategy, world)
         for group in optimizer.param_groups:
             group["lr"] = 0.0  # makes the state alone: Muon's exchange takes no part in the peak
         with torch.no_grad():

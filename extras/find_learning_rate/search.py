@@ -27,7 +27,6 @@ from common.distributed.world import World
 from common.files.json_files import replace_flushed, write_json
 from common.flags import flat, with_flags
 from common.training.arguments import RunArguments
-from common.training.optim import build_optimizer
 from common.training.progress import TrainerState, plan_run
 from common.training.registry import task_of
 from common.training.run_directory import RunDirectory
@@ -90,7 +89,7 @@ class Search:
         task = task_of(args)(built, args, world)
         task.open(evaluates=args.do_eval)
         self._check_data(task.data.identity)
-        optimizer = build_optimizer(built, args.optimizer, strategy, world, args.precision.bf16)
+        optimizer = built.optimizer(args, strategy, world)
         built.precision.attach(optimizer)
         built.precision.attach_restored(1.0)
         strategy.sync_model_weights()

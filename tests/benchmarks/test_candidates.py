@@ -13,7 +13,7 @@ from common.models.esm2 import model as esm2
 from common.models.esm2.config import esm2_config
 from common.models.esm2.model import build_model
 from common.models.layers.residual import Block
-from common.training import evaluation, load_model, loop
+from common.training import evaluation, load_model, task
 from extras.muon import Muon, OwnedBlock
 from tests.forked import run_script
 from tests.training_fixtures import environment, flags_of, rows
@@ -23,7 +23,7 @@ from tests.training_fixtures import environment, flags_of, rows
 def unchanged(monkeypatch):
     """The changes replace these; they are put back after a test."""
     for place, name in (
-        (loop, "build_optimizer"),
+        (task, "build_optimizer"),
         (load_model, "initialise"),
         (esm2, "F"),
         (evaluation.Evaluator, "evaluate"),
@@ -34,8 +34,8 @@ def unchanged(monkeypatch):
 
 def sgd(monkeypatch, weights: torch.Tensor, **options) -> torch.optim.Optimizer:
     """An optimiser whose update is the gradient, built as a run builds its own after the change."""
-    monkeypatch.setattr(loop, "build_optimizer", lambda: torch.optim.SGD([weights], **options))
-    return lambda: loop.build_optimizer()
+    monkeypatch.setattr(task, "build_optimizer", lambda: torch.optim.SGD([weights], **options))
+    return lambda: task.build_optimizer()
 
 
 def test_normuon_evens_the_rows_and_keeps_the_norm(monkeypatch):
