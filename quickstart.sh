@@ -56,7 +56,7 @@ gpus=$($python -c 'import torch; print(torch.cuda.device_count())')
 run=$output/run.json  # kept once written: a restart resumes with the same settings
 [ -f "$run" ] || $python -m extras.quickstart_tuning --flags_file "$run" --seconds 90 \
   --config_name facebook/esm2_t6_8M_UR50D --dataset_dir "$output/processed/arrow" --output_dir "$output/model" \
-  --max_seq_length 512 --tokens_per_pack 4096 --learning_rate 1e-3 --warmup_steps 0.15 --logging_steps 10 \
+  --max_seq_length 512 --tokens_per_pack 4096 --optim muon --learning_rate 2e-3 --mlm_probability 0.25 --logging_steps 10 \
   --save_steps 20 --save_total_limit 2 --do_eval --eval_on_start --eval_steps 0.5 --max_eval_samples 500
 "${launch[@]}" train_ddp.py "$run" "${longer[@]}"
 
