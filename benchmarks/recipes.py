@@ -100,27 +100,25 @@ DECISIVE_RECIPES = {
     "adamw": Recipe({}, (1e-3, 2e-3, 4e-3)),
     "muon": Recipe({"optim": "muon"}, (1e-3, 2e-3, 4e-3)),
 }
+ON_8M = Plan(
+    "ESM-2 8M, crops of 512, steps of 524,288 tokens (nanoprot: 2.598 nats at the end)",
+    NANOPROT | {"config_name": MODEL_8M},
+    tokens_per_step=2**19,
+    tokens=0.09e9,
+    recipes=DECISIVE_RECIPES,
+    losses=(2.598, 2.58),
+    goal=0.55,
+    seeds=(42, 43),
+    evaluations=43,
+)
 DECISIVE_PLANS = {
-    "8M-UniRef50": Plan(
-        "ESM-2 8M, crops of 512, steps of 524,288 tokens (nanoprot: 2.598 nats at the end)",
-        NANOPROT | {"config_name": MODEL_8M},
-        tokens_per_step=2**19,
-        tokens=0.09e9,
-        recipes=DECISIVE_RECIPES,
-        losses=(2.598, 2.58),
-        goal=0.55,
-        seeds=(42, 43),
-        evaluations=43,
-    ),
-    "35M-UniRef50": Plan(
-        "ESM-2 35M, crops of 512, steps of 524,288 tokens (nanoprot: 2.519 nats at the end)",
-        NANOPROT | {"config_name": MODEL_35M},
-        tokens_per_step=2**19,
+    "8M-UniRef50": ON_8M,
+    "35M-UniRef50": replace(
+        ON_8M,
+        title="ESM-2 35M, crops of 512, steps of 524,288 tokens (nanoprot: 2.519 nats at the end)",
+        flags=NANOPROT | {"config_name": MODEL_35M},
         tokens=0.40e9,
-        recipes=DECISIVE_RECIPES,
         losses=(2.519, 2.49),
-        goal=0.55,
-        seeds=(42, 43),
         evaluations=109,
     ),
 }

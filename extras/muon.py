@@ -7,8 +7,8 @@ up, and each expert's.
 
 A matrix is orthogonalised whole, by one rank: its owner. With sharded weights, ranks send their rows of the momentum
 to the owner and get the rows of the update back. Of replicas, each owns a share of the matrices and sends the results
-to the others. So any strategy on any number of ranks computes what one process does. The exchange needs only to know
-which rows of a matrix each rank holds.
+to the others. So any strategy on any number of ranks computes what one process does. The communication needs only to
+know which rows of a matrix each rank holds.
 
 In fp32 runs the Newton-Schulz steps compute in fp32, with --bf16 in bf16. (torch.optim.Muon, which always takes bf16,
 turns a rounding difference of the gradient into one of up to 1.8e-2 of the update.)
@@ -37,7 +37,7 @@ MOMENTUM = 0.95
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of the Newton-Schulz steps, as in torch.optim.Muon
 STEPS, EPSILON = 5, 1e-7
 UPDATE_RMS = 0.2  # AdamW's, by which updates are scaled
-ROWS_AT_A_TIME = 2**28  # elements of a rank's rows that are exchanged at a time: bounds the memory of a step
+ROWS_AT_A_TIME = 2**28  # elements of a rank's rows that are sent at a time: bounds the memory of a step
 
 
 def orthogonalise(matrices: Tensor) -> Tensor:
@@ -109,7 +109,7 @@ class HeldParameter:
 
 
 def assign(parameters: Sequence[HeldParameter], replicas: int, shards: int, shard: int) -> list[list[OwnedBlock]]:
-    """Give each block an owner, in groups that are exchanged one after the other. shard: this rank's.
+    """Give each block an owner, in groups that are sent one after the other. shard: this rank's.
 
     The owner is the least busy of all ranks, for the costliest block of a group first: all ranks agree, since that
     depends on shapes alone.
@@ -172,7 +172,7 @@ class Ranks(NamedTuple):
 
 
 def step_cost(groups: Sequence[Sequence[OwnedBlock]], replicas: Ranks, shards: Ranks, itemsize: int) -> StepCost:
-    """Of blocks that `assign` has given owners. itemsize: bytes of an element in the exchange."""
+    """Of blocks that `assign` has given owners. itemsize: bytes of an element that is sent."""
     flops, sent, temporary = [0.0] * (replicas.size * shards.size), 0, 0
     for group in groups:
         rows = [0] * replicas.size
@@ -186,7 +186,7 @@ def step_cost(groups: Sequence[Sequence[OwnedBlock]], replicas: Ranks, shards: R
                 sent += whole - here if is_owner else here  # rows of the update, or of the direction
                 own[each.shape] = own.get(each.shape, 0) + is_owner * whole
         sent += (replicas.size - 1) * max(rows)
-        # Of a Newton-Schulz step: input, two products, output, and two squares.
+        # Of a Newton-Schulz step: input, two matmuls with it, output, and two square matrices.
         steps = [size * (4 + 2 * min(shape) / max(shape)) for shape, size in own.items()]
         held = sum(rows) + max(steps, default=0)
         if shards.size > 1:  # what is sent, what is received, and whole matrices
@@ -261,7 +261,7 @@ class Muon(torch.optim.Optimizer):
         return _local(state["momentum_buffer"])
 
     def _gradient(self, parameter: nn.Parameter) -> Tensor:
-        """This rank's rows. Megatron-FSDP gives a rank without rows none; it takes part in the exchange even so."""
+        """This rank's rows. Megatron-FSDP gives a rank without rows none; it takes part in the all-to-all even so."""
         if parameter.grad is None:
             return torch.zeros_like(_local(parameter))
         return _local(parameter.grad).to(parameter.dtype)

@@ -17,6 +17,7 @@ from pathlib import Path
 import numpy as np
 
 from common.cli import run
+from common.data.packs_per_step import PacksPerStep
 from common.data.training_data import open_data
 from common.distributed.run import distributed_run
 from common.distributed.strategy import Strategy
@@ -57,8 +58,8 @@ def step_seconds(args: TrainArguments, world: World) -> float:
     optimizer = built.optimizer(args, strategy, world)
     stepper = Stepper(task, strategy, built.precision, optimizer, world, args.optimizer.max_grad_norm)
     built.model.train()
-    durations = []
-    for share in task.steps(args.data.gradient_accumulation_steps, 0, {}, WARM + TIMED):
+    durations, packs = [], PacksPerStep.of(args.data.gradient_accumulation_steps)
+    for share in task.steps(packs, 0, {}, WARM + TIMED, WARM + TIMED):
         started = time.perf_counter()
         stepper.step(share.step, 0.0, share.micro_batches, task.counts(share.micro_batches))
         durations.append(time.perf_counter() - started)

@@ -54,7 +54,7 @@ class DryRunFlags(Flags):
 
 @dataclass(frozen=True)
 class LearningRateFlags(Flags):
-    """Of the search for a learning rate (extras/find_learning_rate.py)."""
+    """Of the search for a learning rate (extras/find_learning_rate/)."""
 
     group = "optimiser"
     unlisted = ("find_learning_rate", "find_steps", "find_minutes")

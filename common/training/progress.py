@@ -233,7 +233,9 @@ class TrainerState:
             return self.resolved["warmup_steps"]
         if earlier != now:
             logger.info(
-                "The run goes on with the warm-up of the version that began it: %d steps (a new run: %d)", earlier, now
+                "The run keeps the warm-up of the version that began it: %d steps (a new run: %d)",
+                earlier,
+                now,
             )
         return earlier
 
@@ -243,7 +245,7 @@ class TrainerState:
         optim, saved = flags.optimizer.optim, self.arguments.get("optim", "adamw_torch_fused")
         if optim != saved:
             raise UserError(
-                f"--optim {optim}: the checkpoint has the state of {saved}: go on with --optim {saved}, or start "
+                f"--optim {optim}: the checkpoint has the state of {saved}: resume with --optim {saved}, or start "
                 "a new run from its weights (python -m extras.export CHECKPOINT DIR, then --model_name_or_path DIR)"
             )
         given = flags.model.model_name_or_path

@@ -79,7 +79,7 @@ def default_warmup_steps(total_steps: int) -> int:
 
 
 def earlier_warmup_steps(total_steps: int) -> int:
-    """The default up to version 0.2: runs that it began go on with it."""
+    """The default up to version 0.2: runs that it began continue with it."""
     return min(ESM2_WARMUP_STEPS, total_steps // 20)
 
 

@@ -102,15 +102,15 @@ class Task(ABC, Generic[Arguments, Data]):
         step: int,
         position: dict,
         last_step: int | None,
-        total_steps: int | None = None,
+        total_steps: int,
     ) -> TrainLoader:
         """This rank's batches from step `step`, at `position`, up to `last_step` (None: the end of the data).
 
-        total_steps: as `collator`. Default: last_step.
+        total_steps: as `collator`.
         """
         return TrainLoader(
             self.data.order(packs_per_step),
-            self.collator(total_steps or last_step or 1),
+            self.collator(total_steps),
             self.world.mesh,
             step,
             position,

@@ -121,7 +121,7 @@ class FakeRun:
         self._label_weights()
         optimizer = self.built.optimizer(args, self.strategy, world)
         for group in optimizer.param_groups:
-            group["lr"] = 0.0  # makes the state alone: Muon's exchange takes no part in the peak
+            group["lr"] = 0.0  # makes the state only, without Muon's communication
         with torch.no_grad():
             self.strategy.attach_gradients(self.parameters)
         with tracker.making(OPTIMIZER):

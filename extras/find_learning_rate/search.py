@@ -103,7 +103,7 @@ class Search:
         if built.compiled:
             world.watch.compilation_counts_as_progress()
         with world.raise_together():
-            loader = task.steps(plan.packs_per_step, 0, {}, steps)
+            loader = task.steps(plan.packs_per_step, 0, {}, steps, plan.total_steps)
         losses: list[float] = []
         tokens = skipped = 0
         diverged = is_last = False

@@ -87,18 +87,22 @@ def test_muon_in_bf16_follows_fp32():
     assert 1e-4 < (updates[0] - updates[1]).norm() / updates[0].norm() < 3e-2
 
 
+def step_in_stock_names(model: nn.Module, pieces: Callable, config) -> tuple[dict, dict, dict]:
+    """Weights before a step on random gradients, those gradients, weights after; under transformers' names."""
+    named = dict(model.named_parameters())
+    for parameter in named.values():
+        parameter.grad = torch.randn_like(parameter)
+    before = dict(pieces(lambda name: named[name].detach().clone(), config))
+    gradients = dict(pieces(lambda name: named[name].grad, config))
+    muon(model, model.hidden_matrices()).step()
+    return before, gradients, dict(pieces(lambda name: named[name].detach(), config))
+
+
 def test_muon_matrices_of_esm2_are_those_of_transformers():
     """Query, key and value, interleaved by head here, are updated as if they were three parameters."""
     torch.manual_seed(0)
     config = esm2_config(2, 32, 4)
-    model = build_model(config, seed=0)
-    named = dict(model.named_parameters())
-    for parameter in named.values():
-        parameter.grad = torch.randn_like(parameter)
-    stock = dict(pieces_to_hf(lambda name: named[name].detach().clone(), config))
-    gradients = dict(pieces_to_hf(lambda name: named[name].grad, config))
-    muon(model, model.hidden_matrices()).step()
-    after = dict(pieces_to_hf(lambda name: named[name].detach(), config))
+    stock, gradients, after = step_in_stock_names(build_model(config, seed=0), pieces_to_hf, config)
     hidden = {n for n in stock if ("encoder.layer." in n or n == "lm_head.dense.weight") and stock[n].dim() == 2}
     assert len(hidden) == 2 * 6 + 1
     for name in stock:
@@ -120,13 +124,7 @@ def test_muon_matrices_of_decoders_are_those_of_transformers(model_type):
     config = DecoderConfig(model_type=model_type, **sizes, **heads)
     model = DecoderForCausalLM(config)
     initialise(model, 0, 0.02)
-    named = dict(model.named_parameters())
-    for parameter in named.values():
-        parameter.grad = torch.randn_like(parameter)
-    stock = dict(pieces_of_decoder(lambda name: named[name].detach().clone(), config))
-    gradients = dict(pieces_of_decoder(lambda name: named[name].grad, config))
-    muon(model, model.hidden_matrices()).step()
-    after = dict(pieces_of_decoder(lambda name: named[name].detach(), config))
+    stock, gradients, after = step_in_stock_names(model, pieces_of_decoder, config)
     ends = ("_proj.weight", ".w1.weight", ".w2.weight", ".w3.weight")
     hidden = [name for name in stock if name.endswith(ends)]
     assert len(hidden) == 2 * (4 + (3 * 4 if model_type == "mixtral" else 3))

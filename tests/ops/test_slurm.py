@@ -270,10 +270,7 @@ def stand_ins(directory: Path, **texts: str) -> str:
 
 
 def test_slurm_trains_in_an_image_on_unmanaged_gpus(cluster, dataset, tmp_path):
-    """The guides' `sbatch train_ddp.sh`, with nothing more; the run is one epoch, as the templates have it.
-
-    The image's Python is a fresh one; that of the other jobs is warm.
-    """
+    """The guides' `sbatch train_ddp.sh`, with nothing more; the run is one epoch, as the templates have it."""
     target, log = tmp_path / "target", tmp_path / "pyxis"
     target.mkdir()
     (target / "esm-slurm.sqsh").touch()

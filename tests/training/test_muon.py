@@ -123,5 +123,5 @@ def test_muon_refuses_the_state_of_adamw(dataset, tmp_path):
     train(dataset, tmp_path, max_steps=4, stop_at_step=1)
     for flags in ({"optim": "muon"}, {"optim": "muon", "script": FSDP2}):
         said = train(dataset, tmp_path, max_steps=4, expect=2, **flags)
-        assert "--optim muon: the checkpoint has the state of adamw_torch_fused: go on with" in said
+        assert "--optim muon: the checkpoint has the state of adamw_torch_fused: resume with" in said
     assert newest_step(tmp_path) == 1

@@ -103,9 +103,7 @@ def test_trainer_state_keeps_default_warmup(caplog, given, saved, expected):
     assert TrainerState(**saved).warmup_steps(given, 250) == expected
     said = [record.getMessage() for record in caplog.records]
     is_earlier = given is None and saved.get("resolved") == {}
-    assert said == is_earlier * [
-        "The run goes on with the warm-up of the version that began it: 12 steps (a new run: 37)"
-    ]
+    assert said == is_earlier * ["The run keeps the warm-up of the version that began it: 12 steps (a new run: 37)"]
 
 
 def test_trainer_state_of_earlier_version_keeps_long_warmup_silently(caplog):

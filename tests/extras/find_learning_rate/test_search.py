@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from common.cli import UserError
+from common.data.packs_per_step import PacksPerStep
 from common.distributed.strategy import Strategy
 from common.distributed.world import World
 from common.training.load_model import load_model
@@ -22,6 +23,7 @@ from tests.decoder_fixtures import decoder_flags, write_text
 from tests.training_fixtures import _main, arguments, flags_of, on_ranks
 
 FIND = {"find_learning_rate": True, "find_steps": 12, "max_steps": 400, "tokens_per_pack": 256, "max_eval_samples": 20}
+FALLING = FIND | {"mlm_probability": 0.3, "mlm_probability_end": 0.15}  # over the run, not over a trial
 TOO_HIGH = 2.56  # the model diverges
 
 
@@ -40,7 +42,7 @@ def results(output_dir: Path) -> dict:
 
 def plain_loop(dataset: Path, rate: float, warmup: int, steps: int) -> list[float]:
     """The losses of a loop in a few lines, with torch's own AdamW and clipping."""
-    args, world = arguments(dataset, **FIND), alone()
+    args, world = arguments(dataset, **FALLING), alone()
     built = load_model(args, world)
     task = MaskedLM(built, args, world)
     task.open(evaluates=False)
@@ -49,7 +51,7 @@ def plain_loop(dataset: Path, rate: float, warmup: int, steps: int) -> list[floa
     groups = [{"params": decayed, "weight_decay": 0.01}, {"params": others, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.98), eps=1e-8)
     losses = []
-    for step in task.steps(1, 0, {}, steps):
+    for step in task.steps(PacksPerStep.of(1), 0, {}, steps, args.data.max_steps):
         for group in optimizer.param_groups:
             group["lr"] = rate * min(1, (step.step + 1) / warmup)
         [batch] = step.micro_batches
@@ -67,7 +69,7 @@ def test_search_agrees_with_a_plain_loop(dataset, tmp_path):
     only_train = tmp_path / "data"
     only_train.mkdir()
     (only_train / "train").symlink_to(dataset / "train")
-    args = arguments(only_train, output_dir=str(tmp_path / "out"), learning_rate=TOO_HIGH, **FIND)
+    args = arguments(only_train, output_dir=str(tmp_path / "out"), learning_rate=TOO_HIGH, **FALLING)
     find_learning_rate(args, build, alone())
     trials = {trial["learning_rate"]: trial for trial in results(tmp_path / "out")["trials"]}
     assert trials[TOO_HIGH]["diverged"]
