@@ -6,9 +6,9 @@
         [--sizes 1M] [--only adamw,muon] [--seeds 42] [--max_runs 2] [--list]
 
 Each run is one of train_ddp.py. Every learning rate and warm-up of a recipe is run on the first seed, and the best two
-(by their last loss) on the others; of these the one with the lowest mean counts. A finished run is a file in
-output_dir and is not run again, so that it can all be done in pieces. The table and the picture show what there is,
-and the table names what has not been run.
+(by their last loss) on the others; of these the one with the lowest mean counts. A finished run is a line of
+output_dir/runs.jsonl and is not run again, so that it can all be done in pieces. The table and the picture show what
+there is, and the table names what has not been run. The published runs lie in benchmarks/results/time_to_loss.
 
 The decisive runs, for a machine with GPUs and UniRef50 as step 1 leaves it; `--list` shows their commands:
 
@@ -30,7 +30,7 @@ from benchmarks.loss_curves import Curve, Tuned, draw, last_loss, table, verdict
 from benchmarks.measuring import PreparedFlags, completed, publish, say, torchrun, where_measured, words
 from benchmarks.recipes import CPU_PLANS, DECISIVE_PLANS, DECISIVE_RECIPES, SMALL_PLAN, Plan
 from common.cli import UserError, run
-from common.files.json_files import read_json, read_json_lines, replace_flushed
+from common.files.json_files import read_json, read_json_lines
 from common.flags import Missing, flag, parse_arguments
 from extras.prepare.clusters import DIRECTORY as CLUSTERS
 
@@ -78,6 +78,10 @@ class Arguments(PreparedFlags):
     @property
     def directory(self) -> Path:
         return Path(self.output_dir or "time_to_loss")
+
+    @property
+    def runs(self) -> Path:
+        return self.directory / "runs.jsonl"
 
     @property
     def plans(self) -> dict[str, Plan]:
@@ -141,13 +145,11 @@ class Run:
         changed = ["-m", "benchmarks.candidates", str(change)] if change else []
         return [*launcher, *changed, "train_ddp.py", *words(flags)]
 
-    def path(self, args: Arguments) -> Path:
-        return args.directory / f"{self.name}.json"
-
     def saved(self, args: Arguments) -> dict | None:
         """What `start` has left; None if it has not been run with these flags."""
-        saved = read_json(self.path(args)) if self.path(args).exists() else {}
-        return saved if saved.get("flags") == json.loads(json.dumps(self.flags)) else None
+        flags = json.loads(json.dumps(self.flags))
+        rows = read_json_lines(args.runs)
+        return next((row for row in rows if row["name"] == self.name and row["flags"] == flags), None)
 
     def curve(self, args: Arguments) -> Curve | None:
         """(tokens, held-out loss) of its evaluations; None if it has not been run."""
@@ -161,8 +163,9 @@ class Run:
         rows = read_json_lines(directory / "metrics.jsonl")
         curve = [(row["tokens"], row["eval_loss"]) for row in rows if "eval_loss" in row]
         data = read_json(directory / "trainer_state.json")["data"]["dataset"]
-        with replace_flushed(self.path(args)) as path:
-            path.write_text(json.dumps({"flags": self.flags, "dataset": data, "curve": curve}))
+        row = {"name": self.name, "flags": self.flags, "dataset": data, "curve": curve}
+        with args.runs.open("a") as file:
+            file.write(json.dumps(row) + "\n")
         shutil.rmtree(directory)
         say(f"{self.name}: {last_loss(curve):.4f} after {curve[-1][0]:,} tokens")
 

@@ -26,6 +26,7 @@ from benchmarks.time_to_loss import (
 from common.cli import UserError
 from common.data.training_data import packs_per_step
 from common.distributed.world import Mesh
+from common.files.json_files import read_json_lines
 from common.flags import checked
 from tests.forked import run_script
 from tests.training_fixtures import TINY_OVERRIDES, environment
@@ -56,8 +57,9 @@ def args(tmp_path):
 
 
 def finish(args: Arguments, each: Run, curve, dataset: str = "proteins") -> None:
-    saved = {"flags": each.flags, "dataset": dataset, "curve": curve}
-    each.path(args).write_text(json.dumps(saved))
+    saved = {"name": each.name, "flags": each.flags, "dataset": dataset, "curve": curve}
+    with args.runs.open("a") as file:
+        file.write(json.dumps(saved) + "\n")
 
 
 def finish_all(args: Arguments, curves) -> list[Run]:
@@ -186,7 +188,9 @@ def test_report_names_what_has_not_been_run(args, capsys):
     left = [f"{rate}-warmup0.15-seed{seed}" for seed in (43, 44) for rate in (0.001, 0.002)]
     assert f"Not run: muon ({', '.join(left)}), muon-mask25.\n" in text
     assert "Held-out proteins: drawn one by one.\n" in text
-    runs_of(args, "1M", args.plans["1M"], "muon")[0].path(args).unlink()
+    dropped = runs_of(args, "1M", args.plans["1M"], "muon")[0].name
+    lines = args.runs.read_text().splitlines(keepends=True)
+    args.runs.write_text("".join(line for line in lines if dropped not in line))
     report(args)
     then = "0.001-warmup0.15-seed42, then the best two on the other seeds"
     assert f"Not run: muon ({then}), muon-mask25.\n" in capsys.readouterr().out
@@ -268,9 +272,9 @@ def test_runs_are_made_in_pieces(dataset, tmp_path):
         done = run_script("benchmarks.time_to_loss", *flags, number, **how)
         assert done.returncode == 0, done.stderr
         assert done.stderr.count("starting") == number
-    (saved,) = tmp_path.glob("*.json")
-    curve = json.loads(saved.read_text())["curve"]
+    (saved,) = read_json_lines(tmp_path / "runs.jsonl")
+    curve = saved["curve"]
     assert len(curve) == 2
     assert 2048 < curve[1][0] <= 4096
-    assert not saved.with_suffix("").exists(), "the run's own files stay"
+    assert not (tmp_path / saved["name"]).exists(), "the run's own files stay"
     assert f"| adamw | 0.00025 | 5% | {curve[-1][1]:.4f} |" in done.stdout
