@@ -83,14 +83,15 @@ CPU_PLANS = {
         SMALL_PLAN, title=f"{SMALL_PLAN.title}, four times as long", tokens=2.05e6, losses=(2.75, 2.70)
     ),
     "8M": Plan(
-        "ESM-2 8M, crops of 512",
-        ON_CPU | {"config_name": MODEL_8M, "tokens_per_pack": 4096, "max_seq_length": 512},
+        "ESM-2 8M, crops of 512, 200 held-out proteins",
+        ON_CPU
+        | {"config_name": MODEL_8M, "tokens_per_pack": 4096, "max_seq_length": 512, "max_eval_samples": 200},
         tokens_per_step=4096,
-        tokens=0.98e6,
+        tokens=0.49e6,
         recipes=recipes((2.5e-4, 5e-4, 1e-3, 2e-3), (5e-4, 1e-3, 2e-3)),
         losses=(2.80, 2.75),
         goal=0.65,
-        evaluations=12,
+        evaluations=8,
     ),
 }
 # nanoprot's settings: 12 tokens a parameter, crops of 512, 524,288 tokens a step, masks of 15 %, 80/10/10.
