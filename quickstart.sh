@@ -6,6 +6,7 @@
 #   ./quickstart.sh                          a generated sample of protein families
 #   ./quickstart.sh --fasta my.fasta[.gz]    your own proteins
 #   ./quickstart.sh --source URL             proteins from the web, say UniRef50 (13.6 GB)
+#   ./quickstart.sh --text my.txt            a small Llama on a text instead, which ends in a sample of what it writes
 #   ./quickstart.sh --steps 2000             train for longer (default: what takes a minute or two here)
 #   ./quickstart.sh --output DIR             where it all goes (default: quickstart/<name of the proteins>)
 set -euo pipefail
@@ -17,19 +18,21 @@ fail() { echo "error: $*" >&2; exit 2; }
 from_here() { case $1 in /*) echo "$1" ;; *) echo "$here/$1" ;; esac; } # paths are the caller's
 say() { printf '\n== %s\n' "$*"; }
 
-source_="" output="" longer=()
+source_="" text="" output="" longer=()
 while [ $# -gt 0 ]; do
   case "$1" in
-    --fasta | --source | --steps | --output) [ $# -ge 2 ] || fail "$1 needs a value" ;;&
+    --fasta | --source | --text | --steps | --output) [ $# -ge 2 ] || fail "$1 needs a value" ;;&
     --fasta) source_=$(from_here "$2"); [ -f "$source_" ] || fail "--fasta $2: no such file"; shift 2 ;;
     --source) source_=$2; shift 2 ;;
+    --text) text=$(from_here "$2"); [ -f "$text" ] || fail "--text $2: no such file"; shift 2 ;;
     --steps) [[ "$2" =~ ^[1-9][0-9]*$ ]] || fail "--steps $2: a number of steps"; longer=(--max_steps "$2"); shift 2 ;;
     --output) output=$(from_here "$2"); shift 2 ;;
     -h | --help) sed -n '2,/^[^#]/{/^#SBATCH/d;/^#/!d;s/^# \{0,1\}//;p;}' "$script"; exit 0 ;;
     *) fail "unknown argument $1 (see ./quickstart.sh --help)" ;;
   esac
 done
-name=$(basename "${source_:-sample}")
+[ -z "$source_" ] || [ -z "$text" ] || fail "--text: proteins and a text need a run each"
+name=$(basename "${text:-${source_:-sample}}")
 output=${output:-quickstart/${name%%.*}}
 mkdir -p "$output"
 [ -n "${HF_HUB_OFFLINE:-}" ] || export HF_HUB_OFFLINE=1  # everything needed is here
@@ -37,6 +40,40 @@ mkdir -p "$output"
 say "1/5 Installing"
 ./install.sh
 python=.venv/bin/python
+
+launch=("$python")
+gpus=$($python -c 'import torch; print(torch.cuda.device_count())')
+[ "$gpus" -le 1 ] || launch=("$python" -m extras.launch --standalone --nproc_per_node="$gpus")
+
+if [ -n "$text" ]; then
+  say "2/5 Tokens: a byte each; training and validation documents"
+  $python 1.tokenize_text.py --dataset "$text" --output_dir "$output/processed" --validation_size 0.05
+
+  say "3/5 Training (and evaluating before, during and after)"
+  # On a CPU without bf16 instructions fp32 is faster.
+  bf16=$($python -c 'import torch
+from common.models.layers.backend import has_bf16
+from common.models.layers.cpu import BF16_MATMULS
+print(has_bf16(torch.device("cuda")) if torch.cuda.is_available() else BF16_MATMULS)')
+  "${launch[@]}" train_ddp.py --model_type llama_v3 --hidden_width 256 --num_layers 4 --num_heads 4 \
+    --intermediate_size 1024 --vocab_size 259 --max_context_width 256 --train_batch_size 8 --bf16 "$bf16" \
+    --optim muon --learning_rate 2e-3 --dataset_dir "$output/processed/text" --output_dir "$output/model" \
+    --max_steps 240 --logging_steps 10 --save_steps 20 --save_total_limit 2 --do_eval --eval_on_start \
+    --eval_steps 0.5 "${longer[@]}"
+
+  say "4/5 Result"
+  $python -m extras.report "$output/model"
+
+  say "5/5 What it writes"
+  $python generate.py --model_name_or_path "$output/model" --prompt "The "
+  cat <<EOF
+
+Next:  more of it      .venv/bin/python generate.py --model_name_or_path $output/model
+       train longer    the same command with --steps 2000 (it resumes from here)
+       larger models, other tokenizers, many GPUs: docs/decoders.md
+EOF
+  exit 0
+fi
 
 say "2/5 Proteins"
 if [ -z "$source_" ]; then
@@ -50,9 +87,6 @@ $python 1.tokenize_uniref_csv.py --input_dir "$output/csv" --output_dir "$output
   --validation_size 0.05 --test_size 0.05
 
 say "4/5 Training (and evaluating before, during and after)"
-launch=("$python")
-gpus=$($python -c 'import torch; print(torch.cuda.device_count())')
-[ "$gpus" -le 1 ] || launch=("$python" -m extras.launch --standalone --nproc_per_node="$gpus")
 run=$output/run.json  # kept once written: a restart resumes with the same settings
 [ -f "$run" ] || $python -m extras.quickstart_tuning --flags_file "$run" --seconds 90 \
   --config_name facebook/esm2_t6_8M_UR50D --dataset_dir "$output/processed/arrow" --output_dir "$output/model" \

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from common.cli import UserError, positional, run
 from common.files.json_files import read_json_lines
-from common.training.run_logger import METRICS
+from common.training.run_logger import METRICS, PlotLabels, read_run_info
 from extras.curves import draw_curves, read_results
 
 HELD_OUT = ("eval_loss", "perplexity", "eval_accuracy")
@@ -19,7 +19,8 @@ def held_out_table(output_dir: Path) -> str:
     """Held-out loss, perplexity and accuracy before and after training, and of the unigram predictor."""
     results = read_results(output_dir)
     rows = [r for r in read_json_lines(output_dir / METRICS) if "eval_loss" in r]
-    lines = [("held-out proteins", "loss (nats)", "perplexity", "accuracy")]
+    labels = PlotLabels(*read_run_info(output_dir).get("words", ()))
+    lines = [(labels.held_out, "loss (nats)", "perplexity", "accuracy")]
     first = next((r for r in rows if r["step"] == 0), None)
     if first:
         lines.append(_line("before training", *(first[k] for k in HELD_OUT)))

@@ -59,9 +59,22 @@ def test_quickstart_trains_and_resumes(checkout, tmp_path):
     assert (tmp_path / "out" / "run.json").stat().st_mtime_ns == chosen.st_mtime_ns, "chosen anew"
 
 
+def test_quickstart_with_a_text_ends_in_a_sample(checkout, tmp_path):
+    script = checkout / "quickstart_text.sh"
+    whole = (ROOT / "quickstart.sh").read_text()
+    script.write_text(whole.replace("_width 256", "_width 32").replace("batch_size 8", "batch_size 1"))
+    (tmp_path / "my.txt").write_text("The run ends.\n\n" * 60)
+    done = sh(f"bash {script} --text my.txt --steps 2 --output out", tmp_path)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert alarming(done) == []
+    assert "held-out text" in done.stdout
+    assert re.search(r"^== 5/5 What it writes\nThe ", done.stdout, re.M)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        ("--text /no/such/file", "no such file"),
         ("--fasta /no/such/file", "no such file"),
         ("--steps many", "a number of steps"),
         ("--steps", "needs a value"),
