@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from common.cli import UserError
@@ -57,6 +57,8 @@ class AdamW(torch.optim.AdamW):
     DTensor's dispatch for each tensor takes most of the host time of a sharded step.
     """
 
+    found_inf: Tensor | None = None  # see `update_unless`
+
     def _init_group(self, group: dict, *lists: list[torch.Tensor]):  # pyrefly: ignore[bad-override]  # of any version
         result = super()._init_group(group, *lists)
         for tensors in lists:
@@ -87,6 +89,18 @@ def build_optimizer(
 
 def build_adamw(parameters: Iterable[nn.Parameter], flags: OptimizerFlags) -> AdamW:
     return AdamW(adamw_groups(parameters, flags), lr=flags.learning_rate, fused=True)
+
+
+def update_unless(optimizer: torch.optim.Optimizer, found_inf: Tensor) -> None:
+    """Take a step unless found_inf, an fp32 scalar where the loss is, is 1: then weights and state stay as they are.
+
+    The optimiser is told as torch.amp.GradScaler tells torch's fused ones, whose kernels look at it.
+    """
+    # Of weights in host memory the update is the host's: it has to know now.
+    found_inf = found_inf.to(optimizer.param_groups[0]["params"][0].device)
+    optimizer.found_inf = found_inf  # pyrefly: ignore[missing-attribute]
+    optimizer.step()
+    optimizer.found_inf = None  # pyrefly: ignore[missing-attribute]
 
 
 def adamw_groups(parameters: Iterable[nn.Parameter], flags: OptimizerFlags) -> list[dict[str, Any]]:
