@@ -132,7 +132,8 @@ class Stepper:
                 (loss_sum * (scale / max(counts.num_targets, 1))).backward()
             loss += loss_sum.detach()
         world.watch.mark("gradient norm", step + 1)
-        norm = strategy.clip(self.max_grad_norm).to(world.device)
+        clips = getattr(self.optimizer, "clips_and_rounds", False)  # extras.triton_adamw
+        norm = strategy.clip(0.0 if clips else self.max_grad_norm).to(world.device)
         # Prefetch here, while a GPU still works on the backward pass.
         coming, waited = prefetcher.prefetch(step + 2) if prefetcher else (torch.zeros(0, dtype=torch.float64), 0.0)
         world.watch.mark("loss", step + 1)
@@ -147,7 +148,9 @@ class Stepper:
 
         world.watch.mark("optimiser", step + 1)
         launched = time.perf_counter()
-        update_unless(self.optimizer, found_inf)
+        scaled = clips and self.max_grad_norm
+        grad_scale = ((norm + 1e-6) / self.max_grad_norm).clamp(min=1.0) if scaled else None
+        update_unless(self.optimizer, found_inf, grad_scale)
         strategy.sync_model_weights()
         strategy.clear_gradients()
         optimizer = time.perf_counter() - launched
