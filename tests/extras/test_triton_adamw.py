@@ -1,4 +1,4 @@
-"""extras.triton_adamw: in Triton's interpreter, its steps are those of torch's AdamW."""
+"""extras.triton_adamw: in Triton's interpreter its steps are those of torch's AdamW; it compiles for GPUs."""
 
 from __future__ import annotations
 
@@ -24,6 +24,9 @@ from common.training.task import BuiltModel
 from tests.training_fixtures import arguments, on_ranks
 
 SITE = Path(os.environ.get("TRITON_SITE", Path(sys.prefix) / "triton"))  # ./install.sh --dev
+needs_triton = pytest.mark.skipif(
+    find_spec("triton") is None and not (SITE / "triton").exists(), reason="no Triton (./install.sh --dev)"
+)
 ALONE = World(0, 0, 1, torch.device("cpu"))
 
 
@@ -61,9 +64,7 @@ def _train(dataset: Path, out: str) -> None:
     torch.save(found, out)
 
 
-@pytest.mark.skipif(
-    find_spec("triton") is None and not (SITE / "triton").exists(), reason="no Triton (./install.sh --dev)"
-)
+@needs_triton
 def test_triton_adamw_takes_the_steps_of_torch(dataset, tmp_path):
     codes, said = on_ranks(1, _train, dataset, str(tmp_path / "out"))
     assert codes == [0], said
@@ -81,6 +82,27 @@ def test_triton_adamw_takes_the_steps_of_torch(dataset, tmp_path):
     assert len(copies) > 6
     for name, copy in copies.items():
         assert torch.equal(copy, weights[name].bfloat16())
+
+
+def _compile(cache: str) -> None:
+    os.environ["TRITON_CACHE_DIR"] = cache
+    sys.path.append(str(SITE))
+    from triton import compile
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from extras.triton_adamw import BLOCK, update
+
+    types = [*["*i64"] * 3, *["*fp32"] * 3, "i32", *["fp32"] * 5, "constexpr"]
+    source = ASTSource(update, dict(zip(update.arg_names, types, strict=True)), {"BLOCK": BLOCK})
+    for capability in (80, 90, 100):
+        assert compile(source, target=GPUTarget("cuda", capability, 32)).asm["cubin"]
+
+
+@needs_triton
+def test_triton_adamw_compiles_for_gpus(tmp_path):
+    codes, said = on_ranks(1, _compile, str(tmp_path))
+    assert codes == [0], said
 
 
 @pytest.mark.parametrize(("installed", "said"), [(True, "it updates fp32 weights on a GPU"), (False, "not installed")])
