@@ -3,8 +3,8 @@
 #
 #   ./install.sh          what training needs
 #   ./install.sh --trackers   TensorBoard and W&B, too, for --report_to
-#   ./install.sh --dev    what the tests and linters need, too; Transformer Engine's Python, which tests run on a CPU, in
-#                         a folder of its own (.venv/te_on_cpu)
+#   ./install.sh --dev    what the tests and linters need, too; Transformer Engine's Python and Triton, which tests run on
+#                         a CPU, in folders of their own (.venv/te_on_cpu, .venv/triton: 1 GB)
 #   ./install.sh --gpu    Transformer Engine and flash-attn, too (requirements-gpu.txt): they compile against torch, which
 #                         takes long, with CUDA's toolkit. NVIDIA's image has them (docs/containers.md)
 #
@@ -120,15 +120,11 @@ if [ -n "$gpu" ]; then
   exit
 fi
 
-# ---- --dev: Transformer Engine's Python, for tests/te_on_cpu ------------------------------------------------------------
+# ---- --dev: packages for GPUs, whose Python is tested on a CPU -----------------------------------------------------------
 
-# Its wheel has no compiled code. Not in the environment: there it would look installed. Without it those tests skip.
-install_te_python() {
-  local folder=.venv/te_on_cpu wheels
-  wheels=$(
-    sed -nE 's/^(transformer-engine|nvdlfw-inspect)(\[[^]]*\])?(==[^ ]+).*/\1\3/p' requirements-gpu.txt
-    grep '^einops==' constraints.txt
-  )
+# In a folder of their own: in the environment they would look installed. Without them their tests skip.
+install_apart() { # FOLDER TESTS WHEELS
+  local folder=.venv/$1 tests=$2 wheels=$3
   if [ -f "$folder/installed" ] && [ "$(cat "$folder/installed")" = "$wheels" ]; then return; fi
   rm -rf "$folder"
   # shellcheck disable=SC2086  # one word each
@@ -136,8 +132,18 @@ install_te_python() {
     echo "$wheels" >"$folder/installed"
   else
     rm -rf "$folder"
-    echo "warning: pip could not fetch ${wheels//$'\n'/ }: the tests of tests/te_on_cpu will skip" >&2
+    echo "warning: pip could not fetch ${wheels//$'\n'/ }: $tests will skip" >&2
   fi
+}
+
+install_for_tests() {
+  # Its wheel has no compiled code.
+  install_apart te_on_cpu "the tests of tests/te_on_cpu" "$(
+    sed -nE 's/^(transformer-engine|nvdlfw-inspect)(\[[^]]*\])?(==[^ ]+).*/\1\3/p' requirements-gpu.txt
+    grep '^einops==' constraints.txt
+  )"
+  # A CUDA build of torch brings its own.
+  [ "$build" = cuda ] || install_apart triton "a test of --triton_adamw" triton==3.9.0
 }
 
 # ---- the rest -----------------------------------------------------------------------------------------------------------
@@ -146,7 +152,7 @@ install_te_python() {
 wanted="$version $build $(cat install.sh constraints.txt "${requirements[@]}" | cksum)"
 stamp=".venv/installed-${#requirements[@]}"
 if [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$wanted" ]; then
-  [ -z "$dev" ] || install_te_python
+  [ -z "$dev" ] || install_for_tests
   exit 0
 fi
 
@@ -179,4 +185,4 @@ pip_install "${files[@]}" -c constraints.txt || fail "pip could not install ${re
 echo "$wanted" >"$stamp"
 # Whoever has the tests' packages has training's.
 [ "${#requirements[@]}" = 1 ] || ./install.sh
-[ -z "$dev" ] || install_te_python
+[ -z "$dev" ] || install_for_tests

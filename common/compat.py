@@ -34,6 +34,7 @@ NAMES: dict[str, tuple[str, str]] = {
     "tree_iter": ("torch.utils._pytree", "tree_iter"),
     # torch 2.11 to 2.13. Fused operations over lists of tensors, as torch's optimisers use them.
     "foreach_norm": ("torch", "_foreach_norm"),
+    "foreach_add_": ("torch", "_foreach_add_"),
     "foreach_mul_": ("torch", "_foreach_mul_"),
     "foreach_copy_": ("torch", "_foreach_copy_"),
     # torch 2.11 to 2.13. The kernels behind scaled_dot_product_attention and varlen_attn, which return the logsumexp.

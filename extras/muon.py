@@ -203,6 +203,8 @@ class Muon(torch.optim.Optimizer):
     send each other.
     """
 
+    found_inf: Tensor | None = None  # see `update_unless`
+
     def __init__(
         self,
         weights: nn.Module,
@@ -237,7 +239,12 @@ class Muon(torch.optim.Optimizer):
         """Update all weights."""
         *groups, group = self.param_groups
         self._adamw.state, self._adamw.param_groups = self.state, groups  # loading a state replaces both
+        self._adamw.found_inf = self.found_inf
         self._adamw.step()
+        # The host waits here, while AdamW's part runs. Chosen on the device, gradients and updates would be read and
+        # written once more, to mask a NaN: 12 bytes a weight.
+        if self.found_inf is not None and self.found_inf:
+            return
         lr, momentum = group["lr"], group["momentum"]
         for parameter in self._hidden:
             self._momentum(parameter).lerp_(self._gradient(parameter), 1 - momentum)

@@ -80,7 +80,7 @@ class Precision:
         """Copy the weights that the optimiser updates to the model after each step: FP8 from masters, bf16 copies."""
         if self.masters:
             self.masters.attach(optimizer)
-        if rounded := self.rounded:
+        if (rounded := self.rounded) and not getattr(optimizer, "clips_and_rounds", False):
             optimizer.register_step_post_hook(lambda *_: rounded.refresh())
 
     def attach_restored(self, gradients: float) -> None:

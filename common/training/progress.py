@@ -47,7 +47,7 @@ _WITH_LOSS = {"total_steps", "learning_rate", "step_seconds", "data_wait_seconds
 class StepResult:
     """A step's loss (nats per target, over the global batch), gradient norm before clipping, and seconds.
 
-    The seconds are the host's, which is exact on a CPU. On a GPU the loss is read before the optimiser is launched:
+    The seconds are the host's, which is exact on a CPU. On a GPU the loss is read while the optimiser runs:
     `forward_backward` covers forward, backward and communication; `optimizer` is the launch alone, its kernels count
     with the next step. Neither includes the wait for the next batches. quant_stats: rows of quant_stats.jsonl.
     """

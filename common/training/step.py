@@ -1,7 +1,7 @@
 """One optimiser step, the same for every strategy and task, with prefetch and scheduled garbage collection.
 
 A step whose loss or gradient norm is not finite on any rank is skipped by all ranks: weights and optimiser state stay,
-data and schedule move on.
+data and schedule move on. The device decides that: the optimiser is launched before the host has read anything.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from common.data.loader import StepCounts, TrainStep
 from common.distributed.strategy import Strategy
 from common.distributed.world import World
 from common.precision.build import Precision
+from common.training.optim import update_unless
 from common.training.progress import StepResult
 from common.training.task import Task
 
@@ -66,7 +67,9 @@ class StepPrefetcher:
         counts = self._task.counts(self._data.micro_batches if self._data else [])
         stop = self._failure is None and (self._data is None or world.stop.requested)
         save = world.is_main and self._is_save_due()  # by one clock for all ranks
-        return torch.tensor([*counts, stop, self._failure is not None, save], dtype=torch.float64), seconds
+        values = torch.tensor([*counts, stop, self._failure is not None, save], dtype=torch.float64)
+        # From memory that is not pinned, a copy may wait for the device.
+        return values.pin_memory() if world.device.type == "cuda" else values, seconds
 
     def receive(self, sums: list[float]) -> None:
         """The sums over all ranks of what `prefetch` returned."""
@@ -129,7 +132,8 @@ class Stepper:
                 (loss_sum * (scale / max(counts.num_targets, 1))).backward()
             loss += loss_sum.detach()
         world.watch.mark("gradient norm", step + 1)
-        norm = strategy.clip(self.max_grad_norm).to(world.device)
+        clips = getattr(self.optimizer, "clips_and_rounds", False)  # extras.triton_adamw
+        norm = strategy.clip(0.0 if clips else self.max_grad_norm).to(world.device)
         # Prefetch here, while a GPU still works on the backward pass.
         coming, waited = prefetcher.prefetch(step + 2) if prefetcher else (torch.zeros(0, dtype=torch.float64), 0.0)
         world.watch.mark("loss", step + 1)
@@ -139,21 +143,41 @@ class Stepper:
         coming = coming.to(world.device, non_blocking=True)
         sums = world.sum(torch.cat([torch.stack([loss, nan]).double(), coming]))
         loss = sums[0].float() / max(counts.num_targets, 1)
-        # The only synchronisation with the device in a step, before the optimiser is launched.
-        loss, norm, nan, *coming = torch.cat([torch.stack([loss, norm]).double(), sums[1:]]).tolist()
+        found_inf = (~torch.isfinite(loss + sums[1])).float()  # 1: skip the step
+        read = _start_reading(torch.cat([torch.stack([loss, norm, found_inf]).double(), sums[1:]]))
+
+        world.watch.mark("optimiser", step + 1)
+        launched = time.perf_counter()
+        scaled = clips and self.max_grad_norm
+        grad_scale = ((norm + 1e-6) / self.max_grad_norm).clamp(min=1.0) if scaled else None
+        update_unless(self.optimizer, found_inf, grad_scale)
+        strategy.sync_model_weights()
+        strategy.clear_gradients()
+        optimizer = time.perf_counter() - launched
+        world.watch.mark("loss", step + 1)
+        # The only synchronisation with the device in a step: with the all-reduce, while the optimiser runs.
+        loss, norm, skipped, nan, *coming = read()
         norm = norm + nan if math.isfinite(norm) else norm
         if prefetcher:
             prefetcher.receive(coming)
-        computed = time.perf_counter()
+        rows = self.precision.end_step(world, bool(skipped))
+        forward_backward = time.perf_counter() - started - waited - optimizer
+        return StepResult(loss, norm, bool(skipped), forward_backward, optimizer, rows)
 
-        world.watch.mark("optimiser", step + 1)
-        skipped = not (math.isfinite(loss) and math.isfinite(norm))
-        if not skipped:
-            self.optimizer.step()
-            strategy.sync_model_weights()
-        strategy.clear_gradients()
-        rows = self.precision.end_step(world, skipped)
-        return StepResult(loss, norm, skipped, computed - started - waited, time.perf_counter() - computed, rows)
+
+def _start_reading(values: Tensor) -> Callable[[], list[float]]:
+    """Copy values to the host. The returned function waits for them, and for nothing that is launched meanwhile."""
+    if values.device.type != "cuda":
+        return values.tolist
+    copied = torch.empty_like(values, device="cpu").pin_memory().copy_(values, non_blocking=True)
+    done = torch.cuda.Event()
+    done.record()
+
+    def read() -> list[float]:
+        done.synchronize()
+        return copied.tolist()
+
+    return read
 
 
 @contextmanager

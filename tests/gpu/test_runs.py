@@ -105,6 +105,14 @@ def test_cpu_offload_trains(dataset, tmp_path):
     assert losses(tmp_path / "b") == pytest.approx(losses(tmp_path / "a"), abs=5e-3)
 
 
+def test_triton_adamw_takes_the_steps_of_torch(dataset, tmp_path):
+    flags = {"bf16": True, "max_steps": 5, "backend": "torch"}
+    for where, fused in (("a", False), ("b", True)):
+        done = run_training(dataset, tmp_path / where, triton_adamw=fused, **flags)
+        assert done.returncode == 0, done.stderr
+    assert losses(tmp_path / "b") == pytest.approx(losses(tmp_path / "a"), abs=5e-3)
+
+
 @MEGATRON
 @pytest.mark.parametrize("nproc", [1, pytest.param(2, marks=TWO_GPUS)])
 @pytest.mark.parametrize(

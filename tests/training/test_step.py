@@ -55,10 +55,13 @@ def test_stepper_synchronizes_once(dataset):
     optimizer = build_adamw(model.parameters(), args.optimizer)
     stepper = Stepper(task, strategy, Precision(), optimizer, world, 1.0)
     batches = [task.example(100), task.example(150)]
+    before = []
+    optimizer.register_step_post_hook(lambda *_: before.append(dict(work.waits)))
     with counted() as work:
         result = stepper.step(0, 1e-3, batches, task.counts(batches))
     assert result.loss > 0
     assert not result.skipped
+    assert before == [{}], "the optimiser is launched before anything is read"
     assert dict(work.waits) == {"tolist": 1}
 
 
