@@ -50,6 +50,9 @@ NAMES: dict[str, tuple[str, str]] = {
     # torch 2.11 to 2.13. The state of torchrun's rendezvous, which torch pickles.
     "NodeDesc": (_DYNAMIC, "_NodeDesc"),
     "RendezvousState": (_DYNAMIC, "_RendezvousState"),
+    # torch 2.13. For benchmarks.
+    "cudnn_attention_forward": ("torch.ops.aten", "_cudnn_attention_forward"),
+    "cudnn_attention_backward": ("torch.ops.aten", "_cudnn_attention_backward"),
     # torch 2.11 to 2.13. For benchmarks.
     "ProfilerEventType": ("torch._C._profiler", "_EventType"),
     "aot_function": ("torch._functorch.aot_autograd", "aot_function"),
