@@ -130,7 +130,7 @@ class Decoders(Family):
     def choose(self, args: Any, world: World, torch_only: tuple[str, ...], previous: dict) -> ModelSpec:
         flags, bf16 = args.model, args.precision.bf16
         config, remark = flags.decoder_config(args.data.max_seq_length)
-        torch_only += ("--emulate_precision",) * args.precision.emulate_precision
+        torch_only += args.precision.torch_only()
         torch_only += ("--model with experts (Mixtral)",) * bool(config.num_local_experts)
         backend, why = choose_backend(flags, world.device, bf16, torch_only, previous.get("backend"))
         check_device(world.device, bf16, config.head_dim, "torch")  # both backends have torch's attention

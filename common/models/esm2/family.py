@@ -146,7 +146,7 @@ class Esm2(Family):
         config = load_config(flags.config_name or flags.model_name_or_path)
         if flags.config_overrides:
             config = override(config, flags.config_overrides)
-        torch_only += ("--emulate_precision",) * args.precision.emulate_precision
+        torch_only += args.precision.torch_only()
         backend, why = choose_backend(flags, world.device, bf16, torch_only, previous.get("backend"))
         heads = config.num_attention_heads
         head_dim = config.hidden_size // heads
