@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn import attention as switch
 
 from common import compat
-from common.cli import UserError, one_line
+from common.cli import UserError, log_every, one_line
 from common.compat import flash_attention_4
 from common.models.layers.attention import Bounds, attend_block, block_gradients, rotated_attention
 from common.models.layers.backend import Heads
@@ -63,11 +63,8 @@ def lacking(name: str, head_dim: int, device: torch.device) -> str | None:
     if not hasattr(switch, "restore_flash_attention_impl") or name not in switch.list_flash_attention_impls():
         return f"torch {torch.__version__} has no switch to it"
     if name == "FA3":
-        return (
-            None
-            if find_spec("flash_attn_interface")
-            else "flash_attn_interface is not installed (hopper/ of its sources)"
-        )
+        installed = find_spec("flash_attn_interface")
+        return None if installed else "flash_attn_interface is not installed (from flash-attention's hopper/)"
     return _fa4_lacks(head_dim)
 
 
@@ -95,7 +92,8 @@ def failure(name: str, heads: Heads, device: torch.device, shared: bool) -> str 
                 name, register_fn=lambda: compat.register_flash_attention_fa4(__name__)
             )
         switch.activate_flash_attention_impl(name)
-        difference = worst_difference(heads, device, shared)
+        with log_every(f"Compiling {name}'s kernels"):
+            difference = worst_difference(heads, device, shared)
     except torch.AcceleratorError as error:  # the device may be unusable for this process
         raise UserError(
             f"{name} fails on this GPU ({one_line(error)[:160]}): run again with --flash_attention fa2"
@@ -124,22 +122,18 @@ def worst_difference(heads: Heads, device: torch.device, shared: bool) -> float:
     counts = heads.queries, heads.keys, heads.keys, heads.queries
     q, k, v, grad = (torch.randn(270, n, heads.dim, generator=generator).bfloat16() for n in counts)
     attends = [_packed, _block] if shared else [_packed]
-    worst = 0.0
+    differences = []
     for attend in attends:
         ours = attend(*(x.to(device) for x in (q, k, v, grad)), heads.causal)
         exact = attend(*(x.float() for x in (q, k, v, grad)), heads.causal)
-        for x, y in zip(ours, exact, strict=True):
-            difference = ((x.float().cpu() - y).norm() / y.norm()).item()
-            worst = difference if difference != difference else max(worst, difference)  # a NaN stays
-            if worst != worst:
-                return worst
-    return worst
+        differences += [(x.float().cpu() - y).norm() / y.norm() for x, y in zip(ours, exact, strict=True)]
+    return torch.stack(differences).max().item()  # NaN if there is one
 
 
 def _packed(q: Tensor, k: Tensor, v: Tensor, grad: Tensor, causal: bool) -> tuple[Tensor, ...]:
     """Output and gradients of a pack of four sequences."""
     cu_seqlens = torch.tensor([0, 5, 69, 70, 270], dtype=torch.int32, device=q.device)
-    q, k, v = (x.requires_grad_() for x in (q, k, v))
+    q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
     out = rotated_attention(q, k, v, cu_seqlens, 200, causal)
     return out.detach(), *torch.autograd.grad(out, (q, k, v), grad.flatten(1))
 
@@ -148,7 +142,6 @@ def _block(q: Tensor, k: Tensor, v: Tensor, grad: Tensor, _: bool) -> tuple[Tens
     """Output and gradients of a block with a sequence without queries, and one without keys."""
     rows = torch.tensor([[0, 5, 5, 70, 270], [0, 64, 69, 69, 270]])
     queries, keys = Bounds.make(rows, q.device)
-    q, k, v, grad = (x.detach() for x in (q, k, v, grad))
     out, lse = attend_block(q, k, v, queries, keys)
     return out, *block_gradients(grad, q, k, v, out, lse.nan_to_num(neginf=0.0), queries, keys)
 

@@ -19,6 +19,7 @@ from torch.nn.attention import _fa4 as hook
 from common.cli import UserError
 from common.compat import register_flash_attention_fa4
 from common.distributed.world import World
+from common.models.layers import attention
 from common.models.layers.backend import BackendFlags, Heads
 from common.training.progress import TrainerState
 from common.training.results import training_results
@@ -27,35 +28,47 @@ from tests.training_fixtures import ROOT
 
 CPU, HOPPER, HEADS = torch.device("cpu"), (9, 0), Heads(4, 2, 16, causal=True)
 INTERFACE = '''
-"""softmax(q k^T scale) v, sequence by sequence, in float64: [T, H, D] and K heads of keys and values."""
+"""softmax(q k^T scale) v, sequence by sequence, in float64: [T, H, D] and K heads of keys and values.
+
+Gradients by hand: inside a kernel autograd is off.
+"""
 import torch
 
 VALUES, CALLS = 5, []
 
 
-def _each(q, k, v, grad, causal, scale, cu_q, cu_k):
-    for a, b, c, d in zip(cu_q, cu_q[1:], cu_k, cu_k[1:]):
-        rows = [x[i:j].detach().double().requires_grad_() for x, i, j in ((q, a, b), (k, c, d), (v, c, d))]
+def _each(q, k, v, causal, scale, cu_q, cu_k):
+    bounds = zip(cu_q.tolist(), cu_q.tolist()[1:], cu_k.tolist(), cu_k.tolist()[1:])
+    for a, b, c, d in bounds:
         share = q.shape[1] // k.shape[1]
-        keys, values = (x.repeat_interleave(share, dim=1) for x in rows[1:])
-        scores = torch.einsum("ihd,jhd->hij", rows[0], keys) * scale
+        rows = q[a:b].double(), *(x[c:d].double().repeat_interleave(share, dim=1) for x in (k, v))
+        scale = q.shape[-1] ** -0.5 if scale is None else scale
+        scores = torch.einsum("ihd,jhd->hij", *rows[:2]) * scale
         if causal:
             scores = scores.masked_fill(torch.ones(b - a, d - c).triu(1).bool(), -torch.inf)
-        out = torch.einsum("hij,jhd->ihd", scores.softmax(-1), values)
-        yield out, scores.logsumexp(-1), () if grad is None else torch.autograd.grad(out, rows, grad[a:b].double())
+        yield slice(a, b), rows, scores, scale
 
 
 def _flash_attn_fwd(q, k, v, *, softmax_scale, causal, cu_seqlens_q, cu_seqlens_k, return_lse, out=None, **others):
     CALLS.append(others)
-    outs, lses, _ = zip(*_each(q, k, v, None, causal, softmax_scale, cu_seqlens_q.tolist(), cu_seqlens_k.tolist()))
+    each = list(_each(q, k, v, causal, softmax_scale, cu_seqlens_q, cu_seqlens_k))
+    out = [torch.einsum("hij,jhd->ihd", scores.softmax(-1), rows[2]) for _, rows, scores, _ in each]
+    lse = [scores.logsumexp(-1) for _, _, scores, _ in each]
     assert return_lse
-    return torch.cat(outs).to(q.dtype), torch.cat(lses, 1).float(), *[None] * (VALUES - 2)
+    return torch.cat(out).to(q.dtype), torch.cat(lse, 1).float(), *[None] * (VALUES - 2)
 
 
 def _flash_attn_bwd(q, k, v, out, dout, lse, *, softmax_scale, causal, cu_seqlens_q, cu_seqlens_k, **others):
     CALLS.append(others)
-    each = _each(q, k, v, dout, causal, softmax_scale, cu_seqlens_q.tolist(), cu_seqlens_k.tolist())
-    return tuple(torch.cat(parts).to(q.dtype) for parts in zip(*(gradients for _, _, gradients in each)))
+    gradients = []
+    for at, (q_, k_, v_), scores, scale in _each(q, k, v, causal, softmax_scale, cu_seqlens_q, cu_seqlens_k):
+        grad, weights = dout[at].double(), scores.softmax(-1)
+        grad_weights = torch.einsum("ihd,jhd->hij", grad, v_)
+        grad_scores = weights * (grad_weights - (weights * grad_weights).sum(-1, keepdim=True)) * scale
+        dq = torch.einsum("hij,jhd->ihd", grad_scores, k_)
+        dk, dv = torch.einsum("hij,ihd->jhd", grad_scores, q_), torch.einsum("hij,ihd->jhd", weights, grad)
+        gradients.append((dq, *(x.unflatten(1, (k.shape[1], -1)).sum(2) for x in (dk, dv))))
+    return tuple(torch.cat(parts).to(q.dtype) for parts in zip(*gradients))
 '''
 
 
@@ -128,6 +141,52 @@ def test_fa4_by_torchs_hook_is_attention_whatever_a_version_returns(install, val
     *_, forward, backward = sys.modules["flash_attn.cute.interface"].CALLS
     assert (forward["max_seqlen_q"], forward["window_size_left"]) == (12, None)
     assert backward["deterministic"], "which torch passes on under use_deterministic_algorithms"
+
+
+@pytest.fixture
+def fa4_for_cpu(install, monkeypatch):
+    """torch's hook for CPU tensors, too: the dispatcher's way from the layers to the kernels."""
+    install()
+    handle = register_flash_attention_fa4("extras.flash_attention")
+    library = torch.library.Library("aten", "IMPL", "CPU")
+    library.impl("_flash_attention_forward", hook._fa4_flash_attention_forward_impl)
+    library.impl("_flash_attention_backward", hook._fa4_flash_attention_backward_impl)
+    monkeypatch.setattr(hook, "_fa4_forward_support_error", lambda *_: None)  # "inputs must be CUDA tensors"
+    monkeypatch.setattr(hook, "_fa4_backward_support_error", lambda *_: None)
+    monkeypatch.setattr(attention, "has_varlen_kernel", lambda q: True)
+    yield
+    library._destroy()
+    handle.remove()
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_fa4_gets_what_packs_pass(fa4_for_cpu, causal):
+    torch.manual_seed(1)
+    leaves = [torch.randn(20, heads, 24).requires_grad_() for heads in (4, 2, 2)]
+    grad, cu_seqlens = torch.randn(20, 4, 24), torch.tensor([0, 1, 8, 20], dtype=torch.int32)
+    out = attention.rotated_attention(*leaves, cu_seqlens, 12, causal)
+    found = out.view(20, 4, 24), *torch.autograd.grad(out, leaves, grad.flatten(1))
+    for ours, theirs in zip(found, exact(*leaves, grad, [1, 7, 12], causal), strict=True):
+        torch.testing.assert_close(ours.double(), theirs, rtol=1e-5, atol=1e-6)
+    assert len(sys.modules["flash_attn.cute.interface"].CALLS) == 2
+
+
+def test_fa4_gets_what_blocks_of_shared_packs_pass(fa4_for_cpu, monkeypatch):
+    """With a sequence without queries, and one without keys, whose rows are masked."""
+    torch.manual_seed(1)
+    q, k, v, grad = (torch.randn(20, 2, 24) for _ in range(4))
+    queries, keys = attention.Bounds.make(torch.tensor([[0, 5, 5, 12, 20], [0, 4, 10, 10, 20]]), CPU)
+
+    def results():
+        out, lse = attention.attend_block(q, k, v, queries, keys)
+        found = attention.block_gradients(grad, q, k, v, out, lse.nan_to_num(neginf=0.0), queries, keys)
+        return out, lse, *found
+
+    ours = results()
+    assert len(sys.modules["flash_attn.cute.interface"].CALLS) == 2
+    monkeypatch.setattr(attention, "has_varlen_kernel", lambda q: False)
+    for found, expected in zip(ours, results(), strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
 
 
 def test_fa4_is_chosen_registered_and_recorded(install, hopper):
