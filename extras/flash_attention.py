@@ -11,6 +11,7 @@ the kernels': `_flash_attn_fwd` and `_flash_attn_bwd` below.
 
 from __future__ import annotations
 
+import warnings
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
@@ -91,7 +92,9 @@ def failure(name: str, heads: Heads, device: torch.device, shared: bool) -> str 
             switch.register_flash_attention_impl(
                 name, register_fn=lambda: compat.register_flash_attention_fa4(__name__)
             )
-        switch.activate_flash_attention_impl(name)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Warning only once for all operators")  # that kernels are replaced
+            switch.activate_flash_attention_impl(name)
         with log_every(f"Compiling {name}'s kernels"):
             difference = worst_difference(heads, device, shared)
     except torch.AcceleratorError as error:  # the device may be unusable for this process
