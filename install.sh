@@ -96,7 +96,7 @@ install_gpu() {
   of=$(.venv/bin/python -c 'import torch; print((torch.version.cuda or "(none: for CPUs)").split(".")[0])')
   [ "$of" = "$cuda" ] || fail "pip gave a $torch for CUDA $of, Transformer Engine needs one for CUDA $cuda: see where pip looks (pip config list)"
   # What was compiled against another torch looks the same to pip, in .venv and in its cache.
-  if [ -f "$stamp" ]; then pip uninstall --quiet --yes transformer-engine-torch flash-attn; fi
+  if [ -f "$stamp" ]; then pip uninstall --quiet --yes transformer-engine-torch flash-attn flash-attn-4; fi
   rm -f "$stamp"
   # Where the toolkit is without the headers of CUDA's libraries: those of the packages that torch runs with.
   headers=$(printf ':%s' "$PWD"/.venv/lib/python*/site-packages/nvidia/*/include)

@@ -43,12 +43,17 @@ NAMES: dict[str, tuple[str, str]] = {
     "cuda_flash_forward": ("torch.ops.aten", "_flash_attention_forward"),
     "cuda_flash_backward": ("torch.ops.aten", "_flash_attention_backward"),
     "aten_to_copy": ("torch.ops.aten", "_to_copy"),  # what autocast calls
+    # torch 2.13. Its public activate_flash_attention_impl takes the module of the kernels as it is.
+    "register_flash_attention_fa4": ("torch.nn.attention._fa4", "register_flash_attention_fa4"),
     # torch 2.11 to 2.13. Process groups: by name in a compiled graph, one without other ranks.
     "resolve_process_group": ("torch.distributed.distributed_c10d", "_resolve_process_group"),
     "FakeStore": ("torch.testing._internal.distributed.fake_pg", "FakeStore"),  # registers the backend "fake"
     # torch 2.11 to 2.13. The state of torchrun's rendezvous, which torch pickles.
     "NodeDesc": (_DYNAMIC, "_NodeDesc"),
     "RendezvousState": (_DYNAMIC, "_RendezvousState"),
+    # torch 2.13. For benchmarks.
+    "cudnn_attention_forward": ("torch.ops.aten", "_cudnn_attention_forward"),
+    "cudnn_attention_backward": ("torch.ops.aten", "_cudnn_attention_backward"),
     # torch 2.11 to 2.13. For benchmarks.
     "ProfilerEventType": ("torch._C._profiler", "_EventType"),
     "aot_function": ("torch._functorch.aot_autograd", "aot_function"),
@@ -185,6 +190,15 @@ MEGATRON_GRAD_REDUCE = "_bucket_group_gradient_reduce"  # of the gradient reduct
 def te_field(tensor: Any, name: str) -> Any:
     """What a quantised tensor stores: data, scale_inv, fp8_dtype, is_2D_scaled; rowwise_data, amax_columnwise, ..."""
     return getattr(tensor, f"_{name}")
+
+
+# ---- flash-attn-4 4.0.0b18 to b36 ---------------------------------------------------------------------------
+
+
+def flash_attention_4() -> tuple[Callable, Callable]:
+    """Forward and backward pass, as torch 2.13 calls them (`torch.nn.attention._fa4`)."""
+    interface = import_module("flash_attn.cute.interface")
+    return interface._flash_attn_fwd, interface._flash_attn_bwd
 
 
 # ---- transformers 5.17 --------------------------------------------------------------------------------------

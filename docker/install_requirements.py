@@ -4,7 +4,8 @@ python3 install_requirements.py requirements.txt requirements-gpu.txt [pip's opt
 
 NVIDIA's image has a torch of its own, with Transformer Engine and flash-attn built against it, and a list of the
 versions it was tested with, /etc/pip/constraint.txt. These stay; all else gets the version of requirements.lock, and
-what pip fetches has to have a hash that stands there. A base without them gets everything from the lock.
+what pip fetches has to have a hash that stands there. A base without them gets everything from the lock. flash-attn-4
+comes last, and an image is made without it where the base's versions rule it out.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 BUILT_FOR_EACH_OTHER = ("torch", "transformer-engine", "flash-attn")
+LAST = "flash-attn-4"  # over the older files that flash-attn has in the same folder
 BASE_CONSTRAINTS = Path("/etc/pip/constraint.txt")
 
 
@@ -107,17 +109,27 @@ def pip_install(options: list[str], wanted: list[str], limits: list[str]) -> int
         return subprocess.call(command, env={k: v for k, v in os.environ.items() if k != "PIP_CONSTRAINT"})
 
 
+def install(
+    lock: dict[str, Locked], files: list[str], base: list[str], kept: dict[str, str], options: list[str]
+) -> int:
+    """pip's exit status. Arguments as of `plan`, and pip's options."""
+    there = {name_of(distribution.metadata["Name"]) for distribution in metadata.distributions()}
+    hashed, unhashed, limits = plan(lock, files, base, kept, there)
+    if unhashed:
+        print("In the base's version, without a hash of ours:", ", ".join(unhashed), flush=True)
+    return pip_install(options, unhashed, limits) or pip_install([*options, "--require-hashes"], hashed, limits)
+
+
 def main(arguments: list[str]) -> int:
     options = [argument for argument in arguments if argument.startswith("-")]
     files = [argument for argument in arguments if argument not in options]
     base = read_requirements(BASE_CONSTRAINTS) if BASE_CONSTRAINTS.exists() else []
     kept = installed_versions()
-    there = {name_of(distribution.metadata["Name"]) for distribution in metadata.distributions()}
-    hashed, unhashed, limits = plan(read_lock(Path("requirements.lock")), files, base, kept, there)
     print("Kept:", ", ".join(f"{name} {version}" for name, version in kept.items()) or "nothing", flush=True)
-    if unhashed:
-        print("In the base's version, without a hash of ours:", ", ".join(unhashed), flush=True)
-    status = pip_install(options, unhashed, limits) or pip_install([*options, "--require-hashes"], hashed, limits)
+    lock = read_lock(Path("requirements.lock"))
+    status = install({name: package for name, package in lock.items() if name != LAST}, files, base, kept, options)
+    if status == 0 and LAST in closure(lock, files, set()) and install(lock, files, base, kept, options):
+        print(f"warning: {LAST} does not go with what the base brings: the image is without it", file=sys.stderr)
     if status == 0 and (after := installed_versions()) | kept != after:
         print(f"error: pip replaced what the base brought: {kept} became {after}", file=sys.stderr)
         return 2

@@ -35,7 +35,7 @@ class ModelSpec:
 
     backend, why: `te`, `torch` or `hf`, and the reason; gelu: `exact` or `tanh` ("" without a choice); remarks: for
     the log; make: builds the model, under torch.device("meta"); read: given weights as ((our name, tensor) pairs,
-    extras), None for random ones.
+    extras), None for random ones; attention: the flash-attention kernels ("" without).
     """
 
     config: Any
@@ -45,6 +45,7 @@ class ModelSpec:
     remarks: tuple[str, ...]
     make: Callable[[], Model]
     read: Callable[[], tuple[Iterator[tuple[str, Tensor]], dict[str, Tensor]]] | None
+    attention: str = ""
 
 
 class Family(ABC):

@@ -139,10 +139,11 @@ def choose_plan(
         raise UserError(
             "--quant_stats: with --fp8_params there are no weights to compare FP8 with: drop one of the two"
         )
-    if not flags.emulate_precision:
-        on_gpu = device.type == "cuda"
+    on_gpu = device.type == "cuda"
+    if not flags.emulate_precision and (on_gpu or not flags.fp8_scaled_mm):  # a CPU has scaled matmuls, too
         name = torch.cuda.get_device_name(device) if on_gpu else "a CPU"
         check_device(plan, name, torch.cuda.get_device_capability(device) if on_gpu else None)
+    if not (flags.emulate_precision or flags.fp8_scaled_mm):
         if backend != "te":
             raise UserError(
                 f"--{'fp8' if flags.fp8 else 'fp4'}: only Transformer Engine computes in it ({why}): mend that, or "
@@ -169,6 +170,13 @@ def set_formats(
     """Give each layer of a model (on the meta device) its format."""
     if plan is None:
         return Precision()
+    rest = "BF16" if flags.bf16 else "FP32"
+    if flags.fp8_scaled_mm:
+        from extras.scaled_mm import use_scaled_mm
+
+        use_scaled_mm(model, plan, world)
+        logger.info("Precision:\n%s", describe(plan, rest))
+        return Precision(plan, rest)
     if not flags.emulate_precision:
         from common.precision.te import Quantised
 
@@ -185,6 +193,5 @@ def set_formats(
         from extras.quant_stats.stats_plan import select
 
         stats = QuantStats(emulation, select(flags, plan), world)
-    rest = "BF16" if flags.bf16 else "FP32"
     logger.info("Emulated precision:\n%s", describe(plan, rest))
     return Precision(plan, rest, emulation, stats=stats)

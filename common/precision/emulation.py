@@ -8,7 +8,8 @@ fp32 (or bf16 with --bf16, exact for the operands) with fp32 accumulators.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -124,12 +125,7 @@ class Emulation:
             # For all layers, whatever their format: a checkpoint fits a run with another plan.
             elements = [element_of(delayed, role) for _ in plan for _ in MATMULS for role in ROLES]
             self.scales = DelayedScales(delayed, elements, device)
-        for number, (layer, recipe) in enumerate(zip(model.layers, plan, strict=True)):
-            if recipe is not None:
-                qkv, proj, fc1, fc2 = (EmulatedMatmul(self, recipe, number, matmul) for matmul in range(len(MATMULS)))
-                layer.self_attention.layernorm_qkv.matmul = qkv
-                layer.self_attention.proj.matmul = proj
-                layer.layernorm_mlp.fc1_matmul, layer.layernorm_mlp.fc2_matmul = fc1, fc2
+        set_matmuls(model, plan, partial(EmulatedMatmul, self))
 
     def begin_pack(self, step: int, pack: int, empty: bool = False) -> None:
         """Before the pass over a pack, numbered within the global step: the same random bits on any rank. An empty
@@ -154,6 +150,16 @@ class Emulation:
     def state(self) -> dict[str, Tensor]:
         """Tensors, the same on every rank, that a checkpoint holds and restores in place."""
         return {} if self.scales is None else self.scales.state
+
+
+def set_matmuls(model: Model, plan: Plan, make: Callable[[Recipe, int, int], Callable[..., Tensor]]) -> None:
+    """Replace `linear` in layers that have a recipe. make: (recipe, layer, which of MATMULS) -> the replacement."""
+    for number, (layer, recipe) in enumerate(zip(model.layers, plan, strict=True)):
+        if recipe is not None:
+            qkv, proj, fc1, fc2 = (make(recipe, number, matmul) for matmul in range(len(MATMULS)))
+            layer.self_attention.layernorm_qkv.matmul = qkv
+            layer.self_attention.proj.matmul = proj
+            layer.layernorm_mlp.fc1_matmul, layer.layernorm_mlp.fc2_matmul = fc1, fc2
 
 
 class EmulatedMatmul:

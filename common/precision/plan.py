@@ -118,7 +118,7 @@ class PrecisionFlags(Flags):
         *("fp8_format", "fp8_layers", "fp8_params", "fp4_layers"),
         *("quant_stats_freq", "quant_stats_file"),
     )
-    unlisted = ("fp4_format", "quant_stats_dir", "fp8_recipe_kwargs", "fp4_recipe_kwargs")
+    unlisted = ("fp4_format", "quant_stats_dir", "fp8_recipe_kwargs", "fp4_recipe_kwargs", "fp8_scaled_mm")
 
     bf16: bool = flag(False, "Compute in bfloat16; weights, gradients and optimiser stay fp32.")
     fp8: bool = flag(False, "Compute encoder layers in FP8 (docs/precision.md).")
@@ -129,6 +129,9 @@ class PrecisionFlags(Flags):
     fp8_layers: str | None = flag(None, "Layers in FP8, counted from 1: 1-3,6. Default: all but --fp4_layers.")
     fp8_recipe_kwargs: str | None = flag(None, 'Arguments of the recipe as JSON: {"amax_history_len": 16}.')
     fp8_params: bool = flag(False, "Keep the weights of those layers in FP8 on the GPU, with fp32 master weights.")
+    fp8_scaled_mm: bool = flag(
+        False, "FP8 by torch's own matmuls in torch's layers, compiled too; --fp8_recipe current alone."
+    )
     fp4: bool = flag(False, "Compute encoder layers in NVFP4.")
     fp4_format: str = flag("e2m1", "e2m1 is the only one.")
     fp4_layers: str | None = flag(None, "Layers in NVFP4, counted from 1. Default: all but --fp8_layers.")
@@ -156,8 +159,9 @@ class PrecisionFlags(Flags):
             for detail in ("layers", "recipe_kwargs"):
                 if getattr(self, f"{name}_{detail}") is not None and not getattr(self, name):
                     yield Missing(f"--{name}", f"--{name}_{detail} goes with --{name}")
-        if self.fp8_params and not self.fp8:
-            yield Missing("--fp8", "--fp8_params goes with --fp8")
+        for name in ("fp8_params", "fp8_scaled_mm"):
+            if getattr(self, name) and not self.fp8:
+                yield Missing("--fp8", f"--{name} goes with --fp8")
         if self.emulate_precision and not (self.fp8 or self.fp4):
             yield Missing("--fp8", "or --fp4: there is nothing to emulate")
 
@@ -174,6 +178,10 @@ class PrecisionFlags(Flags):
             from extras.quant_stats.stats_plan import read_file
 
             read_file(self.quant_stats_file)
+
+    def torch_only(self) -> tuple[str, ...]:
+        """Those that are given and only the torch backend can honour."""
+        return tuple(f"--{name}" for name in ("emulate_precision", "fp8_scaled_mm") if getattr(self, name))
 
     def stats_directory(self, output_dir: str) -> Path | None:
         """Where quant_stats.jsonl goes; None without --quant_stats."""
@@ -199,6 +207,12 @@ def recipes(flags: PrecisionFlags) -> dict[str, Recipe]:
     if flags.emulate_precision and flags.fp8_params:
         raise UserError("--fp8_params keeps weights in a GPU's memory in FP8: drop it with --emulate_precision")
     flags.require_choice("fp8_recipe", FP8_RECIPES)
+    if flags.fp8_scaled_mm:
+        for name in ("emulate_precision", "fp8_params", "fp4", "quant_stats"):
+            if getattr(flags, name):
+                raise UserError(f"--fp8_scaled_mm does not go with --{name}: drop one of the two")
+        if flags.fp8_recipe != "current":
+            raise UserError(f"--fp8_scaled_mm: not with --fp8_recipe {flags.fp8_recipe}: give --fp8_recipe current")
     flags.require_choice("fp8_format", (None, "hybrid", "e4m3"))
     flags.require_choice("fp4_format", ("e2m1",))
     enabled: dict[str, Recipe] = {}

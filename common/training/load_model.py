@@ -48,7 +48,7 @@ def load_model(
     software = {"torch": torch.__version__, "device": world.device.type}
     compiled, remark = args.model.compiles(world.device, backend)
     software |= {"compiled": str(compiled)}
-    software |= {"backend": f"{backend} ({choice.why})", "gelu": gelu}
+    software |= {"backend": f"{backend} ({choice.why})", "gelu": gelu, "attention": choice.attention}
     world.assert_same(flags | software | {f"model's {name}": value for name, value in asdict(config).items()})
     with world.raise_together():
         plan = choose_plan(args.precision, config, world.device, backend, choice.why, sharded=shard is not None)
@@ -83,7 +83,7 @@ def load_model(
         if args.precision.bf16 and backend == "torch" and plan is None and shard is None:
             precision = replace(precision, rounded=RoundedWeights(model.get_submodule("layers").children()))
     remarks = (*choice.remarks, *([remark] if remark else []))
-    return BuiltModel(model, backend, gelu, remarks, precision, extras, compiled)
+    return BuiltModel(model, backend, gelu, remarks, precision, extras, compiled, choice.attention)
 
 
 def check_host_memory(model: nn.Module, trains: bool, ranks: int) -> None:

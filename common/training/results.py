@@ -122,6 +122,7 @@ def training_results(state: TrainerState, implementation: dict[str, Any], num_ex
         logger.warning("%s characters (%.2g of the tokens) are no residues: <unk>", f"{state.unknown:,}", share)
     seconds = max(state.seconds, 1e-9)
     return {
+        **({"attention": implementation["attention"]} if "attention" in implementation else {}),
         "backend": implementation["backend"],
         "epoch": state.epoch,
         **({"gelu": gelu} if (gelu := implementation["gelu"]) else {}),

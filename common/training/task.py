@@ -36,7 +36,8 @@ class BuiltModel:
     """The model that `load_model` built.
 
     model: not wrapped by a strategy; remarks: for the log; extras: tensors of a Hub checkpoint that are not trained
-    but exported again; compiled: whether the layers are, by torch.compile.
+    but exported again; compiled: whether the layers are, by torch.compile; attention: the flash-attention kernels, ""
+    without.
     """
 
     model: Model
@@ -46,6 +47,7 @@ class BuiltModel:
     precision: Precision
     extras: dict[str, Tensor]
     compiled: bool = False
+    attention: str = ""
 
     @property
     def config(self) -> Any:
@@ -54,7 +56,8 @@ class BuiltModel:
     @property
     def implementation(self) -> dict[str, Any]:
         """How the model computes, as results and checkpoints record it; formats: {layers: number format}."""
-        return {"backend": self.backend, "gelu": self.gelu, "formats": self.precision.formats}
+        kernels = {"attention": self.attention} if self.attention else {}
+        return {"backend": self.backend, "gelu": self.gelu, "formats": self.precision.formats} | kernels
 
     @property
     def weights(self) -> nn.Module:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from common.cli import UserError
 from common.distributed.world import World
-from common.models.layers.backend import check_device, choose_backend
+from common.models.layers.backend import Heads, check_device, choose_backend
 from common.models.layers.hf_directory import (
     SHARD_BYTES,
     UNKNOWN,
@@ -130,7 +130,7 @@ class Decoders(Family):
     def choose(self, args: Any, world: World, torch_only: tuple[str, ...], previous: dict) -> ModelSpec:
         flags, bf16 = args.model, args.precision.bf16
         config, remark = flags.decoder_config(args.data.max_seq_length)
-        torch_only += ("--emulate_precision",) * args.precision.emulate_precision
+        torch_only += args.precision.torch_only()
         torch_only += ("--model with experts (Mixtral)",) * bool(config.num_local_experts)
         backend, why = choose_backend(flags, world.device, bf16, torch_only, previous.get("backend"))
         check_device(world.device, bf16, config.head_dim, "torch")  # both backends have torch's attention
@@ -144,8 +144,11 @@ class Decoders(Family):
         read = None
         if where := flags.model_name_or_path:
             read = lambda: (read_decoder(where, config), {})  # noqa: E731
-        remarks = (remark, f"Backend: {backend} ({why})")
-        return ModelSpec(config, backend, why, "", remarks, partial(DecoderForCausalLM, config, backend), read)
+        heads = Heads(config.num_attention_heads, config.num_key_value_heads, config.head_dim, causal=True)
+        attention, kernels = flags.choose_attention(heads, bf16, world)
+        remarks = (remark, f"Backend: {backend} ({why})", *([kernels] if kernels else []))
+        make = partial(DecoderForCausalLM, config, backend)
+        return ModelSpec(config, backend, why, "", remarks, make, read, attention)
 
     def make(self, config: DecoderConfig) -> DecoderForCausalLM:
         return DecoderForCausalLM(config)

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+from docker import install_requirements
 from docker.install_requirements import closure, name_of, plan, read_lock, read_requirements
 from extras.prepare.sample import write_sample
 from tests.conftest import ROOT
@@ -174,6 +175,24 @@ def test_image_keeps_the_base_images_packages(tmp_path):
         ["datasets", "flash-attn", "Jinja2", "numpy", "onnx_script", "torch", "transformer-engine"]
         + ["onnx-ir"], key=lambda name: name.lower().replace("_", "-"))  # fmt: skip
     assert len(plan(lock, files[:1], [], {}, set())[0]) == 4
+
+
+def test_image_installs_flash_attn_4_after_flash_attn(tmp_path, monkeypatch, capsys):
+    """Over the files of the same names; where the base rules it out, the image is made without it."""
+    locked = (("flash-attn", "-r gpu.txt"), ("flash-attn-4", "-r gpu.txt"), ("quack-kernels", "flash-attn-4"))
+    lines = [f"{name}==1 \\\n    --hash=sha256:0{n}\n    # via {by}\n" for n, (name, by) in enumerate(locked)]
+    (tmp_path / "requirements.lock").write_text("".join(lines))
+    monkeypatch.chdir(tmp_path)
+    wanted = []
+
+    def pip(command: list[str], env: dict) -> int:
+        wanted.append(re.findall(r"^[a-z0-9-]+", Path(command[command.index("-r") + 1]).read_text(), re.M))
+        return len(wanted) - 1  # fails the second time
+
+    monkeypatch.setattr(subprocess, "call", pip)
+    assert install_requirements.main(["gpu.txt"]) == 0
+    assert wanted == [["flash-attn"], ["flash-attn", "flash-attn-4", "quack-kernels"]]
+    assert "warning: flash-attn-4 does not go with what the base brings" in capsys.readouterr().err
 
 
 def test_image_lock_hashes_are_checked(tmp_path):

@@ -119,7 +119,7 @@ def test_install_repeats_failed_and_outdated_builds(install, tmp_path):
     (tmp_path / ".venv" / "installed-gpu").write_text("with another torch")
     told(tmp_path)
     assert install()[0] == 0
-    assert told(tmp_path)[0] == "uninstall --quiet --yes transformer-engine-torch flash-attn"
+    assert told(tmp_path)[0] == "uninstall --quiet --yes transformer-engine-torch flash-attn flash-attn-4"
 
 
 def test_install_of_transformer_engine_is_optional(install, tmp_path):

@@ -21,7 +21,7 @@ from common.distributed.world import World
 from common.flags import Missing, flag
 from common.models.esm2.alphabet import ESM2_TOKENS, TOKENS
 from common.models.esm2.config import HIDDEN_ACT, Esm2Config, gelu_of, load_config, override
-from common.models.layers.backend import BackendFlags, check_device, choose_backend
+from common.models.layers.backend import BackendFlags, Heads, check_device, choose_backend
 from common.models.layers.hf_directory import Training
 from common.models.layers.residual import Model
 from common.models.registry import Family, ModelSpec
@@ -62,7 +62,7 @@ class ModelFlags(BackendFlags):
     group = "model"
     required = ("config_name",)
     advanced = ("gelu", "bf16_residual", "cp_comm_type")
-    unlisted = ("tokenizer_name",)
+    unlisted = (*BackendFlags.unlisted, "tokenizer_name")
 
     config_name: str | None = flag(
         None, "Train from random weights: facebook/esm2_* (built in), a directory with config.json, a Hub name."
@@ -146,16 +146,18 @@ class Esm2(Family):
         config = load_config(flags.config_name or flags.model_name_or_path)
         if flags.config_overrides:
             config = override(config, flags.config_overrides)
-        torch_only += ("--emulate_precision",) * args.precision.emulate_precision
+        torch_only += args.precision.torch_only()
         backend, why = choose_backend(flags, world.device, bf16, torch_only, previous.get("backend"))
-        check_device(world.device, bf16, config.hidden_size // config.num_attention_heads, backend)
+        heads = config.num_attention_heads
+        head_dim = config.hidden_size // heads
+        check_device(world.device, bf16, head_dim, backend)
         check_context(flags, args.data.cp_layout, world.cp_size, backend, config)
         before = previous.get("gelu")
         gelu, remark = choose_gelu(flags.gelu or (before if before in HIDDEN_ACT else None), backend, config)
-        attention = (
-            f"Attention by torch's kernels: {NO_KERNEL}" if backend == "te" and not te_attends(config) else None
-        )
-        remarks = tuple(line for line in (f"Backend: {backend} ({why})", attention, remark) if line)
+        by = "torch" if backend == "te" and not te_attends(config) else backend
+        no_kernel = f"Attention by torch's kernels: {NO_KERNEL}" if by != backend else None
+        attention, kernels = flags.choose_attention(Heads(heads, heads, head_dim), bf16, world, by)
+        remarks = tuple(line for line in (f"Backend: {backend} ({why})", no_kernel, kernels, remark) if line)
         read = partial(read_pretrained, flags.model_name_or_path, config) if flags.model_name_or_path else None
         residual = torch.bfloat16 if flags.bf16_residual else torch.float32
         make: Callable[[], Model] = partial(Esm2ForMaskedLM, config, backend, residual)
@@ -164,7 +166,7 @@ class Esm2(Family):
 
             hf_backend.check(args, world)
             make = partial(hf_backend.StockEsm, config)
-        return ModelSpec(config, backend, why, gelu, tuple(remarks), make, read)
+        return ModelSpec(config, backend, why, gelu, remarks, make, read, attention)
 
     def make(self, config: Esm2Config) -> Model:
         from common.models.esm2.model import Esm2ForMaskedLM

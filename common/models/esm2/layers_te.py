@@ -14,6 +14,7 @@ Written against Transformer Engine 2.20. Needs a CUDA device even to build a lay
 from __future__ import annotations
 
 import math
+import os
 from functools import cache
 
 import torch
@@ -29,6 +30,8 @@ from common.models.layers.recompute import recompute_by_te
 from common.models.layers.residual import total
 
 begin = total  # these layers add up themselves
+# Transformer Engine prefers flash-attn-4 where it is installed, which no GPU has run with these layers.
+os.environ.setdefault("NVTE_FLASH_ATTN_V4", "0")
 # cuDNN builds and caches a graph for every maximum length it sees: lengths are rounded up to this.
 LENGTH_MULTIPLE = 128
 

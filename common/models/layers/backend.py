@@ -10,13 +10,16 @@ import os
 import shutil
 from dataclasses import dataclass
 from importlib.util import find_spec
+from typing import NamedTuple
 
 import torch
 
 from common.cli import UserError, one_line
+from common.distributed.world import World
 from common.flags import Flags, flag
 
 BACKENDS = ("auto", "te", "torch", "hf")
+FLASH_ATTENTION = ("auto", "fa2", "fa3", "fa4")
 BF16_SINCE = (8, 0)  # compute capability
 # What a run on a GPU without Transformer Engine lacks, for the log.
 LOST = "its fused kernels, and FP8, MXFP8 and NVFP4 on the GPU's own units"
@@ -24,11 +27,21 @@ COMPILED = "--torch_compile (Transformer Engine keeps its modules out of graphs)
 HEAD_MULTIPLE = 8  # of the flash kernels behind torch's varlen attention
 
 
+class Heads(NamedTuple):
+    """The attention of a model: heads of queries, of keys and values, their size, and whether it is causal."""
+
+    queries: int
+    keys: int
+    dim: int
+    causal: bool = False
+
+
 @dataclass(frozen=True)
 class BackendFlags(Flags):
     """Of a model of any family: its weights, and what computes its layers."""
 
     group = "model"
+    unlisted = ("flash_attention",)
 
     backend: str = flag(
         "auto",
@@ -38,16 +51,34 @@ class BackendFlags(Flags):
     torch_compile: bool | None = flag(
         None, "Compile the layers (needs a C++ compiler on a CPU). Default: on a GPU, with the torch backend."
     )
+    flash_attention: str = flag(
+        "auto", "Kernels of torch's attention in bf16 on a GPU: fa2, fa3, fa4; auto: the fastest that works here."
+    )
     model_name_or_path: str | None = flag(
         None, "Start from these weights: a directory (say final_model/) or a Hub name."
     )
 
     def check(self) -> None:
         self.require_choice("backend", BACKENDS)
+        self.require_choice("flash_attention", FLASH_ATTENTION)
 
     def torch_only(self) -> list[str]:
         """Those that are given and only the torch backend can honour."""
         return [COMPILED] * bool(self.torch_compile)
+
+    def choose_attention(self, heads: Heads, bf16: bool, world: World, by: str = "torch") -> tuple[str, str]:
+        """Activate the kernels of torch's attention: (their name for results, a line for the log), or ("", "") where
+        there is no choice. by: the backend that attends. UserError if the flag asks for what cannot be had."""
+        if by != "torch" or not bf16 or world.device.type != "cuda":
+            if self.flash_attention != "auto":
+                why = f"--backend {by} has its own" if by != "torch" else "it is of runs on a GPU with --bf16"
+                raise UserError(f"--flash_attention {self.flash_attention}: {why}: drop the flag")
+            return "", ""
+        if world.is_dry_run:  # computes nothing
+            return "", ""
+        from extras.flash_attention import choose_kernels
+
+        return choose_kernels(self.flash_attention, heads, world.device, shared=world.cp_size > 1)
 
     def compiles(self, device: torch.device, backend: str) -> tuple[bool, str | None]:
         """Whether the layers are compiled, and a remark where no flag says it: on a GPU eager ones move more than
