@@ -5,7 +5,7 @@
 Model code runs on fake tensors, on the code path of CUDA (bf16 autocast, attention as one operator): the
 encoder layer, scaled by the number of layers; embeddings, head and loss; clipping and AdamW. Counted are matmuls,
 attention, bytes that all other kernels move, kernels and waits for the device; of compiled layers, kernels fused by
-`benchmarks.step_fused`. Proteins are those of `benchmarks.gpu_throughput`, whose measurements the model is checked on.
+`benchmarks.step_fused`. Checked on measurements of `benchmarks.gpu_throughput`, and on published ones.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from functools import cache
 
 import torch
 
-from benchmarks.gpu_models import SIZES, batches_for
+from benchmarks.gpu_models import SIZES, generated
 from benchmarks.measuring import publish, where_measured
 from benchmarks.step_counts import Work, counted
 from benchmarks.step_fused import fused_work, go_back, graphs_and_breaks, graphs_of
@@ -129,7 +129,7 @@ def step_of(
     """packs: whose gradients are added up; rounded_ahead: weights to bf16 once a step, not in every pack; added_up:
     each layer makes its last sum itself."""
     config = esm2_config(*SIZES[size])
-    (batch,) = batches_for("torch", tokens, 1)
+    batch = generated(tokens)
     layer = layer_work(size, tokens, mode, rounded_ahead, added_up)
     layers = config.num_hidden_layers
     forward, backward, optimiser, again, rounding, waits, parameters = ends_work(size, tokens)
@@ -190,7 +190,7 @@ def ends_work(
     gradients of both; rounding a layer's weights; whether the host waits in the forward pass; and how many weights it
     has, and a layer."""
     config = esm2_config(*SIZES[size])
-    (batch,) = batches_for("torch", tokens, 1)
+    batch = generated(tokens)
     with MemoryTracker(), as_on_a_gpu():
         model, layer = Esm2ForMaskedLM(replace(config, num_hidden_layers=0)), TransformerLayer(config)
         with counted() as forward, torch.autocast("cpu", torch.bfloat16):

@@ -36,6 +36,7 @@ NAMES: dict[str, tuple[str, str]] = {
     "foreach_norm": ("torch", "_foreach_norm"),
     "foreach_mul_": ("torch", "_foreach_mul_"),
     "foreach_copy_": ("torch", "_foreach_copy_"),
+    "scaled_mm": ("torch", "_scaled_mm"),
     # torch 2.11 to 2.13. The kernels behind scaled_dot_product_attention and varlen_attn, which return the logsumexp.
     "cpu_flash_forward": ("torch.ops.aten", "_scaled_dot_product_flash_attention_for_cpu"),
     "cpu_flash_backward": ("torch.ops.aten", "_scaled_dot_product_flash_attention_for_cpu_backward"),
@@ -189,6 +190,6 @@ def te_field(tensor: Any, name: str) -> Any:
 # ---- transformers 5.17 --------------------------------------------------------------------------------------
 
 
-def use_sdpa(config: Any) -> None:
-    """Have a stock model compute attention by scaled_dot_product_attention."""
-    config._attn_implementation = "sdpa"
+def use_attention(config: Any, kind: str = "sdpa") -> None:
+    """Have a stock model compute attention so: sdpa, or flash_attention_2."""
+    config._attn_implementation = kind
