@@ -75,7 +75,9 @@ def model_flags(size: str) -> dict[str, object]:
     return {"config_name": NAMES["15B" if size == "15B/8" else "8M"], "config_overrides": overrides}
 
 
-def row_flags(size: str, kind: str, tokens: int, steps: int, place: Path, device: str = "cuda") -> dict[str, object]:
+def row_flags(
+    size: str, kind: str, tokens: int, steps: int, place: Path | str, device: str = "cuda"
+) -> dict[str, object]:
     """Of a run of so many steps on generated proteins. The peer's batches are padded to at most `tokens` positions."""
     flags = model_flags(size) | {"dataset": "sample", "output_dir": place, "max_steps": steps, "bf16": True}
     flags |= KINDS[kind][1]

@@ -24,8 +24,8 @@ NAMES: dict[str, tuple[str, str]] = {
     # a fifth of `--help`.
     "disable_dynamo": ("torch._compile", "_disable_dynamo"),
     "dynamo_config": ("torch._dynamo", "config"),
-    "dynamo_counters": ("torch._dynamo.utils", "counters"),
     "compile_callbacks": ("torch._dynamo.callback", "callback_handler"),
+    "CompileContext": ("torch._guards", "CompileContext"),
     "inductor_cache_dir": ("torch._inductor.runtime.cache_dir_utils", "cache_dir"),
     # torch 2.11 to 2.13. Fake tensors and dispatch modes have no public counterpart.
     "FakeTensor": ("torch._subclasses.fake_tensor", "FakeTensor"),

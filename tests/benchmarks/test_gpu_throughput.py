@@ -1,4 +1,4 @@
-"""The GPU benchmarks as far as a CPU goes: rows are the scripts' own runs, and fail alone; packs fit; clocks are read."""
+"""The GPU benchmarks on a CPU: rows are the scripts' own runs and fail alone; packs fit; clocks are read."""
 
 from __future__ import annotations
 
