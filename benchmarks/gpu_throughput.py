@@ -69,7 +69,7 @@ def rows_of(args: Arguments, place: Path) -> Iterator[dict]:
     ends = time.monotonic() + args.minutes * 60
     on_gpu = args.device == "cuda"
     gpus = args.gpus or (torch.cuda.device_count() if on_gpu else 1)
-    memory = args.device_memory or (torch.cuda.mem_get_info()[1] / GIB if on_gpu else None)
+    memory = args.device_memory or (torch.cuda.get_device_properties(0).total_memory / GIB if on_gpu else None)
     for size in args.sizes.split(","):
         try:
             script, tokens = that_fits(size, args.tokens, gpus, memory) if memory else (DDP, args.tokens)

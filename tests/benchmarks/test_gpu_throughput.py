@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 
 import pytest
@@ -62,8 +63,11 @@ def test_failed_row_keeps_the_others(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(sys, "executable", python())
     flags = ["--device=cpu", "--sizes=tiny", "--modes=te,peer", "--tokens=1024", "--steps=1", "--warmup=1"]
     monkeypatch.setattr("sys.argv", ["gpu_throughput", *flags, f"--output={out}"])
-    monkeypatch.setattr("signal.signal", lambda *_: None)
-    gpu_throughput.main()
+    handler = signal.getsignal(signal.SIGTERM)
+    try:
+        gpu_throughput.main()
+    finally:
+        signal.signal(signal.SIGTERM, handler)
     te, peer = json.loads(out.with_suffix(".json").read_text())
     assert te["error"].startswith("exit status 2: --backend te: ")
     assert peer["tokens_per_second"] > 0
