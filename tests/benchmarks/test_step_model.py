@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from benchmarks.gpu_models import SIZES
 from benchmarks.step_counts import counted
-from benchmarks.step_exchanges import Network, Times, ddp, fsdp
+from benchmarks.step_exchanges import Network, Times, cp_ddp, ddp, fsdp, hsdp
 from benchmarks.step_fused import fused_work, graphs_of
 from benchmarks.step_model import COMPILED, DEVICES, EAGER, layer_work, step_of
 from common.compat import foreach_copy_
@@ -150,3 +150,22 @@ def test_ddp_hides_what_a_queue_of_buckets_hides(ranks, bucket):
     for ready in range(1, number + 1):
         ends = max(ends, 33 * 3.1e-3 * ready / number) + net.all_reduce(size / number, ranks)
     assert ddp(times, ranks, net, bucket) == pytest.approx(ends - 33 * 3.1e-3)
+
+
+def test_hsdp_is_fsdp_in_a_node_and_an_all_reduce_of_shards():
+    times, net = Times(0.1, 33, 1.6e-3, 3.1e-3, (0.0, 0.0), (19_677_440, 0), 16384, 1280), Network()
+    assert hsdp(times, 8, net) == fsdp(times, 8, net)
+    # A GPU's eighth of a layer's fp32 gradients goes to the other node and back over its eighth of the adapters;
+    # that hides behind the next layer, but for the last.
+    there_and_back = 2 * (4 * 19_677_440 / 8 / 2 / (320e9 / 8) + 20e-6)
+    empty = 2 * 20e-6  # of no other weights
+    assert hsdp(times, 16, net) - fsdp(times, 8, net) == pytest.approx(there_and_back + empty)
+
+
+def test_cp_hides_blocks_behind_attention():
+    net, shape = Network(), ((19_677_440, 0), 16384, 1280)
+    long, none = (Times(0.1, 33, 1.6e-3, 3.1e-3, (attention, attention), *shape) for attention in (1.0, 0.0))
+    assert cp_ddp(long, 64, net) == ddp(long, 64, net)
+    numbers = 2 * 16384 * 1280  # keys and values
+    sent = 7 * (2 * numbers / 360e9 + 3e-6) + 8 * (6 * numbers / 360e9 + 3e-6)
+    assert cp_ddp(none, 64, net) - ddp(none, 64, net) == pytest.approx(33 * sent)
