@@ -17,9 +17,9 @@ from typing import Any
 
 import torch
 
-# nvidia-smi's names; it answers to the older one of the last, too, which drivers before 535 have alone.
-FIELDS = ("clocks.sm", "clocks.mem", "power.draw", "temperature.gpu", "clocks_throttle_reasons.active")
-# Bits of the last (nvml.h, nvmlClocksEventReasons). That a GPU idles between two steps is none that slows one down.
+FIELDS = ("clocks.sm", "clocks.mem", "power.draw", "temperature.gpu")  # nvidia-smi's names, and of what follows them:
+REASONS_FIELDS = ("clocks_event_reasons.active", "clocks_throttle_reasons.active")  # since driver 535, and before
+# Their bits (nvml.h, nvmlClocksEventReasons). That a GPU idles between two steps is none that slows one down.
 REASONS = {
     0x2: "set clocks",
     0x4: "power limit",
@@ -47,8 +47,8 @@ class Sample:
     def parse(cls, line: str) -> Sample:
         """A line of nvidia-smi's CSV without header and units. ValueError for anything else."""
         *numbers, reasons = (cell.strip() for cell in line.split(","))
-        if len(numbers) + 1 != len(FIELDS):
-            raise ValueError(f"{line!r}: not {', '.join(FIELDS)}")
+        if len(numbers) != len(FIELDS):
+            raise ValueError(f"{line!r}: not {', '.join(FIELDS)} and reasons")
         bits = 0 if reasons.startswith("[") else int(reasons, 16)
         return cls(*(None if number.startswith("[") else float(number) for number in numbers), bits)  # [N/A]
 
@@ -82,7 +82,10 @@ def watched(device: torch.device) -> Iterator[dict[str, Any]]:
         yield found
         return
     gpu = f"GPU-{torch.cuda.get_device_properties(device).uuid}"  # CUDA_VISIBLE_DEVICES numbers them anew
-    command = ["nvidia-smi", f"--id={gpu}", f"--query-gpu={','.join(FIELDS)}", "--format=csv,noheader,nounits"]
+    known = subprocess.run(["nvidia-smi", "--help-query-gpu"], capture_output=True, text=True, check=False).stdout
+    reasons = next((name for name in REASONS_FIELDS if name in known), REASONS_FIELDS[-1])
+    fields = ",".join([*FIELDS, reasons])
+    command = ["nvidia-smi", f"--id={gpu}", f"--query-gpu={fields}", "--format=csv,noheader,nounits"]
     with subprocess.Popen(
         [*command, f"--loop-ms={EVERY_MS}"], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     ) as process:
