@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 
-FIELDS = ("clocks.sm", "clocks.mem", "power.draw", "temperature.gpu")  # nvidia-smi's names, and of what follows them:
-REASONS_FIELDS = ("clocks_event_reasons.active", "clocks_throttle_reasons.active")  # since driver 535, and before
+FIELDS = ("clocks.sm", "clocks.mem", "power.draw", "temperature.gpu")  # nvidia-smi's names
+REASONS_FIELDS = ("clocks_event_reasons.active", "clocks_throttle_reasons.active")  # newer drivers', older ones'
 # Their bits (nvml.h, nvmlClocksEventReasons). That a GPU idles between two steps is none that slows one down.
 REASONS = {
     0x2: "set clocks",

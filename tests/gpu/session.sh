@@ -32,7 +32,8 @@ table() { # NAME SECONDS MODULE FLAGS...
 if [[ $device == cuda ]]; then
   reasons=clocks_event_reasons.active # older drivers have the other name
   [[ $(nvidia-smi --help-query-gpu) == *"$reasons"* ]] || reasons=clocks_throttle_reasons.active
-  nvidia-smi --query-gpu="timestamp,clocks.sm,clocks.mem,power.draw,temperature.gpu,$reasons" --format=csv -l 1 >"$directory/clocks.csv" &
+  fields=timestamp,clocks.sm,clocks.mem,power.draw,temperature.gpu,$reasons
+  nvidia-smi --query-gpu="$fields" --format=csv -l 1 >"$directory/clocks.csv" &
   trap 'kill $!' EXIT
   # (a) why 15B's layers took three times what their work explains
   table profile_15b 90 gpu_profile --size 15B/8 --tokens 8192 --modes torch-compiled,te

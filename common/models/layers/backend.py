@@ -33,8 +33,8 @@ class BackendFlags(Flags):
 
     backend: str = flag(
         "auto",
-        "What computes the layers: te (Transformer Engine), torch, hf or hf_flash (transformers', ESM-2 alone), auto: te "
-        "if possible.",
+        "What computes the layers: te (Transformer Engine), torch, hf or hf_flash (transformers', ESM-2 alone), auto: "
+        "te if possible.",
     )
     torch_compile: bool | None = flag(
         None, "Compile the layers (needs a C++ compiler on a CPU). Default: on a GPU, with the torch backend."
