@@ -43,6 +43,7 @@ from common.training.step import StepPrefetcher, scheduled_gc
 from common.training.task import Build
 
 TIMED, PROFILED = "timed", "profiled"
+PATIENCE_S = 10  # after SIGTERM
 
 
 def measured(way: str, warmup: int, script: str, argv: list[str]) -> dict[str, Any]:
@@ -143,20 +144,28 @@ def row_of(script: str, flags: Mapping[str, object], gpus: int, seconds: float, 
         stderr=subprocess.PIPE,
         text=True,
         cwd=ROOT,
-        start_new_session=True,  # so that its ranks and loader workers end with it
+        start_new_session=True,  # so that its loader workers end with it
     ) as process:
         try:
             out, said = process.communicate(timeout=seconds)
         except subprocess.TimeoutExpired:
             return row | {"error": f"given up after {seconds:.0f} s"}
         finally:
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
+            _end(process)
     if process.returncode == 0:
         return row | json.loads(out.strip().splitlines()[-1])
     lines = said.strip().splitlines() or [""]
     line = next((line for line in lines if line.startswith("error: ")), lines[-1]).removeprefix("error: ")
     return row | {"error": f"exit status {process.returncode}: {' '.join(line.split())[:100]}".replace("|", "/")}
+
+
+def _end(process: subprocess.Popen) -> None:
+    """torchrun's ranks are in sessions of their own: it ends them if it is asked to."""
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, number)
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(PATIENCE_S)
 
 
 def main() -> None:

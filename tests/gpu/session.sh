@@ -18,7 +18,7 @@ status=0
 part() { # NAME SECONDS COMMAND...
   local name=$1 seconds=$2 code=0 started=$SECONDS
   shift 2
-  timeout --kill-after=10 "$seconds" "$@" >"$directory/$name.log" 2>&1 || code=$?
+  timeout --kill-after=30 "$seconds" "$@" >"$directory/$name.log" 2>&1 || code=$?
   ((code == 0)) || status=1
   echo "$name: $((SECONDS - started)) s, exit status $code" | tee -a "$directory/session.log"
 }
