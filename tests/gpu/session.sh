@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# What to measure on a GPU machine, in order of value: about ten minutes on one H100, then the tests. Each part has its
+# What to measure on a GPU machine, in order of value: ten minutes on one H100 are meant, then the tests. Each part has its
 # own time limit, and one that fails costs itself only. Tables and logs go to DIRECTORY as they are made. See README.md.
 #   tests/gpu/session.sh DIRECTORY        on a GPU
 #   tests/gpu/session.sh DIRECTORY cpu    tries the script itself, in two minutes
@@ -36,16 +36,16 @@ if [[ $device == cuda ]]; then
   nvidia-smi --query-gpu="$fields" --format=csv -l 1 >"$directory/clocks.csv" &
   trap 'kill $!' EXIT
   # (a) why 15B's layers took three times what their work explains
-  table profile_15b 90 gpu_profile --size 15B/8 --tokens 8192 --modes torch-compiled,te
+  table profile_15b 180 gpu_profile --size 15B/8 --tokens 8192 --modes torch-compiled,te
   # (b) the product
-  table throughput_650m 150 gpu_throughput --sizes 650M --modes torch-compiled,bf16-residual,4-packs
-  table throughput_650m_32k 60 gpu_throughput --sizes 650M --modes bf16-residual --tokens 32768
-  table profile_650m 60 gpu_profile --modes bf16-residual
+  table throughput_650m 210 gpu_throughput --sizes 650M --modes torch-compiled,bf16-residual,4-packs
+  table throughput_650m_32k 90 gpu_throughput --sizes 650M --modes bf16-residual --tokens 32768
+  table profile_650m 90 gpu_profile --modes bf16-residual
   # (c), (d) attention, matmuls, launches
   table kernels_attention 40 gpu_kernels --parts attention
   table kernels_products 60 gpu_kernels --parts products,launch
   # (e) Transformer Engine, with the right cuDNN
-  table profile_650m_te 90 gpu_profile --modes te,te-fp8
+  table profile_650m_te 120 gpu_profile --modes te,te-fp8
   # (f) whether all compute the same
   NVIDIA_TF32_OVERRIDE=0 table agreement 120 gpu_agreement
   NVIDIA_TF32_OVERRIDE=0 part tests 300 "$python" -m pytest -q -rs tests/gpu --ignore tests/gpu/test_runs.py
