@@ -81,7 +81,7 @@ def measure(args: Arguments) -> dict:
     import torch
     from torch.nn.utils.rnn import pad_sequence
 
-    from common.compat import use_sdpa
+    from common.compat import use_attention
     from common.data.crops import Pack
     from common.distributed.run import keep_freed_memory
     from common.models.layers.compiling import compile_layers
@@ -115,7 +115,7 @@ def measure(args: Arguments) -> dict:
         from transformers import LlamaConfig, LlamaForCausalLM
 
         stock = LlamaConfig(**config.content())
-        use_sdpa(stock)
+        use_attention(stock)
         model = LlamaForCausalLM(stock)
 
     tokenizer, _ = load_tokenizer(BYTES)

@@ -24,7 +24,8 @@ from common.training.registry import parse_run
 from extras.dry_run.memory_estimate import fake_run
 
 FSDP2, MFSDP = "train_fsdp2", "train_mfsdp"
-KINDS = {"train_ddp": "DdpFlags", FSDP2: "FsdpFlags", MFSDP: "MegatronFlags"}
+DDP = "train_ddp"
+KINDS = {DDP: "DdpFlags", FSDP2: "FsdpFlags", MFSDP: "MegatronFlags"}
 ESM2 = {"config_name": "facebook/esm2_t6_8M_UR50D", "dataset": "sample", "tokens_per_pack": 2048}
 ESM2 |= {"max_seq_length": 512, "max_steps": 2}
 WIDER = "num_hidden_layers=8,hidden_size=480,intermediate_size=1920"

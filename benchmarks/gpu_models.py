@@ -1,38 +1,42 @@
-"""What the GPU benchmarks compare: the models, by kind and size, and the same generated proteins for each."""
+"""What the GPU benchmarks compare, as flags of the train scripts: sizes, and kinds of layers; the pack that fits."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+import importlib
+from collections.abc import Collection
+from pathlib import Path
 
 import numpy as np
 import torch
-from torch import Tensor, nn
 
+from benchmarks.dry_run import DDP, FSDP2, parsed
+from benchmarks.measuring import words
 from common.cli import UserError
-from common.data.collators import Batch, MaskingCollator, to_device
+from common.data.collators import Batch, MaskingCollator
 from common.data.packing import Pack
 from common.flags import Flags
 from common.models.esm2.alphabet import CLS, EOS, ESM2_TOKENS
-from common.models.esm2.config import ESM2_SIZES, HIDDEN_ACT, Esm2Config, esm2_config
-from common.models.esm2.model import Esm2ForMaskedLM
-from common.models.layers.backend import te_missing
-from common.models.layers.compiling import compile_layers
-from common.precision.build import Precision
-from common.precision.emulation import Emulation
-from common.precision.plan import FP8_RECIPES
-from extras.hf_backend import StockEsm
+from common.models.esm2.config import ESM2_SIZES
+from common.training.arguments import DryRunFlags
+from extras.dry_run.dry_run import GIB, largest_pack
+from extras.dry_run.memory_estimate import fake_run
 
+NAMES = {name.split("_")[2]: name for name in ESM2_SIZES}
 # layers, hidden size, heads; of 15B also as many layers as fit beside their optimiser
-SIZES = {name.split("_")[2]: shape for name, shape in ESM2_SIZES.items()}
+SIZES = {size: ESM2_SIZES[name] for size, name in NAMES.items()}
 SIZES |= {"15B/8": (6, *SIZES["15B"][1:]), "tiny": (2, 64, 4)}
-KINDS = {
-    "te": "TE",
-    "te-fp8": "TE, FP8",
-    "te-fp8-params": "TE, FP8, weights in FP8",
-    "torch-compiled": "torch, compiled",
-    "torch": "torch",
-    "emulated": "torch, FP8 emulated",
-    "peer": "EsmForMaskedLM, padded, sdpa",
+TORCH, TE, FP8 = {"backend": "torch"}, {"backend": "te"}, {"fp8": True, "fp8_recipe": "delayed"}
+COMPILED, PADDED = TORCH | {"torch_compile": True}, {"sequence_packing": False}
+KINDS = {  # {kind: (in a table, flags beside --bf16)}
+    "te": ("TE", TE),
+    "te-fp8": ("TE, FP8", TE | FP8),
+    "te-fp8-params": ("TE, FP8, weights in FP8", TE | FP8 | {"fp8_params": True}),
+    "torch-compiled": ("torch, compiled", COMPILED),
+    "bf16-residual": ("torch, compiled, --bf16_residual", COMPILED | {"bf16_residual": True}),
+    "4-packs": ("the same, 4 packs a step", COMPILED | {"bf16_residual": True, "gradient_accumulation_steps": 4}),
+    "torch": ("torch", TORCH | {"torch_compile": False}),
+    "peer": ("EsmForMaskedLM, padded, sdpa", PADDED | {"backend": "hf"}),
+    "peer-flash": ("EsmForMaskedLM, padded, flash_attention_2", PADDED | {"backend": "hf_flash"}),
 }
 MAX_LENGTH = 1024
 LOG_MEDIAN, LOG_SPREAD = 5.6, 0.75  # of the lengths
@@ -45,8 +49,7 @@ def check_choices(flags: Flags, device: str, **known: Collection[str]) -> None:
             if value not in values:
                 raise UserError(f"--{name} {value}: choose {', '.join(values)}")
     if device == "cuda" and not torch.cuda.is_available():
-        size = next(iter(known))
-        raise UserError(f"--device cuda: no GPU here; --device cpu --{size} tiny tries the script itself")
+        raise UserError("--device cuda: no GPU here; --device cpu --size(s) tiny tries the script itself")
 
 
 def gpu_name(device: str) -> str:
@@ -58,8 +61,58 @@ def failure(error: Exception) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())[:80]}".replace("|", "/")
 
 
-def proteins(tokens: int, rng: np.random.Generator) -> tuple[Pack, np.ndarray]:
-    """A pack of `tokens` tokens, or two less: (pack, ids uint8 [tokens])."""
+# ---- a row's flags ---------------------------------------------------------------------------------------------
+
+
+def model_flags(size: str) -> dict[str, object]:
+    """Of a model with random weights."""
+    if size in NAMES:
+        return {"config_name": NAMES[size]}
+    layers, hidden, heads = SIZES[size]
+    changes = {"num_hidden_layers": layers, "hidden_size": hidden, "num_attention_heads": heads}
+    changes["intermediate_size"] = 4 * hidden
+    overrides = ",".join(f"{name}={value}" for name, value in changes.items())
+    return {"config_name": NAMES["15B" if size == "15B/8" else "8M"], "config_overrides": overrides}
+
+
+def row_flags(
+    size: str, kind: str, tokens: int, steps: int, place: Path | str, device: str = "cuda"
+) -> dict[str, object]:
+    """Of a run of so many steps on generated proteins. The peer's batches are padded to at most `tokens` positions."""
+    flags = model_flags(size) | {"dataset": "sample", "output_dir": place, "max_steps": steps, "bf16": True}
+    flags |= KINDS[kind][1]
+    if flags.get("sequence_packing", True):
+        flags |= {"tokens_per_pack": tokens}
+    else:
+        flags |= {"per_device_train_batch_size": max(1, tokens // MAX_LENGTH)}
+    return flags | ({"use_cpu": True} if device == "cpu" else {})
+
+
+def that_fits(size: str, tokens: int, gpus: int, memory: float) -> tuple[str, int]:
+    """(train script, tokens of a pack, at most `tokens`) for GPUs of `memory` GiB, by the dry run of eager layers:
+    train_ddp.py if a pack of `tokens` fits, else train_fsdp2.py where there are several GPUs. UserError if nothing
+    fits."""
+    limit, best = int((memory - DryRunFlags.device_reserve) * GIB), (DDP, 0)
+    for script in (DDP, FSDP2)[: 1 + (gpus > 1)]:
+        flags = model_flags(size) | {"tokens_per_pack": tokens, "bf16": True, **TORCH}
+        args = parsed(script, gpus, words(flags))
+        with fake_run(args, importlib.import_module(script).build) as run:
+            held = run.step(tokens)
+            fits = held if held.peak <= limit else largest_pack(run.step, held, limit, args.data.max_seq_length)
+        best = max(best, (script, fits.tokens if fits else 0), key=lambda found: found[1])
+        if best[1] == tokens:
+            return best
+    if not best[1]:
+        raise UserError(f"--sizes {size}: not one sequence fits {memory:.0f} GiB on {gpus} GPUs: leave it out")
+    return best[0], min(best[1], tokens)
+
+
+# ---- a pack for counts -----------------------------------------------------------------------------------------
+
+
+def generated(tokens: int) -> Batch:
+    """A pack of `tokens` tokens, or two less, of random proteins whose lengths are distributed as UniRef50's."""
+    rng = np.random.default_rng(0)
     lengths = []
     while (left := tokens - sum(lengths)) > 0:
         length = int(np.clip(np.exp(rng.normal(LOG_MEDIAN, LOG_SPREAD)), 30, MAX_LENGTH - 2)) + 2
@@ -69,87 +122,4 @@ def proteins(tokens: int, rng: np.random.Generator) -> tuple[Pack, np.ndarray]:
     ends = lengths.cumsum()
     ids[ends - lengths], ids[ends - 1] = CLS, EOS
     number = np.arange(len(lengths))
-    return Pack(records=number, starts=np.zeros_like(number), lengths=lengths, epoch=0), ids
-
-
-def batches_for(kind: str, tokens: int, count: int) -> list[Batch]:
-    """Packs of `tokens` tokens; for the peer, of each as many sequences as have no more positions when padded."""
-    rng = np.random.default_rng(0)
-    batches = []
-    for pack, ids in (proteins(tokens, rng) for _ in range(count)):
-        rows = len(pack.lengths)
-        if kind == "peer":
-            rows = next(n for n in range(rows, 0, -1) if n * pack.lengths[:n].max() <= tokens or n == 1)
-        part = Pack(pack.records[:rows], pack.starts[:rows], pack.lengths[:rows], 0)
-        batches.append(MaskingCollator(ESM2_TOKENS, 0)(part, ids[: part.lengths.sum()]))
-    return batches
-
-
-def build(kind: str, config: Esm2Config, device: str, fp8_recipe: str) -> tuple[nn.Module, Precision]:
-    """A model in fp32 with random weights, the same ones whatever the kind. UserError without what it needs.
-
-    Drawn on the device: common.models.layers.initialise, on the CPU, takes half a minute for 3B.
-    """
-    backend = "te" if kind.startswith("te") else "torch"
-    if backend == "te" and (missing := te_missing(torch.device(device))):
-        raise UserError(missing)
-    with torch.device("meta"):
-        model = StockEsm(config) if kind == "peer" else Esm2ForMaskedLM(config, backend)
-    precision = Precision()
-    plan = (FP8_RECIPES[fp8_recipe](FP8_RECIPES[fp8_recipe].default_format),) * config.num_hidden_layers
-    if kind.startswith("te-fp8"):
-        from transformer_engine.pytorch.quantization import FP8GlobalStateManager
-
-        from common.precision.te import Quantised
-
-        FP8GlobalStateManager.reset()  # it would keep the scales of earlier models
-        precision = Precision(plan, quantiser=Quantised(model, plan, fp8_params=kind == "te-fp8-params"))
-    model.to_empty(device=device)
-    fill(model)
-    if kind == "te-fp8-params":
-        precision = precision.quantise_weights()
-    if kind == "emulated":
-        precision = Precision(plan, quantiser=Emulation(model, plan, seed=0, device=device))
-    if kind == "torch-compiled":
-        torch.compiler.reset()
-        compile_layers(model, device)
-    return model, precision
-
-
-def config_of(kind: str, size: str) -> Esm2Config:
-    config = esm2_config(*SIZES[size])
-    if kind.startswith("te"):
-        config.hidden_act = HIDDEN_ACT["tanh"]
-    return config
-
-
-def steps_of(kind: str, config: Esm2Config, device: str, fp8_recipe: str) -> Callable[[Batch], Tensor]:
-    """A function that does one training step with a batch of that kind and returns its loss, on the device."""
-    model, precision = build(kind, config, device, fp8_recipe)
-    model.train()
-    masters = precision.masters
-    weights = (masters.weights if masters else model).parameters()
-    optimizer = torch.optim.AdamW(weights, lr=1e-4, weight_decay=0.01, fused=True)
-    if masters:
-        masters.attach(optimizer)
-
-    def step(batch: Batch) -> Tensor:
-        inputs = to_device(batch, torch.device(device))
-        with torch.autocast(torch.device(device).type, torch.bfloat16):
-            loss = model(**inputs).loss_sum / batch["num_targets"]
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        model.zero_grad()
-        return loss.detach()
-
-    return step
-
-
-@torch.no_grad()
-def fill(model: nn.Module) -> None:
-    """Random numbers everywhere, in biases and norms too, so that a swapped tensor shows."""
-    for number, (name, parameter) in enumerate(sorted(model.named_parameters())):
-        generator = torch.Generator(parameter.device).manual_seed(number)
-        centre = 1.0 if parameter.dim() == 1 and name.endswith("weight") else 0.0
-        parameter.normal_(centre, 0.02, generator=generator)
+    return MaskingCollator(ESM2_TOKENS, 0)(Pack(number, np.zeros_like(number), lengths, 0), ids)

@@ -27,6 +27,7 @@ ATTENTION = {"_varlen_attn": 2, "_varlen_attn_backward": 5}  # {operator: matmul
 WAITS = {"_local_scalar_dense", "nonzero", "masked_select", "_unique2", "unique_dim", "equal", "is_nonzero"}
 READS = {Tensor.tolist, Tensor.numpy, Tensor.cpu}  # no operator on a CPU tensor
 UNSCALED = ("grads",)  # of AdamW, which writes them with a gradient scaler only
+OVERWRITES = {"copy_", "_foreach_copy_", "fill_", "zero_"}  # what they write they do not read
 SETS = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "lift_fresh", "detach", "alias"}
 
 
@@ -94,7 +95,10 @@ class _Operators(TorchDispatchMode):
             self.work.attention += ATTENTION[name]
             self.work.kernels += 1
         elif name not in SETS and (operator_schema(func).is_mutable or _is_new(given, made)):
-            self.work.kernel(name, sum(map(_bytes, [*given, *(made or _written(func, args))])))
+            written = _written(func, args)
+            if name in OVERWRITES:
+                given = tensors([args[1:], kwargs])
+            self.work.kernel(name, sum(map(_bytes, [*given, *(made or written)])))
         return result
 
 

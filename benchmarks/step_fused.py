@@ -11,15 +11,14 @@ they are.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, fx
 
 from benchmarks.step_counts import ATTENTION, MATMULS, Work, tensors
 from common.compat import (
     aot_function,
-    dynamo_counters,
     fx_graph_cse,
     make_boxed_func,
     min_cut_rematerialization_partition,
@@ -51,25 +50,6 @@ def graphs_of(function: Callable, *args) -> list[fx.GraphModule]:
 def go_back(results: Tensor | tuple[Tensor, ...]) -> None:
     results = tensors(results)
     torch.autograd.backward(results, [torch.empty_like(result) for result in results])
-
-
-def graphs_and_breaks(layer: nn.Module, calls: Iterable[tuple]) -> tuple[int, int]:
-    """How many graphs torch.compile traces for all of these calls of a layer, and how often it leaves one midway."""
-    graphs = []
-
-    def keep(graph: fx.GraphModule, inputs) -> Callable:
-        graphs.append(graph)
-        made = [node.meta["example_value"] for node in graph.graph.output_node().args[0]]
-        return lambda *_: [torch.empty([int(n) for n in value.shape], dtype=value.dtype) for value in made]
-
-    torch.compiler.reset()
-    dynamo_counters.clear()  # of this process, whoever compiled before
-    layer.compile(dynamic=True, backend=keep)
-    for args in calls:
-        layer(*args)
-    breaks = sum(dynamo_counters["graph_break"].values())
-    torch.compiler.reset()
-    return len(graphs), breaks
 
 
 def fused_work(graph: fx.GraphModule) -> Work:

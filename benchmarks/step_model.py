@@ -5,7 +5,7 @@
 Model code runs on fake tensors, on the code path of CUDA (bf16 autocast, attention as one operator): the
 encoder layer, scaled by the number of layers; embeddings, head and loss; clipping and AdamW. Counted are matmuls,
 attention, bytes that all other kernels move, kernels and waits for the device; of compiled layers, kernels fused by
-`benchmarks.step_fused`. Proteins are those of `benchmarks.gpu_throughput`, whose measurements the model is checked on.
+`benchmarks.step_fused`. Checked on measurements of `benchmarks.gpu_throughput`, and on published ones.
 """
 
 from __future__ import annotations
@@ -17,10 +17,12 @@ from functools import cache
 
 import torch
 
-from benchmarks.gpu_models import SIZES, batches_for
+from benchmarks.gpu_models import SIZES, generated
 from benchmarks.measuring import publish, where_measured
 from benchmarks.step_counts import Work, counted
-from benchmarks.step_fused import fused_work, go_back, graphs_and_breaks, graphs_of
+from benchmarks.step_exchanges import Network, Times, assumptions_table, exchanges_table
+from benchmarks.step_fused import fused_work, go_back, graphs_of
+from benchmarks.step_graphs import graphs_table
 from common.cli import UserError, run
 from common.compat import FakeTensorMode
 from common.data.collators import Batch, to_device
@@ -31,8 +33,6 @@ from common.models.esm2.layers_torch import TransformerLayer, prepare
 from common.models.esm2.model import Esm2ForMaskedLM
 from common.models.layers.cpu import as_on_a_gpu
 from common.models.layers.linear import RoundedWeights, use_copy
-from common.models.layers.recompute import MODES as RECOMPUTED
-from common.models.layers.recompute import save_activations
 from common.models.layers.residual import begin, total
 from common.shapes import filled_up
 from common.training.run_logger import PEAK_FLOPS
@@ -65,6 +65,8 @@ class Device:
 
 DEVICES = [Device("H100", 3.35e12, 450e9), Device("H200", 4.8e12, 450e9), Device("B200", 8.0e12, 900e9)]
 A100 = Device("A100", 2.04e12, 300e9)
+NETWORK = Network()
+FA4 = 1.7  # times as fast as FA2: assumed
 # Seconds a host takes to launch a kernel: so that the rows of 8M and 150M in results/gpu_throughput.md, which wait for
 # their host, are met in their geometric mean, and check nothing. That host was a virtual machine; others differ.
 LAUNCH = 53e-6
@@ -129,7 +131,7 @@ def step_of(
     """packs: whose gradients are added up; rounded_ahead: weights to bf16 once a step, not in every pack; added_up:
     each layer makes its last sum itself."""
     config = esm2_config(*SIZES[size])
-    (batch,) = batches_for("torch", tokens, 1)
+    batch = generated(tokens)
     layer = layer_work(size, tokens, mode, rounded_ahead, added_up)
     layers = config.num_hidden_layers
     forward, backward, optimiser, again, rounding, waits, parameters = ends_work(size, tokens)
@@ -190,7 +192,7 @@ def ends_work(
     gradients of both; rounding a layer's weights; whether the host waits in the forward pass; and how many weights it
     has, and a layer."""
     config = esm2_config(*SIZES[size])
-    (batch,) = batches_for("torch", tokens, 1)
+    batch = generated(tokens)
     with MemoryTracker(), as_on_a_gpu():
         model, layer = Esm2ForMaskedLM(replace(config, num_hidden_layers=0)), TransformerLayer(config)
         with counted() as forward, torch.autocast("cpu", torch.bfloat16):
@@ -282,20 +284,6 @@ def _waits(work: Work) -> str:
     return ", ".join(f"{name} x {times}" for name, times in work.waits.items()) or "none"
 
 
-def graphs_table() -> Iterator[str]:
-    """Of a small layer, whose graph is the same."""
-    yield "| activations | graphs, packs of 3 lengths | breaks |\n|---|--:|--:|\n"
-    config = esm2_config(*SIZES["tiny"])
-    lengths = (80, 144, 208)  # none a size of the model's, which would be taken for one and the same
-    for mode in RECOMPUTED:
-        layer = TransformerLayer(config)
-        save_activations([layer], mode, offload=False)
-        with as_on_a_gpu(), torch.autocast("cpu", torch.bfloat16):
-            calls = [_call(config, tokens) for tokens in lengths]
-            graphs, breaks = graphs_and_breaks(layer, calls)
-        yield f"| recomputed: {mode} | {graphs} | {breaks} |\n"
-
-
 def _call(config: Esm2Config, tokens: int, residual: torch.dtype = torch.float32) -> tuple:
     bounds = torch.tensor([0, tokens], dtype=torch.int32)
     rotary, longest, _ = prepare(tokens, bounds, tokens, config.hidden_size // config.num_attention_heads)
@@ -316,15 +304,32 @@ def times_table(args: Arguments) -> Iterator[str]:
 
 
 def packs_table(args: Arguments) -> Iterator[str]:
-    """Several packs a step, with weights that are rounded in each of them or ahead."""
-    yield "| model, H100 | packs a step | weights rounded | other kernels move, GB a pack | a pack, ms | MFU |\n"
-    yield "|---|--:|---|--:|--:|--:|\n"
+    """Several packs a step, with weights that are rounded in each of them or ahead, and with faster attention."""
+    yield "| model, H100 | packs a step | weights rounded | attention | other kernels move, GB a pack | a pack, ms "
+    yield "| tokens/s | MFU |\n|---|--:|---|---|--:|--:|--:|--:|\n"
+    fa2 = DEVICES[0]
+    fa4 = replace(fa2, of_attention=FA4 * fa2.of_attention)
     for size in args.sizes.split(","):
-        for packs, ahead in ((1, False), (1, True), (4, False), (4, True)):
+        rows = [(packs, ahead, "FA2", fa2) for packs in (1, 4) for ahead in (False, True)]
+        rows += [(packs, True, f"FA4 at {FA4:g} x FA2, modelled", fa4) for packs in (1, 4)]
+        for packs, ahead, attention, device in rows:
             step = step_of(size, args.tokens, BF16, packs, ahead)
-            seconds, mfu = step.seconds(DEVICES[0]), step.mfu(DEVICES[0])
-            yield f"| {size}, {BF16} | {packs} | {'once a step' if ahead else 'in each pack'} "
-            yield f"| {step.all.moved / packs / 1e9:.1f} | {1000 * seconds / packs:.1f} | {mfu:.1%} |\n"
+            seconds, rounded = step.seconds(device), "once a step" if ahead else "in each pack"
+            yield f"| {size}, {BF16} | {packs} | {rounded} | {attention} | {step.all.moved / packs / 1e9:.1f} "
+            yield f"| {1000 * seconds / packs:.1f} | {step.tokens / seconds:,.0f} | {step.mfu(device):.1%} |\n"
+
+
+def exchanged(args: Arguments) -> dict[str, Times]:
+    """{size: what its exchanges are modelled by}: compiled layers, a pack a step, on an H100."""
+    device, found = DEVICES[0], {}
+    for size in args.sizes.split(","):
+        step, layers = step_of(size, args.tokens, COMPILED), SIZES[size][0]
+        forward, backward = (replace(step, phases=[work]).seconds(device) for work in step.layer)
+        attention = tuple(replace(step, phases=[work]).parts(device)["attention"] for work in step.layer)
+        *_, (rest, layer) = ends_work(size, args.tokens)
+        shape = (layer, rest), args.tokens, step.hidden
+        found[size] = Times(step.seconds(device), layers, forward, backward, attention, *shape)
+    return found
 
 
 def muon_table(args: Arguments) -> Iterator[str]:
@@ -356,7 +361,8 @@ def checks_table() -> Iterator[str]:
 
 def main() -> None:
     args = parse_arguments(__doc__, Arguments)
-    tables = [counts_table(args), graphs_table(), times_table(args), packs_table(args), muon_table(args)]
+    tables = [counts_table(args), graphs_table(), times_table(args), packs_table(args)]
+    tables += [assumptions_table(NETWORK), exchanges_table(exchanged(args), NETWORK), muon_table(args)]
     tables += [checks_table()] if args.checks else []
     parts = [*where_measured("benchmarks.step_model", "torch"), *("".join(table).rstrip() for table in tables)]
     publish("\n\n".join(parts) + "\n", args.output)

@@ -24,8 +24,8 @@ NAMES: dict[str, tuple[str, str]] = {
     # a fifth of `--help`.
     "disable_dynamo": ("torch._compile", "_disable_dynamo"),
     "dynamo_config": ("torch._dynamo", "config"),
-    "dynamo_counters": ("torch._dynamo.utils", "counters"),
     "compile_callbacks": ("torch._dynamo.callback", "callback_handler"),
+    "CompileContext": ("torch._guards", "CompileContext"),
     "inductor_cache_dir": ("torch._inductor.runtime.cache_dir_utils", "cache_dir"),
     # torch 2.11 to 2.13. Fake tensors and dispatch modes have no public counterpart.
     "FakeTensor": ("torch._subclasses.fake_tensor", "FakeTensor"),
@@ -37,6 +37,7 @@ NAMES: dict[str, tuple[str, str]] = {
     "foreach_add_": ("torch", "_foreach_add_"),
     "foreach_mul_": ("torch", "_foreach_mul_"),
     "foreach_copy_": ("torch", "_foreach_copy_"),
+    "scaled_mm": ("torch", "_scaled_mm"),
     # torch 2.11 to 2.13. The kernels behind scaled_dot_product_attention and varlen_attn, which return the logsumexp.
     "cpu_flash_forward": ("torch.ops.aten", "_scaled_dot_product_flash_attention_for_cpu"),
     "cpu_flash_backward": ("torch.ops.aten", "_scaled_dot_product_flash_attention_for_cpu_backward"),
@@ -51,9 +52,6 @@ NAMES: dict[str, tuple[str, str]] = {
     # torch 2.11 to 2.13. The state of torchrun's rendezvous, which torch pickles.
     "NodeDesc": (_DYNAMIC, "_NodeDesc"),
     "RendezvousState": (_DYNAMIC, "_RendezvousState"),
-    # torch 2.13. For benchmarks.
-    "cudnn_attention_forward": ("torch.ops.aten", "_cudnn_attention_forward"),
-    "cudnn_attention_backward": ("torch.ops.aten", "_cudnn_attention_backward"),
     # torch 2.11 to 2.13. For benchmarks.
     "ProfilerEventType": ("torch._C._profiler", "_EventType"),
     "aot_function": ("torch._functorch.aot_autograd", "aot_function"),
@@ -204,6 +202,6 @@ def flash_attention_4() -> tuple[Callable, Callable]:
 # ---- transformers 5.17 --------------------------------------------------------------------------------------
 
 
-def use_sdpa(config: Any) -> None:
-    """Have a stock model compute attention by scaled_dot_product_attention."""
-    config._attn_implementation = "sdpa"
+def use_attention(config: Any, kind: str = "sdpa") -> None:
+    """Have a stock model compute attention so: sdpa, or flash_attention_2."""
+    config._attn_implementation = kind

@@ -3,12 +3,14 @@
 Its forward pass runs on padded batches: the sequences of a pack become rows, padded to the longest. The parameters are
 those of the other backends, given to it under its own names. So data, initial weights, optimiser, evaluation,
 checkpoints and export are the same, and a run may resume with another backend. It is the peer of the benchmarks.
+--backend hf_flash is the same with attention by flash-attn, which runs on GPUs only.
 """
 
 from __future__ import annotations
 
 import warnings
 from copy import copy
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -18,7 +20,7 @@ from torch.func import functional_call
 from transformers import EsmForMaskedLM
 
 from common.cli import UserError
-from common.compat import use_sdpa
+from common.compat import use_attention
 from common.data.collators import IGNORE
 from common.distributed.strategy import ReplicaFlags
 from common.distributed.world import World
@@ -40,19 +42,25 @@ def check(args: Any, world: World) -> None:
         "--fp4": precision.fp4,
         "--dry_run": world.is_dry_run,
     }
-    for flag in (name for name, given in unsupported.items() if given):
-        raise UserError(f"--backend hf: {flag} is not of transformers' layers: drop one of the two")
+    name = f"--backend {model.backend}"
+    for flag in (flag for flag, given in unsupported.items() if given):
+        raise UserError(f"{name}: {flag} is not of transformers' layers: drop one of the two")
     if not isinstance(strategy, ReplicaFlags):
-        raise UserError("--backend hf: its weights are not sharded: use train_ddp.py, or another backend")
+        raise UserError(f"{name}: its weights are not sharded: use train_ddp.py, or another backend")
+    if model.backend == "hf_flash":
+        if world.device.type != "cuda" or find_spec("flash_attn") is None:
+            raise UserError(f"{name}: flash-attn is not here (it needs a GPU): use --backend hf")
+        if not precision.bf16:
+            raise UserError(f"{name}: flash-attn computes in bf16: add --bf16, or use --backend hf")
 
 
 class StockEsm(Esm2ForMaskedLM):
-    """The parameters of Esm2ForMaskedLM, computed with by EsmForMaskedLM (attention by sdpa)."""
+    """The parameters of Esm2ForMaskedLM, computed with by EsmForMaskedLM. attention: transformers' name of it."""
 
-    def __init__(self, config: Esm2Config):
+    def __init__(self, config: Esm2Config, attention: str = "sdpa"):
         super().__init__(config)
         stock = config.to_transformers()
-        use_sdpa(stock)
+        use_attention(stock, attention)
         with torch.device("meta"):
             model = EsmForMaskedLM(stock)
         empty = copy(stock)

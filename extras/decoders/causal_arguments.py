@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 
 from common.cli import UserError
 from common.flags import Missing, flag, with_flags
-from common.models.layers.backend import BackendFlags
+from common.models.layers.backend import STOCK, BackendFlags
 from common.training.arguments import RunArguments
 from common.training.optim import OptimizerFlags
 from common.training.schedule import annealing, warmup_steps, wsd_decay_steps
@@ -84,8 +84,8 @@ class DecoderFlags(BackendFlags):
         if self.model_type == "gpt_neox":
             raise UserError(NEOX)
         self.require_choice("model_type", (None, *MODEL_TYPES))
-        if self.backend == "hf":
-            raise UserError("--backend hf: is of ESM-2 only: choose auto, te, torch")
+        if self.backend in STOCK:
+            raise UserError(f"--backend {self.backend}: is of ESM-2 only: choose auto, te, torch")
         if self.model and self.model_name_or_path:
             raise UserError("--model (random weights) excludes --model_name_or_path (given weights)")
         self.require_at_least(1, *(name for name in SIZES if name not in ("initializer_range", "rope_theta")))

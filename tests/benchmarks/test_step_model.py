@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -9,8 +11,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from benchmarks.gpu_models import SIZES
 from benchmarks.step_counts import counted
+from benchmarks.step_exchanges import Network, Times, cp_ddp, ddp, fsdp, hsdp
 from benchmarks.step_fused import fused_work, graphs_of
-from benchmarks.step_model import COMPILED, DEVICES, EAGER, graphs_table, layer_work, step_of
+from benchmarks.step_model import COMPILED, DEVICES, EAGER, layer_work, step_of
+from common.compat import foreach_copy_
 from common.models.esm2.config import esm2_config
 
 TOKENS = 1024
@@ -87,5 +91,81 @@ def test_step_of_adds_layers_and_ends():
     assert step.seconds(h100) >= step.parts(h100)["matmuls"]
 
 
-def test_layer_is_one_graph_with_any_recomputation():
-    assert [line.split("|")[2:4] for line in "".join(graphs_table()).splitlines()[2:]] == 3 * [[" 1 ", " 0 "]]
+def test_counted_does_not_read_what_a_copy_overwrites():
+    with counted() as work:
+        torch.zeros(10, dtype=torch.bfloat16).copy_(torch.ones(10))
+        foreach_copy_([torch.empty(10, dtype=torch.bfloat16)], [torch.ones(10)])
+    assert work.by_operator["copy_"] == work.by_operator["_foreach_copy_"] == 10 * (4 + 2)
+
+
+# ---- exchanges ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ranks", [1, 8, 64, 512])
+def test_network_gathers_in_a_ring(ranks):
+    """Each of N - 1 turns waits for its slowest hop; a ring of nodes crosses between them once a node."""
+    net, size, hops = Network(), 3e8, []
+    for rank in range(ranks - 1):
+        crosses = rank % 8 == 7 or (ranks > 8 and rank == 0)  # the ring closes where it began
+        hops.append(20e-6 if crosses else 3e-6)
+    slowest = 320e9 if ranks > 8 else 360e9
+    assert net.gather(size, ranks) == pytest.approx(sum(size / ranks / slowest + hop for hop in hops))
+    assert net.all_reduce(size, ranks) <= 2 * net.gather(size, ranks) + 1e-12
+
+
+def _replayed(times: Times, gather: float, scatter: float) -> float:
+    """Seconds of the layers' passes, launched one after the other on two queues: kernels, and one communicator."""
+    computes, sends, gathered = 0.0, gather, gather
+    for number in range(times.layers):
+        start = max(computes, gathered)
+        if number + 1 < times.layers:
+            sends = gathered = max(sends, start) + gather
+        computes = start + times.forward
+    sends = gathered = max(computes, sends) + gather
+    for number in range(times.layers):
+        start = max(computes, gathered)
+        if number + 1 < times.layers:
+            sends = gathered = max(sends, start) + gather
+        computes = start + times.backward
+        sends = max(sends, computes) + scatter
+    return max(computes, sends)
+
+
+@pytest.mark.parametrize("ranks", [8, 64, 512])
+def test_fsdp_hides_what_two_queues_hide(ranks):
+    times, net = Times(0.1, 33, 1.6e-3, 3.1e-3, (0.0, 0.0), (19_677_440, 0), 16384, 1280), Network()
+    gather, scatter = (net.gather(size * times.parameters[0], ranks) for size in (2, 4))
+    without = times.layers * (times.forward + times.backward)
+    replayed = _replayed(times, gather, scatter) - without + net.gather(0, ranks) * 2  # of no other weights
+    assert fsdp(times, ranks, net) == pytest.approx(replayed)
+
+
+@pytest.mark.parametrize("ranks", [8, 512])
+@pytest.mark.parametrize("bucket", [1e6, 25e6, 200e6])
+def test_ddp_hides_what_a_queue_of_buckets_hides(ranks, bucket):
+    times, net = Times(0.1, 33, 1.6e-3, 3.1e-3, (0.0, 0.0), (19_677_440, 1_700_000), 16384, 1280), Network()
+    size = 4 * (33 * 19_677_440 + 1_700_000)
+    number = math.ceil(size / bucket)
+    ends = 0.0
+    for ready in range(1, number + 1):
+        ends = max(ends, 33 * 3.1e-3 * ready / number) + net.all_reduce(size / number, ranks)
+    assert ddp(times, ranks, net, bucket) == pytest.approx(ends - 33 * 3.1e-3)
+
+
+def test_hsdp_is_fsdp_in_a_node_and_an_all_reduce_of_shards():
+    times, net = Times(0.1, 33, 1.6e-3, 3.1e-3, (0.0, 0.0), (19_677_440, 0), 16384, 1280), Network()
+    assert hsdp(times, 8, net) == fsdp(times, 8, net)
+    # A GPU's eighth of a layer's fp32 gradients goes to the other node and back over its eighth of the adapters;
+    # that hides behind the next layer, but for the last.
+    there_and_back = 2 * (4 * 19_677_440 / 8 / 2 / (320e9 / 8) + 20e-6)
+    empty = 2 * 20e-6  # of no other weights
+    assert hsdp(times, 16, net) - fsdp(times, 8, net) == pytest.approx(there_and_back + empty)
+
+
+def test_cp_hides_blocks_behind_attention():
+    net, shape = Network(), ((19_677_440, 0), 16384, 1280)
+    long, none = (Times(0.1, 33, 1.6e-3, 3.1e-3, (attention, attention), *shape) for attention in (1.0, 0.0))
+    assert cp_ddp(long, 64, net) == ddp(long, 64, net)
+    numbers = 2 * 16384 * 1280  # keys and values
+    sent = 7 * (2 * numbers / 360e9 + 3e-6) + 8 * (6 * numbers / 360e9 + 3e-6)
+    assert cp_ddp(none, 64, net) - ddp(none, 64, net) == pytest.approx(33 * sent)

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from transformers import EsmForMaskedLM
 
 from common.cli import UserError
-from common.compat import use_sdpa
+from common.compat import use_attention
 from common.distributed.world import World
 from common.models.esm2.config import esm2_config
 from common.models.esm2.convert import from_hf
@@ -32,7 +32,7 @@ def both() -> tuple[StockEsm, EsmForMaskedLM]:
         ours = StockEsm(config)
     ours.to_empty(device="cpu").load_state_dict(from_hf(weights, config)[0])
     stock = config.to_transformers()
-    use_sdpa(stock)
+    use_attention(stock)
     theirs = EsmForMaskedLM(stock)
     theirs.load_state_dict(weights)
     return ours, theirs
@@ -110,12 +110,13 @@ MODEL = ("--config_name=facebook/esm2_t6_8M_UR50D", "--dataset_dir=x", "--output
         ("DdpFlags", ["--fp8", "--emulate_precision"], "--fp8 is not"),
         ("DdpFlags", ["--fp4", "--emulate_precision"], "--fp4 is not"),
         ("FsdpFlags", [], "its weights are not sharded: use train_ddp.py"),
+        ("DdpFlags", ["--backend=hf_flash"], "flash-attn is not here"),
     ],
 )
 def test_hf_backend_refuses_what_changes_layers(script, words, said):
     strategies = {"DdpFlags": "train_ddp.py", "FsdpFlags": "train_fsdp2.py"}
     args = parse_run("", getattr(load_script(strategies[script]), script), [*MODEL, *words])
-    with pytest.raises(UserError, match=f"^--backend hf: {said}"):
+    with pytest.raises(UserError, match=rf"^--backend hf\w*: {said}"):
         check(args, World(0, 0, 1, torch.device("cpu")))
 
 

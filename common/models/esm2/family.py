@@ -21,12 +21,12 @@ from common.distributed.world import World
 from common.flags import Missing, flag
 from common.models.esm2.alphabet import ESM2_TOKENS, TOKENS
 from common.models.esm2.config import HIDDEN_ACT, Esm2Config, gelu_of, load_config, override
-from common.models.layers.backend import BackendFlags, Heads, check_device, choose_backend
+from common.models.layers.backend import STOCK, BackendFlags, Heads, check_device, choose_backend
 from common.models.layers.hf_directory import Training
 from common.models.layers.residual import Model
 from common.models.registry import Family, ModelSpec
 
-ONLY_GELU = {"te": "tanh", "hf": "exact"}  # backends with one kind
+ONLY_GELU = {"te": "tanh", **dict.fromkeys(STOCK, "exact")}  # backends with one kind
 
 
 def choose_gelu(asked: str | None, backend: str, config: Esm2Config) -> tuple[str, str | None]:
@@ -161,11 +161,11 @@ class Esm2(Family):
         read = partial(read_pretrained, flags.model_name_or_path, config) if flags.model_name_or_path else None
         residual = torch.bfloat16 if flags.bf16_residual else torch.float32
         make: Callable[[], Model] = partial(Esm2ForMaskedLM, config, backend, residual)
-        if backend == "hf":
+        if backend in STOCK:
             from extras import hf_backend
 
             hf_backend.check(args, world)
-            make = partial(hf_backend.StockEsm, config)
+            make = partial(hf_backend.StockEsm, config, STOCK[backend])
         return ModelSpec(config, backend, why, gelu, remarks, make, read, attention)
 
     def make(self, config: Esm2Config) -> Model:

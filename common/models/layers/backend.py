@@ -18,7 +18,8 @@ from common.cli import UserError, one_line
 from common.distributed.world import World
 from common.flags import Flags, flag
 
-BACKENDS = ("auto", "te", "torch", "hf")
+STOCK = {"hf": "sdpa", "hf_flash": "flash_attention_2"}  # {backend: attention of transformers' layers}
+BACKENDS = ("auto", "te", "torch", *STOCK)
 FLASH_ATTENTION = ("auto", "fa2", "fa3", "fa4")
 BF16_SINCE = (8, 0)  # compute capability
 # What a run on a GPU without Transformer Engine lacks, for the log.
@@ -45,8 +46,8 @@ class BackendFlags(Flags):
 
     backend: str = flag(
         "auto",
-        "What computes the layers: te (Transformer Engine, on GPUs), torch, hf (transformers', ESM-2 alone), auto: te "
-        "if possible.",
+        "What computes the layers: te (Transformer Engine), torch, hf or hf_flash (transformers', ESM-2 alone), auto: "
+        "te if possible.",
     )
     torch_compile: bool | None = flag(
         None, "Compile the layers (needs a C++ compiler on a CPU). Default: on a GPU, with the torch backend."
@@ -139,12 +140,12 @@ def choose_backend(
     torch_only: tuple[str, ...] = (),
     previous: str | None = None,
 ) -> tuple[str, str]:
-    """(`te`, `torch` or `hf`, why). UserError if --backend te cannot be had.
+    """(`te`, `torch` or one of STOCK, why). UserError if --backend te cannot be had.
 
     torch_only: other flags that only the torch backend can honour: `auto` takes torch then, --backend te is an error.
     previous: the backend of the run that is resumed, which `auto` keeps.
     """
-    if flags.backend in ("torch", "hf"):
+    if flags.backend in ("torch", *STOCK):
         return flags.backend, f"--backend {flags.backend}"
     missing = te_missing(device)
     conflicts = [*torch_only, *flags.torch_only()]
@@ -154,7 +155,7 @@ def choose_backend(
         if conflicts:
             raise UserError(f"--backend te: {conflicts[0]} is the torch backend's: drop one of the two")
         return "te", "--backend te"
-    if previous in ("torch", "hf"):
+    if previous and previous in ("torch", *STOCK):
         return previous, "as this run so far"
     if previous == "te" and (missing or conflicts):
         raise UserError(

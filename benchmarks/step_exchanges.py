@@ -1,0 +1,167 @@
+"""What a step's exchanges between GPUs cost by a model: rings, latencies, and what the layers' work hides of them.
+
+Part of `python -m benchmarks.step_model`. Nothing here was measured: `assumptions_table` says what is assumed. Each
+collective takes its bytes over the slowest link and a latency for every hop, one runs at a time, and it hides behind
+the work that the strategy starts before waiting for it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Network:
+    """GPUs of a node; bytes a second that a ring reaches over a GPU's links in the node, and over all adapters of a
+    node together; seconds a hop."""
+
+    node: int = 8
+    inside: float = 360e9
+    between: float = 320e9
+    hop_inside: float = 3e-6
+    hop_between: float = 20e-6
+
+    def gather(self, size: float, ranks: int) -> float:
+        """Seconds of a ring of consecutive ranks: all-gather of `size` bytes altogether, or their reduce-scatter."""
+        between = ranks // self.node if ranks > self.node else 0
+        speed = min(self.inside, self.between) if between else self.inside
+        hops = (ranks - 1 - between) * self.hop_inside + between * self.hop_between
+        return (ranks > 1) * (size * (ranks - 1) / ranks / speed + hops)
+
+    def all_reduce(self, size: float, ranks: int) -> float:
+        """The faster of a ring (twice what `gather` takes) and a tree over the nodes, a chain in each."""
+        nodes = max(1, ranks // self.node)
+        chain = (min(ranks, self.node) - 1) * self.hop_inside
+        speed = min(self.inside, self.between) if nodes > 1 else self.inside
+        tree = 2 * (size / speed + math.ceil(math.log2(nodes)) * self.hop_between + chain)
+        return min(2 * self.gather(size, ranks), tree) if ranks > 1 else 0.0
+
+    def all_reduce_of_replicas(self, size: float, replicas: int) -> float:
+        """The same of one GPU a node, whose adapters the node's other GPUs use for theirs."""
+        speed = self.between / self.node
+        ring = 2 * (size * (replicas - 1) / replicas / speed + (replicas - 1) * self.hop_between)
+        tree = 2 * (size / speed + math.ceil(math.log2(max(replicas, 1))) * self.hop_between)
+        return min(ring, tree) if replicas > 1 else 0.0
+
+
+@dataclass(frozen=True)
+class Times:
+    """Of one GPU's step without exchanges. seconds: all of it; forward, backward: of a layer; attention: of a layer's
+    forward and backward; parameters: of a layer, and of the rest."""
+
+    seconds: float
+    layers: int
+    forward: float
+    backward: float
+    attention: tuple[float, float]
+    parameters: tuple[int, int]
+    tokens: int
+    hidden: int
+
+
+BUCKET = 25e6  # bytes, --ddp_bucket_cap_mb
+FP32, BF16 = 4, 2  # bytes of a gradient, of a gathered weight
+STATE = 16  # bytes a parameter: weight, gradient, two moments
+GPUS = (8, 64, 128, 512)
+
+
+def ddp(times: Times, ranks: int, net: Network, bucket: float = BUCKET) -> float:
+    """Seconds that are not hidden. Buckets are all-reduced one after the other from when the first is full; the last
+    is full when the backward pass ends."""
+    size = FP32 * (times.layers * times.parameters[0] + times.parameters[1])
+    buckets = math.ceil(size / bucket)
+    each = net.all_reduce(size / buckets, ranks)
+    return max(each, buckets * each - times.layers * times.backward * (buckets - 1) / buckets)
+
+
+def fsdp(times: Times, ranks: int, net: Network) -> float:
+    """`full`: a layer's weights are gathered while the layer before computes, forward and backward; its gradients are
+    reduce-scattered by the same communicator. The first gather and the last reduce-scatter hide behind nothing."""
+    return _sharded(times, ranks, net, lambda size: 0.0)
+
+
+def hsdp(times: Times, ranks: int, net: Network) -> float:
+    """`hybrid` within nodes: as `full` there; each GPU's part of a layer's gradients is then all-reduced over the
+    replicas by another communicator, during the next layer."""
+    shards, replicas = min(ranks, net.node), max(1, ranks // net.node)
+    return _sharded(times, shards, net, lambda size: net.all_reduce_of_replicas(size / shards, replicas))
+
+
+def _sharded(times: Times, shards: int, net: Network, again: Callable[[float], float]) -> float:
+    """again: seconds of the all-reduce of a gradient of so many bytes over the replicas."""
+    layer, rest = times.parameters
+    gather, scatter = net.gather(BF16 * layer, shards), net.gather(FP32 * layer, shards)
+    reduce = again(FP32 * layer)
+    f, b, between = times.forward, times.backward, times.layers - 2
+
+    forward = gather + (between + 1) * max(0.0, gather - f)
+    # While a layer computes, its successor's gradients are reduced and its predecessor's weights gathered.
+    backward = gather + max(0.0, gather - b) + between * max(0.0, max(gather + scatter, reduce) - b)
+    backward += max(0.0, scatter - b) + scatter + reduce
+    root = net.gather(BF16 * rest, shards) + net.gather(FP32 * rest, shards) + again(FP32 * rest)
+    return forward + backward + root
+
+
+def cp_ddp(times: Times, ranks: int, net: Network) -> float:
+    """CP within a node x DDP, p2p: keys and values of cp - 1 other ranks pass while a block before is attended to,
+    and in the backward pass their gradients too, in fp32, of all cp blocks."""
+    cp = min(ranks, net.node)
+    block = 2 * times.tokens * times.hidden  # numbers: keys and values of a rank
+
+    def exposed(size: float, turns: int, attention: float) -> float:
+        return turns * max(0.0, size / net.inside + net.hop_inside - attention / cp)
+
+    forward = exposed(BF16 * block, cp - 1, times.attention[0])
+    backward = exposed((BF16 + FP32) * block, cp, times.attention[1])
+    return times.layers * (forward + backward) + ddp(times, ranks, net)
+
+
+STRATEGIES: dict[str, Callable[[Times, int, Network], float]] = {
+    "DDP": ddp,
+    "FSDP2, full": fsdp,
+    "FSDP2, hybrid in a node": hsdp,
+    "CP 8 x DDP": cp_ddp,
+}
+
+
+def held(strategy: str, parameters: int, ranks: int, net: Network) -> float:
+    """Bytes of weights, gradients and moments on a GPU."""
+    shards = {"FSDP2, full": ranks, "FSDP2, hybrid in a node": min(ranks, net.node)}.get(strategy, 1)
+    return STATE * parameters / shards
+
+
+def assumptions_table(net: Network) -> Iterator[str]:
+    yield "| assumed of the network and the exchanges | |\n|---|---|\n"
+    for what, value in (
+        ("a ring inside a node (NVLink), a GPU", f"{net.inside / 1e9:.0f} GB/s"),
+        (f"a node of {net.node} GPUs to others (EFA), all adapters", f"{net.between / 1e9:.0f} GB/s"),
+        ("a hop in a node, between nodes", f"{net.hop_inside * 1e6:.0f} us, {net.hop_between * 1e6:.0f} us"),
+        ("all-gather, reduce-scatter", "a ring of all ranks: (N - 1) / N of the bytes, N - 1 hops"),
+        ("all-reduce", "twice that, or a tree over the nodes if faster"),
+        ("DDP", f"fp32 buckets of {BUCKET / 1e6:.0f} MB, hidden by the backward pass but for the last"),
+        ("FSDP2", "bf16 gathers one layer ahead, fp32 reduce-scatters, one at a time"),
+        ("hybrid", "each GPU's part all-reduced over nodes meanwhile, at its share of the adapters"),
+        ("CP", "p2p in a node, hidden by the attention to one block; the pack has 8 x the tokens"),
+        ("state", f"{STATE} bytes a parameter, sharded or not; more than 80 GB does not fit"),
+        ("not in it", "stragglers, contention with the kernels, the sharded optimiser's gain"),
+    ):
+        yield f"| {what} | {value} |\n"
+
+
+def exchanges_table(sizes: dict[str, Times], net: Network) -> Iterator[str]:
+    """Of a step: its time without exchanges over that with them, and the milliseconds that are not hidden."""
+    yield f"| model, H100 | strategy | {' | '.join(f'{ranks} GPUs' for ranks in GPUS)} |\n"
+    yield "|---|---|" + "--:|" * len(GPUS) + "\n"
+    for size, times in sizes.items():
+        parameters = times.layers * times.parameters[0] + times.parameters[1]
+        for name, exposed in STRATEGIES.items():
+            found = []
+            for ranks in GPUS:
+                if (bytes_held := held(name, parameters, ranks, net)) > 80e9:
+                    found.append(f"{bytes_held / 1e9:.0f} GB")
+                    continue
+                more = exposed(times, ranks, net)
+                found.append(f"{times.seconds / (times.seconds + more):.1%} (+{1000 * more:.1f} ms)")
+            yield f"| {size} | {name} | {' | '.join(found)} |\n"
