@@ -4,9 +4,10 @@
     python -m benchmarks.gpu_kernels --device cpu --sizes tiny --tokens 128            tries the script itself
 
 Attention: forward and backward pass over a pack of proteins, bf16, by torch's varlen attention with FA2, FA3 and FA4
-(as --flash_attention chooses them), and by cuDNN over a jagged tensor. Products: the four matmuls of a layer, forward and both
-backward ones, by cuBLAS and cuBLASLt, with a bf16 and with an fp32 result, and in FP8 (`_scaled_mm`, scales of one).
-Empty: what a host takes to launch a kernel that does nothing. An implementation that is not here says so in its cell.
+(as --flash_attention chooses them), and by cuDNN over a jagged tensor. Products: the four matmuls of a layer, forward
+and both backward ones, by cuBLAS and cuBLASLt, with a bf16 and with an fp32 result, and in FP8 (`_scaled_mm`, scales of
+one). Empty: what a host takes to launch a kernel that does nothing. An implementation that is not here says so in its
+cell.
 """
 
 from __future__ import annotations
@@ -92,7 +93,7 @@ def attention_ms(name: str, qkv: list[Tensor], bounds: Tensor, longest: int) -> 
     if device.type == "cuda":
         from extras.flash_attention import choose_kernels
 
-        choose_kernels(name.lower(), Heads(*qkv[0].shape[1:2], *qkv[1].shape[1:]), device, shared=False)
+        choose_kernels(name.lower(), Heads(qkv[0].shape[1], *qkv[1].shape[1:]), device, shared=False)
     elif name != "FA2":  # whose name the CPU's own kernel has here
         raise UserError("no GPU here")
     return milliseconds(by_flash, device)

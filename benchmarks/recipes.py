@@ -84,8 +84,7 @@ CPU_PLANS = {
     ),
     "8M": Plan(
         "ESM-2 8M, crops of 512, 200 held-out proteins",
-        ON_CPU
-        | {"config_name": MODEL_8M, "tokens_per_pack": 4096, "max_seq_length": 512, "max_eval_samples": 200},
+        ON_CPU | {"config_name": MODEL_8M, "tokens_per_pack": 4096, "max_seq_length": 512, "max_eval_samples": 200},
         tokens_per_step=4096,
         tokens=0.49e6,
         recipes=recipes((2.5e-4, 5e-4, 1e-3, 2e-3), (5e-4, 1e-3, 2e-3)),
