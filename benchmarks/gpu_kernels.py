@@ -5,7 +5,7 @@
 
 Attention: forward and backward pass over a pack of proteins, bf16, by torch's varlen attention with FA2, FA3 and FA4
 (as --flash_attention chooses them), and by cuDNN over a jagged tensor. Products: the four matmuls of a layer, forward
-and both backward ones, by cuBLAS and cuBLASLt, with a bf16 and with an fp32 result, and in FP8 (`_scaled_mm`, scales of
+and both backward ones, by cuBLAS and cuBLASLt, with a bf16 and an fp32 result, and in FP8 (`_scaled_mm`, scales of
 one). Empty: what a host takes to launch a kernel that does nothing. An implementation that is not here says so in its
 cell.
 """
