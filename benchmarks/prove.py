@@ -1,12 +1,12 @@
 """Is training right on this machine? This project's runs beside an independent loop over stock transformers.
 
-    python -m benchmarks.prove [--output table.md]          under three minutes on two CPU cores; a GPU compiles first
+    python -m benchmarks.prove [--output table.md]
 
 The loop (benchmarks/stock_loop.py) shares with a run its initial weights, which transformers drew, its flags' values,
 and the tokens and masks of each step. The runs are train_ddp.py, train_fsdp2.py and train_ddp_cp.py as a user starts
 them: losses, gradient norms and final_model/ must be the loop's to within a bound, and a run that is killed and
 resumed must have the bits of one that is not. Exit status 1 where a check fails. A row that fails or hangs costs
-itself only.
+itself only. On two CPU cores it takes a few minutes; on a GPU, layers are compiled first.
 """
 
 from __future__ import annotations
