@@ -7,9 +7,10 @@ import os
 import sys
 
 import pytest
+import torch
 
 from benchmarks.measuring import completed, words
-from benchmarks.prove import BOUNDS, Bounds, Row, differences, left_by, prepare, report, step_sequences
+from benchmarks.prove import BOUNDS, Bounds, Row, differences, left_by, prepare, report, rows, step_sequences
 from benchmarks.stock_loop import FAMILIES, PEAK, RECIPE, loop
 from common.cli import UserError
 from tests.forked import run_script
@@ -42,6 +43,15 @@ def test_report_has_status_1_for_a_row_that_failed_or_differs(outcome):
     assert status == 1
     assert page.count("| yes |") == page.count("| **no** |") == 1
     assert "1 of 2 checks passed" in page
+
+
+def test_rows_are_those_that_the_devices_can_run(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (7, 5))  # Turing has no bf16
+    assert {row.precision for row in rows("cuda", 1)} == {"fp32"}
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))  # Ampere has no FP8
+    assert all(row.emulated for row in rows("cuda", 1) if row.precision == "FP8")
+    assert {row.ranks for row in rows("cuda", 1)} == {1}
+    assert {row.script for row in rows("cuda", 2) if row.ranks == 2} == {row.script for row in rows("cpu", 0)}
 
 
 def test_completed_gives_up():
