@@ -15,9 +15,11 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
+from subprocess import PIPE
 from typing import TYPE_CHECKING
 
 from common.cli import UserError
@@ -55,22 +57,42 @@ def words(flags: Mapping[str, object]) -> list[str]:
     return [f"--{name}" if value is True else f"--{name}={value}" for name, value in flags.items()]
 
 
-def completed(command: Sequence[str | Path], what: str, environment: Mapping[str, str] = os.environ):
-    """The process, after its end. UserError, naming `what`, with the error line if it fails."""
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=ROOT, check=False)
-    if done.returncode:
-        lines = done.stderr.strip().splitlines() or [f"exit status {done.returncode}"]
+def completed(
+    command: Sequence[str | Path],
+    what: str,
+    environment: Mapping[str, str] = os.environ,
+    seconds: float | None = None,
+) -> subprocess.CompletedProcess[str]:
+    """The process, after its end. UserError, naming `what`, with the error line if it fails or takes longer."""
+    with subprocess.Popen(command, env=environment, stdout=PIPE, stderr=PIPE, text=True, cwd=ROOT) as process:
+        try:
+            out, said = process.communicate(timeout=seconds)
+        except subprocess.TimeoutExpired:
+            process.terminate()  # torchrun ends its ranks, after 30 s by force
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(timeout=40)
+            raise UserError(f"{what}: given up after {seconds:.0f} s") from None
+        finally:
+            process.kill()
+    if process.returncode:
+        lines = said.strip().splitlines() or [f"exit status {process.returncode}"]
         line = next((line for line in lines if line.startswith("error: ")), lines[-1])  # torchrun adds its own
         raise UserError(f"{what}: {line.removeprefix('error: ')}")
-    return done
+    return subprocess.CompletedProcess(command, 0, out, said)
 
 
-def measured_afresh(module: str, flags: Mapping[str, object], environment: Mapping[str, str], what: str) -> dict:
-    """The JSON that `python -m module --flag=value ...` prints last.
+def measured_afresh(
+    module: str,
+    flags: Mapping[str, object],
+    environment: Mapping[str, str],
+    what: str,
+    seconds: float | None = None,
+) -> dict:
+    """The JSON that `python -m module --flag=value ...` prints last; seconds: as `completed`.
 
     In a process of its own, in which nothing is warm, cached or set by another measurement.
     """
-    done = completed([sys.executable, "-m", module, *words(flags)], what, environment)
+    done = completed([sys.executable, "-m", module, *words(flags)], what, environment, seconds)
     return json.loads(done.stdout.strip().splitlines()[-1])
 
 
