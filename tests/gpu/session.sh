@@ -47,6 +47,7 @@ if [[ $device == cuda ]]; then
   # (e) Transformer Engine, with the right cuDNN
   table profile_650m_te 120 gpu_profile --modes te,te-fp8
   # (f) whether all compute the same
+  table prove 240 prove
   NVIDIA_TF32_OVERRIDE=0 table agreement 120 gpu_agreement
   NVIDIA_TF32_OVERRIDE=0 part tests 300 "$python" -m pytest -q -rs tests/gpu --ignore tests/gpu/test_runs.py
   part test_runs 300 "$python" -m pytest -q -rs tests/gpu/test_runs.py
