@@ -76,6 +76,16 @@ class StepFlags(Flags):
     }
     last_wins = ("gradient_accumulation_steps", "packs_per_step", "packs_per_step_schedule", "tokens_per_step")
 
+    @property
+    def packing(self) -> bool:
+        """Whether packs are filled up to a number of tokens, not of sequences."""
+        return True
+
+    @property
+    def held_out_tokens(self) -> int:
+        """Most tokens of an evaluation's pack."""
+        return self.per_device_eval_batch_size * self.max_seq_length
+
     def loading(self, device: torch.device) -> dict[str, Any]:
         """The data loader's worker settings for this device."""
         return {

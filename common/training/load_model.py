@@ -60,8 +60,11 @@ def load_model(
         precision = set_formats(model, plan, args.precision, args.data.seed, world, te_stats)
         if world.cp_group is not None:
             enable_context_parallel(model, world.cp_group, args.cp_comm_type)
+        # For a new shape a GPU's libraries select kernels again, and its allocator takes memory. On a CPU fillers
+        # would only cost time.
+        one_shape = world.device.type == "cuda" and args.data.packing and getattr(model, "takes_fillers", False)
         if compiled:
-            compile_layers(model, world.device.type)
+            compile_layers(model, world.device.type, one_shape=one_shape)
     if shard is not None:
         shard(model)
     extras = {}
@@ -83,7 +86,7 @@ def load_model(
         if args.precision.bf16 and backend == "torch" and plan is None and shard is None:
             precision = replace(precision, rounded=RoundedWeights(model.get_submodule("layers").children()))
     remarks = (*choice.remarks, *([remark] if remark else []))
-    return BuiltModel(model, backend, gelu, remarks, precision, extras, compiled)
+    return BuiltModel(model, backend, gelu, remarks, precision, extras, compiled, one_shape)
 
 
 def check_host_memory(model: nn.Module, trains: bool, ranks: int) -> None:

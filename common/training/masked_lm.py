@@ -104,15 +104,11 @@ class MaskedLM(Task[TrainArguments, ProteinData]):
         return masked_batches(self.flags.data, self.family.tokens, self.world.mesh)(pack, ids)
 
     def collator(self, total_steps: int) -> Collator:
-        # One shape for every step: for a new one a GPU's libraries select kernels again, and its allocator takes
-        # memory. On a CPU the fillers would only cost time.
-        one_shape = self.world.device.type == "cuda" and self.flags.data.packing
-        pad_to = self.flags.pack_tokens if one_shape else 0
-        return masked_batches(self.flags.data, self.family.tokens, self.world.mesh, total_steps, pad_to)
+        return masked_batches(self.flags.data, self.family.tokens, self.world.mesh, total_steps, self.built.one_shape)
 
     @staticmethod
     def counts(micro_batches: list[Batch]) -> StepCounts:
-        computed = sum(filled_up(max(len(batch["input_ids"]), batch.get("pad_to", 0))) for batch in micro_batches)
+        computed = sum(filled_up(len(batch["input_ids"])) for batch in micro_batches)
         return StepCounts(*Counts.of(micro_batches), computed)
 
     def loss_sum(self, model: nn.Module, batch: Batch) -> Tensor:
@@ -121,7 +117,8 @@ class MaskedLM(Task[TrainArguments, ProteinData]):
 
     def evaluate(self, model: nn.Module, split: str, prefix: str, step: int) -> dict:
         store = self.data.held_out(split)
-        return evaluate(model, store, self.family.tokens, self.flags.data, self.world, prefix, step, self.bf16)
+        settings = self.bf16, self.built.one_shape
+        return evaluate(model, store, self.family.tokens, self.flags.data, self.world, prefix, step, *settings)
 
     @staticmethod
     def summary(results: dict) -> str:
@@ -151,9 +148,10 @@ def evaluate(
     prefix: str = "eval",
     step: int = 0,
     bf16: bool = False,
+    one_shape: bool = False,
 ) -> dict:
     """`{prefix}_{loss,accuracy,perplexity,samples,runtime,...}` on the proteins of a store; as `held_out_results`."""
-    made = held_out_batches(flags, store, evaluation_masks(flags, tokens, world.mesh), world)
+    made = held_out_batches(flags, store, evaluation_masks(flags, tokens, world.mesh, one_shape), world)
     return held_out_results(model, made, world, prefix, step, bf16, "masked_tokens")
 
 

@@ -36,7 +36,8 @@ class BuiltModel:
     """The model that `load_model` built.
 
     model: not wrapped by a strategy; remarks: for the log; extras: tensors of a Hub checkpoint that are not trained
-    but exported again; compiled: whether the layers are, by torch.compile.
+    but exported again; compiled: whether the layers are, by torch.compile; one_shape: whether batches are filled
+    up to one shape.
     """
 
     model: Model
@@ -46,6 +47,7 @@ class BuiltModel:
     precision: Precision
     extras: dict[str, Tensor]
     compiled: bool = False
+    one_shape: bool = False
 
     @property
     def config(self) -> Any:

@@ -21,10 +21,10 @@ OPERATORS = (context_attention, cpu)  # modules that define custom operators
 CACHE = "TORCHINDUCTOR_CACHE_DIR"  # torch's own variable
 
 
-def compile_layers(model: Model, device: str, backend: str = "inductor") -> None:
+def compile_layers(model: Model, device: str, backend: str = "inductor", *, one_shape: bool = False) -> None:
     """torch.compile each layer (in place): all layers share one compiled graph, and packs of any length too.
 
-    UserError on a CPU without a C++ compiler.
+    one_shape: all batches have one, which is compiled in. UserError on a CPU without a C++ compiler.
     """
     if backend == "inductor" and device == "cpu":
         if not any(shutil.which(c) for c in ("g++", "clang++", "c++")):
@@ -36,7 +36,7 @@ def compile_layers(model: Model, device: str, backend: str = "inductor") -> None
     # all-reduce. A layer's graph is small enough. Read when the first call traces.
     dynamo_config.optimize_ddp = False
     for layer in model.layers:
-        layer.compile(dynamic=True, backend=backend)
+        layer.compile(dynamic=not one_shape, backend=backend)
 
 
 class FirstStep:
