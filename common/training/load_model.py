@@ -63,7 +63,7 @@ def load_model(
         # For a new shape a GPU's libraries select kernels again, and its allocator takes memory. On a CPU fillers
         # would only cost time.
         one_shape = world.device.type == "cuda" and args.data.packing and getattr(model, "takes_fillers", False)
-        if graphs := args.strategy.replays_layers:
+        if graphs := args.strategy.replays_layers and not world.is_dry_run:
             check_cuda_graphs(world, backend, compiled, one_shape, quantised=plan is not None)
         if compiled:
             compile_layers(model, world.device.type, one_shape=one_shape, cuda_graphs=graphs)

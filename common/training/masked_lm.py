@@ -32,7 +32,7 @@ from common.shapes import filled_up
 from common.training.arguments import RunArguments
 from common.training.evaluation import held_out_results
 from common.training.run_logger import PlotLabels, step_line
-from common.training.task import BuiltModel, Task
+from common.training.task import Build, BuiltModel, Task
 
 UNIGRAM_SAMPLE = 200_000  # proteins, from all over the training split, that the unigram baseline is fitted on
 UNIGRAM_RUN = 1000  # consecutive proteins that are read together
@@ -61,10 +61,16 @@ class TrainArguments(RunArguments):
     def pack_tokens(self) -> int:
         return self.data.pack_tokens
 
+    def with_pack(self, build: Build) -> TrainArguments:
+        if self.data.tokens_per_pack != "auto":
+            return self
+        from extras.dry_run.auto_pack import largest_that_fits
+
+        return largest_that_fits(self, build)
+
     @property
     def batch(self) -> tuple[int, str]:
-        packed = self.data.tokens_per_pack if self.data.packing else None
-        return (packed, "tokens") if packed else super().batch
+        return (self.pack_tokens, "tokens") if self.data.packing else super().batch
 
     def missing(self) -> Iterator[Missing]:
         if self.model.bf16_residual and not self.precision.bf16:

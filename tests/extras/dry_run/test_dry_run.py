@@ -7,6 +7,7 @@ import torch
 
 from benchmarks.allocator_peak import PLAIN, run_measured
 from common.cli import UserError
+from common.flags import with_flags
 from common.models.esm2.config import esm2_config
 from common.models.esm2.model import Esm2ForMaskedLM
 from common.training.registry import parse_run
@@ -15,7 +16,7 @@ from extras.dry_run.memory_estimate import MemoryEstimate, fake_run
 from tests.data_fixtures import load_script
 from tests.decoder_fixtures import decoder_flags, write_text
 from tests.forked import run_script
-from tests.training_fixtures import flags_of, on_ranks
+from tests.training_fixtures import flags_of, on_ranks, train
 
 FLAGS = {"train_ddp.py": "DdpFlags", "train_fsdp2.py": "FsdpFlags", "train_mfsdp.py": "MegatronFlags"}
 FSDP = "train_fsdp2.py"
@@ -94,6 +95,41 @@ def test_largest_pack_fits_and_next_does_not():
         assert found.tokens % 256 == 0
         assert found.peak <= limit < run.step(found.tokens + 256).peak
         assert largest_pack(run.step, known, 1000, 256) is None
+
+
+def test_auto_pack_is_the_largest_that_divides_the_batch():
+    """A rank's 8,192 tokens a step in as few packs as fit: one fewer does not."""
+    argv = ["--config_name=facebook/esm2_t6_8M_UR50D", "--config_overrides=num_hidden_layers=1", "--bf16"]
+    argv += ["--max_seq_length=256", "--tokens_per_step=16384", "--device_reserve=0"]
+    limit = 1.02 * predicted("train_ddp.py", 2, argv, "--tokens_per_pack=2048").peak
+    more = ["--dry_run", "--world_size=2", f"--device_memory={limit / GIB}", "--tokens_per_pack=auto"]
+    module, args = script_and_arguments("train_ddp.py", argv + more)
+    assert args.pack_tokens == 8 * 256  # as long as it is not resolved
+    assert args.with_pack(module.build).data.tokens_per_pack == 2048
+    assert predicted("train_ddp.py", 2, argv, f"--tokens_per_pack={8192 // 3 // 256 * 256}").peak > limit
+    tight = with_flags(args, device_memory=args.dry_run.device_memory / 100)
+    with pytest.raises(UserError, match="--tokens_per_pack auto: not one sequence of --max_seq_length 256 fits"):
+        tight.with_pack(module.build)
+    with pytest.raises(UserError, match="with --dry_run it needs the GPU's memory: add, say, --device_memory 80"):
+        with_flags(args, device_memory=None).with_pack(module.build)
+
+
+def test_auto_pack_keeps_the_packs_of_a_checkpoint(dataset, tmp_path):
+    """Without one it is refused on a CPU."""
+    flags = {"per_device_train_batch_size": None, "max_steps": 1}
+    argv = flags_of(dataset, tmp_path, **flags, tokens_per_pack="auto", tokens_per_step=4096)
+    module, args = script_and_arguments("train_ddp.py", argv)
+    with pytest.raises(UserError, match="fills the memory of a GPU, and this run is on a CPU: give a number"):
+        args.with_pack(module.build)
+    train(dataset, tmp_path, **flags, tokens_per_pack=448)
+    assert args.with_pack(module.build).data.tokens_per_pack == 448
+    for anew in ({"overwrite_output_dir": True}, {"resume_from_checkpoint": "false"}):
+        with pytest.raises(UserError, match="give a number"):
+            with_flags(args, **anew).with_pack(module.build)
+    with pytest.raises(UserError, match="missing: --tokens_per_step "):
+        script_and_arguments("train_ddp.py", flags_of(dataset, tmp_path, **flags, tokens_per_pack="auto"))
+    with pytest.raises(UserError, match="'many' is neither a number nor auto"):
+        script_and_arguments("train_ddp.py", flags_of(dataset, tmp_path, **flags, tokens_per_pack="many"))
 
 
 def test_dry_run_of_a_batch_ramp_counts_its_largest_step():
