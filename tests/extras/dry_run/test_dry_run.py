@@ -11,7 +11,7 @@ from common.flags import with_flags
 from common.models.esm2.config import esm2_config
 from common.models.esm2.model import Esm2ForMaskedLM
 from common.training.registry import parse_run
-from extras.dry_run.dry_run import GIB, largest_pack
+from extras.dry_run.dry_run import GIB, hybrid, largest_pack
 from extras.dry_run.memory_estimate import MemoryEstimate, fake_run
 from tests.data_fixtures import load_script
 from tests.decoder_fixtures import decoder_flags, write_text
@@ -153,6 +153,20 @@ def test_dry_run_subtracts_recomputed_and_offloaded_activations():
     # The device keeps that of two, of which one is on its way.
     assert held[3].activations_on_host == 4 * (4096 * 320 * 4 + 5 * 4)
     assert held[2].activations_on_host == 0
+
+
+def test_dry_run_shows_hybrid_sharding_beyond_a_node():
+    """Two nodes that each have all weights hold on a rank what one node does alone."""
+    wide = "num_hidden_layers=1,hidden_size=2560,intermediate_size=10240"
+    argv = ["--config_name=facebook/esm2_t6_8M_UR50D", f"--config_overrides={wide}", "--max_seq_length=64"]
+    module, args = script_and_arguments(FSDP, [*argv, "--dry_run", "--world_size=16"])
+    line, _ = hybrid(args, module.build)
+    alone = predicted(FSDP, 8, argv).peak / GIB
+    assert alone > 0.1
+    assert float(line.split()[0]) == pytest.approx(alone, abs=0.006)
+    assert "--sharding_strategy hybrid" in line
+    assert hybrid(with_flags(args, world_size=8), module.build) == []
+    assert hybrid(with_flags(args, sharding_strategy="grad_op"), module.build) == []
 
 
 def test_dry_run_fits_the_guides_layout_of_llama_8b():
