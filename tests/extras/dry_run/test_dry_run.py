@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -11,6 +13,7 @@ from common.flags import with_flags
 from common.models.esm2.config import esm2_config
 from common.models.esm2.model import Esm2ForMaskedLM
 from common.training.registry import parse_run
+from extras.dry_run import auto_pack
 from extras.dry_run.dry_run import GIB, hybrid, largest_pack
 from extras.dry_run.memory_estimate import MemoryEstimate, fake_run
 from tests.data_fixtures import load_script
@@ -97,7 +100,7 @@ def test_largest_pack_fits_and_next_does_not():
         assert largest_pack(run.step, known, 1000, 256) is None
 
 
-def test_auto_pack_is_the_largest_that_divides_the_batch():
+def test_auto_pack_is_the_largest_that_divides_the_batch(tmp_path, monkeypatch):
     """A rank's 8,192 tokens a step in as few packs as fit: one fewer does not."""
     argv = ["--config_name=facebook/esm2_t6_8M_UR50D", "--config_overrides=num_hidden_layers=1", "--bf16"]
     argv += ["--max_seq_length=256", "--tokens_per_step=16384", "--device_reserve=0"]
@@ -107,6 +110,17 @@ def test_auto_pack_is_the_largest_that_divides_the_batch():
     assert args.pack_tokens == 8 * 256  # as long as it is not resolved
     assert args.with_pack(module.build).data.tokens_per_pack == 2048
     assert predicted("train_ddp.py", 2, argv, f"--tokens_per_pack={8192 // 3 // 256 * 256}").peak > limit
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=limit))
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    run = with_flags(args, dry_run=False, world_size=None, device_memory=None, output_dir=str(tmp_path))
+    monkeypatch.setattr(auto_pack, "find_spec", lambda name: None)
+    assert run.with_pack(module.build).data.tokens_per_pack == 2048
+    monkeypatch.setattr(auto_pack, "find_spec", lambda name: object())
+    with pytest.raises(UserError, match="counts the torch backend's layers: add --backend torch, or give a number"):
+        run.with_pack(module.build)
+
     tight = with_flags(args, device_memory=args.dry_run.device_memory / 100)
     with pytest.raises(UserError, match="--tokens_per_pack auto: not one sequence of --max_seq_length 256 fits"):
         tight.with_pack(module.build)
@@ -119,7 +133,7 @@ def test_auto_pack_keeps_the_packs_of_a_checkpoint(dataset, tmp_path):
     flags = {"per_device_train_batch_size": None, "max_steps": 1}
     argv = flags_of(dataset, tmp_path, **flags, tokens_per_pack="auto", tokens_per_step=4096)
     module, args = script_and_arguments("train_ddp.py", argv)
-    with pytest.raises(UserError, match="fills the memory of a GPU, and this run is on a CPU: give a number"):
+    with pytest.raises(UserError, match="it fills the memory of a GPU, and this run is on a CPU: give a number"):
         args.with_pack(module.build)
     train(dataset, tmp_path, **flags, tokens_per_pack=448)
     assert args.with_pack(module.build).data.tokens_per_pack == 448
