@@ -29,7 +29,7 @@ def compile_layers(
     """torch.compile each layer (in place): all layers share one compiled graph, and packs of any length too.
 
     one_shape: all batches have one, which is compiled in; cuda_graphs: record and replay layers (`check_cuda_graphs`),
-    in which gradients may be left to nobody else (`Strategy.keep_gradients`). UserError on a CPU without a C++
+    whose gradients are overwritten by the next replay (`Strategy.keep_gradients`). UserError on a CPU without a C++
     compiler.
     """
     if backend == "inductor" and device == "cpu":
