@@ -24,6 +24,7 @@ NAMES: dict[str, tuple[str, str]] = {
     # a fifth of `--help`.
     "disable_dynamo": ("torch._compile", "_disable_dynamo"),
     "dynamo_config": ("torch._dynamo", "config"),
+    "mark_static_address": ("torch._dynamo", "mark_static_address"),
     "compile_callbacks": ("torch._dynamo.callback", "callback_handler"),
     "CompileContext": ("torch._guards", "CompileContext"),
     "inductor_cache_dir": ("torch._inductor.runtime.cache_dir_utils", "cache_dir"),

@@ -348,8 +348,15 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _converter(annotation: str) -> Callable[[str], Any]:
-    kinds = {"bool": _boolean, "int": int, "float": float}
+    kinds = {"Literal['auto']": _number_or_auto, "bool": _boolean, "int": int, "float": float}
     return next((kind for name, kind in kinds.items() if name in annotation), str)
+
+
+def _number_or_auto(text: str) -> int | str:
+    try:
+        return text if text == "auto" else int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is neither a number nor auto") from None
 
 
 def _boolean(text: str) -> bool:

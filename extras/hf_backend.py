@@ -57,6 +57,8 @@ def check(args: Any, world: World) -> None:
 class StockEsm(Esm2ForMaskedLM):
     """The parameters of Esm2ForMaskedLM, computed with by EsmForMaskedLM. attention: transformers' name of it."""
 
+    takes_fillers = False  # each sequence, empty or not, is a row as long as the longest
+
     def __init__(self, config: Esm2Config, attention: str = "sdpa"):
         super().__init__(config)
         stock = config.to_transformers()

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, Protocol, Required, TypedDict
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from common.cli import UserError
@@ -21,7 +22,7 @@ from common.data.crops import Pack
 from common.distributed.context_parallel import CpPack, CpSplit
 from common.distributed.world import Mesh
 from common.files.hashing import GAMMA, MASKING, derive_key, hash_counters, mix
-from common.shapes import predicted_positions
+from common.shapes import filled_up, predicted_positions
 
 IGNORE = -100  # label of a token without loss: the default ignore_index of torch's cross-entropy
 FATE = 0x5851F42D4C957F2D  # derives the hash that decides between <mask>, random and unchanged
@@ -112,7 +113,7 @@ def mask_tokens(
 
 
 # Of a model.
-INPUTS = ("input_ids", "labels", "predicted", "attention_mask", "cu_seqlens", "max_seqlen", "pad_to", "mask_ratio")
+INPUTS = ("input_ids", "labels", "predicted", "attention_mask", "cu_seqlens", "max_seqlen", "mask_ratio")
 SHARED = "shared_"  # before the fields of a CpPack, with context parallelism
 
 
@@ -124,7 +125,6 @@ class Batch(TypedDict, total=False):
     cu_seqlens: Required[Tensor]  # int32 [B + 1]
     max_seqlen: Required[int]
     predicted: Tensor  # int64 [P]
-    pad_to: int
     mask_ratio: float
     # The fields of `Counts`.
     num_targets: Required[int]
@@ -167,19 +167,16 @@ class Collator(Protocol):
 
 
 class MaskingCollator:
-    """Batches of masked language modelling.
+    """Batches of masked language modelling. seed: as `mask_tokens`."""
 
-    seed: as `mask_tokens`; pad_to: the model pads its tokens to this many.
-    """
-
-    def __init__(self, tokens: TokenSet, seed: int, rates: MaskRates = ESM2_MASK_RATES, pad_to: int = 0):
-        self.tokens, self.seed, self.rates, self.pad_to = tokens, seed, rates, pad_to
+    def __init__(self, tokens: TokenSet, seed: int, rates: MaskRates = ESM2_MASK_RATES):
+        self.tokens, self.seed, self.rates = tokens, seed, rates
 
     def __call__(self, pack: Pack, ids: np.ndarray, step: int | None = None) -> Batch:
         """The batch of a pack of B sequences whose tokens are `ids` uint8 [T].
 
         input_ids int64 [T], labels int64 [T], predicted int64 [P] (`predicted_positions` of them), cu_seqlens int32
-        [B + 1], max_seqlen and pad_to int and the counts; in training also mask_ratio, for the model's token dropout.
+        [B + 1], max_seqlen int and the counts; in training also mask_ratio, for the model's token dropout.
         An empty pack gives one `<pad>` without a label, and all counts zero: the rank can run its forward pass
         (sharded models need all ranks to) and adds nothing to any sum.
         """
@@ -197,7 +194,6 @@ class MaskingCollator:
             "predicted": predicted_positions(torch.from_numpy(labels)),
             "cu_seqlens": torch.from_numpy(np.append(0, np.cumsum(lengths)).astype(np.int32)),
             "max_seqlen": int(lengths.max()),
-            "pad_to": self.pad_to,
             "num_targets": int(np.count_nonzero(labels != IGNORE)),
             "num_tokens": len(ids),
             "sum_squared_lengths": int((pack.lengths**2).sum()),
@@ -276,3 +272,50 @@ class SlicingCollator:
         if "mask_ratio" in batch:
             sliced["mask_ratio"] = batch["mask_ratio"]
         return sliced
+
+
+@dataclass(frozen=True)
+class FillingCollator:
+    """Fills the batches of `collator` up to one shape: compiled layers are then one graph, and a GPU's libraries
+    select kernels once.
+
+    Behind a batch's tokens come fillers (`pad`), in sequences of their own, none longer than `longest`: in attention
+    they would cost squares. Behind those come empty sequences, [T, T). A batch that has more sequences than
+    `sequences` is filled up to a multiple of it by a power of two; one with more tokens than `tokens`, or with more
+    predicted positions than `predicted`, stays as it is.
+    """
+
+    collator: Collator
+    tokens: int
+    sequences: int
+    longest: int
+    predicted: int
+    pad: int
+
+    def __call__(self, pack: Pack, ids: np.ndarray, step: int | None = None) -> Batch:
+        """max_seqlen is `longest`; the counts are those of the batch without fillers."""
+        batch = self.collator(pack, ids, step)
+        tokens, bounds = len(batch["input_ids"]), batch["cu_seqlens"]
+        filled = filled_up(max(tokens, self.tokens))
+        ends = torch.arange(filled, tokens, -self.longest, dtype=bounds.dtype).flip(0)
+        bounds = torch.cat((bounds, ends))
+        sequences = self.sequences
+        while sequences < len(bounds) - 1:
+            sequences *= 2
+        full: Any = batch | {
+            "input_ids": F.pad(batch["input_ids"], (0, filled - tokens), value=self.pad),
+            "labels": F.pad(batch["labels"], (0, filled - tokens), value=IGNORE),
+            "cu_seqlens": F.pad(bounds, (0, sequences + 1 - len(bounds)), value=filled),
+            "max_seqlen": max(batch["max_seqlen"], self.longest),
+        }
+        if "predicted" in batch:
+            lacking = max(0, self.predicted - len(batch["predicted"]))
+            full["predicted"] = F.pad(batch["predicted"], (0, lacking), value=-1)
+        if "shared_real" in batch:  # the fillers are this rank's own, and in no shared sequence
+            empty = sequences - len(batch["shared_lengths"])
+            last = batch["shared_bounds"][:, -1:].expand(-1, empty)
+            full["shared_positions"] = F.pad(batch["shared_positions"], (0, filled - tokens))
+            full["shared_bounds"] = torch.cat((batch["shared_bounds"], last), 1)
+            for name in ("shared_real", "shared_lengths", "shared_masks"):
+                full[name] = F.pad(batch[name], (0, empty))
+        return full

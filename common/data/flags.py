@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from common.cli import UserError
 from common.data import LONGEST_PROTEIN
@@ -75,6 +75,16 @@ class StepFlags(Flags):
         "tokens_per_step": ("packs_per_step", "gradient_accumulation_steps", "packs_per_step_schedule"),
     }
     last_wins = ("gradient_accumulation_steps", "packs_per_step", "packs_per_step_schedule", "tokens_per_step")
+
+    @property
+    def packing(self) -> bool:
+        """Whether packs are filled up to a number of tokens, not of sequences."""
+        return True
+
+    @property
+    def held_out_tokens(self) -> int:
+        """Most tokens of an evaluation's pack."""
+        return self.per_device_eval_batch_size * self.max_seq_length
 
     def loading(self, device: torch.device) -> dict[str, Any]:
         """The data loader's worker settings for this device."""
@@ -155,8 +165,10 @@ class DataFlags(SourceFlags):
     sequence_packing: bool | None = flag(
         None, "Fill packs up to a number of tokens, not of sequences. Default: on, unless --pad_to_max_length."
     )
-    tokens_per_pack: int | None = flag(
-        None, "Tokens in a pack. Default: --per_device_train_batch_size x --max_seq_length."
+    tokens_per_pack: int | Literal["auto"] | None = flag(
+        None,
+        "Tokens in a pack, or auto: as many as fit the GPU by the dry run's estimate and divide --tokens_per_step. "
+        "Default: --per_device_train_batch_size x --max_seq_length.",
     )
     pad_to_max_length: bool = flag(
         False, "Batches of --per_device_train_batch_size sequences, as if padded; padding itself is never computed."
@@ -188,8 +200,9 @@ class DataFlags(SourceFlags):
 
     @property
     def pack_tokens(self) -> int:
-        """Most tokens of a pack."""
-        return self.tokens_per_pack or self.per_device_train_batch_size * self.max_seq_length
+        """Most tokens of a pack. `auto` is resolved before a run begins (`TrainArguments.with_pack`)."""
+        given = None if self.tokens_per_pack == "auto" else self.tokens_per_pack
+        return given or self.per_device_train_batch_size * self.max_seq_length
 
     @property
     def pack_size(self) -> dict[str, Any]:
@@ -199,11 +212,14 @@ class DataFlags(SourceFlags):
         return {"tokens_per_pack": self.pack_tokens}
 
     def resolve(self) -> DataFlags:
-        return with_flags(self, tokens_per_pack=self.pack_tokens) if self.packing else self
+        is_open = self.packing and self.tokens_per_pack != "auto"
+        return with_flags(self, tokens_per_pack=self.pack_tokens) if is_open else self
 
     def missing(self) -> Iterator[Missing]:
         if self.streaming and not self.dataset and not self.eval_dataset:
             yield Missing("--dataset", "--streaming goes with it", "proteins.fasta")
+        elif self.tokens_per_pack == "auto" and not self.tokens_per_step:
+            yield Missing("--tokens_per_step", "the batch that --tokens_per_pack auto divides", "2097152")
         elif not self.dataset and not self.dataset_dir:
             what = "what 1.tokenize_uniref_csv.py wrote; or --dataset and --max_steps"
             yield Missing("--dataset_dir", what, "processed/arrow")

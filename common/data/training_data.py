@@ -12,13 +12,14 @@ from typing import Any, Protocol
 
 from common.cli import UserError
 from common.data import TokenSet
-from common.data.collators import Collator, MaskingCollator, MaskRates, SlicingCollator
+from common.data.collators import Collator, FillingCollator, MaskingCollator, MaskRates, SlicingCollator
 from common.data.flags import DataFlags, StepFlags
 from common.data.loader import Order, PlannedOrder, ProteinStore, Store, evaluation_batches
 from common.data.packing import BatchPlan, Position
 from common.data.packs_per_step import PacksPerStep
 from common.data.token_store import TokenStore, open_split
 from common.distributed.world import Mesh, World
+from common.shapes import most_predicted, sequences_of_packs
 
 EVAL_SEED = 0  # evaluation masks depend neither on --seed nor on the step
 
@@ -185,35 +186,60 @@ def packs_per_step(flags: StepFlags, mesh: Mesh, pack_tokens: int, saved: int | 
     return PacksPerStep.of(mesh.dp_size * max(1, round(flags.tokens_per_step / (mesh.dp_size * pack_tokens))))
 
 
-def masked_batches(flags: DataFlags, tokens: TokenSet, mesh: Mesh, total_steps: int = 1, pad_to: int = 0) -> Collator:
+def masked_batches(
+    flags: DataFlags, tokens: TokenSet, mesh: Mesh, total_steps: int = 1, one_shape: bool = False
+) -> Collator:
     """The collator of a rank for masked language modelling: of whole packs, or of its slices of them.
 
-    total_steps: of the run; pad_to: as MaskingCollator; slices are not filled up to it.
+    total_steps: of the run; one_shape: fills all batches up to the same shape (`FillingCollator`).
     """
     replaced = flags.mask_replace_prob, flags.random_replace_prob
     rates = MaskRates(flags.mlm_probability, *replaced, flags.mlm_probability_end, total_steps)
-    collator = MaskingCollator(tokens, flags.seed, rates, pad_to)
-    return shared_batches(collator, flags, mesh, tokens.pad, tokens.mask)
+    collator = MaskingCollator(tokens, flags.seed, rates)
+    filled_to = flags.pack_tokens if one_shape else 0
+    return shared_batches(collator, flags, mesh, tokens.pad, tokens.mask, filled_to, flags.mlm_probability)
 
 
-def evaluation_masks(flags: DataFlags, tokens: TokenSet, mesh: Mesh) -> Collator:
+def evaluation_masks(flags: DataFlags, tokens: TokenSet, mesh: Mesh, one_shape: bool = False) -> Collator:
     """As `masked_batches`, of evaluations: their questions are the same whatever a run trains with."""
     collator = MaskingCollator(tokens, EVAL_SEED, MaskRates(flags.eval_mlm_probability))
-    return shared_batches(collator, flags, mesh, tokens.pad, tokens.mask)
+    filled_to = flags.held_out_tokens if one_shape else 0
+    return shared_batches(collator, flags, mesh, tokens.pad, tokens.mask, filled_to, flags.eval_mlm_probability)
 
 
-def shared_batches(collator: Collator, flags: StepFlags, mesh: Mesh, pad: int, mask: int = -1) -> Collator:
-    """`collator` itself if a rank has packs of its own, else the collator of its slices. pad, mask: of the latter."""
-    if mesh.cp_size == 1:
+def shared_batches(
+    collator: Collator,
+    flags: StepFlags,
+    mesh: Mesh,
+    pad: int,
+    mask: int = -1,
+    filled_to: int = 0,
+    predicted: float = 0.0,
+) -> Collator:
+    """`collator` if a rank has packs of its own, else the collator of its slices. pad, mask: of `SlicingCollator`.
+
+    filled_to: the tokens of a pack, of which a fraction `predicted` at most is predicted, to fill all batches up to
+    one shape; 0: they are as long as their data.
+    """
+    sequences = sequences_of_packs(filled_to, flags.max_seq_length)
+    if mesh.cp_size > 1:
+        contiguous, multiple = flags.cp_layout == "contiguous", 1
+        if not contiguous:
+            multiple = flags.pad_sequences_to_be_divisible_by or 2 * mesh.cp_size
+        collator = SlicingCollator(collator, mesh, flags.cp_layout, multiple, pad, mask)
+        if filled_to:  # a contiguous share is rounded up, a sequence in chunks is padded by less than the multiple
+            most = filled_to + sequences * (mesh.cp_size if contiguous else multiple - 1)
+            filled_to = -(-most // mesh.cp_size)
+    if not filled_to:
         return collator
-    multiple = 1 if flags.cp_layout == "contiguous" else flags.pad_sequences_to_be_divisible_by or 2 * mesh.cp_size
-    return SlicingCollator(collator, mesh, flags.cp_layout, multiple, pad, mask)
+    most_positions = most_predicted(filled_to, predicted)
+    return FillingCollator(collator, filled_to, sequences, flags.max_seq_length, most_positions, pad)
 
 
 def held_out_batches(flags: DataFlags, store: ProteinStore, collator: Collator, world: World) -> Generator:
     """This rank's batches of all proteins of a held-out store."""
     size: dict[str, Any] = {"sequences_per_pack": flags.per_device_eval_batch_size}
     if flags.packing:  # results do not depend on the size
-        size = {"tokens_per_pack": flags.per_device_eval_batch_size * flags.max_seq_length}
+        size = {"tokens_per_pack": flags.held_out_tokens}
     plan = BatchPlan(store.lengths, len(store), EVAL_SEED, flags.max_seq_length, **size, shuffle=False)
     return evaluation_batches(store, plan, collator, world.mesh, **flags.loading(world.device))

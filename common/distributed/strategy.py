@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from common.cli import UserError
 from common.compat import foreach_mul_, foreach_norm
 from common.distributed.world import World
 from common.flags import Flags, Missing, flag
@@ -32,6 +33,7 @@ class Strategy:
     sums_gradients = False
     shard_group: dist.ProcessGroup | None = None
     replica_group: dist.ProcessGroup | None = None
+    keeps_gradients = False
 
     def __init__(self, model: nn.Module, evaluated: nn.Module | None = None):
         self.model, self.evaluated = model, evaluated or model
@@ -72,7 +74,16 @@ class Strategy:
         """After parameters are set or updated: derive the weights that the forward pass computes with."""
 
     def clear_gradients(self) -> None:
-        self.model.zero_grad()
+        self.model.zero_grad(set_to_none=not self.keeps_gradients)
+
+    def keep_gradients(self) -> None:
+        """Keep the gradients' memory from step to step, for backward passes to add to.
+
+        Else autograd takes the first micro-batch's gradients as they are, and a CUDA graph's next replay overwrites
+        them (pytorch/pytorch#169545).
+        """
+        self.keeps_gradients = True
+        self.attach_gradients([p for p in self.model.parameters() if p.requires_grad])
 
     def reshard(self) -> None:
         """After a forward pass without a backward pass: free the gathered weights."""
@@ -164,6 +175,11 @@ class StrategyFlags(Flags):
         return False
 
     @property
+    def replays_layers(self) -> bool:
+        """Whether layers are recorded as CUDA graphs."""
+        return False
+
+    @property
     def only_by_torch(self) -> tuple[str, ...]:
         """Flags that are given and only the torch backend supports."""
         return ()
@@ -177,23 +193,35 @@ class StrategyFlags(Flags):
 class ReplicaFlags(StrategyFlags):
     """Of DistributedDataParallel."""
 
-    unlisted = ("ddp_bucket_cap_mb",)
+    unlisted = ("ddp_bucket_cap_mb", "cuda_graphs")
 
     gradient_checkpointing: bool = flag(
         False, "Store layer inputs only, and recompute the activations in the backward pass."
     )
     ddp_bucket_cap_mb: int = flag(25, "Megabytes of gradients per all-reduce bucket.")
     ddp_bucket_dtype: str = flag("fp32", "All-reduce gradients in fp32, or in bf16: half the bytes, and rounded.")
+    cuda_graphs: bool = flag(
+        False, "Record each compiled layer as a CUDA graph and replay it. No GPU has measured it (docs/hardware.md)."
+    )
 
     @property
     def recomputed(self) -> str:
         """The mode of `save_activations`."""
         return "full" if self.gradient_checkpointing else "none"
 
+    @property
+    def replays_layers(self) -> bool:
+        return self.cuda_graphs
+
     def recompute_modes(self) -> dict[str, dict[str, Any]]:
         return {"none": {"gradient_checkpointing": False}, "full": {"gradient_checkpointing": True}}
 
     def check(self) -> None:
+        if self.cuda_graphs and self.gradient_checkpointing:
+            raise UserError(
+                "--cuda_graphs: a recomputed layer runs within the backward pass, where none is recorded: drop it, or "
+                "--gradient_checkpointing"
+            )
         self.require_choice("ddp_bucket_dtype", ("fp32", "bf16"))
         self.require_at_least(1, "ddp_bucket_cap_mb")
 
@@ -203,8 +231,13 @@ def replicate(model: nn.Module, world: World, flags: ReplicaFlags, init_sync: bo
 
     init_sync: broadcast rank 0's weights first.
     """
-    if world.size == 1:
-        return Strategy(model)
+    strategy = Strategy(model) if world.size == 1 else _replicated(model, world, flags, init_sync)
+    if flags.cuda_graphs:
+        strategy.keep_gradients()
+    return strategy
+
+
+def _replicated(model: nn.Module, world: World, flags: ReplicaFlags, init_sync: bool) -> Strategy:
     replica = DistributedDataParallel(
         model,
         device_ids=[world.local_rank] if world.device.type == "cuda" else None,

@@ -9,6 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Any, Self
 
 from common.cli import UserError
 from common.data.flags import StepFlags
@@ -131,6 +132,10 @@ class RunArguments(Flags, ABC):
     def pack_tokens(self) -> int:
         """Most tokens of a pack."""
         return self.data.per_device_train_batch_size * self.data.max_seq_length
+
+    def with_pack(self, build: Any) -> Self:
+        """A copy in which the size of a pack is a number. build: the script's (common.training.task.Build)."""
+        return self
 
     @property
     def batch(self) -> tuple[int, str]:

@@ -14,7 +14,7 @@ from common.cli import UserError
 from common.distributed.fsdp import copy_to_shard
 from common.distributed.world import World
 from common.flags import flat
-from common.models.layers.compiling import compile_layers
+from common.models.layers.compiling import check_cuda_graphs, compile_layers, keep_addresses
 from common.models.layers.context_attention import enable_context_parallel
 from common.models.layers.initialise import initialise
 from common.models.layers.linear import RoundedWeights
@@ -60,8 +60,13 @@ def load_model(
         precision = set_formats(model, plan, args.precision, args.data.seed, world, te_stats)
         if world.cp_group is not None:
             enable_context_parallel(model, world.cp_group, args.cp_comm_type)
+        # For a new shape a GPU's libraries select kernels again, and its allocator takes memory. On a CPU fillers
+        # would only cost time.
+        one_shape = world.device.type == "cuda" and args.data.packing and getattr(model, "takes_fillers", False)
+        if graphs := args.strategy.replays_layers and not world.is_dry_run:
+            check_cuda_graphs(world, backend, compiled, one_shape, quantised=plan is not None)
         if compiled:
-            compile_layers(model, world.device.type)
+            compile_layers(model, world.device.type, one_shape=one_shape, cuda_graphs=graphs)
     if shard is not None:
         shard(model)
     extras = {}
@@ -81,9 +86,12 @@ def load_model(
             precision = precision.quantise_weights()
         # Transformer Engine casts weights itself, and shards are gathered in bf16.
         if args.precision.bf16 and backend == "torch" and plan is None and shard is None:
-            precision = replace(precision, rounded=RoundedWeights(model.get_submodule("layers").children()))
+            rounded = RoundedWeights(model.get_submodule("layers").children())
+            precision = replace(precision, rounded=rounded)
+            if graphs:
+                keep_addresses(rounded.copies)
     remarks = (*choice.remarks, *([remark] if remark else []))
-    return BuiltModel(model, backend, gelu, remarks, precision, extras, compiled, choice.attention)
+    return BuiltModel(model, backend, gelu, remarks, precision, extras, compiled, choice.attention, one_shape)
 
 
 def check_host_memory(model: nn.Module, trains: bool, ranks: int) -> None:

@@ -40,6 +40,7 @@ logger = logging.getLogger(__name__)
 
 def train(args: RunArguments, build: Build) -> None:
     """Train as the flags say; or estimate the memory of such a run (--dry_run), or find a learning rate for it."""
+    args = args.with_pack(build)
     if args.dry_run.dry_run:
         from extras.dry_run.dry_run import dry_run
 

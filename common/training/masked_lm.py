@@ -32,7 +32,7 @@ from common.shapes import filled_up
 from common.training.arguments import RunArguments
 from common.training.evaluation import held_out_results
 from common.training.run_logger import PlotLabels, step_line
-from common.training.task import BuiltModel, Task
+from common.training.task import Build, BuiltModel, Task
 
 UNIGRAM_SAMPLE = 200_000  # proteins, from all over the training split, that the unigram baseline is fitted on
 UNIGRAM_RUN = 1000  # consecutive proteins that are read together
@@ -61,10 +61,16 @@ class TrainArguments(RunArguments):
     def pack_tokens(self) -> int:
         return self.data.pack_tokens
 
+    def with_pack(self, build: Build) -> TrainArguments:
+        if self.data.tokens_per_pack != "auto":
+            return self
+        from extras.dry_run.auto_pack import largest_that_fits
+
+        return largest_that_fits(self, build)
+
     @property
     def batch(self) -> tuple[int, str]:
-        packed = self.data.tokens_per_pack if self.data.packing else None
-        return (packed, "tokens") if packed else super().batch
+        return (self.pack_tokens, "tokens") if self.data.packing else super().batch
 
     def missing(self) -> Iterator[Missing]:
         if self.model.bf16_residual and not self.precision.bf16:
@@ -104,15 +110,11 @@ class MaskedLM(Task[TrainArguments, ProteinData]):
         return masked_batches(self.flags.data, self.family.tokens, self.world.mesh)(pack, ids)
 
     def collator(self, total_steps: int) -> Collator:
-        # One shape for every step: for a new one a GPU's libraries select kernels again, and its allocator takes
-        # memory. On a CPU the fillers would only cost time.
-        one_shape = self.world.device.type == "cuda" and self.flags.data.packing
-        pad_to = self.flags.pack_tokens if one_shape else 0
-        return masked_batches(self.flags.data, self.family.tokens, self.world.mesh, total_steps, pad_to)
+        return masked_batches(self.flags.data, self.family.tokens, self.world.mesh, total_steps, self.built.one_shape)
 
     @staticmethod
     def counts(micro_batches: list[Batch]) -> StepCounts:
-        computed = sum(filled_up(max(len(batch["input_ids"]), batch.get("pad_to", 0))) for batch in micro_batches)
+        computed = sum(filled_up(len(batch["input_ids"])) for batch in micro_batches)
         return StepCounts(*Counts.of(micro_batches), computed)
 
     def loss_sum(self, model: nn.Module, batch: Batch) -> Tensor:
@@ -121,7 +123,8 @@ class MaskedLM(Task[TrainArguments, ProteinData]):
 
     def evaluate(self, model: nn.Module, split: str, prefix: str, step: int) -> dict:
         store = self.data.held_out(split)
-        return evaluate(model, store, self.family.tokens, self.flags.data, self.world, prefix, step, self.bf16)
+        settings = self.bf16, self.built.one_shape
+        return evaluate(model, store, self.family.tokens, self.flags.data, self.world, prefix, step, *settings)
 
     @staticmethod
     def summary(results: dict) -> str:
@@ -151,9 +154,10 @@ def evaluate(
     prefix: str = "eval",
     step: int = 0,
     bf16: bool = False,
+    one_shape: bool = False,
 ) -> dict:
     """`{prefix}_{loss,accuracy,perplexity,samples,runtime,...}` on the proteins of a store; as `held_out_results`."""
-    made = held_out_batches(flags, store, evaluation_masks(flags, tokens, world.mesh), world)
+    made = held_out_batches(flags, store, evaluation_masks(flags, tokens, world.mesh, one_shape), world)
     return held_out_results(model, made, world, prefix, step, bf16, "masked_tokens")
 
 

@@ -37,7 +37,7 @@ class BuiltModel:
 
     model: not wrapped by a strategy; remarks: for the log; extras: tensors of a Hub checkpoint that are not trained
     but exported again; compiled: whether the layers are, by torch.compile; attention: the flash-attention kernels, ""
-    without.
+    without; one_shape: whether batches are filled up to one shape.
     """
 
     model: Model
@@ -48,6 +48,7 @@ class BuiltModel:
     extras: dict[str, Tensor]
     compiled: bool = False
     attention: str = ""
+    one_shape: bool = False
 
     @property
     def config(self) -> Any:

@@ -53,7 +53,10 @@ class CausalLM(Task[CausalArguments, TextData]):
         return causal_batches(self.flags.data, self.world.mesh)(pack, ids)
 
     def collator(self, total_steps: int) -> Collator:
-        return causal_batches(self.flags.data, self.world.mesh)
+        return causal_batches(self.flags.data, self.world.mesh, self._filled_to(self.flags.pack_tokens))
+
+    def _filled_to(self, tokens: int) -> int:
+        return tokens if self.built.one_shape else 0
 
     @staticmethod
     def counts(micro_batches: list[Batch]) -> StepCounts:
@@ -71,7 +74,9 @@ class CausalLM(Task[CausalArguments, TextData]):
     def evaluate(self, model: nn.Module, split: str, prefix: str, step: int) -> dict:
         """`{prefix}_{loss,accuracy,perplexity,...}` of --validation_batches batches; {} if stopped meanwhile."""
         store = self.data.held_out(split)
-        made = held_out_contexts(self.flags.data, store, causal_batches(self.flags.data, self.world.mesh), self.world)
+        flags = self.flags.data
+        collator = causal_batches(flags, self.world.mesh, self._filled_to(flags.held_out_tokens))
+        made = held_out_contexts(flags, store, collator, self.world)
         return held_out_results(model, made, self.world, prefix, step, self.flags.precision.bf16, "tokens")
 
     @staticmethod

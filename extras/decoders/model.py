@@ -100,6 +100,7 @@ class DecoderForCausalLM(Model):
     def __init__(self, config: DecoderConfig, backend: str = "torch"):
         super().__init__()
         self.config = config
+        self.takes_fillers = not config.num_local_experts  # which a router would count
         layers: Any
         if backend == "te":
             from extras.decoders import layers_te as layers

@@ -31,6 +31,7 @@ LABELS = {
     BACKWARD: "temporary in the backward pass, recomputation included",
 }
 MOST_TRIES = 4
+NODE = 8  # GPUs, as most have
 
 
 def dry_run(args: RunArguments, build: Build) -> None:
@@ -42,7 +43,8 @@ def dry_run(args: RunArguments, build: Build) -> None:
         parameters = count_parameters(run.built.model)
         largest = None if limit is None else largest_pack(run.step, held, limit, step)
         remarks = [*run.built.remarks, *_muon(run)]
-    lines = [_heading(args, parameters), *remarks, "", *_table(args, held), "", *_modes(args, build, held)]
+    modes = [*_modes(args, build, held), *hybrid(args, build)]
+    lines = [_heading(args, parameters), *remarks, "", *_table(args, held), "", *modes]
     sys.stdout.write("\n".join(lines) + "\n")
     if limit is not None:
         sys.stdout.write("\n")
@@ -125,6 +127,19 @@ def _modes(args: RunArguments, build: Build, held: MemoryEstimate) -> list[str]:
                 peak = run.step(args.pack_tokens).peak
         lines.append(f"{peak / GIB:10.2f}  {name}{' (as configured)' * here}")
     return lines
+
+
+def hybrid(args: RunArguments, build: Build) -> list[str]:
+    """With weights sharded over several nodes: the peak if each node had all of them."""
+    ranks, flags = args.dry_run.world_size or 1, flat(args)
+    if flags.get("sharding_strategy") != "full" or ranks <= NODE or ranks % NODE or flags["cp_size"] > 1:
+        return []
+    with fake_run(with_flags(args, sharding_strategy="hybrid", hsdp_shard_size=NODE), build) as run:
+        peak = run.step(args.pack_tokens).peak
+    return [
+        f"{peak / GIB:10.2f}  with all weights on each node of {NODE} (--sharding_strategy hybrid), gathered there,",
+        f"{'':12}which is modelled to pay where many nodes share small layers; no GPU has measured it",
+    ]
 
 
 def _check_fit(args: RunArguments, held: MemoryEstimate, largest: MemoryEstimate | None, limit: int) -> None:

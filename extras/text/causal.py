@@ -170,6 +170,7 @@ class CausalCollator:
         }
 
 
-def causal_batches(flags: TextFlags, mesh: Mesh) -> Collator:
-    """The collator of a rank for text: of whole packs, or of its slices of them."""
-    return shared_batches(CausalCollator(flags.max_seq_length, flags.document_masks), flags, mesh, FILLER)
+def causal_batches(flags: TextFlags, mesh: Mesh, filled_to: int = 0) -> Collator:
+    """The collator of a rank for text: of whole packs, or of its slices of them. filled_to: of `shared_batches`."""
+    collator = CausalCollator(flags.max_seq_length, flags.document_masks)
+    return shared_batches(collator, flags, mesh, FILLER, filled_to=filled_to)

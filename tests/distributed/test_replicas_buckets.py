@@ -1,4 +1,4 @@
-"""Gradients that are exchanged in bf16 are rounded before the sum, and the sum once more."""
+"""Gradients that are exchanged in bf16 are rounded before the sum, and the sum once more; those kept are the same."""
 
 from __future__ import annotations
 
@@ -39,7 +39,31 @@ def _check_gradients() -> None:
             bound = 2**-7 * (half[0].abs() + half[1].abs()).float()
             assert ((model.weight.grad - (half[0] + half[1]).float()).abs() <= bound).all()
             assert not torch.allclose(model.weight.grad, exact, rtol=1e-5, atol=1e-5)
+    _check_kept(world, inputs, start, gradients)
     dist.destroy_process_group()
+
+
+def _check_kept(world: World, inputs: torch.Tensor, start: torch.Tensor, gradients: list[torch.Tensor]) -> None:
+    """Three steps of two micro-batches, into the same memory, which no backward pass made."""
+    model = torch.nn.Linear(6, 3, bias=False)
+    with torch.no_grad():
+        model.weight.copy_(start)
+    strategy = replicate(model, world, ReplicaFlags(cuda_graphs=True))
+    kept.append(strategy)
+    places = []
+    for _ in range(3):
+        for last in (False, True):
+            made = []
+            hook = model.weight.register_hook(lambda gradient, made=made: made.append(gradient.data_ptr()))
+            with strategy.micro_batch(last):
+                strategy.model(inputs[world.rank]).pow(2).mul(0.5).sum().backward()
+            hook.remove()
+            assert model.weight.grad.data_ptr() not in made
+        torch.testing.assert_close(model.weight.grad, gradients[0] + gradients[1], rtol=1e-5, atol=1e-5)
+        places.append(model.weight.grad.data_ptr())
+        strategy.clear_gradients()
+        assert not model.weight.grad.any()
+    assert places[1] == places[2]  # DDP makes its buckets in the first
 
 
 def test_replicate_all_reduces_in_bf16():

@@ -5,6 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
+from common.data.collators import FillingCollator
+from common.distributed.strategy import ReplicaFlags, replicate
+from common.distributed.world import World
+from common.models.esm2.alphabet import PAD
 from common.models.esm2.config import esm2_config
 from common.models.esm2.model import build_model
 from common.models.layers.compiling import compile_layers
@@ -54,6 +58,26 @@ def test_bf16_varlen_attention_equals_fp32_on_the_cpu(compiled):
     for (name, ours), theirs in zip(model.named_parameters(), exact.parameters(), strict=True):
         assert ours.dtype == torch.float32
         assert relative(ours.grad, theirs.grad) < 0.05, name
+
+
+@pytest.mark.parametrize("cuda_graphs", [False, True])
+def test_filled_packs_equal_fp32_on_the_cpu(cuda_graphs):
+    """Three steps of two micro-batches, compiled for one shape; bf16 as above."""
+    config, world = esm2_config(3, 320, 20), World(0, 0, 1, torch.device("cuda"))
+    exact, model = build_model(config, seed=0), build_model(config, seed=0, device="cuda")
+    compile_layers(model, "cuda", one_shape=True, cuda_graphs=cuda_graphs)
+    strategy = replicate(model, world, ReplicaFlags(cuda_graphs=cuda_graphs))
+    for step in range(3):
+        for number in range(2):
+            batch = packed(random_batch(LENGTHS[step + number :], seed=number))
+            filled = FillingCollator(lambda *_, batch=batch: batch, 640, 16, 300, 0, PAD)(None, None)
+            exact(**batch).loss_sum.backward()
+            with torch.autocast("cuda", torch.bfloat16):
+                model(**on_gpu(filled)).loss_sum.backward()
+        for (name, ours), theirs in zip(model.named_parameters(), exact.parameters(), strict=True):
+            assert relative(ours.grad, theirs.grad) < 0.05, (step, name)
+        exact.zero_grad()
+        strategy.clear_gradients()
 
 
 @pytest.mark.parametrize("compiled", [False, True])

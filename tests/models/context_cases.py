@@ -10,7 +10,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from common.data.collators import IGNORE, SlicingCollator, to_device
+from common.data.collators import IGNORE, FillingCollator, SlicingCollator, to_device
 from common.distributed.context_parallel import CpPack, CpSplit
 from common.distributed.world import World
 from common.models.esm2.alphabet import MASK, PAD
@@ -91,6 +91,20 @@ def logits_of(model: Esm2ForMaskedLM, batch: dict, bf16: bool) -> torch.Tensor:
         return model(**inputs).logits
 
 
+def filled(batch: dict, tokens: int) -> dict:
+    """Up to so many tokens, at least, and 16 sequences."""
+    return FillingCollator(lambda *_: batch, tokens, 16, batch["max_seqlen"], 0, PAD)(None, None)
+
+
+def hold_bits(model: Esm2ForMaskedLM, batches: list[dict], bf16: bool) -> None:
+    """Empty sequences, up to the tokens that the model fills up to itself, change no bit."""
+    loss, expected = gradients(model, batches, bf16)
+    same, found = gradients(model, [filled(batch, tokens=0) for batch in batches], bf16)
+    assert torch.equal(same, loss)
+    for name, gradient in found.items():
+        assert torch.equal(gradient, expected[name]), name
+
+
 def compare(cp_size: int, cases: list[tuple], out: str) -> None:
     """In every rank: each case (way, layout, multiple, dropout, bf16, lengths, labels) against the whole packs here.
 
@@ -110,7 +124,7 @@ def compare(cp_size: int, cases: list[tuple], out: str) -> None:
         """Two micro-batches for each data rank; of a long one, one."""
         return [make_batch(LENGTHS[lengths], labels, seed=n) for n in range((lengths != "long") + mesh.dp_size)]
 
-    for case in cases:
+    for number, case in enumerate(cases):
         way, layout, multiple, dropout, bf16, lengths, labels = case
         packs = packs_of(lengths, labels)
         shared = model_of(dropout)
@@ -119,6 +133,10 @@ def compare(cp_size: int, cases: list[tuple], out: str) -> None:
         slices = [
             SlicingCollator(lambda *_, batch=b: batch, mesh, layout, multiple, PAD, MASK)(None, None) for b in mine
         ]
+        if number % 4 == 1:
+            hold_bits(shared, slices, bf16)
+        if number % 2:  # fillers and empty sequences, in no shared sequence
+            slices = [filled(b, tokens=len(b["input_ids"]) + 100) for b in slices]
         own_loss, own = gradients(shared, slices, bf16)
         together = torch.cat([own_loss.view(1), *(value.flatten() for value in own.values())])
         dist.all_reduce(together)

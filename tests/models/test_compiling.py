@@ -1,14 +1,21 @@
-"""Where compiled code is kept."""
+"""Where compiled code is kept, and which layers are recorded as CUDA graphs."""
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
 
+import pytest
 import torch
 
+from common.cli import UserError
+from common.distributed.strategy import ReplicaFlags
+from common.distributed.world import World
+from common.models.esm2.config import esm2_config
+from common.models.esm2.model import build_model
 from common.models.layers import cpu
-from common.models.layers.compiling import CACHE, cache_by_cpu
+from common.models.layers.compiling import CACHE, cache_by_cpu, check_cuda_graphs, compile_layers
+from tests.models.reference import packed, random_batch
 
 
 def test_cache_by_cpu_separates_kinds_of_cpu(monkeypatch, tmp_path):
@@ -34,3 +41,59 @@ def test_cache_by_cpu_separates_operator_versions(monkeypatch, tmp_path):
         cache_by_cpu()
         places.append(os.environ[CACHE])
     assert places[0] == places[2] != places[1]
+
+
+RECORDED = {"device": "cuda", "cp_size": 1, "backend": "torch"}
+RECORDED |= {"compiled": True, "one_shape": True, "quantised": False}
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({}, None),
+        ({"device": "cpu"}, "a CPU has none"),
+        ({"backend": "te"}, "--backend te has none: choose --backend torch"),
+        ({"compiled": False}, "not compiled have none: drop --torch_compile False"),
+        ({"one_shape": False}, "no single shape: drop --pad_to_max_length"),
+        ({"cp_size": 2}, "with --cp_size .*: drop one of the two"),
+        ({"quantised": True}, "drop --emulate_precision"),
+    ],
+    ids=str,
+)
+def test_cuda_graphs_are_refused_where_nothing_holds_them(changed, said):
+    case = RECORDED | changed
+    world = World(0, 0, 2, torch.device(case.pop("device")), cp_size=case.pop("cp_size"))
+    if said is None:
+        check_cuda_graphs(world, **case)
+    else:
+        with pytest.raises(UserError, match=f"--cuda_graphs: .*{said}"):
+            check_cuda_graphs(world, **case)
+
+
+def test_cuda_graphs_exclude_recomputation():
+    assert ReplicaFlags(cuda_graphs=True).replays_layers
+    with pytest.raises(UserError, match="--cuda_graphs: .*drop it, or --gradient_checkpointing"):
+        ReplicaFlags(cuda_graphs=True, gradient_checkpointing=True).check()
+
+
+def test_cuda_graphs_reach_the_compiler():
+    """With the name that Inductor knows, and each pass marked for its graphs' memory."""
+    from torch._inductor.cudagraph_trees import MarkStepBox
+
+    torch._dynamo.reset()
+    given = []
+
+    def compiler(graph: torch.fx.GraphModule, inputs: list, options: dict):
+        given.append(options)
+        return graph.forward
+
+    pack = packed(random_batch([64, 64]))
+    model, other = (build_model(esm2_config(1, 64, 4), seed=1) for _ in range(2))
+    compile_layers(model, "cuda", compiler, one_shape=True, cuda_graphs=True)
+    before = MarkStepBox.mark_step_counter
+    for _ in range(3):
+        model(**pack)
+    assert given == [{"triton.cudagraphs": True}]
+    assert abs(MarkStepBox.mark_step_counter - before) == 3
+    compile_layers(other, "cuda", one_shape=True, cuda_graphs=True)  # Inductor refuses options that it does not know
+    torch._dynamo.reset()

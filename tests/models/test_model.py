@@ -8,6 +8,7 @@ import pytest
 import torch
 from transformers import EsmForMaskedLM
 
+from common.data.collators import FillingCollator
 from common.models.esm2 import alphabet
 from common.models.esm2.config import ESM2_SIZES, esm2_config, load_config
 from common.models.esm2.convert import from_hf, to_hf
@@ -285,8 +286,9 @@ def test_esm2_fillers_change_nothing():
     bounds = []
     filled.layers[0].register_forward_hook(lambda layer, inputs, output: bounds.append(inputs[2].tolist()))
     pack = packed(random_batch([70, 30]))
-    ours, theirs = filled(**pack, pad_to=300), plain(**pack)
-    assert bounds == [[0, 70, 100, 110, 180, 250, 320]]  # of 64's multiple beyond 300
+    full = FillingCollator(lambda *_: pack, 300, 8, 70, 0, alphabet.PAD)(None, None)
+    ours, theirs = filled(**full), plain(**pack)
+    assert bounds == [[0, 70, 100, 110, 180, 250, 320, 320, 320]]  # of 64's multiple beyond 300
     torch.testing.assert_close(ours.loss_sum, theirs.loss_sum, rtol=1e-6, atol=0)
     assert torch.equal(ours.correct, theirs.correct)
     for output in (ours, theirs):

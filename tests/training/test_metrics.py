@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from common.data.collators import MaskingCollator, to_device
+from common.data.collators import FillingCollator, MaskingCollator, to_device
 from common.data.crops import Pack
 from common.data.training_data import PreparedData
 from common.models.esm2.alphabet import ESM2_TOKENS, LAST_RESIDUE
@@ -173,9 +173,11 @@ def test_metrics_speeds_count_padding(evaluated_run):
     assert max(filled) > 0
 
 
-@pytest.mark.parametrize(("pad_to", "computed"), [(0, 64 + 128 + 64 + 64), (200, 4 * 256)])
-def test_metrics_computed_tokens_are_those_layers_see(pad_to, computed):
-    model, collator = build_model(esm2_config(1, 64, 4), 0), MaskingCollator(ESM2_TOKENS, 0, pad_to=pad_to)
+@pytest.mark.parametrize(("filled_to", "computed"), [(0, 64 + 128 + 64 + 64), (200, 4 * 256)])
+def test_metrics_computed_tokens_are_those_layers_see(filled_to, computed):
+    model, collator = build_model(esm2_config(1, 64, 4), 0), MaskingCollator(ESM2_TOKENS, 0)
+    if filled_to:
+        collator = FillingCollator(collator, filled_to, 16, 64, 64, ESM2_TOKENS.pad)
     seen = []
     model.layers[0].register_forward_hook(lambda layer, inputs, output: seen.append(len(inputs[0].x)))
     batches = []

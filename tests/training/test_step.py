@@ -14,12 +14,14 @@ from common.models.esm2.config import esm2_config
 from common.models.esm2.model import build_model
 from common.precision.build import Precision
 from common.shapes import predicted_positions
+from common.training.load_model import load_model
 from common.training.masked_lm import MaskedLM
 from common.training.optim import build_adamw
 from common.training.registry import parse_run
 from common.training.step import Stepper
 from common.training.task import BuiltModel
 from extras.dry_run.memory_estimate import fake_run
+from extras.hf_backend import StockEsm
 from tests.data_fixtures import load_script
 from tests.training_fixtures import arguments, flags_of
 
@@ -81,13 +83,16 @@ def test_collator_predicted_positions_equal_the_models():
     assert given.correct == (logits.argmax(-1) == pack["labels"][asked]).sum()
 
 
-def test_collator_pads_packs_to_one_shape_on_gpu(dataset):
+def test_collator_fills_packs_up_to_one_shape_on_gpu(dataset):
     """On a CPU, where each filler costs time, packs have only those that matmuls need."""
 
-    def pad_to(device: str, **flags) -> int:
-        task = MaskedLM(None, arguments(dataset, **flags), World(0, 0, 1, torch.device(device)))
-        return task.collator(1)(Pack.empty(), np.zeros(0, dtype=np.uint8))["pad_to"]
+    def tokens(device: str, **flags) -> int:
+        args, world = arguments(dataset, backend="torch", **flags), World(0, 0, 1, torch.device(device))
+        built = load_model(args, world, device=torch.device("cpu"))
+        task = MaskedLM(built, args, world)
+        return len(task.collator(1)(Pack.empty(), np.zeros(0, dtype=np.uint8))["input_ids"])
 
-    assert pad_to("cuda", tokens_per_pack=4096, per_device_train_batch_size=8) == 4096
-    assert pad_to("cuda", pad_to_max_length=True) == 0  # padding is never computed
-    assert pad_to("cpu") == 0
+    assert tokens("cuda", tokens_per_pack=4096, per_device_train_batch_size=8) == 4096
+    assert tokens("cuda", pad_to_max_length=True) == 1  # padding is never computed
+    assert tokens("cpu") == 1
+    assert not StockEsm.takes_fillers  # which would make rows of empty sequences

@@ -140,7 +140,7 @@ def prepare(
     layout = None
     if shared is not None:
         bounds = whole_sequences(shared, tokens)
-        max_seqlen = int(bounds.diff().max())
+        max_seqlen = max(max_seqlen, int(bounds.diff().max()))
         real, padded = bounds.to(cu_seqlens, non_blocking=True)
         layout = real, padded
     multiple = LENGTH_MULTIPLE if context is None else math.lcm(LENGTH_MULTIPLE, 2 * context.size)

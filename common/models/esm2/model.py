@@ -158,7 +158,6 @@ class Esm2ForMaskedLM(Model):
         attention_mask: Tensor | None = None,
         labels: Tensor | None = None,
         predicted: Tensor | None = None,
-        pad_to: int = 0,
         mask_ratio: float = TRAIN_MASK_RATIO,
         output_hidden: bool = False,
         shared: CpPack | None = None,
@@ -170,8 +169,8 @@ class Esm2ForMaskedLM(Model):
 
         labels: of the shape of `input_ids`, -100 where nothing is predicted; the LM head runs on the labelled
         positions only. predicted: those positions (`predicted_positions`), without which the model synchronises with
-        the device to count them. pad_to: the layers run on at least so many tokens, fillers included. mask_ratio: the
-        expected fraction of `<mask>`, which token dropout compensates: of this step in training, ESM-2's elsewhere.
+        the device to count them. mask_ratio: the expected fraction of `<mask>`, which token dropout compensates: of
+        this step in training, ESM-2's elsewhere.
         Padding may be on either side, but not inside a sequence.
         """
         shape, kept = input_ids.shape, None
@@ -187,7 +186,7 @@ class Esm2ForMaskedLM(Model):
         assert cu_seqlens is not None, "a pack comes with cu_seqlens"
         assert max_seqlen is not None, "and with max_seqlen"
         tokens = len(input_ids)
-        if mock := filled_up(max(tokens, pad_to)) - tokens:  # sequences of <pad>, whose results are cut off below
+        if mock := filled_up(tokens) - tokens:  # sequences of <pad>, whose results are cut off below
             input_ids = F.pad(input_ids, (0, mock), value=PAD)
             max_seqlen = max(max_seqlen, SHAPE_MULTIPLE)  # no filler is longer: in attention they would cost squares
             ends = torch.arange(mock, 0, -max_seqlen, dtype=cu_seqlens.dtype, device=cu_seqlens.device).flip(0)

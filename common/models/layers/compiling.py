@@ -11,8 +11,10 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from common.cli import UserError, log_every
+from common.distributed.world import World
 from common.models.layers import context_attention, cpu
 from common.models.layers.residual import Model
 
@@ -21,10 +23,14 @@ OPERATORS = (context_attention, cpu)  # modules that define custom operators
 CACHE = "TORCHINDUCTOR_CACHE_DIR"  # torch's own variable
 
 
-def compile_layers(model: Model, device: str, backend: str = "inductor") -> None:
+def compile_layers(
+    model: Model, device: str, backend: str = "inductor", *, one_shape: bool = False, cuda_graphs: bool = False
+) -> None:
     """torch.compile each layer (in place): all layers share one compiled graph, and packs of any length too.
 
-    UserError on a CPU without a C++ compiler.
+    one_shape: all batches have one, which is compiled in; cuda_graphs: record and replay layers (`check_cuda_graphs`),
+    whose gradients are overwritten by the next replay (`Strategy.keep_gradients`). UserError on a CPU without a C++
+    compiler.
     """
     if backend == "inductor" and device == "cpu":
         if not any(shutil.which(c) for c in ("g++", "clang++", "c++")):
@@ -35,8 +41,35 @@ def compile_layers(model: Model, device: str, backend: str = "inductor") -> None
     # Under DDP Dynamo splits graphs at the gradient buckets, so that a whole model's graph does not delay their
     # all-reduce. A layer's graph is small enough. Read when the first call traces.
     dynamo_config.optimize_ddp = False
+    options = {"triton.cudagraphs": True} if cuda_graphs else None
     for layer in model.layers:
-        layer.compile(dynamic=True, backend=backend)
+        layer.compile(dynamic=not one_shape, backend=backend, options=options)
+    if cuda_graphs:
+        # What a pass leaves in the graphs' memory is free when the next begins. By itself torch takes every call of a
+        # compiled layer for a new pass.
+        model.register_forward_pre_hook(lambda *_: torch.compiler.cudagraph_mark_step_begin())
+
+
+def check_cuda_graphs(world: World, backend: str, compiled: bool, one_shape: bool, quantised: bool) -> None:
+    """UserError for --cuda_graphs where layers cannot be recorded, or nothing holds a replay to what they compute."""
+    reasons = {
+        "a CPU has none: drop the flag": world.device.type != "cuda",
+        f"--backend {backend} has none: choose --backend torch": backend != "torch",
+        "layers that are not compiled have none: drop --torch_compile False, or the flag": not compiled,
+        "packs have no single shape: drop --pad_to_max_length; a model with experts has none": not one_shape,
+        "with --cp_size a layer's communication depends on the pack: drop one of the two": world.cp_size > 1,
+        "number formats keep scales, which a pass changes: drop --emulate_precision, or the flag": quantised,
+    }
+    for reason in (reason for reason, holds in reasons.items() if holds):
+        raise UserError(f"--cuda_graphs: {reason}")
+
+
+def keep_addresses(tensors: list[Tensor]) -> None:
+    """Have CUDA graphs read these, which are no parameters, where they are, and not copy them first."""
+    from common.compat import mark_static_address
+
+    for tensor in tensors:
+        mark_static_address(tensor)
 
 
 class FirstStep:

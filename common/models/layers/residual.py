@@ -62,10 +62,14 @@ class Block(NamedTuple):
 
 
 class Model(nn.Module):
-    """The base of all families' models. `layers` are wrapped, recomputed, compiled and quantised one by one."""
+    """The base of all families' models. `layers` are wrapped, recomputed, compiled and quantised one by one.
+
+    takes_fillers: sequences of fillers and empty ones in a pack change nothing, and cost what their tokens cost.
+    """
 
     config: Any
     layers: Layers
+    takes_fillers = True
 
     def hidden_matrices(self) -> dict[str, list[Block]]:
         """{parameter: its blocks, from the first row to the last}, for an optimiser that treats a matrix as a whole.

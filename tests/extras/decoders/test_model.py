@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -12,6 +13,9 @@ from safetensors.torch import load_file
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from common.cli import UserError
+from common.data.collators import to_device
+from common.data.crops import Pack
+from common.distributed.world import Mesh
 from common.models.layers.compiling import compile_layers
 from common.models.layers.initialise import initialise
 from extras.decoders import model as loss_module
@@ -19,6 +23,8 @@ from extras.decoders.config import GUIDE_RUNS, PRESETS, DecoderConfig, check_sup
 from extras.decoders.family import pieces_from_hf, pieces_to_hf
 from extras.decoders.layers import rotary_frequencies
 from extras.decoders.model import DecoderForCausalLM, vocabulary_loss
+from extras.text.causal import causal_batches
+from extras.text.flags import TextFlags
 
 # vocabulary, kv heads, ffn, hidden, layers, heads, rope theta, parameters: of the publications and the Hub
 PUBLISHED = {
@@ -269,6 +275,32 @@ def test_decoder_config_refuses_other_models(tmp_path: Path):
     (tmp_path / "config.json").write_text('{"model_type": "esm"}')
     with pytest.raises(UserError, match="model_type is 'esm', expected llama, mistral, mixtral"):
         load_decoder_config(str(tmp_path))
+
+
+def test_decoder_filled_packs_are_one_graph_and_change_nothing():
+    """Documents' boundaries, more of them in one pack than in another, empty sequences, and fillers behind."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    config, random = tiny("llama3_1_8b"), np.random.default_rng(3)
+    assert not ours(tiny("mistral_8x7b")).takes_fillers
+    plain, compiled = ours(config), ours(config)
+    compile_layers(compiled, "cpu", backend="eager", one_shape=True)
+    flags = TextFlags(max_seq_length=48, per_device_train_batch_size=2, document_masks=True)
+    collators = [causal_batches(flags, Mesh(), filled_to) for filled_to in (0, 96, 160)]
+    for lengths in ([96], [10, 30, 8, 48], [48, 20], [1, 2, 3, 42]):
+        nothing = np.zeros(len(lengths), dtype=np.int64)
+        pack = Pack(nothing, nothing, np.array(lengths), 0), random.integers(0, 97, sum(lengths))
+        found = []
+        for collator, model in zip(collators, (plain, plain, compiled), strict=True):
+            model.zero_grad()
+            output = model(**to_device(collator(*pack), torch.device("cpu")))
+            output.loss_sum.backward()
+            found.append([output.loss_sum.detach(), *(p.grad for p in model.parameters())])
+        for alone, same_size, filled in zip(*found, strict=True):
+            assert (same_size - alone).norm() <= 1e-5 * alone.norm()
+            assert (filled - alone).norm() <= 1e-5 * alone.norm()
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+    torch._dynamo.reset()
 
 
 def test_decoder_fillers_change_nothing():

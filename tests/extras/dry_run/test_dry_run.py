@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 from benchmarks.allocator_peak import PLAIN, run_measured
 from common.cli import UserError
+from common.flags import with_flags
 from common.models.esm2.config import esm2_config
 from common.models.esm2.model import Esm2ForMaskedLM
 from common.training.registry import parse_run
-from extras.dry_run.dry_run import GIB, largest_pack
+from extras.dry_run import auto_pack
+from extras.dry_run.dry_run import GIB, hybrid, largest_pack
 from extras.dry_run.memory_estimate import MemoryEstimate, fake_run
 from tests.data_fixtures import load_script
 from tests.decoder_fixtures import decoder_flags, write_text
 from tests.forked import run_script
-from tests.training_fixtures import flags_of, on_ranks
+from tests.training_fixtures import flags_of, on_ranks, train
 
 FLAGS = {"train_ddp.py": "DdpFlags", "train_fsdp2.py": "FsdpFlags", "train_mfsdp.py": "MegatronFlags"}
 FSDP = "train_fsdp2.py"
@@ -96,6 +100,52 @@ def test_largest_pack_fits_and_next_does_not():
         assert largest_pack(run.step, known, 1000, 256) is None
 
 
+def test_auto_pack_is_the_largest_that_divides_the_batch(tmp_path, monkeypatch):
+    """A rank's 8,192 tokens a step in as few packs as fit: one fewer does not."""
+    argv = ["--config_name=facebook/esm2_t6_8M_UR50D", "--config_overrides=num_hidden_layers=1", "--bf16"]
+    argv += ["--max_seq_length=256", "--tokens_per_step=16384", "--device_reserve=0"]
+    limit = 1.02 * predicted("train_ddp.py", 2, argv, "--tokens_per_pack=2048").peak
+    more = ["--dry_run", "--world_size=2", f"--device_memory={limit / GIB}", "--tokens_per_pack=auto"]
+    module, args = script_and_arguments("train_ddp.py", argv + more)
+    assert args.pack_tokens == 8 * 256  # as long as it is not resolved
+    assert args.with_pack(module.build).data.tokens_per_pack == 2048
+    assert predicted("train_ddp.py", 2, argv, f"--tokens_per_pack={8192 // 3 // 256 * 256}").peak > limit
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=limit))
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    run = with_flags(args, dry_run=False, world_size=None, device_memory=None, output_dir=str(tmp_path))
+    monkeypatch.setattr(auto_pack, "find_spec", lambda name: None)
+    assert run.with_pack(module.build).data.tokens_per_pack == 2048
+    monkeypatch.setattr(auto_pack, "find_spec", lambda name: object())
+    with pytest.raises(UserError, match="counts the torch backend's layers: add --backend torch, or give a number"):
+        run.with_pack(module.build)
+
+    tight = with_flags(args, device_memory=args.dry_run.device_memory / 100)
+    with pytest.raises(UserError, match="--tokens_per_pack auto: not one sequence of --max_seq_length 256 fits"):
+        tight.with_pack(module.build)
+    with pytest.raises(UserError, match="with --dry_run it needs the GPU's memory: add, say, --device_memory 80"):
+        with_flags(args, device_memory=None).with_pack(module.build)
+
+
+def test_auto_pack_keeps_the_packs_of_a_checkpoint(dataset, tmp_path):
+    """Without one it is refused on a CPU."""
+    flags = {"per_device_train_batch_size": None, "max_steps": 1}
+    argv = flags_of(dataset, tmp_path, **flags, tokens_per_pack="auto", tokens_per_step=4096)
+    module, args = script_and_arguments("train_ddp.py", argv)
+    with pytest.raises(UserError, match="it fills the memory of a GPU, and this run is on a CPU: give a number"):
+        args.with_pack(module.build)
+    train(dataset, tmp_path, **flags, tokens_per_pack=448)
+    assert args.with_pack(module.build).data.tokens_per_pack == 448
+    for anew in ({"overwrite_output_dir": True}, {"resume_from_checkpoint": "false"}):
+        with pytest.raises(UserError, match="give a number"):
+            with_flags(args, **anew).with_pack(module.build)
+    with pytest.raises(UserError, match="missing: --tokens_per_step "):
+        script_and_arguments("train_ddp.py", flags_of(dataset, tmp_path, **flags, tokens_per_pack="auto"))
+    with pytest.raises(UserError, match="'many' is neither a number nor auto"):
+        script_and_arguments("train_ddp.py", flags_of(dataset, tmp_path, **flags, tokens_per_pack="many"))
+
+
 def test_dry_run_of_a_batch_ramp_counts_its_largest_step():
     """Of a number of packs above the ranks, each micro-batch but the last holds gradients of the ones before."""
     argv = ["--config_name=facebook/esm2_t6_8M_UR50D", "--config_overrides=num_hidden_layers=1", "--max_seq_length=64"]
@@ -117,6 +167,20 @@ def test_dry_run_subtracts_recomputed_and_offloaded_activations():
     # The device keeps that of two, of which one is on its way.
     assert held[3].activations_on_host == 4 * (4096 * 320 * 4 + 5 * 4)
     assert held[2].activations_on_host == 0
+
+
+def test_dry_run_shows_hybrid_sharding_beyond_a_node():
+    """Two nodes that each have all weights hold on a rank what one node does alone."""
+    wide = "num_hidden_layers=1,hidden_size=2560,intermediate_size=10240"
+    argv = ["--config_name=facebook/esm2_t6_8M_UR50D", f"--config_overrides={wide}", "--max_seq_length=64"]
+    module, args = script_and_arguments(FSDP, [*argv, "--dry_run", "--world_size=16"])
+    line, _ = hybrid(args, module.build)
+    alone = predicted(FSDP, 8, argv).peak / GIB
+    assert alone > 0.1
+    assert float(line.split()[0]) == pytest.approx(alone, abs=0.006)
+    assert "--sharding_strategy hybrid" in line
+    assert hybrid(with_flags(args, world_size=8), module.build) == []
+    assert hybrid(with_flags(args, sharding_strategy="grad_op"), module.build) == []
 
 
 def test_dry_run_fits_the_guides_layout_of_llama_8b():
