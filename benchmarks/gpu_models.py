@@ -27,13 +27,21 @@ SIZES = {size: ESM2_SIZES[name] for size, name in NAMES.items()}
 SIZES |= {"15B/8": (6, *SIZES["15B"][1:]), "tiny": (2, 64, 4)}
 TORCH, TE, FP8 = {"backend": "torch"}, {"backend": "te"}, {"fp8": True, "fp8_recipe": "delayed"}
 COMPILED, PADDED = TORCH | {"torch_compile": True}, {"sequence_packing": False}
+FOUR_PACKS = COMPILED | {"bf16_residual": True, "gradient_accumulation_steps": 4}
 KINDS = {  # {kind: (in a table, flags beside --bf16)}
     "te": ("TE", TE),
     "te-fp8": ("TE, FP8", TE | FP8),
     "te-fp8-params": ("TE, FP8, weights in FP8", TE | FP8 | {"fp8_params": True}),
     "torch-compiled": ("torch, compiled", COMPILED),
     "bf16-residual": ("torch, compiled, --bf16_residual", COMPILED | {"bf16_residual": True}),
-    "4-packs": ("the same, 4 packs a step", COMPILED | {"bf16_residual": True, "gradient_accumulation_steps": 4}),
+    "4-packs": ("the same, 4 packs a step", FOUR_PACKS),
+    "fa2": ("the same, --flash_attention fa2", FOUR_PACKS | {"flash_attention": "fa2"}),
+    "cuda-graphs": ("4 packs, --cuda_graphs", FOUR_PACKS | {"cuda_graphs": True}),
+    "triton-adamw": ("4 packs, --triton_adamw", FOUR_PACKS | {"triton_adamw": True}),
+    "scaled-mm": (
+        "4 packs, --fp8_scaled_mm",
+        FOUR_PACKS | {"fp8": True, "fp8_recipe": "current", "fp8_scaled_mm": True},
+    ),
     "torch": ("torch", TORCH | {"torch_compile": False}),
     "peer": ("EsmForMaskedLM, padded, sdpa", PADDED | {"backend": "hf"}),
     "peer-flash": ("EsmForMaskedLM, padded, flash_attention_2", PADDED | {"backend": "hf_flash"}),
