@@ -47,7 +47,7 @@ with suppress(ImportError):  # torch 2.11 has none
 
 with suppress(ImportError):  # what --report_to opens, where it is installed
     import torch.utils.tensorboard
-    import wandb  # noqa: F401
+    import wandb.sdk.launch  # noqa: F401  (wandb.init imports it: a second of each start)
 
 savefig, subplots = Figure.savefig, Figure.subplots
 CURVES = (2, 2)  # of training_curves.png, and of no other picture
