@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 import signal
@@ -64,6 +65,17 @@ def pytest_configure(config: pytest.Config) -> None:
         torch.set_num_threads(1)
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_collection():
+    """What is imported and collected stays: the garbage collector need not look through it, now or later."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--soak-rounds", type=int, help="Kills in each soak test (2 and 4); the long form has 30.")
     parser.addoption("--soak-seed", type=int, default=0, help="Repeats the moments of a soak test that failed.")
@@ -76,9 +88,12 @@ def pytest_make_parametrize_id(config, val, argname: str) -> str | None:
 
 # Files whose tests wait for clusters, engines, torchrun and each other, in two parts that take about as long.
 WAITING = (
-    ("ops/test_slurm", "test_readme", "ops/test_containers", "ops/test_kubernetes_run", "ops/test_push"),
     (
-        *("distributed/", "extras/preflight/", "extras/monitor/", "extras/launcher/"),
+        *("ops/test_slurm", "test_readme", "ops/test_containers", "ops/test_kubernetes_run", "ops/test_push"),
+        "extras/preflight/",
+    ),
+    (
+        *("distributed/", "extras/monitor/", "extras/launcher/"),
         *("training/test_soak", "training/test_resume", "training/test_fsdp2_faults", "training/test_trackers"),
     ),
 )

@@ -5,6 +5,7 @@ What is not tested that way: the interpreter's own start and end, and launchers 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import multiprocessing
 import os
@@ -30,13 +31,15 @@ def context():
         server = forkserver._forkserver
         server._forkserver_address, server._forkserver_alive_fd = address, os.pipe()[1]
         server.ensure_running = resource_tracker.ensure_running
+    else:
+        with contextlib.chdir(ROOT):  # where it finds tests.warm, whatever directory the test is in
+            forkserver.ensure_running()
     return context
 
 
 def serve() -> None:
     """Start a server, and have the processes that this one starts use it: imports are done once, while they start."""
     context()
-    forkserver.ensure_running()
     os.environ[SERVER] = forkserver._forkserver._forkserver_address
 
 

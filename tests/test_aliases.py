@@ -2,34 +2,23 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import pytest
 
-from tests.training_fixtures import ROOT, environment
+from tests.forked import run_script
+from tests.training_fixtures import environment
 
 
 @pytest.mark.parametrize(
     ("alias", "module"), [("common.ranks.launch", "extras.launch"), ("common.preflight", "extras.preflight")]
 )
 def test_alias_runs_the_module_it_stands_for(alias, module):
-    helps = [
-        subprocess.run(
-            [sys.executable, "-m", name, "--help"],
-            capture_output=True,
-            text=True,
-            env=environment(),
-            cwd=ROOT,
-            check=True,
-        ).stdout.partition("\n\n")[2]  # without the usage, which names the command
-        for name in (alias, module)
-    ]
+    runs = [run_script(name, "--help", env=environment()) for name in (alias, module)]
+    assert [run.returncode for run in runs] == [0, 0], runs[0].stderr
+    helps = [run.stdout.partition("\n\n")[2] for run in runs]  # without the usage, which names the command
     assert helps[0] == helps[1] != ""
 
 
 def test_alias_passes_exit_status_on():
-    command = [sys.executable, "-m", "common.preflight", "--no_such_flag"]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment(), cwd=ROOT, check=False)
+    done = run_script("common.preflight", "--no_such_flag", env=environment())
     assert done.returncode == 2
     assert "unknown flag --no_such_flag" in done.stderr

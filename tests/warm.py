@@ -6,13 +6,22 @@ Imports are most of what a run of seconds takes, and its picture much of the res
 
 from __future__ import annotations
 
+# ruff: noqa: E402
+import gc  # isort: skip
+
+gc.disable()  # while importing, where all that there is stays
+
 import common  # isort: skip  (before torch: see there)
 import ctypes
-import gc
 import sys
 import warnings
 from contextlib import suppress
 from pathlib import Path
+
+# wandb.init imports it, and its pydantic models look for their sources in all modules that there are: half a second
+# here, and another one after the others.
+with suppress(ImportError):
+    import wandb.sdk.launch  # noqa: F401
 
 import numpy
 import numpy.ctypeslib
@@ -47,7 +56,6 @@ with suppress(ImportError):  # torch 2.11 has none
 
 with suppress(ImportError):  # what --report_to opens, where it is installed
     import torch.utils.tensorboard
-    import wandb  # noqa: F401
 
 savefig, subplots = Figure.savefig, Figure.subplots
 CURVES = (2, 2)  # of training_curves.png, and of no other picture
@@ -127,4 +135,5 @@ with torch.random.fork_rng(devices=[]):
     train_once()
 gc.collect()
 gc.freeze()  # a fork neither looks through all this for garbage nor copies it by doing so
+gc.enable()
 use_huge_pages()

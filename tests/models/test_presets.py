@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import pytest
 from transformers import BertConfig, EsmConfig
 
 from common.cli import UserError
 from common.models.esm2.config import ESM2_SIZES, Esm2Config, esm2_config, load_config, override
-from tests.conftest import ROOT
 
 # facts.md: layers, hidden size, heads
 PUBLISHED = {
@@ -93,16 +89,6 @@ def test_config_round_trip_through_transformers(tmp_path):
     stock = EsmConfig(**esm2_config(3, 96, 6).to_transformers().to_dict() | {"a_lab": {"of": ["its", "own"]}})
     stock.save_pretrained(tmp_path)
     assert Esm2Config.read(tmp_path / "config.json").to_transformers().to_dict() == stock.to_dict()
-
-
-def test_preset_run_does_not_import_transformers():
-    """It would take longer than everything else that a process imports for its first step."""
-    code = (
-        "import sys, train_ddp, common.training.optim as o; from common.models.esm2.config import load_config as l; "
-    )
-    code += "l('facebook/esm2_t6_8M_UR50D'); o.OptimizerFlags().check(); print('transformers' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
-    assert done.stdout.strip() == "False", done.stderr
 
 
 def test_config_json_of_other_architecture_is_refused(tmp_path):

@@ -27,8 +27,7 @@ RECIPES = {name: {"fp8": True, "fp8_recipe": name} for name in ("delayed", "curr
 RECIPES |= {"mxfp8": {"fp8": True, "fp8_recipe": "mxfp8", "capability": BLACKWELL}}
 RECIPES |= {"nvfp4": {"fp4": True, "capability": BLACKWELL}}
 WAYS = {
-    "statistics": {"quant_stats": True, "quant_stats_freq": 2},
-    "DDP": {"nproc": 2},
+    "DDP, statistics": {"nproc": 2, "quant_stats": True, "quant_stats_freq": 2},
     "FSDP2, recomputed": {"script": "train_fsdp2.py", "nproc": 2, "activation_checkpointing": "full"},
     "FP8 weights": {"fp8_params": True},
 }

@@ -11,7 +11,7 @@ from tests.live_runs import LiveRun, assert_same_run, newest_step, outcome
 from tests.training_fixtures import final_weights, losses, relative_difference, rows, train
 
 DDP, CP, FSDP2, MFSDP = "train_ddp.py", "train_ddp_cp.py", "train_fsdp2.py", "train_mfsdp.py"
-STEPS = 20
+STEPS = 8
 RUN = {"optim": "muon", "max_steps": STEPS, "packs_per_step": 12, "tokens_per_pack": 128, "save_steps": 100}
 LOSS, NORM, WEIGHTS = 1e-6, 2e-5, 3e-6  # as in test_mfsdp.py
 
@@ -73,7 +73,7 @@ def test_muon_more_ranks_than_matrices_and_rows(dataset, tmp_path):
 
 def test_muon_checkpoint_of_any_strategy_resumes_on_any_other(dataset, tmp_path):
     """One run that changes strategy and ranks seven times, and one process that does not: weights and all state."""
-    run = RUN | {"max_steps": 8, "save_steps": 8}
+    run = RUN | {"save_steps": STEPS}
     legs = [
         (2, {}),
         (3, {"script": MFSDP}),
@@ -89,7 +89,7 @@ def test_muon_checkpoint_of_any_strategy_resumes_on_any_other(dataset, tmp_path)
         train(dataset, out, nproc, **run | flags, stop_at_step=number)
     train(dataset, alone, **run)
     assert_same(out, alone)
-    found, expected = (outcome(each, 8, tmp_path) for each in (out, alone))
+    found, expected = (outcome(each, STEPS, tmp_path) for each in (out, alone))
     assert found.keys() == expected.keys()
     for kind in ("momentum_buffer", "exp_avg", "exp_avg_sq", "step"):
         some = [{k: v for k, v in state.items() if k.endswith(f"/{kind}")} for state in (found, expected)]
@@ -99,7 +99,8 @@ def test_muon_checkpoint_of_any_strategy_resumes_on_any_other(dataset, tmp_path)
 
 @pytest.mark.parametrize(("nproc", "script"), [(2, DDP), (3, FSDP2), (2, MFSDP)])
 def test_muon_resume_after_kill_is_same_run(dataset, tmp_path, nproc, script):
-    flags = RUN | {"script": script, "bf16": script == DDP, "packs_per_step": nproc}
+    steps = 12  # enough that it is under way when it is killed
+    flags = RUN | {"script": script, "bf16": script == DDP, "packs_per_step": nproc, "max_steps": steps}
     whole, out = tmp_path / "whole", tmp_path / "out"
     train(dataset, whole, nproc, **flags)
     with LiveRun(dataset, out, tmp_path / "logs", nproc, **flags | {"save_steps": 3}) as run:
@@ -107,7 +108,7 @@ def test_muon_resume_after_kill_is_same_run(dataset, tmp_path, nproc, script):
         run.signal(signal.SIGKILL)
         run.end()
     train(dataset, out, nproc, **flags)
-    assert_same_run(out, whole, STEPS, tmp_path)
+    assert_same_run(out, whole, steps, tmp_path)
 
 
 def test_muon_layers_in_other_formats_take_the_same_steps(dataset, tmp_path, alone):
