@@ -66,7 +66,7 @@ class Side:
         return Side(f"{self.name}, {other.name}", self.flags | other.flags)
 
 
-BF16, TANH = Side("BF16", {"bf16": True}), Side("tanh", {"gelu": "tanh"})
+BF16, TANH = Side("BF16", {"bf16": True, "bf16_residual": False}), Side("tanh", {"gelu": "tanh"})
 PEER, TORCH = Side("EsmForMaskedLM", {"backend": "hf"}), Side("torch", {"backend": "torch", "torch_compile": False})
 COMPILED = Side("compiled", {"torch_compile": True})
 TE = Side("TE", {"backend": "te"})
@@ -74,7 +74,7 @@ TORCH_BF16, TE_BF16 = TORCH + TANH + BF16, TE + BF16
 
 
 def in_fp8(recipe: str) -> list[tuple[Side, Side]]:
-    fp8 = Side(f"FP8 {recipe}", {"bf16": True, "fp8": True, "fp8_recipe": recipe})
+    fp8 = Side(f"FP8 {recipe}", BF16.flags | {"fp8": True, "fp8_recipe": recipe})
     te, emulated = TE + fp8, TORCH + TANH + fp8 + Side("emulated", {"emulate_precision": True})
     params = te + Side("weights in FP8", {"fp8_params": True})
     return [(te, TE_BF16), (emulated, TORCH_BF16), (emulated, te), (params, te)]

@@ -27,15 +27,15 @@ SIZES = {size: ESM2_SIZES[name] for size, name in NAMES.items()}
 SIZES |= {"15B/8": (6, *SIZES["15B"][1:]), "tiny": (2, 64, 4)}
 TORCH, TE, FP8 = {"backend": "torch"}, {"backend": "te"}, {"fp8": True, "fp8_recipe": "delayed"}
 COMPILED, PADDED = TORCH | {"torch_compile": True}, {"sequence_packing": False}
-FOUR_PACKS = COMPILED | {"bf16_residual": True, "gradient_accumulation_steps": 4}
+FOUR_PACKS = COMPILED | {"gradient_accumulation_steps": 4}
 KINDS = {  # {kind: (in a table, flags beside --bf16)}
     "te": ("TE", TE),
     "te-fp8": ("TE, FP8", TE | FP8),
     "te-fp8-params": ("TE, FP8, weights in FP8", TE | FP8 | {"fp8_params": True}),
     "torch-compiled": ("torch, compiled", COMPILED),
-    "bf16-residual": ("torch, compiled, --bf16_residual", COMPILED | {"bf16_residual": True}),
-    "4-packs": ("the same, 4 packs a step", FOUR_PACKS),
-    "fa2": ("the same, --flash_attention fa2", FOUR_PACKS | {"flash_attention": "fa2"}),
+    "fp32-residual": ("torch, compiled, --bf16_residual False", COMPILED | {"bf16_residual": False}),
+    "4-packs": ("torch, compiled, 4 packs a step", FOUR_PACKS),
+    "fa2": ("4 packs, --flash_attention fa2", FOUR_PACKS | {"flash_attention": "fa2"}),
     "cuda-graphs": ("4 packs, --cuda_graphs", FOUR_PACKS | {"cuda_graphs": True}),
     "triton-adamw": ("4 packs, --triton_adamw", FOUR_PACKS | {"triton_adamw": True}),
     "scaled-mm": (

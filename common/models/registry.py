@@ -35,7 +35,8 @@ class ModelSpec:
 
     backend, why: `te`, `torch` or `hf`, and the reason; gelu: `exact` or `tanh` ("" without a choice); remarks: for
     the log; make: builds the model, under torch.device("meta"); read: given weights as ((our name, tensor) pairs,
-    extras), None for random ones; attention: the flash-attention kernels ("" without).
+    extras), None for random ones; attention: the flash-attention kernels ("" without); bf16_residual: whether the
+    residual stream is bf16, where that is a choice.
     """
 
     config: Any
@@ -46,6 +47,7 @@ class ModelSpec:
     make: Callable[[], Model]
     read: Callable[[], tuple[Iterator[tuple[str, Tensor]], dict[str, Tensor]]] | None
     attention: str = ""
+    bf16_residual: bool | None = None
 
 
 class Family(ABC):

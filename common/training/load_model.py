@@ -37,9 +37,9 @@ def load_model(
 ) -> BuiltModel:
     """The model on the rank's device, with random weights or those of --model_name_or_path; all ranks together.
 
-    previous: backend and GELU of the run that is resumed, which are kept; shard: called with the model on the
-    meta device, after which each rank initialises or reads only its own shards; device: where the weights are kept, if
-    not on the rank's device; torch_only: the strategy's flags that only the torch backend supports.
+    previous: backend, GELU and residual stream of the run that is resumed, which are kept; shard: called with the model
+    on the meta device, after which each rank initialises or reads only its own shards; device: where the weights are
+    kept, if not on the rank's device; torch_only: the strategy's flags that only the torch backend supports.
     """
     with world.raise_together():
         choice = args.family.choose(args, world, torch_only, previous or {})
@@ -49,6 +49,7 @@ def load_model(
     compiled, remark = args.model.compiles(world.device, backend)
     software |= {"compiled": str(compiled)}
     software |= {"backend": f"{backend} ({choice.why})", "gelu": gelu, "attention": choice.attention}
+    software |= {"bf16_residual": str(choice.bf16_residual)}
     world.assert_same(flags | software | {f"model's {name}": value for name, value in asdict(config).items()})
     with world.raise_together():
         plan = choose_plan(args.precision, config, world.device, backend, choice.why, sharded=shard is not None)
@@ -91,7 +92,8 @@ def load_model(
             if graphs:
                 keep_addresses(rounded.copies)
     remarks = (*choice.remarks, *([remark] if remark else []))
-    return BuiltModel(model, backend, gelu, remarks, precision, extras, compiled, choice.attention, one_shape)
+    chosen = {"attention": choice.attention, "bf16_residual": choice.bf16_residual}
+    return BuiltModel(model, backend, gelu, remarks, precision, extras, compiled, one_shape=one_shape, **chosen)
 
 
 def check_host_memory(model: nn.Module, trains: bool, ranks: int) -> None:

@@ -16,6 +16,7 @@ from common.data.packs_per_step import PacksPerStep
 from common.data.training_data import TrainingData, packs_per_step
 from common.distributed.world import World
 from common.files.json_files import LARGEST_INT, check_type, shorten
+from common.models.layers.backend import KEPT
 from common.training.arguments import RunArguments
 from common.training.run_logger import peak_memory_gb
 from common.training.schedule import default_warmup_steps, earlier_warmup_steps
@@ -153,7 +154,7 @@ class TrainerState:
         implementation: `BuiltModel.implementation`.
         """
         arguments = {k: v for k, v in arguments.items() if isinstance(v, str | int | float | bool | None)}
-        arguments |= {name: implementation[name] for name in ("backend", "gelu")}
+        arguments |= {name: implementation[name] for name in KEPT if name in implementation}
         saved = self.arguments
         changed = [
             f"{k} {saved[k]} -> {v}" for k, v in arguments.items() if k not in HARMLESS and saved.get(k, v) != v

@@ -13,7 +13,7 @@ from pathlib import Path
 from common.cli import UserError
 from common.data.training_data import TrainingData
 from common.distributed.world import World
-from common.models.layers.backend import BACKENDS
+from common.models.layers.backend import BACKENDS, KEPT
 from common.training.arguments import RunArguments
 from common.training.checkpoint import TRAINER_STATE
 from common.training.checkpoint_files import (
@@ -50,9 +50,9 @@ class ResumePlan:
 
     @property
     def implementation(self) -> dict[str, str]:
-        """{"backend": ..., "gelu": ...} that the run has used so far; {} for a new run or where none is recorded."""
+        """{name in KEPT: what the run has used so far}; {} for a new run or where none is recorded."""
         saved = self.state.arguments
-        return {k: str(saved.get(k)) for k in ("backend", "gelu")} if saved.get("backend") in BACKENDS else {}
+        return {k: str(saved.get(k)) for k in KEPT} if saved.get("backend") in BACKENDS else {}
 
     def check(self, fingerprint: dict, args: RunArguments, data: TrainingData) -> None:
         """UserError if the checkpoint is of another model, other initial weights or other data. No collective."""

@@ -48,6 +48,7 @@ class BuiltModel:
     extras: dict[str, Tensor]
     compiled: bool = False
     attention: str = ""
+    bf16_residual: bool | None = None
     one_shape: bool = False
 
     @property
@@ -57,8 +58,10 @@ class BuiltModel:
     @property
     def implementation(self) -> dict[str, Any]:
         """How the model computes, as results and checkpoints record it; formats: {layers: number format}."""
-        kernels = {"attention": self.attention} if self.attention else {}
-        return {"backend": self.backend, "gelu": self.gelu, "formats": self.precision.formats} | kernels
+        chosen: dict[str, Any] = {"attention": self.attention} if self.attention else {}
+        if self.bf16_residual is not None:
+            chosen["bf16_residual"] = self.bf16_residual
+        return {"backend": self.backend, "gelu": self.gelu, "formats": self.precision.formats} | chosen
 
     @property
     def weights(self) -> nn.Module:

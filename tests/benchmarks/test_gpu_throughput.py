@@ -33,7 +33,7 @@ SHORT = {"dataloader_num_workers": 0, "disable_tqdm": True}
 
 
 def test_row_is_the_scripts_own_run(tmp_path):
-    flags = row_flags("tiny", "bf16-residual", 1024, 2, tmp_path, "cpu") | SHORT | {"torch_compile": False}
+    flags = row_flags("tiny", "fp32-residual", 1024, 2, tmp_path, "cpu") | SHORT | {"torch_compile": False}
     done = run_script("benchmarks.gpu_row", PROFILED, "1", "train_ddp.py", *words(flags))
     row = json.loads(done.stdout.splitlines()[-1])
     assert run_script("train_ddp.py", *words(flags | {"logging_steps": 1, "save_final_model": False})).returncode == 0

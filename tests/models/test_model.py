@@ -12,6 +12,7 @@ from common.data.collators import FillingCollator
 from common.models.esm2 import alphabet
 from common.models.esm2.config import ESM2_SIZES, esm2_config, load_config
 from common.models.esm2.convert import from_hf, to_hf
+from common.models.esm2.family import choose_residual
 from common.models.esm2.model import Esm2ForMaskedLM, build_model
 from common.models.layers.compiling import compile_layers
 from common.models.layers.initialise import count_parameters, initialise
@@ -295,6 +296,22 @@ def test_esm2_fillers_change_nothing():
         output.loss_sum.backward()
     for (name, a), b in zip(filled.named_parameters(), plain.parameters(), strict=True):
         assert relative(a.grad, b.grad) < 1e-5, name
+
+
+@pytest.mark.parametrize(
+    ("asked", "can", "device", "previous", "chosen"),
+    [
+        (None, True, "cuda", {}, True),
+        (None, True, "cpu", {}, False),
+        (None, False, "cuda", {}, False),
+        (None, True, "cuda", {"bf16_residual": "False"}, False),  # a run that was begun before it was the default
+        (None, True, "cpu", {"bf16_residual": "True"}, True),
+        (True, True, "cpu", {"bf16_residual": "False"}, True),
+        (False, True, "cuda", {}, False),
+    ],
+)
+def test_residual_is_bf16_on_a_gpu_unless_the_run_has_another(asked, can, device, previous, chosen):
+    assert choose_residual(asked, can, torch.device(device), previous) == chosen
 
 
 def test_esm2_bf16_residual_differs_by_rounding_only():

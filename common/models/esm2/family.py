@@ -7,7 +7,7 @@ always exact. The difference is measured in benchmarks/results/gelu.md. The LM h
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -51,6 +51,18 @@ def choose_gelu(asked: str | None, backend: str, config: Esm2Config) -> tuple[st
     return chosen, None  # ESM-2 as published
 
 
+def choose_residual(asked: bool | None, can: bool, device: torch.device, previous: Mapping[str, str]) -> bool:
+    """Whether the residual stream is bf16: as asked, else as a run that is resumed had it, else on a GPU.
+
+    can: whether the layers compute in bf16 and have the choice; previous: as of `load_model`.
+    """
+    if asked is not None:
+        return asked
+    if previous:
+        return previous.get("bf16_residual") == "True"
+    return can and device.type == "cuda"
+
+
 CP_COMM_TYPES = ("p2p", "all_gather", "a2a")
 NO_KERNEL = "Transformer Engine has no attention kernel for packs here (neither flash-attn nor cuDNN's)"
 
@@ -76,10 +88,10 @@ class ModelFlags(BackendFlags):
     gelu: str | None = flag(
         None, "exact (ESM-2's own) or tanh (an approximation, Transformer Engine's only one). Default: the backend's."
     )
-    bf16_residual: bool = flag(
-        False,
+    bf16_residual: bool | None = flag(
+        None,
         "With --bf16: a bf16 residual stream too, as Transformer Engine always has it: less memory traffic, two more "
-        "roundings per layer.",
+        "roundings per layer. Default: on a GPU.",
     )
     cp_comm_type: str = flag(
         "p2p", "How the ranks of --cp_size send keys: p2p (a ring), all_gather, or a2a (Transformer Engine only)."
@@ -159,14 +171,15 @@ class Esm2(Family):
         attention, kernels = flags.choose_attention(Heads(heads, heads, head_dim), bf16, world, by)
         remarks = tuple(line for line in (f"Backend: {backend} ({why})", no_kernel, kernels, remark) if line)
         read = partial(read_pretrained, flags.model_name_or_path, config) if flags.model_name_or_path else None
-        residual = torch.bfloat16 if flags.bf16_residual else torch.float32
+        bf16_residual = choose_residual(flags.bf16_residual, bf16 and backend == "torch", world.device, previous)
+        residual = torch.bfloat16 if bf16_residual else torch.float32
         make: Callable[[], Model] = partial(Esm2ForMaskedLM, config, backend, residual)
         if backend in STOCK:
             from extras import hf_backend
 
             hf_backend.check(args, world)
             make = partial(hf_backend.StockEsm, config, STOCK[backend])
-        return ModelSpec(config, backend, why, gelu, remarks, make, read, attention)
+        return ModelSpec(config, backend, why, gelu, remarks, make, read, attention, bf16_residual)
 
     def make(self, config: Esm2Config) -> Model:
         from common.models.esm2.model import Esm2ForMaskedLM
