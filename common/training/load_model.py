@@ -37,9 +37,9 @@ def load_model(
 ) -> BuiltModel:
     """The model on the rank's device, with random weights or those of --model_name_or_path; all ranks together.
 
-    previous: backend, GELU and residual stream of the run that is resumed, which are kept; shard: called with the model
-    on the meta device, after which each rank initialises or reads only its own shards; device: where the weights are
-    kept, if not on the rank's device; torch_only: the strategy's flags that only the torch backend supports.
+    previous: backend, GELU and residual stream of the resumed run, which are kept; shard: called with the model on the
+    meta device, after which each rank initialises or reads only its own shards; device: where the weights are kept, if
+    not on the rank's device; torch_only: the strategy's flags that only the torch backend supports.
     """
     with world.raise_together():
         choice = args.family.choose(args, world, torch_only, previous or {})
