@@ -36,6 +36,7 @@ def check(args: Any, world: World) -> None:
     unsupported = {
         "--torch_compile": model.torch_compile,
         "--bf16_residual": model.bf16_residual,
+        "--fused_gelu": model.fused_gelu,
         "--gradient_checkpointing": isinstance(strategy, ReplicaFlags) and strategy.gradient_checkpointing,
         "--cp_size": world.cp_size > 1,
         "--fp8": precision.fp8,

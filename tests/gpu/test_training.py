@@ -14,6 +14,7 @@ from common.models.esm2.model import build_model
 from common.models.layers.compiling import compile_layers
 from common.models.layers.initialise import initialise
 from common.models.layers.linear import Linear, RoundedWeights
+from extras import fused_gelu
 from tests.models.reference import ours_like, packed, random_batch, reference_model
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU")
@@ -42,10 +43,16 @@ def test_fp32_equals_the_reference_on_the_same_gpu():
 
 
 @pytest.mark.parametrize("compiled", [False, True])
-def test_bf16_varlen_attention_equals_fp32_on_the_cpu(compiled):
+@pytest.mark.parametrize("fused", [False, True], ids=["", "fused GELU"])
+def test_bf16_layers_equal_fp32_on_the_cpu(compiled, fused):
     """Logits, loss and gradients; bf16 has 8 bits, so a few per cent after three layers and a backward pass."""
     config = esm2_config(3, 320, 20)
     exact, model = build_model(config, seed=0), build_model(config, seed=0, device="cuda")
+    if fused:
+        if lack := fused_gelu.lacking(torch.device("cuda")):
+            pytest.skip(lack)
+        assert fused_gelu.failure((config.hidden_size, config.intermediate_size), torch.device("cuda")) is None
+        fused_gelu.with_fused_gelu(lambda: model)
     if compiled:
         compile_layers(model, "cuda")
     batch = packed(random_batch(LENGTHS))

@@ -74,7 +74,7 @@ class ModelFlags(BackendFlags):
     group = "model"
     required = ("config_name",)
     advanced = ("gelu", "bf16_residual", "cp_comm_type")
-    unlisted = (*BackendFlags.unlisted, "tokenizer_name")
+    unlisted = (*BackendFlags.unlisted, "tokenizer_name", "fused_gelu")
 
     config_name: str | None = flag(
         None, "Train from random weights: facebook/esm2_* (built in), a directory with config.json, a Hub name."
@@ -87,6 +87,9 @@ class ModelFlags(BackendFlags):
     )
     gelu: str | None = flag(
         None, "exact (ESM-2's own) or tanh (an approximation, Transformer Engine's only one). Default: the backend's."
+    )
+    fused_gelu: bool = flag(
+        False, "With --bf16 on Hopper or Blackwell: exact GELU inside the matmuls of the torch backend, by QuACK."
     )
     bf16_residual: bool | None = flag(
         None,
@@ -113,7 +116,8 @@ class ModelFlags(BackendFlags):
         self.require_choice("gelu", (None, *HIDDEN_ACT))
 
     def torch_only(self) -> list[str]:
-        return [*super().torch_only(), *["--gelu exact"] * (self.gelu == "exact")]
+        given = {"--gelu exact": self.gelu == "exact", "--fused_gelu": self.fused_gelu}
+        return [*super().torch_only(), *(name for name, is_given in given.items() if is_given)]
 
 
 def check_context(flags: ModelFlags, layout: str, cp_size: int, backend: str, config: Esm2Config) -> None:
@@ -169,7 +173,7 @@ class Esm2(Family):
         by = "torch" if backend == "te" and not te_attends(config) else backend
         no_kernel = f"Attention by torch's kernels: {NO_KERNEL}" if by != backend else None
         attention, kernels = flags.choose_attention(Heads(heads, heads, head_dim), bf16, world, by)
-        remarks = tuple(line for line in (f"Backend: {backend} ({why})", no_kernel, kernels, remark) if line)
+        lines = [f"Backend: {backend} ({why})", no_kernel, kernels, remark]
         read = partial(read_pretrained, flags.model_name_or_path, config) if flags.model_name_or_path else None
         bf16_residual = choose_residual(flags.bf16_residual, bf16 and backend == "torch", world.device, previous)
         residual = torch.bfloat16 if bf16_residual else torch.float32
@@ -179,6 +183,12 @@ class Esm2(Family):
 
             hf_backend.check(args, world)
             make = partial(hf_backend.StockEsm, config, STOCK[backend])
+        if flags.fused_gelu:
+            from extras import fused_gelu
+
+            lines.append(fused_gelu.check(args, config, gelu, world))
+            make = partial(fused_gelu.with_fused_gelu, make)
+        remarks = tuple(line for line in lines if line)
         return ModelSpec(config, backend, why, gelu, remarks, make, read, attention, bf16_residual)
 
     def make(self, config: Esm2Config) -> Model:

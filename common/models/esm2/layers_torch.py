@@ -7,6 +7,8 @@ The next layer adds the last sum (common.models.layers.residual).
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -65,6 +67,7 @@ class LayerNormMLP(nn.Module):
         super().__init__()
         self.eps = eps
         self.fc1_matmul = self.fc2_matmul = linear
+        self.fused: Callable[..., Tensor] | None = None  # all after the norm: extras.fused_gelu
         self.approximate = "tanh" if gelu == "tanh" else "none"
         self.layer_norm_weight = nn.Parameter(torch.empty(hidden_size))
         self.layer_norm_bias = nn.Parameter(torch.empty(hidden_size))
@@ -75,6 +78,8 @@ class LayerNormMLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = layer_norm(x, self.layer_norm_weight, self.layer_norm_bias, self.eps)
+        if self.fused is not None:
+            return self.fused(x, self.fc1_weight, self.fc1_bias, self.fc2_weight, self.fc2_bias)
         x = F.gelu(self.fc1_matmul(x, self.fc1_weight, self.fc1_bias), approximate=self.approximate)
         return self.fc2_matmul(x, self.fc2_weight, self.fc2_bias)
 

@@ -119,13 +119,15 @@ class _LinearByCopies(torch.autograd.Function):
         x, copy = ctx.saved_tensors
         need_x, need_weight, need_bias, *_ = ctx.needs_input_grad
         grad_x = grad @ copy if need_x else None
-        grad_weight = _matmul_to_fp32(grad.t(), x).to(ctx.dtype) if need_weight else None
+        grad_weight = weight_gradient(grad, x, ctx.dtype) if need_weight else None
         grad_bias = grad.sum(0, dtype=ctx.dtype) if need_bias else None
         return grad_x, grad_weight, grad_bias, None, None
 
 
-def _matmul_to_fp32(a: Tensor, b: Tensor) -> Tensor:
-    """a [m, k] times b [k, n], of bf16: fp32 [m, n]."""
-    if device_type(a) == "cuda":
-        return torch.mm(a, b, out_dtype=torch.float32)
-    return a.float() @ b.float()
+def weight_gradient(grad: Tensor, x: Tensor, dtype: torch.dtype) -> Tensor:
+    """grad^T x [out, in] in the weight's dtype, for grad [T, out], x [T, in]; fp32 is what the matmul sums in."""
+    if dtype != torch.float32 or grad.dtype == dtype:
+        return grad.t() @ x
+    if device_type(grad) == "cuda":
+        return torch.mm(grad.t(), x, out_dtype=dtype)
+    return grad.t().float() @ x.float()
