@@ -21,6 +21,8 @@ MATMULS = {
     "addmm": (1, 2),
     "bmm": (0, 1),
     "baddbmm": (1, 2),
+    "matmul_gelu": (0, 1),  # what their epilogues read and write counts as the matmul's
+    "matmul_gelu_backward": (0, 1),
 }  # {operator: positions of its operands}
 ATTENTION = {"_varlen_attn": 2, "_varlen_attn_backward": 5}  # {operator: matmuls of T x T scores with D columns}
 # What makes the host wait for the device: the result is a Python value, or its shape follows from values.

@@ -37,11 +37,13 @@ from common.models.layers.residual import begin, total
 from common.shapes import filled_up
 from common.training.run_logger import PEAK_FLOPS
 from extras.dry_run.memory_tracker import MemoryTracker
+from extras.fused_gelu import fused_mlp
 from extras.muon import HeldParameter, Ranks, StepCost, assign, step_cost
 
 EAGER, COMPILED = "eager", "compiled"
 BF16 = "compiled, --bf16_residual"  # layers
 MODES = (EAGER, COMPILED, BF16)
+GELU = f"{BF16} --fused_gelu"
 
 
 @dataclass(frozen=True)
@@ -157,8 +159,10 @@ def layer_work(
     config = esm2_config(*SIZES[size])
     with FakeTensorMode(), as_on_a_gpu():
         layer = TransformerLayer(config)
+        if mode == GELU:
+            layer.layernorm_mlp.fused = fused_mlp
         x, rotary, bounds, longest = _call(
-            config, filled_up(tokens), torch.bfloat16 if mode == BF16 else torch.float32
+            config, filled_up(tokens), torch.bfloat16 if mode in (BF16, GELU) else torch.float32
         )
         weights = dict(layer.named_parameters())
         kept = RoundedWeights([layer] if rounded_ahead else [])
@@ -304,18 +308,18 @@ def times_table(args: Arguments) -> Iterator[str]:
 
 
 def packs_table(args: Arguments) -> Iterator[str]:
-    """Several packs a step, with weights that are rounded in each of them or ahead, and with faster attention."""
+    """Several packs a step, with weights rounded in each of them or ahead, faster attention, and --fused_gelu."""
     yield "| model, H100 | packs a step | weights rounded | attention | other kernels move, GB a pack | a pack, ms "
     yield "| tokens/s | MFU |\n|---|--:|---|---|--:|--:|--:|--:|\n"
     fa2 = DEVICES[0]
     fa4 = replace(fa2, of_attention=FA4 * fa2.of_attention)
     for size in args.sizes.split(","):
-        rows = [(packs, ahead, "FA2", fa2) for packs in (1, 4) for ahead in (False, True)]
-        rows += [(packs, True, f"FA4 at {FA4:g} x FA2, modelled", fa4) for packs in (1, 4)]
-        for packs, ahead, attention, device in rows:
-            step = step_of(size, args.tokens, BF16, packs, ahead)
+        rows = [(BF16, packs, ahead, "FA2", fa2) for packs in (1, 4) for ahead in (False, True)]
+        rows += [(mode, n, True, f"FA4 at {FA4:g} x FA2, modelled", fa4) for mode in (BF16, GELU) for n in (1, 4)]
+        for mode, packs, ahead, attention, device in rows:
+            step = step_of(size, args.tokens, mode, packs, ahead)
             seconds, rounded = step.seconds(device), "once a step" if ahead else "in each pack"
-            yield f"| {size}, {BF16} | {packs} | {rounded} | {attention} | {step.all.moved / packs / 1e9:.1f} "
+            yield f"| {size}, {mode} | {packs} | {rounded} | {attention} | {step.all.moved / packs / 1e9:.1f} "
             yield f"| {1000 * seconds / packs:.1f} | {step.tokens / seconds:,.0f} | {step.mfu(device):.1%} |\n"
 
 

@@ -13,7 +13,7 @@ from benchmarks.gpu_models import SIZES
 from benchmarks.step_counts import counted
 from benchmarks.step_exchanges import Network, Times, cp_ddp, ddp, fsdp, hsdp
 from benchmarks.step_fused import fused_work, graphs_of
-from benchmarks.step_model import COMPILED, DEVICES, EAGER, layer_work, step_of
+from benchmarks.step_model import BF16, COMPILED, DEVICES, EAGER, GELU, layer_work, step_of
 from common.compat import foreach_copy_
 from common.models.esm2.config import esm2_config
 
@@ -70,6 +70,14 @@ def test_layer_work_has_the_flops_of_the_formula():
     assert eager.attention == compiled.attention == 7  # two forward; five backward, scores once more among them
     assert compiled.kernels < eager.kernels
     assert compiled.moved < 0.6 * eager.moved
+
+
+def test_layer_work_without_the_kernels_of_gelu():
+    (forward, backward), fused = layer_work("8M", TOKENS, BF16), layer_work("8M", TOKENS, GELU)
+    one = 2 * TOKENS * 4 * esm2_config(*SIZES["8M"]).hidden_size  # bytes of what GELU is applied to
+    assert forward.moved - fused[0].moved == 2 * one  # fc1's sums, and their GELU
+    assert backward.moved - fused[1].moved == 3 * one  # the sums, and both gradients
+    assert [work.matmuls for work in fused] == [forward.matmuls, backward.matmuls]
 
 
 def counted_nothing():
