@@ -104,15 +104,17 @@ class Generator:
         self.config = load_decoder_config(str(directory))  # of a known family, without keys that load code
         self.device = torch.device("cuda" if torch.cuda.is_available() and not args.use_cpu else "cpu")
         where = f"--model_name_or_path {args.model_name_or_path}"
-        options = {"local_files_only": True, "trust_remote_code": False}
         try:
-            self.tokenizer: Any = AutoTokenizer.from_pretrained(directory, **options)
+            self.tokenizer: Any = AutoTokenizer.from_pretrained(
+                directory, local_files_only=True, trust_remote_code=False
+            )
             self.model: Any = AutoModelForCausalLM.from_pretrained(
                 directory,
                 config=self.config.to_transformers(),
                 dtype=torch.bfloat16 if args.bf16 else torch.float32,
                 use_safetensors=True,
-                **options,
+                local_files_only=True,
+                trust_remote_code=False,
             )
         except Exception as error:  # many types: missing, damaged or foreign files
             raise UserError(f"{where}: cannot be opened: {one_line(error)[:200]}") from error

@@ -113,9 +113,9 @@ def update_unless(optimizer: torch.optim.Optimizer, found_inf: Tensor, grad_scal
     """
     # Of weights in host memory the update is the host's: it has to know now.
     found_inf = found_inf.to(optimizer.param_groups[0]["params"][0].device)
-    optimizer.found_inf, optimizer.grad_scale = found_inf, grad_scale  # pyrefly: ignore[missing-attribute]
+    optimizer.found_inf, optimizer.grad_scale = found_inf, grad_scale  # pyrefly: ignore[missing-attribute]  # fused ones'
     optimizer.step()
-    optimizer.found_inf = optimizer.grad_scale = None  # pyrefly: ignore[missing-attribute]
+    optimizer.found_inf = optimizer.grad_scale = None  # pyrefly: ignore[missing-attribute]  # likewise
 
 
 def adamw_groups(parameters: Iterable[nn.Parameter], flags: OptimizerFlags) -> list[dict[str, Any]]:

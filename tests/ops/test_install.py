@@ -81,7 +81,7 @@ def test_install_compiles_after_torch_with_constraints(install, tmp_path):
     assert tools == "install --quiet -r requirements-build.txt -c constraints.txt"
     how = "install --quiet --no-cache-dir --no-build-isolation -c constraints.txt"
     assert rest == [f"{how} {requirement}" for requirement in REQUIREMENTS]
-    assert len(rest) == 4
+    assert len(rest) == 5
     packages = tmp_path / ".venv" / "lib" / "python3.12" / "site-packages" / "nvidia"
     assert (tmp_path / "cpath").read_text() == f"{packages}/cu13/include:{packages}/cudnn/include\n"
     assert install() == (0, "")

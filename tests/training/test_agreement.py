@@ -203,7 +203,7 @@ def test_plan_resume_takes_backend_and_state_from_one_checkpoint(dataset, tmp_pa
     DAMAGES["a flipped byte"](tmp_path / "checkpoint-8")
     plan = plan_resume(args, False, alone)
     assert (plan.checkpoint.name, plan.state.step) == ("checkpoint-4", 4)
-    assert plan.implementation == {"backend": "torch", "gelu": "exact"}
+    assert plan.implementation == {"backend": "torch", "gelu": "exact", "bf16_residual": "False"}
 
 
 def test_plan_resume_refuses_to_overwrite_the_checkpoint_it_resumes_from(dataset, tmp_path):

@@ -49,6 +49,7 @@ def test_run_plan_is_in_log_results_and_checkpoint(dataset, tmp_path):
     expected = {
         "backend": "torch",
         "gelu": "exact",
+        "bf16_residual": False,
         "formats": {"1": "FP32", "2": "FP8, delayed scaling, hybrid"},
         "packs_per_step": 4,
         "accumulation": 2,

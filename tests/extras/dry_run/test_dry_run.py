@@ -158,14 +158,14 @@ def test_dry_run_of_a_batch_ramp_counts_its_largest_step():
 
 
 def test_dry_run_subtracts_recomputed_and_offloaded_activations():
-    argv = ["--config_name=facebook/esm2_t6_8M_UR50D", "--config_overrides=num_hidden_layers=3"]
-    argv += ["--bf16", "--tokens_per_pack=4096"]
+    argv = ["--config_name=facebook/esm2_t6_8M_UR50D", "--config_overrides=num_hidden_layers=4"]
+    argv += ["--bf16", "--bf16_residual=False", "--tokens_per_pack=4096"]
     ways = (["none"], ["selective"], ["full"], ["full", "--offload_activations"])
     held = [predicted(FSDP, 4, argv, f"--activation_checkpointing={way}", *more) for way, *more in ways]
     assert [h.peak for h in held] == sorted((h.peak for h in held), reverse=True)
-    # What each of three layers is given: fp32 tokens, and where four sequences begin and the last one ends, int32.
+    # What each of four layers is given: fp32 tokens, and where four sequences begin and the last one ends, int32.
     # The device keeps that of two, of which one is on its way.
-    assert held[3].activations_on_host == 3 * (4096 * 320 * 4 + 5 * 4)
+    assert held[3].activations_on_host == 4 * (4096 * 320 * 4 + 5 * 4)
     assert held[2].activations_on_host == 0
 
 
