@@ -129,7 +129,7 @@ class Generator:
     def prompt_ids(self, prompt: str | list[dict[str, str]]) -> torch.Tensor:
         """[1, tokens] of a text or a conversation. An empty text begins a document: after an end-of-text token.
 
-        UserError if there is no room for another token.
+        UserError if the context is full.
         """
         if isinstance(prompt, str):
             ids = self.tokenizer(prompt)["input_ids"] or [self.tokenizer.eos_token_id]
@@ -144,9 +144,9 @@ class Generator:
     def generate(self, prompt: str | list[dict[str, str]], seed: int, shows_prompt: bool) -> str:
         """The new text, which is also printed while it is generated."""
         args, ids = self.args, self.prompt_ids(prompt)
-        room = self.config.max_position_embeddings - ids.shape[1]
-        if room < args.max_new_tokens:
-            logger.warning("Only %d more tokens fit into the model's context", room)
+        left = self.config.max_position_embeddings - ids.shape[1]
+        if left < args.max_new_tokens:
+            logger.warning("Only %d more tokens fit into the model's context", left)
         sampling: dict[str, Any] = {"do_sample": False, "temperature": None, "top_k": None, "top_p": None}
         if args.temperature:
             sampling = {"do_sample": True, "temperature": args.temperature, "top_k": args.top_k, "top_p": args.top_p}
@@ -154,7 +154,7 @@ class Generator:
         found = self.model.generate(
             ids.to(self.device),
             attention_mask=torch.ones_like(ids).to(self.device),
-            max_new_tokens=min(args.max_new_tokens, room),
+            max_new_tokens=min(args.max_new_tokens, left),
             repetition_penalty=args.repetition_penalty,
             eos_token_id=self.end,
             pad_token_id=self.tokenizer.pad_token_id or 0,  # of one sequence nothing is padded

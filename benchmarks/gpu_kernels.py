@@ -4,7 +4,7 @@
     python -m benchmarks.gpu_kernels --device cpu --sizes tiny --tokens 128            tries the script itself
 
 Attention: forward and backward pass over a pack of proteins, bf16, by torch's varlen attention with FA2, FA3 and FA4
-(as --flash_attention chooses them), and by cuDNN over a jagged tensor. Products: the four matmuls of a layer, forward
+(as --flash_attention chooses them), and by cuDNN over a jagged tensor. Matmuls: the four matmuls of a layer, forward
 and both backward ones, by cuBLAS and cuBLASLt, with a bf16 and an fp32 result, and in FP8 (`_scaled_mm`, scales of
 one). Empty: what a host takes to launch a kernel that does nothing. An implementation that is not here says so in its
 cell.
@@ -37,7 +37,7 @@ from common.models.layers.backend import Heads
 ATTENTION = ("FA2", "FA3", "FA4", "cuDNN")
 HEAD_DIMS = (64, 128)
 LIBRARIES = {"cuda": ("cublas", "cublaslt"), "cpu": ("",)}
-PARTS = ("attention", "products", "launch")
+PARTS = ("attention", "matmuls", "launch")
 REPEATS, LAUNCHES = 20, 1000
 
 
@@ -117,7 +117,7 @@ def attention_lines(args: Arguments) -> Iterator[str]:
 # ---- matmuls ---------------------------------------------------------------------------------------------------
 
 
-class Product(NamedTuple):
+class Matmul(NamedTuple):
     """[rows, depth] x [depth, columns]; turned: whether the first and the second operand are stored transposed."""
 
     name: str
@@ -127,7 +127,7 @@ class Product(NamedTuple):
     turned: tuple[bool, bool]
 
 
-def products(size: str, tokens: int) -> Iterator[Product]:
+def matmuls(size: str, tokens: int) -> Iterator[Matmul]:
     """A layer's: forward, the input's gradient, the weight's [out, wide]."""
     hidden = SIZES[size][1]
     for name, out, wide in (
@@ -136,9 +136,9 @@ def products(size: str, tokens: int) -> Iterator[Product]:
         ("fc1", 4 * hidden, hidden),
         ("fc2", hidden, 4 * hidden),
     ):
-        yield Product(f"{name}, forward", tokens, out, wide, (False, True))
-        yield Product(f"{name}, input's gradient", tokens, wide, out, (False, False))
-        yield Product(f"{name}, weight's gradient", out, wide, tokens, (True, False))
+        yield Matmul(f"{name}, forward", tokens, out, wide, (False, True))
+        yield Matmul(f"{name}, input's gradient", tokens, wide, out, (False, False))
+        yield Matmul(f"{name}, weight's gradient", out, wide, tokens, (True, False))
 
 
 def operand(rows: int, columns: int, turned: bool, device: torch.device) -> Tensor:
@@ -146,10 +146,10 @@ def operand(rows: int, columns: int, turned: bool, device: torch.device) -> Tens
     return x.t() if turned else x
 
 
-def product_tflops(product: Product, device: torch.device, way: str) -> float:
+def matmul_speed(matmul: Matmul, device: torch.device, way: str) -> float:
     """way: bf16, fp32 (bf16 operands, the result in fp32) or fp8, whose operands are always turned alike."""
-    m, n, k = product.rows, product.columns, product.depth
-    turned = (False, True) if way == "fp8" else product.turned
+    m, n, k = matmul.rows, matmul.columns, matmul.depth
+    turned = (False, True) if way == "fp8" else matmul.turned
     left, right = operand(m, k, turned[0], device), operand(k, n, turned[1], device)
     call: Callable[[], Tensor] = partial(torch.mm, left, right)
     if way == "fp32":
@@ -161,20 +161,20 @@ def product_tflops(product: Product, device: torch.device, way: str) -> float:
     return 2 * m * n * k / milliseconds(call, device) / 1e9
 
 
-def product_lines(args: Arguments) -> Iterator[str]:
+def matmul_lines(args: Arguments) -> Iterator[str]:
     libraries, device = LIBRARIES[args.device], torch.device(args.device)
     ways = [(library, way) for library in libraries for way in ("bf16", "fp32")] + [(libraries[-1], "fp8")]
-    yield f"| model | product | rows x columns x depth | {' | '.join(f'{lib} {way}'.strip() for lib, way in ways)} |"
+    yield f"| model | matmul | rows x columns x depth | {' | '.join(f'{lib} {way}'.strip() for lib, way in ways)} |"
     yield "|---|---|---|" + "--:|" * len(ways)
     for size in args.sizes.split(","):
-        for product in products(size, args.tokens):
+        for matmul in matmuls(size, args.tokens):
             found = []
             for library, way in ways:
                 if library:
                     torch.backends.cuda.preferred_blas_library(library)
-                found.append(cell(lambda way=way, product=product: f"{product_tflops(product, device, way):.3g}"))
-            shape = f"{product.rows} x {product.columns} x {product.depth}"
-            yield f"| {size} | {product.name} | {shape} | {' | '.join(found)} |"
+                found.append(cell(lambda way=way, matmul=matmul: f"{matmul_speed(matmul, device, way):.3g}"))
+            shape = f"{matmul.rows} x {matmul.columns} x {matmul.depth}"
+            yield f"| {size} | {matmul.name} | {shape} | {' | '.join(found)} |"
 
 
 def launch_lines(args: Arguments) -> Iterator[str]:
@@ -186,8 +186,8 @@ def launch_lines(args: Arguments) -> Iterator[str]:
         yield f"| {name} | {1e3 * milliseconds(call, device, LAUNCHES):.2f} |"
 
 
-LINES = {"attention": attention_lines, "products": product_lines, "launch": launch_lines}
-UNITS = {"attention": "Attention, forward and backward", "products": "Products, TFLOPS", "launch": "Launching"}
+LINES = {"attention": attention_lines, "matmuls": matmul_lines, "launch": launch_lines}
+UNITS = {"attention": "Attention, forward and backward", "matmuls": "Matmuls, TFLOPS", "launch": "Launching"}
 
 
 def main() -> None:

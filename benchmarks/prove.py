@@ -32,7 +32,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from benchmarks.measuring import ROOT, completed, measured_afresh, publish, say, torchrun, where_measured, words
-from benchmarks.stock_loop import FAMILIES, FLOOR, RECIPE, STEPS, Family, Sequences, Trained, loop, with_tanh_gelu
+from benchmarks.stock_loop import FAMILIES, LAST_RATE, RECIPE, STEPS, Family, Sequences, Trained, loop, with_tanh_gelu
 from common.cli import UserError, run
 from common.data.packs_per_step import PacksPerStep
 from common.distributed.world import World
@@ -52,7 +52,7 @@ FLAGS = {
     "ESM-2": {"lr_scheduler_type": "esm2", "tokens_per_pack": 1024, "max_seq_length": 256},
     "Llama": {
         "lr_scheduler_type": "linear",
-        "min_lr": FLOOR,
+        "min_lr": LAST_RATE,
         "tokenizer": "bytes",
         "per_device_train_batch_size": 4,
         "max_seq_length": 256,

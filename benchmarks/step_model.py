@@ -19,8 +19,8 @@ import torch
 
 from benchmarks.gpu_models import SIZES, generated
 from benchmarks.measuring import publish, where_measured
+from benchmarks.step_communication import Network, Times, assumptions_table, communication_table
 from benchmarks.step_counts import Work, counted
-from benchmarks.step_exchanges import Network, Times, assumptions_table, exchanges_table
 from benchmarks.step_fused import fused_work, go_back, graphs_of
 from benchmarks.step_graphs import graphs_table
 from common.cli import UserError, run
@@ -323,8 +323,8 @@ def packs_table(args: Arguments) -> Iterator[str]:
             yield f"| {1000 * seconds / packs:.1f} | {step.tokens / seconds:,.0f} | {step.mfu(device):.1%} |\n"
 
 
-def exchanged(args: Arguments) -> dict[str, Times]:
-    """{size: what its exchanges are modelled by}: compiled layers, a pack a step, on an H100."""
+def communicated(args: Arguments) -> dict[str, Times]:
+    """{size: what its communication is modelled by}: compiled layers, a pack a step, on an H100."""
     device, found = DEVICES[0], {}
     for size in args.sizes.split(","):
         step, layers = step_of(size, args.tokens, COMPILED), SIZES[size][0]
@@ -366,7 +366,7 @@ def checks_table() -> Iterator[str]:
 def main() -> None:
     args = parse_arguments(__doc__, Arguments)
     tables = [counts_table(args), graphs_table(), times_table(args), packs_table(args)]
-    tables += [assumptions_table(NETWORK), exchanges_table(exchanged(args), NETWORK), muon_table(args)]
+    tables += [assumptions_table(NETWORK), communication_table(communicated(args), NETWORK), muon_table(args)]
     tables += [checks_table()] if args.checks else []
     parts = [*where_measured("benchmarks.step_model", "torch"), *("".join(table).rstrip() for table in tables)]
     publish("\n\n".join(parts) + "\n", args.output)

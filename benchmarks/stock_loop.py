@@ -16,7 +16,7 @@ import transformers
 from torch import Tensor, nn
 
 STEPS, WARMUP = 10, 3
-PEAK, FLOOR = 2e-3, 1e-5
+PEAK, LAST_RATE = 2e-3, 1e-5
 # Under the names of the run's flags, which are given the same.
 RECIPE: dict[str, Any] = {
     "learning_rate": PEAK,
@@ -37,10 +37,10 @@ def rate_of_esm2(step: int, peak: float) -> float:
 
 
 def rate_of_llama(step: int, peak: float) -> float:
-    """Up to the peak with the third step, then down to FLOOR with the last."""
+    """Up to the peak with the third step, then down to LAST_RATE with the last."""
     if step < WARMUP:
         return peak * (step + 1) / WARMUP
-    return peak - (peak - FLOOR) * (step + 1 - WARMUP) / (STEPS - WARMUP)
+    return peak - (peak - LAST_RATE) * (step + 1 - WARMUP) / (STEPS - WARMUP)
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from benchmarks import gpu_agreement, gpu_throughput
 from benchmarks.dry_run import DDP, predicted
 from benchmarks.gpu_agreement import PEER, TANH, TE_BF16, TORCH, TORCH_BF16, in_fp8
 from benchmarks.gpu_clocks import Sample, summary
-from benchmarks.gpu_kernels import operand, products
+from benchmarks.gpu_kernels import matmuls, operand
 from benchmarks.gpu_models import KINDS, SIZES, model_flags, row_flags, that_fits
 from benchmarks.gpu_row import PROFILED, row_of
 from benchmarks.gpu_throughput import Arguments
@@ -101,7 +101,7 @@ def test_clocks_are_read_and_summed_up():
 def test_products_are_those_of_a_layer():
     hidden, tokens = SIZES["tiny"][1], 48
     flops = 0
-    for _, m, n, k, turned in products("tiny", tokens):
+    for _, m, n, k, turned in matmuls("tiny", tokens):
         left, right = operand(m, k, turned[0], torch.device("cpu")), operand(k, n, turned[1], torch.device("cpu"))
         assert (left @ right).shape == (m, n)
         flops += 2 * m * n * k

@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from benchmarks.gpu_models import SIZES
+from benchmarks.step_communication import Network, Times, cp_ddp, ddp, fsdp, hsdp
 from benchmarks.step_counts import counted
-from benchmarks.step_exchanges import Network, Times, cp_ddp, ddp, fsdp, hsdp
 from benchmarks.step_fused import fused_work, graphs_of
 from benchmarks.step_model import BF16, COMPILED, DEVICES, EAGER, GELU, layer_work, step_of
 from common.compat import foreach_copy_
@@ -106,7 +106,7 @@ def test_counted_does_not_read_what_a_copy_overwrites():
     assert work.by_operator["copy_"] == work.by_operator["_foreach_copy_"] == 10 * (4 + 2)
 
 
-# ---- exchanges ---------------------------------------------------------------------------------------------------
+# ---- communication -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("ranks", [1, 8, 64, 512])

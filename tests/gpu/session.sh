@@ -44,7 +44,7 @@ if [[ $device == cuda ]]; then
   table profile_650m 90 gpu_profile --modes torch-compiled
   # (c), (d) attention, matmuls, launches
   table kernels_attention 40 gpu_kernels --parts attention
-  table kernels_products 60 gpu_kernels --parts products,launch
+  table kernels_matmuls 60 gpu_kernels --parts matmuls,launch
   # (e) Transformer Engine, with the right cuDNN
   table profile_650m_te 120 gpu_profile --modes te,te-fp8
   # (f) whether all compute the same

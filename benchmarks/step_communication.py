@@ -1,4 +1,4 @@
-"""What a step's exchanges between GPUs cost by a model: rings, latencies, and what the layers' work hides of them.
+"""What communication between GPUs costs a step by a model: rings, latencies, and what the layers' work hides of them.
 
 Part of `python -m benchmarks.step_model`. Nothing here was measured: `assumptions_table` says what is assumed. Each
 collective takes its bytes over the slowest link and a latency for every hop, one runs at a time, and it hides behind
@@ -48,8 +48,8 @@ class Network:
 
 @dataclass(frozen=True)
 class Times:
-    """Of one GPU's step without exchanges. seconds: all of it; forward, backward: of a layer; attention: of a layer's
-    forward and backward; parameters: of a layer, and of the rest."""
+    """Of one GPU's step without communication. seconds: all of it; forward, backward: of a layer; attention: of a
+    layer's forward and backward; parameters: of a layer, and of the rest."""
 
     seconds: float
     layers: int
@@ -133,7 +133,7 @@ def held(strategy: str, parameters: int, ranks: int, net: Network) -> float:
 
 
 def assumptions_table(net: Network) -> Iterator[str]:
-    yield "| assumed of the network and the exchanges | |\n|---|---|\n"
+    yield "| assumed of the network and its collectives | |\n|---|---|\n"
     for what, value in (
         ("a ring inside a node (NVLink), a GPU", f"{net.inside / 1e9:.0f} GB/s"),
         (f"a node of {net.node} GPUs to others (EFA), all adapters", f"{net.between / 1e9:.0f} GB/s"),
@@ -150,8 +150,8 @@ def assumptions_table(net: Network) -> Iterator[str]:
         yield f"| {what} | {value} |\n"
 
 
-def exchanges_table(sizes: dict[str, Times], net: Network) -> Iterator[str]:
-    """Of a step: its time without exchanges over that with them, and the milliseconds that are not hidden."""
+def communication_table(sizes: dict[str, Times], net: Network) -> Iterator[str]:
+    """Of a step: its time without communication over that with them, and the milliseconds that are not hidden."""
     yield f"| model, H100 | strategy | {' | '.join(f'{ranks} GPUs' for ranks in GPUS)} |\n"
     yield "|---|---|" + "--:|" * len(GPUS) + "\n"
     for size, times in sizes.items():
