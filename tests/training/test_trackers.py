@@ -16,7 +16,7 @@ import pytest
 from common.training.run_logger import Tracker
 from extras.trackers import open_tracker
 from tests.forked import run_script
-from tests.patience import Limit
+from tests.patience import Limit, wait_until
 from tests.training_fixtures import arguments, environment, flags_of, on_ranks, rows
 
 FLAGS = {"max_steps": 6, "save_steps": 2, "logging_steps": 1, "save_final_model": False}
@@ -158,8 +158,9 @@ class Start:
 
 
 def starts(output_dir: Path) -> list[Start]:
-    """Oldest first."""
+    """Oldest first. W&B's own process may still be writing when a run's has ended."""
     paths = sorted(output_dir.glob("wandb/offline-run-*/run-*.wandb"), key=lambda path: path.stat().st_mtime_ns)
+    wait_until(lambda: all(any(r.HasField("exit") for r in records(path)) for path in paths))
     return [Start(path) for path in paths]
 
 
