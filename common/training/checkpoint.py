@@ -19,6 +19,7 @@ import logging
 import os
 import shutil
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -76,6 +77,26 @@ class CheckpointFlags(Flags):
     def check(self) -> None:
         self.require_at_least(0, "save_total_limit")
         self.require_above(0, "save_steps", "save_minutes")
+
+
+class SaveSchedule:
+    """When to save: every N steps, and every --save_minutes. step: the one that the run starts from."""
+
+    def __init__(self, steps: int, minutes: float | None, step: int):
+        self.steps, self.minutes, self.saved_step, self.saved_at = steps, minutes, step, time.monotonic()
+
+    def is_due_by_clock(self) -> bool:
+        """On rank 0, which decides for all."""
+        return self.minutes is not None and time.monotonic() - self.saved_at >= 60 * self.minutes
+
+    def is_due(self, step: int, skipped: bool, requested: bool) -> bool:
+        """skipped: whether the last step was; requested: by rank 0's clock."""
+        if skipped:  # the weights may be bad: do not let them replace good checkpoints
+            return False
+        return requested or step // self.steps > self.saved_step // self.steps
+
+    def mark_saved(self, step: int) -> None:
+        self.saved_step, self.saved_at = step, time.monotonic()
 
 
 class Checkpointer:

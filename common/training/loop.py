@@ -23,10 +23,10 @@ from common.flags import flat
 from common.models.layers.compiling import FirstStep
 from common.models.layers.hf_directory import Training
 from common.training.arguments import RunArguments
-from common.training.checkpoint import Checkpointer
+from common.training.checkpoint import Checkpointer, SaveSchedule
 from common.training.evaluation import Evaluator
 from common.training.optim import set_hyperparameters
-from common.training.progress import Interval, RunPlan, SaveSchedule, TrainerState, plan_run
+from common.training.progress import Interval, RunPlan, TrainerState, plan_run
 from common.training.registry import task_of
 from common.training.results import announce, export_model, run_info, training_results
 from common.training.resume import ResumePlan, plan_resume
@@ -221,7 +221,7 @@ def train_steps(run: Run) -> None:
                 elif not evaluate_and_log(run, row):
                     stopped = True
                     break
-            if saves.is_due(state, prefetcher.save_requested):
+            if saves.is_due(state.step, bool(state.skipped_lately), prefetcher.save_requested):
                 interval.add_checkpoint(save(run, saves))
         save(run, saves)
         run.monitor.close(state.step)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import math
 import os
-import time
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
@@ -317,25 +316,6 @@ def _in_steps(every: float | None, total: int) -> int:
     if every is None:
         return 0
     return max(1, int(every * total)) if every < 1 else int(every)
-
-
-class SaveSchedule:
-    """When to save: every N steps, and every --save_minutes. step: the one that the run starts from."""
-
-    def __init__(self, steps: int, minutes: float | None, step: int):
-        self.steps, self.minutes, self.saved_step, self.saved_at = steps, minutes, step, time.monotonic()
-
-    def is_due_by_clock(self) -> bool:
-        """On rank 0, which decides for all."""
-        return self.minutes is not None and time.monotonic() - self.saved_at >= 60 * self.minutes
-
-    def is_due(self, state: TrainerState, requested: bool) -> bool:
-        if state.skipped_lately:  # the weights may be bad: do not let them replace good checkpoints
-            return False
-        return requested or state.step // self.steps > self.saved_step // self.steps
-
-    def mark_saved(self, step: int) -> None:
-        self.saved_step, self.saved_at = step, time.monotonic()
 
 
 @dataclass
