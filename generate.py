@@ -27,7 +27,7 @@ from common.cli import UserError, one_line, run
 from common.flags import Flags, Missing, flag, parse_arguments
 from common.models.layers.hf_directory import local_directory
 from common.training.checkpoint_files import MANIFEST, list_checkpoints
-from extras.decoders.config import load_decoder_config
+from extras.decoders.config import DecoderConfig, check_supported, load_decoder_config
 from extras.sources.hub import HUB_NAME
 
 logger = logging.getLogger(__name__)
@@ -101,9 +101,13 @@ class Generator:
 
         disable_progress_bar()  # of loading weights
         self.args = args
-        self.config = load_decoder_config(str(directory))  # of a known family, without keys that load code
-        self.device = torch.device("cuda" if torch.cuda.is_available() and not args.use_cpu else "cpu")
         where = f"--model_name_or_path {args.model_name_or_path}"
+        try:
+            self.config = DecoderConfig.read(directory / "config.json")  # without keys that load code
+        except (OSError, ValueError) as error:
+            raise UserError(f"{where}: no decoder ({one_line(error)}); embed.py and score.py take ESM-2") from error
+        check_supported(self.config, where)
+        self.device = torch.device("cuda" if torch.cuda.is_available() and not args.use_cpu else "cpu")
         try:
             self.tokenizer: Any = AutoTokenizer.from_pretrained(
                 directory, local_files_only=True, trust_remote_code=False

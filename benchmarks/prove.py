@@ -30,6 +30,7 @@ from typing import Any, NamedTuple
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers.utils.logging import disable_progress_bar
 
 from benchmarks.measuring import ROOT, completed, measured_afresh, publish, say, torchrun, where_measured, words
 from benchmarks.stock_loop import FAMILIES, LAST_RATE, RECIPE, STEPS, Family, Sequences, Trained, loop, with_tanh_gelu
@@ -283,6 +284,7 @@ the order of its sums, bf16 by roundings that fall elsewhere in each implementat
 
 def prepare(work: Path) -> dict[str, dict[str, Tensor]]:
     """Generated proteins, the same as documents, and each family's initial weights, which it returns, as a model."""
+    disable_progress_bar()  # of writing weights
     work.mkdir(exist_ok=True)
     write_sample(work / "proteins.fasta", num_proteins=400, families=20)
     records = (work / "proteins.fasta").read_text().split(">")[1:]

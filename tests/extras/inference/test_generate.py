@@ -119,7 +119,8 @@ def test_generate_refuses_what_it_cannot_do(model, tmp_path):
     (tmp_path / "empty.txt").write_text("\n")
     for message, named, *flags in (
         ("no such directory", tmp_path / "nowhere", "--prompt", "x"),
-        ("esm", encoder, "--prompt", "x"),
+        (r"no decoder \(model_type is 'esm'", encoder, "--prompt", "x"),
+        ("no decoder", tmp_path, "--prompt", "x"),
         ("cannot be opened", damaged, "--prompt", "x"),
         ("has 60 tokens, and the model reads 48", model, "--prompt", "x" * 60),
         ("give one of them", model, "--prompt", "x", "--prompt_file", "y"),
