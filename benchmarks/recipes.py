@@ -87,7 +87,7 @@ CPU_PLANS = {
         ON_CPU | {"config_name": MODEL_8M, "tokens_per_pack": 4096, "max_seq_length": 512, "max_eval_samples": 200},
         tokens_per_step=4096,
         tokens=0.49e6,
-        recipes=recipes((2.5e-4, 5e-4, 1e-3, 2e-3), (5e-4, 1e-3, 2e-3)),
+        recipes=recipes((1.25e-4, 2.5e-4, 5e-4, 1e-3, 2e-3), (5e-4, 1e-3, 2e-3)),
         losses=(2.80, 2.75),
         goal=0.65,
         evaluations=8,
