@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import common  # noqa: F401  # isort: skip  (before torch: see there)
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -18,10 +18,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from common.cli import UserError, run
-from common.distributed.fsdp import FullySharded, hsdp_shape, init_mesh
+from common.distributed.fsdp import FullySharded, default_sharding, hsdp_shape, init_mesh
 from common.distributed.strategy import Strategy
 from common.distributed.world import World
 from common.flags import Missing, flag
+from common.models.layers.initialise import count_parameters
 from common.models.layers.recompute import RecomputeFlags, save_activations
 from common.training.arguments import RunArguments
 from common.training.load_model import load_model
@@ -40,7 +41,11 @@ STRATEGIES = {
 class FsdpFlags(RecomputeFlags):
     advanced = ("forward_prefetch", "sync_each_batch")
 
-    sharding_strategy: str = flag("full", "; ".join(f"{name}: {what}" for name, what in STRATEGIES.items()) + ".")
+    sharding_strategy: str | None = flag(
+        None,
+        "; ".join(f"{name}: {what}" for name, what in STRATEGIES.items()) + ". Default: hybrid on "
+        "several nodes of GPUs if each holds weights, gradients and moments in a quarter of its memory, else full.",
+    )
     hsdp_shard_size: int | None = flag(None, "Ranks that share one copy, with hybrid. Default: those of a node.")
     param_dtype: str = flag("fp32", "fp32 master weights; bf16: weights, gradients and moments in half the memory.")
     offload_activations: bool = flag(False, "Keep activations in host memory between forward and backward.")
@@ -63,13 +68,12 @@ class FsdpFlags(RecomputeFlags):
     def missing_in(self, run: RunArguments) -> Iterator[Missing]:
         if self.hsdp_shard_size is not None and self.sharding_strategy != "hybrid":
             yield Missing("--sharding_strategy", "--hsdp_shard_size goes with hybrid", "hybrid")
-        if run.dry_run.dry_run and self.sharding_strategy == "hybrid" and self.hsdp_shard_size is None:
-            yield Missing("--hsdp_shard_size", "a dry run knows of no nodes", "8")
         if self.param_dtype == "bf16" and not run.precision.bf16:
             yield Missing("--bf16", "--param_dtype bf16 stores what it computes with")
 
     def check(self) -> None:
-        self.require_choice("sharding_strategy", STRATEGIES)
+        if self.sharding_strategy is not None:
+            self.require_choice("sharding_strategy", STRATEGIES)
         self.require_choice("param_dtype", ("fp32", "bf16"))
         if self.forward_prefetch < 0:
             raise UserError(f"--forward_prefetch {self.forward_prefetch}: must not be negative")
@@ -104,16 +108,39 @@ def shard(model: nn.Module, world: World, flags: FsdpFlags, bf16: bool) -> None:
         layer.set_modules_to_forward_prefetch(layers[number + 1 : number + 1 + flags.forward_prefetch])
 
 
+def choose_sharding(flags: FsdpFlags, model: nn.Module, world: World, device_memory: int | None) -> FsdpFlags:
+    """The flags with a strategy; all ranks together. device_memory: bytes of this rank's GPU, if it has one."""
+    if flags.sharding_strategy is not None:
+        return flags
+    each = 16 if flags.param_dtype == "fp32" else 8  # bytes of a weight, its gradient and two moments
+    state = each * count_parameters(model)
+    return replace(
+        flags, sharding_strategy=default_sharding(world, state, None if flags.cpu_offload else device_memory)
+    )
+
+
 def build(args: RunArguments, world: World, previous: dict[str, str]) -> tuple[Strategy, BuiltModel]:
-    flags = args.strategy
+    flags: FsdpFlags = args.strategy
+    memory = args.dry_run.device_bytes
+    if world.device.type == "cuda":
+        memory = torch.cuda.get_device_properties(world.device).total_memory
+
+    def shard_model(model: nn.Module) -> None:
+        nonlocal flags
+        flags = choose_sharding(flags, model, world, memory)
+        shard(model, world, flags, args.precision.bf16)
+
     built = load_model(
         args,
         world,
         previous,
-        shard=lambda model: shard(model, world, flags, args.precision.bf16),
+        shard=shard_model,
         device=torch.device("cpu") if flags.cpu_offload else None,
         torch_only=flags.only_by_torch,
     )
+    if flags.sharding_strategy == "hybrid" and args.strategy.sharding_strategy is None:
+        remark = f"Each node of {world.local_size} GPUs has all weights (--sharding_strategy hybrid): they fit"
+        built = replace(built, remarks=(*built.remarks, remark))
     return FullySharded(built.model, flags.sync_each_batch), built
 
 

@@ -11,6 +11,8 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+from common.distributed.strategy import default_bucket_mb
+
 
 @dataclass(frozen=True)
 class Network:
@@ -61,17 +63,16 @@ class Times:
     hidden: int
 
 
-BUCKET = 25e6  # bytes, --ddp_bucket_cap_mb
 FP32, BF16 = 4, 2  # bytes of a gradient, of a gathered weight
 STATE = 16  # bytes a parameter: weight, gradient, two moments
 GPUS = (8, 64, 128, 512)
 
 
-def ddp(times: Times, ranks: int, net: Network, bucket: float = BUCKET) -> float:
+def ddp(times: Times, ranks: int, net: Network) -> float:
     """Seconds that are not hidden. Buckets are all-reduced one after the other from when the first is full; the last
     is full when the backward pass ends."""
     size = FP32 * (times.layers * times.parameters[0] + times.parameters[1])
-    buckets = math.ceil(size / bucket)
+    buckets = math.ceil(size / (1e6 * default_bucket_mb(ranks)))
     each = net.all_reduce(size / buckets, ranks)
     return max(each, buckets * each - times.layers * times.backward * (buckets - 1) / buckets)
 
@@ -140,7 +141,7 @@ def assumptions_table(net: Network) -> Iterator[str]:
         ("a hop in a node, between nodes", f"{net.hop_inside * 1e6:.0f} us, {net.hop_between * 1e6:.0f} us"),
         ("all-gather, reduce-scatter", "a ring of all ranks: (N - 1) / N of the bytes, N - 1 hops"),
         ("all-reduce", "twice that, or a tree over the nodes if faster"),
-        ("DDP", f"fp32 buckets of {BUCKET / 1e6:.0f} MB, hidden by the backward pass but for the last"),
+        ("DDP", "fp32 buckets of 25 MB, of 100 beyond 16 ranks, hidden by the backward pass but for the last"),
         ("FSDP2", "bf16 gathers one layer ahead, fp32 reduce-scatters, one at a time"),
         ("hybrid", "each GPU's part all-reduced over nodes meanwhile, at its share of the adapters"),
         ("CP", "p2p in a node, hidden by the attention to one block; the pack has 8 x the tokens"),

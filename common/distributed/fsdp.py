@@ -52,6 +52,20 @@ class FullySharded(Strategy):
                 module.reshard()
 
 
+def default_sharding(world: World, state: int, memory: int | None) -> str:
+    """`hybrid` where the ranks fill several nodes, each of which can hold a copy of the state; else `full`.
+
+    state: bytes of all weights, gradients and moments, of which a GPU's share is to leave three quarters of its
+    memory to activations; memory: bytes of this rank's GPU, if it has one. All ranks together. It rests on a model of
+    the network (benchmarks/step_communication.py): no GPU has measured it.
+    """
+    nodes = world.gather((world.local_size, memory))
+    node, memory = nodes[0]
+    alike = all(other == nodes[0] for other in nodes) and world.size % node == 0
+    fits = memory is not None and state / node <= memory / 4
+    return "hybrid" if alike and fits and world.size > node and world.cp_size == 1 else "full"
+
+
 def hsdp_shape(world: World, shard_size: int) -> tuple[int, int]:
     """(replicas, ranks that shard one copy: consecutive ranks). UserError if --hsdp_shard_size does not fit."""
     if shard_size < 1 or world.size % shard_size:

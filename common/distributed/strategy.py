@@ -198,7 +198,10 @@ class ReplicaFlags(StrategyFlags):
     gradient_checkpointing: bool = flag(
         False, "Store layer inputs only, and recompute the activations in the backward pass."
     )
-    ddp_bucket_cap_mb: int = flag(25, "Megabytes of gradients per all-reduce bucket.")
+    ddp_bucket_cap_mb: int | None = flag(
+        None,
+        "Megabytes of gradients per all-reduce bucket. Default: 25 on up to 8 ranks, up to 100 on more.",
+    )
     ddp_bucket_dtype: str = flag("fp32", "All-reduce gradients in fp32, or in bf16: half the bytes, and rounded.")
     cuda_graphs: bool = flag(
         False, "Record each compiled layer as a CUDA graph and replay it. No GPU has measured it (docs/hardware.md)."
@@ -226,6 +229,14 @@ class ReplicaFlags(StrategyFlags):
         self.require_at_least(1, "ddp_bucket_cap_mb")
 
 
+def default_bucket_mb(ranks: int) -> int:
+    """Megabytes of a bucket: an all-reduce of more ranks has more hops, which larger buckets take less often.
+
+    It rests on a model of the network (benchmarks/step_communication.py): no GPU has measured it.
+    """
+    return min(100, max(25, 25 * ranks // 8))
+
+
 def replicate(model: nn.Module, world: World, flags: ReplicaFlags, init_sync: bool = True) -> Strategy:
     """DistributedDataParallel: gradients are averaged in buckets during the backward pass.
 
@@ -242,7 +253,7 @@ def _replicated(model: nn.Module, world: World, flags: ReplicaFlags, init_sync: 
         model,
         device_ids=[world.local_rank] if world.device.type == "cuda" else None,
         init_sync=init_sync and not world.is_dry_run,
-        bucket_cap_mb=flags.ddp_bucket_cap_mb,
+        bucket_cap_mb=flags.ddp_bucket_cap_mb or default_bucket_mb(world.size),
         gradient_as_bucket_view=True,
     )
     if flags.ddp_bucket_dtype == "bf16" and not world.is_dry_run:  # a dry run has its own hook

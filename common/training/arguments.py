@@ -43,6 +43,10 @@ class DryRunFlags(Flags):
         5.0, "GiB of --device_memory that are left to the CUDA context, NCCL and the allocator's gaps."
     )
 
+    @property
+    def device_bytes(self) -> int | None:
+        return int(self.device_memory * (1 << 30)) if self.device_memory else None
+
     def missing(self) -> Iterator[Missing]:
         if not self.dry_run and (self.world_size or self.device_memory):
             yield Missing("--dry_run", "--world_size and --device_memory go with it: torchrun starts real ranks")

@@ -15,7 +15,7 @@ from typing import TypeVar
 import torch
 
 from common.cli import UserError, is_first_on_node
-from common.flags import flat, with_flags
+from common.flags import with_flags
 from common.training.arguments import RunArguments
 from common.training.checkpoint import TRAINER_STATE
 from common.training.checkpoint_files import list_checkpoints, read_listed
@@ -36,17 +36,15 @@ def largest_that_fits(args: Arguments, build: Build) -> Arguments:
     """
     if saved := saved_pack(args):
         return with_flags(args, tokens_per_pack=saved)
-    ranks, memory, changes = args.dry_run.world_size or 1, args.dry_run.device_memory, {}
+    ranks, memory = args.dry_run.world_size or 1, args.dry_run.device_memory
     if not args.dry_run.dry_run:
         ranks, memory = int(os.environ.get("WORLD_SIZE", 1)), memory_here(args)
-        if {"sharding_strategy": "hybrid", "hsdp_shard_size": None}.items() <= flat(args).items():
-            changes["hsdp_shard_size"] = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
     if memory is None:
         raise UserError(
             "--tokens_per_pack auto: with --dry_run it needs the GPU's memory: add, say, --device_memory 80"
         )
     longest, limit = args.data.max_seq_length, int((memory - args.dry_run.device_reserve) * GIB)
-    estimated = with_flags(args, tokens_per_pack=longest, world_size=ranks, **changes)
+    estimated = with_flags(args, tokens_per_pack=longest, world_size=ranks, device_memory=memory)
     with fake_run(estimated, build) as run:
         largest = largest_pack(run.step, run.step(longest), limit, longest)
     if largest is None:

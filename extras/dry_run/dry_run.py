@@ -17,7 +17,7 @@ from common.flags import flat, with_flags
 from common.models.layers.initialise import count_parameters
 from common.training.arguments import RunArguments
 from common.training.task import Build
-from extras.dry_run.memory_estimate import FakeRun, MemoryEstimate, fake_run
+from extras.dry_run.memory_estimate import NODE, FakeRun, MemoryEstimate, fake_run
 from extras.dry_run.memory_tracker import BACKWARD, ENDS, GATHERED, GRADIENTS, LAYERS, OPTIMIZER, WEIGHTS
 
 GIB = 1 << 30
@@ -31,13 +31,12 @@ LABELS = {
     BACKWARD: "temporary in the backward pass, recomputation included",
 }
 MOST_TRIES = 4
-NODE = 8  # GPUs, as most have
 
 
 def dry_run(args: RunArguments, build: Build) -> None:
     """Print the estimate. UserError if it does not fit --device_memory."""
-    step, memory = args.data.max_seq_length, args.dry_run.device_memory
-    limit = int((memory - args.dry_run.device_reserve) * GIB) if memory else None  # bytes that tensors may use
+    step, memory = args.data.max_seq_length, args.dry_run.device_bytes
+    limit = memory - int(args.dry_run.device_reserve * GIB) if memory else None  # bytes that tensors may use
     with fake_run(args, build) as run:
         held = run.step(args.pack_tokens)
         parameters = count_parameters(run.built.model)
@@ -132,7 +131,10 @@ def _modes(args: RunArguments, build: Build, held: MemoryEstimate) -> list[str]:
 def hybrid(args: RunArguments, build: Build) -> list[str]:
     """With weights sharded over several nodes: the peak if each node had all of them."""
     ranks, flags = args.dry_run.world_size or 1, flat(args)
-    if flags.get("sharding_strategy") != "full" or ranks <= NODE or ranks % NODE or flags["cp_size"] > 1:
+    by_default = flags.get("sharding_strategy", "") is None and not args.dry_run.device_memory  # else it is decided
+    if flags.get("sharding_strategy") != "full" and not by_default:
+        return []
+    if ranks <= NODE or ranks % NODE or flags["cp_size"] > 1:
         return []
     with fake_run(with_flags(args, sharding_strategy="hybrid", hsdp_shard_size=NODE), build) as run:
         peak = run.step(args.pack_tokens).peak

@@ -8,6 +8,7 @@ Megatron-FSDP's buffers are padded to equal parts.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -35,6 +36,8 @@ from extras.dry_run.memory_tracker import (
     WEIGHTS,
     MemoryTracker,
 )
+
+NODE = 8  # GPUs, as most have
 
 
 class FakeWorld(World):
@@ -71,11 +74,15 @@ class FakeWorld(World):
 
 @contextmanager
 def fake_world(size: int, cp_size: int = 1) -> Iterator[FakeWorld]:
-    """A world of `size` ranks in this process alone. UserError as `World.create_cp_groups`."""
+    """A world of `size` ranks, in nodes of torchrun's or NODE ranks, in this process alone.
+
+    UserError as `World.create_cp_groups`.
+    """
     # Registers the backend "fake" (torch 2.11 to 2.13), whose collectives return at once.
     from common.compat import FakeStore
 
-    world = FakeWorld(0, 0, size, torch.device("cpu"), local_size=size)
+    node = int(os.environ.get("LOCAL_WORLD_SIZE", min(size, NODE)))
+    world = FakeWorld(0, 0, size, torch.device("cpu"), local_size=node)
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=size)
     try:
         with ExitStack() as world.lent:

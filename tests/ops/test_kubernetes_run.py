@@ -82,7 +82,7 @@ def test_data_templates_prepare_the_data(volume):
 @pytest.mark.parametrize(
     ("name", "words", "line"),
     [
-        ("fsdp", {"train_fsdp2.py": "train_ddp.py", "FSDP2": "DDP", "fsdp": "ddp"}, "--sharding_strategy=full"),
+        ("fsdp", {"train_fsdp2.py": "train_ddp.py", "FSDP2": "DDP", "fsdp": "ddp"}, None),
         (
             "mfsdp",
             {"train_mfsdp.py": "train_ddp.py", "Megatron-FSDP": "DDP", "mfsdp": "ddp"},
@@ -91,13 +91,15 @@ def test_data_templates_prepare_the_data(volume):
         ("ddp-cp", {"train_ddp_cp.py": "train_ddp.py", "DDP-CP": "DDP", "ddp-cp": "ddp"}, "--cp_size=2"),
     ],
 )
-def test_train_templates_differ_in_script_and_a_flag(name, words, line):
+def test_train_templates_differ_in_script_and_at_most_a_flag(name, words, line):
     """envsubst takes whole files, so each is one; those whose pods run below stand for the others."""
     ddp, other = ((ROOT / f"kubernetes/train-{n}-template.yaml").read_text() for n in ("ddp", name))
-    other, count = re.subn(rf"\n *{re.escape(line)} \\\n", "\n", other)
+    if line:
+        other, count = re.subn(rf"\n *{re.escape(line)} \\\n", "\n", other)
+        assert count == 1
     for theirs, ours in words.items():
         other = other.replace(theirs, ours)
-    assert (other, count) == (ddp, 1)
+    assert other == ddp
 
 
 def test_trainjob_pods_train_to_the_end(volume, pods, tmp_path):

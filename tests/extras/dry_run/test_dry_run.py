@@ -180,7 +180,19 @@ def test_dry_run_shows_hybrid_sharding_beyond_a_node():
     assert float(line.split()[0]) == pytest.approx(alone, abs=0.006)
     assert "--sharding_strategy hybrid" in line
     assert hybrid(with_flags(args, world_size=8), module.build) == []
+    assert hybrid(with_flags(args, device_memory=80.0), module.build) == []  # is what it takes by itself
     assert hybrid(with_flags(args, sharding_strategy="grad_op"), module.build) == []
+
+
+@pytest.mark.parametrize(("memory", "chosen"), [(80, True), (0.5, False), (None, False)])
+def test_dry_run_takes_hybrid_sharding_where_a_node_holds_the_state(memory, chosen):
+    wide = "num_hidden_layers=1,hidden_size=2560,intermediate_size=10240"
+    argv = ["--config_name=facebook/esm2_t6_8M_UR50D", f"--config_overrides={wide}", "--max_seq_length=64"]
+    flags = [*argv, "--dry_run", "--world_size=16", *([f"--device_memory={memory}"] if memory else [])]
+    module, args = script_and_arguments(FSDP, flags)
+    with fake_run(args, module.build) as run:
+        assert any("Each node of 8 GPUs has all weights" in remark for remark in run.built.remarks) == chosen
+        assert (run.strategy.replica_group is not None) == chosen
 
 
 def test_dry_run_fits_the_guides_layout_of_llama_8b():
@@ -206,7 +218,6 @@ def test_dry_run_that_does_not_fit_is_one_line_and_status_2(tmp_path):
 @pytest.mark.parametrize(
     ("script", "flags", "said"),
     [
-        (FSDP, ["--dry_run", "--sharding_strategy=hybrid"], "--hsdp_shard_size"),
         (FSDP, ["--world_size=4", "--dataset_dir=x", "--output_dir=y"], "missing: --dry_run"),
         (FSDP, ["--dry_run", "--device_memory=0"], "--device_memory 0.0: must be above 0"),
     ],
