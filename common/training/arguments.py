@@ -83,6 +83,35 @@ class LearningRateFlags(Flags):
 
 
 @dataclass(frozen=True)
+class DownstreamFlags(Flags):
+    """Of evaluations beside the held-out loss (extras/downstream/)."""
+
+    group = "training and evaluation"
+    unlisted = ("eval_contacts", "eval_downstream_steps")
+
+    eval_contacts: str | None = flag(
+        None,
+        "With --do_eval: a directory of PDB or mmCIF files. Fit a contact head on 20 of their chains, evaluate it on "
+        "the others, and export it with final_model.",
+    )
+    eval_downstream_steps: float | None = flag(
+        None, "Do so every N steps (below 1: a fraction of the run). Default: only at the end."
+    )
+
+    @property
+    def given(self) -> list[str]:
+        """The evaluations that are asked for."""
+        return ["--eval_contacts"] * bool(self.eval_contacts)
+
+    def missing(self) -> Iterator[Missing]:
+        if self.eval_downstream_steps and not self.given:
+            yield Missing("--eval_contacts", "--eval_downstream_steps says when", "structures")
+
+    def check(self) -> None:
+        self.require_above(0, "eval_downstream_steps")
+
+
+@dataclass(frozen=True)
 class RunArguments(Flags, ABC):
     """Of a run of any task. A task narrows `model`, `data` and `optimizer`; the script brings its `strategy`."""
 
@@ -97,6 +126,7 @@ class RunArguments(Flags, ABC):
     log: LogFlags = field(default_factory=LogFlags)
     dry_run: DryRunFlags = field(default_factory=DryRunFlags)
     find: LearningRateFlags = field(default_factory=LearningRateFlags)
+    downstream: DownstreamFlags = field(default_factory=DownstreamFlags)
     strategy: StrategyFlags = field(default_factory=StrategyFlags)
 
     task: str = flag(
@@ -153,6 +183,8 @@ class RunArguments(Flags, ABC):
             yield Missing("--cp_size", "--cp_layout and --pad_sequences_to_be_divisible_by go with it", "2")
         if (self.eval_steps or self.eval_on_start) and not self.do_eval:
             yield Missing("--do_eval", "--eval_steps and --eval_on_start need it")
+        if self.downstream.given and not self.do_eval:
+            yield Missing("--do_eval", f"{self.downstream.given[0]} needs it")
         yield from self.strategy.missing_in(self)
 
     def check(self) -> None:

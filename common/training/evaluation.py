@@ -29,6 +29,12 @@ class Evaluator:
     def __init__(self, task: Task, strategy: Strategy):
         self.task, self.strategy = task, strategy
         self._last: dict[tuple[str, int], dict] = {}  # {(split, step): results} of the last evaluation
+        self._downstream = None
+        self._last_downstream: dict[int, dict] = {}  # {step: results}
+        if task.flags.downstream.given:
+            from extras.downstream.in_loop import Downstream
+
+            self._downstream = Downstream(task)
 
     def has(self, split: str) -> bool:
         """Whether there is anything to evaluate on."""
@@ -36,8 +42,15 @@ class Evaluator:
             absent = self.task.data.held_out(split) is None
         return not absent
 
-    def evaluate(self, step: int, split: str = "validation", prefix: str = "eval") -> dict:
-        """Results of a held-out split after `step` steps; {} if the run was stopped meanwhile (on all ranks)."""
+    def evaluate(self, step: int, split: str = "validation", prefix: str = "eval", downstream: bool = False) -> dict:
+        """Results of a held-out split after `step` steps; {} if the run was stopped meanwhile (on all ranks).
+
+        downstream: with those of what else the flags ask of the model.
+        """
+        results = self._held_out(step, split, prefix)
+        return results | self.downstream(step) if results and downstream else results
+
+    def _held_out(self, step: int, split: str, prefix: str) -> dict:
         if (split, step) in self._last:  # the last step's evaluation is also the one at the end of the run
             return self._last[split, step]
         is_logged = split == "validation"  # of the test split only the results at the end
@@ -52,6 +65,19 @@ class Evaluator:
         if is_logged and results:
             logger.info(self.task.summary(results))
         return results
+
+    def downstream(self, step: int) -> dict[str, float]:
+        """Results of what else the flags ask of the model after `step` steps (extras.downstream.in_loop); or {}."""
+        if self._downstream is None:
+            return {}
+        if step not in self._last_downstream:
+            self._last_downstream = {step: self._downstream.evaluate(self.strategy.full_tensor, step)}
+            self.strategy.reshard()
+        return self._last_downstream[step]
+
+    def fitted(self) -> tuple[dict[str, Tensor], int | None]:
+        """Of rank 0: tensors to export that an evaluation has fitted, and on how many chains."""
+        return ({}, None) if self._downstream is None else self._downstream.fitted()
 
 
 @torch.no_grad()

@@ -21,7 +21,6 @@ from common.distributed.strategy import Strategy
 from common.distributed.world import World
 from common.flags import flat
 from common.models.layers.compiling import FirstStep
-from common.models.layers.hf_directory import Training
 from common.training.arguments import RunArguments
 from common.training.checkpoint import Checkpointer, SaveSchedule
 from common.training.evaluation import Evaluator
@@ -114,6 +113,7 @@ def set_up(
     task = task_of(args)(built, args, world)
     task.open(evaluates=args.do_eval)
     world.assert_same(task.data.identity)
+    evaluator = Evaluator(task, strategy)
     with world.raise_together():
         if directory and args.checkpoint.overwrite_output_dir and args.do_train:
             directory.overwrite()
@@ -157,7 +157,7 @@ def set_up(
         built=built,
         task=task,
         stepper=Stepper(task, strategy, built.precision, optimizer, world, args.optimizer.max_grad_norm),
-        evaluator=Evaluator(task, strategy),
+        evaluator=evaluator,
         checkpointer=checkpointer,
         log=log,
         monitor=monitor,
@@ -212,7 +212,7 @@ def train_steps(run: Run) -> None:
             bar.update()
             collect(state.step)
             interval.add_monitored(run.monitor.after_step(state.step, waited))
-            evaluates = plan.eval_every and state.step % plan.eval_every == 0
+            evaluates = plan.evaluates(state.step)
             if evaluates or state.step % args.log.logging_steps == 0 or state.step == 1 or run.done:
                 row = interval.row(state, plan.total_steps, lr, result, world, peak)
                 interval = Interval()
@@ -253,7 +253,8 @@ def begin_training(run: Run, first_row: int) -> None:
 def evaluate_and_log(run: Run, row: dict) -> bool:
     """Add held-out results to the row and log it; False if stopped meanwhile: then the next start does it."""
     run.state.keep_row(row)
-    results = run.evaluator.evaluate(run.state.step)
+    downstream = run.plan.evaluates_downstream(run.state.step) or run.done
+    results = run.evaluator.evaluate(run.state.step, downstream=downstream)
     if not results:
         return False
     run.state.keep_row(None)
@@ -286,7 +287,7 @@ def end(run: Run) -> None:
         for split, prefix in (("validation", "eval"), ("test", "test")):
             if not run.evaluator.has(split):
                 continue
-            results = run.evaluator.evaluate(state.step, split, prefix)
+            results = run.evaluator.evaluate(state.step, split, prefix, downstream=split == "validation")
             if not results:
                 raise Preempted
             log.results(prefix, state.step, {"epoch": state.epoch} | results, of_training=args.do_train)
@@ -294,7 +295,6 @@ def end(run: Run) -> None:
         log.trainer_state(asdict(state))
     is_complete = args.do_train and task.data.finished(state.step, state.position)
     if is_complete if args.save_final_model is None else args.save_final_model:
-        directory = Path(args.checkpoint.output_dir) / "final_model"
-        export_model(task, directory, Training.of_state(asdict(state)), world, run.strategy.full_tensor)
+        export_model(task, state, world, run.strategy.full_tensor, run.evaluator.fitted())
     if args.do_train:
         log.draw_last()

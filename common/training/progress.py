@@ -75,6 +75,7 @@ class RunPlan:
     warmup_steps: float
     last_step: int | None
     eval_every: int
+    downstream_every: int
     save_every: int
 
     def to_json(self) -> dict[str, Any]:
@@ -84,6 +85,13 @@ class RunPlan:
     def finished(self, data: TrainingData, step: int, position: dict) -> bool:
         """Whether no step is left after `step`, by the flags or because the data end."""
         return (self.last_step is not None and step >= self.last_step) or data.finished(step, position)
+
+    def evaluates_downstream(self, step: int) -> bool:
+        return bool(self.downstream_every) and step % self.downstream_every == 0
+
+    def evaluates(self, step: int) -> bool:
+        """Whether the step is evaluated, whatever the run asks at its end."""
+        return bool(self.eval_every) and step % self.eval_every == 0 or self.evaluates_downstream(step)
 
     def first_row(self, data: TrainingData, state: TrainerState) -> int | None:
         """The step of the first row of metrics.jsonl to be written; None if nothing is left to train."""
@@ -303,6 +311,7 @@ def plan_run(args: RunArguments, data: TrainingData, state: TrainerState, world:
         warmup_steps=state.warmup_steps(args.optimizer.warmup_steps, total_steps),
         last_step=min((n for n in (args.data.max_steps, args.stop_at_step, last_step) if n and n > 0), default=None),
         eval_every=_in_steps(args.eval_steps, total_steps),
+        downstream_every=_in_steps(args.downstream.eval_downstream_steps, total_steps),
         save_every=_in_steps(args.checkpoint.save_steps, total_steps),
     )
     with world.raise_together():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -138,10 +139,19 @@ def training_results(state: TrainerState, implementation: dict[str, Any], num_ex
 
 
 def export_model(
-    task: Task, directory: Path, training: Training, world: World, gather: Callable[[Tensor], Tensor]
+    task: Task,
+    state: TrainerState,
+    world: World,
+    gather: Callable[[Tensor], Tensor],
+    fitted: tuple[dict[str, Tensor], int | None] = ({}, None),
 ) -> None:
-    """Write final_model/; all ranks together. Tensors are gathered one at a time and written by rank 0."""
-    pieces = task.exported(gather)
+    """Write final_model/; all ranks together. Tensors are gathered one at a time and written by rank 0.
+
+    fitted: `Evaluator.fitted`.
+    """
+    directory = Path(task.flags.checkpoint.output_dir) / "final_model"
+    heads, chains = fitted
+    pieces, training = task.exported(gather, heads), replace(Training.of_state(asdict(state)), contacts=chains)
     failure = None
     try:
         if world.is_main:

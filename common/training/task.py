@@ -156,10 +156,16 @@ class Task(ABC, Generic[Arguments, Data]):
         totals = counts.num_tokens, counts.sum_squared_lengths, counts.num_targets
         return self.family.flops(self.built.config, *totals)
 
-    def exported(self, gather: Callable[[Tensor], Tensor]) -> Iterator[tuple[str, Tensor]]:
-        """The tensors to export; all ranks ask for one after the other, which `gather` makes whole."""
+    def exported(
+        self, gather: Callable[[Tensor], Tensor], fitted: dict[str, Tensor] | None = None
+    ) -> Iterator[tuple[str, Tensor]]:
+        """The tensors to export; all ranks ask for one after the other, which `gather` makes whole.
+
+        fitted: in place of those that training leaves as they are.
+        """
         parameters = dict(self.built.weights.named_parameters())
-        return self.family.to_hf(lambda name: gather(parameters[name]).detach(), self.built.config, self.built.extras)
+        extras = self.built.extras | (fitted or {})
+        return self.family.to_hf(lambda name: gather(parameters[name]).detach(), self.built.config, extras)
 
     def export(self, pieces: Iterator[tuple[str, Tensor]], directory: Path, training: Training) -> None:
         """Write them where transformers' from_pretrained opens them; the main rank only."""

@@ -7,6 +7,7 @@ embeddings that rotary models ignore) is carried along as `extras`.
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from itertools import chain, zip_longest
@@ -162,6 +163,7 @@ def frequencies(config: Esm2Config) -> dict[str, Tensor]:
 
 logger = logging.getLogger(__name__)
 NOT_FITTED = "the contact head is not fitted: `predict_contacts` answers 0.5 for every pair of residues"
+FITTED = "the contact head was fitted to these weights on {} protein chains"
 KEPT = "the contact head is that of the starting weights, which training leaves as it is"
 
 VOCABULARY_CHARACTERS = 10_000  # read of a vocab.txt at most: ESM-2's has 100
@@ -222,6 +224,12 @@ def save_pretrained(
 
     def finish(partial: Path) -> dict[str, str]:
         contacts = KEPT if has_contacts else NOT_FITTED
+        if training.contacts:
+            contacts = FITTED.format(training.contacts)
+            # Only eager attention returns the maps that `predict_contacts` reads.
+            config_file = partial / "config.json"
+            content = json.loads(config_file.read_text()) | {"attn_implementation": "eager"}
+            config_file.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n")
         logger.info("%s: %s", directory.name, contacts)
         write_tokenizer(partial)
         return {"Contacts": f"{contacts[0].upper()}{contacts[1:]}."}

@@ -246,13 +246,14 @@ class Training:
     """How the weights were trained, for the model card; None: unknown.
 
     steps, tokens: trained, 0 for weights exported as they were given; data: the training data's identity; start:
-    --model_name_or_path, "" for random weights.
+    --model_name_or_path, "" for random weights; contacts: chains that a contact head was fitted on.
     """
 
     steps: int | None = None
     tokens: int | None = None
     data: str | None = None
     start: str | None = None
+    contacts: int | None = None
 
     @classmethod
     def of_state(cls, state: Any) -> Training:

@@ -1,0 +1,78 @@
+"""Downstream evaluations of a training run: rank 0 computes them on a copy of the weights while the others wait."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from common.cli import UserError
+from common.models.esm2.config import Esm2Config
+from common.training.task import Task
+
+
+class Evaluation(Protocol):
+    """Made before training, so that input that cannot be read is reported first."""
+
+    def evaluate(self, model: Any) -> dict[str, float]:
+        """Results by name. model: a stock EsmForMaskedLM in eval mode, with eager attention."""
+        ...
+
+
+def evaluations(flags: Any, longest: int) -> list[Evaluation]:
+    """Those that the flags (`DownstreamFlags`) ask for. longest: tokens that the model takes. UserError for bad
+    input."""
+    made: list[Evaluation] = []
+    if flags.eval_contacts:
+        from extras.downstream.contacts import ContactEvaluation
+
+        made.append(ContactEvaluation(flags.eval_contacts, longest))
+    return made
+
+
+class Downstream:
+    """The evaluations of a run; all ranks make and call it together."""
+
+    def __init__(self, task: Task):
+        self.task, self.world, self.made = task, task.world, []
+        flags, config = task.flags.downstream, task.built.config
+        if not isinstance(config, Esm2Config):
+            raise UserError(
+                f"{flags.given[0]}: of a {config.model_type}; only ESM-2 can be evaluated so: drop the flag"
+            )
+        with self.world.on_main_rank() as is_main:
+            if is_main:
+                self.made = evaluations(flags, config.max_position_embeddings - 2)
+
+    def evaluate(self, gather: Callable[[Tensor], Tensor], step: int) -> dict[str, float]:
+        """Results of the weights after `step` steps, on all ranks; `gather` makes a parameter whole."""
+        self.world.watch.mark("evaluation", step)
+        pieces = self.task.exported(gather)
+        results: dict[str, float] = {}
+        failure = None
+        try:
+            if self.world.is_main:
+                results = self._evaluate(pieces)
+        except Exception as error:
+            failure = error
+        for _ in pieces:  # the other ranks take part in every gather, also after a failure
+            pass
+        self.world.raise_on_all(failure)
+        self.world.watch.rest()
+        return self.world.broadcast_object(results)
+
+    def _evaluate(self, pieces: Iterator[tuple[str, Tensor]]) -> dict[str, float]:
+        from extras.downstream.stock_model import stock_model
+
+        model = stock_model(self.task.built.config, pieces, self.world.device)
+        results: dict[str, float] = {}
+        for each in self.made:
+            results |= each.evaluate(model)
+        return results
+
+    def fitted(self) -> tuple[dict[str, Tensor], int | None]:
+        """(a contact head fitted to the weights of the last evaluation, under transformers' names, the chains that it
+        was fitted on); ({}, None) without one, and on other ranks than 0."""
+        heads = [head for each in self.made if (head := getattr(each, "head", None))]
+        return (heads[0].tensors, heads[0].chains) if heads else ({}, None)

@@ -1,0 +1,35 @@
+"""A stock `EsmForMaskedLM` with a run's weights, or those of a directory: what downstream evaluations compute with."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from common.models.esm2.config import Esm2Config, load_config
+from common.models.esm2.convert import frequencies, pieces_to_hf, read_pretrained
+
+
+def stock_model(config: Esm2Config, pieces: Iterable[tuple[str, Tensor]], device: torch.device) -> Any:
+    """In fp32 and eval mode, with eager attention, which alone returns attention maps.
+
+    pieces: transformers' tensors, which need host memory for all of them.
+    """
+    from transformers import EsmForMaskedLM
+    from transformers.utils.logging import disable_progress_bar
+
+    disable_progress_bar()  # of loading weights
+    tensors = {name: tensor.detach().to("cpu", torch.float32) for name, tensor in pieces} | frequencies(config)
+    stock = config.to_transformers()
+    stock.dtype = torch.float32
+    model: Any = EsmForMaskedLM.from_pretrained(None, config=stock, state_dict=tensors, attn_implementation="eager")
+    return model.to(device).eval()
+
+
+def read_stock_model(name: str, device: torch.device) -> Any:
+    """Of a directory or a name on the Hub, with this project's checks. UserError as `read_pretrained`."""
+    config = load_config(name)
+    ours, extras = read_pretrained(name, config)
+    return stock_model(config, pieces_to_hf(dict(ours).__getitem__, config, extras), device)
