@@ -51,6 +51,13 @@ class Head:
         return 1 / (1 + np.exp(-(features.astype(np.float64) @ self.weight.astype(np.float64) + self.bias)))
 
 
+def head_of(model: Any) -> Head | None:
+    """The head that a stock model has; None if it is not fitted."""
+    regression = model.esm.contact_head.regression
+    weight, bias = regression.weight.detach()[0].float().cpu().numpy(), float(regression.bias.detach()[0])
+    return Head(weight, bias, 0.0, 0) if weight.any() else None
+
+
 @torch.inference_mode()
 def attention_features(model: Any, ids: np.ndarray) -> np.ndarray:
     """float32 [L, L, layers x heads] of a sequence's token ids uint8 [L + 2].

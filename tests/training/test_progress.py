@@ -23,7 +23,7 @@ from common.training.resume import check_same_data
 from tests.data_fixtures import load_script
 from tests.training_fixtures import arguments, flags_of, on_ranks, train
 
-PLAN = RunPlan(PacksPerStep.of(4), PacksPerStep.of(2), 10, 1, 10, 0, 5)
+PLAN = RunPlan(PacksPerStep.of(4), PacksPerStep.of(2), 10, 1, 10, 0, 0, 5)
 IMPLEMENTATION = {"backend": "torch", "gelu": "exact", "formats": {}}
 
 

@@ -1,0 +1,230 @@
+#!/usr/bin/env python3
+r"""Contacts of residues that a model predicts: fitted to structures, evaluated and drawn; of your own or any ESM-2.
+
+python contacts.py --model_name_or_path out/final_model --structures pdb --output_dir contacts
+python contacts.py --model_name_or_path out/final_model --fasta protein.fasta --output_dir contacts
+
+With structures (PDB or mmCIF): OUTPUT_DIR/contacts.csv has the precision of each chain, results.json the means, and
+NAME.png the predicted contacts beside the true ones. With a FASTA file: NAME.csv has each protein's likeliest
+contacts, NAME.png their map, by the model's own contact head. docs/after.md has more.
+"""
+
+from __future__ import annotations
+
+import common  # noqa: F401  # isort: skip  (before torch: see there)
+import csv
+import json
+import logging
+import re
+import shutil
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from common.cli import UserError, run
+from common.files.json_files import sync_tree
+from common.flags import Flags, Missing, flag, parse_arguments
+from common.models.layers.hf_directory import model_hash
+from extras.downstream.contacts import (
+    LEAST,
+    SEPARATION,
+    Head,
+    attention_features,
+    fit,
+    head_of,
+    mean_precisions,
+    precisions,
+    split,
+    summary,
+)
+from extras.downstream.structures import LONGEST, Chain, read_structures
+from extras.inference.encoder import look_through
+from extras.sources.fasta import read_fasta
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class Arguments(Flags):
+    required = ("model_name_or_path", "structures", "fasta", "output_dir")
+
+    model_name_or_path: str | None = flag(
+        None, "A final_model/, any other directory of an EsmForMaskedLM, or its name."
+    )
+    structures: str | None = flag(None, "A directory of PDB or mmCIF files, plain or gzipped.")
+    fasta: str | None = flag(None, "Or proteins without structures: the model's own head predicts.")
+    output_dir: str | None = flag(None, "A directory for the results, which is made.")
+    fit: bool | None = flag(None, "Fit a head to the structures. Default: if the model has none.")
+    maps: int = flag(10, "Draw at most so many maps.")
+    overwrite: bool = flag(False, "Replace OUTPUT_DIR.")
+    use_cpu: bool = flag(False, "Compute on the CPU even where there is a GPU.")
+
+    def missing(self) -> Iterator[Missing]:
+        if not self.model_name_or_path:
+            yield Missing("--model_name_or_path", "the model", "out/final_model")
+        if not self.structures and not self.fasta:
+            yield Missing("--structures", "a directory of PDB or mmCIF files; or --fasta", "pdb")
+        if not self.output_dir:
+            yield Missing("--output_dir", "where the results go", "contacts")
+
+    def check(self) -> None:
+        self.require_at_least(0, "maps")
+        if self.structures and self.fasta:
+            raise UserError("--structures and --fasta: give one of them")
+        if self.fit and self.fasta:
+            raise UserError("--fit: needs --structures to fit to")
+        if self.fasta and not Path(self.fasta).is_file():
+            raise UserError(f"--fasta {self.fasta}: no such file")
+        output = Path(str(self.output_dir))
+        if output.exists() and not (self.overwrite and (output / "results.json").is_file()):
+            raise UserError(f"--output_dir {output}: exists: choose another, or --overwrite one of this script")
+
+
+def proteins_of(fasta: str) -> list[Chain]:
+    """The proteins of a FASTA file, without coordinates. UserError for one that is too long."""
+    look_through(fasta).report(f"--fasta {fasta}")
+    chains = []
+    for name, text in read_fasta(fasta):
+        if len(text) > LONGEST:
+            raise UserError(
+                f"--fasta {fasta}: {name.decode()[:40]}: {len(text):,} residues: at most {LONGEST:,} have a map"
+            )
+        chains.append(Chain(name.decode(), text.decode("latin-1"), np.full((len(text), 3), np.nan, np.float32)))
+    return chains
+
+
+def file_name(name: str, taken: set[str]) -> str:
+    """Of a protein: characters that every filesystem takes, and not one of the names that are taken."""
+    plain = re.sub(r"[^A-Za-z0-9_.-]", "_", name)[:80].lstrip(".") or "protein"
+    unique = next(each for n in range(len(taken) + 1) if (each := f"{plain}-{n}" if n else plain) not in taken)
+    taken.add(unique)
+    return unique
+
+
+def draw(chain: Chain, probabilities: np.ndarray, path: Path) -> None:
+    """Predicted probabilities above the diagonal; below it true contacts, or the same again."""
+    from matplotlib.figure import Figure
+
+    contacts, known = chain.contacts()
+    length = len(chain.sequence)
+    image = np.array(probabilities)
+    has_structure = bool(known.any())
+    if has_structure:
+        below = np.tril_indices(length, -1)
+        image[below] = np.where(known, contacts.astype(float), np.nan)[below]
+    apart = np.abs(np.subtract.outer(np.arange(length), np.arange(length)))
+    image[apart < SEPARATION] = np.nan
+    figure = Figure(figsize=(6, 5.4), layout="constrained")
+    axes = figure.subplots()
+    shown = axes.imshow(image, cmap="Blues", vmin=0, vmax=1, extent=(0.5, length + 0.5, length + 0.5, 0.5))
+    axes.set_facecolor("0.9")
+    axes.set_title(
+        chain.name[:60] + ("\nabove: predicted; below: true" if has_structure else "\npredicted"), fontsize=10
+    )
+    axes.set_xlabel("residue")
+    axes.set_ylabel("residue")
+    figure.colorbar(shown, label="probability of a contact")
+    figure.savefig(path, dpi=120)
+
+
+def write_table(path: Path, rows: list[dict[str, Any]]) -> None:
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, names)
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+def choose_head(args: Arguments, model: Any, chains: list[Chain]) -> tuple[Head, list[Chain], str]:
+    """(the head, the chains to evaluate it on, where the head is from)."""
+    own = head_of(model)
+    if own is not None and not args.fit:
+        # Those that a run with the same --eval_contacts has fitted it on are left out.
+        return own, split(chains)[1] if len(chains) >= LEAST else chains, "the model's own"
+    fitted_on, evaluated_on = split(chains)
+    head = fit(model, fitted_on)
+    return head, evaluated_on, f"fitted on {head.chains} chains, C {head.strength:g}"
+
+
+def evaluate(args: Arguments, model: Any, directory: Path) -> dict[str, Any]:
+    """Tables and maps of --structures; returns the content of results.json."""
+    head, chains, source = choose_head(args, model, read_structures(str(args.structures)))
+    taken: set[str] = set()
+    rows, found, drawn = [], [], []
+    for chain in chains:
+        probabilities = head.probabilities(attention_features(model, chain.ids))
+        found.append(precisions(chain, probabilities))
+        rows.append({"chain": chain.name, "residues": len(chain.sequence)} | found[-1])
+        if len(drawn) < args.maps:
+            drawn.append((chain, probabilities, directory / f"{file_name(chain.name, taken)}.png"))
+    write_table(directory / "contacts.csv", rows)
+    for each in drawn:
+        draw(*each)
+    means = mean_precisions(found)
+    logger.info("%d chains, head %s: %s", len(chains), source, summary(means))
+    return {"chains": len(chains), "head": source} | means
+
+
+def predict(args: Arguments, model: Any, directory: Path) -> dict[str, Any]:
+    """Tables and maps of --fasta; returns the content of results.json."""
+    head = head_of(model)
+    if head is None:
+        raise UserError(
+            f"{args.model_name_or_path}: no fitted contact head: give --structures, or train with --eval_contacts"
+        )
+    taken: set[str] = set()
+    chains = proteins_of(str(args.fasta))
+    for number, chain in enumerate(chains):
+        probabilities = head.probabilities(attention_features(model, chain.ids))
+        i, j = np.triu_indices(len(chain.sequence), SEPARATION)
+        likeliest = np.argsort(-probabilities[i, j], kind="stable")[: len(chain.sequence)]
+        name = file_name(chain.name, taken)
+        pairs = zip(i[likeliest].tolist(), j[likeliest].tolist(), strict=True)
+        rows = [
+            {
+                "i": a + 1,
+                "j": b + 1,
+                "residue_i": chain.sequence[a],
+                "residue_j": chain.sequence[b],
+                "probability": f"{probabilities[a, b]:.6f}",
+            }
+            for a, b in pairs
+        ]
+        write_table(directory / f"{name}.csv", rows)
+        if number < args.maps:
+            draw(chain, probabilities, directory / f"{name}.png")
+    logger.info("%d proteins: the likeliest contacts of each", len(chains))
+    return {"proteins": len(chains), "head": "the model's own"}
+
+
+def main() -> None:
+    args = parse_arguments(__doc__, Arguments)
+    from extras.downstream.stock_model import read_stock_model
+
+    output = Path(str(args.output_dir))
+    device = torch.device("cuda" if torch.cuda.is_available() and not args.use_cpu else "cpu")
+    model = read_stock_model(str(args.model_name_or_path), device)
+    partial = output.with_name(f".{output.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    try:
+        partial.mkdir(parents=True)
+        results = (evaluate if args.structures else predict)(args, model, partial)
+        about = {"arguments": asdict(args), "model_hash": model_hash(str(args.model_name_or_path))}
+        (partial / "results.json").write_text(json.dumps(results | about, indent=2) + "\n")
+        sync_tree(partial)
+        if output.exists():
+            shutil.rmtree(output)
+        partial.rename(output)
+    except OSError as error:
+        raise UserError(f"--output_dir {output}: {error.strerror}: make room, or choose another") from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    logger.info("Written: %s", output)
+
+
+if __name__ == "__main__":
+    run(main)
