@@ -1,0 +1,181 @@
+"""The contact head: scikit-learn's regression on transformers' attentions, in a run and in contacts.py."""
+
+from __future__ import annotations
+
+import csv
+import json
+
+import numpy as np
+import pytest
+import torch
+from sklearn.linear_model import LogisticRegression
+from transformers import AutoTokenizer, EsmForMaskedLM
+
+from common.cli import UserError
+from common.models.esm2.config import load_config, override
+from common.models.esm2.convert import pieces_to_hf, save_pretrained
+from common.models.esm2.model import Esm2ForMaskedLM
+from common.models.layers.initialise import initialise
+from extras.downstream.contacts import (
+    RANGES,
+    SEPARATION,
+    TOP,
+    attention_features,
+    fit,
+    mean_precisions,
+    pairs,
+    precisions,
+    split,
+)
+from extras.downstream.stock_model import read_stock_model
+from extras.downstream.structures import Chain, read_structures
+from extras.prepare.sample import write_structures
+from tests.forked import run_script
+from tests.training_fixtures import TINY_OVERRIDES, rows, train
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def structures(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("coils")
+    write_structures(directory, seed=5)
+    for path in sorted(directory.iterdir())[8:]:
+        path.unlink()
+    return directory
+
+
+@pytest.fixture(scope="module")
+def untrained(tmp_path_factory):
+    """A directory of an EsmForMaskedLM whose weights are larger than at the start of training: attention differs."""
+    directory = tmp_path_factory.mktemp("model") / "final_model"
+    config = override(load_config("facebook/esm2_t6_8M_UR50D"), TINY_OVERRIDES)
+    model = Esm2ForMaskedLM(config)
+    initialise(model, 1, 0.3)
+    save_pretrained(pieces_to_hf(model.state_dict().__getitem__, config), config, directory)
+    return directory
+
+
+def stock_features(model, chain: Chain) -> torch.Tensor:
+    """[L, L, C] in float64, by transformers' outputs and the formula of Rao et al."""
+    ids = torch.from_numpy(chain.ids.astype(np.int64))[None]
+    with torch.no_grad():
+        layers = model(ids, attention_mask=torch.ones_like(ids), output_attentions=True).attentions
+    maps = torch.cat(layers, 1)[0, :, 1:-1, 1:-1].double()
+    maps = maps + maps.mT
+    corrected = maps - maps.sum(1, keepdim=True) * maps.sum(2, keepdim=True) / maps.sum((1, 2), keepdim=True)
+    return corrected.permute(1, 2, 0)
+
+
+def test_fit_equals_scikit_learn_on_transformers_attentions(structures, untrained):
+    chains = read_structures(str(structures))[:3]
+    head = fit(read_stock_model(str(untrained), CPU), chains)
+    stock = EsmForMaskedLM.from_pretrained(untrained, attn_implementation="eager")
+    x, y = [], []
+    for chain in chains:
+        i, j, contact = pairs(chain)
+        x.append(stock_features(stock, chain)[i, j].float().numpy())
+        y.append(contact)
+    x, y = np.concatenate(x), np.concatenate(y)
+    theirs = LogisticRegression(l1_ratio=1.0, C=head.strength, solver="liblinear", random_state=0).fit(x, y)
+    np.testing.assert_allclose(head.weight, theirs.coef_[0], atol=1e-4 * abs(theirs.coef_).max())
+    found = head.probabilities(attention_features(read_stock_model(str(untrained), CPU), chains[0].ids))
+    expected = theirs.predict_proba(stock_features(stock, chains[0]).reshape(-1, x.shape[1]).numpy())[:, 1]
+    np.testing.assert_allclose(found.ravel(), expected, atol=1e-6)
+
+
+def test_precisions_equal_a_plain_loop():
+    generator = np.random.default_rng(0)
+    chain = Chain("a", "A" * 60, generator.normal(scale=8, size=(60, 3)).astype(np.float32))
+    chain.beta[7] = np.nan
+    scores = generator.random((60, 60))
+    scores = scores + scores.T
+    contacts, known = chain.contacts()
+    found = precisions(chain, scores)
+    for name, (nearest, beyond) in RANGES.items():
+        inside = [(i, j) for i in range(60) for j in range(i + nearest, min(60, i + beyond)) if known[i, j]]
+        assert found[f"{name}_chance"] == pytest.approx(np.mean([contacts[pair] for pair in inside]))
+        ranked = sorted(inside, key=lambda pair: -scores[pair])
+        for key, part in TOP.items():
+            assert found[f"{name}_{key}"] == pytest.approx(np.mean([contacts[pair] for pair in ranked[: 60 // part]]))
+    assert min(pairs(chain)[1] - pairs(chain)[0]) == SEPARATION
+
+
+def test_split_depends_on_sequences_alone_and_needs_three():
+    chains = [Chain(str(n), letter * 30, np.zeros((30, 3), np.float32)) for n, letter in enumerate("ACDEFG")]
+    fitted, evaluated = split(chains)
+    assert [len(fitted), len(evaluated)] == [3, 3]
+    assert [c.sequence for c in split(chains[::-1])[0]] == [c.sequence for c in fitted]
+    with pytest.raises(UserError, match="2 protein chains: a contact head needs 3 or more"):
+        split(chains[:2])
+
+
+def test_untrained_model_predicts_contacts_no_better_than_their_distance_along_the_chain(structures, untrained):
+    fitted, evaluated = split(read_structures(str(structures)))
+    model = read_stock_model(str(untrained), CPU)
+    head = fit(model, fitted)
+    found = [precisions(chain, head.probabilities(attention_features(model, chain.ids))) for chain in evaluated]
+    means = mean_precisions(found)
+    assert means["long_p_at_l"] < 2 * means["long_nearest_p_at_l"]
+
+
+def test_run_exports_the_head_it_fitted_and_trains_as_without(dataset, structures, tmp_path):
+    flags = {"max_steps": 4, "do_eval": True, "eval_steps": 2, "config_overrides": TINY_OVERRIDES}
+    with_contacts = {"eval_contacts": structures, "eval_downstream_steps": 2}
+    train(dataset, tmp_path / "plain", 2, **flags)
+    for name, script in (("ddp", "train_ddp.py"), ("fsdp", "train_fsdp2.py")):
+        train(dataset, tmp_path / name, 2, script=script, **flags | with_contacts)
+    plain, out = rows(tmp_path / "plain"), rows(tmp_path / "ddp")
+    assert [row["loss"] for row in out if "loss" in row] == [row["loss"] for row in plain if "loss" in row]
+    asked = [row["step"] for row in out if "eval_contacts_long_p_at_l" in row]
+    assert asked == [2, 4]
+    results = json.loads((tmp_path / "ddp" / "all_results.json").read_text())
+    assert 0 <= results["eval_contacts_long_p_at_l5"] <= 1
+
+    directory = tmp_path / "ddp" / "final_model"
+    assert "fitted to these weights on 4 protein chains" in (directory / "README.md").read_text()
+    stock = EsmForMaskedLM.from_pretrained(directory)  # as its card says
+    chain = read_structures(str(structures))[0]
+    tokens = AutoTokenizer.from_pretrained(directory)(chain.sequence, return_tensors="pt")
+    with torch.no_grad():
+        theirs = stock.predict_contacts(tokens["input_ids"], tokens["attention_mask"])[0].numpy()
+    model = read_stock_model(str(directory), CPU)
+    head = fit(model, split(read_structures(str(structures)))[0])
+    np.testing.assert_allclose(theirs, head.probabilities(attention_features(model, chain.ids)), atol=1e-5)
+    ours, sharded = (rows(tmp_path / name)[-1] for name in ("ddp", "fsdp"))
+    assert ours["eval_contacts_long_chance"] == sharded["eval_contacts_long_chance"]
+    assert ours["eval_contacts_long_p_at_l"] == pytest.approx(sharded["eval_contacts_long_p_at_l"], abs=0.05)
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ({"eval_contacts": "nowhere"}, "missing: --do_eval"),
+        ({"eval_contacts": "nowhere", "do_eval": True}, "nowhere: no such directory"),
+        ({"eval_downstream_steps": 2}, "missing: --eval_contacts"),
+    ],
+)
+def test_run_refuses_what_cannot_be_evaluated(dataset, tmp_path, flags, said):
+    assert said in train(dataset, tmp_path / "out", max_steps=1, expect=2, **flags)
+    assert not (tmp_path / "out" / "metrics.jsonl").exists()
+
+
+def test_contacts_script_writes_tables_and_maps(structures, untrained, tmp_path):
+    out, asked = tmp_path / "contacts", ["contacts.py", "--model_name_or_path", untrained]
+    done = run_script(*asked, "--structures", structures, "--output_dir", out, "--maps", 1)
+    assert done.returncode == 0, done.stderr
+    with (out / "contacts.csv").open() as file:
+        table = list(csv.DictReader(file))
+    results = json.loads((out / "results.json").read_text())
+    assert results["chains"] == len(table) == 4
+    assert results["long_p_at_l"] == pytest.approx(np.mean([float(row["long_p_at_l"]) for row in table]))
+    assert len(list(out.glob("*.png"))) == 1
+    again = run_script(*asked, "--structures", structures, "--output_dir", out)
+    assert again.returncode == 2
+    assert "exists: choose another, or --overwrite" in again.stderr
+
+    (tmp_path / "a.fasta").write_text(">../a b\nMKTAYIAKQRQISFVKSHFSRQ\n")
+    refused = run_script(*asked, "--fasta", tmp_path / "a.fasta", "--output_dir", tmp_path / "other")
+    assert refused.returncode == 2
+    assert "no fitted contact head" in refused.stderr
+    assert not (tmp_path / "other").exists()
