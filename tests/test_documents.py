@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from extras.prepare.sample import write_structures
 from tests.conftest import ROOT
 from tests.typed import TWO_LAYERS, alarming, blocks, checkout_in, sh, smaller
 
@@ -31,6 +32,7 @@ def checkout(tmp_path_factory) -> Path:
     (directory / "texts").mkdir()
     shutil.copy(directory / "my_texts.jsonl", directory / "texts")
     (directory / "wild_type.fasta").write_text(">a\nMKTAYIAKQR\n")
+    write_structures(directory / "pdb", seed=42)
     (directory / "mutants.csv").write_text("mutant\nK2R\nT3A:Y5F\n")
     (commands,) = [block for block in blocks((ROOT / "README.md").read_text(), "bash") if "0.download" in block]
     done = sh(smallest(commands), directory)
