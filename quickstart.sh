@@ -3,7 +3,7 @@
 # proteins, export the model for transformers, draw the curves, and print the result. If interrupted, start it again: it
 # resumes.
 #
-#   ./quickstart.sh                          a generated sample of protein families
+#   ./quickstart.sh                          a generated sample of proteins, some of known structure: it ends in a contact map
 #   ./quickstart.sh --fasta my.fasta[.gz]    your own proteins
 #   ./quickstart.sh --source URL             proteins from the web, say UniRef50 (13.6 GB)
 #   ./quickstart.sh --text my.txt            a small Llama on a text instead, which ends in a sample of what it writes
@@ -76,9 +76,12 @@ EOF
 fi
 
 say "2/5 Proteins"
+structures="" contacts=() seconds=90
 if [ -z "$source_" ]; then
-  source_=$output/sample.fasta.gz
-  [ -f "$source_" ] || $python -m extras.prepare.sample "$source_"
+  source_=$output/sample.fasta.gz structures=$output/structures seconds=120
+  contacts=(--eval_contacts "$structures")
+  [ -f "$source_" ] ||
+    $python -m extras.prepare.sample "$source_" --num_proteins 1000 --repeats 6000 --structures "$structures"
 fi
 $python 0.download_data.py --source "$source_" --output_dir "$output"
 
@@ -88,14 +91,21 @@ $python 1.tokenize_uniref_csv.py --input_dir "$output/csv" --output_dir "$output
 
 say "4/5 Training (and evaluating before, during and after)"
 run=$output/run.json  # kept once written: a restart resumes with the same settings
-[ -f "$run" ] || $python -m extras.quickstart_tuning --flags_file "$run" --seconds 90 \
+[ -f "$run" ] || $python -m extras.quickstart_tuning --flags_file "$run" --seconds $seconds \
   --config_name facebook/esm2_t6_8M_UR50D --dataset_dir "$output/processed/arrow" --output_dir "$output/model" \
   --max_seq_length 512 --tokens_per_pack 4096 --optim muon --learning_rate 2e-3 --mlm_probability 0.25 --logging_steps 10 \
-  --save_steps 20 --save_total_limit 2 --do_eval --eval_on_start --eval_steps 0.5 --max_eval_samples 500
+  --save_steps 20 --save_total_limit 2 --do_eval --eval_on_start --eval_steps 0.5 --max_eval_samples 500 \
+  "${contacts[@]}"
 "${launch[@]}" train_ddp.py "$run" "${longer[@]}"
 
 say "5/5 Result"
 $python -m extras.report "$output/model"
+if [ -d "$structures" ] && [ -d "$output/model/final_model" ]; then
+  # Of chains that were not trained on; predicted above the diagonal, true below.
+  $python contacts.py --model_name_or_path "$output/model/final_model" --structures "$structures" \
+    --output_dir "$output/contacts" --maps 3 --overwrite
+  printf 'maps    %s\n' "$output"/contacts/*.png
+fi
 cat <<EOF
 
 Next:  train longer    the same command with --steps 2000 (it resumes from here)
