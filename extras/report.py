@@ -9,7 +9,7 @@ from pathlib import Path
 
 from common.cli import UserError, positional, run
 from common.files.json_files import read_json_lines
-from common.training.run_logger import METRICS, PlotLabels, read_run_info
+from common.training.run_logger import METRICS, PlotLabels, read_run_info, verdict
 from extras.curves import draw_curves, read_results
 
 HELD_OUT = ("eval_loss", "perplexity", "eval_accuracy")
@@ -55,6 +55,8 @@ def main() -> None:
     if any("eval_loss" in row for row in (results, *rows)):
         print(held_out_table(output_dir))
         print()
+    if line := verdict(results):
+        print(f"{line}\n")
     if "train_tokens_per_second" in results:
         print(f"speed   {results['train_tokens_per_second']:,.0f} tokens/s, without padding")
     for name, path in (("model", output_dir / "final_model"), ("plot", output_dir / "training_curves.png")):

@@ -22,13 +22,18 @@ logger = logging.getLogger(__name__)
 # {name: (a model's output, its batch) -> scalar}, summed over the batch's targets; results have the mean over all.
 METRICS: dict[str, Callable[[Any, Batch], Tensor]] = {"accuracy": lambda output, batch: output.correct}
 
+# (a model's output, its batch) -> float64 [2, sequences]: how far the loss is below the baseline's, summed over the
+# targets of each sequence, and their number.
+Baseline = Callable[[Any, Batch], Tensor]
+
 
 class Evaluator:
-    """Evaluates the model of a run; all ranks together."""
+    """Evaluates the model of a run; all ranks together. `results` are the last ones of all splits."""
 
     def __init__(self, task: Task, strategy: Strategy):
         self.task, self.strategy = task, strategy
         self._last: dict[tuple[str, int], dict] = {}  # {(split, step): results} of the last evaluation
+        self.results: dict[str, Any] = {}
         self._downstream = None
         self._last_downstream: dict[int, dict] = {}  # {step: results}
         if task.flags.downstream.given:
@@ -48,7 +53,10 @@ class Evaluator:
         downstream: with those of what else the flags ask of the model.
         """
         results = self._held_out(step, split, prefix)
-        return results | self.downstream(step) if results and downstream else results
+        if results and downstream:
+            results = results | self.downstream(step)
+        self.results |= results
+        return results
 
     def _held_out(self, step: int, split: str, prefix: str) -> dict:
         if (split, step) in self._last:  # the last step's evaluation is also the one at the end of the run
@@ -82,16 +90,24 @@ class Evaluator:
 
 @torch.no_grad()
 def held_out_results(
-    model: nn.Module, batches: Generator, world: World, prefix: str, step: int, bf16: bool, targets: str
+    model: nn.Module,
+    batches: Generator,
+    world: World,
+    prefix: str,
+    step: int,
+    bf16: bool,
+    targets: str,
+    baseline: Baseline | None = None,
 ) -> dict:
     """`{prefix}_{loss,accuracy,perplexity,samples,runtime,...}` of this rank's batches, as many on every rank.
 
-    step: of the run, for the hang watch; targets: the results' key for the number of predicted tokens. Returns {} if
-    the run was stopped meanwhile (on all ranks).
+    step: of the run, for the hang watch; targets: the results' key for the number of predicted tokens; baseline: what
+    the loss is compared with, sequence by sequence. Returns {} if the run was stopped meanwhile (on all ranks).
     """
     started = time.perf_counter()
     # targets, sequences, loss in nats, metrics
     sums = torch.zeros(3 + len(METRICS), dtype=torch.float64, device=world.device)
+    differences = torch.zeros(5, dtype=torch.float64, device=world.device)
     num_batches = 0
     was_training = model.training
     model.eval()
@@ -116,6 +132,8 @@ def held_out_results(
             counts = [sums.new_tensor(batch[key]) for key in ("num_targets", "num_sequences")]
             values = [output.loss_sum, *(metric(output, batch) for metric in METRICS.values())]
             sums += torch.stack([*counts, *(value.double() for value in values)])
+            if baseline is not None:
+                differences += sums_of_differences(baseline(output, batch)).to(differences)
             num_batches += 1
     world.watch.rest()
     model.train(was_training)
@@ -131,4 +149,20 @@ def held_out_results(
         f"{prefix}_runtime": runtime,
         f"{prefix}_samples_per_second": samples / runtime,
         f"{prefix}_steps_per_second": num_batches / runtime,
+        **({} if baseline is None else below_baseline(world.sum(differences).tolist(), f"{prefix}_below_unigram")),
     }
+
+
+def sums_of_differences(each: Tensor) -> Tensor:
+    """each: of a `Baseline`. float64 [5], to be added up over batches: sums of d, n, d d, d n, n n."""
+    d, n = each
+    return torch.stack([d.sum(), n.sum(), (d * d).sum(), (d * n).sum(), (n * n).sum()])
+
+
+def below_baseline(sums: list[float], name: str) -> dict[str, float]:
+    """The mean difference per target and its standard error, of a ratio of sums over sequences (Cochran 1977, 6.4)."""
+    d, n, dd, dn, nn = sums
+    if not n:
+        return {}
+    mean = d / n
+    return {name: mean, f"{name}_stderr": math.sqrt(max(0.0, dd - 2 * mean * dn + mean * mean * nn)) / n}

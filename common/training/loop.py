@@ -295,6 +295,6 @@ def end(run: Run) -> None:
         log.trainer_state(asdict(state))
     is_complete = args.do_train and task.data.finished(state.step, state.position)
     if is_complete if args.save_final_model is None else args.save_final_model:
-        export_model(task, state, world, run.strategy.full_tensor, run.evaluator.fitted())
+        export_model(task, state, world, run.strategy.full_tensor, run.evaluator.fitted(), run.evaluator.results)
     if args.do_train:
         log.draw_last()

@@ -7,7 +7,7 @@ on the protein alone, so every evaluation, model and number of ranks predicts th
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,7 @@ from common.models.esm2.family import ModelFlags
 from common.models.registry import Family, encoder_family, family_of
 from common.shapes import filled_up
 from common.training.arguments import RunArguments
-from common.training.evaluation import held_out_results
+from common.training.evaluation import Baseline, held_out_results
 from common.training.run_logger import PlotLabels, step_line
 from common.training.task import Build, BuiltModel, Task
 
@@ -86,6 +86,7 @@ class MaskedLM(Task[TrainArguments, ProteinData]):
         super().__init__(built, flags, world)
         self.bf16 = flags.precision.bf16
         self.baselines: dict[str, dict] = {}  # unigram results by split
+        self._log_frequencies: np.ndarray | None = None
 
     def open(self, evaluates: bool) -> None:
         if self.flags.data.dataset and self.family is not family_of("esm"):
@@ -124,7 +125,18 @@ class MaskedLM(Task[TrainArguments, ProteinData]):
     def evaluate(self, model: nn.Module, split: str, prefix: str, step: int) -> dict:
         store = self.data.held_out(split)
         settings = self.bf16, self.built.one_shape
-        return evaluate(model, store, self.family.tokens, self.flags.data, self.world, prefix, step, *settings)
+        compared = None
+        if self.world.cp_size == 1:  # else a sequence is spread over ranks
+            compared = below_unigram(torch.from_numpy(self.log_frequencies()))
+        where = self.flags.data, self.world, prefix, step
+        return evaluate(model, store, self.family.tokens, *where, *settings, compared)
+
+    def log_frequencies(self) -> np.ndarray:
+        """Of the residues in training, as `residue_frequencies`; all ranks together."""
+        if self._log_frequencies is None:
+            with self.world.raise_together():
+                self._log_frequencies = np.log(residue_frequencies(self.data.sample(), self.family.tokens))
+        return self._log_frequencies
 
     @staticmethod
     def summary(results: dict) -> str:
@@ -136,9 +148,9 @@ class MaskedLM(Task[TrainArguments, ProteinData]):
 
     def baseline(self, split: str, prefix: str) -> dict:
         if split not in self.baselines:
-            held_out = self.data.held_out(split)
-            tokens = self.family.tokens
-            self.baselines[split] = unigram(self.data.sample, held_out, tokens, self.flags.data, self.world, prefix)
+            held_out, tokens = self.data.held_out(split), self.family.tokens
+            log_p = self.log_frequencies()
+            self.baselines[split] = unigram(log_p, held_out, tokens, self.flags.data, self.world, prefix)
         return self.baselines[split]
 
     def line(self, row: dict, packs_per_step: PacksPerStep) -> str:
@@ -155,22 +167,41 @@ def evaluate(
     step: int = 0,
     bf16: bool = False,
     one_shape: bool = False,
+    baseline: Baseline | None = None,
 ) -> dict:
     """`{prefix}_{loss,accuracy,perplexity,samples,runtime,...}` on the proteins of a store; as `held_out_results`."""
     made = held_out_batches(flags, store, evaluation_masks(flags, tokens, world.mesh, one_shape), world)
-    return held_out_results(model, made, world, prefix, step, bf16, "masked_tokens")
+    return held_out_results(model, made, world, prefix, step, bf16, "masked_tokens", baseline)
+
+
+def below_unigram(log_p: Tensor) -> Baseline:
+    """How far the loss is below that of the unigram predictor. log_p: of the tokens, float64 [vocab_size]."""
+
+    def compare(output: Any, batch: Batch) -> Tensor:
+        if (losses := getattr(output, "token_losses", None)) is None:  # a family may do without
+            return torch.zeros(2, 0, dtype=torch.float64)
+        labels = batch["labels"]
+        if isinstance(mask := batch.get("attention_mask"), Tensor):
+            kept = mask.bool()
+            labels, ends = labels[kept], kept.sum(1).cumsum(0)
+        else:
+            ends = batch["cu_seqlens"][1:].contiguous()
+        asked = (labels >= 0).nonzero().squeeze(1)
+        below = -log_p[labels[asked]] - losses.cpu().double()[asked]
+        sequence = torch.searchsorted(ends.long(), asked, right=True)
+        found = torch.zeros(2, len(ends), dtype=torch.float64)
+        return found.index_add(1, sequence, torch.stack([below, torch.ones_like(below)]))
+
+    return compare
 
 
 def unigram(
-    training: Callable, store: Any, tokens: TokenSet, flags: DataFlags, world: World, prefix: str = "eval"
+    log_p: np.ndarray, store: Any, tokens: TokenSet, flags: DataFlags, world: World, prefix: str = "eval"
 ) -> dict:
-    """The unigram baseline: predicts every masked residue from the residue frequencies of `training()`.
-
-    One is added to every count, so that a residue absent from training has a finite loss.
-    """
+    """The unigram baseline: predicts every masked residue from the frequencies in training, whose logarithms are
+    log_p [vocab_size]."""
     sums = torch.zeros(3, dtype=torch.float64)
     with world.raise_together():
-        log_p = np.log(residue_frequencies(training(), tokens))
         for batch in held_out_batches(flags, store, evaluation_masks(flags, tokens, world.mesh), world):
             labels = batch["labels"].flatten().numpy()
             labels = labels[labels >= 0]
@@ -186,7 +217,10 @@ def unigram(
 
 
 def residue_frequencies(store: Any, tokens: TokenSet) -> np.ndarray:
-    """Relative frequencies of the tokens, float64 [vocab_size]; about zero for those that are never masked."""
+    """Relative frequencies of the tokens, float64 [vocab_size]; about zero for those that are never masked.
+
+    One is added to every count, so that a residue absent from training has a finite loss.
+    """
     counts = np.zeros(tokens.vocab_size)
     # Runs of consecutive records: single ones all over a large store would each be a read of the filesystem.
     starts = np.arange(0, len(store), UNIGRAM_RUN)

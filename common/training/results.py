@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -144,14 +144,16 @@ def export_model(
     world: World,
     gather: Callable[[Tensor], Tensor],
     fitted: tuple[dict[str, Tensor], int | None] = ({}, None),
+    results: Mapping[str, Any] | None = None,
 ) -> None:
     """Write final_model/; all ranks together. Tensors are gathered one at a time and written by rank 0.
 
-    fitted: `Evaluator.fitted`.
+    fitted, results: of the Evaluator, for the model and its card.
     """
     directory = Path(task.flags.checkpoint.output_dir) / "final_model"
     heads, chains = fitted
-    pieces, training = task.exported(gather, heads), replace(Training.of_state(asdict(state)), contacts=chains)
+    pieces, training = task.exported(gather, heads), Training.of_state(asdict(state))
+    training = replace(training, contacts=chains, results=results or {})
     failure = None
     try:
         if world.is_main:

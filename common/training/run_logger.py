@@ -92,6 +92,23 @@ def format_block(split: str, results: dict) -> str:
     return "\n".join([f"***** {split} metrics *****", *(f"  {k:<{width}} = {v:>{right}}" for k, v in shown.items())])
 
 
+def verdict(results: dict) -> str:
+    """Whether the model is better than residue frequencies on the validation split, in a line; "" if unknown.
+
+    Better: by more than two standard errors of the difference, where these are known.
+    """
+    loss, unigram = results.get("eval_loss"), results.get("eval_unigram_loss")
+    if loss is None or unigram is None:
+        return ""
+    below, error = unigram - loss, results.get("eval_below_unigram_stderr")
+    by = f"{abs(below):.4f}" if error is None else f"{abs(below):.4f} ± {error:.4f}"
+    if below > 2 * (error or 0.0):
+        return f"Verdict: the model predicts held-out residues better than their frequencies do, by {by} nats"
+    worse = "is worse than residue frequencies, by" if below < 0 else "is no better than residue frequencies, but for"
+    advice = "train longer, look for a rate with --find_learning_rate, or look at the data"
+    return f"Verdict: the model {worse} {by} nats: {advice}"
+
+
 def _format_value(key: str, value) -> str:
     if key.endswith("_runtime"):
         hours, rest = divmod(value, 3600)
@@ -304,6 +321,8 @@ class RunLogger:
                 write_results(self.output_dir, split, results)
                 self.tracker.write({"step": step} | {k: v for k, v in results.items() if k not in seen})
                 print(format_block(split, results), flush=True)
+                if split == "eval" and (line := verdict(results)):
+                    logger.info(line)
 
     def trainer_state(self, state: dict) -> None:
         """Write trainer_state.json, with the rows of metrics.jsonl; all ranks together."""

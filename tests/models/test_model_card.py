@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,11 +20,17 @@ from extras.decoders.config import DecoderConfig
 from extras.decoders.family import pieces_to_hf as decoder_pieces
 from extras.decoders.family import save_decoder
 from extras.decoders.model import DecoderForCausalLM
+from extras.model_card import commit
 from extras.text.tokenizers import ByteTokenizer
 from tests.models.reference import reference_model
 
 CONFIG = esm2_config(2, 32, 4)
-FRONT = {"library_name": "transformers", "pipeline_tag": "fill-mask", "tags": ["esm", "protein"]}
+FRONT = {
+    "license": "unknown",
+    "library_name": "transformers",
+    "pipeline_tag": "fill-mask",
+    "tags": ["esm", "protein"],
+}
 STATE = {"step": 1200, "tokens": 34567, "data": {"dataset": "ab" * 8}, "arguments": {"model_name_or_path": None}}
 
 
@@ -106,6 +113,51 @@ def test_card_omits_state_of_wrong_type(tmp_path, value):
     assert Training.of_state(value) == Training()
 
 
+def test_card_has_results_and_flags(tmp_path):
+    results = {
+        "eval_loss": 2.5,
+        "eval_unigram_loss": 2.8,
+        "eval_below_unigram": 0.3,
+        "eval_below_unigram_stderr": 0.01,
+    }
+    results |= {"test_loss": 2.6, "test_perplexity": 13.46, "eval_contacts_long_p_at_l": 0.25, "eval_runtime": 3.0}
+    results |= {"eval_probe_|x|": 1.0, "test_accuracy": float("nan"), "eval_accuracy": "0.1\n---"}
+    flags = {"model_name_or_path": None, "learning_rate": 4e-4, "optim": "muon", "bf16": True, "seed": "1 | 2"}
+    training = replace(Training.of_state(STATE | {"arguments": flags}), results=results)
+    weights = build_model(CONFIG, seed=1).state_dict()
+    save_pretrained(convert.pieces_to_hf(weights.__getitem__, CONFIG), CONFIG, tmp_path / "model", training)
+    card = (tmp_path / "model" / "README.md").read_text()
+    for line in (
+        "| validation loss | 2.5000 nats (residue frequencies alone: 2.8000) |",
+        "| validation loss below residue frequencies | 0.3000 ± 0.0100 nats |",
+        "| test loss | 2.6000 nats |",
+        "| contacts: long_p_at_l | 0.2500 |",
+        "| `--learning_rate` | 0.0004 |",
+        "| `--optim` | muon |",
+    ):
+        assert f"{line}\n" in card
+    for absent in ("runtime", "probe", "test accuracy", "validation accuracy", "--seed"):
+        assert absent not in card
+    (measured,) = front_matter(card)["model-index"]
+    assert [metric["value"] for metric in measured["results"][0]["metrics"]] == [2.6, 13.46]
+
+
+def test_card_names_the_commit(tmp_path):
+    (tmp_path / ".git" / "refs" / "heads").mkdir(parents=True)
+    (tmp_path / ".git" / "HEAD").write_text("ref: refs/heads/main\n")
+    assert commit(tmp_path) is None
+    (tmp_path / ".git" / "packed-refs").write_text(f"# pack-refs\n{'ab' * 20} refs/heads/main\n")
+    assert commit(tmp_path) == "ab" * 20
+    (tmp_path / ".git" / "refs" / "heads" / "main").write_text(f"{'cd' * 20}\n")
+    assert commit(tmp_path) == "cd" * 20
+    (tmp_path / "tree").mkdir()
+    (tmp_path / "tree" / ".git").write_text(f"gitdir: {tmp_path}/.git/worktrees/tree\n")
+    (tmp_path / ".git" / "worktrees" / "tree").mkdir(parents=True)
+    (tmp_path / ".git" / "worktrees" / "tree" / "HEAD").write_text(f"{'ef' * 20}\n")
+    assert commit(tmp_path / "tree") == "ef" * 20
+    assert commit(tmp_path / "nowhere") is None
+
+
 def test_card_of_a_decoder(tmp_path):
     config = DecoderConfig(
         vocab_size=272, hidden_size=48, intermediate_size=80, num_hidden_layers=2, num_attention_heads=4,
@@ -116,6 +168,7 @@ def test_card_of_a_decoder(tmp_path):
     save_decoder(pieces, config, tmp_path / "model", ByteTokenizer().save, Training.of_state(STATE))
     card = (tmp_path / "model" / "README.md").read_text()
     assert front_matter(card) == {
+        "license": "unknown",
         "library_name": "transformers",
         "pipeline_tag": "text-generation",
         "tags": ["llama"],

@@ -23,6 +23,7 @@ from common.models.esm2.alphabet import ESM2_TOKENS, TOKENS
 from common.models.esm2.config import load_config, override
 from common.models.esm2.model import build_model
 from common.training import masked_lm
+from common.training.run_logger import verdict
 from tests.data_fixtures import write_fasta
 from tests.training_fixtures import NUM_TEST, NUM_VALIDATION, TINY_MODEL, TINY_OVERRIDES, arguments, rows, train
 
@@ -38,6 +39,10 @@ def model():
         for parameter in model.parameters():
             parameter.mul_(10 if parameter.dim() > 1 else 1)
     return model
+
+
+def log_frequencies(data: PreparedData) -> np.ndarray:
+    return np.log(masked_lm.residue_frequencies(data.sample(), ESM2_TOKENS))
 
 
 def numbers(model, dataset, split="validation", prefix="eval", **flags) -> dict:
@@ -83,6 +88,51 @@ def test_evaluation_equals_transformers_on_the_same_masks(model, dataset):
     assert abs(found["eval_loss"] - math.log(33)) > 0.3, "a model whose predictions say something"
 
 
+@pytest.mark.parametrize("flags", [{}, {"tokens_per_pack": 256}, {"sequence_packing": False}], ids=str)
+def test_difference_to_unigram_is_paired_by_protein(model, dataset, flags):
+    """Mean and standard error against a loop over proteins with transformers' model, in float64."""
+    reference = EsmForMaskedLM(model.config.to_transformers()).eval()
+    reference.load_state_dict(convert.to_hf(model.state_dict(), model.config), strict=False)
+    args = arguments(dataset, **flags)
+    data = PreparedData(args.data, ESM2_TOKENS)
+    log_p = torch.from_numpy(log_frequencies(data))
+    below, counts = [], []
+    for ids, labels in questions(dataset):
+        chosen = labels != -100
+        if not chosen.any():
+            continue
+        with torch.no_grad():
+            logits = reference(ids[None]).logits[0][chosen].double()
+        losses = F.cross_entropy(logits, labels[chosen], reduction="none")
+        below.append((-log_p[labels[chosen]] - losses).sum().item())
+        counts.append(chosen.sum().item())
+    below, counts = np.array(below), np.array(counts)
+    mean = below.sum() / counts.sum()
+    error = math.sqrt(((below - mean * counts) ** 2).sum()) / counts.sum()
+    found = masked_lm.evaluate(
+        model, data.held_out("validation"), ESM2_TOKENS, args.data, ALONE, baseline=masked_lm.below_unigram(log_p)
+    )
+    assert found["eval_below_unigram"] == pytest.approx(mean, rel=1e-5)
+    assert found["eval_below_unigram_stderr"] == pytest.approx(error, rel=1e-5)
+    unigram = masked_lm.unigram(log_p.numpy(), data.held_out("validation"), ESM2_TOKENS, args.data, ALONE)
+    assert found["eval_below_unigram"] == pytest.approx(unigram["eval_unigram_loss"] - found["eval_loss"], rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("loss", "error", "said"),
+    [
+        (2.5, 0.01, "better than their frequencies do, by 0.3000 ± 0.0100 nats"),
+        (2.79, 0.01, "is no better than residue frequencies, but for 0.0100 ± 0.0100 nats: train longer"),
+        (2.9, 0.01, "is worse than residue frequencies, by 0.1000 ± 0.0100 nats"),
+        (2.5, None, "by 0.3000 nats"),
+    ],
+)
+def test_verdict_weighs_the_difference_by_its_standard_error(loss, error, said):
+    results = {"eval_loss": loss, "eval_unigram_loss": 2.8, "eval_below_unigram_stderr": error}
+    assert said in verdict(results)
+    assert verdict({"eval_loss": 2.0}) == ""
+
+
 def test_evaluation_asks_at_a_rate_of_its_own(model, dataset):
     """The same questions whatever a run trains with, and the model's own token dropout (12 %)."""
     training = {"mlm_probability": 0.4, "mlm_probability_end": 0.2, "mask_replace_prob": 0.5, "random_replace_prob": 0}
@@ -97,7 +147,7 @@ def test_unigram_asks_what_evaluation_asks(dataset):
     def unigram(**flags):
         data = arguments(dataset, **flags).data
         opened = PreparedData(data, ESM2_TOKENS)
-        return masked_lm.unigram(opened.sample, opened.held_out("validation"), ESM2_TOKENS, data, ALONE)
+        return masked_lm.unigram(log_frequencies(opened), opened.held_out("validation"), ESM2_TOKENS, data, ALONE)
 
     assert unigram(mlm_probability=0.4) == unigram() != unigram(eval_mlm_probability=0.4)
 
@@ -194,13 +244,13 @@ def test_unigram_equals_hand_computation(dataset):
     assert labels.min() >= 0
     args = arguments(dataset)
     data = PreparedData(args.data, ESM2_TOKENS)
-    found = masked_lm.unigram(data.sample, data.held_out("validation"), ESM2_TOKENS, args.data, ALONE)
+    found = masked_lm.unigram(log_frequencies(data), data.held_out("validation"), ESM2_TOKENS, args.data, ALONE)
     assert found["eval_unigram_loss"] == pytest.approx(-log_p[labels].mean(), rel=1e-12)
     assert found["eval_unigram_perplexity"] == pytest.approx(np.exp(-log_p[labels].mean()), rel=1e-12)
     assert found["eval_unigram_accuracy"] == (labels == counts.argmax()).mean()
     assert 2.7 < found["eval_unigram_loss"] < 3.0  # facts.md: 2.87 nats on UniRef
     other = arguments(dataset, seed=9, sequence_packing=False)
-    again = masked_lm.unigram(data.sample, data.held_out("validation"), ESM2_TOKENS, other.data, ALONE)
+    again = masked_lm.unigram(log_frequencies(data), data.held_out("validation"), ESM2_TOKENS, other.data, ALONE)
     assert again == pytest.approx(found, rel=1e-12)
 
 

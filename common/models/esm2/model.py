@@ -38,6 +38,7 @@ class Esm2Output(NamedTuple):
     loss_sum: Tensor | None = None  # scalar fp32: cross-entropy in nats, summed over the masked positions
     correct: Tensor | None = None  # scalar int64: masked positions whose top prediction is the label
     hidden: Tensor | None = None  # [T, hidden]: after the final LayerNorm; only when asked for
+    token_losses: Tensor | None = None  # [T] fp32: nats, 0 where nothing is predicted; in eval mode
 
 
 class Embeddings(nn.Module):
@@ -202,7 +203,16 @@ class Esm2ForMaskedLM(Model):
             logits = self.lm_head(hidden[predicted.masked_fill(is_filler, 0)], embedding)
             loss_sum = F.cross_entropy(logits, targets, reduction="sum")
             correct = (logits.argmax(-1) == targets).sum()
-            return Esm2Output(loss_sum=loss_sum, correct=correct, hidden=hidden if output_hidden else None)
+            token_losses = None
+            if not self.training:
+                losses = F.cross_entropy(logits, targets, reduction="none")
+                token_losses = losses.new_zeros(tokens).index_add(0, predicted.masked_fill(is_filler, 0), losses)
+            return Esm2Output(
+                loss_sum=loss_sum,
+                correct=correct,
+                hidden=hidden if output_hidden else None,
+                token_losses=token_losses,
+            )
         logits = self.lm_head(hidden, embedding)
         if kept is not None:
             everywhere = logits.new_zeros(shape.numel(), logits.shape[-1])

@@ -13,7 +13,7 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
 from typing import Any, TypeVar
@@ -246,7 +246,8 @@ class Training:
     """How the weights were trained, for the model card; None: unknown.
 
     steps, tokens: trained, 0 for weights exported as they were given; data: the training data's identity; start:
-    --model_name_or_path, "" for random weights; contacts: chains that a contact head was fitted on.
+    --model_name_or_path, "" for random weights; contacts: chains that a contact head was fitted on; flags, results: of
+    the run, values of any type.
     """
 
     steps: int | None = None
@@ -254,6 +255,8 @@ class Training:
     data: str | None = None
     start: str | None = None
     contacts: int | None = None
+    flags: Mapping[str, Any] = field(default_factory=dict)
+    results: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
     def of_state(cls, state: Any) -> Training:
@@ -267,6 +270,7 @@ class Training:
             tokens,
             data if steps and isinstance(data, str) and HASH.fullmatch(data) else None,
             start if isinstance(start, str) else "" if start is None else None,
+            flags=_object(state.get("arguments")) if steps else {},
         )
 
 
@@ -333,7 +337,9 @@ def _write(pieces: Iterable[tuple[str, Tensor]], export: Export, partial: Path, 
         index = {"metadata": {"total_size": total}, "weight_map": files}
         (partial / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True))
     notes = export.finish(partial) or {}
-    (partial / CARD).write_text(_card(export, notes), encoding="utf-8")
+    from extras.model_card import card
+
+    (partial / CARD).write_text(card(export, notes), encoding="utf-8")
 
 
 def _file_of_each(tensors: Mapping[str, Tensor], shard_bytes: int) -> dict[str, str]:
@@ -347,32 +353,3 @@ def _file_of_each(tensors: Mapping[str, Tensor], shard_bytes: int) -> dict[str, 
     if shard == 0:
         return dict.fromkeys(tensors, "model.safetensors")
     return {name: f"model-{n + 1:05d}-of-{shard + 1:05d}.safetensors" for name, n in shards.items()}
-
-
-def _card(export: Export, notes: Mapping[str, str]) -> str:
-    """README.md."""
-    config, architecture, tags, training = export.config, export.architecture, export.tags, export.training
-    start = training.start if training.start in export.published else None
-    front = ["library_name: transformers", f"pipeline_tag: {tags[0]}", "tags:", *(f"- {tag}" for tag in tags[1:])]
-    front += [f"base_model: {start}"] if start else []
-    counts = {
-        "layers": config.num_hidden_layers,
-        "hidden size": config.hidden_size,
-        "attention heads": config.num_attention_heads,
-        "parameters": export.parameters,
-        "training steps": training.steps,
-        "training tokens": training.tokens,
-    }
-    table = {name: f"{count:,}" for name, count in counts.items() if count is not None}
-    if training.start is not None:
-        table["started from"] = start or ("other weights" if training.start else "random weights")
-    if training.data:
-        table["training data (hash)"] = f"`{training.data}`"
-    lines = ["---", *front, "---", "", f"# {architecture}", "", "| | |", "|---|---|"]
-    lines += [f"| {name} | {value} |" for name, value in table.items()]
-    lines += ["", "```python", f"from transformers import AutoTokenizer, {architecture}", ""]
-    lines += [f'model = {architecture}.from_pretrained("DIRECTORY")  # of this file']
-    lines += ['tokenizer = AutoTokenizer.from_pretrained("DIRECTORY")', "```"]
-    for heading, text in notes.items():
-        lines += ["", f"## {heading}", "", text]
-    return "\n".join(lines) + "\n"

@@ -1,0 +1,159 @@
+"""README.md of an exported model, in the Hub's format: what it is, how it was trained, and what it reached.
+
+It repeats no text of the user's: no paths, names or hosts, only numbers, hashes, and names that this program knows.
+"""
+
+from __future__ import annotations
+
+import math
+import platform
+import re
+import tomllib
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from huggingface_hub import EvalResult, ModelCardData
+
+from common.models.layers.hf_directory import Export
+
+ROOT = Path(__file__).resolve().parent.parent
+# Flags of a run whose values, numbers or a choice of these, a card shows.
+FLAGS = (
+    *("max_steps", "optim", "learning_rate", "warmup_steps", "weight_decay", "max_grad_norm", "max_seq_length"),
+    *("tokens_per_pack", "tokens_per_step", "gradient_accumulation_steps", "mlm_probability", "mlm_probability_end"),
+    *("seed", "bf16", "fp8", "fp4"),
+)
+OPTIMISERS = ("adamw_torch_fused", "muon")
+SPLITS = {"eval": "validation", "test": "test"}
+COMMIT = re.compile(r"[0-9a-f]{40}")
+LICENSE = "unknown"  # an identifier of the Hub's
+
+
+def card(export: Export, notes: Mapping[str, str]) -> str:
+    """notes: {heading: text} for the end."""
+    config, architecture, training = export.config, export.architecture, export.training
+    start = training.start if training.start in export.published else None
+    counts = {
+        "layers": config.num_hidden_layers,
+        "hidden size": config.hidden_size,
+        "attention heads": config.num_attention_heads,
+        "parameters": export.parameters,
+        "training steps": training.steps,
+        "training tokens": training.tokens,
+    }
+    table = {name: f"{count:,}" for name, count in counts.items() if count is not None}
+    if training.start is not None:
+        table["started from"] = start or ("other weights" if training.start else "random weights")
+    if training.data:
+        table["training data (hash)"] = f"`{training.data}`"
+    if training.steps:
+        table |= {"software": software()}
+    lines = ["---", *front_matter(export, start), "---", "", f"# {architecture}", "", *rows(table, ("", ""))]
+    lines += ["", "```python", f"from transformers import AutoTokenizer, {architecture}", ""]
+    lines += [f'model = {architecture}.from_pretrained("DIRECTORY")  # of this file']
+    lines += ['tokenizer = AutoTokenizer.from_pretrained("DIRECTORY")', "```"]
+    if results := dict(shown_results(training.results)):
+        lines += ["", "## Results", "", *rows(results, ("held out", ""))]
+    if flags := dict(shown_flags(training.flags)):
+        lines += ["", "## Training", "", *rows(flags, ("flag", ""))]
+    for heading, text in notes.items():
+        lines += ["", f"## {heading}", "", text]
+    lines += ["", "## Licence", "", "To be filled in: the `license` above, and what the training data allow."]
+    return "\n".join(lines) + "\n"
+
+
+def rows(table: Mapping[str, str], head: tuple[str, str]) -> list[str]:
+    return [f"| {' | '.join(head)} |", "|---|---|", *(f"| {name} | {value} |" for name, value in table.items())]
+
+
+def front_matter(export: Export, start: str | None) -> list[str]:
+    pipeline, *tags = export.tags
+    measured = {
+        name: value for name in ("loss", "perplexity") if (value := number(export.training.results, f"test_{name}"))
+    }
+    data = ModelCardData(
+        license=LICENSE,
+        library_name="transformers",
+        pipeline_tag=pipeline,
+        tags=tags,
+        base_model=start,
+        model_name=export.architecture if measured else None,
+        eval_results=[
+            EvalResult(
+                task_type=pipeline,
+                dataset_type="proteins" if pipeline == "fill-mask" else "text",
+                dataset_name="held-out test split",
+                metric_type=name,
+                metric_value=round(value, 6),
+            )
+            for name, value in measured.items()
+        ]
+        or None,
+    )
+    return data.to_yaml().splitlines()
+
+
+def number(results: Mapping[str, Any], name: str) -> float | None:
+    """A result, if it is a finite number."""
+    value = results.get(name)
+    return float(value) if type(value) in (int, float) and math.isfinite(value) else None
+
+
+def shown_results(results: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    for prefix, split in SPLITS.items():
+        for name, unit in (("loss", " nats"), ("accuracy", "")):
+            if (value := number(results, f"{prefix}_{name}")) is not None:
+                unigram = number(results, f"{prefix}_unigram_{name}")
+                beside = f" (residue frequencies alone: {unigram:.4f})" if unigram is not None else ""
+                yield f"{split} {name}", f"{value:.4f}{unit}{beside}"
+        if (below := number(results, f"{prefix}_below_unigram")) is not None:
+            error = number(results, f"{prefix}_below_unigram_stderr") or 0.0
+            yield f"{split} loss below residue frequencies", f"{below:.4f} ± {error:.4f} nats"
+    for name in sorted(results):
+        kind = re.fullmatch(r"eval_(contacts|mutations|probe)_([a-z0-9_]{1,80})", name)
+        if kind and (value := number(results, name)) is not None:
+            yield f"{kind[1]}: {kind[2]}", f"{value:.4f}"
+
+
+def shown_flags(flags: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    for name in FLAGS:
+        value = flags.get(name)
+        if type(value) in (bool, int, float) or (name == "optim" and value in OPTIMISERS):
+            yield f"`--{name}`", f"{value}"
+
+
+def software() -> str:
+    """This project's version and commit, Python's and the libraries'."""
+    parts = [f"Python {platform.python_version()}", f"torch {torch.__version__}"]
+    parts.append(f"transformers {transformers.__version__}")
+    with suppress(OSError, KeyError, tomllib.TOMLDecodeError):
+        project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+        parts.insert(0, f"{project['name']} {project['version']}")
+    if found := commit(ROOT):
+        parts.insert(1, f"commit {found[:12]}")
+    return ", ".join(parts)
+
+
+def commit(root: Path) -> str | None:
+    """The commit of a checkout, read from git's files: starting git would take longer than the export."""
+    with suppress(OSError, ValueError):
+        directory = root / ".git"
+        if directory.is_file():  # of a worktree
+            directory = root / directory.read_text().partition("gitdir:")[2].strip()
+        head = (directory / "HEAD").read_text().strip()
+        name = head.removeprefix("ref: ")
+        if name == head:
+            return head if COMMIT.fullmatch(head) else None
+        shared = directory / "commondir"
+        place = directory / shared.read_text().strip() if shared.is_file() else directory
+        if (place / name).is_file():
+            found = (place / name).read_text().strip()
+        else:
+            packed = (place / "packed-refs").read_text().splitlines()
+            found = next((line.split()[0] for line in packed if line.endswith(f" {name}")), "")
+        return found if COMMIT.fullmatch(found) else None
+    return None
