@@ -1,0 +1,153 @@
+"""Scores of mutations beside measured effects: Spearman's correlation, its interval, and baselines without a model."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from common.models.esm2.alphabet import TOKENS
+from extras.inference.mutations import Mutation, Variant
+
+RESAMPLES = 1000
+LEAST = 3  # variants that a correlation needs
+ORDER = "ARNDCQEGHILKMFPSTWYV"
+# BLOSUM62 in half bits (Henikoff and Henikoff, PNAS 1992), rows and columns in `ORDER`: NCBI's file, which is in the
+# public domain (ftp.ncbi.nlm.nih.gov/blast/matrices/BLOSUM62).
+BLOSUM62 = np.array(
+    """
+ 4 -1 -2 -2  0 -1 -1  0 -2 -1 -1 -1 -1 -2 -1  1  0 -3 -2  0
+-1  5  0 -2 -3  1  0 -2  0 -3 -2  2 -1 -3 -2 -1 -1 -3 -2 -3
+-2  0  6  1 -3  0  0  0  1 -3 -3  0 -2 -3 -2  1  0 -4 -2 -3
+-2 -2  1  6 -3  0  2 -1 -1 -3 -4 -1 -3 -3 -1  0 -1 -4 -3 -3
+ 0 -3 -3 -3  9 -3 -4 -3 -3 -1 -1 -3 -1 -2 -3 -1 -1 -2 -2 -1
+-1  1  0  0 -3  5  2 -2  0 -3 -2  1  0 -3 -1  0 -1 -2 -1 -2
+-1  0  0  2 -4  2  5 -2  0 -3 -3  1 -2 -3 -1  0 -1 -3 -2 -2
+ 0 -2  0 -1 -3 -2 -2  6 -2 -4 -4 -2 -3 -3 -2  0 -2 -2 -3 -3
+-2  0  1 -1 -3  0  0 -2  8 -3 -3 -1 -2 -1 -2 -1 -2 -2  2 -3
+-1 -3 -3 -3 -1 -3 -3 -4 -3  4  2 -3  1  0 -3 -2 -1 -3 -1  3
+-1 -2 -3 -4 -1 -2 -3 -4 -3  2  4 -2  2  0 -3 -2 -1 -2 -1  1
+-1  2  0 -1 -3  1  1 -2 -1 -3 -2  5 -1 -3 -1  0 -1 -3 -2 -2
+-1 -1 -2 -3 -1  0 -2 -3 -2  1  2 -1  5  0 -2 -1 -1 -1 -1  1
+-2 -3 -3 -3 -2 -3 -3 -3 -1  0  0 -3  0  6 -4 -2 -2  1  3 -1
+-1 -2 -2 -1 -3 -1 -1 -2 -2 -3 -3 -1 -2 -4  7 -1 -1 -4 -3 -2
+ 1 -1  1  0 -1  0  0  0 -1 -2 -2  0 -1 -2 -1  4  1 -3 -2 -2
+ 0 -1  0 -1 -1 -1 -1 -2 -2 -1 -1 -1 -1 -2 -1  1  5 -2 -2  0
+-3 -3 -4 -4 -2 -2 -3 -2 -2 -3 -2 -3 -1  1 -4 -3 -2 11  2 -3
+-2 -2 -2 -3 -2 -1 -2 -3  2 -1 -1 -2 -1  3 -3 -2 -2  2  7 -1
+ 0 -3 -3 -3 -1 -2 -2 -3 -3  3  1 -2  1 -1 -2 -2  0 -3 -1  4
+""".split(),
+    int,
+).reshape(20, 20)
+# Residues of 1,000 in proteins (Robinson and Robinson, PNAS 1991), as in NCBI's BLAST (blast_stat.c), public domain.
+FREQUENCIES = np.array(
+    [
+        78.05,
+        51.29,
+        44.87,
+        53.64,
+        19.25,
+        42.64,
+        62.95,
+        73.77,
+        21.99,
+        51.42,
+        90.19,
+        57.44,
+        22.43,
+        38.56,
+        52.03,
+        71.20,
+        58.41,
+        13.30,
+        32.16,
+        64.41,
+    ]
+)
+
+
+class Correlation(NamedTuple):
+    """Spearman's, with a 95 % bootstrap interval."""
+
+    spearman: float
+    low: float
+    high: float
+
+
+def correlation(scores: Sequence[float], measured: Sequence[float]) -> Correlation | None:
+    """None where it is undefined: fewer than `LEAST` values, or all alike.
+
+    The interval: percentiles of `RESAMPLES` resamples of the variants, of a fixed seed. A resample is kept as how often
+    each variant is in it, so that its mid-ranks need no sorting: counts added up along the ranks of the whole.
+    """
+    x, y = (np.asarray(each, np.float64) for each in (scores, measured))
+    if len(x) < LEAST:
+        return None
+    ranks = [np.unique(each, return_inverse=True)[1] for each in (x, y)]
+    whole = _spearman(np.ones(len(x)), *ranks)
+    if math.isnan(whole):
+        return None
+    random = np.random.default_rng(0)
+    found = np.empty(RESAMPLES)
+    for number in range(RESAMPLES):
+        counts = np.bincount(random.integers(0, len(x), len(x)), minlength=len(x)).astype(float)
+        found[number] = _spearman(counts, *ranks)
+    low, high = np.nanpercentile(found, (2.5, 97.5))
+    return Correlation(whole, float(low), float(high))
+
+
+def _spearman(counts: np.ndarray, *dense: np.ndarray) -> float:
+    """Of values given by dense ranks, each taken `counts` times; NaN where one side is constant."""
+    x, y = (_mid_ranks(counts, each) for each in dense)
+    x, y = (each - np.average(each, weights=counts) for each in (x, y))
+    norm = (counts @ (x * x)) * (counts @ (y * y))
+    return float(counts @ (x * y) / math.sqrt(norm)) if norm > 0 else math.nan
+
+
+def _mid_ranks(counts: np.ndarray, dense: np.ndarray) -> np.ndarray:
+    of_value = np.bincount(dense, weights=counts)
+    return (np.cumsum(of_value) - (of_value - 1) / 2)[dense]
+
+
+# ---- baselines, which know no more than the residues that change ----------------------------------------------------
+
+
+def _blosum62(old: str, new: str) -> float:
+    return float(BLOSUM62[ORDER.index(old), ORDER.index(new)])
+
+
+def _log_frequency(old: str, new: str) -> float:
+    return math.log(FREQUENCIES[ORDER.index(new)] / FREQUENCIES[ORDER.index(old)])
+
+
+BASELINES: dict[str, Callable[[str, str], float]] = {
+    "blosum62": _blosum62,
+    "residue_frequency": _log_frequency,
+}
+
+
+def baseline(variant: Variant, of: Callable[[str, str], float]) -> float:
+    """The sum over the mutations. A wild type U or O counts as C or K."""
+    return sum((of(_letter(m.wild), _letter(m.mutant)) for m in variant.mutations if m.wild != m.mutant), 0.0)
+
+
+def _letter(token: int) -> str:
+    return {"U": "C", "O": "K"}.get(TOKENS[token], TOKENS[token])
+
+
+def correlations(
+    scores: dict[str, Sequence[float]], measured: Sequence[float], variants: Sequence[Variant]
+) -> dict[str, Correlation]:
+    """Of each column of scores and each baseline; those that are undefined are left out."""
+    with_baselines = scores | {name: [baseline(variant, of) for variant in variants] for name, of in BASELINES.items()}
+    found = {name: correlation(values, measured) for name, values in with_baselines.items()}
+    return {name: each for name, each in found.items() if each is not None}
+
+
+def as_table(found: dict[str, Correlation]) -> Iterable[str]:
+    width = max(map(len, found), default=0)
+    return (
+        f"  {name:{width}}  {each.spearman:6.3f}  ({each.low:.3f} to {each.high:.3f})" for name, each in found.items()
+    )
