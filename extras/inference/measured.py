@@ -9,14 +9,14 @@ from typing import NamedTuple
 import numpy as np
 
 from common.models.esm2.alphabet import TOKENS
-from extras.inference.mutations import Mutation, Variant
+from extras.inference.mutations import Variant
 
 RESAMPLES = 1000
 LEAST = 3  # variants that a correlation needs
 ORDER = "ARNDCQEGHILKMFPSTWYV"
 # BLOSUM62 in half bits (Henikoff and Henikoff, PNAS 1992), rows and columns in `ORDER`: NCBI's file, which is in the
 # public domain (ftp.ncbi.nlm.nih.gov/blast/matrices/BLOSUM62).
-BLOSUM62 = np.array(
+BLOSUM62 = np.loadtxt(
     """
  4 -1 -2 -2  0 -1 -1  0 -2 -1 -1 -1 -1 -2 -1  1  0 -3 -2  0
 -1  5  0 -2 -3  1  0 -2  0 -3 -2  2 -1 -3 -2 -1 -1 -3 -2 -3
@@ -38,32 +38,14 @@ BLOSUM62 = np.array(
 -3 -3 -4 -4 -2 -2 -3 -2 -2 -3 -2 -3 -1  1 -4 -3 -2 11  2 -3
 -2 -2 -2 -3 -2 -1 -2 -3  2 -1 -1 -2 -1  3 -3 -2 -2  2  7 -1
  0 -3 -3 -3 -1 -2 -2 -3 -3  3  1 -2  1 -1 -2 -2  0 -3 -1  4
-""".split(),
+""".strip().splitlines(),
     int,
-).reshape(20, 20)
+)
 # Residues of 1,000 in proteins (Robinson and Robinson, PNAS 1991), as in NCBI's BLAST (blast_stat.c), public domain.
 FREQUENCIES = np.array(
     [
-        78.05,
-        51.29,
-        44.87,
-        53.64,
-        19.25,
-        42.64,
-        62.95,
-        73.77,
-        21.99,
-        51.42,
-        90.19,
-        57.44,
-        22.43,
-        38.56,
-        52.03,
-        71.20,
-        58.41,
-        13.30,
-        32.16,
-        64.41,
+        *(78.05, 51.29, 44.87, 53.64, 19.25, 42.64, 62.95, 73.77, 21.99, 51.42),
+        *(90.19, 57.44, 22.43, 38.56, 52.03, 71.20, 58.41, 13.30, 32.16, 64.41),
     ]
 )
 
@@ -79,23 +61,29 @@ class Correlation(NamedTuple):
 def correlation(scores: Sequence[float], measured: Sequence[float]) -> Correlation | None:
     """None where it is undefined: fewer than `LEAST` values, or all alike.
 
-    The interval: percentiles of `RESAMPLES` resamples of the variants, of a fixed seed. A resample is kept as how often
-    each variant is in it, so that its mid-ranks need no sorting: counts added up along the ranks of the whole.
+    The interval: percentiles of `RESAMPLES` resamples of the variants, of a fixed seed. A resample is a count of each
+    variant, so that its mid-ranks need no sorting: they are sums of the counts along the ranks of the whole.
     """
-    x, y = (np.asarray(each, np.float64) for each in (scores, measured))
-    if len(x) < LEAST:
+    whole, rows = spearman(scores, measured), len(scores)
+    if rows < LEAST or math.isnan(whole):
         return None
-    ranks = [np.unique(each, return_inverse=True)[1] for each in (x, y)]
-    whole = _spearman(np.ones(len(x)), *ranks)
-    if math.isnan(whole):
-        return None
+    ranks = _dense_ranks(scores), _dense_ranks(measured)
     random = np.random.default_rng(0)
     found = np.empty(RESAMPLES)
     for number in range(RESAMPLES):
-        counts = np.bincount(random.integers(0, len(x), len(x)), minlength=len(x)).astype(float)
+        counts = np.bincount(random.integers(0, rows, rows), minlength=rows).astype(float)
         found[number] = _spearman(counts, *ranks)
     low, high = np.nanpercentile(found, (2.5, 97.5))
     return Correlation(whole, float(low), float(high))
+
+
+def spearman(scores: Sequence[float], measured: Sequence[float]) -> float:
+    """Spearman's rank correlation, with mid-ranks of ties; NaN where one side is constant."""
+    return _spearman(np.ones(len(scores)), _dense_ranks(scores), _dense_ranks(measured))
+
+
+def _dense_ranks(values: Sequence[float]) -> np.ndarray:
+    return np.unique(np.asarray(values, np.float64), return_inverse=True)[1]
 
 
 def _spearman(counts: np.ndarray, *dense: np.ndarray) -> float:

@@ -25,7 +25,8 @@ SUBSTITUTION = re.compile(r"([A-Za-z]|[A-Za-z]{3})(-?[0-9]{1,9})([A-Za-z]|[A-Za-
 THREE_LETTERS = dict(
     re.findall(
         "([A-Z][a-z]{2})([A-Z])",
-        "AlaA ArgR AsnN AspD CysC GlnQ GluE GlyG HisH IleI LeuL LysK MetM PheF ProP SerS ThrT TrpW TyrY ValV SecU PylO",
+        "AlaA ArgR AsnN AspD CysC GlnQ GluE GlyG HisH IleI LeuL LysK MetM PheF ProP SerS ThrT TrpW TyrY ValV "
+        "SecU PylO",
     )
 )
 SEPARATORS = re.compile(r"[:,;/ ]+")
