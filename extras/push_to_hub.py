@@ -1,4 +1,4 @@
-"""--push_to_hub OWNER/NAME: upload final_model/ to the Hub at the end of a run, with the token of the environment."""
+"""--hub_model_id OWNER/NAME: upload final_model/ to the Hub at the end of a run, with the token of the environment."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ def check_push(name: str) -> None:
     from huggingface_hub import get_token
 
     if not HUB_NAME.fullmatch(name):
-        raise UserError(f"--push_to_hub {name}: expected a name on the Hub: OWNER/NAME")
+        raise UserError(f"--hub_model_id {name}: expected a name on the Hub: OWNER/NAME")
     if offline():
-        raise UserError("--push_to_hub: HF_HUB_OFFLINE is set: unset it, or drop the flag and upload later")
+        raise UserError("--hub_model_id: HF_HUB_OFFLINE is set: unset it, or drop the flag and upload later")
     if not get_token():
-        raise UserError("--push_to_hub: no token: set HF_TOKEN to one that may write, or run hf auth login")
+        raise UserError("--hub_model_id: no token: set HF_TOKEN to one that may write, or run hf auth login")
 
 
 def push(directory: Path, name: str) -> None:
@@ -33,6 +33,6 @@ def push(directory: Path, name: str) -> None:
         done = api.upload_folder(repo_id=name, folder_path=directory, commit_message="Upload model")
     except Exception as error:  # the Hub's are many
         raise UserError(
-            f"--push_to_hub {name}: {one_line(error)[:160]}: {directory} is complete: hf upload {name} {directory}"
+            f"--hub_model_id {name}: {one_line(error)[:160]}: {directory} is complete: hf upload {name} {directory}"
         ) from error
     logger.info("Uploaded: %s", done)

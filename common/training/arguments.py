@@ -116,7 +116,7 @@ class RunArguments(Flags, ABC):
     """Of a run of any task. A task narrows `model`, `data` and `optimizer`; the script brings its `strategy`."""
 
     group = "training and evaluation"
-    unlisted = ("push_to_hub",)
+    unlisted = ("hub_model_id",)
 
     model: BackendFlags = field(default_factory=BackendFlags)
     data: StepFlags = field(default_factory=StepFlags)
@@ -143,7 +143,7 @@ class RunArguments(Flags, ABC):
     save_final_model: bool | None = flag(
         None, "Export final_model/ for transformers. Default: once all steps are done; True: at any end of the run."
     )
-    push_to_hub: str | None = flag(
+    hub_model_id: str | None = flag(
         None,
         "OWNER/NAME: upload final_model/ to the Hub after it is exported, with HF_TOKEN; a new repository is private.",
     )
@@ -208,10 +208,10 @@ class RunArguments(Flags, ABC):
                 f"--pad_sequences_to_be_divisible_by {multiple}: a sequence is cut into 2 x --cp_size chunks: give a "
                 f"multiple of {2 * cp_size}"
             )
-        if self.push_to_hub is not None:
+        if self.hub_model_id is not None:
             from extras.push_to_hub import check_push
 
-            check_push(self.push_to_hub)
+            check_push(self.hub_model_id)
         if self.find.find_learning_rate and self.dry_run.dry_run:
             raise UserError("--find_learning_rate and --dry_run exclude each other")
         if cp_size > 1 and self.precision.fp8_params:

@@ -1,4 +1,4 @@
-"""--push_to_hub: what is refused before a run, and an upload by huggingface_hub to a server of its protocol."""
+"""--hub_model_id: what is refused before a run, and an upload by huggingface_hub to a server of its protocol."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def hub():
 
 def pushed(dataset, out, hub):
     variables = {"HF_ENDPOINT": hub.url, "HF_TOKEN": "secret", "HF_HUB_OFFLINE": "0", "HF_DATASETS_OFFLINE": "0"}
-    argv = flags_of(dataset, out, max_steps=1, push_to_hub="me/model")
+    argv = flags_of(dataset, out, max_steps=1, hub_model_id="me/model")
     return run_script("train_ddp.py", *argv, env=environment() | variables, anew=("huggingface_hub",))
 
 
