@@ -43,8 +43,8 @@ class FsdpFlags(RecomputeFlags):
 
     sharding_strategy: str | None = flag(
         None,
-        "; ".join(f"{name}: {what}" for name, what in STRATEGIES.items()) + ". Default: hybrid on "
-        "several nodes of GPUs if each holds weights, gradients and moments in a quarter of its memory, else full.",
+        "; ".join(f"{name}: {what}" for name, what in STRATEGIES.items()) + ". Default: full; "
+        "hybrid across nodes of GPUs with room for it.",
     )
     hsdp_shard_size: int | None = flag(None, "Ranks that share one copy, with hybrid. Default: those of a node.")
     param_dtype: str = flag("fp32", "fp32 master weights; bf16: weights, gradients and moments in half the memory.")

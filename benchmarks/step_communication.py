@@ -68,11 +68,11 @@ STATE = 16  # bytes a parameter: weight, gradient, two moments
 GPUS = (8, 64, 128, 512)
 
 
-def ddp(times: Times, ranks: int, net: Network) -> float:
+def ddp(times: Times, ranks: int, net: Network, bucket: float | None = None) -> float:
     """Seconds that are not hidden. Buckets are all-reduced one after the other from when the first is full; the last
     is full when the backward pass ends."""
     size = FP32 * (times.layers * times.parameters[0] + times.parameters[1])
-    buckets = math.ceil(size / (1e6 * default_bucket_mb(ranks)))
+    buckets = math.ceil(size / (bucket or 1e6 * default_bucket_mb(ranks)))
     each = net.all_reduce(size / buckets, ranks)
     return max(each, buckets * each - times.layers * times.backward * (buckets - 1) / buckets)
 

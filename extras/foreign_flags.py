@@ -321,7 +321,7 @@ TRANSFORMERS = {
     ),
     **none(
         HUB,
-        *("push_to_hub", "hub_model_id", "hub_strategy", "hub_token", "hub_private_repo", "hub_always_push"),
+        *("push_to_hub", "hub_strategy", "hub_token", "hub_private_repo", "hub_always_push"),
         *("hub_revision", "model_revision"),
     ),
     **none("none: --optim has no other settings", "optim_args", "optim_target_modules"),

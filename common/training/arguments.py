@@ -121,6 +121,7 @@ class RunArguments(Flags, ABC):
     """Of a run of any task. A task narrows `model`, `data` and `optimizer`; the script brings its `strategy`."""
 
     group = "training and evaluation"
+    unlisted = ("hub_model_id",)
 
     model: BackendFlags = field(default_factory=BackendFlags)
     data: StepFlags = field(default_factory=StepFlags)
@@ -146,6 +147,10 @@ class RunArguments(Flags, ABC):
     stop_at_step: int | None = flag(None, "Save and end after this step; the schedule still spans the whole run.")
     save_final_model: bool | None = flag(
         None, "Export final_model/ for transformers. Default: once all steps are done; True: at any end of the run."
+    )
+    hub_model_id: str | None = flag(
+        None,
+        "OWNER/NAME: upload final_model/ to the Hub after it is exported, with HF_TOKEN; a new repository is private.",
     )
 
     @property
@@ -208,6 +213,10 @@ class RunArguments(Flags, ABC):
                 f"--pad_sequences_to_be_divisible_by {multiple}: a sequence is cut into 2 x --cp_size chunks: give a "
                 f"multiple of {2 * cp_size}"
             )
+        if self.hub_model_id is not None:
+            from extras.push_to_hub import check_push
+
+            check_push(self.hub_model_id)
         if self.find.find_learning_rate and self.dry_run.dry_run:
             raise UserError("--find_learning_rate and --dry_run exclude each other")
         if cp_size > 1 and self.precision.fp8_params:

@@ -167,3 +167,9 @@ def export_model(
         pass
     world.raise_on_all(failure)
     logger.info("Model for transformers' from_pretrained: %s", directory)
+    if task.flags.hub_model_id:
+        with world.on_main_rank() as is_main:
+            if is_main:
+                from extras.push_to_hub import push
+
+                push(directory, task.flags.hub_model_id)

@@ -183,6 +183,7 @@ class CausalArguments(RunArguments):
     # The guides' defaults and names. num_train_epochs and max_steps are None until `resolve`.
     changed = {
         "task": flag("clm", ""),
+        "sharding_strategy": flag("full", ""),  # the guides'
         "learning_rate": flag(1e-4, "Peak learning rate.", "lr"),
         "lr_scheduler_type": flag(
             "cosine",

@@ -57,6 +57,7 @@ def test_run_plan_is_in_log_results_and_checkpoint(dataset, tmp_path):
         "warmup_steps": 0,
         "last_step": 4,
         "eval_every": 2,
+        "downstream_every": 0,
         "save_every": 2,
     }
     assert state["resolved"] == expected
