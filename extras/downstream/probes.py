@@ -151,11 +151,11 @@ def evaluate(examples: Examples, probe: str | None = None) -> tuple[dict[str, di
         scores = None
         if chosen == "logistic" and len(model.classes_) == 2:
             scores = model.decision_function(features[test])
-        found[name] = _with_intervals(examples.labels[test], predictions, scores, examples.groups[test])
+        found[name] = with_intervals(examples.labels[test], predictions, scores, examples.groups[test])
     return dict(reversed(found.items())), predictions
 
 
-def _with_intervals(
+def with_intervals(
     labels: np.ndarray, predictions: np.ndarray, scores: np.ndarray | None, groups: np.ndarray
 ) -> dict[str, list[float]]:
     generator = np.random.default_rng(0)
