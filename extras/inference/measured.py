@@ -10,44 +10,11 @@ import numpy as np
 
 from common.models.esm2.alphabet import TOKENS
 from extras.inference.mutations import Variant
+from extras.prepare.sample import BACKGROUND, RESIDUES, blosum62
 
 RESAMPLES = 1000
 LEAST = 3  # variants that a correlation needs
-ORDER = "ARNDCQEGHILKMFPSTWYV"
-# BLOSUM62 in half bits (Henikoff and Henikoff, PNAS 1992), rows and columns in `ORDER`: NCBI's file, which is in the
-# public domain (ftp.ncbi.nlm.nih.gov/blast/matrices/BLOSUM62).
-BLOSUM62 = np.loadtxt(
-    """
- 4 -1 -2 -2  0 -1 -1  0 -2 -1 -1 -1 -1 -2 -1  1  0 -3 -2  0
--1  5  0 -2 -3  1  0 -2  0 -3 -2  2 -1 -3 -2 -1 -1 -3 -2 -3
--2  0  6  1 -3  0  0  0  1 -3 -3  0 -2 -3 -2  1  0 -4 -2 -3
--2 -2  1  6 -3  0  2 -1 -1 -3 -4 -1 -3 -3 -1  0 -1 -4 -3 -3
- 0 -3 -3 -3  9 -3 -4 -3 -3 -1 -1 -3 -1 -2 -3 -1 -1 -2 -2 -1
--1  1  0  0 -3  5  2 -2  0 -3 -2  1  0 -3 -1  0 -1 -2 -1 -2
--1  0  0  2 -4  2  5 -2  0 -3 -3  1 -2 -3 -1  0 -1 -3 -2 -2
- 0 -2  0 -1 -3 -2 -2  6 -2 -4 -4 -2 -3 -3 -2  0 -2 -2 -3 -3
--2  0  1 -1 -3  0  0 -2  8 -3 -3 -1 -2 -1 -2 -1 -2 -2  2 -3
--1 -3 -3 -3 -1 -3 -3 -4 -3  4  2 -3  1  0 -3 -2 -1 -3 -1  3
--1 -2 -3 -4 -1 -2 -3 -4 -3  2  4 -2  2  0 -3 -2 -1 -2 -1  1
--1  2  0 -1 -3  1  1 -2 -1 -3 -2  5 -1 -3 -1  0 -1 -3 -2 -2
--1 -1 -2 -3 -1  0 -2 -3 -2  1  2 -1  5  0 -2 -1 -1 -1 -1  1
--2 -3 -3 -3 -2 -3 -3 -3 -1  0  0 -3  0  6 -4 -2 -2  1  3 -1
--1 -2 -2 -1 -3 -1 -1 -2 -2 -3 -3 -1 -2 -4  7 -1 -1 -4 -3 -2
- 1 -1  1  0 -1  0  0  0 -1 -2 -2  0 -1 -2 -1  4  1 -3 -2 -2
- 0 -1  0 -1 -1 -1 -1 -2 -2 -1 -1 -1 -1 -2 -1  1  5 -2 -2  0
--3 -3 -4 -4 -2 -2 -3 -2 -2 -3 -2 -3 -1  1 -4 -3 -2 11  2 -3
--2 -2 -2 -3 -2 -1 -2 -3  2 -1 -1 -2 -1  3 -3 -2 -2  2  7 -1
- 0 -3 -3 -3 -1 -2 -2 -3 -3  3  1 -2  1 -1 -2 -2  0 -3 -1  4
-""".strip().splitlines(),
-    int,
-)
-# Residues of 1,000 in proteins (Robinson and Robinson, PNAS 1991), as in NCBI's BLAST (blast_stat.c), public domain.
-FREQUENCIES = np.array(
-    [
-        *(78.05, 51.29, 44.87, 53.64, 19.25, 42.64, 62.95, 73.77, 21.99, 51.42),
-        *(90.19, 57.44, 22.43, 38.56, 52.03, 71.20, 58.41, 13.30, 32.16, 64.41),
-    ]
-)
+BLOSUM62 = blosum62()
 
 
 class Correlation(NamedTuple):
@@ -104,11 +71,11 @@ def _mid_ranks(counts: np.ndarray, dense: np.ndarray) -> np.ndarray:
 
 
 def _blosum62(old: str, new: str) -> float:
-    return float(BLOSUM62[ORDER.index(old), ORDER.index(new)])
+    return float(BLOSUM62[RESIDUES.index(old), RESIDUES.index(new)])
 
 
 def _log_frequency(old: str, new: str) -> float:
-    return math.log(FREQUENCIES[ORDER.index(new)] / FREQUENCIES[ORDER.index(old)])
+    return math.log(BACKGROUND[RESIDUES.index(new)] / BACKGROUND[RESIDUES.index(old)])
 
 
 BASELINES: dict[str, Callable[[str, str], float]] = {
