@@ -109,6 +109,8 @@ def fit(model: Any, chains: Sequence[Chain]) -> Head:
         made = LogisticRegression(l1_ratio=1.0, C=strength, solver="liblinear", random_state=0).fit(x, y)
         if made.coef_.any():
             break
+    if strength != STRENGTHS[0]:
+        logger.info("Contact head: C %g, as %g leaves no weight", strength, STRENGTHS[0])
     return Head(made.coef_[0].astype(np.float32), float(made.intercept_[0]), strength, len(chains))
 
 
