@@ -28,6 +28,10 @@ def evaluations(flags: Any, longest: int) -> list[Evaluation]:
         from extras.downstream.contacts import ContactEvaluation
 
         made.append(ContactEvaluation(flags.eval_contacts, longest))
+    if flags.eval_probe:
+        from extras.downstream.probes import ProbeEvaluation
+
+        made.append(ProbeEvaluation(flags.eval_probe, longest))
     return made
 
 
