@@ -4,9 +4,10 @@ r"""What a model's embeddings know: a linear probe from embeddings to your label
 python embed.py --model_name_or_path out/final_model --fasta proteins.fasta --output_dir embedded
 python probe.py --embeddings embedded --fasta proteins.fasta --labels labels.csv --output_dir probed
 
-labels.csv has a row a protein: its `id` in the FASTA file and its `label`, a number or a class; with embeddings of
-embed.py --per_residue the label is a string of a class letter a residue, or numbers separated by blanks. OUTPUT_DIR
-gets predictions.csv and results.json. docs/after.md has more.
+labels.csv has a row a protein: its `id` in the FASTA file and its `label`, a number or a class. With embeddings of
+embed.py --per_residue the label is a string of a class letter a residue, or numbers separated by blanks (`.` is none),
+or the column `position` says of which residue it is. OUTPUT_DIR gets predictions.csv and results.json.
+docs/after.md has more.
 """
 
 from __future__ import annotations
@@ -15,11 +16,12 @@ import common  # noqa: F401  # isort: skip  (before torch: see there)
 import csv
 import json
 import logging
+import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from tempfile import TemporaryDirectory
 
 import numpy as np
 import pyarrow as pa
@@ -28,12 +30,13 @@ import pyarrow.parquet as pq
 from common.cli import UserError, one_line, run
 from common.files.json_files import content_hash, sync_tree
 from common.flags import Flags, Missing, flag, parse_arguments
-from extras.downstream.probes import PROBES, Examples, composition, evaluate, is_held_out, labels_of, neighbourhood
+from extras.downstream.probes import PROBES, Labelled, evaluate, examples_of, has_label, read_rows, split_of
+from extras.prepare.cluster_splits import cluster_records, hash_names, read_table, without_prefix
+from extras.prepare.output_directory import JOURNAL, Build, Journal
 from extras.sources.fasta import read_fasta
 
 logger = logging.getLogger(__name__)
-UNLABELLED = {"", ".", "-", "nan"}
-SPLITS = {"train": False, "test": True}
+POSITION = "position"  # column
 
 
 @dataclass
@@ -46,10 +49,15 @@ class Arguments(Flags):
     output_dir: str | None = flag(None, "A directory for the results, which is made.")
     id_column: str = flag("id", "The column of the ids in --fasta.")
     label_column: str = flag("label", "The column of the labels; rows without one are left out.")
+    embedding_column: str = flag("embedding", "The column of the embeddings: embedding_N of several --repr_layers.")
     split_column: str | None = flag(
-        None, "A column with train or test. Default: a fifth is held out, equal sequences together."
+        None,
+        "A column with train, validation or test. Default: split, if there is one; else a fifth is held out, equal "
+        "sequences together.",
     )
     cluster_column: str | None = flag(None, "A column with clusters of related proteins, each on one side whole.")
+    cluster_table: str | None = flag(None, "Or a table of clusters and their members' ids, as for step 1.")
+    cluster: float | None = flag(None, "Or cluster the labelled proteins by MMseqs2 at this identity, 0.3 say.")
     probe: str | None = flag(None, "ridge, linear or logistic. Default: ridge for numbers, logistic for classes.")
     overwrite: bool = flag(False, "Replace OUTPUT_DIR.")
 
@@ -68,28 +76,36 @@ class Arguments(Flags):
         for name in ("fasta", "labels"):
             if not Path(getattr(self, name)).is_file():
                 raise UserError(f"--{name} {getattr(self, name)}: no such file")
+        if self.cluster is not None and not 0 < self.cluster <= 1:
+            raise UserError(f"--cluster {self.cluster}: an identity above 0 and at most 1, 0.3 say")
+        ways = [f"--{n}" for n in ("cluster_column", "cluster_table", "cluster") if getattr(self, n) is not None]
+        if len(ways) > 1:
+            raise UserError(f"{' and '.join(ways)}: give one of them")
         output = Path(str(self.output_dir))
         if output.exists() and not (self.overwrite and (output / "results.json").is_file()):
             raise UserError(f"--output_dir {output}: exists: choose another, or --overwrite one of this script")
 
 
 def read_labels(args: Arguments) -> list[dict[str, str]]:
-    """The rows that have a label. UserError for a file that is no CSV with the columns."""
+    """The rows that have a label, one a protein. UserError for a file that is no CSV with the columns."""
     where = f"--labels {args.labels}"
-    try:
-        with open(str(args.labels), newline="", encoding="utf-8-sig") as file:
-            reader = csv.DictReader(file)
-            rows = list(reader)
-            names = list(reader.fieldnames or ())
-    except (csv.Error, UnicodeDecodeError) as error:
-        raise UserError(f"{where}: not a CSV file: {one_line(error)}") from error
-    for name in filter(None, (args.id_column, args.label_column, args.split_column, args.cluster_column)):
-        if name not in names:
-            raise UserError(f"{where}: no column {name!r}, only {', '.join(map(repr, names))}"[:300])
-    labelled = [row for row in rows if (row[args.label_column] or "").strip().lower() not in UNLABELLED]
+    named = (args.id_column, args.label_column, args.split_column, args.cluster_column)
+    rows = read_rows(str(args.labels), where, [name for name in named if name])
+    labelled = [row for row in rows if has_label(row[args.label_column])]
     if not labelled:
         raise UserError(f"{where}: no row has a label")
     return labelled
+
+
+def read_proteins(args: Arguments, ids: set[str]) -> dict[str, str]:
+    """{id: sequence} of these. UserError for an id that two proteins have."""
+    found: dict[str, str] = {}
+    for raw, text in read_fasta(str(args.fasta)):
+        if (name := raw.decode()) in ids:
+            if name in found:
+                raise UserError(f"--fasta {args.fasta}: two proteins have the id {name[:40]!r}: rename one")
+            found[name] = text.decode("latin-1")
+    return found
 
 
 def read_embeddings(args: Arguments, ids: set[str]) -> dict[str, np.ndarray]:
@@ -101,71 +117,128 @@ def read_embeddings(args: Arguments, ids: set[str]) -> dict[str, np.ndarray]:
     expected, found = content_hash(str(args.fasta)), {}
     for part in parts:
         try:
-            table = pq.read_table(part, columns=["id", "embedding"])
+            with pq.ParquetFile(part) as file:
+                schema = file.schema_arrow
+                if args.embedding_column not in schema.names:
+                    columns = ", ".join(name for name in schema.names if name.startswith("embedding"))
+                    raise UserError(f"{part}: no column {args.embedding_column!r}: --embedding_column is of {columns}")
+                table = file.read(["id", args.embedding_column])
         except (OSError, pa.ArrowException) as error:
             raise UserError(f"{part}: cannot be read: {one_line(error)[:120]}: run embed.py again") from error
-        if (table.schema.metadata or {}).get(b"fasta_hash", b"").decode() != expected:
+        if (schema.metadata or {}).get(b"fasta_hash", b"").decode() != expected:
             raise UserError(f"--embeddings {args.embeddings}: not of --fasta {args.fasta}: give the file embed.py had")
-        for name, embedding in zip(table["id"].to_pylist(), table["embedding"], strict=True):
+        per_residue = pa.types.is_list(schema.field(args.embedding_column).type)
+        for name, embedding in zip(table["id"].to_pylist(), table[args.embedding_column], strict=True):
             if name in ids:
-                found[name] = np.array(embedding.as_py(), dtype=np.float32)
+                values = embedding.values
+                found[name] = (
+                    values.flatten().to_numpy().reshape(len(values), -1) if per_residue else values.to_numpy()
+                )
     return found
 
 
-def examples_of(args: Arguments, rows: list[dict[str, str]]) -> tuple[Examples, list[dict[str, Any]]]:
-    """(the examples, {"id", "position" of a residue} of each). UserError names the first row that does not fit."""
-    proteins = {name.decode(): text.decode("latin-1") for name, text in read_fasta(str(args.fasta))}
-    embedded = read_embeddings(args, {row[args.id_column] for row in rows})
-    features, baseline, texts, groups, held_out, about = [], [], [], [], [], []
+def of_positions(args: Arguments, rows: list[dict[str, str]], proteins: dict[str, str]) -> list[dict[str, str]]:
+    """A row a protein, with a label for each residue, from a row a residue. UserError for a position that is not one
+    of the protein, or comes twice."""
+    merged: dict[str, dict[str, str]] = {}
+    words: dict[str, list[str]] = {}
     for row in rows:
-        name, label = row[args.id_column], row[args.label_column].strip()
-        where = f"--labels {args.labels}: {name[:40]!r}"
-        if name not in proteins or name not in embedded:
-            raise UserError(f"{where}: not in {args.fasta}: correct the id, or leave the row out")
-        sequence, embedding = proteins[name], embedded[name]
-        group = row[args.cluster_column] if args.cluster_column else sequence
-        test = is_held_out(group)
-        if args.split_column:
-            if (word := row[args.split_column].strip().lower()) not in SPLITS:
-                raise UserError(f"{where}: {args.split_column} is {word[:40]!r}: expected train or test")
-            test = SPLITS[word]
-        if embedding.ndim == 1:
-            pieces = [(embedding, composition(sequence), label, None)]
-        else:
-            words = label.split() if " " in label else list(label)
-            if len(words) != len(sequence):
-                raise UserError(f"{where}: {len(words)} labels for {len(sequence)} residues")
-            places = range(len(sequence))
-            pieces = list(zip(embedding, neighbourhood(sequence), words, places, strict=True))
-        for vector, plain, text, place in pieces:
-            if text.lower() in UNLABELLED:
-                continue
-            features.append(vector)
-            baseline.append(plain)
-            texts.append(text)
-            groups.append(group)
-            held_out.append(test)
-            about.append({"id": name} | ({} if place is None else {"position": place + 1}))
-    labels, clusters, test = labels_of(texts, args.probe), np.array(groups), np.array(held_out)
-    if shared := sorted(set(clusters[test]) & set(clusters[~test])):
-        what = "cluster" if args.cluster_column else "sequence"
-        raise UserError(f"--labels {args.labels}: the {what} {shared[0][:40]!r} is on both sides of the split")
-    return Examples(np.stack(features), np.stack(baseline), labels, clusters, test), about
+        name, where = row[args.id_column], f"--labels {args.labels}, row {row['line']}"
+        residues = words.setdefault(name, ["."] * len(proteins[name]))
+        place = int(row[POSITION]) - 1 if row[POSITION].strip().isdecimal() else -1
+        if not 0 <= place < len(residues):
+            raise UserError(
+                f"{where}: {POSITION} {row[POSITION][:20]!r}: the protein has residues 1 to {len(residues)}"
+            )
+        if residues[place] != ".":
+            raise UserError(f"{where}: a second label of residue {place + 1}: leave one")
+        residues[place] = "_".join(row[args.label_column].replace(",", " ").split())
+        first = merged.setdefault(name, row)
+        for column in filter(None, (args.split_column, args.cluster_column)):
+            if row[column] != first[column]:
+                raise UserError(
+                    f"{where}: {column} {row[column][:40]!r}, and {first[column][:40]!r} before: of a protein"
+                )
+    return [row | {args.label_column: " ".join(words[name])} for name, row in merged.items()]
 
 
-def table_of(results: dict[str, dict[str, Any]]) -> str:
-    lines = [f"{'':18}{'probe':>24}{'baseline':>24}"]
+def groups_of(args: Arguments, rows: list[dict[str, str]], sequences: Sequence[str]) -> list[str]:
+    """What is held out whole: the named cluster, or the first in the alphabet of the cluster's sequences."""
+    if args.cluster_column:
+        return [row[args.cluster_column] for row in rows]
+    own = [sequence.upper() for sequence in sequences]
+    if args.cluster_table is None and args.cluster is None:
+        return own
+    names = pa.array([row[args.id_column] for row in rows])
+    with TemporaryDirectory(prefix="probe-") as directory:
+        table = Path(args.cluster_table or "")
+        if args.cluster is not None:
+            names = pa.array([str(number) for number in range(len(rows))])
+            batch = pa.RecordBatch.from_arrays([names, pa.array(own)], names=["id", "text"])
+            scratch = Path(directory)
+            build, threads = Build({}, scratch, Journal(scratch / JOURNAL)), len(os.sched_getaffinity(0))
+            table = cluster_records(build, [scratch], lambda _path: [batch], args.cluster, threads)
+        clusters = {
+            member: cluster
+            for of_clusters, members in read_table(table)
+            for cluster, member in zip(of_clusters.tolist(), members.tolist(), strict=True)
+        }
+    keys = [clusters.get(member) for member in hash_names(without_prefix(names)).tolist()]
+    if keys.count(None):
+        logger.warning("%s: %d of %d proteins are in no cluster: each is its own", table, keys.count(None), len(keys))
+    first: dict[int | None, str] = {}
+    for key, sequence in zip(keys, own, strict=True):
+        first[key] = min(first.get(key, sequence), sequence)
+    logger.info("%s clusters of %s proteins", f"{len(first):,}", f"{len(rows):,}")
+    return [sequence if key is None else first[key] for key, sequence in zip(keys, own, strict=True)]
+
+
+def labelled_proteins(args: Arguments) -> tuple[list[Labelled], list[np.ndarray | None]]:
+    """Each protein with its labels, and its embedding. UserError names the first row that does not fit."""
+    rows = read_labels(args)
+    ids = {row[args.id_column] for row in rows}
+    proteins = read_proteins(args, ids)
+    for row in rows:
+        if (name := row[args.id_column]) not in proteins:
+            where = f"--labels {args.labels}, row {row['line']}"
+            raise UserError(f"{where}: {name[:40]!r} is not in {args.fasta}: correct the id, or leave the row out")
+    embedded = read_embeddings(args, ids)
+    if POSITION in rows[0]:
+        if next(iter(embedded.values())).ndim == 1:
+            raise UserError(
+                f"--embeddings {args.embeddings}: one a protein, but the labels have a {POSITION}: give "
+                "embed.py --per_residue"
+            )
+        rows = of_positions(args, rows, proteins)
+    names = [row[args.id_column] for row in rows]
+    if len(ids) < len(names):
+        twice = next(row for number, row in enumerate(rows) if row[args.id_column] in names[:number])
+        where = f"--labels {args.labels}, row {twice['line']}"
+        raise UserError(f"{where}: a second label of {twice[args.id_column][:40]!r}: leave one")
+    split = args.split_column or ("split" if "split" in rows[0] else None)
+    groups = groups_of(args, rows, [proteins[name] for name in names])
+    found = []
+    for row, name, group in zip(rows, names, groups, strict=True):
+        where = f"--labels {args.labels}, row {row['line']}"
+        side = split_of(row[split], where) if split else None
+        found.append(Labelled(name, proteins[name], row[args.label_column], group, side, where))
+    return found, [embedded[name] for name in names]
+
+
+def table_of(results: dict[str, dict[str, list[float | None]]]) -> str:
+    lines = [f"{'':18}{'probe':>26}{'baseline':>26}"]
     for name in results["probe"]:
-        cells = (results[part][name] for part in ("probe", "baseline"))
-        lines.append(
-            f"{name:18}" + "".join(f"{v:>9.3f} ({low:.3f}, {high:.3f})"[:24].rjust(24) for v, low, high in cells)
-        )
+        cells = [
+            ["-" if value is None else f"{value:.3f}" for value in results[part][name]]
+            for part in ("probe", "baseline")
+        ]
+        lines.append(f"{name:18}" + "".join(f"{v} ({low}, {high})".rjust(26) for v, low, high in cells))
     return "\n".join(lines)
 
 
 def main() -> None:
     args = parse_arguments(__doc__, Arguments)
-    examples, about = examples_of(args, read_labels(args))
+    examples, about = examples_of(*labelled_proteins(args), args.probe, f"--labels {args.labels}")
     found, predictions = evaluate(examples, args.probe)
     output = Path(str(args.output_dir))
     partial = output.with_name(f".{output.name}.partial")

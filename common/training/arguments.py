@@ -87,7 +87,7 @@ class DownstreamFlags(Flags):
     """Of evaluations beside the held-out loss (extras/downstream/)."""
 
     group = "training and evaluation"
-    unlisted = ("eval_contacts", "eval_mutations", "eval_downstream_steps")
+    unlisted = ("eval_contacts", "eval_mutations", "eval_probe", "eval_downstream_steps")
 
     eval_contacts: str | None = flag(
         None,
@@ -99,6 +99,11 @@ class DownstreamFlags(Flags):
         "With --do_eval: CSV files with ProteinGym's columns. Evaluate the correlation of scores of mutations with "
         "what was measured.",
     )
+    eval_probe: list[str] | None = flag(
+        None,
+        "With --do_eval: CSV files with the columns sequence and label, and possibly split. Fit a linear probe from "
+        "embeddings to the labels, evaluate it on held-out proteins.",
+    )
     eval_downstream_steps: float | None = flag(
         None, "Do so every N steps (below 1: a fraction of the run). Default: only at the end."
     )
@@ -106,7 +111,8 @@ class DownstreamFlags(Flags):
     @property
     def given(self) -> list[str]:
         """The evaluations that are asked for."""
-        return [f"--{name}" for name in ("eval_contacts", "eval_mutations") if getattr(self, name)]
+        names = ("eval_contacts", "eval_mutations", "eval_probe")
+        return [f"--{name}" for name in names if getattr(self, name)]
 
     def missing(self) -> Iterator[Missing]:
         if self.eval_downstream_steps and not self.given:

@@ -32,6 +32,10 @@ def evaluations(flags: Any, longest: int) -> list[Evaluation]:
         from extras.downstream.mutations import MutationEvaluation
 
         made.append(MutationEvaluation(flags.eval_mutations, longest))
+    if flags.eval_probe:
+        from extras.downstream.probes import ProbeEvaluation
+
+        made.append(ProbeEvaluation(flags.eval_probe, longest))
     return made
 
 

@@ -6,16 +6,25 @@ strength of regularisation chosen by cross-validation within the training part, 
 
 from __future__ import annotations
 
+import csv
 import hashlib
+import logging
+import re
 import warnings
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from common.cli import UserError
+from common.cli import UserError, one_line
+from common.models.esm2.alphabet import BYTE_TO_ID, UNK
+from extras.downstream.finetuning import UNLABELLED, words_of
+from extras.inference.encoder import Encoder, EncoderFlags, embed
+from extras.sources.records import check_residues
 
+logger = logging.getLogger(__name__)
 RESIDUES = "ACDEFGHIKLMNPQRSTVWY"
 PROBES = ("ridge", "linear", "logistic")
 ALPHAS = tuple(10.0**n for n in range(-2, 6))  # of ridge
@@ -25,34 +34,118 @@ LEAST = 10  # labels to train on, and to evaluate on
 TEST_SHARE = 0.2  # where no split is given
 RESAMPLES = 1000
 NEIGHBOURS = 2  # residues on each side, in the baseline of a residue
+SPLITS = {"train": "train", "validation": "validation", "valid": "validation", "val": "validation", "test": "test"}
+
+
+@dataclass(frozen=True)
+class Labelled:
+    """A protein with its label, or those of its residues. group: held out whole; split: of `SPLITS`, None if not
+    given; where: for errors."""
+
+    name: str
+    sequence: str
+    label: str
+    group: str
+    split: str | None
+    where: str
 
 
 @dataclass(frozen=True)
 class Examples:
     """features: [N, F]; baseline: [N, G]; labels: [N], floats or strings; groups: [N], which are held out whole (a
-    cluster, a protein); test: [N], whether held out."""
+    cluster, a protein); test, validation: [N], whether held out, and whether to choose the regularisation on."""
 
     features: np.ndarray
     baseline: np.ndarray
     labels: np.ndarray
     groups: np.ndarray
     test: np.ndarray
+    validation: np.ndarray
+
+
+def read_rows(path: str, where: str, columns: Sequence[str]) -> list[dict[str, str]]:
+    """The rows of a CSV file, with the number of their line as `line`. UserError if it lacks one of the columns, or a
+    row is of another length."""
+    try:
+        with open(path, newline="", encoding="utf-8-sig") as file:
+            reader = csv.DictReader(file)
+            rows = [row | {"line": str(reader.line_num)} for row in reader]
+            names = list(reader.fieldnames or ())
+    except (csv.Error, UnicodeDecodeError, OSError) as error:
+        raise UserError(f"{where}: not a CSV file: {one_line(error)}") from error
+    for name in columns:
+        if name not in names:
+            raise UserError(f"{where}: no column {name!r}, only {', '.join(map(repr, names))}"[:300])
+    for row in rows:
+        if None in row or None in row.values():
+            raise UserError(f"{where}, row {row['line']}: another number of fields than the header's")
+    return rows
+
+
+def has_label(text: str) -> bool:
+    return text.strip().lower() not in UNLABELLED
+
+
+def examples_of(
+    rows: Sequence[Labelled], embedded: Sequence[np.ndarray | None], probe: str | None, where: str
+) -> tuple[Examples, list[dict[str, Any]]]:
+    """(the examples, {"id", "position" of a residue} of each). UserError names the first row that does not fit.
+
+    embedded: float32 [hidden], or per residue [L, hidden], of each row; None: not known yet, one of a protein.
+    """
+    features, baseline, texts, groups, splits, about = [], [], [], [], [], []
+    for row, embedding in zip(rows, embedded, strict=True):
+        split = row.split or ("test" if is_held_out(row.group) else "train")
+        if embedding is None or embedding.ndim == 1:
+            vector = np.zeros(0, np.float32) if embedding is None else embedding
+            pieces = [(vector, composition(row.sequence), row.label.strip(), None)]
+        else:
+            words = words_of(row.label)
+            if len(words) != len(row.sequence):
+                raise UserError(f"{row.where}: {len(words)} labels for {len(row.sequence)} residues")
+            places = range(len(words))
+            pieces = list(zip(embedding, neighbourhood(row.sequence), words, places, strict=True))
+        for vector, plain, text, place in pieces:
+            if has_label(text):
+                features.append(vector)
+                baseline.append(plain)
+                texts.append(text)
+                groups.append(row.group)
+                splits.append(split)
+                about.append({"id": row.name} | ({} if place is None else {"position": place + 1}))
+    if not texts:
+        raise UserError(f"{where}: no row has a label")
+    labels, clusters, sides = labels_of(texts, probe), np.array(groups), np.array(splits)
+    test, validation = sides == "test", sides == "validation"
+    if shared := sorted(set(clusters[test]) & set(clusters[~test])):
+        raise UserError(f"{where}: the protein or cluster {shared[0][:40]!r} is on both sides of the split")
+    examples = Examples(np.stack(features), np.stack(baseline), labels, clusters, test, validation)
+    check(examples)
+    return examples, about
 
 
 def labels_of(texts: Sequence[str], probe: str | None) -> np.ndarray:
     """Floats if the probe is a regression, or unset and all are numbers; else the texts. UserError if they are not."""
     if probe == "logistic":
         return np.array(texts)
-    try:
-        numbers = np.array([float(text) for text in texts])
-    except ValueError as error:
-        if probe:
-            raise UserError(f"--probe {probe}: labels must be numbers: {str(error)[:80]}") from error
+    strange = [text for text in texts if not _is_number(text)]
+    if strange and (probe or 2 * len(strange) < len(texts)):
+        raise UserError(f"labels: {strange[0][:40]!r} is not a number: correct it; or, for classes, --probe logistic")
+    if strange:
         return np.array(texts)
+    numbers = np.array([float(text) for text in texts])
     if not np.isfinite(numbers).all():
         raise UserError("labels: NaN or infinity among the numbers: leave the field empty where there is none")
     whole = len(set(texts)) <= 2 and set(texts) <= {"0", "1"}
     return np.array(texts) if probe is None and whole else numbers
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
 
 
 def is_held_out(key: str) -> bool:
@@ -81,7 +174,9 @@ def check(examples: Examples) -> None:
     train, test = examples.labels[~examples.test], examples.labels[examples.test]
     for part, name in ((train, "training"), (test, "held-out")):
         if len(part) < LEAST:
-            raise UserError(f"labels: {len(part)} in the {name} part: a probe needs {LEAST} or more in each")
+            raise UserError(
+                f"labels: {len(part)} in the {name} part: each needs {LEAST} or more: add labels, or give a split"
+            )
     if examples.labels.dtype.kind == "U":
         if len(set(train)) < 2:
             raise UserError(f"labels: one class alone in the training part, {str(train[0])[:40]!r}")
@@ -89,10 +184,13 @@ def check(examples: Examples) -> None:
             raise UserError(f"labels: the class {str(unknown[0])[:40]!r} is in the held-out part alone")
 
 
-def fitted(features: np.ndarray, labels: np.ndarray, groups: np.ndarray, probe: str) -> Any:
-    """The probe with its best regularisation, fitted to all of these."""
+def fitted(features: np.ndarray, labels: np.ndarray, groups: np.ndarray, validation: np.ndarray, probe: str) -> Any:
+    """The probe with its best regularisation, fitted to all of these.
+
+    validation: bool [N], to choose it on; none: by cross-validation, whole groups at a time.
+    """
     from sklearn.linear_model import LinearRegression, LogisticRegression, Ridge
-    from sklearn.model_selection import GridSearchCV, GroupKFold
+    from sklearn.model_selection import GridSearchCV, GroupKFold, PredefinedSplit
     from sklearn.pipeline import make_pipeline
     from sklearn.preprocessing import StandardScaler
 
@@ -106,32 +204,79 @@ def fitted(features: np.ndarray, labels: np.ndarray, groups: np.ndarray, probe: 
     pipeline, folds = make_pipeline(StandardScaler(), estimator), min(FOLDS, len(set(groups)))
     if folds < 2:
         return pipeline.fit(features, labels)
-    search = GridSearchCV(pipeline, grid, cv=GroupKFold(folds), scoring="r2" if probe == "ridge" else "accuracy")
+    parts: Any = PredefinedSplit(np.where(validation, 0, -1)) if validation.any() else GroupKFold(folds)
+    search = GridSearchCV(pipeline, grid, cv=parts, scoring="r2" if probe == "ridge" else "accuracy")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of a fold that lacks a class, or does not converge within its iterations
         return search.fit(features, labels, groups=groups).best_estimator_
 
 
-def metrics_of(labels: np.ndarray) -> dict[str, Callable[[np.ndarray, np.ndarray, np.ndarray | None], float]]:
-    """{name: (labels, predictions, scores of the second of two classes) -> value}."""
-    from scipy.stats import pearsonr, spearmanr
-    from sklearn.metrics import accuracy_score, balanced_accuracy_score, f1_score, r2_score, roc_auc_score
+def _correlation(one: np.ndarray, other: np.ndarray) -> float:
+    one, other = one - one.mean(), other - other.mean()
+    scale = np.sqrt((one @ one) * (other @ other))
+    return float(one @ other / scale) if scale > 0 else np.nan
 
-    if labels.dtype.kind != "U":
-        return {
-            "spearman": lambda y, p, _: float(spearmanr(y, p).statistic),
-            "pearson": lambda y, p, _: float(pearsonr(y, p).statistic),
-            "r2": lambda y, p, _: float(r2_score(y, p)),
-            "mae": lambda y, p, _: float(np.abs(y - p).mean()),
-        }
-    found: dict[str, Any] = {
-        "accuracy": lambda y, p, _: float(accuracy_score(y, p)),
-        "balanced_accuracy": lambda y, p, _: float(balanced_accuracy_score(y, p)),
-        "macro_f1": lambda y, p, _: float(f1_score(y, p, average="macro", zero_division=0)),
+
+def _of_numbers(labels: np.ndarray, predictions: np.ndarray) -> dict[str, float]:
+    from scipy.stats import rankdata
+
+    around = labels - labels.mean()
+    error, total = labels - predictions, around @ around
+    return {
+        "spearman": _correlation(rankdata(labels), rankdata(predictions)),
+        "pearson": _correlation(labels, predictions),
+        "r2": float(1 - error @ error / total) if total > 0 else np.nan,
+        "mae": float(np.abs(error).mean()),
     }
-    if len(set(labels)) == 2:
-        found["auroc"] = lambda y, _, s: float(roc_auc_score(y == max(set(labels)), s))
+
+
+def _of_classes(labels: np.ndarray, predictions: np.ndarray, scores: np.ndarray | None) -> dict[str, float]:
+    """labels, predictions: int64 [N], indices of classes in the order of their names."""
+    from scipy.stats import rankdata
+
+    classes = int(max(labels.max(), predictions.max())) + 1
+    confusion = np.bincount(labels * classes + predictions, minlength=classes * classes).reshape(classes, classes)
+    right, true, predicted = confusion.diagonal(), confusion.sum(1), confusion.sum(0)
+    there = true + predicted > 0
+    found = {
+        "accuracy": float(right.sum() / len(labels)),
+        "balanced_accuracy": float((right[true > 0] / true[true > 0]).mean()),
+        "macro_f1": float((2 * right[there] / (true + predicted)[there]).mean()),
+    }
+    if scores is not None:
+        second = labels == labels.max()
+        ones, zeros = int(second.sum()), int((~second).sum())
+        above = rankdata(scores)[second].sum() - ones * (ones + 1) / 2  # pairs in order, by Mann and Whitney
+        found["auroc"] = float(above / (ones * zeros)) if zeros else np.nan
     return found
+
+
+def _indices(labels: np.ndarray, predictions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Of classes, for strings; numbers as they are."""
+    if labels.dtype.kind != "U":
+        return labels, predictions
+    places = np.unique(np.concatenate([labels, predictions]), return_inverse=True)[1]
+    return places[: len(labels)], places[len(labels) :]
+
+
+def _values(labels: np.ndarray, predictions: np.ndarray, scores: np.ndarray | None) -> dict[str, float]:
+    of_numbers = labels.dtype.kind == "f"
+    return _of_numbers(labels, predictions) if of_numbers else _of_classes(labels, predictions, scores)
+
+
+def chosen_probe(examples: Examples, probe: str | None) -> str:
+    return probe or ("logistic" if examples.labels.dtype.kind == "U" else "ridge")
+
+
+def predict(examples: Examples, features: np.ndarray, probe: str) -> tuple[np.ndarray, np.ndarray | None]:
+    """(predictions of the held-out examples, scores of the second of two classes or None), by a probe that is fitted
+    on the others. features: [N, F]."""
+    train = ~examples.test
+    known = (examples.labels[train], examples.groups[train], examples.validation[train])
+    model = fitted(features[train], *known, probe)
+    held_out = features[examples.test]
+    of_two = probe == "logistic" and len(model.classes_) == 2
+    return model.predict(held_out), model.decision_function(held_out) if of_two else None
 
 
 def evaluate(examples: Examples, probe: str | None = None) -> tuple[dict[str, dict[str, Any]], np.ndarray]:
@@ -141,42 +286,101 @@ def evaluate(examples: Examples, probe: str | None = None) -> tuple[dict[str, di
     UserError as `check`.
     """
     check(examples)
-    chosen = probe or ("logistic" if examples.labels.dtype.kind == "U" else "ridge")
-    train, test = ~examples.test, examples.test
+    chosen, test = chosen_probe(examples, probe), examples.test
     found: dict[str, dict[str, Any]] = {}
     predictions = np.array([])
     for name, features in (("baseline", examples.baseline), ("probe", examples.features)):
-        model = fitted(features[train], examples.labels[train], examples.groups[train], chosen)
-        predictions = model.predict(features[test])
-        scores = None
-        if chosen == "logistic" and len(model.classes_) == 2:
-            scores = model.decision_function(features[test])
+        predictions, scores = predict(examples, features, chosen)
         found[name] = with_intervals(examples.labels[test], predictions, scores, examples.groups[test])
     return dict(reversed(found.items())), predictions
 
 
+def values_of(labels: np.ndarray, predictions: np.ndarray, scores: np.ndarray | None) -> dict[str, float]:
+    """{metric: value}, as scikit-learn and scipy define them; NaN where one is not defined.
+
+    labels, predictions: [N], floats or strings; scores: [N], of the second of two classes, or None.
+    """
+    return _values(*_indices(labels, predictions), scores)
+
+
 def with_intervals(
     labels: np.ndarray, predictions: np.ndarray, scores: np.ndarray | None, groups: np.ndarray
-) -> dict[str, list[float]]:
+) -> dict[str, list[float | None]]:
+    """{metric: [value, low, high]}, as `evaluate`; None where it is not defined."""
     generator = np.random.default_rng(0)
+    labels, predictions = _indices(labels, predictions)
     _, group = np.unique(groups, return_inverse=True)
-    members = [np.flatnonzero(group == n) for n in range(group.max() + 1)]
-    drawn = [
-        np.concatenate([members[n] for n in generator.integers(len(members), size=len(members))])
-        for _ in range(RESAMPLES)
-    ]
-    found = {}
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of resamplings without a correlation, or with a class alone
-        for name, metric in metrics_of(labels).items():
-
-            def value(rows: Any, metric: Any = metric) -> float:
-                try:
-                    return metric(labels[rows], predictions[rows], None if scores is None else scores[rows])
-                except ValueError:
-                    return np.nan
-
-            resampled = [value(rows) for rows in drawn]
-            low, high = np.nanpercentile(resampled, [2.5, 97.5]) if np.isfinite(resampled).any() else (np.nan, np.nan)
-            found[name] = [value(slice(None)), float(low), float(high)]
+    members = np.split(np.argsort(group, kind="stable"), np.cumsum(np.bincount(group))[:-1])
+    resampled: dict[str, list[float]] = {}
+    for _ in range(RESAMPLES):
+        rows = np.concatenate([members[n] for n in generator.integers(len(members), size=len(members))])
+        for name, value in _values(labels[rows], predictions[rows], None if scores is None else scores[rows]).items():
+            resampled.setdefault(name, []).append(value)
+    found: dict[str, list[float | None]] = {}
+    for name, value in _values(labels, predictions, scores).items():
+        finite = [each for each in resampled[name] if np.isfinite(each)]
+        low, high = np.percentile(finite, [2.5, 97.5]).tolist() if finite else (None, None)
+        found[name] = [value if np.isfinite(value) else None, low, high]
     return found
+
+
+class ProbeEvaluation:
+    """--eval_probe: probes of tables with the columns sequence and label, and possibly split."""
+
+    def __init__(self, paths: Sequence[str], longest: int):
+        """longest: tokens of a sequence that the model takes. UserError for a table that cannot be used."""
+        self.flags = EncoderFlags(max_seq_length=min(longest, EncoderFlags.max_seq_length))
+        self.tables: dict[str, tuple[list[tuple[str, bytes]], Examples]] = {}
+        self.baselines: dict[str, dict[str, float]] = {}
+        for path in paths:
+            stem = re.sub(r"[^A-Za-z0-9_.-]", "_", Path(path).stem)
+            if stem in self.tables:
+                raise UserError(f"--eval_probe {path}: two tables named {stem!r}, as the results are: rename one")
+            rows = read_sequences(path, f"--eval_probe {path}")
+            examples, _ = examples_of(rows, [None] * len(rows), None, f"--eval_probe {path}")
+            self.tables[stem] = [(row.name, row.sequence.encode()) for row in rows], examples
+            test = int(examples.test.sum())
+            counts = f"{len(rows) - test:,}", f"{test:,}"
+            logger.info("%s: a probe is fitted on %s proteins and evaluated on %s others", path, *counts)
+
+    def evaluate(self, model: Any) -> dict[str, float]:
+        """`eval_probe_<stem>_<metric>` of a stock model, and `eval_probe_<stem>_baseline_<metric>`."""
+        encoder = Encoder.of_stock(model, self.flags)
+        found: dict[str, float] = {}
+        for stem, (proteins, examples) in self.tables.items():
+            embedded = np.stack([vector.numpy() for vector in embed(encoder, proteins, pooling="mean")])
+            examples = replace(examples, features=embedded)
+            probe, labels = chosen_probe(examples, None), examples.labels[examples.test]
+            if stem not in self.baselines:
+                self.baselines[stem] = values_of(labels, *predict(examples, examples.baseline, probe))
+            values = values_of(labels, *predict(examples, examples.features, probe))
+            first = next(iter(values))
+            baseline = self.baselines[stem]
+            logger.info("Probe of %s: %s %.3f, baseline %.3f", stem, first, values[first], baseline[first])
+            named = values | {f"baseline_{name}": value for name, value in baseline.items()}
+            found |= {f"eval_probe_{stem}_{name}": value for name, value in named.items() if np.isfinite(value)}
+        return found
+
+
+def read_sequences(path: str, where: str) -> list[Labelled]:
+    """The labelled rows of a table with the columns sequence and label, and possibly split. UserError names the first
+    row that cannot be used."""
+    found = []
+    for row in read_rows(path, where, ("sequence", "label")):
+        here, sequence = f"{where}, row {row['line']}", row["sequence"].strip()
+        if not has_label(row["label"]):
+            continue
+        if not sequence or not sequence.isascii():
+            raise UserError(f"{here}: {sequence[:40]!r} is not a protein's sequence")
+        unknown = int((BYTE_TO_ID[np.frombuffer(sequence.encode(), np.uint8)] == UNK).sum())
+        check_residues(here, unknown, len(sequence))
+        split = split_of(row["split"], here) if "split" in row else None
+        found.append(Labelled(f"row {row['line']}", sequence, row["label"], sequence.upper(), split, here))
+    return found
+
+
+def split_of(word: str, where: str) -> str:
+    """UserError for anything but the names in `SPLITS`."""
+    if (name := word.strip().lower()) not in SPLITS:
+        raise UserError(f"{where}: the split is {word[:40]!r}: expected train, validation or test")
+    return SPLITS[name]

@@ -23,6 +23,7 @@ from common.models.esm2.alphabet import BYTE_TO_ID, TOKENS, UNK, encode
 from common.models.esm2.config import Esm2Config, load_config
 from common.models.esm2.convert import pieces_from_hf, read_pretrained
 from common.models.esm2.model import Esm2ForMaskedLM
+from common.models.layers.residual import total
 from extras.sources.fasta import read_fasta_lines
 from extras.sources.records import characters, check_residues, clean, columns
 
@@ -171,12 +172,30 @@ class Encoder:
         if pack:
             yield pack
 
-    def hidden(self, sequences: Sequence[np.ndarray], done: Progress = lambda tokens: None) -> list[Tensor]:
+    def hidden(
+        self, sequences: Sequence[np.ndarray], done: Progress = lambda tokens: None, layers: Sequence[int] = ()
+    ) -> list[Tensor]:
         """Hidden states after the last LayerNorm, fp32 [length, hidden] for token ids uint8 [length].
 
-        done: called after each pack with its number of tokens. UserError if one is NaN or infinite.
+        done: called after each pack with its number of tokens. layers: those whose output is wanted instead, side by
+        side, [length, layers x hidden]; 0 is the embeddings' output, the last one's comes after the last LayerNorm,
+        as transformers' `hidden_states`. UserError if one is NaN or infinite.
         """
-        return self._run(sequences, True, done)
+        last = self.model.config.num_hidden_layers
+        if tuple(layers) in ((), (last,)):
+            return self._run(sequences, True, done)
+        outputs: dict[int, Tensor] = {}
+        modules = [self.model.embeddings, *list(self.model.layers)[:-1], self.model.encoder]
+        handles = [
+            module.register_forward_hook(lambda _module, _inputs, out, n=n: outputs.update({n: total(out)}))
+            for n, module in enumerate(modules)
+            if n in layers
+        ]
+        try:
+            return self._run(sequences, True, done, of_layers=lambda: [outputs[n] for n in layers])
+        finally:
+            for handle in handles:
+                handle.remove()
 
     def logits(
         self,
@@ -192,7 +211,12 @@ class Encoder:
 
     @torch.inference_mode()
     def _run(
-        self, sequences: Sequence[np.ndarray], hidden: bool, done: Progress, at: Sequence[np.ndarray] | None = None
+        self,
+        sequences: Sequence[np.ndarray],
+        hidden: bool,
+        done: Progress,
+        at: Sequence[np.ndarray] | None = None,
+        of_layers: Callable[[], list[Tensor]] | None = None,
     ) -> list[Tensor]:
         results: list[Tensor | None] = [None] * len(sequences)
         for pack in self.packs([len(sequence) for sequence in sequences]):
@@ -212,6 +236,8 @@ class Encoder:
                     rows = [len(at[number]) for number in pack]
                     embedding = self.model.embeddings.word_embeddings.weight
                     packed = self.model.lm_head(output.hidden[torch.from_numpy(wanted).to(self.device)], embedding)
+            if of_layers is not None:
+                packed = torch.cat([output[: len(ids)].float() for output in of_layers()], 1)  # without fillers
             packed = packed.float().cpu()
             done(len(ids))
             for number, part in zip(pack, packed.split(rows), strict=True):
@@ -234,30 +260,50 @@ Protein = tuple[str, bytes]  # name and residues
 Facts = dict[bytes, bytes]  # metadata of a table: hashes of model and input, and the settings
 
 
-def embed(encoder: Encoder, proteins: list[Protein], done: Progress = lambda tokens: None) -> list[Tensor]:
-    """fp32 [residues, hidden] of each protein, without `<cls>` and `<eos>`. done: as in `Encoder.hidden`."""
+def embed(
+    encoder: Encoder,
+    proteins: list[Protein],
+    done: Progress = lambda tokens: None,
+    pooling: str | None = None,
+    layers: Sequence[int] = (),
+) -> list[Tensor]:
+    """fp32 [residues, hidden] of each protein, without `<cls>` and `<eos>`; [hidden] with a pooling.
+
+    pooling: "mean" or "max" over residues, or "cls": the `<cls>` of the protein's first window. done, layers: as in
+    `Encoder.hidden`.
+    """
     longest = encoder.flags.max_seq_length - 2
     parts = [(n, window) for n, (_, text) in enumerate(proteins) for window in windows(len(text), longest)]
-    outputs = encoder.hidden([encode(window.residues_of(proteins[n][1])) for n, window in parts], done)
+    outputs = encoder.hidden([encode(window.residues_of(proteins[n][1])) for n, window in parts], done, layers)
     pieces: list[list[Tensor]] = [[] for _ in proteins]
     for (n, window), hidden in zip(parts, outputs, strict=True):
-        pieces[n].append(hidden[1 + window.begin : 1 + window.end])
-    return [torch.cat(of_protein) for of_protein in pieces]
+        pieces[n].append(hidden[0] if pooling == "cls" else hidden[1 + window.begin : 1 + window.end])
+    if pooling == "cls":
+        return [of_protein[0] for of_protein in pieces]
+    of_residues = [torch.cat(of_protein) for of_protein in pieces]
+    if pooling is None:
+        return of_residues
+    return [tensor.amax(0) if pooling == "max" else tensor.mean(0) for tensor in of_residues]
 
 
-def table(proteins: list[Protein], embedded: list[Tensor], per_residue: bool, facts: Facts) -> pa.Table:
-    """Columns id, length, and embedding: the mean float32 [hidden], or a list of one per residue."""
-    hidden = embedded[0].shape[1]
-    if per_residue:
-        rows = np.concatenate([tensor.numpy() for tensor in embedded])
-        ends = np.cumsum([0, *(len(tensor) for tensor in embedded)])
-        vectors = pa.FixedSizeListArray.from_arrays(pa.array(rows.ravel()), hidden)
-        column = pa.ListArray.from_arrays(pa.array(ends, pa.int32()), vectors)
-    else:
-        means = np.stack([tensor.mean(0).numpy() for tensor in embedded])
-        column = pa.FixedSizeListArray.from_arrays(pa.array(means.ravel()), hidden)
+def table(proteins: list[Protein], embedded: list[Tensor], facts: Facts, layers: Sequence[int] = ()) -> pa.Table:
+    """Columns id, length, and embedding: float32 [hidden] of each protein, or a list of one per residue.
+
+    embedded: as from `embed`. layers: if several, the columns are embedding_N.
+    """
+    columns: dict[str, pa.Array] = {}
+    for number, name in enumerate([f"embedding_{n}" for n in layers] if len(layers) > 1 else ["embedding"]):
+        rows = [tensor.chunk(max(1, len(layers)), -1)[number] for tensor in embedded]
+        hidden = rows[0].shape[-1]
+        of_residues = rows[0].dim() == 2
+        flat = (torch.cat if of_residues else torch.stack)(rows).numpy()
+        vectors = pa.FixedSizeListArray.from_arrays(pa.array(flat.ravel()), hidden)
+        if of_residues:
+            ends = np.cumsum([0, *(len(tensor) for tensor in embedded)])
+            vectors = pa.ListArray.from_arrays(pa.array(ends, pa.int32()), vectors)
+        columns[name] = vectors
     lengths = pa.array([len(text) for _, text in proteins], pa.int32())
-    made = pa.table({"id": [name for name, _ in proteins], "length": lengths, "embedding": column})
+    made = pa.table({"id": [name for name, _ in proteins], "length": lengths} | columns)
     return made.replace_schema_metadata(facts)
 
 

@@ -20,7 +20,7 @@ from common.cli import UserError
 from common.models.layers.hf_directory import model_hash
 from extras.inference.encoder import windows
 from extras.prepare.sample import make_proteins
-from tests.data_fixtures import write_fasta
+from tests.data_fixtures import everything_in, write_fasta
 from tests.extras.inference.embed_fixtures import call_embed, change_weights, make_model, ran, refused
 
 
@@ -93,6 +93,44 @@ def test_embed_equals_transformers(model, proteins, tmp_path):
         assert each[name].shape == (len(text), 32)
         np.testing.assert_allclose(each[name], expected, atol=1e-5)
         np.testing.assert_allclose(means[name], expected.mean(0), atol=1e-5)
+
+
+@pytest.mark.parametrize("pooling", ["mean", "cls", "max", None])
+def test_embed_layers_and_poolings_equal_transformers(model, tmp_path, pooling):
+    """0 is the embeddings' output, the last one comes after the LayerNorm; a column each."""
+    proteins = [(f"P{n}", "MKVLAGTYRR"[: 5 + n] * (n + 1)) for n in range(4)]
+    fasta = write_fasta(tmp_path / "my.fasta", proteins)
+    flags = ["--pooling", pooling] if pooling else ["--per_residue"]
+    call_embed(model, fasta, tmp_path, *flags, "--repr_layers", -1, 0, 1, -3, "--tokens_per_pack", 40)
+    found = pq.read_table(tmp_path / "embeddings")
+    assert found.column_names == ["id", "length", "embedding_2", "embedding_0", "embedding_1"]
+    settings = json.loads(found.schema.metadata[b"settings"])
+    assert (settings["repr_layers"], settings.get("pooling", "mean")) == ([2, 0, 1], pooling or "mean")
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    stock = EsmModel.from_pretrained(model, add_pooling_layer=False).eval()
+    for row, (_, text) in zip(found.to_pylist(), proteins, strict=True):
+        with torch.no_grad():
+            states = stock(**tokenizer(text, return_tensors="pt"), output_hidden_states=True).hidden_states
+        for number in (0, 1, 2):
+            inside = states[number][0, 1:-1]
+            expected = {"mean": inside.mean(0), "max": inside.amax(0), "cls": states[number][0, 0], None: inside}
+            np.testing.assert_allclose(np.array(row[f"embedding_{number}"]), expected[pooling], atol=1e-5)
+
+
+def test_embed_layer_alone_has_the_usual_column_and_the_last_one_is_the_default(model, tmp_path):
+    (_, text), *_ = make_proteins(1, 1, 4, (0.1, 0.4), seed=9)
+    fasta = write_fasta(tmp_path / "my.fasta", [("long", text), ("short", "MKVLAG")])
+    for name, flags in {"plain": [], "last": ["--repr_layers", "2", "-1"], "first": ["--repr_layers", "1"]}.items():
+        call_embed(model, fasta, tmp_path / name, "--max_seq_length", 30, *flags)
+    assert everything_in(tmp_path / "plain") == everything_in(tmp_path / "last")
+    first = pq.read_table(tmp_path / "first/embeddings")
+    assert first.column_names == ["id", "length", "embedding"]
+    assert json.loads(first.schema.metadata[b"settings"])["repr_layers"] == [1]
+    with pytest.raises(UserError, match="--repr_layers 3: the model has layers 0 to 2"):
+        call_embed(model, fasta, tmp_path / "none", "--repr_layers", 3)
+    with pytest.raises(UserError, match="--pooling max: of a protein's residues"):
+        call_embed(model, fasta, tmp_path / "none", "--per_residue", "--pooling", "max")
+    assert not (tmp_path / "none").exists()
 
 
 def test_embed_splits_long_proteins_into_windows(model, tmp_path):

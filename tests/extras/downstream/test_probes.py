@@ -1,0 +1,371 @@
+"""probe.py and --eval_probe beside plain scikit-learn on transformers' features; what is held out; what is refused."""
+
+from __future__ import annotations
+
+import csv
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from scipy.stats import pearsonr, spearmanr
+from sklearn import metrics
+from sklearn.linear_model import LogisticRegression, Ridge
+from sklearn.model_selection import GridSearchCV, GroupKFold, PredefinedSplit
+from sklearn.pipeline import make_pipeline
+from sklearn.preprocessing import StandardScaler
+from transformers import AutoTokenizer, EsmModel
+
+from common.cli import UserError
+from extras.downstream.probes import ALPHAS, FOLDS, STRENGTHS, is_held_out, labels_of, values_of, with_intervals
+from tests.data_fixtures import call, load_script, write_fasta
+from tests.data_fixtures import proteins as random_proteins
+from tests.extras.inference.embed_fixtures import call_embed, make_model
+from tests.training_fixtures import rows, train
+
+PROBE = load_script("probe.py")
+COUNT = 90
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    return make_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def proteins() -> list[tuple[str, str]]:
+    return random_proteins(COUNT, seed=4)
+
+
+@pytest.fixture(scope="module")
+def fasta(proteins, tmp_path_factory) -> Path:
+    return write_fasta(tmp_path_factory.mktemp("fasta") / "my.fasta", proteins)
+
+
+@pytest.fixture(scope="module")
+def embedded(model, fasta, tmp_path_factory) -> dict[str, Path]:
+    made = {name: tmp_path_factory.mktemp("embedded") / name for name in ("mean", "residues")}
+    call_embed(model, fasta, made["mean"])
+    call_embed(model, fasta, made["residues"], "--per_residue")
+    return made
+
+
+@pytest.fixture(scope="module")
+def stock(model, proteins) -> list[np.ndarray]:
+    """transformers' [L, hidden] of each protein."""
+    tokenizer, theirs = AutoTokenizer.from_pretrained(model), EsmModel.from_pretrained(model, add_pooling_layer=False)
+    with torch.no_grad():
+        return [
+            theirs.eval()(**tokenizer(t, return_tensors="pt")).last_hidden_state[0, 1:-1].numpy() for _, t in proteins
+        ]
+
+
+def write_labels(path: Path, names: list[str], table: list[tuple]) -> Path:
+    with path.open("w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(names)
+        writer.writerows(table)
+    return path
+
+
+def probe(embeddings: Path, fasta: Path, labels: Path, out: Path, *flags) -> tuple[dict, list[dict[str, str]]]:
+    call(PROBE, *("--embeddings", embeddings, "--fasta", fasta, "--labels", labels, "--output_dir", out), *flags)
+    with (out / "predictions.csv").open() as file:
+        return json.loads((out / "results.json").read_text()), list(csv.DictReader(file))
+
+
+def direction(seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).normal(size=32)
+
+
+def planted(stock: list[np.ndarray]) -> np.ndarray:
+    means = np.stack([each.mean(0) for each in stock])
+    return (means - means.mean(0)) @ direction()
+
+
+def test_probe_equals_scikit_learn_on_transformers_features(embedded, fasta, proteins, stock, tmp_path):
+    numbers = planted(stock)
+    table = [(name, repr(float(y))) for (name, _), y in zip(proteins, numbers, strict=True)]
+    labels = write_labels(tmp_path / "labels.csv", ["id", "label"], table)
+    results, found = probe(embedded["mean"], fasta, labels, tmp_path / "out")
+    features = np.stack([each.mean(0) for each in stock])
+    test = np.array([is_held_out(text) for _, text in proteins])
+    groups = np.array([text for _, text in proteins])
+    search = GridSearchCV(
+        make_pipeline(StandardScaler(), Ridge()), {"ridge__alpha": ALPHAS}, cv=GroupKFold(FOLDS), scoring="r2"
+    ).fit(features[~test], numbers[~test], groups=groups[~test])
+    expected = search.predict(features[test])
+    assert [row["id"] for row in found] == [name for (name, _), held in zip(proteins, test, strict=True) if held]
+    np.testing.assert_allclose([float(row["prediction"]) for row in found], expected, atol=1e-3 * numbers.std())
+    y = numbers[test]
+    theirs = {
+        "spearman": spearmanr(y, expected).statistic,
+        "pearson": pearsonr(y, expected).statistic,
+        "r2": metrics.r2_score(y, expected),
+        "mae": metrics.mean_absolute_error(y, expected),
+    }
+    for name, value in theirs.items():
+        mine, low, high = results["probe"][name]
+        assert mine == pytest.approx(value, abs=2e-2 if name == "spearman" else 1e-3)
+        assert low <= mine <= high
+    assert results["probe"]["spearman"][1] > 0.8
+    assert results["probe"]["r2"][0] > results["baseline"]["r2"][0]
+
+
+def test_probe_finds_no_shuffled_labels(embedded, fasta, proteins, stock, tmp_path):
+    shuffled = np.random.default_rng(3).permutation(planted(stock))
+    table = [(name, float(y)) for (name, _), y in zip(proteins, shuffled, strict=True)]
+    labels = write_labels(tmp_path / "labels.csv", ["id", "label"], table)
+    _, low, _ = probe(embedded["mean"], fasta, labels, tmp_path / "out")[0]["probe"]["spearman"]
+    assert low < 0.2
+
+
+def test_probe_of_residues_equals_scikit_learn_in_either_form(embedded, fasta, proteins, stock, tmp_path):
+    """A class of each residue, in a string or a row each; some have none; the split is the table's."""
+    wide, long, features, classes, held_out = [], [], [], [], []
+    for number, ((name, text), states) in enumerate(zip(proteins[:24], stock, strict=False)):
+        split = "test" if number % 4 == 0 else "train"
+        letters = np.where(states @ direction(1) > 0, "H", "E")
+        letters[::7] = "."
+        wide.append((name, "".join(letters), split))
+        for place in np.flatnonzero(letters != "."):
+            long.append((name, place + 1, letters[place], split))
+            features.append(states[place])
+            classes.append(letters[place])
+            held_out.append((split == "test", text))
+    first = write_labels(tmp_path / "wide.csv", ["id", "label", "split"], wide)
+    second = write_labels(tmp_path / "long.csv", ["id", "position", "label", "split"], long)
+    results, found = probe(embedded["residues"], fasta, first, tmp_path / "out")
+    again, same = probe(embedded["residues"], fasta, second, tmp_path / "again")
+    assert (again["probe"], same) == (results["probe"], found)
+
+    x, y, test = np.stack(features), np.array(classes), np.array([each for each, _ in held_out])
+    groups = np.array([text for _, text in held_out])
+    pipeline = make_pipeline(StandardScaler(), LogisticRegression(max_iter=1000))
+    grid = {"logisticregression__C": STRENGTHS}
+    search = GridSearchCV(pipeline, grid, cv=GroupKFold(FOLDS)).fit(x[~test], y[~test], groups=groups[~test])
+    expected = search.predict(x[test])
+    predicted = np.array([row["prediction"] for row in found])
+    assert [row["label"] for row in found] == y[test].tolist()
+    assert (predicted == expected).mean() > 0.995
+    assert results["probe"]["auroc"][0] > 0.95
+
+
+def test_probe_chooses_its_regularisation_on_the_validation_split(embedded, fasta, proteins, stock, tmp_path):
+    numbers = planted(stock) + np.random.default_rng(1).normal(size=COUNT)
+    splits = [("train", "train", "valid", "test")[n % 4] for n in range(COUNT)]
+    table = [(name, float(y), s) for (name, _), y, s in zip(proteins, numbers, splits, strict=True)]
+    labels = write_labels(tmp_path / "labels.csv", ["id", "label", "split"], table)
+    _, found = probe(embedded["mean"], fasta, labels, tmp_path / "out")
+    features, side = np.stack([each.mean(0) for each in stock]), np.array(splits)
+    known = side != "test"
+    folds = PredefinedSplit(np.where(side[known] == "valid", 0, -1))
+    pipeline = make_pipeline(StandardScaler(), Ridge())
+    search = GridSearchCV(pipeline, {"ridge__alpha": ALPHAS}, cv=folds, scoring="r2").fit(
+        features[known], numbers[known]
+    )
+    expected = search.predict(features[~known])
+    np.testing.assert_allclose([float(row["prediction"]) for row in found], expected, atol=1e-3 * numbers.std())
+
+
+def test_probe_holds_out_whole_clusters(embedded, fasta, proteins, stock, tmp_path):
+    """By a table, or by MMseqs2's clusters of mutated copies."""
+    families = {name: f"UniRef50_{number // 3}" for number, (name, _) in enumerate(proteins)}
+    table = tmp_path / "clusters.tsv"
+    table.write_text("ur50_id\tur90_id\n" + "".join(f"{family}\t{name}\n" for name, family in families.items()))
+    numbers = planted(stock)
+    pairs = [(name, float(y)) for (name, _), y in zip(proteins, numbers, strict=True)]
+    labels = write_labels(tmp_path / "labels.csv", ["id", "label"], pairs)
+    _, found = probe(embedded["mean"], fasta, labels, tmp_path / "out", "--cluster_table", table)
+    held_out = {row["id"] for row in found}
+    inside = {families[name] for name in held_out}
+    assert 0 < len(held_out) < COUNT
+    assert {name for name, family in families.items() if family in inside} == held_out
+    mixed = [(name, y, ("train", "test")[number % 2]) for number, (name, y) in enumerate(pairs)]
+    write_labels(labels, ["id", "label", "split"], mixed)
+    with pytest.raises(UserError, match="is on both sides of the split"):
+        probe(embedded["mean"], fasta, labels, tmp_path / "mixed", "--cluster_table", table)
+    assert not (tmp_path / "mixed").exists()
+
+
+@pytest.mark.skipif(shutil.which("mmseqs") is None, reason="no mmseqs")
+def test_probe_clusters_by_mmseqs(model, tmp_path):
+    generator = np.random.default_rng(0)
+    letters = np.array(list("ACDEFGHIKLMNPQRSTVWY"))
+    members = []
+    for family in range(60):
+        ancestor = generator.choice(letters, 120)
+        for copy in range(2):
+            text = np.where(generator.random(120) < 0.05, generator.choice(letters, 120), ancestor)
+            members.append((f"F{family}_{copy}", "".join(text)))
+    fasta = write_fasta(tmp_path / "my.fasta", members)
+    call_embed(model, fasta, tmp_path / "embedded")
+    table = [(name, float(n)) for n, (name, _) in enumerate(members)]
+    labels = write_labels(tmp_path / "labels.csv", ["id", "label"], table)
+    _, found = probe(tmp_path / "embedded", fasta, labels, tmp_path / "out", "--cluster", 0.5)
+    held_out = [row["id"].split("_")[0] for row in found]
+    assert held_out
+    assert all(held_out.count(family) == 2 for family in held_out)
+
+
+ROWS = [(f"P{n}", n / 7) for n in range(60)]
+NAMES = ["id", "label"]
+
+
+@pytest.mark.parametrize(
+    ("names", "table", "flags", "said"),
+    [
+        (NAMES, [*ROWS, ("stranger", 1.0)], (), "row 62: 'stranger' is not in"),
+        (NAMES, [*ROWS, ("P3", 1.0)], (), "row 62: a second label of 'P3'"),
+        (NAMES, [*ROWS, ("P61",)], (), "row 62: another number of fields"),
+        (NAMES, [*ROWS, ("P61", "high")], (), "'high' is not a number: correct it; or, for classes, --probe logistic"),
+        (NAMES, [*ROWS, ("P61", "inf")], (), "NaN or infinity"),
+        (NAMES, ROWS[:9], (), "each needs 10 or more"),
+        (NAMES, [(name, "") for name, _ in ROWS], (), "no row has a label"),
+        (["protein", "label"], ROWS, (), "no column 'id', only 'protein', 'label'"),
+        (
+            NAMES,
+            ROWS,
+            ("--embedding_column", "embedding_3"),
+            "no column 'embedding_3': --embedding_column is of embedding",
+        ),
+        (NAMES, ROWS, ("--cluster", 0.3, "--cluster_column", "id"), "--cluster_column and --cluster: give one"),
+        ([*NAMES, "split"], [(*row, "left") for row in ROWS], (), "row 2: the split is 'left'"),
+        (
+            [*NAMES, "split"],
+            [(name, ("b" if n > 50 else "a"), ("test" if n > 40 else "train")) for n, (name, _) in enumerate(ROWS)],
+            (),
+            "one class alone in the training part, 'a'",
+        ),
+        (
+            [*NAMES, "split"],
+            [
+                (name, ("c" if n > 50 else "ab"[n % 2]), ("test" if n > 40 else "train"))
+                for n, (name, _) in enumerate(ROWS)
+            ],
+            (),
+            "the class 'c' is in the held-out part alone",
+        ),
+        (["id", "position", "label"], [(name, 1, y) for name, y in ROWS], (), "give embed.py --per_residue"),
+    ],
+)
+def test_probe_refuses_in_a_line(embedded, fasta, tmp_path, names, table, flags, said):
+    labels = write_labels(tmp_path / "labels.csv", names, table)
+    with pytest.raises(UserError) as error:
+        probe(embedded["mean"], fasta, labels, tmp_path / "out", *flags)
+    assert said in str(error.value)
+    assert "\n" not in str(error.value)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("names", "row", "said"),
+    [
+        (["id", "label"], ("P1", "HH"), "2 labels for"),
+        (["id", "position", "label"], ("P1", 9999, "H"), "position '9999': the protein has residues 1 to"),
+        (["id", "position", "label"], ("P1", 0, "H"), "position '0'"),
+    ],
+)
+def test_probe_refuses_labels_that_do_not_fit_the_residues(embedded, fasta, tmp_path, names, row, said):
+    labels = write_labels(tmp_path / "labels.csv", names, [row])
+    with pytest.raises(UserError, match=said):
+        probe(embedded["residues"], fasta, labels, tmp_path / "out")
+
+
+def test_probe_replaces_its_own_output_only_with_overwrite_and_the_same_bytes_come_again(embedded, fasta, tmp_path):
+    labels = write_labels(tmp_path / "labels.csv", NAMES, ROWS)
+    probe(embedded["mean"], fasta, labels, tmp_path / "out")
+    first = (tmp_path / "out" / "predictions.csv").read_bytes()
+    with pytest.raises(UserError, match="exists: choose another, or --overwrite"):
+        probe(embedded["mean"], fasta, labels, tmp_path / "out")
+    probe(embedded["mean"], fasta, labels, tmp_path / "out", "--overwrite")
+    assert (tmp_path / "out" / "predictions.csv").read_bytes() == first
+
+
+def test_labels_are_classes_or_numbers_by_what_they_are():
+    assert labels_of(["0", "1", "1"], None).dtype.kind == "U"
+    assert labels_of(["0", "1", "1"], "ridge").dtype.kind == "f"
+    assert labels_of(["0", "1", "2"], None).dtype.kind == "f"
+    assert labels_of(["0", "1", "2"], "logistic").dtype.kind == "U"
+    assert labels_of(["H", "E", "1"], None).dtype.kind == "U"
+
+
+@pytest.mark.parametrize("classes", [2, 3])
+def test_values_equal_scikit_learn(classes):
+    """With ties among the scores, and a class that is predicted but never right."""
+    generator = np.random.default_rng(classes)
+    y, p = (np.array(list("abc"))[generator.integers(classes, size=50)] for _ in range(2))
+    y[y == "c"] = "b"
+    scores = generator.integers(9, size=50) / 9 if classes == 2 else None
+    found = values_of(y, p, scores)
+    assert found.pop("accuracy") == pytest.approx(metrics.accuracy_score(y, p))
+    assert found.pop("macro_f1") == pytest.approx(metrics.f1_score(y, p, average="macro", zero_division=0))
+    recall = metrics.recall_score(y, p, average="macro", labels=sorted(set(y)))
+    assert found.pop("balanced_accuracy") == pytest.approx(recall)
+    if scores is not None:
+        assert found.pop("auroc") == pytest.approx(metrics.roc_auc_score(y == "b", scores))
+    assert not found
+    numbers, guesses = generator.integers(7, size=(2, 40)).astype(float)
+    found = values_of(numbers, guesses, None)
+    assert found["spearman"] == pytest.approx(spearmanr(numbers, guesses).statistic)
+    assert found["r2"] == pytest.approx(metrics.r2_score(numbers, guesses))
+
+
+def test_intervals_of_a_bootstrap_by_group_are_those_of_a_plain_loop_and_undefined_metrics_are_none():
+    generator = np.random.default_rng(5)
+    groups = np.repeat(np.arange(12), 5)
+    labels = np.repeat(generator.normal(size=12), 5)
+    predictions = labels + generator.normal(size=60) * 0.3
+    value, low, high = with_intervals(labels, predictions, None, groups)["pearson"]
+    drawn = []
+    for _ in range(300):
+        rows = np.concatenate([np.flatnonzero(groups == n) for n in generator.integers(12, size=12)])
+        drawn.append(pearsonr(labels[rows], predictions[rows]).statistic)
+    assert value == pytest.approx(pearsonr(labels, predictions).statistic)
+    np.testing.assert_allclose([low, high], np.percentile(drawn, [2.5, 97.5]), atol=0.08)
+    assert with_intervals(labels, np.zeros(60), None, groups)["spearman"] == [None, None, None]
+    classes = np.array(["a", "b", "c"] * 4)
+    assert "auroc" not in values_of(classes, classes, None)
+
+
+def test_run_evaluates_probes_as_probe_py_does_on_its_export(dataset, proteins, fasta, stock, tmp_path):
+    numbers = planted(stock)
+    classes = np.where(numbers > np.median(numbers), "high", "low")
+    tables = {}
+    for name, values in (("num bers", numbers.astype(str)), ("classes", classes)):
+        table = [(text, y) for (_, text), y in zip(proteins, values, strict=True)]
+        tables[name] = write_labels(tmp_path / f"{name}.csv", ["sequence", "label"], table)
+    flags = {"max_steps": 2, "do_eval": True, "eval_steps": 1}
+    train(dataset, tmp_path / "plain", **flags)
+    train(dataset, tmp_path / "one", **flags, eval_probe=tables["num bers"], eval_downstream_steps=1)
+    mine, plain = rows(tmp_path / "one"), rows(tmp_path / "plain")
+    assert [row["loss"] for row in mine if "loss" in row] == [row["loss"] for row in plain if "loss" in row]
+    assert [row["step"] for row in mine if "eval_probe_num_bers_spearman" in row] == [1, 2]
+    train(dataset, tmp_path / "two", 2, script="train_fsdp2.py", **flags, eval_probe=tables["classes"])
+    for name, run, values in (("num_bers", "one", numbers), ("classes", "two", classes)):
+        results = json.loads((tmp_path / run / "all_results.json").read_text())
+        call_embed(tmp_path / run / "final_model", fasta, tmp_path / run / "embedded")
+        table = [(each, y) for (each, _), y in zip(proteins, values, strict=True)]
+        labels = write_labels(tmp_path / "labels.csv", ["id", "label"], table)
+        after, _ = probe(tmp_path / run / "embedded", fasta, labels, tmp_path / run / "probed")
+        for metric, (value, _, _) in after["probe"].items():
+            assert results[f"eval_probe_{name}_{metric}"] == pytest.approx(value, abs=1e-5)
+        for metric, (value, _, _) in after["baseline"].items():
+            assert results[f"eval_probe_{name}_baseline_{metric}"] == pytest.approx(value, abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ("text,label\nMKV,1\n", "no column 'sequence'"),
+        ("sequence,label\nMKVLAG,1\n", "labels: 1 in the training part"),
+        ("sequence,label\n0123456789,1\n", "row 2: 100% of the characters are not residues"),
+    ],
+)
+def test_run_refuses_a_table_before_it_trains(dataset, tmp_path, content, said):
+    (tmp_path / "labels.csv").write_text(content)
+    flags = {"max_steps": 1, "do_eval": True, "eval_probe": tmp_path / "labels.csv"}
+    assert said in train(dataset, tmp_path / "out", expect=2, **flags)
+    assert not (tmp_path / "out" / "metrics.jsonl").exists()
