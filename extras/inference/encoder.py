@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import pyarrow as pa
@@ -20,8 +20,8 @@ from common.files.hashing import hash_bytes
 from common.files.json_files import replace_flushed
 from common.flags import Flags, Missing, flag
 from common.models.esm2.alphabet import BYTE_TO_ID, TOKENS, UNK, encode
-from common.models.esm2.config import load_config
-from common.models.esm2.convert import read_pretrained
+from common.models.esm2.config import Esm2Config, load_config
+from common.models.esm2.convert import pieces_from_hf, read_pretrained
 from common.models.esm2.model import Esm2ForMaskedLM
 from extras.sources.fasta import read_fasta_lines
 from extras.sources.records import characters, check_residues, clean, columns
@@ -137,16 +137,27 @@ class Encoder:
         on_gpu = torch.cuda.is_available() and not flags.use_cpu
         self.device = device or torch.device("cuda" if on_gpu else "cpu")
         config = load_config(flags.model_name_or_path)
+        pieces, _ = read_pretrained(flags.model_name_or_path, config)
+        self._load(config, pieces)
+        size = (config.num_hidden_layers, config.hidden_size)
+        logger.info("%s: %d layers of %d, on %s", flags.model_name_or_path, *size, self.device)
+
+    @classmethod
+    def of_stock(cls, model: Any, flags: EncoderFlags) -> Encoder:
+        """With the weights of an `EsmForMaskedLM`, on its device."""
+        made = cls.__new__(cls)
+        made.flags, made.device = flags, model.device
+        made._load(model.config, pieces_from_hf(model.state_dict(), model.config)[0])
+        return made
+
+    def _load(self, config: Esm2Config, pieces: Iterable[tuple[str, Tensor]]) -> None:
         with torch.device("meta"):
             self.model = Esm2ForMaskedLM(config)
         self.model.to_empty(device=self.device).eval()
         parameters = dict(self.model.named_parameters())
-        pieces, _ = read_pretrained(flags.model_name_or_path, config)
         with torch.no_grad():
             for name, tensor in pieces:
                 parameters[name].copy_(tensor)
-        size = (config.num_hidden_layers, config.hidden_size)
-        logger.info("%s: %d layers of %d, on %s", flags.model_name_or_path, *size, self.device)
 
     def packs(self, lengths: Sequence[int]) -> Iterator[list[int]]:
         """Indices of the sequences of each forward pass; longest first, so that the first needs the most memory."""
@@ -167,25 +178,43 @@ class Encoder:
         """
         return self._run(sequences, True, done)
 
-    def logits(self, sequences: Sequence[np.ndarray], done: Progress = lambda tokens: None) -> list[Tensor]:
-        """Logits of the 33 tokens, fp32 [length, 33] for token ids uint8 [length]. done: as above."""
-        return self._run(sequences, False, done)
+    def logits(
+        self,
+        sequences: Sequence[np.ndarray],
+        done: Progress = lambda tokens: None,
+        at: Sequence[np.ndarray] | None = None,
+    ) -> list[Tensor]:
+        """Logits of the 33 tokens, fp32 [length, 33] for token ids uint8 [length]. done: as above.
+
+        at: the indices of each sequence's tokens [n] whose logits are wanted, [n, 33].
+        """
+        return self._run(sequences, False, done, at)
 
     @torch.inference_mode()
-    def _run(self, sequences: Sequence[np.ndarray], hidden: bool, done: Progress) -> list[Tensor]:
+    def _run(
+        self, sequences: Sequence[np.ndarray], hidden: bool, done: Progress, at: Sequence[np.ndarray] | None = None
+    ) -> list[Tensor]:
         results: list[Tensor | None] = [None] * len(sequences)
         for pack in self.packs([len(sequence) for sequence in sequences]):
             lengths = [len(sequences[number]) for number in pack]
             ids = torch.from_numpy(np.concatenate([sequences[number] for number in pack]).astype(np.int64))
-            ends = torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int32)
+            starts = [0, *np.cumsum(lengths)[:-1].tolist()]
+            ends = torch.tensor([*starts, len(ids)], dtype=torch.int32)
             ids, ends = ids.to(self.device), ends.to(self.device)
             # No label is set, so that the LM head is skipped.
-            options = {"labels": torch.full_like(ids, -100), "output_hidden": True} if hidden else {}
+            without_head = hidden or at is not None
+            options = {"labels": torch.full_like(ids, -100), "output_hidden": True} if without_head else {}
             with torch.autocast(self.device.type, torch.bfloat16, enabled=self.flags.bf16):
                 output = self.model(ids, cu_seqlens=ends, max_seqlen=max(lengths), **options)
-            packed = (output.hidden if hidden else output.logits).float().cpu()
+                packed, rows = output.hidden if hidden else output.logits, lengths
+                if at is not None:
+                    wanted = np.concatenate([at[n] + start for n, start in zip(pack, starts, strict=True)])
+                    rows = [len(at[number]) for number in pack]
+                    embedding = self.model.embeddings.word_embeddings.weight
+                    packed = self.model.lm_head(output.hidden[torch.from_numpy(wanted).to(self.device)], embedding)
+            packed = packed.float().cpu()
             done(len(ids))
-            for number, part in zip(pack, packed.split(lengths), strict=True):
+            for number, part in zip(pack, packed.split(rows), strict=True):
                 results[number] = part
             if not packed.isfinite().all():
                 self._refuse(sequences[next(number for number in pack if not results[number].isfinite().all())])
