@@ -3,17 +3,17 @@ r"""Fine-tune a model for your labels, of proteins or of their residues: LoRA ad
 
 python finetune.py --model_name_or_path out/final_model --dataset labels.csv --output_dir tuned
 
-labels.csv has columns `sequence` and `label`: a number or a class a protein; or a label a residue, as a string of
-letters or numbers separated by blanks (`.`: none). A column `split` (train, validation, test) is honoured. TUNED/model
-is a stock adapter (or model), results.json and predictions.csv are of held-out proteins. docs/after.md has more.
+labels.csv has columns `sequence` and `label`: a number or a class a protein, or a label a residue, as a string of
+letters or numbers separated by blanks (`.`: none). A column `split` (train, validation, test) is used. TUNED/model is
+a stock adapter (or model); results.json and predictions.csv are of held-out proteins. docs/after.md has more.
 """
 
 from __future__ import annotations
 
 import common  # noqa: F401  # isort: skip  (before torch: see there)
 import csv
-import json
 import logging
+import math
 import shutil
 import signal
 from collections.abc import Iterator
@@ -25,19 +25,21 @@ from typing import Any
 import numpy as np
 import torch
 
-from common.cli import UserError, one_line, run
-from common.files.json_files import content_hash, read_json, replace_flushed, sync_tree
+from common.cli import StoppedBySignal, UserError, one_line, run
+from common.files.json_files import content_hash, read_json, replace_flushed, sync_tree, write_json
 from common.flags import Flags, Missing, flag, parse_arguments
 from common.models.esm2.config import load_config
-from common.models.esm2.convert import write_tokenizer
+from common.models.esm2.convert import read_pretrained, write_tokenizer
 from common.models.layers.hf_directory import local_directory, model_hash
-from extras.downstream.finetuning import TASKS, Example, FineTuning, TaskSpec, example_of, task_of
-from extras.downstream.probes import is_held_out, with_intervals
+from extras.downstream.finetuning import FineTuning
+from extras.downstream.labels import SPLITS, TASKS, TaskSpec, read_examples
+from extras.downstream.probes import with_intervals
+from extras.model_card import rows as table_rows
+from extras.model_card import software
 
 logger = logging.getLogger(__name__)
-SPLITS = ("train", "validation", "test")
+RESAMPLES = 200  # of the held-out proteins, for the intervals
 STATE, MADE_FROM, RESULTS, MODEL = "state.pt", "made_from.json", "results.json", "model"
-STOPPED = 75  # exit status: the same command goes on
 
 
 @dataclass
@@ -47,6 +49,10 @@ class Arguments(Flags):
     model_name_or_path: str | None = flag(None, "A final_model/, any other directory of an ESM-2, or its name.")
     dataset: str | None = flag(None, "A CSV file with the columns sequence and label, and possibly split.")
     output_dir: str | None = flag(None, "Where the model and the results go.")
+    fasta: str | None = flag(None, "The sequences, where the CSV file has ids: its column id.")
+    label_column: str = flag("label", "The column of the labels; rows without one are left out.")
+    validation_size: float = flag(0.1, "Part of the proteins, by a hash of the sequence, where no split is given.")
+    test_size: float = flag(0.2, "Likewise.")
     problem_type: str | None = flag(None, f"{', '.join(TASKS)}. Default: by the labels.")
     full: bool = flag(False, "Train all weights, not LoRA's.")
     lora_r: int = flag(8, "Rank of LoRA's matrices.")
@@ -83,76 +89,49 @@ class Arguments(Flags):
         self.require_above(0, "learning_rate", "lora_alpha")
         self.require_at_least(0, "lora_dropout", "weight_decay", "warmup_ratio", "max_grad_norm", "seed")
         self.require_at_least(8, "max_seq_length")
-        if not Path(str(self.dataset)).is_file():
-            raise UserError(f"--dataset {self.dataset}: no such file")
+        self.require_above(0, "validation_size", "test_size")
+        if not self.validation_size + self.test_size < 1:
+            raise UserError("--validation_size and --test_size leave nothing to train on: give less than 1 together")
+        if not self.lora_dropout < 1:
+            raise UserError(f"--lora_dropout {self.lora_dropout}: must be below 1")
+        for name in ("dataset", "fasta"):
+            if getattr(self, name) and not Path(getattr(self, name)).is_file():
+                raise UserError(f"--{name} {getattr(self, name)}: no such file")
         if not self.full and find_spec("peft") is None:
             raise UserError("LoRA needs peft: ./install.sh --finetune; or train all weights with --full")
 
 
-def split_of(sequence: str) -> str:
-    """Where there is no column: a fifth is held out by a hash, so that equal sequences stay together."""
-    if not is_held_out(sequence):
-        return "train"
-    return "test" if is_held_out(f"{sequence} again") or ord(sequence[0]) % 2 else "validation"
-
-
-def read_examples(args: Arguments) -> tuple[TaskSpec, list[Example]]:
-    """UserError for what is no CSV with the columns, a label that does not fit, or a split without labels."""
-    where = f"--dataset {args.dataset}"
-    try:
-        with open(str(args.dataset), newline="", encoding="utf-8-sig") as file:
-            reader = csv.DictReader(file)
-            rows = [row for row in reader if (row.get("sequence") or "").strip() and (row.get("label") or "").strip()]
-            names = list(reader.fieldnames or ())
-    except (csv.Error, UnicodeDecodeError) as error:
-        raise UserError(f"{where}: not a CSV file: {one_line(error)}") from error
-    for name in ("sequence", "label"):
-        if name not in names:
-            raise UserError(f"{where}: no column {name!r}, only {', '.join(map(repr, names))}"[:300])
-    sequences, labels = ([row[name].strip() for row in rows] for name in ("sequence", "label"))
-    if longer := next((s for s in sequences if len(s) + 2 > args.max_seq_length), None):
-        raise UserError(f"{where}: a sequence of {len(longer):,} residues: raise --max_seq_length, or cut it")
-    task = task_of(sequences, labels, args.problem_type)
-    examples = []
-    for number, (row, sequence, label) in enumerate(zip(rows, sequences, labels, strict=True), 2):
-        split = row["split"].strip().lower() if "split" in names else split_of(sequence)
-        if split not in SPLITS:
-            raise UserError(f"{where}, row {number}: split is {split[:40]!r}: expected {', '.join(SPLITS)}")
-        examples.append(example_of(task, sequence, label, split, f"{where}, row {number}"))
-    for name in SPLITS:
-        if not any(each.split == name for each in examples):
-            raise UserError(f"{where}: no row of the {name} split: add some, or leave the column out")
-    if task.classes:
-        known = {c for e in examples if e.split == "train" for c in np.unique(e.target).tolist()}
-        held_out = {c for e in examples if e.split != "train" for c in np.unique(e.target).tolist()}
-        if new := sorted(held_out - known - {-100}):
-            raise UserError(f"{where}: the class {task.classes[new[0]][:40]!r} is in no row of the train split")
-    return task, examples
-
-
 def make_model(args: Arguments, task: TaskSpec) -> Any:
-    """Stock transformers' model with a new head, wrapped by peft unless --full."""
+    """Stock transformers' model with a new head, wrapped by peft unless --full. UserError as `read_pretrained`."""
     from transformers import EsmForSequenceClassification, EsmForTokenClassification
     from transformers.utils.logging import disable_progress_bar, set_verbosity_error
 
-    load_config(str(args.model_name_or_path))  # for its error messages
+    name = str(args.model_name_or_path)
+    for _ in read_pretrained(name, load_config(name))[0]:
+        pass  # it checks vocabulary and weights
     disable_progress_bar()
     set_verbosity_error()  # that the head is new
     torch.manual_seed(args.seed)
     kind: Any = EsmForTokenClassification if task.of_residues else EsmForSequenceClassification
     labels = dict(enumerate(task.classes or ("value",)))
-    model = kind.from_pretrained(
-        local_directory(str(args.model_name_or_path)),
+    model, loading = kind.from_pretrained(
+        local_directory(name),
         id2label=labels,
-        label2id={name: number for number, name in labels.items()},
+        label2id={label: number for number, label in labels.items()},
+        problem_type="single_label_classification" if task.classes else "regression",
         dtype=torch.float32,
         use_safetensors=True,
         trust_remote_code=False,
         attn_implementation="sdpa",
+        output_loading_info=True,
     )
+    if lacking := sorted(
+        key for key in loading["missing_keys"] if not key.startswith(("classifier.", "esm.contact_"))
+    ):
+        raise UserError(f"--model_name_or_path {name}: transformers does not find {lacking[0]} there: export it anew")
     if args.full:
-        for name, parameter in model.named_parameters():
-            parameter.requires_grad = "contact_head" not in name and "position_embeddings" not in name
+        for key, parameter in model.named_parameters():
+            parameter.requires_grad = "contact_head" not in key and "position_embeddings" not in key
         return model
     from peft import LoraConfig, TaskType, get_peft_model
 
@@ -164,101 +143,159 @@ def make_model(args: Arguments, task: TaskSpec) -> Any:
         target_modules=args.target_modules.split(","),
     )
     try:
-        return get_peft_model(model, config)
+        wrapped: Any = get_peft_model(model, config)
     except ValueError as error:
         raise UserError(f"--target_modules {args.target_modules}: {one_line(error)[:160]}") from error
+    wrapped.active_peft_config.base_model_name_or_path = name  # not its place in the Hub's cache
+    return wrapped
 
 
-def evaluate(tuning: FineTuning, split: str) -> tuple[dict[str, Any], list[tuple[int, int, Any, Any]]]:
-    """({"loss", metric: [value, low, high], "baseline": {...}}, (example, residue or -1, label, prediction))."""
+def evaluate(tuning: FineTuning, split: str) -> tuple[dict[str, Any], list[tuple[str, int | str, Any, Any]]]:
+    """({"loss", metric: [value, low, high], "baseline": {metric: value}}, a row for each label).
+
+    A row: protein, residue or "", label, prediction.
+    The baseline predicts the mean, or the commonest class, of the training labels.
+    """
     task = tuning.task
     loss, logits = tuning.predict(split)
-    rows: list[tuple[int, int, Any, Any]] = []
+    rows: list[tuple[str, int | str, Any, Any]] = []
+    groups, scores = [], []
     for number, (each, output) in enumerate(zip(tuning.split[split], logits, strict=True)):
         outputs = output if task.of_residues else output[None]
-        targets = np.atleast_1d(np.array(each.target))
-        for place, (target, values) in enumerate(zip(targets, outputs, strict=True)):
-            if (target == -100) if task.classes else not np.isfinite(target):
+        for place, (target, values) in enumerate(zip(np.atleast_1d(each.target), outputs, strict=True), 1):
+            if (target < 0) if task.classes else math.isnan(target):
                 continue
-            label = task.classes[int(target)] if task.classes else float(target)
-            guess = task.classes[int(values.argmax())] if task.classes else float(values[0])
-            rows.append((number, place + 1 if task.of_residues else -1, label, guess))
-    labels, guesses, groups = (np.array([row[n] for row in rows]) for n in (2, 3, 0))
-    train = np.concatenate([np.atleast_1d(np.array(e.target, dtype=float)) for e in tuning.split["train"]])
-    if task.classes:
-        counts = np.bincount(train[train >= 0].astype(int), minlength=len(task.classes))
-        plain = np.array([task.classes[int(counts.argmax())]] * len(rows))
-    else:
-        plain = np.full(len(rows), np.nanmean(train))
-    found = with_intervals(labels, guesses, None, groups) | {"loss": loss}
-    return found | {"baseline": with_intervals(labels, plain, None, groups)}, rows
+            label, guess = (
+                (task.classes[target], task.classes[values.argmax()])
+                if task.classes
+                else (float(target), float(values[0]))
+            )
+            rows.append((each.name, place if task.of_residues else "", label, guess))
+            groups.append(number)
+            scores.append(values[-1] - values[0])
+    labels, guesses = (np.array([row[n] for row in rows]) for n in (2, 3))
+    trained = np.concatenate([each.labelled() for each in tuning.split["train"]])
+    plain = task.classes[np.bincount(trained).argmax()] if task.classes else trained.mean()
+    two = np.array(scores) if len(task.classes) == 2 else None
+    found = with_intervals(labels, guesses, two, np.array(groups), RESAMPLES)
+    baseline = with_intervals(labels, np.full(len(rows), plain), None, np.array(groups), 0)
+    values = {name: value for name, (value, _, _) in baseline.items() if value is not None}
+    return {"loss": loss, **{n: v for n, v in found.items() if v[0] is not None}, "baseline": values}, rows
 
 
-def write(tuning: FineTuning, args: Arguments, results: dict[str, Any], rows: list[tuple[int, int, Any, Any]]) -> None:
+def card_of(args: Arguments, task: TaskSpec, results: dict[str, Any]) -> str:
+    """The model card. It contains no paths and no names of the user's."""
+    library, kind = ("transformers", "Esm") if args.full else ("peft", "AutoPeftModel")
+    kind += "ForTokenClassification" if task.of_residues else "ForSequenceClassification"
+    more = "" if args.full else f", num_labels={len(task.classes) or 1}"
+    counts = {f"{name} proteins": f"{count:,}" for name, count in results["counts"].items()}
+    metrics = {name: f"{value[0]:.4f}" for name, value in results["test"].items() if isinstance(value, list)}
+    what = "all weights trained" if args.full else f"LoRA of rank {args.lora_r}"
+    lines = ["---", f"library_name: {library}", "license: unknown", "tags:", "- protein", "- esm", "---", ""]
+    lines += [f"# ESM-2, fine-tuned: {task.name.replace('_', ' ')}, {what}", ""]
+    lines += ["```python", f"from {library} import {kind}", "from transformers import AutoTokenizer", ""]
+    lines += [f'model = {kind}.from_pretrained("DIRECTORY"{more})  # of this file']
+    lines += ['tokenizer = AutoTokenizer.from_pretrained("DIRECTORY")', "```", ""]
+    lines += [*table_rows(counts | {"best epoch": f"{results['best_epoch']}", "software": software()}, ("", "")), ""]
+    lines += ["## Results", "", *table_rows(metrics, ("test split", "")), ""]
+    lines += ["## Licence", "", "To be filled in: the `license` above, and what the training data allow."]
+    return "\n".join(lines) + "\n"
+
+
+def write(tuning: FineTuning, args: Arguments, results: dict[str, Any], rows: list[tuple]) -> None:
     """The model, then the predictions, then the results, whose file says that all is there."""
     output = Path(str(args.output_dir))
     partial = output / f"{MODEL}.partial"
     shutil.rmtree(partial, ignore_errors=True)
     model: Any = tuning.model
-    model.save_pretrained(partial)
+    # peft would ask the Hub whether the vocabulary has grown.
+    model.save_pretrained(partial, **({} if args.full else {"save_embedding_layers": False}))
     write_tokenizer(partial)
-    what = "a PEFT adapter (LoRA)" if not args.full else "a model for transformers' from_pretrained"
-    (partial / "README.md").write_text(
-        f"---\nlibrary_name: {'transformers' if args.full else 'peft'}\nlicense: unknown\ntags:\n- protein\n---\n\n"
-        f"# ESM-2, fine-tuned: {tuning.task.name.replace('_', ' ')}\n\nThis directory is {what}.\n"
-    )
+    (partial / "README.md").write_text(card_of(args, tuning.task, results))
     sync_tree(partial)
     shutil.rmtree(output / MODEL, ignore_errors=True)
     partial.rename(output / MODEL)
     with replace_flushed(output / "predictions.csv") as path, path.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.writer(file)
-        writer.writerow(["sequence", "residue", "label", "prediction"])
-        writer.writerows((number, "" if place < 0 else place, label, guess) for number, place, label, guess in rows)
-    with replace_flushed(output / RESULTS) as path:
-        path.write_text(json.dumps(results, indent=2) + "\n")
+        csv.writer(file).writerows([("protein", "residue", "label", "prediction"), *rows])
+    write_json(output / RESULTS, results)
     (output / STATE).unlink(missing_ok=True)
 
 
 def table_of(results: dict[str, Any]) -> str:
-    lines = [f"{'':18}{'validation':>26}{'test':>26}{'baseline (test)':>26}"]
-    parts = (results["validation"], results["test"], results["test"]["baseline"])
-    for name, value in results["test"].items():
-        if isinstance(value, list):
-            cells = [f"{part[name][0]:.3f} ({part[name][1]:.3f}, {part[name][2]:.3f})" for part in parts]
-            lines.append(f"{name:18}" + "".join(f"{cell:>26}" for cell in cells))
+    lines = [f"{'':18}{'validation':>24}{'test':>24}{'baseline (test)':>24}"]
+    baseline = results["test"]["baseline"]
+    for name in results["test"]:
+        if name not in ("loss", "baseline"):
+            parts = (results[split].get(name) for split in SPLITS[1:])
+            cells = ["{:.3f} ({:.3f}, {:.3f})".format(*part) if part else "-" for part in parts]
+            cells.append(f"{baseline[name]:.3f}" if name in baseline else "-")
+            lines.append(f"{name:18}" + "".join(f"{cell:>24}" for cell in cells))
     return "\n".join(lines)
 
 
 def identity(args: Arguments) -> dict[str, Any]:
     """What decides the result: the flags, and the content of model and data."""
-    free = {"output_dir", "overwrite", "use_cpu", "save_steps", "model_name_or_path", "dataset"}
+    free = {"output_dir", "overwrite", "use_cpu", "save_steps", "model_name_or_path", "dataset", "fasta"}
     flags = {each.name: getattr(args, each.name) for each in fields(args) if each.name not in free}
-    return flags | {"model": model_hash(str(args.model_name_or_path)), "data": content_hash(str(args.dataset))}
+    data = {name: content_hash(getattr(args, name)) for name in ("dataset", "fasta") if getattr(args, name)}
+    return flags | {"model": model_hash(str(args.model_name_or_path))} | data
+
+
+def claim(args: Arguments, made_from: dict[str, Any]) -> bool:
+    """Whether there is something to do in --output_dir. UserError if it is of something else."""
+    output = Path(str(args.output_dir))
+    if output.exists() and any(output.iterdir()):
+        if not (output / MADE_FROM).is_file():
+            raise UserError(f"--output_dir {output}: exists and is not of this script: choose another")
+        if args.overwrite:
+            return True
+        if read_json(output / MADE_FROM) != made_from:
+            raise UserError(f"--output_dir {output}: of other flags, model or data: --overwrite it, or choose another")
+        return not (output / RESULTS).is_file()
+    return True
+
+
+def train(tuning: FineTuning, saved: Path) -> None:
+    """To the end. SIGTERM and Ctrl-C save first; a second one does not wait for that."""
+    stops: list[int] = []
+
+    def stop(number: int, _: Any) -> None:
+        stops.append(number)
+        signal.signal(number, before[number])
+
+    before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGINT)}
+    finished = tuning.run(saved, lambda: bool(stops))
+    for number, handler in before.items():
+        signal.signal(number, handler)
+    if not finished:
+        logger.info("Saved after step %d of epoch %d", tuning.progress.step, tuning.progress.epoch + 1)
+        raise StoppedBySignal if signal.SIGTERM in stops else KeyboardInterrupt
 
 
 def main() -> None:
     args = parse_arguments(__doc__, Arguments)
-    task, examples = read_examples(args)
+    task, examples = read_examples(
+        str(args.dataset),
+        args.fasta,
+        args.label_column,
+        args.problem_type,
+        (args.validation_size, args.test_size),
+        args.max_seq_length - 2,
+    )
     output, made_from = Path(str(args.output_dir)), identity(args)
-    if output.exists():
-        if not (output / MADE_FROM).is_file():
-            raise UserError(f"--output_dir {output}: exists and is not of this script: choose another")
-        if args.overwrite:
-            shutil.rmtree(output)
-        elif read_json(output / MADE_FROM) != made_from:
-            raise UserError(f"--output_dir {output}: of other flags, model or data: --overwrite it, or choose another")
-        elif (output / RESULTS).is_file():
-            logger.info("%s was made by the same command: nothing to do", output)
-            return
+    if not claim(args, made_from):
+        logger.info("%s was made by the same command: nothing to do", output)
+        return
     counts = {name: sum(each.split == name for each in examples) for name in SPLITS}
     classes = f" of {len(task.classes)} classes" if task.classes else ""
     shown = ", ".join(f"{count:,} {name}" for name, count in counts.items())
-    logger.info("%s%s: %s", task.name.replace("_", " "), classes, shown)
+    logger.info("%s%s (--problem_type): %s", task.name.replace("_", " "), classes, shown)
     model = make_model(args, task)
     device = torch.device("cuda" if torch.cuda.is_available() and not args.use_cpu else "cpu")
+    if args.overwrite:
+        shutil.rmtree(output, ignore_errors=True)
     output.mkdir(parents=True, exist_ok=True)
-    with replace_flushed(output / MADE_FROM) as path:
-        path.write_text(json.dumps(made_from))
+    write_json(output / MADE_FROM, made_from)
     tuning = FineTuning(
         model.to(device),
         task,
@@ -280,12 +317,8 @@ def main() -> None:
     logger.info("Training %s of %s weights", f"{trained:,}", f"{sum(p.numel() for p in model.parameters()):,}")
     if (output / STATE).is_file():
         tuning.load(output / STATE)
-    stops: list[int] = []
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
-        signal.signal(number, lambda received, _: stops.append(received))
-    if not tuning.run(output / STATE, lambda: bool(stops)):
-        logger.info("Stopped and saved: the same command goes on")
-        raise SystemExit(STOPPED)
+    train(tuning, output / STATE)
+    tuning.restore_unit()
     (validation, _), (test, rows) = (evaluate(tuning, name) for name in ("validation", "test"))
     results = {
         "task": task.name,
@@ -295,6 +328,7 @@ def main() -> None:
         "validation": validation,
         "test": test,
         "history": tuning.progress.history,
+        "made_from": made_from,
     }
     write(tuning, args, results, rows)
     print(table_of(results))
@@ -302,4 +336,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    run(main)
+    run(main, resumable=True)

@@ -3,6 +3,7 @@
 #
 #   ./install.sh          what training needs
 #   ./install.sh --trackers   TensorBoard and W&B, too, for --report_to
+#   ./install.sh --finetune   peft, too, for finetune.py
 #   ./install.sh --dev    what the tests and linters need, too; Transformer Engine's Python and Triton, which tests run on
 #                         a CPU, in folders of their own (.venv/te_on_cpu, .venv/triton: 1 GB)
 #   ./install.sh --gpu    Transformer Engine and flash-attn, too (requirements-gpu.txt): they compile against torch, which
@@ -22,10 +23,13 @@ gpu="" dev=""
 case "${1:-}" in
   "") ;;
   --trackers) requirements+=(requirements-trackers.txt) ;;
-  --dev) dev=yes requirements+=(requirements-trackers.txt requirements-test.txt requirements-dev.txt) ;;
+  --finetune) requirements+=(requirements-finetune.txt) ;;
+  --dev)
+    dev=yes
+    requirements+=(requirements-trackers.txt requirements-finetune.txt requirements-test.txt requirements-dev.txt) ;;
   --gpu) gpu=yes ;;
   -h | --help) sed -n '2,/^[^#]/{/^#SBATCH/d;/^#/!d;s/^# \{0,1\}//;p;}' install.sh; exit 0 ;;
-  *) fail "unknown argument $1: usage: ./install.sh [--trackers | --dev | --gpu]" ;;
+  *) fail "unknown argument $1: usage: ./install.sh [--trackers | --finetune | --dev | --gpu]" ;;
 esac
 
 supported() { "$1" -c 'import sys; sys.exit(sys.version_info[:2] not in ((3, 11), (3, 12)))' 2>/dev/null; }

@@ -43,7 +43,11 @@ def test_dependencies_are_those_of_the_requirements_files(project):
     assert project.extras_require == {
         "gpu": requirements("requirements-gpu.txt"),
         "trackers": requirements("requirements-trackers.txt"),
-        "dev": requirements("requirements-trackers.txt", "requirements-test.txt", "requirements-dev.txt"),
+        "finetune": requirements("requirements-finetune.txt"),
+        "dev": requirements(
+            *("requirements-trackers.txt", "requirements-finetune.txt"),
+            *("requirements-test.txt", "requirements-dev.txt"),
+        ),
     }
 
 

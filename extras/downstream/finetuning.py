@@ -1,14 +1,16 @@
-"""Fine-tuning of a stock ESM-2 for labels of sequences or residues: tasks, batches, loss and one resumable loop."""
+"""Fine-tuning of a stock ESM-2 for labels of proteins or residues: batches, loss and one resumable loop.
+
+Batches are padded, of sequences sorted by length: stock transformers has no attention over packed sequences, its head
+reads the first token of each row, and a mask between the sequences of one row would cost S x S scores a pack.
+"""
 
 from __future__ import annotations
 
 import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -17,85 +19,14 @@ from torch import Tensor, nn
 
 from common.cli import UserError, one_line
 from common.files.json_files import replace_flushed
-from common.models.esm2.alphabet import PAD, encode
+from common.models.esm2.alphabet import PAD
+from extras.downstream.labels import IGNORE, SPLITS, Example, TaskSpec
 
 logger = logging.getLogger(__name__)
-TASKS = ("regression", "classification", "token_regression", "token_classification")
-UNLABELLED = {"", ".", "-", "nan"}  # a residue without a label
-IGNORE = -100
-
-
-@dataclass(frozen=True)
-class Example:
-    """ids: uint8 [L + 2]; target: float or class index; of residues float64 [L] or int64 [L], NaN or IGNORE where a
-    label is absent; split: train, validation or test."""
-
-    ids: np.ndarray
-    target: Any
-    split: str
-
-
-@dataclass(frozen=True)
-class TaskSpec:
-    """name: of `TASKS`; classes: their names, () for a regression."""
-
-    name: str
-    classes: tuple[str, ...] = ()
-
-    @property
-    def of_residues(self) -> bool:
-        return self.name.startswith("token_")
-
-    @property
-    def outputs(self) -> int:
-        return len(self.classes) or 1
-
-
-def words_of(label: str) -> list[str]:
-    """The labels of residues: separated by blanks or commas, else a letter each."""
-    separated = label.replace(",", " ").split()
-    return separated if len(separated) > 1 else list(label)
-
-
-def task_of(sequences: Sequence[str], labels: Sequence[str], asked: str | None) -> TaskSpec:
-    """Labels of residues if each has as many words as its sequence has residues; a regression if all are numbers."""
-    of_residues = all(len(words_of(label)) == len(s) for s, label in zip(sequences, labels, strict=True))
-    if asked:
-        of_residues = asked.startswith("token_")
-    words = {
-        w for label in labels for w in (words_of(label) if of_residues else [label]) if w.lower() not in UNLABELLED
-    }
-    is_regression = asked.endswith("regression") if asked else not words <= {"0", "1"} and all(map(is_number, words))
-    if is_regression and (wrong := next((w for w in sorted(words) if not is_number(w)), None)):
-        raise UserError(f"--problem_type {asked}: the label {wrong[:40]!r} is not a number")
-    name = ("token_" if of_residues else "") + ("regression" if is_regression else "classification")
-    return TaskSpec(name, () if is_regression else tuple(sorted(words)))
-
-
-def is_number(text: str) -> bool:
-    try:
-        return math.isfinite(float(text))
-    except ValueError:
-        return False
-
-
-def example_of(task: TaskSpec, sequence: str, label: str, split: str, where: str) -> Example:
-    """UserError, which begins with `where`, if the label does not fit the sequence."""
-    if not task.of_residues:
-        return Example(encode(sequence), task.classes.index(label) if task.classes else float(label), split)
-    words = words_of(label)
-    if len(words) != len(sequence):
-        raise UserError(f"{where}: {len(words)} labels for {len(sequence)} residues")
-    absent = [word.lower() in UNLABELLED for word in words]
-    if task.classes:
-        target = [IGNORE if no else task.classes.index(w) for w, no in zip(words, absent, strict=True)]
-        return Example(encode(sequence), np.array(target), split)
-    values = [math.nan if no else float(w) for w, no in zip(words, absent, strict=True)]
-    return Example(encode(sequence), np.array(values), split)
 
 
 def padded(examples: Sequence[Example], task: TaskSpec, device: torch.device) -> tuple[dict[str, Tensor], Tensor]:
-    """(inputs of the model [B, S], targets [B] or [B, S])."""
+    """(inputs of the model [B, S], targets [B] or [B, S], NaN or IGNORE where there is none)."""
     longest = max(len(e.ids) for e in examples)
     ids = torch.full((len(examples), longest), PAD)
     empty, kind = (IGNORE, torch.int64) if task.classes else (math.nan, torch.float32)
@@ -109,13 +40,21 @@ def padded(examples: Sequence[Example], task: TaskSpec, device: torch.device) ->
     return {"input_ids": ids.to(device), "attention_mask": (ids != PAD).long().to(device)}, targets.to(device)
 
 
-def loss_sum(task: TaskSpec, logits: Tensor, targets: Tensor) -> tuple[Tensor, int]:
-    """(the loss, summed over the labelled items, their number): cross-entropy in nats, or the squared error."""
+def loss_sum(task: TaskSpec, logits: Tensor, targets: Tensor) -> Tensor:
+    """Summed over the labelled items: cross-entropy in nats, or the squared error."""
     if task.classes:
-        flat, kept = logits.float().flatten(0, -2), targets.flatten()
-        return F.cross_entropy(flat, kept, ignore_index=IGNORE, reduction="sum"), int((kept != IGNORE).sum())
+        return F.cross_entropy(logits.float().flatten(0, -2), targets.flatten(), ignore_index=IGNORE, reduction="sum")
     labelled = targets.isfinite()
-    return F.mse_loss(logits.float()[..., 0][labelled], targets[labelled], reduction="sum"), int(labelled.sum())
+    return F.mse_loss(logits.float()[..., 0][labelled], targets[labelled], reduction="sum")
+
+
+def check_finite(loss: float, what: str) -> None:
+    if not math.isfinite(loss):
+        raise UserError(f"{what} is {loss}: --overwrite with a lower --learning_rate")
+
+
+def labels_in(examples: Sequence[Example]) -> int:
+    return sum(len(each.labelled()) for each in examples)
 
 
 def by_length(examples: Sequence[Example], tokens: int) -> Iterator[list[Example]]:
@@ -137,6 +76,7 @@ class Progress:
 
     epoch: int = 0
     step: int = 0  # of the epoch
+    loss_sum: float = 0.0  # of the steps of the epoch
     best: float = math.inf
     best_epoch: int = -1
     waited: int = 0
@@ -164,12 +104,17 @@ class FineTuning:
     save_steps: int
 
     def __post_init__(self) -> None:
-        self.split = {name: [e for e in self.examples if e.split == name] for name in ("train", "validation", "test")}
+        self.split = {name: [e for e in self.examples if e.split == name] for name in SPLITS}
         self.trained = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
-        self.optimizer = torch.optim.AdamW(
-            self.trained.values(), lr=self.learning_rate, weight_decay=self.weight_decay
-        )
+        decayed, others = ([p for p in self.trained.values() if (p.dim() > 1) is large] for large in (True, False))
+        groups = [{"params": decayed, "weight_decay": self.weight_decay}, {"params": others, "weight_decay": 0.0}]
+        self.optimizer = torch.optim.AdamW(groups, lr=self.learning_rate)
         self.progress, self.best_weights = Progress(), self.weights()
+        # A regression is trained on labels of mean 0 and deviation 1, whatever their unit; see `restore_unit`.
+        self.mean, self.deviation = 0.0, 1.0
+        if not self.task.classes:
+            labels = np.concatenate([each.labelled() for each in self.split["train"]])
+            self.mean, self.deviation = float(labels.mean()), float(labels.std()) or 1.0
 
     def weights(self) -> dict[str, Tensor]:
         return {name: p.detach().cpu().clone() for name, p in self.trained.items()}
@@ -191,9 +136,6 @@ class FineTuning:
             return self.learning_rate * step / max(1, warm)
         return self.learning_rate * max(0.0, (total - step) / max(1, total - warm))
 
-    def autocast(self) -> AbstractContextManager:
-        return torch.autocast(self.device.type, torch.bfloat16, enabled=self.bf16)
-
     def batches(self, epoch: int) -> list[list[Example]]:
         """The steps' examples: an order of its own in each epoch."""
         order = np.random.default_rng((self.seed, epoch)).permutation(len(self.split["train"]))
@@ -202,72 +144,85 @@ class FineTuning:
             for start in range(0, len(order), self.batch_size)
         ]
 
-    def step(self, batch: list[Example]) -> float:
-        """One step of the optimiser; returns the mean loss."""
+    def forward(self, batch: Sequence[Example]) -> tuple[Tensor, Tensor]:
+        """(logits [B, outputs] or [B, S, outputs], summed loss)."""
+        inputs, targets = padded(batch, self.task, self.device)
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.bf16):
+            logits = self.model(**inputs).logits.float()
+        if not self.task.classes:
+            targets = (targets - self.mean) / self.deviation
+        return logits, loss_sum(self.task, logits, targets)
+
+    def step(self, batch: Sequence[Example]) -> float:
+        """One step of the optimiser; returns the mean loss. UserError if it is not finite."""
         progress, number = self.progress, self.progress.epoch * self.steps_per_epoch + self.progress.step
-        torch.manual_seed(self.seed + number)  # of LoRA's dropout: a resumed run draws the same
+        torch.manual_seed(self.seed + number)  # of dropout: a resumed run draws the same
         for group in self.optimizer.param_groups:
             group["lr"] = self.rate(number)
-        total, count = 0.0, sum(loss_count(self.task, each) for each in batch)
+        total, count = 0.0, max(1, labels_in(batch))
         for part in by_length(batch, self.tokens_per_batch):
-            inputs, targets = padded(part, self.task, self.device)
-            with self.autocast():
-                logits = self.model(**inputs).logits
-            loss, _ = loss_sum(self.task, logits, targets)
-            (loss / max(count, 1)).backward()
-            total += float(loss.detach())
+            _, loss = self.forward(part)
+            (loss / count).backward()
+            total += loss.item() / count
+        check_finite(total, f"the loss of step {number + 1}")
         if self.max_grad_norm:
             nn.utils.clip_grad_norm_(list(self.trained.values()), self.max_grad_norm)
         self.optimizer.step()
         self.optimizer.zero_grad()
         progress.step += 1
-        return total / max(count, 1)
+        progress.loss_sum += total
+        return total
 
     @torch.inference_mode()
     def predict(self, split: str) -> tuple[float, list[np.ndarray]]:
         """(mean loss, logits [outputs] or [L, outputs] of each example)."""
         self.model.eval()
-        examples, total, count = self.split[split], 0.0, 0
+        examples, total = self.split[split], 0.0
         found: dict[int, np.ndarray] = {}
         for part in by_length(examples, self.tokens_per_batch):
-            inputs, targets = padded(part, self.task, self.device)
-            with self.autocast():
-                logits = self.model(**inputs).logits.float()
-            loss, labelled = loss_sum(self.task, logits, targets)
-            total, count = total + float(loss), count + labelled
+            logits, loss = self.forward(part)
+            total += loss.item()
             for each, row in zip(part, logits.cpu().numpy(), strict=True):
                 found[id(each)] = row[1 : len(each.ids) - 1] if self.task.of_residues else row
         self.model.train()
-        return total / max(count, 1), [found[id(each)] for each in examples]
+        return total / max(1, labels_in(examples)), [found[id(each)] for each in examples]
+
+    @torch.no_grad()
+    def restore_unit(self) -> None:
+        """Have the head's last layer give the labels' own unit, so that a stock model does."""
+        head = [p for name, p in self.trained.items() if "classifier" in name and "lora_" not in name]
+        weight, bias = head[-2:]
+        weight *= self.deviation
+        bias *= self.deviation
+        bias += self.mean
+        self.mean, self.deviation = 0.0, 1.0
 
     def run(self, saved: Path, stopped: Callable[[], bool] = lambda: False) -> bool:
         """Train to the end, or until validation has not improved for `patience` epochs; False if stopped before.
 
-        saved: the file that it resumes from, written every `save_steps` steps and after each epoch.
+        The model then has the weights of the best epoch. saved: the file that it resumes from, written every
+        `save_steps` steps and after each epoch.
         """
         self.model.train()
         progress = self.progress
-        losses: list[float] = []
         while progress.epoch < self.epochs and progress.waited < self.patience:
             for batch in self.batches(progress.epoch)[progress.step :]:
-                losses.append(self.step(batch))
-                if progress.step % self.save_steps == 0 and progress.step < self.steps_per_epoch:
-                    self.save(saved)
+                self.step(batch)
                 if stopped():
                     self.save(saved)
                     return False
+                if progress.step % self.save_steps == 0:
+                    self.save(saved)
             validation, _ = self.predict("validation")
-            row = {"epoch": progress.epoch + 1, "validation_loss": validation}
+            check_finite(validation, "the validation loss")
+            progress.epoch, progress.waited = progress.epoch + 1, progress.waited + 1
             if validation < progress.best:
-                progress.best, progress.best_epoch, progress.waited = validation, progress.epoch + 1, 0
+                progress.best, progress.best_epoch, progress.waited = validation, progress.epoch, 0
                 self.best_weights = self.weights()
-            else:
-                progress.waited += 1
-            progress.history.append(row)
-            progress.epoch, progress.step = progress.epoch + 1, 0
-            mean = sum(losses) / max(len(losses), 1)
-            logger.info("Epoch %d: training loss %.4f, validation loss %.4f", progress.epoch, mean, validation)
-            losses = []
+            losses = {"train_loss": progress.loss_sum / progress.step, "validation_loss": validation}
+            progress.history.append({"epoch": progress.epoch, **losses})
+            logger.info("Epoch %d: training loss %.4f, validation loss %.4f", progress.epoch, *losses.values())
+            progress.step, progress.loss_sum = 0, 0.0
             self.save(saved)
         self.set_weights(self.best_weights)
         return True
@@ -289,10 +244,3 @@ class FineTuning:
                 f"{path}: cannot be resumed from: {one_line(error)[:120]}: --overwrite starts anew"
             ) from error
         logger.info("Resuming in epoch %d after %d steps of it", self.progress.epoch + 1, self.progress.step)
-
-
-def loss_count(task: TaskSpec, example: Example) -> int:
-    """The labelled items of an example."""
-    if not task.of_residues:
-        return 1
-    return int((example.target != IGNORE).sum() if task.classes else np.isfinite(example.target).sum())

@@ -148,10 +148,14 @@ def _is_number(text: str) -> bool:
     return True
 
 
+def held_out_number(key: str) -> float:
+    """From 0 to 1, by a hash: a protein or cluster is held out if it is below a threshold, whatever else there is."""
+    return int.from_bytes(hashlib.sha256(key.encode()).digest()[:8], "big") / 2**64
+
+
 def is_held_out(key: str) -> bool:
-    """Whether a protein or cluster is, where no split is given: by a hash, whatever else there is."""
-    number = int.from_bytes(hashlib.sha256(key.encode()).digest()[:8], "big")
-    return number / 2**64 < TEST_SHARE
+    """Whether a protein or cluster is, where no split is given."""
+    return held_out_number(key) < TEST_SHARE
 
 
 def composition(sequence: str) -> np.ndarray:
@@ -304,7 +308,11 @@ def values_of(labels: np.ndarray, predictions: np.ndarray, scores: np.ndarray | 
 
 
 def with_intervals(
-    labels: np.ndarray, predictions: np.ndarray, scores: np.ndarray | None, groups: np.ndarray
+    labels: np.ndarray,
+    predictions: np.ndarray,
+    scores: np.ndarray | None,
+    groups: np.ndarray,
+    resamples: int = RESAMPLES,
 ) -> dict[str, list[float | None]]:
     """{metric: [value, low, high]}, as `evaluate`; None where it is not defined."""
     generator = np.random.default_rng(0)
@@ -312,13 +320,13 @@ def with_intervals(
     _, group = np.unique(groups, return_inverse=True)
     members = np.split(np.argsort(group, kind="stable"), np.cumsum(np.bincount(group))[:-1])
     resampled: dict[str, list[float]] = {}
-    for _ in range(RESAMPLES):
+    for _ in range(resamples):
         rows = np.concatenate([members[n] for n in generator.integers(len(members), size=len(members))])
         for name, value in _values(labels[rows], predictions[rows], None if scores is None else scores[rows]).items():
             resampled.setdefault(name, []).append(value)
     found: dict[str, list[float | None]] = {}
     for name, value in _values(labels, predictions, scores).items():
-        finite = [each for each in resampled[name] if np.isfinite(each)]
+        finite = [each for each in resampled.get(name, ()) if np.isfinite(each)]
         low, high = np.percentile(finite, [2.5, 97.5]).tolist() if finite else (None, None)
         found[name] = [value if np.isfinite(value) else None, low, high]
     return found

@@ -1,0 +1,292 @@
+"""finetune.py beside a plain peft + Trainer loop, its results in peft's own API, stops, and what it refuses.
+
+peft takes seconds to import: this process does so, once. Other processes train all weights, which needs none.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import random
+import sys
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoTokenizer, EsmForTokenClassification, Trainer, TrainingArguments
+
+from common.cli import UserError
+from common.models.esm2.config import load_config, override
+from common.models.esm2.convert import pieces_to_hf, save_pretrained
+from common.models.esm2.model import Esm2ForMaskedLM
+from common.models.layers.initialise import initialise
+from extras.downstream.finetuning import FineTuning
+from extras.downstream.labels import IGNORE, read_examples, split_of, task_of
+from tests.data_fixtures import call, load_script
+from tests.forked import Script, run_script
+from tests.patience import wait_until
+from tests.training_fixtures import TINY_OVERRIDES
+
+pytest.importorskip("peft", reason="./install.sh --finetune")
+FINETUNE = load_script("finetune.py")
+CPU = torch.device("cpu")
+HYDROPHOBIC = set("AILMFWV")
+
+
+@pytest.fixture(scope="module")
+def untrained(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("model") / "final_model"
+    config = override(load_config("facebook/esm2_t6_8M_UR50D"), TINY_OVERRIDES)
+    model = Esm2ForMaskedLM(config)
+    initialise(model, 1, 0.3)
+    save_pretrained(pieces_to_hf(model.state_dict().__getitem__, config), config, directory)
+    return directory
+
+
+def label_of(sequence: str, kind: str) -> str:
+    """Of residues: whether one is hydrophobic, as letters or as numbers, some of them without a label."""
+    hydrophobic = [residue in HYDROPHOBIC for residue in sequence]
+    if kind == "protein":
+        return str(60 + 20 * (sum(hydrophobic) / len(sequence)))
+    words = [
+        "." if n % 4 == 3 else ("H" if h else "C") if kind == "letters" else f"{5 + h}"
+        for n, h in enumerate(hydrophobic)
+    ]
+    return ("" if kind == "letters" else " ").join(words)
+
+
+@pytest.fixture(scope="module")
+def table(tmp_path_factory):
+    """{kind: a CSV file} of the same 60 proteins."""
+    generator = random.Random(3)
+    sequences = [
+        "M" + "".join(generator.choices("ACDEFGHIKLMNPQRSTVWY", k=generator.randint(8, 30))) for _ in range(60)
+    ]
+    directory, found = tmp_path_factory.mktemp("labels"), {}
+    for kind in ("protein", "letters", "numbers"):
+        found[kind] = write(directory / f"{kind}.csv", [(s, label_of(s, kind)) for s in sequences])
+    return found
+
+
+def write(path, rows, head=("sequence", "label")):
+    with path.open("w", newline="") as file:
+        csv.writer(file).writerows([head, *rows])
+    return path
+
+
+def flags_of(model, table, out, **flags):
+    words = [f"--{name}={value}" for name, value in flags.items()]
+    return ["--model_name_or_path", model, "--dataset", table, "--output_dir", out, "--use_cpu", *words]
+
+
+def tuning_of(untrained, table, dropout=0.0, **settings) -> FineTuning:
+    task, examples = read_examples(str(table))
+    args = FINETUNE.Arguments(str(untrained), str(table), "unused", lora_dropout=dropout)
+    defaults = {"learning_rate": 1e-2, "epochs": 1, "batch_size": 8, "tokens_per_batch": 4096, "weight_decay": 0.01}
+    defaults |= {"warmup": 0.1, "max_grad_norm": 1.0, "patience": 3, "seed": 4, "bf16": False, "save_steps": 100}
+    return FineTuning(FINETUNE.make_model(args, task), task, examples, CPU, **defaults | settings)
+
+
+@pytest.mark.parametrize("kind", ["protein", "letters"])
+def test_steps_equal_those_of_peft_and_trainer(untrained, table, tmp_path, kind):
+    """Its tokenizer, padding, loss, optimiser and schedule are transformers'; ours computes each step in parts."""
+    ours, theirs = (tuning_of(untrained, table[kind], tokens_per_batch=100) for _ in range(2))
+    batches = ours.batches(0)
+    FINETUNE.write_tokenizer(tmp_path)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    with table[kind].open() as file:
+        labels = {row["sequence"]: row["label"] for row in csv.DictReader(file)}
+    lines = list(labels)
+    trained = np.array(
+        [float(labels[s]) for s in lines if split_of(s, (0.1, 0.2)) == "train"] if kind == "protein" else [0]
+    )
+
+    def collate(sequences):
+        inputs = tokenizer(sequences, padding=True, return_tensors="pt")
+        if kind == "protein":
+            found = [(float(labels[s]) - trained.mean()) / trained.std() for s in sequences]
+            return inputs | {"labels": torch.tensor(found, dtype=torch.float32)}
+        found = torch.full(inputs["input_ids"].shape, -100)
+        for row, sequence in enumerate(sequences):
+            for place, letter in enumerate(labels[sequence], 1):
+                found[row, place] = {"C": 0, "H": 1, ".": -100}[letter]
+        return inputs | {"labels": found}
+
+    class InOrder(Trainer):
+        def _get_train_sampler(self, *_):
+            return torch.utils.data.SequentialSampler(self.train_dataset)
+
+    flags = {"per_device_train_batch_size": 8, "learning_rate": 1e-2, "weight_decay": 0.01, "max_grad_norm": 1.0}
+    flags |= {"num_train_epochs": 1, "warmup_steps": 1, "lr_scheduler_type": "linear", "logging_steps": 1, "seed": 4}
+    flags |= {"use_cpu": True, "report_to": "none", "save_strategy": "no", "remove_unused_columns": False}
+    data = [lines[int(each.name.split()[1]) - 2] for batch in batches for each in batch]
+    loop = InOrder(
+        theirs.model,
+        TrainingArguments(str(tmp_path / "out"), disable_tqdm=True, **flags),
+        data_collator=collate,
+        train_dataset=data,
+    )
+    loop.train()
+    expected = [row["loss"] for row in loop.state.log_history if "loss" in row]
+    ours.model.train()
+    losses = [ours.step(batch) for batch in batches]
+    assert len(losses) == len(expected) >= 5
+    assert max(losses) - min(losses) > 0.01
+    assert losses == pytest.approx(expected, abs=1e-5)
+    for name, weights in theirs.weights().items():
+        torch.testing.assert_close(ours.weights()[name], weights, atol=1e-4, rtol=1e-4)
+
+
+def test_adapter_opens_in_peft_with_our_predictions(untrained, table, tmp_path):
+    """A regression of residues, whose planted label is learnt, in its own unit."""
+    from peft import AutoPeftModelForTokenClassification
+
+    call(FINETUNE, *flags_of(untrained, table["numbers"], tmp_path / "tuned", num_train_epochs=8, learning_rate=1e-2))
+    results = json.loads((tmp_path / "tuned" / "results.json").read_text())
+    assert results["task"] == "token_regression"
+    assert results["test"]["mae"][2] < results["test"]["baseline"]["mae"] / 2
+    assert results["test"]["baseline"]["r2"] == pytest.approx(0, abs=0.05)
+    model = AutoPeftModelForTokenClassification.from_pretrained(tmp_path / "tuned" / "model", num_labels=1).eval()
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "tuned" / "model")
+    lines = table["numbers"].read_text().splitlines()
+    with (tmp_path / "tuned" / "predictions.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert len({row["protein"] for row in rows}) == results["counts"]["test"]
+    for name in sorted({row["protein"] for row in rows})[:4]:
+        sequence, label = lines[int(name.split()[1]) - 1].split(",")
+        with torch.inference_mode():
+            values = model(**tokenizer(sequence, return_tensors="pt")).logits[0, 1:-1, 0]
+        mine = [row for row in rows if row["protein"] == name]
+        assert [row["label"] for row in mine] == [f"{word}.0" for word in label.split() if word != "."]
+        places = [int(row["residue"]) - 1 for row in mine]
+        assert values[places].tolist() == pytest.approx([float(row["prediction"]) for row in mine], abs=1e-4)
+    assert set(load_file(tmp_path / "tuned" / "model" / "adapter_model.safetensors")) >= {
+        "base_model.model.classifier.weight",
+        "base_model.model.esm.encoder.layer.0.attention.self.query.lora_A.weight",
+    }
+
+
+def test_stopped_run_resumes_bit_for_bit(untrained, table, tmp_path):
+    """With LoRA and dropout, stopped after each of its first steps."""
+    whole = tuning_of(untrained, table["protein"], dropout=0.3, epochs=2, batch_size=16)
+    assert whole.run(tmp_path / "whole.pt")
+    saved, stops = tmp_path / "state.pt", 0
+    while True:
+        resumed = tuning_of(untrained, table["protein"], dropout=0.3, epochs=2, batch_size=16)
+        if saved.exists():
+            resumed.load(saved)
+        if resumed.run(saved, lambda: True):
+            break
+        stops += 1
+    assert stops == 2 * whole.steps_per_epoch
+    assert resumed.progress == whole.progress
+    for name, weights in whole.weights().items():
+        assert torch.equal(resumed.weights()[name], weights)
+
+
+def test_killed_run_resumes_bit_for_bit(untrained, table, tmp_path):
+    """All weights: a stock model directory."""
+    asked = {"full": True, "num_train_epochs": 2, "save_steps": 1, "batch_size": 4}
+    call(FINETUNE, *flags_of(untrained, table["letters"], tmp_path / "whole", **asked))
+    words = flags_of(untrained, table["letters"], tmp_path / "killed", **asked)
+    job = Script("finetune.py", *words)
+    wait_until(lambda: (tmp_path / "killed" / "state.pt").exists() or job.poll() is not None)
+    job.process.kill()
+    job.process.join()
+    assert not (tmp_path / "killed" / "model").exists()
+    again = run_script("finetune.py", *words)
+    assert again.returncode == 0, again.stderr
+    assert "Resuming in epoch" in again.stderr
+    for name in ("model/model.safetensors", "predictions.csv", "results.json"):
+        assert (tmp_path / "killed" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes(), name
+    model = EsmForTokenClassification.from_pretrained(tmp_path / "killed" / "model")
+    assert model.config.id2label == {0: "C", 1: "H"}
+    assert not (tmp_path / "killed" / "state.pt").exists()
+    assert "nothing to do" in run_script("finetune.py", *words).stderr
+    other = run_script("finetune.py", *words, "--seed", 7)
+    assert (other.returncode, "of other flags, model or data" in other.stderr) == (2, True)
+
+
+@pytest.mark.parametrize(
+    ("labels", "asked", "task", "classes"),
+    [
+        (["0.5", "7"], None, "regression", ()),
+        (["0", "1"], None, "classification", ("0", "1")),
+        (["3", "5"], "classification", "classification", ("3", "5")),
+        (["yes", "no"], None, "classification", ("no", "yes")),
+        (["HHC.E", "HHCCH"], None, "token_classification", ("C", "E", "H")),
+        (["01234", "44444"], None, "token_classification", ("0", "1", "2", "3", "4")),
+        (["1,2,nan,4,5", "0 1 0 1 3"], None, "token_regression", ()),
+    ],
+)
+def test_task_follows_from_the_labels(labels, asked, task, classes):
+    found = task_of(["MKTAY", "MKTAV"], labels, asked)
+    assert (found.name, found.classes) == (task, classes)
+
+
+def test_examples_honour_splits_and_absent_labels(tmp_path):
+    sequences = [f"MK{a}{b}" for a in "ACDEFGHIKL" for b in "MNPQRSTVWY"]
+    rows = [(s, "HC.C", "test" if n % 3 == 0 else "train") for n, s in enumerate(sequences)]
+    path = write(
+        tmp_path / "a.csv",
+        [*rows, ("MKAA", "", "train"), ("MKAA", "...", "train"), ("MKAA", "HHHH", "")],
+        ("sequence", "label", "split"),
+    )
+    task, examples = read_examples(str(path), sizes=(0.3, 0.0))
+    counts = {name: sum(e.split == name for e in examples) for name in ("train", "validation", "test")}
+    assert counts["test"] == 34
+    assert 10 < counts["validation"] < 30
+    assert sum(counts.values()) == 100
+    assert examples[0].target.tolist() == [1, 0, IGNORE, 0]
+    assert examples[0].labelled().tolist() == [1, 0, 0]
+    (tmp_path / "a.fasta").write_text("".join(f">p{n}\n{s}\n" for n, s in enumerate(sequences)))
+    path = write(tmp_path / "b.csv", [(f"p{n}", n / 7) for n in range(100)], ("id", "label"))
+    _, examples = read_examples(str(path), str(tmp_path / "a.fasta"))
+    assert [(e.name, e.split) for e in examples] == [
+        (f"p{n}", split_of(s, (0.1, 0.2))) for n, s in enumerate(sequences)
+    ]
+
+
+ROWS = [("MKA", "a", "train"), ("MKC", "b", "train"), ("MKD", "a", "validation"), ("MKE", "a", "test")]
+
+
+@pytest.mark.parametrize(
+    ("rows", "said"),
+    [
+        ([*ROWS, ("MKF", "c", "test")], "the class 'c' of the test split is not in train"),
+        (
+            [("MKAY", "HHC", "train"), ("MKAC", "HHCC", "train"), ("MKAD", "HHCC", "test")],
+            "line 2: 3 labels for 4 residues",
+        ),
+        ([*ROWS, ("MKA", "a", "test")], "line 6: the same sequence is in the train split, too"),
+        ([*ROWS, ("MKF", "a", "hold")], "line 6: split is 'hold'"),
+        (ROWS[:3], "no protein of the test split"),
+        ([("MKA", "", "train")], "no row has a label"),
+        ([(s, "a", split) for s, _, split in ROWS], "one class alone, 'a'"),
+        ([*ROWS, ("M" * 2000, "a", "train")], "line 6: a sequence of 2,000 residues"),
+    ],
+)
+def test_examples_refuse_labels_that_do_not_fit(tmp_path, rows, said):
+    with pytest.raises(UserError, match=said):
+        read_examples(str(write(tmp_path / "a.csv", rows, ("sequence", "label", "split"))))
+
+
+def test_script_refuses_in_a_line(untrained, table, tmp_path, monkeypatch):
+    def refused(**flags) -> str:
+        with pytest.raises(UserError) as error:
+            call(FINETUNE, *flags_of(untrained, table["protein"], tmp_path / "tuned", **flags))
+        assert not (tmp_path / "tuned").exists()
+        return str(error.value)
+
+    assert "target_modules nothing: " in refused(target_modules="nothing").replace("--", "")
+    assert "no column 'tm', only 'sequence', 'label'" in refused(label_column="tm")
+    assert "--validation_size and --test_size leave nothing" in refused(test_size=0.95)
+    (tmp_path / "tuned").mkdir()
+    (tmp_path / "tuned" / "mine").touch()
+    with pytest.raises(UserError, match="exists and is not of this script"):
+        call(FINETUNE, *flags_of(untrained, table["protein"], tmp_path / "tuned", overwrite=True))
+    assert (tmp_path / "tuned" / "mine").exists()
+    monkeypatch.setitem(sys.modules, "peft", None)  # as where it is not installed
+    with pytest.raises(UserError, match=r"^LoRA needs peft: \./install\.sh --finetune"):
+        call(FINETUNE, *flags_of(untrained, table["protein"], tmp_path / "tuned"))
