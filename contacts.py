@@ -15,7 +15,6 @@ import common  # noqa: F401  # isort: skip  (before torch: see there)
 import csv
 import json
 import logging
-import re
 import shutil
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -26,7 +25,7 @@ import numpy as np
 import torch
 
 from common.cli import UserError, run
-from common.files.json_files import sync_tree
+from common.files.json_files import file_name, sync_tree
 from common.flags import Flags, Missing, flag, parse_arguments
 from common.models.layers.hf_directory import model_hash
 from extras.downstream.contacts import (
@@ -95,14 +94,6 @@ def proteins_of(fasta: str) -> list[Chain]:
             )
         chains.append(Chain(name.decode(), text.decode("latin-1"), np.full((len(text), 3), np.nan, np.float32)))
     return chains
-
-
-def file_name(name: str, taken: set[str]) -> str:
-    """Of a protein: characters that every filesystem takes, and not one of the names that are taken."""
-    plain = re.sub(r"[^A-Za-z0-9_.-]", "_", name)[:80].lstrip(".") or "protein"
-    unique = next(each for n in range(len(taken) + 1) if (each := f"{plain}-{n}" if n else plain) not in taken)
-    taken.add(unique)
-    return unique
 
 
 def draw(chain: Chain, probabilities: np.ndarray, path: Path) -> None:

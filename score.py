@@ -1,12 +1,13 @@
 #!/usr/bin/env python3
-r"""Score mutations with a model that you trained or any ESM-2: reads a CSV, and writes it with two more columns.
+r"""Score mutations with a model that you trained or any ESM-2: those of a CSV, or all single ones of a protein.
 
 python score.py --model_name_or_path out/final_model --fasta protein.fasta --mutations mutants.csv \
     --output scored.csv
+python score.py --model_name_or_path out/final_model --fasta protein.fasta --all_single_mutants --output matrices
 
-A row's mutations are in the column `mutant`: A24G, or A24G:K30R, whose score is the sum of the two.
-masked_marginal: log p(mutant) - log p(wild type) in nats, with the residue masked; wild_type_marginal: without
-masks, one pass a protein. Above zero the model prefers the mutant. docs/after.md has more.
+A row's mutations are in the column `mutant`: A24G, A24G:K30R (the sum of the two), or HGVS, p.Ala24Gly; ProteinGym's
+tables are taken as they are. masked_marginal: log p(mutant) - log p(wild type) in nats, with the residue masked;
+wild_type_marginal: without masks, one pass a protein. Above zero the model prefers the mutant. docs/after.md has more.
 """
 
 from __future__ import annotations
@@ -15,63 +16,105 @@ import common  # noqa: F401  # isort: skip  (before torch: see there)
 import csv
 import json
 import logging
+import math
 import os
+import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TextIO
+from typing import Any
 
+import numpy as np
 from tqdm import tqdm
 
-from common.cli import UserError, one_line, run
-from common.files.json_files import content_hash, replace_flushed
+from common.cli import UserError, run
+from common.files.json_files import (
+    content_hash,
+    file_name,
+    is_plain_name,
+    replace_flushed,
+    sync_directory,
+    sync_tree,
+)
 from common.flags import Missing, flag, parse_arguments
 from common.models.esm2.config import load_config
 from common.models.layers.hf_directory import model_hash
-from extras.inference.encoder import Encoder, EncoderFlags, look_through
-from extras.inference.mutations import Variant, parse_variant, quoted, score
-from extras.sources.fasta import read_fasta
+from extras.inference.encoder import Encoder, EncoderFlags
+from extras.inference.measured import Correlation, as_table, correlations
+from extras.inference.mutation_tables import (
+    MEASURED,
+    MUTANT,
+    PROTEIN,
+    SEQUENCE,
+    Columns,
+    measured_of,
+    read_proteins,
+    read_rows,
+    variants_of,
+)
+from extras.inference.mutations import RESIDUES, Variant, quoted, score, single_mutants
 
 logger = logging.getLogger(__name__)
 COLUMNS = {"masked_marginal": True, "wild_type_marginal": False}
-PROTEIN = "protein"
-LONGEST_LINE = 1 << 20  # characters
+RECORD = "scores.json"  # in a directory of --all_single_mutants
 SETTINGS = (
     *("max_seq_length", "bf16", "mutation_column", "protein_column", "first_residue"),
     *("wild_type_marginal_only", "column_prefix"),
 )
+ORDER = "GAVLIMCFYWPSTNQHKRDE"  # of a heat map: small and hydrophobic, aromatic, polar, charged
+POSITIONS_IN_ROW = 100
 
 
 @dataclass
 class Arguments(EncoderFlags):
-    required = ("fasta", "mutations", "output")
+    required = ("fasta", "mutations", "all_single_mutants", "output")
 
     fasta: str | None = flag(None, "The wild type; or several, which the column `protein` names.")
     mutations: str | None = flag(None, "The CSV.")
-    output: str | None = flag(None, "The CSV with the scores.")
-    mutation_column: str = flag("mutant", "The column of the mutations.")
+    all_single_mutants: bool = flag(False, "Instead of --mutations: a matrix and a heat map of each protein.")
+    output: str | None = flag(None, "The CSV with the scores; of --all_single_mutants a directory.")
+    mutation_column: str = flag(MUTANT, "The column of the mutations. Without it `mutated_sequence` is compared.")
     protein_column: str = flag(PROTEIN, "The column of the ids in --fasta; needed if it has several.")
+    measured_column: str | None = flag(
+        None, f"What was measured, to correlate the scores with. Default: {MEASURED}, if the table has it."
+    )
     first_residue: int = flag(1, "The number that the CSV gives the first residue.")
     wild_type_marginal_only: bool = flag(False, "Only the cheap score: one pass per window of a protein.")
     column_prefix: str = flag("", "Prefix of the names of the new columns, for example the model's name.")
     overwrite: bool = flag(False, "Replace an existing --output.")
 
     def missing(self) -> Iterator[Missing]:
-        for name, what in (("fasta", "the wild type"), ("mutations", "the CSV"), ("output", "where the scores go")):
-            if not getattr(self, name):
+        needed = {
+            "fasta": "the wild type",
+            "mutations": "the CSV, or --all_single_mutants",
+            "output": "for the scores",
+        }
+        for name, what in needed.items():
+            if not getattr(self, name) and not (name == "mutations" and self.all_single_mutants):
                 yield Missing(f"--{name}", what, {"fasta": "protein.fasta"}.get(name, f"{name}.csv"))
 
+    @property
+    def inputs(self) -> list[str]:
+        return ["fasta"] if self.all_single_mutants else ["fasta", "mutations"]
+
     def check(self) -> None:
-        for name in ("fasta", "mutations"):
+        if self.all_single_mutants:
+            for name in ("mutations", "measured_column"):
+                if getattr(self, name):
+                    raise UserError(f"--{name}: does not go with --all_single_mutants: drop one of them")
+        for name in self.inputs:
             if not Path(getattr(self, name)).is_file():
                 raise UserError(f"--{name} {getattr(self, name)}: no such file")
-            for path in written(Path(self.output)):
-                if path.exists() and path.samefile(getattr(self, name)):
+            for path in written(Path(str(self.output))):
+                inside = path.is_dir() and Path(getattr(self, name)).resolve().is_relative_to(path.resolve())
+                if inside and path.suffix == ".partial" or path.exists() and path.samefile(getattr(self, name)):
                     raise UserError(f"--output {self.output}: it would replace --{name}: choose another name")
-        output = Path(self.output)
-        if output.exists() and not output.is_file():
-            raise UserError(f"--output {output}: exists and is not a file: choose another name")
+        output = Path(str(self.output))
+        kind, is_one = ("directory", output.is_dir()) if self.all_single_mutants else ("file", output.is_file())
+        if output.exists() and not is_one:
+            raise UserError(f"--output {output}: exists and is not a {kind}: choose another name")
         there = next(path for path in output.absolute().parents if path.exists())
         if not (there.is_dir() and os.access(there, os.W_OK | os.X_OK)):
             raise UserError(f"--output {output}: {there} is not a directory that you can write to: choose another")
@@ -83,52 +126,15 @@ def written(output: Path) -> list[Path]:
     return [*final, *(path.with_name(f"{path.name}.partial") for path in final)]
 
 
-def read_lines(file: TextIO, path: str) -> Iterator[str]:
-    """The lines of a table. UserError for a line over LONGEST_LINE, which could exhaust the memory."""
-    number = 0
-    while line := file.readline(LONGEST_LINE + 1):
-        number += 1
-        if len(line) > LONGEST_LINE:
-            raise UserError(f"--mutations {path}: line {number} is longer than {LONGEST_LINE:,} characters")
-        yield line
-
-
-def read_rows(path: str) -> tuple[list[str], list[dict[str, str]]]:
-    """The names of the columns, and the rows."""
-    with open(path, newline="", encoding="utf-8-sig") as file:
-        try:
-            reader = csv.DictReader(read_lines(file, path))
-            rows = list(reader)
-        except (csv.Error, UnicodeDecodeError) as error:
-            raise UserError(f"--mutations {path}: not a CSV file: {one_line(error)}") from error
-    for line, row in enumerate(rows, 2):
-        if None in row or None in row.values():
-            raise UserError(f"--mutations {path}: row {line} has another number of fields than the header")
-    if not rows:
-        raise UserError(f"--mutations {path}: it has no rows")
-    return list(reader.fieldnames), rows
-
-
-def read_proteins(path: str) -> dict[str, bytes]:
-    """{id: residues}. UserError for a repeated id, and for text that is not protein."""
-    totals = look_through(path)
-    totals.report(f"--fasta {path}")
-    proteins: dict[str, bytes] = {}
-    for name, text in read_fasta(path):
-        if (name := name.decode()) in proteins:
-            raise UserError(f"--fasta {path}: the id {quoted(name)} is repeated: rename one, or remove it")
-        proteins[name] = text
-    return proteins
-
-
-def check_columns(args: Arguments, names: list[str], new: list[str], proteins: dict[str, bytes]) -> None:
+def columns_of(args: Arguments, names: list[str], new: list[str], proteins: dict[str, bytes]) -> Columns:
     """UserError unless the CSV has the required columns and none of the new ones."""
     where = f"--mutations {args.mutations}"
-    if twice := [name for number, name in enumerate(names) if name in names[:number]]:
-        raise UserError(f"{where}: the column {quoted(twice[0])} is repeated: rename one")
-    if args.mutation_column not in names:
-        there = ", ".join(map(quoted, names))
+    is_sequence = args.mutation_column == MUTANT and MUTANT not in names and SEQUENCE in names
+    there = ", ".join(map(quoted, names))
+    if args.mutation_column not in names and not is_sequence:
         raise UserError(f"{where}: no column {args.mutation_column!r}, only {there}: give --mutation_column")
+    if args.measured_column and args.measured_column not in names:
+        raise UserError(f"{where}: no column {args.measured_column!r}, only {there}: correct --measured_column")
     if args.protein_column not in names and (len(proteins) > 1 or args.protein_column != PROTEIN):
         raise UserError(
             f"--fasta {args.fasta} has {len(proteins)} proteins and {args.mutations} no column "
@@ -137,42 +143,38 @@ def check_columns(args: Arguments, names: list[str], new: list[str], proteins: d
     for name in new:
         if name in names:
             raise UserError(f"{where}: it has a column {name!r} already: rename it, or give another --column_prefix")
-
-
-def variants_of(args: Arguments, names: list[str], rows: list[dict[str, str]], proteins: dict) -> list[Variant]:
-    """The variant of each row. UserError names the first row with an unknown protein or an invalid mutation."""
-    variants = []
-    for line, row in enumerate(rows, 2):
-        where = f"{args.mutations}, row {line}"
-        name = row[args.protein_column] if args.protein_column in names else next(iter(proteins))
-        if name not in proteins:
-            raise UserError(
-                f"{where}: the {args.protein_column} {quoted(name)} is not in {args.fasta}: correct it, or rename the "
-                "column if it is about something else"
-            )
-        variants.append(parse_variant(row[args.mutation_column], proteins[name], where, args.first_residue))
-    return variants
+    protein = args.protein_column if args.protein_column in names else None
+    return Columns(SEQUENCE if is_sequence else args.mutation_column, is_sequence, protein, args.first_residue)
 
 
 def input_hashes(args: Arguments) -> dict[str, str]:
-    return {f"{name}_hash": content_hash(getattr(args, name)) for name in ("fasta", "mutations")}
+    return {f"{name}_hash": content_hash(getattr(args, name)) for name in args.inputs}
 
 
 def is_finished(output: Path, record: Path, made_from: dict) -> bool:
-    """Whether `output` has the scores of this input. UserError if it has any other content."""
-    if not output.exists():
+    """Whether `output`, a file or a directory, has the scores of this input. UserError if it has any other content."""
+    if not output.exists() or (output.is_dir() and not any(output.iterdir())):
         return False
     try:
         recorded = json.loads(record.read_text())
         recorded_input, digest = recorded["made_from"], recorded["sha256"]
-    except (OSError, ValueError, TypeError, KeyError, RecursionError):
+        same = all(content_hash(output / name) == each for name, each in files_of(digest).items())
+    except FileNotFoundError as error:
+        missing = error.filename is not None and Path(error.filename) != record
+        why = "has changed since it was written" if missing else "exists without a record of what it was made from"
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
         why = "exists without a record of what it was made from"
     else:
-        if recorded_input == made_from and digest == content_hash(output):
+        if recorded_input == made_from and same:
             return True
         changed = recorded_input == made_from
         why = "has changed since it was written" if changed else "was made from other input or arguments"
     raise UserError(f"--output {output}: {why}: give --overwrite to replace it, or another --output")
+
+
+def files_of(digest: Any) -> dict[str, str]:
+    """{name in --output: checksum} of a record's checksums; "" is --output itself."""
+    return {"": digest} if isinstance(digest, str) else dict(digest)
 
 
 def write(output: Path, record: Path, header: list[str], rows: list[dict], about: dict) -> None:
@@ -191,34 +193,186 @@ def write(output: Path, record: Path, header: list[str], rows: list[dict], about
         raise UserError(f"--output {output}: {error.strerror}: make room, or choose another --output") from error
 
 
-def main() -> None:
-    args = parse_arguments(__doc__, Arguments)
-    columns = {
+def write_matrices(
+    output: Path, proteins: dict[str, bytes], scores: dict[str, list[np.ndarray]], first_residue: int, about: dict
+) -> None:
+    """NAME.SCORE.csv of each protein and score, and NAME.png of the first score; then their record.
+
+    They appear together. A directory that is replaced loses its record and the files of that first.
+    """
+    staging = output.with_name(f"{output.name}.partial")
+    try:
+        shutil.rmtree(staging, ignore_errors=True)
+        staging.mkdir(parents=True)
+        taken: set[str] = set()
+        for number, (name, text) in enumerate(proteins.items()):
+            stem = file_name(name, taken)
+            for column, matrices in scores.items():
+                write_matrix(staging / f"{stem}.{column}.csv", text, matrices[number], first_residue)
+            column = next(iter(scores))
+            draw(staging / f"{stem}.png", f"{name[:60]}: {column}", text, scores[column][number], first_residue)
+        sums = {path.name: content_hash(path) for path in sorted(staging.iterdir())}
+        (staging / RECORD).write_text(json.dumps(about | {"sha256": sums}, indent=1))
+        sync_tree(staging)
+        if not output.exists():
+            os.replace(staging, output)
+            sync_directory(output.parent)
+            return
+        with suppress(OSError, ValueError, TypeError, KeyError, AttributeError):
+            before = json.loads((output / RECORD).read_text())["sha256"]
+            (output / RECORD).unlink()
+            for name in filter(is_plain_name, before):
+                (output / name).unlink(missing_ok=True)
+        for name in (*sums, RECORD):
+            os.replace(staging / name, output / name)
+        sync_directory(output)
+    except OSError as error:
+        raise UserError(f"--output {output}: {error.strerror}: make room, or choose another --output") from error
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
+
+
+def write_matrix(path: Path, text: bytes, matrix: np.ndarray, first_residue: int) -> None:
+    """A row a position; empty where the wild type is no amino acid."""
+    with open(path, "w", newline="", encoding="utf-8") as file:
+        writer = csv.writer(file)
+        writer.writerow(["position", "wild_type", *RESIDUES])
+        for n, row in enumerate(matrix):
+            cells = ["" if math.isnan(value) else f"{value:.6f}" for value in row]
+            writer.writerow([n + first_residue, chr(text[n]).upper(), *cells])
+
+
+def draw(path: Path, title: str, text: bytes, matrix: np.ndarray, first_residue: int) -> None:
+    """A heat map, in rows of `POSITIONS_IN_ROW` positions; dots mark the wild type."""
+    from matplotlib.figure import Figure
+
+    starts = range(0, len(text), POSITIONS_IN_ROW)
+    figure = Figure(figsize=(14, 0.8 + 3.2 * len(starts)), layout="constrained")
+    rows = figure.subplots(len(starts), squeeze=False)[:, 0]
+    shown = matrix[:, [RESIDUES.index(letter) for letter in ORDER]].T
+    known = np.abs(shown[np.isfinite(shown)])
+    limit = float(np.percentile(known, 99)) if known.any() else 1.0
+    letters = text.decode("latin-1").upper()
+    for axes, start in zip(rows, starts, strict=True):
+        part = shown[:, start : start + POSITIONS_IN_ROW]
+        width, first = part.shape[1], start + first_residue
+        extent = (first - 0.5, first + width - 0.5, len(ORDER) - 0.5, -0.5)
+        options: dict[str, Any] = {"cmap": "RdBu_r", "vmin": -limit, "vmax": limit, "aspect": "auto", "extent": extent}
+        image = axes.imshow(part, **options)
+        axes.set_facecolor("0.8")
+        wild = [(first + n, ORDER.index(x)) for n, x in enumerate(letters[start : start + width]) if x in ORDER]
+        axes.plot([x for x, _ in wild], [y for _, y in wild], "k.", markersize=3)
+        axes.set_yticks(range(len(ORDER)), list(ORDER), fontsize=7)
+        axes.set_xlim(first - 0.5, first + POSITIONS_IN_ROW - 0.5 if len(starts) > 1 else first + width - 0.5)
+    rows[0].set_title(title)
+    rows[-1].set_xlabel("residue")
+    figure.colorbar(image, ax=list(rows), label="log p(mutant) - log p(wild type), nats")
+    figure.savefig(path, dpi=80)
+
+
+def correlate(
+    scores: dict[str, list[float]], measured: list[float], proteins: Sequence[str], variants: list[Variant]
+) -> dict[str, dict]:
+    """{protein: {variants, and of each score: spearman, low, high}} over its rows that have a measurement."""
+    found: dict[str, dict] = {}
+    for protein in dict.fromkeys(proteins):
+        rows = [n for n, name in enumerate(proteins) if name == protein and not math.isnan(measured[n])]
+        of_rows = {name: [values[n] for n in rows] for name, values in scores.items()}
+        made = correlations(of_rows, [measured[n] for n in rows], [variants[n] for n in rows])
+        found[protein] = {"variants": len(rows)} | {name: each._asdict() for name, each in made.items()}
+    return found
+
+
+def log_correlations(column: str, found: dict[str, dict]) -> None:
+    """A table of one protein, or the means of several."""
+    total = sum(each["variants"] for each in found.values())
+    names = list(dict.fromkeys(name for each in found.values() for name in each if name != "variants"))
+    if not names:
+        logger.warning("%s: too few different values to correlate with", column)
+    elif len(found) == 1:
+        (of_one,) = found.values()
+        table = as_table({name: Correlation(**of_one[name]) for name in names})
+        title = f"Spearman correlation with {column}, {total:,} variants (95 % bootstrap interval):"
+        logger.info("%s", "\n".join([title, *table]))
+    else:
+        means = {name: np.mean([each[name]["spearman"] for each in found.values() if name in each]) for name in names}
+        title = f"Spearman correlation with {column}, {total:,} variants, mean over {len(found)} proteins:"
+        logger.info("%s", "\n".join([title, *(f"  {name}  {mean:.3f}" for name, mean in means.items())]))
+
+
+def new_columns(args: Arguments) -> dict[str, bool]:
+    """{name: whether positions are masked}."""
+    return {
         f"{args.column_prefix}{name}": masked
         for name, masked in COLUMNS.items()
         if not (masked and args.wild_type_marginal_only)
     }
-    hashes = input_hashes(args)
-    names, rows = read_rows(args.mutations)
-    proteins = read_proteins(args.fasta)
-    check_columns(args, names, list(columns), proteins)
-    variants = variants_of(args, names, rows, proteins)
-    output, record, *_ = written(Path(args.output))
-    load_config(args.model_name_or_path)  # for its error messages
-    hashes["model_hash"] = model_hash(args.model_name_or_path)
+
+
+def begin(args: Arguments, output: Path, record: Path, hashes: dict[str, str]) -> tuple[Encoder, dict] | None:
+    """The encoder and what the record has of this run; None if there is nothing to do."""
+    load_config(str(args.model_name_or_path))  # for its error messages
+    hashes = hashes | {"model_hash": model_hash(args.model_name_or_path)}
     made_from = hashes | {name: getattr(args, name) for name in SETTINGS}
+    if args.measured_column:
+        made_from["measured_column"] = args.measured_column
     if not args.overwrite and is_finished(output, record, made_from):
         logger.info("%s was made from the same input and arguments: nothing to do", output)
-        return
+        return None
     encoder = Encoder(args)
     if hashes != input_hashes(args) | {"model_hash": model_hash(args.model_name_or_path)}:
-        raise UserError("the model, --fasta or --mutations changed while they were read: start again")
-    with tqdm(unit=" tokens", unit_scale=True, mininterval=0.5 if sys.stderr.isatty() else 10.0) as bar:
-        scores = {name: score(encoder, variants, masked, bar.update) for name, masked in columns.items()}
-    scored = [row | {name: f"{scores[name][n]:.6f}" for name in columns} for n, row in enumerate(rows)]
-    about = {"made_from": made_from, "model_name_or_path": args.model_name_or_path}
-    write(output, record, [*names, *columns], scored, about)
+        inputs = " or ".join(f"--{name}" for name in args.inputs)
+        raise UserError(f"the model, {inputs} changed while they were read: start again")
+    return encoder, {"made_from": made_from, "model_name_or_path": args.model_name_or_path}
+
+
+def progress_bar() -> tqdm:
+    return tqdm(unit=" tokens", unit_scale=True, mininterval=0.5 if sys.stderr.isatty() else 10.0)
+
+
+def score_table(args: Arguments) -> None:
+    new, hashes = new_columns(args), input_hashes(args)
+    path = str(args.mutations)
+    names, rows = read_rows(path, f"--mutations {path}")
+    proteins = read_proteins(str(args.fasta), f"--fasta {args.fasta}")
+    columns = columns_of(args, names, list(new), proteins)
+    variants = variants_of(columns, rows, proteins, path, str(args.fasta))
+    measured_column = args.measured_column or (MEASURED if MEASURED in names else None)
+    measured = measured_of(measured_column, rows, path) if measured_column else []
+    output, record, *_ = written(Path(str(args.output)))
+    if (begun := begin(args, output, record, hashes)) is None:
+        return
+    encoder, about = begun
+    with progress_bar() as bar:
+        scores = {name: score(encoder, variants, masked, bar.update) for name, masked in new.items()}
+    if measured_column:
+        ids = [row[columns.protein] if columns.protein else next(iter(proteins)) for row in rows]
+        found = correlate(scores, measured, ids, variants)
+        log_correlations(measured_column, found)
+        about["correlations"] = {"measured_column": measured_column, "proteins": found}
+    scored = [row | {name: f"{scores[name][n]:.6f}" for name in new} for n, row in enumerate(rows)]
+    write(output, record, [*names, *new], scored, about)
     logger.info("%s variants scored: %s", f"{len(rows):,}", output)
+
+
+def score_all(args: Arguments) -> None:
+    hashes, output = input_hashes(args), Path(str(args.output))
+    proteins = read_proteins(str(args.fasta), f"--fasta {args.fasta}")
+    if (begun := begin(args, output, output / RECORD, hashes)) is None:
+        return
+    encoder, about = begun
+    with progress_bar() as bar:
+        matrices = {
+            name: single_mutants(encoder, proteins.values(), masked, bar.update)
+            for name, masked in new_columns(args).items()
+        }
+    write_matrices(output, proteins, matrices, args.first_residue, about)
+    logger.info("All single mutants of %s proteins: %s", f"{len(proteins):,}", output)
+
+
+def main() -> None:
+    args = parse_arguments(__doc__, Arguments)
+    (score_all if args.all_single_mutants else score_table)(args)
 
 
 if __name__ == "__main__":

@@ -43,6 +43,14 @@ def is_plain_name(name: Any) -> bool:
     return isinstance(name, str) and _PLAIN_NAME.fullmatch(name) is not None and name not in (".", "..")
 
 
+def file_name(name: str, taken: set[str]) -> str:
+    """For a protein of this name: characters that every filesystem takes, and none of the names that are taken."""
+    plain = re.sub(r"[^A-Za-z0-9_.-]", "_", name)[:80].lstrip(".") or "protein"
+    unique = next(each for n in range(len(taken) + 1) if (each := f"{plain}-{n}" if n else plain) not in taken)
+    taken.add(unique)
+    return unique
+
+
 def open_regular(path: Path, follow_links: bool = False) -> BufferedReader:
     """Open a regular file for reading.
 

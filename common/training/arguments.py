@@ -87,12 +87,17 @@ class DownstreamFlags(Flags):
     """Of evaluations beside the held-out loss (extras/downstream/)."""
 
     group = "training and evaluation"
-    unlisted = ("eval_contacts", "eval_probe", "eval_downstream_steps")
+    unlisted = ("eval_contacts", "eval_mutations", "eval_probe", "eval_downstream_steps")
 
     eval_contacts: str | None = flag(
         None,
         "With --do_eval: a directory of PDB or mmCIF files. Fit a contact head on 20 of their chains, evaluate it on "
         "the others, and export it with final_model.",
+    )
+    eval_mutations: list[str] | None = flag(
+        None,
+        "With --do_eval: CSV files with ProteinGym's columns. Evaluate the correlation of scores of mutations with "
+        "what was measured.",
     )
     eval_probe: list[str] | None = flag(
         None,
@@ -106,7 +111,8 @@ class DownstreamFlags(Flags):
     @property
     def given(self) -> list[str]:
         """The evaluations that are asked for."""
-        return [f"--{name}" for name in ("eval_contacts", "eval_probe") if getattr(self, name)]
+        names = ("eval_contacts", "eval_mutations", "eval_probe")
+        return [f"--{name}" for name in names if getattr(self, name)]
 
     def missing(self) -> Iterator[Missing]:
         if self.eval_downstream_steps and not self.given:

@@ -28,6 +28,10 @@ def evaluations(flags: Any, longest: int) -> list[Evaluation]:
         from extras.downstream.contacts import ContactEvaluation
 
         made.append(ContactEvaluation(flags.eval_contacts, longest))
+    if flags.eval_mutations:
+        from extras.downstream.mutations import MutationEvaluation
+
+        made.append(MutationEvaluation(flags.eval_mutations, longest))
     if flags.eval_probe:
         from extras.downstream.probes import ProbeEvaluation
 

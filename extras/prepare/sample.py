@@ -78,12 +78,17 @@ COIL_STEP, COIL_RISE = 3.8, 4.8  # angstrom; 4.8 separates the strands of a shee
 COIL_STRUCTURES = 40
 
 
-def substitution_probabilities() -> np.ndarray:
-    """P(b | a, substituted), [20, 20]: p_b 2^(S_ab / 2) for b != a, as a score is 2 log2 of the odds of the pair."""
+def blosum62() -> np.ndarray:
+    """Scores in half-bits, float64 [20, 20], in the order of RESIDUES."""
     scores = np.zeros((20, 20))
     for i, row in enumerate(BLOSUM62.split("\n")[1:-1]):
         scores[i, : i + 1] = scores[: i + 1, i] = [int(score) for score in row.split()]
-    probabilities = BACKGROUND * 2.0 ** (scores / 2)
+    return scores
+
+
+def substitution_probabilities() -> np.ndarray:
+    """P(b | a, substituted), [20, 20]: p_b 2^(S_ab / 2) for b != a, as a score is 2 log2 of the odds of the pair."""
+    probabilities = BACKGROUND * 2.0 ** (blosum62() / 2)
     np.fill_diagonal(probabilities, 0.0)
     return probabilities / probabilities.sum(axis=1, keepdims=True)
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import csv
 import functools
+import json
 import os
 import shutil
 from pathlib import Path
 
 import pytest
 import torch
+from scipy.stats import spearmanr
 from transformers import AutoTokenizer, EsmForMaskedLM
 
 import score as script
@@ -18,7 +20,7 @@ from common.models.esm2.alphabet import TOKENS
 from common.models.esm2.config import esm2_config
 from common.models.esm2.convert import write_tokenizer
 from extras.inference.encoder import Encoder, EncoderFlags
-from extras.inference.mutations import parse_variant, score
+from extras.inference.mutations import RESIDUES, parse_variant, score
 from extras.prepare.sample import make_proteins
 from tests.data_fixtures import call, expect_error, write_fasta
 from tests.models.reference import reference_model
@@ -112,6 +114,102 @@ def test_score_equals_transformers(model, proteins, job, tmp_path):
     assert max(abs(float(row["masked_marginal"])) for row in scored) > 0.05
     cheap = job(table, "--wild_type_marginal_only", "--column_prefix", "mine_", output=tmp_path / "cheap.csv")
     assert list(cheap[0]) == ["note", "protein", "mutant", "mine_wild_type_marginal"]
+
+
+GYM = """mutant,mutated_sequence,DMS_score,DMS_score_bin
+K2R,MRVLAG,0.5,1
+A5G,MKVLGG,-1.5,0
+K2R:A5G,MRVLGG,,0
+L4W,MKVWAG,0.1,0
+V3I,MKILAG,0.9,1
+"""
+
+
+def test_score_reads_proteingyms_tables(job, model, tmp_path, caplog):
+    """And correlates: beside scipy on the scores that it wrote. A row without a measurement is scored."""
+    write_fasta(tmp_path / "my.fasta", [("one", "MKVLAG")])
+    caplog.set_level("INFO")
+    scored = job(GYM)
+    measured = [n for n, row in enumerate(scored) if row["DMS_score"]]
+    record = json.loads((tmp_path / "scored.csv.json").read_text())["correlations"]
+    assert record["measured_column"] == "DMS_score"
+    found = record["proteins"]["one"]
+    assert found["variants"] == len(measured) == 4
+    for name in ("masked_marginal", "wild_type_marginal"):
+        pairs = [(float(scored[n][name]), float(scored[n]["DMS_score"])) for n in measured]
+        assert found[name]["spearman"] == pytest.approx(spearmanr(*zip(*pairs, strict=True)).statistic)
+        assert found[name]["low"] <= found[name]["spearman"] <= found[name]["high"]
+    assert set(found) == {"variants", "masked_marginal", "wild_type_marginal", "blosum62", "residue_frequency"}
+    assert "Spearman correlation with DMS_score, 4 variants" in caplog.text
+
+    without = "\n".join(line.split(",", 1)[1] for line in GYM.splitlines())
+    again = job(without, "--measured_column", "DMS_score_bin", output=tmp_path / "sequences.csv")
+    assert [row["masked_marginal"] for row in again] == [row["masked_marginal"] for row in scored]
+    record = json.loads((tmp_path / "sequences.csv.json").read_text())["correlations"]
+    assert record["measured_column"] == "DMS_score_bin"
+    for table, flags, said in (
+        (GYM.replace("0.9", "high"), [], "row 6: DMS_score 'high' is not a number"),
+        (GYM, ["--measured_column", "activity"], "no column 'activity', only 'mutant', 'mutated_sequence'"),
+        (without.replace("MKVLGG", "MKVLG"), [], "row 3: the mutated sequence has 5 residues, the protein 6"),
+    ):
+        with pytest.raises(UserError, match=said):
+            job(table, *flags, output=tmp_path / "none.csv")
+
+
+def test_score_writes_all_single_mutants(model, tmp_path, monkeypatch, caplog):
+    """Each cell is the score of that mutation; as a matrix and a picture of each protein."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    long = ("MKVLAGTYRRWCDE" * 11)[:120]
+    fasta = write_fasta(tmp_path / "my.fasta", [("sp|A/1", "MKVXAG"), ("sp|A:1", long), ("X", "XX")])
+    output = tmp_path / "matrices"
+    flags = ("--model_name_or_path", model, "--fasta", fasta, "--use_cpu", "--max_seq_length", LONGEST + 2)
+    command = (*flags, "--all_single_mutants", "--first_residue", 11, "--output", output)
+    call(script, *command)
+    stems = ("X", "sp_A_1", "sp_A_1-1")
+    scores = ("masked_marginal", "wild_type_marginal")
+    names = {f"{stem}.{end}" for stem in stems for end in ("png", *(f"{name}.csv" for name in scores))}
+    assert {path.name for path in output.iterdir()} == names | {"scores.json"}
+    assert all((output / f"{stem}.png").read_bytes().startswith(b"\x89PNG") for stem in stems)
+    encoder = Encoder(EncoderFlags(str(model), max_seq_length=LONGEST + 2, use_cpu=True))
+    for stem, text in (("sp_A_1", "MKVXAG"), ("sp_A_1-1", long)):
+        for name, masked in zip(scores, (True, False), strict=True):
+            rows = rows_of(output / f"{stem}.{name}.csv")
+            assert [(int(row["position"]), row["wild_type"]) for row in rows] == list(enumerate(text, 11))
+            words = [f"{old}{n}{new}" for n, old in enumerate(text, 1) if old != "X" for new in RESIDUES]
+            one_by_one = score(encoder, [parse_variant(word, text.encode(), "") for word in words], masked)
+            cells = {f"{row['wild_type']}{n}{new}": row[new] for n, row in enumerate(rows, 1) for new in RESIDUES}
+            assert [float(cells[word]) for word in words] == pytest.approx(one_by_one, abs=1e-5)
+            assert all(cells[word] == "" for word in cells if word[0] == "X")
+    before = {path: path.stat().st_mtime_ns for path in output.iterdir()}
+    caplog.set_level("INFO")
+    call(script, *command)
+    assert "nothing to do" in caplog.text
+    assert {path: path.stat().st_mtime_ns for path in output.iterdir()} == before
+
+    write_fasta(fasta, [("two", "MKV")])
+    with pytest.raises(UserError, match="was made from other input or arguments"):
+        call(script, *command)
+    (output / "notes.txt").write_text("of the user")
+    call(script, *command, "--overwrite", "--wild_type_marginal_only")
+    assert {path.name for path in output.iterdir()} == {
+        *("two.png", "two.wild_type_marginal.csv", "scores.json", "notes.txt")
+    }
+    (output / "two.png").unlink()
+    with pytest.raises(UserError, match="has changed since it was written"):
+        call(script, *command, "--wild_type_marginal_only")
+    with pytest.raises(UserError, match="--mutations: does not go with --all_single_mutants"):
+        call(script, *command, "--mutations", fasta)
+    assert not list(tmp_path.glob("*.partial"))
+
+
+def test_score_of_all_single_mutants_on_a_full_disk_leaves_nothing(model, tmp_path):
+    fasta = write_fasta(tmp_path / "my.fasta", [("one", "MKV" * 100)])
+    with small_disk(tmp_path, "1m") as disk:
+        fill(disk)
+        flags = ("--model_name_or_path", model, "--fasta", fasta, "--use_cpu", "--wild_type_marginal_only")
+        with pytest.raises(UserError, match="No space left on device: make room"):
+            call(script, *flags, "--all_single_mutants", "--output", disk / "matrices")
+        assert [path.name for path in disk.iterdir()] == ["mine"]
 
 
 class CountingEncoder(Encoder):

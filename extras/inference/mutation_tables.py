@@ -1,0 +1,111 @@
+"""Tables of mutations, as CSV: the mutations of each row, its protein, and what was measured."""
+
+from __future__ import annotations
+
+import csv
+import math
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple, TextIO
+
+from common.cli import UserError, one_line
+from extras.inference.encoder import look_through
+from extras.inference.mutations import Variant, compare, parse_variant, quoted
+from extras.sources.fasta import read_fasta
+
+MUTANT, PROTEIN = "mutant", "protein"
+# ProteinGym's, besides `mutant`.
+SEQUENCE, MEASURED = "mutated_sequence", "DMS_score"
+NOT_MEASURED = ("", "nan", "na", "n/a", "none", "null")
+LONGEST_LINE = 1 << 20  # characters
+
+
+class Columns(NamedTuple):
+    """Of a table: of its mutations, or of the mutated sequences if there is no such column; of the proteins' ids, or
+    None; the number of the proteins' first residue."""
+
+    mutant: str
+    is_sequence: bool
+    protein: str | None
+    first_residue: int = 1
+
+
+def read_lines(file: TextIO, where: str) -> Iterator[str]:
+    """The lines of a table. UserError for a line over LONGEST_LINE, which could exhaust the memory."""
+    number = 0
+    while line := file.readline(LONGEST_LINE + 1):
+        number += 1
+        if len(line) > LONGEST_LINE:
+            raise UserError(f"{where}: line {number} is longer than {LONGEST_LINE:,} characters")
+        yield line
+
+
+def read_rows(path: str | Path, where: str) -> tuple[list[str], list[dict[str, str]]]:
+    """The names of the columns, and the rows of a CSV file; `where` begins the errors."""
+    with open(path, newline="", encoding="utf-8-sig") as file:
+        try:
+            reader = csv.DictReader(read_lines(file, where))
+            rows = list(reader)
+        except (csv.Error, UnicodeDecodeError) as error:
+            raise UserError(f"{where}: not a CSV file: {one_line(error)}") from error
+    for line, row in enumerate(rows, 2):
+        if None in row or None in row.values():
+            raise UserError(f"{where}: row {line} has another number of fields than the header")
+    if not rows:
+        raise UserError(f"{where}: it has no rows")
+    names = list(reader.fieldnames or [])
+    if twice := [name for number, name in enumerate(names) if name in names[:number]]:
+        raise UserError(f"{where}: the column {quoted(twice[0])} is repeated: rename one")
+    return names, rows
+
+
+def read_proteins(path: str, where: str) -> dict[str, bytes]:
+    """{id: residues}. UserError for a repeated id, and for text that is not protein."""
+    totals = look_through(path)
+    totals.report(where)
+    proteins: dict[str, bytes] = {}
+    for name, text in read_fasta(path):
+        if (name := name.decode()) in proteins:
+            raise UserError(f"{where}: the id {quoted(name)} is repeated: rename one, or remove it")
+        proteins[name] = text
+    return proteins
+
+
+def variants_of(
+    columns: Columns, rows: Sequence[dict[str, str]], proteins: dict[str, bytes], path: str | Path, fasta: str
+) -> list[Variant]:
+    """The variant of each row. UserError names the first row with an unknown protein or an invalid mutation."""
+    variants = []
+    for line, row in enumerate(rows, 2):
+        where = f"{path}, row {line}"
+        name = row[columns.protein] if columns.protein else next(iter(proteins))
+        if name not in proteins:
+            raise UserError(
+                f"{where}: the {columns.protein} {quoted(name)} is not in {fasta}: correct it, or rename the column "
+                "if it is about something else"
+            )
+        cell = row[columns.mutant]
+        variants.append(
+            compare(cell, proteins[name], where)
+            if columns.is_sequence
+            else parse_variant(cell, proteins[name], where, columns.first_residue)
+        )
+    return variants
+
+
+def measured_of(column: str, rows: Sequence[dict[str, str]], path: str | Path) -> list[float]:
+    """The numbers of a column; NaN where nothing was measured. UserError for anything else than finite numbers."""
+    values = []
+    for line, row in enumerate(rows, 2):
+        cell = row[column].strip()
+        try:
+            value = math.nan if cell.lower() in NOT_MEASURED else float(cell)
+        except ValueError:
+            value = math.inf
+        if math.isinf(value):
+            raise UserError(
+                f"{path}, row {line}: {column} {quoted(cell)} is not a number: correct it, leave it empty, or name "
+                "another --measured_column"
+            )
+        values.append(value)
+    return values
