@@ -37,6 +37,7 @@ KINDS = {  # {kind: (in a table, flags beside --bf16)}
     "4-packs": ("torch, compiled, 4 packs a step", FOUR_PACKS),
     "fa2": ("4 packs, --flash_attention fa2", FOUR_PACKS | {"flash_attention": "fa2"}),
     "cuda-graphs": ("4 packs, --cuda_graphs", FOUR_PACKS | {"cuda_graphs": True}),
+    "te-cuda-graphs": ("TE, 4 packs, --cuda_graphs", TE | {"gradient_accumulation_steps": 4, "cuda_graphs": True}),
     "triton-adamw": ("4 packs, --triton_adamw", FOUR_PACKS | {"triton_adamw": True}),
     "scaled-mm": (
         "4 packs, --fp8_scaled_mm",

@@ -204,7 +204,9 @@ class ReplicaFlags(StrategyFlags):
     )
     ddp_bucket_dtype: str = flag("fp32", "All-reduce gradients in fp32, or in bf16: half the bytes, and rounded.")
     cuda_graphs: bool = flag(
-        False, "Record each compiled layer as a CUDA graph and replay it. No GPU has measured it (docs/hardware.md)."
+        False,
+        "Record each compiled layer, or Transformer Engine's, as a CUDA graph and replay it. No GPU has measured it "
+        "(docs/hardware.md).",
     )
 
     @property

@@ -256,7 +256,15 @@ class Checkpointer:
         """Load model, optimizer and scales from a whole checkpoint of this model, of any strategy and world size."""
         from common.training.checkpoint_reader import Planner, Reader  # only a resumed run reads one
 
+        # torch makes an optimiser's state, for the checkpoint's to go to, only while no parameter has a gradient, and
+        # takes those that it makes away: `Strategy.keep_gradients` needs them back.
+        parameters = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
+        gradients = [parameter.grad for parameter in parameters]
+        for parameter in parameters:
+            parameter.grad = None
         model_state, optimizer_state = get_state_dict(self.model, self.optimizer)
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            parameter.grad = gradient
         with self.world.raise_together():
             reader = Reader(path)
             scales = self._scales(reader.metadata.state_dict_metadata)

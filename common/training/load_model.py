@@ -65,7 +65,8 @@ def load_model(
         # would only cost time.
         one_shape = world.device.type == "cuda" and args.data.packing and getattr(model, "takes_fillers", False)
         if graphs := args.strategy.replays_layers and not world.is_dry_run:
-            check_cuda_graphs(world, backend, compiled, one_shape, quantised=plan is not None)
+            quantised, bf16 = plan is not None, args.precision.bf16
+            check_cuda_graphs(world, backend, compiled, one_shape, quantised, bf16)
         if compiled:
             compile_layers(model, world.device.type, one_shape=one_shape, cuda_graphs=graphs)
     if shard is not None:
@@ -93,7 +94,14 @@ def load_model(
                 keep_addresses(rounded.copies)
     remarks = (*choice.remarks, *([remark] if remark else []))
     chosen = {"attention": choice.attention, "bf16_residual": choice.bf16_residual}
-    return BuiltModel(model, backend, gelu, remarks, precision, extras, compiled, one_shape=one_shape, **chosen)
+    built = BuiltModel(model, backend, gelu, remarks, precision, extras, compiled, one_shape=one_shape, **chosen)
+    if graphs and backend == "te":
+        from common.training.registry import task_of
+        from extras.te_graphs import record_run
+
+        with world.raise_together():
+            record_run(task_of(args)(built, args, world))
+    return built
 
 
 def check_host_memory(model: nn.Module, trains: bool, ranks: int) -> None:

@@ -44,7 +44,7 @@ def test_cache_by_cpu_separates_operator_versions(monkeypatch, tmp_path):
 
 
 RECORDED = {"device": "cuda", "cp_size": 1, "backend": "torch"}
-RECORDED |= {"compiled": True, "one_shape": True, "quantised": False}
+RECORDED |= {"compiled": True, "one_shape": True, "quantised": False, "bf16": True}
 
 
 @pytest.mark.parametrize(
@@ -52,11 +52,13 @@ RECORDED |= {"compiled": True, "one_shape": True, "quantised": False}
     [
         ({}, None),
         ({"device": "cpu"}, "a CPU has none"),
-        ({"backend": "te"}, "--backend te has none: choose --backend torch"),
+        ({"backend": "hf"}, "--backend hf has none: choose --backend torch or te"),
+        ({"backend": "te", "compiled": False}, None),
+        ({"backend": "te", "bf16": False}, "--backend te records layers in bf16: add --bf16"),
         ({"compiled": False}, "not compiled have none: drop --torch_compile False"),
         ({"one_shape": False}, "no single shape: drop --pad_to_max_length"),
         ({"cp_size": 2}, "with --cp_size .*: drop one of the two"),
-        ({"quantised": True}, "drop --emulate_precision"),
+        ({"quantised": True}, "drop --fp8, --fp4, or the flag"),
     ],
     ids=str,
 )

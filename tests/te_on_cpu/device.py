@@ -17,7 +17,7 @@ from torch.nn.attention import varlen
 from torch.nn.parallel import DistributedDataParallel
 
 from extras import megatron as fake_cuda
-from tests.te_on_cpu import placement
+from tests.te_on_cpu import graphs, placement
 
 
 class Event(fake_cuda.Event):
@@ -67,6 +67,7 @@ def install(capability: tuple[int, int]) -> None:
     _tell(capability)
     _cast_for_both()
     _exchange_by_gloo()
+    graphs.install()
     varlen.varlen_attn = attention_of_packs
     torch.Tensor.record_stream = lambda tensor, stream: None
     make = torch.Tensor._make_wrapper_subclass
@@ -91,18 +92,41 @@ def attention_of_packs(
     enable_gqa: bool = False,
 ) -> Tensor:
     """In the place of torch's varlen_attn, with its arguments: sequence by sequence, in fp32."""
+    return _Attention.apply(query, key, value, cu_seq_q, max_q, {"is_causal": is_causal, "enable_gqa": enable_gqa})
+
+
+class _Attention(torch.autograd.Function):
+    """A kernel for each pass."""
+
+    @staticmethod
+    def forward(ctx, query: Tensor, key: Tensor, value: Tensor, cu: Tensor, longest: int, options: dict) -> Tensor:
+        ctx.save_for_backward(query, key, value, cu)
+        ctx.others = longest, options
+        return placement.kernel(_attend)(query, key, value, cu, longest, options)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        return *placement.kernel(_attention_gradients)(grad, *ctx.saved_tensors, *ctx.others), None, None, None
+
+
+def _attend(query: Tensor, key: Tensor, value: Tensor, cu: Tensor, longest: int, options: dict) -> Tensor:
     if query.dtype not in (torch.float16, torch.bfloat16):
         raise RuntimeError(f"varlen_attn takes fp16 and bf16, not {query.dtype}")
-    lengths = cu_seq_q.diff().tolist()
-    if max(lengths) > max_q:
-        raise RuntimeError(f"a sequence of {max(lengths)} tokens, where max_q is {max_q}: illegal access")
+    lengths = cu.diff().tolist()
+    if max(lengths) > longest:
+        raise RuntimeError(f"a sequence of {max(lengths)} tokens, where max_q is {longest}: illegal access")
     with torch.autocast("cuda", enabled=False):
         parts = (x.float().transpose(0, 1).split(lengths, 1) for x in (query, key, value))
         attended = [
-            F.scaled_dot_product_attention(*(x[None] for x in part), is_causal=is_causal, enable_gqa=enable_gqa)[0]
-            for part in zip(*parts, strict=True)
+            F.scaled_dot_product_attention(*(x[None] for x in part), **options)[0] for part in zip(*parts, strict=True)
         ]
         return torch.cat(attended, 1).transpose(0, 1).to(query.dtype)
+
+
+def _attention_gradients(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *others) -> tuple[Tensor, ...]:
+    leaves = [x.detach().requires_grad_() for x in (query, key, value)]
+    with torch.enable_grad():
+        return torch.autograd.grad(_attend(*leaves, *others), leaves, grad)
 
 
 def _tell(capability: tuple[int, int]) -> None:
@@ -127,7 +151,6 @@ def _tell(capability: tuple[int, int]) -> None:
         "get_device_capability": lambda *_: capability,
         "get_device_properties": lambda *_: properties,
         "is_bf16_supported": lambda *_, **__: True,
-        "is_current_stream_capturing": lambda: False,
         "synchronize": lambda *_: None,
         "empty_cache": lambda: None,
         "max_memory_allocated": lambda *_: 0,
@@ -138,7 +161,6 @@ def _tell(capability: tuple[int, int]) -> None:
         "manual_seed": torch.default_generator.manual_seed,
         # The CPU's numbers; as a generator that no graph can capture, for that the CPU's cannot.
         "default_generators": (torch.default_generator,) * 8,
-        "CUDAGraph": type("CUDAGraph", (), {}),
         "Stream": Stream,
         "Event": Event,
         "current_stream": lambda *_: Stream(),

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -76,6 +77,7 @@ def _storage(tensor: Tensor) -> torch.UntypedStorage | None:
 
 
 places = Places()
+capturing: list[Any] = []  # the graph that launches are added to (tests/te_on_cpu/graphs.py), if there is one
 
 
 def tensors_of(*values) -> list[Tensor]:
@@ -168,6 +170,12 @@ def _numpy(tensor: Tensor, **kwargs):
     return Tensor.numpy(tensor, **kwargs)
 
 
+def _tolist(tensor: Tensor) -> list:
+    if capturing and _is_cuda(tensor):
+        raise RuntimeError("tolist: operation not permitted when stream is capturing")
+    return Tensor.tolist(tensor)
+
+
 def _pin(tensor: Tensor, *args) -> Tensor:
     if _is_cuda(tensor):
         raise RuntimeError("cannot pin a tensor of the GPU")
@@ -190,6 +198,7 @@ _ANSWERS = {
     Tensor.cpu: lambda tensor, **kwargs: _to(tensor, "cpu"),
     Tensor.cuda: lambda tensor, *args, **kwargs: _to(tensor, "cuda"),
     Tensor.numpy: _numpy,
+    Tensor.tolist: _tolist,
     Tensor.pin_memory: _pin,
     Tensor.is_pinned: lambda tensor, *args: False,
 }
@@ -263,6 +272,8 @@ def kernel(function):
         with torch._C.DisableTorchFunction(), _disable_current_modes(), torch.no_grad():
             result = function(*args, **kwargs)
         places.settle(tensors_of(result), CUDA)
+        if capturing:
+            capturing[-1].add(launched, args, kwargs, result, torch.is_autocast_enabled("cpu"))
         return result
 
     launched.__name__ = function.__name__

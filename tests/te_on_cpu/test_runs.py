@@ -18,11 +18,13 @@ import torch
 from common.files.json_files import read_json_lines
 from common.models.esm2.model import Esm2ForMaskedLM
 from tests.decoder_fixtures import train_decoder, write_text
+from tests.te_on_cpu import graphs
 from tests.te_on_cpu.boot import needs_site
 from tests.te_on_cpu.runs import BLACKWELL, train_by_te, train_decoder_by_te
 from tests.training_fixtures import losses, train
 
 pytestmark = needs_site
+REPLAYED = "a graph is replayed"
 RECIPES = {name: {"fp8": True, "fp8_recipe": name} for name in ("delayed", "current", "block")}
 RECIPES |= {"mxfp8": {"fp8": True, "fp8_recipe": "mxfp8", "capability": BLACKWELL}}
 RECIPES |= {"nvfp4": {"fp4": True, "capability": BLACKWELL}}
@@ -103,6 +105,32 @@ def test_run_with_delayed_scaling_resumes_bit_exactly(dataset, tmp_path):
     for out, step, factor in ((whole, 1, 1), (shared, 2, 2)):
         state = json.loads((out / f"checkpoint-{step}" / "trainer_state.json").read_text())
         assert state["gradient_factor"] == factor
+
+
+def _announce_replays() -> None:
+    replay = graphs.CUDAGraph.replay
+
+    def announced(graph) -> None:
+        print(REPLAYED, flush=True)
+        replay(graph)
+
+    graphs.CUDAGraph.replay = announced
+
+
+def test_run_with_cuda_graphs_has_the_bits_of_eager_layers(dataset, tmp_path):
+    """On two ranks, of accumulated packs, with an evaluation, and after a resume."""
+    flags = {"nproc": 2, "packs_per_step": 4, "max_steps": 4, "save_steps": 2, "do_eval": True, "eval_steps": 1}
+    eager, recorded = tmp_path / "eager", tmp_path / "recorded"
+    train_by_te(dataset, eager, **flags)
+    train_by_te(dataset, recorded, cuda_graphs=True, stop_at_step=2, **flags)
+    said = train_by_te(dataset, recorded, cuda_graphs=True, before=_announce_replays, **flags)
+    rows = [
+        [(row["step"], row["loss"], row["eval_loss"]) for row in read_json_lines(out / "metrics.jsonl")]
+        for out in (eager, recorded)
+    ]
+    assert rows[0] == rows[1]
+    layers, steps, packs_a_rank = 2, 2, 2
+    assert said.count(REPLAYED) == steps * packs_a_rank * layers * 2, said
 
 
 def _spoil_a_weight() -> None:

@@ -92,6 +92,28 @@ def test_checkpoint_save_ignores_later_steps(tmp_path):
     assert names(tmp_path) == ["checkpoint-1", "checkpoint-2", "checkpoint-3"]
 
 
+def _load_beside_gradients(out: Path) -> None:
+    saved, fresh = checkpointer_of_a_small_model(out), checkpointer_of_a_small_model(out, ALONE)
+    take_steps(saved)
+    saved.save(1, {})
+    saved.wait()
+    parameters = list(fresh.model.parameters())
+    for parameter in parameters:  # `Strategy.keep_gradients`
+        parameter.grad = torch.ones_like(parameter)
+    kept = [parameter.grad for parameter in parameters]
+    fresh.load(out / "checkpoint-1")
+    moments = [[s["exp_avg"] for s in each.optimizer.state.values()] for each in (saved, fresh)]
+    assert len(moments[1]) == len(parameters)
+    assert all(map(torch.equal, *moments))
+    assert all(parameter.grad is gradient for parameter, gradient in zip(parameters, kept, strict=True))
+    assert all(gradient.eq(1).all() for gradient in kept)
+
+
+def test_checkpoint_loads_moments_beside_kept_gradients(tmp_path):
+    codes, said = on_ranks(1, _load_beside_gradients, tmp_path)
+    assert codes == [0], said
+
+
 def _count_writers(out: Path) -> None:
     checkpointer = checkpointer_of_a_small_model(out)
     take_steps(checkpointer)

@@ -50,15 +50,19 @@ def compile_layers(
         model.register_forward_pre_hook(lambda *_: torch.compiler.cudagraph_mark_step_begin())
 
 
-def check_cuda_graphs(world: World, backend: str, compiled: bool, one_shape: bool, quantised: bool) -> None:
+def check_cuda_graphs(
+    world: World, backend: str, compiled: bool, one_shape: bool, quantised: bool, bf16: bool = True
+) -> None:
     """UserError for --cuda_graphs where layers cannot be recorded, or nothing holds a replay to what they compute."""
+    uncompiled = "layers that are not compiled have none: drop --torch_compile False, or the flag"
     reasons = {
         "a CPU has none: drop the flag": world.device.type != "cuda",
-        f"--backend {backend} has none: choose --backend torch": backend != "torch",
-        "layers that are not compiled have none: drop --torch_compile False, or the flag": not compiled,
+        f"--backend {backend} has none: choose --backend torch or te": backend not in ("torch", "te"),
+        uncompiled: backend == "torch" and not compiled,
+        "--backend te records layers in bf16: add --bf16, or drop the flag": backend == "te" and not bf16,
         "packs have no single shape: drop --pad_to_max_length; a model with experts has none": not one_shape,
         "with --cp_size a layer's communication depends on the pack: drop one of the two": world.cp_size > 1,
-        "number formats keep scales, which a pass changes: drop --emulate_precision, or the flag": quantised,
+        "number formats keep scales, which a pass changes: drop --fp8, --fp4, or the flag": quantised,
     }
     for reason in (reason for reason, holds in reasons.items() if holds):
         raise UserError(f"--cuda_graphs: {reason}")
