@@ -7,7 +7,6 @@ strength of regularisation chosen by cross-validation within the training part, 
 from __future__ import annotations
 
 import csv
-import hashlib
 import logging
 import re
 import warnings
@@ -20,7 +19,7 @@ import numpy as np
 
 from common.cli import UserError, one_line
 from common.models.esm2.alphabet import BYTE_TO_ID, UNK
-from extras.downstream.finetuning import UNLABELLED, words_of
+from extras.downstream.labels import UNLABELLED, held_out_number, words_of
 from extras.inference.encoder import Encoder, EncoderFlags, embed
 from extras.sources.records import check_residues
 
@@ -146,11 +145,6 @@ def _is_number(text: str) -> bool:
     except ValueError:
         return False
     return True
-
-
-def held_out_number(key: str) -> float:
-    """From 0 to 1, by a hash: a protein or cluster is held out if it is below a threshold, whatever else there is."""
-    return int.from_bytes(hashlib.sha256(key.encode()).digest()[:8], "big") / 2**64
 
 
 def is_held_out(key: str) -> bool:
