@@ -44,6 +44,27 @@ def _in_a_process_of_its_own() -> None:
             mixed()
     with pytest.raises(TypeError, match="can't convert cuda:0 device type tensor to numpy"):
         there.numpy()
+    _capture(here, there)
+
+
+def _capture(here: torch.Tensor, there: torch.Tensor) -> None:
+    """A replay computes from what its inputs hold by then; the host cannot wait for what is only recorded."""
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        doubled = there * 2
+        doubled += 1
+        for wait in (
+            there.tolist,
+            there.sum().item,
+            lambda: there.nonzero(),
+            lambda: bool(there.any()),
+            lambda: there.copy_(here),
+        ):
+            with pytest.raises(RuntimeError, match="operation not permitted when stream is capturing"):
+                wait()
+    there.fill_(5)
+    graph.replay()
+    assert doubled.tolist() == [11] * 6
 
 
 def test_placement_refuses_mixed_devices():
