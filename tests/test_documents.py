@@ -34,6 +34,9 @@ def checkout(tmp_path_factory) -> Path:
     (directory / "wild_type.fasta").write_text(">a\nMKTAYIAKQR\n")
     write_structures(directory / "pdb", seed=42)
     (directory / "mutants.csv").write_text("mutant\nK2R\nT3A:Y5F\n")
+    records = (directory / "my_proteins.fasta").read_text()[1:].split("\n>")
+    rows = [f"{each.split()[0]},{each.count('A')},{'train' if n % 4 else 'test'}" for n, each in enumerate(records)]
+    (directory / "labels.csv").write_text("\n".join(["id,label,split", *rows]) + "\n")
     (commands,) = [block for block in blocks((ROOT / "README.md").read_text(), "bash") if "0.download" in block]
     done = sh(smallest(commands), directory)
     assert done.returncode == 0, done.stderr[-2000:]
