@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import hashlib
 import math
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,28 +50,32 @@ class TaskSpec:
         return self.name.startswith("token_")
 
 
-def read_rows(path: str, where: str, columns: Collection[str]) -> Iterator[tuple[int, dict[str, str]]]:
-    """(line, row) of a CSV file. UserError, which begins with `where`, if it is none or lacks a column."""
+def read_rows(path: str, where: str, columns: Sequence[str]) -> list[dict[str, str]]:
+    """The rows of a CSV file, with the number of their line as `line`. UserError if it lacks one of the columns, or a
+    row is of another length."""
     try:
         with open(path, newline="", encoding="utf-8-sig") as file:
             reader = csv.DictReader(file)
+            rows = [row | {"line": str(reader.line_num)} for row in reader]
             names = list(reader.fieldnames or ())
-            for name in columns:
-                if name not in names:
-                    raise UserError(f"{where}: no column {name!r}, only {', '.join(map(repr, names))}"[:300])
-            for row in reader:
-                yield reader.line_num, {name: (row[name] or "").strip() for name in names}
-    except (csv.Error, UnicodeDecodeError) as error:
+    except (csv.Error, UnicodeDecodeError, OSError) as error:
         raise UserError(f"{where}: not a CSV file: {one_line(error)}") from error
-
-
-def separated(label: str) -> list[str]:
-    return label.replace(",", " ").split()
+    for name in columns:
+        if name not in names:
+            raise UserError(f"{where}: no column {name!r}, only {', '.join(map(repr, names))}"[:300])
+    for row in rows:
+        if None in row or None in row.values():
+            raise UserError(f"{where}, row {row['line']}: another number of fields than the header's")
+    return rows
 
 
 def held_out_number(key: str) -> float:
     """From 0 to 1, by a hash: a protein or cluster is held out if it is below a threshold, whatever else there is."""
     return int.from_bytes(hashlib.sha256(key.encode()).digest()[:8], "big") / 2**64
+
+
+def separated(label: str) -> list[str]:
+    return label.replace(",", " ").split()
 
 
 def words_of(label: str) -> list[str]:
@@ -146,22 +150,23 @@ def read_examples(
     does not fit; for a sequence on two sides; for a split without labels, or with a class that is not trained on.
     """
     where = f"--dataset {path}"
-    rows = list(read_rows(path, where, (label_column, "id" if fasta else "sequence")))
+    rows = read_rows(path, where, (label_column, "id" if fasta else "sequence"))
+    rows = [{name: value.strip() for name, value in row.items()} for row in rows]
     if fasta:
         proteins = {name.decode(): text.decode("latin-1") for name, text in read_fasta(fasta)}
-        for line, row in rows:
+        for row in rows:
             if row["id"] not in proteins:
-                raise UserError(f"{where}, line {line}: {row['id'][:40]!r} is not in --fasta {fasta}")
+                raise UserError(f"{where}, line {row['line']}: {row['id'][:40]!r} is not in --fasta {fasta}")
             row["sequence"] = proteins[row["id"]]
-    rows = [(line, row) for line, row in rows if row["sequence"] and not is_unlabelled(row[label_column])]
-    rows = [(line, row) for line, row in rows if row.get("split") != ""]
+    rows = [row for row in rows if row["sequence"] and not is_unlabelled(row[label_column])]
+    rows = [row for row in rows if row.get("split") != ""]
     if not rows:
         raise UserError(f"{where}: no row has a label")
-    task = task_of([row["sequence"] for _, row in rows], [row[label_column] for _, row in rows], problem_type)
-    given = {SHORT.get(row["split"].lower(), row["split"].lower()) for _, row in rows if "split" in row}
+    task = task_of([row["sequence"] for row in rows], [row[label_column] for row in rows], problem_type)
+    given = {SHORT.get(row["split"].lower(), row["split"].lower()) for row in rows if "split" in row}
     examples, sides = [], {}
-    for line, row in rows:
-        sequence, place = row["sequence"], f"{where}, line {line}"
+    for row in rows:
+        sequence, place = row["sequence"], f"{where}, line {row['line']}"
         if len(sequence) > longest:
             raise UserError(f"{place}: a sequence of {len(sequence):,} residues: raise --max_seq_length, or cut it")
         split = split_of(sequence, sizes)
@@ -174,7 +179,7 @@ def read_examples(
         if sides.setdefault(sequence, split) != split:
             raise UserError(f"{place}: the same sequence is in the {sides[sequence]} split, too: put it in one")
         target = target_of(task, sequence, row[label_column], place)
-        examples.append(Example(row.get("id") or f"line {line}", encode(sequence), target, split))
+        examples.append(Example(row.get("id") or f"line {row['line']}", encode(sequence), target, split))
     check_splits(task, examples, where)
     return task, examples
 

@@ -6,7 +6,6 @@ strength of regularisation chosen by cross-validation within the training part, 
 
 from __future__ import annotations
 
-import csv
 import logging
 import re
 import warnings
@@ -17,9 +16,9 @@ from typing import Any
 
 import numpy as np
 
-from common.cli import UserError, one_line
+from common.cli import UserError
 from common.models.esm2.alphabet import BYTE_TO_ID, UNK
-from extras.downstream.labels import UNLABELLED, held_out_number, words_of
+from extras.downstream.labels import UNLABELLED, held_out_number, read_rows, words_of
 from extras.inference.encoder import Encoder, EncoderFlags, embed
 from extras.sources.records import check_residues
 
@@ -60,25 +59,6 @@ class Examples:
     groups: np.ndarray
     test: np.ndarray
     validation: np.ndarray
-
-
-def read_rows(path: str, where: str, columns: Sequence[str]) -> list[dict[str, str]]:
-    """The rows of a CSV file, with the number of their line as `line`. UserError if it lacks one of the columns, or a
-    row is of another length."""
-    try:
-        with open(path, newline="", encoding="utf-8-sig") as file:
-            reader = csv.DictReader(file)
-            rows = [row | {"line": str(reader.line_num)} for row in reader]
-            names = list(reader.fieldnames or ())
-    except (csv.Error, UnicodeDecodeError, OSError) as error:
-        raise UserError(f"{where}: not a CSV file: {one_line(error)}") from error
-    for name in columns:
-        if name not in names:
-            raise UserError(f"{where}: no column {name!r}, only {', '.join(map(repr, names))}"[:300])
-    for row in rows:
-        if None in row or None in row.values():
-            raise UserError(f"{where}, row {row['line']}: another number of fields than the header's")
-    return rows
 
 
 def has_label(text: str) -> bool:
