@@ -88,12 +88,10 @@ def pytest_make_parametrize_id(config, val, argname: str) -> str | None:
     return argname if isinstance(val, bytes) else None
 
 
-# Files whose tests wait for clusters, engines, torchrun and each other, in two parts that take about as long.
+# Files whose tests wait for clusters, engines, torchrun and each other, in parts that take about as long.
 WAITING = (
-    (
-        *("ops/test_slurm", "test_readme", "ops/test_containers", "ops/test_kubernetes_run", "ops/test_push"),
-        "extras/preflight/",
-    ),
+    ("ops/test_slurm", "test_readme", "ops/test_push"),
+    ("ops/test_containers", "ops/test_kubernetes_run", "extras/preflight/"),
     (
         *("distributed/", "extras/monitor/", "extras/launcher/"),
         *("training/test_soak", "training/test_resume", "training/test_fsdp2_faults", "training/test_trackers"),
@@ -128,8 +126,15 @@ def order(items: list[pytest.Item]) -> None:
     xdist gives each worker a run of neighbours; a worker that has finished steals from the end of another's.
     """
     starts = [tuple(f"tests/{name}" for name in names) for names in WAITING]
-    parts = {item: next((n for n, of in enumerate(starts) if item.nodeid.startswith(of)), 2) for item in items}
-    first, second, others = ([item for item in items if parts[item] == n] for n in range(3))
+    parts: list[list[pytest.Item]] = [[] for _ in starts]
+    others = []
+    for item in items:
+        part = next((part for part, of in zip(parts, starts, strict=True) if item.nodeid.startswith(of)), others)
+        part.append(item)
     share = len(items) // int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
-    filled = max(0, share - len(first))
-    items[:] = first + others[:filled] + second + others[filled:]
+    items[:] = []
+    for part in parts:
+        filled = max(0, share - len(part))
+        items += part + others[:filled]
+        others = others[filled:]
+    items += others

@@ -5,6 +5,7 @@ fault in the code that they share. Run them before a release, and after a change
 """
 
 SLOW = {
+    "extras/downstream/test_probes.py": ("test_probe_clusters_by_mmseqs",),
     "benchmarks/test_candidates.py": ("test_changes_together_train",),
     "data/test_packing.py": ("test_plan_of_69_million_records",),
     "distributed/test_signals.py": ("test_stop_of_one_rank_stops_all_at_the_same_step[0]",),

@@ -176,6 +176,10 @@ def test_decoder_export_generates_like_the_model(two_ranks):
     generates_alike(two_ranks[0] / "final_model", {})
 
 
+def results_of(card: str) -> str:
+    return card[card.index("\n## Results") : card.index("\n## Training")]
+
+
 def test_decoder_export_of_checkpoint_equals_final_model(two_ranks, tmp_path):
     out, _ = two_ranks
     done = run_script("extras.export", out / "checkpoint-6", tmp_path / "model")
@@ -186,7 +190,7 @@ def test_decoder_export_of_checkpoint_equals_final_model(two_ranks, tmp_path):
     assert {path.name for path in (tmp_path / "model").iterdir()} == names
     assert "tokenizer.json" in names
     cards = [(directory / "README.md").read_text() for directory in (out / "final_model", tmp_path / "model")]
-    assert cards[0] == cards[1]
+    assert cards[0].replace(results_of(cards[0]), "") == cards[1]  # a checkpoint knows no results
     assert "| training steps | 6 |\n" in cards[0]
 
 

@@ -45,9 +45,10 @@ def test_parse_variant_of_any_text_is_a_variant_or_one_line():
 
 
 def read_table(args: script.Arguments, proteins: dict[str, bytes]) -> None:
-    names, rows = script.read_rows(args.mutations)
-    script.check_columns(args, names, ["masked_marginal"], proteins)
-    assert len(script.variants_of(args, names, rows, proteins)) == len(rows)
+    names, rows = script.read_rows(args.mutations, f"--mutations {args.mutations}")
+    columns = script.columns_of(args, names, ["masked_marginal"], proteins)
+    variants = script.variants_of(columns, rows, proteins, str(args.mutations), str(args.fasta))
+    assert len(variants) == len(rows)
 
 
 def test_score_of_any_table_is_rows_or_one_line(tmp_path):
