@@ -260,7 +260,7 @@ def main() -> None:
             shutil.rmtree(output)
         partial.rename(output)
     except OSError as error:
-        raise UserError(f"--output_dir {output}: {error.strerror}: make room, or choose another") from error
+        raise UserError(f"--output_dir {output}: {error.strerror}: free some space, or choose another") from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     print(table_of(found))

@@ -44,7 +44,7 @@ class FsdpFlags(RecomputeFlags):
     sharding_strategy: str | None = flag(
         None,
         "; ".join(f"{name}: {what}" for name, what in STRATEGIES.items()) + ". Default: full; "
-        "hybrid across nodes of GPUs with room for it.",
+        "hybrid across nodes of GPUs where it fits.",
     )
     hsdp_shard_size: int | None = flag(None, "Ranks that share one copy, with hybrid. Default: those of a node.")
     param_dtype: str = flag("fp32", "fp32 master weights; bf16: weights, gradients and moments in half the memory.")

@@ -48,7 +48,7 @@ class Chain:
 def read_structures(directory: str) -> list[Chain]:
     """The protein chains of all structures of a directory, sorted by file and chain, each sequence once.
 
-    What is left out (unreadable files, other lengths than `SHORTEST` to `LONGEST`, repeated sequences) is logged.
+    Skipped chains (unreadable files, other lengths than `SHORTEST` to `LONGEST`, repeated sequences) are logged.
     UserError if there is nothing to read.
     """
     if not Path(directory).is_dir():

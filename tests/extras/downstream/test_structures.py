@@ -1,4 +1,4 @@
-"""Chains of PDB and mmCIF files: sequences with gaps and modified residues, C-beta, and what is left out."""
+"""Chains of PDB and mmCIF files: sequences with gaps and modified residues, C-beta, and skipped files."""
 
 from __future__ import annotations
 
