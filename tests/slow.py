@@ -5,11 +5,11 @@ fault in the code that they share. Run them before a release, and after a change
 """
 
 SLOW = {
-    "extras/downstream/test_probes.py": ("test_probe_clusters_by_mmseqs",),
     "benchmarks/test_candidates.py": ("test_changes_together_train",),
     "data/test_packing.py": ("test_plan_of_69_million_records",),
     "distributed/test_signals.py": ("test_stop_of_one_rank_stops_all_at_the_same_step[0]",),
     "extras/decoders/test_model.py": ("test_decoder_compiled_layers_agree[mistral_8x7b]",),
+    "extras/downstream/test_probes.py": ("test_probe_clusters_by_mmseqs",),
     "extras/dry_run/test_dry_run.py": (
         "test_dry_run_peak_is_that_of_a_real_run[train_fsdp2.py-4-num_hidden_layers=2,hidden_size=240,num_attention_heads=10,intermediate_size=960-flags3]",
         "test_dry_run_peak_is_that_of_a_real_run[train_fsdp2.py-2-None-flags6]",
@@ -28,13 +28,16 @@ SLOW = {
         "test_search_on_two_ranks_is_that_of_one[train_fsdp2.py-more1]",
         "test_search_on_two_ranks_is_that_of_one[train_mfsdp.py-more2]",
         "test_search_on_two_ranks_is_that_of_one[train_ddp_cp.py-more3]",
+        "test_search_of_a_decoder",
     ),
     "extras/monitor/test_replicas.py": ("test_replicas_check_names_ranks_that_diverge[hsdp]",),
     "extras/monitor/test_step_monitor.py": (
         "test_stragglers_name_the_slow_rank[hsdp]",
         "test_stragglers_name_the_slow_rank[mfsdp]",
     ),
+    "extras/preflight/test_preflight.py": ("test_preflight_reports_clock_skew",),
     "extras/prepare/test_download_killed.py": ("test_download_data_resumes_after_a_kill_anywhere[through files]",),
+    "extras/prepare/test_mmseqs.py": ("test_mmseqs_holds_out_whole_families",),
     "extras/prepare/test_shuffle.py": ("test_shuffle_order_is_independent_of_memory[400-500]",),
     "extras/prepare/test_tokenize_faults.py": ("test_tokenize_resumes_after_a_kill_anywhere[10-flags2]",),
     "models/test_context_attention.py": ("test_context_attention_equals_single_process[4-1]",),
@@ -58,7 +61,7 @@ SLOW = {
         "test_emulated_compiled_layers_take_the_same_steps[delayed-more0]",
     ),
     "precision/test_stats.py": ("test_stats_log_is_independent_of_strategy_and_ranks[mixed]",),
-    "te_on_cpu/test_gpu_files.py": ("test_gpu_files_pass_over_the_stand_in[10.0]",),
+    "te_on_cpu/test_gpu_files.py": ("test_gpu_files_pass_over_the_stand_in[9.0]",),
     "te_on_cpu/test_runs.py": (
         "test_run_trains_like_bf16_up_to_the_formats[current, DDP, statistics]",
         "test_run_trains_like_bf16_up_to_the_formats[block, DDP, statistics]",
@@ -85,6 +88,7 @@ SLOW = {
         "test_cp_run_equals_one_process[ddp]",
         "test_cp_run_equals_one_process[contiguous]",
         "test_cp_run_equals_one_process[hybrid]",
+        "test_cp_run_equals_one_process[fsdp2]",
     ),
     "training/test_decoder_flags.py": (
         "test_decoder_commands_of_guides_train[mistral_8x7b]",
@@ -123,10 +127,12 @@ SLOW = {
         "test_muon_resume_after_kill_is_same_run[3-train_fsdp2.py]",
         "test_muon_resume_after_kill_is_same_run[2-train_mfsdp.py]",
         "test_muon_more_ranks_than_matrices_and_rows",
+        "test_muon_checkpoint_of_any_strategy_resumes_on_any_other",
     ),
     "training/test_skipped_steps.py": (
         "test_nan_step_is_skipped_and_counted[2-1-train_fsdp2.py]",
         "test_nan_step_is_skipped_and_counted[2-1-train_mfsdp.py]",
     ),
+    "training/test_train_ddp.py": ("test_ddp_guides_command_runs_under_torchrun",),
 }
 NODE_IDS = {f"tests/{file}::{test}" for file, tests in SLOW.items() for test in tests}
