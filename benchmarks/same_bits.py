@@ -167,10 +167,9 @@ COLUMNS = ("losses", "checkpoint", "final_model", "resumed")
 
 
 def difference(some: dict, others: dict) -> str:
-    """The first one, or nothing."""
-    pairs = (
-        (name, some.get(name, "missing"), others.get(name, "missing")) for name in dict.fromkeys([*some, *others])
-    )
+    """The first one, or nothing. A figure that only the later commit has is none."""
+    names = [name for name in others if name in some or not name.startswith(("metrics.jsonl", "all_results.json"))]
+    pairs = ((name, some.get(name, "missing"), others.get(name, "missing")) for name in dict.fromkeys([*some, *names]))
     return next((f"{name}: {one} / {other}" for name, one, other in pairs if one != other), "")
 
 
