@@ -63,7 +63,7 @@ class Arguments(Flags):
     num_train_epochs: int = flag(20, "At most so many.")
     patience: int = flag(3, "End after so many epochs without a lower validation loss.")
     batch_size: int = flag(16, "Sequences of a step.")
-    tokens_per_batch: int = flag(4096, "Tokens of a forward pass, padding included: more need more memory.")
+    tokens_per_batch: int = flag(1024, "Tokens of a forward pass, padding included: more need more memory.")
     max_seq_length: int = flag(1024, "Tokens, <cls> and <eos> included; longer sequences are refused.")
     weight_decay: float = flag(0.01, "Of AdamW.")
     warmup_ratio: float = flag(0.1, "Part of the steps in which the learning rate rises.")
