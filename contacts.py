@@ -15,8 +15,8 @@ import common  # noqa: F401  # isort: skip  (before torch: see there)
 import csv
 import json
 import logging
-import shutil
 from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ import numpy as np
 import torch
 
 from common.cli import UserError, run
-from common.files.json_files import file_name, sync_tree
+from common.files.json_files import file_name
 from common.flags import Flags, Missing, flag, parse_arguments
 from common.models.layers.hf_directory import model_hash
 from extras.downstream.contacts import (
@@ -40,7 +40,9 @@ from extras.downstream.contacts import (
     split,
     summary,
 )
+from extras.downstream.results import RESULTS, check_output, results_directory
 from extras.downstream.structures import LONGEST, Chain, read_structures
+from extras.export import exported
 from extras.inference.encoder import look_through
 from extras.sources.fasta import read_fasta
 
@@ -52,7 +54,7 @@ class Arguments(Flags):
     required = ("model_name_or_path", "structures", "fasta", "output_dir")
 
     model_name_or_path: str | None = flag(
-        None, "A final_model/, any other directory of an EsmForMaskedLM, or its name."
+        None, "A run's output directory, a checkpoint, or any directory or Hub name of an EsmForMaskedLM."
     )
     structures: str | None = flag(None, "A directory of PDB or mmCIF files, plain or gzipped.")
     fasta: str | None = flag(None, "Or proteins without structures: the model's own head predicts.")
@@ -78,9 +80,7 @@ class Arguments(Flags):
             raise UserError("--fit: needs --structures to fit to")
         if self.fasta and not Path(self.fasta).is_file():
             raise UserError(f"--fasta {self.fasta}: no such file")
-        output = Path(str(self.output_dir))
-        if output.exists() and not (self.overwrite and (output / "results.json").is_file()):
-            raise UserError(f"--output_dir {output}: exists: choose another, or --overwrite one of this script")
+        check_output(Path(str(self.output_dir)), self.overwrite)
 
 
 def proteins_of(fasta: str) -> list[Chain]:
@@ -198,22 +198,13 @@ def main() -> None:
 
     output = Path(str(args.output_dir))
     device = torch.device("cuda" if torch.cuda.is_available() and not args.use_cpu else "cpu")
-    model = read_stock_model(str(args.model_name_or_path), device)
-    partial = output.with_name(f".{output.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    try:
-        partial.mkdir(parents=True)
+    with ExitStack() as stack:
+        directory = exported(str(args.model_name_or_path), stack)
+        model, digest = read_stock_model(directory, device), model_hash(directory)
+    with results_directory(output) as partial:
         results = (evaluate if args.structures else predict)(args, model, partial)
-        about = {"arguments": asdict(args), "model_hash": model_hash(str(args.model_name_or_path))}
-        (partial / "results.json").write_text(json.dumps(results | about, indent=2) + "\n")
-        sync_tree(partial)
-        if output.exists():
-            shutil.rmtree(output)
-        partial.rename(output)
-    except OSError as error:
-        raise UserError(f"--output_dir {output}: {error.strerror}: free some space, or choose another") from error
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
+        about = {"arguments": asdict(args), "model_hash": digest}
+        (partial / RESULTS).write_text(json.dumps(results | about, indent=2) + "\n")
     logger.info("Written: %s", output)
 
 

@@ -26,7 +26,7 @@ import numpy as np
 import torch
 
 from common.cli import StoppedBySignal, UserError, one_line, run
-from common.files.json_files import content_hash, read_json, replace_flushed, sync_tree, write_json
+from common.files.json_files import content_hash, read_json, replace_directory, replace_flushed, write_json
 from common.flags import Flags, Missing, flag, parse_arguments
 from common.models.esm2.config import load_config
 from common.models.esm2.convert import read_pretrained, write_tokenizer
@@ -34,12 +34,13 @@ from common.models.layers.hf_directory import local_directory, model_hash
 from extras.downstream.finetuning import FineTuning
 from extras.downstream.labels import SPLITS, TASKS, TaskSpec, read_examples
 from extras.downstream.probes import with_intervals
+from extras.downstream.results import RESULTS
 from extras.model_card import rows as table_rows
 from extras.model_card import software
 
 logger = logging.getLogger(__name__)
 RESAMPLES = 200  # of the held-out proteins, for the intervals
-STATE, MADE_FROM, RESULTS, MODEL = "state.pt", "made_from.json", "results.json", "model"
+STATE, MADE_FROM, MODEL = "state.pt", "made_from.json", "model"
 
 
 @dataclass
@@ -205,16 +206,12 @@ def card_of(args: Arguments, task: TaskSpec, results: dict[str, Any]) -> str:
 def write(tuning: FineTuning, args: Arguments, results: dict[str, Any], rows: list[tuple]) -> None:
     """The model, then the predictions, then the results, whose file says that all is there."""
     output = Path(str(args.output_dir))
-    partial = output / f"{MODEL}.partial"
-    shutil.rmtree(partial, ignore_errors=True)
     model: Any = tuning.model
-    # peft would ask the Hub whether the vocabulary has grown.
-    model.save_pretrained(partial, **({} if args.full else {"save_embedding_layers": False}))
-    write_tokenizer(partial)
-    (partial / "README.md").write_text(card_of(args, tuning.task, results))
-    sync_tree(partial)
-    shutil.rmtree(output / MODEL, ignore_errors=True)
-    partial.rename(output / MODEL)
+    with replace_directory(output / MODEL) as partial:
+        # peft would ask the Hub whether the vocabulary has grown.
+        model.save_pretrained(partial, **({} if args.full else {"save_embedding_layers": False}))
+        write_tokenizer(partial)
+        (partial / "README.md").write_text(card_of(args, tuning.task, results))
     with replace_flushed(output / "predictions.csv") as path, path.open("w", newline="", encoding="utf-8") as file:
         csv.writer(file).writerows([("protein", "residue", "label", "prediction"), *rows])
     write_json(output / RESULTS, results)

@@ -18,7 +18,6 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -26,12 +25,10 @@ import torch
 from common.cli import UserError, one_line, run
 from common.flags import Flags, Missing, flag, parse_arguments
 from common.models.layers.hf_directory import local_directory
-from common.training.checkpoint_files import MANIFEST, list_checkpoints
 from extras.decoders.config import DecoderConfig, check_supported, load_decoder_config
 from extras.sources.hub import HUB_NAME
 
 logger = logging.getLogger(__name__)
-FINAL_MODEL = "final_model"
 
 
 @dataclass
@@ -70,22 +67,12 @@ class Arguments(Flags):
 
 
 def model_directory(name: str, stack: ExitStack) -> Path:
-    """The directory of transformers' files: what was named, a run's final_model/, or an export of a checkpoint.
+    """As `exported`, downloaded if it is a name on the Hub. UserError if there is no decoder."""
+    from extras.export import exported
 
-    The export lies in a temporary directory, which the stack removes. UserError if there is no decoder.
-    """
-    path = Path(name)
-    if (path / FINAL_MODEL / "config.json").is_file():
-        path = path / FINAL_MODEL
-    if (path / MANIFEST).exists() or list_checkpoints(path):
-        from extras.export import choose, export
-
-        checkpoint = choose(path)
-        path = Path(stack.enter_context(TemporaryDirectory(prefix="generate-"))) / "model"
-        export(checkpoint, path)
-        name = str(path)
-    if path.is_dir():
-        return path
+    name = exported(name, stack)
+    if Path(name).is_dir():
+        return Path(name)
     if not HUB_NAME.fullmatch(name):
         raise UserError(f"--model_name_or_path {name}: no such directory, and no name on the Hub (owner/name)")
     load_decoder_config(name)  # before weights are downloaded

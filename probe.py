@@ -17,7 +17,6 @@ import csv
 import json
 import logging
 import os
-import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -28,9 +27,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from common.cli import UserError, one_line, run
-from common.files.json_files import content_hash, sync_tree
+from common.files.json_files import content_hash
 from common.flags import Flags, Missing, flag, parse_arguments
 from extras.downstream.probes import PROBES, Labelled, evaluate, examples_of, has_label, read_rows, split_of
+from extras.downstream.results import RESULTS, check_output, results_directory
 from extras.prepare.cluster_splits import cluster_records, hash_names, read_table, without_prefix
 from extras.prepare.output_directory import JOURNAL, Build, Journal
 from extras.sources.fasta import read_fasta
@@ -81,9 +81,7 @@ class Arguments(Flags):
         ways = [f"--{n}" for n in ("cluster_column", "cluster_table", "cluster") if getattr(self, n) is not None]
         if len(ways) > 1:
             raise UserError(f"{' and '.join(ways)}: give one of them")
-        output = Path(str(self.output_dir))
-        if output.exists() and not (self.overwrite and (output / "results.json").is_file()):
-            raise UserError(f"--output_dir {output}: exists: choose another, or --overwrite one of this script")
+        check_output(Path(str(self.output_dir)), self.overwrite)
 
 
 def read_labels(args: Arguments) -> list[dict[str, str]]:
@@ -241,12 +239,9 @@ def main() -> None:
     examples, about = examples_of(*labelled_proteins(args), args.probe, f"--labels {args.labels}")
     found, predictions = evaluate(examples, args.probe)
     output = Path(str(args.output_dir))
-    partial = output.with_name(f".{output.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
     test = np.flatnonzero(examples.test)
     counts = {"train": int((~examples.test).sum()), "test": len(test)}
-    try:
-        partial.mkdir(parents=True)
+    with results_directory(output) as partial:
         with (partial / "predictions.csv").open("w", newline="", encoding="utf-8") as file:
             writer = csv.DictWriter(file, [*about[0], "label", "prediction"])
             writer.writeheader()
@@ -254,15 +249,7 @@ def main() -> None:
                 writer.writerow(about[place] | {"label": examples.labels[place], "prediction": prediction})
         made_from = {name: content_hash(getattr(args, name)) for name in ("fasta", "labels")}
         content = found | {"counts": counts, "arguments": asdict(args), "hashes": made_from}
-        (partial / "results.json").write_text(json.dumps(content, indent=2) + "\n")
-        sync_tree(partial)
-        if output.exists():
-            shutil.rmtree(output)
-        partial.rename(output)
-    except OSError as error:
-        raise UserError(f"--output_dir {output}: {error.strerror}: free some space, or choose another") from error
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
+        (partial / RESULTS).write_text(json.dumps(content, indent=2) + "\n")
     print(table_of(found))
     logger.info("Trained on %s labels, evaluated on %s: %s", f"{counts['train']:,}", f"{counts['test']:,}", output)
 

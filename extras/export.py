@@ -11,9 +11,10 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import torch
 from safetensors import SafetensorError
@@ -33,6 +34,7 @@ from extras.text.tokenizers import Tokenizer, load_tokenizer
 logger = logging.getLogger(__name__)
 
 MODEL, EXTRAS = "model.", "extras."
+FINAL_MODEL = "final_model"  # of a run
 
 
 def choose(path: Path) -> Path:
@@ -69,6 +71,19 @@ def export(checkpoint: Path, directory: Path, tokenizer: Tokenizer | None = None
     if family.task == "clm" and tokenizer is None:
         tokenizer = _tokenizer(checkpoint, state)
     family.save(family.to_hf(read, config, extras), config, directory, Training.of_state(state), tokenizer)
+
+
+def exported(name: str, stack: ExitStack) -> str:
+    """The directory of transformers' files that --model_name_or_path stands for: of a run its final_model/, of a
+    checkpoint an export in a temporary directory, which the stack removes; else the name as it is."""
+    path = Path(name)
+    if (path / FINAL_MODEL / "config.json").is_file():
+        return str(path / FINAL_MODEL)
+    if not (path / files.MANIFEST).exists() and not files.list_checkpoints(path):
+        return name
+    made = Path(stack.enter_context(TemporaryDirectory(prefix="exported-"))) / "model"
+    export(choose(path), made)
+    return str(made)
 
 
 def add_model(checkpoint: Path, tokenizer: Tokenizer | None) -> None:

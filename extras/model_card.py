@@ -114,7 +114,7 @@ def shown_results(results: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
             error = number(results, f"{prefix}_below_unigram_stderr") or 0.0
             yield f"{split} loss below residue frequencies", f"{below:.4f} ± {error:.4f} nats"
     for name in sorted(results):
-        kind = re.fullmatch(r"eval_(contacts|mutations|probe)_([a-z0-9_]{1,80})", name)
+        kind = re.fullmatch(r"eval_(contacts|mutations|probe)_([A-Za-z0-9_.-]{1,120})", name)
         if kind and (value := number(results, name)) is not None:
             yield f"{kind[1]}: {kind[2]}", f"{value:.4f}"
 

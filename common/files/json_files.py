@@ -7,6 +7,7 @@ import hashlib
 import json
 import os
 import re
+import shutil
 import stat
 import time
 from collections.abc import Iterable, Iterator
@@ -147,6 +148,27 @@ def replace_flushed(path: Path) -> Iterator[Path]:
         unfinished.unlink(missing_ok=True)
         raise
     sync_directory(path.parent)
+
+
+@contextmanager
+def replace_directory(directory: Path) -> Iterator[Path]:
+    """Yield a new temporary directory to write to; on exit flush it and rename it to `directory`, which is replaced.
+
+    A failure leaves `directory` as it was and removes the temporary one.
+    """
+    unfinished = directory.with_name(f"{directory.name}.partial")
+    shutil.rmtree(unfinished, ignore_errors=True)
+    unfinished.mkdir(parents=True)
+    try:
+        yield unfinished
+        sync_tree(unfinished)
+    except BaseException:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        raise
+    if directory.exists():
+        shutil.rmtree(directory)
+    unfinished.rename(directory)
+    sync_directory(directory.parent)
 
 
 def sync_directory(path: Path) -> None:

@@ -1,1 +1,1 @@
-"""What a model knows of biology, beside its loss: contacts of residues. In a training run and after it."""
+"""What a model knows of biology, beside its loss: contacts, mutations, labels. In a training run and after it."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import hashlib
 import math
 from collections.abc import Sequence
@@ -11,8 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from common.cli import UserError, one_line
+from common.cli import UserError
 from common.models.esm2.alphabet import encode
+from extras.inference.mutation_tables import read_rows as read_table
 from extras.sources.fasta import read_fasta
 
 TASKS = ("regression", "classification", "token_regression", "token_classification")
@@ -51,22 +51,12 @@ class TaskSpec:
 
 
 def read_rows(path: str, where: str, columns: Sequence[str]) -> list[dict[str, str]]:
-    """The rows of a CSV file, with the number of their line as `line`. UserError if it lacks one of the columns, or a
-    row is of another length."""
-    try:
-        with open(path, newline="", encoding="utf-8-sig") as file:
-            reader = csv.DictReader(file)
-            rows = [row | {"line": str(reader.line_num)} for row in reader]
-            names = list(reader.fieldnames or ())
-    except (csv.Error, UnicodeDecodeError, OSError) as error:
-        raise UserError(f"{where}: not a CSV file: {one_line(error)}") from error
+    """The rows of a CSV file, each with its number as `line`. UserError if it lacks one of the columns."""
+    names, rows = read_table(path, where)
     for name in columns:
         if name not in names:
             raise UserError(f"{where}: no column {name!r}, only {', '.join(map(repr, names))}"[:300])
-    for row in rows:
-        if None in row or None in row.values():
-            raise UserError(f"{where}, row {row['line']}: another number of fields than the header's")
-    return rows
+    return [row | {"line": str(line)} for line, row in enumerate(rows, 2)]
 
 
 def held_out_number(key: str) -> float:
@@ -95,7 +85,7 @@ def is_number(text: str) -> bool:
         return False
 
 
-def task_of(sequences: Sequence[str], labels: Sequence[str], asked: str | None) -> TaskSpec:
+def task_of(sequences: Sequence[str], labels: Sequence[str], asked: str | None, where: str = "labels") -> TaskSpec:
     """The task, from the labels unless asked for.
 
     Of residues if most labels have a word a residue. A regression if all are numbers other than 0 and 1; letters of
@@ -111,7 +101,7 @@ def task_of(sequences: Sequence[str], labels: Sequence[str], asked: str | None) 
     if regression and wrong:
         raise UserError(f"--problem_type {asked}: the label {wrong[:40]!r} is not a number")
     if not regression and len(words) < 2:
-        raise UserError(f"labels: one class alone, {min(words, default='')[:40]!r}: a classification needs two")
+        raise UserError(f"{where}: one class alone, {min(words, default='')[:40]!r}: a classification needs two")
     name = ("token_" if of_residues else "") + ("regression" if regression else "classification")
     return TaskSpec(name, () if regression else tuple(sorted(words)))
 
@@ -162,7 +152,7 @@ def read_examples(
     rows = [row for row in rows if row.get("split") != ""]
     if not rows:
         raise UserError(f"{where}: no row has a label")
-    task = task_of([row["sequence"] for row in rows], [row[label_column] for row in rows], problem_type)
+    task = task_of([row["sequence"] for row in rows], [row[label_column] for row in rows], problem_type, where)
     given = {SHORT.get(row["split"].lower(), row["split"].lower()) for row in rows if "split" in row}
     examples, sides = [], {}
     for row in rows:

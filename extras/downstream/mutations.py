@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -12,6 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from common.cli import UserError
+from extras.downstream.results import named_tables
 from extras.inference.encoder import Encoder, EncoderFlags
 from extras.inference.measured import spearman
 from extras.inference.mutation_tables import (
@@ -32,9 +32,8 @@ MOST = 5000  # rows of a table that are scored
 
 
 class Table(NamedTuple):
-    """name: of the keys of its results."""
+    """measured: of each variant."""
 
-    name: str
     variants: list[Variant]
     measured: list[float]
 
@@ -85,8 +84,7 @@ def read_table(path: Path) -> Table:
         kept = [kept[n] for n in sorted(drawn)]
     if len({measured[n] for n in kept}) < 2:
         raise UserError(f"{where}: {MEASURED} has fewer than 2 different values: nothing to correlate with")
-    name = re.sub(r"[^A-Za-z0-9_.-]", "_", path.name.removesuffix(path.suffix))
-    return Table(name, [variants[n] for n in kept], [measured[n] for n in kept])
+    return Table([variants[n] for n in kept], [measured[n] for n in kept])
 
 
 class MutationEvaluation:
@@ -94,20 +92,18 @@ class MutationEvaluation:
 
     def __init__(self, paths: Sequence[str], longest: int):
         """longest: tokens of a window. UserError if a table cannot be read."""
-        self.tables, self.longest = [read_table(Path(path)) for path in paths], longest
-        names = [table.name for table in self.tables]
-        if twice := [name for n, name in enumerate(names) if name in names[:n]]:
-            raise UserError(f"--eval_mutations: two files are named {twice[0]}: rename one")
-        for table in self.tables:
-            logger.info("%s: %s measured variants are evaluated", table.name, f"{len(table.variants):,}")
+        self.longest = longest
+        self.tables = {name: read_table(path) for name, path in named_tables("--eval_mutations", paths).items()}
+        for name, table in self.tables.items():
+            logger.info("%s: %s measured variants are evaluated", name, f"{len(table.variants):,}")
 
     def evaluate(self, model: Any) -> dict[str, float]:
         """`eval_mutations_<file>_masked` and `..._wild_type`: Spearman's, 0 where all scores are alike."""
         encoder = Encoder.of_stock(model, EncoderFlags("the model", max_seq_length=self.longest))
         results = {}
-        for table in self.tables:
+        for table, (variants, measured) in self.tables.items():
             for name, masked in (("masked", True), ("wild_type", False)):
-                found = spearman(score(encoder, table.variants, masked), table.measured)
-                results[f"eval_mutations_{table.name}_{name}"] = 0.0 if math.isnan(found) else found
+                found = spearman(score(encoder, variants, masked), measured)
+                results[f"eval_mutations_{table}_{name}"] = 0.0 if math.isnan(found) else found
         logger.info("Mutations (Spearman): %s", ", ".join(f"{key[15:]} {value:.3f}" for key, value in results.items()))
         return results

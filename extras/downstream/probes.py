@@ -7,18 +7,17 @@ strength of regularisation chosen by cross-validation within the training part, 
 from __future__ import annotations
 
 import logging
-import re
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from common.cli import UserError
 from common.models.esm2.alphabet import BYTE_TO_ID, UNK
-from extras.downstream.labels import UNLABELLED, held_out_number, read_rows, words_of
+from extras.downstream.labels import UNLABELLED, held_out_number, is_number, read_rows, words_of
+from extras.downstream.results import named_tables
 from extras.inference.encoder import Encoder, EncoderFlags, embed
 from extras.sources.records import check_residues
 
@@ -94,37 +93,26 @@ def examples_of(
                 about.append({"id": row.name} | ({} if place is None else {"position": place + 1}))
     if not texts:
         raise UserError(f"{where}: no row has a label")
-    labels, clusters, sides = labels_of(texts, probe), np.array(groups), np.array(splits)
+    labels, clusters, sides = labels_of(texts, probe, where), np.array(groups), np.array(splits)
     test, validation = sides == "test", sides == "validation"
     if shared := sorted(set(clusters[test]) & set(clusters[~test])):
         raise UserError(f"{where}: the protein or cluster {shared[0][:40]!r} is on both sides of the split")
     examples = Examples(np.stack(features), np.stack(baseline), labels, clusters, test, validation)
-    check(examples)
+    check(examples, where)
     return examples, about
 
 
-def labels_of(texts: Sequence[str], probe: str | None) -> np.ndarray:
+def labels_of(texts: Sequence[str], probe: str | None, where: str = "labels") -> np.ndarray:
     """Floats if the probe is a regression, or unset and all are numbers; else the texts. UserError if they are not."""
     if probe == "logistic":
         return np.array(texts)
-    strange = [text for text in texts if not _is_number(text)]
+    strange = [text for text in texts if not is_number(text)]
     if strange and (probe or 2 * len(strange) < len(texts)):
-        raise UserError(f"labels: {strange[0][:40]!r} is not a number: correct it; or, for classes, --probe logistic")
+        raise UserError(f"{where}: {strange[0][:40]!r} is not a number: correct it; or, for classes, --probe logistic")
     if strange:
         return np.array(texts)
-    numbers = np.array([float(text) for text in texts])
-    if not np.isfinite(numbers).all():
-        raise UserError("labels: NaN or infinity among the numbers: leave the field empty where there is none")
-    whole = len(set(texts)) <= 2 and set(texts) <= {"0", "1"}
-    return np.array(texts) if probe is None and whole else numbers
-
-
-def _is_number(text: str) -> bool:
-    try:
-        float(text)
-    except ValueError:
-        return False
-    return True
+    is_yes_or_no = set(texts) <= {"0", "1"}
+    return np.array(texts if probe is None and is_yes_or_no else [float(text) for text in texts])
 
 
 def is_held_out(key: str) -> bool:
@@ -147,19 +135,20 @@ def neighbourhood(sequence: str) -> np.ndarray:
     return np.concatenate([around[n : n + len(sequence)] for n in range(2 * NEIGHBOURS + 1)], axis=1)
 
 
-def check(examples: Examples) -> None:
+def check(examples: Examples, where: str) -> None:
     """UserError for too few labels, and for a class that only the held-out part has, or a single one."""
     train, test = examples.labels[~examples.test], examples.labels[examples.test]
     for part, name in ((train, "training"), (test, "held-out")):
         if len(part) < LEAST:
             raise UserError(
-                f"labels: {len(part)} in the {name} part: each needs {LEAST} or more: add labels, or give a split"
+                f"{where}: {len(part)} labels in the {name} part: each needs {LEAST} or more: add some, or give a "
+                "split"
             )
     if examples.labels.dtype.kind == "U":
         if len(set(train)) < 2:
-            raise UserError(f"labels: one class alone in the training part, {str(train[0])[:40]!r}")
+            raise UserError(f"{where}: one class alone in the training part, {str(train[0])[:40]!r}")
         if unknown := sorted(set(test) - set(train)):
-            raise UserError(f"labels: the class {str(unknown[0])[:40]!r} is in the held-out part alone")
+            raise UserError(f"{where}: the class {str(unknown[0])[:40]!r} is in the held-out part alone")
 
 
 def fitted(features: np.ndarray, labels: np.ndarray, groups: np.ndarray, validation: np.ndarray, probe: str) -> Any:
@@ -261,9 +250,7 @@ def evaluate(examples: Examples, probe: str | None = None) -> tuple[dict[str, di
     """({"probe": {metric: [value, low, high]}, "baseline": ...}, predictions of the held-out examples).
 
     probe: of `PROBES`; None: by the labels. low, high: of 95 % of `RESAMPLES` resamplings of the held-out groups.
-    UserError as `check`.
     """
-    check(examples)
     chosen, test = chosen_probe(examples, probe), examples.test
     found: dict[str, dict[str, Any]] = {}
     predictions = np.array([])
@@ -314,11 +301,8 @@ class ProbeEvaluation:
         self.flags = EncoderFlags(max_seq_length=min(longest, EncoderFlags.max_seq_length))
         self.tables: dict[str, tuple[list[tuple[str, bytes]], Examples]] = {}
         self.baselines: dict[str, dict[str, float]] = {}
-        for path in paths:
-            stem = re.sub(r"[^A-Za-z0-9_.-]", "_", Path(path).stem)
-            if stem in self.tables:
-                raise UserError(f"--eval_probe {path}: two tables named {stem!r}, as the results are: rename one")
-            rows = read_sequences(path, f"--eval_probe {path}")
+        for stem, path in named_tables("--eval_probe", paths).items():
+            rows = read_sequences(str(path), f"--eval_probe {path}")
             examples, _ = examples_of(rows, [None] * len(rows), None, f"--eval_probe {path}")
             self.tables[stem] = [(row.name, row.sequence.encode()) for row in rows], examples
             test = int(examples.test.sum())

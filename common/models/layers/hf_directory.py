@@ -11,7 +11,6 @@ import json
 import math
 import os
 import re
-import shutil
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import groupby
@@ -29,9 +28,8 @@ from common.files.json_files import (
     is_plain_name,
     open_regular,
     read_json,
+    replace_directory,
     shorten,
-    sync_directory,
-    sync_tree,
 )
 
 Config = TypeVar("Config")
@@ -308,19 +306,8 @@ def write_directory(
 
     The directory appears when it is complete and flushed; an existing one is replaced.
     """
-    partial = directory.with_name(f"{directory.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    try:
+    with replace_directory(directory) as partial:
         _write(pieces, export, partial, shard_bytes)
-        sync_tree(partial)
-    except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise
-    if directory.exists():
-        shutil.rmtree(directory)
-    partial.rename(directory)
-    sync_directory(directory.parent)
 
 
 def _write(pieces: Iterable[tuple[str, Tensor]], export: Export, partial: Path, shard_bytes: int) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,10 +13,6 @@ from sklearn.linear_model import LogisticRegression
 from transformers import AutoTokenizer, EsmForMaskedLM
 
 from common.cli import UserError
-from common.models.esm2.config import load_config, override
-from common.models.esm2.convert import pieces_to_hf, save_pretrained
-from common.models.esm2.model import Esm2ForMaskedLM
-from common.models.layers.initialise import initialise
 from extras.downstream.contacts import (
     RANGES,
     SEPARATION,
@@ -42,17 +39,6 @@ def structures(tmp_path_factory):
     write_structures(directory, seed=5)
     for path in sorted(directory.iterdir())[8:]:
         path.unlink()
-    return directory
-
-
-@pytest.fixture(scope="module")
-def untrained(tmp_path_factory):
-    """A directory of an EsmForMaskedLM whose weights are larger than at the start of training: attention differs."""
-    directory = tmp_path_factory.mktemp("model") / "final_model"
-    config = override(load_config("facebook/esm2_t6_8M_UR50D"), TINY_OVERRIDES)
-    model = Esm2ForMaskedLM(config)
-    initialise(model, 1, 0.3)
-    save_pretrained(pieces_to_hf(model.state_dict().__getitem__, config), config, directory)
     return directory
 
 
@@ -142,6 +128,24 @@ def test_run_exports_the_head_it_fitted_and_trains_as_without(dataset, structure
     model = read_stock_model(str(directory), CPU)
     head = fit(model, split(read_structures(str(structures)))[0])
     np.testing.assert_allclose(theirs, head.probabilities(attention_features(model, chain.ids)), atol=1e-5)
+    # A checkpoint has the weights of its step, but no head.
+    for place, head in (("ddp", "the model's own"), ("ddp/checkpoint-4", "fitted on 4 chains")):
+        out = tmp_path / f"contacts of {Path(place).name}"
+        flags = (
+            "--model_name_or_path",
+            tmp_path / place,
+            "--structures",
+            structures,
+            "--output_dir",
+            out,
+            "--maps",
+            0,
+        )
+        done = run_script("contacts.py", *flags)
+        assert done.returncode == 0, done.stderr
+        found = json.loads((out / "results.json").read_text())
+        assert found["head"].startswith(head)
+        assert found["long_p_at_l"] == pytest.approx(results["eval_contacts_long_p_at_l"], abs=1e-6)
     ours, sharded = (rows(tmp_path / name)[-1] for name in ("ddp", "fsdp"))
     assert ours["eval_contacts_long_chance"] == sharded["eval_contacts_long_chance"]
     assert ours["eval_contacts_long_p_at_l"] == pytest.approx(sharded["eval_contacts_long_p_at_l"], abs=0.05)

@@ -17,31 +17,16 @@ from safetensors.torch import load_file
 from transformers import AutoTokenizer, EsmForTokenClassification, Trainer, TrainingArguments
 
 from common.cli import UserError
-from common.models.esm2.config import load_config, override
-from common.models.esm2.convert import pieces_to_hf, save_pretrained
-from common.models.esm2.model import Esm2ForMaskedLM
-from common.models.layers.initialise import initialise
 from extras.downstream.finetuning import FineTuning
 from extras.downstream.labels import IGNORE, read_examples, split_of, task_of
 from tests.data_fixtures import call, load_script
 from tests.forked import Script, run_script
 from tests.patience import wait_until
-from tests.training_fixtures import TINY_OVERRIDES
 
 pytest.importorskip("peft", reason="./install.sh --finetune")
 FINETUNE = load_script("finetune.py")
 CPU = torch.device("cpu")
 HYDROPHOBIC = set("AILMFWV")
-
-
-@pytest.fixture(scope="module")
-def untrained(tmp_path_factory):
-    directory = tmp_path_factory.mktemp("model") / "final_model"
-    config = override(load_config("facebook/esm2_t6_8M_UR50D"), TINY_OVERRIDES)
-    model = Esm2ForMaskedLM(config)
-    initialise(model, 1, 0.3)
-    save_pretrained(pieces_to_hf(model.state_dict().__getitem__, config), config, directory)
-    return directory
 
 
 def label_of(sequence: str, kind: str) -> str:

@@ -219,9 +219,9 @@ NAMES = ["id", "label"]
     [
         (NAMES, [*ROWS, ("stranger", 1.0)], (), "row 62: 'stranger' is not in"),
         (NAMES, [*ROWS, ("P3", 1.0)], (), "row 62: a second label of 'P3'"),
-        (NAMES, [*ROWS, ("P61",)], (), "row 62: another number of fields"),
+        (NAMES, [*ROWS, ("P61",)], (), "row 62 has another number of fields"),
         (NAMES, [*ROWS, ("P61", "high")], (), "'high' is not a number: correct it; or, for classes, --probe logistic"),
-        (NAMES, [*ROWS, ("P61", "inf")], (), "NaN or infinity"),
+        (NAMES, [*ROWS, ("P61", "inf")], (), "'inf' is not a number"),
         (NAMES, ROWS[:9], (), "each needs 10 or more"),
         (NAMES, [(name, "") for name, _ in ROWS], (), "no row has a label"),
         (["protein", "label"], ROWS, (), "no column 'id', only 'protein', 'label'"),
@@ -360,7 +360,7 @@ def test_run_evaluates_probes_as_probe_py_does_on_its_export(dataset, proteins, 
     ("content", "said"),
     [
         ("text,label\nMKV,1\n", "no column 'sequence'"),
-        ("sequence,label\nMKVLAG,1\n", "labels: 1 in the training part"),
+        ("sequence,label\nMKVLAG,1\n", "labels.csv: 1 labels in the training part"),
         ("sequence,label\n0123456789,1\n", "row 2: 100% of the characters are not residues"),
     ],
 )
