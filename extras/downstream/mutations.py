@@ -99,7 +99,7 @@ class MutationEvaluation:
 
     def evaluate(self, model: Any) -> dict[str, float]:
         """`eval_mutations_<file>_masked` and `..._wild_type`: Spearman's, 0 where all scores are alike."""
-        encoder = Encoder.of_stock(model, EncoderFlags("the model", max_seq_length=self.longest))
+        encoder = Encoder(EncoderFlags("the model", max_seq_length=self.longest), model.device, model)
         results = {}
         for table, (variants, measured) in self.tables.items():
             for name, masked in (("masked", True), ("wild_type", False)):

@@ -19,10 +19,10 @@ from common.models.esm2.alphabet import BYTE_TO_ID, UNK
 from extras.downstream.labels import UNLABELLED, held_out_number, is_number, read_rows, words_of
 from extras.downstream.results import named_tables
 from extras.inference.encoder import Encoder, EncoderFlags, embed
+from extras.inference.mutations import RESIDUES
 from extras.sources.records import check_residues
 
 logger = logging.getLogger(__name__)
-RESIDUES = "ACDEFGHIKLMNPQRSTVWY"
 PROBES = ("ridge", "linear", "logistic")
 ALPHAS = tuple(10.0**n for n in range(-2, 6))  # of ridge
 STRENGTHS = tuple(10.0**n for n in range(-4, 2))  # C of logistic
@@ -311,7 +311,7 @@ class ProbeEvaluation:
 
     def evaluate(self, model: Any) -> dict[str, float]:
         """`eval_probe_<stem>_<metric>` of a stock model, and `eval_probe_<stem>_baseline_<metric>`."""
-        encoder = Encoder.of_stock(model, self.flags)
+        encoder = Encoder(self.flags, model.device, model)
         found: dict[str, float] = {}
         for stem, (proteins, examples) in self.tables.items():
             embedded = np.stack([vector.numpy() for vector in embed(encoder, proteins, pooling="mean")])

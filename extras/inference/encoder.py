@@ -20,7 +20,7 @@ from common.files.hashing import hash_bytes
 from common.files.json_files import replace_flushed
 from common.flags import Flags, Missing, flag
 from common.models.esm2.alphabet import BYTE_TO_ID, TOKENS, UNK, encode
-from common.models.esm2.config import Esm2Config, load_config
+from common.models.esm2.config import load_config
 from common.models.esm2.convert import pieces_from_hf, read_pretrained
 from common.models.esm2.model import Esm2ForMaskedLM
 from common.models.layers.residual import total
@@ -129,29 +129,21 @@ class EncoderFlags(Flags):
 class Encoder:
     """A model with its weights, on a GPU if there is one.
 
-    device: of this rank, if several share a machine. UserError for weights that are missing, damaged or not finite,
-    and for a vocabulary other than ESM-2's.
+    device: of this rank, if several share a machine; stock: an EsmForMaskedLM whose weights to take, in place of those
+    that the flags name. UserError for weights that are missing, damaged or not finite, and for a vocabulary other than
+    ESM-2's.
     """
 
-    def __init__(self, flags: EncoderFlags, device: torch.device | None = None):
+    def __init__(self, flags: EncoderFlags, device: torch.device | None = None, stock: Any = None):
         self.flags = flags
         on_gpu = torch.cuda.is_available() and not flags.use_cpu
         self.device = device or torch.device("cuda" if on_gpu else "cpu")
-        config = load_config(flags.model_name_or_path)
-        pieces, _ = read_pretrained(flags.model_name_or_path, config)
-        self._load(config, pieces)
-        size = (config.num_hidden_layers, config.hidden_size)
-        logger.info("%s: %d layers of %d, on %s", flags.model_name_or_path, *size, self.device)
-
-    @classmethod
-    def of_stock(cls, model: Any, flags: EncoderFlags) -> Encoder:
-        """With the weights of an `EsmForMaskedLM`, on its device."""
-        made = cls.__new__(cls)
-        made.flags, made.device = flags, model.device
-        made._load(model.config, pieces_from_hf(model.state_dict(), model.config)[0])
-        return made
-
-    def _load(self, config: Esm2Config, pieces: Iterable[tuple[str, Tensor]]) -> None:
+        if stock is None:
+            config = load_config(flags.model_name_or_path)
+            pieces, _ = read_pretrained(flags.model_name_or_path, config)
+        else:
+            config = stock.config
+            pieces, _ = pieces_from_hf(stock.state_dict(), config)
         with torch.device("meta"):
             self.model = Esm2ForMaskedLM(config)
         self.model.to_empty(device=self.device).eval()
@@ -159,6 +151,9 @@ class Encoder:
         with torch.no_grad():
             for name, tensor in pieces:
                 parameters[name].copy_(tensor)
+        if stock is None:
+            size = (config.num_hidden_layers, config.hidden_size)
+            logger.info("%s: %d layers of %d, on %s", flags.model_name_or_path, *size, self.device)
 
     def packs(self, lengths: Sequence[int]) -> Iterator[list[int]]:
         """Indices of the sequences of each forward pass; longest first, so that the first needs the most memory."""

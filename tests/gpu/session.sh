@@ -39,7 +39,8 @@ if [[ $device == cuda ]]; then
   table profile_15b 180 gpu_profile --size 15B/8 --tokens 8192 --modes torch-compiled,te
   # (b) the product
   table throughput_650m 210 gpu_throughput --sizes 650M --modes torch-compiled,fp32-residual,4-packs
-  table throughput_650m_options 240 gpu_throughput --sizes 650M --modes fa2,cuda-graphs,triton-adamw,scaled-mm
+  table throughput_650m_options 300 gpu_throughput --sizes 650M \
+    --modes fa2,cuda-graphs,te-cuda-graphs,triton-adamw,scaled-mm
   table throughput_650m_32k 90 gpu_throughput --sizes 650M --modes torch-compiled --tokens 32768
   table profile_650m 90 gpu_profile --modes torch-compiled
   # (c), (d) attention, matmuls, launches
