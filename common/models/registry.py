@@ -26,7 +26,10 @@ FAMILIES = {
     "llama": "extras.decoders.family",
     "mistral": "extras.decoders.family",
     "mixtral": "extras.decoders.family",
+    "esmc": "extras.esmc.family",
 }
+# Beginning of names on the Hub: their model_type. Other names are ESM-2's, unless --model_type says otherwise.
+HUB_NAMES = {"biohub/ESMC-": "esmc"}
 
 
 @dataclass(frozen=True)
@@ -61,6 +64,7 @@ class Family(ABC):
     alphabet = ""  # the tokens in order, separated by blanks, as checkpoints record them (mlm)
 
     tokens: TokenSet  # ids for reading and masking (mlm)
+    published: tuple[str, ...] = ()  # built-in names of its sizes, --model_type's default first (mlm)
 
     @abstractmethod
     def load_config(self, name: str) -> Any:
@@ -104,13 +108,17 @@ def family_of(model_type: str) -> Family:
     return import_module(FAMILIES[model_type]).FAMILY
 
 
-def encoder_family(name: str) -> Family:
-    """The masked-language-modelling family of a directory by its config.json; ESM-2 for any other name.
+def encoder_family(name: str, model_type: str | None = None) -> Family:
+    """The masked-language-modelling family: of a directory by its config.json, else by model_type, else of a name by
+    HUB_NAMES; ESM-2 for any other name.
 
     ESM-2's loader reports what is wrong with a directory that no family can read.
     """
+    if not Path(name).is_dir():
+        known = (kind for beginning, kind in HUB_NAMES.items() if name.startswith(beginning))
+        return family_of(model_type or next(known, "esm"))
     try:
         family = family_of(read_config(Path(name) / "config.json")["model_type"])
     except (OSError, ValueError, KeyError, TypeError):
-        return family_of("esm")
+        return family_of(model_type or "esm")
     return family if family.task == "mlm" else family_of("esm")

@@ -51,7 +51,7 @@ class TrainArguments(RunArguments):
 
     @property
     def family(self) -> Family:
-        return encoder_family(str(self.model_named))
+        return encoder_family(str(self.model_named), self.model.model_type)
 
     @property
     def cp_comm_type(self) -> str:
@@ -89,7 +89,7 @@ class MaskedLM(Task[TrainArguments, ProteinData]):
         self._log_frequencies: np.ndarray | None = None
 
     def open(self, evaluates: bool) -> None:
-        if self.flags.data.dataset and self.family is not family_of("esm"):
+        if self.flags.data.dataset and self.family.tokens != family_of("esm").tokens:
             raise UserError(
                 f"--dataset {self.flags.data.dataset}: files are tokenised with ESM-2's alphabet: give --dataset_dir, "
                 "tokenised with the model's own"

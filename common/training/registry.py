@@ -19,7 +19,7 @@ from typing import Any
 from common.cli import UserError
 from common.distributed.strategy import StrategyFlags
 from common.flags import changed_defaults, flag_specs, flat, is_file_of_flags, parse_arguments, read_file_of_flags
-from common.models.registry import family_of
+from common.models.registry import FAMILIES, family_of
 from common.training.arguments import RunArguments
 from common.training.task import Task
 
@@ -160,6 +160,8 @@ def task_name(words: list[str]) -> str:
         if task not in TASKS:
             raise UserError(f"--task {task}: choose {', '.join(TASKS)}")
         return task
+    if given.get("model_type") in FAMILIES:
+        return family_of(given["model_type"]).task
     if not given.keys().isdisjoint(("model", "model_type")):
         return "clm"
     try:

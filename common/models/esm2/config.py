@@ -5,6 +5,7 @@ Source: config.json of the facebook/esm2_* checkpoints and table S1 of Lin et al
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -13,7 +14,7 @@ from common.cli import UserError
 from common.files.json_files import check_type, shorten
 from common.models.esm2 import alphabet
 from common.models.layers import hf_directory
-from common.models.layers.hf_directory import check_heads, check_positive, check_sizes, read_config
+from common.models.layers.hf_directory import Config, check_heads, check_positive, check_sizes, read_config
 
 # Must agree for a checkpoint to be of the same model; the rest of config.json may differ.
 FINGERPRINT_FIELDS = (
@@ -125,11 +126,12 @@ def check_supported(config: Esm2Config, where: str) -> None:
     check_heads(config, where)
 
 
-def override(config: Esm2Config, changes: str) -> Esm2Config:
-    """Apply `--config_overrides name=value,name=value`; values take the type of what they replace."""
+def override(config: Config, changes: str, check: Callable[[Any, str], None] = check_supported) -> Config:
+    """Apply `--config_overrides name=value,name=value`; values take the type of what they replace. check: of the
+    family of the configuration."""
     for change in changes.split(","):
         name, _, text = (part.strip() for part in change.partition("="))
-        old = getattr(config, name, None)
+        old = vars(config).get(name)
         try:
             if not isinstance(old, int | float):
                 raise ValueError
@@ -138,7 +140,7 @@ def override(config: Esm2Config, changes: str) -> Esm2Config:
         except (ValueError, KeyError):
             raise UserError(f"--config_overrides {change}: expected name=value, a number or true/false") from None
         setattr(config, name, value)
-    check_supported(config, "--config_overrides")
+    check(config, "--config_overrides")
     return config
 
 

@@ -8,7 +8,7 @@ always exact. The difference is measured in benchmarks/results/gelu.md. The LM h
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,11 +20,11 @@ from common.cli import UserError
 from common.distributed.world import World
 from common.flags import Missing, flag
 from common.models.esm2.alphabet import ESM2_TOKENS, TOKENS
-from common.models.esm2.config import HIDDEN_ACT, Esm2Config, gelu_of, load_config, override
+from common.models.esm2.config import ESM2_SIZES, HIDDEN_ACT, Esm2Config, gelu_of, load_config, override
 from common.models.layers.backend import STOCK, BackendFlags, Heads, check_device, choose_backend
 from common.models.layers.hf_directory import Training
 from common.models.layers.residual import Model
-from common.models.registry import Family, ModelSpec
+from common.models.registry import FAMILIES, Family, ModelSpec, encoder_family, family_of
 
 ONLY_GELU = {"te": "tanh", **dict.fromkeys(STOCK, "exact")}  # backends with one kind
 
@@ -74,10 +74,16 @@ class ModelFlags(BackendFlags):
     group = "model"
     required = ("config_name",)
     advanced = ("gelu", "bf16_residual", "cp_comm_type")
-    unlisted = (*BackendFlags.unlisted, "tokenizer_name", "fused_gelu")
+    unlisted = (*BackendFlags.unlisted, "model_type", "tokenizer_name", "fused_gelu")
 
     config_name: str | None = flag(
-        None, "Train from random weights: facebook/esm2_* (built in), a directory with config.json, a Hub name."
+        None,
+        "Train from random weights: facebook/esm2_*, biohub/ESMC-*-hf (built in), a directory with config.json, a Hub "
+        "name.",
+    )
+    model_type: str | None = flag(
+        None,
+        "esmc (ESM C, the 300M if not named) or esm. Default: what config.json or the name says (docs/models.md).",
     )
     config_overrides: str | None = flag(
         None, "Change the configuration of --config_name: num_hidden_layers=2,hidden_size=64,..."
@@ -107,7 +113,16 @@ class ModelFlags(BackendFlags):
         if not self.config_name and not self.model_name_or_path:
             yield Missing("--config_name", "the model to train", "facebook/esm2_t6_8M_UR50D")
 
+    def resolve(self) -> ModelFlags:
+        if not self.model_type or self.config_name or self.model_name_or_path:
+            return self
+        return replace(self, config_name=encoder_named(self.model_type).published[0])
+
     def check(self) -> None:
+        if self.model_type:
+            asked, name = encoder_named(self.model_type), str(self.config_name or self.model_name_or_path)
+            if encoder_family(name, self.model_type) is not asked:
+                raise UserError(f"--model_type {self.model_type}: {name} is of another family: drop one of the two")
         if self.config_name and self.model_name_or_path:
             raise UserError("--config_name (random weights) excludes --model_name_or_path (given weights)")
         if self.config_overrides and not self.config_name:
@@ -118,6 +133,13 @@ class ModelFlags(BackendFlags):
     def torch_only(self) -> list[str]:
         given = {"--gelu exact": self.gelu == "exact", "--fused_gelu": self.fused_gelu}
         return [*super().torch_only(), *(name for name, is_given in given.items() if is_given)]
+
+
+def encoder_named(model_type: str) -> Family:
+    """The family of --model_type. UserError unless it is one of masked language modelling."""
+    if model_type not in FAMILIES or (family := family_of(model_type)).task != "mlm":
+        raise UserError(f"--model_type {model_type}: is no encoder here: choose esm, esmc")
+    return family
 
 
 def check_context(flags: ModelFlags, layout: str, cp_size: int, backend: str, config: Esm2Config) -> None:
@@ -146,6 +168,7 @@ class Esm2(Family):
     alphabet = " ".join(TOKENS)
 
     tokens = ESM2_TOKENS
+    published = tuple(ESM2_SIZES)
 
     def load_config(self, name: str) -> Esm2Config:
         return load_config(name)

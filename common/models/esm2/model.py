@@ -80,18 +80,15 @@ class Embeddings(nn.Module):
 
 
 class Encoder(nn.Module):
-    def __init__(self, config: Esm2Config, backend: str = "torch"):
+    """layers: the module that defines them (`layers_torch` or `layers_te`); those of a family may be others."""
+
+    def __init__(self, config: Any, layers: Any, final_norm: nn.Module):
         super().__init__()
         self.head_dim = config.hidden_size // config.num_attention_heads
-        layers: Any
-        if backend == "te":
-            from common.models.esm2 import layers_te as layers
-        else:
-            from common.models.esm2 import layers_torch as layers
         self.prepare, self.begin = layers.prepare, layers.begin
         self.layers = Layers(layers.TransformerLayer(config, n) for n in range(config.num_hidden_layers))
         self.context: ContextGroup | None = None  # with context parallelism: the ranks that share packs
-        self.emb_layer_norm_after = LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
+        self.emb_layer_norm_after = final_norm
 
     def forward(self, x: Tensor, cu_seqlens: Tensor, max_seqlen: int, shared: CpPack | None = None) -> Tensor:
         to_prepare = len(x), cu_seqlens, max_seqlen, self.head_dim
@@ -129,9 +126,14 @@ class Esm2ForMaskedLM(Model):
 
     def __init__(self, config: Esm2Config, backend: str = "torch", residual: torch.dtype = torch.float32):
         super().__init__()
+        layers: Any
+        if backend == "te":
+            from common.models.esm2 import layers_te as layers
+        else:
+            from common.models.esm2 import layers_torch as layers
         self.config, self.backend = config, backend
         self.embeddings = Embeddings(config, residual)
-        self.encoder = Encoder(config, backend)
+        self.encoder = Encoder(config, layers, LayerNorm(config.hidden_size, eps=config.layer_norm_eps))
         self.lm_head = LMHead(config)
 
     @property

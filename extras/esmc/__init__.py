@@ -1,0 +1,1 @@
+"""ESM C: configuration, layers, published sizes, conversion to and from transformers' `EsmcForMaskedLM`."""

@@ -1,0 +1,85 @@
+"""ESM C as a family (common.models.registry): the choice of backend, FLOPs, weights from and to transformers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from common.cli import UserError
+from common.distributed.world import World
+from common.models.esm2.alphabet import ESM2_TOKENS
+from common.models.esm2.config import override
+from common.models.esm2.family import check_context, choose_residual
+from common.models.layers.backend import STOCK, Heads, check_device, choose_backend
+from common.models.layers.hf_directory import Training
+from common.models.registry import Family, ModelSpec
+from extras.esmc.config import ALPHABET, ESMC_SIZES, EsmcConfig, check_supported, load_config
+from extras.esmc.convert import pieces_to_hf, read_pretrained, save_pretrained
+from extras.esmc.model import EsmcForMaskedLM
+
+
+class Esmc(Family):
+    alphabet = ALPHABET
+    tokens = ESM2_TOKENS  # the ids that reading and masking need are ESM-2's
+    published = tuple(ESMC_SIZES)
+
+    def load_config(self, name: str) -> EsmcConfig:
+        return load_config(name)
+
+    def choose(self, args: Any, world: World, torch_only: tuple[str, ...], previous: dict) -> ModelSpec:
+        flags, bf16 = args.model, args.precision.bf16
+        of_esm2 = {"gelu": flags.gelu, "fused_gelu": flags.fused_gelu, "tokenizer_name": flags.tokenizer_name}
+        for name in (name for name, given in of_esm2.items() if given):
+            raise UserError(f"--{name}: is of ESM-2 only, and this is ESM C: drop the flag")
+        if flags.backend in STOCK:
+            raise UserError(f"--backend {flags.backend}: is of ESM-2 only: choose auto, te, torch")
+        config = load_config(flags.config_name or flags.model_name_or_path)
+        if flags.config_overrides:
+            config = override(config, flags.config_overrides, check_supported)
+        torch_only += args.precision.torch_only()
+        backend, why = choose_backend(flags, world.device, bf16, torch_only, previous.get("backend"))
+        heads = config.num_attention_heads
+        head_dim = config.hidden_size // heads
+        check_device(world.device, bf16, head_dim, "torch")  # both backends have torch's attention
+        check_context(flags, args.data.cp_layout, world.cp_size, "torch", config)
+        attention, kernels = flags.choose_attention(Heads(heads, heads, head_dim), bf16, world)
+        remarks = (f"Backend: {backend} ({why})", *([kernels] if kernels else []))
+        bf16_residual = choose_residual(flags.bf16_residual, bf16 and backend == "torch", world.device, previous)
+        residual = torch.bfloat16 if bf16_residual else torch.float32
+        make = partial(EsmcForMaskedLM, config, backend, residual)
+        read = partial(read_pretrained, flags.model_name_or_path, config) if flags.model_name_or_path else None
+        return ModelSpec(config, backend, why, "", remarks, make, read, attention, bf16_residual)
+
+    def make(self, config: EsmcConfig) -> EsmcForMaskedLM:
+        return EsmcForMaskedLM(config)
+
+    def flops(self, config: EsmcConfig, tokens: int, squared_lengths: int, targets: int) -> float:
+        """The LM head runs on the masked positions only."""
+        hidden, ffn = config.hidden_size, config.intermediate_size
+        per_token = 2 * config.num_hidden_layers * (4 * hidden * hidden + 3 * hidden * ffn)
+        attention = 4 * config.num_hidden_layers * hidden * squared_lengths
+        head = 2 * targets * (hidden * hidden + hidden * config.vocab_size)
+        return 3.0 * (per_token * tokens + attention + head)
+
+    def to_hf(
+        self, get: Callable[[str], Tensor], config: EsmcConfig, extras: dict[str, Tensor]
+    ) -> Iterator[tuple[str, Tensor]]:
+        return pieces_to_hf(get, config)
+
+    def save(
+        self,
+        tensors: Iterator[tuple[str, Tensor]],
+        config: EsmcConfig,
+        directory: Path,
+        training: Training,
+        tokenizer: Any = None,
+    ) -> None:
+        save_pretrained(tensors, config, directory, training)
+
+
+FAMILY = Esmc()

@@ -1,0 +1,115 @@
+"""ESM C in the train scripts: every strategy is the run of one process, and its export is transformers' model."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import transformers
+
+from tests.training_fixtures import final_weights, losses, relative_difference, rows, same_bits, train
+
+SIZES = "num_hidden_layers=2,hidden_size=32,num_attention_heads=4,intermediate_size=64"
+MODEL = {"config_name": "biohub/ESMC-300M-hf", "config_overrides": SIZES}
+STEPS = 6
+RUN = MODEL | {"max_steps": STEPS, "packs_per_step": 4, "tokens_per_pack": 256, "save_steps": 3}
+EMULATED = {"emulate_precision": True, "max_steps": 2, "save_final_model": False, "save_steps": 2}
+
+
+@pytest.fixture(scope="module")
+def alone(dataset, tmp_path_factory):
+    """One process."""
+    out = tmp_path_factory.mktemp("esmc") / "run"
+    train(dataset, out, do_eval=True, **RUN)
+    return out
+
+
+def results(out: Path) -> dict:
+    return json.loads((out / "all_results.json").read_text())
+
+
+@pytest.mark.parametrize(
+    ("script", "flags"),
+    [
+        ("train_ddp.py", {"gradient_checkpointing": True}),
+        ("train_fsdp2.py", {"activation_checkpointing": "selective"}),
+        ("train_mfsdp.py", {}),
+        ("train_ddp_cp.py", {"torch_compile": True, "compiler": "eager"}),
+    ],
+)
+def test_esmc_run_of_every_strategy_equals_one_process(dataset, alone, tmp_path, script, flags):
+    if script == "train_mfsdp.py":
+        pytest.importorskip("megatron_fsdp", reason="megatron-fsdp is not installed")
+    train(dataset, tmp_path, 2, script=script, **RUN | flags)
+    assert losses(tmp_path) == pytest.approx(losses(alone), rel=1e-5)
+    assert [row["grad_norm"] for row in rows(tmp_path)] == pytest.approx(
+        [row["grad_norm"] for row in rows(alone) if "loss" in row], rel=1e-4
+    )
+    assert relative_difference(final_weights(tmp_path), final_weights(alone)) < 1e-5
+
+
+def test_esmc_resumes_bit_identically(dataset, alone, tmp_path):
+    for stop in (3, STEPS):
+        train(dataset, tmp_path, do_eval=True, stop_at_step=stop, **RUN)
+    assert losses(tmp_path) == losses(alone)
+    assert same_bits(final_weights(tmp_path), final_weights(alone))
+
+
+def test_esmc_export_is_transformers_model_and_a_start(dataset, alone, tmp_path):
+    model = transformers.AutoModelForMaskedLM.from_pretrained(alone / "final_model")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(alone / "final_model")
+    assert type(model).__name__ == "EsmcForMaskedLM"
+    assert type(tokenizer).__name__ == "EsmcTokenizer"
+    assert losses(alone)[0] == pytest.approx(math.log(64), rel=0.02)  # it begins by guessing among 64 rows
+    found = results(alone)
+    again = {"model_name_or_path": alone / "final_model", "do_train": False, "do_eval": True}
+    train(dataset, tmp_path, **again)
+    assert results(tmp_path)["eval_loss"] == found["eval_loss"]
+    card = (alone / "final_model" / "README.md").read_text()
+    assert "EsmcForMaskedLM" in card
+
+
+def test_esmc_reads_files_as_they_are(tmp_path):
+    """--dataset: the ids of residues are ESM-2's."""
+    fasta = tmp_path / "a.fasta"
+    fasta.write_text("".join(f">{n}\n{'MKTAYIAKQRQISFVKSHFSRQ' * 3}\n" for n in range(40)))
+    flags = RUN | {"config_name": None, "model_type": "esmc", "max_steps": 2, "save_final_model": False}
+    train(None, tmp_path / "out", dataset=fasta, **flags)
+    assert len(losses(tmp_path / "out")) == 2
+
+
+@pytest.mark.parametrize("flags", [{"fp8": True}, {"fp4": True}], ids=["fp8", "nvfp4"])
+def test_esmc_layers_compute_in_emulated_formats(dataset, alone, tmp_path, flags):
+    train(dataset, tmp_path, **RUN | EMULATED | flags)
+    exact = losses(alone)[:2]
+    assert losses(tmp_path) != exact
+    assert losses(tmp_path) == pytest.approx(exact, rel=0.03)
+
+
+def test_esmc_with_muon_equals_one_process(dataset, tmp_path):
+    flags = RUN | {"optim": "muon", "max_steps": 3, "save_steps": 3}
+    train(dataset, tmp_path / "alone", **flags)
+    train(dataset, tmp_path / "fsdp2", 2, script="train_fsdp2.py", **flags)
+    assert losses(tmp_path / "fsdp2") == pytest.approx(losses(tmp_path / "alone"), rel=1e-5)
+    assert relative_difference(final_weights(tmp_path / "fsdp2"), final_weights(tmp_path / "alone")) < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ({"gelu": "tanh"}, "--gelu: is of ESM-2 only"),
+        ({"backend": "hf"}, "--backend hf: is of ESM-2 only"),
+        ({"backend": "te"}, "it needs an NVIDIA GPU, and this run is on a CPU"),
+        ({"model_type": "esm"}, "--model_type esm: biohub/ESMC-300M-hf is of another family"),
+        ({"model_type": "llama", "task": "mlm"}, "--model_type llama: is no encoder here: choose esm, esmc"),
+        ({"config_overrides": "vocab_size=33"}, "vocab_size is 33, ESM C has 64"),
+        ({"eval_contacts": "here", "do_eval": True}, "--eval_contacts: of a esmc; only ESM-2 can be evaluated so"),
+    ],
+)
+def test_esmc_refuses_what_it_lacks_in_one_line(dataset, tmp_path, flags, said):
+    printed = train(dataset, tmp_path / "out", expect=2, **RUN | flags)
+    assert said in printed
+    assert "Traceback" not in printed
+    assert not (tmp_path / "out").exists()
