@@ -28,9 +28,8 @@ import torch
 from common.cli import StoppedBySignal, UserError, one_line, run
 from common.files.json_files import content_hash, read_json, replace_directory, replace_flushed, write_json
 from common.flags import Flags, Missing, flag, parse_arguments
-from common.models.esm2.config import load_config
-from common.models.esm2.convert import read_pretrained, write_tokenizer
 from common.models.layers.hf_directory import local_directory, model_hash
+from common.models.registry import encoder_family
 from extras.downstream.finetuning import FineTuning
 from extras.downstream.labels import SPLITS, TASKS, TaskSpec, read_examples
 from extras.downstream.probes import with_intervals
@@ -41,13 +40,17 @@ from extras.model_card import software
 logger = logging.getLogger(__name__)
 RESAMPLES = 200  # of the held-out proteins, for the intervals
 STATE, MADE_FROM, MODEL = "state.pt", "made_from.json", "model"
+# Of transformers, by model_type: how its classes' names begin, the matrices that get LoRA's, the model's name.
+STOCK = {"esm": ("Esm", "query,key,value", "ESM-2"), "esmc": ("Esmc", "q_proj,k_proj,v_proj", "ESM C")}
 
 
 @dataclass
 class Arguments(Flags):
     required = ("model_name_or_path", "dataset", "output_dir")
 
-    model_name_or_path: str | None = flag(None, "A final_model/, any other directory of an ESM-2, or its name.")
+    model_name_or_path: str | None = flag(
+        None, "A final_model/, any other directory of an ESM-2 or ESM C, or its name."
+    )
     dataset: str | None = flag(None, "A CSV file with the columns sequence and label, and possibly split.")
     output_dir: str | None = flag(None, "Where the model and the results go.")
     fasta: str | None = flag(None, "The sequences, where the CSV file has ids: its column id.")
@@ -59,7 +62,9 @@ class Arguments(Flags):
     lora_r: int = flag(8, "Rank of LoRA's matrices.")
     lora_alpha: float = flag(16.0, "LoRA's scale times its rank.")
     lora_dropout: float = flag(0.0, "Of LoRA's inputs.")
-    target_modules: str = flag("query,key,value", "Matrices that get LoRA's: names in the stock model.")
+    target_modules: str | None = flag(
+        None, "Matrices that get LoRA's: names in the stock model. Default: of queries, keys and values."
+    )
     learning_rate: float | None = flag(None, "Peak. Default: 1e-3 with LoRA, 1e-4 with --full.")
     num_train_epochs: int = flag(20, "At most so many.")
     patience: int = flag(3, "End after so many epochs without a lower validation loss.")
@@ -102,18 +107,28 @@ class Arguments(Flags):
             raise UserError("LoRA needs peft: ./install.sh --finetune; or train all weights with --full")
 
 
+def targets_of(args: Arguments) -> str:
+    """--target_modules, by default the model's."""
+    name = str(args.model_name_or_path)
+    return args.target_modules or STOCK[encoder_family(name).load_config(name).model_type][1]
+
+
 def make_model(args: Arguments, task: TaskSpec) -> Any:
     """Stock transformers' model with a new head, wrapped by peft unless --full. UserError as `read_pretrained`."""
-    from transformers import EsmForSequenceClassification, EsmForTokenClassification
+    import transformers
     from transformers.utils.logging import disable_progress_bar, set_verbosity_error
 
     name = str(args.model_name_or_path)
-    for _ in read_pretrained(name, load_config(name))[0]:
+    family = encoder_family(name)
+    config = family.load_config(name)
+    for _ in family.read(name, config)[0]:
         pass  # it checks vocabulary and weights
+    beginning, _, _ = STOCK[config.model_type]
     disable_progress_bar()
     set_verbosity_error()  # that the head is new
     torch.manual_seed(args.seed)
-    kind: Any = EsmForTokenClassification if task.of_residues else EsmForSequenceClassification
+    head = "ForTokenClassification" if task.of_residues else "ForSequenceClassification"
+    kind: Any = getattr(transformers, beginning + head)
     labels = dict(enumerate(task.classes or ("value",)))
     model, loading = kind.from_pretrained(
         local_directory(name),
@@ -127,7 +142,7 @@ def make_model(args: Arguments, task: TaskSpec) -> Any:
         output_loading_info=True,
     )
     if lacking := sorted(
-        key for key in loading["missing_keys"] if not key.startswith(("classifier.", "esm.contact_"))
+        key for key in loading["missing_keys"] if not key.startswith(("classifier.", "score.", "esm.contact_"))
     ):
         raise UserError(f"--model_name_or_path {name}: transformers does not find {lacking[0]} there: export it anew")
     if args.full:
@@ -136,15 +151,15 @@ def make_model(args: Arguments, task: TaskSpec) -> Any:
         return model
     from peft import LoraConfig, TaskType, get_peft_model
 
-    config = LoraConfig(
+    lora = LoraConfig(
         task_type=TaskType.TOKEN_CLS if task.of_residues else TaskType.SEQ_CLS,
         r=args.lora_r,
         lora_alpha=args.lora_alpha,
         lora_dropout=args.lora_dropout,
-        target_modules=args.target_modules.split(","),
+        target_modules=targets_of(args).split(","),
     )
     try:
-        wrapped: Any = get_peft_model(model, config)
+        wrapped: Any = get_peft_model(model, lora)
     except ValueError as error:
         raise UserError(f"--target_modules {args.target_modules}: {one_line(error)[:160]}") from error
     wrapped.active_peft_config.base_model_name_or_path = name  # not its place in the Hub's cache
@@ -184,16 +199,17 @@ def evaluate(tuning: FineTuning, split: str) -> tuple[dict[str, Any], list[tuple
     return {"loss": loss, **{n: v for n, v in found.items() if v[0] is not None}, "baseline": values}, rows
 
 
-def card_of(args: Arguments, task: TaskSpec, results: dict[str, Any]) -> str:
+def card_of(args: Arguments, task: TaskSpec, results: dict[str, Any], model_type: str) -> str:
     """The model card. It contains no paths and no names of the user's."""
-    library, kind = ("transformers", "Esm") if args.full else ("peft", "AutoPeftModel")
+    beginning, _, model = STOCK[model_type]
+    library, kind = ("transformers", beginning) if args.full else ("peft", "AutoPeftModel")
     kind += "ForTokenClassification" if task.of_residues else "ForSequenceClassification"
     more = "" if args.full else f", num_labels={len(task.classes) or 1}"
     counts = {f"{name} proteins": f"{count:,}" for name, count in results["counts"].items()}
     metrics = {name: f"{value[0]:.4f}" for name, value in results["test"].items() if isinstance(value, list)}
     what = "all weights trained" if args.full else f"LoRA of rank {args.lora_r}"
     lines = ["---", f"library_name: {library}", "license: unknown", "tags:", "- protein", "- esm", "---", ""]
-    lines += [f"# ESM-2, fine-tuned: {task.name.replace('_', ' ')}, {what}", ""]
+    lines += [f"# {model}, fine-tuned: {task.name.replace('_', ' ')}, {what}", ""]
     lines += ["```python", f"from {library} import {kind}", "from transformers import AutoTokenizer", ""]
     lines += [f'model = {kind}.from_pretrained("DIRECTORY"{more})  # of this file']
     lines += ['tokenizer = AutoTokenizer.from_pretrained("DIRECTORY")', "```", ""]
@@ -210,8 +226,8 @@ def write(tuning: FineTuning, args: Arguments, results: dict[str, Any], rows: li
     with replace_directory(output / MODEL) as partial:
         # peft would ask the Hub whether the vocabulary has grown.
         model.save_pretrained(partial, **({} if args.full else {"save_embedding_layers": False}))
-        write_tokenizer(partial)
-        (partial / "README.md").write_text(card_of(args, tuning.task, results))
+        encoder_family(str(args.model_name_or_path)).write_tokenizer(partial)
+        (partial / "README.md").write_text(card_of(args, tuning.task, results, model.config.model_type))
     with replace_flushed(output / "predictions.csv") as path, path.open("w", newline="", encoding="utf-8") as file:
         csv.writer(file).writerows([("protein", "residue", "label", "prediction"), *rows])
     write_json(output / RESULTS, results)
@@ -235,7 +251,7 @@ def identity(args: Arguments) -> dict[str, Any]:
     free = {"output_dir", "overwrite", "use_cpu", "save_steps", "model_name_or_path", "dataset", "fasta"}
     flags = {each.name: getattr(args, each.name) for each in fields(args) if each.name not in free}
     data = {name: content_hash(getattr(args, name)) for name in ("dataset", "fasta") if getattr(args, name)}
-    return flags | {"model": model_hash(str(args.model_name_or_path))} | data
+    return flags | {"target_modules": targets_of(args), "model": model_hash(str(args.model_name_or_path))} | data
 
 
 def claim(args: Arguments, made_from: dict[str, Any]) -> bool:

@@ -39,8 +39,8 @@ from common.files.json_files import (
     sync_tree,
 )
 from common.flags import Missing, flag, parse_arguments
-from common.models.esm2.config import load_config
 from common.models.layers.hf_directory import model_hash
+from common.models.registry import encoder_family
 from extras.inference.encoder import Encoder, EncoderFlags
 from extras.inference.measured import Correlation, as_table, correlations
 from extras.inference.mutation_tables import (
@@ -311,7 +311,8 @@ def new_columns(args: Arguments) -> dict[str, bool]:
 
 def begin(args: Arguments, output: Path, record: Path, hashes: dict[str, str]) -> tuple[Encoder, dict] | None:
     """The encoder and what the record has of this run; None if there is nothing to do."""
-    load_config(str(args.model_name_or_path))  # for its error messages
+    name = str(args.model_name_or_path)
+    encoder_family(name).load_config(name)  # for its error messages
     hashes = hashes | {"model_hash": model_hash(args.model_name_or_path)}
     made_from = hashes | {name: getattr(args, name) for name in SETTINGS}
     if args.measured_column:

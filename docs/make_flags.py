@@ -146,7 +146,7 @@ def decoders(of_esm2: dict[str, FlagSpec]) -> list[tuple[str, ...]]:
     rows = []
     for name, spec in sorted(specs_of(CausalArguments()).items()):
         same = of_esm2.get(name)
-        if same is None or spec.aliases or same.default != spec.default:
+        if same is None or spec.aliases or (same.default, same.help) != (spec.default, spec.help):
             rows.append(
                 (f"`--{name}`", ", ".join(f"`{each}`" for each in spec.aliases), shown(spec.default), text_of(spec))
             )

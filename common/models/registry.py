@@ -79,6 +79,10 @@ class Family(ABC):
         """
 
     @abstractmethod
+    def read(self, name: str, config: Any) -> tuple[Iterator[tuple[str, Tensor]], dict[str, Tensor]]:
+        """The weights of a directory or Hub name: ((our name, tensor) pairs, extras). UserError if they do not fit."""
+
+    @abstractmethod
     def make(self, config: Any) -> Model:
         """The model with torch layers, under torch.device("meta")."""
 
@@ -96,6 +100,10 @@ class Family(ABC):
     ) -> Iterator[tuple[str, Tensor]]:
         """The tensors to export, one at a time. `get` is called for each of our parameters once, in a fixed order."""
 
+    def write_tokenizer(self, directory: Path) -> None:
+        """The files that transformers' AutoTokenizer opens (mlm)."""
+        raise NotImplementedError
+
     @abstractmethod
     def save(
         self, tensors: Iterator[tuple[str, Tensor]], config: Any, directory: Path, training: Training, tokenizer: Any
@@ -109,14 +117,14 @@ def family_of(model_type: str) -> Family:
 
 
 def encoder_family(name: str, model_type: str | None = None) -> Family:
-    """The masked-language-modelling family: of a directory by its config.json, else by model_type, else of a name by
-    HUB_NAMES; ESM-2 for any other name.
+    """The masked-language-modelling family: of a directory by its config.json, of a name by HUB_NAMES, else that of
+    model_type; ESM-2 without one.
 
     ESM-2's loader reports what is wrong with a directory that no family can read.
     """
     if not Path(name).is_dir():
         known = (kind for beginning, kind in HUB_NAMES.items() if name.startswith(beginning))
-        return family_of(model_type or next(known, "esm"))
+        return family_of(next(known, model_type or "esm"))
     try:
         family = family_of(read_config(Path(name) / "config.json")["model_type"])
     except (OSError, ValueError, KeyError, TypeError):

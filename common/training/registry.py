@@ -38,7 +38,6 @@ TASKS = ("mlm", "clm")
 COUNTERPARTS = {
     "config_name": "model",
     "model": "config_name",
-    "model_type": "config_name",
     **dict.fromkeys(("hidden_size", "intermediate_size", "num_hidden_layers"), "config_overrides"),
     **dict.fromkeys(("num_attention_heads", "initializer_range"), "config_overrides"),
     "tokenizer_name": "tokenizer",

@@ -141,14 +141,15 @@ class Decoders(Family):
             )
         if args.precision.quant_stats and config.num_local_experts:
             raise UserError("--quant_stats: not of a layer with experts, whose matrices are several: drop the flag")
-        read = None
-        if where := flags.model_name_or_path:
-            read = lambda: (read_decoder(where, config), {})  # noqa: E731
+        read = partial(self.read, flags.model_name_or_path, config) if flags.model_name_or_path else None
         heads = Heads(config.num_attention_heads, config.num_key_value_heads, config.head_dim, causal=True)
         attention, kernels = flags.choose_attention(heads, bf16, world)
         remarks = (remark, f"Backend: {backend} ({why})", *([kernels] if kernels else []))
         make = partial(DecoderForCausalLM, config, backend)
         return ModelSpec(config, backend, why, "", remarks, make, read, attention)
+
+    def read(self, name: str, config: DecoderConfig) -> tuple[Iterator[tuple[str, Tensor]], dict[str, Tensor]]:
+        return read_decoder(name, config), {}
 
     def make(self, config: DecoderConfig) -> DecoderForCausalLM:
         return DecoderForCausalLM(config)

@@ -190,7 +190,7 @@ class FineTuning:
     @torch.no_grad()
     def restore_unit(self) -> None:
         """Have the head's last layer give the labels' own unit, so that a stock model does."""
-        head = [p for name, p in self.trained.items() if "classifier" in name and "lora_" not in name]
+        head = [p for n, p in self.trained.items() if ("classifier" in n or ".score." in f".{n}") and "lora_" not in n]
         weight, bias = head[-2:]
         weight *= self.deviation
         bias *= self.deviation

@@ -46,9 +46,7 @@ class Downstream:
         self.task, self.world, self.made = task, task.world, []
         flags, config = task.flags.downstream, task.built.config
         if not isinstance(config, Esm2Config):
-            raise UserError(
-                f"{flags.given[0]}: of a {config.model_type}; only ESM-2 can be evaluated so: drop the flag"
-            )
+            raise UserError(f"{flags.given[0]}: of {config.model_type}; only ESM-2 can be evaluated so: drop the flag")
         with self.world.on_main_rank() as is_main:
             if is_main:
                 self.made = evaluations(flags, config.max_position_embeddings - 2)

@@ -8,8 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from common.cli import UserError
 from common.models.esm2.config import Esm2Config, load_config
 from common.models.esm2.convert import frequencies, pieces_to_hf, read_pretrained
+from common.models.registry import encoder_family, family_of
 
 
 def stock_model(config: Esm2Config, pieces: Iterable[tuple[str, Tensor]], device: torch.device) -> Any:
@@ -30,6 +32,8 @@ def stock_model(config: Esm2Config, pieces: Iterable[tuple[str, Tensor]], device
 
 def read_stock_model(name: str, device: torch.device) -> Any:
     """Of a directory or a name on the Hub, with this project's checks. UserError as `read_pretrained`."""
+    if encoder_family(name) is not family_of("esm"):
+        raise UserError(f"{name}: only ESM-2 has a contact head in transformers: give one of its models")
     config = load_config(name)
     ours, extras = read_pretrained(name, config)
     return stock_model(config, pieces_to_hf(dict(ours).__getitem__, config, extras), device)

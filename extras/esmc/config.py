@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, ClassVar
 
-from common.cli import UserError
+from common.cli import UserError, one_line
 from common.files.json_files import check_type, shorten
 from common.models.esm2.alphabet import TOKENS as ESM2_TOKENS
 from common.models.layers import hf_directory
@@ -95,8 +95,10 @@ def check_supported(config: EsmcConfig, where: str) -> None:
         raise UserError(f"{where}: model_type is {shorten(config.model_type)}, not esmc")
     if config.vocab_size != VOCAB_SIZE:
         raise UserError(f"{where}: vocab_size is {shorten(config.vocab_size)}, ESM C has {VOCAB_SIZE}")
-    rope = config.others.get("rope_parameters")
-    given = config.others | (rope if isinstance(rope, dict) else {})
+    rope = config.others.get("rope_parameters") or {}
+    if not isinstance(rope, dict):
+        raise UserError(f"{where}: rope_parameters is {shorten(rope)}: must be an object")
+    given = config.others | rope
     for name, allowed in (FIXED | {"rope_type": "default"}).items():
         if given.get(name) not in (None, allowed):
             raise UserError(f"{where}: {name} is {shorten(given[name])}, ESM C here has {allowed!r}")
@@ -126,4 +128,8 @@ def load_config(name: str) -> EsmcConfig:
         return esmc_config(*ESMC_SIZES[name])
     config = hf_directory.load_config(name, EsmcConfig.read, name, ESMC_SIZES, "")
     check_supported(config, name)
+    try:
+        config.to_transformers()
+    except Exception as error:  # its checks of the fields that are unused here
+        raise UserError(f"{name}: transformers refuses its config.json: {one_line(error)[:160]}") from error
     return config

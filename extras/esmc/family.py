@@ -19,7 +19,7 @@ from common.models.layers.backend import STOCK, Heads, check_device, choose_back
 from common.models.layers.hf_directory import Training
 from common.models.registry import Family, ModelSpec
 from extras.esmc.config import ALPHABET, ESMC_SIZES, EsmcConfig, check_supported, load_config
-from extras.esmc.convert import pieces_to_hf, read_pretrained, save_pretrained
+from extras.esmc.convert import pieces_to_hf, read_pretrained, save_pretrained, write_tokenizer
 from extras.esmc.model import EsmcForMaskedLM
 
 
@@ -52,8 +52,11 @@ class Esmc(Family):
         bf16_residual = choose_residual(flags.bf16_residual, bf16 and backend == "torch", world.device, previous)
         residual = torch.bfloat16 if bf16_residual else torch.float32
         make = partial(EsmcForMaskedLM, config, backend, residual)
-        read = partial(read_pretrained, flags.model_name_or_path, config) if flags.model_name_or_path else None
+        read = partial(self.read, flags.model_name_or_path, config) if flags.model_name_or_path else None
         return ModelSpec(config, backend, why, "", remarks, make, read, attention, bf16_residual)
+
+    def read(self, name: str, config: EsmcConfig) -> tuple[Iterator[tuple[str, Tensor]], dict[str, Tensor]]:
+        return read_pretrained(name, config)
 
     def make(self, config: EsmcConfig) -> EsmcForMaskedLM:
         return EsmcForMaskedLM(config)
@@ -70,6 +73,9 @@ class Esmc(Family):
         self, get: Callable[[str], Tensor], config: EsmcConfig, extras: dict[str, Tensor]
     ) -> Iterator[tuple[str, Tensor]]:
         return pieces_to_hf(get, config)
+
+    def write_tokenizer(self, directory: Path) -> None:
+        write_tokenizer(directory)
 
     def save(
         self,

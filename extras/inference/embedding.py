@@ -16,8 +16,8 @@ from common.cli import UserError
 from common.distributed.world import World
 from common.files.json_files import content_hash
 from common.flags import Missing, flag
-from common.models.esm2.config import load_config
 from common.models.layers.hf_directory import model_files, model_hash
+from common.models.registry import encoder_family
 from extras.inference.encoder import (
     Encoder,
     EncoderFlags,
@@ -89,7 +89,8 @@ class EmbeddingFlags(EncoderFlags):
 def with_layers(args: EmbeddingFlags) -> EmbeddingFlags:
     """--repr_layers counted from 0 in the model, each once; None for the last one alone. UserError if there is none
     such."""
-    last = load_config(args.model_name_or_path).num_hidden_layers
+    name = str(args.model_name_or_path)
+    last = encoder_family(name).load_config(name).num_hidden_layers
     for layer in args.repr_layers or ():
         if not -last - 1 <= layer <= last:
             raise UserError(

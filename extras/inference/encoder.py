@@ -1,4 +1,4 @@
-"""Run ESM-2 on many sequences, packed without padding, and write embeddings to Parquet part by part."""
+"""Run an encoder on many sequences, packed without padding, and write embeddings to Parquet part by part."""
 
 from __future__ import annotations
 
@@ -20,10 +20,9 @@ from common.files.hashing import hash_bytes
 from common.files.json_files import replace_flushed
 from common.flags import Flags, Missing, flag
 from common.models.esm2.alphabet import BYTE_TO_ID, TOKENS, UNK, encode
-from common.models.esm2.config import load_config
-from common.models.esm2.convert import pieces_from_hf, read_pretrained
-from common.models.esm2.model import Esm2ForMaskedLM
+from common.models.esm2.convert import pieces_from_hf
 from common.models.layers.residual import total
+from common.models.registry import encoder_family, family_of
 from extras.sources.fasta import read_fasta_lines
 from extras.sources.records import characters, check_residues, clean, columns
 
@@ -108,7 +107,7 @@ class EncoderFlags(Flags):
     required = ("model_name_or_path",)
 
     model_name_or_path: str | None = flag(
-        None, "A final_model/, any other directory of an EsmForMaskedLM, or its name on the Hub."
+        None, "A final_model/, any other directory of an EsmForMaskedLM or EsmcForMaskedLM, or its name on the Hub."
     )
     max_seq_length: int = flag(
         1024, "Tokens, <cls> and <eos> included; longer proteins are split into overlapping windows."
@@ -139,13 +138,14 @@ class Encoder:
         on_gpu = torch.cuda.is_available() and not flags.use_cpu
         self.device = device or torch.device("cuda" if on_gpu else "cpu")
         if stock is None:
-            config = load_config(flags.model_name_or_path)
-            pieces, _ = read_pretrained(flags.model_name_or_path, config)
+            family = encoder_family(flags.model_name_or_path)
+            config = family.load_config(flags.model_name_or_path)
+            pieces, _ = family.read(flags.model_name_or_path, config)
         else:
-            config = stock.config
+            family, config = family_of("esm"), stock.config
             pieces, _ = pieces_from_hf(stock.state_dict(), config)
         with torch.device("meta"):
-            self.model = Esm2ForMaskedLM(config)
+            self.model: Any = family.make(config)
         self.model.to_empty(device=self.device).eval()
         parameters = dict(self.model.named_parameters())
         with torch.no_grad():
@@ -198,9 +198,9 @@ class Encoder:
         done: Progress = lambda tokens: None,
         at: Sequence[np.ndarray] | None = None,
     ) -> list[Tensor]:
-        """Logits of the 33 tokens, fp32 [length, 33] for token ids uint8 [length]. done: as above.
+        """Logits of ESM-2's 33 tokens, fp32 [length, 33] for token ids uint8 [length]; of ESM C [length, 64].
 
-        at: the indices of each sequence's tokens [n] whose logits are wanted, [n, 33].
+        done: as above; at: the indices of each sequence's tokens [n] whose logits are wanted, [n, 33].
         """
         return self._run(sequences, False, done, at)
 

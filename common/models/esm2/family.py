@@ -174,7 +174,6 @@ class Esm2(Family):
         return load_config(name)
 
     def choose(self, args: Any, world: World, torch_only: tuple[str, ...], previous: dict) -> ModelSpec:
-        from common.models.esm2.convert import read_pretrained
         from common.models.esm2.model import Esm2ForMaskedLM
 
         flags, bf16 = args.model, args.precision.bf16
@@ -197,7 +196,7 @@ class Esm2(Family):
         no_kernel = f"Attention by torch's kernels: {NO_KERNEL}" if by != backend else None
         attention, kernels = flags.choose_attention(Heads(heads, heads, head_dim), bf16, world, by)
         lines = [f"Backend: {backend} ({why})", no_kernel, kernels, remark]
-        read = partial(read_pretrained, flags.model_name_or_path, config) if flags.model_name_or_path else None
+        read = partial(self.read, flags.model_name_or_path, config) if flags.model_name_or_path else None
         bf16_residual = choose_residual(flags.bf16_residual, bf16 and backend == "torch", world.device, previous)
         residual = torch.bfloat16 if bf16_residual else torch.float32
         make: Callable[[], Model] = partial(Esm2ForMaskedLM, config, backend, residual)
@@ -213,6 +212,11 @@ class Esm2(Family):
             make = partial(fused_gelu.with_fused_gelu, make)
         remarks = tuple(line for line in lines if line)
         return ModelSpec(config, backend, why, gelu, remarks, make, read, attention, bf16_residual)
+
+    def read(self, name: str, config: Esm2Config) -> tuple[Iterator[tuple[str, Tensor]], dict[str, Tensor]]:
+        from common.models.esm2.convert import read_pretrained
+
+        return read_pretrained(name, config)
 
     def make(self, config: Esm2Config) -> Model:
         from common.models.esm2.model import Esm2ForMaskedLM
@@ -233,6 +237,11 @@ class Esm2(Family):
         from common.models.esm2.convert import pieces_to_hf
 
         return pieces_to_hf(get, config, extras)
+
+    def write_tokenizer(self, directory: Path) -> None:
+        from common.models.esm2.convert import write_tokenizer
+
+        write_tokenizer(directory)
 
     def save(
         self,

@@ -217,6 +217,8 @@ def test_esmc_export_opens_in_transformers_and_is_read_again(tmp_path):
         ({"attention_bias": True}, "attention_bias is True, ESM C here has False"),
         ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 10000.0}}, "rope_type is 'yarn'"),
         ({"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}, "rope_theta is 1000000.0"),
+        ({"rope_parameters": 3}, "rope_parameters is 3: must be an object"),
+        ({"classifier_dropout": "x"}, "transformers refuses its config.json: .*classifier_dropout"),
         ({"hidden_size": 60}, "rotary embeddings need an even head dimension"),
     ],
 )

@@ -36,7 +36,7 @@ def results(out: Path) -> dict:
         ("train_ddp.py", {"gradient_checkpointing": True}),
         ("train_fsdp2.py", {"activation_checkpointing": "selective"}),
         ("train_mfsdp.py", {}),
-        ("train_ddp_cp.py", {"torch_compile": True, "compiler": "eager"}),
+        ("train_ddp_cp.py", {"cp_comm_type": "all_gather"}),
     ],
 )
 def test_esmc_run_of_every_strategy_equals_one_process(dataset, alone, tmp_path, script, flags):
@@ -105,7 +105,7 @@ def test_esmc_with_muon_equals_one_process(dataset, tmp_path):
         ({"model_type": "esm"}, "--model_type esm: biohub/ESMC-300M-hf is of another family"),
         ({"model_type": "llama", "task": "mlm"}, "--model_type llama: is no encoder here: choose esm, esmc"),
         ({"config_overrides": "vocab_size=33"}, "vocab_size is 33, ESM C has 64"),
-        ({"eval_contacts": "here", "do_eval": True}, "--eval_contacts: of a esmc; only ESM-2 can be evaluated so"),
+        ({"eval_contacts": "here", "do_eval": True}, "--eval_contacts: of esmc; only ESM-2 can be evaluated so"),
     ],
 )
 def test_esmc_refuses_what_it_lacks_in_one_line(dataset, tmp_path, flags, said):

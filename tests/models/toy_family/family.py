@@ -85,9 +85,12 @@ class Toy(Family):
     def choose(self, args: Any, world: World, torch_only: tuple[str, ...], previous: dict) -> ModelSpec:
         config = self.load_config(args.model.config_name or args.model.model_name_or_path)
         read = None
-        if args.model.model_name_or_path:
-            read = lambda: (iter(read_tensors(args.model.model_name_or_path)[1].items()), {})  # noqa: E731
+        if given := args.model.model_name_or_path:
+            read = partial(self.read, given, config)
         return ModelSpec(config, "torch", "the only one", "", (), partial(self.make, config), read)
+
+    def read(self, name: str, config: ToyConfig) -> tuple[Iterator[tuple[str, Tensor]], dict[str, Tensor]]:
+        return iter(read_tensors(name)[1].items()), {}
 
     def make(self, config: ToyConfig) -> nn.Module:
         return ToyModel(config)
