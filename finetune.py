@@ -40,8 +40,6 @@ from extras.model_card import software
 logger = logging.getLogger(__name__)
 RESAMPLES = 200  # of the held-out proteins, for the intervals
 STATE, MADE_FROM, MODEL = "state.pt", "made_from.json", "model"
-# Of transformers, by model_type: how its classes' names begin, the matrices that get LoRA's, the model's name.
-STOCK = {"esm": ("Esm", "query,key,value", "ESM-2"), "esmc": ("Esmc", "q_proj,k_proj,v_proj", "ESM C")}
 
 
 @dataclass
@@ -108,9 +106,8 @@ class Arguments(Flags):
 
 
 def targets_of(args: Arguments) -> str:
-    """--target_modules, by default the model's."""
-    name = str(args.model_name_or_path)
-    return args.target_modules or STOCK[encoder_family(name).load_config(name).model_type][1]
+    """--target_modules, by default the family's."""
+    return args.target_modules or encoder_family(str(args.model_name_or_path)).lora_targets
 
 
 def make_model(args: Arguments, task: TaskSpec) -> Any:
@@ -120,15 +117,13 @@ def make_model(args: Arguments, task: TaskSpec) -> Any:
 
     name = str(args.model_name_or_path)
     family = encoder_family(name)
-    config = family.load_config(name)
-    for _ in family.read(name, config)[0]:
+    for _ in family.read(name, family.load_config(name))[0]:
         pass  # it checks vocabulary and weights
-    beginning, _, _ = STOCK[config.model_type]
     disable_progress_bar()
     set_verbosity_error()  # that the head is new
     torch.manual_seed(args.seed)
     head = "ForTokenClassification" if task.of_residues else "ForSequenceClassification"
-    kind: Any = getattr(transformers, beginning + head)
+    kind: Any = getattr(transformers, family.stock + head)
     labels = dict(enumerate(task.classes or ("value",)))
     model, loading = kind.from_pretrained(
         local_directory(name),
@@ -199,17 +194,17 @@ def evaluate(tuning: FineTuning, split: str) -> tuple[dict[str, Any], list[tuple
     return {"loss": loss, **{n: v for n, v in found.items() if v[0] is not None}, "baseline": values}, rows
 
 
-def card_of(args: Arguments, task: TaskSpec, results: dict[str, Any], model_type: str) -> str:
+def card_of(args: Arguments, task: TaskSpec, results: dict[str, Any]) -> str:
     """The model card. It contains no paths and no names of the user's."""
-    beginning, _, model = STOCK[model_type]
-    library, kind = ("transformers", beginning) if args.full else ("peft", "AutoPeftModel")
+    family = encoder_family(str(args.model_name_or_path))
+    library, kind = ("transformers", family.stock) if args.full else ("peft", "AutoPeftModel")
     kind += "ForTokenClassification" if task.of_residues else "ForSequenceClassification"
     more = "" if args.full else f", num_labels={len(task.classes) or 1}"
     counts = {f"{name} proteins": f"{count:,}" for name, count in results["counts"].items()}
     metrics = {name: f"{value[0]:.4f}" for name, value in results["test"].items() if isinstance(value, list)}
     what = "all weights trained" if args.full else f"LoRA of rank {args.lora_r}"
     lines = ["---", f"library_name: {library}", "license: unknown", "tags:", "- protein", "- esm", "---", ""]
-    lines += [f"# {model}, fine-tuned: {task.name.replace('_', ' ')}, {what}", ""]
+    lines += [f"# {family.title}, fine-tuned: {task.name.replace('_', ' ')}, {what}", ""]
     lines += ["```python", f"from {library} import {kind}", "from transformers import AutoTokenizer", ""]
     lines += [f'model = {kind}.from_pretrained("DIRECTORY"{more})  # of this file']
     lines += ['tokenizer = AutoTokenizer.from_pretrained("DIRECTORY")', "```", ""]
@@ -227,7 +222,7 @@ def write(tuning: FineTuning, args: Arguments, results: dict[str, Any], rows: li
         # peft would ask the Hub whether the vocabulary has grown.
         model.save_pretrained(partial, **({} if args.full else {"save_embedding_layers": False}))
         encoder_family(str(args.model_name_or_path)).write_tokenizer(partial)
-        (partial / "README.md").write_text(card_of(args, tuning.task, results, model.config.model_type))
+        (partial / "README.md").write_text(card_of(args, tuning.task, results))
     with replace_flushed(output / "predictions.csv") as path, path.open("w", newline="", encoding="utf-8") as file:
         csv.writer(file).writerows([("protein", "residue", "label", "prediction"), *rows])
     write_json(output / RESULTS, results)

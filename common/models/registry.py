@@ -64,7 +64,12 @@ class Family(ABC):
     alphabet = ""  # the tokens in order, separated by blanks, as checkpoints record them (mlm)
 
     tokens: TokenSet  # ids for reading and masking (mlm)
-    published: tuple[str, ...] = ()  # built-in names of its sizes, --model_type's default first (mlm)
+    # Of an encoder: its name, and built-in names of its sizes (--model_type's default first). For finetune.py: how the
+    # names of transformers' classes begin, and which matrices there get LoRA's.
+    title = ""
+    published: tuple[str, ...] = ()
+    stock = ""
+    lora_targets = ""
 
     @abstractmethod
     def load_config(self, name: str) -> Any:

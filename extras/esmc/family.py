@@ -26,7 +26,8 @@ from extras.esmc.model import EsmcForMaskedLM
 class Esmc(Family):
     alphabet = ALPHABET
     tokens = ESM2_TOKENS  # the ids that reading and masking need are ESM-2's
-    published = tuple(ESMC_SIZES)
+    title, published = "ESM C", tuple(ESMC_SIZES)
+    stock, lora_targets = "Esmc", "q_proj,k_proj,v_proj"
 
     def load_config(self, name: str) -> EsmcConfig:
         return load_config(name)

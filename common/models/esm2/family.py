@@ -168,7 +168,8 @@ class Esm2(Family):
     alphabet = " ".join(TOKENS)
 
     tokens = ESM2_TOKENS
-    published = tuple(ESM2_SIZES)
+    title, published = "ESM-2", tuple(ESM2_SIZES)
+    stock, lora_targets = "Esm", "query,key,value"
 
     def load_config(self, name: str) -> Esm2Config:
         return load_config(name)
