@@ -25,7 +25,7 @@ from common.models.esm2.model import build_model
 from extras.downstream.contacts import attention_features, fit, mean_precisions, pairs, precisions, split
 from extras.downstream.stock_model import stock_model
 from extras.downstream.structures import LONGEST, Chain, read_structures
-from extras.prepare.sample import COIL_TURN
+from extras.prepare.planted import COIL_TURN
 
 Scores = Callable[[Chain], np.ndarray]  # [L, L]
 
