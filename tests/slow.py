@@ -97,7 +97,6 @@ SLOW = {
     "precision/test_stats.py": (
         "test_stats_log_is_independent_of_strategy_and_ranks[mixed]",
         "test_stats_log_of_compiled_layers_is_the_same",
-        "test_stats_log_is_independent_of_strategy_and_ranks[delayed]",
     ),
     "te_on_cpu/test_gpu_files.py": (
         "test_gpu_files_pass_over_the_stand_in[9.0]",
