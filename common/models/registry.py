@@ -105,6 +105,10 @@ class Family(ABC):
     ) -> Iterator[tuple[str, Tensor]]:
         """The tensors to export, one at a time. `get` is called for each of our parameters once, in a fixed order."""
 
+    def of_stock(self, model: Any) -> tuple[Any, Iterator[tuple[str, Tensor]]]:
+        """(our configuration, our parameters) of transformers' model (mlm)."""
+        raise NotImplementedError
+
     def write_tokenizer(self, directory: Path) -> None:
         """The files that transformers' AutoTokenizer opens (mlm)."""
         raise NotImplementedError

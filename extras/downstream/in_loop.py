@@ -16,7 +16,7 @@ class Evaluation(Protocol):
     """Made before training, so that input that cannot be read is reported first."""
 
     def evaluate(self, model: Any) -> dict[str, float]:
-        """Results by name. model: a stock EsmForMaskedLM in eval mode, with eager attention."""
+        """Results by name. model: a stock EsmForMaskedLM (or EsmcForMaskedLM) in eval mode, with eager attention."""
         ...
 
 
@@ -45,8 +45,10 @@ class Downstream:
     def __init__(self, task: Task):
         self.task, self.world, self.made = task, task.world, []
         flags, config = task.flags.downstream, task.built.config
-        if not isinstance(config, Esm2Config):
-            raise UserError(f"{flags.given[0]}: of {config.model_type}; only ESM-2 can be evaluated so: drop the flag")
+        if not task.family.stock:
+            raise UserError(f"{flags.given[0]}: of {config.model_type}; only encoders are evaluated so: drop the flag")
+        if flags.eval_contacts and not isinstance(config, Esm2Config):
+            raise UserError(f"--eval_contacts: {task.family.title} has no contact head in transformers: drop the flag")
         with self.world.on_main_rank() as is_main:
             if is_main:
                 self.made = evaluations(flags, config.max_position_embeddings - 2)

@@ -1,4 +1,4 @@
-"""A stock `EsmForMaskedLM` with a run's weights, or those of a directory: what downstream evaluations compute with."""
+"""transformers' model with a run's weights, or those of a directory: what downstream evaluations compute with."""
 
 from __future__ import annotations
 
@@ -14,19 +14,22 @@ from common.models.esm2.convert import frequencies, pieces_to_hf, read_pretraine
 from common.models.registry import encoder_family, family_of
 
 
-def stock_model(config: Esm2Config, pieces: Iterable[tuple[str, Tensor]], device: torch.device) -> Any:
+def stock_model(config: Any, pieces: Iterable[tuple[str, Tensor]], device: torch.device) -> Any:
     """In fp32 and eval mode, with eager attention, which alone returns attention maps.
 
     pieces: transformers' tensors, which need host memory for all of them.
     """
-    from transformers import EsmForMaskedLM
+    import transformers
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()  # of loading weights
-    tensors = {name: tensor.detach().to("cpu", torch.float32) for name, tensor in pieces} | frequencies(config)
+    tensors = {name: tensor.detach().to("cpu", torch.float32) for name, tensor in pieces}
+    if isinstance(config, Esm2Config):
+        tensors |= frequencies(config)
     stock = config.to_transformers()
     stock.dtype = torch.float32
-    model: Any = EsmForMaskedLM.from_pretrained(None, config=stock, state_dict=tensors, attn_implementation="eager")
+    kind = getattr(transformers, f"{family_of(config.model_type).stock}ForMaskedLM")
+    model: Any = kind.from_pretrained(None, config=stock, state_dict=tensors, attn_implementation="eager")
     return model.to(device).eval()
 
 

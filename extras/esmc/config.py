@@ -58,7 +58,11 @@ class EsmcConfig:
     @classmethod
     def read(cls, path: Path) -> EsmcConfig:
         """From a config.json. ValueError if it is malformed, OSError if it cannot be read."""
-        content = read_config(path)
+        return cls.of(read_config(path))
+
+    @classmethod
+    def of(cls, content: dict[str, Any]) -> EsmcConfig:
+        """From the content of a config.json. ValueError if it is malformed."""
         known = {f.name: str(f.type) for f in fields(cls) if f.name != "others"}
         for name in known.keys() & content.keys():
             check_type(name, content[name], known[name])

@@ -19,7 +19,7 @@ from common.models.layers.backend import STOCK, Heads, check_device, choose_back
 from common.models.layers.hf_directory import Training
 from common.models.registry import Family, ModelSpec
 from extras.esmc.config import ALPHABET, ESMC_SIZES, EsmcConfig, check_supported, load_config
-from extras.esmc.convert import pieces_to_hf, read_pretrained, save_pretrained, write_tokenizer
+from extras.esmc.convert import pieces_from_hf, pieces_to_hf, read_pretrained, save_pretrained, write_tokenizer
 from extras.esmc.model import EsmcForMaskedLM
 
 
@@ -74,6 +74,10 @@ class Esmc(Family):
         self, get: Callable[[str], Tensor], config: EsmcConfig, extras: dict[str, Tensor]
     ) -> Iterator[tuple[str, Tensor]]:
         return pieces_to_hf(get, config)
+
+    def of_stock(self, model: Any) -> tuple[EsmcConfig, Iterator[tuple[str, Tensor]]]:
+        config = EsmcConfig.of(model.config.to_dict())
+        return config, pieces_from_hf(model.state_dict(), config)
 
     def write_tokenizer(self, directory: Path) -> None:
         write_tokenizer(directory)

@@ -20,7 +20,6 @@ from common.files.hashing import hash_bytes
 from common.files.json_files import replace_flushed
 from common.flags import Flags, Missing, flag
 from common.models.esm2.alphabet import BYTE_TO_ID, TOKENS, UNK, encode
-from common.models.esm2.convert import pieces_from_hf
 from common.models.layers.residual import total
 from common.models.registry import encoder_family, family_of
 from extras.sources.fasta import read_fasta_lines
@@ -128,9 +127,9 @@ class EncoderFlags(Flags):
 class Encoder:
     """A model with its weights, on a GPU if there is one.
 
-    device: of this rank, if several share a machine; stock: an EsmForMaskedLM whose weights to take, in place of those
-    that the flags name. UserError for weights that are missing, damaged or not finite, and for a vocabulary other than
-    ESM-2's.
+    device: of this rank, if several share a machine; stock: transformers' model whose weights to take, in place of
+    those that the flags name. UserError for weights that are missing, damaged or not finite, and for a vocabulary
+    other than ESM-2's.
     """
 
     def __init__(self, flags: EncoderFlags, device: torch.device | None = None, stock: Any = None):
@@ -142,8 +141,8 @@ class Encoder:
             config = family.load_config(flags.model_name_or_path)
             pieces, _ = family.read(flags.model_name_or_path, config)
         else:
-            family, config = family_of("esm"), stock.config
-            pieces, _ = pieces_from_hf(stock.state_dict(), config)
+            family = family_of(stock.config.model_type)
+            config, pieces = family.of_stock(stock)
         with torch.device("meta"):
             self.model: Any = family.make(config)
         self.model.to_empty(device=self.device).eval()

@@ -239,6 +239,11 @@ class Esm2(Family):
 
         return pieces_to_hf(get, config, extras)
 
+    def of_stock(self, model: Any) -> tuple[Any, Iterator[tuple[str, Tensor]]]:
+        from common.models.esm2.convert import pieces_from_hf
+
+        return model.config, pieces_from_hf(model.state_dict(), model.config)[0]
+
     def write_tokenizer(self, directory: Path) -> None:
         from common.models.esm2.convert import write_tokenizer
 

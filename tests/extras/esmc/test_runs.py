@@ -7,8 +7,16 @@ import math
 from pathlib import Path
 
 import pytest
+import torch
 import transformers
+from safetensors.torch import load_file
 
+from extras.downstream.mutations import read_table
+from extras.export import choose, export
+from extras.inference.encoder import Encoder, EncoderFlags
+from extras.inference.measured import spearman
+from extras.inference.mutations import score
+from tests.extras.downstream.test_mutations import write_gym
 from tests.training_fixtures import final_weights, losses, relative_difference, rows, same_bits, train
 
 SIZES = "num_hidden_layers=2,hidden_size=32,num_attention_heads=4,intermediate_size=64"
@@ -20,9 +28,10 @@ EMULATED = {"emulate_precision": True, "max_steps": 2, "save_final_model": False
 
 @pytest.fixture(scope="module")
 def alone(dataset, tmp_path_factory):
-    """One process."""
-    out = tmp_path_factory.mktemp("esmc") / "run"
-    train(dataset, out, do_eval=True, **RUN)
+    """One process, which also scores mutations at its end."""
+    directory = tmp_path_factory.mktemp("esmc")
+    out, table = directory / "run", write_gym(directory / "gym.csv")
+    train(dataset, out, do_eval=True, eval_mutations=table, **RUN)
     return out
 
 
@@ -67,8 +76,12 @@ def test_esmc_export_is_transformers_model_and_a_start(dataset, alone, tmp_path)
     again = {"model_name_or_path": alone / "final_model", "do_train": False, "do_eval": True}
     train(dataset, tmp_path, **again)
     assert results(tmp_path)["eval_loss"] == found["eval_loss"]
-    card = (alone / "final_model" / "README.md").read_text()
-    assert "EsmcForMaskedLM" in card
+    encoder = Encoder(EncoderFlags(str(alone / "final_model")), torch.device("cpu"))
+    table = read_table(alone.parent / "gym.csv")
+    expected = spearman(score(encoder, table.variants, True), table.measured)
+    assert found["eval_mutations_gym_masked"] == pytest.approx(expected, abs=1e-6)
+    export(choose(alone / "checkpoint-6"), tmp_path / "model")
+    assert same_bits(load_file(tmp_path / "model" / "model.safetensors"), final_weights(alone))
 
 
 def test_esmc_reads_files_as_they_are(tmp_path):
@@ -105,7 +118,7 @@ def test_esmc_with_muon_equals_one_process(dataset, tmp_path):
         ({"model_type": "esm"}, "--model_type esm: biohub/ESMC-300M-hf is of another family"),
         ({"model_type": "llama", "task": "mlm"}, "--model_type llama: is no encoder here: choose esm, esmc"),
         ({"config_overrides": "vocab_size=33"}, "vocab_size is 33, ESM C has 64"),
-        ({"eval_contacts": "here", "do_eval": True}, "--eval_contacts: of esmc; only ESM-2 can be evaluated so"),
+        ({"eval_contacts": "here", "do_eval": True}, "--eval_contacts: ESM C has no contact head in transformers"),
     ],
 )
 def test_esmc_refuses_what_it_lacks_in_one_line(dataset, tmp_path, flags, said):
