@@ -159,8 +159,8 @@ def task_name(words: list[str]) -> str:
         if task not in TASKS:
             raise UserError(f"--task {task}: choose {', '.join(TASKS)}")
         return task
-    if given.get("model_type") in FAMILIES:
-        return family_of(given["model_type"]).task
+    if (model_type := str(given.get("model_type"))) in FAMILIES:
+        return family_of(model_type).task
     if not given.keys().isdisjoint(("model", "model_type")):
         return "clm"
     try:
