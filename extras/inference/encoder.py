@@ -108,7 +108,7 @@ class EncoderFlags(Flags):
     required = ("model_name_or_path",)
 
     model_name_or_path: str | None = flag(
-        None, "A final_model/, any other directory of an EsmForMaskedLM, or its name on the Hub."
+        None, "A run's output directory, a checkpoint, or any directory or Hub name of an EsmForMaskedLM."
     )
     max_seq_length: int = flag(
         1024, "Tokens, <cls> and <eos> included; longer proteins are split into overlapping windows."
