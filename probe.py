@@ -6,8 +6,8 @@ python probe.py --embeddings embedded --fasta proteins.fasta --labels labels.csv
 
 The second one reads what embed.py wrote for that file. labels.csv has a row a protein: its `id` in the FASTA file and
 its `label`, a number or a class. With --per_residue (of embed.py, too) the label is a string of a class letter a
-residue, or numbers separated by blanks (`.` is none), or the column `position` says of which residue it is. OUTPUT_DIR gets predictions.csv and results.json.
-docs/after.md has more.
+residue, or numbers separated by blanks (`.` is none), or the column `position` says of which residue it is.
+OUTPUT_DIR gets predictions.csv and results.json. docs/after.md has more.
 """
 
 from __future__ import annotations
