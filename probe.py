@@ -63,7 +63,7 @@ class Arguments(Flags):
     cluster_column: str | None = flag(None, "A column with clusters of related proteins, each on one side whole.")
     cluster_table: str | None = flag(None, "Or a table of clusters and their members' ids, as for step 1.")
     cluster: float | None = flag(None, "Or cluster the labelled proteins by MMseqs2 at this identity, 0.3 say.")
-    per_residue: bool = flag(False, "With --model_name_or_path: labels of residues.")
+    per_residue: bool = flag(False, "With --model_name_or_path: the labels are strings, of residues.")
     bf16: bool = flag(False, "With --model_name_or_path: compute in bfloat16.")
     use_cpu: bool = flag(False, "Compute on the CPU even where there is a GPU.")
     probe: str | None = flag(None, "ridge, linear or logistic. Default: ridge for numbers, logistic for classes.")
@@ -116,14 +116,13 @@ def read_proteins(args: Arguments, ids: set[str]) -> dict[str, str]:
     return found
 
 
-def embeddings_of(args: Arguments, ids: set[str]) -> dict[str, np.ndarray]:
+def embeddings_of(args: Arguments, ids: set[str], per_residue: bool) -> dict[str, np.ndarray]:
     """As `read_embeddings`, computed first if a model is given."""
     if args.embeddings:
         return read_embeddings(args, ids)
     with TemporaryDirectory(prefix="probe-") as directory:
-        flags = EmbeddingFlags(fasta=args.fasta, output_dir=directory)
-        for name in ("model_name_or_path", "per_residue", "bf16", "use_cpu"):
-            setattr(flags, name, getattr(args, name))
+        flags = EmbeddingFlags(args.model_name_or_path, bf16=args.bf16, use_cpu=args.use_cpu, fasta=args.fasta)
+        flags = replace(flags, output_dir=directory, per_residue=per_residue)
         embed_all(flags, World.from_environment(args.use_cpu))
         return read_embeddings(replace(args, embeddings=directory), ids)
 
@@ -222,11 +221,13 @@ def labelled_proteins(args: Arguments) -> tuple[list[Labelled], list[np.ndarray 
         if (name := row[args.id_column]) not in proteins:
             where = f"--labels {args.labels}, row {row['line']}"
             raise UserError(f"{where}: {name[:40]!r} is not in {args.fasta}: correct the id, or leave the row out")
-    embedded = embeddings_of(args, ids)
-    if POSITION in rows[0]:
+    has_positions = POSITION in rows[0]
+    embedded = embeddings_of(args, ids, args.per_residue or has_positions)
+    if has_positions:
         if next(iter(embedded.values())).ndim == 1:
             raise UserError(
-                f"one embedding a protein, but the labels have a {POSITION}: give --per_residue (embed.py)"
+                f"--embeddings {args.embeddings}: one a protein, but the labels have a {POSITION}: give "
+                "embed.py --per_residue"
             )
         rows = of_positions(args, rows, proteins)
     names = [row[args.id_column] for row in rows]
