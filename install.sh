@@ -5,7 +5,8 @@
 #   ./install.sh --trackers   TensorBoard and W&B, too, for --report_to
 #   ./install.sh --finetune   peft, too, for finetune.py
 #   ./install.sh --dev    what the tests and linters need, too; Transformer Engine's Python and Triton, which tests run on
-#                         a CPU, in folders of their own (.venv/te_on_cpu, .venv/triton: 1 GB)
+#                         a CPU, and mavenn's measured mutations, in folders of their own (.venv/te_on_cpu, .venv/triton,
+#                         .venv/mavenn: 1 GB)
 #   ./install.sh --gpu    Transformer Engine and flash-attn, too (requirements-gpu.txt): they compile against torch, which
 #                         takes long, with CUDA's toolkit. NVIDIA's image has them (docs/containers.md)
 #
@@ -124,7 +125,7 @@ if [ -n "$gpu" ]; then
   exit
 fi
 
-# ---- --dev: packages for GPUs, whose Python is tested on a CPU -----------------------------------------------------------
+# ---- --dev: packages for GPUs, whose Python is tested on a CPU; tables of measured mutations ------------------------------
 
 # In a folder of their own: in the environment they would look installed. Without them their tests skip.
 install_apart() { # FOLDER TESTS WHEELS
@@ -148,6 +149,8 @@ install_for_tests() {
   )"
   # A CUDA build of torch brings its own.
   [ "$build" = cuda ] || install_apart triton "a test of --triton_adamw" triton==3.9.0
+  # Tables, which are read without importing it: it would bring TensorFlow.
+  install_apart mavenn "tests on measured mutations" mavenn==1.1.4
 }
 
 # ---- the rest -----------------------------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ from __future__ import annotations
 import common  # noqa: F401  # isort: skip  (before torch: see there)
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,13 +20,13 @@ import torch
 from benchmarks.measuring import say
 from common.cli import run
 from common.flags import flag, parse_arguments
-from common.models.esm2.config import load_config, override
+from common.models.esm2.config import Esm2Config, load_config, override
 from common.models.esm2.convert import pieces_to_hf
 from common.models.esm2.model import build_model
 from extras.downstream.contacts import attention_features, fit, mean_precisions, pairs, precisions, split
 from extras.downstream.stock_model import stock_model
 from extras.downstream.structures import LONGEST, Chain, read_structures
-from extras.prepare.sample import COIL_TURN
+from extras.prepare.planted import COIL_TURN
 
 Scores = Callable[[Chain], np.ndarray]  # [L, L]
 
@@ -77,10 +78,14 @@ def by_turn(chain: Chain) -> np.ndarray:
     return -np.abs(separations(chain) - turn_of(chain)).astype(float)
 
 
-def untrained(args: Arguments, seed: int, fitted_on: Sequence[Chain]) -> Scores:
-    config = override(load_config("facebook/esm2_t6_8M_UR50D"), args.config_overrides)
+def untrained_model(config: Esm2Config, seed: int) -> Any:
+    """A stock EsmForMaskedLM with the weights that a run with this seed begins with."""
     weights = build_model(config, seed).state_dict()
-    model = stock_model(config, pieces_to_hf(weights.__getitem__, config), torch.device("cpu"))
+    return stock_model(config, pieces_to_hf(weights.__getitem__, config), torch.device("cpu"))
+
+
+def fitted(model: Any, fitted_on: Sequence[Chain]) -> Scores:
+    """The probabilities of a head fitted on these chains."""
     head = fit(model, fitted_on)
     return lambda chain: head.probabilities(attention_features(model, chain.ids))
 
@@ -95,8 +100,9 @@ def main() -> None:
         "dot plot, 17 residues": lambda chain: dot_plot(chain, 8),
         "turn of the one sequence, by autocorrelation": by_turn,
     }
+    config = override(load_config("facebook/esm2_t6_8M_UR50D"), args.config_overrides)
     for seed in [42, *range(args.seeds - 1)]:
-        scorers[f"untrained model, seed {seed}"] = untrained(args, seed, fitted_on)
+        scorers[f"untrained model, seed {seed}"] = fitted(untrained_model(config, seed), fitted_on)
     say("| long range | P@L | P@L/2 | P@L/5 |\n|---|--:|--:|--:|")
     for name, scores in scorers.items():
         found = mean_precisions([precisions(chain, scores(chain)) for chain in evaluated_on])

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from extras.prepare.planted import COIL_STRUCTURES, coil_structures
 from extras.prepare.sample import write_structures
 from tests.conftest import ROOT
 from tests.typed import TWO_LAYERS, alarming, blocks, checkout_in, sh, smaller
@@ -33,7 +34,7 @@ def checkout(tmp_path_factory) -> Path:
     (directory / "texts").mkdir()
     shutil.copy(directory / "my_texts.jsonl", directory / "texts")
     (directory / "wild_type.fasta").write_text(">a\nMKTAYIAKQR\n")
-    write_structures(directory / "pdb", seed=42)
+    write_structures(directory / "pdb", coil_structures(COIL_STRUCTURES, 42))
     (directory / "mutants.csv").write_text("mutant\nK2R\nT3A:Y5F\n")
     records = (directory / "my_proteins.fasta").read_text()[1:].split("\n>")
     rows = [f"{each.split()[0]},{each.count('A')},{'train' if n % 4 else 'test'}" for n, each in enumerate(records)]

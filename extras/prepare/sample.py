@@ -2,6 +2,7 @@
 
     python -m extras.prepare.sample OUT.fasta[.gz] --num_proteins 4000 --seed 42
     python -m extras.prepare.sample OUT.fasta[.gz] --repeats 6000 --structures DIR
+    python -m extras.prepare.sample OUT.fasta[.gz] --potts_families 8 --structures DIR
     python train_ddp.py --dataset sample ...     the same proteins, made in the run's own directory
 
 An ancestor is a mosaic: segments drawn from a small library of motifs, shared by all families as protein domains are,
@@ -9,9 +10,8 @@ joined by linkers drawn from the family's own residue composition. A member is i
 insertions and deletions. A model can learn three things beyond residue frequencies: the protein's composition, its
 motifs, and the family itself, as a random split holds out some members of each.
 
---repeats adds coils: a turn that repeats, with substitutions, as in solenoid proteins. A residue lies beside those of
-the next and the last turn, and turns differ in length, so a model that predicts a residue from its neighbours in space
-knows the contacts of chains that it has not seen. --structures writes coordinates of further ones.
+--repeats and --potts_families add proteins whose contacts are known (extras/prepare/planted.py); --structures writes
+coordinates of further ones.
 """
 
 import gzip
@@ -26,19 +26,20 @@ import numpy as np
 
 from common.cli import UserError, run
 from common.flags import flag, parse_arguments
+from extras.prepare.planted import (
+    BACKGROUND,
+    COIL_STRUCTURES,
+    POTTS_MEMBERS,
+    POTTS_STRUCTURES,
+    RESIDUES,
+    coil_structures,
+    make_coils,
+    make_potts,
+    potts_structures,
+)
 
 SAMPLE = "sample"  # value of --dataset
 HELD_OUT_EVERY = 20  # proteins: some of every family
-RESIDUES = "ARNDCQEGHILKMFPSTWYV"
-
-# Percent of residues in UniProtKB/Swiss-Prot: section "amino acid composition" of its release statistics
-# (https://web.expasy.org/docs/relnotes/relstat.html), in the order of RESIDUES.
-BACKGROUND = np.array(
-    [8.25, 5.53, 4.06, 5.46, 1.38, 3.93, 6.72, 7.07, 2.27, 5.91]
-    + [9.65, 5.80, 2.41, 3.86, 4.74, 6.65, 5.36, 1.10, 2.92, 6.86]
-)  # fmt: skip
-BACKGROUND /= BACKGROUND.sum()
-
 # BLOSUM62 in half-bits (Henikoff & Henikoff 1992, PNAS 89:10915), order of RESIDUES, lower triangle.
 BLOSUM62 = """
  4
@@ -72,10 +73,6 @@ MOTIFS_PER_FAMILY = 4  # of the library; they recur along the ancestor, as in re
 COMPOSITION_STRENGTH = 3.0
 INDELS_PER_SUBSTITUTION = 0.1  # half insertions, half deletions
 INDEL_MEAN_LENGTH = 3.0  # geometric
-COIL_TURN, COIL_LENGTH = (24, 33), (90, 130)  # residues, the second excluded
-COIL_DIVERGENCE = 0.05  # share of residues that are not those of the last turn
-COIL_STEP, COIL_RISE = 3.8, 4.8  # angstrom; 4.8 separates the strands of a sheet
-COIL_STRUCTURES = 40
 
 
 def blosum62() -> np.ndarray:
@@ -132,47 +129,6 @@ def evolve(
     return residues[:LENGTH_MAX]
 
 
-def make_coil(generator: np.random.Generator) -> tuple[np.ndarray, int]:
-    """(residue indices, residues of a turn)."""
-    turn, length = generator.integers(*COIL_TURN), generator.integers(*COIL_LENGTH)
-    residues = generator.choice(20, size=length, p=BACKGROUND)
-    kept = generator.random(length) >= COIL_DIVERGENCE
-    for i in range(turn, length):
-        if kept[i]:
-            residues[i] = residues[i - turn]
-    return residues, int(turn)
-
-
-def make_coils(count: int, seed: int) -> Iterator[tuple[str, str]]:
-    """(header, sequence) of each."""
-    generator = np.random.default_rng((seed, 1))
-    for number in range(count):
-        residues, turn = make_coil(generator)
-        yield f"SAMPLE_C{number:05d} generated turn={turn}", "".join(RESIDUES[residue] for residue in residues)
-
-
-def coil_structures(count: int, seed: int) -> Iterator[tuple[str, str]]:
-    """(name, text of a PDB file) of further coils: C-alpha and C-beta of each residue, C-beta on a helix."""
-    from gemmi import ResidueKind, expand_one_letter_sequence
-
-    generator = np.random.default_rng((seed, 2))
-    for number in range(count):
-        residues, turn = make_coil(generator)
-        names = expand_one_letter_sequence("".join(RESIDUES[residue] for residue in residues), ResidueKind.AA)
-        along = np.arange(len(residues)) / turn
-        # Neighbours along the chain are `COIL_STEP` apart, those of the next turn `COIL_RISE`.
-        radius = np.sqrt(COIL_STEP**2 - (COIL_RISE / turn) ** 2) / (2 * np.sin(np.pi / turn))
-        lines = []
-        for i, (name, angle) in enumerate(zip(names, 2 * np.pi * along, strict=True)):
-            for atom, out in (("CA", 0.0),) if name == "GLY" else (("CA", 1.5), ("CB", 0.0)):
-                x, y, z = (radius + out) * np.cos(angle), (radius + out) * np.sin(angle), COIL_RISE * along[i]
-                lines.append(
-                    f"ATOM  {len(lines) + 1:5d}  {atom:3} {name} A{i + 1:4d}    {x:8.3f}{y:8.3f}{z:8.3f}"
-                    "  1.00  0.00           C"
-                )
-        yield f"coil{number:03d}", "\n".join([*lines, "TER", "END", ""])
-
-
 def make_proteins(
     num_proteins: int, families: int, motifs: int, divergence: tuple[float, float], seed: int
 ) -> Iterator[tuple[str, str]]:
@@ -203,26 +159,38 @@ class Arguments:
     min_divergence: float = flag(0.10, "smallest share of substituted residues in a member")
     max_divergence: float = flag(0.40, "largest share of substituted residues in a member")
     repeats: int = flag(0, "coils to add")
+    potts_families: int = flag(0, f"families of a Potts model to add, of {POTTS_MEMBERS:,} sequences each")
     seed: int = flag(42, "the same seed gives the same file")
 
     def proteins(self) -> Iterator[tuple[str, str]]:
-        if self.num_proteins < 1 or self.families < 1 or self.motifs < 1 or self.repeats < 0:
-            raise UserError("--num_proteins, --families and --motifs must be at least 1, --repeats at least 0")
+        if self.num_proteins < 1 or self.families < 1 or self.motifs < 1:
+            raise UserError("--num_proteins, --families and --motifs must be at least 1")
+        if self.repeats < 0 or self.potts_families < 0:
+            raise UserError("--repeats and --potts_families must be at least 0")
         divergence = (self.min_divergence, self.max_divergence)
         if not 0 <= divergence[0] <= divergence[1] <= 1:
             raise UserError(f"divergence {divergence[0]:g} to {divergence[1]:g}: give 0 <= min <= max <= 1")
         families = make_proteins(self.num_proteins, self.families, self.motifs, divergence, self.seed)
-        return chain(families, make_coils(self.repeats, self.seed))
+        return chain(families, make_coils(self.repeats, self.seed), make_potts(self.potts_families, self.seed))
 
 
 @dataclass
 class WithStructures(Arguments):
-    structures: str | None = flag(None, f"directory for PDB files of {COIL_STRUCTURES} further coils")
+    structures: str | None = flag(
+        None,
+        f"directory for PDB files: of {COIL_STRUCTURES} further coils, of {POTTS_STRUCTURES} further members of each "
+        "Potts family",
+    )
+
+    def check(self) -> None:
+        if self.structures and not self.repeats and not self.potts_families:
+            raise UserError("--structures: needs --repeats or --potts_families, whose contacts are known")
 
 
-def write_structures(directory: Path, seed: int) -> None:
+def write_structures(directory: Path, structures: Iterable[tuple[str, str]]) -> None:
+    """structures: (name, text of a PDB file) of each."""
     directory.mkdir(parents=True, exist_ok=True)
-    for name, text in coil_structures(COIL_STRUCTURES, seed):
+    for name, text in structures:
         (directory / f"{name}.pdb").write_text(text)
 
 
@@ -267,7 +235,8 @@ def main() -> None:
     args = parse_arguments(__doc__, WithStructures, argv=[path] if path in ("-h", "--help") else flags)
     _write(Path(path), args.proteins())
     if args.structures:
-        write_structures(Path(args.structures), args.seed)
+        coils = coil_structures(COIL_STRUCTURES if args.repeats else 0, args.seed)
+        write_structures(Path(args.structures), chain(coils, potts_structures(args.potts_families, args.seed)))
 
 
 if __name__ == "__main__":

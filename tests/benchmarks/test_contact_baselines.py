@@ -7,6 +7,7 @@ import numpy as np
 from benchmarks.contact_baselines import by_turn, dot_plot, separation_prior, turn_of
 from extras.downstream.contacts import mean_precisions, pairs, precisions
 from extras.downstream.structures import Chain, read_structures
+from extras.prepare.planted import COIL_STRUCTURES, coil_structures
 from extras.prepare.sample import write_structures
 
 
@@ -29,7 +30,7 @@ def test_separation_prior_is_the_share_of_pairs_in_contact():
 
 
 def test_contacts_of_a_coil_follow_from_its_own_sequence(tmp_path):
-    write_structures(tmp_path, seed=42)
+    write_structures(tmp_path, coil_structures(COIL_STRUCTURES, 42))
     chains = read_structures(str(tmp_path))[:5]
     assert all(24 <= turn_of(chain) <= 32 for chain in chains)
     assert mean_precisions([precisions(chain, by_turn(chain)) for chain in chains])["long_p_at_l"] > 0.95

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.real_downstream import MAVENN
 from tests import patience
 from tests.training_fixtures import ROOT
 
@@ -24,7 +25,7 @@ case "$*" in
     mkdir -p .venv/bin .venv/lib/python3.12/site-packages/nvidia/{{cu13,cudnn}}/include
     cp "$0" .venv/bin/python ;;
   "-m pip "*) echo "$CPATH" >cpath; [[ "$*" != *"${{REFUSED:-nothing}}"* ]] || exit 1
-    [[ "$*" != *--target* ]] || mkdir -p .venv/te_on_cpu
+    [[ "$*" != *--target* ]] || mkdir -p .venv/te_on_cpu .venv/mavenn
     echo "${{@:4}}" >>pip.log ;;
   *"import torch"*) echo "$TORCH_CUDA" ;;
   *"import flash_attn"*) [ -z "$DOES_NOT_LOAD" ] ;;
@@ -122,17 +123,20 @@ def test_install_repeats_failed_and_outdated_builds(install, tmp_path):
     assert told(tmp_path)[0] == "uninstall --quiet --yes transformer-engine-torch flash-attn flash-attn-4"
 
 
-def test_install_of_transformer_engine_is_optional(install, tmp_path):
-    """In the versions that GPUs get, whose requirements alone name them."""
+def test_install_of_what_tests_set_aside_is_optional(install, tmp_path):
+    """Transformer Engine in the version that GPUs get, mavenn in the benchmark's; both without what they require."""
     folder, command = tmp_path / ".venv" / "te_on_cpu", "./install.sh --dev"
     status, said = install(command=command, REFUSED="--target")
-    assert (status, said.count("warning:")) == (0, 1)
-    assert said.endswith("the tests of tests/te_on_cpu will skip\n")
+    assert (status, said.count("warning:")) == (0, 2)
+    assert "the tests of tests/te_on_cpu will skip\n" in said
+    assert said.endswith(f"{MAVENN.package}=={MAVENN.version}: tests on measured mutations will skip\n")
     assert not folder.exists()
     assert sum("--target" in line for line in told(tmp_path)) == 0
     assert install(command=command) == (0, "")
-    (line,) = told(tmp_path)
-    assert line.startswith("install --quiet --retries 1 --timeout 20 --no-deps --only-binary :all: --target ")
+    line, tables = told(tmp_path)
+    how = "install --quiet --retries 1 --timeout 20 --no-deps --only-binary :all: --target "
+    assert line.startswith(how)
+    assert tables == f"{how}.venv/mavenn {MAVENN.package}=={MAVENN.version}"
     engine = next(re.sub(r"\[.*\]", "", name) for name in REQUIREMENTS if name.startswith("transformer-engine"))
     (einops,) = re.findall(r"^einops==.*", (ROOT / "constraints.txt").read_text(), re.M)
     inspect = next(name for name in REQUIREMENTS if name.startswith("nvdlfw-inspect"))

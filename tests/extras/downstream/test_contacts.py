@@ -26,6 +26,7 @@ from extras.downstream.contacts import (
 )
 from extras.downstream.stock_model import read_stock_model
 from extras.downstream.structures import Chain, read_structures
+from extras.prepare.planted import COIL_STRUCTURES, coil_structures
 from extras.prepare.sample import write_structures
 from tests.forked import run_script
 from tests.training_fixtures import TINY_OVERRIDES, rows, train
@@ -36,7 +37,7 @@ CPU = torch.device("cpu")
 @pytest.fixture(scope="module")
 def structures(tmp_path_factory):
     directory = tmp_path_factory.mktemp("coils")
-    write_structures(directory, seed=5)
+    write_structures(directory, coil_structures(COIL_STRUCTURES, 5))
     for path in sorted(directory.iterdir())[8:]:
         path.unlink()
     return directory

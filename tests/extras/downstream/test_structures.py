@@ -9,7 +9,7 @@ import pytest
 
 from common.cli import UserError
 from extras.downstream.structures import SHORTEST, chains_of, read_structures
-from extras.prepare.sample import coil_structures
+from extras.prepare.planted import coil_structures
 
 FULL = ["GLY", "ALA", "MSE", "LEU", "SER", "LYS", "TRP"]
 

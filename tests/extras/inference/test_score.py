@@ -7,6 +7,7 @@ import functools
 import json
 import os
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from scipy.stats import spearmanr
 from transformers import AutoTokenizer, EsmForMaskedLM
 
 import score as script
+from benchmarks.real_downstream import MAVENN, mutations_of, read_measured
 from common.cli import UserError
 from common.models.esm2.alphabet import TOKENS
 from common.models.esm2.config import esm2_config
@@ -27,6 +29,7 @@ from tests.models.reference import reference_model
 from tests.small_disk import fill, small_disk
 
 LONGEST = 60  # residues of a window in the tests of long proteins
+TABLES = Path(os.environ.get("MAVENN_SITE", Path(sys.prefix) / "mavenn")) / MAVENN.inside  # ./install.sh --dev
 BOUNDS = ((0, 0, 44), (28, 44, 72), (57, 72, 101), (85, 101, 145))  # of 145: (start, begin, end)
 
 
@@ -110,6 +113,29 @@ def test_score_equals_transformers(model, proteins, job, tmp_path):
     assert max(abs(float(row["masked_marginal"])) for row in scored) > 0.05
     cheap = job(table, "--wild_type_marginal_only", "--column_prefix", "mine_", output=tmp_path / "cheap.csv")
     assert list(cheap[0]) == ["note", "protein", "mutant", "mine_wild_type_marginal"]
+
+
+@pytest.mark.skipif(not TABLES.is_dir(), reason="no tables of mavenn (./install.sh --dev)")
+def test_score_of_amyloid_beta_equals_transformers_and_scipy(job, model, tmp_path):
+    """Real measurements (Seuma et al. 2021), 30 of the single mutants."""
+    table = read_measured(TABLES / "amyloid_data.csv.gz")
+    wild_type = "DAEFRHDSGYEVHHQKLVFFAEDVGSNKGAIIGLMVGGVVIA"  # residues 1 to 42
+    assert table.wild_type == wild_type
+    drawn = [(table.sequences[n], table.measured[n]) for n in mutations_of(table, 1, 30)]
+    write_fasta(tmp_path / "my.fasta", [("amyloid", wild_type)])
+    scored = job("\n".join(["mutated_sequence,DMS_score", *(f"{sequence},{y}" for sequence, y in drawn)]))
+    found = json.loads((tmp_path / "scored.csv.json").read_text())["correlations"]["proteins"]["amyloid"]
+    assert found["variants"] == len(scored) == 30
+    words = [
+        next(f"{old}{n}{new}" for n, (old, new) in enumerate(zip(wild_type, sequence, strict=True), 1) if old != new)
+        for sequence, _ in drawn
+    ]
+    expected = [stock_scores(model, wild_type, word) for word in words]
+    for n, name in enumerate(("masked_marginal", "wild_type_marginal")):
+        of_stock = [scores[n] for scores in expected]
+        assert [float(row[name]) for row in scored] == pytest.approx(of_stock, abs=1e-5)
+        # Scores that are as good as equal may change places: 2e-4 each.
+        assert found[name]["spearman"] == pytest.approx(spearmanr(of_stock, [y for _, y in drawn]).statistic, abs=1e-3)
 
 
 GYM = """mutant,mutated_sequence,DMS_score,DMS_score_bin

@@ -1,0 +1,160 @@
+"""Generated proteins whose contacts are known, for extras.prepare.sample: coils, and families of a Potts model.
+
+A coil is a turn that repeats, with substitutions, as in solenoid proteins. A residue lies beside those of the next and
+the last turn, and turns differ in length, so a model that predicts a residue from its neighbours in space knows the
+contacts of chains that it has not seen. One sequence of a coil gives its contacts away.
+
+One sequence of a Potts family does not: each of its sites takes one of two residues of its own, and which of the two
+depends on the sites beside it in space alone. Only many members together show which sites those are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import product
+
+import numpy as np
+
+RESIDUES = "ARNDCQEGHILKMFPSTWYV"
+
+# Percent of residues in UniProtKB/Swiss-Prot: section "amino acid composition" of its release statistics
+# (https://web.expasy.org/docs/relnotes/relstat.html), in the order of RESIDUES.
+BACKGROUND = np.array(
+    [8.25, 5.53, 4.06, 5.46, 1.38, 3.93, 6.72, 7.07, 2.27, 5.91]
+    + [9.65, 5.80, 2.41, 3.86, 4.74, 6.65, 5.36, 1.10, 2.92, 6.86]
+)  # fmt: skip
+BACKGROUND /= BACKGROUND.sum()
+
+STEP, RISE = 3.8, 4.8  # angstrom: residues along a chain; strands of a sheet
+COIL_TURN, COIL_LENGTH = (24, 33), (90, 130)  # residues, the second excluded
+COIL_DIVERGENCE = 0.05  # share of residues that are not those of the last turn
+COIL_STRUCTURES = 40
+
+# A Potts family's fold: bundles of four strands, which are the corners of a square and lie anywhere along the chain.
+STRAND, STRANDS, BUNDLE = 5, 20, 4  # residues of a strand, strands of a chain and of a bundle
+STRANDS_APART = 3  # along the chain, at least, in a bundle; so most contacts are between residues 24 or more apart
+STRAND_STEP, BUNDLE_DISTANCE = 3.4, 30.0  # angstrom: residues along a strand; bundles
+COUPLING = 0.5  # of two sites beside each other that are in the same of their two states, against any: log odds
+POTTS_MEMBERS, POTTS_STRUCTURES = 2000, 5  # of each family; the second are further ones
+
+
+def letters(residues: np.ndarray) -> str:
+    """residues: indices into RESIDUES."""
+    return "".join(RESIDUES[residue] for residue in residues)
+
+
+def pdb_text(residues: np.ndarray, beta: np.ndarray, outward: np.ndarray) -> str:
+    """A PDB file of one chain: each residue's C-beta at beta [L, 3] (glycine's C-alpha), its C-alpha at
+    beta + outward [L, 3]; angstrom."""
+    from gemmi import ResidueKind, expand_one_letter_sequence
+
+    names = expand_one_letter_sequence(letters(residues), ResidueKind.AA)
+    lines: list[str] = []
+    for i, name in enumerate(names):
+        atoms = [("CA", beta[i])] if name == "GLY" else [("CA", beta[i] + outward[i]), ("CB", beta[i])]
+        for atom, (x, y, z) in atoms:
+            lines.append(
+                f"ATOM  {len(lines) + 1:5d}  {atom:3} {name} A{i + 1:4d}    {x:8.3f}{y:8.3f}{z:8.3f}"
+                "  1.00  0.00           C"
+            )
+    return "\n".join([*lines, "TER", "END", ""])
+
+
+def make_coil(generator: np.random.Generator) -> tuple[np.ndarray, int]:
+    """(residue indices, residues of a turn)."""
+    turn, length = generator.integers(*COIL_TURN), generator.integers(*COIL_LENGTH)
+    residues = generator.choice(20, size=length, p=BACKGROUND)
+    kept = generator.random(length) >= COIL_DIVERGENCE
+    for i in range(turn, length):
+        if kept[i]:
+            residues[i] = residues[i - turn]
+    return residues, int(turn)
+
+
+def make_coils(count: int, seed: int) -> Iterator[tuple[str, str]]:
+    """(header, sequence) of each."""
+    generator = np.random.default_rng((seed, 1))
+    for number in range(count):
+        residues, turn = make_coil(generator)
+        yield f"SAMPLE_C{number:05d} generated turn={turn}", letters(residues)
+
+
+def coil_structures(count: int, seed: int) -> Iterator[tuple[str, str]]:
+    """(name, text of a PDB file) of further coils: C-beta on a helix."""
+    generator = np.random.default_rng((seed, 2))
+    for number in range(count):
+        residues, turn = make_coil(generator)
+        along = np.arange(len(residues)) / turn
+        angle = 2 * np.pi * along
+        # Neighbours along the chain are `STEP` apart, those of the next turn `RISE`.
+        radius = np.sqrt(STEP**2 - (RISE / turn) ** 2) / (2 * np.sin(np.pi / turn))
+        around = np.stack([np.cos(angle), np.sin(angle), np.zeros_like(angle)], 1)
+        beta = radius * around
+        beta[:, 2] = RISE * along
+        yield f"coil{number:03d}", pdb_text(residues, beta, 1.5 * around)
+
+
+@dataclass(frozen=True)
+class PottsFamily:
+    """sites: [L, 2], the residues that each takes; rows: [L / 4, 4], positions that lie beside each other."""
+
+    sites: np.ndarray
+    rows: np.ndarray
+
+    @classmethod
+    def make(cls, generator: np.random.Generator) -> PottsFamily:
+        while True:
+            bundles = generator.permutation(STRANDS).reshape(-1, BUNDLE)
+            if (np.diff(np.sort(bundles), axis=1) >= STRANDS_APART).all():
+                break
+        sites = np.stack([generator.permutation(20)[:2] for _ in range(STRANDS * STRAND)])
+        downward = generator.random(bundles.shape) < 0.5
+        along = np.arange(STRAND)[:, None]
+        rows = [
+            STRAND * bundle + np.where(down, along[::-1], along)
+            for bundle, down in zip(bundles, downward, strict=True)
+        ]
+        return cls(sites, np.concatenate(rows))
+
+    def members(self, count: int, generator: np.random.Generator) -> np.ndarray:
+        """Residue indices [count, L]: P ~ exp(COUPLING * sum of s_a s_b over the pairs of each row), s = +-1. A row
+        has 16 states: they are drawn as they are, without a Markov chain."""
+        states = np.array(list(product((0, 1), repeat=BUNDLE)))
+        weights = np.exp(COUPLING * ((2 * states - 1).sum(1) ** 2 - BUNDLE) / 2)
+        drawn = generator.choice(len(states), size=(count, len(self.rows)), p=weights / weights.sum())
+        second = np.empty((count, len(self.sites)), int)
+        second[:, self.rows] = states[drawn]
+        return np.take_along_axis(self.sites[None], second[..., None], axis=2)[..., 0]
+
+    def beta(self) -> np.ndarray:
+        """C-beta atoms [L, 3], angstrom."""
+        places = np.empty((len(self.sites), 3))
+        corners = RISE * np.array([(0, 0), (1, 0), (1, 1), (0, 1)])
+        for number, row in enumerate(self.rows):
+            bundle, along = divmod(number, STRAND)
+            places[row, :2] = corners + [BUNDLE_DISTANCE * bundle, 0]
+            places[row, 2] = STRAND_STEP * along
+        return places
+
+
+def potts_families(count: int, seed: int) -> Iterator[PottsFamily]:
+    generator = np.random.default_rng((seed, 3))
+    return (PottsFamily.make(generator) for _ in range(count))
+
+
+def make_potts(families: int, seed: int) -> Iterator[tuple[str, str]]:
+    """(header, sequence) of each member."""
+    for number, family in enumerate(potts_families(families, seed)):
+        generator = np.random.default_rng((seed, 4, number))
+        for member, residues in enumerate(family.members(POTTS_MEMBERS, generator)):
+            yield f"SAMPLE_P{number:03d}_M{member:05d} generated", letters(residues)
+
+
+def potts_structures(families: int, seed: int) -> Iterator[tuple[str, str]]:
+    """(name, text of a PDB file) of further members."""
+    for number, family in enumerate(potts_families(families, seed)):
+        generator = np.random.default_rng((seed, 5, number))
+        beta = family.beta()
+        for member, residues in enumerate(family.members(POTTS_STRUCTURES, generator)):
+            yield f"potts{number:03d}_{member}", pdb_text(residues, beta, np.broadcast_to([0, 0, 1.5], beta.shape))
