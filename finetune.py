@@ -273,7 +273,8 @@ def train(tuning: FineTuning, saved: Path) -> None:
 def main() -> None:
     args = parse_arguments(__doc__, Arguments)
     args.model_name_or_path = final_model_of(str(args.model_name_or_path))
-    if is_checkpoint(Path(name := args.model_name_or_path)):
+    path = Path(name := args.model_name_or_path)
+    if is_checkpoint(path) and not list(path.glob("model*.safetensors")):  # those of --save_hf
         raise UserError(f"--model_name_or_path {name}: export it first: python -m extras.export {name} OUT")
     task, examples = read_examples(
         str(args.dataset),

@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from transformers import AutoTokenizer, EsmForTokenClassification, Trainer, TrainingArguments
 
 from common.cli import UserError
+from common.training.checkpoint_files import MANIFEST
 from extras.downstream.finetuning import FineTuning
 from extras.downstream.labels import IGNORE, read_examples, split_of, task_of
 from tests.data_fixtures import call, load_script
@@ -277,6 +278,11 @@ def test_script_refuses_in_a_line(untrained, table, tmp_path, monkeypatch):
     assert "target_modules nothing: " in refused(target_modules="nothing").replace("--", "")
     assert "no column 'tm', only 'sequence', 'label'" in refused(label_column="tm")
     assert "--validation_size and --test_size leave nothing" in refused(test_size=0.95)
+    checkpoint = tmp_path / "run" / "checkpoint-3"
+    checkpoint.mkdir(parents=True)
+    (checkpoint / MANIFEST).touch()
+    with pytest.raises(UserError, match=r"export it first: python -m extras\.export"):
+        call(FINETUNE, *flags_of(checkpoint.parent, table["protein"], tmp_path / "tuned"))
     (tmp_path / "tuned").mkdir()
     (tmp_path / "tuned" / "mine").touch()
     with pytest.raises(UserError, match="exists and is not of this script"):
