@@ -1,4 +1,4 @@
-"""Contacts of the sample's coils without a trained model: what benchmarks/results/contacts_coils.md is beside.
+"""Contacts of the sample's coils or Potts families without a trained model: what stands beside those of a trained one.
 
     python -m extras.prepare.sample coils.fasta --num_proteins 40 --repeats 8000 --structures structures
     python -m benchmarks.contact_baselines --structures structures

@@ -12,7 +12,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import product
+from functools import cache
+from itertools import permutations, product
 
 import numpy as np
 
@@ -31,12 +32,17 @@ COIL_TURN, COIL_LENGTH = (24, 33), (90, 130)  # residues, the second excluded
 COIL_DIVERGENCE = 0.05  # share of residues that are not those of the last turn
 COIL_STRUCTURES = 40
 
-# A Potts family's fold: bundles of four strands, which are the corners of a square and lie anywhere along the chain.
-STRAND, STRANDS, BUNDLE = 5, 20, 4  # residues of a strand, strands of a chain and of a bundle
-STRANDS_APART = 3  # along the chain, at least, in a bundle; so most contacts are between residues 24 or more apart
-STRAND_STEP, BUNDLE_DISTANCE = 3.4, 30.0  # angstrom: residues along a strand; bundles
-COUPLING = 0.5  # of two sites beside each other that are in the same of their two states, against any: log odds
-POTTS_MEMBERS, POTTS_STRUCTURES = 2000, 5  # of each family; the second are further ones
+# A Potts family's fold: two sheets of four strands, face to face; each strand lies anywhere along the chain, up or
+# down. A row is one residue of each; the places of a row are numbered 0 to 3 on one sheet, 4 to 7 opposite.
+STRAND, STRANDS = 10, 8  # residues of a strand, strands
+STRANDS_APART = 3  # along the chain, at least, between strands beside each other: so contacts are 24 or more apart
+STRAND_STEP, SHEETS_APART = 3.4, 7.5  # angstrom: residues along a strand; sheets
+# Beside each other in a row, and whether both sites tend to be in the same state. Each square has a pair that does
+# not, so that the neighbours of a site say little of one another, and a model has to look at each of them.
+COUPLED = {(0, 1): 1, (1, 2): 1, (2, 3): 1, (4, 5): 1, (5, 6): 1, (6, 7): 1}
+COUPLED |= {(0, 4): 1, (1, 5): -1, (2, 6): 1, (3, 7): -1}
+COUPLING = 1.0
+POTTS_MEMBERS, POTTS_STRUCTURES = 4000, 5  # of each family; the second are further ones
 
 
 def letters(residues: np.ndarray) -> str:
@@ -95,46 +101,52 @@ def coil_structures(count: int, seed: int) -> Iterator[tuple[str, str]]:
         yield f"coil{number:03d}", pdb_text(residues, beta, 1.5 * around)
 
 
+@cache
+def folds() -> np.ndarray:
+    """[folds, STRANDS]: the strand at each place of a row, in every order whose neighbours are `STRANDS_APART`."""
+    orders = np.array(list(permutations(range(STRANDS))))
+    first, second = np.array(list(COUPLED)).T
+    return orders[(abs(orders[:, first] - orders[:, second]) >= STRANDS_APART).all(1)]
+
+
+@cache
+def row_states() -> tuple[np.ndarray, np.ndarray]:
+    """(states [256, STRANDS] of a row's sites, 0 or 1; their probabilities): P ~ exp(COUPLING * sum of +-s_a s_b over
+    the coupled pairs), s = +-1. They are few enough to be drawn as they are, without a Markov chain."""
+    states = np.array(list(product((0, 1), repeat=STRANDS)))
+    spins = 2 * states - 1
+    energy = sum(sign * spins[:, a] * spins[:, b] for (a, b), sign in COUPLED.items())
+    weights = np.exp(COUPLING * energy)
+    return states, weights / weights.sum()
+
+
 @dataclass(frozen=True)
 class PottsFamily:
-    """sites: [L, 2], the residues that each takes; rows: [L / 4, 4], positions that lie beside each other."""
+    """sites: [L, 2], the residues that each takes; rows: [STRAND, STRANDS], the positions of each row."""
 
     sites: np.ndarray
     rows: np.ndarray
 
     @classmethod
     def make(cls, generator: np.random.Generator) -> PottsFamily:
-        while True:
-            bundles = generator.permutation(STRANDS).reshape(-1, BUNDLE)
-            if (np.diff(np.sort(bundles), axis=1) >= STRANDS_APART).all():
-                break
+        fold = folds()[generator.integers(len(folds()))]
         sites = np.stack([generator.permutation(20)[:2] for _ in range(STRANDS * STRAND)])
-        downward = generator.random(bundles.shape) < 0.5
-        along = np.arange(STRAND)[:, None]
-        rows = [
-            STRAND * bundle + np.where(down, along[::-1], along)
-            for bundle, down in zip(bundles, downward, strict=True)
-        ]
-        return cls(sites, np.concatenate(rows))
+        up = np.arange(STRAND)[:, None]
+        return cls(sites, STRAND * fold + np.where(generator.random(STRANDS) < 0.5, up, up[::-1]))
 
     def members(self, count: int, generator: np.random.Generator) -> np.ndarray:
-        """Residue indices [count, L]: P ~ exp(COUPLING * sum of s_a s_b over the pairs of each row), s = +-1. A row
-        has 16 states: they are drawn as they are, without a Markov chain."""
-        states = np.array(list(product((0, 1), repeat=BUNDLE)))
-        weights = np.exp(COUPLING * ((2 * states - 1).sum(1) ** 2 - BUNDLE) / 2)
-        drawn = generator.choice(len(states), size=(count, len(self.rows)), p=weights / weights.sum())
+        """Residue indices [count, L]."""
+        states, probabilities = row_states()
         second = np.empty((count, len(self.sites)), int)
-        second[:, self.rows] = states[drawn]
+        second[:, self.rows] = states[generator.choice(len(states), size=(count, len(self.rows)), p=probabilities)]
         return np.take_along_axis(self.sites[None], second[..., None], axis=2)[..., 0]
 
     def beta(self) -> np.ndarray:
         """C-beta atoms [L, 3], angstrom."""
+        sheet, column = np.divmod(np.arange(STRANDS), STRANDS // 2)
         places = np.empty((len(self.sites), 3))
-        corners = RISE * np.array([(0, 0), (1, 0), (1, 1), (0, 1)])
-        for number, row in enumerate(self.rows):
-            bundle, along = divmod(number, STRAND)
-            places[row, :2] = corners + [BUNDLE_DISTANCE * bundle, 0]
-            places[row, 2] = STRAND_STEP * along
+        for along, row in enumerate(self.rows):
+            places[row] = np.stack([RISE * column, SHEETS_APART * sheet, np.full(STRANDS, STRAND_STEP * along)], 1)
         return places
 
 

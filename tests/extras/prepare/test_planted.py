@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from itertools import combinations
+from itertools import combinations, pairwise, product
 
 import numpy as np
 import pytest
@@ -11,7 +11,7 @@ import pytest
 from common.cli import UserError
 from extras.downstream.contacts import pairs
 from extras.downstream.structures import chains_of
-from extras.prepare.planted import BUNDLE, COUPLING, STRAND, PottsFamily, make_potts, potts_structures
+from extras.prepare.planted import COUPLED, COUPLING, STRANDS, PottsFamily, make_potts, potts_structures
 from extras.prepare.sample import WithStructures
 
 COUNT = 4000
@@ -31,20 +31,29 @@ def spins(family) -> np.ndarray:
     return 2 * second.astype(int) - 1
 
 
-def test_potts_pairs_of_a_row_correlate_as_the_model_says_and_others_do_not(family, spins):
-    # Sums over the 16 states of a row, written out: an Ising model of four spins, all coupled.
-    weights = {n: math.comb(4, n) * math.exp(COUPLING * ((2 * n - 4) ** 2 - 4) / 2) for n in range(5)}
-    expected = sum(w * ((2 * n - 4) ** 2 - 4) / 12 for n, w in weights.items()) / sum(weights.values())
+def test_potts_pairs_correlate_as_the_model_says(family, spins):
+    # Transfer matrices along the ladder, whose rungs have four states: another way than the sum over 256 states.
+    rung = list(product((-1, 1), repeat=2))
+    inside = [np.diag([math.exp(COUPLING * sign * a * b) for a, b in rung]) for sign in (1, -1, 1, -1)]
+    rails = np.array([[math.exp(COUPLING * (a * c + b * d)) for c, d in rung] for a, b in rung])
+
+    def mean(*places: int) -> float:
+        total = np.ones(4)
+        for column in range(4):
+            here = np.array(
+                [math.prod(((a, b)[place // 4]) for place in places if place % 4 == column) for a, b in rung]
+            )
+            total = (total if column == 0 else total @ rails) @ (inside[column] * here)
+        return total.sum()
+
     correlation = spins.T @ spins / COUNT
-    beside = np.zeros_like(correlation, dtype=bool)
-    for row in family.rows:
-        beside[np.ix_(row, row)] = True
-    np.fill_diagonal(beside, False)
-    upper = np.triu(np.ones_like(beside), 1)
     five_errors = 5 / math.sqrt(COUNT)
-    assert beside[upper & beside].sum() == len(family.rows) * math.comb(BUNDLE, 2)
-    assert np.abs(correlation[upper & beside] - expected).max() < five_errors
-    assert np.abs(correlation[upper & ~beside]).max() < five_errors
+    in_a_row = np.zeros_like(correlation, dtype=bool)
+    for row in family.rows:
+        in_a_row[np.ix_(row, row)] = True
+        for a, b in combinations(range(STRANDS), 2):
+            assert correlation[row[a], row[b]] == pytest.approx(mean(a, b) / mean(), abs=five_errors)
+    assert np.abs(correlation[~in_a_row]).max() < five_errors
     assert np.abs(spins.mean(0)).max() < five_errors  # a site alone says nothing
 
 
@@ -60,15 +69,17 @@ def test_potts_structure_has_the_contacts_of_the_family(tmp_path):
         path.write_text(text)
         (chain,) = chains_of(path)
         family = families[int(name[5:8])]
-        of_row = {position: number for number, row in enumerate(family.rows) for position in row}
-        assert chain.sequence not in known
         i, j, contact = pairs(chain)
-        for a, b, touches in zip(i, j, contact, strict=True):
-            bundles = of_row[a] // STRAND, of_row[b] // STRAND
-            apart = abs(of_row[a] - of_row[b])
-            assert touches == (bundles[0] == bundles[1] and apart <= 1), (name, a, b)
-        coupled = {tuple(sorted(pair)) for row in family.rows for pair in combinations(row.tolist(), 2)}
-        assert coupled - set(zip(i[contact].tolist(), j[contact].tolist(), strict=True)) == set()
+        touching = set(zip(i[contact].tolist(), j[contact].tolist(), strict=True))
+        assert chain.sequence not in known
+        # Beside each other in a row, or in the next row on the same sheet.
+        expected = {(row[a], row[b]) for row in family.rows.tolist() for a, b in COUPLED}
+        for one, other in pairwise(family.rows.tolist()):
+            expected |= {
+                (one[a], other[b]) for pair in COUPLED if pair[1] - pair[0] == 1 for a, b in (pair, pair[::-1])
+            }
+        assert touching == {tuple(sorted(pair)) for pair in expected}
+        assert (j - i)[contact].min() > 20
 
 
 def test_sample_refuses_structures_of_nothing():
