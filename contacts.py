@@ -2,11 +2,12 @@
 r"""Contacts of residues that a model predicts: fitted to structures, evaluated and drawn; of your own or any ESM-2.
 
 python contacts.py --model_name_or_path out/final_model --structures pdb --output_dir contacts
-python contacts.py --model_name_or_path out/final_model --fasta protein.fasta --output_dir contacts
+python contacts.py --model_name_or_path out/final_model --structures pdb --fasta protein.fasta --output_dir contacts
 
 With structures (PDB or mmCIF): OUTPUT_DIR/contacts.csv has the precision of each chain, results.json the means, and
 NAME.png the predicted contacts beside the true ones. With a FASTA file: NAME.csv has each protein's likeliest
-contacts, NAME.png their map, by the model's own contact head. docs/after.md has more.
+contacts, NAME.png their map. A model without a contact head gets one that is fitted to the structures.
+docs/after.md has more.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ from extras.downstream.contacts import (
     split,
     summary,
 )
-from extras.downstream.results import RESULTS, check_output, results_directory
+from extras.downstream.results import RESULTS, check_output, results_directory, to_open
 from extras.downstream.structures import LONGEST, Chain, read_structures
 from extras.export import exported
 from extras.inference.encoder import look_through
@@ -57,7 +58,7 @@ class Arguments(Flags):
         None, "A run's output directory, a checkpoint, or any directory or Hub name of an EsmForMaskedLM."
     )
     structures: str | None = flag(None, "A directory of PDB or mmCIF files, plain or gzipped.")
-    fasta: str | None = flag(None, "Or proteins without structures: the model's own head predicts.")
+    fasta: str | None = flag(None, "Proteins to predict contacts of; the structures are then only fitted to.")
     output_dir: str | None = flag(None, "A directory for the results, which is made.")
     fit: bool | None = flag(None, "Fit a head to the structures. Default: if the model has none.")
     maps: int = flag(10, "Draw at most so many maps.")
@@ -74,9 +75,7 @@ class Arguments(Flags):
 
     def check(self) -> None:
         self.require_at_least(0, "maps")
-        if self.structures and self.fasta:
-            raise UserError("--structures and --fasta: give one of them")
-        if self.fit and self.fasta:
+        if self.fit and not self.structures:
             raise UserError("--fit: needs --structures to fit to")
         if self.fasta and not Path(self.fasta).is_file():
             raise UserError(f"--fasta {self.fasta}: no such file")
@@ -162,10 +161,14 @@ def evaluate(args: Arguments, model: Any, directory: Path) -> dict[str, Any]:
 
 def predict(args: Arguments, model: Any, directory: Path) -> dict[str, Any]:
     """Tables and maps of --fasta; returns the content of results.json."""
-    head = head_of(model)
-    if head is None:
+    if args.structures:
+        head, _, source = choose_head(args, model, read_structures(args.structures))
+    elif (head := head_of(model)) is not None:
+        source = "the model's own"
+    else:
         raise UserError(
-            f"{args.model_name_or_path}: no fitted contact head: give --structures, or train with --eval_contacts"
+            f"{args.model_name_or_path}: no fitted contact head: give --structures DIR too, to fit one; or train with "
+            "--eval_contacts"
         )
     taken: set[str] = set()
     chains = proteins_of(str(args.fasta))
@@ -188,8 +191,8 @@ def predict(args: Arguments, model: Any, directory: Path) -> dict[str, Any]:
         write_table(directory / f"{name}.csv", rows)
         if number < args.maps:
             draw(chain, probabilities, directory / f"{name}.png")
-    logger.info("%d proteins: the likeliest contacts of each", len(chains))
-    return {"proteins": len(chains), "head": "the model's own"}
+    logger.info("Proteins: %d, head %s", len(chains), source)
+    return {"proteins": len(chains), "head": source}
 
 
 def main() -> None:
@@ -202,10 +205,10 @@ def main() -> None:
         directory = exported(str(args.model_name_or_path), stack)
         model, digest = read_stock_model(directory, device), model_hash(directory)
     with results_directory(output) as partial:
-        results = (evaluate if args.structures else predict)(args, model, partial)
+        results = (predict if args.fasta else evaluate)(args, model, partial)
         about = {"arguments": asdict(args), "model_hash": digest}
         (partial / RESULTS).write_text(json.dumps(results | about, indent=2) + "\n")
-    logger.info("Written: %s", output)
+    logger.info("Written: %s", to_open(output))
 
 
 if __name__ == "__main__":

@@ -13,14 +13,18 @@ again, on any number of ranks, the same command resumes. docs/after.md has more.
 from __future__ import annotations
 
 import common  # noqa: F401  # isort: skip  (before torch: see there)
+import logging
 import os
+from pathlib import Path
 
 from common.cli import run
 from common.distributed.run import ProcessFlags, distributed_run
 from common.distributed.world import World
 from common.flags import parse_arguments
-from extras.inference.embedding import EmbeddingFlags, embed_all
+from extras.downstream.results import to_open
+from extras.inference.embedding import OUTPUT, EmbeddingFlags, embed_all
 
+logger = logging.getLogger(__name__)
 WEEK_S = 7 * 86400  # timeout of ranks that wait for the others
 
 
@@ -28,10 +32,12 @@ def main() -> None:
     args = parse_arguments(__doc__, EmbeddingFlags)
     if "RANK" not in os.environ:
         embed_all(args, World.from_environment(args.use_cpu))
+        logger.info("Written: %s", to_open(Path(str(args.output_dir)) / OUTPUT))
         return
     with distributed_run(ProcessFlags(use_cpu=args.use_cpu, ddp_timeout=WEEK_S)) as world:
         world.stop.exit_note = "finished parts are kept: the same command resumes"
         embed_all(args, world)
+        logger.info("Written: %s", to_open(Path(str(args.output_dir)) / OUTPUT))
 
 
 if __name__ == "__main__":

@@ -34,6 +34,7 @@ from extras.downstream.finetuning import FineTuning
 from extras.downstream.labels import SPLITS, TASKS, TaskSpec, read_examples
 from extras.downstream.probes import with_intervals
 from extras.downstream.results import RESULTS
+from extras.export import final_model_of, is_checkpoint
 from extras.model_card import rows as table_rows
 from extras.model_card import software
 
@@ -47,7 +48,7 @@ class Arguments(Flags):
     required = ("model_name_or_path", "dataset", "output_dir")
 
     model_name_or_path: str | None = flag(
-        None, "A final_model/, any other directory of an ESM-2 or ESM C, or its name."
+        None, "A run's output directory, or any directory or Hub name of an ESM-2 or ESM C."
     )
     dataset: str | None = flag(None, "A CSV file with the columns sequence and label, and possibly split.")
     output_dir: str | None = flag(None, "Where the model and the results go.")
@@ -282,6 +283,10 @@ def train(tuning: FineTuning, saved: Path) -> None:
 
 def main() -> None:
     args = parse_arguments(__doc__, Arguments)
+    args.model_name_or_path = final_model_of(str(args.model_name_or_path))
+    path = Path(name := args.model_name_or_path)
+    if is_checkpoint(path) and not list(path.glob("model*.safetensors")):  # those of --save_hf
+        raise UserError(f"--model_name_or_path {name}: export it first: python -m extras.export {name} OUT")
     task, examples = read_examples(
         str(args.dataset),
         args.fasta,
@@ -340,7 +345,8 @@ def main() -> None:
     }
     write(tuning, args, results, rows)
     print(table_of(results))
-    logger.info("Best after epoch %d: %s", tuning.progress.best_epoch, output / MODEL)
+    logger.info("Best after epoch %d", tuning.progress.best_epoch)
+    logger.info("Written: %s", ", ".join(str(output / name) for name in ("predictions.csv", RESULTS, MODEL)))
 
 
 if __name__ == "__main__":

@@ -1,13 +1,13 @@
 #!/usr/bin/env python3
 r"""What a model's embeddings know: a linear probe from embeddings to your labels, judged on held-out proteins.
 
-python embed.py --model_name_or_path out/final_model --fasta proteins.fasta --output_dir embedded
+python probe.py --model_name_or_path out/final_model --fasta proteins.fasta --labels labels.csv --output_dir probed
 python probe.py --embeddings embedded --fasta proteins.fasta --labels labels.csv --output_dir probed
 
-labels.csv has a row a protein: its `id` in the FASTA file and its `label`, a number or a class. With embeddings of
-embed.py --per_residue the label is a string of a class letter a residue, or numbers separated by blanks (`.` is none),
-or the column `position` says of which residue it is. OUTPUT_DIR gets predictions.csv and results.json.
-docs/after.md has more.
+The second one reads what embed.py wrote for that file. labels.csv has a row a protein: its `id` in the FASTA file and
+its `label`, a number or a class. With --per_residue (of embed.py, too) the label is a string of a class letter a
+residue, or numbers separated by blanks (`.` is none), or the column `position` says of which residue it is.
+OUTPUT_DIR gets predictions.csv and results.json. docs/after.md has more.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import json
 import logging
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -27,10 +27,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from common.cli import UserError, one_line, run
+from common.distributed.world import World
 from common.files.json_files import content_hash
 from common.flags import Flags, Missing, flag, parse_arguments
 from extras.downstream.probes import PROBES, Labelled, evaluate, examples_of, has_label, read_rows, split_of
-from extras.downstream.results import RESULTS, check_output, results_directory
+from extras.downstream.results import RESULTS, check_output, results_directory, to_open
+from extras.inference.embedding import EmbeddingFlags, embed_all
 from extras.prepare.cluster_splits import cluster_records, hash_names, read_table, without_prefix
 from extras.prepare.output_directory import JOURNAL, Build, Journal
 from extras.sources.fasta import read_fasta
@@ -41,10 +43,13 @@ POSITION = "position"  # column
 
 @dataclass
 class Arguments(Flags):
-    required = ("embeddings", "fasta", "labels", "output_dir")
+    required = ("model_name_or_path", "embeddings", "fasta", "labels", "output_dir")
 
-    embeddings: str | None = flag(None, "The --output_dir of embed.py.")
-    fasta: str | None = flag(None, "The proteins that were embedded.")
+    model_name_or_path: str | None = flag(
+        None, "The model: a run's output directory, a checkpoint, or any directory or Hub name of an ESM-2."
+    )
+    embeddings: str | None = flag(None, "Or the --output_dir of embed.py, which keeps what it computes.")
+    fasta: str | None = flag(None, "The proteins.")
     labels: str | None = flag(None, "A CSV file.")
     output_dir: str | None = flag(None, "A directory for the results, which is made.")
     id_column: str = flag("id", "The column of the ids in --fasta.")
@@ -58,14 +63,17 @@ class Arguments(Flags):
     cluster_column: str | None = flag(None, "A column with clusters of related proteins, each on one side whole.")
     cluster_table: str | None = flag(None, "Or a table of clusters and their members' ids, as for step 1.")
     cluster: float | None = flag(None, "Or cluster the labelled proteins by MMseqs2 at this identity, 0.3 say.")
+    per_residue: bool = flag(False, "With --model_name_or_path: the labels are strings, of residues.")
+    bf16: bool = flag(False, "With --model_name_or_path: compute in bfloat16.")
+    use_cpu: bool = flag(False, "Compute on the CPU even where there is a GPU.")
     probe: str | None = flag(None, "ridge, linear or logistic. Default: ridge for numbers, logistic for classes.")
     overwrite: bool = flag(False, "Replace OUTPUT_DIR.")
 
     def missing(self) -> Iterator[Missing]:
-        if not self.embeddings:
-            yield Missing("--embeddings", "the --output_dir of embed.py", "embedded")
+        if not self.model_name_or_path and not self.embeddings:
+            yield Missing("--model_name_or_path", "the model; or --embeddings", "out/final_model")
         if not self.fasta:
-            yield Missing("--fasta", "the proteins that were embedded", "proteins.fasta")
+            yield Missing("--fasta", "the proteins", "proteins.fasta")
         if not self.labels:
             yield Missing("--labels", "a CSV file of ids and labels", "labels.csv")
         if not self.output_dir:
@@ -73,6 +81,8 @@ class Arguments(Flags):
 
     def check(self) -> None:
         self.require_choice("probe", (None, *PROBES))
+        if self.model_name_or_path and self.embeddings:
+            raise UserError("--model_name_or_path and --embeddings: give one of them")
         for name in ("fasta", "labels"):
             if not Path(getattr(self, name)).is_file():
                 raise UserError(f"--{name} {getattr(self, name)}: no such file")
@@ -104,6 +114,17 @@ def read_proteins(args: Arguments, ids: set[str]) -> dict[str, str]:
                 raise UserError(f"--fasta {args.fasta}: two proteins have the id {name[:40]!r}: rename one")
             found[name] = text.decode("latin-1")
     return found
+
+
+def embeddings_of(args: Arguments, ids: set[str], per_residue: bool) -> dict[str, np.ndarray]:
+    """As `read_embeddings`, computed first if a model is given."""
+    if args.embeddings:
+        return read_embeddings(args, ids)
+    with TemporaryDirectory(prefix="probe-") as directory:
+        flags = EmbeddingFlags(args.model_name_or_path, bf16=args.bf16, use_cpu=args.use_cpu, fasta=args.fasta)
+        flags = replace(flags, output_dir=directory, per_residue=per_residue)
+        embed_all(flags, World.from_environment(args.use_cpu))
+        return read_embeddings(replace(args, embeddings=directory), ids)
 
 
 def read_embeddings(args: Arguments, ids: set[str]) -> dict[str, np.ndarray]:
@@ -200,8 +221,9 @@ def labelled_proteins(args: Arguments) -> tuple[list[Labelled], list[np.ndarray 
         if (name := row[args.id_column]) not in proteins:
             where = f"--labels {args.labels}, row {row['line']}"
             raise UserError(f"{where}: {name[:40]!r} is not in {args.fasta}: correct the id, or leave the row out")
-    embedded = read_embeddings(args, ids)
-    if POSITION in rows[0]:
+    has_positions = POSITION in rows[0]
+    embedded = embeddings_of(args, ids, args.per_residue or has_positions)
+    if has_positions:
         if next(iter(embedded.values())).ndim == 1:
             raise UserError(
                 f"--embeddings {args.embeddings}: one a protein, but the labels have a {POSITION}: give "
@@ -251,7 +273,8 @@ def main() -> None:
         content = found | {"counts": counts, "arguments": asdict(args), "hashes": made_from}
         (partial / RESULTS).write_text(json.dumps(content, indent=2) + "\n")
     print(table_of(found))
-    logger.info("Trained on %s labels, evaluated on %s: %s", f"{counts['train']:,}", f"{counts['test']:,}", output)
+    logger.info("Trained on %s labels, evaluated on %s", f"{counts['train']:,}", f"{counts['test']:,}")
+    logger.info("Written: %s", to_open(output))
 
 
 if __name__ == "__main__":

@@ -108,7 +108,8 @@ if [ -d "$structures" ] && [ -d "$output/model/final_model" ]; then
 fi
 cat <<EOF
 
-Next:  train longer    the same command with --steps 2000 (it resumes from here)
+Next:  use the model   embeddings, contact maps, mutations, fine-tuning: docs/after.md
+       train longer    the same command with --steps 2000 (it resumes from here)
        your proteins   ./quickstart.sh --fasta my_proteins.fasta
        larger models, UniRef, many GPUs: README.md
 EOF

@@ -21,8 +21,8 @@ import os
 import shutil
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
-from dataclasses import dataclass
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +41,8 @@ from common.files.json_files import (
 from common.flags import Missing, flag, parse_arguments
 from common.models.layers.hf_directory import model_hash
 from common.models.registry import encoder_family
+from extras.downstream.results import to_open
+from extras.export import exported
 from extras.inference.encoder import Encoder, EncoderFlags
 from extras.inference.measured import Correlation, as_table, correlations
 from extras.inference.mutation_tables import (
@@ -311,19 +313,20 @@ def new_columns(args: Arguments) -> dict[str, bool]:
 
 def begin(args: Arguments, output: Path, record: Path, hashes: dict[str, str]) -> tuple[Encoder, dict] | None:
     """The encoder and what the record has of this run; None if there is nothing to do."""
-    name = str(args.model_name_or_path)
-    encoder_family(name).load_config(name)  # for its error messages
-    hashes = hashes | {"model_hash": model_hash(args.model_name_or_path)}
-    made_from = hashes | {name: getattr(args, name) for name in SETTINGS}
-    if args.measured_column:
-        made_from["measured_column"] = args.measured_column
-    if not args.overwrite and is_finished(output, record, made_from):
-        logger.info("%s was made from the same input and arguments: nothing to do", output)
-        return None
-    encoder = Encoder(args)
-    if hashes != input_hashes(args) | {"model_hash": model_hash(args.model_name_or_path)}:
-        inputs = " or ".join(f"--{name}" for name in args.inputs)
-        raise UserError(f"the model, {inputs} changed while they were read: start again")
+    with ExitStack() as stack:
+        model = exported(str(args.model_name_or_path), stack)
+        encoder_family(model).load_config(model)  # for its error messages
+        hashes = hashes | {"model_hash": model_hash(model)}
+        made_from = hashes | {name: getattr(args, name) for name in SETTINGS}
+        if args.measured_column:
+            made_from["measured_column"] = args.measured_column
+        if not args.overwrite and is_finished(output, record, made_from):
+            logger.info("%s was made from the same input and arguments: nothing to do", output)
+            return None
+        encoder = Encoder(replace(args, model_name_or_path=model))
+        if hashes != input_hashes(args) | {"model_hash": model_hash(model)}:
+            inputs = " or ".join(f"--{name}" for name in args.inputs)
+            raise UserError(f"the model, {inputs} changed while they were read: start again")
     return encoder, {"made_from": made_from, "model_name_or_path": args.model_name_or_path}
 
 
@@ -353,7 +356,7 @@ def score_table(args: Arguments) -> None:
         about["correlations"] = {"measured_column": measured_column, "proteins": found}
     scored = [row | {name: f"{scores[name][n]:.6f}" for name in new} for n, row in enumerate(rows)]
     write(output, record, [*names, *new], scored, about)
-    logger.info("%s variants scored: %s", f"{len(rows):,}", output)
+    logger.info("Written: %s (%s variants)", output, f"{len(rows):,}")
 
 
 def score_all(args: Arguments) -> None:
@@ -368,7 +371,7 @@ def score_all(args: Arguments) -> None:
             for name, masked in new_columns(args).items()
         }
     write_matrices(output, proteins, matrices, args.first_residue, about)
-    logger.info("All single mutants of %s proteins: %s", f"{len(proteins):,}", output)
+    logger.info("Written: %s", to_open(output))
 
 
 def main() -> None:

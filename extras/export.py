@@ -73,13 +73,22 @@ def export(checkpoint: Path, directory: Path, tokenizer: Tokenizer | None = None
     family.save(family.to_hf(read, config, extras), config, directory, Training.of_state(state), tokenizer)
 
 
+def final_model_of(name: str) -> str:
+    """A run's final_model/ if `name` is its directory, else the name as it is."""
+    final = Path(name) / FINAL_MODEL
+    return str(final) if (final / "config.json").is_file() else name
+
+
+def is_checkpoint(path: Path) -> bool:
+    """Of a run, or a run with one."""
+    return (path / files.MANIFEST).exists() or bool(files.list_checkpoints(path))
+
+
 def exported(name: str, stack: ExitStack) -> str:
     """The directory of transformers' files that --model_name_or_path stands for: of a run its final_model/, of a
     checkpoint an export in a temporary directory, which the stack removes; else the name as it is."""
-    path = Path(name)
-    if (path / FINAL_MODEL / "config.json").is_file():
-        return str(path / FINAL_MODEL)
-    if not (path / files.MANIFEST).exists() and not files.list_checkpoints(path):
+    name = final_model_of(name)
+    if not is_checkpoint(path := Path(name)):
         return name
     made = Path(stack.enter_context(TemporaryDirectory(prefix="exported-"))) / "model"
     export(choose(path), made)

@@ -11,6 +11,7 @@ from common.cli import UserError
 from common.files.json_files import replace_directory
 
 RESULTS = "results.json"
+NAMED = 4  # files of a directory, in the last line of a script
 
 
 def check_output(output: Path, overwrite: bool) -> None:
@@ -27,6 +28,13 @@ def results_directory(output: Path) -> Iterator[Path]:
             yield partial
     except OSError as error:
         raise UserError(f"--output_dir {output}: {error.strerror}: free some space, or choose another") from error
+
+
+def to_open(directory: Path) -> str:
+    """What there is to open, pictures first, for the last line of a script."""
+    paths = sorted(directory.glob("[!.]*"), key=lambda path: (path.suffix != ".png", path.name))
+    more = f" and {len(paths) - NAMED:,} more" if len(paths) > NAMED else ""
+    return ", ".join(map(str, paths[:NAMED])) + more
 
 
 def named_tables(flag: str, paths: Sequence[str]) -> dict[str, Path]:

@@ -18,6 +18,7 @@ from common.files.json_files import content_hash
 from common.flags import Missing, flag
 from common.models.layers.hf_directory import model_files, model_hash
 from common.models.registry import encoder_family
+from extras.export import exported
 from extras.inference.encoder import (
     Encoder,
     EncoderFlags,
@@ -167,7 +168,18 @@ def make_parts(
 
 
 def embed_all(args: EmbeddingFlags, world: World) -> None:
-    """Make OUTPUT_DIR/embeddings, unless it is complete; all ranks call it together."""
+    """Make OUTPUT_DIR/embeddings, unless it is complete; all ranks call it together.
+
+    Each rank exports the model of a checkpoint for itself.
+    """
+    with ExitStack() as stack:
+        with world.raise_together():
+            model = exported(str(args.model_name_or_path), stack)
+        embed_with(replace(args, model_name_or_path=model), world)
+
+
+def embed_with(args: EmbeddingFlags, world: World) -> None:
+    """As `embed_all`, by a directory or name of transformers' files."""
     with world.on_main_rank() as is_main:
         if is_main:
             identity(with_layers(args))  # reads all files first: the other ranks of the node then use the caches
@@ -210,4 +222,4 @@ def embed_all(args: EmbeddingFlags, world: World) -> None:
                     raise UserError(f"--fasta {args.fasta}: changed while it was read: start again")
                 build.results |= asdict(totals)
                 stack.close()  # publishes
-    logger.info("%s proteins of %s residues: %s", f"{totals.proteins:,}", f"{totals.residues:,}", parent / OUTPUT)
+    logger.info("%s proteins of %s residues embedded", f"{totals.proteins:,}", f"{totals.residues:,}")

@@ -106,7 +106,8 @@ class EncoderFlags(Flags):
     required = ("model_name_or_path",)
 
     model_name_or_path: str | None = flag(
-        None, "A final_model/, any other directory of an EsmForMaskedLM or EsmcForMaskedLM, or its name on the Hub."
+        None,
+        "A run's output directory, a checkpoint, or any directory or Hub name of an ESM-2 or ESM C.",
     )
     max_seq_length: int = flag(
         1024, "Tokens, <cls> and <eos> included; longer proteins are split into overlapping windows."

@@ -184,3 +184,15 @@ def test_contacts_script_writes_tables_and_maps(structures, untrained, tmp_path)
     assert refused.returncode == 2
     assert "no fitted contact head" in refused.stderr
     assert not (tmp_path / "other").exists()
+    both = ("--structures", structures, "--fasta", tmp_path / "a.fasta", "--output_dir", tmp_path / "other")
+    done = run_script(*asked, *both)
+    assert done.returncode == 0, done.stderr
+    (png,) = (tmp_path / "other").glob("*.png")
+    assert f"Written: {png}, " in done.stderr
+    with png.with_suffix(".csv").open() as file:
+        first = next(csv.DictReader(file))
+    model = read_stock_model(str(untrained), CPU)
+    head = fit(model, split(read_structures(str(structures)))[0])
+    chain = Chain("a", "MKTAYIAKQRQISFVKSHFSRQ", np.full((22, 3), np.nan, np.float32))
+    expected = head.probabilities(attention_features(model, chain.ids))[int(first["i"]) - 1, int(first["j"]) - 1]
+    assert float(first["probability"]) == pytest.approx(expected, abs=1e-5)

@@ -1,7 +1,4 @@
-"""finetune.py beside a plain peft + Trainer loop, its results in peft's own API, stops, and what it refuses.
-
-peft takes seconds to import: this process does so, once. Other processes train all weights, which needs none.
-"""
+"""finetune.py beside a plain peft + Trainer loop, its results in peft's own API, stops, and what it refuses."""
 
 from __future__ import annotations
 
@@ -18,6 +15,7 @@ from transformers import AutoTokenizer, EsmForTokenClassification, Trainer, Trai
 
 from common.cli import UserError
 from common.models.esm2.convert import write_tokenizer
+from common.training.checkpoint_files import MANIFEST
 from extras.downstream.finetuning import FineTuning
 from extras.downstream.labels import IGNORE, read_examples, split_of, task_of
 from tests.data_fixtures import call, load_script
@@ -153,6 +151,16 @@ def test_adapter_opens_in_peft_with_our_predictions(untrained, table, tmp_path):
     }
 
 
+def test_bf16_losses_are_close_to_those_of_fp32(untrained, table):
+    losses = []
+    for bf16 in (False, True):
+        tuning = tuning_of(untrained, table["letters"], bf16=bf16)
+        losses.append([tuning.step(batch) for batch in tuning.batches(0)])
+    assert losses[1] != losses[0]
+    assert losses[1] == pytest.approx(losses[0], abs=0.01)
+    assert losses[0][0] - losses[0][-1] > 0.03
+
+
 def test_stopped_run_resumes_bit_for_bit(untrained, table, tmp_path):
     """With LoRA and dropout, stopped after each of its first steps."""
     whole = tuning_of(untrained, table["protein"], dropout=0.3, epochs=2, batch_size=16)
@@ -171,9 +179,9 @@ def test_stopped_run_resumes_bit_for_bit(untrained, table, tmp_path):
         assert torch.equal(resumed.weights()[name], weights)
 
 
-def test_killed_run_resumes_bit_for_bit(untrained, table, tmp_path):
-    """All weights: a stock model directory."""
-    asked = {"full": True, "num_train_epochs": 2, "save_steps": 1, "batch_size": 4}
+@pytest.mark.parametrize("full", [True, False], ids=["full", "lora"])
+def test_killed_run_resumes_bit_for_bit(untrained, table, tmp_path, full):
+    asked = {"full": full, "num_train_epochs": 2, "save_steps": 1, "batch_size": 4}
     call(FINETUNE, *flags_of(untrained, table["letters"], tmp_path / "whole", **asked))
     words = flags_of(untrained, table["letters"], tmp_path / "killed", **asked)
     job = Script("finetune.py", *words)
@@ -184,8 +192,11 @@ def test_killed_run_resumes_bit_for_bit(untrained, table, tmp_path):
     again = run_script("finetune.py", *words)
     assert again.returncode == 0, again.stderr
     assert "Resuming in epoch" in again.stderr
-    for name in ("model/model.safetensors", "predictions.csv", "results.json"):
+    weights = "model.safetensors" if full else "adapter_model.safetensors"
+    for name in (f"model/{weights}", "predictions.csv", "results.json"):
         assert (tmp_path / "killed" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes(), name
+    if not full:
+        return
     model = EsmForTokenClassification.from_pretrained(tmp_path / "killed" / "model")
     assert model.config.id2label == {0: "C", 1: "H"}
     assert not (tmp_path / "killed" / "state.pt").exists()
@@ -268,6 +279,11 @@ def test_script_refuses_in_a_line(untrained, table, tmp_path, monkeypatch):
     assert "target_modules nothing: " in refused(target_modules="nothing").replace("--", "")
     assert "no column 'tm', only 'sequence', 'label'" in refused(label_column="tm")
     assert "--validation_size and --test_size leave nothing" in refused(test_size=0.95)
+    checkpoint = tmp_path / "run" / "checkpoint-3"
+    checkpoint.mkdir(parents=True)
+    (checkpoint / MANIFEST).touch()
+    with pytest.raises(UserError, match=r"export it first: python -m extras\.export"):
+        call(FINETUNE, *flags_of(checkpoint.parent, table["protein"], tmp_path / "tuned"))
     (tmp_path / "tuned").mkdir()
     (tmp_path / "tuned" / "mine").touch()
     with pytest.raises(UserError, match="exists and is not of this script"):

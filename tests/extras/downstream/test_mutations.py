@@ -54,7 +54,7 @@ def test_run_evaluates_mutations_as_score_py_does(dataset, tmp_path, monkeypatch
     assert [row["step"] for row in rows] == [2, 4]
     final = json.loads((out / "eval_results.json").read_text())
     fasta = tmp_path / "ours.fasta"
-    scoring = ("--model_name_or_path", out / "final_model", "--fasta", fasta, "--mutations", gym, "--use_cpu")
+    scoring = ("--model_name_or_path", out, "--fasta", fasta, "--mutations", gym, "--use_cpu")
     call(script, *scoring, "--output", tmp_path / "scored.csv")
     (record,) = json.loads((tmp_path / "scored.csv.json").read_text())["correlations"]["proteins"].values()
     for theirs, name in (("masked_marginal", "masked"), ("wild_type_marginal", "wild_type")):

@@ -231,6 +231,7 @@ NAMES = ["id", "label"]
             ("--embedding_column", "embedding_3"),
             "no column 'embedding_3': --embedding_column is of embedding",
         ),
+        (NAMES, ROWS, ("--model_name_or_path", "x"), "--model_name_or_path and --embeddings: give one"),
         (NAMES, ROWS, ("--cluster", 0.3, "--cluster_column", "id"), "--cluster_column and --cluster: give one"),
         ([*NAMES, "split"], [(*row, "left") for row in ROWS], (), "row 2: the split is 'left'"),
         (
@@ -282,6 +283,15 @@ def test_probe_replaces_its_own_output_only_with_overwrite_and_the_same_bytes_co
         probe(embedded["mean"], fasta, labels, tmp_path / "out")
     probe(embedded["mean"], fasta, labels, tmp_path / "out", "--overwrite")
     assert (tmp_path / "out" / "predictions.csv").read_bytes() == first
+
+
+def test_probe_of_a_model_equals_that_of_its_embeddings(model, embedded, fasta, tmp_path):
+    labels = write_labels(tmp_path / "labels.csv", NAMES, ROWS)
+    _, expected = probe(embedded["mean"], fasta, labels, tmp_path / "out")
+    flags = ("--model_name_or_path", model, "--fasta", fasta, "--labels", labels, "--output_dir", tmp_path / "own")
+    call(PROBE, *flags)
+    with (tmp_path / "own" / "predictions.csv").open() as file:
+        assert list(csv.DictReader(file)) == expected
 
 
 def test_labels_are_classes_or_numbers_by_what_they_are():
@@ -344,9 +354,12 @@ def test_run_evaluates_probes_as_probe_py_does_on_its_export(dataset, proteins, 
     assert [row["loss"] for row in mine if "loss" in row] == [row["loss"] for row in plain if "loss" in row]
     assert [row["step"] for row in mine if "eval_probe_num_bers_spearman" in row] == [1, 2]
     train(dataset, tmp_path / "two", 2, script="train_fsdp2.py", **flags, eval_probe=tables["classes"])
-    for name, run, values in (("num_bers", "one", numbers), ("classes", "two", classes)):
+    for name, run, model, values in (
+        ("num_bers", "one", "one/checkpoint-2", numbers),
+        ("classes", "two", "two", classes),
+    ):
         results = json.loads((tmp_path / run / "all_results.json").read_text())
-        call_embed(tmp_path / run / "final_model", fasta, tmp_path / run / "embedded")
+        call_embed(tmp_path / model, fasta, tmp_path / run / "embedded")
         table = [(each, y) for (each, _), y in zip(proteins, values, strict=True)]
         labels = write_labels(tmp_path / "labels.csv", ["id", "label"], table)
         after, _ = probe(tmp_path / run / "embedded", fasta, labels, tmp_path / run / "probed")
