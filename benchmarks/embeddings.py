@@ -5,7 +5,8 @@ python -m benchmarks.embeddings --fasta my.fasta --scores [--output table.md]   
 
 Weights are random: speed does not depend on them. The stock model gets the proteins as a user would give them, in the
 order of the file, so many at a time, cut at the same length and padded to the longest of each batch; and, for a
-stricter look, sorted by length. All take turns in one process, round after round; numbers are medians.
+stricter look, sorted by length. All take turns in one process, round after round; numbers are medians. With OMP_NUM_THREADS=1 on a CPU
+the thread's CPU seconds count, for a machine that is not quiet.
 
 --scores: a few mutations of each protein, each a forward pass with its residue masked; and all single mutants of one
 protein, whose passes have one length, so that batches of them need no padding.
@@ -20,7 +21,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -38,11 +38,6 @@ from extras.sources.fasta import read_fasta
 
 Ways = dict[str, Callable[[], Sequence]]  # the first is ours
 RESIDUE_IDS = [int(BYTE_TO_ID[ord(letter)]) for letter in RESIDUES]
-
-
-class Times(NamedTuple):
-    elapsed: float  # seconds
-    used: float  # CPU seconds of all threads, which other programs on the machine change less
 
 
 def padded(model: PreTrainedModel, rows: list[Tensor], batch: int) -> Iterator[tuple[Tensor, Tensor]]:
@@ -105,31 +100,35 @@ def largest_difference(ours: Sequence, theirs: Sequence) -> float:
     return max(float((torch.as_tensor(a) - torch.as_tensor(b).cpu()).abs().max()) for a, b in pairs)
 
 
-def in_turns(ways: Ways, rounds: int) -> tuple[dict[str, list[Times]], float]:
-    """({way: the times of each round}, the largest difference between the results of the first two)."""
+def clock() -> float:
+    """Seconds. Of one thread on a CPU those that it ran, so that other programs on the machine do not count."""
+    is_one_thread = torch.get_num_threads() == 1 and not torch.cuda.is_available()
+    return time.process_time() if is_one_thread else time.perf_counter()
+
+
+def in_turns(ways: Ways, rounds: int) -> tuple[dict[str, list[float]], float]:
+    """({way: seconds of each round}, the largest difference between the results of the first two)."""
     first = {name: way() for name, way in ways.items()}  # warm, and the same numbers
     ours, theirs, *_ = first.values()
-    times: dict[str, list[Times]] = {name: [] for name in ways}
+    seconds: dict[str, list[float]] = {name: [] for name in ways}
     for number in range(rounds):
         for name, way in ways.items():
-            started, used = time.perf_counter(), time.process_time()
+            started = clock()
             way()
-            times[name].append(Times(time.perf_counter() - started, time.process_time() - used))
-            say(f"round {number + 1}/{rounds}  {name}: {times[name][-1].elapsed:.2f} s")
-    return times, largest_difference(ours, theirs)
+            seconds[name].append(clock() - started)
+            say(f"round {number + 1}/{rounds}  {name}: {seconds[name][-1]:.2f} s")
+    return seconds, largest_difference(ours, theirs)
 
 
-def table(script: str, times: dict[str, list[Times]], units: int, unit: str) -> list[str]:
+def table(script: str, seconds: dict[str, list[float]], units: int, unit: str) -> list[str]:
     """Lines of Markdown: the speed of each way in units a second, or its time in seconds if there is no unit."""
-    first = f"{unit}/s" if unit else "seconds"
-    lines = [f"| | {first} | spread | CPU seconds | `{script}` is faster by |", "|---|--:|--:|--:|--:|"]
-    ours = statistics.median(each.elapsed for each in next(iter(times.values())))
-    for number, (name, values) in enumerate(times.items()):
-        elapsed = [each.elapsed for each in values]
-        middle, used = statistics.median(elapsed), statistics.median(each.used for each in values)
+    lines = [f"| | {f'{unit}/s' if unit else 'seconds'} | spread | `{script}` is faster by |", "|---|--:|--:|--:|"]
+    ours = statistics.median(next(iter(seconds.values())))
+    for number, (name, values) in enumerate(seconds.items()):
+        middle = statistics.median(values)
         ratio = f"{middle / ours:.2f} x" if number else ""
         figure = f"{units / middle:,.0f}" if unit else f"{middle:.1f}"
-        lines.append(f"| {name} | {figure} | {spread(elapsed):.0%} | {used:.1f} | {ratio} |")
+        lines.append(f"| {name} | {figure} | {spread(values):.0%} | {ratio} |")
     return lines
 
 
@@ -142,13 +141,13 @@ def embeddings(args: argparse.Namespace, encoder: Encoder, directory: str, texts
         f"{batches}, sorted by length": lambda: stock_means(theirs, by_length, args.batch),
         "transformers, one at a time": lambda: stock_means(theirs, texts, 1),
     }
-    times, worst = in_turns(ways, args.rounds)
+    seconds, worst = in_turns(ways, args.rounds)
     residues = sum(map(len, texts))
     return [
         f"{len(texts)} proteins of {residues:,} residues, {how}. "
         f"The largest difference of a mean between the first two rows: {worst:.1e}.",
         "",
-        *table("embed.py", times, residues, "residues"),
+        *table("embed.py", seconds, residues, "residues"),
     ]
 
 
@@ -168,19 +167,19 @@ def scores(args: argparse.Namespace, encoder: Encoder, directory: str, texts: li
         batches: lambda: [stock_single_mutants(theirs, protein, args.batch)],
         "transformers, one at a time": lambda: [stock_single_mutants(theirs, protein, 1)],
     }
-    times, worst = in_turns(mixed, args.rounds)
-    times_of_one, worst_of_one = in_turns(of_one, args.rounds)
+    seconds, worst = in_turns(mixed, args.rounds)
+    seconds_of_one, worst_of_one = in_turns(of_one, args.rounds)
     return [
         f"{len(variants)} mutations, {args.positions} of each of {len(texts)} proteins of {sum(map(len, texts)):,} "
         f"residues: a pass each, with the residue masked; {how}. "
         f"The largest difference of a score between the first two rows: {worst:.1e} nats.",
         "",
-        *table("score.py", times, len(variants), "scores"),
+        *table("score.py", seconds, len(variants), "scores"),
         "",
         f"All {len(protein) * len(RESIDUES):,} single mutants of a protein of {len(protein)} residues: "
         f"{len(protein)} passes of one length. The largest difference: {worst_of_one:.1e} nats.",
         "",
-        *table("score.py", times_of_one, 1, ""),
+        *table("score.py", seconds_of_one, 1, ""),
     ]
 
 
@@ -206,12 +205,14 @@ def main() -> None:
         encoder = Encoder(EncoderFlags(model_name_or_path=f"{directory}/model"))
         longest = encoder.flags.max_seq_length - 2  # no windows: both compute the same residues
         texts = [text[:longest] for _, text in islice(read_fasta(args.fasta), args.proteins)]
-        threads = f"{torch.get_num_threads()} threads" if encoder.device.type == "cpu" else "one GPU"
-        how = f"{args.config_name}, fp32, {threads}, {args.rounds} rounds in turns"
+        count = torch.get_num_threads()
+        threads = f"{count} threads" if count > 1 else "one thread (its CPU seconds)"
+        where = threads if encoder.device.type == "cpu" else "one GPU"
+        how = f"{args.config_name}, fp32, {where}, {args.rounds} rounds in turns"
         lines = (scores if args.scores else embeddings)(args, encoder, f"{directory}/model", texts, how)
-    where, command = where_measured("benchmarks.embeddings", "torch", "transformers")
+    measured, command = where_measured("benchmarks.embeddings", "torch", "transformers")
     title = "# Scores of mutations beside transformers" if args.scores else "# Embeddings beside transformers"
-    publish("\n".join([title, "", where, "", command, "", *lines]), args.output)
+    publish("\n".join([title, "", measured, "", command, "", *lines]), args.output)
 
 
 if __name__ == "__main__":
