@@ -5,11 +5,11 @@ python -m benchmarks.embeddings --fasta my.fasta --scores [--output table.md]   
 
 Weights are random: speed does not depend on them. The stock model gets the proteins as a user would give them, in the
 order of the file, so many at a time, cut at the same length and padded to the longest of each batch; and, for a
-stricter look, sorted by length. All take turns in one process, round after round; numbers are medians. With OMP_NUM_THREADS=1 on a CPU
-the thread's CPU seconds count, for a machine that is not quiet.
+stricter look, sorted by length. All take turns in one process, round after round; numbers are medians. With
+OMP_NUM_THREADS=1 on a CPU the thread's CPU seconds count, for a machine that is not quiet.
 
---scores: a few mutations of each protein, each a forward pass with its residue masked; and all single mutants of one
-protein, whose passes have one length, so that batches of them need no padding.
+--scores: a few mutations of each protein, each a forward pass with its residue masked; and the time of all single
+mutants of one protein.
 """
 
 from __future__ import annotations
@@ -60,27 +60,14 @@ def stock_means(model: PreTrainedModel, texts: list[bytes], batch: int) -> list[
 
 
 @torch.inference_mode()
-def stock_log_p(model: PreTrainedModel, places: list[tuple[bytes, int]], batch: int) -> Tensor:
-    """Log-probabilities, float64 [places, 33], at a position of a protein that is masked there; of padded batches."""
-    rows = [tokens_of(text) for text, _ in places]
-    for row, (_, position) in zip(rows, places, strict=True):
-        row[1 + position] = MASK
-    logits = torch.cat([output[row == MASK] for row, output in padded(model, rows, batch)])
-    return logits.double().log_softmax(-1)
-
-
 def stock_scores(model: PreTrainedModel, variants: list[Variant], batch: int) -> Tensor:
-    """Masked marginals of variants with one mutation each, float64 [variants]."""
-    mutations = [mutation for _, (mutation,) in variants]
-    log_p = stock_log_p(model, [(protein, mutation.position) for protein, (mutation,) in variants], batch)
-    rows = range(len(variants))
-    return log_p[rows, [m.mutant for m in mutations]] - log_p[rows, [m.wild for m in mutations]]
-
-
-def stock_single_mutants(model: PreTrainedModel, protein: bytes, batch: int) -> Tensor:
-    """Masked marginals of all single mutants, float64 [length, 20]."""
-    log_p = stock_log_p(model, [(protein, position) for position in range(len(protein))], batch)
-    return log_p[:, RESIDUE_IDS] - log_p.gather(1, tokens_of(protein)[1:-1, None].to(log_p.device))
+    """Masked marginals of variants with one mutation each, float64 [variants]; of padded batches."""
+    rows, mutations = [tokens_of(variant.protein) for variant in variants], [one for _, (one,) in variants]
+    for row, mutation in zip(rows, mutations, strict=True):
+        row[1 + mutation.position] = MASK
+    logits = torch.cat([output[row == MASK] for row, output in padded(model, rows, batch)])
+    log_p, each = logits.double().log_softmax(-1), range(len(rows))
+    return log_p[each, [one.mutant for one in mutations]] - log_p[each, [one.wild for one in mutations]]
 
 
 def variants_of(texts: list[bytes], positions: int) -> list[Variant]:
@@ -106,29 +93,33 @@ def clock() -> float:
     return time.process_time() if is_one_thread else time.perf_counter()
 
 
+def timed(name: str, way: Callable[[], object]) -> float:
+    started = clock()
+    way()
+    seconds = clock() - started
+    say(f"{name}: {seconds:.2f} s")
+    return seconds
+
+
 def in_turns(ways: Ways, rounds: int) -> tuple[dict[str, list[float]], float]:
     """({way: seconds of each round}, the largest difference between the results of the first two)."""
-    first = {name: way() for name, way in ways.items()}  # warm, and the same numbers
-    ours, theirs, *_ = first.values()
+    ours, theirs, *_ = [way() for way in ways.values()]  # warm, and the same numbers
     seconds: dict[str, list[float]] = {name: [] for name in ways}
     for number in range(rounds):
         for name, way in ways.items():
-            started = clock()
-            way()
-            seconds[name].append(clock() - started)
-            say(f"round {number + 1}/{rounds}  {name}: {seconds[name][-1]:.2f} s")
+            seconds[name].append(timed(f"round {number + 1}/{rounds}  {name}", way))
     return seconds, largest_difference(ours, theirs)
 
 
 def table(script: str, seconds: dict[str, list[float]], units: int, unit: str) -> list[str]:
-    """Lines of Markdown: the speed of each way in units a second, or its time in seconds if there is no unit."""
-    lines = [f"| | {f'{unit}/s' if unit else 'seconds'} | spread | `{script}` is faster by |", "|---|--:|--:|--:|"]
+    """Lines of Markdown: the speed of each way in units a second."""
+    lines = [f"| | {unit}/s | spread | `{script}` is faster by |", "|---|--:|--:|--:|"]
     ours = statistics.median(next(iter(seconds.values())))
     for number, (name, values) in enumerate(seconds.items()):
         middle = statistics.median(values)
         ratio = f"{middle / ours:.2f} x" if number else ""
-        figure = f"{units / middle:,.0f}" if unit else f"{middle:.1f}"
-        lines.append(f"| {name} | {figure} | {spread(values):.0%} | {ratio} |")
+        speed = f"{units / middle:,.1f}" if units / middle < 100 else f"{units / middle:,.0f}"
+        lines.append(f"| {name} | {speed} | {spread(values):.0%} | {ratio} |")
     return lines
 
 
@@ -156,19 +147,16 @@ def scores(args: argparse.Namespace, encoder: Encoder, directory: str, texts: li
     variants = variants_of(texts, args.positions)
     protein = bytes(letter for text in texts for letter in text if chr(letter) in RESIDUES)[: args.residues]
     by_length, batches = sorted(variants, key=lambda v: len(v.protein)), f"transformers, batches of {args.batch}"
-    mixed: Ways = {
+    ways: Ways = {
         "`score.py`: packed": lambda: score(encoder, variants, True),
         f"{batches}, padded": lambda: stock_scores(theirs, variants, args.batch),
         f"{batches}, sorted by length": lambda: stock_scores(theirs, by_length, args.batch),
         "transformers, one at a time": lambda: stock_scores(theirs, variants, 1),
     }
-    of_one: Ways = {
-        "`score.py`: packed": lambda: single_mutants(encoder, [protein], True),
-        batches: lambda: [stock_single_mutants(theirs, protein, args.batch)],
-        "transformers, one at a time": lambda: [stock_single_mutants(theirs, protein, 1)],
-    }
-    seconds, worst = in_turns(mixed, args.rounds)
-    seconds_of_one, worst_of_one = in_turns(of_one, args.rounds)
+    seconds, worst = in_turns(ways, args.rounds)
+    of_one = [
+        timed("all single mutants", lambda: single_mutants(encoder, [protein], True)) for _ in range(args.rounds)
+    ]
     return [
         f"{len(variants)} mutations, {args.positions} of each of {len(texts)} proteins of {sum(map(len, texts)):,} "
         f"residues: a pass each, with the residue masked; {how}. "
@@ -176,10 +164,8 @@ def scores(args: argparse.Namespace, encoder: Encoder, directory: str, texts: li
         "",
         *table("score.py", seconds, len(variants), "scores"),
         "",
-        f"All {len(protein) * len(RESIDUES):,} single mutants of a protein of {len(protein)} residues: "
-        f"{len(protein)} passes of one length. The largest difference: {worst_of_one:.1e} nats.",
-        "",
-        *table("score.py", seconds_of_one, 1, ""),
+        f"All {len(protein) * len(RESIDUES):,} single mutants of a protein of {len(protein)} residues, {len(protein)} "
+        f"passes: {statistics.median(of_one):.1f} s, spread {spread(of_one):.0%}.",
     ]
 
 
