@@ -20,6 +20,7 @@ from common.cli import UserError
 from common.models.esm2.config import load_config, override
 from extras.downstream.contacts import ContactEvaluation
 from extras.inference.measured import BLOSUM62, RESIDUES
+from extras.prepare.planted import COIL_STRUCTURES, coil_structures
 from extras.prepare.sample import write_structures
 from tests.training_fixtures import TINY_OVERRIDES
 
@@ -134,7 +135,7 @@ def test_read_measured_finds_the_wild_type(tmp_path):
 
 
 def test_page_has_the_figures_of_the_run_and_of_scipy(tmp_path):
-    write_structures(tmp_path / "pdb", seed=42)
+    write_structures(tmp_path / "pdb", coil_structures(COIL_STRUCTURES, 42))
     for path in sorted((tmp_path / "pdb").iterdir())[5:]:
         path.unlink()
     for file, wild_type in zip(TABLES.values(), ("MKVLAGWHDE", "MKVLAGWHDEM", "MKVLAGWHDEMK"), strict=True):
