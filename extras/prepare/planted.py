@@ -41,7 +41,7 @@ STRAND_STEP, SHEETS_APART = 3.4, 7.5  # angstrom: residues along a strand; sheet
 # not, so that the neighbours of a site say little of one another, and a model has to look at each of them.
 COUPLED = {(0, 1): 1, (1, 2): 1, (2, 3): 1, (4, 5): 1, (5, 6): 1, (6, 7): 1}
 COUPLED |= {(0, 4): 1, (1, 5): -1, (2, 6): 1, (3, 7): -1}
-COUPLING = 1.0
+COUPLING = 1.5
 POTTS_MEMBERS, POTTS_STRUCTURES = 4000, 5  # of each family; the second are further ones
 
 
